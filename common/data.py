@@ -1,0 +1,299 @@
+"""Data sets in verl's format (parquet or jsonl) as tokenised prompts, and the seeded order in which they are used.
+
+python -m common.data FILE [--tokenizer PATH] [--rows 2]    shows what is in a file
+"""
+
+import json
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import tyro
+from jinja2 import TemplateError
+
+REQUIRED = ("data_source", "prompt", "reward_model")
+FORMAT = (
+    "data_source (string), prompt (list of {role, content}, or an already rendered string), reward_model "
+    "({style, ground_truth}), optionally extra_info. `python -m common.prepare.NAME` writes such files"
+)
+ROLES = ("system", "user", "assistant", "tool")
+RENDERED_MARKS = ("\nAssistant:", "<|im_start|>assistant")  # TinyZero's templates, stored inside one user message
+JSON_LINE = "json line"  # the only column of a table made from a .jsonl file
+
+
+@dataclass(slots=True)
+class Row:
+    index: int  # position in the concatenated files, whatever was dropped: the prompt's identity for seeds
+    data_source: str
+    prompt: list[dict] | str
+    ground_truth: Any
+    extra_info: dict
+    prompt_ids: list[int]
+
+
+def read_table(path: Path, flag: str) -> pa.Table:
+    """One file as an Arrow table. FileNotFoundError and ValueError name the file, and the flag it came from."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{flag}: no such file: {path}")
+    if path.suffix == ".jsonl":
+        # Lines stay text until used: Arrow's JSON reader wants one type per key and makes timestamps of dates.
+        table = pa.table({JSON_LINE: pa.array(path.read_bytes().rstrip().splitlines(), pa.large_binary())})
+    else:
+        try:
+            table = pq.ParquetFile(path).read()
+        except (pa.ArrowInvalid, OSError) as error:
+            raise ValueError(f"{flag}: {path} is neither .jsonl nor a readable parquet file: {error}") from error
+    columns = next(records(table), REQUIRED) if table.column_names == [JSON_LINE] else table.column_names
+    missing = [name for name in REQUIRED if name not in columns]
+    if missing and not isinstance(columns, str):  # a first line that is no JSON object is reported as a bad row
+        has = ", ".join(columns)
+        raise ValueError(f"{flag}: {path} lacks {', '.join(missing)}; it has the columns {has}. Expected: {FORMAT}.")
+    return table
+
+
+def records(table: pa.Table) -> Iterator[dict | str]:
+    """Every row as a dict, or as the reason why it is none; a few thousand at a time, never the whole table."""
+    for batch in table.to_batches(max_chunksize=4096):
+        if table.column_names != [JSON_LINE]:
+            yield from batch.to_pylist()
+            continue
+        for line in batch.column(0).to_pylist():
+            try:
+                record = json.loads(line)
+            except ValueError as error:  # bad JSON and bad UTF-8 alike
+                record = f"invalid JSON: {error}"
+            yield record if isinstance(record, dict | str) else f"a JSON {type(record).__name__}, expected an object"
+
+
+def row_problem(record: dict | str) -> str | None:
+    """Why this record cannot be used, in a few words; None if it can."""
+    if isinstance(record, str):
+        return record
+    prompt, reward_model = record.get("prompt"), record.get("reward_model")
+    if not isinstance(record.get("data_source"), str):
+        return f"data_source is {record.get('data_source')!r}, expected a string"
+    if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
+        return "reward_model.ground_truth is missing"
+    if not isinstance(record.get("extra_info"), dict | None):
+        return f"extra_info is {record['extra_info']!r:.80}, expected an object"
+    if not isinstance(prompt, list | str):
+        return f"prompt is {prompt!r:.80}, expected a list of messages or a string"
+    for message in prompt if isinstance(prompt, list) else ():
+        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+            return f"message {message!r:.80} is not {{role, content}} with a string as content"
+        if message.get("role") not in ROLES:
+            return f"unknown role {message.get('role')!r}, expected one of {', '.join(ROLES)}"
+    return None if bare_text(prompt).strip() else "prompt is empty"
+
+
+def bare_text(prompt: list[dict] | str) -> str:
+    """What the prompt says, without any template."""
+    return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
+
+
+def clean_prompt(prompt: list[dict] | str) -> list[dict] | str:
+    """Messages as a chat template wants them; the text itself where a single message holds a rendered template."""
+    if isinstance(prompt, str):
+        return prompt
+    if len(prompt) == 1 and prompt[0]["role"] == "user" and any(m in prompt[0]["content"] for m in RENDERED_MARKS):
+        return prompt[0]["content"]
+    # Arrow fills the keys that only other rows have with nulls, and templates ask `is defined`.
+    return [{key: value for key, value in message.items() if value is not None} for message in prompt]
+
+
+def render(prompt: list[dict] | str, tokenizer) -> str:
+    """The text to tokenise for a cleaned prompt. ValueError if it needs a chat template and there is none."""
+    if isinstance(prompt, str):
+        return prompt
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"prompts are lists of messages, but the tokenizer of {tokenizer.name_or_path!r} has no chat template: "
+            "take an instruct model, or data whose `prompt` is an already rendered string"
+        )
+    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+
+
+class PromptData:
+    """Rows of one or several files, kept in Arrow; one becomes Python objects and token ids when it is asked for.
+
+    What is wrong with the files is said here, at start-up: ValueError with file, row, reason and the flag that helps.
+    `max_rows` counts the concatenated files before anything is dropped. Ranks other than 0 pass a silent `notice`.
+    """
+
+    def __init__(
+        self,
+        paths: str | list[str],
+        tokenizer,
+        *,
+        max_prompt_tokens: int,
+        overlong: Literal["error", "drop"] = "error",
+        max_rows: int | None = None,
+        skip_bad_rows: bool = False,
+        flag: str = "--train-data",
+        notice: Callable[[str], None] = print,
+    ):
+        names = paths.split(",") if isinstance(paths, str) else paths
+        self.paths = [Path(str(name).strip()).expanduser() for name in names]
+        self.tokenizer, self.max_prompt_tokens, self.flag, self.notice = tokenizer, max_prompt_tokens, flag, notice
+        self.tables, self.starts, end = [], [], 0
+        for path in self.paths:
+            table = read_table(path, flag)
+            self.starts.append(end)
+            self.tables.append(table if max_rows is None else table.slice(0, max(0, max_rows - end)))
+            end += len(table)
+
+        bad, too_long, texts, kept, num_rendered = {}, {}, {}, [], 0  # bad, too_long: row index -> reason
+        needed = [[c for c in t.column_names if c in (JSON_LINE, "extra_info", *REQUIRED)] for t in self.tables]
+        every_record = chain.from_iterable(records(t.select(columns)) for t, columns in zip(self.tables, needed))
+        for index, record in enumerate(every_record):
+            if problem := row_problem(record):
+                bad[index] = problem
+                continue
+            prompt = clean_prompt(record["prompt"])
+            try:
+                text = render(prompt, tokenizer)
+                num_bytes = len(text.encode())
+            except (
+                TemplateError,
+                UnicodeEncodeError,
+            ) as error:  # roles that a template refuses; half a surrogate pair
+                bad[index] = f"cannot be rendered: {error}"
+                continue
+            kept.append(index)
+            num_rendered += isinstance(prompt, str) and isinstance(record["prompt"], list)
+            # At most one token per byte, and one for a leading space; NFC can triple the bytes of non-ASCII text.
+            if num_bytes * (1 if text.isascii() else 3) >= max_prompt_tokens:
+                texts[index] = text
+            if len(texts) == 1024:
+                too_long |= self._too_long(texts)
+                texts = {}
+        too_long |= self._too_long(texts)
+        self._refuse(bad, "unusable rows", "--skip-bad-rows", skip_bad_rows)
+        what = f"prompts longer than --max-prompt-tokens {max_prompt_tokens}"
+        self._refuse(too_long, what, "--overlong-prompts drop", overlong == "drop")
+        self.positions = np.array([index for index in kept if index not in too_long], dtype=np.int64)
+        if not len(self.positions):
+            raise ValueError(f"{flag}: no usable row in {', '.join(map(str, self.paths))}")
+        if num_rendered:
+            notice(f"{flag}: {num_rendered} prompts are rendered templates in one message: used without chat template")
+
+    def _too_long(self, texts: dict[int, str]) -> dict[int, str]:
+        """Row index -> its length, for those of the texts that exceed the limit; tokenised as one batch."""
+        ids = self.tokenizer(list(texts.values()), add_special_tokens=False)["input_ids"] if texts else []
+        return {index: f"{len(x)} tokens" for index, x in zip(texts, ids) if len(x) > self.max_prompt_tokens}
+
+    def _refuse(self, reasons: dict[int, str], what: str, remedy: str, drop: bool) -> None:
+        """Raise with the first five rows, or say that all were dropped. Lines of .jsonl count from 1, rows from 0."""
+        message = f"{self.flag}: {len(reasons)} {what} ({'dropped' if drop else f'{remedy} drops them'}); the first:"
+        for index in list(reasons)[:5]:
+            file, row = self._locate(index)
+            place = f"line {row + 1}" if self.tables[file].column_names == [JSON_LINE] else f"row {row}"
+            message += f"\n  {self.paths[file]} {place}: {reasons[index]}"
+        if reasons and not drop:
+            raise ValueError(message)
+        if reasons:
+            self.notice(f"warning: {message}")
+
+    def _locate(self, index: int) -> tuple[int, int]:
+        """(file, row in it) of a position in the concatenated files."""
+        file = bisect_right(self.starts, index) - 1
+        return file, index - self.starts[file]
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def sources(self) -> list[str]:
+        """Every data_source that occurs."""
+        names: set[str] = set()
+        for table in self.tables:
+            if table.column_names != [JSON_LINE]:
+                names.update(name for name in table["data_source"].unique().to_pylist() if isinstance(name, str))
+            else:
+                found = (record.get("data_source") for record in records(table) if isinstance(record, dict))
+                names.update(name for name in found if isinstance(name, str))
+        return sorted(names)
+
+    def record(self, i: int) -> dict:
+        """Row i with all its columns, as it stands in the file."""
+        file, row = self._locate(int(self.positions[i]))
+        return next(records(self.tables[file].slice(row, 1)))
+
+    def __getitem__(self, i: int) -> Row:
+        record = self.record(i)
+        prompt = clean_prompt(record["prompt"])
+        ids = self.tokenizer.encode(render(prompt, self.tokenizer), add_special_tokens=False)
+        ground_truth, extra_info = record["reward_model"]["ground_truth"], record.get("extra_info") or {}
+        return Row(int(self.positions[i]), record["data_source"], prompt, ground_truth, extra_info, ids)
+
+
+class PromptLoader:
+    """Row positions for each step: a fresh permutation per epoch from (seed, epoch). Its state is a count."""
+
+    def __init__(self, num_rows: int, prompts_per_step: int, seed: int):
+        if num_rows < 1 or prompts_per_step < 1:
+            raise ValueError(f"need at least 1 row and 1 prompt per step, got {num_rows} and {prompts_per_step}")
+        self.num_rows, self.prompts_per_step, self.seed, self.consumed = num_rows, prompts_per_step, seed, 0
+        self._permutation = (-1, np.empty(0, dtype=np.int64))  # (epoch, order)
+
+    @property
+    def epoch(self) -> float:
+        return self.consumed / self.num_rows
+
+    def next(self) -> list[int]:
+        """The next `prompts_per_step` positions; at the end of an epoch the next permutation goes on."""
+        positions = []
+        while len(positions) < self.prompts_per_step:
+            epoch, start = divmod(self.consumed, self.num_rows)
+            if self._permutation[0] != epoch:
+                order = np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(self.num_rows)
+                self._permutation = (epoch, order)
+            taken = self._permutation[1][start : start + self.prompts_per_step - len(positions)]
+            positions += taken.tolist()
+            self.consumed += len(taken)
+        return positions
+
+    def state_dict(self) -> dict[str, int]:
+        return {"consumed": self.consumed, "seed": self.seed, "num_rows": self.num_rows}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """ValueError if the saved position belongs to another data set or seed."""
+        for name, now in (("num_rows", self.num_rows), ("seed", self.seed)):
+            if state[name] != now:
+                raise ValueError(f"cannot resume the data order: {name} was {state[name]}, now it is {now}")
+        self.consumed = state["consumed"]
+
+
+def show(file: tyro.conf.Positional[Path], tokenizer: str | None = None, rows: int = 2) -> None:
+    """Show a data file: columns, rows per data_source, prompt lengths (in tokens with --tokenizer), and some rows."""
+    table = read_table(file, "FILE")
+    problems = [(record, row_problem(record)) for record in records(table)]
+    usable = [record for record, problem in problems if problem is None]
+    print(f"{file}: {len(table)} rows, {len(table) - len(usable)} of them unusable")
+    for field in pa.Table.from_pylist(usable[:1]).schema:
+        print(f"  {field.name:<16} {field.type}")
+    for source, count in Counter(record["data_source"] for record in usable).most_common():
+        print(f"data_source {source}: {count} rows")
+    texts = [bare_text(record["prompt"]) for record in usable]
+    if tokenizer and usable:
+        from transformers import AutoTokenizer  # takes seconds to import
+
+        encode = AutoTokenizer.from_pretrained(tokenizer)
+        prompts = [render(clean_prompt(record["prompt"]), encode) for record in usable]
+        texts = encode(prompts, add_special_tokens=False)["input_ids"]
+    if usable:
+        low, mid, high, top = np.percentile([len(x) for x in texts], [0, 50, 95, 100]).astype(int)
+        print(f"prompt {'tokens' if tokenizer else 'characters'}: min {low}, median {mid}, p95 {high}, max {top}")
+    for i, (record, problem) in enumerate(problems[:rows]):
+        text = json.dumps(record, indent=2, ensure_ascii=False, default=lambda x: f"<{type(x).__name__}>")
+        print(f"--- row {i}{f', unusable: {problem}' if problem else ''}\n{text}")
+
+
+if __name__ == "__main__":
+    tyro.cli(show)

@@ -1,0 +1,174 @@
+"""torchrun process group, FSDP2 or DDP wrapping, reductions, seeding, and ending together when a rank fails."""
+
+import datetime
+import os
+import random
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+
+@dataclass(frozen=True)
+class World:
+    """Who this process is among the ranks that torchrun started."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def print(self, *values: object) -> None:
+        if self.is_main:
+            print(*values, flush=True)
+
+
+def init_world(timeout_minutes: float = 30.0) -> World:
+    """Join torchrun's process group (nccl on GPUs, gloo on CPUs); a plain `python script.py` is a group of one."""
+    if "RANK" not in os.environ:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in defaults.items()})
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        # gloo beside nccl: Python objects and CPU tensors (checkpoints, metrics) travel without touching the GPU
+        backend = "cpu:gloo,cuda:nccl"
+    else:
+        device, backend = torch.device("cpu"), "gloo"
+    dist.init_process_group(backend, timeout=datetime.timedelta(minutes=timeout_minutes))
+    return World(dist.get_rank(), dist.get_world_size(), local_rank, device)
+
+
+def run(main: Callable, *args: object) -> None:
+    """Run a script's `main` and leave by `os._exit`, at success and at failure alike.
+
+    A rank that waits in destructors (a collective, the engine's threads) would keep the others waiting; when one rank
+    exits with an error, torchrun ends the rest.
+    """
+    try:
+        main(*args)
+        barrier()
+        status = 0
+    except SystemExit as stop:
+        if isinstance(stop.code, str) and os.environ.get("RANK", "0") == "0":
+            print(stop.code, file=sys.stderr)
+        status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException:
+        print(f"[rank {os.environ.get('RANK', '0')}] failed:\n{traceback.format_exc()}", file=sys.stderr)
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def seed_everything(seed: int, rank: int) -> None:
+    """Per-rank seeds for noise such as dropout; sampling and data order have their own, which ignore the rank."""
+    random.seed(seed + rank)
+    np.random.seed((seed + rank) % 2**32)
+    torch.manual_seed(seed + rank)
+
+
+def wrap_model(
+    model: nn.Module,
+    world: World,
+    strategy: str,
+    compute_dtype: torch.dtype,
+    layers: list[nn.Module],
+) -> nn.Module:
+    """Shard (FSDP2) or replicate (DDP) `model`, whose float32 parameters stay the master weights.
+
+    Every layer of `layers` is an FSDP unit; the root holds the embeddings, the last norm and the head. FSDP2 computes
+    with parameters cast to `compute_dtype` and reduces gradients in float32; DDP computes under autocast.
+    """
+    if strategy == "ddp":
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    master = next(model.parameters()).dtype
+    policy = MixedPrecisionPolicy()
+    if compute_dtype != master:
+        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def reshard(model: nn.Module) -> None:
+    """FSDP2's root stays gathered after a forward; its parameters are DTensors again only after this."""
+    if isinstance(model, FSDPModule):
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+@contextmanager
+def forward_context(model: nn.Module, world: World, compute_dtype: torch.dtype, last: bool = True) -> Iterator[None]:
+    """Around one forward and backward: DDP computes under autocast and all-reduces only at the `last` micro-batch."""
+    with ExitStack() as stack:
+        if isinstance(model, DistributedDataParallel):
+            if compute_dtype in (torch.bfloat16, torch.float16):
+                stack.enter_context(torch.autocast(world.device.type, compute_dtype))
+            if not last:
+                stack.enter_context(model.no_sync())
+        yield
+
+
+def barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def all_reduce(values: list[float] | torch.Tensor, op: str = "sum") -> list[float]:
+    """Reduce a vector of numbers over all ranks in float64; op is "sum", "max" or "min"."""
+    tensor = torch.as_tensor(values, dtype=torch.float64).detach().cpu().clone()
+    if dist.is_initialized():
+        dist.all_reduce(tensor, getattr(dist.ReduceOp, op.upper()))
+    return tensor.tolist()
+
+
+def all_reduce_sums(sums: dict[str, float]) -> dict[str, float]:
+    """Sum a dict over ranks; ranks may hold different keys (a rank without episodes has none)."""
+    gathered: list[dict[str, float]] = gather_objects(sums)
+    total: dict[str, float] = {}
+    for part in gathered:
+        for name, value in part.items():
+            total[name] = total.get(name, 0.0) + value
+    return total
+
+
+def gather_objects(value: object) -> list:
+    """`value` of every rank, in rank order, on every rank."""
+    if not dist.is_initialized():
+        return [value]
+    gathered: list = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def broadcast_object(value: object) -> object:
+    """Rank 0's `value` on every rank."""
+    box = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(box, src=0)
+    return box[0]

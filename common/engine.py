@@ -1,0 +1,227 @@
+"""The colocated rollout engine: vLLM inside each rank. `common/hf_engine.py` is its twin without vLLM.
+
+One step, each a named call:  wake("weights") -> sync_weights -> wake("kv_cache") -> generate -> sleep.
+
+The vLLM attribute chain stands in this file alone. Tested with vLLM 0.32.0 (CPU); 0.26.0 (CUDA) differs as noted.
+"""
+
+import os
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from common.distributed import World
+
+Weights = Iterable[tuple[str, Tensor]]
+
+
+@dataclass(slots=True)
+class Completion:
+    token_ids: list[int]  # as sampled, the end token included
+    logprobs: list[float]  # log-prob of each sampled token, after temperature
+    finish_reason: str  # "stop" (an end token) or "length"
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample. Training wants the plain distribution at a temperature: see `check_exact`."""
+
+    n: int = 1  # completions per prompt
+    max_tokens: int = 256
+    temperature: float = 1.0  # 0 = greedy
+    top_p: float = 1.0
+    top_k: int = -1  # -1 = all
+
+    def check_exact(self) -> None:
+        """Refuse what would make the engine's distribution differ from the trainer's softmax(logits / temperature)."""
+        if self.temperature <= 0 or self.top_p != 1.0 or self.top_k != -1:
+            raise SystemExit(
+                f"training samples from softmax(logits / temperature): needs temperature > 0, top_p 1, top_k -1, got "
+                f"{self.temperature}, {self.top_p}, {self.top_k}; truncated sampling would make every log-ratio wrong"
+            )
+
+
+class WeightBooks:
+    """Accounts of one weight sync: what the trainer should send, what was sent, and which optimizer step it carries.
+
+    At lr 1e-6 a step moves log-probs by less than bf16 rounding: a stale or partial sync does not show in the gap
+    between engine and trainer, so it is caught by counting.
+    """
+
+    def __init__(self) -> None:
+        self.step: int | None = None  # of the weights that the engine holds; None before the first sync
+        self.expected: dict[str, int] = {}
+        self.sent: set[str] = set()
+
+    def record(self, weights: Weights, expected: dict[str, int], dtype: torch.dtype) -> Weights:
+        """Pass the weights on in the engine's dtype, and count. Until `close`, the engine holds no usable weights.
+
+        `expected` is {name: number of elements} of all that the engine must get.
+        """
+        self.step, self.sent, self.expected = None, set(), expected
+        return self._counted(weights, dtype)
+
+    def _counted(self, weights: Weights, dtype: torch.dtype) -> Weights:
+        for name, tensor in weights:
+            if name in self.sent or tensor.numel() != self.expected.get(name):
+                expected = "sent twice" if name in self.sent else f"expected {self.expected.get(name, 'no such name')}"
+                raise RuntimeError(f"weight sync: {name} with {tensor.numel()} elements: {expected}")
+            self.sent.add(name)
+            yield name, tensor.to(dtype)
+
+    def close(self, step: int) -> None:
+        """All that was expected must have been sent; the engine then holds the weights of optimizer step `step`."""
+        if missing := sorted(self.expected.keys() - self.sent):
+            raise RuntimeError(f"weight sync: missing {', '.join(missing)}")
+        self.step = step
+
+    def check(self, step: int) -> None:
+        if self.step != step:
+            raise RuntimeError(
+                f"the engine holds the weights of optimizer step {self.step}, the trainer is at {step}: rollouts "
+                "would be stale; call sync_weights first"
+            )
+
+
+class VllmEngine:
+    """vLLM in this process, tensor parallel size 1, weights replaced in place."""
+
+    def __init__(
+        self,
+        path: str,
+        dtype: torch.dtype,
+        world: World,
+        *,
+        end_ids: list[int],
+        max_model_len: int,
+        memory_gib: float | None = None,
+        sleep_level: int = 1,
+        max_sequences: int = 256,
+        trust_remote_code: bool = False,
+    ):
+        on_gpu = world.device.type == "cuda"
+        settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+        if not on_gpu:
+            settings |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+            # Eager on CPUs: the only compiled function left counts ranks of log-probs, and costs 15 s of C++ compiler.
+            torch._dynamo.config.disable = True
+        for name, value in settings.items():
+            os.environ.setdefault(name, value)
+        warnings.filterwarnings("ignore", category=FutureWarning)  # vLLM looks at names that torch has deprecated
+        from vllm import LLM
+        from vllm.model_executor.models import ModelRegistry
+
+        # vLLM inspects a lazily registered class in a subprocess, which lacks our repair of torchvision.
+        for architecture in AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).architectures or []:
+            lazy = ModelRegistry.models.get(architecture)
+            if lazy is not None and hasattr(lazy, "load_model_cls"):
+                ModelRegistry.register_model(architecture, lazy.load_model_cls())
+        options: dict = {}
+        if on_gpu:
+            free, total = torch.cuda.mem_get_info(world.device)
+            # The KV cache has a size of its own: this share only has to pass vLLM's check against free memory.
+            options = {"gpu_memory_utilization": 0.9 * free / total, "enable_sleep_mode": sleep_level > 0}
+        default_gib = 8.0 if on_gpu else 1.0
+        self.llm = LLM(
+            path,
+            skip_tokenizer_init=True,
+            dtype=str(dtype).removeprefix("torch."),
+            max_model_len=max_model_len,
+            max_num_seqs=max_sequences,
+            kv_cache_memory_bytes=int((memory_gib or default_gib) * 2**30),
+            enforce_eager=not on_gpu,
+            logprobs_mode="processed_logprobs",
+            use_tqdm_on_load=False,
+            distributed_executor_backend="external_launcher",
+            trust_remote_code=trust_remote_code,
+            seed=0,
+            **options,
+        )
+        self.dtype, self.end_ids, self.sleep_level = dtype, end_ids, sleep_level if on_gpu else 0
+        self.books = WeightBooks()
+        self.buffers: dict[str, Tensor] = {}
+        self.asleep = False
+
+    def wake(self, part: str) -> None:
+        """part: "weights" before a sync, "kv_cache" before generating."""
+        if self.sleep_level == 0:
+            return
+        self.llm.wake_up(tags=[part])
+        if part == "weights" and self.buffers:  # sleep level 2 has dropped rotary tables and the like with the weights
+            self.llm.apply_model(self._restore_buffers)
+        self.asleep = part != "kv_cache"
+
+    def sleep(self) -> None:
+        """Free the KV cache, and the weights: to the host (level 1) or altogether (level 2)."""
+        if self.sleep_level == 0 or self.asleep:
+            return
+        if self.sleep_level == 2 and not self.buffers:
+            self.llm.apply_model(self._save_buffers)
+        self.llm.sleep(level=self.sleep_level)
+        self.asleep = True
+
+    def _save_buffers(self, model: torch.nn.Module) -> None:
+        self.buffers = {name: buffer.cpu().clone() for name, buffer in model.named_buffers()}
+
+    def _restore_buffers(self, model: torch.nn.Module) -> None:
+        for name, buffer in model.named_buffers():
+            buffer.copy_(self.buffers[name])
+
+    def sync_weights(self, weights: Weights, expected: dict[str, int], step: int) -> None:
+        """Replace all weights in place by those of optimizer step `step`, and drop every cache made with the old ones.
+
+        `weights` is lazy and consumed once, in one call: reload_weights re-initialises all modules, so a second call
+        would wipe what the first has loaded. `expected` is {name: number of elements} of all that must arrive.
+        """
+        recorded = self.books.record(weights, expected, self.dtype)
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": recorded})
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("weight sync: vLLM kept its prefix cache (are requests still running?)")
+        self.llm.reset_mm_cache()
+        self.llm.llm_engine.reset_encoder_cache()
+        self.books.close(step)
+
+    def generate(
+        self, prompts: list[list[int]], sampling: Sampling, seeds: list[int], weights_step: int
+    ) -> list[list[Completion]]:
+        """`sampling.n` completions of each prompt (token ids). Sample j of prompt i is drawn with seed seeds[i] + j.
+
+        `weights_step` is the optimizer step that the caller believes the engine to be at: RuntimeError otherwise.
+        """
+        self.books.check(weights_step)
+        if not prompts:
+            return []
+        from vllm import SamplingParams
+
+        params = [
+            SamplingParams(
+                n=sampling.n,
+                max_tokens=sampling.max_tokens,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                seed=seed,
+                stop_token_ids=self.end_ids,
+                logprobs=0,
+                flat_logprobs=True,
+                detokenize=False,
+            )
+            for seed in seeds
+        ]
+        outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        return [
+            [Completion(list(o.token_ids), _sampled_logprobs(o), str(o.finish_reason)) for o in output.outputs]
+            for output in outputs
+        ]
+
+
+def _sampled_logprobs(output) -> list[float]:
+    """Of each position's candidates the sampled token's (with greedy sampling there may be two)."""
+    flat = output.logprobs
+    if len(flat.logprobs) == len(output.token_ids):
+        return list(flat.logprobs)
+    return [position[token].logprob for position, token in zip(flat, output.token_ids)]

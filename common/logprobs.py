@@ -1,0 +1,68 @@
+"""Log-probabilities and entropies from hidden states, in chunks: a [tokens, vocab] tensor never exists."""
+
+import torch
+from torch import Tensor
+
+CHUNK_ELEMENTS = 2**24  # logits alive at a time: 64 MiB in float32
+
+
+def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """log p(target) and entropy under softmax(hidden @ weight.T / temperature), with exact gradients through both.
+
+    hidden [N, H] and weight [V, H] in any floating dtype, targets [N] int64 -> two [N] tensors in float32 (float64 for
+    float64 inputs). Chunks of rows are recomputed in backward; peak memory grows with H, not with N x V.
+    """
+    return _TokenLogprobs.apply(hidden, weight, targets, temperature)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        if torch.is_autocast_enabled(hidden.device.type):  # DDP: the head computes in the dtype of the hidden states
+            hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+        head = weight.to(hidden.dtype)
+        accumulate = torch.promote_types(hidden.dtype, torch.float32)
+        logprobs = torch.empty(targets.shape, dtype=accumulate, device=hidden.device)
+        logsumexp, entropy = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for rows in _chunks(len(targets), len(weight)):
+                logits = _logits(hidden[rows], head, temperature, accumulate)
+                logsumexp[rows] = logits.logsumexp(-1)
+                logprobs[rows] = logits.gather(-1, targets[rows, None]).squeeze(-1) - logsumexp[rows]
+                logp = logits.sub_(logsumexp[rows, None])
+                entropy[rows] = -(logp.exp() * logp).sum(-1)
+        ctx.save_for_backward(hidden, weight, targets, logsumexp, entropy)
+        ctx.temperature, ctx.accumulate = temperature, accumulate
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        # With p = softmax(z):  d logp_y / dz = onehot(y) - p,   d H / dz = -p * (log p + H)
+        hidden, weight, targets, logsumexp, entropy = ctx.saved_tensors
+        head = weight.to(hidden.dtype)
+        want_hidden, want_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(hidden) if want_hidden else None
+        grad_weight = torch.zeros(weight.shape, dtype=ctx.accumulate, device=weight.device) if want_weight else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            for rows in _chunks(len(targets), len(weight)):
+                logp = _logits(hidden[rows], head, ctx.temperature, ctx.accumulate).sub_(logsumexp[rows, None])
+                p = logp.exp()
+                # logp becomes the gradient of the logits in place: one buffer less of vocabulary width
+                grad_logits = logp.add_(entropy[rows, None]).mul_(-grad_entropy[rows, None])
+                grad_logits = grad_logits.sub_(grad_logprobs[rows, None]).mul_(p)
+                grad_logits.scatter_add_(-1, targets[rows, None], grad_logprobs[rows, None])
+                grad_logits = grad_logits.div_(ctx.temperature).to(hidden.dtype)
+                if want_hidden:
+                    grad_hidden[rows] = grad_logits @ head
+                if want_weight:
+                    grad_weight += grad_logits.T @ hidden[rows]
+        return grad_hidden, grad_weight.to(weight.dtype) if want_weight else None, None, None
+
+
+def _logits(hidden: Tensor, head: Tensor, temperature: float, accumulate: torch.dtype) -> Tensor:
+    return (hidden @ head.T).to(accumulate).div_(temperature)
+
+
+def _chunks(rows: int, vocabulary: int) -> list[slice]:
+    size = max(1, CHUNK_ELEMENTS // vocabulary)
+    return [slice(start, start + size) for start in range(0, rows, size)]

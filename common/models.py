@@ -1,0 +1,183 @@
+"""Policy and reference models, tokenizer, the embedded models by name, and the walk over full parameters."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+from common.distributed import World, barrier, broadcast_object, reshard, unwrap
+from common.logprobs import token_logprobs
+from common.packing import MicroBatch, attention_mask
+
+disable_progress_bar()  # of loading and saving shards: several ranks would write over each other
+EMBEDDED = {"tiny": Path(__file__).parent / "assets" / "tiny"}
+# Architectures whose logits are more than hidden @ head.T: our log-probs would be wrong, silently.
+UNSUPPORTED_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier")
+
+
+def resolve_model(name: str, world: World | None = None) -> str:
+    """Folder of `--model`: an embedded name, a folder, or a hub id (downloaded once, by rank 0 first)."""
+    if name in EMBEDDED:
+        return str(EMBEDDED[name])
+    if Path(name).is_dir():
+        return name
+
+    def download() -> str:
+        if name == "smollm2":
+            from common.prepare.smollm2 import smollm2_path
+
+            return str(smollm2_path())
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+        try:
+            return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"])
+        except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+            raise SystemExit(
+                f"--model {name}: no folder, none of {', '.join([*EMBEDDED, 'smollm2'])}, and not to be had from "
+                f"the hub (HF_ENDPOINT names a mirror): {error}"
+            ) from error
+
+    if world is None or world.size == 1:
+        return download()
+    path = download() if world.is_main else None
+    return broadcast_object(path) if world.local_rank == world.rank else download()
+
+
+def embedded_data(name: str, folder: Path, world: World) -> tuple[str, str]:
+    """(training file, evaluation file) of an embedded model's task, generated into `folder` by rank 0."""
+    if world.is_main:
+        from common.prepare.tiny import write_demo_data
+
+        write_demo_data(folder)
+    barrier()
+    return str(folder / "train.parquet"), str(folder / "eval.parquet")
+
+
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+
+
+def end_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids that end a response: the tokenizer's end token and those of generation_config.json."""
+    ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    generation_config = Path(path) / "generation_config.json"
+    if generation_config.is_file():
+        listed = json.loads(generation_config.read_text()).get("eos_token_id") or []
+        ids += listed if isinstance(listed, list) else [listed]
+    return sorted(set(ids))
+
+
+class Policy(nn.Module):
+    """A causal language model whose forward returns log-probs and entropies of the trained tokens.
+
+    The head is applied inside `forward`, which FSDP2 or DDP wraps: outside it, `lm_head.weight` would be a shard.
+    """
+
+    def __init__(self, model: nn.Module, attention: str):
+        super().__init__()
+        self.model = model
+        self.attention = attention
+
+    def forward(self, batch: MicroBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """(log p of the trained tokens [N], entropy [N]), float32, at the sampling temperature."""
+        hidden = self.model.base_model(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            attention_mask=attention_mask(batch, self.attention),
+            use_cache=False,
+        ).last_hidden_state
+        hidden = hidden.flatten(0, 1)[batch.hidden_index]
+        return token_logprobs(hidden, self.model.get_output_embeddings().weight, batch.targets, temperature)
+
+    def layers(self) -> list[nn.Module]:
+        """The repeated blocks: units of sharding and of gradient checkpointing."""
+        names = set(self.model._no_split_modules or [])
+        return [module for module in self.model.modules() if type(module).__name__ in names]
+
+
+def choose_attention(flag: str, device: torch.device) -> str:
+    """`--attention auto`: flex on GPUs with bf16, else SDPA (flex has no backward on CPU, no kernels on Volta)."""
+    if flag == "auto":
+        return "flex" if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8 else "sdpa"
+    if device.type == "cpu" and flag != "sdpa":
+        raise SystemExit(f"--attention {flag} needs a GPU; on a CPU use --attention sdpa (or auto)")
+    return flag
+
+
+def load_policy(
+    path: str,
+    attention: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    gradient_checkpointing: bool = False,
+    trust_remote_code: bool = False,
+    from_scratch: bool = False,
+) -> Policy:
+    """The model of a folder with parameters in `dtype` (float32 master weights by default), on the CPU.
+
+    `from_scratch` takes the architecture from the folder's config.json and initialises at random.
+    """
+    implementation = {"flash": "flash_attention_2", "flex": "flex_attention", "sdpa": "sdpa"}[attention]
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    scaled = [name for name in UNSUPPORTED_LOGITS if getattr(config, name, None) not in (None, 1, 1.0)]
+    if scaled:
+        raise SystemExit(f"--model {path}: {config.model_type} rescales its logits ({scaled[0]}), not supported here")
+    load = AutoModelForCausalLM.from_config if from_scratch else AutoModelForCausalLM.from_pretrained
+    model = load(
+        config if from_scratch else path,
+        dtype=dtype,
+        attn_implementation=implementation,
+        trust_remote_code=trust_remote_code,
+    )
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return Policy(model.train(), attention)
+
+
+def parameter_sizes(policy: Policy) -> dict[str, int]:
+    """{name: number of elements} of all that `full_parameters` will yield; taken before the policy is sharded."""
+    return {name: tensor.numel() for name, tensor in full_parameters(policy)}
+
+
+def full_parameters(policy: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Walk (name in the Hugging Face checkpoint, whole tensor), gathering one parameter at a time in one fixed order.
+
+    All ranks must exhaust it together. Tied heads are sent under both names: an engine that keeps a repacked copy of
+    the head would otherwise keep the old one.
+    """
+    reshard(policy)
+    model = unwrap(policy).model
+    head = model.get_output_embeddings().weight
+    with torch.no_grad():
+        for name, parameter in model.named_parameters(remove_duplicate=True):
+            tensor = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+            tensor = tensor.to(dtype) if dtype is not None else tensor
+            yield name, tensor
+            if parameter is head and "lm_head" not in name:
+                yield "lm_head.weight", tensor
+
+
+def export_hugging_face(
+    policy: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path, world: World, dtype: torch.dtype
+) -> None:
+    """Write a folder that transformers and vLLM load as it is; rank 0 writes, all ranks gather."""
+    state = {}
+    for name, tensor in full_parameters(policy, dtype):
+        if world.is_main:
+            state[name] = tensor.to("cpu", copy=True)
+    if world.is_main:
+        model = unwrap(policy).model
+        if model.config.tie_word_embeddings:
+            state.pop("lm_head.weight", None)
+        config_dtype, model.config.dtype = model.config.dtype, dtype
+        model.save_pretrained(folder, state_dict=state, safe_serialization=True)
+        model.config.dtype = config_dtype
+        tokenizer.save_pretrained(folder)
+        for file in folder.iterdir():
+            file.chmod(0o644)  # safetensors writes for the owner alone

@@ -1,0 +1,91 @@
+"""One choice of number format for trainer, engine and weight sync; loss scaling; the guarded gradient step."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def choose_dtype(flag: str, device: torch.device) -> tuple[torch.dtype, str]:
+    """(compute dtype, reason) for `--dtype auto|bf16|fp16|fp32` (README, "Precision").
+
+    Raises ValueError for bf16 on a GPU that has no bf16 arithmetic (Volta, Turing).
+    """
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        if flag == "bf16" and major < 8:
+            raise ValueError(
+                f"--dtype bf16: {torch.cuda.get_device_name(device)} (sm_{major}{minor}) has no bf16; use --dtype fp16"
+            )
+        if flag == "auto":
+            return (torch.bfloat16, "bf16 GPU") if major >= 8 else (torch.float16, f"sm_{major}{minor} has no bf16")
+    elif flag == "auto":
+        capability = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+        if capability.get("avx512_bf16") or capability.get("amx_bf16"):
+            return torch.bfloat16, "CPU with bf16 instructions"
+        return torch.float32, "CPU without bf16 instructions"
+    return DTYPES[flag], "as asked"
+
+
+def gap_limit(dtype: torch.dtype) -> float:
+    """Mean |engine - trainer| log-prob above which a sync must be broken rather than rounded."""
+    return {torch.bfloat16: 0.1, torch.float16: 0.03}.get(dtype, 1e-3)
+
+
+@dataclass
+class LossScale:
+    """Dynamic loss scale (Micikevicius et al. 2018, sec. 3.2); constant 1 unless the compute dtype is fp16.
+
+    Doubles after `growth_interval` good steps in a row, halves on overflow. RL runs are short, hence 400 and not the
+    usual 2,000.
+    """
+
+    scale: float = 1.0
+    dynamic: bool = False
+    growth_interval: int = 400
+    good_steps: int = 0
+
+    @classmethod
+    def for_dtype(cls, dtype: torch.dtype) -> "LossScale":
+        return cls(scale=2.0**14, dynamic=True) if dtype == torch.float16 else cls()
+
+    def update(self, finite: bool) -> None:
+        if not self.dynamic:
+            return
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite:
+            self.scale = max(self.scale / 2, 1.0)
+        elif self.good_steps >= self.growth_interval:
+            self.scale, self.good_steps = min(self.scale * 2, 2.0**24), 0
+
+    def state_dict(self) -> dict:
+        return {"scale": self.scale, "good_steps": self.good_steps}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.scale, self.good_steps = state["scale"], state["good_steps"]
+
+
+def guarded_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float, loss_scale: LossScale
+) -> tuple[float, bool]:
+    """Unscale, clip to the global norm and step, or skip the step if any gradient of any rank is not finite.
+
+    Returns (gradient norm before clipping, stepped). The norm is reduced over all shards, so every rank takes the
+    same decision without a further collective. `max_grad_norm` 0 means no clipping. Clears the gradients.
+    """
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    grad_norm = norm.item() / loss_scale.scale
+    finite = bool(torch.isfinite(norm))
+    if finite:
+        clip = min(1.0, max_grad_norm / (grad_norm + 1e-6)) if max_grad_norm > 0 else 1.0
+        if clip / loss_scale.scale != 1.0:
+            torch._foreach_mul_(gradients, clip / loss_scale.scale)
+        optimizer.step()
+    loss_scale.update(finite)
+    optimizer.zero_grad(set_to_none=True)
+    return grad_norm, finite

@@ -1,0 +1,268 @@
+"""Countdown problems as TinyZero's parquet: train.parquet and test.parquet.
+
+    python -m common.prepare.countdown --out data/countdown
+    python -m common.prepare.countdown --out data/countdown --source countdown_tasks_3to4.parquet
+
+Generated rows are solvable by construction: a random expression over the numbers that comes out at the target. Test
+problems never occur in train, whatever the order of their numbers. The same seed and sizes give the same files.
+"""
+
+import os
+import random
+import time
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, fields
+from itertools import islice
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import tyro
+
+TEMPLATES = {  # base and qwen-instruct are TinyZero's, to the letter
+    "base": (
+        "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The "
+        "assistant first thinks about the reasoning process in the mind and then provides the user with the answer.\n"
+        "User: Using the numbers {numbers}, create an equation that equals {target}. You can use basic arithmetic "
+        "operations (+, -, *, /) and each number can only be used once. Show your work in <think> </think> tags. And "
+        "return the final answer in <answer> </answer> tags, for example <answer> (1 + 2) / 3 </answer>.\n"
+        "Assistant: Let me solve this step by step.\n"
+        "<think>"
+    ),
+    "qwen-instruct": (
+        "<|im_start|>system\n"
+        "You are a helpful assistant. You first thinks about the reasoning process in the mind and then provides the "
+        "user with the answer.<|im_end|>\n"
+        "<|im_start|>user\n"
+        " Using the numbers {numbers}, create an equation that equals {target}. You can use basic arithmetic "
+        "operations (+, -, *, /) and each number can only be used once. Show your work in <think> </think> tags. And "
+        "return the final answer in <answer> </answer> tags, for example <answer> (1 + 2) / 3 </answer>.<|im_end|>\n"
+        "<|im_start|>assistant\n"
+        "Let me solve this step by step.\n"
+        "<think>"
+    ),
+    "compact": "{spaced_numbers} = {target}",  # for the embedded tiny model
+}
+
+SCHEMA = pa.schema(
+    {
+        "nums": pa.list_(pa.int64()),
+        "target": pa.int64(),
+        "data_source": pa.string(),
+        "prompt": pa.list_(pa.struct({"content": pa.string(), "role": pa.string()})),
+        "ability": pa.string(),
+        "reward_model": pa.struct(
+            {
+                "ground_truth": pa.struct({"numbers": pa.list_(pa.int64()), "target": pa.int64()}),
+                "style": pa.string(),
+            }
+        ),
+        "extra_info": pa.struct({"index": pa.int64(), "split": pa.string()}),
+    }
+)
+
+MAX_TRIES = 200_000  # random expressions for one more problem before giving up (about a second)
+
+
+class Problem(NamedTuple):
+    numbers: tuple[int, ...]
+    target: int
+    expression: str  # a solution; "" if it came without one
+
+    @property
+    def key(self) -> tuple[tuple[int, ...], int]:
+        """Problems with the same key have the same solutions."""
+        return tuple(sorted(self.numbers)), self.target
+
+
+@dataclass
+class Args:
+    out: Path  # folder for train.parquet and test.parquet
+    train_size: int = 327_680  # rows in train
+    test_size: int = 1_024  # rows in test
+    template: Literal["base", "qwen-instruct", "compact"] = "base"  # prompt text
+    source: Path | None = None  # published parquet (target, nums): take its rows in order instead of generating
+    seed: int = 42  # of the generator
+    min_number: int = 1  # smallest given number
+    max_number: int = 99  # largest given number
+    min_target: int = 10  # smallest target
+    max_target: int = 100  # largest target
+    operands: tuple[int, ...] = (3, 4)  # how many numbers a problem gives; each equally often
+
+    def __post_init__(self):
+        if self.train_size < 1 or self.test_size < 1:
+            raise ValueError(f"--train-size {self.train_size} and --test-size {self.test_size} must be at least 1")
+        if not 1 <= self.min_number <= self.max_number <= 999_999:  # the scorer reads at most six digits
+            raise ValueError(f"--min-number {self.min_number} --max-number {self.max_number}: expected 1 … 999999")
+        if self.min_target > self.max_target:
+            raise ValueError(f"--min-target {self.min_target} is above --max-target {self.max_target}")
+        if not self.operands or min(self.operands) < 2:
+            raise ValueError(f"--operands {self.operands}: expected counts of at least 2")
+        generator_flags = ("seed", "min_number", "max_number", "min_target", "max_target", "operands")
+        changed = [f.name for f in fields(self) if f.name in generator_flags and getattr(self, f.name) != f.default]
+        if self.source and changed:
+            flags = " ".join("--" + name.replace("_", "-") for name in changed)
+            raise ValueError(f"{flags} steer the generator and have no effect with --source")
+
+
+def main(args: Args) -> None:
+    if args.source:
+        train, test = split_published(read_published(args.source), args.train_size, args.test_size)
+        print(f"{args.source}: dropped {args.train_size - len(train)} train rows that occur in test")
+    else:
+        test, train = [], []
+        for split, size, rows in (("test", args.test_size, test), ("train", args.train_size, train)):
+            problems = iter_problems(
+                seed=f"{args.seed}/{split}",
+                operands=args.operands,
+                numbers=(args.min_number, args.max_number),
+                targets=(args.min_target, args.max_target),
+                exclude={problem.key for problem in test},
+            )
+            rows.extend(with_progress(islice(problems, size), size, split))
+    args.out.mkdir(parents=True, exist_ok=True)
+    for split, rows in (("train", train), ("test", test)):
+        path = args.out / f"{split}.parquet"
+        write_atomically(to_table(rows, args.template, split), path)
+        print(f"{path}: {len(rows)} rows")
+
+
+def generate_problems(
+    count: int,
+    *,
+    seed: int | str,
+    operands: tuple[int, ...] = (3, 4),
+    numbers: tuple[int, int] = (1, 99),
+    targets: tuple[int, int] = (10, 100),
+    exclude: Collection[tuple] = frozenset(),
+) -> list[Problem]:
+    """`count` solvable problems, no two with the same key, none with a key in `exclude`. Ranges are inclusive."""
+    return list(
+        islice(iter_problems(seed=seed, operands=operands, numbers=numbers, targets=targets, exclude=exclude), count)
+    )
+
+
+def iter_problems(*, seed, operands, numbers, targets, exclude) -> Iterator[Problem]:
+    """The endless stream behind `generate_problems`; takes turns over the operand counts."""
+    rng = random.Random(seed)
+    seen = set(exclude)
+    found = 0
+    while True:
+        count = operands[found % len(operands)]
+        for _ in range(MAX_TRIES):
+            problem = try_problem(rng, count, numbers, targets)
+            if problem and problem.key not in seen:
+                break
+        else:
+            raise ValueError(
+                f"no new problem in {MAX_TRIES} tries after the first {found}: {count} numbers in {numbers} and a "
+                f"target in {targets} allow too few ({len(exclude)} excluded). Ask for fewer rows or widen the ranges"
+            )
+        seen.add(problem.key)
+        found += 1
+        yield problem
+
+
+def try_problem(rng: random.Random, count: int, numbers: tuple[int, int], targets: tuple[int, int]) -> Problem | None:
+    """Joins random numbers by random operations; None unless the value is an integer within `targets`.
+
+    Values are exact: (numerator, denominator) pairs, several times faster than Fraction.
+    """
+    low, span = numbers[0], numbers[1] - numbers[0] + 1
+    given = [low + int(rng.random() * span) for _ in range(count)]
+    parts = [(number, 1, number) for number in given]  # (numerator, denominator, expression tree)
+    while len(parts) > 1:
+        n, d, left = parts.pop(int(rng.random() * len(parts)))
+        m, e, right = parts.pop(int(rng.random() * len(parts)))
+        symbol = "+-*/"[int(rng.random() * 4)]
+        if symbol == "/" and m == 0:
+            return None
+        tree = (left, symbol, right)
+        if symbol == "+":
+            parts.append((n * e + m * d, d * e, tree))
+        elif symbol == "-":
+            parts.append((n * e - m * d, d * e, tree))
+        elif symbol == "*":
+            parts.append((n * m, d * e, tree))
+        else:
+            parts.append((n * e, d * m, tree))
+    n, d, tree = parts[0]
+    if n % d or not targets[0] <= n // d <= targets[1]:
+        return None
+    return Problem(tuple(given), n // d, render(tree).removeprefix("(").removesuffix(")"))
+
+
+def render(tree) -> str:
+    """Fully parenthesised: ((44 - 19) * 35)."""
+    return str(tree) if isinstance(tree, int) else f"({render(tree[0])} {tree[1]} {render(tree[2])})"
+
+
+def read_published(path: Path) -> list[Problem]:
+    """Rows of Jiayi-Pan/Countdown-Tasks-3to4 (target: int64, nums: list<int64>), in their order."""
+    if not path.is_file():
+        raise FileNotFoundError(f"--source {path}: no such file")
+    columns = pq.read_schema(path).names
+    if not {"target", "nums"} <= set(columns):
+        raise ValueError(f"--source {path}: expected the columns target and nums, found {', '.join(columns)}")
+    table = pq.read_table(path, columns=["target", "nums"]).to_pydict()
+    return [Problem(tuple(nums), target, "") for nums, target in zip(table["nums"], table["target"])]
+
+
+def split_published(rows: list[Problem], train_size: int, test_size: int) -> tuple[list[Problem], list[Problem]]:
+    """TinyZero's rows: the first train_size train, the next test_size test; train loses what occurs in test."""
+    if len(rows) < train_size + test_size:
+        raise ValueError(f"--source has {len(rows)} rows, fewer than {train_size} train + {test_size} test")
+    test = rows[train_size : train_size + test_size]
+    test_keys = {problem.key for problem in test}
+    return [problem for problem in rows[:train_size] if problem.key not in test_keys], test
+
+
+def to_table(problems: list[Problem], template: str, split: str) -> pa.Table:
+    """TinyZero's columns; `index` counts from 0 in each split."""
+    rows = [
+        {
+            "nums": problem.numbers,
+            "target": problem.target,
+            "data_source": "countdown",
+            "prompt": [{"role": "user", "content": prompt_text(problem, template)}],
+            "ability": "math",
+            "reward_model": {
+                "style": "rule",
+                "ground_truth": {"numbers": problem.numbers, "target": problem.target},
+            },
+            "extra_info": {"split": split, "index": index},
+        }
+        for index, problem in enumerate(problems)
+    ]
+    return pa.Table.from_pylist(rows, schema=SCHEMA)
+
+
+def prompt_text(problem: Problem, template: str) -> str:
+    spaced = " ".join(map(str, problem.numbers))
+    return TEMPLATES[template].format(numbers=list(problem.numbers), spaced_numbers=spaced, target=problem.target)
+
+
+def write_atomically(table: pa.Table, path: Path) -> None:
+    """A reader of `path` sees the old file or the whole new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        pq.write_table(table, temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def with_progress(rows: Iterable[Problem], total: int, label: str, every_s: float = 5.0) -> Iterator[Problem]:
+    """Passes rows through; a line with the remaining time every few seconds."""
+    start = last = time.monotonic()
+    for done, row in enumerate(rows, start=1):
+        yield row
+        now = time.monotonic()
+        if now - last > every_s:
+            print(f"{label}: {done}/{total}, {(now - start) / done * (total - done):.0f} s left", flush=True)
+            last = now
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))

@@ -1,0 +1,109 @@
+"""GSM8K as verl's parquet: train.parquet and test.parquet.
+
+python -m common.prepare.gsm8k --out data/gsm8k
+python -m common.prepare.gsm8k --out data/gsm8k --source FOLDER    # with train.jsonl and test.jsonl
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import tyro
+from huggingface_hub import hf_hub_download
+
+from common.prepare.countdown import write_atomically
+
+REPOSITORY = "openai/gsm8k"
+INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
+FINAL_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
+
+SCHEMA = pa.schema(
+    {
+        "data_source": pa.string(),
+        "prompt": pa.list_(pa.struct({"content": pa.string(), "role": pa.string()})),
+        "ability": pa.string(),
+        "reward_model": pa.struct({"ground_truth": pa.string(), "style": pa.string()}),
+        "extra_info": pa.struct(
+            {"answer": pa.string(), "index": pa.int64(), "question": pa.string(), "split": pa.string()}
+        ),
+    }
+)
+
+
+@dataclass
+class Args:
+    out: Path  # folder for train.parquet and test.parquet
+    source: str = "hub"  # "hub" (openai/gsm8k, from HF_ENDPOINT) or a folder with train.jsonl and test.jsonl
+
+
+def main(args: Args) -> None:
+    # read both splits first: a missing one leaves no half data set behind
+    tables = {split: to_table(read_split(args.source, split), split) for split in ("train", "test")}
+    args.out.mkdir(parents=True, exist_ok=True)
+    for split, table in tables.items():
+        path = args.out / f"{split}.parquet"
+        write_atomically(table, path)
+        print(f"{path}: {len(table)} rows")
+
+
+def read_split(source: str, split: str) -> list[dict[str, str]]:
+    """Rows with the keys question and answer, as published."""
+    if source == "hub":
+        return download_split(split)
+    path = Path(source) / f"{split}.jsonl"
+    if not path.is_file():
+        raise FileNotFoundError(f'--source {source}: {path} does not exist (expected a folder with it, or "hub")')
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            rows.append({"question": row["question"], "answer": row["answer"]})
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}:{number}: not an object with question and answer: {error!r}") from error
+    return rows
+
+
+def download_split(split: str) -> list[dict[str, str]]:
+    """The split from the hub's parquet file (or from its local cache)."""
+    try:
+        path = hf_hub_download(REPOSITORY, f"main/{split}-00000-of-00001.parquet", repo_type="dataset")
+    except OSError as error:  # huggingface_hub's network, HTTP and offline errors all derive from it
+        raise ConnectionError(
+            f"could not download {REPOSITORY}: {error}\nSet HF_ENDPOINT to a mirror that you can reach, "
+            "or give --source FOLDER with train.jsonl and test.jsonl"
+        ) from error
+    return pq.read_table(path, columns=["question", "answer"]).to_pylist()
+
+
+def to_table(rows: list[dict[str, str]], split: str) -> pa.Table:
+    """verl's columns; the ground truth is the text after `#### ` without commas."""
+    return pa.Table.from_pylist(
+        [
+            {
+                "data_source": REPOSITORY,
+                "prompt": [{"role": "user", "content": f"{row['question']} {INSTRUCTION}"}],
+                "ability": "math",
+                "reward_model": {"style": "rule", "ground_truth": final_answer(row["answer"])},
+                "extra_info": {"split": split, "index": index, **row},
+            }
+            for index, row in enumerate(rows)
+        ],
+        schema=SCHEMA,
+    )
+
+
+def final_answer(answer: str) -> str:
+    """ "… #### 1,234" -> "1234"."""
+    match = FINAL_ANSWER.search(answer)
+    if match is None:
+        raise ValueError(f"no final answer after #### in {answer!r}")
+    return match[1].replace(",", "")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))

@@ -1,0 +1,98 @@
+"""Shared pieces: random small models, episodes, and running the scripts as their users do."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import common  # noqa: F401  (repairs torchvision before transformers is imported)
+from common.episodes import Episode
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def tiny_config():
+    from transformers import Qwen2Config
+
+    return Qwen2Config(
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        eos_token_id=2,
+        bos_token_id=1,
+        pad_token_id=0,
+    )
+
+
+def random_policy(config, dtype=torch.float64, seed: int = 0):
+    from transformers import AutoModelForCausalLM
+
+    from common.models import Policy
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4)  # spread the logits: near-uniform ones would hide mistakes
+    if dtype == torch.float64:  # transformers' RMSNorm computes in float32 whatever it is given
+        for module in model.modules():
+            if type(module).__name__.endswith("RMSNorm"):
+                module.forward = partial(rms_norm, module)
+    return Policy(model, "sdpa")
+
+
+def rms_norm(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.rms_norm(x, module.weight.shape, module.weight, module.variance_epsilon)
+
+
+def random_episodes(seed: int, prompts: int = 3, samples: int = 4, vocab: int = 97) -> list[Episode]:
+    """Groups of ragged episodes; some tokens in the middle are observations, and one episode trains nothing."""
+    rng = random.Random(seed)
+    episodes = []
+    for p in range(prompts):
+        prompt = [rng.randrange(3, vocab) for _ in range(rng.randint(2, 9))]
+        for s in range(samples):
+            length = rng.randint(1, 14)
+            mask = [int(rng.random() > 0.25) for _ in range(length)]
+            if p == s == 1:
+                mask = [0] * length
+            ids = [rng.randrange(3, vocab) for _ in range(length)]
+            logprobs = [-rng.random() * m for m in mask]
+            episodes.append(Episode(p, s, prompt, ids, mask, logprobs, "stop", {"score": float(rng.random() < 0.4)}))
+    return episodes
+
+
+def relative_l2(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
+    """||a - b|| / ||b|| over lists of tensors."""
+    difference = sum(((x - y).double() ** 2).sum() for x, y in zip(a, b, strict=True)).sqrt()
+    return float(difference / sum((y.double() ** 2).sum() for y in b).sqrt())
+
+
+def run_script(*arguments: object, ranks: int = 0, timeout: float = 600, check: bool = True, env: dict | None = None):
+    """`python SCRIPT ...`, or torchrun with `ranks` processes; fails with the output's end."""
+    command = [sys.executable]
+    if ranks:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    command += [str(a) for a in arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, env=environment)
+    if check and done.returncode:
+        pytest.fail(f"{' '.join(command)}\nexit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
+    return done
+
+
+def metrics_of(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -1,0 +1,289 @@
+"""Data files: what is read, what is refused and with which words; and the order of the prompts."""
+
+import json
+import re
+import subprocess
+import sys
+from itertools import chain
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from common.data import PromptData, PromptLoader
+
+CHATML = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "{% if m.tool_calls is defined %}CALLS{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TINYZERO = (
+    "A conversation.\nUser: Using the numbers [1, 2], make 3.\nAssistant: Let me solve this step by step.\n<think>"
+)
+GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k" / "test.jsonl"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    bpe = Tokenizer(models.BPE())
+    bpe.normalizer = normalizers.NFC()  # as Qwen has it
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|im_start|>", "<|im_end|>", "<s>"],
+        show_progress=False,
+    )
+    bpe.train_from_iterator([TINYZERO, "user assistant What is one and one?"] * 4, trainer)
+    bpe.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])  # as Llama has it
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", chat_template=CHATML)
+
+
+def row(content="What is 1 + 1?", truth="2", **changes):
+    prompt = [{"role": "user", "content": content}]
+    record = {"data_source": "gsm8k", "prompt": prompt, "reward_model": {"style": "rule", "ground_truth": truth}}
+    return record | {"extra_info": {"index": 0}} | changes
+
+
+def write(path, rows):
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(r) + "\n" if isinstance(r, dict) else r + "\n" for r in rows))
+    return str(path)
+
+
+def load(path, tokenizer, said=None, **options):
+    notice = said.append if said is not None else (lambda _: None)
+    return PromptData(path, tokenizer, **{"max_prompt_tokens": 200, "notice": notice} | options)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+def test_rows_of_both_formats(tmp_path, tokenizer, suffix):
+    path = write(tmp_path / f"a{suffix}", [row(), row("Two?", "4", extra_info=None)])
+    data = load(path, tokenizer)
+    assert len(data) == 2 and data[1].ground_truth == "4" and data[1].extra_info == {}
+    first = data[0]
+    assert (first.index, first.data_source, first.extra_info) == (0, "gsm8k", {"index": 0})
+    text = "<|im_start|>user\nWhat is 1 + 1?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(first.prompt_ids) == text
+    assert first.prompt_ids[0] == tokenizer.convert_tokens_to_ids("<|im_start|>"), "template marks are single tokens"
+    with pytest.raises(IndexError):
+        data[2]
+
+
+def test_several_files_make_one_data_set(tmp_path, tokenizer):
+    a = write(tmp_path / "a.parquet", [row(truth={"numbers": [1, 2], "target": i}) for i in range(3)])
+    b = write(tmp_path / "b.jsonl", [row(truth="2024-01-01"), row(truth=7), row(truth=0)])
+    for paths in (f"{a}, {b}", [a, b]):
+        data = load(paths, tokenizer)
+        truths = [{"numbers": [1, 2], "target": i} for i in range(3)] + ["2024-01-01", 7, 0]
+        assert [data[i].ground_truth for i in range(6)] == truths, "every file keeps its own types"
+        assert [data[i].index for i in range(6)] == list(range(6))
+    assert [len(load(f"{a},{b}", tokenizer, max_rows=n)) for n in (1, 3, 4, 99)] == [1, 3, 4, 6]
+    assert load(f"{a},{b}", tokenizer, max_rows=4)[3].ground_truth == "2024-01-01"
+
+
+def test_other_columns_stay_within_reach(tmp_path, tokenizer):
+    data = load(write(tmp_path / "a.parquet", [row(images=[b"\x89PNG"])]), tokenizer)
+    assert data.record(0)["images"] == [b"\x89PNG"]
+
+
+def test_nulls_that_arrow_adds_do_not_reach_the_template(tmp_path, tokenizer):
+    called = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": ["x"]}]
+    data = load(write(tmp_path / "a.parquet", [row(), row(prompt=called)]), tokenizer)
+    assert data[0].prompt == [{"role": "user", "content": "What is 1 + 1?"}]
+    assert "CALLS" not in tokenizer.decode(data[0].prompt_ids) and "CALLS" in tokenizer.decode(data[1].prompt_ids)
+
+
+def test_rendered_templates_are_used_as_they_are(tmp_path, tokenizer):
+    said = []
+    rows = [row(TINYZERO), row(prompt=TINYZERO), row("Is <|im_start|>assistant\n a mark?"), row()]
+    data = load(write(tmp_path / "a.jsonl", rows), tokenizer, said)
+    assert tokenizer.decode(data[0].prompt_ids) == data[0].prompt == TINYZERO
+    assert data[1].prompt_ids == data[0].prompt_ids
+    assert data[2].prompt.startswith("Is") and data[3].prompt_ids[0] == 0
+    assert said == ["--train-data: 2 prompts are rendered templates in one message: used without chat template"]
+
+
+def test_no_chat_template(tmp_path, tokenizer):
+    bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    assert len(load(write(tmp_path / "a.jsonl", [row(prompt="raw"), row(TINYZERO)]), bare)) == 2
+    with pytest.raises(ValueError, match="has no chat template: take an instruct model"):
+        load(write(tmp_path / "b.jsonl", [row()]), bare)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+def test_wrong_columns_are_one_error(tmp_path, tokenizer, suffix):
+    path = write(tmp_path / f"a{suffix}", [{"question": "q", "answer": "a", "data_source": "x"}] * 9)
+    with pytest.raises(ValueError) as error:
+        load(path, tokenizer, flag="--eval-data", skip_bad_rows=True)
+    message = str(error.value)
+    assert f"--eval-data: {path} lacks prompt, reward_model; it has the columns" in message and "\n" not in message
+    assert "question, answer, data_source" in message and "ground_truth" in message and "common.prepare" in message
+
+
+def test_unreadable_files(tmp_path, tokenizer):
+    with pytest.raises(FileNotFoundError, match=r"--train-data: no such file: .*none\.parquet"):
+        load(str(tmp_path / "none.parquet"), tokenizer)
+    for name, content in (("a.parquet", b"not parquet"), ("a.csv", b"a,b"), ("empty.parquet", b"")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=f"--train-data: .*{name} is neither .jsonl nor a readable parquet file"):
+            load(str(tmp_path / name), tokenizer)
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    with pytest.raises(ValueError, match=r"--train-data: no usable row in .*empty\.jsonl"):
+        load(str(tmp_path / "empty.jsonl"), tokenizer)
+
+
+BAD = {
+    "prompt is None": row(prompt=None),
+    "prompt is empty": row(prompt=[]),
+    "prompt is empty ": row(" \n"),
+    "prompt is 5, expected a list of messages or a string": row(prompt=5),
+    "message 'hi' is not {role, content}": row(prompt=["hi"]),
+    "content': None} is not {role, content} with a string": row(None),
+    "unknown role 'human', expected one of system, user": row(prompt=[{"role": "human", "content": "x"}]),
+    "reward_model.ground_truth is missing": row(truth=None),
+    "reward_model.ground_truth is missing ": row(reward_model="2"),
+    "data_source is None, expected a string": row(data_source=None),
+    "extra_info is 'x', expected an object": row(extra_info="x"),
+    "invalid JSON: Expecting": '{"prompt": ',
+    "a JSON list, expected an object": "[1]",
+    "invalid JSON": "",
+    "cannot be rendered: no tools here": row(prompt=[{"role": "tool", "content": "x"}]),
+    "cannot be rendered: 'utf-8' codec can't encode": row("half a pair: \ud83d"),
+}
+
+
+@pytest.mark.parametrize("reason", BAD)
+def test_bad_row(tmp_path, tokenizer, reason):
+    path = write(tmp_path / "a.jsonl", [row(), row(), BAD[reason], row(truth="last")])
+    with pytest.raises(ValueError) as error:
+        load(path, tokenizer)
+    first, line = str(error.value).splitlines()
+    assert first.startswith("--train-data: 1 unusable rows (--skip-bad-rows drops them)")
+    assert f"{path} line 3: " in line and reason.strip() in line
+    said = []
+    data = load(path, tokenizer, said, skip_bad_rows=True)
+    assert [data[i].index for i in range(len(data))] == [0, 1, 3] and data[2].ground_truth == "last"
+    assert (
+        len(said) == 1 and said[0].startswith("warning: --train-data: 1 unusable rows (dropped)") and line in said[0]
+    )
+
+
+def test_a_bad_first_line_is_a_bad_row(tmp_path, tokenizer):
+    path = write(tmp_path / "a.jsonl", ["{", row()])
+    assert load(path, tokenizer, skip_bad_rows=True)[0].index == 1
+
+
+def test_bad_parquet_rows_are_counted_and_five_are_shown(tmp_path, tokenizer):
+    good = write(tmp_path / "good.parquet", [row()] * 2)
+    bad = write(tmp_path / "bad.parquet", [row(), *[row(data_source=None)] * 7])
+    with pytest.raises(ValueError) as error:
+        load([good, bad], tokenizer, flag="--eval-data")
+    message = str(error.value)
+    assert "--eval-data: 7 unusable rows" in message
+    assert re.findall(r"bad.parquet row (\d+):", message) == ["1", "2", "3", "4", "5"], "rows of that file, from 0"
+
+
+def test_overlong_prompts(tmp_path, tokenizer):
+    rows = [row("a"), row("12345 " * 60), row("b"), *[row("é" * 150)] * 1030, row("last")]
+    path = write(tmp_path / "a.parquet", rows)
+    with pytest.raises(ValueError) as error:
+        load(path, tokenizer)
+    title, first, *_ = str(error.value).splitlines()
+    assert "1031 prompts longer than --max-prompt-tokens 200 (--overlong-prompts drop drops them)" in title
+    length = len(load(path, tokenizer, max_prompt_tokens=10_000)[1].prompt_ids)
+    assert first.endswith(f"a.parquet row 1: {length} tokens") and length > 200
+    said = []
+    data = load(path, tokenizer, said, overlong="drop")
+    assert [data[i].index for i in range(len(data))] == [0, 2, 1033] and "1031 prompts longer" in said[0]
+
+
+def test_the_limit_is_exact(tmp_path, tokenizer):
+    """NFC turns one 4-byte character into three: byte counts of the file alone would let this one through."""
+    for content in ("x" * 50, "\U0001d160" * 20, "naïve"):
+        path = write(tmp_path / "a.jsonl", [row(prompt=content)])
+        length = len(tokenizer.encode(content, add_special_tokens=False))
+        assert len(load(path, tokenizer, max_prompt_tokens=length)) == 1
+        with pytest.raises(ValueError, match=f": {length} tokens"):
+            load(path, tokenizer, max_prompt_tokens=length - 1)
+    assert len(tokenizer.encode("\U0001d160" * 20, add_special_tokens=False)) > len(("\U0001d160" * 20).encode())
+
+
+@pytest.mark.skipif(not GSM8K.exists(), reason="needs the GSM8K files")
+def test_real_questions(tmp_path, tokenizer):
+    source = [json.loads(line) for line in GSM8K.read_text().splitlines()]
+    path = write(tmp_path / "g.jsonl", [row(r["question"], r["answer"].split("#### ")[1]) for r in source])
+    data = load(path, tokenizer, max_prompt_tokens=2000)
+    assert len(data) == 1319 and data[0].ground_truth == "18"
+    lengths = [len(data[i].prompt_ids) for i in range(len(data))]
+    limit = sorted(lengths)[1300]
+    kept = load(path, tokenizer, max_prompt_tokens=limit, overlong="drop")
+    assert kept.positions.tolist() == [i for i, n in enumerate(lengths) if n <= limit], "same as tokenising them all"
+
+
+def steps(loader, n):
+    return [loader.next() for _ in range(n)]
+
+
+@pytest.mark.parametrize("num_rows, per_step", [(10, 5), (10, 4), (3, 7), (1, 2), (7, 7)])
+def test_every_epoch_is_a_permutation(num_rows, per_step):
+    order = list(chain.from_iterable(steps(PromptLoader(num_rows, per_step, seed=1), 30)))
+    assert len(order) == 30 * per_step
+    for start in range(0, len(order) - num_rows + 1, num_rows):
+        assert sorted(order[start : start + num_rows]) == list(range(num_rows)), "nothing dropped, nothing twice"
+
+
+def test_order_depends_on_seed_and_epoch_only():
+    whole = PromptLoader(50, 50, seed=3)
+    first, second = whole.next(), whole.next()
+    assert first != second and first != PromptLoader(50, 50, seed=4).next()
+    assert list(chain.from_iterable(steps(PromptLoader(50, 20, seed=3), 5))) == first + second
+    assert whole.epoch == 2.0
+
+
+def test_resume_continues_the_same_order():
+    for stop in range(12):  # epoch boundaries fall within steps, and between them
+        uninterrupted = PromptLoader(10, 4, seed=0)
+        steps(uninterrupted, stop)
+        state = json.loads(json.dumps(uninterrupted.state_dict()))
+        resumed = PromptLoader(10, 4, seed=0)
+        resumed.load_state_dict(state)
+        assert resumed.epoch == uninterrupted.epoch == stop * 4 / 10
+        assert steps(resumed, 8) == steps(uninterrupted, 8)
+
+
+def test_resume_on_other_data_is_refused():
+    state = PromptLoader(10, 4, seed=0).state_dict()
+    with pytest.raises(ValueError, match="num_rows was 10, now it is 11"):
+        PromptLoader(11, 4, seed=0).load_state_dict(state)
+    with pytest.raises(ValueError, match="seed was 0, now it is 1"):
+        PromptLoader(10, 4, seed=1).load_state_dict(state)
+
+
+def test_a_loader_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="got 0 and 4"):
+        PromptLoader(0, 4, seed=0)
+    with pytest.raises(ValueError, match="got 4 and 0"):
+        PromptLoader(4, 0, seed=0)
+
+
+def test_command_line(tmp_path, tokenizer):
+    tokenizer.save_pretrained(tmp_path / "tok")
+    path = write(tmp_path / "a.parquet", [row(), row("What?", data_source="aime"), row(data_source=None)])
+    command = [sys.executable, "-m", "common.data", path, "--rows", "1", "--tokenizer", str(tmp_path / "tok")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert done.returncode == 0, done.stderr
+    for text in (
+        "3 rows, 1 of them unusable",
+        "list<",
+        "data_source aime: 1 rows",
+        "prompt tokens: min",
+        '"content": "What',
+    ):
+        assert text in done.stdout, text

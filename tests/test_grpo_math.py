@@ -1,0 +1,468 @@
+"""The mathematics in the scripts against independent derivations: advantages, surrogate, weights, schedules, masks."""
+
+import copy
+import itertools
+import math
+import random
+import statistics
+
+import pytest
+import torch
+
+import grpo
+import sft
+from common.episodes import Episode
+from common.precision import LossScale, guarded_step
+from common.prepare.tiny import build_tokenizer
+
+# --- group_advantages ---------------------------------------------------------------------------------------------
+
+
+def advantages_of(scores, groups, advantage, dtype=torch.float64):
+    return grpo.group_advantages(torch.tensor(scores, dtype=dtype), torch.tensor(groups), advantage)
+
+
+def test_group_advantages_by_hand():
+    """(0, 0, 0, 1): mean 1/4, unbiased variance (3/16 + 9/16) / 3 = 1/4, standard deviation 1/2."""
+    expected = torch.tensor([-0.25, -0.25, -0.25, 0.75], dtype=torch.float64)
+    assert torch.equal(advantages_of([0.0, 0, 0, 1], [0] * 4, "group-mean"), expected)
+    assert torch.allclose(advantages_of([0.0, 0, 0, 1], [0] * 4, "group-std"), expected / (0.5 + 1e-6), rtol=1e-14)
+
+
+def reference_advantages(scores, groups, advantage):
+    result = []
+    for score, group in zip(scores, groups):
+        members = [s for s, g in zip(scores, groups) if g == group]
+        deviation = statistics.stdev(members) if len(members) > 1 else 0.0
+        centered = score - statistics.fmean(members)
+        result.append(centered / (deviation + 1e-6) if advantage == "group-std" else centered)
+    return result
+
+
+@pytest.mark.parametrize("advantage", ["group-std", "group-mean"])
+def test_ragged_interleaved_groups_in_any_order(advantage):
+    """Sizes 1 to 6, numbers with gaps (a rank holds every other prompt), members apart from each other."""
+    rng = random.Random(0)
+    episodes = [(rng.gauss(0, 1), 2 * g + 1) for g in range(6) for _ in range(g + 1)]
+    for _ in range(5):
+        rng.shuffle(episodes)
+        scores, groups = map(list, zip(*episodes))
+        ours = advantages_of(scores, groups, advantage)
+        expected = torch.tensor(reference_advantages(scores, groups, advantage), dtype=torch.float64)
+        assert torch.allclose(ours, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("advantage", ["group-std", "group-mean"])
+def test_singletons_and_empty_batches(advantage):
+    assert advantages_of([3.7, -1.1], [0, 4], advantage, torch.float32).tolist() == [0.0, 0.0]
+    empty = grpo.group_advantages(torch.zeros(0), torch.zeros(0, dtype=torch.int64), advantage)
+    assert empty.shape == (0,)
+
+
+@pytest.mark.parametrize("advantage", ["group-std", "group-mean"])
+@pytest.mark.parametrize("score", [0.0, 1.0, 0.1, 0.7, -0.9, 1 / 3])
+def test_equal_scores_have_advantage_exactly_zero(advantage, score):
+    """In float32, as in the script: a rounded mean would become a push of all samples in the same direction."""
+    for size in (2, 3, 5, 7, 8, 16, 64):
+        ours = advantages_of([score] * size + [0.0, 1.0], [0] * size + [1, 1], advantage, torch.float32)
+        assert not ours[:size].any(), f"{size} scores of {score}: {ours[0].item()}"
+        assert ours[size:].all()
+
+
+# --- clipped_surrogate --------------------------------------------------------------------------------------------
+
+LOW, HIGH = 0.2, 0.28
+LOGRATIOS = [
+    -30.0,
+    -20.5,
+    -19.0,
+    -3.0,
+    -0.5,
+    -0.23,
+    -0.21,
+    -0.1,
+    0.0,
+    0.1,
+    0.24,
+    0.26,
+    0.5,
+    1.05,
+    1.15,
+    3.0,
+    19.0,
+    25.0,
+]
+ADVANTAGES = [-2.5, -1.0, -0.01, 0.0, 0.01, 1.0, 2.5]
+GRID = list(itertools.product(LOGRATIOS, ADVANTAGES))
+
+
+def surrogate_by_cases(logratio, advantage, dual_clip):
+    """(loss, its derivative by the log-prob, is a clip active), case by case instead of by min and max."""
+    inside = -20 < logratio < 20
+    ratio = math.exp(min(max(logratio, -20.0), 20.0))
+    if advantage > 0 and ratio > 1 + HIGH:
+        return -advantage * (1 + HIGH), 0.0, True
+    if advantage < 0 and ratio < 1 - LOW:
+        return -advantage * (1 - LOW), 0.0, True
+    if advantage < 0 and dual_clip > 0 and ratio > dual_clip:
+        return -advantage * dual_clip, 0.0, True
+    return -advantage * ratio, -advantage * ratio * inside, False
+
+
+def surrogate(logprobs, old_logprobs, advantages, dual_clip):
+    return grpo.clipped_surrogate(logprobs, old_logprobs, advantages, LOW, HIGH, dual_clip)
+
+
+def grid_tensors():
+    logratios, advantages = (torch.tensor(column, dtype=torch.float64) for column in zip(*GRID))
+    old_logprobs = -torch.arange(len(GRID), dtype=torch.float64) / 16 - 31
+    return old_logprobs + logratios, old_logprobs, advantages
+
+
+@pytest.mark.parametrize("dual_clip", [0.0, 3.0])
+def test_surrogate_equals_the_derivation_by_cases(dual_clip):
+    logprobs, old_logprobs, advantages = grid_tensors()
+    loss, clipped = surrogate(logprobs.requires_grad_(), old_logprobs, advantages, dual_clip)
+    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+    for i, (logratio, advantage) in enumerate(GRID):
+        value, slope, active = surrogate_by_cases(logratio, advantage, dual_clip)
+        assert loss[i].item() == pytest.approx(value, rel=1e-10, abs=1e-300), (logratio, advantage)
+        assert gradient[i].item() == pytest.approx(slope, rel=1e-10, abs=1e-300), (logratio, advantage)
+        assert bool(clipped[i]) == active, (logratio, advantage)
+    assert not gradient[clipped].any(), "what is clipped has no gradient"
+
+
+@pytest.mark.parametrize("dual_clip", [0.0, 3.0])
+def test_surrogate_gradient_by_finite_differences(dual_clip):
+    """No point of the grid is within 1e-3 of a kink. Relative to the larger of the loss and its slope."""
+    logprobs, old_logprobs, advantages = grid_tensors()
+    loss, _ = surrogate(logprobs.requires_grad_(), old_logprobs, advantages, dual_clip)
+    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+    with torch.no_grad():
+        h = 1e-5
+        ahead = surrogate(logprobs + h, old_logprobs, advantages, dual_clip)[0]
+        behind = surrogate(logprobs - h, old_logprobs, advantages, dual_clip)[0]
+    scale = torch.maximum(loss.detach().abs(), gradient.abs()) + 1e-300
+    assert (((ahead - behind) / (2 * h) - gradient).abs() / scale).max() < 1e-8
+
+
+def test_ratio_of_exactly_one_gives_minus_the_advantage():
+    logprobs = torch.log_softmax(torch.randn(64), 0).requires_grad_()
+    advantages = torch.randn(64)
+    loss, clipped = surrogate(logprobs, logprobs.detach(), advantages, 3.0)
+    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+    assert torch.equal(loss.detach(), -advantages) and torch.equal(gradient, -advantages)
+    assert not clipped.any()
+
+
+# --- token_weights ------------------------------------------------------------------------------------------------
+
+LENGTHS = [5, 1, 0, 12, 3, 7, 2]  # trained tokens of each episode; one has none
+L_MAX = 16
+
+
+def losses_of_episodes():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(length, dtype=torch.float64, generator=generator) for length in LENGTHS]
+
+
+def definition(reduction, losses):
+    losses = [loss for loss in losses if len(loss)]
+    if reduction == "dapo":
+        return torch.cat(losses).mean()
+    if reduction == "grpo":
+        return torch.stack([loss.mean() for loss in losses]).mean()
+    return sum(loss.sum() for loss in losses) / (L_MAX * len(losses))
+
+
+def weighted(reduction, losses, selected):
+    """The script's sum over the episodes `selected`, with the counts of all episodes."""
+    per_token = torch.cat([losses[i] for i in selected])
+    lengths = torch.cat([torch.full((LENGTHS[i],), float(LENGTHS[i]), dtype=torch.float64) for i in selected])
+    num_sequences = sum(length > 0 for length in LENGTHS)
+    weights = grpo.token_weights(reduction, lengths, float(sum(LENGTHS)), float(num_sequences), L_MAX)
+    assert weights.shape == per_token.shape
+    return (per_token * weights).sum()
+
+
+@pytest.mark.parametrize("reduction", ["dapo", "grpo", "dr_grpo"])
+def test_token_weights_equal_the_definitions_for_any_split(reduction):
+    """Ranks of several micro-batches: the mean over ranks of (sum over micro-batches) * world size."""
+    losses = losses_of_episodes()
+    expected = definition(reduction, losses)
+    for ranks in ([[[0, 1, 2, 3, 4, 5, 6]]], [[[0], [3, 1]], [[6, 5, 4, 2]]], [[[6], [5], [4]], [[3]], [[0, 1], [2]]]):
+        per_rank = [sum(weighted(reduction, losses, s) for s in batches) * len(ranks) for batches in ranks]
+        assert torch.allclose(torch.stack(per_rank).mean(), expected, rtol=1e-12), ranks
+
+
+def test_reductions_differ():
+    losses = losses_of_episodes()
+    assert len({round(definition(r, losses).item(), 6) for r in ("dapo", "grpo", "dr_grpo")}) == 3
+
+
+def test_weights_are_constants_in_the_dtype_of_the_script():
+    lengths = torch.tensor([4.0, 4.0, 2.0])
+    assert grpo.token_weights("dapo", lengths, 8.0, 3.0, L_MAX).tolist() == [0.125] * 3
+    assert grpo.token_weights("grpo", lengths, 8.0, 2.0, L_MAX).tolist() == [0.125, 0.125, 0.25]
+    assert grpo.token_weights("dr_grpo", lengths, 8.0, 2.0, L_MAX).tolist() == [1 / 32] * 3
+
+
+# --- lr_factor ----------------------------------------------------------------------------------------------------
+
+SCHEDULES = ["constant", "linear", "cosine"]
+both_scripts = pytest.mark.parametrize("lr_factor", [grpo.lr_factor, sft.lr_factor], ids=["grpo", "sft"])
+
+
+@both_scripts
+def test_first_step_trains_and_no_factor_exceeds_one(lr_factor):
+    for schedule, warmup, total, floor in itertools.product(
+        SCHEDULES, [0, 0.0, 0.1, 0.5, 1.0, 3, 10], [1, 2, 10, 40], [0.0, 0.1]
+    ):
+        factors = [lr_factor(step, total, warmup, schedule, floor) for step in range(total)]
+        assert all(0 < factor <= 1 for factor in factors), (schedule, warmup, total, floor, factors)
+
+
+@both_scripts
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_warmup_in_steps_and_as_a_share(lr_factor, schedule):
+    ramp = [0.25, 0.5, 0.75, 1.0]
+    for warmup, total in ((4, 40), (4.0, 400), (0.1, 40), (0.2, 20), (0.1, 31)):
+        assert [lr_factor(step, total, warmup, schedule, 0.0) for step in range(4)] == ramp, (warmup, total)
+    assert lr_factor(0, 40, 1.0, schedule, 0.0) == 1.0, "1 is one step, not all steps"
+
+
+@both_scripts
+def test_closed_forms_after_the_warmup(lr_factor):
+    """10 steps of warm-up, 40 of decay to a floor of 0.1; a quarter, a half and all of the way."""
+    cosine = {10: 1.0, 20: 0.1 + 0.9 * (2 + math.sqrt(2)) / 4, 30: 0.55, 50: 0.1}
+    linear = {10: 1.0, 20: 0.775, 30: 0.55, 50: 0.1}
+    for schedule, points in (("cosine", cosine), ("linear", linear), ("constant", dict.fromkeys(linear, 1.0))):
+        for step, factor in points.items():
+            assert lr_factor(step, 50, 10, schedule, 0.1) == pytest.approx(factor, rel=1e-12), (schedule, step)
+    falling = [lr_factor(step, 50, 10, "cosine", 0.0) for step in range(10, 50)]
+    assert falling == sorted(falling, reverse=True) and falling[-1] > 0
+
+
+# --- split_minibatches --------------------------------------------------------------------------------------------
+
+
+def episodes_of_rank(num_prompts, samples, rank, size):
+    """As the script deals them: prompt p goes to rank p % size. Sample counts are ragged: one prompt lost a sample."""
+    return [
+        Episode(p, s, [1], [2], [1], [0.0], "stop")
+        for p in range(num_prompts)[rank::size]
+        for s in range(samples - (p == 3))
+    ]
+
+
+@pytest.mark.parametrize("minibatches", [1, 2, 3, 11])
+def test_minibatches_are_a_partition_by_prompts_whatever_the_ranks(minibatches):
+    splits = []
+    for size in (1, 2, 3):
+        prompts_of = [[] for _ in range(minibatches)]
+        for rank in range(size):
+            episodes = episodes_of_rank(11, 4, rank, size)
+            split = grpo.split_minibatches(episodes, 11, minibatches, seed=5, step=7)
+            assert len(split) == minibatches
+            assert sorted(i for selected in split for i in selected) == list(range(len(episodes)))
+            for prompts, selected in zip(prompts_of, split):
+                prompts += sorted({episodes[i].prompt_index for i in selected})
+        flat = sorted(p for prompts in prompts_of for p in prompts)
+        assert flat == list(range(11)), "no group is split, over minibatches or ranks"
+        counts = [len(prompts) for prompts in prompts_of]
+        assert max(counts) - min(counts) <= 1
+        splits.append([sorted(prompts) for prompts in prompts_of])
+    assert splits[0] == splits[1] == splits[2]
+
+
+def test_minibatches_change_with_step_and_seed():
+    episodes = episodes_of_rank(32, 2, 0, 1)
+    split = [grpo.split_minibatches(episodes, 32, 2, seed, step) for seed, step in ((0, 0), (0, 1), (1, 0), (0, 0))]
+    assert split[0] != split[1] and split[0] != split[2] and split[0] == split[3]
+
+
+# --- sft ----------------------------------------------------------------------------------------------------------
+
+
+def test_cross_entropy_is_the_mean_over_the_global_batch():
+    logprobs = torch.log_softmax(torch.randn(12, dtype=torch.float64), 0)
+    whole = logprobs.clone().requires_grad_()
+    loss = sft.cross_entropy(whole, 12, 1)
+    loss.backward()
+    assert torch.allclose(loss, -logprobs.mean()) and torch.allclose(whole.grad, torch.full_like(logprobs, -1 / 12))
+    ranks = [[logprobs[:1], logprobs[1:7]], [logprobs[7:7], logprobs[7:]]]  # micro-batches, one without tokens
+    averaged = sum(sum(sft.cross_entropy(part, 12, 2) for part in rank) for rank in ranks) / 2
+    assert torch.allclose(averaged, loss)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer()
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+TURNS = [
+    {"role": "user", "content": "3 4 = 7"},
+    {"role": "assistant", "content": "<think>3+4=7</think><answer>3+4</answer>"},
+    {"role": "user", "content": "sure?"},
+    {"role": "assistant", "content": "yes"},
+]
+
+
+def pieces_of(messages):
+    """(text, trained) written down by hand from the rule, not from the chat template."""
+    pieces = []
+    for message in messages:
+        pieces.append((f"<|{message['role']}|>", 0))
+        pieces.append((f"{message['content']}<|end|>", int(message["role"] == "assistant")))
+    return pieces
+
+
+def tokens_and_mask(pieces, tokenizer):
+    ids, mask = [], []
+    for text, trained in pieces:
+        piece = tokenizer.encode(text, add_special_tokens=False)
+        ids += piece
+        mask += [trained] * len(piece)
+    return ids, mask
+
+
+@pytest.mark.parametrize("system", [False, True])
+@pytest.mark.parametrize("turns", [2, 3, 4])
+def test_conversation_masks_token_by_token(tokenizer, system, turns):
+    """With 3 turns the last is the user's: nobody answers it, so it is left out."""
+    messages = [SYSTEM] * system + TURNS[:turns]
+    episode = sft.conversation_episode(messages, tokenizer, 9, 10_000)
+    ids, mask = tokens_and_mask(pieces_of([SYSTEM] * system + TURNS[: turns - turns % 2]), tokenizer)
+    first = mask.index(1)
+    assert (episode.prompt_ids, episode.response_ids) == (ids[:first], ids[first:])
+    assert episode.loss_mask == mask[first:]
+    assert tokenizer.decode(episode.prompt_ids).endswith("<|assistant|>"), "the header belongs to the prompt"
+    trained = [i for i, m in zip(episode.response_ids, episode.loss_mask) if m]
+    assert tokenizer.decode(trained) == "".join(text for text, m in pieces_of(TURNS[: turns - turns % 2]) if m)
+    assert trained.count(tokenizer.eos_token_id) == turns // 2, "one end token a turn, trained"
+    assert len(episode.logprobs) == len(mask) - first and episode.prompt_index == 9
+
+
+def test_conversation_is_cut_at_max_tokens(tokenizer):
+    whole = sft.conversation_episode(TURNS, tokenizer, 0, 10_000)
+    prompt, length = len(whole.prompt_ids), len(whole.prompt_ids) + len(whole.response_ids)
+    for max_tokens in (1, prompt - 1, prompt, prompt + 1, length - 1, length, length + 1):
+        cut = sft.conversation_episode(TURNS, tokenizer, 0, max_tokens)
+        assert cut.prompt_ids + cut.response_ids == (whole.prompt_ids + whole.response_ids)[:max_tokens]
+        assert cut.loss_mask == whole.loss_mask[: len(cut.response_ids)]
+        assert len(cut.response_ids) == len(cut.logprobs) == max(0, min(max_tokens, length) - prompt)
+
+
+def test_what_a_template_adds_after_the_end_token_is_not_trained(tokenizer):
+    chat_ml = copy.deepcopy(tokenizer)
+    chat_ml.chat_template = tokenizer.chat_template.replace("<|end|>{%", "<|end|>\n{%")
+    episode = sft.conversation_episode(TURNS, chat_ml, 0, 10_000)
+    pieces = [("<|user|>3 4 = 7<|end|>\n<|assistant|>", 0), (TURNS[1]["content"] + "<|end|>", 1)]
+    pieces += [("\n<|user|>sure?<|end|>\n<|assistant|>", 0), ("yes<|end|>", 1)]
+    ids, mask = tokens_and_mask(pieces, tokenizer)
+    first = mask.index(1)
+    assert (episode.prompt_ids, episode.response_ids, episode.loss_mask) == (ids[:first], ids[first:], mask[first:])
+
+
+def test_template_that_rewrites_earlier_turns_is_refused(tokenizer):
+    forgetful = copy.deepcopy(tokenizer)
+    forgetful.chat_template = "{{ messages | length }}" + tokenizer.chat_template
+    with pytest.raises(ValueError, match="rewrites earlier turns"):
+        sft.conversation_episode(TURNS, forgetful, 0, 10_000)
+
+
+# --- LossScale and guarded_step -----------------------------------------------------------------------------------
+
+
+def test_loss_scale_halves_on_overflow_and_doubles_after_the_interval():
+    scale = LossScale.for_dtype(torch.float16)
+    scale.growth_interval = 3
+    assert scale.scale == 2.0**14
+    history = []
+    for finite in (True, True, False, True, True, True, True):
+        scale.update(finite)
+        history.append(scale.scale)
+    # the overflow also starts the count of good steps again
+    assert history == [2.0**14, 2.0**14, 2.0**13, 2.0**13, 2.0**13, 2.0**14, 2.0**14]
+    for _ in range(40):
+        scale.update(False)
+    assert scale.scale == 1.0, "never below 1"
+
+
+def test_loss_scale_state_round_trip():
+    scale = LossScale(scale=8.0, dynamic=True, growth_interval=3)
+    scale.update(True)
+    scale.update(True)
+    restored = LossScale(scale=2.0, dynamic=True, growth_interval=3)
+    restored.load_state_dict(scale.state_dict())
+    assert restored == scale
+    restored.update(True)
+    assert restored.scale == 16.0, "two good steps before the checkpoint, one after it"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_loss_scale_is_one_without_fp16(dtype):
+    scale = LossScale.for_dtype(dtype)
+    for finite in [True] * 1000 + [False]:
+        scale.update(finite)
+    assert scale.scale == 1.0
+
+
+def linear_with_gradient(scale=1.0):
+    """A layer with an AdamW that has already made one step, and gradients (times `scale`) for the next."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 3).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    gradients = [torch.randn_like(parameter) for parameter in model.parameters()]
+    for parameter, gradient in zip(model.parameters(), gradients):
+        parameter.grad = gradient * scale
+    return model, optimizer, gradients
+
+
+def snapshot(model, optimizer):
+    return copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.5, 1e6])
+def test_guarded_step_unscales_and_clips(scale, max_grad_norm):
+    model, _, gradients = linear_with_gradient(scale)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    norm = math.sqrt(sum((gradient**2).sum().item() for gradient in gradients))
+    assert norm > 0.5
+    grad_norm, stepped = guarded_step(model, optimizer, max_grad_norm, LossScale(scale, dynamic=scale > 1))
+    assert stepped and grad_norm == pytest.approx(norm, rel=1e-12), "the norm before clipping, unscaled"
+    assert all(parameter.grad is None for parameter in model.parameters())
+    used = [(old - new) / 0.25 for old, new in zip(before, model.parameters())]
+    clip = 0.5 / norm if max_grad_norm == 0.5 else 1.0
+    for ours, gradient in zip(used, gradients):
+        assert torch.allclose(ours, gradient * clip, rtol=1e-5, atol=0)
+    if max_grad_norm == 0.5:
+        assert sum((u**2).sum().item() for u in used) ** 0.5 <= 0.5
+
+
+@pytest.mark.parametrize("poison", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
+def test_guarded_step_skips_what_is_not_finite(poison, max_grad_norm):
+    model, optimizer, _ = linear_with_gradient()
+    before = snapshot(model, optimizer)
+    next(model.parameters()).grad[1, 2] = poison
+    loss_scale = LossScale(1024.0, dynamic=True, good_steps=5)
+    grad_norm, stepped = guarded_step(model, optimizer, max_grad_norm, loss_scale)
+    assert not stepped and not math.isfinite(grad_norm)
+    assert (loss_scale.scale, loss_scale.good_steps) == (512.0, 0)
+    torch.testing.assert_close(snapshot(model, optimizer), before, rtol=0, atol=0)
+    assert all(parameter.grad is None for parameter in model.parameters()), "the next backward starts from nothing"
+
+
+def test_guarded_step_without_clipping_is_the_optimizers_own_step():
+    model, optimizer, _ = linear_with_gradient()
+    twin, twin_optimizer, _ = linear_with_gradient()
+    guarded_step(model, optimizer, 0.0, LossScale())
+    twin_optimizer.step()
+    torch.testing.assert_close(snapshot(model, optimizer), snapshot(twin, twin_optimizer), rtol=0, atol=0)

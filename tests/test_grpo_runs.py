@@ -1,0 +1,105 @@
+"""grpo.py as its users run it: real torchrun ranks, real vLLM, the embedded policy and SmolLM2."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT, metrics_of, run_script
+
+SMALL = "--prompts-per-step 6 --samples-per-prompt 4 --max-response-tokens 96 --eval-rows 16 --max-rows 64".split()
+UNEQUAL = ("time/", "memory/", "rollout/tokens_per_s")  # what an interruption may change
+
+
+def steps_of(run_dir) -> dict[int, dict]:
+    """The last record of each step, without timings."""
+    records = {r["step"]: r for r in metrics_of(run_dir) if "step" in r and "event" not in r}
+    return {s: {k: v for k, v in r.items() if not k.startswith(UNEQUAL)} for s, r in records.items()}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_kill_and_resume_equals_an_uninterrupted_run(tmp_path, ranks):
+    options = [*SMALL, "--total-steps", 4, "--save-every", 2, "--eval-every", 2, "--minibatches", 2]
+    run_script("grpo.py", *options, "--output-dir", tmp_path / "whole", ranks=ranks)
+
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "grpo.py"]
+    command += [str(o) for o in options] + ["--output-dir", str(tmp_path / "killed")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    metrics = tmp_path / "killed" / "metrics.jsonl"
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=environment, start_new_session=True)
+        deadline = time.time() + 300
+        while not (metrics.is_file() and '"step": 3' in metrics.read_text()):  # a step past the checkpoint
+            assert process.poll() is None and time.time() < deadline, (tmp_path / "log").read_text()[-3000:]
+            time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert (tmp_path / "killed" / "checkpoints" / "latest").read_text() == "step_000002"
+    run_script("grpo.py", *options, "--output-dir", tmp_path / "killed", ranks=ranks)
+
+    assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "whole")
+    assert {"event": "resumed", "step": 2} == {
+        k: v for r in metrics_of(tmp_path / "killed") if r.get("event") == "resumed" for k, v in r.items() if k != "checkpoint"
+    }
+    weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("whole", "killed")]
+    assert weights[0] == weights[1], "resumed weights differ"
+
+
+def test_export_scores_the_same_in_vllm_and_transformers(tmp_path):
+    """Train two visible steps, then evaluate the exported folder by itself in both engines."""
+    options = [*SMALL, "--eval-rows", 64, "--dtype", "fp32"]
+    train = ["--total-steps", 2, "--learning-rate", 1e-3, "--no-eval-before"]
+    run_script("grpo.py", *options, *train, "--output-dir", tmp_path / "run", ranks=2)
+    trained = steps_of(tmp_path / "run")[2]["eval/accuracy"]
+    data = tmp_path / "run" / "data" / "eval.parquet"
+    for engine in ("vllm", "hf"):
+        folder = tmp_path / engine
+        again = ["--eval-only", "--model", tmp_path / "run" / "model", "--eval-data", data, "--engine", engine]
+        run_script("grpo.py", *again, *options, "--output-dir", folder)
+        import pyarrow.parquet as pq
+
+        samples = pq.read_table(folder / "eval_samples.parquet").to_pylist()
+        assert sum(s["correct"] for s in samples) / len(samples) == trained, engine
+
+
+@pytest.mark.parametrize("model", ["tiny", "smollm2"])
+def test_engine_and_trainer_agree_after_each_sync(model):
+    """Real vLLM, fp32. SmolLM2 ties its head to the embeddings, which a careless sync leaves stale."""
+    done = run_script(ROOT / "tests" / "workers" / "engine_gap.py", "--model", model, "--dtype", "fp32")
+    result = json.loads(done.stdout.strip().splitlines()[-1])
+    assert result["synced"] < 1e-4 and result["resynced"] < 1e-4 and result["repeated"] < 1e-4
+    assert result["stale"] > 10 * 1e-4, "the policy must move enough for a stale engine to show"
+    assert all(result["refused"].values()), result["refused"]
+
+
+def test_ranks_and_strategies_take_the_same_first_step(tmp_path):
+    """fp32, Hugging Face engine: rollouts depend on seeds alone, so loss and gradient norm must agree."""
+    records = {}
+    for name, ranks, options in (
+        ("one rank", 0, []),
+        ("two ranks", 2, ["--micro-batch-tokens", 700]),
+        ("two ranks, ddp", 2, ["--strategy", "ddp"]),
+    ):
+        common = [*SMALL, "--dtype", "fp32", "--engine", "hf", "--total-steps", 1, "--eval-rows", 8]
+        run_script("grpo.py", *common, *options, "--output-dir", tmp_path / name, ranks=ranks)
+        records[name] = steps_of(tmp_path / name)[1]
+    for name, record in records.items():
+        for metric in ("reward/mean", "policy/loss", "policy/entropy", "optim/grad_norm", "policy/rollout_logprob_gap"):
+            assert record[metric] == pytest.approx(records["one rank"][metric], rel=1e-4, abs=1e-6), (name, metric)
+        assert record["policy/rollout_logprob_gap"] < 1e-4
+        assert record["policy/clip_fraction"] == record["policy/approx_kl"] == 0  # the ratio is exactly 1
+
+
+def test_fp16_with_an_overflow_on_one_rank_skips_the_step_on_both(tmp_path):
+    options = [*SMALL, "--dtype", "fp16", "--engine", "hf", "--total-steps", 2, "--max-response-tokens", 24]
+    run_script("grpo.py", *options, "--eval-rows", 8, "--output-dir", tmp_path / "plain", ranks=2)
+    record = steps_of(tmp_path / "plain")[2]
+    assert record["optim/skipped_steps"] == 0 and record["optim/loss_scale"] == 2.0**14
+
+    worker = ROOT / "tests" / "workers" / "overflow.py"
+    done = run_script(worker, ranks=2)
+    result = json.loads(done.stdout.strip().splitlines()[-1])
+    assert result == {"stepped": [False, False], "unchanged": True, "scale": [2.0**13] * 2, "then": [True, True]}

@@ -1,0 +1,246 @@
+"""The engine on transformers alone: exact log-probs, seeds that ignore the neighbours, a sync that keeps its books."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from conftest import random_policy
+
+from common.distributed import World
+from common.engine import Sampling, WeightBooks
+from common.hf_engine import HuggingFaceEngine
+from common.models import full_parameters, parameter_sizes
+
+WORLD = World(0, 1, 0, torch.device("cpu"))
+END = 2
+PROMPTS = [[5, 9, 17, 33, 60, 4, 81], [7], [11, 12, 13], [40, 41, 42, 43, 44]]  # ragged: all but one are padded
+SEEDS = [100, 200, 300, 400]
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_config):
+    return random_policy(tiny_config, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def folder(policy, tmp_path_factory):
+    path = tmp_path_factory.mktemp("tiny-qwen2")
+    policy.model.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def make_engine(folder, policy):
+    def make(synced=True, **options):
+        options = {"end_ids": [END], "max_model_len": 64} | options
+        engine = HuggingFaceEngine(folder, torch.float32, WORLD, **options)
+        if synced:
+            engine.sync_weights(full_parameters(policy), parameter_sizes(policy), 0)
+        return engine
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def engine(make_engine):
+    return make_engine()
+
+
+@torch.no_grad()
+def plain_logprobs(policy, prompt, response, temperature):
+    """[response, vocab] of the model itself, without padding, cache or batch."""
+    logits = policy.model(torch.tensor([prompt + response])).logits[0].double()
+    return torch.log_softmax(logits / temperature, -1)[len(prompt) - 1 : -1]
+
+
+def worst_gap(policy, completions, prompts, temperature):
+    gaps = []
+    for prompt, samples in zip(prompts, completions, strict=True):
+        for sample in samples:
+            ids = torch.tensor(sample.token_ids)
+            expected = plain_logprobs(policy, prompt, sample.token_ids, temperature).gather(-1, ids[:, None])[:, 0]
+            gaps.append((torch.tensor(sample.logprobs, dtype=torch.float64) - expected).abs().max())
+    return max(gaps).item()
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
+def test_logprobs_are_the_models_own_at_the_temperature(engine, policy, temperature):
+    completions = engine.generate(PROMPTS, Sampling(3, 20, temperature), SEEDS, 0)
+    assert [len(samples) for samples in completions] == [3] * 4
+    assert worst_gap(policy, completions, PROMPTS, temperature) < 1e-5
+
+
+def test_samples_follow_the_distribution(engine, policy):
+    """4,000 first tokens: no frequency is further than 5 standard deviations from the model's probability."""
+    n, temperature = 4000, 1.3
+    (samples,) = engine.generate([PROMPTS[2]], Sampling(n, 1, temperature), [0], 0)
+    counts = torch.bincount(torch.tensor([s.token_ids[0] for s in samples]), minlength=97)
+    p = plain_logprobs(policy, PROMPTS[2], [0], temperature)[0].exp()
+    assert ((counts - n * p).abs() / (n * p * (1 - p)).sqrt().clamp(min=1)).max() < 5
+
+
+def test_a_sample_depends_on_its_seed_alone(engine, make_engine):
+    sampling = Sampling(3, 20, 1.0)
+    together = [[s.token_ids for s in samples] for samples in engine.generate(PROMPTS, sampling, SEEDS, 0)]
+    for i in (0, 1):
+        (alone,) = engine.generate([PROMPTS[i]], sampling, [SEEDS[i]], 0)
+        assert [s.token_ids for s in alone] == together[i]
+        (second,) = engine.generate([PROMPTS[i]], Sampling(1, 20, 1.0), [SEEDS[i] + 1], 0)
+        assert second[0].token_ids == together[i][1], "sample j has seed + j"
+    reversed_order = engine.generate(PROMPTS[::-1], sampling, SEEDS[::-1], 0)
+    assert [[s.token_ids for s in samples] for samples in reversed_order] == together[::-1]
+    for max_sequences in (1, 5):
+        few = make_engine(max_sequences=max_sequences).generate(PROMPTS, sampling, SEEDS, 0)
+        assert [[s.token_ids for s in samples] for samples in few] == together
+    assert all(len({tuple(ids) for ids in samples}) == 3 for samples in together), "samples of a prompt differ"
+    (other,) = engine.generate(PROMPTS[:1], sampling, [SEEDS[0] + 50], 0)
+    assert other[0].token_ids != together[0][0]
+
+
+def test_a_longer_neighbour_does_not_shorten_a_sample(make_engine):
+    """`max_model_len` bounds prompt + response of each request, as in vLLM, not of the padded batch."""
+    engine = make_engine(max_model_len=16, end_ids=[])
+    sampling = Sampling(1, 12, 1.0)
+    (alone,), _ = engine.generate([[7], [8]], sampling, [1, 2], 0)
+    (beside,), (long,) = engine.generate([[7], list(range(10, 22))], sampling, [1, 2], 0)
+    assert len(alone.token_ids) == 12
+    assert len(long.token_ids) == 4 and long.finish_reason == "length"
+    assert beside.token_ids == alone.token_ids
+
+
+def test_greedy_is_the_argmax_of_the_plain_model(engine, policy):
+    for prompt, (sample,) in zip(PROMPTS, engine.generate(PROMPTS, Sampling(1, 12, 0.0), SEEDS, 0)):
+        ids = []
+        while len(ids) < 12 and END not in ids:
+            ids.append(policy.model(torch.tensor([prompt + ids])).logits[0, -1].argmax().item())
+        assert sample.token_ids == ids
+    greedy = engine.generate(PROMPTS, Sampling(1, 12, 0.0), SEEDS, 0)
+    assert worst_gap(policy, greedy, PROMPTS, 1.0) < 1e-5
+
+
+def test_truncated_sampling(engine, policy):
+    greedy = [s[0].token_ids for s in engine.generate(PROMPTS, Sampling(1, 12, 0.0), SEEDS, 0)]
+    for options in ({"top_k": 1}, {"top_p": 1e-6}):
+        (*samples,) = engine.generate(PROMPTS, Sampling(2, 12, 1.5, **options), SEEDS, 0)
+        assert [[s.token_ids for s in pair] for pair in samples] == [[ids, ids] for ids in greedy], options
+        assert all(abs(lp) < 1e-6 for pair in samples for s in pair for lp in s.logprobs), "certain, then"
+
+
+@pytest.mark.parametrize("options", [{"top_k": 3}, {"top_p": 0.5}])
+def test_truncated_sampling_keeps_the_right_tokens(engine, policy, options):
+    (samples,) = engine.generate([PROMPTS[0]], Sampling(300, 1, 1.2, **options), [0], 0)
+    p, order = plain_logprobs(policy, PROMPTS[0], [0], 1.2)[0].exp().sort(descending=True)
+    size = 3 if "top_k" in options else next(i + 1 for i, mass in enumerate(p.cumsum(0)) if mass >= 0.5)
+    kept = order[:size].tolist()
+    assert 1 < size < 30
+    assert {s.token_ids[0] for s in samples} <= set(kept) and len({s.token_ids[0] for s in samples}) > 1
+    for sample in samples:
+        expected = (p[kept.index(sample.token_ids[0])] / p[:size].sum()).log()
+        assert sample.logprobs[0] == pytest.approx(expected.item(), abs=1e-5)
+
+
+def test_stops_at_an_end_token_and_includes_it(make_engine):
+    ends = set(range(0, 97, 5))  # many, so that samples stop at different places
+    engine = make_engine(end_ids=sorted(ends))
+    samples = [s for group in engine.generate(PROMPTS, Sampling(8, 10, 1.5), SEEDS, 0) for s in group]
+    reasons = set()
+    for sample in samples:
+        assert len(sample.token_ids) == len(sample.logprobs) <= 10
+        assert not ends & set(sample.token_ids[:-1]), "nothing follows an end token"
+        assert sample.finish_reason == ("stop" if sample.token_ids[-1] in ends else "length")
+        assert sample.finish_reason == "stop" or len(sample.token_ids) == 10
+        reasons.add((sample.finish_reason, len(sample.token_ids)))
+    assert len(reasons) > 3, "samples that stop early do not end the others"
+
+
+def test_no_prompts_are_no_work(engine):
+    assert engine.generate([], Sampling(2), [], 0) == []
+
+
+# --- the books ----------------------------------------------------------------------------------------------------
+
+FAULTS = {  # which name the message must hold, and what is done to the list of (name, tensor) that is sent
+    "missing": ("model.layers.1.mlp.up_proj.weight", lambda name, sent: [x for x in sent if x[0] != name]),
+    "unknown": ("model.layers.7.nonsense.weight", lambda name, sent: [*sent, (name, torch.zeros(3))]),
+    "sent twice": ("model.norm.weight", lambda name, sent: [*sent, *[x for x in sent if x[0] == name]]),
+    "wrong size": (
+        "model.layers.0.self_attn.q_proj.bias",
+        lambda name, sent: [(n, t[: t.numel() // 2] if n == name else t) for n, t in sent],
+    ),
+    "one element for all": (  # which copy_ would spread over the whole tensor
+        "model.layers.0.self_attn.k_proj.bias",
+        lambda name, sent: [(n, t[:1] if n == name else t) for n, t in sent],
+    ),
+}
+each_fault = pytest.mark.parametrize("fault", FAULTS)
+
+
+@each_fault
+def test_books_name_the_tensor_that_is_wrong(policy, fault):
+    name, spoil = FAULTS[fault]
+    books = WeightBooks()
+    books.step = 0
+    with pytest.raises(RuntimeError, match=name.replace(".", r"\.")):
+        list(books.record(spoil(name, list(full_parameters(policy))), torch.float32))
+        books.close(parameter_sizes(policy), 1)
+    assert books.step is None
+
+
+@each_fault
+def test_engine_refuses_a_faulty_sync_and_is_unusable_after_it(make_engine, policy, fault):
+    name, spoil = FAULTS[fault]
+    engine = make_engine()
+    with pytest.raises((RuntimeError, KeyError), match=name.replace(".", r"\.")):
+        engine.sync_weights(spoil(name, list(full_parameters(policy))), parameter_sizes(policy), 1)
+    for step in (0, 1):
+        with pytest.raises(RuntimeError, match="call sync_weights"):
+            engine.generate(PROMPTS, Sampling(1, 1), SEEDS, step)
+
+
+def test_books_pass_the_weights_on_in_the_engines_dtype(policy):
+    books = WeightBooks()
+    sent = list(books.record(full_parameters(policy), torch.bfloat16))
+    assert {tensor.dtype for _, tensor in sent} == {torch.bfloat16}
+    assert {name: tensor.numel() for name, tensor in sent} == parameter_sizes(policy)
+    books.close(parameter_sizes(policy), 3)
+    books.check(3)
+    books.record(full_parameters(policy), torch.bfloat16)  # a sync that has begun and not ended
+    with pytest.raises(RuntimeError, match="call sync_weights"):
+        books.check(3)
+
+
+def test_stale_weights_are_refused(make_engine, policy):
+    engine = make_engine(synced=False)
+    generate = partial(engine.generate, PROMPTS, Sampling(1, 1), SEEDS)
+    with pytest.raises(RuntimeError, match="optimizer step None, the trainer is at 0"):
+        generate(0)
+    engine.sync_weights(full_parameters(policy), parameter_sizes(policy), 4)
+    generate(4)
+    with pytest.raises(RuntimeError, match="optimizer step 4, the trainer is at 5"):
+        generate(5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_sync_changes_the_samples_to_those_of_the_new_weights(make_engine, tiny_config, tied, tmp_path):
+    config = copy.deepcopy(tiny_config)
+    config.tie_word_embeddings = tied
+    old, new = (random_policy(config, torch.float32, seed) for seed in (3, 4))
+    old.model.save_pretrained(tmp_path)
+    engine = HuggingFaceEngine(str(tmp_path), torch.float32, WORLD, end_ids=[END], max_model_len=64)
+    engine.sync_weights(full_parameters(old), parameter_sizes(old), 0)
+    before = engine.generate(PROMPTS, Sampling(2, 12), SEEDS, 0)
+    engine.sleep()
+    engine.wake("weights")
+    engine.sync_weights(full_parameters(new), parameter_sizes(new), 1)
+    engine.wake("kv_cache")
+    after = engine.generate(PROMPTS, Sampling(2, 12), SEEDS, 1)
+    assert worst_gap(old, before, PROMPTS, 1.0) < 1e-5 and worst_gap(new, after, PROMPTS, 1.0) < 1e-5
+    assert worst_gap(new, before, PROMPTS, 1.0) > 0.1, "the two differ, or this test shows nothing"
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 50}])
+def test_training_refuses_truncated_sampling(options):
+    Sampling(8, 128, 0.7).check_exact()
+    with pytest.raises(SystemExit, match="log-ratio"):
+        Sampling(**options).check_exact()

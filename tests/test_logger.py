@@ -1,0 +1,267 @@
+"""The run's records survive kills, full disks and broken trackers; the console stays readable."""
+
+import errno
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+import types
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import common.logger as logger_module
+from common.logger import Logger, plot_curves, read_metrics, save_config
+
+
+def make(run_dir, **options):
+    return Logger(run_dir, **{"total_steps": 100, "config": {"seed": 1}, "name": "run", "is_main": True} | options)
+
+
+def test_records_are_appended_by_a_resumed_run(tmp_path, capsys):
+    first = make(tmp_path)
+    for step in (1, 2, 3):
+        first.log(step, {"reward/mean": step / 10})
+    second = make(tmp_path)  # killed after step 3, resumed from a checkpoint of step 1
+    second.event({"event": "resumed", "step": 1, "metrics": [1.5]})
+    for step in (2, 3, 4):
+        second.log(step, {"reward/mean": step * 10.0})
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 7, "nothing is truncated"
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    assert records == [{"step": i, "reward/mean": value} for i, value in ((1, 0.1), (2, 20.0), (3, 30.0), (4, 40.0))]
+
+
+def test_evaluation_logged_apart_joins_its_step(tmp_path):
+    log = make(tmp_path)
+    log.log(1, {"reward/mean": 0.5})
+    log.log(1, {"eval/accuracy": 0.25})
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "reward/mean": 0.5, "eval/accuracy": 0.25}]
+
+
+def test_torn_line_costs_one_record(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "a": 1.0}\n{"step": 2, "a"')
+    assert read_metrics(path) == [{"step": 1, "a": 1.0}]
+    make(tmp_path).log(2, {"a": 2.0})
+    assert read_metrics(path) == [{"step": 1, "a": 1.0}, {"step": 2, "a": 2.0}]
+
+
+def test_file_stays_valid_json(tmp_path):
+    values = {"a": math.nan, "b": -math.inf, "c": np.float32(0.5), "d": torch.tensor(2.0), "e": np.int64(3), "f": True}
+    make(tmp_path).log(1, values)
+
+    def reject(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    record = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=reject)
+    assert record == {"step": 1, "a": None, "b": None, "c": 0.5, "d": 2.0, "e": 3, "f": True}
+
+
+def test_full_disk_costs_one_warning(tmp_path, monkeypatch, capsys):
+    log = make(tmp_path)
+    log.log(1, {"a": 1.0})
+
+    @contextmanager
+    def full(path, mode):
+        """Takes half of what is written, then fails, as a disk does that fills up."""
+
+        def write(text):
+            file.write(text[: len(text) // 2])
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with open(path, mode) as file:
+            yield types.SimpleNamespace(write=write)
+
+    monkeypatch.setattr(logger_module, "open", full, raising=False)
+    log.log(2, {"a": 2.0})
+    log.log(3, {"a": 3.0})
+    monkeypatch.undo()
+    log.log(4, {"a": 4.0})
+    output = capsys.readouterr().out
+    assert output.count("No space left on device") == 1 and "metrics.jsonl" in output
+    assert [f"step {' ' * 2}{step}/100" in output for step in (1, 2, 3, 4)] == [True] * 4, "the console line goes on"
+    assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [1, 4]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_really_full_device(tmp_path, capsys):
+    log = make(tmp_path)
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    log.log(1, {"a": 1.0})
+    assert "No space left on device" in capsys.readouterr().out
+
+
+def test_other_ranks_do_nothing(tmp_path, capsys):
+    log = make(tmp_path / "run", is_main=False, trackers="wandb")
+    log.log(1, {"reward/mean": 1.0})
+    log.event({"event": "x"})
+    log.samples(1, [("p", "c", 1.0)])
+    log.close()
+    assert capsys.readouterr().out == "" and not (tmp_path / "run").exists()
+
+
+def fake_wandb(monkeypatch, init):
+    module = types.SimpleNamespace(Settings=lambda **settings: settings, init=init)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.setattr(logger_module, "TRACKER_SECONDS", 0.3)
+
+
+class FakeRun:
+    def __init__(self, fail_at=None):
+        self.logged, self.fail_at, self.finished = [], fail_at, False
+
+    def log(self, metrics, step):
+        if step == self.fail_at:
+            raise ConnectionError("network is down")
+        self.logged.append((step, metrics))
+
+    def finish(self):
+        self.finished = True
+
+
+def test_tracker_receives_numbers(tmp_path, monkeypatch):
+    run, received = FakeRun(), {}
+    fake_wandb(monkeypatch, lambda **options: received.update(options) or run)
+    log = make(tmp_path, trackers=" wandb, ", config={"lr": 1e-6, "path": Path("/x")})
+    log.log(1, {"reward/mean": 0.5, "policy/loss": math.nan})
+    log.close()
+    assert run.logged == [(1, {"reward/mean": 0.5})] and run.finished
+    assert received["config"] == {"lr": 1e-6, "path": "/x"} and received["settings"]["init_timeout"] == 10
+
+
+def test_tracker_that_fails_to_start(tmp_path, monkeypatch, capsys):
+    def init(**_):
+        raise RuntimeError("api_key not configured\nlong trace")
+
+    fake_wandb(monkeypatch, init)
+    log = make(tmp_path, trackers="wandb")
+    log.log(1, {"a": 1.0})
+    log.close()
+    warnings = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
+    assert len(warnings) == 1 and "--log wandb" in warnings[0] and "api_key not configured" in warnings[0]
+
+
+def test_tracker_that_hangs(tmp_path, monkeypatch, capsys):
+    fake_wandb(monkeypatch, lambda **_: time.sleep(2))
+    start = time.monotonic()
+    log = make(tmp_path, trackers="wandb")
+    assert time.monotonic() - start < 1.5
+    log.log(1, {"a": 1.0})
+    assert capsys.readouterr().out.count("no answer within 0.3 s") == 1
+
+
+def test_tracker_that_fails_later(tmp_path, monkeypatch, capsys):
+    run = FakeRun(fail_at=2)
+    fake_wandb(monkeypatch, lambda **_: run)
+    log = make(tmp_path, trackers="wandb")
+    for step in (1, 2, 3):
+        log.log(step, {"a": 1.0})
+    log.close()
+    assert run.logged == [(1, {"a": 1.0})] and capsys.readouterr().out.count("network is down") == 1
+    assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_tracker_that_is_not_installed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # import raises ImportError
+    make(tmp_path, trackers="wandb").log(1, {"a": 1.0})
+    assert capsys.readouterr().out.count("warning: --log wandb dropped") == 1
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+def test_unknown_tracker(tmp_path, is_main):
+    with pytest.raises(ValueError, match=r"--log tensorboard,wandbb: unknown tracker 'wandbb'"):
+        make(tmp_path, trackers="tensorboard,wandbb", is_main=is_main)
+
+
+def test_console_lines_are_aligned(tmp_path, capsys):
+    log = make(tmp_path, total_steps=1000)
+    steps = [
+        {"reward/mean": 0.5, "policy/loss": 0.01, "optim/grad_norm": 0.7, "time/step_s": 3.0},
+        {"reward/mean": -0.25, "policy/loss": math.nan, "optim/grad_norm": 1.2e9, "time/step_s": 333.0},
+        {"reward/mean": 0.5, "optim/grad_norm": 0.7, "time/step_s": 3.0, "eval/accuracy": 0.125},
+        {"reward/mean": 0.5, "policy/loss": -12345.678, "optim/grad_norm": 0.7, "time/step_s": 3.0, "optim/lr": 1e-6},
+        {
+            "reward/mean": 0.5,
+            "policy/loss": 1e-9,
+            "optim/grad_norm": math.inf,
+            "time/step_s": 3.0,
+            "eval/accuracy": 1.0,
+        },
+    ]
+    for step, metrics in zip((1, 22, 333, 999, 1000), steps):
+        log.log(step, metrics)
+    lines = capsys.readouterr().out.splitlines()
+    for label in ("/1000", "reward ", "loss ", "grad ", " s "):
+        assert len({line.index(label) for line in lines if label in line}) == 1, label
+    assert ["eval acc" in line for line in lines] == [False, False, True, False, True]
+    assert all(line.rindex("eval acc") > line.rindex("grad") for line in lines if "eval acc" in line)
+    assert "loss" not in lines[2], "an absent metric leaves its place blank"
+    assert max(map(len, lines)) < 119
+
+
+def test_eta_is_the_median_step_times_the_rest(tmp_path, capsys):
+    log = make(tmp_path, total_steps=1210)
+    for step, seconds in ((8, 500.0), (9, 3.0), (10, 3.0)):  # the first step compiles
+        log.log(step, {"time/step_s": seconds})
+    assert " eta  1:00:00 " in capsys.readouterr().out.splitlines()[-1]
+    log.log(1210, {"time/step_s": 3.0})
+    assert " eta  0:00:00 " in capsys.readouterr().out
+
+
+def test_two_shortened_samples(tmp_path, capsys):
+    make(tmp_path).samples(
+        7, [("PROMPT", "start" + "x" * 5000 + "\x1b[2Jend", 1.0), ("b", "c", 0.1), ("third", "", 0.0)]
+    )
+    output = capsys.readouterr().out
+    assert "step 7, score 1" in output and "start" in output and "end" in output and "score 0.1" in output
+    assert len(output) < 1000 and "third" not in output and "\x1b" not in output
+
+
+def test_config(tmp_path):
+    save_config(
+        tmp_path / "new", {"learning_rate": 1e-6, "output_dir": Path("runs/x"), "clip": math.inf, "names": ("a",)}
+    )
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["config.json"], "no temporary file stays"
+    config = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert config["args"] == {"learning_rate": 1e-6, "output_dir": "runs/x", "clip": None, "names": ["a"]}
+    assert config["versions"]["torch"] == torch.__version__ and config["versions"]["transformers"]
+    assert set(config["git"]) == {"commit", "dirty"} and config["hardware"]["cpus"] == os.cpu_count()
+    assert os.uname().nodename not in (tmp_path / "new" / "config.json").read_text()
+
+
+def git(folder, *command):
+    identity = ("-c", "user.name=t", "-c", "user.email=t@example.org")
+    return subprocess.run(["git", "-C", str(folder), *identity, *command], check=True, capture_output=True, text=True)
+
+
+def test_git_state(tmp_path, monkeypatch):
+    monkeypatch.setattr(logger_module, "__file__", str(tmp_path / "logger.py"))
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert logger_module.git_state() == (None, None)
+    git(tmp_path, "init")
+    (tmp_path / "a").write_text("1")
+    git(tmp_path, "add", "a")
+    git(tmp_path, "commit", "-m", "first")
+    git(tmp_path, "tag", "-a", "v1", "-m", "a tag must not replace the commit")
+    commit = git(tmp_path, "rev-parse", "HEAD").stdout.strip()
+    assert logger_module.git_state() == (commit, False)
+    (tmp_path / "a").write_text("2")
+    assert logger_module.git_state() == (commit, True)
+
+
+def test_curves(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text("")
+    plot_curves(tmp_path)
+    assert not (tmp_path / "curves.png").exists(), "nothing measured, nothing drawn"
+    log = make(tmp_path)
+    log.log(0, {"eval/accuracy": 0.1})
+    for step in range(1, 41):
+        log.log(step, {"reward/mean": step / 50, "policy/entropy": math.nan if step == 3 else 1.0, "time/step_s": 1.0})
+    plot_curves(tmp_path)
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["curves.png", "metrics.jsonl"]

@@ -1,0 +1,153 @@
+"""Chunked log-probs and entropies equal the dense computation; shared prompts equal unshared ones."""
+
+import pytest
+import torch
+from conftest import random_episodes, random_policy, relative_l2
+
+import common.logprobs
+from common.logprobs import token_logprobs
+from common.packing import TokenIndex, attention_mask, pack
+
+BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+
+def dense(hidden, weight, targets, temperature):
+    logp = torch.log_softmax(hidden @ weight.T / temperature, -1)
+    return logp.gather(-1, targets[:, None]).squeeze(-1), -(logp.exp() * logp).sum(-1)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("chunk_elements", [1, 7 * 53, 10**9])
+def test_chunked_logprobs_equal_dense(dtype, chunk_elements, monkeypatch):
+    monkeypatch.setattr(common.logprobs, "CHUNK_ELEMENTS", chunk_elements)
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(31, 16, dtype=dtype), torch.randn(53, 16, dtype=dtype)
+    targets, weights = torch.randint(53, (31,)), torch.randn(2, 31, dtype=dtype)
+    results = []
+    for function in (token_logprobs, dense):
+        inputs = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        logprobs, entropy = function(*inputs, targets, 0.7)
+        (logprobs * weights[0] + entropy * weights[1]).sum().backward()
+        results.append([logprobs.detach(), entropy.detach(), *[x.grad for x in inputs]])
+    for ours, reference in zip(*results):
+        assert relative_l2([ours], [reference]) < BOUNDS[dtype]
+
+
+def test_chunked_logprobs_gradient_by_finite_differences():
+    torch.manual_seed(1)
+    hidden, weight = torch.randn(5, 4, dtype=torch.float64), torch.randn(7, 4, dtype=torch.float64)
+    targets = torch.randint(7, (5,))
+    torch.autograd.gradcheck(
+        lambda h, w: token_logprobs(h, w, targets, 1.3), (hidden.requires_grad_(), weight.requires_grad_())
+    )
+
+
+def test_low_precision_inputs_accumulate_in_float32():
+    torch.manual_seed(2)
+    hidden, weight = torch.randn(8, 32), torch.randn(300, 32)
+    targets = torch.randint(300, (8,))
+    logprobs, entropy = token_logprobs(hidden.bfloat16(), weight.bfloat16(), targets)
+    expected, _ = dense(hidden.bfloat16().float(), weight.bfloat16().float(), targets, 1.0)
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    assert (logprobs - expected).abs().max() < 0.1  # only the matrix product rounds to bf16
+
+
+def test_no_tensor_of_tokens_times_vocabulary_is_saved(monkeypatch):
+    monkeypatch.setattr(common.logprobs, "CHUNK_ELEMENTS", 8 * 1000)
+    saved = []
+    hidden, weight = torch.randn(512, 4, requires_grad=True), torch.randn(1000, 4, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+        token_logprobs(hidden, weight, torch.zeros(512, dtype=torch.int64))
+    assert max(saved) <= weight.numel()
+
+
+def losses_and_gradients(policy, episodes, order=None, **options):
+    """Log-probs in flat order, and the gradient of a fixed random combination of log-probs and entropies."""
+    index = TokenIndex(episodes)
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(2, len(index), generator=generator, dtype=torch.float64)
+    policy.zero_grad()
+    logprobs = torch.full((len(index),), float("nan"), dtype=torch.float64)
+    for batch in pack(episodes, order or range(len(episodes)), index, **options):
+        mb_logprobs, mb_entropy = policy(batch, 0.8)
+        w = weights[:, batch.tokens].to(mb_logprobs.dtype)
+        (mb_logprobs * w[0] + mb_entropy * w[1]).sum().backward()
+        logprobs[batch.tokens] = mb_logprobs.detach().double()
+    assert not logprobs.isnan().any(), "a trained token has no place in the packs"
+    return logprobs, [p.grad.clone() for p in policy.parameters()]
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_packing_variants_give_the_same_logprobs_and_gradients(tiny_config, dtype):
+    policy = random_policy(tiny_config, dtype)
+    episodes = random_episodes(3)
+    reference = losses_and_gradients(policy, episodes, budget=1, share_prompts=False)  # one episode, no padding
+    variants = {
+        "shared, one row a group": {"budget": 10_000},
+        "shared, small budget": {"budget": 40},
+        "shared, one long row": {"budget": 10_000, "row_tokens": 10_000},
+        "padded": {"budget": 10_000, "share_prompts": False},
+        "packed unshared": {"budget": 200, "row_tokens": 200, "share_prompts": False},
+        "another order": {"budget": 60, "order": [7, 2, 11, 0, 4, 9, 1, 3, 10, 5, 8, 6]},
+    }
+    for name, options in variants.items():
+        logprobs, gradients = losses_and_gradients(policy, episodes, **options)
+        assert relative_l2([logprobs], [reference[0]]) < BOUNDS[dtype], name
+        assert relative_l2(gradients, reference[1]) < BOUNDS[dtype], name
+
+
+def test_packed_logprobs_equal_the_plain_model(tiny_config):
+    """The reference is transformers' own forward on prompt + response, one by one, without any mask of ours."""
+    policy = random_policy(tiny_config)
+    episodes = random_episodes(4)
+    packed, _ = losses_and_gradients(policy, episodes, budget=100)
+    plain = []
+    for episode in episodes:
+        ids = torch.tensor([episode.prompt_ids + episode.response_ids])
+        logp = torch.log_softmax(policy.model(ids).logits[0] / 0.8, -1)
+        for t, trained in enumerate(episode.loss_mask, start=len(episode.prompt_ids)):
+            if trained:
+                plain.append(logp[t - 1, ids[0, t]])
+    assert relative_l2([packed], [torch.stack(plain).detach()]) < 1e-10
+
+
+def test_shared_prompts_save_tokens():
+    episodes = random_episodes(5, prompts=4, samples=8)
+    index = TokenIndex(episodes)
+    tokens = {
+        share: sum(
+            (b.groups > 0).sum().item() for b in pack(episodes, range(32), index, budget=500, share_prompts=share)
+        )
+        for share in (True, False)
+    }
+    prompts = {e.prompt_index: len(e.prompt_ids) for e in episodes}
+    assert tokens[False] - tokens[True] == 7 * sum(prompts.values())
+
+
+def test_budget_holds_and_an_empty_selection_is_one_padding_token(tiny_config):
+    episodes = random_episodes(6, prompts=6)
+    index = TokenIndex(episodes)
+    for batch in pack(episodes, range(len(episodes)), index, budget=90):
+        assert batch.input_ids.numel() <= 90
+    policy = random_policy(tiny_config)
+    from common.packing import _build
+
+    empty = _build(episodes, [], index)
+    logprobs, entropy = policy(empty)
+    (logprobs.sum() + entropy.sum()).backward()
+    assert empty.input_ids.shape == (1, 1) and len(logprobs) == 0
+    assert all(p.grad is not None and not p.grad.any() for p in policy.parameters())
+
+
+def test_attention_mask_by_hand():
+    """Prompt of 2, responses of 2 and 1: the second response sees the prompt and itself only."""
+    from common.episodes import Episode
+
+    episodes = [
+        Episode(0, s, [5, 6], ids, [1] * len(ids), [0.0] * len(ids), "stop") for s, ids in ((0, [7, 8]), (1, [9]))
+    ]
+    (batch,) = pack(episodes, [0, 1], TokenIndex(episodes), budget=100)
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 2]]
+    assert batch.hidden_index.tolist() == [1, 2, 1] and batch.targets.tolist() == [7, 8, 9]
+    expected = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 0, 0, 1]]
+    assert attention_mask(batch, "sdpa")[0, 0].int().tolist() == expected

@@ -1,0 +1,473 @@
+"""Scorers: TinyZero's edge table, loopholes, hostile text in bounded time, GSM8K, and the choice by data_source.
+
+pytest tests/test_rewards.py
+"""
+
+import ast
+import json
+import math
+import random
+import re
+import time
+import warnings
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common.rewards import countdown, load_reward_function, reward_function, score_response
+from common.rewards.math import canonical_number, score_gsm8k
+
+GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
+
+
+def countdown_score(answer: str, numbers: list[int], target: int, mode: str = "strict") -> float:
+    return countdown.score(f"<answer>{answer}</answer>", {"numbers": numbers, "target": target}, mode)["score"]
+
+
+# --- Countdown, compat: the edge table of TinyZero's reward ---
+
+EDGES = [  # response, numbers, target, score
+    ("so it is 3. </think> <answer>1+2</answer><|im_end|>", [1, 2], 3, 1.0),
+    ("<answer>1+2</answer>\n", [1, 2], 3, 0.0),
+    ("<answer>1+2</answer>\nDone.", [1, 2], 3, 0.0),
+    ("<answer>1+2\n</answer>", [1, 2], 3, 0.0),
+    ("thinking\n<answer>1-2</answer> or <answer>1+2</answer>", [1, 2], 3, 1.0),
+    ("<answer>1+2</answer> or <answer>1-2</answer>", [1, 2], 3, 0.1),
+    ("<answer>oops <answer>1+2</answer>", [1, 2], 3, 0.1),  # pairwise from the left: the content holds a tag
+    ("<answer></answer>", [1, 2], 3, 0.1),
+    ("<answer>1+2=3</answer>", [1, 2], 3, 0.1),
+    ("<answer>1+2</answer>", [1, 2, 5], 3, 0.1),
+    ("<answer>1+2+2</answer>", [1, 2], 5, 0.1),
+    ("<answer>5/(2-2)</answer>", [5, 2, 2], 5, 0.1),
+    ("<answer>2**3</answer>", [2, 3], 8, 1.0),
+    ("<answer>2**3**2</answer>", [2, 2, 3], 512, 1.0),  # right-associative
+    ("<answer>-2**2+20</answer>", [2, 2, 20], 16, 1.0),  # the sign binds weaker than the power
+    ("<answer>7//2</answer>", [7, 2], 3, 1.0),
+    ("<answer>1.5*4</answer>", [1, 5, 4], 6, 1.0),
+    ("<answer>07+3</answer>", [7, 3], 10, 0.1),
+    ("<answer>-3+5</answer>", [3, 5], 2, 1.0),
+    ("<answer>+3+5</answer>", [3, 5], 8, 1.0),
+    ("<answer>2(3)</answer>", [2, 3], 6, 0.1),
+    ("<answer>2×3</answer>", [2, 3], 6, 0.1),
+    ("<answer>2x3</answer>", [2, 3], 6, 0.1),
+    (r"<answer>\frac{6}{3}</answer>", [6, 3], 2, 0.1),
+    ("<answer>12</answer>", [1, 2], 12, 0.1),
+    ("<answer>1/3*3</answer>", [1, 3, 3], 1, 1.0),
+    ("the answer is 1+2", [1, 2], 3, 0.0),
+    ("<answer>99**98**97</answer>", [97, 98, 99], 10, 0.1),
+    ("User: <answer> (1 + 2) / 3 </answer>\nAssistant: ok\n<answer>1+2</answer>", [1, 2], 3, 1.0),
+    ("<answer>1+2</answer> Assistant: no tag of its own", [1, 2], 3, 0.0),
+    ("<answer>1+2</answer><|im_start|>assistant no tag of its own", [1, 2], 3, 0.0),
+]
+
+
+@pytest.mark.parametrize("text, numbers, target, expected", EDGES)
+def test_compat_edge_table(text, numbers, target, expected):
+    result = countdown.score(text, {"numbers": numbers, "target": target}, mode="compat")
+    assert result["score"] == expected
+    assert result["format"] == float(expected > 0)
+    assert countdown.tinyzero("countdown", text, {"numbers": numbers, "target": target}) == result
+
+
+def tinyzero_oracle(answer: str, numbers: list[int], target: int) -> float:
+    """TinyZero's rule with eval; only for tests, on numbers too small to hang it."""
+    if sorted(int(n) for n in re.findall(r"\d+", answer)) != sorted(numbers):
+        return 0.1
+    if not re.match(r"^[\d+\-*/().\s]+$", answer):
+        return 0.1
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return 1.0 if abs(eval(answer, {"__builtins__": None}, {}) - target) < 1e-5 else 0.1
+    except (SyntaxError, TypeError, ArithmeticError, ValueError):
+        return 0.1
+
+
+def random_expression(rng: random.Random, numbers: list[int], symbols: list[str]) -> str:
+    """The numbers in random order with random symbols around: a good part is well formed, the rest is not."""
+    pieces, is_open = [], 0
+    for number in rng.sample(numbers, len(numbers)):
+        if rng.random() < 0.3:
+            pieces.append("(")
+            is_open += 1
+        pieces.append(rng.choice(("", "", "", "", "-", "+")) + str(number))
+        if is_open and rng.random() < 0.4:
+            pieces.append(")")
+            is_open -= 1
+        pieces.append(rng.choice(symbols))
+    pieces[-1] = ")" * is_open if rng.random() < 0.9 else pieces[-1]
+    return "".join(pieces)
+
+
+def test_compat_equals_tinyzero_on_random_expressions():
+    rng = random.Random(0)
+    right = 0
+    for _ in range(2000):
+        numbers = [rng.randint(0, 4) for _ in range(3)]
+        answer = random_expression(rng, numbers, ["+", "-", "*", "/", "//", "**", ".", " ", " * ", "", "+-", "e"])
+        numbers[0] += rng.random() < 0.1  # the answer then uses a wrong number
+        for target in range(-4, 17):
+            expected = tinyzero_oracle(answer.strip(), numbers, target)
+            assert countdown_score(answer, numbers, target, "compat") == expected, (answer, numbers, target)
+            right += expected == 1.0
+    assert right > 300  # the comparison saw both outcomes
+
+
+# --- Countdown, strict ---
+
+
+@pytest.mark.parametrize(
+    "answer, numbers, target, expected",
+    [
+        ("(44 + 19) + 35", [44, 19, 35], 98, 1.0),
+        (" 44 +\n19 + 35 ", [44, 19, 35], 98, 1.0),
+        ("(1 + 2) / 3", [1, 2, 3], 1, 1.0),
+        ("1 / 3 * 3", [1, 3, 3], 1, 1.0),  # exact where floats may not be
+        ("8 / (3 - 8 / 3)", [8, 3, 8, 3], 24, 1.0),
+        ("-3 + 5", [3, 5], 2, 1.0),
+        ("5 - -3", [3, 5], 8, 1.0),
+        ("10 - 4 - 3", [10, 4, 3], 3, 1.0),  # left-associative
+        ("100 / 5 / 2", [100, 5, 2], 10, 1.0),
+        ("2 + 3 * 4", [2, 3, 4], 14, 1.0),
+        ("0 + 7", [0, 7], 7, 1.0),
+        ("+3 + 5", [3, 5], 8, 0.1),
+        ("2**3", [2, 3], 8, 0.1),
+        ("7//2", [7, 2], 3, 0.1),
+        ("1.5*4", [1, 5, 4], 6, 0.1),
+        ("1 2", [1, 2], 12, 0.1),
+        ("12", [1, 2], 12, 0.1),
+        ("07 + 3", [7, 3], 10, 0.1),
+        ("1 + 2 = 3", [1, 2], 3, 0.1),
+        ("2(3)", [2, 3], 6, 0.1),
+        ("(2)(3)", [2, 3], 6, 0.1),
+        ("(1 + 2", [1, 2], 3, 0.1),
+        ("1 + 2)", [1, 2], 3, 0.1),
+        ("5 / (2 - 2)", [5, 2, 2], 5, 0.1),
+        ("1 + 2", [1, 2, 2], 3, 0.1),
+        ("1 + 2 + 2 - 2", [1, 2], 3, 0.1),
+        ("3", [1, 2], 3, 0.1),
+        ("", [1, 2], 3, 0.1),
+        ("٣ + 5", [3, 5], 8, 0.1),  # Arabic-Indic digit: str.isdigit and int() take it
+        ("３ + 5", [3, 5], 8, 0.1),
+        ("3 − 5", [3, 5], -2, 0.1),  # U+2212
+        ("3_0 + 5", [3, 0, 5], 35, 0.1),
+        ("__import__('os').getpid()", [1], 1, 0.1),
+        ("1000000 - 1", [1000000, 1], 999999, 0.1),  # seven digits
+        ("(" * 45 + "1 + 2" + ")" * 45, [1, 2], 3, 1.0),
+        ("(" * 60 + "1 + 2" + ")" * 60, [1, 2], 3, 0.1),
+        ("-" * 40 + "3", [3], 3, 1.0),
+        ("-" * 60 + "3", [3], 3, 0.1),
+    ],
+)
+def test_strict_expressions(answer, numbers, target, expected):
+    assert countdown_score(answer, numbers, target) == expected
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("<answer>1+2</answer>", 1.0),
+        ("<answer>1+2</answer>\nDone.\n", 1.0),
+        ("<answer>\n1+2\n</answer><|im_end|>", 1.0),
+        ("<answer>1-2</answer> no: <answer>1+2</answer>", 1.0),
+        ("<answer>1+2</answer> no: <answer>1-2</answer>", 0.1),
+        ("<answer>1+2</answer> cut off: <answer>1-", 1.0),  # the last complete one
+        ("<answer>1+2</answer> stray </answer>", 1.0),
+        ("<answer> <answer>1+2</answer>", 1.0),
+        ("</answer>1+2<answer>", 0.0),
+        ("<answer>1+2", 0.0),
+        ("<ANSWER>1+2</ANSWER>", 0.0),
+        ("1+2", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_strict_extraction(text, expected):
+    assert countdown.score(text, {"numbers": [1, 2], "target": 3})["score"] == expected
+
+
+def strict_oracle(answer: str, numbers: list[int], target: int) -> float:
+    """Python's own parser, exact fractions, and nothing but + - * / and a minus sign."""
+
+    def value(node):
+        match node:
+            case ast.BinOp(left, ast.Add(), right):
+                return value(left) + value(right)
+            case ast.BinOp(left, ast.Sub(), right):
+                return value(left) - value(right)
+            case ast.BinOp(left, ast.Mult(), right):
+                return value(left) * value(right)
+            case ast.BinOp(left, ast.Div(), right):
+                return value(left) / value(right)
+            case ast.UnaryOp(ast.USub(), operand):
+                return -value(operand)
+            case ast.Constant(int() as number):
+                used.append(number)
+                return Fraction(number)
+        raise SyntaxError
+
+    used = []
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            result = value(ast.parse(answer.strip(), mode="eval").body)
+    except (SyntaxError, ZeroDivisionError):
+        return 0.1
+    return 1.0 if sorted(used) == sorted(numbers) and result == target else 0.1
+
+
+def test_strict_equals_oracle_on_random_expressions():
+    rng = random.Random(1)
+    right = 0
+    for _ in range(3000):
+        numbers = [rng.randint(0, 12) for _ in range(rng.choice((3, 4)))]
+        answer = random_expression(rng, numbers, ["+", "-", "*", "/", " / ", "//", "**", " ", "", "--", ")*("])
+        numbers[0] += rng.random() < 0.1
+        for target in range(-4, 17):
+            expected = strict_oracle(answer, numbers, target)
+            assert countdown_score(answer, numbers, target) == expected, (answer, numbers, target)
+            right += expected == 1.0
+    assert right > 100
+
+
+def test_pred_decides_the_score():
+    """For a majority vote: equal values agree, an answer that breaks the rules never votes with a right one."""
+    truth = {"numbers": [1, 2, 3], "target": 6}
+
+    def pred(answer):
+        return countdown.score(f"<answer>{answer}</answer>", truth)["pred"]
+
+    assert pred("1 + 2 + 3") == pred("(3 * 2) * 1") == "6"
+    assert pred("1 / 2 + 3") == "7/2"
+    assert pred("6") == pred("2 * 3") == pred("1 + 2 +") == ""
+    assert countdown.score("no tag", truth)["pred"] == ""
+    assert countdown.score("<answer>1.2*3</answer>", truth, "compat")["pred"] == str(1.2 * 3)
+
+
+def test_countdown_takes_numpy_ground_truth():
+    """What pandas reads from parquet."""
+    truth = {"numbers": np.array([44, 19, 35]), "target": np.int64(98)}
+    result = countdown.score("<answer>44 + 19 + 35</answer>", truth)
+    assert result == {"score": 1.0, "pred": "98", "format": 1.0}
+
+
+# --- hostile text ---
+
+MEGA = 1_000_000
+HOSTILE = {
+    "open tags": "<answer>" * (MEGA // 8),
+    "close tags": "</answer>" * (MEGA // 9),
+    "open then close tags": "<answer>" * (MEGA // 16) + "</answer>" * (MEGA // 18),
+    "pairs": "<answer>1+2</answer>" * (MEGA // 20),
+    "almost tags": "<answer" * (MEGA // 7),
+    "parentheses": "<answer>" + "(" * MEGA + "</answer>",
+    "signs": "<answer>" + "-" * MEGA + "3</answer>",
+    "digits": "<answer>" + "9" * MEGA + "</answer>#### " + "9" * MEGA,
+    "spaces": "<answer>1" + " " * MEGA + "+2</answer>####" + " " * MEGA,
+    "sum": "<answer>" + "1+" * (MEGA // 2) + "1</answer>",
+    "powers": "<answer>" + "9**" * (MEGA // 3) + "9</answer>",
+    "newlines": "\n" * MEGA,
+    "hashes": "#" * MEGA,
+    "hash marks": "#### " * (MEGA // 5),
+    "commas": "#### " + "1," * (MEGA // 2),
+    "points": "1." * (MEGA // 2),
+    "dollars": "-$" * (MEGA // 2),
+    "minus": "-" * MEGA,
+    "NULs": "\0" * MEGA,
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_megabyte_text_takes_linear_time(name):
+    start = time.perf_counter()
+    for mode in ("strict", "compat"):
+        countdown.score(HOSTILE[name], {"numbers": [1, 2], "target": 3}, mode)
+    for mode in ("strict", "flexible"):
+        score_gsm8k(HOSTILE[name], "72", mode)
+    assert time.perf_counter() - start < 2.0
+
+
+@pytest.mark.parametrize("depth", [10, 49, 50, 100, 128, 250])
+@pytest.mark.parametrize("mode", ["strict", "compat"])
+def test_nesting_never_exhausts_the_stack(depth, mode):
+    assert countdown_score("(" * depth + "3" + ")" * depth, [3], 3, mode) in (0.1, 1.0)
+    assert countdown_score("-(" * (depth // 2) + "3" + ")" * (depth // 2), [3], 3, mode) in (0.1, 1.0)
+
+
+@pytest.mark.parametrize(
+    "answer, numbers",
+    [
+        ("99**98**97", [99, 98, 97]),
+        ("999999**999999", [999999, 999999]),
+        ("(99**98)**(97**96)", [99, 98, 97, 96]),
+        ("2**-(9**99)", [2, 9, 99]),
+        ("(9**999)/7", [9, 999, 7]),
+        ("9.5**999999", [9, 5, 999999]),
+        ("0**-1", [0, 1]),
+        ("(-8)**.5", [8, 5]),
+        ("(-9.9)**150.5//1", [9, 9, 150, 5, 1]),
+        ("((-9.9)**305.5)*((-9.9)**2.5)", [9, 9, 305, 5, 9, 9, 2, 5]),
+        ("*".join(["9**1000"] * 8), [9, 1000] * 8),  # below the limit each, far above it together
+    ],
+)
+def test_compat_powers_are_bounded(answer, numbers):
+    start = time.perf_counter()
+    assert countdown_score(answer, numbers, 50, "compat") == 0.1
+    assert time.perf_counter() - start < 0.1
+
+
+def test_random_garbage_never_raises():
+    rng = random.Random(2)
+    pieces = [
+        *"0123456789+-*/(). \n\r\t\v\f\0$,#=eE_٣²½−é",
+        *("<answer>", "</answer>", "**", "//", "####", "Assistant:"),
+    ]
+    for _ in range(5000):
+        text = "".join(rng.choices(pieces, k=rng.randint(0, 60)))
+        for mode in ("strict", "compat"):
+            for response in (text, f"<answer>{text}</answer>"):
+                result = countdown.score(response, {"numbers": [1, 2, 3], "target": 6}, mode)
+                assert result["score"] in (0.0, 0.1, 1.0) and isinstance(result["pred"], str)
+        for mode in ("strict", "flexible"):
+            assert score_gsm8k(text, "72", mode)["score"] in (0.0, 1.0)
+
+
+@pytest.mark.parametrize("scorer, truth", [(countdown.score, {"numbers": [1], "target": 1}), (score_gsm8k, "1")])
+def test_unknown_mode_is_an_error(scorer, truth):
+    with pytest.raises(ValueError, match="lenient"):
+        scorer("text", truth, mode="lenient")
+
+
+# --- GSM8K ---
+
+
+@pytest.mark.parametrize(
+    "text, truth, strict, flexible",
+    [
+        ("so\n#### 72", "72", 1, 1),
+        ("#### 72.", "72", 1, 1),
+        ("#### 72.0", "72", 1, 1),
+        ("#### 72.50", "72.5", 1, 1),
+        ("#### $72", "72", 1, 1),
+        ("#### -$72", "-72", 1, 1),
+        ("#### $-72", "-72", 1, 1),
+        ("#### 1,234", "1234", 1, 1),
+        ("#### 1234", "1,234", 1, 1),
+        ("#### 072", "72", 1, 1),
+        ("#### .5", "0.5", 1, 1),
+        ("#### -0", "0", 1, 1),
+        ("####72", "72", 1, 1),
+        ("#### 72 dollars<|im_end|>", "72", 1, 1),
+        ("#### 71\n#### 72", "72", 1, 1),
+        ("#### 72\n#### 71", "72", 0, 0),
+        ("#### 72, because 8 * 9", "72", 1, 0),
+        ("#### 7.2", "72", 0, 0),
+        ("#### -72", "72", 0, 0),
+        ("#### 720", "72", 0, 0),
+        ("the answer is 72", "72", 0, 1),
+        ("from 10-72", "72", 0, 1),
+        ("the answer is -72.", "-72", 0, 1),
+        ("#### none of the 72", "72", 0, 1),
+        ("#### ٧٢", "72", 0, 0),
+        ("####\n72", "72", 0, 1),
+        ("#### ,", "72", 0, 0),
+        ("", "72", 0, 0),
+        ("#### 72" + " " * 293, "72", 1, 1),
+        ("#### 72" + " " * 294, "72", 0, 1),  # strict looks at the last 300 characters
+    ],
+)
+def test_gsm8k(text, truth, strict, flexible):
+    assert score_gsm8k(text, truth)["score"] == strict
+    assert score_gsm8k(text, truth, "flexible")["score"] == flexible
+
+
+def test_gsm8k_pred_is_canonical():
+    assert {score_gsm8k(f"#### {x}", "72")["pred"] for x in ("72", "72.", "72.00", "$72", "+72 #### 72")} == {"72"}
+    assert score_gsm8k("no number", "72")["pred"] == ""
+    long = "1" * 100
+    assert canonical_number(f"{long}.10") == f"{long}.1"  # no rounding
+    assert [canonical_number(x) for x in ("", "-", ".", "$", "--1", "1.2.3", "x")] == [""] * 7
+
+
+def test_gsm8k_bad_ground_truth_is_an_error():
+    with pytest.raises(ValueError, match="seventy-two"):
+        score_gsm8k("#### 72", "seventy-two")
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="no GSM8K beside the repository")
+@pytest.mark.parametrize("split, rows", [("train", 7473), ("test", 1319)])
+def test_gsm8k_every_published_answer_is_right(split, rows):
+    lines = (GSM8K / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(lines) == rows
+    for line in lines:
+        answer = json.loads(line)["answer"]
+        truth = answer.split("#### ")[1].replace(",", "")
+        assert score_gsm8k(answer, truth) == {"score": 1.0, "pred": canonical_number(truth)}
+        assert score_gsm8k(answer, truth, "flexible")["score"] == 1.0
+        assert score_gsm8k(answer, truth + "1")["score"] == 0.0
+
+
+# --- choice by data_source, own functions, normalisation ---
+
+
+def test_dispatch():
+    truth = {"numbers": [1, 2], "target": 3}
+    for source in ("countdown", "my/countdown-3to4"):
+        assert score_response(reward_function(source), source, "<answer>1+2</answer>", truth)["score"] == 1.0
+    for source in ("openai/gsm8k", "local/gsm8k"):
+        assert score_response(reward_function(source), source, "#### 72", "72") == {"score": 1.0, "pred": "72"}
+
+
+def test_unknown_data_source_is_explained():
+    with pytest.raises(ValueError) as error:
+        reward_function("my/chess")
+    for words in ("my/chess", "countdown", "gsm8k", "--reward-function FILE.py:NAME"):
+        assert words in str(error.value)
+
+
+def test_load_reward_function(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "LIMIT = 3\n"
+        "def length(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return min(len(solution_str), LIMIT)\n"
+    )
+    function = load_reward_function(f"{file}:length")
+    assert score_response(function, "any", "abcdef", None) == {"score": 3.0}
+    for spec, words in [
+        (f"{tmp_path}/other.py:length", "there is no file"),
+        (f"{file}:width", "defines no width"),
+        (f"{file}:LIMIT", "not a function"),
+        (f"{file}", "expected FILE.py:NAME"),
+        (f"{file}:", "expected FILE.py:NAME"),
+        ("length", "expected FILE.py:NAME"),
+    ]:
+        with pytest.raises(ValueError, match=words) as error:
+            load_reward_function(spec)
+        assert "--reward-function" in str(error.value)
+
+
+def test_shipped_scorer_loads_by_path():
+    path = Path(countdown.__file__)
+    function = load_reward_function(f"{path}:tinyzero")
+    assert score_response(function, "x", "<answer>2**3</answer>", {"numbers": [2, 3], "target": 8})["score"] == 1.0
+
+
+def test_score_response_normalises():
+    def returning(value):
+        return score_response(lambda data_source, solution_str, ground_truth, extra_info: value, "x", "", "")
+
+    assert returning(1) == returning(True) == returning(np.float32(1)) == {"score": 1.0}
+    assert returning({"score": np.int64(1), "acc": True, "pred": "7", "note": None, "all": [1, 2]}) == {
+        "score": 1.0,
+        "acc": 1.0,
+        "pred": "7",
+        "note": "",
+        "all": "[1, 2]",
+    }
+    for bad in (math.nan, math.inf, None, "1", [1], {"score": None}, {"score": 10**400}):
+        with pytest.raises(ValueError, match="finite number"):
+            returning(bad)
+    with pytest.raises(ValueError, match='without the key "score"'):
+        returning({"reward": 1})

@@ -1,0 +1,109 @@
+"""Run as one process: a real engine beside a real policy; what the trainer says of what the engine sampled.
+
+Prints one JSON object: mean |log-prob gap| right after a sync, after the policy has moved without one, after the next
+sync, and which injected faults were refused.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+
+import torch
+
+from common.distributed import init_world, reshard, run, wrap_model
+from common.engine import Sampling, VllmEngine
+from common.episodes import sample_episodes
+from common.hf_engine import HuggingFaceEngine
+from common.models import (
+    end_token_ids,
+    full_parameters,
+    load_policy,
+    load_tokenizer,
+    parameter_sizes,
+    resolve_model,
+)
+from common.packing import TokenIndex, pack
+from common.precision import DTYPES
+
+
+class Prompt:
+    def __init__(self, ids: list[int]):
+        self.prompt_ids = ids
+
+
+def main(args: argparse.Namespace) -> None:
+    world = init_world()
+    dtype = DTYPES[args.dtype]
+    path = resolve_model(args.model)
+    tokenizer = load_tokenizer(path)
+    make = VllmEngine if args.engine == "vllm" else HuggingFaceEngine
+    engine = make(path, dtype, world, end_ids=end_token_ids(path, tokenizer), max_model_len=512)
+    policy = load_policy(path, "sdpa")
+    sizes = parameter_sizes(policy)
+    policy = wrap_model(policy, world, "fsdp", dtype, policy.layers())
+    sampling = Sampling(n=2, max_tokens=args.tokens, temperature=0.9)
+    # long enough for several blocks of KV cache: a prefix cache that outlives a sync would show
+    text = "12 34 56 = 78 " * 20 if args.model == "tiny" else "The quick brown fox jumps over the lazy dog. " * 30
+    prompts = [(p, Prompt(tokenizer.encode(f"{p} {text}", add_special_tokens=False)[:280])) for p in range(2)]
+
+    def gap(step: int) -> float:
+        episodes = sample_episodes(engine, prompts, sampling, seed=0, step=step, weights_step=engine.books.step)
+        index = TokenIndex(episodes)
+        rollout = torch.tensor([lp for e in episodes for lp in e.logprobs])
+        total = 0.0
+        with torch.no_grad():
+            for batch in pack(episodes, range(len(episodes)), index, budget=4096):
+                total += (policy(batch, sampling.temperature)[0] - rollout[batch.tokens]).abs().sum().item()
+        return total / len(index)
+
+    def move_policy() -> None:
+        """Stands for optimizer steps that are large enough to see."""
+        reshard(policy)
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.dim()))
+                local = parameter.to_local()
+                local.add_(0.05 * local.std(correction=0) * noise.reshape(local.shape))
+
+    def sync(step: int, weights=None) -> None:
+        engine.sync_weights(full_parameters(policy) if weights is None else weights, sizes, step)
+
+    result: dict = {}
+    sync(0)
+    result["synced"] = gap(0)
+    move_policy()
+    result["stale"] = gap(1)
+    sync(1)
+    result["resynced"] = gap(2)
+    result["repeated"] = gap(2)  # the same requests again, now out of the prefix cache
+
+    def damaged(change) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, changed) for name, t in full_parameters(policy) if (changed := change(name, t)) is not None)
+
+    faults = {
+        "stale step": lambda: sample_episodes(engine, prompts, sampling, seed=0, step=3, weights_step=2),
+        "a tensor skipped": lambda: sync(2, damaged(lambda name, t: None if "layers.1.mlp.up" in name else t)),
+        "half a fused module": lambda: sync(2, damaged(lambda name, t: None if "k_proj" in name else t)),
+        "head not sent": lambda: sync(2, damaged(lambda name, t: None if "lm_head" in name else t)),
+    }
+    result["refused"] = {}
+    for name, fault in faults.items():
+        try:
+            fault()
+            result["refused"][name] = None
+        except (RuntimeError, AssertionError, ValueError) as error:
+            result["refused"][name] = str(error)[:200]
+    try:
+        sample_episodes(engine, prompts, sampling, seed=0, step=4, weights_step=1)
+    except RuntimeError as error:
+        result["refused"]["generate after a failed sync"] = str(error)[:200]
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--dtype", default="fp32")
+    parser.add_argument("--engine", default="vllm")
+    parser.add_argument("--tokens", type=int, default=24)
+    run(main, parser.parse_args())

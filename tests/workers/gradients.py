@@ -1,0 +1,92 @@
+"""Run by torchrun: the GRPO gradient of fixed episodes, split over ranks and micro-batches in many ways.
+
+Prints one JSON object on rank 0: {variant: relative L2 distance from the one-process, one-episode-at-a-time gradient}.
+"""
+
+import argparse
+import json
+
+import torch
+from conftest import random_episodes, random_policy, relative_l2
+from torch.distributed.tensor import DTensor
+from transformers import Qwen2Config
+
+import grpo
+from common.distributed import all_reduce, forward_context, init_world, run, unwrap, wrap_model
+from common.packing import TokenIndex, pack
+
+
+def gradient(policy, world, episodes, reduction, **pack_options) -> list[torch.Tensor]:
+    """As the update loop of grpo.py: local episodes, global counts, factor world.size."""
+    index = TokenIndex(episodes)
+    scores = torch.tensor([e.rewards["score"] for e in episodes], dtype=torch.float64)
+    groups = torch.tensor([e.prompt_index for e in episodes], dtype=torch.int64)
+    advantages = grpo.group_advantages(scores, groups, "group-std")[index.episode_of_token]
+    rollout = torch.tensor([lp for e in episodes for lp, m in zip(e.logprobs, e.loss_mask) if m], dtype=torch.float64)
+    lengths = index.lengths[index.episode_of_token].double()
+    num_loss_tokens, num_sequences = all_reduce([len(index), (index.lengths > 0).sum()])
+    batches = pack(episodes, range(len(episodes)), index, **pack_options)
+    dtype = next(policy.parameters()).dtype
+    for i, batch in enumerate(batches):
+        with forward_context(policy, world, dtype, last=i == len(batches) - 1):
+            logprobs, entropy = policy(batch, 0.9)
+            t = batch.tokens
+            # old log-probs near the current ones, so that some ratios are clipped and most are not
+            old = logprobs.detach() + 0.3 * torch.sin(10 * rollout[t]).to(dtype)
+            loss, _ = grpo.clipped_surrogate(logprobs, old, advantages[t].to(dtype), 0.2, 0.3, 3.0)
+            weights = grpo.token_weights(reduction, lengths[t].to(dtype), num_loss_tokens, num_sequences, 20)
+            ((loss - 0.1 * entropy) * weights).sum().mul(world.size).backward()
+    return [full(p.grad) for p in unwrap(policy).parameters()]
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def main(args: argparse.Namespace) -> None:
+    world = init_world()
+    dtype = getattr(torch, args.dtype)
+    config = Qwen2Config(
+        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, tie_word_embeddings=True,
+    )  # fmt: skip
+    episodes = random_episodes(11, prompts=5)
+    for episode in episodes:
+        if episode.prompt_index == 2:
+            episode.rewards["score"] = 1.0  # a zero-variance group: no gradient, but its tokens count
+    owners = {
+        "even": lambda e: e.prompt_index % world.size,
+        "rank 0 has all": lambda e: 0,
+    }
+    if args.single:
+        local = random_policy(config, dtype)
+        for reduction in ("dapo", "grpo", "dr_grpo"):
+            local.zero_grad()
+            reference = gradient(local, world, episodes, reduction, budget=1, share_prompts=False)
+            torch.save(reference, f"{args.folder}/{reduction}.pt")
+        return
+    distances = {}
+    for strategy in ("fsdp", "ddp"):
+        policy = random_policy(config, dtype)
+        policy = wrap_model(policy, world, strategy, dtype, policy.layers())
+        for name, owner in owners.items():
+            mine = [e for e in episodes if owner(e) == world.rank]
+            for budget in args.budgets:
+                for share in (True, False):
+                    for reduction in ("dapo", "grpo", "dr_grpo"):
+                        policy.zero_grad()
+                        got = gradient(policy, world, mine, reduction, budget=budget, share_prompts=share)
+                        reference = torch.load(f"{args.folder}/{reduction}.pt")
+                        key = f"{strategy}, {name}, budget {budget}, shared {share}, {reduction}"
+                        distances[key] = relative_l2(got, reference)
+    if world.is_main:
+        print(json.dumps(distances))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder")
+    parser.add_argument("--dtype", default="float64")
+    parser.add_argument("--budgets", type=int, nargs="+", default=[45, 10_000])
+    parser.add_argument("--single", action="store_true")
+    run(main, parser.parse_args())
