@@ -17,7 +17,7 @@ Where this differs from the papers and from most implementations:
     torchrun --nproc_per_node 2 grpo.py                              # embedded demo, minutes on a CPU
     torchrun --nproc_per_node 4 grpo.py --model Qwen/Qwen2.5-1.5B-Instruct --train-data gsm8k/train.parquet \\
         --eval-data gsm8k/test.parquet --prompts-per-step 128 --samples-per-prompt 8
-    python grpo.py --eval-only --model smollm2 --eval-data test.parquet --eval-samples 8
+    python grpo.py --eval-only --model smollm2 --eval-data test.parquet --eval-samples 8 --eval-temperature 1
 
 Names: P prompts a step, G samples of a prompt, E episodes on this rank, T their sampled tokens, N those of a
 micro-batch. Everything per token is flat ([T] or [N]): there is no padding to mask.
@@ -40,6 +40,7 @@ from common.data import PromptData, PromptLoader
 from common.distributed import (
     all_reduce,
     all_reduce_sums,
+    broadcast_object,
     forward_context,
     init_world,
     run,
@@ -147,16 +148,16 @@ def group_advantages(scores: Tensor, groups: Tensor, advantage: str) -> Tensor:
     scores [E] float, groups [E] int64 -> [E]. DeepSeekMath eq. 3 ("group-std"), Dr. GRPO ("group-mean").
     A group of one, or one whose scores are all equal, has advantage 0: there is nothing to compare.
     """
-    num_groups = int(groups.max()) + 1 if len(groups) else 0
-    counts = torch.zeros(num_groups, dtype=scores.dtype).index_add_(0, groups, torch.ones_like(scores))
-    mean = torch.zeros(num_groups, dtype=scores.dtype).index_add_(0, groups, scores) / counts
-    centered = scores - mean[groups]
-    if advantage == "group-mean":
-        return centered
-    variance = torch.zeros(num_groups, dtype=scores.dtype).index_add_(0, groups, centered**2) / (counts - 1).clamp(
-        min=1
-    )
-    return centered / (variance.sqrt()[groups] + 1e-6)
+    exact = scores.double()  # in float32 the mean of eight times 0.1 is not 0.1, and the division blows up the rest
+    advantages = torch.zeros_like(exact)
+    for group in groups.unique():
+        members = groups == group
+        centered = exact[members] - exact[members].mean()
+        if advantage == "group-std":
+            std = (centered.square().sum() / max(len(centered) - 1, 1)).sqrt()
+            centered = centered / (std + 1e-6)
+        advantages[members] = centered
+    return advantages.to(scores.dtype)
 
 
 def clipped_surrogate(
@@ -229,6 +230,11 @@ def check_args(args: Args) -> None:
         )
     if args.samples_per_prompt < 2 and not args.eval_only:
         raise SystemExit("--samples-per-prompt 1: a group of one has no advantage; GRPO needs at least 2")
+    if args.eval_samples > 1 and args.eval_temperature == 0:
+        raise SystemExit(
+            f"--eval-samples {args.eval_samples} at --eval-temperature 0: greedy samples are all the same; give a "
+            "temperature, such as --eval-temperature 1"
+        )
     if args.dual_clip and args.dual_clip <= 1:
         raise SystemExit(f"--dual-clip {args.dual_clip}: a bound on the ratio must be above 1 (0 = off)")
     if args.model != "tiny" and not (args.eval_data if args.eval_only else args.train_data):
@@ -241,13 +247,15 @@ def main(args: Args, demo: bool = False) -> None:
         world.print("no --model given: running the embedded demo")
     check_args(args)
     seed_everything(args.seed, world.rank)
-    output_dir = args.output_dir or Path("runs") / f"grpo-{Path(args.model).name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    stamp = broadcast_object(time.strftime("%Y%m%d-%H%M%S"))  # the clocks of the ranks may differ
+    output_dir = args.output_dir or Path("runs") / f"grpo-{Path(args.model).name}-{stamp}"
     compute_dtype, why = choose_dtype(args.dtype, world.device)
     path = resolve_model(args.model, world)
     tokenizer = load_tokenizer(path, args.trust_remote_code)
     end_ids = end_token_ids(path, tokenizer)
     if args.model == "tiny" and not args.train_data:
-        args.train_data, args.eval_data = embedded_data("tiny", output_dir / "data", world)
+        args.train_data, held_out = embedded_data("tiny", output_dir / "data", world)
+        args.eval_data = args.eval_data or held_out
     data_options = {"max_prompt_tokens": args.max_prompt_tokens, "overlong": args.overlong_prompts}
     data_options |= {"skip_bad_rows": args.skip_bad_rows, "notice": world.print}
     train_data = eval_data = None
@@ -333,7 +341,7 @@ def main(args: Args, demo: bool = False) -> None:
         if loader:
             loader.load_state_dict(state["loader"])
         loss_scale.load_state_dict(state["loss_scale"])
-    if world.is_main:
+    if world.is_main and not args.eval_only:
         save_config(output_dir, vars(args))
     logger = Logger(
         output_dir,
@@ -351,7 +359,7 @@ def main(args: Args, demo: bool = False) -> None:
     )
     if args.eval_only:
         sync_engine(start)
-        run_evaluation(start)
+        logger.event({"event": "eval_only", "step": start, **run_evaluation(start)})
         return
     world.print(
         f"{len(train_data)} prompts; a step: {args.prompts_per_step} prompts x {args.samples_per_prompt} samples = "
@@ -484,16 +492,15 @@ def main(args: Args, demo: bool = False) -> None:
                 sync_engine(step + 1)
                 metrics |= run_evaluation(step + 1)
                 engine.sleep()
-        if last or (args.save_every and (step + 1) % args.save_every == 0):
-            with watch("save"):
-                improved = metrics.get("eval/accuracy", -math.inf) > best
-                best = max(best, metrics.get("eval/accuracy", -math.inf))
-                state = {"loader": loader.state_dict(), "loss_scale": loss_scale.state_dict()}
-                state["best"] = best if math.isfinite(best) else None
-                folder = output_dir / "checkpoints"
-                save_checkpoint(folder, step + 1, trained, state, world, keep=args.keep_checkpoints, best=improved)
         metrics |= watch.metrics() | {"memory/peak_gb": peak_memory_gb(world.device)}
-        logger.log(step + 1, metrics)
+        logger.log(step + 1, metrics)  # before the checkpoint: a step that a resume skips is a step on record
+        if last or (args.save_every and (step + 1) % args.save_every == 0):
+            improved = metrics.get("eval/accuracy", -math.inf) > best
+            best = max(best, metrics.get("eval/accuracy", -math.inf))
+            state = {"loader": loader.state_dict(), "loss_scale": loss_scale.state_dict()}
+            state["best"] = best if math.isfinite(best) else None
+            folder = output_dir / "checkpoints"
+            save_checkpoint(folder, step + 1, trained, state, world, keep=args.keep_checkpoints, best=improved)
 
     export_hugging_face(policy, tokenizer, output_dir / "model", world, compute_dtype)
     if world.is_main:

@@ -27,7 +27,15 @@ from torch import Tensor
 
 from common.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from common.data import PromptLoader
-from common.distributed import all_reduce, forward_context, init_world, run, seed_everything, wrap_model
+from common.distributed import (
+    all_reduce,
+    broadcast_object,
+    forward_context,
+    init_world,
+    run,
+    seed_everything,
+    wrap_model,
+)
 from common.episodes import Episode
 from common.logger import Logger, plot_curves, save_config
 from common.models import choose_attention, export_hugging_face, load_policy, load_tokenizer, resolve_model
@@ -154,7 +162,8 @@ def cross_entropy(logprobs: Tensor, num_loss_tokens: float, world_size: int) -> 
 def main(args: Args) -> None:
     world = init_world()
     seed_everything(args.seed, rank=0)  # the same random initialisation everywhere
-    output_dir = args.output_dir or Path("runs") / f"sft-{Path(args.model).name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    stamp = broadcast_object(time.strftime("%Y%m%d-%H%M%S"))  # the clocks of the ranks may differ
+    output_dir = args.output_dir or Path("runs") / f"sft-{Path(args.model).name}-{stamp}"
     compute_dtype, why = choose_dtype(args.dtype, world.device)
     path = resolve_model(args.model, world)
     tokenizer = load_tokenizer(path, args.trust_remote_code)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from common.distributed import World, barrier, broadcast_object, reshard, unwrap
+from common.distributed import World, barrier, reshard, unwrap
 from common.logprobs import token_logprobs
 from common.packing import MicroBatch, attention_mask
 
@@ -21,7 +21,7 @@ UNSUPPORTED_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale"
 
 
 def resolve_model(name: str, world: World | None = None) -> str:
-    """Folder of `--model`: an embedded name, a folder, or a hub id (downloaded once, by rank 0 first)."""
+    """Folder of `--model`: an embedded name, a folder, or a hub id (downloaded once a machine)."""
     if name in EMBEDDED:
         return str(EMBEDDED[name])
     if Path(name).is_dir():
@@ -43,10 +43,14 @@ def resolve_model(name: str, world: World | None = None) -> str:
                 f"the hub (HF_ENDPOINT names a mirror): {error}"
             ) from error
 
-    if world is None or world.size == 1:
+    if world is None:
         return download()
-    path = download() if world.is_main else None
-    return broadcast_object(path) if world.local_rank == world.rank else download()
+    if world.local_rank != 0:  # the first rank of each machine downloads, the others find it in the cache
+        barrier()
+    path = download()
+    if world.local_rank == 0:
+        barrier()
+    return path
 
 
 def embedded_data(name: str, folder: Path, world: World) -> tuple[str, str]:
@@ -175,9 +179,10 @@ def export_hugging_face(
         model = unwrap(policy).model
         if model.config.tie_word_embeddings:
             state.pop("lm_head.weight", None)
-        config_dtype, model.config.dtype = model.config.dtype, dtype
-        model.save_pretrained(folder, state_dict=state, safe_serialization=True)
-        model.config.dtype = config_dtype
+        model.save_pretrained(folder, state_dict=state)
+        config = json.loads((folder / "config.json").read_text())
+        config["dtype"] = str(dtype).removeprefix("torch.")  # save_pretrained names the dtype of the master weights
+        (folder / "config.json").write_text(json.dumps(config, indent=2))
         tokenizer.save_pretrained(folder)
         for file in folder.iterdir():
             file.chmod(0o644)  # safetensors writes for the owner alone

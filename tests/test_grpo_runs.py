@@ -10,7 +10,18 @@ import time
 import pytest
 from conftest import ROOT, metrics_of, run_script
 
-SMALL = "--prompts-per-step 6 --samples-per-prompt 4 --max-response-tokens 96 --eval-rows 16 --max-rows 64".split()
+SMALL = [
+    "--prompts-per-step",
+    "6",
+    "--samples-per-prompt",
+    "4",
+    "--max-response-tokens",
+    "96",
+    "--eval-rows",
+    "16",
+    "--max-rows",
+    "64",
+]
 UNEQUAL = ("time/", "memory/", "rollout/tokens_per_s")  # what an interruption may change
 
 
@@ -25,7 +36,15 @@ def test_kill_and_resume_equals_an_uninterrupted_run(tmp_path, ranks):
     options = [*SMALL, "--total-steps", 4, "--save-every", 2, "--eval-every", 2, "--minibatches", 2]
     run_script("grpo.py", *options, "--output-dir", tmp_path / "whole", ranks=ranks)
 
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "grpo.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        str(ranks),
+        "grpo.py",
+    ]
     command += [str(o) for o in options] + ["--output-dir", str(tmp_path / "killed")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     metrics = tmp_path / "killed" / "metrics.jsonl"
@@ -41,9 +60,8 @@ def test_kill_and_resume_equals_an_uninterrupted_run(tmp_path, ranks):
     run_script("grpo.py", *options, "--output-dir", tmp_path / "killed", ranks=ranks)
 
     assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "whole")
-    assert {"event": "resumed", "step": 2} == {
-        k: v for r in metrics_of(tmp_path / "killed") if r.get("event") == "resumed" for k, v in r.items() if k != "checkpoint"
-    }
+    (resumed,) = [r for r in metrics_of(tmp_path / "killed") if r.get("event") == "resumed"]
+    assert resumed["step"] == 2
     weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("whole", "killed")]
     assert weights[0] == weights[1], "resumed weights differ"
 
@@ -87,7 +105,13 @@ def test_ranks_and_strategies_take_the_same_first_step(tmp_path):
         run_script("grpo.py", *common, *options, "--output-dir", tmp_path / name, ranks=ranks)
         records[name] = steps_of(tmp_path / name)[1]
     for name, record in records.items():
-        for metric in ("reward/mean", "policy/loss", "policy/entropy", "optim/grad_norm", "policy/rollout_logprob_gap"):
+        for metric in (
+            "reward/mean",
+            "policy/loss",
+            "policy/entropy",
+            "optim/grad_norm",
+            "policy/rollout_logprob_gap",
+        ):
             assert record[metric] == pytest.approx(records["one rank"][metric], rel=1e-4, abs=1e-6), (name, metric)
         assert record["policy/rollout_logprob_gap"] < 1e-4
         assert record["policy/clip_fraction"] == record["policy/approx_kl"] == 0  # the ratio is exactly 1

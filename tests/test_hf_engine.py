@@ -182,8 +182,8 @@ def test_books_name_the_tensor_that_is_wrong(policy, fault):
     books = WeightBooks()
     books.step = 0
     with pytest.raises(RuntimeError, match=name.replace(".", r"\.")):
-        list(books.record(spoil(name, list(full_parameters(policy))), torch.float32))
-        books.close(parameter_sizes(policy), 1)
+        list(books.record(spoil(name, list(full_parameters(policy))), parameter_sizes(policy), torch.float32))
+        books.close(1)
     assert books.step is None
 
 
@@ -200,12 +200,12 @@ def test_engine_refuses_a_faulty_sync_and_is_unusable_after_it(make_engine, poli
 
 def test_books_pass_the_weights_on_in_the_engines_dtype(policy):
     books = WeightBooks()
-    sent = list(books.record(full_parameters(policy), torch.bfloat16))
+    sent = list(books.record(full_parameters(policy), parameter_sizes(policy), torch.bfloat16))
     assert {tensor.dtype for _, tensor in sent} == {torch.bfloat16}
     assert {name: tensor.numel() for name, tensor in sent} == parameter_sizes(policy)
-    books.close(parameter_sizes(policy), 3)
+    books.close(3)
     books.check(3)
-    books.record(full_parameters(policy), torch.bfloat16)  # a sync that has begun and not ended
+    books.record(full_parameters(policy), parameter_sizes(policy), torch.bfloat16)  # a sync that has begun and not ended
     with pytest.raises(RuntimeError, match="call sync_weights"):
         books.check(3)
 

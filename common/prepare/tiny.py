@@ -4,9 +4,9 @@
 
 A byte-level Qwen2 of 3 million parameters learns to search: it tries combinations, one a line, and answers.
 
-    user:      44 19 35 7 = 105
-    assistant: <think>44-19=25 35-7=28 25+28=53
-               44+19=63 63+35=98 98+7=105</think><answer>((44+19)+35)+7</answer>
+    user:      44 19 35 = 98
+    assistant: <think>44-19=25 35-25=10
+               44+19=63 63+35=98</think><answer>(44+19)+35</answer>
 
 The traces are a mixed bag on purpose: after a failed line they give up (and answer with it) more often than not. What
 pays, going on until a line hits the target, is left for reinforcement learning to find out.
@@ -199,11 +199,18 @@ def main(args: Args) -> None:
         "strategy": "ddp",
         "resume": "never",
     }
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(args.processes), "sft.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        str(args.processes),
+        "sft.py",
+    ]
     command += [str(part) for name, value in options.items() for part in (f"--{name}", value)] + ["--from-scratch"]
     subprocess.run(command, check=True)
-    shutil.rmtree(args.out, ignore_errors=True)
-    shutil.copytree(args.work / "model", args.out)
+    shutil.copytree(args.work / "model", args.out, dirs_exist_ok=True)
 
 
 if __name__ == "__main__":

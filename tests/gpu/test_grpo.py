@@ -1,6 +1,6 @@
 """grpo.py on a real GPU: vLLM on CUDA, sleep and wake, engine and trainer in agreement. Skipped without CUDA.
 
-    python -m pytest tests/gpu -q -s
+python -m pytest tests/gpu -q -s
 """
 
 import pytest
@@ -9,7 +9,18 @@ from conftest import metrics_of, run_script
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
-SIZES = "--total-steps 3 --prompts-per-step 8 --samples-per-prompt 4 --eval-rows 64 --eval-every 0".split()
+SIZES = [
+    "--total-steps",
+    "3",
+    "--prompts-per-step",
+    "8",
+    "--samples-per-prompt",
+    "4",
+    "--eval-rows",
+    "64",
+    "--eval-every",
+    "0",
+]
 
 
 @pytest.mark.parametrize("sleep_level", [0, 1, 2])
