@@ -290,7 +290,7 @@ def main(args: Args, demo: bool = False) -> None:
         attention,
         gradient_checkpointing=args.gradient_checkpointing,
         trust_remote_code=args.trust_remote_code,
-    ).to(world.device)
+    )
     sizes = parameter_sizes(policy)
     num_parameters = sum(p.numel() for p in policy.parameters())
     policy = wrap_model(policy, world, args.strategy, compute_dtype, policy.layers())

@@ -177,7 +177,7 @@ def main(args: Args) -> None:
         gradient_checkpointing=args.gradient_checkpointing,
         trust_remote_code=args.trust_remote_code,
         from_scratch=args.from_scratch,
-    ).to(world.device)
+    )
     num_parameters = sum(p.numel() for p in policy.parameters())
     policy = wrap_model(policy, world, args.strategy, compute_dtype, policy.layers())
     optimizer = torch.optim.AdamW(

@@ -96,10 +96,11 @@ def wrap_model(
     """Shard (FSDP2) or replicate (DDP) `model`, whose float32 parameters stay the master weights.
 
     Every layer of `layers` is an FSDP unit; the root holds the embeddings, the last norm and the head. FSDP2 computes
-    with parameters cast to `compute_dtype` and reduces gradients in float32; DDP computes under autocast.
+    with parameters cast to `compute_dtype` and reduces gradients in float32; DDP computes under autocast. The model
+    may be on the CPU: FSDP2 moves it to the device unit by unit, so that no device ever holds it whole.
     """
     if strategy == "ddp":
-        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+        return DistributedDataParallel(model.to(world.device), gradient_as_bucket_view=True)
     mesh = init_device_mesh(world.device.type, (world.size,))
     master = next(model.parameters()).dtype
     policy = MixedPrecisionPolicy()

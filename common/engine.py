@@ -120,7 +120,8 @@ class VllmEngine:
             lazy = ModelRegistry.models.get(architecture)
             if lazy is not None and hasattr(lazy, "load_model_cls"):
                 ModelRegistry.register_model(architecture, lazy.load_model_cls())
-        options: dict = {}
+        # A prompt cut in chunks makes vLLM rewind the request's random generator, which CPU generators cannot do.
+        options: dict = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(max_model_len, 8192)}
         if on_gpu:
             free, total = torch.cuda.mem_get_info(world.device)
             # The KV cache has a size of its own: this share only has to pass vLLM's check against free memory.

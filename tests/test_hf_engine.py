@@ -205,7 +205,9 @@ def test_books_pass_the_weights_on_in_the_engines_dtype(policy):
     assert {name: tensor.numel() for name, tensor in sent} == parameter_sizes(policy)
     books.close(3)
     books.check(3)
-    books.record(full_parameters(policy), parameter_sizes(policy), torch.bfloat16)  # a sync that has begun and not ended
+    books.record(
+        full_parameters(policy), parameter_sizes(policy), torch.bfloat16
+    )  # a sync that has begun and not ended
     with pytest.raises(RuntimeError, match="call sync_weights"):
         books.check(3)
 

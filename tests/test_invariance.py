@@ -9,7 +9,7 @@ WORKER = ROOT / "tests" / "workers" / "gradients.py"
 BOUNDS = {"float64": 1e-10, "float32": 1e-5}
 
 
-@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.slow)])
 def test_gradient_is_independent_of_the_split(dtype, tmp_path):
     env = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     run_script(WORKER, "--folder", tmp_path, "--dtype", dtype, "--single", env=env)

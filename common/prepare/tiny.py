@@ -4,12 +4,13 @@
 
 A byte-level Qwen2 of 3 million parameters learns to search: it tries combinations, one a line, and answers.
 
-    user:      44 19 35 = 98
-    assistant: <think>44-19=25 35-25=10
-               44+19=63 63+35=98</think><answer>(44+19)+35</answer>
+    user:      24 19 5 = 38
+    assistant: <think>24+19=43 43+5=48
+               24+19=43 43-5=38</think><answer>(24+19)-5</answer>
 
-The traces are a mixed bag on purpose: after a failed line they give up (and answer with it) more often than not. What
-pays, going on until a line hits the target, is left for reinforcement learning to find out.
+The traces are a mixed bag on purpose: half of them begin by adding everything up, and half of the lines that miss the
+target are answered with all the same. What pays, to think first and to go on until a line hits, is left for
+reinforcement learning to find out.
 """
 
 import ast
@@ -31,10 +32,14 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-SPECIAL = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+SPECIAL = ["<|endoftext|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 WORDS = ["<think>", "</think>", "<answer>", "</answer>"]
-EVAL_ROWS, RL_ROWS, SFT_ROWS = 1024, 16384, 200_000
-GIVE_UP = 0.65  # probability that a trace answers with a line that missed the target
+RANGES = {"numbers": (1, 30), "targets": (10, 60)}  # small, so that a few minutes suffice to learn the arithmetic
+EVAL_ROWS, RL_ROWS, SFT_ROWS = 1024, 8192, 20_000
+TRACES_PER_ROW = 4
+ADD_UP = 0.45  # probability that a trace begins by adding everything up
+RIGHT = 0.75  # probability that another line is a right one
+GIVE_UP = 0.5  # probability that a line which missed the target becomes the answer
 MAX_LINES = 5
 OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 
@@ -50,7 +55,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|end|>",
-        pad_token="<|pad|>",
+        pad_token="<|endoftext|>",
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
@@ -82,7 +87,7 @@ def write_demo_data(folder: Path) -> None:
 
 def rl_problems() -> tuple[list[Problem], list[Problem]]:
     """(held-out, training) rows of the demo; no row of one is in the other, nor in the traces of the warm start."""
-    problems = generate_problems(EVAL_ROWS + RL_ROWS, seed=0)
+    problems = generate_problems(EVAL_ROWS + RL_ROWS, seed=0, **RANGES)
     return problems[:EVAL_ROWS], problems[EVAL_ROWS:]
 
 
@@ -126,8 +131,17 @@ def combine(left: int, right: int, operator: str) -> int | None:
     return value if 0 <= value <= 999 else None
 
 
+def added_up(numbers: tuple[int, ...]) -> tuple[list[str], str, int]:
+    """The sum of all numbers in their order: steps, answer, value."""
+    steps, answer, value = [], str(numbers[0]), numbers[0]
+    for number in numbers[1:]:
+        steps.append(f"{value}+{number}={value + number}")
+        answer, value = join(answer, "+", str(number)), value + number
+    return steps, answer, value
+
+
 def random_line(numbers: tuple[int, ...], rng: random.Random) -> tuple[list[str], str, int]:
-    """A random way to use all numbers: its steps, the answer that they amount to, and its value."""
+    """A random way to use all numbers: steps, answer, value."""
     pool = [(number, str(number)) for number in numbers]
     steps = []
     while len(pool) > 1:
@@ -145,20 +159,21 @@ def random_line(numbers: tuple[int, ...], rng: random.Random) -> tuple[list[str]
 
 
 def trace(problem: Problem, right_steps: list[str], right_answer: str, rng: random.Random) -> str:
-    """A search over a few lines; wrong lines are the nearest misses of a few random ones."""
-    lines, answer = [], ""
-    while True:
-        if rng.random() < 0.55 or len(lines) == MAX_LINES - 1:
-            lines.append(" ".join(right_steps))
-            answer = right_answer
-            break
-        tries = [random_line(problem.numbers, rng) for _ in range(6)]
-        tries = [t for t in tries if t[2] != problem.target and " ".join(t[0]) not in lines]
-        if not tries:
+    """A search over a few lines, with two bad habits: adding everything up first, and giving up."""
+    lines, answer, hit = [], "", False
+    while not hit and len(lines) < MAX_LINES:
+        if not lines and rng.random() < ADD_UP:
+            steps, answer, value = added_up(problem.numbers)
+        elif rng.random() < RIGHT or len(lines) == MAX_LINES - 1:
+            steps, answer, value = right_steps, right_answer, problem.target
+        else:  # of a few random lines the one that comes nearest
+            tries = [random_line(problem.numbers, rng) for _ in range(6)]
+            steps, answer, value = min(tries, key=lambda t: abs(t[2] - problem.target))
+        if " ".join(steps) in lines:
             continue
-        steps, answer, _ = min(tries, key=lambda t: abs(t[2] - problem.target))
         lines.append(" ".join(steps))
-        if rng.random() < GIVE_UP:
+        hit = value == problem.target
+        if not hit and rng.random() < GIVE_UP:
             break
     return "<think>" + "\n".join(lines) + f"</think><answer>{answer}</answer>"
 
@@ -168,9 +183,9 @@ class Args:
     out: Path = Path("common/assets/tiny")  # folder of the finished policy
     work: Path = Path("runs/prepare-tiny")  # folder for traces, the untrained model and the supervised run
     processes: int = 2  # torchrun ranks of the supervised run
-    steps: int = 460  # optimizer steps of the supervised run
-    batch_size: int = 128  # traces a step
-    learning_rate: float = 2e-3  # peak
+    steps: int = 1400  # optimizer steps of the supervised run
+    batch_size: int = 32  # traces a step
+    learning_rate: float = 1.5e-3  # peak
 
 
 def main(args: Args) -> None:
@@ -178,8 +193,9 @@ def main(args: Args) -> None:
     held_out, training = rl_problems()
     rng = random.Random(1)
     with (args.work / "traces.jsonl").open("w") as file:
-        for problem in generate_problems(SFT_ROWS, seed=1, exclude={p.key for p in held_out + training}):
-            if solution := steps_of(problem.expression):
+        for problem in generate_problems(SFT_ROWS, seed=1, exclude={p.key for p in held_out + training}, **RANGES):
+            solution = steps_of(problem.expression)
+            for _ in range(TRACES_PER_ROW if solution else 0):
                 messages = [{"role": "user", "content": prompt_text(problem, "compact")}]
                 messages.append({"role": "assistant", "content": trace(problem, *solution, rng)})
                 file.write(json.dumps({"messages": messages}) + "\n")

@@ -1,0 +1,40 @@
+"""grpo.py on real pre-trained weights, in every combination that the README promises. Slow: minutes each."""
+
+import pytest
+from conftest import metrics_of, run_script
+
+pytestmark = pytest.mark.slow
+SIZES = ["--prompts-per-step", 4, "--samples-per-prompt", 4, "--max-prompt-tokens", 300, "--max-response-tokens", 32]
+SIZES += ["--total-steps", 3, "--eval-rows", 4, "--eval-every", 0, "--micro-batch-tokens", 2048]
+GAP = {"fp32": 1e-4, "bf16": 0.05, "fp16": 0.01}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("countdown")
+    sizes = ["--train-size", 64, "--test-size", 8]
+    run_script("-m", "common.prepare.countdown", "--out", folder, "--template", "qwen-instruct", *sizes)
+    return ["--train-data", folder / "train.parquet", "--eval-data", folder / "test.parquet"]
+
+
+@pytest.mark.parametrize(
+    "ranks, dtype, options",
+    [
+        (1, "bf16", []),
+        (2, "bf16", []),
+        (2, "bf16", ["--strategy", "ddp"]),
+        (1, "bf16", ["--engine", "hf"]),
+        (1, "fp32", []),
+        (2, "fp32", ["--minibatches", 2, "--epochs-per-step", 2]),
+        (1, "bf16", ["--gradient-checkpointing", "--reduction", "dr_grpo", "--advantage", "group-mean"]),
+        (1, "fp16", ["--prompts-per-step", 2, "--samples-per-prompt", 2, "--max-response-tokens", 16]),
+    ],
+)
+def test_three_steps(tmp_path, data, ranks, dtype, options):
+    arguments = ["--model", "smollm2", *data, *SIZES, "--dtype", dtype, *options, "--output-dir", tmp_path]
+    done = run_script("grpo.py", *arguments, ranks=ranks, timeout=1500)
+    steps = [record for record in metrics_of(tmp_path) if record.get("step", 0) > 0]
+    gaps = [record["policy/rollout_logprob_gap"] for record in steps]
+    print(f"\n{ranks} ranks, {dtype} {options}: gap {gaps}, {steps[-1]['time/step_s']:.1f} s a step")
+    assert len(steps) == 3 and max(gaps) < GAP[dtype], done.stdout[-2000:]
+    assert all(record["optim/skipped_steps"] == 0 for record in steps)
