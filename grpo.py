@@ -63,7 +63,7 @@ from common.models import (
     parameter_sizes,
     resolve_model,
 )
-from common.packing import MicroBatch, TokenIndex, pack
+from common.packing import TokenIndex, pack
 from common.precision import LossScale, choose_dtype, gap_limit, guarded_step
 from common.rewards import RewardFunction, load_reward_function, reward_function, score_episodes
 
@@ -136,9 +136,12 @@ DEMO = Args(
     max_response_tokens=224,
     prompts_per_step=32,
     samples_per_prompt=8,
-    learning_rate=2e-4,
-    total_steps=60,
-    micro_batch_tokens=8192,
+    micro_batch_tokens=4096,
+    learning_rate=1e-4,
+    lr_schedule="linear",
+    lr_floor=0.2,
+    warmup_steps=10,
+    total_steps=120,
 )
 
 
@@ -378,7 +381,6 @@ def main(args: Args, demo: bool = False) -> None:
         # 2. rollout
         with watch("sync"):
             sync_engine(step)
-        metrics: dict[str, float] = {}
         if step == start and args.eval_before and eval_data and not resumed:
             with watch("eval"):
                 logger.log(0, run_evaluation(step))
@@ -395,10 +397,11 @@ def main(args: Args, demo: bool = False) -> None:
 
         # 4. update
         index = TokenIndex(episodes)
-        rollout_logprobs = torch.tensor([lp for e in episodes for lp, m in zip(e.logprobs, e.loss_mask) if m])  # [T]
-        old_logprobs = torch.full_like(rollout_logprobs, float("nan"))  # [T], each filled before it is used
-        token_advantages = advantages[index.episode_of_token]  # [T]
-        token_lengths = index.lengths[index.episode_of_token].float()  # [T]
+        sampled = [lp for e in episodes for lp, trained in zip(e.logprobs, e.loss_mask) if trained]
+        rollout_logprobs = torch.tensor(sampled, device=world.device)  # [T], the engine's
+        old_logprobs = torch.full_like(rollout_logprobs, math.nan)  # [T], each filled before it is used
+        token_advantages = advantages[index.episode_of_token].to(world.device)  # [T]
+        token_lengths = index.lengths[index.episode_of_token].float().to(world.device)  # [T]
         split = split_minibatches(episodes, args.prompts_per_step, args.minibatches, args.seed, step)
         packs = [pack(episodes, selected, index, **pack_options) for selected in split]
         counts = [float(n) for s in split for n in (index.lengths[s].sum(), (index.lengths[s] > 0).sum())]
@@ -408,45 +411,39 @@ def main(args: Args, demo: bool = False) -> None:
             for batches in packs[1:]:  # the first minibatch gets them for free in its own forward
                 for batch in batches:
                     with forward_context(policy, world, compute_dtype):
-                        old_logprobs[batch.tokens] = policy(batch.to(world.device), args.temperature)[0].cpu()
+                        batch = batch.to(world.device)
+                        old_logprobs[batch.tokens] = policy(batch, args.temperature)[0]
 
         lr = args.learning_rate * lr_factor(step, total_steps, args.warmup_steps, args.lr_schedule, args.lr_floor)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        sums = {"loss": 0.0, "entropy": 0.0, "clipped": 0.0, "kl": 0.0, "tokens": 0.0}
+        totals = torch.zeros(4, device=world.device)  # loss, entropy, clipped tokens, KL: summed over tokens
         grad_norms, skipped = [], 0
+        clip = (args.clip_low, args.clip_high, args.dual_clip)
         with watch("update"):
             for epoch in range(args.epochs_per_step):
                 for m, batches in enumerate(packs):
                     on_policy = epoch == m == 0
                     num_loss_tokens, num_sequences = max(counts[2 * m], 1.0), max(counts[2 * m + 1], 1.0)
-                    for i, cpu_batch in enumerate(batches):
-                        batch: MicroBatch = cpu_batch.to(world.device)
+                    for i, batch in enumerate(batches):
+                        batch = batch.to(world.device)
                         with forward_context(policy, world, compute_dtype, last=i == len(batches) - 1):
                             mb_logprobs, mb_entropy = policy(batch, args.temperature)  # [N], [N]
                             if on_policy:
-                                old_logprobs[cpu_batch.tokens] = mb_logprobs.detach().cpu()
-                            per_token, clipped = clipped_surrogate(
-                                mb_logprobs,
-                                old_logprobs[cpu_batch.tokens].to(world.device),
-                                token_advantages[cpu_batch.tokens].to(world.device),
-                                args.clip_low,
-                                args.clip_high,
-                                args.dual_clip,
-                            )
-                            lengths = token_lengths[cpu_batch.tokens].to(world.device)
+                                old_logprobs[batch.tokens] = mb_logprobs.detach()
+                            mb_old_logprobs, mb_advantages = old_logprobs[batch.tokens], token_advantages[batch.tokens]
+                            pg_loss, clipped = clipped_surrogate(mb_logprobs, mb_old_logprobs, mb_advantages, *clip)
+                            mb_lengths = token_lengths[batch.tokens]
                             weights = token_weights(
-                                args.reduction, lengths, num_loss_tokens, num_sequences, args.max_response_tokens
+                                args.reduction, mb_lengths, num_loss_tokens, num_sequences, args.max_response_tokens
                             )
-                            # FSDP2 and DDP average gradients over ranks; the denominator is global: hence world.size
-                            loss = (per_token * weights).sum() * world.size
+                            # FSDP2 and DDP average gradients over ranks, the denominator is global: hence world.size
+                            loss = (pg_loss * weights).sum() * world.size
                             (loss * loss_scale.scale).backward()
-                        logratio = mb_logprobs.detach() - old_logprobs[cpu_batch.tokens].to(world.device)
-                        sums["loss"] += loss.item() / world.size
-                        sums["entropy"] += mb_entropy.detach().sum().item()
-                        sums["clipped"] += clipped.sum().item()
-                        sums["kl"] += (logratio.exp() - 1 - logratio).sum().item()  # k3 of old against new policy
-                        sums["tokens"] += len(logratio)
+                        logratio = mb_logprobs.detach() - mb_old_logprobs
+                        kl = logratio.exp() - 1 - logratio  # k3 of the old against the new policy
+                        sums = (loss.detach() / world.size, mb_entropy.detach().sum(), clipped.sum(), kl.sum())
+                        totals += torch.stack([value.float() for value in sums])
                     if on_policy:  # all old log-probs are in, and the weights are still the engine's
                         gap_sum = all_reduce([(rollout_logprobs - old_logprobs).abs().sum().item()])[0]
                         gap = gap_sum / max(sum(counts[::2]), 1.0)
@@ -461,11 +458,12 @@ def main(args: Args, demo: bool = False) -> None:
                     skipped += not stepped
 
         # 5. log
-        sums |= rollout_sums(episodes, scores, groups)
-        sums = all_reduce_sums(sums)
+        sums = dict(zip(("loss", "entropy", "clipped", "kl"), totals.tolist()))
+        sums = all_reduce_sums(sums | rollout_sums(episodes, scores, groups))
+        trained_tokens = max(sum(counts[::2]) * args.epochs_per_step, 1.0)
         optimizer_steps = args.minibatches * args.epochs_per_step
         mean = sums["score"] / sums["episodes"]
-        metrics |= {
+        metrics = {
             "reward/mean": mean,
             "reward/std": math.sqrt(max(0.0, sums["score_squared"] / sums["episodes"] - mean**2)),
             "reward/accuracy": sums["correct"] / sums["episodes"],
@@ -474,9 +472,9 @@ def main(args: Args, demo: bool = False) -> None:
             "rollout/truncated": sums["truncated"] / sums["episodes"],
             "rollout/tokens_per_s": sums["response_tokens"] / watch.seconds["rollout"],
             "policy/loss": sums["loss"] / optimizer_steps,
-            "policy/entropy": sums["entropy"] / sums["tokens"],
-            "policy/clip_fraction": sums["clipped"] / sums["tokens"],
-            "policy/approx_kl": sums["kl"] / sums["tokens"],
+            "policy/entropy": sums["entropy"] / trained_tokens,
+            "policy/clip_fraction": sums["clipped"] / trained_tokens,
+            "policy/approx_kl": sums["kl"] / trained_tokens,
             "policy/rollout_logprob_gap": gap,
             "optim/grad_norm": sum(grad_norms) / len(grad_norms),
             "optim/lr": lr,
