@@ -7,7 +7,6 @@ import pytest
 
 from common.models import EMBEDDED, end_token_ids, load_policy, load_tokenizer
 from common.prepare import tiny
-from common.prepare.countdown import generate_problems
 from common.rewards.countdown import score
 
 STEP = re.compile(r"(\d+)([-+*/])(\d+)=(\d+)")
@@ -15,7 +14,7 @@ STEP = re.compile(r"(\d+)([-+*/])(\d+)=(\d+)")
 
 @pytest.fixture(scope="module")
 def problems():
-    return generate_problems(400, seed=7, **tiny.RANGES)
+    return tiny.sums_and_differences(400, seed=7)
 
 
 def test_traces_calculate_correctly_and_answer_with_their_last_line(problems):
@@ -51,7 +50,7 @@ def test_splits_are_disjoint():
     held_out, training = tiny.rl_problems()
     keys = [{p.key for p in part} for part in (held_out, training)]
     assert len(keys[0]) == tiny.EVAL_ROWS and len(keys[1]) == tiny.RL_ROWS and not keys[0] & keys[1]
-    warm_start = generate_problems(500, seed=1, exclude=keys[0] | keys[1], **tiny.RANGES)
+    warm_start = tiny.sums_and_differences(500, seed=1, exclude=keys[0] | keys[1])
     assert not {p.key for p in warm_start} & (keys[0] | keys[1])
     assert {len(p.numbers) for p in held_out[:512]} == {3, 4}
 

@@ -8,8 +8,8 @@ A byte-level Qwen2 of 3 million parameters learns to search: it tries combinatio
     assistant: <think>24+19=43 43+5=48
                24+19=43 43-5=38</think><answer>(24+19)-5</answer>
 
-The traces are a mixed bag on purpose: half of them begin by adding everything up, and half of the lines that miss the
-target are answered with all the same. What pays, to think first and to go on until a line hits, is left for
+The traces are a mixed bag on purpose: six in ten begin by adding everything up, and six in ten of the lines that miss
+the target are answered with all the same. What pays, to think first and to go on until a line hits, is left for
 reinforcement learning to find out.
 """
 
@@ -20,13 +20,14 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import tyro
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config
 
-from common.prepare.countdown import Problem, generate_problems, prompt_text, to_table, write_atomically
+from common.prepare.countdown import Problem, iter_problems, prompt_text, to_table, write_atomically
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
@@ -35,11 +36,11 @@ CHAT_TEMPLATE = (
 SPECIAL = ["<|endoftext|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 WORDS = ["<think>", "</think>", "<answer>", "</answer>"]
 RANGES = {"numbers": (1, 30), "targets": (10, 60)}  # small, so that a few minutes suffice to learn the arithmetic
-EVAL_ROWS, RL_ROWS, SFT_ROWS = 1024, 8192, 20_000
+EVAL_ROWS, RL_ROWS, SFT_ROWS = 1024, 4096, 12_000
 TRACES_PER_ROW = 4
-ADD_UP = 0.45  # probability that a trace begins by adding everything up
+ADD_UP = 0.6  # probability that a trace begins by adding everything up
 RIGHT = 0.75  # probability that another line is a right one
-GIVE_UP = 0.5  # probability that a line which missed the target becomes the answer
+GIVE_UP = 0.6  # probability that a line which missed the target becomes the answer
 MAX_LINES = 5
 OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 
@@ -85,9 +86,18 @@ def write_demo_data(folder: Path) -> None:
     write_atomically(to_table(held_out, "compact", "test"), folder / "eval.parquet")
 
 
+def sums_and_differences(count: int, **options) -> list[Problem]:
+    """Problems of three and of four numbers, equally many, that + and - suffice to solve."""
+    by_size: list[list[Problem]] = []
+    for operands in (3, 4):
+        stream = iter_problems(operands=(operands,), **RANGES, **{"exclude": frozenset(), **options})
+        by_size.append(list(islice((p for p in stream if not set("*/") & set(p.expression)), count // 2)))
+    return [problem for pair in zip(*by_size) for problem in pair]
+
+
 def rl_problems() -> tuple[list[Problem], list[Problem]]:
     """(held-out, training) rows of the demo; no row of one is in the other, nor in the traces of the warm start."""
-    problems = generate_problems(EVAL_ROWS + RL_ROWS, seed=0, **RANGES)
+    problems = sums_and_differences(EVAL_ROWS + RL_ROWS, seed=0)
     return problems[:EVAL_ROWS], problems[EVAL_ROWS:]
 
 
@@ -151,7 +161,7 @@ def random_line(numbers: tuple[int, ...], rng: random.Random) -> tuple[list[str]
             (left, left_text), (right, right_text) = (right, right_text), (left, left_text)
         value = None
         while value is None:
-            operator = rng.choice("++--*/")
+            operator = rng.choice("+-")
             value = combine(left, right, operator)
         steps.append(f"{left}{operator}{right}={value}")
         pool.append((value, join(left_text, operator, right_text)))
@@ -183,7 +193,7 @@ class Args:
     out: Path = Path("common/assets/tiny")  # folder of the finished policy
     work: Path = Path("runs/prepare-tiny")  # folder for traces, the untrained model and the supervised run
     processes: int = 2  # torchrun ranks of the supervised run
-    steps: int = 1400  # optimizer steps of the supervised run
+    steps: int = 1000  # optimizer steps of the supervised run
     batch_size: int = 32  # traces a step
     learning_rate: float = 1.5e-3  # peak
 
@@ -193,7 +203,7 @@ def main(args: Args) -> None:
     held_out, training = rl_problems()
     rng = random.Random(1)
     with (args.work / "traces.jsonl").open("w") as file:
-        for problem in generate_problems(SFT_ROWS, seed=1, exclude={p.key for p in held_out + training}, **RANGES):
+        for problem in sums_and_differences(SFT_ROWS, seed=1, exclude={p.key for p in held_out + training}):
             solution = steps_of(problem.expression)
             for _ in range(TRACES_PER_ROW if solution else 0):
                 messages = [{"role": "user", "content": prompt_text(problem, "compact")}]
