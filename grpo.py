@@ -137,11 +137,11 @@ DEMO = Args(
     prompts_per_step=32,
     samples_per_prompt=8,
     micro_batch_tokens=4096,
-    learning_rate=1e-4,
+    learning_rate=1.5e-4,
     lr_schedule="linear",
-    lr_floor=0.2,
+    lr_floor=0.1,
     warmup_steps=10,
-    total_steps=120,
+    total_steps=160,
 )
 
 

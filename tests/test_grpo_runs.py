@@ -2,11 +2,11 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 from conftest import ROOT, metrics_of, run_script
 
@@ -49,13 +49,15 @@ def test_kill_and_resume_equals_an_uninterrupted_run(tmp_path, ranks):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     metrics = tmp_path / "killed" / "metrics.jsonl"
     with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=environment, start_new_session=True)
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=environment)
         deadline = time.time() + 300
         while not (metrics.is_file() and '"step": 3' in metrics.read_text()):  # a step past the checkpoint
             assert process.poll() is None and time.time() < deadline, (tmp_path / "log").read_text()[-3000:]
             time.sleep(0.02)
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+        for member in family:  # torchrun gives its workers sessions of their own: killing its group would miss them
+            member.kill()
+        psutil.wait_procs(family)
     assert (tmp_path / "killed" / "checkpoints" / "latest").read_text() == "step_000002"
     run_script("grpo.py", *options, "--output-dir", tmp_path / "killed", ranks=ranks)
 
@@ -99,7 +101,7 @@ def test_ranks_and_strategies_take_the_same_first_step(tmp_path):
     for name, ranks, options in (
         ("one rank", 0, []),
         ("two ranks", 2, ["--micro-batch-tokens", 700]),
-        ("two ranks, ddp", 2, ["--strategy", "ddp"]),
+        ("two ranks ddp", 2, ["--strategy", "ddp"]),
     ):
         common = [*SMALL, "--dtype", "fp32", "--engine", "hf", "--total-steps", 1, "--eval-rows", 8]
         run_script("grpo.py", *common, *options, "--output-dir", tmp_path / name, ranks=ranks)

@@ -193,7 +193,7 @@ class Args:
     out: Path = Path("common/assets/tiny")  # folder of the finished policy
     work: Path = Path("runs/prepare-tiny")  # folder for traces, the untrained model and the supervised run
     processes: int = 2  # torchrun ranks of the supervised run
-    steps: int = 1000  # optimizer steps of the supervised run
+    steps: int = 1600  # optimizer steps of the supervised run
     batch_size: int = 32  # traces a step
     learning_rate: float = 1.5e-3  # peak
 
