@@ -45,6 +45,7 @@ from common.distributed import (
     init_world,
     run,
     seed_everything,
+    user_errors,
     wrap_model,
 )
 from common.engine import Sampling, VllmEngine
@@ -63,7 +64,7 @@ from common.models import (
     parameter_sizes,
     resolve_model,
 )
-from common.packing import TokenIndex, pack
+from common.packing import TokenIndex, layout, pack
 from common.precision import LossScale, choose_dtype, gap_limit, guarded_step
 from common.rewards import RewardFunction, load_reward_function, reward_function, score_episodes
 
@@ -238,9 +239,12 @@ def check_args(args: Args) -> None:
             f"--eval-samples {args.eval_samples} at --eval-temperature 0: greedy samples are all the same; give a "
             "temperature, such as --eval-temperature 1"
         )
+    Sampling(temperature=args.temperature).check_exact()
     if args.dual_clip and args.dual_clip <= 1:
         raise SystemExit(f"--dual-clip {args.dual_clip}: a bound on the ratio must be above 1 (0 = off)")
-    if args.model != "tiny" and not (args.eval_data if args.eval_only else args.train_data):
+    if args.eval_rows < 1:
+        raise SystemExit(f"--eval-rows {args.eval_rows}: needs at least 1")
+    if not (args.eval_data if args.eval_only else args.train_data) and (args.model != "tiny" or args.train_data):
         raise SystemExit(f"--model {args.model} needs {'--eval-data' if args.eval_only else '--train-data'}")
 
 
@@ -249,10 +253,10 @@ def main(args: Args, demo: bool = False) -> None:
     if demo:
         world.print("no --model given: running the embedded demo")
     check_args(args)
-    seed_everything(args.seed, world.rank)
     stamp = broadcast_object(time.strftime("%Y%m%d-%H%M%S"))  # the clocks of the ranks may differ
     output_dir = args.output_dir or Path("runs") / f"grpo-{Path(args.model).name}-{stamp}"
-    compute_dtype, why = choose_dtype(args.dtype, world.device)
+    with user_errors():
+        compute_dtype, why = choose_dtype(args.dtype, world.device)
     path = resolve_model(args.model, world)
     tokenizer = load_tokenizer(path, args.trust_remote_code)
     end_ids = end_token_ids(path, tokenizer)
@@ -262,14 +266,15 @@ def main(args: Args, demo: bool = False) -> None:
     data_options = {"max_prompt_tokens": args.max_prompt_tokens, "overlong": args.overlong_prompts}
     data_options |= {"skip_bad_rows": args.skip_bad_rows, "notice": world.print}
     train_data = eval_data = None
-    if not args.eval_only:
-        train_data = PromptData(args.train_data, tokenizer, max_rows=args.max_rows, **data_options)
-    if args.eval_data:
-        eval_data = PromptData(args.eval_data, tokenizer, flag="--eval-data", **data_options)
-    reward: RewardFunction | None = load_reward_function(args.reward_function) if args.reward_function else None
-    for data in (train_data, eval_data):
-        for source in data.sources() if data and not reward else ():
-            reward_function(source)  # an unknown data_source is an error now, not after the first rollout
+    with user_errors():
+        if not args.eval_only:
+            train_data = PromptData(args.train_data, tokenizer, max_rows=args.max_rows, **data_options)
+        if args.eval_data:
+            eval_data = PromptData(args.eval_data, tokenizer, flag="--eval-data", **data_options)
+        reward: RewardFunction | None = load_reward_function(args.reward_function) if args.reward_function else None
+        for data in (train_data, eval_data):
+            for source in data.sources() if data and not reward else ():
+                reward_function(source)  # an unknown data_source is an error now, not after the first rollout
     total_steps = args.total_steps
     if total_steps is None and train_data:
         total_steps = max(1, round(args.total_epochs * len(train_data) / args.prompts_per_step))
@@ -287,6 +292,7 @@ def main(args: Args, demo: bool = False) -> None:
         trust_remote_code=args.trust_remote_code,
     )
     engine.sleep()
+    seed_everything(args.seed, world.rank)  # after vLLM, which seeds every rank alike
     attention = choose_attention(args.attention, world.device)
     policy = load_policy(
         path,
@@ -301,12 +307,9 @@ def main(args: Args, demo: bool = False) -> None:
         policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.999), weight_decay=args.weight_decay, fused=True
     )
     loss_scale = LossScale.for_dtype(compute_dtype)
-    max_gap = args.max_logprob_gap or gap_limit(compute_dtype)
-    pack_options = {"budget": args.micro_batch_tokens, "share_prompts": attention != "flash"}
-    if attention != "sdpa":
-        pack_options["row_tokens"] = args.micro_batch_tokens
+    max_gap = gap_limit(compute_dtype) if args.max_logprob_gap is None else args.max_logprob_gap
+    pack_options = layout(attention, args.micro_batch_tokens)
     sampling = Sampling(args.samples_per_prompt, args.max_response_tokens, args.temperature)
-    sampling.check_exact()
     eval_sampling = Sampling(
         args.eval_samples, args.max_response_tokens, args.eval_temperature, args.eval_top_p, args.eval_top_k
     )
@@ -356,10 +359,13 @@ def main(args: Args, demo: bool = False) -> None:
     )
     if resumed:
         logger.event({"event": "resumed", "step": start, "checkpoint": str(resumed)})
+        world.print(f"resumed: {resumed}, step {start}")
     world.print(
         f"grpo.py: {args.model}, {num_parameters / 1e6:.1f} M parameters, {world.size} x {world.device.type}, "
         f"{args.strategy}, {args.engine}, compute {compute_dtype} ({why}) -> {output_dir}"
     )
+    if args.save_every and args.eval_every and args.save_every % args.eval_every:
+        world.print("note: the best checkpoint is chosen among steps that are both saved and evaluated")
     if args.eval_only:
         sync_engine(start)
         logger.event({"event": "eval_only", "step": start, **run_evaluation(start)})
@@ -416,7 +422,7 @@ def main(args: Args, demo: bool = False) -> None:
 
         lr = args.learning_rate * lr_factor(step, total_steps, args.warmup_steps, args.lr_schedule, args.lr_floor)
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"], group["weight_decay"] = lr, args.weight_decay  # of this run, not of the checkpoint
         totals = torch.zeros(4, device=world.device)  # loss, entropy, clipped tokens, KL: summed over tokens
         grad_norms, skipped = [], 0
         clip = (args.clip_low, args.clip_high, args.dual_clip)

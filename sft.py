@@ -39,7 +39,7 @@ from common.distributed import (
 from common.episodes import Episode
 from common.logger import Logger, plot_curves, save_config
 from common.models import choose_attention, export_hugging_face, load_policy, load_tokenizer, resolve_model
-from common.packing import TokenIndex, pack
+from common.packing import TokenIndex, layout, pack
 from common.precision import LossScale, choose_dtype, guarded_step
 
 
@@ -107,6 +107,20 @@ def conversation_episode(messages: list[dict], tokenizer, index: int, max_tokens
     return Episode(index, 0, ids[:first][:max_tokens], response, mask, [0.0] * len(response), "stop")
 
 
+def end_of_turn(tokenizer) -> str:
+    """The token that the chat template puts after an assistant turn, if it is a special one; else the end token.
+
+    They differ in base models: Qwen2.5's end token is <|endoftext|>, its template ends turns with <|im_end|>. A policy
+    that was trained to say one and is stopped at the other never stops.
+    """
+    mark = "\u2603"
+    messages = [{"role": "user", "content": "."}, {"role": "assistant", "content": mark}]
+    tail = tokenizer.apply_chat_template(messages, tokenize=False).rpartition(mark)[2]
+    ids = tokenizer.encode(tail, add_special_tokens=False)
+    first = tokenizer.convert_ids_to_tokens(ids[0]) if ids else tokenizer.eos_token
+    return first if first in tokenizer.get_added_vocab() else tokenizer.eos_token
+
+
 class Conversations:
     """Rows of a .parquet or .jsonl file as lists of messages; they stay packed until they are asked for."""
 
@@ -169,11 +183,18 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(path, args.trust_remote_code)
     train_data = Conversations(args.train_data, "--train-data")
     eval_data = Conversations(args.eval_data, "--eval-data") if args.eval_data else None
-    total_steps = args.total_steps or max(1, round(args.total_epochs * len(train_data) / args.batch_size))
+    total_steps = args.total_steps
+    if total_steps is None:
+        total_steps = max(1, round(args.total_epochs * len(train_data) / args.batch_size))
+    if end_of_turn(tokenizer) != tokenizer.eos_token:
+        world.print(f"turns end with {end_of_turn(tokenizer)}, not {tokenizer.eos_token}: it becomes the end token")
+        tokenizer.eos_token = end_of_turn(tokenizer)
 
+    attention = choose_attention(args.attention, world.device)
+    pack_options = layout(attention, args.micro_batch_tokens)
     policy = load_policy(
         path,
-        choose_attention(args.attention, world.device),
+        attention,
         gradient_checkpointing=args.gradient_checkpointing,
         trust_remote_code=args.trust_remote_code,
         from_scratch=args.from_scratch,
@@ -189,6 +210,7 @@ def main(args: Args) -> None:
     start, best = 0, math.inf
     if resumed := find_checkpoint(output_dir, args.resume, world):
         state = load_checkpoint(resumed, trained, world)
+        world.print(f"resumed: {resumed}, step {state['step']}")
         loader.load_state_dict(state["loader"])
         loss_scale.load_state_dict(state["loss_scale"])
         start, best = state["step"], state["best"] if state["best"] is not None else math.inf
@@ -208,7 +230,8 @@ def main(args: Args) -> None:
     )
 
     def episodes_of(data: Conversations, positions: list[int]) -> list[Episode]:
-        return [conversation_episode(data[i], tokenizer, i, args.max_tokens) for i in positions]
+        episodes = [conversation_episode(data[i], tokenizer, i, args.max_tokens) for i in positions]
+        return [episode for episode in episodes if any(episode.loss_mask)]  # others were cut before the first answer
 
     @torch.no_grad()
     def evaluate() -> dict[str, float]:
@@ -216,7 +239,7 @@ def main(args: Args) -> None:
         episodes = episodes_of(eval_data, rows)
         index = TokenIndex(episodes)
         loss = 0.0
-        for batch in pack(episodes, range(len(episodes)), index, budget=args.micro_batch_tokens):
+        for batch in pack(episodes, range(len(episodes)), index, **pack_options):
             with forward_context(policy, world, compute_dtype):
                 logprobs, _ = policy(batch.to(world.device))
             loss -= logprobs.sum().item()
@@ -230,14 +253,14 @@ def main(args: Args) -> None:
         positions = loader.next()[world.rank :: world.size]
         episodes = episodes_of(train_data, positions)
         index = TokenIndex(episodes)
-        num_loss_tokens = all_reduce([len(index)])[0]
+        num_loss_tokens = max(all_reduce([len(index)])[0], 1.0)
 
         # 4. update
         lr = args.learning_rate * lr_factor(step, total_steps, args.warmup_steps, args.lr_schedule, args.lr_floor)
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"], group["weight_decay"] = lr, args.weight_decay  # of this run, not of the checkpoint
         loss_sum = entropy_sum = 0.0
-        batches = pack(episodes, range(len(episodes)), index, budget=args.micro_batch_tokens)
+        batches = pack(episodes, range(len(episodes)), index, **pack_options)
         for i, batch in enumerate(batches):
             with forward_context(policy, world, compute_dtype, last=i == len(batches) - 1):
                 logprobs, entropy = policy(batch.to(world.device))
@@ -274,8 +297,7 @@ def main(args: Args) -> None:
             folder = output_dir / "checkpoints"
             save_checkpoint(folder, step + 1, trained, state, world, keep=args.keep_checkpoints, best=improved)
 
-    export_dtype = torch.float32 if compute_dtype == torch.float32 else compute_dtype
-    export_hugging_face(policy, tokenizer, output_dir / "model", world, export_dtype)
+    export_hugging_face(policy, tokenizer, output_dir / "model", world, compute_dtype)
     if world.is_main:
         plot_curves(output_dir)
     logger.close()

@@ -108,12 +108,15 @@ def _latest(checkpoints: Path) -> Path | None:
     if not pointer.is_file():
         return None
     folder = checkpoints / pointer.read_text().strip()
-    return folder if (folder / "trainer.json").is_file() else None
+    if not (folder / "trainer.json").is_file():
+        raise SystemExit(f"{pointer} names {folder.name}, which is not there; --resume PATH or --resume never")
+    return folder
 
 
 def _prune(folder: Path, keep: int) -> None:
     best = (folder / "best").read_text().strip() if (folder / "best").is_file() else None
-    steps = sorted(path for path in folder.glob("step_*") if path.is_dir())
+    steps = [path for path in folder.glob("step_*") if path.is_dir()]
+    steps.sort(key=lambda path: path.stat().st_mtime)  # by age: higher numbers may belong to an abandoned run
     for path in steps[: -max(keep, 1)]:
         if path.name != best:
             shutil.rmtree(path)

@@ -68,7 +68,7 @@ def run(main: Callable, *args: object) -> None:
         barrier()
         status = 0
     except SystemExit as stop:
-        if isinstance(stop.code, str) and os.environ.get("RANK", "0") == "0":
+        if isinstance(stop.code, str) and os.environ.get("LOCAL_RANK", "0") == "0":  # one line per machine
             print(stop.code, file=sys.stderr)
         status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except BaseException:
@@ -77,6 +77,15 @@ def run(main: Callable, *args: object) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """What the user can put right (a file, a flag) ends the run with its message alone, not with a trace per rank."""
+    try:
+        yield
+    except (ValueError, FileNotFoundError) as error:
+        raise SystemExit(f"error: {error}") from error
 
 
 def seed_everything(seed: int, rank: int) -> None:

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from common.data import PromptData
-from common.distributed import World, broadcast_object, gather_objects
+from common.distributed import World, gather_objects
 from common.engine import Sampling
 from common.episodes import sample_episodes
 from common.rewards import RewardFunction, score_episodes
@@ -138,7 +138,7 @@ def evaluate(
     ]
     samples = [sample for part in gather_objects(samples) for sample in part]
     samples.sort(key=lambda sample: sample["group"])
-    return broadcast_object(summarize(samples)), samples
+    return summarize(samples), samples
 
 
 def report(samples: list[dict], path: Path) -> str:

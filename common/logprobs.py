@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-CHUNK_ELEMENTS = 2**24  # logits alive at a time: 64 MiB in float32
+CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**27}  # logits alive at a time: 64 MiB and 512 MiB in float32
 
 
 def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -25,7 +25,7 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs = torch.empty(targets.shape, dtype=accumulate, device=hidden.device)
         logsumexp, entropy = torch.empty_like(logprobs), torch.empty_like(logprobs)
         with torch.autocast(hidden.device.type, enabled=False):
-            for rows in _chunks(len(targets), len(weight)):
+            for rows in _chunks(hidden, weight):
                 logits = _logits(hidden[rows], head, temperature, accumulate)
                 logsumexp[rows] = logits.logsumexp(-1)
                 logprobs[rows] = logits.gather(-1, targets[rows, None]).squeeze(-1) - logsumexp[rows]
@@ -44,7 +44,7 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
         grad_weight = torch.zeros(weight.shape, dtype=ctx.accumulate, device=weight.device) if want_weight else None
         with torch.autocast(hidden.device.type, enabled=False):
-            for rows in _chunks(len(targets), len(weight)):
+            for rows in _chunks(hidden, weight):
                 logp = _logits(hidden[rows], head, ctx.temperature, ctx.accumulate).sub_(logsumexp[rows, None])
                 p = logp.exp()
                 # logp becomes the gradient of the logits in place: one buffer less of vocabulary width
@@ -63,6 +63,6 @@ def _logits(hidden: Tensor, head: Tensor, temperature: float, accumulate: torch.
     return (hidden @ head.T).to(accumulate).div_(temperature)
 
 
-def _chunks(rows: int, vocabulary: int) -> list[slice]:
-    size = max(1, CHUNK_ELEMENTS // vocabulary)
-    return [slice(start, start + size) for start in range(0, rows, size)]
+def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
+    size = max(1, CHUNK_ELEMENTS[hidden.device.type] // len(weight))
+    return [slice(start, start + size) for start in range(0, len(hidden), size)]

@@ -129,9 +129,14 @@ def load_policy(
     """
     implementation = {"flash": "flash_attention_2", "flex": "flex_attention", "sdpa": "sdpa"}[attention]
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    scaled = [name for name in UNSUPPORTED_LOGITS if getattr(config, name, None) not in (None, 1, 1.0)]
+    text_config = config.get_text_config()
+    scaled = [name for name in UNSUPPORTED_LOGITS if getattr(text_config, name, None) not in (None, 1, 1.0)]
     if scaled:
         raise SystemExit(f"--model {path}: {config.model_type} rescales its logits ({scaled[0]}), not supported here")
+    if attention != "flash" and "sliding_attention" in (getattr(text_config, "layer_types", None) or []):
+        raise SystemExit(
+            f"--model {path}: {config.model_type} has sliding-window layers, which our masks do not express"
+        )
     load = AutoModelForCausalLM.from_config if from_scratch else AutoModelForCausalLM.from_pretrained
     model = load(
         config if from_scratch else path,
@@ -139,6 +144,8 @@ def load_policy(
         attn_implementation=implementation,
         trust_remote_code=trust_remote_code,
     )
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
+        raise SystemExit(f"--model {path}: {config.model_type} has a head with a bias, not supported here")
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return Policy(model.train(), attention)

@@ -29,7 +29,6 @@ class MicroBatch:
     hidden_index: Tensor  # [N] int64: where in the flattened [R*L] hidden states a trained token is predicted
     targets: Tensor  # [N] int64: the token's id
     tokens: Tensor  # [N] int64: the token's place in the flat per-token arrays of `TokenIndex`
-    episodes: Tensor  # [N] int64: the token's episode
 
     def to(self, device: torch.device) -> "MicroBatch":
         return MicroBatch(*(getattr(self, name).to(device, non_blocking=True) for name in self.__slots__))
@@ -50,6 +49,23 @@ class TokenIndex:
         return int(self.offsets[-1])
 
 
+def layout(attention: str, budget: int) -> dict:
+    """Options of `pack` that suit an attention implementation.
+
+    Dense attention (sdpa) costs L per token: rows as wide as the longest group. Flex attention skips foreign blocks:
+    one row of the whole budget, in multiples of 128, so that few shapes have to be compiled. Flash attention reads
+    sequence boundaries off the position ids: one row too, and each response repeats its prompt.
+    """
+    if attention == "sdpa":
+        return {"budget": budget}
+    return {
+        "budget": budget,
+        "row_tokens": budget,
+        "share_prompts": attention == "flex",
+        "multiple": 128 if attention == "flex" else 1,
+    }
+
+
 def pack(
     episodes: Sequence[Episode],
     selected: Sequence[int],
@@ -58,22 +74,22 @@ def pack(
     budget: int,
     row_tokens: int | None = None,
     share_prompts: bool = True,
+    multiple: int = 1,
 ) -> list[MicroBatch]:
     """Micro-batches of at most `budget` tokens (R * L) that hold the episodes `selected`.
 
-    `row_tokens` is the row width L; by default that of the longest group, because dense attention costs L per token
-    (flex and flash attention skip foreign blocks: there one row of `budget` tokens is best). An episode longer than
-    the budget gets a micro-batch of its own. All ranks must call this together: ranks that have fewer micro-batches
-    get empty ones, so that every rank runs the same collectives.
+    `row_tokens` is the row width L, by default that of the longest group; L is padded to a `multiple`. An episode
+    longer than the budget gets a micro-batch of its own. All ranks must call this together: ranks that have fewer
+    micro-batches get empty ones, so that every rank runs the same collectives.
     """
     units = _units(episodes, selected, budget, share_prompts)
     width = max([_unit_tokens(episodes, unit) for unit in units], default=1)
     width = max(width, min(row_tokens or 0, budget))
     rows = _first_fit_decreasing(episodes, units, width)
     per_batch = max(1, budget // width)
-    batches = [_build(episodes, rows[i : i + per_batch], index) for i in range(0, len(rows), per_batch)]
+    batches = [_build(episodes, rows[i : i + per_batch], index, multiple) for i in range(0, len(rows), per_batch)]
     count = int(all_reduce([len(batches)], "max")[0])
-    return batches + [_build(episodes, [], index) for _ in range(count - len(batches))]
+    return batches + [_build(episodes, [], index, multiple) for _ in range(count - len(batches))]
 
 
 def _units(episodes: Sequence[Episode], selected: Sequence[int], budget: int, share_prompts: bool) -> list[list[int]]:
@@ -116,12 +132,15 @@ def _first_fit_decreasing(episodes: Sequence[Episode], units: list[list[int]], w
     return rows
 
 
-def _build(episodes: Sequence[Episode], rows: list[list[list[int]]], index: TokenIndex) -> MicroBatch:
-    """Tensors of one micro-batch; without rows, a single padding token that trains nothing."""
+def _build(
+    episodes: Sequence[Episode], rows: list[list[list[int]]], index: TokenIndex, multiple: int = 1
+) -> MicroBatch:
+    """Tensors of one micro-batch; without rows, padding that trains nothing."""
     length = max([sum(_unit_tokens(episodes, unit) for unit in row) for row in rows], default=1)
+    length = -(-length // multiple) * multiple
     shape = (max(len(rows), 1), length)
     input_ids, position_ids, groups, samples = (torch.zeros(shape, dtype=torch.int64) for _ in range(4))
-    hidden_index, targets, tokens, owners = [], [], [], []
+    hidden_index, targets, tokens = [], [], []
     group = 0
     for r, row in enumerate(rows):
         end = 0
@@ -146,9 +165,8 @@ def _build(episodes: Sequence[Episode], rows: list[list[list[int]]], index: Toke
                 hidden_index.append(r * length + before)
                 targets.append(input_ids[r, start + trained])
                 tokens.append(index.offsets[i] + torch.arange(len(trained)))
-                owners.append(torch.full((len(trained),), i))
-    flat = [torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64) for parts in (hidden_index, targets)]
-    flat += [torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64) for parts in (tokens, owners)]
+    none = torch.zeros(0, dtype=torch.int64)
+    flat = [torch.cat([none, *parts]) for parts in (hidden_index, targets, tokens)]
     return MicroBatch(input_ids, position_ids, groups, samples, *flat)
 
 

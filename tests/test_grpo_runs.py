@@ -98,12 +98,13 @@ def test_engine_and_trainer_agree_after_each_sync(model):
 def test_ranks_and_strategies_take_the_same_first_step(tmp_path):
     """fp32, Hugging Face engine: rollouts depend on seeds alone, so loss and gradient norm must agree."""
     records = {}
+    minibatches = ["--minibatches", 2, "--learning-rate", 0]  # the second one needs the pass for old log-probs
     for name, ranks, options in (
         ("one rank", 0, []),
         ("two ranks", 2, ["--micro-batch-tokens", 700]),
         ("two ranks ddp", 2, ["--strategy", "ddp"]),
     ):
-        common = [*SMALL, "--dtype", "fp32", "--engine", "hf", "--total-steps", 1, "--eval-rows", 8]
+        common = [*SMALL, "--dtype", "fp32", "--engine", "hf", "--total-steps", 1, "--eval-rows", 8, *minibatches]
         run_script("grpo.py", *common, *options, "--output-dir", tmp_path / name, ranks=ranks)
         records[name] = steps_of(tmp_path / name)[1]
     for name, record in records.items():

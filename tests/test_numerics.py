@@ -19,7 +19,7 @@ def dense(hidden, weight, targets, temperature):
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("chunk_elements", [1, 7 * 53, 10**9])
 def test_chunked_logprobs_equal_dense(dtype, chunk_elements, monkeypatch):
-    monkeypatch.setattr(common.logprobs, "CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setitem(common.logprobs.CHUNK_ELEMENTS, "cpu", chunk_elements)
     torch.manual_seed(0)
     hidden, weight = torch.randn(31, 16, dtype=dtype), torch.randn(53, 16, dtype=dtype)
     targets, weights = torch.randint(53, (31,)), torch.randn(2, 31, dtype=dtype)
@@ -53,7 +53,7 @@ def test_low_precision_inputs_accumulate_in_float32():
 
 
 def test_no_tensor_of_tokens_times_vocabulary_is_saved(monkeypatch):
-    monkeypatch.setattr(common.logprobs, "CHUNK_ELEMENTS", 8 * 1000)
+    monkeypatch.setitem(common.logprobs.CHUNK_ELEMENTS, "cpu", 8 * 1000)
     saved = []
     hidden, weight = torch.randn(512, 4, requires_grad=True), torch.randn(1000, 4, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):

@@ -35,9 +35,9 @@ CHAT_TEMPLATE = (
 )
 SPECIAL = ["<|endoftext|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 WORDS = ["<think>", "</think>", "<answer>", "</answer>"]
-RANGES = {"numbers": (1, 30), "targets": (10, 60)}  # small, so that a few minutes suffice to learn the arithmetic
-EVAL_ROWS, RL_ROWS, SFT_ROWS = 1024, 4096, 12_000
-TRACES_PER_ROW = 4
+RANGES = {"numbers": (1, 20), "targets": (5, 40)}  # small, so that a few minutes suffice to learn the arithmetic
+EVAL_ROWS, RL_ROWS, SFT_ROWS = 1024, 2048, 5_000
+TRACES_PER_ROW = 12
 ADD_UP = 0.6  # probability that a trace begins by adding everything up
 RIGHT = 0.75  # probability that another line is a right one
 GIVE_UP = 0.6  # probability that a line which missed the target becomes the answer

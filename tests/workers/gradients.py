@@ -72,12 +72,16 @@ def main(args: argparse.Namespace) -> None:
         for name, owner in owners.items():
             mine = [e for e in episodes if owner(e) == world.rank]
             for budget in args.budgets:
-                for share in (True, False):
+                for share, checkpointing in ((True, False), (False, False), (True, True)):
+                    if checkpointing and budget == args.budgets[-1]:
+                        continue
+                    model = unwrap(policy).model
+                    getattr(model, f"gradient_checkpointing_{'enable' if checkpointing else 'disable'}")()
                     for reduction in ("dapo", "grpo", "dr_grpo"):
                         policy.zero_grad()
                         got = gradient(policy, world, mine, reduction, budget=budget, share_prompts=share)
                         reference = torch.load(f"{args.folder}/{reduction}.pt")
-                        key = f"{strategy}, {name}, budget {budget}, shared {share}, {reduction}"
+                        key = f"{strategy}, {name}, budget {budget}, shared {share}, {checkpointing}, {reduction}"
                         distances[key] = relative_l2(got, reference)
     if world.is_main:
         print(json.dumps(distances))
