@@ -15,6 +15,8 @@ import common  # noqa: F401  (repairs torchvision before transformers is importe
 from common.episodes import Episode
 
 ROOT = Path(__file__).resolve().parent.parent
+# A test that joins a process group of one leaves these behind; a script must not think it is part of it.
+RANK_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
 
 
 @pytest.fixture(scope="session")
@@ -87,7 +89,8 @@ def run_script(*arguments: object, ranks: int = 0, timeout: float = 600, check: 
     if ranks:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     command += [str(a) for a in arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
+    inherited = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
+    environment = {**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, env=environment)
     if check and done.returncode:
         pytest.fail(f"{' '.join(command)}\nexit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
