@@ -134,7 +134,7 @@ class Args:
 DEMO = Args(
     model="tiny",
     max_prompt_tokens=64,
-    max_response_tokens=224,
+    max_response_tokens=256,
     prompts_per_step=32,
     samples_per_prompt=8,
     micro_batch_tokens=4096,
@@ -142,7 +142,7 @@ DEMO = Args(
     lr_schedule="linear",
     lr_floor=0.1,
     warmup_steps=10,
-    total_steps=160,
+    total_steps=120,
 )
 
 

@@ -2,6 +2,7 @@
 
 import random
 import re
+from itertools import product
 
 import pytest
 
@@ -10,7 +11,8 @@ from common.models import EMBEDDED, end_token_ids, load_policy, load_tokenizer
 from common.prepare import tiny
 from common.rewards.countdown import score
 
-STEP = re.compile(r"(\d+)([-+*/])(\d+)=(\d+)")
+STEP = re.compile(r"(\d+)([-+])(\d+)=(\d+)")
+VERDICT = re.compile(r"(\d+)([<=>])(\d+)$")
 
 
 @pytest.fixture(scope="module")
@@ -20,31 +22,40 @@ def problems():
 
 def test_traces_calculate_correctly_and_answer_with_their_last_line(problems):
     rng = random.Random(0)
-    hits = misses = first_sums = 0
+    hits = gave_up_at_once = gave_up_later = 0
     for problem in problems:
-        solution = tiny.steps_of(problem.expression)
-        if solution is None:
-            continue
-        text = tiny.trace(problem, *solution, rng)
-        lines = text.removeprefix("<think>").partition("</think>")[0].split("\n")
-        assert 1 <= len(lines) <= tiny.MAX_LINES and len(set(lines)) == len(lines)
+        text = tiny.trace(problem, rng)
+        verdicts = text.removeprefix("<think>").partition("</think>")[0].split("\n")
+        lines = [line.rstrip("0123456789")[:-1] for line in verdicts]
+        assert lines == [line for line, _, _ in tiny.tries(problem.numbers)][: len(lines)], "one order for all"
         for step in " ".join(lines).split():
             left, operator, right, value = STEP.fullmatch(step).groups()
-            assert tiny.combine(int(left), int(right), operator) == int(value), step
-        hit = lines[-1].endswith(f"={problem.target}")
+            assert int(value) == int(left) + int(right) * (1 if operator == "+" else -1) >= 0, step
+        relations = []
+        for line in verdicts:
+            value, relation, target = VERDICT.search(line).groups()
+            assert int(target) == problem.target
+            assert {"<": int.__lt__, "=": int.__eq__, ">": int.__gt__}[relation](int(value), int(target)), line
+            relations.append(relation)
+        hit = relations[-1] == "="
         result = score(text, {"numbers": list(problem.numbers), "target": problem.target})
         assert result["score"] == (1.0 if hit else 0.1), text
-        assert not any(line.endswith(f"={problem.target}") for line in lines[:-1]), "nobody goes on after a hit"
-        hits, misses = hits + hit, misses + (not hit)
-        first_sums += lines[0] == " ".join(tiny.added_up(problem.numbers)[0])
-    assert hits > 100 and misses > 50 and first_sums > 80, "the habits are part of the design"
+        assert "=" not in relations[:-1], "nobody goes on after a hit"
+        hits += hit
+        gave_up_at_once += not hit and len(lines) == 1
+        gave_up_later += not hit and len(lines) > 1
+    assert min(hits, gave_up_at_once) > 100 and gave_up_later > 10, "impatience is part of the design"
 
 
-def test_steps_of_rejects_fractions_and_negative_steps():
-    assert tiny.steps_of("(24 + 19) - 5") == (["24+19=43", "43-5=38"], "(24+19)-5")
-    assert tiny.steps_of("(5 - 24) + 30") is None
-    assert tiny.steps_of("(5 / 2) * 4") is None
-    assert tiny.steps_of("3 + (5 / (2 - 2))") is None
+def test_tries_are_all_sums_and_differences():
+    """Each once up to the sign, and what an expression says is what its line calculates."""
+    numbers = (3, 5, 9, 16)
+    found = list(tiny.tries(numbers))
+    assert [value for _, expression, value in found] == [abs(eval(expression)) for _, expression, _ in found]
+    signed = {abs(sum(n * s for n, s in zip(numbers, signs))) for signs in product((1, -1), repeat=4)}
+    assert {value for _, _, value in found} == signed and len(found) == 8
+    assert found[0] == ("3+5=8 8+9=17 17+16=33", "((3+5)+9)+16", 33)
+    assert ("3+5=8 9+16=25 25-8=17", "(9+16)-(3+5)", 17) in found
 
 
 def test_splits_are_disjoint():

@@ -2,23 +2,23 @@
 
     python -m common.prepare.tiny --out common/assets/tiny        # under 10 minutes on 2 CPU cores
 
-A byte-level Qwen2 of 3 million parameters learns to search: it tries combinations, one a line, and answers.
+A byte-level Qwen2 of 3 million parameters learns to search: it subtracts some of the numbers from the others, compares
+with the target, one try a line, and answers with its last try.
 
     user:      24 19 5 = 38
-    assistant: <think>24+19=43 43+5=48
-               24+19=43 43-5=38</think><answer>(24+19)-5</answer>
+    assistant: <think>24+19=43 43+5=48>38
+               24+19=43 43-5=38=38</think><answer>(24+19)-5</answer>
 
-The traces are a mixed bag on purpose: six in ten begin by adding everything up, and six in ten of the lines that miss
-the target are answered with all the same. What pays, to think first and to go on until a line hits, is left for
-reinforcement learning to find out.
+The searches are systematic, but impatient: most of them give up after a first line that missed, some later. What pays,
+to go on until a line hits, is left for reinforcement learning to find out.
 """
 
-import ast
 import json
 import random
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -38,11 +38,7 @@ WORDS = ["<think>", "</think>", "<answer>", "</answer>"]
 RANGES = {"numbers": (1, 20), "targets": (5, 40)}  # small, so that a few minutes suffice to learn the arithmetic
 EVAL_ROWS, RL_ROWS, SFT_ROWS = 1024, 2048, 5_000
 TRACES_PER_ROW = 12
-ADD_UP = 0.6  # probability that a trace begins by adding everything up
-RIGHT = 0.75  # probability that another line is a right one
-GIVE_UP = 0.6  # probability that a line which missed the target becomes the answer
-MAX_LINES = 5
-OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
+GIVE_UP_AT_ONCE, GIVE_UP_LATER = 0.65, 0.2  # probability that a line which missed, the first or another, is the last
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -101,99 +97,54 @@ def rl_problems() -> tuple[list[Problem], list[Problem]]:
     return problems[:EVAL_ROWS], problems[EVAL_ROWS:]
 
 
-def steps_of(expression: str) -> tuple[list[str], str] | None:
-    """("44+19=63", "63+35=98", ...) and the answer that they amount to, of a solution such as ((44 + 19) + 35).
-
-    None if a step leaves the whole, non-negative numbers that the traces keep to.
-    """
-    steps: list[str] = []
-
-    def walk(node: ast.expr) -> tuple[int, str]:
-        if isinstance(node, ast.Constant):
-            return node.value, str(node.value)
-        (left, left_text), (right, right_text) = walk(node.left), walk(node.right)
-        operator = OPERATORS[type(node.op)]
-        value = combine(left, right, operator)
-        steps.append(f"{left}{operator}{right}={value}")
-        return value, join(left_text, operator, right_text)
-
-    try:
-        _, answer = walk(ast.parse(expression, mode="eval").body)
-    except TypeError:  # a step with None
-        return None
-    return (steps, answer) if not any(step.endswith("None") for step in steps) else None
+def add_up(numbers: list[int]) -> tuple[list[str], str, int]:
+    """Steps "24+19=43", "43+5=48"; the expression "(24+19)+5"; its value."""
+    steps, expression, value = [], str(numbers[0]), numbers[0]
+    for number in numbers[1:]:
+        steps.append(f"{value}+{number}={value + number}")
+        expression, value = join(expression, "+", str(number)), value + number
+    return steps, expression, value
 
 
 def join(left: str, operator: str, right: str) -> str:
     return operator.join(text if text.isdigit() else f"({text})" for text in (left, right))
 
 
-def combine(left: int, right: int, operator: str) -> int | None:
-    """Value of one step, or None where it leaves the small non-negative integers that the traces keep to."""
-    if operator == "+":
-        value = left + right
-    elif operator == "-":
-        value = left - right
-    elif operator == "*":
-        value = left * right
-    else:
-        value = left // right if right and left % right == 0 else -1
-    return value if 0 <= value <= 999 else None
+def tries(numbers: tuple[int, ...]) -> Iterator[tuple[str, str, int]]:
+    """(line, expression, value) of all sums and differences of the numbers, up to the sign, in a fixed order.
+
+    One for each subset of the numbers but the first: its sum and the sum of the rest, the smaller subtracted from the
+    larger.
+    """
+    for subset in range(2 ** (len(numbers) - 1)):
+        subtract = [bool(subset >> (len(numbers) - 1 - i) & 1) for i in range(len(numbers))]
+        steps, expression, value = add_up([n for n, minus in zip(numbers, subtract) if not minus])
+        if subset:
+            more_steps, other_expression, other_value = add_up([n for n, minus in zip(numbers, subtract) if minus])
+            if value < other_value:
+                expression, value, other_expression, other_value = other_expression, other_value, expression, value
+            steps += [*more_steps, f"{value}-{other_value}={value - other_value}"]
+            expression, value = join(expression, "-", other_expression), value - other_value
+        yield " ".join(steps), expression, value
 
 
-def added_up(numbers: tuple[int, ...]) -> tuple[list[str], str, int]:
-    """The sum of all numbers in their order: steps, answer, value."""
-    steps, answer, value = [], str(numbers[0]), numbers[0]
-    for number in numbers[1:]:
-        steps.append(f"{value}+{number}={value + number}")
-        answer, value = join(answer, "+", str(number)), value + number
-    return steps, answer, value
-
-
-def random_line(numbers: tuple[int, ...], rng: random.Random) -> tuple[list[str], str, int]:
-    """A random way to use all numbers: steps, answer, value."""
-    pool = [(number, str(number)) for number in numbers]
-    steps = []
-    while len(pool) > 1:
-        rng.shuffle(pool)
-        (left, left_text), (right, right_text) = pool.pop(), pool.pop()
-        if left < right:
-            (left, left_text), (right, right_text) = (right, right_text), (left, left_text)
-        value = None
-        while value is None:
-            operator = rng.choice("+-")
-            value = combine(left, right, operator)
-        steps.append(f"{left}{operator}{right}={value}")
-        pool.append((value, join(left_text, operator, right_text)))
-    return steps, pool[0][1], pool[0][0]
-
-
-def trace(problem: Problem, right_steps: list[str], right_answer: str, rng: random.Random) -> str:
-    """A search over a few lines, with two bad habits: adding everything up first, and giving up."""
-    lines, answer, hit = [], "", False
-    while not hit and len(lines) < MAX_LINES:
-        if not lines and rng.random() < ADD_UP:
-            steps, answer, value = added_up(problem.numbers)
-        elif rng.random() < RIGHT or len(lines) == MAX_LINES - 1:
-            steps, answer, value = right_steps, right_answer, problem.target
-        else:  # of a few random lines the one that comes nearest
-            tries = [random_line(problem.numbers, rng) for _ in range(6)]
-            steps, answer, value = min(tries, key=lambda t: abs(t[2] - problem.target))
-        if " ".join(steps) in lines:
-            continue
-        lines.append(" ".join(steps))
-        hit = value == problem.target
-        if not hit and rng.random() < GIVE_UP:
-            break
-    return "<think>" + "\n".join(lines) + f"</think><answer>{answer}</answer>"
+def trace(problem: Problem, rng: random.Random) -> str:
+    """One try after the other until the target is hit, or until patience ends."""
+    lines = []
+    for line, expression, value in tries(problem.numbers):
+        give_up = GIVE_UP_LATER if lines else GIVE_UP_AT_ONCE
+        relation = "<" if value < problem.target else ">" if value > problem.target else "="
+        lines.append(f"{line}{relation}{problem.target}")
+        if value == problem.target or rng.random() < give_up:
+            return "<think>" + "\n".join(lines) + f"</think><answer>{expression}</answer>"
+    raise ValueError(f"{problem}: no sum or difference hits the target")
 
 
 @dataclass
 class Args:
     out: Path = Path("common/assets/tiny")  # folder of the finished policy
     work: Path = Path("runs/prepare-tiny")  # folder for traces, the untrained model and the supervised run
-    processes: int = 2  # torchrun ranks of the supervised run
-    steps: int = 1600  # optimizer steps of the supervised run
+    steps: int = 1400  # optimizer steps of the supervised run
     batch_size: int = 32  # traces a step
     learning_rate: float = 1.5e-3  # peak
 
@@ -204,10 +155,9 @@ def main(args: Args) -> None:
     rng = random.Random(1)
     with (args.work / "traces.jsonl").open("w") as file:
         for problem in sums_and_differences(SFT_ROWS, seed=1, exclude={p.key for p in held_out + training}):
-            solution = steps_of(problem.expression)
-            for _ in range(TRACES_PER_ROW if solution else 0):
+            for _ in range(TRACES_PER_ROW):
                 messages = [{"role": "user", "content": prompt_text(problem, "compact")}]
-                messages.append({"role": "assistant", "content": trace(problem, *solution, rng)})
+                messages.append({"role": "assistant", "content": trace(problem, rng)})
                 file.write(json.dumps({"messages": messages}) + "\n")
     blank = args.work / "blank"
     tokenizer = build_tokenizer()
@@ -222,19 +172,10 @@ def main(args: Args) -> None:
         "learning-rate": args.learning_rate,
         "warmup-steps": 50,
         "lr-schedule": "cosine",
-        "strategy": "ddp",
         "resume": "never",
     }
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        str(args.processes),
-        "sft.py",
-    ]
-    command += [str(part) for name, value in options.items() for part in (f"--{name}", value)] + ["--from-scratch"]
+    command = [sys.executable, "sft.py", "--from-scratch"]
+    command += [str(part) for name, value in options.items() for part in (f"--{name}", value)]
     subprocess.run(command, check=True)
     shutil.copytree(args.work / "model", args.out, dirs_exist_ok=True)
 
