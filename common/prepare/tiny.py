@@ -178,6 +178,7 @@ def main(args: Args) -> None:
     command += [str(part) for name, value in options.items() for part in (f"--{name}", value)]
     subprocess.run(command, check=True)
     shutil.copytree(args.work / "model", args.out, dirs_exist_ok=True)
+    tokenizer.save_pretrained(args.out)  # as built: the export wrote it as transformers loads one of a Qwen2
 
 
 if __name__ == "__main__":
