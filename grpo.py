@@ -142,7 +142,7 @@ DEMO = Args(
     lr_schedule="linear",
     lr_floor=0.1,
     warmup_steps=10,
-    total_steps=80,
+    total_steps=60,
 )
 
 
