@@ -25,8 +25,10 @@ micro-batch. Everything per token is flat ([T] or [N]): there is no padding to m
 
 import math
 import sys
-import time
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -36,37 +38,25 @@ import tyro
 from torch import Tensor
 
 from common.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
-from common.data import PromptData, PromptLoader
-from common.distributed import (
-    all_reduce,
-    all_reduce_sums,
-    broadcast_object,
-    forward_context,
-    init_world,
-    run,
-    seed_everything,
-    user_errors,
-    wrap_model,
+from common.data import PromptLoader
+from common.distributed import World, all_reduce, all_reduce_sums, forward_context, run, stop_requested, wrap_model
+from common.engine import Sampling
+from common.episodes import (
+    Episode,
+    dump_rollouts,
+    load_rollouts,
+    prompts_of_all_ranks,
+    rollout_metrics,
+    rollout_sums,
+    sample_episodes,
+    unequal_groups,
 )
-from common.engine import Sampling, VllmEngine
-from common.episodes import Episode, sample_episodes
-from common.evaluate import evaluate, report
-from common.hf_engine import HuggingFaceEngine
-from common.logger import Logger, Stopwatch, peak_memory_gb, plot_curves, save_config
-from common.models import (
-    choose_attention,
-    embedded_data,
-    end_token_ids,
-    export_hugging_face,
-    full_parameters,
-    load_policy,
-    load_tokenizer,
-    parameter_sizes,
-    resolve_model,
-)
-from common.packing import TokenIndex, layout, pack
-from common.precision import LossScale, choose_dtype, gap_limit, guarded_step
-from common.rewards import RewardFunction, load_reward_function, reward_function, score_episodes
+from common.evaluate import evaluate
+from common.models import choose_attention, export_hugging_face, full_parameters, load_policy, parameter_sizes
+from common.packing import MicroBatch, TokenIndex, halve_budget, layout, pack
+from common.precision import LossScale, check_gap, gap_limit, guarded_step
+from common.rewards import score_episodes
+from common.setup import Stopwatch, open_logger, peak_memory_gb, refuse, refuse_idle, set_up
 
 
 @dataclass
@@ -82,6 +72,8 @@ class Args:
     max_rows: int | None = None  # use only the first rows of the training data
     skip_bad_rows: bool = False  # count and drop unusable rows instead of stopping
     reward_function: str | None = None  # FILE.py:NAME, verl's signature; default: by the row's data_source
+    reward_workers: int = 2  # processes per rank that score responses
+    reward_timeout: float = 10.0  # seconds for one response; one that takes longer, or crashes, is left out
     seed: int = 0  # data order, sampling, initialisation
     # rollout
     prompts_per_step: int = 128  # P: prompts per step, over all ranks
@@ -92,13 +84,26 @@ class Args:
     sleep_level: Literal[0, 1, 2] = 1  # engine while updating: 0 stays, 1 weights to host, 2 weights dropped
     max_logprob_gap: float | None = None  # stop if |engine - trainer| log-probs exceed this mean; default by dtype
     # algorithm
-    advantage: Literal["group-std", "group-mean"] = "group-std"  # (r - mean) / std of the group, or r - mean
+    objective: Literal["ppo", "gspo", "cispo"] = "ppo"  # what is clipped: a token's ratio, its sequence's, its weight
+    advantage: Literal["group-std", "group-mean", "rloo", "batch-std"] = "group-std"  # baseline and scale of scores
     reduction: Literal["dapo", "grpo", "dr_grpo"] = "dapo"  # mean over tokens; over sequences; constant length
     clip_low: float = 0.2  # ratio is clipped below 1 - this
     clip_high: float = 0.2  # ratio is clipped above 1 + this (DAPO's clip-higher: 0.28)
     dual_clip: float = 3.0  # loss bound for negative advantages, as a ratio; 0 = off
     minibatches: int = 1  # optimizer steps per rollout and epoch
     epochs_per_step: int = 1  # passes over a rollout
+    entropy_coef: float = 0.0  # bonus for entropy
+    correction: Literal["none", "truncate", "mask", "sequence"] = "none"  # of trainer / engine probabilities: TIS, ...
+    correction_low: float = 0.5  # mask, sequence: below this the weight is 0
+    correction_high: float = 2.0  # truncate: largest weight; mask, sequence: above this the weight is 0
+    kl_in: Literal["none", "reward", "loss"] = "none"  # where the KL to the initial policy is charged
+    kl_coef: float = 0.0  # its coefficient
+    kl_estimator: Literal["k1", "k2", "k3", "k3-is"] = "k1"  # reward: k1; loss: k2, k3, or k3-is (importance-weighted)
+    kl_target: float = 0.0  # adapt the coefficient towards this KL per token; 0: fixed
+    kl_horizon: float = 10_000.0  # sequences over which it adapts
+    overlong_buffer: int = 0  # last tokens of --max-response-tokens in which the score falls, by up to 1 (DAPO)
+    mask_truncated: bool = False  # train on no truncated response; it still counts in its group's baseline
+    dynamic_sampling: int = 0  # replace groups of equal scores, in at most so many rounds of sampling; 0: keep them
     # optimization
     micro_batch_tokens: int = 16384  # tokens of one forward and backward, per rank
     learning_rate: float = 1e-6  # peak
@@ -127,6 +132,9 @@ class Args:
     save_every: int = 0  # steps between checkpoints; 0: only at the end
     keep_checkpoints: int = 1  # newest ones kept; the best by eval/accuracy is kept besides
     resume: str = "auto"  # auto: continue the run in --output-dir if there is one; never; or a path
+    dump_rollouts_every: int = 0  # steps between dumps of all episodes to OUTPUT_DIR/rollouts; 0: none
+    replay: Path | None = None  # a dump: repeat the update of its step bit for bit, without an engine, and stop
+    stall_minutes: float = 30.0  # without progress for so long: print every rank's stacks and stop
     log: str = ""  # further trackers, comma-separated: tensorboard, wandb
 
 
@@ -141,47 +149,119 @@ DEMO = Args(
     learning_rate=8e-5,
     lr_schedule="linear",
     lr_floor=0.1,
-    warmup_steps=10,
-    total_steps=60,
+    warmup_steps=5,
+    eval_every=10,
+    total_steps=80,
 )
 
 
-def group_advantages(scores: Tensor, groups: Tensor, advantage: str) -> Tensor:
-    """Score minus the mean of its group, divided by the group's unbiased standard deviation if so asked.
+def shaped_scores(episodes: list[Episode], max_response_tokens: int, overlong_buffer: int) -> Tensor:
+    """Scores [E], with DAPO's soft overlong punishment (eq. 13): up to -1 over the last `overlong_buffer` tokens."""
+    scores = torch.tensor([e.rewards["score"] for e in episodes], dtype=torch.float32)
+    if not overlong_buffer:
+        return scores
+    lengths = torch.tensor([len(e.response_ids) for e in episodes])
+    return scores + ((max_response_tokens - overlong_buffer - lengths) / overlong_buffer).clamp(-1, 0)
 
-    scores [E] float, groups [E] int64 -> [E]. DeepSeekMath eq. 3 ("group-std"), Dr. GRPO ("group-mean").
-    A group of one, or one whose scores are all equal, has advantage 0: there is nothing to compare.
+
+def group_advantages(scores: Tensor, groups: Tensor, advantage: str) -> Tensor:
+    """Score minus a baseline from its group, scaled. scores [E] float, groups [E] int64 -> [E]. All ranks call it.
+
+    group-std: (r - mean) / std, unbiased (DeepSeekMath eq. 3). group-mean: r - mean (Dr. GRPO). rloo: r - mean of the
+    others (arXiv 2402.14740). batch-std: (r - mean) / std over all episodes of the step (REINFORCE++-baseline,
+    2501.03262). A group of one, or one whose scores are all equal, has advantage 0: there is nothing to compare.
     """
     exact = scores.double()  # in float32 the mean of eight times 0.1 is not 0.1, and the division blows up the rest
     advantages = torch.zeros_like(exact)
     for group in groups.unique():
         members = groups == group
+        size = int(members.sum())
         centered = exact[members] - exact[members].mean()
         if advantage == "group-std":
-            std = (centered.square().sum() / max(len(centered) - 1, 1)).sqrt()
-            centered = centered / (std + 1e-6)
+            centered = centered / ((centered.square().sum() / max(size - 1, 1)).sqrt() + 1e-6)
+        elif advantage == "rloo":
+            centered = centered * size / max(size - 1, 1)
         advantages[members] = centered
+    if advantage == "batch-std":
+        squares, count = all_reduce([advantages.square().sum().item(), len(advantages)])
+        advantages /= math.sqrt(squares / max(count - 1, 1)) + 1e-6
     return advantages.to(scores.dtype)
 
 
-def clipped_surrogate(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float
-) -> tuple[Tensor, Tensor]:
-    """Loss per token [N] and whether its clip is active [N]: PPO (arXiv 1707.06347, eq. 7) with separate bounds.
+def sequence_mean(values: Tensor, episodes: Tensor) -> Tensor:
+    """Mean of values [N] over the tokens of the same episode, at each of them. episodes [N] int64 -> [N]."""
+    _, place, count = episodes.unique(return_inverse=True, return_counts=True)
+    return (values.new_zeros(len(count)).index_add(0, place, values) / count)[place]
 
-    max(-A r, -A clip(r, 1 - low, 1 + high)) with r = exp(logprobs - old_logprobs); for A < 0 at most -A * dual_clip.
+
+def surrogate(
+    objective: str,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    episodes: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float,
+) -> tuple[Tensor, Tensor]:
+    """Loss per token [N] and whether its clip is active [N], with r = exp(logprobs - old_logprobs).
+
+    ppo: max(-A r, -A clip(r, 1 - low, 1 + high)), for A < 0 at most -A * dual_clip (arXiv 1707.06347 eq. 7,
+    1912.09729). gspo: the same with the geometric mean of r over the sequence, no dual clip (2507.18071 eq. 5, 14).
+    cispo: -A clip(r) log p, the clipped ratio being a constant weight: no token loses its gradient (2506.13585 eq. 4).
     """
     logratio = (logprobs - old_logprobs).clamp(-20, 20)
+    if objective == "gspo":  # the value of the sequence's ratio, the gradient of the token's
+        logratio = logprobs - logprobs.detach() + sequence_mean(logratio, episodes).detach()
     ratio = logratio.exp()
-    pg_loss1 = -advantages * ratio
-    pg_loss2 = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    pg_loss = torch.maximum(pg_loss1, pg_loss2)
-    clipped = pg_loss2 > pg_loss1
-    if dual_clip > 0:
+    clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
+    if objective == "cispo":
+        return -advantages * clipped_ratio.detach() * logprobs, clipped_ratio != ratio
+    pg_loss = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)
+    clipped = -advantages * clipped_ratio > -advantages * ratio
+    if dual_clip > 0 and objective == "ppo":
         bound = -advantages * dual_clip
         clipped = clipped | ((advantages < 0) & (pg_loss > bound))
         pg_loss = torch.where(advantages < 0, torch.minimum(pg_loss, bound), pg_loss)
     return pg_loss, clipped
+
+
+def engine_correction(
+    correction: str, old_logprobs: Tensor, rollout_logprobs: Tensor, episodes: Tensor, low: float, high: float
+) -> Tensor:
+    """Constant weight of each token [N] for having been sampled by the engine, w = trainer's / engine's probability.
+
+    truncate: min(w, high) (TIS, fengyao.notion.site/off-policy-rl). mask: w if low <= w <= high, else 0 (IcePop,
+    arXiv 2510.18855; MIS: low 0). sequence: 1 if low <= geometric mean of w over the sequence <= high, else 0. What is
+    masked stays in the denominator.
+    """
+    logratio = (old_logprobs - rollout_logprobs).detach().clamp(-20, 20)
+    if correction == "truncate":
+        return logratio.exp().clamp(max=high)
+    weight = sequence_mean(logratio, episodes).exp() if correction == "sequence" else logratio.exp()
+    inside = (weight >= low) & (weight <= high)
+    return inside.to(weight.dtype) * (1.0 if correction == "sequence" else weight)
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor, estimator: str) -> Tensor:
+    """Per-token estimate [N] of KL(policy || reference), d = log policy - log reference (joschu.net/blog/kl-approx).
+
+    k1: d. k2: d^2 / 2. k3: exp(-d) - 1 + d. k3-is: k3 times the ratio policy / old, gradient through both: the one
+    that is right off-policy as well (DeepSeek-V3.2, arXiv 2512.02556 sec. 3.1).
+    """
+    d = (logprobs - ref_logprobs).clamp(-20, 20)
+    if estimator == "k1":
+        return d
+    if estimator == "k2":
+        return 0.5 * d.square()
+    k3 = (-d).exp() - 1 + d
+    return k3 * (logprobs - old_logprobs).clamp(-20, 20).exp() if estimator == "k3-is" else k3
+
+
+def adapted_kl_coef(kl_coef: float, kl: float, target: float, horizon: float, num_sequences: float) -> float:
+    """Next coefficient of the adaptive controller (arXiv 1909.08593 sec. 2.2); target 0: fixed."""
+    error = min(max(kl / target - 1, -0.2), 0.2) if target else 0.0
+    return kl_coef * (1 + error * num_sequences / horizon)
 
 
 def token_weights(
@@ -215,272 +295,269 @@ def lr_factor(step: int, total_steps: int, warmup_steps: float, schedule: str, f
     return floor + (1 - floor) * decay
 
 
-def split_minibatches(episodes: list[Episode], num_prompts: int, minibatches: int, seed: int, step: int) -> list[list]:
-    """Episode numbers of each minibatch: a random split of the step's prompts that does not depend on the ranks."""
-    order = np.random.Generator(np.random.PCG64([seed, step])).permutation(num_prompts)
-    minibatch_of = {int(prompt): place * minibatches // num_prompts for place, prompt in enumerate(order)}
+def split_minibatches(episodes: list[Episode], prompts: list, minibatches: int, seed: int, step: int) -> list[list]:
+    """Episode numbers of each minibatch: a random split of all ranks' `prompts`, so that the ranks play no part."""
+    order = np.random.Generator(np.random.PCG64([seed, step])).permutation(prompts)
+    minibatch_of = {int(prompt): place * minibatches // len(prompts) for place, prompt in enumerate(order)}
     split: list[list[int]] = [[] for _ in range(minibatches)]
     for i, episode in enumerate(episodes):
         split[minibatch_of[episode.prompt_index]].append(i)
     return split
 
 
+@dataclass
+class Tokens:
+    """What is known of each trained token: T of them on this rank in a step, N in a micro-batch."""
+
+    episodes: Tensor  # [T] int64: whose token
+    lengths: Tensor  # [T] float: trained tokens of its episode
+    rollout_logprobs: Tensor  # [T] float32: the engine's
+    old_logprobs: Tensor  # [T] float32: the trainer's, with the weights of the rollout; NaN until computed
+    ref_logprobs: Tensor  # [T] float32: the initial policy's; NaN without --kl-in
+    advantages: Tensor  # [T] float32
+
+    def __getitem__(self, index: Tensor) -> "Tokens":
+        return Tokens(*(getattr(self, field.name)[index] for field in fields(self)))
+
+
+def backward(
+    policy: torch.nn.Module,
+    batches: list[MicroBatch],
+    tokens: Tokens,
+    args: Args,
+    world: World,
+    denominators: list[float],
+    on_policy: bool,
+    kl_coef: float = 0.0,
+    scale: float = 1.0,
+) -> Tensor:
+    """Accumulate the gradient of one optimizer step. Returns sums over its tokens: loss, entropy, clipped, old-new KL.
+
+    denominators: trained tokens, and episodes that have any, over all ranks. If `on_policy`, the weights are those of
+    the rollout: the log-probs are the old ones too, and are kept as such.
+    """
+    num_loss_tokens, num_sequences = (max(count, 1.0) for count in denominators)
+    sums = torch.zeros(4, device=world.device)
+    for i, batch in enumerate(batches):
+        batch = batch.to(world.device)
+        with forward_context(policy, last=i == len(batches) - 1):
+            logprobs, entropy = policy(batch, args.temperature)  # [N], [N]
+            if on_policy:
+                tokens.old_logprobs[batch.tokens] = logprobs.detach()
+            t = tokens[batch.tokens]
+            clip = (args.clip_low, args.clip_high, args.dual_clip)
+            loss, clipped = surrogate(args.objective, logprobs, t.old_logprobs, t.advantages, t.episodes, *clip)
+            if args.correction != "none":
+                bounds = (args.correction_low, args.correction_high)
+                loss = loss * engine_correction(
+                    args.correction, t.old_logprobs, t.rollout_logprobs, t.episodes, *bounds
+                )
+            loss = loss - args.entropy_coef * entropy
+            if args.kl_in == "loss":
+                loss = loss + kl_coef * kl_estimate(logprobs, t.ref_logprobs, t.old_logprobs, args.kl_estimator)
+            limit = args.max_response_tokens
+            loss = (loss * token_weights(args.reduction, t.lengths, num_loss_tokens, num_sequences, limit)).sum()
+            # FSDP2 and DDP average gradients over ranks, the denominator is global: hence world.size
+            (loss * world.size * scale).backward()
+        logratio = logprobs.detach() - t.old_logprobs
+        kl = logratio.exp() - 1 - logratio  # k3
+        sums += torch.stack([x.detach().float() for x in (loss, entropy.sum(), clipped.sum(), kl.sum())])
+    return sums
+
+
 def check_args(args: Args) -> None:
-    """Refuse what cannot work before anything is loaded."""
-    if args.prompts_per_step < args.minibatches:
-        raise SystemExit(
-            f"--minibatches {args.minibatches} of --prompts-per-step {args.prompts_per_step}: a minibatch needs at "
-            "least one prompt (a group stays together)"
-        )
-    if args.samples_per_prompt < 2 and not args.eval_only:
-        raise SystemExit("--samples-per-prompt 1: a group of one has no advantage; GRPO needs at least 2")
-    if args.eval_samples > 1 and args.eval_temperature == 0:
-        raise SystemExit(
-            f"--eval-samples {args.eval_samples} at --eval-temperature 0: greedy samples are all the same; give a "
-            "temperature, such as --eval-temperature 1"
-        )
-    Sampling(temperature=args.temperature).check_exact()
-    if args.dual_clip and args.dual_clip <= 1:
-        raise SystemExit(f"--dual-clip {args.dual_clip}: a bound on the ratio must be above 1 (0 = off)")
-    if args.eval_rows < 1:
-        raise SystemExit(f"--eval-rows {args.eval_rows}: needs at least 1")
-    if not (args.eval_data if args.eval_only else args.train_data) and (args.model != "tiny" or args.train_data):
-        raise SystemExit(f"--model {args.model} needs {'--eval-data' if args.eval_only else '--train-data'}")
+    """Refuse what cannot work, or has no effect, before anything is loaded."""
+    off_policy = args.minibatches * args.epochs_per_step > 1
+    moved = "several --minibatches or --epochs-per-step: on-policy the ratio is 1"
+    kl = "--kl-in reward or loss"
+    refuse_idle(
+        args,
+        {
+            "clip_low": (off_policy, moved),
+            "clip_high": (off_policy, moved),
+            "dual_clip": (off_policy and args.objective == "ppo", f"--objective ppo, and {moved}"),
+            "correction_low": (args.correction in ("mask", "sequence"), "--correction mask or sequence"),
+            "correction_high": (args.correction != "none", "a --correction"),
+            "kl_coef": (args.kl_in != "none", f"a place, {kl}"),
+            "kl_estimator": (args.kl_in != "none", kl),
+            "kl_target": (args.kl_in != "none", kl),
+            "kl_horizon": (args.kl_target > 0, "--kl-target"),
+        },
+    )
+    P, M, estimator = args.prompts_per_step, args.minibatches, args.kl_estimator
+    refuse(P < M, f"--minibatches {M} of --prompts-per-step {P}: a minibatch needs a prompt (groups stay together)")
+    refuse(
+        args.samples_per_prompt < 2 and not args.eval_only, "--samples-per-prompt 1: a group of one has no advantage"
+    )
+    refuse(0 < args.dual_clip <= 1, f"--dual-clip {args.dual_clip}: a bound on the ratio must be above 1 (0 = off)")
+    refuse(
+        not 0 <= args.overlong_buffer < args.max_response_tokens, "--overlong-buffer: 0 to --max-response-tokens - 1"
+    )
+    refuse(args.kl_in != "none" and not args.kl_coef, f"--kl-in {args.kl_in} needs a --kl-coef, such as 0.001")
+    refuse(args.kl_in == "reward" and estimator != "k1", f"--kl-in reward with {estimator}: biased there, take k1")
+    refuse(
+        args.kl_in == "loss" and estimator == "k1", "--kl-in loss with k1: its gradient is 0 on average; take k3-is"
+    )
 
 
 def main(args: Args, demo: bool = False) -> None:
-    world = init_world()
-    if demo:
-        world.print("no --model given: running the embedded demo")
     check_args(args)
-    stamp = broadcast_object(time.strftime("%Y%m%d-%H%M%S"))  # the clocks of the ranks may differ
-    output_dir = args.output_dir or Path("runs") / f"grpo-{Path(args.model).name}-{stamp}"
-    with user_errors():
-        compute_dtype, why = choose_dtype(args.dtype, world.device)
-    path = resolve_model(args.model, world)
-    tokenizer = load_tokenizer(path, args.trust_remote_code)
-    end_ids = end_token_ids(path, tokenizer)
-    if args.model == "tiny" and not args.train_data:
-        args.train_data, held_out = embedded_data("tiny", output_dir / "data", world)
-        args.eval_data = args.eval_data or held_out
-    data_options = {"max_prompt_tokens": args.max_prompt_tokens, "overlong": args.overlong_prompts}
-    data_options |= {"skip_bad_rows": args.skip_bad_rows, "notice": world.print}
-    train_data = eval_data = None
-    with user_errors():
-        if not args.eval_only:
-            train_data = PromptData(args.train_data, tokenizer, max_rows=args.max_rows, **data_options)
-        if args.eval_data:
-            eval_data = PromptData(args.eval_data, tokenizer, flag="--eval-data", **data_options)
-        reward: RewardFunction | None = load_reward_function(args.reward_function) if args.reward_function else None
-        for data in (train_data, eval_data):
-            for source in data.sources() if data and not reward else ():
-                reward_function(source)  # an unknown data_source is an error now, not after the first rollout
-    total_steps = args.total_steps
-    if total_steps is None and train_data:
-        total_steps = max(1, round(args.total_epochs * len(train_data) / args.prompts_per_step))
+    job = set_up(args, "grpo", demo)
+    world, engine, device = job.world, job.engine, job.world.device
 
-    # The engine first: it loads the weights by itself and is asleep when the trainer takes its memory.
-    make_engine = VllmEngine if args.engine == "vllm" else HuggingFaceEngine
-    engine = make_engine(
-        path,
-        compute_dtype,
-        world,
-        end_ids=end_ids,
-        max_model_len=args.max_prompt_tokens + args.max_response_tokens,
-        memory_gib=args.engine_memory,
-        sleep_level=args.sleep_level,
-        trust_remote_code=args.trust_remote_code,
-    )
-    engine.sleep()
-    seed_everything(args.seed, world.rank)  # after vLLM, which seeds every rank alike
-    attention = choose_attention(args.attention, world.device)
-    policy = load_policy(
-        path,
-        attention,
-        gradient_checkpointing=args.gradient_checkpointing,
-        trust_remote_code=args.trust_remote_code,
-    )
+    attention = choose_attention(args.attention, device)
+    load = partial(load_policy, job.path, attention, trust_remote_code=args.trust_remote_code)
+    policy = load(gradient_checkpointing=args.gradient_checkpointing)
     sizes = parameter_sizes(policy)
-    num_parameters = sum(p.numel() for p in policy.parameters())
-    policy = wrap_model(policy, world, args.strategy, compute_dtype, policy.layers())
+    pack_options = layout(attention, args.micro_batch_tokens, policy.hidden_size)
+    policy = wrap_model(policy, world, args.strategy, job.compute_dtype)
+    reference = None
+    if args.kl_in != "none":
+        reference = wrap_model(load().requires_grad_(False), world, args.strategy, job.compute_dtype)
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.999), weight_decay=args.weight_decay, fused=True
     )
-    loss_scale = LossScale.for_dtype(compute_dtype)
-    max_gap = gap_limit(compute_dtype) if args.max_logprob_gap is None else args.max_logprob_gap
-    pack_options = layout(attention, args.micro_batch_tokens)
+    loss_scale = LossScale.for_dtype(job.compute_dtype)
+    max_gap = gap_limit(job.compute_dtype) if args.max_logprob_gap is None else args.max_logprob_gap
     sampling = Sampling(args.samples_per_prompt, args.max_response_tokens, args.temperature)
-    eval_sampling = Sampling(
-        args.eval_samples, args.max_response_tokens, args.eval_temperature, args.eval_top_p, args.eval_top_k
-    )
+
+    trained = {"policy": (policy, optimizer)}
+    loader = None if args.eval_only else PromptLoader(len(job.train_data), args.seed)
+    start, best, kl_coef = 0, -math.inf, args.kl_coef
+    if resumed := find_checkpoint(job.output_dir, args.resume, world):
+        state = load_checkpoint(resumed, trained, world)
+        start, best, kl_coef = state["step"], state["best"], state["kl_coef"]
+        loss_scale.load_state_dict(state["loss_scale"])
+        if loader:
+            loader.load_state_dict(state["loader"])
+    logger = open_logger(args, job, "grpo", trained, start, resumed)
 
     def sync_engine(step: int) -> None:
         engine.wake("weights")
         engine.sync_weights(full_parameters(policy), sizes, step)
         engine.wake("kv_cache")
 
-    def run_evaluation(step: int) -> dict[str, float]:
-        """eval/* of the weights of `step`, which the engine, awake, must hold."""
-        metrics, samples = evaluate(
-            engine,
-            eval_data,
-            args.eval_rows,
-            eval_sampling,
-            reward,
-            tokenizer,
-            seed=args.seed,
-            weights_step=step,
-            world=world,
-        )
-        if args.eval_only and world.is_main:
-            world.print(report(samples, output_dir / "eval_samples.parquet"))
-            world.print(f"samples: {output_dir / 'eval_samples.parquet'}")
-        logger.samples(step, [(s["prompt"], s["completion"], s["score"]) for s in samples[:2]])
-        return metrics
+    @torch.no_grad()
+    def logprob_pass(model: torch.nn.Module, batches: Iterable[MicroBatch], result: Tensor) -> None:
+        for batch in batches:
+            with forward_context(model):
+                result[batch.tokens.to(device)] = model(batch.to(device), args.temperature)[0]
 
-    trained = {"policy": (policy, optimizer)}
-    loader = None if args.eval_only else PromptLoader(len(train_data), args.prompts_per_step, args.seed)
-    start, best = 0, -math.inf
-    if resumed := find_checkpoint(output_dir, args.resume, world):
-        state = load_checkpoint(resumed, trained, world)
-        start, best = state["step"], -math.inf if state["best"] is None else state["best"]
-        if loader:
-            loader.load_state_dict(state["loader"])
-        loss_scale.load_state_dict(state["loss_scale"])
-    if world.is_main and not args.eval_only:
-        save_config(output_dir, vars(args))
-    logger = Logger(
-        output_dir,
-        total_steps=total_steps or 0,
-        trackers=args.log,
-        config=vars(args),
-        name="grpo",
-        is_main=world.is_main,
-    )
-    if resumed:
-        logger.event({"event": "resumed", "step": start, "checkpoint": str(resumed)})
-        world.print(f"resumed: {resumed}, step {start}")
-    world.print(
-        f"grpo.py: {args.model}, {num_parameters / 1e6:.1f} M parameters, {world.size} x {world.device.type}, "
-        f"{args.strategy}, {args.engine}, compute {compute_dtype} ({why}) -> {output_dir}"
-    )
-    if args.save_every and args.eval_every and args.save_every % args.eval_every:
-        world.print("note: the best checkpoint is chosen among steps that are both saved and evaluated")
     if args.eval_only:
         sync_engine(start)
-        logger.event({"event": "eval_only", "step": start, **run_evaluation(start)})
+        metrics = evaluate(job, args, start, logger, job.output_dir / "eval_samples.parquet")
+        logger.event({"event": "eval_only", "step": start, **metrics})
         return
-    world.print(
-        f"{len(train_data)} prompts; a step: {args.prompts_per_step} prompts x {args.samples_per_prompt} samples = "
-        f"{args.prompts_per_step * args.samples_per_prompt} episodes, {args.minibatches} minibatches x "
-        f"{args.epochs_per_step} epochs; {total_steps} steps pass over the data "
-        f"{total_steps * args.prompts_per_step / len(train_data):.2f} times"
-    )
 
-    for step in range(start, total_steps):
+    end = start + 1 if args.replay else job.total_steps
+    for step in range(start, end):
         watch = Stopwatch()
+        sampled, episodes, drawn = [], [], 0  # episodes of this rank: all, those to train on; prompts of all ranks
+        if args.replay:
+            sampled, episodes = load_rollouts(args.replay, step + 1, world)
+        else:
+            with watch("sync"):
+                sync_engine(step)
+            if step == 0 and args.eval_before and job.eval_data:
+                with watch("eval"):
+                    logger.log(0, evaluate(job, args, 0, logger))
 
-        # 1. data
-        positions = loader.next()
-        prompts = [(p, train_data[position]) for p, position in enumerate(positions)][world.rank :: world.size]
+        missing = 0 if args.replay else args.prompts_per_step
+        for _ in range(max(args.dynamic_sampling, 1)):
+            if not missing:
+                break
+            # 1. data
+            places = list(enumerate(loader.next(missing), start=drawn))[world.rank :: world.size]
+            prompts = {place: job.train_data[position] for place, position in places}
+            drawn += missing
 
-        # 2. rollout
-        with watch("sync"):
-            sync_engine(step)
-        if step == start and args.eval_before and eval_data and not resumed:
-            with watch("eval"):
-                logger.log(0, run_evaluation(step))
-        with watch("rollout"):
-            episodes = sample_episodes(engine, prompts, sampling, seed=args.seed, step=step, weights_step=step)
-        engine.sleep()
+            # 2. rollout
+            with watch("rollout"):
+                new = sample_episodes(engine, prompts, sampling, seed=args.seed, step=step, weights_step=step)
 
-        # 3. rewards and advantages
-        with watch("reward"):
-            score_episodes(episodes, dict(prompts), reward, tokenizer)
-        scores = torch.tensor([e.rewards["score"] for e in episodes], dtype=torch.float32)  # [E]
-        groups = torch.tensor([e.prompt_index for e in episodes], dtype=torch.int64)  # [E]
-        advantages = group_advantages(scores, groups, args.advantage)  # [E]
+            # 3. rewards
+            with watch("reward"):
+                score_episodes(new, prompts, job.workers, job.tokenizer)
+            sampled += new
+            new = [e for e in new if math.isfinite(e.rewards["score"])]  # scoring the others has failed
+            episodes += unequal_groups(new) if args.dynamic_sampling else new
+            missing = args.prompts_per_step - int(all_reduce([len({e.prompt_index for e in episodes})])[0])
+        if args.dynamic_sampling and missing:
+            raise SystemExit(
+                f"--dynamic-sampling {args.dynamic_sampling}: {missing} groups of unequal scores are missing "
+                "after so many rounds; raise it, or --samples-per-prompt, or take prompts of another difficulty"
+            )
+        if engine:
+            engine.sleep()
 
         # 4. update
+        for episode in episodes if args.mask_truncated else []:
+            episode.loss_mask = [trained * (not episode.truncated) for trained in episode.loss_mask]
+        groups = torch.tensor([e.prompt_index for e in episodes], dtype=torch.int64)  # [E]
+        scores = shaped_scores(episodes, args.max_response_tokens, args.overlong_buffer)  # [E]
         index = TokenIndex(episodes)
-        sampled = [lp for e in episodes for lp, trained in zip(e.logprobs, e.loss_mask) if trained]
-        rollout_logprobs = torch.tensor(sampled, device=world.device)  # [T], the engine's
-        old_logprobs = torch.full_like(rollout_logprobs, math.nan)  # [T], each filled before it is used
-        token_advantages = advantages[index.episode_of_token].to(world.device)  # [T]
-        token_lengths = index.lengths[index.episode_of_token].float().to(world.device)  # [T]
-        split = split_minibatches(episodes, args.prompts_per_step, args.minibatches, args.seed, step)
+        episode_of_token = index.episode_of_token  # [T]
+        rollout_logprobs = torch.tensor([lp for e in episodes for lp, m in zip(e.logprobs, e.loss_mask) if m])
+        unknown = torch.full((len(index),), math.nan)
+        flat = [episode_of_token, index.lengths[episode_of_token].float(), rollout_logprobs]
+        tokens = Tokens(*(x.to(device) for x in (*flat, unknown, unknown.clone(), unknown.clone())))
+        split = split_minibatches(episodes, prompts_of_all_ranks(episodes), args.minibatches, args.seed, step)
         packs = [pack(episodes, selected, index, **pack_options) for selected in split]
         counts = [float(n) for s in split for n in (index.lengths[s].sum(), (index.lengths[s] > 0).sum())]
         counts = all_reduce(counts)  # per minibatch, over all ranks: trained tokens, episodes that have any
 
-        with watch("logprob"), torch.no_grad():
-            for batches in packs[1:]:  # the first minibatch gets them for free in its own forward
-                for batch in batches:
-                    with forward_context(policy, world, compute_dtype):
-                        batch = batch.to(world.device)
-                        old_logprobs[batch.tokens] = policy(batch, args.temperature)[0]
+        with watch("logprob"):
+            # the first minibatch gets its old log-probs for free in its own forward, if no reward depends on them
+            logprob_pass(policy, chain(*(packs if args.kl_in == "reward" else packs[1:])), tokens.old_logprobs)
+            if reference:
+                logprob_pass(reference, chain(*packs), tokens.ref_logprobs)
+        if args.kl_in == "reward":
+            kl = kl_estimate(tokens.old_logprobs, tokens.ref_logprobs, tokens.old_logprobs, "k1").cpu()
+            scores = scores - kl_coef * torch.zeros(len(scores)).index_add(0, episode_of_token, kl)
+        advantages = group_advantages(scores, groups, args.advantage)  # [E]
+        tokens.advantages = advantages[episode_of_token].to(device)
+        if args.dump_rollouts_every and (step + 1) % args.dump_rollouts_every == 0:
+            folder = job.output_dir / "rollouts"
+            dump_rollouts(folder, step + 1, sampled, episodes, advantages.tolist(), job.tokenizer, world)
 
-        lr = args.learning_rate * lr_factor(step, total_steps, args.warmup_steps, args.lr_schedule, args.lr_floor)
+        lr = args.learning_rate * lr_factor(step, job.total_steps, args.warmup_steps, args.lr_schedule, args.lr_floor)
         for group in optimizer.param_groups:
             group["lr"], group["weight_decay"] = lr, args.weight_decay  # of this run, not of the checkpoint
-        totals = torch.zeros(4, device=world.device)  # loss, entropy, clipped tokens, KL: summed over tokens
+        totals = torch.zeros(4, device=device)
         grad_norms, skipped = [], 0
-        clip = (args.clip_low, args.clip_high, args.dual_clip)
         with watch("update"):
             for epoch in range(args.epochs_per_step):
-                for m, batches in enumerate(packs):
+                for m in range(args.minibatches):
                     on_policy = epoch == m == 0
-                    num_loss_tokens, num_sequences = max(counts[2 * m], 1.0), max(counts[2 * m + 1], 1.0)
-                    for i, batch in enumerate(batches):
-                        batch = batch.to(world.device)
-                        with forward_context(policy, world, compute_dtype, last=i == len(batches) - 1):
-                            mb_logprobs, mb_entropy = policy(batch, args.temperature)  # [N], [N]
-                            if on_policy:
-                                old_logprobs[batch.tokens] = mb_logprobs.detach()
-                            mb_old_logprobs, mb_advantages = old_logprobs[batch.tokens], token_advantages[batch.tokens]
-                            pg_loss, clipped = clipped_surrogate(mb_logprobs, mb_old_logprobs, mb_advantages, *clip)
-                            mb_lengths = token_lengths[batch.tokens]
-                            weights = token_weights(
-                                args.reduction, mb_lengths, num_loss_tokens, num_sequences, args.max_response_tokens
-                            )
-                            # FSDP2 and DDP average gradients over ranks, the denominator is global: hence world.size
-                            loss = (pg_loss * weights).sum() * world.size
-                            (loss * loss_scale.scale).backward()
-                        logratio = mb_logprobs.detach() - mb_old_logprobs
-                        kl = logratio.exp() - 1 - logratio  # k3 of the old against the new policy
-                        sums = (loss.detach() / world.size, mb_entropy.detach().sum(), clipped.sum(), kl.sum())
-                        totals += torch.stack([value.float() for value in sums])
+                    constants = (counts[2 * m : 2 * m + 2], on_policy, kl_coef, loss_scale.scale)
+                    while True:
+                        try:
+                            totals += backward(policy, packs[m], tokens, args, world, *constants)
+                            break
+                        except torch.OutOfMemoryError as error:  # the same gradient, in smaller pieces
+                            optimizer.zero_grad()
+                            pack_options = halve_budget(pack_options, world, error)
+                            packs = [pack(episodes, selected, index, **pack_options) for selected in split]
                     if on_policy:  # all old log-probs are in, and the weights are still the engine's
-                        gap_sum = all_reduce([(rollout_logprobs - old_logprobs).abs().sum().item()])[0]
-                        gap = gap_sum / max(sum(counts[::2]), 1.0)
-                        if not gap <= max_gap:
-                            raise RuntimeError(
-                                f"step {step}: the engine's log-probs differ from the trainer's by {gap:.2g} on "
-                                f"average, more than --max-logprob-gap {max_gap:.2g}: stale or damaged weights, or a "
-                                "cache that outlived the sync"
-                            )
+                        gap = (tokens.rollout_logprobs - tokens.old_logprobs).abs().sum().item()
+                        gap = all_reduce([gap])[0] / max(sum(counts[::2]), 1.0)
+                        check_gap(gap, max_gap, step)
                     grad_norm, stepped = guarded_step(policy, optimizer, args.max_grad_norm, loss_scale)
                     grad_norms.append(grad_norm)
                     skipped += not stepped
 
         # 5. log
-        sums = dict(zip(("loss", "entropy", "clipped", "kl"), totals.tolist()))
-        sums = all_reduce_sums(sums | rollout_sums(episodes, scores, groups))
-        trained_tokens = max(sum(counts[::2]) * args.epochs_per_step, 1.0)
-        optimizer_steps = args.minibatches * args.epochs_per_step
-        mean = sums["score"] / sums["episodes"]
-        metrics = {
-            "reward/mean": mean,
-            "reward/std": math.sqrt(max(0.0, sums["score_squared"] / sums["episodes"] - mean**2)),
-            "reward/accuracy": sums["correct"] / sums["episodes"],
-            "reward/zero_variance_groups": sums["flat_groups"] / sums["groups"],
-            "rollout/response_length": sums["response_tokens"] / sums["episodes"],
-            "rollout/truncated": sums["truncated"] / sums["episodes"],
-            "rollout/tokens_per_s": sums["response_tokens"] / watch.seconds["rollout"],
-            "policy/loss": sums["loss"] / optimizer_steps,
-            "policy/entropy": sums["entropy"] / trained_tokens,
-            "policy/clip_fraction": sums["clipped"] / trained_tokens,
-            "policy/approx_kl": sums["kl"] / trained_tokens,
+        sums = dict(zip(("loss", "entropy", "clipped", "kl"), totals.tolist())) | rollout_sums(sampled)
+        if reference:
+            old = tokens.old_logprobs
+            sums["kl_to_ref"] = kl_estimate(old, tokens.ref_logprobs, old, "k3").sum().item()
+        sums = all_reduce_sums(sums)
+        num_tokens = max(sum(counts[::2]), 1.0)
+        metrics = rollout_metrics(sums, watch.seconds) | {
+            "policy/loss": sums["loss"] / (args.minibatches * args.epochs_per_step),
+            "policy/entropy": sums["entropy"] / (num_tokens * args.epochs_per_step),
+            "policy/clip_fraction": sums["clipped"] / (num_tokens * args.epochs_per_step),
+            "policy/approx_kl": sums["kl"] / (num_tokens * args.epochs_per_step),
             "policy/rollout_logprob_gap": gap,
             "optim/grad_norm": sum(grad_norms) / len(grad_norms),
             "optim/lr": lr,
@@ -488,44 +565,34 @@ def main(args: Args, demo: bool = False) -> None:
             "optim/loss_scale": loss_scale.scale,
             "data/epoch": loader.epoch,
         }
+        if reference:
+            metrics |= {"policy/kl_to_ref": sums["kl_to_ref"] / num_tokens, "policy/kl_coef": kl_coef}
+            kl = metrics["policy/kl_to_ref"]
+            kl_coef = adapted_kl_coef(kl_coef, kl, args.kl_target, args.kl_horizon, sum(counts[1::2]))
 
         # 6. eval, checkpoint
-        last = step + 1 == total_steps
-        if eval_data and (last or (args.eval_every and (step + 1) % args.eval_every == 0)):
+        last, stop = step + 1 == end, stop_requested()
+        if engine and job.eval_data and (last or (args.eval_every and (step + 1) % args.eval_every == 0)):
             with watch("eval"):
                 sync_engine(step + 1)
-                metrics |= run_evaluation(step + 1)
+                metrics |= evaluate(job, args, step + 1, logger)
                 engine.sleep()
-        metrics |= watch.metrics() | {"memory/peak_gb": peak_memory_gb(world.device)}
+        metrics |= watch.metrics() | {"memory/peak_gb": peak_memory_gb(device)}
         logger.log(step + 1, metrics)  # before the checkpoint: a step that a resume skips is a step on record
-        if last or (args.save_every and (step + 1) % args.save_every == 0):
+        if last or stop or (args.save_every and (step + 1) % args.save_every == 0):
             improved = metrics.get("eval/accuracy", -math.inf) > best
             best = max(best, metrics.get("eval/accuracy", -math.inf))
-            state = {"loader": loader.state_dict(), "loss_scale": loss_scale.state_dict()}
-            state["best"] = best if math.isfinite(best) else None
-            folder = output_dir / "checkpoints"
+            state = {"best": best, "kl_coef": kl_coef}
+            state |= {"loader": loader.state_dict(), "loss_scale": loss_scale.state_dict()}
+            folder = job.output_dir / "checkpoints"
             save_checkpoint(folder, step + 1, trained, state, world, keep=args.keep_checkpoints, best=improved)
+        if stop and not last:
+            logger.event({"event": "stopped", "step": step + 1})
+            raise SystemExit(143)  # as a process ended by SIGTERM
 
-    export_hugging_face(policy, tokenizer, output_dir / "model", world, compute_dtype)
-    if world.is_main:
-        plot_curves(output_dir)
+    export_hugging_face(policy, job.tokenizer, job.output_dir / "model", world, job.compute_dtype)
     logger.close()
-    world.print(f"done: {output_dir / 'model'} loads in transformers and vLLM; curves in {output_dir / 'curves.png'}")
-
-
-def rollout_sums(episodes: list[Episode], scores: Tensor, groups: Tensor) -> dict[str, float]:
-    """What this rank adds to the metrics of a step: sums and counts, to be reduced once."""
-    by_group = [scores[groups == g] for g in groups.unique()]
-    return {
-        "episodes": len(episodes),
-        "score": scores.sum().item(),
-        "score_squared": (scores**2).sum().item(),
-        "correct": (scores >= 1.0 - 1e-6).sum().item(),
-        "groups": len(by_group),
-        "flat_groups": sum(1 for s in by_group if s.min() == s.max()),
-        "response_tokens": sum(len(e.response_ids) for e in episodes),
-        "truncated": sum(e.truncated for e in episodes),
-    }
+    world.print(f"done: {job.output_dir / 'model'} loads in transformers and vLLM; curves.png is beside it")
 
 
 if __name__ == "__main__":

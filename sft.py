@@ -33,11 +33,10 @@ from common.distributed import (
     forward_context,
     init_world,
     run,
-    seed_everything,
     wrap_model,
 )
 from common.episodes import Episode
-from common.logger import Logger, plot_curves, save_config
+from common.logger import Logger, save_config
 from common.models import choose_attention, export_hugging_face, load_policy, load_tokenizer, resolve_model
 from common.packing import TokenIndex, layout, pack
 from common.precision import LossScale, choose_dtype, guarded_step
@@ -175,11 +174,11 @@ def cross_entropy(logprobs: Tensor, num_loss_tokens: float, world_size: int) -> 
 
 def main(args: Args) -> None:
     world = init_world()
-    seed_everything(args.seed, rank=0)  # the same random initialisation everywhere
+    torch.manual_seed(args.seed)  # the same random initialisation everywhere
     stamp = broadcast_object(time.strftime("%Y%m%d-%H%M%S"))  # the clocks of the ranks may differ
     output_dir = args.output_dir or Path("runs") / f"sft-{Path(args.model).name}-{stamp}"
     compute_dtype, why = choose_dtype(args.dtype, world.device)
-    path = resolve_model(args.model, world)
+    path = resolve_model(args.model)
     tokenizer = load_tokenizer(path, args.trust_remote_code)
     train_data = Conversations(args.train_data, "--train-data")
     eval_data = Conversations(args.eval_data, "--eval-data") if args.eval_data else None
@@ -191,7 +190,6 @@ def main(args: Args) -> None:
         tokenizer.eos_token = end_of_turn(tokenizer)
 
     attention = choose_attention(args.attention, world.device)
-    pack_options = layout(attention, args.micro_batch_tokens)
     policy = load_policy(
         path,
         attention,
@@ -199,13 +197,14 @@ def main(args: Args) -> None:
         trust_remote_code=args.trust_remote_code,
         from_scratch=args.from_scratch,
     )
+    pack_options = layout(attention, args.micro_batch_tokens, policy.hidden_size)
     num_parameters = sum(p.numel() for p in policy.parameters())
-    policy = wrap_model(policy, world, args.strategy, compute_dtype, policy.layers())
+    policy = wrap_model(policy, world, args.strategy, compute_dtype)
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
     )
     loss_scale = LossScale.for_dtype(compute_dtype)
-    loader = PromptLoader(len(train_data), args.batch_size, args.seed)
+    loader = PromptLoader(len(train_data), args.seed)
     trained = {"policy": (policy, optimizer)}
     start, best = 0, math.inf
     if resumed := find_checkpoint(output_dir, args.resume, world):
@@ -213,9 +212,9 @@ def main(args: Args) -> None:
         world.print(f"resumed: {resumed}, step {state['step']}")
         loader.load_state_dict(state["loader"])
         loss_scale.load_state_dict(state["loss_scale"])
-        start, best = state["step"], state["best"] if state["best"] is not None else math.inf
+        start, best = state["step"], state["best"]
     else:
-        seed_everything(args.seed, world.rank)
+        torch.manual_seed(args.seed + world.rank)
     if world.is_main:
         save_config(output_dir, vars(args))
     logger = Logger(
@@ -240,7 +239,7 @@ def main(args: Args) -> None:
         index = TokenIndex(episodes)
         loss = 0.0
         for batch in pack(episodes, range(len(episodes)), index, **pack_options):
-            with forward_context(policy, world, compute_dtype):
+            with forward_context(policy):
                 logprobs, _ = policy(batch.to(world.device))
             loss -= logprobs.sum().item()
         loss, tokens = all_reduce([loss, len(index)])
@@ -250,7 +249,7 @@ def main(args: Args) -> None:
         step_start = time.perf_counter()
 
         # 1. data
-        positions = loader.next()[world.rank :: world.size]
+        positions = loader.next(args.batch_size)[world.rank :: world.size]
         episodes = episodes_of(train_data, positions)
         index = TokenIndex(episodes)
         num_loss_tokens = max(all_reduce([len(index)])[0], 1.0)
@@ -262,7 +261,7 @@ def main(args: Args) -> None:
         loss_sum = entropy_sum = 0.0
         batches = pack(episodes, range(len(episodes)), index, **pack_options)
         for i, batch in enumerate(batches):
-            with forward_context(policy, world, compute_dtype, last=i == len(batches) - 1):
+            with forward_context(policy, last=i == len(batches) - 1):
                 logprobs, entropy = policy(batch.to(world.device))
                 loss = cross_entropy(logprobs, num_loss_tokens, world.size)
                 (loss * loss_scale.scale).backward()
@@ -292,14 +291,11 @@ def main(args: Args) -> None:
         if last or (args.save_every and (step + 1) % args.save_every == 0):
             improved = metrics.get("eval/loss", math.inf) < best
             best = min(best, metrics.get("eval/loss", math.inf))
-            state = {"loader": loader.state_dict(), "loss_scale": loss_scale.state_dict()}
-            state["best"] = best if math.isfinite(best) else None
+            state = {"best": best, "loader": loader.state_dict(), "loss_scale": loss_scale.state_dict()}
             folder = output_dir / "checkpoints"
             save_checkpoint(folder, step + 1, trained, state, world, keep=args.keep_checkpoints, best=improved)
 
     export_hugging_face(policy, tokenizer, output_dir / "model", world, compute_dtype)
-    if world.is_main:
-        plot_curves(output_dir)
     logger.close()
     world.print(f"done: {output_dir / 'model'}")
 

@@ -2,63 +2,110 @@
 
     checkpoints/step_000100/state/      model and optimizer shards, any number of ranks can load them
     checkpoints/step_000100/trainer.json  step, data position, loss scale, best metric ...
-    checkpoints/step_000100/rng_0.pt    random states of rank 0, 1, ...
+    checkpoints/step_000100/rng_0.pkl   random states of rank 0, 1, ...
     checkpoints/latest, checkpoints/best  names of step folders
 
 A folder is written under a temporary name and renamed when it is complete and on disk: what has its final name is
-whole, and a kill at any moment leaves the previous checkpoint in place.
+whole, and a kill at any moment leaves the previous checkpoint in place. A save that fails (full disk, read-only) is a
+warning: training goes on, and the next save may succeed.
 """
 
 import json
 import os
-import random
+import pickle
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from common.distributed import World, broadcast_object, reshard
+from common.distributed import World, broadcast_object, gather_objects, reshard
+from common.logger import replace_file
 
 Trained = dict[str, tuple[nn.Module, torch.optim.Optimizer]]  # name -> (wrapped model, its optimizer)
 
 
 def save_checkpoint(
     folder: Path, step: int, trained: Trained, state: dict, world: World, *, keep: int, best: bool = False
-) -> None:
+) -> bool:
     """Write `folder/step_NNNNNN` and drop all but the newest `keep` and the best one. Called by all ranks together.
 
-    `state` must be JSON-serialisable; rank 0's is written.
+    `state` must be JSON-serialisable; rank 0's is written. False, after a warning, if the disk refused.
     """
     name = f"step_{step:06d}"
     temporary = folder / f"tmp_{name}"
-    if world.is_main:
-        for leftover in folder.glob("tmp_*"):
-            shutil.rmtree(leftover)
-        (temporary / "state").mkdir(parents=True)
-    dist.barrier()
-    shards = {}
-    for key, (model, optimizer) in trained.items():
-        reshard(model)
-        weights, moments = get_state_dict(model, optimizer)
-        shards[key] = {"model": weights, "optimizer": moments}
-    dcp.save(shards, checkpoint_id=temporary / "state")
-    torch.save(_random_states(), temporary / f"rng_{world.rank}.pt")
-    dist.barrier()
-    if world.is_main:
-        _write(temporary / "trainer.json", json.dumps({"step": step, "world_size": world.size, **state}, indent=1))
+
+    def write_shards() -> None:
+        dcp.save(_shards(trained), checkpoint_id=temporary / "state")
+        (temporary / f"rng_{world.rank}.pkl").write_bytes(pickle.dumps(_random_states()))
+
+    def publish() -> None:
+        record = json.dumps({"step": step, "world_size": world.size, **state}, indent=1)
+        replace_file(temporary / "trainer.json", lambda path: path.write_text(record))
         if (folder / name).exists():  # the same step again, after a resume from an earlier one
             shutil.rmtree(folder / name)
         os.replace(temporary, folder / name)
-        _write(folder / "latest", name)
+        replace_file(folder / "latest", lambda path: path.write_text(name))
         if best:
-            _write(folder / "best", name)
+            replace_file(folder / "best", lambda path: path.write_text(name))
         _prune(folder, keep)
-    dist.barrier()
+
+    needed = checkpoint_bytes(trained)
+    make_room = partial(_make_room, folder, temporary, needed)
+    for part in (make_room, write_shards, publish):
+        if problem := _attempt(part if part is write_shards or world.is_main else None):
+            if world.is_main:
+                shutil.rmtree(temporary, ignore_errors=True)
+                room = f"it takes {needed} bytes, {free_bytes(folder)} are free"
+                print(f"warning: no checkpoint of step {step} ({problem}; {room}); training goes on", flush=True)
+            return False
+    return True
+
+
+def checkpoint_bytes(trained: Trained) -> int:
+    """Size of a checkpoint: weights and two moments of each parameter, as they are in memory."""
+    return sum(3 * p.numel() * p.element_size() for model, _ in trained.values() for p in model.parameters())
+
+
+def free_bytes(folder: Path) -> int:
+    """Free space where `folder` is, or will be."""
+    return shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.exists())).free
+
+
+def _make_room(folder: Path, temporary: Path, needed: int) -> None:
+    for leftover in folder.glob("tmp_*"):
+        shutil.rmtree(leftover)
+    missing = needed - free_bytes(folder)
+    if missing > 0:
+        raise OSError(f"{missing} bytes missing: lower --keep-checkpoints or free some")
+    (temporary / "state").mkdir(parents=True)
+
+
+def _attempt(part: Callable[[], None] | None) -> str | None:
+    """Run `part`, if this rank has one; what went wrong on the first rank that failed. All ranks call it together."""
+    problem = None
+    try:
+        if part:
+            part()
+    except (OSError, CheckpointException) as error:
+        causes = (
+            [str(e) for e, _ in error.failures.values()] if isinstance(error, CheckpointException) else [str(error)]
+        )
+        problem = next(iter(causes), "unknown").splitlines()[0]
+    return next((p for p in gather_objects(problem) if p), None)
+
+
+def _shards(trained: Trained) -> dict:
+    shards = {}
+    for key, (model, optimizer) in trained.items():
+        reshard(model)
+        shards[key] = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+    return shards
 
 
 def load_checkpoint(folder: Path, trained: Trained, world: World) -> dict:
@@ -66,18 +113,15 @@ def load_checkpoint(folder: Path, trained: Trained, world: World) -> dict:
 
     Works on another number of ranks too; a rank that has no saved random state then keeps its own.
     """
-    shards = {}
-    for key, (model, optimizer) in trained.items():
-        weights, moments = get_state_dict(model, optimizer)
-        shards[key] = {"model": weights, "optimizer": moments}
+    shards = _shards(trained)
     dcp.load(shards, checkpoint_id=folder / "state")
     for key, (model, optimizer) in trained.items():
         set_state_dict(
             model, optimizer, model_state_dict=shards[key]["model"], optim_state_dict=shards[key]["optimizer"]
         )
-    random_states = folder / f"rng_{world.rank}.pt"
+    random_states = folder / f"rng_{world.rank}.pkl"
     if random_states.is_file():
-        _restore_random_states(torch.load(random_states, weights_only=False))
+        _restore_random_states(pickle.loads(random_states.read_bytes()))
     return json.loads((folder / "trainer.json").read_text())
 
 
@@ -122,26 +166,13 @@ def _prune(folder: Path, keep: int) -> None:
             shutil.rmtree(path)
 
 
-def _write(path: Path, text: str) -> None:
-    """Replace a small file atomically and durably."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
 def _random_states() -> dict:
-    states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
+    """Of torch alone: whatever else is drawn comes from generators of its own, seeded by step."""
+    gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    return {"cpu": torch.get_rng_state(), "gpu": gpu}
 
 
 def _restore_random_states(states: dict) -> None:
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(states["torch"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
+    torch.set_rng_state(states["cpu"])
+    if states["gpu"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["gpu"])

@@ -5,7 +5,6 @@ python -m common.data FILE [--tokenizer PATH] [--rows 2]    shows what is in a f
 
 import json
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -160,10 +159,7 @@ class PromptData:
             try:
                 text = render(prompt, tokenizer)
                 num_bytes = len(text.encode())
-            except (
-                TemplateError,
-                UnicodeEncodeError,
-            ) as error:  # roles that a template refuses; half a surrogate pair
+            except (TemplateError, UnicodeEncodeError) as error:  # a role that it refuses; half a surrogate pair
                 bad[index] = f"cannot be rendered: {error}"
                 continue
             kept.append(index)
@@ -236,25 +232,25 @@ class PromptData:
 class PromptLoader:
     """Row positions for each step: a fresh permutation per epoch from (seed, epoch). Its state is a count."""
 
-    def __init__(self, num_rows: int, prompts_per_step: int, seed: int):
-        if num_rows < 1 or prompts_per_step < 1:
-            raise ValueError(f"need at least 1 row and 1 prompt per step, got {num_rows} and {prompts_per_step}")
-        self.num_rows, self.prompts_per_step, self.seed, self.consumed = num_rows, prompts_per_step, seed, 0
+    def __init__(self, num_rows: int, seed: int):
+        if num_rows < 1:
+            raise ValueError("need at least 1 row")
+        self.num_rows, self.seed, self.consumed = num_rows, seed, 0
         self._permutation = (-1, np.empty(0, dtype=np.int64))  # (epoch, order)
 
     @property
     def epoch(self) -> float:
         return self.consumed / self.num_rows
 
-    def next(self) -> list[int]:
-        """The next `prompts_per_step` positions; at the end of an epoch the next permutation goes on."""
+    def next(self, count: int) -> list[int]:
+        """The next `count` positions; at the end of an epoch the next permutation goes on."""
         positions = []
-        while len(positions) < self.prompts_per_step:
+        while len(positions) < count:
             epoch, start = divmod(self.consumed, self.num_rows)
             if self._permutation[0] != epoch:
                 order = np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(self.num_rows)
                 self._permutation = (epoch, order)
-            taken = self._permutation[1][start : start + self.prompts_per_step - len(positions)]
+            taken = self._permutation[1][start : start + count - len(positions)]
             positions += taken.tolist()
             self.consumed += len(taken)
         return positions
@@ -270,30 +266,7 @@ class PromptLoader:
         self.consumed = state["consumed"]
 
 
-def show(file: tyro.conf.Positional[Path], tokenizer: str | None = None, rows: int = 2) -> None:
-    """Show a data file: columns, rows per data_source, prompt lengths (in tokens with --tokenizer), and some rows."""
-    table = read_table(file, "FILE")
-    problems = [(record, row_problem(record)) for record in records(table)]
-    usable = [record for record, problem in problems if problem is None]
-    print(f"{file}: {len(table)} rows, {len(table) - len(usable)} of them unusable")
-    for field in pa.Table.from_pylist(usable[:1]).schema:
-        print(f"  {field.name:<16} {field.type}")
-    for source, count in Counter(record["data_source"] for record in usable).most_common():
-        print(f"data_source {source}: {count} rows")
-    texts = [bare_text(record["prompt"]) for record in usable]
-    if tokenizer and usable:
-        from transformers import AutoTokenizer  # takes seconds to import
-
-        encode = AutoTokenizer.from_pretrained(tokenizer)
-        prompts = [render(clean_prompt(record["prompt"]), encode) for record in usable]
-        texts = encode(prompts, add_special_tokens=False)["input_ids"]
-    if usable:
-        low, mid, high, top = np.percentile([len(x) for x in texts], [0, 50, 95, 100]).astype(int)
-        print(f"prompt {'tokens' if tokenizer else 'characters'}: min {low}, median {mid}, p95 {high}, max {top}")
-    for i, (record, problem) in enumerate(problems[:rows]):
-        text = json.dumps(record, indent=2, ensure_ascii=False, default=lambda x: f"<{type(x).__name__}>")
-        print(f"--- row {i}{f', unusable: {problem}' if problem else ''}\n{text}")
-
-
 if __name__ == "__main__":
+    from common.prepare.show import show
+
     tyro.cli(show)

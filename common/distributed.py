@@ -1,22 +1,28 @@
-"""torchrun process group, FSDP2 or DDP wrapping, reductions, seeding, and ending together when a rank fails."""
+"""torchrun process group, FSDP2 or DDP wrapping, reductions, seeding, and ending together: failure, stall, SIGTERM."""
 
 import datetime
+import faulthandler
 import os
-import random
+import signal
 import socket
 import sys
+import threading
+import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+
+_stop = threading.Event()  # SIGTERM has come
+_sign_of_life = [time.monotonic()]
 
 
 @dataclass(frozen=True)
@@ -37,8 +43,11 @@ class World:
             print(*values, flush=True)
 
 
-def init_world(timeout_minutes: float = 30.0) -> World:
-    """Join torchrun's process group (nccl on GPUs, gloo on CPUs); a plain `python script.py` is a group of one."""
+def init_world(stall_minutes: float = 30.0) -> World:
+    """Join torchrun's process group (nccl on GPUs, gloo on CPUs); a plain `python script.py` is a group of one.
+
+    From then on a rank that shows no `sign_of_life` for `stall_minutes` prints its stacks and ends the run.
+    """
     if "RANK" not in os.environ:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -53,8 +62,62 @@ def init_world(timeout_minutes: float = 30.0) -> World:
         backend = "cpu:gloo,cuda:nccl"
     else:
         device, backend = torch.device("cpu"), "gloo"
-    dist.init_process_group(backend, timeout=datetime.timedelta(minutes=timeout_minutes))
+    dist.init_process_group(backend, timeout=datetime.timedelta(minutes=stall_minutes + 10))
+    sign_of_life()
+    threading.Thread(target=_watch, args=(stall_minutes, dist.get_rank()), daemon=True).start()
     return World(dist.get_rank(), dist.get_world_size(), local_rank, device)
+
+
+def sign_of_life() -> None:
+    _sign_of_life[0] = time.monotonic()
+
+
+def _watch(stall_minutes: float, rank: int) -> None:
+    """The watchdog, a thread: stacks of all threads to stderr when nothing moves any more, then the end."""
+    while (idle := time.monotonic() - _sign_of_life[0]) < stall_minutes * 60:
+        time.sleep(min(5.0, stall_minutes * 60 - idle))
+    print(f"[rank {rank}] no progress for {stall_minutes:g} minutes (--stall-minutes):", file=sys.stderr, flush=True)
+    faulthandler.dump_traceback()
+    time.sleep(10)  # until the other ranks have printed theirs: the first to exit ends them all
+    os._exit(1)
+
+
+def handle_sigterm() -> None:
+    """On SIGTERM `stop_requested` becomes true, and the script saves and exits at the end of its step.
+
+    torchrun sends SIGTERM too when another rank has failed, and then this one may wait in a collective for ever, where
+    no Python signal handler runs: a thread reads the signal off a pipe and looks whether a failure was announced.
+    """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    signal.set_wakeup_fd(writer.fileno())
+    signal.signal(signal.SIGTERM, lambda *_: None)
+
+    def listen() -> None:
+        while signal.SIGTERM not in reader.recv(64):
+            pass
+        _stop.set()
+        while not _failure_announced():
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=listen, daemon=True).start()
+    handle_sigterm.sockets = reader, writer  # kept open
+
+
+def stop_requested() -> bool:
+    """Has any rank got a SIGTERM? All ranks must ask together."""
+    return all_reduce([_stop.is_set()], "max")[0] > 0
+
+
+def _failure_announced(announce: bool = False) -> bool:
+    """Has a rank failed? With `announce`, this one has."""
+    if not dist.is_initialized():
+        return False
+    store = dist.distributed_c10d._get_default_store()
+    if announce:
+        store.set("failed", os.environ["RANK"])
+    return announce or store.check(["failed"])
 
 
 def run(main: Callable, *args: object) -> None:
@@ -63,6 +126,7 @@ def run(main: Callable, *args: object) -> None:
     A rank that waits in destructors (a collective, the engine's threads) would keep the others waiting; when one rank
     exits with an error, torchrun ends the rest.
     """
+    handle_sigterm()
     try:
         main(*args)
         barrier()
@@ -74,6 +138,8 @@ def run(main: Callable, *args: object) -> None:
     except BaseException:
         print(f"[rank {os.environ.get('RANK', '0')}] failed:\n{traceback.format_exc()}", file=sys.stderr)
         status = 1
+        with suppress(Exception):  # the store may be gone with the rank that kept it
+            _failure_announced(announce=True)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -88,34 +154,25 @@ def user_errors() -> Iterator[None]:
         raise SystemExit(f"error: {error}") from error
 
 
-def seed_everything(seed: int, rank: int) -> None:
-    """Per-rank seeds for noise such as dropout; sampling and data order have their own, which ignore the rank."""
-    random.seed(seed + rank)
-    np.random.seed((seed + rank) % 2**32)
-    torch.manual_seed(seed + rank)
-
-
-def wrap_model(
-    model: nn.Module,
-    world: World,
-    strategy: str,
-    compute_dtype: torch.dtype,
-    layers: list[nn.Module],
-) -> nn.Module:
+def wrap_model(model: nn.Module, world: World, strategy: str, compute_dtype: torch.dtype) -> nn.Module:
     """Shard (FSDP2) or replicate (DDP) `model`, whose float32 parameters stay the master weights.
 
-    Every layer of `layers` is an FSDP unit; the root holds the embeddings, the last norm and the head. FSDP2 computes
+    Each of `model.layers()` is an FSDP unit; the root holds the embeddings, the last norm and the head. FSDP2 computes
     with parameters cast to `compute_dtype` and reduces gradients in float32; DDP computes under autocast. The model
     may be on the CPU: FSDP2 moves it to the device unit by unit, so that no device ever holds it whole.
     """
     if strategy == "ddp":
-        return DistributedDataParallel(model.to(world.device), gradient_as_bucket_view=True)
+        model = model.to(world.device)
+        if any(p.requires_grad for p in model.parameters()):  # DDP refuses a frozen one
+            model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        model.autocast_dtype = compute_dtype if compute_dtype in (torch.bfloat16, torch.float16) else None
+        return model
     mesh = init_device_mesh(world.device.type, (world.size,))
     master = next(model.parameters()).dtype
     policy = MixedPrecisionPolicy()
     if compute_dtype != master:
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    for layer in layers:
+    for layer in model.layers():
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     return fully_shard(model, mesh=mesh, mp_policy=policy)
 
@@ -133,14 +190,14 @@ def reshard(model: nn.Module) -> None:
 
 
 @contextmanager
-def forward_context(model: nn.Module, world: World, compute_dtype: torch.dtype, last: bool = True) -> Iterator[None]:
+def forward_context(model: nn.Module, last: bool = True) -> Iterator[None]:
     """Around one forward and backward: DDP computes under autocast and all-reduces only at the `last` micro-batch."""
+    sign_of_life()
     with ExitStack() as stack:
-        if isinstance(model, DistributedDataParallel):
-            if compute_dtype in (torch.bfloat16, torch.float16):
-                stack.enter_context(torch.autocast(world.device.type, compute_dtype))
-            if not last:
-                stack.enter_context(model.no_sync())
+        if dtype := getattr(model, "autocast_dtype", None):
+            stack.enter_context(torch.autocast(next(model.parameters()).device.type, dtype))
+        if isinstance(model, DistributedDataParallel) and not last:
+            stack.enter_context(model.no_sync())
         yield
 
 
@@ -159,12 +216,10 @@ def all_reduce(values: list[float] | torch.Tensor, op: str = "sum") -> list[floa
 
 def all_reduce_sums(sums: dict[str, float]) -> dict[str, float]:
     """Sum a dict over ranks; ranks may hold different keys (a rank without episodes has none)."""
-    gathered: list[dict[str, float]] = gather_objects(sums)
-    total: dict[str, float] = {}
-    for part in gathered:
-        for name, value in part.items():
-            total[name] = total.get(name, 0.0) + value
-    return total
+    total: Counter = Counter()
+    for part in gather_objects(sums):
+        total.update(part)
+    return dict(total)
 
 
 def gather_objects(value: object) -> list:

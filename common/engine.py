@@ -8,7 +8,7 @@ The vLLM attribute chain stands in this file alone. Tested with vLLM 0.32.0 (CPU
 import os
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -39,10 +39,8 @@ class Sampling:
     def check_exact(self) -> None:
         """Refuse what would make the engine's distribution differ from the trainer's softmax(logits / temperature)."""
         if self.temperature <= 0 or self.top_p != 1.0 or self.top_k != -1:
-            raise SystemExit(
-                f"training samples from softmax(logits / temperature): needs temperature > 0, top_p 1, top_k -1, got "
-                f"{self.temperature}, {self.top_p}, {self.top_k}; truncated sampling would make every log-ratio wrong"
-            )
+            got = f"{self.temperature}, {self.top_p}, {self.top_k}"
+            raise SystemExit(f"training needs temperature > 0, top_p 1, top_k -1 (else ratios are wrong), got {got}")
 
 
 class WeightBooks:
@@ -63,9 +61,6 @@ class WeightBooks:
         `expected` is {name: number of elements} of all that the engine must get.
         """
         self.step, self.sent, self.expected = None, set(), expected
-        return self._counted(weights, dtype)
-
-    def _counted(self, weights: Weights, dtype: torch.dtype) -> Weights:
         for name, tensor in weights:
             if name in self.sent or tensor.numel() != self.expected.get(name):
                 expected = "sent twice" if name in self.sent else f"expected {self.expected.get(name, 'no such name')}"
@@ -126,14 +121,13 @@ class VllmEngine:
             free, total = torch.cuda.mem_get_info(world.device)
             # The KV cache has a size of its own: this share only has to pass vLLM's check against free memory.
             options = {"gpu_memory_utilization": 0.9 * free / total, "enable_sleep_mode": sleep_level > 0}
-        default_gib = 8.0 if on_gpu else 1.0
         self.llm = LLM(
             path,
             skip_tokenizer_init=True,
             dtype=str(dtype).removeprefix("torch."),
             max_model_len=max_model_len,
             max_num_seqs=max_sequences,
-            kv_cache_memory_bytes=int((memory_gib or default_gib) * 2**30),
+            kv_cache_memory_bytes=int((memory_gib or (8 if on_gpu else 1)) * 2**30),
             enforce_eager=not on_gpu,
             logprobs_mode="processed_logprobs",
             use_tqdm_on_load=False,
@@ -144,7 +138,6 @@ class VllmEngine:
         )
         self.dtype, self.end_ids, self.sleep_level = dtype, end_ids, sleep_level if on_gpu else 0
         self.books = WeightBooks()
-        self.buffers: dict[str, Tensor] = {}
         self.asleep = False
 
     def wake(self, part: str) -> None:
@@ -152,25 +145,14 @@ class VllmEngine:
         if self.sleep_level == 0:
             return
         self.llm.wake_up(tags=[part])
-        if part == "weights" and self.buffers:  # sleep level 2 has dropped rotary tables and the like with the weights
-            self.llm.apply_model(self._restore_buffers)
         self.asleep = part != "kv_cache"
 
     def sleep(self) -> None:
         """Free the KV cache, and the weights: to the host (level 1) or altogether (level 2)."""
         if self.sleep_level == 0 or self.asleep:
             return
-        if self.sleep_level == 2 and not self.buffers:
-            self.llm.apply_model(self._save_buffers)
         self.llm.sleep(level=self.sleep_level)
         self.asleep = True
-
-    def _save_buffers(self, model: torch.nn.Module) -> None:
-        self.buffers = {name: buffer.cpu().clone() for name, buffer in model.named_buffers()}
-
-    def _restore_buffers(self, model: torch.nn.Module) -> None:
-        for name, buffer in model.named_buffers():
-            buffer.copy_(self.buffers[name])
 
     def sync_weights(self, weights: Weights, expected: dict[str, int], step: int) -> None:
         """Replace all weights in place by those of optimizer step `step`, and drop every cache made with the old ones.
@@ -200,11 +182,7 @@ class VllmEngine:
 
         params = [
             SamplingParams(
-                n=sampling.n,
-                max_tokens=sampling.max_tokens,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
+                **asdict(sampling),
                 seed=seed,
                 stop_token_ids=self.end_ids,
                 logprobs=0,

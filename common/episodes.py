@@ -1,11 +1,19 @@
-"""The Episode record, token ids in and token ids out, and sampling episodes from the engine."""
+"""The Episode record, token ids in and token ids out; sampling episodes, their statistics, their dumps."""
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from common.data import Row
+from common.distributed import World, gather_objects
 from common.engine import Sampling
+from common.logger import replace_file
 
 
 @dataclass(slots=True)
@@ -33,17 +41,115 @@ def request_seed(seed: int, step: int, prompt_index: int) -> int:
 
 
 def sample_episodes(
-    engine, prompts: Sequence[tuple[int, Row]], sampling: Sampling, *, seed: int, step: int, weights_step: int
+    engine, prompts: Mapping[int, Row], sampling: Sampling, *, seed: int, step: int, weights_step: int
 ) -> list[Episode]:
-    """`sampling.n` episodes of each (prompt index, row), prompt by prompt. A single turn is an episode of one turn."""
+    """`sampling.n` episodes of each prompt index, prompt by prompt. A single turn is an episode of one turn."""
     completions = engine.generate(
-        [row.prompt_ids for _, row in prompts],
+        [row.prompt_ids for row in prompts.values()],
         sampling,
-        [request_seed(seed, step, index) for index, _ in prompts],
+        [request_seed(seed, step, index) for index in prompts],
         weights_step,
     )
     return [
         Episode(index, j, row.prompt_ids, c.token_ids, [1] * len(c.token_ids), c.logprobs, c.finish_reason)
-        for (index, row), samples in zip(prompts, completions)
+        for (index, row), samples in zip(prompts.items(), completions)
         for j, c in enumerate(samples)
     ]
+
+
+def by_prompt(episodes: list[Episode]) -> dict[int, list[Episode]]:
+    groups: dict[int, list[Episode]] = {}
+    for episode in episodes:
+        groups.setdefault(episode.prompt_index, []).append(episode)
+    return groups
+
+
+def prompts_of_all_ranks(episodes: list[Episode]) -> list[int]:
+    return sorted({prompt for part in gather_objects([e.prompt_index for e in episodes]) for prompt in part})
+
+
+def unequal_groups(episodes: list[Episode]) -> list[Episode]:
+    """Those whose group has more than one score: the others would get advantage 0."""
+    groups = by_prompt(episodes).values()
+    return [e for group in groups if len({e.rewards["score"] for e in group}) > 1 for e in group]
+
+
+def rollout_sums(episodes: list[Episode]) -> dict[str, float]:
+    """What this rank adds to the metrics of a step: sums and counts, to be reduced once."""
+    scored = [e for e in episodes if math.isfinite(e.rewards["score"])]
+    scores = [e.rewards["score"] for e in scored]
+    return {
+        "episodes": len(episodes),
+        "scored": len(scored),
+        "score": math.fsum(scores),
+        "score_squared": math.fsum(score**2 for score in scores),
+        "correct": sum(score >= 1.0 - 1e-6 for score in scores),
+        "groups": len(by_prompt(scored)),
+        "unequal_groups": len(by_prompt(unequal_groups(scored))),
+        "response_tokens": sum(len(e.response_ids) for e in episodes),
+        "truncated": sum(e.truncated for e in episodes),
+    }
+
+
+def rollout_metrics(sums: dict[str, float], seconds: dict[str, float]) -> dict[str, float]:
+    """reward/* and rollout/* of a step from the reduced `rollout_sums` and its seconds by phase."""
+    if not sums["scored"]:
+        raise RuntimeError("not one response of this step could be scored: see the errors above")
+    scored, episodes = sums["scored"], sums["episodes"]
+    mean = sums["score"] / scored
+    metrics = {
+        "reward/mean": mean,
+        "reward/std": math.sqrt(max(0.0, sums["score_squared"] / scored - mean**2)),
+        "reward/accuracy": sums["correct"] / scored,
+        "reward/zero_variance_groups": 1 - sums["unequal_groups"] / max(sums["groups"], 1),
+        "reward/failed": sums["episodes"] - sums["scored"],
+        "rollout/response_length": sums["response_tokens"] / episodes,
+        "rollout/truncated": sums["truncated"] / episodes,
+    }
+    if "rollout" in seconds:
+        metrics["rollout/tokens_per_s"] = sums["response_tokens"] / seconds["rollout"]
+    return metrics
+
+
+def dump_rollouts(
+    folder: Path, step: int, sampled: list[Episode], trained: list[Episode], advantages: list[float], tokenizer, world
+) -> None:
+    """Write folder/step_NNNNNN.parquet: all episodes of all ranks, with what `load_rollouts` and a reader need.
+
+    advantage is null where none was trained on. A full disk costs the dump, not the run.
+    """
+    advantage_of = {id(episode): advantage for episode, advantage in zip(trained, advantages)}
+    rows = [
+        {"step": step, "ranks": world.size, "rank": world.rank, "advantage": advantage_of.get(id(e))}
+        | {"prompt": tokenizer.decode(e.prompt_ids), "completion": tokenizer.decode(e.response_ids)}
+        | {f.name: getattr(e, f.name) for f in fields(e)}
+        | {"score": e.rewards["score"], "rewards": json.dumps(e.rewards)}
+        for e in sampled
+    ]
+    rows = [row for part in gather_objects(rows) for row in part]
+    path = folder / f"step_{step:06d}.parquet"
+    try:
+        if world.is_main:
+            folder.mkdir(parents=True, exist_ok=True)
+            replace_file(path, lambda temporary: pq.write_table(pa.Table.from_pylist(rows), temporary))
+    except OSError as error:
+        print(f"warning: {path} not written ({error})", flush=True)
+
+
+def load_rollouts(path: Path, step: int, world: World) -> tuple[list[Episode], list[Episode]]:
+    """(all episodes of this rank, those that were trained on) of a dump of `step`.
+
+    SystemExit if the dump is of another step or another number of ranks: the update would not be the same.
+    """
+    if not path.is_file():
+        raise SystemExit(f"--replay {path}: no such file")
+    rows = pq.read_table(path).to_pylist()
+    if (rows[0]["step"], rows[0]["ranks"]) != (step, world.size):
+        raise SystemExit(
+            f"--replay {path}: is of step {rows[0]['step']} on {rows[0]['ranks']} ranks, this is step {step} on "
+            f"{world.size}: --resume the checkpoint of the step before it, with as many ranks"
+        )
+    mine = [row | {"rewards": json.loads(row["rewards"])} for row in rows if row["rank"] == world.rank]
+    sampled = [Episode(**{f.name: row[f.name] for f in fields(Episode)}) for row in mine]
+    trained = [episode for episode, row in zip(sampled, mine) if row["advantage"] is not None]
+    return sampled, trained

@@ -5,14 +5,16 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import fmean
 
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from common.data import PromptData
-from common.distributed import World, gather_objects
+from common.distributed import gather_objects
 from common.engine import Sampling
 from common.episodes import sample_episodes
-from common.rewards import RewardFunction, score_episodes
+from common.logger import Logger
+from common.rewards import score_episodes
+from common.setup import Job
 
 
 def is_correct(score: float) -> bool:
@@ -89,46 +91,38 @@ def summarize(samples: list[dict]) -> dict[str, float]:
 
 def format_table(metrics_by_source: dict[str, dict[str, float]]) -> str:
     """An aligned table with one line per source, from what `summarize` returned for each."""
-    names = dict.fromkeys(name for metrics in metrics_by_source.values() for name in metrics)  # a set, in order
-    names = [name for name in names if name.count("/") == 1 and name not in ("eval/accuracy", "eval/rows")]
-    table = [["source", "rows", "accuracy", "95 % interval", *(name.removeprefix("eval/") for name in names)]]
+    table = []
     for source, metrics in metrics_by_source.items():
         low, high = wilson_interval(metrics["eval/accuracy"], int(metrics["eval/rows"]))
-        line = [source, f"{metrics['eval/rows']:.0f}", f"{metrics['eval/accuracy']:.3f}", f"{low:.3f} - {high:.3f}"]
-        table.append(line + [f"{metrics[name]:.3f}" if name in metrics else "" for name in names])
-    widths = [max(map(len, column)) for column in zip(*table)]
-    align = [f"<{widths[0]}", *(f">{width}" for width in widths[1:])]
-    return "\n".join("  ".join(map(format, line, align)) for line in table)
+        others = {name: f"{value:.3f}" for name, value in metrics.items() if name.count("/") == 1}
+        line = {"source": source, "rows": str(int(metrics["eval/rows"])), "accuracy": others.pop("eval/accuracy")}
+        line["95 % interval"] = f"{low:.3f} - {high:.3f}"
+        del others["eval/rows"]
+        table.append(line | {name.removeprefix("eval/"): value for name, value in others.items()})
+    return pd.DataFrame(table).fillna("").to_string(index=False)
 
 
-def evaluate(
-    engine,
-    data: PromptData,
-    rows: int,
-    sampling: Sampling,
-    reward: RewardFunction | None,
-    tokenizer,
-    *,
-    seed: int,
-    weights_step: int,
-    world: World,
-) -> tuple[dict[str, float], list[dict]]:
-    """(metrics, samples) on the first `rows` rows, the same on every rank; each rank samples its share.
+def evaluate(job: Job, args, step: int, logger: Logger, report_to: Path | None = None) -> dict[str, float]:
+    """eval/* of the weights of `step`, which the engine, awake, must hold; the same on every rank.
 
-    The seeds depend on the row alone, so two evaluations differ by the weights and nothing else.
+    Each rank samples its share of the first --eval-rows rows. The seeds depend on the row alone, so two evaluations
+    differ by the weights and nothing else. A response that could not be scored scores 0. Writes all to `report_to`.
     """
-    prompts = [(i, data[i]) for i in range(min(rows, len(data)))][world.rank :: world.size]
-    episodes = sample_episodes(engine, prompts, sampling, seed=seed, step=-1, weights_step=weights_step)
-    by_index = dict(prompts)
-    score_episodes(episodes, by_index, reward, tokenizer)
+    world, data, tokenizer = job.world, job.eval_data, job.tokenizer
+    sampling = Sampling(
+        args.eval_samples, args.max_response_tokens, args.eval_temperature, args.eval_top_p, args.eval_top_k
+    )
+    rows = {i: data[i] for i in range(world.rank, min(args.eval_rows, len(data)), world.size)}
+    episodes = sample_episodes(job.engine, rows, sampling, seed=args.seed, step=-1, weights_step=step)
+    score_episodes(episodes, rows, job.workers, tokenizer)
     samples = [
         {
             "group": e.prompt_index,
-            "row": by_index[e.prompt_index].index,
-            "data_source": by_index[e.prompt_index].data_source,
+            "row": rows[e.prompt_index].index,
+            "data_source": rows[e.prompt_index].data_source,
             "prompt": tokenizer.decode(e.prompt_ids),
             "completion": tokenizer.decode(e.response_ids),
-            "score": e.rewards["score"],
+            "score": e.rewards["score"] if math.isfinite(e.rewards["score"]) else 0.0,
             "correct": is_correct(e.rewards["score"]),
             "pred": str(e.rewards.get("pred", "")),
             "length": len(e.response_ids),
@@ -138,7 +132,10 @@ def evaluate(
     ]
     samples = [sample for part in gather_objects(samples) for sample in part]
     samples.sort(key=lambda sample: sample["group"])
-    return summarize(samples), samples
+    if report_to and world.is_main:
+        world.print(f"{report(samples, report_to)}\nsamples: {report_to}")
+    logger.samples(step, samples)
+    return summarize(samples)
 
 
 def report(samples: list[dict], path: Path) -> str:

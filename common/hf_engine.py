@@ -1,10 +1,8 @@
 """The rollout engine's twin on transformers alone: for machines without vLLM, and as an independent check of it."""
 
-import math
-
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, TopKLogitsWarper, TopPLogitsWarper
 
 from common.distributed import World
 from common.engine import Completion, Sampling, WeightBooks, Weights
@@ -108,11 +106,9 @@ def sample(logits: Tensor, sampling: Sampling, generators: list[torch.Generator]
     else:
         scaled = logits.float() / sampling.temperature
         if sampling.top_k > 0:
-            scaled[scaled < scaled.topk(min(sampling.top_k, scaled.shape[-1])).values[:, -1:]] = -math.inf
+            scaled = TopKLogitsWarper(sampling.top_k)(None, scaled)
         if sampling.top_p < 1:
-            ordered, order = scaled.sort(descending=True)
-            beyond = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1) >= sampling.top_p
-            scaled.scatter_(-1, order, ordered.masked_fill(beyond, -math.inf))
+            scaled = TopPLogitsWarper(sampling.top_p)(None, scaled)
         logprobs = scaled.log_softmax(-1)
         noise = [torch.empty_like(row).exponential_(generator=g) for row, g in zip(logprobs, generators)]
         tokens = (logprobs.exp() / torch.stack(noise)).argmax(-1)  # the exponential form of Gumbel-max

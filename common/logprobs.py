@@ -10,7 +10,7 @@ def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature:
     """log p(target) and entropy under softmax(hidden @ weight.T / temperature), with exact gradients through both.
 
     hidden [N, H] and weight [V, H] in any floating dtype, targets [N] int64 -> two [N] tensors in float32 (float64 for
-    float64 inputs). Chunks of rows are recomputed in backward; peak memory grows with H, not with N x V.
+    float64 inputs). Logits are recomputed in backward, a slice at a time; peak memory grows with H, not with N x V.
     """
     return _TokenLogprobs.apply(hidden, weight, targets, temperature)
 
@@ -25,7 +25,7 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs = torch.empty(targets.shape, dtype=accumulate, device=hidden.device)
         logsumexp, entropy = torch.empty_like(logprobs), torch.empty_like(logprobs)
         with torch.autocast(hidden.device.type, enabled=False):
-            for rows in _chunks(hidden, weight):
+            for rows in _slices(hidden, weight):
                 logits = _logits(hidden[rows], head, temperature, accumulate)
                 logsumexp[rows] = logits.logsumexp(-1)
                 logprobs[rows] = logits.gather(-1, targets[rows, None]).squeeze(-1) - logsumexp[rows]
@@ -41,28 +41,31 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden, weight, targets, logsumexp, entropy = ctx.saved_tensors
         head = weight.to(hidden.dtype)
         want_hidden, want_weight = ctx.needs_input_grad[:2]
-        grad_hidden = torch.empty_like(hidden) if want_hidden else None
-        grad_weight = torch.zeros(weight.shape, dtype=ctx.accumulate, device=weight.device) if want_weight else None
+        grad_hidden = torch.zeros(hidden.shape, dtype=ctx.accumulate, device=hidden.device) if want_hidden else None
+        grad_weight = torch.empty_like(weight) if want_weight else None
         with torch.autocast(hidden.device.type, enabled=False):
-            for rows in _chunks(hidden, weight):
-                logp = _logits(hidden[rows], head, ctx.temperature, ctx.accumulate).sub_(logsumexp[rows, None])
+            # Slices of the vocabulary, not of the rows: each part of the large gradient is then written once.
+            for words in _slices(weight, hidden):
+                logp = _logits(hidden, head[words], ctx.temperature, ctx.accumulate).sub_(logsumexp[:, None])
                 p = logp.exp()
-                # logp becomes the gradient of the logits in place: one buffer less of vocabulary width
-                grad_logits = logp.add_(entropy[rows, None]).mul_(-grad_entropy[rows, None])
-                grad_logits = grad_logits.sub_(grad_logprobs[rows, None]).mul_(p)
-                grad_logits.scatter_add_(-1, targets[rows, None], grad_logprobs[rows, None])
+                # logp becomes the gradient of the logits in place: one buffer less
+                grad_logits = logp.add_(entropy[:, None]).mul_(-grad_entropy[:, None])
+                grad_logits = grad_logits.sub_(grad_logprobs[:, None]).mul_(p)
+                here = ((targets >= words.start) & (targets < words.stop)).nonzero().flatten()
+                grad_logits[here, targets[here] - words.start] += grad_logprobs[here]
                 grad_logits = grad_logits.div_(ctx.temperature).to(hidden.dtype)
                 if want_hidden:
-                    grad_hidden[rows] = grad_logits @ head
+                    grad_hidden += grad_logits @ head[words]
                 if want_weight:
-                    grad_weight += grad_logits.T @ hidden[rows]
-        return grad_hidden, grad_weight.to(weight.dtype) if want_weight else None, None, None
+                    grad_weight[words] = grad_logits.T @ hidden
+        return grad_hidden.to(hidden.dtype) if want_hidden else None, grad_weight, None, None
 
 
 def _logits(hidden: Tensor, head: Tensor, temperature: float, accumulate: torch.dtype) -> Tensor:
     return (hidden @ head.T).to(accumulate).div_(temperature)
 
 
-def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
-    size = max(1, CHUNK_ELEMENTS[hidden.device.type] // len(weight))
-    return [slice(start, start + size) for start in range(0, len(hidden), size)]
+def _slices(cut: Tensor, whole: Tensor) -> list[slice]:
+    """Of the rows of `cut`, so that cut[slice] @ whole.T has at most CHUNK_ELEMENTS."""
+    size = max(1, CHUNK_ELEMENTS[cut.device.type] // max(len(whole), 1))
+    return [slice(start, start + size) for start in range(0, len(cut), size)]

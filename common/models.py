@@ -1,10 +1,12 @@
 """Policy and reference models, tokenizer, the embedded models by name, and the walk over full parameters."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
@@ -20,37 +22,26 @@ EMBEDDED = {"tiny": Path(__file__).parent / "assets" / "tiny"}
 UNSUPPORTED_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier")
 
 
-def resolve_model(name: str, world: World | None = None) -> str:
-    """Folder of `--model`: an embedded name, a folder, or a hub id (downloaded once a machine)."""
+def resolve_model(name: str) -> str:
+    """Folder of `--model`: an embedded name, a folder, or a hub id, downloaded by the first rank to get there."""
     if name in EMBEDDED:
         return str(EMBEDDED[name])
     if Path(name).is_dir():
         return name
+    if name == "smollm2":
+        from common.prepare.smollm2 import smollm2_path
 
-    def download() -> str:
-        if name == "smollm2":
-            from common.prepare.smollm2 import smollm2_path
+        return str(smollm2_path())
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-            return str(smollm2_path())
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-        try:
-            return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"])
-        except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-            raise SystemExit(
-                f"--model {name}: no folder, none of {', '.join([*EMBEDDED, 'smollm2'])}, and not to be had from "
-                f"the hub (HF_ENDPOINT names a mirror): {error}"
-            ) from error
-
-    if world is None:
-        return download()
-    if world.local_rank != 0:  # the first rank of each machine downloads, the others find it in the cache
-        barrier()
-    path = download()
-    if world.local_rank == 0:
-        barrier()
-    return path
+    try:
+        return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"])
+    except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise SystemExit(
+            f"--model {name}: no folder, none of {', '.join([*EMBEDDED, 'smollm2'])}, and not to be had from the hub "
+            f"(HF_ENDPOINT names a mirror): {error}"
+        ) from error
 
 
 def embedded_data(name: str, folder: Path, world: World) -> tuple[str, str]:
@@ -87,6 +78,7 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.attention = attention
+        self.hidden_size = model.config.get_text_config().hidden_size
 
     def forward(self, batch: MicroBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """(log p of the trained tokens [N], entropy [N]), float32, at the sampling temperature."""
@@ -182,14 +174,21 @@ def export_hugging_face(
     for name, tensor in full_parameters(policy, dtype):
         if world.is_main:
             state[name] = tensor.to("cpu", copy=True)
-    if world.is_main:
-        model = unwrap(policy).model
-        if model.config.tie_word_embeddings:
-            state.pop("lm_head.weight", None)
-        model.save_pretrained(folder, state_dict=state)
-        config = json.loads((folder / "config.json").read_text())
+    if not world.is_main:
+        return
+    model, temporary = unwrap(policy).model, folder.with_name(f"{folder.name}.tmp")
+    if model.config.tie_word_embeddings:
+        state.pop("lm_head.weight", None)
+    try:
+        model.save_pretrained(temporary, state_dict=state)
+        config = json.loads((temporary / "config.json").read_text())
         config["dtype"] = str(dtype).removeprefix("torch.")  # save_pretrained names the dtype of the master weights
-        (folder / "config.json").write_text(json.dumps(config, indent=2))
-        tokenizer.save_pretrained(folder)
-        for file in folder.iterdir():
+        (temporary / "config.json").write_text(json.dumps(config, indent=2))
+        tokenizer.save_pretrained(temporary)
+        for file in temporary.iterdir():
             file.chmod(0o644)  # safetensors writes for the owner alone
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.replace(folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise SystemExit(f"{folder} not written ({error}); the same command writes it when there is room") from error

@@ -1,20 +1,19 @@
 """Episodes -> micro-batches under a token budget; a group's prompt stands once, followed by its G responses.
 
-Layout of one row of a micro-batch (two groups, then padding):
-
     prompt A | response A1 | response A2 | prompt B | response B1 | ... | padding
 
 A response token sees its prompt and itself, never a sibling; its positions continue from the prompt's end. Only the
 tokens that are trained on have a target: they are addressed by flat indices, so no padded mask is ever multiplied.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from common.distributed import all_reduce
+from common.distributed import World, all_reduce
 from common.episodes import Episode
 
 
@@ -49,21 +48,33 @@ class TokenIndex:
         return int(self.offsets[-1])
 
 
-def layout(attention: str, budget: int) -> dict:
+def layout(attention: str, budget: int, hidden_size: int) -> dict:
     """Options of `pack` that suit an attention implementation.
 
-    Dense attention (sdpa) costs L per token: rows as wide as the longest group. Flex attention skips foreign blocks:
-    one row of the whole budget, in multiples of 128, so that few shapes have to be compiled. Flash attention reads
-    sequence boundaries off the position ids: one row too, and each response repeats its prompt.
+    Dense attention (sdpa) costs L per token, at L = 5 x hidden size about as much as all else (measured on a CPU):
+    large groups are split and repeat their prompt. Flex attention skips foreign blocks: one row of the whole budget,
+    in multiples of 128, so that few shapes have to be compiled. Flash attention reads sequence boundaries off the
+    position ids: one row too, and each response repeats its prompt.
     """
     if attention == "sdpa":
-        return {"budget": budget}
+        return {"budget": budget, "dense_width": 5 * hidden_size}
     return {
         "budget": budget,
         "row_tokens": budget,
         "share_prompts": attention == "flex",
         "multiple": 128 if attention == "flex" else 1,
     }
+
+
+def halve_budget(options: dict, world: World, error: BaseException) -> dict:
+    """Options of `pack` for half the tokens. SystemExit on several ranks: the others are in a collective by now."""
+    budget = options["budget"] // 2
+    if world.size > 1 or budget < 128:
+        remedy = f"lower --micro-batch-tokens {2 * budget}, add --gradient-checkpointing or use more GPUs"
+        raise SystemExit(f"out of GPU memory in the update: {remedy}; then the same command goes on") from error
+    world.print(f"out of GPU memory: --micro-batch-tokens is now {budget}, the step is repeated")
+    torch.cuda.empty_cache()
+    return {name: budget if name in ("budget", "row_tokens") else value for name, value in options.items()}
 
 
 def pack(
@@ -75,6 +86,7 @@ def pack(
     row_tokens: int | None = None,
     share_prompts: bool = True,
     multiple: int = 1,
+    dense_width: float = math.inf,
 ) -> list[MicroBatch]:
     """Micro-batches of at most `budget` tokens (R * L) that hold the episodes `selected`.
 
@@ -82,7 +94,7 @@ def pack(
     longer than the budget gets a micro-batch of its own. All ranks must call this together: ranks that have fewer
     micro-batches get empty ones, so that every rank runs the same collectives.
     """
-    units = _units(episodes, selected, budget, share_prompts)
+    units = _units(episodes, selected, budget, share_prompts, dense_width)
     width = max([_unit_tokens(episodes, unit) for unit in units], default=1)
     width = max(width, min(row_tokens or 0, budget))
     rows = _first_fit_decreasing(episodes, units, width)
@@ -92,18 +104,25 @@ def pack(
     return batches + [_build(episodes, [], index, multiple) for _ in range(count - len(batches))]
 
 
-def _units(episodes: Sequence[Episode], selected: Sequence[int], budget: int, share_prompts: bool) -> list[list[int]]:
-    """Lists of episodes that share a prompt; a group that exceeds the budget is split and repeats its prompt."""
+def _units(
+    episodes: Sequence[Episode], selected: Sequence[int], budget: int, share_prompts: bool, dense_width: float
+) -> list[list[int]]:
+    """Lists of episodes that share a prompt; a group that exceeds a limit is split and repeats its prompt.
+
+    With w = dense_width a unit of k responses of R tokens to a prompt of P costs (P / k + R) (1 + (P + k R) / w) for
+    each of them, which is least at k R = sqrt(P (w + P)).
+    """
     by_prompt: dict[object, list[int]] = {}
     for i in selected:
         by_prompt.setdefault(episodes[i].prompt_index if share_prompts else ("single", i), []).append(i)
     units = []
     for group in by_prompt.values():
         prompt_tokens = len(episodes[group[0]].prompt_ids)
+        limit = min(budget, prompt_tokens + math.sqrt(prompt_tokens * (dense_width + prompt_tokens)))
         unit, used = [], prompt_tokens
         for i in group:
             tokens = len(episodes[i].response_ids)
-            if unit and used + tokens > budget:
+            if unit and used + tokens > limit:
                 units.append(unit)
                 unit, used = [], prompt_tokens
             unit.append(i)

@@ -35,6 +35,15 @@ def gap_limit(dtype: torch.dtype) -> float:
     return {torch.bfloat16: 0.1, torch.float16: 0.03}.get(dtype, 1e-3)
 
 
+def check_gap(gap: float, limit: float, step: int) -> None:
+    """RuntimeError if engine and trainer disagree by more than the limit, or by NaN."""
+    if not gap <= limit:
+        raise RuntimeError(
+            f"step {step}: the engine's log-probs differ from the trainer's by {gap:.2g} on average, more than "
+            f"--max-logprob-gap {limit:.2g}: stale or damaged weights, or a cache that outlived the sync"
+        )
+
+
 @dataclass
 class LossScale:
     """Dynamic loss scale (Micikevicius et al. 2018, sec. 3.2); constant 1 unless the compute dtype is fp16.

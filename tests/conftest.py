@@ -12,11 +12,18 @@ import pytest
 import torch
 
 import common  # noqa: F401  (repairs torchvision before transformers is imported)
+from common.distributed import World, init_world
 from common.episodes import Episode
 
 ROOT = Path(__file__).resolve().parent.parent
 # A test that joins a process group of one leaves these behind; a script must not think it is part of it.
 RANK_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
+
+
+@pytest.fixture(scope="session")
+def world() -> World:
+    """A process group of this process alone; its watchdog would wait longer than any test session takes."""
+    return init_world(stall_minutes=1e5)
 
 
 @pytest.fixture(scope="session")
@@ -83,14 +90,21 @@ def relative_l2(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
     return float(difference / sum((y.double() ** 2).sum() for y in b).sqrt())
 
 
-def run_script(*arguments: object, ranks: int = 0, timeout: float = 600, check: bool = True, env: dict | None = None):
-    """`python SCRIPT ...`, or torchrun with `ranks` processes; fails with the output's end."""
-    command = [sys.executable]
-    if ranks:
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    command += [str(a) for a in arguments]
+def torchrun(*arguments: object, ranks: int = 0) -> list[str]:
+    """The command `python SCRIPT ...`, or torchrun with `ranks` processes."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks] if ranks else []
+    return [str(part) for part in (sys.executable, *launcher, *arguments)]
+
+
+def script_environment(**extra: str) -> dict[str, str]:
     inherited = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
-    environment = {**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
+    return {**inherited, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1", **extra}
+
+
+def run_script(*arguments: object, ranks: int = 0, timeout: float = 600, check: bool = True, env: dict | None = None):
+    """Run a script to its end; fails with the output's end."""
+    command = torchrun(*arguments, ranks=ranks)
+    environment = script_environment(**(env or {}))
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, env=environment)
     if check and done.returncode:
         pytest.fail(f"{' '.join(command)}\nexit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")

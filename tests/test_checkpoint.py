@@ -5,12 +5,6 @@ import torch
 from torch import nn
 
 from common.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
-from common.distributed import World, init_world
-
-
-@pytest.fixture(scope="module")
-def world() -> World:
-    return init_world()
 
 
 def trained(seed: int):

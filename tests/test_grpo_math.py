@@ -69,7 +69,7 @@ def test_equal_scores_have_advantage_exactly_zero(advantage, score):
         assert ours[size:].all()
 
 
-# --- clipped_surrogate --------------------------------------------------------------------------------------------
+# --- surrogate ----------------------------------------------------------------------------------------------------
 
 LOW, HIGH = 0.2, 0.28
 LOGRATIOS = [
@@ -110,7 +110,7 @@ def surrogate_by_cases(logratio, advantage, dual_clip):
 
 
 def surrogate(logprobs, old_logprobs, advantages, dual_clip):
-    return grpo.clipped_surrogate(logprobs, old_logprobs, advantages, LOW, HIGH, dual_clip)
+    return grpo.surrogate("ppo", logprobs, old_logprobs, advantages, None, LOW, HIGH, dual_clip)
 
 
 def grid_tensors():
@@ -262,7 +262,7 @@ def test_minibatches_are_a_partition_by_prompts_whatever_the_ranks(minibatches):
         prompts_of = [[] for _ in range(minibatches)]
         for rank in range(size):
             episodes = episodes_of_rank(11, 4, rank, size)
-            split = grpo.split_minibatches(episodes, 11, minibatches, seed=5, step=7)
+            split = grpo.split_minibatches(episodes, list(range(11)), minibatches, seed=5, step=7)
             assert len(split) == minibatches
             assert sorted(i for selected in split for i in selected) == list(range(len(episodes)))
             for prompts, selected in zip(prompts_of, split):
@@ -277,7 +277,8 @@ def test_minibatches_are_a_partition_by_prompts_whatever_the_ranks(minibatches):
 
 def test_minibatches_change_with_step_and_seed():
     episodes = episodes_of_rank(32, 2, 0, 1)
-    split = [grpo.split_minibatches(episodes, 32, 2, seed, step) for seed, step in ((0, 0), (0, 1), (1, 0), (0, 0))]
+    draws = ((0, 0), (0, 1), (1, 0), (0, 0))
+    split = [grpo.split_minibatches(episodes, list(range(32)), 2, seed, step) for seed, step in draws]
     assert split[0] != split[1] and split[0] != split[2] and split[0] == split[3]
 
 

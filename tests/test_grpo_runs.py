@@ -1,14 +1,12 @@
 """grpo.py as its users run it: real torchrun ranks, real vLLM, the embedded policy and SmolLM2."""
 
 import json
-import os
 import subprocess
-import sys
 import time
 
 import psutil
 import pytest
-from conftest import ROOT, metrics_of, run_script
+from conftest import ROOT, metrics_of, run_script, script_environment, torchrun
 
 SMALL = [
     "--prompts-per-step",
@@ -36,20 +34,10 @@ def test_kill_and_resume_equals_an_uninterrupted_run(tmp_path, ranks):
     options = [*SMALL, "--total-steps", 4, "--save-every", 2, "--eval-every", 2, "--minibatches", 2]
     run_script("grpo.py", *options, "--output-dir", tmp_path / "whole", ranks=ranks)
 
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        str(ranks),
-        "grpo.py",
-    ]
-    command += [str(o) for o in options] + ["--output-dir", str(tmp_path / "killed")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = torchrun("grpo.py", *options, "--output-dir", tmp_path / "killed", ranks=ranks)
     metrics = tmp_path / "killed" / "metrics.jsonl"
     with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=environment)
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=script_environment())
         deadline = time.time() + 300
         while not (metrics.is_file() and '"step": 3' in metrics.read_text()):  # a step past the checkpoint
             assert process.poll() is None and time.time() < deadline, (tmp_path / "log").read_text()[-3000:]
@@ -130,3 +118,76 @@ def test_fp16_with_an_overflow_on_one_rank_skips_the_step_on_both(tmp_path):
     done = run_script(worker, ranks=2)
     result = json.loads(done.stdout.strip().splitlines()[-1])
     assert result == {"stepped": [False, False], "unchanged": True, "scale": [2.0**13] * 2, "then": [True, True]}
+
+
+FEW = [*SMALL, "--engine", "hf", "--dtype", "fp32", "--eval-rows", 4, "--eval-every", 0, "--no-eval-before"]
+
+
+def test_replay_repeats_an_update_bit_for_bit(tmp_path):
+    options = [*SMALL, "--total-steps", 2, "--minibatches", 2, "--kl-in", "loss", "--kl-estimator", "k3-is"]
+    options += ["--kl-coef", 0.01, "--eval-every", 0, "--no-eval-before"]
+    dumps = ["--save-every", 1, "--keep-checkpoints", 3, "--dump-rollouts-every", 1]
+    run_script("grpo.py", *options, *dumps, "--output-dir", tmp_path / "run", ranks=2)
+    replay = ["--resume", tmp_path / "run/checkpoints/step_000001", "--replay"]
+    replay += [tmp_path / "run/rollouts/step_000002.parquet", "--output-dir", tmp_path / "replay"]
+    run_script("grpo.py", *options, *replay, ranks=2)
+    weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("run", "replay")]
+    assert weights[0] == weights[1]
+    ran, replayed = (steps_of(tmp_path / name)[2] for name in ("run", "replay"))
+    del replayed["data/epoch"]  # nothing is drawn
+    assert replayed.items() <= ran.items(), "eval/* aside"
+    replay[-3] = tmp_path / "run/rollouts/step_000001.parquet"
+    refused = run_script("grpo.py", *options, *replay, ranks=2, check=False)
+    assert "is of step 1 on 2 ranks, this is step 2 on 2" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--objective gspo --reduction grpo --advantage rloo --correction sequence --kl-in reward --kl-coef 0.01 "
+        "--kl-target 0.1 --minibatches 2 --mask-truncated --overlong-buffer 32",
+        "--objective cispo --advantage batch-std --correction truncate --entropy-coef 0.001 --dynamic-sampling 6 "
+        "--kl-in loss --kl-coef 0.01 --kl-estimator k2 --strategy ddp",
+    ],
+)
+def test_other_objectives_run(tmp_path, flags):
+    run_script("grpo.py", *FEW, *flags.split(), "--total-steps", 2, "--output-dir", tmp_path, ranks=2)
+    first, second = steps_of(tmp_path)[1], steps_of(tmp_path)[2]
+    assert first["policy/kl_to_ref"] == 0 < second["policy/kl_to_ref"] < 1
+    assert first["optim/grad_norm"] > 0 and first["policy/rollout_logprob_gap"] < 1e-4
+    if "--kl-target" in flags:
+        assert second["policy/kl_coef"] < first["policy/kl_coef"] == 0.01
+
+
+def test_dynamic_sampling_ends_with_a_clear_error_when_nothing_can_be_learnt(tmp_path):
+    (tmp_path / "reward.py").write_text("def flat(data_source, solution_str, ground_truth, extra_info=None): return 1")
+    options = ["--reward-function", f"{tmp_path}/reward.py:flat", "--dynamic-sampling", 2, "--total-steps", 1]
+    done = run_script("grpo.py", *FEW, *options, "--output-dir", tmp_path / "run", check=False)
+    assert done.returncode == 1 and "--dynamic-sampling 2: 6 groups of unequal scores are missing" in done.stderr
+
+
+def test_out_of_memory_repeats_the_step_with_the_same_gradient(tmp_path):
+    """The first update of step 2 fails half-way; on fewer tokens a micro-batch it is what it would have been."""
+    options = [*FEW, "--total-steps", 2, "--micro-batch-tokens", 2048]
+    run_script("grpo.py", *options, "--output-dir", tmp_path / "plain")
+    done = run_script(ROOT / "tests/workers/out_of_memory.py", *options, "--output-dir", tmp_path / "short")
+    assert "--micro-batch-tokens is now 1024, the step is repeated" in done.stdout
+    plain, short = (steps_of(tmp_path / name)[2] for name in ("plain", "short"))
+    for metric in ("policy/loss", "policy/entropy", "optim/grad_norm", "policy/rollout_logprob_gap"):
+        assert short[metric] == pytest.approx(plain[metric], rel=1e-4, abs=1e-7), metric
+    assert short["reward/mean"] == plain["reward/mean"]
+
+
+def test_a_failed_reward_costs_its_sample(tmp_path):
+    """Every response with an even number of characters fails; its group goes on without it."""
+    body = "if len(solution_str) % 2 == 0: raise KeyError('even')\n    return float(len(solution_str) % 3)"
+    signature = "def fn(data_source, solution_str, ground_truth, extra_info=None):"
+    (tmp_path / "reward.py").write_text(f"{signature}\n    {body}\n")
+    options = ["--reward-function", f"{tmp_path}/reward.py:fn", "--total-steps", 1]
+    done = run_script("grpo.py", *FEW, *options, "--output-dir", tmp_path / "run")
+    record = steps_of(tmp_path / "run")[1]
+    assert 0 < record["reward/failed"] < 24 and record["optim/grad_norm"] > 0
+    assert (
+        f"rewards: {record['reward/failed']:.0f} of 24 responses not scored, the first: KeyError: 'even'"
+        in done.stdout
+    )

@@ -7,10 +7,14 @@ import importlib.util
 import sys
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
-from math import isfinite
+from math import isfinite, isnan, nan
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from common.rewards import countdown, math
+
+if TYPE_CHECKING:
+    from common.rewards.workers import RewardWorkers
 
 RewardFunction = Callable[..., float | Mapping]
 
@@ -23,10 +27,27 @@ def gsm8k_reward(data_source: str, solution_str: str, ground_truth: str, extra_i
     return math.score_gsm8k(solution_str, ground_truth)
 
 
+def boxed_reward(data_source: str, solution_str: str, ground_truth: str, extra_info=None) -> dict:
+    return math.score_boxed(solution_str, ground_truth)
+
+
+def dapo_reward(data_source: str, solution_str: str, ground_truth: str, extra_info=None) -> dict:
+    return math.score_dapo(solution_str, ground_truth)
+
+
 # data_source pattern -> function; the first that matches is taken
 REWARD_FUNCTIONS: dict[str, RewardFunction] = {
     "*countdown*": countdown_reward,
     "*gsm8k": gsm8k_reward,
+    "math/*": boxed_reward,  # what common.prepare.math writes
+    "*MATH*": boxed_reward,  # lighteval/MATH, DigitalLearningGmbH/MATH-lighteval, HuggingFaceH4/MATH-500
+    "numina*": boxed_reward,
+    "amc*": boxed_reward,
+    "*svamp*": boxed_reward,
+    "*mawps*": boxed_reward,
+    "math_dapo*": dapo_reward,  # as in verl, like the next two
+    "math": dapo_reward,
+    "aime*": dapo_reward,
 }
 
 
@@ -80,13 +101,19 @@ def score_response(
     return values
 
 
-def score_episodes(episodes: list, rows: Mapping, function: RewardFunction | None, tokenizer) -> None:
-    """Fill `rewards` of each episode from its response text; rows: prompt index -> Row. `function` None: by source."""
-    texts = tokenizer.batch_decode([e.response_ids for e in episodes], skip_special_tokens=True)
-    for episode, text in zip(episodes, texts):
-        row = rows[episode.prompt_index]
-        fn = function or reward_function(row.data_source)
-        episode.rewards = score_response(fn, row.data_source, text, row.ground_truth, row.extra_info)
+def score_episodes(episodes: list, rows: Mapping, workers: "RewardWorkers", tokenizer) -> None:
+    """Fill `rewards` of each episode from its response text; rows: prompt index -> Row.
+
+    If that fails (an exception, a timeout, a dead worker), they are {"score": nan, "error": why}.
+    """
+    texts = [tokenizer.decode(episode.response_ids, skip_special_tokens=True) for episode in episodes]
+    answered = [(rows[episode.prompt_index], text) for episode, text in zip(episodes, texts, strict=True)]
+    jobs = [(row.data_source, text, row.ground_truth, row.extra_info) for row, text in answered]
+    for episode, result in zip(episodes, workers.score(jobs), strict=True):
+        episode.rewards = {"score": nan} | result
+    errors = [str(e.rewards["error"]) for e in episodes if isnan(e.rewards["score"])]
+    if errors:
+        print(f"rewards: {len(errors)} of {len(episodes)} responses not scored, the first: {errors[0]}", flush=True)
 
 
 def float_or_str(value) -> float | str:

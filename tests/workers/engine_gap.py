@@ -40,11 +40,11 @@ def main(args: argparse.Namespace) -> None:
     engine = make(path, dtype, world, end_ids=end_token_ids(path, tokenizer), max_model_len=512)
     policy = load_policy(path, "sdpa")
     sizes = parameter_sizes(policy)
-    policy = wrap_model(policy, world, "fsdp", dtype, policy.layers())
+    policy = wrap_model(policy, world, "fsdp", dtype)
     sampling = Sampling(n=2, max_tokens=args.tokens, temperature=0.9)
     # long enough for several blocks of KV cache: a prefix cache that outlives a sync would show
     text = "12 34 56 = 78 " * 20 if args.model == "tiny" else "The quick brown fox jumps over the lazy dog. " * 30
-    prompts = [(p, Prompt(tokenizer.encode(f"{p} {text}", add_special_tokens=False)[:280])) for p in range(2)]
+    prompts = {p: Prompt(tokenizer.encode(f"{p} {text}", add_special_tokens=False)[:280]) for p in range(2)}
 
     def gap(step: int) -> float:
         episodes = sample_episodes(engine, prompts, sampling, seed=0, step=step, weights_step=engine.books.step)

@@ -15,27 +15,36 @@ import grpo
 from common.distributed import all_reduce, forward_context, init_world, run, unwrap, wrap_model
 from common.packing import TokenIndex, pack
 
+COMMON = {"model": "", "temperature": 0.9, "clip_high": 0.3, "entropy_coef": 0.1, "max_response_tokens": 20}
+VARIANTS = {
+    "dapo": grpo.Args(**COMMON),
+    "grpo": grpo.Args(**COMMON, reduction="grpo", kl_in="loss", kl_estimator="k3-is"),
+    "dr_grpo": grpo.Args(**COMMON, reduction="dr_grpo", advantage="batch-std", correction="sequence"),
+    "gspo": grpo.Args(**COMMON, reduction="grpo", objective="gspo", advantage="rloo", correction="mask"),
+    "cispo": grpo.Args(**COMMON, objective="cispo", correction="truncate", kl_in="loss", kl_estimator="k2"),
+}
 
-def gradient(policy, world, episodes, reduction, **pack_options) -> list[torch.Tensor]:
-    """As the update loop of grpo.py: local episodes, global counts, factor world.size."""
+
+def gradient(policy, world, episodes, args: grpo.Args, **pack_options) -> list[torch.Tensor]:
+    """By grpo.py's own `backward`: local episodes, global counts, factor world.size."""
+    dtype = next(policy.parameters()).dtype
     index = TokenIndex(episodes)
     scores = torch.tensor([e.rewards["score"] for e in episodes], dtype=torch.float64)
     groups = torch.tensor([e.prompt_index for e in episodes], dtype=torch.int64)
-    advantages = grpo.group_advantages(scores, groups, "group-std")[index.episode_of_token]
-    rollout = torch.tensor([lp for e in episodes for lp, m in zip(e.logprobs, e.loss_mask) if m], dtype=torch.float64)
-    lengths = index.lengths[index.episode_of_token].double()
-    num_loss_tokens, num_sequences = all_reduce([len(index), (index.lengths > 0).sum()])
+    advantages = grpo.group_advantages(scores, groups, args.advantage)[index.episode_of_token]
+    rollout = torch.tensor([lp for e in episodes for lp, m in zip(e.logprobs, e.loss_mask) if m], dtype=dtype)
+    lengths = index.lengths[index.episode_of_token].to(dtype)
+    old, ref = rollout.clone(), rollout + 0.2 * torch.cos(7 * rollout)
+    tokens = grpo.Tokens(index.episode_of_token, lengths, rollout, old, ref, advantages.to(dtype))
     batches = pack(episodes, range(len(episodes)), index, **pack_options)
-    dtype = next(policy.parameters()).dtype
-    for i, batch in enumerate(batches):
-        with forward_context(policy, world, dtype, last=i == len(batches) - 1):
-            logprobs, entropy = policy(batch, 0.9)
-            t = batch.tokens
-            # old log-probs near the current ones, so that some ratios are clipped and most are not
-            old = logprobs.detach() + 0.3 * torch.sin(10 * rollout[t]).to(dtype)
-            loss, _ = grpo.clipped_surrogate(logprobs, old, advantages[t].to(dtype), 0.2, 0.3, 3.0)
-            weights = grpo.token_weights(reduction, lengths[t].to(dtype), num_loss_tokens, num_sequences, 20)
-            ((loss - 0.1 * entropy) * weights).sum().mul(world.size).backward()
+    with torch.no_grad():  # old log-probs near the current ones, so that some ratios are clipped and most are not
+        for batch in batches:
+            with forward_context(policy):
+                near = policy(batch, args.temperature)[0]
+            tokens.old_logprobs[batch.tokens] = near + 0.3 * torch.sin(10 * rollout[batch.tokens])
+            tokens.ref_logprobs[batch.tokens] = near + 0.2 * torch.cos(7 * rollout[batch.tokens])
+    counts = all_reduce([len(index), (index.lengths > 0).sum()])
+    grpo.backward(policy, batches, tokens, args, world, counts, on_policy=False, kl_coef=0.05)
     return [full(p.grad) for p in unwrap(policy).parameters()]
 
 
@@ -60,15 +69,15 @@ def main(args: argparse.Namespace) -> None:
     }
     if args.single:
         local = random_policy(config, dtype)
-        for reduction in ("dapo", "grpo", "dr_grpo"):
+        for name, options in VARIANTS.items():
             local.zero_grad()
-            reference = gradient(local, world, episodes, reduction, budget=1, share_prompts=False)
-            torch.save(reference, f"{args.folder}/{reduction}.pt")
+            reference = gradient(local, world, episodes, options, budget=1, share_prompts=False)
+            torch.save(reference, f"{args.folder}/{name}.pt")
         return
     distances = {}
     for strategy in ("fsdp", "ddp"):
         policy = random_policy(config, dtype)
-        policy = wrap_model(policy, world, strategy, dtype, policy.layers())
+        policy = wrap_model(policy, world, strategy, dtype)
         for name, owner in owners.items():
             mine = [e for e in episodes if owner(e) == world.rank]
             for budget in args.budgets:
@@ -77,11 +86,11 @@ def main(args: argparse.Namespace) -> None:
                         continue
                     model = unwrap(policy).model
                     getattr(model, f"gradient_checkpointing_{'enable' if checkpointing else 'disable'}")()
-                    for reduction in ("dapo", "grpo", "dr_grpo"):
+                    for variant, options in VARIANTS.items():
                         policy.zero_grad()
-                        got = gradient(policy, world, mine, reduction, budget=budget, share_prompts=share)
-                        reference = torch.load(f"{args.folder}/{reduction}.pt")
-                        key = f"{strategy}, {name}, budget {budget}, shared {share}, {checkpointing}, {reduction}"
+                        got = gradient(policy, world, mine, options, budget=budget, share_prompts=share)
+                        reference = torch.load(f"{args.folder}/{variant}.pt")
+                        key = f"{strategy}, {name}, budget {budget}, shared {share}, {checkpointing}, {variant}"
                         distances[key] = relative_l2(got, reference)
     if world.is_main:
         print(json.dumps(distances))

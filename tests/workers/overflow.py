@@ -13,7 +13,8 @@ def main(_: None) -> None:
     world = init_world()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    model = wrap_model(model, world, "fsdp", torch.float16, list(model))
+    model.layers = lambda: list(model)
+    model = wrap_model(model, world, "fsdp", torch.float16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     scale = LossScale.for_dtype(torch.float16)
     before = [p.detach().full_tensor().clone() for p in model.parameters()]

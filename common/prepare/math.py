@@ -1,0 +1,137 @@
+r"""MATH-style problems as verl's parquet: train.parquet and test.parquet, answers in \boxed{}.
+
+    python -m common.prepare.math --out data/math
+    python -m common.prepare.math --out data/math --source FOLDER           # MATH as train.jsonl and test.jsonl
+    python -m common.prepare.math --out data/benchmarks --source FOLDER     # aime24_test.jsonl, amc23_test.jsonl, …
+    python -m common.prepare.math --out data/aime24 --source aime24_test.jsonl
+
+One JSON object a line: problem, question or input (SVAMP: Body and Question); answer or target, or else a solution
+with a \boxed{}. Files whose name ends in "train" make train.parquet, all others test.parquet; "aime24_test.jsonl"
+becomes the data_source "math/aime24", so that an evaluation of a whole folder lists its files.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import tyro
+from huggingface_hub import hf_hub_download
+
+from common.prepare.countdown import write_atomically
+from common.prepare.gsm8k import SCHEMA
+from common.rewards import boxed_reward, reward_function
+from common.rewards.math import last_boxed, normalized_truth
+
+REPOSITORY = "DigitalLearningGmbH/MATH-lighteval"
+INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
+SPLITS = ("train", "test")
+
+
+@dataclass
+class Args:
+    out: Path  # folder for train.parquet and test.parquet
+    source: str = "hub"  # "hub" (DigitalLearningGmbH/MATH-lighteval, from HF_ENDPOINT), or a .jsonl file or folder
+
+
+def main(args: Args) -> None:
+    # read everything first: a bad line leaves no half data set behind
+    rows = {split: [] for split in SPLITS}
+    for split, row in read_hub() if args.source == "hub" else read_files(Path(args.source)):
+        row["extra_info"] |= {"split": split, "index": len(rows[split])}
+        rows[split].append(row)
+    args.out.mkdir(parents=True, exist_ok=True)
+    for split in SPLITS:
+        if rows[split]:
+            path = args.out / f"{split}.parquet"
+            write_atomically(pa.Table.from_pylist(rows[split], schema=SCHEMA), path)
+            print(f"{path}: {len(rows[split])} rows")
+
+
+def read_hub() -> Iterator[tuple[str, dict]]:
+    """(split, verl's row) of MATH's 7,500 training and 5,000 test problems, from the hub (or from its local cache)."""
+    for split in SPLITS:
+        name = f"data/{split}-00000-of-00001.parquet"
+        try:
+            path = hf_hub_download(REPOSITORY, name, repo_type="dataset")
+        except OSError as error:  # huggingface_hub's network, HTTP and offline errors all derive from it
+            raise ConnectionError(
+                f"could not download {REPOSITORY}: {error}\nSet HF_ENDPOINT to a mirror that you can reach, "
+                "or give --source with a .jsonl file or a folder of them"
+            ) from error
+        for number, record in enumerate(pq.read_table(path, columns=["problem", "solution"]).to_pylist()):
+            yield split, to_row(record, REPOSITORY, f"{REPOSITORY}/{name}, row {number}")
+
+
+def read_files(source: Path) -> Iterator[tuple[str, dict]]:
+    """(split, verl's row) of every line of a .jsonl file, or of all .jsonl files in a folder, by name."""
+    paths = sorted(source.glob("*.jsonl")) if source.is_dir() else [source]
+    if not paths or not all(path.is_file() for path in paths):
+        raise FileNotFoundError(f'--source {source}: expected a .jsonl file, a folder with some, or "hub"')
+    for path in paths:
+        name, ending = re.fullmatch(r"(.*?)(?:(?:^|[-_])(train|test))?", path.stem).groups()
+        data_source = f"math/{name or path.resolve().parent.name}"
+        if reward_function(data_source) is not boxed_reward:
+            raise ValueError(f"{path}: the data_source {data_source} is not scored by its box; rename file or folder")
+        count = 0
+        for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+            if line.strip():
+                try:
+                    record = json.loads(line)
+                except ValueError as error:  # bad JSON and bad UTF-8 alike
+                    raise ValueError(f"{path}:{number}: invalid JSON: {error}") from error
+                yield ending or "test", to_row(record, data_source, f"{path}:{number}")
+                count += 1
+        if not count:
+            raise ValueError(f"{path}: no rows")
+
+
+def to_row(record, data_source: str, place: str) -> dict:
+    """verl's row without split and index. ValueError with the place and the reason."""
+    try:
+        question, ground_truth, answer = read_record(record)
+        normalized_truth(ground_truth)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+    return {
+        "data_source": data_source,
+        "prompt": [{"role": "user", "content": f"{question} {INSTRUCTION}"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": ground_truth},
+        "extra_info": {"question": question, "answer": answer},
+    }
+
+
+def read_record(record) -> tuple[str, str, str]:
+    """(question, ground truth, answer as published: the solution, where there is one). ValueError with the reason."""
+    if not isinstance(record, dict):
+        raise ValueError(f"a JSON {type(record).__name__}, expected an object")
+    record = {key.lower(): value for key, value in record.items() if value is not None}
+    question = next((record[key] for key in ("problem", "question", "input") if key in record), None)
+    if not isinstance(question, str) or not question.strip():
+        raise ValueError(f"no question: expected text as problem, question or input, found {question!r:.80}")
+    if "body" in record:  # SVAMP's story, often without its full stop
+        body = str(record["body"]).strip()
+        question = f"{body} {question}" if body.endswith((".", "?", "!")) else f"{body}. {question}"
+    answer = next((record[key] for key in ("answer", "target", "solution") if key in record), None)
+    if isinstance(answer, int | float) and not isinstance(answer, bool) and isfinite(answer):
+        text = str(answer) if isinstance(answer, int) else np.format_float_positional(answer, trim="-")  # 27.0 is 27
+    elif isinstance(answer, str):
+        text = answer
+    else:
+        raise ValueError(f"no answer: expected text or a number as answer, target or solution, found {answer!r:.80}")
+    ground_truth = last_boxed(text)
+    if ground_truth is None and not {"answer", "target"} & set(record):
+        raise ValueError("the solution has no complete \\boxed{…}")
+    if "####" in text:
+        raise ValueError("an answer after #### is GSM8K's format: python -m common.prepare.gsm8k")
+    return question.strip(), (ground_truth or text).strip(), str(record.get("solution", text))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))

@@ -1,0 +1,36 @@
+"""What is in a data file: `python -m common.data FILE`."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import tyro
+
+from common.data import bare_text, clean_prompt, read_table, records, render, row_problem
+
+
+def show(file: tyro.conf.Positional[Path], tokenizer: str | None = None, rows: int = 2) -> None:
+    """Show a data file: columns, rows per data_source, prompt lengths (in tokens with --tokenizer), and some rows."""
+    table = read_table(file, "FILE")
+    problems = [(record, row_problem(record)) for record in records(table)]
+    usable = [record for record, problem in problems if problem is None]
+    print(f"{file}: {len(table)} rows, {len(table) - len(usable)} of them unusable")
+    for field in pa.Table.from_pylist(usable[:1]).schema:
+        print(f"  {field.name:<16} {field.type}")
+    for source, count in Counter(record["data_source"] for record in usable).most_common():
+        print(f"data_source {source}: {count} rows")
+    texts = [bare_text(record["prompt"]) for record in usable]
+    if tokenizer and usable:
+        from transformers import AutoTokenizer  # takes seconds to import
+
+        encode = AutoTokenizer.from_pretrained(tokenizer)
+        prompts = [render(clean_prompt(record["prompt"]), encode) for record in usable]
+        texts = encode(prompts, add_special_tokens=False)["input_ids"]
+    if usable:
+        low, mid, high, top = np.percentile([len(x) for x in texts], [0, 50, 95, 100]).astype(int)
+        print(f"prompt {'tokens' if tokenizer else 'characters'}: min {low}, median {mid}, p95 {high}, max {top}")
+    for i, (record, problem) in enumerate(problems[:rows]):
+        text = json.dumps(record, indent=2, ensure_ascii=False, default=lambda x: f"<{type(x).__name__}>")
+        print(f"--- row {i}{f', unusable: {problem}' if problem else ''}\n{text}")

@@ -1,0 +1,200 @@
+"""What a script needs around its loop: ranks, run folder, model folder, data, reward workers, engine, logger.
+
+What a user can get wrong is looked at here, before weights are loaded, and answered with the flag to change.
+"""
+
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from common.checkpoint import Trained, checkpoint_bytes, free_bytes
+from common.data import PromptData
+from common.distributed import World, broadcast_object, init_world, sign_of_life, user_errors
+from common.engine import Sampling, VllmEngine
+from common.hf_engine import HuggingFaceEngine
+from common.logger import Logger, save_config
+from common.models import embedded_data, end_token_ids, load_tokenizer, resolve_model
+from common.precision import choose_dtype
+from common.rewards import reward_function
+from common.rewards.workers import RewardWorkers
+
+
+@dataclass
+class Job:
+    """A run as one rank sees it."""
+
+    world: World
+    output_dir: Path
+    path: str  # folder of the model
+    tokenizer: PreTrainedTokenizerBase
+    compute_dtype: torch.dtype
+    train_data: PromptData | None  # None with --eval-only
+    eval_data: PromptData | None
+    total_steps: int
+    workers: RewardWorkers
+    engine: VllmEngine | HuggingFaceEngine | None  # asleep; None with --replay
+
+
+def set_up(args, script: str, demo: bool) -> Job:
+    """Open a run, given the flags that all RL scripts share; `args` is the script's Args."""
+    check_shared_args(args)
+    world = init_world(args.stall_minutes)
+    if demo:
+        world.print("no --model given: running the embedded demo")
+    stamp = broadcast_object(time.strftime("%Y%m%d-%H%M%S"))  # the clocks of the ranks may differ
+    output_dir = args.output_dir or Path("runs") / f"{script}-{Path(args.model).name}-{stamp}"
+    with user_errors():
+        check_device(world.device)
+        compute_dtype, why = choose_dtype(args.dtype, world.device)
+    path = resolve_model(args.model)
+    tokenizer = load_tokenizer(path, args.trust_remote_code)
+    if args.model == "tiny" and not args.train_data:
+        args.train_data, held_out = embedded_data("tiny", output_dir / "data", world)
+        args.eval_data = args.eval_data or held_out
+    options = {"max_prompt_tokens": args.max_prompt_tokens, "overlong": args.overlong_prompts}
+    options |= {"skip_bad_rows": args.skip_bad_rows, "notice": world.print}
+    train_data = eval_data = None
+    with user_errors():
+        if not args.eval_only:
+            train_data = PromptData(args.train_data, tokenizer, max_rows=args.max_rows, **options)
+        if args.eval_data:
+            eval_data = PromptData(args.eval_data, tokenizer, flag="--eval-data", **options)
+        for data in (train_data, eval_data):
+            for source in data.sources() if data and not args.reward_function else ():
+                reward_function(source)  # an unknown data_source is an error now, not after the first rollout
+        workers = RewardWorkers(args.reward_function, args.reward_workers, args.reward_timeout)
+    total_steps = args.total_steps
+    if total_steps is None and train_data:
+        total_steps = max(1, round(args.total_epochs * len(train_data) / args.prompts_per_step))
+
+    engine = None
+    if not args.replay:  # before the trainer: it loads by itself, and is asleep when the trainer takes its memory
+        make_engine = VllmEngine if args.engine == "vllm" else HuggingFaceEngine
+        engine = make_engine(
+            path,
+            compute_dtype,
+            world,
+            end_ids=end_token_ids(path, tokenizer),
+            max_model_len=args.max_prompt_tokens + args.max_response_tokens,
+            memory_gib=args.engine_memory,
+            sleep_level=args.sleep_level,
+            trust_remote_code=args.trust_remote_code,
+        )
+        engine.sleep()
+    torch.manual_seed(args.seed + world.rank)  # after vLLM, which seeds every rank alike
+    world.print(
+        f"{script}.py: {args.model}, {world.size} x {world.device.type}, {args.strategy}, {args.engine}, compute "
+        f"{compute_dtype} ({why}) -> {output_dir}"
+    )
+    return Job(
+        world, output_dir, path, tokenizer, compute_dtype, train_data, eval_data, total_steps or 0, workers, engine
+    )
+
+
+def open_logger(args, job: Job, script: str, trained: Trained, start: int, resumed: Path | None) -> Logger:
+    """config.json, the logger, and what a run says before its first step."""
+    world, data = job.world, job.train_data
+    if world.is_main and not args.eval_only:
+        save_config(job.output_dir, vars(args))
+    logger = Logger(
+        job.output_dir,
+        total_steps=job.total_steps,
+        trackers=args.log,
+        config=vars(args),
+        name=script,
+        is_main=world.is_main,
+    )
+    if resumed:
+        logger.event({"event": "resumed", "step": start, "checkpoint": str(resumed)})
+        world.print(f"resumed: {resumed}, step {start}")
+    if args.eval_only:
+        return logger
+    passes = job.total_steps * args.prompts_per_step / len(data)
+    world.print(
+        f"{len(data)} prompts; a step: {args.prompts_per_step} x {args.samples_per_prompt} samples, {args.minibatches}"
+        f" minibatches x {args.epochs_per_step} epochs; {job.total_steps} steps pass over the data {passes:.2f} times"
+    )
+    needed = checkpoint_bytes(trained) * (args.keep_checkpoints + 2)  # besides, the best, and the one being written
+    if (free := free_bytes(job.output_dir)) < needed:
+        sizes = f"{needed / 1e9:.2f} GB of the {free / 1e9:.2f} GB that are free"
+        world.print(f"warning: checkpoints will take up to {sizes} in {job.output_dir}: lower --keep-checkpoints")
+    return logger
+
+
+class Stopwatch:
+    """Seconds of a step by phase: `with watch("rollout"): ...`; a phase entered twice adds up."""
+
+    def __init__(self) -> None:
+        self.start, self.seconds = time.perf_counter(), {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        sign_of_life()
+        yield
+        sign_of_life()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begin
+
+    def metrics(self) -> dict[str, float]:
+        phases = {f"time/{phase}_s": seconds for phase, seconds in self.seconds.items()}
+        return phases | {"time/step_s": time.perf_counter() - self.start}
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """Highest memory use of this process so far (GB): on the GPU, or resident on a CPU machine."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+
+def check_device(device: torch.device) -> None:
+    """Run a small kernel: ValueError, with the remedy, if torch is built without code for this GPU."""
+    try:
+        torch.ones(8, device=device).square().sum().item()
+    except RuntimeError as error:
+        major, minor = torch.cuda.get_device_capability(device)
+        remedy = "requirements-v100.txt (CUDA 12.6 wheels)" if major < 8 else "torch for a newer CUDA"
+        raise ValueError(
+            f"torch {torch.__version__} does not run on {torch.cuda.get_device_name(device)} (sm_{major}{minor}); it "
+            f"is built for {', '.join(torch.cuda.get_arch_list())}: install {remedy}. ({error})"
+        ) from error
+
+
+def check_shared_args(args) -> None:
+    """Refuse values that cannot work, and flags without effect, of those that all RL scripts share."""
+    sampled = (args.eval_temperature > 0, "an --eval-temperature above 0")
+    refuse_idle(
+        args,
+        {
+            "lr_floor": (args.lr_schedule != "constant", "--lr-schedule linear or cosine"),
+            "total_epochs": (args.total_steps is None, "no --total-steps"),
+            "eval_top_p": sampled,
+            "eval_top_k": sampled,
+            "eval_samples": sampled,  # greedy ones are all the same
+        },
+    )
+    Sampling(temperature=args.temperature).check_exact()
+    refuse(args.eval_rows < 1, f"--eval-rows {args.eval_rows}: needs at least 1")
+    refuse(bool(args.replay) and args.eval_only, "--replay is of training, --eval-only does none")
+    data = "--eval-data" if args.eval_only else "--train-data"
+    given = args.eval_data if args.eval_only else args.train_data
+    refuse(not given and (args.model != "tiny" or bool(args.train_data)), f"--model {args.model} needs {data}")
+
+
+def refuse(wrong: bool, message: str) -> None:
+    if wrong:
+        raise SystemExit(message)
+
+
+def refuse_idle(args, uses: dict[str, tuple[bool, str]]) -> None:
+    """Stop if a flag that is not at its default has no effect. uses: {field: (is it used, what it would need)}."""
+    defaults = {field.name: field.default for field in fields(args)}
+    for name, (used, needs) in uses.items():
+        flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
+        refuse(not used and getattr(args, name) != defaults[name], f"{flag} has no effect: needs {needs}")

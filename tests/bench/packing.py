@@ -1,0 +1,124 @@
+"""Seconds of one update (forward and backward of the policy) for the same episodes, laid out in different ways.
+
+    python tests/bench/packing.py                                                    # SmolLM2, bf16
+    python tests/bench/packing.py --model tiny --prompts 32 --prompt-tokens 20 --response-tokens 60 120 --budget 4096
+
+padded: one sequence a row, padded to the longest. packed: rows filled with whole sequences, each with its prompt.
+shared: the prompt of a group once, followed by its responses; the smaller the dense width, the more a group is split,
+its prompt repeated: under dense attention, where a token costs as much as its row is wide, that may be cheaper. `inf`
+never splits. Episodes are random, so are their tokens.
+"""
+
+import math
+import random
+import time
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal
+
+import torch
+import tyro
+from report import header, table
+
+from common import packing
+from common.distributed import forward_context, init_world, run, wrap_model
+from common.episodes import Episode
+from common.models import choose_attention, load_policy, resolve_model
+from common.packing import MicroBatch, TokenIndex, layout, pack
+from common.precision import DTYPES
+
+
+@dataclass
+class Args:
+    model: str = "smollm2"  # folder, hub id, or an embedded model: tiny, smollm2
+    prompts: int = 8  # groups
+    samples: int = 8  # responses of a group
+    prompt_tokens: int = 140  # of every prompt
+    response_tokens: tuple[int, int] = (30, 128)  # shortest and longest response; uniform between them
+    budget: int = 2048  # tokens of a micro-batch
+    dense_widths: tuple[float, ...] = (
+        500,
+        1280,
+        2880,
+    )  # row width at which attention costs as much as the rest
+    dtype: Literal["bf16", "fp32"] = "bf16"  # of the computation; weights are float32
+    repeats: int = 5  # rounds over all layouts
+    threads: int = 2  # of a CPU
+    seed: int = 0  # of the episodes
+
+
+def random_episodes(args: Args, vocab: int) -> list[Episode]:
+    rng = random.Random(args.seed)
+    episodes = []
+    for p in range(args.prompts):
+        prompt = rng.choices(range(vocab), k=args.prompt_tokens)
+        for s in range(args.samples):
+            response = rng.choices(range(vocab), k=rng.randint(*args.response_tokens))
+            episodes.append(Episode(p, s, prompt, response, [1] * len(response), [0.0] * len(response), "stop", {}))
+    return episodes
+
+
+def layouts(args: Args, episodes: list[Episode], attention: str) -> dict[str, list[MicroBatch]]:
+    index, selected, options = TokenIndex(episodes), range(len(episodes)), layout(attention, args.budget, 1)
+    longest = args.prompt_tokens + max(len(e.response_ids) for e in episodes)
+    rows, count = [[[i]] for i in selected], max(1, args.budget // longest)
+    batches = {
+        "padded": [packing._build(episodes, rows[i : i + count], index) for i in selected[::count]],
+        "packed": pack(episodes, selected, index, **options | {"share_prompts": False}),
+    }
+    for width in (*args.dense_widths, math.inf):
+        batches[f"shared, dense width {width:g}"] = pack(episodes, selected, index, **options | {"dense_width": width})
+    return batches
+
+
+def update(policy: torch.nn.Module, batches: list[MicroBatch], device: torch.device) -> tuple[float, float]:
+    """Seconds of forward and backward over all micro-batches, and the sum of log-probs: the same for every layout."""
+    total, start = torch.zeros((), device=device), time.perf_counter()
+    for i, batch in enumerate(batches):
+        with forward_context(policy, last=i == len(batches) - 1):
+            logprobs = policy(batch.to(device))[0].sum()
+            logprobs.backward()
+        total += logprobs.detach()
+    total = total.item()  # waits for the device
+    seconds = time.perf_counter() - start
+    policy.zero_grad()
+    return seconds, total
+
+
+def main(args: Args) -> None:
+    torch.set_num_threads(args.threads)
+    world = init_world()
+    attention = choose_attention("auto", world.device)
+    policy = load_policy(resolve_model(args.model), attention)
+    episodes = random_episodes(args, policy.model.config.vocab_size)
+    policy = wrap_model(policy, world, "fsdp", DTYPES[args.dtype])
+    batches = layouts(args, episodes, attention)
+
+    seconds: dict[str, list[float]] = {name: [] for name in batches}
+    for repeat in range(-1, args.repeats):  # the first round warms up
+        sums = {}
+        for name in batches:
+            taken, sums[name] = update(policy, batches[name], world.device)
+            if repeat >= 0:
+                seconds[name].append(taken)
+        wrong = {name: x for name, x in sums.items() if abs(x / sums["padded"] - 1) > 0.01}
+        assert not wrong, f"log-probs summed to {sums['padded']} when padded, but {wrong}"
+
+    low, high = args.response_tokens
+    title = f"update of {args.model}: {args.prompts} prompts of {args.prompt_tokens} tokens x {args.samples} responses"
+    title += f" of {low}-{high}, budget {args.budget}, {attention}, {args.dtype}"
+    header(title, args.threads)
+    rows = [["layout", "micro-batches", "widest row", "tokens computed", "of them padding", "seconds", "x padded"]]
+    for name, times in seconds.items():
+        computed = sum(b.input_ids.numel() for b in batches[name])
+        padding = sum(int((b.groups == 0).sum()) for b in batches[name]) / computed
+        ratio = median(a / b for a, b in zip(times, seconds["padded"]))
+        widest = max(b.input_ids.shape[1] for b in batches[name])
+        counts = [str(len(batches[name])), str(widest), str(computed), f"{padding:.0%}"]
+        rows.append([name, *counts, f"{median(times):.3f}", f"{ratio:.2f}"])
+    table(*rows)
+    print(f"medians of {args.repeats} interleaved rounds; ratios are taken within a round")
+
+
+if __name__ == "__main__":
+    run(main, tyro.cli(Args, description=__doc__))

@@ -1,0 +1,377 @@
+"""Reward workers: whatever a function does costs its own sample, in bounded time, and no process is left over.
+
+pytest tests/test_reward_workers.py
+"""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from conftest import ROOT
+
+from common.episodes import Episode
+from common.rewards import score_episodes, workers
+from common.rewards.workers import RewardWorkers
+
+TIMEOUT = 2.0  # seconds, in all tests that do not say otherwise
+
+FUNCTION = """
+import ctypes, os, signal, subprocess, sys, threading, time
+from dataclasses import dataclass
+from pathlib import Path
+
+import neighbour  # lies beside this file
+
+print("loaded")
+
+
+@dataclass
+class Result:
+    score: float
+
+
+def stubborn():
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
+        signal.signal(number, signal.SIG_IGN)
+    while True:
+        ctypes.PyDLL(None).sleep(60)  # keeps the GIL
+
+
+def spin():
+    while True:
+        pass
+
+
+def recurse():
+    return recurse()
+
+
+def swallow_everything():
+    while True:
+        try:
+            time.sleep(60)
+        except BaseException:
+            pass
+
+
+def leave_child(then):
+    child = subprocess.Popen(["sleep", "600"])
+    Path(os.environ["CHILD"]).write_text(str(child.pid))
+    then()
+
+
+def fork_and_die():
+    if pid := os.fork():
+        Path(os.environ["CHILD"]).write_text(str(pid))
+        os._exit(3)
+    time.sleep(600)  # holds the worker's socket
+
+
+def later(seconds, action):
+    threading.Timer(seconds, action).start()
+    return 1.0
+
+
+def fail():
+    {}["answer"]
+
+
+ACTIONS = {
+    "spin": spin,
+    "stubborn": stubborn,
+    "swallow": swallow_everything,
+    "exit": lambda: os._exit(3),
+    "sys.exit": lambda: sys.exit(3),
+    "segfault": lambda: ctypes.string_at(0),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "close": lambda: os.closerange(3, 100),
+    "10 GB": lambda: bytearray(10 * 2**30),
+    "raise": fail,
+    "recurse": recurse,
+    "none": lambda: None,
+    "nan": lambda: float("nan"),
+    "no score": lambda: {"reward": 1.0},
+    "object": lambda: Result(1.0),
+    "fork": lambda: 1.0 if os.fork() else 7.0,
+    "leave child": lambda: leave_child(spin),
+    "fork and die": fork_and_die,
+    "die later": lambda: later(0.1, lambda: os._exit(3)),
+    "alarm": lambda: signal.setitimer(signal.ITIMER_REAL, 0.1) and 1.0,
+    "hang later": lambda: later(0.1, stubborn_thread),
+    "pid": os.getpid,
+    "torch": lambda: float(any(name in sys.modules for name in ("torch", "numpy", "transformers"))),
+    "MiB": lambda: int(Path("/proc/self/statm").read_text().split()[1]) / 256,
+    "own error": lambda: {"score": 0.5, "error": 3},
+    "nothing": lambda: {"score": 1.0, "pred": "x" * neighbour.LENGTH},
+}
+
+
+def stubborn_thread():
+    ctypes.PyDLL(None).sleep(60)
+
+
+def act(data_source, solution_str, ground_truth, extra_info=None):
+    if solution_str in ACTIONS:
+        return ACTIONS[solution_str]()
+    if solution_str == "hang":
+        Path(extra_info["file"]).touch()
+        stubborn()
+    time.sleep((extra_info or {}).get("sleep", 0))
+    print("scored", solution_str)
+    return {"score": float(solution_str[:9]), "truth": ground_truth}
+"""
+
+FAILING_LINE = FUNCTION[: FUNCTION.index('{}["answer"]')].count("\n") + 1
+
+FAILURES = {
+    "spin": "timeout after 2 s",
+    "stubborn": "timeout after 2 s",
+    "swallow": "timeout after 2 s",
+    "exit": "the worker died (exit code 3)",
+    "sys.exit": "SystemExit: 3",
+    "segfault": "the worker died (Segmentation fault)",
+    "kill": "the worker died (Killed)",
+    "close": "the worker died (",
+    "10 GB": "MemoryError (line ",
+    "raise": f"KeyError: 'answer' (line {FAILING_LINE} of function.py)",
+    "recurse": "RecursionError: maximum recursion depth exceeded",
+    "none": "ValueError: reward function act on data_source 'test' returned the score None",
+    "nan": "ValueError: reward function act on data_source 'test' returned the score nan",
+    "no score": "ValueError: reward function act on data_source 'test' returned a mapping without the key \"score\"",
+    "object": "ValueError: reward function act on data_source 'test' returned the score Result(score=1.0)",
+}
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("user")
+    (folder / "function.py").write_text(FUNCTION)
+    (folder / "neighbour.py").write_text("LENGTH = 3\n")
+    return f"{folder / 'function.py'}:act"
+
+
+@pytest.fixture
+def start(spec):
+    """RewardWorkers(...), closed after the test."""
+    started = []
+
+    def start(function=spec, count=2, timeout_s=TIMEOUT, memory_gib=1.0):
+        started.append(RewardWorkers(function, count, timeout_s, memory_gib))
+        return started[-1]
+
+    yield start
+    for pool in started:
+        pool.close()
+        assert not any(alive(worker.process.pid) for worker in pool.workers)
+
+
+def job(text: str, **extra_info) -> tuple:
+    return "test", text, 7, extra_info
+
+
+def scored(number: float) -> dict:
+    return {"score": float(number), "truth": 7.0}
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until(condition, seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_each_failure_costs_its_own_sample(start):
+    pool = start(count=4)
+    quick = [name for name in FAILURES if not FAILURES[name].startswith("timeout")]
+    for names in (FAILURES, quick):
+        texts = [text for i, name in enumerate(names) for text in (f"{2 * i}", name, f"{2 * i + 1}")]
+        results = pool.score([job(text) for text in texts])
+        assert len(results) == len(texts)
+        for text, result in zip(texts, results):
+            if text in FAILURES:
+                assert result.keys() == {"error"} and result["error"].startswith(FAILURES[text]), (text, result)
+            else:
+                assert result == scored(float(text))
+
+
+def test_results_are_in_the_order_of_the_jobs(start):
+    pool = start(count=4)
+    assert pool.score([]) == []
+    jobs = [job(str(i), sleep=0.02 * ((7 * i) % 5)) for i in range(40)]
+    assert pool.score(jobs) == [scored(i) for i in range(40)]
+
+
+def test_deadline(start):
+    """It is kept, for each job by itself; neither the queue nor a worker's start is part of it."""
+    pool = start(count=1, timeout_s=0.5)
+    began = time.monotonic()
+    assert pool.score([job("stubborn")] * 2) == [{"error": "timeout after 0.5 s"}] * 2
+    assert 1.0 < time.monotonic() - began < 5.0
+    assert pool.score([job(str(i), sleep=0.2) for i in range(5)]) == [scored(i) for i in range(5)]
+
+
+def test_a_slow_import_is_not_part_of_the_deadline(start, tmp_path):
+    file = tmp_path / "slow.py"
+    file.write_text(
+        "import os, time\ntime.sleep(0.6)\ndef f(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return float(solution_str) if solution_str.isdigit() else os._exit(0)\n"
+    )
+    pool = start(f"{file}:f", count=1, timeout_s=0.3)
+    assert pool.score([job("die"), job("3")]) == [{"error": "the worker died (exit code 0)"}, {"score": 3.0}]
+
+
+@pytest.mark.parametrize("action", ["die later", "alarm"])
+def test_a_death_between_jobs_costs_nothing(start, action):
+    pool = start(count=1)
+    pids = []
+    for number in range(2):
+        pids.append(pool.workers[0].process.pid)
+        assert "score" in pool.score([job(action)])[0] or action == "alarm"
+        wait_until(lambda: not alive(pids[-1]))
+        assert pool.score([job(str(number))]) == [scored(number)]
+    assert len(set(pids)) == 2
+
+
+def test_a_worker_that_stops_reading_does_not_block(start, monkeypatch):
+    """A thread that a function left behind keeps the GIL, and the next text does not fit the socket's buffer."""
+    monkeypatch.setattr(workers, "TRANSFER_S", 1)
+    pool = start(count=1, timeout_s=0.5)
+    assert pool.score([job("hang later")]) == [{"score": 1.0}]
+    time.sleep(0.5)
+    assert pool.score([job("5" + "." * 8 + " " * 4_000_000)]) == [{"error": "timeout after 0.5 s"}]
+    assert pool.score([job("5")]) == [scored(5)]
+
+
+def test_after_memory_error_the_worker_is_new(start):
+    pool = start(count=1)
+    before, failed, after = pool.score([job("pid"), job("10 GB"), job("pid")])
+    assert failed["error"].startswith("MemoryError") and before != after
+
+
+def test_a_forked_child_that_comes_back_is_ignored(start):
+    pool = start(count=1)
+    texts = ["1", "fork", "2", "fork", "3"]
+    assert [r["score"] for r in pool.score([job(t) for t in texts])] == [1.0, 1.0, 2.0, 1.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    "action, error", [("leave child", "timeout after 1 s"), ("fork and die", "the worker died (exit code 3)")]
+)
+def test_children_die_with_their_worker(start, tmp_path, monkeypatch, action, error):
+    monkeypatch.setenv("CHILD", str(tmp_path / "child"))
+    assert start(count=1, timeout_s=1.0).score([job(action), job("2")]) == [{"error": error}, scored(2)]
+    child = int((tmp_path / "child").read_text())
+    wait_until(lambda: not alive(child))
+
+
+def test_a_call_after_an_interrupted_one(start, tmp_path):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    pool = start(count=3)
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            pool.score([job("1", sleep=0.8), job("hang", file=str(tmp_path / "started"))])
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    assert (tmp_path / "started").exists()
+    assert pool.score([job("5", sleep=0.1)]) == [scored(5)]
+
+
+def test_workers_are_light(start):
+    results = start(count=1).score([job("torch"), job("MiB"), job("nothing")])
+    assert results[0]["score"] == 0.0
+    assert results[1]["score"] < 40
+    assert results[2] == {"score": 1.0, "pred": "xxx"}
+
+
+def test_many_short_jobs(start):
+    pool = start(None)
+    jobs = [("countdown", f"<answer>{i}+1</answer>", {"numbers": [i, 1], "target": i + 1}, {}) for i in range(1000)]
+    jobs[500] = ("countdown", "no tag", *jobs[500][2:])
+    jobs[501] = ("my/chess", *jobs[501][1:])
+    began = time.monotonic()
+    results = pool.score(jobs)
+    assert time.monotonic() - began < 5.0  # 0.2 s on a quiet machine
+    assert "no built-in reward function for data_source 'my/chess'" in results.pop(501)["error"]
+    assert [r["score"] for r in results] == [1.0] * 500 + [0.0] + [1.0] * 498
+
+
+def test_prints_go_to_stderr(start, capfd):
+    start(count=1).score([job("5")])
+    out, err = capfd.readouterr()
+    assert out == "" and "loaded" in err and "scored 5" in err
+
+
+@pytest.mark.parametrize(
+    "text, name, message",
+    [
+        (None, "f", "there is no file"),
+        ("g = 1", "f", "defines no f"),
+        ("x = 1\nf = y", "f", r"NameError: name 'y' is not defined \(line 2 of bad.py\)"),
+        ("f = (", "f", "SyntaxError"),
+        ("import os; os._exit(4)", "f", r"the worker died \(exit code 4\)"),
+    ],
+)
+def test_a_bad_file_is_explained_at_the_start(start, tmp_path, text, name, message):
+    file = tmp_path / "bad.py"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        start(f"{file}:{name}")
+
+
+@pytest.mark.parametrize("arguments", [(0, 1.0, 1.0), (1, 0.0, 1.0), (1, 1.0, -1.0)])
+def test_bad_arguments(arguments):
+    with pytest.raises(ValueError, match="reward workers: got"):
+        RewardWorkers(None, *arguments)
+
+
+def test_sigkill_of_the_trainer_leaves_no_worker(spec, tmp_path):
+    """Hung or idle; and the trainer's script is not imported again by its workers."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\n"
+        "from common.rewards.workers import RewardWorkers\n"
+        "print('main', flush=True)\n"
+        "pool = RewardWorkers(sys.argv[1], 3, 600.0)\n"
+        "print(*(worker.process.pid for worker in pool.workers), flush=True)\n"
+        "pool.score([('test', 'hang', 7, {'file': sys.argv[2]})])\n"
+    )
+    command = [sys.executable, script, spec, tmp_path / "hangs"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as trainer:
+        assert trainer.stdout.readline() == "main\n"
+        pids = [int(pid) for pid in trainer.stdout.readline().split()]
+        wait_until((tmp_path / "hangs").exists)
+        assert len(pids) == 3 and all(map(alive, pids))
+        trainer.send_signal(signal.SIGKILL)
+        wait_until(lambda: not any(map(alive, pids)))
+        assert trainer.stdout.read() == ""
+
+
+def test_score_episodes(start):
+    texts = ["3", "raise", "4", "own error"]
+    tokenizer = SimpleNamespace(batch_decode=lambda ids, skip_special_tokens: [texts[i[0]] for i in ids])
+    episodes = [Episode(p, 0, [1], [i], [1], [0.0], "stop") for i, p in enumerate((8, 8, 9, 9))]
+    rows = {p: SimpleNamespace(data_source="test", ground_truth=10 * p, extra_info={}) for p in (8, 9)}
+    score_episodes(episodes, rows, start(), tokenizer)
+    rewards = [episode.rewards for episode in episodes]
+    assert rewards[0] == {"score": 3.0, "truth": 80.0} and rewards[2] == {"score": 4.0, "truth": 90.0}
+    assert math.isnan(rewards[1]["score"]) and rewards[1]["error"].startswith("KeyError: 'answer'")
+    assert rewards[3] == {"score": 0.5, "error": 3.0}  # the function's own key, and no failure
