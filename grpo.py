@@ -150,8 +150,8 @@ DEMO = Args(
     lr_schedule="linear",
     lr_floor=0.1,
     warmup_steps=5,
+    total_steps=40,
     eval_every=10,
-    total_steps=80,
 )
 
 

@@ -266,7 +266,7 @@ def test_math_verify_is_imported_late_and_silent():
     code = """
 import sys
 from common.rewards import math
-print({"sympy", "math_verify"} & set(sys.modules))
+print({"latex2sympy2_extended", "math_verify"} & set(sys.modules))
 print(math.score_boxed("\\\\boxed{1 + x}", "x + 1")["score"])
 """
     result = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)

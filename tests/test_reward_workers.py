@@ -367,7 +367,7 @@ def test_sigkill_of_the_trainer_leaves_no_worker(spec, tmp_path):
 
 def test_score_episodes(start):
     texts = ["3", "raise", "4", "own error"]
-    tokenizer = SimpleNamespace(batch_decode=lambda ids, skip_special_tokens: [texts[i[0]] for i in ids])
+    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: texts[ids[0]])
     episodes = [Episode(p, 0, [1], [i], [1], [0.0], "stop") for i, p in enumerate((8, 8, 9, 9))]
     rows = {p: SimpleNamespace(data_source="test", ground_truth=10 * p, extra_info={}) for p in (8, 9)}
     score_episodes(episodes, rows, start(), tokenizer)
