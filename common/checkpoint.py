@@ -5,9 +5,8 @@
     checkpoints/step_000100/rng_0.pkl   random states of rank 0, 1, ...
     checkpoints/latest, checkpoints/best  names of step folders
 
-A folder is written under a temporary name and renamed when it is complete and on disk: what has its final name is
-whole, and a kill at any moment leaves the previous checkpoint in place. A save that fails (full disk, read-only) is a
-warning: training goes on, and the next save may succeed.
+A folder is written under a temporary name and renamed when it is complete: a kill at any moment leaves the previous
+checkpoint in place. A save that fails (full disk, read-only) is a warning: training goes on.
 """
 
 import json
@@ -48,7 +47,7 @@ def save_checkpoint(
         record = json.dumps({"step": step, "world_size": world.size, **state}, indent=1)
         replace_file(temporary / "trainer.json", lambda path: path.write_text(record))
         if (folder / name).exists():  # the same step again, after a resume from an earlier one
-            shutil.rmtree(folder / name)
+            os.replace(folder / name, folder / f"tmp_old_{name}")  # which the next save removes
         os.replace(temporary, folder / name)
         replace_file(folder / "latest", lambda path: path.write_text(name))
         if best:
@@ -93,10 +92,8 @@ def _attempt(part: Callable[[], None] | None) -> str | None:
         if part:
             part()
     except (OSError, CheckpointException) as error:
-        causes = (
-            [str(e) for e, _ in error.failures.values()] if isinstance(error, CheckpointException) else [str(error)]
-        )
-        problem = next(iter(causes), "unknown").splitlines()[0]
+        causes = [e for e, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+        problem = str(causes[0]).splitlines()[0]
     return next((p for p in gather_objects(problem) if p), None)
 
 

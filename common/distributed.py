@@ -63,6 +63,8 @@ def init_world(stall_minutes: float = 30.0) -> World:
     else:
         device, backend = torch.device("cpu"), "gloo"
     dist.init_process_group(backend, timeout=datetime.timedelta(minutes=stall_minutes + 10))
+    if dist.get_rank() == 0:
+        _store().delete_key("failed")  # of the attempt before a torchrun restart
     sign_of_life()
     threading.Thread(target=_watch, args=(stall_minutes, dist.get_rank()), daemon=True).start()
     return World(dist.get_rank(), dist.get_world_size(), local_rank, device)
@@ -85,8 +87,8 @@ def _watch(stall_minutes: float, rank: int) -> None:
 def handle_sigterm() -> None:
     """On SIGTERM `stop_requested` becomes true, and the script saves and exits at the end of its step.
 
-    torchrun sends SIGTERM too when another rank has failed, and then this one may wait in a collective for ever, where
-    no Python signal handler runs: a thread reads the signal off a pipe and looks whether a failure was announced.
+    torchrun sends it too when another rank has failed. Then this one may wait in a collective, where no Python handler
+    runs: a thread reads the signal off a pipe and looks whether a failure was announced.
     """
     reader, writer = socket.socketpair()
     writer.setblocking(False)
@@ -97,8 +99,9 @@ def handle_sigterm() -> None:
         while signal.SIGTERM not in reader.recv(64):
             pass
         _stop.set()
-        while not _failure_announced():
-            time.sleep(1.0)
+        with suppress(RuntimeError):  # the store is gone with the rank that kept it
+            while not _store().check(["failed"]):
+                time.sleep(1.0)
         os._exit(1)
 
     threading.Thread(target=listen, daemon=True).start()
@@ -110,36 +113,32 @@ def stop_requested() -> bool:
     return all_reduce([_stop.is_set()], "max")[0] > 0
 
 
-def _failure_announced(announce: bool = False) -> bool:
-    """Has a rank failed? With `announce`, this one has."""
-    if not dist.is_initialized():
-        return False
-    store = dist.distributed_c10d._get_default_store()
-    if announce:
-        store.set("failed", os.environ["RANK"])
-    return announce or store.check(["failed"])
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+def _announce_failure() -> bool:
+    """Tell the other ranks; True for the first one that fails."""
+    with suppress(RuntimeError):
+        if dist.is_initialized():
+            return _store().add("failed", 1) == 1
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def run(main: Callable, *args: object) -> None:
-    """Run a script's `main` and leave by `os._exit`, at success and at failure alike.
-
-    A rank that waits in destructors (a collective, the engine's threads) would keep the others waiting; when one rank
-    exits with an error, torchrun ends the rest.
-    """
-    handle_sigterm()
+    """Run a script's `main` and leave by `os._exit`: a rank that waits in destructors keeps the others waiting."""
     try:
         main(*args)
         barrier()
         status = 0
     except SystemExit as stop:
-        if isinstance(stop.code, str) and os.environ.get("LOCAL_RANK", "0") == "0":  # one line per machine
+        if isinstance(stop.code, str) and _announce_failure():  # one line, not one per rank
             print(stop.code, file=sys.stderr)
         status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except BaseException:
         print(f"[rank {os.environ.get('RANK', '0')}] failed:\n{traceback.format_exc()}", file=sys.stderr)
         status = 1
-        with suppress(Exception):  # the store may be gone with the rank that kept it
-            _failure_announced(announce=True)
+        _announce_failure()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -163,7 +162,7 @@ def wrap_model(model: nn.Module, world: World, strategy: str, compute_dtype: tor
     """
     if strategy == "ddp":
         model = model.to(world.device)
-        if any(p.requires_grad for p in model.parameters()):  # DDP refuses a frozen one
+        if world.size > 1 and any(p.requires_grad for p in model.parameters()):  # DDP refuses a frozen one
             model = DistributedDataParallel(model, gradient_as_bucket_view=True)
         model.autocast_dtype = compute_dtype if compute_dtype in (torch.bfloat16, torch.float16) else None
         return model
@@ -187,6 +186,14 @@ def reshard(model: nn.Module) -> None:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+
+def abandon_backward(model: nn.Module) -> None:
+    """After an exception inside a forward or backward, on one rank: no gradients, as if none had been under way."""
+    model.zero_grad()  # of gathered parameters
+    if isinstance(model, FSDPModule):
+        model.reset_iter_state()
+    model.zero_grad()  # of shards
 
 
 @contextmanager

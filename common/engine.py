@@ -44,11 +44,8 @@ class Sampling:
 
 
 class WeightBooks:
-    """Accounts of one weight sync: what the trainer should send, what was sent, and which optimizer step it carries.
-
-    At lr 1e-6 a step moves log-probs by less than bf16 rounding: a stale or partial sync does not show in the gap
-    between engine and trainer, so it is caught by counting.
-    """
+    """Accounts of a weight sync. At lr 1e-6 a step moves log-probs by less than bf16 rounding: only counting catches
+    one that is stale or partial."""
 
     def __init__(self) -> None:
         self.step: int | None = None  # of the weights that the engine holds; None before the first sync

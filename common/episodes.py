@@ -114,10 +114,7 @@ def rollout_metrics(sums: dict[str, float], seconds: dict[str, float]) -> dict[s
 def dump_rollouts(
     folder: Path, step: int, sampled: list[Episode], trained: list[Episode], advantages: list[float], tokenizer, world
 ) -> None:
-    """Write folder/step_NNNNNN.parquet: all episodes of all ranks, with what `load_rollouts` and a reader need.
-
-    advantage is null where none was trained on. A full disk costs the dump, not the run.
-    """
+    """Write folder/step_NNNNNN.parquet: all episodes of all ranks; advantage is null where none was trained on."""
     advantage_of = {id(episode): advantage for episode, advantage in zip(trained, advantages)}
     rows = [
         {"step": step, "ranks": world.size, "rank": world.rank, "advantage": advantage_of.get(id(e))}
@@ -132,15 +129,12 @@ def dump_rollouts(
         if world.is_main:
             folder.mkdir(parents=True, exist_ok=True)
             replace_file(path, lambda temporary: pq.write_table(pa.Table.from_pylist(rows), temporary))
-    except OSError as error:
+    except OSError as error:  # a full disk costs the dump, not the run
         print(f"warning: {path} not written ({error})", flush=True)
 
 
 def load_rollouts(path: Path, step: int, world: World) -> tuple[list[Episode], list[Episode]]:
-    """(all episodes of this rank, those that were trained on) of a dump of `step`.
-
-    SystemExit if the dump is of another step or another number of ranks: the update would not be the same.
-    """
+    """(all episodes of this rank, those that were trained on) of a dump of `step` by as many ranks."""
     if not path.is_file():
         raise SystemExit(f"--replay {path}: no such file")
     rows = pq.read_table(path).to_pylist()

@@ -179,6 +179,7 @@ def export_hugging_face(
     model, temporary = unwrap(policy).model, folder.with_name(f"{folder.name}.tmp")
     if model.config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
+    shutil.rmtree(temporary, ignore_errors=True)  # of a killed export
     try:
         model.save_pretrained(temporary, state_dict=state)
         config = json.loads((temporary / "config.json").read_text())

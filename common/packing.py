@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from common.distributed import World, all_reduce
+from common.distributed import World, abandon_backward, all_reduce
 from common.episodes import Episode
 
 
@@ -66,13 +66,14 @@ def layout(attention: str, budget: int, hidden_size: int) -> dict:
     }
 
 
-def halve_budget(options: dict, world: World, error: BaseException) -> dict:
+def halve_budget(options: dict, policy: nn.Module, world: World, error: BaseException) -> dict:
     """Options of `pack` for half the tokens. SystemExit on several ranks: the others are in a collective by now."""
     budget = options["budget"] // 2
     if world.size > 1 or budget < 128:
         remedy = f"lower --micro-batch-tokens {2 * budget}, add --gradient-checkpointing or use more GPUs"
         raise SystemExit(f"out of GPU memory in the update: {remedy}; then the same command goes on") from error
     world.print(f"out of GPU memory: --micro-batch-tokens is now {budget}, the step is repeated")
+    abandon_backward(policy)
     torch.cuda.empty_cache()
     return {name: budget if name in ("budget", "row_tokens") else value for name, value in options.items()}
 
@@ -109,8 +110,7 @@ def _units(
 ) -> list[list[int]]:
     """Lists of episodes that share a prompt; a group that exceeds a limit is split and repeats its prompt.
 
-    With w = dense_width a unit of k responses of R tokens to a prompt of P costs (P / k + R) (1 + (P + k R) / w) for
-    each of them, which is least at k R = sqrt(P (w + P)).
+    k responses of R tokens cost (P / k + R) (1 + (P + k R) / dense_width) each: least at k R = sqrt(P (width + P)).
     """
     by_prompt: dict[object, list[int]] = {}
     for i in selected:

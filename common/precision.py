@@ -46,11 +46,7 @@ def check_gap(gap: float, limit: float, step: int) -> None:
 
 @dataclass
 class LossScale:
-    """Dynamic loss scale (Micikevicius et al. 2018, sec. 3.2); constant 1 unless the compute dtype is fp16.
-
-    Doubles after `growth_interval` good steps in a row, halves on overflow. RL runs are short, hence 400 and not the
-    usual 2,000.
-    """
+    """Dynamic loss scale (arXiv 1710.03740, sec. 3.2), for fp16: doubles after 400 good steps, halves on overflow."""
 
     scale: float = 1.0
     dynamic: bool = False
@@ -92,7 +88,7 @@ def guarded_step(
     finite = bool(torch.isfinite(norm))
     if finite:
         clip = min(1.0, max_grad_norm / (grad_norm + 1e-6)) if max_grad_norm > 0 else 1.0
-        if clip / loss_scale.scale != 1.0:
+        if gradients and clip / loss_scale.scale != 1.0:
             torch._foreach_mul_(gradients, clip / loss_scale.scale)
         optimizer.step()
     loss_scale.update(finite)

@@ -1,13 +1,11 @@
-"""What a script needs around its loop: ranks, run folder, model folder, data, reward workers, engine, logger.
-
-What a user can get wrong is looked at here, before weights are loaded, and answered with the flag to change.
-"""
+"""What a script needs around its loop; what a user can get wrong is refused before weights are loaded."""
 
 import resource
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from common.checkpoint import Trained, checkpoint_bytes, free_bytes
 from common.data import PromptData
-from common.distributed import World, broadcast_object, init_world, sign_of_life, user_errors
+from common.distributed import World, broadcast_object, handle_sigterm, init_world, sign_of_life, user_errors
 from common.engine import Sampling, VllmEngine
 from common.hf_engine import HuggingFaceEngine
 from common.logger import Logger, save_config
@@ -49,6 +47,8 @@ def set_up(args, script: str, demo: bool) -> Job:
         world.print("no --model given: running the embedded demo")
     stamp = broadcast_object(time.strftime("%Y%m%d-%H%M%S"))  # the clocks of the ranks may differ
     output_dir = args.output_dir or Path("runs") / f"{script}-{Path(args.model).name}-{stamp}"
+    again = bool(args.replay) and (output_dir / "checkpoints").exists()
+    refuse(again, f"--replay: {output_dir} has checkpoints of its own; give another --output-dir")
     with user_errors():
         check_device(world.device)
         compute_dtype, why = choose_dtype(args.dtype, world.device)
@@ -115,6 +115,7 @@ def open_logger(args, job: Job, script: str, trained: Trained, start: int, resum
         world.print(f"resumed: {resumed}, step {start}")
     if args.eval_only:
         return logger
+    handle_sigterm()
     passes = job.total_steps * args.prompts_per_step / len(data)
     world.print(
         f"{len(data)} prompts; a step: {args.prompts_per_step} x {args.samples_per_prompt} samples, {args.minibatches}"
@@ -158,12 +159,12 @@ def check_device(device: torch.device) -> None:
     try:
         torch.ones(8, device=device).square().sum().item()
     except RuntimeError as error:
-        major, minor = torch.cuda.get_device_capability(device)
-        remedy = "requirements-v100.txt (CUDA 12.6 wheels)" if major < 8 else "torch for a newer CUDA"
-        raise ValueError(
-            f"torch {torch.__version__} does not run on {torch.cuda.get_device_name(device)} (sm_{major}{minor}); it "
-            f"is built for {', '.join(torch.cuda.get_arch_list())}: install {remedy}. ({error})"
-        ) from error
+        if "no kernel image" not in str(error):
+            raise
+        old = torch.cuda.get_device_capability(device)[0] < 8
+        remedy = "requirements-v100.txt (CUDA 12.6 wheels)" if old else "torch for a newer CUDA"
+        gap = f"is built for {torch.cuda.get_arch_list()}, not for {torch.cuda.get_device_name(device)}"
+        raise ValueError(f"torch {torch.__version__} {gap}: install {remedy}") from error
 
 
 def check_shared_args(args) -> None:
@@ -180,7 +181,7 @@ def check_shared_args(args) -> None:
         },
     )
     Sampling(temperature=args.temperature).check_exact()
-    refuse(args.eval_rows < 1, f"--eval-rows {args.eval_rows}: needs at least 1")
+    refuse(args.eval_rows < 1 or args.stall_minutes <= 0, "--eval-rows and --stall-minutes: must be above 0")
     refuse(bool(args.replay) and args.eval_only, "--replay is of training, --eval-only does none")
     data = "--eval-data" if args.eval_only else "--train-data"
     given = args.eval_data if args.eval_only else args.train_data
@@ -193,8 +194,8 @@ def refuse(wrong: bool, message: str) -> None:
 
 
 def refuse_idle(args, uses: dict[str, tuple[bool, str]]) -> None:
-    """Stop if a flag that is not at its default has no effect. uses: {field: (is it used, what it would need)}."""
-    defaults = {field.name: field.default for field in fields(args)}
+    """Stop if a flag is given that has no effect. uses: {field: (is it used, what it would need)}."""
+    given = {argument.partition("=")[0] for argument in sys.argv[1:]}
     for name, (used, needs) in uses.items():
-        flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
-        refuse(not used and getattr(args, name) != defaults[name], f"{flag} has no effect: needs {needs}")
+        flag = f"--{name.replace('_', '-')}"
+        refuse(not used and flag in given, f"{flag} {getattr(args, name)} has no effect: needs {needs}")

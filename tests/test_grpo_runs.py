@@ -146,8 +146,8 @@ def test_replay_repeats_an_update_bit_for_bit(tmp_path):
     [
         "--objective gspo --reduction grpo --advantage rloo --correction sequence --kl-in reward --kl-coef 0.01 "
         "--kl-target 0.1 --minibatches 2 --mask-truncated --overlong-buffer 32",
-        "--objective cispo --advantage batch-std --correction truncate --entropy-coef 0.001 --dynamic-sampling 6 "
-        "--kl-in loss --kl-coef 0.01 --kl-estimator k2 --strategy ddp",
+        "--objective cispo --minibatches 2 --advantage batch-std --correction truncate --entropy-coef 0.001 "
+        "--dynamic-sampling 6 --kl-in loss --kl-coef 0.01 --kl-estimator k2 --strategy ddp",
     ],
 )
 def test_other_objectives_run(tmp_path, flags):
@@ -166,21 +166,23 @@ def test_dynamic_sampling_ends_with_a_clear_error_when_nothing_can_be_learnt(tmp
     assert done.returncode == 1 and "--dynamic-sampling 2: 6 groups of unequal scores are missing" in done.stderr
 
 
-def test_out_of_memory_repeats_the_step_with_the_same_gradient(tmp_path):
-    """The first update of step 2 fails half-way; on fewer tokens a micro-batch it is what it would have been."""
-    options = [*FEW, "--total-steps", 2, "--micro-batch-tokens", 2048]
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+def test_out_of_memory_repeats_the_step_with_the_same_gradient(tmp_path, strategy):
+    """Step 2 fails inside a backward; with fewer tokens a micro-batch it is what it would have been, and so is 3."""
+    options = [*FEW, "--total-steps", 3, "--micro-batch-tokens", 2048, "--strategy", strategy]
     run_script("grpo.py", *options, "--output-dir", tmp_path / "plain")
     done = run_script(ROOT / "tests/workers/out_of_memory.py", *options, "--output-dir", tmp_path / "short")
     assert "--micro-batch-tokens is now 1024, the step is repeated" in done.stdout
-    plain, short = (steps_of(tmp_path / name)[2] for name in ("plain", "short"))
-    for metric in ("policy/loss", "policy/entropy", "optim/grad_norm", "policy/rollout_logprob_gap"):
-        assert short[metric] == pytest.approx(plain[metric], rel=1e-4, abs=1e-7), metric
-    assert short["reward/mean"] == plain["reward/mean"]
+    for step in (2, 3):
+        plain, short = (steps_of(tmp_path / name)[step] for name in ("plain", "short"))
+        for metric in ("policy/loss", "policy/entropy", "optim/grad_norm", "policy/rollout_logprob_gap"):
+            assert short[metric] == pytest.approx(plain[metric], rel=1e-4, abs=1e-6), (step, metric)
+        assert short["reward/mean"] == plain["reward/mean"]
 
 
 def test_a_failed_reward_costs_its_sample(tmp_path):
-    """Every response with an even number of characters fails; its group goes on without it."""
-    body = "if len(solution_str) % 2 == 0: raise KeyError('even')\n    return float(len(solution_str) % 3)"
+    """A third of the texts cannot be scored; their groups go on without them."""
+    body = "n = sum(map(ord, solution_str))\n    if n % 3 == 0: raise KeyError('thirds')\n    return n % 7"
     signature = "def fn(data_source, solution_str, ground_truth, extra_info=None):"
     (tmp_path / "reward.py").write_text(f"{signature}\n    {body}\n")
     options = ["--reward-function", f"{tmp_path}/reward.py:fn", "--total-steps", 1]
@@ -188,6 +190,6 @@ def test_a_failed_reward_costs_its_sample(tmp_path):
     record = steps_of(tmp_path / "run")[1]
     assert 0 < record["reward/failed"] < 24 and record["optim/grad_norm"] > 0
     assert (
-        f"rewards: {record['reward/failed']:.0f} of 24 responses not scored, the first: KeyError: 'even'"
+        f"rewards: {record['reward/failed']:.0f} of 24 responses not scored, the first: KeyError: 'thirds'"
         in done.stdout
     )
