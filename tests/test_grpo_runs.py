@@ -125,7 +125,7 @@ FEW = [*SMALL, "--engine", "hf", "--dtype", "fp32", "--eval-rows", 4, "--eval-ev
 
 def test_replay_repeats_an_update_bit_for_bit(tmp_path):
     options = [*SMALL, "--total-steps", 2, "--minibatches", 2, "--kl-in", "loss", "--kl-estimator", "k3-is"]
-    options += ["--kl-coef", 0.01, "--eval-every", 0, "--no-eval-before"]
+    options += ["--kl-coef", 0.01, "--eval-every", 0, "--no-eval-before", "--engine", "hf"]
     dumps = ["--save-every", 1, "--keep-checkpoints", 3, "--dump-rollouts-every", 1]
     run_script("grpo.py", *options, *dumps, "--output-dir", tmp_path / "run", ranks=2)
     replay = ["--resume", tmp_path / "run/checkpoints/step_000001", "--replay"]
@@ -166,7 +166,7 @@ def test_dynamic_sampling_ends_with_a_clear_error_when_nothing_can_be_learnt(tmp
     assert done.returncode == 1 and "--dynamic-sampling 2: 6 groups of unequal scores are missing" in done.stderr
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_out_of_memory_repeats_the_step_with_the_same_gradient(tmp_path, strategy):
     """Step 2 fails inside a backward; with fewer tokens a micro-batch it is what it would have been, and so is 3."""
     options = [*FEW, "--total-steps", 3, "--micro-batch-tokens", 2048, "--strategy", strategy]
