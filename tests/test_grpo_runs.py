@@ -146,8 +146,11 @@ def test_replay_repeats_an_update_bit_for_bit(tmp_path):
     [
         "--objective gspo --reduction grpo --advantage rloo --correction sequence --kl-in reward --kl-coef 0.01 "
         "--kl-target 0.1 --minibatches 2 --mask-truncated --overlong-buffer 32",
-        "--objective cispo --minibatches 2 --advantage batch-std --correction truncate --entropy-coef 0.001 "
-        "--dynamic-sampling 6 --kl-in loss --kl-coef 0.01 --kl-estimator k2 --strategy ddp",
+        pytest.param(
+            "--objective cispo --minibatches 2 --advantage batch-std --correction truncate --entropy-coef 0.001 "
+            "--dynamic-sampling 6 --kl-in loss --kl-coef 0.01 --kl-estimator k2 --strategy ddp",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_other_objectives_run(tmp_path, flags):
