@@ -387,16 +387,12 @@ def check_args(args: Args) -> None:
     P, M, estimator = args.prompts_per_step, args.minibatches, args.kl_estimator
     refuse(P < M, f"--minibatches {M} of --prompts-per-step {P}: a minibatch needs a prompt (groups stay together)")
     refuse(args.samples_per_prompt < 2 and not args.eval_only, "--samples-per-prompt 1: nothing to compare with")
-    refuse(
-        args.dynamic_sampling == 1, "--dynamic-sampling 1 never samples again: give the number of rounds, such as 10"
-    )
+    refuse(args.dynamic_sampling == 1, "--dynamic-sampling 1 never refills: give a number of rounds, such as 10")
     refuse(0 < args.dual_clip <= 1, f"--dual-clip {args.dual_clip}: a bound on the ratio must be above 1 (0 = off)")
     refuse(not 0 <= args.overlong_buffer < args.max_response_tokens, "--overlong-buffer: below --max-response-tokens")
     refuse(args.kl_in != "none" and not args.kl_coef, f"--kl-in {args.kl_in} needs a --kl-coef, such as 0.001")
     refuse(args.kl_in == "reward" and estimator != "k1", f"--kl-in reward with {estimator}: biased there, take k1")
-    refuse(
-        args.kl_in == "loss" and estimator == "k1", "--kl-in loss with k1: its gradient is 0 on average; take k3-is"
-    )
+    refuse(args.kl_in == "loss" and estimator == "k1", "--kl-in loss with k1: no gradient on average, take k3-is")
 
 
 def main(args: Args, demo: bool = False) -> None:

@@ -8,12 +8,14 @@ import statistics
 
 import pytest
 import torch
+import tyro
 
 import grpo
 import sft
 from common.episodes import Episode
 from common.precision import LossScale, guarded_step
 from common.prepare.tiny import build_tokenizer
+from common.setup import check_shared_args
 
 # --- group_advantages ---------------------------------------------------------------------------------------------
 
@@ -467,3 +469,47 @@ def test_guarded_step_without_clipping_is_the_optimizers_own_step():
     guarded_step(model, optimizer, 0.0, LossScale())
     twin_optimizer.step()
     torch.testing.assert_close(snapshot(model, optimizer), snapshot(twin, twin_optimizer), rtol=0, atol=0)
+
+
+# --- check_args -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--kl-coef 0.01", "--kl-coef 0.01 has no effect: needs a place, --kl-in reward or loss"),
+        ("--kl-in loss --kl-estimator k3", "--kl-in loss needs a --kl-coef"),
+        ("--kl-in loss --kl-coef 0.01 --kl-estimator k1", "--kl-in loss with k1: no gradient on average"),
+        ("--kl-in reward --kl-coef 0.01 --kl-estimator k3", "--kl-in reward with k3: biased there"),
+        ("--kl-in reward --kl-coef 0.01 --kl-horizon 100", "--kl-horizon 100.0 has no effect: needs --kl-target"),
+        ("--clip-high 0.28", "--clip-high 0.28 has no effect: needs several --minibatches"),
+        ("--objective=gspo", "--objective gspo has no effect: needs several --minibatches"),
+        ("--minibatches 2 --objective cispo --dual-clip 4", "--dual-clip 4.0 has no effect: needs --objective ppo"),
+        ("--correction truncate --correction-low 0.1", "--correction-low 0.1 has no effect"),
+        ("--minibatches 64", "--minibatches 64 of --prompts-per-step 32"),
+        ("--samples-per-prompt 1", "--samples-per-prompt 1: nothing to compare with"),
+        ("--dynamic-sampling 1", "--dynamic-sampling 1 never refills"),
+        ("--overlong-buffer 256", "--overlong-buffer: below --max-response-tokens"),
+    ],
+)
+def test_what_cannot_work_or_has_no_effect_is_refused(flags, message, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["grpo.py", *flags.split()])
+    with pytest.raises(SystemExit) as refusal:
+        grpo.check_args(tyro.cli(grpo.Args, default=grpo.DEMO))
+    assert str(refusal.value).startswith(message)
+
+
+@pytest.mark.parametrize("flags", ["", "--lr-schedule constant", "--minibatches 2 --clip-high 0.28 --objective gspo"])
+def test_what_works_is_not_refused(flags, monkeypatch):
+    """The demo sets flags of its own: only what was typed can be idle."""
+    monkeypatch.setattr("sys.argv", ["grpo.py", *flags.split()])
+    args = tyro.cli(grpo.Args, default=grpo.DEMO)
+    grpo.check_args(args)
+    check_shared_args(args)
+
+
+@pytest.mark.parametrize("flags", ["--lr-floor 0.2 --lr-schedule constant", "--total-epochs 2", "--eval-samples 4"])
+def test_idle_flags_that_all_scripts_share(flags, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["grpo.py", *flags.split()])
+    with pytest.raises(SystemExit, match=f"{flags.split()[0]} .* has no effect"):
+        check_shared_args(tyro.cli(grpo.Args, default=grpo.DEMO))
