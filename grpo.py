@@ -404,7 +404,7 @@ def main(args: Args, demo: bool = False) -> None:
     load = partial(load_policy, job.path, attention, trust_remote_code=args.trust_remote_code)
     policy = load(gradient_checkpointing=args.gradient_checkpointing)
     sizes = parameter_sizes(policy)
-    pack_options = layout(attention, args.micro_batch_tokens, policy.hidden_size)
+    pack_options = layout(attention, args.micro_batch_tokens)
     policy = wrap_model(policy, world, args.strategy, job.compute_dtype)
     reference = None
     if args.kl_in != "none":

@@ -197,7 +197,7 @@ def main(args: Args) -> None:
         trust_remote_code=args.trust_remote_code,
         from_scratch=args.from_scratch,
     )
-    pack_options = layout(attention, args.micro_batch_tokens, policy.hidden_size)
+    pack_options = layout(attention, args.micro_batch_tokens)
     num_parameters = sum(p.numel() for p in policy.parameters())
     policy = wrap_model(policy, world, args.strategy, compute_dtype)
     optimizer = torch.optim.AdamW(

@@ -9,14 +9,15 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from common.distributed import World, barrier, reshard, unwrap
 from common.logprobs import token_logprobs
-from common.packing import MicroBatch, attention_mask
+from common.packing import MicroBatch, block_mask, shared_prompt_attention
 
 disable_progress_bar()  # of loading and saving shards: several ranks would write over each other
+AttentionInterface.register("shared_prompts", shared_prompt_attention)
 EMBEDDED = {"tiny": Path(__file__).parent / "assets" / "tiny"}
 # Architectures whose logits are more than hidden @ head.T: our log-probs would be wrong, silently.
 UNSUPPORTED_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier")
@@ -78,17 +79,17 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.attention = attention
-        self.hidden_size = model.config.get_text_config().hidden_size
 
     def forward(self, batch: MicroBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """(log p of the trained tokens [N], entropy [N]), float32, at the sampling temperature."""
         hidden = self.model.base_model(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
-            attention_mask=attention_mask(batch, self.attention),
+            attention_mask=block_mask(batch) if self.attention == "flex" else None,
             use_cache=False,
+            **({"units": batch.units} if self.attention == "sdpa" else {}),
         ).last_hidden_state
-        hidden = hidden.flatten(0, 1)[batch.hidden_index]
+        hidden = hidden[0, batch.hidden_index]
         return token_logprobs(hidden, self.model.get_output_embeddings().weight, batch.targets, temperature)
 
     def layers(self) -> list[nn.Module]:
@@ -119,7 +120,7 @@ def load_policy(
 
     `from_scratch` takes the architecture from the folder's config.json and initialises at random.
     """
-    implementation = {"flash": "flash_attention_2", "flex": "flex_attention", "sdpa": "sdpa"}[attention]
+    implementation = {"flash": "flash_attention_2", "flex": "flex_attention", "sdpa": "shared_prompts"}[attention]
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     text_config = config.get_text_config()
     scaled = [name for name in UNSUPPORTED_LOGITS if getattr(text_config, name, None) not in (None, 1, 1.0)]

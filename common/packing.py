@@ -6,12 +6,13 @@ A response token sees its prompt and itself, never a sibling; its positions cont
 tokens that are trained on have a target: they are addressed by flat indices, so no padded mask is ever multiplied.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
 
 from common.distributed import World, abandon_backward, all_reduce
 from common.episodes import Episode
@@ -19,18 +20,18 @@ from common.episodes import Episode
 
 @dataclass(slots=True)
 class MicroBatch:
-    """One forward and backward. R rows of L tokens, N trained tokens."""
+    """One forward and backward: a row of L tokens, N of them trained."""
 
-    input_ids: Tensor  # [R, L] int64
-    position_ids: Tensor  # [R, L] int64, from 0 at the start of each prompt
-    groups: Tensor  # [R, L] int64: which prompt; 0 = padding
-    samples: Tensor  # [R, L] int64: which response of the prompt; 0 = the prompt itself
-    hidden_index: Tensor  # [N] int64: where in the flattened [R*L] hidden states a trained token is predicted
+    input_ids: Tensor  # [1, L] int64
+    position_ids: Tensor  # [1, L] int64, from 0 at the start of each prompt
+    hidden_index: Tensor  # [N] int64: where in the row a trained token is predicted
     targets: Tensor  # [N] int64: the token's id
     tokens: Tensor  # [N] int64: the token's place in the flat per-token arrays of `TokenIndex`
+    units: list[list[int]]  # what the row is made of, lengths in tokens: [prompt, response, response, ...], ...
 
     def to(self, device: torch.device) -> "MicroBatch":
-        return MicroBatch(*(getattr(self, name).to(device, non_blocking=True) for name in self.__slots__))
+        *tensors, units = (getattr(self, name) for name in self.__slots__)
+        return MicroBatch(*(tensor.to(device, non_blocking=True) for tensor in tensors), units)
 
 
 class TokenIndex:
@@ -48,22 +49,13 @@ class TokenIndex:
         return int(self.offsets[-1])
 
 
-def layout(attention: str, budget: int, hidden_size: int) -> dict:
+def layout(attention: str, budget: int) -> dict:
     """Options of `pack` that suit an attention implementation.
 
-    Dense attention (sdpa) costs L per token, at L = 5 x hidden size about as much as all else (measured on a CPU):
-    large groups are split and repeat their prompt. Flex attention skips foreign blocks: one row of the whole budget,
-    in multiples of 128, so that few shapes have to be compiled. Flash attention reads sequence boundaries off the
-    position ids: one row too, and each response repeats its prompt.
+    Flash attention reads sequence boundaries off the position ids, so each response repeats its prompt. For flex
+    attention the length is a multiple of 128: few shapes have to be compiled.
     """
-    if attention == "sdpa":
-        return {"budget": budget, "dense_width": 5 * hidden_size}
-    return {
-        "budget": budget,
-        "row_tokens": budget,
-        "share_prompts": attention == "flex",
-        "multiple": 128 if attention == "flex" else 1,
-    }
+    return {"budget": budget, "share_prompts": attention != "flash", "multiple": 128 if attention == "flex" else 1}
 
 
 def halve_budget(options: dict, policy: nn.Module, world: World, error: BaseException) -> dict:
@@ -75,7 +67,7 @@ def halve_budget(options: dict, policy: nn.Module, world: World, error: BaseExce
     world.print(f"out of GPU memory: --micro-batch-tokens is now {budget}, the step is repeated")
     abandon_backward(policy)
     torch.cuda.empty_cache()
-    return {name: budget if name in ("budget", "row_tokens") else value for name, value in options.items()}
+    return options | {"budget": budget}
 
 
 def pack(
@@ -84,45 +76,32 @@ def pack(
     index: TokenIndex,
     *,
     budget: int,
-    row_tokens: int | None = None,
     share_prompts: bool = True,
     multiple: int = 1,
-    dense_width: float = math.inf,
 ) -> list[MicroBatch]:
-    """Micro-batches of at most `budget` tokens (R * L) that hold the episodes `selected`.
+    """Micro-batches of at most `budget` tokens that hold the episodes `selected`, padded to a `multiple` of tokens.
 
-    `row_tokens` is the row width L, by default that of the longest group; L is padded to a `multiple`. An episode
-    longer than the budget gets a micro-batch of its own. All ranks must call this together: ranks that have fewer
-    micro-batches get empty ones, so that every rank runs the same collectives.
+    An episode longer than the budget gets a micro-batch of its own. All ranks must call this together: ranks that have
+    fewer micro-batches get empty ones, so that every rank runs the same collectives.
     """
-    units = _units(episodes, selected, budget, share_prompts, dense_width)
-    width = max([_unit_tokens(episodes, unit) for unit in units], default=1)
-    width = max(width, min(row_tokens or 0, budget))
-    rows = _first_fit_decreasing(episodes, units, width)
-    per_batch = max(1, budget // width)
-    batches = [_build(episodes, rows[i : i + per_batch], index, multiple) for i in range(0, len(rows), per_batch)]
-    count = int(all_reduce([len(batches)], "max")[0])
-    return batches + [_build(episodes, [], index, multiple) for _ in range(count - len(batches))]
+    bins = _first_fit_decreasing(episodes, _units(episodes, selected, budget, share_prompts), budget)
+    count = int(all_reduce([len(bins)], "max")[0])
+    bins += [[] for _ in range(count - len(bins))]
+    return [_build(episodes, units, index, multiple) for units in bins]
 
 
-def _units(
-    episodes: Sequence[Episode], selected: Sequence[int], budget: int, share_prompts: bool, dense_width: float
-) -> list[list[int]]:
-    """Lists of episodes that share a prompt; a group that exceeds a limit is split and repeats its prompt.
-
-    k responses of R tokens cost (P / k + R) (1 + (P + k R) / dense_width) each: least at k R = sqrt(P (width + P)).
-    """
+def _units(episodes: Sequence[Episode], selected: Sequence[int], budget: int, share_prompts: bool) -> list[list[int]]:
+    """Lists of episodes that share a prompt; a group that exceeds the budget is split and repeats its prompt."""
     by_prompt: dict[object, list[int]] = {}
     for i in selected:
         by_prompt.setdefault(episodes[i].prompt_index if share_prompts else ("single", i), []).append(i)
     units = []
     for group in by_prompt.values():
         prompt_tokens = len(episodes[group[0]].prompt_ids)
-        limit = min(budget, prompt_tokens + math.sqrt(prompt_tokens * (dense_width + prompt_tokens)))
         unit, used = [], prompt_tokens
         for i in group:
             tokens = len(episodes[i].response_ids)
-            if unit and used + tokens > limit:
+            if unit and used + tokens > budget:
                 units.append(unit)
                 unit, used = [], prompt_tokens
             unit.append(i)
@@ -131,82 +110,105 @@ def _units(
     return units
 
 
-def _unit_tokens(episodes: Sequence[Episode], unit: list[int]) -> int:
-    return len(episodes[unit[0]].prompt_ids) + sum(len(episodes[i].response_ids) for i in unit)
-
-
-def _first_fit_decreasing(episodes: Sequence[Episode], units: list[list[int]], width: int) -> list[list[list[int]]]:
-    """Rows of at most `width` tokens: each unit, longest first, goes into the first row with room for it."""
-    sizes = [_unit_tokens(episodes, unit) for unit in units]
-    rows: list[list[list[int]]] = []
+def _first_fit_decreasing(episodes: Sequence[Episode], units: list[list[int]], budget: int) -> list[list[list[int]]]:
+    """Bins of at most `budget` tokens: each unit, longest first, goes into the first bin with room for it."""
+    sizes = [len(episodes[unit[0]].prompt_ids) + sum(len(episodes[i].response_ids) for i in unit) for unit in units]
+    bins: list[list[list[int]]] = []
     room: list[int] = []
-    for u in sorted(range(len(units)), key=lambda u: -sizes[u]):
-        r = next((r for r in range(len(rows)) if room[r] >= sizes[u]), None)
-        if r is None:
-            rows.append([])
-            room.append(width)
-            r = len(rows) - 1
-        rows[r].append(units[u])
-        room[r] -= sizes[u]
-    return rows
+    for size, unit in sorted(zip(sizes, units), key=lambda pair: -pair[0]):
+        place = next((b for b, free in enumerate(room) if free >= size), len(bins))
+        if place == len(bins):
+            bins.append([])
+            room.append(budget)
+        bins[place].append(unit)
+        room[place] -= size
+    return bins
 
 
-def _build(
-    episodes: Sequence[Episode], rows: list[list[list[int]]], index: TokenIndex, multiple: int = 1
-) -> MicroBatch:
-    """Tensors of one micro-batch; without rows, padding that trains nothing."""
-    length = max([sum(_unit_tokens(episodes, unit) for unit in row) for row in rows], default=1)
-    length = -(-length // multiple) * multiple
-    shape = (max(len(rows), 1), length)
-    input_ids, position_ids, groups, samples = (torch.zeros(shape, dtype=torch.int64) for _ in range(4))
-    hidden_index, targets, tokens = [], [], []
-    group = 0
-    for r, row in enumerate(rows):
-        end = 0
-        for unit in row:
-            group += 1
-            prompt = episodes[unit[0]].prompt_ids
-            prompt_end = end + len(prompt)
-            input_ids[r, end:prompt_end] = torch.tensor(prompt)
-            position_ids[r, end:prompt_end] = torch.arange(len(prompt))
-            groups[r, end:prompt_end] = group
-            end = prompt_end
-            for sample, i in enumerate(unit, start=1):
-                response = episodes[i].response_ids
-                start, end = end, end + len(response)
-                input_ids[r, start:end] = torch.tensor(response, dtype=torch.int64)
-                position_ids[r, start:end] = len(prompt) + torch.arange(len(response))
-                groups[r, start:end] = group
-                samples[r, start:end] = sample
-                trained = torch.tensor(episodes[i].loss_mask).nonzero().flatten()
-                before = start + trained - 1  # the hidden state before a token predicts it
-                before[trained == 0] = prompt_end - 1  # the first response token is predicted by the prompt's last
-                hidden_index.append(r * length + before)
-                targets.append(input_ids[r, start + trained])
-                tokens.append(index.offsets[i] + torch.arange(len(trained)))
+def _build(episodes: Sequence[Episode], bin_: list[list[int]], index: TokenIndex, multiple: int = 1) -> MicroBatch:
+    """Tensors of one micro-batch; without units, a padding token that trains nothing."""
     none = torch.zeros(0, dtype=torch.int64)
-    flat = [torch.cat([none, *parts]) for parts in (hidden_index, targets, tokens)]
-    return MicroBatch(input_ids, position_ids, groups, samples, *flat)
+    input_ids, positions, hidden_index, targets, tokens, units = [none], [none], [none], [none], [none], []
+    end = 0
+    for unit in bin_:
+        prompt = torch.tensor(episodes[unit[0]].prompt_ids)
+        input_ids.append(prompt)
+        positions.append(torch.arange(len(prompt)))
+        units.append([len(prompt)])
+        end = prompt_end = end + len(prompt)
+        for i in unit:
+            response = torch.tensor(episodes[i].response_ids, dtype=torch.int64)
+            input_ids.append(response)
+            positions.append(len(prompt) + torch.arange(len(response)))
+            units[-1].append(len(response))
+            trained = torch.tensor(episodes[i].loss_mask).nonzero().flatten()
+            before = end + trained - 1  # the hidden state before a token predicts it
+            before[trained == 0] = prompt_end - 1  # the first response token is predicted by the prompt's last
+            hidden_index.append(before)
+            targets.append(response[trained])
+            tokens.append(index.offsets[i] + torch.arange(len(trained)))
+            end += len(response)
+    if padding := max(-(-end // multiple) * multiple, 1) - end:
+        input_ids.append(none.new_zeros(padding))
+        positions.append(torch.arange(padding))
+        units.append([padding])
+    row = (torch.cat(input_ids)[None], torch.cat(positions)[None])
+    return MicroBatch(*row, *(torch.cat(parts) for parts in (hidden_index, targets, tokens)), units)
 
 
-def attention_mask(batch: MicroBatch, attention: str):
-    """What a layer of the model needs to keep groups and samples apart: a [R, 1, L, L] boolean mask for SDPA, a block
-    mask for flex attention, None for flash attention (it reads sequence boundaries off the position ids)."""
-    if attention == "flash":
-        return None
-    groups, samples = batch.groups, batch.samples
+def shared_prompt_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    *,
+    units: list[list[int]],
+    scaling: float | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Segment by segment: a response sees its prompt and itself. There is no [L, L] mask, nothing is quadratic in L.
+
+    In the form that transformers' AttentionInterface asks for: query [1, H, L, D], key and value [1, K, L, D] ->
+    ([1, L, H, D], None), with H a multiple of K (grouped queries).
+    """
+    lengths = [length for unit in units for length in unit]
+    segments = zip(*(x.split(lengths, dim=2) for x in (query, key, value)))
+    outputs = []
+    for unit in units:
+        q, prompt_k, prompt_v = next(segments)
+        outputs.append(_causal_attention(q, prompt_k, prompt_v, scaling))
+        for _ in unit[1:]:
+            q, k, v = next(segments)
+            k, v = torch.cat([prompt_k, k], dim=2), torch.cat([prompt_v, v], dim=2)
+            outputs.append(_causal_attention(q, k, v, scaling))
+    return torch.cat(outputs, dim=2).transpose(1, 2), None
+
+
+def _causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    """query [1, H, R, D], the last R of the S tokens of key and value [1, K, S, D] -> [1, H, R, D]."""
+    (_, heads, length, size), (kv_heads, total) = query.shape, key.shape[1:3]
+    if query.device.type == "cpu" and length * total <= 2**18:  # SDPA's CPU kernel takes 2 to 3 times as long
+        mask = torch.ones(length, total, dtype=torch.bool).tril(total - length)
+        scores = query.reshape(1, kv_heads, -1, size) @ key.mT * (size**-0.5 if scaling is None else scaling)
+        scores = scores.unflatten(2, (-1, length)).masked_fill(~mask, float("-inf")).flatten(2, 3)
+        return (scores.softmax(-1) @ value).reshape(query.shape)
+    key, value = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (key, value))
+    mask = causal_lower_right(length, total)
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+
+
+def block_mask(batch: MicroBatch):
+    """The same for flex attention: which query sees which key."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    lengths = torch.tensor([length for unit in batch.units for length in unit])
+    labels = [(u, s) for u, unit in enumerate(batch.units) for s in range(len(unit))]
+    groups, samples = torch.tensor(labels).repeat_interleave(lengths, dim=0).T.to(batch.input_ids.device)
 
     def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        same_group = groups[row, query] == groups[row, key]
-        return (key <= query) & same_group & ((samples[row, key] == 0) | (samples[row, key] == samples[row, query]))
+        same_group = groups[query] == groups[key]
+        return (key <= query) & same_group & ((samples[key] == 0) | (samples[key] == samples[query]))
 
-    if attention == "flex":
-        from torch.nn.attention.flex_attention import create_block_mask
-
-        rows, length = groups.shape
-        return create_block_mask(visible, rows, None, length, length, device=groups.device)
-    rows, length = groups.shape
-    row = torch.arange(rows, device=groups.device).view(-1, 1, 1)
-    query = torch.arange(length, device=groups.device).view(1, -1, 1)
-    key = torch.arange(length, device=groups.device).view(1, 1, -1)
-    return visible(row, row, query, key)[:, None]
+    length = len(groups)
+    return create_block_mask(visible, None, None, length, length, device=groups.device)

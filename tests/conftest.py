@@ -51,7 +51,7 @@ def random_policy(config, dtype=torch.float64, seed: int = 0):
     from common.models import Policy
 
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="shared_prompts")
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

@@ -18,9 +18,16 @@ PROMPTS = [[5, 9, 17, 33, 60, 4, 81], [7], [11, 12, 13], [40, 41, 42, 43, 44]]  
 SEEDS = [100, 200, 300, 400]
 
 
+def plain_policy(config, seed=0):
+    """Its model is called as transformers' own, not with packs."""
+    policy = random_policy(config, torch.float32, seed)
+    policy.model.set_attn_implementation("sdpa")
+    return policy
+
+
 @pytest.fixture(scope="module")
 def policy(tiny_config):
-    return random_policy(tiny_config, torch.float32)
+    return plain_policy(tiny_config)
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +232,7 @@ def test_stale_weights_are_refused(make_engine, policy):
 def test_sync_changes_the_samples_to_those_of_the_new_weights(make_engine, tiny_config, tied, tmp_path):
     config = copy.deepcopy(tiny_config)
     config.tie_word_embeddings = tied
-    old, new = (random_policy(config, torch.float32, seed) for seed in (3, 4))
+    old, new = (plain_policy(config, seed) for seed in (3, 4))
     old.model.save_pretrained(tmp_path)
     engine = HuggingFaceEngine(str(tmp_path), torch.float32, WORLD, end_ids=[END], max_model_len=64)
     engine.sync_weights(full_parameters(old), parameter_sizes(old), 0)

@@ -6,7 +6,7 @@ from conftest import random_episodes, random_policy, relative_l2
 
 import common.logprobs
 from common.logprobs import token_logprobs
-from common.packing import TokenIndex, attention_mask, pack
+from common.packing import TokenIndex, block_mask, pack, shared_prompt_attention
 
 BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5}
 
@@ -83,11 +83,10 @@ def test_packing_variants_give_the_same_logprobs_and_gradients(tiny_config, dtyp
     episodes = random_episodes(3)
     reference = losses_and_gradients(policy, episodes, budget=1, share_prompts=False)  # one episode, no padding
     variants = {
-        "shared, one row a group": {"budget": 10_000},
+        "shared, one micro-batch": {"budget": 10_000},
         "shared, small budget": {"budget": 40},
-        "shared, one long row": {"budget": 10_000, "row_tokens": 10_000},
-        "padded": {"budget": 10_000, "share_prompts": False},
-        "packed unshared": {"budget": 200, "row_tokens": 200, "share_prompts": False},
+        "padded": {"budget": 60, "multiple": 32, "share_prompts": False},
+        "packed unshared": {"budget": 200, "share_prompts": False},
         "another order": {"budget": 60, "order": [7, 2, 11, 0, 4, 9, 1, 3, 10, 5, 8, 6]},
     }
     for name, options in variants.items():
@@ -101,6 +100,7 @@ def test_packed_logprobs_equal_the_plain_model(tiny_config):
     policy = random_policy(tiny_config)
     episodes = random_episodes(4)
     packed, _ = losses_and_gradients(policy, episodes, budget=100)
+    policy.model.set_attn_implementation("sdpa")
     plain = []
     for episode in episodes:
         ids = torch.tensor([episode.prompt_ids + episode.response_ids])
@@ -115,9 +115,7 @@ def test_shared_prompts_save_tokens():
     episodes = random_episodes(5, prompts=4, samples=8)
     index = TokenIndex(episodes)
     tokens = {
-        share: sum(
-            (b.groups > 0).sum().item() for b in pack(episodes, range(32), index, budget=500, share_prompts=share)
-        )
+        share: sum(b.input_ids.numel() for b in pack(episodes, range(32), index, budget=500, share_prompts=share))
         for share in (True, False)
     }
     prompts = {e.prompt_index: len(e.prompt_ids) for e in episodes}
@@ -139,15 +137,50 @@ def test_budget_holds_and_an_empty_selection_is_one_padding_token(tiny_config):
     assert all(p.grad is not None and not p.grad.any() for p in policy.parameters())
 
 
-def test_attention_mask_by_hand():
+def test_layout_by_hand():
     """Prompt of 2, responses of 2 and 1: the second response sees the prompt and itself only."""
     from common.episodes import Episode
 
     episodes = [
         Episode(0, s, [5, 6], ids, [1] * len(ids), [0.0] * len(ids), "stop") for s, ids in ((0, [7, 8]), (1, [9]))
     ]
-    (batch,) = pack(episodes, [0, 1], TokenIndex(episodes), budget=100)
-    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 2]]
+    (batch,) = pack(episodes, [0, 1], TokenIndex(episodes), budget=100, multiple=4)
+    assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9, 0, 0, 0]] and batch.units == [[2, 2, 1], [3]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 2, 0, 1, 2]]
     assert batch.hidden_index.tolist() == [1, 2, 1] and batch.targets.tolist() == [7, 8, 9]
-    expected = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 0, 0, 1]]
-    assert attention_mask(batch, "sdpa")[0, 0].int().tolist() == expected
+    seen = block_mask(batch).mask_mod(None, None, torch.arange(8)[:, None], torch.arange(8)).int()
+    by_hand = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 0, 0, 1]]
+    assert seen[:5, :5].tolist() == by_hand and not seen[:5, 5:].any() and not seen[5:, :5].any()
+    assert seen[5:, 5:].tolist() == torch.ones(3, 3).tril().tolist()
+
+
+@pytest.mark.parametrize("units", [[[3, 4, 1], [2, 5], [6]], [[530, 530, 7], [600]]], ids=["short", "long"])
+def test_attention_by_segments_is_attention_under_the_dense_mask(units):
+    """Values and gradients; short segments take matrix products of our own, long ones torch's kernel."""
+    length = sum(map(sum, units))
+    generator = torch.Generator().manual_seed(0)
+    inputs = [
+        torch.randn(1, heads, length, 8, dtype=torch.float64, generator=generator, requires_grad=True)
+        for heads in (4, 2, 2)
+    ]
+    upstream = torch.randn(1, length, 4, 8, dtype=torch.float64, generator=generator)
+    ours, _ = shared_prompt_attention(None, *inputs, None, units=units, scaling=0.3)
+    got = [ours, *torch.autograd.grad((ours * upstream).sum(), inputs)]
+
+    mask = torch.zeros(length, length, dtype=torch.bool)
+    start = 0
+    for prompt, *responses in units:
+        prompt_keys = slice(start, start + prompt)
+        for size in (prompt, *responses):
+            own = slice(start, start + size)
+            mask[own, own] = torch.ones(size, size, dtype=torch.bool).tril()
+            if own != prompt_keys:
+                mask[own, prompt_keys] = True
+            start += size
+    query, key, value = inputs
+    key, value = key.repeat_interleave(2, 1), value.repeat_interleave(2, 1)
+    scores = (query @ key.mT * 0.3).masked_fill(~mask, float("-inf"))
+    dense = (scores.softmax(-1) @ value).transpose(1, 2)
+    expected = [dense, *torch.autograd.grad((dense * upstream).sum(), inputs)]
+    for mine, reference in zip(got, expected):
+        assert (mine - reference).abs().max() < 1e-12

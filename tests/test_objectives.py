@@ -403,7 +403,9 @@ def arguments(estimator="none", **options) -> grpo.Args:
 def dense_pass(policy, episodes):
     """(log p, entropy) of the trained tokens, episode by episode: transformers' own forward, padded on the right."""
     ids = pad_sequence([torch.tensor(e.prompt_ids + e.response_ids) for e in episodes], batch_first=True)
+    policy.model.set_attn_implementation("sdpa")
     logp = torch.log_softmax(policy.model(ids).logits / COMMON["temperature"], -1)
+    policy.model.set_attn_implementation("shared_prompts")
     entropy = -(logp.exp() * logp).sum(-1)
     places = [(i, t) for i, e in enumerate(episodes) for t, m in enumerate(e.loss_mask, start=len(e.prompt_ids)) if m]
     return [torch.stack(x) for x in zip(*((logp[i, t - 1, ids[i, t]], entropy[i, t - 1]) for i, t in places))]

@@ -3,13 +3,11 @@
     python tests/bench/packing.py                                                    # SmolLM2, bf16
     python tests/bench/packing.py --model tiny --prompts 32 --prompt-tokens 20 --response-tokens 60 120 --budget 4096
 
-padded: one sequence a row, padded to the longest. packed: rows filled with whole sequences, each with its prompt.
-shared: the prompt of a group once, followed by its responses; the smaller the dense width, the more a group is split,
-its prompt repeated: under dense attention, where a token costs as much as its row is wide, that may be cheaper. `inf`
-never splits. Episodes are random, so are their tokens.
+padded: every sequence is filled up to the longest, as in a rectangular batch. packed: sequences one behind the other,
+each with its prompt. shared: the prompt of a group once, followed by its responses. Attention is the same in all
+three, segment by segment. Episodes are random, so are their tokens.
 """
 
-import math
 import random
 import time
 from dataclasses import dataclass
@@ -20,7 +18,6 @@ import torch
 import tyro
 from report import header, table
 
-from common import packing
 from common.distributed import forward_context, init_world, run, wrap_model
 from common.episodes import Episode
 from common.models import choose_attention, load_policy, resolve_model
@@ -36,11 +33,6 @@ class Args:
     prompt_tokens: int = 140  # of every prompt
     response_tokens: tuple[int, int] = (30, 128)  # shortest and longest response; uniform between them
     budget: int = 2048  # tokens of a micro-batch
-    dense_widths: tuple[float, ...] = (
-        500,
-        1280,
-        2880,
-    )  # row width at which attention costs as much as the rest
     dtype: Literal["bf16", "fp32"] = "bf16"  # of the computation; weights are float32
     repeats: int = 5  # rounds over all layouts
     threads: int = 2  # of a CPU
@@ -59,16 +51,28 @@ def random_episodes(args: Args, vocab: int) -> list[Episode]:
 
 
 def layouts(args: Args, episodes: list[Episode], attention: str) -> dict[str, list[MicroBatch]]:
-    index, selected, options = TokenIndex(episodes), range(len(episodes)), layout(attention, args.budget, 1)
+    index, selected, options = TokenIndex(episodes), range(len(episodes)), layout(attention, args.budget)
     longest = args.prompt_tokens + max(len(e.response_ids) for e in episodes)
-    rows, count = [[[i]] for i in selected], max(1, args.budget // longest)
-    batches = {
-        "padded": [packing._build(episodes, rows[i : i + count], index) for i in selected[::count]],
+    alone = [pack(episodes, [i], index, **options | {"multiple": longest})[0] for i in selected]
+    count = max(1, args.budget // longest)
+    return {
+        "padded": [side_by_side(alone[i : i + count]) for i in selected[::count]],
         "packed": pack(episodes, selected, index, **options | {"share_prompts": False}),
+        "shared": pack(episodes, selected, index, **options),
     }
-    for width in (*args.dense_widths, math.inf):
-        batches[f"shared, dense width {width:g}"] = pack(episodes, selected, index, **options | {"dense_width": width})
-    return batches
+
+
+def side_by_side(batches: list[MicroBatch]) -> MicroBatch:
+    """One micro-batch out of several of the same length."""
+    width = batches[0].input_ids.shape[1]
+    return MicroBatch(
+        torch.cat([b.input_ids for b in batches], 1),
+        torch.cat([b.position_ids for b in batches], 1),
+        torch.cat([i * width + b.hidden_index for i, b in enumerate(batches)]),
+        torch.cat([b.targets for b in batches]),
+        torch.cat([b.tokens for b in batches]),
+        [unit for b in batches for unit in b.units],
+    )
 
 
 def update(policy: torch.nn.Module, batches: list[MicroBatch], device: torch.device) -> tuple[float, float]:
@@ -108,14 +112,11 @@ def main(args: Args) -> None:
     title = f"update of {args.model}: {args.prompts} prompts of {args.prompt_tokens} tokens x {args.samples} responses"
     title += f" of {low}-{high}, budget {args.budget}, {attention}, {args.dtype}"
     header(title, args.threads)
-    rows = [["layout", "micro-batches", "widest row", "tokens computed", "of them padding", "seconds", "x padded"]]
+    rows = [["layout", "micro-batches", "tokens computed", "seconds", "x padded"]]
     for name, times in seconds.items():
         computed = sum(b.input_ids.numel() for b in batches[name])
-        padding = sum(int((b.groups == 0).sum()) for b in batches[name]) / computed
         ratio = median(a / b for a, b in zip(times, seconds["padded"]))
-        widest = max(b.input_ids.shape[1] for b in batches[name])
-        counts = [str(len(batches[name])), str(widest), str(computed), f"{padding:.0%}"]
-        rows.append([name, *counts, f"{median(times):.3f}", f"{ratio:.2f}"])
+        rows.append([name, str(len(batches[name])), str(computed), f"{median(times):.3f}", f"{ratio:.2f}"])
     table(*rows)
     print(f"medians of {args.repeats} interleaved rounds; ratios are taken within a round")
 

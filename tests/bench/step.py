@@ -46,7 +46,7 @@ class Args:
     prompts: int = 8  # prompts a step
     samples: int = 8  # responses to each
     response_tokens: int = 128  # longest response
-    micro_batch_tokens: int = 2048  # grpo.py: tokens of one forward and backward
+    micro_batch_tokens: int = 1280  # grpo.py: tokens of one forward and backward
     steps: int = 4  # steps of a run
     warmup: int = 1  # first steps of a run that are left out
     repeats: int = 2  # runs of each
