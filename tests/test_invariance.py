@@ -9,11 +9,16 @@ WORKER = ROOT / "tests" / "workers" / "gradients.py"
 BOUNDS = {"float64": 1e-10, "float32": 1e-5}
 
 
-@pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.slow)])
-def test_gradient_is_independent_of_the_split(dtype, tmp_path):
+SLOW = [("float64", 1), ("float32", 1), ("float32", 2)]
+
+
+@pytest.mark.parametrize(
+    "dtype, ranks", [("float64", 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+)
+def test_gradient_is_independent_of_the_split(dtype, ranks, tmp_path):
     run_script(WORKER, "--folder", tmp_path, "--dtype", dtype, "--single")
-    done = run_script(WORKER, "--folder", tmp_path, "--dtype", dtype, ranks=2)
+    done = run_script(WORKER, "--folder", tmp_path, "--dtype", dtype, ranks=ranks)
     distances = json.loads(done.stdout.strip().splitlines()[-1])
-    assert len(distances) == 2 * 2 * (2 * 2 + 1) * 5
+    assert len(distances) == 2 * 2 * 2 * 5 * 5
     worst = max(distances, key=distances.get)
     assert distances[worst] < BOUNDS[dtype], f"{worst}: {distances[worst]:.2g}"

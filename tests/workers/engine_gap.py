@@ -6,7 +6,8 @@ sync, and which injected faults were refused.
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from unittest.mock import patch
 
 import torch
 
@@ -23,7 +24,7 @@ from common.models import (
     resolve_model,
 )
 from common.packing import TokenIndex, pack
-from common.precision import DTYPES
+from common.precision import DTYPES, check_gap, gap_limit
 
 
 class Prompt:
@@ -80,13 +81,49 @@ def main(args: argparse.Namespace) -> None:
     def damaged(change) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, changed) for name, t in full_parameters(policy) if (changed := change(name, t)) is not None)
 
+    # What the books cannot know shows in the log-probs: the gap is the second line.
+    result["refused"] = {}
+
+    def caught_by_the_gap(name: str, fault: Callable, repair: Callable) -> None:
+        move_policy()
+        fault()
+        try:
+            check_gap(gap(1), gap_limit(dtype), step=1)  # the requests of `stale`: their prompts have been cached
+            result["refused"][name] = None
+        except RuntimeError as error:
+            result["refused"][name] = str(error)[:200]
+        repair()
+        check_gap(gap(1), gap_limit(dtype), step=1)
+
+    def reload_from_disk() -> None:
+        sync(1)
+        engine.llm.collective_rpc("reload_weights")
+
+    def keep_prefix_cache() -> None:
+        with patch.object(engine.llm, "reset_prefix_cache", lambda: True):
+            sync(1)
+
+    def scale_rotary(factor: float) -> None:
+        sync(1)
+
+        def change(model: torch.nn.Module) -> None:
+            for name, buffer in model.named_buffers():
+                if "cos_sin_cache" in name:
+                    buffer.mul_(factor)
+
+        engine.llm.apply_model(change)
+
+    if args.engine == "vllm":
+        caught_by_the_gap("weights reloaded from disk", reload_from_disk, lambda: sync(1))
+        caught_by_the_gap("prefix cache kept in silence", keep_prefix_cache, lambda: sync(1))
+        caught_by_the_gap("rotary buffer perturbed", lambda: scale_rotary(1.1), lambda: scale_rotary(1 / 1.1))
+
     faults = {
         "stale step": lambda: sample_episodes(engine, prompts, sampling, seed=0, step=3, weights_step=2),
         "a tensor skipped": lambda: sync(2, damaged(lambda name, t: None if "layers.1.mlp.up" in name else t)),
         "half a fused module": lambda: sync(2, damaged(lambda name, t: None if "k_proj" in name else t)),
         "head not sent": lambda: sync(2, damaged(lambda name, t: None if "lm_head" in name else t)),
     }
-    result["refused"] = {}
     for name, fault in faults.items():
         try:
             fault()

@@ -24,8 +24,16 @@ VARIANTS = {
     "cispo": grpo.Args(**COMMON, objective="cispo", correction="truncate", kl_in="loss", kl_estimator="k2"),
 }
 
+LAYOUTS = {
+    "shared": {},
+    "unshared": {"share_prompts": False},
+    "padded": {"share_prompts": False, "multiple": 40},
+    "backwards": {"backwards": True},
+    "checkpointing": {},
+}
 
-def gradient(policy, world, episodes, args: grpo.Args, **pack_options) -> list[torch.Tensor]:
+
+def gradient(policy, world, episodes, args: grpo.Args, backwards: bool = False, **pack_options) -> list[torch.Tensor]:
     """By grpo.py's own `backward`: local episodes, global counts, factor world.size."""
     dtype = next(policy.parameters()).dtype
     index = TokenIndex(episodes)
@@ -36,7 +44,7 @@ def gradient(policy, world, episodes, args: grpo.Args, **pack_options) -> list[t
     lengths = index.lengths[index.episode_of_token].to(dtype)
     old, ref = rollout.clone(), rollout + 0.2 * torch.cos(7 * rollout)
     tokens = grpo.Tokens(index.episode_of_token, lengths, rollout, old, ref, advantages.to(dtype))
-    batches = pack(episodes, range(len(episodes)), index, **pack_options)
+    batches = pack(episodes, range(len(episodes))[:: -1 if backwards else 1], index, **pack_options)
     with torch.no_grad():  # old log-probs near the current ones, so that some ratios are clipped and most are not
         for batch in batches:
             with forward_context(policy):
@@ -81,16 +89,15 @@ def main(args: argparse.Namespace) -> None:
         for name, owner in owners.items():
             mine = [e for e in episodes if owner(e) == world.rank]
             for budget in args.budgets:
-                for share, checkpointing in ((True, False), (False, False), (True, True)):
-                    if checkpointing and budget == args.budgets[-1]:
-                        continue
+                for layout, pack_options in LAYOUTS.items():
+                    checkpointing = layout == "checkpointing"
                     model = unwrap(policy).model
                     getattr(model, f"gradient_checkpointing_{'enable' if checkpointing else 'disable'}")()
                     for variant, options in VARIANTS.items():
                         policy.zero_grad()
-                        got = gradient(policy, world, mine, options, budget=budget, share_prompts=share)
+                        got = gradient(policy, world, mine, options, budget=budget, **pack_options)
                         reference = torch.load(f"{args.folder}/{variant}.pt")
-                        key = f"{strategy}, {name}, budget {budget}, shared {share}, {checkpointing}, {variant}"
+                        key = f"{strategy}, {name}, budget {budget}, {layout}, {variant}"
                         distances[key] = relative_l2(got, reference)
     if world.is_main:
         print(json.dumps(distances))
