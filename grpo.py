@@ -12,7 +12,6 @@ Where this differs from the papers and from most implementations:
 3. Rollouts come from a vLLM engine inside each rank; the weight sync keeps books, and the gap between the engine's
    and the trainer's log-probs is measured on every step and stops the run when it is too large.
 4. The prompt of a group is computed once, followed by its G responses (common/packing.py).
-5. No KL term by default: with verifiable rewards it is not needed.
 
     torchrun --nproc_per_node 2 grpo.py                              # embedded demo, minutes on a CPU
     torchrun --nproc_per_node 4 grpo.py --model Qwen/Qwen2.5-1.5B-Instruct --train-data gsm8k/train.parquet \\
@@ -52,11 +51,12 @@ from common.episodes import (
     unequal_groups,
 )
 from common.evaluate import evaluate
-from common.models import choose_attention, export_hugging_face, full_parameters, load_policy, parameter_sizes
+from common.memory import peak_memory_gb
+from common.models import export_hugging_face, full_parameters, load_policy, parameter_sizes
 from common.packing import MicroBatch, TokenIndex, halve_budget, layout, pack
 from common.precision import LossScale, check_gap, gap_limit, guarded_step
 from common.rewards import score_episodes
-from common.setup import Stopwatch, open_logger, peak_memory_gb, refuse, refuse_idle, set_up
+from common.setup import Stopwatch, open_logger, refuse, refuse_idle, set_up
 
 
 @dataclass
@@ -118,6 +118,7 @@ class Args:
     strategy: Literal["fsdp", "ddp"] = "fsdp"  # shard the model (FSDP2) or replicate it
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # trainer and engine; master weights are float32
     attention: Literal["auto", "flash", "flex", "sdpa"] = "auto"  # auto: flex on GPUs with bf16, else sdpa
+    optimizer_offload: bool = False  # Adam's moments on the host, but for the optimizer's step
     gradient_checkpointing: bool = False  # recompute activations in backward: less memory, a third more compute
     trust_remote_code: bool = False  # run code that comes with the model
     # evaluation, checkpoints, logging
@@ -392,6 +393,8 @@ def check_args(args: Args) -> None:
     refuse(not 0 <= args.overlong_buffer < args.max_response_tokens, "--overlong-buffer: below --max-response-tokens")
     refuse(args.kl_in != "none" and not args.kl_coef, f"--kl-in {args.kl_in} needs a --kl-coef, such as 0.001")
     refuse(args.kl_in == "reward" and estimator != "k1", f"--kl-in reward with {estimator}: biased there, take k1")
+    noisy = args.kl_in == "reward" and args.advantage == "group-std"
+    refuse(noisy, "--kl-in reward with --advantage group-std: KL noise would decide groups of equal scores, take rloo")
     refuse(args.kl_in == "loss" and estimator == "k1", "--kl-in loss with k1: no gradient on average, take k3-is")
 
 
@@ -400,19 +403,20 @@ def main(args: Args, demo: bool = False) -> None:
     job = set_up(args, "grpo", demo)
     world, engine, device = job.world, job.engine, job.world.device
 
-    attention = choose_attention(args.attention, device)
-    load = partial(load_policy, job.path, attention, trust_remote_code=args.trust_remote_code)
+    load = partial(load_policy, job.path, job.attention, trust_remote_code=args.trust_remote_code)
     policy = load(gradient_checkpointing=args.gradient_checkpointing)
     sizes = parameter_sizes(policy)
-    pack_options = layout(attention, args.micro_batch_tokens)
+    pack_options = layout(job.attention, args.micro_batch_tokens)
     policy = wrap_model(policy, world, args.strategy, job.compute_dtype)
     reference = None
     if args.kl_in != "none":
-        reference = wrap_model(load().requires_grad_(False), world, args.strategy, job.compute_dtype)
+        dtype = job.compute_dtype if args.strategy == "fsdp" else torch.float32  # FSDP2 computes with casts anyway
+        reference = wrap_model(load(dtype=dtype).requires_grad_(False), world, args.strategy, job.compute_dtype)
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.999), weight_decay=args.weight_decay, fused=True
     )
     loss_scale = LossScale.for_dtype(job.compute_dtype)
+    offload = args.optimizer_offload
     max_gap = gap_limit(job.compute_dtype) if args.max_logprob_gap is None else args.max_logprob_gap
     sampling = Sampling(args.samples_per_prompt, args.max_response_tokens, args.temperature)
 
@@ -537,7 +541,7 @@ def main(args: Args, demo: bool = False) -> None:
                         gap = (tokens.rollout_logprobs - tokens.old_logprobs).abs().sum().item()
                         gap = all_reduce([gap])[0] / max(sum(counts[::2]), 1.0)
                         check_gap(gap, max_gap, step)
-                    grad_norm, stepped = guarded_step(policy, optimizer, args.max_grad_norm, loss_scale)
+                    grad_norm, stepped = guarded_step(policy, optimizer, args.max_grad_norm, loss_scale, offload)
                     grad_norms.append(grad_norm)
                     skipped += not stepped
 
@@ -575,12 +579,13 @@ def main(args: Args, demo: bool = False) -> None:
         metrics |= watch.metrics() | {"memory/peak_gb": peak_memory_gb(device)}
         logger.log(step + 1, metrics)  # before the checkpoint: a step that a resume skips is a step on record
         if not args.replay and (last or stop or (args.save_every and (step + 1) % args.save_every == 0)):
-            improved = metrics.get("eval/accuracy", -math.inf) > best
-            best = max(best, metrics.get("eval/accuracy", -math.inf))
-            state = {"best": best, "kl_coef": kl_coef}
+            accuracy = metrics.get("eval/accuracy", -math.inf)
+            state = {"best": max(accuracy, best), "kl_coef": kl_coef}
             state |= {"loader": loader.state_dict(), "loss_scale": loss_scale.state_dict()}
             folder = job.output_dir / "checkpoints"
-            save_checkpoint(folder, step + 1, trained, state, world, keep=args.keep_checkpoints, best=improved)
+            keep = {"keep": args.keep_checkpoints, "best": accuracy > best}
+            if save_checkpoint(folder, step + 1, trained, state, world, **keep):
+                best = state["best"]
         if stop and not last:
             logger.event({"event": "stopped", "step": step + 1})
             raise SystemExit(143)  # as a process ended by SIGTERM

@@ -1,6 +1,5 @@
 """torchrun process group, FSDP2 or DDP wrapping, reductions, seeding, and ending together: failure, stall, SIGTERM."""
 
-import ctypes
 import datetime
 import faulthandler
 import os
@@ -21,6 +20,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+
+from common.memory import keep_freed_memory
 
 _stop = threading.Event()  # SIGTERM has come
 _sign_of_life = [time.monotonic()]
@@ -63,9 +64,7 @@ def init_world(stall_minutes: float = 30.0) -> World:
         backend = "cpu:gloo,cuda:nccl"
     else:
         device, backend = torch.device("cpu"), "gloo"
-        if hasattr(libc := ctypes.CDLL(None), "mallopt"):  # keep what tensors free: new pages take a tenth of a step
-            libc.mallopt(-4, 0)  # M_MMAP_MAX
-            libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+        keep_freed_memory()
     dist.init_process_group(backend, timeout=datetime.timedelta(minutes=stall_minutes + 10))
     if dist.get_rank() == 0:
         _store().delete_key("failed")  # of the attempt before a torchrun restart
@@ -202,7 +201,10 @@ def abandon_backward(model: nn.Module) -> None:
 
 @contextmanager
 def forward_context(model: nn.Module, last: bool = True) -> Iterator[None]:
-    """Around one forward and backward: DDP computes under autocast and all-reduces only at the `last` micro-batch."""
+    """Around one forward and backward: DDP computes under autocast and all-reduces only at the `last` micro-batch.
+
+    Without gradients a forward leaves nothing gathered behind: the head of a reference model is large.
+    """
     sign_of_life()
     with ExitStack() as stack:
         if dtype := getattr(model, "autocast_dtype", None):
@@ -210,6 +212,8 @@ def forward_context(model: nn.Module, last: bool = True) -> Iterator[None]:
         if isinstance(model, DistributedDataParallel) and not last:
             stack.enter_context(model.no_sync())
         yield
+    if not torch.is_grad_enabled():
+        reshard(model)
 
 
 def barrier() -> None:

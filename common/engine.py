@@ -7,7 +7,8 @@ The vLLM attribute chain stands in this file alone. Tested with vLLM 0.32.0 (CPU
 
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 import torch
@@ -79,6 +80,18 @@ class WeightBooks:
             )
 
 
+@contextmanager
+def memory_advice() -> Iterator[None]:
+    """Out of memory in the engine ends the run with the flags that help."""
+    try:
+        yield
+    except RuntimeError as error:  # torch.OutOfMemoryError is one; vLLM's allocator raises plain ones
+        if "out of memory" not in str(error).lower():
+            raise
+        remedy = "lower --engine-memory, --max-response-tokens or the trainer's share (more GPUs, --strategy fsdp)"
+        raise SystemExit(f"out of GPU memory in the rollout: {remedy}; then the same command goes on") from error
+
+
 class VllmEngine:
     """vLLM in this process, tensor parallel size 1, weights replaced in place."""
 
@@ -118,21 +131,22 @@ class VllmEngine:
             free, total = torch.cuda.mem_get_info(world.device)
             # The KV cache has a size of its own: this share only has to pass vLLM's check against free memory.
             options = {"gpu_memory_utilization": 0.9 * free / total, "enable_sleep_mode": sleep_level > 0}
-        self.llm = LLM(
-            path,
-            skip_tokenizer_init=True,
-            dtype=str(dtype).removeprefix("torch."),
-            max_model_len=max_model_len,
-            max_num_seqs=max_sequences,
-            kv_cache_memory_bytes=int((memory_gib or (8 if on_gpu else 1)) * 2**30),
-            enforce_eager=not on_gpu,
-            logprobs_mode="processed_logprobs",
-            use_tqdm_on_load=False,
-            distributed_executor_backend="external_launcher",
-            trust_remote_code=trust_remote_code,
-            seed=0,
-            **options,
-        )
+        with memory_advice():
+            self.llm = LLM(
+                path,
+                skip_tokenizer_init=True,
+                dtype=str(dtype).removeprefix("torch."),
+                max_model_len=max_model_len,
+                max_num_seqs=max_sequences,
+                kv_cache_memory_bytes=int((memory_gib or (8 if on_gpu else 1)) * 2**30),
+                enforce_eager=not on_gpu,
+                logprobs_mode="processed_logprobs",
+                use_tqdm_on_load=False,
+                distributed_executor_backend="external_launcher",
+                trust_remote_code=trust_remote_code,
+                seed=0,
+                **options,
+            )
         self.dtype, self.end_ids, self.sleep_level = dtype, end_ids, sleep_level if on_gpu else 0
         self.books = WeightBooks()
         self.asleep = False
@@ -141,7 +155,8 @@ class VllmEngine:
         """part: "weights" before a sync, "kv_cache" before generating."""
         if self.sleep_level == 0:
             return
-        self.llm.wake_up(tags=[part])
+        with memory_advice():
+            self.llm.wake_up(tags=[part])
         self.asleep = part != "kv_cache"
 
     def sleep(self) -> None:
@@ -188,7 +203,8 @@ class VllmEngine:
             )
             for seed in seeds
         ]
-        outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        with memory_advice():
+            outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         return [
             [Completion(list(o.token_ids), _sampled_logprobs(o), str(o.finish_reason)) for o in output.outputs]
             for output in outputs

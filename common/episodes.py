@@ -29,6 +29,8 @@ class Episode:
     finish_reason: str  # "stop" or "length"
     rewards: dict[str, float | str] = field(default_factory=dict)  # components; "score" is what is trained on
 
+    turn_rewards: list[list[float]] = field(default_factory=list)  # [index of a turn's last token, its own reward]
+
     @property
     def truncated(self) -> bool:
         return self.finish_reason == "length"

@@ -64,6 +64,14 @@ def start_wandb(run_dir: Path, config: dict, name: str) -> tuple[Callable[[int, 
 TRACKERS = {"tensorboard": start_tensorboard, "wandb": start_wandb}
 
 
+def tracker_names(trackers: str) -> list[str]:
+    """The comma-separated names of --log. ValueError for an unknown one."""
+    names = [item.strip() for item in trackers.split(",") if item.strip()]
+    if unknown := [item for item in names if item not in TRACKERS]:
+        raise ValueError(f"--log {trackers}: unknown tracker {unknown[0]!r}, expected {', '.join(TRACKERS)}")
+    return names
+
+
 def jsonable(value):
     """Plain JSON types only: NaN and infinities become null, numpy and torch scalars numbers, paths strings."""
     if isinstance(value, dict):
@@ -92,9 +100,7 @@ class Logger:
     """
 
     def __init__(self, run_dir: Path, *, total_steps: int, trackers: str = "", config: dict, name: str, is_main: bool):
-        names = [item.strip() for item in trackers.split(",") if item.strip()]
-        if unknown := [item for item in names if item not in TRACKERS]:
-            raise ValueError(f"--log {trackers}: unknown tracker {unknown[0]!r}, expected {', '.join(TRACKERS)}")
+        names = tracker_names(trackers)
         self.path, self.total_steps, self.is_main = Path(run_dir) / "metrics.jsonl", total_steps, is_main
         self.columns: list[str] = []  # in order of first appearance, so that a late metric shifts no other
         self.step_times: deque[float] = deque(maxlen=20)

@@ -51,8 +51,9 @@ class _TokenLogprobs(torch.autograd.Function):
                 # logp becomes the gradient of the logits in place: one buffer less
                 grad_logits = logp.add_(entropy[:, None]).mul_(-grad_entropy[:, None])
                 grad_logits = grad_logits.sub_(grad_logprobs[:, None]).mul_(p)
-                here = ((targets >= words.start) & (targets < words.stop)).nonzero().flatten()
-                grad_logits[here, targets[here] - words.start] += grad_logprobs[here]
+                places = (targets - words.start).clamp(0, grad_logits.shape[1] - 1)  # without asking which are inside:
+                inside = (targets >= words.start) & (targets < words.stop)  # a GPU would have to answer
+                grad_logits.scatter_add_(1, places[:, None], (grad_logprobs * inside)[:, None])
                 grad_logits = grad_logits.div_(ctx.temperature).to(hidden.dtype)
                 if want_hidden:
                     grad_hidden += grad_logits @ head[words]

@@ -69,6 +69,24 @@ def end_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return sorted(set(ids))
 
 
+def hidden_states(model: nn.Module, batch: MicroBatch, attention: str) -> Tensor:
+    """Last hidden states [N, H] at which the trained tokens of a micro-batch are predicted."""
+    hidden = model(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        attention_mask=block_mask(batch) if attention == "flex" else None,
+        use_cache=False,
+        **({"units": batch.units} if attention == "sdpa" else {}),
+    ).last_hidden_state
+    return hidden[0, batch.hidden_index]
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The layers: units of sharding and of gradient checkpointing."""
+    names = set(model._no_split_modules or [])
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
 class Policy(nn.Module):
     """A causal language model whose forward returns log-probs and entropies of the trained tokens.
 
@@ -82,20 +100,30 @@ class Policy(nn.Module):
 
     def forward(self, batch: MicroBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """(log p of the trained tokens [N], entropy [N]), float32, at the sampling temperature."""
-        hidden = self.model.base_model(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
-            attention_mask=block_mask(batch) if self.attention == "flex" else None,
-            use_cache=False,
-            **({"units": batch.units} if self.attention == "sdpa" else {}),
-        ).last_hidden_state
-        hidden = hidden[0, batch.hidden_index]
+        hidden = hidden_states(self.model.base_model, batch, self.attention)
         return token_logprobs(hidden, self.model.get_output_embeddings().weight, batch.targets, temperature)
 
     def layers(self) -> list[nn.Module]:
-        """The repeated blocks: units of sharding and of gradient checkpointing."""
-        names = set(self.model._no_split_modules or [])
-        return [module for module in self.model.modules() if type(module).__name__ in names]
+        return repeated_blocks(self.model)
+
+
+class Critic(nn.Module):
+    """A backbone of its own with a scalar head, zero at first, so that all values are."""
+
+    def __init__(self, backbone: nn.Module, attention: str):
+        super().__init__()
+        self.model = backbone
+        self.attention = attention
+        self.head = nn.Parameter(torch.zeros_like(next(backbone.parameters())[0]))  # [H]
+
+    def forward(self, batch: MicroBatch) -> Tensor:
+        """Value [N], float32, of the state in which each trained token was chosen: read at the token before it."""
+        hidden = hidden_states(self.model, batch, self.attention)
+        accumulate = torch.promote_types(hidden.dtype, torch.float32)
+        return (hidden.to(accumulate) * self.head.to(accumulate)).sum(-1)
+
+    def layers(self) -> list[nn.Module]:
+        return repeated_blocks(self.model)
 
 
 def choose_attention(flag: str, device: torch.device) -> str:
@@ -142,6 +170,11 @@ def load_policy(
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return Policy(model.train(), attention)
+
+
+def load_critic(name: str, attention: str, **options) -> Critic:
+    """A critic on the backbone of a model, by folder or name; options as for `load_policy`."""
+    return Critic(load_policy(resolve_model(name), attention, **options).model.base_model, attention)
 
 
 def parameter_sizes(policy: Policy) -> dict[str, int]:

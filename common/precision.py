@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from common.memory import move_states
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -74,12 +76,17 @@ class LossScale:
 
 
 def guarded_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float, loss_scale: LossScale
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    max_grad_norm: float,
+    loss_scale: LossScale,
+    offload: bool = False,
 ) -> tuple[float, bool]:
     """Unscale, clip to the global norm and step, or skip the step if any gradient of any rank is not finite.
 
     Returns (gradient norm before clipping, stepped). The norm is reduced over all shards, so every rank takes the
     same decision without a further collective. `max_grad_norm` 0 means no clipping. Clears the gradients.
+    With `offload` Adam's moments visit the device for the step, and are on the host otherwise.
     """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients)
@@ -90,7 +97,11 @@ def guarded_step(
         clip = min(1.0, max_grad_norm / (grad_norm + 1e-6)) if max_grad_norm > 0 else 1.0
         if gradients and clip / loss_scale.scale != 1.0:
             torch._foreach_mul_(gradients, clip / loss_scale.scale)
+        if offload:
+            move_states(optimizer, gradients[0].device)
         optimizer.step()
+        if offload:
+            move_states(optimizer, torch.device("cpu"))
     loss_scale.update(finite)
     optimizer.zero_grad(set_to_none=True)
     return grad_norm, finite

@@ -1,6 +1,5 @@
 """What a script needs around its loop; what a user can get wrong is refused before weights are loaded."""
 
-import resource
 import sys
 import time
 from collections.abc import Iterator
@@ -16,8 +15,9 @@ from common.data import PromptData
 from common.distributed import World, broadcast_object, handle_sigterm, init_world, sign_of_life, user_errors
 from common.engine import Sampling, VllmEngine
 from common.hf_engine import HuggingFaceEngine
-from common.logger import Logger, save_config
-from common.models import embedded_data, end_token_ids, load_tokenizer, resolve_model
+from common.logger import Logger, save_config, tracker_names
+from common.memory import memory_plan, release_freed_memory
+from common.models import choose_attention, embedded_data, end_token_ids, load_tokenizer, resolve_model
 from common.precision import choose_dtype
 from common.rewards import reward_function
 from common.rewards.workers import RewardWorkers
@@ -32,6 +32,7 @@ class Job:
     path: str  # folder of the model
     tokenizer: PreTrainedTokenizerBase
     compute_dtype: torch.dtype
+    attention: str
     train_data: PromptData | None  # None with --eval-only
     eval_data: PromptData | None
     total_steps: int
@@ -50,8 +51,10 @@ def set_up(args, script: str, demo: bool) -> Job:
     again = bool(args.replay) and (output_dir / "checkpoints").exists()
     refuse(again, f"--replay: {output_dir} has checkpoints of its own; give another --output-dir")
     with user_errors():
+        tracker_names(args.log)
         check_device(world.device)
         compute_dtype, why = choose_dtype(args.dtype, world.device)
+    attention = choose_attention(args.attention, world.device)
     path = resolve_model(args.model)
     tokenizer = load_tokenizer(path, args.trust_remote_code)
     if args.model == "tiny" and not args.train_data:
@@ -73,6 +76,9 @@ def set_up(args, script: str, demo: bool) -> Job:
     if total_steps is None and train_data:
         total_steps = max(1, round(args.total_epochs * len(train_data) / args.prompts_per_step))
 
+    critic = [resolve_model(args.critic_model or path)] if hasattr(args, "critic_model") else []
+    reference = [path] if args.kl_in != "none" and not getattr(args, "reference_offload", False) else []
+    world.print(memory_plan(args, world, compute_dtype, [path, *critic], reference))
     engine = None
     if not args.replay:  # before the trainer: it loads by itself, and is asleep when the trainer takes its memory
         make_engine = VllmEngine if args.engine == "vllm" else HuggingFaceEngine
@@ -93,7 +99,17 @@ def set_up(args, script: str, demo: bool) -> Job:
         f"{compute_dtype} ({why}) -> {output_dir}"
     )
     return Job(
-        world, output_dir, path, tokenizer, compute_dtype, train_data, eval_data, total_steps or 0, workers, engine
+        world=world,
+        output_dir=output_dir,
+        path=path,
+        tokenizer=tokenizer,
+        compute_dtype=compute_dtype,
+        attention=attention,
+        train_data=train_data,
+        eval_data=eval_data,
+        total_steps=total_steps or 0,
+        workers=workers,
+        engine=engine,
     )
 
 
@@ -132,6 +148,7 @@ class Stopwatch:
     """Seconds of a step by phase: `with watch("rollout"): ...`; a phase entered twice adds up."""
 
     def __init__(self) -> None:
+        release_freed_memory()
         self.start, self.seconds = time.perf_counter(), {}
 
     @contextmanager
@@ -145,13 +162,6 @@ class Stopwatch:
     def metrics(self) -> dict[str, float]:
         phases = {f"time/{phase}_s": seconds for phase, seconds in self.seconds.items()}
         return phases | {"time/step_s": time.perf_counter() - self.start}
-
-
-def peak_memory_gb(device: torch.device) -> float:
-    """Highest memory use of this process so far (GB): on the GPU, or resident on a CPU machine."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
 def check_device(device: torch.device) -> None:
@@ -173,6 +183,7 @@ def check_shared_args(args) -> None:
     refuse_idle(
         args,
         {
+            "optimizer_offload": (torch.cuda.is_available(), "a GPU"),
             "lr_floor": (args.lr_schedule != "constant", "--lr-schedule linear or cosine"),
             "total_epochs": (args.total_steps is None, "no --total-steps"),
             "eval_top_p": sampled,

@@ -5,9 +5,11 @@ import os
 import random
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -113,3 +115,35 @@ def run_script(*arguments: object, ranks: int = 0, timeout: float = 600, check: 
 
 def metrics_of(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+UNEQUAL = ("time/", "memory/", "rollout/tokens_per_s")  # what an interruption may change
+
+
+def steps_of(run_dir: Path) -> dict[int, dict]:
+    """The last record of each step, without timings."""
+    records = {r["step"]: r for r in metrics_of(run_dir) if "step" in r and "event" not in r}
+    return {s: {k: v for k, v in r.items() if not k.startswith(UNEQUAL)} for s, r in records.items()}
+
+
+def kill_all(process: subprocess.Popen) -> None:
+    """torchrun gives its workers sessions of their own: killing its group would miss them."""
+    family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+    for member in family:
+        member.kill()
+    psutil.wait_procs(family)
+    process.wait()
+
+
+def kill_once(*arguments: object, ranks: int, after_step: int) -> None:
+    """Start a script, and kill all its processes when the metrics of a step are written; the output goes to a file."""
+    run_dir = Path(arguments[arguments.index("--output-dir") + 1])
+    metrics, log = run_dir / "metrics.jsonl", run_dir.with_suffix(".log")
+    with log.open("w") as file:
+        command = torchrun(*arguments, ranks=ranks)
+        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, env=script_environment())
+        deadline = time.time() + 300
+        while not (metrics.is_file() and f'"step": {after_step}' in metrics.read_text()):
+            assert process.poll() is None and time.time() < deadline, log.read_text()[-3000:]
+            time.sleep(0.02)
+        kill_all(process)

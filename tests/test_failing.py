@@ -5,6 +5,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -13,6 +14,7 @@ from conftest import ROOT, metrics_of, run_script, script_environment, torchrun
 
 from common.checkpoint import save_checkpoint
 from common.distributed import World
+from common.engine import VllmEngine
 
 FAULTS = ROOT / "tests" / "workers" / "faults.py"
 
@@ -70,6 +72,22 @@ def test_sigterm_saves_exits_with_its_own_code_and_resumes_exactly(tmp_path):
     run_script("grpo.py", *options, "--output-dir", tmp_path / "stopped")
     whole, resumed = ((tmp_path / name / "model/model.safetensors").read_bytes() for name in ("whole", "stopped"))
     assert whole == resumed
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("Error: out of memory")]
+)
+def test_out_of_memory_in_the_rollout_names_the_flag(error):
+    def fail(**_):
+        raise error
+
+    engine = VllmEngine.__new__(VllmEngine)
+    engine.sleep_level, engine.llm = 1, SimpleNamespace(wake_up=fail)
+    with pytest.raises(SystemExit, match="lower --engine-memory"):
+        engine.wake("kv_cache")
+    error.args = ("something else",)
+    with pytest.raises(type(error), match="something else"):
+        engine.wake("kv_cache")
 
 
 # --- disk ---------------------------------------------------------------------------------------------------------

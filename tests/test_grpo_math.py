@@ -481,6 +481,7 @@ def test_guarded_step_without_clipping_is_the_optimizers_own_step():
         ("--kl-in loss --kl-estimator k3", "--kl-in loss needs a --kl-coef"),
         ("--kl-in loss --kl-coef 0.01 --kl-estimator k1", "--kl-in loss with k1: no gradient on average"),
         ("--kl-in reward --kl-coef 0.01 --kl-estimator k3", "--kl-in reward with k3: biased there"),
+        ("--kl-in reward --kl-coef 0.01", "--kl-in reward with --advantage group-std"),
         ("--kl-in reward --kl-coef 0.01 --kl-horizon 100", "--kl-horizon 100.0 has no effect: needs --kl-target"),
         ("--clip-high 0.28", "--clip-high 0.28 has no effect: needs several --minibatches"),
         ("--objective=gspo", "--objective gspo has no effect: needs several --minibatches"),

@@ -1,12 +1,9 @@
 """grpo.py as its users run it: real torchrun ranks, real vLLM, the embedded policy and SmolLM2."""
 
 import json
-import subprocess
-import time
 
-import psutil
 import pytest
-from conftest import ROOT, metrics_of, run_script, script_environment, torchrun
+from conftest import ROOT, kill_once, metrics_of, run_script, steps_of
 
 SMALL = [
     "--prompts-per-step",
@@ -20,13 +17,6 @@ SMALL = [
     "--max-rows",
     "64",
 ]
-UNEQUAL = ("time/", "memory/", "rollout/tokens_per_s")  # what an interruption may change
-
-
-def steps_of(run_dir) -> dict[int, dict]:
-    """The last record of each step, without timings."""
-    records = {r["step"]: r for r in metrics_of(run_dir) if "step" in r and "event" not in r}
-    return {s: {k: v for k, v in r.items() if not k.startswith(UNEQUAL)} for s, r in records.items()}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -34,18 +24,7 @@ def test_kill_and_resume_equals_an_uninterrupted_run(tmp_path, ranks):
     options = [*SMALL, "--total-steps", 4, "--save-every", 2, "--eval-every", 2, "--minibatches", 2]
     run_script("grpo.py", *options, "--output-dir", tmp_path / "whole", ranks=ranks)
 
-    command = torchrun("grpo.py", *options, "--output-dir", tmp_path / "killed", ranks=ranks)
-    metrics = tmp_path / "killed" / "metrics.jsonl"
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=script_environment())
-        deadline = time.time() + 300
-        while not (metrics.is_file() and '"step": 3' in metrics.read_text()):  # a step past the checkpoint
-            assert process.poll() is None and time.time() < deadline, (tmp_path / "log").read_text()[-3000:]
-            time.sleep(0.02)
-        family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-        for member in family:  # torchrun gives its workers sessions of their own: killing its group would miss them
-            member.kill()
-        psutil.wait_procs(family)
+    kill_once("grpo.py", *options, "--output-dir", tmp_path / "killed", ranks=ranks, after_step=3)
     assert (tmp_path / "killed" / "checkpoints" / "latest").read_text() == "step_000002"
     run_script("grpo.py", *options, "--output-dir", tmp_path / "killed", ranks=ranks)
 

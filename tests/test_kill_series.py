@@ -4,30 +4,13 @@ import random
 import subprocess
 import time
 
-import psutil
 import pytest
-from conftest import ROOT, metrics_of, run_script, script_environment, torchrun
+from conftest import ROOT, kill_all, metrics_of, run_script, script_environment, steps_of, torchrun
 
 KILLS = 30
 STEPS = 60
 OPTIONS = ["--prompts-per-step", 6, "--samples-per-prompt", 4, "--max-response-tokens", 96, "--max-rows", 64]
 OPTIONS += ["--eval-rows", 8, "--eval-every", 9, "--minibatches", 2, "--save-every", 1, "--total-steps", STEPS]
-
-
-def kill_all(process: subprocess.Popen) -> None:
-    """torchrun gives its workers sessions of their own: killing its group would miss them."""
-    family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-    for member in family:
-        member.kill()
-    psutil.wait_procs(family)
-    process.wait()
-
-
-def last_records(folder) -> dict[int, dict]:
-    """The last record of each step, without what an interruption may change."""
-    steps = {r["step"]: r for r in metrics_of(folder) if "event" not in r}
-    unequal = ("time/", "memory/", "rollout/tokens_per_s")
-    return {n: {k: v for k, v in r.items() if not k.startswith(unequal)} for n, r in steps.items()}
 
 
 @pytest.mark.slow
@@ -54,4 +37,4 @@ def test_thirty_kills(tmp_path, ranks, engine):
     print(f"\n{ranks} ranks, {engine}: {kills} kills, {len(resumed)} resumes")
     weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("whole", "killed")]
     assert weights[0] == weights[1]
-    assert last_records(tmp_path / "whole") == last_records(tmp_path / "killed")
+    assert steps_of(tmp_path / "whole") == steps_of(tmp_path / "killed")

@@ -61,7 +61,7 @@ def test_scripts_stay_within_their_caps(script):
 def test_common_stays_small():
     counts = {name: len(lines(name)) for name in MODULES}
     assert {name: count for name, count in counts.items() if count > 300} == {}
-    assert sum(counts[name] for name in TOP_MODULES) <= 2400
+    assert sum(counts[name] for name in TOP_MODULES) <= 2700
 
 
 @pytest.mark.parametrize("name", SCRIPTS + MODULES)
@@ -110,7 +110,7 @@ def test_functions_of_the_same_name_are_copies():
 @every_script
 def test_every_flag_is_used(script):
     """`args.NAME` is read there, or where the scripts hand their args to; being set by the demo does not count."""
-    readers = [script] if script == "sft.py" else [script, "common/setup.py", "common/evaluate.py"]
+    readers = [script] if script == "sft.py" else [script, "common/setup.py", "common/memory.py", "common/evaluate.py"]
     used = {
         node.attr
         for name in readers

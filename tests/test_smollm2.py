@@ -1,7 +1,8 @@
-"""grpo.py on real pre-trained weights, in every combination that the README promises. Slow: minutes each."""
+"""grpo.py and ppo.py on real pre-trained weights, in the combinations that the README promises. Slow: minutes each."""
 
 import pytest
 from conftest import metrics_of, run_script
+from test_reward_model import save_reward_model
 
 pytestmark = pytest.mark.slow
 SIZES = ["--prompts-per-step", 4, "--samples-per-prompt", 4, "--max-prompt-tokens", 300, "--max-response-tokens", 32]
@@ -30,7 +31,7 @@ def data(tmp_path_factory):
         (1, "fp16", ["--prompts-per-step", 2, "--samples-per-prompt", 2, "--max-response-tokens", 16]),
     ],
 )
-def test_three_steps(tmp_path, data, ranks, dtype, options):
+def test_three_steps_of_grpo(tmp_path, data, ranks, dtype, options):
     arguments = ["--model", "smollm2", *data, *SIZES, "--dtype", dtype, *options, "--output-dir", tmp_path]
     done = run_script("grpo.py", *arguments, ranks=ranks, timeout=1500)
     steps = [record for record in metrics_of(tmp_path) if record.get("step", 0) > 0]
@@ -38,3 +39,24 @@ def test_three_steps(tmp_path, data, ranks, dtype, options):
     print(f"\n{ranks} ranks, {dtype} {options}: gap {gaps}, {steps[-1]['time/step_s']:.1f} s a step")
     assert len(steps) == 3 and max(gaps) < GAP[dtype], done.stdout[-2000:]
     assert all(record["optim/skipped_steps"] == 0 for record in steps)
+
+
+@pytest.mark.parametrize(
+    "ranks, dtype, options",
+    [
+        (1, "bf16", ["--kl-in", "reward", "--kl-coef", 0.01]),
+        (2, "bf16", ["--kl-in", "loss", "--kl-coef", 0.01, "--kl-estimator", "k3"]),
+        (1, "fp32", ["--kl-in", "loss", "--kl-coef", 0.01, "--kl-estimator", "k2", "--lambda-length", 0.05]),
+        (2, "fp32", ["--kl-in", "reward", "--kl-coef", 0.01, "--kl-target", 0.1, "--critic-warmup-steps", 1]),
+    ],
+)
+def test_three_steps_of_ppo_with_a_reward_model(tmp_path, data, ranks, dtype, options):
+    options = [*options, "--reward-model", save_reward_model(tmp_path / "reward_model"), "--minibatches", 2]
+    arguments = ["--model", "smollm2", *data, *SIZES, "--dtype", dtype, *options, "--output-dir", tmp_path / "run"]
+    done = run_script("ppo.py", *arguments, ranks=ranks, timeout=1500)
+    steps = [record for record in metrics_of(tmp_path / "run") if record.get("step", 0) > 0]
+    gaps = [record["policy/rollout_logprob_gap"] for record in steps]
+    print(f"\n{ranks} ranks, {dtype} {options}: gap {gaps}, {steps[-1]['time/step_s']:.1f} s a step")
+    assert len(steps) == 3 and max(gaps) < GAP[dtype], done.stdout[-2000:]
+    assert all(record["optim/skipped_steps"] == 0 for record in steps)
+    assert steps[0]["value/mean"] == 0.0 and steps[2]["value/mean"] != 0.0

@@ -1,0 +1,53 @@
+"""A reward model: a sequence classifier with one output. It stays on the host, and visits the device to score."""
+
+from collections.abc import Mapping
+
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from common.data import Row
+from common.episodes import Episode
+from common.models import resolve_model
+
+CHUNK_TOKENS = 16384  # of one forward, padding included
+
+
+class RewardModel:
+    """SystemExit if the model has more outputs than one, or its tokenizer no end or padding token."""
+
+    def __init__(self, name: str, dtype: torch.dtype, device: torch.device):
+        path = resolve_model(name)
+        self.model = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype).eval().requires_grad_(False)
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        self.device = device
+        if self.model.config.num_labels != 1:
+            raise SystemExit(f"--reward-model {name} has {self.model.config.num_labels} outputs, expected one")
+        if self.tokenizer.pad_token_id is None:
+            if self.tokenizer.eos_token_id is None:
+                raise SystemExit(f"--reward-model {name}: its tokenizer has neither a padding nor an end token")
+            self.tokenizer.pad_token = self.tokenizer.eos_token
+        self.tokenizer.padding_side = "right"
+        self.model.config.pad_token_id = self.tokenizer.pad_token_id  # the output is read at the last other token
+
+    def text(self, row: Row, response: str, policy_tokenizer) -> str:
+        """The conversation in the reward model's template; plain text where prompt or tokenizer have none."""
+        if isinstance(row.prompt, list) and self.tokenizer.chat_template:
+            messages = [*row.prompt, {"role": "assistant", "content": response}]
+            return self.tokenizer.apply_chat_template(messages, tokenize=False)
+        return policy_tokenizer.decode(row.prompt_ids) + response
+
+    @torch.no_grad()
+    def score_episodes(self, episodes: list[Episode], prompts: Mapping[int, Row], policy_tokenizer) -> None:
+        """Fill rewards["reward_model"] of each episode."""
+        responses = policy_tokenizer.batch_decode([e.response_ids for e in episodes], skip_special_tokens=True)
+        texts = [self.text(prompts[e.prompt_index], r, policy_tokenizer) for e, r in zip(episodes, responses)]
+        ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+        order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
+        self.model.to(self.device)
+        while order:
+            longest = max(len(ids[order[-1]]), 1)
+            chunk, order = order[-max(1, CHUNK_TOKENS // longest) :], order[: -max(1, CHUNK_TOKENS // longest)]
+            batch = self.tokenizer.pad({"input_ids": [ids[i] for i in chunk]}, return_tensors="pt").to(self.device)
+            for i, score in zip(chunk, self.model(**batch).logits[:, 0].float().tolist()):
+                episodes[i].rewards["reward_model"] = score
+        self.model.to("cpu")

@@ -1,0 +1,698 @@
+"""Proximal policy optimization (PPO) with a critic for language models, end to end in one file.
+
+Answers are sampled to each prompt and scored. A second model, the critic, predicts at every token what the score will
+be; a token becomes more likely if things turned out better after it than predicted. Papers: PPO (arXiv 1707.06347),
+GAE (1506.02438), VC-PPO (2503.01491), VAPO (2504.05118), dual clip (1912.09729).
+
+Where this differs from the papers and from most implementations:
+1. The critic's head starts at zero: V = 0 everywhere at first, so the first advantages are the returns, not the noise
+   of a random head. --critic-warmup-steps trains it alone, on returns of the policy as it was.
+2. One denominator: both losses are divided by a count over the whole optimizer step, all ranks and micro-batches, so
+   the gradients do not depend on how a batch is split.
+3. Advantages are whitened over all trained tokens of the step on all ranks, after the returns have been taken.
+4. Tokens that the policy did not sample have no value, no reward and no place in the trace: it passes over them.
+What stands in grpo.py too is the same there, word for word.
+
+    torchrun --nproc_per_node 2 ppo.py                               # embedded demo, minutes on a CPU
+    torchrun --nproc_per_node 2 ppo.py --model Qwen/Qwen2.5-3B --train-data countdown/train.parquet \\
+        --eval-data countdown/test.parquet --prompts-per-step 256 --max-response-tokens 1024
+
+Names: P prompts a step, G samples of a prompt, E episodes on this rank, T their sampled tokens, N those of a
+micro-batch. Everything per token is flat ([T] or [N]): there is no padding to mask.
+"""
+
+import math
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from functools import partial
+from itertools import accumulate, chain, product
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+import tyro
+from torch import Tensor
+
+from common.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from common.data import PromptLoader
+from common.distributed import World, all_reduce, all_reduce_sums, forward_context, run, stop_requested, wrap_model
+from common.engine import Sampling
+from common.episodes import (
+    Episode,
+    dump_rollouts,
+    load_rollouts,
+    prompts_of_all_ranks,
+    rollout_metrics,
+    rollout_sums,
+    sample_episodes,
+)
+from common.evaluate import evaluate
+from common.memory import peak_memory_gb
+from common.models import export_hugging_face, full_parameters, load_critic, load_policy, parameter_sizes
+from common.packing import MicroBatch, TokenIndex, halve_budget, layout, pack
+from common.precision import LossScale, check_gap, gap_limit, guarded_step
+from common.rewards import score_episodes
+from common.rewards.model import RewardModel
+from common.setup import Stopwatch, open_logger, refuse, refuse_idle, set_up
+
+
+@dataclass
+class Args:
+    # model and data
+    model: str  # folder, hub id, or an embedded model: tiny, smollm2
+    critic_model: str | None = None  # backbone of the critic, with the same tokenizer; default: --model
+    reward_model: str | None = None  # a transformers sequence classifier, scores besides the rule
+    reward_model_weight: float = 1.0  # what is trained on is the rule's score + this * the model's
+    train_data: str | None = None  # verl-format .parquet or .jsonl, comma-separated; tiny brings its own
+    eval_data: str | None = None  # the same format; gives eval/*
+    output_dir: Path | None = None  # run folder; default runs/grpo-MODEL-TIME
+    max_prompt_tokens: int = 512  # longest prompt (tokens)
+    max_response_tokens: int = 512  # longest response (tokens)
+    overlong_prompts: Literal["error", "drop"] = "error"  # what to do with longer prompts
+    max_rows: int | None = None  # use only the first rows of the training data
+    skip_bad_rows: bool = False  # count and drop unusable rows instead of stopping
+    reward_function: str | None = None  # FILE.py:NAME, verl's signature; default: by the row's data_source
+    reward_workers: int = 2  # processes per rank that score responses
+    reward_timeout: float = 10.0  # seconds for one response; one that takes longer, or crashes, is left out
+    seed: int = 0  # data order, sampling, initialisation
+    # rollout
+    prompts_per_step: int = 128  # P: prompts per step, over all ranks
+    samples_per_prompt: int = 1  # G: responses to each prompt
+    temperature: float = 1.0  # of sampling; the trainer's log-probs use it too
+    engine: Literal["vllm", "hf"] = "vllm"  # rollout engine; hf: transformers, slow, needs no vLLM
+    engine_memory: float | None = None  # KV cache of the engine (GiB per rank); default 8 on GPU, 1 on CPU
+    sleep_level: Literal[0, 1, 2] = 1  # engine while updating: 0 stays, 1 weights to host, 2 weights dropped
+    max_logprob_gap: float | None = None  # stop if |engine - trainer| log-probs exceed this mean; default by dtype
+    # algorithm
+    objective: Literal["ppo", "gspo", "cispo"] = "ppo"  # what is clipped: a token's ratio, its sequence's, its weight
+    gamma: float = 1.0  # discount per token
+    critic_lambda: float = 1.0  # GAE of the returns, the critic's targets; 1: they are the plain returns
+    policy_lambda: float = 1.0  # GAE of the advantages
+    lambda_length: float = 0.0  # VAPO's alpha: the advantages' lambda is 1 - 1 / (alpha * response length); 0: off
+    whiten: bool = True  # advantages to mean 0 and variance 1 over all trained tokens of the step
+    reduction: Literal["dapo", "grpo", "dr_grpo"] = "dapo"  # mean over tokens; over sequences; constant length
+    clip_low: float = 0.2  # ratio is clipped below 1 - this
+    clip_high: float = 0.2  # ratio is clipped above 1 + this (DAPO's clip-higher: 0.28)
+    dual_clip: float = 3.0  # loss bound for negative advantages, as a ratio; 0 = off
+    value_clip: float = 0.5  # values are clipped this far from the old ones; 0 = off
+    minibatches: int = 4  # optimizer steps per rollout and epoch
+    epochs_per_step: int = 1  # passes over a rollout
+    entropy_coef: float = 0.0  # bonus for entropy
+    correction: Literal["none", "truncate", "mask", "sequence"] = "none"  # TIS; IcePop, MIS; whole
+    correction_low: float = 0.5  # mask, sequence: below this the weight is 0
+    correction_high: float = 2.0  # truncate: largest weight; mask, sequence: above this the weight is 0
+    kl_in: Literal["none", "reward", "loss"] = "none"  # where the KL to the initial policy is charged
+    kl_coef: float = 0.0  # its coefficient
+    kl_estimator: Literal["k1", "k2", "k3", "k3-is"] = "k1"  # reward: k1; loss: k2, k3, or k3-is (importance-weighted)
+    kl_target: float = 0.0  # adapt the coefficient towards this KL per token; 0: fixed
+    kl_horizon: float = 10_000.0  # sequences over which it adapts
+    overlong_buffer: int = 0  # last tokens of --max-response-tokens in which the score falls, by up to 1 (DAPO)
+    mask_truncated: bool = False  # train on no truncated response
+    # optimization
+    micro_batch_tokens: int = 16384  # tokens of one forward and backward, per rank
+    learning_rate: float = 1e-6  # of the policy, peak
+    critic_learning_rate: float = 1e-5  # of the critic, peak
+    critic_warmup_steps: int = 0  # first steps, in which the critic is trained alone
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
+    warmup_steps: float = 0.0  # steps of linear warm-up; below 1: share of all steps
+    lr_floor: float = 0.0  # last learning rate as a share of the peak
+    weight_decay: float = 0.0  # AdamW, decoupled
+    max_grad_norm: float = 1.0  # global L2 norm; 0 = no clipping
+    total_steps: int | None = None  # steps (rollouts); default: from --total-epochs
+    total_epochs: float = 1.0  # passes over the prompts, if --total-steps is not given
+    # parallelism and precision
+    strategy: Literal["fsdp", "ddp"] = "fsdp"  # shard the model (FSDP2) or replicate it
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # trainer and engine; master weights are float32
+    attention: Literal["auto", "flash", "flex", "sdpa"] = "auto"  # auto: flex on GPUs with bf16, else sdpa
+    reference_offload: bool = False  # the reference model on the host, but for its log-probs
+    optimizer_offload: bool = False  # Adam's moments on the host, but for the optimizer's step
+    gradient_checkpointing: bool = False  # recompute activations in backward: less memory, a third more compute
+    trust_remote_code: bool = False  # run code that comes with the model
+    # evaluation, checkpoints, logging
+    eval_every: int = 20  # steps between evaluations; 0: only before and after
+    eval_before: bool = True  # evaluate before the first step
+    eval_only: bool = False  # evaluate --eval-data, print the table, write the samples, and stop
+    eval_rows: int = 512  # rows of --eval-data used
+    eval_samples: int = 1  # samples per row; above 1: pass@k and maj@k
+    eval_temperature: float = 0.0  # 0 = greedy
+    eval_top_p: float = 1.0  # nucleus, in evaluation only
+    eval_top_k: int = -1  # in evaluation only
+    save_every: int = 0  # steps between checkpoints; 0: only at the end
+    keep_checkpoints: int = 1  # newest ones kept; the best by eval/accuracy is kept besides
+    resume: str = "auto"  # auto: continue the run in --output-dir if there is one; never; or a path
+    dump_rollouts_every: int = 0  # steps between dumps of all episodes to OUTPUT_DIR/rollouts; 0: none
+    replay: Path | None = None  # a dump: repeat the update of its step bit for bit, without an engine, and stop
+    stall_minutes: float = 60.0  # longest a phase (rollout, rewards, evaluation) may take; then stacks, and the end
+    log: str = ""  # further trackers, comma-separated: tensorboard, wandb
+
+
+# What `ppo.py` without --model runs: a policy of 3 million parameters learns to search (README, "The demo").
+DEMO = Args(
+    model="tiny",
+    max_prompt_tokens=64,
+    max_response_tokens=256,
+    prompts_per_step=32,
+    samples_per_prompt=8,
+    micro_batch_tokens=4096,
+    minibatches=2,
+    learning_rate=8e-5,
+    critic_learning_rate=2e-4,
+    critic_warmup_steps=4,
+    policy_lambda=0.99,
+    lr_schedule="linear",
+    lr_floor=0.1,
+    warmup_steps=5,
+    total_steps=40,
+    eval_every=10,
+)
+
+
+def shaped_scores(episodes: list[Episode], max_response_tokens: int, overlong_buffer: int) -> Tensor:
+    """Scores [E], with DAPO's soft overlong punishment (eq. 13): up to -1 over the last `overlong_buffer` tokens."""
+    scores = torch.tensor([e.rewards["score"] for e in episodes], dtype=torch.float32)
+    if not overlong_buffer:
+        return scores
+    lengths = torch.tensor([len(e.response_ids) for e in episodes])
+    return scores + ((max_response_tokens - overlong_buffer - lengths) / overlong_buffer).clamp(-1, 0)
+
+
+def token_rewards(episodes: list[Episode], scores: Tensor, index: TokenIndex) -> Tensor:
+    """Rewards [T]: the score [E] at the last trained token of its episode, a turn's own reward at that turn's last."""
+    rewards = torch.zeros(len(index))
+    for i, episode in enumerate(episodes):
+        trained_before = list(accumulate(episode.loss_mask))  # up to and with each position of the response
+        for position, reward in episode.turn_rewards if index.lengths[i] else ():
+            rewards[index.offsets[i] + trained_before[int(position)] - 1] += reward
+        if index.lengths[i]:
+            rewards[index.offsets[i + 1] - 1] += scores[i]
+    return rewards
+
+
+def gae(rewards: Tensor, values: Tensor, index: TokenIndex, gamma: float, lam: float | Tensor) -> Tensor:
+    """Generalized advantage estimates (arXiv 1506.02438 eq. 16): rewards, values [T], lam a number or [E] -> [T].
+
+    A_t = delta_t + gamma lam A_t+1, delta_t = r_t + gamma V_t+1 - V_t, over the trained tokens of an episode. After
+    the last one the value is 0.
+    """
+    places = torch.arange(len(index)) - index.offsets[index.episode_of_token]
+    shape = (2, len(index.lengths), int(index.lengths.max()) if len(index) else 0)
+    table = torch.zeros(shape, dtype=torch.float64)  # [2, E, L], zeros behind the end of an episode
+    table[:, index.episode_of_token, places] = torch.stack([rewards, values]).double()
+    advantages = torch.zeros(shape[1:], dtype=torch.float64)
+    following = next_value = torch.zeros(shape[1], dtype=torch.float64)
+    for t in reversed(range(shape[2])):
+        reward, value = table[:, :, t]
+        following = reward + gamma * next_value - value + gamma * lam * following
+        advantages[:, t], next_value = following, value
+    return advantages[index.episode_of_token, places].to(values.dtype)
+
+
+def whitened(values: Tensor) -> Tensor:
+    """values [T], shifted and scaled to mean 0 and unbiased variance 1 over the tokens of all ranks (all call it)."""
+    exact = values.double()
+    total, count = all_reduce([exact.sum().item(), len(exact)])
+    centered = exact - total / max(count, 1)
+    (squares,) = all_reduce([centered.square().sum().item()])
+    return (centered / math.sqrt(squares / max(count - 1, 1) + 1e-8)).to(values.dtype)
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+    """max((V - R)^2, (clip(V) - R)^2) / 2 per token [N], V at most `clip` from its old value, and whether that counts.
+
+    The critic's counterpart of the clipped surrogate, from the code of arXiv 1707.06347; clip 0: (V - R)^2 / 2.
+    """
+    error = (values - returns).square()
+    if not clip:
+        return 0.5 * error, torch.zeros_like(error, dtype=torch.bool)
+    clipped_error = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
+    return 0.5 * torch.maximum(error, clipped_error), clipped_error > error
+
+
+def sequence_mean(values: Tensor, episodes: Tensor) -> Tensor:
+    """Mean of values [N] over the tokens of the same episode, at each of them. episodes [N] int64 -> [N]."""
+    _, place, count = episodes.unique(return_inverse=True, return_counts=True)
+    return (values.new_zeros(len(count)).index_add(0, place, values) / count)[place]
+
+
+def surrogate(
+    objective: str,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    episodes: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float,
+) -> tuple[Tensor, Tensor]:
+    """Loss per token [N] and whether its clip is active [N], with r = exp(logprobs - old_logprobs).
+
+    ppo: max(-A r, -A clip(r, 1 - low, 1 + high)), for A < 0 at most -A * dual_clip (arXiv 1707.06347 eq. 7,
+    1912.09729). gspo: the same with the geometric mean of r over the sequence, no dual clip (2507.18071 eq. 5, 14).
+    cispo: -A clip(r) log p, the clipped ratio being a constant weight: no token loses its gradient (2506.13585 eq. 4).
+    """
+    logratio = (logprobs - old_logprobs).clamp(-20, 20)
+    if objective == "gspo":  # the value of the sequence's ratio, the gradient of the token's
+        logratio = logprobs - logprobs.detach() + sequence_mean(logratio, episodes).detach()
+    ratio = logratio.exp()
+    clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
+    if objective == "cispo":
+        return -advantages * clipped_ratio.detach() * logprobs, clipped_ratio != ratio
+    pg_loss = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)
+    clipped = -advantages * clipped_ratio > -advantages * ratio
+    if dual_clip > 0 and objective == "ppo":
+        bound = -advantages * dual_clip
+        clipped = clipped | ((advantages < 0) & (pg_loss > bound))
+        pg_loss = torch.where(advantages < 0, torch.minimum(pg_loss, bound), pg_loss)
+    return pg_loss, clipped
+
+
+def engine_correction(
+    correction: str, old_logprobs: Tensor, rollout_logprobs: Tensor, episodes: Tensor, low: float, high: float
+) -> Tensor:
+    """Constant weight of each token [N] for having been sampled by the engine, w = trainer's / engine's probability.
+
+    truncate: min(w, high) (TIS, fengyao.notion.site/off-policy-rl). mask: w if low <= w <= high, else 0 (IcePop,
+    arXiv 2510.18855; MIS: low 0). sequence: 1 if low <= geometric mean of w over the sequence <= high, else 0. What is
+    masked stays in the denominator.
+    """
+    logratio = (old_logprobs - rollout_logprobs).detach().clamp(-20, 20)
+    if correction == "truncate":
+        return logratio.exp().clamp(max=high)
+    weight = sequence_mean(logratio, episodes).exp() if correction == "sequence" else logratio.exp()
+    inside = (weight >= low) & (weight <= high)
+    return inside.to(weight.dtype) * (1.0 if correction == "sequence" else weight)
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor, estimator: str) -> Tensor:
+    """Per-token estimate [N] of KL(policy || reference), d = log policy - log reference (joschu.net/blog/kl-approx).
+
+    k1: d. k2: d^2 / 2. k3: exp(-d) - 1 + d. k3-is: k3 times the ratio policy / old, gradient through both: the one
+    that is right off-policy as well (DeepSeek-V3.2, arXiv 2512.02556 sec. 3.1).
+    """
+    d = (logprobs - ref_logprobs).clamp(-20, 20)
+    if estimator == "k1":
+        return d
+    if estimator == "k2":
+        return 0.5 * d.square()
+    k3 = (-d).exp() - 1 + d
+    return k3 * (logprobs - old_logprobs).clamp(-20, 20).exp() if estimator == "k3-is" else k3
+
+
+def adapted_kl_coef(kl_coef: float, kl: float, target: float, horizon: float, num_sequences: float) -> float:
+    """Next coefficient of the adaptive controller (arXiv 1909.08593 sec. 2.2); target 0: fixed."""
+    error = min(max(kl / target - 1, -0.2), 0.2) if target else 0.0
+    return kl_coef * max(0.0, 1 + error * num_sequences / horizon)
+
+
+def token_weights(
+    reduction: str, lengths: Tensor, num_loss_tokens: float, num_sequences: float, max_response_tokens: int
+) -> Tensor:
+    """Weight of each token in the loss [N], from the number of trained tokens of its episode, `lengths` [N].
+
+    dapo: 1 / all tokens. grpo: 1 / (tokens of its sequence * sequences). dr_grpo: 1 / (a constant * sequences).
+    The counts are those of the whole optimizer step on all ranks: the one denominator.
+    """
+    if reduction == "dapo":
+        return torch.full_like(lengths, 1.0 / num_loss_tokens)
+    if reduction == "grpo":
+        return 1.0 / (lengths * num_sequences)
+    return torch.full_like(lengths, 1.0 / (max_response_tokens * num_sequences))
+
+
+def lr_factor(step: int, total_steps: int, warmup_steps: float, schedule: str, floor: float) -> float:
+    """Share of the peak learning rate at step 0, 1, ...; the first step is never 0.
+
+    Linear warm-up (step + 1) / warmup, then constant, or linear or cosine decay towards `floor`. `warmup_steps` below
+    1 is a share of all steps.
+    """
+    warmup = round(warmup_steps * total_steps) if warmup_steps < 1 else int(warmup_steps)
+    if step < warmup:
+        return (step + 1) / warmup
+    if schedule == "constant":
+        return 1.0
+    progress = (step - warmup) / max(1, total_steps - warmup)
+    decay = 1 - progress if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return floor + (1 - floor) * decay
+
+
+def split_minibatches(episodes: list[Episode], prompts: list, minibatches: int, seed: int, step: int) -> list[list]:
+    """Episode numbers of each minibatch: a random split of all ranks' `prompts`, so that the ranks play no part."""
+    order = np.random.Generator(np.random.PCG64([seed, step])).permutation(prompts)
+    minibatch_of = {int(prompt): place * minibatches // len(prompts) for place, prompt in enumerate(order)}
+    split: list[list[int]] = [[] for _ in range(minibatches)]
+    for i, episode in enumerate(episodes):
+        split[minibatch_of[episode.prompt_index]].append(i)
+    return split
+
+
+@dataclass
+class Tokens:
+    """What is known of each trained token: T of them on this rank in a step, N in a micro-batch."""
+
+    episodes: Tensor  # [T] int64: whose token
+    lengths: Tensor  # [T] float: trained tokens of its episode
+    rollout_logprobs: Tensor  # [T] float32: the engine's
+    old_logprobs: Tensor  # [T] float32: the trainer's, with the weights of the rollout; NaN until computed
+    ref_logprobs: Tensor  # [T] float32: the initial policy's; NaN without --kl-in
+    advantages: Tensor  # [T] float32
+    values: Tensor  # [T] float32: the critic's, before the update
+    returns: Tensor  # [T] float32: its targets
+
+    def __getitem__(self, index: Tensor) -> "Tokens":
+        return Tokens(*(getattr(self, field.name)[index] for field in fields(self)))
+
+
+def backward(
+    policy: torch.nn.Module,
+    batches: list[MicroBatch],
+    tokens: Tokens,
+    args: Args,
+    world: World,
+    denominators: list[float],
+    on_policy: bool,
+    kl_coef: float = 0.0,
+    scale: float = 1.0,
+) -> Tensor:
+    """Accumulate the gradient of one optimizer step. Returns sums over its tokens: loss, entropy, clipped, old-new KL.
+
+    denominators: trained tokens, and episodes that have any, over all ranks. If `on_policy`, the weights are those of
+    the rollout: the log-probs are the old ones too, and are kept as such.
+    """
+    num_loss_tokens, num_sequences = (max(count, 1.0) for count in denominators)
+    sums = torch.zeros(4, device=world.device)
+    for i, batch in enumerate(batches):
+        batch = batch.to(world.device)
+        with forward_context(policy, last=i == len(batches) - 1):
+            logprobs, entropy = policy(batch, args.temperature)  # [N], [N]
+            if on_policy:
+                tokens.old_logprobs[batch.tokens] = logprobs.detach()
+            t = tokens[batch.tokens]
+            clip = (args.clip_low, args.clip_high, args.dual_clip)
+            loss, clipped = surrogate(args.objective, logprobs, t.old_logprobs, t.advantages, t.episodes, *clip)
+            if args.correction != "none":
+                bounds = (args.correction_low, args.correction_high)
+                probabilities = (t.old_logprobs, t.rollout_logprobs)
+                loss = loss * engine_correction(args.correction, *probabilities, t.episodes, *bounds)
+            loss = loss - args.entropy_coef * entropy
+            if args.kl_in == "loss":
+                loss = loss + kl_coef * kl_estimate(logprobs, t.ref_logprobs, t.old_logprobs, args.kl_estimator)
+            limit = args.max_response_tokens
+            loss = (loss * token_weights(args.reduction, t.lengths, num_loss_tokens, num_sequences, limit)).sum()
+            # FSDP2 and DDP average gradients over ranks, the denominator is global: hence world.size
+            (loss * world.size * scale).backward()
+        logratio = logprobs.detach() - t.old_logprobs
+        kl = logratio.exp() - 1 - logratio  # k3
+        sums += torch.stack([x.detach().float() for x in (loss, entropy.sum(), clipped.sum(), kl.sum())])
+    return sums
+
+
+def critic_backward(
+    critic: torch.nn.Module,
+    batches: list[MicroBatch],
+    tokens: Tokens,
+    args: Args,
+    world: World,
+    denominators: list[float],
+    scale: float = 1.0,
+) -> Tensor:
+    """Accumulate the critic's gradient of one optimizer step, as `backward`. Returns sums: loss, clipped."""
+    constants = (*(max(count, 1.0) for count in denominators), args.max_response_tokens)
+    sums = torch.zeros(2, device=world.device)
+    for i, batch in enumerate(batches):
+        batch = batch.to(world.device)
+        with forward_context(critic, last=i == len(batches) - 1):
+            t = tokens[batch.tokens]
+            loss, clipped = value_loss(critic(batch), t.values, t.returns, args.value_clip)  # [N], [N]
+            loss = (loss * token_weights(args.reduction, t.lengths, *constants)).sum()
+            (loss * world.size * scale).backward()
+        sums += torch.stack([loss.detach().float(), clipped.sum().float()])
+    return sums
+
+
+def check_args(args: Args) -> None:
+    """Refuse what cannot work, or has no effect, before anything is loaded."""
+    off_policy = args.minibatches * args.epochs_per_step > 1
+    moved = "several --minibatches or --epochs-per-step: on-policy the ratio is 1"
+    kl = "--kl-in reward or loss"
+    refuse_idle(
+        args,
+        {
+            "objective": (off_policy, moved),
+            "clip_low": (off_policy, moved),
+            "clip_high": (off_policy, moved),
+            "dual_clip": (off_policy and args.objective == "ppo", f"--objective ppo, and {moved}"),
+            "correction_low": (args.correction in ("mask", "sequence"), "--correction mask or sequence"),
+            "correction_high": (args.correction != "none", "a --correction"),
+            "kl_coef": (args.kl_in != "none", f"a place, {kl}"),
+            "kl_estimator": (args.kl_in != "none", kl),
+            "kl_target": (args.kl_in != "none", kl),
+            "kl_horizon": (args.kl_target > 0, "--kl-target"),
+            "policy_lambda": (not args.lambda_length, "no --lambda-length"),
+            "value_clip": (off_policy, moved.replace("ratio is 1", "value is the old one")),
+            "reference_offload": (args.kl_in != "none" and torch.cuda.is_available(), f"a GPU, and {kl}"),
+            "reward_model_weight": (bool(args.reward_model), "--reward-model"),
+        },
+    )
+    P, M, estimator = args.prompts_per_step, args.minibatches, args.kl_estimator
+    refuse(P < M, f"--minibatches {M} of --prompts-per-step {P}: a minibatch needs a prompt (groups stay together)")
+    refuse(0 < args.dual_clip <= 1, f"--dual-clip {args.dual_clip}: a bound on the ratio must be above 1 (0 = off)")
+    refuse(not 0 <= args.overlong_buffer < args.max_response_tokens, "--overlong-buffer: below --max-response-tokens")
+    refuse(args.kl_in != "none" and not args.kl_coef, f"--kl-in {args.kl_in} needs a --kl-coef, such as 0.001")
+    refuse(args.kl_in == "reward" and estimator != "k1", f"--kl-in reward with {estimator}: biased there, take k1")
+    refuse(args.kl_in == "loss" and estimator == "k1", "--kl-in loss with k1: no gradient on average, take k3-is")
+
+
+def main(args: Args, demo: bool = False) -> None:
+    check_args(args)
+    job = set_up(args, "ppo", demo)
+    world, engine, device = job.world, job.engine, job.world.device
+
+    load = partial(load_policy, job.path, job.attention, trust_remote_code=args.trust_remote_code)
+    policy = load(gradient_checkpointing=args.gradient_checkpointing)
+    sizes = parameter_sizes(policy)
+    pack_options = layout(job.attention, args.micro_batch_tokens)
+    policy = wrap_model(policy, world, args.strategy, job.compute_dtype)
+    options = {"gradient_checkpointing": args.gradient_checkpointing, "trust_remote_code": args.trust_remote_code}
+    critic = load_critic(args.critic_model or job.path, job.attention, **options)
+    critic = wrap_model(critic, world, args.strategy, job.compute_dtype)
+    reference = None
+    if args.kl_in != "none":
+        dtype = job.compute_dtype if args.strategy == "fsdp" else torch.float32  # FSDP2 computes with casts anyway
+        reference = wrap_model(load(dtype=dtype).requires_grad_(False), world, args.strategy, job.compute_dtype)
+    adamw = partial(torch.optim.AdamW, lr=0.0, betas=(0.9, 0.999), weight_decay=args.weight_decay, fused=True)
+    trained = {name: (model, adamw(model.parameters())) for name, model in (("critic", critic), ("policy", policy))}
+    peak_lr = {"critic": args.critic_learning_rate, "policy": args.learning_rate}
+    loss_scales = {name: LossScale.for_dtype(job.compute_dtype) for name in trained}
+    reward_model = None
+    if args.reward_model and not (args.eval_only or args.replay):
+        reward_model = RewardModel(args.reward_model, job.compute_dtype, device)
+    max_gap = gap_limit(job.compute_dtype) if args.max_logprob_gap is None else args.max_logprob_gap
+    sampling = Sampling(args.samples_per_prompt, args.max_response_tokens, args.temperature)
+
+    loader = None if args.eval_only else PromptLoader(len(job.train_data), args.seed)
+    start, best, kl_coef = 0, -math.inf, args.kl_coef
+    if resumed := find_checkpoint(job.output_dir, args.resume, world):
+        state = load_checkpoint(resumed, trained, world)
+        start, best = state["step"], state["best"]
+        kl_coef = state["kl_coef"] if args.kl_target and state["kl_coef"] else args.kl_coef
+        for name, loss_scale in loss_scales.items():
+            loss_scale.load_state_dict(state["loss_scale"][name])
+        if loader:
+            loader.load_state_dict(state["loader"])
+    logger = open_logger(args, job, "ppo", trained, start, resumed)
+
+    def sync_engine(step: int) -> None:
+        engine.wake("weights")
+        engine.sync_weights(full_parameters(policy), sizes, step)
+        engine.wake("kv_cache")
+
+    @torch.no_grad()
+    def logprob_pass(model: torch.nn.Module, batches: Iterable[MicroBatch], result: Tensor) -> None:
+        for batch in batches:
+            with forward_context(model):
+                result[batch.tokens.to(device)] = model(batch.to(device), args.temperature)[0]
+
+    @torch.no_grad()
+    def value_pass(batches: Iterable[MicroBatch], result: Tensor) -> None:
+        for batch in batches:
+            with forward_context(critic):
+                result[batch.tokens.to(device)] = critic(batch.to(device))
+
+    if args.eval_only:
+        sync_engine(start)
+        metrics = evaluate(job, args, start, logger, job.output_dir / "eval_samples.parquet")
+        logger.event({"event": "eval_only", "step": start, **metrics})
+        return
+
+    end = start + 1 if args.replay else job.total_steps
+    for step in range(start, end):
+        watch = Stopwatch()
+        if args.replay:
+            sampled, episodes = load_rollouts(args.replay, step + 1, world)
+        else:
+            with watch("sync"):
+                sync_engine(step)
+            if step == 0 and args.eval_before and job.eval_data:
+                with watch("eval"):
+                    logger.log(0, evaluate(job, args, 0, logger))
+
+            # 1. data
+            places = list(enumerate(loader.next(args.prompts_per_step)))[world.rank :: world.size]
+            prompts = {place: job.train_data[position] for place, position in places}
+
+            # 2. rollout
+            with watch("rollout"):
+                sampled = sample_episodes(engine, prompts, sampling, seed=args.seed, step=step, weights_step=step)
+
+            # 3. rewards
+            with watch("reward"):
+                score_episodes(sampled, prompts, job.workers, job.tokenizer)
+                if reward_model:
+                    reward_model.score_episodes(sampled, prompts, job.tokenizer)
+            episodes = [e for e in sampled if math.isfinite(e.rewards["score"])]  # scoring the others has failed
+        if engine:
+            engine.sleep()
+
+        # 4. update
+        for episode in episodes if args.mask_truncated else []:
+            episode.loss_mask = [mask * (not episode.truncated) for mask in episode.loss_mask]
+        scores = shaped_scores(episodes, args.max_response_tokens, args.overlong_buffer)  # [E]
+        if args.reward_model:
+            scores += args.reward_model_weight * torch.tensor([e.rewards["reward_model"] for e in episodes])
+        index = TokenIndex(episodes)
+        episode_of_token = index.episode_of_token  # [T]
+        rollout_logprobs = torch.tensor([lp for e in episodes for lp, m in zip(e.logprobs, e.loss_mask) if m])
+        flat = [episode_of_token, index.lengths[episode_of_token].float(), rollout_logprobs]
+        unknown = [torch.full((len(index),), math.nan) for _ in fields(Tokens)[len(flat) :]]
+        tokens = Tokens(*(x.to(device) for x in (*flat, *unknown)))
+        split = split_minibatches(episodes, prompts_of_all_ranks(episodes), args.minibatches, args.seed, step)
+        packs = [pack(episodes, selected, index, **pack_options) for selected in split]
+        counts = [float(n) for s in split for n in (index.lengths[s].sum(), (index.lengths[s] > 0).sum())]
+        counts = all_reduce(counts)  # per minibatch, over all ranks: trained tokens, episodes that have any
+
+        warming_up = step < args.critic_warmup_steps
+        with watch("logprob"):
+            # the first minibatch gets its old log-probs for free in its own forward, if nothing needs them before
+            early = args.kl_in == "reward" or warming_up
+            logprob_pass(policy, chain(*(packs if early else packs[1:])), tokens.old_logprobs)
+            if reference:
+                reference.to(device)
+                logprob_pass(reference, chain(*packs), tokens.ref_logprobs)
+                reference.to("cpu" if args.reference_offload else device)
+            value_pass(chain(*packs), tokens.values)
+        rewards, values = token_rewards(episodes, scores, index), tokens.values.cpu()
+        if args.kl_in == "reward":
+            kl = kl_estimate(tokens.old_logprobs, tokens.ref_logprobs, tokens.old_logprobs, "k1").cpu()
+            rewards = rewards - kl_coef * kl
+        returns = values + gae(rewards, values, index, args.gamma, args.critic_lambda)
+        policy_lambda = args.policy_lambda
+        if args.lambda_length:
+            policy_lambda = (1 - 1 / (args.lambda_length * index.lengths.clamp(min=1))).clamp(min=0)  # [E]
+        advantages = gae(rewards, values, index, args.gamma, policy_lambda)
+        if args.whiten:
+            advantages = whitened(advantages)
+        tokens.returns, tokens.advantages = returns.to(device), advantages.to(device)
+        if args.dump_rollouts_every and (step + 1) % args.dump_rollouts_every == 0:
+            folder = job.output_dir / "rollouts"
+            means = torch.zeros(len(episodes)).index_add(0, episode_of_token, advantages / flat[1])
+            dump_rollouts(folder, step + 1, sampled, episodes, means.tolist(), job.tokenizer, world)
+
+        factor = lr_factor(step, job.total_steps, args.warmup_steps, args.lr_schedule, args.lr_floor)
+        totals = {"critic": torch.zeros(2, device=device), "policy": torch.zeros(4, device=device)}
+        grad_norms, skipped = {"critic": [], "policy": []}, 0
+        with watch("update"):
+            names = ["critic"] if warming_up else ["critic", "policy"]
+            for name, epoch, m in product(names, range(args.epochs_per_step), range(args.minibatches)):
+                model, optimizer = trained[name]
+                for group in optimizer.param_groups:
+                    group["lr"], group["weight_decay"] = peak_lr[name] * factor, args.weight_decay
+                while True:
+                    common = (packs[m], tokens, args, world, counts[2 * m : 2 * m + 2])
+                    try:
+                        if name == "critic":
+                            totals[name] += critic_backward(critic, *common, loss_scales[name].scale)
+                        else:
+                            on_policy = epoch == m == 0
+                            totals[name] += backward(policy, *common, on_policy, kl_coef, loss_scales[name].scale)
+                        break
+                    except torch.OutOfMemoryError as error:  # the same gradient, in smaller pieces
+                        pack_options = halve_budget(pack_options, model, world, error)
+                        packs = [pack(episodes, selected, index, **pack_options) for selected in split]
+                if epoch == m == 0 and name == ("critic" if warming_up else "policy"):
+                    gap = (tokens.rollout_logprobs - tokens.old_logprobs).abs().sum().item()
+                    gap = all_reduce([gap])[0] / max(sum(counts[::2]), 1.0)
+                    check_gap(gap, max_gap, step)
+                settings = (args.max_grad_norm, loss_scales[name], args.optimizer_offload)
+                grad_norm, stepped = guarded_step(model, optimizer, *settings)
+                grad_norms[name].append(grad_norm)
+                skipped += not stepped
+
+        # 5. log
+        sums = dict(zip(("loss", "entropy", "clipped", "kl"), totals["policy"].tolist())) | rollout_sums(sampled)
+        sums |= dict(zip(("value_loss", "value_clipped"), totals["critic"].tolist()))
+        for name, x in (("value", values), ("return", returns), ("error", returns - values)):
+            sums |= {name: x.double().sum().item(), f"{name}_squared": x.double().square().sum().item()}
+        if reference:
+            old = tokens.old_logprobs
+            sums["kl_to_ref"] = kl_estimate(old, tokens.ref_logprobs, old, "k3").sum().item()
+        sums = all_reduce_sums(sums)
+        num_tokens = max(sum(counts[::2]), 1.0)
+        variance = {x: sums[f"{x}_squared"] / num_tokens - (sums[x] / num_tokens) ** 2 for x in ("error", "return")}
+        metrics = rollout_metrics(sums, watch.seconds) | {
+            "policy/rollout_logprob_gap": gap,
+            "value/loss": sums["value_loss"] / (args.minibatches * args.epochs_per_step),
+            "value/clip_fraction": sums["value_clipped"] / (num_tokens * args.epochs_per_step),
+            "value/mean": sums["value"] / num_tokens,
+            "value/return_mean": sums["return"] / num_tokens,
+            "value/explained_variance": 1 - variance["error"] / max(variance["return"], 1e-12),
+            "value/grad_norm": sum(grad_norms["critic"]) / len(grad_norms["critic"]),
+            "value/lr": peak_lr["critic"] * factor,
+            "optim/skipped_steps": float(skipped),
+            "optim/loss_scale": loss_scales["policy"].scale,
+            "data/epoch": loader.epoch,
+        }
+        if not warming_up:
+            metrics |= {
+                "policy/loss": sums["loss"] / (args.minibatches * args.epochs_per_step),
+                "policy/entropy": sums["entropy"] / (num_tokens * args.epochs_per_step),
+                "policy/clip_fraction": sums["clipped"] / (num_tokens * args.epochs_per_step),
+                "policy/approx_kl": sums["kl"] / (num_tokens * args.epochs_per_step),
+                "optim/grad_norm": sum(grad_norms["policy"]) / len(grad_norms["policy"]),
+                "optim/lr": peak_lr["policy"] * factor,
+            }
+        if reference:
+            metrics |= {"policy/kl_to_ref": sums["kl_to_ref"] / num_tokens, "policy/kl_coef": kl_coef}
+            kl = metrics["policy/kl_to_ref"]
+            kl_coef = adapted_kl_coef(kl_coef, kl, args.kl_target, args.kl_horizon, sum(counts[1::2]))
+
+        # 6. eval, checkpoint
+        last, stop = step + 1 == end, stop_requested()
+        if engine and job.eval_data and (last or (args.eval_every and (step + 1) % args.eval_every == 0)):
+            with watch("eval"):
+                sync_engine(step + 1)
+                metrics |= evaluate(job, args, step + 1, logger)
+                engine.sleep()
+        metrics |= watch.metrics() | {"memory/peak_gb": peak_memory_gb(device)}
+        logger.log(step + 1, metrics)  # before the checkpoint: a step that a resume skips is a step on record
+        if not args.replay and (last or stop or (args.save_every and (step + 1) % args.save_every == 0)):
+            accuracy = metrics.get("eval/accuracy", -math.inf)
+            state = {"best": max(accuracy, best), "kl_coef": kl_coef, "loader": loader.state_dict()}
+            state |= {"loss_scale": {name: loss_scale.state_dict() for name, loss_scale in loss_scales.items()}}
+            folder = job.output_dir / "checkpoints"
+            keep = {"keep": args.keep_checkpoints, "best": accuracy > best}
+            if save_checkpoint(folder, step + 1, trained, state, world, **keep):
+                best = state["best"]
+        if stop and not last:
+            logger.event({"event": "stopped", "step": step + 1})
+            raise SystemExit(143)  # as a process ended by SIGTERM
+
+    export_hugging_face(policy, job.tokenizer, job.output_dir / "model", world, job.compute_dtype)
+    logger.close()
+    world.print(f"done: {job.output_dir / 'model'} loads in transformers and vLLM; curves.png is beside it")
+
+
+if __name__ == "__main__":
+    demo = not any(argument.partition("=")[0] in ("--model", "--help", "-h") for argument in sys.argv[1:])
+    run(main, tyro.cli(Args, default=DEMO if demo else None, description=__doc__), demo)

@@ -1,0 +1,96 @@
+"""The memory plan, which stands before weights are loaded, against arithmetic by hand."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import Qwen2Config
+
+from common.distributed import World
+from common.memory import memory_plan, move_states
+
+HIDDEN, LAYERS, VOCAB, MLP = 512, 3, 100_000, 1024
+# tied embeddings; per layer q, k, v with biases, o, three MLP matrices, two norms; the last norm
+PARAMETERS = VOCAB * HIDDEN + LAYERS * (2 * HIDDEN**2 + 2 * (HIDDEN * 128) + 512 + 256 + 3 * HIDDEN * MLP + 2 * HIDDEN)
+PARAMETERS += HIDDEN
+
+
+@pytest.fixture
+def folder(tmp_path) -> str:
+    """A config.json and nothing else."""
+    Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=MLP,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        architectures=["Qwen2ForCausalLM"],
+    ).save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def plan(folder, ranks=1, trained=1, frozen=0, **changes) -> tuple[dict[str, float], str]:
+    """({item: GB}, the text)"""
+    args = {"strategy": "fsdp", "micro_batch_tokens": 10_000, "engine_memory": 2.0, "sleep_level": 1}
+    args |= {"optimizer_offload": False, "gradient_checkpointing": False, "trust_remote_code": False} | changes
+    world = World(0, ranks, 0, torch.device("cpu"))
+    text = memory_plan(SimpleNamespace(**args), world, torch.bfloat16, [folder] * trained, [folder] * frozen)
+    items = ("weights", "Adam", "rollout", "engine", "KV cache", "update", "gradients", "activations")
+    return {item: float(re.search(rf"{item} ([\d.]+)", text)[1]) for item in items}, text
+
+
+def assert_gigabytes(found: dict[str, float], **expected: float) -> None:
+    for item, number in expected.items():
+        assert found[item.replace("_", " ")] == pytest.approx(number / 1e9, abs=0.051), item
+
+
+def test_one_rank(folder):
+    found, text = plan(folder)
+    weights, engine, cache, activations = 12 * PARAMETERS, 2 * PARAMETERS, 2 * 2**30, 10_000 * LAYERS * HIDDEN * 60
+    assert_gigabytes(found, engine=engine, gradients=4 * PARAMETERS, activations=activations)
+    assert found["KV cache"] == pytest.approx(2.1) and "warning" not in text
+    assert_gigabytes(found, rollout=weights + engine + cache)
+    # on a CPU the engine does not sleep
+    assert_gigabytes(found, update=weights + 4 * PARAMETERS + activations + engine + cache)
+
+
+def test_shards_and_replicas(folder):
+    found, _ = plan(folder, ranks=4, trained=2, frozen=1)
+    assert_gigabytes(found, weights=(2 * 4 + 2) * PARAMETERS / 4, Adam=2 * 8 * PARAMETERS / 4)
+    found, _ = plan(folder, ranks=4, trained=2, frozen=1, strategy="ddp")
+    assert_gigabytes(found, weights=(2 * 4 + 2) * PARAMETERS, Adam=2 * 8 * PARAMETERS)
+
+
+@pytest.mark.parametrize("tokens", [10, 100_000])
+def test_moments_on_the_host_come_when_the_activations_are_gone(folder, tokens):
+    here, _ = plan(folder, micro_batch_tokens=tokens)
+    away, _ = plan(folder, micro_batch_tokens=tokens, optimizer_offload=True)
+    assert here["rollout"] - away["rollout"] == pytest.approx(here["Adam"], abs=0.11)
+    assert here["update"] - away["update"] == pytest.approx(min(here["Adam"], here["activations"]), abs=0.16)
+
+
+def test_moving_the_moments_changes_nothing_but_their_place():
+    model = torch.nn.Linear(3, 2, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    before = {name: value.clone() for name, value in optimizer.state[model.weight].items()}
+    move_states(optimizer, torch.device("meta"))
+    state = optimizer.state[model.weight]
+    assert state["exp_avg"].is_meta and state["exp_avg_sq"].is_meta and torch.equal(state["step"], before["step"])
+    optimizer.state[model.weight] = before
+    move_states(optimizer, torch.device("cpu"))
+    assert optimizer.state[model.weight].keys() == before.keys()
+    assert all(torch.equal(value, before[name]) for name, value in optimizer.state[model.weight].items())
+
+
+def test_what_may_not_fit_is_named(folder):
+    assert "--micro-batch-tokens" in plan(folder, micro_batch_tokens=10**9)[1]
+    assert plan(folder, micro_batch_tokens=10**7, gradient_checkpointing=True)[0]["activations"] == pytest.approx(
+        10**7 * LAYERS * HIDDEN * 8 / 1e9, abs=0.051
+    )
+    _, text = plan(folder, engine_memory=10_000.0)
+    assert "rollout may not fit: lower --engine-memory" in text

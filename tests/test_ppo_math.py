@@ -1,0 +1,297 @@
+"""The mathematics of ppo.py against independent definitions, closed forms and finite differences, in float64."""
+
+import itertools
+import json
+import math
+from functools import partial
+
+import pytest
+import torch
+import tyro
+from conftest import ROOT, random_episodes, random_policy, relative_l2, run_script
+
+import ppo
+from common.distributed import World
+from common.episodes import Episode
+from common.models import Critic
+from common.packing import TokenIndex, pack
+
+ALONE = World(0, 1, 0, torch.device("cpu"))
+
+
+def episode(prompt: int, mask: list[int], score: float = 0.0, turn_rewards=()) -> Episode:
+    ids = list(range(3, 3 + len(mask)))
+    logprobs = [-0.5 * m for m in mask]
+    turns = [list(turn) for turn in turn_rewards]
+    return Episode(prompt, 0, [1, 2], ids, mask, logprobs, "stop", {"score": score}, turns)
+
+
+# --- rewards --------------------------------------------------------------------------------------------------------
+
+
+def test_the_score_stands_at_the_last_trained_token_and_turn_rewards_at_their_turns_last():
+    episodes = [
+        episode(0, [1, 1, 0, 0, 1, 1, 0], turn_rewards=[(1, 0.25), (5, -0.5)]),  # ends with an observation
+        episode(1, [0, 0]),  # nothing is trained: its score is nobody's
+        episode(2, [1]),
+    ]
+    rewards = ppo.token_rewards(episodes, torch.tensor([1.0, 7.0, 0.125]), TokenIndex(episodes))
+    assert rewards.tolist() == [0.0, 0.25, 0.0, 0.5, 0.125]
+
+
+# --- GAE ------------------------------------------------------------------------------------------------------------
+
+
+def gae_by_definition(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
+    """arXiv 1506.02438 eq. 14: the exponentially weighted mean of all k-step estimates, each written out. O(T^3)."""
+    T = len(rewards)
+    result = []
+    for t in range(T):
+        estimates = []  # of k = 1, 2, ... steps; from the end of the episode on they are all the same
+        for k in range(1, T - t + 1):
+            bootstrap = gamma**k * values[t + k] if t + k < T else 0.0
+            estimates.append(-values[t] + sum(gamma**i * rewards[t + i] for i in range(k)) + bootstrap)
+        weights = [(1 - lam) * lam**k for k in range(len(estimates) - 1)] + [lam ** (len(estimates) - 1)]
+        result.append(sum(w * e for w, e in zip(weights, estimates)))
+    return result
+
+
+@pytest.mark.parametrize("gamma, lam", [(1.0, 1.0), (1.0, 0.95), (0.9, 0.7), (0.99, 0.0), (0.5, 1.0)])
+def test_gae_is_its_definition_over_the_trained_tokens(gamma, lam):
+    episodes = random_episodes(0, prompts=5)
+    index = TokenIndex(episodes)
+    rewards, values = torch.randn(2, len(index), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    expected = []
+    for i in range(len(episodes)):
+        part = slice(index.offsets[i], index.offsets[i + 1])
+        expected += gae_by_definition(rewards[part].tolist(), values[part].tolist(), gamma, lam)
+    got = ppo.gae(rewards, values, index, gamma, lam)
+    assert (got - torch.tensor(expected, dtype=torch.float64)).abs().max() < 1e-12
+    each = torch.full((len(episodes),), lam, dtype=torch.float64)
+    assert torch.equal(ppo.gae(rewards, values, index, gamma, each), got), "a lambda for each episode"
+
+
+def test_each_episode_has_its_own_lambda():
+    episodes = [episode(i, [1] * 4) for i in range(2)]
+    index = TokenIndex(episodes)
+    rewards, values = torch.randn(2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    both = ppo.gae(rewards, values, index, 0.9, torch.tensor([0.2, 0.8]))
+    for i, lam in enumerate((0.2, 0.8)):
+        alone = gae_by_definition(rewards[4 * i : 4 * i + 4].tolist(), values[4 * i : 4 * i + 4].tolist(), 0.9, lam)
+        # 0.2 and 0.8 are float32 here
+        assert both[4 * i : 4 * i + 4].tolist() == pytest.approx(alone, abs=1e-7)
+
+
+def test_observations_are_passed_over():
+    """The same tokens with and without observations between them have the same advantages."""
+    with_tools, without = [episode(0, [1, 0, 0, 1, 1, 0, 1])], [episode(0, [1, 1, 1, 1])]
+    rewards, values = torch.randn(2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    results = [ppo.gae(rewards, values, TokenIndex(e), 0.9, 0.8) for e in (with_tools, without)]
+    assert torch.equal(*results)
+
+
+def test_with_gamma_and_lambda_1_the_return_is_what_is_still_to_come():
+    episodes = random_episodes(3)
+    index = TokenIndex(episodes)
+    rewards, values = torch.randn(2, len(index), dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    returns = values + ppo.gae(rewards, values, index, 1.0, 1.0)
+    for i in range(len(episodes)):
+        part = rewards[index.offsets[i] : index.offsets[i + 1]]
+        to_come = part.flip(0).cumsum(0).flip(0)
+        assert torch.allclose(returns[index.offsets[i] : index.offsets[i + 1]], to_come, atol=1e-12)
+
+
+def test_gae_of_no_tokens():
+    index = TokenIndex([episode(0, [0, 0])])
+    assert len(ppo.gae(torch.zeros(0), torch.zeros(0), index, 1.0, 0.9)) == 0
+    assert len(ppo.gae(torch.zeros(0), torch.zeros(0), TokenIndex([]), 1.0, 0.9)) == 0
+
+
+# --- whitening ------------------------------------------------------------------------------------------------------
+
+
+def test_whitened_has_mean_0_and_unbiased_variance_1():
+    values = torch.randn(57, dtype=torch.float64, generator=torch.Generator().manual_seed(4)) * 3 + 5
+    white = ppo.whitened(values)
+    assert white.mean().abs() < 1e-12 and white.var() == pytest.approx(1.0, abs=1e-8)
+    assert torch.allclose(white, (values - values.mean()) / values.std(), atol=1e-7)
+
+
+@pytest.mark.parametrize("values", [[], [3.0], [0.1] * 8])
+def test_what_does_not_vary_is_0_after_whitening(values):
+    assert ppo.whitened(torch.tensor(values)).abs().sum() < 1e-6
+
+
+# --- value loss -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "value, old, target, loss, clipped, slope",
+    [
+        (0.5, 0.4, 1.0, 0.125, False, -0.5),  # inside: (V - R)^2 / 2
+        (0.9, 0.0, 1.0, 0.5 * 0.64, True, 0.0),  # closer to the target than allowed: judged at 0.2, no gradient
+        (-0.9, 0.0, 1.0, 0.5 * 1.9**2, False, -1.9),  # moved away: full loss and gradient
+        (0.9, 0.0, 0.5, 0.5 * 0.16, False, 0.4),  # overshot: what is worse counts, here the value itself
+        (0.2, 0.2, 0.2, 0.0, False, 0.0),
+    ],
+)
+def test_value_loss_by_hand(value, old, target, loss, clipped, slope):
+    v = torch.tensor([value], dtype=torch.float64, requires_grad=True)
+    old, target = (torch.tensor([x], dtype=torch.float64) for x in (old, target))
+    got, is_clipped = ppo.value_loss(v, old, target, 0.2)
+    assert got.item() == pytest.approx(loss, abs=1e-12) and is_clipped.item() == clipped
+    assert torch.autograd.grad(got.sum(), v)[0].item() == pytest.approx(slope, abs=1e-12)
+
+
+def test_value_loss_without_clip_is_half_the_square():
+    v, old, target = torch.randn(3, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    loss, clipped = ppo.value_loss(v, old, target, 0.0)
+    assert torch.equal(loss, 0.5 * (v - target).square()) and not clipped.any()
+
+
+# --- the critic -----------------------------------------------------------------------------------------------------
+
+
+def make_critic(config, seed: int = 0) -> Critic:
+    """With a head that is not zero: a gradient through a zero head does not reach the backbone."""
+    critic = Critic(random_policy(config, seed=seed).model.base_model, "sdpa")
+    torch.nn.init.normal_(critic.head, generator=torch.Generator().manual_seed(seed))
+    return critic
+
+
+def test_the_critic_is_zero_at_first_and_has_a_head_of_its_own(tiny_config):
+    critic = Critic(random_policy(tiny_config).model.base_model, "sdpa")
+    episodes = random_episodes(6)
+    (batch,) = pack(episodes, range(len(episodes)), TokenIndex(episodes), budget=10_000)
+    values = critic(batch)
+    assert not values.any() and values.dtype == torch.float64
+    values.sum().backward()
+    assert critic.head.grad.any(), "it learns"
+
+
+def test_a_value_is_read_at_the_token_before(tiny_config):
+    """The value of a token must not change with the token itself, nor with any later one."""
+    critic, ids = make_critic(tiny_config), [5, 6, 7, 8]
+
+    def values(response: list[int]) -> list[float]:
+        one = [Episode(0, 0, [3, 4], response, [1] * 4, [0.0] * 4, "stop")]
+        (batch,) = pack(one, [0], TokenIndex(one), budget=100)
+        return critic(batch).tolist()
+
+    before = values(ids)
+    for changed in range(4):
+        after = values([*ids[:changed], 20, *ids[changed + 1 :]])
+        assert after[: changed + 1] == pytest.approx(before[: changed + 1], abs=1e-12)
+        assert all(abs(a - b) > 1e-6 for a, b in zip(after[changed + 1 :], before[changed + 1 :]))
+
+
+@pytest.fixture(scope="module")
+def case(tiny_config):
+    critic, episodes = make_critic(tiny_config), random_episodes(8)
+    index = TokenIndex(episodes)
+    generator = torch.Generator().manual_seed(7)
+    old, returns = torch.randn(2, len(index), dtype=torch.float64, generator=generator)
+    lengths = index.lengths[index.episode_of_token].double()
+    nothing = torch.full_like(old, math.nan)
+    tokens = ppo.Tokens(index.episode_of_token, lengths, nothing, nothing, nothing, nothing, old, returns)
+    return critic, episodes, index, tokens
+
+
+def gradient(case, args, budget: int, order: int = 1, world: World = ALONE, scale: float = 1.0, **options):
+    critic, episodes, index, tokens = case
+    critic.zero_grad()
+    batches = pack(episodes, range(len(episodes))[::order], index, budget=budget, **options)
+    counts = [float(len(index)), float((index.lengths > 0).sum())]
+    sums = ppo.critic_backward(critic, batches, tokens, args, world, counts, scale)
+    return sums.tolist(), [p.grad.clone() for p in critic.parameters()]
+
+
+@pytest.mark.parametrize("reduction", ["dapo", "grpo", "dr_grpo"])
+def test_the_critics_gradient_is_that_of_the_dense_loss_however_it_is_split(case, reduction):
+    critic, episodes, index, tokens = case
+    args = ppo.Args(model="", reduction=reduction, max_response_tokens=20)
+    critic.zero_grad()
+    critic.model.set_attn_implementation("sdpa")
+    total = 0.0
+    num_sequences = int((index.lengths > 0).sum())
+    for i, e in enumerate(episodes):  # one by one, transformers' own forward
+        hidden = critic.model(torch.tensor([e.prompt_ids + e.response_ids])).last_hidden_state[0]
+        places = [t for t, m in enumerate(e.loss_mask, start=len(e.prompt_ids)) if m]
+        part = slice(index.offsets[i], index.offsets[i + 1])
+        values = hidden[[t - 1 for t in places]] @ critic.head
+        clipped = tokens.values[part] + (values - tokens.values[part]).clamp(-0.5, 0.5)
+        loss = 0.5 * torch.maximum((values - tokens.returns[part]) ** 2, (clipped - tokens.returns[part]) ** 2).sum()
+        size = {"dapo": len(index), "grpo": max(len(places), 1) * num_sequences, "dr_grpo": 20 * num_sequences}
+        total = total + loss / size[reduction]
+    total.backward()
+    reference = [p.grad.clone() for p in critic.parameters()]
+    critic.model.set_attn_implementation("shared_prompts")
+    for budget, order, share in itertools.product((1, 45, 10_000), (1, -1), (True, False)):
+        sums, got = gradient(case, args, budget, order, share_prompts=share)
+        assert relative_l2(got, reference) < 1e-10, (budget, order, share)
+        assert sums[0] == pytest.approx(total.item(), rel=1e-5)
+
+
+def test_ranks_and_loss_scale_multiply_the_critics_gradient_alone(case):
+    args = ppo.Args(model="")
+    sums, once = gradient(case, args, 100)
+    sums_many, many = gradient(case, args, 100, world=World(0, 4, 0, torch.device("cpu")), scale=8.0)
+    assert sums_many == sums
+    assert relative_l2([g / 32 for g in many], once) < 1e-12
+
+
+def test_the_critics_gradient_by_finite_differences(case):
+    critic = case[0]
+    args = ppo.Args(model="", value_clip=0.0)
+    _, got = gradient(case, args, 10_000)
+    direction = [torch.randn_like(p) for p in critic.parameters()]
+    slope = sum((g * d).sum() for g, d in zip(got, direction)).item()
+    h, losses = 1e-6, []
+    for sign in (1, -2, 1):  # forward, back past the start, and home
+        with torch.no_grad():
+            for p, d in zip(critic.parameters(), direction):
+                p.add_(sign * h * d)
+        critic_batches = pack(case[1], range(len(case[1])), case[2], budget=10_000)
+        with torch.no_grad():
+            values = torch.cat([critic(batch)[batch.tokens.argsort()] for batch in critic_batches])
+        losses.append((0.5 * (values - case[3].returns).square()).mean().item())
+    assert (losses[0] - losses[1]) / (2 * h) == pytest.approx(slope, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "ranks, strategy, critic_lambda",
+    [(2, "fsdp", 1.0), (1, "ddp", 0.9), pytest.param(2, "ddp", 0.9, marks=pytest.mark.slow)],
+)
+def test_the_critic_finds_values_that_are_known(ranks, strategy, critic_lambda):
+    worker = ROOT / "tests" / "workers" / "critic.py"
+    done = run_script(worker, "--strategy", strategy, "--critic-lambda", critic_lambda, ranks=ranks)
+    errors = json.loads(done.stdout.strip().splitlines()[-1])
+    assert errors["at the start"] == 0.0, "V = 0 everywhere"
+    assert errors["at the end"] < 0.02
+
+
+# --- check_args -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--policy-lambda 0.9 --lambda-length 0.05", "--policy-lambda 0.9 has no effect: needs no --lambda-length"),
+        ("--minibatches 1 --value-clip 0.2", "--value-clip 0.2 has no effect: needs several --minibatches"),
+        ("--reward-model-weight 2", "--reward-model-weight 2.0 has no effect: needs --reward-model"),
+        ("--kl-in reward --kl-coef 0.01 --kl-estimator k3", "--kl-in reward with k3: biased there"),
+        ("--kl-coef 0.01", "--kl-coef 0.01 has no effect: needs a place"),
+        ("--minibatches 64", "--minibatches 64 of --prompts-per-step 32"),
+    ],
+)
+def test_what_cannot_work_or_has_no_effect_is_refused(flags, message, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["ppo.py", *flags.split()])
+    with pytest.raises(SystemExit) as refusal:
+        ppo.check_args(tyro.cli(ppo.Args, default=ppo.DEMO))
+    assert str(refusal.value).startswith(message)
+
+
+def test_kl_in_the_reward_is_allowed_with_one_sample_per_prompt(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["ppo.py"])
+    parse = partial(tyro.cli, ppo.Args, default=ppo.DEMO)
+    ppo.check_args(parse(args=["--kl-in", "reward", "--kl-coef", "0.01", "--samples-per-prompt", "1"]))

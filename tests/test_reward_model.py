@@ -1,0 +1,73 @@
+"""The reward model: batched and padded scores are those of one text at a time, in its own template."""
+
+import pytest
+import torch
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
+
+from common.data import Row
+from common.episodes import Episode
+from common.models import EMBEDDED
+from common.rewards import model as reward_model
+from common.rewards.model import RewardModel
+
+
+def save_reward_model(folder, num_labels: int = 1) -> str:
+    """Random, with the tokenizer of the embedded policy."""
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED["tiny"])
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer) + 8,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_labels=num_labels,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    Qwen2ForSequenceClassification(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_reward_model(tmp_path_factory.mktemp("reward_model"))
+
+
+@pytest.mark.parametrize("chunk", [1, 60, 100_000])
+def test_scores_in_chunks_are_those_of_single_texts(folder, chunk, monkeypatch):
+    monkeypatch.setattr(reward_model, "CHUNK_TOKENS", chunk)
+    scorer = RewardModel(folder, torch.float32, torch.device("cpu"))
+    tokenizer = scorer.tokenizer
+    rows, episodes = {}, []
+    for p, (question, answers) in enumerate(
+        {"1 2 3 = 6": ["1+2+3", "6"], "7 8 = 15": ["7+8=15 because it is so", ""]}.items()
+    ):
+        prompt = [{"role": "user", "content": question}]
+        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
+        rows[p] = Row(p, "x", prompt if p == 0 else question, None, {}, list(ids))
+        for s, answer in enumerate(answers):
+            response = tokenizer.encode(answer, add_special_tokens=False)
+            episodes.append(Episode(p, s, list(ids), response, [1] * len(response), [0.0] * len(response), "stop"))
+    scorer.score_episodes(episodes, rows, tokenizer)
+
+    for episode in episodes:
+        row, answer = rows[episode.prompt_index], tokenizer.decode(episode.response_ids)
+        if isinstance(row.prompt, list):
+            conversation = [*row.prompt, {"role": "assistant", "content": answer}]
+            text = tokenizer.apply_chat_template(conversation, tokenize=False)
+        else:
+            text = tokenizer.decode(row.prompt_ids) + answer
+        ids = torch.tensor([tokenizer.encode(text, add_special_tokens=False)])
+        hidden = scorer.model.model(ids).last_hidden_state[0]
+        last = max(t for t, token in enumerate(ids[0].tolist()) if token != tokenizer.pad_token_id)
+        expected = (hidden[last] @ scorer.model.score.weight[0]).item()
+        assert episode.rewards == {"reward_model": pytest.approx(expected, abs=1e-5)}
+    assert len({round(e.rewards["reward_model"], 6) for e in episodes}) == len(episodes)
+
+
+def test_a_classifier_with_several_outputs_is_refused(tmp_path):
+    folder = save_reward_model(tmp_path, num_labels=3)
+    with pytest.raises(SystemExit, match=r"--reward-model .* has 3 outputs, expected one"):
+        RewardModel(folder, torch.float32, torch.device("cpu"))
