@@ -98,7 +98,8 @@ class Args:
     dual_clip: float = 3.0  # loss bound for negative advantages, as a ratio; 0 = off
     value_clip: float = 0.5  # values are clipped this far from the old ones; 0 = off
     minibatches: int = 4  # optimizer steps per rollout and epoch
-    epochs_per_step: int = 1  # passes over a rollout
+    epochs_per_step: int = 1  # passes of the policy over a rollout
+    critic_epochs: int = 1  # passes of the critic over a rollout
     entropy_coef: float = 0.0  # bonus for entropy
     correction: Literal["none", "truncate", "mask", "sequence"] = "none"  # TIS; IcePop, MIS; whole
     correction_low: float = 0.5  # mask, sequence: below this the weight is 0
@@ -153,18 +154,16 @@ DEMO = Args(
     model="tiny",
     max_prompt_tokens=64,
     max_response_tokens=256,
-    prompts_per_step=32,
-    samples_per_prompt=8,
     micro_batch_tokens=4096,
-    minibatches=2,
-    learning_rate=8e-5,
-    critic_learning_rate=2e-4,
-    critic_warmup_steps=4,
+    learning_rate=5e-5,
+    critic_learning_rate=5e-4,
+    critic_warmup_steps=10,
+    critic_epochs=3,
     policy_lambda=0.99,
     lr_schedule="linear",
     lr_floor=0.1,
     warmup_steps=5,
-    total_steps=40,
+    total_steps=50,
     eval_every=10,
 )
 
@@ -450,7 +449,7 @@ def check_args(args: Args) -> None:
             "kl_target": (args.kl_in != "none", kl),
             "kl_horizon": (args.kl_target > 0, "--kl-target"),
             "policy_lambda": (not args.lambda_length, "no --lambda-length"),
-            "value_clip": (off_policy, moved.replace("ratio is 1", "value is the old one")),
+            "value_clip": (args.minibatches * args.critic_epochs > 1, "several --minibatches or --critic-epochs"),
             "reference_offload": (args.kl_in != "none" and torch.cuda.is_available(), f"a GPU, and {kl}"),
             "reward_model_weight": (bool(args.reward_model), "--reward-model"),
         },
@@ -603,8 +602,9 @@ def main(args: Args, demo: bool = False) -> None:
         totals = {"critic": torch.zeros(2, device=device), "policy": torch.zeros(4, device=device)}
         grad_norms, skipped = {"critic": [], "policy": []}, 0
         with watch("update"):
-            names = ["critic"] if warming_up else ["critic", "policy"]
-            for name, epoch, m in product(names, range(args.epochs_per_step), range(args.minibatches)):
+            passes = [("critic", epoch) for epoch in range(args.critic_epochs)]
+            passes += [("policy", epoch) for epoch in range(args.epochs_per_step) if not warming_up]
+            for (name, epoch), m in product(passes, range(args.minibatches)):
                 model, optimizer = trained[name]
                 for group in optimizer.param_groups:
                     group["lr"], group["weight_decay"] = peak_lr[name] * factor, args.weight_decay
@@ -642,8 +642,8 @@ def main(args: Args, demo: bool = False) -> None:
         variance = {x: sums[f"{x}_squared"] / num_tokens - (sums[x] / num_tokens) ** 2 for x in ("error", "return")}
         metrics = rollout_metrics(sums, watch.seconds) | {
             "policy/rollout_logprob_gap": gap,
-            "value/loss": sums["value_loss"] / (args.minibatches * args.epochs_per_step),
-            "value/clip_fraction": sums["value_clipped"] / (num_tokens * args.epochs_per_step),
+            "value/loss": sums["value_loss"] / (args.minibatches * args.critic_epochs),
+            "value/clip_fraction": sums["value_clipped"] / (num_tokens * args.critic_epochs),
             "value/mean": sums["value"] / num_tokens,
             "value/return_mean": sums["return"] / num_tokens,
             "value/explained_variance": 1 - variance["error"] / max(variance["return"], 1e-12),
