@@ -277,11 +277,14 @@ def test_the_critic_finds_values_that_are_known(ranks, strategy, critic_lambda):
     "flags, message",
     [
         ("--policy-lambda 0.9 --lambda-length 0.05", "--policy-lambda 0.9 has no effect: needs no --lambda-length"),
-        ("--minibatches 1 --value-clip 0.2", "--value-clip 0.2 has no effect: needs several --minibatches"),
+        (
+            "--minibatches 1 --critic-epochs 1 --value-clip 0.2",
+            "--value-clip 0.2 has no effect: needs several",
+        ),
         ("--reward-model-weight 2", "--reward-model-weight 2.0 has no effect: needs --reward-model"),
         ("--kl-in reward --kl-coef 0.01 --kl-estimator k3", "--kl-in reward with k3: biased there"),
         ("--kl-coef 0.01", "--kl-coef 0.01 has no effect: needs a place"),
-        ("--minibatches 64", "--minibatches 64 of --prompts-per-step 32"),
+        ("--minibatches 64 --prompts-per-step 32", "--minibatches 64 of --prompts-per-step 32"),
     ],
 )
 def test_what_cannot_work_or_has_no_effect_is_refused(flags, message, monkeypatch):

@@ -8,10 +8,22 @@ SMALL = ["--prompts-per-step", 6, "--samples-per-prompt", 2, "--max-response-tok
 SMALL += ["--max-rows", 64, "--total-steps", 4, "--save-every", 2, "--eval-every", 2, "--critic-warmup-steps", 1]
 
 
-@pytest.mark.parametrize("ranks, engine", [(1, "vllm"), (2, "hf")])
-def test_kill_and_resume_equals_an_uninterrupted_run(tmp_path, ranks, engine):
-    """Both models and optimizers, the adaptive KL coefficient, a reward model."""
-    options = [*SMALL, "--engine", engine, "--kl-in", "reward", "--kl-coef", 0.05, "--kl-target", 0.01]
+@pytest.mark.parametrize("ranks, engine, dtype", [(1, "vllm", "bf16"), (2, "hf", "fp16")])
+def test_kill_and_resume_equals_an_uninterrupted_run(tmp_path, ranks, engine, dtype):
+    """Both models, optimizers and loss scales, the adaptive KL coefficient, a reward model."""
+    options = [
+        *SMALL,
+        "--engine",
+        engine,
+        "--dtype",
+        dtype,
+        "--kl-in",
+        "reward",
+        "--kl-coef",
+        0.05,
+        "--kl-target",
+        0.01,
+    ]
     options += ["--kl-horizon", 50, "--reward-model", save_reward_model(tmp_path / "reward_model")]
     run_script("ppo.py", *options, "--output-dir", tmp_path / "whole", ranks=ranks)
     kill_once("ppo.py", *options, "--output-dir", tmp_path / "killed", ranks=ranks, after_step=3)

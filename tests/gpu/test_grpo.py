@@ -9,18 +9,8 @@ from conftest import metrics_of, run_script
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
-SIZES = [
-    "--total-steps",
-    "3",
-    "--prompts-per-step",
-    "8",
-    "--samples-per-prompt",
-    "4",
-    "--eval-rows",
-    "64",
-    "--eval-every",
-    "0",
-]
+SIZES = ["--total-steps", 3, "--prompts-per-step", 8, "--samples-per-prompt", 4]
+SIZES += ["--eval-rows", 64, "--eval-every", 0]
 
 
 @pytest.mark.parametrize("sleep_level", [0, 1, 2])

@@ -1,4 +1,4 @@
-"""Run by torchrun: the GRPO gradient of fixed episodes, split over ranks and micro-batches in many ways.
+"""Run by torchrun: gradients of fixed episodes, of policy and critic, split over ranks and micro-batches in many ways.
 
 Prints one JSON object on rank 0: {variant: relative L2 distance from the one-process, one-episode-at-a-time gradient}.
 """
@@ -12,7 +12,9 @@ from torch.distributed.tensor import DTensor
 from transformers import Qwen2Config
 
 import grpo
+import ppo
 from common.distributed import all_reduce, forward_context, init_world, run, unwrap, wrap_model
+from common.models import Critic
 from common.packing import TokenIndex, pack
 
 COMMON = {"model": "", "temperature": 0.9, "clip_high": 0.3, "entropy_coef": 0.1, "max_response_tokens": 20}
@@ -22,6 +24,8 @@ VARIANTS = {
     "dr_grpo": grpo.Args(**COMMON, reduction="dr_grpo", advantage="batch-std", correction="sequence"),
     "gspo": grpo.Args(**COMMON, reduction="grpo", objective="gspo", advantage="rloo", correction="mask"),
     "cispo": grpo.Args(**COMMON, objective="cispo", correction="truncate", kl_in="loss", kl_estimator="k2"),
+    "ppo": ppo.Args(**COMMON, policy_lambda=0.9),
+    "critic": ppo.Args(**COMMON, critic_lambda=0.8, reduction="grpo"),
 }
 
 LAYOUTS = {
@@ -33,27 +37,44 @@ LAYOUTS = {
 }
 
 
-def gradient(policy, world, episodes, args: grpo.Args, backwards: bool = False, **pack_options) -> list[torch.Tensor]:
-    """By grpo.py's own `backward`: local episodes, global counts, factor world.size."""
-    dtype = next(policy.parameters()).dtype
+def gradient(models, world, episodes, variant: str, backwards: bool = False, **pack_options) -> list[torch.Tensor]:
+    """By the scripts' own `backward` and `critic_backward`: local episodes, global counts, factor world.size."""
+    args, model = VARIANTS[variant], models["critic" if variant == "critic" else "policy"]
+    dtype = next(model.parameters()).dtype
     index = TokenIndex(episodes)
     scores = torch.tensor([e.rewards["score"] for e in episodes], dtype=torch.float64)
-    groups = torch.tensor([e.prompt_index for e in episodes], dtype=torch.int64)
-    advantages = grpo.group_advantages(scores, groups, args.advantage)[index.episode_of_token]
     rollout = torch.tensor([lp for e in episodes for lp, m in zip(e.logprobs, e.loss_mask) if m], dtype=dtype)
     lengths = index.lengths[index.episode_of_token].to(dtype)
-    old, ref = rollout.clone(), rollout + 0.2 * torch.cos(7 * rollout)
-    tokens = grpo.Tokens(index.episode_of_token, lengths, rollout, old, ref, advantages.to(dtype))
+    common = (index.episode_of_token, lengths, rollout, rollout.clone(), rollout.clone())
+    if isinstance(args, grpo.Args):
+        groups = torch.tensor([e.prompt_index for e in episodes], dtype=torch.int64)
+        advantages = grpo.group_advantages(scores, groups, args.advantage)[index.episode_of_token]
+        tokens = grpo.Tokens(*common, advantages.to(dtype))
+    else:
+        rewards, values = ppo.token_rewards(episodes, scores, index), rollout.double().sin()
+        advantages = ppo.whitened(ppo.gae(rewards, values, index, args.gamma, args.policy_lambda))
+        returns = values + ppo.gae(rewards, values, index, args.gamma, args.critic_lambda)
+        tokens = ppo.Tokens(*common, *(x.to(dtype) for x in (advantages, values, returns)))
     batches = pack(episodes, range(len(episodes))[:: -1 if backwards else 1], index, **pack_options)
+    counts = all_reduce([len(index), (index.lengths > 0).sum()])
+    if variant == "critic":
+        ppo.critic_backward(model, batches, tokens, args, world, counts)
+        return [full(p.grad) for p in unwrap(model).parameters()]
     with torch.no_grad():  # old log-probs near the current ones, so that some ratios are clipped and most are not
         for batch in batches:
-            with forward_context(policy):
-                near = policy(batch, args.temperature)[0]
+            with forward_context(model):
+                near = model(batch, args.temperature)[0]
             tokens.old_logprobs[batch.tokens] = near + 0.3 * torch.sin(10 * rollout[batch.tokens])
             tokens.ref_logprobs[batch.tokens] = near + 0.2 * torch.cos(7 * rollout[batch.tokens])
-    counts = all_reduce([len(index), (index.lengths > 0).sum()])
-    grpo.backward(policy, batches, tokens, args, world, counts, on_policy=False, kl_coef=0.05)
-    return [full(p.grad) for p in unwrap(policy).parameters()]
+    script = grpo if isinstance(args, grpo.Args) else ppo
+    script.backward(model, batches, tokens, args, world, counts, on_policy=False, kl_coef=0.05)
+    return [full(p.grad) for p in unwrap(model).parameters()]
+
+
+def make_models(config, dtype: torch.dtype) -> dict[str, torch.nn.Module]:
+    critic = Critic(random_policy(config, dtype, seed=1).model.base_model, "sdpa")
+    torch.nn.init.normal_(critic.head, generator=torch.Generator().manual_seed(1))
+    return {"policy": random_policy(config, dtype), "critic": critic}
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -76,26 +97,25 @@ def main(args: argparse.Namespace) -> None:
         "rank 0 has all": lambda e: 0,
     }
     if args.single:
-        local = random_policy(config, dtype)
-        for name, options in VARIANTS.items():
-            local.zero_grad()
-            reference = gradient(local, world, episodes, options, budget=1, share_prompts=False)
-            torch.save(reference, f"{args.folder}/{name}.pt")
+        for variant in VARIANTS:
+            reference = gradient(make_models(config, dtype), world, episodes, variant, budget=1, share_prompts=False)
+            torch.save(reference, f"{args.folder}/{variant}.pt")
         return
     distances = {}
     for strategy in ("fsdp", "ddp"):
-        policy = random_policy(config, dtype)
-        policy = wrap_model(policy, world, strategy, dtype)
+        models = {name: wrap_model(m, world, strategy, dtype) for name, m in make_models(config, dtype).items()}
         for name, owner in owners.items():
             mine = [e for e in episodes if owner(e) == world.rank]
             for budget in args.budgets:
                 for layout, pack_options in LAYOUTS.items():
                     checkpointing = layout == "checkpointing"
-                    model = unwrap(policy).model
-                    getattr(model, f"gradient_checkpointing_{'enable' if checkpointing else 'disable'}")()
-                    for variant, options in VARIANTS.items():
-                        policy.zero_grad()
-                        got = gradient(policy, world, mine, options, budget=budget, **pack_options)
+                    for model in models.values():
+                        backbone = unwrap(model).model
+                        getattr(backbone, f"gradient_checkpointing_{'enable' if checkpointing else 'disable'}")()
+                    for variant in VARIANTS:
+                        for model in models.values():
+                            model.zero_grad()
+                        got = gradient(models, world, mine, variant, budget=budget, **pack_options)
                         reference = torch.load(f"{args.folder}/{variant}.pt")
                         key = f"{strategy}, {name}, budget {budget}, {layout}, {variant}"
                         distances[key] = relative_l2(got, reference)
