@@ -156,15 +156,15 @@ DEMO = Args(
     max_response_tokens=256,
     micro_batch_tokens=4096,
     learning_rate=5e-5,
-    critic_learning_rate=5e-4,
-    critic_warmup_steps=10,
-    critic_epochs=3,
+    critic_learning_rate=6e-4,
+    critic_warmup_steps=20,
+    critic_epochs=2,
     policy_lambda=0.99,
     lr_schedule="linear",
     lr_floor=0.1,
     warmup_steps=5,
-    total_steps=50,
-    eval_every=10,
+    total_steps=65,
+    eval_every=20,
 )
 
 
