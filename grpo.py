@@ -65,7 +65,7 @@ class Args:
     model: str  # folder, hub id, or an embedded model: tiny, smollm2
     train_data: str | None = None  # verl-format .parquet or .jsonl, comma-separated; tiny brings its own
     eval_data: str | None = None  # the same format; gives eval/*
-    output_dir: Path | None = None  # run folder; default runs/grpo-MODEL-TIME
+    output_dir: Path | None = None  # run folder; default runs/SCRIPT-MODEL-TIME
     max_prompt_tokens: int = 512  # longest prompt (tokens)
     max_response_tokens: int = 512  # longest response (tokens)
     overlong_prompts: Literal["error", "drop"] = "error"  # what to do with longer prompts
@@ -424,7 +424,7 @@ def main(args: Args, demo: bool = False) -> None:
     loader = None if args.eval_only else PromptLoader(len(job.train_data), args.seed)
     start, best, kl_coef = 0, -math.inf, args.kl_coef
     if resumed := find_checkpoint(job.output_dir, args.resume, world):
-        state = load_checkpoint(resumed, trained, world)
+        state = load_checkpoint(resumed, trained, world, args.optimizer_offload)
         start, best = state["step"], state["best"]
         kl_coef = state["kl_coef"] if args.kl_target and state["kl_coef"] else args.kl_coef
         loss_scale.load_state_dict(state["loss_scale"])

@@ -7,8 +7,7 @@ GAE (1506.02438), VC-PPO (2503.01491), VAPO (2504.05118), dual clip (1912.09729)
 Where this differs from the papers and from most implementations:
 1. The critic's head starts at zero: V = 0 everywhere at first, so the first advantages are the returns, not the noise
    of a random head. --critic-warmup-steps trains it alone, on returns of the policy as it was.
-2. One denominator: both losses are divided by a count over the whole optimizer step, all ranks and micro-batches, so
-   the gradients do not depend on how a batch is split.
+2. One denominator for both losses, of the whole optimizer step: gradients do not depend on how a batch is split.
 3. Advantages are whitened over all trained tokens of the step on all ranks, after the returns have been taken.
 4. Tokens that the policy did not sample have no value, no reward and no place in the trace: it passes over them.
 What stands in grpo.py too is the same there, word for word.
@@ -47,6 +46,8 @@ from common.episodes import (
     rollout_metrics,
     rollout_sums,
     sample_episodes,
+    value_metrics,
+    value_sums,
 )
 from common.evaluate import evaluate
 from common.memory import peak_memory_gb
@@ -67,7 +68,7 @@ class Args:
     reward_model_weight: float = 1.0  # what is trained on is the rule's score + this * the model's
     train_data: str | None = None  # verl-format .parquet or .jsonl, comma-separated; tiny brings its own
     eval_data: str | None = None  # the same format; gives eval/*
-    output_dir: Path | None = None  # run folder; default runs/grpo-MODEL-TIME
+    output_dir: Path | None = None  # run folder; default runs/SCRIPT-MODEL-TIME
     max_prompt_tokens: int = 512  # longest prompt (tokens)
     max_response_tokens: int = 512  # longest response (tokens)
     overlong_prompts: Literal["error", "drop"] = "error"  # what to do with longer prompts
@@ -161,7 +162,6 @@ DEMO = Args(
     critic_epochs=2,
     policy_lambda=0.99,
     lr_schedule="linear",
-    lr_floor=0.1,
     warmup_steps=5,
     total_steps=65,
     eval_every=20,
@@ -452,8 +452,12 @@ def check_args(args: Args) -> None:
             "value_clip": (args.minibatches * args.critic_epochs > 1, "several --minibatches or --critic-epochs"),
             "reference_offload": (args.kl_in != "none" and torch.cuda.is_available(), f"a GPU, and {kl}"),
             "reward_model_weight": (bool(args.reward_model), "--reward-model"),
+            "reward_model": (not args.eval_only, "training: evaluation takes the rule's score"),
+            "critic_model": (not args.eval_only, "training"),
         },
     )
+    shares = all(0 <= x <= 1 for x in (args.gamma, args.critic_lambda, args.policy_lambda))
+    refuse(not shares or args.lambda_length < 0, "--gamma and lambdas are from 0 to 1, --lambda-length is not below 0")
     P, M, estimator = args.prompts_per_step, args.minibatches, args.kl_estimator
     refuse(P < M, f"--minibatches {M} of --prompts-per-step {P}: a minibatch needs a prompt (groups stay together)")
     refuse(0 < args.dual_clip <= 1, f"--dual-clip {args.dual_clip}: a bound on the ratio must be above 1 (0 = off)")
@@ -473,27 +477,27 @@ def main(args: Args, demo: bool = False) -> None:
     sizes = parameter_sizes(policy)
     pack_options = layout(job.attention, args.micro_batch_tokens)
     policy = wrap_model(policy, world, args.strategy, job.compute_dtype)
-    options = {"gradient_checkpointing": args.gradient_checkpointing, "trust_remote_code": args.trust_remote_code}
-    critic = load_critic(args.critic_model or job.path, job.attention, **options)
-    critic = wrap_model(critic, world, args.strategy, job.compute_dtype)
+    models = {"policy": policy}
+    if not args.eval_only:
+        options = {"gradient_checkpointing": args.gradient_checkpointing, "trust_remote_code": args.trust_remote_code}
+        critic = load_critic(args.critic_model or job.path, job.attention, **options)
+        models["critic"] = critic = wrap_model(critic, world, args.strategy, job.compute_dtype)
     reference = None
     if args.kl_in != "none":
         dtype = job.compute_dtype if args.strategy == "fsdp" else torch.float32  # FSDP2 computes with casts anyway
         reference = wrap_model(load(dtype=dtype).requires_grad_(False), world, args.strategy, job.compute_dtype)
+        reference.to("cpu" if args.reference_offload else device)
     adamw = partial(torch.optim.AdamW, lr=0.0, betas=(0.9, 0.999), weight_decay=args.weight_decay, fused=True)
-    trained = {name: (model, adamw(model.parameters())) for name, model in (("critic", critic), ("policy", policy))}
-    peak_lr = {"critic": args.critic_learning_rate, "policy": args.learning_rate}
+    trained = {name: (model, adamw(model.parameters())) for name, model in models.items()}
     loss_scales = {name: LossScale.for_dtype(job.compute_dtype) for name in trained}
-    reward_model = None
-    if args.reward_model and not (args.eval_only or args.replay):
-        reward_model = RewardModel(args.reward_model, job.compute_dtype, device)
+    reward_model = RewardModel(args.reward_model, job.compute_dtype, device) if args.reward_model else None
     max_gap = gap_limit(job.compute_dtype) if args.max_logprob_gap is None else args.max_logprob_gap
     sampling = Sampling(args.samples_per_prompt, args.max_response_tokens, args.temperature)
 
     loader = None if args.eval_only else PromptLoader(len(job.train_data), args.seed)
     start, best, kl_coef = 0, -math.inf, args.kl_coef
     if resumed := find_checkpoint(job.output_dir, args.resume, world):
-        state = load_checkpoint(resumed, trained, world)
+        state = load_checkpoint(resumed, trained, world, args.optimizer_offload)
         start, best = state["step"], state["best"]
         kl_coef = state["kl_coef"] if args.kl_target and state["kl_coef"] else args.kl_coef
         for name, loss_scale in loss_scales.items():
@@ -529,7 +533,7 @@ def main(args: Args, demo: bool = False) -> None:
     for step in range(start, end):
         watch = Stopwatch()
         if args.replay:
-            sampled, episodes = load_rollouts(args.replay, step + 1, world)
+            sampled, episodes = load_rollouts(args.replay, step + 1, world, args.reward_model)
         else:
             with watch("sync"):
                 sync_engine(step)
@@ -544,6 +548,7 @@ def main(args: Args, demo: bool = False) -> None:
             # 2. rollout
             with watch("rollout"):
                 sampled = sample_episodes(engine, prompts, sampling, seed=args.seed, step=step, weights_step=step)
+            engine.sleep()  # the reward model takes its place
 
             # 3. rewards
             with watch("reward"):
@@ -551,15 +556,12 @@ def main(args: Args, demo: bool = False) -> None:
                 if reward_model:
                     reward_model.score_episodes(sampled, prompts, job.tokenizer)
             episodes = [e for e in sampled if math.isfinite(e.rewards["score"])]  # scoring the others has failed
-        if engine:
-            engine.sleep()
 
         # 4. update
         for episode in episodes if args.mask_truncated else []:
             episode.loss_mask = [mask * (not episode.truncated) for mask in episode.loss_mask]
         scores = shaped_scores(episodes, args.max_response_tokens, args.overlong_buffer)  # [E]
-        if args.reward_model:
-            scores += args.reward_model_weight * torch.tensor([e.rewards["reward_model"] for e in episodes])
+        scores += args.reward_model_weight * torch.tensor([e.rewards.get("reward_model", 0.0) for e in episodes])
         index = TokenIndex(episodes)
         episode_of_token = index.episode_of_token  # [T]
         rollout_logprobs = torch.tensor([lp for e in episodes for lp, m in zip(e.logprobs, e.loss_mask) if m])
@@ -586,73 +588,72 @@ def main(args: Args, demo: bool = False) -> None:
             kl = kl_estimate(tokens.old_logprobs, tokens.ref_logprobs, tokens.old_logprobs, "k1").cpu()
             rewards = rewards - kl_coef * kl
         returns = values + gae(rewards, values, index, args.gamma, args.critic_lambda)
-        policy_lambda = args.policy_lambda
-        if args.lambda_length:
-            policy_lambda = (1 - 1 / (args.lambda_length * index.lengths.clamp(min=1))).clamp(min=0)  # [E]
+        by_length = 1 - 1 / (args.lambda_length * index.lengths.clamp(min=1))  # [E], -inf if that is off
+        policy_lambda = by_length.clamp(min=0) if args.lambda_length else args.policy_lambda
         advantages = gae(rewards, values, index, args.gamma, policy_lambda)
-        if args.whiten:
-            advantages = whitened(advantages)
+        advantages = whitened(advantages) if args.whiten else advantages
         tokens.returns, tokens.advantages = returns.to(device), advantages.to(device)
         if args.dump_rollouts_every and (step + 1) % args.dump_rollouts_every == 0:
             folder = job.output_dir / "rollouts"
             means = torch.zeros(len(episodes)).index_add(0, episode_of_token, advantages / flat[1])
             dump_rollouts(folder, step + 1, sampled, episodes, means.tolist(), job.tokenizer, world)
 
-        factor = lr_factor(step, job.total_steps, args.warmup_steps, args.lr_schedule, args.lr_floor)
+        alone, schedule = args.critic_warmup_steps, (args.warmup_steps, args.lr_schedule, args.lr_floor)
+        lr = {"critic": args.critic_learning_rate * lr_factor(step, job.total_steps, *schedule)}
+        if not warming_up:  # the policy's schedule begins with its training
+            lr["policy"] = args.learning_rate * lr_factor(step - alone, job.total_steps - alone, *schedule)
         totals = {"critic": torch.zeros(2, device=device), "policy": torch.zeros(4, device=device)}
         grad_norms, skipped = {"critic": [], "policy": []}, 0
         with watch("update"):
-            passes = [("critic", epoch) for epoch in range(args.critic_epochs)]
-            passes += [("policy", epoch) for epoch in range(args.epochs_per_step) if not warming_up]
+            epochs = {"critic": args.critic_epochs, "policy": args.epochs_per_step}
+            passes = [(name, epoch) for name in lr for epoch in range(epochs[name])]
             for (name, epoch), m in product(passes, range(args.minibatches)):
-                model, optimizer = trained[name]
+                model, optimizer, loss_scale = *trained[name], loss_scales[name]
+                on_policy = epoch == m == 0
                 for group in optimizer.param_groups:
-                    group["lr"], group["weight_decay"] = peak_lr[name] * factor, args.weight_decay
+                    group["lr"], group["weight_decay"] = lr[name], args.weight_decay
                 while True:
                     common = (packs[m], tokens, args, world, counts[2 * m : 2 * m + 2])
                     try:
                         if name == "critic":
-                            totals[name] += critic_backward(critic, *common, loss_scales[name].scale)
+                            totals[name] += critic_backward(critic, *common, loss_scale.scale)
                         else:
-                            on_policy = epoch == m == 0
-                            totals[name] += backward(policy, *common, on_policy, kl_coef, loss_scales[name].scale)
+                            totals[name] += backward(policy, *common, on_policy, kl_coef, loss_scale.scale)
                         break
                     except torch.OutOfMemoryError as error:  # the same gradient, in smaller pieces
                         pack_options = halve_budget(pack_options, model, world, error)
                         packs = [pack(episodes, selected, index, **pack_options) for selected in split]
-                if epoch == m == 0 and name == ("critic" if warming_up else "policy"):
+                if on_policy and (warming_up or name == "policy"):  # the weights are still the engine's
                     gap = (tokens.rollout_logprobs - tokens.old_logprobs).abs().sum().item()
                     gap = all_reduce([gap])[0] / max(sum(counts[::2]), 1.0)
                     check_gap(gap, max_gap, step)
-                settings = (args.max_grad_norm, loss_scales[name], args.optimizer_offload)
-                grad_norm, stepped = guarded_step(model, optimizer, *settings)
-                grad_norms[name].append(grad_norm)
+                norm, stepped = guarded_step(model, optimizer, args.max_grad_norm, loss_scale, args.optimizer_offload)
+                grad_norms[name].append(norm)
                 skipped += not stepped
 
         # 5. log
         sums = dict(zip(("loss", "entropy", "clipped", "kl"), totals["policy"].tolist())) | rollout_sums(sampled)
-        sums |= dict(zip(("value_loss", "value_clipped"), totals["critic"].tolist()))
-        for name, x in (("value", values), ("return", returns), ("error", returns - values)):
-            sums |= {name: x.double().sum().item(), f"{name}_squared": x.double().square().sum().item()}
+        sums |= value_sums(values, returns) | dict(zip(("value_loss", "value_clipped"), totals["critic"].tolist()))
         if reference:
             old = tokens.old_logprobs
             sums["kl_to_ref"] = kl_estimate(old, tokens.ref_logprobs, old, "k3").sum().item()
         sums = all_reduce_sums(sums)
         num_tokens = max(sum(counts[::2]), 1.0)
-        variance = {x: sums[f"{x}_squared"] / num_tokens - (sums[x] / num_tokens) ** 2 for x in ("error", "return")}
-        metrics = rollout_metrics(sums, watch.seconds) | {
-            "policy/rollout_logprob_gap": gap,
-            "value/loss": sums["value_loss"] / (args.minibatches * args.critic_epochs),
-            "value/clip_fraction": sums["value_clipped"] / (num_tokens * args.critic_epochs),
-            "value/mean": sums["value"] / num_tokens,
-            "value/return_mean": sums["return"] / num_tokens,
-            "value/explained_variance": 1 - variance["error"] / max(variance["return"], 1e-12),
-            "value/grad_norm": sum(grad_norms["critic"]) / len(grad_norms["critic"]),
-            "value/lr": peak_lr["critic"] * factor,
-            "optim/skipped_steps": float(skipped),
-            "optim/loss_scale": loss_scales["policy"].scale,
-            "data/epoch": loader.epoch,
-        }
+        metrics = (
+            rollout_metrics(sums, watch.seconds)
+            | value_metrics(sums, num_tokens)
+            | {
+                "policy/rollout_logprob_gap": gap,
+                "value/loss": sums["value_loss"] / (args.minibatches * args.critic_epochs),
+                "value/clip_fraction": sums["value_clipped"] / (num_tokens * args.critic_epochs),
+                "value/grad_norm": sum(grad_norms["critic"]) / len(grad_norms["critic"]),
+                "value/lr": lr["critic"],
+                "value/loss_scale": loss_scales["critic"].scale,
+                "optim/skipped_steps": float(skipped),
+                "optim/loss_scale": loss_scales["policy"].scale,
+                "data/epoch": loader.epoch,
+            }
+        )
         if not warming_up:
             metrics |= {
                 "policy/loss": sums["loss"] / (args.minibatches * args.epochs_per_step),
@@ -660,12 +661,13 @@ def main(args: Args, demo: bool = False) -> None:
                 "policy/clip_fraction": sums["clipped"] / (num_tokens * args.epochs_per_step),
                 "policy/approx_kl": sums["kl"] / (num_tokens * args.epochs_per_step),
                 "optim/grad_norm": sum(grad_norms["policy"]) / len(grad_norms["policy"]),
-                "optim/lr": peak_lr["policy"] * factor,
+                "optim/lr": lr["policy"],
             }
         if reference:
             metrics |= {"policy/kl_to_ref": sums["kl_to_ref"] / num_tokens, "policy/kl_coef": kl_coef}
             kl = metrics["policy/kl_to_ref"]
-            kl_coef = adapted_kl_coef(kl_coef, kl, args.kl_target, args.kl_horizon, sum(counts[1::2]))
+            if not warming_up:
+                kl_coef = adapted_kl_coef(kl_coef, kl, args.kl_target, args.kl_horizon, sum(counts[1::2]))
 
         # 6. eval, checkpoint
         last, stop = step + 1 == end, stop_requested()

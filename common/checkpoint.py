@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from common.distributed import World, broadcast_object, gather_objects, reshard
 from common.logger import replace_file
+from common.memory import move_states
 
 Trained = dict[str, tuple[nn.Module, torch.optim.Optimizer]]  # name -> (wrapped model, its optimizer)
 
@@ -101,14 +102,18 @@ def _shards(trained: Trained) -> dict:
     shards = {}
     for key, (model, optimizer) in trained.items():
         reshard(model)
+        fresh = not optimizer.state
         shards[key] = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+        for moments in optimizer.state.values() if fresh else ():
+            moments["step"].zero_()  # to make the moments, torch has taken a step of zero gradients, and counted it
     return shards
 
 
-def load_checkpoint(folder: Path, trained: Trained, world: World) -> dict:
+def load_checkpoint(folder: Path, trained: Trained, world: World, offload: bool = False) -> dict:
     """Restore models, optimizers and random states in place; returns the `state` that was saved, with its "step".
 
-    Works on another number of ranks too; a rank that has no saved random state then keeps its own.
+    Works on another number of ranks too; a rank that has no saved random state then keeps its own. With `offload`
+    Adam's moments go to the host.
     """
     shards = _shards(trained)
     dcp.load(shards, checkpoint_id=folder / "state")
@@ -116,6 +121,8 @@ def load_checkpoint(folder: Path, trained: Trained, world: World) -> dict:
         set_state_dict(
             model, optimizer, model_state_dict=shards[key]["model"], optim_state_dict=shards[key]["optimizer"]
         )
+        if offload:
+            move_states(optimizer, torch.device("cpu"))
     random_states = folder / f"rng_{world.rank}.pkl"
     if random_states.is_file():
         _restore_random_states(pickle.loads(random_states.read_bytes()))

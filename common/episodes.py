@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from torch import Tensor
 
 from common.data import Row
 from common.distributed import World, gather_objects
@@ -80,13 +81,15 @@ def rollout_sums(episodes: list[Episode]) -> dict[str, float]:
     """What this rank adds to the metrics of a step: sums and counts, to be reduced once."""
     scored = [e for e in episodes if math.isfinite(e.rewards["score"])]
     scores = [e.rewards["score"] for e in scored]
+    comparable = [group for group in by_prompt(scored).values() if len(group) > 1]
     return {
         "episodes": len(episodes),
         "scored": len(scored),
         "score": math.fsum(scores),
         "score_squared": math.fsum(score**2 for score in scores),
         "correct": sum(score >= 1.0 - 1e-6 for score in scores),
-        "groups": len(by_prompt(scored)),
+        "reward_model": math.fsum(e.rewards.get("reward_model", 0.0) for e in scored),
+        "groups": len(comparable),
         "unequal_groups": len(by_prompt(unequal_groups(scored))),
         "response_tokens": sum(len(e.response_ids) for e in episodes),
         "truncated": sum(e.truncated for e in episodes),
@@ -103,14 +106,36 @@ def rollout_metrics(sums: dict[str, float], seconds: dict[str, float]) -> dict[s
         "reward/mean": mean,
         "reward/std": math.sqrt(max(0.0, sums["score_squared"] / scored - mean**2)),
         "reward/accuracy": sums["correct"] / scored,
-        "reward/zero_variance_groups": 1 - sums["unequal_groups"] / max(sums["groups"], 1),
         "reward/failed": sums["episodes"] - sums["scored"],
         "rollout/response_length": sums["response_tokens"] / episodes,
         "rollout/truncated": sums["truncated"] / episodes,
     }
+    if sums["groups"]:
+        metrics["reward/zero_variance_groups"] = 1 - sums["unequal_groups"] / sums["groups"]
+    if sums["reward_model"]:  # exactly 0 without one
+        metrics["reward/model_mean"] = sums["reward_model"] / scored
     if "rollout" in seconds:
         metrics["rollout/tokens_per_s"] = sums["response_tokens"] / seconds["rollout"]
     return metrics
+
+
+def value_sums(values: Tensor, returns: Tensor) -> dict[str, float]:
+    """What this rank adds to the metrics of a critic: values before the update, their targets, both [T]."""
+    sums = {}
+    for name, x in (("value", values), ("return", returns), ("error", returns - values)):
+        sums |= {name: x.double().sum().item(), f"{name}_squared": x.double().square().sum().item()}
+    return sums
+
+
+def value_metrics(sums: dict[str, float], num_tokens: float) -> dict[str, float]:
+    """value/* of a step from the reduced `value_sums`. Returns that are all equal have no variance to explain: NaN."""
+    variance = {x: sums[f"{x}_squared"] / num_tokens - (sums[x] / num_tokens) ** 2 for x in ("error", "return")}
+    explicable = variance["return"] > 1e-9
+    return {
+        "value/mean": sums["value"] / num_tokens,
+        "value/return_mean": sums["return"] / num_tokens,
+        "value/explained_variance": 1 - variance["error"] / variance["return"] if explicable else math.nan,
+    }
 
 
 def dump_rollouts(
@@ -135,7 +160,9 @@ def dump_rollouts(
         print(f"warning: {path} not written ({error})", flush=True)
 
 
-def load_rollouts(path: Path, step: int, world: World) -> tuple[list[Episode], list[Episode]]:
+def load_rollouts(
+    path: Path, step: int, world: World, reward_model: str | None = None
+) -> tuple[list[Episode], list[Episode]]:
     """(all episodes of this rank, those that were trained on) of a dump of `step` by as many ranks."""
     if not path.is_file():
         raise SystemExit(f"--replay {path}: no such file")
@@ -145,6 +172,8 @@ def load_rollouts(path: Path, step: int, world: World) -> tuple[list[Episode], l
             f"--replay {path}: is of step {rows[0]['step']} on {rows[0]['ranks']} ranks, this is step {step} on "
             f"{world.size}: --resume the checkpoint of the step before it, with as many ranks"
         )
+    if ("reward_model" in json.loads(rows[0]["rewards"])) != bool(reward_model):
+        raise SystemExit(f"--replay {path}: give the --reward-model of that run, and none if it had none")
     mine = [row | {"rewards": json.loads(row["rewards"])} for row in rows if row["rank"] == world.rank]
     sampled = [Episode(**{f.name: row[f.name] for f in fields(Episode)}) for row in mine]
     trained = [episode for episode, row in zip(sampled, mine) if row["advantage"] is not None]

@@ -28,9 +28,10 @@ def memory_plan(args, world, dtype: torch.dtype, trained: list[str], frozen: lis
     shapes = {path: model_shape(path, args.trust_remote_code) for path in {*trained, *frozen}}
     ranks = world.size if args.strategy == "fsdp" else 1
     size = {path: shape[0] / 1e9 for path, shape in shapes.items()}
-    weights = (sum(4 * size[path] for path in trained) + sum(dtype.itemsize * size[path] for path in frozen)) / ranks
+    frozen_bytes = dtype.itemsize if args.strategy == "fsdp" else 4
+    weights = (sum(4 * size[path] for path in trained) + sum(frozen_bytes * size[path] for path in frozen)) / ranks
     adam = sum(8 * size[path] for path in trained) / ranks
-    gradients = sum(4 * size[path] for path in trained) / ranks
+    gradients = max(4 * size[path] for path in trained) / ranks  # of one model at a time
     widest = max(shapes[path][1] for path in trained)
     activations = args.micro_batch_tokens * widest * ACTIVATION_BYTES[args.gradient_checkpointing] / 1e9
     on_gpu = world.device.type == "cuda"
@@ -39,8 +40,8 @@ def memory_plan(args, world, dtype: torch.dtype, trained: list[str], frozen: lis
     asleep = on_gpu and args.sleep_level > 0
     rollout = weights + engine + cache
     update = weights + gradients + (0 if asleep else engine + cache)
-    if args.optimizer_offload:  # the moments come when the activations are gone
-        update += max(activations, adam)
+    if args.optimizer_offload:  # a model's moments come when the activations are gone
+        update += max(activations, 2 * gradients)
     else:
         rollout, update = rollout + adam, update + activations + adam
     if on_gpu:

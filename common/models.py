@@ -23,8 +23,8 @@ EMBEDDED = {"tiny": Path(__file__).parent / "assets" / "tiny"}
 UNSUPPORTED_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier")
 
 
-def resolve_model(name: str) -> str:
-    """Folder of `--model`: an embedded name, a folder, or a hub id, downloaded by the first rank to get there."""
+def resolve_model(name: str, flag: str = "--model") -> str:
+    """Folder of a model: an embedded name, a folder, or a hub id, downloaded by the first rank to get there."""
     if name in EMBEDDED:
         return str(EMBEDDED[name])
     if Path(name).is_dir():
@@ -40,7 +40,7 @@ def resolve_model(name: str) -> str:
         return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"])
     except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise SystemExit(
-            f"--model {name}: no folder, none of {', '.join([*EMBEDDED, 'smollm2'])}, and not to be had from the hub "
+            f"{flag} {name}: no folder, none of {', '.join([*EMBEDDED, 'smollm2'])}, and not to be had from the hub "
             f"(HF_ENDPOINT names a mirror): {error}"
         ) from error
 
@@ -174,7 +174,7 @@ def load_policy(
 
 def load_critic(name: str, attention: str, **options) -> Critic:
     """A critic on the backbone of a model, by folder or name; options as for `load_policy`."""
-    return Critic(load_policy(resolve_model(name), attention, **options).model.base_model, attention)
+    return Critic(load_policy(resolve_model(name, "--critic-model"), attention, **options).model.base_model, attention)
 
 
 def parameter_sizes(policy: Policy) -> dict[str, int]:

@@ -1,5 +1,6 @@
 """What a script needs around its loop; what a user can get wrong is refused before weights are loaded."""
 
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -57,6 +58,11 @@ def set_up(args, script: str, demo: bool) -> Job:
     attention = choose_attention(args.attention, world.device)
     path = resolve_model(args.model)
     tokenizer = load_tokenizer(path, args.trust_remote_code)
+    if getattr(args, "critic_model", None):
+        critic_vocabulary = load_tokenizer(resolve_model(args.critic_model, "--critic-model")).get_vocab()
+        refuse(critic_vocabulary != tokenizer.get_vocab(), f"--critic-model {args.critic_model}: another tokenizer")
+    if getattr(args, "reward_model", None):
+        resolve_model(args.reward_model, "--reward-model")  # that there is none should be known before all is loaded
     if args.model == "tiny" and not args.train_data:
         args.train_data, held_out = embedded_data("tiny", output_dir / "data", world)
         args.eval_data = args.eval_data or held_out
@@ -75,6 +81,8 @@ def set_up(args, script: str, demo: bool) -> Job:
     total_steps = args.total_steps
     if total_steps is None and train_data:
         total_steps = max(1, round(args.total_epochs * len(train_data) / args.prompts_per_step))
+    alone = getattr(args, "critic_warmup_steps", 0)
+    refuse(alone >= (total_steps or math.inf), f"--critic-warmup-steps {alone} of {total_steps}: none for the policy")
 
     critic = [resolve_model(args.critic_model or path)] if hasattr(args, "critic_model") else []
     reference = [path] if args.kl_in != "none" and not getattr(args, "reference_offload", False) else []
@@ -192,6 +200,8 @@ def check_shared_args(args) -> None:
         },
     )
     Sampling(temperature=args.temperature).check_exact()
+    for field in ("minibatches", "epochs_per_step", "critic_epochs"):
+        refuse(getattr(args, field, 1) < 1, f"--{field.replace('_', '-')}: at least 1")
     refuse(args.eval_rows < 1 or args.stall_minutes <= 0, "--eval-rows and --stall-minutes: must be above 0")
     refuse(bool(args.replay) and args.eval_only, "--replay is of training, --eval-only does none")
     data = "--eval-data" if args.eval_only else "--train-data"

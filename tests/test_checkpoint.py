@@ -34,6 +34,26 @@ def test_round_trip_restores_weights_moments_and_random_state(tmp_path, world):
     assert all(torch.equal(a, b) for a, b in zip(*moments))
 
 
+def test_a_save_before_the_first_update_does_not_change_it(tmp_path, world):
+    """torch's helper takes a step to make Adam's moments; counted, it would shrink all updates that follow."""
+
+    def three_updates(saved: bool) -> torch.Tensor:
+        torch.manual_seed(3)
+        model = nn.Linear(4, 3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        if saved:
+            both = {"policy": (model, optimizer)}
+            save_checkpoint(tmp_path / "checkpoints", 1, both, {}, world, keep=1)
+            load_checkpoint(tmp_path / "checkpoints" / "step_000001", both, world)
+        for scale in (1.0, 5.0, 0.1):
+            (scale * model(torch.ones(2, 4))).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.weight.detach().clone()
+
+    assert torch.equal(three_updates(saved=True), three_updates(saved=False))
+
+
 def test_the_newest_and_the_best_are_kept(tmp_path, world):
     for step in (10, 20, 30, 40):
         save(tmp_path, step, world, keep=2, best=step == 10)

@@ -12,7 +12,7 @@ from conftest import ROOT, random_episodes, random_policy, relative_l2, run_scri
 
 import ppo
 from common.distributed import World
-from common.episodes import Episode
+from common.episodes import Episode, rollout_metrics, rollout_sums, value_metrics, value_sums
 from common.models import Critic
 from common.packing import TokenIndex, pack
 
@@ -147,6 +147,26 @@ def test_value_loss_without_clip_is_half_the_square():
     v, old, target = torch.randn(3, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     loss, clipped = ppo.value_loss(v, old, target, 0.0)
     assert torch.equal(loss, 0.5 * (v - target).square()) and not clipped.any()
+
+
+# --- metrics --------------------------------------------------------------------------------------------------------
+
+
+def test_explained_variance_is_that_of_its_definition():
+    values, returns = torch.randn(2, 50, generator=torch.Generator().manual_seed(6)) + 3
+    metrics = value_metrics(value_sums(values, returns), 50)
+    expected = 1 - (returns - values).var(correction=0) / returns.var(correction=0)
+    assert metrics["value/explained_variance"] == pytest.approx(expected.item(), abs=1e-5)
+    assert metrics["value/mean"] == pytest.approx(values.mean().item(), abs=1e-6)
+    assert metrics["value/return_mean"] == pytest.approx(returns.mean().item(), abs=1e-6)
+    assert math.isnan(value_metrics(value_sums(values, torch.ones(50)), 50)["value/explained_variance"])
+
+
+@pytest.mark.parametrize("samples, share", [(1, None), (2, 0.5)])
+def test_groups_of_one_have_no_variance_to_report(samples, share):
+    episodes = [episode(prompt, [1], float(s == prompt == 1)) for prompt in (0, 1) for s in range(samples)]
+    metrics = rollout_metrics(rollout_sums(episodes), {})
+    assert metrics.get("reward/zero_variance_groups") == share
 
 
 # --- the critic -----------------------------------------------------------------------------------------------------
@@ -284,6 +304,10 @@ def test_the_critic_finds_values_that_are_known(ranks, strategy, critic_lambda):
         ("--reward-model-weight 2", "--reward-model-weight 2.0 has no effect: needs --reward-model"),
         ("--kl-in reward --kl-coef 0.01 --kl-estimator k3", "--kl-in reward with k3: biased there"),
         ("--kl-coef 0.01", "--kl-coef 0.01 has no effect: needs a place"),
+        ("--gamma 1.5", "--gamma and lambdas are from 0 to 1"),
+        ("--lambda-length -1", "--gamma and lambdas are from 0 to 1, --lambda-length is not below 0"),
+        ("--eval-only --critic-model tiny", "--critic-model tiny has no effect: needs training"),
+        ("--eval-only --reward-model x", "--reward-model x has no effect: needs training"),
         ("--minibatches 64 --prompts-per-step 32", "--minibatches 64 of --prompts-per-step 32"),
     ],
 )

@@ -1,11 +1,14 @@
 """ppo.py as its users run it: real torchrun ranks, real vLLM, the embedded policy."""
 
+import math
+
 import pytest
 from conftest import kill_once, metrics_of, run_script, steps_of
 from test_reward_model import save_reward_model
 
 SMALL = ["--prompts-per-step", 6, "--samples-per-prompt", 2, "--max-response-tokens", 64, "--eval-rows", 16]
 SMALL += ["--max-rows", 64, "--total-steps", 4, "--save-every", 2, "--eval-every", 2, "--critic-warmup-steps", 1]
+SMALL += ["--warmup-steps", 2, "--learning-rate", 1e-4, "--critic-learning-rate", 1e-3]
 
 
 @pytest.mark.parametrize("ranks, engine, dtype", [(1, "vllm", "bf16"), (2, "hf", "fp16")])
@@ -40,7 +43,15 @@ def test_kill_and_resume_equals_an_uninterrupted_run(tmp_path, ranks, engine, dt
     assert whole[1]["value/mean"] == 0.0 and "policy/loss" not in whole[1], "the critic begins at 0, and alone"
     assert whole[2]["value/mean"] != 0.0 and "policy/loss" in whole[2]
     coefficients = [whole[step]["policy/kl_coef"] for step in (1, 2, 3, 4)]
-    assert coefficients[0] == 0.05 and len(set(coefficients)) == 4, "the controller moves"
+    assert coefficients[:2] == [0.05, 0.05], "while the critic learns alone there is nothing to control"
+    assert len(set(coefficients)) == 3, "then the controller moves"
+    assert whole[2]["optim/lr"] == whole[1]["value/lr"] / 10, "the policy's schedule begins when its training does"
+    assert all(math.isfinite(whole[step]["reward/model_mean"]) for step in whole if step)
+
+
+def test_a_run_that_never_trains_its_policy_is_refused(tmp_path):
+    done = run_script("ppo.py", *SMALL, "--critic-warmup-steps", 4, "--output-dir", tmp_path / "run", check=False)
+    assert done.returncode != 0 and "--critic-warmup-steps 4 of 4: none for the policy" in done.stdout + done.stderr
 
 
 def test_replay_repeats_an_update_bit_for_bit(tmp_path):

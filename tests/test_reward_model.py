@@ -1,5 +1,7 @@
 """The reward model: batched and padded scores are those of one text at a time, in its own template."""
 
+import math
+
 import pytest
 import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
@@ -65,6 +67,40 @@ def test_scores_in_chunks_are_those_of_single_texts(folder, chunk, monkeypatch):
         expected = (hidden[last] @ scorer.model.score.weight[0]).item()
         assert episode.rewards == {"reward_model": pytest.approx(expected, abs=1e-5)}
     assert len({round(e.rewards["reward_model"], 6) for e in episodes}) == len(episodes)
+
+
+def short_episodes(count: int) -> list[Episode]:
+    return [Episode(0, n, [65, 66], [67] * n, [1] * n, [0.0] * n, "stop", {"score": 1.0}) for n in range(count)]
+
+
+def test_out_of_memory_halves_the_chunks_until_one_text_is_left(folder, monkeypatch):
+    scorer, rows = RewardModel(folder, torch.float32, torch.device("cpu")), {0: Row(0, "x", "AB", None, {}, [65, 66])}
+    expected = short_episodes(5)
+    scorer.score_episodes(expected, rows, scorer.tokenizer)
+    forward, largest = scorer.model.forward, 2
+
+    def small_memory(input_ids, **rest):
+        if len(input_ids) > largest:
+            raise torch.OutOfMemoryError("out of memory")
+        return forward(input_ids, **rest)
+
+    monkeypatch.setattr(scorer.model, "forward", small_memory)
+    episodes = short_episodes(5)
+    scorer.score_episodes(episodes, rows, scorer.tokenizer)
+    for a, b in zip(episodes, expected):
+        assert a.rewards["reward_model"] == pytest.approx(b.rewards["reward_model"], abs=1e-5)
+    largest = 0
+    with pytest.raises(SystemExit, match="out of GPU memory in --reward-model"):
+        scorer.score_episodes(episodes, rows, scorer.tokenizer)
+
+
+def test_a_score_that_is_not_finite_costs_its_episode(folder):
+    scorer, rows = RewardModel(folder, torch.float32, torch.device("cpu")), {0: Row(0, "x", "AB", None, {}, [65, 66])}
+    with torch.no_grad():
+        scorer.model.score.weight.fill_(float("inf"))
+    episodes = short_episodes(2)
+    scorer.score_episodes(episodes, rows, scorer.tokenizer)
+    assert not any(math.isfinite(e.rewards["score"]) for e in episodes)
 
 
 def test_a_classifier_with_several_outputs_is_refused(tmp_path):

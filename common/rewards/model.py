@@ -1,5 +1,6 @@
 """A reward model: a sequence classifier with one output. It stays on the host, and visits the device to score."""
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -16,7 +17,7 @@ class RewardModel:
     """SystemExit if the model has more outputs than one, or its tokenizer no end or padding token."""
 
     def __init__(self, name: str, dtype: torch.dtype, device: torch.device):
-        path = resolve_model(name)
+        path = resolve_model(name, "--reward-model")
         self.model = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype).eval().requires_grad_(False)
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         self.device = device
@@ -38,16 +39,28 @@ class RewardModel:
 
     @torch.no_grad()
     def score_episodes(self, episodes: list[Episode], prompts: Mapping[int, Row], policy_tokenizer) -> None:
-        """Fill rewards["reward_model"] of each episode."""
+        """Fill rewards["reward_model"] of each episode; one without a finite score counts as failed."""
         responses = policy_tokenizer.batch_decode([e.response_ids for e in episodes], skip_special_tokens=True)
         texts = [self.text(prompts[e.prompt_index], r, policy_tokenizer) for e, r in zip(episodes, responses)]
         ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
         order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
         self.model.to(self.device)
+        chunk_tokens = CHUNK_TOKENS
         while order:
-            longest = max(len(ids[order[-1]]), 1)
-            chunk, order = order[-max(1, CHUNK_TOKENS // longest) :], order[: -max(1, CHUNK_TOKENS // longest)]
+            size = max(1, chunk_tokens // max(len(ids[order[-1]]), 1))
+            chunk = order[-size:]
             batch = self.tokenizer.pad({"input_ids": [ids[i] for i in chunk]}, return_tensors="pt").to(self.device)
-            for i, score in zip(chunk, self.model(**batch).logits[:, 0].float().tolist()):
+            try:
+                scores = self.model(**batch).logits[:, 0].float().tolist()
+            except torch.OutOfMemoryError as error:
+                if size == 1:
+                    raise SystemExit("out of GPU memory in --reward-model: take a smaller one") from error
+                chunk_tokens //= 2
+                torch.cuda.empty_cache()
+                continue
+            for i, score in zip(chunk, scores):
                 episodes[i].rewards["reward_model"] = score
+                if not math.isfinite(score):
+                    episodes[i].rewards["score"] = math.nan  # scoring it has failed
+            order = order[:-size]
         self.model.to("cpu")
