@@ -54,7 +54,7 @@ def test_a_run_that_never_trains_its_policy_is_refused(tmp_path):
     assert done.returncode != 0 and "--critic-warmup-steps 4 of 4: none for the policy" in done.stdout + done.stderr
 
 
-def test_replay_repeats_an_update_bit_for_bit(tmp_path):
+def test_replay_repeats_an_update_bit_for_bit_and_evaluation_repeats_itself(tmp_path):
     options = [*SMALL, "--engine", "hf", "--dump-rollouts-every", 1, "--save-every", 1, "--keep-checkpoints", 9]
     run_script("ppo.py", *options, "--output-dir", tmp_path / "run", ranks=2)
     dump = tmp_path / "run" / "rollouts" / "step_000003.parquet"
@@ -63,3 +63,9 @@ def test_replay_repeats_an_update_bit_for_bit(tmp_path):
     first, second = steps_of(tmp_path / "run")[3], steps_of(tmp_path / "again")[3]
     same = [key for key in second if key.startswith(("policy/", "value/", "optim/", "reward/"))]
     assert len(same) > 15 and {key: first[key] for key in same} == {key: second[key] for key in same}
+
+    # evaluation of what was saved needs the policy alone
+    evaluation = ["--eval-only", "--engine", "hf", "--eval-rows", 16, "--max-response-tokens", 64]
+    run_script("ppo.py", *evaluation, "--resume", tmp_path / "run", "--output-dir", tmp_path / "eval", ranks=2)
+    (record,) = [r for r in metrics_of(tmp_path / "eval") if r.get("event") == "eval_only"]
+    assert record["eval/accuracy"] == steps_of(tmp_path / "run")[4]["eval/accuracy"]
