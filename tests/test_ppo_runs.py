@@ -11,7 +11,9 @@ SMALL += ["--max-rows", 64, "--total-steps", 4, "--save-every", 2, "--eval-every
 SMALL += ["--warmup-steps", 2, "--learning-rate", 1e-4, "--critic-learning-rate", 1e-3]
 
 
-@pytest.mark.parametrize("ranks, engine, dtype", [(1, "vllm", "bf16"), (2, "hf", "fp16")])
+@pytest.mark.parametrize(
+    "ranks, engine, dtype", [(1, "vllm", "bf16"), pytest.param(2, "hf", "fp16", marks=pytest.mark.slow)]
+)
 def test_kill_and_resume_equals_an_uninterrupted_run(tmp_path, ranks, engine, dtype):
     """Both models, optimizers and loss scales, the adaptive KL coefficient, a reward model."""
     options = [
