@@ -41,6 +41,8 @@ PANELS = {  # title: the metrics drawn in it, with their labels
     "entropy (nats)": {"policy/entropy": "mean"},
     "loss": {"policy/loss": "train", "eval/loss": "eval"},
     "step time (s)": {"time/step_s": "step"},
+    "value": {"value/mean": "critic", "value/return_mean": "return"},
+    "explained variance of the return": {"value/explained_variance": "critic"},
 }
 
 
