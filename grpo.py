@@ -406,7 +406,7 @@ def main(args: Args, demo: bool = False) -> None:
     load = partial(load_policy, job.path, job.attention, trust_remote_code=args.trust_remote_code)
     policy = load(gradient_checkpointing=args.gradient_checkpointing)
     sizes = parameter_sizes(policy)
-    pack_options = layout(job.attention, args.micro_batch_tokens)
+    pack_options = layout(job.attention, args.micro_batch_tokens, job.output_dir)
     policy = wrap_model(policy, world, args.strategy, job.compute_dtype)
     reference = None
     if args.kl_in != "none":
@@ -535,7 +535,7 @@ def main(args: Args, demo: bool = False) -> None:
                             totals += backward(policy, packs[m], tokens, args, world, *constants)
                             break
                         except torch.OutOfMemoryError as error:  # the same gradient, in smaller pieces
-                            pack_options = halve_budget(pack_options, policy, world, error)
+                            pack_options = halve_budget(pack_options, policy, world, error, job.output_dir)
                             packs = [pack(episodes, selected, index, **pack_options) for selected in split]
                     if on_policy:  # all old log-probs are in, and the weights are still the engine's
                         gap = (tokens.rollout_logprobs - tokens.old_logprobs).abs().sum().item()

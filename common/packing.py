@@ -8,6 +8,7 @@ tokens that are trained on have a target: they are addressed by flat indices, so
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -49,21 +50,37 @@ class TokenIndex:
         return int(self.offsets[-1])
 
 
-def layout(attention: str, budget: int) -> dict:
-    """Options of `pack` that suit an attention implementation.
+def layout(attention: str, budget: int, run_dir: Path | None = None) -> dict:
+    """Options of `pack` that suit an attention implementation, and what a run has learnt about its memory.
 
     Flash attention reads sequence boundaries off the position ids, so each response repeats its prompt. For flex
     attention the length is a multiple of 128: few shapes have to be compiled.
     """
+    budget = remembered_budget(run_dir, budget)
     return {"budget": budget, "share_prompts": attention != "flash", "multiple": 128 if attention == "flex" else 1}
 
 
-def halve_budget(options: dict, policy: nn.Module, world: World, error: BaseException) -> dict:
-    """Options of `pack` for half the tokens. SystemExit on several ranks: the others are in a collective by now."""
+def remembered_budget(run_dir: Path | None, budget: int) -> int:
+    """`budget`, or what `halve_budget` has left of it in an earlier process of this run."""
+    file = run_dir / "micro_batch_tokens" if run_dir else None
+    return min(budget, int(file.read_text())) if file and file.is_file() else budget
+
+
+def halve_budget(options: dict, policy: nn.Module, world: World, error: BaseException, run_dir: Path) -> dict:
+    """Options of `pack` for half the tokens, which the run folder remembers.
+
+    SystemExit on several ranks, since the others are in a collective by now: a restart goes on from the last
+    checkpoint in smaller pieces, with the same gradients.
+    """
     budget = options["budget"] // 2
-    if world.size > 1 or budget < 128:
-        remedy = f"lower --micro-batch-tokens {2 * budget}, add --gradient-checkpointing or use more GPUs"
-        raise SystemExit(f"out of GPU memory in the update: {remedy}; then the same command goes on") from error
+    if budget < 128:
+        remedy = "add --gradient-checkpointing or use more GPUs; then the same command goes on"
+        raise SystemExit(f"out of GPU memory in the update with {2 * budget} tokens: {remedy}") from error
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "micro_batch_tokens").write_text(str(budget))
+    if world.size > 1:
+        remedy = f"the same command with --output-dir {run_dir} goes on (torchrun --max-restarts 9 repeats it)"
+        raise SystemExit(f"out of GPU memory in the update: --micro-batch-tokens is now {budget}; {remedy}") from error
     world.print(f"out of GPU memory: --micro-batch-tokens is now {budget}, the step is repeated")
     abandon_backward(policy)
     torch.cuda.empty_cache()

@@ -19,6 +19,7 @@ from common.hf_engine import HuggingFaceEngine
 from common.logger import Logger, save_config, tracker_names
 from common.memory import memory_plan, release_freed_memory
 from common.models import choose_attention, embedded_data, end_token_ids, load_tokenizer, resolve_model
+from common.packing import remembered_budget
 from common.precision import choose_dtype
 from common.rewards import reward_function
 from common.rewards.workers import RewardWorkers
@@ -145,6 +146,9 @@ def open_logger(args, job: Job, script: str, trained: Trained, start: int, resum
         f"{len(data)} prompts; a step: {args.prompts_per_step} x {args.samples_per_prompt} samples, {args.minibatches}"
         f" minibatches x {args.epochs_per_step} epochs; {job.total_steps} steps pass over the data {passes:.2f} times"
     )
+    budget = remembered_budget(job.output_dir, args.micro_batch_tokens)
+    if budget < args.micro_batch_tokens:
+        world.print(f"micro-batches of {budget} tokens, since {job.output_dir}/micro_batch_tokens: more did not fit")
     needed = checkpoint_bytes(trained) * (args.keep_checkpoints + 2)  # besides, the best, and the one being written
     if (free := free_bytes(job.output_dir)) < needed:
         sizes = f"{needed / 1e9:.2f} GB of the {free / 1e9:.2f} GB that are free"

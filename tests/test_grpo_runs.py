@@ -155,11 +155,27 @@ def test_out_of_memory_repeats_the_step_with_the_same_gradient(tmp_path, strateg
     run_script("grpo.py", *options, "--output-dir", tmp_path / "plain")
     done = run_script(ROOT / "tests/workers/out_of_memory.py", *options, "--output-dir", tmp_path / "short")
     assert "--micro-batch-tokens is now 1024, the step is repeated" in done.stdout
+    assert_same_updates(tmp_path / "plain", tmp_path / "short")
+
+
+def assert_same_updates(*runs) -> None:
     for step in (2, 3):
-        plain, short = (steps_of(tmp_path / name)[step] for name in ("plain", "short"))
+        plain, short = (steps_of(run)[step] for run in runs)
         for metric in ("policy/loss", "policy/entropy", "optim/grad_norm", "policy/rollout_logprob_gap"):
             assert short[metric] == pytest.approx(plain[metric], rel=1e-4, abs=1e-6), (step, metric)
         assert short["reward/mean"] == plain["reward/mean"]
+
+
+def test_out_of_memory_on_one_of_two_ranks_is_remembered_by_the_run(tmp_path):
+    """The others wait for it in a collective, so the run ends; the same command goes on in smaller pieces."""
+    options = [*FEW, "--engine", "hf", "--total-steps", 3, "--save-every", 1, "--micro-batch-tokens", 2048]
+    run_script("grpo.py", *options, "--output-dir", tmp_path / "plain", ranks=2)
+    command = [ROOT / "tests/workers/out_of_memory.py", *options, "--output-dir", tmp_path / "short"]
+    ended = run_script(*command, ranks=2, check=False)
+    assert ended.returncode != 0 and "--micro-batch-tokens is now 1024; the same command" in ended.stderr
+    done = run_script(*command, ranks=2)
+    assert "micro-batches of 1024 tokens" in done.stdout
+    assert_same_updates(tmp_path / "plain", tmp_path / "short")
 
 
 def test_a_failed_reward_costs_its_sample(tmp_path):

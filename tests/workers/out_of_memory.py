@@ -1,4 +1,4 @@
-"""grpo.py with its flags, but the first update of step 2 runs out of memory inside its second backward."""
+"""grpo.py with its flags, but once in a run the last rank runs out of memory in a backward of step 2."""
 
 import sys
 
@@ -13,7 +13,9 @@ real, calls = grpo.backward, []
 
 def backward(policy, batches, *rest):
     calls.append(len(batches))
-    if len(calls) != 2:
+    args, world = rest[1:3]
+    again = (args.output_dir / "micro_batch_tokens").exists()
+    if len(calls) != 2 or again or world.rank < world.size - 1:
         return real(policy, batches, *rest)
     backwards = []
 
