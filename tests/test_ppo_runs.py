@@ -8,7 +8,7 @@ from test_reward_model import save_reward_model
 
 SMALL = ["--prompts-per-step", 6, "--samples-per-prompt", 2, "--max-response-tokens", 64, "--eval-rows", 16]
 SMALL += ["--max-rows", 64, "--total-steps", 4, "--save-every", 2, "--eval-every", 2, "--critic-warmup-steps", 1]
-SMALL += ["--warmup-steps", 2, "--learning-rate", 1e-4, "--critic-learning-rate", 1e-3]
+SMALL += ["--minibatches", 4, "--warmup-steps", 2, "--learning-rate", 1e-4, "--critic-learning-rate", 1e-3]
 
 
 @pytest.mark.parametrize(
