@@ -7,6 +7,7 @@ tokens that are trained on have a target: they are addressed by flat indices, so
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from common.distributed import World, abandon_backward, all_reduce
 from common.episodes import Episode
+from common.logger import replace_file
 
 
 @dataclass(slots=True)
@@ -76,8 +78,9 @@ def halve_budget(options: dict, policy: nn.Module, world: World, error: BaseExce
     if budget < 128:
         remedy = "add --gradient-checkpointing or use more GPUs; then the same command goes on"
         raise SystemExit(f"out of GPU memory in the update with {2 * budget} tokens: {remedy}") from error
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "micro_batch_tokens").write_text(str(budget))
+    with suppress(OSError):  # on a full disk it is forgotten; several ranks may write the same
+        run_dir.mkdir(parents=True, exist_ok=True)
+        replace_file(run_dir / "micro_batch_tokens", lambda path: path.write_text(str(budget)))
     if world.size > 1:
         remedy = f"the same command with --output-dir {run_dir} goes on (torchrun --max-restarts 9 repeats it)"
         raise SystemExit(f"out of GPU memory in the update: --micro-batch-tokens is now {budget}; {remedy}") from error
