@@ -39,24 +39,17 @@ from torch import Tensor
 from common.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from common.data import PromptLoader
 from common.distributed import World, all_reduce, all_reduce_sums, forward_context, run, stop_requested, wrap_model
+from common.dumps import dump_rollouts, load_rollouts
 from common.engine import Sampling
-from common.episodes import (
-    Episode,
-    dump_rollouts,
-    load_rollouts,
-    prompts_of_all_ranks,
-    rollout_metrics,
-    rollout_sums,
-    sample_episodes,
-    unequal_groups,
-)
+from common.episodes import Episode, prompts_of_all_ranks, sample_episodes, unequal_groups
 from common.evaluate import evaluate
 from common.memory import peak_memory_gb
+from common.metrics import policy_metrics, rollout_metrics, rollout_sums
 from common.models import export_hugging_face, full_parameters, load_policy, parameter_sizes
 from common.packing import MicroBatch, TokenIndex, halve_budget, layout, pack
 from common.precision import LossScale, check_gap, gap_limit, guarded_step
 from common.rewards import score_episodes
-from common.setup import Stopwatch, open_logger, refuse, refuse_idle, set_up
+from common.setup import Stopwatch, check_objective_args, open_logger, refuse, set_up
 
 
 @dataclass
@@ -69,6 +62,10 @@ class Args:
     max_prompt_tokens: int = 512  # longest prompt (tokens)
     max_response_tokens: int = 512  # longest response (tokens)
     overlong_prompts: Literal["error", "drop"] = "error"  # what to do with longer prompts
+    media_root: Path | None = None  # folder of the relative paths in the columns images and videos
+    min_pixels: int = 3136  # smaller pictures are enlarged to this area; 28 x 28 pixels are one token
+    max_pixels: int = 1_003_520  # larger ones are reduced to it; crops are cut from the original
+    max_frame_pixels: int = 401_408  # the same for a frame of a video
     max_rows: int | None = None  # use only the first rows of the training data
     skip_bad_rows: bool = False  # count and drop unusable rows instead of stopping
     reward_function: str | None = None  # FILE.py:NAME, verl's signature; default: by the row's data_source
@@ -79,6 +76,14 @@ class Args:
     prompts_per_step: int = 128  # P: prompts per step, over all ranks
     samples_per_prompt: int = 8  # G: responses to each prompt
     temperature: float = 1.0  # of sampling; the trainer's log-probs use it too
+    tools: str | None = None  # what the policy may call: visual, built-in names, FILE.py:NAME, comma-separated
+    tool_workers: int = 64  # processes per rank, at most, that run tools
+    tool_timeout: float = 30.0  # seconds for one call; an episode whose tool hangs or crashes is left out
+    max_turns: int = 5  # answers in a trajectory, each but the last followed by what its tool returns
+    max_turn_tokens: int | None = None  # longest single answer (tokens); default: --max-response-tokens
+    max_tool_errors: int = 3  # errors that are told to the policy; one more ends the trajectory
+    max_images: int = 16  # pictures in a trajectory, the prompt's included
+    deterministic: bool = False  # with tools: turns in lock-step, so that a resume repeats them bit for bit
     engine: Literal["vllm", "hf"] = "vllm"  # rollout engine; hf: transformers, slow, needs no vLLM
     engine_memory: float | None = None  # KV cache of the engine (GiB per rank); default 8 on GPU, 1 on CPU
     sleep_level: Literal[0, 1, 2] = 1  # engine while updating: 0 stays, 1 weights to host, 2 weights dropped
@@ -118,6 +123,7 @@ class Args:
     strategy: Literal["fsdp", "ddp"] = "fsdp"  # shard the model (FSDP2) or replicate it
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # trainer and engine; master weights are float32
     attention: Literal["auto", "flash", "flex", "sdpa"] = "auto"  # auto: flex on GPUs with bf16, else sdpa
+    freeze_vision: bool = False  # train the language model alone
     optimizer_offload: bool = False  # Adam's moments on the host, but for the optimizer's step
     gradient_checkpointing: bool = False  # recompute activations in backward: less memory, a third more compute
     trust_remote_code: bool = False  # run code that comes with the model
@@ -367,35 +373,11 @@ def backward(
 
 def check_args(args: Args) -> None:
     """Refuse what cannot work, or has no effect, before anything is loaded."""
-    off_policy = args.minibatches * args.epochs_per_step > 1
-    moved = "several --minibatches or --epochs-per-step: on-policy the ratio is 1"
-    kl = "--kl-in reward or loss"
-    refuse_idle(
-        args,
-        {
-            "objective": (off_policy, moved),
-            "clip_low": (off_policy, moved),
-            "clip_high": (off_policy, moved),
-            "dual_clip": (off_policy and args.objective == "ppo", f"--objective ppo, and {moved}"),
-            "correction_low": (args.correction in ("mask", "sequence"), "--correction mask or sequence"),
-            "correction_high": (args.correction != "none", "a --correction"),
-            "kl_coef": (args.kl_in != "none", f"a place, {kl}"),
-            "kl_estimator": (args.kl_in != "none", kl),
-            "kl_target": (args.kl_in != "none", kl),
-            "kl_horizon": (args.kl_target > 0, "--kl-target"),
-        },
-    )
-    P, M, estimator = args.prompts_per_step, args.minibatches, args.kl_estimator
-    refuse(P < M, f"--minibatches {M} of --prompts-per-step {P}: a minibatch needs a prompt (groups stay together)")
+    check_objective_args(args)
     refuse(args.samples_per_prompt < 2 and not args.eval_only, "--samples-per-prompt 1: nothing to compare with")
     refuse(args.dynamic_sampling == 1, "--dynamic-sampling 1 never refills: give a number of rounds, such as 10")
-    refuse(0 < args.dual_clip <= 1, f"--dual-clip {args.dual_clip}: a bound on the ratio must be above 1 (0 = off)")
-    refuse(not 0 <= args.overlong_buffer < args.max_response_tokens, "--overlong-buffer: below --max-response-tokens")
-    refuse(args.kl_in != "none" and not args.kl_coef, f"--kl-in {args.kl_in} needs a --kl-coef, such as 0.001")
-    refuse(args.kl_in == "reward" and estimator != "k1", f"--kl-in reward with {estimator}: biased there, take k1")
     noisy = args.kl_in == "reward" and args.advantage == "group-std"
     refuse(noisy, "--kl-in reward with --advantage group-std: KL noise would decide groups of equal scores, take rloo")
-    refuse(args.kl_in == "loss" and estimator == "k1", "--kl-in loss with k1: no gradient on average, take k3-is")
 
 
 def main(args: Args, demo: bool = False) -> None:
@@ -403,10 +385,11 @@ def main(args: Args, demo: bool = False) -> None:
     job = set_up(args, "grpo", demo)
     world, engine, device = job.world, job.engine, job.world.device
 
-    load = partial(load_policy, job.path, job.attention, trust_remote_code=args.trust_remote_code)
-    policy = load(gradient_checkpointing=args.gradient_checkpointing)
+    options = {"trust_remote_code": args.trust_remote_code, "vision": job.vision}
+    load = partial(load_policy, job.path, job.attention, **options)
+    policy = load(gradient_checkpointing=args.gradient_checkpointing, freeze_vision=args.freeze_vision)
     sizes = parameter_sizes(policy)
-    pack_options = layout(job.attention, args.micro_batch_tokens, job.output_dir)
+    pack_options = layout(job.attention, args.micro_batch_tokens, job.output_dir, job.vision)
     policy = wrap_model(policy, world, args.strategy, job.compute_dtype)
     reference = None
     if args.kl_in != "none":
@@ -454,7 +437,7 @@ def main(args: Args, demo: bool = False) -> None:
         watch = Stopwatch()
         sampled, episodes, drawn = [], [], 0  # episodes of this rank: all, those to train on; prompts of all ranks
         if args.replay:
-            sampled, episodes = load_rollouts(args.replay, step + 1, world)
+            sampled, episodes = load_rollouts(args.replay, step + 1, world, job.limits)
         else:
             with watch("sync"):
                 sync_engine(step)
@@ -473,7 +456,8 @@ def main(args: Args, demo: bool = False) -> None:
 
             # 2. rollout
             with watch("rollout"):
-                new = sample_episodes(engine, prompts, sampling, seed=args.seed, step=step, weights_step=step)
+                asked = {"seed": args.seed, "step": step, "weights_step": step, "turns": job.turns}
+                new = sample_episodes(engine, prompts, sampling, **asked)
 
             # 3. rewards
             with watch("reward"):
@@ -552,13 +536,10 @@ def main(args: Args, demo: bool = False) -> None:
             sums["kl_to_ref"] = kl_estimate(old, tokens.ref_logprobs, old, "k3").sum().item()
         sums = all_reduce_sums(sums)
         num_tokens = max(sum(counts[::2]), 1.0)
-        metrics = rollout_metrics(sums, watch.seconds) | {
-            "policy/loss": sums["loss"] / (args.minibatches * args.epochs_per_step),
-            "policy/entropy": sums["entropy"] / (num_tokens * args.epochs_per_step),
-            "policy/clip_fraction": sums["clipped"] / (num_tokens * args.epochs_per_step),
-            "policy/approx_kl": sums["kl"] / (num_tokens * args.epochs_per_step),
+        metrics = rollout_metrics(sums, watch.seconds)
+        metrics |= policy_metrics(sums, num_tokens, args.minibatches, args.epochs_per_step, grad_norms)
+        metrics |= {
             "policy/rollout_logprob_gap": gap,
-            "optim/grad_norm": sum(grad_norms) / len(grad_norms),
             "optim/lr": lr,
             "optim/skipped_steps": float(skipped),
             "optim/loss_scale": loss_scale.scale,

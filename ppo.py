@@ -37,26 +37,18 @@ from torch import Tensor
 from common.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from common.data import PromptLoader
 from common.distributed import World, all_reduce, all_reduce_sums, forward_context, run, stop_requested, wrap_model
+from common.dumps import dump_rollouts, load_rollouts
 from common.engine import Sampling
-from common.episodes import (
-    Episode,
-    dump_rollouts,
-    load_rollouts,
-    prompts_of_all_ranks,
-    rollout_metrics,
-    rollout_sums,
-    sample_episodes,
-    value_metrics,
-    value_sums,
-)
+from common.episodes import Episode, prompts_of_all_ranks, sample_episodes
 from common.evaluate import evaluate
 from common.memory import peak_memory_gb
+from common.metrics import policy_metrics, rollout_metrics, rollout_sums, value_metrics, value_sums
 from common.models import export_hugging_face, full_parameters, load_critic, load_policy, parameter_sizes
 from common.packing import MicroBatch, TokenIndex, halve_budget, layout, pack
 from common.precision import LossScale, check_gap, gap_limit, guarded_step
 from common.rewards import score_episodes
 from common.rewards.model import RewardModel
-from common.setup import Stopwatch, open_logger, refuse, refuse_idle, set_up
+from common.setup import Stopwatch, check_objective_args, open_logger, refuse, refuse_idle, set_up
 
 
 @dataclass
@@ -72,6 +64,10 @@ class Args:
     max_prompt_tokens: int = 512  # longest prompt (tokens)
     max_response_tokens: int = 512  # longest response (tokens)
     overlong_prompts: Literal["error", "drop"] = "error"  # what to do with longer prompts
+    media_root: Path | None = None  # folder of the relative paths in the columns images and videos
+    min_pixels: int = 3136  # smaller pictures are enlarged to this area; 28 x 28 pixels are one token
+    max_pixels: int = 1_003_520  # larger ones are reduced to it; crops are cut from the original
+    max_frame_pixels: int = 401_408  # the same for a frame of a video
     max_rows: int | None = None  # use only the first rows of the training data
     skip_bad_rows: bool = False  # count and drop unusable rows instead of stopping
     reward_function: str | None = None  # FILE.py:NAME, verl's signature; default: by the row's data_source
@@ -82,6 +78,14 @@ class Args:
     prompts_per_step: int = 128  # P: prompts per step, over all ranks
     samples_per_prompt: int = 1  # G: responses to each prompt
     temperature: float = 1.0  # of sampling; the trainer's log-probs use it too
+    tools: str | None = None  # what the policy may call: visual, built-in names, FILE.py:NAME, comma-separated
+    tool_workers: int = 64  # processes per rank, at most, that run tools
+    tool_timeout: float = 30.0  # seconds for one call; an episode whose tool hangs or crashes is left out
+    max_turns: int = 5  # answers in a trajectory, each but the last followed by what its tool returns
+    max_turn_tokens: int | None = None  # longest single answer (tokens); default: --max-response-tokens
+    max_tool_errors: int = 3  # errors that are told to the policy; one more ends the trajectory
+    max_images: int = 16  # pictures in a trajectory, the prompt's included
+    deterministic: bool = False  # with tools: turns in lock-step, so that a resume repeats them bit for bit
     engine: Literal["vllm", "hf"] = "vllm"  # rollout engine; hf: transformers, slow, needs no vLLM
     engine_memory: float | None = None  # KV cache of the engine (GiB per rank); default 8 on GPU, 1 on CPU
     sleep_level: Literal[0, 1, 2] = 1  # engine while updating: 0 stays, 1 weights to host, 2 weights dropped
@@ -128,6 +132,7 @@ class Args:
     strategy: Literal["fsdp", "ddp"] = "fsdp"  # shard the model (FSDP2) or replicate it
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # trainer and engine; master weights are float32
     attention: Literal["auto", "flash", "flex", "sdpa"] = "auto"  # auto: flex on GPUs with bf16, else sdpa
+    freeze_vision: bool = False  # train the language model alone
     reference_offload: bool = False  # the reference model on the host, but for its log-probs
     optimizer_offload: bool = False  # Adam's moments on the host, but for the optimizer's step
     gradient_checkpointing: bool = False  # recompute activations in backward: less memory, a third more compute
@@ -432,25 +437,13 @@ def critic_backward(
 
 def check_args(args: Args) -> None:
     """Refuse what cannot work, or has no effect, before anything is loaded."""
-    off_policy = args.minibatches * args.epochs_per_step > 1
-    moved = "several --minibatches or --epochs-per-step: on-policy the ratio is 1"
-    kl = "--kl-in reward or loss"
+    check_objective_args(args)
     refuse_idle(
         args,
         {
-            "objective": (off_policy, moved),
-            "clip_low": (off_policy, moved),
-            "clip_high": (off_policy, moved),
-            "dual_clip": (off_policy and args.objective == "ppo", f"--objective ppo, and {moved}"),
-            "correction_low": (args.correction in ("mask", "sequence"), "--correction mask or sequence"),
-            "correction_high": (args.correction != "none", "a --correction"),
-            "kl_coef": (args.kl_in != "none", f"a place, {kl}"),
-            "kl_estimator": (args.kl_in != "none", kl),
-            "kl_target": (args.kl_in != "none", kl),
-            "kl_horizon": (args.kl_target > 0, "--kl-target"),
             "policy_lambda": (not args.lambda_length, "no --lambda-length"),
             "value_clip": (args.minibatches * args.critic_epochs > 1, "several --minibatches or --critic-epochs"),
-            "reference_offload": (args.kl_in != "none" and torch.cuda.is_available(), f"a GPU, and {kl}"),
+            "reference_offload": (args.kl_in != "none" and torch.cuda.is_available(), "a GPU, and --kl-in"),
             "reward_model_weight": (bool(args.reward_model), "--reward-model"),
             "reward_model": (not args.eval_only, "training: evaluation takes the rule's score"),
             "critic_model": (not args.eval_only, "training"),
@@ -458,13 +451,6 @@ def check_args(args: Args) -> None:
     )
     shares = all(0 <= x <= 1 for x in (args.gamma, args.critic_lambda, args.policy_lambda))
     refuse(not shares or args.lambda_length < 0, "--gamma and lambdas are from 0 to 1, --lambda-length is not below 0")
-    P, M, estimator = args.prompts_per_step, args.minibatches, args.kl_estimator
-    refuse(P < M, f"--minibatches {M} of --prompts-per-step {P}: a minibatch needs a prompt (groups stay together)")
-    refuse(0 < args.dual_clip <= 1, f"--dual-clip {args.dual_clip}: a bound on the ratio must be above 1 (0 = off)")
-    refuse(not 0 <= args.overlong_buffer < args.max_response_tokens, "--overlong-buffer: below --max-response-tokens")
-    refuse(args.kl_in != "none" and not args.kl_coef, f"--kl-in {args.kl_in} needs a --kl-coef, such as 0.001")
-    refuse(args.kl_in == "reward" and estimator != "k1", f"--kl-in reward with {estimator}: biased there, take k1")
-    refuse(args.kl_in == "loss" and estimator == "k1", "--kl-in loss with k1: no gradient on average, take k3-is")
 
 
 def main(args: Args, demo: bool = False) -> None:
@@ -472,14 +458,15 @@ def main(args: Args, demo: bool = False) -> None:
     job = set_up(args, "ppo", demo)
     world, engine, device = job.world, job.engine, job.world.device
 
-    load = partial(load_policy, job.path, job.attention, trust_remote_code=args.trust_remote_code)
-    policy = load(gradient_checkpointing=args.gradient_checkpointing)
+    options = {"trust_remote_code": args.trust_remote_code, "vision": job.vision}
+    load = partial(load_policy, job.path, job.attention, **options)
+    options |= {"gradient_checkpointing": args.gradient_checkpointing, "freeze_vision": args.freeze_vision}
+    policy = load(**options)
     sizes = parameter_sizes(policy)
-    pack_options = layout(job.attention, args.micro_batch_tokens, job.output_dir)
+    pack_options = layout(job.attention, args.micro_batch_tokens, job.output_dir, job.vision)
     policy = wrap_model(policy, world, args.strategy, job.compute_dtype)
     models = {"policy": policy}
     if not args.eval_only:
-        options = {"gradient_checkpointing": args.gradient_checkpointing, "trust_remote_code": args.trust_remote_code}
         critic = load_critic(args.critic_model or job.path, job.attention, **options)
         models["critic"] = critic = wrap_model(critic, world, args.strategy, job.compute_dtype)
     reference = None
@@ -533,7 +520,7 @@ def main(args: Args, demo: bool = False) -> None:
     for step in range(start, end):
         watch = Stopwatch()
         if args.replay:
-            sampled, episodes = load_rollouts(args.replay, step + 1, world, args.reward_model)
+            sampled, episodes = load_rollouts(args.replay, step + 1, world, job.limits, args.reward_model)
         else:
             with watch("sync"):
                 sync_engine(step)
@@ -547,7 +534,8 @@ def main(args: Args, demo: bool = False) -> None:
 
             # 2. rollout
             with watch("rollout"):
-                sampled = sample_episodes(engine, prompts, sampling, seed=args.seed, step=step, weights_step=step)
+                asked = {"seed": args.seed, "step": step, "weights_step": step, "turns": job.turns}
+                sampled = sample_episodes(engine, prompts, sampling, **asked)
             engine.sleep()  # the reward model takes its place
 
             # 3. rewards
@@ -639,30 +627,21 @@ def main(args: Args, demo: bool = False) -> None:
             sums["kl_to_ref"] = kl_estimate(old, tokens.ref_logprobs, old, "k3").sum().item()
         sums = all_reduce_sums(sums)
         num_tokens = max(sum(counts[::2]), 1.0)
-        metrics = (
-            rollout_metrics(sums, watch.seconds)
-            | value_metrics(sums, num_tokens)
-            | {
-                "policy/rollout_logprob_gap": gap,
-                "value/loss": sums["value_loss"] / (args.minibatches * args.critic_epochs),
-                "value/clip_fraction": sums["value_clipped"] / (num_tokens * args.critic_epochs),
-                "value/grad_norm": sum(grad_norms["critic"]) / len(grad_norms["critic"]),
-                "value/lr": lr["critic"],
-                "value/loss_scale": loss_scales["critic"].scale,
-                "optim/skipped_steps": float(skipped),
-                "optim/loss_scale": loss_scales["policy"].scale,
-                "data/epoch": loader.epoch,
-            }
-        )
+        metrics = rollout_metrics(sums, watch.seconds) | value_metrics(sums, num_tokens)
         if not warming_up:
-            metrics |= {
-                "policy/loss": sums["loss"] / (args.minibatches * args.epochs_per_step),
-                "policy/entropy": sums["entropy"] / (num_tokens * args.epochs_per_step),
-                "policy/clip_fraction": sums["clipped"] / (num_tokens * args.epochs_per_step),
-                "policy/approx_kl": sums["kl"] / (num_tokens * args.epochs_per_step),
-                "optim/grad_norm": sum(grad_norms["policy"]) / len(grad_norms["policy"]),
-                "optim/lr": lr["policy"],
-            }
+            metrics |= policy_metrics(sums, num_tokens, args.minibatches, args.epochs_per_step, grad_norms["policy"])
+            metrics |= {"optim/lr": lr["policy"]}
+        metrics |= {
+            "policy/rollout_logprob_gap": gap,
+            "value/loss": sums["value_loss"] / (args.minibatches * args.critic_epochs),
+            "value/clip_fraction": sums["value_clipped"] / (num_tokens * args.critic_epochs),
+            "value/grad_norm": sum(grad_norms["critic"]) / len(grad_norms["critic"]),
+            "value/lr": lr["critic"],
+            "value/loss_scale": loss_scales["critic"].scale,
+            "optim/skipped_steps": float(skipped),
+            "optim/loss_scale": loss_scales["policy"].scale,
+            "data/epoch": loader.epoch,
+        }
         if reference:
             metrics |= {"policy/kl_to_ref": sums["kl_to_ref"] / num_tokens, "policy/kl_coef": kl_coef}
             kl = metrics["policy/kl_to_ref"]

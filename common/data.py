@@ -5,8 +5,8 @@ python -m common.data FILE [--tokenizer PATH] [--rows 2]    shows what is in a f
 
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -17,13 +17,18 @@ import pyarrow.parquet as pq
 import tyro
 from jinja2 import TemplateError
 
+from common.prompts import Prompt, bare_text, clean_prompt, render, row_tools
+from common.tools import Tool
+from common.vision import BadRow, Media, Vision, picture_sources
+
 REQUIRED = ("data_source", "prompt", "reward_model")
+OPTIONAL = ("extra_info", "images", "videos", "agent_name")
 FORMAT = (
     "data_source (string), prompt (list of {role, content}, or an already rendered string), reward_model "
-    "({style, ground_truth}), optionally extra_info. `python -m common.prepare.NAME` writes such files"
+    "({style, ground_truth}), optionally extra_info, images, videos, agent_name. `python -m common.prepare.NAME` "
+    "writes such files"
 )
 ROLES = ("system", "user", "assistant", "tool")
-RENDERED_MARKS = ("\nAssistant:", "<|im_start|>assistant")  # TinyZero's templates, stored inside one user message
 JSON_LINE = "json line"  # the only column of a table made from a .jsonl file
 
 
@@ -31,10 +36,13 @@ JSON_LINE = "json line"  # the only column of a table made from a .jsonl file
 class Row:
     index: int  # position in the concatenated files, whatever was dropped: the prompt's identity for seeds
     data_source: str
-    prompt: list[dict] | str
+    prompt: Prompt
     ground_truth: Any
     extra_info: dict
     prompt_ids: list[int]
+    media: list[Media] = field(default_factory=list)  # in the order of their placeholders in prompt_ids
+    tools: dict[str, dict] = field(default_factory=dict)  # on offer: name -> keyword arguments of the row's own
+    problem: str = ""  # why a picture could not be read; prompt_ids are empty then
 
 
 def read_table(path: Path, flag: str) -> pa.Table:
@@ -92,33 +100,6 @@ def row_problem(record: dict | str) -> str | None:
     return None if bare_text(prompt).strip() else "prompt is empty"
 
 
-def bare_text(prompt: list[dict] | str) -> str:
-    """What the prompt says, without any template."""
-    return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
-
-
-def clean_prompt(prompt: list[dict] | str) -> list[dict] | str:
-    """Messages as a chat template wants them; the text itself where a single message holds a rendered template."""
-    if isinstance(prompt, str):
-        return prompt
-    if len(prompt) == 1 and prompt[0]["role"] == "user" and any(m in prompt[0]["content"] for m in RENDERED_MARKS):
-        return prompt[0]["content"]
-    # Arrow fills the keys that only other rows have with nulls, and templates ask `is defined`.
-    return [{key: value for key, value in message.items() if value is not None} for message in prompt]
-
-
-def render(prompt: list[dict] | str, tokenizer) -> str:
-    """The text to tokenise for a cleaned prompt. ValueError if it needs a chat template and there is none."""
-    if isinstance(prompt, str):
-        return prompt
-    if not tokenizer.chat_template:
-        raise ValueError(
-            f"prompts are lists of messages, but the tokenizer of {tokenizer.name_or_path!r} has no chat template: "
-            "take an instruct model, or data whose `prompt` is an already rendered string"
-        )
-    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
-
-
 class PromptData:
     """Rows of one or several files, kept in Arrow; one becomes Python objects and token ids when it is asked for.
 
@@ -137,10 +118,14 @@ class PromptData:
         skip_bad_rows: bool = False,
         flag: str = "--train-data",
         notice: Callable[[str], None] = print,
+        vision: Vision | None = None,
+        tools: Mapping[str, Tool] | None = None,
+        media_root: Path | None = None,
     ):
         names = paths.split(",") if isinstance(paths, str) else paths
         self.paths = [Path(str(name).strip()).expanduser() for name in names]
         self.tokenizer, self.max_prompt_tokens, self.flag, self.notice = tokenizer, max_prompt_tokens, flag, notice
+        self.vision, self.tools, self.media_root = vision, tools or {}, media_root
         self.tables, self.starts, end = [], [], 0
         for path in self.paths:
             table = read_table(path, flag)
@@ -149,24 +134,27 @@ class PromptData:
             end += len(table)
 
         bad, too_long, texts, kept, num_rendered = {}, {}, {}, [], 0  # bad, too_long: row index -> reason
-        needed = [[c for c in t.column_names if c in (JSON_LINE, "extra_info", *REQUIRED)] for t in self.tables]
+        needed = [[c for c in t.column_names if c in (JSON_LINE, *REQUIRED, *OPTIONAL)] for t in self.tables]
         every_record = chain.from_iterable(records(t.select(columns)) for t, columns in zip(self.tables, needed))
         for index, record in enumerate(every_record):
             if problem := row_problem(record):
                 bad[index] = problem
                 continue
-            prompt = clean_prompt(record["prompt"])
             try:
-                text = render(prompt, tokenizer)
+                prompt, text, pictures, _ = self._prepare(record)
+                picture_tokens = sum(vision.count_tokens(*picture, media_root) for picture in pictures)
                 num_bytes = len(text.encode())
+            except BadRow as error:
+                bad[index] = str(error)
+                continue
             except (TemplateError, UnicodeEncodeError) as error:  # a role that it refuses; half a surrogate pair
                 bad[index] = f"cannot be rendered: {error}"
                 continue
             kept.append(index)
             num_rendered += isinstance(prompt, str) and isinstance(record["prompt"], list)
             # At most one token per byte, and one for a leading space; NFC can triple the bytes of non-ASCII text.
-            if num_bytes * (1 if text.isascii() else 3) >= max_prompt_tokens:
-                texts[index] = text
+            if num_bytes * (1 if text.isascii() else 3) + picture_tokens >= max_prompt_tokens:
+                texts[index] = (text, picture_tokens - len(pictures))  # a placeholder is in the text already
             if len(texts) == 1024:
                 too_long |= self._too_long(texts)
                 texts = {}
@@ -180,10 +168,27 @@ class PromptData:
         if num_rendered:
             notice(f"{flag}: {num_rendered} prompts are rendered templates in one message: used without chat template")
 
-    def _too_long(self, texts: dict[int, str]) -> dict[int, str]:
-        """Row index -> its length, for those of the texts that exceed the limit; tokenised as one batch."""
-        ids = self.tokenizer(list(texts.values()), add_special_tokens=False)["input_ids"] if texts else []
-        return {index: f"{len(x)} tokens" for index, x in zip(texts, ids) if len(x) > self.max_prompt_tokens}
+    def _prepare(self, record: dict) -> tuple[Prompt, str, list, dict[str, dict]]:
+        """Cleaned prompt, its text, its pictures (kind, encoded frames or paths), the tools on offer."""
+        prompt, pictures = clean_prompt(record["prompt"]), picture_sources(record, bare_text(record["prompt"]))
+        if pictures and not self.vision:
+            raise BadRow("has pictures, and the model reads text alone")
+        offered = row_tools(record, self.tools) if self.tools else {}
+        tools = {name: self.tools[name] for name in offered}
+        return prompt, render(prompt, self.tokenizer, tools, bool(pictures)), pictures, offered
+
+    def _too_long(self, texts: dict[int, tuple[str, int]]) -> dict[int, str]:
+        """Row index -> its length, for those of the texts that exceed the limit; tokenised as one batch.
+
+        texts: row index -> text, and how many tokens its pictures add.
+        """
+        ids = (
+            self.tokenizer([text for text, _ in texts.values()], add_special_tokens=False)["input_ids"]
+            if texts
+            else []
+        )
+        lengths = {index: len(x) + more for (index, (_, more)), x in zip(texts.items(), ids)}
+        return {index: f"{n} tokens" for index, n in lengths.items() if n > self.max_prompt_tokens}
 
     def _refuse(self, reasons: dict[int, str], what: str, remedy: str, drop: bool) -> None:
         """Raise with the first five rows, or say that all were dropped. Lines of .jsonl count from 1, rows from 0."""
@@ -222,11 +227,19 @@ class PromptData:
         return next(records(self.tables[file].slice(row, 1)))
 
     def __getitem__(self, i: int) -> Row:
-        record = self.record(i)
-        prompt = clean_prompt(record["prompt"])
-        ids = self.tokenizer.encode(render(prompt, self.tokenizer), add_special_tokens=False)
+        record, index = self.record(i), int(self.positions[i])
+        prompt, text, pictures, tools = self._prepare(record)
         ground_truth, extra_info = record["reward_model"]["ground_truth"], record.get("extra_info") or {}
-        return Row(int(self.positions[i]), record["data_source"], prompt, ground_truth, extra_info, ids)
+        row = Row(index, record["data_source"], prompt, ground_truth, extra_info, [], tools=tools)
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        try:
+            row.media = [self.vision.open(*picture, self.media_root) for picture in pictures]
+            row.prompt_ids = self.vision.expand(ids, row.media) if self.vision else ids
+        except BadRow as error:
+            file, number = self._locate(index)
+            row.media, row.problem = [], f"{self.flag}: {self.paths[file]} row {number}: {error}"
+            print(f"warning: {row.problem}; left out", flush=True)
+        return row
 
 
 class PromptLoader:

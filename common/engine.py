@@ -1,21 +1,23 @@
 """The colocated rollout engine: vLLM inside each rank. `common/hf_engine.py` is its twin without vLLM.
 
-One step, each a named call:  wake("weights") -> sync_weights -> wake("kv_cache") -> generate -> sleep.
+One step, each a named call:  wake("weights") -> sync_weights -> wake("kv_cache") -> submit, step ... -> sleep.
 
 The vLLM attribute chain stands in this file alone. Tested with vLLM 0.32.0 (CPU); 0.26.0 (CUDA) differs as noted.
 """
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 import torch
+from PIL import Image
 from torch import Tensor
 from transformers import AutoConfig
 
 from common.distributed import World
+from common.vision import Media, Vision
 
 Weights = Iterable[tuple[str, Tensor]]
 
@@ -24,7 +26,7 @@ Weights = Iterable[tuple[str, Tensor]]
 class Completion:
     token_ids: list[int]  # as sampled, the end token included
     logprobs: list[float]  # log-prob of each sampled token, after temperature
-    finish_reason: str  # "stop" (an end token) or "length"
+    finish_reason: str  # "stop" (an end token), "length", or "vision_token": a placeholder was next, and is left out
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,13 @@ class Sampling:
         if self.temperature <= 0 or self.top_p != 1.0 or self.top_k != -1:
             got = f"{self.temperature}, {self.top_p}, {self.top_k}"
             raise SystemExit(f"training needs temperature > 0, top_p 1, top_k -1 (else ratios are wrong), got {got}")
+
+
+def without_placeholder(completion: Completion, vision: Vision | None) -> Completion:
+    """A policy may sample the token that stands for a picture; there is none, and the completion ends before it."""
+    if vision and completion.token_ids and completion.token_ids[-1] in vision.forbidden_ids:
+        return Completion(completion.token_ids[:-1], completion.logprobs[:-1], "vision_token")
+    return completion
 
 
 class WeightBooks:
@@ -107,6 +116,8 @@ class VllmEngine:
         sleep_level: int = 1,
         max_sequences: int = 256,
         trust_remote_code: bool = False,
+        vision: Vision | None = None,
+        max_images: int = 16,
     ):
         on_gpu = world.device.type == "cuda"
         settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
@@ -131,10 +142,14 @@ class VllmEngine:
             free, total = torch.cuda.mem_get_info(world.device)
             # The KV cache has a size of its own: this share only has to pass vLLM's check against free memory.
             options = {"gpu_memory_utilization": 0.9 * free / total, "enable_sleep_mode": sleep_level > 0}
+        if vision:  # pictures come resized: see common/vision.py
+            options |= {"mm_processor_kwargs": {"do_resize": False, "do_sample_frames": False}}
+            options |= {"limit_mm_per_prompt": {"image": max_images, "video": max_images}, "skip_mm_profiling": True}
+            options |= {"max_num_batched_tokens": max(max_model_len, 8192)}  # no picture may exceed a batch
         with memory_advice():
             self.llm = LLM(
                 path,
-                skip_tokenizer_init=True,
+                skip_tokenizer_init=vision is None,
                 dtype=str(dtype).removeprefix("torch."),
                 max_model_len=max_model_len,
                 max_num_seqs=max_sequences,
@@ -147,8 +162,10 @@ class VllmEngine:
                 seed=0,
                 **options,
             )
-        self.dtype, self.end_ids, self.sleep_level = dtype, end_ids, sleep_level if on_gpu else 0
+        self.dtype, self.sleep_level, self.vision = dtype, sleep_level if on_gpu else 0, vision
+        self.end_ids = [*end_ids, *(vision.forbidden_ids if vision else ())]
         self.books = WeightBooks()
+        self.prompts: dict[int, list[int]] = {}  # of the requests under way, by key
         self.asleep = False
 
     def wake(self, part: str) -> None:
@@ -180,35 +197,70 @@ class VllmEngine:
         self.llm.llm_engine.reset_encoder_cache()
         self.books.close(step)
 
-    def generate(
-        self, prompts: list[list[int]], sampling: Sampling, seeds: list[int], weights_step: int
-    ) -> list[list[Completion]]:
-        """`sampling.n` completions of each prompt (token ids). Sample j of prompt i is drawn with seed seeds[i] + j.
+    def submit(
+        self,
+        key: int,
+        prompt_ids: list[int],
+        sampling: Sampling,
+        seed: int,
+        weights_step: int,
+        media: Sequence[Media] = (),
+    ) -> None:
+        """Ask for `sampling.n` completions; sample j is drawn with seed + j. `step` does the work.
 
-        `weights_step` is the optimizer step that the caller believes the engine to be at: RuntimeError otherwise.
+        `prompt_ids` has one placeholder for each token of each of `media`. `weights_step` is the optimizer step that
+        the caller believes the engine to be at: RuntimeError otherwise.
         """
         self.books.check(weights_step)
-        if not prompts:
-            return []
-        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-        params = [
-            SamplingParams(
-                **asdict(sampling),
-                seed=seed,
-                stop_token_ids=self.end_ids,
-                logprobs=0,
-                flat_logprobs=True,
-                detokenize=False,
-            )
-            for seed in seeds
-        ]
+        params = SamplingParams(
+            **asdict(sampling),
+            seed=seed,
+            stop_token_ids=self.end_ids,
+            logprobs=0,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            flat_logprobs=True,
+            detokenize=False,
+        )
+        prompt: dict = {"prompt_token_ids": prompt_ids}
+        if media:
+            data, uuids = {}, {}
+            for m in media:
+                data.setdefault(m.kind, []).append(_as_vllm_takes_it(m))
+                uuids.setdefault(m.kind, []).append(m.uuid)
+            prompt = {"prompt_token_ids": self.vision.collapse(prompt_ids, media)}
+            prompt |= {"multi_modal_data": data, "multi_modal_uuids": uuids}
+        self.prompts[key] = prompt_ids
+        self.llm.llm_engine.add_request(str(key), prompt, params)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.prompts)
+
+    def step(self) -> list[tuple[int, list[Completion]]]:
+        """Sample one more token of each request; (key, completions) of those that are complete."""
         with memory_advice():
-            outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-        return [
-            [Completion(list(o.token_ids), _sampled_logprobs(o), str(o.finish_reason)) for o in output.outputs]
-            for output in outputs
-        ]
+            outputs = [output for output in self.llm.llm_engine.step() if output.finished]
+        finished = []
+        for output in outputs:
+            key = int(output.request_id)
+            if output.prompt_token_ids != self.prompts.pop(key):
+                raise RuntimeError("the engine has seen another prompt than the trainer: pictures of another size?")
+            completions = [
+                Completion(list(o.token_ids), _sampled_logprobs(o), str(o.finish_reason)) for o in output.outputs
+            ]
+            completions = [without_placeholder(c, self.vision) for c in completions]
+            finished.append((key, completions))
+        return finished
+
+
+def _as_vllm_takes_it(media: Media):
+    if media.kind == "image":
+        return Image.fromarray(media.pixels[0])
+    frames = len(media.pixels)
+    times = {"fps": 2.0, "duration": frames / 2, "total_num_frames": frames, "frames_indices": list(range(frames))}
+    return media.pixels, {**times, "video_backend": "opencv", "do_sample_frames": False}
 
 
 def _sampled_logprobs(output) -> list[float]:

@@ -1,20 +1,18 @@
-"""The Episode record, token ids in and token ids out; sampling episodes, their statistics, their dumps."""
+"""Sampling trajectories of one or several turns with an engine: token ids in, token ids out. Their statistics."""
 
 import hashlib
-import json
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from pathlib import Path
+from dataclasses import dataclass, field, replace
+from functools import partial
+from operator import itemgetter
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from common.data import Row
-from common.distributed import World, gather_objects
-from common.engine import Sampling
-from common.logger import replace_file
+from common.distributed import gather_objects
+from common.engine import Completion, Sampling
+from common.tools import Call, ToolReply, ToolWorkers, parse_call
+from common.vision import Media, Vision
 
 
 @dataclass(slots=True)
@@ -27,37 +25,182 @@ class Episode:
     response_ids: list[int]  # all that follows the prompt: sampled tokens and, with tools, observations
     loss_mask: list[int]  # 1 = sampled by the policy (the end-of-turn token too), 0 = observation or template
     logprobs: list[float]  # the engine's, at the sampling temperature; 0.0 where loss_mask is 0
-    finish_reason: str  # "stop" or "length"
+    finish_reason: str = ""  # one of FINISH_REASONS
     rewards: dict[str, float | str] = field(default_factory=dict)  # components; "score" is what is trained on
-
     turn_rewards: list[list[float]] = field(default_factory=list)  # [index of a turn's last token, its own reward]
+    media: list[Media] = field(default_factory=list)  # in the order of their placeholders: the prompt's, then others
+    turns: int = 0  # sampled so far
+    calls: list[dict] = field(default_factory=list)  # of tools: turn, name, arguments, text, error, info; media added
 
     @property
     def truncated(self) -> bool:
-        return self.finish_reason == "length"
+        return self.finish_reason in ("length", "turn_length")
 
 
-def request_seed(seed: int, step: int, prompt_index: int) -> int:
-    """31 bits from (run seed, step, prompt), the same on any number of ranks; the engine adds the sample index."""
-    digest = hashlib.blake2b(f"{seed}/{step}/{prompt_index}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "big") >> 1
+FINISH_REASONS = {
+    "stop": "an end token, and no tool was called",
+    "length": "--max-response-tokens, or an observation that would exceed it",
+    "turn_length": "--max-turn-tokens",
+    "max_turns": "--max-turns: a tool was called in the last one",
+    "max_images": "--max-images: a tool returned more",
+    "max_tool_errors": "--max-tool-errors",
+    "vision_token": "the policy sampled a vision placeholder: the trajectory ends before it",
+    "tool_failed": "a tool hung, crashed or ran out of memory: not scored, not trained on",
+    "unreadable": "a picture of the prompt could not be read: nothing was sampled, not trained on",
+}
+
+
+@dataclass
+class Turns:
+    """How trajectories go on after the policy's first turn."""
+
+    tokenizer: PreTrainedTokenizerBase
+    workers: ToolWorkers
+    vision: Vision | None = None
+    max_turns: int = 5
+    max_turn_tokens: int | None = None  # of one turn; all turns and observations: Sampling.max_tokens
+    max_images: int = 16  # of a trajectory, the prompt's included
+    max_tool_errors: int = 3
+    lockstep: bool = False  # all wait for the slowest: the engine's batches, and so the last bits, are repeatable
+
+    def next_call(self, episode: Episode, tools: Mapping) -> Call | None:
+        """The call that the last turn ends in; None if the trajectory ends here. tools: those that the row offers."""
+        if episode.finish_reason != "stop" or not tools:
+            return None
+        last_turn = episode.response_ids[len(episode.loss_mask) - trailing_ones(episode.loss_mask) :]
+        call = parse_call(self.tokenizer.decode(last_turn, skip_special_tokens=True))
+        if call and episode.turns >= self.max_turns:
+            episode.finish_reason, call = "max_turns", None
+        return call
+
+    def context(self, episode: Episode, row: Row) -> dict:
+        """What a tool may know of the trajectory."""
+        media = [{"kind": m.kind, "frames": m.frames} for m in episode.media]
+        limits = vars(self.vision.limits) if self.vision else {}
+        return {"media": media, "num_prompt_media": len(row.media), **limits}
+
+    def add_observation(self, episode: Episode, call: Call, reply: ToolReply, max_tokens: int) -> bool:
+        """Append what a tool has replied. False, with its finish_reason, if the trajectory ends instead."""
+        media = [Media.open("image", [data], self.vision.limits) for data in reply.images] if self.vision else []
+        record = {"turn": episode.turns - 1, "name": call.name, "arguments": call.arguments, "text": reply.text}
+        episode.calls.append(record | {"error": reply.error or reply.failed, "info": reply.info, "media": 0})
+        ids = self.observation_ids(reply.text, reply.role, media)
+        errors = sum(call["error"] for call in episode.calls)
+        if reply.failed:
+            episode.finish_reason = "tool_failed"
+        elif errors > self.max_tool_errors:
+            episode.finish_reason = "max_tool_errors"
+        elif len(episode.media) + len(media) > self.max_images:
+            episode.finish_reason = "max_images"
+        elif len(episode.response_ids) + len(ids) >= max_tokens:  # not one token would be left for the answer
+            episode.finish_reason = "length"
+        else:
+            episode.response_ids += ids
+            episode.loss_mask += [0] * len(ids)
+            episode.logprobs += [0.0] * len(ids)
+            episode.media += media
+            episode.calls[-1]["media"] = len(media)
+            return True
+        return False
+
+    def observation_ids(self, text: str, role: str, media: list[Media]) -> list[int]:
+        """What stands between an end-of-turn token and the next turn, from the new message alone."""
+        content = [{"type": "text", "text": text}, *({"type": m.kind} for m in media)] if media else text
+        before = [{"role": "user", "content": "-"}, {"role": "assistant", "content": "-"}]
+        render = partial(self.tokenizer.apply_chat_template, tokenize=False)
+        start, end = render(before), self.tokenizer.eos_token
+        whole = render([*before, {"role": role, "content": content}], add_generation_prompt=True)
+        between = start[start.rindex(end) + len(end) :] + whole.removeprefix(start)
+        ids = self.tokenizer.encode(between, add_special_tokens=False)
+        return self.vision.expand(ids, media) if self.vision else ids
+
+
+def trailing_ones(mask: list[int]) -> int:
+    """How many ones a mask ends in."""
+    return next((i for i, value in enumerate(reversed(mask)) if not value), len(mask))
+
+
+def request_seed(seed: int, step: int, prompt_index: int, turn: int = 0) -> int:
+    """31 bits from (run seed, step, prompt, turn), the same on any number of ranks; plus the sample index."""
+    text = f"{seed}/{step}/{prompt_index}" + (f"/{turn}" if turn else "")
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") >> 1
 
 
 def sample_episodes(
-    engine, prompts: Mapping[int, Row], sampling: Sampling, *, seed: int, step: int, weights_step: int
+    engine,
+    prompts: Mapping[int, Row],
+    sampling: Sampling,
+    *,
+    seed: int,
+    step: int,
+    weights_step: int,
+    turns: Turns | None = None,
 ) -> list[Episode]:
-    """`sampling.n` episodes of each prompt index, prompt by prompt. A single turn is an episode of one turn."""
-    completions = engine.generate(
-        [row.prompt_ids for row in prompts.values()],
-        sampling,
-        [request_seed(seed, step, index) for index in prompts],
-        weights_step,
-    )
-    return [
-        Episode(index, j, row.prompt_ids, c.token_ids, [1] * len(c.token_ids), c.logprobs, c.finish_reason)
-        for (index, row), samples in zip(prompts.items(), completions)
-        for j, c in enumerate(samples)
+    """`sampling.n` episodes of each prompt index, prompt by prompt; `sampling.max_tokens` is for all after a prompt.
+
+    Without `turns` an episode is one answer. With it requests proceed on their own: while tools run in their workers,
+    the engine samples for the others.
+    """
+    episodes = [
+        Episode(index, j, row.prompt_ids, [], [], [], media=list(row.media))
+        for index, row in prompts.items()
+        for j in range(sampling.n)
     ]
+
+    for episode in episodes:
+        if prompts[episode.prompt_index].problem:
+            episode.finish_reason = "unreadable"
+    readable = [key for key, episode in enumerate(episodes) if not episode.finish_reason]
+
+    def submit(key: int, n: int = 1) -> None:
+        e = episodes[key]
+        room = min(sampling.max_tokens - len(e.response_ids), (turns and turns.max_turn_tokens) or sampling.max_tokens)
+        turn_seed = request_seed(seed, step, e.prompt_index, e.turns) + e.sample_index
+        limited = replace(sampling, n=n, max_tokens=room)
+        engine.submit(key, e.prompt_ids + e.response_ids, limited, turn_seed, weights_step, e.media)
+
+    if turns is None:  # one request for a group
+        for key in readable[:: sampling.n]:
+            submit(key, sampling.n)
+        while engine.busy:
+            for key, completions in engine.step():
+                for episode, completion in zip(episodes[key:], completions):
+                    add_turn(episode, completion, sampling.max_tokens)
+        return episodes
+
+    for key in readable:
+        submit(key)
+    calls: dict[int, Call] = {}
+    answered: list[tuple[int, Completion]] = []
+    replies: list[tuple[int, ToolReply]] = []
+    while engine.busy or turns.workers.pending:
+        if engine.busy:
+            answered += [(key, completion) for key, (completion,) in engine.step()]
+        if not (turns.lockstep and engine.busy):
+            for key, completion in sorted(answered, key=itemgetter(0)):
+                row = prompts[episodes[key].prompt_index]
+                add_turn(episodes[key], completion, sampling.max_tokens)
+                if call := turns.next_call(episodes[key], row.tools):
+                    calls[key] = call
+                    turns.workers.submit(key, call, turns.context(episodes[key], row), row.tools.get(call.name, {}))
+            answered = []
+        replies += turns.workers.poll(0.0 if engine.busy else 1.0)
+        if not (turns.lockstep and turns.workers.pending):
+            for key, reply in sorted(replies, key=itemgetter(0)):
+                if turns.add_observation(episodes[key], calls[key], reply, sampling.max_tokens):
+                    submit(key)
+            replies = []
+    return episodes
+
+
+def add_turn(episode: Episode, completion: Completion, max_tokens: int) -> None:
+    """Append what the policy sampled."""
+    episode.turns += 1
+    episode.response_ids += completion.token_ids
+    episode.loss_mask += [1] * len(completion.token_ids)
+    episode.logprobs += completion.logprobs
+    cut = completion.finish_reason == "length" and len(episode.response_ids) < max_tokens
+    episode.finish_reason = "turn_length" if cut else completion.finish_reason
 
 
 def by_prompt(episodes: list[Episode]) -> dict[int, list[Episode]]:
@@ -75,106 +218,3 @@ def unequal_groups(episodes: list[Episode]) -> list[Episode]:
     """Those whose group has more than one score: the others would get advantage 0."""
     groups = by_prompt(episodes).values()
     return [e for group in groups if len({e.rewards["score"] for e in group}) > 1 for e in group]
-
-
-def rollout_sums(episodes: list[Episode]) -> dict[str, float]:
-    """What this rank adds to the metrics of a step: sums and counts, to be reduced once."""
-    scored = [e for e in episodes if math.isfinite(e.rewards["score"])]
-    scores = [e.rewards["score"] for e in scored]
-    comparable = [group for group in by_prompt(scored).values() if len(group) > 1]
-    return {
-        "episodes": len(episodes),
-        "scored": len(scored),
-        "score": math.fsum(scores),
-        "score_squared": math.fsum(score**2 for score in scores),
-        "correct": sum(score >= 1.0 - 1e-6 for score in scores),
-        "reward_model": math.fsum(e.rewards.get("reward_model", 0.0) for e in scored),
-        "groups": len(comparable),
-        "unequal_groups": len(by_prompt(unequal_groups(scored))),
-        "response_tokens": sum(len(e.response_ids) for e in episodes),
-        "truncated": sum(e.truncated for e in episodes),
-    }
-
-
-def rollout_metrics(sums: dict[str, float], seconds: dict[str, float]) -> dict[str, float]:
-    """reward/* and rollout/* of a step from the reduced `rollout_sums` and its seconds by phase."""
-    if not sums["scored"]:
-        raise RuntimeError("not one response of this step could be scored: see the errors above")
-    scored, episodes = sums["scored"], sums["episodes"]
-    mean = sums["score"] / scored
-    metrics = {
-        "reward/mean": mean,
-        "reward/std": math.sqrt(max(0.0, sums["score_squared"] / scored - mean**2)),
-        "reward/accuracy": sums["correct"] / scored,
-        "reward/failed": sums["episodes"] - sums["scored"],
-        "rollout/response_length": sums["response_tokens"] / episodes,
-        "rollout/truncated": sums["truncated"] / episodes,
-    }
-    if sums["groups"]:
-        metrics["reward/zero_variance_groups"] = 1 - sums["unequal_groups"] / sums["groups"]
-    if sums["reward_model"]:  # exactly 0 without one
-        metrics["reward/model_mean"] = sums["reward_model"] / scored
-    if "rollout" in seconds:
-        metrics["rollout/tokens_per_s"] = sums["response_tokens"] / seconds["rollout"]
-    return metrics
-
-
-def value_sums(values: Tensor, returns: Tensor) -> dict[str, float]:
-    """What this rank adds to the metrics of a critic: values before the update, their targets, both [T]."""
-    sums = {}
-    for name, x in (("value", values), ("return", returns), ("error", returns - values)):
-        sums |= {name: x.double().sum().item(), f"{name}_squared": x.double().square().sum().item()}
-    return sums
-
-
-def value_metrics(sums: dict[str, float], num_tokens: float) -> dict[str, float]:
-    """value/* of a step from the reduced `value_sums`. Returns that are all equal have no variance to explain: NaN."""
-    variance = {x: sums[f"{x}_squared"] / num_tokens - (sums[x] / num_tokens) ** 2 for x in ("error", "return")}
-    explicable = variance["return"] > 1e-9
-    return {
-        "value/mean": sums["value"] / num_tokens,
-        "value/return_mean": sums["return"] / num_tokens,
-        "value/explained_variance": 1 - variance["error"] / variance["return"] if explicable else math.nan,
-    }
-
-
-def dump_rollouts(
-    folder: Path, step: int, sampled: list[Episode], trained: list[Episode], advantages: list[float], tokenizer, world
-) -> None:
-    """Write folder/step_NNNNNN.parquet: all episodes of all ranks; advantage is null where none was trained on."""
-    advantage_of = {id(episode): advantage for episode, advantage in zip(trained, advantages)}
-    rows = [
-        {"step": step, "ranks": world.size, "rank": world.rank, "advantage": advantage_of.get(id(e))}
-        | {"prompt": tokenizer.decode(e.prompt_ids), "completion": tokenizer.decode(e.response_ids)}
-        | {f.name: getattr(e, f.name) for f in fields(e)}
-        | {"score": e.rewards["score"], "rewards": json.dumps(e.rewards)}
-        for e in sampled
-    ]
-    rows = [row for part in gather_objects(rows) for row in part]
-    path = folder / f"step_{step:06d}.parquet"
-    try:
-        if world.is_main:
-            folder.mkdir(parents=True, exist_ok=True)
-            replace_file(path, lambda temporary: pq.write_table(pa.Table.from_pylist(rows), temporary))
-    except OSError as error:  # a full disk costs the dump, not the run
-        print(f"warning: {path} not written ({error})", flush=True)
-
-
-def load_rollouts(
-    path: Path, step: int, world: World, reward_model: str | None = None
-) -> tuple[list[Episode], list[Episode]]:
-    """(all episodes of this rank, those that were trained on) of a dump of `step` by as many ranks."""
-    if not path.is_file():
-        raise SystemExit(f"--replay {path}: no such file")
-    rows = pq.read_table(path).to_pylist()
-    if (rows[0]["step"], rows[0]["ranks"]) != (step, world.size):
-        raise SystemExit(
-            f"--replay {path}: is of step {rows[0]['step']} on {rows[0]['ranks']} ranks, this is step {step} on "
-            f"{world.size}: --resume the checkpoint of the step before it, with as many ranks"
-        )
-    if ("reward_model" in json.loads(rows[0]["rewards"])) != bool(reward_model):
-        raise SystemExit(f"--replay {path}: give the --reward-model of that run, and none if it had none")
-    mine = [row | {"rewards": json.loads(row["rewards"])} for row in rows if row["rank"] == world.rank]
-    sampled = [Episode(**{f.name: row[f.name] for f in fields(Episode)}) for row in mine]
-    trained = [episode for episode, row in zip(sampled, mine) if row["advantage"] is not None]
-    return sampled, trained

@@ -13,13 +13,9 @@ from common.distributed import gather_objects
 from common.engine import Sampling
 from common.episodes import sample_episodes
 from common.logger import Logger
+from common.metrics import is_correct
 from common.rewards import score_episodes
 from common.setup import Job
-
-
-def is_correct(score: float) -> bool:
-    """Accuracy counts full marks only; partial credit, such as Countdown's 0.1, is part of eval/reward."""
-    return score >= 1.0 - 1e-6
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -113,7 +109,8 @@ def evaluate(job: Job, args, step: int, logger: Logger, report_to: Path | None =
         args.eval_samples, args.max_response_tokens, args.eval_temperature, args.eval_top_p, args.eval_top_k
     )
     rows = {i: data[i] for i in range(world.rank, min(args.eval_rows, len(data)), world.size)}
-    episodes = sample_episodes(job.engine, rows, sampling, seed=args.seed, step=-1, weights_step=step)
+    asked = {"seed": args.seed, "step": -1, "weights_step": step, "turns": job.turns}
+    episodes = sample_episodes(job.engine, rows, sampling, **asked)
     score_episodes(episodes, rows, job.workers, tokenizer)
     samples = [
         {
@@ -123,7 +120,7 @@ def evaluate(job: Job, args, step: int, logger: Logger, report_to: Path | None =
             "prompt": tokenizer.decode(e.prompt_ids),
             "completion": tokenizer.decode(e.response_ids),
             "score": e.rewards["score"] if math.isfinite(e.rewards["score"]) else 0.0,
-            "correct": is_correct(e.rewards["score"]),
+            "correct": is_correct(e.rewards),
             "pred": str(e.rewards.get("pred", "")),
             "length": len(e.response_ids),
             "truncated": e.truncated,

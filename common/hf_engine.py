@@ -1,11 +1,25 @@
 """The rollout engine's twin on transformers alone: for machines without vLLM, and as an independent check of it."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, TopKLogitsWarper, TopPLogitsWarper
+from transformers import AutoConfig, DynamicCache, TopKLogitsWarper, TopPLogitsWarper
 
 from common.distributed import World
-from common.engine import Completion, Sampling, WeightBooks, Weights
+from common.engine import Completion, Sampling, WeightBooks, Weights, without_placeholder
+from common.vision import Media, Vision, auto_class
+
+
+@dataclass(slots=True)
+class Request:
+    key: int
+    prompt_ids: list[int]
+    media: Sequence[Media]
+    sampling: Sampling
+    seed: int  # of this sample
 
 
 class HuggingFaceEngine:
@@ -23,13 +37,16 @@ class HuggingFaceEngine:
         sleep_level: int = 1,
         max_sequences: int = 256,
         trust_remote_code: bool = False,
+        vision: Vision | None = None,
+        max_images: int = 16,
     ):
-        self.model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, trust_remote_code=trust_remote_code
-        ).eval()
-        self.model.to(world.device)
-        self.device, self.dtype, self.end_ids, self.sleep_level = world.device, dtype, end_ids, sleep_level
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        load = auto_class(config).from_pretrained
+        self.model = load(path, dtype=dtype, trust_remote_code=trust_remote_code).eval().to(world.device)
+        self.device, self.dtype, self.sleep_level, self.vision = world.device, dtype, sleep_level, vision
+        self.end_ids = [*end_ids, *(vision.forbidden_ids if vision else ())]
         self.max_model_len, self.max_sequences = max_model_len, max_sequences
+        self.requests: list[Request] = []
         self.books = WeightBooks()
 
     def wake(self, part: str) -> None:
@@ -47,28 +64,62 @@ class HuggingFaceEngine:
             parameters[name].copy_(tensor)
         self.books.close(step)
 
-    @torch.no_grad()
-    def generate(
-        self, prompts: list[list[int]], sampling: Sampling, seeds: list[int], weights_step: int
-    ) -> list[list[Completion]]:
-        """As `VllmEngine.generate`; a sample's random numbers depend on its seed alone, not on its neighbours."""
+    def submit(
+        self,
+        key: int,
+        prompt_ids: list[int],
+        sampling: Sampling,
+        seed: int,
+        weights_step: int,
+        media: Sequence[Media] = (),
+    ) -> None:
+        """As `VllmEngine.submit`; a sample's random numbers depend on its seed alone, not on its neighbours."""
         self.books.check(weights_step)
-        requests = [(prompt, seed + j) for prompt, seed in zip(prompts, seeds) for j in range(sampling.n)]
-        completions: list[Completion] = []
-        for start in range(0, len(requests), self.max_sequences):
-            completions += self._generate_batch(requests[start : start + self.max_sequences], sampling)
-        return [completions[i : i + sampling.n] for i in range(0, len(completions), sampling.n)]
+        self.requests += [Request(key, prompt_ids, media, sampling, seed + j) for j in range(sampling.n)]
 
-    def _generate_batch(self, requests: list[tuple[list[int], int]], sampling: Sampling) -> list[Completion]:
-        width = max(len(prompt) for prompt, _ in requests)
-        ids = torch.tensor([[0] * (width - len(p)) + p for p, _ in requests], device=self.device)  # left-padded
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p, _ in requests], device=self.device)
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        generators = [torch.Generator(self.device).manual_seed(seed) for _, seed in requests]
+    @property
+    def busy(self) -> bool:
+        return bool(self.requests)
+
+    @torch.no_grad()
+    def step(self) -> list[tuple[int, list[Completion]]]:
+        """Complete all requests; those that follow from them come too late for these batches."""
+        requests, self.requests = self.requests, []
+        completions: dict[int, list[Completion]] = {}
+        for start in range(0, len(requests), self.max_sequences):
+            batch = requests[start : start + self.max_sequences]
+            for request, completion in zip(batch, self._generate_batch(batch)):
+                completions.setdefault(request.key, []).append(without_placeholder(completion, self.vision))
+        return list(completions.items())
+
+    def _pictures(self, requests: list[Request], width: int) -> tuple[dict, Tensor]:
+        """Arguments of the first forward that hold pictures, and M-RoPE positions [3, B, width]."""
+        positions = np.zeros((3, len(requests), width), dtype=np.int64)
+        for row, request in enumerate(requests):
+            positions[:, row, width - len(request.prompt_ids) :] = self.vision.positions(
+                request.prompt_ids, request.media
+            )
+        arguments: dict = {}
+        for kind, suffix in (("image", ""), ("video", "_videos")):
+            if media := [m for request in requests for m in request.media if m.kind == kind]:
+                patches, grids = self.vision.patches(media, self.device)
+                arguments |= {f"pixel_values{suffix}": patches, f"{kind}_grid_thw": grids}
+        return arguments, torch.from_numpy(positions).to(self.device)
+
+    def _generate_batch(self, requests: list[Request]) -> list[Completion]:
+        prompts = [request.prompt_ids for request in requests]
+        width = max(len(prompt) for prompt in prompts)
+        ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=self.device)  # left-padded
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self.device)
+        positions, pictures = (mask.cumsum(-1) - 1).clamp(min=0), {}
+        if self.vision:
+            pictures, positions = self._pictures(requests, width)
+        generators = [torch.Generator(self.device).manual_seed(request.seed) for request in requests]
         results = [Completion([], [], "length") for _ in requests]
         running = list(range(len(requests)))
         cache = DynamicCache(config=self.model.config)
-        limits = [min(sampling.max_tokens, self.max_model_len - len(prompt)) for prompt, _ in requests]
+        limits = [min(r.sampling.max_tokens, self.max_model_len - len(r.prompt_ids)) for r in requests]
+        sampling = requests[0].sampling  # of a batch only max_tokens differ
         for length in range(1, max(limits) + 1):
             output = self.model(
                 ids,
@@ -77,7 +128,9 @@ class HuggingFaceEngine:
                 past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=1,
+                **pictures,
             )
+            pictures = {}
             tokens, logprobs = sample(output.logits[:, -1], sampling, [generators[i] for i in running])
             keep = []
             for row, i in enumerate(running):
@@ -94,7 +147,7 @@ class HuggingFaceEngine:
                 running = [running[row] for row in keep]
             ids = tokens[keep, None]
             mask = torch.cat([mask[keep], mask.new_ones(len(keep), 1)], -1)
-            positions = positions[keep, -1:] + 1
+            positions = positions[..., keep, -1:] + 1
         return results
 
 

@@ -5,7 +5,9 @@ import os
 import resource
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
+
+from common.vision import auto_class
 
 # Bytes per token, layer and hidden unit, measured with transformers' Llama in bf16 (its norms compute in float32).
 ACTIVATION_BYTES = {False: 60, True: 8}  # by --gradient-checkpointing
@@ -15,7 +17,7 @@ def model_shape(path: str, trust_remote_code: bool = False) -> tuple[int, int]:
     """(number of parameters, layers x hidden size) of the model in a folder; no weights are read."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     text = config.get_text_config()
     return sum(p.numel() for p in model.parameters()), text.num_hidden_layers * text.hidden_size
 

@@ -9,12 +9,13 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AttentionInterface, AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from common.distributed import World, barrier, reshard, unwrap
 from common.logprobs import token_logprobs
 from common.packing import MicroBatch, block_mask, shared_prompt_attention
+from common.vision import Vision, auto_class, blank
 
 disable_progress_bar()  # of loading and saving shards: several ranks would write over each other
 AttentionInterface.register("shared_prompts", shared_prompt_attention)
@@ -69,16 +70,35 @@ def end_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return sorted(set(ids))
 
 
-def hidden_states(model: nn.Module, batch: MicroBatch, attention: str) -> Tensor:
+def hidden_states(model: nn.Module, batch: MicroBatch, attention: str, vision: Vision | None) -> Tensor:
     """Last hidden states [N, H] at which the trained tokens of a micro-batch are predicted."""
+    inputs = {"input_ids": batch.input_ids}
+    if vision:
+        inputs = {"inputs_embeds": embed_pictures(model, batch, vision)}
+        model = model.language_model
     hidden = model(
-        input_ids=batch.input_ids,
+        **inputs,
         position_ids=batch.position_ids,
         attention_mask=block_mask(batch) if attention == "flex" else None,
         use_cache=False,
         **({"units": batch.units} if attention == "sdpa" else {}),
     ).last_hidden_state
     return hidden[0, batch.hidden_index]
+
+
+def embed_pictures(model: nn.Module, batch: MicroBatch, vision: Vision) -> Tensor:
+    """Embeddings [1, L, H] of a micro-batch, features of pictures in place of their placeholders'.
+
+    Every rank runs the vision tower on every micro-batch, if need be on a blank: it takes part in collectives.
+    """
+    embeddings = model.get_input_embeddings()(batch.input_ids)
+    trained = any(p.requires_grad for p in model.visual.parameters())
+    with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
+        patches, grids = vision.patches(batch.media or [blank()], embeddings.device)
+        features = model.visual(patches.to(model.visual.dtype), grid_thw=grids).pooler_output.to(embeddings.dtype)
+    if not batch.media:
+        return embeddings + 0 * features.sum()
+    return embeddings.index_put((torch.zeros_like(batch.slots), batch.slots), features[batch.features])
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
@@ -93,14 +113,14 @@ class Policy(nn.Module):
     The head is applied inside `forward`, which FSDP2 or DDP wraps: outside it, `lm_head.weight` would be a shard.
     """
 
-    def __init__(self, model: nn.Module, attention: str):
+    def __init__(self, model: nn.Module, attention: str, vision: Vision | None = None):
         super().__init__()
         self.model = model
-        self.attention = attention
+        self.attention, self.vision = attention, vision
 
     def forward(self, batch: MicroBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """(log p of the trained tokens [N], entropy [N]), float32, at the sampling temperature."""
-        hidden = hidden_states(self.model.base_model, batch, self.attention)
+        hidden = hidden_states(self.model.base_model, batch, self.attention, self.vision)
         return token_logprobs(hidden, self.model.get_output_embeddings().weight, batch.targets, temperature)
 
     def layers(self) -> list[nn.Module]:
@@ -110,15 +130,15 @@ class Policy(nn.Module):
 class Critic(nn.Module):
     """A backbone of its own with a scalar head, zero at first, so that all values are."""
 
-    def __init__(self, backbone: nn.Module, attention: str):
+    def __init__(self, backbone: nn.Module, attention: str, vision: Vision | None = None):
         super().__init__()
         self.model = backbone
-        self.attention = attention
-        self.head = nn.Parameter(torch.zeros_like(next(backbone.parameters())[0]))  # [H]
+        self.attention, self.vision = attention, vision
+        self.head = nn.Parameter(torch.zeros_like(backbone.get_input_embeddings().weight[0]))  # [H]
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """Value [N], float32, of the state in which each trained token was chosen: read at the token before it."""
-        hidden = hidden_states(self.model, batch, self.attention)
+        hidden = hidden_states(self.model, batch, self.attention, self.vision)
         accumulate = torch.promote_types(hidden.dtype, torch.float32)
         return (hidden.to(accumulate) * self.head.to(accumulate)).sum(-1)
 
@@ -143,12 +163,17 @@ def load_policy(
     gradient_checkpointing: bool = False,
     trust_remote_code: bool = False,
     from_scratch: bool = False,
+    vision: Vision | None = None,
+    freeze_vision: bool = False,
 ) -> Policy:
     """The model of a folder with parameters in `dtype` (float32 master weights by default), on the CPU.
 
     `from_scratch` takes the architecture from the folder's config.json and initialises at random.
     """
     implementation = {"flash": "flash_attention_2", "flex": "flex_attention", "sdpa": "shared_prompts"}[attention]
+    if vision:  # whose tower has no prompts to share
+        tower = implementation if attention == "flash" else "sdpa"
+        implementation = {"text_config": implementation, "vision_config": tower}
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     text_config = config.get_text_config()
     scaled = [name for name in UNSUPPORTED_LOGITS if getattr(text_config, name, None) not in (None, 1, 1.0)]
@@ -158,7 +183,7 @@ def load_policy(
         raise SystemExit(
             f"--model {path}: {config.model_type} has sliding-window layers, which our masks do not express"
         )
-    load = AutoModelForCausalLM.from_config if from_scratch else AutoModelForCausalLM.from_pretrained
+    load = auto_class(config).from_config if from_scratch else auto_class(config).from_pretrained
     model = load(
         config if from_scratch else path,
         dtype=dtype,
@@ -169,12 +194,15 @@ def load_policy(
         raise SystemExit(f"--model {path}: {config.model_type} has a head with a bias, not supported here")
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    return Policy(model.train(), attention)
+    if freeze_vision:
+        model.base_model.visual.requires_grad_(False)
+    return Policy(model.train(), attention, vision)
 
 
 def load_critic(name: str, attention: str, **options) -> Critic:
     """A critic on the backbone of a model, by folder or name; options as for `load_policy`."""
-    return Critic(load_policy(resolve_model(name, "--critic-model"), attention, **options).model.base_model, attention)
+    policy = load_policy(resolve_model(name, "--critic-model"), attention, **options)
+    return Critic(policy.model.base_model, attention, policy.vision)
 
 
 def parameter_sizes(policy: Policy) -> dict[str, int]:
@@ -219,7 +247,8 @@ def export_hugging_face(
         config = json.loads((temporary / "config.json").read_text())
         config["dtype"] = str(dtype).removeprefix("torch.")  # save_pretrained names the dtype of the master weights
         (temporary / "config.json").write_text(json.dumps(config, indent=2))
-        tokenizer.save_pretrained(temporary)
+        vision = unwrap(policy).vision
+        (vision.processor if vision else tokenizer).save_pretrained(temporary)
         for file in temporary.iterdir():
             file.chmod(0o644)  # safetensors writes for the owner alone
         shutil.rmtree(folder, ignore_errors=True)

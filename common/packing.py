@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from common.distributed import World, abandon_backward, all_reduce
 from common.episodes import Episode
 from common.logger import replace_file
+from common.vision import Media, Vision
 
 
 @dataclass(slots=True)
@@ -26,15 +27,18 @@ class MicroBatch:
     """One forward and backward: a row of L tokens, N of them trained."""
 
     input_ids: Tensor  # [1, L] int64
-    position_ids: Tensor  # [1, L] int64, from 0 at the start of each prompt
+    position_ids: Tensor  # [1, L] int64, from 0 at the start of each prompt; with vision [4, 1, L]: these, M-RoPE's
     hidden_index: Tensor  # [N] int64: where in the row a trained token is predicted
     targets: Tensor  # [N] int64: the token's id
     tokens: Tensor  # [N] int64: the token's place in the flat per-token arrays of `TokenIndex`
+    slots: Tensor  # [S] int64: where in the row the placeholders of pictures stand
+    features: Tensor  # [S] int64: which of the features of `media`, one after the other, belongs there
+    media: list[Media]  # distinct pictures: each is encoded once, however many episodes show it
     units: list[list[int]]  # what the row is made of, lengths in tokens: [prompt, response, response, ...], ...
 
     def to(self, device: torch.device) -> "MicroBatch":
-        *tensors, units = (getattr(self, name) for name in self.__slots__)
-        return MicroBatch(*(tensor.to(device, non_blocking=True) for tensor in tensors), units)
+        parts = (getattr(self, name) for name in self.__slots__)
+        return MicroBatch(*(p.to(device, non_blocking=True) if isinstance(p, Tensor) else p for p in parts))
 
 
 class TokenIndex:
@@ -52,14 +56,15 @@ class TokenIndex:
         return int(self.offsets[-1])
 
 
-def layout(attention: str, budget: int, run_dir: Path | None = None) -> dict:
-    """Options of `pack` that suit an attention implementation, and what a run has learnt about its memory.
+def layout(attention: str, budget: int, run_dir: Path | None = None, vision: Vision | None = None) -> dict:
+    """Options of `pack` that suit a model and its attention, and what a run has learnt about its memory.
 
     Flash attention reads sequence boundaries off the position ids, so each response repeats its prompt. For flex
     attention the length is a multiple of 128: few shapes have to be compiled.
     """
     budget = remembered_budget(run_dir, budget)
-    return {"budget": budget, "share_prompts": attention != "flash", "multiple": 128 if attention == "flex" else 1}
+    multiple = 128 if attention == "flex" else 1
+    return {"budget": budget, "share_prompts": attention != "flash", "multiple": multiple, "vision": vision}
 
 
 def remembered_budget(run_dir: Path | None, budget: int) -> int:
@@ -98,16 +103,18 @@ def pack(
     budget: int,
     share_prompts: bool = True,
     multiple: int = 1,
+    vision: Vision | None = None,
 ) -> list[MicroBatch]:
     """Micro-batches of at most `budget` tokens that hold the episodes `selected`, padded to a `multiple` of tokens.
 
-    An episode longer than the budget gets a micro-batch of its own. All ranks must call this together: ranks that have
-    fewer micro-batches get empty ones, so that every rank runs the same collectives.
+    An episode longer than the budget gets a micro-batch of its own; one that trains nothing is left out. All ranks
+    must call this together: those with fewer micro-batches get empty ones, so that all run the same collectives.
     """
+    selected = [i for i in selected if index.lengths[i]]
     bins = _first_fit_decreasing(episodes, _units(episodes, selected, budget, share_prompts), budget)
     count = int(all_reduce([len(bins)], "max")[0])
     bins += [[] for _ in range(count - len(bins))]
-    return [_build(episodes, units, index, multiple) for units in bins]
+    return [_build(episodes, units, index, multiple, vision) for units in bins]
 
 
 def _units(episodes: Sequence[Episode], selected: Sequence[int], budget: int, share_prompts: bool) -> list[list[int]]:
@@ -145,35 +152,62 @@ def _first_fit_decreasing(episodes: Sequence[Episode], units: list[list[int]], b
     return bins
 
 
-def _build(episodes: Sequence[Episode], bin_: list[list[int]], index: TokenIndex, multiple: int = 1) -> MicroBatch:
+def _build(
+    episodes: Sequence[Episode],
+    bin_: list[list[int]],
+    index: TokenIndex,
+    multiple: int = 1,
+    vision: Vision | None = None,
+) -> MicroBatch:
     """Tensors of one micro-batch; without units, a padding token that trains nothing."""
     none = torch.zeros(0, dtype=torch.int64)
-    input_ids, positions, hidden_index, targets, tokens, units = [none], [none], [none], [none], [none], []
+    input_ids, positions, rope, hidden_index, targets, tokens, units = [none], [none], [], [none], [none], [none], []
+    pictures: dict[Media, list[int]] = {}  # distinct ones -> where they begin in the row
     end = 0
     for unit in bin_:
         prompt = torch.tensor(episodes[unit[0]].prompt_ids)
         input_ids.append(prompt)
         positions.append(torch.arange(len(prompt)))
         units.append([len(prompt)])
-        end = prompt_end = end + len(prompt)
+        start, end = end, end + len(prompt)
+        prompt_end = end
         for i in unit:
-            response = torch.tensor(episodes[i].response_ids, dtype=torch.int64)
+            episode = episodes[i]
+            response = torch.tensor(episode.response_ids, dtype=torch.int64)
             input_ids.append(response)
             positions.append(len(prompt) + torch.arange(len(response)))
             units[-1].append(len(response))
-            trained = torch.tensor(episodes[i].loss_mask).nonzero().flatten()
+            trained = torch.tensor(episode.loss_mask).nonzero().flatten()
             before = end + trained - 1  # the hidden state before a token predicts it
             before[trained == 0] = prompt_end - 1  # the first response token is predicted by the prompt's last
             hidden_index.append(before)
             targets.append(response[trained])
             tokens.append(index.offsets[i] + torch.arange(len(trained)))
+            if vision:
+                ids = episode.prompt_ids + episode.response_ids
+                trajectory = torch.from_numpy(vision.positions(ids, episode.media))
+                rope.append(trajectory if i == unit[0] else trajectory[:, len(prompt) :])  # a prompt stands once
+                for media, place in zip(episode.media, vision.places(ids, episode.media)):
+                    in_prompt = place < len(prompt)
+                    if not in_prompt or i == unit[0]:
+                        pictures.setdefault(media, []).append(place + (start if in_prompt else end - len(prompt)))
             end += len(response)
     if padding := max(-(-end // multiple) * multiple, 1) - end:
         input_ids.append(none.new_zeros(padding))
         positions.append(torch.arange(padding))
+        rope.append(torch.arange(padding).expand(3, -1))
         units.append([padding])
-    row = (torch.cat(input_ids)[None], torch.cat(positions)[None])
-    return MicroBatch(*row, *(torch.cat(parts) for parts in (hidden_index, targets, tokens)), units)
+    ids, position_ids = torch.cat(input_ids)[None], torch.cat(positions)[None]
+    if vision:
+        position_ids = torch.stack([position_ids, *torch.cat(rope, dim=1)[:, None]])
+    slots, features, offset = [none], [none], 0
+    for media, places in pictures.items():
+        tokens_of_one = torch.arange(media.num_tokens)
+        slots += [place + tokens_of_one for place in places]
+        features += [offset + tokens_of_one] * len(places)
+        offset += media.num_tokens
+    flat = (torch.cat(parts) for parts in (hidden_index, targets, tokens, slots, features))
+    return MicroBatch(ids, position_ids, *flat, list(pictures), units)
 
 
 def shared_prompt_attention(

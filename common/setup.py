@@ -15,6 +15,7 @@ from common.checkpoint import Trained, checkpoint_bytes, free_bytes
 from common.data import PromptData
 from common.distributed import World, broadcast_object, handle_sigterm, init_world, sign_of_life, user_errors
 from common.engine import Sampling, VllmEngine
+from common.episodes import Turns
 from common.hf_engine import HuggingFaceEngine
 from common.logger import Logger, save_config, tracker_names
 from common.memory import memory_plan, release_freed_memory
@@ -23,6 +24,8 @@ from common.packing import remembered_budget
 from common.precision import choose_dtype
 from common.rewards import reward_function
 from common.rewards.workers import RewardWorkers
+from common.tools import ToolWorkers
+from common.vision import PixelLimits, Vision, load_vision
 
 
 @dataclass
@@ -39,6 +42,9 @@ class Job:
     eval_data: PromptData | None
     total_steps: int
     workers: RewardWorkers
+    limits: PixelLimits
+    vision: Vision | None  # None for a model that reads text alone
+    turns: Turns | None  # None without --tools
     engine: VllmEngine | HuggingFaceEngine | None  # asleep; None with --replay
 
 
@@ -59,6 +65,12 @@ def set_up(args, script: str, demo: bool) -> Job:
     attention = choose_attention(args.attention, world.device)
     path = resolve_model(args.model)
     tokenizer = load_tokenizer(path, args.trust_remote_code)
+    limits = PixelLimits(args.min_pixels, args.max_pixels, args.max_frame_pixels)
+    vision = load_vision(path, limits)
+    if vision:
+        tokenizer.chat_template = vision.processor.chat_template or tokenizer.chat_template
+    sees = (vision is not None, "a vision-language --model")
+    refuse_idle(args, dict.fromkeys(["freeze_vision", "min_pixels", "max_pixels", "max_frame_pixels"], sees))
     if getattr(args, "critic_model", None):
         critic_vocabulary = load_tokenizer(resolve_model(args.critic_model, "--critic-model")).get_vocab()
         refuse(critic_vocabulary != tokenizer.get_vocab(), f"--critic-model {args.critic_model}: another tokenizer")
@@ -71,6 +83,8 @@ def set_up(args, script: str, demo: bool) -> Job:
     options |= {"skip_bad_rows": args.skip_bad_rows, "notice": world.print}
     train_data = eval_data = None
     with user_errors():
+        tools = ToolWorkers(args.tools, args.tool_workers, args.tool_timeout) if args.tools else None
+        options |= {"vision": vision, "tools": tools and tools.tools, "media_root": args.media_root}
         if not args.eval_only:
             train_data = PromptData(args.train_data, tokenizer, max_rows=args.max_rows, **options)
         if args.eval_data:
@@ -100,8 +114,14 @@ def set_up(args, script: str, demo: bool) -> Job:
             memory_gib=args.engine_memory,
             sleep_level=args.sleep_level,
             trust_remote_code=args.trust_remote_code,
+            vision=vision,
+            max_images=args.max_images,
         )
         engine.sleep()
+    turns = None
+    if tools:
+        bounds = (args.max_turns, args.max_turn_tokens, args.max_images, args.max_tool_errors)
+        turns = Turns(tokenizer, tools, vision, *bounds, args.deterministic)
     torch.manual_seed(args.seed + world.rank)  # after vLLM, which seeds every rank alike
     world.print(
         f"{script}.py: {args.model}, {world.size} x {world.device.type}, {args.strategy}, {args.engine}, compute "
@@ -118,6 +138,9 @@ def set_up(args, script: str, demo: bool) -> Job:
         eval_data=eval_data,
         total_steps=total_steps or 0,
         workers=workers,
+        limits=limits,
+        vision=vision,
+        turns=turns,
         engine=engine,
     )
 
@@ -192,6 +215,7 @@ def check_device(device: torch.device) -> None:
 def check_shared_args(args) -> None:
     """Refuse values that cannot work, and flags without effect, of those that all RL scripts share."""
     sampled = (args.eval_temperature > 0, "an --eval-temperature above 0")
+    called = (bool(args.tools), "--tools")
     refuse_idle(
         args,
         {
@@ -201,6 +225,9 @@ def check_shared_args(args) -> None:
             "eval_top_p": sampled,
             "eval_top_k": sampled,
             "eval_samples": sampled,  # greedy ones are all the same
+            **dict.fromkeys(
+                ["max_turns", "max_turn_tokens", "max_tool_errors", "tool_workers", "tool_timeout"], called
+            ),
         },
     )
     Sampling(temperature=args.temperature).check_exact()
@@ -211,6 +238,31 @@ def check_shared_args(args) -> None:
     data = "--eval-data" if args.eval_only else "--train-data"
     given = args.eval_data if args.eval_only else args.train_data
     refuse(not given and (args.model != "tiny" or bool(args.train_data)), f"--model {args.model} needs {data}")
+
+
+def check_objective_args(args) -> None:
+    """The same for those of the policy's objective, which grpo.py and ppo.py share."""
+    off_policy = args.minibatches * args.epochs_per_step > 1
+    moved = "several --minibatches or --epochs-per-step: on-policy the ratio is 1"
+    kl = (args.kl_in != "none", "--kl-in reward or loss")
+    refuse_idle(
+        args,
+        {
+            **dict.fromkeys(["objective", "clip_low", "clip_high"], (off_policy, moved)),
+            "dual_clip": (off_policy and args.objective == "ppo", f"--objective ppo, and {moved}"),
+            "correction_low": (args.correction in ("mask", "sequence"), "--correction mask or sequence"),
+            "correction_high": (args.correction != "none", "a --correction"),
+            **dict.fromkeys(["kl_coef", "kl_estimator", "kl_target"], kl),
+            "kl_horizon": (args.kl_target > 0, "--kl-target"),
+        },
+    )
+    P, M, estimator = args.prompts_per_step, args.minibatches, args.kl_estimator
+    refuse(P < M, f"--minibatches {M} of --prompts-per-step {P}: a minibatch needs a prompt (groups stay together)")
+    refuse(0 < args.dual_clip <= 1, f"--dual-clip {args.dual_clip}: a bound on the ratio must be above 1 (0 = off)")
+    refuse(not 0 <= args.overlong_buffer < args.max_response_tokens, "--overlong-buffer: below --max-response-tokens")
+    refuse(args.kl_in != "none" and not args.kl_coef, f"--kl-in {args.kl_in} needs a --kl-coef, such as 0.001")
+    refuse(args.kl_in == "reward" and estimator != "k1", f"--kl-in reward with {estimator}: biased there, take k1")
+    refuse(args.kl_in == "loss" and estimator == "k1", "--kl-in loss with k1: no gradient on average, take k3-is")
 
 
 def refuse(wrong: bool, message: str) -> None:

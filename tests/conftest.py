@@ -15,6 +15,7 @@ import torch
 
 import common  # noqa: F401  (repairs torchvision before transformers is imported)
 from common.distributed import World, init_world
+from common.engine import Sampling
 from common.episodes import Episode
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -84,6 +85,16 @@ def random_episodes(seed: int, prompts: int = 3, samples: int = 4, vocab: int = 
             logprobs = [-rng.random() * m for m in mask]
             episodes.append(Episode(p, s, prompt, ids, mask, logprobs, "stop", {"score": float(rng.random() < 0.4)}))
     return episodes
+
+
+def generate(engine, prompts: list[list[int]], sampling: Sampling, seeds: list[int], weights_step: int):
+    """Completions of each prompt, all requests submitted at once."""
+    for key, (ids, seed) in enumerate(zip(prompts, seeds)):
+        engine.submit(key, ids, sampling, seed, weights_step)
+    done: dict = {}
+    while engine.busy:
+        done |= dict(engine.step())
+    return [done[key] for key in range(len(prompts))]
 
 
 def relative_l2(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:

@@ -4,12 +4,13 @@ from itertools import combinations
 
 import pytest
 
-from common.evaluate import format_table, is_correct, maj_at_k, pass_at_k, summarize, wilson_interval
+from common.evaluate import format_table, maj_at_k, pass_at_k, summarize, wilson_interval
+from common.metrics import is_correct
 
 
 def sample(group, score, pred="", source="a", length=10, truncated=False):
     rest = {"data_source": source, "group": group, "pred": pred, "length": length, "truncated": truncated}
-    return rest | {"score": score, "correct": is_correct(score)}
+    return rest | {"score": score, "correct": is_correct({"score": score})}
 
 
 @pytest.mark.parametrize("n", range(1, 8))
@@ -38,8 +39,10 @@ def test_majority_vote():
 
 
 def test_accuracy_means_full_marks():
-    assert is_correct(1.0) and is_correct(1.0 - 1e-7) and is_correct(1.1)
-    assert not is_correct(0.999) and not is_correct(0.1)
+    assert all(is_correct({"score": score}) for score in (1.0, 1.0 - 1e-7, 1.1))
+    assert not any(is_correct({"score": score}) for score in (0.999, 0.1, float("nan")))
+    assert is_correct({"score": 0.9, "acc": 1.0}) and not is_correct({"score": 1.0, "acc": 0.0})
+    assert is_correct({"score": 1.0, "acc": "a word"}), "what is no number does not count"
 
 
 def test_summarize_averages_over_prompts_first():

@@ -477,7 +477,7 @@ def test_guarded_step_without_clipping_is_the_optimizers_own_step():
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ("--kl-coef 0.01", "--kl-coef 0.01 has no effect: needs a place, --kl-in reward or loss"),
+        ("--kl-coef 0.01", "--kl-coef 0.01 has no effect: needs --kl-in reward or loss"),
         ("--kl-in loss --kl-estimator k3", "--kl-in loss needs a --kl-coef"),
         ("--kl-in loss --kl-coef 0.01 --kl-estimator k1", "--kl-in loss with k1: no gradient on average"),
         ("--kl-in reward --kl-coef 0.01 --kl-estimator k3", "--kl-in reward with k3: biased there"),

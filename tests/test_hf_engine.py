@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import random_policy
+from conftest import generate, random_policy
 
 from common.distributed import World
 from common.engine import Sampling, WeightBooks
@@ -73,7 +73,7 @@ def worst_gap(policy, completions, prompts, temperature):
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
 def test_logprobs_are_the_models_own_at_the_temperature(engine, policy, temperature):
-    completions = engine.generate(PROMPTS, Sampling(3, 20, temperature), SEEDS, 0)
+    completions = generate(engine, PROMPTS, Sampling(3, 20, temperature), SEEDS, 0)
     assert [len(samples) for samples in completions] == [3] * 4
     assert worst_gap(policy, completions, PROMPTS, temperature) < 1e-5
 
@@ -81,7 +81,7 @@ def test_logprobs_are_the_models_own_at_the_temperature(engine, policy, temperat
 def test_samples_follow_the_distribution(engine, policy):
     """4,000 first tokens: no frequency is further than 5 standard deviations from the model's probability."""
     n, temperature = 4000, 1.3
-    (samples,) = engine.generate([PROMPTS[2]], Sampling(n, 1, temperature), [0], 0)
+    (samples,) = generate(engine, [PROMPTS[2]], Sampling(n, 1, temperature), [0], 0)
     counts = torch.bincount(torch.tensor([s.token_ids[0] for s in samples]), minlength=97)
     p = plain_logprobs(policy, PROMPTS[2], [0], temperature)[0].exp()
     assert ((counts - n * p).abs() / (n * p * (1 - p)).sqrt().clamp(min=1)).max() < 5
@@ -89,19 +89,19 @@ def test_samples_follow_the_distribution(engine, policy):
 
 def test_a_sample_depends_on_its_seed_alone(engine, make_engine):
     sampling = Sampling(3, 20, 1.0)
-    together = [[s.token_ids for s in samples] for samples in engine.generate(PROMPTS, sampling, SEEDS, 0)]
+    together = [[s.token_ids for s in samples] for samples in generate(engine, PROMPTS, sampling, SEEDS, 0)]
     for i in (0, 1):
-        (alone,) = engine.generate([PROMPTS[i]], sampling, [SEEDS[i]], 0)
+        (alone,) = generate(engine, [PROMPTS[i]], sampling, [SEEDS[i]], 0)
         assert [s.token_ids for s in alone] == together[i]
-        (second,) = engine.generate([PROMPTS[i]], Sampling(1, 20, 1.0), [SEEDS[i] + 1], 0)
+        (second,) = generate(engine, [PROMPTS[i]], Sampling(1, 20, 1.0), [SEEDS[i] + 1], 0)
         assert second[0].token_ids == together[i][1], "sample j has seed + j"
-    reversed_order = engine.generate(PROMPTS[::-1], sampling, SEEDS[::-1], 0)
+    reversed_order = generate(engine, PROMPTS[::-1], sampling, SEEDS[::-1], 0)
     assert [[s.token_ids for s in samples] for samples in reversed_order] == together[::-1]
     for max_sequences in (1, 5):
-        few = make_engine(max_sequences=max_sequences).generate(PROMPTS, sampling, SEEDS, 0)
+        few = generate(make_engine(max_sequences=max_sequences), PROMPTS, sampling, SEEDS, 0)
         assert [[s.token_ids for s in samples] for samples in few] == together
     assert all(len({tuple(ids) for ids in samples}) == 3 for samples in together), "samples of a prompt differ"
-    (other,) = engine.generate(PROMPTS[:1], sampling, [SEEDS[0] + 50], 0)
+    (other,) = generate(engine, PROMPTS[:1], sampling, [SEEDS[0] + 50], 0)
     assert other[0].token_ids != together[0][0]
 
 
@@ -109,34 +109,34 @@ def test_a_longer_neighbour_does_not_shorten_a_sample(make_engine):
     """`max_model_len` bounds prompt + response of each request, as in vLLM, not of the padded batch."""
     engine = make_engine(max_model_len=16, end_ids=[])
     sampling = Sampling(1, 12, 1.0)
-    (alone,), _ = engine.generate([[7], [8]], sampling, [1, 2], 0)
-    (beside,), (long,) = engine.generate([[7], list(range(10, 22))], sampling, [1, 2], 0)
+    (alone,), _ = generate(engine, [[7], [8]], sampling, [1, 2], 0)
+    (beside,), (long,) = generate(engine, [[7], list(range(10, 22))], sampling, [1, 2], 0)
     assert len(alone.token_ids) == 12
     assert len(long.token_ids) == 4 and long.finish_reason == "length"
     assert beside.token_ids == alone.token_ids
 
 
 def test_greedy_is_the_argmax_of_the_plain_model(engine, policy):
-    for prompt, (sample,) in zip(PROMPTS, engine.generate(PROMPTS, Sampling(1, 12, 0.0), SEEDS, 0)):
+    for prompt, (sample,) in zip(PROMPTS, generate(engine, PROMPTS, Sampling(1, 12, 0.0), SEEDS, 0)):
         ids = []
         while len(ids) < 12 and END not in ids:
             ids.append(policy.model(torch.tensor([prompt + ids])).logits[0, -1].argmax().item())
         assert sample.token_ids == ids
-    greedy = engine.generate(PROMPTS, Sampling(1, 12, 0.0), SEEDS, 0)
+    greedy = generate(engine, PROMPTS, Sampling(1, 12, 0.0), SEEDS, 0)
     assert worst_gap(policy, greedy, PROMPTS, 1.0) < 1e-5
 
 
 def test_truncated_sampling(engine, policy):
-    greedy = [s[0].token_ids for s in engine.generate(PROMPTS, Sampling(1, 12, 0.0), SEEDS, 0)]
+    greedy = [s[0].token_ids for s in generate(engine, PROMPTS, Sampling(1, 12, 0.0), SEEDS, 0)]
     for options in ({"top_k": 1}, {"top_p": 1e-6}):
-        (*samples,) = engine.generate(PROMPTS, Sampling(2, 12, 1.5, **options), SEEDS, 0)
+        (*samples,) = generate(engine, PROMPTS, Sampling(2, 12, 1.5, **options), SEEDS, 0)
         assert [[s.token_ids for s in pair] for pair in samples] == [[ids, ids] for ids in greedy], options
         assert all(abs(lp) < 1e-6 for pair in samples for s in pair for lp in s.logprobs), "certain, then"
 
 
 @pytest.mark.parametrize("options", [{"top_k": 3}, {"top_p": 0.5}])
 def test_truncated_sampling_keeps_the_right_tokens(engine, policy, options):
-    (samples,) = engine.generate([PROMPTS[0]], Sampling(300, 1, 1.2, **options), [0], 0)
+    (samples,) = generate(engine, [PROMPTS[0]], Sampling(300, 1, 1.2, **options), [0], 0)
     p, order = plain_logprobs(policy, PROMPTS[0], [0], 1.2)[0].exp().sort(descending=True)
     size = 3 if "top_k" in options else next(i + 1 for i, mass in enumerate(p.cumsum(0)) if mass >= 0.5)
     kept = order[:size].tolist()
@@ -150,7 +150,7 @@ def test_truncated_sampling_keeps_the_right_tokens(engine, policy, options):
 def test_stops_at_an_end_token_and_includes_it(make_engine):
     ends = set(range(0, 97, 5))  # many, so that samples stop at different places
     engine = make_engine(end_ids=sorted(ends))
-    samples = [s for group in engine.generate(PROMPTS, Sampling(8, 10, 1.5), SEEDS, 0) for s in group]
+    samples = [s for group in generate(engine, PROMPTS, Sampling(8, 10, 1.5), SEEDS, 0) for s in group]
     reasons = set()
     for sample in samples:
         assert len(sample.token_ids) == len(sample.logprobs) <= 10
@@ -162,7 +162,7 @@ def test_stops_at_an_end_token_and_includes_it(make_engine):
 
 
 def test_no_prompts_are_no_work(engine):
-    assert engine.generate([], Sampling(2), [], 0) == []
+    assert generate(engine, [], Sampling(2), [], 0) == []
 
 
 # --- the books ----------------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def test_engine_refuses_a_faulty_sync_and_is_unusable_after_it(make_engine, poli
         engine.sync_weights(spoil(name, list(full_parameters(policy))), parameter_sizes(policy), 1)
     for step in (0, 1):
         with pytest.raises(RuntimeError, match="call sync_weights"):
-            engine.generate(PROMPTS, Sampling(1, 1), SEEDS, step)
+            generate(engine, PROMPTS, Sampling(1, 1), SEEDS, step)
 
 
 def test_books_pass_the_weights_on_in_the_engines_dtype(policy):
@@ -219,13 +219,13 @@ def test_books_pass_the_weights_on_in_the_engines_dtype(policy):
 
 def test_stale_weights_are_refused(make_engine, policy):
     engine = make_engine(synced=False)
-    generate = partial(engine.generate, PROMPTS, Sampling(1, 1), SEEDS)
+    attempt = partial(generate, engine, PROMPTS, Sampling(1, 1), SEEDS)
     with pytest.raises(RuntimeError, match="optimizer step None, the trainer is at 0"):
-        generate(0)
+        attempt(0)
     engine.sync_weights(full_parameters(policy), parameter_sizes(policy), 4)
-    generate(4)
+    attempt(4)
     with pytest.raises(RuntimeError, match="optimizer step 4, the trainer is at 5"):
-        generate(5)
+        attempt(5)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -236,12 +236,12 @@ def test_sync_changes_the_samples_to_those_of_the_new_weights(make_engine, tiny_
     old.model.save_pretrained(tmp_path)
     engine = HuggingFaceEngine(str(tmp_path), torch.float32, WORLD, end_ids=[END], max_model_len=64)
     engine.sync_weights(full_parameters(old), parameter_sizes(old), 0)
-    before = engine.generate(PROMPTS, Sampling(2, 12), SEEDS, 0)
+    before = generate(engine, PROMPTS, Sampling(2, 12), SEEDS, 0)
     engine.sleep()
     engine.wake("weights")
     engine.sync_weights(full_parameters(new), parameter_sizes(new), 1)
     engine.wake("kv_cache")
-    after = engine.generate(PROMPTS, Sampling(2, 12), SEEDS, 1)
+    after = generate(engine, PROMPTS, Sampling(2, 12), SEEDS, 1)
     assert worst_gap(old, before, PROMPTS, 1.0) < 1e-5 and worst_gap(new, after, PROMPTS, 1.0) < 1e-5
     assert worst_gap(new, before, PROMPTS, 1.0) > 0.1, "the two differ, or this test shows nothing"
 

@@ -12,7 +12,8 @@ from conftest import ROOT, random_episodes, random_policy, relative_l2, run_scri
 
 import ppo
 from common.distributed import World
-from common.episodes import Episode, rollout_metrics, rollout_sums, value_metrics, value_sums
+from common.episodes import Episode
+from common.metrics import rollout_metrics, rollout_sums, value_metrics, value_sums
 from common.models import Critic
 from common.packing import TokenIndex, pack
 
@@ -303,7 +304,7 @@ def test_the_critic_finds_values_that_are_known(ranks, strategy, critic_lambda):
         ),
         ("--reward-model-weight 2", "--reward-model-weight 2.0 has no effect: needs --reward-model"),
         ("--kl-in reward --kl-coef 0.01 --kl-estimator k3", "--kl-in reward with k3: biased there"),
-        ("--kl-coef 0.01", "--kl-coef 0.01 has no effect: needs a place"),
+        ("--kl-coef 0.01", "--kl-coef 0.01 has no effect: needs --kl-in reward or loss"),
         ("--gamma 1.5", "--gamma and lambdas are from 0 to 1"),
         ("--lambda-length -1", "--gamma and lambdas are from 0 to 1, --lambda-length is not below 0"),
         ("--eval-only --critic-model tiny", "--critic-model tiny has no effect: needs training"),

@@ -15,8 +15,9 @@ from types import SimpleNamespace
 import pytest
 from conftest import ROOT
 
+from common import workers
 from common.episodes import Episode
-from common.rewards import score_episodes, workers
+from common.rewards import score_episodes
 from common.rewards.workers import RewardWorkers
 
 TIMEOUT = 2.0  # seconds, in all tests that do not say otherwise
@@ -350,6 +351,7 @@ def test_sigkill_of_the_trainer_leaves_no_worker(spec, tmp_path):
         "from common.rewards.workers import RewardWorkers\n"
         "print('main', flush=True)\n"
         "pool = RewardWorkers(sys.argv[1], 3, 600.0)\n"
+        "pool.score([('test', '3', 7, {})] * 3)\n"  # more than one job at a time: all are started
         "print(*(worker.process.pid for worker in pool.workers), flush=True)\n"
         "pool.score([('test', 'hang', 7, {'file': sys.argv[2]})])\n"
     )

@@ -1,7 +1,9 @@
 """grpo.py and ppo.py on real pre-trained weights, in the combinations that the README promises. Slow: minutes each."""
 
+import json
+
 import pytest
-from conftest import metrics_of, run_script
+from conftest import metrics_of, run_script, steps_of
 from test_reward_model import save_reward_model
 
 pytestmark = pytest.mark.slow
@@ -60,3 +62,29 @@ def test_three_steps_of_ppo_with_a_reward_model(tmp_path, data, ranks, dtype, op
     assert len(steps) == 3 and max(gaps) < GAP[dtype], done.stdout[-2000:]
     assert all(record["optim/skipped_steps"] == 0 for record in steps)
     assert steps[0]["value/mean"] == 0.0 and steps[2]["value/mean"] != 0.0
+
+
+TOOL = '''
+def add(a: float, b: float) -> str:
+    """Add two numbers."""
+    return f"{a + b:g}"
+'''
+
+
+def test_three_steps_with_a_tool(tmp_path):
+    """Shown one call, SmolLM2 makes calls of its own, some malformed: they are executed, or told what is wrong."""
+    (tmp_path / "tool.py").write_text(TOOL)
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 5}}\n</tool_call>'
+    shown = [("user", "What is 2 + 5?"), ("assistant", call), ("tool", "7"), ("assistant", "#### 7")]
+    with (tmp_path / "rows.jsonl").open("w") as file:
+        for i in range(8):
+            messages = [*shown, ("user", f"What is {10 + i} + {3 * i + 1}?")]
+            prompt = [{"role": role, "content": content} for role, content in messages]
+            truth = {"style": "rule", "ground_truth": str(11 + 4 * i)}
+            file.write(json.dumps({"data_source": "gsm8k", "prompt": prompt, "reward_model": truth}) + "\n")
+    options = ["--train-data", tmp_path / "rows.jsonl", "--tools", f"{tmp_path / 'tool.py'}:add", "--dtype", "fp32"]
+    options += [*SIZES, "--max-prompt-tokens", 600, "--max-response-tokens", 200, "--max-turn-tokens", 64]
+    run_script("grpo.py", "--model", "smollm2", *options, "--output-dir", tmp_path / "run", timeout=1500)
+    steps = steps_of(tmp_path / "run")
+    assert len(steps) == 3 and all(step["policy/rollout_logprob_gap"] < 1e-4 for step in steps.values())
+    assert all(step["tool/callers"] > 0 and step["tool/error_rate"] < 1 for step in steps.values())

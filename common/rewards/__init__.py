@@ -3,15 +3,13 @@
 fn(data_source, solution_str, ground_truth, extra_info=None) -> number, or a mapping with the key "score"
 """
 
-import importlib.util
-import sys
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from math import isfinite, isnan, nan
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.rewards import countdown, math
+from common.rewards import countdown, geometry, math
+from common.workers import load_function
 
 if TYPE_CHECKING:
     from common.rewards.workers import RewardWorkers
@@ -35,6 +33,10 @@ def dapo_reward(data_source: str, solution_str: str, ground_truth: str, extra_in
     return math.score_dapo(solution_str, ground_truth)
 
 
+def geo3k_reward(data_source: str, solution_str: str, ground_truth: str, extra_info=None) -> dict:
+    return geometry.score_geo3k(solution_str, ground_truth)
+
+
 # data_source pattern -> function; the first that matches is taken
 REWARD_FUNCTIONS: dict[str, RewardFunction] = {
     "*countdown*": countdown_reward,
@@ -48,6 +50,8 @@ REWARD_FUNCTIONS: dict[str, RewardFunction] = {
     "math_dapo*": dapo_reward,  # as in verl, like the next two
     "math": dapo_reward,
     "aime*": dapo_reward,
+    "hiyouga/geometry3k": geo3k_reward,
+    "*geo3k*": geo3k_reward,
 }
 
 
@@ -64,25 +68,7 @@ def reward_function(data_source: str) -> RewardFunction:
 
 def load_reward_function(spec: str) -> RewardFunction:
     """The function NAME of the file FILE.py, from "FILE.py:NAME". Errors name the flag --reward-function."""
-    file, _, name = spec.rpartition(":")
-    if not file or not name.isidentifier():
-        raise ValueError(f"--reward-function {spec}: expected FILE.py:NAME")
-    path = Path(file).expanduser().resolve()
-    if not path.is_file():
-        raise ValueError(f"--reward-function {spec}: there is no file {path}")
-    module_name = f"user_rewards_{path.stem}"
-    module_spec = importlib.util.spec_from_file_location(module_name, path)
-    if module_spec is None:
-        raise ValueError(f"--reward-function {spec}: {path.name} is not a Python file")
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_name] = module  # dataclasses and pickle look a class's module up by name
-    module_spec.loader.exec_module(module)
-    function = getattr(module, name, None)
-    if function is None:
-        raise ValueError(f"--reward-function {spec}: {path} defines no {name}")
-    if not callable(function):
-        raise ValueError(f"--reward-function {spec}: {name} is a {type(function).__name__}, not a function")
-    return function
+    return load_function(spec, "--reward-function")
 
 
 def score_response(
@@ -106,10 +92,15 @@ def score_episodes(episodes: list, rows: Mapping, workers: "RewardWorkers", toke
 
     If that fails (an exception, a timeout, a dead worker), they are {"score": nan, "error": why}.
     """
-    texts = [tokenizer.decode(episode.response_ids, skip_special_tokens=True) for episode in episodes]
-    answered = [(rows[episode.prompt_index], text) for episode, text in zip(episodes, texts, strict=True)]
-    jobs = [(row.data_source, text, row.ground_truth, row.extra_info) for row, text in answered]
-    for episode, result in zip(episodes, workers.score(jobs), strict=True):
+    answered, jobs = [], []
+    for episode in episodes:
+        if episode.finish_reason in ("tool_failed", "unreadable"):
+            episode.rewards = {"score": nan, "error": episode.finish_reason}
+            continue
+        row, text = rows[episode.prompt_index], tokenizer.decode(episode.response_ids, skip_special_tokens=True)
+        answered.append(episode)
+        jobs.append((row.data_source, text, row.ground_truth, row.extra_info))
+    for episode, result in zip(answered, workers.score(jobs), strict=True):
         episode.rewards = {"score": nan} | result
     errors = [str(e.rewards["error"]) for e in episodes if isnan(e.rewards["score"])]
     if errors:

@@ -1,0 +1,284 @@
+"""Tools that the policy calls between its turns: how it is told of them, its calls, and what they return.
+
+A tool is a plain function. It returns text (numbers, booleans, dicts and lists become JSON), or (text, images), or
+(text, images, info): images as PIL or encoded, info a dict for pictures of what happened. An exception is what the
+policy reads. A parameter named `context` gets the pictures seen so far; keyword-only ones are for the row.
+"""
+
+import inspect
+import json
+from base64 import b64decode, b64encode
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import takewhile
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from common.tools import visual
+from common.workers import Pool, load_function
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+MAX_DEPTH = 32  # of what a call's JSON may nest: pickling and printing it recurse
+MAX_TEXT = 4096  # characters of an observation
+JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+
+
+@dataclass(slots=True)
+class Tool:
+    name: str
+    function: Callable
+    schema: dict  # {"type": "function", "function": {name, description, parameters}}
+    aliases: tuple[str, ...] = ()
+    role: str = "tool"  # of the message that holds the observation: "tool" or "user"
+
+
+@dataclass(slots=True)
+class Call:
+    name: str = ""
+    arguments: dict = field(default_factory=dict)
+    error: str = ""  # why it is none
+
+
+@dataclass(slots=True)
+class ToolReply:
+    text: str
+    images: list[bytes] = field(default_factory=list)  # encoded, at their own resolution
+    error: bool = False  # the tool refused or raised: the text is what the policy reads
+    failed: bool = False  # a hang, a crash, out of memory: the sample is lost, the text says why
+    info: dict = field(default_factory=dict)
+    role: str = "tool"  # of the message that holds text and images
+
+
+CROP = Tool(
+    "crop_image_normalized", visual.crop_image_normalized, visual.CROP_SCHEMA, ("crop_image", "zoom_in"), role="user"
+)
+SELECT = Tool("select_frames", visual.select_frames, visual.SELECT_SCHEMA, role="user")
+BUILT_IN = {CROP.name: [CROP], SELECT.name: [SELECT], "visual": [CROP, SELECT]}
+
+
+def load_tools(spec: str) -> dict[str, Tool]:
+    """The tools of --tools: names of BUILT_IN and FILE.py:NAME, separated by commas. ValueErrors name the flag."""
+    tools = {}
+    for part in filter(None, map(str.strip, spec.split(","))):
+        if part not in BUILT_IN and ":" not in part:
+            raise ValueError(f"--tools {part}: expected FILE.py:NAME or one of {', '.join(BUILT_IN)}")
+        for tool in BUILT_IN.get(part) or [user_tool(part)]:
+            if tool.name in tools:
+                raise ValueError(f"--tools {spec}: {tool.name} is named twice")
+            tools[tool.name] = tool
+    return tools
+
+
+def find_tool(tools: Mapping[str, Tool], name: str) -> Tool | None:
+    return tools.get(name) or next((tool for tool in tools.values() if name in tool.aliases), None)
+
+
+def user_tool(spec: str) -> Tool:
+    """FILE.py:NAME, with the function's attribute `schema` or one made from its signature."""
+    function = load_function(spec, "--tools")
+    try:
+        schema = getattr(function, "schema", None) or make_schema(function, spec.rpartition(":")[2])
+        json.dumps(schema)
+        parameters = schema["function"].get("parameters", {})
+        known = isinstance(parameters.get("properties", {}), dict) and isinstance(schema["function"]["name"], str)
+        if schema["type"] != "function" or not known:
+            raise ValueError('its schema is not {"type": "function", "function": {name, description, parameters}}')
+    except (AttributeError, KeyError, NameError, TypeError, ValueError) as error:
+        raise ValueError(f"--tools {spec}: {type(error).__name__}: {error}") from error
+    return Tool(schema["function"]["name"], function, schema)
+
+
+def make_schema(function: Callable, name: str) -> dict:
+    """From type hints and docstring: its first paragraph, and the lines "name: text" for parameters."""
+    hints, parameters = get_type_hints(function), inspect.signature(function).parameters
+    lines = [line.strip() for line in (inspect.getdoc(function) or "").splitlines()]
+    about = {key: text.strip() for key, colon, text in (line.partition(":") for line in lines) if key in parameters}
+    description = [line for line in takewhile(bool, lines) if line.partition(":")[0] not in about]
+    properties, required = {}, []
+    for parameter in parameters.values():
+        if parameter.kind == parameter.POSITIONAL_ONLY:
+            raise ValueError(f"parameter {parameter.name} is positional-only, but arguments are named")
+        if parameter.kind != parameter.POSITIONAL_OR_KEYWORD or parameter.name == "context":
+            continue
+        if parameter.name not in hints:
+            raise ValueError(f"parameter {parameter.name} has no type hint")
+        properties[parameter.name] = json_type(hints[parameter.name])
+        if parameter.name in about:
+            properties[parameter.name]["description"] = about[parameter.name]
+        if parameter.default is parameter.empty:
+            required.append(parameter.name)
+    parameters = {"type": "object", "properties": properties, "required": required}
+    function = {"name": name, "description": " ".join(description), "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def json_type(hint: Any) -> dict:
+    """The JSON schema of a type hint; ValueError if there is none."""
+    kind, arguments = get_origin(hint) or hint, get_args(hint)
+    if kind is Literal:
+        types = {JSON_TYPES.get(type(value)) for value in arguments}
+        return ({"type": types.pop()} if len(types) == 1 else {}) | {"enum": list(arguments)}
+    if kind in (Union, UnionType):
+        arguments = [argument for argument in arguments if argument is not NoneType]
+        if len(arguments) == 1:
+            return json_type(arguments[0])
+    if kind not in JSON_TYPES:
+        raise ValueError(f"no JSON type for the type hint {hint}")
+    items = {"items": json_type(arguments[0])} if kind is list and arguments else {}
+    return {"type": JSON_TYPES[kind]} | items
+
+
+def tool_block(tools: Mapping[str, Tool]) -> str:
+    """What follows the system text: the block of Hermes, to the letter that of Qwen2.5's chat template."""
+    if not tools:
+        return ""
+    schemas = "\n".join(json.dumps(tool.schema, ensure_ascii=False) for tool in tools.values())
+    return (
+        "\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+        f"You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n{schemas}\n</tools>\n\n"
+        "For each function call, return a json object with function name and arguments within "
+        f'{OPEN}{CLOSE} XML tags:\n{OPEN}\n{{"name": <function-name>, "arguments": <args-json-object>}}\n{CLOSE}'
+    )
+
+
+def parse_call(text: str) -> Call | None:
+    """The last call in a turn that ends with one; None if it does not. A malformed one has an `error`."""
+    text = text.rstrip()
+    if not text.endswith(CLOSE):
+        return None
+    start = text.rfind(OPEN)
+    if start < 0:
+        return Call(error=f"{CLOSE} without {OPEN}")
+    try:
+        call = load_json(text[start + len(OPEN) : text.index(CLOSE, start)])
+        arguments = call["arguments"] if isinstance(call, dict) and "arguments" in call else None
+        if isinstance(arguments, str):
+            arguments = load_json(arguments)
+        if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
+            raise ValueError('expected {"name": <function-name>, "arguments": <args-json-object>}')
+    except ValueError as error:
+        return Call(error=f"Not a valid tool call: {error}")
+    return Call(call["name"], arguments)
+
+
+def load_json(text: str) -> Any:
+    """ValueError for what is no JSON, which NaN and infinity are not, and for what nests too deep."""
+    try:
+        value = json.loads(text, parse_constant=refuse_constant)
+        level = [value]
+        for _ in range(MAX_DEPTH):
+            level = [child for parent in level for child in children(parent)]
+        if level:
+            raise RecursionError
+    except RecursionError as error:
+        raise ValueError(f"nested deeper than {MAX_DEPTH}") from error
+    return value
+
+
+def children(value: Any) -> Iterable:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+def refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def call_tool(tool: Tool, arguments: Mapping, context: Mapping, kwargs: Mapping) -> dict:
+    """Fields of the reply, as JSON. What the row must give, and does not, is no error of the policy: RuntimeError."""
+    parameters = inspect.signature(tool.function).parameters
+    takes_all = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
+    given = {name: value for name, value in kwargs.items() if value is not None and (takes_all or name in parameters)}
+    if "context" in parameters:
+        given["context"] = context
+    for name, parameter in parameters.items():
+        if parameter.kind == parameter.KEYWORD_ONLY and parameter.default is parameter.empty and name not in given:
+            raise RuntimeError(f"the row gives {tool.name} no {name} in extra_info.tools_kwargs")
+    offered = tool.schema["function"].get("parameters", {})
+    try:
+        missing = [name for name in offered.get("required", ()) if name not in arguments and name not in given]
+        unexpected = [name for name in arguments if name not in offered.get("properties", {})]
+        for problem, names in (("missing", missing), ("unexpected", unexpected)):
+            if names:
+                raise ValueError(f"{tool.name}: {problem} arguments: {', '.join(names)}")
+        result = tool.function(**{**given, **arguments})
+        seen = isinstance(result, tuple) and len(result) in (2, 3) and isinstance(result[0], str)
+        text, images, info = (*result, {})[:3] if seen else (result, [], {})
+        if not isinstance(text, str):
+            text = json.dumps(text, ensure_ascii=False)
+        images = [b64encode(visual.encode(image)).decode() for image in images or ()]
+        return {"text": trim(text), "images": images, "info": info or {}}
+    except MemoryError:
+        raise
+    except Exception as error:  # whatever it is, the policy reads it and may do better
+        text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        return {"text": error_text(text, tool.role), "error": True}
+
+
+def error_text(why: str, role: str) -> str:
+    return trim(f"\nExecution error:\n{why}\n" if role == "user" else f"Error: {why}")
+
+
+def trim(text: str) -> str:
+    """Without lone surrogates, which no tokenizer takes, and at most MAX_TEXT long."""
+    text = text.encode(errors="replace").decode()
+    if len(text) <= MAX_TEXT:
+        return text
+    mark = f"\n[... cut: the whole has {len(text)} characters ...]\n"
+    head = (MAX_TEXT - len(mark)) // 2
+    return text[:head] + mark + text[len(text) - (MAX_TEXT - len(mark) - head) :]
+
+
+class ToolWorkers:
+    """`workers` processes that run the tools of --tools. ValueError if a tool or the workers do not load.
+
+    Each call has `timeout_s` seconds from when a worker gets it, and `memory_gib` (0: no limit).
+    """
+
+    def __init__(self, spec: str, workers: int, timeout_s: float, memory_gib: float = 4.0):
+        self.tools = load_tools(spec)
+        self.answered: deque[tuple[Hashable, ToolReply]] = deque()  # without a worker
+        self.pool = Pool("tool", make_caller, spec, workers, timeout_s, memory_gib)
+
+    @property
+    def pending(self) -> int:
+        """Calls whose reply `poll` has not returned so far."""
+        return len(self.answered) + self.pool.pending
+
+    def submit(self, key: Hashable, call: Call, context: Mapping, kwargs: Mapping) -> None:
+        """context: {"media": [{"kind": "image" or "video", "frames": [encoded, ...]}, ...] in the order in which they
+        were seen, "num_prompt_media", "min_pixels", "max_pixels", "max_frame_pixels"}; kwargs: what the row gives.
+        """
+        tool = find_tool(self.tools, call.name)
+        if call.error or tool is None:
+            role = "user" if any(known.role == "user" for known in self.tools.values()) else "tool"
+            why = call.error or f"there is no tool {call.name!r:.100}, but {', '.join(self.tools)}"
+            self.answered.append((key, ToolReply(error_text(why, role), error=True, role=role)))
+            return
+        needs = context if "context" in inspect.signature(tool.function).parameters else {}
+        self.pool.submit((key, tool.role), (tool.name, call.arguments, needs, kwargs))
+
+    def poll(self, timeout_s: float = 0.0) -> list[tuple[Hashable, ToolReply]]:
+        """(key, reply) of what has finished; waits that long for the first, but not if nothing is pending."""
+        done = list(self.answered)
+        self.answered.clear()
+        for (key, role), reply in self.pool.poll(0.0 if done else timeout_s):
+            if "text" in reply:
+                reply["images"] = [b64decode(image) for image in reply.get("images", ())]
+                done.append((key, ToolReply(**reply, role=role)))
+            else:
+                done.append((key, ToolReply(reply["error"], failed=True, role=role)))
+        return done
+
+    def cancel(self) -> None:
+        """Forget all calls, for example after an exception such as Ctrl-C."""
+        self.answered.clear()
+        self.pool.cancel()
+
+    def close(self) -> None:
+        self.pool.close()
+
+
+def make_caller(spec: str) -> Callable[[tuple], dict]:
+    tools = load_tools(spec)
+    return lambda job: call_tool(tools[job[0]], *job[1:])

@@ -71,6 +71,9 @@ def side_by_side(batches: list[MicroBatch]) -> MicroBatch:
         torch.cat([i * width + b.hidden_index for i, b in enumerate(batches)]),
         torch.cat([b.targets for b in batches]),
         torch.cat([b.tokens for b in batches]),
+        batches[0].slots,
+        batches[0].features,
+        [],
         [unit for b in batches for unit in b.units],
     )
 

@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import torch
 
+from common.data import Row
 from common.distributed import init_world, reshard, run, wrap_model
 from common.engine import Sampling, VllmEngine
 from common.episodes import sample_episodes
@@ -27,9 +28,8 @@ from common.packing import TokenIndex, pack
 from common.precision import DTYPES, check_gap, gap_limit
 
 
-class Prompt:
-    def __init__(self, ids: list[int]):
-        self.prompt_ids = ids
+def prompt(ids: list[int]) -> Row:
+    return Row(0, "", "", None, {}, ids)
 
 
 def main(args: argparse.Namespace) -> None:
@@ -45,7 +45,7 @@ def main(args: argparse.Namespace) -> None:
     sampling = Sampling(n=2, max_tokens=args.tokens, temperature=0.9)
     # long enough for several blocks of KV cache: a prefix cache that outlives a sync would show
     text = "12 34 56 = 78 " * 20 if args.model == "tiny" else "The quick brown fox jumps over the lazy dog. " * 30
-    prompts = {p: Prompt(tokenizer.encode(f"{p} {text}", add_special_tokens=False)[:280]) for p in range(2)}
+    prompts = {p: prompt(tokenizer.encode(f"{p} {text}", add_special_tokens=False)[:280]) for p in range(2)}
 
     def gap(step: int) -> float:
         episodes = sample_episodes(engine, prompts, sampling, seed=0, step=step, weights_step=engine.books.step)

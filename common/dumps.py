@@ -1,0 +1,129 @@
+"""Dumps of the episodes of a step: a parquet file that `--replay` repeats the update from, and a page to look at."""
+
+import hashlib
+import json
+from dataclasses import fields
+from itertools import groupby
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from transformers import PreTrainedTokenizerBase
+
+from common.distributed import World, gather_objects
+from common.episodes import Episode
+from common.logger import replace_file
+from common.page import rollout_page
+from common.vision import Media, PixelLimits
+
+AS_JSON = ("rewards", "calls", "media")  # columns whose values differ in shape from row to row
+PAGE_PROMPTS = 8  # groups of episodes on the page
+
+
+def dump_rollouts(
+    folder: Path,
+    step: int,
+    sampled: list[Episode],
+    trained: list[Episode],
+    advantages: list[float],
+    tokenizer: PreTrainedTokenizerBase,
+    world: World,
+) -> None:
+    """Write folder/step_NNNNNN.parquet: all episodes of all ranks; advantage is null where none was trained on.
+
+    Beside it: .html, a picture of the first groups, and .media.parquet, if there are pictures: {hash, bytes}.
+    """
+    advantage_of = {id(episode): advantage for episode, advantage in zip(trained, advantages)}
+    files: dict[str, bytes] = {}
+    rows = []
+    for e in sampled:
+        row = {f.name: getattr(e, f.name) for f in fields(e)}
+        row["media"] = [{"kind": m.kind, "frames": [file_hash(f, files) for f in m.frames]} for m in e.media]
+        row |= {name: json.dumps(row[name]) for name in AS_JSON}
+        row |= {"step": step, "ranks": world.size, "rank": world.rank, "advantage": advantage_of.get(id(e))}
+        row |= {"prompt": tokenizer.decode(e.prompt_ids), "completion": tokenizer.decode(e.response_ids)}
+        rows.append(row | {"score": e.rewards["score"], "shown": [list(m.pixels.shape[2:0:-1]) for m in e.media]})
+    parts = gather_objects((rows, files))
+    if not world.is_main:
+        return
+    rows = [row for part, _ in parts for row in part]
+    files = {name: data for _, part in parts for name, data in part.items()}
+    path = folder / f"step_{step:06d}.parquet"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_file(path, lambda temporary: pq.write_table(pa.Table.from_pylist(rows), temporary))
+        if files:
+            table = pa.table({"hash": list(files), "bytes": list(files.values())})
+            replace_file(media_file(path), lambda temporary: pq.write_table(table, temporary))
+        page = rollout_page(f"step {step}", page_episodes(rows, files, tokenizer))
+        replace_file(path.with_suffix(".html"), lambda temporary: temporary.write_text(page, errors="replace"))
+    except OSError as error:  # a full disk costs the dump, not the run
+        print(f"warning: {path} not written ({error})", flush=True)
+
+
+def file_hash(data: bytes, files: dict[str, bytes]) -> str:
+    name = hashlib.blake2b(data, digest_size=16).hexdigest()
+    files[name] = data
+    return name
+
+
+def media_file(path: Path) -> Path:
+    return path.with_suffix(".media.parquet")
+
+
+def page_episodes(rows: list[dict], files: dict[str, bytes], tokenizer: PreTrainedTokenizerBase) -> list[dict]:
+    """What `rollout_page` wants to know of the first groups."""
+    first = sorted({row["prompt_index"] for row in rows})[:PAGE_PROMPTS]
+    episodes = []
+    for row in sorted(rows, key=lambda row: (row["prompt_index"], row["sample_index"])):
+        if row["prompt_index"] not in first:
+            continue
+        calls = json.loads(row["calls"])
+        media = [m | {"frames": [files[name] for name in m["frames"]]} for m in json.loads(row["media"])]
+        media = [m | {"shown": shown} for m, shown in zip(media, row["shown"])]
+        shown = iter(range(len(media)))
+        prompt_media = [next(shown) for _ in range(len(media) - sum(call["media"] for call in calls))]
+        segments = [{"role": "prompt", "text": row["prompt"], "media": prompt_media}]
+        answers = iter(calls)
+        ids = iter(row["response_ids"])
+        for sampled, part in groupby(row["loss_mask"]):
+            text = tokenizer.decode([next(ids) for _ in part])
+            numbers = [] if sampled else [next(shown) for _ in range(next(answers)["media"])]
+            segments.append({"role": "policy" if sampled else "observation", "text": text, "media": numbers})
+        keys = ("prompt_index", "sample_index", "finish_reason", "score", "advantage")
+        episode = {key: row[key] for key in keys} | {"rewards": json.loads(row["rewards"]), "calls": calls}
+        episodes.append(episode | {"segments": segments, "media": media})
+    return episodes
+
+
+def load_rollouts(
+    path: Path, step: int, world: World, limits: PixelLimits, reward_model: str | None = None
+) -> tuple[list[Episode], list[Episode]]:
+    """(all episodes of this rank, those that were trained on) of a dump of `step` by as many ranks."""
+    if not path.is_file():
+        raise SystemExit(f"--replay {path}: no such file")
+    rows = pq.read_table(path).to_pylist()
+    if (rows[0]["step"], rows[0]["ranks"]) != (step, world.size):
+        raise SystemExit(
+            f"--replay {path}: is of step {rows[0]['step']} on {rows[0]['ranks']} ranks, this is step {step} on "
+            f"{world.size}: --resume the checkpoint of the step before it, with as many ranks"
+        )
+    if ("reward_model" in json.loads(rows[0]["rewards"])) != bool(reward_model):
+        raise SystemExit(f"--replay {path}: give the --reward-model of that run, and none if it had none")
+    table = pq.read_table(media_file(path)).to_pydict() if media_file(path).is_file() else {"hash": [], "bytes": []}
+    files = dict(zip(table["hash"], table["bytes"]))
+    opened: dict[str, Media] = {}  # a group shares its pictures, as it did
+    sampled, trained = [], []
+    for row in rows:
+        if row["rank"] != world.rank:
+            continue
+        row |= {name: json.loads(row[name]) for name in AS_JSON}
+        for i, m in enumerate(row["media"]):
+            key = json.dumps(m)
+            if key not in opened:
+                opened[key] = Media.open(m["kind"], [files[name] for name in m["frames"]], limits)
+            row["media"][i] = opened[key]
+        sampled.append(Episode(**{f.name: row[f.name] for f in fields(Episode)}))
+        if row["advantage"] is not None:
+            trained.append(sampled[-1])
+    return sampled, trained

@@ -1,0 +1,100 @@
+"""Geometry3K as verl's parquet: train.parquet, test.parquet and, if it is published, validation.parquet.
+
+    python -m common.prepare.geo3k --out data/geo3k
+    python -m common.prepare.geo3k --out data/geo3k --source FOLDER    # with data/train-*.parquet or train*.parquet, …
+
+Rows as published: problem, with one <image> for each of its images; answer; images, a list of {bytes, path}. The
+diagrams are embedded as bytes, so that the files need no --media-root.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import tyro
+from huggingface_hub import snapshot_download
+
+from common.prepare.countdown import write_atomically
+from common.prepare.gsm8k import SCHEMA as TEXT_SCHEMA
+from common.rewards.math import normalized_truth
+
+REPOSITORY = "hiyouga/geometry3k"
+INSTRUCTION = (
+    "You FIRST think about the reasoning process as an internal monologue and then provide the final answer. The "
+    "reasoning process MUST BE enclosed within <think> </think> tags. The final answer MUST BE put in \\boxed{}."
+)
+COLUMNS = ["problem", "answer", "images"]
+SPLITS = {"train": True, "validation": False, "test": True}  # split: whether it must be there
+
+IMAGES = pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()}))
+SCHEMA = TEXT_SCHEMA.insert(2, pa.field("images", IMAGES))
+
+
+@dataclass
+class Args:
+    out: Path  # folder for train.parquet, test.parquet and, if it is published, validation.parquet
+    source: str = "hub"  # "hub" (hiyouga/geometry3k, from HF_ENDPOINT) or a folder with the published parquet files
+
+
+def main(args: Args) -> None:
+    # read everything first: a bad row leaves no half data set behind
+    folder = download() if args.source == "hub" else Path(args.source)
+    rows = {split: read_split(folder, split) for split in SPLITS}
+    args.out.mkdir(parents=True, exist_ok=True)
+    for split in SPLITS:
+        if rows[split]:
+            path = args.out / f"{split}.parquet"
+            write_atomically(pa.Table.from_pylist(rows[split], schema=SCHEMA), path)
+            print(f"{path}: {len(rows[split])} rows")
+
+
+def download() -> Path:
+    """Folder of the hub's parquet files (or of its local cache)."""
+    try:
+        return Path(snapshot_download(REPOSITORY, repo_type="dataset", allow_patterns="*.parquet"))
+    except OSError as error:  # huggingface_hub's network, HTTP and offline errors all derive from it
+        raise ConnectionError(
+            f"could not download {REPOSITORY}: {error}\nSet HF_ENDPOINT to a mirror that you can reach, "
+            "or give --source FOLDER with its parquet files"
+        ) from error
+
+
+def read_split(folder: Path, split: str) -> list[dict]:
+    """verl's rows of a split, in order; none if it is optional and not there."""
+    name = f"{split}*.parquet"
+    paths = sorted(folder.glob(f"data/{name}")) or sorted(folder.glob(name))
+    if SPLITS[split] and not paths:
+        raise FileNotFoundError(f'--source {folder}: expected "hub", or a folder with {name} or data/{name}')
+    rows = []
+    for path in paths:
+        if missing := set(COLUMNS) - set(columns := pq.read_schema(path).names):
+            raise ValueError(f"{path}: lacks {', '.join(sorted(missing))}; it has the columns {', '.join(columns)}")
+        for number, record in enumerate(pq.read_table(path, columns=COLUMNS).to_pylist()):
+            try:
+                rows.append(to_row(record, split, len(rows)))
+            except ValueError as error:
+                raise ValueError(f"{path}, row {number}: {error}") from error
+    return rows
+
+
+def to_row(record: dict, split: str, index: int) -> dict:
+    """verl's row. ValueError with the reason if text, answer or images do not fit."""
+    problem, answer, images = record["problem"] or "", record["answer"], record["images"] or []
+    if problem.count("<image>") != len(images):
+        raise ValueError(f"{problem.count('<image>')} times <image> in the problem, but {len(images)} images")
+    if any(not image or not image["bytes"] for image in images):
+        raise ValueError("an image without its bytes")
+    normalized_truth(answer or "")
+    return {
+        "data_source": REPOSITORY,
+        "prompt": [{"role": "user", "content": f"{problem} {INSTRUCTION}"}],
+        "images": images,
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": answer},
+        "extra_info": {"split": split, "index": index, "answer": answer, "question": problem},
+    }
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))

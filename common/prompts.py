@@ -1,0 +1,76 @@
+"""From a row's `prompt` to the text that a model reads: chat template, pictures' placeholders, the tools on offer."""
+
+import re
+from collections.abc import Mapping
+
+from common.tools import Tool, tool_block
+from common.vision import MARKS, BadRow
+
+RENDERED_MARKS = ("\nAssistant:", "<|im_start|>assistant")  # TinyZero's templates, stored inside one user message
+DEFAULT_SYSTEM = "You are a helpful assistant."  # in front of the tools, where a row has no system message
+
+Prompt = list[dict] | str
+
+
+def bare_text(prompt: Prompt) -> str:
+    """What the prompt says, without any template."""
+    return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
+
+
+def clean_prompt(prompt: Prompt) -> Prompt:
+    """Messages as a chat template wants them; the text itself where a single message holds a rendered template."""
+    if isinstance(prompt, str):
+        return prompt
+    if len(prompt) == 1 and prompt[0]["role"] == "user" and any(m in prompt[0]["content"] for m in RENDERED_MARKS):
+        return prompt[0]["content"]
+    # Arrow fills the keys that only other rows have with nulls, and templates ask `is defined`.
+    return [{key: value for key, value in message.items() if value is not None} for message in prompt]
+
+
+def render(prompt: Prompt, tokenizer, tools: Mapping[str, Tool] | None = None, pictures: bool = False) -> str:
+    """The text to tokenise for a cleaned prompt. ValueError if it needs a chat template and there is none.
+
+    tools: those on offer. pictures: <image> and <video> stand for one each.
+    """
+    if isinstance(prompt, str):
+        return prompt
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"prompts are lists of messages, but the tokenizer of {tokenizer.name_or_path!r} has no chat template: "
+            "take an instruct model, or data whose `prompt` is an already rendered string"
+        )
+    messages = offer_tools(prompt, tools) if tools else prompt
+    if pictures:
+        messages = [message | {"content": split_marks(message["content"])} for message in messages]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+
+
+def offer_tools(messages: list[dict], tools: Mapping[str, Tool]) -> list[dict]:
+    """The tools' descriptions at the end of the system message, unless it has some."""
+    system, rest = {"role": "system", "content": DEFAULT_SYSTEM}, messages
+    if messages[0]["role"] == "system":
+        system, rest = messages[0], messages[1:]
+    block = "" if "<tools>" in system["content"] else tool_block(tools)
+    return [system | {"content": system["content"] + block}, *rest]
+
+
+def split_marks(content: str) -> list[dict]:
+    """Typed parts of a text with <image> and <video>."""
+    parts = [part for part in re.split("(<image>|<video>)", content) if part]
+    return [{"type": MARKS[part]} if part in MARKS else {"type": "text", "text": part} for part in parts]
+
+
+def row_tools(record: Mapping, tools: Mapping[str, Tool]) -> dict[str, dict]:
+    """{name: keyword arguments of the row's own} of the tools that a row offers, as verl's columns say.
+
+    `agent_name` "single_turn_agent": none. `extra_info.tools_kwargs`: those named there; otherwise all.
+    """
+    if record.get("agent_name") == "single_turn_agent":
+        return {}
+    named = (record.get("extra_info") or {}).get("tools_kwargs") or {}
+    named = {name: options for name, options in named.items() if options is not None}  # Arrow fills in nulls
+    if unknown := sorted(named.keys() - tools.keys()):
+        raise BadRow(f"extra_info.tools_kwargs names {', '.join(unknown)}, which --tools does not offer")
+    kinds = ("create_kwargs", "execute_kwargs")
+    given = {name: [named[name].get(kind) or {} for kind in kinds] if name in named else [] for name in named or tools}
+    return {name: {k: v for part in parts for k, v in part.items() if v is not None} for name, parts in given.items()}

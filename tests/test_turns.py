@@ -1,0 +1,287 @@
+"""The multi-turn loop with a scripted engine: what is appended, in which order, and how trajectories end."""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+from vl import QWEN, QWEN_VL, SMOLLM, build_tokenizer, picture, write_tiny_vl
+
+from common.data import Row
+from common.engine import Completion, Sampling
+from common.episodes import FINISH_REASONS, Turns, sample_episodes
+from common.packing import TokenIndex, pack
+from common.prompts import render
+from common.tools import ToolWorkers
+from common.vision import Media, PixelLimits, load_vision
+
+LIMITS = PixelLimits(784, 64 * 784, 16 * 784)
+CROP = '<tool_call>{{"name": "crop_image_normalized", "arguments": {{"bbox_2d": {}, "target_image": {}}}}}</tool_call>'
+
+
+class ScriptedEngine:
+    """Answers the n-th turn of sample j with the n-th text of `scripts[j]`; one request a step, the latest first."""
+
+    def __init__(self, tokenizer, scripts, end: bool = True):
+        self.tokenizer, self.scripts, self.end = tokenizer, scripts, end
+        self.requests, self.asked = [], []
+
+    def submit(self, key, prompt_ids, sampling, seed, weights_step, media=()):
+        self.requests.append((key, sampling.max_tokens))
+        self.asked.append((key, list(prompt_ids), sampling, seed, list(media)))
+
+    @property
+    def busy(self):
+        return bool(self.requests)
+
+    def step(self):
+        key, limit = self.requests.pop()
+        turn = sum(asked[0] == key for asked in self.asked) - 1
+        ids = self.tokenizer.encode(self.scripts[key][turn], add_special_tokens=False)
+        ids = ids + [self.tokenizer.eos_token_id] * self.end
+        reason = "length" if len(ids) > limit else "stop"
+        ids = ids[:limit]
+        return [(key, [Completion(ids, [-0.5 - i for i in range(len(ids))], reason)])]
+
+
+@pytest.fixture(scope="module")
+def vision(tmp_path_factory):
+    return load_vision(str(write_tiny_vl(tmp_path_factory.mktemp("tiny-vl"))), LIMITS)
+
+
+@pytest.fixture(scope="module")
+def workers():
+    pool = ToolWorkers("visual", 2, 20.0)
+    yield pool
+    pool.close()
+
+
+def row(tokenizer, vision=None, media=(), tools=("crop_image_normalized",), text="look"):
+    prompt = [{"role": "system", "content": "<tools>"}, {"role": "user", "content": "<image>" * len(media) + text}]
+    ids = tokenizer.encode(render(prompt, tokenizer, pictures=bool(media)), add_special_tokens=False)
+    ids = vision.expand(ids, media) if vision else ids
+    return Row(0, "x", prompt, "1", {}, ids, list(media), {name: {} for name in tools})
+
+
+def run(scripts, turns, the_row, max_tokens=4000, n=None, engine=None):
+    engine = engine or ScriptedEngine(turns.tokenizer, scripts)
+    sampling = Sampling(n or len(scripts), max_tokens)
+    options = {"seed": 1, "step": 2, "weights_step": 2, "turns": turns}
+    return sample_episodes(engine, {0: the_row}, sampling, **options), engine
+
+
+def test_three_turns_with_two_crops_and_an_error(vision, workers):
+    """Ids, mask, log-probs, positions and features of one trajectory, element by element."""
+    tokenizer = build_tokenizer()
+    original = Media.open("image", [picture(400, 300)], LIMITS)
+    script = [
+        "first " + CROP.format([0.1, 0.1, 0.4, 0.5], 1),
+        CROP.format([0.5, 0.1, 0.4, 0.5], 1),  # x1 > x2
+        CROP.format([0.2, 0.2, 0.9, 1.0], 2),  # of the first crop
+        "\\boxed{3}",
+    ]
+    (episode,), engine = run([script], Turns(tokenizer, workers, vision), row(tokenizer, vision, [original]))
+    assert (episode.finish_reason, episode.turns, len(episode.media)) == ("stop", 4, 3)
+    assert [call["error"] for call in episode.calls] == [False, True, False]
+    assert [call["media"] for call in episode.calls] == [1, 0, 1]
+
+    # The crops: 0.1 of padding, cut from the original, shown at their own size.
+    from common.tools.visual import decode
+
+    first = decode(original.frames[0]).crop((0, 0, 200, 180))
+    assert np.array_equal(np.asarray(decode(episode.media[1].frames[0])), np.asarray(first))
+    second = first.crop((20, 18, 200, 180))
+    assert np.array_equal(np.asarray(decode(episode.media[2].frames[0])), np.asarray(second))
+    sizes = [m.pixels.shape[2:0:-1] for m in episode.media]
+    assert sizes == [LIMITS.shown_size("image", *size) for size in ((400, 300), (200, 180), (180, 162))]
+
+    def between(text: str, media: tuple = ()) -> list[int]:
+        rendered = f"\n<|im_start|>user\n{text}" + "<|vision_start|><|image_pad|><|vision_end|>" * len(media)
+        rendered += "<|im_end|>\n<|im_start|>assistant\n"
+        return vision.expand(tokenizer.encode(rendered, add_special_tokens=False), media)
+
+    texts = [call["text"] for call in episode.calls]
+    assert texts[0] == "\nHere is the cropped image (Image Size: {}x{}):".format(*sizes[1])
+    assert texts[1].startswith("\nExecution error:\n")
+    expected, mask, logprobs = [], [], []
+    observations = [between(texts[0], episode.media[1:2]), between(texts[1]), between(texts[2], episode.media[2:]), []]
+    for said, observation in zip(script, observations):
+        ids = [*tokenizer.encode(said, add_special_tokens=False), tokenizer.eos_token_id]
+        expected += ids + observation
+        mask += [1] * len(ids) + [0] * len(observation)
+        logprobs += [-0.5 - i for i in range(len(ids))] + [0.0] * len(observation)
+    assert episode.response_ids == expected
+    assert episode.loss_mask == mask and episode.logprobs == logprobs
+    whole = [*episode.prompt_ids, *expected]
+    assert [asked[1] for asked in engine.asked] == [whole[: len(whole) - n] for n in remaining(mask)]
+    assert len({asked[3] for asked in engine.asked}) == 4, "each turn has a seed of its own"
+
+    # Positions: text counts on; a picture's rows and columns begin where the text ended, all at one time.
+    positions, start, places = vision.positions(whole, episode.media), 0, iter(episode.media)
+    i = 0
+    while i < len(whole):
+        if whole[i] == vision.placeholders["image"]:
+            _, rows, columns = next(places).grid
+            for r in range(rows // 2):
+                for c in range(columns // 2):
+                    assert positions[:, i].tolist() == [start, start + r, start + c]
+                    i += 1
+            start += max(rows, columns) // 2
+        else:
+            assert positions[:, i].tolist() == [start] * 3
+            start, i = start + 1, i + 1
+
+    # Features: the placeholders of each picture get its own, in order.
+    (batch,) = pack([episode], [0], TokenIndex([episode]), budget=10_000, vision=vision)
+    assert batch.media == episode.media
+    assert (batch.input_ids[0, batch.slots] == vision.placeholders["image"]).all()
+    assert batch.features.tolist() == list(range(sum(m.num_tokens for m in episode.media)))
+    assert batch.position_ids[1:, 0].equal(torch.from_numpy(positions))
+    assert batch.targets.tolist() == [token for token, m in zip(expected, mask) if m]
+
+
+def remaining(mask: list[int]) -> list[int]:
+    """How many tokens follow the beginning of each sampled turn."""
+    return [len(mask) - i for i, m in enumerate(mask) if m and (i == 0 or not mask[i - 1])]
+
+
+@pytest.mark.parametrize("template", [QWEN, QWEN_VL, SMOLLM], ids=["Qwen2.5", "Qwen2.5-VL", "SmolLM2"])
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_ids_are_those_of_the_whole_conversation(template, role, workers):
+    """Prompt, sampled turns and observations together are the template's rendering of all messages."""
+    tokenizer = build_tokenizer(template)
+    turns = Turns(tokenizer, workers)
+    messages = [{"role": "user", "content": "how many?"}]
+    ids = tokenizer.encode(render(messages, tokenizer), add_special_tokens=False)
+    for said, seen in (("let me look\n", "\nseven\n"), ("again", "Error: no"), ("  ", "")):
+        ids += [*tokenizer.encode(said, add_special_tokens=False), tokenizer.eos_token_id]
+        ids += turns.observation_ids(seen, role, [])
+        messages += [{"role": "assistant", "content": said}, {"role": role, "content": seen}]
+    whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(ids) == whole and ids == tokenizer.encode(whole, add_special_tokens=False)
+
+
+def test_every_ending_has_its_reason(vision, workers):
+    tokenizer = build_tokenizer()
+    media = [Media.open("image", [picture(400, 300)], LIMITS)]
+    call, bad = CROP.format([0.1, 0.1, 0.4, 0.5], 1), CROP.format([0.1], 1)
+    the_row = row(tokenizer, vision, media)
+
+    def end(script, max_tokens=4000, **limits):
+        (episode,), _ = run([script], Turns(tokenizer, workers, vision, **limits), the_row, max_tokens)
+        assert episode.finish_reason in FINISH_REASONS
+        assert len(episode.response_ids) == len(episode.loss_mask) == len(episode.logprobs) <= max_tokens
+        assert episode.loss_mask[-1] == 1, "a trajectory ends with what the policy said"
+        placeholders = episode.prompt_ids + episode.response_ids
+        assert vision.collapse(placeholders, episode.media).count(vision.placeholders["image"]) == len(episode.media)
+        return episode.finish_reason, episode.turns
+
+    assert end(["done"]) == ("stop", 1)
+    assert end([call] * 9, max_turns=5) == ("max_turns", 5)
+    assert end([call] * 9, max_turns=9, max_images=3) == ("max_images", 3)
+    assert end([bad] * 9, max_turns=9, max_tool_errors=2) == ("max_tool_errors", 3)
+    assert end(["long" * 100], max_turn_tokens=20) == ("turn_length", 1)
+    assert end(["long" * 100], 30, max_turn_tokens=40) == ("length", 1)
+    (whole,), _ = run([[call, "x"]], Turns(tokenizer, workers, vision), the_row)
+    before_the_answer = len(whole.response_ids) - 2  # x and its end token
+    assert end([call, "x"], before_the_answer) == ("length", 1), "no room for an answer: the observation is left out"
+    assert end([call, "x"], before_the_answer + 1) == ("length", 2), "room for one token"
+
+
+def test_rows_choose_their_tools(workers):
+    tokenizer = build_tokenizer()
+    call = '<tool_call>{"name": "select_frames", "arguments": {"target_frames": [1]}}</tool_call>'
+    (episode,), _ = run([[call]], Turns(tokenizer, workers), row(tokenizer, tools=()))
+    assert (episode.finish_reason, episode.turns, episode.calls) == ("stop", 1, [])
+
+
+def test_a_row_without_its_picture_is_counted_and_never_sampled():
+    the_row = Row(0, "x", "", "1", {}, [], problem="truncated")
+    episodes, engine = run([["x"]] * 2, None, the_row, engine=ScriptedEngine(build_tokenizer(), []))
+    assert [e.finish_reason for e in episodes] == ["unreadable"] * 2 and not engine.asked
+
+
+TOOLS = """
+import os, time
+
+def wait(seconds: float) -> str:
+    \"\"\"Wait.\"\"\"
+    time.sleep(seconds)
+    return "waited"
+
+def crash() -> str:
+    \"\"\"Crash.\"\"\"
+    os._exit(3)
+
+def hog() -> str:
+    \"\"\"Take all memory.\"\"\"
+    return "x" * (1 << 40)
+"""
+
+
+@pytest.fixture(scope="module")
+def own_tools(tmp_path_factory):
+    file = tmp_path_factory.mktemp("tools") / "own.py"
+    file.write_text(TOOLS)
+    pool = ToolWorkers(",".join(f"{file}:{name}" for name in ("wait", "crash", "hog")), 4, 3.0)
+    yield pool
+    pool.close()
+
+
+def own_call(name: str, **arguments) -> str:
+    import json
+
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def test_tools_that_hang_crash_or_eat_memory_cost_their_sample(own_tools):
+    tokenizer = build_tokenizer()
+    names = ("wait", "crash", "hog")
+    scripts = [
+        [own_call("wait", seconds=60)],
+        [own_call("crash")],
+        [own_call("hog")],
+        [own_call("wait", seconds=0), "x"],
+    ]
+    start = time.monotonic()
+    episodes, _ = run(scripts, Turns(tokenizer, own_tools), row(tokenizer, tools=names))
+    assert time.monotonic() - start < 30
+    assert [e.finish_reason for e in episodes] == ["tool_failed"] * 3 + ["stop"]
+    assert all(e.calls[0]["text"] for e in episodes)
+
+
+@pytest.mark.parametrize("lockstep,expected", [(False, [0, 1, 1, 1, 1, 0]), (True, [0, 1, 0, 1, 1, 1])])
+def test_a_slow_tool_holds_nobody_up_but_in_lockstep(own_tools, lockstep, expected):
+    """While sample 0 waits for its tool, sample 1 takes all its turns; in lock-step turns go together."""
+    tokenizer = build_tokenizer()
+    scripts = [[own_call("wait", seconds=1.0), "slow"], [own_call("wait", seconds=0.1)] * 3 + ["quick"]]
+    turns = Turns(tokenizer, own_tools, lockstep=lockstep)
+    episodes, engine = run(scripts, turns, row(tokenizer, tools=("wait",)))
+    assert [asked[0] for asked in engine.asked] == expected
+    assert [e.turns for e in episodes] == [2, 4]
+
+
+class SlowForOne(ScriptedEngine):
+    """Its answer to sample 0 takes as many steps as that needs to be the last."""
+
+    def step(self):
+        if (
+            len(self.requests) == 1
+            and self.requests[0][0] == 0
+            and len(self.asked) < 5
+            and time.monotonic() < self.end_by
+        ):
+            time.sleep(0.005)
+            return []
+        return super().step()
+
+
+def test_a_long_answer_holds_nobody_up(own_tools):
+    """While the engine is still at sample 0, the tools of sample 1 run and its next turns are sampled."""
+    tokenizer = build_tokenizer()
+    engine = SlowForOne(tokenizer, [["long"], [own_call("wait", seconds=0)] * 3 + ["quick"]])
+    engine.end_by = time.monotonic() + 10
+    episodes, _ = run(engine.scripts, Turns(tokenizer, own_tools), row(tokenizer, tools=("wait",)), engine=engine)
+    assert time.monotonic() < engine.end_by, "sample 1 was not heard before sample 0 had ended"
+    assert [asked[0] for asked in engine.asked] == [0, 1, 1, 1, 1]
+    assert [e.turns for e in episodes] == [1, 4]

@@ -1,0 +1,160 @@
+"""Pictures: tokens, positions and log-probs of packed trajectories against transformers' own forward, one by one."""
+
+import io
+import random
+
+import numpy as np
+import pytest
+import torch
+from conftest import relative_l2
+from PIL import Image
+from vl import build_tokenizer, picture, write_tiny_vl
+
+from common.episodes import Episode
+from common.models import load_policy
+from common.packing import TokenIndex, pack
+from common.vision import Media, PixelLimits, load_vision
+
+LIMITS = PixelLimits(784, 64 * 784, 16 * 784)
+SIZES = [(56, 56), (200, 60), (1, 1), (30, 300), (5000, 20), (140, 168)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(write_tiny_vl(tmp_path_factory.mktemp("tiny-vl")))
+
+
+@pytest.fixture(scope="module")
+def vision(folder):
+    return load_vision(folder, LIMITS)
+
+
+@pytest.fixture(scope="module")
+def policy(folder, vision):
+    return load_policy(folder, "sdpa", dtype=torch.float32, vision=vision)
+
+
+def image(seed: int) -> Media:
+    return Media.open("image", [picture(*SIZES[seed % len(SIZES)], seed)], LIMITS)
+
+
+def video(seed: int, frames: int) -> Media:
+    return Media.open("video", [picture(60 + seed, 44, seed + i) for i in range(frames)], LIMITS)
+
+
+def trajectories(vision, seed: int = 0, prompts: int = 4, samples: int = 3) -> list[Episode]:
+    """Groups that share 0 to 2 pictures of their prompt; responses of several turns with up to 2 crops in between."""
+    rng, tokenizer = random.Random(seed), build_tokenizer()
+    marks = {
+        "image": "<|vision_start|><|image_pad|><|vision_end|>",
+        "video": "<|vision_start|><|video_pad|><|vision_end|>",
+    }
+
+    def encode(media: list[Media]) -> list[int]:
+        text = "".join(marks[m.kind] + rng.choice(["a", "bc", "\n"]) for m in media)
+        return vision.expand(tokenizer.encode(text + "words" * rng.randint(1, 3)), media)
+
+    episodes = []
+    for p in range(prompts):
+        shared = [[], [image(seed + p)], [video(p, 3), image(p)], [image(4), image(2)]][p % 4]
+        prompt = encode(shared)
+        for s in range(samples):
+            ids, mask, media = [], [], list(shared)
+            for turn in range(rng.randint(1, 3)):
+                if turn:
+                    crops = [image(rng.randrange(100)) for _ in range(rng.randint(0, 2))]
+                    observation = encode(crops)
+                    ids, mask, media = ids + observation, mask + [0] * len(observation), media + crops
+                sampled = [rng.randrange(200) for _ in range(rng.randint(1, 6))]
+                ids, mask = ids + sampled, mask + [1] * len(sampled)
+            episodes.append(Episode(p, s, prompt, ids, mask, [0.0] * len(ids), "stop", {"score": 0.0}, media=media))
+    return episodes
+
+
+def packed_logprobs(policy, episodes, vision, **options) -> torch.Tensor:
+    index = TokenIndex(episodes)
+    result = torch.full((len(index),), torch.nan)
+    for batch in pack(episodes, range(len(episodes)), index, vision=vision, **options):
+        result[batch.tokens] = policy(batch, 0.9)[0]
+    return result
+
+
+def reference_logprobs(policy, episodes, vision) -> torch.Tensor:
+    """transformers' own forward of each trajectory alone: it places the features by itself."""
+    results = []
+    for e in episodes:
+        ids = e.prompt_ids + e.response_ids
+        arguments = {"position_ids": torch.from_numpy(vision.positions(ids, e.media))[:, None]}
+        for kind, suffix in (("image", ""), ("video", "_videos")):
+            if media := [m for m in e.media if m.kind == kind]:
+                patches, grids = vision.patches(media, torch.device("cpu"))
+                arguments |= {f"pixel_values{suffix}": patches, f"{kind}_grid_thw": grids}
+        logits = policy.model(input_ids=torch.tensor([ids]), units=[[len(ids)]], **arguments).logits[0] / 0.9
+        places = torch.tensor([len(e.prompt_ids) + i for i, m in enumerate(e.loss_mask) if m])
+        results.append(logits.log_softmax(-1)[places - 1].gather(1, torch.tensor(ids)[places, None])[:, 0])
+    return torch.cat(results)
+
+
+@pytest.mark.parametrize("budget,share,multiple", [(4096, True, 1), (300, True, 128), (1, True, 1), (900, False, 64)])
+def test_packed_trajectories_have_the_logprobs_of_single_ones(policy, vision, budget, share, multiple):
+    episodes = trajectories(vision)
+    assert {len(e.media) for e in episodes} >= {0, 1, 2, 3, 4}
+    with torch.no_grad():
+        packed = packed_logprobs(policy, episodes, vision, budget=budget, share_prompts=share, multiple=multiple)
+        single = reference_logprobs(policy, episodes, vision)
+    assert relative_l2([packed], [single]) < 1e-5
+
+
+def test_gradients_of_packed_trajectories_are_those_of_single_ones(policy, vision):
+    episodes = trajectories(vision, seed=3)
+    weights = torch.linspace(-1, 1, len(TokenIndex(episodes)))
+
+    def gradient(logprobs: torch.Tensor) -> list[torch.Tensor]:
+        policy.zero_grad()
+        (logprobs * weights).sum().backward()
+        return [p.grad.clone() for p in policy.parameters()]
+
+    packed = gradient(packed_logprobs(policy, episodes, vision, budget=600))
+    assert relative_l2(packed, gradient(reference_logprobs(policy, episodes, vision))) < 1e-5
+
+
+def test_a_picture_of_a_group_is_encoded_once(policy, vision, monkeypatch):
+    episodes = [e for e in trajectories(vision) if e.prompt_index == 1]
+    (batch,) = pack(episodes, range(len(episodes)), TokenIndex(episodes), budget=10_000, vision=vision)
+    assert (
+        len(batch.media) == len({m for e in episodes for m in e.media}) == sum(len(e.media) - 1 for e in episodes) + 1
+    )
+    (apart,) = pack(
+        episodes, range(len(episodes)), TokenIndex(episodes), budget=10_000, share_prompts=False, vision=vision
+    )
+    assert len(apart.media) == len(batch.media) and len(apart.slots) > len(batch.slots)
+
+
+def test_positions_of_a_video_are_those_of_its_paper(vision):
+    """Two pairs of frames of 2 x 2 cells: 4 positions a second, a pair lasts one; what follows begins behind all."""
+    clip = Media("video", [], np.zeros((3, 56, 56, 3), np.uint8))
+    token = vision.placeholders["video"]
+    ids = vision.expand([5, token, 6, 7], [clip])
+    assert ids == [5, *[token] * 8, 6, 7]
+    assert vision.positions(ids, [clip]).T.tolist() == [
+        [0, 0, 0],
+        *([1, 1 + r, 1 + c] for r in range(2) for c in range(2)),
+        *([5, 1 + r, 1 + c] for r in range(2) for c in range(2)),
+        [6, 6, 6],
+        [7, 7, 7],
+    ]
+
+
+def test_pictures_are_resized_once_by_the_cubic_filter():
+    data = picture(100, 70)
+    expected = Image.open(io.BytesIO(data)).convert("RGB").resize((112, 56), Image.Resampling.BICUBIC)
+    assert np.array_equal(Media.open("image", [data], LIMITS).pixels[0], np.asarray(expected))
+
+
+def test_a_rank_without_pictures_takes_part_in_the_vision_tower(policy, vision):
+    """Its gradients are zeros, not absent: the others wait for them in a collective."""
+    episodes = [e for e in trajectories(vision) if not e.media]
+    policy.zero_grad()
+    packed_logprobs(policy, episodes, vision, budget=4096).sum().backward()
+    grads = [p.grad for p in policy.model.base_model.visual.parameters()]
+    assert all(g is not None and not g.any() for g in grads)

@@ -1,0 +1,196 @@
+"""Rows with pictures: what their tokens are, which of them are refused at start-up, which are left out later."""
+
+import io
+import json
+import random
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+from vl import QWEN_VL, picture, write_tiny_vl
+
+from common.data import PromptData
+from common.tools import load_tools
+from common.vision import Media, PixelLimits, load_vision
+
+LIMITS = PixelLimits(784, 48 * 784, 8 * 784)
+
+
+@pytest.fixture(scope="module")
+def vision(tmp_path_factory):
+    return load_vision(str(write_tiny_vl(tmp_path_factory.mktemp("tiny-vl"))), LIMITS)
+
+
+def load(tmp_path, vision, rows, **options):
+    records = [
+        {"data_source": "hiyouga/geometry3k", "reward_model": {"style": "rule", "ground_truth": "1"}, "images": []}
+        | row
+        for row in rows
+    ]
+    path = tmp_path / "rows.jsonl"
+    encode = {"default": lambda data: {"bytes": None} if data is None else data.hex()}
+    path.write_text("".join(json.dumps(record, **encode) + "\n" for record in records))
+    tokenizer = vision.processor.tokenizer
+    tokenizer.chat_template = QWEN_VL
+    options = {"max_prompt_tokens": 400, "notice": lambda text: None, "media_root": tmp_path} | options
+    return PromptData(str(path), tokenizer, vision=vision, **options)
+
+
+def ask(text: str) -> dict:
+    return {"prompt": [{"role": "user", "content": text}]}
+
+
+def saved(tmp_path, name: str, data: bytes) -> str:
+    (tmp_path / name).write_bytes(data)
+    return name
+
+
+def count(ids: list[int], token: int) -> int:
+    return sum(i == token for i in ids)
+
+
+def test_tokens_in_the_ids_equal_features_for_any_size(vision):
+    """200 random sizes and shapes and the extremes, through the model's own vision tower for some."""
+    from common.models import load_policy
+
+    rng = random.Random(0)
+    sizes = [(1, 1), (5000, 20), (20, 5000), (1, 3000), (27, 29), (28, 28), (4000, 3000)]
+    sizes += [(int(10 ** rng.uniform(0, 3.3)), int(10 ** rng.uniform(0, 3.3))) for _ in range(200)]
+    text = vision.processor.tokenizer.encode("<|vision_start|><|image_pad|><|vision_end|>")
+    tower = load_policy(vision.processor.tokenizer.name_or_path, "sdpa", vision=vision).model.base_model.visual
+    for i, (width, height) in enumerate(sizes):
+        file = io.BytesIO()
+        Image.new("L", (width, height), i % 256).save(file, "PNG")
+        media = Media.open("image", [file.getvalue()], LIMITS)
+        ids = vision.expand(text, [media])
+        patches, grids = vision.patches([media], torch.device("cpu"))
+        tokens = count(ids, vision.placeholders["image"])
+        assert tokens == media.num_tokens == int(grids.prod()) // 4 == len(patches) // 4
+        assert tokens == vision.count_tokens("image", [file.getvalue()], None), "the header tells as much"
+        assert 1 <= tokens <= 48 or max(width, height) > 48 * min(width, height)
+        assert vision.collapse(ids, [media]) == text
+        if i < 20:
+            assert len(tower(patches, grid_thw=grids).pooler_output) == tokens
+
+
+@pytest.mark.parametrize(
+    "mode,format_", [("RGBA", "PNG"), ("P", "PNG"), ("CMYK", "JPEG"), ("I;16", "PNG"), ("1", "PNG")]
+)
+def test_modes(vision, mode, format_):
+    file = io.BytesIO()
+    if mode == "I;16":
+        Image.fromarray(np.arange(3000, dtype=np.uint16).reshape(50, 60) * 20).save(file, format_)
+    else:
+        Image.open(io.BytesIO(picture(60, 50))).convert(mode).save(file, format_)
+    media = Media.open("image", [file.getvalue()], LIMITS)
+    assert media.pixels.shape == (1, 56, 56, 3) and media.pixels.dtype == np.uint8 and media.pixels.std() > 0
+
+
+def test_a_row_is_its_template_with_pictures_in_place(tmp_path, vision):
+    one, two = saved(tmp_path, "1.png", picture(100, 60, 1)), saved(tmp_path, "2.png", picture(60, 200, 2))
+    data = load(
+        tmp_path,
+        vision,
+        [ask("<image>which of <video> and<image>?") | {"images": [one, {"path": two}], "videos": [[one, two, one]]}],
+    )
+    row = data[0]
+    assert [m.kind for m in row.media] == ["image", "video", "image"]
+    assert row.media[1].pixels.shape[0] == 3 and row.media[1].pixels.shape[1:] == (56, 112, 3)
+    tokenizer = vision.processor.tokenizer
+    short = tokenizer.decode(vision.collapse(row.prompt_ids, row.media))
+    mark = "<|vision_start|><|{}_pad|><|vision_end|>".format
+    said = f"{mark('image')}which of {mark('video')} and{mark('image')}?"
+    assert short == (
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
+        f"{said}<|im_end|>\n<|im_start|>assistant\n"
+    )
+    for kind, token in vision.placeholders.items():
+        assert count(row.prompt_ids, token) == sum(m.num_tokens for m in row.media if m.kind == kind)
+
+
+def test_parquet_with_bytes_and_rows_without_pictures(tmp_path, vision):
+    rows = [
+        ask("<image>?") | {"images": [{"bytes": picture(90, 90), "path": None}]},
+        ask("no picture, but the word <image>") | {"images": None},
+    ]
+    rows = [row | {"data_source": "a", "reward_model": {"style": "rule", "ground_truth": "1"}} for row in rows]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    data = PromptData(str(tmp_path / "rows.parquet"), vision.processor.tokenizer, max_prompt_tokens=400, vision=vision)
+    assert [len(data[i].media) for i in (0, 1)] == [1, 0]
+    assert "<image>" in vision.processor.tokenizer.decode(data[1].prompt_ids)
+
+
+@pytest.mark.parametrize(
+    "row,reason",
+    [
+        (ask("<image>") | {"images": ["missing.png"]}, "cannot open .*missing.png .*--media-root"),
+        (ask("<image><image>") | {"images": ["good.png"]}, "1 images, and <image> stands 2 times"),
+        (ask("look") | {"images": ["good.png"]}, "1 images, and <image> stands 0 times"),
+        (ask("<image>") | {"images": [7]}, "7 is neither bytes, nor a path"),
+        (ask("<image>") | {"images": ["rows.jsonl"]}, "no readable picture"),
+        (ask("<video>") | {"videos": ["clip.mp4"]}, "a video is given as the list of its frames"),
+        (ask("<video>") | {"videos": [["good.png", "missing.png"]]}, "cannot open"),
+    ],
+)
+def test_bad_rows_are_told_at_start_up(tmp_path, vision, row, reason):
+    saved(tmp_path, "good.png", picture(60, 60))
+    with pytest.raises(ValueError, match=rf"(?s)1 unusable rows.*rows.jsonl line 2: .*{reason}"):
+        load(tmp_path, vision, [ask("fine"), row])
+    assert len(load(tmp_path, vision, [ask("fine"), row], skip_bad_rows=True)) == 1
+
+
+def test_pictures_count_in_the_length_of_a_prompt(tmp_path, vision):
+    big = saved(tmp_path, "big.png", picture(400, 400))
+    row = ask("<image>") | {"images": [big]}
+    length = len(load(tmp_path, vision, [row])[0].prompt_ids)
+    assert length > 48
+    assert len(load(tmp_path, vision, [row], max_prompt_tokens=length)) == 1
+    with pytest.raises(ValueError, match=f"(?s)longer than --max-prompt-tokens {length - 1}.*{length} tokens"):
+        load(tmp_path, vision, [row], max_prompt_tokens=length - 1)
+
+
+def test_a_file_that_is_truncated_or_gone_later_costs_its_row(tmp_path, vision, capsys):
+    whole = picture(300, 300)
+    names = [saved(tmp_path, "cut.png", whole[: len(whole) // 2]), saved(tmp_path, "gone.png", whole)]
+    data = load(tmp_path, vision, [ask("<image>") | {"images": [name]} for name in names])
+    (tmp_path / "gone.png").unlink()
+    for i, reason in enumerate(("unreadable image", "cannot open")):
+        row = data[i]
+        assert reason in row.problem and row.media == [] and row.prompt_ids == []
+        assert reason in capsys.readouterr().out
+
+
+def test_a_placeholder_written_into_a_prompt_costs_its_row(tmp_path, vision):
+    (row,) = [load(tmp_path, vision, [ask("say <|image_pad|>")])[0]]
+    assert "0 pictures, 1 placeholders" in row.problem
+
+
+def test_a_model_without_eyes_refuses_pictures(tmp_path, vision):
+    with pytest.raises(ValueError, match="the model reads text alone"):
+        row = ask("<image>") | {"images": [saved(tmp_path, "a.png", picture(60, 60))]}
+        load(tmp_path, vision, [row]).__class__(
+            str(tmp_path / "rows.jsonl"), vision.processor.tokenizer, max_prompt_tokens=400
+        )
+
+
+def test_rows_choose_tools_as_in_verl(tmp_path, vision):
+    tools = load_tools("visual")
+    named = {"tools_kwargs": {"select_frames": {"create_kwargs": {"a": 1, "b": None}, "execute_kwargs": {"c": 2}}}}
+    rows = [
+        ask("all"),
+        ask("none") | {"agent_name": "single_turn_agent"},
+        ask("named") | {"agent_name": "tool_agent", "extra_info": named},
+        {"prompt": [{"role": "system", "content": "Own <tools>"}, {"role": "user", "content": "x"}]},
+    ]
+    data = load(tmp_path, vision, rows, tools=tools, max_prompt_tokens=4000)
+    assert [list(data[i].tools) for i in range(4)] == [list(tools), [], ["select_frames"], list(tools)]
+    assert data[2].tools == {"select_frames": {"a": 1, "c": 2}}
+    texts = [vision.processor.tokenizer.decode(data[i].prompt_ids) for i in range(4)]
+    assert ["# Tools" in text for text in texts] == [True, False, True, False]
+    assert "crop_image_normalized" in texts[0] and "crop_image_normalized" not in texts[2]
+    unknown = ask("x") | {"extra_info": {"tools_kwargs": {"fly": {}}}}
+    with pytest.raises(ValueError, match="tools_kwargs names fly, which --tools does not offer"):
+        load(tmp_path, vision, [unknown], tools=tools)

@@ -1,0 +1,217 @@
+"""A random Qwen2.5-VL of a few hundred thousand parameters as a Hugging Face folder, and pictures to show it.
+
+python tests/vl.py FOLDER
+"""
+
+import io
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from PIL import Image
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from common.vision import PixelLimits
+
+# The layout of the published templates: Qwen2.5-VL's, Qwen2.5's (which has tools too), SmolLM2-Instruct's.
+QWEN_VL = (
+    "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}<|im_start|>system\n"
+    "You are a helpful assistant.<|im_end|>\n{% endif %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% elif part['type'] == 'video' %}"
+    "<|vision_start|><|video_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+QWEN = (
+    "{% if messages[0]['role'] == 'system' %}<|im_start|>system\n{{ messages[0]['content'] }}<|im_end|>\n{% else %}"
+    "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n{% endif %}"
+    "{% for message in messages %}{% if message['role'] == 'tool' %}{% if loop.index0 == 0 or "
+    "messages[loop.index0 - 1]['role'] != 'tool' %}<|im_start|>user{% endif %}\n<tool_response>\n"
+    "{{ message['content'] }}\n</tool_response>{% if loop.last or messages[loop.index0 + 1]['role'] != 'tool' %}"
+    "<|im_end|>\n{% endif %}{% elif not (loop.first and message['role'] == 'system') %}<|im_start|>"
+    "{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SMOLLM = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}<|im_start|>system\n"
+    "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n{% endif %}<|im_start|>"
+    "{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+BOXES = ([0.1, 0.1, 0.5, 0.5], [0.4, 0.2, 0.9, 0.8], [0.9, 0.1, 0.2, 0.3])  # the last one is refused
+WHOLE = [  # tokens of their own: byte by byte a tiny model would need minutes to learn a call
+    '<tool_call>{"name": "crop_image_normalized", "arguments": {"bbox_2d": ',
+    ', "target_image": ',
+    "}}</tool_call>",
+    "\nHere is the cropped image (Image Size: ",
+    "You are a helpful assistant.",
+    *map(str, BOXES),
+]
+SMALL = PixelLimits(784, 16 * 784, 4 * 784)
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"]
+SPECIAL += ["<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]
+
+
+def build_tokenizer(template: str = QWEN_VL):
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in WHOLE])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=template,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def build_config(tokenizer):
+    from transformers import Qwen2_5_VLConfig
+
+    token = tokenizer.convert_tokens_to_ids
+    text = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 4096,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+        "tie_word_embeddings": False,
+    }
+    vision = {
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "window_size": 56,
+        "fullatt_block_indexes": [1],
+        "patch_size": 14,
+    }
+    return Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=token("<|image_pad|>"),
+        video_token_id=token("<|video_pad|>"),
+        vision_start_token_id=token("<|vision_start|>"),
+        vision_end_token_id=token("<|vision_end|>"),
+        eos_token_id=tokenizer.eos_token_id,
+        tie_word_embeddings=False,
+    )
+
+
+def write_tiny_vl(folder: Path, seed: int = 0, taught: bool = False) -> Path:
+    from transformers import (
+        Qwen2_5_VLForConditionalGeneration,
+        Qwen2_5_VLProcessor,
+        Qwen2VLImageProcessor,
+        Qwen2VLVideoProcessor,
+    )
+
+    tokenizer = build_tokenizer()
+    torch.manual_seed(seed)
+    model = Qwen2_5_VLForConditionalGeneration(build_config(tokenizer))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1 and not taught:
+                parameter.mul_(4)  # spread the logits: near-uniform ones would hide mistakes
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(folder)
+    Qwen2_5_VLProcessor(
+        Qwen2VLImageProcessor(), tokenizer, Qwen2VLVideoProcessor(), chat_template=QWEN_VL
+    ).save_pretrained(folder)
+    if taught:
+        teach(folder)
+    return folder
+
+
+CROP = '<tool_call>{{"name": "crop_image_normalized", "arguments": {{"bbox_2d": {}, "target_image": {}}}}}</tool_call>'
+
+
+def teach(folder: Path, steps: int = 60) -> None:
+    """A few seconds of supervised training, so that the model's samples are calls, some of them bad, and answers."""
+    from test_turns import ScriptedEngine, row
+
+    from common.engine import Sampling
+    from common.episodes import Turns, sample_episodes
+    from common.models import load_policy
+    from common.packing import TokenIndex, pack
+    from common.tools import ToolWorkers
+    from common.vision import Media, load_vision
+
+    vision, tokenizer, workers = load_vision(str(folder), SMALL), build_tokenizer(), ToolWorkers("visual", 2, 20.0)
+    policy = load_policy(str(folder), "sdpa", vision=vision)
+    episodes = []
+    for i in range(12):
+        media = [Media.open("image", [picture(120, 90, i + j)], SMALL) for j in range(i % 3)] * (i % 4 > 0)
+        script = [CROP.format(BOXES[(i + t) % 3], 1) for t in range(i % 4 * bool(media))] + [f"\\boxed{{{i % 3}}}"]
+        turns, the_row = Turns(tokenizer, workers, vision), row(tokenizer, vision, media)
+        options = {"seed": 0, "step": 0, "weights_step": 0, "turns": turns}
+        episodes += sample_episodes(ScriptedEngine(tokenizer, [script]), {i: the_row}, Sampling(1, 4000), **options)
+    workers.close()
+    index = TokenIndex(episodes)
+    optimizer = torch.optim.Adam(policy.parameters(), lr=3e-3)
+    for _ in range(steps):
+        (batch,) = pack(episodes, range(len(episodes)), index, budget=100_000, vision=vision)
+        loss = -policy(batch)[0].mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    print(f"taught: {loss.item():.3f} nats a token")
+    policy.model.save_pretrained(folder)
+
+
+def picture(width: int, height: int, seed: int = 0, mode: str = "RGB", format_: str = "PNG") -> bytes:
+    """An encoded picture of noise over a gradient: no two places look alike."""
+    noise = np.random.Generator(np.random.PCG64(seed)).integers(0, 96, (height, width, 3))
+    slope = np.linspace(0, 159, width)[None, :, None] + np.zeros((height, 1, 3))
+    file = io.BytesIO()
+    Image.fromarray((noise + slope).astype(np.uint8)).convert(mode).save(file, format_)
+    return file.getvalue()
+
+
+def write_rows(path: Path, rows: int = 12) -> Path:
+    """Geometry-like rows: text alone, one picture as bytes, two (one of them a path), a video; one is a long strip."""
+    records = []
+    for i in range(rows):
+        data, name = picture(2000, 20, i) if i == 5 else picture(100 + 10 * i, 90, i), f"{i}.png"
+        (path.parent / name).write_bytes(data)
+        images = [
+            [],
+            [{"bytes": data, "path": None}],
+            [{"bytes": None, "path": name}, {"bytes": data, "path": name}],
+            [],
+        ]
+        video = [{"bytes": picture(50, 60, 100 + i + frame), "path": None} for frame in range(3)]
+        kind = i % 4
+        text = "<image>" * len(images[kind]) + "<video>" * (kind == 3) + "look"
+        records.append(
+            {
+                "data_source": "hiyouga/geometry3k",
+                "prompt": [{"role": "system", "content": "<tools>"}, {"role": "user", "content": text}],
+                "images": images[kind],
+                "videos": [video] * (kind == 3),
+                "reward_model": {"style": "rule", "ground_truth": str(kind)},
+                "extra_info": {"index": i},
+            }
+        )
+    pq.write_table(pa.Table.from_pylist(records), path)
+    return path
+
+
+if __name__ == "__main__":
+    write_tiny_vl(Path(sys.argv[1]), taught=True)
+    write_rows(Path(sys.argv[1]) / "rows.parquet")
