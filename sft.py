@@ -3,54 +3,75 @@
 What this does that others do not:
 1. One denominator: the loss is the mean over all trained tokens of the global batch, whatever the number of ranks,
    micro-batches, or the padding (invariant 2 of the design; tested).
-2. Masks follow the rule "sampled by the assistant", the end-of-turn token included: never headers, never other roles.
+2. Masks follow the rule "said by the assistant", the end-of-turn token included: never headers, other roles, pictures.
 3. A [tokens, vocabulary] tensor never exists: log-probs come from hidden states in chunks, of trained tokens only.
+4. Conversations with and without pictures share micro-batches, and go to the ranks by their cost.
 
+    torchrun --nproc_per_node 2 sft.py                               # embedded demo: a tiny model, from nothing
     torchrun --nproc_per_node 4 sft.py --model Qwen/Qwen2.5-0.5B --train-data train.parquet --eval-data test.parquet
-    python sft.py --model smollm2 --train-data conversations.jsonl --total-steps 100
+    torchrun --nproc_per_node 8 sft.py --model Qwen/Qwen2.5-VL-7B-Instruct --train-data release.json --media-root .
 
-A row of the data (.parquet or .jsonl) has `messages` ({role, content} each), or `question` and `answer`.
+What rows may look like: common/conversations.py.
 """
 
-import json
 import math
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 import tyro
 from torch import Tensor
 
 from common.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from common.conversations import Conversations, balanced
 from common.data import PromptLoader
 from common.distributed import (
+    World,
     all_reduce,
     broadcast_object,
     forward_context,
+    handle_sigterm,
     init_world,
     run,
+    stop_requested,
+    user_errors,
     wrap_model,
 )
-from common.episodes import Episode
-from common.logger import Logger, save_config
-from common.models import choose_attention, export_hugging_face, load_policy, load_tokenizer, resolve_model
-from common.packing import TokenIndex, layout, pack
+from common.logger import Logger, save_config, tracker_names
+from common.memory import peak_memory_gb
+from common.models import (
+    choose_attention,
+    embedded_data,
+    export_hugging_face,
+    load_policy,
+    load_tokenizer,
+    resolve_model,
+)
+from common.packing import MicroBatch, TokenIndex, halve_budget, layout, pack
 from common.precision import LossScale, choose_dtype, guarded_step
+from common.setup import Stopwatch, check_device, refuse, refuse_idle
+from common.vision import PixelLimits, load_vision
 
 
 @dataclass
 class Args:
     # model and data
     model: str  # folder, hub id, or an embedded model: tiny, smollm2
-    train_data: str  # .parquet or .jsonl of conversations
-    eval_data: str | None = None  # the same format; gives eval/loss
+    train_data: str | None = None  # conversations, comma-separated .parquet, .jsonl, .json; tiny brings its own
+    eval_data: str | None = None  # the same formats; gives eval/*
     output_dir: Path | None = None  # run folder; default runs/sft-MODEL-TIME
     from_scratch: bool = False  # random weights of the model's architecture instead of its own
-    max_tokens: int = 1024  # longest conversation (tokens); longer ones are cut at the end
+    max_tokens: int = 1024  # longest conversation (tokens, pictures included); longer ones are cut at the end
+    skip_bad_rows: bool = False  # count and drop unusable rows instead of stopping
+    mask: Literal["auto", "all", "last-two-turns"] = "auto"  # assistant turns trained on; auto: by the row's format
+    mask_failed_calls: bool = False  # nor on turns whose tool call returned an error
+    media_root: Path | None = None  # folder of the relative paths of pictures
+    min_pixels: int = 3136  # smaller pictures are enlarged to this area; 28 x 28 pixels are one token
+    max_pixels: int = 1_003_520  # larger ones are reduced to it
+    max_frame_pixels: int = 401_408  # the same for a frame of a video
     seed: int = 0  # data order and initialisation
     # optimization
     batch_size: int = 64  # conversations per optimizer step, over all ranks
@@ -67,43 +88,33 @@ class Args:
     strategy: Literal["fsdp", "ddp"] = "fsdp"  # shard the model (FSDP2) or replicate it
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # compute; master weights and optimizer are float32
     attention: Literal["auto", "flash", "flex", "sdpa"] = "auto"  # auto: flex on GPUs with bf16, else sdpa
+    freeze_vision: bool = False  # train the language model alone
+    optimizer_offload: bool = False  # Adam's moments on the host, but for the optimizer's step
     gradient_checkpointing: bool = False  # recompute activations in backward: less memory, a third more compute
     trust_remote_code: bool = False  # run code that comes with the model
     # evaluation, checkpoints, logging
-    eval_every: int = 0  # steps between evaluations; 0: only at the end
+    eval_every: int = 0  # steps between evaluations; 0: only before and after
+    eval_before: bool = True  # evaluate before the first step
     eval_rows: int = 512  # rows of --eval-data used
     save_every: int = 0  # steps between checkpoints; 0: only at the end
-    keep_checkpoints: int = 1  # newest ones kept
+    save_every_epoch: bool = False  # a checkpoint after each pass over the data, too
+    save_weights_only: bool = False  # instead of checkpoints, Hugging Face folders model-step_NNNNNN: no resume
+    keep_checkpoints: int = 1  # newest ones kept; the best by eval/loss is kept besides
     resume: str = "auto"  # auto: continue the run in --output-dir if there is one; never; or a path
+    stall_minutes: float = 60.0  # longest a phase may take; then stacks, and the end
     log: str = ""  # further trackers, comma-separated: tensorboard, wandb
 
 
-def conversation_episode(messages: list[dict], tokenizer, index: int, max_tokens: int) -> Episode:
-    """Tokens and loss mask of a conversation: 1 on what the assistant says and its end-of-turn token, else 0.
-
-    The text up to the first assistant turn is the prompt. Each piece is tokenised by itself, as at inference, where
-    the prompt is complete before the first token is sampled.
-    """
-    ids: list[int] = []
-    mask: list[int] = []
-    rendered = ""
-    for turn, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        header = tokenizer.apply_chat_template(messages[:turn], tokenize=False, add_generation_prompt=True)
-        full = tokenizer.apply_chat_template(messages[: turn + 1], tokenize=False)
-        if not header.startswith(rendered) or not full.startswith(header):
-            raise ValueError("the chat template rewrites earlier turns: its masks cannot be derived turn by turn")
-        end = full.rfind(tokenizer.eos_token)
-        end = end + len(tokenizer.eos_token) if end >= len(header) else len(full)
-        for text, trained in ((header[len(rendered) :], 0), (full[len(header) : end], 1)):
-            piece = tokenizer.encode(text, add_special_tokens=False)
-            ids += piece
-            mask += [trained] * len(piece)
-        rendered = full[:end]
-    first = mask.index(1) if 1 in mask else len(mask)
-    response, mask = ids[first:max_tokens], mask[first:max_tokens]
-    return Episode(index, 0, ids[:first][:max_tokens], response, mask, [0.0] * len(response), "stop")
+# What `sft.py` without --model runs: the embedded model learns its task from nothing, on generated solutions.
+DEMO = Args(
+    model="tiny",
+    from_scratch=True,
+    batch_size=64,
+    learning_rate=1e-3,
+    warmup_steps=10,
+    total_steps=100,
+    eval_every=25,
+)
 
 
 def end_of_turn(tokenizer) -> str:
@@ -118,34 +129,6 @@ def end_of_turn(tokenizer) -> str:
     ids = tokenizer.encode(tail, add_special_tokens=False)
     first = tokenizer.convert_ids_to_tokens(ids[0]) if ids else tokenizer.eos_token
     return first if first in tokenizer.get_added_vocab() else tokenizer.eos_token
-
-
-class Conversations:
-    """Rows of a .parquet or .jsonl file as lists of messages; they stay packed until they are asked for."""
-
-    def __init__(self, path: str, flag: str):
-        self.path = Path(path)
-        if not self.path.is_file():
-            raise SystemExit(f"{flag}: no such file: {path}")
-        if self.path.suffix == ".parquet":
-            self.rows: pa.Table | list[bytes] = pq.read_table(self.path)
-        else:
-            self.rows = self.path.read_bytes().splitlines()
-        if not len(self.rows):
-            raise SystemExit(f"{flag}: {path} has no rows")
-        self[0]  # a file without the columns is refused at start-up
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, i: int) -> list[dict]:
-        record = json.loads(self.rows[i]) if isinstance(self.rows, list) else self.rows.slice(i, 1).to_pylist()[0]
-        if "messages" in record:
-            return record["messages"]
-        if "question" in record and "answer" in record:
-            contents = (("user", record["question"]), ("assistant", record["answer"]))
-            return [{"role": role, "content": content} for role, content in contents]
-        raise SystemExit(f"{self.path} row {i}: has {list(record)}; expected `messages`, or `question` and `answer`")
 
 
 def lr_factor(step: int, total_steps: int, warmup_steps: float, schedule: str, floor: float) -> float:
@@ -172,43 +155,93 @@ def cross_entropy(logprobs: Tensor, num_loss_tokens: float, world_size: int) -> 
     return -logprobs.sum() * world_size / num_loss_tokens
 
 
-def main(args: Args) -> None:
-    world = init_world()
+def accumulate_gradient(
+    policy: torch.nn.Module, batches: list[MicroBatch], num_loss_tokens: float, world: World, scale: float
+) -> list[float]:
+    """Accumulate the gradient of one optimizer step. Returns sums over its tokens here: -log p, entropy."""
+    loss_sum = entropy_sum = 0.0
+    for i, batch in enumerate(batches):
+        with forward_context(policy, last=i == len(batches) - 1):
+            logprobs, entropy = policy(batch.to(world.device))
+            loss = cross_entropy(logprobs, num_loss_tokens, world.size)
+            (loss * scale).backward()
+        loss_sum -= logprobs.detach().sum().item()
+        entropy_sum += entropy.detach().sum().item()
+    return [loss_sum, entropy_sum]
+
+
+def check_args(args: Args) -> None:
+    """Refuse what cannot work, or has no effect, before anything is loaded."""
+    refuse_idle(
+        args,
+        {
+            "optimizer_offload": (torch.cuda.is_available(), "a GPU"),
+            "lr_floor": (args.lr_schedule != "constant", "--lr-schedule linear or cosine"),
+            "total_epochs": (args.total_steps is None, "no --total-steps"),
+            "keep_checkpoints": (not args.save_weights_only, "checkpoints: all weights are kept"),
+        },
+    )
+    refuse(args.model != "tiny" and not args.train_data, f"--model {args.model} needs --train-data")
+    refuse(min(args.batch_size, args.max_tokens, args.eval_rows) < 1, "sizes must be at least 1")
+
+
+def main(args: Args, demo: bool = False) -> None:
+    check_args(args)
+    world = init_world(args.stall_minutes)
+    if demo:
+        world.print("no --model given: running the embedded demo")
     torch.manual_seed(args.seed)  # the same random initialisation everywhere
     stamp = broadcast_object(time.strftime("%Y%m%d-%H%M%S"))  # the clocks of the ranks may differ
     output_dir = args.output_dir or Path("runs") / f"sft-{Path(args.model).name}-{stamp}"
-    compute_dtype, why = choose_dtype(args.dtype, world.device)
+    with user_errors():
+        tracker_names(args.log)
+        check_device(world.device)
+        compute_dtype, why = choose_dtype(args.dtype, world.device)
+    attention = choose_attention(args.attention, world.device)
     path = resolve_model(args.model)
     tokenizer = load_tokenizer(path, args.trust_remote_code)
-    train_data = Conversations(args.train_data, "--train-data")
-    eval_data = Conversations(args.eval_data, "--eval-data") if args.eval_data else None
-    total_steps = args.total_steps
-    if total_steps is None:
-        total_steps = max(1, round(args.total_epochs * len(train_data) / args.batch_size))
+    vision = load_vision(path, PixelLimits(args.min_pixels, args.max_pixels, args.max_frame_pixels))
+    if vision:
+        tokenizer.chat_template = vision.processor.chat_template or tokenizer.chat_template
+    sees = (vision is not None, "a vision-language --model")
+    refuse_idle(args, dict.fromkeys(["freeze_vision", "min_pixels", "max_pixels", "max_frame_pixels"], sees))
     if end_of_turn(tokenizer) != tokenizer.eos_token:
         world.print(f"turns end with {end_of_turn(tokenizer)}, not {tokenizer.eos_token}: it becomes the end token")
         tokenizer.eos_token = end_of_turn(tokenizer)
+    if not args.train_data:
+        args.train_data, held_out = embedded_data("tiny", output_dir / "data", world, supervised=True)
+        args.eval_data = args.eval_data or held_out
+    options = {"max_tokens": args.max_tokens, "vision": vision, "media_root": args.media_root, "rule": args.mask}
+    options |= {"mask_failed_calls": args.mask_failed_calls, "skip_bad_rows": args.skip_bad_rows}
+    with user_errors():
+        train_data = Conversations(args.train_data, "--train-data", tokenizer, notice=world.print, **options)
+        eval_data = None
+        if args.eval_data:
+            eval_data = Conversations(args.eval_data, "--eval-data", tokenizer, notice=world.print, **options)
+    steps_per_epoch = len(train_data) / args.batch_size
+    total_steps = args.total_steps or max(1, round(args.total_epochs * steps_per_epoch))
 
-    attention = choose_attention(args.attention, world.device)
     policy = load_policy(
         path,
         attention,
         gradient_checkpointing=args.gradient_checkpointing,
         trust_remote_code=args.trust_remote_code,
         from_scratch=args.from_scratch,
+        vision=vision,
+        freeze_vision=args.freeze_vision,
     )
-    pack_options = layout(attention, args.micro_batch_tokens)
+    pack_options = layout(attention, args.micro_batch_tokens, output_dir, vision)
     num_parameters = sum(p.numel() for p in policy.parameters())
     policy = wrap_model(policy, world, args.strategy, compute_dtype)
-    optimizer = torch.optim.AdamW(
-        policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True
-    )
+    parameters = [p for p in policy.parameters() if p.requires_grad]
+    decay = {"lr": args.learning_rate, "weight_decay": args.weight_decay}
+    optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.95), fused=True, **decay)
     loss_scale = LossScale.for_dtype(compute_dtype)
     loader = PromptLoader(len(train_data), args.seed)
     trained = {"policy": (policy, optimizer)}
     start, best = 0, math.inf
     if resumed := find_checkpoint(output_dir, args.resume, world):
-        state = load_checkpoint(resumed, trained, world)
+        state = load_checkpoint(resumed, trained, world, args.optimizer_offload)
         world.print(f"resumed: {resumed}, step {state['step']}")
         loader.load_state_dict(state["loader"])
         loss_scale.load_state_dict(state["loss_scale"])
@@ -222,83 +255,97 @@ def main(args: Args) -> None:
     )
     if resumed:
         logger.event({"event": "resumed", "step": start, "checkpoint": str(resumed)})
+    handle_sigterm()
     world.print(
         f"sft.py: {num_parameters / 1e6:.1f} M parameters, {world.size} x {world.device.type}, {args.strategy}, "
         f"compute {compute_dtype} ({why}) | {len(train_data)} rows, {args.batch_size} a step, {total_steps} steps -> "
         f"{output_dir}"
     )
 
-    def episodes_of(data: Conversations, positions: list[int]) -> list[Episode]:
-        episodes = [conversation_episode(data[i], tokenizer, i, args.max_tokens) for i in positions]
-        return [episode for episode in episodes if any(episode.loss_mask)]  # others were cut before the first answer
+    def episodes_of(data: Conversations, rows: list[int]) -> tuple[list, TokenIndex]:
+        mine = balanced(rows, data.costs, world.size)[world.rank]
+        episodes = [episode for episode in map(data.episode, mine) if episode]
+        return episodes, TokenIndex(episodes)
 
     @torch.no_grad()
     def evaluate() -> dict[str, float]:
-        rows = list(range(min(args.eval_rows, len(eval_data))))[world.rank :: world.size]
-        episodes = episodes_of(eval_data, rows)
-        index = TokenIndex(episodes)
-        loss = 0.0
+        """eval/loss (nats a token) and eval/token_accuracy: how often the right token is the most likely one."""
+        episodes, index = episodes_of(eval_data, list(range(min(args.eval_rows, len(eval_data)))))
+        loss = right = 0.0
         for batch in pack(episodes, range(len(episodes)), index, **pack_options):
             with forward_context(policy):
-                logprobs, _ = policy(batch.to(world.device))
+                logprobs, _, greedy = policy(batch.to(world.device), with_greedy=True)
             loss -= logprobs.sum().item()
-        loss, tokens = all_reduce([loss, len(index)])
-        return {"eval/loss": loss / max(tokens, 1)}
+            right += greedy.sum().item()
+        loss, right, tokens = all_reduce([loss, right, len(index)])
+        return {"eval/loss": loss / max(tokens, 1), "eval/token_accuracy": right / max(tokens, 1)}
 
+    if start == 0 and args.eval_before and eval_data:
+        logger.log(0, evaluate())
     for step in range(start, total_steps):
-        step_start = time.perf_counter()
+        watch = Stopwatch()
 
         # 1. data
-        positions = loader.next(args.batch_size)[world.rank :: world.size]
-        episodes = episodes_of(train_data, positions)
-        index = TokenIndex(episodes)
-        num_loss_tokens = max(all_reduce([len(index)])[0], 1.0)
+        with watch("data"):
+            before = int(loader.epoch)
+            episodes, index = episodes_of(train_data, loader.next(args.batch_size))
+        num_loss_tokens, num_episodes = all_reduce([len(index), len(episodes)])
 
         # 4. update
         lr = args.learning_rate * lr_factor(step, total_steps, args.warmup_steps, args.lr_schedule, args.lr_floor)
         for group in optimizer.param_groups:
             group["lr"], group["weight_decay"] = lr, args.weight_decay  # of this run, not of the checkpoint
-        loss_sum = entropy_sum = 0.0
-        batches = pack(episodes, range(len(episodes)), index, **pack_options)
-        for i, batch in enumerate(batches):
-            with forward_context(policy, last=i == len(batches) - 1):
-                logprobs, entropy = policy(batch.to(world.device))
-                loss = cross_entropy(logprobs, num_loss_tokens, world.size)
-                (loss * loss_scale.scale).backward()
-            loss_sum -= logprobs.detach().sum().item()
-            entropy_sum += entropy.detach().sum().item()
-        grad_norm, stepped = guarded_step(policy, optimizer, args.max_grad_norm, loss_scale)
+        with watch("update"):
+            while True:
+                batches = pack(episodes, range(len(episodes)), index, **pack_options)
+                try:
+                    sums = accumulate_gradient(policy, batches, max(num_loss_tokens, 1.0), world, loss_scale.scale)
+                    break
+                except torch.OutOfMemoryError as error:  # the same gradient, in smaller pieces
+                    pack_options = halve_budget(pack_options, policy, world, error, output_dir)
+            norm, stepped = guarded_step(policy, optimizer, args.max_grad_norm, loss_scale, args.optimizer_offload)
 
         # 5. log
-        loss_sum, entropy_sum = all_reduce([loss_sum, entropy_sum])
+        loss, entropy = all_reduce(sums)
         metrics = {
-            "policy/loss": loss_sum / num_loss_tokens,
-            "policy/entropy": entropy_sum / num_loss_tokens,
-            "optim/grad_norm": grad_norm,
+            "policy/loss": loss / max(num_loss_tokens, 1.0),
+            "policy/entropy": entropy / max(num_loss_tokens, 1.0),
+            "optim/grad_norm": norm,
             "optim/lr": lr,
             "optim/skipped_steps": float(not stepped),
             "optim/loss_scale": loss_scale.scale,
             "data/epoch": loader.epoch,
             "data/tokens": num_loss_tokens,
+            "data/unreadable": args.batch_size - num_episodes,
         }
 
         # 6. eval, checkpoint
-        last = step + 1 == total_steps
+        last, stop = step + 1 == total_steps, stop_requested()
         if eval_data and (last or (args.eval_every and (step + 1) % args.eval_every == 0)):
-            metrics |= evaluate()
-        metrics["time/step_s"] = time.perf_counter() - step_start
+            with watch("eval"):
+                metrics |= evaluate()
+        metrics |= watch.metrics() | {"memory/peak_gb": peak_memory_gb(world.device)}
         logger.log(step + 1, metrics)
-        if last or (args.save_every and (step + 1) % args.save_every == 0):
+        due = args.save_every and (step + 1) % args.save_every == 0
+        due = due or (args.save_every_epoch and int(loader.epoch) > before)
+        if args.save_weights_only and due and not last:
+            folder = output_dir / f"model-step_{step + 1:06d}"
+            export_hugging_face(policy, tokenizer, folder, world, compute_dtype)
+        elif not args.save_weights_only and (last or stop or due):
             improved = metrics.get("eval/loss", math.inf) < best
             best = min(best, metrics.get("eval/loss", math.inf))
             state = {"best": best, "loader": loader.state_dict(), "loss_scale": loss_scale.state_dict()}
             folder = output_dir / "checkpoints"
             save_checkpoint(folder, step + 1, trained, state, world, keep=args.keep_checkpoints, best=improved)
+        if stop and not last:
+            logger.event({"event": "stopped", "step": step + 1})
+            raise SystemExit(143)  # as a process ended by SIGTERM
 
     export_hugging_face(policy, tokenizer, output_dir / "model", world, compute_dtype)
     logger.close()
-    world.print(f"done: {output_dir / 'model'}")
+    world.print(f"done: {output_dir / 'model'} loads in transformers and vLLM; curves.png is beside it")
 
 
 if __name__ == "__main__":
-    run(main, tyro.cli(Args, description=__doc__))
+    demo = not any(argument.partition("=")[0] in ("--model", "--help", "-h") for argument in sys.argv[1:])
+    run(main, tyro.cli(Args, default=DEMO if demo else None, description=__doc__), demo)

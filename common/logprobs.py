@@ -15,6 +15,15 @@ def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature:
     return _TokenLogprobs.apply(hidden, weight, targets, temperature)
 
 
+@torch.no_grad()
+def is_greedy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Whether each target is the most likely token, [N] bool; arguments as for `token_logprobs`."""
+    head, result = weight.to(hidden.dtype), torch.empty_like(targets, dtype=torch.bool)
+    for rows in _slices(hidden, weight):
+        result[rows] = (hidden[rows] @ head.T).argmax(-1) == targets[rows]
+    return result
+
+
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AutoConfig, AutoTokenizer, PreTrain
 from transformers.utils.logging import disable_progress_bar
 
 from common.distributed import World, barrier, reshard, unwrap
-from common.logprobs import token_logprobs
+from common.logprobs import is_greedy, token_logprobs
 from common.packing import MicroBatch, block_mask, shared_prompt_attention
 from common.vision import Vision, auto_class, blank
 
@@ -46,14 +46,15 @@ def resolve_model(name: str, flag: str = "--model") -> str:
         ) from error
 
 
-def embedded_data(name: str, folder: Path, world: World) -> tuple[str, str]:
+def embedded_data(name: str, folder: Path, world: World, supervised: bool = False) -> tuple[str, str]:
     """(training file, evaluation file) of an embedded model's task, generated into `folder` by rank 0."""
     if world.is_main:
-        from common.prepare.tiny import write_demo_data
+        from common.prepare import tiny
 
-        write_demo_data(folder)
+        (tiny.write_supervised_data if supervised else tiny.write_demo_data)(folder)
     barrier()
-    return str(folder / "train.parquet"), str(folder / "eval.parquet")
+    suffix = "jsonl" if supervised else "parquet"
+    return str(folder / f"train.{suffix}"), str(folder / f"eval.{suffix}")
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -118,10 +119,15 @@ class Policy(nn.Module):
         self.model = model
         self.attention, self.vision = attention, vision
 
-    def forward(self, batch: MicroBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """(log p of the trained tokens [N], entropy [N]), float32, at the sampling temperature."""
+    def forward(self, batch: MicroBatch, temperature: float = 1.0, with_greedy: bool = False) -> tuple[Tensor, ...]:
+        """(log p of the trained tokens [N], entropy [N]), float32, at the sampling temperature.
+
+        `with_greedy` adds whether they are the most likely ones, [N] bool.
+        """
         hidden = hidden_states(self.model.base_model, batch, self.attention, self.vision)
-        return token_logprobs(hidden, self.model.get_output_embeddings().weight, batch.targets, temperature)
+        head = self.model.get_output_embeddings().weight
+        greedy = (is_greedy(hidden, head, batch.targets),) if with_greedy else ()
+        return *token_logprobs(hidden, head, batch.targets, temperature), *greedy
 
     def layers(self) -> list[nn.Module]:
         return repeated_blocks(self.model)

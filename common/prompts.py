@@ -47,10 +47,15 @@ def render(prompt: Prompt, tokenizer, tools: Mapping[str, Tool] | None = None, p
 
 def offer_tools(messages: list[dict], tools: Mapping[str, Tool]) -> list[dict]:
     """The tools' descriptions at the end of the system message, unless it has some."""
+    return with_system(messages, tool_block(tools))
+
+
+def with_system(messages: list[dict], block: str) -> list[dict]:
+    """Messages with a block of tools at the end of the system message, unless it has one."""
     system, rest = {"role": "system", "content": DEFAULT_SYSTEM}, messages
     if messages[0]["role"] == "system":
         system, rest = messages[0], messages[1:]
-    block = "" if "<tools>" in system["content"] else tool_block(tools)
+    block = "" if "<tools>" in system["content"] else block
     return [system | {"content": system["content"] + block}, *rest]
 
 

@@ -14,7 +14,6 @@ import grpo
 import sft
 from common.episodes import Episode
 from common.precision import LossScale, guarded_step
-from common.prepare.tiny import build_tokenizer
 from common.setup import check_shared_args
 
 # --- group_advantages ---------------------------------------------------------------------------------------------
@@ -296,83 +295,6 @@ def test_cross_entropy_is_the_mean_over_the_global_batch():
     ranks = [[logprobs[:1], logprobs[1:7]], [logprobs[7:7], logprobs[7:]]]  # micro-batches, one without tokens
     averaged = sum(sum(sft.cross_entropy(part, 12, 2) for part in rank) for rank in ranks) / 2
     assert torch.allclose(averaged, loss)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return build_tokenizer()
-
-
-SYSTEM = {"role": "system", "content": "Be brief."}
-TURNS = [
-    {"role": "user", "content": "3 4 = 7"},
-    {"role": "assistant", "content": "<think>3+4=7</think><answer>3+4</answer>"},
-    {"role": "user", "content": "sure?"},
-    {"role": "assistant", "content": "yes"},
-]
-
-
-def pieces_of(messages):
-    """(text, trained) written down by hand from the rule, not from the chat template."""
-    pieces = []
-    for message in messages:
-        pieces.append((f"<|{message['role']}|>", 0))
-        pieces.append((f"{message['content']}<|end|>", int(message["role"] == "assistant")))
-    return pieces
-
-
-def tokens_and_mask(pieces, tokenizer):
-    ids, mask = [], []
-    for text, trained in pieces:
-        piece = tokenizer.encode(text, add_special_tokens=False)
-        ids += piece
-        mask += [trained] * len(piece)
-    return ids, mask
-
-
-@pytest.mark.parametrize("system", [False, True])
-@pytest.mark.parametrize("turns", [2, 3, 4])
-def test_conversation_masks_token_by_token(tokenizer, system, turns):
-    """With 3 turns the last is the user's: nobody answers it, so it is left out."""
-    messages = [SYSTEM] * system + TURNS[:turns]
-    episode = sft.conversation_episode(messages, tokenizer, 9, 10_000)
-    ids, mask = tokens_and_mask(pieces_of([SYSTEM] * system + TURNS[: turns - turns % 2]), tokenizer)
-    first = mask.index(1)
-    assert (episode.prompt_ids, episode.response_ids) == (ids[:first], ids[first:])
-    assert episode.loss_mask == mask[first:]
-    assert tokenizer.decode(episode.prompt_ids).endswith("<|assistant|>"), "the header belongs to the prompt"
-    trained = [i for i, m in zip(episode.response_ids, episode.loss_mask) if m]
-    assert tokenizer.decode(trained) == "".join(text for text, m in pieces_of(TURNS[: turns - turns % 2]) if m)
-    assert trained.count(tokenizer.eos_token_id) == turns // 2, "one end token a turn, trained"
-    assert len(episode.logprobs) == len(mask) - first and episode.prompt_index == 9
-
-
-def test_conversation_is_cut_at_max_tokens(tokenizer):
-    whole = sft.conversation_episode(TURNS, tokenizer, 0, 10_000)
-    prompt, length = len(whole.prompt_ids), len(whole.prompt_ids) + len(whole.response_ids)
-    for max_tokens in (1, prompt - 1, prompt, prompt + 1, length - 1, length, length + 1):
-        cut = sft.conversation_episode(TURNS, tokenizer, 0, max_tokens)
-        assert cut.prompt_ids + cut.response_ids == (whole.prompt_ids + whole.response_ids)[:max_tokens]
-        assert cut.loss_mask == whole.loss_mask[: len(cut.response_ids)]
-        assert len(cut.response_ids) == len(cut.logprobs) == max(0, min(max_tokens, length) - prompt)
-
-
-def test_what_a_template_adds_after_the_end_token_is_not_trained(tokenizer):
-    chat_ml = copy.deepcopy(tokenizer)
-    chat_ml.chat_template = tokenizer.chat_template.replace("<|end|>{%", "<|end|>\n{%")
-    episode = sft.conversation_episode(TURNS, chat_ml, 0, 10_000)
-    pieces = [("<|user|>3 4 = 7<|end|>\n<|assistant|>", 0), (TURNS[1]["content"] + "<|end|>", 1)]
-    pieces += [("\n<|user|>sure?<|end|>\n<|assistant|>", 0), ("yes<|end|>", 1)]
-    ids, mask = tokens_and_mask(pieces, tokenizer)
-    first = mask.index(1)
-    assert (episode.prompt_ids, episode.response_ids, episode.loss_mask) == (ids[:first], ids[first:], mask[first:])
-
-
-def test_template_that_rewrites_earlier_turns_is_refused(tokenizer):
-    forgetful = copy.deepcopy(tokenizer)
-    forgetful.chat_template = "{{ messages | length }}" + tokenizer.chat_template
-    with pytest.raises(ValueError, match="rewrites earlier turns"):
-        sft.conversation_episode(TURNS, forgetful, 0, 10_000)
 
 
 # --- LossScale and guarded_step -----------------------------------------------------------------------------------

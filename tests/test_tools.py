@@ -529,7 +529,7 @@ def test_functions_of_one_file_share_it(start):
 # ---------------------------------------------------------------- workers
 
 FAILURES = {
-    "hang": "timeout after 1 s",
+    "hang": "timeout after 2 s",
     "exit": "the worker died (exit code 3)",
     "kill": "the worker died (Killed)",
     "10 GB": "MemoryError (line ",
@@ -539,7 +539,7 @@ FAILURES = {
 
 
 def test_each_failure_costs_its_own_call_and_others_go_on(start):
-    tools = start("act", count=2, timeout_s=1.0)
+    tools = start("act", count=2, timeout_s=2.0)
     for action in FAILURES:
         submit(tools, action, action)
         for number in range(3):
@@ -580,9 +580,9 @@ def test_jobs_run_at_the_same_time(start):
 
 
 def test_a_queued_job_has_its_whole_time(start):
-    tools = start("act", timeout_s=1.0)
+    tools = start("act", timeout_s=2.0)
     for number in range(4):
-        submit(tools, number, "sleep", 0.5)
+        submit(tools, number, "sleep", 0.6)
     assert not any(reply.failed for reply in collect(tools).values())
 
 
@@ -593,10 +593,11 @@ def test_others_work_while_one_starts_again(start, monkeypatch):
     collect(tools)
     monkeypatch.setenv("SLOW_IMPORT", "600")
     submit(tools, "exit", "exit")
-    assert [key for key, reply in tools.poll(60.0) if reply.failed] == ["exit"]
-    for number in range(3):
-        submit(tools, number, "times")
-        assert tools.poll(60.0) == [(number, ToolReply("7"))]
+    with deadline(60):
+        assert [key for key, reply in tools.poll(30.0) if reply.failed] == ["exit"]
+        for number in range(3):
+            submit(tools, number, "times")
+            assert tools.poll(30.0) == [(number, ToolReply("7"))]
     assert sorted(worker.state for worker in tools.pool.workers) == [Worker.IDLE, Worker.STARTING]
 
 

@@ -82,6 +82,23 @@ def write_demo_data(folder: Path) -> None:
     write_atomically(to_table(held_out, "compact", "test"), folder / "eval.parquet")
 
 
+def write_supervised_data(folder: Path) -> None:
+    """train.jsonl and eval.jsonl of the demo that `sft.py` runs without --model: searches on problems of their own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    problems = sums_and_differences(3000, seed=2)
+    write_traces(folder / "eval.jsonl", problems[:256], 1, random.Random(2))
+    write_traces(folder / "train.jsonl", problems[256:], 3, random.Random(3))
+
+
+def write_traces(path: Path, problems: list[Problem], traces_per_row: int, rng: random.Random) -> None:
+    with path.open("w") as file:
+        for problem in problems:
+            for _ in range(traces_per_row):
+                messages = [{"role": "user", "content": prompt_text(problem, "compact")}]
+                messages.append({"role": "assistant", "content": trace(problem, rng)})
+                file.write(json.dumps({"messages": messages}) + "\n")
+
+
 def sums_and_differences(count: int, **options) -> list[Problem]:
     """Problems of three and of four numbers, equally many, that + and - suffice to solve."""
     by_size: list[list[Problem]] = []
@@ -152,13 +169,8 @@ class Args:
 def main(args: Args) -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     held_out, training = rl_problems()
-    rng = random.Random(1)
-    with (args.work / "traces.jsonl").open("w") as file:
-        for problem in sums_and_differences(SFT_ROWS, seed=1, exclude={p.key for p in held_out + training}):
-            for _ in range(TRACES_PER_ROW):
-                messages = [{"role": "user", "content": prompt_text(problem, "compact")}]
-                messages.append({"role": "assistant", "content": trace(problem, rng)})
-                file.write(json.dumps({"messages": messages}) + "\n")
+    problems = sums_and_differences(SFT_ROWS, seed=1, exclude={p.key for p in held_out + training})
+    write_traces(args.work / "traces.jsonl", problems, TRACES_PER_ROW, random.Random(1))
     blank = args.work / "blank"
     tokenizer = build_tokenizer()
     tokenizer.save_pretrained(blank)

@@ -1,0 +1,361 @@
+"""Supervised data: formats, masks token by token, pictures, bad rows, balance."""
+
+import copy
+import json
+from itertools import chain
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from vl import build_tokenizer as build_vl_tokenizer
+from vl import picture, write_tiny_vl
+
+from common.conversations import Conversations, balanced, conversation_episode, read_conversation
+from common.prepare.tiny import build_tokenizer
+from common.vision import BadRow, PixelLimits, load_vision
+
+LIMITS = PixelLimits(784, 16 * 784, 4 * 784)
+
+
+def episode_of(messages, tokenizer, max_tokens=10_000, index=0, **options):
+    conversation = read_conversation({"messages": copy.deepcopy(messages)}, **options)
+    return conversation_episode(conversation, [], tokenizer, None, index, max_tokens)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer()
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+TURNS = [
+    {"role": "user", "content": "3 4 = 7"},
+    {"role": "assistant", "content": "<think>3+4=7</think><answer>3+4</answer>"},
+    {"role": "user", "content": "sure?"},
+    {"role": "assistant", "content": "yes"},
+]
+
+
+def pieces_of(messages):
+    """(text, trained) written down by hand from the rule, not from the chat template."""
+    pieces = []
+    for message in messages:
+        pieces.append((f"<|{message['role']}|>", 0))
+        pieces.append((f"{message['content']}<|end|>", int(message["role"] == "assistant")))
+    return pieces
+
+
+def tokens_and_mask(pieces, tokenizer):
+    ids, mask = [], []
+    for text, trained in pieces:
+        piece = tokenizer.encode(text, add_special_tokens=False)
+        ids += piece
+        mask += [trained] * len(piece)
+    return ids, mask
+
+
+@pytest.mark.parametrize("system", [False, True])
+@pytest.mark.parametrize("turns", [2, 3, 4])
+def test_conversation_masks_token_by_token(tokenizer, system, turns):
+    """With 3 turns the last is the user's: nobody answers it, so it is left out."""
+    messages = [SYSTEM] * system + TURNS[:turns]
+    episode = episode_of(messages, tokenizer, index=9)
+    ids, mask = tokens_and_mask(pieces_of([SYSTEM] * system + TURNS[: turns - turns % 2]), tokenizer)
+    first = mask.index(1)
+    assert (episode.prompt_ids, episode.response_ids) == (ids[:first], ids[first:])
+    assert episode.loss_mask == mask[first:]
+    assert tokenizer.decode(episode.prompt_ids).endswith("<|assistant|>"), "the header belongs to the prompt"
+    trained = [i for i, m in zip(episode.response_ids, episode.loss_mask) if m]
+    assert tokenizer.decode(trained) == "".join(text for text, m in pieces_of(TURNS[: turns - turns % 2]) if m)
+    assert trained.count(tokenizer.eos_token_id) == turns // 2, "one end token a turn, trained"
+    assert len(episode.logprobs) == len(mask) - first and episode.prompt_index == 9
+
+
+def test_conversation_is_cut_at_max_tokens(tokenizer):
+    whole = episode_of(TURNS, tokenizer)
+    prompt, length = len(whole.prompt_ids), len(whole.prompt_ids) + len(whole.response_ids)
+    for max_tokens in (1, prompt - 1, prompt):
+        with pytest.raises(BadRow, match=f"nothing to learn in its first {max_tokens} tokens"):
+            episode_of(TURNS, tokenizer, max_tokens)
+    for max_tokens in (prompt + 1, length - 1, length, length + 1):
+        cut = episode_of(TURNS, tokenizer, max_tokens)
+        assert cut.prompt_ids + cut.response_ids == (whole.prompt_ids + whole.response_ids)[:max_tokens]
+        assert cut.loss_mask == whole.loss_mask[: len(cut.response_ids)]
+        assert len(cut.response_ids) == len(cut.logprobs) == max(0, min(max_tokens, length) - prompt)
+
+
+def test_what_a_template_adds_after_the_end_token_is_not_trained(tokenizer):
+    chat_ml = copy.deepcopy(tokenizer)
+    chat_ml.chat_template = tokenizer.chat_template.replace("<|end|>{%", "<|end|>\n{%")
+    episode = episode_of(TURNS, chat_ml)
+    pieces = [("<|user|>3 4 = 7<|end|>\n<|assistant|>", 0), (TURNS[1]["content"] + "<|end|>", 1)]
+    pieces += [("\n<|user|>sure?<|end|>\n<|assistant|>", 0), ("yes<|end|>", 1)]
+    ids, mask = tokens_and_mask(pieces, tokenizer)
+    first = mask.index(1)
+    assert (episode.prompt_ids, episode.response_ids, episode.loss_mask) == (ids[:first], ids[first:], mask[first:])
+
+
+def test_template_that_rewrites_earlier_turns_is_refused(tokenizer):
+    forgetful = copy.deepcopy(tokenizer)
+    forgetful.chat_template = "{{ messages | length }}" + tokenizer.chat_template
+    with pytest.raises(ValueError, match="rewrites earlier turns"):
+        episode_of(TURNS, forgetful)
+
+
+# --- which turns are trained on -----------------------------------------------------------------------------------
+
+
+def said(episode, tokenizer) -> list[str]:
+    """The pieces that are trained on."""
+    ids = [i if m else -1 for i, m in zip(episode.response_ids, episode.loss_mask)]
+    pieces, current = [], []
+    for i in [*ids, -1]:
+        if i >= 0:
+            current.append(i)
+        elif current:
+            pieces.append(tokenizer.decode(current))
+            current = []
+    return pieces
+
+
+def alternating(*contents: str) -> list[dict]:
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
+
+
+FAILED = alternating("q", "call 1", "\nExecution error:\nno\n", "call 2", "\nHere is", "answer")
+
+
+@pytest.mark.parametrize(
+    "options,expected",
+    [
+        ({}, ["call 1", "call 2", "answer"]),
+        ({"mask_failed_calls": True}, ["call 2", "answer"]),
+        ({"rule": "last-two-turns"}, ["call 2", "answer"]),
+        ({"rule": "last-two-turns", "mask_failed_calls": True}, ["call 2", "answer"]),
+    ],
+)
+def test_rules(tokenizer, options, expected):
+    assert said(episode_of(FAILED, tokenizer, **options), tokenizer) == [text + "<|end|>" for text in expected]
+
+
+@pytest.mark.parametrize("turns,expected", [(1, ["1"]), (2, ["1", "2"]), (4, ["3", "4"])])
+def test_last_two_turns_of_one_two_and_four(tokenizer, turns, expected):
+    messages = [{"role": "system", "content": "s"}]
+    for turn in range(turns):
+        messages += [{"role": "user", "content": "u"}, {"role": "assistant", "content": str(turn + 1)}]
+    episode = episode_of(messages, tokenizer, rule="last-two-turns")
+    assert said(episode, tokenizer) == [text + "<|end|>" for text in expected]
+
+
+def test_a_message_may_ask_not_to_be_trained_on(tokenizer):
+    messages = alternating("q", "wrong", "no", "right")
+    messages[1]["train"] = False
+    messages[3]["train"] = True
+    assert said(episode_of(messages, tokenizer), tokenizer) == ["right<|end|>"]
+    messages[3]["train"] = False
+    with pytest.raises(BadRow, match="nothing to learn"):
+        episode_of(messages, tokenizer)
+
+
+# --- formats ------------------------------------------------------------------------------------------------------
+
+
+ANSWER = alternating("q", "a")
+TEXT_ROWS = {
+    "messages": {"messages": ANSWER},
+    "question and answer": {"question": "q", "answer": "a"},
+    "message_list": {"message_list": [{"role": m["role"], "content": [{"text": m["content"]}]} for m in ANSWER]},
+    "message_list with nulls": {
+        "message_list": [
+            {"role": m["role"], "content": [{"text": m["content"], "image": None, "video": None}]} for m in ANSWER
+        ]
+    },
+    "conversations": {"conversations": ANSWER},
+    "conversations as from and value": {
+        "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    },
+}
+
+
+@pytest.mark.parametrize("name", TEXT_ROWS)
+def test_formats_are_recognised_by_their_columns(tokenizer, name):
+    assert read_conversation(TEXT_ROWS[name]).messages == ANSWER
+
+
+@pytest.fixture(scope="module")
+def vision(tmp_path_factory):
+    return load_vision(str(write_tiny_vl(tmp_path_factory.mktemp("tiny-vl"))), LIMITS)
+
+
+def write_pixel_reasoner(folder) -> str:
+    """A corrected crop of an image, and a video: frames first, then one of them again."""
+    for name in ("0.jpg", "1.jpg", "2.jpg"):
+        (folder / name).write_bytes(picture(100, 80, int(name[0]), format_="JPEG"))
+
+    def message(role, *items):
+        return {"role": role, "content": [item if isinstance(item, dict) else {"text": item} for item in items]}
+
+    corrected = [
+        message("system", "sys"),
+        message("user", "what?", {"image": "0.jpg"}),
+        message("assistant", "wrong crop"),
+        message("user", "\nHere is", {"image": "1.jpg"}),
+        message("assistant", "right crop"),
+        message("user", "\nHere is", {"image": "2.jpg"}),
+        message("assistant", "\\boxed{3}"),
+    ]
+    clip = [
+        message("system", "sys"),
+        message("user", "when?", {"video": ["0.jpg", "1.jpg", "2.jpg"]}),
+        message("assistant", "select"),
+        message("user", "\nHere are", {"image": "1.jpg"}),
+        message("assistant", "then"),
+    ]
+    path = folder / "release.json"
+    path.write_text(json.dumps([{"qid": str(i), "message_list": rows} for i, rows in enumerate((corrected, clip))]))
+    return str(path)
+
+
+def test_pixel_reasoner_with_pictures_between_turns(tmp_path, vision):
+    """Ids, mask and pictures of both rows, written down by hand."""
+    said_to_user: list[str] = []
+    tokenizer = build_vl_tokenizer()
+    options = {"max_tokens": 1000, "vision": vision, "media_root": tmp_path, "notice": said_to_user.append}
+    data = Conversations(write_pixel_reasoner(tmp_path), "--train-data", tokenizer, **options)
+    assert len(said_to_user) == 1 and "2 rows are Pixel Reasoner's" in said_to_user[0]
+    mark = "<|vision_start|><|{}_pad|><|vision_end|>".format
+
+    def turn(role, text):
+        return f"<|im_start|>{role}\n{text}<|im_end|>\n"
+
+    corrected = [
+        (turn("system", "sys") + turn("user", "what?" + mark("image")) + "<|im_start|>assistant\n", 0),
+        ("wrong crop<|im_end|>", 0),
+        ("\n" + turn("user", "\nHere is" + mark("image")) + "<|im_start|>assistant\n", 0),
+        ("right crop<|im_end|>", 1),
+        ("\n" + turn("user", "\nHere is" + mark("image")) + "<|im_start|>assistant\n", 0),
+        ("\\boxed{3}<|im_end|>", 1),
+    ]
+    clip = [
+        (turn("system", "sys") + turn("user", "when?" + mark("video")) + "<|im_start|>assistant\n", 0),
+        ("select<|im_end|>", 1),
+        ("\n" + turn("user", "\nHere are" + mark("image")) + "<|im_start|>assistant\n", 0),
+        ("then<|im_end|>", 1),
+    ]
+    for number, (pieces, kinds) in enumerate(((corrected, ["image"] * 3), (clip, ["video", "image"]))):
+        episode = data.episode(number)
+        assert [m.kind for m in episode.media] == kinds
+        ids, mask, rest = [], [], iter(episode.media)
+        for text, trained in pieces:
+            piece = tokenizer.encode(text, add_special_tokens=False)
+            count = text.count("_pad|>")
+            piece = vision.expand(piece, [next(rest) for _ in range(count)])
+            ids += piece
+            mask += [trained] * len(piece)
+        first = mask.index(1)
+        assert (episode.prompt_ids, episode.response_ids) == (ids[:first], ids[first:])
+        assert episode.loss_mask == mask[first:]
+    assert data.episode(1).media[0].pixels.shape[0] == 3 and data.episode(1).media[0].num_tokens <= 2 * 4, (
+        "frames are capped"
+    )
+
+
+def test_a_row_is_cut_before_a_picture_that_does_not_fit(tmp_path, vision):
+    tokenizer = build_vl_tokenizer()
+    options = {
+        "max_tokens": 1000,
+        "vision": vision,
+        "media_root": tmp_path,
+        "rule": "all",
+        "notice": lambda text: None,
+    }
+    whole = Conversations(write_pixel_reasoner(tmp_path), "--train-data", tokenizer, **options).episode(0)
+    ids = whole.prompt_ids + whole.response_ids
+    places = vision.places(ids, whole.media)
+    for length in range(places[1] - 3, len(ids) + 2):
+        options["max_tokens"] = length
+        cut = Conversations(write_pixel_reasoner(tmp_path), "--train-data", tokenizer, **options).episode(0)
+        kept = cut.prompt_ids + cut.response_ids
+        assert kept == ids[: len(kept)] and len(kept) <= length
+        inside = [p for p, m in zip(places, whole.media) if p < length < p + m.num_tokens]
+        assert len(kept) == (inside[0] if inside else min(length, len(ids)))
+        assert vision.collapse(kept, cut.media).count(vision.placeholders["image"]) == len(cut.media)
+
+
+def test_marks_and_images_of_pyvision_and_chat_rows(tmp_path, vision):
+    tokenizer = build_vl_tokenizer()
+    (tmp_path / "a.png").write_bytes(picture(60, 60))
+    turns = alternating("<image_clue_0><image></image_clue_0>?", "<code>", "<interpreter><image></interpreter>", "b")
+    rows = [{"conversations": turns, "images": ["a.png", "a.png"]}, {"messages": turns, "images": ["a.png", "a.png"]}]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    data = Conversations(
+        str(tmp_path / "rows.json"), "--t", tokenizer, max_tokens=900, vision=vision, media_root=tmp_path
+    )
+    for n in (0, 1):
+        episode = data.episode(n)
+        assert len(episode.media) == 2 and said(episode, tokenizer) == ["<code><|im_end|>", "b<|im_end|>"]
+
+
+def test_tools_of_a_row_are_offered_in_its_system_message():
+    schema = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
+    for tools in ([schema], json.dumps([schema])):
+        messages = read_conversation({"messages": ANSWER, "tools": tools}).messages
+        assert messages[0]["role"] == "system" and json.dumps(schema) in messages[0]["content"]
+
+
+# --- bad rows -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "row,reason",
+    [
+        ({"text": "x"}, "has the columns text; expected messages"),
+        ({"messages": [{"role": "owner", "content": "x"}]}, "unknown role 'owner'"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "nothing to learn"),
+        ({"messages": []}, "no messages"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "has no text as its content"),
+        ({"messages": alternating("<image>", "a"), "images": ["gone.png"]}, "cannot open .*gone.png"),
+        ({"messages": alternating("q", "a"), "images": ["a.png"]}, "1 images, and <image> stands 0 times"),
+        ({"message_list": [{"role": "user", "content": [{"text": "a", "image": "b"}]}]}, "has 2 of the keys"),
+    ],
+)
+def test_bad_rows_are_told_with_file_row_and_reason(tmp_path, vision, row, reason):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(r) + "\n" for r in (TEXT_ROWS["messages"], row)))
+    options = {"max_tokens": 100, "vision": vision, "media_root": tmp_path}
+    with pytest.raises(ValueError, match=rf"(?s)--train-data: 1 unusable rows.*rows.jsonl row 1: .*{reason}"):
+        Conversations(str(path), "--train-data", build_vl_tokenizer(), **options)
+    notices: list[str] = []
+    options |= {"skip_bad_rows": True, "notice": notices.append}
+    assert len(Conversations(str(path), "--train-data", build_vl_tokenizer(), **options)) == 1
+    assert "1 unusable rows (dropped)" in notices[0]
+
+
+def test_files_of_several_formats_go_together(tmp_path, tokenizer):
+    pq.write_table(pa.Table.from_pylist([TEXT_ROWS["question and answer"]]), tmp_path / "a.parquet")
+    (tmp_path / "b.jsonl").write_text(json.dumps(TEXT_ROWS["messages"]) + "\nno json\n")
+    (tmp_path / "c.json").write_text(json.dumps([TEXT_ROWS["conversations"]]))
+    paths = ",".join(str(tmp_path / name) for name in ("a.parquet", "b.jsonl", "c.json"))
+    options = {"max_tokens": 50, "skip_bad_rows": True, "notice": lambda text: None}
+    data = Conversations(paths, "--train-data", tokenizer, **options)
+    assert len(data) == 3
+    assert len({tuple(data.episode(n).prompt_ids) for n in range(3)}) == 1
+    with pytest.raises(FileNotFoundError, match="--train-data: no such file"):
+        Conversations("gone.jsonl", "--train-data", tokenizer, max_tokens=5)
+
+
+def test_a_picture_that_turns_out_to_be_truncated_is_left_out(tmp_path, vision, capsys):
+    data = picture(90, 90)
+    (tmp_path / "cut.png").write_bytes(data[: len(data) // 2])
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": alternating("<image>", "a"), "images": ["cut.png"]}))
+    options = {"max_tokens": 100, "vision": vision, "media_root": tmp_path}
+    rows = Conversations(str(tmp_path / "rows.jsonl"), "--train-data", build_vl_tokenizer(), **options)
+    assert rows.episode(0) is None and "unreadable image" in capsys.readouterr().out
+
+
+def test_rows_are_balanced_over_ranks_by_cost():
+    costs = np.array([9.0, 1, 1, 1, 1, 1, 1, 1, 1, 1])
+    lists = balanced(list(range(10)), costs, 2)
+    assert sorted(map(len, lists)) == [1, 9] and sorted(chain(*lists)) == list(range(10))
+    assert balanced([3, 2, 1], costs, 2) == balanced([1, 2, 3], costs, 2), "the order of a batch plays no part"
