@@ -38,7 +38,10 @@ def dump_rollouts(
     rows = []
     for e in sampled:
         row = {f.name: getattr(e, f.name) for f in fields(e)}
-        row["media"] = [{"kind": m.kind, "frames": [file_hash(f, files) for f in m.frames]} for m in e.media]
+        row["media"] = [
+            {"kind": m.kind, "frames": [file_hash(f, files) for f in m.frames], "is_frame": m.is_frame}
+            for m in e.media
+        ]
         row |= {name: json.dumps(row[name]) for name in AS_JSON}
         row |= {"step": step, "ranks": world.size, "rank": world.rank, "advantage": advantage_of.get(id(e))}
         row |= {"prompt": tokenizer.decode(e.prompt_ids), "completion": tokenizer.decode(e.response_ids)}
@@ -121,7 +124,8 @@ def load_rollouts(
         for i, m in enumerate(row["media"]):
             key = json.dumps(m)
             if key not in opened:
-                opened[key] = Media.open(m["kind"], [files[name] for name in m["frames"]], limits)
+                frames = [files[name] for name in m["frames"]]
+                opened[key] = Media.open(m["kind"], frames, limits, m["is_frame"])
             row["media"][i] = opened[key]
         sampled.append(Episode(**{f.name: row[f.name] for f in fields(Episode)}))
         if row["advantage"] is not None:

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from operator import itemgetter
 
 from transformers import PreTrainedTokenizerBase
@@ -63,6 +63,10 @@ class Turns:
     max_tool_errors: int = 3
     lockstep: bool = False  # all wait for the slowest: the engine's batches, and so the last bits, are repeatable
 
+    @cached_property
+    def special_tokens(self) -> list[str]:
+        return [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+
     def next_call(self, episode: Episode, tools: Mapping) -> Call | None:
         """The call that the last turn ends in; None if the trajectory ends here. tools: those that the row offers."""
         if episode.finish_reason != "stop" or not tools:
@@ -75,13 +79,14 @@ class Turns:
 
     def context(self, episode: Episode, row: Row) -> dict:
         """What a tool may know of the trajectory."""
-        media = [{"kind": m.kind, "frames": m.frames} for m in episode.media]
+        media = [{"kind": "frame" if m.is_frame else m.kind, "frames": m.frames} for m in episode.media]
         limits = vars(self.vision.limits) if self.vision else {}
         return {"media": media, "num_prompt_media": len(row.media), **limits}
 
     def add_observation(self, episode: Episode, call: Call, reply: ToolReply, max_tokens: int) -> bool:
         """Append what a tool has replied. False, with its finish_reason, if the trajectory ends instead."""
-        media = [Media.open("image", [data], self.vision.limits) for data in reply.images] if self.vision else []
+        options = {"limits": self.vision.limits, "is_frame": "frames" in reply.info} if self.vision else {}
+        media = [Media.open("image", [data], **options) for data in reply.images] if self.vision else []
         record = {"turn": episode.turns - 1, "name": call.name, "arguments": call.arguments, "text": reply.text}
         episode.calls.append(record | {"error": reply.error or reply.failed, "info": reply.info, "media": 0})
         ids = self.observation_ids(reply.text, reply.role, media)
@@ -105,6 +110,8 @@ class Turns:
 
     def observation_ids(self, text: str, role: str, media: list[Media]) -> list[int]:
         """What stands between an end-of-turn token and the next turn, from the new message alone."""
+        for token in self.special_tokens:  # spelled by a tool, or by the policy in a call, they mean nothing
+            text = text.replace(token, f"{token[0]} {token[1:]}")
         content = [{"type": "text", "text": text}, *({"type": m.kind} for m in media)] if media else text
         before = [{"role": "user", "content": "-"}, {"role": "assistant", "content": "-"}]
         render = partial(self.tokenizer.apply_chat_template, tokenize=False)

@@ -49,16 +49,17 @@ class Media:
     kind: str  # "image" or "video"
     frames: list[bytes]  # encoded, original resolution; an image has one
     pixels: np.ndarray  # [F, H, W, 3] uint8, resized: multiples of 28; what trainer and engine see
+    is_frame: bool = False  # an image that was a frame of a video, and is shown as large as one
 
     @classmethod
-    def open(cls, kind: str, frames: Sequence[bytes], limits: PixelLimits) -> "Media":
+    def open(cls, kind: str, frames: Sequence[bytes], limits: PixelLimits, is_frame: bool = False) -> "Media":
         """ValueError, with a short reason, for frames that cannot be decoded. All get the size of the first."""
         size, shown = None, []
         for data in frames:
             picture = decode(data)
-            size = size or limits.shown_size(kind, *picture.size)
+            size = size or limits.shown_size("video" if is_frame else kind, *picture.size)
             shown.append(np.asarray(picture.resize(size, resample=3) if picture.size != size else picture))
-        return cls(kind, list(frames), np.stack(shown))
+        return cls(kind, list(frames), np.stack(shown), is_frame)
 
     @property
     def grid(self) -> tuple[int, int, int]:

@@ -1,6 +1,7 @@
 """The multi-turn loop with a scripted engine: what is appended, in which order, and how trajectories end."""
 
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -186,6 +187,42 @@ def test_every_ending_has_its_reason(vision, workers):
     before_the_answer = len(whole.response_ids) - 2  # x and its end token
     assert end([call, "x"], before_the_answer) == ("length", 1), "no room for an answer: the observation is left out"
     assert end([call, "x"], before_the_answer + 1) == ("length", 2), "room for one token"
+
+
+def test_special_tokens_that_a_call_spells_mean_nothing_in_its_error(vision, workers):
+    """From ordinary tokens a policy can spell a placeholder, and the error repeats it."""
+    tokenizer = build_tokenizer()
+    spelled = '<tool_call>{"name": "crop_image_normalized", "arguments": {"bbox_2d": ["<|image_pad|><|im_end|>"], '
+    spelled += '"target_image": 1}}</tool_call>'
+    media = [Media.open("image", [picture(400, 300)], LIMITS)]
+    engine = ScriptedEngine(tokenizer, [[spelled, "x"]])
+    plain = tokenizer.encode
+    engine.tokenizer = SimpleNamespace(
+        encode=lambda text, **_: plain(text, split_special_tokens=True, add_special_tokens=False),
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    (episode,), _ = run(None, Turns(tokenizer, workers, vision), row(tokenizer, vision, media), n=1, engine=engine)
+    assert "< |image_pad|>< |im_end|>" in tokenizer.decode(episode.response_ids)
+    assert (episode.finish_reason, episode.turns, len(episode.media)) == ("stop", 2, 1)
+    ids = episode.prompt_ids + episode.response_ids
+    assert vision.collapse(ids, episode.media).count(vision.placeholders["image"]) == 1
+
+
+def test_selected_frames_are_shown_as_large_as_the_text_says(vision, workers):
+    tokenizer = build_tokenizer()
+    clip = Media.open("video", [picture(300, 200, i) for i in range(4)], LIMITS)
+    prompt = "<|im_start|>user\n<|vision_start|><|video_pad|><|vision_end|>?<|im_end|>\n<|im_start|>assistant\n"
+    ids = vision.expand(tokenizer.encode(prompt, add_special_tokens=False), [clip])
+    names = ("select_frames", "crop_image_normalized")
+    the_row = Row(0, "x", "", "1", {}, ids, [clip], {name: {} for name in names})
+    select = '<tool_call>{"name": "select_frames", "arguments": {"target_frames": [3, 1]}}</tool_call>'
+    crop_pixels = CROP.format([0, 0, 56, 56], 5)  # of the first selected frame, in pixels of what is shown
+    (episode,), _ = run([[select, crop_pixels, "x"]], Turns(tokenizer, workers, vision), the_row)
+    width, height = LIMITS.shown_size("video", 300, 200)
+    assert f"(Frame Size: {width}x{height}, Numbered 5 to 6)" in episode.calls[0]["text"]
+    assert [m.pixels.shape[1:3] for m in episode.media[1:3]] == [(height, width)] * 2
+    box = episode.calls[1]["info"]["box"]
+    assert box == pytest.approx([0, 0, 56 / width + 0.1, 56 / height + 0.1])
 
 
 def test_rows_choose_their_tools(workers):

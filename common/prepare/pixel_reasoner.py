@@ -1,0 +1,96 @@
+"""Pixel Reasoner's data sets as published: download, or take a local copy; unzip; check that every path resolves.
+
+    python -m common.prepare.pixel_reasoner --folder data/pixel_reasoner --repository OWNER/NAME    # resumes
+    python -m common.prepare.pixel_reasoner --folder FOLDER                                         # a copy
+
+Nothing is rewritten: rows keep their relative paths, and `--media-root FOLDER` resolves them.
+"""
+
+import json
+import shutil
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import tyro
+from huggingface_hub import snapshot_download
+
+MAX_SHOWN = 5  # missing files that are named
+
+
+@dataclass
+class Args:
+    folder: Path  # of the data set: *.json or *.parquet, images.zip, videos.zip
+    repository: str | None = None  # data set on the hub (HF_ENDPOINT names a mirror) to download into the folder first
+
+
+def main(args: Args) -> None:
+    if args.repository:
+        download(args.repository, args.folder)
+    tables = sorted([*args.folder.glob("*.json"), *args.folder.glob("*.parquet")])
+    if not tables:
+        raise SystemExit(f"--folder {args.folder}: there is no .json or .parquet file; --repository downloads some")
+    for archive in sorted(args.folder.glob("*.zip")):
+        print(f"{archive}: {unzip(archive)} files unpacked, the others were there")
+    missing: list[str] = []
+    for table in tables:
+        rows = pictures = 0
+        for row, paths in media_of(table):
+            rows, pictures = rows + 1, pictures + len(paths)
+            missing += [f"{table.name} row {row}: {path}" for path in paths if not (args.folder / path).is_file()]
+        print(f"{table}: {rows} rows, {pictures} pictures and frames")
+    if missing:
+        shown = "\n  ".join(missing[:MAX_SHOWN])
+        raise SystemExit(f"{len(missing)} files are missing in {args.folder}, the first:\n  {shown}")
+    print(f"all there: --media-root {args.folder}")
+
+
+def download(repository: str, folder: Path) -> None:
+    """Into the folder; what is complete there is kept."""
+    try:
+        snapshot_download(repository, repo_type="dataset", local_dir=folder)
+    except OSError as error:  # huggingface_hub's network, HTTP and offline errors all derive from it
+        raise ConnectionError(
+            f"could not download {repository}: {error}\nThe same command goes on from here. Set HF_ENDPOINT to a "
+            "mirror that you can reach, or give --folder with a copy of the data set alone"
+        ) from error
+
+
+def unzip(archive: Path) -> int:
+    """Unpack beside the archive what is not there in full; a killed run leaves no half file. Returns how many."""
+    count = 0
+    with zipfile.ZipFile(archive) as files:
+        for member in files.infolist():
+            target = archive.parent / member.filename
+            if not target.resolve().is_relative_to(archive.parent.resolve()):
+                raise SystemExit(f"{archive}: {member.filename} would lie outside of its folder")
+            if member.is_dir() or (target.is_file() and target.stat().st_size == member.file_size):
+                continue
+            target.parent.mkdir(parents=True, exist_ok=True)
+            temporary = target.with_name(f".{target.name}.tmp")
+            try:
+                with files.open(member) as source, temporary.open("wb") as copy:
+                    shutil.copyfileobj(source, copy)
+                temporary.replace(target)
+            finally:
+                temporary.unlink(missing_ok=True)
+            count += 1
+    return count
+
+
+def media_of(table: Path) -> Iterator[tuple[int, list[str]]]:
+    """Row number and the relative paths of its pictures: of release.json's items, of the column image of a parquet."""
+    if table.suffix == ".parquet":
+        for row, paths in enumerate(pq.read_table(table, columns=["image"])["image"].to_pylist()):
+            yield row, [path for path in paths or [] if path]
+        return
+    for row, record in enumerate(json.loads(table.read_bytes())):
+        items = [item for message in record["message_list"] for item in message["content"]]
+        images = [item["image"] for item in items if item.get("image")]
+        yield row, images + [frame for item in items for frame in item.get("video") or []]
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))
