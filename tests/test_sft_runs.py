@@ -31,11 +31,11 @@ def mixed(tmp_path_factory):
 
 def test_the_demo_learns_and_its_export_is_the_same_model_in_vllm(tmp_path):
     run_script(
-        "sft.py", "--total-steps", 24, "--warmup-steps", 4, "--output-dir", tmp_path, "--eval-rows", 64, ranks=2
+        "sft.py", "--total-steps", 10, "--warmup-steps", 2, "--output-dir", tmp_path, "--eval-rows", 64, ranks=2
     )
     steps = steps_of(tmp_path)
-    assert steps[24]["eval/loss"] <= 0.8 * steps[0]["eval/loss"]
-    assert steps[24]["eval/token_accuracy"] > steps[0]["eval/token_accuracy"]
+    assert steps[10]["eval/loss"] <= 0.8 * steps[0]["eval/loss"]
+    assert steps[10]["eval/token_accuracy"] > steps[0]["eval/token_accuracy"]
     done = run_script(ROOT / "tests" / "workers" / "engine_gap.py", "--model", tmp_path / "model", "--dtype", "fp32")
     result = json.loads(done.stdout.strip().splitlines()[-1])
     assert result["synced"] < 1e-4, "transformers and vLLM disagree about the exported folder"
@@ -62,9 +62,7 @@ def test_kill_and_resume_with_pictures_equals_an_uninterrupted_run(mixed, tmp_pa
 def test_packing_ranks_and_strategy_play_no_part_with_pictures(mixed, tmp_path):
     records = {}
     for name, ranks, extra in (
-        ("one", 1, []),
-        ("small packs", 1, ["--micro-batch-tokens", 64]),
-        ("two", 2, []),
+        ("one", 1, ["--micro-batch-tokens", 64]),
         ("two ddp", 2, ["--strategy", "ddp", "--gradient-checkpointing"]),
     ):
         options = [*mixed, "--batch-size", 8, "--total-steps", 2, "--dtype", "fp32", "--learning-rate", 1e-3, *extra]
