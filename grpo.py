@@ -536,7 +536,7 @@ def main(args: Args, demo: bool = False) -> None:
             sums["kl_to_ref"] = kl_estimate(old, tokens.ref_logprobs, old, "k3").sum().item()
         sums = all_reduce_sums(sums)
         num_tokens = max(sum(counts[::2]), 1.0)
-        metrics = rollout_metrics(sums, watch.seconds)
+        metrics = rollout_metrics(sums, watch.seconds, job.turns is not None)
         metrics |= policy_metrics(sums, num_tokens, args.minibatches, args.epochs_per_step, grad_norms)
         metrics |= {
             "policy/rollout_logprob_gap": gap,

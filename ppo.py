@@ -627,7 +627,7 @@ def main(args: Args, demo: bool = False) -> None:
             sums["kl_to_ref"] = kl_estimate(old, tokens.ref_logprobs, old, "k3").sum().item()
         sums = all_reduce_sums(sums)
         num_tokens = max(sum(counts[::2]), 1.0)
-        metrics = rollout_metrics(sums, watch.seconds) | value_metrics(sums, num_tokens)
+        metrics = rollout_metrics(sums, watch.seconds, job.turns is not None) | value_metrics(sums, num_tokens)
         if not warming_up:
             metrics |= policy_metrics(sums, num_tokens, args.minibatches, args.epochs_per_step, grad_norms["policy"])
             metrics |= {"optim/lr": lr["policy"]}

@@ -11,7 +11,7 @@ What this does that others do not:
     torchrun --nproc_per_node 4 sft.py --model Qwen/Qwen2.5-0.5B --train-data train.parquet --eval-data test.parquet
     torchrun --nproc_per_node 8 sft.py --model Qwen/Qwen2.5-VL-7B-Instruct --train-data release.json --media-root .
 
-What rows may look like: common/conversations.py.
+What rows may look like: common/formats.py.
 """
 
 import math
@@ -45,6 +45,7 @@ from common.memory import peak_memory_gb
 from common.models import (
     choose_attention,
     embedded_data,
+    end_turns_properly,
     export_hugging_face,
     load_policy,
     load_tokenizer,
@@ -52,7 +53,7 @@ from common.models import (
 )
 from common.packing import MicroBatch, TokenIndex, halve_budget, layout, pack
 from common.precision import LossScale, choose_dtype, guarded_step
-from common.setup import Stopwatch, check_device, refuse, refuse_idle
+from common.setup import PICTURE_FLAGS, Stopwatch, check_device, refuse, refuse_idle
 from common.vision import PixelLimits, load_vision
 
 
@@ -117,20 +118,6 @@ DEMO = Args(
 )
 
 
-def end_of_turn(tokenizer) -> str:
-    """The token that the chat template puts after an assistant turn, if it is a special one; else the end token.
-
-    They differ in base models: Qwen2.5's end token is <|endoftext|>, its template ends turns with <|im_end|>. A policy
-    that was trained to say one and is stopped at the other never stops.
-    """
-    mark = "\u2603"
-    messages = [{"role": "user", "content": "."}, {"role": "assistant", "content": mark}]
-    tail = tokenizer.apply_chat_template(messages, tokenize=False).rpartition(mark)[2]
-    ids = tokenizer.encode(tail, add_special_tokens=False)
-    first = tokenizer.convert_ids_to_tokens(ids[0]) if ids else tokenizer.eos_token
-    return first if first in tokenizer.get_added_vocab() else tokenizer.eos_token
-
-
 def lr_factor(step: int, total_steps: int, warmup_steps: float, schedule: str, floor: float) -> float:
     """Share of the peak learning rate at step 0, 1, ...; the first step is never 0.
 
@@ -172,6 +159,7 @@ def accumulate_gradient(
 
 def check_args(args: Args) -> None:
     """Refuse what cannot work, or has no effect, before anything is loaded."""
+    evaluated = (bool(args.eval_data) or not args.train_data, "--eval-data")
     refuse_idle(
         args,
         {
@@ -179,6 +167,7 @@ def check_args(args: Args) -> None:
             "lr_floor": (args.lr_schedule != "constant", "--lr-schedule linear or cosine"),
             "total_epochs": (args.total_steps is None, "no --total-steps"),
             "keep_checkpoints": (not args.save_weights_only, "checkpoints: all weights are kept"),
+            **dict.fromkeys(["eval_every", "eval_before", "eval_rows"], evaluated),
         },
     )
     refuse(args.model != "tiny" and not args.train_data, f"--model {args.model} needs --train-data")
@@ -200,14 +189,11 @@ def main(args: Args, demo: bool = False) -> None:
     attention = choose_attention(args.attention, world.device)
     path = resolve_model(args.model)
     tokenizer = load_tokenizer(path, args.trust_remote_code)
-    vision = load_vision(path, PixelLimits(args.min_pixels, args.max_pixels, args.max_frame_pixels))
-    if vision:
-        tokenizer.chat_template = vision.processor.chat_template or tokenizer.chat_template
-    sees = (vision is not None, "a vision-language --model")
-    refuse_idle(args, dict.fromkeys(["freeze_vision", "min_pixels", "max_pixels", "max_frame_pixels"], sees))
-    if end_of_turn(tokenizer) != tokenizer.eos_token:
-        world.print(f"turns end with {end_of_turn(tokenizer)}, not {tokenizer.eos_token}: it becomes the end token")
-        tokenizer.eos_token = end_of_turn(tokenizer)
+    limits = PixelLimits(args.min_pixels, args.max_pixels, args.max_frame_pixels)
+    vision = load_vision(path, limits, args.trust_remote_code)
+    refuse_idle(args, dict.fromkeys(PICTURE_FLAGS, (vision is not None, "a vision-language --model")))
+    with user_errors():
+        end_turns_properly(tokenizer, vision, world)
     if not args.train_data:
         args.train_data, held_out = embedded_data("tiny", output_dir / "data", world, supervised=True)
         args.eval_data = args.eval_data or held_out
@@ -270,15 +256,19 @@ def main(args: Args, demo: bool = False) -> None:
     @torch.no_grad()
     def evaluate() -> dict[str, float]:
         """eval/loss (nats a token) and eval/token_accuracy: how often the right token is the most likely one."""
-        episodes, index = episodes_of(eval_data, list(range(min(args.eval_rows, len(eval_data)))))
-        loss = right = 0.0
-        for batch in pack(episodes, range(len(episodes)), index, **pack_options):
-            with forward_context(policy):
-                logprobs, _, greedy = policy(batch.to(world.device), with_greedy=True)
-            loss -= logprobs.sum().item()
-            right += greedy.sum().item()
-        loss, right, tokens = all_reduce([loss, right, len(index)])
-        return {"eval/loss": loss / max(tokens, 1), "eval/token_accuracy": right / max(tokens, 1)}
+        rows = list(range(min(args.eval_rows, len(eval_data))))
+        loss = right = tokens = 0.0
+        for start in range(0, len(rows), args.batch_size):  # pictures of so many rows are in memory at a time
+            episodes, index = episodes_of(eval_data, rows[start : start + args.batch_size])
+            tokens += len(index)
+            for batch in pack(episodes, range(len(episodes)), index, **pack_options):
+                with forward_context(policy):
+                    logprobs, _, greedy = policy(batch.to(world.device), with_greedy=True)
+                loss -= logprobs.sum().item()
+                right += greedy.sum().item()
+        loss, right, tokens = all_reduce([loss, right, tokens])
+        refuse(not tokens, "--eval-data: not one row has a token to learn")
+        return {"eval/loss": loss / tokens, "eval/token_accuracy": right / tokens}
 
     if start == 0 and args.eval_before and eval_data:
         logger.log(0, evaluate())
@@ -290,6 +280,7 @@ def main(args: Args, demo: bool = False) -> None:
             before = int(loader.epoch)
             episodes, index = episodes_of(train_data, loader.next(args.batch_size))
         num_loss_tokens, num_episodes = all_reduce([len(index), len(episodes)])
+        refuse(not num_loss_tokens, "--train-data: not one row of this step has a token to learn, see the warnings")
 
         # 4. update
         lr = args.learning_rate * lr_factor(step, total_steps, args.warmup_steps, args.lr_schedule, args.lr_floor)
@@ -299,7 +290,7 @@ def main(args: Args, demo: bool = False) -> None:
             while True:
                 batches = pack(episodes, range(len(episodes)), index, **pack_options)
                 try:
-                    sums = accumulate_gradient(policy, batches, max(num_loss_tokens, 1.0), world, loss_scale.scale)
+                    sums = accumulate_gradient(policy, batches, num_loss_tokens, world, loss_scale.scale)
                     break
                 except torch.OutOfMemoryError as error:  # the same gradient, in smaller pieces
                     pack_options = halve_budget(pack_options, policy, world, error, output_dir)
@@ -308,8 +299,8 @@ def main(args: Args, demo: bool = False) -> None:
         # 5. log
         loss, entropy = all_reduce(sums)
         metrics = {
-            "policy/loss": loss / max(num_loss_tokens, 1.0),
-            "policy/entropy": entropy / max(num_loss_tokens, 1.0),
+            "policy/loss": loss / num_loss_tokens,
+            "policy/entropy": entropy / num_loss_tokens,
             "optim/grad_norm": norm,
             "optim/lr": lr,
             "optim/skipped_steps": float(not stepped),
@@ -328,7 +319,7 @@ def main(args: Args, demo: bool = False) -> None:
         logger.log(step + 1, metrics)
         due = args.save_every and (step + 1) % args.save_every == 0
         due = due or (args.save_every_epoch and int(loader.epoch) > before)
-        if args.save_weights_only and due and not last:
+        if args.save_weights_only and (due or stop) and not last:
             folder = output_dir / f"model-step_{step + 1:06d}"
             export_hugging_face(policy, tokenizer, folder, world, compute_dtype)
         elif not args.save_weights_only and (last or stop or due):

@@ -1,20 +1,14 @@
-"""Supervised data: conversations in several formats, recognised by their columns, as token ids, masks and pictures.
-
-    messages (+ images, videos, tools)     chat rows, verl's multi-turn parquet: <image> and <video> stand for pictures
-    question, answer                       verl's single-turn rows
-    message_list                           Pixel Reasoner's release.json: items with one of the keys text, image, video
-    conversations (+ images)               PyVision's and LLaMA-Factory's rows; {role, content} or {from, value}
+"""Supervised data as token ids, masks and pictures; the formats of rows are in common/formats.py.
 
 Trained on is what the assistant says and the token that ends its turn; never headers, other roles, pictures, padding.
 """
 
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -24,114 +18,8 @@ from transformers import PreTrainedTokenizerBase
 
 from common.data import JSON_LINE, records
 from common.episodes import Episode
-from common.prompts import split_marks, with_system
-from common.tools import Tool, tool_block
-from common.vision import BadRow, Media, Picture, Vision, picture_sources
-
-ROLES = ("system", "user", "assistant", "tool", "observation")
-SHAREGPT = {"human": "user", "gpt": "assistant", "function_call": "assistant"}
-FORMATS = "messages, question and answer, message_list, or conversations"
-Rule = Literal["auto", "all", "last-two-turns"]
-
-
-@dataclass(slots=True)
-class Conversation:
-    messages: list[dict]  # {role, content: text or typed parts, ...}, as a chat template takes them
-    pictures: list[Picture]  # in the order of their parts
-    train: list[bool]  # by message: is it trained on?
-    rule: str  # which decided that: all, last-two-turns
-
-
-def read_conversation(record: Mapping, rule: Rule = "auto", mask_failed_calls: bool = False) -> Conversation:
-    """A row of any known format. BadRow with the reason if it cannot be used.
-
-    rule "last-two-turns" (Pixel Reasoner's, the default for its files): of the messages only the last and the one two
-    before it, if the assistant's: earlier calls were wrong on purpose, and carry no flag. A message's own `train`:
-    false always holds. `mask_failed_calls` leaves out turns whose call returned an error.
-    """
-    if record.get("message_list") is not None:
-        messages, pictures = from_items(record["message_list"])
-        rule = "last-two-turns" if rule == "auto" else rule
-    else:
-        messages, pictures = from_marks(record)
-    if not messages:
-        raise BadRow("no messages")
-    train = []
-    for i, message in enumerate(messages):
-        if message["role"] not in ROLES:
-            raise BadRow(f"unknown role {message['role']!r}, expected one of {', '.join(ROLES)}")
-        wanted = message["role"] == "assistant" and message.pop("train", None) is not False
-        if rule == "last-two-turns":
-            wanted &= i in (len(messages) - 1, len(messages) - 3)
-        if mask_failed_calls and i + 1 < len(messages):
-            wanted &= not is_error(text_of(messages[i + 1]))
-        train.append(wanted)
-    if not any(train):
-        raise BadRow("nothing to learn: no message of the assistant is trained on")
-    return Conversation(messages, pictures, train, "all" if rule == "auto" else rule)
-
-
-def from_items(message_list: list) -> tuple[list[dict], list[Picture]]:
-    """Pixel Reasoner's messages: a list of items, each with one of text, image, video; a null is an absent key."""
-    messages, pictures = [], []
-    for message in message_list:
-        parts = []
-        for item in message.get("content") or []:
-            present = [(key, item[key]) for key in ("text", "image", "video") if item.get(key) is not None]
-            if len(present) != 1:
-                raise BadRow(f"item {item!r:.80} has {len(present)} of the keys text, image, video")
-            kind, value = present[0]
-            parts.append({"type": kind} | ({"text": value} if kind == "text" else {}))
-            if kind != "text":
-                pictures.append((kind, value if kind == "video" else [value]))
-        texts_alone = all(part["type"] == "text" for part in parts)
-        content = "".join(part["text"] for part in parts) if texts_alone else parts
-        messages.append(kept(message) | {"role": message.get("role"), "content": content})
-    return messages, pictures
-
-
-def from_marks(record: Mapping) -> tuple[list[dict], list[Picture]]:
-    """The other formats: contents are texts, in which <image> and <video> stand for the row's pictures."""
-    if record.get("messages") is not None:
-        rows = record["messages"]
-    elif record.get("conversations") is not None:
-        rows = record["conversations"]
-    elif record.get("question") is not None and record.get("answer") is not None:
-        rows = [{"role": "user", "content": record["question"]}, {"role": "assistant", "content": record["answer"]}]
-    else:
-        raise BadRow(f"has the columns {', '.join(record)}; expected {FORMATS}")
-    messages = []
-    for row in rows:
-        role = row.get("role") or SHAREGPT.get(row.get("from"), row.get("from"))
-        content = row.get("content") if row.get("content") is not None else row.get("value")
-        if not isinstance(content, str) and not row.get("tool_calls"):
-            raise BadRow(f"message {row!r:.80} has no text as its content")
-        messages.append(kept(row) | {"role": role, "content": content or ""})
-    if tools := record.get("tools"):
-        tools = json.loads(tools) if isinstance(tools, str) else tools
-        offered = {str(i): Tool("", print, schema) for i, schema in enumerate(tools)}
-        messages = with_system(messages, tool_block(offered))
-    pictures = picture_sources(record, "\n".join(message["content"] for message in messages))
-    if pictures:
-        messages = [message | {"content": split_marks(message["content"])} for message in messages]
-    return messages, pictures
-
-
-def kept(message: Mapping) -> dict:
-    """What else a template may ask for, without the nulls that Arrow fills in."""
-    return {
-        key: value for key, value in message.items() if value is not None and key in ("train", "tool_calls", "name")
-    }
-
-
-def text_of(message: dict) -> str:
-    content = message["content"]
-    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
-
-
-def is_error(observation: str) -> bool:
-    """Does a tool's reply tell of an error, in the words of Pixel Reasoner's tools or of ours?"""
-    return observation.strip().startswith(("Execution error", "Error:", "<tool_response>\nError"))
+from common.formats import Conversation, Rule, pictured, read_conversation, text_of
+from common.vision import BadRow, Media, Vision
 
 
 def conversation_episode(
@@ -158,7 +46,7 @@ def conversation_episode(
         header = tokenizer.apply_chat_template(messages[:turn], tokenize=False, add_generation_prompt=True)
         full = tokenizer.apply_chat_template(messages[: turn + 1], tokenize=False)
         if not header.startswith(rendered) or not full.startswith(header):
-            raise ValueError("the chat template rewrites earlier turns: its masks cannot be derived turn by turn")
+            raise BadRow("the chat template rewrites earlier turns: masks cannot be derived turn by turn")
         end = full.rfind(end_token)
         end = end + len(end_token) if end >= len(header) else len(full)
         for text, trained in ((header[len(rendered) :], False), (full[len(header) : end], conversation.train[turn])):
@@ -214,8 +102,9 @@ class Conversations:
         for i, record in enumerate(chain.from_iterable(map(records, self.tables))):
             try:
                 conversation = self._read(record)
-                pictures = sum(vision.count_tokens(*picture, media_root) for picture in conversation.pictures)
-                costs[i] = pictures + sum(len(text_of(message)) for message in conversation.messages) / 4
+                pictures = [vision.count_tokens(*picture, media_root) for picture in conversation.pictures]
+                self._check(conversation, pictures)
+                costs[i] = sum(pictures) + sum(len(text_of(message)) for message in conversation.messages) / 4
                 by_position += conversation.rule == "last-two-turns"
             except BadRow as error:
                 bad[i] = str(error)
@@ -236,10 +125,30 @@ class Conversations:
     def _read(self, record: dict | str) -> Conversation:
         if isinstance(record, str):
             raise BadRow(record)
-        conversation = read_conversation(record, self.rule, self.mask_failed_calls)
+        try:
+            conversation = read_conversation(record, self.rule, self.mask_failed_calls)
+        except (AttributeError, IndexError, KeyError, TypeError) as error:  # a string where a list should be, ...
+            raise BadRow(f"not a conversation: {type(error).__name__}: {error}") from error
         if conversation.pictures and not self.vision:
             raise BadRow("has pictures, and the model reads text alone")
         return conversation
+
+    def _check(self, conversation: Conversation, picture_tokens: list[int]) -> None:
+        """BadRow if the template loses a message, or if the cut at `max_tokens` leaves nothing to learn."""
+        messages, first = conversation.messages, conversation.train.index(True)
+        render = partial(self.tokenizer.apply_chat_template, tokenize=False)
+        try:
+            whole, header = render(messages), render(messages[:first], add_generation_prompt=True)
+        except TemplateError as error:
+            raise BadRow(f"cannot be rendered: {error}") from error
+        lost = [m["role"] for m in messages if not pictured(m) and text_of(m).strip() not in whole]
+        if lost:
+            raise BadRow(f"the chat template leaves out a message of role {lost[0]!r}")
+        if len(header.encode()) + sum(picture_tokens) >= self.max_tokens:  # a token has at least a byte
+            before = picture_tokens[: sum(map(pictured, messages[:first]))]
+            tokens = len(self.tokenizer.encode(header, add_special_tokens=False)) + sum(before) - len(before)
+            if tokens >= self.max_tokens:
+                raise BadRow(f"nothing to learn in its first {self.max_tokens} tokens: {tokens} come before")
 
     def place(self, i: int) -> str:
         """File and row of a position in all files."""
@@ -280,7 +189,7 @@ def read_rows(path: Path, flag: str) -> pa.Table:
     try:
         if path.suffix == ".parquet":
             return pq.read_table(path)
-        lines = path.read_bytes().splitlines()
+        lines = path.read_bytes().rstrip().splitlines()
         if path.suffix == ".json":
             lines = [json.dumps(row).encode() for row in json.loads(path.read_bytes())]
         return pa.table({JSON_LINE: pa.array(lines, pa.large_binary())})

@@ -66,8 +66,9 @@ def read_table(path: Path, flag: str) -> pa.Table:
 
 
 def records(table: pa.Table) -> Iterator[dict | str]:
-    """Every row as a dict, or as the reason why it is none; a few thousand at a time, never the whole table."""
-    for batch in table.to_batches(max_chunksize=4096):
+    """Every row as a dict, or as the reason why it is none; some at a time, never the whole table."""
+    heavy = {"images", "videos"} & set(table.column_names)  # pictures as bytes
+    for batch in table.to_batches(max_chunksize=32 if heavy else 4096):
         if table.column_names != [JSON_LINE]:
             yield from batch.to_pylist()
             continue
@@ -121,6 +122,7 @@ class PromptData:
         vision: Vision | None = None,
         tools: Mapping[str, Tool] | None = None,
         media_root: Path | None = None,
+        max_images: int = 16,
     ):
         names = paths.split(",") if isinstance(paths, str) else paths
         self.paths = [Path(str(name).strip()).expanduser() for name in names]
@@ -142,6 +144,8 @@ class PromptData:
                 continue
             try:
                 prompt, text, pictures, _ = self._prepare(record)
+                if len(pictures) > max_images:
+                    raise BadRow(f"{len(pictures)} pictures are more than --max-images {max_images}")
                 picture_tokens = sum(vision.count_tokens(*picture, media_root) for picture in pictures)
                 num_bytes = len(text.encode())
             except BadRow as error:

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
 
 from common.distributed import World, gather_objects
-from common.episodes import Episode
+from common.episodes import Episode, prompts_of_all_ranks
 from common.logger import replace_file
 from common.page import rollout_page
 from common.vision import Media, PixelLimits
@@ -31,8 +31,10 @@ def dump_rollouts(
 ) -> None:
     """Write folder/step_NNNNNN.parquet: all episodes of all ranks; advantage is null where none was trained on.
 
-    Beside it: .html, a picture of the first groups, and .media.parquet, if there are pictures: {hash, bytes}.
+    Beside it: .html, a picture of the first groups, and each rank's pictures, .media_RANK.parquet: {hash, bytes}.
     """
+    path = folder / f"step_{step:06d}.parquet"
+    on_page = prompts_of_all_ranks(sampled)[:PAGE_PROMPTS]
     advantage_of = {id(episode): advantage for episode, advantage in zip(trained, advantages)}
     files: dict[str, bytes] = {}
     rows = []
@@ -46,20 +48,21 @@ def dump_rollouts(
         row |= {"step": step, "ranks": world.size, "rank": world.rank, "advantage": advantage_of.get(id(e))}
         row |= {"prompt": tokenizer.decode(e.prompt_ids), "completion": tokenizer.decode(e.response_ids)}
         rows.append(row | {"score": e.rewards["score"], "shown": [list(m.pixels.shape[2:0:-1]) for m in e.media]})
-    parts = gather_objects((rows, files))
-    if not world.is_main:
-        return
-    rows = [row for part, _ in parts for row in part]
-    files = {name: data for _, part in parts for name, data in part.items()}
-    path = folder / f"step_{step:06d}.parquet"
+    seen = {data for e in sampled if e.prompt_index in on_page for m in e.media for data in m.frames}
+    parts = gather_objects((rows, {name: data for name, data in files.items() if data in seen}))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        replace_file(path, lambda temporary: pq.write_table(pa.Table.from_pylist(rows), temporary))
         if files:
             table = pa.table({"hash": list(files), "bytes": list(files.values())})
-            replace_file(media_file(path), lambda temporary: pq.write_table(table, temporary))
-        page = rollout_page(f"step {step}", page_episodes(rows, files, tokenizer))
-        replace_file(path.with_suffix(".html"), lambda temporary: temporary.write_text(page, errors="replace"))
+            own = path.with_suffix(f".media_{world.rank}.parquet")
+            replace_file(own, lambda temporary: pq.write_table(table, temporary))
+        if world.is_main:
+            rows = [row for part, _ in parts for row in part]
+            replace_file(path, lambda temporary: pq.write_table(pa.Table.from_pylist(rows), temporary))
+            pictures = {name: data for _, part in parts for name, data in part.items()}
+            shown = [row for row in rows if row["prompt_index"] in on_page]
+            page = rollout_page(f"step {step}", page_episodes(shown, pictures, tokenizer))
+            replace_file(path.with_suffix(".html"), lambda temporary: temporary.write_text(page, errors="replace"))
     except OSError as error:  # a full disk costs the dump, not the run
         print(f"warning: {path} not written ({error})", flush=True)
 
@@ -70,17 +73,10 @@ def file_hash(data: bytes, files: dict[str, bytes]) -> str:
     return name
 
 
-def media_file(path: Path) -> Path:
-    return path.with_suffix(".media.parquet")
-
-
 def page_episodes(rows: list[dict], files: dict[str, bytes], tokenizer: PreTrainedTokenizerBase) -> list[dict]:
-    """What `rollout_page` wants to know of the first groups."""
-    first = sorted({row["prompt_index"] for row in rows})[:PAGE_PROMPTS]
+    """What `rollout_page` wants to know of each episode."""
     episodes = []
-    for row in sorted(rows, key=lambda row: (row["prompt_index"], row["sample_index"])):
-        if row["prompt_index"] not in first:
-            continue
+    for row in rows:
         calls = json.loads(row["calls"])
         media = [m | {"frames": [files[name] for name in m["frames"]]} for m in json.loads(row["media"])]
         media = [m | {"shown": shown} for m, shown in zip(media, row["shown"])]
@@ -91,7 +87,8 @@ def page_episodes(rows: list[dict], files: dict[str, bytes], tokenizer: PreTrain
         ids = iter(row["response_ids"])
         for sampled, part in groupby(row["loss_mask"]):
             text = tokenizer.decode([next(ids) for _ in part])
-            numbers = [] if sampled else [next(shown) for _ in range(next(answers)["media"])]
+            added = 0 if sampled else next(answers, {"media": 0})["media"]  # --mask-truncated masks what was sampled
+            numbers = [next(shown) for _ in range(added)]
             segments.append({"role": "policy" if sampled else "observation", "text": text, "media": numbers})
         keys = ("prompt_index", "sample_index", "finish_reason", "score", "advantage")
         episode = {key: row[key] for key in keys} | {"rewards": json.loads(row["rewards"]), "calls": calls}
@@ -113,7 +110,8 @@ def load_rollouts(
         )
     if ("reward_model" in json.loads(rows[0]["rewards"])) != bool(reward_model):
         raise SystemExit(f"--replay {path}: give the --reward-model of that run, and none if it had none")
-    table = pq.read_table(media_file(path)).to_pydict() if media_file(path).is_file() else {"hash": [], "bytes": []}
+    own = path.with_suffix(f".media_{world.rank}.parquet")
+    table = pq.read_table(own).to_pydict() if own.is_file() else {"hash": [], "bytes": []}
     files = dict(zip(table["hash"], table["bytes"]))
     opened: dict[str, Media] = {}  # a group shares its pictures, as it did
     sampled, trained = [], []
@@ -127,6 +125,8 @@ def load_rollouts(
                 frames = [files[name] for name in m["frames"]]
                 opened[key] = Media.open(m["kind"], frames, limits, m["is_frame"])
             row["media"][i] = opened[key]
+            if list(opened[key].pixels.shape[2:0:-1]) != row["shown"][i]:
+                raise SystemExit(f"--replay {path}: give --min-pixels, --max-pixels, --max-frame-pixels of that run")
         sampled.append(Episode(**{f.name: row[f.name] for f in fields(Episode)}))
         if row["advantage"] is not None:
             trained.append(sampled[-1])

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from operator import itemgetter
 
 from transformers import PreTrainedTokenizerBase
@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from common.data import Row
 from common.distributed import gather_objects
 from common.engine import Completion, Sampling
-from common.tools import Call, ToolReply, ToolWorkers, parse_call
+from common.tools import Call, ToolReply, ToolWorkers, find_tool, parse_call
 from common.vision import Media, Vision
 
 
@@ -77,11 +77,18 @@ class Turns:
             episode.finish_reason, call = "max_turns", None
         return call
 
-    def context(self, episode: Episode, row: Row) -> dict:
-        """What a tool may know of the trajectory."""
+    def ask(self, key: int, call: Call, episode: Episode, row: Row) -> None:
+        """Hand a call to the workers, with what a tool may know of the trajectory and what the row gives."""
+        tool = find_tool({name: self.workers.tools[name] for name in row.tools}, call.name)
+        if tool is None and not call.error:
+            call = Call(error=f"there is no tool {call.name!r:.100}, but {', '.join(row.tools)}")
         media = [{"kind": "frame" if m.is_frame else m.kind, "frames": m.frames} for m in episode.media]
-        limits = vars(self.vision.limits) if self.vision else {}
-        return {"media": media, "num_prompt_media": len(row.media), **limits}
+        context = {
+            "media": media,
+            "num_prompt_media": len(row.media),
+            **(vars(self.vision.limits) if self.vision else {}),
+        }
+        self.workers.submit(key, call, context, row.tools[tool.name] if tool else {})
 
     def add_observation(self, episode: Episode, call: Call, reply: ToolReply, max_tokens: int) -> bool:
         """Append what a tool has replied. False, with its finish_reason, if the trajectory ends instead."""
@@ -113,12 +120,14 @@ class Turns:
         for token in self.special_tokens:  # spelled by a tool, or by the policy in a call, they mean nothing
             text = text.replace(token, f"{token[0]} {token[1:]}")
         content = [{"type": "text", "text": text}, *({"type": m.kind} for m in media)] if media else text
-        before = [{"role": "user", "content": "-"}, {"role": "assistant", "content": "-"}]
-        render = partial(self.tokenizer.apply_chat_template, tokenize=False)
-        start, end = render(before), self.tokenizer.eos_token
-        whole = render([*before, {"role": role, "content": content}], add_generation_prompt=True)
-        between = start[start.rindex(end) + len(end) :] + whole.removeprefix(start)
-        ids = self.tokenizer.encode(between, add_special_tokens=False)
+        mark, end = "\u2603\u2603", self.tokenizer.eos_token
+        before = [{"role": "user", "content": "-"}, {"role": "assistant", "content": mark}]
+        messages = [*before, {"role": role, "content": content}]
+        whole = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        between = whole.partition(mark)[2]  # a text of the tool may hold the mark too
+        if not between.startswith(end):
+            raise ValueError(f"the chat template does not end the assistant's turns with {end!r}: no tools with it")
+        ids = self.tokenizer.encode(between.removeprefix(end), add_special_tokens=False)
         return self.vision.expand(ids, media) if self.vision else ids
 
 
@@ -189,7 +198,7 @@ def sample_episodes(
                 add_turn(episodes[key], completion, sampling.max_tokens)
                 if call := turns.next_call(episodes[key], row.tools):
                     calls[key] = call
-                    turns.workers.submit(key, call, turns.context(episodes[key], row), row.tools.get(call.name, {}))
+                    turns.ask(key, call, episodes[key], row)
             answered = []
         replies += turns.workers.poll(0.0 if engine.busy else 1.0)
         if not (turns.lockstep and turns.workers.pending):

@@ -37,7 +37,7 @@ def rollout_sums(episodes: list[Episode]) -> dict[str, float]:
     }
 
 
-def rollout_metrics(sums: dict[str, float], seconds: dict[str, float]) -> dict[str, float]:
+def rollout_metrics(sums: dict[str, float], seconds: dict[str, float], with_tools: bool = False) -> dict[str, float]:
     """reward/* and rollout/* of a step from the reduced `rollout_sums` and its seconds by phase."""
     if not sums["scored"]:
         raise RuntimeError("not one response of this step could be scored: see the errors above")
@@ -57,7 +57,7 @@ def rollout_metrics(sums: dict[str, float], seconds: dict[str, float]) -> dict[s
         metrics["reward/model_mean"] = sums["reward_model"] / scored
     others = FINISH_REASONS.keys() - {"stop", "length"}
     metrics |= {f"rollout/{reason}": sums[reason] / episodes for reason in sorted(others) if sums.get(reason)}
-    if sums["turns"] != episodes:
+    if with_tools:
         metrics["rollout/turns"] = sums["turns"] / episodes
         metrics |= {"tool/calls": sums["calls"] / episodes, "tool/callers": sums["callers"] / episodes}
         metrics["tool/error_rate"] = sums["call_errors"] / max(sums["calls"], 1)

@@ -71,6 +71,32 @@ def end_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return sorted(set(ids))
 
 
+def end_of_turn(tokenizer) -> str:
+    """The token that the chat template puts after an assistant turn, if it is a special one; else the end token.
+
+    They differ in base models: Qwen2.5's end token is <|endoftext|>, its template ends turns with <|im_end|>. A policy
+    that was trained to say one and is stopped at the other never stops.
+    """
+    mark = "\u2603"
+    messages = [{"role": "user", "content": "."}, {"role": "assistant", "content": mark}]
+    tail = tokenizer.apply_chat_template(messages, tokenize=False).rpartition(mark)[2]
+    ids = tokenizer.encode(tail, add_special_tokens=False)
+    first = tokenizer.convert_ids_to_tokens(ids[0]) if ids else tokenizer.eos_token
+    return first if first in tokenizer.get_added_vocab() else tokenizer.eos_token
+
+
+def end_turns_properly(tokenizer: PreTrainedTokenizerBase, vision: Vision | None, world: World) -> None:
+    """Make the token that ends the template's turns the end token. ValueError without a chat template."""
+    if vision:
+        tokenizer.chat_template = vision.processor.chat_template or tokenizer.chat_template
+        vision.processor.tokenizer = tokenizer  # which the export saves
+    if not tokenizer.chat_template:
+        raise ValueError(f"the tokenizer of {tokenizer.name_or_path!r} has no chat template: take an instruct model")
+    if end_of_turn(tokenizer) != tokenizer.eos_token:
+        world.print(f"turns end with {end_of_turn(tokenizer)}, not {tokenizer.eos_token}: it becomes the end token")
+        tokenizer.eos_token = end_of_turn(tokenizer)
+
+
 def hidden_states(model: nn.Module, batch: MicroBatch, attention: str, vision: Vision | None) -> Tensor:
     """Last hidden states [N, H] at which the trained tokens of a micro-batch are predicted."""
     inputs = {"input_ids": batch.input_ids}

@@ -19,13 +19,23 @@ from common.episodes import Turns
 from common.hf_engine import HuggingFaceEngine
 from common.logger import Logger, save_config, tracker_names
 from common.memory import memory_plan, release_freed_memory
-from common.models import choose_attention, embedded_data, end_token_ids, load_tokenizer, resolve_model
+from common.models import (
+    choose_attention,
+    embedded_data,
+    end_token_ids,
+    end_turns_properly,
+    load_tokenizer,
+    resolve_model,
+)
 from common.packing import remembered_budget
 from common.precision import choose_dtype
 from common.rewards import reward_function
 from common.rewards.workers import RewardWorkers
 from common.tools import ToolWorkers
 from common.vision import PixelLimits, Vision, load_vision
+
+PICTURE_FLAGS = ("freeze_vision", "min_pixels", "max_pixels", "max_frame_pixels", "media_root")
+TOOL_FLAGS = ("max_turns", "max_turn_tokens", "max_tool_errors", "tool_workers", "tool_timeout", "deterministic")
 
 
 @dataclass
@@ -66,14 +76,16 @@ def set_up(args, script: str, demo: bool) -> Job:
     path = resolve_model(args.model)
     tokenizer = load_tokenizer(path, args.trust_remote_code)
     limits = PixelLimits(args.min_pixels, args.max_pixels, args.max_frame_pixels)
-    vision = load_vision(path, limits)
-    if vision:
-        tokenizer.chat_template = vision.processor.chat_template or tokenizer.chat_template
-    sees = (vision is not None, "a vision-language --model")
-    refuse_idle(args, dict.fromkeys(["freeze_vision", "min_pixels", "max_pixels", "max_frame_pixels"], sees))
+    vision = load_vision(path, limits, args.trust_remote_code)
+    refuse_idle(args, dict.fromkeys([*PICTURE_FLAGS, "max_images"], (vision is not None, "a vision-language --model")))
+    if vision or args.tools:
+        with user_errors():
+            end_turns_properly(tokenizer, vision, world)
     if getattr(args, "critic_model", None):
         critic_vocabulary = load_tokenizer(resolve_model(args.critic_model, "--critic-model")).get_vocab()
         refuse(critic_vocabulary != tokenizer.get_vocab(), f"--critic-model {args.critic_model}: another tokenizer")
+        blind = load_vision(resolve_model(args.critic_model), limits, args.trust_remote_code) is None
+        refuse(blind != (vision is None), f"--critic-model {args.critic_model}: of policy and critic one cannot see")
     if getattr(args, "reward_model", None):
         resolve_model(args.reward_model, "--reward-model")  # that there is none should be known before all is loaded
     if args.model == "tiny" and not args.train_data:
@@ -85,6 +97,7 @@ def set_up(args, script: str, demo: bool) -> Job:
     with user_errors():
         tools = ToolWorkers(args.tools, args.tool_workers, args.tool_timeout) if args.tools else None
         options |= {"vision": vision, "tools": tools and tools.tools, "media_root": args.media_root}
+        options |= {"max_images": args.max_images}
         if not args.eval_only:
             train_data = PromptData(args.train_data, tokenizer, max_rows=args.max_rows, **options)
         if args.eval_data:
@@ -122,6 +135,9 @@ def set_up(args, script: str, demo: bool) -> Job:
     if tools:
         bounds = (args.max_turns, args.max_turn_tokens, args.max_images, args.max_tool_errors)
         turns = Turns(tokenizer, tools, vision, *bounds, args.deterministic)
+        with user_errors():
+            for tool in tools.tools.values():
+                turns.observation_ids("", tool.role, [])  # a template that cannot is refused now
     torch.manual_seed(args.seed + world.rank)  # after vLLM, which seeds every rank alike
     world.print(
         f"{script}.py: {args.model}, {world.size} x {world.device.type}, {args.strategy}, {args.engine}, compute "
@@ -216,6 +232,7 @@ def check_shared_args(args) -> None:
     """Refuse values that cannot work, and flags without effect, of those that all RL scripts share."""
     sampled = (args.eval_temperature > 0, "an --eval-temperature above 0")
     called = (bool(args.tools), "--tools")
+    evaluated = (bool(args.eval_data) or args.model == "tiny", "--eval-data")
     refuse_idle(
         args,
         {
@@ -225,15 +242,19 @@ def check_shared_args(args) -> None:
             "eval_top_p": sampled,
             "eval_top_k": sampled,
             "eval_samples": sampled,  # greedy ones are all the same
-            **dict.fromkeys(
-                ["max_turns", "max_turn_tokens", "max_tool_errors", "tool_workers", "tool_timeout"], called
-            ),
+            **dict.fromkeys(TOOL_FLAGS, called),
+            **dict.fromkeys(["eval_every", "eval_before", "eval_rows", "eval_temperature"], evaluated),
         },
     )
     Sampling(temperature=args.temperature).check_exact()
     for field in ("minibatches", "epochs_per_step", "critic_epochs"):
         refuse(getattr(args, field, 1) < 1, f"--{field.replace('_', '-')}: at least 1")
     refuse(args.eval_rows < 1 or args.stall_minutes <= 0, "--eval-rows and --stall-minutes: must be above 0")
+    refuse(
+        args.min_pixels > args.max_pixels, f"--min-pixels {args.min_pixels} is above --max-pixels {args.max_pixels}"
+    )
+    sizes = (args.max_turns, args.max_images, 1 if args.max_turn_tokens is None else args.max_turn_tokens)
+    refuse(min(sizes) < 1, "--max-turns, --max-images and --max-turn-tokens: at least 1")
     refuse(bool(args.replay) and args.eval_only, "--replay is of training, --eval-only does none")
     data = "--eval-data" if args.eval_only else "--train-data"
     given = args.eval_data if args.eval_only else args.train_data
@@ -272,7 +293,8 @@ def refuse(wrong: bool, message: str) -> None:
 
 def refuse_idle(args, uses: dict[str, tuple[bool, str]]) -> None:
     """Stop if a flag is given that has no effect. uses: {field: (is it used, what it would need)}."""
-    given = {argument.partition("=")[0] for argument in sys.argv[1:]}
+    given = {argument.partition("=")[0].replace("_", "-") for argument in sys.argv[1:]}
     for name, (used, needs) in uses.items():
         flag = f"--{name.replace('_', '-')}"
-        refuse(not used and flag in given, f"{flag} {getattr(args, name)} has no effect: needs {needs}")
+        said = {flag, flag.replace("--", "--no-", 1)} & given
+        refuse(not used and bool(said), f"{flag} {getattr(args, name)} has no effect: needs {needs}")

@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
 
-from common.tools.visual import decode, shown_size
+from common.tools.visual import FORMATS, MAX_SOURCE_PIXELS, decode, shown_size
 
 FAMILY = ("qwen2_vl", "qwen2_5_vl")
 MARKS = {"<image>": "image", "<video>": "video"}  # placeholders in the prompts of data sets
@@ -115,8 +115,7 @@ def media_file(item: object, root: Path | None) -> io.BufferedIOBase:
 class Vision:
     """What a vision-language model's folder says about pictures."""
 
-    def __init__(self, path: str, limits: PixelLimits):
-        config = AutoConfig.from_pretrained(path)
+    def __init__(self, path: str, config, limits: PixelLimits, trust_remote_code: bool = False):
         vision = config.vision_config
         if (vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size) != (14, 2, 2):
             raise SystemExit(f"--model {path}: its patches are not 14 x 14 x 2 merged by 2 x 2, not supported here")
@@ -124,7 +123,7 @@ class Vision:
         self.placeholders = {"image": config.image_token_id, "video": config.video_token_id}
         # what no policy may sample: the pictures that these announce do not exist
         self.forbidden_ids = {*self.placeholders.values(), config.vision_start_token_id, config.vision_end_token_id}
-        self.processor = AutoProcessor.from_pretrained(path)
+        self.processor = AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
         self.positions_per_second = getattr(vision, "tokens_per_second", 1)  # Qwen2-VL knows no seconds
 
     def open(self, kind: str, frames: list, root: Path | None) -> Media:
@@ -144,7 +143,9 @@ class Vision:
             media_file(item, root).close()
         with media_file(frames[0], root) as file:
             try:
-                with Image.open(file) as image:
+                with Image.open(file, formats=FORMATS) as image:
+                    if image.width * image.height > MAX_SOURCE_PIXELS:
+                        raise ValueError(f"{image.width}x{image.height} pixels are too many")
                     width, height = self.limits.shown_size(kind, *image.size)
             except (OSError, ValueError, Image.DecompressionBombError) as error:
                 raise BadRow(f"no readable picture ({str(error)[:80]})") from error
@@ -221,9 +222,10 @@ def auto_class(config) -> type:
     return AutoModelForImageTextToText if config.model_type in FAMILY else AutoModelForCausalLM
 
 
-def load_vision(path: str, limits: PixelLimits) -> Vision | None:
+def load_vision(path: str, limits: PixelLimits, trust_remote_code: bool = False) -> Vision | None:
     """None for a model that reads text alone."""
-    return Vision(path, limits) if AutoConfig.from_pretrained(path).model_type in FAMILY else None
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    return Vision(path, config, limits, trust_remote_code) if config.model_type in FAMILY else None
 
 
 def blank() -> Media:

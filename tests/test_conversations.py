@@ -11,7 +11,8 @@ import pytest
 from vl import build_tokenizer as build_vl_tokenizer
 from vl import picture, write_tiny_vl
 
-from common.conversations import Conversations, balanced, conversation_episode, read_conversation
+from common.conversations import Conversations, balanced, conversation_episode
+from common.formats import read_conversation
 from common.prepare.tiny import build_tokenizer
 from common.vision import BadRow, PixelLimits, load_vision
 
@@ -99,7 +100,7 @@ def test_what_a_template_adds_after_the_end_token_is_not_trained(tokenizer):
 def test_template_that_rewrites_earlier_turns_is_refused(tokenizer):
     forgetful = copy.deepcopy(tokenizer)
     forgetful.chat_template = "{{ messages | length }}" + tokenizer.chat_template
-    with pytest.raises(ValueError, match="rewrites earlier turns"):
+    with pytest.raises(BadRow, match="rewrites earlier turns"):
         episode_of(TURNS, forgetful)
 
 
@@ -304,6 +305,27 @@ def test_tools_of_a_row_are_offered_in_its_system_message():
         assert messages[0]["role"] == "system" and json.dumps(schema) in messages[0]["content"]
 
 
+def test_sharegpt_with_system_and_observation(tokenizer):
+    row = {"system": "S", "conversations": [{"from": "human", "value": "q"}, {"from": "function_call", "value": "f"}]}
+    row["conversations"] += [{"from": "observation", "value": "R"}, {"from": "gpt", "value": "a"}]
+    conversation = read_conversation(row)
+    assert [m["role"] for m in conversation.messages] == ["system", "user", "assistant", "tool", "assistant"]
+    assert [m["content"] for m in conversation.messages] == ["S", "q", "f", "R", "a"]
+    assert conversation.train == [False, False, True, False, True]
+
+
+def test_a_message_that_the_template_leaves_out_is_told(tmp_path, tokenizer):
+    deaf = copy.deepcopy(tokenizer)
+    deaf.chat_template = tokenizer.chat_template.replace(
+        "{% for message in messages %}", "{% for message in messages if message['role'] != 'tool' %}"
+    )
+    turns = alternating("q", "f", "R", "a")
+    turns[2]["role"] = "tool"
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": turns}))
+    with pytest.raises(ValueError, match="leaves out a message of role 'tool'"):
+        Conversations(str(tmp_path / "rows.jsonl"), "--train-data", deaf, max_tokens=100)
+
+
 # --- bad rows -----------------------------------------------------------------------------------------------------
 
 
@@ -314,6 +336,12 @@ def test_tools_of_a_row_are_offered_in_its_system_message():
         ({"messages": [{"role": "owner", "content": "x"}]}, "unknown role 'owner'"),
         ({"messages": [{"role": "user", "content": "x"}]}, "nothing to learn"),
         ({"messages": []}, "no messages"),
+        ({"messages": [], "tools": [{"type": "function"}]}, "no messages"),
+        ({"messages": "abc"}, "not a conversation"),
+        ({"messages": ["abc"]}, "not a conversation"),
+        ({"message_list": [{"role": "user", "content": "abc"}]}, "not a conversation"),
+        ({"messages": [{"role": "assistant", "content": "I begin"}]}, "nothing to learn"),
+        ({"messages": alternating("q" * 200, "a")}, "nothing to learn in its first 100 tokens: 2"),
         ({"messages": [{"role": "assistant", "content": None}]}, "has no text as its content"),
         ({"messages": alternating("<image>", "a"), "images": ["gone.png"]}, "cannot open .*gone.png"),
         ({"messages": alternating("q", "a"), "images": ["a.png"]}, "1 images, and <image> stands 0 times"),

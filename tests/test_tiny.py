@@ -6,8 +6,7 @@ from itertools import product
 
 import pytest
 
-import sft
-from common.models import EMBEDDED, end_token_ids, load_policy, load_tokenizer
+from common.models import EMBEDDED, end_of_turn, end_token_ids, load_policy, load_tokenizer
 from common.prepare import tiny
 from common.rewards.countdown import score
 
@@ -91,8 +90,8 @@ def test_embedded_policy_loads_and_ends_where_its_tokenizer_says():
 def test_end_of_turn_is_what_the_template_says():
     """A base model whose end token is not the one that ends its turns would never stop after fine-tuning."""
     tokenizer = tiny.build_tokenizer()
-    assert sft.end_of_turn(tokenizer) == "<|end|>"
+    assert end_of_turn(tokenizer) == "<|end|>"
     tokenizer.eos_token = "<|endoftext|>"
-    assert sft.end_of_turn(tokenizer) == "<|end|>"
+    assert end_of_turn(tokenizer) == "<|end|>"
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
-    assert sft.end_of_turn(tokenizer) == "<|endoftext|>", "no special token there: the end token stays"
+    assert end_of_turn(tokenizer) == "<|endoftext|>", "no special token there: the end token stays"

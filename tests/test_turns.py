@@ -225,6 +225,32 @@ def test_selected_frames_are_shown_as_large_as_the_text_says(vision, workers):
     assert box == pytest.approx([0, 0, 56 / width + 0.1, 56 / height + 0.1])
 
 
+def test_a_row_offers_no_other_tools_and_aliases_get_its_arguments(own_tools):
+    tokenizer = build_tokenizer()
+    script = [own_call("crash"), own_call("wait", seconds=0), "x"]
+    (episode,), _ = run([script], Turns(tokenizer, own_tools), row(tokenizer, tools=("wait",)))
+    assert episode.finish_reason == "stop" and [call["error"] for call in episode.calls] == [True, False]
+    assert "there is no tool 'crash', but wait" in episode.calls[0]["text"]
+
+
+def test_a_template_that_ends_no_turns_is_refused(workers):
+    endless = build_tokenizer("{% for message in messages %}{{ message['content'] }}\n{% endfor %}")
+    with pytest.raises(ValueError, match="does not end the assistant's turns"):
+        Turns(endless, workers).observation_ids("x", "user", [])
+
+
+def test_a_template_that_renders_the_last_turn_differently(workers):
+    """As Qwen3's, which shows the thoughts of the last turn alone."""
+    thinking = QWEN.replace(
+        "{{ message['content'] }}<|im_end|>\n{% endif %}{% endfor %}",
+        "{% if loop.last %}<think>{% endif %}{{ message['content'] }}<|im_end|>\n{% endif %}{% endfor %}",
+    )
+    assert thinking != QWEN
+    turns = Turns(build_tokenizer(thinking), workers)
+    expected = "\n<|im_start|>user\n<tool_response>\nhi\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    assert turns.tokenizer.decode(turns.observation_ids("hi", "tool", [])) == expected
+
+
 def test_rows_choose_their_tools(workers):
     tokenizer = build_tokenizer()
     call = '<tool_call>{"name": "select_frames", "arguments": {"target_frames": [1]}}</tool_call>'

@@ -130,6 +130,7 @@ def test_parquet_with_bytes_and_rows_without_pictures(tmp_path, vision):
         (ask("<image><image>") | {"images": ["good.png"]}, "1 images, and <image> stands 2 times"),
         (ask("look") | {"images": ["good.png"]}, "1 images, and <image> stands 0 times"),
         (ask("<image>") | {"images": [7]}, "7 is neither bytes, nor a path"),
+        (ask("<image>" * 17) | {"images": ["good.png"] * 17}, "17 pictures are more than --max-images 16"),
         (ask("<image>") | {"images": ["rows.jsonl"]}, "no readable picture"),
         (ask("<video>") | {"videos": ["clip.mp4"]}, "a video is given as the list of its frames"),
         (ask("<video>") | {"videos": [["good.png", "missing.png"]]}, "cannot open"),

@@ -11,7 +11,7 @@ from vl import write_rows, write_tiny_vl
 PIXELS = ["--min-pixels", 784, "--max-pixels", 16 * 784, "--max-frame-pixels", 4 * 784]
 SIZES = ["--max-prompt-tokens", 400, "--max-response-tokens", 400, "--max-turn-tokens", 80, "--prompts-per-step", 6]
 STEPS = ["--samples-per-prompt", 4, "--total-steps", 3, "--eval-rows", 6, "--learning-rate", 1e-4, "--dtype", "fp32"]
-TOOLS = ["--tools", "visual", "--tool-workers", 2, "--deterministic", "--dump-rollouts-every", 1]
+TOOLS = ["--tools", "visual", "--tool-workers", 2, "--deterministic", "--dump-rollouts-every", 1, "--mask-truncated"]
 
 
 @pytest.fixture(scope="module")

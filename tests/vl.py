@@ -29,7 +29,7 @@ QWEN = (
     "{% if messages[0]['role'] == 'system' %}<|im_start|>system\n{{ messages[0]['content'] }}<|im_end|>\n{% else %}"
     "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n{% endif %}"
     "{% for message in messages %}{% if message['role'] == 'tool' %}{% if loop.index0 == 0 or "
-    "messages[loop.index0 - 1]['role'] != 'tool' %}<|im_start|>user{% endif %}\n<tool_response>\n"
+    "messages[loop.index0 - 1]['role'] != 'tool' %}<|im_start|>user{% endif %}{{ '\\n<tool_response>\\n' }}"
     "{{ message['content'] }}\n</tool_response>{% if loop.last or messages[loop.index0 + 1]['role'] != 'tool' %}"
     "<|im_end|>\n{% endif %}{% elif not (loop.first and message['role'] == 'system') %}<|im_start|>"
     "{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endif %}{% endfor %}"

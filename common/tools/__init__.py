@@ -204,6 +204,8 @@ def call_tool(tool: Tool, arguments: Mapping, context: Mapping, kwargs: Mapping)
         result = tool.function(**{**given, **arguments})
         seen = isinstance(result, tuple) and len(result) in (2, 3) and isinstance(result[0], str)
         text, images, info = (*result, {})[:3] if seen else (result, [], {})
+        if not isinstance(info or {}, dict):
+            raise ValueError(f"{tool.name} returned {info!r:.40} where a dict is expected")
         if not isinstance(text, str):
             text = json.dumps(text, ensure_ascii=False)
         images = [b64encode(visual.encode(image)).decode() for image in images or ()]

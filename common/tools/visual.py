@@ -82,6 +82,8 @@ def encode(image: Image.Image | bytes) -> bytes:
     if isinstance(image, bytes):
         decode(image)
         return image
+    if not 0 < image.width * image.height <= MAX_SOURCE_PIXELS:
+        raise ValueError(f"{image.width}x{image.height} pixels, at most {MAX_SOURCE_PIXELS} are read")
     file = io.BytesIO()
     to_rgb(image).save(file, "PNG", compress_level=1, icc_profile=None)
     return file.getvalue()

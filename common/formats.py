@@ -1,0 +1,130 @@
+"""Rows of supervised data in several formats as messages, pictures, and which messages are trained on.
+
+messages (+ images, videos, tools)     chat rows, verl's multi-turn parquet: <image> and <video> stand for pictures
+question, answer                       verl's single-turn rows
+message_list                           Pixel Reasoner's release.json: items with one of the keys text, image, video
+conversations (+ images, system)       PyVision's and LLaMA-Factory's rows; {role, content} or {from, value}
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from common.prompts import split_marks, with_system
+from common.tools import Tool, tool_block
+from common.vision import BadRow, Picture, picture_sources
+
+ROLES = ("system", "user", "assistant", "tool", "observation")
+SHAREGPT = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
+FORMATS = "messages, question and answer, message_list, or conversations"
+Rule = Literal["auto", "all", "last-two-turns"]
+
+
+@dataclass(slots=True)
+class Conversation:
+    messages: list[dict]  # {role, content: text or typed parts, ...}, as a chat template takes them
+    pictures: list[Picture]  # in the order of their parts
+    train: list[bool]  # by message: is it trained on?
+    rule: str  # which decided that: all, last-two-turns
+
+
+def read_conversation(record: Mapping, rule: Rule = "auto", mask_failed_calls: bool = False) -> Conversation:
+    """A row of any known format. BadRow with the reason if it cannot be used.
+
+    rule "last-two-turns" (Pixel Reasoner's, the default for its files): of the messages only the last and the one two
+    before it, if the assistant's: earlier calls were wrong on purpose, and carry no flag. A message's own `train`:
+    false always holds. `mask_failed_calls` leaves out turns whose call returned an error.
+    """
+    if record.get("message_list") is not None:
+        messages, pictures = from_items(record["message_list"])
+        rule = "last-two-turns" if rule == "auto" else rule
+    else:
+        messages, pictures = from_marks(record)
+    if not messages:
+        raise BadRow("no messages")
+    train = []
+    for i, message in enumerate(messages):
+        if message["role"] not in ROLES:
+            raise BadRow(f"unknown role {message['role']!r}, expected one of {', '.join(ROLES)}")
+        wanted = message["role"] == "assistant" and message.pop("train", None) is not False
+        wanted &= i > 0  # what nobody has asked for has no prompt
+        if rule == "last-two-turns":
+            wanted &= i in (len(messages) - 1, len(messages) - 3)
+        if mask_failed_calls and i + 1 < len(messages):
+            wanted &= not is_error(text_of(messages[i + 1]))
+        train.append(wanted)
+    if not any(train):
+        raise BadRow("nothing to learn: no message of the assistant is trained on")
+    return Conversation(messages, pictures, train, "all" if rule == "auto" else rule)
+
+
+def from_items(message_list: list) -> tuple[list[dict], list[Picture]]:
+    """Pixel Reasoner's messages: a list of items, each with one of text, image, video; a null is an absent key."""
+    messages, pictures = [], []
+    for message in message_list:
+        parts = []
+        for item in message.get("content") or []:
+            present = [(key, item[key]) for key in ("text", "image", "video") if item.get(key) not in (None, [])]
+            if len(present) != 1:
+                raise BadRow(f"item {item!r:.80} has {len(present)} of the keys text, image, video")
+            kind, value = present[0]
+            parts.append({"type": kind} | ({"text": value} if kind == "text" else {}))
+            if kind != "text":
+                pictures.append((kind, value if kind == "video" else [value]))
+        texts_alone = all(part["type"] == "text" for part in parts)
+        content = "".join(part["text"] for part in parts) if texts_alone else parts
+        messages.append(kept(message) | {"role": message.get("role"), "content": content})
+    return messages, pictures
+
+
+def from_marks(record: Mapping) -> tuple[list[dict], list[Picture]]:
+    """The other formats: contents are texts, in which <image> and <video> stand for the row's pictures."""
+    if record.get("messages") is not None:
+        rows = record["messages"]
+    elif record.get("conversations") is not None:
+        rows = record["conversations"]
+    elif record.get("question") is not None and record.get("answer") is not None:
+        rows = [{"role": "user", "content": record["question"]}, {"role": "assistant", "content": record["answer"]}]
+    else:
+        raise BadRow(f"has the columns {', '.join(record)}; expected {FORMATS}")
+    messages = []
+    for row in rows:
+        role = row.get("role") or SHAREGPT.get(row.get("from"), row.get("from"))
+        content = row.get("content") if row.get("content") is not None else row.get("value")
+        if not isinstance(content, str) and not row.get("tool_calls"):
+            raise BadRow(f"message {row!r:.80} has no text as its content")
+        messages.append(kept(row) | {"role": role, "content": content or ""})
+    if record.get("system"):
+        messages = [{"role": "system", "content": record["system"]}, *messages]
+    tools = json.loads(record["tools"]) if isinstance(record.get("tools"), str) else record.get("tools")
+    if tools and messages:
+        offered = {str(i): Tool("", print, schema) for i, schema in enumerate(tools)}
+        messages = with_system(messages, tool_block(offered))
+    pictures = picture_sources(record, "\n".join(message["content"] for message in messages))
+    if pictures:
+        messages = [message | {"content": split_marks(message["content"])} for message in messages]
+    return messages, pictures
+
+
+def kept(message: Mapping) -> dict:
+    """What else a template may ask for, without the nulls that Arrow fills in."""
+    return {
+        key: value for key, value in message.items() if value is not None and key in ("train", "tool_calls", "name")
+    }
+
+
+def text_of(message: dict) -> str:
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
+def pictured(message: dict) -> int:
+    """How many pictures it shows."""
+    content = message["content"]
+    return 0 if isinstance(content, str) else sum(part["type"] != "text" for part in content)
+
+
+def is_error(observation: str) -> bool:
+    """Does a tool's reply tell of an error, in the words of Pixel Reasoner's tools or of ours?"""
+    return observation.strip().startswith(("Execution error", "Error:", "<tool_response>\nError"))
