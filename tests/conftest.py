@@ -11,6 +11,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two processes of tests share the cores
+
 import torch
 
 import common  # noqa: F401  (repairs torchvision before transformers is imported)

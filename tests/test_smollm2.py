@@ -83,7 +83,8 @@ def test_three_steps_with_a_tool(tmp_path):
             truth = {"style": "rule", "ground_truth": str(11 + 4 * i)}
             file.write(json.dumps({"data_source": "gsm8k", "prompt": prompt, "reward_model": truth}) + "\n")
     options = ["--train-data", tmp_path / "rows.jsonl", "--tools", f"{tmp_path / 'tool.py'}:add", "--dtype", "fp32"]
-    options += [*SIZES, "--max-prompt-tokens", 600, "--max-response-tokens", 200, "--max-turn-tokens", 64]
+    options += ["--prompts-per-step", 4, "--samples-per-prompt", 4, "--total-steps", 3, "--micro-batch-tokens", 2048]
+    options += ["--max-prompt-tokens", 600, "--max-response-tokens", 200, "--max-turn-tokens", 64]
     run_script("grpo.py", "--model", "smollm2", *options, "--output-dir", tmp_path / "run", timeout=1500)
     steps = steps_of(tmp_path / "run")
     assert len(steps) == 3 and all(step["policy/rollout_logprob_gap"] < 1e-4 for step in steps.values())
