@@ -41,11 +41,12 @@ def test_the_demo_learns_and_its_export_is_the_same_model_in_vllm(tmp_path):
     assert result["synced"] < 1e-4, "transformers and vLLM disagree about the exported folder"
 
 
-def test_kill_and_resume_with_pictures_equals_an_uninterrupted_run(mixed, tmp_path):
-    options = [*mixed, "--batch-size", 4, "--total-steps", 6, "--save-every", 2, "--eval-every", 3, "--dtype", "fp32"]
-    run_script("sft.py", *options, "--output-dir", tmp_path / "whole", ranks=2)
-    kill_once("sft.py", *options, "--output-dir", tmp_path / "killed", ranks=2, after_step=3)
-    run_script("sft.py", *options, "--output-dir", tmp_path / "killed", ranks=2)
+@pytest.mark.parametrize("ranks, dtype", [(2, "fp32"), (1, "fp16")])
+def test_kill_and_resume_with_pictures_equals_an_uninterrupted_run(mixed, tmp_path, ranks, dtype):
+    options = [*mixed, "--batch-size", 4, "--total-steps", 6, "--save-every", 2, "--eval-every", 3, "--dtype", dtype]
+    run_script("sft.py", *options, "--output-dir", tmp_path / "whole", ranks=ranks)
+    kill_once("sft.py", *options, "--output-dir", tmp_path / "killed", ranks=ranks, after_step=3)
+    run_script("sft.py", *options, "--output-dir", tmp_path / "killed", ranks=ranks)
     assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "whole")
     weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("whole", "killed")]
     assert weights[0] == weights[1]
@@ -76,6 +77,17 @@ def test_packing_ranks_and_strategy_play_no_part_with_pictures(mixed, tmp_path):
                     step,
                     metric,
                 )
+
+
+@pytest.mark.parametrize("dtype, bound", [("float64", 1e-10), ("float32", 1e-5)])
+def test_the_gradient_of_mixed_rows_is_the_sum_of_the_rows_gradients(mixed, dtype, bound):
+    _, model, _, data, _, _, _, media_root, *_ = mixed
+    worker = ROOT / "tests" / "workers" / "sft_gradients.py"
+    options = ["--model", model, "--data", data, "--media-root", media_root, "--dtype", dtype]
+    distances = json.loads(run_script(worker, *options, ranks=2).stdout.strip().splitlines()[-1])
+    assert len(distances) == 8
+    worst = max(distances, key=distances.get)
+    assert distances[worst] <= bound, f"{worst}: {distances[worst]:.2g}"
 
 
 def test_frozen_vision_does_not_move(mixed, tmp_path):

@@ -1,0 +1,136 @@
+"""Tokens per second of supervised training: sft.py's update against a plain padded loop, over the same rows.
+
+    python tests/bench/supervised.py --data ../shared/data/gsm8k/train.parquet       # 200 rows, SmolLM2, bf16
+    python tests/bench/supervised.py --data rows.jsonl --model tiny --rows 64
+
+The plain loop: conversations in the order of the file, so many at a time, padded to the longest of them; logits of all
+positions, transformers' own loss over the assistant's tokens. Both do forward, backward and AdamW of the same batches.
+"""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Literal
+
+import torch
+import tyro
+from report import header, table
+
+from common.conversations import Conversations
+from common.distributed import init_world, run, wrap_model
+from common.episodes import Episode
+from common.models import choose_attention, load_policy, load_tokenizer, resolve_model
+from common.packing import TokenIndex, layout, pack
+from common.precision import DTYPES, LossScale, guarded_step
+from sft import accumulate_gradient
+
+
+@dataclass
+class Args:
+    data: str  # conversations, as for sft.py
+    model: str = "smollm2"  # folder, hub id, or an embedded model: tiny, smollm2
+    rows: int = 200  # of the file, from its start
+    batch_size: int = 40  # conversations of an optimizer step
+    padded_rows: int = 8  # conversations side by side in the plain loop
+    budget: int = 2048  # tokens of a packed micro-batch
+    max_tokens: int = 1024  # longest conversation
+    dtype: Literal["bf16", "fp32"] = "bf16"  # of the computation; weights are float32
+    repeats: int = 3  # rounds over both
+    threads: int = 2  # of a CPU
+
+
+def padded(episodes: list[Episode], device: torch.device) -> dict[str, torch.Tensor]:
+    """input_ids, attention_mask and labels [rows, longest]; -100 is not trained on."""
+    longest = max(len(e.prompt_ids) + len(e.response_ids) for e in episodes)
+    columns = {"input_ids": [], "attention_mask": [], "labels": []}
+    for e in episodes:
+        ids = e.prompt_ids + e.response_ids
+        labels = [-100] * len(e.prompt_ids) + [i if m else -100 for i, m in zip(e.response_ids, e.loss_mask)]
+        for name, row, fill in zip(columns, (ids, [1] * len(ids), labels), (0, 0, -100)):
+            columns[name].append(row + [fill] * (longest - len(row)))
+    return {name: torch.tensor(rows, device=device) for name, rows in columns.items()}
+
+
+class Plain:
+    """The loop that one would write first."""
+
+    def __init__(self, args: Args, device: torch.device):
+        self.args, self.device = args, device
+        self.model = load_policy(resolve_model(args.model), "sdpa").model.to(device)
+        self.model.set_attn_implementation("sdpa")
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=True)
+
+    def step(self, episodes: list[Episode]) -> float:
+        """Mean of -log p over the trained tokens of the batch."""
+        rows, total = self.args.padded_rows, 0.0
+        count = len(TokenIndex(episodes))
+        for start in range(0, len(episodes), rows):
+            batch = padded(episodes[start : start + rows], self.device)
+            with torch.autocast(self.device.type, DTYPES[self.args.dtype], enabled=self.args.dtype != "fp32"):
+                loss = self.model(**batch, num_items_in_batch=count, use_cache=False).loss
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return total
+
+
+class Packed:
+    """sft.py's own functions."""
+
+    def __init__(self, args: Args, world):
+        attention = choose_attention("auto", world.device)
+        policy = load_policy(resolve_model(args.model), attention)
+        self.world, self.options = world, layout(attention, args.budget)
+        self.model = wrap_model(policy, world, "fsdp", DTYPES[args.dtype])
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=True)
+        self.loss_scale = LossScale.for_dtype(DTYPES[args.dtype])
+
+    def step(self, episodes: list[Episode]) -> float:
+        index = TokenIndex(episodes)
+        batches = pack(episodes, range(len(episodes)), index, **self.options)
+        sums = accumulate_gradient(self.model, batches, len(index), self.world, scale=1.0)
+        guarded_step(self.model, self.optimizer, 1.0, self.loss_scale)
+        return sums[0] / len(index)
+
+
+def main(args: Args) -> None:
+    torch.set_num_threads(args.threads)
+    world = init_world()
+    tokenizer = load_tokenizer(resolve_model(args.model))
+    data = Conversations(args.data, "--data", tokenizer, max_tokens=args.max_tokens)
+    episodes = [data.episode(row) for row in range(min(args.rows, len(data)))]
+    tokens = sum(len(e.prompt_ids) + len(e.response_ids) for e in episodes)
+    steps = [episodes[i : i + args.batch_size] for i in range(0, len(episodes), args.batch_size)]
+    loops = {"padded": Plain(args, world.device), "packed": Packed(args, world)}
+
+    seconds: dict[str, list[float]] = {name: [] for name in loops}
+    for name, loop in loops.items():
+        loop.step(steps[0][: args.padded_rows])  # warm-up
+    for _ in range(args.repeats):
+        losses = {}
+        for name, loop in loops.items():
+            start = time.perf_counter()
+            losses[name] = [loop.step(step) for step in steps]  # .item() of the losses waits for the device
+            seconds[name].append(time.perf_counter() - start)
+        worst = max(abs(a / b - 1) for a, b in zip(losses["padded"], losses["packed"]))
+        assert worst < 0.02, f"the two do not compute the same loss: {losses}"
+
+    header(
+        f"supervised training of {args.model}: {Path(args.data).name}, {len(episodes)} rows, {args.dtype}",
+        args.threads,
+    )
+    rows = [["loop", "tokens/s", "x padded"]]
+    for name, times in seconds.items():
+        ratio = median(b / a for a, b in zip(times, seconds["padded"]))
+        rows.append([name, f"{tokens / median(times):,.0f}", f"{ratio:.2f}"])
+    table(*rows)
+    print(
+        f"{tokens} tokens without padding; {args.batch_size} rows a step; medians of {args.repeats} interleaved rounds"
+    )
+
+
+if __name__ == "__main__":
+    run(main, tyro.cli(Args, description=__doc__))
