@@ -55,7 +55,7 @@ from common.setup import Stopwatch, check_objective_args, open_logger, refuse, s
 @dataclass
 class Args:
     # model and data
-    model: str  # folder, hub id, or an embedded model: tiny, smollm2
+    model: str  # folder, hub id, or an embedded model: tiny, tiny-vl, smollm2
     train_data: str | None = None  # verl-format .parquet or .jsonl, comma-separated; tiny brings its own
     eval_data: str | None = None  # the same format; gives eval/*
     output_dir: Path | None = None  # run folder; default runs/SCRIPT-MODEL-TIME
@@ -92,6 +92,7 @@ class Args:
     objective: Literal["ppo", "gspo", "cispo"] = "ppo"  # what is clipped: a token's ratio, its sequence's, its weight
     advantage: Literal["group-std", "group-mean", "rloo", "batch-std"] = "group-std"  # baseline and scale of scores
     reduction: Literal["dapo", "grpo", "dr_grpo"] = "dapo"  # mean over tokens; over sequences; constant length
+    loss_length: int | None = None  # constant length of dr_grpo; default: --max-response-tokens
     clip_low: float = 0.2  # ratio is clipped below 1 - this
     clip_high: float = 0.2  # ratio is clipped above 1 + this (DAPO's clip-higher: 0.28)
     dual_clip: float = 3.0  # loss bound for negative advantages, as a ratio; 0 = off
@@ -361,7 +362,7 @@ def backward(
             loss = loss - args.entropy_coef * entropy
             if args.kl_in == "loss":
                 loss = loss + kl_coef * kl_estimate(logprobs, t.ref_logprobs, t.old_logprobs, args.kl_estimator)
-            limit = args.max_response_tokens
+            limit = args.loss_length or args.max_response_tokens
             loss = (loss * token_weights(args.reduction, t.lengths, num_loss_tokens, num_sequences, limit)).sum()
             # FSDP2 and DDP average gradients over ranks, the denominator is global: hence world.size
             (loss * world.size * scale).backward()

@@ -54,7 +54,7 @@ from common.setup import Stopwatch, check_objective_args, open_logger, refuse, r
 @dataclass
 class Args:
     # model and data
-    model: str  # folder, hub id, or an embedded model: tiny, smollm2
+    model: str  # folder, hub id, or an embedded model: tiny, tiny-vl, smollm2
     critic_model: str | None = None  # backbone of the critic, with the same tokenizer; default: --model
     reward_model: str | None = None  # a transformers sequence classifier, scores besides the rule
     reward_model_weight: float = 1.0  # what is trained on is the rule's score + this * the model's
@@ -98,6 +98,7 @@ class Args:
     lambda_length: float = 0.0  # VAPO's alpha: the advantages' lambda is 1 - 1 / (alpha * response length); 0: off
     whiten: bool = True  # advantages to mean 0 and variance 1 over all trained tokens of the step
     reduction: Literal["dapo", "grpo", "dr_grpo"] = "dapo"  # mean over tokens; over sequences; constant length
+    loss_length: int | None = None  # constant length of dr_grpo; default: --max-response-tokens
     clip_low: float = 0.2  # ratio is clipped below 1 - this
     clip_high: float = 0.2  # ratio is clipped above 1 + this (DAPO's clip-higher: 0.28)
     dual_clip: float = 3.0  # loss bound for negative advantages, as a ratio; 0 = off
@@ -402,7 +403,7 @@ def backward(
             loss = loss - args.entropy_coef * entropy
             if args.kl_in == "loss":
                 loss = loss + kl_coef * kl_estimate(logprobs, t.ref_logprobs, t.old_logprobs, args.kl_estimator)
-            limit = args.max_response_tokens
+            limit = args.loss_length or args.max_response_tokens
             loss = (loss * token_weights(args.reduction, t.lengths, num_loss_tokens, num_sequences, limit)).sum()
             # FSDP2 and DDP average gradients over ranks, the denominator is global: hence world.size
             (loss * world.size * scale).backward()
@@ -422,7 +423,7 @@ def critic_backward(
     scale: float = 1.0,
 ) -> Tensor:
     """Accumulate the critic's gradient of one optimizer step, as `backward`. Returns sums: loss, clipped."""
-    constants = (*(max(count, 1.0) for count in denominators), args.max_response_tokens)
+    constants = (*(max(count, 1.0) for count in denominators), args.loss_length or args.max_response_tokens)
     sums = torch.zeros(2, device=world.device)
     for i, batch in enumerate(batches):
         batch = batch.to(world.device)

@@ -60,7 +60,7 @@ from common.vision import PixelLimits, load_vision
 @dataclass
 class Args:
     # model and data
-    model: str  # folder, hub id, or an embedded model: tiny, smollm2
+    model: str  # folder, hub id, or an embedded model: tiny, tiny-vl, smollm2
     train_data: str | None = None  # conversations, comma-separated .parquet, .jsonl, .json; tiny brings its own
     eval_data: str | None = None  # the same formats; gives eval/*
     output_dir: Path | None = None  # run folder; default runs/sft-MODEL-TIME

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import tyro
 from jinja2 import TemplateError
 
+from common.prepare import visual_qa
 from common.prompts import Prompt, bare_text, clean_prompt, render, row_tools
 from common.tools import Tool
 from common.vision import BadRow, Media, Vision, picture_sources
@@ -45,8 +46,11 @@ class Row:
     problem: str = ""  # why a picture could not be read; prompt_ids are empty then
 
 
-def read_table(path: Path, flag: str) -> pa.Table:
-    """One file as an Arrow table. FileNotFoundError and ValueError name the file, and the flag it came from."""
+def read_table(path: Path, flag: str, media_root: Path | None = None, with_tools: bool = False) -> pa.Table:
+    """One file, in verl's columns or Pixel Reasoner's, as a table in verl's.
+
+    FileNotFoundError and ValueError name the file, and the flag it came from.
+    """
     if not path.is_file():
         raise FileNotFoundError(f"{flag}: no such file: {path}")
     if path.suffix == ".jsonl":
@@ -57,6 +61,8 @@ def read_table(path: Path, flag: str) -> pa.Table:
             table = pq.ParquetFile(path).read()
         except (pa.ArrowInvalid, OSError) as error:
             raise ValueError(f"{flag}: {path} is neither .jsonl nor a readable parquet file: {error}") from error
+    if set(table.column_names) >= visual_qa.COLUMNS and not set(REQUIRED) <= set(table.column_names):
+        return visual_qa.to_verl(table, path, media_root, with_tools)
     columns = next(records(table), REQUIRED) if table.column_names == [JSON_LINE] else table.column_names
     missing = [name for name in REQUIRED if name not in columns]
     if missing and not isinstance(columns, str):  # a first line that is no JSON object is reported as a bad row
@@ -130,7 +136,7 @@ class PromptData:
         self.vision, self.tools, self.media_root = vision, tools or {}, media_root
         self.tables, self.starts, end = [], [], 0
         for path in self.paths:
-            table = read_table(path, flag)
+            table = read_table(path, flag, media_root, bool(tools))
             self.starts.append(end)
             self.tables.append(table if max_rows is None else table.slice(0, max(0, max_rows - end)))
             end += len(table)

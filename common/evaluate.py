@@ -54,6 +54,8 @@ def wilson_interval(p: float, n: int) -> tuple[float, float]:
 def summarize(samples: list[dict]) -> dict[str, float]:
     """eval/* metrics of samples {data_source, group, score, correct, pred, length, truncated}; a group is a prompt.
 
+    With tools they have calls and call_errors, too: eval/rapr is the share of samples with a call (rate of pixel-space
+    reasoning, arXiv 2505.15966), eval/tool_error_rate that of calls that failed. With anls: its mean over prompts.
     Means are over prompts first, so that a prompt that lost a sample weighs as much as the others. k goes over the
     powers of two up to n, and n, the smallest number of samples that a prompt has. ValueError without samples.
     """
@@ -71,6 +73,14 @@ def summarize(samples: list[dict]) -> dict[str, float]:
         "eval/truncated": fmean(s["truncated"] for s in samples),
         "eval/rows": len(rows),
     }
+    if any("calls" in s for s in samples):
+        metrics["eval/rapr"] = fmean(s["calls"] > 0 for s in samples)
+        metrics["eval/tool_error_rate"] = sum(s["call_errors"] for s in samples) / max(
+            sum(s["calls"] for s in samples), 1
+        )
+    if spelled := {s["data_source"] for s in samples if s.get("anls") is not None}:
+        of_these = [row for row in rows if row[0]["data_source"] in spelled]
+        metrics["eval/anls"] = fmean(fmean(s["anls"] or 0.0 for s in row) for row in of_these)
     by_source = defaultdict(list)
     for row, value in zip(rows, accuracy):
         by_source[row[0]["data_source"]].append(value)
@@ -124,7 +134,9 @@ def evaluate(job: Job, args, step: int, logger: Logger, report_to: Path | None =
             "pred": str(e.rewards.get("pred", "")),
             "length": len(e.response_ids),
             "truncated": e.truncated,
+            "anls": e.rewards.get("anls"),
         }
+        | ({"calls": len(e.calls), "call_errors": sum(call["error"] for call in e.calls)} if job.turns else {})
         for e in episodes
     ]
     samples = [sample for part in gather_objects(samples) for sample in part]
@@ -133,6 +145,21 @@ def evaluate(job: Job, args, step: int, logger: Logger, report_to: Path | None =
         world.print(f"{report(samples, report_to)}\nsamples: {report_to}")
     logger.samples(step, samples)
     return summarize(samples)
+
+
+def side_by_side(reports: dict[str, Path]) -> str:
+    """A table with one line per source: accuracy with its 95 % interval in each of several files of samples."""
+    table: dict[str, dict[str, str]] = {}
+    for name, path in reports.items():
+        by_source = defaultdict(list)
+        for sample in pq.read_table(path).to_pylist():
+            by_source[sample["data_source"]].append(sample)
+        for source, samples in sorted(by_source.items()):
+            metrics = summarize(samples)
+            low, high = wilson_interval(metrics["eval/accuracy"], int(metrics["eval/rows"]))
+            line = table.setdefault(source, {"source": source, "rows": str(int(metrics["eval/rows"]))})
+            line[name] = f"{metrics['eval/accuracy']:.3f} ({low:.3f} - {high:.3f})"
+    return pd.DataFrame(list(table.values())).fillna("").to_string(index=False)
 
 
 def report(samples: list[dict], path: Path) -> str:

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from common.vision import Vision, auto_class, blank
 
 disable_progress_bar()  # of loading and saving shards: several ranks would write over each other
 AttentionInterface.register("shared_prompts", shared_prompt_attention)
-EMBEDDED = {"tiny": Path(__file__).parent / "assets" / "tiny"}
+EMBEDDED = {name: Path(__file__).parent / "assets" / name for name in ("tiny", "tiny-vl")}
 # Architectures whose logits are more than hidden @ head.T: our log-probs would be wrong, silently.
 UNSUPPORTED_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier")
 
@@ -49,9 +50,8 @@ def resolve_model(name: str, flag: str = "--model") -> str:
 def embedded_data(name: str, folder: Path, world: World, supervised: bool = False) -> tuple[str, str]:
     """(training file, evaluation file) of an embedded model's task, generated into `folder` by rank 0."""
     if world.is_main:
-        from common.prepare import tiny
-
-        (tiny.write_supervised_data if supervised else tiny.write_demo_data)(folder)
+        generator = import_module(f"common.prepare.{name.replace('-', '_')}")
+        (generator.write_supervised_data if supervised else generator.write_demo_data)(folder)
     barrier()
     suffix = "jsonl" if supervised else "parquet"
     return str(folder / f"train.{suffix}"), str(folder / f"eval.{suffix}")

@@ -98,7 +98,7 @@ def guarded_step(
         if gradients and clip / loss_scale.scale != 1.0:
             torch._foreach_mul_(gradients, clip / loss_scale.scale)
         if offload:
-            move_states(optimizer, gradients[0].device)
+            move_states(optimizer, next(model.parameters()).device)
         optimizer.step()
         if offload:
             move_states(optimizer, torch.device("cpu"))

@@ -20,6 +20,7 @@ from common.hf_engine import HuggingFaceEngine
 from common.logger import Logger, save_config, tracker_names
 from common.memory import memory_plan, release_freed_memory
 from common.models import (
+    EMBEDDED,
     choose_attention,
     embedded_data,
     end_token_ids,
@@ -88,16 +89,15 @@ def set_up(args, script: str, demo: bool) -> Job:
         refuse(blind != (vision is None), f"--critic-model {args.critic_model}: of policy and critic one cannot see")
     if getattr(args, "reward_model", None):
         resolve_model(args.reward_model, "--reward-model")  # that there is none should be known before all is loaded
-    if args.model == "tiny" and not args.train_data:
-        args.train_data, held_out = embedded_data("tiny", output_dir / "data", world)
+    if args.model in EMBEDDED and not args.train_data:
+        args.train_data, held_out = embedded_data(args.model, output_dir / "data", world)
         args.eval_data = args.eval_data or held_out
     options = {"max_prompt_tokens": args.max_prompt_tokens, "overlong": args.overlong_prompts}
-    options |= {"skip_bad_rows": args.skip_bad_rows, "notice": world.print}
+    options |= {"skip_bad_rows": args.skip_bad_rows, "notice": world.print, "max_images": args.max_images}
     train_data = eval_data = None
     with user_errors():
         tools = ToolWorkers(args.tools, args.tool_workers, args.tool_timeout) if args.tools else None
         options |= {"vision": vision, "tools": tools and tools.tools, "media_root": args.media_root}
-        options |= {"max_images": args.max_images}
         if not args.eval_only:
             train_data = PromptData(args.train_data, tokenizer, max_rows=args.max_rows, **options)
         if args.eval_data:
@@ -232,7 +232,7 @@ def check_shared_args(args) -> None:
     """Refuse values that cannot work, and flags without effect, of those that all RL scripts share."""
     sampled = (args.eval_temperature > 0, "an --eval-temperature above 0")
     called = (bool(args.tools), "--tools")
-    evaluated = (bool(args.eval_data) or args.model == "tiny", "--eval-data")
+    evaluated = (bool(args.eval_data) or args.model in EMBEDDED, "--eval-data")
     refuse_idle(
         args,
         {
@@ -249,16 +249,15 @@ def check_shared_args(args) -> None:
     Sampling(temperature=args.temperature).check_exact()
     for field in ("minibatches", "epochs_per_step", "critic_epochs"):
         refuse(getattr(args, field, 1) < 1, f"--{field.replace('_', '-')}: at least 1")
-    refuse(args.eval_rows < 1 or args.stall_minutes <= 0, "--eval-rows and --stall-minutes: must be above 0")
-    refuse(
-        args.min_pixels > args.max_pixels, f"--min-pixels {args.min_pixels} is above --max-pixels {args.max_pixels}"
-    )
-    sizes = (args.max_turns, args.max_images, 1 if args.max_turn_tokens is None else args.max_turn_tokens)
-    refuse(min(sizes) < 1, "--max-turns, --max-images and --max-turn-tokens: at least 1")
+    refuse(min(args.eval_rows, args.stall_minutes) <= 0, "--eval-rows and --stall-minutes: must be above 0")
+    refuse(args.min_pixels > args.max_pixels, f"--min-pixels {args.min_pixels}: above --max-pixels {args.max_pixels}")
+    sizes = [args.max_turns, args.max_images, args.max_turn_tokens, args.loss_length]
+    small = any(size is not None and size < 1 for size in sizes)
+    refuse(small, "--max-turns, --max-images, --max-turn-tokens, --loss-length: at least 1")
     refuse(bool(args.replay) and args.eval_only, "--replay is of training, --eval-only does none")
     data = "--eval-data" if args.eval_only else "--train-data"
     given = args.eval_data if args.eval_only else args.train_data
-    refuse(not given and (args.model != "tiny" or bool(args.train_data)), f"--model {args.model} needs {data}")
+    refuse(not given and (args.model not in EMBEDDED or bool(args.train_data)), f"--model {args.model} needs {data}")
 
 
 def check_objective_args(args) -> None:
@@ -275,6 +274,7 @@ def check_objective_args(args) -> None:
             "correction_high": (args.correction != "none", "a --correction"),
             **dict.fromkeys(["kl_coef", "kl_estimator", "kl_target"], kl),
             "kl_horizon": (args.kl_target > 0, "--kl-target"),
+            "loss_length": (args.reduction == "dr_grpo", "--reduction dr_grpo"),
         },
     )
     P, M, estimator = args.prompts_per_step, args.minibatches, args.kl_estimator

@@ -509,6 +509,14 @@ def test_backward_equals_the_dense_reference(case, objective, reduction, correct
         assert_equal(ours(case, args), reference(case, args, case.old), (estimator, entropy_coef))
 
 
+def test_the_constant_of_dr_grpo_may_be_given(case):
+    longest, length = COMMON["max_response_tokens"], 3 * COMMON["max_response_tokens"]
+    default, given, same = (
+        ours(case, arguments(reduction="dr_grpo", loss_length=n))[0] for n in (None, length, longest)
+    )
+    assert relative_l2([3 * g for g in given], default) < 1e-12 and relative_l2(same, default) == 0
+
+
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_on_policy_the_old_log_probs_are_the_new_ones(case, objective):
     """The ratio is exactly 1: no KL between old and new, nothing clipped; the correction is by the new log-probs."""

@@ -230,7 +230,7 @@ def gradient(case, args, budget: int, order: int = 1, world: World = ALONE, scal
 @pytest.mark.parametrize("reduction", ["dapo", "grpo", "dr_grpo"])
 def test_the_critics_gradient_is_that_of_the_dense_loss_however_it_is_split(case, reduction):
     critic, episodes, index, tokens = case
-    args = ppo.Args(model="", reduction=reduction, max_response_tokens=20)
+    args = ppo.Args(model="", reduction=reduction, loss_length=20)
     critic.zero_grad()
     critic.model.set_attn_implementation("sdpa")
     total = 0.0

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from math import isfinite, isnan, nan
 from typing import TYPE_CHECKING
 
-from common.rewards import countdown, geometry, math
+from common.rewards import countdown, geometry, math, visual_qa
 from common.workers import load_function
 
 if TYPE_CHECKING:
@@ -37,8 +37,14 @@ def geo3k_reward(data_source: str, solution_str: str, ground_truth: str, extra_i
     return geometry.score_geo3k(solution_str, ground_truth)
 
 
+def visual_qa_reward(data_source: str, solution_str: str, ground_truth: list[str], extra_info=None) -> dict:
+    return visual_qa.score_visual_qa(solution_str, ground_truth)
+
+
 # data_source pattern -> function; the first that matches is taken
 REWARD_FUNCTIONS: dict[str, RewardFunction] = {
+    "visual_qa/*": visual_qa_reward,  # Pixel Reasoner's rows: common.prepare.visual_qa
+    "tiny-vl": visual_qa_reward,
     "*countdown*": countdown_reward,
     "*gsm8k": gsm8k_reward,
     "math/*": boxed_reward,  # what common.prepare.math writes

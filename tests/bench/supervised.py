@@ -107,7 +107,7 @@ def main(args: Args) -> None:
     loops = {"padded": Plain(args, world.device), "packed": Packed(args, world)}
 
     seconds: dict[str, list[float]] = {name: [] for name in loops}
-    for name, loop in loops.items():
+    for loop in loops.values():
         loop.step(steps[0][: args.padded_rows])  # warm-up
     for _ in range(args.repeats):
         losses = {}

@@ -1,0 +1,298 @@
+r"""Rebuild the embedded `tiny-vl` policy from nothing: tokenizer, scenes, traces with crops, supervised warm start.
+
+    python -m common.prepare.tiny_vl --out common/assets/tiny-vl        # under 30 minutes on 2 CPU cores
+
+A Qwen2.5-VL of 3 million parameters looks for a white tile on a mosaic. The digit on it is too small to be read where
+the picture is shown, at 112 x 112 pixels; a crop brings it back.
+
+    user:      <image>Which digit is on the white tile? Answer in \boxed{}.
+    assistant: I will zoom in on the tile.<tool_call>{"name": "crop_image_normalized", "arguments": {"bbox_2d":
+               [0.43, 0.30, 0.45, 0.32], "target_image": 1}}</tool_call>
+    user:      Here is the cropped image (Image Size: 112x112):<image>
+    assistant: I can read it: \boxed{7}
+
+Most traces guess at once, some aim badly, and then guess or aim again. What pays, to look, to aim well and to go on
+until the tile is seen, is left for reinforcement learning to find out. The traces' format is Pixel Reasoner's; but a
+question follows its picture, as it does in the rows of reinforcement learning.
+
+Red says how far right a place of the mosaic is, green how far down: a vision tower as small as this one learns from
+colours in minutes what it would take hours to learn from rotary positions.
+"""
+
+import io
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import islice
+from pathlib import Path
+
+import pyarrow as pa
+import tyro
+from PIL import Image
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLProcessor
+from transformers import Qwen2VLImageProcessor as ImageProcessor
+from transformers import Qwen2VLVideoProcessor as VideoProcessor
+
+from common.prepare.countdown import write_atomically
+from common.prompts import DEFAULT_SYSTEM
+from common.tools import CLOSE, CROP, OPEN, tool_block
+from common.tools.visual import crop_image_normalized, encode
+
+CHAT_TEMPLATE = (  # the layout of Qwen2.5-VL's
+    "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}<|im_start|>system\n"
+    f"{DEFAULT_SYSTEM}<|im_end|>\n"
+    "{% endif %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% elif part['type'] == 'video' %}"
+    "<|vision_start|><|video_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"]
+SPECIAL += ["<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]
+VOCABULARY = 1024
+
+CELLS, SIDE = 8, 448  # a mosaic of 8 x 8 cells on 448 x 448 pixels
+INNER = range(1, CELLS - 1)  # rows and columns for the tile: no crop around it is cut by the edge
+TILE, DOT = 44, 3  # pixels: side of the tile, and of one of the 5 x 7 dots of its digit
+HALF_BOX = 0.01  # of the side of the picture, which the crop tool pads by 0.1 on each side
+LIMITS = {"min_pixels": 3136, "max_pixels": 12_544, "max_frame_pixels": 12_544}  # flags of the scripts
+FONT = """
+.###. ..#.. .###. .###. ...#. ##### ..##. ##### .###. .###.
+#...# .##.. #...# #...# ..##. #.... .#... ....# #...# #...#
+#..## ..#.. ....# ....# .#.#. ####. #.... ...#. #...# #...#
+#.#.# ..#.. ..##. ..##. #..#. ....# ####. ..#.. .###. .####
+##..# ..#.. .#... ....# ##### ....# #...# .#... #...# ....#
+#...# ..#.. #.... #...# ...#. #...# #...# .#... #...# ...#.
+.###. .###. ##### .###. ...#. .###. .###. .#... .###. .##..
+"""
+QUESTION = "Which digit is on the white tile? Answer in \\boxed{}."
+ZOOM, ZOOM_AGAIN = "I will zoom in on the tile.", "The tile is not here, I will zoom in elsewhere."
+READ, GUESS = "I can read it: \\boxed{%d}", "I can only guess: \\boxed{%d}"
+CLOSE_UPS = 0.3  # share of traces whose picture is a close-up of the tile already: no tool is needed
+GUESS_AT_ONCE, GUESS_LATER = 0.6, 0.3  # probability to guess without any crop, and after one that missed
+AIM = 0.85  # probability that a crop is the tile's; otherwise it is that of any other cell
+MAX_CROPS = 3
+EVAL_ROWS, RL_ROWS, TRACES = 512, 2048, 8000
+
+Box = list[float]  # left, top, right, bottom, in 0..1
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE that merges across words, trained on what is said here. Numbers are tokens of their own."""
+    alone, bytes_ = Regex(r"\d+(?:\.\d+)?"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(alone, "isolated"), bytes_])
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    options = {"vocab_size": VOCABULARY, "special_tokens": SPECIAL, "initial_alphabet": alphabet}
+    tokenizer.train_from_iterator(corpus(), trainers.BpeTrainer(**options, show_progress=False))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def corpus() -> Iterator[str]:
+    """What stands between special tokens, and all numbers of two decimals."""
+    yield from [f"{value / 100:.2f}" for value in range(101)] * 20
+    for messages in islice(traces(0), 200):
+        for message in messages:
+            yield f"{message['role']}\n"
+            yield from (part["text"] for part in message["content"] if "text" in part)
+
+
+def build_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLConfig:
+    ids, init = tokenizer.convert_tokens_to_ids, {"initializer_range": 0.03}
+    text = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": len(tokenizer)}
+    text |= {"num_attention_heads": 3, "num_key_value_heads": 3, "max_position_embeddings": 2048}
+    text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [8, 12, 12]}}
+    text |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    vision = {"depth": 3, "hidden_size": 128, "intermediate_size": 256, "num_heads": 4, "out_hidden_size": 192}
+    vision |= {"patch_size": 14, "window_size": 112, "fullatt_block_indexes": [2]}
+    return Qwen2_5_VLConfig(
+        text_config=text | init,
+        vision_config=vision | init,
+        **init,
+        image_token_id=ids("<|image_pad|>"),
+        video_token_id=ids("<|video_pad|>"),
+        vision_start_token_id=ids("<|vision_start|>"),
+        vision_end_token_id=ids("<|vision_end|>"),
+        eos_token_id=tokenizer.eos_token_id,
+        tie_word_embeddings=False,
+    )
+
+
+def build_processor(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLProcessor:
+    return Qwen2_5_VLProcessor(ImageProcessor(), tokenizer, VideoProcessor(), chat_template=CHAT_TEMPLATE)
+
+
+@dataclass
+class Scene:
+    png: bytes
+    cell: tuple[int, int]  # column, row of the tile
+    digit: int
+
+
+@cache
+def glyph(digit: int) -> Image.Image:
+    rows = [line.split()[digit] for line in FONT.strip().split("\n")]
+    dots = Image.frombytes("L", (5, 7), bytes(255 * (dot == "#") for row in rows for dot in row))
+    return dots.resize((5 * DOT, 7 * DOT), Image.Resampling.NEAREST)
+
+
+def scenes(seed: int) -> Iterator[Scene]:
+    """Without end, the same for a seed."""
+    rng = random.Random(f"scenes {seed}")
+    slope = [40 + 20 * i for i in range(CELLS)]
+    while True:
+        cell, digit = (rng.choice(INNER), rng.choice(INNER)), rng.randrange(10)
+        cells = bytes(v for y in slope for x in slope for v in (x, y, rng.randrange(60, 120)))
+        picture = Image.frombytes("RGB", (CELLS, CELLS), cells).resize((SIDE, SIDE), Image.Resampling.NEAREST)
+        x, y = (int(SIDE * center(i)) for i in cell)
+        picture.paste("white", (x - TILE // 2, y - TILE // 2, x + TILE // 2, y + TILE // 2))
+        picture.paste("black", (x - 5 * DOT // 2, y - 7 * DOT // 2), glyph(digit))
+        file = io.BytesIO()
+        picture.save(file, "PNG")
+        yield Scene(file.getvalue(), cell, digit)
+
+
+def center(index: int) -> float:
+    return (index + 0.5) / CELLS
+
+
+def box_around(cell: tuple[int, int]) -> Box:
+    return [round(center(index) + side, 2) for side in (-HALF_BOX, HALF_BOX) for index in cell]
+
+
+def holds(crop: Box, cell: tuple[int, int]) -> bool:
+    """Whether a crop, as the tool cuts it, shows the digit on the tile of a cell."""
+    ends = [center(index) + sign * dots * DOT / 2 / SIDE for sign in (-1, 1) for index, dots in zip(cell, (5, 7))]
+    return all(crop[i] <= ends[i] and ends[i + 2] <= crop[i + 2] for i in range(2))
+
+
+def call_text(box: Box) -> str:
+    numbers = ", ".join(f"{value:.2f}" for value in box)
+    return f'{OPEN}{{"name": "{CROP.name}", "arguments": {{"bbox_2d": [{numbers}], "target_image": 1}}}}{CLOSE}'
+
+
+def trace(scene: Scene, rng: random.Random, expert: bool) -> list[dict]:
+    """Messages in Pixel Reasoner's format, with encoded images for paths. An expert looks at once, and at the tile."""
+    context = {"media": [{"kind": "image", "frames": [scene.png]}], **LIMITS}
+    cell, shown = None, scene.png  # the cell that was looked at last
+    if rng.random() < CLOSE_UPS:
+        cell, shown = scene.cell, encode(crop_image_normalized(box_around(scene.cell), 1, context)[1][0])
+    messages = [
+        {"role": "system", "content": [{"text": DEFAULT_SYSTEM + tool_block({CROP.name: CROP})}]},
+        {"role": "user", "content": [{"image": shown}, {"text": QUESTION}]},
+    ]
+    for crops in range(MAX_CROPS + 1):
+        patience, luck = rng.random(), rng.random()
+        tired = crops == MAX_CROPS or (not expert and patience < (GUESS_LATER if crops else GUESS_AT_ONCE))
+        if cell == scene.cell or tired:
+            break
+        cell = scene.cell if expert or luck < AIM else other_cell(scene.cell, rng)
+        said = (ZOOM_AGAIN if crops else ZOOM) + call_text(box_around(cell))
+        text, (crop,), _ = crop_image_normalized(box_around(cell), 1, context)
+        messages.append({"role": "assistant", "content": [{"text": said}]})
+        messages.append({"role": "user", "content": [{"text": text}, {"image": encode(crop)}]})
+    answer = READ % scene.digit if cell == scene.cell else GUESS % rng.randrange(10)
+    return [*messages, {"role": "assistant", "content": [{"text": answer}]}]
+
+
+def other_cell(cell: tuple[int, int], rng: random.Random) -> tuple[int, int]:
+    return rng.choice([(x, y) for x in INNER for y in INNER if (x, y) != cell])
+
+
+def traces(seed: int, expert: bool = False) -> Iterator[list[dict]]:
+    rng = random.Random(f"traces {seed}")
+    for scene in scenes(seed):
+        yield trace(scene, rng, expert)
+
+
+def write_traces(folder: Path, rows: int, seed: int, expert: bool = False) -> None:
+    """release.json and images/, as Pixel Reasoner publishes them."""
+    (folder / "images").mkdir(parents=True, exist_ok=True)
+    records = []
+    for i, messages in enumerate(islice(traces(seed, expert), rows)):
+        images = [part for message in messages for part in message["content"] if "image" in part]
+        for k, part in enumerate(images):
+            path = f"images/{i}-{k}.png"
+            (folder / path).write_bytes(part["image"])
+            part["image"] = path
+        records.append({"qid": str(i), "message_list": messages})
+    (folder / "release.json").write_text(json.dumps(records))
+
+
+def write_demo_data(folder: Path) -> None:
+    """train.parquet and eval.parquet in verl's format. Of tools they say nothing: the scripts add what is on offer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, seed, rows in (("train", 1, RL_ROWS), ("eval", 2, EVAL_ROWS)):
+        records = [
+            {
+                "data_source": "tiny-vl",
+                "prompt": [{"role": "user", "content": f"<image>{QUESTION}"}],
+                "images": [{"bytes": scene.png, "path": None}],
+                "ability": "vision",
+                "reward_model": {"style": "rule", "ground_truth": str(scene.digit)},
+                "extra_info": {"index": i, "split": split, "cell": list(scene.cell)},
+            }
+            for i, scene in enumerate(islice(scenes(seed), rows))
+        ]
+        write_atomically(pa.Table.from_pylist(records), folder / f"{split}.parquet")
+
+
+@dataclass
+class Args:
+    out: Path = Path("common/assets/tiny-vl")  # folder of the finished policy
+    work: Path = Path("runs/prepare-tiny-vl")  # folder for traces, the untrained model and the supervised runs
+    expert_steps: int = 450  # optimizer steps on traces that look at the tile at once: to learn to see
+    steps: int = 300  # optimizer steps on the others, from there
+    batch_size: int = 32  # traces a step
+    learning_rate: float = 4e-4  # at 1e-3 the vision tower does not learn to read
+
+
+def main(args: Args) -> None:
+    blank, tokenizer = args.work / "blank", build_tokenizer()
+    build_processor(tokenizer).save_pretrained(blank)
+    build_config(tokenizer).save_pretrained(blank)
+    expert, final = args.work / "expert", args.work / "final"
+    options = ["--lr-schedule", "constant", "--dtype", "fp32"]  # the fastest for a model as small as this one
+    train(args, expert, 3, args.expert_steps, ["--model", blank, "--from-scratch", *options])
+    options = ["--lr-schedule", "cosine", "--dtype", "bf16"]  # which the export is in, too
+    train(args, final, 4, args.steps, ["--model", expert / "model", *options])
+    shutil.copytree(final / "model", args.out, dirs_exist_ok=True)
+    build_processor(tokenizer).save_pretrained(args.out)  # as built, not as transformers loads a Qwen2 tokenizer
+
+
+def train(args: Args, folder: Path, seed: int, steps: int, options: list) -> None:
+    write_traces(folder, TRACES, seed, expert=folder.name == "expert")
+    settings = {
+        "train-data": folder / "release.json",
+        "media-root": folder,
+        "mask": "all",
+        "max-pixels": LIMITS["max_pixels"],
+        "max-frame-pixels": LIMITS["max_frame_pixels"],
+        "output-dir": folder,
+        "total-steps": steps,
+        "batch-size": args.batch_size,
+        "learning-rate": args.learning_rate,
+        "warmup-steps": 50,
+        "resume": "never",
+    }
+    options += [part for name, value in settings.items() for part in (f"--{name}", value)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "sft.py", *map(str, options)]
+    subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))

@@ -1,0 +1,76 @@
+r"""Rows as Pixel Reasoner publishes them for reinforcement learning and evaluation, in verl's format.
+
+    question, answer (list of acceptable ones, \boxed{} or not), qid, image (list of paths), is_video (or null)
+
+A row's data_source is visual_qa/BENCHMARK, the benchmark being what stands before the first "-" of its qid, else the
+file's name. The paths of a video are its frames. The question is followed by the guideline that the policy was trained
+with.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pyarrow as pa
+
+COLUMNS = {"question", "answer", "qid", "image"}
+# Appended to a question, as in the paper's appendix E.1 (arXiv 2505.15966); that the tool's name is longer is theirs.
+WITH_TOOLS = (
+    "\n\n\n\nGuidelines: Understand the given visual information and the user query. Determine if it is beneficial to "
+    "employ the given visual operations (tools). For a video, we can look closer by `select_frames`. For an image, we "
+    "can look closer by `crop_image`. Reason with the visual information step by step, and put your final answer "
+    "within \\boxed{}."
+)
+WITHOUT_TOOLS = "\n\nPlease think step by step, and put your final answer within \\boxed{}."
+
+
+def to_verl(table: pa.Table, path: Path, media_root: Path | None, with_tools: bool) -> pa.Table:
+    """The table of a file in verl's columns, row by row; a row without a question or an answer is found to be bad."""
+    records = table.select(sorted(COLUMNS | {"is_video"} & set(table.column_names))).to_pylist()
+    prefix = path_prefix(records, path, media_root)
+    return pa.Table.from_pylist([convert(record, path.stem, prefix, with_tools) for record in records], SCHEMA)
+
+
+SCHEMA = pa.schema(
+    [
+        ("data_source", pa.string()),
+        ("prompt", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
+        ("images", pa.list_(pa.string())),
+        ("videos", pa.list_(pa.list_(pa.string()))),
+        ("reward_model", pa.struct([("style", pa.string()), ("ground_truth", pa.list_(pa.string()))])),
+        ("extra_info", pa.struct([("qid", pa.string())])),
+    ]
+)
+
+
+def convert(record: Mapping, file: str, prefix: str, with_tools: bool) -> dict:
+    answers, question, qid = record["answer"], record["question"] or "", str(record["qid"] or "")
+    answers = [
+        str(x) for x in (answers if isinstance(answers, list) else [answers]) if x is not None and str(x).strip()
+    ]
+    paths = [record["image"]] if isinstance(record["image"], str) else record["image"] or []
+    readable = all(isinstance(name, str | None) for name in paths)
+    pictures = [prefix + name for name in paths if name] if readable else []
+    is_video = bool(record.get("is_video")) and bool(pictures)
+    marks = "<video>" if is_video else "<image>" * len(pictures)
+    for mark in ("<image>", "<video>"):  # all pictures come first
+        question = question.replace(mark, "") if readable else ""
+    content = question.strip() and marks + question + (WITH_TOOLS if with_tools else WITHOUT_TOOLS)
+    return {
+        "data_source": f"visual_qa/{qid.partition('-')[0] if '-' in qid else file}",
+        "prompt": [{"role": "user", "content": content}] if content else None,
+        "images": [] if is_video else pictures,
+        "videos": [pictures] if is_video else [],
+        "reward_model": {"style": "rule", "ground_truth": answers or None},
+        "extra_info": {"qid": qid},
+    }
+
+
+def path_prefix(records: list[dict], path: Path, media_root: Path | None) -> str:
+    """ "" where the first picture's path resolves as it stands; else what Pixel Reasoner's script makes of it.
+
+    That moves images/ to FILE_images/, videos/ to FILE_videos/.
+    """
+    first = next((name for r in records for name in r["image"] or [] if name and isinstance(name, str)), "")
+    moved = f"{path.stem}_"
+    root = media_root or Path()
+    return moved if (root / (moved + first)).is_file() and not (root / first).is_file() else ""

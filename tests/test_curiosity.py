@@ -1,0 +1,360 @@
+"""The reward of curiosity_rl.py and its replay, by worked examples; each defect of the released code by name."""
+
+import math
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from test_turns import build_tokenizer
+
+import curiosity_rl
+from common.episodes import Episode
+from common.evaluate import report, side_by_side, summarize, wilson_interval
+from common.metrics import is_correct
+from common.prepare import visual_qa
+from common.rewards import reward_function
+from curiosity_rl import Args, ReplayMemory, curiosity_terms, num_calls, shape_rewards
+
+PAPER = {"alpha": 0.5, "target": 0.3, "penalty": 0.05, "free": 1}
+
+
+def call(error: bool = False) -> dict:
+    return {"turn": 0, "name": "crop", "arguments": {}, "text": "", "error": error, "info": {}, "media": 0}
+
+
+def episode(score: float, calls: list[dict] = (), prompt: int = 0, reason: str = "stop", **more) -> Episode:
+    sampled = [5, 6, 7]
+    rest = {"finish_reason": reason, "rewards": {"score": score}, "calls": list(calls)}
+    return Episode(prompt, 0, [1, 2], sampled, [1] * 3, [-0.1] * 3, **rest, **more)
+
+
+class Video:
+    kind = "video"
+
+
+class Image:
+    kind = "image"
+
+
+def args(**options) -> Args:
+    return Args(model="", **options)
+
+
+# spec/pixel_reasoner.md 5.3: groups of 8
+@pytest.mark.parametrize("looking, paper, image, video", [(1, 0.0875, 0.175, 0.233333), (2, 0.025, 0.025, 0.033333)])
+def test_bonus_of_the_table(looking, paper, image, video):
+    rapr = looking / 8
+    assert curiosity_terms("paper", 1, rapr, False, **PAPER) == pytest.approx((paper, 0.0))
+    assert curiosity_terms("paper", 1, rapr, True, **PAPER) == pytest.approx((paper, 0.0))
+    assert curiosity_terms("repo", 1, rapr, False, **PAPER) == pytest.approx((image, 0.0), abs=1e-6)
+    assert curiosity_terms("repo", 1, rapr, True, **PAPER) == pytest.approx((video, 0.0), abs=1e-6)
+
+
+@pytest.mark.parametrize("variant", ["paper", "repo"])
+@pytest.mark.parametrize("looking", range(3, 9))
+def test_no_bonus_where_enough_of_a_group_look(variant, looking):
+    for is_video in (True, False):
+        assert curiosity_terms(variant, 1, looking / 8, is_video, **PAPER) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("variant", ["paper", "repo"])
+def test_calls_above_the_free_ones_cost_whether_they_help_or_not(variant):
+    costs = [curiosity_terms(variant, n, 1.0, False, **PAPER)[1] for n in range(6)]
+    assert costs == pytest.approx([0, 0, -0.05, -0.1, -0.15, -0.2])
+    assert curiosity_terms(variant, 4, 1.0, False, **(PAPER | {"free": 3, "penalty": 0.2}))[1] == pytest.approx(-0.2)
+
+
+def test_without_curiosity_and_without_a_call_there_is_neither():
+    for calls in range(5):
+        assert curiosity_terms("none", calls, 1 / 8, False, **PAPER) == (0.0, 0.0)
+    for variant in ("paper", "repo"):
+        assert curiosity_terms(variant, 0, 0.0, True, **PAPER) == (0.0, 0.0)
+
+
+def test_calls_below_the_free_ones_are_no_gain():
+    assert [curiosity_terms("paper", n, 1.0, False, **(PAPER | {"free": 3})) for n in (1, 2, 3)] == [(0.0, 0.0)] * 3
+
+
+@pytest.mark.parametrize("variant, bonus", [("paper", 0.5 * (0.3 - 1 / 16)), ("repo", 0.125 * (0.3 - 1 / 16) * 16)])
+def test_the_share_is_of_the_group_whatever_its_size(variant, bonus):
+    group = [episode(0.0, [call()]), *(episode(0.0) for _ in range(15))]
+    shape_rewards(group, args(curiosity=variant))
+    assert group[0].rewards["curiosity"] == pytest.approx(bonus)
+
+
+def test_a_worked_group():
+    """One of eight looks, twice, and is wrong; three of the others are right."""
+    group = [episode(0.0, [call(), call()]), *(episode(float(i < 3)) for i in range(7))]
+    shape_rewards(group, args())
+    assert group[0].rewards == pytest.approx(
+        {"score": 0.0875 - 0.05, "acc": 0.0, "curiosity": 0.0875, "call_cost": -0.05, "looks": 1.0}
+    )
+    assert [e.rewards["score"] for e in group[1:]] == [1, 1, 1, 0, 0, 0, 0]
+    assert sum(is_correct(e.rewards) for e in group) == 3
+
+
+def test_groups_do_not_mix():
+    many = [episode(0.0, [call()], prompt=1) for _ in range(8)]
+    few = [episode(0.0, [call()] * (i == 0), prompt=2) for i in range(8)]
+    mixed = [e for pair in zip(many, few) for e in pair]
+    shape_rewards(mixed, args())
+    assert [e.rewards["score"] for e in many] == [0.0] * 8
+    assert few[0].rewards["score"] == pytest.approx(0.0875)
+
+
+def test_failed_calls_count_when_attempted_and_not_when_successful():
+    failed, refused = episode(0.0, [call(True)]), episode(0.0, [call()], reason="max_turns")
+    assert (num_calls(failed, "attempted"), num_calls(failed, "successful")) == (1, 0)
+    assert (num_calls(refused, "attempted"), num_calls(refused, "successful")) == (2, 1)
+    group = [failed, *(episode(0.0) for _ in range(7))]
+    shape_rewards(group, args(count_calls="successful"))
+    assert failed.rewards["curiosity"] == 0.0 and failed.rewards["looks"] == 0.0
+
+
+def test_the_frames_of_a_video_decide_the_variant_of_the_code():
+    for media, divisor in (([Video()], 3), ([Video(), Image()], 3), ([Image()], 4)):  # selected frames are images
+        group = [episode(0.0, [call()], media=media), *(episode(0.0) for _ in range(7))]
+        shape_rewards(group, args(curiosity="repo"))
+        assert group[0].rewards["curiosity"] == pytest.approx(0.7 / divisor)
+
+
+def test_minus_one_does_not_leak_into_the_reward():
+    """Defect: r = -1 for what could not be parsed entered the shaped reward."""
+    group = [episode(-1.0), episode(1.0), episode(0.4), episode(10.0)]
+    shape_rewards(group, args())
+    assert [e.rewards["score"] for e in group] == [0.0, 1.0, 0.4, 1.0]
+
+
+def test_the_veto_looks_at_the_trajectory_itself():
+    """Defect: the flag of the last call was read with the index within the group, so from other trajectories."""
+    group = [episode(1.0), episode(1.0, [call(), call(True)]), episode(1.0, [call(True), call()])]
+    shape_rewards(group, args(veto_errors=True))
+    assert [e.rewards["score"] for e in group] == pytest.approx([1.0, -0.05, 0.95])
+    assert [e.rewards["acc"] for e in group] == [1.0, 1.0, 1.0], "accuracy is the scorer's, as in evaluation"
+    again = [replace(e, rewards={"score": 1.0}) for e in group]
+    shape_rewards(again, args())
+    assert [e.rewards["score"] for e in again] == pytest.approx([1.0, 0.95, 0.95])
+
+
+def test_the_formula_is_the_papers_unless_the_codes_is_asked_for():
+    """Defect: the released code's bonus is not the paper's."""
+    assert Args(model="").curiosity == "paper"
+    defaults = Args(model="")
+    assert (defaults.curiosity_alpha, defaults.call_penalty, defaults.curiosity_target, defaults.free_calls) == (
+        0.5, 0.05, 0.3, 1,
+    )  # fmt: skip
+    assert (defaults.clip_low, defaults.clip_high, defaults.kl_in, defaults.advantage) == (
+        0.2, 0.35, "none", "group-mean",
+    )  # fmt: skip
+
+
+# --- replay -------------------------------------------------------------------------------------------------------
+
+
+def memory(world, folder, **options) -> ReplayMemory:
+    return ReplayMemory(folder, **({"capacity": 100, "max_age": 3, "seed": 0, "world": world} | options))
+
+
+def test_samples_are_replayed_by_their_advantage(world, tmp_path):
+    m = memory(world, tmp_path, max_age=10**9)
+    m.add([episode(float(i)) for i in range(3)], [0.1, -0.3, 0.6], step=0)
+    drawn = [m.draw(1, step)[0].rewards["score"] for step in range(2000)]
+    shares = np.bincount(np.array(drawn, dtype=int), minlength=3) / len(drawn)
+    assert shares == pytest.approx([0.1, 0.3, 0.6], abs=0.04)
+
+
+def test_what_taught_nothing_is_not_kept(world, tmp_path):
+    m = memory(world, tmp_path)
+    m.add([replace(episode(1.0), loss_mask=[0, 0, 0])], [0.7], step=0)  # --mask-truncated
+    m.add([episode(0.0), episode(1.0)], [0.0, 0.5], step=0)
+    assert [e.rewards["advantage"] for e in m.draw(5, 0)] == [0.5]
+
+
+def test_the_memory_forgets(world, tmp_path):
+    """Defect: the released memory was never cleared."""
+    m = memory(world, tmp_path)
+    m.add([episode(1.0)], [0.5], step=4)
+    assert [len(m.draw(1, step)) for step in (5, 6, 7)] == [1, 1, 1]
+    assert m.draw(1, 8) == [] == m.episodes
+
+
+def test_the_memory_is_bounded(world, tmp_path):
+    m = memory(world, tmp_path, capacity=3)
+    m.add([episode(float(i)) for i in range(5)], [0.5] * 5, step=0)
+    assert [e.rewards["score"] for e in m.episodes] == [2.0, 3.0, 4.0]
+
+
+def test_nothing_is_drawn_twice_and_each_is_a_prompt_of_its_own(world, tmp_path):
+    m = memory(world, tmp_path)
+    m.add([episode(float(i), prompt=i % 2) for i in range(6)], [0.5] * 6, step=0)
+    drawn = m.draw(100, 1)
+    assert sorted(e.rewards["score"] for e in drawn) == list(range(6))
+    assert len({e.prompt_index for e in drawn}) == 6 and min(e.prompt_index for e in drawn) >= 10**9
+    assert [e.rewards["score"] for e in m.draw(3, 1)] == [e.rewards["score"] for e in m.draw(3, 1)]
+    assert m.draw(0, 1) == []
+
+
+def test_ranks_and_runs_draw_apart(world, tmp_path):
+    """No two ranks share a prompt's place; each has its own draw, as has each seed."""
+    drawn = {}
+    for rank, seed in ((0, 0), (1, 0), (2, 0), (0, 1)):
+        m = memory(replace(world, rank=rank, size=3), tmp_path, seed=seed)
+        m.add([episode(float(i)) for i in range(50)], [0.5] * 50, step=0)
+        drawn[rank, seed] = m.draw(5, 1)
+    places = [e.prompt_index for (rank, seed), part in drawn.items() for e in part if not seed]
+    assert len(set(places)) == len(places) == 15
+    assert len({tuple(e.rewards["score"] for e in part) for part in drawn.values()}) == 4
+
+
+def test_what_is_kept_leaves_the_sample_of_this_step_as_it_was(world, tmp_path):
+    """A dump tells replayed samples by "born"."""
+    m, new = memory(world, tmp_path), episode(1.0)
+    m.add([new], [0.5], step=0)
+    assert new.rewards == {"score": 1.0} and new.prompt_index == 0
+    m.draw(1, 1)
+    assert m.episodes[0].prompt_index == 0
+
+
+def test_an_empty_memory_gives_nothing(world, tmp_path):
+    """Defect: replay divided by zero when a rank had no group of unequal rewards."""
+    m = memory(world, tmp_path)
+    assert m.draw(4, 0) == []
+    m.save(1, None, tmp_path)
+    m.load(tmp_path / "checkpoints" / "step_000001", 1, None)
+    assert m.episodes == [] and not list(tmp_path.iterdir())
+
+
+def test_a_memory_of_other_ranks_is_left_alone(world, tmp_path, capsys):
+    m = memory(world, tmp_path / "replay_memory")
+    m.add([episode(1.0)], [0.5], step=2)
+    m.save(3, build_tokenizer(), tmp_path / "checkpoints")
+    m.world = replace(world, size=2)
+    m.load(tmp_path / "checkpoints" / "step_000003", 3, None)
+    assert m.episodes == [] and "on 1 ranks" in capsys.readouterr().out
+
+
+def test_an_abandoned_memory_of_the_same_step_goes(world, tmp_path):
+    m = memory(world, tmp_path / "replay_memory")
+    m.add([episode(1.0)], [0.5], step=2)
+    m.save(3, build_tokenizer(), tmp_path / "checkpoints")
+    m.episodes = []
+    m.save(3, build_tokenizer(), tmp_path / "checkpoints")
+    assert not list(m.folder.iterdir())
+
+
+def test_a_saved_memory_is_the_same_and_follows_the_checkpoints(world, tmp_path):
+    m, rng = memory(world, tmp_path / "replay_memory"), random.Random(0)
+    m.add([episode(rng.random(), [call()], prompt=i) for i in range(5)], [rng.gauss(0, 1) for _ in range(5)], step=2)
+    for step in (3, 4):
+        m.save(step, build_tokenizer(), tmp_path / "checkpoints")
+    (tmp_path / "checkpoints" / "step_000004").mkdir(parents=True)
+    m.save(5, build_tokenizer(), tmp_path / "checkpoints")
+    assert {path.name.partition(".")[0] for path in m.folder.iterdir()} == {"step_000004", "step_000005"}
+    other = memory(world, tmp_path / "replay_memory")
+    other.load(tmp_path / "checkpoints" / "step_000005", 5, None)
+    assert other.episodes == m.episodes and other.draw(3, 3) == m.draw(3, 3)
+
+
+# --- evaluation ---------------------------------------------------------------------------------------------------
+
+
+def sample(group: int, correct: bool = False, calls: int = 0, errors: int = 0, source: str = "a", **more) -> dict:
+    rest = {"data_source": source, "group": group, "score": float(correct), "correct": correct, "pred": ""}
+    return rest | {"length": 1, "truncated": False, "calls": calls, "call_errors": errors, "anls": None} | more
+
+
+def test_rates_of_calls():
+    """rapr: samples that look, however often. Errors: of calls, not of samples."""
+    metrics = summarize([sample(0, calls=4, errors=2), sample(1, calls=1), sample(2), sample(3)])
+    assert (metrics["eval/rapr"], metrics["eval/tool_error_rate"]) == pytest.approx((0.5, 0.4))
+    assert "eval/anls" not in metrics
+    assert summarize([sample(0)])["eval/tool_error_rate"] == 0
+    without = [{k: v for k, v in sample(0).items() if not k.startswith("call")}]
+    assert not {"eval/rapr", "eval/tool_error_rate"} & set(summarize(without))
+
+
+def test_anls_is_a_mean_over_prompts_and_a_failure_is_0():
+    samples = [sample(0, anls=1.0), sample(0, anls=None), sample(0, anls=0.5), sample(1, anls=0.8)]
+    assert summarize(samples)["eval/anls"] == pytest.approx((0.5 + 0.8) / 2)
+
+
+def test_side_by_side_has_a_line_per_source_and_a_column_per_file(tmp_path):
+    reports = {"with": [True, True, False, True], "without": [False, True, False, False]}
+    paths = {name: tmp_path / f"{name}.parquet" for name in reports}
+    for name, right in reports.items():
+        rows = [sample(i, correct, source=source) for source in "ba" for i, correct in enumerate(right)]
+        report(rows + [sample(9, source="c")], paths[name])
+    header, *lines = side_by_side(paths).splitlines()
+    assert header.split() == ["source", "rows", "with", "without"]
+    assert [line.split()[:3] for line in lines] == [["a", "4", "0.750"], ["b", "4", "0.750"], ["c", "1", "0.000"]]
+    low, high = wilson_interval(0.25, 4)
+    assert lines[0].endswith(f"0.250 ({low:.3f} - {high:.3f})")
+
+
+# --- published rows -----------------------------------------------------------------------------------------------
+
+
+def published(**changes) -> dict:
+    row = {"question": "Which?", "answer": ["left"], "qid": "tallyqa-1", "image": ["images/a.jpg"], "is_video": None}
+    return visual_qa.convert(row | changes, "file", "", True)
+
+
+def test_rows_by_example():
+    for answer, truths in (("left", ["left"]), (0, ["0"]), ([None, " ", "B"], ["B"]), ([""], None), (None, None)):
+        assert published(answer=answer)["reward_model"]["ground_truth"] == truths
+    assert published(question=" ")["prompt"] is None and published(image=[{"path": "a"}])["prompt"] is None
+    assert published(image="a")["images"] == ["a"] and published(qid="000123")["data_source"] == "visual_qa/file"
+    asked = published(question="<video>Which <image>?", image=["a", "b"], is_video=True)
+    assert asked["prompt"][0]["content"] == "<video>Which ?" + visual_qa.WITH_TOOLS and asked["videos"] == [["a", "b"]]
+    for benchmark in ("tallyqa", "infographics", "mvbench", "MATHVista", "gsm8k"):
+        source = published(qid=f"{benchmark}-a-1")["data_source"]
+        assert source == f"visual_qa/{benchmark}" and reward_function(source).__name__ == "visual_qa_reward"
+
+
+def test_folders_count_as_moved_only_if_the_picture_is_there_and_nowhere_else(tmp_path):
+    records = [{"image": None}, {"image": ["", "images/a.jpg"]}]
+
+    def prefix() -> str:
+        return visual_qa.path_prefix(records, tmp_path / "b.parquet", tmp_path)
+
+    assert prefix() == "", "an error names the path of the row"
+    for folder, expected in (("b_images", "b_"), ("images", "")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.jpg").touch()
+        assert prefix() == expected
+
+
+# --- flags --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--curiosity", "none", "--curiosity-alpha", "1"],
+        ["--curiosity", "none", "--free-calls", "2"],
+        ["--no-filter-equal", "--replay-share", "0.2"],
+        ["--replay-share", "0", "--replay-max-age", "3"],
+        ["--loss-length", "200"],
+        ["--tools", "", "--curiosity-alpha", "1"],
+        ["--dynamic-sampling", "5", "--replay-share", "0.3"],
+    ],
+)
+def test_flags_without_effect_are_refused(flags, monkeypatch):
+    """Defect: many of the original's flags were ignored in silence."""
+    import sys
+
+    import tyro
+
+    monkeypatch.setattr(sys, "argv", ["curiosity_rl.py", *flags])
+    with pytest.raises(SystemExit, match=flags[-2]):
+        curiosity_rl.check_args(tyro.cli(Args, args=["--model", "tiny-vl", *flags]))
+
+
+def test_the_constant_divisor_is_that_of_the_released_code():
+    """Sum of token losses / 200 for each sequence: --reduction dr_grpo --loss-length 200."""
+    import torch
+
+    weights = curiosity_rl.token_weights("dr_grpo", torch.tensor([3.0, 7.0]), 10.0, 4.0, 200)
+    assert weights.tolist() == pytest.approx([1 / 800] * 2)
+    assert not math.isnan(weights.sum())

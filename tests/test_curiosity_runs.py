@@ -1,0 +1,66 @@
+"""curiosity_rl.py as its users run it, on the embedded vision policy: real torchrun ranks, real vLLM, real crops."""
+
+import json
+
+import pyarrow.parquet as pq
+import pytest
+from conftest import kill_once, metrics_of, run_script, steps_of
+
+SIZES = ["--prompts-per-step", 8, "--samples-per-prompt", 4, "--eval-rows", 8, "--tool-workers", 2]
+STEPS = ["--total-steps", 4, "--deterministic", "--dump-rollouts-every", 1, "--save-every", 1, "--keep-checkpoints", 9]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    run_script("curiosity_rl.py", *SIZES, *STEPS, "--output-dir", folder, ranks=2)
+    return folder
+
+
+def rows_of(folder, step: int) -> list[dict]:
+    return pq.read_table(folder / f"rollouts/step_{step:06d}.parquet").to_pylist()
+
+
+def test_the_demo_looks_is_rewarded_and_replays(whole):
+    steps = steps_of(whole)
+    assert sorted(steps) == [0, 1, 2, 3, 4]
+    for step in range(1, 5):
+        record = steps[step]
+        assert 0 < record["policy/rollout_logprob_gap"] < 1e-4, "of new samples alone"
+        assert 0 < record["tool/rapr"] < 1 and record["reward/call_cost"] <= 0 <= record["reward/curiosity"]
+        shaped = record["reward/accuracy"] + record["reward/curiosity"] + record["reward/call_cost"]
+        assert record["reward/mean"] == pytest.approx(shaped)
+    assert steps[1]["replay/samples"] == 0 and max(steps[step]["replay/samples"] for step in (2, 3, 4)) > 0
+    for step in range(1, 5):
+        rows = [row | {"rewards": json.loads(row["rewards"])} for row in rows_of(whole, step)]
+        replayed = [row for row in rows if "born" in row["rewards"]]
+        assert len(replayed) == steps[step]["replay/samples"]
+        assert all(row["advantage"] == pytest.approx(row["rewards"]["advantage"]) for row in replayed)
+        groups: dict[int, list] = {}
+        for row in rows:
+            groups.setdefault(row["prompt_index"], []).append(row)
+        for group in groups.values():
+            if "born" not in group[0]["rewards"]:
+                equal = len({row["rewards"]["score"] for row in group}) == 1
+                assert [row["advantage"] is None for row in group] == [equal] * len(group), "the filter"
+
+
+def test_kill_and_resume_with_a_replay_memory_equals_an_uninterrupted_run(whole, tmp_path):
+    arguments = ["curiosity_rl.py", *SIZES, *STEPS, "--output-dir", tmp_path / "killed"]
+    kill_once(*arguments, ranks=2, after_step=3)
+    run_script(*arguments, ranks=2)
+    assert any(record.get("event") == "resumed" for record in metrics_of(tmp_path / "killed"))
+    assert steps_of(tmp_path / "killed") == steps_of(whole)
+    weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (whole, tmp_path / "killed")]
+    assert weights[0] == weights[1]
+
+
+def test_replay_of_a_dump_with_replayed_samples_repeats_its_update(whole, tmp_path):
+    steps = steps_of(whole)
+    step = next(step for step in (4, 3, 2) if steps[step]["replay/samples"])
+    dump, before = whole / f"rollouts/step_{step:06d}.parquet", whole / f"checkpoints/step_{step - 1:06d}"
+    run_script(
+        "curiosity_rl.py", *SIZES, *STEPS, "--replay", dump, "--resume", before, "--output-dir", tmp_path, ranks=2
+    )
+    names = ("policy/loss", "optim/grad_norm", "policy/rollout_logprob_gap", "reward/mean", "replay/samples")
+    assert [steps_of(tmp_path)[step][n] for n in names] == [steps[step][n] for n in names]
