@@ -393,6 +393,16 @@ def test_guarded_step_without_clipping_is_the_optimizers_own_step():
     torch.testing.assert_close(snapshot(model, optimizer), snapshot(twin, twin_optimizer), rtol=0, atol=0)
 
 
+def test_guarded_step_without_any_gradient_changes_nothing():
+    """A step whose groups were all left out; with offload, too."""
+    model, optimizer, _ = linear_with_gradient()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = snapshot(model, optimizer)
+    assert guarded_step(model, optimizer, 1.0, LossScale(), offload=True) == (0.0, True)
+    torch.testing.assert_close(snapshot(model, optimizer), before, rtol=0, atol=0)
+
+
 # --- check_args -------------------------------------------------------------------------------------------------
 
 

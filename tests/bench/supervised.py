@@ -7,6 +7,9 @@ The plain loop: conversations in the order of the file, so many at a time, padde
 positions, transformers' own loss over the assistant's tokens. Both do forward, backward and AdamW of the same batches.
 """
 
+import json
+import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +41,7 @@ class Args:
     dtype: Literal["bf16", "fp32"] = "bf16"  # of the computation; weights are float32
     repeats: int = 3  # rounds over both
     threads: int = 2  # of a CPU
+    only: Literal["padded", "packed"] | None = None  # one of the two, in this process: what the benchmark itself calls
 
 
 def padded(episodes: list[Episode], device: torch.device) -> dict[str, torch.Tensor]:
@@ -96,40 +100,49 @@ class Packed:
         return sums[0] / len(index)
 
 
-def main(args: Args) -> None:
+def measure(args: Args) -> None:
+    """Print {seconds, losses, tokens} of one pass of `--only` over the rows, as JSON."""
     torch.set_num_threads(args.threads)
-    world = init_world()
     tokenizer = load_tokenizer(resolve_model(args.model))
     data = Conversations(args.data, "--data", tokenizer, max_tokens=args.max_tokens)
     episodes = [data.episode(row) for row in range(min(args.rows, len(data)))]
-    tokens = sum(len(e.prompt_ids) + len(e.response_ids) for e in episodes)
+    if args.only == "packed":
+        loop = Packed(args, init_world())
+    else:  # with the allocator as it comes: `init_world` tunes it for packs, which are all alike
+        loop = Plain(args, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     steps = [episodes[i : i + args.batch_size] for i in range(0, len(episodes), args.batch_size)]
-    loops = {"padded": Plain(args, world.device), "packed": Packed(args, world)}
+    loop.step(steps[0][: args.padded_rows])  # warm-up
+    start = time.perf_counter()
+    losses = [loop.step(step) for step in steps]  # .item() of the losses waits for the device
+    seconds = time.perf_counter() - start
+    tokens = sum(len(e.prompt_ids) + len(e.response_ids) for e in episodes)
+    print(json.dumps({"seconds": seconds, "losses": losses, "tokens": tokens, "rows": len(episodes)}))
 
-    seconds: dict[str, list[float]] = {name: [] for name in loops}
-    for loop in loops.values():
-        loop.step(steps[0][: args.padded_rows])  # warm-up
+
+def main(args: Args) -> None:
+    if args.only:
+        measure(args)
+        return
+    seconds: dict[str, list[float]] = {"padded": [], "packed": []}
     for _ in range(args.repeats):
-        losses = {}
-        for name, loop in loops.items():
-            start = time.perf_counter()
-            losses[name] = [loop.step(step) for step in steps]  # .item() of the losses waits for the device
-            seconds[name].append(time.perf_counter() - start)
-        worst = max(abs(a / b - 1) for a, b in zip(losses["padded"], losses["packed"]))
-        assert worst < 0.02, f"the two do not compute the same loss: {losses}"
+        results = {}
+        for name in seconds:
+            command = [sys.executable, *sys.argv, "--only", name]
+            output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+            results[name] = json.loads(output.strip().splitlines()[-1])
+            seconds[name].append(results[name]["seconds"])
+        losses = (results[name]["losses"] for name in seconds)
+        worst = max(abs(a / b - 1) for a, b in zip(*losses))
+        assert worst < 0.02, f"the two do not compute the same loss: {results}"
 
-    header(
-        f"supervised training of {args.model}: {Path(args.data).name}, {len(episodes)} rows, {args.dtype}",
-        args.threads,
-    )
+    result, title = results["packed"], f"supervised training of {args.model}: {Path(args.data).name}"
+    header(f"{title}, {result['rows']} rows, {args.batch_size} a step, {args.dtype}", args.threads)
     rows = [["loop", "tokens/s", "x padded"]]
     for name, times in seconds.items():
         ratio = median(b / a for a, b in zip(times, seconds["padded"]))
-        rows.append([name, f"{tokens / median(times):,.0f}", f"{ratio:.2f}"])
+        rows.append([name, f"{result['tokens'] / median(times):,.0f}", f"{ratio:.2f}"])
     table(*rows)
-    print(
-        f"{tokens} tokens without padding; {args.batch_size} rows a step; medians of {args.repeats} interleaved rounds"
-    )
+    print(f"{result['tokens']} tokens without padding; medians of {args.repeats} rounds that take turns")
 
 
 if __name__ == "__main__":
