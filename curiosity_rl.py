@@ -8,8 +8,8 @@ Where this differs from the released code:
 1. The paper's bonus by default; the code's variant by name. Correctness is 0 or 1 and what is unparsable scores 0.
 2. What was sampled is trained on: token ids from the engine, M-RoPE positions, crops from the original picture.
 3. One denominator, as in grpo.py; the constant divisor by flag. No clamp hides a loss that explodes.
-4. Groups of equal rewards are left out of the update. Replayed samples take their place: of bounded age, with
-   log-probs under the present weights.
+4. Groups of equal rewards are left out of the update. By flag replayed samples take their place: of bounded age,
+   with log-probs under the present weights.
 
     torchrun --nproc_per_node 2 curiosity_rl.py                      # embedded demo, minutes on a CPU
     torchrun --nproc_per_node 8 curiosity_rl.py --model runs/warm-start/model --train-data release.parquet \\
@@ -106,7 +106,7 @@ class Args:
     count_calls: Literal["attempted", "successful"] = "attempted"  # which calls bonus and cost count
     veto_errors: bool = False  # an answer right after a failed call scores 0
     filter_equal: bool = True  # leave out groups of equal rewards, whose advantages are 0
-    replay_share: float = 0.5  # of a step's samples, at most, that earlier ones fill up when groups are left out
+    replay_share: float = 0.0  # of a step's samples, at most, that earlier ones fill up when groups are left out
     replay_max_age: int = 8  # steps for which a sample may be replayed
     # algorithm
     objective: Literal["ppo", "gspo", "cispo"] = "ppo"  # what is clipped: a token's ratio, its sequence's, its weight
@@ -183,8 +183,9 @@ DEMO = Args(
     lr_schedule="linear",
     lr_floor=0.1,
     warmup_steps=5,
-    total_steps=40,
-    eval_every=10,
+    total_steps=30,
+    eval_every=5,
+    eval_rows=256,
     dtype="fp32",
 )
 

@@ -334,7 +334,7 @@ def test_folders_count_as_moved_only_if_the_picture_is_there_and_nowhere_else(tm
         ["--curiosity", "none", "--curiosity-alpha", "1"],
         ["--curiosity", "none", "--free-calls", "2"],
         ["--no-filter-equal", "--replay-share", "0.2"],
-        ["--replay-share", "0", "--replay-max-age", "3"],
+        ["--replay-max-age", "3"],
         ["--loss-length", "200"],
         ["--tools", "", "--curiosity-alpha", "1"],
         ["--dynamic-sampling", "5", "--replay-share", "0.3"],

@@ -7,6 +7,7 @@ import pytest
 from conftest import kill_once, metrics_of, run_script, steps_of
 
 SIZES = ["--prompts-per-step", 8, "--samples-per-prompt", 4, "--eval-rows", 8, "--tool-workers", 2]
+SIZES += ["--replay-share", 0.5]
 STEPS = ["--total-steps", 4, "--deterministic", "--dump-rollouts-every", 1, "--save-every", 1, "--keep-checkpoints", 9]
 
 
