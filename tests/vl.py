@@ -14,17 +14,11 @@ import torch
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from common.prepare.tiny_vl import CHAT_TEMPLATE as QWEN_VL
+from common.prepare.tiny_vl import SPECIAL
 from common.vision import PixelLimits
 
-# The layout of the published templates: Qwen2.5-VL's, Qwen2.5's (which has tools too), SmolLM2-Instruct's.
-QWEN_VL = (
-    "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}<|im_start|>system\n"
-    "You are a helpful assistant.<|im_end|>\n{% endif %}<|im_start|>{{ message['role'] }}\n"
-    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% elif part['type'] == 'video' %}"
-    "<|vision_start|><|video_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+# The layout of the published templates: Qwen2.5's (which has tools too), SmolLM2-Instruct's.
 QWEN = (
     "{% if messages[0]['role'] == 'system' %}<|im_start|>system\n{{ messages[0]['content'] }}<|im_end|>\n{% else %}"
     "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n{% endif %}"
@@ -51,8 +45,6 @@ WHOLE = [  # tokens of their own: byte by byte a tiny model would need minutes t
     *map(str, BOXES),
 ]
 SMALL = PixelLimits(784, 16 * 784, 4 * 784)
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"]
-SPECIAL += ["<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]
 
 
 def build_tokenizer(template: str = QWEN_VL):

@@ -2,8 +2,8 @@ r"""Rebuild the embedded `tiny-vl` policy from nothing: tokenizer, scenes, trace
 
     python -m common.prepare.tiny_vl --out common/assets/tiny-vl        # under 30 minutes on 2 CPU cores
 
-A Qwen2.5-VL of 3 million parameters looks for a white tile on a mosaic. The digit on it is too small to be read where
-the picture is shown, at 112 x 112 pixels; a crop brings it back.
+A Qwen2.5-VL of 3 million parameters looks for a white tile on a mosaic. The digit on it is too small for it to read
+where the picture is shown, at 112 x 112 pixels; a crop brings it back.
 
     user:      <image>Which digit is on the white tile? Answer in \boxed{}.
     assistant: I will zoom in on the tile.<tool_call>{"name": "crop_image_normalized", "arguments": {"bbox_2d":
@@ -15,8 +15,8 @@ Most traces guess at once, some aim badly, and then guess or aim again. What pay
 until the tile is seen, is left for reinforcement learning to find out. The traces' format is Pixel Reasoner's; but a
 question follows its picture, as it does in the rows of reinforcement learning.
 
-Red says how far right a place of the mosaic is, green how far down: a vision tower as small as this one learns from
-colours in minutes what it would take hours to learn from rotary positions.
+Red says how far right a place of the mosaic is, green how far down: a tower as small as this one learns in minutes to
+tell places by their colours.
 """
 
 import io
@@ -172,12 +172,6 @@ def center(index: int) -> float:
 
 def box_around(cell: tuple[int, int]) -> Box:
     return [round(center(index) + side, 2) for side in (-HALF_BOX, HALF_BOX) for index in cell]
-
-
-def holds(crop: Box, cell: tuple[int, int]) -> bool:
-    """Whether a crop, as the tool cuts it, shows the digit on the tile of a cell."""
-    ends = [center(index) + sign * dots * DOT / 2 / SIDE for sign in (-1, 1) for index, dots in zip(cell, (5, 7))]
-    return all(crop[i] <= ends[i] and ends[i + 2] <= crop[i + 2] for i in range(2))
 
 
 def call_text(box: Box) -> str:
