@@ -147,6 +147,7 @@ class Args:
     freeze_vision: bool = False  # train the language model alone
     optimizer_offload: bool = False  # Adam's moments on the host, but for the optimizer's step
     gradient_checkpointing: bool = False  # recompute activations in backward: less memory, a third more compute
+    compile: bool = False  # torch.compile the layers, on GPUs: a slow first step, then faster ones
     trust_remote_code: bool = False  # run code that comes with the model
     # evaluation, checkpoints, logging
     eval_every: int = 20  # steps between evaluations; 0: only before and after
@@ -515,7 +516,8 @@ def main(args: Args, demo: bool = False) -> None:
 
     options = {"trust_remote_code": args.trust_remote_code, "vision": job.vision}
     load = partial(load_policy, job.path, job.attention, **options)
-    policy = load(gradient_checkpointing=args.gradient_checkpointing, freeze_vision=args.freeze_vision)
+    ways = {"gradient_checkpointing": args.gradient_checkpointing, "compile_layers": args.compile}
+    policy = load(freeze_vision=args.freeze_vision, **ways)
     sizes = parameter_sizes(policy)
     pack_options = layout(job.attention, args.micro_batch_tokens, job.output_dir, job.vision)
     policy = wrap_model(policy, world, args.strategy, job.compute_dtype)

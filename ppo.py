@@ -137,6 +137,7 @@ class Args:
     reference_offload: bool = False  # the reference model on the host, but for its log-probs
     optimizer_offload: bool = False  # Adam's moments on the host, but for the optimizer's step
     gradient_checkpointing: bool = False  # recompute activations in backward: less memory, a third more compute
+    compile: bool = False  # torch.compile the layers, on GPUs: a slow first step, then faster ones
     trust_remote_code: bool = False  # run code that comes with the model
     # evaluation, checkpoints, logging
     eval_every: int = 20  # steps between evaluations; 0: only before and after
@@ -462,6 +463,7 @@ def main(args: Args, demo: bool = False) -> None:
     options = {"trust_remote_code": args.trust_remote_code, "vision": job.vision}
     load = partial(load_policy, job.path, job.attention, **options)
     options |= {"gradient_checkpointing": args.gradient_checkpointing, "freeze_vision": args.freeze_vision}
+    options |= {"compile_layers": args.compile}
     policy = load(**options)
     sizes = parameter_sizes(policy)
     pack_options = layout(job.attention, args.micro_batch_tokens, job.output_dir, job.vision)

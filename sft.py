@@ -92,6 +92,7 @@ class Args:
     freeze_vision: bool = False  # train the language model alone
     optimizer_offload: bool = False  # Adam's moments on the host, but for the optimizer's step
     gradient_checkpointing: bool = False  # recompute activations in backward: less memory, a third more compute
+    compile: bool = False  # torch.compile the layers, on GPUs: a slow first step, then faster ones
     trust_remote_code: bool = False  # run code that comes with the model
     # evaluation, checkpoints, logging
     eval_every: int = 0  # steps between evaluations; 0: only before and after
@@ -211,6 +212,7 @@ def main(args: Args, demo: bool = False) -> None:
         path,
         attention,
         gradient_checkpointing=args.gradient_checkpointing,
+        compile_layers=args.compile,
         trust_remote_code=args.trust_remote_code,
         from_scratch=args.from_scratch,
         vision=vision,

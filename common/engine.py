@@ -182,6 +182,8 @@ class VllmEngine:
             return
         self.llm.sleep(level=self.sleep_level)
         self.asleep = True
+        if self.sleep_level == 2:
+            self.books.step = None  # nothing to generate with before the next sync
 
     def sync_weights(self, weights: Weights, expected: dict[str, int], step: int) -> None:
         """Replace all weights in place by those of optimizer step `step`, and drop every cache made with the old ones.

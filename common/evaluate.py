@@ -148,12 +148,18 @@ def evaluate(job: Job, args, step: int, logger: Logger, report_to: Path | None =
 
 
 def side_by_side(reports: dict[str, Path]) -> str:
-    """A table with one line per source: accuracy with its 95 % interval in each of several files of samples."""
+    """A table with one line per source: accuracy with its 95 % interval in each of several files of samples.
+
+    Of the rows that all of them have: a prompt may be too long with tools, and fit without.
+    """
     table: dict[str, dict[str, str]] = {}
-    for name, path in reports.items():
+    samples_of = {name: pq.read_table(path).to_pylist() for name, path in reports.items()}
+    in_all = set.intersection(*({sample["row"] for sample in samples} for samples in samples_of.values()))
+    for name, of_this in samples_of.items():
         by_source = defaultdict(list)
-        for sample in pq.read_table(path).to_pylist():
-            by_source[sample["data_source"]].append(sample)
+        for sample in of_this:
+            if sample["row"] in in_all:
+                by_source[sample["data_source"]].append(sample)
         for source, samples in sorted(by_source.items()):
             metrics = summarize(samples)
             low, high = wilson_interval(metrics["eval/accuracy"], int(metrics["eval/rows"]))

@@ -36,6 +36,7 @@ COLUMNS = {  # metric: (label, format with a fixed width); evaluation stands las
 PANELS = {  # title: the metrics drawn in it, with their labels
     "reward": {"reward/mean": "mean"},
     "accuracy": {"reward/accuracy": "train, sampled", "eval/accuracy": "eval"},
+    "share that looks (RaPR)": {"tool/rapr": "train, sampled", "eval/rapr": "eval"},
     "response length (tokens)": {"rollout/response_length": "mean"},
     "KL to reference, engine gap": {"policy/kl_to_ref": "KL", "policy/rollout_logprob_gap": "log-prob gap"},
     "entropy (nats)": {"policy/entropy": "mean"},

@@ -193,6 +193,7 @@ def load_policy(
     *,
     dtype: torch.dtype = torch.float32,
     gradient_checkpointing: bool = False,
+    compile_layers: bool = False,
     trust_remote_code: bool = False,
     from_scratch: bool = False,
     vision: Vision | None = None,
@@ -228,6 +229,11 @@ def load_policy(
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if freeze_vision:
         model.base_model.visual.requires_grad_(False)
+    if compile_layers and attention == "sdpa":
+        raise SystemExit("--compile needs --attention flex or flash: with sdpa every pack would be compiled anew")
+    readers = repeated_blocks(model.base_model.language_model if vision else model)
+    for layer in readers if compile_layers else ():  # not of the tower: every picture has another size
+        layer.compile()
     return Policy(model.train(), attention, vision)
 
 

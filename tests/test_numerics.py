@@ -1,5 +1,7 @@
 """Chunked log-probs and entropies equal the dense computation; shared prompts equal unshared ones."""
 
+from functools import partialmethod
+
 import pytest
 import torch
 from conftest import random_episodes, random_policy, relative_l2
@@ -187,3 +189,27 @@ def test_attention_by_segments_is_attention_under_the_dense_mask(units):
     expected = [dense, *torch.autograd.grad((dense * upstream).sum(), inputs)]
     for mine, reference in zip(got, expected):
         assert (mine - reference).abs().max() < 1e-12
+
+
+def test_compiled_layers_serve_packs_of_every_length(tiny_config, tmp_path, monkeypatch):
+    """Graphs alone: the backend "eager" runs them as they were traced, since flex has no CPU backward to compile."""
+    from common.models import load_policy
+
+    monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="eager"))
+    monkeypatch.setattr(torch._dynamo.config, "disable", False)  # an engine in this process may have set it
+    torch._dynamo.reset()
+    random_policy(tiny_config, torch.float32).model.save_pretrained(tmp_path)
+    with pytest.raises(SystemExit, match="--compile needs --attention flex or flash"):
+        load_policy(tmp_path, "sdpa", compile_layers=True)
+    plain, compiled = load_policy(tmp_path, "sdpa"), load_policy(tmp_path, "flex", compile_layers=True)
+    episodes = random_episodes(5, prompts=12, samples=5)
+    index, lengths = TokenIndex(episodes), set()
+    counters = torch._dynamo.utils.counters
+    before = counters["stats"]["unique_graphs"]
+    with torch.no_grad():
+        for budget in (128, 256, 384, 512, 640):
+            for batch in pack(episodes, range(len(episodes)), index, budget=budget, multiple=128):
+                lengths.add(batch.input_ids.shape[1])
+                torch.testing.assert_close(compiled(batch)[0], plain(batch)[0], rtol=1e-4, atol=1e-5)
+    assert len(lengths) >= 4 and counters["stats"]["unique_graphs"] - before <= 3, "a graph for each length"
+    assert not counters["graph_break"]

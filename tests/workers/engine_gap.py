@@ -1,7 +1,8 @@
 """Run as one process: a real engine beside a real policy; what the trainer says of what the engine sampled.
 
 Prints one JSON object: mean |log-prob gap| right after a sync, after the policy has moved without one, after the next
-sync, and which injected faults were refused.
+sync, with --orders after each order of sleep, wake and sync, with the memory of the device in use; and which injected
+faults were refused.
 """
 
 import argparse
@@ -12,7 +13,7 @@ from unittest.mock import patch
 import torch
 
 from common.data import Row
-from common.distributed import init_world, reshard, run, wrap_model
+from common.distributed import World, init_world, reshard, run, wrap_model
 from common.engine import Sampling, VllmEngine
 from common.episodes import sample_episodes
 from common.hf_engine import HuggingFaceEngine
@@ -27,9 +28,29 @@ from common.models import (
 from common.packing import TokenIndex, pack
 from common.precision import DTYPES, check_gap, gap_limit
 
+# What the engine does after the policy has moved. On CPUs it never sleeps, and these are syncs alone.
+ORDERS = {
+    "as in a step": "sleep weights sync kv_cache",
+    "told twice to sleep": "sleep sleep weights sync kv_cache",
+    "all awake before the sync": "sleep weights kv_cache sync",
+    "synced without sleep": "sync",
+    "synced twice": "sleep weights sync sync kv_cache",
+    "slept after the sync": "sync sleep weights kv_cache",  # at level 2 the weights are gone: see `refused`
+    "once more as in a step": "sleep weights sync kv_cache",
+}
+
 
 def prompt(ids: list[int]) -> Row:
     return Row(0, "", "", None, {}, ids)
+
+
+def device_gb(world: World) -> float:
+    """In use by whatever process (GB); 0 on CPUs."""
+    if world.device.type != "cuda":
+        return 0.0
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(world.device)
+    return (total - free) / 1e9
 
 
 def main(args: argparse.Namespace) -> None:
@@ -38,7 +59,8 @@ def main(args: argparse.Namespace) -> None:
     path = resolve_model(args.model)
     tokenizer = load_tokenizer(path)
     make = VllmEngine if args.engine == "vllm" else HuggingFaceEngine
-    engine = make(path, dtype, world, end_ids=end_token_ids(path, tokenizer), max_model_len=512)
+    options = {"end_ids": end_token_ids(path, tokenizer), "max_model_len": 512, "sleep_level": args.sleep_level}
+    engine = make(path, dtype, world, **options, **({"memory_gib": 2.0} if world.device.type == "cuda" else {}))
     policy = load_policy(path, "sdpa")
     sizes = parameter_sizes(policy)
     policy = wrap_model(policy, world, "fsdp", dtype)
@@ -54,7 +76,8 @@ def main(args: argparse.Namespace) -> None:
         total = 0.0
         with torch.no_grad():
             for batch in pack(episodes, range(len(episodes)), index, budget=4096):
-                total += (policy(batch, sampling.temperature)[0] - rollout[batch.tokens]).abs().sum().item()
+                logprobs = policy(batch.to(world.device), sampling.temperature)[0].cpu()
+                total += (logprobs - rollout[batch.tokens]).abs().sum().item()
         return total / len(index)
 
     def move_policy() -> None:
@@ -64,7 +87,7 @@ def main(args: argparse.Namespace) -> None:
             for parameter in policy.parameters():
                 noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.dim()))
                 local = parameter.to_local()
-                local.add_(0.05 * local.std(correction=0) * noise.reshape(local.shape))
+                local.add_(0.05 * local.std(correction=0) * noise.reshape(local.shape).to(local.device))
 
     def sync(step: int, weights=None) -> None:
         engine.sync_weights(full_parameters(policy) if weights is None else weights, sizes, step)
@@ -77,6 +100,22 @@ def main(args: argparse.Namespace) -> None:
     sync(1)
     result["resynced"] = gap(2)
     result["repeated"] = gap(2)  # the same requests again, now out of the prefix cache
+    result |= {"orders": {}, "memory": {}}
+    for name, actions in ORDERS.items() if args.orders else ():
+        if engine.sleep_level == 2 and actions.endswith("sleep weights kv_cache"):
+            continue
+        move_policy()
+        used = {"awake": device_gb(world)}
+        for action in actions.split():
+            if action == "sync":
+                sync(1)
+            elif action == "sleep":
+                engine.sleep()
+                used["asleep"] = device_gb(world)
+            else:
+                engine.wake(action)
+        result["orders"][name] = gap(3)
+        result["memory"][name] = used | {"awake again": device_gb(world)}
 
     def damaged(change) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, changed) for name, t in full_parameters(policy) if (changed := change(name, t)) is not None)
@@ -134,6 +173,16 @@ def main(args: argparse.Namespace) -> None:
         sample_episodes(engine, prompts, sampling, seed=0, step=4, weights_step=1)
     except RuntimeError as error:
         result["refused"]["generate after a failed sync"] = str(error)[:200]
+    if engine.sleep_level == 2:
+        sync(5)
+        engine.sleep()
+        engine.wake("weights")
+        engine.wake("kv_cache")
+        try:
+            sample_episodes(engine, prompts, sampling, seed=0, step=5, weights_step=5)
+            result["refused"]["generate without what sleep has dropped"] = None
+        except RuntimeError as error:
+            result["refused"]["generate without what sleep has dropped"] = str(error)[:200]
     print(json.dumps(result))
 
 
@@ -143,4 +192,6 @@ if __name__ == "__main__":
     parser.add_argument("--dtype", default="fp32")
     parser.add_argument("--engine", default="vllm")
     parser.add_argument("--tokens", type=int, default=24)
+    parser.add_argument("--sleep-level", type=int, default=1)
+    parser.add_argument("--orders", action="store_true")
     run(main, parser.parse_args())

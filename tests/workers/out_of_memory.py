@@ -1,4 +1,7 @@
-"""grpo.py with its flags, but once in a run the last rank runs out of memory in a backward of step 2."""
+"""grpo.py with its flags, but once in a run the last rank runs out of memory in a backward of step 2.
+
+On a GPU the allocator itself says so, on a CPU an exception stands for it.
+"""
 
 import sys
 
@@ -22,6 +25,8 @@ def backward(policy, batches, *rest):
     def fail(*_) -> None:
         backwards.append(1)
         if len(backwards) == min(2, len(batches)):
+            if world.device.type == "cuda":
+                torch.empty(2**50, dtype=torch.uint8, device=world.device)
             raise torch.OutOfMemoryError("injected")
 
     hook = unwrap(policy).model.model.layers[1].register_full_backward_pre_hook(fail)

@@ -1,0 +1,301 @@
+"""What a GPU makes of this trainer: update, log-probs, weight sync, sleep and wake, and a whole step by phase.
+
+    python tests/bench/gpu.py                                       # three sizes of Qwen2.5, everything: half an hour
+    python tests/bench/gpu.py --models 7B --parts update sync       # some of it
+    python tests/bench/gpu.py --models smoke --threads 2            # that it works, on a CPU too
+
+Weights are random, in the shapes of Qwen2.5 (0.1B: of SmolLM2), since their values play no part in speed. Every
+measurement is a process of its own, so that none inherits the memory of another.
+
+update: backward of grpo.py and AdamW's step, no engine beside it; groups of 8 responses of 768 tokens, prompts of 256.
+MFU counts the model's arithmetic (6 per weight and token, 12 x layers x width per pair of tokens that attend; the head
+for trained tokens), not what is recomputed, against the peak of dense bf16. sync: all weights, float32 to engine.
+step: `grpo.py` as it is run, generating up to 512 tokens, medians without the first step.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Literal
+
+import logprobs
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import tyro
+from report import ROOT, header, table
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config
+
+import grpo
+from common.distributed import init_world, run, wrap_model
+from common.engine import VllmEngine
+from common.episodes import Episode
+from common.logger import read_metrics
+from common.models import EMBEDDED, choose_attention, full_parameters, load_policy, parameter_sizes
+from common.packing import MicroBatch, TokenIndex, layout, pack
+from common.precision import LossScale, guarded_step
+
+SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, vocabulary, tied
+    "smoke": (128, 256, 2, 2, 1, 512, True),
+    "0.1B": (576, 1536, 30, 9, 3, 49_152, True),
+    "0.5B": (896, 4864, 24, 14, 2, 151_936, True),
+    "1.5B": (1536, 8960, 28, 12, 2, 151_936, True),
+    "7B": (3584, 18_944, 28, 28, 4, 152_064, False),
+}
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # dense bf16, without sparsity, of the SXM boards
+PROMPT, RESPONSE, GROUP = 256, 768, 8  # tokens, tokens, samples of a prompt
+Part = Literal["update", "logprob", "sync", "step"]
+
+
+@dataclass
+class Args:
+    models: tuple[Literal["smoke", "0.1B", "0.5B", "1.5B", "7B"], ...] = ("0.1B", "1.5B", "7B")
+    parts: tuple[Part, ...] = ("update", "logprob", "sync", "step")
+    micro_batch_tokens: int = 16384  # tokens of one forward and backward
+    prompts: int = 16  # groups of an update, and of a step
+    repeats: int = 5  # timed repetitions, after two that are not
+    threads: int = 16  # of a CPU
+    only: str | None = None  # one measurement in this process, as JSON: what the benchmark itself calls
+
+
+def make_config(name: str):
+    hidden, intermediate, layers, heads, kv_heads, vocabulary, tied = SHAPES[name]
+    kind = LlamaConfig if name == "0.1B" else Qwen2Config
+    return kind(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=vocabulary,
+        tie_word_embeddings=tied,
+        max_position_embeddings=4096,
+        bos_token_id=None,
+        eos_token_id=0,
+        architectures=["LlamaForCausalLM" if kind is LlamaConfig else "Qwen2ForCausalLM"],
+    )
+
+
+def save_model(name: str, folder: Path, device: torch.device) -> None:
+    """Random bf16 weights that vLLM and the scripts load, with the bytes of `tiny` as a tokenizer."""
+    with device:
+        model = AutoModelForCausalLM.from_config(make_config(name), dtype=torch.bfloat16)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    for file in EMBEDDED["tiny"].glob("*token*"):
+        (folder / file.name).write_bytes(file.read_bytes())
+
+
+def seconds(function: Callable[[], object], repeats: int, device: torch.device) -> float:
+    """Median; the first two calls do not count."""
+    times = []
+    for _ in range(repeats + 2):
+        synchronize(device)
+        start = time.perf_counter()
+        function()
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    return median(times[2:])
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def used_gb(device: torch.device) -> float:
+    if device.type != "cuda":
+        return 0.0
+    free, total = torch.cuda.mem_get_info(device)
+    return (total - free) / 1e9
+
+
+def make_episodes(prompts: int, vocabulary: int) -> list[Episode]:
+    generator = torch.Generator().manual_seed(0)
+    episodes = []
+    for p in range(prompts):
+        prompt = torch.randint(1, vocabulary, (PROMPT,), generator=generator).tolist()
+        for s in range(GROUP):
+            ids = torch.randint(1, vocabulary, (RESPONSE,), generator=generator).tolist()
+            episodes.append(Episode(p, s, prompt, ids, [1] * RESPONSE, [-1.0] * RESPONSE, "stop", {"score": s % 2}))
+    return episodes
+
+
+def model_flops(config, batches: list[MicroBatch], num_parameters: int) -> float:
+    """Of forward and backward, nothing recomputed. num_parameters: without the embeddings."""
+    rows = sum(batch.input_ids.numel() for batch in batches)
+    trained = sum(len(batch.targets) for batch in batches)
+    pairs = 0
+    for prompt, *responses in (unit for batch in batches for unit in batch.units):
+        pairs += prompt * (prompt + 1) // 2 + sum(n * prompt + n * (n + 1) // 2 for n in responses)
+    attention = 12 * config.num_hidden_layers * config.hidden_size * pairs
+    return 6 * num_parameters * rows + 6 * config.vocab_size * config.hidden_size * trained + attention
+
+
+def measure_update(name: str, args: Args, compiled: bool, shared: bool, checkpointing: bool) -> dict[str, float]:
+    world = init_world()
+    device = world.device
+    attention = choose_attention("auto", device)
+    with tempfile.TemporaryDirectory() as folder:
+        make_config(name).save_pretrained(folder)
+        with device:
+            options = {"gradient_checkpointing": checkpointing, "compile_layers": compiled, "from_scratch": True}
+            policy = load_policy(folder, attention, **options)
+        config = AutoConfig.from_pretrained(folder)
+    embeddings = policy.model.get_input_embeddings().weight.numel() * (1 if config.tie_word_embeddings else 2)
+    num_parameters = sum(p.numel() for p in policy.parameters()) - embeddings
+    policy = wrap_model(policy, world, "fsdp", torch.bfloat16)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=True)
+    episodes, scale = make_episodes(args.prompts, config.vocab_size), LossScale.for_dtype(torch.bfloat16)
+    index = TokenIndex(episodes)
+    pack_options = layout(attention, args.micro_batch_tokens)
+    pack_options["share_prompts"] &= shared
+    batches = pack(episodes, range(len(episodes)), index, **pack_options)
+    flat = [torch.full((len(index),), value, device=device) for value in (RESPONSE, -1.0, -1.0, -1.0, 0.0)]
+    tokens = grpo.Tokens(index.episode_of_token.to(device), *flat)
+    tokens.advantages = (index.episode_of_token % 2).to(device) - 0.5
+    script_args = grpo.Args(model="", max_response_tokens=RESPONSE)
+
+    def update() -> None:
+        grpo.backward(policy, batches, tokens, script_args, world, [len(index), len(episodes)], on_policy=True)
+        guarded_step(policy, optimizer, 1.0, scale)
+
+    took = seconds(update, args.repeats, device)
+    result = {"s": took, "trained tokens/s": len(index) / took, "peak GB": 0.0}
+    flops = model_flops(config, batches, num_parameters) / took
+    if device.type == "cuda":
+        result["peak GB"] = torch.cuda.max_memory_allocated() / 1e9
+        peak = next((x for board, x in PEAK_FLOPS.items() if board in torch.cuda.get_device_name()), None)
+        result |= {"MFU %": 100 * flops / peak} if peak else {}
+    return result | {"TFLOP/s": flops / 1e12}
+
+
+def measure_logprob(name: str, args: Args) -> dict[str, float]:
+    hidden, vocabulary = SHAPES[name][0], SHAPES[name][5]
+    options = {"tokens": (args.micro_batch_tokens,), "vocab": vocabulary, "hidden": hidden, "threads": args.threads}
+    got = logprobs.measure(logprobs.Args(dtypes=("bf16",), only="chunked", **options))
+    extra = got["both MB"] - got["gradients MB"]
+    return {"s": got["both s"], "MB a token": extra / args.micro_batch_tokens}
+
+
+def measure_sync(name: str, args: Args) -> dict[str, float]:
+    world = init_world()
+    device = world.device
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        save_model(name, folder, device)
+        before = used_gb(device)
+        options = {"end_ids": [0], "max_model_len": 512, "memory_gib": 8.0 if device.type == "cuda" else 0.5}
+        engine = VllmEngine(str(folder), torch.bfloat16, world, **options)
+        policy = load_policy(str(folder), choose_attention("auto", device))
+    sizes = parameter_sizes(policy)
+    policy = wrap_model(policy, world, "fsdp", torch.bfloat16)
+    result = {"copy GB/s": copy_bandwidth(device)}
+    sync = seconds(lambda: engine.sync_weights(full_parameters(policy), sizes, 0), args.repeats, device)
+    result |= {"sync s": sync, "sync GB/s": 2 * sum(sizes.values()) / 1e9 / sync}
+    for level in (1, 2) if device.type == "cuda" else ():
+        engine.sleep_level, times = level, {"sleep": [], "wake": []}
+        for _ in range(args.repeats + 1):
+            awake = used_gb(device)
+            times["sleep"].append(seconds_of(engine.sleep, device))
+            asleep = used_gb(device)
+            times["wake"].append(seconds_of(lambda: (engine.wake("weights"), engine.wake("kv_cache")), device))
+            engine.sync_weights(full_parameters(policy), sizes, 0)
+        result |= {f"{what} {level} s": median(x[1:]) for what, x in times.items()}
+        result |= {f"freed by {level} GB": awake - asleep}
+    held = 4 * sum(p.numel() for p in policy.parameters()) / 1e9
+    return result | {"engine awake GB": used_gb(device) - before - held}
+
+
+def seconds_of(function: Callable[[], object], device: torch.device) -> float:
+    synchronize(device)
+    start = time.perf_counter()
+    function()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """GB/s of a copy from device memory to device memory, counted once as a sync's bytes are."""
+    source = torch.ones(2**30 if device.type == "cuda" else 2**26, device=device, dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    return source.nbytes / 1e9 / seconds(lambda: target.copy_(source), 10, device)
+
+
+def measure_step(name: str, args: Args, compiled: bool) -> dict[str, float]:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        save_model(name, folder / "model", device)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        truth = {"style": "rule", "ground_truth": "1"}
+        rows = [
+            {"data_source": "openai/gsm8k", "prompt": f"{i:>5} " + 240 * "x", "reward_model": truth}
+            for i in range(4 * args.prompts)
+        ]
+        pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
+        command = [sys.executable, "grpo.py", "--model", folder / "model", "--train-data", folder / "train.parquet"]
+        command += ["--output-dir", folder / "run", "--total-steps", 4, "--prompts-per-step", args.prompts]
+        command += ["--samples-per-prompt", GROUP, "--max-prompt-tokens", PROMPT, "--max-response-tokens", 512]
+        command += ["--micro-batch-tokens", args.micro_batch_tokens, "--dtype", "bf16", "--max-logprob-gap", 1.0]
+        command += ["--gradient-checkpointing"] if name == "7B" else []
+        command += ["--compile"] if compiled else []
+        done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(done.stdout[-2000:] + done.stderr[-4000:])
+        steps = [record for record in read_metrics(folder / "run" / "metrics.jsonl") if record.get("step", 0) > 1]
+    names = {"rollout_s": "rollout", "sync_s": "sync", "logprob_s": "logprob", "update_s": "update", "step_s": "step"}
+    result = {f"{label} s": median(step[f"time/{key}"] for step in steps) for key, label in names.items()}
+    result["rollout tokens/s"] = median(step["rollout/tokens_per_s"] for step in steps)
+    return result | {"gap": median(step["policy/rollout_logprob_gap"] for step in steps)}
+
+
+def cases(args: Args) -> dict[str, dict[str, Callable[[], dict[str, float]]]]:
+    """{part: {label: measurement}}; what is compiled is measured on GPUs alone."""
+    found: dict[str, dict] = {part: {} for part in ("update", "logprob", "sync", "step")}
+    for name in args.models:
+        for compiled in (False, True) if torch.cuda.is_available() else (False,):
+            how = f"{name}, compiled" if compiled else name
+            found["step"][how] = partial(measure_step, name, args, compiled)
+            for shared, checkpointing in ((True, False), (False, False), (True, True)):
+                label = how + ", prompts repeated" * (not shared) + ", checkpointing" * checkpointing
+                found["update"][label] = partial(measure_update, name, args, compiled, shared, checkpointing)
+        found["logprob"][name] = partial(measure_logprob, name, args)
+        found["sync"][name] = partial(measure_sync, name, args)
+    return {part: found[part] for part in args.parts}
+
+
+def main(args: Args) -> None:
+    torch.set_num_threads(args.threads)
+    found = cases(args)
+    if args.only:
+        part, label = args.only.split(":")
+        print("\n" + json.dumps(found[part][label]()))
+        return
+    header(f"on a GPU: {', '.join(args.models)}; {args.prompts} x {GROUP} responses", args.threads)
+    for part, measurements in found.items():
+        results = {}
+        for label in measurements:
+            command = [sys.executable, *sys.argv, "--only", f"{part}:{label}"]
+            done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+            if done.returncode:
+                print(f"{part}, {label}: failed\n{done.stdout[-500:]}{done.stderr[-1500:]}", flush=True)
+                continue
+            results[label] = json.loads(done.stdout.strip().splitlines()[-1])
+        columns = list(dict.fromkeys(key for result in results.values() for key in result))
+        if results:
+            cells = [[f"{r[c]:.4g}" if c in r else "-" for c in columns] for r in results.values()]
+            table([part, *columns], *([label, *row] for label, row in zip(results, cells)))
+
+
+if __name__ == "__main__":
+    run(main, tyro.cli(Args, description=__doc__))

@@ -1,0 +1,34 @@
+"""The engine on a real GPU: log-probs after every order of sleep, wake and sync, and the memory that sleep gives back.
+
+python -m pytest tests/gpu/test_engine.py -q -s
+"""
+
+import json
+
+import pytest
+import torch
+from conftest import ROOT, run_script
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+GAP = {"bf16": 0.05, "fp16": 0.01}
+CACHE_GB = 2 * 2**30 / 1e9  # of the worker's engine
+
+
+@pytest.mark.parametrize("model, dtype", [("tiny", "fp16"), ("smollm2", "bf16")])
+@pytest.mark.parametrize("sleep_level", [0, 1, 2])
+def test_every_order_of_sleep_wake_and_sync(model, dtype, sleep_level):
+    """SmolLM2 ties its head to the embeddings: a head that is not in sync would open the gap."""
+    worker = ROOT / "tests" / "workers" / "engine_gap.py"
+    done = run_script(worker, "--model", model, "--dtype", dtype, "--sleep-level", sleep_level, "--orders")
+    result = json.loads(done.stdout.strip().splitlines()[-1])
+    print(f"\n{model}, {dtype}, sleep level {sleep_level}, gaps: stale {result['stale']:.4f},", result["orders"])
+    print("memory of the device in use (GB):", json.dumps(result["memory"], indent=1))
+    assert all(result["refused"].values()), result["refused"]
+    gaps = [result["synced"], result["resynced"], result["repeated"], *result["orders"].values()]
+    assert len(gaps) == (9 if sleep_level == 2 else 10)
+    assert max(gaps) < GAP[dtype] and result["stale"] > 3 * max(gaps)
+    for name, used in result["memory"].items():
+        assert used["awake again"] < used["awake"] + 0.3, f"{name}: memory leaks"
+        if sleep_level and "asleep" in used:
+            assert used["awake"] - used["asleep"] > 0.95 * CACHE_GB, f"{name}: the KV cache stays"

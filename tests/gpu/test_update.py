@@ -1,0 +1,91 @@
+"""The update on a real GPU: attention that skips a group's prompts, out of memory, an overflow, an exact resume.
+
+python -m pytest tests/gpu/test_update.py -q -s
+"""
+
+import json
+
+import pytest
+import torch
+from conftest import ROOT, kill_once, random_episodes, relative_l2, run_script, steps_of
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from common.models import Policy, load_policy
+from common.packing import TokenIndex, pack
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+DEMO = ["--prompts-per-step", 8, "--samples-per-prompt", 4, "--eval-every", 0, "--eval-rows", 32, "--engine-memory", 2]
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    """Heads of 64, grouped queries: what the kernels of flex attention are made for."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 97}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.1)
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("model")
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def values_and_gradients(policy: Policy, episodes, **options) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Log-probs and entropies [T, 2] of all trained tokens, and the gradients of a weighted sum of them."""
+    index = TokenIndex(episodes)
+    values = torch.zeros(len(index), 2, device="cuda")
+    upstream = torch.randn(len(index), 2, generator=torch.Generator().manual_seed(1)).cuda()
+    policy.zero_grad()
+    for batch in pack(episodes, range(len(episodes)), index, **options):
+        batch = batch.to(torch.device("cuda"))
+        out = torch.stack(policy(batch, 0.9), dim=1)
+        values[batch.tokens] = out.detach()
+        (out * upstream[batch.tokens]).sum().backward()
+    return values, [p.grad.float().clone() for p in policy.parameters()]
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-4), (torch.bfloat16, 0.03)])
+def test_packs_in_flex_attention_and_sdpa_are_single_samples(model_folder, dtype, bound):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    episodes = random_episodes(5, prompts=6, samples=5)
+    flex, sdpa = (load_policy(model_folder, name, dtype=dtype).cuda() for name in ("flex", "sdpa"))
+    expected = values_and_gradients(sdpa, episodes, budget=1, share_prompts=False)
+    cases = {
+        "flex, shared prompts": (flex, {"budget": 512, "multiple": 128}),
+        "flex, prompts repeated": (flex, {"budget": 512, "multiple": 128, "share_prompts": False}),
+        "sdpa, shared prompts": (sdpa, {"budget": 512}),
+    }
+    for name, (policy, options) in cases.items():
+        values, gradients = values_and_gradients(policy, episodes, **options)
+        distances = relative_l2([values], [expected[0]]), relative_l2(gradients, expected[1])
+        print(f"{dtype}, {name}: values {distances[0]:.2g}, gradients {distances[1]:.2g} from single samples")
+        assert max(distances) < bound, name
+
+
+def test_out_of_memory_repeats_the_step_with_the_same_gradient(tmp_path):
+    """The allocator itself refuses, in a backward of step 2."""
+    options = [*DEMO, "--dtype", "fp32", "--attention", "sdpa", "--total-steps", 3, "--micro-batch-tokens", 2048]
+    run_script("grpo.py", *options, "--output-dir", tmp_path / "plain")
+    done = run_script(ROOT / "tests/workers/out_of_memory.py", *options, "--output-dir", tmp_path / "short")
+    assert "--micro-batch-tokens is now 1024, the step is repeated" in done.stdout
+    plain, short = (steps_of(tmp_path / name)[2] for name in ("plain", "short"))
+    for metric in ("policy/loss", "policy/entropy", "optim/grad_norm"):
+        assert short[metric] == pytest.approx(plain[metric], rel=1e-3, abs=1e-5), metric
+
+
+def test_fp16_skips_a_step_whose_gradient_overflows():
+    done = run_script(ROOT / "tests" / "workers" / "overflow.py")
+    result = json.loads(done.stdout.strip().splitlines()[-1])
+    assert result == {"stepped": [False], "unchanged": True, "scale": [2.0**13], "then": [True]}
+
+
+@pytest.mark.parametrize("script", ["sft.py", "grpo.py"])
+def test_kill_and_resume_equals_an_uninterrupted_run(tmp_path, script):
+    """fp32 and SDPA on one rank, where the kernels repeat their results."""
+    options = ["--dtype", "fp32", "--attention", "sdpa", "--total-steps", 4, "--save-every", 1]
+    options += DEMO if script == "grpo.py" else ["--eval-every", 0]
+    run_script(script, *options, "--output-dir", tmp_path / "whole")
+    kill_once(script, *options, "--output-dir", tmp_path / "killed", ranks=1, after_step=2)
+    run_script(script, *options, "--output-dir", tmp_path / "killed", ranks=1)
+    assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "whole")
+    weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("killed", "whole")]
+    assert weights[0] == weights[1]
