@@ -2,6 +2,7 @@
 
 messages (+ images, videos, tools)     chat rows, verl's multi-turn parquet: <image> and <video> stand for pictures
 question, answer                       verl's single-turn rows
+prompt, extra_info with an answer      rows of reinforcement learning, where a solution came with the question
 message_list                           Pixel Reasoner's release.json: items with one of the keys text, image, video
 conversations (+ images, system)       PyVision's and LLaMA-Factory's rows; {role, content} or {from, value}
 """
@@ -17,7 +18,7 @@ from common.vision import BadRow, Picture, picture_sources
 
 ROLES = ("system", "user", "assistant", "tool", "observation")
 SHAREGPT = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
-FORMATS = "messages, question and answer, message_list, or conversations"
+FORMATS = "messages, question and answer, prompt and extra_info.answer, message_list, or conversations"
 Rule = Literal["auto", "all", "last-two-turns"]
 
 
@@ -86,6 +87,8 @@ def from_marks(record: Mapping) -> tuple[list[dict], list[Picture]]:
         rows = record["conversations"]
     elif record.get("question") is not None and record.get("answer") is not None:
         rows = [{"role": "user", "content": record["question"]}, {"role": "assistant", "content": record["answer"]}]
+    elif isinstance(record.get("prompt"), list) and (record.get("extra_info") or {}).get("answer"):
+        rows = [*record["prompt"], {"role": "assistant", "content": record["extra_info"]["answer"]}]
     else:
         raise BadRow(f"has the columns {', '.join(record)}; expected {FORMATS}")
     messages = []

@@ -166,6 +166,11 @@ ANSWER = alternating("q", "a")
 TEXT_ROWS = {
     "messages": {"messages": ANSWER},
     "question and answer": {"question": "q", "answer": "a"},
+    "prompt and a solution": {
+        "prompt": ANSWER[:1],
+        "reward_model": {"ground_truth": "1"},
+        "extra_info": {"answer": "a", "index": 0},
+    },
     "message_list": {"message_list": [{"role": m["role"], "content": [{"text": m["content"]}]} for m in ANSWER]},
     "message_list with nulls": {
         "message_list": [

@@ -119,11 +119,8 @@ def test_an_overflow_on_one_rank_skips_the_step_on_both(mixed, tmp_path):
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="needs shared/data/gsm8k")
 def test_smollm2_learns_from_gsm8k(tmp_path):
     run_script("-m", "common.prepare.gsm8k", "--out", tmp_path / "data", "--source", GSM8K)
-    for split in ("train", "test"):
-        rows = [row["extra_info"] for row in pq.read_table(tmp_path / "data" / f"{split}.parquet").to_pylist()]
-        lines = (json.dumps({"question": row["question"], "answer": row["answer"]}) for row in rows)
-        (tmp_path / f"{split}.jsonl").write_text("\n".join(lines))
-    options = ["--train-data", tmp_path / "train.jsonl", "--eval-data", tmp_path / "test.jsonl", "--eval-rows", 64]
+    train, test = (tmp_path / "data" / f"{split}.parquet" for split in ("train", "test"))
+    options = ["--train-data", train, "--eval-data", test, "--eval-rows", 64]
     options += ["--batch-size", 8, "--total-steps", 100, "--micro-batch-tokens", 2048, "--learning-rate", 2e-5]
     run_script("sft.py", "--model", "smollm2", *options, "--output-dir", tmp_path / "run", timeout=3000)
     steps = steps_of(tmp_path / "run")
