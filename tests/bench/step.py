@@ -1,8 +1,10 @@
-"""One whole GRPO step of SmolLM2-135M on Countdown, by phase: seconds and peak memory; optionally beside TRL's.
+r"""One whole GRPO step of SmolLM2-135M on Countdown, by phase: seconds and peak memory; optionally beside TRL's.
 
     python tests/bench/step.py                                                # grpo.py alone
     python tests/bench/step.py --trl /tmp/trl-venv --make-trl-venv            # the first time: installs TRL there
     python tests/bench/step.py --trl /tmp/trl-venv
+    python tests/bench/step.py --trl $(python -c "import sys; print(sys.prefix)") --trl-vllm --prompts 32 \
+        --response-tokens 512 --micro-batch-tokens 32768 --trl-batch 32 --steps 8 --repeats 3    # on a GPU with TRL
 
 grpo.py runs as its users run it, in a process of its own; TRL's GRPOTrainer does the same work in the same way
 (trl_step.py): same model folder, same prompts in the same order, same reward, one optimizer step for the same number
@@ -24,6 +26,7 @@ from typing import Literal
 
 import psutil
 import pyarrow.parquet as pq
+import torch
 import tyro
 from report import ROOT, header, table
 
@@ -36,8 +39,9 @@ COUNTED = """\
 Counted in a step: weight sync (grpo.py; TRL generates with the weights that it trains), rollout, scoring, forward,
 backward, clipping, optimizer. Not counted: loading, checkpoints, the first {warmup} of a run's {steps} steps.
 Sampling differs, so look at the response lengths. TRL's rollout includes decoding, which is in our reward; its update
-is its step without what precedes the first forward. Memory: the highest sum of resident memory over all processes of
-a run until its last step is done (5 samples a second), and the peak of the main process (getrusage)."""
+is its step without what precedes the first forward. Memory, 5 samples a second until a run's last step is done: on a
+GPU all that is in use there, on a CPU the sum of resident memory over all processes; and the peak of the main process
+(torch's allocator, getrusage)."""
 
 
 @dataclass
@@ -57,6 +61,8 @@ class Args:
     trl_batch: int = 8  # TRL: sequences of one forward and backward
     trl_checkpointing: bool = False  # TRL: gradient checkpointing (its default; less memory, more time)
     trl_weights: Literal["float32", "bfloat16"] = "float32"  # TRL: of weights and Adam; bfloat16 is faster and inexact
+    trl_vllm: bool = False  # TRL: generate with vLLM in the same process, on a GPU; else with transformers
+    trl_vllm_memory: float = 0.1  # TRL: share of the GPU for that vLLM
 
 
 def make_venv(folder: Path) -> None:
@@ -90,6 +96,7 @@ def trl_command(args: Args, data: Path, folder: Path) -> list:
     rows = [(clean_prompt(records[i]["prompt"]), records[i]["reward_model"]["ground_truth"]) for i in order]
     work = {name: getattr(args, name) for name in ("prompts", "samples", "response_tokens", "steps")}
     work |= {"batch": args.trl_batch, "checkpointing": args.trl_checkpointing, "weights": args.trl_weights}
+    work |= {"vllm": args.trl_vllm, "vllm_memory": args.trl_vllm_memory}
     work |= {"model": resolve_model(args.model), "metrics": str(folder / "metrics.jsonl"), "output_dir": str(folder)}
     work["rows"] = [{"prompt": prompt, "ground_truth": truth} for prompt, truth in rows]
     (folder / "work.json").write_text(json.dumps(work))
@@ -105,11 +112,17 @@ def measure(command: list, folder: Path, args: Args) -> list[dict]:
         process = subprocess.Popen([str(part) for part in command], cwd=ROOT, env=environment, **streams)
         while process.poll() is None:
             if not metrics.exists() or len(read_metrics(metrics)) < args.steps:
-                peak = max(peak, tree_memory(process.pid))
+                peak = max(peak, gpu_memory() if torch.cuda.is_available() else tree_memory(process.pid))
             time.sleep(0.2)
     if process.returncode:
         raise SystemExit(f"exit code {process.returncode}: {command}\n{output.read_text()[-4000:]}")
     return [record | {"tree_gb": peak / 1e9} for record in read_metrics(metrics)]
+
+
+def gpu_memory() -> int:
+    """Bytes in use on the first GPU, by whatever process: ours holds a context there, too."""
+    free, total = torch.cuda.mem_get_info(0)
+    return total - free
 
 
 def tree_memory(pid: int) -> int:

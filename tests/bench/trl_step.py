@@ -1,5 +1,7 @@
 """TRL's GRPOTrainer on the work that step.py writes down: `python trl_step.py WORK.json`, in TRL's environment.
 
+It generates with transformers, or, if "vllm" says so, with vLLM in its own process, asleep during the update.
+
 Appends one JSON object a step to the file WORK names, with the keys of our metrics.jsonl. The trainer's own code is
 untouched: three of its methods are timed from outside, a callback reads the clock around each optimizer step.
 """
@@ -10,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -45,6 +48,8 @@ class Clock(TrainerCallback):
         record = {"step": state.global_step} | {f"time/{phase}_s": x for phase, x in phases.items()}
         record["rollout/response_length"] = self.response_length
         record["memory/peak_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+        if torch.cuda.is_available():
+            record["memory/peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
         with self.metrics.open("a") as file:
             file.write(json.dumps(record) + "\n")
 
@@ -67,7 +72,11 @@ def main(work: dict) -> None:
         learning_rate=1e-6,
         lr_scheduler_type="constant",
         bf16=True,
-        use_cpu=True,
+        use_cpu=not torch.cuda.is_available(),
+        use_vllm=work["vllm"],
+        vllm_mode="colocate",
+        vllm_enable_sleep_mode=work["vllm"],
+        vllm_gpu_memory_utilization=work["vllm_memory"],
         model_init_kwargs={"dtype": work["weights"]},
         gradient_checkpointing=work["checkpointing"],
         shuffle_dataset=False,  # the rows stand in the order in which grpo.py takes them
