@@ -22,13 +22,13 @@ def model_shape(path: str, trust_remote_code: bool = False) -> tuple[int, int]:
     return sum(p.numel() for p in model.parameters()), text.num_hidden_layers * text.hidden_size
 
 
-def memory_plan(args, world, dtype: torch.dtype, trained: list[str], frozen: list[str]) -> str:
-    """Gigabytes that a rank needs in each phase, with a warning for what may not fit: before weights are loaded.
+def memory_phases(args, ranks: int, dtype: torch.dtype, trained: list, frozen: list, on_gpu: bool) -> dict[str, float]:
+    """Estimated gigabytes of a rank: weights, Adam, engine, KV cache, gradients, activations; and in each phase.
 
-    trained, frozen: folders of the models, the policy first. An estimate: caches of the allocator come on top.
+    trained, frozen: folders of the models, the policy first; no weights are read. Caches of the allocator come on top.
     """
     shapes = {path: model_shape(path, args.trust_remote_code) for path in {*trained, *frozen}}
-    ranks = world.size if args.strategy == "fsdp" else 1
+    ranks = ranks if args.strategy == "fsdp" else 1
     size = {path: shape[0] / 1e9 for path, shape in shapes.items()}
     frozen_bytes = dtype.itemsize if args.strategy == "fsdp" else 4
     weights = (sum(4 * size[path] for path in trained) + sum(frozen_bytes * size[path] for path in frozen)) / ranks
@@ -36,7 +36,6 @@ def memory_plan(args, world, dtype: torch.dtype, trained: list[str], frozen: lis
     gradients = max(4 * size[path] for path in trained) / ranks  # of one model at a time
     widest = max(shapes[path][1] for path in trained)
     activations = args.micro_batch_tokens * widest * ACTIVATION_BYTES[args.gradient_checkpointing] / 1e9
-    on_gpu = world.device.type == "cuda"
     engine = dtype.itemsize * size[trained[0]]
     cache = (args.engine_memory or (8 if on_gpu else 1)) * 2**30 / 1e9
     asleep = on_gpu and args.sleep_level > 0
@@ -46,22 +45,28 @@ def memory_plan(args, world, dtype: torch.dtype, trained: list[str], frozen: lis
         update += max(activations, 2 * gradients)
     else:
         rollout, update = rollout + adam, update + activations + adam
-    if on_gpu:
+    parts = {"weights": weights, "Adam": adam, "rollout": rollout, "engine": engine, "KV cache": cache}
+    return parts | {"update": update, "gradients": gradients, "activations": activations}
+
+
+def memory_plan(args, world, dtype: torch.dtype, trained: list[str], frozen: list[str]) -> str:
+    """`memory_phases` in words, with a warning for what may not fit: before weights are loaded."""
+    if on_gpu := world.device.type == "cuda":
         there = torch.cuda.get_device_properties(world.device).total_memory / 1e9
     else:
         there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
         there /= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    gb = memory_phases(args, world.size, dtype, trained, frozen, on_gpu)
+    items = {name: f"{name} {value:.1f}" for name, value in gb.items()}
     plan = (
-        f"memory of a rank (GB, estimated; {there:.1f} are there): weights {weights:.1f}, Adam {adam:.1f}; rollout "
-        f"{rollout:.1f}, of it engine {engine:.1f}, KV cache {cache:.1f}; update {update:.1f}, of it gradients "
-        f"{gradients:.1f}, activations {activations:.1f}"
+        f"memory of a rank (GB, estimated; {there:.1f} are there): {items['weights']}, {items['Adam']}; "
+        f"{items['rollout']}, of it {items['engine']}, {items['KV cache']}; {items['update']}, of it "
+        f"{items['gradients']}, {items['activations']}"
     )
-    if rollout > there:
+    if gb["rollout"] > there:
         plan += "\nwarning: the rollout may not fit: lower --engine-memory, or shard over more GPUs"
-    if update > there:
-        plan += (
-            "\nwarning: the update may not fit: lower --micro-batch-tokens, or add --gradient-checkpointing or GPUs"
-        )
+    if gb["update"] > there:
+        plan += "\nwarning: the update may not fit: lower --micro-batch-tokens, add --gradient-checkpointing or GPUs"
     return plan
 
 

@@ -48,7 +48,9 @@ SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, vocabulary, 
     "0.1B": (576, 1536, 30, 9, 3, 49_152, True),
     "0.5B": (896, 4864, 24, 14, 2, 151_936, True),
     "1.5B": (1536, 8960, 28, 12, 2, 151_936, True),
+    "3B": (2048, 11_008, 36, 16, 2, 151_936, True),
     "7B": (3584, 18_944, 28, 28, 4, 152_064, False),
+    "14B": (5120, 13_824, 48, 40, 8, 152_064, False),
 }
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # dense bf16, without sparsity, of the SXM boards
 PROMPT, RESPONSE, GROUP = 256, 768, 8  # tokens, tokens, samples of a prompt
@@ -57,7 +59,7 @@ Part = Literal["update", "logprob", "sync", "step"]
 
 @dataclass
 class Args:
-    models: tuple[Literal["smoke", "0.1B", "0.5B", "1.5B", "7B"], ...] = ("0.1B", "1.5B", "7B")
+    models: tuple[str, ...] = ("0.1B", "1.5B", "7B")
     parts: tuple[Part, ...] = ("update", "logprob", "sync", "step")
     micro_batch_tokens: int = 16384  # tokens of one forward and backward
     prompts: int = 16  # groups of an update, and of a step
@@ -276,6 +278,8 @@ def cases(args: Args) -> dict[str, dict[str, Callable[[], dict[str, float]]]]:
 
 def main(args: Args) -> None:
     torch.set_num_threads(args.threads)
+    if unknown := set(args.models) - set(SHAPES):
+        raise SystemExit(f"--models {', '.join(unknown)}: none of {', '.join(SHAPES)}")
     found = cases(args)
     if args.only:
         part, label = args.only.split(":")
