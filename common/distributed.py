@@ -195,6 +195,8 @@ def abandon_backward(model: nn.Module) -> None:
     """After an exception inside a forward or backward, on one rank: no gradients, as if none had been under way."""
     model.zero_grad()  # of gathered parameters
     if isinstance(model, FSDPModule):
+        if not hasattr(model, "reset_iter_state"):
+            raise SystemExit("torch before 2.13 cannot repeat the step: the same command goes on, in smaller pieces")
         model.reset_iter_state()
     model.zero_grad()  # of shards
 

@@ -125,6 +125,8 @@ class VllmEngine:
             settings |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
             # Eager on CPUs: the only compiled function left counts ranks of log-probs, and costs 15 s of C++ compiler.
             torch._dynamo.config.disable = True
+        elif dtype == torch.float32:
+            settings |= {"TRITON_F32_DEFAULT": "ieee"}  # not tf32, which would open the gap
         for name, value in settings.items():
             os.environ.setdefault(name, value)
         warnings.filterwarnings("ignore", category=FutureWarning)  # vLLM looks at names that torch has deprecated
@@ -172,6 +174,7 @@ class VllmEngine:
         """part: "weights" before a sync, "kv_cache" before generating."""
         if self.sleep_level == 0:
             return
+        torch.cuda.empty_cache()  # vLLM maps memory by itself: what torch keeps for the trainer would not be there
         with memory_advice():
             self.llm.wake_up(tags=[part])
         self.asleep = part != "kv_cache"

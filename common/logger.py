@@ -224,8 +224,11 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
 
 def plot_curves(run_dir: Path) -> None:
     """Draw run_dir/curves.png from metrics.jsonl: small multiples, only of what was measured."""
-    from matplotlib.figure import Figure  # takes a second to import; without pyplot it draws by Agg, not to a screen
-
+    try:
+        from matplotlib.figure import Figure  # takes a second; without pyplot it draws by Agg, not to a screen
+    except ImportError as error:
+        print(f"warning: curves.png not drawn ({error})", flush=True)
+        return
     records = read_metrics(Path(run_dir) / "metrics.jsonl")
     measured = {key for record in records for key, value in record.items() if value is not None}
     panels = {title: [key for key in keys if key in measured] for title, keys in PANELS.items()}

@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.utils.logging import disable_progress_bar
 
 from common.distributed import World, barrier, reshard, unwrap
@@ -20,6 +21,7 @@ from common.vision import Vision, auto_class, blank
 
 disable_progress_bar()  # of loading and saving shards: several ranks would write over each other
 AttentionInterface.register("shared_prompts", shared_prompt_attention)
+AttentionInterface.register("shared_prompts_flex", flex_attention_forward)  # by its own name Qwen2.5-VL refuses it
 EMBEDDED = {name: Path(__file__).parent / "assets" / name for name in ("tiny", "tiny-vl")}
 # Architectures whose logits are more than hidden @ head.T: our log-probs would be wrong, silently.
 UNSUPPORTED_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier")
@@ -203,7 +205,7 @@ def load_policy(
 
     `from_scratch` takes the architecture from the folder's config.json and initialises at random.
     """
-    implementation = {"flash": "flash_attention_2", "flex": "flex_attention", "sdpa": "shared_prompts"}[attention]
+    implementation = {"flash": "flash_attention_2", "flex": "shared_prompts_flex", "sdpa": "shared_prompts"}[attention]
     if vision:  # whose tower has no prompts to share
         tower = implementation if attention == "flash" else "sdpa"
         implementation = {"text_config": implementation, "vision_config": tower}

@@ -192,7 +192,7 @@ def _build(
                     if not in_prompt or i == unit[0]:
                         pictures.setdefault(media, []).append(place + (start if in_prompt else end - len(prompt)))
             end += len(response)
-    if padding := max(-(-end // multiple) * multiple, 1) - end:
+    if padding := max(-(-end // multiple), 1) * multiple - end:
         input_ids.append(none.new_zeros(padding))
         positions.append(torch.arange(padding))
         rope.append(torch.arange(padding).expand(3, -1))
@@ -226,6 +226,7 @@ def shared_prompt_attention(
     In the form that transformers' AttentionInterface asks for: query [1, H, L, D], key and value [1, K, L, D] ->
     ([1, L, H, D], None), with H a multiple of K (grouped queries).
     """
+    query, key = query.to(value.dtype), key.to(value.dtype)  # autocast leaves float32 behind rotary embeddings
     lengths = [length for unit in units for length in unit]
     segments = zip(*(x.split(lengths, dim=2) for x in (query, key, value)))
     outputs = []
@@ -258,7 +259,7 @@ def block_mask(batch: MicroBatch):
 
     lengths = torch.tensor([length for unit in batch.units for length in unit])
     labels = [(u, s) for u, unit in enumerate(batch.units) for s in range(len(unit))]
-    groups, samples = torch.tensor(labels).repeat_interleave(lengths, dim=0).T.to(batch.input_ids.device)
+    groups, samples = torch.tensor(labels).repeat_interleave(lengths, dim=0).T.contiguous().to(batch.input_ids.device)
 
     def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         same_group = groups[query] == groups[key]

@@ -6,7 +6,7 @@ import random
 import subprocess
 import sys
 import time
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 
 import psutil
@@ -49,6 +49,15 @@ def tiny_config():
         bos_token_id=1,
         pad_token_id=0,
     )
+
+
+@pytest.fixture
+def eager_compiler(monkeypatch):
+    """Compiled layers run as they were traced: flex attention has no backward to compile on a CPU."""
+    monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="eager"))
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(disable=False):  # an engine in this process may have set it
+        yield
 
 
 def random_policy(config, dtype=torch.float64, seed: int = 0):
@@ -114,7 +123,8 @@ def torchrun(*arguments: object, ranks: int = 0) -> list[str]:
 
 def script_environment(**extra: str) -> dict[str, str]:
     inherited = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
-    return {**inherited, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1", **extra}
+    path = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**inherited, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", **extra}
 
 
 def run_script(*arguments: object, ranks: int = 0, timeout: float = 600, check: bool = True, env: dict | None = None):

@@ -1,7 +1,5 @@
 """Chunked log-probs and entropies equal the dense computation; shared prompts equal unshared ones."""
 
-from functools import partialmethod
-
 import pytest
 import torch
 from conftest import random_episodes, random_policy, relative_l2
@@ -139,6 +137,7 @@ def test_budget_holds_and_an_empty_selection_is_one_padding_token(tiny_config):
     logprobs, entropy = policy(empty)
     (logprobs.sum() + entropy.sum()).backward()
     assert empty.input_ids.shape == (1, 1) and len(logprobs) == 0
+    assert _build(episodes, [], index, multiple=128).input_ids.shape == (1, 128)
     assert all(p.grad is not None and not p.grad.any() for p in policy.parameters())
 
 
@@ -191,13 +190,19 @@ def test_attention_by_segments_is_attention_under_the_dense_mask(units):
         assert (mine - reference).abs().max() < 1e-12
 
 
-def test_compiled_layers_serve_packs_of_every_length(tiny_config, tmp_path, monkeypatch):
-    """Graphs alone: the backend "eager" runs them as they were traced, since flex has no CPU backward to compile."""
+@pytest.mark.parametrize("units", [[[3, 4, 1]], [[530, 530, 7]]], ids=["short", "long"])
+def test_attention_takes_what_autocast_hands_on(units):
+    """Under DDP's autocast rotary embeddings leave query and key in float32; torch's kernel refuses to mix."""
+    length = sum(units[0])
+    mixed = [torch.randn(1, 2, length, 8, dtype=dtype) for dtype in (torch.float32, torch.float32, torch.bfloat16)]
+    output, _ = shared_prompt_attention(None, *mixed, None, units=units)
+    expected, _ = shared_prompt_attention(None, *(x.bfloat16() for x in mixed), None, units=units)
+    assert output.dtype == torch.bfloat16 and torch.equal(output, expected)
+
+
+def test_compiled_layers_serve_packs_of_every_length(tiny_config, tmp_path, eager_compiler):
     from common.models import load_policy
 
-    monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="eager"))
-    monkeypatch.setattr(torch._dynamo.config, "disable", False)  # an engine in this process may have set it
-    torch._dynamo.reset()
     random_policy(tiny_config, torch.float32).model.save_pretrained(tmp_path)
     with pytest.raises(SystemExit, match="--compile needs --attention flex or flash"):
         load_policy(tmp_path, "sdpa", compile_layers=True)

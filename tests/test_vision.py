@@ -105,6 +105,15 @@ def test_packed_trajectories_have_the_logprobs_of_single_ones(policy, vision, bu
     assert relative_l2([packed], [single]) < 1e-5
 
 
+@torch.no_grad()
+def test_flex_attention_reads_pictures_too(policy, folder, vision, eager_compiler):
+    """Under its own name transformers would refuse it to Qwen2.5-VL."""
+    options = {"dtype": torch.float32, "vision": vision, "compile_layers": True}
+    flex, episodes = load_policy(folder, "flex", **options), trajectories(vision)
+    logprobs = [packed_logprobs(p, episodes, vision, budget=300, multiple=128) for p in (flex, policy)]
+    assert relative_l2(*([x] for x in logprobs)) < 1e-5
+
+
 def test_gradients_of_packed_trajectories_are_those_of_single_ones(policy, vision):
     episodes = trajectories(vision, seed=3)
     weights = torch.linspace(-1, 1, len(TokenIndex(episodes)))

@@ -175,7 +175,7 @@ def picture(width: int, height: int, seed: int = 0, mode: str = "RGB", format_: 
     return file.getvalue()
 
 
-def write_rows(path: Path, rows: int = 12) -> Path:
+def write_rows(path: Path, rows: int = 12, videos: bool = True) -> Path:
     """Geometry-like rows: text alone, one picture as bytes, two (one of them a path), a video; one is a long strip."""
     records = []
     for i in range(rows):
@@ -188,7 +188,7 @@ def write_rows(path: Path, rows: int = 12) -> Path:
             [],
         ]
         video = [{"bytes": picture(50, 60, 100 + i + frame), "path": None} for frame in range(3)]
-        kind = i % 4
+        kind = i % (4 if videos else 3)
         text = "<image>" * len(images[kind]) + "<video>" * (kind == 3) + "look"
         records.append(
             {

@@ -14,7 +14,6 @@ step: `grpo.py` as it is run, generating up to 512 tokens, medians without the f
 """
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -290,7 +289,7 @@ def main(args: Args) -> None:
         results = {}
         for label in measurements:
             command = [sys.executable, *sys.argv, "--only", f"{part}:{label}"]
-            done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+            done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 print(f"{part}, {label}: failed\n{done.stdout[-500:]}{done.stderr[-1500:]}", flush=True)
                 continue

@@ -9,7 +9,6 @@ metrics, flags, versions, hardware) goes to results/NAME at once, finished or no
 the sum of time/step_s.
 """
 
-import os
 import shutil
 import signal
 import subprocess
@@ -95,7 +94,7 @@ def main(args: Args) -> None:
             continue
         command = command_of(args, name)
         print(" ".join(command), flush=True)
-        process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
+        process = subprocess.Popen(command, cwd=ROOT)
         try:
             process.wait(max(deadline - time.monotonic(), 0))
         except subprocess.TimeoutExpired:  # the scripts save after the step under way

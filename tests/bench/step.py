@@ -105,7 +105,7 @@ def trl_command(args: Args, data: Path, folder: Path) -> list:
 
 def measure(command: list, folder: Path, args: Args) -> list[dict]:
     """Metrics of every step of a run, each with the peak memory of the run until its last step is done, "tree_gb"."""
-    environment = os.environ | {"OMP_NUM_THREADS": str(args.threads), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1"}
     metrics, output, peak = folder / "metrics.jsonl", folder / "output.txt", 0
     with output.open("w") as file:
         streams = {"stdout": file, "stderr": subprocess.STDOUT}

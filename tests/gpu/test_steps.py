@@ -40,7 +40,8 @@ def test_grpo(tmp_path, dtype, sleep_level):
 @pytest.mark.parametrize(
     "dtype, attention, options",
     [
-        ("bf16", "flex", ["--gradient-checkpointing"]),
+        ("bf16", "flex", []),
+        ("bf16", "flex", ["--compile", "--gradient-checkpointing"]),
         ("bf16", "sdpa", ["--optimizer-offload", "--strategy", "ddp"]),
         ("fp16", "sdpa", []),
     ],
@@ -55,10 +56,13 @@ def test_grpo_of_smollm2(tmp_path, dtype, attention, options):
     check_three_steps(tmp_path / "run", dtype)
 
 
-@pytest.mark.parametrize("dtype, attention", [("bf16", "flex"), ("bf16", "sdpa"), ("fp16", "sdpa")])
-def test_curiosity_rl_of_tiny_vl(tmp_path, dtype, attention):
-    options = [*SIZES, "--dtype", dtype, "--attention", attention, "--output-dir", tmp_path]
-    print(run_script("curiosity_rl.py", *options).stdout)
+@pytest.mark.parametrize(
+    "dtype, attention, sleep_level, options",
+    [("bf16", "flex", 1, ["--compile"]), ("bf16", "sdpa", 2, []), ("fp16", "sdpa", 1, [])],
+)
+def test_curiosity_rl_of_tiny_vl(tmp_path, dtype, attention, sleep_level, options):
+    options = [*SIZES, *options, "--dtype", dtype, "--attention", attention, "--sleep-level", sleep_level]
+    print(run_script("curiosity_rl.py", *options, "--output-dir", tmp_path).stdout)
     steps = check_three_steps(tmp_path, dtype)
     assert all(steps[step]["tool/calls"] > 0 for step in (1, 2, 3))
 

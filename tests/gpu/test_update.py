@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 from conftest import ROOT, kill_once, random_episodes, relative_l2, run_script, steps_of
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from common.models import Policy, load_policy
@@ -61,9 +62,13 @@ def test_packs_in_flex_attention_and_sdpa_are_single_samples(model_folder, dtype
         assert max(distances) < bound, name
 
 
-def test_out_of_memory_repeats_the_step_with_the_same_gradient(tmp_path):
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_out_of_memory_repeats_the_step_with_the_same_gradient(tmp_path, strategy):
     """The allocator itself refuses, in a backward of step 2."""
+    if strategy == "fsdp" and not hasattr(FSDPModule, "reset_iter_state"):
+        pytest.skip("torch before 2.13 cannot abandon a backward")
     options = [*DEMO, "--dtype", "fp32", "--attention", "sdpa", "--total-steps", 3, "--micro-batch-tokens", 2048]
+    options += ["--strategy", strategy]
     run_script("grpo.py", *options, "--output-dir", tmp_path / "plain")
     done = run_script(ROOT / "tests/workers/out_of_memory.py", *options, "--output-dir", tmp_path / "short")
     assert "--micro-batch-tokens is now 1024, the step is repeated" in done.stdout
@@ -80,12 +85,13 @@ def test_fp16_skips_a_step_whose_gradient_overflows():
 
 @pytest.mark.parametrize("script", ["sft.py", "grpo.py"])
 def test_kill_and_resume_equals_an_uninterrupted_run(tmp_path, script):
-    """fp32 and SDPA on one rank, where the kernels repeat their results."""
+    """fp32 and SDPA on one rank, with kernels that repeat their results."""
     options = ["--dtype", "fp32", "--attention", "sdpa", "--total-steps", 4, "--save-every", 1]
     options += DEMO if script == "grpo.py" else ["--eval-every", 0]
-    run_script(script, *options, "--output-dir", tmp_path / "whole")
-    kill_once(script, *options, "--output-dir", tmp_path / "killed", ranks=1, after_step=2)
-    run_script(script, *options, "--output-dir", tmp_path / "killed", ranks=1)
+    command = [ROOT / "tests" / "workers" / "deterministic.py", script, *options, "--output-dir"]
+    run_script(*command, tmp_path / "whole")
+    kill_once(*command, tmp_path / "killed", ranks=1, after_step=2)
+    run_script(*command, tmp_path / "killed", ranks=1)
     assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "whole")
     weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("killed", "whole")]
     assert weights[0] == weights[1]

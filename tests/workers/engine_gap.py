@@ -64,7 +64,7 @@ def main(args: argparse.Namespace) -> None:
     policy = load_policy(path, "sdpa")
     sizes = parameter_sizes(policy)
     policy = wrap_model(policy, world, "fsdp", dtype)
-    sampling = Sampling(n=2, max_tokens=args.tokens, temperature=0.9)
+    sampling = Sampling(n=2, max_tokens=args.tokens, temperature=args.temperature)
     # long enough for several blocks of KV cache: a prefix cache that outlives a sync would show
     text = "12 34 56 = 78 " * 20 if args.model == "tiny" else "The quick brown fox jumps over the lazy dog. " * 30
     prompts = {p: prompt(tokenizer.encode(f"{p} {text}", add_special_tokens=False)[:280]) for p in range(2)}
@@ -192,6 +192,7 @@ if __name__ == "__main__":
     parser.add_argument("--dtype", default="fp32")
     parser.add_argument("--engine", default="vllm")
     parser.add_argument("--tokens", type=int, default=24)
+    parser.add_argument("--temperature", type=float, default=0.9)
     parser.add_argument("--sleep-level", type=int, default=1)
     parser.add_argument("--orders", action="store_true")
     run(main, parser.parse_args())
