@@ -25,9 +25,11 @@ def test_every_order_of_sleep_wake_and_sync(model, dtype, sleep_level):
     options = ["--model", model, "--dtype", dtype, "--sleep-level", sleep_level, "--orders", "--temperature", 1.0]
     done = run_script(worker, *options)
     result = json.loads(done.stdout.strip().splitlines()[-1])
-    print(f"\n{model}, {dtype}, sleep level {sleep_level}, gaps: stale {result['stale']:.4f},", result["orders"])
+    print(f"\n{model}, {dtype}, sleep level {sleep_level}, CUDA graphs {result['cuda_graphs']}")
+    print(f"gaps: stale {result['stale']:.4f},", result["orders"])
     print("memory of the device in use (GB):", json.dumps(result["memory"], indent=1))
     assert all(refusal for name, refusal in result["refused"].items() if name not in BY_GAP), result["refused"]
+    assert "NONE" not in result["cuda_graphs"]
     gaps = [result["synced"], result["resynced"], result["repeated"], *result["orders"].values()]
     assert len(gaps) == (9 if sleep_level == 2 else 10)
     assert max(gaps) < GAP[dtype] and result["stale"] > 3 * max(gaps)

@@ -101,6 +101,8 @@ def main(args: argparse.Namespace) -> None:
     result["resynced"] = gap(2)
     result["repeated"] = gap(2)  # the same requests again, now out of the prefix cache
     result |= {"orders": {}, "memory": {}}
+    if args.engine == "vllm":
+        result["cuda_graphs"] = str(engine.llm.llm_engine.vllm_config.compilation_config.cudagraph_mode)
     for name, actions in ORDERS.items() if args.orders else ():
         if engine.sleep_level == 2 and actions.endswith("sleep weights kv_cache"):
             continue
