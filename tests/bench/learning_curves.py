@@ -51,7 +51,7 @@ class Args:
     results: Path = Path("results")  # folder of what is kept
     minutes: float = 1e5  # after which the run under way is told to save and stop
     save_every: int = 20  # steps between checkpoints
-    flags: str = ""  # further flags for every run, such as "--total-steps 2"
+    flags: str = ""  # further flags for every run: "--flags=--total-steps 2"
 
 
 def prepare(args: Args, data: str) -> Path:
