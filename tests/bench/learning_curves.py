@@ -23,7 +23,7 @@ from report import ROOT, header, table
 from common.logger import plot_curves, read_metrics
 from common.models import resolve_model
 
-SFT = "--total-epochs 2 --batch-size 64 --learning-rate 1e-4 --lr-schedule cosine --warmup-steps 0.03 --eval-rows 512"
+SFT = "--total-steps 234 --batch-size 64 --learning-rate 1e-4 --lr-schedule cosine --warmup-steps 0.03 --eval-rows 512"
 RL = "--prompts-per-step 128 --max-prompt-tokens 320 --micro-batch-tokens 32768 --learning-rate 5e-6 --warmup-steps 5"
 GRPO = f"{RL} --samples-per-prompt 8 --minibatches 2"
 PPO = f"{RL} --samples-per-prompt 4 --minibatches 2 --critic-learning-rate 2e-5 --critic-warmup-steps 10"
