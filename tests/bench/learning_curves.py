@@ -87,7 +87,7 @@ def keep(run: Path, results: Path) -> None:
 def main(args: Args) -> None:
     if unknown := [name for name in args.only if name not in RUNS]:
         raise SystemExit(f"--only {unknown[0]}: none of {', '.join(RUNS)}")
-    deadline = time.monotonic() + 60 * args.minutes
+    deadline, status = time.monotonic() + 60 * args.minutes, 0
     for name in args.only:
         run = args.runs / name
         if (run / "model").is_dir():
@@ -101,8 +101,8 @@ def main(args: Args) -> None:
             process.send_signal(signal.SIGTERM)
             process.wait()
         keep(run, args.results / name)
-        if process.returncode:
-            print(f"{name}: exit code {process.returncode}; the same command goes on", flush=True)
+        if status := process.returncode:
+            print(f"{name}: exit code {status}; the same command goes on", flush=True)
             break
 
     header("learning curves", threads=1)
@@ -119,6 +119,7 @@ def main(args: Args) -> None:
             rows.append([f"{name} ({key})", str(steps[-1]["step"]), *numbers, f"{gap:.5f}", f"{hours:.2f}"])
     if len(rows) > 1:
         table(*rows)
+    raise SystemExit(status)
 
 
 if __name__ == "__main__":
