@@ -200,13 +200,15 @@ def test_attention_takes_what_autocast_hands_on(units):
     assert output.dtype == torch.bfloat16 and torch.equal(output, expected)
 
 
-def test_compiled_layers_serve_packs_of_every_length(tiny_config, tmp_path, eager_compiler):
+def test_compiled_layers_serve_packs_of_every_length_under_fsdp(tiny_config, tmp_path, world, eager_compiler):
+    from common.distributed import forward_context, wrap_model
     from common.models import load_policy
 
     random_policy(tiny_config, torch.float32).model.save_pretrained(tmp_path)
     with pytest.raises(SystemExit, match="--compile needs --attention flex or flash"):
         load_policy(tmp_path, "sdpa", compile_layers=True)
     plain, compiled = load_policy(tmp_path, "sdpa"), load_policy(tmp_path, "flex", compile_layers=True)
+    compiled = wrap_model(compiled, world, "fsdp", torch.float32)
     episodes = random_episodes(5, prompts=12, samples=5)
     index, lengths = TokenIndex(episodes), set()
     counters = torch._dynamo.utils.counters
@@ -215,6 +217,7 @@ def test_compiled_layers_serve_packs_of_every_length(tiny_config, tmp_path, eage
         for budget in (128, 256, 384, 512, 640):
             for batch in pack(episodes, range(len(episodes)), index, budget=budget, multiple=128):
                 lengths.add(batch.input_ids.shape[1])
-                torch.testing.assert_close(compiled(batch)[0], plain(batch)[0], rtol=1e-4, atol=1e-5)
+                with forward_context(compiled):
+                    torch.testing.assert_close(compiled(batch)[0], plain(batch)[0], rtol=1e-4, atol=1e-5)
     assert len(lengths) >= 4 and counters["stats"]["unique_graphs"] - before <= 3, "a graph for each length"
     assert not counters["graph_break"]
