@@ -77,6 +77,15 @@ def test_everything_follows_from_the_seed(traces):
     assert load_tokenizer(ASSET).backend_tokenizer.to_str() == tiny_vl.build_tokenizer().backend_tokenizer.to_str()
 
 
+def test_habits_are_as_asked():
+    """An expert looks once, unless it sees already, and reads; who always guesses never looks."""
+    for messages, scene in zip(islice(tiny_vl.traces(3, guess=0.0, aim=1.0), 60), tiny_vl.scenes(3)):
+        assert len(messages) in (3, 5) and text_of(messages[-1]) == tiny_vl.READ % scene.digit
+    assert {len(messages) for messages in islice(tiny_vl.traces(3, guess=1.0), 60)} == {3}
+    blind = [m for m in islice(tiny_vl.traces(3, guess=0.0, aim=0.0), 60) if len(m) > 3]
+    assert blind and all(text_of(m[-1]).startswith(tiny_vl.GUESS[:20]) for m in blind)
+
+
 def test_a_crop_shows_the_digit_of_its_own_cell_alone():
     for scene in islice(tiny_vl.scenes(5), 20):
         ink = decode(scene.png).convert("L").point(lambda value: 255 * (value == 0))

@@ -76,8 +76,7 @@ QUESTION = "Which digit is on the white tile? Answer in \\boxed{}."
 ZOOM, ZOOM_AGAIN = "I will zoom in on the tile.", "The tile is not here, I will zoom in elsewhere."
 READ, GUESS = "I can read it: \\boxed{%d}", "I can only guess: \\boxed{%d}"
 CLOSE_UPS = 0.3  # share of traces whose picture is a close-up of the tile already: no tool is needed
-GUESS_AT_ONCE, GUESS_LATER = 0.6, 0.3  # probability to guess without any crop, and after one that missed
-AIM = 0.85  # probability that a crop is the tile's; otherwise it is that of any other cell
+GUESS_LATER = 0.3  # probability to guess after a crop that missed
 MAX_CROPS = 3
 EVAL_ROWS, RL_ROWS, TRACES = 512, 2048, 8000
 
@@ -179,8 +178,11 @@ def call_text(box: Box) -> str:
     return f'{OPEN}{{"name": "{CROP.name}", "arguments": {{"bbox_2d": [{numbers}], "target_image": 1}}}}{CLOSE}'
 
 
-def trace(scene: Scene, rng: random.Random, expert: bool) -> list[dict]:
-    """Messages in Pixel Reasoner's format, with encoded images for paths. An expert looks at once, and at the tile."""
+def trace(scene: Scene, rng: random.Random, guess: float, aim: float) -> list[dict]:
+    """Messages in Pixel Reasoner's format, with encoded images for paths.
+
+    guess: probability to guess without any crop. aim: that a crop is the tile's; otherwise it is of any other cell.
+    """
     context = {"media": [{"kind": "image", "frames": [scene.png]}], **LIMITS}
     cell, shown = None, scene.png  # the cell that was looked at last
     if rng.random() < CLOSE_UPS:
@@ -191,10 +193,10 @@ def trace(scene: Scene, rng: random.Random, expert: bool) -> list[dict]:
     ]
     for crops in range(MAX_CROPS + 1):
         patience, luck = rng.random(), rng.random()
-        tired = crops == MAX_CROPS or (not expert and patience < (GUESS_LATER if crops else GUESS_AT_ONCE))
+        tired = crops == MAX_CROPS or patience < (GUESS_LATER if crops else guess)
         if cell == scene.cell or tired:
             break
-        cell = scene.cell if expert or luck < AIM else other_cell(scene.cell, rng)
+        cell = scene.cell if luck < aim else other_cell(scene.cell, rng)
         said = (ZOOM_AGAIN if crops else ZOOM) + call_text(box_around(cell))
         text, (crop,), _ = crop_image_normalized(box_around(cell), 1, context)
         messages.append({"role": "assistant", "content": [{"text": said}]})
@@ -207,17 +209,17 @@ def other_cell(cell: tuple[int, int], rng: random.Random) -> tuple[int, int]:
     return rng.choice([(x, y) for x in INNER for y in INNER if (x, y) != cell])
 
 
-def traces(seed: int, expert: bool = False) -> Iterator[list[dict]]:
+def traces(seed: int, guess: float = 0.6, aim: float = 0.85) -> Iterator[list[dict]]:
     rng = random.Random(f"traces {seed}")
     for scene in scenes(seed):
-        yield trace(scene, rng, expert)
+        yield trace(scene, rng, guess, aim)
 
 
-def write_traces(folder: Path, rows: int, seed: int, expert: bool = False) -> None:
+def write_traces(folder: Path, rows: int, seed: int, guess: float = 0.6, aim: float = 0.85) -> None:
     """release.json and images/, as Pixel Reasoner publishes them."""
     (folder / "images").mkdir(parents=True, exist_ok=True)
     records = []
-    for i, messages in enumerate(islice(traces(seed, expert), rows)):
+    for i, messages in enumerate(islice(traces(seed, guess, aim), rows)):
         images = [part for message in messages for part in message["content"] if "image" in part]
         for k, part in enumerate(images):
             path = f"images/{i}-{k}.png"
@@ -251,6 +253,8 @@ class Args:
     work: Path = Path("runs/prepare-tiny-vl")  # folder for traces, the untrained model and the supervised runs
     expert_steps: int = 450  # optimizer steps on traces that look at the tile at once: to learn to see
     steps: int = 300  # optimizer steps on the others, from there
+    guess: float = 0.6  # probability, in the others, to guess without looking
+    aim: float = 0.85  # probability, in the others, that a crop is of the tile
     batch_size: int = 32  # traces a step
     learning_rate: float = 4e-4  # at 1e-3 the vision tower does not learn to read
 
@@ -261,15 +265,17 @@ def main(args: Args) -> None:
     build_config(tokenizer).save_pretrained(blank)
     expert, final = args.work / "expert", args.work / "final"
     options = ["--lr-schedule", "constant", "--dtype", "fp32"]  # the fastest for a model as small as this one
-    train(args, expert, 3, args.expert_steps, ["--model", blank, "--from-scratch", *options])
+    write_traces(expert, TRACES, 3, guess=0.0, aim=1.0)
+    train(args, expert, args.expert_steps, ["--model", blank, "--from-scratch", *options])
     options = ["--lr-schedule", "cosine", "--dtype", "bf16"]  # which the export is in, too
-    train(args, final, 4, args.steps, ["--model", expert / "model", *options])
+    write_traces(final, TRACES, 4, args.guess, args.aim)
+    train(args, final, args.steps, ["--model", expert / "model", *options])
     shutil.copytree(final / "model", args.out, dirs_exist_ok=True)
     build_processor(tokenizer).save_pretrained(args.out)  # as built, not as transformers loads a Qwen2 tokenizer
 
 
-def train(args: Args, folder: Path, seed: int, steps: int, options: list) -> None:
-    write_traces(folder, TRACES, seed, expert=folder.name == "expert")
+def train(args: Args, folder: Path, steps: int, options: list) -> None:
+    """sft.py on the traces in a folder, which gets its run as well."""
     settings = {
         "train-data": folder / "release.json",
         "media-root": folder,
