@@ -65,3 +65,21 @@ def test_replay_of_a_dump_with_replayed_samples_repeats_its_update(whole, tmp_pa
     )
     names = ("policy/loss", "optim/grad_norm", "policy/rollout_logprob_gap", "reward/mean", "replay/samples")
     assert [steps_of(tmp_path)[step][n] for n in names] == [steps[step][n] for n in names]
+
+
+def test_evaluation_with_and_without_tools_side_by_side(tmp_path):
+    """The demo's policy by its name: what it cannot read it guesses, without tools always."""
+    options = ["--model", "tiny-vl", "--tools", "crop_image_normalized", "--max-prompt-tokens", 96, "--max-turns", 4]
+    options += ["--max-response-tokens", 192, "--max-pixels", 12_544, "--max-frame-pixels", 12_544, "--dtype", "fp32"]
+    evaluation = ["--eval-only", "--compare-tools", "--eval-rows", 64, "--eval-temperature", 1.0]
+    done = run_script("curiosity_rl.py", *options, *evaluation, "--output-dir", tmp_path, ranks=2)
+    header, line = done.stdout.strip().splitlines()[-2:]
+    assert header.split() == ["source", "rows", "with", "tools", "without"]
+    samples, blind = (
+        pq.read_table(tmp_path / f"eval_samples{suffix}.parquet").to_pylist() for suffix in ("", "_without_tools")
+    )
+    assert [s["row"] for s in samples] == [s["row"] for s in blind] == list(range(64))
+    assert any(s["calls"] for s in samples) and "<tool_call>" not in "".join(s["prompt"] for s in blind)
+    accuracies = [sum(s["correct"] for s in part) / 64 for part in (samples, blind)]
+    assert line.split()[:3] == ["tiny-vl", "64", f"{accuracies[0]:.3f}"] and f" {accuracies[1]:.3f} (" in line
+    assert accuracies[0] > accuracies[1] + 0.2
