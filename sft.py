@@ -187,7 +187,7 @@ def main(args: Args, demo: bool = False) -> None:
         tracker_names(args.log)
         check_device(world.device)
         compute_dtype, why = choose_dtype(args.dtype, world.device)
-    attention = choose_attention(args.attention, world.device)
+    attention = choose_attention(args.attention, world.device, args.compile)
     path = resolve_model(args.model)
     tokenizer = load_tokenizer(path, args.trust_remote_code)
     limits = PixelLimits(args.min_pixels, args.max_pixels, args.max_frame_pixels)

@@ -180,10 +180,12 @@ class Critic(nn.Module):
         return repeated_blocks(self.model)
 
 
-def choose_attention(flag: str, device: torch.device) -> str:
+def choose_attention(flag: str, device: torch.device, compile_layers: bool = False) -> str:
     """`--attention auto`: flex on GPUs with bf16, else SDPA (flex has no backward on CPU, no kernels on Volta)."""
     if flag == "auto":
-        return "flex" if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8 else "sdpa"
+        flag = "flex" if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8 else "sdpa"
+    if compile_layers and flag == "sdpa":
+        raise SystemExit("--compile needs --attention flex or flash: with sdpa every pack would be compiled anew")
     if device.type == "cpu" and flag != "sdpa":
         raise SystemExit(f"--attention {flag} needs a GPU; on a CPU use --attention sdpa (or auto)")
     return flag
@@ -231,8 +233,6 @@ def load_policy(
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if freeze_vision:
         model.base_model.visual.requires_grad_(False)
-    if compile_layers and attention == "sdpa":
-        raise SystemExit("--compile needs --attention flex or flash: with sdpa every pack would be compiled anew")
     readers = repeated_blocks(model.base_model.language_model if vision else model)
     for layer in readers if compile_layers else ():  # not of the tower: every picture has another size
         layer.compile()

@@ -73,7 +73,7 @@ def set_up(args, script: str, demo: bool) -> Job:
         tracker_names(args.log)
         check_device(world.device)
         compute_dtype, why = choose_dtype(args.dtype, world.device)
-    attention = choose_attention(args.attention, world.device)
+    attention = choose_attention(args.attention, world.device, args.compile)
     path = resolve_model(args.model)
     tokenizer = load_tokenizer(path, args.trust_remote_code)
     limits = PixelLimits(args.min_pixels, args.max_pixels, args.max_frame_pixels)

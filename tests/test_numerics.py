@@ -202,11 +202,11 @@ def test_attention_takes_what_autocast_hands_on(units):
 
 def test_compiled_layers_serve_packs_of_every_length_under_fsdp(tiny_config, tmp_path, world, eager_compiler):
     from common.distributed import forward_context, wrap_model
-    from common.models import load_policy
+    from common.models import choose_attention, load_policy
 
     random_policy(tiny_config, torch.float32).model.save_pretrained(tmp_path)
     with pytest.raises(SystemExit, match="--compile needs --attention flex or flash"):
-        load_policy(tmp_path, "sdpa", compile_layers=True)
+        choose_attention("auto", torch.device("cpu"), compile_layers=True)
     plain, compiled = load_policy(tmp_path, "sdpa"), load_policy(tmp_path, "flex", compile_layers=True)
     compiled = wrap_model(compiled, world, "fsdp", torch.float32)
     episodes = random_episodes(5, prompts=12, samples=5)

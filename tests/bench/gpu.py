@@ -30,7 +30,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 import tyro
-from report import ROOT, header, table
+from report import ROOT, gpu_bytes, header, table
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 import grpo
@@ -97,26 +97,20 @@ def save_model(name: str, folder: Path, device: torch.device) -> None:
 
 def seconds(function: Callable[[], object], repeats: int, device: torch.device) -> float:
     """Median; the first two calls do not count."""
-    times = []
-    for _ in range(repeats + 2):
-        synchronize(device)
-        start = time.perf_counter()
-        function()
-        synchronize(device)
-        times.append(time.perf_counter() - start)
-    return median(times[2:])
+    return median([seconds_of(function, device) for _ in range(repeats + 2)][2:])
+
+
+def seconds_of(function: Callable[[], object], device: torch.device) -> float:
+    synchronize(device)
+    start = time.perf_counter()
+    function()
+    synchronize(device)
+    return time.perf_counter() - start
 
 
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
-
-
-def used_gb(device: torch.device) -> float:
-    if device.type != "cuda":
-        return 0.0
-    free, total = torch.cuda.mem_get_info(device)
-    return (total - free) / 1e9
 
 
 def make_episodes(prompts: int, vocabulary: int) -> list[Episode]:
@@ -193,7 +187,7 @@ def measure_sync(name: str, args: Args) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         save_model(name, folder, device)
-        before = used_gb(device)
+        before = gpu_bytes() / 1e9
         options = {"end_ids": [0], "max_model_len": 512, "memory_gib": 8.0 if device.type == "cuda" else 0.5}
         engine = VllmEngine(str(folder), torch.bfloat16, world, **options)
         policy = load_policy(str(folder), choose_attention("auto", device))
@@ -205,23 +199,15 @@ def measure_sync(name: str, args: Args) -> dict[str, float]:
     for level in (1, 2) if device.type == "cuda" else ():
         engine.sleep_level, times = level, {"sleep": [], "wake": []}
         for _ in range(args.repeats + 1):
-            awake = used_gb(device)
+            awake = gpu_bytes() / 1e9
             times["sleep"].append(seconds_of(engine.sleep, device))
-            asleep = used_gb(device)
+            asleep = gpu_bytes() / 1e9
             times["wake"].append(seconds_of(lambda: (engine.wake("weights"), engine.wake("kv_cache")), device))
             engine.sync_weights(full_parameters(policy), sizes, 0)
         result |= {f"{what} {level} s": median(x[1:]) for what, x in times.items()}
         result |= {f"freed by {level} GB": awake - asleep}
     held = 4 * sum(p.numel() for p in policy.parameters()) / 1e9
-    return result | {"engine awake GB": used_gb(device) - before - held}
-
-
-def seconds_of(function: Callable[[], object], device: torch.device) -> float:
-    synchronize(device)
-    start = time.perf_counter()
-    function()
-    synchronize(device)
-    return time.perf_counter() - start
+    return result | {"engine awake GB": gpu_bytes() / 1e9 - before - held}
 
 
 def copy_bandwidth(device: torch.device) -> float:

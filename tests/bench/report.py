@@ -24,6 +24,14 @@ def header(title: str, threads: int) -> None:
     print(f"commit {git_commit()}; torch {torch.__version__}; {', '.join(hardware)}\n")
 
 
+def gpu_bytes() -> int:
+    """In use on the present GPU, by whatever process; 0 without one."""
+    if not torch.cuda.is_available():
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
 def table(*rows: list[str]) -> None:
     """Print rows of cells as a markdown table; the first row is its head, the first column is set to the left."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]

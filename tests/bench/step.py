@@ -26,9 +26,8 @@ from typing import Literal
 
 import psutil
 import pyarrow.parquet as pq
-import torch
 import tyro
-from report import ROOT, header, table
+from report import ROOT, gpu_bytes, header, table
 
 from common.data import PromptLoader, clean_prompt
 from common.logger import read_metrics
@@ -112,17 +111,11 @@ def measure(command: list, folder: Path, args: Args) -> list[dict]:
         process = subprocess.Popen([str(part) for part in command], cwd=ROOT, env=environment, **streams)
         while process.poll() is None:
             if not metrics.exists() or len(read_metrics(metrics)) < args.steps:
-                peak = max(peak, gpu_memory() if torch.cuda.is_available() else tree_memory(process.pid))
+                peak = max(peak, gpu_bytes() or tree_memory(process.pid))
             time.sleep(0.2)
     if process.returncode:
         raise SystemExit(f"exit code {process.returncode}: {command}\n{output.read_text()[-4000:]}")
     return [record | {"tree_gb": peak / 1e9} for record in read_metrics(metrics)]
-
-
-def gpu_memory() -> int:
-    """Bytes in use on the first GPU, by whatever process: ours holds a context there, too."""
-    free, total = torch.cuda.mem_get_info(0)
-    return total - free
 
 
 def tree_memory(pid: int) -> int:
