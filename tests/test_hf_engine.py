@@ -2,13 +2,14 @@
 
 import copy
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
 from conftest import generate, random_policy
 
 from common.distributed import World
-from common.engine import Sampling, WeightBooks
+from common.engine import Sampling, VllmEngine, WeightBooks
 from common.hf_engine import HuggingFaceEngine
 from common.models import full_parameters, parameter_sizes
 
@@ -226,6 +227,22 @@ def test_stale_weights_are_refused(make_engine, policy):
     attempt(4)
     with pytest.raises(RuntimeError, match="optimizer step 4, the trainer is at 5"):
         attempt(5)
+
+
+@pytest.mark.parametrize("sleep_level, kept", [(1, True), (2, False)])
+def test_what_sleep_has_dropped_is_not_generated_with(sleep_level, kept):
+    """The sync after it is forgotten. CPUs have no sleep: nothing stands for vLLM here, the books alone are asked."""
+    engine = object.__new__(VllmEngine)
+    engine.llm, engine.books, engine.sleep_level, engine.asleep = Mock(), WeightBooks(), sleep_level, False
+    engine.books.step = 7
+    engine.sleep()
+    engine.wake("weights")
+    engine.wake("kv_cache")
+    if kept:
+        engine.books.check(7)
+    else:
+        with pytest.raises(RuntimeError, match="optimizer step None, the trainer is at 7"):
+            engine.submit(0, PROMPTS[0], Sampling(1, 1), 0, weights_step=7)
 
 
 @pytest.mark.parametrize("tied", [True, False])
