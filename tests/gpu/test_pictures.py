@@ -1,11 +1,9 @@
 """grpo.py on a real GPU with pictures and tools: a tiny Qwen2.5-VL. Skipped without CUDA."""
 
-from importlib import metadata
-
 import pytest
 import torch
 from conftest import run_script, steps_of
-from vl import write_rows, write_tiny_vl
+from vl import vllm_knows_times, write_rows, write_tiny_vl
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -13,8 +11,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 @pytest.mark.parametrize("dtype,attention", [("bf16", "flex"), ("bf16", "sdpa"), ("fp16", "sdpa")])
 def test_three_steps_with_pictures_and_tools(tmp_path, dtype, attention):
     write_tiny_vl(tmp_path / "model", taught=True)
-    videos = metadata.version("vllm") >= "0.32"  # 0.26 takes videos without their times, and counts other positions
-    data = write_rows(tmp_path / "rows.parquet", videos=videos)
+    data = write_rows(tmp_path / "rows.parquet", videos=vllm_knows_times())
     options = ["--model", tmp_path / "model", "--train-data", data, "--media-root", tmp_path, "--tools", "visual"]
     options += ["--min-pixels", 784, "--max-pixels", 16 * 784, "--max-frame-pixels", 4 * 784, "--engine-memory", 2]
     options += ["--max-prompt-tokens", 400, "--max-response-tokens", 400, "--max-turn-tokens", 80]
