@@ -2,7 +2,7 @@
 
 One step, each a named call:  wake("weights") -> sync_weights -> wake("kv_cache") -> submit, step ... -> sleep.
 
-The vLLM attribute chain stands in this file alone. Tested with vLLM 0.32.0 (CPU); 0.26.0 (CUDA) differs as noted.
+The vLLM attribute chain stands in this file alone. Tested with vLLM 0.32.0 and 0.26.0 (which drops videos' times).
 """
 
 import os
