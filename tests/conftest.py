@@ -15,6 +15,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two processes of tests share the cores
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 import common  # noqa: F401  (repairs torchvision before transformers is imported)
 from common.distributed import World, init_world
@@ -157,6 +158,11 @@ def kill_all(process: subprocess.Popen) -> None:
         member.kill()
     psutil.wait_procs(family)
     process.wait()
+
+
+def skip_where_no_step_is_repeated(strategy: str) -> None:
+    if strategy == "fsdp" and not hasattr(FSDPModule, "reset_iter_state"):
+        pytest.skip("torch before 2.13 cannot abandon a backward")
 
 
 def kill_once(*arguments: object, ranks: int, after_step: int) -> None:

@@ -3,8 +3,7 @@
 import json
 
 import pytest
-from conftest import ROOT, kill_once, metrics_of, run_script, steps_of
-from torch.distributed.fsdp import FSDPModule
+from conftest import ROOT, kill_once, metrics_of, run_script, skip_where_no_step_is_repeated, steps_of
 
 SMALL = [
     "--prompts-per-step",
@@ -153,8 +152,7 @@ def test_dynamic_sampling_ends_with_a_clear_error_when_nothing_can_be_learnt(tmp
 @pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_out_of_memory_repeats_the_step_with_the_same_gradient(tmp_path, strategy):
     """Step 2 fails inside a backward; with fewer tokens a micro-batch it is what it would have been, and so is 3."""
-    if strategy == "fsdp" and not hasattr(FSDPModule, "reset_iter_state"):
-        pytest.skip("torch before 2.13 cannot abandon a backward")
+    skip_where_no_step_is_repeated(strategy)
     options = [*FEW, "--total-steps", 3, "--micro-batch-tokens", 2048, "--strategy", strategy]
     run_script("grpo.py", *options, "--output-dir", tmp_path / "plain")
     done = run_script(ROOT / "tests/workers/out_of_memory.py", *options, "--output-dir", tmp_path / "short")

@@ -182,7 +182,7 @@ def help_texts():
         )
         for script in SCRIPTS
     }
-    return {script: (process.communicate(timeout=600)[0], process.returncode) for script, process in started.items()}
+    return {script: (process.communicate(timeout=240)[0], process.returncode) for script, process in started.items()}
 
 
 @every_script

