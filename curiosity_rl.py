@@ -24,6 +24,7 @@ micro-batch. Everything per token is flat ([T] or [N]): there is no padding to m
 import math
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import chain
@@ -35,6 +36,7 @@ import torch
 import tyro
 from torch import Tensor
 
+from common.arguments import check_objective_args, refuse, refuse_idle
 from common.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from common.data import PromptData, PromptLoader
 from common.distributed import (
@@ -57,7 +59,7 @@ from common.models import export_hugging_face, full_parameters, load_policy, par
 from common.packing import MicroBatch, TokenIndex, halve_budget, layout, pack
 from common.precision import LossScale, check_gap, gap_limit, guarded_step
 from common.rewards import score_episodes
-from common.setup import Stopwatch, check_objective_args, open_logger, refuse, refuse_idle, set_up
+from common.setup import Stopwatch, open_logger, set_up
 from common.vision import PixelLimits
 
 
@@ -270,7 +272,8 @@ class ReplayMemory:
         for path in self.folder.glob("step_*") if self.world.is_main else ():
             name = path.name.partition(".")[0]
             if name == f"step_{step:06d}" or not (checkpoints / name).exists():
-                path.unlink()
+                with suppress(OSError):  # no reason to end a run
+                    path.unlink()
         barrier()
         if wanted:
             dump_rollouts(self.folder, step, self.episodes, [], [], tokenizer, self.world)
@@ -381,7 +384,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor, es
 def adapted_kl_coef(kl_coef: float, kl: float, target: float, horizon: float, num_sequences: float) -> float:
     """Next coefficient of the adaptive controller (arXiv 1909.08593 sec. 2.2); target 0: fixed."""
     error = min(max(kl / target - 1, -0.2), 0.2) if target else 0.0
-    return kl_coef * max(0.0, 1 + error * num_sequences / horizon)
+    return kl_coef * (1 + error * min(num_sequences / horizon, 1.0))
 
 
 def token_weights(
@@ -501,10 +504,6 @@ def check_args(args: Args) -> None:
     )
     later = args.filter_equal and (args.overlong_buffer > 0 or args.kl_in == "reward")
     refuse(later, "--overlong-buffer and --kl-in reward change rewards after --filter-equal: give --no-filter-equal")
-    negative = (
-        min(args.curiosity_alpha, args.call_penalty, args.free_calls, args.replay_share, args.replay_max_age) < 0
-    )
-    refuse(negative, "--curiosity-alpha, --call-penalty, --free-calls, --replay-share, --replay-max-age: not below 0")
     noisy = args.kl_in == "reward" and args.advantage == "group-std"
     refuse(noisy, "--kl-in reward with --advantage group-std: KL noise would decide groups of equal scores, take rloo")
 

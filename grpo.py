@@ -36,6 +36,7 @@ import torch
 import tyro
 from torch import Tensor
 
+from common.arguments import check_objective_args, refuse
 from common.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from common.data import PromptLoader
 from common.distributed import World, all_reduce, all_reduce_sums, forward_context, run, stop_requested, wrap_model
@@ -49,7 +50,7 @@ from common.models import export_hugging_face, full_parameters, load_policy, par
 from common.packing import MicroBatch, TokenIndex, halve_budget, layout, pack
 from common.precision import LossScale, check_gap, gap_limit, guarded_step
 from common.rewards import score_episodes
-from common.setup import Stopwatch, check_objective_args, open_logger, refuse, set_up
+from common.setup import Stopwatch, open_logger, set_up
 
 
 @dataclass
@@ -270,7 +271,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor, es
 def adapted_kl_coef(kl_coef: float, kl: float, target: float, horizon: float, num_sequences: float) -> float:
     """Next coefficient of the adaptive controller (arXiv 1909.08593 sec. 2.2); target 0: fixed."""
     error = min(max(kl / target - 1, -0.2), 0.2) if target else 0.0
-    return kl_coef * max(0.0, 1 + error * num_sequences / horizon)
+    return kl_coef * (1 + error * min(num_sequences / horizon, 1.0))
 
 
 def token_weights(

@@ -34,6 +34,7 @@ import torch
 import tyro
 from torch import Tensor
 
+from common.arguments import check_objective_args, refuse_idle
 from common.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from common.data import PromptLoader
 from common.distributed import World, all_reduce, all_reduce_sums, forward_context, run, stop_requested, wrap_model
@@ -48,7 +49,7 @@ from common.packing import MicroBatch, TokenIndex, halve_budget, layout, pack
 from common.precision import LossScale, check_gap, gap_limit, guarded_step
 from common.rewards import score_episodes
 from common.rewards.model import RewardModel
-from common.setup import Stopwatch, check_objective_args, open_logger, refuse, refuse_idle, set_up
+from common.setup import Stopwatch, open_logger, set_up
 
 
 @dataclass
@@ -309,7 +310,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor, es
 def adapted_kl_coef(kl_coef: float, kl: float, target: float, horizon: float, num_sequences: float) -> float:
     """Next coefficient of the adaptive controller (arXiv 1909.08593 sec. 2.2); target 0: fixed."""
     error = min(max(kl / target - 1, -0.2), 0.2) if target else 0.0
-    return kl_coef * max(0.0, 1 + error * num_sequences / horizon)
+    return kl_coef * (1 + error * min(num_sequences / horizon, 1.0))
 
 
 def token_weights(
@@ -451,8 +452,6 @@ def check_args(args: Args) -> None:
             "critic_model": (not args.eval_only, "training"),
         },
     )
-    shares = all(0 <= x <= 1 for x in (args.gamma, args.critic_lambda, args.policy_lambda))
-    refuse(not shares or args.lambda_length < 0, "--gamma and lambdas are from 0 to 1, --lambda-length is not below 0")
 
 
 def main(args: Args, demo: bool = False) -> None:

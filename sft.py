@@ -25,6 +25,7 @@ import torch
 import tyro
 from torch import Tensor
 
+from common.arguments import PICTURE_FLAGS, check_ranges, refuse, refuse_idle
 from common.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from common.conversations import Conversations, balanced
 from common.data import PromptLoader
@@ -42,18 +43,11 @@ from common.distributed import (
 )
 from common.logger import Logger, save_config, tracker_names
 from common.memory import peak_memory_gb
-from common.models import (
-    choose_attention,
-    embedded_data,
-    end_turns_properly,
-    export_hugging_face,
-    load_policy,
-    load_tokenizer,
-    resolve_model,
-)
+from common.models import choose_attention, embedded_data, export_hugging_face, load_policy, resolve_model
 from common.packing import MicroBatch, TokenIndex, halve_budget, layout, pack
 from common.precision import LossScale, choose_dtype, guarded_step
-from common.setup import PICTURE_FLAGS, Stopwatch, check_device, refuse, refuse_idle
+from common.prompts import end_turns_properly, load_tokenizer
+from common.setup import Stopwatch, check_device
 from common.vision import PixelLimits, load_vision
 
 
@@ -160,6 +154,7 @@ def accumulate_gradient(
 
 def check_args(args: Args) -> None:
     """Refuse what cannot work, or has no effect, before anything is loaded."""
+    check_ranges(args)
     evaluated = (bool(args.eval_data) or not args.train_data, "--eval-data")
     refuse_idle(
         args,
@@ -172,7 +167,6 @@ def check_args(args: Args) -> None:
         },
     )
     refuse(args.model != "tiny" and not args.train_data, f"--model {args.model} needs --train-data")
-    refuse(min(args.batch_size, args.max_tokens, args.eval_rows) < 1, "sizes must be at least 1")
 
 
 def main(args: Args, demo: bool = False) -> None:
@@ -325,11 +319,11 @@ def main(args: Args, demo: bool = False) -> None:
             folder = output_dir / f"model-step_{step + 1:06d}"
             export_hugging_face(policy, tokenizer, folder, world, compute_dtype)
         elif not args.save_weights_only and (last or stop or due):
-            improved = metrics.get("eval/loss", math.inf) < best
-            best = min(best, metrics.get("eval/loss", math.inf))
-            state = {"best": best, "loader": loader.state_dict(), "loss_scale": loss_scale.state_dict()}
-            folder = output_dir / "checkpoints"
-            save_checkpoint(folder, step + 1, trained, state, world, keep=args.keep_checkpoints, best=improved)
+            loss = metrics.get("eval/loss", math.inf)
+            state = {"best": min(loss, best), "loader": loader.state_dict(), "loss_scale": loss_scale.state_dict()}
+            keep = {"keep": args.keep_checkpoints, "best": loss < best}
+            if save_checkpoint(output_dir / "checkpoints", step + 1, trained, state, world, **keep):
+                best = state["best"]
         if stop and not last:
             logger.event({"event": "stopped", "step": step + 1})
             raise SystemExit(143)  # as a process ended by SIGTERM

@@ -131,17 +131,17 @@ def load_checkpoint(folder: Path, trained: Trained, world: World, offload: bool 
 
 def find_checkpoint(run_dir: Path, resume: str, world: World) -> Path | None:
     """Folder to resume from: `--resume auto` takes the run's latest if there is one, `never` none, else a path to a
-    step folder or to a run."""
+    step folder, to a run, or to a file that names a step folder beside it (`latest`, `best`)."""
     if resume == "never":
         return None
     found = None
     if world.is_main:
         if resume == "auto":
-            found = _latest(run_dir / "checkpoints")
+            found = _named_by(run_dir / "checkpoints" / "latest")
         else:
             path = Path(resume)
             candidates = [path if (path / "trainer.json").is_file() else None]
-            candidates += [_latest(path), _latest(path / "checkpoints")]
+            candidates += map(_named_by, (path, path / "latest", path / "checkpoints" / "latest"))
             found = next((c for c in candidates if c is not None), None)
             if found is None:
                 found = f"--resume {resume}: no checkpoint there (a step folder has a trainer.json in it)"
@@ -151,11 +151,13 @@ def find_checkpoint(run_dir: Path, resume: str, world: World) -> Path | None:
     return found
 
 
-def _latest(checkpoints: Path) -> Path | None:
-    pointer = checkpoints / "latest"
+def _named_by(pointer: Path) -> Path | None:
     if not pointer.is_file():
         return None
-    folder = checkpoints / pointer.read_text().strip()
+    folder = pointer.parent / pointer.read_text().strip()
+    for name in (f"tmp_{folder.name}", f"tmp_old_{folder.name}"):  # killed between the renames of `publish`
+        if not folder.exists() and (pointer.parent / name / "trainer.json").is_file():
+            os.replace(pointer.parent / name, folder)
     if not (folder / "trainer.json").is_file():
         raise SystemExit(f"{pointer} names {folder.name}, which is not there; --resume PATH or --resume never")
     return folder

@@ -282,10 +282,11 @@ class PromptLoader:
         return {"consumed": self.consumed, "seed": self.seed, "num_rows": self.num_rows}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """ValueError if the saved position belongs to another data set or seed."""
+        """SystemExit if the saved position belongs to another data set or seed."""
         for name, now in (("num_rows", self.num_rows), ("seed", self.seed)):
             if state[name] != now:
-                raise ValueError(f"cannot resume the data order: {name} was {state[name]}, now it is {now}")
+                told = f"--resume: {name} of the training data was {state[name]}, now it is {now}"
+                raise SystemExit(f"{told}; go on with the same flags, or give another --output-dir or --resume never")
         self.consumed = state["consumed"]
 
 

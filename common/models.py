@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AttentionInterface, AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AttentionInterface, AutoConfig, PreTrainedTokenizerBase
 from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.utils.logging import disable_progress_bar
 
@@ -23,8 +23,15 @@ disable_progress_bar()  # of loading and saving shards: several ranks would writ
 AttentionInterface.register("shared_prompts", shared_prompt_attention)
 AttentionInterface.register("shared_prompts_flex", flex_attention_forward)  # by its own name Qwen2.5-VL refuses it
 EMBEDDED = {name: Path(__file__).parent / "assets" / name for name in ("tiny", "tiny-vl")}
+HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py"]
 # Architectures whose logits are more than hidden @ head.T: our log-probs would be wrong, silently.
-UNSUPPORTED_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier")
+UNSUPPORTED_LOGITS = (
+    "final_logit_softcapping",
+    "logits_scaling",
+    "logit_scale",
+    "output_multiplier",
+    "lm_head_multiplier",
+)
 
 
 def resolve_model(name: str, flag: str = "--model") -> str:
@@ -32,6 +39,8 @@ def resolve_model(name: str, flag: str = "--model") -> str:
     if name in EMBEDDED:
         return str(EMBEDDED[name])
     if Path(name).is_dir():
+        if not all(any(Path(name).glob(part)) for part in ("config.json", "tokenizer*.json")):
+            raise SystemExit(f"{flag} {name}: no config.json or no tokenizer in it; of a run folder, give its model/")
         return name
     if name == "smollm2":
         from common.prepare.smollm2 import smollm2_path
@@ -41,7 +50,7 @@ def resolve_model(name: str, flag: str = "--model") -> str:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"])
+        return snapshot_download(name, allow_patterns=HUB_FILES)
     except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise SystemExit(
             f"{flag} {name}: no folder, none of {', '.join([*EMBEDDED, 'smollm2'])}, and not to be had from the hub "
@@ -57,46 +66,6 @@ def embedded_data(name: str, folder: Path, world: World, supervised: bool = Fals
     barrier()
     suffix = "jsonl" if supervised else "parquet"
     return str(folder / f"train.{suffix}"), str(folder / f"eval.{suffix}")
-
-
-def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-
-
-def end_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ids that end a response: the tokenizer's end token and those of generation_config.json."""
-    ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    generation_config = Path(path) / "generation_config.json"
-    if generation_config.is_file():
-        listed = json.loads(generation_config.read_text()).get("eos_token_id") or []
-        ids += listed if isinstance(listed, list) else [listed]
-    return sorted(set(ids))
-
-
-def end_of_turn(tokenizer) -> str:
-    """The token that the chat template puts after an assistant turn, if it is a special one; else the end token.
-
-    They differ in base models: Qwen2.5's end token is <|endoftext|>, its template ends turns with <|im_end|>. A policy
-    that was trained to say one and is stopped at the other never stops.
-    """
-    mark = "\u2603"
-    messages = [{"role": "user", "content": "."}, {"role": "assistant", "content": mark}]
-    tail = tokenizer.apply_chat_template(messages, tokenize=False).rpartition(mark)[2]
-    ids = tokenizer.encode(tail, add_special_tokens=False)
-    first = tokenizer.convert_ids_to_tokens(ids[0]) if ids else tokenizer.eos_token
-    return first if first in tokenizer.get_added_vocab() else tokenizer.eos_token
-
-
-def end_turns_properly(tokenizer: PreTrainedTokenizerBase, vision: Vision | None, world: World) -> None:
-    """Make the token that ends the template's turns the end token. ValueError without a chat template."""
-    if vision:
-        tokenizer.chat_template = vision.processor.chat_template or tokenizer.chat_template
-        vision.processor.tokenizer = tokenizer  # which the export saves
-    if not tokenizer.chat_template:
-        raise ValueError(f"the tokenizer of {tokenizer.name_or_path!r} has no chat template: take an instruct model")
-    if end_of_turn(tokenizer) != tokenizer.eos_token:
-        world.print(f"turns end with {end_of_turn(tokenizer)}, not {tokenizer.eos_token}: it becomes the end token")
-        tokenizer.eos_token = end_of_turn(tokenizer)
 
 
 def hidden_states(model: nn.Module, batch: MicroBatch, attention: str, vision: Vision | None) -> Tensor:
@@ -191,6 +160,22 @@ def choose_attention(flag: str, device: torch.device, compile_layers: bool = Fal
     return flag
 
 
+def unsupported(model: nn.Module, attention: str) -> str | None:
+    """What our log-probs, packs or masks do not express about a model; unnoticed, they would be another model's."""
+    config = model.config.get_text_config()
+    if scaled := [name for name in UNSUPPORTED_LOGITS if getattr(config, name, None) not in (None, 1, 1.0)]:
+        return f"rescales its logits ({scaled[0]})"
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
+        return "has a head with a bias"
+    kinds = set(getattr(config, "layer_types", None) or [])
+    if others := sorted(kinds - {"full_attention", "sliding_attention"}):
+        return f"has {others[0]} layers, in which packed conversations would see each other"
+    if model._is_stateful:
+        return "has recurrent layers, in which packed conversations would see each other"
+    window = "sliding_attention" in kinds or (not kinds and getattr(config, "sliding_window", None))
+    return "has sliding windows (--attention flash has them)" if window and attention != "flash" else None
+
+
 def load_policy(
     path: str,
     attention: str,
@@ -212,14 +197,6 @@ def load_policy(
         tower = implementation if attention == "flash" else "sdpa"
         implementation = {"text_config": implementation, "vision_config": tower}
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    text_config = config.get_text_config()
-    scaled = [name for name in UNSUPPORTED_LOGITS if getattr(text_config, name, None) not in (None, 1, 1.0)]
-    if scaled:
-        raise SystemExit(f"--model {path}: {config.model_type} rescales its logits ({scaled[0]}), not supported here")
-    if attention != "flash" and "sliding_attention" in (getattr(text_config, "layer_types", None) or []):
-        raise SystemExit(
-            f"--model {path}: {config.model_type} has sliding-window layers, which our masks do not express"
-        )
     load = auto_class(config).from_config if from_scratch else auto_class(config).from_pretrained
     model = load(
         config if from_scratch else path,
@@ -227,8 +204,8 @@ def load_policy(
         attn_implementation=implementation,
         trust_remote_code=trust_remote_code,
     )
-    if getattr(model.get_output_embeddings(), "bias", None) is not None:
-        raise SystemExit(f"--model {path}: {config.model_type} has a head with a bias, not supported here")
+    if problem := unsupported(model, attention):
+        raise SystemExit(f"--model {path}: {config.model_type} {problem}, not supported here")
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if freeze_vision:
@@ -290,7 +267,8 @@ def export_hugging_face(
         vision = unwrap(policy).vision
         (vision.processor if vision else tokenizer).save_pretrained(temporary)
         for file in temporary.iterdir():
-            file.chmod(0o644)  # safetensors writes for the owner alone
+            if file.is_file():
+                file.chmod(0o644)  # safetensors writes for the owner alone
         shutil.rmtree(folder, ignore_errors=True)
         temporary.replace(folder)
     except (OSError, SafetensorError) as error:

@@ -247,7 +247,7 @@ def _causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float 
         mask = torch.ones(length, total, dtype=torch.bool).tril(total - length)
         scores = query.reshape(1, kv_heads, -1, size) @ key.mT * (size**-0.5 if scaling is None else scaling)
         scores = scores.unflatten(2, (-1, length)).masked_fill(~mask, float("-inf")).flatten(2, 3)
-        return (scores.softmax(-1) @ value).reshape(query.shape)
+        return (scores.softmax(-1) @ value).reshape(1, heads, length, -1)
     key, value = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (key, value))
     mask = causal_lower_right(length, total)
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)

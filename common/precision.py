@@ -69,10 +69,11 @@ class LossScale:
             self.scale, self.good_steps = min(self.scale * 2, 2.0**24), 0
 
     def state_dict(self) -> dict:
-        return {"scale": self.scale, "good_steps": self.good_steps}
+        return {"scale": self.scale, "good_steps": self.good_steps, "dynamic": self.dynamic}
 
     def load_state_dict(self, state: dict) -> None:
-        self.scale, self.good_steps = state["scale"], state["good_steps"]
+        if state["dynamic"] == self.dynamic:  # else it is of a run in another dtype
+            self.scale, self.good_steps = state["scale"], state["good_steps"]
 
 
 def guarded_step(

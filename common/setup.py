@@ -1,7 +1,6 @@
 """What a script needs around its loop; what a user can get wrong is refused before weights are loaded."""
 
 import math
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,32 +10,23 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from common.arguments import PICTURE_FLAGS, check_shared_args, refuse, refuse_idle
 from common.checkpoint import Trained, checkpoint_bytes, free_bytes
 from common.data import PromptData
 from common.distributed import World, broadcast_object, handle_sigterm, init_world, sign_of_life, user_errors
-from common.engine import Sampling, VllmEngine
+from common.engine import VllmEngine
 from common.episodes import Turns
 from common.hf_engine import HuggingFaceEngine
 from common.logger import Logger, save_config, tracker_names
 from common.memory import memory_plan, release_freed_memory
-from common.models import (
-    EMBEDDED,
-    choose_attention,
-    embedded_data,
-    end_token_ids,
-    end_turns_properly,
-    load_tokenizer,
-    resolve_model,
-)
+from common.models import EMBEDDED, choose_attention, embedded_data, resolve_model
 from common.packing import remembered_budget
 from common.precision import choose_dtype
+from common.prompts import end_token_ids, end_turns_properly, load_tokenizer
 from common.rewards import reward_function
 from common.rewards.workers import RewardWorkers
 from common.tools import ToolWorkers
 from common.vision import PixelLimits, Vision, load_vision
-
-PICTURE_FLAGS = ("freeze_vision", "min_pixels", "max_pixels", "max_frame_pixels", "media_root")
-TOOL_FLAGS = ("max_turns", "max_turn_tokens", "max_tool_errors", "tool_workers", "tool_timeout", "deterministic")
 
 
 @dataclass
@@ -83,9 +73,10 @@ def set_up(args, script: str, demo: bool) -> Job:
         with user_errors():
             end_turns_properly(tokenizer, vision, world)
     if getattr(args, "critic_model", None):
-        critic_vocabulary = load_tokenizer(resolve_model(args.critic_model, "--critic-model")).get_vocab()
+        critic_path = resolve_model(args.critic_model, "--critic-model")
+        critic_vocabulary = load_tokenizer(critic_path, args.trust_remote_code).get_vocab()
         refuse(critic_vocabulary != tokenizer.get_vocab(), f"--critic-model {args.critic_model}: another tokenizer")
-        blind = load_vision(resolve_model(args.critic_model), limits, args.trust_remote_code) is None
+        blind = load_vision(critic_path, limits, args.trust_remote_code) is None
         refuse(blind != (vision is None), f"--critic-model {args.critic_model}: of policy and critic one cannot see")
     if getattr(args, "reward_model", None):
         resolve_model(args.reward_model, "--reward-model")  # that there is none should be known before all is loaded
@@ -185,6 +176,8 @@ def open_logger(args, job: Job, script: str, trained: Trained, start: int, resum
         f"{len(data)} prompts; a step: {args.prompts_per_step} x {args.samples_per_prompt} samples, {args.minibatches}"
         f" minibatches x {args.epochs_per_step} epochs; {job.total_steps} steps pass over the data {passes:.2f} times"
     )
+    if args.prompts_per_step > len(data):
+        world.print(f"warning: --prompts-per-step {args.prompts_per_step} of {len(data)} rows: a step repeats prompts")
     budget = remembered_budget(job.output_dir, args.micro_batch_tokens)
     if budget < args.micro_batch_tokens:
         world.print(f"micro-batches of {budget} tokens, since {job.output_dir}/micro_batch_tokens: more did not fit")
@@ -226,75 +219,3 @@ def check_device(device: torch.device) -> None:
         remedy = "requirements-v100.txt (CUDA 12.6 wheels)" if old else "torch for a newer CUDA"
         gap = f"is built for {torch.cuda.get_arch_list()}, not for {torch.cuda.get_device_name(device)}"
         raise ValueError(f"torch {torch.__version__} {gap}: install {remedy}") from error
-
-
-def check_shared_args(args) -> None:
-    """Refuse values that cannot work, and flags without effect, of those that all RL scripts share."""
-    sampled = (args.eval_temperature > 0, "an --eval-temperature above 0")
-    called = (bool(args.tools), "--tools")
-    evaluated = (bool(args.eval_data) or args.model in EMBEDDED, "--eval-data")
-    refuse_idle(
-        args,
-        {
-            "optimizer_offload": (torch.cuda.is_available(), "a GPU"),
-            "lr_floor": (args.lr_schedule != "constant", "--lr-schedule linear or cosine"),
-            "total_epochs": (args.total_steps is None, "no --total-steps"),
-            "eval_top_p": sampled,
-            "eval_top_k": sampled,
-            "eval_samples": sampled,  # greedy ones are all the same
-            **dict.fromkeys(TOOL_FLAGS, called),
-            **dict.fromkeys(["eval_every", "eval_before", "eval_rows", "eval_temperature"], evaluated),
-        },
-    )
-    Sampling(temperature=args.temperature).check_exact()
-    for field in ("minibatches", "epochs_per_step", "critic_epochs"):
-        refuse(getattr(args, field, 1) < 1, f"--{field.replace('_', '-')}: at least 1")
-    refuse(min(args.eval_rows, args.stall_minutes) <= 0, "--eval-rows and --stall-minutes: must be above 0")
-    refuse(args.min_pixels > args.max_pixels, f"--min-pixels {args.min_pixels}: above --max-pixels {args.max_pixels}")
-    sizes = [args.max_turns, args.max_images, args.max_turn_tokens, args.loss_length]
-    small = any(size is not None and size < 1 for size in sizes)
-    refuse(small, "--max-turns, --max-images, --max-turn-tokens, --loss-length: at least 1")
-    refuse(bool(args.replay) and args.eval_only, "--replay is of training, --eval-only does none")
-    data = "--eval-data" if args.eval_only else "--train-data"
-    given = args.eval_data if args.eval_only else args.train_data
-    refuse(not given and (args.model not in EMBEDDED or bool(args.train_data)), f"--model {args.model} needs {data}")
-
-
-def check_objective_args(args) -> None:
-    """The same for those of the policy's objective, which grpo.py and ppo.py share."""
-    off_policy = args.minibatches * args.epochs_per_step > 1
-    moved = "several --minibatches or --epochs-per-step: on-policy the ratio is 1"
-    kl = (args.kl_in != "none", "--kl-in reward or loss")
-    refuse_idle(
-        args,
-        {
-            **dict.fromkeys(["objective", "clip_low", "clip_high"], (off_policy, moved)),
-            "dual_clip": (off_policy and args.objective == "ppo", f"--objective ppo, and {moved}"),
-            "correction_low": (args.correction in ("mask", "sequence"), "--correction mask or sequence"),
-            "correction_high": (args.correction != "none", "a --correction"),
-            **dict.fromkeys(["kl_coef", "kl_estimator", "kl_target"], kl),
-            "kl_horizon": (args.kl_target > 0, "--kl-target"),
-            "loss_length": (args.reduction == "dr_grpo", "--reduction dr_grpo"),
-        },
-    )
-    P, M, estimator = args.prompts_per_step, args.minibatches, args.kl_estimator
-    refuse(P < M, f"--minibatches {M} of --prompts-per-step {P}: a minibatch needs a prompt (groups stay together)")
-    refuse(0 < args.dual_clip <= 1, f"--dual-clip {args.dual_clip}: a bound on the ratio must be above 1 (0 = off)")
-    refuse(not 0 <= args.overlong_buffer < args.max_response_tokens, "--overlong-buffer: below --max-response-tokens")
-    refuse(args.kl_in != "none" and not args.kl_coef, f"--kl-in {args.kl_in} needs a --kl-coef, such as 0.001")
-    refuse(args.kl_in == "reward" and estimator != "k1", f"--kl-in reward with {estimator}: biased there, take k1")
-    refuse(args.kl_in == "loss" and estimator == "k1", "--kl-in loss with k1: no gradient on average, take k3-is")
-
-
-def refuse(wrong: bool, message: str) -> None:
-    if wrong:
-        raise SystemExit(message)
-
-
-def refuse_idle(args, uses: dict[str, tuple[bool, str]]) -> None:
-    """Stop if a flag is given that has no effect. uses: {field: (is it used, what it would need)}."""
-    given = {argument.partition("=")[0].replace("_", "-") for argument in sys.argv[1:]}
-    for name, (used, needs) in uses.items():
-        flag = f"--{name.replace('_', '-')}"
-        said = {flag, flag.replace("--", "--no-", 1)} & given
-        refuse(not used and bool(said), f"{flag} {getattr(args, name)} has no effect: needs {needs}")

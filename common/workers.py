@@ -184,7 +184,8 @@ class Pool:
         """Wait for the next reply or deadline, but not longer than `until`, and take what there is."""
         waiting = [worker for worker in self.workers if worker.state != Worker.IDLE]
         patience = min([until, *(worker.deadline for worker in waiting)]) - time.monotonic()
-        readable = wait([worker.connection for worker in waiting], max(0.0, patience)) if waiting else []
+        patience = min(max(0.0, patience), 3600.0)  # what asks, asks again; the system call takes no week
+        readable = wait([worker.connection for worker in waiting], patience) if waiting else []
         done = []
         for worker in waiting:
             reply = worker.reply(worker.connection in readable)

@@ -75,11 +75,21 @@ def test_leftovers_of_a_killed_save_are_removed_and_never_loaded(tmp_path, world
     assert not list((tmp_path / "checkpoints").glob("tmp_*"))
 
 
+@pytest.mark.parametrize("left", ["tmp_old_step_000010", "tmp_step_000010"])
+def test_a_kill_while_a_step_is_replaced_loses_nothing(tmp_path, world, left):
+    """Saved again, after a resume from an earlier one: between the renames only the old or the new one is there."""
+    save(tmp_path, 10, world)
+    step = tmp_path / "checkpoints" / "step_000010"
+    step.rename(step.with_name(left))
+    assert find_checkpoint(tmp_path, "auto", world) == step
+    assert (step / "trainer.json").is_file()
+
+
 def test_resume_by_path_and_its_errors(tmp_path, world):
     assert find_checkpoint(tmp_path, "auto", world) is None
     save(tmp_path, 10, world)
     step = tmp_path / "checkpoints" / "step_000010"
-    for path in (step, step.parent, tmp_path):
+    for path in (step, step.parent, tmp_path, step.parent / "latest"):
         assert find_checkpoint(tmp_path / "elsewhere", str(path), world) == step
     assert find_checkpoint(tmp_path, "never", world) is None
     with pytest.raises(SystemExit, match="--resume"):

@@ -260,9 +260,9 @@ def test_resume_continues_the_same_order():
 
 def test_resume_on_other_data_is_refused():
     state = PromptLoader(10, seed=0).state_dict()
-    with pytest.raises(ValueError, match="num_rows was 10, now it is 11"):
+    with pytest.raises(SystemExit, match="num_rows of the training data was 10, now it is 11"):
         PromptLoader(11, seed=0).load_state_dict(state)
-    with pytest.raises(ValueError, match="seed was 0, now it is 1"):
+    with pytest.raises(SystemExit, match="seed of the training data was 0, now it is 1"):
         PromptLoader(10, seed=1).load_state_dict(state)
 
 
@@ -271,10 +271,11 @@ def test_a_loader_of_nothing_is_refused():
         PromptLoader(0, seed=0)
 
 
-def test_command_line(tmp_path, tokenizer):
+@pytest.mark.parametrize("name", [None, "tiny"])
+def test_command_line(tmp_path, tokenizer, name):
     tokenizer.save_pretrained(tmp_path / "tok")
     path = write(tmp_path / "a.parquet", [row(), row("What?", data_source="aime"), row(data_source=None)])
-    command = [sys.executable, "-m", "common.data", path, "--rows", "1", "--tokenizer", str(tmp_path / "tok")]
+    command = [sys.executable, "-m", "common.data", path, "--rows", "1", "--tokenizer", name or str(tmp_path / "tok")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
     assert done.returncode == 0, done.stderr
     for text in (
@@ -285,3 +286,10 @@ def test_command_line(tmp_path, tokenizer):
         '"content": "What',
     ):
         assert text in done.stdout, text
+
+
+def test_command_line_without_the_file(tmp_path):
+    command = [sys.executable, "-m", "common.data", str(tmp_path / "nothing.jsonl")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert done.returncode == 1
+    assert "nothing.jsonl" in done.stderr and "Traceback" not in done.stderr

@@ -12,9 +12,9 @@ import tyro
 
 import grpo
 import sft
+from common.arguments import check_shared_args
 from common.episodes import Episode
 from common.precision import LossScale, guarded_step
-from common.setup import check_shared_args
 
 # --- group_advantages ---------------------------------------------------------------------------------------------
 
@@ -326,6 +326,14 @@ def test_loss_scale_state_round_trip():
     assert restored.scale == 16.0, "two good steps before the checkpoint, one after it"
 
 
+@pytest.mark.parametrize("before, now", itertools.permutations([torch.float16, torch.bfloat16], 2))
+def test_a_run_that_goes_on_in_another_dtype_takes_that_ones_loss_scale(before, now):
+    """2^14 doubled from 1 takes thousands of steps, in which most gradients of fp16 are 0."""
+    scale = LossScale.for_dtype(now)
+    scale.load_state_dict(LossScale.for_dtype(before).state_dict())
+    assert scale == LossScale.for_dtype(now)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_loss_scale_is_one_without_fp16(dtype):
     scale = LossScale.for_dtype(dtype)
@@ -423,6 +431,11 @@ def test_guarded_step_without_any_gradient_changes_nothing():
         ("--samples-per-prompt 1", "--samples-per-prompt 1: nothing to compare with"),
         ("--dynamic-sampling 1", "--dynamic-sampling 1 never refills"),
         ("--overlong-buffer 256", "--overlong-buffer: below --max-response-tokens"),
+        ("--prompts-per-step 0", "--prompts-per-step 0: must be above 0"),
+        ("--reward-timeout 0", "--reward-timeout 0.0: must be above 0"),
+        ("--learning-rate nan", "--learning-rate nan: must not be below 0"),
+        ("--seed -1", "--seed -1: must not be below 0"),
+        ("--lr-floor 1.5", "--lr-floor 1.5: must not be above 1"),
     ],
 )
 def test_what_cannot_work_or_has_no_effect_is_refused(flags, message, monkeypatch):
@@ -432,7 +445,10 @@ def test_what_cannot_work_or_has_no_effect_is_refused(flags, message, monkeypatc
     assert str(refusal.value).startswith(message)
 
 
-@pytest.mark.parametrize("flags", ["", "--lr-schedule constant", "--minibatches 2 --clip-high 0.28 --objective gspo"])
+@pytest.mark.parametrize(
+    "flags",
+    ["", "--lr-schedule constant", "--minibatches 2 --clip-high 0.28 --objective gspo", "--entropy-coef -0.01"],
+)
 def test_what_works_is_not_refused(flags, monkeypatch):
     """The demo sets flags of its own: only what was typed can be idle."""
     monkeypatch.setattr("sys.argv", ["grpo.py", *flags.split()])

@@ -120,6 +120,9 @@ SAME_SPELLING = [  # answer, ground truth: equal after normalisation, without ma
     ("0.6666666667", "0.6666666667"),
 ]
 SAME_VALUE = [  # answer, ground truth: spelled differently
+    ("1 1/2", "3/2"),
+    ("-1 1/2", r"-\frac{3}{2}"),
+    ("3/2", r"1\frac{1}{2}"),
     (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}"),
     ("1 + 2i", "2i + 1"),
     ("x^2 - 1", "(x-1)(x+1)"),
@@ -137,6 +140,7 @@ SAME_VALUE = [  # answer, ground truth: spelled differently
     ("10/3", "3.33333"),
 ]
 UNEQUAL = [  # answer, ground truth
+    ("1 1/2", "11/2"),
     ("6", "5"),
     ("5", "-5"),
     ("", "5"),

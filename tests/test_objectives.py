@@ -358,6 +358,11 @@ def test_adapted_kl_coef(kl, target, factor):
     assert grpo.adapted_kl_coef(0.02, kl, target, 4000.0, 1000.0) == pytest.approx(0.02 * factor, rel=1e-12)
 
 
+def test_adapted_kl_coef_survives_a_step_beyond_its_horizon():
+    """In the first step the policy is the reference: KL 0. A coefficient of 0 would never grow again."""
+    assert grpo.adapted_kl_coef(0.02, 0.0, 0.1, 100.0, 1024.0) == pytest.approx(0.02 * 0.8, rel=1e-12)
+
+
 # --- shaped_scores ------------------------------------------------------------------------------------------------
 
 

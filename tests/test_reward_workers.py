@@ -208,6 +208,10 @@ def test_each_failure_costs_its_own_sample(start):
                 assert result == scored(float(text))
 
 
+def test_a_deadline_beyond_what_the_system_waits(start):
+    assert start(timeout_s=1e9).score([job("5")]) == [scored(5)]
+
+
 def test_results_are_in_the_order_of_the_jobs(start):
     pool = start(count=4)
     assert pool.score([]) == []

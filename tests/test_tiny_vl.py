@@ -14,9 +14,9 @@ from conftest import run_script
 
 from common.conversations import Conversations
 from common.data import PromptData
-from common.models import EMBEDDED, load_tokenizer
+from common.models import EMBEDDED
 from common.prepare import tiny_vl
-from common.prompts import DEFAULT_SYSTEM
+from common.prompts import DEFAULT_SYSTEM, load_tokenizer
 from common.rewards import reward_function, score_response
 from common.tools import CROP, OPEN, call_tool, load_tools, parse_call, tool_block
 from common.tools.visual import decode

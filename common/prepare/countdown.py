@@ -20,6 +20,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import tyro
 
+from common.distributed import user_errors
+
 TEMPLATES = {  # base and qwen-instruct are TinyZero's, to the letter
     "base": (
         "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The "
@@ -265,4 +267,5 @@ def with_progress(rows: Iterable[Problem], total: int, label: str, every_s: floa
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    with user_errors():
+        main(tyro.cli(Args, description=__doc__))

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import tyro
 from huggingface_hub import snapshot_download
 
+from common.distributed import user_errors
 from common.prepare.countdown import write_atomically
 from common.prepare.gsm8k import SCHEMA as TEXT_SCHEMA
 from common.rewards.math import normalized_truth
@@ -97,4 +98,5 @@ def to_row(record: dict, split: str, index: int) -> dict:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    with user_errors():
+        main(tyro.cli(Args, description=__doc__))

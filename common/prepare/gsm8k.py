@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import tyro
 from huggingface_hub import hf_hub_download
 
+from common.distributed import user_errors
 from common.prepare.countdown import write_atomically
 
 REPOSITORY = "openai/gsm8k"
@@ -106,4 +107,5 @@ def final_answer(answer: str) -> str:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    with user_errors():
+        main(tyro.cli(Args, description=__doc__))

@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 import tyro
 from huggingface_hub import hf_hub_download
 
+from common.distributed import user_errors
 from common.prepare.countdown import write_atomically
 from common.prepare.gsm8k import SCHEMA
 from common.rewards import boxed_reward, reward_function
@@ -134,4 +135,5 @@ def read_record(record) -> tuple[str, str, str]:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    with user_errors():
+        main(tyro.cli(Args, description=__doc__))

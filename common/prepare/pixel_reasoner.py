@@ -17,6 +17,8 @@ import pyarrow.parquet as pq
 import tyro
 from huggingface_hub import snapshot_download
 
+from common.distributed import user_errors
+
 MAX_SHOWN = 5  # missing files that are named
 
 
@@ -93,4 +95,5 @@ def media_of(table: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    with user_errors():
+        main(tyro.cli(Args, description=__doc__))

@@ -9,11 +9,15 @@ import pyarrow as pa
 import tyro
 
 from common.data import bare_text, clean_prompt, read_table, records, render, row_problem
+from common.distributed import user_errors
+from common.models import EMBEDDED, resolve_model
+from common.prompts import load_tokenizer
 
 
 def show(file: tyro.conf.Positional[Path], tokenizer: str | None = None, rows: int = 2) -> None:
     """Show a data file: columns, rows per data_source, prompt lengths (in tokens with --tokenizer), and some rows."""
-    table = read_table(file, "FILE")
+    with user_errors():
+        table = read_table(file, "FILE")
     problems = [(record, row_problem(record)) for record in records(table)]
     usable = [record for record, problem in problems if problem is None]
     print(f"{file}: {len(table)} rows, {len(table) - len(usable)} of them unusable")
@@ -23,9 +27,8 @@ def show(file: tyro.conf.Positional[Path], tokenizer: str | None = None, rows: i
         print(f"data_source {source}: {count} rows")
     texts = [bare_text(record["prompt"]) for record in usable]
     if tokenizer and usable:
-        from transformers import AutoTokenizer  # takes seconds to import
-
-        encode = AutoTokenizer.from_pretrained(tokenizer)
+        ours = tokenizer in (*EMBEDDED, "smollm2")
+        encode = load_tokenizer(resolve_model(tokenizer) if ours else tokenizer)  # of others, no weights are fetched
         prompts = [render(clean_prompt(record["prompt"]), encode) for record in usable]
         texts = encode(prompts, add_special_tokens=False)["input_ids"]
     if usable:

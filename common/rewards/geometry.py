@@ -19,7 +19,6 @@ from common.rewards.math import (
 
 FORMAT = ("<think>", "</think>", "\\boxed{", "}")
 ROOT = re.compile(r"√\s*([0-9]+)")
-MIXED_NUMBER = re.compile(r"(?<=[0-9])\s+([0-9]+)\s*/\s*([0-9]+)")
 
 
 def score_geo3k(solution_str: str, ground_truth: str) -> dict:
@@ -89,5 +88,5 @@ def is_equal_element(answer: str, truth: str) -> bool:
 
 
 def plain(text: str) -> str:
-    """The answer without units and delimiters; "√10" is no root of 1, and "1 1/2" is not 11/2."""
-    return MIXED_NUMBER.sub(r"\\frac{\1}{\2}", clean(ROOT.sub(r"\\sqrt{\1}", text)))
+    """The answer without units and delimiters; "√10" is no root of 1."""
+    return clean(ROOT.sub(r"\\sqrt{\1}", text))

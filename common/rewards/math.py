@@ -152,6 +152,7 @@ CLEAN = [  # pattern and replacement, in this order; what remains is LaTeX that 
     (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
     (r"^\s*[a-zA-Z](?:_\{?[0-9a-zA-Z]\}?|\([a-z]\))?\s*(?:=|\\in(?![a-zA-Z]))(?!.*=)", ""),  # x = 5, f(x) = 5
     (r"[\s.,;:]+$", ""),
+    (r"(?<=[0-9])\s+([0-9]+)\s*/\s*([0-9]+)", r"\\frac{\1}{\2}"),  # 1 1/2 is not 11/2
 ]
 SHORT_FORMS = [
     (r"\s+", ""),

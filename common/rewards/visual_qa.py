@@ -86,6 +86,7 @@ def trimmed(text: str) -> str:
 # "b", "(b)", "b. blue", "(b) blue", "b:blue"; but not "b blue", "a.m", nor the beginning of "(a) and (b)"
 OPTION = re.compile(r"[(\[]?([a-k])(?:[)\]][.:]?|[.:](?=\s|\w\w)|$)\s*+(?!(?:and|or)\b|[,;/&])(.*)")
 ANOTHER_OPTION = re.compile(r"[\s,;](?:[a-k][.:)]|\([a-k]\)(?!\s(?:and|or)\b))\s")  # not "d. both (a) and (b)"
+LETTERS = re.compile(r"(?:[(\[]?[a-k][)\]][\s,;.]*)+")  # what stands behind "(a)" in "(a) (b)"
 COMMA = r"(?:(?<![0-9]),|,(?![0-9]{3}(?![0-9])))"  # but not that of 1,234
 SEPARATOR = re.compile(rf"{COMMA}|&|\band\b")
 TUPLE = re.compile(r"[(\[][^()\[\]]*[)\]]")  # not "(a), (b)"
@@ -115,7 +116,8 @@ def same(answer: str, truth: str) -> bool:
 def option(text: str) -> tuple[str, str]:
     """("b", "blue") of "(b) blue", ("b", "") of "b"; ("", "") if the text is no option, or names several."""
     match = OPTION.fullmatch(text)
-    return ("", "") if match is None or ANOTHER_OPTION.search(text) else (match[1], trimmed(match[2]))
+    several = match is None or ANOTHER_OPTION.search(text) or LETTERS.fullmatch(match[2])
+    return ("", "") if several else (match[1], trimmed(match[2]))
 
 
 def items(text: str) -> list[str]:

@@ -5,7 +5,7 @@
 
 A micro-batch has at least the tokens of the longest prompt with one response. One policy, AdamW, bf16, FSDP, engine
 asleep during the update. Estimated are weights, gradients, moments and activations; not counted: what allocators keep,
-CUDA contexts and graphs (some GB), a reference model (2 bytes a parameter), a critic (16 bytes a parameter, shared by
+CUDA contexts and graphs (some GB), a reference model (2 bytes a parameter), a critic (12 bytes a parameter, shared by
 the GPUs).
 """
 

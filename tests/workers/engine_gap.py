@@ -17,16 +17,10 @@ from common.distributed import World, init_world, reshard, run, wrap_model
 from common.engine import Sampling, VllmEngine
 from common.episodes import sample_episodes
 from common.hf_engine import HuggingFaceEngine
-from common.models import (
-    end_token_ids,
-    full_parameters,
-    load_policy,
-    load_tokenizer,
-    parameter_sizes,
-    resolve_model,
-)
+from common.models import full_parameters, load_policy, parameter_sizes, resolve_model
 from common.packing import TokenIndex, pack
 from common.precision import DTYPES, check_gap, gap_limit
+from common.prompts import end_token_ids, load_tokenizer
 
 # What the engine does after the policy has moved. On CPUs it never sleeps, and these are syncs alone.
 ORDERS = {

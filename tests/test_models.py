@@ -1,0 +1,69 @@
+"""What is refused as a model, before it would train on log-probs of another one; and what an export leaves behind."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from common.models import EMBEDDED, export_hugging_face, load_policy, resolve_model, unsupported
+from common.prompts import load_tokenizer
+
+SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 128, "pad_token_id": 0}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 0}
+
+
+@pytest.mark.parametrize(
+    "kind, options, problem, with_flash",
+    [
+        ("llama", {}, None, None),
+        ("qwen2", {}, None, None),
+        ("qwen3", {}, None, None),
+        ("mistral", {"sliding_window": None}, None, None),
+        ("mistral", {"sliding_window": 8}, "sliding windows", None),
+        ("mixtral", {"sliding_window": 8}, "sliding windows", None),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "sliding windows", None),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "conv layers", "conv layers"),
+        (
+            "qwen3_next",
+            {"layer_types": ["linear_attention", "full_attention"]},
+            "linear_attention",
+            "linear_attention",
+        ),
+        ("rwkv", {}, "recurrent layers", "recurrent layers"),
+        ("granite", {"logits_scaling": 8.0}, "rescales its logits (logits_scaling)", "rescales its logits"),
+        ("phi", {}, "head with a bias", "head with a bias"),
+    ],
+)
+def test_models_that_packs_masks_or_log_probs_do_not_express_are_refused(kind, options, problem, with_flash):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**(SIZES | options)))
+    for attention, expected in (("sdpa", problem), ("flex", problem), ("flash", with_flash)):
+        found = unsupported(model, attention)
+        assert (found is None) == (expected is None) and (expected or "") in (found or ""), (attention, found)
+
+
+def test_loading_a_refused_model_names_it(tmp_path):
+    config = CONFIG_MAPPING["mistral"](**(SIZES | {"sliding_window": 8}))
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(SystemExit, match=f"--model {tmp_path}: mistral has sliding windows"):
+        load_policy(str(tmp_path), "sdpa")
+
+
+def test_a_folder_that_is_no_model_is_refused_by_name(tmp_path):
+    """Such as a run's folder, whose config.json holds arguments."""
+    assert resolve_model("tiny") == resolve_model(str(EMBEDDED["tiny"]))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(SystemExit, match=f"--critic-model {tmp_path}: .* give its model/"):
+        resolve_model(str(tmp_path), "--critic-model")
+
+
+def test_an_export_with_several_chat_templates_is_readable_and_can_be_repeated(tmp_path, world):
+    """They are saved as a folder."""
+    tokenizer = load_tokenizer(str(EMBEDDED["tiny"]))
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": "{{ messages }}"}
+    policy = load_policy(str(EMBEDDED["tiny"]), "sdpa")
+    for _ in range(2):
+        export_hugging_face(policy, tokenizer, tmp_path / "model", world, torch.bfloat16)
+        assert set(load_tokenizer(str(tmp_path / "model")).chat_template) == {"default", "tool_use"}
+        modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "model").iterdir()}
+        assert modes["model.safetensors"] == 0o644 and modes["additional_chat_templates"] & 0o100
