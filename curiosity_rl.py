@@ -551,7 +551,7 @@ def main(args: Args, demo: bool = False) -> None:
 
     def sync_engine(step: int) -> None:
         engine.wake("weights")
-        engine.sync_weights(full_parameters(policy), sizes, step)
+        engine.sync_weights(full_parameters(policy, job.compute_dtype), sizes, step)
         engine.wake("kv_cache")
 
     @torch.no_grad()

@@ -114,7 +114,6 @@ class VllmEngine:
         max_model_len: int,
         memory_gib: float | None = None,
         sleep_level: int = 1,
-        max_sequences: int = 256,
         trust_remote_code: bool = False,
         vision: Vision | None = None,
         max_images: int = 16,
@@ -140,7 +139,8 @@ class VllmEngine:
                 ModelRegistry.register_model(architecture, lazy.load_model_cls())
         # A prompt cut in chunks makes vLLM rewind the request's random generator, which CPU generators cannot do.
         options: dict = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(max_model_len, 8192)}
-        if on_gpu:
+        options |= {"max_num_seqs": 256}
+        if on_gpu:  # vLLM chooses sizes of batches by the memory there is
             free, total = torch.cuda.mem_get_info(world.device)
             # The KV cache has a size of its own: this share only has to pass vLLM's check against free memory.
             options = {"gpu_memory_utilization": 0.9 * free / total, "enable_sleep_mode": sleep_level > 0}
@@ -154,7 +154,6 @@ class VllmEngine:
                 skip_tokenizer_init=vision is None,
                 dtype=str(dtype).removeprefix("torch."),
                 max_model_len=max_model_len,
-                max_num_seqs=max_sequences,
                 kv_cache_memory_bytes=int((memory_gib or (8 if on_gpu else 1)) * 2**30),
                 enforce_eager=not on_gpu,
                 logprobs_mode="processed_logprobs",

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**27}  # logits alive at a time: 64 MiB and 512 MiB in float32
+CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**25}  # logits alive at a time: 64 MiB and 128 MiB in float32
 
 
 def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:

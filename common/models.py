@@ -238,8 +238,8 @@ def full_parameters(policy: nn.Module, dtype: torch.dtype | None = None) -> Iter
     head = model.get_output_embeddings().weight
     with torch.no_grad():
         for name, parameter in model.named_parameters(remove_duplicate=True):
-            tensor = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
-            tensor = tensor.to(dtype) if dtype is not None else tensor
+            tensor = parameter.detach() if dtype is None else parameter.detach().to(dtype)  # before it is gathered
+            tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             yield name, tensor
             if parameter is head and "lm_head" not in name:
                 yield "lm_head.weight", tensor

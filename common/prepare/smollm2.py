@@ -20,7 +20,6 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import gguf
 import torch
 import tyro
 from safetensors.torch import save_file
@@ -92,6 +91,8 @@ def download_gguf(folder: Path) -> Path:
 
 def convert(gguf_path: Path, folder: Path) -> None:
     """Write config, weights (bfloat16) and tokenizer so that transformers and vLLM load the folder as it is."""
+    import gguf  # not needed where the folder is there already
+
     reader = gguf.GGUFReader(gguf_path)
     meta = {name: field.contents() for name, field in reader.fields.items()}
     heads = {"attn_q": meta["llama.attention.head_count"], "attn_k": meta["llama.attention.head_count_kv"]}
@@ -153,15 +154,15 @@ def special_ids(meta: dict) -> dict[str, int]:
 
 def write_tokenizer(meta: dict, folder: Path) -> None:
     """Byte-level BPE; every digit is a token of its own, as in SmolLM's training (a run of spaces stays whole)."""
+    from gguf import TokenType
+
     tokens = meta["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in meta["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
     tokenizer.decoder = decoders.ByteLevel()
-    control = [
-        token for token, kind in zip(tokens, meta["tokenizer.ggml.token_type"]) if kind == gguf.TokenType.CONTROL
-    ]
+    control = [token for token, kind in zip(tokens, meta["tokenizer.ggml.token_type"]) if kind == TokenType.CONTROL]
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {

@@ -1,7 +1,8 @@
 """What a GPU makes of this trainer: update, log-probs, weight sync, sleep and wake, and a whole step by phase.
 
-    python tests/bench/gpu.py                                       # three sizes of Qwen2.5, everything: half an hour
+    python tests/bench/gpu.py                                       # three sizes of Qwen2.5, everything
     python tests/bench/gpu.py --models 7B --parts update sync       # some of it
+    python tests/bench/gpu.py --only "update:7B, checkpointing"     # one measurement
     python tests/bench/gpu.py --models smoke --threads 2            # that it works, on a CPU too
 
 Weights are random, in the shapes of Qwen2.5 (0.1B: of SmolLM2), since their values play no part in speed. Every
@@ -14,6 +15,8 @@ step: `grpo.py` as it is run, generating up to 512 tokens, medians without the f
 """
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -52,7 +55,9 @@ SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, vocabulary, 
     "14B": (5120, 13_824, 48, 40, 8, 152_064, False),
 }
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # dense bf16, without sparsity, of the SXM boards
+LARGE = ("7B", "14B")  # whose activations do not fit beside Adam
 PROMPT, RESPONSE, GROUP = 256, 768, 8  # tokens, tokens, samples of a prompt
+STEPS = 4  # of grpo.py
 Part = Literal["update", "logprob", "sync", "step"]
 
 
@@ -154,14 +159,15 @@ def measure_update(name: str, args: Args, compiled: bool, shared: bool, checkpoi
     pack_options = layout(attention, args.micro_batch_tokens)
     pack_options["share_prompts"] &= shared
     batches = pack(episodes, range(len(episodes)), index, **pack_options)
-    flat = [torch.full((len(index),), value, device=device) for value in (RESPONSE, -1.0, -1.0, -1.0, 0.0)]
+    flat = [torch.full((len(index),), value, device=device) for value in (float(RESPONSE), -1.0, -1.0, -1.0, 0.0)]
     tokens = grpo.Tokens(index.episode_of_token.to(device), *flat)
     tokens.advantages = (index.episode_of_token % 2).to(device) - 0.5
     script_args = grpo.Args(model="", max_response_tokens=RESPONSE)
 
     def update() -> None:
         grpo.backward(policy, batches, tokens, script_args, world, [len(index), len(episodes)], on_policy=True)
-        guarded_step(policy, optimizer, 1.0, scale)
+        norm, stepped = guarded_step(policy, optimizer, 1.0, scale)
+        assert stepped and norm > 0, "zeros are faster"
 
     took = seconds(update, args.repeats, device)
     result = {"s": took, "trained tokens/s": len(index) / took, "peak GB": 0.0}
@@ -187,14 +193,18 @@ def measure_sync(name: str, args: Args) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         save_model(name, folder, device)
-        before = gpu_bytes() / 1e9
+        before = held_gb()
         options = {"end_ids": [0], "max_model_len": 512, "memory_gib": 8.0 if device.type == "cuda" else 0.5}
         engine = VllmEngine(str(folder), torch.bfloat16, world, **options)
         policy = load_policy(str(folder), choose_attention("auto", device))
     sizes = parameter_sizes(policy)
     policy = wrap_model(policy, world, "fsdp", torch.bfloat16)
     result = {"copy GB/s": copy_bandwidth(device)}
-    sync = seconds(lambda: engine.sync_weights(full_parameters(policy), sizes, 0), args.repeats, device)
+
+    def sync_engine() -> None:
+        engine.sync_weights(full_parameters(policy, torch.bfloat16), sizes, 0)
+
+    sync = seconds(sync_engine, args.repeats, device)
     result |= {"sync s": sync, "sync GB/s": 2 * sum(sizes.values()) / 1e9 / sync}
     for level in (1, 2) if device.type == "cuda" else ():
         engine.sleep_level, times = level, {"sleep": [], "wake": []}
@@ -203,11 +213,18 @@ def measure_sync(name: str, args: Args) -> dict[str, float]:
             times["sleep"].append(seconds_of(engine.sleep, device))
             asleep = gpu_bytes() / 1e9
             times["wake"].append(seconds_of(lambda: (engine.wake("weights"), engine.wake("kv_cache")), device))
-            engine.sync_weights(full_parameters(policy), sizes, 0)
+            sync_engine()
         result |= {f"{what} {level} s": median(x[1:]) for what, x in times.items()}
         result |= {f"freed by {level} GB": awake - asleep}
     held = 4 * sum(p.numel() for p in policy.parameters()) / 1e9
-    return result | {"engine awake GB": gpu_bytes() / 1e9 - before - held}
+    return result | {"engine awake GB": held_gb() - before - held}
+
+
+def held_gb() -> float:
+    """Memory of the device in use, but for what torch only keeps."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return gpu_bytes() / 1e9
 
 
 def copy_bandwidth(device: torch.device) -> float:
@@ -231,19 +248,32 @@ def measure_step(name: str, args: Args, compiled: bool) -> dict[str, float]:
         ]
         pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
         command = [sys.executable, "grpo.py", "--model", folder / "model", "--train-data", folder / "train.parquet"]
-        command += ["--output-dir", folder / "run", "--total-steps", 4, "--prompts-per-step", args.prompts]
+        command += ["--output-dir", folder / "run", "--total-steps", STEPS + 1, "--prompts-per-step", args.prompts]
         command += ["--samples-per-prompt", GROUP, "--max-prompt-tokens", PROMPT, "--max-response-tokens", 512]
-        command += ["--micro-batch-tokens", args.micro_batch_tokens, "--dtype", "bf16", "--max-logprob-gap", 1.0]
-        command += ["--gradient-checkpointing"] if name == "7B" else []
+        tokens = args.micro_batch_tokens // 2 if name in LARGE else args.micro_batch_tokens
+        command += ["--micro-batch-tokens", tokens, "--dtype", "bf16", "--max-logprob-gap", 1.0]
+        command += ["--gradient-checkpointing"] if name in LARGE else []
         command += ["--compile"] if compiled else []
-        done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(done.stdout[-2000:] + done.stderr[-4000:])
-        steps = [record for record in read_metrics(folder / "run" / "metrics.jsonl") if record.get("step", 0) > 1]
+        steps = first_steps(list(map(str, command)), folder)[1:]
     names = {"rollout_s": "rollout", "sync_s": "sync", "logprob_s": "logprob", "update_s": "update", "step_s": "step"}
     result = {f"{label} s": median(step[f"time/{key}"] for step in steps) for key, label in names.items()}
     result["rollout tokens/s"] = median(step["rollout/tokens_per_s"] for step in steps)
     return result | {"gap": median(step["policy/rollout_logprob_gap"] for step in steps)}
+
+
+def first_steps(command: list[str], folder: Path) -> list[dict[str, float]]:
+    """Metrics of the first STEPS steps of a run into folder/run, which is then killed: no checkpoint, no export."""
+    metrics, steps = folder / "run" / "metrics.jsonl", []
+    with open(folder / "log", "w") as log:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+    while len(steps) < STEPS:
+        if process.poll() is not None:
+            raise SystemExit((folder / "log").read_text()[-6000:])
+        time.sleep(0.2)
+        steps = [record for record in read_metrics(metrics) if record.get("step")] if metrics.is_file() else []
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    return steps[:STEPS]
 
 
 def cases(args: Args) -> dict[str, dict[str, Callable[[], dict[str, float]]]]:
@@ -253,7 +283,8 @@ def cases(args: Args) -> dict[str, dict[str, Callable[[], dict[str, float]]]]:
         for compiled in (False, True) if torch.cuda.is_available() else (False,):
             how = f"{name}, compiled" if compiled else name
             found["step"][how] = partial(measure_step, name, args, compiled)
-            for shared, checkpointing in ((True, False), (False, False), (True, True)):
+            ways = ((True, False), (False, False), (True, True))  # shared prompts, checkpointing
+            for shared, checkpointing in ways[2:] if name in LARGE else ways:
                 label = how + ", prompts repeated" * (not shared) + ", checkpointing" * checkpointing
                 found["update"][label] = partial(measure_update, name, args, compiled, shared, checkpointing)
         found["logprob"][name] = partial(measure_logprob, name, args)
@@ -280,6 +311,7 @@ def main(args: Args) -> None:
                 print(f"{part}, {label}: failed\n{done.stdout[-500:]}{done.stderr[-1500:]}", flush=True)
                 continue
             results[label] = json.loads(done.stdout.strip().splitlines()[-1])
+            print(f"{part}, {label}: {json.dumps(results[label])}", flush=True)  # the tables come last
         columns = list(dict.fromkeys(key for result in results.values() for key in result))
         if results:
             cells = [[f"{r[c]:.4g}" if c in r else "-" for c in columns] for r in results.values()]

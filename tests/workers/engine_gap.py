@@ -8,6 +8,7 @@ faults were refused.
 import argparse
 import json
 from collections.abc import Callable, Iterator
+from itertools import cycle
 from unittest.mock import patch
 
 import torch
@@ -74,17 +75,20 @@ def main(args: argparse.Namespace) -> None:
                 total += (logprobs - rollout[batch.tokens]).abs().sum().item()
         return total / len(index)
 
+    signs = cycle((1, -1))
+
     def move_policy() -> None:
-        """Stands for optimizer steps that are large enough to see."""
+        """Stands for optimizer steps that are large enough to see; to and fro, since far away bf16 is coarser."""
         reshard(policy)
+        size = 0.05 * next(signs)
         with torch.no_grad():
             for parameter in policy.parameters():
                 noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.dim()))
                 local = parameter.to_local()
-                local.add_(0.05 * local.std(correction=0) * noise.reshape(local.shape).to(local.device))
+                local.add_(size * local.std(correction=0) * noise.reshape(local.shape).to(local.device))
 
     def sync(step: int, weights=None) -> None:
-        engine.sync_weights(full_parameters(policy) if weights is None else weights, sizes, step)
+        engine.sync_weights(full_parameters(policy, dtype) if weights is None else weights, sizes, step)
 
     result: dict = {}
     sync(0)
