@@ -8,7 +8,7 @@ faults were refused.
 import argparse
 import json
 from collections.abc import Callable, Iterator
-from itertools import cycle
+from itertools import count
 from unittest.mock import patch
 
 import torch
@@ -75,17 +75,17 @@ def main(args: argparse.Namespace) -> None:
                 total += (logprobs - rollout[batch.tokens]).abs().sum().item()
         return total / len(index)
 
-    signs = cycle((1, -1))
+    initial, moves = [parameter.to_local().clone() for parameter in policy.parameters()], count(1)
 
     def move_policy() -> None:
-        """Stands for optimizer steps that are large enough to see; to and fro, since far away bf16 is coarser."""
+        """Stands for optimizer steps that are large enough to see. Always as far from the first weights: bf16 is
+        coarser where log-probs are wild."""
         reshard(policy)
-        size = 0.05 * next(signs)
+        generator = torch.Generator().manual_seed(next(moves))
         with torch.no_grad():
-            for parameter in policy.parameters():
-                noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.dim()))
-                local = parameter.to_local()
-                local.add_(size * local.std(correction=0) * noise.reshape(local.shape).to(local.device))
+            for parameter, start in zip(policy.parameters(), initial):
+                noise = torch.randn(parameter.shape, generator=generator).reshape(start.shape).to(start.device)
+                parameter.to_local().copy_(start + 0.05 * start.std(correction=0) * noise)
 
     def sync(step: int, weights=None) -> None:
         engine.sync_weights(full_parameters(policy, dtype) if weights is None else weights, sizes, step)
