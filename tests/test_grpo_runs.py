@@ -19,7 +19,7 @@ SMALL = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_kill_and_resume_equals_an_uninterrupted_run(tmp_path, ranks):
     options = [*SMALL, "--total-steps", 4, "--save-every", 2, "--eval-every", 2, "--minibatches", 2]
     run_script("grpo.py", *options, "--output-dir", tmp_path / "whole", ranks=ranks)
