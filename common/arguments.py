@@ -49,7 +49,7 @@ def check_shared_args(args) -> None:
 
 
 def check_objective_args(args) -> None:
-    """The same for those of the policy's objective, which grpo.py and ppo.py share."""
+    """The same for those of the policy's objective, and the ranges of all numbers. It comes first."""
     check_ranges(args)
     off_policy = args.minibatches * args.epochs_per_step > 1
     moved = "several --minibatches or --epochs-per-step: on-policy the ratio is 1"

@@ -152,7 +152,7 @@ def find_checkpoint(run_dir: Path, resume: str, world: World) -> Path | None:
 
 
 def _named_by(pointer: Path) -> Path | None:
-    if not pointer.is_file():
+    if pointer.name not in ("latest", "best") or not pointer.is_file():
         return None
     folder = pointer.parent / pointer.read_text().strip()
     for name in (f"tmp_{folder.name}", f"tmp_old_{folder.name}"):  # killed between the renames of `publish`

@@ -23,6 +23,7 @@ disable_progress_bar()  # of loading and saving shards: several ranks would writ
 AttentionInterface.register("shared_prompts", shared_prompt_attention)
 AttentionInterface.register("shared_prompts_flex", flex_attention_forward)  # by its own name Qwen2.5-VL refuses it
 EMBEDDED = {name: Path(__file__).parent / "assets" / name for name in ("tiny", "tiny-vl")}
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py"]
 # Architectures whose logits are more than hidden @ head.T: our log-probs would be wrong, silently.
 UNSUPPORTED_LOGITS = (
@@ -39,7 +40,8 @@ def resolve_model(name: str, flag: str = "--model") -> str:
     if name in EMBEDDED:
         return str(EMBEDDED[name])
     if Path(name).is_dir():
-        if not all(any(Path(name).glob(part)) for part in ("config.json", "tokenizer*.json")):
+        tokenizer = any(file for kind in TOKENIZER_FILES for file in Path(name).glob(kind))
+        if not tokenizer or not (Path(name) / "config.json").is_file():
             raise SystemExit(f"{flag} {name}: no config.json or no tokenizer in it; of a run folder, give its model/")
         return name
     if name == "smollm2":

@@ -72,7 +72,7 @@ class LossScale:
         return {"scale": self.scale, "good_steps": self.good_steps, "dynamic": self.dynamic}
 
     def load_state_dict(self, state: dict) -> None:
-        if state["dynamic"] == self.dynamic:  # else it is of a run in another dtype
+        if state.get("dynamic", self.dynamic) == self.dynamic:  # else it is of a run in another dtype
             self.scale, self.good_steps = state["scale"], state["good_steps"]
 
 
