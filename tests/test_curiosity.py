@@ -207,6 +207,19 @@ def test_ranks_and_runs_draw_apart(world, tmp_path):
     assert len({tuple(e.rewards["score"] for e in part) for part in drawn.values()}) == 4
 
 
+def test_a_disk_that_refuses_does_not_end_the_run(world, tmp_path, monkeypatch):
+    """Files whose checkpoint is gone stay."""
+    old = tmp_path / "step_000001.parquet"
+    old.touch()
+
+    def refuse(path):
+        raise PermissionError("read-only file system")
+
+    monkeypatch.setattr(type(old), "unlink", refuse)
+    memory(world, tmp_path).save(3, None, tmp_path / "checkpoints")
+    assert old.exists()
+
+
 def test_what_is_kept_leaves_the_sample_of_this_step_as_it_was(world, tmp_path):
     """A dump tells replayed samples by "born"."""
     m, new = memory(world, tmp_path), episode(1.0)
