@@ -12,7 +12,7 @@ SMALL += ["--minibatches", 4, "--warmup-steps", 2, "--learning-rate", 1e-4, "--c
 
 
 @pytest.mark.parametrize(
-    "ranks, engine, dtype", [(1, "vllm", "auto"), pytest.param(2, "hf", "fp16", marks=pytest.mark.slow)]
+    "ranks, engine, dtype", [(1, "vllm", "bf16"), pytest.param(2, "hf", "fp16", marks=pytest.mark.slow)]
 )
 def test_kill_and_resume_equals_an_uninterrupted_run(tmp_path, ranks, engine, dtype):
     """Both models, optimizers and loss scales, the adaptive KL coefficient, a reward model."""
