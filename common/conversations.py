@@ -3,22 +3,18 @@
 Trained on is what the assistant says and the token that ends its turn; never headers, other roles, pictures, padding.
 """
 
-import json
-from bisect import bisect_right
 from collections.abc import Callable
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from common.data import JSON_LINE, records
 from common.episodes import Episode
 from common.formats import Conversation, Rule, pictured, read_conversation, text_of
+from common.rows import RowFiles
 from common.vision import BadRow, Media, Vision
 
 
@@ -91,15 +87,10 @@ class Conversations:
         notice: Callable[[str], None] = print,
     ):
         self.tokenizer, self.max_tokens, self.vision, self.media_root = tokenizer, max_tokens, vision, media_root
-        self.flag, self.rule, self.mask_failed_calls = flag, rule, mask_failed_calls
-        self.paths = [Path(name.strip()).expanduser() for name in paths.split(",")]
-        self.tables, self.starts, end = [], [], 0
-        for path in self.paths:
-            self.tables.append(read_rows(path, flag))
-            self.starts.append(end)
-            end += len(self.tables[-1])
+        self.rule, self.mask_failed_calls = rule, mask_failed_calls
+        self.files = RowFiles(paths, flag)
         bad, costs, by_position = {}, {}, 0
-        for i, record in enumerate(chain.from_iterable(map(records, self.tables))):
+        for i, record in enumerate(self.files.records()):
             try:
                 conversation = self._read(record)
                 pictures = [vision.count_tokens(*picture, media_root) for picture in conversation.pictures]
@@ -108,13 +99,7 @@ class Conversations:
                 by_position += conversation.rule == "last-two-turns"
             except BadRow as error:
                 bad[i] = str(error)
-        if bad:
-            listed = "".join(f"\n  {self.place(i)}: {reason}" for i, reason in list(bad.items())[:5])
-            state = "dropped" if skip_bad_rows else "--skip-bad-rows drops them"
-            message = f"{flag}: {len(bad)} unusable rows ({state}); the first:{listed}"
-            if not skip_bad_rows:
-                raise ValueError(message)
-            notice(f"warning: {message}")
+        self.files.refuse(bad, "unusable rows", "--skip-bad-rows", skip_bad_rows, notice)
         if not costs:
             raise ValueError(f"{flag}: no usable row in {paths}")
         if by_position and rule == "auto":
@@ -150,25 +135,18 @@ class Conversations:
             if tokens >= self.max_tokens:
                 raise BadRow(f"nothing to learn in its first {self.max_tokens} tokens: {tokens} come before")
 
-    def place(self, i: int) -> str:
-        """File and row of a position in all files."""
-        file = bisect_right(self.starts, i) - 1
-        return f"{self.paths[file]} row {i - self.starts[file]}"
-
     def __len__(self) -> int:
         return len(self.positions)
 
     def episode(self, n: int) -> Episode | None:
         """Row n as an episode; None, after a warning, for one whose pictures turn out to be unreadable."""
         i = int(self.positions[n])
-        file = bisect_right(self.starts, i) - 1
-        record = next(records(self.tables[file].slice(i - self.starts[file], 1)))
         try:
-            conversation = self._read(record)
+            conversation = self._read(self.files[i])
             media = [self.vision.open(*picture, self.media_root) for picture in conversation.pictures]
             return conversation_episode(conversation, media, self.tokenizer, self.vision, i, self.max_tokens)
         except (BadRow, TemplateError) as error:
-            print(f"warning: {self.flag}: {self.place(i)}: {error}; left out", flush=True)
+            print(f"warning: {self.files.flag}: {self.files.place(i)}: {error}; left out", flush=True)
             return None
 
 
@@ -180,18 +158,3 @@ def balanced(rows: list[int], costs: np.ndarray, parts: int) -> list[list[int]]:
         lists[lightest].append(row)
         loads[lightest] += costs[row]
     return lists
-
-
-def read_rows(path: Path, flag: str) -> pa.Table:
-    """A file as an Arrow table; rows of JSON stay text: they differ in shape."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{flag}: no such file: {path}")
-    try:
-        if path.suffix == ".parquet":
-            return pq.read_table(path)
-        lines = path.read_bytes().rstrip().splitlines()
-        if path.suffix == ".json":
-            lines = [json.dumps(row).encode() for row in json.loads(path.read_bytes())]
-        return pa.table({JSON_LINE: pa.array(lines, pa.large_binary())})
-    except (pa.ArrowInvalid, OSError, ValueError) as error:
-        raise ValueError(f"{flag}: {path} cannot be read: {error}") from error

@@ -3,22 +3,19 @@
 python -m common.data FILE [--tokenizer PATH] [--rows 2]    shows what is in a file
 """
 
-import json
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import tyro
 from jinja2 import TemplateError
 
 from common.prepare import visual_qa
 from common.prompts import Prompt, bare_text, clean_prompt, render, row_tools
+from common.rows import JSON_LINE, RowFiles, records
 from common.tools import Tool
 from common.vision import BadRow, Media, Vision, picture_sources
 
@@ -30,7 +27,6 @@ FORMAT = (
     "writes such files"
 )
 ROLES = ("system", "user", "assistant", "tool")
-JSON_LINE = "json line"  # the only column of a table made from a .jsonl file
 
 
 @dataclass(slots=True)
@@ -46,21 +42,8 @@ class Row:
     problem: str = ""  # why a picture could not be read; prompt_ids are empty then
 
 
-def read_table(path: Path, flag: str, media_root: Path | None = None, with_tools: bool = False) -> pa.Table:
-    """One file, in verl's columns or Pixel Reasoner's, as a table in verl's.
-
-    FileNotFoundError and ValueError name the file, and the flag it came from.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(f"{flag}: no such file: {path}")
-    if path.suffix == ".jsonl":
-        # Lines stay text until used: Arrow's JSON reader wants one type per key and makes timestamps of dates.
-        table = pa.table({JSON_LINE: pa.array(path.read_bytes().rstrip().splitlines(), pa.large_binary())})
-    else:
-        try:
-            table = pq.ParquetFile(path).read()
-        except (pa.ArrowInvalid, OSError) as error:
-            raise ValueError(f"{flag}: {path} is neither .jsonl nor a readable parquet file: {error}") from error
+def to_verl(table: pa.Table, path: Path, flag: str, media_root: Path | None, with_tools: bool) -> pa.Table:
+    """The table of a file, in verl's columns or Pixel Reasoner's, in verl's. ValueError if it has neither."""
     if set(table.column_names) >= visual_qa.COLUMNS and not set(REQUIRED) <= set(table.column_names):
         return visual_qa.to_verl(table, path, media_root, with_tools)
     columns = next(records(table), REQUIRED) if table.column_names == [JSON_LINE] else table.column_names
@@ -69,21 +52,6 @@ def read_table(path: Path, flag: str, media_root: Path | None = None, with_tools
         has = ", ".join(columns)
         raise ValueError(f"{flag}: {path} lacks {', '.join(missing)}; it has the columns {has}. Expected: {FORMAT}.")
     return table
-
-
-def records(table: pa.Table) -> Iterator[dict | str]:
-    """Every row as a dict, or as the reason why it is none; some at a time, never the whole table."""
-    heavy = {"images", "videos"} & set(table.column_names)  # pictures as bytes
-    for batch in table.to_batches(max_chunksize=32 if heavy else 4096):
-        if table.column_names != [JSON_LINE]:
-            yield from batch.to_pylist()
-            continue
-        for line in batch.column(0).to_pylist():
-            try:
-                record = json.loads(line)
-            except ValueError as error:  # bad JSON and bad UTF-8 alike
-                record = f"invalid JSON: {error}"
-            yield record if isinstance(record, dict | str) else f"a JSON {type(record).__name__}, expected an object"
 
 
 def row_problem(record: dict | str) -> str | None:
@@ -130,21 +98,13 @@ class PromptData:
         media_root: Path | None = None,
         max_images: int = 16,
     ):
-        names = paths.split(",") if isinstance(paths, str) else paths
-        self.paths = [Path(str(name).strip()).expanduser() for name in names]
-        self.tokenizer, self.max_prompt_tokens, self.flag, self.notice = tokenizer, max_prompt_tokens, flag, notice
+        self.files = RowFiles(
+            paths, flag, max_rows, lambda table, path: to_verl(table, path, flag, media_root, bool(tools))
+        )
+        self.tokenizer, self.max_prompt_tokens = tokenizer, max_prompt_tokens
         self.vision, self.tools, self.media_root = vision, tools or {}, media_root
-        self.tables, self.starts, end = [], [], 0
-        for path in self.paths:
-            table = read_table(path, flag, media_root, bool(tools))
-            self.starts.append(end)
-            self.tables.append(table if max_rows is None else table.slice(0, max(0, max_rows - end)))
-            end += len(table)
-
         bad, too_long, texts, kept, num_rendered = {}, {}, {}, [], 0  # bad, too_long: row index -> reason
-        needed = [[c for c in t.column_names if c in (JSON_LINE, *REQUIRED, *OPTIONAL)] for t in self.tables]
-        every_record = chain.from_iterable(records(t.select(columns)) for t, columns in zip(self.tables, needed))
-        for index, record in enumerate(every_record):
+        for index, record in enumerate(self.files.records((*REQUIRED, *OPTIONAL))):
             if problem := row_problem(record):
                 bad[index] = problem
                 continue
@@ -169,12 +129,12 @@ class PromptData:
                 too_long |= self._too_long(texts)
                 texts = {}
         too_long |= self._too_long(texts)
-        self._refuse(bad, "unusable rows", "--skip-bad-rows", skip_bad_rows)
+        self.files.refuse(bad, "unusable rows", "--skip-bad-rows", skip_bad_rows, notice)
         what = f"prompts longer than --max-prompt-tokens {max_prompt_tokens}"
-        self._refuse(too_long, what, "--overlong-prompts drop", overlong == "drop")
+        self.files.refuse(too_long, what, "--overlong-prompts drop", overlong == "drop", notice)
         self.positions = np.array([index for index in kept if index not in too_long], dtype=np.int64)
         if not len(self.positions):
-            raise ValueError(f"{flag}: no usable row in {', '.join(map(str, self.paths))}")
+            raise ValueError(f"{flag}: no usable row in {', '.join(map(str, self.files.paths))}")
         if num_rendered:
             notice(f"{flag}: {num_rendered} prompts are rendered templates in one message: used without chat template")
 
@@ -200,41 +160,18 @@ class PromptData:
         lengths = {index: len(x) + more for (index, (_, more)), x in zip(texts.items(), ids)}
         return {index: f"{n} tokens" for index, n in lengths.items() if n > self.max_prompt_tokens}
 
-    def _refuse(self, reasons: dict[int, str], what: str, remedy: str, drop: bool) -> None:
-        """Raise with the first five rows, or say that all were dropped. Lines of .jsonl count from 1, rows from 0."""
-        message = f"{self.flag}: {len(reasons)} {what} ({'dropped' if drop else f'{remedy} drops them'}); the first:"
-        for index in list(reasons)[:5]:
-            file, row = self._locate(index)
-            place = f"line {row + 1}" if self.tables[file].column_names == [JSON_LINE] else f"row {row}"
-            message += f"\n  {self.paths[file]} {place}: {reasons[index]}"
-        if reasons and not drop:
-            raise ValueError(message)
-        if reasons:
-            self.notice(f"warning: {message}")
-
-    def _locate(self, index: int) -> tuple[int, int]:
-        """(file, row in it) of a position in the concatenated files."""
-        file = bisect_right(self.starts, index) - 1
-        return file, index - self.starts[file]
-
     def __len__(self) -> int:
         return len(self.positions)
 
     def sources(self) -> list[str]:
         """Every data_source that occurs."""
-        names: set[str] = set()
-        for table in self.tables:
-            if table.column_names != [JSON_LINE]:
-                names.update(name for name in table["data_source"].unique().to_pylist() if isinstance(name, str))
-            else:
-                found = (record.get("data_source") for record in records(table) if isinstance(record, dict))
-                names.update(name for name in found if isinstance(name, str))
-        return sorted(names)
+        records = self.files.records(("data_source",))
+        names = (record.get("data_source") for record in records if isinstance(record, dict))
+        return sorted({name for name in names if isinstance(name, str)})
 
     def record(self, i: int) -> dict:
         """Row i with all its columns, as it stands in the file."""
-        file, row = self._locate(int(self.positions[i]))
-        return next(records(self.tables[file].slice(row, 1)))
+        return self.files[int(self.positions[i])]
 
     def __getitem__(self, i: int) -> Row:
         record, index = self.record(i), int(self.positions[i])
@@ -246,8 +183,7 @@ class PromptData:
             row.media = [self.vision.open(*picture, self.media_root) for picture in pictures]
             row.prompt_ids = self.vision.expand(ids, row.media) if self.vision else ids
         except BadRow as error:
-            file, number = self._locate(index)
-            row.media, row.problem = [], f"{self.flag}: {self.paths[file]} row {number}: {error}"
+            row.media, row.problem = [], f"{self.files.flag}: {self.files.place(index)}: {error}"
             print(f"warning: {row.problem}; left out", flush=True)
         return row
 

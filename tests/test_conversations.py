@@ -357,7 +357,7 @@ def test_bad_rows_are_told_with_file_row_and_reason(tmp_path, vision, row, reaso
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(r) + "\n" for r in (TEXT_ROWS["messages"], row)))
     options = {"max_tokens": 100, "vision": vision, "media_root": tmp_path}
-    with pytest.raises(ValueError, match=rf"(?s)--train-data: 1 unusable rows.*rows.jsonl row 1: .*{reason}"):
+    with pytest.raises(ValueError, match=rf"(?s)--train-data: 1 unusable rows.*rows.jsonl line 2: .*{reason}"):
         Conversations(str(path), "--train-data", build_vl_tokenizer(), **options)
     notices: list[str] = []
     options |= {"skip_bad_rows": True, "notice": notices.append}

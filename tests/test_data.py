@@ -52,6 +52,8 @@ def row(content="What is 1 + 1?", truth="2", **changes):
 def write(path, rows):
     if path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows), path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
     else:
         path.write_text("".join(json.dumps(r) + "\n" if isinstance(r, dict) else r + "\n" for r in rows))
     return str(path)
@@ -62,8 +64,8 @@ def load(path, tokenizer, said=None, **options):
     return PromptData(path, tokenizer, **{"max_prompt_tokens": 200, "notice": notice} | options)
 
 
-@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
-def test_rows_of_both_formats(tmp_path, tokenizer, suffix):
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".json"])
+def test_rows_of_all_formats(tmp_path, tokenizer, suffix):
     path = write(tmp_path / f"a{suffix}", [row(), row("Two?", "4", extra_info=None)])
     data = load(path, tokenizer)
     assert len(data) == 2 and data[1].ground_truth == "4" and data[1].extra_info == {}
@@ -117,7 +119,7 @@ def test_no_chat_template(tmp_path, tokenizer):
         load(write(tmp_path / "b.jsonl", [row()]), bare)
 
 
-@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".json"])
 def test_wrong_columns_are_one_error(tmp_path, tokenizer, suffix):
     path = write(tmp_path / f"a{suffix}", [{"question": "q", "answer": "a", "data_source": "x"}] * 9)
     with pytest.raises(ValueError) as error:
@@ -130,9 +132,11 @@ def test_wrong_columns_are_one_error(tmp_path, tokenizer, suffix):
 def test_unreadable_files(tmp_path, tokenizer):
     with pytest.raises(FileNotFoundError, match=r"--train-data: no such file: .*none\.parquet"):
         load(str(tmp_path / "none.parquet"), tokenizer)
-    for name, content in (("a.parquet", b"not parquet"), ("a.csv", b"a,b"), ("empty.parquet", b"")):
+    for name, content in (("a.parquet", b"not parquet"), ("a.csv", b"a,b"), ("empty.parquet", b""), ("a.json", b"1")):
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(ValueError, match=f"--train-data: .*{name} is neither .jsonl nor a readable parquet file"):
+        with pytest.raises(
+            ValueError, match=f"--train-data: .*{name} is neither .jsonl, .json nor a readable parquet file"
+        ):
             load(str(tmp_path / name), tokenizer)
     (tmp_path / "empty.jsonl").write_text("\n\n")
     with pytest.raises(ValueError, match=r"--train-data: no usable row in .*empty\.jsonl"):

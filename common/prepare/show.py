@@ -8,19 +8,20 @@ import numpy as np
 import pyarrow as pa
 import tyro
 
-from common.data import bare_text, clean_prompt, read_table, records, render, row_problem
+from common.data import row_problem, to_verl
 from common.distributed import user_errors
 from common.models import EMBEDDED, resolve_model
-from common.prompts import load_tokenizer
+from common.prompts import bare_text, clean_prompt, load_tokenizer, render
+from common.rows import RowFiles
 
 
 def show(file: tyro.conf.Positional[Path], tokenizer: str | None = None, rows: int = 2) -> None:
     """Show a data file: columns, rows per data_source, prompt lengths (in tokens with --tokenizer), and some rows."""
     with user_errors():
-        table = read_table(file, "FILE")
-    problems = [(record, row_problem(record)) for record in records(table)]
+        files = RowFiles([file], "FILE", convert=lambda table, path: to_verl(table, path, "FILE", None, False))
+    problems = [(record, row_problem(record)) for record in files.records()]
     usable = [record for record, problem in problems if problem is None]
-    print(f"{file}: {len(table)} rows, {len(table) - len(usable)} of them unusable")
+    print(f"{file}: {len(problems)} rows, {len(problems) - len(usable)} of them unusable")
     for field in pa.Table.from_pylist(usable[:1]).schema:
         print(f"  {field.name:<16} {field.type}")
     for source, count in Counter(record["data_source"] for record in usable).most_common():

@@ -1,0 +1,95 @@
+"""Files of rows (.parquet, .jsonl, .json), kept packed in Arrow; whatever is dropped, a row keeps its place."""
+
+import json
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+JSON_LINE = "json line"  # the only column of a table whose rows are texts
+
+
+class RowFiles:
+    """The rows of several files, one after the other: an index counts them all. Paths may be separated by commas.
+
+    `flag` is where the paths come from: FileNotFoundError and ValueError name it and the file. `max_rows` of them are
+    taken; `convert` may make another table of a file's.
+    """
+
+    def __init__(
+        self,
+        paths: str | list[str],
+        flag: str,
+        max_rows: int | None = None,
+        convert: Callable[[pa.Table, Path], pa.Table] = lambda table, path: table,
+    ):
+        names = paths.split(",") if isinstance(paths, str) else paths
+        self.paths = [Path(str(name).strip()).expanduser() for name in names]
+        self.flag, self.tables, self.starts, end = flag, [], [], 0
+        for path in self.paths:
+            table = convert(read_file(path, flag), path)
+            self.starts.append(end)
+            self.tables.append(table if max_rows is None else table.slice(0, max(0, max_rows - end)))
+            end += len(table)
+
+    def records(self, columns: tuple[str, ...] | None = None) -> Iterator[dict | str]:
+        """Every row, with those of the columns that its file has."""
+        for table in self.tables:
+            names = [name for name in table.column_names if columns is None or name in (JSON_LINE, *columns)]
+            yield from records(table.select(names))
+
+    def __getitem__(self, index: int) -> dict | str:
+        file, row = self._locate(index)
+        return next(records(self.tables[file].slice(row, 1)))
+
+    def place(self, index: int) -> str:
+        """File and row of an index. Lines of .jsonl count from 1, rows from 0."""
+        file, row = self._locate(index)
+        return f"{self.paths[file]} " + (f"line {row + 1}" if self.paths[file].suffix == ".jsonl" else f"row {row}")
+
+    def _locate(self, index: int) -> tuple[int, int]:
+        file = bisect_right(self.starts, index) - 1
+        return file, index - self.starts[file]
+
+    def refuse(self, reasons: dict[int, str], what: str, remedy: str, drop: bool, notice: Callable) -> None:
+        """Raise a ValueError with the first five of the rows, if there are any; or tell that all were dropped."""
+        state = "dropped" if drop else f"{remedy} drops them"
+        listed = "".join(f"\n  {self.place(index)}: {reasons[index]}" for index in list(reasons)[:5])
+        message = f"{self.flag}: {len(reasons)} {what} ({state}); the first:{listed}"
+        if reasons and not drop:
+            raise ValueError(message)
+        if reasons:
+            notice(f"warning: {message}")
+
+
+def read_file(path: Path, flag: str) -> pa.Table:
+    """A file as a table. Rows of JSON stay text: Arrow wants one type per key, and makes timestamps of dates."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{flag}: no such file: {path}")
+    try:
+        if path.suffix == ".jsonl":
+            lines = path.read_bytes().rstrip().splitlines()
+        elif path.suffix == ".json":
+            lines = [json.dumps(row).encode() for row in json.loads(path.read_bytes())]
+        else:
+            return pq.ParquetFile(path).read()
+        return pa.table({JSON_LINE: pa.array(lines, pa.large_binary())})
+    except (pa.ArrowInvalid, OSError, TypeError, ValueError) as error:
+        raise ValueError(f"{flag}: {path} is neither .jsonl, .json nor a readable parquet file: {error}") from error
+
+
+def records(table: pa.Table) -> Iterator[dict | str]:
+    """Every row as a dict, or as the reason why it is none; some at a time, never the whole table."""
+    heavy = {"images", "videos"} & set(table.column_names)  # pictures as bytes
+    for batch in table.to_batches(max_chunksize=32 if heavy else 4096):
+        if table.column_names != [JSON_LINE]:
+            yield from batch.to_pylist()
+            continue
+        for line in batch.column(0).to_pylist():
+            try:
+                record = json.loads(line)
+            except ValueError as error:  # bad JSON and bad UTF-8 alike
+                record = f"invalid JSON: {error}"
+            yield record if isinstance(record, dict | str) else f"a JSON {type(record).__name__}, expected an object"
