@@ -16,7 +16,6 @@ What rows may look like: common/formats.py.
 
 import math
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -25,30 +24,27 @@ import torch
 import tyro
 from torch import Tensor
 
-from common.arguments import PICTURE_FLAGS, check_ranges, refuse, refuse_idle
+from common.arguments import check_ranges, refuse, refuse_idle
 from common.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from common.conversations import Conversations, balanced
 from common.data import PromptLoader
 from common.distributed import (
     World,
     all_reduce,
-    broadcast_object,
     forward_context,
     handle_sigterm,
-    init_world,
     run,
     stop_requested,
     user_errors,
     wrap_model,
 )
-from common.logger import Logger, save_config, tracker_names
+from common.logger import Logger, save_config
 from common.memory import peak_memory_gb
-from common.models import choose_attention, embedded_data, export_hugging_face, load_policy, resolve_model
+from common.models import embedded_data, export_hugging_face, load_policy
 from common.packing import MicroBatch, TokenIndex, halve_budget, layout, pack
-from common.precision import LossScale, choose_dtype, guarded_step
-from common.prompts import end_turns_properly, load_tokenizer
-from common.setup import Stopwatch, check_device
-from common.vision import PixelLimits, load_vision
+from common.precision import LossScale, guarded_step
+from common.prompts import end_turns_properly
+from common.setup import Stopwatch, open_run
 
 
 @dataclass
@@ -171,22 +167,8 @@ def check_args(args: Args) -> None:
 
 def main(args: Args, demo: bool = False) -> None:
     check_args(args)
-    world = init_world(args.stall_minutes)
-    if demo:
-        world.print("no --model given: running the embedded demo")
-    torch.manual_seed(args.seed)  # the same random initialisation everywhere
-    stamp = broadcast_object(time.strftime("%Y%m%d-%H%M%S"))  # the clocks of the ranks may differ
-    output_dir = args.output_dir or Path("runs") / f"sft-{Path(args.model).name}-{stamp}"
-    with user_errors():
-        tracker_names(args.log)
-        check_device(world.device)
-        compute_dtype, why = choose_dtype(args.dtype, world.device)
-    attention = choose_attention(args.attention, world.device, args.compile)
-    path = resolve_model(args.model)
-    tokenizer = load_tokenizer(path, args.trust_remote_code)
-    limits = PixelLimits(args.min_pixels, args.max_pixels, args.max_frame_pixels)
-    vision = load_vision(path, limits, args.trust_remote_code)
-    refuse_idle(args, dict.fromkeys(PICTURE_FLAGS, (vision is not None, "a vision-language --model")))
+    job = open_run(args, "sft", demo)
+    world, output_dir, tokenizer, vision = job.world, job.output_dir, job.tokenizer, job.vision
     with user_errors():
         end_turns_properly(tokenizer, vision, world)
     if not args.train_data:
@@ -202,9 +184,10 @@ def main(args: Args, demo: bool = False) -> None:
     steps_per_epoch = len(train_data) / args.batch_size
     total_steps = args.total_steps or max(1, round(args.total_epochs * steps_per_epoch))
 
+    torch.manual_seed(args.seed)  # the same random initialisation everywhere
     policy = load_policy(
-        path,
-        attention,
+        job.path,
+        job.attention,
         gradient_checkpointing=args.gradient_checkpointing,
         compile_layers=args.compile,
         trust_remote_code=args.trust_remote_code,
@@ -212,13 +195,13 @@ def main(args: Args, demo: bool = False) -> None:
         vision=vision,
         freeze_vision=args.freeze_vision,
     )
-    pack_options = layout(attention, args.micro_batch_tokens, output_dir, vision)
+    pack_options = layout(job.attention, args.micro_batch_tokens, output_dir, vision)
     num_parameters = sum(p.numel() for p in policy.parameters())
-    policy = wrap_model(policy, world, args.strategy, compute_dtype)
+    policy = wrap_model(policy, world, args.strategy, job.compute_dtype)
     parameters = [p for p in policy.parameters() if p.requires_grad]
     decay = {"lr": args.learning_rate, "weight_decay": args.weight_decay}
     optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.95), fused=True, **decay)
-    loss_scale = LossScale.for_dtype(compute_dtype)
+    loss_scale = LossScale.for_dtype(job.compute_dtype)
     loader = PromptLoader(len(train_data), args.seed)
     trained = {"policy": (policy, optimizer)}
     start, best = 0, math.inf
@@ -238,11 +221,9 @@ def main(args: Args, demo: bool = False) -> None:
     if resumed:
         logger.event({"event": "resumed", "step": start, "checkpoint": str(resumed)})
     handle_sigterm()
-    world.print(
-        f"sft.py: {num_parameters / 1e6:.1f} M parameters, {world.size} x {world.device.type}, {args.strategy}, "
-        f"compute {compute_dtype} ({why}) | {len(train_data)} rows, {args.batch_size} a step, {total_steps} steps -> "
-        f"{output_dir}"
-    )
+    world.print(job.summary)
+    millions = num_parameters / 1e6
+    world.print(f"{millions:.1f} M parameters; {len(train_data)} rows, {args.batch_size} a step, {total_steps} steps")
 
     def episodes_of(data: Conversations, rows: list[int]) -> tuple[list, TokenIndex]:
         mine = balanced(rows, data.costs, world.size)[world.rank]
@@ -317,7 +298,7 @@ def main(args: Args, demo: bool = False) -> None:
         due = due or (args.save_every_epoch and int(loader.epoch) > before)
         if args.save_weights_only and (due or stop) and not last:
             folder = output_dir / f"model-step_{step + 1:06d}"
-            export_hugging_face(policy, tokenizer, folder, world, compute_dtype)
+            export_hugging_face(policy, tokenizer, folder, world, job.compute_dtype)
         elif not args.save_weights_only and (last or stop or due):
             loss = metrics.get("eval/loss", math.inf)
             state = {"best": min(loss, best), "loader": loader.state_dict(), "loss_scale": loss_scale.state_dict()}
@@ -328,7 +309,7 @@ def main(args: Args, demo: bool = False) -> None:
             logger.event({"event": "stopped", "step": step + 1})
             raise SystemExit(143)  # as a process ended by SIGTERM
 
-    export_hugging_face(policy, tokenizer, output_dir / "model", world, compute_dtype)
+    export_hugging_face(policy, tokenizer, output_dir / "model", world, job.compute_dtype)
     logger.close()
     world.print(f"done: {output_dir / 'model'} loads in transformers and vLLM; curves.png is beside it")
 

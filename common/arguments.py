@@ -26,7 +26,7 @@ def check_shared_args(args) -> None:
     """Refuse values that cannot work, and flags without effect, of those that all RL scripts share."""
     sampled = (args.eval_temperature > 0, "an --eval-temperature above 0")
     called = (bool(args.tools), "--tools")
-    evaluated = (bool(args.eval_data) or args.model in EMBEDDED, "--eval-data")
+    evaluated = (bool(args.eval_data) or not args.train_data, "--eval-data")
     refuse_idle(
         args,
         {
@@ -41,7 +41,6 @@ def check_shared_args(args) -> None:
         },
     )
     Sampling(temperature=args.temperature).check_exact()
-    refuse(args.min_pixels > args.max_pixels, f"--min-pixels {args.min_pixels}: above --max-pixels {args.max_pixels}")
     refuse(bool(args.replay) and args.eval_only, "--replay is of training, --eval-only does none")
     data = "--eval-data" if args.eval_only else "--train-data"
     given = args.eval_data if args.eval_only else args.train_data
@@ -77,6 +76,7 @@ def check_objective_args(args) -> None:
 
 def check_ranges(args) -> None:
     """Refuse numbers outside their range, of any script."""
+    refuse(args.min_pixels > args.max_pixels, f"--min-pixels {args.min_pixels}: above --max-pixels {args.max_pixels}")
     for name, value in vars(args).items():
         if isinstance(value, int | float):
             said = f"--{name.replace('_', '-')} {value}"

@@ -14,7 +14,6 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -39,10 +38,21 @@ def save_checkpoint(
     """
     name = f"step_{step:06d}"
     temporary = folder / f"tmp_{name}"
+    needed = checkpoint_bytes(trained)
+
+    def make_room() -> None:
+        for leftover in folder.glob("tmp_*"):
+            shutil.rmtree(leftover)
+        missing = needed - free_bytes(folder)
+        if missing > 0:
+            raise OSError(f"{missing} bytes missing: lower --keep-checkpoints or free some")
+        (temporary / "state").mkdir(parents=True)
 
     def write_shards() -> None:
         dcp.save(_shards(trained), checkpoint_id=temporary / "state")
-        (temporary / f"rng_{world.rank}.pkl").write_bytes(pickle.dumps(_random_states()))
+        gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+        states = {"cpu": torch.get_rng_state(), "gpu": gpu}  # all else is drawn from generators seeded by the step
+        (temporary / f"rng_{world.rank}.pkl").write_bytes(pickle.dumps(states))
 
     def publish() -> None:
         record = json.dumps({"step": step, "world_size": world.size, **state}, indent=1)
@@ -55,8 +65,6 @@ def save_checkpoint(
             replace_file(folder / "best", lambda path: path.write_text(name))
         _prune(folder, keep)
 
-    needed = checkpoint_bytes(trained)
-    make_room = partial(_make_room, folder, temporary, needed)
     for part in (make_room, write_shards, publish):
         if problem := _attempt(part if part is write_shards or world.is_main else None):
             if world.is_main:
@@ -68,22 +76,14 @@ def save_checkpoint(
 
 
 def checkpoint_bytes(trained: Trained) -> int:
-    """Size of a checkpoint: weights and two moments of each parameter, as they are in memory."""
-    return sum(3 * p.numel() * p.element_size() for model, _ in trained.values() for p in model.parameters())
+    """Size of a checkpoint: weights, and two moments of each trained parameter, as they are in memory."""
+    parameters = (p for model, _ in trained.values() for p in model.parameters())
+    return sum((3 if p.requires_grad else 1) * p.numel() * p.element_size() for p in parameters)
 
 
 def free_bytes(folder: Path) -> int:
     """Free space where `folder` is, or will be."""
     return shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.exists())).free
-
-
-def _make_room(folder: Path, temporary: Path, needed: int) -> None:
-    for leftover in folder.glob("tmp_*"):
-        shutil.rmtree(leftover)
-    missing = needed - free_bytes(folder)
-    if missing > 0:
-        raise OSError(f"{missing} bytes missing: lower --keep-checkpoints or free some")
-    (temporary / "state").mkdir(parents=True)
 
 
 def _attempt(part: Callable[[], None] | None) -> str | None:
@@ -125,7 +125,10 @@ def load_checkpoint(folder: Path, trained: Trained, world: World, offload: bool 
             move_states(optimizer, torch.device("cpu"))
     random_states = folder / f"rng_{world.rank}.pkl"
     if random_states.is_file():
-        _restore_random_states(pickle.loads(random_states.read_bytes()))
+        states = pickle.loads(random_states.read_bytes())
+        torch.set_rng_state(states["cpu"])
+        if states["gpu"] is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(states["gpu"])
     return json.loads((folder / "trainer.json").read_text())
 
 
@@ -170,15 +173,3 @@ def _prune(folder: Path, keep: int) -> None:
     for path in steps[: -max(keep, 1)]:
         if path.name != best:
             shutil.rmtree(path)
-
-
-def _random_states() -> dict:
-    """Of torch alone: whatever else is drawn comes from generators of its own, seeded by step."""
-    gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    return {"cpu": torch.get_rng_state(), "gpu": gpu}
-
-
-def _restore_random_states(states: dict) -> None:
-    torch.set_rng_state(states["cpu"])
-    if states["gpu"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["gpu"])

@@ -55,7 +55,7 @@ def conversation_episode(
         rendered = full[:end]
     end = max_tokens
     if vision:
-        media = media[: sum(token in vision.placeholders.values() for token in vision.collapse(ids, media))]
+        media = media[: len(media) - len(list(rest))]  # those of later turns
         spans = [(place, place + m.num_tokens) for place, m in zip(vision.places(ids, media), media)]
         end = min([end, *(start for start, stop in spans if stop > max_tokens)])
         media = [m for m, (_, stop) in zip(media, spans) if stop <= end]

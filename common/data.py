@@ -103,6 +103,7 @@ class PromptData:
         )
         self.tokenizer, self.max_prompt_tokens = tokenizer, max_prompt_tokens
         self.vision, self.tools, self.media_root = vision, tools or {}, media_root
+        self.sources: set[str] = set()  # every data_source that occurs
         bad, too_long, texts, kept, num_rendered = {}, {}, {}, [], 0  # bad, too_long: row index -> reason
         for index, record in enumerate(self.files.records((*REQUIRED, *OPTIONAL))):
             if problem := row_problem(record):
@@ -120,7 +121,11 @@ class PromptData:
             except (TemplateError, UnicodeEncodeError) as error:  # a role that it refuses; half a surrogate pair
                 bad[index] = f"cannot be rendered: {error}"
                 continue
+            except (AttributeError, TypeError) as error:  # a number where a list should be, ...
+                bad[index] = f"malformed: {type(error).__name__}: {error}"
+                continue
             kept.append(index)
+            self.sources.add(record["data_source"])
             num_rendered += isinstance(prompt, str) and isinstance(record["prompt"], list)
             # At most one token per byte, and one for a leading space; NFC can triple the bytes of non-ASCII text.
             if num_bytes * (1 if text.isascii() else 3) + picture_tokens >= max_prompt_tokens:
@@ -128,7 +133,7 @@ class PromptData:
             if len(texts) == 1024:
                 too_long |= self._too_long(texts)
                 texts = {}
-        too_long |= self._too_long(texts)
+        too_long |= self._too_long(texts) if texts else {}
         self.files.refuse(bad, "unusable rows", "--skip-bad-rows", skip_bad_rows, notice)
         what = f"prompts longer than --max-prompt-tokens {max_prompt_tokens}"
         self.files.refuse(too_long, what, "--overlong-prompts drop", overlong == "drop", notice)
@@ -152,22 +157,12 @@ class PromptData:
 
         texts: row index -> text, and how many tokens its pictures add.
         """
-        ids = (
-            self.tokenizer([text for text, _ in texts.values()], add_special_tokens=False)["input_ids"]
-            if texts
-            else []
-        )
+        ids = self.tokenizer([text for text, _ in texts.values()], add_special_tokens=False)["input_ids"]
         lengths = {index: len(x) + more for (index, (_, more)), x in zip(texts.items(), ids)}
         return {index: f"{n} tokens" for index, n in lengths.items() if n > self.max_prompt_tokens}
 
     def __len__(self) -> int:
         return len(self.positions)
-
-    def sources(self) -> list[str]:
-        """Every data_source that occurs."""
-        records = self.files.records(("data_source",))
-        names = (record.get("data_source") for record in records if isinstance(record, dict))
-        return sorted({name for name in names if isinstance(name, str)})
 
     def record(self, i: int) -> dict:
         """Row i with all its columns, as it stands in the file."""

@@ -152,7 +152,7 @@ def user_errors() -> Iterator[None]:
     """What the user can put right (a file, a flag) ends the run with its message alone, not with a trace per rank."""
     try:
         yield
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError, ConnectionError) as error:
         raise SystemExit(f"error: {error}") from error
 
 

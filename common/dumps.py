@@ -40,10 +40,11 @@ def dump_rollouts(
     rows = []
     for e in sampled:
         row = {f.name: getattr(e, f.name) for f in fields(e)}
-        row["media"] = [
-            {"kind": m.kind, "frames": [file_hash(f, files) for f in m.frames], "is_frame": m.is_frame}
-            for m in e.media
-        ]
+        row["media"] = []
+        for m in e.media:
+            names = [hashlib.blake2b(frame, digest_size=16).hexdigest() for frame in m.frames]
+            files |= zip(names, m.frames)
+            row["media"].append({"kind": m.kind, "frames": names, "is_frame": m.is_frame})
         row |= {name: json.dumps(row[name]) for name in AS_JSON}
         row |= {"step": step, "ranks": world.size, "rank": world.rank, "advantage": advantage_of.get(id(e))}
         row |= {"prompt": tokenizer.decode(e.prompt_ids), "completion": tokenizer.decode(e.response_ids)}
@@ -65,12 +66,6 @@ def dump_rollouts(
             replace_file(path.with_suffix(".html"), lambda temporary: temporary.write_text(page, errors="replace"))
     except OSError as error:  # a full disk costs the dump, not the run
         print(f"warning: {path} not written ({error})", flush=True)
-
-
-def file_hash(data: bytes, files: dict[str, bytes]) -> str:
-    name = hashlib.blake2b(data, digest_size=16).hexdigest()
-    files[name] = data
-    return name
 
 
 def page_episodes(rows: list[dict], files: dict[str, bytes], tokenizer: PreTrainedTokenizerBase) -> list[dict]:

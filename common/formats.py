@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from common.prompts import split_marks, with_system
-from common.tools import Tool, tool_block
+from common.tools import tool_block
 from common.vision import BadRow, Picture, picture_sources
 
 ROLES = ("system", "user", "assistant", "tool", "observation")
@@ -102,8 +102,7 @@ def from_marks(record: Mapping) -> tuple[list[dict], list[Picture]]:
         messages = [{"role": "system", "content": record["system"]}, *messages]
     tools = json.loads(record["tools"]) if isinstance(record.get("tools"), str) else record.get("tools")
     if tools and messages:
-        offered = {str(i): Tool("", print, schema) for i, schema in enumerate(tools)}
-        messages = with_system(messages, tool_block(offered))
+        messages = with_system(messages, tool_block(tools))
     pictures = picture_sources(record, "\n".join(message["content"] for message in messages))
     if pictures:
         messages = [message | {"content": split_marks(message["content"])} for message in messages]

@@ -57,12 +57,11 @@ def memory_plan(args, world, dtype: torch.dtype, trained: list[str], frozen: lis
         there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
         there /= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     gb = memory_phases(args, world.size, dtype, trained, frozen, on_gpu)
-    items = {name: f"{name} {value:.1f}" for name, value in gb.items()}
     plan = (
-        f"memory of a rank (GB, estimated; {there:.1f} are there): {items['weights']}, {items['Adam']}; "
-        f"{items['rollout']}, of it {items['engine']}, {items['KV cache']}; {items['update']}, of it "
-        f"{items['gradients']}, {items['activations']}"
-    )
+        "memory of a rank (GB, estimated; {there:.1f} are there): weights {weights:.1f}, Adam {Adam:.1f}; rollout "
+        "{rollout:.1f}, of it engine {engine:.1f}, KV cache {KV cache:.1f}; update {update:.1f}, of it gradients "
+        "{gradients:.1f}, activations {activations:.1f}"
+    ).format(there=there, **gb)
     if gb["rollout"] > there:
         plan += "\nwarning: the rollout may not fit: lower --engine-memory, or shard over more GPUs"
     if gb["update"] > there:

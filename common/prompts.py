@@ -44,15 +44,10 @@ def render(prompt: Prompt, tokenizer, tools: Mapping[str, Tool] | None = None, p
             f"prompts are lists of messages, but the tokenizer of {tokenizer.name_or_path!r} has no chat template: "
             "take an instruct model, or data whose `prompt` is an already rendered string"
         )
-    messages = offer_tools(prompt, tools) if tools else prompt
+    messages = with_system(prompt, tool_block(tool.schema for tool in tools.values())) if tools else prompt
     if pictures:
         messages = [message | {"content": split_marks(message["content"])} for message in messages]
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-
-
-def offer_tools(messages: list[dict], tools: Mapping[str, Tool]) -> list[dict]:
-    """The tools' descriptions at the end of the system message, unless it has some."""
-    return with_system(messages, tool_block(tools))
 
 
 def with_system(messages: list[dict], block: str) -> list[dict]:

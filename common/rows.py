@@ -90,6 +90,6 @@ def records(table: pa.Table) -> Iterator[dict | str]:
         for line in batch.column(0).to_pylist():
             try:
                 record = json.loads(line)
+                yield record if isinstance(record, dict) else f"a JSON {type(record).__name__}, expected an object"
             except ValueError as error:  # bad JSON and bad UTF-8 alike
-                record = f"invalid JSON: {error}"
-            yield record if isinstance(record, dict | str) else f"a JSON {type(record).__name__}, expected an object"
+                yield f"invalid JSON: {error}"

@@ -23,15 +23,14 @@ from common.models import EMBEDDED, choose_attention, embedded_data, resolve_mod
 from common.packing import remembered_budget
 from common.precision import choose_dtype
 from common.prompts import end_token_ids, end_turns_properly, load_tokenizer
-from common.rewards import reward_function
-from common.rewards.workers import RewardWorkers
+from common.rewards import RewardWorkers, reward_function
 from common.tools import ToolWorkers
 from common.vision import PixelLimits, Vision, load_vision
 
 
 @dataclass
-class Job:
-    """A run as one rank sees it."""
+class Run:
+    """A run as one rank sees it, before it has any data."""
 
     world: World
     output_dir: Path
@@ -39,26 +38,30 @@ class Job:
     tokenizer: PreTrainedTokenizerBase
     compute_dtype: torch.dtype
     attention: str
+    limits: PixelLimits
+    vision: Vision | None  # None for a model that reads text alone
+    summary: str  # of all that, for the console
+
+
+@dataclass
+class Job(Run):
+    """What the RL scripts have besides."""
+
     train_data: PromptData | None  # None with --eval-only
     eval_data: PromptData | None
     total_steps: int
     workers: RewardWorkers
-    limits: PixelLimits
-    vision: Vision | None  # None for a model that reads text alone
     turns: Turns | None  # None without --tools
     engine: VllmEngine | HuggingFaceEngine | None  # asleep; None with --replay
 
 
-def set_up(args, script: str, demo: bool) -> Job:
-    """Open a run, given the flags that all RL scripts share; `args` is the script's Args."""
-    check_shared_args(args)
+def open_run(args, script: str, demo: bool) -> Run:
+    """Join the process group, choose device and dtype, find the model; `args` is the script's Args."""
     world = init_world(args.stall_minutes)
     if demo:
         world.print("no --model given: running the embedded demo")
     stamp = broadcast_object(time.strftime("%Y%m%d-%H%M%S"))  # the clocks of the ranks may differ
     output_dir = args.output_dir or Path("runs") / f"{script}-{Path(args.model).name}-{stamp}"
-    again = bool(args.replay) and (output_dir / "checkpoints").exists()
-    refuse(again, f"--replay: {output_dir} has checkpoints of its own; give another --output-dir")
     with user_errors():
         tracker_names(args.log)
         check_device(world.device)
@@ -68,7 +71,20 @@ def set_up(args, script: str, demo: bool) -> Job:
     tokenizer = load_tokenizer(path, args.trust_remote_code)
     limits = PixelLimits(args.min_pixels, args.max_pixels, args.max_frame_pixels)
     vision = load_vision(path, limits, args.trust_remote_code)
-    refuse_idle(args, dict.fromkeys([*PICTURE_FLAGS, "max_images"], (vision is not None, "a vision-language --model")))
+    refuse_idle(args, dict.fromkeys(PICTURE_FLAGS, (vision is not None, "a vision-language --model")))
+    summary = f"{script}.py: {args.model}, {world.size} x {world.device.type}, {args.strategy}, "
+    summary += f"compute {compute_dtype} ({why}) -> {output_dir}"
+    return Run(world, output_dir, path, tokenizer, compute_dtype, attention, limits, vision, summary)
+
+
+def set_up(args, script: str, demo: bool) -> Job:
+    """Open a run, given the flags that all RL scripts share."""
+    check_shared_args(args)
+    run = open_run(args, script, demo)
+    world, output_dir, path, tokenizer, vision = run.world, run.output_dir, run.path, run.tokenizer, run.vision
+    again = bool(args.replay) and (output_dir / "checkpoints").exists()
+    refuse(again, f"--replay: {output_dir} has checkpoints of its own; give another --output-dir")
+    refuse_idle(args, {"max_images": (vision is not None, "a vision-language --model")})
     if vision or args.tools:
         with user_errors():
             end_turns_properly(tokenizer, vision, world)
@@ -76,7 +92,7 @@ def set_up(args, script: str, demo: bool) -> Job:
         critic_path = resolve_model(args.critic_model, "--critic-model")
         critic_vocabulary = load_tokenizer(critic_path, args.trust_remote_code).get_vocab()
         refuse(critic_vocabulary != tokenizer.get_vocab(), f"--critic-model {args.critic_model}: another tokenizer")
-        blind = load_vision(critic_path, limits, args.trust_remote_code) is None
+        blind = load_vision(critic_path, run.limits, args.trust_remote_code) is None
         refuse(blind != (vision is None), f"--critic-model {args.critic_model}: of policy and critic one cannot see")
     if getattr(args, "reward_model", None):
         resolve_model(args.reward_model, "--reward-model")  # that there is none should be known before all is loaded
@@ -94,7 +110,7 @@ def set_up(args, script: str, demo: bool) -> Job:
         if args.eval_data:
             eval_data = PromptData(args.eval_data, tokenizer, flag="--eval-data", **options)
         for data in (train_data, eval_data):
-            for source in data.sources() if data and not args.reward_function else ():
+            for source in sorted(data.sources) if data and not args.reward_function else ():
                 reward_function(source)  # an unknown data_source is an error now, not after the first rollout
         workers = RewardWorkers(args.reward_function, args.reward_workers, args.reward_timeout)
     total_steps = args.total_steps
@@ -105,13 +121,13 @@ def set_up(args, script: str, demo: bool) -> Job:
 
     critic = [resolve_model(args.critic_model or path)] if hasattr(args, "critic_model") else []
     reference = [path] if args.kl_in != "none" and not getattr(args, "reference_offload", False) else []
-    world.print(memory_plan(args, world, compute_dtype, [path, *critic], reference))
+    world.print(memory_plan(args, world, run.compute_dtype, [path, *critic], reference))
     engine = None
     if not args.replay:  # before the trainer: it loads by itself, and is asleep when the trainer takes its memory
         make_engine = VllmEngine if args.engine == "vllm" else HuggingFaceEngine
         engine = make_engine(
             path,
-            compute_dtype,
+            run.compute_dtype,
             world,
             end_ids=end_token_ids(path, tokenizer),
             max_model_len=args.max_prompt_tokens + args.max_response_tokens,
@@ -130,23 +146,13 @@ def set_up(args, script: str, demo: bool) -> Job:
             for tool in tools.tools.values():
                 turns.observation_ids("", tool.role, [])  # a template that cannot is refused now
     torch.manual_seed(args.seed + world.rank)  # after vLLM, which seeds every rank alike
-    world.print(
-        f"{script}.py: {args.model}, {world.size} x {world.device.type}, {args.strategy}, {args.engine}, compute "
-        f"{compute_dtype} ({why}) -> {output_dir}"
-    )
+    world.print(f"{run.summary}, rollouts by {args.engine}")
     return Job(
-        world=world,
-        output_dir=output_dir,
-        path=path,
-        tokenizer=tokenizer,
-        compute_dtype=compute_dtype,
-        attention=attention,
+        **vars(run),
         train_data=train_data,
         eval_data=eval_data,
         total_steps=total_steps or 0,
         workers=workers,
-        limits=limits,
-        vision=vision,
         turns=turns,
         engine=engine,
     )

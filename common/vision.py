@@ -18,11 +18,10 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
 
-from common.tools.visual import FORMATS, MAX_SOURCE_PIXELS, decode, shown_size
+from common.tools.visual import CELL, FORMATS, MAX_SOURCE_PIXELS, decode, shown
 
 FAMILY = ("qwen2_vl", "qwen2_5_vl")
 MARKS = {"<image>": "image", "<video>": "video"}  # placeholders in the prompts of data sets
-CELL = 28  # side, in pixels, of what becomes one token: 2 x 2 patches of 14
 
 
 class BadRow(ValueError):
@@ -38,8 +37,7 @@ class PixelLimits:
     max_frame_pixels: int
 
     def shown_size(self, kind: str, width: int, height: int) -> tuple[int, int]:
-        most = self.max_pixels if kind == "image" else self.max_frame_pixels
-        return shown_size(width, height, min(self.min_pixels, most), most)
+        return shown((width, height), kind, vars(self))
 
 
 @dataclass(eq=False)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from common.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from common.checkpoint import checkpoint_bytes, find_checkpoint, load_checkpoint, save_checkpoint
 
 
 def trained(seed: int):
@@ -52,6 +52,12 @@ def test_a_save_before_the_first_update_does_not_change_it(tmp_path, world):
         return model.weight.detach().clone()
 
     assert torch.equal(three_updates(saved=True), three_updates(saved=False))
+
+
+def test_frozen_weights_have_no_moments_to_save():
+    model = nn.Linear(4, 3)
+    model.bias.requires_grad_(False)
+    assert checkpoint_bytes({"policy": (model, None)}) == 4 * (3 * 12 + 3)
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path, world):

@@ -13,7 +13,7 @@ from common.episodes import Episode
 from common.evaluate import report, side_by_side, summarize, wilson_interval
 from common.metrics import is_correct
 from common.prepare import visual_qa
-from common.rewards import reward_function
+from common.rewards import reward_function, visual_qa_reward
 from curiosity_rl import Args, ReplayMemory, curiosity_terms, num_calls, shape_rewards
 
 PAPER = {"alpha": 0.5, "target": 0.3, "penalty": 0.05, "free": 1}
@@ -325,7 +325,7 @@ def test_rows_by_example():
     assert asked["prompt"][0]["content"] == "<video>Which ?" + visual_qa.WITH_TOOLS and asked["videos"] == [["a", "b"]]
     for benchmark in ("tallyqa", "infographics", "mvbench", "MATHVista", "gsm8k"):
         source = published(qid=f"{benchmark}-a-1")["data_source"]
-        assert source == f"visual_qa/{benchmark}" and reward_function(source).__name__ == "visual_qa_reward"
+        assert source == f"visual_qa/{benchmark}" and reward_function(source) is visual_qa_reward
 
 
 def test_folders_count_as_moved_only_if_the_picture_is_there_and_nowhere_else(tmp_path):

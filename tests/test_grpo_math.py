@@ -436,6 +436,7 @@ def test_guarded_step_without_any_gradient_changes_nothing():
         ("--learning-rate nan", "--learning-rate nan: must not be below 0"),
         ("--seed -1", "--seed -1: must not be below 0"),
         ("--lr-floor 1.5", "--lr-floor 1.5: must not be above 1"),
+        ("--min-pixels 2000000", "--min-pixels 2000000: above --max-pixels 1003520"),
     ],
 )
 def test_what_cannot_work_or_has_no_effect_is_refused(flags, message, monkeypatch):
@@ -461,4 +462,10 @@ def test_what_works_is_not_refused(flags, monkeypatch):
 def test_idle_flags_that_all_scripts_share(flags, monkeypatch):
     monkeypatch.setattr("sys.argv", ["grpo.py", *flags.split()])
     with pytest.raises(SystemExit, match=f"{flags.split()[0]} .* has no effect"):
+        check_shared_args(tyro.cli(grpo.Args, default=grpo.DEMO))
+
+
+def test_an_embedded_model_with_other_data_has_nothing_to_be_evaluated_on(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["grpo.py", "--train-data", "x.jsonl", "--eval-every", "5"])
+    with pytest.raises(SystemExit, match="--eval-every 5 has no effect: needs --eval-data"):
         check_shared_args(tyro.cli(grpo.Args, default=grpo.DEMO))

@@ -17,9 +17,8 @@ import pytest
 from test_rewards import HOSTILE, MEGA
 
 from common.prepare import math as prepare
-from common.rewards import boxed_reward, countdown, dapo_reward, math, reward_function, score_response
+from common.rewards import RewardWorkers, boxed_reward, countdown, dapo_reward, math, reward_function, score_response
 from common.rewards.math import equivalent, is_harmless, last_boxed, normalize, score_boxed, score_dapo, score_gsm8k
-from common.rewards.workers import RewardWorkers
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "math"
 REPOSITORY = Path(__file__).parents[1]

@@ -8,6 +8,7 @@ import json
 import random
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,8 +16,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from common import prepare
+from common.distributed import user_errors
 from common.prepare import countdown, gsm8k, smollm2
-from common.prepare.countdown import Args, Problem, generate_problems, to_table
+from common.prepare.countdown import Args, Problem, iter_problems, to_table
 from common.rewards import reward_function, score_response
 
 # of TinyZero's template texts, taken from its data script
@@ -28,6 +31,10 @@ TEMPLATE_SHA256 = {
 
 def read_rows(path: Path) -> list[dict]:
     return pq.read_table(path).to_pylist()
+
+
+def generate_problems(count: int, **options) -> list[Problem]:
+    return list(islice(iter_problems(**options), count))
 
 
 def row_key(row: dict) -> tuple:
@@ -205,9 +212,9 @@ def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
         Path(where).write_bytes(b"half")
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(countdown.pq, "write_table", disk_full)
+    monkeypatch.setattr(prepare.pq, "write_table", disk_full)
     with pytest.raises(OSError, match="No space left"):
-        countdown.write_atomically(pa.table({"a": [1]}), path)
+        prepare.write_splits(tmp_path, {"train": pa.table({"a": [1]})})
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
 
 
@@ -260,6 +267,8 @@ def test_gsm8k_offline_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ConnectionError, match=r"HF_ENDPOINT(.|\n)*--source FOLDER"):
+        gsm8k.main(gsm8k.Args(out=tmp_path / "out"))
+    with pytest.raises(SystemExit, match="error: could not download openai/gsm8k"), user_errors():
         gsm8k.main(gsm8k.Args(out=tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 

@@ -17,8 +17,7 @@ from conftest import ROOT
 
 from common import workers
 from common.episodes import Episode
-from common.rewards import score_episodes
-from common.rewards.workers import RewardWorkers
+from common.rewards import RewardWorkers, score_episodes
 
 TIMEOUT = 2.0  # seconds, in all tests that do not say otherwise
 
@@ -352,7 +351,7 @@ def test_sigkill_of_the_trainer_leaves_no_worker(spec, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import sys\n"
-        "from common.rewards.workers import RewardWorkers\n"
+        "from common.rewards import RewardWorkers\n"
         "print('main', flush=True)\n"
         "pool = RewardWorkers(sys.argv[1], 3, 600.0)\n"
         "pool.score([('test', '3', 7, {})] * 3)\n"  # more than one job at a time: all are started

@@ -145,12 +145,13 @@ def test_renaming_a_copy_does_not_hide_it():
 @every_script
 def test_every_flag_is_used(script):
     """`args.NAME` is read there, or where the scripts hand their args to; being set by the demo does not count."""
-    shared = [f"common/{name}.py" for name in ("arguments", "setup", "memory", "evaluate")]
-    readers = [script] if script == "sft.py" else [script, *shared]
+    shared = [ast.parse(source(f"common/{name}.py")) for name in ("arguments", "setup", "memory", "evaluate")]
+    if script == "sft.py":
+        shared = [node for node in ast.walk(shared[1]) if getattr(node, "name", None) == "open_run"]
     used = {
         node.attr
-        for name in readers
-        for node in ast.walk(ast.parse(source(name)))
+        for tree in (ast.parse(source(script)), *shared)
+        for node in ast.walk(tree)
         if isinstance(node, ast.Attribute)
         and isinstance(node.ctx, ast.Load)
         and isinstance(node.value, ast.Name)

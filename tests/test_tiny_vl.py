@@ -103,7 +103,7 @@ def test_traces_are_honest(traces):
     """Calls parse, observations are what the tool returns, and what is read was seen."""
     kinds = []
     for scene, messages in zip(tiny_vl.scenes(3), traces):
-        assert text_of(messages[0]) == DEFAULT_SYSTEM + tool_block(TOOLS)
+        assert text_of(messages[0]) == DEFAULT_SYSTEM + tool_block([CROP.schema])
         close_up = reply_to(look_at(scene.cell), scene)["images"]
         assert images_of(messages[1:2]) in ([scene.png], close_up)
         seen = images_of(messages[1:2]) == close_up
@@ -137,7 +137,7 @@ def test_rows_of_training_and_evaluation_load_and_share_no_scene(vision, demo):
     for split, rows in (("train", tiny_vl.RL_ROWS), ("eval", tiny_vl.EVAL_ROWS)):
         options = {"max_prompt_tokens": 128, "vision": vision, "tools": TOOLS}
         data = PromptData(str(demo / f"{split}.parquet"), load_tokenizer(ASSET), **options)
-        assert len(data) == rows and data.sources() == ["tiny-vl"]
+        assert len(data) == rows and data.sources == {"tiny-vl"}
         records = pq.read_table(demo / f"{split}.parquet").to_pylist()
         pictures[split] = {record["images"][0]["bytes"] for record in records}
         for record, scene in zip(records[:20], tiny_vl.scenes(1 if split == "train" else 2)):
@@ -161,7 +161,7 @@ def given_crops(path, rows: int) -> None:
     for i, scene in enumerate(islice(tiny_vl.scenes(11), rows)):
         reply = reply_to(look_at(scene.cell), scene)
         prompt = [
-            {"role": "system", "content": DEFAULT_SYSTEM + tool_block(TOOLS)},
+            {"role": "system", "content": DEFAULT_SYSTEM + tool_block([CROP.schema])},
             {"role": "user", "content": f"<image>{tiny_vl.QUESTION}"},
             {"role": "assistant", "content": look_at(scene.cell)},
             {"role": "user", "content": f"{reply['text']}<image>"},

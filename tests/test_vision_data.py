@@ -195,3 +195,5 @@ def test_rows_choose_tools_as_in_verl(tmp_path, vision):
     unknown = ask("x") | {"extra_info": {"tools_kwargs": {"fly": {}}}}
     with pytest.raises(ValueError, match="tools_kwargs names fly, which --tools does not offer"):
         load(tmp_path, vision, [unknown], tools=tools)
+    with pytest.raises(ValueError, match="line 1: malformed: AttributeError"):
+        load(tmp_path, vision, [ask("x") | {"extra_info": {"tools_kwargs": "fly"}}], tools=tools)

@@ -47,7 +47,7 @@ def load(path, vision, folder, tools: str = "visual", **options) -> PromptData:
 
 def test_published_rows(vision, folder):
     data = load(write(folder), vision, folder)
-    assert data.sources() == ["visual_qa/mvbench", "visual_qa/release", "visual_qa/vstar"]
+    assert data.sources == {"visual_qa/mvbench", "visual_qa/release", "visual_qa/vstar"}
     images, video, text = (data[i] for i in range(3))
     assert images.prompt == [
         {"role": "user", "content": "<image><image>" + QUESTION.replace("<image>", "") + WITH_TOOLS}
@@ -75,6 +75,12 @@ def test_folders_that_pixel_reasoners_script_has_moved(vision, folder):
     (folder / "images").rename(folder / "release_images")
     (folder / "videos").rename(folder / "release_videos")
     assert [len(row.media) for row in map(load(write(folder), vision, folder).__getitem__, range(3))] == [2, 1, 0]
+    alone = {
+        "image": ["images/q1-0.jpg", "images/q1-1.jpg", ""],
+        "is_video": [False] * 3,
+    }  # no lists
+    rows = map(load(write(folder, **alone), vision, folder).__getitem__, range(3))
+    assert [len(row.media) for row in rows] == [1, 1, 0]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,30 @@
+"""`python -m common.prepare.NAME` writes a data set in verl's format. In here: what these programs share."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from common.logger import replace_file
+
+
+def write_splits(out: Path, tables: dict[str, pa.Table]) -> None:
+    """Write OUT/SPLIT.parquet of each split that has rows; a reader sees the old file or the whole new one."""
+    out.mkdir(parents=True, exist_ok=True)
+    for split, table in tables.items():
+        if len(table):
+            path = out / f"{split}.parquet"
+            replace_file(path, lambda temporary, table=table: pq.write_table(table, temporary))
+            print(f"{path}: {len(table)} rows")
+
+
+@contextmanager
+def downloading(repository: str, otherwise: str) -> Iterator[None]:
+    """ConnectionError, with what else to do, if the hub cannot be reached or refuses."""
+    try:
+        yield
+    except OSError as error:  # huggingface_hub's network, HTTP and offline errors all derive from it
+        remedy = f"Set HF_ENDPOINT to a mirror that you can reach, or {otherwise}"
+        raise ConnectionError(f"could not download {repository}: {error}\n{remedy}") from error

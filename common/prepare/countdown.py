@@ -7,7 +7,6 @@ Generated rows are solvable by construction: a random expression over the number
 problems never occur in train, whatever the order of their numbers. The same seed and sizes give the same files.
 """
 
-import os
 import random
 import time
 from collections.abc import Collection, Iterable, Iterator
@@ -21,6 +20,7 @@ import pyarrow.parquet as pq
 import tyro
 
 from common.distributed import user_errors
+from common.prepare import write_splits
 
 TEMPLATES = {  # base and qwen-instruct are TinyZero's, to the letter
     "base": (
@@ -123,30 +123,22 @@ def main(args: Args) -> None:
                 exclude={problem.key for problem in test},
             )
             rows.extend(with_progress(islice(problems, size), size, split))
-    args.out.mkdir(parents=True, exist_ok=True)
-    for split, rows in (("train", train), ("test", test)):
-        path = args.out / f"{split}.parquet"
-        write_atomically(to_table(rows, args.template, split), path)
-        print(f"{path}: {len(rows)} rows")
+    splits = {"train": train, "test": test}
+    write_splits(args.out, {split: to_table(rows, args.template, split) for split, rows in splits.items()})
 
 
-def generate_problems(
-    count: int,
+def iter_problems(
     *,
     seed: int | str,
     operands: tuple[int, ...] = (3, 4),
     numbers: tuple[int, int] = (1, 99),
     targets: tuple[int, int] = (10, 100),
     exclude: Collection[tuple] = frozenset(),
-) -> list[Problem]:
-    """`count` solvable problems, no two with the same key, none with a key in `exclude`. Ranges are inclusive."""
-    return list(
-        islice(iter_problems(seed=seed, operands=operands, numbers=numbers, targets=targets, exclude=exclude), count)
-    )
+) -> Iterator[Problem]:
+    """Solvable problems without end, no two with the same key, none with a key in `exclude`. Ranges are inclusive.
 
-
-def iter_problems(*, seed, operands, numbers, targets, exclude) -> Iterator[Problem]:
-    """The endless stream behind `generate_problems`; takes turns over the operand counts."""
+    The numbers of operands take turns.
+    """
     rng = random.Random(seed)
     seen = set(exclude)
     found = 0
@@ -243,16 +235,6 @@ def to_table(problems: list[Problem], template: str, split: str) -> pa.Table:
 def prompt_text(problem: Problem, template: str) -> str:
     spaced = " ".join(map(str, problem.numbers))
     return TEMPLATES[template].format(numbers=list(problem.numbers), spaced_numbers=spaced, target=problem.target)
-
-
-def write_atomically(table: pa.Table, path: Path) -> None:
-    """A reader of `path` sees the old file or the whole new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        pq.write_table(table, temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def with_progress(rows: Iterable[Problem], total: int, label: str, every_s: float = 5.0) -> Iterator[Problem]:

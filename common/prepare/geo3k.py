@@ -16,7 +16,7 @@ import tyro
 from huggingface_hub import snapshot_download
 
 from common.distributed import user_errors
-from common.prepare.countdown import write_atomically
+from common.prepare import downloading, write_splits
 from common.prepare.gsm8k import SCHEMA as TEXT_SCHEMA
 from common.rewards.math import normalized_truth
 
@@ -42,23 +42,13 @@ def main(args: Args) -> None:
     # read everything first: a bad row leaves no half data set behind
     folder = download() if args.source == "hub" else Path(args.source)
     rows = {split: read_split(folder, split) for split in SPLITS}
-    args.out.mkdir(parents=True, exist_ok=True)
-    for split in SPLITS:
-        if rows[split]:
-            path = args.out / f"{split}.parquet"
-            write_atomically(pa.Table.from_pylist(rows[split], schema=SCHEMA), path)
-            print(f"{path}: {len(rows[split])} rows")
+    write_splits(args.out, {split: pa.Table.from_pylist(rows[split], schema=SCHEMA) for split in SPLITS})
 
 
 def download() -> Path:
     """Folder of the hub's parquet files (or of its local cache)."""
-    try:
+    with downloading(REPOSITORY, "give --source FOLDER with its parquet files"):
         return Path(snapshot_download(REPOSITORY, repo_type="dataset", allow_patterns="*.parquet"))
-    except OSError as error:  # huggingface_hub's network, HTTP and offline errors all derive from it
-        raise ConnectionError(
-            f"could not download {REPOSITORY}: {error}\nSet HF_ENDPOINT to a mirror that you can reach, "
-            "or give --source FOLDER with its parquet files"
-        ) from error
 
 
 def read_split(folder: Path, split: str) -> list[dict]:

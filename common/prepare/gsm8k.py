@@ -15,7 +15,7 @@ import tyro
 from huggingface_hub import hf_hub_download
 
 from common.distributed import user_errors
-from common.prepare.countdown import write_atomically
+from common.prepare import downloading, write_splits
 
 REPOSITORY = "openai/gsm8k"
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
@@ -43,11 +43,7 @@ class Args:
 def main(args: Args) -> None:
     # read both splits first: a missing one leaves no half data set behind
     tables = {split: to_table(read_split(args.source, split), split) for split in ("train", "test")}
-    args.out.mkdir(parents=True, exist_ok=True)
-    for split, table in tables.items():
-        path = args.out / f"{split}.parquet"
-        write_atomically(table, path)
-        print(f"{path}: {len(table)} rows")
+    write_splits(args.out, tables)
 
 
 def read_split(source: str, split: str) -> list[dict[str, str]]:
@@ -71,13 +67,8 @@ def read_split(source: str, split: str) -> list[dict[str, str]]:
 
 def download_split(split: str) -> list[dict[str, str]]:
     """The split from the hub's parquet file (or from its local cache)."""
-    try:
+    with downloading(REPOSITORY, "give --source FOLDER with train.jsonl and test.jsonl"):
         path = hf_hub_download(REPOSITORY, f"main/{split}-00000-of-00001.parquet", repo_type="dataset")
-    except OSError as error:  # huggingface_hub's network, HTTP and offline errors all derive from it
-        raise ConnectionError(
-            f"could not download {REPOSITORY}: {error}\nSet HF_ENDPOINT to a mirror that you can reach, "
-            "or give --source FOLDER with train.jsonl and test.jsonl"
-        ) from error
     return pq.read_table(path, columns=["question", "answer"]).to_pylist()
 
 

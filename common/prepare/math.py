@@ -24,7 +24,7 @@ import tyro
 from huggingface_hub import hf_hub_download
 
 from common.distributed import user_errors
-from common.prepare.countdown import write_atomically
+from common.prepare import downloading, write_splits
 from common.prepare.gsm8k import SCHEMA
 from common.rewards import boxed_reward, reward_function
 from common.rewards.math import last_boxed, normalized_truth
@@ -46,25 +46,15 @@ def main(args: Args) -> None:
     for split, row in read_hub() if args.source == "hub" else read_files(Path(args.source)):
         row["extra_info"] |= {"split": split, "index": len(rows[split])}
         rows[split].append(row)
-    args.out.mkdir(parents=True, exist_ok=True)
-    for split in SPLITS:
-        if rows[split]:
-            path = args.out / f"{split}.parquet"
-            write_atomically(pa.Table.from_pylist(rows[split], schema=SCHEMA), path)
-            print(f"{path}: {len(rows[split])} rows")
+    write_splits(args.out, {split: pa.Table.from_pylist(rows[split], schema=SCHEMA) for split in SPLITS})
 
 
 def read_hub() -> Iterator[tuple[str, dict]]:
     """(split, verl's row) of MATH's 7,500 training and 5,000 test problems, from the hub (or from its local cache)."""
     for split in SPLITS:
         name = f"data/{split}-00000-of-00001.parquet"
-        try:
+        with downloading(REPOSITORY, "give --source with a .jsonl file or a folder of them"):
             path = hf_hub_download(REPOSITORY, name, repo_type="dataset")
-        except OSError as error:  # huggingface_hub's network, HTTP and offline errors all derive from it
-            raise ConnectionError(
-                f"could not download {REPOSITORY}: {error}\nSet HF_ENDPOINT to a mirror that you can reach, "
-                "or give --source with a .jsonl file or a folder of them"
-            ) from error
         for number, record in enumerate(pq.read_table(path, columns=["problem", "solution"]).to_pylist()):
             yield split, to_row(record, REPOSITORY, f"{REPOSITORY}/{name}, row {number}")
 

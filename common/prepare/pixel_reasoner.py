@@ -18,6 +18,7 @@ import tyro
 from huggingface_hub import snapshot_download
 
 from common.distributed import user_errors
+from common.prepare import downloading
 
 MAX_SHOWN = 5  # missing files that are named
 
@@ -51,13 +52,8 @@ def main(args: Args) -> None:
 
 def download(repository: str, folder: Path) -> None:
     """Into the folder; what is complete there is kept."""
-    try:
+    with downloading(repository, "give --folder with a copy of it alone; the same command goes on from here"):
         snapshot_download(repository, repo_type="dataset", local_dir=folder)
-    except OSError as error:  # huggingface_hub's network, HTTP and offline errors all derive from it
-        raise ConnectionError(
-            f"could not download {repository}: {error}\nThe same command goes on from here. Set HF_ENDPOINT to a "
-            "mirror that you can reach, or give --folder with a copy of the data set alone"
-        ) from error
 
 
 def unzip(archive: Path) -> int:

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -43,13 +42,11 @@ BLOCK_NAMES = {
 }
 
 
-@dataclass
-class Args:
-    cache: Path | None = None  # cache directory (default $XDG_CACHE_HOME, else ~/.cache)
-
-
 def smollm2_path(cache: Path | None = None) -> Path:
-    """CACHE/minimal-rl/smollm2-135m-instruct, prepared on first use. Processes that ask at once wait for the first."""
+    """CACHE/minimal-rl/smollm2-135m-instruct, prepared on first use. Processes that ask at once wait for the first.
+
+    cache: $XDG_CACHE_HOME by default, or else ~/.cache.
+    """
     cache = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = Path(cache).absolute() / "minimal-rl" / "smollm2-135m-instruct"
     if folder.exists():  # appears complete, by rename
@@ -182,4 +179,4 @@ def write_json(path: Path, content: dict) -> None:
 
 
 if __name__ == "__main__":
-    print(smollm2_path(tyro.cli(Args, description=__doc__).cache))
+    print(tyro.cli(smollm2_path, description=__doc__))

@@ -27,7 +27,8 @@ import tyro
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config
 
-from common.prepare.countdown import Problem, iter_problems, prompt_text, to_table, write_atomically
+from common.prepare import write_splits
+from common.prepare.countdown import Problem, iter_problems, prompt_text, to_table
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
@@ -76,10 +77,9 @@ def build_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2Config:
 
 def write_demo_data(folder: Path) -> None:
     """train.parquet and eval.parquet of the demo that `grpo.py` and `ppo.py` run without --model."""
-    folder.mkdir(parents=True, exist_ok=True)
     held_out, training = rl_problems()
-    write_atomically(to_table(training, "compact", "train"), folder / "train.parquet")
-    write_atomically(to_table(held_out, "compact", "test"), folder / "eval.parquet")
+    tables = {"train": to_table(training, "compact", "train"), "eval": to_table(held_out, "compact", "test")}
+    write_splits(folder, tables)
 
 
 def write_supervised_data(folder: Path) -> None:
@@ -99,11 +99,18 @@ def write_traces(path: Path, problems: list[Problem], traces_per_row: int, rng: 
                 file.write(json.dumps({"messages": messages}) + "\n")
 
 
+def write_warm_start(path: Path) -> None:
+    """The traces that a policy is warmed up with, on problems that are in none of the demo's files."""
+    held_out, training = rl_problems()
+    problems = sums_and_differences(SFT_ROWS, seed=1, exclude={p.key for p in held_out + training})
+    write_traces(path, problems, TRACES_PER_ROW, random.Random(1))
+
+
 def sums_and_differences(count: int, **options) -> list[Problem]:
     """Problems of three and of four numbers, equally many, that + and - suffice to solve."""
     by_size: list[list[Problem]] = []
     for operands in (3, 4):
-        stream = iter_problems(operands=(operands,), **RANGES, **{"exclude": frozenset(), **options})
+        stream = iter_problems(operands=(operands,), **RANGES, **options)
         by_size.append(list(islice((p for p in stream if not set("*/") & set(p.expression)), count // 2)))
     return [problem for pair in zip(*by_size) for problem in pair]
 
@@ -168,9 +175,7 @@ class Args:
 
 def main(args: Args) -> None:
     args.work.mkdir(parents=True, exist_ok=True)
-    held_out, training = rl_problems()
-    problems = sums_and_differences(SFT_ROWS, seed=1, exclude={p.key for p in held_out + training})
-    write_traces(args.work / "traces.jsonl", problems, TRACES_PER_ROW, random.Random(1))
+    write_warm_start(args.work / "traces.jsonl")
     blank = args.work / "blank"
     tokenizer = build_tokenizer()
     tokenizer.save_pretrained(blank)

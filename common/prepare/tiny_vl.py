@@ -40,7 +40,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLPr
 from transformers import Qwen2VLImageProcessor as ImageProcessor
 from transformers import Qwen2VLVideoProcessor as VideoProcessor
 
-from common.prepare.countdown import write_atomically
+from common.prepare import write_splits
 from common.prompts import DEFAULT_SYSTEM
 from common.tools import CLOSE, CROP, OPEN, tool_block
 from common.tools.visual import crop_image_normalized, encode
@@ -189,7 +189,7 @@ def trace(scene: Scene, rng: random.Random, guess: float, aim: float) -> list[di
     if rng.random() < CLOSE_UPS:
         cell, shown = scene.cell, encode(crop_image_normalized(box_around(scene.cell), 1, context)[1][0])
     messages = [
-        {"role": "system", "content": [{"text": DEFAULT_SYSTEM + tool_block({CROP.name: CROP})}]},
+        {"role": "system", "content": [{"text": DEFAULT_SYSTEM + tool_block([CROP.schema])}]},
         {"role": "user", "content": [{"image": shown}, {"text": QUESTION}]},
     ]
     for crops in range(MAX_CROPS + 1):
@@ -232,7 +232,7 @@ def write_traces(folder: Path, rows: int, seed: int, guess: float = GUESS_AT_ONC
 
 def write_demo_data(folder: Path) -> None:
     """train.parquet and eval.parquet in verl's format. Of tools they say nothing: the scripts add what is on offer."""
-    folder.mkdir(parents=True, exist_ok=True)
+    tables = {}
     for split, seed, rows in (("train", 1, RL_ROWS), ("eval", 2, EVAL_ROWS)):
         records = [
             {
@@ -245,7 +245,8 @@ def write_demo_data(folder: Path) -> None:
             }
             for i, scene in enumerate(islice(scenes(seed), rows))
         ]
-        write_atomically(pa.Table.from_pylist(records), folder / f"{split}.parquet")
+        tables[split] = pa.Table.from_pylist(records)
+    write_splits(folder, tables)
 
 
 @dataclass

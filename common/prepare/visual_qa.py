@@ -47,7 +47,7 @@ def convert(record: Mapping, file: str, prefix: str, with_tools: bool) -> dict:
     answers = [
         str(x) for x in (answers if isinstance(answers, list) else [answers]) if x is not None and str(x).strip()
     ]
-    paths = [record["image"]] if isinstance(record["image"], str) else record["image"] or []
+    paths = paths_of(record)
     readable = all(isinstance(name, str | None) for name in paths)
     pictures = [prefix + name for name in paths if name] if readable else []
     is_video = bool(record.get("is_video")) and bool(pictures)
@@ -65,12 +65,16 @@ def convert(record: Mapping, file: str, prefix: str, with_tools: bool) -> dict:
     }
 
 
+def paths_of(record: Mapping) -> list:
+    return [record["image"]] if isinstance(record["image"], str) else record["image"] or []
+
+
 def path_prefix(records: list[dict], path: Path, media_root: Path | None) -> str:
     """ "" where the first picture's path resolves as it stands; else what Pixel Reasoner's script makes of it.
 
     That moves images/ to FILE_images/, videos/ to FILE_videos/.
     """
-    first = next((name for r in records for name in r["image"] or [] if name and isinstance(name, str)), "")
+    first = next((name for r in records for name in paths_of(r) if name and isinstance(name, str)), "")
     moved = f"{path.stem}_"
     root = media_root or Path()
     return moved if (root / (moved + first)).is_file() and not (root / first).is_file() else ""

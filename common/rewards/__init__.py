@@ -3,43 +3,25 @@
 fn(data_source, solution_str, ground_truth, extra_info=None) -> number, or a mapping with the key "score"
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from math import isfinite, isnan, nan
-from typing import TYPE_CHECKING
 
 from common.rewards import countdown, geometry, math, visual_qa
-from common.workers import load_function
-
-if TYPE_CHECKING:
-    from common.rewards.workers import RewardWorkers
+from common.workers import Pool, load_function
 
 RewardFunction = Callable[..., float | Mapping]
+Job = tuple[str, str, object, Mapping | None]  # data_source, text, ground_truth, extra_info
 
 
-def countdown_reward(data_source: str, solution_str: str, ground_truth: Mapping, extra_info=None) -> dict:
-    return countdown.score(solution_str, ground_truth)
+def with_signature(scorer: Callable[..., dict]) -> RewardFunction:
+    """A scorer of (response, ground truth) with verl's signature."""
+    return lambda data_source, solution_str, ground_truth, extra_info=None: scorer(solution_str, ground_truth)
 
 
-def gsm8k_reward(data_source: str, solution_str: str, ground_truth: str, extra_info=None) -> dict:
-    return math.score_gsm8k(solution_str, ground_truth)
-
-
-def boxed_reward(data_source: str, solution_str: str, ground_truth: str, extra_info=None) -> dict:
-    return math.score_boxed(solution_str, ground_truth)
-
-
-def dapo_reward(data_source: str, solution_str: str, ground_truth: str, extra_info=None) -> dict:
-    return math.score_dapo(solution_str, ground_truth)
-
-
-def geo3k_reward(data_source: str, solution_str: str, ground_truth: str, extra_info=None) -> dict:
-    return geometry.score_geo3k(solution_str, ground_truth)
-
-
-def visual_qa_reward(data_source: str, solution_str: str, ground_truth: list[str], extra_info=None) -> dict:
-    return visual_qa.score_visual_qa(solution_str, ground_truth)
-
+countdown_reward, gsm8k_reward = with_signature(countdown.score), with_signature(math.score_gsm8k)
+boxed_reward, dapo_reward = with_signature(math.score_boxed), with_signature(math.score_dapo)
+geo3k_reward, visual_qa_reward = with_signature(geometry.score_geo3k), with_signature(visual_qa.score_visual_qa)
 
 # data_source pattern -> function; the first that matches is taken
 REWARD_FUNCTIONS: dict[str, RewardFunction] = {
@@ -93,7 +75,26 @@ def score_response(
     return values
 
 
-def score_episodes(episodes: list, rows: Mapping, workers: "RewardWorkers", tokenizer) -> None:
+class RewardWorkers(Pool):
+    """`workers` processes that score with the function FILE.py:NAME, or without one with the built-in functions.
+
+    Deadline, memory limit and errors are those of `Pool`; a missing file or an error in it shows as a ValueError.
+    """
+
+    def __init__(self, function_spec: str | None, workers: int, timeout_s: float, memory_gib: float = 4.0):
+        super().__init__("reward", make_scorer, function_spec or "", workers, timeout_s, memory_gib)
+
+    def score(self, jobs: Sequence[Job]) -> list[dict[str, float | str]]:
+        """What `score_response` makes of each job, in their order; if it failed, {"error": why} without a "score"."""
+        return self.run(jobs)
+
+
+def make_scorer(function_spec: str) -> Callable[[Job], dict]:
+    function = load_reward_function(function_spec) if function_spec else None
+    return lambda job: score_response(function or reward_function(job[0]), *job)
+
+
+def score_episodes(episodes: list, rows: Mapping, workers: RewardWorkers, tokenizer) -> None:
     """Fill `rewards` of each episode from its response text; rows: prompt index -> Row.
 
     If that fails (an exception, a timeout, a dead worker), they are {"score": nan, "error": why}.

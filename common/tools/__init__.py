@@ -129,14 +129,12 @@ def json_type(hint: Any) -> dict:
     return {"type": JSON_TYPES[kind]} | items
 
 
-def tool_block(tools: Mapping[str, Tool]) -> str:
+def tool_block(schemas: Iterable[dict]) -> str:
     """What follows the system text: the block of Hermes, to the letter that of Qwen2.5's chat template."""
-    if not tools:
-        return ""
-    schemas = "\n".join(json.dumps(tool.schema, ensure_ascii=False) for tool in tools.values())
+    lines = "\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas)
     return (
         "\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
-        f"You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n{schemas}\n</tools>\n\n"
+        f"You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n{lines}\n</tools>\n\n"
         "For each function call, return a json object with function name and arguments within "
         f'{OPEN}{CLOSE} XML tags:\n{OPEN}\n{{"name": <function-name>, "arguments": <args-json-object>}}\n{CLOSE}'
     )
@@ -271,11 +269,6 @@ class ToolWorkers:
             else:
                 done.append((key, ToolReply(reply["error"], failed=True, role=role)))
         return done
-
-    def cancel(self) -> None:
-        """Forget all calls, for example after an exception such as Ctrl-C."""
-        self.answered.clear()
-        self.pool.cancel()
 
     def close(self) -> None:
         self.pool.close()

@@ -10,7 +10,7 @@ from math import ceil, floor, sqrt
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-CELL = 28  # side, in pixels, of what becomes one visual token
+CELL = 28  # side, in pixels, of what becomes one visual token: 2 x 2 patches of 14
 MAX_RATIO = 200  # of the sides: Qwen2-VL's image processor refuses more
 PADDING = 0.1  # of the picture, added on each side of a box: policies draw them too tight
 MIN_CROP = 28  # a crop has more pixels than that on both sides
