@@ -497,6 +497,7 @@ def check_args(args: Args) -> None:
         args,
         {
             **dict.fromkeys(["curiosity_alpha", "curiosity_target", "call_penalty", "free_calls"], bonus),
+            **dict.fromkeys(["veto_errors", "count_calls"], (bool(args.tools), "--tools")),
             "compare_tools": (args.eval_only and bool(args.tools), "--eval-only and --tools"),
             "replay_share": (args.filter_equal and not args.dynamic_sampling, "places that --filter-equal leaves"),
             "replay_max_age": (args.filter_equal and args.replay_share > 0, "--replay-share"),
@@ -683,7 +684,7 @@ def main(args: Args, demo: bool = False) -> None:
                         gap /= max(num_gaps, 1.0)
                         check_gap(gap, max_gap, step)
                     grad_norm, stepped = guarded_step(policy, optimizer, args.max_grad_norm, loss_scale, offload)
-                    grad_norms.append(grad_norm)
+                    grad_norms += [grad_norm] * (counts[2 * m] > 0)  # some of many minibatches may be empty
                     skipped += not stepped
 
         # 5. log
@@ -697,7 +698,7 @@ def main(args: Args, demo: bool = False) -> None:
         sums = all_reduce_sums(sums)
         num_tokens = max(sum(counts[::2]), 1.0)
         metrics = rollout_metrics(sums, watch.seconds, job.turns is not None)
-        metrics |= policy_metrics(sums, num_tokens, args.minibatches, args.epochs_per_step, grad_norms)
+        metrics |= policy_metrics(sums, num_tokens, args.epochs_per_step, grad_norms)
         metrics |= {
             "policy/rollout_logprob_gap": gap,
             "optim/lr": lr,

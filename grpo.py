@@ -530,7 +530,7 @@ def main(args: Args, demo: bool = False) -> None:
                         gap = all_reduce([gap])[0] / max(sum(counts[::2]), 1.0)
                         check_gap(gap, max_gap, step)
                     grad_norm, stepped = guarded_step(policy, optimizer, args.max_grad_norm, loss_scale, offload)
-                    grad_norms.append(grad_norm)
+                    grad_norms += [grad_norm] * (counts[2 * m] > 0)  # some of many minibatches may be empty
                     skipped += not stepped
 
         # 5. log
@@ -541,7 +541,7 @@ def main(args: Args, demo: bool = False) -> None:
         sums = all_reduce_sums(sums)
         num_tokens = max(sum(counts[::2]), 1.0)
         metrics = rollout_metrics(sums, watch.seconds, job.turns is not None)
-        metrics |= policy_metrics(sums, num_tokens, args.minibatches, args.epochs_per_step, grad_norms)
+        metrics |= policy_metrics(sums, num_tokens, args.epochs_per_step, grad_norms)
         metrics |= {
             "policy/rollout_logprob_gap": gap,
             "optim/lr": lr,

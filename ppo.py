@@ -551,7 +551,7 @@ def main(args: Args, demo: bool = False) -> None:
         for episode in episodes if args.mask_truncated else []:
             episode.loss_mask = [mask * (not episode.truncated) for mask in episode.loss_mask]
         scores = shaped_scores(episodes, args.max_response_tokens, args.overlong_buffer)  # [E]
-        scores += args.reward_model_weight * torch.tensor([e.rewards.get("reward_model", 0.0) for e in episodes])
+        scores += args.reward_model_weight * torch.tensor([e.model_reward or 0.0 for e in episodes])
         index = TokenIndex(episodes)
         episode_of_token = index.episode_of_token  # [T]
         rollout_logprobs = torch.tensor([lp for e in episodes for lp, m in zip(e.logprobs, e.loss_mask) if m])
@@ -618,7 +618,7 @@ def main(args: Args, demo: bool = False) -> None:
                     gap = all_reduce([gap])[0] / max(sum(counts[::2]), 1.0)
                     check_gap(gap, max_gap, step)
                 norm, stepped = guarded_step(model, optimizer, args.max_grad_norm, loss_scale, args.optimizer_offload)
-                grad_norms[name].append(norm)
+                grad_norms[name] += [norm] * (counts[2 * m] > 0)  # some of many minibatches may be empty
                 skipped += not stepped
 
         # 5. log
@@ -631,13 +631,13 @@ def main(args: Args, demo: bool = False) -> None:
         num_tokens = max(sum(counts[::2]), 1.0)
         metrics = rollout_metrics(sums, watch.seconds, job.turns is not None) | value_metrics(sums, num_tokens)
         if not warming_up:
-            metrics |= policy_metrics(sums, num_tokens, args.minibatches, args.epochs_per_step, grad_norms["policy"])
+            metrics |= policy_metrics(sums, num_tokens, args.epochs_per_step, grad_norms["policy"])
             metrics |= {"optim/lr": lr["policy"]}
         metrics |= {
             "policy/rollout_logprob_gap": gap,
-            "value/loss": sums["value_loss"] / (args.minibatches * args.critic_epochs),
+            "value/loss": sums["value_loss"] / max(len(grad_norms["critic"]), 1),
             "value/clip_fraction": sums["value_clipped"] / (num_tokens * args.critic_epochs),
-            "value/grad_norm": sum(grad_norms["critic"]) / len(grad_norms["critic"]),
+            "value/grad_norm": sum(grad_norms["critic"]) / max(len(grad_norms["critic"]), 1),
             "value/lr": lr["critic"],
             "value/loss_scale": loss_scales["critic"].scale,
             "optim/skipped_steps": float(skipped),

@@ -301,7 +301,7 @@ def main(args: Args, demo: bool = False) -> None:
             export_hugging_face(policy, tokenizer, folder, world, job.compute_dtype)
         elif not args.save_weights_only and (last or stop or due):
             loss = metrics.get("eval/loss", math.inf)
-            state = {"best": min(loss, best), "loader": loader.state_dict(), "loss_scale": loss_scale.state_dict()}
+            state = {"best": min(best, loss), "loader": loader.state_dict(), "loss_scale": loss_scale.state_dict()}
             keep = {"keep": args.keep_checkpoints, "best": loss < best}
             if save_checkpoint(output_dir / "checkpoints", step + 1, trained, state, world, **keep):
                 best = state["best"]

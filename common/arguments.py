@@ -30,7 +30,8 @@ def check_shared_args(args) -> None:
     refuse_idle(
         args,
         {
-            "optimizer_offload": (torch.cuda.is_available(), "a GPU"),
+            **dict.fromkeys(["optimizer_offload", "sleep_level"], (torch.cuda.is_available(), "a GPU")),
+            "engine_memory": (args.engine == "vllm", "--engine vllm"),
             "lr_floor": (args.lr_schedule != "constant", "--lr-schedule linear or cosine"),
             "total_epochs": (args.total_steps is None, "no --total-steps"),
             "eval_top_p": sampled,

@@ -172,4 +172,4 @@ def _prune(folder: Path, keep: int) -> None:
     steps.sort(key=lambda path: path.stat().st_mtime)  # by age: higher numbers may belong to an abandoned run
     for path in steps[: -max(keep, 1)]:
         if path.name != best:
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)  # the next save tries again

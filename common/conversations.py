@@ -6,6 +6,7 @@ Trained on is what the assistant says and the token that ends its turn; never he
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
+from json import JSONDecodeError
 from pathlib import Path
 
 import numpy as np
@@ -112,7 +113,7 @@ class Conversations:
             raise BadRow(record)
         try:
             conversation = read_conversation(record, self.rule, self.mask_failed_calls)
-        except (AttributeError, IndexError, KeyError, TypeError) as error:  # a string where a list should be, ...
+        except (AttributeError, IndexError, JSONDecodeError, KeyError, TypeError) as error:  # a string for a list, ...
             raise BadRow(f"not a conversation: {type(error).__name__}: {error}") from error
         if conversation.pictures and not self.vision:
             raise BadRow("has pictures, and the model reads text alone")
@@ -124,8 +125,13 @@ class Conversations:
         render = partial(self.tokenizer.apply_chat_template, tokenize=False)
         try:
             whole, header = render(messages), render(messages[:first], add_generation_prompt=True)
-        except TemplateError as error:
+            called = any(m.get("tool_calls") for m in messages)
+            bare = called and render([{k: value for k, value in m.items() if k != "tool_calls"} for m in messages])
+            whole.encode()
+        except (TemplateError, UnicodeEncodeError) as error:  # the latter: half a surrogate pair
             raise BadRow(f"cannot be rendered: {error}") from error
+        if whole == bare:
+            raise BadRow("the chat template leaves out tool_calls")
         lost = [m["role"] for m in messages if not pictured(m) and text_of(m).strip() not in whole]
         if lost:
             raise BadRow(f"the chat template leaves out a message of role {lost[0]!r}")

@@ -20,7 +20,7 @@ from common.tools import Tool
 from common.vision import BadRow, Media, Vision, picture_sources
 
 REQUIRED = ("data_source", "prompt", "reward_model")
-OPTIONAL = ("extra_info", "images", "videos", "agent_name")
+OPTIONAL = ("extra_info", "images", "videos", "image", "mm_hint", "agent_name")
 FORMAT = (
     "data_source (string), prompt (list of {role, content}, or an already rendered string), reward_model "
     "({style, ground_truth}), optionally extra_info, images, videos, agent_name. `python -m common.prepare.NAME` "

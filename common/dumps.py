@@ -86,7 +86,8 @@ def page_episodes(rows: list[dict], files: dict[str, bytes], tokenizer: PreTrain
             numbers = [next(shown) for _ in range(added)]
             segments.append({"role": "policy" if sampled else "observation", "text": text, "media": numbers})
         keys = ("prompt_index", "sample_index", "finish_reason", "score", "advantage")
-        episode = {key: row[key] for key in keys} | {"rewards": json.loads(row["rewards"]), "calls": calls}
+        judged = {} if row["model_reward"] is None else {"--reward-model": row["model_reward"]}
+        episode = {key: row[key] for key in keys} | {"rewards": json.loads(row["rewards"]) | judged, "calls": calls}
         episodes.append(episode | {"segments": segments, "media": media})
     return episodes
 
@@ -103,7 +104,7 @@ def load_rollouts(
             f"--replay {path}: is of step {rows[0]['step']} on {rows[0]['ranks']} ranks, this is step {step} on "
             f"{world.size}: --resume the checkpoint of the step before it, with as many ranks"
         )
-    if ("reward_model" in json.loads(rows[0]["rewards"])) != bool(reward_model):
+    if any(row["model_reward"] is not None for row in rows) != bool(reward_model):
         raise SystemExit(f"--replay {path}: give the --reward-model of that run, and none if it had none")
     own = path.with_suffix(f".media_{world.rank}.parquet")
     table = pq.read_table(own).to_pydict() if own.is_file() else {"hash": [], "bytes": []}

@@ -31,6 +31,7 @@ class Episode:
     media: list[Media] = field(default_factory=list)  # in the order of their placeholders: the prompt's, then others
     turns: int = 0  # sampled so far
     calls: list[dict] = field(default_factory=list)  # of tools: turn, name, arguments, text, error, info; media added
+    model_reward: float | None = None  # of --reward-model
 
     @property
     def truncated(self) -> bool:

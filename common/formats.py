@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from common.prompts import split_marks, with_system
-from common.tools import tool_block
+from common.prompts import split_marks, with_system, without_nulls
+from common.tools import CLOSE, OPEN, tool_block
 from common.vision import BadRow, Picture, picture_sources
 
 ROLES = ("system", "user", "assistant", "tool", "observation")
@@ -97,12 +97,16 @@ def from_marks(record: Mapping) -> tuple[list[dict], list[Picture]]:
         content = row.get("content") if row.get("content") is not None else row.get("value")
         if not isinstance(content, str) and not row.get("tool_calls"):
             raise BadRow(f"message {row!r:.80} has no text as its content")
-        messages.append(kept(row) | {"role": role, "content": content or ""})
-    if record.get("system"):
+        content = call_text(content) if row.get("from") == "function_call" else content or ""
+        messages.append(kept(row) | {"role": role, "content": content})
+    if record.get("system") and [m["role"] for m in messages[:1]] != ["system"]:
         messages = [{"role": "system", "content": record["system"]}, *messages]
-    tools = json.loads(record["tools"]) if isinstance(record.get("tools"), str) else record.get("tools")
+    tools = record.get("tools") or []
+    if isinstance(tools, str):
+        tools = json.loads(tools) if tools.strip() else []
     if tools and messages:
-        messages = with_system(messages, tool_block(tools))
+        schemas = [t if t.get("type") == "function" else {"type": "function", "function": t} for t in tools]
+        messages = with_system(messages, tool_block(without_nulls(schemas)))
     pictures = picture_sources(record, "\n".join(message["content"] for message in messages))
     if pictures:
         messages = [message | {"content": split_marks(message["content"])} for message in messages]
@@ -111,9 +115,14 @@ def from_marks(record: Mapping) -> tuple[list[dict], list[Picture]]:
 
 def kept(message: Mapping) -> dict:
     """What else a template may ask for, without the nulls that Arrow fills in."""
-    return {
-        key: value for key, value in message.items() if value is not None and key in ("train", "tool_calls", "name")
-    }
+    return without_nulls({key: message.get(key) for key in ("train", "tool_calls", "name")})
+
+
+def call_text(value: str) -> str:
+    """LLaMA-Factory's {name, arguments}, or a list of them, as the policy has to say it."""
+    calls = json.loads(value)
+    calls = calls if isinstance(calls, list) else [calls]
+    return "\n".join(f"{OPEN}\n{json.dumps(call, ensure_ascii=False)}\n{CLOSE}" for call in calls)
 
 
 def text_of(message: dict) -> str:

@@ -25,7 +25,7 @@ def rollout_sums(episodes: list[Episode]) -> dict[str, float]:
         "score": math.fsum(scores),
         "score_squared": math.fsum(score**2 for score in scores),
         "correct": sum(is_correct(e.rewards) for e in scored),
-        "reward_model": math.fsum(e.rewards.get("reward_model", 0.0) for e in scored),
+        "reward_model": math.fsum(e.model_reward or 0.0 for e in scored),
         "groups": len(comparable),
         "unequal_groups": len(by_prompt(unequal_groups(scored))),
         "response_tokens": sum(len(e.response_ids) for e in episodes),
@@ -67,16 +67,19 @@ def rollout_metrics(sums: dict[str, float], seconds: dict[str, float], with_tool
 
 
 def policy_metrics(
-    sums: dict[str, float], num_tokens: float, minibatches: int, epochs: int, grad_norms: list[float]
+    sums: dict[str, float], num_tokens: float, epochs: int, grad_norms: list[float]
 ) -> dict[str, float]:
-    """policy/* and optim/grad_norm of a step from the reduced sums over its `epochs` passes through `num_tokens`."""
-    passed = num_tokens * epochs
+    """policy/* and optim/grad_norm of a step from the reduced sums over its `epochs` passes through `num_tokens`.
+
+    grad_norms: of each update; minibatches that train nothing have none.
+    """
+    passed, updates = num_tokens * epochs, max(len(grad_norms), 1)
     return {
-        "policy/loss": sums["loss"] / (minibatches * epochs),
+        "policy/loss": sums["loss"] / updates,
         "policy/entropy": sums["entropy"] / passed,
         "policy/clip_fraction": sums["clipped"] / passed,
         "policy/approx_kl": sums["kl"] / passed,
-        "optim/grad_norm": sum(grad_norms) / len(grad_norms),
+        "optim/grad_norm": sum(grad_norms) / updates,
     }
 
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -174,6 +175,8 @@ def unsupported(model: nn.Module, attention: str) -> str | None:
         return f"has {others[0]} layers, in which packed conversations would see each other"
     if model._is_stateful:
         return "has recurrent layers, in which packed conversations would see each other"
+    if not model._supports_attention_backend:
+        return "has an attention of its own, in which packed conversations would see each other"
     window = "sliding_attention" in kinds or (not kinds and getattr(config, "sliding_window", None))
     return "has sliding windows (--attention flash has them)" if window and attention != "flash" else None
 
@@ -192,16 +195,19 @@ def load_policy(
 ) -> Policy:
     """The model of a folder with parameters in `dtype` (float32 master weights by default), on the CPU.
 
-    `from_scratch` takes the architecture from the folder's config.json and initialises at random.
+    `from_scratch` takes the architecture from the folder's config.json and initialises at random. Without dropout.
     """
     implementation = {"flash": "flash_attention_2", "flex": "shared_prompts_flex", "sdpa": "shared_prompts"}[attention]
     if vision:  # whose tower has no prompts to share
         tower = implementation if attention == "flash" else "sdpa"
         implementation = {"text_config": implementation, "vision_config": tower}
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    load = auto_class(config).from_config if from_scratch else auto_class(config).from_pretrained
+    text = config.get_text_config()
+    for name in [name for name, value in vars(text).items() if "drop" in name and isinstance(value, float)]:
+        setattr(text, name, 0.0)  # the engine has no dropout: ratios would not be 1
+    auto = auto_class(config)
+    load = partial(auto.from_config, config) if from_scratch else partial(auto.from_pretrained, path, config=config)
     model = load(
-        config if from_scratch else path,
         dtype=dtype,
         attn_implementation=implementation,
         trust_remote_code=trust_remote_code,

@@ -29,7 +29,14 @@ def clean_prompt(prompt: Prompt) -> Prompt:
     if len(prompt) == 1 and prompt[0]["role"] == "user" and any(m in prompt[0]["content"] for m in RENDERED_MARKS):
         return prompt[0]["content"]
     # Arrow fills the keys that only other rows have with nulls, and templates ask `is defined`.
-    return [{key: value for key, value in message.items() if value is not None} for message in prompt]
+    return without_nulls(prompt)
+
+
+def without_nulls(value):
+    """Dicts, however deep, without the keys whose value is None."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def render(prompt: Prompt, tokenizer, tools: Mapping[str, Tool] | None = None, pictures: bool = False) -> str:

@@ -69,21 +69,27 @@ def read_file(path: Path, flag: str) -> pa.Table:
     if not path.is_file():
         raise FileNotFoundError(f"{flag}: no such file: {path}")
     try:
-        if path.suffix == ".jsonl":
-            lines = path.read_bytes().rstrip().splitlines()
-        elif path.suffix == ".json":
-            lines = [json.dumps(row).encode() for row in json.loads(path.read_bytes())]
-        else:
-            return pq.ParquetFile(path).read()
+        if path.suffix not in (".json", ".jsonl"):
+            file = pq.ParquetFile(path)  # batch by batch: Arrow reads no nested column of more than 2 GiB at once
+            batches = file.iter_batches(batch_size(file.schema_arrow.names))
+            return pa.Table.from_batches(batches, file.schema_arrow)
+        content = path.read_bytes().strip()
+        lines = content.splitlines()
+        if path.suffix == ".json" and content.startswith(b"["):  # else lines, as datasets writes them
+            lines = [json.dumps(row).encode() for row in json.loads(content)]
         return pa.table({JSON_LINE: pa.array(lines, pa.large_binary())})
-    except (pa.ArrowInvalid, OSError, TypeError, ValueError) as error:
+    except (pa.ArrowInvalid, OSError, ValueError) as error:
         raise ValueError(f"{flag}: {path} is neither .jsonl, .json nor a readable parquet file: {error}") from error
+
+
+def batch_size(columns: list[str]) -> int:
+    """Rows to hold at a time: few where there are pictures as bytes."""
+    return 32 if {"image", "images", "videos"} & set(columns) else 4096
 
 
 def records(table: pa.Table) -> Iterator[dict | str]:
     """Every row as a dict, or as the reason why it is none; some at a time, never the whole table."""
-    heavy = {"images", "videos"} & set(table.column_names)  # pictures as bytes
-    for batch in table.to_batches(max_chunksize=32 if heavy else 4096):
+    for batch in table.to_batches(max_chunksize=batch_size(table.column_names)):
         if table.column_names != [JSON_LINE]:
             yield from batch.to_pylist()
             continue

@@ -81,8 +81,13 @@ Picture = tuple[str, list]  # "image" or "video", and its frames as a row holds 
 
 
 def picture_sources(record: Mapping, text: str) -> list[Picture]:
-    """A row's pictures in the order of their marks in its prompt. BadRow if their numbers differ."""
-    columns = {"image": record.get("images"), "video": record.get("videos")}
+    """A row's pictures in the order of their marks in its prompt. BadRow if their numbers differ.
+
+    PyVision's rows have one, as `image`, or as a path in `mm_hint`, which counts if the prompt has a mark for it.
+    """
+    one = record.get("image") or ((record.get("mm_hint") or {}).get("hint_path") if "<image>" in text else None)
+    images = record.get("images") or (one if isinstance(one, list) else [one] if one else None)
+    columns = {"image": images, "video": record.get("videos")}
     if not any(columns.values()):
         return []
     left = {"image": [[item] for item in columns["image"] or []], "video": list(columns["video"] or [])}

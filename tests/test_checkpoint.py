@@ -1,5 +1,7 @@
 """Retention and pointers of checkpoints; exactness of a resume is tested by the scripts' own runs."""
 
+import shutil
+
 import pytest
 import torch
 from torch import nn
@@ -65,6 +67,21 @@ def test_the_newest_and_the_best_are_kept(tmp_path, world):
         save(tmp_path, step, world, keep=2, best=step == 10)
     kept = sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*"))
     assert kept == ["step_000010", "step_000030", "step_000040"]
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_no_failed_save(tmp_path, world, monkeypatch):
+    save(tmp_path, 10, world)
+    remove = shutil.rmtree
+
+    def refuse(path, ignore_errors=False):
+        if path.name != "step_000010":
+            remove(path, ignore_errors)
+        elif not ignore_errors:
+            raise OSError("Directory not empty")
+
+    monkeypatch.setattr("common.checkpoint.shutil.rmtree", refuse)
+    assert save_checkpoint(tmp_path / "checkpoints", 20, trained(0), {}, world, keep=1, best=True)
+    assert (tmp_path / "checkpoints" / "best").read_text() == "step_000020"
 
 
 def test_a_new_run_in_an_old_folder_does_not_delete_its_own_checkpoint(tmp_path, world):

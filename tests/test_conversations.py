@@ -14,6 +14,8 @@ from vl import picture, write_tiny_vl
 from common.conversations import Conversations, balanced, conversation_episode
 from common.formats import read_conversation
 from common.prepare.tiny import build_tokenizer
+from common.rows import RowFiles
+from common.tools import CLOSE, OPEN, Call, parse_call
 from common.vision import BadRow, PixelLimits, load_vision
 
 LIMITS = PixelLimits(784, 16 * 784, 4 * 784)
@@ -311,12 +313,57 @@ def test_tools_of_a_row_are_offered_in_its_system_message():
 
 
 def test_sharegpt_with_system_and_observation(tokenizer):
-    row = {"system": "S", "conversations": [{"from": "human", "value": "q"}, {"from": "function_call", "value": "f"}]}
+    call = {"name": "add", "arguments": {"a": 1, "text": "é"}}
+    row = {"system": "S", "conversations": [{"from": "human", "value": "q"}]}
+    row["conversations"] += [{"from": "function_call", "value": json.dumps(call)}]
     row["conversations"] += [{"from": "observation", "value": "R"}, {"from": "gpt", "value": "a"}]
     conversation = read_conversation(row)
     assert [m["role"] for m in conversation.messages] == ["system", "user", "assistant", "tool", "assistant"]
-    assert [m["content"] for m in conversation.messages] == ["S", "q", "f", "R", "a"]
+    system, question, said, *others = (m["content"] for m in conversation.messages)
+    assert (system, question, *others) == ("S", "q", "R", "a")
+    assert said == f"{OPEN}\n{json.dumps(call, ensure_ascii=False)}\n{CLOSE}", "what a policy has to say"
+    assert parse_call(said) == Call("add", call["arguments"])
     assert conversation.train == [False, False, True, False, True]
+    row["conversations"][1]["value"] = json.dumps([call, call])
+    assert read_conversation(row).messages[2]["content"] == f"{said}\n{said}"
+    row["conversations"].insert(0, {"from": "system", "value": "its own"})
+    assert [m["content"] for m in read_conversation(row).messages[:2]] == ["its own", "q"]
+
+
+def test_tools_as_llama_factory_has_them(tmp_path, tokenizer):
+    bare = {"name": "add", "description": "Adds.", "parameters": {}}
+    for tools in (json.dumps([bare]), [bare]):
+        system = read_conversation({"messages": ANSWER, "tools": tools}).messages[0]["content"]
+        assert json.dumps({"type": "function", "function": bare}) in system
+    assert read_conversation({"messages": ANSWER, "tools": ""}).messages == ANSWER
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": ANSWER, "tools": "no json"}))
+    with pytest.raises(ValueError, match="line 1: not a conversation: JSONDecodeError"):
+        Conversations(str(tmp_path / "rows.jsonl"), "--train-data", tokenizer, max_tokens=100)
+
+
+def test_nulls_that_arrow_adds_reach_neither_tools_nor_calls(tmp_path):
+    def tool(name: str, parameter: str) -> dict:
+        parameters = {"type": "object", "properties": {parameter: {"type": "string"}}}
+        return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+    def call(name: str, **arguments) -> dict:
+        return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+    calls = [call("add", a="1"), call("say", text="x")]
+    messages = [*ANSWER[:1], {"role": "assistant", "content": "", "tool_calls": calls}]
+    row = {"messages": messages, "tools": [tool("add", "a"), tool("say", "text")]}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
+    (record,) = RowFiles(str(tmp_path / "rows.parquet"), "--train-data").records()
+    system, _, said = read_conversation(record).messages
+    assert "null" not in system["content"] and json.dumps(tool("say", "text")) in system["content"]
+    assert said["tool_calls"] == calls
+
+
+def test_calls_that_the_template_leaves_out_are_told(tmp_path, tokenizer):
+    called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": [*ANSWER[:1], called]}))
+    with pytest.raises(ValueError, match="the chat template leaves out tool_calls"):
+        Conversations(str(tmp_path / "rows.jsonl"), "--train-data", tokenizer, max_tokens=100)
 
 
 def test_a_message_that_the_template_leaves_out_is_told(tmp_path, tokenizer):
@@ -348,6 +395,7 @@ def test_a_message_that_the_template_leaves_out_is_told(tmp_path, tokenizer):
         ({"messages": [{"role": "assistant", "content": "I begin"}]}, "nothing to learn"),
         ({"messages": alternating("q" * 200, "a")}, "nothing to learn in its first 100 tokens: 2"),
         ({"messages": [{"role": "assistant", "content": None}]}, "has no text as its content"),
+        ({"messages": alternating("q", "a \ud83d")}, "cannot be rendered: 'utf-8' codec"),
         ({"messages": alternating("<image>", "a"), "images": ["gone.png"]}, "cannot open .*gone.png"),
         ({"messages": alternating("q", "a"), "images": ["a.png"]}, "1 images, and <image> stands 0 times"),
         ({"message_list": [{"role": "user", "content": [{"text": "a", "image": "b"}]}]}, "has 2 of the keys"),

@@ -353,6 +353,7 @@ def test_folders_count_as_moved_only_if_the_picture_is_there_and_nowhere_else(tm
         ["--replay-max-age", "3"],
         ["--loss-length", "200"],
         ["--tools", "", "--curiosity-alpha", "1"],
+        ["--tools", "", "--count-calls", "successful"],
         ["--dynamic-sampling", "5", "--replay-share", "0.3"],
     ],
 )

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from common.data import PromptData, PromptLoader
+from common.rows import read_file
 
 CHATML = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
@@ -78,6 +79,19 @@ def test_rows_of_all_formats(tmp_path, tokenizer, suffix):
         data[2]
 
 
+def test_lines_in_a_file_named_json(tmp_path, tokenizer):
+    """As `datasets` writes them."""
+    (tmp_path / "a.json").write_text(json.dumps(row()) + "\n" + json.dumps(row(truth="3")) + "\n")
+    assert load(str(tmp_path / "a.json"), tokenizer)[1].ground_truth == "3"
+
+
+def test_parquet_with_pictures_is_read_some_rows_at_a_time(tmp_path, tokenizer):
+    """Arrow reads no nested column of more than 2 GiB at once."""
+    pq.write_table(pa.table({"images": [[{"bytes": b"x", "path": None}]] * 100}), tmp_path / "a.parquet")
+    table = read_file(tmp_path / "a.parquet", "--train-data")
+    assert len(table) == 100 and table["images"].num_chunks == 4
+
+
 def test_several_files_make_one_data_set(tmp_path, tokenizer):
     a = write(tmp_path / "a.parquet", [row(truth={"numbers": [1, 2], "target": i}) for i in range(3)])
     b = write(tmp_path / "b.jsonl", [row(truth="2024-01-01"), row(truth=7), row(truth=0)])
@@ -132,7 +146,7 @@ def test_wrong_columns_are_one_error(tmp_path, tokenizer, suffix):
 def test_unreadable_files(tmp_path, tokenizer):
     with pytest.raises(FileNotFoundError, match=r"--train-data: no such file: .*none\.parquet"):
         load(str(tmp_path / "none.parquet"), tokenizer)
-    for name, content in (("a.parquet", b"not parquet"), ("a.csv", b"a,b"), ("empty.parquet", b""), ("a.json", b"1")):
+    for name, content in (("a.parquet", b"not parquet"), ("a.csv", b"a,b"), ("empty.parquet", b""), ("a.json", b"[1")):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(
             ValueError, match=f"--train-data: .*{name} is neither .jsonl, .json nor a readable parquet file"

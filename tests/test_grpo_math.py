@@ -458,7 +458,10 @@ def test_what_works_is_not_refused(flags, monkeypatch):
     check_shared_args(args)
 
 
-@pytest.mark.parametrize("flags", ["--lr-floor 0.2 --lr-schedule constant", "--total-epochs 2", "--eval-samples 4"])
+IDLE = ["--lr-floor 0.2 --lr-schedule constant", "--total-epochs 2", "--eval-samples 4"]
+
+
+@pytest.mark.parametrize("flags", [*IDLE, "--engine-memory 1 --engine hf", "--sleep-level 2"])
 def test_idle_flags_that_all_scripts_share(flags, monkeypatch):
     monkeypatch.setattr("sys.argv", ["grpo.py", *flags.split()])
     with pytest.raises(SystemExit, match=f"{flags.split()[0]} .* has no effect"):

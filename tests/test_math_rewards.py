@@ -139,6 +139,10 @@ SAME_VALUE = [  # answer, ground truth: spelled differently
     ("10/3", "3.33333"),
 ]
 UNEQUAL = [  # answer, ground truth
+    ("11_3", "11_2"),  # numbers in other bases
+    ("2516_9", "2516_8"),
+    ("24_{10}", "24_5"),
+    ("2516", "2516_8"),
     ("1 1/2", "11/2"),
     ("6", "5"),
     ("5", "-5"),
@@ -296,6 +300,9 @@ print(math.score_boxed("\\\\boxed{1 + x}", "x + 1")["score"])
         ("Answer: 1,000", "1000", 1),
         ("Answer: 12 degrees", "12", 1),
         ("Answer: 71\nAnswer: 204", "204", 1),
+        ("Answer: The sum is $204$.", "204", 1),  # the first $...$, as in verl
+        ("Answer: $m + n = 204$ is the sum", "204", 1),
+        ("Answer: $71$ or $204$", "204", -1),
         ("Answer: 71 Answer: 204", "204", 1),
         ("Answer: 204\nAnswer: ", "204", 1),
         ("Answer: 204\nAnswer: 71", "204", -1),

@@ -5,7 +5,9 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from common.episodes import Episode
 from common.models import EMBEDDED, export_hugging_face, load_policy, resolve_model, unsupported
+from common.packing import TokenIndex, pack
 from common.prompts import load_tokenizer
 
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 128, "pad_token_id": 0}
@@ -29,6 +31,7 @@ SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 0,
             "linear_attention",
             "linear_attention",
         ),
+        ("bloom", {}, "attention of its own", "attention of its own"),
         ("rwkv", {}, "recurrent layers", "recurrent layers"),
         ("granite", {"logits_scaling": 8.0}, "rescales its logits (logits_scaling)", "rescales its logits"),
         ("phi", {}, "head with a bias", "head with a bias"),
@@ -47,6 +50,17 @@ def test_loading_a_refused_model_names_it(tmp_path):
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(SystemExit, match=f"--model {tmp_path}: mistral has sliding windows"):
         load_policy(str(tmp_path), "sdpa")
+
+
+def test_there_is_no_dropout(tmp_path):
+    config = CONFIG_MAPPING["gpt2"](n_embd=64, n_layer=2, n_head=4, vocab_size=128, bos_token_id=0, eos_token_id=0)
+    assert config.resid_pdrop == config.attn_pdrop == 0.1
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    episode = Episode(0, 0, list(range(30)), list(range(30, 60)), [1] * 30, [0.0] * 30)
+    (batch,) = pack([episode], [0], TokenIndex([episode]), budget=100)
+    policy = load_policy(str(tmp_path), "sdpa")
+    with torch.no_grad():
+        assert policy.training and torch.equal(policy(batch)[0], policy(batch)[0])
 
 
 def test_a_folder_that_is_no_model_is_refused_by_name(tmp_path):

@@ -13,7 +13,7 @@ from conftest import ROOT, random_episodes, random_policy, relative_l2, run_scri
 import ppo
 from common.distributed import World
 from common.episodes import Episode
-from common.metrics import rollout_metrics, rollout_sums, value_metrics, value_sums
+from common.metrics import policy_metrics, rollout_metrics, rollout_sums, value_metrics, value_sums
 from common.models import Critic
 from common.packing import TokenIndex, pack
 
@@ -323,3 +323,19 @@ def test_kl_in_the_reward_is_allowed_with_one_sample_per_prompt(monkeypatch):
     monkeypatch.setattr("sys.argv", ["ppo.py"])
     parse = partial(tyro.cli, ppo.Args, default=ppo.DEMO)
     ppo.check_args(parse(args=["--kl-in", "reward", "--kl-coef", "0.01", "--samples-per-prompt", "1"]))
+
+
+# --- metrics --------------------------------------------------------------------------------------------------------
+
+
+def test_minibatches_that_train_nothing_have_no_part_in_the_means():
+    sums = {"loss": 1.0, "entropy": 8.0, "clipped": 0.0, "kl": 0.0}
+    metrics = policy_metrics(sums, 4, 1, [3.0, 3.0])
+    assert (metrics["policy/loss"], metrics["optim/grad_norm"], metrics["policy/entropy"]) == (0.5, 3.0, 2.0)
+    assert policy_metrics(sums, 4, 1, [])["optim/grad_norm"] == 0.0
+
+
+def test_what_a_reward_function_returns_is_not_taken_for_the_reward_models():
+    for extra in (7.0, "judge"):
+        episode = Episode(0, 0, [1], [2], [1], [0.0], "stop", rewards={"score": 0.0, "reward_model": extra})
+        assert rollout_sums([episode])["reward_model"] == 0.0

@@ -65,8 +65,8 @@ def test_scores_in_chunks_are_those_of_single_texts(folder, chunk, monkeypatch):
         hidden = scorer.model.model(ids).last_hidden_state[0]
         last = max(t for t, token in enumerate(ids[0].tolist()) if token != tokenizer.pad_token_id)
         expected = (hidden[last] @ scorer.model.score.weight[0]).item()
-        assert episode.rewards == {"reward_model": pytest.approx(expected, abs=1e-5)}
-    assert len({round(e.rewards["reward_model"], 6) for e in episodes}) == len(episodes)
+        assert episode.model_reward == pytest.approx(expected, abs=1e-5)
+    assert len({round(e.model_reward, 6) for e in episodes}) == len(episodes)
 
 
 def short_episodes(count: int) -> list[Episode]:
@@ -88,7 +88,7 @@ def test_out_of_memory_halves_the_chunks_until_one_text_is_left(folder, monkeypa
     episodes = short_episodes(5)
     scorer.score_episodes(episodes, rows, scorer.tokenizer)
     for a, b in zip(episodes, expected):
-        assert a.rewards["reward_model"] == pytest.approx(b.rewards["reward_model"], abs=1e-5)
+        assert a.model_reward == pytest.approx(b.model_reward, abs=1e-5)
     largest = 0
     with pytest.raises(SystemExit, match="out of GPU memory in --reward-model"):
         scorer.score_episodes(episodes, rows, scorer.tokenizer)

@@ -64,7 +64,7 @@ def test_scripts_stay_within_their_caps(script):
 def test_common_stays_small():
     counts = {name: len(lines(name)) for name in MODULES}
     assert {name: count for name, count in counts.items() if count > 300} == {}
-    assert sum(counts[name] for name in TOP_MODULES) <= 4390
+    assert sum(counts[name] for name in TOP_MODULES) <= 4450
 
 
 @pytest.mark.parametrize("name", SCRIPTS + MODULES)

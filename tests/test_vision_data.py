@@ -169,6 +169,16 @@ def test_a_placeholder_written_into_a_prompt_costs_its_row(tmp_path, vision):
     assert "0 pictures, 1 placeholders" in row.problem
 
 
+def test_the_single_picture_of_pyvisions_rows(tmp_path, vision):
+    path = saved(tmp_path, "a.png", picture(60, 60))
+    for columns in ({"image": path}, {"image": [path]}, {"mm_hint": {"hint_path": path, "hint_type": "image"}}):
+        assert len(load(tmp_path, vision, [ask("<image>?") | columns])[0].media) == 1, columns
+    no_mark = ask("?") | {"mm_hint": {"hint_path": path, "hint_type": "image"}}  # for its tools alone
+    assert load(tmp_path, vision, [no_mark])[0].media == []
+    with pytest.raises(ValueError, match="1 images, and <image> stands 0 times in the prompt"):
+        load(tmp_path, vision, [ask("?") | {"image": path}])
+
+
 def test_a_model_without_eyes_refuses_pictures(tmp_path, vision):
     with pytest.raises(ValueError, match="the model reads text alone"):
         row = ask("<image>") | {"images": [saved(tmp_path, "a.png", picture(60, 60))]}

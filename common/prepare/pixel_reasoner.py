@@ -19,6 +19,7 @@ from huggingface_hub import snapshot_download
 
 from common.distributed import user_errors
 from common.prepare import downloading
+from common.prepare.visual_qa import paths_of
 
 MAX_SHOWN = 5  # missing files that are named
 
@@ -82,7 +83,7 @@ def media_of(table: Path) -> Iterator[tuple[int, list[str]]]:
     """Row number and the relative paths of its pictures: of release.json's items, of the column image of a parquet."""
     if table.suffix == ".parquet":
         for row, paths in enumerate(pq.read_table(table, columns=["image"])["image"].to_pylist()):
-            yield row, [path for path in paths or [] if path]
+            yield row, [path for path in paths_of({"image": paths}) if path]
         return
     for row, record in enumerate(json.loads(table.read_bytes())):
         items = [item for message in record["message_list"] for item in message["content"]]

@@ -5,7 +5,6 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import tyro
 
 from common.data import row_problem, to_verl
@@ -22,8 +21,10 @@ def show(file: tyro.conf.Positional[Path], tokenizer: str | None = None, rows: i
     problems = [(record, row_problem(record)) for record in files.records()]
     usable = [record for record, problem in problems if problem is None]
     print(f"{file}: {len(problems)} rows, {len(problems) - len(usable)} of them unusable")
-    for field in pa.Table.from_pylist(usable[:1]).schema:
-        print(f"  {field.name:<16} {field.type}")
+    for name in usable[0] if usable else ():
+        table = files.tables[0]
+        kind = table.schema.field(name).type if name in table.column_names else type(usable[0][name]).__name__
+        print(f"  {name:<16} {kind}")
     for source, count in Counter(record["data_source"] for record in usable).most_common():
         print(f"data_source {source}: {count} rows")
     texts = [bare_text(record["prompt"]) for record in usable]

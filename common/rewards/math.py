@@ -62,6 +62,7 @@ BOX = r"(?:boxed|fbox|framebox)"
 # a box that opens; a box around one word, as in $\boxed 5$; \{ \} and line breaks, to step over them; a brace
 BOX_OR_BRACE = re.compile(rf"\\{BOX}(?:\s*+(?P<open>\{{)|\s(?P<word>[^\s$]{{1,40}}+)\$)|\\[{{}}]|\\\\(?!{BOX})|[{{}}]")
 ANSWER_LINE = re.compile(r"answer\s*:\s*(?=\S)", re.IGNORECASE | re.ASCII)
+INLINE_MATH = re.compile(r"\$+([^$]+)\$")
 
 
 def score_boxed(solution_str: str, ground_truth: str) -> dict:
@@ -80,8 +81,9 @@ def score_boxed(solution_str: str, ground_truth: str) -> dict:
 def score_dapo(solution_str: str, ground_truth: str, mode: Literal["answer", "boxed"] = "answer") -> dict:
     r"""{"score": -1 | 1, "acc": whether it is right, "pred": answer or ""} of one response, as DAPO trains on AIME.
 
-    answer: what follows the last `Answer:` on its line, in the last 300 characters, and there after the last `=`;
-    right if equal after `normalize`. boxed: the last \boxed{…} in the last 100 characters, to the letter.
+    answer: what follows the last `Answer:` on its line, in the last 300 characters; of that the first $...$, if there
+    is one, and there what follows the last `=`. Right if equal after `normalize`.
+    boxed: the last \boxed{…} in the last 100 characters, to the letter.
     """
     if mode not in ("answer", "boxed"):
         raise ValueError(f"mode is {mode!r}, expected 'answer' or 'boxed'")
@@ -93,7 +95,9 @@ def score_dapo(solution_str: str, ground_truth: str, mode: Literal["answer", "bo
         tail, answer = solution_str[-TAIL:], ""
         for match in ANSWER_LINE.finditer(tail):
             answer = tail[match.end() :].partition("\n")[0]
-        pred = normalize((last_boxed(answer) or answer).rpartition("=")[2].strip("* "))
+        inline = INLINE_MATH.search(answer)
+        answer = last_boxed(answer) or (inline[1] if inline else answer)
+        pred = normalize(answer.rpartition("=")[2].strip("* "))
         is_right = pred == truth
     return {"score": 1.0 if is_right else -1.0, "acc": is_right, "pred": pred}
 
@@ -213,6 +217,7 @@ MAX_GROUP_POWER = 20  # product of all exponents, if a bracket is raised to a po
 
 COMMAND = re.compile(r"\\(?:begin|end)\{[a-z]*\}|\\[a-zA-Z]+")
 FINITE = re.compile(r"(?<![0-9])[0-9]{1,3}!|\\[dt]?binom\{[0-9]{1,4}\}\{[0-9]{1,4}\}")
+BASE = re.compile(r"[0-9)]\s*_")  # 2516_8: math-verify takes it for 2516
 UNBOUNDED = re.compile(r"!|\\(?:[dt]?binom|sum|prod|i*int|oint|lim)")  # what stays of them without the finite ones
 # braces without a power in them, digits, a letter; an empty match for anything else, such as a tower of powers
 EXPONENT = re.compile(r"\^(\{(?:[^{}^]|\{[^{}^]*\})*+\}|[0-9]++|[a-zA-Z])?(?!\^)")
@@ -246,8 +251,8 @@ def math_verify_equal(answer: str, truth: str) -> bool:
 
 
 def is_harmless(text: str) -> bool:
-    """Whether a cleaned answer is small in its length, nesting and powers, and no word."""
-    if not text or len(text) > MAX_SYMBOLIC_CHARACTERS or not text.isascii():
+    """Whether a cleaned answer is small in its length, nesting and powers, no word, and no number in another base."""
+    if not text or len(text) > MAX_SYMBOLIC_CHARACTERS or not text.isascii() or BASE.search(text):
         return False
     depths = list(accumulate((char in "([{") - (char in ")]}") for char in text))
     if max(depths) > MAX_DEPTH or re.search(r"[a-zA-Z]{3}", COMMAND.sub(" ", text)):

@@ -39,7 +39,7 @@ class RewardModel:
 
     @torch.no_grad()
     def score_episodes(self, episodes: list[Episode], prompts: Mapping[int, Row], policy_tokenizer) -> None:
-        """Fill rewards["reward_model"] of each episode; one without a finite score counts as failed."""
+        """Fill `model_reward` of each episode; one without a finite score counts as failed."""
         responses = policy_tokenizer.batch_decode([e.response_ids for e in episodes], skip_special_tokens=True)
         texts = [self.text(prompts[e.prompt_index], r, policy_tokenizer) for e, r in zip(episodes, responses)]
         ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
@@ -59,7 +59,7 @@ class RewardModel:
                 torch.cuda.empty_cache()
                 continue
             for i, score in zip(chunk, scores):
-                episodes[i].rewards["reward_model"] = score
+                episodes[i].model_reward = score
                 if not math.isfinite(score):
                     episodes[i].rewards["score"] = math.nan  # scoring it has failed
             order = order[:-size]

@@ -31,7 +31,7 @@ from common.prepare import tiny
 
 SFT = "--batch-size 64 --learning-rate 2e-4 --lr-schedule cosine --warmup-steps 0.03 --eval-rows 512 --eval-every 50"
 RL = "--micro-batch-tokens 32768 --learning-rate 1e-5 --warmup-steps 5 --lr-schedule linear --lr-floor 0.1"
-RL += " --minibatches 2 --eval-every 20 --sleep-level 0"
+RL += " --minibatches 2 --eval-every 20"
 GRPO = f"{RL} --prompts-per-step 128 --samples-per-prompt 8"
 PPO = f"{RL} --prompts-per-step 256 --samples-per-prompt 4 --critic-learning-rate 2e-5 --critic-warmup-steps 10"
 ON_GSM8K = "--total-steps 120 --eval-rows 1319 --max-prompt-tokens 320 --max-response-tokens 320"
