@@ -169,7 +169,8 @@ def _named_by(pointer: Path) -> Path | None:
 def _prune(folder: Path, keep: int) -> None:
     best = (folder / "best").read_text().strip() if (folder / "best").is_file() else None
     steps = [path for path in folder.glob("step_*") if path.is_dir()]
-    steps.sort(key=lambda path: path.stat().st_mtime)  # by age: higher numbers may belong to an abandoned run
+    # By age, since higher numbers may belong to an abandoned run; what could not be removed altogether comes first.
+    steps.sort(key=lambda path: ((path / "trainer.json").is_file(), path.stat().st_mtime))
     for path in steps[: -max(keep, 1)]:
         if path.name != best:
             shutil.rmtree(path, ignore_errors=True)  # the next save tries again

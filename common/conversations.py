@@ -4,6 +4,7 @@ Trained on is what the assistant says and the token that ends its turn; never he
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from json import JSONDecodeError
@@ -125,13 +126,13 @@ class Conversations:
         render = partial(self.tokenizer.apply_chat_template, tokenize=False)
         try:
             whole, header = render(messages), render(messages[:first], add_generation_prompt=True)
-            called = any(m.get("tool_calls") for m in messages)
-            bare = called and render([{k: value for k, value in m.items() if k != "tool_calls"} for m in messages])
             whole.encode()
         except (TemplateError, UnicodeEncodeError) as error:  # the latter: half a surrogate pair
             raise BadRow(f"cannot be rendered: {error}") from error
-        if whole == bare:
-            raise BadRow("the chat template leaves out tool_calls")
+        bare = [{key: value for key, value in m.items() if key != "tool_calls"} for m in messages]
+        with suppress(TemplateError):  # one that refuses replies without calls does look at them
+            if any(m.get("tool_calls") for m in messages) and render(bare) == whole:
+                raise BadRow("the chat template leaves out tool_calls")
         lost = [m["role"] for m in messages if not pictured(m) and text_of(m).strip() not in whole]
         if lost:
             raise BadRow(f"the chat template leaves out a message of role {lost[0]!r}")

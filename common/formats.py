@@ -120,6 +120,8 @@ def kept(message: Mapping) -> dict:
 
 def call_text(value: str) -> str:
     """LLaMA-Factory's {name, arguments}, or a list of them, as the policy has to say it."""
+    if value.strip().startswith(OPEN):
+        return value
     calls = json.loads(value)
     calls = calls if isinstance(calls, list) else [calls]
     return "\n".join(f"{OPEN}\n{json.dumps(call, ensure_ascii=False)}\n{CLOSE}" for call in calls)

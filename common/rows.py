@@ -1,5 +1,6 @@
 """Files of rows (.parquet, .jsonl, .json), kept packed in Arrow; whatever is dropped, a row keeps its place."""
 
+import codecs
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
@@ -73,9 +74,10 @@ def read_file(path: Path, flag: str) -> pa.Table:
             file = pq.ParquetFile(path)  # batch by batch: Arrow reads no nested column of more than 2 GiB at once
             batches = file.iter_batches(batch_size(file.schema_arrow.names))
             return pa.Table.from_batches(batches, file.schema_arrow)
-        content = path.read_bytes().strip()
-        lines = content.splitlines()
-        if path.suffix == ".json" and content.startswith(b"["):  # else lines, as datasets writes them
+        content = path.read_bytes()
+        lines = content.rstrip().splitlines()
+        is_list = content.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+        if path.suffix == ".json" and is_list:  # else lines, as datasets writes them
             lines = [json.dumps(row).encode() for row in json.loads(content)]
         return pa.table({JSON_LINE: pa.array(lines, pa.large_binary())})
     except (pa.ArrowInvalid, OSError, ValueError) as error:

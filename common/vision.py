@@ -85,7 +85,8 @@ def picture_sources(record: Mapping, text: str) -> list[Picture]:
 
     PyVision's rows have one, as `image`, or as a path in `mm_hint`, which counts if the prompt has a mark for it.
     """
-    one = record.get("image") or ((record.get("mm_hint") or {}).get("hint_path") if "<image>" in text else None)
+    hint = record.get("mm_hint")
+    one = record.get("image") or (hint.get("hint_path") if isinstance(hint, Mapping) and "<image>" in text else None)
     images = record.get("images") or (one if isinstance(one, list) else [one] if one else None)
     columns = {"image": images, "video": record.get("videos")}
     if not any(columns.values()):

@@ -82,6 +82,12 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_no_failed_save(tmp_path, wo
     monkeypatch.setattr("common.checkpoint.shutil.rmtree", refuse)
     assert save_checkpoint(tmp_path / "checkpoints", 20, trained(0), {}, world, keep=1, best=True)
     assert (tmp_path / "checkpoints" / "best").read_text() == "step_000020"
+    monkeypatch.undo()
+    wreck = tmp_path / "checkpoints" / "step_000010"
+    (wreck / "trainer.json").unlink()  # half removed, which makes its folder the newest
+    save(tmp_path, 30, world, keep=2)
+    left = sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*"))
+    assert left == ["step_000020", "step_000030"]
 
 
 def test_a_new_run_in_an_old_folder_does_not_delete_its_own_checkpoint(tmp_path, world):

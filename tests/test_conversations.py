@@ -326,6 +326,8 @@ def test_sharegpt_with_system_and_observation(tokenizer):
     assert conversation.train == [False, False, True, False, True]
     row["conversations"][1]["value"] = json.dumps([call, call])
     assert read_conversation(row).messages[2]["content"] == f"{said}\n{said}"
+    row["conversations"][1]["value"] = said
+    assert read_conversation(row).messages[2]["content"] == said
     row["conversations"].insert(0, {"from": "system", "value": "its own"})
     assert [m["content"] for m in read_conversation(row).messages[:2]] == ["its own", "q"]
 
@@ -364,6 +366,11 @@ def test_calls_that_the_template_leaves_out_are_told(tmp_path, tokenizer):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": [*ANSWER[:1], called]}))
     with pytest.raises(ValueError, match="the chat template leaves out tool_calls"):
         Conversations(str(tmp_path / "rows.jsonl"), "--train-data", tokenizer, max_tokens=100)
+    strict = copy.deepcopy(tokenizer)  # it looks at them, and refuses a turn that says nothing without
+    refusal = "{% if not message.content and not message.tool_calls %}{{ raise_exception('empty') }}{% endif %}"
+    loop = "{% for message in messages %}"
+    strict.chat_template = tokenizer.chat_template.replace(loop, loop + refusal)
+    assert len(Conversations(str(tmp_path / "rows.jsonl"), "--train-data", strict, max_tokens=100)) == 1
 
 
 def test_a_message_that_the_template_leaves_out_is_told(tmp_path, tokenizer):

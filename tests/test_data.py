@@ -83,6 +83,11 @@ def test_lines_in_a_file_named_json(tmp_path, tokenizer):
     """As `datasets` writes them."""
     (tmp_path / "a.json").write_text(json.dumps(row()) + "\n" + json.dumps(row(truth="3")) + "\n")
     assert load(str(tmp_path / "a.json"), tokenizer)[1].ground_truth == "3"
+    (tmp_path / "b.json").write_text(json.dumps([row()], indent=1), encoding="utf-8-sig")
+    assert len(load(str(tmp_path / "b.json"), tokenizer)) == 1
+    (tmp_path / "c.jsonl").write_text("\n\n" + json.dumps(row()) + "\nno json\n")
+    with pytest.raises(ValueError, match=r"3 unusable rows(.|\n)*line 4: invalid JSON"):
+        load(str(tmp_path / "c.jsonl"), tokenizer)
 
 
 def test_parquet_with_pictures_is_read_some_rows_at_a_time(tmp_path, tokenizer):

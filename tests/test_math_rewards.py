@@ -303,6 +303,8 @@ print(math.score_boxed("\\\\boxed{1 + x}", "x + 1")["score"])
         ("Answer: The sum is $204$.", "204", 1),  # the first $...$, as in verl
         ("Answer: $m + n = 204$ is the sum", "204", 1),
         ("Answer: $71$ or $204$", "204", -1),
+        ("Answer: $x$ = 204", "204", 1),
+        ("Answer: $m+n$ = $204$", "204", 1),
         ("Answer: 71 Answer: 204", "204", 1),
         ("Answer: 204\nAnswer: ", "204", 1),
         ("Answer: 204\nAnswer: 71", "204", -1),

@@ -175,6 +175,8 @@ def test_the_single_picture_of_pyvisions_rows(tmp_path, vision):
         assert len(load(tmp_path, vision, [ask("<image>?") | columns])[0].media) == 1, columns
     no_mark = ask("?") | {"mm_hint": {"hint_path": path, "hint_type": "image"}}  # for its tools alone
     assert load(tmp_path, vision, [no_mark])[0].media == []
+    both = ask("<image>?") | {"images": [path], "mm_hint": "a text of somebody's own"}
+    assert len(load(tmp_path, vision, [both])[0].media) == 1
     with pytest.raises(ValueError, match="1 images, and <image> stands 0 times in the prompt"):
         load(tmp_path, vision, [ask("?") | {"image": path}])
 

@@ -81,8 +81,8 @@ def score_boxed(solution_str: str, ground_truth: str) -> dict:
 def score_dapo(solution_str: str, ground_truth: str, mode: Literal["answer", "boxed"] = "answer") -> dict:
     r"""{"score": -1 | 1, "acc": whether it is right, "pred": answer or ""} of one response, as DAPO trains on AIME.
 
-    answer: what follows the last `Answer:` on its line, in the last 300 characters; of that the first $...$, if there
-    is one, and there what follows the last `=`. Right if equal after `normalize`.
+    answer: what follows the last `Answer:` on its line, in the last 300 characters; of that what follows the last `=`,
+    and its first $...$, if there is one. Right if equal after `normalize`.
     boxed: the last \boxed{…} in the last 100 characters, to the letter.
     """
     if mode not in ("answer", "boxed"):
@@ -95,8 +95,9 @@ def score_dapo(solution_str: str, ground_truth: str, mode: Literal["answer", "bo
         tail, answer = solution_str[-TAIL:], ""
         for match in ANSWER_LINE.finditer(tail):
             answer = tail[match.end() :].partition("\n")[0]
-        inline = INLINE_MATH.search(answer)
-        answer = last_boxed(answer) or (inline[1] if inline else answer)
+        left, _, right = answer.rpartition("=")
+        inline = INLINE_MATH.search(answer if left.count("$") % 2 else right)  # is the last "=" in math, or before it?
+        answer = last_boxed(answer) or (inline[1] if inline else right)
         pred = normalize(answer.rpartition("=")[2].strip("* "))
         is_right = pred == truth
     return {"score": 1.0 if is_right else -1.0, "acc": is_right, "pred": pred}
