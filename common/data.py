@@ -103,7 +103,7 @@ class PromptData:
         )
         self.tokenizer, self.max_prompt_tokens = tokenizer, max_prompt_tokens
         self.vision, self.tools, self.media_root = vision, tools or {}, media_root
-        self.sources: set[str] = set()  # every data_source that occurs
+        self.sources: set[str] = set()  # every data_source of a usable row
         bad, too_long, texts, kept, num_rendered = {}, {}, {}, [], 0  # bad, too_long: row index -> reason
         for index, record in enumerate(self.files.records((*REQUIRED, *OPTIONAL))):
             if problem := row_problem(record):
