@@ -36,9 +36,9 @@ import torch
 import tyro
 from torch import Tensor
 
-from common.arguments import check_objective_args, refuse, refuse_idle
+from common.arguments import check_objective_args, refuse_idle
 from common.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
-from common.data import PromptData, PromptLoader
+from common.data.prompts import PromptData, PromptLoader
 from common.distributed import (
     World,
     all_reduce,
@@ -50,17 +50,18 @@ from common.distributed import (
     wrap_model,
 )
 from common.dumps import dump_rollouts, load_rollouts
-from common.engine import Sampling
+from common.engine.books import Sampling
 from common.episodes import Episode, by_prompt, prompts_of_all_ranks, sample_episodes, unequal_groups
 from common.evaluate import evaluate, side_by_side
-from common.memory import peak_memory_gb
+from common.files import refuse
+from common.memory import halve_budget, peak_memory_gb
 from common.metrics import is_correct, policy_metrics, rollout_metrics, rollout_sums
 from common.models import export_hugging_face, full_parameters, load_policy, parameter_sizes
-from common.packing import MicroBatch, TokenIndex, halve_budget, layout, pack
+from common.packing import MicroBatch, TokenIndex, layout, pack
+from common.pictures import PixelLimits
 from common.precision import LossScale, check_gap, gap_limit, guarded_step
 from common.rewards import score_episodes
-from common.setup import Stopwatch, open_logger, set_up
-from common.vision import PixelLimits
+from common.setup import Stopwatch, dump_step, finish, open_logger, set_up
 
 
 @dataclass
@@ -658,8 +659,7 @@ def main(args: Args, demo: bool = False) -> None:
         tokens.advantages = advantages[episode_of_token].to(device)
         new_tokens = (episode_of_token < num_new).to(device)
         if args.dump_rollouts_every and (step + 1) % args.dump_rollouts_every == 0:
-            folder = job.output_dir / "rollouts"
-            dump_rollouts(folder, step + 1, sampled + replayed, episodes, advantages.tolist(), job.tokenizer, world)
+            dump_step(job, step + 1, sampled + replayed, episodes, advantages.tolist())
 
         lr = args.learning_rate * lr_factor(step, job.total_steps, args.warmup_steps, args.lr_schedule, args.lr_floor)
         for group in optimizer.param_groups:
@@ -738,7 +738,7 @@ def main(args: Args, demo: bool = False) -> None:
             raise SystemExit(143)  # as a process ended by SIGTERM
 
     export_hugging_face(policy, job.tokenizer, job.output_dir / "model", world, job.compute_dtype)
-    logger.close()
+    finish(job, logger)
     world.print(f"done: {job.output_dir / 'model'} loads in transformers and vLLM; curves.png is beside it")
 
 

@@ -36,20 +36,21 @@ from torch import Tensor
 
 from common.arguments import check_objective_args, refuse_idle
 from common.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
-from common.data import PromptLoader
+from common.data.prompts import PromptLoader
 from common.distributed import World, all_reduce, all_reduce_sums, forward_context, run, stop_requested, wrap_model
-from common.dumps import dump_rollouts, load_rollouts
-from common.engine import Sampling
+from common.dumps import load_rollouts
+from common.engine.books import Sampling
 from common.episodes import Episode, prompts_of_all_ranks, sample_episodes
 from common.evaluate import evaluate
-from common.memory import peak_memory_gb
+from common.hub import resolve_model
+from common.memory import halve_budget, peak_memory_gb
 from common.metrics import policy_metrics, rollout_metrics, rollout_sums, value_metrics, value_sums
 from common.models import export_hugging_face, full_parameters, load_critic, load_policy, parameter_sizes
-from common.packing import MicroBatch, TokenIndex, halve_budget, layout, pack
+from common.packing import MicroBatch, TokenIndex, layout, pack
 from common.precision import LossScale, check_gap, gap_limit, guarded_step
 from common.rewards import score_episodes
 from common.rewards.model import RewardModel
-from common.setup import Stopwatch, open_logger, set_up
+from common.setup import Stopwatch, dump_step, finish, open_logger, set_up
 
 
 @dataclass
@@ -479,7 +480,9 @@ def main(args: Args, demo: bool = False) -> None:
     adamw = partial(torch.optim.AdamW, lr=0.0, betas=(0.9, 0.999), weight_decay=args.weight_decay, fused=True)
     trained = {name: (model, adamw(model.parameters())) for name, model in models.items()}
     loss_scales = {name: LossScale.for_dtype(job.compute_dtype) for name in trained}
-    reward_model = RewardModel(args.reward_model, job.compute_dtype, device) if args.reward_model else None
+    reward_model = None
+    if args.reward_model:
+        reward_model = RewardModel(resolve_model(args.reward_model, "--reward-model"), job.compute_dtype, device)
     max_gap = gap_limit(job.compute_dtype) if args.max_logprob_gap is None else args.max_logprob_gap
     sampling = Sampling(args.samples_per_prompt, args.max_response_tokens, args.temperature)
 
@@ -584,9 +587,8 @@ def main(args: Args, demo: bool = False) -> None:
         advantages = whitened(advantages) if args.whiten else advantages
         tokens.returns, tokens.advantages = returns.to(device), advantages.to(device)
         if args.dump_rollouts_every and (step + 1) % args.dump_rollouts_every == 0:
-            folder = job.output_dir / "rollouts"
             means = torch.zeros(len(episodes)).index_add(0, episode_of_token, advantages / flat[1])
-            dump_rollouts(folder, step + 1, sampled, episodes, means.tolist(), job.tokenizer, world)
+            dump_step(job, step + 1, sampled, episodes, means.tolist())
 
         alone, schedule = args.critic_warmup_steps, (args.warmup_steps, args.lr_schedule, args.lr_floor)
         lr = {"critic": args.critic_learning_rate * lr_factor(step, job.total_steps, *schedule)}
@@ -672,7 +674,7 @@ def main(args: Args, demo: bool = False) -> None:
             raise SystemExit(143)  # as a process ended by SIGTERM
 
     export_hugging_face(policy, job.tokenizer, job.output_dir / "model", world, job.compute_dtype)
-    logger.close()
+    finish(job, logger)
     world.print(f"done: {job.output_dir / 'model'} loads in transformers and vLLM; curves.png is beside it")
 
 

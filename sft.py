@@ -11,7 +11,7 @@ What this does that others do not:
     torchrun --nproc_per_node 4 sft.py --model Qwen/Qwen2.5-0.5B --train-data train.parquet --eval-data test.parquet
     torchrun --nproc_per_node 8 sft.py --model Qwen/Qwen2.5-VL-7B-Instruct --train-data release.json --media-root .
 
-What rows may look like: common/formats.py.
+What rows may look like: common/data/formats.py.
 """
 
 import math
@@ -24,27 +24,19 @@ import torch
 import tyro
 from torch import Tensor
 
-from common.arguments import check_ranges, refuse, refuse_idle
+from common.arguments import check_ranges, refuse_idle
 from common.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
-from common.conversations import Conversations, balanced
-from common.data import PromptLoader
-from common.distributed import (
-    World,
-    all_reduce,
-    forward_context,
-    handle_sigterm,
-    run,
-    stop_requested,
-    user_errors,
-    wrap_model,
-)
+from common.data.conversations import Conversations, balanced
+from common.data.prompts import PromptLoader
+from common.distributed import World, all_reduce, forward_context, handle_sigterm, run, stop_requested, wrap_model
+from common.files import refuse, user_errors
+from common.hub import end_turns_properly
 from common.logger import Logger, save_config
-from common.memory import peak_memory_gb
-from common.models import embedded_data, export_hugging_face, load_policy
-from common.packing import MicroBatch, TokenIndex, halve_budget, layout, pack
+from common.memory import halve_budget, peak_memory_gb
+from common.models import export_hugging_face, load_policy
+from common.packing import MicroBatch, TokenIndex, layout, pack
 from common.precision import LossScale, guarded_step
-from common.prompts import end_turns_properly
-from common.setup import Stopwatch, open_run
+from common.setup import Stopwatch, embedded_data, finish, open_run
 
 
 @dataclass
@@ -170,7 +162,7 @@ def main(args: Args, demo: bool = False) -> None:
     job = open_run(args, "sft", demo)
     world, output_dir, tokenizer, vision = job.world, job.output_dir, job.tokenizer, job.vision
     with user_errors():
-        end_turns_properly(tokenizer, vision, world)
+        end_turns_properly(tokenizer, vision and vision.processor, world.print)
     if not args.train_data:
         args.train_data, held_out = embedded_data("tiny", output_dir / "data", world, supervised=True)
         args.eval_data = args.eval_data or held_out
@@ -310,7 +302,7 @@ def main(args: Args, demo: bool = False) -> None:
             raise SystemExit(143)  # as a process ended by SIGTERM
 
     export_hugging_face(policy, tokenizer, output_dir / "model", world, job.compute_dtype)
-    logger.close()
+    finish(job, logger)
     world.print(f"done: {output_dir / 'model'} loads in transformers and vLLM; curves.png is beside it")
 
 

@@ -4,8 +4,9 @@ import sys
 
 import torch
 
-from common.engine import Sampling
-from common.models import EMBEDDED
+from common.engine.books import Sampling
+from common.files import refuse
+from common.hub import EMBEDDED
 
 PICTURE_FLAGS = ("freeze_vision", "min_pixels", "max_pixels", "max_frame_pixels", "media_root")
 TOOL_FLAGS = ("max_turns", "max_turn_tokens", "max_tool_errors", "tool_workers", "tool_timeout", "deterministic")
@@ -84,11 +85,6 @@ def check_ranges(args) -> None:
             refuse(name in POSITIVE and not value > 0, f"{said}: must be above 0")
             refuse(name in SHARES and not value <= 1, f"{said}: must not be above 1")
             refuse(name not in ANY_SIGN and not value >= 0, f"{said}: must not be below 0")
-
-
-def refuse(wrong: bool, message: str) -> None:
-    if wrong:
-        raise SystemExit(message)
 
 
 def refuse_idle(args, uses: dict[str, tuple[bool, str]]) -> None:

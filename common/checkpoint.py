@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from common.distributed import World, broadcast_object, gather_objects, reshard
-from common.logger import replace_file
-from common.memory import move_states
+from common.files import replace_file
+from common.precision import move_states
 
 Trained = dict[str, tuple[nn.Module, torch.optim.Optimizer]]  # name -> (wrapped model, its optimizer)
 

@@ -1,5 +1,6 @@
 """torchrun process group, FSDP2 or DDP wrapping, reductions, seeding, and ending together: failure, stall, SIGTERM."""
 
+import ctypes
 import datetime
 import faulthandler
 import os
@@ -20,8 +21,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-
-from common.memory import keep_freed_memory
 
 _stop = threading.Event()  # SIGTERM has come
 _sign_of_life = [time.monotonic()]
@@ -147,15 +146,6 @@ def run(main: Callable, *args: object) -> None:
     os._exit(status)
 
 
-@contextmanager
-def user_errors() -> Iterator[None]:
-    """What the user can put right (a file, a flag) ends the run with its message alone, not with a trace per rank."""
-    try:
-        yield
-    except (ValueError, FileNotFoundError, ConnectionError) as error:
-        raise SystemExit(f"error: {error}") from error
-
-
 def wrap_model(model: nn.Module, world: World, strategy: str, compute_dtype: torch.dtype) -> nn.Module:
     """Shard (FSDP2) or replicate (DDP) `model`, whose float32 parameters stay the master weights.
 
@@ -254,3 +244,17 @@ def broadcast_object(value: object) -> object:
     if dist.is_initialized():
         dist.broadcast_object_list(box, src=0)
     return box[0]
+
+
+def keep_freed_memory() -> None:
+    """On CPUs with glibc: reuse what tensors free. Otherwise every large one begins with new pages of the kernel's,
+    which take a tenth of a step."""
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(-4, 0)  # M_MMAP_MAX
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+
+
+def release_freed_memory() -> None:
+    """Once a step: what has been kept in pieces would add up."""
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)

@@ -1,9 +1,10 @@
-"""Dumps of the episodes of a step: a parquet file that `--replay` repeats the update from, and a page to look at."""
+"""Dumps of the episodes of a step, from which `--replay` repeats the update; common/look makes pages of them."""
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
-from itertools import groupby
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,13 +12,11 @@ import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
 
 from common.distributed import World, gather_objects
-from common.episodes import Episode, prompts_of_all_ranks
-from common.logger import replace_file
-from common.page import rollout_page
-from common.vision import Media, PixelLimits
+from common.episodes import Episode
+from common.files import replace_file
+from common.pictures import Media, PixelLimits
 
 AS_JSON = ("rewards", "calls", "media")  # columns whose values differ in shape from row to row
-PAGE_PROMPTS = 8  # groups of episodes on the page
 
 
 def dump_rollouts(
@@ -28,13 +27,12 @@ def dump_rollouts(
     advantages: list[float],
     tokenizer: PreTrainedTokenizerBase,
     world: World,
-) -> None:
+) -> Path:
     """Write folder/step_NNNNNN.parquet: all episodes of all ranks; advantage is null where none was trained on.
 
-    Beside it: .html, a picture of the first groups, and each rank's pictures, .media_RANK.parquet: {hash, bytes}.
+    Beside it, and there before it: each rank's pictures, .media_RANK.parquet: {hash, bytes}. Returns its path.
     """
     path = folder / f"step_{step:06d}.parquet"
-    on_page = prompts_of_all_ranks(sampled)[:PAGE_PROMPTS]
     advantage_of = {id(episode): advantage for episode, advantage in zip(trained, advantages)}
     files: dict[str, bytes] = {}
     rows = []
@@ -49,47 +47,26 @@ def dump_rollouts(
         row |= {"step": step, "ranks": world.size, "rank": world.rank, "advantage": advantage_of.get(id(e))}
         row |= {"prompt": tokenizer.decode(e.prompt_ids), "completion": tokenizer.decode(e.response_ids)}
         rows.append(row | {"score": e.rewards["score"], "shown": [list(m.pixels.shape[2:0:-1]) for m in e.media]})
-    seen = {data for e in sampled if e.prompt_index in on_page for m in e.media for data in m.frames}
-    parts = gather_objects((rows, {name: data for name, data in files.items() if data in seen}))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with warnings_of_full_disk(path):
         if files:
+            folder.mkdir(parents=True, exist_ok=True)
             table = pa.table({"hash": list(files), "bytes": list(files.values())})
             own = path.with_suffix(f".media_{world.rank}.parquet")
             replace_file(own, lambda temporary: pq.write_table(table, temporary))
+    rows = [row for part in gather_objects(rows) for row in part]
+    with warnings_of_full_disk(path):
         if world.is_main:
-            rows = [row for part, _ in parts for row in part]
+            folder.mkdir(parents=True, exist_ok=True)
             replace_file(path, lambda temporary: pq.write_table(pa.Table.from_pylist(rows), temporary))
-            pictures = {name: data for _, part in parts for name, data in part.items()}
-            shown = [row for row in rows if row["prompt_index"] in on_page]
-            page = rollout_page(f"step {step}", page_episodes(shown, pictures, tokenizer))
-            replace_file(path.with_suffix(".html"), lambda temporary: temporary.write_text(page, errors="replace"))
+    return path
+
+
+@contextmanager
+def warnings_of_full_disk(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:  # a full disk costs the dump, not the run
         print(f"warning: {path} not written ({error})", flush=True)
-
-
-def page_episodes(rows: list[dict], files: dict[str, bytes], tokenizer: PreTrainedTokenizerBase) -> list[dict]:
-    """What `rollout_page` wants to know of each episode."""
-    episodes = []
-    for row in rows:
-        calls = json.loads(row["calls"])
-        media = [m | {"frames": [files[name] for name in m["frames"]]} for m in json.loads(row["media"])]
-        media = [m | {"shown": shown} for m, shown in zip(media, row["shown"])]
-        shown = iter(range(len(media)))
-        prompt_media = [next(shown) for _ in range(len(media) - sum(call["media"] for call in calls))]
-        segments = [{"role": "prompt", "text": row["prompt"], "media": prompt_media}]
-        answers = iter(calls)
-        ids = iter(row["response_ids"])
-        for sampled, part in groupby(row["loss_mask"]):
-            text = tokenizer.decode([next(ids) for _ in part])
-            added = 0 if sampled else next(answers, {"media": 0})["media"]  # --mask-truncated masks what was sampled
-            numbers = [next(shown) for _ in range(added)]
-            segments.append({"role": "policy" if sampled else "observation", "text": text, "media": numbers})
-        keys = ("prompt_index", "sample_index", "finish_reason", "score", "advantage")
-        judged = {} if row["model_reward"] is None else {"--reward-model": row["model_reward"]}
-        episode = {key: row[key] for key in keys} | {"rewards": json.loads(row["rewards"]) | judged, "calls": calls}
-        episodes.append(episode | {"segments": segments, "media": media})
-    return episodes
 
 
 def load_rollouts(

@@ -1,18 +1,34 @@
 """Sampling trajectories of one or several turns with an engine: token ids in, token ids out. Their statistics."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from operator import itemgetter
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from common.data import Row
 from common.distributed import gather_objects
-from common.engine import Completion, Sampling
-from common.tools import Call, ToolReply, ToolWorkers, find_tool, parse_call
-from common.vision import Media, Vision
+from common.engine.books import Completion, Sampling
+from common.pictures import Media
+from common.tools import ToolWorkers, find_tool
+from common.tools.turns import Call, Hermes, ToolReply
+from common.vision import Vision
+
+Prompt = list[dict] | str
+
+
+@dataclass(slots=True)
+class Row:
+    index: int  # position in the concatenated files, whatever was dropped: the prompt's identity for seeds
+    data_source: str
+    prompt: Prompt
+    ground_truth: Any
+    extra_info: dict
+    prompt_ids: list[int]
+    media: list[Media] = field(default_factory=list)  # in the order of their placeholders in prompt_ids
+    tools: dict[str, dict] = field(default_factory=dict)  # on offer: name -> keyword arguments of the row's own
+    problem: str = ""  # why a picture could not be read; prompt_ids are empty then
 
 
 @dataclass(slots=True)
@@ -64,16 +80,17 @@ class Turns:
     max_tool_errors: int = 3
     lockstep: bool = False  # all wait for the slowest: the engine's batches, and so the last bits, are repeatable
 
-    @cached_property
-    def special_tokens(self) -> list[str]:
-        return [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+    protocol: Hermes | None = None  # how the policy calls, and sees replies; None: as Hermes does
+
+    def __post_init__(self) -> None:
+        self.protocol = self.protocol or Hermes(self.tokenizer)
 
     def next_call(self, episode: Episode, tools: Mapping) -> Call | None:
         """The call that the last turn ends in; None if the trajectory ends here. tools: those that the row offers."""
         if episode.finish_reason != "stop" or not tools:
             return None
         last_turn = episode.response_ids[len(episode.loss_mask) - trailing_ones(episode.loss_mask) :]
-        call = parse_call(self.tokenizer.decode(last_turn, skip_special_tokens=True))
+        call = self.protocol.find_call(self.tokenizer.decode(last_turn, skip_special_tokens=True))
         if call and episode.turns >= self.max_turns:
             episode.finish_reason, call = "max_turns", None
         return call
@@ -93,11 +110,17 @@ class Turns:
 
     def add_observation(self, episode: Episode, call: Call, reply: ToolReply, max_tokens: int) -> bool:
         """Append what a tool has replied. False, with its finish_reason, if the trajectory ends instead."""
-        options = {"limits": self.vision.limits, "is_frame": "frames" in reply.info} if self.vision else {}
-        media = [Media.open("image", [data], **options) for data in reply.images] if self.vision else []
+        parts: list[str | Media] = []
+        for part in reply.parts:
+            if isinstance(part, str):
+                parts.append(part)
+            elif self.vision:
+                is_frame = "frames" in reply.info
+                parts.append(Media.open("image", [part], self.vision.limits, is_frame))
+        media = [part for part in parts if isinstance(part, Media)]
         record = {"turn": episode.turns - 1, "name": call.name, "arguments": call.arguments, "text": reply.text}
         episode.calls.append(record | {"error": reply.error or reply.failed, "info": reply.info, "media": 0})
-        ids = self.observation_ids(reply.text, reply.role, media)
+        ids = self.observation_ids(parts, reply.role)
         errors = sum(call["error"] for call in episode.calls)
         if reply.failed:
             episode.finish_reason = "tool_failed"
@@ -116,20 +139,10 @@ class Turns:
             return True
         return False
 
-    def observation_ids(self, text: str, role: str, media: list[Media]) -> list[int]:
+    def observation_ids(self, parts: Sequence[str | Media], role: str) -> list[int]:
         """What stands between an end-of-turn token and the next turn, from the new message alone."""
-        for token in self.special_tokens:  # spelled by a tool, or by the policy in a call, they mean nothing
-            text = text.replace(token, f"{token[0]} {token[1:]}")
-        content = [{"type": "text", "text": text}, *({"type": m.kind} for m in media)] if media else text
-        mark, end = "\u2603\u2603", self.tokenizer.eos_token
-        before = [{"role": "user", "content": "-"}, {"role": "assistant", "content": mark}]
-        messages = [*before, {"role": role, "content": content}]
-        whole = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        between = whole.partition(mark)[2]  # a text of the tool may hold the mark too
-        if not between.startswith(end):
-            raise ValueError(f"the chat template does not end the assistant's turns with {end!r}: no tools with it")
-        ids = self.tokenizer.encode(between.removeprefix(end), add_special_tokens=False)
-        return self.vision.expand(ids, media) if self.vision else ids
+        ids = self.tokenizer.encode(self.protocol.observation(parts, role), add_special_tokens=False)
+        return self.vision.expand(ids, [part for part in parts if isinstance(part, Media)]) if self.vision else ids
 
 
 def trailing_ones(mask: list[int]) -> int:

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from common.distributed import gather_objects
-from common.engine import Sampling
+from common.engine.books import Sampling
 from common.episodes import sample_episodes
 from common.logger import Logger
 from common.metrics import is_correct

@@ -1,7 +1,6 @@
 """What a run writes about itself: a console line a step, metrics.jsonl, config.json, curves.png, optional trackers."""
 
 import json
-import math
 import os
 import platform
 import shlex
@@ -14,8 +13,9 @@ from importlib import metadata
 from pathlib import Path
 from statistics import median
 
-import numpy as np
 import torch
+
+from common.files import jsonable, replace_file, shorten
 
 TRACKER_SECONDS = 15  # a tracker that has not answered by then is dropped
 COLUMNS = {  # metric: (label, format with a fixed width); evaluation stands last, since most steps have none
@@ -32,18 +32,6 @@ COLUMNS = {  # metric: (label, format with a fixed width); evaluation stands las
     "time/step_s": ("s", "5.1f"),
     "eval/accuracy": ("eval acc", "5.3f"),
     "eval/loss": ("eval loss", "6.4f"),
-}
-PANELS = {  # title: the metrics drawn in it, with their labels
-    "reward": {"reward/mean": "mean"},
-    "accuracy": {"reward/accuracy": "train, sampled", "eval/accuracy": "eval"},
-    "share that looks (RaPR)": {"tool/rapr": "train, sampled", "eval/rapr": "eval"},
-    "response length (tokens)": {"rollout/response_length": "mean"},
-    "KL to reference, engine gap": {"policy/kl_to_ref": "KL", "policy/rollout_logprob_gap": "log-prob gap"},
-    "entropy (nats)": {"policy/entropy": "mean"},
-    "loss": {"policy/loss": "train", "eval/loss": "eval"},
-    "step time (s)": {"time/step_s": "step"},
-    "value": {"value/mean": "critic", "value/return_mean": "return"},
-    "explained variance of the return": {"value/explained_variance": "critic"},
 }
 
 
@@ -73,27 +61,6 @@ def tracker_names(trackers: str) -> list[str]:
     if unknown := [item for item in names if item not in TRACKERS]:
         raise ValueError(f"--log {trackers}: unknown tracker {unknown[0]!r}, expected {', '.join(TRACKERS)}")
     return names
-
-
-def jsonable(value):
-    """Plain JSON types only: NaN and infinities become null, numpy and torch scalars numbers, paths strings."""
-    if isinstance(value, dict):
-        return {str(key): jsonable(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [jsonable(item) for item in value]
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, Path):
-        return str(value)
-    return float(value) if math.isfinite(value) else None
-
-
-def shorten(text: str, limit: int) -> str:
-    """At most `limit` characters, cut in the middle; control characters would garble the terminal."""
-    text = "".join(c if c.isprintable() or c == "\n" else "�" for c in text)
-    if len(text) <= limit:
-        return text
-    return f"{text[: limit // 2]} …[{len(text) - 2 * (limit // 2)} characters]… {text[-(limit // 2) :]}"
 
 
 class Logger:
@@ -189,71 +156,10 @@ class Logger:
             print(f"--- step {step}, score {sample['score']:g}\n{prompt}\n>>> {completion}", flush=True)
 
     def close(self) -> None:
-        """Draw the curves, end the trackers."""
-        if self.is_main:
-            plot_curves(self.path.parent)
+        """End the trackers."""
         for tracker, (_, close) in list(self.trackers.items()):
             self._try(tracker, close)
         self.trackers.clear()
-
-
-def read_metrics(path: Path) -> list[dict]:
-    """Steps in order; where a resumed run repeats a step, its later values win. Events and torn lines are left out."""
-    steps: dict[int, dict] = {}
-    for line in Path(path).read_bytes().splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:  # blank, or half written when the run was killed or the disk full
-            continue
-        if isinstance(record, dict) and "event" not in record and "step" in record:
-            steps.setdefault(record["step"], {}).update(record)
-    return [steps[step] for step in sorted(steps)]
-
-
-def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """write(temporary path), then rename it: a reader sees the old file or the new one, and no half one stays."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        write(temporary)
-        with temporary.open() as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def plot_curves(run_dir: Path) -> None:
-    """Draw run_dir/curves.png from metrics.jsonl: small multiples, only of what was measured."""
-    try:
-        from matplotlib.figure import Figure  # takes a second; without pyplot it draws by Agg, not to a screen
-    except ImportError as error:
-        print(f"warning: curves.png not drawn ({error})", flush=True)
-        return
-    records = read_metrics(Path(run_dir) / "metrics.jsonl")
-    measured = {key for record in records for key, value in record.items() if value is not None}
-    panels = {title: [key for key in keys if key in measured] for title, keys in PANELS.items()}
-    if "reward/mean" in measured:
-        del panels["loss"]  # a policy-gradient loss says nothing about progress; the one of sft.py does
-    panels = {title: keys for title, keys in panels.items() if keys}
-    columns, rows = min(3, len(panels)), math.ceil(len(panels) / 3)
-    figure = Figure(figsize=(4.2 * columns, 2.8 * rows), layout="constrained")
-    for place, (title, keys) in enumerate(panels.items(), 1):
-        axes = figure.add_subplot(rows, columns, place)
-        for key, color in zip(keys, ("#2b6cb0", "#dd6b20")):
-            x, y = np.array([(record["step"], record[key]) for record in records if record.get(key) is not None]).T
-            window = max(1, len(y) // 15)  # raw values faint, their running mean strong
-            mean = np.convolve(y, np.ones(window) / window, "valid")
-            axes.plot(x, y, color=color, alpha=0.25, marker="o" if len(y) < 30 else None, markersize=3)
-            axes.plot(x[window // 2 :][: len(mean)], mean, color=color, label=PANELS[title][key])
-        axes.set_title(title, loc="left", fontsize=10)
-        axes.grid(alpha=0.2)
-        if len(PANELS[title]) > 1:
-            axes.legend(frameon=False, fontsize=8)
-    try:
-        if panels:
-            replace_file(Path(run_dir) / "curves.png", lambda path: figure.savefig(path, format="png", dpi=120))
-    except OSError as error:  # a full disk costs the picture, not the run
-        print(f"warning: curves.png not written ({error})", flush=True)
 
 
 def git_commit() -> str | None:

@@ -1,12 +1,16 @@
 """Memory of a rank: what each phase of a step will need, and what was used."""
 
-import ctypes
 import os
 import resource
+from contextlib import suppress
+from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import AutoConfig
 
+from common.distributed import World, abandon_backward
+from common.files import replace_file
 from common.vision import auto_class
 
 # Bytes per token, layer and hidden unit, measured with transformers' Llama in bf16 (its norms compute in float32).
@@ -69,30 +73,36 @@ def memory_plan(args, world, dtype: torch.dtype, trained: list[str], frozen: lis
     return plan
 
 
-def keep_freed_memory() -> None:
-    """On CPUs with glibc: reuse what tensors free. Otherwise every large one begins with new pages of the kernel's,
-    which take a tenth of a step."""
-    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        libc.mallopt(-4, 0)  # M_MMAP_MAX
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-
-
-def release_freed_memory() -> None:
-    """Once a step: what has been kept in pieces would add up."""
-    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-        libc.malloc_trim(0)
-
-
-def move_states(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Adam's moments to a device; its step counts stay where they are."""
-    for state in optimizer.state.values():
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.dim():
-                state[name] = value.to(device)
-
-
 def peak_memory_gb(device: torch.device) -> float:
     """Highest memory use of this process so far (GB): on the GPU, or resident on a CPU machine."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+
+def remembered_budget(run_dir: Path | None, budget: int) -> int:
+    """`budget`, or what `halve_budget` has left of it in an earlier process of this run."""
+    file = run_dir / "micro_batch_tokens" if run_dir else None
+    return min(budget, int(file.read_text())) if file and file.is_file() else budget
+
+
+def halve_budget(options: dict, policy: nn.Module, world: World, error: BaseException, run_dir: Path) -> dict:
+    """Options of `pack` for half the tokens, which the run folder remembers.
+
+    SystemExit on several ranks, since the others are in a collective by now: a restart goes on from the last
+    checkpoint in smaller pieces, with the same gradients.
+    """
+    budget = options["budget"] // 2
+    if budget < 128:
+        remedy = "add --gradient-checkpointing or use more GPUs; then the same command goes on"
+        raise SystemExit(f"out of GPU memory in the update with {2 * budget} tokens: {remedy}") from error
+    with suppress(OSError):  # on a full disk it is forgotten; several ranks may write the same
+        run_dir.mkdir(parents=True, exist_ok=True)
+        replace_file(run_dir / "micro_batch_tokens", lambda path: path.write_text(str(budget)))
+    if world.size > 1:
+        remedy = f"the same command with --output-dir {run_dir} goes on (torchrun --max-restarts 9 repeats it)"
+        raise SystemExit(f"out of GPU memory in the update: --micro-batch-tokens is now {budget}; {remedy}") from error
+    world.print(f"out of GPU memory: --micro-batch-tokens is now {budget}, the step is repeated")
+    abandon_backward(policy)
+    torch.cuda.empty_cache()
+    return options | {"budget": budget}

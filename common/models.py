@@ -4,28 +4,24 @@ import json
 import shutil
 from collections.abc import Iterator
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AttentionInterface, AutoConfig, PreTrainedTokenizerBase
-from transformers.integrations.flex_attention import flex_attention_forward
+from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from common.distributed import World, barrier, reshard, unwrap
+from common.attention import block_mask
+from common.distributed import World, reshard, unwrap
+from common.hub import resolve_model
 from common.logprobs import is_greedy, token_logprobs
-from common.packing import MicroBatch, block_mask, shared_prompt_attention
-from common.vision import Vision, auto_class, blank
+from common.packing import MicroBatch
+from common.pictures import blank
+from common.vision import Vision, auto_class
 
 disable_progress_bar()  # of loading and saving shards: several ranks would write over each other
-AttentionInterface.register("shared_prompts", shared_prompt_attention)
-AttentionInterface.register("shared_prompts_flex", flex_attention_forward)  # by its own name Qwen2.5-VL refuses it
-EMBEDDED = {name: Path(__file__).parent / "assets" / name for name in ("tiny", "tiny-vl")}
-TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
-HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py"]
 # Architectures whose logits are more than hidden @ head.T: our log-probs would be wrong, silently.
 UNSUPPORTED_LOGITS = (
     "final_logit_softcapping",
@@ -34,41 +30,6 @@ UNSUPPORTED_LOGITS = (
     "output_multiplier",
     "lm_head_multiplier",
 )
-
-
-def resolve_model(name: str, flag: str = "--model") -> str:
-    """Folder of a model: an embedded name, a folder, or a hub id, downloaded by the first rank to get there."""
-    if name in EMBEDDED:
-        return str(EMBEDDED[name])
-    if Path(name).is_dir():
-        tokenizer = any(file for kind in TOKENIZER_FILES for file in Path(name).glob(kind))
-        if not tokenizer or not (Path(name) / "config.json").is_file():
-            raise SystemExit(f"{flag} {name}: no config.json or no tokenizer in it; of a run folder, give its model/")
-        return name
-    if name == "smollm2":
-        from common.prepare.smollm2 import smollm2_path
-
-        return str(smollm2_path())
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return snapshot_download(name, allow_patterns=HUB_FILES)
-    except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        raise SystemExit(
-            f"{flag} {name}: no folder, none of {', '.join([*EMBEDDED, 'smollm2'])}, and not to be had from the hub "
-            f"(HF_ENDPOINT names a mirror): {error}"
-        ) from error
-
-
-def embedded_data(name: str, folder: Path, world: World, supervised: bool = False) -> tuple[str, str]:
-    """(training file, evaluation file) of an embedded model's task, generated into `folder` by rank 0."""
-    if world.is_main:
-        generator = import_module(f"common.prepare.{name.replace('-', '_')}")
-        (generator.write_supervised_data if supervised else generator.write_demo_data)(folder)
-    barrier()
-    suffix = "jsonl" if supervised else "parquet"
-    return str(folder / f"train.{suffix}"), str(folder / f"eval.{suffix}")
 
 
 def hidden_states(model: nn.Module, batch: MicroBatch, attention: str, vision: Vision | None) -> Tensor:
@@ -150,17 +111,6 @@ class Critic(nn.Module):
 
     def layers(self) -> list[nn.Module]:
         return repeated_blocks(self.model)
-
-
-def choose_attention(flag: str, device: torch.device, compile_layers: bool = False) -> str:
-    """`--attention auto`: flex on GPUs with bf16, else SDPA (flex has no backward on CPU, no kernels on Volta)."""
-    if flag == "auto":
-        flag = "flex" if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8 else "sdpa"
-    if compile_layers and flag == "sdpa":
-        raise SystemExit("--compile needs --attention flex or flash: with sdpa every pack would be compiled anew")
-    if device.type == "cpu" and flag != "sdpa":
-        raise SystemExit(f"--attention {flag} needs a GPU; on a CPU use --attention sdpa (or auto)")
-    return flag
 
 
 def unsupported(model: nn.Module, attention: str) -> str | None:

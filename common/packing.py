@@ -7,19 +7,17 @@ tokens that are trained on have a target: they are addressed by flat indices, so
 """
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import scaled_dot_product_attention
+from torch import Tensor
 
-from common.distributed import World, abandon_backward, all_reduce
+from common.distributed import all_reduce
 from common.episodes import Episode
-from common.logger import replace_file
-from common.vision import Media, Vision
+from common.memory import remembered_budget
+from common.pictures import Media
+from common.vision import Vision
 
 
 @dataclass(slots=True)
@@ -65,34 +63,6 @@ def layout(attention: str, budget: int, run_dir: Path | None = None, vision: Vis
     budget = remembered_budget(run_dir, budget)
     multiple = 128 if attention == "flex" else 1
     return {"budget": budget, "share_prompts": attention != "flash", "multiple": multiple, "vision": vision}
-
-
-def remembered_budget(run_dir: Path | None, budget: int) -> int:
-    """`budget`, or what `halve_budget` has left of it in an earlier process of this run."""
-    file = run_dir / "micro_batch_tokens" if run_dir else None
-    return min(budget, int(file.read_text())) if file and file.is_file() else budget
-
-
-def halve_budget(options: dict, policy: nn.Module, world: World, error: BaseException, run_dir: Path) -> dict:
-    """Options of `pack` for half the tokens, which the run folder remembers.
-
-    SystemExit on several ranks, since the others are in a collective by now: a restart goes on from the last
-    checkpoint in smaller pieces, with the same gradients.
-    """
-    budget = options["budget"] // 2
-    if budget < 128:
-        remedy = "add --gradient-checkpointing or use more GPUs; then the same command goes on"
-        raise SystemExit(f"out of GPU memory in the update with {2 * budget} tokens: {remedy}") from error
-    with suppress(OSError):  # on a full disk it is forgotten; several ranks may write the same
-        run_dir.mkdir(parents=True, exist_ok=True)
-        replace_file(run_dir / "micro_batch_tokens", lambda path: path.write_text(str(budget)))
-    if world.size > 1:
-        remedy = f"the same command with --output-dir {run_dir} goes on (torchrun --max-restarts 9 repeats it)"
-        raise SystemExit(f"out of GPU memory in the update: --micro-batch-tokens is now {budget}; {remedy}") from error
-    world.print(f"out of GPU memory: --micro-batch-tokens is now {budget}, the step is repeated")
-    abandon_backward(policy)
-    torch.cuda.empty_cache()
-    return options | {"budget": budget}
 
 
 def pack(
@@ -208,62 +178,3 @@ def _build(
         offset += media.num_tokens
     flat = (torch.cat(parts) for parts in (hidden_index, targets, tokens, slots, features))
     return MicroBatch(ids, position_ids, *flat, list(pictures), units)
-
-
-def shared_prompt_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: None,
-    *,
-    units: list[list[int]],
-    scaling: float | None = None,
-    **_: object,
-) -> tuple[Tensor, None]:
-    """Segment by segment: a response sees its prompt and itself. There is no [L, L] mask, nothing is quadratic in L.
-
-    In the form that transformers' AttentionInterface asks for: query [1, H, L, D], key and value [1, K, L, D] ->
-    ([1, L, H, D], None), with H a multiple of K (grouped queries).
-    """
-    query, key = query.to(value.dtype), key.to(value.dtype)  # autocast leaves float32 behind rotary embeddings
-    lengths = [length for unit in units for length in unit]
-    segments = zip(*(x.split(lengths, dim=2) for x in (query, key, value)))
-    outputs = []
-    for unit in units:
-        q, prompt_k, prompt_v = next(segments)
-        outputs.append(_causal_attention(q, prompt_k, prompt_v, scaling))
-        for _ in unit[1:]:
-            q, k, v = next(segments)
-            k, v = torch.cat([prompt_k, k], dim=2), torch.cat([prompt_v, v], dim=2)
-            outputs.append(_causal_attention(q, k, v, scaling))
-    return torch.cat(outputs, dim=2).transpose(1, 2), None
-
-
-def _causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-    """query [1, H, R, D], the last R of the S tokens of key and value [1, K, S, D] -> [1, H, R, D]."""
-    (_, heads, length, size), (kv_heads, total) = query.shape, key.shape[1:3]
-    if query.device.type == "cpu" and length * total <= 2**18:  # SDPA's CPU kernel takes 2 to 3 times as long
-        mask = torch.ones(length, total, dtype=torch.bool).tril(total - length)
-        scores = query.reshape(1, kv_heads, -1, size) @ key.mT * (size**-0.5 if scaling is None else scaling)
-        scores = scores.unflatten(2, (-1, length)).masked_fill(~mask, float("-inf")).flatten(2, 3)
-        return (scores.softmax(-1) @ value).reshape(1, heads, length, -1)
-    key, value = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (key, value))
-    mask = causal_lower_right(length, total)
-    return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
-
-
-def block_mask(batch: MicroBatch):
-    """The same for flex attention: which query sees which key."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    lengths = torch.tensor([length for unit in batch.units for length in unit])
-    labels = [(u, s) for u, unit in enumerate(batch.units) for s in range(len(unit))]
-    groups, samples = torch.tensor(labels).repeat_interleave(lengths, dim=0).T.contiguous().to(batch.input_ids.device)
-
-    def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        same_group = groups[query] == groups[key]
-        return (key <= query) & same_group & ((samples[key] == 0) | (samples[key] == samples[query]))
-
-    length = len(groups)
-    return create_block_mask(visible, None, None, length, length, device=groups.device)

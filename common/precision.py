@@ -6,8 +6,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from common.memory import move_states
-
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -74,6 +72,14 @@ class LossScale:
     def load_state_dict(self, state: dict) -> None:
         if state.get("dynamic", self.dynamic) == self.dynamic:  # else it is of a run in another dtype
             self.scale, self.good_steps = state["scale"], state["good_steps"]
+
+
+def move_states(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Adam's moments to a device; its step counts stay where they are."""
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                state[name] = value.to(device)
 
 
 def guarded_step(

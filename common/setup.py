@@ -10,22 +10,34 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from common.arguments import PICTURE_FLAGS, check_shared_args, refuse, refuse_idle
+from common.arguments import PICTURE_FLAGS, check_shared_args, refuse_idle
+from common.attention import choose_attention
 from common.checkpoint import Trained, checkpoint_bytes, free_bytes
-from common.data import PromptData
-from common.distributed import World, broadcast_object, handle_sigterm, init_world, sign_of_life, user_errors
-from common.engine import VllmEngine
-from common.episodes import Turns
-from common.hf_engine import HuggingFaceEngine
+from common.data.prompts import PromptData
+from common.distributed import (
+    World,
+    barrier,
+    broadcast_object,
+    handle_sigterm,
+    init_world,
+    release_freed_memory,
+    sign_of_life,
+)
+from common.dumps import dump_rollouts
+from common.engine.hf import HuggingFaceEngine
+from common.engine.vllm import VllmEngine
+from common.episodes import Episode, Turns
+from common.files import refuse, user_errors
+from common.hub import EMBEDDED, end_token_ids, end_turns_properly, load_tokenizer, resolve_model
 from common.logger import Logger, save_config, tracker_names
-from common.memory import memory_plan, release_freed_memory
-from common.models import EMBEDDED, choose_attention, embedded_data, resolve_model
-from common.packing import remembered_budget
+from common.look.curves import plot_curves
+from common.look.page import write_page
+from common.memory import memory_plan, remembered_budget
+from common.pictures import PixelLimits
 from common.precision import choose_dtype
-from common.prompts import end_token_ids, end_turns_properly, load_tokenizer
 from common.rewards import RewardWorkers, reward_function
 from common.tools import ToolWorkers
-from common.vision import PixelLimits, Vision, load_vision
+from common.vision import Vision, load_vision
 
 
 @dataclass
@@ -87,7 +99,7 @@ def set_up(args, script: str, demo: bool) -> Job:
     refuse_idle(args, {"max_images": (vision is not None, "a vision-language --model")})
     if vision or args.tools:
         with user_errors():
-            end_turns_properly(tokenizer, vision, world)
+            end_turns_properly(tokenizer, vision and vision.processor, world.print)
     if getattr(args, "critic_model", None):
         critic_path = resolve_model(args.critic_model, "--critic-model")
         critic_vocabulary = load_tokenizer(critic_path, args.trust_remote_code).get_vocab()
@@ -144,7 +156,7 @@ def set_up(args, script: str, demo: bool) -> Job:
         turns = Turns(tokenizer, tools, vision, *bounds, args.deterministic)
         with user_errors():
             for tool in tools.tools.values():
-                turns.observation_ids("", tool.role, [])  # a template that cannot is refused now
+                turns.observation_ids([""], tool.role)  # a template that cannot is refused now
     torch.manual_seed(args.seed + world.rank)  # after vLLM, which seeds every rank alike
     world.print(f"{run.summary}, rollouts by {args.engine}")
     return Job(
@@ -156,6 +168,19 @@ def set_up(args, script: str, demo: bool) -> Job:
         turns=turns,
         engine=engine,
     )
+
+
+def embedded_data(name: str, folder: Path, world: World, supervised: bool = False) -> tuple[str, str]:
+    """(training file, evaluation file) of an embedded model's task, generated into `folder` by rank 0."""
+    if world.is_main:
+        if name == "tiny":
+            from common.prepare import tiny as generator
+        else:
+            from common.prepare import tiny_vl as generator
+        (generator.write_supervised_data if supervised else generator.write_demo_data)(folder)
+    barrier()
+    suffix = "jsonl" if supervised else "parquet"
+    return str(folder / f"train.{suffix}"), str(folder / f"eval.{suffix}")
 
 
 def open_logger(args, job: Job, script: str, trained: Trained, start: int, resumed: Path | None) -> Logger:
@@ -192,6 +217,21 @@ def open_logger(args, job: Job, script: str, trained: Trained, start: int, resum
         sizes = f"{needed / 1e9:.2f} GB of the {free / 1e9:.2f} GB that are free"
         world.print(f"warning: checkpoints will take up to {sizes} in {job.output_dir}: lower --keep-checkpoints")
     return logger
+
+
+def dump_step(job: Job, step: int, sampled: list[Episode], trained: list[Episode], advantages: list[float]) -> None:
+    """`dump_rollouts` into the run folder, with a page beside it. All ranks call it together."""
+    folder = job.output_dir / "rollouts"
+    path = dump_rollouts(folder, step, sampled, trained, advantages, job.tokenizer, job.world)
+    if job.world.is_main:
+        write_page(path, job.tokenizer)
+
+
+def finish(run: Run, logger: Logger) -> None:
+    """Draw the curves, end the trackers."""
+    if run.world.is_main:
+        plot_curves(run.output_dir)
+    logger.close()
 
 
 class Stopwatch:

@@ -4,116 +4,18 @@ A picture is decoded and resized once (`Media.open`). The engine gets these pixe
 the trainer cuts the same pixels into patches; the tools see the encoded originals.
 """
 
-import hashlib
-import io
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
 
-from common.tools.visual import CELL, FORMATS, MAX_SOURCE_PIXELS, decode, shown
+from common.pictures import CELL, FORMATS, MAX_SOURCE_PIXELS, BadRow, Media, PixelLimits, media_file
+from common.torch_repair import transformers
 
 FAMILY = ("qwen2_vl", "qwen2_5_vl")
-MARKS = {"<image>": "image", "<video>": "video"}  # placeholders in the prompts of data sets
-
-
-class BadRow(ValueError):
-    """What is wrong with a row of a data set, in a few words."""
-
-
-@dataclass(frozen=True)
-class PixelLimits:
-    """Areas (pixels) that pictures are resized to: images and crops, and each frame of a video."""
-
-    min_pixels: int
-    max_pixels: int
-    max_frame_pixels: int
-
-    def shown_size(self, kind: str, width: int, height: int) -> tuple[int, int]:
-        return shown((width, height), kind, vars(self))
-
-
-@dataclass(eq=False)
-class Media:
-    """An image or a video: what is shown of it, and the encoded originals, which tools cut from."""
-
-    kind: str  # "image" or "video"
-    frames: list[bytes]  # encoded, original resolution; an image has one
-    pixels: np.ndarray  # [F, H, W, 3] uint8, resized: multiples of 28; what trainer and engine see
-    is_frame: bool = False  # an image that was a frame of a video, and is shown as large as one
-
-    @classmethod
-    def open(cls, kind: str, frames: Sequence[bytes], limits: PixelLimits, is_frame: bool = False) -> "Media":
-        """ValueError, with a short reason, for frames that cannot be decoded. All get the size of the first."""
-        size, shown = None, []
-        for data in frames:
-            picture = decode(data)
-            size = size or limits.shown_size("video" if is_frame else kind, *picture.size)
-            shown.append(np.asarray(picture.resize(size, resample=3) if picture.size != size else picture))
-        return cls(kind, list(frames), np.stack(shown), is_frame)
-
-    @property
-    def grid(self) -> tuple[int, int, int]:
-        """Patches: pairs of frames, rows, columns."""
-        frames, height, width, _ = self.pixels.shape
-        return -(-frames // 2), height // 14, width // 14
-
-    @property
-    def num_tokens(self) -> int:
-        frames, rows, columns = self.grid
-        return frames * rows * columns // 4
-
-    @cached_property
-    def uuid(self) -> str:
-        digest = hashlib.blake2b(f"{self.kind}{self.pixels.shape}".encode(), digest_size=16)
-        digest.update(self.pixels.tobytes())
-        return digest.hexdigest()
-
-
-Picture = tuple[str, list]  # "image" or "video", and its frames as a row holds them
-
-
-def picture_sources(record: Mapping, text: str) -> list[Picture]:
-    """A row's pictures in the order of their marks in its prompt. BadRow if their numbers differ.
-
-    PyVision's rows have one, as `image`, or as a path in `mm_hint`, which counts if the prompt has a mark for it.
-    """
-    hint = record.get("mm_hint")
-    one = record.get("image") or (hint.get("hint_path") if isinstance(hint, Mapping) and "<image>" in text else None)
-    images = record.get("images") or (one if isinstance(one, list) else [one] if one else None)
-    columns = {"image": images, "video": record.get("videos")}
-    if not any(columns.values()):
-        return []
-    left = {"image": [[item] for item in columns["image"] or []], "video": list(columns["video"] or [])}
-    kinds = [MARKS[mark] for mark in re.findall("<image>|<video>", text)]
-    for kind, items in left.items():
-        if len(items) != kinds.count(kind):
-            raise BadRow(f"{len(items)} {kind}s, and <{kind}> stands {kinds.count(kind)} times in the prompt")
-    if any(not isinstance(frames, list) or not frames for frames in left["video"]):
-        raise BadRow("a video is given as the list of its frames")
-    return [(kind, left[kind].pop(0)) for kind in kinds]
-
-
-def media_file(item: object, root: Path | None) -> io.BufferedIOBase:
-    """The file that a row's entry stands for: bytes, a path under `root`, {bytes, path}. BadRow with the reason."""
-    if isinstance(item, Mapping):
-        item = item.get("bytes") or item.get("path")
-    if isinstance(item, bytes):
-        return io.BytesIO(item)
-    if not isinstance(item, str):
-        raise BadRow(f"{item!r:.60} is neither bytes, nor a path, nor {{bytes, path}}")
-    path = (root or Path()) / item
-    try:
-        return path.open("rb")
-    except OSError as error:
-        raise BadRow(f"cannot open {path} ({error.strerror}); --media-root is the folder of relative paths") from error
 
 
 class Vision:
@@ -127,7 +29,7 @@ class Vision:
         self.placeholders = {"image": config.image_token_id, "video": config.video_token_id}
         # what no policy may sample: the pictures that these announce do not exist
         self.forbidden_ids = {*self.placeholders.values(), config.vision_start_token_id, config.vision_end_token_id}
-        self.processor = AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
+        self.processor = transformers.AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
         self.positions_per_second = getattr(vision, "tokens_per_second", 1)  # Qwen2-VL knows no seconds
 
     def open(self, kind: str, frames: list, root: Path | None) -> Media:
@@ -223,15 +125,12 @@ class Vision:
 
 def auto_class(config) -> type:
     """The transformers class that loads a policy of this configuration."""
-    return AutoModelForImageTextToText if config.model_type in FAMILY else AutoModelForCausalLM
+    if config.model_type in FAMILY:
+        return transformers.AutoModelForImageTextToText
+    return transformers.AutoModelForCausalLM
 
 
 def load_vision(path: str, limits: PixelLimits, trust_remote_code: bool = False) -> Vision | None:
     """None for a model that reads text alone."""
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     return Vision(path, config, limits, trust_remote_code) if config.model_type in FAMILY else None
-
-
-def blank() -> Media:
-    """The smallest picture: a rank without any runs the vision tower on it, as the others run it on theirs."""
-    return Media("image", [], np.zeros((1, CELL, CELL, 3), dtype=np.uint8))

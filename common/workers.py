@@ -28,13 +28,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-# An empty package in place of `common`, whose own __init__ imports torch: 250 MB and two seconds for each worker.
-BOOT = """import sys, types
-sys.path.insert(0, sys.argv[1])
-sys.modules["common"] = common = types.ModuleType("common")
-common.__path__ = [f"{sys.argv[1]}/common"]
-from common.workers import serve
-serve(*sys.argv[2:])"""
+BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from common.workers import serve; serve(*sys.argv[2:])"
 START_S = 120  # for a worker to start: the function's file may import slow libraries from a slow disk
 TRANSFER_S = 10  # a message that is under way for longer comes from, or goes to, a process that hangs
 MAX_ERROR = 500  # characters of a message that are kept

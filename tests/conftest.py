@@ -17,9 +17,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two processes of 
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-import common  # noqa: F401  (repairs torchvision before transformers is imported)
+import common.torch_repair  # noqa: F401
 from common.distributed import World, init_world
-from common.engine import Sampling
+from common.engine.books import Sampling
 from common.episodes import Episode
 
 ROOT = Path(__file__).resolve().parent.parent

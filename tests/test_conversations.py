@@ -11,12 +11,13 @@ import pytest
 from vl import build_tokenizer as build_vl_tokenizer
 from vl import picture, write_tiny_vl
 
-from common.conversations import Conversations, balanced, conversation_episode
-from common.formats import read_conversation
+from common.data.conversations import Conversations, balanced, conversation_episode
+from common.data.formats import read_conversation
+from common.data.rows import RowFiles
+from common.pictures import BadRow, PixelLimits
 from common.prepare.tiny import build_tokenizer
-from common.rows import RowFiles
-from common.tools import CLOSE, OPEN, Call, parse_call
-from common.vision import BadRow, PixelLimits, load_vision
+from common.tools.turns import CLOSE, OPEN, Call, Hermes
+from common.vision import load_vision
 
 LIMITS = PixelLimits(784, 16 * 784, 4 * 784)
 
@@ -322,7 +323,7 @@ def test_sharegpt_with_system_and_observation(tokenizer):
     system, question, said, *others = (m["content"] for m in conversation.messages)
     assert (system, question, *others) == ("S", "q", "R", "a")
     assert said == f"{OPEN}\n{json.dumps(call, ensure_ascii=False)}\n{CLOSE}", "what a policy has to say"
-    assert parse_call(said) == Call("add", call["arguments"])
+    assert Hermes.find_call(said) == Call("add", call["arguments"])
     assert conversation.train == [False, False, True, False, True]
     row["conversations"][1]["value"] = json.dumps([call, call])
     assert read_conversation(row).messages[2]["content"] == f"{said}\n{said}"

@@ -9,10 +9,10 @@ import pytest
 from test_turns import build_tokenizer
 
 import curiosity_rl
+from common.data import visual_qa
 from common.episodes import Episode
 from common.evaluate import report, side_by_side, summarize, wilson_interval
 from common.metrics import is_correct
-from common.prepare import visual_qa
 from common.rewards import reward_function, visual_qa_reward
 from curiosity_rl import Args, ReplayMemory, curiosity_terms, num_calls, shape_rewards
 

@@ -13,8 +13,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from common.data import PromptData, PromptLoader
-from common.rows import read_file
+from common.data.prompts import PromptData, PromptLoader
+from common.data.rows import read_file
 
 CHATML = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
@@ -301,7 +301,7 @@ def test_a_loader_of_nothing_is_refused():
 def test_command_line(tmp_path, tokenizer, name):
     tokenizer.save_pretrained(tmp_path / "tok")
     path = write(tmp_path / "a.parquet", [row(), row("What?", data_source="aime"), row(data_source=None)])
-    command = [sys.executable, "-m", "common.data", path, "--rows", "1", "--tokenizer", name or str(tmp_path / "tok")]
+    command = [sys.executable, "-m", "common.look", path, "--rows", "1", "--tokenizer", name or str(tmp_path / "tok")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
     assert done.returncode == 0, done.stderr
     for text in (
@@ -315,7 +315,7 @@ def test_command_line(tmp_path, tokenizer, name):
 
 
 def test_command_line_without_the_file(tmp_path):
-    command = [sys.executable, "-m", "common.data", str(tmp_path / "nothing.jsonl")]
+    command = [sys.executable, "-m", "common.look", str(tmp_path / "nothing.jsonl")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
     assert done.returncode == 1
     assert "nothing.jsonl" in done.stderr and "Traceback" not in done.stderr

@@ -14,7 +14,7 @@ from conftest import ROOT, metrics_of, run_script, script_environment, torchrun
 
 from common.checkpoint import save_checkpoint
 from common.distributed import World
-from common.engine import VllmEngine
+from common.engine.vllm import VllmEngine
 
 FAULTS = ROOT / "tests" / "workers" / "faults.py"
 

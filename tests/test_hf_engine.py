@@ -9,8 +9,9 @@ import torch
 from conftest import generate, random_policy
 
 from common.distributed import World
-from common.engine import Sampling, VllmEngine, WeightBooks
-from common.hf_engine import HuggingFaceEngine
+from common.engine.books import Sampling, WeightBooks
+from common.engine.hf import HuggingFaceEngine
+from common.engine.vllm import VllmEngine
 from common.models import full_parameters, parameter_sizes
 
 WORLD = World(0, 1, 0, torch.device("cpu"))

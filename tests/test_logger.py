@@ -16,7 +16,8 @@ import pytest
 import torch
 
 import common.logger as logger_module
-from common.logger import Logger, plot_curves, read_metrics, save_config
+from common.logger import Logger, save_config
+from common.look.curves import plot_curves, read_metrics
 
 
 def make(run_dir, **options):

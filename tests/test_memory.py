@@ -8,7 +8,8 @@ import torch
 from transformers import Qwen2Config
 
 from common.distributed import World
-from common.memory import memory_plan, move_states
+from common.memory import memory_plan
+from common.precision import move_states
 
 HIDDEN, LAYERS, VOCAB, MLP = 512, 3, 100_000, 1024
 # tied embeddings; per layer q, k, v with biases, o, three MLP matrices, two norms; the last norm

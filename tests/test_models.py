@@ -6,9 +6,9 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from common.episodes import Episode
-from common.models import EMBEDDED, export_hugging_face, load_policy, resolve_model, unsupported
+from common.hub import EMBEDDED, load_tokenizer, resolve_model
+from common.models import export_hugging_face, load_policy, unsupported
 from common.packing import TokenIndex, pack
-from common.prompts import load_tokenizer
 
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 128, "pad_token_id": 0}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 0}

@@ -5,8 +5,9 @@ import torch
 from conftest import random_episodes, random_policy, relative_l2
 
 import common.logprobs
+from common.attention import block_mask, shared_prompt_attention
 from common.logprobs import token_logprobs
-from common.packing import TokenIndex, block_mask, pack, shared_prompt_attention
+from common.packing import TokenIndex, pack
 
 BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5}
 
@@ -201,8 +202,9 @@ def test_attention_takes_what_autocast_hands_on(units):
 
 
 def test_compiled_layers_serve_packs_of_every_length_under_fsdp(tiny_config, tmp_path, world, eager_compiler):
+    from common.attention import choose_attention
     from common.distributed import forward_context, wrap_model
-    from common.models import choose_attention, load_policy
+    from common.models import load_policy
 
     random_policy(tiny_config, torch.float32).model.save_pretrained(tmp_path)
     with pytest.raises(SystemExit, match="--compile needs --attention flex or flash"):

@@ -8,11 +8,12 @@ import pytest
 from test_turns import CROP, LIMITS, ScriptedEngine, row, run
 from vl import build_tokenizer, picture, write_tiny_vl
 
-from common.engine import Completion
+from common.engine.books import Completion
 from common.episodes import Turns, unequal_groups
+from common.pictures import Media, decode
 from common.tools import ToolWorkers
-from common.tools.visual import crop_image_normalized, decode, select_frames
-from common.vision import Media, load_vision
+from common.tools.visual import crop_image_normalized, select_frames
+from common.vision import load_vision
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from html.parser import HTMLParser
 import pytest
 from PIL import Image
 
-from common.page import MAX_TEXT, rollout_page
+from common.look.page import MAX_TEXT, rollout_page
 
 EVIL = "\"><script>alert('1')</script><img src=x onerror=alert(2)>&lt;&amp; ' </pre></div>"
 EVIL += "\0\x1b[31m\x85\u202e\ud800\udfff"

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from vl import picture
 
-from common.formats import read_conversation
+from common.data.formats import read_conversation
 from common.prepare.pixel_reasoner import Args, main
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from common import prepare
-from common.distributed import user_errors
+from common.files import user_errors
 from common.prepare import countdown, gsm8k, smollm2
 from common.prepare.countdown import Args, Problem, iter_problems, to_table
 from common.rewards import reward_function, score_response

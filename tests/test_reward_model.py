@@ -6,9 +6,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
 
-from common.data import Row
-from common.episodes import Episode
-from common.models import EMBEDDED
+from common.episodes import Episode, Row
+from common.hub import EMBEDDED
 from common.rewards import model as reward_model
 from common.rewards.model import RewardModel
 

@@ -75,7 +75,7 @@ def test_no_long_lines_no_noqa_no_bare_except(name):
     assert [n.lineno for n in handlers if n.type is None] == [], "bare except"
 
 
-@pytest.mark.parametrize("name", [n for n in SCRIPTS + MODULES if n != "common/engine.py"])
+@pytest.mark.parametrize("name", [n for n in SCRIPTS + MODULES if n != "common/engine/vllm.py"])
 def test_vllm_stays_in_the_engine(name):
     imported = []
     for node in ast.walk(ast.parse(source(name))):

@@ -6,9 +6,9 @@ from itertools import product
 
 import pytest
 
-from common.models import EMBEDDED, load_policy
+from common.hub import EMBEDDED, end_of_turn, end_token_ids, load_tokenizer
+from common.models import load_policy
 from common.prepare import tiny
-from common.prompts import end_of_turn, end_token_ids, load_tokenizer
 from common.rewards.countdown import score
 
 STEP = re.compile(r"(\d+)([-+])(\d+)=(\d+)")

@@ -12,15 +12,16 @@ import pyarrow.parquet as pq
 import pytest
 from conftest import run_script
 
-from common.conversations import Conversations
-from common.data import PromptData
-from common.models import EMBEDDED
+from common.data.conversations import Conversations
+from common.data.prompts import PromptData
+from common.data.render import DEFAULT_SYSTEM
+from common.hub import EMBEDDED, load_tokenizer
+from common.pictures import PixelLimits, decode
 from common.prepare import tiny_vl
-from common.prompts import DEFAULT_SYSTEM, load_tokenizer
 from common.rewards import reward_function, score_response
-from common.tools import CROP, OPEN, call_tool, load_tools, parse_call, tool_block
-from common.tools.visual import decode
-from common.vision import PixelLimits, load_vision
+from common.tools import CROP, call_tool, load_tools
+from common.tools.turns import OPEN, Hermes
+from common.vision import load_vision
 
 ASSET = str(EMBEDDED["tiny-vl"])
 LIMITS = PixelLimits(**tiny_vl.LIMITS)
@@ -56,7 +57,7 @@ def images_of(messages: list[dict]) -> list[bytes]:
 def reply_to(turn: str, scene: tiny_vl.Scene) -> dict:
     """What the tool returns for the call at the end of a turn; its images decoded from base64."""
     context = {"media": [{"kind": "image", "frames": [scene.png]}], "num_prompt_media": 1, **vars(LIMITS)}
-    reply = call_tool(CROP, parse_call(turn).arguments, context, {})
+    reply = call_tool(CROP, Hermes.find_call(turn).arguments, context, {})
     return reply | {"images": [b64decode(image) for image in reply.get("images", [])]}
 
 
@@ -103,7 +104,7 @@ def test_traces_are_honest(traces):
     """Calls parse, observations are what the tool returns, and what is read was seen."""
     kinds = []
     for scene, messages in zip(tiny_vl.scenes(3), traces):
-        assert text_of(messages[0]) == DEFAULT_SYSTEM + tool_block([CROP.schema])
+        assert text_of(messages[0]) == DEFAULT_SYSTEM + Hermes.system_block([CROP.schema])
         close_up = reply_to(look_at(scene.cell), scene)["images"]
         assert images_of(messages[1:2]) in ([scene.png], close_up)
         seen = images_of(messages[1:2]) == close_up
@@ -113,7 +114,7 @@ def test_traces_are_honest(traces):
             assert (text_of(observation), images_of([observation])) == (reply["text"], reply["images"])
             seen = holds(reply["info"]["box"], scene.cell)
         answer = text_of(messages[-1])
-        assert parse_call(answer) is None
+        assert Hermes.find_call(answer) is None
         assert (answer == tiny_vl.READ % scene.digit) == seen
         kinds.append(((len(messages) - 3) // 2, seen))
     for calls, seen in ((0, True), (0, False), (1, True), (1, False), (2, True)):
@@ -161,7 +162,7 @@ def given_crops(path, rows: int) -> None:
     for i, scene in enumerate(islice(tiny_vl.scenes(11), rows)):
         reply = reply_to(look_at(scene.cell), scene)
         prompt = [
-            {"role": "system", "content": DEFAULT_SYSTEM + tool_block([CROP.schema])},
+            {"role": "system", "content": DEFAULT_SYSTEM + Hermes.system_block([CROP.schema])},
             {"role": "user", "content": f"<image>{tiny_vl.QUESTION}"},
             {"role": "assistant", "content": look_at(scene.cell)},
             {"role": "user", "content": f"{reply['text']}<image>"},
@@ -195,7 +196,7 @@ def test_what_the_policy_knows(rows, demo, tmp_path):
         scene = scenes[sample["row"]]
         for turn in sample["completion"].split("<|im_end|>"):
             attempts += OPEN in turn
-            if (call := parse_call(turn)) and not call.error:
+            if (call := Hermes.find_call(turn)) and not call.error:
                 parsed += 1
                 reply = reply_to(turn, scene)
                 right += "info" in reply and holds(reply["info"]["box"], scene.cell)

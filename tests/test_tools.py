@@ -15,21 +15,10 @@ import signal
 import pytest
 from PIL import Image
 
-from common.tools import (
-    CLOSE,
-    MAX_DEPTH,
-    MAX_TEXT,
-    OPEN,
-    Call,
-    ToolReply,
-    ToolWorkers,
-    find_tool,
-    load_tools,
-    parse_call,
-    tool_block,
-    visual,
-)
-from common.tools.visual import crop_image_normalized, decode, encode, select_frames, shown_size
+from common.pictures import decode, encode, shown_size
+from common.tools import ToolWorkers, find_tool, load_tools, visual
+from common.tools.turns import CLOSE, MAX_DEPTH, MAX_TEXT, OPEN, Call, Hermes, ToolReply
+from common.tools.visual import crop_image_normalized, select_frames
 from common.workers import Worker
 
 TOOLS = '''
@@ -244,7 +233,7 @@ def test_tool_block_is_that_of_the_chat_template(file):
     messages = [{"role": "system", "content": "You are a helpful assistant."}]
     schemas = [tool.schema for tool in tools.values()]
     rendered = render_jinja_template(conversations=[messages], tools=schemas, chat_template=QWEN)[0][0]
-    assert rendered == f"<|im_start|>system\nYou are a helpful assistant.{tool_block(schemas)}<|im_end|>\n"
+    assert rendered == f"<|im_start|>system\nYou are a helpful assistant.{Hermes.system_block(schemas)}<|im_end|>\n"
     assert "日本" in rendered
 
 
@@ -341,14 +330,14 @@ CROP_CALL = '{"name": "crop", "arguments": {"bbox_2d": [0.1, 0.2, 0.5, 1], "targ
     ],
 )
 def test_calls(text):
-    assert parse_call(text) == Call("crop", {"bbox_2d": [0.1, 0.2, 0.5, 1], "target_image": 1})
+    assert Hermes.find_call(text) == Call("crop", {"bbox_2d": [0.1, 0.2, 0.5, 1], "target_image": 1})
 
 
 @pytest.mark.parametrize(
     "text", ["", " ", "\\boxed{B}", f"{OPEN}{CROP_CALL}", f"{OPEN}{CROP_CALL}{CLOSE}.", CLOSE[:-1]]
 )
 def test_no_calls(text):
-    assert parse_call(text) is None
+    assert Hermes.find_call(text) is None
 
 
 @pytest.mark.parametrize(
@@ -375,14 +364,14 @@ def test_no_calls(text):
     ],
 )
 def test_malformed_calls(body, error):
-    call = parse_call(f"{OPEN}{body}{CLOSE}")
+    call = Hermes.find_call(f"{OPEN}{body}{CLOSE}")
     assert error in call.error and call == Call(error=call.error)
-    assert parse_call(body + CLOSE).error == f"{CLOSE} without {OPEN}"
+    assert Hermes.find_call(body + CLOSE).error == f"{CLOSE} without {OPEN}"
 
 
 def test_depth_that_is_still_accepted():
     depth = MAX_DEPTH - 2  # the call and its arguments are two levels
-    call = parse_call(f'{OPEN}{{"name": "f", "arguments": {{"x": {"[" * depth}{"]" * depth}}}}}{CLOSE}')
+    call = Hermes.find_call(f'{OPEN}{{"name": "f", "arguments": {{"x": {"[" * depth}{"]" * depth}}}}}{CLOSE}')
     assert not call.error and str(call.arguments["x"]) == "[" * depth + "]" * depth
 
 
@@ -400,7 +389,7 @@ def check_strings(count: int, seed: int) -> None:
             name, arguments = "".join(rng.choices(PIECES, k=2)), {rng.choice(PIECES): rng.choice([1, -0.5, None, "x"])}
             body += f"{OPEN}{json.dumps({'name': name, 'arguments': arguments})}"
         text = body + rng.choice([CLOSE, CLOSE, f"{CLOSE}\n", ""])
-        call = parse_call(text)
+        call = Hermes.find_call(text)
         assert (call is None) == (not text.rstrip().endswith(CLOSE)), text
         if call and not call.error:
             good += 1
@@ -435,8 +424,8 @@ def test_parsing_takes_linear_time(pieces):
                 OPEN + CROP_CALL + filling,
                 CLOSE + filling,
             ):
-                parse_call(text)
-            assert parse_call(filling + OPEN + CROP_CALL + CLOSE).name == "crop"
+                Hermes.find_call(text)
+            assert Hermes.find_call(filling + OPEN + CROP_CALL + CLOSE).name == "crop"
 
 
 # ---------------------------------------------------------------- replies
@@ -494,7 +483,7 @@ def test_no_such_tool_and_no_valid_call(start, names, role, message):
     unknown = answer(tools, Call("crop", {}))
     offered = ", ".join(names)
     assert unknown == ToolReply(message.format(f"there is no tool 'crop', but {offered}"), error=True, role=role)
-    malformed = answer(tools, parse_call(f"{OPEN}{{}}{CLOSE}"))
+    malformed = answer(tools, Hermes.find_call(f"{OPEN}{{}}{CLOSE}"))
     assert malformed.error and malformed.role == role and "Not a valid tool call: expected" in malformed.text
     assert answer(tools, Call("act", {})).text == "Error: act: missing arguments: action"  # a tool's own role
     if role == "user":

@@ -8,13 +8,13 @@ import pytest
 import torch
 from vl import QWEN, QWEN_VL, SMOLLM, build_tokenizer, picture, write_tiny_vl
 
-from common.data import Row
-from common.engine import Completion, Sampling
-from common.episodes import FINISH_REASONS, Turns, sample_episodes
+from common.data.render import render
+from common.engine.books import Completion, Sampling
+from common.episodes import FINISH_REASONS, Row, Turns, sample_episodes
 from common.packing import TokenIndex, pack
-from common.prompts import render
+from common.pictures import Media, PixelLimits
 from common.tools import ToolWorkers
-from common.vision import Media, PixelLimits, load_vision
+from common.vision import load_vision
 
 LIMITS = PixelLimits(784, 64 * 784, 16 * 784)
 CROP = '<tool_call>{{"name": "crop_image_normalized", "arguments": {{"bbox_2d": {}, "target_image": {}}}}}</tool_call>'
@@ -87,7 +87,7 @@ def test_three_turns_with_two_crops_and_an_error(vision, workers):
     assert [call["media"] for call in episode.calls] == [1, 0, 1]
 
     # The crops: 0.1 of padding, cut from the original, shown at their own size.
-    from common.tools.visual import decode
+    from common.pictures import decode
 
     first = decode(original.frames[0]).crop((0, 0, 200, 180))
     assert np.array_equal(np.asarray(decode(episode.media[1].frames[0])), np.asarray(first))
@@ -156,7 +156,7 @@ def test_ids_are_those_of_the_whole_conversation(template, role, workers):
     ids = tokenizer.encode(render(messages, tokenizer), add_special_tokens=False)
     for said, seen in (("let me look\n", "\nseven\n"), ("again", "Error: no"), ("  ", "")):
         ids += [*tokenizer.encode(said, add_special_tokens=False), tokenizer.eos_token_id]
-        ids += turns.observation_ids(seen, role, [])
+        ids += turns.observation_ids([seen], role)
         messages += [{"role": "assistant", "content": said}, {"role": role, "content": seen}]
     whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert tokenizer.decode(ids) == whole and ids == tokenizer.encode(whole, add_special_tokens=False)
@@ -236,7 +236,7 @@ def test_a_row_offers_no_other_tools_and_aliases_get_its_arguments(own_tools):
 def test_a_template_that_ends_no_turns_is_refused(workers):
     endless = build_tokenizer("{% for message in messages %}{{ message['content'] }}\n{% endfor %}")
     with pytest.raises(ValueError, match="does not end the assistant's turns"):
-        Turns(endless, workers).observation_ids("x", "user", [])
+        Turns(endless, workers).observation_ids(["x"], "user")
 
 
 def test_a_template_that_renders_the_last_turn_differently(workers):
@@ -248,7 +248,7 @@ def test_a_template_that_renders_the_last_turn_differently(workers):
     assert thinking != QWEN
     turns = Turns(build_tokenizer(thinking), workers)
     expected = "\n<|im_start|>user\n<tool_response>\nhi\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    assert turns.tokenizer.decode(turns.observation_ids("hi", "tool", [])) == expected
+    assert turns.tokenizer.decode(turns.observation_ids(["hi"], "tool")) == expected
 
 
 def test_rows_choose_their_tools(workers):

@@ -13,7 +13,8 @@ from vl import build_tokenizer, picture, write_tiny_vl
 from common.episodes import Episode
 from common.models import load_policy
 from common.packing import TokenIndex, pack
-from common.vision import Media, PixelLimits, load_vision
+from common.pictures import Media, PixelLimits
+from common.vision import load_vision
 
 LIMITS = PixelLimits(784, 64 * 784, 16 * 784)
 SIZES = [(56, 56), (200, 60), (1, 1), (30, 300), (5000, 20), (140, 168)]

@@ -12,9 +12,10 @@ import torch
 from PIL import Image
 from vl import QWEN_VL, picture, write_tiny_vl
 
-from common.data import PromptData
+from common.data.prompts import PromptData
+from common.pictures import Media, PixelLimits
 from common.tools import load_tools
-from common.vision import Media, PixelLimits, load_vision
+from common.vision import load_vision
 
 LIMITS = PixelLimits(784, 48 * 784, 8 * 784)
 

@@ -5,8 +5,8 @@ import pyarrow.parquet as pq
 import pytest
 from vl import SMALL, build_tokenizer, picture, write_tiny_vl
 
-from common.data import PromptData
-from common.prepare.visual_qa import WITH_TOOLS, WITHOUT_TOOLS
+from common.data.prompts import PromptData
+from common.data.visual_qa import WITH_TOOLS, WITHOUT_TOOLS
 from common.rewards import reward_function, score_response
 from common.tools import load_tools
 from common.vision import load_vision

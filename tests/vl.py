@@ -15,9 +15,9 @@ import torch
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from common.pictures import PixelLimits
 from common.prepare.tiny_vl import CHAT_TEMPLATE as QWEN_VL
 from common.prepare.tiny_vl import SPECIAL
-from common.vision import PixelLimits
 
 # The layout of the published templates: Qwen2.5's (which has tools too), SmolLM2-Instruct's.
 QWEN = (
@@ -138,12 +138,13 @@ def teach(folder: Path, steps: int = 60) -> None:
     """A few seconds of supervised training, so that the model's samples are calls, some of them bad, and answers."""
     from test_turns import ScriptedEngine, row
 
-    from common.engine import Sampling
+    from common.engine.books import Sampling
     from common.episodes import Turns, sample_episodes
     from common.models import load_policy
     from common.packing import TokenIndex, pack
+    from common.pictures import Media
     from common.tools import ToolWorkers
-    from common.vision import Media, load_vision
+    from common.vision import load_vision
 
     vision, tokenizer, workers = load_vision(str(folder), SMALL), build_tokenizer(), ToolWorkers("visual", 2, 20.0)
     policy = load_policy(str(folder), "sdpa", vision=vision)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from common.logger import replace_file
+from common.files import replace_file
 
 
 def write_splits(out: Path, tables: dict[str, pa.Table]) -> None:

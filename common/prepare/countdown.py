@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import tyro
 
-from common.distributed import user_errors
+from common.files import user_errors
 from common.prepare import write_splits
 
 TEMPLATES = {  # base and qwen-instruct are TinyZero's, to the letter

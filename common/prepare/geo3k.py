@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import tyro
 from huggingface_hub import snapshot_download
 
-from common.distributed import user_errors
+from common.files import user_errors
 from common.prepare import downloading, write_splits
 from common.prepare.gsm8k import SCHEMA as TEXT_SCHEMA
 from common.rewards.math import normalized_truth

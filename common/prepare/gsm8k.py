@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import tyro
 from huggingface_hub import hf_hub_download
 
-from common.distributed import user_errors
+from common.files import user_errors
 from common.prepare import downloading, write_splits
 
 REPOSITORY = "openai/gsm8k"

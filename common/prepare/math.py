@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 import tyro
 from huggingface_hub import hf_hub_download
 
-from common.distributed import user_errors
+from common.files import user_errors
 from common.prepare import downloading, write_splits
 from common.prepare.gsm8k import SCHEMA
 from common.rewards import boxed_reward, reward_function

@@ -17,9 +17,9 @@ import pyarrow.parquet as pq
 import tyro
 from huggingface_hub import snapshot_download
 
-from common.distributed import user_errors
+from common.data.visual_qa import paths_of
+from common.files import user_errors
 from common.prepare import downloading
-from common.prepare.visual_qa import paths_of
 
 MAX_SHOWN = 5  # missing files that are named
 

@@ -36,14 +36,13 @@ import pyarrow as pa
 import tyro
 from PIL import Image
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLProcessor
-from transformers import Qwen2VLImageProcessor as ImageProcessor
-from transformers import Qwen2VLVideoProcessor as VideoProcessor
 
+from common.data.render import DEFAULT_SYSTEM
+from common.pictures import encode
 from common.prepare import write_splits
-from common.prompts import DEFAULT_SYSTEM
-from common.tools import CLOSE, CROP, OPEN, tool_block
-from common.tools.visual import crop_image_normalized, encode
+from common.tools import CROP
+from common.tools.turns import CLOSE, OPEN, Hermes
+from common.torch_repair import transformers
 
 CHAT_TEMPLATE = (  # the layout of Qwen2.5-VL's
     "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}<|im_start|>system\n"
@@ -84,7 +83,7 @@ EVAL_ROWS, RL_ROWS, TRACES = 512, 2048, 8000
 Box = list[float]  # left, top, right, bottom, in 0..1
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer() -> transformers.PreTrainedTokenizerFast:
     """Byte-level BPE that merges across words, trained on what is said here. Numbers are tokens of their own."""
     alone, bytes_ = Regex(r"\d+(?:\.\d+)?"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer = Tokenizer(models.BPE())
@@ -93,7 +92,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     options = {"vocab_size": VOCABULARY, "special_tokens": SPECIAL, "initial_alphabet": alphabet}
     tokenizer.train_from_iterator(corpus(), trainers.BpeTrainer(**options, show_progress=False))
-    return PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
@@ -111,7 +110,7 @@ def corpus() -> Iterator[str]:
             yield from (part["text"] for part in message["content"] if "text" in part)
 
 
-def build_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLConfig:
+def build_config(tokenizer: transformers.PreTrainedTokenizerFast) -> transformers.Qwen2_5_VLConfig:
     ids, init = tokenizer.convert_tokens_to_ids, {"initializer_range": 0.03}
     text = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": len(tokenizer)}
     text |= {"num_attention_heads": 3, "num_key_value_heads": 3, "max_position_embeddings": 2048}
@@ -119,7 +118,7 @@ def build_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLConfig:
     text |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
     vision = {"depth": 3, "hidden_size": 128, "intermediate_size": 256, "num_heads": 4, "out_hidden_size": 192}
     vision |= {"patch_size": 14, "window_size": 112, "fullatt_block_indexes": [2]}
-    return Qwen2_5_VLConfig(
+    return transformers.Qwen2_5_VLConfig(
         text_config=text | init,
         vision_config=vision | init,
         **init,
@@ -132,8 +131,9 @@ def build_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLConfig:
     )
 
 
-def build_processor(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLProcessor:
-    return Qwen2_5_VLProcessor(ImageProcessor(), tokenizer, VideoProcessor(), chat_template=CHAT_TEMPLATE)
+def build_processor(tokenizer: transformers.PreTrainedTokenizerFast) -> transformers.Qwen2_5_VLProcessor:
+    image, video = transformers.Qwen2VLImageProcessor(), transformers.Qwen2VLVideoProcessor()
+    return transformers.Qwen2_5_VLProcessor(image, tokenizer, video, chat_template=CHAT_TEMPLATE)
 
 
 @dataclass
@@ -187,9 +187,9 @@ def trace(scene: Scene, rng: random.Random, guess: float, aim: float) -> list[di
     context = {"media": [{"kind": "image", "frames": [scene.png]}], **LIMITS}
     cell, shown = None, scene.png  # the cell that was looked at last
     if rng.random() < CLOSE_UPS:
-        cell, shown = scene.cell, encode(crop_image_normalized(box_around(scene.cell), 1, context)[1][0])
+        cell, shown = scene.cell, encode(CROP.function(box_around(scene.cell), 1, context)[1][0])
     messages = [
-        {"role": "system", "content": [{"text": DEFAULT_SYSTEM + tool_block([CROP.schema])}]},
+        {"role": "system", "content": [{"text": DEFAULT_SYSTEM + Hermes.system_block([CROP.schema])}]},
         {"role": "user", "content": [{"image": shown}, {"text": QUESTION}]},
     ]
     for crops in range(MAX_CROPS + 1):
@@ -199,7 +199,7 @@ def trace(scene: Scene, rng: random.Random, guess: float, aim: float) -> list[di
             break
         cell = scene.cell if luck < aim else other_cell(scene.cell, rng)
         said = (ZOOM_AGAIN if crops else ZOOM) + call_text(box_around(cell))
-        text, (crop,), _ = crop_image_normalized(box_around(cell), 1, context)
+        text, (crop,), _ = CROP.function(box_around(cell), 1, context)
         messages.append({"role": "assistant", "content": [{"text": said}]})
         messages.append({"role": "user", "content": [{"text": text}, {"image": encode(crop)}]})
     answer = READ % scene.digit if cell == scene.cell else GUESS % rng.randrange(10)

@@ -25,7 +25,7 @@ geo3k_reward, visual_qa_reward = with_signature(geometry.score_geo3k), with_sign
 
 # data_source pattern -> function; the first that matches is taken
 REWARD_FUNCTIONS: dict[str, RewardFunction] = {
-    "visual_qa/*": visual_qa_reward,  # Pixel Reasoner's rows: common.prepare.visual_qa
+    "visual_qa/*": visual_qa_reward,  # Pixel Reasoner's rows: common.data.visual_qa
     "tiny-vl": visual_qa_reward,
     "*countdown*": countdown_reward,
     "*gsm8k": gsm8k_reward,

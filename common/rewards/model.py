@@ -4,28 +4,26 @@ import math
 from collections.abc import Mapping
 
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from common.data import Row
-from common.episodes import Episode
-from common.models import resolve_model
+from common.episodes import Episode, Row
+from common.torch_repair import transformers
 
 CHUNK_TOKENS = 16384  # of one forward, padding included
 
 
 class RewardModel:
-    """SystemExit if the model has more outputs than one, or its tokenizer no end or padding token."""
+    """The model of a folder. SystemExit if it has more outputs than one, or its tokenizer no end or padding token."""
 
-    def __init__(self, name: str, dtype: torch.dtype, device: torch.device):
-        path = resolve_model(name, "--reward-model")
-        self.model = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype).eval().requires_grad_(False)
-        self.tokenizer = AutoTokenizer.from_pretrained(path)
+    def __init__(self, path: str, dtype: torch.dtype, device: torch.device):
+        model = transformers.AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype)
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
         self.device = device
         if self.model.config.num_labels != 1:
-            raise SystemExit(f"--reward-model {name} has {self.model.config.num_labels} outputs, expected one")
+            raise SystemExit(f"--reward-model {path} has {self.model.config.num_labels} outputs, expected one")
         if self.tokenizer.pad_token_id is None:
             if self.tokenizer.eos_token_id is None:
-                raise SystemExit(f"--reward-model {name}: its tokenizer has neither a padding nor an end token")
+                raise SystemExit(f"--reward-model {path}: its tokenizer has neither a padding nor an end token")
             self.tokenizer.pad_token = self.tokenizer.eos_token
         self.tokenizer.padding_side = "right"
         self.model.config.pad_token_id = self.tokenizer.pad_token_id  # the output is read at the last other token

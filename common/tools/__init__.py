@@ -9,18 +9,17 @@ import inspect
 import json
 from base64 import b64decode, b64encode
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 from itertools import takewhile
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from common.pictures import encode
 from common.tools import visual
+from common.tools.turns import Call, ToolReply, error_text, trim
 from common.workers import Pool, load_function
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-MAX_DEPTH = 32  # of what a call's JSON may nest: pickling and printing it recurse
-MAX_TEXT = 4096  # characters of an observation
 JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 
 
@@ -31,23 +30,6 @@ class Tool:
     schema: dict  # {"type": "function", "function": {name, description, parameters}}
     aliases: tuple[str, ...] = ()
     role: str = "tool"  # of the message that holds the observation: "tool" or "user"
-
-
-@dataclass(slots=True)
-class Call:
-    name: str = ""
-    arguments: dict = field(default_factory=dict)
-    error: str = ""  # why it is none
-
-
-@dataclass(slots=True)
-class ToolReply:
-    text: str
-    images: list[bytes] = field(default_factory=list)  # encoded, at their own resolution
-    error: bool = False  # the tool refused or raised: the text is what the policy reads
-    failed: bool = False  # a hang, a crash, out of memory: the sample is lost, the text says why
-    info: dict = field(default_factory=dict)
-    role: str = "tool"  # of the message that holds text and images
 
 
 CROP = Tool(
@@ -129,59 +111,6 @@ def json_type(hint: Any) -> dict:
     return {"type": JSON_TYPES[kind]} | items
 
 
-def tool_block(schemas: Iterable[dict]) -> str:
-    """What follows the system text: the block of Hermes, to the letter that of Qwen2.5's chat template."""
-    lines = "\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas)
-    return (
-        "\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
-        f"You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n{lines}\n</tools>\n\n"
-        "For each function call, return a json object with function name and arguments within "
-        f'{OPEN}{CLOSE} XML tags:\n{OPEN}\n{{"name": <function-name>, "arguments": <args-json-object>}}\n{CLOSE}'
-    )
-
-
-def parse_call(text: str) -> Call | None:
-    """The last call in a turn that ends with one; None if it does not. A malformed one has an `error`."""
-    text = text.rstrip()
-    if not text.endswith(CLOSE):
-        return None
-    start = text.rfind(OPEN)
-    if start < 0:
-        return Call(error=f"{CLOSE} without {OPEN}")
-    try:
-        call = load_json(text[start + len(OPEN) : text.index(CLOSE, start)])
-        arguments = call["arguments"] if isinstance(call, dict) and "arguments" in call else None
-        if isinstance(arguments, str):
-            arguments = load_json(arguments)
-        if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
-            raise ValueError('expected {"name": <function-name>, "arguments": <args-json-object>}')
-    except ValueError as error:
-        return Call(error=f"Not a valid tool call: {error}")
-    return Call(call["name"], arguments)
-
-
-def load_json(text: str) -> Any:
-    """ValueError for what is no JSON, which NaN and infinity are not, and for what nests too deep."""
-    try:
-        value = json.loads(text, parse_constant=refuse_constant)
-        level = [value]
-        for _ in range(MAX_DEPTH):
-            level = [child for parent in level for child in children(parent)]
-        if level:
-            raise RecursionError
-    except RecursionError as error:
-        raise ValueError(f"nested deeper than {MAX_DEPTH}") from error
-    return value
-
-
-def children(value: Any) -> Iterable:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-
-
-def refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
-
-
 def call_tool(tool: Tool, arguments: Mapping, context: Mapping, kwargs: Mapping) -> dict:
     """Fields of the reply, as JSON. What the row must give, and does not, is no error of the policy: RuntimeError."""
     parameters = inspect.signature(tool.function).parameters
@@ -206,27 +135,13 @@ def call_tool(tool: Tool, arguments: Mapping, context: Mapping, kwargs: Mapping)
             raise ValueError(f"{tool.name} returned {info!r:.40} where a dict is expected")
         if not isinstance(text, str):
             text = json.dumps(text, ensure_ascii=False)
-        images = [b64encode(visual.encode(image)).decode() for image in images or ()]
+        images = [b64encode(encode(image)).decode() for image in images or ()]
         return {"text": trim(text), "images": images, "info": info or {}}
     except MemoryError:
         raise
     except Exception as error:  # whatever it is, the policy reads it and may do better
         text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         return {"text": error_text(text, tool.role), "error": True}
-
-
-def error_text(why: str, role: str) -> str:
-    return trim(f"\nExecution error:\n{why}\n" if role == "user" else f"Error: {why}")
-
-
-def trim(text: str) -> str:
-    """Without lone surrogates, which no tokenizer takes, and at most MAX_TEXT long."""
-    text = text.encode(errors="replace").decode()
-    if len(text) <= MAX_TEXT:
-        return text
-    mark = f"\n[... cut: the whole has {len(text)} characters ...]\n"
-    head = (MAX_TEXT - len(mark)) // 2
-    return text[:head] + mark + text[len(text) - (MAX_TEXT - len(mark) - head) :]
 
 
 class ToolWorkers:

@@ -5,94 +5,11 @@ of a video has one, then come crops and selected frames. With a video of 16 fram
 and the first frame selected from it is "Numbered 17". With one image in the prompt that is 1, and its first crop 2.
 """
 
-import io
-from math import ceil, floor, sqrt
+from common.pictures import decode, shown
 
-from PIL import Image, ImageOps, UnidentifiedImageError
-
-CELL = 28  # side, in pixels, of what becomes one visual token: 2 x 2 patches of 14
-MAX_RATIO = 200  # of the sides: Qwen2-VL's image processor refuses more
 PADDING = 0.1  # of the picture, added on each side of a box: policies draw them too tight
 MIN_CROP = 28  # a crop has more pixels than that on both sides
 MAX_FRAMES = 8
-MAX_SOURCE_PIXELS = 89_478_485  # where Pillow begins to warn of a decompression bomb
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # some of Pillow's others start programs
-
-
-def shown_size(width: int, height: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """(width, height) at which a picture is shown: multiples of 28, at least 28, at most 1:200.
-
-    It is what Qwen2-VL's `smart_resize` gives, if that accepts the picture and would accept its own result again.
-    Otherwise sides below 28, and then the shorter one up to a 200th of the longer, are enlarged first; and the result
-    is cut to 1:200. Area, as of `smart_resize`: at most max_pixels, if that is at least 784 * (ratio of the sides + 1)
-    and 4 * min_pixels; rounding up may exceed it below that.
-    ValueError if max_pixels is below 784 or min_pixels.
-    """
-    if max_pixels < CELL**2 or min_pixels > max_pixels:
-        raise ValueError(f"shown_size: got min_pixels {min_pixels}, max_pixels {max_pixels}; the latter is the larger")
-    acceptable = 0 < max(width, height) <= MAX_RATIO * min(width, height)
-    size = smart_resize(width, height, min_pixels, max_pixels) if acceptable else (0, 0)
-    if min(size) < CELL:
-        longer = max(width, height, CELL)
-        width, height = (max(side, CELL, longer / MAX_RATIO) for side in (width, height))
-        size = smart_resize(width, height, min_pixels, max_pixels)
-    longest = MAX_RATIO * min(size)
-    return min(size[0], longest), min(size[1], longest)
-
-
-def smart_resize(width: float, height: float, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """Qwen2-VL's rule: to the nearest multiples of 28, scaled if their area is out of bounds."""
-    nearest = round(width / CELL) * CELL, round(height / CELL) * CELL
-    if nearest[0] * nearest[1] > max_pixels:
-        scale = sqrt(width * height / max_pixels)
-        return max(CELL, floor(width / scale / CELL) * CELL), max(CELL, floor(height / scale / CELL) * CELL)
-    if nearest[0] * nearest[1] < min_pixels:
-        scale = sqrt(min_pixels / (width * height))
-        return ceil(width * scale / CELL) * CELL, ceil(height * scale / CELL) * CELL
-    return nearest
-
-
-def decode(data: bytes) -> Image.Image:
-    """The picture in RGB, upright, at its own resolution. ValueError with a short reason if it cannot be read."""
-    try:
-        image = Image.open(io.BytesIO(data), formats=FORMATS)
-        if not 0 < image.width * image.height <= MAX_SOURCE_PIXELS:
-            raise ValueError(f"{image.width}x{image.height} pixels, at most {MAX_SOURCE_PIXELS} are read")
-        return to_rgb(ImageOps.exif_transpose(image))
-    except MemoryError:
-        raise
-    except UnidentifiedImageError as error:  # its text holds an address in memory
-        raise ValueError(f"unreadable image: none of {', '.join(FORMATS)}") from error
-    except Exception as error:  # on broken files Pillow's decoders raise what they happen to run into
-        raise ValueError(f"unreadable image: {error!s:.200}") from error
-
-
-def to_rgb(image: Image.Image) -> Image.Image:
-    """Transparency becomes white, 16 bits become 8."""
-    if image.mode.startswith("I;16"):
-        image = image.convert("I").point(lambda value: value / 256).convert("L")
-    elif image.has_transparency_data:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return image.convert("RGB")
-
-
-def encode(image: Image.Image | bytes) -> bytes:
-    """PNG, little compressed: ten times as fast. Bytes stay what they are; ValueError if `decode` cannot read them."""
-    if isinstance(image, bytes):
-        decode(image)
-        return image
-    if not 0 < image.width * image.height <= MAX_SOURCE_PIXELS:
-        raise ValueError(f"{image.width}x{image.height} pixels, at most {MAX_SOURCE_PIXELS} are read")
-    file = io.BytesIO()
-    to_rgb(image).save(file, "PNG", compress_level=1, icc_profile=None)
-    return file.getvalue()
-
-
-def shown(size: tuple[int, int], kind: str, context: dict) -> tuple[int, int]:
-    """How large a picture is shown: `kind` "image", which crops are too, or "video" for frames, selected or not."""
-    max_pixels = context["max_pixels"] if kind == "image" else context["max_frame_pixels"]
-    return shown_size(*size, min(context["min_pixels"], max_pixels), max_pixels)
 
 
 def whole(value: object, name: str) -> int:

@@ -37,11 +37,13 @@ from report import ROOT, gpu_bytes, header, table
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 import grpo
+from common.attention import choose_attention
 from common.distributed import init_world, run, wrap_model
-from common.engine import VllmEngine
+from common.engine.vllm import VllmEngine
 from common.episodes import Episode
-from common.logger import read_metrics
-from common.models import EMBEDDED, choose_attention, full_parameters, load_policy, parameter_sizes
+from common.hub import EMBEDDED
+from common.look.curves import read_metrics
+from common.models import full_parameters, load_policy, parameter_sizes
 from common.packing import MicroBatch, TokenIndex, layout, pack
 from common.precision import LossScale, guarded_step
 

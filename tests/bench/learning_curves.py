@@ -25,8 +25,8 @@ from pathlib import Path
 import tyro
 from report import ROOT, header, table
 
-from common.logger import plot_curves, read_metrics
-from common.models import resolve_model
+from common.hub import resolve_model
+from common.look.curves import plot_curves, read_metrics
 from common.prepare import tiny
 
 SFT = "--batch-size 64 --learning-rate 2e-4 --lr-schedule cosine --warmup-steps 0.03 --eval-rows 512 --eval-every 50"

@@ -18,9 +18,11 @@ import torch
 import tyro
 from report import header, table
 
+from common.attention import choose_attention
 from common.distributed import forward_context, init_world, run, wrap_model
 from common.episodes import Episode
-from common.models import choose_attention, load_policy, resolve_model
+from common.hub import resolve_model
+from common.models import load_policy
 from common.packing import MicroBatch, TokenIndex, layout, pack
 from common.precision import DTYPES
 

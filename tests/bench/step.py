@@ -29,10 +29,10 @@ import pyarrow.parquet as pq
 import tyro
 from report import ROOT, gpu_bytes, header, table
 
-from common.data import PromptLoader
-from common.logger import read_metrics
-from common.models import resolve_model
-from common.prompts import clean_prompt
+from common.data.prompts import PromptLoader
+from common.data.render import clean_prompt
+from common.hub import resolve_model
+from common.look.curves import read_metrics
 
 TRL = "trl==1.16.*"
 COUNTED = """\

@@ -20,13 +20,14 @@ import torch
 import tyro
 from report import header, table
 
-from common.conversations import Conversations
+from common.attention import choose_attention
+from common.data.conversations import Conversations
 from common.distributed import init_world, run, wrap_model
 from common.episodes import Episode
-from common.models import choose_attention, load_policy, resolve_model
+from common.hub import load_tokenizer, resolve_model
+from common.models import load_policy
 from common.packing import TokenIndex, layout, pack
 from common.precision import DTYPES, LossScale, guarded_step
-from common.prompts import load_tokenizer
 from sft import accumulate_gradient
 
 

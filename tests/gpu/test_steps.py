@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import ROOT, run_script, steps_of
 
-from common.models import resolve_model
+from common.hub import resolve_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

@@ -13,15 +13,15 @@ from unittest.mock import patch
 
 import torch
 
-from common.data import Row
 from common.distributed import World, init_world, reshard, run, wrap_model
-from common.engine import Sampling, VllmEngine
-from common.episodes import sample_episodes
-from common.hf_engine import HuggingFaceEngine
-from common.models import full_parameters, load_policy, parameter_sizes, resolve_model
+from common.engine.books import Sampling
+from common.engine.hf import HuggingFaceEngine
+from common.engine.vllm import VllmEngine
+from common.episodes import Row, sample_episodes
+from common.hub import end_token_ids, load_tokenizer, resolve_model
+from common.models import full_parameters, load_policy, parameter_sizes
 from common.packing import TokenIndex, pack
 from common.precision import DTYPES, check_gap, gap_limit
-from common.prompts import end_token_ids, load_tokenizer
 
 # What the engine does after the policy has moved. On CPUs it never sleeps, and these are syncs alone.
 ORDERS = {

@@ -13,12 +13,13 @@ from conftest import relative_l2, rms_norm
 from torch.distributed.tensor import DTensor
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen
 
-from common.conversations import Conversations, balanced
+from common.data.conversations import Conversations, balanced
 from common.distributed import all_reduce, init_world, run, unwrap, wrap_model
+from common.hub import load_tokenizer
 from common.models import load_policy
 from common.packing import TokenIndex, pack
-from common.prompts import load_tokenizer
-from common.vision import PixelLimits, load_vision
+from common.pictures import PixelLimits
+from common.vision import load_vision
 from sft import accumulate_gradient
 
 

@@ -1,20 +1,15 @@
 """From a row's `prompt` to the text that a model reads: tokenizer, chat template, placeholders, the tools on offer."""
 
-import json
 import re
 from collections.abc import Mapping
-from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
-
-from common.distributed import World
-from common.tools import Tool, tool_block
-from common.vision import MARKS, BadRow, Vision
+from common.episodes import Prompt
+from common.pictures import MARKS, BadRow
+from common.tools import Tool
+from common.tools.turns import Hermes
 
 RENDERED_MARKS = ("\nAssistant:", "<|im_start|>assistant")  # TinyZero's templates, stored inside one user message
 DEFAULT_SYSTEM = "You are a helpful assistant."  # in front of the tools, where a row has no system message
-
-Prompt = list[dict] | str
 
 
 def bare_text(prompt: Prompt) -> str:
@@ -51,7 +46,7 @@ def render(prompt: Prompt, tokenizer, tools: Mapping[str, Tool] | None = None, p
             f"prompts are lists of messages, but the tokenizer of {tokenizer.name_or_path!r} has no chat template: "
             "take an instruct model, or data whose `prompt` is an already rendered string"
         )
-    messages = with_system(prompt, tool_block(tool.schema for tool in tools.values())) if tools else prompt
+    messages = with_system(prompt, Hermes.system_block(tool.schema for tool in tools.values())) if tools else prompt
     if pictures:
         messages = [message | {"content": split_marks(message["content"])} for message in messages]
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
@@ -86,43 +81,3 @@ def row_tools(record: Mapping, tools: Mapping[str, Tool]) -> dict[str, dict]:
     kinds = ("create_kwargs", "execute_kwargs")
     given = {name: [named[name].get(kind) or {} for kind in kinds] if name in named else [] for name in named or tools}
     return {name: {k: v for part in parts for k, v in part.items() if v is not None} for name, parts in given.items()}
-
-
-def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-
-
-def end_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ids that end a response: the tokenizer's end token and those of generation_config.json."""
-    ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    generation_config = Path(path) / "generation_config.json"
-    if generation_config.is_file():
-        listed = json.loads(generation_config.read_text()).get("eos_token_id") or []
-        ids += listed if isinstance(listed, list) else [listed]
-    return sorted(set(ids))
-
-
-def end_of_turn(tokenizer) -> str:
-    """The token that the chat template puts after an assistant turn, if it is a special one; else the end token.
-
-    They differ in base models: Qwen2.5's end token is <|endoftext|>, its template ends turns with <|im_end|>. A policy
-    that was trained to say one and is stopped at the other never stops.
-    """
-    mark = "\u2603"
-    messages = [{"role": "user", "content": "."}, {"role": "assistant", "content": mark}]
-    tail = tokenizer.apply_chat_template(messages, tokenize=False).rpartition(mark)[2]
-    ids = tokenizer.encode(tail, add_special_tokens=False)
-    first = tokenizer.convert_ids_to_tokens(ids[0]) if ids else tokenizer.eos_token
-    return first if first in tokenizer.get_added_vocab() else tokenizer.eos_token
-
-
-def end_turns_properly(tokenizer: PreTrainedTokenizerBase, vision: Vision | None, world: World) -> None:
-    """Make the token that ends the template's turns the end token. ValueError without a chat template."""
-    if vision:
-        tokenizer.chat_template = vision.processor.chat_template or tokenizer.chat_template
-        vision.processor.tokenizer = tokenizer  # which the export saves
-    if not tokenizer.chat_template:
-        raise ValueError(f"the tokenizer of {tokenizer.name_or_path!r} has no chat template: take an instruct model")
-    if end_of_turn(tokenizer) != tokenizer.eos_token:
-        world.print(f"turns end with {end_of_turn(tokenizer)}, not {tokenizer.eos_token}: it becomes the end token")
-        tokenizer.eos_token = end_of_turn(tokenizer)

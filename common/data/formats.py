@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from common.prompts import split_marks, with_system, without_nulls
-from common.tools import CLOSE, OPEN, tool_block
-from common.vision import BadRow, Picture, picture_sources
+from common.data.render import split_marks, with_system, without_nulls
+from common.pictures import BadRow, Picture, picture_sources
+from common.tools.turns import CLOSE, OPEN, Hermes
 
 ROLES = ("system", "user", "assistant", "tool", "observation")
 SHAREGPT = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
@@ -106,7 +106,7 @@ def from_marks(record: Mapping) -> tuple[list[dict], list[Picture]]:
         tools = json.loads(tools) if tools.strip() else []
     if tools and messages:
         schemas = [t if t.get("type") == "function" else {"type": "function", "function": t} for t in tools]
-        messages = with_system(messages, tool_block(without_nulls(schemas)))
+        messages = with_system(messages, Hermes.system_block(without_nulls(schemas)))
     pictures = picture_sources(record, "\n".join(message["content"] for message in messages))
     if pictures:
         messages = [message | {"content": split_marks(message["content"])} for message in messages]

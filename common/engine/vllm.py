@@ -1,4 +1,4 @@
-"""The colocated rollout engine: vLLM inside each rank. `common/hf_engine.py` is its twin without vLLM.
+"""The colocated rollout engine: vLLM inside each rank. `common/engine/hf.py` is its twin without vLLM.
 
 One step, each a named call:  wake("weights") -> sync_weights -> wake("kv_cache") -> submit, step ... -> sleep.
 
@@ -7,86 +7,18 @@ The vLLM attribute chain stands in this file alone. Tested with vLLM 0.32.0 and 
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import torch
 from PIL import Image
-from torch import Tensor
 from transformers import AutoConfig
 
 from common.distributed import World
-from common.vision import Media, Vision
-
-Weights = Iterable[tuple[str, Tensor]]
-
-
-@dataclass(slots=True)
-class Completion:
-    token_ids: list[int]  # as sampled, the end token included
-    logprobs: list[float]  # log-prob of each sampled token, after temperature
-    finish_reason: str  # "stop" (an end token), "length", or "vision_token": a placeholder was next, and is left out
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How to sample. Training wants the plain distribution at a temperature: see `check_exact`."""
-
-    n: int = 1  # completions per prompt
-    max_tokens: int = 256
-    temperature: float = 1.0  # 0 = greedy
-    top_p: float = 1.0
-    top_k: int = -1  # -1 = all
-
-    def check_exact(self) -> None:
-        """Refuse what would make the engine's distribution differ from the trainer's softmax(logits / temperature)."""
-        if self.temperature <= 0 or self.top_p != 1.0 or self.top_k != -1:
-            got = f"{self.temperature}, {self.top_p}, {self.top_k}"
-            raise SystemExit(f"training needs temperature > 0, top_p 1, top_k -1 (else ratios are wrong), got {got}")
-
-
-def without_placeholder(completion: Completion, vision: Vision | None) -> Completion:
-    """A policy may sample the token that stands for a picture; there is none, and the completion ends before it."""
-    if vision and completion.token_ids and completion.token_ids[-1] in vision.forbidden_ids:
-        return Completion(completion.token_ids[:-1], completion.logprobs[:-1], "vision_token")
-    return completion
-
-
-class WeightBooks:
-    """Accounts of a weight sync. At lr 1e-6 a step moves log-probs by less than bf16 rounding: only counting catches
-    one that is stale or partial."""
-
-    def __init__(self) -> None:
-        self.step: int | None = None  # of the weights that the engine holds; None before the first sync
-        self.expected: dict[str, int] = {}
-        self.sent: set[str] = set()
-
-    def record(self, weights: Weights, expected: dict[str, int], dtype: torch.dtype) -> Weights:
-        """Pass the weights on in the engine's dtype, and count. Until `close`, the engine holds no usable weights.
-
-        `expected` is {name: number of elements} of all that the engine must get.
-        """
-        self.step, self.sent, self.expected = None, set(), expected
-        for name, tensor in weights:
-            if name in self.sent or tensor.numel() != self.expected.get(name):
-                expected = "sent twice" if name in self.sent else f"expected {self.expected.get(name, 'no such name')}"
-                raise RuntimeError(f"weight sync: {name} with {tensor.numel()} elements: {expected}")
-            self.sent.add(name)
-            yield name, tensor.to(dtype)
-
-    def close(self, step: int) -> None:
-        """All that was expected must have been sent; the engine then holds the weights of optimizer step `step`."""
-        if missing := sorted(self.expected.keys() - self.sent):
-            raise RuntimeError(f"weight sync: missing {', '.join(missing)}")
-        self.step = step
-
-    def check(self, step: int) -> None:
-        if self.step != step:
-            raise RuntimeError(
-                f"the engine holds the weights of optimizer step {self.step}, the trainer is at {step}: rollouts "
-                "would be stale; call sync_weights first"
-            )
+from common.engine.books import Completion, Sampling, WeightBooks, Weights, without_placeholder
+from common.pictures import Media
+from common.vision import Vision
 
 
 @contextmanager

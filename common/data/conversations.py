@@ -1,4 +1,4 @@
-"""Supervised data as token ids, masks and pictures; the formats of rows are in common/formats.py.
+"""Supervised data as token ids, masks and pictures; the formats of rows are in common/data/formats.py.
 
 Trained on is what the assistant says and the token that ends its turn; never headers, other roles, pictures, padding.
 """
@@ -14,10 +14,11 @@ import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from common.data.formats import Conversation, Rule, pictured, read_conversation, text_of
+from common.data.rows import RowFiles
 from common.episodes import Episode
-from common.formats import Conversation, Rule, pictured, read_conversation, text_of
-from common.rows import RowFiles
-from common.vision import BadRow, Media, Vision
+from common.pictures import BadRow, Media
+from common.vision import Vision
 
 
 def conversation_episode(

@@ -5,11 +5,16 @@ import html
 import io
 import json
 import re
+from itertools import groupby
 from math import isfinite
+from pathlib import Path
 
-from common.logger import shorten
-from common.tools.visual import decode
+import pyarrow.parquet as pq
 
+from common.files import replace_file, shorten
+from common.pictures import decode
+
+PAGE_PROMPTS = 8  # groups of episodes on the page
 MAX_TEXT = 12_000  # characters shown of one text
 SIZE = {"image": (640, 300), "video": (200, 110)}  # pixels of the longer side at most; height on the page
 REPEATED = re.compile(r"(<\|\w{1,40}\|>)\1+")  # <|image_pad|>, hundreds of times
@@ -138,3 +143,45 @@ def shown(value, in_table: bool = False) -> str:
         text = f"({error})"
     text = REPEATED.sub(lambda match: f"{match[1]} × {len(match[0]) // len(match[1])}", text)
     return html.escape(shorten(text.translate(SPACES), MAX_TEXT))
+
+
+def write_page(dump: Path, tokenizer) -> None:
+    """The .html beside a dump (common/dumps.py): the first groups of its episodes, with the pictures beside it."""
+    try:
+        rows = pq.read_table(dump).to_pylist()
+        on_page = sorted({row["prompt_index"] for row in rows})[:PAGE_PROMPTS]
+        rows = [row for row in rows if row["prompt_index"] in on_page]
+        wanted = {name for row in rows for m in json.loads(row["media"]) for name in m["frames"]}
+        pictures: dict[str, bytes] = {}
+        for file in sorted(dump.parent.glob(f"{dump.stem}.media_*.parquet")):
+            table = pq.read_table(file, filters=[("hash", "in", wanted)]).to_pydict()
+            pictures |= zip(table["hash"], table["bytes"])
+        step = rows[0]["step"] if rows else dump.stem
+        page = rollout_page(f"step {step}", page_episodes(rows, pictures, tokenizer))
+        replace_file(dump.with_suffix(".html"), lambda temporary: temporary.write_text(page, errors="replace"))
+    except OSError as error:  # a full disk costs the page, not the run
+        print(f"warning: {dump.with_suffix('.html')} not written ({error})", flush=True)
+
+
+def page_episodes(rows: list[dict], files: dict[str, bytes], tokenizer) -> list[dict]:
+    """What `rollout_page` wants to know of each episode."""
+    episodes = []
+    for row in rows:
+        calls = json.loads(row["calls"])
+        media = [m | {"frames": [files.get(name, b"") for name in m["frames"]]} for m in json.loads(row["media"])]
+        media = [m | {"shown": shown} for m, shown in zip(media, row["shown"])]
+        shown = iter(range(len(media)))
+        prompt_media = [next(shown) for _ in range(len(media) - sum(call["media"] for call in calls))]
+        segments = [{"role": "prompt", "text": row["prompt"], "media": prompt_media}]
+        answers = iter(calls)
+        ids = iter(row["response_ids"])
+        for sampled, part in groupby(row["loss_mask"]):
+            text = tokenizer.decode([next(ids) for _ in part])
+            added = 0 if sampled else next(answers, {"media": 0})["media"]  # --mask-truncated masks what was sampled
+            numbers = [next(shown) for _ in range(added)]
+            segments.append({"role": "policy" if sampled else "observation", "text": text, "media": numbers})
+        keys = ("prompt_index", "sample_index", "finish_reason", "score", "advantage")
+        judged = {} if row["model_reward"] is None else {"--reward-model": row["model_reward"]}
+        episode = {key: row[key] for key in keys} | {"rewards": json.loads(row["rewards"]) | judged, "calls": calls}
+        episodes.append(episode | {"segments": segments, "media": media})
+    return episodes

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig, DynamicCache, TopKLogitsWarper, TopPLogitsWarper
 
 from common.distributed import World
-from common.engine import Completion, Sampling, WeightBooks, Weights, without_placeholder
-from common.vision import Media, Vision, auto_class
+from common.engine.books import Completion, Sampling, WeightBooks, Weights, without_placeholder
+from common.pictures import Media
+from common.torch_repair import transformers
+from common.vision import Vision, auto_class
 
 
 @dataclass(slots=True)
@@ -40,7 +41,7 @@ class HuggingFaceEngine:
         vision: Vision | None = None,
         max_images: int = 16,
     ):
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         load = auto_class(config).from_pretrained
         self.model = load(path, dtype=dtype, trust_remote_code=trust_remote_code).eval().to(world.device)
         self.device, self.dtype, self.sleep_level, self.vision = world.device, dtype, sleep_level, vision
@@ -117,7 +118,7 @@ class HuggingFaceEngine:
         generators = [torch.Generator(self.device).manual_seed(request.seed) for request in requests]
         results = [Completion([], [], "length") for _ in requests]
         running = list(range(len(requests)))
-        cache = DynamicCache(config=self.model.config)
+        cache = transformers.DynamicCache(config=self.model.config)
         limits = [min(r.sampling.max_tokens, self.max_model_len - len(r.prompt_ids)) for r in requests]
         sampling = requests[0].sampling  # of a batch only max_tokens differ
         for length in range(1, max(limits) + 1):
@@ -159,9 +160,9 @@ def sample(logits: Tensor, sampling: Sampling, generators: list[torch.Generator]
     else:
         scaled = logits.float() / sampling.temperature
         if sampling.top_k > 0:
-            scaled = TopKLogitsWarper(sampling.top_k)(None, scaled)
+            scaled = transformers.TopKLogitsWarper(sampling.top_k)(None, scaled)
         if sampling.top_p < 1:
-            scaled = TopPLogitsWarper(sampling.top_p)(None, scaled)
+            scaled = transformers.TopPLogitsWarper(sampling.top_p)(None, scaled)
         logprobs = scaled.log_softmax(-1)
         noise = [torch.empty_like(row).exponential_(generator=g) for row, g in zip(logprobs, generators)]
         tokens = (logprobs.exp() / torch.stack(noise)).argmax(-1)  # the exponential form of Gumbel-max

@@ -1,23 +1,20 @@
-"""Data sets in verl's format (parquet or jsonl) as tokenised prompts, and the seeded order in which they are used.
-
-python -m common.data FILE [--tokenizer PATH] [--rows 2]    shows what is in a file
-"""
+"""Data sets in verl's format (parquet or jsonl) as tokenised prompts, and the seeded order in which they are used."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
-import tyro
 from jinja2 import TemplateError
 
-from common.prepare import visual_qa
-from common.prompts import Prompt, bare_text, clean_prompt, render, row_tools
-from common.rows import JSON_LINE, RowFiles, records
+from common.data import visual_qa
+from common.data.render import bare_text, clean_prompt, render, row_tools
+from common.data.rows import JSON_LINE, RowFiles, records
+from common.episodes import Prompt, Row
+from common.pictures import BadRow, picture_sources
 from common.tools import Tool
-from common.vision import BadRow, Media, Vision, picture_sources
+from common.vision import Vision
 
 REQUIRED = ("data_source", "prompt", "reward_model")
 OPTIONAL = ("extra_info", "images", "videos", "image", "mm_hint", "agent_name")
@@ -27,19 +24,6 @@ FORMAT = (
     "writes such files"
 )
 ROLES = ("system", "user", "assistant", "tool")
-
-
-@dataclass(slots=True)
-class Row:
-    index: int  # position in the concatenated files, whatever was dropped: the prompt's identity for seeds
-    data_source: str
-    prompt: Prompt
-    ground_truth: Any
-    extra_info: dict
-    prompt_ids: list[int]
-    media: list[Media] = field(default_factory=list)  # in the order of their placeholders in prompt_ids
-    tools: dict[str, dict] = field(default_factory=dict)  # on offer: name -> keyword arguments of the row's own
-    problem: str = ""  # why a picture could not be read; prompt_ids are empty then
 
 
 def to_verl(table: pa.Table, path: Path, flag: str, media_root: Path | None, with_tools: bool) -> pa.Table:
@@ -219,9 +203,3 @@ class PromptLoader:
                 told = f"--resume: {name} of the training data was {state[name]}, now it is {now}"
                 raise SystemExit(f"{told}; go on with the same flags, or give another --output-dir or --resume never")
         self.consumed = state["consumed"]
-
-
-if __name__ == "__main__":
-    from common.prepare.show import show
-
-    tyro.cli(show)

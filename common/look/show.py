@@ -1,20 +1,19 @@
-"""What is in a data file: `python -m common.data FILE`."""
+"""What is in a data file: `python -m common.look FILE`."""
 
 import json
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
-import tyro
 
-from common.data import row_problem, to_verl
-from common.distributed import user_errors
-from common.models import EMBEDDED, resolve_model
-from common.prompts import bare_text, clean_prompt, load_tokenizer, render
-from common.rows import RowFiles
+from common.data.prompts import row_problem, to_verl
+from common.data.render import bare_text, clean_prompt, render
+from common.data.rows import RowFiles
+from common.files import user_errors
+from common.hub import EMBEDDED, load_tokenizer, resolve_model
 
 
-def show(file: tyro.conf.Positional[Path], tokenizer: str | None = None, rows: int = 2) -> None:
+def show(file: Path, tokenizer: str | None = None, rows: int = 2) -> None:
     """Show a data file: columns, rows per data_source, prompt lengths (in tokens with --tokenizer), and some rows."""
     with user_errors():
         files = RowFiles([file], "FILE", convert=lambda table, path: to_verl(table, path, "FILE", None, False))
@@ -29,8 +28,7 @@ def show(file: tyro.conf.Positional[Path], tokenizer: str | None = None, rows: i
         print(f"data_source {source}: {count} rows")
     texts = [bare_text(record["prompt"]) for record in usable]
     if tokenizer and usable:
-        ours = tokenizer in (*EMBEDDED, "smollm2")
-        encode = load_tokenizer(resolve_model(tokenizer) if ours else tokenizer)  # of others, no weights are fetched
+        encode = tokenizer_of(tokenizer)
         prompts = [render(clean_prompt(record["prompt"]), encode) for record in usable]
         texts = encode(prompts, add_special_tokens=False)["input_ids"]
     if usable:
@@ -39,3 +37,8 @@ def show(file: tyro.conf.Positional[Path], tokenizer: str | None = None, rows: i
     for i, (record, problem) in enumerate(problems[:rows]):
         text = json.dumps(record, indent=2, ensure_ascii=False, default=lambda x: f"<{type(x).__name__}>")
         print(f"--- row {i}{f', unusable: {problem}' if problem else ''}\n{text}")
+
+
+def tokenizer_of(model: str):
+    """The tokenizer of a model by name or folder; of a hub id no weights are fetched."""
+    return load_tokenizer(resolve_model(model) if model in (*EMBEDDED, "smollm2") else model)

@@ -1,0 +1,85 @@
+"""Attention over packs with shared prompts: SDPA segment by segment on any device, flex attention on GPUs."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.integrations.flex_attention import flex_attention_forward
+
+from common.packing import MicroBatch
+from common.torch_repair import transformers
+
+
+def choose_attention(flag: str, device: torch.device, compile_layers: bool = False) -> str:
+    """`--attention auto`: flex on GPUs with bf16, else SDPA (flex has no backward on CPU, no kernels on Volta)."""
+    if flag == "auto":
+        flag = "flex" if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8 else "sdpa"
+    if compile_layers and flag == "sdpa":
+        raise SystemExit("--compile needs --attention flex or flash: with sdpa every pack would be compiled anew")
+    if device.type == "cpu" and flag != "sdpa":
+        raise SystemExit(f"--attention {flag} needs a GPU; on a CPU use --attention sdpa (or auto)")
+    return flag
+
+
+def shared_prompt_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    *,
+    units: list[list[int]],
+    scaling: float | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Segment by segment: a response sees its prompt and itself. There is no [L, L] mask, nothing is quadratic in L.
+
+    In the form that transformers' AttentionInterface asks for: query [1, H, L, D], key and value [1, K, L, D] ->
+    ([1, L, H, D], None), with H a multiple of K (grouped queries).
+    """
+    query, key = query.to(value.dtype), key.to(value.dtype)  # autocast leaves float32 behind rotary embeddings
+    lengths = [length for unit in units for length in unit]
+    segments = zip(*(x.split(lengths, dim=2) for x in (query, key, value)))
+    outputs = []
+    for unit in units:
+        q, prompt_k, prompt_v = next(segments)
+        outputs.append(_causal_attention(q, prompt_k, prompt_v, scaling))
+        for _ in unit[1:]:
+            q, k, v = next(segments)
+            k, v = torch.cat([prompt_k, k], dim=2), torch.cat([prompt_v, v], dim=2)
+            outputs.append(_causal_attention(q, k, v, scaling))
+    return torch.cat(outputs, dim=2).transpose(1, 2), None
+
+
+def _causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    """query [1, H, R, D], the last R of the S tokens of key and value [1, K, S, D] -> [1, H, R, D]."""
+    (_, heads, length, size), (kv_heads, total) = query.shape, key.shape[1:3]
+    if query.device.type == "cpu" and length * total <= 2**18:  # SDPA's CPU kernel takes 2 to 3 times as long
+        mask = torch.ones(length, total, dtype=torch.bool).tril(total - length)
+        scores = query.reshape(1, kv_heads, -1, size) @ key.mT * (size**-0.5 if scaling is None else scaling)
+        scores = scores.unflatten(2, (-1, length)).masked_fill(~mask, float("-inf")).flatten(2, 3)
+        return (scores.softmax(-1) @ value).reshape(1, heads, length, -1)
+    key, value = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (key, value))
+    mask = causal_lower_right(length, total)
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+
+
+def block_mask(batch: MicroBatch):
+    """The same for flex attention: which query sees which key."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    lengths = torch.tensor([length for unit in batch.units for length in unit])
+    labels = [(u, s) for u, unit in enumerate(batch.units) for s in range(len(unit))]
+    groups, samples = torch.tensor(labels).repeat_interleave(lengths, dim=0).T.contiguous().to(batch.input_ids.device)
+
+    def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        same_group = groups[query] == groups[key]
+        return (key <= query) & same_group & ((samples[key] == 0) | (samples[key] == samples[query]))
+
+    length = len(groups)
+    return create_block_mask(visible, None, None, length, length, device=groups.device)
+
+
+transformers.AttentionInterface.register("shared_prompts", shared_prompt_attention)
+# flex attention under a name of ours: by its own Qwen2.5-VL refuses it
+transformers.AttentionInterface.register("shared_prompts_flex", flex_attention_forward)

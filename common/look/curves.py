@@ -1,0 +1,69 @@
+"""metrics.jsonl read back, and drawn as curves.png."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+
+from common.files import replace_file
+
+PANELS = {  # title: the metrics drawn in it, with their labels
+    "reward": {"reward/mean": "mean"},
+    "accuracy": {"reward/accuracy": "train, sampled", "eval/accuracy": "eval"},
+    "share that looks (RaPR)": {"tool/rapr": "train, sampled", "eval/rapr": "eval"},
+    "response length (tokens)": {"rollout/response_length": "mean"},
+    "KL to reference, engine gap": {"policy/kl_to_ref": "KL", "policy/rollout_logprob_gap": "log-prob gap"},
+    "entropy (nats)": {"policy/entropy": "mean"},
+    "loss": {"policy/loss": "train", "eval/loss": "eval"},
+    "step time (s)": {"time/step_s": "step"},
+    "value": {"value/mean": "critic", "value/return_mean": "return"},
+    "explained variance of the return": {"value/explained_variance": "critic"},
+}
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """Steps in order; where a resumed run repeats a step, its later values win. Events and torn lines are left out."""
+    steps: dict[int, dict] = {}
+    for line in Path(path).read_bytes().splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:  # blank, or half written when the run was killed or the disk full
+            continue
+        if isinstance(record, dict) and "event" not in record and "step" in record:
+            steps.setdefault(record["step"], {}).update(record)
+    return [steps[step] for step in sorted(steps)]
+
+
+def plot_curves(run_dir: Path) -> None:
+    """Draw run_dir/curves.png from metrics.jsonl: small multiples, only of what was measured."""
+    try:
+        from matplotlib.figure import Figure  # takes a second; without pyplot it draws by Agg, not to a screen
+    except ImportError as error:
+        print(f"warning: curves.png not drawn ({error})", flush=True)
+        return
+    records = read_metrics(Path(run_dir) / "metrics.jsonl")
+    measured = {key for record in records for key, value in record.items() if value is not None}
+    panels = {title: [key for key in keys if key in measured] for title, keys in PANELS.items()}
+    if "reward/mean" in measured:
+        del panels["loss"]  # a policy-gradient loss says nothing about progress; the one of sft.py does
+    panels = {title: keys for title, keys in panels.items() if keys}
+    columns, rows = min(3, len(panels)), math.ceil(len(panels) / 3)
+    figure = Figure(figsize=(4.2 * columns, 2.8 * rows), layout="constrained")
+    for place, (title, keys) in enumerate(panels.items(), 1):
+        axes = figure.add_subplot(rows, columns, place)
+        for key, color in zip(keys, ("#2b6cb0", "#dd6b20")):
+            x, y = np.array([(record["step"], record[key]) for record in records if record.get(key) is not None]).T
+            window = max(1, len(y) // 15)  # raw values faint, their running mean strong
+            mean = np.convolve(y, np.ones(window) / window, "valid")
+            axes.plot(x, y, color=color, alpha=0.25, marker="o" if len(y) < 30 else None, markersize=3)
+            axes.plot(x[window // 2 :][: len(mean)], mean, color=color, label=PANELS[title][key])
+        axes.set_title(title, loc="left", fontsize=10)
+        axes.grid(alpha=0.2)
+        if len(PANELS[title]) > 1:
+            axes.legend(frameon=False, fontsize=8)
+    try:
+        if panels:
+            replace_file(Path(run_dir) / "curves.png", lambda path: figure.savefig(path, format="png", dpi=120))
+    except OSError as error:  # a full disk costs the picture, not the run
+        print(f"warning: curves.png not written ({error})", flush=True)

@@ -1,0 +1,193 @@
+"""Pictures without torch: opened, checked, resized once for trainer, engine and tools alike."""
+
+import hashlib
+import io
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil, floor, sqrt
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+CELL = 28  # side, in pixels, of what becomes one visual token: 2 x 2 patches of 14
+MAX_RATIO = 200  # of the sides: Qwen2-VL's image processor refuses more
+MAX_SOURCE_PIXELS = 89_478_485  # where Pillow begins to warn of a decompression bomb
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # some of Pillow's others start programs
+
+MARKS = {"<image>": "image", "<video>": "video"}  # placeholders in the prompts of data sets
+
+
+class BadRow(ValueError):
+    """What is wrong with a row of a data set, in a few words."""
+
+
+def shown_size(width: int, height: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+    """(width, height) at which a picture is shown: multiples of 28, at least 28, at most 1:200.
+
+    It is what Qwen2-VL's `smart_resize` gives, if that accepts the picture and would accept its own result again.
+    Otherwise sides below 28, and then the shorter one up to a 200th of the longer, are enlarged first; and the result
+    is cut to 1:200. Area, as of `smart_resize`: at most max_pixels, if that is at least 784 * (ratio of the sides + 1)
+    and 4 * min_pixels; rounding up may exceed it below that.
+    ValueError if max_pixels is below 784 or min_pixels.
+    """
+    if max_pixels < CELL**2 or min_pixels > max_pixels:
+        raise ValueError(f"shown_size: got min_pixels {min_pixels}, max_pixels {max_pixels}; the latter is the larger")
+    acceptable = 0 < max(width, height) <= MAX_RATIO * min(width, height)
+    size = smart_resize(width, height, min_pixels, max_pixels) if acceptable else (0, 0)
+    if min(size) < CELL:
+        longer = max(width, height, CELL)
+        width, height = (max(side, CELL, longer / MAX_RATIO) for side in (width, height))
+        size = smart_resize(width, height, min_pixels, max_pixels)
+    longest = MAX_RATIO * min(size)
+    return min(size[0], longest), min(size[1], longest)
+
+
+def smart_resize(width: float, height: float, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+    """Qwen2-VL's rule: to the nearest multiples of 28, scaled if their area is out of bounds."""
+    nearest = round(width / CELL) * CELL, round(height / CELL) * CELL
+    if nearest[0] * nearest[1] > max_pixels:
+        scale = sqrt(width * height / max_pixels)
+        return max(CELL, floor(width / scale / CELL) * CELL), max(CELL, floor(height / scale / CELL) * CELL)
+    if nearest[0] * nearest[1] < min_pixels:
+        scale = sqrt(min_pixels / (width * height))
+        return ceil(width * scale / CELL) * CELL, ceil(height * scale / CELL) * CELL
+    return nearest
+
+
+def decode(data: bytes) -> Image.Image:
+    """The picture in RGB, upright, at its own resolution. ValueError with a short reason if it cannot be read."""
+    try:
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
+        if not 0 < image.width * image.height <= MAX_SOURCE_PIXELS:
+            raise ValueError(f"{image.width}x{image.height} pixels, at most {MAX_SOURCE_PIXELS} are read")
+        return to_rgb(ImageOps.exif_transpose(image))
+    except MemoryError:
+        raise
+    except UnidentifiedImageError as error:  # its text holds an address in memory
+        raise ValueError(f"unreadable image: none of {', '.join(FORMATS)}") from error
+    except Exception as error:  # on broken files Pillow's decoders raise what they happen to run into
+        raise ValueError(f"unreadable image: {error!s:.200}") from error
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Transparency becomes white, 16 bits become 8."""
+    if image.mode.startswith("I;16"):
+        image = image.convert("I").point(lambda value: value / 256).convert("L")
+    elif image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
+
+
+def encode(image: Image.Image | bytes) -> bytes:
+    """PNG, little compressed: ten times as fast. Bytes stay what they are; ValueError if `decode` cannot read them."""
+    if isinstance(image, bytes):
+        decode(image)
+        return image
+    if not 0 < image.width * image.height <= MAX_SOURCE_PIXELS:
+        raise ValueError(f"{image.width}x{image.height} pixels, at most {MAX_SOURCE_PIXELS} are read")
+    file = io.BytesIO()
+    to_rgb(image).save(file, "PNG", compress_level=1, icc_profile=None)
+    return file.getvalue()
+
+
+def shown(size: tuple[int, int], kind: str, context: dict) -> tuple[int, int]:
+    """How large a picture is shown: `kind` "image", which crops are too, or "video" for frames, selected or not."""
+    max_pixels = context["max_pixels"] if kind == "image" else context["max_frame_pixels"]
+    return shown_size(*size, min(context["min_pixels"], max_pixels), max_pixels)
+
+
+@dataclass(frozen=True)
+class PixelLimits:
+    """Areas (pixels) that pictures are resized to: images and crops, and each frame of a video."""
+
+    min_pixels: int
+    max_pixels: int
+    max_frame_pixels: int
+
+    def shown_size(self, kind: str, width: int, height: int) -> tuple[int, int]:
+        return shown((width, height), kind, vars(self))
+
+
+@dataclass(eq=False)
+class Media:
+    """An image or a video: what is shown of it, and the encoded originals, which tools cut from."""
+
+    kind: str  # "image" or "video"
+    frames: list[bytes]  # encoded, original resolution; an image has one
+    pixels: np.ndarray  # [F, H, W, 3] uint8, resized: multiples of 28; what trainer and engine see
+    is_frame: bool = False  # an image that was a frame of a video, and is shown as large as one
+
+    @classmethod
+    def open(cls, kind: str, frames: Sequence[bytes], limits: PixelLimits, is_frame: bool = False) -> "Media":
+        """ValueError, with a short reason, for frames that cannot be decoded. All get the size of the first."""
+        size, shown = None, []
+        for data in frames:
+            picture = decode(data)
+            size = size or limits.shown_size("video" if is_frame else kind, *picture.size)
+            shown.append(np.asarray(picture.resize(size, resample=3) if picture.size != size else picture))
+        return cls(kind, list(frames), np.stack(shown), is_frame)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Patches: pairs of frames, rows, columns."""
+        frames, height, width, _ = self.pixels.shape
+        return -(-frames // 2), height // 14, width // 14
+
+    @property
+    def num_tokens(self) -> int:
+        frames, rows, columns = self.grid
+        return frames * rows * columns // 4
+
+    @cached_property
+    def uuid(self) -> str:
+        digest = hashlib.blake2b(f"{self.kind}{self.pixels.shape}".encode(), digest_size=16)
+        digest.update(self.pixels.tobytes())
+        return digest.hexdigest()
+
+
+Picture = tuple[str, list]  # "image" or "video", and its frames as a row holds them
+
+
+def picture_sources(record: Mapping, text: str) -> list[Picture]:
+    """A row's pictures in the order of their marks in its prompt. BadRow if their numbers differ.
+
+    PyVision's rows have one, as `image`, or as a path in `mm_hint`, which counts if the prompt has a mark for it.
+    """
+    hint = record.get("mm_hint")
+    one = record.get("image") or (hint.get("hint_path") if isinstance(hint, Mapping) and "<image>" in text else None)
+    images = record.get("images") or (one if isinstance(one, list) else [one] if one else None)
+    columns = {"image": images, "video": record.get("videos")}
+    if not any(columns.values()):
+        return []
+    left = {"image": [[item] for item in columns["image"] or []], "video": list(columns["video"] or [])}
+    kinds = [MARKS[mark] for mark in re.findall("<image>|<video>", text)]
+    for kind, items in left.items():
+        if len(items) != kinds.count(kind):
+            raise BadRow(f"{len(items)} {kind}s, and <{kind}> stands {kinds.count(kind)} times in the prompt")
+    if any(not isinstance(frames, list) or not frames for frames in left["video"]):
+        raise BadRow("a video is given as the list of its frames")
+    return [(kind, left[kind].pop(0)) for kind in kinds]
+
+
+def media_file(item: object, root: Path | None) -> io.BufferedIOBase:
+    """The file that a row's entry stands for: bytes, a path under `root`, {bytes, path}. BadRow with the reason."""
+    if isinstance(item, Mapping):
+        item = item.get("bytes") or item.get("path")
+    if isinstance(item, bytes):
+        return io.BytesIO(item)
+    if not isinstance(item, str):
+        raise BadRow(f"{item!r:.60} is neither bytes, nor a path, nor {{bytes, path}}")
+    path = (root or Path()) / item
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise BadRow(f"cannot open {path} ({error.strerror}); --media-root is the folder of relative paths") from error
+
+
+def blank() -> Media:
+    """The smallest picture: a rank without any runs the vision tower on it, as the others run it on theirs."""
+    return Media("image", [], np.zeros((1, CELL, CELL, 3), dtype=np.uint8))

@@ -1,0 +1,139 @@
+"""Protocols: how the policy is told of the tools, how it calls one in its turn, and how it gets to see the reply.
+
+Another way of calling (code between tags, a user who answers) is another class with the methods of `Hermes`.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.pictures import Media
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+MAX_DEPTH = 32  # of what a call's JSON may nest: pickling and printing it recurse
+MAX_TEXT = 4096  # characters of an observation
+
+
+@dataclass(slots=True)
+class Call:
+    name: str = ""
+    arguments: dict = field(default_factory=dict)
+    error: str = ""  # why it is none
+
+
+@dataclass(slots=True)
+class ToolReply:
+    text: str
+    images: list[bytes] = field(default_factory=list)  # encoded, at their own resolution
+    error: bool = False  # the tool refused or raised: the text is what the policy reads
+    failed: bool = False  # a hang, a crash, out of memory: the sample is lost, the text says why
+    info: dict = field(default_factory=dict)
+    role: str = "tool"  # of the message that holds text and images
+
+    @property
+    def parts(self) -> list[str | bytes]:
+        """Texts and encoded pictures, in the order in which the policy sees them."""
+        return [self.text, *self.images]
+
+
+class Hermes:
+    """Calls as JSON between the tags <tool_call>, replies in the chat template's own way: Qwen2.5's protocol."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder.values()
+        self.special_tokens = [token.content for token in added if token.special]
+
+    @staticmethod
+    def system_block(schemas: Iterable[dict]) -> str:
+        """What follows the system text: the block of Hermes, to the letter that of Qwen2.5's chat template."""
+        lines = "\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas)
+        return (
+            "\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+            "You are provided with function signatures within <tools></tools> XML tags:\n"
+            f"<tools>\n{lines}\n</tools>\n\n"
+            "For each function call, return a json object with function name and arguments within "
+            f'{OPEN}{CLOSE} XML tags:\n{OPEN}\n{{"name": <function-name>, "arguments": <args-json-object>}}\n{CLOSE}'
+        )
+
+    @staticmethod
+    def find_call(text: str) -> Call | None:
+        """The last call in a turn that ends with one; None if it does not. A malformed one has an `error`."""
+        text = text.rstrip()
+        if not text.endswith(CLOSE):
+            return None
+        start = text.rfind(OPEN)
+        if start < 0:
+            return Call(error=f"{CLOSE} without {OPEN}")
+        try:
+            call = load_json(text[start + len(OPEN) : text.index(CLOSE, start)])
+            arguments = call["arguments"] if isinstance(call, dict) and "arguments" in call else None
+            if isinstance(arguments, str):
+                arguments = load_json(arguments)
+            if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
+                raise ValueError('expected {"name": <function-name>, "arguments": <args-json-object>}')
+        except ValueError as error:
+            return Call(error=f"Not a valid tool call: {error}")
+        return Call(call["name"], arguments)
+
+    def observation(self, parts: Sequence[str | Media], role: str) -> str:
+        """What stands between an end-of-turn token and the next turn: texts and pictures in a message of `role`.
+
+        A picture is one placeholder. ValueError if the chat template ends the assistant's turns in another way.
+        """
+        content = [
+            {"type": "text", "text": self.harmless(x)} if isinstance(x, str) else {"type": x.kind} for x in parts
+        ]
+        if all(part["type"] == "text" for part in content):  # templates of models that read text alone want a string
+            content = "".join(part["text"] for part in content)
+        mark, end = "\u2603\u2603", self.tokenizer.eos_token
+        before = [{"role": "user", "content": "-"}, {"role": "assistant", "content": mark}]
+        messages = [*before, {"role": role, "content": content}]
+        whole = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        between = whole.partition(mark)[2]  # a text of the tool may hold the mark too
+        if not between.startswith(end):
+            raise ValueError(f"the chat template does not end the assistant's turns with {end!r}: no tools with it")
+        return between.removeprefix(end)
+
+    def harmless(self, text: str) -> str:
+        """Special tokens, spelled by a tool or by the policy in a call, mean nothing."""
+        for token in self.special_tokens:
+            text = text.replace(token, f"{token[0]} {token[1:]}")
+        return text
+
+
+def load_json(text: str) -> Any:
+    """ValueError for what is no JSON, which NaN and infinity are not, and for what nests too deep."""
+    try:
+        value = json.loads(text, parse_constant=refuse_constant)
+        level = [value]
+        for _ in range(MAX_DEPTH):
+            level = [child for parent in level for child in children(parent)]
+        if level:
+            raise RecursionError
+    except RecursionError as error:
+        raise ValueError(f"nested deeper than {MAX_DEPTH}") from error
+    return value
+
+
+def children(value: Any) -> Iterable:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+def refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def error_text(why: str, role: str) -> str:
+    return trim(f"\nExecution error:\n{why}\n" if role == "user" else f"Error: {why}")
+
+
+def trim(text: str) -> str:
+    """Without lone surrogates, which no tokenizer takes, and at most MAX_TEXT long."""
+    text = text.encode(errors="replace").decode()
+    if len(text) <= MAX_TEXT:
+        return text
+    mark = f"\n[... cut: the whole has {len(text)} characters ...]\n"
+    head = (MAX_TEXT - len(mark)) // 2
+    return text[:head] + mark + text[len(text) - (MAX_TEXT - len(mark) - head) :]
