@@ -22,185 +22,88 @@ micro-batch. Everything per token is flat ([T] or [N]): there is no padding to m
 """
 
 import math
-import sys
-from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from itertools import chain
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
-import tyro
 from torch import Tensor
 
-from common.arguments import check_objective_args, refuse_idle
-from common.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
-from common.data.prompts import PromptData, PromptLoader
-from common.distributed import (
-    World,
-    all_reduce,
-    all_reduce_sums,
-    barrier,
-    forward_context,
-    run,
-    stop_requested,
-    wrap_model,
-)
+from common.checkpoint import Checkpoints
+from common.distributed import World, all_reduce, barrier, forward_context, run, stop_requested
 from common.dumps import dump_rollouts, load_rollouts
-from common.engine.books import Sampling
-from common.episodes import Episode, by_prompt, prompts_of_all_ranks, sample_episodes, unequal_groups
-from common.evaluate import evaluate, side_by_side
+from common.episodes import Episode, by_prompt, unequal_groups
+from common.evaluate import compare_without_tools, evaluate, evaluate_only
 from common.files import refuse
-from common.memory import halve_budget, peak_memory_gb
-from common.metrics import is_correct, policy_metrics, rollout_metrics, rollout_sums
-from common.models import export_hugging_face, full_parameters, load_policy, parameter_sizes
-from common.packing import MicroBatch, TokenIndex, layout, pack
+from common.flags import Amount, Count, Data, Limit, Machine, Rollout, Run, Share, check_shared, parse, refuse_idle
+from common.memory import peak_memory_gb
+from common.metrics import Means, is_correct, rollout_means, rollout_metrics
+from common.models import sync_engine
+from common.optimizer import lr_factor
+from common.packing import Minibatch, Packer, TokenIndex
 from common.pictures import PixelLimits
-from common.precision import LossScale, check_gap, gap_limit, guarded_step
-from common.rewards import score_episodes
-from common.setup import Stopwatch, dump_step, finish, open_logger, set_up
+from common.precision import checked_gap
+from common.rollouts import Rollouts, open_rollouts
+from common.setup import Stopwatch, due, finish, open_job, open_logger
 
 
 @dataclass
 class Args:
-    # model and data
-    model: str  # folder, hub id, or an embedded model: tiny, tiny-vl, smollm2
-    train_data: str | None = None  # verl-format or Pixel Reasoner's, comma-separated; tiny-vl brings its own
-    eval_data: str | None = None  # the same format; gives eval/*
-    output_dir: Path | None = None  # run folder; default runs/SCRIPT-MODEL-TIME
-    max_prompt_tokens: int = 512  # longest prompt (tokens)
-    max_response_tokens: int = 512  # longest response (tokens)
-    overlong_prompts: Literal["error", "drop"] = "error"  # what to do with longer prompts
-    media_root: Path | None = None  # folder of the relative paths in the columns images and videos
-    min_pixels: int = 3136  # smaller pictures are enlarged to this area; 28 x 28 pixels are one token
-    max_pixels: int = 1_003_520  # larger ones are reduced to it; crops are cut from the original
-    max_frame_pixels: int = 401_408  # the same for a frame of a video
-    max_rows: int | None = None  # use only the first rows of the training data
-    skip_bad_rows: bool = False  # count and drop unusable rows instead of stopping
-    reward_function: str | None = None  # FILE.py:NAME, verl's signature; default: by the row's data_source
-    reward_workers: int = 2  # processes per rank that score responses
-    reward_timeout: float = 10.0  # seconds for one response; one that takes longer, or crashes, is left out
-    seed: int = 0  # data order, sampling, initialisation
-    # rollout
-    prompts_per_step: int = 128  # P: prompts per step, over all ranks
-    samples_per_prompt: int = 8  # G: responses to each prompt
-    temperature: float = 1.0  # of sampling; the trainer's log-probs use it too
-    tools: str | None = "visual"  # what the policy may call: visual, built-in names, FILE.py:NAME, comma-separated
-    tool_workers: int = 64  # processes per rank, at most, that run tools
-    tool_timeout: float = 30.0  # seconds for one call; an episode whose tool hangs or crashes is left out
-    max_turns: int = 5  # answers in a trajectory, each but the last followed by what its tool returns
-    max_turn_tokens: int | None = None  # longest single answer (tokens); default: --max-response-tokens
-    max_tool_errors: int = 3  # errors that are told to the policy; one more ends the trajectory
-    max_images: int = 16  # pictures in a trajectory, the prompt's included
-    deterministic: bool = False  # with tools: turns in lock-step, so that a resume repeats them bit for bit
-    engine: Literal["vllm", "hf"] = "vllm"  # rollout engine; hf: transformers, slow, needs no vLLM
-    engine_memory: float | None = None  # KV cache of the engine (GiB per rank); default 8 on GPU, 1 on CPU
-    sleep_level: Literal[0, 1, 2] = 1  # engine while updating: 0 stays, 1 weights to host, 2 weights dropped
-    max_logprob_gap: float | None = None  # stop if |engine - trainer| log-probs exceed this mean; default by dtype
-    # new to curiosity: reward and replay
+    """Pixel Reasoner's reward, objective and optimizer."""
+
     curiosity: Literal["paper", "repo", "none"] = "paper"  # bonus for looking: the paper's, the released code's
-    curiosity_alpha: float = 0.5  # its weight
-    curiosity_target: float = 0.3  # H: no bonus where at least this share of a group looks
-    call_penalty: float = 0.05  # beta: what a call costs, of those above --free-calls
-    free_calls: int = 1  # N: calls of a trajectory that cost nothing
+    curiosity_alpha: Amount = 0.5  # its weight
+    curiosity_target: Amount = 0.3  # H: no bonus where at least this share of a group looks
+    call_penalty: Amount = 0.05  # beta: what a call costs, of those above --free-calls
+    free_calls: Limit = 1  # N: calls of a trajectory that cost nothing
     count_calls: Literal["attempted", "successful"] = "attempted"  # which calls bonus and cost count
     veto_errors: bool = False  # an answer right after a failed call scores 0
     filter_equal: bool = True  # leave out groups of equal rewards, whose advantages are 0
-    replay_share: float = 0.0  # of a step's samples, at most, that earlier ones fill up when groups are left out
-    replay_max_age: int = 8  # steps for which a sample may be replayed
-    # algorithm
-    objective: Literal["ppo", "gspo", "cispo"] = "ppo"  # what is clipped: a token's ratio, its sequence's, its weight
+    replay_share: Share = 0.0  # of a step's samples, at most, that earlier ones fill up when groups are left out
+    replay_max_age: Limit = 8  # steps for which a sample may be replayed
+    compare_tools: bool = False  # with --eval-only: the same rows without tools, too, side by side
     advantage: Literal["group-std", "group-mean", "rloo", "batch-std"] = "group-mean"  # baseline and scale of scores
     reduction: Literal["dapo", "grpo", "dr_grpo"] = "dapo"  # mean over tokens; over sequences; constant length
-    loss_length: int | None = None  # constant length of dr_grpo; default: --max-response-tokens
-    clip_low: float = 0.2  # ratio is clipped below 1 - this
-    clip_high: float = 0.35  # ratio is clipped above 1 + this
-    dual_clip: float = 3.0  # loss bound for negative advantages, as a ratio; 0 = off
-    minibatches: int = 1  # optimizer steps per rollout and epoch
-    epochs_per_step: int = 1  # passes over a rollout
-    entropy_coef: float = 0.0  # bonus for entropy
-    correction: Literal["none", "truncate", "mask", "sequence"] = "none"  # TIS; IcePop, MIS; whole
-    correction_low: float = 0.5  # mask, sequence: below this the weight is 0
-    correction_high: float = 2.0  # truncate: largest weight; mask, sequence: above this the weight is 0
-    kl_in: Literal["none", "reward", "loss"] = "none"  # where the KL to the initial policy is charged
-    kl_coef: float = 0.0  # its coefficient
-    kl_estimator: Literal["k1", "k2", "k3", "k3-is"] = "k1"  # reward: k1; loss: k2, k3, or k3-is (importance-weighted)
-    kl_target: float = 0.0  # adapt the coefficient towards this KL per token; 0: fixed
-    kl_horizon: float = 10_000.0  # sequences over which it adapts
-    overlong_buffer: int = 0  # last tokens of --max-response-tokens in which the score falls, by up to 1 (DAPO)
-    mask_truncated: bool = False  # train on no truncated response; it still counts in its group's baseline
-    dynamic_sampling: int = 0  # replace groups of equal scores, in at most so many rounds of sampling; 0: keep them
-    # optimization
-    micro_batch_tokens: int = 16384  # tokens of one forward and backward, per rank
-    learning_rate: float = 1e-6  # peak
+    loss_length: Count | None = None  # constant length of dr_grpo; default: --max-response-tokens
+    clip_low: Amount = 0.2  # ratio is clipped below 1 - this
+    clip_high: Amount = 0.35  # ratio is clipped above 1 + this
+    minibatches: Count = 1  # optimizer steps per rollout and epoch
+    epochs_per_step: Count = 1  # passes over a rollout
+    learning_rate: Amount = 1e-6  # peak
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
-    warmup_steps: float = 0.0  # steps of linear warm-up; below 1: share of all steps
-    lr_floor: float = 0.0  # last learning rate as a share of the peak
-    weight_decay: float = 0.0  # AdamW, decoupled
-    max_grad_norm: float = 1.0  # global L2 norm; 0 = no clipping
-    total_steps: int | None = None  # steps (rollouts); default: from --total-epochs
-    total_epochs: float = 1.0  # passes over the prompts, if --total-steps is not given
-    # parallelism and precision
-    strategy: Literal["fsdp", "ddp"] = "fsdp"  # shard the model (FSDP2) or replicate it
-    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # trainer and engine; master weights are float32
-    attention: Literal["auto", "flash", "flex", "sdpa"] = "auto"  # auto: flex on GPUs with bf16, else sdpa
-    freeze_vision: bool = False  # train the language model alone
-    optimizer_offload: bool = False  # Adam's moments on the host, but for the optimizer's step
-    gradient_checkpointing: bool = False  # recompute activations in backward: less memory, a third more compute
-    compile: bool = False  # torch.compile the layers, on GPUs: a slow first step, then faster ones
-    trust_remote_code: bool = False  # run code that comes with the model
-    # evaluation, checkpoints, logging
-    eval_every: int = 20  # steps between evaluations; 0: only before and after
-    eval_before: bool = True  # evaluate before the first step
-    eval_only: bool = False  # evaluate --eval-data, print the table, write the samples, and stop
-    eval_rows: int = 512  # rows of --eval-data used
-    compare_tools: bool = False  # with --eval-only: the same rows without tools, too, side by side
-    eval_samples: int = 1  # samples per row; above 1: pass@k and maj@k
-    eval_temperature: float = 0.0  # 0 = greedy
-    eval_top_p: float = 1.0  # nucleus, in evaluation only
-    eval_top_k: int = -1  # in evaluation only
-    save_every: int = 0  # steps between checkpoints; 0: only at the end
-    keep_checkpoints: int = 1  # newest ones kept; the best by eval/accuracy is kept besides
-    resume: str = "auto"  # auto: continue the run in --output-dir if there is one; never; or a path
-    dump_rollouts_every: int = 0  # steps between dumps of all episodes to OUTPUT_DIR/rollouts; 0: none
-    replay: Path | None = None  # a dump: repeat the update of its step bit for bit, without an engine, and stop
-    stall_minutes: float = 60.0  # longest a phase (rollout, rewards, evaluation) may take; then stacks, and the end
-    log: str = ""  # further trackers, comma-separated: tensorboard, wandb
+    warmup_steps: Amount = 0.0  # steps of linear warm-up; below 1: share of all steps
+    lr_floor: Share = 0.0  # last learning rate as a share of the peak
+    weight_decay: Amount = 0.0  # AdamW, decoupled
+    max_grad_norm: Amount = 1.0  # global L2 norm; 0 = no clipping
+    # what all scripts share: common/flags.py
+    data: Data = field(default_factory=Data)
+    rollout: Rollout = field(default_factory=partial(Rollout, tools="visual"))
+    machine: Machine = field(default_factory=Machine)
+    run: Run = field(default_factory=Run)
 
 
 # What `curiosity_rl.py` without --model runs: a policy of 3 million parameters learns to look (README, "The demo").
 DEMO = Args(
-    model="tiny-vl",
-    tools="crop_image_normalized",
-    max_prompt_tokens=96,
-    max_response_tokens=192,
-    max_turns=4,
-    max_pixels=12_544,
-    max_frame_pixels=12_544,
-    prompts_per_step=16,
-    samples_per_prompt=8,
-    micro_batch_tokens=4096,
     learning_rate=8e-5,
     lr_schedule="linear",
     lr_floor=0.1,
     warmup_steps=5,
-    total_steps=30,
-    eval_every=5,
-    eval_rows=256,
-    dtype="fp32",
+    data=Data(max_pixels=12_544, max_frame_pixels=12_544),
+    rollout=Rollout(
+        prompts_per_step=16,
+        samples_per_prompt=8,
+        max_prompt_tokens=96,
+        max_response_tokens=192,
+        tools="crop_image_normalized",
+        max_turns=4,
+    ),
+    machine=Machine(dtype="fp32", micro_batch_tokens=4096),
+    run=Run(model="tiny-vl", total_steps=30, eval_every=5, eval_rows=256),
 )
-
-
-def shaped_scores(episodes: list[Episode], max_response_tokens: int, overlong_buffer: int) -> Tensor:
-    """Scores [E], with DAPO's soft overlong punishment (eq. 13): up to -1 over the last `overlong_buffer` tokens."""
-    scores = torch.tensor([e.rewards["score"] for e in episodes], dtype=torch.float32)
-    if not overlong_buffer:
-        return scores
-    lengths = torch.tensor([len(e.response_ids) for e in episodes])
-    return scores + ((max_response_tokens - overlong_buffer - lengths) / overlong_buffer).clamp(-1, 0)
 
 
 # new to curiosity: the reward
@@ -235,8 +138,16 @@ def shape_rewards(episodes: list[Episode], args: Args) -> None:
             correctness = 0.0 if unfixed else min(max(e.rewards["score"], 0.0), 1.0)
             right = float(is_correct(e.rewards))
             is_video = any(m.kind == "video" for m in e.media)
-            shaping = (args.curiosity_alpha, args.curiosity_target, args.call_penalty, args.free_calls)
-            bonus, cost = curiosity_terms(args.curiosity, n, rapr, is_video, *shaping)
+            bonus, cost = curiosity_terms(
+                args.curiosity,
+                calls=n,
+                rapr=rapr,
+                is_video=is_video,
+                alpha=args.curiosity_alpha,
+                target=args.curiosity_target,
+                penalty=args.call_penalty,
+                free=args.free_calls,
+            )
             e.rewards |= {"acc": right, "curiosity": bonus, "call_cost": cost, "looks": float(n > 0)}
             e.rewards["score"] = correctness + bonus + cost
 
@@ -288,6 +199,26 @@ class ReplayMemory:
             print(f"warning: nothing is replayed from before step {step}: {reason}", flush=True)
 
 
+def select(sampled: list[Episode], memory: ReplayMemory, args: Args, step: int) -> tuple[list[Episode], list[Episode]]:
+    """Of a step's episodes those to train on, and earlier ones in the places of groups that teach nothing."""
+    scored = [e for e in sampled if math.isfinite(e.rewards["score"])]  # scoring the others has failed
+    shape_rewards(scored, args)
+    fresh = unequal_groups(scored) if args.filter_equal else scored
+    places = min(len(scored) - len(fresh), round(args.replay_share * len(scored)))
+    return fresh, memory.draw(places, step)
+
+
+def curiosity_means(sampled: list[Episode], replayed: list[Episode]) -> Means:
+    """Metrics of bonus, cost and looking, over the scored episodes."""
+    means = Means()
+    scored = [e.rewards for e in sampled if math.isfinite(e.rewards["score"])]
+    means.add("reward/curiosity", math.fsum(r["curiosity"] for r in scored), count=len(scored))
+    means.add("reward/call_cost", math.fsum(r["call_cost"] for r in scored), count=len(scored))
+    means.add("tool/rapr", math.fsum(r["looks"] for r in scored), count=len(scored))
+    means.add_total("replay/samples", len(replayed))
+    return means
+
+
 def group_advantages(scores: Tensor, groups: Tensor, advantage: str) -> Tensor:
     """Score minus a baseline from its group, scaled. scores [E] float, groups [E] int64 -> [E]. All ranks call it.
 
@@ -312,80 +243,22 @@ def group_advantages(scores: Tensor, groups: Tensor, advantage: str) -> Tensor:
     return advantages.to(scores.dtype)
 
 
-def sequence_mean(values: Tensor, episodes: Tensor) -> Tensor:
-    """Mean of values [N] over the tokens of the same episode, at each of them. episodes [N] int64 -> [N]."""
-    _, place, count = episodes.unique(return_inverse=True, return_counts=True)
-    return (values.new_zeros(len(count)).index_add(0, place, values) / count)[place]
-
-
-def surrogate(
-    objective: str,
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    episodes: Tensor,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float,
+def clipped_loss(
+    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Loss per token [N] and whether its clip is active [N], with r = exp(logprobs - old_logprobs).
+    """PPO's loss of each token [N], and whether a clip is active [N]; `ratio` [N] is p / p at the time of the rollout.
 
-    ppo: max(-A r, -A clip(r, 1 - low, 1 + high)), for A < 0 at most -A * dual_clip (arXiv 1707.06347 eq. 7,
-    1912.09729). gspo: the same with the geometric mean of r over the sequence, no dual clip (2507.18071 eq. 5, 14).
-    cispo: -A clip(r) log p, the clipped ratio being a constant weight: no token loses its gradient (2506.13585 eq. 4).
+    max(-A r, -A clip(r, 1 - low, 1 + high)) (arXiv 1707.06347 eq. 7); with a dual clip above 0 at most -A * dual_clip
+    where A < 0 (1912.09729 eq. 5).
     """
-    logratio = (logprobs - old_logprobs).clamp(-20, 20)
-    if objective == "gspo":  # the value of the sequence's ratio, the gradient of the token's
-        logratio = logprobs - logprobs.detach() + sequence_mean(logratio, episodes).detach()
-    ratio = logratio.exp()
     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
-    if objective == "cispo":
-        return -advantages * clipped_ratio.detach() * logprobs, clipped_ratio != ratio
-    pg_loss = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)
+    loss = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)
     clipped = -advantages * clipped_ratio > -advantages * ratio
-    if dual_clip > 0 and objective == "ppo":
+    if dual_clip > 0:
         bound = -advantages * dual_clip
-        clipped = clipped | ((advantages < 0) & (pg_loss > bound))
-        pg_loss = torch.where(advantages < 0, torch.minimum(pg_loss, bound), pg_loss)
-    return pg_loss, clipped
-
-
-def engine_correction(
-    correction: str, old_logprobs: Tensor, rollout_logprobs: Tensor, episodes: Tensor, low: float, high: float
-) -> Tensor:
-    """Constant weight of each token [N] for having been sampled by the engine, w = trainer's / engine's probability.
-
-    truncate: min(w, high) (TIS, fengyao.notion.site/off-policy-rl). mask: w if low <= w <= high, else 0 (IcePop,
-    arXiv 2510.18855; MIS: low 0). sequence: 1 if low <= geometric mean of w over the sequence <= high, else 0. What is
-    masked stays in the denominator.
-    """
-    logratio = (old_logprobs - rollout_logprobs).detach().clamp(-20, 20)
-    if correction == "truncate":
-        return logratio.exp().clamp(max=high)
-    weight = sequence_mean(logratio, episodes).exp() if correction == "sequence" else logratio.exp()
-    inside = (weight >= low) & (weight <= high)
-    return inside.to(weight.dtype) * (1.0 if correction == "sequence" else weight)
-
-
-def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor, estimator: str) -> Tensor:
-    """Per-token estimate [N] of KL(policy || reference), d = log policy - log reference (joschu.net/blog/kl-approx).
-
-    k1: d. k2: d^2 / 2. k3: exp(-d) - 1 + d. k3-is: k3 times the ratio policy / old, gradient through both: the one
-    that is right off-policy as well (DeepSeek-V3.2, arXiv 2512.02556 sec. 3.1).
-    """
-    d = (logprobs - ref_logprobs).clamp(-20, 20)
-    if estimator == "k1":
-        return d
-    if estimator == "k2":
-        return 0.5 * d.square()
-    k3 = (-d).exp() - 1 + d
-    return k3 * (logprobs - old_logprobs).clamp(-20, 20).exp() if estimator == "k3-is" else k3
-
-
-def adapted_kl_coef(kl_coef: float, kl: float, target: float, horizon: float, num_sequences: float) -> float:
-    """Next coefficient of the adaptive controller (arXiv 1909.08593 sec. 2.2); target 0: fixed."""
-    error = min(max(kl / target - 1, -0.2), 0.2) if target else 0.0
-    return kl_coef * (1 + error * min(num_sequences / horizon, 1.0))
+        clipped = clipped | ((advantages < 0) & (loss > bound))
+        loss = torch.where(advantages < 0, torch.minimum(loss, bound), loss)
+    return loss, clipped
 
 
 def token_weights(
@@ -403,32 +276,6 @@ def token_weights(
     return torch.full_like(lengths, 1.0 / (max_response_tokens * num_sequences))
 
 
-def lr_factor(step: int, total_steps: int, warmup_steps: float, schedule: str, floor: float) -> float:
-    """Share of the peak learning rate at step 0, 1, ...; the first step is never 0.
-
-    Linear warm-up (step + 1) / warmup, then constant, or linear or cosine decay towards `floor`. `warmup_steps` below
-    1 is a share of all steps.
-    """
-    warmup = round(warmup_steps * total_steps) if warmup_steps < 1 else int(warmup_steps)
-    if step < warmup:
-        return (step + 1) / warmup
-    if schedule == "constant":
-        return 1.0
-    progress = (step - warmup) / max(1, total_steps - warmup)
-    decay = 1 - progress if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
-    return floor + (1 - floor) * decay
-
-
-def split_minibatches(episodes: list[Episode], prompts: list, minibatches: int, seed: int, step: int) -> list[list]:
-    """Episode numbers of each minibatch: a random split of all ranks' `prompts`, so that the ranks play no part."""
-    order = np.random.Generator(np.random.PCG64([seed, step])).permutation(prompts)
-    minibatch_of = {int(prompt): place * minibatches // len(prompts) for place, prompt in enumerate(order)}
-    split: list[list[int]] = [[] for _ in range(minibatches)]
-    for i, episode in enumerate(episodes):
-        split[minibatch_of[episode.prompt_index]].append(i)
-    return split
-
-
 @dataclass
 class Tokens:
     """What is known of each trained token: T of them on this rank in a step, N in a micro-batch."""
@@ -437,311 +284,203 @@ class Tokens:
     lengths: Tensor  # [T] float: trained tokens of its episode
     rollout_logprobs: Tensor  # [T] float32: the engine's
     old_logprobs: Tensor  # [T] float32: the trainer's, with the weights of the rollout; NaN until computed
-    ref_logprobs: Tensor  # [T] float32: the initial policy's; NaN without --kl-in
-    advantages: Tensor  # [T] float32
+    advantages: Tensor  # [T] float32; NaN until computed
+
+    @classmethod
+    def of(cls, episodes: list[Episode], index: TokenIndex, device: torch.device) -> "Tokens":
+        """What the episodes tell; the rest is NaN until it is computed."""
+        known = {
+            "episodes": index.episode_of_token,
+            "lengths": index.lengths[index.episode_of_token].float(),
+            "rollout_logprobs": torch.tensor([lp for e in episodes for lp, m in zip(e.logprobs, e.loss_mask) if m]),
+        }
+        unknown = {item.name: torch.full((len(index),), math.nan) for item in fields(cls) if item.name not in known}
+        return cls(**{name: values.to(device) for name, values in (known | unknown).items()})
 
     def __getitem__(self, index: Tensor) -> "Tokens":
-        return Tokens(*(getattr(self, field.name)[index] for field in fields(self)))
+        return Tokens(**{name: values[index] for name, values in vars(self).items()})
 
 
 def backward(
     policy: torch.nn.Module,
-    batches: list[MicroBatch],
+    minibatch: Minibatch,
     tokens: Tokens,
     args: Args,
     world: World,
-    denominators: list[float],
-    on_policy: bool,
-    kl_coef: float = 0.0,
+    *,
+    store_old_logprobs: bool,
     scale: float = 1.0,
-) -> Tensor:
-    """Accumulate the gradient of one optimizer step. Returns sums over its tokens: loss, entropy, clipped, old-new KL.
+) -> Means:
+    """Accumulate the gradient of one optimizer step, times `scale`. Returns the step's policy/* metrics.
 
-    denominators: trained tokens, and episodes that have any, over all ranks. If `on_policy`, the weights are those of
-    the rollout: the log-probs are the old ones too, and are kept as such.
+    store_old_logprobs: the weights are still those of the rollout, so the log-probs of this forward are the old ones:
+    they are written to `tokens.old_logprobs`, and the ratio is exactly 1.
     """
-    num_loss_tokens, num_sequences = (max(count, 1.0) for count in denominators)
-    sums = torch.zeros(4, device=world.device)
-    for i, batch in enumerate(batches):
+    num_tokens, num_sequences = max(minibatch.num_tokens, 1.0), max(minibatch.num_sequences, 1.0)
+    constant_length = args.loss_length or args.rollout.max_response_tokens
+    total_loss, means = torch.zeros((), device=world.device), Means()
+    for i, batch in enumerate(minibatch.micro_batches):
         batch = batch.to(world.device)
-        with forward_context(policy, last=i == len(batches) - 1):
-            logprobs, entropy = policy(batch, args.temperature)  # [N], [N]
-            if on_policy:
+        with forward_context(policy, last=i == len(minibatch.micro_batches) - 1):
+            logprobs, entropy = policy(batch, args.rollout.temperature)  # [N], [N]
+            if store_old_logprobs:
                 tokens.old_logprobs[batch.tokens] = logprobs.detach()
-            t = tokens[batch.tokens]
-            clip = (args.clip_low, args.clip_high, args.dual_clip)
-            loss, clipped = surrogate(args.objective, logprobs, t.old_logprobs, t.advantages, t.episodes, *clip)
-            if args.correction != "none":
-                bounds = (args.correction_low, args.correction_high)
-                probabilities = (t.old_logprobs, t.rollout_logprobs)
-                loss = loss * engine_correction(args.correction, *probabilities, t.episodes, *bounds)
-            loss = loss - args.entropy_coef * entropy
-            if args.kl_in == "loss":
-                loss = loss + kl_coef * kl_estimate(logprobs, t.ref_logprobs, t.old_logprobs, args.kl_estimator)
-            limit = args.loss_length or args.max_response_tokens
-            loss = (loss * token_weights(args.reduction, t.lengths, num_loss_tokens, num_sequences, limit)).sum()
+            here = tokens[batch.tokens]
+            ratio = (logprobs - here.old_logprobs).clamp(-20, 20).exp()
+            loss, clipped = clipped_loss(ratio, here.advantages, args.clip_low, args.clip_high)  # [N], [N]
+            weights = token_weights(args.reduction, here.lengths, num_tokens, num_sequences, constant_length)
             # FSDP2 and DDP average gradients over ranks, the denominator is global: hence world.size
-            (loss * world.size * scale).backward()
-        logratio = logprobs.detach() - t.old_logprobs
-        kl = logratio.exp() - 1 - logratio  # k3
-        sums += torch.stack([x.detach().float() for x in (loss, entropy.sum(), clipped.sum(), kl.sum())])
-    return sums
+            loss = (loss * weights).sum() * world.size
+            (loss * scale).backward()
+        total_loss += loss.detach()
+        logratio = logprobs.detach() - here.old_logprobs
+        means.add("policy/entropy", entropy.sum(), count=len(entropy))
+        means.add("policy/clip_fraction", clipped.sum(), count=len(clipped))
+        means.add("policy/approx_kl", (logratio.exp() - 1 - logratio).sum(), count=len(logratio))  # k3
+    means.add("policy/loss", total_loss, count=minibatch.num_tokens > 0)
+    return means
+
+
+def collect(rollouts: Rollouts, num_prompts: int, step: int, watch: Stopwatch, first: int = 0) -> list[Episode]:
+    """This rank's episodes of the next prompts, sampled and scored; `first` is the place of the first in the step."""
+    # 1. data
+    prompts = rollouts.draw(num_prompts, first)
+
+    # 2. rollout
+    with watch("rollout"):
+        episodes = rollouts.sample(prompts, step)
+
+    # 3. rewards
+    with watch("reward"):
+        rollouts.score(episodes, prompts)
+    return episodes
 
 
 def check_args(args: Args) -> None:
     """Refuse what cannot work, or has no effect, before anything is loaded."""
-    check_objective_args(args)
-    refuse(args.samples_per_prompt < 2 and not args.eval_only, "--samples-per-prompt 1: nothing to compare with")
-    refuse(args.dynamic_sampling == 1, "--dynamic-sampling 1 never refills: give a number of rounds, such as 10")
-    bonus = (args.curiosity != "none" and bool(args.tools), "--tools, and --curiosity paper or repo")
-    refuse_idle(
-        args,
-        {
-            **dict.fromkeys(["curiosity_alpha", "curiosity_target", "call_penalty", "free_calls"], bonus),
-            **dict.fromkeys(["veto_errors", "count_calls"], (bool(args.tools), "--tools")),
-            "compare_tools": (args.eval_only and bool(args.tools), "--eval-only and --tools"),
-            "replay_share": (args.filter_equal and not args.dynamic_sampling, "places that --filter-equal leaves"),
-            "replay_max_age": (args.filter_equal and args.replay_share > 0, "--replay-share"),
-        },
-    )
-    later = args.filter_equal and (args.overlong_buffer > 0 or args.kl_in == "reward")
-    refuse(later, "--overlong-buffer and --kl-in reward change rewards after --filter-equal: give --no-filter-equal")
-    noisy = args.kl_in == "reward" and args.advantage == "group-std"
-    refuse(noisy, "--kl-in reward with --advantage group-std: KL noise would decide groups of equal scores, take rloo")
+    check_shared(args.data, args.run, args.rollout)
+    P, M, G = args.rollout.prompts_per_step, args.minibatches, args.rollout.samples_per_prompt
+    refuse(G < 2 and not args.rollout.eval_only, "--samples-per-prompt 1: nothing to compare with")
+    refuse(P < M, f"--minibatches {M} of --prompts-per-step {P}: a minibatch needs a prompt (groups stay together)")
+    moved = "several --minibatches or --epochs-per-step: on-policy the ratio is 1"
+    bonus = (args.curiosity != "none" and bool(args.rollout.tools), "--tools, and --curiosity paper or repo")
+    idle = dict.fromkeys(["clip_low", "clip_high"], (M * args.epochs_per_step > 1, moved))
+    idle |= dict.fromkeys(["curiosity_alpha", "curiosity_target", "call_penalty", "free_calls"], bonus)
+    idle |= dict.fromkeys(["veto_errors", "count_calls"], (bool(args.rollout.tools), "--tools"))
+    idle |= {
+        "compare_tools": (args.rollout.eval_only and bool(args.rollout.tools), "--eval-only and --tools"),
+        "replay_share": (args.filter_equal, "places that --filter-equal leaves"),
+        "replay_max_age": (args.filter_equal and args.replay_share > 0, "--replay-share"),
+        "loss_length": (args.reduction == "dr_grpo", "--reduction dr_grpo"),
+        "lr_floor": (args.lr_schedule != "constant", "--lr-schedule linear or cosine"),
+    }
+    refuse_idle(args, idle)
 
 
 def main(args: Args, demo: bool = False) -> None:
     check_args(args)
-    job = set_up(args, "curiosity_rl", demo)
-    world, engine, device = job.world, job.engine, job.world.device
+    job = open_job("curiosity_rl", args.data, args.machine, args.run, demo)
+    world, device = job.world, job.world.device
+    rollouts = open_rollouts(job, args.data, args.rollout, args.run, trained=[job.path], frozen=[])
 
-    options = {"trust_remote_code": args.trust_remote_code, "vision": job.vision}
-    load = partial(load_policy, job.path, job.attention, **options)
-    ways = {"gradient_checkpointing": args.gradient_checkpointing, "compile_layers": args.compile}
-    policy = load(freeze_vision=args.freeze_vision, **ways)
-    sizes = parameter_sizes(policy)
-    pack_options = layout(job.attention, args.micro_batch_tokens, job.output_dir, job.vision)
-    policy = wrap_model(policy, world, args.strategy, job.compute_dtype)
-    reference = None
-    if args.kl_in != "none":
-        dtype = job.compute_dtype if args.strategy == "fsdp" else torch.float32  # FSDP2 computes with casts anyway
-        reference = wrap_model(load(dtype=dtype).requires_grad_(False), world, args.strategy, job.compute_dtype)
-    optimizer = torch.optim.AdamW(
-        policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.999), weight_decay=args.weight_decay, fused=True
+    policy = job.load_policy()
+    optimizer = job.adamw(policy, args.weight_decay, args.max_grad_norm)
+    packer = Packer(job.attention, args.machine.micro_batch_tokens, job.output_dir, world, job.vision)
+    checkpoints = Checkpoints(
+        job.output_dir,
+        args.run,
+        world,
+        optimizers={"policy": optimizer},
+        state={"loader": rollouts.loader},
     )
-    loss_scale = LossScale.for_dtype(job.compute_dtype)
-    offload = args.optimizer_offload
-    max_gap = gap_limit(job.compute_dtype) if args.max_logprob_gap is None else args.max_logprob_gap
-    sampling = Sampling(args.samples_per_prompt, args.max_response_tokens, args.temperature)
+    start = checkpoints.resume()
+    samples = args.rollout.prompts_per_step * args.rollout.samples_per_prompt // world.size  # a step's worth
+    capacity = samples if args.filter_equal and args.replay_share else 0
+    memory = ReplayMemory(job.output_dir / "replay_memory", capacity, args.replay_max_age, args.run.seed, world)
+    if checkpoints.resumed and not args.rollout.eval_only:
+        memory.load(checkpoints.resumed, start, job.limits)
+    logger = open_logger(job, args, rollouts.total_steps, checkpoints, record=not args.rollout.eval_only)
 
-    trained = {"policy": (policy, optimizer)}
-    loader = None if args.eval_only else PromptLoader(len(job.train_data), args.seed)
-    replays = args.filter_equal and args.replay_share > 0 and not args.dynamic_sampling  # which leaves no place
-    capacity = replays * args.prompts_per_step * args.samples_per_prompt // world.size  # a step's worth
-    memory = ReplayMemory(job.output_dir / "replay_memory", capacity, args.replay_max_age, args.seed, world)
-    start, best, kl_coef = 0, -math.inf, args.kl_coef
-    if resumed := find_checkpoint(job.output_dir, args.resume, world):
-        state = load_checkpoint(resumed, trained, world, args.optimizer_offload)
-        start, best = state["step"], state["best"]
-        kl_coef = state["kl_coef"] if args.kl_target and state["kl_coef"] else args.kl_coef
-        loss_scale.load_state_dict(state["loss_scale"])
-        if loader:
-            loader.load_state_dict(state["loader"])
-        if not args.eval_only:
-            memory.load(resumed, start, job.limits)
-    logger = open_logger(args, job, "curiosity_rl", trained, start, resumed)
-
-    def sync_engine(step: int) -> None:
-        engine.wake("weights")
-        engine.sync_weights(full_parameters(policy, job.compute_dtype), sizes, step)
-        engine.wake("kv_cache")
-
-    @torch.no_grad()
-    def logprob_pass(model: torch.nn.Module, batches: Iterable[MicroBatch], result: Tensor) -> None:
-        for batch in batches:
-            with forward_context(model):
-                result[batch.tokens.to(device)] = model(batch.to(device), args.temperature)[0]
-
-    if args.eval_only:
-        sync_engine(start)
-        report_to = job.output_dir / "eval_samples.parquet"
-        metrics = evaluate(job, args, start, logger, report_to)
+    if args.rollout.eval_only:
+        samples = evaluate_only(job, rollouts, policy, start, logger)
         if args.compare_tools:
-            blind, options = report_to.with_stem("eval_samples_without_tools"), {"media_root": args.media_root}
-            options |= {"overlong": args.overlong_prompts, "skip_bad_rows": args.skip_bad_rows, "flag": "--eval-data"}
-            options |= {"max_prompt_tokens": args.max_prompt_tokens, "vision": job.vision, "notice": world.print}
-            data = PromptData(args.eval_data, job.tokenizer, max_images=args.max_images, **options)
-            evaluate(replace(job, eval_data=data, turns=None), args, start, logger, blind)
-            if world.is_main:
-                world.print(side_by_side({"with tools": report_to, "without": blind}))
-        logger.event({"event": "eval_only", "step": start, **metrics})
+            compare_without_tools(job, rollouts, args.data, policy, start, logger, with_tools=samples)
         return
-
-    end = start + 1 if args.replay else job.total_steps
+    rollouts.announce(updates=args.minibatches * args.epochs_per_step)
+    if start == 0 and args.run.eval_before and rollouts.can_evaluate:
+        logger.log(0, evaluate(rollouts, policy, 0, logger))
+    end = start + 1 if args.rollout.replay else rollouts.total_steps
     for step in range(start, end):
         watch = Stopwatch()
-        sampled, episodes, drawn = [], [], 0  # episodes of this rank: all, those to train on; prompts of all ranks
-        if args.replay:
-            sampled, episodes = load_rollouts(args.replay, step + 1, world, job.limits)
+        if args.rollout.replay:
+            sampled, episodes = load_rollouts(args.rollout.replay, step + 1, world, job.limits)
+            sampled = [e for e in sampled if "born" not in e.rewards]
             replayed = [e for e in episodes if "born" in e.rewards]
-            sampled, episodes = ([e for e in part if "born" not in e.rewards] for part in (sampled, episodes))
+            fresh = [e for e in episodes if "born" not in e.rewards]
         else:
             with watch("sync"):
-                sync_engine(step)
-            if step == 0 and args.eval_before and job.eval_data:
-                with watch("eval"):
-                    logger.log(0, evaluate(job, args, 0, logger))
-
-        missing = 0 if args.replay else args.prompts_per_step
-        for _ in range(max(args.dynamic_sampling, 1)):
-            if not missing:
-                break
-            # 1. data
-            places = list(enumerate(loader.next(missing), start=drawn))[world.rank :: world.size]
-            prompts = {place: job.train_data[position] for place, position in places}
-            drawn += missing
-
-            # 2. rollout
-            with watch("rollout"):
-                asked = {"seed": args.seed, "step": step, "weights_step": step, "turns": job.turns}
-                new = sample_episodes(engine, prompts, sampling, **asked)
-
-            # 3. rewards
-            with watch("reward"):
-                score_episodes(new, prompts, job.workers, job.tokenizer)
-            sampled += new
-            new = [e for e in new if math.isfinite(e.rewards["score"])]  # scoring the others has failed
-            shape_rewards(new, args)
-            episodes += unequal_groups(new) if args.dynamic_sampling else new
-            missing = args.prompts_per_step - int(all_reduce([len({e.prompt_index for e in episodes})])[0])
-        if args.dynamic_sampling and missing:
-            raise SystemExit(
-                f"--dynamic-sampling {args.dynamic_sampling}: {missing} groups of unequal scores are missing "
-                "after so many rounds; raise it, or --samples-per-prompt, or take prompts of another difficulty"
-            )
-        if engine:
-            engine.sleep()
+                sync_engine(rollouts.engine, policy, step)
+            sampled = collect(rollouts, args.rollout.prompts_per_step, step, watch)
+            rollouts.engine.sleep()
+            fresh, replayed = select(sampled, memory, args, step)
 
         # 4. update
-        # new to curiosity: earlier samples in the places of groups that teach nothing
-        if not args.replay:
-            kept = unequal_groups(episodes) if args.filter_equal else episodes
-            replayed = memory.draw(min(len(episodes) - len(kept), round(args.replay_share * len(episodes))), step)
-            episodes = kept
-        num_new, episodes = len(episodes), episodes + replayed
-        for episode in episodes if args.mask_truncated else []:
-            episode.loss_mask = [mask * (not episode.truncated) for mask in episode.loss_mask]
-        groups = torch.tensor([e.prompt_index for e in episodes], dtype=torch.int64)  # [E]
-        scores = shaped_scores(episodes, args.max_response_tokens, args.overlong_buffer)  # [E]
+        episodes = fresh + replayed
         index = TokenIndex(episodes)
-        episode_of_token = index.episode_of_token  # [T]
-        rollout_logprobs = torch.tensor([lp for e in episodes for lp, m in zip(e.logprobs, e.loss_mask) if m])
-        unknown = torch.full((len(index),), math.nan)
-        flat = [episode_of_token, index.lengths[episode_of_token].float(), rollout_logprobs]
-        tokens = Tokens(*(x.to(device) for x in (*flat, unknown, unknown.clone(), unknown.clone())))
-        split = split_minibatches(episodes, prompts_of_all_ranks(episodes), args.minibatches, args.seed, step)
-        packs = [pack(episodes, selected, index, **pack_options) for selected in split]
-        counts = [float(n) for s in split for n in (index.lengths[s].sum(), (index.lengths[s] > 0).sum())]
-        counts = all_reduce(counts)  # per minibatch, over all ranks: trained tokens, episodes that have any
-
+        tokens = Tokens.of(episodes, index, device)
+        minibatches = packer.minibatches(episodes, index, args.minibatches, seed=args.run.seed, step=step)
         with watch("logprob"):
-            # the first minibatch gets its old log-probs for free in its own forward, if no reward depends on them
-            logprob_pass(policy, chain(*(packs if args.kl_in == "reward" else packs[1:])), tokens.old_logprobs)
-            if reference:
-                logprob_pass(reference, chain(*packs), tokens.ref_logprobs)
-        if args.kl_in == "reward":
-            kl = kl_estimate(tokens.old_logprobs, tokens.ref_logprobs, tokens.old_logprobs, "k1").cpu()
-            scores = scores - kl_coef * torch.zeros(len(scores)).index_add(0, episode_of_token, kl)
-        advantages = group_advantages(scores[:num_new], groups[:num_new], args.advantage)
-        replayed_advantages = torch.tensor([e.rewards["advantage"] for e in replayed], dtype=advantages.dtype)
-        advantages = torch.cat([advantages, replayed_advantages])  # [E]
-        memory.add(episodes[:num_new], advantages.tolist(), step)
-        tokens.advantages = advantages[episode_of_token].to(device)
-        new_tokens = (episode_of_token < num_new).to(device)
-        if args.dump_rollouts_every and (step + 1) % args.dump_rollouts_every == 0:
-            dump_step(job, step + 1, sampled + replayed, episodes, advantages.tolist())
+            # the first minibatch gets its old log-probs for free in its own forward
+            packer.fill(tokens.old_logprobs, policy, minibatches[1:], args.rollout.temperature)
+        scores = torch.tensor([e.rewards["score"] for e in fresh], dtype=torch.float32)  # [E], of the fresh ones
+        groups = torch.tensor([e.prompt_index for e in fresh], dtype=torch.int64)
+        fresh_advantages = group_advantages(scores, groups, args.advantage)
+        replayed_advantages = torch.tensor([e.rewards["advantage"] for e in replayed], dtype=torch.float32)
+        advantages = torch.cat([fresh_advantages, replayed_advantages])  # [E]
+        tokens.advantages = advantages[index.episode_of_token].to(device)
+        memory.add(fresh, fresh_advantages.tolist(), step)
+        if due(step + 1, args.rollout.dump_rollouts_every):
+            job.dump(step + 1, sampled + replayed, episodes, advantages.tolist())
 
-        lr = args.learning_rate * lr_factor(step, job.total_steps, args.warmup_steps, args.lr_schedule, args.lr_floor)
-        for group in optimizer.param_groups:
-            group["lr"], group["weight_decay"] = lr, args.weight_decay  # of this run, not of the checkpoint
-        totals = torch.zeros(4, device=device)
-        grad_norms, skipped = [], 0
+        decay = lr_factor(step, rollouts.total_steps, args.warmup_steps, args.lr_schedule, args.lr_floor)
+        lr = args.learning_rate * decay
+        means = Means()
         with watch("update"):
-            for epoch in range(args.epochs_per_step):
-                for m in range(args.minibatches):
-                    on_policy = epoch == m == 0
-                    constants = (counts[2 * m : 2 * m + 2], on_policy, kl_coef, loss_scale.scale)
-                    while True:
-                        try:
-                            totals += backward(policy, packs[m], tokens, args, world, *constants)
-                            break
-                        except torch.OutOfMemoryError as error:  # the same gradient, in smaller pieces
-                            pack_options = halve_budget(pack_options, policy, world, error, job.output_dir)
-                            packs = [pack(episodes, selected, index, **pack_options) for selected in split]
-                    if on_policy:  # all old log-probs are in, and the weights are still the engine's
-                        gaps = (tokens.rollout_logprobs - tokens.old_logprobs)[new_tokens].abs()
-                        gap, num_gaps = all_reduce([gaps.sum().item(), len(gaps)])
-                        gap /= max(num_gaps, 1.0)
-                        check_gap(gap, max_gap, step)
-                    grad_norm, stepped = guarded_step(policy, optimizer, args.max_grad_norm, loss_scale, offload)
-                    grad_norms += [grad_norm] * (counts[2 * m] > 0)  # some of many minibatches may be empty
-                    skipped += not stepped
+            for epoch, minibatch in product(range(args.epochs_per_step), minibatches):
+                on_policy = epoch == 0 and minibatch is minibatches[0]  # the weights are still the engine's
+                accumulate = partial(backward, policy, minibatch, tokens, args, world, store_old_logprobs=on_policy)
+                means.merge(packer.attempt(policy, accumulate, scale=optimizer.scale))
+                if on_policy:  # and all old log-probs are in
+                    new = (index.episode_of_token < len(fresh)).to(device)  # earlier weights sampled the others
+                    gap = checked_gap(tokens.rollout_logprobs[new], tokens.old_logprobs[new], rollouts.max_gap, step)
+                means.merge(optimizer.step(lr, minibatch.num_tokens))
 
         # 5. log
-        sums = dict(zip(("loss", "entropy", "clipped", "kl"), totals.tolist())) | rollout_sums(sampled)
-        for name in ("curiosity", "call_cost", "looks"):
-            sums[name] = math.fsum(e.rewards.get(name, 0.0) for e in sampled)
-        sums["replayed"] = len(replayed)
-        if reference:
-            old = tokens.old_logprobs
-            sums["kl_to_ref"] = kl_estimate(old, tokens.ref_logprobs, old, "k3").sum().item()
-        sums = all_reduce_sums(sums)
-        num_tokens = max(sum(counts[::2]), 1.0)
-        metrics = rollout_metrics(sums, watch.seconds, job.turns is not None)
-        metrics |= policy_metrics(sums, num_tokens, args.epochs_per_step, grad_norms)
-        metrics |= {
+        means.merge(rollout_means(sampled, watch.seconds, with_tools=rollouts.turns is not None))
+        means.merge(curiosity_means(sampled, replayed))
+        metrics = rollout_metrics(means.reduce()) | {
             "policy/rollout_logprob_gap": gap,
             "optim/lr": lr,
-            "optim/skipped_steps": float(skipped),
-            "optim/loss_scale": loss_scale.scale,
-            "data/epoch": loader.epoch,
-            "reward/curiosity": sums["curiosity"] / sums["scored"],
-            "reward/call_cost": sums["call_cost"] / sums["scored"],
-            "tool/rapr": sums["looks"] / sums["scored"],
-            "replay/samples": sums["replayed"],
+            "optim/loss_scale": optimizer.scale,
+            "data/epoch": rollouts.loader.epoch,
         }
-        if reference:
-            metrics |= {"policy/kl_to_ref": sums["kl_to_ref"] / num_tokens, "policy/kl_coef": kl_coef}
-            kl = metrics["policy/kl_to_ref"]
-            kl_coef = adapted_kl_coef(kl_coef, kl, args.kl_target, args.kl_horizon, sum(counts[1::2]))
 
         # 6. eval, checkpoint
         last, stop = step + 1 == end, stop_requested()
-        if engine and job.eval_data and (last or (args.eval_every and (step + 1) % args.eval_every == 0)):
+        if rollouts.can_evaluate and (last or due(step + 1, args.run.eval_every)):
             with watch("eval"):
-                sync_engine(step + 1)
-                metrics |= evaluate(job, args, step + 1, logger)
-                engine.sleep()
+                metrics |= evaluate(rollouts, policy, step + 1, logger)
         metrics |= watch.metrics() | {"memory/peak_gb": peak_memory_gb(device)}
         logger.log(step + 1, metrics)  # before the checkpoint: a step that a resume skips is a step on record
-        if not args.replay and (last or stop or (args.save_every and (step + 1) % args.save_every == 0)):
-            accuracy = metrics.get("eval/accuracy", -math.inf)
-            state = {"best": max(accuracy, best), "kl_coef": kl_coef}
-            state |= {"loader": loader.state_dict(), "loss_scale": loss_scale.state_dict()}
-            folder = job.output_dir / "checkpoints"
-            memory.save(step + 1, job.tokenizer, folder)
-            keep = {"keep": args.keep_checkpoints, "best": accuracy > best}
-            if save_checkpoint(folder, step + 1, trained, state, world, **keep):
-                best = state["best"]
+        if not args.rollout.replay and (last or stop or due(step + 1, args.run.save_every)):
+            memory.save(step + 1, job.tokenizer, checkpoints.folder)
+            checkpoints.save(step + 1, metrics.get("eval/accuracy"))
         if stop and not last:
             logger.event({"event": "stopped", "step": step + 1})
             raise SystemExit(143)  # as a process ended by SIGTERM
 
-    export_hugging_face(policy, job.tokenizer, job.output_dir / "model", world, job.compute_dtype)
-    finish(job, logger)
-    world.print(f"done: {job.output_dir / 'model'} loads in transformers and vLLM; curves.png is beside it")
+    finish(job, policy, logger)
 
 
 if __name__ == "__main__":
-    demo = not any(argument.partition("=")[0] in ("--model", "--help", "-h") for argument in sys.argv[1:])
-    run(main, tyro.cli(Args, default=DEMO if demo else None, description=__doc__), demo)
+    run(main, *parse(Args, DEMO, __doc__))

@@ -21,150 +21,95 @@ micro-batch. Everything per token is flat ([T] or [N]): there is no padding to m
 """
 
 import math
-import sys
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
-from itertools import accumulate, chain, product
-from pathlib import Path
+from itertools import accumulate, product
 from typing import Literal
 
-import numpy as np
 import torch
-import tyro
 from torch import Tensor
 
-from common.arguments import check_objective_args, refuse_idle
-from common.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
-from common.data.prompts import PromptLoader
-from common.distributed import World, all_reduce, all_reduce_sums, forward_context, run, stop_requested, wrap_model
+from common.checkpoint import Checkpoints
+from common.distributed import World, all_reduce, forward_context, run, stop_requested
 from common.dumps import load_rollouts
-from common.engine.books import Sampling
-from common.episodes import Episode, prompts_of_all_ranks, sample_episodes
-from common.evaluate import evaluate
-from common.hub import resolve_model
-from common.memory import halve_budget, peak_memory_gb
-from common.metrics import policy_metrics, rollout_metrics, rollout_sums, value_metrics, value_sums
-from common.models import export_hugging_face, full_parameters, load_critic, load_policy, parameter_sizes
-from common.packing import MicroBatch, TokenIndex, layout, pack
-from common.precision import LossScale, check_gap, gap_limit, guarded_step
-from common.rewards import score_episodes
-from common.rewards.model import RewardModel
-from common.setup import Stopwatch, dump_step, finish, open_logger, set_up
+from common.episodes import Episode
+from common.evaluate import evaluate, evaluate_only
+from common.files import refuse
+from common.flags import (
+    Amount,
+    Count,
+    Data,
+    Limit,
+    Machine,
+    Positive,
+    Rollout,
+    Run,
+    Share,
+    check_shared,
+    parse,
+    refuse_idle,
+)
+from common.hub import load_tokenizer, resolve_model
+from common.memory import peak_memory_gb
+from common.metrics import Means, explained_variance, rollout_means, rollout_metrics
+from common.models import sync_engine
+from common.optimizer import lr_factor
+from common.packing import Minibatch, Packer, TokenIndex
+from common.precision import checked_gap
+from common.rollouts import Rollouts, open_rollouts
+from common.setup import Job, Stopwatch, due, finish, open_job, open_logger
+from common.vision import load_vision
 
 
 @dataclass
 class Args:
-    # model and data
-    model: str  # folder, hub id, or an embedded model: tiny, tiny-vl, smollm2
+    """PPO's objective, its critic and their optimizers."""
+
+    gamma: Share = 1.0  # discount per token
+    critic_lambda: Share = 1.0  # GAE of the returns, the critic's targets; 1: they are the plain returns
+    policy_lambda: Share = 1.0  # GAE of the advantages
+    lambda_length: Amount = 0.0  # VAPO's alpha: the advantages' lambda is 1 - 1 / (alpha * response length); 0: off
+    whiten: bool = True  # advantages to mean 0 and variance 1 over all trained tokens of the step
+    reduction: Literal["dapo", "grpo", "dr_grpo"] = "dapo"  # mean over tokens; over sequences; constant length
+    loss_length: Count | None = None  # constant length of dr_grpo; default: --max-response-tokens
+    clip_low: Amount = 0.2  # ratio is clipped below 1 - this
+    clip_high: Amount = 0.2  # ratio is clipped above 1 + this (DAPO's clip-higher: 0.28)
+    dual_clip: Amount = 3.0  # loss bound for negative advantages, as a ratio; 0 = off
+    value_clip: Amount = 0.5  # values are clipped this far from the old ones; 0 = off
+    minibatches: Count = 4  # optimizer steps per rollout and epoch
+    epochs_per_step: Count = 1  # passes over a rollout
+    critic_epochs: Count = 1  # passes of the critic over a rollout
+    entropy_coef: float = 0.0  # bonus for entropy
+    correction: Literal["none", "truncate", "mask", "sequence"] = "none"  # TIS; IcePop, MIS; whole
+    correction_low: Amount = 0.5  # mask, sequence: below this the weight is 0
+    correction_high: Amount = 2.0  # truncate: largest weight; mask, sequence: above this the weight is 0
+    kl_in: Literal["none", "reward", "loss"] = "none"  # where the KL to the initial policy is charged
+    kl_coef: Amount = 0.0  # its coefficient
+    kl_estimator: Literal["k1", "k2", "k3", "k3-is"] = "k1"  # reward: k1; loss: k2, k3, or k3-is (importance-weighted)
+    kl_target: Amount = 0.0  # adapt the coefficient towards this KL per token; 0: fixed
+    kl_horizon: Positive = 10_000.0  # sequences over which it adapts
+    overlong_buffer: Limit = 0  # last tokens of --max-response-tokens in which the score falls, by up to 1 (DAPO)
+    mask_truncated: bool = False  # train on no truncated response; it still counts in baselines
     critic_model: str | None = None  # backbone of the critic, with the same tokenizer; default: --model
     reward_model: str | None = None  # a transformers sequence classifier, scores besides the rule
     reward_model_weight: float = 1.0  # what is trained on is the rule's score + this * the model's
-    train_data: str | None = None  # verl-format .parquet or .jsonl, comma-separated; tiny brings its own
-    eval_data: str | None = None  # the same format; gives eval/*
-    output_dir: Path | None = None  # run folder; default runs/SCRIPT-MODEL-TIME
-    max_prompt_tokens: int = 512  # longest prompt (tokens)
-    max_response_tokens: int = 512  # longest response (tokens)
-    overlong_prompts: Literal["error", "drop"] = "error"  # what to do with longer prompts
-    media_root: Path | None = None  # folder of the relative paths in the columns images and videos
-    min_pixels: int = 3136  # smaller pictures are enlarged to this area; 28 x 28 pixels are one token
-    max_pixels: int = 1_003_520  # larger ones are reduced to it; crops are cut from the original
-    max_frame_pixels: int = 401_408  # the same for a frame of a video
-    max_rows: int | None = None  # use only the first rows of the training data
-    skip_bad_rows: bool = False  # count and drop unusable rows instead of stopping
-    reward_function: str | None = None  # FILE.py:NAME, verl's signature; default: by the row's data_source
-    reward_workers: int = 2  # processes per rank that score responses
-    reward_timeout: float = 10.0  # seconds for one response; one that takes longer, or crashes, is left out
-    seed: int = 0  # data order, sampling, initialisation
-    # rollout
-    prompts_per_step: int = 128  # P: prompts per step, over all ranks
-    samples_per_prompt: int = 1  # G: responses to each prompt
-    temperature: float = 1.0  # of sampling; the trainer's log-probs use it too
-    tools: str | None = None  # what the policy may call: visual, built-in names, FILE.py:NAME, comma-separated
-    tool_workers: int = 64  # processes per rank, at most, that run tools
-    tool_timeout: float = 30.0  # seconds for one call; an episode whose tool hangs or crashes is left out
-    max_turns: int = 5  # answers in a trajectory, each but the last followed by what its tool returns
-    max_turn_tokens: int | None = None  # longest single answer (tokens); default: --max-response-tokens
-    max_tool_errors: int = 3  # errors that are told to the policy; one more ends the trajectory
-    max_images: int = 16  # pictures in a trajectory, the prompt's included
-    deterministic: bool = False  # with tools: turns in lock-step, so that a resume repeats them bit for bit
-    engine: Literal["vllm", "hf"] = "vllm"  # rollout engine; hf: transformers, slow, needs no vLLM
-    engine_memory: float | None = None  # KV cache of the engine (GiB per rank); default 8 on GPU, 1 on CPU
-    sleep_level: Literal[0, 1, 2] = 1  # engine while updating: 0 stays, 1 weights to host, 2 weights dropped
-    max_logprob_gap: float | None = None  # stop if |engine - trainer| log-probs exceed this mean; default by dtype
-    # algorithm
-    objective: Literal["ppo", "gspo", "cispo"] = "ppo"  # what is clipped: a token's ratio, its sequence's, its weight
-    gamma: float = 1.0  # discount per token
-    critic_lambda: float = 1.0  # GAE of the returns, the critic's targets; 1: they are the plain returns
-    policy_lambda: float = 1.0  # GAE of the advantages
-    lambda_length: float = 0.0  # VAPO's alpha: the advantages' lambda is 1 - 1 / (alpha * response length); 0: off
-    whiten: bool = True  # advantages to mean 0 and variance 1 over all trained tokens of the step
-    reduction: Literal["dapo", "grpo", "dr_grpo"] = "dapo"  # mean over tokens; over sequences; constant length
-    loss_length: int | None = None  # constant length of dr_grpo; default: --max-response-tokens
-    clip_low: float = 0.2  # ratio is clipped below 1 - this
-    clip_high: float = 0.2  # ratio is clipped above 1 + this (DAPO's clip-higher: 0.28)
-    dual_clip: float = 3.0  # loss bound for negative advantages, as a ratio; 0 = off
-    value_clip: float = 0.5  # values are clipped this far from the old ones; 0 = off
-    minibatches: int = 4  # optimizer steps per rollout and epoch
-    epochs_per_step: int = 1  # passes of the policy over a rollout
-    critic_epochs: int = 1  # passes of the critic over a rollout
-    entropy_coef: float = 0.0  # bonus for entropy
-    correction: Literal["none", "truncate", "mask", "sequence"] = "none"  # TIS; IcePop, MIS; whole
-    correction_low: float = 0.5  # mask, sequence: below this the weight is 0
-    correction_high: float = 2.0  # truncate: largest weight; mask, sequence: above this the weight is 0
-    kl_in: Literal["none", "reward", "loss"] = "none"  # where the KL to the initial policy is charged
-    kl_coef: float = 0.0  # its coefficient
-    kl_estimator: Literal["k1", "k2", "k3", "k3-is"] = "k1"  # reward: k1; loss: k2, k3, or k3-is (importance-weighted)
-    kl_target: float = 0.0  # adapt the coefficient towards this KL per token; 0: fixed
-    kl_horizon: float = 10_000.0  # sequences over which it adapts
-    overlong_buffer: int = 0  # last tokens of --max-response-tokens in which the score falls, by up to 1 (DAPO)
-    mask_truncated: bool = False  # train on no truncated response
-    # optimization
-    micro_batch_tokens: int = 16384  # tokens of one forward and backward, per rank
-    learning_rate: float = 1e-6  # of the policy, peak
-    critic_learning_rate: float = 1e-5  # of the critic, peak
-    critic_warmup_steps: int = 0  # first steps, in which the critic is trained alone
+    learning_rate: Amount = 1e-6  # peak
+    critic_learning_rate: Amount = 1e-5  # of the critic, peak
+    critic_warmup_steps: Limit = 0  # first steps, in which the critic is trained alone
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
-    warmup_steps: float = 0.0  # steps of linear warm-up; below 1: share of all steps
-    lr_floor: float = 0.0  # last learning rate as a share of the peak
-    weight_decay: float = 0.0  # AdamW, decoupled
-    max_grad_norm: float = 1.0  # global L2 norm; 0 = no clipping
-    total_steps: int | None = None  # steps (rollouts); default: from --total-epochs
-    total_epochs: float = 1.0  # passes over the prompts, if --total-steps is not given
-    # parallelism and precision
-    strategy: Literal["fsdp", "ddp"] = "fsdp"  # shard the model (FSDP2) or replicate it
-    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # trainer and engine; master weights are float32
-    attention: Literal["auto", "flash", "flex", "sdpa"] = "auto"  # auto: flex on GPUs with bf16, else sdpa
-    freeze_vision: bool = False  # train the language model alone
-    reference_offload: bool = False  # the reference model on the host, but for its log-probs
-    optimizer_offload: bool = False  # Adam's moments on the host, but for the optimizer's step
-    gradient_checkpointing: bool = False  # recompute activations in backward: less memory, a third more compute
-    compile: bool = False  # torch.compile the layers, on GPUs: a slow first step, then faster ones
-    trust_remote_code: bool = False  # run code that comes with the model
-    # evaluation, checkpoints, logging
-    eval_every: int = 20  # steps between evaluations; 0: only before and after
-    eval_before: bool = True  # evaluate before the first step
-    eval_only: bool = False  # evaluate --eval-data, print the table, write the samples, and stop
-    eval_rows: int = 512  # rows of --eval-data used
-    eval_samples: int = 1  # samples per row; above 1: pass@k and maj@k
-    eval_temperature: float = 0.0  # 0 = greedy
-    eval_top_p: float = 1.0  # nucleus, in evaluation only
-    eval_top_k: int = -1  # in evaluation only
-    save_every: int = 0  # steps between checkpoints; 0: only at the end
-    keep_checkpoints: int = 1  # newest ones kept; the best by eval/accuracy is kept besides
-    resume: str = "auto"  # auto: continue the run in --output-dir if there is one; never; or a path
-    dump_rollouts_every: int = 0  # steps between dumps of all episodes to OUTPUT_DIR/rollouts; 0: none
-    replay: Path | None = None  # a dump: repeat the update of its step bit for bit, without an engine, and stop
-    stall_minutes: float = 60.0  # longest a phase (rollout, rewards, evaluation) may take; then stacks, and the end
-    log: str = ""  # further trackers, comma-separated: tensorboard, wandb
+    warmup_steps: Amount = 0.0  # steps of linear warm-up; below 1: share of all steps
+    lr_floor: Share = 0.0  # last learning rate as a share of the peak
+    weight_decay: Amount = 0.0  # AdamW, decoupled
+    max_grad_norm: Amount = 1.0  # global L2 norm; 0 = no clipping
+    # what all scripts share: common/flags.py
+    data: Data = field(default_factory=Data)
+    rollout: Rollout = field(default_factory=partial(Rollout, samples_per_prompt=1))
+    machine: Machine = field(default_factory=Machine)
+    run: Run = field(default_factory=Run)
 
 
 # What `ppo.py` without --model runs: a policy of 3 million parameters learns to search (README, "The demo").
 DEMO = Args(
-    model="tiny",
-    max_prompt_tokens=64,
-    max_response_tokens=256,
-    prompts_per_step=192,
     minibatches=8,
     learning_rate=3e-5,
     critic_learning_rate=6e-4,
@@ -172,8 +117,8 @@ DEMO = Args(
     policy_lambda=0.99,
     lr_schedule="linear",
     warmup_steps=5,
-    total_steps=56,
-    eval_every=20,
+    rollout=Rollout(prompts_per_step=192, samples_per_prompt=1, max_prompt_tokens=64, max_response_tokens=256),
+    run=Run(model="tiny", total_steps=56),
 )
 
 
@@ -244,36 +189,22 @@ def sequence_mean(values: Tensor, episodes: Tensor) -> Tensor:
     return (values.new_zeros(len(count)).index_add(0, place, values) / count)[place]
 
 
-def surrogate(
-    objective: str,
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    episodes: Tensor,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float,
+def clipped_loss(
+    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Loss per token [N] and whether its clip is active [N], with r = exp(logprobs - old_logprobs).
+    """PPO's loss of each token [N], and whether a clip is active [N]; `ratio` [N] is p / p at the time of the rollout.
 
-    ppo: max(-A r, -A clip(r, 1 - low, 1 + high)), for A < 0 at most -A * dual_clip (arXiv 1707.06347 eq. 7,
-    1912.09729). gspo: the same with the geometric mean of r over the sequence, no dual clip (2507.18071 eq. 5, 14).
-    cispo: -A clip(r) log p, the clipped ratio being a constant weight: no token loses its gradient (2506.13585 eq. 4).
+    max(-A r, -A clip(r, 1 - low, 1 + high)) (arXiv 1707.06347 eq. 7); with a dual clip above 0 at most -A * dual_clip
+    where A < 0 (1912.09729 eq. 5).
     """
-    logratio = (logprobs - old_logprobs).clamp(-20, 20)
-    if objective == "gspo":  # the value of the sequence's ratio, the gradient of the token's
-        logratio = logprobs - logprobs.detach() + sequence_mean(logratio, episodes).detach()
-    ratio = logratio.exp()
     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
-    if objective == "cispo":
-        return -advantages * clipped_ratio.detach() * logprobs, clipped_ratio != ratio
-    pg_loss = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)
+    loss = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)
     clipped = -advantages * clipped_ratio > -advantages * ratio
-    if dual_clip > 0 and objective == "ppo":
+    if dual_clip > 0:
         bound = -advantages * dual_clip
-        clipped = clipped | ((advantages < 0) & (pg_loss > bound))
-        pg_loss = torch.where(advantages < 0, torch.minimum(pg_loss, bound), pg_loss)
-    return pg_loss, clipped
+        clipped = clipped | ((advantages < 0) & (loss > bound))
+        loss = torch.where(advantages < 0, torch.minimum(loss, bound), loss)
+    return loss, clipped
 
 
 def engine_correction(
@@ -308,10 +239,25 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor, es
     return k3 * (logprobs - old_logprobs).clamp(-20, 20).exp() if estimator == "k3-is" else k3
 
 
-def adapted_kl_coef(kl_coef: float, kl: float, target: float, horizon: float, num_sequences: float) -> float:
-    """Next coefficient of the adaptive controller (arXiv 1909.08593 sec. 2.2); target 0: fixed."""
-    error = min(max(kl / target - 1, -0.2), 0.2) if target else 0.0
-    return kl_coef * (1 + error * min(num_sequences / horizon, 1.0))
+@dataclass
+class KLController:
+    """Coefficient of the KL to the initial policy, adapted towards `target` (arXiv 1909.08593 sec. 2.2); 0: fixed."""
+
+    coef: float
+    target: float
+    horizon: float  # sequences over which it adapts
+
+    def update(self, kl: float, num_sequences: float) -> None:
+        """After a step of so many sequences with a mean KL of `kl` per token."""
+        error = min(max(kl / self.target - 1, -0.2), 0.2) if self.target else 0.0
+        self.coef *= 1 + error * min(num_sequences / self.horizon, 1.0)
+
+    def state_dict(self) -> float:
+        return self.coef
+
+    def load_state_dict(self, coef: float) -> None:
+        if self.target and coef:  # a fixed one is that of the flag
+            self.coef = coef
 
 
 def token_weights(
@@ -329,32 +275,6 @@ def token_weights(
     return torch.full_like(lengths, 1.0 / (max_response_tokens * num_sequences))
 
 
-def lr_factor(step: int, total_steps: int, warmup_steps: float, schedule: str, floor: float) -> float:
-    """Share of the peak learning rate at step 0, 1, ...; the first step is never 0.
-
-    Linear warm-up (step + 1) / warmup, then constant, or linear or cosine decay towards `floor`. `warmup_steps` below
-    1 is a share of all steps.
-    """
-    warmup = round(warmup_steps * total_steps) if warmup_steps < 1 else int(warmup_steps)
-    if step < warmup:
-        return (step + 1) / warmup
-    if schedule == "constant":
-        return 1.0
-    progress = (step - warmup) / max(1, total_steps - warmup)
-    decay = 1 - progress if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
-    return floor + (1 - floor) * decay
-
-
-def split_minibatches(episodes: list[Episode], prompts: list, minibatches: int, seed: int, step: int) -> list[list]:
-    """Episode numbers of each minibatch: a random split of all ranks' `prompts`, so that the ranks play no part."""
-    order = np.random.Generator(np.random.PCG64([seed, step])).permutation(prompts)
-    minibatch_of = {int(prompt): place * minibatches // len(prompts) for place, prompt in enumerate(order)}
-    split: list[list[int]] = [[] for _ in range(minibatches)]
-    for i, episode in enumerate(episodes):
-        split[minibatch_of[episode.prompt_index]].append(i)
-    return split
-
-
 @dataclass
 class Tokens:
     """What is known of each trained token: T of them on this rank in a step, N in a micro-batch."""
@@ -364,320 +284,309 @@ class Tokens:
     rollout_logprobs: Tensor  # [T] float32: the engine's
     old_logprobs: Tensor  # [T] float32: the trainer's, with the weights of the rollout; NaN until computed
     ref_logprobs: Tensor  # [T] float32: the initial policy's; NaN without --kl-in
-    advantages: Tensor  # [T] float32
-    values: Tensor  # [T] float32: the critic's, before the update
-    returns: Tensor  # [T] float32: its targets
+    advantages: Tensor  # [T] float32; NaN until computed
+    values: Tensor  # [T] float32: the critic's, before the update; NaN until computed
+    returns: Tensor  # [T] float32: its targets; NaN until computed
+
+    @classmethod
+    def of(cls, episodes: list[Episode], index: TokenIndex, device: torch.device) -> "Tokens":
+        """What the episodes tell; the rest is NaN until it is computed."""
+        known = {
+            "episodes": index.episode_of_token,
+            "lengths": index.lengths[index.episode_of_token].float(),
+            "rollout_logprobs": torch.tensor([lp for e in episodes for lp, m in zip(e.logprobs, e.loss_mask) if m]),
+        }
+        unknown = {item.name: torch.full((len(index),), math.nan) for item in fields(cls) if item.name not in known}
+        return cls(**{name: values.to(device) for name, values in (known | unknown).items()})
 
     def __getitem__(self, index: Tensor) -> "Tokens":
-        return Tokens(*(getattr(self, field.name)[index] for field in fields(self)))
+        return Tokens(**{name: values[index] for name, values in vars(self).items()})
+
+
+def policy_loss(
+    logprobs: Tensor, entropy: Tensor, tokens: Tokens, args: Args, kl_coef: float
+) -> tuple[Tensor, Tensor]:
+    """Loss of each token [N], to be averaged, and whether a clip is active [N]."""
+    ratio = (logprobs - tokens.old_logprobs).clamp(-20, 20).exp()
+    loss, clipped = clipped_loss(ratio, tokens.advantages, args.clip_low, args.clip_high, args.dual_clip)
+    if args.correction != "none":
+        loss = loss * engine_correction(
+            args.correction,
+            tokens.old_logprobs,
+            tokens.rollout_logprobs,
+            tokens.episodes,
+            low=args.correction_low,
+            high=args.correction_high,
+        )
+    loss = loss - args.entropy_coef * entropy
+    if args.kl_in == "loss":
+        loss = loss + kl_coef * kl_estimate(logprobs, tokens.ref_logprobs, tokens.old_logprobs, args.kl_estimator)
+    return loss, clipped
 
 
 def backward(
     policy: torch.nn.Module,
-    batches: list[MicroBatch],
+    minibatch: Minibatch,
     tokens: Tokens,
     args: Args,
     world: World,
-    denominators: list[float],
-    on_policy: bool,
+    *,
+    store_old_logprobs: bool,
     kl_coef: float = 0.0,
     scale: float = 1.0,
-) -> Tensor:
-    """Accumulate the gradient of one optimizer step. Returns sums over its tokens: loss, entropy, clipped, old-new KL.
+) -> Means:
+    """Accumulate the gradient of one optimizer step, times `scale`. Returns the step's policy/* metrics.
 
-    denominators: trained tokens, and episodes that have any, over all ranks. If `on_policy`, the weights are those of
-    the rollout: the log-probs are the old ones too, and are kept as such.
+    store_old_logprobs: the weights are still those of the rollout, so the log-probs of this forward are the old ones:
+    they are written to `tokens.old_logprobs`, and the ratio is exactly 1.
     """
-    num_loss_tokens, num_sequences = (max(count, 1.0) for count in denominators)
-    sums = torch.zeros(4, device=world.device)
-    for i, batch in enumerate(batches):
+    num_tokens, num_sequences = max(minibatch.num_tokens, 1.0), max(minibatch.num_sequences, 1.0)
+    constant_length = args.loss_length or args.rollout.max_response_tokens
+    total_loss, means = torch.zeros((), device=world.device), Means()
+    for i, batch in enumerate(minibatch.micro_batches):
         batch = batch.to(world.device)
-        with forward_context(policy, last=i == len(batches) - 1):
-            logprobs, entropy = policy(batch, args.temperature)  # [N], [N]
-            if on_policy:
+        with forward_context(policy, last=i == len(minibatch.micro_batches) - 1):
+            logprobs, entropy = policy(batch, args.rollout.temperature)  # [N], [N]
+            if store_old_logprobs:
                 tokens.old_logprobs[batch.tokens] = logprobs.detach()
-            t = tokens[batch.tokens]
-            clip = (args.clip_low, args.clip_high, args.dual_clip)
-            loss, clipped = surrogate(args.objective, logprobs, t.old_logprobs, t.advantages, t.episodes, *clip)
-            if args.correction != "none":
-                bounds = (args.correction_low, args.correction_high)
-                probabilities = (t.old_logprobs, t.rollout_logprobs)
-                loss = loss * engine_correction(args.correction, *probabilities, t.episodes, *bounds)
-            loss = loss - args.entropy_coef * entropy
-            if args.kl_in == "loss":
-                loss = loss + kl_coef * kl_estimate(logprobs, t.ref_logprobs, t.old_logprobs, args.kl_estimator)
-            limit = args.loss_length or args.max_response_tokens
-            loss = (loss * token_weights(args.reduction, t.lengths, num_loss_tokens, num_sequences, limit)).sum()
+            here = tokens[batch.tokens]
+            loss, clipped = policy_loss(logprobs, entropy, here, args, kl_coef)  # [N], [N]
+            weights = token_weights(args.reduction, here.lengths, num_tokens, num_sequences, constant_length)
             # FSDP2 and DDP average gradients over ranks, the denominator is global: hence world.size
-            (loss * world.size * scale).backward()
-        logratio = logprobs.detach() - t.old_logprobs
-        kl = logratio.exp() - 1 - logratio  # k3
-        sums += torch.stack([x.detach().float() for x in (loss, entropy.sum(), clipped.sum(), kl.sum())])
-    return sums
+            loss = (loss * weights).sum() * world.size
+            (loss * scale).backward()
+        total_loss += loss.detach()
+        logratio = logprobs.detach() - here.old_logprobs
+        means.add("policy/entropy", entropy.sum(), count=len(entropy))
+        means.add("policy/clip_fraction", clipped.sum(), count=len(clipped))
+        means.add("policy/approx_kl", (logratio.exp() - 1 - logratio).sum(), count=len(logratio))  # k3
+    means.add("policy/loss", total_loss, count=minibatch.num_tokens > 0)
+    return means
 
 
 def critic_backward(
-    critic: torch.nn.Module,
-    batches: list[MicroBatch],
-    tokens: Tokens,
-    args: Args,
-    world: World,
-    denominators: list[float],
-    scale: float = 1.0,
-) -> Tensor:
-    """Accumulate the critic's gradient of one optimizer step, as `backward`. Returns sums: loss, clipped."""
-    constants = (*(max(count, 1.0) for count in denominators), args.loss_length or args.max_response_tokens)
-    sums = torch.zeros(2, device=world.device)
-    for i, batch in enumerate(batches):
+    critic: torch.nn.Module, minibatch: Minibatch, tokens: Tokens, args: Args, world: World, *, scale: float = 1.0
+) -> Means:
+    """Accumulate the critic's gradient of one optimizer step, times `scale`. Returns the step's value/* metrics."""
+    num_tokens, num_sequences = max(minibatch.num_tokens, 1.0), max(minibatch.num_sequences, 1.0)
+    constant_length = args.loss_length or args.rollout.max_response_tokens
+    total_loss, means = torch.zeros((), device=world.device), Means()
+    for i, batch in enumerate(minibatch.micro_batches):
         batch = batch.to(world.device)
-        with forward_context(critic, last=i == len(batches) - 1):
-            t = tokens[batch.tokens]
-            loss, clipped = value_loss(critic(batch), t.values, t.returns, args.value_clip)  # [N], [N]
-            loss = (loss * token_weights(args.reduction, t.lengths, *constants)).sum()
-            (loss * world.size * scale).backward()
-        sums += torch.stack([loss.detach().float(), clipped.sum().float()])
-    return sums
+        with forward_context(critic, last=i == len(minibatch.micro_batches) - 1):
+            here = tokens[batch.tokens]
+            loss, clipped = value_loss(critic(batch), here.values, here.returns, args.value_clip)  # [N], [N]
+            weights = token_weights(args.reduction, here.lengths, num_tokens, num_sequences, constant_length)
+            loss = (loss * weights).sum() * world.size
+            (loss * scale).backward()
+        total_loss += loss.detach()
+        means.add("value/clip_fraction", clipped.sum(), count=len(clipped))
+    means.add("value/loss", total_loss, count=minibatch.num_tokens > 0)
+    return means
+
+
+def estimate(rewards: Tensor, values: Tensor, index: TokenIndex, args: Args) -> tuple[Tensor, Tensor]:
+    """Returns [T], the critic's targets, and advantages [T], from rewards and values [T]. All ranks call it."""
+    returns = values + gae(rewards, values, index, args.gamma, args.critic_lambda)
+    by_length = 1 - 1 / (args.lambda_length * index.lengths.clamp(min=1))  # [E], -inf if that is off
+    policy_lambda = by_length.clamp(min=0) if args.lambda_length else args.policy_lambda
+    advantages = gae(rewards, values, index, args.gamma, policy_lambda)
+    return returns, whitened(advantages) if args.whiten else advantages
+
+
+def collect(rollouts: Rollouts, num_prompts: int, step: int, watch: Stopwatch, first: int = 0) -> list[Episode]:
+    """This rank's episodes of the next prompts, sampled and scored; `first` is the place of the first in the step."""
+    # 1. data
+    prompts = rollouts.draw(num_prompts, first)
+
+    # 2. rollout
+    with watch("rollout"):
+        episodes = rollouts.sample(prompts, step)
+
+    # 3. rewards
+    with watch("reward"):
+        rollouts.score(episodes, prompts)
+    return episodes
 
 
 def check_args(args: Args) -> None:
     """Refuse what cannot work, or has no effect, before anything is loaded."""
-    check_objective_args(args)
-    refuse_idle(
-        args,
-        {
-            "policy_lambda": (not args.lambda_length, "no --lambda-length"),
-            "value_clip": (args.minibatches * args.critic_epochs > 1, "several --minibatches or --critic-epochs"),
-            "reference_offload": (args.kl_in != "none" and torch.cuda.is_available(), "a GPU, and --kl-in"),
-            "reward_model_weight": (bool(args.reward_model), "--reward-model"),
-            "reward_model": (not args.eval_only, "training: evaluation takes the rule's score"),
-            "critic_model": (not args.eval_only, "training"),
-        },
-    )
+    check_shared(args.data, args.run, args.rollout)
+    P, M = args.rollout.prompts_per_step, args.minibatches
+    refuse(P < M, f"--minibatches {M} of --prompts-per-step {P}: a minibatch needs a prompt (groups stay together)")
+    refuse(0 < args.dual_clip <= 1, f"--dual-clip {args.dual_clip}: a bound on the ratio must be above 1 (0 = off)")
+    longest = args.rollout.max_response_tokens
+    refuse(args.overlong_buffer >= longest, f"--overlong-buffer {args.overlong_buffer}: below --max-response-tokens")
+    charged, estimator = args.kl_in, args.kl_estimator
+    refuse(charged != "none" and not args.kl_coef, f"--kl-in {charged} needs a --kl-coef, such as 0.001")
+    refuse(charged == "reward" and estimator != "k1", f"--kl-in reward with {estimator}: biased there, take k1")
+    refuse(charged == "loss" and estimator == "k1", "--kl-in loss with k1: no gradient on average, take k3-is")
+    off_policy = args.minibatches * args.epochs_per_step > 1
+    moved = "several --minibatches or --epochs-per-step: on-policy the ratio is 1"
+    idle = dict.fromkeys(["dual_clip", "clip_low", "clip_high"], (off_policy, moved))
+    idle |= dict.fromkeys(["kl_coef", "kl_estimator", "kl_target"], (charged != "none", "--kl-in reward or loss"))
+    idle |= {
+        "correction_low": (args.correction in ("mask", "sequence"), "--correction mask or sequence"),
+        "correction_high": (args.correction != "none", "a --correction"),
+        "kl_horizon": (args.kl_target > 0, "--kl-target"),
+        "loss_length": (args.reduction == "dr_grpo", "--reduction dr_grpo"),
+        "policy_lambda": (not args.lambda_length, "no --lambda-length"),
+        "value_clip": (M * args.critic_epochs > 1, "several --minibatches or --critic-epochs"),
+        "reward_model_weight": (bool(args.reward_model), "--reward-model"),
+        "reward_model": (not args.rollout.eval_only, "training: evaluation takes the rule's score"),
+        "critic_model": (not args.rollout.eval_only, "training"),
+        "lr_floor": (args.lr_schedule != "constant", "--lr-schedule linear or cosine"),
+    }
+    refuse_idle(args, idle)
+    refuse_idle(args.machine, {"reference_offload": (charged != "none", "--kl-in reward or loss")})
+
+
+def critic_path(job: Job, name: str) -> str:
+    """Folder of the critic's backbone. SystemExit if it does not read what the policy reads."""
+    path, trust = resolve_model(name, "--critic-model"), job.machine.trust_remote_code
+    vocabulary = load_tokenizer(path, trust).get_vocab()
+    refuse(vocabulary != job.tokenizer.get_vocab(), f"--critic-model {name}: another tokenizer")
+    sees = load_vision(path, job.limits, trust) is not None
+    refuse(sees != (job.vision is not None), f"--critic-model {name}: of policy and critic one cannot see")
+    return path
 
 
 def main(args: Args, demo: bool = False) -> None:
     check_args(args)
-    job = set_up(args, "ppo", demo)
-    world, engine, device = job.world, job.engine, job.world.device
+    job = open_job("ppo", args.data, args.machine, args.run, demo)
+    world, device = job.world, job.world.device
+    frozen = [job.path] if args.kl_in != "none" else []
+    folders = [job.path, critic_path(job, args.critic_model) if args.critic_model else job.path]
+    rollouts = open_rollouts(
+        job, args.data, args.rollout, args.run, trained=folders, frozen=frozen, reward_model=args.reward_model
+    )
+    refuse(args.critic_warmup_steps >= rollouts.total_steps > 0, "--critic-warmup-steps: none is left for the policy")
 
-    options = {"trust_remote_code": args.trust_remote_code, "vision": job.vision}
-    load = partial(load_policy, job.path, job.attention, **options)
-    options |= {"gradient_checkpointing": args.gradient_checkpointing, "freeze_vision": args.freeze_vision}
-    options |= {"compile_layers": args.compile}
-    policy = load(**options)
-    sizes = parameter_sizes(policy)
-    pack_options = layout(job.attention, args.micro_batch_tokens, job.output_dir, job.vision)
-    policy = wrap_model(policy, world, args.strategy, job.compute_dtype)
-    models = {"policy": policy}
-    if not args.eval_only:
-        critic = load_critic(args.critic_model or job.path, job.attention, **options)
-        models["critic"] = critic = wrap_model(critic, world, args.strategy, job.compute_dtype)
-    reference = None
-    if args.kl_in != "none":
-        dtype = job.compute_dtype if args.strategy == "fsdp" else torch.float32  # FSDP2 computes with casts anyway
-        reference = wrap_model(load(dtype=dtype).requires_grad_(False), world, args.strategy, job.compute_dtype)
-        reference.to("cpu" if args.reference_offload else device)
-    adamw = partial(torch.optim.AdamW, lr=0.0, betas=(0.9, 0.999), weight_decay=args.weight_decay, fused=True)
-    trained = {name: (model, adamw(model.parameters())) for name, model in models.items()}
-    loss_scales = {name: LossScale.for_dtype(job.compute_dtype) for name in trained}
-    reward_model = None
-    if args.reward_model:
-        reward_model = RewardModel(resolve_model(args.reward_model, "--reward-model"), job.compute_dtype, device)
-    max_gap = gap_limit(job.compute_dtype) if args.max_logprob_gap is None else args.max_logprob_gap
-    sampling = Sampling(args.samples_per_prompt, args.max_response_tokens, args.temperature)
+    policy = job.load_policy()
+    reference = job.load_reference() if args.kl_in != "none" else None
+    optimizer = job.adamw(policy, args.weight_decay, args.max_grad_norm)
+    optimizers = {"policy": optimizer}
+    if not args.rollout.eval_only:
+        critic = job.load_critic(folders[1])
+        optimizers["critic"] = critic_optimizer = job.adamw(
+            critic, args.weight_decay, args.max_grad_norm, prefix="value"
+        )
+    kl_controller = KLController(args.kl_coef, args.kl_target, args.kl_horizon)
+    packer = Packer(job.attention, args.machine.micro_batch_tokens, job.output_dir, world, job.vision)
+    checkpoints = Checkpoints(
+        job.output_dir,
+        args.run,
+        world,
+        optimizers=optimizers,
+        state={"loader": rollouts.loader, "kl_coef": kl_controller},
+    )
+    start = checkpoints.resume()
+    logger = open_logger(job, args, rollouts.total_steps, checkpoints, record=not args.rollout.eval_only)
 
-    loader = None if args.eval_only else PromptLoader(len(job.train_data), args.seed)
-    start, best, kl_coef = 0, -math.inf, args.kl_coef
-    if resumed := find_checkpoint(job.output_dir, args.resume, world):
-        state = load_checkpoint(resumed, trained, world, args.optimizer_offload)
-        start, best = state["step"], state["best"]
-        kl_coef = state["kl_coef"] if args.kl_target and state["kl_coef"] else args.kl_coef
-        for name, loss_scale in loss_scales.items():
-            loss_scale.load_state_dict(state["loss_scale"][name])
-        if loader:
-            loader.load_state_dict(state["loader"])
-    logger = open_logger(args, job, "ppo", trained, start, resumed)
-
-    def sync_engine(step: int) -> None:
-        engine.wake("weights")
-        engine.sync_weights(full_parameters(policy, job.compute_dtype), sizes, step)
-        engine.wake("kv_cache")
-
-    @torch.no_grad()
-    def logprob_pass(model: torch.nn.Module, batches: Iterable[MicroBatch], result: Tensor) -> None:
-        for batch in batches:
-            with forward_context(model):
-                result[batch.tokens.to(device)] = model(batch.to(device), args.temperature)[0]
-
-    @torch.no_grad()
-    def value_pass(batches: Iterable[MicroBatch], result: Tensor) -> None:
-        for batch in batches:
-            with forward_context(critic):
-                result[batch.tokens.to(device)] = critic(batch.to(device))
-
-    if args.eval_only:
-        sync_engine(start)
-        metrics = evaluate(job, args, start, logger, job.output_dir / "eval_samples.parquet")
-        logger.event({"event": "eval_only", "step": start, **metrics})
+    if args.rollout.eval_only:
+        evaluate_only(job, rollouts, policy, start, logger)
         return
-
-    end = start + 1 if args.replay else job.total_steps
+    rollouts.announce(updates=args.minibatches * args.epochs_per_step)
+    if start == 0 and args.run.eval_before and rollouts.can_evaluate:
+        logger.log(0, evaluate(rollouts, policy, 0, logger))
+    end = start + 1 if args.rollout.replay else rollouts.total_steps
     for step in range(start, end):
         watch = Stopwatch()
-        if args.replay:
-            sampled, episodes = load_rollouts(args.replay, step + 1, world, job.limits, args.reward_model)
+        if args.rollout.replay:
+            sampled, episodes = load_rollouts(args.rollout.replay, step + 1, world, job.limits, args.reward_model)
         else:
             with watch("sync"):
-                sync_engine(step)
-            if step == 0 and args.eval_before and job.eval_data:
-                with watch("eval"):
-                    logger.log(0, evaluate(job, args, 0, logger))
-
-            # 1. data
-            places = list(enumerate(loader.next(args.prompts_per_step)))[world.rank :: world.size]
-            prompts = {place: job.train_data[position] for place, position in places}
-
-            # 2. rollout
-            with watch("rollout"):
-                asked = {"seed": args.seed, "step": step, "weights_step": step, "turns": job.turns}
-                sampled = sample_episodes(engine, prompts, sampling, **asked)
-            engine.sleep()  # the reward model takes its place
-
-            # 3. rewards
-            with watch("reward"):
-                score_episodes(sampled, prompts, job.workers, job.tokenizer)
-                if reward_model:
-                    reward_model.score_episodes(sampled, prompts, job.tokenizer)
+                sync_engine(rollouts.engine, policy, step)
+            sampled = collect(rollouts, args.rollout.prompts_per_step, step, watch)
+            rollouts.engine.sleep()
             episodes = [e for e in sampled if math.isfinite(e.rewards["score"])]  # scoring the others has failed
+        for episode in episodes if args.mask_truncated else ():
+            episode.loss_mask = [mask * (not episode.truncated) for mask in episode.loss_mask]
 
         # 4. update
-        for episode in episodes if args.mask_truncated else []:
-            episode.loss_mask = [mask * (not episode.truncated) for mask in episode.loss_mask]
-        scores = shaped_scores(episodes, args.max_response_tokens, args.overlong_buffer)  # [E]
-        scores += args.reward_model_weight * torch.tensor([e.model_reward or 0.0 for e in episodes])
         index = TokenIndex(episodes)
-        episode_of_token = index.episode_of_token  # [T]
-        rollout_logprobs = torch.tensor([lp for e in episodes for lp, m in zip(e.logprobs, e.loss_mask) if m])
-        flat = [episode_of_token, index.lengths[episode_of_token].float(), rollout_logprobs]
-        unknown = [torch.full((len(index),), math.nan) for _ in fields(Tokens)[len(flat) :]]
-        tokens = Tokens(*(x.to(device) for x in (*flat, *unknown)))
-        split = split_minibatches(episodes, prompts_of_all_ranks(episodes), args.minibatches, args.seed, step)
-        packs = [pack(episodes, selected, index, **pack_options) for selected in split]
-        counts = [float(n) for s in split for n in (index.lengths[s].sum(), (index.lengths[s] > 0).sum())]
-        counts = all_reduce(counts)  # per minibatch, over all ranks: trained tokens, episodes that have any
-
-        warming_up = step < args.critic_warmup_steps
+        tokens = Tokens.of(episodes, index, device)
+        minibatches = packer.minibatches(episodes, index, args.minibatches, seed=args.run.seed, step=step)
+        warming_up = step < args.critic_warmup_steps  # the critic alone is trained
         with watch("logprob"):
             # the first minibatch gets its old log-probs for free in its own forward, if nothing needs them before
-            early = args.kl_in == "reward" or warming_up
-            logprob_pass(policy, chain(*(packs if early else packs[1:])), tokens.old_logprobs)
+            later = minibatches if args.kl_in == "reward" or warming_up else minibatches[1:]
+            packer.fill(tokens.old_logprobs, policy, later, args.rollout.temperature)
             if reference:
                 reference.to(device)
-                logprob_pass(reference, chain(*packs), tokens.ref_logprobs)
-                reference.to("cpu" if args.reference_offload else device)
-            value_pass(chain(*packs), tokens.values)
-        rewards, values = token_rewards(episodes, scores, index), tokens.values.cpu()
+                packer.fill(tokens.ref_logprobs, reference, minibatches, args.rollout.temperature)
+                reference.to(job.reference_device)
+            packer.fill(tokens.values, critic, minibatches)
+        scores = shaped_scores(episodes, args.rollout.max_response_tokens, args.overlong_buffer)  # [E]
+        scores += args.reward_model_weight * torch.tensor([e.model_reward or 0.0 for e in episodes])
+        rewards = token_rewards(episodes, scores, index)  # [T]
         if args.kl_in == "reward":
-            kl = kl_estimate(tokens.old_logprobs, tokens.ref_logprobs, tokens.old_logprobs, "k1").cpu()
-            rewards = rewards - kl_coef * kl
-        returns = values + gae(rewards, values, index, args.gamma, args.critic_lambda)
-        by_length = 1 - 1 / (args.lambda_length * index.lengths.clamp(min=1))  # [E], -inf if that is off
-        policy_lambda = by_length.clamp(min=0) if args.lambda_length else args.policy_lambda
-        advantages = gae(rewards, values, index, args.gamma, policy_lambda)
-        advantages = whitened(advantages) if args.whiten else advantages
-        tokens.returns, tokens.advantages = returns.to(device), advantages.to(device)
-        if args.dump_rollouts_every and (step + 1) % args.dump_rollouts_every == 0:
-            means = torch.zeros(len(episodes)).index_add(0, episode_of_token, advantages / flat[1])
-            dump_step(job, step + 1, sampled, episodes, means.tolist())
+            kl = kl_estimate(tokens.old_logprobs, tokens.ref_logprobs, tokens.old_logprobs, "k1").cpu()  # [T]
+            rewards = rewards - kl_controller.coef * kl
+        values = tokens.values.cpu()
+        returns, advantages = estimate(rewards, values, index, args)  # [T], [T]
+        tokens.returns = returns.to(device)
+        tokens.advantages = advantages.to(device)
+        if due(step + 1, args.rollout.dump_rollouts_every):
+            job.dump(step + 1, sampled, episodes, (index.sums(advantages) / index.lengths.clamp(min=1)).tolist())
 
-        alone, schedule = args.critic_warmup_steps, (args.warmup_steps, args.lr_schedule, args.lr_floor)
-        lr = {"critic": args.critic_learning_rate * lr_factor(step, job.total_steps, *schedule)}
-        if not warming_up:  # the policy's schedule begins with its training
-            lr["policy"] = args.learning_rate * lr_factor(step - alone, job.total_steps - alone, *schedule)
-        totals = {"critic": torch.zeros(2, device=device), "policy": torch.zeros(4, device=device)}
-        grad_norms, skipped = {"critic": [], "policy": []}, 0
+        decay = partial(lr_factor, warmup_steps=args.warmup_steps, schedule=args.lr_schedule, floor=args.lr_floor)
+        critic_lr = args.critic_learning_rate * decay(step, rollouts.total_steps)
+        policy_step = step - args.critic_warmup_steps  # the policy's schedule begins with its training
+        lr = args.learning_rate * decay(policy_step, rollouts.total_steps - args.critic_warmup_steps)
+        means = Means()
         with watch("update"):
-            epochs = {"critic": args.critic_epochs, "policy": args.epochs_per_step}
-            passes = [(name, epoch) for name in lr for epoch in range(epochs[name])]
-            for (name, epoch), m in product(passes, range(args.minibatches)):
-                model, optimizer, loss_scale = *trained[name], loss_scales[name]
-                on_policy = epoch == m == 0
-                for group in optimizer.param_groups:
-                    group["lr"], group["weight_decay"] = lr[name], args.weight_decay
-                while True:
-                    common = (packs[m], tokens, args, world, counts[2 * m : 2 * m + 2])
-                    try:
-                        if name == "critic":
-                            totals[name] += critic_backward(critic, *common, loss_scale.scale)
-                        else:
-                            totals[name] += backward(policy, *common, on_policy, kl_coef, loss_scale.scale)
-                        break
-                    except torch.OutOfMemoryError as error:  # the same gradient, in smaller pieces
-                        pack_options = halve_budget(pack_options, model, world, error, job.output_dir)
-                        packs = [pack(episodes, selected, index, **pack_options) for selected in split]
-                if on_policy and (warming_up or name == "policy"):  # the weights are still the engine's
-                    gap = (tokens.rollout_logprobs - tokens.old_logprobs).abs().sum().item()
-                    gap = all_reduce([gap])[0] / max(sum(counts[::2]), 1.0)
-                    check_gap(gap, max_gap, step)
-                norm, stepped = guarded_step(model, optimizer, args.max_grad_norm, loss_scale, args.optimizer_offload)
-                grad_norms[name] += [norm] * (counts[2 * m] > 0)  # some of many minibatches may be empty
-                skipped += not stepped
+            for minibatch in minibatches * args.critic_epochs:
+                accumulate = partial(critic_backward, critic, minibatch, tokens, args, world)
+                means.merge(packer.attempt(critic, accumulate, scale=critic_optimizer.scale))
+                means.merge(critic_optimizer.step(critic_lr, minibatch.num_tokens))
+            if warming_up:
+                gap = checked_gap(tokens.rollout_logprobs, tokens.old_logprobs, rollouts.max_gap, step)
+            for epoch, minibatch in product(range(0 if warming_up else args.epochs_per_step), minibatches):
+                on_policy = epoch == 0 and minibatch is minibatches[0]  # the weights are still the engine's
+                accumulate = partial(backward, policy, minibatch, tokens, args, world, store_old_logprobs=on_policy)
+                means.merge(packer.attempt(policy, accumulate, kl_coef=kl_controller.coef, scale=optimizer.scale))
+                if on_policy:  # and all old log-probs are in
+                    gap = checked_gap(tokens.rollout_logprobs, tokens.old_logprobs, rollouts.max_gap, step)
+                means.merge(optimizer.step(lr, minibatch.num_tokens))
 
         # 5. log
-        sums = dict(zip(("loss", "entropy", "clipped", "kl"), totals["policy"].tolist())) | rollout_sums(sampled)
-        sums |= value_sums(values, returns) | dict(zip(("value_loss", "value_clipped"), totals["critic"].tolist()))
+        means.merge(rollout_means(sampled, watch.seconds, with_tools=rollouts.turns is not None))
         if reference:
-            old = tokens.old_logprobs
-            sums["kl_to_ref"] = kl_estimate(old, tokens.ref_logprobs, old, "k3").sum().item()
-        sums = all_reduce_sums(sums)
-        num_tokens = max(sum(counts[::2]), 1.0)
-        metrics = rollout_metrics(sums, watch.seconds, job.turns is not None) | value_metrics(sums, num_tokens)
-        if not warming_up:
-            metrics |= policy_metrics(sums, num_tokens, args.epochs_per_step, grad_norms["policy"])
-            metrics |= {"optim/lr": lr["policy"]}
-        metrics |= {
+            kl = kl_estimate(tokens.old_logprobs, tokens.ref_logprobs, tokens.old_logprobs, "k3")
+            means.add("policy/kl_to_ref", kl.sum(), count=len(kl))
+            means.add("policy/kl_coef", kl_controller.coef)
+        means.add("value/mean", values.sum(), count=len(values))
+        means.add("value/return_mean", returns.sum(), count=len(returns))
+        metrics = rollout_metrics(means.reduce()) | {
             "policy/rollout_logprob_gap": gap,
-            "value/loss": sums["value_loss"] / max(len(grad_norms["critic"]), 1),
-            "value/clip_fraction": sums["value_clipped"] / (num_tokens * args.critic_epochs),
-            "value/grad_norm": sum(grad_norms["critic"]) / max(len(grad_norms["critic"]), 1),
-            "value/lr": lr["critic"],
-            "value/loss_scale": loss_scales["critic"].scale,
-            "optim/skipped_steps": float(skipped),
-            "optim/loss_scale": loss_scales["policy"].scale,
-            "data/epoch": loader.epoch,
+            "optim/loss_scale": optimizer.scale,
+            "value/lr": critic_lr,
+            "value/loss_scale": critic_optimizer.scale,
+            "value/explained_variance": explained_variance(values, returns),
+            "data/epoch": rollouts.loader.epoch,
         }
-        if reference:
-            metrics |= {"policy/kl_to_ref": sums["kl_to_ref"] / num_tokens, "policy/kl_coef": kl_coef}
-            kl = metrics["policy/kl_to_ref"]
-            if not warming_up:
-                kl_coef = adapted_kl_coef(kl_coef, kl, args.kl_target, args.kl_horizon, sum(counts[1::2]))
+        if not warming_up:
+            metrics["optim/lr"] = lr
+        if reference and not warming_up:
+            num_sequences = sum(minibatch.num_sequences for minibatch in minibatches)
+            kl_controller.update(metrics["policy/kl_to_ref"], num_sequences)
 
         # 6. eval, checkpoint
         last, stop = step + 1 == end, stop_requested()
-        if engine and job.eval_data and (last or (args.eval_every and (step + 1) % args.eval_every == 0)):
+        if rollouts.can_evaluate and (last or due(step + 1, args.run.eval_every)):
             with watch("eval"):
-                sync_engine(step + 1)
-                metrics |= evaluate(job, args, step + 1, logger)
-                engine.sleep()
+                metrics |= evaluate(rollouts, policy, step + 1, logger)
         metrics |= watch.metrics() | {"memory/peak_gb": peak_memory_gb(device)}
         logger.log(step + 1, metrics)  # before the checkpoint: a step that a resume skips is a step on record
-        if not args.replay and (last or stop or (args.save_every and (step + 1) % args.save_every == 0)):
-            accuracy = metrics.get("eval/accuracy", -math.inf)
-            state = {"best": max(accuracy, best), "kl_coef": kl_coef, "loader": loader.state_dict()}
-            state |= {"loss_scale": {name: loss_scale.state_dict() for name, loss_scale in loss_scales.items()}}
-            folder = job.output_dir / "checkpoints"
-            keep = {"keep": args.keep_checkpoints, "best": accuracy > best}
-            if save_checkpoint(folder, step + 1, trained, state, world, **keep):
-                best = state["best"]
+        if not args.rollout.replay and (last or stop or due(step + 1, args.run.save_every)):
+            checkpoints.save(step + 1, metrics.get("eval/accuracy"))
         if stop and not last:
             logger.event({"event": "stopped", "step": step + 1})
             raise SystemExit(143)  # as a process ended by SIGTERM
 
-    export_hugging_face(policy, job.tokenizer, job.output_dir / "model", world, job.compute_dtype)
-    finish(job, logger)
-    world.print(f"done: {job.output_dir / 'model'} loads in transformers and vLLM; curves.png is beside it")
+    finish(job, policy, logger)
 
 
 if __name__ == "__main__":
-    demo = not any(argument.partition("=")[0] in ("--model", "--help", "-h") for argument in sys.argv[1:])
-    run(main, tyro.cli(Args, default=DEMO if demo else None, description=__doc__), demo)
+    run(main, *parse(Args, DEMO, __doc__))

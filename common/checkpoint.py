@@ -10,6 +10,8 @@ checkpoint in place. A save that fails (full disk, read-only) is a warning: trai
 """
 
 import json
+import math
+import operator
 import os
 import pickle
 import shutil
@@ -21,12 +23,79 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
 
 from common.distributed import World, broadcast_object, gather_objects, reshard
 from common.files import replace_file
-from common.precision import move_states
+from common.flags import Run
+from common.optimizer import GuardedAdamW, move_states
 
 Trained = dict[str, tuple[nn.Module, torch.optim.Optimizer]]  # name -> (wrapped model, its optimizer)
+
+
+class Checkpoints:
+    """The checkpoints of a run: what they hold, where training goes on, which is the best.
+
+    `optimizers` by the name of their models; `state`, in JSON, by its name in trainer.json, None being left out. The
+    best is the one with the highest metric, or the lowest.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        flags: Run,
+        world: World,
+        optimizers: dict[str, GuardedAdamW],
+        state: dict[str, Stateful | None],
+        lowest_is_best: bool = False,
+    ):
+        self.run_dir, self.folder, self.flags, self.world = run_dir, run_dir / "checkpoints", flags, world
+        self.optimizers = optimizers
+        self.state = {name: part for name, part in state.items() if part is not None}
+        self.best = math.inf if lowest_is_best else -math.inf
+        self.is_better = operator.lt if lowest_is_best else operator.gt
+        self.resumed: Path | None = None
+        self.start = 0
+
+    @property
+    def trained(self) -> Trained:
+        return {name: (adamw.model, adamw.optimizer) for name, adamw in self.optimizers.items()}
+
+    def resume(self) -> int:
+        """Load what --resume names, if there is anything; the step that training goes on from. All ranks call it."""
+        self.resumed = find_checkpoint(self.run_dir, self.flags.resume, self.world)
+        if not self.resumed:
+            return 0
+        offload = any(adamw.offload for adamw in self.optimizers.values())
+        saved = load_checkpoint(self.resumed, self.trained, self.world, offload)
+        self.best, scales = saved["best"], saved["loss_scale"]
+        for name, adamw in self.optimizers.items():
+            adamw.loss_scale.load_state_dict(scales.get(name, scales))  # in older checkpoints a single one has no name
+        for name, part in self.state.items():
+            part.load_state_dict(saved[name])
+        self.start = saved["step"]
+        return self.start
+
+    def save(self, step: int, metric: float | None) -> None:
+        """Write the checkpoint of a step; `metric` is None if it was not evaluated. All ranks call it together."""
+        is_best = metric is not None and self.is_better(metric, self.best)
+        record = {name: part.state_dict() for name, part in self.state.items()}
+        record["best"] = metric if is_best else self.best
+        record["loss_scale"] = {name: adamw.loss_scale.state_dict() for name, adamw in self.optimizers.items()}
+        keep = self.flags.keep_checkpoints
+        if save_checkpoint(self.folder, step, self.trained, record, self.world, keep=keep, best=is_best):
+            self.best = record["best"]
+
+    def warn_if_large(self) -> None:
+        """Say so if the disk has no room for all that will be kept."""
+        needed = checkpoint_bytes(self.trained) * (
+            self.flags.keep_checkpoints + 2
+        )  # the best, and the one being written
+        if (free := free_bytes(self.run_dir)) < needed:
+            sizes = f"{needed / 1e9:.2f} GB of the {free / 1e9:.2f} GB that are free"
+            self.world.print(
+                f"warning: checkpoints will take up to {sizes} in {self.run_dir}: lower --keep-checkpoints"
+            )
 
 
 def save_checkpoint(

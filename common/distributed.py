@@ -208,6 +208,10 @@ def forward_context(model: nn.Module, last: bool = True) -> Iterator[None]:
         reshard(model)
 
 
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def barrier() -> None:
     if dist.is_initialized():
         dist.barrier()

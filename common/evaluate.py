@@ -1,145 +1,45 @@
-"""Evaluation: accuracy, unbiased pass@k, majority vote, and a table with confidence intervals."""
+"""Evaluation of a policy during a run: sample, score, summarize."""
 
 import math
-from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 
-import pandas as pd
-import pyarrow as pa
-import pyarrow.parquet as pq
+from torch import nn
 
 from common.distributed import gather_objects
 from common.engine.books import Sampling
-from common.episodes import sample_episodes
+from common.episodes import Episode, Row, sample_episodes
+from common.flags import Data
 from common.logger import Logger
+from common.look.samples import report, side_by_side, summarize
 from common.metrics import is_correct
+from common.models import sync_engine
 from common.rewards import score_episodes
+from common.rollouts import Rollouts, prompt_data
 from common.setup import Job
 
 
-def pass_at_k(n: int, c: int, k: int) -> float:
-    """1 - C(n-c, k) / C(n, k), the chance that k of n samples, c of them correct, hold a correct one.
-
-    Chen et al. 2021 (arXiv 2107.03374), equation 1, as a product that cannot overflow. ValueError unless k, c fit n.
-    """
-    if not (1 <= k <= n and 0 <= c <= n):
-        raise ValueError(f"pass@k needs 1 <= k <= n and 0 <= c <= n, got n {n}, c {c}, k {k}")
-    if n - c < k:
-        return 1.0
-    return 1.0 - math.prod(1.0 - k / i for i in range(n - c + 1, n + 1))
-
-
-def maj_at_k(preds: list[str], scores: list[float]) -> float:
-    """Score of the majority answer among all k samples, in expectation over ties; "" wins only if all are empty."""
-    votes = defaultdict(list)
-    for pred, score in zip(preds, scores, strict=True):
-        votes[pred or ""].append(score)
-    if len(votes) > 1:
-        votes.pop("", None)
-    most = max(len(group) for group in votes.values())
-    return fmean(fmean(group) for group in votes.values() if len(group) == most)
-
-
-def wilson_interval(p: float, n: int) -> tuple[float, float]:
-    """95 % confidence interval of a proportion p over n independent rows; unlike p ± 1.96 s it stays within [0, 1]."""
-    if n == 0:
-        return 0.0, 1.0
-    z = 1.959964
-    center = (p + z * z / (2 * n)) / (1 + z * z / n)
-    half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return max(0.0, center - half), min(1.0, center + half)
-
-
-def summarize(samples: list[dict]) -> dict[str, float]:
-    """eval/* metrics of samples {data_source, group, score, correct, pred, length, truncated}; a group is a prompt.
-
-    With tools they have calls and call_errors, too: eval/rapr is the share of samples with a call (rate of pixel-space
-    reasoning, arXiv 2505.15966), eval/tool_error_rate that of calls that failed. With anls: its mean over prompts.
-    Means are over prompts first, so that a prompt that lost a sample weighs as much as the others. k goes over the
-    powers of two up to n, and n, the smallest number of samples that a prompt has. ValueError without samples.
-    """
-    if not samples:
-        raise ValueError("nothing to summarize: the evaluation has no samples")
-    groups = defaultdict(list)
-    for sample in samples:
-        groups[sample["group"]].append(sample)
-    rows = list(groups.values())
-    accuracy = [fmean(s["correct"] for s in row) for row in rows]
-    metrics = {
-        "eval/accuracy": fmean(accuracy),
-        "eval/reward": fmean(fmean(s["score"] for s in row) for row in rows),
-        "eval/response_length": fmean(s["length"] for s in samples),
-        "eval/truncated": fmean(s["truncated"] for s in samples),
-        "eval/rows": len(rows),
-    }
-    if any("calls" in s for s in samples):
-        metrics["eval/rapr"] = fmean(s["calls"] > 0 for s in samples)
-        metrics["eval/tool_error_rate"] = sum(s["call_errors"] for s in samples) / max(
-            sum(s["calls"] for s in samples), 1
-        )
-    if spelled := {s["data_source"] for s in samples if s.get("anls") is not None}:
-        of_these = [row for row in rows if row[0]["data_source"] in spelled]
-        metrics["eval/anls"] = fmean(fmean(s["anls"] or 0.0 for s in row) for row in of_these)
-    by_source = defaultdict(list)
-    for row, value in zip(rows, accuracy):
-        by_source[row[0]["data_source"]].append(value)
-    if len(by_source) > 1:
-        metrics |= {f"eval/{source}/accuracy": fmean(values) for source, values in by_source.items()}
-    n = min(len(row) for row in rows)
-    for k in sorted({2**i for i in range(n.bit_length())} | {n}):
-        metrics[f"eval/pass@{k}"] = fmean(pass_at_k(len(row), sum(s["correct"] for s in row), k) for row in rows)
-    if n > 1:
-        votes = (maj_at_k([s["pred"] for s in row], [s["correct"] for s in row]) for row in rows)
-        metrics[f"eval/maj@{n}"] = fmean(votes)
-    return metrics
-
-
-def format_table(metrics_by_source: dict[str, dict[str, float]]) -> str:
-    """An aligned table with one line per source, from what `summarize` returned for each."""
-    table = []
-    for source, metrics in metrics_by_source.items():
-        low, high = wilson_interval(metrics["eval/accuracy"], int(metrics["eval/rows"]))
-        others = {name: f"{value:.3f}" for name, value in metrics.items() if name.count("/") == 1}
-        line = {"source": source, "rows": str(int(metrics["eval/rows"])), "accuracy": others.pop("eval/accuracy")}
-        line["95 % interval"] = f"{low:.3f} - {high:.3f}"
-        del others["eval/rows"]
-        table.append(line | {name.removeprefix("eval/"): value for name, value in others.items()})
-    return pd.DataFrame(table).fillna("").to_string(index=False)
-
-
-def evaluate(job: Job, args, step: int, logger: Logger, report_to: Path | None = None) -> dict[str, float]:
-    """eval/* of the weights of `step`, which the engine, awake, must hold; the same on every rank.
+def evaluate(
+    rollouts: Rollouts, policy: nn.Module, step: int, logger: Logger, report_to: Path | None = None
+) -> dict[str, float]:
+    """eval/* of the policy, whose weights are those of `step`; the same on every rank. Leaves the engine asleep.
 
     Each rank samples its share of the first --eval-rows rows. The seeds depend on the row alone, so two evaluations
     differ by the weights and nothing else. A response that could not be scored scores 0. Writes all to `report_to`.
     """
-    world, data, tokenizer = job.world, job.eval_data, job.tokenizer
+    world, data, flags = rollouts.world, rollouts.eval_data, rollouts.flags
+    sync_engine(rollouts.engine, policy, step)
     sampling = Sampling(
-        args.eval_samples, args.max_response_tokens, args.eval_temperature, args.eval_top_p, args.eval_top_k
+        flags.eval_samples, flags.max_response_tokens, flags.eval_temperature, flags.eval_top_p, flags.eval_top_k
     )
-    rows = {i: data[i] for i in range(world.rank, min(args.eval_rows, len(data)), world.size)}
-    asked = {"seed": args.seed, "step": -1, "weights_step": step, "turns": job.turns}
-    episodes = sample_episodes(job.engine, rows, sampling, **asked)
-    score_episodes(episodes, rows, job.workers, tokenizer)
-    samples = [
-        {
-            "group": e.prompt_index,
-            "row": rows[e.prompt_index].index,
-            "data_source": rows[e.prompt_index].data_source,
-            "prompt": tokenizer.decode(e.prompt_ids),
-            "completion": tokenizer.decode(e.response_ids),
-            "score": e.rewards["score"] if math.isfinite(e.rewards["score"]) else 0.0,
-            "correct": is_correct(e.rewards),
-            "pred": str(e.rewards.get("pred", "")),
-            "length": len(e.response_ids),
-            "truncated": e.truncated,
-            "anls": e.rewards.get("anls"),
-        }
-        | ({"calls": len(e.calls), "call_errors": sum(call["error"] for call in e.calls)} if job.turns else {})
-        for e in episodes
-    ]
-    samples = [sample for part in gather_objects(samples) for sample in part]
+    rows = {i: data[i] for i in range(world.rank, min(rollouts.run.eval_rows, len(data)), world.size)}
+    episodes = sample_episodes(
+        rollouts.engine, rows, sampling, seed=rollouts.run.seed, step=-1, weights_step=step, turns=rollouts.turns
+    )
+    rollouts.engine.sleep()
+    score_episodes(episodes, rows, rollouts.workers, rollouts.tokenizer)
+    own = [as_sample(e, rows[e.prompt_index], rollouts) for e in episodes]
+    samples = [sample for part in gather_objects(own) for sample in part]
     samples.sort(key=lambda sample: sample["group"])
     if report_to and world.is_main:
         world.print(f"{report(samples, report_to)}\nsamples: {report_to}")
@@ -147,32 +47,40 @@ def evaluate(job: Job, args, step: int, logger: Logger, report_to: Path | None =
     return summarize(samples)
 
 
-def side_by_side(reports: dict[str, Path]) -> str:
-    """A table with one line per source: accuracy with its 95 % interval in each of several files of samples.
+def as_sample(episode: Episode, row: Row, rollouts: Rollouts) -> dict:
+    """What a report wants to know of an episode."""
+    sample = {
+        "group": episode.prompt_index,
+        "row": row.index,
+        "data_source": row.data_source,
+        "prompt": rollouts.tokenizer.decode(episode.prompt_ids),
+        "completion": rollouts.tokenizer.decode(episode.response_ids),
+        "score": episode.rewards["score"] if math.isfinite(episode.rewards["score"]) else 0.0,
+        "correct": is_correct(episode.rewards),
+        "pred": str(episode.rewards.get("pred", "")),
+        "length": len(episode.response_ids),
+        "truncated": episode.truncated,
+        "anls": episode.rewards.get("anls"),
+    }
+    if rollouts.turns:
+        sample |= {"calls": len(episode.calls), "call_errors": sum(call["error"] for call in episode.calls)}
+    return sample
 
-    Of the rows that all of them have: a prompt may be too long with tools, and fit without.
-    """
-    table: dict[str, dict[str, str]] = {}
-    samples_of = {name: pq.read_table(path).to_pylist() for name, path in reports.items()}
-    in_all = set.intersection(*({sample["row"] for sample in samples} for samples in samples_of.values()))
-    for name, of_this in samples_of.items():
-        by_source = defaultdict(list)
-        for sample in of_this:
-            if sample["row"] in in_all:
-                by_source[sample["data_source"]].append(sample)
-        for source, samples in sorted(by_source.items()):
-            metrics = summarize(samples)
-            low, high = wilson_interval(metrics["eval/accuracy"], int(metrics["eval/rows"]))
-            line = table.setdefault(source, {"source": source, "rows": str(int(metrics["eval/rows"]))})
-            line[name] = f"{metrics['eval/accuracy']:.3f} ({low:.3f} - {high:.3f})"
-    return pd.DataFrame(list(table.values())).fillna("").to_string(index=False)
+
+def evaluate_only(job: Job, rollouts: Rollouts, policy: nn.Module, step: int, logger: Logger) -> Path:
+    """--eval-only: the table on the console, all samples in the run folder; returns their file."""
+    report_to = job.output_dir / "eval_samples.parquet"
+    metrics = evaluate(rollouts, policy, step, logger, report_to)
+    logger.event({"event": "eval_only", "step": step, **metrics})
+    return report_to
 
 
-def report(samples: list[dict], path: Path) -> str:
-    """Write all samples to a parquet file and return the table by data source."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(samples), path)
-    by_source = defaultdict(list)
-    for sample in samples:
-        by_source[sample["data_source"]].append(sample)
-    return format_table({source: summarize(part) for source, part in sorted(by_source.items())})
+def compare_without_tools(
+    job: Job, rollouts: Rollouts, data: Data, policy: nn.Module, step: int, logger: Logger, with_tools: Path
+) -> None:
+    """Evaluate the same rows without tools, and print both side by side."""
+    rows = prompt_data(job, data, rollouts.flags, None, data.eval_data, flag="--eval-data")
+    blind = with_tools.with_stem("eval_samples_without_tools")
+    evaluate(replace(rollouts, eval_data=rows, turns=None), policy, step, logger, blind)
+    if job.world.is_main:
+        job.world.print(side_by_side({"with tools": with_tools, "without": blind}))

@@ -9,7 +9,9 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-EMBEDDED = {name: Path(__file__).parent / "assets" / name for name in ("tiny", "tiny-vl")}
+from common.flags import EMBEDDED
+
+FOLDERS = {name: Path(__file__).parent / "assets" / name for name in EMBEDDED}
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py"]
 SMOLLM2 = "smollm2-135m-instruct"  # folder of the prepared model
@@ -18,7 +20,7 @@ SMOLLM2 = "smollm2-135m-instruct"  # folder of the prepared model
 def resolve_model(name: str, flag: str = "--model") -> str:
     """Folder of a model: an embedded name, a folder, or a hub id, downloaded by the first rank to get there."""
     if name in EMBEDDED:
-        return str(EMBEDDED[name])
+        return str(FOLDERS[name])
     if Path(name).is_dir():
         tokenizer = any(file for kind in TOKENIZER_FILES for file in Path(name).glob(kind))
         if not tokenizer or not (Path(name) / "config.json").is_file():

@@ -11,6 +11,7 @@ from transformers import AutoConfig
 
 from common.distributed import World, abandon_backward
 from common.files import replace_file
+from common.flags import Machine, Rollout
 from common.vision import auto_class
 
 # Bytes per token, layer and hidden unit, measured with transformers' Llama in bf16 (its norms compute in float32).
@@ -26,41 +27,46 @@ def model_shape(path: str, trust_remote_code: bool = False) -> tuple[int, int]:
     return sum(p.numel() for p in model.parameters()), text.num_hidden_layers * text.hidden_size
 
 
-def memory_phases(args, ranks: int, dtype: torch.dtype, trained: list, frozen: list, on_gpu: bool) -> dict[str, float]:
+def memory_phases(
+    rollout: Rollout, machine: Machine, ranks: int, dtype: torch.dtype, trained: list, frozen: list, on_gpu: bool
+) -> dict[str, float]:
     """Estimated gigabytes of a rank: weights, Adam, engine, KV cache, gradients, activations; and in each phase.
 
     trained, frozen: folders of the models, the policy first; no weights are read. Caches of the allocator come on top.
     """
-    shapes = {path: model_shape(path, args.trust_remote_code) for path in {*trained, *frozen}}
-    ranks = ranks if args.strategy == "fsdp" else 1
+    shapes = {path: model_shape(path, machine.trust_remote_code) for path in {*trained, *frozen}}
+    ranks = ranks if machine.strategy == "fsdp" else 1
     size = {path: shape[0] / 1e9 for path, shape in shapes.items()}
-    frozen_bytes = dtype.itemsize if args.strategy == "fsdp" else 4
+    frozen_bytes = dtype.itemsize if machine.strategy == "fsdp" else 4
     weights = (sum(4 * size[path] for path in trained) + sum(frozen_bytes * size[path] for path in frozen)) / ranks
     adam = sum(8 * size[path] for path in trained) / ranks
     gradients = max(4 * size[path] for path in trained) / ranks  # of one model at a time
     widest = max(shapes[path][1] for path in trained)
-    activations = args.micro_batch_tokens * widest * ACTIVATION_BYTES[args.gradient_checkpointing] / 1e9
+    activations = machine.micro_batch_tokens * widest * ACTIVATION_BYTES[machine.gradient_checkpointing] / 1e9
     engine = dtype.itemsize * size[trained[0]]
-    cache = (args.engine_memory or (8 if on_gpu else 1)) * 2**30 / 1e9
-    asleep = on_gpu and args.sleep_level > 0
-    rollout = weights + engine + cache
-    update = weights + gradients + (0 if asleep else engine + cache)
-    if args.optimizer_offload:  # a model's moments come when the activations are gone
-        update += max(activations, 2 * gradients)
+    cache = (rollout.engine_memory or (8 if on_gpu else 1)) * 2**30 / 1e9
+    asleep = on_gpu and rollout.sleep_level > 0
+    sampling = weights + engine + cache
+    updating = weights + gradients + (0 if asleep else engine + cache)
+    if machine.optimizer_offload:  # a model's moments come when the activations are gone
+        updating += max(activations, 2 * gradients)
     else:
-        rollout, update = rollout + adam, update + activations + adam
-    parts = {"weights": weights, "Adam": adam, "rollout": rollout, "engine": engine, "KV cache": cache}
-    return parts | {"update": update, "gradients": gradients, "activations": activations}
+        sampling += adam
+        updating += activations + adam
+    parts = {"weights": weights, "Adam": adam, "rollout": sampling, "engine": engine, "KV cache": cache}
+    return parts | {"update": updating, "gradients": gradients, "activations": activations}
 
 
-def memory_plan(args, world, dtype: torch.dtype, trained: list[str], frozen: list[str]) -> str:
+def memory_plan(
+    rollout: Rollout, machine: Machine, world: World, dtype: torch.dtype, trained: list[str], frozen: list[str]
+) -> str:
     """`memory_phases` in words, with a warning for what may not fit: before weights are loaded."""
     if on_gpu := world.device.type == "cuda":
         there = torch.cuda.get_device_properties(world.device).total_memory / 1e9
     else:
         there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
         there /= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    gb = memory_phases(args, world.size, dtype, trained, frozen, on_gpu)
+    gb = memory_phases(rollout, machine, world.size, dtype, trained, frozen, on_gpu)
     plan = (
         "memory of a rank (GB, estimated; {there:.1f} are there): weights {weights:.1f}, Adam {Adam:.1f}; rollout "
         "{rollout:.1f}, of it engine {engine:.1f}, KV cache {KV cache:.1f}; update {update:.1f}, of it gradients "
@@ -86,13 +92,13 @@ def remembered_budget(run_dir: Path | None, budget: int) -> int:
     return min(budget, int(file.read_text())) if file and file.is_file() else budget
 
 
-def halve_budget(options: dict, policy: nn.Module, world: World, error: BaseException, run_dir: Path) -> dict:
-    """Options of `pack` for half the tokens, which the run folder remembers.
+def halve_budget(budget: int, model: nn.Module, world: World, error: BaseException, run_dir: Path) -> int:
+    """Half the tokens of a micro-batch, which the run folder remembers; `model` forgets its gradients.
 
     SystemExit on several ranks, since the others are in a collective by now: a restart goes on from the last
     checkpoint in smaller pieces, with the same gradients.
     """
-    budget = options["budget"] // 2
+    budget //= 2
     if budget < 128:
         remedy = "add --gradient-checkpointing or use more GPUs; then the same command goes on"
         raise SystemExit(f"out of GPU memory in the update with {2 * budget} tokens: {remedy}") from error
@@ -103,6 +109,6 @@ def halve_budget(options: dict, policy: nn.Module, world: World, error: BaseExce
         remedy = f"the same command with --output-dir {run_dir} goes on (torchrun --max-restarts 9 repeats it)"
         raise SystemExit(f"out of GPU memory in the update: --micro-batch-tokens is now {budget}; {remedy}") from error
     world.print(f"out of GPU memory: --micro-batch-tokens is now {budget}, the step is repeated")
-    abandon_backward(policy)
+    abandon_backward(model)
     torch.cuda.empty_cache()
-    return options | {"budget": budget}
+    return budget

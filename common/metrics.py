@@ -1,102 +1,103 @@
-"""Metrics of a step: sums and counts of each rank, reduced once, then means."""
+"""Metrics of a step: each rank adds sums and counts, which are reduced over all ranks once, to means."""
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 
 from torch import Tensor
 
+from common.distributed import all_reduce, gather_objects, world_size
 from common.episodes import FINISH_REASONS, Episode, by_prompt, unequal_groups
 
+RARE_REASONS = sorted(FINISH_REASONS.keys() - {"stop", "length"})  # to finish an episode
 
-def is_correct(rewards: dict[str, float | str]) -> bool:
+
+class Means:
+    """Sums with their counts, by the name of their metric. Tensors stay on their device until `reduce`."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor | float] = {}
+        self.counts: dict[str, float] = {}
+        self.totals: dict[str, float] = {}
+
+    def add(self, name: str, total: Tensor | float, count: float = 1.0) -> None:
+        """`total` is the sum of `count` values."""
+        total = total.detach().double() if isinstance(total, Tensor) else total
+        self.sums[name] = self.sums.get(name, 0.0) + total
+        self.counts[name] = self.counts.get(name, 0.0) + count
+
+    def add_total(self, name: str, value: float, on_every_rank: bool = False) -> None:
+        """A metric that is a sum and no mean; a value that all ranks know counts once."""
+        self.totals[name] = self.totals.get(name, 0.0) + value / (world_size() if on_every_rank else 1)
+
+    def merge(self, other: "Means") -> None:
+        for name, total in other.sums.items():
+            self.add(name, total, other.counts[name])
+        for name, value in other.totals.items():
+            self.add_total(name, value)
+
+    def reduce(self) -> dict[str, float]:
+        """{name: mean or total over all ranks}; a mean of nothing is left out. All ranks call it together."""
+        sums: Counter = Counter()  # ranks may hold different names: one without episodes has none
+        counts: Counter = Counter()
+        totals: Counter = Counter()
+        own = ({name: float(total) for name, total in self.sums.items()}, self.counts, self.totals)
+        for part_sums, part_counts, part_totals in gather_objects(own):
+            sums.update(part_sums)
+            counts.update(part_counts)
+            totals.update(part_totals)
+        return {name: sums[name] / counts[name] for name in sums if counts[name]} | totals
+
+
+def is_correct(rewards: Mapping[str, float | str]) -> bool:
     """Full marks, partial credit being none; or what the reward function says itself by "acc", as in verl."""
     said = rewards.get("acc")
     return (said if isinstance(said, float) else rewards["score"]) >= 1.0 - 1e-6
 
 
-def rollout_sums(episodes: list[Episode]) -> dict[str, float]:
-    """What this rank adds to the metrics of a step: sums and counts, to be reduced once."""
-    scored = [e for e in episodes if math.isfinite(e.rewards["score"])]
-    scores = [e.rewards["score"] for e in scored]
+def rollout_means(episodes: list[Episode], seconds: dict[str, float], with_tools: bool = False) -> Means:
+    """reward/* and rollout/* of a step, with `seconds` by phase; all episodes count, rewards of the scored ones."""
+    means, scored = Means(), [e for e in episodes if math.isfinite(e.rewards["score"])]
     comparable = [group for group in by_prompt(scored).values() if len(group) > 1]
-    return Counter(e.finish_reason for e in episodes) | {
-        "episodes": len(episodes),
-        "scored": len(scored),
-        "score": math.fsum(scores),
-        "score_squared": math.fsum(score**2 for score in scores),
-        "correct": sum(is_correct(e.rewards) for e in scored),
-        "reward_model": math.fsum(e.model_reward or 0.0 for e in scored),
-        "groups": len(comparable),
-        "unequal_groups": len(by_prompt(unequal_groups(scored))),
-        "response_tokens": sum(len(e.response_ids) for e in episodes),
-        "truncated": sum(e.truncated for e in episodes),
-        "turns": sum(e.turns for e in episodes),
-        "calls": sum(len(e.calls) for e in episodes),
-        "callers": sum(bool(e.calls) for e in episodes),
-        "call_errors": sum(call["error"] for e in episodes for call in e.calls),
-    }
-
-
-def rollout_metrics(sums: dict[str, float], seconds: dict[str, float], with_tools: bool = False) -> dict[str, float]:
-    """reward/* and rollout/* of a step from the reduced `rollout_sums` and its seconds by phase."""
-    if not sums["scored"]:
-        raise RuntimeError("not one response of this step could be scored: see the errors above")
-    scored, episodes = sums["scored"], sums["episodes"]
-    mean = sums["score"] / scored
-    metrics = {
-        "reward/mean": mean,
-        "reward/std": math.sqrt(max(0.0, sums["score_squared"] / scored - mean**2)),
-        "reward/accuracy": sums["correct"] / scored,
-        "reward/failed": sums["episodes"] - sums["scored"],
-        "rollout/response_length": sums["response_tokens"] / episodes,
-        "rollout/truncated": sums["truncated"] / episodes,
-    }
-    if sums["groups"]:
-        metrics["reward/zero_variance_groups"] = 1 - sums["unequal_groups"] / sums["groups"]
-    if sums["reward_model"]:  # exactly 0 without one
-        metrics["reward/model_mean"] = sums["reward_model"] / scored
-    others = FINISH_REASONS.keys() - {"stop", "length"}
-    metrics |= {f"rollout/{reason}": sums[reason] / episodes for reason in sorted(others) if sums.get(reason)}
+    means.add("reward/mean", math.fsum(e.rewards["score"] for e in scored), count=len(scored))
+    means.add("reward/mean_square", math.fsum(e.rewards["score"] ** 2 for e in scored), count=len(scored))
+    means.add("reward/accuracy", sum(is_correct(e.rewards) for e in scored), count=len(scored))
+    means.add_total("reward/failed", len(episodes) - len(scored))
+    equal = len(comparable) - len(by_prompt(unequal_groups(scored)))
+    means.add("reward/zero_variance_groups", equal, count=len(comparable))
+    judged = [e.model_reward for e in scored if e.model_reward is not None]
+    means.add("reward/model_mean", math.fsum(judged), count=len(judged))
+    response_tokens = sum(len(e.response_ids) for e in episodes)
+    means.add("rollout/response_length", response_tokens, count=len(episodes))
+    means.add("rollout/truncated", sum(e.truncated for e in episodes), count=len(episodes))
+    for reason in RARE_REASONS:
+        means.add(f"rollout/{reason}", sum(e.finish_reason == reason for e in episodes), count=len(episodes))
     if with_tools:
-        metrics["rollout/turns"] = sums["turns"] / episodes
-        metrics |= {"tool/calls": sums["calls"] / episodes, "tool/callers": sums["callers"] / episodes}
-        metrics["tool/error_rate"] = sums["call_errors"] / max(sums["calls"], 1)
-    if "rollout" in seconds:
-        metrics["rollout/tokens_per_s"] = sums["response_tokens"] / seconds["rollout"]
-    return metrics
+        calls = sum(len(e.calls) for e in episodes)
+        means.add("rollout/turns", sum(e.turns for e in episodes), count=len(episodes))
+        means.add("tool/calls", calls, count=len(episodes))
+        means.add("tool/callers", sum(bool(e.calls) for e in episodes), count=len(episodes))
+        means.add("tool/error_rate", sum(call["error"] for e in episodes for call in e.calls), count=calls)
+    if "rollout" in seconds:  # tokens of all ranks over the seconds of one
+        means.add("rollout/tokens_per_s", response_tokens, count=seconds["rollout"] / world_size())
+    return means
 
 
-def policy_metrics(
-    sums: dict[str, float], num_tokens: float, epochs: int, grad_norms: list[float]
-) -> dict[str, float]:
-    """policy/* and optim/grad_norm of a step from the reduced sums over its `epochs` passes through `num_tokens`.
+def rollout_metrics(metrics: dict[str, float]) -> dict[str, float]:
+    """The reduced means of a step with the spread of its rewards, and without reasons to finish that did not occur."""
+    mean_square = metrics.pop("reward/mean_square")
+    metrics["reward/std"] = math.sqrt(max(0.0, mean_square - metrics["reward/mean"] ** 2))
+    return {name: x for name, x in metrics.items() if x or name.removeprefix("rollout/") not in RARE_REASONS}
 
-    grad_norms: of each update; minibatches that train nothing have none.
+
+def explained_variance(values: Tensor, returns: Tensor) -> float:
+    """1 - var(returns - values) / var(returns) over the tokens of all ranks, [T] each here; all ranks call it.
+
+    NaN if the returns do not vary: there is nothing to explain.
     """
-    passed, updates = num_tokens * epochs, max(len(grad_norms), 1)
-    return {
-        "policy/loss": sums["loss"] / updates,
-        "policy/entropy": sums["entropy"] / passed,
-        "policy/clip_fraction": sums["clipped"] / passed,
-        "policy/approx_kl": sums["kl"] / passed,
-        "optim/grad_norm": sum(grad_norms) / updates,
-    }
-
-
-def value_sums(values: Tensor, returns: Tensor) -> dict[str, float]:
-    """What this rank adds to the metrics of a critic: values before the update, their targets, both [T]."""
-    sums = {}
-    for name, x in (("value", values), ("return", returns), ("error", returns - values)):
-        sums |= {name: x.double().sum().item(), f"{name}_squared": x.double().square().sum().item()}
-    return sums
-
-
-def value_metrics(sums: dict[str, float], num_tokens: float) -> dict[str, float]:
-    """value/* of a step from the reduced `value_sums`. Returns that are all equal have no variance to explain: NaN."""
-    variance = {x: sums[f"{x}_squared"] / num_tokens - (sums[x] / num_tokens) ** 2 for x in ("error", "return")}
-    explicable = variance["return"] > 1e-9
-    return {
-        "value/mean": sums["value"] / num_tokens,
-        "value/return_mean": sums["return"] / num_tokens,
-        "value/explained_variance": 1 - variance["error"] / variance["return"] if explicable else math.nan,
-    }
+    error, returns = (returns - values).double(), returns.double()
+    moments = [len(returns), error.sum(), error.square().sum(), returns.sum(), returns.square().sum()]
+    count, error_sum, error_square, return_sum, return_square = all_reduce([float(x) for x in moments])
+    count = max(count, 1.0)
+    variance = return_square / count - (return_sum / count) ** 2
+    return 1 - (error_square / count - (error_sum / count) ** 2) / variance if variance > 1e-9 else math.nan

@@ -15,7 +15,6 @@ from transformers.utils.logging import disable_progress_bar
 
 from common.attention import block_mask
 from common.distributed import World, reshard, unwrap
-from common.hub import resolve_model
 from common.logprobs import is_greedy, token_logprobs
 from common.packing import MicroBatch
 from common.pictures import blank
@@ -79,6 +78,7 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.attention, self.vision = attention, vision
+        self.sizes = parameter_sizes(self)  # whole, before anything is sharded
 
     def forward(self, batch: MicroBatch, temperature: float = 1.0, with_greedy: bool = False) -> tuple[Tensor, ...]:
         """(log p of the trained tokens [N], entropy [N]), float32, at the sampling temperature.
@@ -174,9 +174,9 @@ def load_policy(
     return Policy(model.train(), attention, vision)
 
 
-def load_critic(name: str, attention: str, **options) -> Critic:
-    """A critic on the backbone of a model, by folder or name; options as for `load_policy`."""
-    policy = load_policy(resolve_model(name, "--critic-model"), attention, **options)
+def load_critic(path: str, attention: str, **options) -> Critic:
+    """A critic on the backbone of the model in a folder; options as for `load_policy`."""
+    policy = load_policy(path, attention, **options)
     return Critic(policy.model.base_model, attention, policy.vision)
 
 
@@ -201,6 +201,13 @@ def full_parameters(policy: nn.Module, dtype: torch.dtype | None = None) -> Iter
             yield name, tensor
             if parameter is head and "lm_head" not in name:
                 yield "lm_head.weight", tensor
+
+
+def sync_engine(engine, policy: nn.Module, step: int) -> None:
+    """Wake the engine with the policy's weights, which are those of optimizer step `step`. All ranks call it."""
+    engine.wake("weights")
+    engine.sync_weights(full_parameters(policy, engine.dtype), unwrap(policy).sizes, step)
+    engine.wake("kv_cache")
 
 
 def export_hugging_face(

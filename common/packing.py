@@ -6,18 +6,22 @@ A response token sees its prompt and itself, never a sibling; its positions cont
 tokens that are trained on have a target: they are addressed by flat indices, so no padded mask is ever multiplied.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from common.distributed import all_reduce
-from common.episodes import Episode
-from common.memory import remembered_budget
+from common.distributed import World, all_reduce, forward_context
+from common.episodes import Episode, prompts_of_all_ranks
+from common.memory import halve_budget, remembered_budget
 from common.pictures import Media
 from common.vision import Vision
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -53,16 +57,90 @@ class TokenIndex:
     def __len__(self) -> int:
         return int(self.offsets[-1])
 
+    def sums(self, values: Tensor) -> Tensor:
+        """Sum of values [T] over the tokens of each episode, [E]; on the CPU."""
+        return torch.zeros(len(self.lengths), dtype=values.dtype).index_add(0, self.episode_of_token, values)
 
-def layout(attention: str, budget: int, run_dir: Path | None = None, vision: Vision | None = None) -> dict:
-    """Options of `pack` that suit a model and its attention, and what a run has learnt about its memory.
+
+def split_minibatches(episodes: Sequence[Episode], prompts: list, count: int, seed: int, step: int) -> list[list[int]]:
+    """Episode numbers of each minibatch: a random split of all ranks' `prompts`, so that the ranks play no part."""
+    order = np.random.Generator(np.random.PCG64([seed, step])).permutation(prompts)
+    minibatch_of = {int(prompt): place * count // len(prompts) for place, prompt in enumerate(order)}
+    split: list[list[int]] = [[] for _ in range(count)]
+    for i, episode in enumerate(episodes):
+        split[minibatch_of[episode.prompt_index]].append(i)
+    return split
+
+
+@dataclass(eq=False)
+class Minibatch:
+    """The episodes of one optimizer step, as this rank computes them."""
+
+    episodes: list[int]  # their numbers
+    num_tokens: float  # trained ones, over all ranks: with the next, the denominators of losses
+    num_sequences: float  # episodes with a trained token, over all ranks
+    micro_batches: list[MicroBatch]
+
+
+class Packer:
+    """Minibatches as micro-batches that fit into memory: where one does not, all get smaller, with the same gradient.
 
     Flash attention reads sequence boundaries off the position ids, so each response repeats its prompt. For flex
     attention the length is a multiple of 128: few shapes have to be compiled.
     """
-    budget = remembered_budget(run_dir, budget)
-    multiple = 128 if attention == "flex" else 1
-    return {"budget": budget, "share_prompts": attention != "flash", "multiple": multiple, "vision": vision}
+
+    def __init__(self, attention: str, budget: int, run_dir: Path, world: World, vision: Vision | None = None):
+        self.budget, self.run_dir, self.world = remembered_budget(run_dir, budget), run_dir, world
+        self.share_prompts, self.multiple, self.vision = (
+            attention != "flash",
+            128 if attention == "flex" else 1,
+            vision,
+        )
+        self.step: tuple[Sequence[Episode], TokenIndex, list[Minibatch]] | None = None  # what is being trained on
+
+    def minibatches(
+        self, episodes: Sequence[Episode], index: TokenIndex, count: int, *, seed: int, step: int
+    ) -> list[Minibatch]:
+        """A step's episodes in `count` minibatches, the same on any number of ranks. All ranks call it together."""
+        split = split_minibatches(episodes, prompts_of_all_ranks(episodes), count, seed, step)
+        lengths = [index.lengths[numbers] for numbers in split]
+        num_tokens = all_reduce([float(x.sum()) for x in lengths])
+        num_sequences = all_reduce([float((x > 0).sum()) for x in lengths])
+        minibatches = [Minibatch(*of_one, []) for of_one in zip(split, num_tokens, num_sequences)]
+        self.step = episodes, index, minibatches
+        self._pack()
+        return minibatches
+
+    def _pack(self) -> None:
+        episodes, index, minibatches = self.step
+        for minibatch in minibatches:
+            minibatch.micro_batches = pack(
+                episodes,
+                minibatch.episodes,
+                index,
+                budget=self.budget,
+                share_prompts=self.share_prompts,
+                multiple=self.multiple,
+                vision=self.vision,
+            )
+
+    def attempt(self, model: nn.Module, update: Callable[..., T], **options) -> T:
+        """update(...), again from its beginning with half the tokens a micro-batch while memory is too small."""
+        while True:
+            try:
+                return update(**options)
+            except torch.OutOfMemoryError as error:
+                self.budget = halve_budget(self.budget, model, self.world, error, self.run_dir)
+                self._pack()
+
+    @torch.no_grad()
+    def fill(self, result: Tensor, model: nn.Module, minibatches: Sequence[Minibatch], *inputs: object) -> None:
+        """Write into `result` [T] what `model(micro_batch, *inputs)` gives first for each of the trained tokens."""
+        for minibatch in minibatches:
+            for batch in minibatch.micro_batches:
+                with forward_context(model):
+                    output = model(batch.to(self.world.device), *inputs)
+                result[batch.tokens.to(result.device)] = output[0] if isinstance(output, tuple) else output
 
 
 def pack(

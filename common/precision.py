@@ -1,10 +1,11 @@
-"""One choice of number format for trainer, engine and weight sync; loss scaling; the guarded gradient step."""
+"""One choice of number format for trainer, engine and weight sync; the gap between them; loss scaling."""
 
 from dataclasses import dataclass
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
+
+from common.distributed import all_reduce
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -44,6 +45,14 @@ def check_gap(gap: float, limit: float, step: int) -> None:
         )
 
 
+def checked_gap(rollout_logprobs: Tensor, logprobs: Tensor, limit: float, step: int) -> float:
+    """Mean |engine - trainer| over the tokens of all ranks, [T] each here; RuntimeError as `check_gap`."""
+    total, count = all_reduce([(rollout_logprobs - logprobs).abs().sum().item(), len(logprobs)])
+    gap = total / max(count, 1.0)
+    check_gap(gap, limit, step)
+    return gap
+
+
 @dataclass
 class LossScale:
     """Dynamic loss scale (arXiv 1710.03740, sec. 3.2), for fp16: doubles after 400 good steps, halves on overflow."""
@@ -80,35 +89,3 @@ def move_states(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim():
                 state[name] = value.to(device)
-
-
-def guarded_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    max_grad_norm: float,
-    loss_scale: LossScale,
-    offload: bool = False,
-) -> tuple[float, bool]:
-    """Unscale, clip to the global norm and step, or skip the step if any gradient of any rank is not finite.
-
-    Returns (gradient norm before clipping, stepped). The norm is reduced over all shards, so every rank takes the
-    same decision without a further collective. `max_grad_norm` 0 means no clipping. Clears the gradients.
-    With `offload` Adam's moments visit the device for the step, and are on the host otherwise.
-    """
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    grad_norm = norm.item() / loss_scale.scale
-    finite = bool(torch.isfinite(norm))
-    if finite:
-        clip = min(1.0, max_grad_norm / (grad_norm + 1e-6)) if max_grad_norm > 0 else 1.0
-        if gradients and clip / loss_scale.scale != 1.0:
-            torch._foreach_mul_(gradients, clip / loss_scale.scale)
-        if offload:
-            move_states(optimizer, next(model.parameters()).device)
-        optimizer.step()
-        if offload:
-            move_states(optimizer, torch.device("cpu"))
-    loss_scale.update(finite)
-    optimizer.zero_grad(set_to_none=True)
-    return grad_norm, finite

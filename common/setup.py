@@ -1,19 +1,18 @@
 """What a script needs around its loop; what a user can get wrong is refused before weights are loaded."""
 
-import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from common.arguments import PICTURE_FLAGS, check_shared_args, refuse_idle
 from common.attention import choose_attention
-from common.checkpoint import Trained, checkpoint_bytes, free_bytes
-from common.data.prompts import PromptData
+from common.checkpoint import Checkpoints
 from common.distributed import (
     World,
     barrier,
@@ -22,28 +21,29 @@ from common.distributed import (
     init_world,
     release_freed_memory,
     sign_of_life,
+    wrap_model,
 )
 from common.dumps import dump_rollouts
-from common.engine.hf import HuggingFaceEngine
-from common.engine.vllm import VllmEngine
-from common.episodes import Episode, Turns
-from common.files import refuse, user_errors
-from common.hub import EMBEDDED, end_token_ids, end_turns_properly, load_tokenizer, resolve_model
+from common.episodes import Episode
+from common.files import user_errors
+from common.flags import Data, Machine, Run, flat, refuse_idle
+from common.hub import load_tokenizer, resolve_model
 from common.logger import Logger, save_config, tracker_names
 from common.look.curves import plot_curves
 from common.look.page import write_page
-from common.memory import memory_plan, remembered_budget
+from common.memory import remembered_budget
+from common.models import export_hugging_face, load_critic, load_policy
+from common.optimizer import GuardedAdamW
 from common.pictures import PixelLimits
 from common.precision import choose_dtype
-from common.rewards import RewardWorkers, reward_function
-from common.tools import ToolWorkers
 from common.vision import Vision, load_vision
 
 
 @dataclass
-class Run:
-    """A run as one rank sees it, before it has any data."""
+class Job:
+    """A run as one rank sees it, and its models."""
 
+    script: str
     world: World
     output_dir: Path
     path: str  # folder of the model
@@ -52,121 +52,81 @@ class Run:
     attention: str
     limits: PixelLimits
     vision: Vision | None  # None for a model that reads text alone
+    machine: Machine
+    run: Run
     summary: str  # of all that, for the console
 
+    def load_policy(self, from_scratch: bool = False) -> nn.Module:
+        """The policy, to be trained: float32 master weights, sharded or replicated."""
+        return self._wrap(load_policy(self.path, from_scratch=from_scratch, **self._trained))
 
-@dataclass
-class Job(Run):
-    """What the RL scripts have besides."""
+    def load_critic(self, path: str) -> nn.Module:
+        """A critic, to be trained, on the backbone of the model in a folder."""
+        return self._wrap(load_critic(path, **self._trained))
 
-    train_data: PromptData | None  # None with --eval-only
-    eval_data: PromptData | None
-    total_steps: int
-    workers: RewardWorkers
-    turns: Turns | None  # None without --tools
-    engine: VllmEngine | HuggingFaceEngine | None  # asleep; None with --replay
+    def load_reference(self) -> nn.Module:
+        """The policy as it was, frozen; its weights are kept as FSDP2 would cast them anyway."""
+        dtype = self.compute_dtype if self.machine.strategy == "fsdp" else torch.float32
+        reference = load_policy(self.path, dtype=dtype, **self._loaded).requires_grad_(False)
+        return self._wrap(reference).to(self.reference_device)
+
+    def adamw(self, model: nn.Module, weight_decay: float, max_grad_norm: float, **options) -> GuardedAdamW:
+        """Its optimizer, with loss scale and offload as the machine asks for; options as for `GuardedAdamW`."""
+        options |= {"weight_decay": weight_decay, "max_grad_norm": max_grad_norm}
+        return GuardedAdamW(model, self.compute_dtype, offload=self.machine.optimizer_offload, **options)
+
+    def dump(self, step: int, sampled: list[Episode], trained: list[Episode], advantages: list[float]) -> None:
+        """Write the episodes of a step into the run folder, and a page to look at. All ranks call it together."""
+        folder = self.output_dir / "rollouts"
+        path = dump_rollouts(folder, step, sampled, trained, advantages, self.tokenizer, self.world)
+        if self.world.is_main:
+            write_page(path, self.tokenizer)
+
+    @property
+    def reference_device(self) -> torch.device:
+        """Where the reference model is when it is not used."""
+        return torch.device("cpu") if self.machine.reference_offload else self.world.device
+
+    @property
+    def _loaded(self) -> dict[str, Any]:
+        options = {"attention": self.attention, "vision": self.vision}
+        return options | {"trust_remote_code": self.machine.trust_remote_code}
+
+    @property
+    def _trained(self) -> dict[str, Any]:
+        options = {"gradient_checkpointing": self.machine.gradient_checkpointing}
+        options |= {"freeze_vision": self.machine.freeze_vision, "compile_layers": self.machine.compile}
+        return self._loaded | options
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        return wrap_model(model, self.world, self.machine.strategy, self.compute_dtype)
 
 
-def open_run(args, script: str, demo: bool) -> Run:
-    """Join the process group, choose device and dtype, find the model; `args` is the script's Args."""
-    world = init_world(args.stall_minutes)
+def open_job(script: str, data: Data, machine: Machine, run: Run, demo: bool) -> Job:
+    """Join the process group, choose device and dtype, find the model."""
+    world = init_world(run.stall_minutes)
     if demo:
         world.print("no --model given: running the embedded demo")
     stamp = broadcast_object(time.strftime("%Y%m%d-%H%M%S"))  # the clocks of the ranks may differ
-    output_dir = args.output_dir or Path("runs") / f"{script}-{Path(args.model).name}-{stamp}"
+    output_dir = run.output_dir or Path("runs") / f"{script}-{Path(run.model).name}-{stamp}"
+    gpu = (world.device.type == "cuda", "a GPU")
+    refuse_idle(machine, {"optimizer_offload": gpu, "reference_offload": gpu})
     with user_errors():
-        tracker_names(args.log)
+        tracker_names(run.log)
         check_device(world.device)
-        compute_dtype, why = choose_dtype(args.dtype, world.device)
-    attention = choose_attention(args.attention, world.device, args.compile)
-    path = resolve_model(args.model)
-    tokenizer = load_tokenizer(path, args.trust_remote_code)
-    limits = PixelLimits(args.min_pixels, args.max_pixels, args.max_frame_pixels)
-    vision = load_vision(path, limits, args.trust_remote_code)
-    refuse_idle(args, dict.fromkeys(PICTURE_FLAGS, (vision is not None, "a vision-language --model")))
-    summary = f"{script}.py: {args.model}, {world.size} x {world.device.type}, {args.strategy}, "
+        compute_dtype, why = choose_dtype(machine.dtype, world.device)
+    attention = choose_attention(machine.attention, world.device, machine.compile)
+    path = resolve_model(run.model)
+    tokenizer = load_tokenizer(path, machine.trust_remote_code)
+    limits = PixelLimits(data.min_pixels, data.max_pixels, data.max_frame_pixels)
+    vision = load_vision(path, limits, machine.trust_remote_code)
+    sees = (vision is not None, "a vision-language --model")
+    refuse_idle(data, dict.fromkeys(["min_pixels", "max_pixels", "max_frame_pixels", "media_root"], sees))
+    refuse_idle(machine, {"freeze_vision": sees})
+    summary = f"{script}.py: {run.model}, {world.size} x {world.device.type}, {machine.strategy}, "
     summary += f"compute {compute_dtype} ({why}) -> {output_dir}"
-    return Run(world, output_dir, path, tokenizer, compute_dtype, attention, limits, vision, summary)
-
-
-def set_up(args, script: str, demo: bool) -> Job:
-    """Open a run, given the flags that all RL scripts share."""
-    check_shared_args(args)
-    run = open_run(args, script, demo)
-    world, output_dir, path, tokenizer, vision = run.world, run.output_dir, run.path, run.tokenizer, run.vision
-    again = bool(args.replay) and (output_dir / "checkpoints").exists()
-    refuse(again, f"--replay: {output_dir} has checkpoints of its own; give another --output-dir")
-    refuse_idle(args, {"max_images": (vision is not None, "a vision-language --model")})
-    if vision or args.tools:
-        with user_errors():
-            end_turns_properly(tokenizer, vision and vision.processor, world.print)
-    if getattr(args, "critic_model", None):
-        critic_path = resolve_model(args.critic_model, "--critic-model")
-        critic_vocabulary = load_tokenizer(critic_path, args.trust_remote_code).get_vocab()
-        refuse(critic_vocabulary != tokenizer.get_vocab(), f"--critic-model {args.critic_model}: another tokenizer")
-        blind = load_vision(critic_path, run.limits, args.trust_remote_code) is None
-        refuse(blind != (vision is None), f"--critic-model {args.critic_model}: of policy and critic one cannot see")
-    if getattr(args, "reward_model", None):
-        resolve_model(args.reward_model, "--reward-model")  # that there is none should be known before all is loaded
-    if args.model in EMBEDDED and not args.train_data:
-        args.train_data, held_out = embedded_data(args.model, output_dir / "data", world)
-        args.eval_data = args.eval_data or held_out
-    options = {"max_prompt_tokens": args.max_prompt_tokens, "overlong": args.overlong_prompts}
-    options |= {"skip_bad_rows": args.skip_bad_rows, "notice": world.print, "max_images": args.max_images}
-    train_data = eval_data = None
-    with user_errors():
-        tools = ToolWorkers(args.tools, args.tool_workers, args.tool_timeout) if args.tools else None
-        options |= {"vision": vision, "tools": tools and tools.tools, "media_root": args.media_root}
-        if not args.eval_only:
-            train_data = PromptData(args.train_data, tokenizer, max_rows=args.max_rows, **options)
-        if args.eval_data:
-            eval_data = PromptData(args.eval_data, tokenizer, flag="--eval-data", **options)
-        for data in (train_data, eval_data):
-            for source in sorted(data.sources) if data and not args.reward_function else ():
-                reward_function(source)  # an unknown data_source is an error now, not after the first rollout
-        workers = RewardWorkers(args.reward_function, args.reward_workers, args.reward_timeout)
-    total_steps = args.total_steps
-    if total_steps is None and train_data:
-        total_steps = max(1, round(args.total_epochs * len(train_data) / args.prompts_per_step))
-    alone = getattr(args, "critic_warmup_steps", 0)
-    refuse(alone >= (total_steps or math.inf), f"--critic-warmup-steps {alone} of {total_steps}: none for the policy")
-
-    critic = [resolve_model(args.critic_model or path)] if hasattr(args, "critic_model") else []
-    reference = [path] if args.kl_in != "none" and not getattr(args, "reference_offload", False) else []
-    world.print(memory_plan(args, world, run.compute_dtype, [path, *critic], reference))
-    engine = None
-    if not args.replay:  # before the trainer: it loads by itself, and is asleep when the trainer takes its memory
-        make_engine = VllmEngine if args.engine == "vllm" else HuggingFaceEngine
-        engine = make_engine(
-            path,
-            run.compute_dtype,
-            world,
-            end_ids=end_token_ids(path, tokenizer),
-            max_model_len=args.max_prompt_tokens + args.max_response_tokens,
-            memory_gib=args.engine_memory,
-            sleep_level=args.sleep_level,
-            trust_remote_code=args.trust_remote_code,
-            vision=vision,
-            max_images=args.max_images,
-        )
-        engine.sleep()
-    turns = None
-    if tools:
-        bounds = (args.max_turns, args.max_turn_tokens, args.max_images, args.max_tool_errors)
-        turns = Turns(tokenizer, tools, vision, *bounds, args.deterministic)
-        with user_errors():
-            for tool in tools.tools.values():
-                turns.observation_ids([""], tool.role)  # a template that cannot is refused now
-    torch.manual_seed(args.seed + world.rank)  # after vLLM, which seeds every rank alike
-    world.print(f"{run.summary}, rollouts by {args.engine}")
     return Job(
-        **vars(run),
-        train_data=train_data,
-        eval_data=eval_data,
-        total_steps=total_steps or 0,
-        workers=workers,
-        turns=turns,
-        engine=engine,
+        script, world, output_dir, path, tokenizer, compute_dtype, attention, limits, vision, machine, run, summary
     )
 
 
@@ -183,55 +143,45 @@ def embedded_data(name: str, folder: Path, world: World, supervised: bool = Fals
     return str(folder / f"train.{suffix}"), str(folder / f"eval.{suffix}")
 
 
-def open_logger(args, job: Job, script: str, trained: Trained, start: int, resumed: Path | None) -> Logger:
-    """config.json, the logger, and what a run says before its first step."""
-    world, data = job.world, job.train_data
-    if world.is_main and not args.eval_only:
-        save_config(job.output_dir, vars(args))
+def open_logger(job: Job, args: Any, total_steps: int, checkpoints: Checkpoints, *, record: bool = True) -> Logger:
+    """config.json, unless this is no training, and the logger; tells where the run goes on, and what it will write."""
+    world, config = job.world, flat(args)
+    if world.is_main and record:
+        save_config(job.output_dir, config)
     logger = Logger(
         job.output_dir,
-        total_steps=job.total_steps,
-        trackers=args.log,
-        config=vars(args),
-        name=script,
+        total_steps=total_steps,
+        trackers=job.run.log,
+        config=config,
+        name=job.script,
         is_main=world.is_main,
     )
-    if resumed:
-        logger.event({"event": "resumed", "step": start, "checkpoint": str(resumed)})
-        world.print(f"resumed: {resumed}, step {start}")
-    if args.eval_only:
+    if checkpoints.resumed:
+        logger.event({"event": "resumed", "step": checkpoints.start, "checkpoint": str(checkpoints.resumed)})
+        world.print(f"resumed: {checkpoints.resumed}, step {checkpoints.start}")
+    if not record:
         return logger
     handle_sigterm()
-    passes = job.total_steps * args.prompts_per_step / len(data)
-    world.print(
-        f"{len(data)} prompts; a step: {args.prompts_per_step} x {args.samples_per_prompt} samples, {args.minibatches}"
-        f" minibatches x {args.epochs_per_step} epochs; {job.total_steps} steps pass over the data {passes:.2f} times"
-    )
-    if args.prompts_per_step > len(data):
-        world.print(f"warning: --prompts-per-step {args.prompts_per_step} of {len(data)} rows: a step repeats prompts")
-    budget = remembered_budget(job.output_dir, args.micro_batch_tokens)
-    if budget < args.micro_batch_tokens:
+    budget = remembered_budget(job.output_dir, job.machine.micro_batch_tokens)
+    if budget < job.machine.micro_batch_tokens:
         world.print(f"micro-batches of {budget} tokens, since {job.output_dir}/micro_batch_tokens: more did not fit")
-    needed = checkpoint_bytes(trained) * (args.keep_checkpoints + 2)  # besides, the best, and the one being written
-    if (free := free_bytes(job.output_dir)) < needed:
-        sizes = f"{needed / 1e9:.2f} GB of the {free / 1e9:.2f} GB that are free"
-        world.print(f"warning: checkpoints will take up to {sizes} in {job.output_dir}: lower --keep-checkpoints")
+    checkpoints.warn_if_large()
     return logger
 
 
-def dump_step(job: Job, step: int, sampled: list[Episode], trained: list[Episode], advantages: list[float]) -> None:
-    """`dump_rollouts` into the run folder, with a page beside it. All ranks call it together."""
-    folder = job.output_dir / "rollouts"
-    path = dump_rollouts(folder, step, sampled, trained, advantages, job.tokenizer, job.world)
+def finish(job: Job, policy: nn.Module, logger: Logger) -> None:
+    """Export the model, draw the curves, end the trackers."""
+    folder = job.output_dir / "model"
+    export_hugging_face(policy, job.tokenizer, folder, job.world, job.compute_dtype)
     if job.world.is_main:
-        write_page(path, job.tokenizer)
-
-
-def finish(run: Run, logger: Logger) -> None:
-    """Draw the curves, end the trackers."""
-    if run.world.is_main:
-        plot_curves(run.output_dir)
+        plot_curves(job.output_dir)
     logger.close()
+    job.world.print(f"done: {folder} loads in transformers and vLLM; curves.png is beside it")
+
+
+def due(step: int, every: int) -> bool:
+    """Is it this step's turn? 0: never."""
+    return every > 0 and step % every == 0
 
 
 class Stopwatch:

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import islice
 from json import JSONDecodeError
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from jinja2 import TemplateError
@@ -86,12 +87,13 @@ class Conversations:
         media_root: Path | None = None,
         rule: Rule = "auto",
         mask_failed_calls: bool = False,
-        skip_bad_rows: bool = False,
+        bad_rows: Literal["error", "drop"] = "error",
+        max_rows: int | None = None,
         notice: Callable[[str], None] = print,
     ):
         self.tokenizer, self.max_tokens, self.vision, self.media_root = tokenizer, max_tokens, vision, media_root
         self.rule, self.mask_failed_calls = rule, mask_failed_calls
-        self.files = RowFiles(paths, flag)
+        self.files = RowFiles(paths, flag, max_rows)
         bad, costs, by_position = {}, {}, 0
         for i, record in enumerate(self.files.records()):
             try:
@@ -102,7 +104,7 @@ class Conversations:
                 by_position += conversation.rule == "last-two-turns"
             except BadRow as error:
                 bad[i] = str(error)
-        self.files.refuse(bad, "unusable rows", "--skip-bad-rows", skip_bad_rows, notice)
+        self.files.refuse(bad, "unusable rows", bad_rows == "drop", notice)
         if not costs:
             raise ValueError(f"{flag}: no usable row in {paths}")
         if by_position and rule == "auto":

@@ -72,9 +72,8 @@ class PromptData:
         tokenizer,
         *,
         max_prompt_tokens: int,
-        overlong: Literal["error", "drop"] = "error",
+        bad_rows: Literal["error", "drop"] = "error",
         max_rows: int | None = None,
-        skip_bad_rows: bool = False,
         flag: str = "--train-data",
         notice: Callable[[str], None] = print,
         vision: Vision | None = None,
@@ -118,9 +117,9 @@ class PromptData:
                 too_long |= self._too_long(texts)
                 texts = {}
         too_long |= self._too_long(texts) if texts else {}
-        self.files.refuse(bad, "unusable rows", "--skip-bad-rows", skip_bad_rows, notice)
-        what = f"prompts longer than --max-prompt-tokens {max_prompt_tokens}"
-        self.files.refuse(too_long, what, "--overlong-prompts drop", overlong == "drop", notice)
+        self.files.refuse(bad, "unusable rows", bad_rows == "drop", notice)
+        too_long_for = f"prompts longer than --max-prompt-tokens {max_prompt_tokens}"
+        self.files.refuse(too_long, too_long_for, bad_rows == "drop", notice)
         self.positions = np.array([index for index in kept if index not in too_long], dtype=np.int64)
         if not len(self.positions):
             raise ValueError(f"{flag}: no usable row in {', '.join(map(str, self.files.paths))}")

@@ -54,9 +54,9 @@ class RowFiles:
         file = bisect_right(self.starts, index) - 1
         return file, index - self.starts[file]
 
-    def refuse(self, reasons: dict[int, str], what: str, remedy: str, drop: bool, notice: Callable) -> None:
+    def refuse(self, reasons: dict[int, str], what: str, drop: bool, notice: Callable) -> None:
         """Raise a ValueError with the first five of the rows, if there are any; or tell that all were dropped."""
-        state = "dropped" if drop else f"{remedy} drops them"
+        state = "dropped" if drop else "--bad-rows drop drops them"
         listed = "".join(f"\n  {self.place(index)}: {reasons[index]}" for index in list(reasons)[:5])
         message = f"{self.flag}: {len(reasons)} {what} ({state}); the first:{listed}"
         if reasons and not drop:

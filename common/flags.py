@@ -1,0 +1,225 @@
+"""The flags that scripts share, in four groups; their ranges stand in their types. How a command line is read.
+
+A script's `Args` has its algorithm's own flags and, as fields, the groups it needs: `--help` shows a box for each, and
+names on the command line carry no prefix. Another default for a fork stands in one place, its `Args`:
+
+    rollout: Rollout = field(default_factory=partial(Rollout, samples_per_prompt=16))
+"""
+
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
+
+import tyro
+from annotated_types import Ge, Gt, Le
+
+from common.files import refuse
+
+ROOT = Path(__file__).resolve().parents[1]
+EMBEDDED = ("tiny", "tiny-vl")  # models that bring their own data
+SCRIPTS = ("grpo.py", "ppo.py", "curiosity_rl.py", "sft.py")
+
+Count = Annotated[int, Gt(0)]
+Limit = Annotated[int, Ge(0)]  # 0: there is none
+Positive = Annotated[float, Gt(0)]
+Amount = Annotated[float, Ge(0)]
+Share = Annotated[float, Ge(0), Le(1)]
+
+
+@dataclass
+class Data:
+    """Files of rows, and the pictures in them."""
+
+    train_data: str | None = None  # .parquet, .jsonl or .json, comma-separated; the embedded models bring their own
+    eval_data: str | None = None  # the same formats; gives eval/*
+    media_root: Path | None = None  # folder of the relative paths in the columns images and videos
+    max_rows: Count | None = None  # use only the first rows of the training data
+    bad_rows: Literal["error", "drop"] = "error"  # rows that are unusable or too long: stop, or count and drop them
+    min_pixels: Count = 3136  # smaller pictures are enlarged to this area; 28 x 28 pixels are one token
+    max_pixels: Count = 1_003_520  # larger ones are reduced to it; crops are cut from the original
+    max_frame_pixels: Count = 401_408  # the same for a frame of a video
+
+
+@dataclass
+class Rollout:
+    """How answers are sampled, with which tools, and how they are scored."""
+
+    prompts_per_step: Count = 128  # P: prompts per step, over all ranks
+    samples_per_prompt: Count = 8  # G: responses to each prompt
+    max_prompt_tokens: Count = 512  # longest prompt (tokens)
+    max_response_tokens: Count = 512  # longest response (tokens), with tools all that follows the prompt
+    temperature: Positive = 1.0  # of sampling; the trainer's log-probs use it too
+    reward_function: str | None = None  # FILE.py:NAME, verl's signature; default: by the row's data_source
+    reward_timeout: Positive = 10.0  # seconds for one response; one that takes longer, or crashes, is left out
+    tools: str | None = None  # what the policy may call: visual, built-in names, FILE.py:NAME, comma-separated
+    tool_workers: Count = 64  # processes per rank, at most, that run tools
+    tool_timeout: Positive = 30.0  # seconds for one call; an episode whose tool hangs or crashes is left out
+    max_turns: Count = 5  # answers in a trajectory, each but the last followed by what its tool returns
+    max_turn_tokens: Count | None = None  # longest single answer (tokens); default: --max-response-tokens
+    max_tool_errors: Limit = 3  # errors that are told to the policy; one more ends the trajectory
+    max_images: Count = 16  # pictures in a trajectory, the prompt's included
+    deterministic: bool = False  # with tools: turns in lock-step, so that a resume repeats them bit for bit
+    engine: Literal["vllm", "hf"] = "vllm"  # rollout engine; hf: transformers, slow, needs no vLLM
+    engine_memory: Positive | None = None  # KV cache of the engine (GiB per rank); default 8 on GPU, 1 on CPU
+    sleep_level: Literal[0, 1, 2] = 1  # engine while updating: 0 stays, 1 weights to host, 2 weights dropped
+    max_logprob_gap: Positive | None = None  # stop if |engine - trainer| log-probs exceed this mean; default by dtype
+    eval_samples: Count = 1  # samples per row in evaluation; above 1: pass@k and maj@k
+    eval_temperature: Amount = 0.0  # 0 = greedy
+    eval_top_p: Annotated[float, Gt(0), Le(1)] = 1.0  # nucleus, in evaluation only
+    eval_top_k: int = -1  # in evaluation only
+    eval_only: bool = False  # evaluate --eval-data, print the table, write the samples, and stop
+    dump_rollouts_every: Limit = 0  # steps between dumps of all episodes to OUTPUT_DIR/rollouts; 0: none
+    replay: Path | None = None  # a dump: repeat the update of its step bit for bit, without an engine, and stop
+
+
+@dataclass
+class Machine:
+    """What it runs on, and how the model is laid over it."""
+
+    strategy: Literal["fsdp", "ddp"] = "fsdp"  # shard the model (FSDP2) or replicate it
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # trainer and engine; master weights are float32
+    attention: Literal["auto", "flash", "flex", "sdpa"] = "auto"  # auto: flex on GPUs with bf16, else sdpa
+    micro_batch_tokens: Count = 16384  # tokens of one forward and backward, per rank; no effect on the result
+    gradient_checkpointing: bool = False  # recompute activations in backward: less memory, a third more compute
+    optimizer_offload: bool = False  # Adam's moments on the host, but for the optimizer's step
+    reference_offload: bool = False  # the reference model on the host, but for its log-probs
+    compile: bool = False  # torch.compile the layers, on GPUs: a slow first step, then faster ones
+    freeze_vision: bool = False  # train the language model alone
+    trust_remote_code: bool = False  # run code that comes with the model
+
+
+@dataclass
+class Run:
+    """One run: its model and folder, how long it is, when it evaluates and saves, where it goes on."""
+
+    model: str = "tiny"  # folder, hub id, or an embedded model: tiny, tiny-vl, smollm2; without it the demo runs
+    output_dir: Path | None = None  # run folder; default runs/SCRIPT-MODEL-TIME
+    seed: Limit = 0  # data order, sampling, initialisation
+    total_steps: Count | None = None  # steps; default: from --total-epochs
+    total_epochs: Positive = 1.0  # passes over the training data, if --total-steps is not given
+    eval_every: Limit = 20  # steps between evaluations; 0: only before and after
+    eval_before: bool = True  # evaluate before the first step
+    eval_rows: Count = 512  # rows of --eval-data used
+    save_every: Limit = 0  # steps between checkpoints; 0: only at the end
+    keep_checkpoints: Count = 1  # newest ones kept; the best by evaluation is kept besides
+    resume: str = "auto"  # auto: continue the run in --output-dir if there is one; never; or a path
+    stall_minutes: Positive = 60.0  # longest a phase (rollout, rewards, evaluation) may take; then stacks, and the end
+    log: str = ""  # further trackers, comma-separated: tensorboard, wandb
+
+
+Args = TypeVar("Args")
+
+
+def parse(args_class: type[Args], demo: Args, doc: str) -> tuple[Args, bool]:
+    """(the script's arguments, whether they are the demo's: no --model is given). SystemExit for what is wrong."""
+    named = {argument.partition("=")[0] for argument in sys.argv[1:]}
+    is_demo = "--model" not in named
+    default = demo if is_demo and not named & {"--help", "-h"} else args_class()
+    paragraphs = doc.split("\n\n")
+    teaching = [paragraphs[0], *(text for text in paragraphs if text.startswith("    "))]  # the commands
+    explain_foreign(sys.argv[1:], args_class)
+    parsed = tyro.cli(tyro.conf.OmitArgPrefixes[args_class], default=default, description="\n\n".join(teaching))
+    check_ranges(parsed)
+    return parsed, is_demo
+
+
+def check_shared(data: Data, run: Run, rollout: Rollout) -> None:
+    """Refuse what cannot work, or has no effect, of the flags that the RL scripts share."""
+    refuse(data.min_pixels > data.max_pixels, f"--min-pixels {data.min_pixels}: above --max-pixels {data.max_pixels}")
+    refuse(bool(rollout.replay) and rollout.eval_only, "--replay is of training, --eval-only does none")
+    needed, given = ("--train-data", data.train_data)
+    if rollout.eval_only:
+        needed, given = ("--eval-data", data.eval_data)
+    bare = run.model not in EMBEDDED or bool(data.train_data)
+    refuse(not given and bare, f"--model {run.model} needs {needed}")
+    evaluated = (bool(data.eval_data) or not data.train_data, "--eval-data")
+    refuse_idle(run, dict.fromkeys(["eval_every", "eval_before", "eval_rows"], evaluated))
+    refuse_idle(run, {"total_epochs": (run.total_steps is None, "no --total-steps")})
+    called = (bool(rollout.tools), "--tools")
+    sampled = (rollout.eval_temperature > 0, "an --eval-temperature above 0")
+    idle = dict.fromkeys(["max_turns", "max_turn_tokens", "max_tool_errors", "deterministic"], called)
+    idle |= dict.fromkeys(["tool_workers", "tool_timeout"], called)
+    idle |= dict.fromkeys(["eval_top_p", "eval_top_k", "eval_samples"], sampled)  # greedy ones are all the same
+    refuse_idle(rollout, idle | {"engine_memory": (rollout.engine == "vllm", "--engine vllm")})
+    refuse_idle(rollout, {"eval_temperature": evaluated})
+
+
+def flat(args: Any) -> dict[str, Any]:
+    """{name: value} of all flags, those of groups too."""
+    pairs = {item.name: getattr(args, item.name) for item in fields(args)}
+    groups = {name: value for name, value in pairs.items() if is_dataclass(value)}
+    own = {name: value for name, value in pairs.items() if name not in groups}
+    return own | {name: value for group in groups.values() for name, value in flat(group).items()}
+
+
+def flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def check_ranges(args: Any) -> None:
+    """Refuse numbers outside the range that their type names, of a group or of all in it."""
+    for name, hint in get_type_hints(type(args), include_extras=True).items():
+        value = getattr(args, name)
+        if is_dataclass(value):
+            check_ranges(value)
+        elif isinstance(value, int | float):
+            for bound in bounds(hint):
+                said = f"{flag(name)} {value}: must "
+                refuse(isinstance(bound, Gt) and not value > bound.gt, f"{said}be above 0")
+                refuse(isinstance(bound, Ge) and not value >= bound.ge, f"{said}not be below 0")
+                refuse(isinstance(bound, Le) and not value <= bound.le, f"{said}not be above 1")
+
+
+def bounds(hint: Any) -> Iterator[Gt | Ge | Le]:
+    """Those of Annotated[...], also inside of a union."""
+    yield from getattr(hint, "__metadata__", ())
+    for part in get_args(hint):
+        yield from getattr(part, "__metadata__", ())
+
+
+def refuse_idle(flags: Any, uses: dict[str, tuple[bool, str]]) -> None:
+    """Stop if a flag is given that has no effect. uses: {field: (is it used, what it would need)}."""
+    given = {argument.partition("=")[0].replace("_", "-") for argument in sys.argv[1:]}
+    for name, (used, needs) in uses.items():
+        said = {flag(name), flag(name).replace("--", "--no-", 1)} & given
+        refuse(not used and bool(said), f"{flag(name)} {getattr(flags, name)} has no effect: needs {needs}")
+
+
+def explain_foreign(arguments: list[str], args_class: type) -> None:
+    """SystemExit with our name for a flag of verl's, of TRL's or of another script of ours; for a broken line."""
+    if any(argument and not argument.strip() for argument in arguments):
+        raise SystemExit("a lone space is an argument: a backslash that continues a line must be its last character")
+    ours = {flag(name) for name in flat(args_class())}
+    ours |= {known.replace("--", "--no-", 1) for known in ours} | {"--help"}
+    theirs = foreign_names()
+    for argument in arguments:
+        name = argument.partition("=")[0].lstrip("+")
+        key = flag(name.lstrip("-"))
+        if key in ours or not (name.startswith("--") or ("=" in argument and "." in name)):
+            continue
+        if name.lstrip("-").replace("-", "_") in theirs:
+            raise SystemExit(f"{name}: here {theirs[name.lstrip('-').replace('-', '_')]} (docs/from_verl_trl.md)")
+        for script in SCRIPTS:
+            if key in script_flags(ROOT / script):
+                raise SystemExit(f"{Path(sys.argv[0]).name} has no {key}: {script} has it")
+
+
+def script_flags(script: Path) -> set[str]:
+    """A script's own flags, read off its text: importing it would take seconds."""
+    text = script.read_text() if script.is_file() else ""
+    body = text.partition("class Args:")[2].partition("\n\n\n")[0]
+    return {flag(name) for name in re.findall(r"^    (\w+): .*#", body, re.MULTILINE)}
+
+
+def foreign_names() -> dict[str, str]:
+    """{key of verl's or TRL's: what it is here}, the table of docs/from_verl_trl.md."""
+    page, names = ROOT / "docs" / "from_verl_trl.md", {}
+    for line in page.read_text().splitlines() if page.is_file() else ():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("| `") and len(cells) == 3:
+            for key in re.findall(r"`([^`]+)`", cells[0]):
+                names[key.lstrip("-").replace("-", "_")] = re.sub("`", "", cells[1])
+    return names

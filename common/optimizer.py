@@ -1,0 +1,102 @@
+"""AdamW with what protects it: loss scale, clipping to a global norm, no step where a gradient is not finite."""
+
+import math
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from common.metrics import Means
+from common.precision import LossScale
+
+
+def lr_factor(step: int, total_steps: int, warmup_steps: float, schedule: str, floor: float) -> float:
+    """Share of the peak learning rate at step 0, 1, ...; the first step is never 0.
+
+    Linear warm-up (step + 1) / warmup, then constant, or linear or cosine decay towards `floor`. `warmup_steps` below
+    1 is a share of all steps.
+    """
+    warmup = round(warmup_steps * total_steps) if warmup_steps < 1 else int(warmup_steps)
+    if step < warmup:
+        return (step + 1) / warmup
+    if schedule == "constant":
+        return 1.0
+    progress = (step - warmup) / max(1, total_steps - warmup)
+    decay = 1 - progress if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return floor + (1 - floor) * decay
+
+
+class GuardedAdamW:
+    """AdamW over a model that is trained, with its loss scale. Metrics are named `prefix`/grad_norm."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        compute_dtype: torch.dtype,
+        *,
+        weight_decay: float,
+        max_grad_norm: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        offload: bool = False,
+        prefix: str = "optim",
+    ):
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self.model, self.optimizer = model, torch.optim.AdamW(trained, lr=0.0, betas=betas, fused=True)
+        self.loss_scale = LossScale.for_dtype(compute_dtype)
+        self.weight_decay, self.max_grad_norm = weight_decay, max_grad_norm
+        self.offload, self.prefix = offload, prefix
+
+    @property
+    def scale(self) -> float:
+        """What a loss is multiplied with before its backward."""
+        return self.loss_scale.scale
+
+    def step(self, lr: float, num_tokens: float) -> Means:
+        """A guarded step on what has been accumulated from `num_tokens` trained tokens of all ranks."""
+        for group in self.optimizer.param_groups:  # of this run, not of the checkpoint
+            group["lr"], group["weight_decay"] = lr, self.weight_decay
+        norm, stepped = guarded_step(self.model, self.optimizer, self.max_grad_norm, self.loss_scale, self.offload)
+        means = Means()
+        means.add(f"{self.prefix}/grad_norm", norm, count=num_tokens > 0)  # some of many minibatches may be empty
+        means.add_total("optim/skipped_steps", not stepped, on_every_rank=True)
+        return means
+
+
+def guarded_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    max_grad_norm: float,
+    loss_scale: LossScale,
+    offload: bool = False,
+) -> tuple[float, bool]:
+    """Unscale, clip to the global norm and step, or skip the step if any gradient of any rank is not finite.
+
+    Returns (gradient norm before clipping, stepped). The norm is reduced over all shards, so every rank takes the
+    same decision without a further collective. `max_grad_norm` 0 means no clipping. Clears the gradients.
+    With `offload` Adam's moments visit the device for the step, and are on the host otherwise.
+    """
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    grad_norm = norm.item() / loss_scale.scale
+    finite = bool(torch.isfinite(norm))
+    if finite:
+        clip = min(1.0, max_grad_norm / (grad_norm + 1e-6)) if max_grad_norm > 0 else 1.0
+        if gradients and clip / loss_scale.scale != 1.0:
+            torch._foreach_mul_(gradients, clip / loss_scale.scale)
+        if offload:
+            move_states(optimizer, next(model.parameters()).device)
+        optimizer.step()
+        if offload:
+            move_states(optimizer, torch.device("cpu"))
+    loss_scale.update(finite)
+    optimizer.zero_grad(set_to_none=True)
+    return grad_norm, finite
+
+
+def move_states(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Adam's moments to a device; its step counts stay where they are."""
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                state[name] = value.to(device)

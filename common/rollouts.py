@@ -1,0 +1,205 @@
+"""What the RL scripts sample from and score with: prompts, engine, tools, rewards."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from common.data.prompts import PromptData, PromptLoader
+from common.distributed import World
+from common.engine.books import Sampling
+from common.engine.hf import HuggingFaceEngine
+from common.engine.vllm import VllmEngine
+from common.episodes import Episode, Row, Turns, sample_episodes
+from common.files import refuse, user_errors
+from common.flags import Data, Rollout, Run, refuse_idle
+from common.hub import EMBEDDED, end_token_ids, end_turns_properly, resolve_model
+from common.memory import memory_plan
+from common.precision import gap_limit
+from common.rewards import RewardWorkers, reward_function, score_episodes
+from common.rewards.model import RewardModel
+from common.setup import Job, embedded_data
+from common.tools import ToolWorkers
+
+
+@dataclass
+class Rollouts:
+    """What the RL scripts sample from, and score with."""
+
+    world: World
+    tokenizer: PreTrainedTokenizerBase
+    flags: Rollout
+    run: Run
+    engine: VllmEngine | HuggingFaceEngine | None  # asleep; None with --replay
+    turns: Turns | None  # None without --tools
+    workers: RewardWorkers
+    reward_model: RewardModel | None
+    train_data: PromptData | None  # None with --eval-only
+    eval_data: PromptData | None
+    loader: PromptLoader | None  # None with --eval-only
+    total_steps: int
+    max_gap: float  # largest mean |engine - trainer| of log-probs
+
+    @property
+    def can_evaluate(self) -> bool:
+        return self.engine is not None and self.eval_data is not None
+
+    def draw(self, count: int, first: int = 0) -> dict[int, Row]:
+        """This rank's share of the next `count` prompts, by their place in the step; the first of all has `first`."""
+        places = list(enumerate(self.loader.next(count), start=first))[self.world.rank :: self.world.size]
+        return {place: self.train_data[position] for place, position in places}
+
+    def sample(self, prompts: Mapping[int, Row], step: int) -> list[Episode]:
+        """--samples-per-prompt episodes of each prompt, by the weights of optimizer step `step`."""
+        sampling = Sampling(self.flags.samples_per_prompt, self.flags.max_response_tokens, self.flags.temperature)
+        return sample_episodes(
+            self.engine, prompts, sampling, seed=self.run.seed, step=step, weights_step=step, turns=self.turns
+        )
+
+    def score(self, episodes: list[Episode], prompts: Mapping[int, Row]) -> None:
+        """Fill their rewards. A reward model takes the engine's place."""
+        score_episodes(episodes, prompts, self.workers, self.tokenizer)
+        if self.reward_model:
+            self.engine.sleep()
+            self.reward_model.score_episodes(episodes, prompts, self.tokenizer)
+
+    def announce(self, updates: int) -> None:
+        """What is going to happen, with so many optimizer steps after each rollout."""
+        num_prompts, flags = len(self.train_data), self.flags
+        passes = self.total_steps * flags.prompts_per_step / num_prompts
+        self.world.print(
+            f"{num_prompts} prompts; a step: {flags.prompts_per_step} x {flags.samples_per_prompt} samples, {updates} "
+            f"updates; {self.total_steps} steps pass over the data {passes:.2f} times"
+        )
+        if flags.prompts_per_step > num_prompts:
+            told = f"--prompts-per-step {flags.prompts_per_step} of {num_prompts} rows: a step repeats prompts"
+            self.world.print(f"warning: {told}")
+
+
+def open_rollouts(
+    job: Job,
+    data: Data,
+    rollout: Rollout,
+    run: Run,
+    *,
+    trained: list[str],
+    frozen: list[str],
+    reward_model: str | None = None,
+) -> Rollouts:
+    """Read the data, start workers and engine. trained, frozen: folders of the models that share the memory."""
+    world, tokenizer, vision = job.world, job.tokenizer, job.vision
+    again = bool(rollout.replay) and (job.output_dir / "checkpoints").exists()
+    refuse(again, f"--replay: {job.output_dir} has checkpoints of its own; give another --output-dir")
+    refuse_idle(rollout, {"max_images": (vision is not None, "a vision-language --model")})
+    refuse_idle(rollout, {"sleep_level": (world.device.type == "cuda", "a GPU")})
+    reward_folder = resolve_model(reward_model, "--reward-model") if reward_model else None
+    with user_errors():
+        if vision or rollout.tools:
+            end_turns_properly(tokenizer, vision and vision.processor, world.print)
+        tools = ToolWorkers(rollout.tools, rollout.tool_workers, rollout.tool_timeout) if rollout.tools else None
+        train_data, eval_data = read_prompts(job, data, rollout, tools)
+        workers = RewardWorkers(rollout.reward_function, max(1, cpus_of_rank() - 1), rollout.reward_timeout)
+        turns = open_turns(job, rollout, tools) if tools else None
+    total_steps = run.total_steps
+    if total_steps is None:
+        num_prompts = len(train_data) if train_data else 0
+        total_steps = max(1, round(run.total_epochs * num_prompts / rollout.prompts_per_step))
+    world.print(memory_plan(rollout, job.machine, world, job.compute_dtype, trained, frozen))
+    # before the trainer: it loads by itself, and is asleep when the trainer takes its memory
+    engine = None if rollout.replay else start_engine(job, rollout)
+    torch.manual_seed(run.seed + world.rank)  # after vLLM, which seeds every rank alike
+    world.print(f"{job.summary}, rollouts by {rollout.engine}")
+    return Rollouts(
+        world=world,
+        tokenizer=tokenizer,
+        flags=rollout,
+        run=run,
+        engine=engine,
+        turns=turns,
+        workers=workers,
+        reward_model=RewardModel(reward_folder, job.compute_dtype, world.device) if reward_folder else None,
+        train_data=train_data,
+        eval_data=eval_data,
+        loader=PromptLoader(len(train_data), run.seed) if train_data else None,
+        total_steps=total_steps,
+        max_gap=rollout.max_logprob_gap or gap_limit(job.compute_dtype),
+    )
+
+
+def read_prompts(
+    job: Job, data: Data, rollout: Rollout, tools: ToolWorkers | None
+) -> tuple[PromptData | None, PromptData | None]:
+    """Prompts to train on (None with --eval-only) and to evaluate on; an embedded model brings its own."""
+    train_files, eval_files = data.train_data, data.eval_data
+    if job.run.model in EMBEDDED and not train_files:
+        train_files, held_out = embedded_data(job.run.model, job.output_dir / "data", job.world)
+        eval_files = eval_files or held_out
+    read = partial(prompt_data, job, data, rollout, tools)
+    train_data = None if rollout.eval_only else read(train_files, max_rows=data.max_rows)
+    eval_data = read(eval_files, flag="--eval-data") if eval_files else None
+    for prompts in (train_data, eval_data):
+        for source in sorted(prompts.sources) if prompts and not rollout.reward_function else ():
+            reward_function(source)  # an unknown data_source is an error now, not after the first rollout
+    return train_data, eval_data
+
+
+def prompt_data(
+    job: Job, data: Data, rollout: Rollout, tools: ToolWorkers | None, files: str, **options
+) -> PromptData:
+    """Files of prompts as the flags ask for; options as for `PromptData`."""
+    return PromptData(
+        files,
+        job.tokenizer,
+        max_prompt_tokens=rollout.max_prompt_tokens,
+        bad_rows=data.bad_rows,
+        notice=job.world.print,
+        vision=job.vision,
+        tools=tools and tools.tools,
+        media_root=data.media_root,
+        max_images=rollout.max_images,
+        **options,
+    )
+
+
+def open_turns(job: Job, rollout: Rollout, tools: ToolWorkers) -> Turns:
+    """How trajectories go on. ValueError for a chat template that cannot show what a tool returns."""
+    turns = Turns(
+        job.tokenizer,
+        tools,
+        job.vision,
+        max_turns=rollout.max_turns,
+        max_turn_tokens=rollout.max_turn_tokens,
+        max_images=rollout.max_images,
+        max_tool_errors=rollout.max_tool_errors,
+        lockstep=rollout.deterministic,
+    )
+    for tool in tools.tools.values():
+        turns.observation_ids([""], tool.role)
+    return turns
+
+
+def start_engine(job: Job, rollout: Rollout) -> VllmEngine | HuggingFaceEngine:
+    """The engine of --engine, asleep."""
+    make_engine = VllmEngine if rollout.engine == "vllm" else HuggingFaceEngine
+    engine = make_engine(
+        job.path,
+        job.compute_dtype,
+        job.world,
+        end_ids=end_token_ids(job.path, job.tokenizer),
+        max_model_len=rollout.max_prompt_tokens + rollout.max_response_tokens,
+        memory_gib=rollout.engine_memory,
+        sleep_level=rollout.sleep_level,
+        trust_remote_code=job.machine.trust_remote_code,
+        vision=job.vision,
+        max_images=rollout.max_images,
+    )
+    engine.sleep()
+    return engine
+
+
+def cpus_of_rank() -> int:
+    """Processors of this machine for each of its ranks, at least one."""
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
