@@ -79,7 +79,6 @@ class Turns:
     max_images: int = 16  # of a trajectory, the prompt's included
     max_tool_errors: int = 3
     lockstep: bool = False  # all wait for the slowest: the engine's batches, and so the last bits, are repeatable
-
     protocol: Hermes | None = None  # how the policy calls, and sees replies; None: as Hermes does
 
     def __post_init__(self) -> None:

@@ -47,13 +47,11 @@ def prepared_smollm2(flag: str) -> str:
     """Folder of SmolLM2-135M-Instruct; made on first use by a process of its own. SystemExit with what it said."""
     folder = cache_folder() / SMOLLM2
     if not folder.exists():  # appears complete, by rename; ranks that ask at once wait for the first
-        command = [sys.executable, "-m", "common.prepare.smollm2"]
+        command = [sys.executable, "-m", "common.prepare.smollm2", "--cache", str(cache_folder().parent)]
         made = subprocess.run(command, cwd=Path(__file__).parents[1], stderr=subprocess.PIPE, text=True)
         if made.returncode:
-            said = made.stderr.strip()[-2000:]
-            raise SystemExit(
-                f"{flag} smollm2 could not be prepared; `python -m common.prepare.smollm2` tries again:\n{said}"
-            )
+            again = "`python -m common.prepare.smollm2` tries again"
+            raise SystemExit(f"{flag} smollm2 is not prepared; {again}. It said:\n{made.stderr.strip()[-2000:]}")
     return str(folder)
 
 
