@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from transformers import PreTrainedTokenizerBase
 
 from common.distributed import World, gather_objects
 from common.episodes import Episode
 from common.files import replace_file
 from common.pictures import Media, PixelLimits
+from common.torch_repair import transformers
 
 AS_JSON = ("rewards", "calls", "media")  # columns whose values differ in shape from row to row
 
@@ -25,7 +25,7 @@ def dump_rollouts(
     sampled: list[Episode],
     trained: list[Episode],
     advantages: list[float],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: transformers.PreTrainedTokenizerBase,
     world: World,
 ) -> Path:
     """Write folder/step_NNNNNN.parquet: all episodes of all ranks; advantage is null where none was trained on.

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from common.torch_repair import transformers
 
 EMBEDDED = {name: Path(__file__).parent / "assets" / name for name in ("tiny", "tiny-vl")}
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
@@ -55,11 +55,11 @@ def prepared_smollm2(flag: str) -> str:
     return str(folder)
 
 
-def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> transformers.PreTrainedTokenizerBase:
+    return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
 
 
-def end_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def end_token_ids(path: str, tokenizer: transformers.PreTrainedTokenizerBase) -> list[int]:
     """Ids that end a response: the tokenizer's end token and those of generation_config.json."""
     ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     generation_config = Path(path) / "generation_config.json"
@@ -83,7 +83,7 @@ def end_of_turn(tokenizer) -> str:
     return first if first in tokenizer.get_added_vocab() else tokenizer.eos_token
 
 
-def end_turns_properly(tokenizer: PreTrainedTokenizerBase, processor, notice: Callable[[str], None]) -> None:
+def end_turns_properly(tokenizer, processor, notice: Callable[[str], None]) -> None:
     """Make the token that ends the template's turns the end token. ValueError without a chat template.
 
     processor: of a vision-language model, or None; its template holds, and it gets the tokenizer.

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from common.arguments import PICTURE_FLAGS, check_shared_args, refuse_idle
 from common.attention import choose_attention
@@ -37,6 +36,7 @@ from common.pictures import PixelLimits
 from common.precision import choose_dtype
 from common.rewards import RewardWorkers, reward_function
 from common.tools import ToolWorkers
+from common.torch_repair import transformers
 from common.vision import Vision, load_vision
 
 
@@ -47,7 +47,7 @@ class Run:
     world: World
     output_dir: Path
     path: str  # folder of the model
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: transformers.PreTrainedTokenizerBase
     compute_dtype: torch.dtype
     attention: str
     limits: PixelLimits
