@@ -4,7 +4,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
-from transformers.integrations.flex_attention import flex_attention_forward
 
 from common.packing import MicroBatch
 from common.torch_repair import transformers
@@ -80,6 +79,7 @@ def block_mask(batch: MicroBatch):
     return create_block_mask(visible, None, None, length, length, device=groups.device)
 
 
-transformers.AttentionInterface.register("shared_prompts", shared_prompt_attention)
-# flex attention under a name of ours: by its own Qwen2.5-VL refuses it
-transformers.AttentionInterface.register("shared_prompts_flex", flex_attention_forward)
+register = transformers.AttentionInterface.register
+register("shared_prompts", shared_prompt_attention)
+# by its own name Qwen2.5-VL refuses it
+register("shared_prompts_flex", transformers.integrations.flex_attention.flex_attention_forward)

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from transformers import PreTrainedTokenizerBase
 
 from common.distributed import World, gather_objects
 from common.episodes import Episode
 from common.files import replace_file
 from common.pictures import Media, PixelLimits
+from common.torch_repair import transformers
 
 AS_JSON = ("rewards", "calls", "media")  # columns whose values differ in shape from row to row
 
@@ -25,7 +25,7 @@ def dump_rollouts(
     sampled: list[Episode],
     trained: list[Episode],
     advantages: list[float],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: transformers.PreTrainedTokenizerBase,
     world: World,
 ) -> Path:
     """Write folder/step_NNNNNN.parquet: all episodes of all ranks; advantage is null where none was trained on.
@@ -47,14 +47,14 @@ def dump_rollouts(
         row |= {"step": step, "ranks": world.size, "rank": world.rank, "advantage": advantage_of.get(id(e))}
         row |= {"prompt": tokenizer.decode(e.prompt_ids), "completion": tokenizer.decode(e.response_ids)}
         rows.append(row | {"score": e.rewards["score"], "shown": [list(m.pixels.shape[2:0:-1]) for m in e.media]})
-    with warnings_of_full_disk(path):
+    with full_disk_is_a_warning(path):
         if files:
             folder.mkdir(parents=True, exist_ok=True)
             table = pa.table({"hash": list(files), "bytes": list(files.values())})
             own = path.with_suffix(f".media_{world.rank}.parquet")
             replace_file(own, lambda temporary: pq.write_table(table, temporary))
     rows = [row for part in gather_objects(rows) for row in part]
-    with warnings_of_full_disk(path):
+    with full_disk_is_a_warning(path):
         if world.is_main:
             folder.mkdir(parents=True, exist_ok=True)
             replace_file(path, lambda temporary: pq.write_table(pa.Table.from_pylist(rows), temporary))
@@ -62,10 +62,11 @@ def dump_rollouts(
 
 
 @contextmanager
-def warnings_of_full_disk(path: Path) -> Iterator[None]:
+def full_disk_is_a_warning(path: Path) -> Iterator[None]:
+    """A dump that cannot be written costs itself, not the run."""
     try:
         yield
-    except OSError as error:  # a full disk costs the dump, not the run
+    except OSError as error:
         print(f"warning: {path} not written ({error})", flush=True)
 
 

@@ -6,13 +6,12 @@ from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from common.distributed import gather_objects
 from common.engine.books import Completion, Sampling
 from common.pictures import Media
 from common.tools import ToolWorkers, find_tool
 from common.tools.turns import Call, Hermes, ToolReply
+from common.torch_repair import transformers
 from common.vision import Vision
 
 Prompt = list[dict] | str
@@ -71,7 +70,7 @@ FINISH_REASONS = {
 class Turns:
     """How trajectories go on after the policy's first turn."""
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: transformers.PreTrainedTokenizerBase
     workers: ToolWorkers
     vision: Vision | None = None
     max_turns: int = 5
@@ -79,7 +78,6 @@ class Turns:
     max_images: int = 16  # of a trajectory, the prompt's included
     max_tool_errors: int = 3
     lockstep: bool = False  # all wait for the slowest: the engine's batches, and so the last bits, are repeatable
-
     protocol: Hermes | None = None  # how the policy calls, and sees replies; None: as Hermes does
 
     def __post_init__(self) -> None:

@@ -7,9 +7,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
-
 from common.flags import EMBEDDED
+from common.torch_repair import transformers
 
 FOLDERS = {name: Path(__file__).parent / "assets" / name for name in EMBEDDED}
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
@@ -49,21 +48,19 @@ def prepared_smollm2(flag: str) -> str:
     """Folder of SmolLM2-135M-Instruct; made on first use by a process of its own. SystemExit with what it said."""
     folder = cache_folder() / SMOLLM2
     if not folder.exists():  # appears complete, by rename; ranks that ask at once wait for the first
-        command = [sys.executable, "-m", "common.prepare.smollm2"]
+        command = [sys.executable, "-m", "common.prepare.smollm2", "--cache", str(cache_folder().parent)]
         made = subprocess.run(command, cwd=Path(__file__).parents[1], stderr=subprocess.PIPE, text=True)
         if made.returncode:
-            said = made.stderr.strip()[-2000:]
-            raise SystemExit(
-                f"{flag} smollm2 could not be prepared; `python -m common.prepare.smollm2` tries again:\n{said}"
-            )
+            again = "`python -m common.prepare.smollm2` tries again"
+            raise SystemExit(f"{flag} smollm2 is not prepared; {again}. It said:\n{made.stderr.strip()[-2000:]}")
     return str(folder)
 
 
-def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> transformers.PreTrainedTokenizerBase:
+    return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
 
 
-def end_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def end_token_ids(path: str, tokenizer: transformers.PreTrainedTokenizerBase) -> list[int]:
     """Ids that end a response: the tokenizer's end token and those of generation_config.json."""
     ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     generation_config = Path(path) / "generation_config.json"
@@ -87,7 +84,7 @@ def end_of_turn(tokenizer) -> str:
     return first if first in tokenizer.get_added_vocab() else tokenizer.eos_token
 
 
-def end_turns_properly(tokenizer: PreTrainedTokenizerBase, processor, notice: Callable[[str], None]) -> None:
+def end_turns_properly(tokenizer, processor, notice: Callable[[str], None]) -> None:
     """Make the token that ends the template's turns the end token. ValueError without a chat template.
 
     processor: of a vision-language model, or None; its template holds, and it gets the tokenizer.

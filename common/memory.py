@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoConfig
 
 from common.distributed import World, abandon_backward
 from common.files import replace_file
 from common.flags import Machine, Rollout
+from common.torch_repair import transformers
 from common.vision import auto_class
 
 # Bytes per token, layer and hidden unit, measured with transformers' Llama in bf16 (its norms compute in float32).
@@ -20,7 +20,7 @@ ACTIVATION_BYTES = {False: 60, True: 8}  # by --gradient-checkpointing
 
 def model_shape(path: str, trust_remote_code: bool = False) -> tuple[int, int]:
     """(number of parameters, layers x hidden size) of the model in a folder; no weights are read."""
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     text = config.get_text_config()

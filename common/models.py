@@ -10,17 +10,17 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, PreTrainedTokenizerBase
-from transformers.utils.logging import disable_progress_bar
 
 from common.attention import block_mask
 from common.distributed import World, reshard, unwrap
 from common.logprobs import is_greedy, token_logprobs
 from common.packing import MicroBatch
 from common.pictures import blank
+from common.torch_repair import transformers
 from common.vision import Vision, auto_class
 
-disable_progress_bar()  # of loading and saving shards: several ranks would write over each other
+# of loading and saving shards: several ranks would write over each other
+transformers.utils.logging.disable_progress_bar()
 # Architectures whose logits are more than hidden @ head.T: our log-probs would be wrong, silently.
 UNSUPPORTED_LOGITS = (
     "final_logit_softcapping",
@@ -151,7 +151,7 @@ def load_policy(
     if vision:  # whose tower has no prompts to share
         tower = implementation if attention == "flash" else "sdpa"
         implementation = {"text_config": implementation, "vision_config": tower}
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     text = config.get_text_config()
     for name in [name for name, value in vars(text).items() if "drop" in name and isinstance(value, float)]:
         setattr(text, name, 0.0)  # the engine has no dropout: ratios would not be 1
@@ -211,7 +211,7 @@ def sync_engine(engine, policy: nn.Module, step: int) -> None:
 
 
 def export_hugging_face(
-    policy: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path, world: World, dtype: torch.dtype
+    policy: nn.Module, tokenizer: transformers.PreTrainedTokenizerBase, folder: Path, world: World, dtype: torch.dtype
 ) -> None:
     """Write a folder that transformers and vLLM load as it is; rank 0 writes, all ranks gather."""
     state = {}

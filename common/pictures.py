@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, floor, sqrt
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 CELL = 28  # side, in pixels, of what becomes one visual token: 2 x 2 patches of 14
 MAX_RATIO = 200  # of the sides: Qwen2-VL's image processor refuses more
@@ -118,12 +121,14 @@ class Media:
 
     kind: str  # "image" or "video"
     frames: list[bytes]  # encoded, original resolution; an image has one
-    pixels: np.ndarray  # [F, H, W, 3] uint8, resized: multiples of 28; what trainer and engine see
+    pixels: "np.ndarray"  # [F, H, W, 3] uint8, resized: multiples of 28; what trainer and engine see
     is_frame: bool = False  # an image that was a frame of a video, and is shown as large as one
 
     @classmethod
     def open(cls, kind: str, frames: Sequence[bytes], limits: PixelLimits, is_frame: bool = False) -> "Media":
         """ValueError, with a short reason, for frames that cannot be decoded. All get the size of the first."""
+        import numpy as np  # not for the workers of tools, which only decode
+
         size, shown = None, []
         for data in frames:
             picture = decode(data)
@@ -190,4 +195,6 @@ def media_file(item: object, root: Path | None) -> io.BufferedIOBase:
 
 def blank() -> Media:
     """The smallest picture: a rank without any runs the vision tower on it, as the others run it on theirs."""
+    import numpy as np
+
     return Media("image", [], np.zeros((1, CELL, CELL, 3), dtype=np.uint8))

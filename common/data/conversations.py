@@ -13,19 +13,19 @@ from typing import Literal
 
 import numpy as np
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
 
 from common.data.formats import Conversation, Rule, pictured, read_conversation, text_of
 from common.data.rows import RowFiles
 from common.episodes import Episode
 from common.pictures import BadRow, Media
+from common.torch_repair import transformers
 from common.vision import Vision
 
 
 def conversation_episode(
     conversation: Conversation,
     media: list[Media],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: transformers.PreTrainedTokenizerBase,
     vision: Vision | None,
     index: int,
     max_tokens: int,
@@ -80,7 +80,7 @@ class Conversations:
         self,
         paths: str,
         flag: str,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: transformers.PreTrainedTokenizerBase,
         *,
         max_tokens: int,
         vision: Vision | None = None,

@@ -13,11 +13,11 @@ from dataclasses import asdict
 
 import torch
 from PIL import Image
-from transformers import AutoConfig
 
 from common.distributed import World
 from common.engine.books import Completion, Sampling, WeightBooks, Weights, without_placeholder
 from common.pictures import Media
+from common.torch_repair import transformers
 from common.vision import Vision
 
 
@@ -65,7 +65,8 @@ class VllmEngine:
         from vllm.model_executor.models import ModelRegistry
 
         # vLLM inspects a lazily registered class in a subprocess, which lacks our repair of torchvision.
-        for architecture in AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).architectures or []:
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        for architecture in config.architectures or []:
             lazy = ModelRegistry.models.get(architecture)
             if lazy is not None and hasattr(lazy, "load_model_cls"):
                 ModelRegistry.register_model(architecture, lazy.load_model_cls())

