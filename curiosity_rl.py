@@ -53,7 +53,7 @@ from common.setup import Stopwatch, due, finish, open_job, open_logger
 
 @dataclass
 class Args:
-    """Pixel Reasoner's reward, objective and optimizer."""
+    """Pixel Reasoner's reward, objective and optimizer. What scripts share comes in groups: common/flags.py."""
 
     curiosity: Literal["paper", "repo", "none"] = "paper"  # bonus for looking: the paper's, the released code's
     curiosity_alpha: Amount = 0.5  # its weight
@@ -79,7 +79,7 @@ class Args:
     lr_floor: Share = 0.0  # last learning rate as a share of the peak
     weight_decay: Amount = 0.0  # AdamW, decoupled
     max_grad_norm: Amount = 1.0  # global L2 norm; 0 = no clipping
-    # what all scripts share: common/flags.py
+
     data: Data = field(default_factory=Data)
     rollout: Rollout = field(default_factory=partial(Rollout, tools="visual"))
     machine: Machine = field(default_factory=Machine)

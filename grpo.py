@@ -63,7 +63,7 @@ from common.setup import Stopwatch, due, finish, open_job, open_logger
 
 @dataclass
 class Args:
-    """GRPO's objective and its optimizer."""
+    """GRPO's objective and its optimizer. What scripts share comes in groups: common/flags.py."""
 
     objective: Literal["ppo", "gspo", "cispo"] = "ppo"  # what is clipped: a token's ratio, its sequence's, its weight
     advantage: Literal["group-std", "group-mean", "rloo", "batch-std"] = "group-std"  # baseline and scale of scores
@@ -92,7 +92,7 @@ class Args:
     lr_floor: Share = 0.0  # last learning rate as a share of the peak
     weight_decay: Amount = 0.0  # AdamW, decoupled
     max_grad_norm: Amount = 1.0  # global L2 norm; 0 = no clipping
-    # what all scripts share: common/flags.py
+
     data: Data = field(default_factory=Data)
     rollout: Rollout = field(default_factory=Rollout)
     machine: Machine = field(default_factory=Machine)

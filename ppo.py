@@ -63,7 +63,7 @@ from common.vision import load_vision
 
 @dataclass
 class Args:
-    """PPO's objective, its critic and their optimizers."""
+    """PPO's objective, its critic and their optimizers. What scripts share comes in groups: common/flags.py."""
 
     gamma: Share = 1.0  # discount per token
     critic_lambda: Share = 1.0  # GAE of the returns, the critic's targets; 1: they are the plain returns
@@ -101,7 +101,7 @@ class Args:
     lr_floor: Share = 0.0  # last learning rate as a share of the peak
     weight_decay: Amount = 0.0  # AdamW, decoupled
     max_grad_norm: Amount = 1.0  # global L2 norm; 0 = no clipping
-    # what all scripts share: common/flags.py
+
     data: Data = field(default_factory=Data)
     rollout: Rollout = field(default_factory=partial(Rollout, samples_per_prompt=1))
     machine: Machine = field(default_factory=Machine)

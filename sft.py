@@ -39,7 +39,7 @@ from common.setup import Job, Stopwatch, due, embedded_data, finish, open_job, o
 
 @dataclass
 class Args:
-    """What is trained on, and the optimizer."""
+    """What is trained on, and the optimizer. What scripts share comes in groups: common/flags.py."""
 
     from_scratch: bool = False  # random weights of the model's architecture instead of its own
     max_tokens: Count = 1024  # longest conversation (tokens, pictures included); longer ones are cut at the end
@@ -54,7 +54,7 @@ class Args:
     max_grad_norm: Amount = 1.0  # global L2 norm; 0 = no clipping
     save_every_epoch: bool = False  # a checkpoint after each pass over the data, too
     save_weights_only: bool = False  # instead of checkpoints, Hugging Face folders model-step_NNNNNN: no resume
-    # what all scripts share: common/flags.py
+
     data: Data = field(default_factory=Data)
     machine: Machine = field(default_factory=partial(Machine, micro_batch_tokens=8192))
     run: Run = field(default_factory=partial(Run, eval_every=0))

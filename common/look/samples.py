@@ -5,7 +5,6 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import fmean
 
-import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -89,6 +88,8 @@ def summarize(samples: list[dict]) -> dict[str, float]:
 
 def format_table(metrics_by_source: dict[str, dict[str, float]]) -> str:
     """An aligned table with one line per source, from what `summarize` returned for each."""
+    import pandas as pd  # takes half a second
+
     table = []
     for source, metrics in metrics_by_source.items():
         low, high = wilson_interval(metrics["eval/accuracy"], int(metrics["eval/rows"]))
@@ -105,6 +106,8 @@ def side_by_side(reports: dict[str, Path]) -> str:
 
     Of the rows that all of them have: a prompt may be too long with tools, and fit without.
     """
+    import pandas as pd
+
     table: dict[str, dict[str, str]] = {}
     samples_of = {name: pq.read_table(path).to_pylist() for name, path in reports.items()}
     in_all = set.intersection(*({sample["row"] for sample in samples} for samples in samples_of.values()))
