@@ -17,8 +17,8 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two processes of tests share the cores
 
 import torch
+import zygote
 from torch.distributed.fsdp import FSDPModule
-from zygote import Zygote, launch
 
 import common  # noqa: F401  (repairs torchvision before transformers is imported)
 from common.distributed import World, init_world
@@ -34,7 +34,7 @@ WARM = not torch.cuda.is_available()  # CUDA does not survive a fork
 
 def pytest_configure(config) -> None:
     if WARM and ZYGOTE not in os.environ:
-        config.zygote = Zygote(script_environment())
+        config.zygote = zygote.Zygote(script_environment())
         os.environ[ZYGOTE] = config.zygote.address
 
 
@@ -181,7 +181,7 @@ def run_script(
     if fresh:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, env=environment)
     else:
-        done = launch(os.environ[ZYGOTE], [str(part) for part in arguments], environment, ROOT, ranks, timeout)
+        done = zygote.run(os.environ[ZYGOTE], [str(part) for part in arguments], environment, ROOT, ranks, timeout)
     if check and done.returncode:
         pytest.fail(f"{' '.join(command)}\nexit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
     return done
@@ -214,15 +214,22 @@ def skip_where_no_step_is_repeated(strategy: str) -> None:
         pytest.skip("torch before 2.13 cannot abandon a backward")
 
 
-def kill_once(*arguments: object, ranks: int, after_step: int) -> None:
+def kill_once(*arguments: object, ranks: int, after_step: int, fresh: bool = not WARM) -> None:
     """Start a script, and kill all its processes when the metrics of a step are written; the output goes to a file."""
     run_dir = Path(arguments[arguments.index("--output-dir") + 1])
     metrics, log = run_dir / "metrics.jsonl", run_dir.with_suffix(".log")
     with log.open("w") as file:
-        command = torchrun(*arguments, ranks=ranks)
-        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, env=script_environment())
+        if fresh:
+            command = torchrun(*arguments, ranks=ranks)
+            process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, env=script_environment())
+        else:
+            command, address = [str(part) for part in arguments], os.environ[ZYGOTE]
+            process = zygote.Forked(address, command, script_environment(), ROOT, ranks, file, file)
         deadline = time.time() + 300
         while not (metrics.is_file() and f'"step": {after_step}' in metrics.read_text()):
             assert process.poll() is None and time.time() < deadline, log.read_text()[-3000:]
             time.sleep(0.02)
-        kill_all(process)
+        if fresh:
+            kill_all(process)
+        else:
+            process.kill()

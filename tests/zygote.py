@@ -11,7 +11,6 @@ What a fork cannot show stays with real launches (conftest.py: `torchrun`): what
 import ctypes
 import gc
 import importlib
-import json
 import os
 import pickle
 import runpy
@@ -72,30 +71,70 @@ class Zygote:
         self.folder.cleanup()
 
 
-def launch(
-    address: str, arguments: list[str], environment: dict[str, str], cwd: Path, ranks: int, timeout: float
-) -> subprocess.CompletedProcess:
-    """As `subprocess.run`; `arguments` is what would follow `python`, ranks = 0 is a process without torchrun."""
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(60)
-        while connection.connect_ex(address):
-            time.sleep(0.01)  # it starts
+class Forked:
+    """A run under way, as `subprocess.Popen` has it. `arguments` are what would follow `python`; `ranks` = 0 is a
+    process without torchrun. It is killed when nobody holds this object any more."""
+
+    def __init__(self, address: str, arguments: list[str], environment: dict, cwd: Path, ranks: int, stdout, stderr):
+        self.address, self.arguments, self.returncode = Path(address), arguments, None
+        self.connection = socket.socket(socket.AF_UNIX)
+        end = time.monotonic() + PATIENCE_S
+        while self.connection.connect_ex(address):  # it starts
+            assert time.monotonic() < end, self.log()
+            time.sleep(0.01)
         request = pickle.dumps((arguments, environment, str(cwd), ranks))
-        socket.send_fds(connection, [len(request).to_bytes(8, "big")], [out.fileno(), err.fileno()])
-        connection.sendall(request)
-        connection.settimeout(timeout)
+        files = [file.fileno() for file in (stdout, stderr)]
+        socket.send_fds(self.connection, [len(request).to_bytes(8, "big")], files)
+        self.connection.sendall(request)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code; TimeoutError."""
+        if self.returncode is None:
+            self.connection.settimeout(timeout)
+            try:
+                reply = self.connection.recv(64)
+            except (TimeoutError, BlockingIOError):
+                raise TimeoutError from None
+            except OSError:
+                reply = b""
+            assert reply, f"the warm process has died: {self.log()}"
+            self.returncode = int(reply)
+            self.connection.close()
+        return self.returncode
+
+    def poll(self) -> int | None:
+        with suppress(TimeoutError):
+            return self.wait(0.0)
+        return None
+
+    def kill(self) -> None:
+        """SIGKILL to all ranks and what they have started; returns when they are gone."""
+        if self.returncode is None:
+            self.connection.shutdown(socket.SHUT_WR)
+            self.wait()
+
+    def log(self) -> str:
+        return self.address.with_name("log").read_text()[-3000:]
+
+
+def run(
+    address: str, arguments: list[str], environment: dict, cwd: Path, ranks: int, timeout: float
+) -> subprocess.CompletedProcess:
+    """As `subprocess.run` of a `Forked`, with its output."""
+    with tempfile.TemporaryFile("w+", errors="replace") as out, tempfile.TemporaryFile("w+", errors="replace") as err:
+        process, late = Forked(address, arguments, environment, cwd, ranks, out, err), False
         try:
-            reply = connection.recv(64)
-        except OSError:
-            reply = b""
-        texts = []
-        for file in (out, err):
-            file.seek(0)
-            texts.append(file.read().decode(errors="replace"))
-    if not reply:
-        log = Path(address).with_name("log").read_text()[-3000:]
-        raise RuntimeError(f"no end of {arguments}\n{texts[0][-3000:]}\n{texts[1][-6000:]}\nzygote: {log}")
-    return subprocess.CompletedProcess(arguments, json.loads(reply), *texts)
+            process.wait(timeout)
+        except TimeoutError:
+            late = True
+        finally:
+            process.kill()
+        out.seek(0)
+        err.seek(0)
+        done = subprocess.CompletedProcess(arguments, process.returncode, out.read(), err.read())
+    if late:
+        raise TimeoutError(f"{arguments}: not done after {timeout} s\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
+    return done
 
 
 # --- the warm process ---------------------------------------------------------------------------------------------
@@ -236,8 +275,8 @@ def become(arguments: list[str], environment: dict[str, str], cwd: str) -> None:
     os.environ.clear()
     os.environ.update(environment)
     sys.orig_argv = [sys.executable, *arguments]
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()  # `random` does so by itself at a fork
+    sys.modules["numpy"].random.seed()  # as at their import; `random` does so by itself at a fork
+    sys.modules["torch"].seed()
     if arguments[0] == "-m":
         sys.path[0] = cwd
         sys.argv = arguments[1:]
