@@ -1,8 +1,10 @@
 """Shared pieces: random small models, episodes, and running the scripts as their users do."""
 
+import contextlib
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +17,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two processes of tests share the cores
 
 import torch
+import zygote
 from torch.distributed.fsdp import FSDPModule
 
 import common.torch_repair  # noqa: F401  (before anything of transformers is imported)
@@ -25,6 +28,20 @@ from common.episodes import Episode
 ROOT = Path(__file__).resolve().parent.parent
 # A test that joins a process group of one leaves these behind; a script must not think it is part of it.
 RANK_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
+ZYGOTE = "TESTS_ZYGOTE"  # where to find it: in the environment, for pytest's workers
+WARM = not torch.cuda.is_available()  # CUDA does not survive a fork
+
+
+def pytest_configure(config) -> None:
+    if WARM and ZYGOTE not in os.environ:
+        config.zygote = zygote.Zygote(script_environment())
+        os.environ[ZYGOTE] = config.zygote.address
+
+
+def pytest_unconfigure(config) -> None:
+    if hasattr(config, "zygote"):
+        config.zygote.close()
+        del os.environ[ZYGOTE]
 
 
 @pytest.fixture(scope="session")
@@ -110,6 +127,29 @@ def generate(engine, prompts: list[list[int]], sampling: Sampling, seeds: list[i
     return [done[key] for key in range(len(prompts))]
 
 
+@contextlib.contextmanager
+def deadline(seconds: float):
+    """Against what would take hours, or never end."""
+
+    def late(*_):
+        raise TimeoutError(f"not done after {seconds} s")
+
+    previous = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def wait_until(condition, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def relative_l2(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
     """||a - b|| / ||b|| over lists of tensors."""
     difference = sum(((x - y).double() ** 2).sum() for x, y in zip(a, b, strict=True)).sqrt()
@@ -128,11 +168,20 @@ def script_environment(**extra: str) -> dict[str, str]:
     return {**inherited, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", **extra}
 
 
-def run_script(*arguments: object, ranks: int = 0, timeout: float = 600, check: bool = True, env: dict | None = None):
-    """Run a script to its end; fails with the output's end."""
-    command = torchrun(*arguments, ranks=ranks)
-    environment = script_environment(**(env or {}))
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, env=environment)
+def run_script(
+    *arguments: object,
+    ranks: int = 0,
+    timeout: float = 600,
+    check: bool = True,
+    env: dict[str, str] | None = None,
+    fresh: bool = not WARM,
+):
+    """Run a script to its end, forked from the warm process or, `fresh`, by torchrun; fails with the output's end."""
+    command, environment = torchrun(*arguments, ranks=ranks), script_environment(**(env or {}))
+    if fresh:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, env=environment)
+    else:
+        done = zygote.run(os.environ[ZYGOTE], [str(part) for part in arguments], environment, ROOT, ranks, timeout)
     if check and done.returncode:
         pytest.fail(f"{' '.join(command)}\nexit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
     return done
@@ -165,15 +214,22 @@ def skip_where_no_step_is_repeated(strategy: str) -> None:
         pytest.skip("torch before 2.13 cannot abandon a backward")
 
 
-def kill_once(*arguments: object, ranks: int, after_step: int) -> None:
+def kill_once(*arguments: object, ranks: int, after_step: int, fresh: bool = not WARM) -> None:
     """Start a script, and kill all its processes when the metrics of a step are written; the output goes to a file."""
     run_dir = Path(arguments[arguments.index("--output-dir") + 1])
     metrics, log = run_dir / "metrics.jsonl", run_dir.with_suffix(".log")
     with log.open("w") as file:
-        command = torchrun(*arguments, ranks=ranks)
-        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, env=script_environment())
+        if fresh:
+            command = torchrun(*arguments, ranks=ranks)
+            process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, env=script_environment())
+        else:
+            command, address = [str(part) for part in arguments], os.environ[ZYGOTE]
+            process = zygote.Forked(address, command, script_environment(), ROOT, ranks, file, file)
         deadline = time.time() + 300
         while not (metrics.is_file() and f'"step": {after_step}' in metrics.read_text()):
             assert process.poll() is None and time.time() < deadline, log.read_text()[-3000:]
             time.sleep(0.02)
-        kill_all(process)
+        if fresh:
+            kill_all(process)
+        else:
+            process.kill()

@@ -8,12 +8,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, deadline, wait_until
 
 from common import workers
 from common.episodes import Episode
@@ -186,13 +187,6 @@ def alive(pid: int) -> bool:
         return False
 
 
-def wait_until(condition, seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def test_each_failure_costs_its_own_sample(start):
     pool = start(count=4)
     quick = [name for name in FAILURES if not FAILURES[name].startswith("timeout")]
@@ -220,20 +214,21 @@ def test_results_are_in_the_order_of_the_jobs(start):
 
 def test_deadline(start):
     """It is kept, for each job by itself; neither the queue nor a worker's start is part of it."""
-    pool = start(count=1, timeout_s=0.5)
+    pool = start(count=1, timeout_s=1.0)
     began = time.monotonic()
-    assert pool.score([job("stubborn")] * 2) == [{"error": "timeout after 0.5 s"}] * 2
-    assert 1.0 < time.monotonic() - began < 5.0
-    assert pool.score([job(str(i), sleep=0.2) for i in range(5)]) == [scored(i) for i in range(5)]
+    with deadline(60):
+        assert pool.score([job("stubborn")] * 2) == [{"error": "timeout after 1 s"}] * 2
+    assert time.monotonic() - began > 2.0
+    assert pool.score([job(str(i), sleep=0.3) for i in range(4)]) == [scored(i) for i in range(4)]
 
 
 def test_a_slow_import_is_not_part_of_the_deadline(start, tmp_path):
     file = tmp_path / "slow.py"
     file.write_text(
-        "import os, time\ntime.sleep(0.6)\ndef f(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "import os, time\ntime.sleep(1.2)\ndef f(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    return float(solution_str) if solution_str.isdigit() else os._exit(0)\n"
     )
-    pool = start(f"{file}:f", count=1, timeout_s=0.3)
+    pool = start(f"{file}:f", count=1, timeout_s=1.0)
     assert pool.score([job("die"), job("3")]) == [{"error": "the worker died (exit code 0)"}, {"score": 3.0}]
 
 
@@ -282,18 +277,16 @@ def test_children_die_with_their_worker(start, tmp_path, monkeypatch, action, er
 
 
 def test_a_call_after_an_interrupted_one(start, tmp_path):
-    def interrupt(*_):
-        raise KeyboardInterrupt
+    def interrupt() -> None:
+        wait_until((tmp_path / "started").exists)
+        os.kill(os.getpid(), signal.SIGINT)
 
-    pool = start(count=3)
-    previous = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.5)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            pool.score([job("1", sleep=0.8), job("hang", file=str(tmp_path / "started"))])
-    finally:
-        signal.signal(signal.SIGALRM, previous)
-    assert (tmp_path / "started").exists()
+    pool = start(count=3, timeout_s=60.0)
+    ctrl_c = threading.Thread(target=interrupt)
+    ctrl_c.start()
+    with pytest.raises(KeyboardInterrupt):
+        pool.score([job("1", sleep=60.0), job("hang", file=str(tmp_path / "started"))])
+    ctrl_c.join()
     assert pool.score([job("5", sleep=0.1)]) == [scored(5)]
 
 
@@ -309,9 +302,8 @@ def test_many_short_jobs(start):
     jobs = [("countdown", f"<answer>{i}+1</answer>", {"numbers": [i, 1], "target": i + 1}, {}) for i in range(1000)]
     jobs[500] = ("countdown", "no tag", *jobs[500][2:])
     jobs[501] = ("my/chess", *jobs[501][1:])
-    began = time.monotonic()
-    results = pool.score(jobs)
-    assert time.monotonic() - began < 5.0  # 0.2 s on a quiet machine
+    with deadline(60):  # 0.2 s on a quiet machine
+        results = pool.score(jobs)
     assert "no built-in reward function for data_source 'my/chess'" in results.pop(501)["error"]
     assert [r["score"] for r in results] == [1.0] * 500 + [0.0] + [1.0] * 498
 

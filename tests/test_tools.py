@@ -10,9 +10,9 @@ import json
 import math
 import pickle
 import random
-import signal
 
 import pytest
+from conftest import deadline
 from PIL import Image
 
 from common.pictures import decode, encode, shown_size
@@ -69,6 +69,21 @@ def act(action: str, seconds: float = 0.0):
     begin = time.monotonic()
     time.sleep(seconds)
     return [begin, time.monotonic()] if action == "sleep" else ACTIONS[action]()
+
+
+def wait_for(path: str):
+    while not os.path.exists(path):
+        time.sleep(0.01)
+
+
+def meet(folder: str, name: str, number: int):
+    """Come, and stay until so many have come."""
+    begin = time.monotonic()
+    open(os.path.join(folder, name), "w").close()
+    while len(os.listdir(folder)) < number:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    return [begin, time.monotonic()]
 
 
 def count() -> int:
@@ -186,22 +201,6 @@ def collect(tools: ToolWorkers) -> dict:
 def answer(tools: ToolWorkers, call: Call, context=None, /, **kwargs) -> ToolReply:
     tools.submit("key", call, context or {}, kwargs)
     return collect(tools)["key"]
-
-
-@contextlib.contextmanager
-def deadline(seconds: float):
-    """Against what would take hours, or never end."""
-
-    def late(*_):
-        raise TimeoutError(f"not done after {seconds} s")
-
-    previous = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
 
 
 # ---------------------------------------------------------------- what the policy is told
@@ -545,29 +544,36 @@ def test_each_failure_costs_its_own_call_and_others_go_on(start):
     assert list(replies).index("hang") > list(replies).index(("exit", 2))  # nobody waited for it
 
 
-def test_poll_waits_for_the_first_and_not_for_the_slow(start):
-    tools = start("act", count=2)
+def test_poll_waits_for_the_first_and_not_for_the_slow(start, tmp_path):
+    """The slow one is done when the others have been heard."""
+    tools = start("act", "wait_for", count=2, timeout_s=60.0)
     assert tools.poll() == [] == tools.poll(60.0)  # nothing is pending
-    submit(tools, "slow", "sleep", 1.5)
+    tools.submit("slow", Call("wait_for", {"path": str(tmp_path / "heard")}), {}, {})
     assert tools.poll() == [] and tools.poll(0.1) == [] and tools.pending == 1
     order = []
     for number in range(3):
         submit(tools, number, "times")
         order += [key for key, _ in tools.poll(60.0)]
     assert order == [0, 1, 2] and tools.pending == 1
+    (tmp_path / "heard").touch()
     assert [key for key, _ in tools.poll(60.0)] == ["slow"] and tools.pending == 0
 
 
-def test_jobs_run_at_the_same_time(start):
-    """8 jobs of 0.3 s on 4 workers: at some moment at least two were in progress, and never more than four."""
-    tools = start("act", count=4)
-    for number in range(8):
-        submit(tools, number, "sleep", 0.3)
-    assert tools.pending == 8
+def meeting(tools: ToolWorkers, folder, jobs: int, at_once: int) -> list:
+    """When each job began and ended; of every `at_once` all are under way before one of them is done."""
+    for number in range(jobs):
+        arguments = {"folder": str(folder), "name": str(number), "number": number // at_once * at_once + at_once}
+        tools.submit(number, Call("meet", arguments), {}, {})
+    assert tools.pending == jobs
     replies = collect(tools)
-    spans = [json.loads(replies[number].text) for number in range(8)]
+    return [json.loads(replies[number].text) for number in range(jobs)]
+
+
+def test_jobs_run_at_the_same_time(start, tmp_path):
+    """8 jobs on 4 workers: four at some moment, and never more."""
+    spans = meeting(start("meet", count=4, timeout_s=60.0), tmp_path, jobs=8, at_once=4)
     at_once = [sum(begin <= moment < end for begin, end in spans) for moment, _ in spans]
-    assert 2 <= max(at_once) <= 4 and len(spans) == 8
+    assert max(at_once) == 4 and len(spans) == 8
 
 
 def test_a_queued_job_has_its_whole_time(start):
@@ -577,11 +583,9 @@ def test_a_queued_job_has_its_whole_time(start):
     assert not any(reply.failed for reply in collect(tools).values())
 
 
-def test_others_work_while_one_starts_again(start, monkeypatch):
-    tools = start("act", count=2)
-    for key in ("first", "second"):  # two at a time: both workers are started
-        submit(tools, key, "sleep", 1.0)
-    collect(tools)
+def test_others_work_while_one_starts_again(start, monkeypatch, tmp_path):
+    tools = start("act", "meet", count=2)
+    meeting(tools, tmp_path, jobs=2, at_once=2)  # both workers are started
     monkeypatch.setenv("SLOW_IMPORT", "600")
     submit(tools, "exit", "exit")
     with deadline(60):

@@ -314,6 +314,18 @@ def wait(seconds: float) -> str:
     time.sleep(seconds)
     return "waited"
 
+def touch(path: str) -> str:
+    \"\"\"Make a file.\"\"\"
+    open(path, "w").close()
+    return "made"
+
+def wait_for(path: str, then: float) -> str:
+    \"\"\"Wait until somebody has made a file.\"\"\"
+    while not os.path.exists(path):
+        time.sleep(0.01)
+    time.sleep(then)
+    return "seen"
+
 def crash() -> str:
     \"\"\"Crash.\"\"\"
     os._exit(3)
@@ -325,10 +337,23 @@ def hog() -> str:
 
 
 @pytest.fixture(scope="module")
-def own_tools(tmp_path_factory):
+def tool_file(tmp_path_factory):
     file = tmp_path_factory.mktemp("tools") / "own.py"
     file.write_text(TOOLS)
-    pool = ToolWorkers(",".join(f"{file}:{name}" for name in ("wait", "crash", "hog")), 4, 3.0)
+    return file
+
+
+@pytest.fixture(scope="module")
+def own_tools(tool_file):
+    pool = ToolWorkers(",".join(f"{tool_file}:{name}" for name in ("wait", "crash", "hog")), 4, 3.0)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def patient_tools(tool_file):
+    """Two of them, with a deadline that plays no part."""
+    pool = ToolWorkers(f"{tool_file}:touch,{tool_file}:wait_for", 2, 60.0)
     yield pool
     pool.close()
 
@@ -348,21 +373,41 @@ def test_tools_that_hang_crash_or_eat_memory_cost_their_sample(own_tools):
         [own_call("hog")],
         [own_call("wait", seconds=0), "x"],
     ]
-    start = time.monotonic()
     episodes, _ = run(scripts, Turns(tokenizer, own_tools), row(tokenizer, tools=names))
-    assert time.monotonic() - start < 30
     assert [e.finish_reason for e in episodes] == ["tool_failed"] * 3 + ["stop"]
     assert all(e.calls[0]["text"] for e in episodes)
 
 
-@pytest.mark.parametrize("lockstep,expected", [(False, [0, 1, 1, 1, 1, 0]), (True, [0, 1, 0, 1, 1, 1])])
-def test_a_slow_tool_holds_nobody_up_but_in_lockstep(own_tools, lockstep, expected):
-    """While sample 0 waits for its tool, sample 1 takes all its turns; in lock-step turns go together."""
-    tokenizer = build_tokenizer()
-    scripts = [[own_call("wait", seconds=1.0), "slow"], [own_call("wait", seconds=0.1)] * 3 + ["quick"]]
-    turns = Turns(tokenizer, own_tools, lockstep=lockstep)
-    episodes, engine = run(scripts, turns, row(tokenizer, tools=("wait",)))
-    assert [asked[0] for asked in engine.asked] == expected
+class Announcing(ScriptedEngine):
+    """Makes a file when sample 1 has said its last."""
+
+    def step(self):
+        ((key, completions),) = super().step()
+        if key == 1 and sum(asked[0] == 1 for asked in self.asked) == len(self.scripts[1]):
+            self.file.touch()
+        return [(key, completions)]
+
+
+def test_a_slow_tool_holds_nobody_up(patient_tools, tmp_path):
+    """The tool of sample 0 is done when sample 1 has taken all its turns: who waits for it waits for ever."""
+    tokenizer, file = build_tokenizer(), tmp_path / "last"
+    scripts = [[own_call("wait_for", path=str(file), then=0), "slow"]]
+    scripts += [[own_call("touch", path=str(tmp_path / "any"))] * 3 + ["quick"]]
+    engine = Announcing(tokenizer, scripts)
+    engine.file = file
+    the_row = row(tokenizer, tools=("touch", "wait_for"))
+    episodes, _ = run(scripts, Turns(tokenizer, patient_tools), the_row, engine=engine)
+    assert [asked[0] for asked in engine.asked] == [0, 1, 1, 1, 1, 0]
+    assert [e.turns for e in episodes] == [2, 4] and episodes[0].calls[0]["text"] == "seen"
+
+
+def test_in_lockstep_turns_go_together(patient_tools, tmp_path):
+    """The tool of sample 0 is done long after that of sample 1, which waits for it."""
+    tokenizer, file = build_tokenizer(), str(tmp_path / "first")
+    scripts = [[own_call("wait_for", path=file, then=0.3), "slow"], [own_call("touch", path=file)] * 3 + ["quick"]]
+    turns = Turns(tokenizer, patient_tools, lockstep=True)
+    episodes, engine = run(scripts, turns, row(tokenizer, tools=("touch", "wait_for")))
+    assert [asked[0] for asked in engine.asked] == [0, 1, 0, 1, 1, 1]
     assert [e.turns for e in episodes] == [2, 4]
 
 
@@ -385,7 +430,7 @@ def test_a_long_answer_holds_nobody_up(own_tools):
     """While the engine is still at sample 0, the tools of sample 1 run and its next turns are sampled."""
     tokenizer = build_tokenizer()
     engine = SlowForOne(tokenizer, [["long"], [own_call("wait", seconds=0)] * 3 + ["quick"]])
-    engine.end_by = time.monotonic() + 10
+    engine.end_by = time.monotonic() + 60
     episodes, _ = run(engine.scripts, Turns(tokenizer, own_tools), row(tokenizer, tools=("wait",)), engine=engine)
     assert time.monotonic() < engine.end_by, "sample 1 was not heard before sample 0 had ended"
     assert [asked[0] for asked in engine.asked] == [0, 1, 1, 1, 1]
