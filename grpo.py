@@ -390,7 +390,7 @@ def check_args(args: Args) -> None:
     refuse(P < M, f"--minibatches {M} of --prompts-per-step {P}: a minibatch needs a prompt (groups stay together)")
     refuse(0 < args.dual_clip <= 1, f"--dual-clip {args.dual_clip}: a bound on the ratio must be above 1 (0 = off)")
     longest = args.rollout.max_response_tokens
-    refuse(args.overlong_buffer >= longest, f"--overlong-buffer {args.overlong_buffer}: below --max-response-tokens")
+    refuse(args.overlong_buffer >= longest, "--overlong-buffer: below --max-response-tokens")
     refuse(args.dynamic_sampling == 1, "--dynamic-sampling 1 never refills: give a number of rounds, such as 10")
     charged, estimator = args.kl_in, args.kl_estimator
     refuse(charged != "none" and not args.kl_coef, f"--kl-in {charged} needs a --kl-coef, such as 0.001")

@@ -416,7 +416,7 @@ def test_bad_rows_are_told_with_file_row_and_reason(tmp_path, vision, row, reaso
     with pytest.raises(ValueError, match=rf"(?s)--train-data: 1 unusable rows.*rows.jsonl line 2: .*{reason}"):
         Conversations(str(path), "--train-data", build_vl_tokenizer(), **options)
     notices: list[str] = []
-    options |= {"skip_bad_rows": True, "notice": notices.append}
+    options |= {"bad_rows": "drop", "notice": notices.append}
     assert len(Conversations(str(path), "--train-data", build_vl_tokenizer(), **options)) == 1
     assert "1 unusable rows (dropped)" in notices[0]
 
@@ -426,7 +426,7 @@ def test_files_of_several_formats_go_together(tmp_path, tokenizer):
     (tmp_path / "b.jsonl").write_text(json.dumps(TEXT_ROWS["messages"]) + "\nno json\n")
     (tmp_path / "c.json").write_text(json.dumps([TEXT_ROWS["conversations"]]))
     paths = ",".join(str(tmp_path / name) for name in ("a.parquet", "b.jsonl", "c.json"))
-    options = {"max_tokens": 50, "skip_bad_rows": True, "notice": lambda text: None}
+    options = {"max_tokens": 50, "bad_rows": "drop", "notice": lambda text: None}
     data = Conversations(paths, "--train-data", tokenizer, **options)
     assert len(data) == 3
     assert len({tuple(data.episode(n).prompt_ids) for n in range(3)}) == 1

@@ -142,7 +142,7 @@ def test_no_chat_template(tmp_path, tokenizer):
 def test_wrong_columns_are_one_error(tmp_path, tokenizer, suffix):
     path = write(tmp_path / f"a{suffix}", [{"question": "q", "answer": "a", "data_source": "x"}] * 9)
     with pytest.raises(ValueError) as error:
-        load(path, tokenizer, flag="--eval-data", skip_bad_rows=True)
+        load(path, tokenizer, flag="--eval-data", bad_rows="drop")
     message = str(error.value)
     assert f"--eval-data: {path} lacks prompt, reward_model; it has the columns" in message and "\n" not in message
     assert "question, answer, data_source" in message and "ground_truth" in message and "common.prepare" in message
@@ -191,10 +191,10 @@ def test_bad_row(tmp_path, tokenizer, reason):
     with pytest.raises(ValueError) as error:
         load(path, tokenizer)
     first, line = str(error.value).splitlines()
-    assert first.startswith("--train-data: 1 unusable rows (--skip-bad-rows drops them)")
+    assert first.startswith("--train-data: 1 unusable rows (--bad-rows drop drops them)")
     assert f"{path} line 3: " in line and reason.strip() in line
     said = []
-    data = load(path, tokenizer, said, skip_bad_rows=True)
+    data = load(path, tokenizer, said, bad_rows="drop")
     assert [data[i].index for i in range(len(data))] == [0, 1, 3] and data[2].ground_truth == "last"
     assert (
         len(said) == 1 and said[0].startswith("warning: --train-data: 1 unusable rows (dropped)") and line in said[0]
@@ -203,7 +203,7 @@ def test_bad_row(tmp_path, tokenizer, reason):
 
 def test_a_bad_first_line_is_a_bad_row(tmp_path, tokenizer):
     path = write(tmp_path / "a.jsonl", ["{", row()])
-    assert load(path, tokenizer, skip_bad_rows=True)[0].index == 1
+    assert load(path, tokenizer, bad_rows="drop")[0].index == 1
 
 
 def test_bad_parquet_rows_are_counted_and_five_are_shown(tmp_path, tokenizer):
@@ -222,11 +222,11 @@ def test_overlong_prompts(tmp_path, tokenizer):
     with pytest.raises(ValueError) as error:
         load(path, tokenizer)
     title, first, *_ = str(error.value).splitlines()
-    assert "1031 prompts longer than --max-prompt-tokens 200 (--overlong-prompts drop drops them)" in title
+    assert "1031 prompts longer than --max-prompt-tokens 200 (--bad-rows drop drops them)" in title
     length = len(load(path, tokenizer, max_prompt_tokens=10_000)[1].prompt_ids)
     assert first.endswith(f"a.parquet row 1: {length} tokens") and length > 200
     said = []
-    data = load(path, tokenizer, said, overlong="drop")
+    data = load(path, tokenizer, said, bad_rows="drop")
     assert [data[i].index for i in range(len(data))] == [0, 2, 1033] and "1031 prompts longer" in said[0]
 
 
@@ -249,7 +249,7 @@ def test_real_questions(tmp_path, tokenizer):
     assert len(data) == 1319 and data[0].ground_truth == "18"
     lengths = [len(data[i].prompt_ids) for i in range(len(data))]
     limit = sorted(lengths)[1300]
-    kept = load(path, tokenizer, max_prompt_tokens=limit, overlong="drop")
+    kept = load(path, tokenizer, max_prompt_tokens=limit, bad_rows="drop")
     assert kept.positions.tolist() == [i for i, n in enumerate(lengths) if n <= limit], "same as tokenising them all"
 
 

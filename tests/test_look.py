@@ -9,7 +9,7 @@ from conftest import ROOT, random_episodes
 from vl import build_tokenizer, picture
 
 from common.dumps import dump_rollouts
-from common.hub import EMBEDDED, load_tokenizer
+from common.hub import FOLDERS, load_tokenizer
 from common.look.__main__ import look
 from common.look.page import write_page
 from common.pictures import Media, PixelLimits
@@ -19,7 +19,7 @@ LIMITS = PixelLimits(784, 16 * 784, 4 * 784)
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return load_tokenizer(str(EMBEDDED["tiny"]))
+    return load_tokenizer(str(FOLDERS["tiny"]))
 
 
 @pytest.fixture

@@ -7,14 +7,14 @@ import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
 
 from common.episodes import Episode, Row
-from common.hub import EMBEDDED
+from common.hub import FOLDERS
 from common.rewards import model as reward_model
 from common.rewards.model import RewardModel
 
 
 def save_reward_model(folder, num_labels: int = 1) -> str:
     """Random, with the tokenizer of the embedded policy."""
-    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED["tiny"])
+    tokenizer = AutoTokenizer.from_pretrained(FOLDERS["tiny"])
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=len(tokenizer) + 8,

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from common.hub import EMBEDDED, end_of_turn, end_token_ids, load_tokenizer
+from common.hub import FOLDERS, end_of_turn, end_token_ids, load_tokenizer
 from common.models import load_policy
 from common.prepare import tiny
 from common.rewards.countdown import score
@@ -67,7 +67,7 @@ def test_splits_are_disjoint():
     assert {len(p.numbers) for p in held_out[:512]} == {3, 4}
 
 
-@pytest.mark.parametrize("tokenizer", [tiny.build_tokenizer(), load_tokenizer(str(EMBEDDED["tiny"]))])
+@pytest.mark.parametrize("tokenizer", [tiny.build_tokenizer(), load_tokenizer(str(FOLDERS["tiny"]))])
 def test_tokenizer_round_trip_and_prompt_length(tokenizer):
     for text in ("24 19 5 = 38", "<think>24+19=43</think><answer>(24+19)-5</answer>", "déjà vu, 数学 🙂\n\t "):
         ids = tokenizer.encode(text, add_special_tokens=False)
@@ -80,12 +80,12 @@ def test_tokenizer_round_trip_and_prompt_length(tokenizer):
 
 
 def test_embedded_policy_loads_and_ends_where_its_tokenizer_says():
-    path = str(EMBEDDED["tiny"])
+    path = str(FOLDERS["tiny"])
     tokenizer = load_tokenizer(path)
     policy = load_policy(path, "sdpa")
     assert policy.model.config.vocab_size == len(tokenizer)
     assert end_token_ids(path, tokenizer) == [tokenizer.eos_token_id]
-    assert sum(file.stat().st_size for file in EMBEDDED["tiny"].iterdir()) < 10e6
+    assert sum(file.stat().st_size for file in FOLDERS["tiny"].iterdir()) < 10e6
 
 
 def test_end_of_turn_is_what_the_template_says():

@@ -15,7 +15,7 @@ from conftest import run_script
 from common.data.conversations import Conversations
 from common.data.prompts import PromptData
 from common.data.render import DEFAULT_SYSTEM
-from common.hub import EMBEDDED, load_tokenizer
+from common.hub import FOLDERS, load_tokenizer
 from common.pictures import PixelLimits, decode
 from common.prepare import tiny_vl
 from common.rewards import reward_function, score_response
@@ -23,7 +23,7 @@ from common.tools import CROP, call_tool, load_tools
 from common.tools.turns import OPEN, Hermes
 from common.vision import load_vision
 
-ASSET = str(EMBEDDED["tiny-vl"])
+ASSET = str(FOLDERS["tiny-vl"])
 LIMITS = PixelLimits(**tiny_vl.LIMITS)
 TOOLS = load_tools(CROP.name)
 FLAGS = ["--model", "tiny-vl", "--max-pixels", LIMITS.max_pixels, "--max-frame-pixels", LIMITS.max_frame_pixels]
@@ -150,8 +150,8 @@ def test_rows_of_training_and_evaluation_load_and_share_no_scene(vision, demo):
 
 
 def test_asset_is_small_and_complete(vision):
-    assert sum(file.stat().st_size for file in EMBEDDED["tiny-vl"].iterdir()) < 10e6
-    config = json.loads((EMBEDDED["tiny-vl"] / "config.json").read_text())
+    assert sum(file.stat().st_size for file in FOLDERS["tiny-vl"].iterdir()) < 10e6
+    config = json.loads((FOLDERS["tiny-vl"] / "config.json").read_text())
     assert config["architectures"] == ["Qwen2_5_VLForConditionalGeneration"]
     assert load_tokenizer(ASSET).chat_template == tiny_vl.CHAT_TEMPLATE == vision.processor.chat_template
 

@@ -141,7 +141,7 @@ def test_bad_rows_are_told_at_start_up(tmp_path, vision, row, reason):
     saved(tmp_path, "good.png", picture(60, 60))
     with pytest.raises(ValueError, match=rf"(?s)1 unusable rows.*rows.jsonl line 2: .*{reason}"):
         load(tmp_path, vision, [ask("fine"), row])
-    assert len(load(tmp_path, vision, [ask("fine"), row], skip_bad_rows=True)) == 1
+    assert len(load(tmp_path, vision, [ask("fine"), row], bad_rows="drop")) == 1
 
 
 def test_pictures_count_in_the_length_of_a_prompt(tmp_path, vision):

@@ -94,7 +94,7 @@ def test_folders_that_pixel_reasoners_script_has_moved(vision, folder):
 def test_bad_rows_are_named(vision, folder, changes, reason):
     with pytest.raises(ValueError, match=reason):
         load(write(folder, **changes), vision, folder)
-    assert len(load(write(folder, **changes), vision, folder, skip_bad_rows=True)) == 2
+    assert len(load(write(folder, **changes), vision, folder, bad_rows="drop")) == 2
 
 
 def test_rows_are_scored_by_the_rule(vision, folder):
