@@ -368,6 +368,12 @@ def test_the_readme_is_short(page):
     assert [(i, line) for i, line in enumerate(lines, 1) if columns(line) > (200 if line[:1] == "|" else 120)] == []
 
 
+@every_page
+def test_lines_of_text_have_120_columns(page):
+    lines = [line for line in prose(page).splitlines() if not line.lstrip().startswith("|")]
+    assert [line for line in lines if columns(line) > 120] == []
+
+
 def test_the_chinese_readme_has_the_same_code():
     assert blocks("README_zh.md") == blocks("README.md")
     assert len(anchors(ROOT / "README_zh.md")) == len(anchors(ROOT / "README.md"))
