@@ -1,0 +1,474 @@
+"""The docs as tests: what they name exists, their links lead somewhere, and the README's own example runs."""
+
+import ast
+import re
+import shlex
+import subprocess
+import sys
+import unicodedata
+from functools import cache
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, metrics_of, run_script
+
+from common.rewards import REWARD_FUNCTIONS, reward_function
+from common.workers import load_function
+
+SCRIPTS = sorted(path.name for path in ROOT.glob("*.py"))
+PAGES = ["README.md", "README_zh.md", *sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
+EXAMPLE = "## Your data and your reward"  # the section of README.md whose code blocks are run
+
+# Flags of other programs, by the program; and running text that speaks of flags without naming one.
+THEIRS = {
+    "torchrun": {"nproc_per_node", "nnodes", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "standalone", "max-restarts"},
+    "pip": {"index-url"},
+}
+TABLES_OF_OTHERS = ("theirs", "original flag")  # tables whose first column holds flags of other systems
+OUTSIDE = {"pytest", "torch"}  # modules of `python -m` that are not ours
+
+every_page = pytest.mark.parametrize("page", PAGES)
+
+
+@cache
+def text(page: str) -> str:
+    return (ROOT / page).read_text()
+
+
+def blocks(page: str) -> list[tuple[str, str]]:
+    """(language, content) of every fenced block."""
+    return re.findall(r"^ *```(\w*)\n(.*?)^ *```$", text(page), flags=re.MULTILINE | re.DOTALL)
+
+
+def prose(page: str) -> str:
+    """A page without its fenced blocks, and without what its tables say of other systems."""
+    lines, exempt = [], False
+    for line in re.sub(r"^ *```\w*\n.*?^ *```$", "", text(page), flags=re.MULTILINE | re.DOTALL).splitlines():
+        if not line.lstrip().startswith("|"):
+            exempt = False
+        elif line.removeprefix("| ").startswith(TABLES_OF_OTHERS):
+            exempt = True
+        lines.append(line.partition("|")[2].partition("|")[2] if exempt else line)
+    return "\n".join(lines)
+
+
+def inline_code(page: str) -> list[str]:
+    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose(page))]
+
+
+# --- the flags of a program, from its source ------------------------------------------------------------------------
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def classes_of_common() -> dict[str, ast.ClassDef]:
+    paths = sorted((ROOT / "common").rglob("*.py"))
+    return {node.name: node for path in paths for node in tree(path).body if isinstance(node, ast.ClassDef)}
+
+
+def fields(node: ast.ClassDef) -> set[str]:
+    """Names of the fields of a dataclass; those of a field whose type is a class of common/ too, and of its bases."""
+    found, classes = set(), classes_of_common()
+    for base in node.bases:
+        found |= fields(classes[base.id]) if isinstance(base, ast.Name) and base.id in classes else set()
+    for item in node.body:
+        if not isinstance(item, ast.AnnAssign) or not isinstance(item.target, ast.Name):
+            continue
+        kind = item.annotation
+        if isinstance(kind, ast.Subscript) and ast.unparse(kind.value).endswith("OmitArgPrefixes"):
+            kind = kind.slice
+        name = kind.attr if isinstance(kind, ast.Attribute) else getattr(kind, "id", None)
+        group = classes.get(name)
+        found |= fields(group) if group and group.decorator_list else {item.target.id}
+    return found
+
+
+def source_of(program: str) -> Path:
+    """The file of a script (`grpo.py`) or a module (`common.look`)."""
+    path = ROOT / (program if program.endswith(".py") else program.replace(".", "/") + ".py")
+    return path if path.is_file() else path.with_suffix("") / "__main__.py"
+
+
+@cache
+def flags_of(program: str) -> set[str]:
+    """Flags of a script or module: the fields of its Args, groups included, the parameters of what it hands to
+    tyro.cli, its add_argument calls. Nothing is imported."""
+    path = source_of(program)
+    names = {"help"}
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.ClassDef) and node.name == "Args":
+            names |= fields(node)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("add_argument"):
+            names |= {a.value.lstrip("-") for a in node.args if isinstance(a, ast.Constant)}
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "tyro.cli" and isinstance(node.args[0], ast.Name):
+            names |= parameters(path, node.args[0].id)
+    return {name.replace("_", "-") for name in names}
+
+
+def parameters(path: Path, name: str) -> set[str]:
+    """Parameters of a function that a file defines or imports from common/, or fields of such a class."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            return {argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)}
+        if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names):
+            module = ROOT / node.module.replace(".", "/")
+            candidates = [module.with_suffix(".py"), module / "__init__.py", module / "__main__.py"]
+            found = [parameters(candidate, name) for candidate in candidates if candidate.is_file()]
+            return set().union(*found)
+    return set()
+
+
+@cache
+def all_flags() -> set[str]:
+    """Of all scripts, of what `python -m common...` offers, and of the benchmarks."""
+    programs = [*SCRIPTS, *(str(p.relative_to(ROOT)) for p in ROOT.glob("tests/bench/*.py"))]
+    programs += [f"common.prepare.{p.stem}" for p in ROOT.glob("common/prepare/*.py")]
+    programs += [f"common.{p.parent.name}" for p in ROOT.glob("common/*/__main__.py")]
+    return set().union(*(flags_of(program) for program in programs), *THEIRS.values())
+
+
+def test_flags_are_found_in_the_source():
+    assert {"model", "train-data", "prompts-per-step", "objective", "log"} <= flags_of("grpo.py")
+    assert "critic-model" in flags_of("ppo.py") - flags_of("grpo.py")
+    assert {"out", "template", "operands"} <= flags_of("common.prepare.countdown")
+    assert {"tokenizer", "rows"} <= flags_of("common.look")
+    assert {"model", "dtype"} <= flags_of("tests/workers/engine_gap.py")
+
+
+def test_fields_of_groups_are_flags(monkeypatch):
+    source = "class A(Base):\n  data: Data\n  other: lib.Other\n  x: int = 1\n  y: Positive = 2"
+    groups = "@d\nclass Data:\n  rows: int\n@d\nclass Other:\n  z: str\n@d\nclass Base:\n  b: int"
+    known = {node.name: node for node in ast.parse(groups).body}
+    monkeypatch.setattr(sys.modules[__name__], "classes_of_common", lambda: known)
+    assert fields(ast.parse(source).body[0]) == {"rows", "z", "x", "y", "b"}
+
+
+# --- commands -------------------------------------------------------------------------------------------------------
+
+
+def without_heredocs(script: str) -> str:
+    return re.sub(r"<<'?(\w+)'?([^\n]*)\n.*?\n\1$", r"\2", script, flags=re.DOTALL | re.MULTILINE)
+
+
+def split_commands(script: str) -> list[list[str]]:
+    """The simple commands of a shell text as lists of words; loops and assignments are looked through."""
+    script = re.sub(r"\$\([^()]*\)", "SUBSTITUTED", without_heredocs(script).replace("\\\n", " "))
+    commands: list[list[str]] = []
+    for line in script.splitlines():
+        lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|")
+        lexer.whitespace_split = True
+        words: list[str] = []
+        for word in [*lexer, ";"]:
+            if set(word) <= set(";&|"):
+                commands += [words] if words else []
+                words = []
+            elif words or (word not in ("do", "done") and not re.match(r"\w+=", word)):
+                words.append(word)
+    return commands
+
+
+def parse_command(words: list[str]) -> tuple[str, str, list[str]] | None:
+    """(launcher, script or module, its arguments) of a python, torchrun or pip command; None for others."""
+    launcher, *rest = words
+    if launcher == "pip":
+        return launcher, "", rest
+    if launcher == "torchrun":
+        for place, word in enumerate(rest):
+            if word.endswith(".py"):
+                check_flags(rest[:place], THEIRS["torchrun"], "torchrun")
+                return launcher, word, rest[place + 1 :]
+        check_flags(rest, THEIRS["torchrun"], "torchrun")
+    if launcher == "python" and rest[:1] == ["-m"]:
+        return launcher, rest[1], rest[2:]
+    if launcher == "python" and rest and rest[0].endswith(".py"):
+        return launcher, rest[0], rest[1:]
+    return None
+
+
+def check_flags(words: list[str], known: set[str], program: str) -> None:
+    for word in words:
+        if re.match(r"--\w", word):
+            flag = word[2:].partition("=")[0]
+            assert flag in known or flag.removeprefix("no-") in known, f"--{flag} is no flag of {program}"
+
+
+def check_command(words: list[str]) -> None:
+    """A command of ours exists, and so do its flags."""
+    parsed = parse_command(words)
+    if parsed is None:
+        return
+    launcher, program, arguments = parsed
+    if launcher == "pip":
+        check_flags(arguments, THEIRS["pip"], "pip")
+        for place, word in enumerate(arguments):
+            assert word != "-r" or (ROOT / arguments[place + 1]).is_file(), arguments
+    elif program.partition(".")[0] in OUTSIDE:
+        paths = [word for word in arguments if word.startswith("tests/")]
+        assert [path for path in paths if not (ROOT / path).exists()] == []
+    elif program == "NAME" or program.endswith(".NAME"):
+        assert (ROOT / program.rpartition(".")[0].replace(".", "/")).is_dir()
+    else:
+        assert source_of(program).is_file(), f"there is no {program}"
+        check_flags(arguments, flags_of(program), program)
+
+
+@pytest.mark.parametrize(
+    "command, wrong",
+    [
+        ("python grpo.py --model tiny --no-eval-before", False),
+        ("OMP_NUM_THREADS=4 torchrun --nproc_per_node 2 grpo.py \\\n    --model tiny", False),
+        ("for x in a b; do\n    python ppo.py --critic-model $x\ndone", False),
+        ("python grpo.py --critic-model tiny", True),
+        ("python grpo.py \\\n    --modell tiny", True),
+        ("torchrun --nproc-per-nodes 2 grpo.py", True),
+        ("python -m common.prepare.nothing --out x", True),
+        ("python -m common.prepare.gsm8k --outt x  # a remark", True),
+        ("cd x && python nothing.py", True),
+    ],
+)
+def test_wrong_commands_are_found(command, wrong):
+    def check():
+        for words in split_commands(command):
+            check_command(words)
+
+    if wrong:
+        with pytest.raises(AssertionError):
+            check()
+    else:
+        check()
+
+
+@every_page
+def test_commands_exist_and_so_do_their_flags(page):
+    for language, content in blocks(page):
+        for words in split_commands(content) if language == "bash" else []:
+            check_command(words)
+    for code in inline_code(page):
+        if code.startswith(("python ", "torchrun ", "pip ", "OMP_NUM_THREADS")) and not code.endswith("..."):
+            for words in split_commands(code):
+                check_command(words)
+
+
+@every_page
+def test_flags_in_running_text_exist(page):
+    """Of some script; in a code span that starts with a script's name, of that one."""
+    problems = []
+    for code in inline_code(page):
+        script = code.partition(" ")[0]
+        known = flags_of(script) if script in SCRIPTS else all_flags()
+        for flag in re.findall(r"(?<![\w-])--([a-z][\w-]*)", code):
+            if flag not in known and flag.removeprefix("no-") not in known:
+                problems.append(f"`{code}`: --{flag}")
+    assert problems == []
+
+
+# --- files and links ------------------------------------------------------------------------------------------------
+
+
+def paths_in(code: str) -> list[str]:
+    """What looks like a file or folder of the repository in a code span or a line of a shell block."""
+    inside = r"(?<![\w/.-])((?:common|tests|docs|results)/[\w./*-]*|requirements[\w*-]*\.txt|\.ci/run)"
+    return re.findall(inside, code) + [name for name in re.findall(r"(?<![\w/.-])(\w+\.py)\b", code) if name in NAMED]
+
+
+NAMED = {path.name for path in ROOT.glob("*.py")}
+
+
+def missing(names: list[str]) -> list[str]:
+    return [name for name in names if not list(ROOT.glob(name.rstrip("/.")))]
+
+
+@every_page
+def test_files_that_are_named_exist(page):
+    spans = inline_code(page) + [line for language, content in blocks(page) for line in content.splitlines()]
+    assert missing([path for span in spans for path in paths_in(span)]) == []
+
+
+@every_page
+def test_functions_that_are_named_as_rewards_or_tools_exist(page):
+    """FILE.py:NAME, in the repository; or in a block of the page, under the name of the file."""
+    content = text(page)
+    for file, name in set(re.findall(r"([\w/]+\.py):([a-z]\w*)", content)):
+        if (ROOT / file).is_file():
+            assert callable(load_function(f"{ROOT / file}:{name}", "")), f"{file}:{name}"
+        else:
+            written = [b for _, b in blocks(page) if re.match(rf"(# {file}|cat > {file})\b", b)]
+            assert any(f"def {name}(" in b for b in written), f"no block of {page} is {file} with {name}"
+
+
+def tree_of_files(page: str) -> list[str]:
+    (block,) = [content for language, content in blocks(page) if not language and "common/\n" in content]
+    names, folder = [], ""
+    for line in block.splitlines():
+        folder = folder if line.startswith(" ") else ""
+        for name in re.split(r"\s{3,}", line.strip())[0].split():
+            names.append(folder + name)
+            folder = name if name == "common/" else folder
+    return names
+
+
+def test_the_file_tree_is_that_of_the_repository():
+    names = tree_of_files("README.md")
+    assert missing(names) == []
+    ours = [path for path in (ROOT / "common").iterdir() if not path.name.startswith("_")]
+    ours = {f"common/{path.name}" + "/" * path.is_dir() for path in ours}
+    assert {*SCRIPTS, *ours} <= set(names), "not in the README's tree"
+
+
+def slug(heading: str) -> str:
+    """The anchor that GitHub makes of a heading."""
+    heading = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").strip().lower()
+    return re.sub(r"[^\w\- ]", "", heading).replace(" ", "-")
+
+
+def anchors(path: Path) -> list[str]:
+    content = re.sub(r"^ *```.*?^ *```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return [slug(heading) for heading in re.findall(r"^#+ (.+)$", content, flags=re.MULTILINE)]
+
+
+@every_page
+def test_links_resolve(page):
+    folder, broken = (ROOT / page).parent, []
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", prose(page))):
+        if target.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = target.partition("#")
+        path = (folder / name).resolve() if name else ROOT / page
+        if not path.exists() or (anchor and anchor not in anchors(path)):
+            broken.append(target)
+    assert broken == []
+
+
+@every_page
+def test_headings_of_a_page_differ(page):
+    found = anchors(ROOT / page)
+    assert len(found) == len(set(found))
+
+
+def test_every_page_is_linked_from_the_readme():
+    linked = set(re.findall(r"\]\((docs/\w+\.md)", text("README.md")))
+    assert linked == {page for page in PAGES if page.startswith("docs/")}
+
+
+# --- form -----------------------------------------------------------------------------------------------------------
+
+
+def columns(line: str) -> int:
+    return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in line)
+
+
+@pytest.mark.parametrize("page", ["README.md", "README_zh.md"])
+def test_the_readme_is_short(page):
+    lines = text(page).splitlines()
+    assert len(lines) <= 250
+    assert [(i, line) for i, line in enumerate(lines, 1) if columns(line) > (200 if line[:1] == "|" else 120)] == []
+
+
+@every_page
+def test_lines_of_text_have_120_columns(page):
+    lines = [line for line in prose(page).splitlines() if "|" not in line]
+    assert [line for line in lines if columns(line) > 120] == []
+
+
+def test_the_chinese_readme_has_the_same_code():
+    assert blocks("README_zh.md") == blocks("README.md")
+    assert len(anchors(ROOT / "README_zh.md")) == len(anchors(ROOT / "README.md"))
+
+
+def test_the_test_command_stands_alone_and_is_the_one_of_ci():
+    command = "python -m pytest tests -q -n 2 --dist loadfile"
+    assert ("bash", f"{command}\n") in blocks("README.md")
+    assert command in (ROOT / ".ci/run").read_text().splitlines()
+
+
+def test_the_table_of_rewards_is_the_code():
+    (table,) = re.findall(r"\| `data_source` \| reward \|\n(.*?)\n\n", text("docs/recipes.md"), flags=re.DOTALL)
+    told = [name for line in table.splitlines()[1:] for name in re.findall(r"`([^`]+)`", line.split("|")[1])]
+    assert sorted(told) == sorted(REWARD_FUNCTIONS)
+
+
+# --- the table of other systems' keys --------------------------------------------------------------------------------
+
+
+def rows_of_keys() -> dict[str, tuple[str, str]]:
+    """Key of verl or TRL -> (ours, note), from docs/from_verl_trl.md; what a command line may answer them with."""
+    rows: dict[str, tuple[str, str]] = {}
+    for table in re.findall(r"^\| theirs \| ours \| note \|\n(.*?)\n\n", text("docs/from_verl_trl.md"), re.M | re.S):
+        for line in table.splitlines()[1:]:
+            theirs, ours, note = (cell.strip() for cell in line.strip().strip("|").split("|"))
+            (key,) = re.fullmatch(r"`([\w.-]+)`", theirs).groups()
+            assert key not in rows, f"{key} stands twice"
+            rows[key] = (ours, note)
+    return rows
+
+
+def test_keys_of_others_have_one_row_each_and_an_answer():
+    rows = rows_of_keys()
+    assert len(rows) > 200
+    for key, (ours, note) in rows.items():
+        assert key.startswith("--") or "." in key, f"{key}: TRL's with dashes, verl's in full"
+        assert ours == "none" or re.fullmatch(r"`[^`]+`(, `[^`]+`)*", ours), f"{key}: {ours}"
+        assert ours != "none" or note, f"{key}: no answer and no reason"
+    ours_too = set().union(*(flags_of(script) for script in SCRIPTS))
+    assert [key for key in rows if key.removeprefix("--") in ours_too] == [], "needs no translation"
+
+
+# --- the README's example --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory) -> tuple[Path, list[str]]:
+    """The folder in which the README's snippets have been pasted, and the command that follows them."""
+    folder = tmp_path_factory.mktemp("mine")
+    section = text("README.md").partition(EXAMPLE)[2].partition("\n## ")[0]
+    commands = re.findall(r"^```bash\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL)
+    for command in commands:
+        if "<<'EOF'" in command:
+            environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}
+            subprocess.run(["bash", "-euc", command], cwd=folder, env=environment, check=True, timeout=60)
+    (words,) = [words for command in commands for words in split_commands(command) if "grpo.py" in words]
+    return folder, words
+
+
+def test_the_example_of_the_readme_runs(example):
+    """As pasted, but for the number of steps, and an engine that every machine has."""
+    folder, words = example
+    assert words[:2] == ["python", "grpo.py"]
+    arguments = [re.sub(r"^(rows\.jsonl|rewards\.py:.*|runs/mine)$", rf"{folder}/\1", word) for word in words[1:]]
+    arguments[arguments.index("--total-steps") + 1] = "2"
+    run_script(*arguments, "--engine", "hf")
+    records = [record for record in metrics_of(folder / "runs/mine") if record.get("step")]
+    assert [record["step"] for record in records] == [1, 2]
+    assert all(record["reward/failed"] == 0 and 0.1 < record["reward/mean"] < 1 for record in records)
+    assert (folder / "runs/mine/model/model.safetensors").is_file()
+
+
+def test_the_reward_of_the_readme_cannot_be_cheated(example):
+    reward = load_function(f"{example[0]}/rewards.py:exact", "--reward-function")
+    truth = {"numbers": [19, 7, 5], "target": 31}
+    for right in ("19+7+5", "(5 + 19) + 7", "19+(7+5)"):
+        assert reward("mine", f"<think>19+7=26</think><answer>{right}</answer>", truth) == 1
+    wrong = ["31", "19+7", "19+7+5+0", "19+7+5-5+5", "19-7-5", "19+7+5.0", "9+10+7+5", "19**1+7+5", "+19+7+5", ""]
+    wrong += ["__import__('os')", "19+7+5 if 1 else 2", "(" * 60, "\0", "1e9+7+5", "19+7+int('5')", "19+7+5\n31"]
+    for answer in wrong:
+        assert reward("mine", f"<answer>{answer}</answer>", truth) == 0, answer
+    assert reward("mine", "19+7+5", truth) == 0
+    assert reward("mine", "<answer>19+7+5</answer> or <answer>19+7-5</answer>", truth) == 0
+
+
+def test_the_other_examples_load(tmp_path):
+    """The reward and the tool of docs/recipes.md, and what they say of their own data_source."""
+    for file in ("number.py", "tools.py"):
+        (block,) = [content for _, content in blocks("docs/recipes.md") if content.startswith(f"# {file}")]
+        (tmp_path / file).write_text(block)
+    number = load_function(f"{tmp_path}/number.py:number", "--reward-function")
+    assert number("sums", "<answer>7</answer> no, <answer> 42 </answer>", 42) == {"score": 1.0, "pred": "42"}
+    for wrong in ("42", "<answer>41 or 42</answer>", "<answer>42</answer><answer>43</answer>", "<answer></answer>"):
+        assert number("sums", wrong, 42)["score"] == 0
+    assert load_function(f"{tmp_path}/tools.py:add", "--tools")(2.0, 5.0) == "7"
+    with pytest.raises(ValueError, match="--reward-function"):
+        reward_function("mine")
