@@ -201,7 +201,7 @@ def explain_foreign(arguments: list[str], args_class: type) -> None:
         if key in ours or not (name.startswith("--") or ("=" in argument and "." in name)):
             continue
         if name.lstrip("-").replace("-", "_") in theirs:
-            raise SystemExit(f"{name}: here {theirs[name.lstrip('-').replace('-', '_')]} (docs/from_verl_trl.md)")
+            raise SystemExit(f"{name}: here {theirs[name.lstrip('-').replace('-', '_')]}; see docs/from_verl_trl.md")
         for script in SCRIPTS:
             if key in script_flags(ROOT / script):
                 raise SystemExit(f"{Path(sys.argv[0]).name} has no {key}: {script} has it")
@@ -221,5 +221,5 @@ def foreign_names() -> dict[str, str]:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if line.startswith("| `") and len(cells) == 3:
             for key in re.findall(r"`([^`]+)`", cells[0]):
-                names[key.lstrip("-").replace("-", "_")] = re.sub("`", "", cells[1])
+                names[key.lstrip("-").replace("-", "_")] = f"{cells[1]} ({cells[2]})".replace("`", "")
     return names

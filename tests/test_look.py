@@ -93,6 +93,6 @@ def test_a_full_disk_costs_the_dump_and_the_page_but_not_the_run(tmp_path, token
 
 
 def test_the_old_command_names_the_new_one():
-    done = subprocess.run([sys.executable, "-m", "common.look", "x"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "common.data", "x"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and not done.stdout
     assert done.stderr.splitlines() == ["it is now: python -m common.look FILE [--tokenizer NAME] [--rows 2]"]
