@@ -128,7 +128,6 @@ def parse(args_class: type[Args], demo: Args, doc: str) -> tuple[Args, bool]:
 
 def check_shared(data: Data, run: Run, rollout: Rollout) -> None:
     """Refuse what cannot work, or has no effect, of the flags that the RL scripts share."""
-    refuse(data.min_pixels > data.max_pixels, f"--min-pixels {data.min_pixels}: above --max-pixels {data.max_pixels}")
     refuse(bool(rollout.replay) and rollout.eval_only, "--replay is of training, --eval-only does none")
     needed, given = ("--train-data", data.train_data)
     if rollout.eval_only:

@@ -104,6 +104,7 @@ class Job:
 
 def open_job(script: str, data: Data, machine: Machine, run: Run, demo: bool) -> Job:
     """Join the process group, choose device and dtype, find the model."""
+    refuse(data.min_pixels > data.max_pixels, f"--min-pixels {data.min_pixels}: above --max-pixels {data.max_pixels}")
     world = init_world(run.stall_minutes)
     if demo:
         world.print("no --model given: running the embedded demo")
