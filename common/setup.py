@@ -24,7 +24,7 @@ from common.distributed import (
 )
 from common.dumps import dump_rollouts
 from common.episodes import Episode
-from common.files import user_errors
+from common.files import refuse, user_errors
 from common.flags import Data, Machine, Run, flat, refuse_idle
 from common.hub import load_tokenizer, resolve_model
 from common.logger import Logger, save_config, tracker_names
