@@ -125,7 +125,7 @@ def test_every_trajectory_is_counted_once_however_it_ends(made):
         bad = CROP.format([0.1], 1)
         scripts = [["done"], [bad, "done"], [bad] * 9, [bad, bad, "done"]]
         run(scripts, Turns(tokenizer, workers, max_turns=3), row(tokenizer))
-        run([["a"], ["b"]], Turns(tokenizer, workers, max_tool_errors=0), row(tokenizer))
+        run([[bad], ["b"]], Turns(tokenizer, workers, max_tool_errors=0), row(tokenizer))
     finally:
         workers.close()
     assert [(p.what, p.done, len(p.items)) for p in made] == [
