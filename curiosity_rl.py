@@ -34,14 +34,15 @@ import torch
 from torch import Tensor
 
 from common.checkpoint import Checkpoints
+from common.data.dumps import dump_rollouts, load_rollouts
 from common.distributed import World, all_reduce, barrier, forward_context, run, stop_requested
-from common.dumps import dump_rollouts, load_rollouts
 from common.episodes import Episode, by_prompt, unequal_groups
 from common.evaluate import compare_without_tools, evaluate, evaluate_only
 from common.files import refuse
 from common.flags import Amount, Count, Data, Limit, Machine, Rollout, Run, Share, check_shared, parse, refuse_idle
+from common.means import Means
 from common.memory import peak_memory_gb
-from common.metrics import Means, is_correct, rollout_means, rollout_metrics
+from common.metrics import is_correct, rollout_means, rollout_metrics
 from common.models import sync_engine
 from common.optimizer import lr_factor
 from common.packing import Minibatch, Packer, TokenIndex
@@ -440,7 +441,7 @@ def main(args: Args, demo: bool = False) -> None:
         tokens.advantages = advantages[index.episode_of_token].to(device)
         memory.add(fresh, fresh_advantages.tolist(), step)
         if due(step + 1, args.rollout.dump_rollouts_every):
-            job.dump(step + 1, sampled + replayed, episodes, advantages.tolist())
+            rollouts.dump(step + 1, sampled + replayed, episodes, advantages.tolist())
 
         decay = lr_factor(step, rollouts.total_steps, args.warmup_steps, args.lr_schedule, args.lr_floor)
         lr = args.learning_rate * decay

@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 
 from common.checkpoint import Checkpoints
+from common.data.dumps import load_rollouts
 from common.distributed import World, all_reduce, forward_context, run, stop_requested
-from common.dumps import load_rollouts
 from common.episodes import Episode, prompts_of_all_ranks, unequal_groups
 from common.evaluate import evaluate, evaluate_only
 from common.files import refuse
@@ -51,8 +51,9 @@ from common.flags import (
     parse,
     refuse_idle,
 )
+from common.means import Means
 from common.memory import peak_memory_gb
-from common.metrics import Means, rollout_means, rollout_metrics
+from common.metrics import rollout_means, rollout_metrics
 from common.models import sync_engine
 from common.optimizer import lr_factor
 from common.packing import Minibatch, Packer, TokenIndex
@@ -475,7 +476,7 @@ def main(args: Args, demo: bool = False) -> None:
         advantages = group_advantages(scores, groups, args.advantage)  # [E]
         tokens.advantages = advantages[index.episode_of_token].to(device)
         if due(step + 1, args.rollout.dump_rollouts_every):
-            job.dump(step + 1, sampled, episodes, advantages.tolist())
+            rollouts.dump(step + 1, sampled, episodes, advantages.tolist())
 
         decay = lr_factor(step, rollouts.total_steps, args.warmup_steps, args.lr_schedule, args.lr_floor)
         lr = args.learning_rate * decay

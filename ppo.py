@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from common.checkpoint import Checkpoints
+from common.data.dumps import load_rollouts
 from common.distributed import World, all_reduce, forward_context, run, stop_requested
-from common.dumps import load_rollouts
 from common.episodes import Episode
 from common.evaluate import evaluate, evaluate_only
 from common.files import refuse
@@ -50,14 +50,16 @@ from common.flags import (
     refuse_idle,
 )
 from common.hub import load_tokenizer, resolve_model
+from common.job import Job
+from common.means import Means
 from common.memory import peak_memory_gb
-from common.metrics import Means, explained_variance, rollout_means, rollout_metrics
+from common.metrics import explained_variance, rollout_means, rollout_metrics
 from common.models import sync_engine
 from common.optimizer import lr_factor
 from common.packing import Minibatch, Packer, TokenIndex
 from common.precision import checked_gap
 from common.rollouts import Rollouts, open_rollouts
-from common.setup import Job, Stopwatch, due, finish, open_job, open_logger
+from common.setup import Stopwatch, due, finish, open_job, open_logger
 from common.vision import load_vision
 
 
@@ -528,7 +530,7 @@ def main(args: Args, demo: bool = False) -> None:
         tokens.returns = returns.to(device)
         tokens.advantages = advantages.to(device)
         if due(step + 1, args.rollout.dump_rollouts_every):
-            job.dump(step + 1, sampled, episodes, (index.sums(advantages) / index.lengths.clamp(min=1)).tolist())
+            rollouts.dump(step + 1, sampled, episodes, (index.sums(advantages) / index.lengths.clamp(min=1)).tolist())
 
         decay = partial(lr_factor, warmup_steps=args.warmup_steps, schedule=args.lr_schedule, floor=args.lr_floor)
         critic_lr = args.critic_learning_rate * decay(step, rollouts.total_steps)

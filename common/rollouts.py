@@ -4,24 +4,29 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 
+from common.data.dumps import dump_rollouts
 from common.data.prompts import PromptData, PromptLoader
-from common.distributed import World
+from common.distributed import World, barrier
 from common.engine.books import Sampling
 from common.engine.hf import HuggingFaceEngine
 from common.engine.vllm import VllmEngine
-from common.episodes import Episode, Row, Turns, sample_episodes
+from common.episodes import Episode, Row, sample_episodes
 from common.files import refuse, user_errors
 from common.flags import Data, Rollout, Run, refuse_idle
 from common.hub import EMBEDDED, end_token_ids, end_turns_properly, resolve_model
+from common.job import Job
+from common.look.page import write_page
 from common.memory import memory_plan
 from common.precision import gap_limit
+from common.prepare.embedded import embedded_data
 from common.rewards import RewardWorkers, reward_function, score_episodes
 from common.rewards.model import RewardModel
-from common.setup import Job, embedded_data
 from common.tools import ToolWorkers
+from common.tools.trajectories import Turns
 from common.torch_repair import transformers
 
 
@@ -30,6 +35,7 @@ class Rollouts:
     """What the RL scripts sample from, and score with."""
 
     world: World
+    output_dir: Path
     tokenizer: transformers.PreTrainedTokenizerBase
     flags: Rollout
     run: Run
@@ -65,6 +71,13 @@ class Rollouts:
         if self.reward_model:
             self.engine.sleep()
             self.reward_model.score_episodes(episodes, prompts, self.tokenizer)
+
+    def dump(self, step: int, sampled: list[Episode], trained: list[Episode], advantages: list[float]) -> None:
+        """Write the episodes of a step into the run folder, and a page to look at. All ranks call it together."""
+        folder = self.output_dir / "rollouts"
+        path = dump_rollouts(folder, step, sampled, trained, advantages, self.tokenizer, self.world)
+        if self.world.is_main:
+            write_page(path, self.tokenizer)
 
     def announce(self, updates: int) -> None:
         """What is going to happen, with so many optimizer steps after each rollout."""
@@ -114,6 +127,7 @@ def open_rollouts(
     world.print(f"{job.summary}, rollouts by {rollout.engine}")
     return Rollouts(
         world=world,
+        output_dir=job.output_dir,
         tokenizer=tokenizer,
         flags=rollout,
         run=run,
@@ -135,7 +149,8 @@ def read_prompts(
     """Prompts to train on (None with --eval-only) and to evaluate on; an embedded model brings its own."""
     train_files, eval_files = data.train_data, data.eval_data
     if job.run.model in EMBEDDED and not train_files:
-        train_files, held_out = embedded_data(job.run.model, job.output_dir / "data", job.world)
+        train_files, held_out = embedded_data(job.run.model, job.output_dir / "data", write=job.world.is_main)
+        barrier()
         eval_files = eval_files or held_out
     read = partial(prompt_data, job, data, rollout, tools)
     train_data = None if rollout.eval_only else read(train_files, max_rows=data.max_rows)

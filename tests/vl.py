@@ -139,11 +139,12 @@ def teach(folder: Path, steps: int = 60) -> None:
     from test_turns import ScriptedEngine, row
 
     from common.engine.books import Sampling
-    from common.episodes import Turns, sample_episodes
+    from common.episodes import sample_episodes
     from common.models import load_policy
     from common.packing import TokenIndex, pack
     from common.pictures import Media
     from common.tools import ToolWorkers
+    from common.tools.trajectories import Turns
     from common.vision import load_vision
 
     vision, tokenizer, workers = load_vision(str(folder), SMALL), build_tokenizer(), ToolWorkers("visual", 2, 20.0)

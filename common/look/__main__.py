@@ -43,7 +43,7 @@ def look_at_run(run: Path, tokenizer: str | None) -> None:
 
 
 def is_dump(path: Path) -> bool:
-    """Does a file have the columns of common/dumps.py?"""
+    """Does a file have the columns of common/data/dumps.py?"""
     try:
         return path.suffix == ".parquet" and {"response_ids", "loss_mask"} <= set(pq.read_schema(path).names)
     except (OSError, ValueError):  # `show` says what is wrong with it
