@@ -33,7 +33,7 @@ def test_kill_and_resume_equals_an_uninterrupted_run(tmp_path, ranks, engine, dt
     run_script("ppo.py", *options, "--output-dir", tmp_path / "whole", ranks=ranks)
     kill_once("ppo.py", *options, "--output-dir", tmp_path / "killed", ranks=ranks, after_step=3)
     assert (tmp_path / "killed" / "checkpoints" / "latest").read_text() == "step_000002"
-    run_script("ppo.py", *options, "--output-dir", tmp_path / "killed", ranks=ranks)
+    run_script("ppo.py", *options, "--output-dir", tmp_path / "killed", ranks=ranks, fresh=True)
 
     whole, killed = steps_of(tmp_path / "whole"), steps_of(tmp_path / "killed")
     assert whole == killed

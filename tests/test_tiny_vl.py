@@ -180,7 +180,7 @@ def evaluated(folder, *options) -> list[dict]:
     return pq.read_table(folder / "eval_samples.parquet").to_pylist()
 
 
-@pytest.mark.parametrize("rows", [128, pytest.param(512, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows", [64, pytest.param(512, marks=pytest.mark.slow)])
 def test_what_the_policy_knows(rows, demo, tmp_path):
     """It reads what is legible, guesses what is not, and mostly looks at the right place."""
     given_crops(tmp_path / "given.parquet", rows)
