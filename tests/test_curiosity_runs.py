@@ -4,10 +4,10 @@ import json
 
 import pyarrow.parquet as pq
 import pytest
-from conftest import kill_once, metrics_of, run_script, steps_of
+from conftest import LITTLE_CACHE, kill_once, metrics_of, run_script, steps_of
 
 SIZES = ["--prompts-per-step", 8, "--samples-per-prompt", 4, "--eval-rows", 8, "--tool-workers", 2]
-SIZES += ["--replay-share", 0.5]
+SIZES += ["--replay-share", 0.5, *LITTLE_CACHE]
 STEPS = ["--total-steps", 4, "--deterministic", "--dump-rollouts-every", 1, "--save-every", 1, "--keep-checkpoints", 9]
 
 
@@ -75,6 +75,7 @@ def test_evaluation_with_and_without_tools_side_by_side(whole, tmp_path):
     """The demo's policy by its name: what it cannot read it guesses, without tools always."""
     options = ["--model", "tiny-vl", "--tools", "crop_image_normalized", "--max-prompt-tokens", 96, "--max-turns", 4]
     options += ["--max-response-tokens", 192, "--max-pixels", 12_544, "--max-frame-pixels", 12_544, "--dtype", "fp32"]
+    options += LITTLE_CACHE
     evaluation = ["--eval-only", "--compare-tools", "--eval-rows", 64, "--eval-temperature", 1.0]
     evaluation += data_of(whole)[1:]
     done = run_script("curiosity_rl.py", *options, *evaluation, "--output-dir", tmp_path, ranks=2)

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from conftest import kill_once, metrics_of, run_script, steps_of
+from conftest import LITTLE_CACHE, kill_once, metrics_of, run_script, steps_of
 
 OPTIONS = ["--prompts-per-step", 6, "--samples-per-prompt", 4, "--max-response-tokens", 96, "--max-rows", 64]
 OPTIONS += ["--eval-rows", 16, "--total-steps", 5, "--save-every", 2, "--keep-checkpoints", 3, "--eval-every", 2]
 OPTIONS += ["--minibatches", 2, "--kl-in", "loss", "--kl-estimator", "k3-is", "--kl-coef", 0.01]
-OPTIONS += ["--dump-rollouts-every", 1]
+OPTIONS += ["--dump-rollouts-every", 1, *LITTLE_CACHE]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def test_kill_and_resume_equals_an_uninterrupted_run(whole, tmp_path):
         assert dumps[0].equals(dumps[1]) and len(dumps[0]) == 24
     files = [{f.relative_to(run) for f in (run / "checkpoints").rglob("*") if f.is_file()} for run in (whole, folder)]
     assert files[0] == files[1] and len([f for f in files[0] if f.suffix == ".distcp"]) == 2 * 3
-    assert {f.name for f in files[0] if content(whole / f) != content(folder / f)} <= {".metadata"}, "has a path in it"
+    assert {f.name for f in files[0] if content(whole / f) != content(folder / f)} <= {".metadata"}, "has its own id"
 
 
 def content(file: Path) -> object:

@@ -10,7 +10,7 @@ from itertools import islice
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import run_script
+from conftest import LITTLE_CACHE, run_script
 
 from common.conversations import Conversations
 from common.data import PromptData
@@ -176,7 +176,7 @@ def given_crops(path, rows: int) -> None:
 def evaluated(folder, *options) -> list[dict]:
     """Samples of grpo.py --eval-only at temperature 1."""
     shared = ["--eval-only", "--eval-temperature", 1.0, "--max-prompt-tokens", 256, "--max-response-tokens", 256]
-    run_script("grpo.py", *FLAGS, *shared, *options, "--output-dir", folder)
+    run_script("grpo.py", *FLAGS, *LITTLE_CACHE, *shared, *options, "--output-dir", folder)
     return pq.read_table(folder / "eval_samples.parquet").to_pylist()
 
 
