@@ -211,6 +211,7 @@ def metrics_of(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+LITTLE_CACHE = ["--engine-memory", 0.25]  # for runs with vLLM: filling the default's gigabyte takes a second a rank
 UNEQUAL = ("time/", "memory/", "rollout/tokens_per_s")  # what an interruption may change
 
 

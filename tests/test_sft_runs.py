@@ -45,8 +45,9 @@ def test_the_demo_learns_and_its_export_is_the_same_model_in_vllm(tmp_path):
 def test_kill_and_resume_with_pictures_equals_an_uninterrupted_run(mixed, tmp_path, ranks, dtype):
     options = [*mixed, "--batch-size", 4, "--total-steps", 6, "--save-every", 2, "--eval-every", 3, "--dtype", dtype]
     run_script("sft.py", *options, "--output-dir", tmp_path / "whole", ranks=ranks)
-    kill_once("sft.py", *options, "--output-dir", tmp_path / "killed", ranks=ranks, after_step=3)
-    run_script("sft.py", *options, "--output-dir", tmp_path / "killed", ranks=ranks)
+    for_real = {"ranks": ranks, "fresh": ranks == 2}
+    kill_once("sft.py", *options, "--output-dir", tmp_path / "killed", after_step=3, **for_real)
+    run_script("sft.py", *options, "--output-dir", tmp_path / "killed", **for_real)
     assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "whole")
     weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("whole", "killed")]
     assert weights[0] == weights[1]

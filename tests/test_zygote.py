@@ -79,7 +79,7 @@ def test_a_run_that_takes_too_long_is_killed(script, tmp_path):
     with pytest.raises(TimeoutError, match="so far"):
         run_script(*script(code + "print('so far', flush=True); time.sleep(600)"), ranks=2, timeout=3.0)
     assert len(set(pids(tmp_path))) == 4
-    assert not any(map(alive, pids(tmp_path)))
+    wait_until(lambda: not any(map(alive, pids(tmp_path))))
 
 
 def test_what_cannot_change_after_an_import_is_refused(script):

@@ -41,10 +41,10 @@ from common.attention import choose_attention
 from common.distributed import init_world, run, wrap_model
 from common.engine.vllm import VllmEngine
 from common.episodes import Episode
+from common.flags import Rollout
 from common.hub import FOLDERS
 from common.look.curves import read_metrics
 from common.models import full_parameters, load_policy, parameter_sizes
-from common.flags import Rollout
 from common.optimizer import GuardedAdamW
 from common.packing import MicroBatch, Packer, TokenIndex
 

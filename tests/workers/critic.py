@@ -81,5 +81,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--strategy", default="fsdp")
     parser.add_argument("--critic-lambda", type=float, default=1.0)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=150)
     run(main, parser.parse_args())
