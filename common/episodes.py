@@ -15,6 +15,8 @@ Prompt = list[dict] | str
 
 @dataclass(slots=True)
 class Row:
+    """A prompt of a data set, as the engine is given it, and what its reward function is given."""
+
     index: int  # position in the concatenated files, whatever was dropped: the prompt's identity for seeds
     data_source: str
     prompt: Prompt

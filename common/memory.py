@@ -1,4 +1,4 @@
-"""Memory of a rank: what each phase of a step will need, and what was used."""
+"""Memory of a rank: what each phase of a step will need, what was used, and what did not fit."""
 
 import os
 import resource

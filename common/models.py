@@ -1,4 +1,4 @@
-"""Policy and reference models, tokenizer, the embedded models by name, and the walk over full parameters."""
+"""Policy, critic and reference models, the walk over full parameters, and the export."""
 
 import json
 import shutil

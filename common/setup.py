@@ -1,4 +1,4 @@
-"""What a script needs around its loop; what a user can get wrong is refused before weights are loaded."""
+"""What a script needs before and after its loop; what a user can get wrong is refused before weights are loaded."""
 
 import time
 from collections.abc import Iterator

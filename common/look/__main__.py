@@ -38,7 +38,7 @@ def look_at_run(run: Path, tokenizer: str | None) -> None:
     refuse(not metrics.is_file() and not dumps, f"{run}: no metrics.jsonl and no rollouts/ in it, so no run")
     if metrics.is_file():
         plot_curves(run)
-        print(run / "curves.png")
+        print(run / "curves.png" if (run / "curves.png").is_file() else f"{metrics}: nothing to draw so far")
     draw_pages([dump for dump in dumps if not dump.with_suffix(".html").exists()], run, tokenizer)
 
 
