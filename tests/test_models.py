@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from common.episodes import Episode
-from common.hub import EMBEDDED, load_tokenizer, resolve_model
+from common.hub import FOLDERS, load_tokenizer, resolve_model
 from common.models import export_hugging_face, load_policy, unsupported
 from common.packing import TokenIndex, pack
 
@@ -65,7 +65,7 @@ def test_there_is_no_dropout(tmp_path):
 
 def test_a_folder_that_is_no_model_is_refused_by_name(tmp_path):
     """Such as a run's folder, whose config.json holds arguments."""
-    assert resolve_model("tiny") == resolve_model(str(EMBEDDED["tiny"]))
+    assert resolve_model("tiny") == resolve_model(str(FOLDERS["tiny"]))
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(SystemExit, match=f"--critic-model {tmp_path}: .* give its model/"):
         resolve_model(str(tmp_path), "--critic-model")
@@ -73,9 +73,9 @@ def test_a_folder_that_is_no_model_is_refused_by_name(tmp_path):
 
 def test_an_export_with_several_chat_templates_is_readable_and_can_be_repeated(tmp_path, world):
     """They are saved as a folder."""
-    tokenizer = load_tokenizer(str(EMBEDDED["tiny"]))
+    tokenizer = load_tokenizer(str(FOLDERS["tiny"]))
     tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": "{{ messages }}"}
-    policy = load_policy(str(EMBEDDED["tiny"]), "sdpa")
+    policy = load_policy(str(FOLDERS["tiny"]), "sdpa")
     for _ in range(2):
         export_hugging_face(policy, tokenizer, tmp_path / "model", world, torch.bfloat16)
         assert set(load_tokenizer(str(tmp_path / "model")).chat_template) == {"default", "tool_use"}

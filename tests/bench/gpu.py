@@ -41,10 +41,10 @@ from common.attention import choose_attention
 from common.distributed import init_world, run, wrap_model
 from common.engine.vllm import VllmEngine
 from common.episodes import Episode
-from common.hub import EMBEDDED
+from common.flags import Rollout
+from common.hub import FOLDERS
 from common.look.curves import read_metrics
 from common.models import full_parameters, load_policy, parameter_sizes
-from common.flags import Rollout
 from common.optimizer import GuardedAdamW
 from common.packing import MicroBatch, Packer, TokenIndex
 
@@ -99,7 +99,7 @@ def save_model(name: str, folder: Path, device: torch.device) -> None:
         model = AutoModelForCausalLM.from_config(make_config(name), dtype=torch.bfloat16)
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
-    for file in EMBEDDED["tiny"].glob("*token*"):
+    for file in FOLDERS["tiny"].glob("*token*"):
         (folder / file.name).write_bytes(file.read_bytes())
 
 
