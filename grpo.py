@@ -504,7 +504,7 @@ def main(args: Args, demo: bool = False) -> None:
         }
         if reference:
             num_sequences = sum(minibatch.num_sequences for minibatch in minibatches)
-            kl_controller.update(metrics["policy/kl_to_ref"], num_sequences)
+            kl_controller.update(metrics.get("policy/kl_to_ref", 0.0), num_sequences)  # none: of no tokens
 
         # 6. eval, checkpoint
         last, stop = step + 1 == end, stop_requested()

@@ -572,7 +572,7 @@ def main(args: Args, demo: bool = False) -> None:
             metrics["optim/lr"] = lr
         if reference and not warming_up:
             num_sequences = sum(minibatch.num_sequences for minibatch in minibatches)
-            kl_controller.update(metrics["policy/kl_to_ref"], num_sequences)
+            kl_controller.update(metrics.get("policy/kl_to_ref", 0.0), num_sequences)  # none: of no tokens
 
         # 6. eval, checkpoint
         last, stop = step + 1 == end, stop_requested()

@@ -144,6 +144,8 @@ def read_data(args: Args, job: Job) -> tuple[Conversations, Conversations | None
 def check_args(args: Args) -> None:
     """Refuse what cannot work, or has no effect, before anything is loaded."""
     refuse(args.run.model != "tiny" and not args.data.train_data, f"--model {args.run.model} needs --train-data")
+    low, high = args.data.min_pixels, args.data.max_pixels
+    refuse(low > high, f"--min-pixels {low}: above --max-pixels {high}")
     refuse_idle(args, {"lr_floor": (args.lr_schedule != "constant", "--lr-schedule linear or cosine")})
     evaluated = (bool(args.data.eval_data) or not args.data.train_data, "--eval-data")
     idle = dict.fromkeys(["eval_every", "eval_before", "eval_rows"], evaluated)

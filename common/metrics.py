@@ -48,6 +48,8 @@ def rollout_means(episodes: list[Episode], seconds: dict[str, float], with_tools
 
 def rollout_metrics(metrics: dict[str, float]) -> dict[str, float]:
     """The reduced means of a step with the spread of its rewards, and without reasons to finish that did not occur."""
+    if "reward/mean" not in metrics:
+        raise RuntimeError("not one response of this step could be scored: see the errors above")
     mean_square = metrics.pop("reward/mean_square")
     metrics["reward/std"] = math.sqrt(max(0.0, mean_square - metrics["reward/mean"] ** 2))
     return {name: x for name, x in metrics.items() if x or name.removeprefix("rollout/") not in RARE_REASONS}

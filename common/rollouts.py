@@ -117,9 +117,8 @@ def open_rollouts(
         workers = RewardWorkers(rollout.reward_function, max(1, cpus_of_rank() - 1), rollout.reward_timeout)
         turns = open_turns(job, rollout, tools) if tools else None
     total_steps = run.total_steps
-    if total_steps is None:
-        num_prompts = len(train_data) if train_data else 0
-        total_steps = max(1, round(run.total_epochs * num_prompts / rollout.prompts_per_step))
+    if total_steps is None and train_data:
+        total_steps = max(1, round(run.total_epochs * len(train_data) / rollout.prompts_per_step))
     world.print(memory_plan(rollout, job.machine, world, job.compute_dtype, trained, frozen))
     # before the trainer: it loads by itself, and is asleep when the trainer takes its memory
     engine = None if rollout.replay else start_engine(job, rollout)
@@ -138,7 +137,7 @@ def open_rollouts(
         train_data=train_data,
         eval_data=eval_data,
         loader=PromptLoader(len(train_data), run.seed) if train_data else None,
-        total_steps=total_steps,
+        total_steps=total_steps or 0,
         max_gap=rollout.max_logprob_gap or gap_limit(job.compute_dtype),
     )
 
