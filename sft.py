@@ -27,7 +27,7 @@ from common.data.prompts import PromptLoader
 from common.distributed import World, barrier, forward_context, run, stop_requested
 from common.episodes import Episode
 from common.files import refuse, user_errors
-from common.flags import Amount, Count, Data, Machine, Run, Share, parse, refuse_idle
+from common.flags import Amount, Count, Data, Machine, Run, Share, check_pixels, parse, refuse_idle
 from common.hub import end_turns_properly
 from common.job import Job
 from common.means import Means
@@ -144,8 +144,7 @@ def read_data(args: Args, job: Job) -> tuple[Conversations, Conversations | None
 def check_args(args: Args) -> None:
     """Refuse what cannot work, or has no effect, before anything is loaded."""
     refuse(args.run.model != "tiny" and not args.data.train_data, f"--model {args.run.model} needs --train-data")
-    low, high = args.data.min_pixels, args.data.max_pixels
-    refuse(low > high, f"--min-pixels {low}: above --max-pixels {high}")
+    check_pixels(args.data)
     refuse_idle(args, {"lr_floor": (args.lr_schedule != "constant", "--lr-schedule linear or cosine")})
     evaluated = (bool(args.data.eval_data) or not args.data.train_data, "--eval-data")
     idle = dict.fromkeys(["eval_every", "eval_before", "eval_rows"], evaluated)

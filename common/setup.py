@@ -18,7 +18,7 @@ from common.distributed import (
     release_freed_memory,
     sign_of_life,
 )
-from common.files import refuse, user_errors
+from common.files import user_errors
 from common.flags import Data, Machine, Run, flat, refuse_idle
 from common.hub import load_tokenizer, resolve_model
 from common.job import Job
@@ -33,7 +33,6 @@ from common.vision import load_vision
 
 def open_job(script: str, data: Data, machine: Machine, run: Run, demo: bool) -> Job:
     """Join the process group, choose device and dtype, find the model."""
-    refuse(data.min_pixels > data.max_pixels, f"--min-pixels {data.min_pixels}: above --max-pixels {data.max_pixels}")
     world = init_world(run.stall_minutes)
     if demo:
         world.print("no --model given: running the embedded demo")
