@@ -434,7 +434,7 @@ def test_guarded_step_without_any_gradient_changes_nothing():
         ("--minibatches 64", "--minibatches 64 of --prompts-per-step 32"),
         ("--samples-per-prompt 1", "--samples-per-prompt 1: nothing to compare with"),
         ("--dynamic-sampling 1", "--dynamic-sampling 1 never refills"),
-        ("--overlong-buffer 256", "--overlong-buffer 256: below --max-response-tokens"),
+        ("--overlong-buffer 256", "--overlong-buffer: below --max-response-tokens"),
         ("--prompts-per-step 0", "--prompts-per-step 0: must be above 0"),
         ("--reward-timeout 0", "--reward-timeout 0.0: must be above 0"),
         ("--learning-rate nan", "--learning-rate nan: must not be below 0"),
