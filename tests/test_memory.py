@@ -66,6 +66,14 @@ def test_shards_and_replicas(folder):
     assert_gigabytes(found, gradients=4 * PARAMETERS)  # of one model at a time
 
 
+def test_a_reference_on_the_host_takes_no_room(folder):
+    """It visits the device while it computes log-probs, where there are no gradients and activations."""
+    found, _ = plan(folder, frozen=1)
+    assert_gigabytes(found, weights=(4 + 2) * PARAMETERS)
+    found, _ = plan(folder, frozen=1, reference_offload=True)
+    assert_gigabytes(found, weights=4 * PARAMETERS)
+
+
 @pytest.mark.parametrize("tokens", [10, 100_000])
 def test_moments_on_the_host_come_when_the_activations_are_gone(folder, tokens):
     here, _ = plan(folder, micro_batch_tokens=tokens)

@@ -15,7 +15,9 @@ import torch
 from conftest import make_args, random_episodes, random_policy, relative_l2
 from torch.nn.utils.rnn import pad_sequence
 
+import curiosity_rl
 import grpo
+import ppo
 from common.distributed import World
 from common.episodes import Episode
 from common.metrics import Means
@@ -536,6 +538,49 @@ def test_backward_equals_the_dense_reference(case, objective, reduction, correct
         options = {"objective": objective, "reduction": reduction, "correction": correction}
         args = arguments(estimator, entropy_coef=entropy_coef, **options)
         assert_equal(ours(case, args), reference(case, args, case.old), (estimator, entropy_coef))
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_ppos_loss_is_the_ppo_objectives(case, correction):
+    """Its `policy_loss` is written without the other objectives."""
+    index = TokenIndex(case.episodes)
+    owner = index.episode_of_token
+    known = (owner, index.lengths[owner].double(), case.rollout, case.old, case.ref, case.advantages[owner])
+    logprobs, entropy = (x.detach().clone().requires_grad_() for x in (case.logprobs, case.entropy))
+    for estimator, entropy_coef in (("none", 0.0), ("k2", 0.1), ("k3", 0.0), ("k3-is", 0.1)):
+        results = []
+        for script, tokens in ((grpo, grpo.Tokens(*known)), (ppo, ppo.Tokens(*known, case.old, case.old))):
+            kl = {} if estimator == "none" else {"kl_in": "loss", "kl_estimator": estimator}
+            args = make_args(script, **COMMON, **kl, entropy_coef=entropy_coef, correction=correction)
+            loss, clipped = script.policy_loss(logprobs, entropy, tokens, args, KL_COEF)
+            results.append([loss, clipped, *torch.autograd.grad(loss.sum(), [logprobs, entropy])])
+        assert all(map(torch.equal, *results)), (estimator, entropy_coef)
+        assert results[0][1].any() and not results[0][1].all()
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_curiositys_gradient_is_the_ppo_objectives_without_dual_clip(case, reduction):
+    """Its `backward` is written without corrections, entropy and KL."""
+    index = TokenIndex(case.episodes)
+    owner = index.episode_of_token
+    common = {name: COMMON[name] for name in ("temperature", "clip_low", "clip_high", "max_response_tokens")}
+    args = make_args(curiosity_rl, **common, reduction=reduction)
+    world = World(0, 3, 0, torch.device("cpu"))
+    for on_policy in (False, True):
+        plain = arguments(reduction=reduction)
+        plain.dual_clip = 0.0
+        expected, sums, old_logprobs = ours(case, plain, world, on_policy, scale=8.0)
+        old = torch.full_like(case.old, math.nan) if on_policy else case.old.clone()
+        lengths = index.lengths[owner].double()
+        tokens = curiosity_rl.Tokens(owner, lengths, case.rollout, old, case.advantages[owner])
+        minibatch = Minibatch([], *COUNTS, pack(case.episodes, range(len(case.episodes)), index, budget=90))
+        case.policy.zero_grad()
+        options = {"store_old_logprobs": on_policy, "scale": 8.0}
+        means = curiosity_rl.backward(case.policy, minibatch, tokens, args, world, **options)
+        assert relative_l2([p.grad for p in case.policy.parameters()], expected) < 1e-12
+        assert sums_of(means, world) == pytest.approx(sums, rel=1e-6) and torch.equal(
+            tokens.old_logprobs, old_logprobs
+        )
 
 
 def test_the_constant_of_dr_grpo_may_be_given(case):
