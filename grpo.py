@@ -58,6 +58,7 @@ from common.models import sync_engine
 from common.optimizer import lr_factor
 from common.packing import Minibatch, Packer, TokenIndex
 from common.precision import checked_gap
+from common.progress import Progress
 from common.rollouts import Rollouts, open_rollouts
 from common.setup import Stopwatch, due, finish, open_job, open_logger
 
@@ -322,7 +323,7 @@ def backward(
     num_tokens, num_sequences = max(minibatch.num_tokens, 1.0), max(minibatch.num_sequences, 1.0)
     constant_length = args.loss_length or args.rollout.max_response_tokens
     total_loss, means = torch.zeros((), device=world.device), Means()
-    for i, batch in enumerate(minibatch.micro_batches):
+    for i, batch in enumerate(Progress("micro-batch", minibatch.micro_batches)):
         batch = batch.to(world.device)
         with forward_context(policy, last=i == len(minibatch.micro_batches) - 1):
             logprobs, entropy = policy(batch, args.rollout.temperature)  # [N], [N]
@@ -482,7 +483,7 @@ def main(args: Args, demo: bool = False) -> None:
         lr = args.learning_rate * decay
         means = Means()
         with watch("update"):
-            for epoch, minibatch in product(range(args.epochs_per_step), minibatches):
+            for epoch, minibatch in Progress("update", product(range(args.epochs_per_step), minibatches)):
                 on_policy = epoch == 0 and minibatch is minibatches[0]  # the weights are still the engine's
                 accumulate = partial(backward, policy, minibatch, tokens, args, world, store_old_logprobs=on_policy)
                 means.merge(packer.attempt(policy, accumulate, kl_coef=kl_controller.coef, scale=optimizer.scale))

@@ -36,6 +36,7 @@ from common.models import export_hugging_face
 from common.optimizer import lr_factor
 from common.packing import Minibatch, Packer, TokenIndex
 from common.prepare.embedded import embedded_data
+from common.progress import Progress
 from common.setup import Stopwatch, due, finish, open_job, open_logger
 
 
@@ -83,7 +84,7 @@ def cross_entropy(logprobs: Tensor, num_loss_tokens: float, world_size: int) -> 
 def backward(policy: torch.nn.Module, minibatch: Minibatch, world: World, *, scale: float = 1.0) -> Means:
     """Accumulate the gradient of one optimizer step, times `scale`. Returns the step's policy/* metrics."""
     means = Means()
-    for i, batch in enumerate(minibatch.micro_batches):
+    for i, batch in enumerate(Progress("micro-batch", minibatch.micro_batches)):
         with forward_context(policy, last=i == len(minibatch.micro_batches) - 1):
             logprobs, entropy = policy(batch.to(world.device))  # [N], [N]
             loss = cross_entropy(logprobs, minibatch.num_tokens, world.size)
@@ -97,7 +98,7 @@ def backward(policy: torch.nn.Module, minibatch: Minibatch, world: World, *, sca
 def evaluate(policy: torch.nn.Module, data: Conversations, rows: list[int], args: Args, packer: Packer) -> dict:
     """eval/loss (nats a token) and eval/token_accuracy: how often the right token is the most likely one."""
     means = Means()
-    for start in range(0, len(rows), args.batch_size):  # pictures of so many rows are in memory at a time
+    for start in Progress("evaluation", range(0, len(rows), args.batch_size)):  # that many rows' pictures in memory
         episodes = episodes_of(data, rows[start : start + args.batch_size], packer.world)
         (minibatch,) = packer.minibatches(episodes, TokenIndex(episodes), 1, seed=args.run.seed, step=start)
         for batch in minibatch.micro_batches:

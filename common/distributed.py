@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 _stop = threading.Event()  # SIGTERM has come
 _sign_of_life = [time.monotonic()]
+_leaving = threading.Lock()
+at_end: list[Callable[[], object]] = []  # called where the run ends, however it does
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ def handle_sigterm() -> None:
         with suppress(RuntimeError):  # the store is gone with the rank that kept it
             while not _store().check(["failed"]):
                 time.sleep(1.0)
-        os._exit(1)
+        leave(1)
 
     threading.Thread(target=listen, daemon=True).start()
     handle_sigterm.sockets = reader, writer  # kept open
@@ -141,9 +144,19 @@ def run(main: Callable, *args: object) -> None:
         print(f"[rank {os.environ.get('RANK', '0')}] failed:\n{traceback.format_exc()}", file=sys.stderr)
         status = 1
         _announce_failure()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    leave(status)
+
+
+def leave(status: int) -> NoReturn:
+    """The end of this process, by the first thread that comes here."""
+    _leaving.acquire()
+    try:
+        for function in at_end:
+            function()
+    finally:  # whatever that raises, a second Ctrl-C too
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def wrap_model(model: nn.Module, world: World, strategy: str, compute_dtype: torch.dtype) -> nn.Module:

@@ -1,6 +1,7 @@
 """Sampling trajectories of one or several turns with an engine: token ids in, token ids out. Their statistics."""
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
@@ -9,6 +10,7 @@ from typing import Any
 from common.distributed import gather_objects
 from common.engine.books import Completion, Sampling
 from common.pictures import Media
+from common.progress import Progress
 
 Prompt = list[dict] | str
 
@@ -26,6 +28,13 @@ class Row:
     media: list[Media] = field(default_factory=list)  # in the order of their placeholders in prompt_ids
     tools: dict[str, dict] = field(default_factory=dict)  # on offer: name -> keyword arguments of the row's own
     problem: str = ""  # why a picture could not be read; prompt_ids are empty then
+
+    @property
+    def truth(self) -> str:
+        """The ground truth as a text."""
+        known = self.ground_truth
+        text = known if isinstance(known, str) else json.dumps(known, ensure_ascii=False, default=str)
+        return text.encode(errors="replace").decode()
 
 
 @dataclass(slots=True)
@@ -45,6 +54,8 @@ class Episode:
     turns: int = 0  # sampled so far
     calls: list[dict] = field(default_factory=list)  # of tools: turn, name, arguments, text, error, info; media added
     model_reward: float | None = None  # of --reward-model
+    row: int | None = None  # `Row.index` of its prompt
+    truth: str = ""  # its ground truth: a text, or JSON
 
     @property
     def truncated(self) -> bool:
@@ -86,7 +97,7 @@ def sample_episodes(
     the engine samples for the others.
     """
     episodes = [
-        Episode(index, j, row.prompt_ids, [], [], [], media=list(row.media))
+        Episode(index, j, row.prompt_ids, [], [], [], media=list(row.media), row=row.index, truth=row.truth)
         for index, row in prompts.items()
         for j in range(sampling.n)
     ]
@@ -95,6 +106,7 @@ def sample_episodes(
         if prompts[episode.prompt_index].problem:
             episode.finish_reason = "unreadable"
     readable = [key for key, episode in enumerate(episodes) if not episode.finish_reason]
+    progress = Progress("sampled responses", len(readable))
 
     def submit(key: int, n: int = 1) -> None:
         e = episodes[key]
@@ -110,6 +122,8 @@ def sample_episodes(
             for key, completions in engine.step():
                 for episode, completion in zip(episodes[key:], completions):
                     add_turn(episode, completion, sampling.max_tokens)
+                    progress.add()
+            progress.add(0)
         return episodes
 
     for key in readable:
@@ -127,12 +141,16 @@ def sample_episodes(
                 if call := turns.next_call(episodes[key], row.tools):
                     calls[key] = call
                     turns.ask(key, call, episodes[key], row)
+                else:
+                    progress.add()
             answered = []
         replies += turns.workers.poll(0.0 if engine.busy else 1.0)
         if not (turns.lockstep and turns.workers.pending):
             for key, reply in sorted(replies, key=itemgetter(0)):
                 if turns.add_observation(episodes[key], calls[key], reply, sampling.max_tokens):
                     submit(key)
+                else:
+                    progress.add()
             replies = []
     return episodes
 

@@ -55,6 +55,7 @@ def as_sample(episode: Episode, row: Row, rollouts: Rollouts) -> dict:
         "data_source": row.data_source,
         "prompt": rollouts.tokenizer.decode(episode.prompt_ids),
         "completion": rollouts.tokenizer.decode(episode.response_ids),
+        "truth": episode.truth,
         "score": episode.rewards["score"] if math.isfinite(episode.rewards["score"]) else 0.0,
         "correct": is_correct(episode.rewards),
         "pred": str(episode.rewards.get("pred", "")),

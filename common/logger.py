@@ -16,23 +16,26 @@ from statistics import median
 import torch
 
 from common.files import jsonable, replace_file, shorten
+from common.progress import duration
 
 TRACKER_SECONDS = 15  # a tracker that has not answered by then is dropped
-COLUMNS = {  # metric: (label, format with a fixed width); evaluation stands last, since most steps have none
-    "reward/mean": ("reward", "6.3f"),
-    "reward/accuracy": ("acc", "5.3f"),
-    "policy/loss": ("loss", "7.4f"),
-    "policy/entropy": ("ent", "5.3f"),
-    "policy/kl_to_ref": ("kl", "6.4f"),
-    "policy/rollout_logprob_gap": ("gap", "7.1e"),
-    "rollout/response_length": ("len", "5.0f"),
-    "optim/grad_norm": ("grad", "6.2f"),
-    "optim/lr": ("lr", "7.1e"),
-    "rollout/tokens_per_s": ("tok/s", "5.0f"),
-    "time/step_s": ("s", "5.1f"),
-    "eval/accuracy": ("eval acc", "5.3f"),
-    "eval/loss": ("eval loss", "6.4f"),
+COLUMNS = {  # metric: (label, width, format); together 150 columns, evaluation last, since most steps have none
+    "reward/mean": ("reward", 6, ".3f"),
+    "reward/accuracy": ("acc", 5, ".3f"),
+    "policy/loss": ("loss", 7, ".4f"),
+    "policy/entropy": ("ent", 5, ".3f"),
+    "policy/kl_to_ref": ("kl", 6, ".4f"),
+    "policy/rollout_logprob_gap": ("gap", 5, ".0e"),
+    "rollout/response_length": ("len", 5, ".0f"),
+    "rollout/truncated": ("cut", 4, ".2f"),
+    "reward/zero_variance_groups": ("equal", 4, ".2f"),
+    "optim/grad_norm": ("grad", 5, ".3f"),
+    "optim/lr": ("lr", 7, ".1e"),
+    "time/step_s": ("s", 4, ".1f"),
+    "eval/accuracy": ("eval", 5, ".3f"),
+    "eval/loss": ("eval loss", 6, ".4f"),
 }
+SUPERVISED = {"policy/loss", "optim/lr"}  # not on the lines of RL, whose loss says nothing: room for what does
 
 
 def start_tensorboard(run_dir: Path, config: dict, name: str) -> tuple[Callable[[int, dict], None], Callable]:
@@ -132,16 +135,16 @@ class Logger:
             self.step_times.append(metrics["time/step_s"])
         eta = "?"
         if self.step_times:
-            seconds = round(median(self.step_times) * max(0, self.total_steps - step))
-            eta = f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
-        text = f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}  eta {eta:>8}"
-        self.columns += [key for key in COLUMNS if key in metrics and key not in self.columns]
-        for key in sorted(self.columns, key=lambda key: key.startswith("eval/")):
-            label, spec = COLUMNS[key]
-            width = int(spec.split(".")[0])
-            value = f"{metrics[key]:{spec}}" if key in metrics else ""
-            cell = f"{label} {value if len(value) <= width else f'{metrics[key]:.0e}':>{width}}"
-            text += "  " + (cell if key in metrics else " " * len(cell))
+            eta = duration(median(self.step_times) * max(0, self.total_steps - step))
+        text = f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}  eta {eta:>5}"
+        cells = {key: cell(key, metrics[key]) for key in COLUMNS if key in metrics}
+        if untrained(metrics):
+            cells["optim/grad_norm"] = "untrained"
+        self.columns += [key for key in cells if key not in self.columns]
+        shown = [key for key in self.columns if key not in SUPERVISED or "reward/mean" not in self.columns]
+        for key in sorted(shown, key=lambda key: key.startswith("eval/")):
+            label, width, _ = COLUMNS[key]
+            text += f"  {cells.get(key, ''):{len(label) + 1 + width}}"
         return text.rstrip()
 
     def event(self, record: dict) -> None:
@@ -150,16 +153,36 @@ class Logger:
             self._append(record)
 
     def samples(self, step: int, samples: list[dict]) -> None:
-        """Print the first two of {prompt, completion, score}, shortened in the middle."""
+        """Print the first two of {prompt, completion, score, truth, truncated}, shortened in the middle."""
         for sample in samples[:2] if self.is_main else []:
             prompt, completion = shorten(sample["prompt"], 300), shorten(sample["completion"], 600)
-            print(f"--- step {step}, score {sample['score']:g}\n{prompt}\n>>> {completion}", flush=True)
+            head = f"--- step {step}, score {sample['score']:g}, truth {shorten(sample['truth'], 100)}"
+            cut = " [cut off]" * sample["truncated"]
+            print(f"{head}\n{prompt}\n>>> {completion}{cut}", flush=True)
 
     def close(self) -> None:
         """End the trackers."""
         for tracker, (_, close) in list(self.trackers.items()):
             self._try(tracker, close)
         self.trackers.clear()
+
+
+def cell(key: str, value: float) -> str:
+    label, width, spec = COLUMNS[key]
+    return f"{label} {fitted(value, width, spec)}"
+
+
+def fitted(value: float, width: int, spec: str) -> str:
+    """A number in so many columns; one that is too large with fewer decimals than `spec` has, or in thousands."""
+    texts = [f"{value:{spec}}", *(f"{value:.{decimals}f}" for decimals in (3, 2, 1, 0))]
+    texts += [f"{value / 1000**power:.0f}{unit}" for power, unit in enumerate("kMGT", 1)]
+    return next((text for text in texts if len(text) <= width), f"{value:.0e}").rjust(width)
+
+
+def untrained(metrics: dict[str, float]) -> bool:
+    """Is it a step of training that had no gradient? All groups were equal, or no token was left to train on."""
+    norms = [metrics.get(f"{model}/grad_norm") for model in ("optim", "value")]
+    return "optim/loss_scale" in metrics and not any(norms)
 
 
 def git_commit() -> str | None:

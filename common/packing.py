@@ -19,6 +19,7 @@ from common.distributed import World, all_reduce, forward_context
 from common.episodes import Episode, prompts_of_all_ranks
 from common.memory import halve_budget, remembered_budget
 from common.pictures import Media
+from common.progress import Progress
 from common.vision import Vision
 
 T = TypeVar("T")
@@ -136,11 +137,10 @@ class Packer:
     @torch.no_grad()
     def fill(self, result: Tensor, model: nn.Module, minibatches: Sequence[Minibatch], *inputs: object) -> None:
         """Write into `result` [T] what `model(micro_batch, *inputs)` gives first for each of the trained tokens."""
-        for minibatch in minibatches:
-            for batch in minibatch.micro_batches:
-                with forward_context(model):
-                    output = model(batch.to(self.world.device), *inputs)
-                result[batch.tokens.to(result.device)] = output[0] if isinstance(output, tuple) else output
+        for batch in Progress("log-probs", (batch for minibatch in minibatches for batch in minibatch.micro_batches)):
+            with forward_context(model):
+                output = model(batch.to(self.world.device), *inputs)
+            result[batch.tokens.to(result.device)] = output[0] if isinstance(output, tuple) else output
 
 
 def pack(

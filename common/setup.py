@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from common.attention import choose_attention
 from common.checkpoint import Checkpoints
 from common.distributed import (
+    at_end,
     broadcast_object,
     handle_sigterm,
     init_world,
@@ -77,6 +79,8 @@ def open_logger(job: Job, args: Any, total_steps: int, checkpoints: Checkpoints,
         world.print(f"resumed: {checkpoints.resumed}, step {checkpoints.start}")
     if not record:
         return logger
+    if world.is_main:
+        at_end.append(partial(plot_curves, job.output_dir))
     handle_sigterm()
     budget = remembered_budget(job.output_dir, job.machine.micro_batch_tokens)
     if budget < job.machine.micro_batch_tokens:
@@ -86,11 +90,9 @@ def open_logger(job: Job, args: Any, total_steps: int, checkpoints: Checkpoints,
 
 
 def finish(job: Job, policy: nn.Module, logger: Logger) -> None:
-    """Export the model, draw the curves, end the trackers."""
+    """Export the model, end the trackers; the curves are drawn where the process ends."""
     folder = job.output_dir / "model"
     export_hugging_face(policy, job.tokenizer, folder, job.world, job.compute_dtype)
-    if job.world.is_main:
-        plot_curves(job.output_dir)
     logger.close()
     job.world.print(f"done: {folder} loads in transformers and vLLM; curves.png is beside it")
 

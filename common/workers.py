@@ -27,6 +27,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from common.progress import Progress
+
 ROOT = Path(__file__).resolve().parents[1]
 BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from common.workers import serve; serve(*sys.argv[2:])"
 START_S = 120  # for a worker to start: the function's file may import slow libraries from a slow disk
@@ -140,9 +142,10 @@ class Pool:
         self.cancel()
         for number, job in enumerate(jobs):
             self.submit(number, job)
-        replies = {}
+        replies, progress = {}, Progress(f"{self.kind}s", len(jobs))
         while self.pending:
-            replies.update(self.poll(inf))
+            replies.update(new := self.poll(inf))
+            progress.add(len(new))
         return [replies[number] for number in range(len(jobs))]
 
     def cancel(self) -> None:

@@ -82,7 +82,7 @@ def load_rollouts(
             f"--replay {path}: is of step {rows[0]['step']} on {rows[0]['ranks']} ranks, this is step {step} on "
             f"{world.size}: --resume the checkpoint of the step before it, with as many ranks"
         )
-    rows = [{"model_reward": None} | row for row in rows]  # which older dumps lack
+    rows = [{"model_reward": None, "row": None, "truth": ""} | row for row in rows]  # which older dumps lack
     if any(row["model_reward"] is not None for row in rows) != bool(reward_model):
         raise SystemExit(f"--replay {path}: give the --reward-model of that run, and none if it had none")
     own = path.with_suffix(f".media_{world.rank}.parquet")

@@ -10,6 +10,7 @@ from torch import Tensor
 from common.distributed import World
 from common.engine.books import Completion, Sampling, WeightBooks, Weights, without_placeholder
 from common.pictures import Media
+from common.progress import Progress
 from common.torch_repair import transformers
 from common.vision import Vision, auto_class
 
@@ -87,7 +88,7 @@ class HuggingFaceEngine:
         """Complete all requests; those that follow from them come too late for these batches."""
         requests, self.requests = self.requests, []
         completions: dict[int, list[Completion]] = {}
-        for start in range(0, len(requests), self.max_sequences):
+        for start in Progress("sampling", range(0, len(requests), self.max_sequences)):
             batch = requests[start : start + self.max_sequences]
             for request, completion in zip(batch, self._generate_batch(batch)):
                 completions.setdefault(request.key, []).append(without_placeholder(completion, self.vision))
@@ -121,7 +122,7 @@ class HuggingFaceEngine:
         cache = transformers.DynamicCache(config=self.model.config)
         limits = [min(r.sampling.max_tokens, self.max_model_len - len(r.prompt_ids)) for r in requests]
         sampling = requests[0].sampling  # of a batch only max_tokens differ
-        for length in range(1, max(limits) + 1):
+        for length in Progress("token", range(1, max(limits) + 1)):
             output = self.model(
                 ids,
                 attention_mask=mask,

@@ -5,6 +5,7 @@ One step, each a named call:  wake("weights") -> sync_weights -> wake("kv_cache"
 The vLLM attribute chain stands in this file alone. Tested with vLLM 0.32.0 and 0.26.0 (which drops videos' times).
 """
 
+import logging
 import os
 import warnings
 from collections.abc import Iterator, Sequence
@@ -56,11 +57,15 @@ class VllmEngine:
             settings |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
             # Eager on CPUs: the only compiled function left counts ranks of log-probs, and costs 15 s of C++ compiler.
             torch._dynamo.config.disable = True
+            if not os.path.exists("/sys/devices/system/node/node1"):  # one memory: nothing to bind, or to warn of
+                torch.ops._C.init_cpu_memory_env = lambda nodes: None
         elif dtype == torch.float32:
             settings |= {"TRITON_F32_DEFAULT": "ieee"}  # not tf32, which would open the gap
         for name, value in settings.items():
             os.environ.setdefault(name, value)
         warnings.filterwarnings("ignore", category=FutureWarning)  # vLLM looks at names that torch has deprecated
+        # vLLM configures its logger too late for what it has to say while it is imported
+        logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
         from vllm import LLM
         from vllm.model_executor.models import ModelRegistry
 

@@ -13,6 +13,7 @@ PANELS = {  # title: the metrics drawn in it, with their labels
     "accuracy": {"reward/accuracy": "train, sampled", "eval/accuracy": "eval"},
     "share that looks (RaPR)": {"tool/rapr": "train, sampled", "eval/rapr": "eval"},
     "response length (tokens)": {"rollout/response_length": "mean"},
+    "share that is cut off": {"rollout/truncated": "train, sampled", "eval/truncated": "eval"},
     "KL to reference, engine gap": {"policy/kl_to_ref": "KL", "policy/rollout_logprob_gap": "log-prob gap"},
     "entropy (nats)": {"policy/entropy": "mean"},
     "loss": {"policy/loss": "train", "eval/loss": "eval"},
@@ -39,6 +40,7 @@ def plot_curves(run_dir: Path) -> None:
     """Draw run_dir/curves.png from metrics.jsonl: small multiples, only of what was measured."""
     try:
         from matplotlib.figure import Figure  # takes a second; without pyplot it draws by Agg, not to a screen
+        from matplotlib.ticker import MaxNLocator
     except ImportError as error:
         print(f"warning: curves.png not drawn ({error})", flush=True)
         return
@@ -59,6 +61,8 @@ def plot_curves(run_dir: Path) -> None:
             axes.plot(x, y, color=color, alpha=0.25, marker="o" if len(y) < 30 else None, markersize=3)
             axes.plot(x[window // 2 :][: len(mean)], mean, color=color, label=PANELS[title][key])
         axes.set_title(title, loc="left", fontsize=10)
+        axes.set_xlabel("step", fontsize=8)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.2)
         if len(PANELS[title]) > 1:
             axes.legend(frameon=False, fontsize=8)
