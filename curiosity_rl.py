@@ -388,13 +388,8 @@ def main(args: Args, demo: bool = False) -> None:
     policy = job.load_policy()
     optimizer = job.adamw(policy, args.weight_decay, args.max_grad_norm)
     packer = Packer(job.attention, args.machine.micro_batch_tokens, job.output_dir, world, job.vision)
-    checkpoints = Checkpoints(
-        job.output_dir,
-        args.run,
-        world,
-        optimizers={"policy": optimizer},
-        state={"loader": rollouts.loader},
-    )
+    state = {"loader": rollouts.loader}
+    checkpoints = Checkpoints(job.output_dir, args.run, world, optimizers={"policy": optimizer}, state=state)
     start = checkpoints.resume()
     samples = args.rollout.prompts_per_step * args.rollout.samples_per_prompt // world.size  # a step's worth
     capacity = samples if args.filter_equal and args.replay_share else 0

@@ -428,13 +428,8 @@ def main(args: Args, demo: bool = False) -> None:
     optimizer = job.adamw(policy, args.weight_decay, args.max_grad_norm)
     kl_controller = KLController(args.kl_coef, args.kl_target, args.kl_horizon)
     packer = Packer(job.attention, args.machine.micro_batch_tokens, job.output_dir, world, job.vision)
-    checkpoints = Checkpoints(
-        job.output_dir,
-        args.run,
-        world,
-        optimizers={"policy": optimizer},
-        state={"loader": rollouts.loader, "kl_coef": kl_controller},
-    )
+    state = {"loader": rollouts.loader, "kl_coef": kl_controller}
+    checkpoints = Checkpoints(job.output_dir, args.run, world, optimizers={"policy": optimizer}, state=state)
     start = checkpoints.resume()
     logger = open_logger(job, args, rollouts.total_steps, checkpoints, record=not args.rollout.eval_only)
 

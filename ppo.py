@@ -471,18 +471,12 @@ def main(args: Args, demo: bool = False) -> None:
     optimizers = {"policy": optimizer}
     if not args.rollout.eval_only:
         critic = job.load_critic(folders[1])
-        optimizers["critic"] = critic_optimizer = job.adamw(
-            critic, args.weight_decay, args.max_grad_norm, prefix="value"
-        )
+        critic_optimizer = job.adamw(critic, args.weight_decay, args.max_grad_norm, prefix="value")
+        optimizers["critic"] = critic_optimizer
     kl_controller = KLController(args.kl_coef, args.kl_target, args.kl_horizon)
     packer = Packer(job.attention, args.machine.micro_batch_tokens, job.output_dir, world, job.vision)
-    checkpoints = Checkpoints(
-        job.output_dir,
-        args.run,
-        world,
-        optimizers=optimizers,
-        state={"loader": rollouts.loader, "kl_coef": kl_controller},
-    )
+    state = {"loader": rollouts.loader, "kl_coef": kl_controller}
+    checkpoints = Checkpoints(job.output_dir, args.run, world, optimizers=optimizers, state=state)
     start = checkpoints.resume()
     logger = open_logger(job, args, rollouts.total_steps, checkpoints, record=not args.rollout.eval_only)
 
