@@ -154,15 +154,19 @@ def shape_rewards(episodes: list[Episode], args: Args) -> None:
             e.rewards["score"] = correctness + bonus + cost
 
 
+@dataclass
 class ReplayMemory:
     """Episodes of earlier steps whose groups were unequal, with their advantages: this rank's share.
 
     Selective sample replay (VL-Rethinker, arXiv 2504.08837): drawn with probability proportional to |advantage|.
     """
 
-    def __init__(self, folder: Path, capacity: int, max_age: int, seed: int, world: World):
-        self.folder, self.capacity, self.max_age, self.seed, self.world = folder, capacity, max_age, seed, world
-        self.episodes: list[Episode] = []
+    folder: Path
+    capacity: int  # episodes
+    max_age: int  # steps
+    seed: int
+    world: World
+    episodes: list[Episode] = field(default_factory=list)
 
     def add(self, episodes: list[Episode], advantages: list[float], step: int) -> None:
         for episode, advantage in zip(episodes, advantages):
@@ -361,8 +365,9 @@ def collect(rollouts: Rollouts, num_prompts: int, step: int, watch: Stopwatch, f
 def check_args(args: Args) -> None:
     """Refuse what cannot work, or has no effect, before anything is loaded."""
     check_shared(args.data, args.run, args.rollout)
-    P, M, G = args.rollout.prompts_per_step, args.minibatches, args.rollout.samples_per_prompt
-    refuse(G < 2 and not args.rollout.eval_only, "--samples-per-prompt 1: nothing to compare with")
+    P, M = args.rollout.prompts_per_step, args.minibatches
+    single = args.rollout.samples_per_prompt < 2 and not args.rollout.eval_only
+    refuse(single, "--samples-per-prompt 1: nothing to compare with")
     refuse(P < M, f"--minibatches {M} of --prompts-per-step {P}: a minibatch needs a prompt (groups stay together)")
     moved = "several --minibatches or --epochs-per-step: on-policy the ratio is 1"
     bonus = (args.curiosity != "none" and bool(args.rollout.tools), "--tools, and --curiosity paper or repo")

@@ -387,8 +387,9 @@ def collect_groups(rollouts: Rollouts, args: Args, step: int, watch: Stopwatch) 
 def check_args(args: Args) -> None:
     """Refuse what cannot work, or has no effect, before anything is loaded."""
     check_shared(args.data, args.run, args.rollout)
-    P, M, G = args.rollout.prompts_per_step, args.minibatches, args.rollout.samples_per_prompt
-    refuse(G < 2 and not args.rollout.eval_only, "--samples-per-prompt 1: nothing to compare with")
+    P, M = args.rollout.prompts_per_step, args.minibatches
+    single = args.rollout.samples_per_prompt < 2 and not args.rollout.eval_only
+    refuse(single, "--samples-per-prompt 1: nothing to compare with")
     refuse(P < M, f"--minibatches {M} of --prompts-per-step {P}: a minibatch needs a prompt (groups stay together)")
     refuse(0 < args.dual_clip <= 1, f"--dual-clip {args.dual_clip}: a bound on the ratio must be above 1 (0 = off)")
     longest = args.rollout.max_response_tokens

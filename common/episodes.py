@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any
@@ -115,19 +115,32 @@ def sample_episodes(
         limited = replace(sampling, n=n, max_tokens=room)
         engine.submit(key, e.prompt_ids + e.response_ids, limited, turn_seed, weights_step, e.media)
 
-    if turns is None:  # one request for a group
-        for key in readable[:: sampling.n]:
-            submit(key, sampling.n)
-        while engine.busy:
-            for key, completions in engine.step():
-                for episode, completion in zip(episodes[key:], completions):
-                    add_turn(episode, completion, sampling.max_tokens)
-                    progress.add()
-            progress.add(0)
+    if turns is not None:
+        for key in readable:
+            submit(key)
+        go_on(engine, episodes, prompts, sampling.max_tokens, turns, submit, progress)
         return episodes
+    for key in readable[:: sampling.n]:  # one request for a group
+        submit(key, sampling.n)
+    while engine.busy:
+        for key, completions in engine.step():
+            for episode, completion in zip(episodes[key:], completions):
+                add_turn(episode, completion, sampling.max_tokens)
+                progress.add()
+        progress.add(0)
+    return episodes
 
-    for key in readable:
-        submit(key)
+
+def go_on(
+    engine,
+    episodes: list[Episode],
+    prompts: Mapping[int, Row],
+    max_tokens: int,
+    turns,
+    submit: Callable[[int], None],
+    progress: Progress,
+) -> None:
+    """Turn after turn, until all episodes have ended; the first ones are submitted. A key is an episode's number."""
     calls: dict[int, Any] = {}
     answered: list[tuple[int, Completion]] = []
     replies: list[tuple[int, Any]] = []
@@ -137,7 +150,7 @@ def sample_episodes(
         if not (turns.lockstep and engine.busy):
             for key, completion in sorted(answered, key=itemgetter(0)):
                 row = prompts[episodes[key].prompt_index]
-                add_turn(episodes[key], completion, sampling.max_tokens)
+                add_turn(episodes[key], completion, max_tokens)
                 if call := turns.next_call(episodes[key], row.tools):
                     calls[key] = call
                     turns.ask(key, call, episodes[key], row)
@@ -147,12 +160,11 @@ def sample_episodes(
         replies += turns.workers.poll(0.0 if engine.busy else 1.0)
         if not (turns.lockstep and turns.workers.pending):
             for key, reply in sorted(replies, key=itemgetter(0)):
-                if turns.add_observation(episodes[key], calls[key], reply, sampling.max_tokens):
+                if turns.add_observation(episodes[key], calls[key], reply, max_tokens):
                     submit(key)
                 else:
                     progress.add()
             replies = []
-    return episodes
 
 
 def add_turn(episode: Episode, completion: Completion, max_tokens: int) -> None:
