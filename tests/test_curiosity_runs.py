@@ -76,7 +76,7 @@ def test_evaluation_with_and_without_tools_side_by_side(whole, tmp_path):
     options = ["--model", "tiny-vl", "--tools", "crop_image_normalized", "--max-prompt-tokens", 96, "--max-turns", 4]
     options += ["--max-response-tokens", 192, "--max-pixels", 12_544, "--max-frame-pixels", 12_544, "--dtype", "fp32"]
     options += LITTLE_CACHE
-    evaluation = ["--eval-only", "--compare-tools", "--eval-rows", 64, "--eval-temperature", 1.0]
+    evaluation = ["--eval-only", "--compare-tools", "--eval-rows", 32, "--eval-temperature", 1.0]
     evaluation += data_of(whole)[1:]
     done = run_script("curiosity_rl.py", *options, *evaluation, "--output-dir", tmp_path, ranks=2)
     header, line = done.stdout.strip().splitlines()[-2:]
@@ -84,8 +84,8 @@ def test_evaluation_with_and_without_tools_side_by_side(whole, tmp_path):
     samples, blind = (
         pq.read_table(tmp_path / f"eval_samples{suffix}.parquet").to_pylist() for suffix in ("", "_without_tools")
     )
-    assert [s["row"] for s in samples] == [s["row"] for s in blind] == list(range(64))
+    assert [s["row"] for s in samples] == [s["row"] for s in blind] == list(range(32))
     assert any(s["calls"] for s in samples) and "<tool_call>" not in "".join(s["prompt"] for s in blind)
-    accuracies = [sum(s["correct"] for s in part) / 64 for part in (samples, blind)]
-    assert line.split()[:3] == ["tiny-vl", "64", f"{accuracies[0]:.3f}"] and f" {accuracies[1]:.3f} (" in line
+    accuracies = [sum(s["correct"] for s in part) / 32 for part in (samples, blind)]
+    assert line.split()[:3] == ["tiny-vl", "32", f"{accuracies[0]:.3f}"] and f" {accuracies[1]:.3f} (" in line
     assert accuracies[0] > accuracies[1] + 0.2

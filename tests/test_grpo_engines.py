@@ -69,7 +69,7 @@ def test_ranks_and_strategies_take_the_same_first_step(tmp_path):
 
 def test_fp16_with_an_overflow_on_one_rank_skips_the_step_on_both(tmp_path):
     options = [*SMALL, "--dtype", "fp16", "--engine", "hf", "--total-steps", 2, "--max-response-tokens", 24]
-    options += ["--eval-every", 0, "--no-eval-before"]
+    options += ["--eval-every", 0, "--no-eval-before", "--prompts-per-step", 3]
     run_script("grpo.py", *options, "--eval-rows", 8, "--output-dir", tmp_path / "plain", ranks=2)
     record = steps_of(tmp_path / "plain")[2]
     assert record["optim/skipped_steps"] == 0 and record["optim/loss_scale"] == 2.0**14

@@ -30,12 +30,10 @@ def mixed(tmp_path_factory):
 
 
 def test_the_demo_learns_and_its_export_is_the_same_model_in_vllm(tmp_path):
-    run_script(
-        "sft.py", "--total-steps", 10, "--warmup-steps", 2, "--output-dir", tmp_path, "--eval-rows", 64, ranks=2
-    )
+    run_script("sft.py", "--total-steps", 6, "--warmup-steps", 2, "--output-dir", tmp_path, "--eval-rows", 32, ranks=2)
     steps = steps_of(tmp_path)
-    assert steps[10]["eval/loss"] <= 0.8 * steps[0]["eval/loss"]
-    assert steps[10]["eval/token_accuracy"] > steps[0]["eval/token_accuracy"]
+    assert steps[6]["eval/loss"] <= 0.8 * steps[0]["eval/loss"]
+    assert steps[6]["eval/token_accuracy"] > steps[0]["eval/token_accuracy"]
     done = run_script(ROOT / "tests" / "workers" / "engine_gap.py", "--model", tmp_path / "model", "--dtype", "fp32")
     result = json.loads(done.stdout.strip().splitlines()[-1])
     assert result["synced"] < 1e-4, "transformers and vLLM disagree about the exported folder"
@@ -45,9 +43,8 @@ def test_the_demo_learns_and_its_export_is_the_same_model_in_vllm(tmp_path):
 def test_kill_and_resume_with_pictures_equals_an_uninterrupted_run(mixed, tmp_path, ranks, dtype):
     options = [*mixed, "--batch-size", 4, "--total-steps", 6, "--save-every", 2, "--eval-every", 3, "--dtype", dtype]
     run_script("sft.py", *options, "--output-dir", tmp_path / "whole", ranks=ranks)
-    for_real = {"ranks": ranks, "fresh": ranks == 2}
-    kill_once("sft.py", *options, "--output-dir", tmp_path / "killed", after_step=3, **for_real)
-    run_script("sft.py", *options, "--output-dir", tmp_path / "killed", **for_real)
+    kill_once("sft.py", *options, "--output-dir", tmp_path / "killed", ranks=ranks, after_step=3)
+    run_script("sft.py", *options, "--output-dir", tmp_path / "killed", ranks=ranks, fresh=ranks == 2)
     assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "whole")
     weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("whole", "killed")]
     assert weights[0] == weights[1]
