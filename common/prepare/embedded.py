@@ -3,7 +3,7 @@
 from pathlib import Path
 
 
-def embedded_data(name: str, folder: Path, write: bool, supervised: bool = False) -> tuple[Path, Path]:
+def embedded_data(name: str, folder: Path, write: bool, supervised: bool = False) -> tuple[str, str]:
     """(training file, evaluation file) of a model's task; one rank is to `write` them, the others wait for it."""
     if write:
         if name == "tiny":
@@ -12,4 +12,4 @@ def embedded_data(name: str, folder: Path, write: bool, supervised: bool = False
             from common.prepare import tiny_vl as generator
         (generator.write_supervised_data if supervised else generator.write_demo_data)(folder)
     suffix = "jsonl" if supervised else "parquet"
-    return folder / f"train.{suffix}", folder / f"eval.{suffix}"
+    return str(folder / f"train.{suffix}"), str(folder / f"eval.{suffix}")
