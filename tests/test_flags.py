@@ -258,7 +258,7 @@ PAGE = """# Coming from verl or TRL
 | `--beta` | `--kl-in loss --kl-coef X --kl-estimator k3` | off |
 | `--optim` | none | AdamW |
 | `--seed` | `--never` | ours are not looked up |
-| I want | four | cells | `--gamma2` |
+| `four` | of them | are another | table |
 """
 
 
