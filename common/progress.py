@@ -39,6 +39,8 @@ class Progress:
         share = 0.0
         for loop in reversed(loops):
             share = (loop.done + share) / max(len(loop.items), 1)
+        if share >= 1:
+            return
         counts = [f"{p.what} {p.done}/{len(p.items)}" if len(p.items) > 1 else p.what for p in loops]
         left = duration((now - loops[0].start) * (1 - share) / share) + " left" if share else "nothing is done yet"
         print(f"... {', '.join(counts)}, {left}", flush=True)

@@ -66,6 +66,7 @@ def test_sigterm_saves_exits_with_its_own_code_and_resumes_exactly(tmp_path):
         if line.startswith("step 2/6"):
             process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 128 + signal.SIGTERM
+    assert (tmp_path / "stopped/curves.png").is_file()
     (stopped,) = [record for record in metrics_of(tmp_path / "stopped") if record.get("event") == "stopped"]
     assert stopped["step"] < 6
     assert (tmp_path / "stopped/checkpoints/latest").read_text() == f"step_{stopped['step']:06d}"

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 import common.logger as logger_module
-from common.logger import Logger, save_config
+from common import distributed
+from common.logger import COLUMNS, Logger, fitted, save_config
 from common.look.curves import plot_curves, read_metrics
 
 
@@ -101,7 +102,7 @@ def test_other_ranks_do_nothing(tmp_path, capsys):
     log = make(tmp_path / "run", is_main=False, trackers="wandb")
     log.log(1, {"reward/mean": 1.0})
     log.event({"event": "x"})
-    log.samples(1, [{"prompt": "p", "completion": "c", "score": 1.0}])
+    log.samples(1, [{"prompt": "p", "completion": "c", "score": 1.0, "truth": "t", "truncated": False}])
     log.close()
     assert capsys.readouterr().out == "" and not (tmp_path / "run").exists()
 
@@ -183,13 +184,13 @@ def test_unknown_tracker(tmp_path, is_main):
 def test_console_lines_are_aligned(tmp_path, capsys):
     log = make(tmp_path, total_steps=1000)
     steps = [
-        {"reward/mean": 0.5, "policy/loss": 0.01, "optim/grad_norm": 0.7, "time/step_s": 3.0},
-        {"reward/mean": -0.25, "policy/loss": math.nan, "optim/grad_norm": 1.2e9, "time/step_s": 333.0},
+        {"reward/mean": 0.5, "policy/entropy": 0.01, "optim/grad_norm": 0.7, "time/step_s": 3.0},
+        {"reward/mean": -0.25, "policy/entropy": math.nan, "optim/grad_norm": 1.2e9, "time/step_s": 333.0},
         {"reward/mean": 0.5, "optim/grad_norm": 0.7, "time/step_s": 3.0, "eval/accuracy": 0.125},
-        {"reward/mean": 0.5, "policy/loss": -12345.678, "optim/grad_norm": 0.7, "time/step_s": 3.0, "optim/lr": 1e-6},
+        {"reward/mean": 0.5, "policy/entropy": -12345.678, "optim/grad_norm": 0.7, "time/step_s": 3.0},
         {
             "reward/mean": 0.5,
-            "policy/loss": 1e-9,
+            "policy/entropy": 1e-9,
             "optim/grad_norm": math.inf,
             "time/step_s": 3.0,
             "eval/accuracy": 1.0,
@@ -198,29 +199,115 @@ def test_console_lines_are_aligned(tmp_path, capsys):
     for step, metrics in zip((1, 22, 333, 999, 1000), steps):
         log.log(step, metrics)
     lines = capsys.readouterr().out.splitlines()
-    for label in ("/1000", "reward ", "loss ", "grad ", " s "):
+    for label in ("/1000", "reward ", "ent ", "grad ", " s "):
         assert len({line.index(label) for line in lines if label in line}) == 1, label
-    assert ["eval acc" in line for line in lines] == [False, False, True, False, True]
-    assert all(line.rindex("eval acc") > line.rindex("grad") for line in lines if "eval acc" in line)
-    assert "loss" not in lines[2], "an absent metric leaves its place blank"
+    assert ["eval" in line for line in lines] == [False, False, True, False, True]
+    assert all(line.rindex("eval") > line.rindex("grad") for line in lines if "eval" in line)
+    assert "ent " not in lines[2], "an absent metric leaves its place blank"
     assert max(map(len, lines)) < 119
+
+
+ONE_STEP = {
+    "reward/mean": -0.25,
+    "reward/accuracy": 0.5,
+    "policy/loss": 0.01,
+    "policy/entropy": 0.123,
+    "policy/kl_to_ref": 0.0123,
+    "policy/rollout_logprob_gap": 1.23e-4,
+    "rollout/response_length": 12345.6,
+    "rollout/truncated": 0.031,
+    "reward/zero_variance_groups": 0.25,
+    "optim/grad_norm": 0.7,
+    "optim/lr": 1e-6,
+    "optim/loss_scale": 1.0,
+    "time/step_s": 333.3,
+}
+
+
+def test_the_line_of_a_long_run_has_150_columns(tmp_path):
+    assert set(COLUMNS) - set(ONE_STEP) == {"eval/accuracy", "eval/loss"}
+    log = make(tmp_path, total_steps=9999)
+    plain = log.line(1000, ONE_STEP)
+    assert "cut 0.03  equal 0.25  grad 0.700" in plain and "loss" not in plain and "lr" not in plain
+    for metrics in (
+        ONE_STEP,
+        dict.fromkeys(ONE_STEP, 1234567.8),
+        dict.fromkeys(ONE_STEP, math.nan),
+        dict.fromkeys(ONE_STEP, -math.inf),
+    ):
+        assert len(log.line(9998, metrics | {"eval/accuracy": 0.5, "time/step_s": 100_000.0})) <= 150
+
+
+def test_supervised_training_shows_its_loss_and_rate(tmp_path):
+    log = make(tmp_path)
+    line = log.line(1, {"policy/loss": 12.3456, "optim/lr": 1e-4, "optim/grad_norm": 0.1, "optim/loss_scale": 1.0})
+    assert "loss 12.3456  grad 0.100  lr 1.0e-04" in line
+    assert log.line(1, {"eval/loss": 9.99996}).endswith("eval loss 10.000")
+    assert log.line(1, {"eval/loss": 123.4567}).endswith("eval loss 123.46")
+
+
+@pytest.mark.parametrize(
+    "value, width, spec, text",
+    [
+        (0.5, 6, ".4f", "0.5000"),
+        (9.99994, 6, ".4f", "9.9999"),
+        (9.99996, 6, ".4f", "10.000"),
+        (-123.456, 6, ".4f", "-123.5"),
+        (12345.678, 5, ".3f", "12346"),
+        (-12345.678, 5, ".3f", " -12k"),
+        (123456.0, 4, ".1f", "123k"),
+        (1.2e9, 5, ".3f", "1200M"),
+        (1e30, 5, ".3f", "1e+30"),
+        (math.nan, 5, ".3f", "  nan"),
+        (-math.inf, 5, ".3f", " -inf"),
+        (9.2e-5, 5, ".0e", "9e-05"),
+    ],
+)
+def test_a_large_number_has_fewer_decimals(value, width, spec, text):
+    assert fitted(value, width, spec) == text
+
+
+def test_a_step_that_trained_nothing_says_so(tmp_path):
+    log = make(tmp_path)
+    no_token = {key: value for key, value in ONE_STEP.items() if key != "optim/grad_norm"}
+    lines = [log.line(1, metrics) for metrics in (no_token, ONE_STEP, ONE_STEP | {"optim/grad_norm": 0.0})]
+    assert ["untrained" in line for line in lines] == [True, False, True]
+    assert len({line.index(" s ") for line in lines}) == 1, "in the place of the gradient's norm"
+    assert "untrained" not in log.line(1, no_token | {"value/grad_norm": 0.5}), "the critic alone is trained"
+    assert "untrained" not in log.line(1, ONE_STEP | {"optim/grad_norm": math.nan}), "a skipped step"
+    assert "untrained" not in log.line(0, {"eval/accuracy": 0.5})
 
 
 def test_eta_is_the_median_step_times_the_rest(tmp_path, capsys):
     log = make(tmp_path, total_steps=1210)
     for step, seconds in ((8, 500.0), (9, 3.0), (10, 3.0)):  # the first step compiles
         log.log(step, {"time/step_s": seconds})
-    assert " eta  1:00:00 " in capsys.readouterr().out.splitlines()[-1]
+    assert " eta   60m " in capsys.readouterr().out.splitlines()[-1]
     log.log(1210, {"time/step_s": 3.0})
-    assert " eta  0:00:00 " in capsys.readouterr().out
+    assert " eta    0s " in capsys.readouterr().out
 
 
 def test_two_shortened_samples(tmp_path, capsys):
     texts = [("PROMPT", "start" + "x" * 5000 + "\x1b[2Jend", 1.0), ("b", "c", 0.1), ("third", "", 0.0)]
-    make(tmp_path).samples(7, [{"prompt": p, "completion": c, "score": s} for p, c, s in texts])
+    samples = [{"prompt": p, "completion": c, "score": s, "truth": "t" * 999, "truncated": not s} for p, c, s in texts]
+    make(tmp_path).samples(7, samples)
     output = capsys.readouterr().out
-    assert "step 7, score 1" in output and "start" in output and "end" in output and "score 0.1" in output
-    assert len(output) < 1000 and "third" not in output and "\x1b" not in output
+    assert (
+        "step 7, score 1, truth tttt" in output
+        and "[cut off]" not in output
+        and "start" in output
+        and "end" in output
+        and "score 0.1" in output
+    )
+    assert len(output) < 1300 and "third" not in output and "\x1b" not in output
+
+
+def test_a_sample_tells_the_truth_and_that_it_was_cut_off(tmp_path, capsys):
+    sample = {"prompt": "p", "completion": "said", "score": 0.5, "truth": '{"target": 24}'}
+    make(tmp_path).samples(7, [sample | {"truncated": True}, sample | {"truncated": False}])
+    first, second = capsys.readouterr().out.split("---")[1:]
+    assert first == ' step 7, score 0.5, truth {"target": 24}\np\n>>> said [cut off]\n'
+    assert second == ' step 7, score 0.5, truth {"target": 24}\np\n>>> said\n'
 
 
 def test_config(tmp_path):
@@ -266,3 +353,44 @@ def test_curves(tmp_path, capsys):
     plot_curves(tmp_path)
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["curves.png", "metrics.jsonl"]
+
+
+def test_curves_are_over_whole_steps(tmp_path, monkeypatch, capsys):
+    log = make(tmp_path)
+    for step in (1, 2, 3):
+        log.log(step, {"reward/mean": 0.5, "rollout/truncated": 0.1 * step})
+    figures = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **_: figures.append(figure))
+    monkeypatch.setattr("common.look.curves.replace_file", lambda path, write: write(path))
+    plot_curves(tmp_path)
+    panels = {axes.get_title("left"): axes for axes in figures[0].axes}
+    assert list(panels) == ["reward", "share that is cut off"]
+    for axes in panels.values():
+        assert axes.get_xlabel() == "step"
+        assert all(tick == round(tick) for tick in axes.get_xticks())
+    assert panels["share that is cut off"].get_ylim()[0] == 0
+
+
+class Left(Exception):
+    """Instead of os._exit."""
+
+
+@pytest.mark.parametrize(
+    "end, status", [(None, 0), (SystemExit(143), 143), (KeyboardInterrupt(), 1), (ValueError("x"), 1)]
+)
+def test_what_is_to_be_done_at_the_end_is_done_however_a_run_ends(end, status, monkeypatch, capsys):
+    def main():
+        if end:
+            raise end
+
+    def leave(status):
+        raise Left(status)
+
+    done = []
+    monkeypatch.setattr(distributed, "at_end", [lambda: done.append("curves"), lambda: 1 / 0])
+    monkeypatch.setattr(distributed, "_leaving", threading.Lock())
+    monkeypatch.setattr(distributed.os, "_exit", leave)
+    monkeypatch.setattr(distributed.dist, "is_initialized", lambda: False)
+    with pytest.raises(Left) as left:
+        distributed.run(main)
+    assert left.value.args == (status,) and done == ["curves"], "and an error in it changes no exit status"

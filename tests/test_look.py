@@ -1,14 +1,18 @@
 """`python -m common.look`: what a run has left, drawn from its files; and what is written beside a dump in a run."""
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 
+import pyarrow.parquet as pq
 import pytest
 from conftest import ROOT, random_episodes
 from vl import build_tokenizer, picture
 
-from common.data.dumps import dump_rollouts
+from common.data.dumps import dump_rollouts, load_rollouts
+from common.episodes import FINISH_REASONS
 from common.hub import FOLDERS, load_tokenizer
 from common.look.__main__ import look
 from common.look.page import write_page
@@ -46,6 +50,49 @@ def test_a_run_gets_its_curves_and_the_pages_that_it_lacks(run_dir, capsys):
     assert capsys.readouterr().out.splitlines() == [str(run_dir / "curves.png"), str(second)]
     look(run_dir / "rollouts/step_000001.parquet")
     assert "step 1" in first.read_text(), "a dump that is named gets its page anew"
+
+
+def links(page) -> list[tuple[str, str]]:
+    return re.findall(r'<a href="([^"]*)">([^<]*)</a>', page.read_text())
+
+
+def test_pages_link_to_their_neighbours_whenever_they_are_written(run_dir, tokenizer):
+    one, two, three = (run_dir / f"rollouts/step_00000{step}.parquet" for step in (1, 2, 3))
+    shutil.copy(two, three)
+    pages = [path.with_suffix(".html") for path in (one, two, three)]
+    write_page(one, tokenizer)
+    assert links(pages[0]) == []
+    write_page(three, tokenizer)
+    assert links(pages[0]) == [("step_000003.html", "next: step 3")], "which was not there when it was written"
+    write_page(two, tokenizer)
+    assert links(pages[0]) == [("step_000002.html", "next: step 2")]
+    assert links(pages[1]) == [("step_000001.html", "previous: step 1"), ("step_000003.html", "next: step 3")]
+    assert links(pages[2]) == [("step_000002.html", "previous: step 2")]
+    assert f"<h1>{run_dir.name}, step 1</h1>" in pages[0].read_text()
+
+
+def test_a_page_shows_row_truth_and_the_end_in_words(tmp_path, tokenizer, world):
+    episodes = random_episodes(seed=4, prompts=2, samples=2)
+    for episode in episodes:
+        episode.row, episode.truth = 40 + episode.prompt_index, f"truth {episode.prompt_index}"
+    episodes[0].finish_reason = "max_turns"
+    path = dump_rollouts(tmp_path, 1, episodes, episodes, [0.5] * 4, tokenizer, world)
+    assert load_rollouts(path, 1, world, LIMITS)[0] == episodes
+    write_page(path, tokenizer)
+    page = path.with_suffix(".html").read_text()
+    assert "Prompt 0, row 40" in page and "Prompt 1, row 41" in page
+    assert page.count(">truth 0<") == page.count(">truth 1<") == 1, "once for a group"
+    assert f"max_turns: {FINISH_REASONS['max_turns']}" in page and f"stop: {FINISH_REASONS['stop']}" in page
+
+
+def test_dumps_from_before_row_and_truth_can_still_be_read(tmp_path, tokenizer, world):
+    episodes = random_episodes(seed=5, prompts=2, samples=2)
+    path = dump_rollouts(tmp_path, 1, episodes, episodes, [0.5] * 4, tokenizer, world)
+    pq.write_table(pq.read_table(path).drop_columns(["row", "truth", "model_reward"]), path)
+    assert load_rollouts(path, 1, world, LIMITS) == (episodes, episodes)
+    write_page(path, tokenizer)
+    page = path.with_suffix(".html").read_text()
+    assert "<h2>Prompt 1</h2>" in page and "turn truth" not in page
 
 
 def test_what_is_no_run_and_a_run_whose_model_is_not_known(run_dir, tmp_path_factory):

@@ -13,7 +13,7 @@ from html.parser import HTMLParser
 import pytest
 from PIL import Image
 
-from common.look.page import MAX_TEXT, rollout_page
+from common.look.page import MAX_TEXT, rollout_page, tag
 
 EVIL = "\"><script>alert('1')</script><img src=x onerror=alert(2)>&lt;&amp; ' </pre></div>"
 EVIL += "\0\x1b[31m\x85\u202e\ud800\udfff"
@@ -33,7 +33,7 @@ TAGS = {
     "article",
     "aside",
 }
-TAGS |= {"b", "pre", "i", "table", "tr", "th", "td", "figure", "figcaption"}
+TAGS |= {"b", "pre", "i", "p", "nav", "a", "table", "tr", "th", "td", "figure", "figcaption"}
 TAGS |= {"svg", "defs", "image", "use", "rect", "text"}
 
 
@@ -304,7 +304,54 @@ def test_badges(score, advantage, finish, expected):
     ]
 
 
+def test_an_element_escapes_its_attributes():
+    assert tag("use", href="a'\"<&>") == '<use href="a&#x27;&quot;&lt;&amp;&gt;"></use>'
+    assert tag("b", "x", tag("i"), class_="c", font_size=3, style=None, open=True) == (
+        '<b class="c" font-size="3" open>x<i></i></b>'
+    )
+    assert tag("meta", name="n") == '<meta name="n">'
+
+
+def test_truth_row_and_the_end_in_words():
+    root = read([episode(4, row=17, truth=EVIL, finish="the --limit <b>", finish_reason="length"), episode(5)])
+    assert [node.text for node in root.all("h2")] == ["Prompt 4, row 17", "Prompt 5"]
+    (truth,) = root.find("div", "truth")
+    assert truth.all("h3")[0].text == "truth"
+    assert truth.all("pre")[0].text == re.sub(r"[\0\x1b\x85\u202e\ud800\udfff]", "�", EVIL)
+    first, second = root.all("aside")
+    assert [node.text for node in first.all("p")] == ["length: the --limit <b>"] and not second.all("p")
+
+
+def test_the_schema_of_tools_stands_once():
+    begin = "within <tools></tools> XML tags:\n<tools>\n"
+    prompts = [begin + '{"name": "crop"}\n{"name": "<b>"}\n</tools>\n\nquestion ' + x for x in "ab"]
+    prompts += [begin + '{"name": "other"}\n</tools>', "no tools"]
+    policy = segment("policy", '<tools>{"name": "crop"}</tools>')
+    root = read([episode(i, segments=[segment("prompt", text), policy]) for i, text in enumerate(prompts)])
+    tools = [node for node in root.all("details") if node.all("summary")[0].text == "tools"]
+    assert [node.all("pre")[0].text for node in tools] == ['{"name": "crop"}\n{"name": "<b>"}', '{"name": "other"}']
+    shown = [node.all("pre")[0].text for node in root.find("div", "prompt")]
+    assert shown[1] == "within <tools></tools> XML tags:\n<tools> at the top of this page </tools>\n\nquestion b"
+    assert "other" not in shown[2] and shown[3] == "no tools"
+    assert root.find("div", "policy")[0].all("pre")[0].text == '<tools>{"name": "crop"}</tools>', "what was sampled"
+
+
 # --- pictures ---
+
+
+def test_images_are_numbered_as_tools_count():
+    """From 1 over the whole trajectory, each frame of a video with a number of its own: common/tools/visual.py."""
+    media = [image(), image(*[encoded()] * 3, kind="video"), image(), image(kind="video")]
+    segments = [segment("prompt", "q", 0, 1), segment("policy", "p"), segment("observation", "o", 2, 3)]
+    calls = [call(info={"target": 1, "frames": [2]}), call(info={"target": 1, "frame": 3, "box": [0, 0, 1, 1]})]
+    root = read([episode(segments=segments, media=media, calls=calls)])
+    captions = [node.text.partition(",")[0] for node in root.all("figcaption")]
+    assert captions == ["image 1", "video", "image 5", "video", "video"]
+    numbers = [node.text.split(",")[1] for node in root.all("figcaption") if node.text.startswith("video")]
+    assert numbers == [" images 2 to 4", " images 6 to 6", " images 2 to 4"]
+    strip = [node for node in root.all("aside")[0].all("figure")[0].children if node.tag == "svg"]
+    assert [node.all("text")[-1].text for node in strip] == ["2", "3 (call 1)", "4"]
+    assert [len(node.all("rect")) for node in strip] == [0, 0, 1], "info counts the frames of its video"
 
 
 def test_boxes_stand_where_the_call_put_them():

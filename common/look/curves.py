@@ -62,6 +62,8 @@ def plot_curves(run_dir: Path) -> None:
             axes.plot(x[window // 2 :][: len(mean)], mean, color=color, label=PANELS[title][key])
         axes.set_title(title, loc="left", fontsize=10)
         axes.set_xlabel("step", fontsize=8)
+        if title.startswith("share"):
+            axes.set_ylim(bottom=0)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.2)
         if len(PANELS[title]) > 1:
