@@ -138,7 +138,7 @@ PASSAGES = [
     ("def main(", "    world, device = job.world, job.world.device"),
     ("    policy = job.load_policy()", "    policy = job.load_policy()"),
     ("    optimizer = job.adamw(", "    optimizer = job.adamw("),
-    ("    packer = Packer(", "        world,"),
+    ("    packer = Packer(", "    packer = Packer("),
     ("    start = checkpoints.resume()", "    start = checkpoints.resume()"),
     ("    logger = open_logger(", "    if args.rollout.eval_only:"),
     ("        return", "        if args.rollout.replay:"),
@@ -152,7 +152,7 @@ PASSAGES = [
 ]
 # What stands in a passage of one script, and in no other.
 LINES_OF_ITS_OWN = {"curiosity_rl.py": ["            memory.save(step + 1, job.tokenizer, checkpoints.folder)"]}
-LOOPS = {"ppo.py": ("range(0 if warming_up else args.epochs_per_step)", "range(args.epochs_per_step)")}  # it may wait
+LOOPS = {"ppo.py": ("range(epochs)", "range(args.epochs_per_step)")}  # it may wait
 
 
 def main_of(script: str, text: str) -> list[str]:

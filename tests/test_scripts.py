@@ -1,9 +1,7 @@
 """Rules of the code base as tests: sizes, copies held together, flags that are used and explained, banners."""
 
 import ast
-import difflib
 import inspect
-import itertools
 import re
 import runpy
 import sys
@@ -104,49 +102,6 @@ def test_the_banners_of_a_step_stand_in_order(script):
     assert len(found) == len(expected), found
     for banner, start in zip(found, expected):
         assert banner.startswith(start)
-
-
-def test_functions_of_the_same_name_are_copies():
-    definitions: dict[str, dict[str, str]] = {}
-    for script in SCRIPTS:
-        for node in ast.parse(source(script)).body:
-            if isinstance(node, ast.FunctionDef) and node.name not in OWN:
-                text = ast.get_source_segment(source(script), node)
-                decorators = [ast.unparse(d) for d in node.decorator_list]
-                definitions.setdefault(node.name, {})[script] = "\n".join([*decorators, text])
-    assert len(definitions["group_advantages"]) == 2 and len(definitions["clipped_loss"]) == 3
-    assert [name for name, copies in definitions.items() if len(set(copies.values())) > 1] == []
-
-
-def shape(function: ast.FunctionDef) -> list[str]:
-    """The syntax of a function without its docstring and without any name in it."""
-    body = function.body[1 if ast.get_docstring(function) else 0 :]
-    text = " ".join(ast.dump(statement) for statement in body)
-    return re.findall(r"\w+", re.sub(r"(id|arg|attr|name)='\w+'", r"\1", text))
-
-
-def twins(sources: dict[str, str]) -> list[tuple[str, str]]:
-    """Functions of different names in different scripts that are alike when all names are left out."""
-    functions = [
-        (script, node.name, shape(node))
-        for script, text in sources.items()
-        for node in ast.parse(text).body
-        if isinstance(node, ast.FunctionDef) and node.name not in OWN
-    ]
-    return [
-        (f"{script_a}: {a}", f"{script_b}: {b}")
-        for (script_a, a, shape_a), (script_b, b, shape_b) in itertools.combinations(functions, 2)
-        if script_a != script_b and a != b
-        if difflib.SequenceMatcher(None, shape_a, shape_b, autojunk=False).ratio() > 0.75
-    ]
-
-
-def test_renaming_a_copy_does_not_hide_it():
-    sources = {script: source(script) for script in SCRIPTS}
-    assert twins(sources) == []
-    renamed = re.sub(r"\b(kl_estimate|d|k3|estimator)\b", r"other_\1", sources["ppo.py"])
-    renamed = renamed.replace("(-other_d).exp() - 1", "(-other_d).exp() - 2")
-    assert twins({**sources, "ppo.py": renamed}) == [("grpo.py: kl_estimate", "ppo.py: other_kl_estimate")]
 
 
 # --- flags --------------------------------------------------------------------------------------------------------
