@@ -206,6 +206,8 @@ def explain_foreign(arguments: list[str], args_class: type) -> None:
             continue
         if name.lstrip("-").replace("-", "_") in theirs:
             raise SystemExit(f"{name}: here {theirs[name.lstrip('-').replace('-', '_')]}; see docs/from_verl_trl.md")
+        if key in {flag(item.name) for item in fields(Rollout)}:
+            raise SystemExit(f"{Path(sys.argv[0]).name} has no {key}: grpo.py, ppo.py and curiosity_rl.py have it")
         for script in SCRIPTS:
             if key in script_flags(ROOT / script):
                 raise SystemExit(f"{Path(sys.argv[0]).name} has no {key}: {script} has it")

@@ -61,6 +61,7 @@ class Rollouts:
     def sample(self, prompts: Mapping[int, Row], step: int) -> list[Episode]:
         """--samples-per-prompt episodes of each prompt, by the weights of optimizer step `step`."""
         sampling = Sampling(self.flags.samples_per_prompt, self.flags.max_response_tokens, self.flags.temperature)
+        sampling.check_exact()
         return sample_episodes(
             self.engine, prompts, sampling, seed=self.run.seed, step=step, weights_step=step, turns=self.turns
         )

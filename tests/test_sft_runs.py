@@ -110,7 +110,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_both(mixed, tmp_path):
     assert [steps[i]["optim/skipped_steps"] for i in (1, 2, 3)] == [0.0, 1.0, 0.0]
     assert steps[2]["optim/loss_scale"] == steps[1]["optim/loss_scale"] / 2 == steps[3]["optim/loss_scale"]
     state = json.loads((tmp_path / "checkpoints" / "step_000003" / "trainer.json").read_text())
-    assert state["loss_scale"]["scale"] == steps[3]["optim/loss_scale"]
+    assert state["loss_scale"]["policy"]["scale"] == steps[3]["optim/loss_scale"]
 
 
 @pytest.mark.slow
