@@ -14,9 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import run_script
 
 import common.logger as logger_module
 from common import distributed
+from common.episodes import Episode, Row
+from common.evaluate import as_sample
 from common.logger import COLUMNS, Logger, fitted, save_config
 from common.look.curves import plot_curves, read_metrics
 
@@ -229,13 +232,10 @@ def test_the_line_of_a_long_run_has_150_columns(tmp_path):
     log = make(tmp_path, total_steps=9999)
     plain = log.line(1000, ONE_STEP)
     assert "cut 0.03  equal 0.25  grad 0.700" in plain and "loss" not in plain and "lr" not in plain
-    for metrics in (
-        ONE_STEP,
-        dict.fromkeys(ONE_STEP, 1234567.8),
-        dict.fromkeys(ONE_STEP, math.nan),
-        dict.fromkeys(ONE_STEP, -math.inf),
-    ):
-        assert len(log.line(9998, metrics | {"eval/accuracy": 0.5, "time/step_s": 100_000.0})) <= 150
+    for value in (1234567.8, math.nan, -math.inf):
+        metrics = dict.fromkeys(ONE_STEP, value) | {"eval/accuracy": 0.5, "time/step_s": 100_000.0}
+        assert len(log.line(9998, metrics)) <= 150
+    assert len(log.line(9998, ONE_STEP | {"eval/accuracy": 0.5})) <= 150
 
 
 def test_supervised_training_shows_its_loss_and_rate(tmp_path):
@@ -308,6 +308,35 @@ def test_a_sample_tells_the_truth_and_that_it_was_cut_off(tmp_path, capsys):
     first, second = capsys.readouterr().out.split("---")[1:]
     assert first == ' step 7, score 0.5, truth {"target": 24}\np\n>>> said [cut off]\n'
     assert second == ' step 7, score 0.5, truth {"target": 24}\np\n>>> said\n'
+
+
+@pytest.mark.parametrize(
+    "ground_truth, text",
+    [
+        ("42", "42"),
+        ({"target": 7, "numbers": [1, 2]}, '{"target": 7, "numbers": [1, 2]}'),
+        (["né", Path("/x")], '["né", "/x"]'),
+        ("\ud800", "?"),
+        (None, "null"),
+    ],
+)
+def test_the_truth_of_a_row_is_a_text(ground_truth, text):
+    row = Row(3, "x", "p", ground_truth, {}, [5])
+    assert row.truth == text
+    episode = Episode(0, 0, [5], [6], [1], [-0.5], "length", {"score": math.nan}, row=row.index, truth=row.truth)
+    tokenizer = types.SimpleNamespace(decode=str)
+    sample = as_sample(episode, row, types.SimpleNamespace(tokenizer=tokenizer, turns=None))
+    assert (sample["row"], sample["truth"], sample["truncated"], sample["score"]) == (3, text, True, 0.0)
+
+
+@pytest.mark.slow
+def test_nothing_but_ours_is_printed(tmp_path):
+    """With real vLLM and pictures: Triton, NUMA, transformers and torch have nothing to say."""
+    sizes = ["--prompts-per-step", 4, "--samples-per-prompt", 4, "--eval-rows", 4, "--tool-workers", 1]
+    done = run_script(
+        "curiosity_rl.py", *sizes, "--total-steps", 1, "--output-dir", tmp_path / "run", ranks=2, fresh=True
+    )
+    assert done.stdout.startswith("no --model given: running the embedded demo\n") and done.stderr == ""
 
 
 def test_config(tmp_path):

@@ -93,7 +93,8 @@ class VllmEngine:
             # The KV cache has a size of its own: this share only has to pass vLLM's check against free memory.
             options = {"gpu_memory_utilization": 0.9 * free / total, "enable_sleep_mode": sleep_level > 0}
         if vision:  # pictures come resized: see common/vision.py
-            options |= {"mm_processor_kwargs": {"do_resize": False, "do_sample_frames": False}}
+            unchanged = {"do_resize": False, "do_sample_frames": False, "cap_pixels_per_frame": False}
+            options |= {"mm_processor_kwargs": unchanged}
             options |= {"limit_mm_per_prompt": {"image": max_images, "video": max_images}, "skip_mm_profiling": True}
             options |= {"max_num_batched_tokens": max(max_model_len, 8192)}  # no picture may exceed a batch
         with memory_advice():
