@@ -34,14 +34,15 @@ import torch
 from torch import Tensor
 
 from common.checkpoint import Checkpoints
+from common.data.dumps import dump_rollouts, load_rollouts
 from common.distributed import World, all_reduce, barrier, forward_context, run, stop_requested
-from common.dumps import dump_rollouts, load_rollouts
 from common.episodes import Episode, by_prompt, unequal_groups
 from common.evaluate import compare_without_tools, evaluate, evaluate_only
 from common.files import refuse
 from common.flags import Amount, Count, Data, Limit, Machine, Rollout, Run, Share, check_shared, parse, refuse_idle
+from common.means import Means
 from common.memory import peak_memory_gb
-from common.metrics import Means, is_correct, rollout_means, rollout_metrics
+from common.metrics import is_correct, rollout_means, rollout_metrics
 from common.models import sync_engine
 from common.optimizer import lr_factor
 from common.packing import Minibatch, Packer, TokenIndex
@@ -153,15 +154,19 @@ def shape_rewards(episodes: list[Episode], args: Args) -> None:
             e.rewards["score"] = correctness + bonus + cost
 
 
+@dataclass
 class ReplayMemory:
     """Episodes of earlier steps whose groups were unequal, with their advantages: this rank's share.
 
     Selective sample replay (VL-Rethinker, arXiv 2504.08837): drawn with probability proportional to |advantage|.
     """
 
-    def __init__(self, folder: Path, capacity: int, max_age: int, seed: int, world: World):
-        self.folder, self.capacity, self.max_age, self.seed, self.world = folder, capacity, max_age, seed, world
-        self.episodes: list[Episode] = []
+    folder: Path
+    capacity: int  # episodes
+    max_age: int  # steps
+    seed: int
+    world: World
+    episodes: list[Episode] = field(default_factory=list)
 
     def add(self, episodes: list[Episode], advantages: list[float], step: int) -> None:
         for episode, advantage in zip(episodes, advantages):
@@ -360,8 +365,9 @@ def collect(rollouts: Rollouts, num_prompts: int, step: int, watch: Stopwatch, f
 def check_args(args: Args) -> None:
     """Refuse what cannot work, or has no effect, before anything is loaded."""
     check_shared(args.data, args.run, args.rollout)
-    P, M, G = args.rollout.prompts_per_step, args.minibatches, args.rollout.samples_per_prompt
-    refuse(G < 2 and not args.rollout.eval_only, "--samples-per-prompt 1: nothing to compare with")
+    P, M = args.rollout.prompts_per_step, args.minibatches
+    single = args.rollout.samples_per_prompt < 2 and not args.rollout.eval_only
+    refuse(single, "--samples-per-prompt 1: nothing to compare with")
     refuse(P < M, f"--minibatches {M} of --prompts-per-step {P}: a minibatch needs a prompt (groups stay together)")
     moved = "several --minibatches or --epochs-per-step: on-policy the ratio is 1"
     bonus = (args.curiosity != "none" and bool(args.rollout.tools), "--tools, and --curiosity paper or repo")
@@ -387,13 +393,8 @@ def main(args: Args, demo: bool = False) -> None:
     policy = job.load_policy()
     optimizer = job.adamw(policy, args.weight_decay, args.max_grad_norm)
     packer = Packer(job.attention, args.machine.micro_batch_tokens, job.output_dir, world, job.vision)
-    checkpoints = Checkpoints(
-        job.output_dir,
-        args.run,
-        world,
-        optimizers={"policy": optimizer},
-        state={"loader": rollouts.loader},
-    )
+    state = {"loader": rollouts.loader}
+    checkpoints = Checkpoints(job.output_dir, args.run, world, optimizers={"policy": optimizer}, state=state)
     start = checkpoints.resume()
     samples = args.rollout.prompts_per_step * args.rollout.samples_per_prompt // world.size  # a step's worth
     capacity = samples if args.filter_equal and args.replay_share else 0
@@ -441,7 +442,7 @@ def main(args: Args, demo: bool = False) -> None:
         tokens.advantages = advantages[index.episode_of_token].to(device)
         memory.add(fresh, fresh_advantages.tolist(), step)
         if due(step + 1, args.rollout.dump_rollouts_every):
-            job.dump(step + 1, sampled + replayed, episodes, advantages.tolist())
+            rollouts.dump(step + 1, sampled + replayed, episodes, advantages.tolist())
 
         decay = lr_factor(step, rollouts.total_steps, args.warmup_steps, args.lr_schedule, args.lr_floor)
         lr = args.learning_rate * decay

@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 
 from common.checkpoint import Checkpoints
+from common.data.dumps import load_rollouts
 from common.distributed import World, all_reduce, forward_context, run, stop_requested
-from common.dumps import load_rollouts
 from common.episodes import Episode, prompts_of_all_ranks, unequal_groups
 from common.evaluate import evaluate, evaluate_only
 from common.files import refuse
@@ -51,8 +51,9 @@ from common.flags import (
     parse,
     refuse_idle,
 )
+from common.means import Means
 from common.memory import peak_memory_gb
-from common.metrics import Means, rollout_means, rollout_metrics
+from common.metrics import rollout_means, rollout_metrics
 from common.models import sync_engine
 from common.optimizer import lr_factor
 from common.packing import Minibatch, Packer, TokenIndex
@@ -386,8 +387,9 @@ def collect_groups(rollouts: Rollouts, args: Args, step: int, watch: Stopwatch) 
 def check_args(args: Args) -> None:
     """Refuse what cannot work, or has no effect, before anything is loaded."""
     check_shared(args.data, args.run, args.rollout)
-    P, M, G = args.rollout.prompts_per_step, args.minibatches, args.rollout.samples_per_prompt
-    refuse(G < 2 and not args.rollout.eval_only, "--samples-per-prompt 1: nothing to compare with")
+    P, M = args.rollout.prompts_per_step, args.minibatches
+    single = args.rollout.samples_per_prompt < 2 and not args.rollout.eval_only
+    refuse(single, "--samples-per-prompt 1: nothing to compare with")
     refuse(P < M, f"--minibatches {M} of --prompts-per-step {P}: a minibatch needs a prompt (groups stay together)")
     refuse(0 < args.dual_clip <= 1, f"--dual-clip {args.dual_clip}: a bound on the ratio must be above 1 (0 = off)")
     longest = args.rollout.max_response_tokens
@@ -427,13 +429,8 @@ def main(args: Args, demo: bool = False) -> None:
     optimizer = job.adamw(policy, args.weight_decay, args.max_grad_norm)
     kl_controller = KLController(args.kl_coef, args.kl_target, args.kl_horizon)
     packer = Packer(job.attention, args.machine.micro_batch_tokens, job.output_dir, world, job.vision)
-    checkpoints = Checkpoints(
-        job.output_dir,
-        args.run,
-        world,
-        optimizers={"policy": optimizer},
-        state={"loader": rollouts.loader, "kl_coef": kl_controller},
-    )
+    state = {"loader": rollouts.loader, "kl_coef": kl_controller}
+    checkpoints = Checkpoints(job.output_dir, args.run, world, optimizers={"policy": optimizer}, state=state)
     start = checkpoints.resume()
     logger = open_logger(job, args, rollouts.total_steps, checkpoints, record=not args.rollout.eval_only)
 
@@ -476,7 +473,7 @@ def main(args: Args, demo: bool = False) -> None:
         advantages = group_advantages(scores, groups, args.advantage)  # [E]
         tokens.advantages = advantages[index.episode_of_token].to(device)
         if due(step + 1, args.rollout.dump_rollouts_every):
-            job.dump(step + 1, sampled, episodes, advantages.tolist())
+            rollouts.dump(step + 1, sampled, episodes, advantages.tolist())
 
         decay = lr_factor(step, rollouts.total_steps, args.warmup_steps, args.lr_schedule, args.lr_floor)
         lr = args.learning_rate * decay
@@ -504,7 +501,7 @@ def main(args: Args, demo: bool = False) -> None:
         }
         if reference:
             num_sequences = sum(minibatch.num_sequences for minibatch in minibatches)
-            kl_controller.update(metrics["policy/kl_to_ref"], num_sequences)
+            kl_controller.update(metrics.get("policy/kl_to_ref", 0.0), num_sequences)  # none: of no tokens
 
         # 6. eval, checkpoint
         last, stop = step + 1 == end, stop_requested()

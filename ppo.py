@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from common.checkpoint import Checkpoints
+from common.data.dumps import load_rollouts
 from common.distributed import World, all_reduce, forward_context, run, stop_requested
-from common.dumps import load_rollouts
 from common.episodes import Episode
 from common.evaluate import evaluate, evaluate_only
 from common.files import refuse
@@ -50,15 +50,17 @@ from common.flags import (
     refuse_idle,
 )
 from common.hub import load_tokenizer, resolve_model
+from common.job import Job
+from common.means import Means
 from common.memory import peak_memory_gb
-from common.metrics import Means, explained_variance, rollout_means, rollout_metrics
+from common.metrics import explained_variance, rollout_means, rollout_metrics
 from common.models import sync_engine
 from common.optimizer import lr_factor
 from common.packing import Minibatch, Packer, TokenIndex
 from common.precision import checked_gap
 from common.progress import Progress
 from common.rollouts import Rollouts, open_rollouts
-from common.setup import Job, Stopwatch, due, finish, open_job, open_logger
+from common.setup import Stopwatch, due, finish, open_job, open_logger
 from common.vision import load_vision
 
 
@@ -469,18 +471,12 @@ def main(args: Args, demo: bool = False) -> None:
     optimizers = {"policy": optimizer}
     if not args.rollout.eval_only:
         critic = job.load_critic(folders[1])
-        optimizers["critic"] = critic_optimizer = job.adamw(
-            critic, args.weight_decay, args.max_grad_norm, prefix="value"
-        )
+        critic_optimizer = job.adamw(critic, args.weight_decay, args.max_grad_norm, prefix="value")
+        optimizers["critic"] = critic_optimizer
     kl_controller = KLController(args.kl_coef, args.kl_target, args.kl_horizon)
     packer = Packer(job.attention, args.machine.micro_batch_tokens, job.output_dir, world, job.vision)
-    checkpoints = Checkpoints(
-        job.output_dir,
-        args.run,
-        world,
-        optimizers=optimizers,
-        state={"loader": rollouts.loader, "kl_coef": kl_controller},
-    )
+    state = {"loader": rollouts.loader, "kl_coef": kl_controller}
+    checkpoints = Checkpoints(job.output_dir, args.run, world, optimizers=optimizers, state=state)
     start = checkpoints.resume()
     logger = open_logger(job, args, rollouts.total_steps, checkpoints, record=not args.rollout.eval_only)
 
@@ -529,7 +525,7 @@ def main(args: Args, demo: bool = False) -> None:
         tokens.returns = returns.to(device)
         tokens.advantages = advantages.to(device)
         if due(step + 1, args.rollout.dump_rollouts_every):
-            job.dump(step + 1, sampled, episodes, (index.sums(advantages) / index.lengths.clamp(min=1)).tolist())
+            rollouts.dump(step + 1, sampled, episodes, (index.sums(advantages) / index.lengths.clamp(min=1)).tolist())
 
         decay = partial(lr_factor, warmup_steps=args.warmup_steps, schedule=args.lr_schedule, floor=args.lr_floor)
         critic_lr = args.critic_learning_rate * decay(step, rollouts.total_steps)
@@ -572,7 +568,7 @@ def main(args: Args, demo: bool = False) -> None:
             metrics["optim/lr"] = lr
         if reference and not warming_up:
             num_sequences = sum(minibatch.num_sequences for minibatch in minibatches)
-            kl_controller.update(metrics["policy/kl_to_ref"], num_sequences)
+            kl_controller.update(metrics.get("policy/kl_to_ref", 0.0), num_sequences)  # none: of no tokens
 
         # 6. eval, checkpoint
         last, stop = step + 1 == end, stop_requested()

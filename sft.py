@@ -24,18 +24,20 @@ from torch import Tensor
 from common.checkpoint import Checkpoints
 from common.data.conversations import Conversations, balanced
 from common.data.prompts import PromptLoader
-from common.distributed import World, forward_context, run, stop_requested
+from common.distributed import World, barrier, forward_context, run, stop_requested
 from common.episodes import Episode
 from common.files import refuse, user_errors
-from common.flags import Amount, Count, Data, Machine, Run, Share, parse, refuse_idle
+from common.flags import Amount, Count, Data, Machine, Run, Share, check_pixels, parse, refuse_idle
 from common.hub import end_turns_properly
+from common.job import Job
+from common.means import Means
 from common.memory import peak_memory_gb
-from common.metrics import Means
 from common.models import export_hugging_face
 from common.optimizer import lr_factor
 from common.packing import Minibatch, Packer, TokenIndex
+from common.prepare.embedded import embedded_data
 from common.progress import Progress
-from common.setup import Job, Stopwatch, due, embedded_data, finish, open_job, open_logger
+from common.setup import Stopwatch, due, finish, open_job, open_logger
 
 
 @dataclass
@@ -119,7 +121,9 @@ def read_data(args: Args, job: Job) -> tuple[Conversations, Conversations | None
     """Conversations to train on and to evaluate on; the embedded model's own without --train-data."""
     train_files, eval_files = args.data.train_data, args.data.eval_data
     if not train_files:
-        train_files, held_out = embedded_data("tiny", job.output_dir / "data", job.world, supervised=True)
+        folder = job.output_dir / "data"
+        train_files, held_out = embedded_data("tiny", folder, write=job.world.is_main, supervised=True)
+        barrier()
         eval_files = eval_files or held_out
     read = partial(
         Conversations,
@@ -141,6 +145,7 @@ def read_data(args: Args, job: Job) -> tuple[Conversations, Conversations | None
 def check_args(args: Args) -> None:
     """Refuse what cannot work, or has no effect, before anything is loaded."""
     refuse(args.run.model != "tiny" and not args.data.train_data, f"--model {args.run.model} needs --train-data")
+    check_pixels(args.data)
     refuse_idle(args, {"lr_floor": (args.lr_schedule != "constant", "--lr-schedule linear or cosine")})
     evaluated = (bool(args.data.eval_data) or not args.data.train_data, "--eval-data")
     idle = dict.fromkeys(["eval_every", "eval_before", "eval_rows"], evaluated)

@@ -5,7 +5,6 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from common.packing import MicroBatch
 from common.torch_repair import transformers
 
 
@@ -63,13 +62,13 @@ def _causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float 
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
 
 
-def block_mask(batch: MicroBatch):
+def block_mask(units: list[list[int]], device: torch.device):
     """The same for flex attention: which query sees which key."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    lengths = torch.tensor([length for unit in batch.units for length in unit])
-    labels = [(u, s) for u, unit in enumerate(batch.units) for s in range(len(unit))]
-    groups, samples = torch.tensor(labels).repeat_interleave(lengths, dim=0).T.contiguous().to(batch.input_ids.device)
+    lengths = torch.tensor([length for unit in units for length in unit])
+    labels = [(u, s) for u, unit in enumerate(units) for s in range(len(unit))]
+    groups, samples = torch.tensor(labels).repeat_interleave(lengths, dim=0).T.contiguous().to(device)
 
     def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         same_group = groups[query] == groups[key]

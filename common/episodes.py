@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any
@@ -11,16 +11,14 @@ from common.distributed import gather_objects
 from common.engine.books import Completion, Sampling
 from common.pictures import Media
 from common.progress import Progress
-from common.tools import ToolWorkers, find_tool
-from common.tools.turns import Call, Hermes, ToolReply
-from common.torch_repair import transformers
-from common.vision import Vision
 
 Prompt = list[dict] | str
 
 
 @dataclass(slots=True)
 class Row:
+    """A prompt of a data set, as the engine is given it, and what its reward function is given."""
+
     index: int  # position in the concatenated files, whatever was dropped: the prompt's identity for seeds
     data_source: str
     prompt: Prompt
@@ -77,88 +75,6 @@ FINISH_REASONS = {
 }
 
 
-@dataclass
-class Turns:
-    """How trajectories go on after the policy's first turn."""
-
-    tokenizer: transformers.PreTrainedTokenizerBase
-    workers: ToolWorkers
-    vision: Vision | None = None
-    max_turns: int = 5
-    max_turn_tokens: int | None = None  # of one turn; all turns and observations: Sampling.max_tokens
-    max_images: int = 16  # of a trajectory, the prompt's included
-    max_tool_errors: int = 3
-    lockstep: bool = False  # all wait for the slowest: the engine's batches, and so the last bits, are repeatable
-    protocol: Hermes | None = None  # how the policy calls, and sees replies; None: as Hermes does
-
-    def __post_init__(self) -> None:
-        self.protocol = self.protocol or Hermes(self.tokenizer)
-
-    def next_call(self, episode: Episode, tools: Mapping) -> Call | None:
-        """The call that the last turn ends in; None if the trajectory ends here. tools: those that the row offers."""
-        if episode.finish_reason != "stop" or not tools:
-            return None
-        last_turn = episode.response_ids[len(episode.loss_mask) - trailing_ones(episode.loss_mask) :]
-        call = self.protocol.find_call(self.tokenizer.decode(last_turn, skip_special_tokens=True))
-        if call and episode.turns >= self.max_turns:
-            episode.finish_reason, call = "max_turns", None
-        return call
-
-    def ask(self, key: int, call: Call, episode: Episode, row: Row) -> None:
-        """Hand a call to the workers, with what a tool may know of the trajectory and what the row gives."""
-        tool = find_tool({name: self.workers.tools[name] for name in row.tools}, call.name)
-        if tool is None and not call.error:
-            call = Call(error=f"there is no tool {call.name!r:.100}, but {', '.join(row.tools)}")
-        media = [{"kind": "frame" if m.is_frame else m.kind, "frames": m.frames} for m in episode.media]
-        context = {
-            "media": media,
-            "num_prompt_media": len(row.media),
-            **(vars(self.vision.limits) if self.vision else {}),
-        }
-        self.workers.submit(key, call, context, row.tools[tool.name] if tool else {})
-
-    def add_observation(self, episode: Episode, call: Call, reply: ToolReply, max_tokens: int) -> bool:
-        """Append what a tool has replied. False, with its finish_reason, if the trajectory ends instead."""
-        parts: list[str | Media] = []
-        for part in reply.parts:
-            if isinstance(part, str):
-                parts.append(part)
-            elif self.vision:
-                is_frame = "frames" in reply.info
-                parts.append(Media.open("image", [part], self.vision.limits, is_frame))
-        media = [part for part in parts if isinstance(part, Media)]
-        record = {"turn": episode.turns - 1, "name": call.name, "arguments": call.arguments, "text": reply.text}
-        episode.calls.append(record | {"error": reply.error or reply.failed, "info": reply.info, "media": 0})
-        ids = self.observation_ids(parts, reply.role)
-        errors = sum(call["error"] for call in episode.calls)
-        if reply.failed:
-            episode.finish_reason = "tool_failed"
-        elif errors > self.max_tool_errors:
-            episode.finish_reason = "max_tool_errors"
-        elif len(episode.media) + len(media) > self.max_images:
-            episode.finish_reason = "max_images"
-        elif len(episode.response_ids) + len(ids) >= max_tokens:  # not one token would be left for the answer
-            episode.finish_reason = "length"
-        else:
-            episode.response_ids += ids
-            episode.loss_mask += [0] * len(ids)
-            episode.logprobs += [0.0] * len(ids)
-            episode.media += media
-            episode.calls[-1]["media"] = len(media)
-            return True
-        return False
-
-    def observation_ids(self, parts: Sequence[str | Media], role: str) -> list[int]:
-        """What stands between an end-of-turn token and the next turn, from the new message alone."""
-        ids = self.tokenizer.encode(self.protocol.observation(parts, role), add_special_tokens=False)
-        return self.vision.expand(ids, [part for part in parts if isinstance(part, Media)]) if self.vision else ids
-
-
-def trailing_ones(mask: list[int]) -> int:
-    """How many ones a mask ends in."""
-    return next((i for i, value in enumerate(reversed(mask)) if not value), len(mask))
-
-
 def request_seed(seed: int, step: int, prompt_index: int, turn: int = 0) -> int:
     """31 bits from (run seed, step, prompt, turn), the same on any number of ranks; plus the sample index."""
     text = f"{seed}/{step}/{prompt_index}" + (f"/{turn}" if turn else "")
@@ -173,7 +89,7 @@ def sample_episodes(
     seed: int,
     step: int,
     weights_step: int,
-    turns: Turns | None = None,
+    turns=None,
 ) -> list[Episode]:
     """`sampling.n` episodes of each prompt index, prompt by prompt; `sampling.max_tokens` is for all after a prompt.
 
@@ -199,29 +115,42 @@ def sample_episodes(
         limited = replace(sampling, n=n, max_tokens=room)
         engine.submit(key, e.prompt_ids + e.response_ids, limited, turn_seed, weights_step, e.media)
 
-    if turns is None:  # one request for a group
-        for key in readable[:: sampling.n]:
-            submit(key, sampling.n)
-        while engine.busy:
-            for key, completions in engine.step():
-                for episode, completion in zip(episodes[key:], completions):
-                    add_turn(episode, completion, sampling.max_tokens)
-                    progress.add()
-            progress.add(0)
+    if turns is not None:
+        for key in readable:
+            submit(key)
+        go_on(engine, episodes, prompts, sampling.max_tokens, turns, submit, progress)
         return episodes
+    for key in readable[:: sampling.n]:  # one request for a group
+        submit(key, sampling.n)
+    while engine.busy:
+        for key, completions in engine.step():
+            for episode, completion in zip(episodes[key:], completions):
+                add_turn(episode, completion, sampling.max_tokens)
+                progress.add()
+        progress.add(0)
+    return episodes
 
-    for key in readable:
-        submit(key)
-    calls: dict[int, Call] = {}
+
+def go_on(
+    engine,
+    episodes: list[Episode],
+    prompts: Mapping[int, Row],
+    max_tokens: int,
+    turns,
+    submit: Callable[[int], None],
+    progress: Progress,
+) -> None:
+    """Turn after turn, until all episodes have ended; the first ones are submitted. A key is an episode's number."""
+    calls: dict[int, Any] = {}
     answered: list[tuple[int, Completion]] = []
-    replies: list[tuple[int, ToolReply]] = []
+    replies: list[tuple[int, Any]] = []
     while engine.busy or turns.workers.pending:
         if engine.busy:
             answered += [(key, completion) for key, (completion,) in engine.step()]
         if not (turns.lockstep and engine.busy):
             for key, completion in sorted(answered, key=itemgetter(0)):
                 row = prompts[episodes[key].prompt_index]
-                add_turn(episodes[key], completion, sampling.max_tokens)
+                add_turn(episodes[key], completion, max_tokens)
                 if call := turns.next_call(episodes[key], row.tools):
                     calls[key] = call
                     turns.ask(key, call, episodes[key], row)
@@ -231,12 +160,11 @@ def sample_episodes(
         replies += turns.workers.poll(0.0 if engine.busy else 1.0)
         if not (turns.lockstep and turns.workers.pending):
             for key, reply in sorted(replies, key=itemgetter(0)):
-                if turns.add_observation(episodes[key], calls[key], reply, sampling.max_tokens):
+                if turns.add_observation(episodes[key], calls[key], reply, max_tokens):
                     submit(key)
                 else:
                     progress.add()
             replies = []
-    return episodes
 
 
 def add_turn(episode: Episode, completion: Completion, max_tokens: int) -> None:

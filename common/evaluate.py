@@ -10,13 +10,13 @@ from common.distributed import gather_objects
 from common.engine.books import Sampling
 from common.episodes import Episode, Row, sample_episodes
 from common.flags import Data
+from common.job import Job
 from common.logger import Logger
 from common.look.samples import report, side_by_side, summarize
 from common.metrics import is_correct
 from common.models import sync_engine
 from common.rewards import score_episodes
 from common.rollouts import Rollouts, prompt_data
-from common.setup import Job
 
 
 def evaluate(

@@ -126,8 +126,13 @@ def parse(args_class: type[Args], demo: Args, doc: str) -> tuple[Args, bool]:
     return parsed, is_demo
 
 
+def check_pixels(data: Data) -> None:
+    refuse(data.min_pixels > data.max_pixels, f"--min-pixels {data.min_pixels}: above --max-pixels {data.max_pixels}")
+
+
 def check_shared(data: Data, run: Run, rollout: Rollout) -> None:
     """Refuse what cannot work, or has no effect, of the flags that the RL scripts share."""
+    check_pixels(data)
     refuse(bool(rollout.replay) and rollout.eval_only, "--replay is of training, --eval-only does none")
     needed, given = ("--train-data", data.train_data)
     if rollout.eval_only:
@@ -201,6 +206,8 @@ def explain_foreign(arguments: list[str], args_class: type) -> None:
             continue
         if name.lstrip("-").replace("-", "_") in theirs:
             raise SystemExit(f"{name}: here {theirs[name.lstrip('-').replace('-', '_')]}; see docs/from_verl_trl.md")
+        if key in {flag(item.name) for item in fields(Rollout)}:
+            raise SystemExit(f"{Path(sys.argv[0]).name} has no {key}: grpo.py, ppo.py and curiosity_rl.py have it")
         for script in SCRIPTS:
             if key in script_flags(ROOT / script):
                 raise SystemExit(f"{Path(sys.argv[0]).name} has no {key}: {script} has it")

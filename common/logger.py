@@ -1,4 +1,4 @@
-"""What a run writes about itself: a console line a step, metrics.jsonl, config.json, curves.png, optional trackers."""
+"""What a run writes about itself: a console line a step, metrics.jsonl, config.json, optional trackers."""
 
 import json
 import os

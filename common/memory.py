@@ -1,4 +1,4 @@
-"""Memory of a rank: what each phase of a step will need, and what was used."""
+"""Memory of a rank: what each phase of a step will need, what was used, and what did not fit."""
 
 import os
 import resource
@@ -34,6 +34,7 @@ def memory_phases(
 
     trained, frozen: folders of the models, the policy first; no weights are read. Caches of the allocator come on top.
     """
+    frozen = [] if machine.reference_offload else frozen
     shapes = {path: model_shape(path, machine.trust_remote_code) for path in {*trained, *frozen}}
     ranks = ranks if machine.strategy == "fsdp" else 1
     size = {path: shape[0] / 1e9 for path, shape in shapes.items()}

@@ -1,52 +1,15 @@
-"""Metrics of a step: each rank adds sums and counts, which are reduced over all ranks once, to means."""
+"""Metrics of a step's episodes and of its critic."""
 
 import math
-from collections import Counter
 from collections.abc import Mapping
 
 from torch import Tensor
 
-from common.distributed import all_reduce, gather_objects, world_size
+from common.distributed import all_reduce, world_size
 from common.episodes import FINISH_REASONS, Episode, by_prompt, unequal_groups
+from common.means import Means
 
 RARE_REASONS = sorted(FINISH_REASONS.keys() - {"stop", "length"})  # to finish an episode
-
-
-class Means:
-    """Sums with their counts, by the name of their metric. Tensors stay on their device until `reduce`."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, Tensor | float] = {}
-        self.counts: dict[str, float] = {}
-        self.totals: dict[str, float] = {}
-
-    def add(self, name: str, total: Tensor | float, count: float = 1.0) -> None:
-        """`total` is the sum of `count` values."""
-        total = total.detach().double() if isinstance(total, Tensor) else total
-        self.sums[name] = self.sums.get(name, 0.0) + total
-        self.counts[name] = self.counts.get(name, 0.0) + count
-
-    def add_total(self, name: str, value: float, on_every_rank: bool = False) -> None:
-        """A metric that is a sum and no mean; a value that all ranks know counts once."""
-        self.totals[name] = self.totals.get(name, 0.0) + value / (world_size() if on_every_rank else 1)
-
-    def merge(self, other: "Means") -> None:
-        for name, total in other.sums.items():
-            self.add(name, total, other.counts[name])
-        for name, value in other.totals.items():
-            self.add_total(name, value)
-
-    def reduce(self) -> dict[str, float]:
-        """{name: mean or total over all ranks}; a mean of nothing is left out. All ranks call it together."""
-        sums: Counter = Counter()  # ranks may hold different names: one without episodes has none
-        counts: Counter = Counter()
-        totals: Counter = Counter()
-        own = ({name: float(total) for name, total in self.sums.items()}, self.counts, self.totals)
-        for part_sums, part_counts, part_totals in gather_objects(own):
-            sums.update(part_sums)
-            counts.update(part_counts)
-            totals.update(part_totals)
-        return {name: sums[name] / counts[name] for name in sums if counts[name]} | totals
 
 
 def is_correct(rewards: Mapping[str, float | str]) -> bool:
@@ -85,6 +48,8 @@ def rollout_means(episodes: list[Episode], seconds: dict[str, float], with_tools
 
 def rollout_metrics(metrics: dict[str, float]) -> dict[str, float]:
     """The reduced means of a step with the spread of its rewards, and without reasons to finish that did not occur."""
+    if "reward/mean" not in metrics:
+        raise RuntimeError("not one response of this step could be scored: see the errors above")
     mean_square = metrics.pop("reward/mean_square")
     metrics["reward/std"] = math.sqrt(max(0.0, mean_square - metrics["reward/mean"] ** 2))
     return {name: x for name, x in metrics.items() if x or name.removeprefix("rollout/") not in RARE_REASONS}

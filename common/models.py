@@ -1,4 +1,4 @@
-"""Policy and reference models, tokenizer, the embedded models by name, and the walk over full parameters."""
+"""Policy, critic and reference models, the walk over full parameters, and the export."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ def hidden_states(model: nn.Module, batch: MicroBatch, attention: str, vision: V
     hidden = model(
         **inputs,
         position_ids=batch.position_ids,
-        attention_mask=block_mask(batch) if attention == "flex" else None,
+        attention_mask=block_mask(batch.units, batch.input_ids.device) if attention == "flex" else None,
         use_cache=False,
         **({"units": batch.units} if attention == "sdpa" else {}),
     ).last_hidden_state

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from common.metrics import Means
+from common.means import Means
 from common.precision import LossScale
 
 

@@ -1,4 +1,8 @@
-"""Pictures without torch: opened, checked, resized once for trainer, engine and tools alike."""
+"""Pictures without torch: opened, checked, resized. One rule says how large anything is shown, to policy and trainer.
+
+A picture is decoded and resized once (`Media.open`): trainer and engine see these pixels, the tools cut from the
+encoded originals.
+"""
 
 import hashlib
 import io

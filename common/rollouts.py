@@ -4,24 +4,29 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 
+from common.data.dumps import dump_rollouts
 from common.data.prompts import PromptData, PromptLoader
-from common.distributed import World
+from common.distributed import World, barrier
 from common.engine.books import Sampling
 from common.engine.hf import HuggingFaceEngine
 from common.engine.vllm import VllmEngine
-from common.episodes import Episode, Row, Turns, sample_episodes
+from common.episodes import Episode, Row, sample_episodes
 from common.files import refuse, user_errors
 from common.flags import Data, Rollout, Run, refuse_idle
 from common.hub import EMBEDDED, end_token_ids, end_turns_properly, resolve_model
+from common.job import Job
+from common.look.page import write_page
 from common.memory import memory_plan
 from common.precision import gap_limit
+from common.prepare.embedded import embedded_data
 from common.rewards import RewardWorkers, reward_function, score_episodes
 from common.rewards.model import RewardModel
-from common.setup import Job, embedded_data
 from common.tools import ToolWorkers
+from common.tools.trajectories import Turns
 from common.torch_repair import transformers
 
 
@@ -30,6 +35,7 @@ class Rollouts:
     """What the RL scripts sample from, and score with."""
 
     world: World
+    output_dir: Path
     tokenizer: transformers.PreTrainedTokenizerBase
     flags: Rollout
     run: Run
@@ -55,6 +61,7 @@ class Rollouts:
     def sample(self, prompts: Mapping[int, Row], step: int) -> list[Episode]:
         """--samples-per-prompt episodes of each prompt, by the weights of optimizer step `step`."""
         sampling = Sampling(self.flags.samples_per_prompt, self.flags.max_response_tokens, self.flags.temperature)
+        sampling.check_exact()
         return sample_episodes(
             self.engine, prompts, sampling, seed=self.run.seed, step=step, weights_step=step, turns=self.turns
         )
@@ -65,6 +72,13 @@ class Rollouts:
         if self.reward_model:
             self.engine.sleep()
             self.reward_model.score_episodes(episodes, prompts, self.tokenizer)
+
+    def dump(self, step: int, sampled: list[Episode], trained: list[Episode], advantages: list[float]) -> None:
+        """Write the episodes of a step into the run folder, and a page to look at. All ranks call it together."""
+        folder = self.output_dir / "rollouts"
+        path = dump_rollouts(folder, step, sampled, trained, advantages, self.tokenizer, self.world)
+        if self.world.is_main:
+            write_page(path, self.tokenizer)
 
     def announce(self, updates: int) -> None:
         """What is going to happen, with so many optimizer steps after each rollout."""
@@ -104,9 +118,8 @@ def open_rollouts(
         workers = RewardWorkers(rollout.reward_function, max(1, cpus_of_rank() - 1), rollout.reward_timeout)
         turns = open_turns(job, rollout, tools) if tools else None
     total_steps = run.total_steps
-    if total_steps is None:
-        num_prompts = len(train_data) if train_data else 0
-        total_steps = max(1, round(run.total_epochs * num_prompts / rollout.prompts_per_step))
+    if total_steps is None and train_data:
+        total_steps = max(1, round(run.total_epochs * len(train_data) / rollout.prompts_per_step))
     world.print(memory_plan(rollout, job.machine, world, job.compute_dtype, trained, frozen))
     # before the trainer: it loads by itself, and is asleep when the trainer takes its memory
     engine = None if rollout.replay else start_engine(job, rollout)
@@ -114,6 +127,7 @@ def open_rollouts(
     world.print(f"{job.summary}, rollouts by {rollout.engine}")
     return Rollouts(
         world=world,
+        output_dir=job.output_dir,
         tokenizer=tokenizer,
         flags=rollout,
         run=run,
@@ -124,7 +138,7 @@ def open_rollouts(
         train_data=train_data,
         eval_data=eval_data,
         loader=PromptLoader(len(train_data), run.seed) if train_data else None,
-        total_steps=total_steps,
+        total_steps=total_steps or 0,
         max_gap=rollout.max_logprob_gap or gap_limit(job.compute_dtype),
     )
 
@@ -135,7 +149,8 @@ def read_prompts(
     """Prompts to train on (None with --eval-only) and to evaluate on; an embedded model brings its own."""
     train_files, eval_files = data.train_data, data.eval_data
     if job.run.model in EMBEDDED and not train_files:
-        train_files, held_out = embedded_data(job.run.model, job.output_dir / "data", job.world)
+        train_files, held_out = embedded_data(job.run.model, job.output_dir / "data", write=job.world.is_main)
+        barrier()
         eval_files = eval_files or held_out
     read = partial(prompt_data, job, data, rollout, tools)
     train_data = None if rollout.eval_only else read(train_files, max_rows=data.max_rows)

@@ -1,9 +1,8 @@
-"""What a script needs around its loop; what a user can get wrong is refused before weights are loaded."""
+"""What a script needs before and after its loop; what a user can get wrong is refused before weights are loaded."""
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,99 +13,28 @@ from torch import nn
 from common.attention import choose_attention
 from common.checkpoint import Checkpoints
 from common.distributed import (
-    World,
     at_end,
-    barrier,
     broadcast_object,
     handle_sigterm,
     init_world,
     release_freed_memory,
     sign_of_life,
-    wrap_model,
 )
-from common.dumps import dump_rollouts
-from common.episodes import Episode
-from common.files import refuse, user_errors
+from common.files import user_errors
 from common.flags import Data, Machine, Run, flat, refuse_idle
 from common.hub import load_tokenizer, resolve_model
+from common.job import Job
 from common.logger import Logger, save_config, tracker_names
 from common.look.curves import plot_curves
-from common.look.page import write_page
 from common.memory import remembered_budget
-from common.models import export_hugging_face, load_critic, load_policy
-from common.optimizer import GuardedAdamW
+from common.models import export_hugging_face
 from common.pictures import PixelLimits
 from common.precision import choose_dtype
-from common.torch_repair import transformers
-from common.vision import Vision, load_vision
-
-
-@dataclass
-class Job:
-    """A run as one rank sees it, and its models."""
-
-    script: str
-    world: World
-    output_dir: Path
-    path: str  # folder of the model
-    tokenizer: transformers.PreTrainedTokenizerBase
-    compute_dtype: torch.dtype
-    attention: str
-    limits: PixelLimits
-    vision: Vision | None  # None for a model that reads text alone
-    machine: Machine
-    run: Run
-    summary: str  # of all that, for the console
-
-    def load_policy(self, from_scratch: bool = False) -> nn.Module:
-        """The policy, to be trained: float32 master weights, sharded or replicated."""
-        return self._wrap(load_policy(self.path, from_scratch=from_scratch, **self._trained))
-
-    def load_critic(self, path: str) -> nn.Module:
-        """A critic, to be trained, on the backbone of the model in a folder."""
-        return self._wrap(load_critic(path, **self._trained))
-
-    def load_reference(self) -> nn.Module:
-        """The policy as it was, frozen; its weights are kept as FSDP2 would cast them anyway."""
-        dtype = self.compute_dtype if self.machine.strategy == "fsdp" else torch.float32
-        reference = load_policy(self.path, dtype=dtype, **self._loaded).requires_grad_(False)
-        return self._wrap(reference).to(self.reference_device)
-
-    def adamw(self, model: nn.Module, weight_decay: float, max_grad_norm: float, **options) -> GuardedAdamW:
-        """Its optimizer, with loss scale and offload as the machine asks for; options as for `GuardedAdamW`."""
-        options |= {"weight_decay": weight_decay, "max_grad_norm": max_grad_norm}
-        return GuardedAdamW(model, self.compute_dtype, offload=self.machine.optimizer_offload, **options)
-
-    def dump(self, step: int, sampled: list[Episode], trained: list[Episode], advantages: list[float]) -> None:
-        """Write the episodes of a step into the run folder, and a page to look at. All ranks call it together."""
-        folder = self.output_dir / "rollouts"
-        path = dump_rollouts(folder, step, sampled, trained, advantages, self.tokenizer, self.world)
-        if self.world.is_main:
-            write_page(path, self.tokenizer)
-
-    @property
-    def reference_device(self) -> torch.device:
-        """Where the reference model is when it is not used."""
-        return torch.device("cpu") if self.machine.reference_offload else self.world.device
-
-    @property
-    def _loaded(self) -> dict[str, Any]:
-        options = {"attention": self.attention, "vision": self.vision}
-        return options | {"trust_remote_code": self.machine.trust_remote_code}
-
-    @property
-    def _trained(self) -> dict[str, Any]:
-        options = {"gradient_checkpointing": self.machine.gradient_checkpointing}
-        options |= {"freeze_vision": self.machine.freeze_vision, "compile_layers": self.machine.compile}
-        return self._loaded | options
-
-    def _wrap(self, model: nn.Module) -> nn.Module:
-        return wrap_model(model, self.world, self.machine.strategy, self.compute_dtype)
+from common.vision import load_vision
 
 
 def open_job(script: str, data: Data, machine: Machine, run: Run, demo: bool) -> Job:
     """Join the process group, choose device and dtype, find the model."""
-    refuse(data.min_pixels > data.max_pixels, f"--min-pixels {data.min_pixels}: above --max-pixels {data.max_pixels}")
     world = init_world(run.stall_minutes)
     if demo:
         world.print("no --model given: running the embedded demo")
@@ -131,19 +59,6 @@ def open_job(script: str, data: Data, machine: Machine, run: Run, demo: bool) ->
     return Job(
         script, world, output_dir, path, tokenizer, compute_dtype, attention, limits, vision, machine, run, summary
     )
-
-
-def embedded_data(name: str, folder: Path, world: World, supervised: bool = False) -> tuple[str, str]:
-    """(training file, evaluation file) of an embedded model's task, generated into `folder` by rank 0."""
-    if world.is_main:
-        if name == "tiny":
-            from common.prepare import tiny as generator
-        else:
-            from common.prepare import tiny_vl as generator
-        (generator.write_supervised_data if supervised else generator.write_demo_data)(folder)
-    barrier()
-    suffix = "jsonl" if supervised else "parquet"
-    return str(folder / f"train.{suffix}"), str(folder / f"eval.{suffix}")
 
 
 def open_logger(job: Job, args: Any, total_steps: int, checkpoints: Checkpoints, *, record: bool = True) -> Logger:

@@ -1,7 +1,6 @@
-"""Images and videos of Qwen2-VL and Qwen2.5-VL: one resize for trainer and engine, placeholders, M-RoPE positions.
+"""Images and videos of Qwen2-VL and Qwen2.5-VL: placeholders, M-RoPE positions, patches.
 
-A picture is decoded and resized once (`Media.open`). The engine gets these pixels with its own resizing switched off,
-the trainer cuts the same pixels into patches; the tools see the encoded originals.
+The engine gets the pixels of `Media` with its own resizing switched off, the trainer cuts the same into patches.
 """
 
 from collections.abc import Sequence

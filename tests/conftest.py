@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import is_dataclass
 from functools import partial, partialmethod
 from pathlib import Path
 
@@ -24,6 +25,7 @@ import common.torch_repair  # noqa: F401  (before anything of transformers is im
 from common.distributed import World, init_world
 from common.engine.books import Sampling
 from common.episodes import Episode
+from common.flags import parse
 
 ROOT = Path(__file__).resolve().parent.parent
 # A test that joins a process group of one leaves these behind; a script must not think it is part of it.
@@ -117,6 +119,24 @@ def random_episodes(seed: int, prompts: int = 3, samples: int = 4, vocab: int = 
     return episodes
 
 
+def make_args(script, **flags):
+    """Args of a script (the module), each flag in the group that has it."""
+    args = script.Args()
+    for name, value in flags.items():
+        groups = [part for part in (args, *vars(args).values()) if is_dataclass(part) and name in vars(part)]
+        assert len(groups) == 1, f"{script.__name__}.py has no flag {name}"
+        setattr(groups[0], name, value)
+    return args
+
+
+def checked_args(script, monkeypatch, *arguments: str):
+    """Args of a script (the module) that is called with these arguments, after it has checked them."""
+    monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *arguments])
+    args, _ = parse(script.Args, script.DEMO, script.__doc__)
+    script.check_args(args)
+    return args
+
+
 def generate(engine, prompts: list[list[int]], sampling: Sampling, seeds: list[int], weights_step: int):
     """Completions of each prompt, all requests submitted at once."""
     for key, (ids, seed) in enumerate(zip(prompts, seeds)):
@@ -191,6 +211,7 @@ def metrics_of(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+LITTLE_CACHE = ["--engine-memory", 0.25]  # for runs with vLLM: filling the default's gigabyte takes a second a rank
 UNEQUAL = ("time/", "memory/", "rollout/tokens_per_s")  # what an interruption may change
 
 

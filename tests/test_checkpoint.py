@@ -1,12 +1,18 @@
 """Retention and pointers of checkpoints; exactness of a resume is tested by the scripts' own runs."""
 
+import json
+import math
 import shutil
 
 import pytest
 import torch
 from torch import nn
 
-from common.checkpoint import checkpoint_bytes, find_checkpoint, load_checkpoint, save_checkpoint
+import grpo
+from common.checkpoint import Checkpoints, checkpoint_bytes, find_checkpoint, load_checkpoint, save_checkpoint
+from common.data.prompts import PromptLoader
+from common.flags import Run
+from common.optimizer import GuardedAdamW
 
 
 def trained(seed: int):
@@ -126,3 +132,156 @@ def test_resume_by_path_and_its_errors(tmp_path, world):
     (step / "trainer.json").unlink()
     with pytest.raises(SystemExit, match="step_000010"):
         find_checkpoint(tmp_path, "auto", world)
+
+
+# --- Checkpoints: what a run saves, and goes on with --------------------------------------------------------------
+
+
+def adamw(seed: int, dtype=torch.float16, **options) -> GuardedAdamW:
+    torch.manual_seed(seed)
+    return GuardedAdamW(nn.Linear(4, 3), dtype, **({"weight_decay": 0.0, "max_grad_norm": 0.0} | options))
+
+
+def checkpoints(folder, world, names=("policy",), state=(), resume="auto", keep=1, **options) -> Checkpoints:
+    optimizers = {name: adamw(seed) for seed, name in enumerate(names, start=5)}
+    run = Run(resume=resume, keep_checkpoints=keep)
+    return Checkpoints(folder, run, world, optimizers=optimizers, state=dict(state), **options)
+
+
+def record_of(folder, step: int) -> dict:
+    return json.loads((folder / "checkpoints" / f"step_{step:06d}" / "trainer.json").read_text())
+
+
+SCALE = {"scale": 8.0, "good_steps": 3, "dynamic": True}
+OTHER = {"scale": 2.0, "good_steps": 1, "dynamic": True}
+LOADER = {"consumed": 9, "seed": 0, "num_rows": 20}
+
+
+def save_as_before(folder, world, record, names=("policy",)) -> dict:
+    """A checkpoint with the trainer.json of the scripts before `Checkpoints` (commit 89afd0e), of step 7."""
+    torch.manual_seed(1)
+    models = {name: nn.Linear(4, 3) for name in names}
+    of_all = {}
+    for name, model in models.items():
+        of_all[name] = (model, torch.optim.AdamW(model.parameters(), lr=0.1))
+        model(torch.ones(2, 4)).sum().backward()
+        of_all[name][1].step()
+    assert save_checkpoint(folder / "checkpoints", 7, of_all, record, world, keep=1)
+    return models
+
+
+def same_weights(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def test_a_run_of_older_scripts_goes_on(tmp_path, world):
+    """There the loss scale of the only optimizer had no name."""
+    record = {"best": 0.25, "kl_coef": 0.03, "loader": LOADER, "loss_scale": SCALE}
+    models = save_as_before(tmp_path, world, record)
+    loader, controller = PromptLoader(20, seed=0), grpo.KLController(0.01, target=0.1, horizon=100.0)
+    now = checkpoints(tmp_path, world, state={"loader": loader, "kl_coef": controller})
+    assert now.resume() == now.start == 7 and now.resumed.name == "step_000007"
+    assert now.best == 0.25 and loader.consumed == 9 and controller.coef == 0.03
+    optimizer = now.optimizers["policy"]
+    assert optimizer.scale == 8.0 and optimizer.loss_scale.good_steps == 3
+    assert same_weights(optimizer.model, models["policy"]) and len(optimizer.optimizer.state) == 2
+
+
+def test_a_run_of_the_older_ppo_goes_on(tmp_path, world):
+    """There it had: one for each of two models."""
+    record = {"best": -math.inf, "kl_coef": 0.0, "loader": LOADER, "loss_scale": {"policy": SCALE, "critic": OTHER}}
+    models = save_as_before(tmp_path, world, record, names=("policy", "critic"))
+    now = checkpoints(tmp_path, world, names=("policy", "critic"), state={"loader": PromptLoader(20, seed=0)})
+    assert now.resume() == 7 and now.best == -math.inf
+    assert [now.optimizers[name].scale for name in ("policy", "critic")] == [8.0, 2.0]
+    assert all(same_weights(now.optimizers[name].model, models[name]) for name in models)
+    policy_alone = checkpoints(tmp_path, world)  # --eval-only
+    assert policy_alone.resume() == 7 and policy_alone.optimizers["policy"].scale == 8.0
+    assert same_weights(policy_alone.optimizers["policy"].model, models["policy"])
+
+
+def test_without_a_checkpoint_a_run_begins(tmp_path, world):
+    for resume in ("auto", "never"):
+        now = checkpoints(tmp_path, world, resume=resume)
+        before = [p.clone() for p in now.optimizers["policy"].model.parameters()]
+        assert now.resume() == 0 == now.start and now.resumed is None and now.best == -math.inf
+        assert all(map(torch.equal, before, now.optimizers["policy"].model.parameters()))
+
+
+@pytest.mark.parametrize(
+    "lowest, metrics, best",
+    [
+        (False, [0.5, 0.2, None, 0.7, 0.7], [0.5, 0.5, 0.5, 0.7, 0.7]),
+        (True, [2.0, 3.0, None, 1.0], [2.0, 2.0, 2.0, 1.0]),
+    ],
+)
+def test_the_best_is_the_highest_or_the_lowest(tmp_path, world, lowest, metrics, best):
+    """The first of equal ones; a step without an evaluation is none. A resumed run knows it."""
+    for step, (metric, expected) in enumerate(zip(metrics, best, strict=True), start=1):
+        now = checkpoints(tmp_path, world, lowest_is_best=lowest)
+        assert now.resume() == step - 1
+        now.save(step, metric)
+        assert now.best == record_of(tmp_path, step)["best"] == expected
+        assert (tmp_path / "checkpoints" / "best").read_text() == f"step_{1 + best.index(expected):06d}"
+    kept = {path.name for path in (tmp_path / "checkpoints").glob("step_*")}
+    assert kept == {f"step_{len(metrics):06d}", f"step_{1 + best.index(best[-1]):06d}"}
+
+
+def test_a_run_that_is_never_evaluated_has_no_best(tmp_path, world):
+    now = checkpoints(tmp_path, world, lowest_is_best=True)
+    now.save(1, None)
+    assert not (tmp_path / "checkpoints" / "best").exists()
+    again = checkpoints(tmp_path, world, lowest_is_best=True)
+    assert again.resume() == 1 and again.best == math.inf
+
+
+def test_a_save_that_failed_is_not_the_best(tmp_path, world, monkeypatch, capsys):
+    now = checkpoints(tmp_path, world)
+    now.save(1, 0.5)
+    monkeypatch.setattr("common.checkpoint.free_bytes", lambda folder: 0)
+    now.save(2, 0.9)
+    assert now.best == 0.5 and "no checkpoint of step 2" in capsys.readouterr().out
+    monkeypatch.undo()
+    now.save(3, 0.7)
+    assert now.best == 0.7 and (tmp_path / "checkpoints" / "best").read_text() == "step_000003"
+
+
+def test_what_is_saved_and_what_is_left_out(tmp_path, world):
+    """A state that is None (no loader with --eval-only) is neither saved nor asked for."""
+    loader = PromptLoader(20, seed=0)
+    loader.next(13)
+    controller = grpo.KLController(0.5, target=0.1, horizon=100.0)
+    now = checkpoints(tmp_path, world, state={"loader": loader, "kl_coef": controller, "nothing": None})
+    now.optimizers["policy"].loss_scale.good_steps = 2
+    now.save(4, 0.5)
+    assert record_of(tmp_path, 4) == {
+        "step": 4,
+        "world_size": 1,
+        "best": 0.5,
+        "loader": {"consumed": 13, "seed": 0, "num_rows": 20},
+        "kl_coef": 0.5,
+        "loss_scale": {"policy": {"scale": 2.0**14, "good_steps": 2, "dynamic": True}},
+    }
+    looking = checkpoints(tmp_path, world, state={"loader": None, "kl_coef": None})
+    assert looking.resume() == 4 and looking.state == {}
+
+
+def test_a_disk_without_room_for_all_that_will_be_kept_is_told(tmp_path, world, monkeypatch, capsys):
+    now = checkpoints(tmp_path, world, keep=3)
+    needed = 5 * checkpoint_bytes(now.trained)  # besides the three, the best and the one being written
+    for free, told in ((needed, False), (needed - 1, True)):
+        monkeypatch.setattr("common.checkpoint.free_bytes", lambda folder, free=free: free)
+        now.warn_if_large()
+        assert ("lower --keep-checkpoints" in capsys.readouterr().out) == told
+
+
+@pytest.mark.parametrize(
+    "target, saved, coef",
+    [(0.0, 0.9, 0.05), (0.1, 0.9, 0.9), (0.1, 0.0, 0.05), (0.1, None, 0.05), (0.0, None, 0.05)],
+)
+def test_a_fixed_kl_coefficient_is_that_of_the_flag_after_a_resume(tmp_path, world, target, saved, coef):
+    """One that adapts goes on where it was, unless the run before had no KL at all."""
+    save_as_before(tmp_path, world, {"best": 0.0, "kl_coef": saved, "loss_scale": SCALE})
+    controller = grpo.KLController(0.05, target, horizon=100.0)
+    checkpoints(tmp_path, world, state={"kl_coef": controller}).resume()
+    assert controller.coef == controller.state_dict() == coef

@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+from conftest import checked_args, make_args
 from test_turns import build_tokenizer
 
 import curiosity_rl
 from common.data import visual_qa
 from common.episodes import Episode
-from common.evaluate import report, side_by_side, summarize, wilson_interval
+from common.look.samples import report, side_by_side, summarize, wilson_interval
 from common.metrics import is_correct
 from common.rewards import reward_function, visual_qa_reward
 from curiosity_rl import Args, ReplayMemory, curiosity_terms, num_calls, shape_rewards
@@ -38,7 +40,7 @@ class Image:
 
 
 def args(**options) -> Args:
-    return Args(model="", **options)
+    return make_args(curiosity_rl, **options)
 
 
 # spec/pixel_reasoner.md 5.3: groups of 8
@@ -139,14 +141,13 @@ def test_the_veto_looks_at_the_trajectory_itself():
 
 def test_the_formula_is_the_papers_unless_the_codes_is_asked_for():
     """Defect: the released code's bonus is not the paper's."""
-    assert Args(model="").curiosity == "paper"
-    defaults = Args(model="")
+    assert Args().curiosity == "paper"
+    defaults = Args()
     assert (defaults.curiosity_alpha, defaults.call_penalty, defaults.curiosity_target, defaults.free_calls) == (
         0.5, 0.05, 0.3, 1,
     )  # fmt: skip
-    assert (defaults.clip_low, defaults.clip_high, defaults.kl_in, defaults.advantage) == (
-        0.2, 0.35, "none", "group-mean",
-    )  # fmt: skip
+    assert (defaults.clip_low, defaults.clip_high, defaults.advantage) == (0.2, 0.35, "group-mean")
+    assert not {"kl_in", "kl_coef", "entropy_coef", "dual_clip"} & vars(defaults).keys(), "nothing besides the clip"
 
 
 # --- replay -------------------------------------------------------------------------------------------------------
@@ -166,7 +167,7 @@ def test_samples_are_replayed_by_their_advantage(world, tmp_path):
 
 def test_what_taught_nothing_is_not_kept(world, tmp_path):
     m = memory(world, tmp_path)
-    m.add([replace(episode(1.0), loss_mask=[0, 0, 0])], [0.7], step=0)  # --mask-truncated
+    m.add([replace(episode(1.0), loss_mask=[0, 0, 0])], [0.7], step=0)
     m.add([episode(0.0), episode(1.0)], [0.0, 0.5], step=0)
     assert [e.rewards["advantage"] for e in m.draw(5, 0)] == [0.5]
 
@@ -354,24 +355,18 @@ def test_folders_count_as_moved_only_if_the_picture_is_there_and_nowhere_else(tm
         ["--loss-length", "200"],
         ["--tools", "", "--curiosity-alpha", "1"],
         ["--tools", "", "--count-calls", "successful"],
-        ["--dynamic-sampling", "5", "--replay-share", "0.3"],
+        ["--filter-equal", "--no-compare-tools", "--clip-high", "0.3"],
+        ["--lr-schedule", "constant", "--lr-floor", "0.1"],
     ],
 )
 def test_flags_without_effect_are_refused(flags, monkeypatch):
     """Defect: many of the original's flags were ignored in silence."""
-    import sys
-
-    import tyro
-
-    monkeypatch.setattr(sys, "argv", ["curiosity_rl.py", *flags])
-    with pytest.raises(SystemExit, match=flags[-2]):
-        curiosity_rl.check_args(tyro.cli(Args, args=["--model", "tiny-vl", *flags]))
+    with pytest.raises(SystemExit, match=f"{flags[-2]} .*has no effect"):
+        checked_args(curiosity_rl, monkeypatch, "--model", "tiny-vl", *flags)
 
 
 def test_the_constant_divisor_is_that_of_the_released_code():
     """Sum of token losses / 200 for each sequence: --reduction dr_grpo --loss-length 200."""
-    import torch
-
     weights = curiosity_rl.token_weights("dr_grpo", torch.tensor([3.0, 7.0]), 10.0, 4.0, 200)
     assert weights.tolist() == pytest.approx([1 / 800] * 2)
     assert not math.isnan(weights.sum())

@@ -4,10 +4,10 @@ import json
 
 import pyarrow.parquet as pq
 import pytest
-from conftest import kill_once, metrics_of, run_script, steps_of
+from conftest import LITTLE_CACHE, kill_once, metrics_of, run_script, steps_of
 
 SIZES = ["--prompts-per-step", 8, "--samples-per-prompt", 4, "--eval-rows", 8, "--tool-workers", 2]
-SIZES += ["--replay-share", 0.5]
+SIZES += ["--replay-share", 0.5, *LITTLE_CACHE]
 STEPS = ["--total-steps", 4, "--deterministic", "--dump-rollouts-every", 1, "--save-every", 1, "--keep-checkpoints", 9]
 
 
@@ -16,6 +16,11 @@ def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "whole"
     run_script("curiosity_rl.py", *SIZES, *STEPS, "--output-dir", folder, ranks=2)
     return folder
+
+
+def data_of(run) -> list:
+    """What the demo has written for itself, which takes ten seconds."""
+    return [f"--{part}-data={run / 'data' / part}.parquet" for part in ("train", "eval")]
 
 
 def rows_of(folder, step: int) -> list[dict]:
@@ -47,9 +52,9 @@ def test_the_demo_looks_is_rewarded_and_replays(whole):
 
 
 def test_kill_and_resume_with_a_replay_memory_equals_an_uninterrupted_run(whole, tmp_path):
-    arguments = ["curiosity_rl.py", *SIZES, *STEPS, "--output-dir", tmp_path / "killed"]
+    arguments = ["curiosity_rl.py", *SIZES, *STEPS, *data_of(whole), "--output-dir", tmp_path / "killed"]
     kill_once(*arguments, ranks=2, after_step=3)
-    run_script(*arguments, ranks=2)
+    run_script(*arguments, ranks=2, fresh=True)
     assert any(record.get("event") == "resumed" for record in metrics_of(tmp_path / "killed"))
     assert steps_of(tmp_path / "killed") == steps_of(whole)
     weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (whole, tmp_path / "killed")]
@@ -60,26 +65,27 @@ def test_replay_of_a_dump_with_replayed_samples_repeats_its_update(whole, tmp_pa
     steps = steps_of(whole)
     step = next(step for step in (4, 3, 2) if steps[step]["replay/samples"])
     dump, before = whole / f"rollouts/step_{step:06d}.parquet", whole / f"checkpoints/step_{step - 1:06d}"
-    run_script(
-        "curiosity_rl.py", *SIZES, *STEPS, "--replay", dump, "--resume", before, "--output-dir", tmp_path, ranks=2
-    )
+    replay = ["--replay", dump, "--resume", before, *data_of(whole), "--output-dir", tmp_path]
+    run_script("curiosity_rl.py", *SIZES, *STEPS, *replay, ranks=2)
     names = ("policy/loss", "optim/grad_norm", "policy/rollout_logprob_gap", "reward/mean", "replay/samples")
     assert [steps_of(tmp_path)[step][n] for n in names] == [steps[step][n] for n in names]
 
 
-def test_evaluation_with_and_without_tools_side_by_side(tmp_path):
+def test_evaluation_with_and_without_tools_side_by_side(whole, tmp_path):
     """The demo's policy by its name: what it cannot read it guesses, without tools always."""
     options = ["--model", "tiny-vl", "--tools", "crop_image_normalized", "--max-prompt-tokens", 96, "--max-turns", 4]
     options += ["--max-response-tokens", 192, "--max-pixels", 12_544, "--max-frame-pixels", 12_544, "--dtype", "fp32"]
-    evaluation = ["--eval-only", "--compare-tools", "--eval-rows", 64, "--eval-temperature", 1.0]
+    options += LITTLE_CACHE
+    evaluation = ["--eval-only", "--compare-tools", "--eval-rows", 32, "--eval-temperature", 1.0]
+    evaluation += data_of(whole)[1:]
     done = run_script("curiosity_rl.py", *options, *evaluation, "--output-dir", tmp_path, ranks=2)
     header, line = done.stdout.strip().splitlines()[-2:]
     assert header.split() == ["source", "rows", "with", "tools", "without"]
     samples, blind = (
         pq.read_table(tmp_path / f"eval_samples{suffix}.parquet").to_pylist() for suffix in ("", "_without_tools")
     )
-    assert [s["row"] for s in samples] == [s["row"] for s in blind] == list(range(64))
+    assert [s["row"] for s in samples] == [s["row"] for s in blind] == list(range(32))
     assert any(s["calls"] for s in samples) and "<tool_call>" not in "".join(s["prompt"] for s in blind)
-    accuracies = [sum(s["correct"] for s in part) / 64 for part in (samples, blind)]
-    assert line.split()[:3] == ["tiny-vl", "64", f"{accuracies[0]:.3f}"] and f" {accuracies[1]:.3f} (" in line
+    accuracies = [sum(s["correct"] for s in part) / 32 for part in (samples, blind)]
+    assert line.split()[:3] == ["tiny-vl", "32", f"{accuracies[0]:.3f}"] and f" {accuracies[1]:.3f} (" in line
     assert accuracies[0] > accuracies[1] + 0.2

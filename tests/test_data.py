@@ -2,14 +2,13 @@
 
 import json
 import re
-import subprocess
-import sys
 from itertools import chain
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from conftest import run_script
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -301,9 +300,7 @@ def test_a_loader_of_nothing_is_refused():
 def test_command_line(tmp_path, tokenizer, name):
     tokenizer.save_pretrained(tmp_path / "tok")
     path = write(tmp_path / "a.parquet", [row(), row("What?", data_source="aime"), row(data_source=None)])
-    command = [sys.executable, "-m", "common.look", path, "--rows", "1", "--tokenizer", name or str(tmp_path / "tok")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
-    assert done.returncode == 0, done.stderr
+    done = run_script("-m", "common.look", path, "--rows", 1, "--tokenizer", name or tmp_path / "tok")
     for text in (
         "3 rows, 1 of them unusable",
         "list<",
@@ -315,7 +312,6 @@ def test_command_line(tmp_path, tokenizer, name):
 
 
 def test_command_line_without_the_file(tmp_path):
-    command = [sys.executable, "-m", "common.look", str(tmp_path / "nothing.jsonl")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    done = run_script("-m", "common.look", tmp_path / "nothing.jsonl", check=False)
     assert done.returncode == 1
     assert "nothing.jsonl" in done.stderr and "Traceback" not in done.stderr

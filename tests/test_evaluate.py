@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from common.evaluate import format_table, maj_at_k, pass_at_k, summarize, wilson_interval
+from common.look.samples import format_table, maj_at_k, pass_at_k, summarize, wilson_interval
 from common.metrics import is_correct
 
 

@@ -235,10 +235,10 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_text_takes_linear_time(name):
     score_geo3k(r"\boxed{x+1}", "1+x")  # imports math-verify
-    start = time.perf_counter()
+    start = time.process_time()
     for truth in ("5", r"2\sqrt{221}", "(1, 2)", "(" + "1," * 200 + "1)"):
         assert score_geo3k(HOSTILE[name], truth)["acc"] == (name in ("boxes", "spaces") and truth == "5")
-    assert time.perf_counter() - start < 2.0
+    assert time.process_time() - start < 2.0
 
 
 def test_no_response_raises():

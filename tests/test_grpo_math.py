@@ -8,13 +8,18 @@ import statistics
 
 import pytest
 import torch
-import tyro
-from common.arguments import check_shared_args
+from conftest import checked_args
+from test_objectives import surrogate as objective_surrogate
 
 import grpo
 import sft
+from common.distributed import World
 from common.episodes import Episode
-from common.precision import LossScale, guarded_step
+from common.optimizer import guarded_step, lr_factor
+from common.packing import split_minibatches
+from common.precision import LossScale
+from common.rollouts import open_rollouts
+from common.setup import open_job
 
 # --- group_advantages ---------------------------------------------------------------------------------------------
 
@@ -111,7 +116,7 @@ def surrogate_by_cases(logratio, advantage, dual_clip):
 
 
 def surrogate(logprobs, old_logprobs, advantages, dual_clip):
-    return grpo.surrogate("ppo", logprobs, old_logprobs, advantages, None, LOW, HIGH, dual_clip)
+    return objective_surrogate("ppo", logprobs, old_logprobs, advantages, None, LOW, HIGH, dual_clip)
 
 
 def grid_tensors():
@@ -211,11 +216,9 @@ def test_weights_are_constants_in_the_dtype_of_the_script():
 # --- lr_factor ----------------------------------------------------------------------------------------------------
 
 SCHEDULES = ["constant", "linear", "cosine"]
-both_scripts = pytest.mark.parametrize("lr_factor", [grpo.lr_factor, sft.lr_factor], ids=["grpo", "sft"])
 
 
-@both_scripts
-def test_first_step_trains_and_no_factor_exceeds_one(lr_factor):
+def test_first_step_trains_and_no_factor_exceeds_one():
     for schedule, warmup, total, floor in itertools.product(
         SCHEDULES, [0, 0.0, 0.1, 0.5, 1.0, 3, 10], [1, 2, 10, 40], [0.0, 0.1]
     ):
@@ -223,17 +226,15 @@ def test_first_step_trains_and_no_factor_exceeds_one(lr_factor):
         assert all(0 < factor <= 1 for factor in factors), (schedule, warmup, total, floor, factors)
 
 
-@both_scripts
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_warmup_in_steps_and_as_a_share(lr_factor, schedule):
+def test_warmup_in_steps_and_as_a_share(schedule):
     ramp = [0.25, 0.5, 0.75, 1.0]
     for warmup, total in ((4, 40), (4.0, 400), (0.1, 40), (0.2, 20), (0.1, 42)):
         assert [lr_factor(step, total, warmup, schedule, 0.0) for step in range(4)] == ramp, (warmup, total)
     assert lr_factor(0, 40, 1.0, schedule, 0.0) == 1.0, "1 is one step, not all steps"
 
 
-@both_scripts
-def test_closed_forms_after_the_warmup(lr_factor):
+def test_closed_forms_after_the_warmup():
     """10 steps of warm-up, 40 of decay to a floor of 0.1; a quarter, a half and all of the way."""
     cosine = {10: 1.0, 20: 0.1 + 0.9 * (2 + math.sqrt(2)) / 4, 30: 0.55, 50: 0.1}
     linear = {10: 1.0, 20: 0.775, 30: 0.55, 50: 0.1}
@@ -263,7 +264,7 @@ def test_minibatches_are_a_partition_by_prompts_whatever_the_ranks(minibatches):
         prompts_of = [[] for _ in range(minibatches)]
         for rank in range(size):
             episodes = episodes_of_rank(11, 4, rank, size)
-            split = grpo.split_minibatches(episodes, list(range(11)), minibatches, seed=5, step=7)
+            split = split_minibatches(episodes, list(range(11)), minibatches, seed=5, step=7)
             assert len(split) == minibatches
             assert sorted(i for selected in split for i in selected) == list(range(len(episodes)))
             for prompts, selected in zip(prompts_of, split):
@@ -279,7 +280,7 @@ def test_minibatches_are_a_partition_by_prompts_whatever_the_ranks(minibatches):
 def test_minibatches_change_with_step_and_seed():
     episodes = episodes_of_rank(32, 2, 0, 1)
     draws = ((0, 0), (0, 1), (1, 0), (0, 0))
-    split = [grpo.split_minibatches(episodes, list(range(32)), 2, seed, step) for seed, step in draws]
+    split = [split_minibatches(episodes, list(range(32)), 2, seed, step) for seed, step in draws]
     assert split[0] != split[1] and split[0] != split[2] and split[0] == split[3]
 
 
@@ -422,7 +423,10 @@ def test_guarded_step_without_any_gradient_changes_nothing():
         ("--kl-in loss --kl-coef 0.01 --kl-estimator k1", "--kl-in loss with k1: no gradient on average"),
         ("--kl-in reward --kl-coef 0.01 --kl-estimator k3", "--kl-in reward with k3: biased there"),
         ("--kl-in reward --kl-coef 0.01", "--kl-in reward with --advantage group-std"),
-        ("--kl-in reward --kl-coef 0.01 --kl-horizon 100", "--kl-horizon 100.0 has no effect: needs --kl-target"),
+        (
+            "--kl-in loss --kl-coef 0.01 --kl-estimator k2 --kl-horizon 9",
+            "--kl-horizon 9.0 has no effect: needs --kl-target",
+        ),
         ("--clip-high 0.28", "--clip-high 0.28 has no effect: needs several --minibatches"),
         ("--objective=gspo", "--objective gspo has no effect: needs several --minibatches"),
         ("--minibatches 2 --objective cispo --dual-clip 4", "--dual-clip 4.0 has no effect: needs --objective ppo"),
@@ -440,9 +444,8 @@ def test_guarded_step_without_any_gradient_changes_nothing():
     ],
 )
 def test_what_cannot_work_or_has_no_effect_is_refused(flags, message, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["grpo.py", *flags.split()])
     with pytest.raises(SystemExit) as refusal:
-        grpo.check_args(tyro.cli(grpo.Args, default=grpo.DEMO))
+        checked_args(grpo, monkeypatch, *flags.split())
     assert str(refusal.value).startswith(message)
 
 
@@ -452,23 +455,30 @@ def test_what_cannot_work_or_has_no_effect_is_refused(flags, message, monkeypatc
 )
 def test_what_works_is_not_refused(flags, monkeypatch):
     """The demo sets flags of its own: only what was typed can be idle."""
-    monkeypatch.setattr("sys.argv", ["grpo.py", *flags.split()])
-    args = tyro.cli(grpo.Args, default=grpo.DEMO)
-    grpo.check_args(args)
-    check_shared_args(args)
+    assert checked_args(grpo, monkeypatch, *flags.split()).run.model == "tiny"
 
 
 IDLE = ["--lr-floor 0.2 --lr-schedule constant", "--total-epochs 2", "--eval-samples 4"]
 
 
-@pytest.mark.parametrize("flags", [*IDLE, "--engine-memory 1 --engine hf", "--sleep-level 2"])
+@pytest.mark.parametrize("flags", [*IDLE, "--engine-memory 1 --engine hf"])
 def test_idle_flags_that_all_scripts_share(flags, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["grpo.py", *flags.split()])
     with pytest.raises(SystemExit, match=f"{flags.split()[0]} .* has no effect"):
-        check_shared_args(tyro.cli(grpo.Args, default=grpo.DEMO))
+        checked_args(grpo, monkeypatch, *flags.split())
 
 
 def test_an_embedded_model_with_other_data_has_nothing_to_be_evaluated_on(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["grpo.py", "--train-data", "x.jsonl", "--eval-every", "5"])
     with pytest.raises(SystemExit, match="--eval-every 5 has no effect: needs --eval-data"):
-        check_shared_args(tyro.cli(grpo.Args, default=grpo.DEMO))
+        checked_args(grpo, monkeypatch, "--train-data", "x.jsonl", "--eval-every", "5")
+
+
+@pytest.mark.parametrize("flags", ["--sleep-level 2", "--optimizer-offload", "--reference-offload"])
+def test_what_takes_a_gpu_is_refused_without_one(flags, monkeypatch, tmp_path):
+    """Known once the run has joined its process group."""
+    world = World(0, 1, 0, torch.device("cpu"))
+    monkeypatch.setattr("common.setup.init_world", lambda *_: world)
+    charged = "--kl-in loss --kl-coef 0.01 --kl-estimator k2 --output-dir"
+    args = checked_args(grpo, monkeypatch, *flags.split(), *charged.split(), str(tmp_path))
+    with pytest.raises(SystemExit, match=f"{flags.split()[0]} .* has no effect: needs a GPU"):
+        job = open_job("grpo", args.data, args.machine, args.run, demo=True)
+        open_rollouts(job, args.data, args.rollout, args.run, trained=[], frozen=[])

@@ -1,7 +1,7 @@
 """The house: what imports what, what stays light, how long and how dense a file may become (design, section 1).
 
-A rule takes the texts of files by their paths, and returns what breaks it, in words. Those in ENFORCED hold for the
-repository; the others wait until their files have been rewritten. Each is shown to find what it is there to find.
+A rule takes the texts of files by their paths, and returns what breaks it, in words. Each is shown to find what it
+is there to find.
 """
 
 import ast
@@ -19,22 +19,11 @@ from conftest import ROOT, script_environment
 Sources = dict[str, str]  # path, relative to the repository -> text
 Graph = dict[str, set[str]]  # module -> modules that it imports
 
-ENFORCED = {
-    "length of files in common/",
-    "length of common/",
-    "folders of common/",
-    "circles",
-    "circles of folders",
-    "longest chain",
-    "imports resolve",
-    "paths exist",
-    "transformers is repaired",
-}
 SCRIPTS = {"grpo.py": 540, "ppo.py": 600, "curiosity_rl.py": 600, "sft.py": 300}  # lines
 MAIN_LINES, FUNCTION_LINES, NESTING, OWN_FLAGS = 130, 60, 4, 45
 SPLATS = {"grpo.py": 3, "ppo.py": 5, "curiosity_rl.py": 5, "sft.py": 3}  # in main, like the local names
 NAMES = {"grpo.py": 50, "ppo.py": 60, "curiosity_rl.py": 60, "sft.py": 50}
-FILE_LINES, CORE_LINES = 300, 3750
+FILE_LINES, CORE_LINES = 300, 4600
 ROOMS = {"data": 1500, "rewards": 2000, "tools": 1800, "prepare": 2500, "look": 900}  # folders of common/, in lines
 CONTRACTED = {*ROOMS, "engine"}
 CHAIN = 10  # modules, folders being one each
@@ -354,11 +343,6 @@ def rule_script_tuples(sources: Sources) -> list[str]:
     return [f"{name}:{line}" for name, text in scripts(sources) for line in tuple_packing(text)]
 
 
-def rule_common_tuples(sources: Sources) -> list[str]:
-    inside = ((path, text) for path, text in sources.items() if path.startswith("common/"))
-    return [f"{path}:{line}" for path, text in inside for line in tuple_packing(text)]
-
-
 def rule_readme(sources: Sources) -> list[str]:
     text = sources.get("README.md", "")
     found = [f"{lines(text)} lines"] if lines(text) > README_LINES else []
@@ -378,7 +362,6 @@ RULES: dict[str, Callable[[Sources], list[str]]] = {
     "functions of scripts": rule_script_functions,
     "functions of common/": rule_common_functions,
     "tuple packing in scripts": rule_script_tuples,
-    "tuple packing in common/": rule_common_tuples,
     "length of files in common/": rule_file_length,
     "length of common/": rule_common_length,
     "folders of common/": rule_folders,
@@ -392,7 +375,7 @@ RULES: dict[str, Callable[[Sources], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("rule", sorted(ENFORCED))
+@pytest.mark.parametrize("rule", sorted(RULES))
 def test_the_house_keeps_its_rules(rule, repository):
     assert RULES[rule](repository) == []
 
@@ -456,8 +439,8 @@ BROKEN: dict[str, tuple[Sources, Sources]] = {  # rule -> files that break it, f
         {"common/data/x.py": long(300), "grpo.py": long(301)},
     ),
     "length of common/": (
-        {f"common/{folder}{i}.py": long(300) for i in range(7) for folder in ("", "engine/")},
-        {f"common/look/{i}.py": long(300) for i in range(3)} | {f"common/{i}.py": long(300) for i in range(12)},
+        {f"common/{folder}{i}.py": long(300) for i in range(8) for folder in ("", "engine/")},
+        {f"common/look/{i}.py": long(300) for i in range(3)} | {f"common/{i}.py": long(300) for i in range(15)},
     ),
     "folders of common/": ({"common/utils/x.py": ""}, {"common/engine/x.py": "", "common/x.py": ""}),
     "README": ({"README.md": "x" * 121 + "\n"}, {"README.md": "| " + "x" * 190 + " |\n" + "x\n" * 249}),

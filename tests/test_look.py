@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT, random_episodes
 from vl import build_tokenizer, picture
 
-from common.dumps import dump_rollouts, load_rollouts
+from common.data.dumps import dump_rollouts, load_rollouts
 from common.episodes import FINISH_REASONS
 from common.hub import FOLDERS, load_tokenizer
 from common.look.__main__ import look
@@ -126,7 +126,7 @@ def test_a_full_disk_costs_the_dump_and_the_page_but_not_the_run(tmp_path, token
     def full(path, write):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("common.dumps.replace_file", full)
+    monkeypatch.setattr("common.data.dumps.replace_file", full)
     episodes = random_episodes(seed=3, prompts=1, samples=2)
     path = dump_rollouts(tmp_path, 1, episodes, [], [], tokenizer, world)
     assert f"warning: {path} not written (No space" in capsys.readouterr().out

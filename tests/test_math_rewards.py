@@ -6,14 +6,13 @@ pytest tests/test_math_rewards.py -m slow    # with 100,000, and math-verify beh
 
 import json
 import random
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from conftest import run_script
 from test_rewards import HOSTILE, MEGA
 
 from common.prepare import math as prepare
@@ -268,15 +267,15 @@ def test_math_verify_only_where_needed(monkeypatch):
     assert asked == [("1 + x", "x + 1")]
 
 
-def test_math_verify_is_imported_late_and_silent():
+def test_math_verify_is_imported_late_and_silent(tmp_path):
     """By the first answer that needs it; its warning that nothing bounds its time goes nowhere."""
-    code = """
+    (tmp_path / "script.py").write_text("""
 import sys
 from common.rewards import math
 print({"latex2sympy2_extended", "math_verify"} & set(sys.modules))
 print(math.score_boxed("\\\\boxed{1 + x}", "x + 1")["score"])
-"""
-    result = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+""")
+    result = run_script(tmp_path / "script.py")
     assert (result.stdout, result.stderr) == ("set()\n1.0\n", "")
 
 
@@ -480,9 +479,9 @@ def fuzz(seed: int, count: int) -> None:
 
 
 def test_fuzz_all_scorers(monkeypatch):
-    """math-verify takes too long for 20,000 strings; the next tests have it."""
+    """math-verify takes too long for 3,000 strings; the next tests have it."""
     monkeypatch.setattr(math, "math_verify_equal", lambda answer, truth: False)
-    fuzz(seed=0, count=20_000)
+    fuzz(seed=0, count=3000)
 
 
 @pytest.mark.slow
@@ -692,6 +691,5 @@ def test_prepare_hub_offline_says_what_to_do(tmp_path, monkeypatch):
 
 def test_prepare_command_line(tmp_path):
     source = write_jsonl(tmp_path / "train.jsonl", {"problem": "p", "answer": "5"})
-    command = [sys.executable, "-m", "common.prepare.math", "--source", str(source), "--out", str(tmp_path / "out")]
-    subprocess.run(command, check=True, cwd=REPOSITORY)
+    run_script("-m", "common.prepare.math", "--source", source, "--out", tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["train.parquet"]

@@ -1,15 +1,15 @@
 """The memory plan, which stands before weights are loaded, against arithmetic by hand."""
 
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import Qwen2Config
 
 from common.distributed import World
+from common.flags import Machine, Rollout
 from common.memory import memory_plan
-from common.precision import move_states
+from common.optimizer import move_states
 
 HIDDEN, LAYERS, VOCAB, MLP = 512, 3, 100_000, 1024
 # tied embeddings; per layer q, k, v with biases, o, three MLP matrices, two norms; the last norm
@@ -35,10 +35,10 @@ def folder(tmp_path) -> str:
 
 def plan(folder, ranks=1, trained=1, frozen=0, **changes) -> tuple[dict[str, float], str]:
     """({item: GB}, the text)"""
-    args = {"strategy": "fsdp", "micro_batch_tokens": 10_000, "engine_memory": 2.0, "sleep_level": 1}
-    args |= {"optimizer_offload": False, "gradient_checkpointing": False, "trust_remote_code": False} | changes
+    rollout = Rollout(engine_memory=changes.pop("engine_memory", 2.0))
+    machine = Machine(**{"micro_batch_tokens": 10_000} | changes)
     world = World(0, ranks, 0, torch.device("cpu"))
-    text = memory_plan(SimpleNamespace(**args), world, torch.bfloat16, [folder] * trained, [folder] * frozen)
+    text = memory_plan(rollout, machine, world, torch.bfloat16, [folder] * trained, [folder] * frozen)
     items = ("weights", "Adam", "rollout", "engine", "KV cache", "update", "gradients", "activations")
     return {item: float(re.search(rf"{item} ([\d.]+)", text)[1]) for item in items}, text
 
@@ -64,6 +64,14 @@ def test_shards_and_replicas(folder):
     found, _ = plan(folder, ranks=4, trained=2, frozen=1, strategy="ddp")
     assert_gigabytes(found, weights=(2 * 4 + 4) * PARAMETERS, Adam=2 * 8 * PARAMETERS)
     assert_gigabytes(found, gradients=4 * PARAMETERS)  # of one model at a time
+
+
+def test_a_reference_on_the_host_takes_no_room(folder):
+    """It visits the device while it computes log-probs, where there are no gradients and activations."""
+    found, _ = plan(folder, frozen=1)
+    assert_gigabytes(found, weights=(4 + 2) * PARAMETERS)
+    found, _ = plan(folder, frozen=1, reference_offload=True)
+    assert_gigabytes(found, weights=4 * PARAMETERS)
 
 
 @pytest.mark.parametrize("tokens", [10, 100_000])

@@ -153,7 +153,11 @@ def test_layout_by_hand():
     assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9, 0, 0, 0]] and batch.units == [[2, 2, 1], [3]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 2, 0, 1, 2]]
     assert batch.hidden_index.tolist() == [1, 2, 1] and batch.targets.tolist() == [7, 8, 9]
-    seen = block_mask(batch).mask_mod(None, None, torch.arange(8)[:, None], torch.arange(8)).int()
+    seen = (
+        block_mask(batch.units, batch.input_ids.device)
+        .mask_mod(None, None, torch.arange(8)[:, None], torch.arange(8))
+        .int()
+    )
     by_hand = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 0, 0, 1]]
     assert seen[:5, :5].tolist() == by_hand and not seen[:5, 5:].any() and not seen[5:, :5].any()
     assert seen[5:, 5:].tolist() == torch.ones(3, 3).tril().tolist()

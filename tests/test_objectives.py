@@ -12,13 +12,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import random_episodes, random_policy, relative_l2
+from conftest import make_args, random_episodes, random_policy, relative_l2
 from torch.nn.utils.rnn import pad_sequence
 
+import curiosity_rl
 import grpo
+import ppo
 from common.distributed import World
 from common.episodes import Episode
-from common.packing import TokenIndex, _build, pack
+from common.metrics import Means
+from common.packing import Minibatch, TokenIndex, _build, pack
 
 OBJECTIVES = ["ppo", "gspo", "cispo"]
 REDUCTIONS = ["dapo", "grpo", "dr_grpo"]
@@ -33,6 +36,15 @@ def double(values) -> torch.Tensor:
 
 def gradient(loss, *inputs) -> list[torch.Tensor]:
     return list(torch.autograd.grad(loss.sum(), inputs, retain_graph=True))
+
+
+def surrogate(objective, logprobs, old_logprobs, advantages, episodes, clip_low, clip_high, dual_clip, script=grpo):
+    """(loss [N], is a clip active [N]): an objective by the script's `policy_loss`, with nothing besides."""
+    nothing = torch.full_like(advantages, math.nan)
+    tokens = grpo.Tokens(episodes, nothing, nothing, old_logprobs, nothing, advantages)
+    clips = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip}
+    args = make_args(script, **clips, **({"objective": objective} if script is grpo else {}))
+    return script.policy_loss(logprobs, torch.zeros_like(logprobs), tokens, args, math.nan)
 
 
 # --- definitions, by cases, in plain Python -----------------------------------------------------------------------
@@ -169,7 +181,7 @@ def test_gspo_is_the_objective_of_whole_sequences():
     old = -torch.rand(len(episodes), generator=generator, dtype=torch.float64) - 5
     logprobs = (old + logratios).requires_grad_()
 
-    loss, clipped = grpo.surrogate("gspo", logprobs, old, advantages, episodes, *CLIP)
+    loss, clipped = surrogate("gspo", logprobs, old, advantages, episodes, *CLIP)
     weighted = (loss * grpo.token_weights("grpo", lengths, 0.0, float(len(GRID)), 0)).sum()
     definition = 0.0
     for members, (_, advantage) in zip(sequences, GRID):
@@ -187,7 +199,7 @@ def test_cispo_is_a_constant_weight_on_the_log_prob():
     logratios, advantages = map(double, zip(*GRID))
     old = -torch.arange(len(GRID), dtype=torch.float64) / 16 - 4
     logprobs = (old + logratios).requires_grad_()
-    loss, clipped = grpo.surrogate("cispo", logprobs, old, advantages, None, *CLIP)
+    loss, clipped = surrogate("cispo", logprobs, old, advantages, None, *CLIP)
     (slope,) = gradient(loss, logprobs)
     for i, (logratio, advantage) in enumerate(GRID):
         expected = policy_term("cispo", math.exp(logratio), advantage, logprobs[i].item())
@@ -196,9 +208,7 @@ def test_cispo_is_a_constant_weight_on_the_log_prob():
     assert slope[advantages != 0].all(), "no token loses its gradient"
     # moving the old log-probs along holds the ratio, and with it the weight
     with torch.no_grad():
-        ahead, behind = (
-            grpo.surrogate("cispo", logprobs + h, old + h, advantages, None, *CLIP)[0] for h in (1e-4, -1e-4)
-        )
+        ahead, behind = (surrogate("cispo", logprobs + h, old + h, advantages, None, *CLIP)[0] for h in (1e-4, -1e-4))
     assert torch.allclose((ahead - behind) / 2e-4, slope, rtol=1e-8, atol=1e-10)
 
 
@@ -206,7 +216,7 @@ def test_cispo_is_a_constant_weight_on_the_log_prob():
 def test_ratio_of_one_gives_the_plain_policy_gradient(objective):
     logprobs = (-torch.rand(50, dtype=torch.float64)).requires_grad_()
     advantages, episodes = torch.randn(50, dtype=torch.float64), torch.arange(50) // 7
-    loss, clipped = grpo.surrogate(objective, logprobs, logprobs.detach(), advantages, episodes, *CLIP)
+    loss, clipped = surrogate(objective, logprobs, logprobs.detach(), advantages, episodes, *CLIP)
     (slope,) = gradient(loss, logprobs)
     assert torch.equal(slope, -advantages) and not clipped.any()
 
@@ -336,7 +346,13 @@ def test_kl_to_itself_is_exactly_zero():
         assert estimator == "k1" or not gradient(ours, logprobs)[0].any(), estimator
 
 
-# --- adapted_kl_coef ----------------------------------------------------------------------------------------------
+# --- KLController -------------------------------------------------------------------------------------------------
+
+
+def adapted_kl_coef(kl_coef, kl, target, horizon, num_sequences):
+    controller = grpo.KLController(kl_coef, target, horizon)
+    controller.update(kl, num_sequences)
+    return controller.coef
 
 
 @pytest.mark.parametrize(
@@ -355,12 +371,12 @@ def test_kl_to_itself_is_exactly_zero():
 )
 def test_adapted_kl_coef(kl, target, factor):
     """A quarter of the horizon has gone by."""
-    assert grpo.adapted_kl_coef(0.02, kl, target, 4000.0, 1000.0) == pytest.approx(0.02 * factor, rel=1e-12)
+    assert adapted_kl_coef(0.02, kl, target, 4000.0, 1000.0) == pytest.approx(0.02 * factor, rel=1e-12)
 
 
 def test_adapted_kl_coef_survives_a_step_beyond_its_horizon():
     """In the first step the policy is the reference: KL 0. A coefficient of 0 would never grow again."""
-    assert grpo.adapted_kl_coef(0.02, 0.0, 0.1, 100.0, 1024.0) == pytest.approx(0.02 * 0.8, rel=1e-12)
+    assert adapted_kl_coef(0.02, 0.0, 0.1, 100.0, 1024.0) == pytest.approx(0.02 * 0.8, rel=1e-12)
 
 
 # --- shaped_scores ------------------------------------------------------------------------------------------------
@@ -386,7 +402,6 @@ def test_soft_overlong_punishment(limit, buffer):
 # --- backward -----------------------------------------------------------------------------------------------------
 
 COMMON = {
-    "model": "",
     "temperature": 0.8,
     "clip_low": CLIP_LOW,
     "clip_high": CLIP_HIGH,
@@ -396,13 +411,13 @@ COMMON = {
     "max_response_tokens": 20,
 }
 KL_COEF = 0.3
-COUNTS = [150.0, 17.0]  # of all ranks: more than this one has
+COUNTS = [150.0, 17.0]  # tokens and sequences of all ranks: more than this one has
 ALONE = World(0, 1, 0, torch.device("cpu"))
 
 
 def arguments(estimator="none", **options) -> grpo.Args:
     kl = {} if estimator == "none" else {"kl_in": "loss", "kl_estimator": estimator}
-    return grpo.Args(**COMMON, **kl, **options)
+    return make_args(grpo, **COMMON, **kl, **options)
 
 
 def dense_pass(policy, episodes):
@@ -468,6 +483,13 @@ def reference(case, args, old):
     return gradient(scalar, *case.policy.parameters()), [loss, sum(columns[-1]), clipped, kl]
 
 
+def sums_of(means: Means, world: World = ALONE) -> list[float]:
+    """[loss, entropy, clipped, KL] of this rank, summed over its tokens. The loss is one value per rank, their mean
+    that of all: hence its factor."""
+    sums = [float(means.sums[f"policy/{name}"]) for name in ("loss", "entropy", "clip_fraction", "approx_kl")]
+    return [sums[0] / world.size, *sums[1:]]
+
+
 def ours(case, args, world=ALONE, on_policy=False, budget=90, **options):
     """(gradient, sums, old log-probs afterwards) of `backward`; on-policy it is to fill in the old log-probs."""
     index = TokenIndex(case.episodes)
@@ -476,9 +498,13 @@ def ours(case, args, world=ALONE, on_policy=False, budget=90, **options):
     tokens = grpo.Tokens(owner, index.lengths[owner].double(), case.rollout, old, case.ref, case.advantages[owner])
     batches = pack(case.episodes, range(len(case.episodes)), index, budget=budget)
     assert len(batches) > 1
+    minibatch = Minibatch([], *COUNTS, batches)
     case.policy.zero_grad()
-    sums = grpo.backward(case.policy, batches, tokens, args, world, COUNTS, on_policy, KL_COEF, **options)
-    return [p.grad.clone() for p in case.policy.parameters()], sums.tolist(), tokens.old_logprobs
+    options |= {"store_old_logprobs": on_policy, "kl_coef": KL_COEF}
+    means = grpo.backward(case.policy, minibatch, tokens, args, world, **options)
+    counts = dict.fromkeys(("policy/entropy", "policy/clip_fraction", "policy/approx_kl"), float(len(index)))
+    assert means.counts == counts | {"policy/loss": 1} and means.totals == {}
+    return [p.grad.clone() for p in case.policy.parameters()], sums_of(means, world), tokens.old_logprobs
 
 
 def assert_equal(got, expected, name):
@@ -512,6 +538,49 @@ def test_backward_equals_the_dense_reference(case, objective, reduction, correct
         options = {"objective": objective, "reduction": reduction, "correction": correction}
         args = arguments(estimator, entropy_coef=entropy_coef, **options)
         assert_equal(ours(case, args), reference(case, args, case.old), (estimator, entropy_coef))
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_ppos_loss_is_the_ppo_objectives(case, correction):
+    """Its `policy_loss` is written without the other objectives."""
+    index = TokenIndex(case.episodes)
+    owner = index.episode_of_token
+    known = (owner, index.lengths[owner].double(), case.rollout, case.old, case.ref, case.advantages[owner])
+    logprobs, entropy = (x.detach().clone().requires_grad_() for x in (case.logprobs, case.entropy))
+    for estimator, entropy_coef in (("none", 0.0), ("k2", 0.1), ("k3", 0.0), ("k3-is", 0.1)):
+        results = []
+        for script, tokens in ((grpo, grpo.Tokens(*known)), (ppo, ppo.Tokens(*known, case.old, case.old))):
+            kl = {} if estimator == "none" else {"kl_in": "loss", "kl_estimator": estimator}
+            args = make_args(script, **COMMON, **kl, entropy_coef=entropy_coef, correction=correction)
+            loss, clipped = script.policy_loss(logprobs, entropy, tokens, args, KL_COEF)
+            results.append([loss, clipped, *torch.autograd.grad(loss.sum(), [logprobs, entropy])])
+        assert all(map(torch.equal, *results)), (estimator, entropy_coef)
+        assert results[0][1].any() and not results[0][1].all()
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_curiositys_gradient_is_the_ppo_objectives_without_dual_clip(case, reduction):
+    """Its `backward` is written without corrections, entropy and KL."""
+    index = TokenIndex(case.episodes)
+    owner = index.episode_of_token
+    common = {name: COMMON[name] for name in ("temperature", "clip_low", "clip_high", "max_response_tokens")}
+    args = make_args(curiosity_rl, **common, reduction=reduction)
+    world = World(0, 3, 0, torch.device("cpu"))
+    for on_policy in (False, True):
+        plain = arguments(reduction=reduction)
+        plain.dual_clip = 0.0
+        expected, sums, old_logprobs = ours(case, plain, world, on_policy, scale=8.0)
+        old = torch.full_like(case.old, math.nan) if on_policy else case.old.clone()
+        lengths = index.lengths[owner].double()
+        tokens = curiosity_rl.Tokens(owner, lengths, case.rollout, old, case.advantages[owner])
+        minibatch = Minibatch([], *COUNTS, pack(case.episodes, range(len(case.episodes)), index, budget=90))
+        case.policy.zero_grad()
+        options = {"store_old_logprobs": on_policy, "scale": 8.0}
+        means = curiosity_rl.backward(case.policy, minibatch, tokens, args, world, **options)
+        assert relative_l2([p.grad for p in case.policy.parameters()], expected) < 1e-12
+        assert sums_of(means, world) == pytest.approx(sums, rel=1e-6) and torch.equal(
+            tokens.old_logprobs, old_logprobs
+        )
 
 
 def test_the_constant_of_dr_grpo_may_be_given(case):
@@ -552,7 +621,8 @@ def test_ranks_and_loss_scale_multiply_the_gradient_alone(case):
     """Gradients are averaged over ranks and unscaled afterwards; the sums that are logged are neither."""
     plain, sums, _ = ours(case, arguments())
     multiplied, same_sums, _ = ours(case, arguments(), World(0, 3, 0, torch.device("cpu")), scale=1024.0)
-    assert relative_l2([g / 3072 for g in multiplied], plain) < 1e-12 and same_sums == sums
+    assert relative_l2([g / 3072 for g in multiplied], plain) < 1e-12
+    assert same_sums[1:] == sums[1:] and same_sums[0] == pytest.approx(sums[0], rel=1e-6)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -563,8 +633,9 @@ def test_a_rank_without_tokens_adds_nothing(case, reduction):
     for objective, correction in itertools.product(OBJECTIVES, ["truncate", "sequence"]):
         case.policy.zero_grad()
         args = arguments("k3-is", objective=objective, correction=correction, reduction=reduction, entropy_coef=0.1)
-        sums = grpo.backward(case.policy, [_build([], [], index)], nothing, args, ALONE, [0.0, 0.0], True, KL_COEF)
-        assert sums.tolist() == [0.0] * 4
+        empty, options = Minibatch([], 0.0, 0.0, [_build([], [], index)]), {"store_old_logprobs": True}
+        means = grpo.backward(case.policy, empty, nothing, args, ALONE, kl_coef=KL_COEF, **options)
+        assert sums_of(means) == [0.0] * 4 and not any(means.counts.values()), "no mean of nothing"
         assert all(p.grad is not None and not p.grad.any() for p in case.policy.parameters())
 
 
@@ -597,10 +668,11 @@ def test_observations_have_no_influence(objective, reduction):
         index, policy = TokenIndex([episode]), LogitTable(logits[places])
         owner = index.episode_of_token
         tokens = grpo.Tokens(owner, index.lengths[owner].double(), rollout, old.clone(), ref, advantages)
-        batches = pack([episode], [0], index, budget=8)
-        sums = grpo.backward(policy, batches, tokens, arguments("k3-is", **options), ALONE, [3.0, 1.0], False, KL_COEF)
+        minibatch = Minibatch([0], 3.0, 1.0, pack([episode], [0], index, budget=8))
+        off_policy = {"store_old_logprobs": False, "kl_coef": KL_COEF}
+        means = grpo.backward(policy, minibatch, tokens, arguments("k3-is", **options), ALONE, **off_policy)
         slopes = torch.zeros_like(logits).index_add(0, torch.tensor(places), policy.logits.grad)
         assert slopes.any(-1).nonzero().flatten().tolist() == [1, 4, 5]
-        results.append((sums.tolist(), slopes))
+        results.append((sums_of(means), slopes))
     for other_sums, other_slopes in results[1:]:
         assert other_sums == results[0][0] and torch.equal(other_slopes, results[0][1])

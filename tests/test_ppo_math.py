@@ -1,21 +1,21 @@
 """The mathematics of ppo.py against independent definitions, closed forms and finite differences, in float64."""
 
+import copy
 import itertools
 import json
 import math
-from functools import partial
 
 import pytest
 import torch
-import tyro
-from conftest import ROOT, random_episodes, random_policy, relative_l2, run_script
+from conftest import ROOT, checked_args, make_args, random_episodes, random_policy, relative_l2, run_script
 
 import ppo
 from common.distributed import World
 from common.episodes import Episode
-from common.metrics import policy_metrics, rollout_metrics, rollout_sums, value_metrics, value_sums
+from common.metrics import Means, explained_variance, rollout_means, rollout_metrics
 from common.models import Critic
-from common.packing import TokenIndex, pack
+from common.optimizer import GuardedAdamW
+from common.packing import Minibatch, TokenIndex, _build, pack
 
 ALONE = World(0, 1, 0, torch.device("cpu"))
 
@@ -155,18 +155,28 @@ def test_value_loss_without_clip_is_half_the_square():
 
 def test_explained_variance_is_that_of_its_definition():
     values, returns = torch.randn(2, 50, generator=torch.Generator().manual_seed(6)) + 3
-    metrics = value_metrics(value_sums(values, returns), 50)
     expected = 1 - (returns - values).var(correction=0) / returns.var(correction=0)
-    assert metrics["value/explained_variance"] == pytest.approx(expected.item(), abs=1e-5)
+    assert explained_variance(values, returns) == pytest.approx(expected.item(), abs=1e-5)
+    assert explained_variance(returns, returns) == 1.0
+    assert math.isnan(explained_variance(values, torch.ones(50)))
+    assert math.isnan(explained_variance(values[:0], returns[:0])), "a step that trains nothing"
+
+
+def test_means_of_values_and_returns():
+    """As `main` adds them."""
+    values, returns = torch.randn(2, 50, generator=torch.Generator().manual_seed(6)) + 3
+    means = Means()
+    means.add("value/mean", values.sum(), count=len(values))
+    means.add("value/return_mean", returns.sum(), count=len(returns))
+    metrics = means.reduce()
     assert metrics["value/mean"] == pytest.approx(values.mean().item(), abs=1e-6)
     assert metrics["value/return_mean"] == pytest.approx(returns.mean().item(), abs=1e-6)
-    assert math.isnan(value_metrics(value_sums(values, torch.ones(50)), 50)["value/explained_variance"])
 
 
 @pytest.mark.parametrize("samples, share", [(1, None), (2, 0.5)])
 def test_groups_of_one_have_no_variance_to_report(samples, share):
     episodes = [episode(prompt, [1], float(s == prompt == 1)) for prompt in (0, 1) for s in range(samples)]
-    metrics = rollout_metrics(rollout_sums(episodes), {})
+    metrics = rollout_metrics(rollout_means(episodes, {}).reduce())
     assert metrics.get("reward/zero_variance_groups") == share
 
 
@@ -222,15 +232,17 @@ def gradient(case, args, budget: int, order: int = 1, world: World = ALONE, scal
     critic, episodes, index, tokens = case
     critic.zero_grad()
     batches = pack(episodes, range(len(episodes))[::order], index, budget=budget, **options)
-    counts = [float(len(index)), float((index.lengths > 0).sum())]
-    sums = ppo.critic_backward(critic, batches, tokens, args, world, counts, scale)
-    return sums.tolist(), [p.grad.clone() for p in critic.parameters()]
+    minibatch = Minibatch([], float(len(index)), float((index.lengths > 0).sum()), batches)
+    means = ppo.critic_backward(critic, minibatch, tokens, args, world, scale=scale)
+    assert means.counts == {"value/clip_fraction": len(index), "value/loss": 1} and means.totals == {}
+    sums = [float(means.sums["value/loss"]) / world.size, float(means.sums["value/clip_fraction"])]
+    return sums, [p.grad.clone() for p in critic.parameters()]
 
 
 @pytest.mark.parametrize("reduction", ["dapo", "grpo", "dr_grpo"])
 def test_the_critics_gradient_is_that_of_the_dense_loss_however_it_is_split(case, reduction):
     critic, episodes, index, tokens = case
-    args = ppo.Args(model="", reduction=reduction, loss_length=20)
+    args = make_args(ppo, reduction=reduction, loss_length=20)
     critic.zero_grad()
     critic.model.set_attn_implementation("sdpa")
     total = 0.0
@@ -254,16 +266,16 @@ def test_the_critics_gradient_is_that_of_the_dense_loss_however_it_is_split(case
 
 
 def test_ranks_and_loss_scale_multiply_the_critics_gradient_alone(case):
-    args = ppo.Args(model="")
+    args = make_args(ppo)
     sums, once = gradient(case, args, 100)
     sums_many, many = gradient(case, args, 100, world=World(0, 4, 0, torch.device("cpu")), scale=8.0)
-    assert sums_many == sums
+    assert sums_many == pytest.approx(sums, rel=1e-6)
     assert relative_l2([g / 32 for g in many], once) < 1e-12
 
 
 def test_the_critics_gradient_by_finite_differences(case):
     critic = case[0]
-    args = ppo.Args(model="", value_clip=0.0)
+    args = make_args(ppo, value_clip=0.0)
     _, got = gradient(case, args, 10_000)
     direction = [torch.randn_like(p) for p in critic.parameters()]
     slope = sum((g * d).sum() for g, d in zip(got, direction)).item()
@@ -313,29 +325,41 @@ def test_the_critic_finds_values_that_are_known(ranks, strategy, critic_lambda):
     ],
 )
 def test_what_cannot_work_or_has_no_effect_is_refused(flags, message, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["ppo.py", *flags.split()])
     with pytest.raises(SystemExit) as refusal:
-        ppo.check_args(tyro.cli(ppo.Args, default=ppo.DEMO))
+        checked_args(ppo, monkeypatch, *flags.split())
     assert str(refusal.value).startswith(message)
 
 
 def test_kl_in_the_reward_is_allowed_with_one_sample_per_prompt(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["ppo.py"])
-    parse = partial(tyro.cli, ppo.Args, default=ppo.DEMO)
-    ppo.check_args(parse(args=["--kl-in", "reward", "--kl-coef", "0.01", "--samples-per-prompt", "1"]))
+    args = checked_args(ppo, monkeypatch, "--kl-in", "reward", "--kl-coef", "0.01", "--samples-per-prompt", "1")
+    assert (args.kl_in, args.rollout.samples_per_prompt) == ("reward", 1)
 
 
 # --- metrics --------------------------------------------------------------------------------------------------------
 
 
-def test_minibatches_that_train_nothing_have_no_part_in_the_means():
-    sums = {"loss": 1.0, "entropy": 8.0, "clipped": 0.0, "kl": 0.0}
-    metrics = policy_metrics(sums, 4, 1, [3.0, 3.0])
-    assert (metrics["policy/loss"], metrics["optim/grad_norm"], metrics["policy/entropy"]) == (0.5, 3.0, 2.0)
-    assert policy_metrics(sums, 4, 1, [])["optim/grad_norm"] == 0.0
+def test_minibatches_that_train_nothing_have_no_part_in_the_means(case):
+    """Two minibatches that train, and one of many that is empty: means over the two."""
+    critic, episodes, index, tokens = case
+    critic = copy.deepcopy(critic)
+    optimizer = GuardedAdamW(critic, torch.float32, weight_decay=0.0, max_grad_norm=0.0, prefix="value")
+    batches = pack(episodes, range(len(episodes)), index, budget=10_000)
+    full = Minibatch([], float(len(index)), 11.0, batches)
+    empty = Minibatch([], 0.0, 0.0, [_build([], [], index)])
+    means, metrics = Means(), []
+    for minibatch in (full, empty, full):
+        own = ppo.critic_backward(critic, minibatch, tokens, make_args(ppo), ALONE)
+        own.merge(optimizer.step(0.0, minibatch.num_tokens))  # lr 0: both are the same
+        metrics.append(own.reduce())
+        means.merge(own)
+    assert metrics[0]["value/loss"] > 0 and metrics[0]["value/grad_norm"] > 0
+    assert metrics[1] == {"optim/skipped_steps": 0.0}, "no mean of nothing"
+    assert means.reduce() == pytest.approx(metrics[0], rel=1e-12)
 
 
 def test_what_a_reward_function_returns_is_not_taken_for_the_reward_models():
     for extra in (7.0, "judge"):
         episode = Episode(0, 0, [1], [2], [1], [0.0], "stop", rewards={"score": 0.0, "reward_model": extra})
-        assert rollout_sums([episode])["reward_model"] == 0.0
+        assert "reward/model_mean" not in rollout_means([episode], {}).reduce()
+        episode.model_reward = 2.5
+        assert rollout_means([episode], {}).reduce()["reward/model_mean"] == 2.5

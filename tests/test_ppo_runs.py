@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from conftest import kill_once, metrics_of, run_script, steps_of
+from conftest import LITTLE_CACHE, kill_once, metrics_of, run_script, steps_of
 from test_reward_model import save_reward_model
 
 SMALL = ["--prompts-per-step", 6, "--samples-per-prompt", 2, "--max-response-tokens", 64, "--eval-rows", 16]
@@ -29,11 +29,12 @@ def test_kill_and_resume_equals_an_uninterrupted_run(tmp_path, ranks, engine, dt
         "--kl-target",
         0.01,
     ]
+    options += LITTLE_CACHE if engine == "vllm" else []
     options += ["--kl-horizon", 50, "--reward-model", save_reward_model(tmp_path / "reward_model")]
     run_script("ppo.py", *options, "--output-dir", tmp_path / "whole", ranks=ranks)
     kill_once("ppo.py", *options, "--output-dir", tmp_path / "killed", ranks=ranks, after_step=3)
     assert (tmp_path / "killed" / "checkpoints" / "latest").read_text() == "step_000002"
-    run_script("ppo.py", *options, "--output-dir", tmp_path / "killed", ranks=ranks)
+    run_script("ppo.py", *options, "--output-dir", tmp_path / "killed", ranks=ranks, fresh=True)
 
     whole, killed = steps_of(tmp_path / "whole"), steps_of(tmp_path / "killed")
     assert whole == killed

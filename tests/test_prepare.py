@@ -6,8 +6,6 @@ pytest tests/test_prepare.py
 import hashlib
 import json
 import random
-import subprocess
-import sys
 from itertools import islice
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from conftest import run_script
 
 from common import prepare
 from common.files import user_errors
@@ -220,9 +219,8 @@ def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
 
 
 def test_command_line(tmp_path):
-    command = [sys.executable, "-m", "common.prepare.countdown", "--out", str(tmp_path), "--template", "compact"]
-    sizes = ["--train-size", "20", "--test-size", "5", "--operands", "3", "--seed", "1"]
-    subprocess.run([*command, *sizes], check=True, cwd=Path(__file__).parents[1])
+    sizes = ["--train-size", 20, "--test-size", 5, "--operands", 3, "--seed", 1]
+    run_script("-m", "common.prepare.countdown", "--out", tmp_path, "--template", "compact", *sizes)
     (prompt,) = read_rows(tmp_path / "train.parquet")[0]["prompt"]
     assert prompt["content"].split()[3] == "=" and len(prompt["content"].split()) == 5
 

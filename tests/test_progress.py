@@ -7,11 +7,12 @@ from test_turns import CROP, ScriptedEngine, row, run
 from vl import build_tokenizer
 
 from common.engine.books import Sampling
-from common.episodes import Turns, sample_episodes
+from common.episodes import sample_episodes
 from common.packing import Packer, TokenIndex
 from common.progress import Progress, duration
 from common.rewards import RewardWorkers
 from common.tools import ToolWorkers
+from common.tools.trajectories import Turns
 
 
 @pytest.fixture

@@ -277,16 +277,22 @@ def test_children_die_with_their_worker(start, tmp_path, monkeypatch, action, er
 
 
 def test_a_call_after_an_interrupted_one(start, tmp_path):
-    def interrupt() -> None:
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    def send() -> None:
         wait_until((tmp_path / "started").exists)
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGALRM)
 
     pool = start(count=3, timeout_s=60.0)
-    ctrl_c = threading.Thread(target=interrupt)
-    ctrl_c.start()
-    with pytest.raises(KeyboardInterrupt):
-        pool.score([job("1", sleep=60.0), job("hang", file=str(tmp_path / "started"))])
-    ctrl_c.join()
+    previous, sender = signal.signal(signal.SIGALRM, interrupt), threading.Thread(target=send)
+    sender.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            pool.score([job("1", sleep=60.0), job("hang", file=str(tmp_path / "started"))])
+    finally:
+        sender.join()
+        signal.signal(signal.SIGALRM, previous)
     assert pool.score([job("5", sleep=0.1)]) == [scored(5)]
 
 

@@ -1,26 +1,26 @@
 """Rules of the code base as tests: sizes, copies held together, flags that are used and explained, banners."""
 
 import ast
-import difflib
 import inspect
-import itertools
-import os
 import re
 import runpy
-import subprocess
 import sys
 
 import pytest
-from common.arguments import ANY_SIGN, POSITIVE, SHARES
-from conftest import ROOT
+from conftest import ROOT, run_script
 
 import common.distributed
 
 SCRIPTS = sorted(path.name for path in ROOT.glob("*.py"))
 MODULES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("common/**/*.py"))
-CAPS = {"sft.py": 400, "grpo.py": 600, "ppo.py": 700, "curiosity_rl.py": 750}
+CAPS = {"sft.py": 300, "grpo.py": 540, "ppo.py": 600, "curiosity_rl.py": 600}
 BANNERS = ["1. data", "2. rollout", "3. rewards", "4. update", "5. log", "6. eval, checkpoint"]
-OWN = {"main", "check_args"}  # functions that each script has its own of; all others that share a name are copies
+OWN = {
+    "main",
+    "check_args",
+    "policy_loss",
+    "backward",
+}  # functions that each script has its own of; all others that share a name are copies
 REQUIRED = {"sft.py": ["--model", "nowhere", "--train-data", "nothing.jsonl"]}  # what a script cannot do without
 
 every_script = pytest.mark.parametrize("script", SCRIPTS)
@@ -34,14 +34,30 @@ def lines(name: str) -> list[str]:
     return source(name).splitlines()
 
 
-def args_fields(script: str) -> dict[str, ast.AnnAssign]:
-    (args,) = (n for n in ast.parse(source(script)).body if isinstance(n, ast.ClassDef) and n.name == "Args")
-    return {node.target.id: node for node in args.body if isinstance(node, ast.AnnAssign)}
+def class_fields(path: str, name: str) -> dict[str, ast.AnnAssign]:
+    (found,) = (n for n in ast.parse(source(path)).body if isinstance(n, ast.ClassDef) and n.name == name)
+    return {node.target.id: node for node in found.body if isinstance(node, ast.AnnAssign)}
 
 
-def help_of(script: str, field: ast.AnnAssign) -> str:
-    """The comment behind a field. Fields are one line each, and no default has a # in it."""
-    return lines(script)[field.end_lineno - 1].partition("#")[2].strip()
+def groups(script: str) -> dict[str, str]:
+    """{field: its class} of the groups of flags that a script has."""
+    fields = {name: ast.unparse(field.annotation) for name, field in class_fields(script, "Args").items()}
+    return {name: kind for name, kind in fields.items() if kind in ("Data", "Rollout", "Machine", "Run")}
+
+
+def own_flags(script: str) -> dict[str, ast.AnnAssign]:
+    return {name: field for name, field in class_fields(script, "Args").items() if name not in groups(script)}
+
+
+def flags_with_help(script: str) -> dict[str, str]:
+    """{field: the comment behind it} of all flags of a script. Fields are one line each; no default has a # in it."""
+    places = [(script, own_flags(script))]
+    places += [("common/flags.py", class_fields("common/flags.py", kind)) for kind in groups(script).values()]
+    return {
+        name: lines(path)[field.end_lineno - 1].partition("#")[2].strip()
+        for path, fields in places
+        for name, field in fields.items()
+    }
 
 
 def flag(field: str) -> str:
@@ -88,114 +104,68 @@ def test_the_banners_of_a_step_stand_in_order(script):
         assert banner.startswith(start)
 
 
-def test_functions_of_the_same_name_are_copies():
-    definitions: dict[str, dict[str, str]] = {}
-    for script in SCRIPTS:
-        for node in ast.parse(source(script)).body:
-            if isinstance(node, ast.FunctionDef) and node.name not in OWN:
-                text = ast.get_source_segment(source(script), node)
-                decorators = [ast.unparse(d) for d in node.decorator_list]
-                definitions.setdefault(node.name, {})[script] = "\n".join([*decorators, text])
-    assert len(definitions["lr_factor"]) == len(SCRIPTS)
-    assert [name for name, copies in definitions.items() if len(set(copies.values())) > 1] == []
-
-
-def shape(function: ast.FunctionDef) -> list[str]:
-    """The syntax of a function without its docstring and without any name in it."""
-    body = function.body[1 if ast.get_docstring(function) else 0 :]
-    text = " ".join(ast.dump(statement) for statement in body)
-    return re.findall(r"\w+", re.sub(r"(id|arg|attr|name)='\w+'", r"\1", text))
-
-
-def twins(sources: dict[str, str]) -> list[tuple[str, str]]:
-    """Functions of different names in different scripts that are alike when all names are left out."""
-    functions = [
-        (script, node.name, shape(node))
-        for script, text in sources.items()
-        for node in ast.parse(text).body
-        if isinstance(node, ast.FunctionDef) and node.name not in OWN
-    ]
-    return [
-        (f"{script_a}: {a}", f"{script_b}: {b}")
-        for (script_a, a, shape_a), (script_b, b, shape_b) in itertools.combinations(functions, 2)
-        if script_a != script_b and a != b
-        if difflib.SequenceMatcher(None, shape_a, shape_b, autojunk=False).ratio() > 0.75
-    ]
-
-
-def test_renaming_a_copy_does_not_hide_it():
-    sources = {script: source(script) for script in SCRIPTS}
-    assert twins(sources) == []
-    renamed = re.sub(r"\b(kl_estimate|d|k3|estimator)\b", r"other_\1", sources["ppo.py"])
-    renamed = renamed.replace("(-other_d).exp() - 1", "(-other_d).exp() - 2")
-    found = [(f"{script}: kl_estimate", "ppo.py: other_kl_estimate") for script in ("curiosity_rl.py", "grpo.py")]
-    assert twins({**sources, "ppo.py": renamed}) == found
-
-
 # --- flags --------------------------------------------------------------------------------------------------------
+
+
+def attributes(paths: list[str]) -> set[str]:
+    """Every NAME in `something.NAME` that is read."""
+    return {
+        node.attr
+        for path in paths
+        for node in ast.walk(ast.parse(source(path)))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    }
 
 
 @every_script
 def test_every_flag_is_used(script):
-    """`args.NAME` is read there, or where the scripts hand their args to; being set by the demo does not count."""
-    shared = [ast.parse(source(f"common/{name}.py")) for name in ("arguments", "setup", "memory", "evaluate")]
-    if script == "sft.py":
-        shared = [node for node in ast.walk(shared[1]) if getattr(node, "name", None) == "open_run"]
+    """A script's own are read as `args.NAME` in it; being set by the demo does not count."""
     used = {
         node.attr
-        for tree in (ast.parse(source(script)), *shared)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.ctx, ast.Load)
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "args"
+        for node in ast.walk(ast.parse(source(script)))
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "args"
     }
-    assert [name for name in args_fields(script) if name not in used] == []
+    assert [name for name in own_flags(script) if name not in used] == []
+    assert set(groups(script)) <= used
+
+
+def test_every_flag_of_a_group_is_used():
+    used = attributes([*SCRIPTS, *(name for name in MODULES if name != "common/flags.py")])
+    shared = {name for kind in ("Data", "Rollout", "Machine", "Run") for name in class_fields("common/flags.py", kind)}
+    assert sorted(shared - used) == []
 
 
 @every_script
 def test_every_flag_is_one_line_with_its_help_behind_it(script):
-    for name, field in args_fields(script).items():
+    for name, field in own_flags(script).items():
         assert field.lineno == field.end_lineno, name
-        assert len(help_of(script, field)) > 3, f"{name} has no help"
-
-
-def test_ranges_are_of_flags_that_exist():
-    known = {name for script in SCRIPTS for name in args_fields(script)}
-    assert {*POSITIVE, *SHARES, *ANY_SIGN} <= known
+    for name, text in flags_with_help(script).items():
+        assert len(text) > 3, f"{name} has no help"
 
 
 def test_flags_of_the_same_name_have_the_same_type():
     types: dict[str, dict[str, str]] = {}
     for script in SCRIPTS:
-        for name, field in args_fields(script).items():
+        for name, field in own_flags(script).items():
             types.setdefault(name, {})[script] = ast.unparse(field.annotation).removesuffix(" | None")
     assert {name: t for name, t in types.items() if len(set(t.values())) > 1} == {}
 
 
-@pytest.fixture(scope="module")
-def help_texts():
-    """Output and exit status of `python SCRIPT --help`, of all scripts at once."""
-    environment = {**os.environ, "COLUMNS": "120", "OMP_NUM_THREADS": "1"}
-    started = {
-        script: subprocess.Popen(
-            [sys.executable, script, "--help"], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
-        )
-        for script in SCRIPTS
-    }
-    return {script: (process.communicate(timeout=240)[0], process.returncode) for script, process in started.items()}
+def test_a_flag_stands_once():
+    shared = [name for kind in ("Data", "Rollout", "Machine", "Run") for name in class_fields("common/flags.py", kind)]
+    assert len(shared) == len(set(shared))
+    assert [name for script in SCRIPTS for name in own_flags(script) if name in shared] == []
 
 
 @every_script
-def test_help_shows_every_flag_and_its_text(script, help_texts):
-    output, status = help_texts[script]
-    assert status == 0
+def test_help_shows_every_flag_and_its_text(script):
+    output = run_script(script, "--help", env={"COLUMNS": "120"}).stdout
     entries = re.split(r"^│ (?=-)", output, flags=re.MULTILINE)[1:]  # what a flag says may be wrapped over rows
     entries = [" ".join(entry.replace("│", " ").split()) for entry in entries]
-    for name, field in args_fields(script).items():
+    for name, text in flags_with_help(script).items():
         shown = [entry for entry in entries if re.match(rf"{flag(name)}[ ,]", entry)]
         assert len(shown) == 1, f"{flag(name)} stands {len(shown)} times in the help"
-        assert help_of(script, field) in shown[0]
+        assert text in shown[0]
     assert ast.get_docstring(ast.parse(source(script))).partition("\n")[0] in output
 
 
@@ -234,7 +204,9 @@ def test_the_script_starts_its_main_as_run_expects(script, arguments, monkeypatc
 def test_without_a_model_the_script_runs_its_demo(script, monkeypatch):
     ((positional, _),) = start(script, ["--seed", "3"], monkeypatch)
     args, demo = positional[1:3]
-    assert args.model.startswith("tiny") and args.seed == 3 and demo is True
+    assert args.run.model.startswith("tiny") and args.run.seed == 3 and demo is True
     ((positional, _),) = start(script, ["--model=nowhere"], monkeypatch)
     args, demo = positional[1:3]
-    assert args.model == "nowhere" and demo is False and args.total_steps is None, "nothing of the demo is left"
+    assert args.run.model == "nowhere" and demo is False and args.run.total_steps is None, (
+        "nothing of the demo is left"
+    )

@@ -10,7 +10,7 @@ from itertools import islice
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import run_script
+from conftest import LITTLE_CACHE, run_script
 
 from common.data.conversations import Conversations
 from common.data.prompts import PromptData
@@ -177,11 +177,11 @@ def given_crops(path, rows: int) -> None:
 def evaluated(folder, *options) -> list[dict]:
     """Samples of grpo.py --eval-only at temperature 1."""
     shared = ["--eval-only", "--eval-temperature", 1.0, "--max-prompt-tokens", 256, "--max-response-tokens", 256]
-    run_script("grpo.py", *FLAGS, *shared, *options, "--output-dir", folder)
+    run_script("grpo.py", *FLAGS, *LITTLE_CACHE, *shared, *options, "--output-dir", folder)
     return pq.read_table(folder / "eval_samples.parquet").to_pylist()
 
 
-@pytest.mark.parametrize("rows", [128, pytest.param(512, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows", [64, pytest.param(512, marks=pytest.mark.slow)])
 def test_what_the_policy_knows(rows, demo, tmp_path):
     """It reads what is legible, guesses what is not, and mostly looks at the right place."""
     given_crops(tmp_path / "given.parquet", rows)

@@ -10,10 +10,11 @@ from vl import QWEN, QWEN_VL, SMOLLM, build_tokenizer, picture, write_tiny_vl
 
 from common.data.render import render
 from common.engine.books import Completion, Sampling
-from common.episodes import FINISH_REASONS, Row, Turns, sample_episodes
+from common.episodes import FINISH_REASONS, Row, sample_episodes
 from common.packing import TokenIndex, pack
 from common.pictures import Media, PixelLimits
 from common.tools import ToolWorkers
+from common.tools.trajectories import Turns
 from common.tools.turns import Call, Hermes
 from common.vision import load_vision
 

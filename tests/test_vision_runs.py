@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 
 import pyarrow.parquet as pq
 import pytest
-from conftest import kill_once, metrics_of, run_script, steps_of
+from conftest import LITTLE_CACHE, kill_once, metrics_of, run_script, steps_of
 from vl import vllm_knows_times, write_rows, write_tiny_vl
 
 PIXELS = ["--min-pixels", 784, "--max-pixels", 16 * 784, "--max-frame-pixels", 4 * 784]
@@ -26,7 +26,7 @@ def options(tmp_path_factory):
 @pytest.fixture(scope="module")
 def whole(options, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "whole"
-    run_script("grpo.py", *options, "--save-every", 1, "--output-dir", folder, ranks=2)
+    run_script("grpo.py", *options, *LITTLE_CACHE, "--save-every", 1, "--output-dir", folder, ranks=2)
     return folder
 
 
@@ -71,7 +71,7 @@ def test_the_page_of_a_dump_shows_pictures_and_crops(whole):
 
 
 def test_kill_and_resume_with_pictures_equals_an_uninterrupted_run(options, whole, tmp_path):
-    arguments = ["grpo.py", *options, "--save-every", 1, "--output-dir", tmp_path / "killed"]
+    arguments = ["grpo.py", *options, *LITTLE_CACHE, "--save-every", 1, "--output-dir", tmp_path / "killed"]
     kill_once(*arguments, ranks=2, after_step=2)
     run_script(*arguments, ranks=2)
     assert any(record.get("event") == "resumed" for record in metrics_of(tmp_path / "killed"))

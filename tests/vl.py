@@ -131,6 +131,25 @@ def write_tiny_vl(folder: Path, seed: int = 0, taught: bool = False) -> Path:
     return folder
 
 
+def write_tied_llama(folder: Path) -> Path:
+    """SmolLM2 at a thousandth of its size: its architecture and template, its head tied to the embeddings."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = build_tokenizer(SMOLLM)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 1, "vocab_size": len(tokenizer), "max_position_embeddings": 1024}
+    config = LlamaConfig(**sizes, tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 CROP = '<tool_call>{{"name": "crop_image_normalized", "arguments": {{"bbox_2d": {}, "target_image": {}}}}}</tool_call>'
 
 
@@ -139,11 +158,12 @@ def teach(folder: Path, steps: int = 60) -> None:
     from test_turns import ScriptedEngine, row
 
     from common.engine.books import Sampling
-    from common.episodes import Turns, sample_episodes
+    from common.episodes import sample_episodes
     from common.models import load_policy
     from common.packing import TokenIndex, pack
     from common.pictures import Media
     from common.tools import ToolWorkers
+    from common.tools.trajectories import Turns
     from common.vision import load_vision
 
     vision, tokenizer, workers = load_vision(str(folder), SMALL), build_tokenizer(), ToolWorkers("visual", 2, 20.0)

@@ -1,4 +1,4 @@
-"""From a row's `prompt` to the text that a model reads: tokenizer, chat template, placeholders, the tools on offer."""
+"""From a row's `prompt` to the text that a model reads: chat template, placeholders, the tools on offer."""
 
 import re
 from collections.abc import Mapping

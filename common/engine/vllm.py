@@ -34,6 +34,35 @@ def memory_advice() -> Iterator[None]:
         raise SystemExit(f"out of GPU memory in the rollout: {remedy}; then the same command goes on") from error
 
 
+def set_environment(on_gpu: bool, dtype: torch.dtype) -> None:
+    """What vLLM must find when it is imported."""
+    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    if not on_gpu:
+        settings |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        # Eager on CPUs: the only compiled function left counts ranks of log-probs, and costs 15 s of C++ compiler.
+        torch._dynamo.config.disable = True
+        if not os.path.exists("/sys/devices/system/node/node1"):  # one memory: nothing to bind, or to warn of
+            torch.ops._C.init_cpu_memory_env = lambda nodes: None
+    elif dtype == torch.float32:
+        settings |= {"TRITON_F32_DEFAULT": "ieee"}  # not tf32, which would open the gap
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+    warnings.filterwarnings("ignore", category=FutureWarning)  # vLLM looks at names that torch has deprecated
+    # vLLM configures its logger too late for what it has to say while it is imported
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
+
+
+def register_models(path: str, trust_remote_code: bool) -> None:
+    """vLLM inspects a lazily registered class in a subprocess, which lacks our repair of torchvision."""
+    from vllm.model_executor.models import ModelRegistry
+
+    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    for architecture in config.architectures or []:
+        lazy = ModelRegistry.models.get(architecture)
+        if lazy is not None and hasattr(lazy, "load_model_cls"):
+            ModelRegistry.register_model(architecture, lazy.load_model_cls())
+
+
 class VllmEngine:
     """vLLM in this process, tensor parallel size 1, weights replaced in place."""
 
@@ -52,29 +81,10 @@ class VllmEngine:
         max_images: int = 16,
     ):
         on_gpu = world.device.type == "cuda"
-        settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
-        if not on_gpu:
-            settings |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-            # Eager on CPUs: the only compiled function left counts ranks of log-probs, and costs 15 s of C++ compiler.
-            torch._dynamo.config.disable = True
-            if not os.path.exists("/sys/devices/system/node/node1"):  # one memory: nothing to bind, or to warn of
-                torch.ops._C.init_cpu_memory_env = lambda nodes: None
-        elif dtype == torch.float32:
-            settings |= {"TRITON_F32_DEFAULT": "ieee"}  # not tf32, which would open the gap
-        for name, value in settings.items():
-            os.environ.setdefault(name, value)
-        warnings.filterwarnings("ignore", category=FutureWarning)  # vLLM looks at names that torch has deprecated
-        # vLLM configures its logger too late for what it has to say while it is imported
-        logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
+        set_environment(on_gpu, dtype)
         from vllm import LLM
-        from vllm.model_executor.models import ModelRegistry
 
-        # vLLM inspects a lazily registered class in a subprocess, which lacks our repair of torchvision.
-        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        for architecture in config.architectures or []:
-            lazy = ModelRegistry.models.get(architecture)
-            if lazy is not None and hasattr(lazy, "load_model_cls"):
-                ModelRegistry.register_model(architecture, lazy.load_model_cls())
+        register_models(path, trust_remote_code)
         # A prompt cut in chunks makes vLLM rewind the request's random generator, which CPU generators cannot do.
         options: dict = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(max_model_len, 8192)}
         options |= {"max_num_seqs": 256}

@@ -38,12 +38,12 @@ def look_at_run(run: Path, tokenizer: str | None) -> None:
     refuse(not metrics.is_file() and not dumps, f"{run}: no metrics.jsonl and no rollouts/ in it, so no run")
     if metrics.is_file():
         plot_curves(run)
-        print(run / "curves.png")
+        print(run / "curves.png" if (run / "curves.png").is_file() else f"{metrics}: nothing to draw so far")
     draw_pages([dump for dump in dumps if not dump.with_suffix(".html").exists()], run, tokenizer)
 
 
 def is_dump(path: Path) -> bool:
-    """Does a file have the columns of common/dumps.py?"""
+    """Does a file have the columns of common/data/dumps.py?"""
     try:
         return path.suffix == ".parquet" and {"response_ids", "loss_mask"} <= set(pq.read_schema(path).names)
     except (OSError, ValueError):  # `show` says what is wrong with it

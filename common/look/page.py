@@ -221,7 +221,7 @@ def shown(value, in_table: bool = False) -> str:
 
 
 def write_page(dump: Path, tokenizer) -> None:
-    """The .html beside a dump (common/dumps.py): the first groups of its episodes, with the pictures beside it."""
+    """The .html beside a dump (common/data/dumps.py): the first groups of its episodes, with their pictures."""
     try:
         prompts = pq.read_table(dump, columns=["prompt_index"])["prompt_index"].unique().to_pylist()
         rows = pq.read_table(dump, filters=[("prompt_index", "in", sorted(prompts)[:PAGE_PROMPTS])]).to_pylist()

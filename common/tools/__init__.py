@@ -1,4 +1,4 @@
-"""Tools that the policy calls between its turns: how it is told of them, its calls, and what they return.
+"""Tools that the policy calls between its turns: which there are, and the processes that they run in.
 
 A tool is a plain function. It returns text (numbers, booleans, dicts and lists become JSON), or (text, images), or
 (text, images, info): images as PIL or encoded, info a dict for pictures of what happened. An exception is what the

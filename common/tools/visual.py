@@ -1,4 +1,4 @@
-"""Looking closer: cropping an image, selecting frames of a video, and the one rule for how large anything is shown.
+"""Looking closer: cropping an image, selecting frames of a video.
 
 Pictures are numbered from 1 in the order in which the policy has seen them, and a number keeps its meaning: each frame
 of a video has one, then come crops and selected frames. With a video of 16 frames target_image 3 is its third frame,

@@ -41,11 +41,12 @@ from common.attention import choose_attention
 from common.distributed import init_world, run, wrap_model
 from common.engine.vllm import VllmEngine
 from common.episodes import Episode
+from common.flags import Rollout
 from common.hub import FOLDERS
 from common.look.curves import read_metrics
 from common.models import full_parameters, load_policy, parameter_sizes
-from common.packing import MicroBatch, TokenIndex, layout, pack
-from common.precision import LossScale, guarded_step
+from common.optimizer import GuardedAdamW
+from common.packing import MicroBatch, Packer, TokenIndex
 
 SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, vocabulary, tied
     "smoke": (128, 256, 2, 2, 1, 512, True),
@@ -155,25 +156,25 @@ def measure_update(name: str, args: Args, compiled: bool, shared: bool, checkpoi
     embeddings = policy.model.get_input_embeddings().weight.numel() * (1 if config.tie_word_embeddings else 2)
     num_parameters = sum(p.numel() for p in policy.parameters()) - embeddings
     policy = wrap_model(policy, world, "fsdp", torch.bfloat16)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=True)
-    episodes, scale = make_episodes(args.prompts, config.vocab_size), LossScale.for_dtype(torch.bfloat16)
+    optimizer = GuardedAdamW(policy, torch.bfloat16, weight_decay=0.01, max_grad_norm=1.0)
+    episodes = make_episodes(args.prompts, config.vocab_size)
     index = TokenIndex(episodes)
-    pack_options = layout(attention, args.micro_batch_tokens)
-    pack_options["share_prompts"] &= shared
-    batches = pack(episodes, range(len(episodes)), index, **pack_options)
+    packer = Packer(attention, args.micro_batch_tokens, Path("nowhere"), world)
+    packer.share_prompts &= shared
+    (minibatch,) = packer.minibatches(episodes, index, 1, seed=0, step=0)
     flat = [torch.full((len(index),), value, device=device) for value in (float(RESPONSE), -1.0, -1.0, -1.0, 0.0)]
     tokens = grpo.Tokens(index.episode_of_token.to(device), *flat)
     tokens.advantages = (index.episode_of_token % 2).to(device) - 0.5
-    script_args = grpo.Args(model="", max_response_tokens=RESPONSE)
+    script_args = grpo.Args(rollout=Rollout(max_response_tokens=RESPONSE))
 
     def update() -> None:
-        grpo.backward(policy, batches, tokens, script_args, world, [len(index), len(episodes)], on_policy=True)
-        norm, stepped = guarded_step(policy, optimizer, 1.0, scale)
-        assert stepped and norm > 0, "zeros are faster"
+        grpo.backward(policy, minibatch, tokens, script_args, world, store_old_logprobs=True)
+        metrics = optimizer.step(1e-6, minibatch.num_tokens).reduce()
+        assert not metrics["optim/skipped_steps"] and metrics["optim/grad_norm"] > 0, "zeros are faster"
 
     took = seconds(update, args.repeats, device)
     result = {"s": took, "trained tokens/s": len(index) / took, "peak GB": 0.0}
-    flops = model_flops(config, batches, num_parameters) / took
+    flops = model_flops(config, minibatch.micro_batches, num_parameters) / took
     if device.type == "cuda":
         result["peak GB"] = torch.cuda.max_memory_allocated() / 1e9
         peak = next((x for board, x in PEAK_FLOPS.items() if board in torch.cuda.get_device_name()), None)

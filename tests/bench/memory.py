@@ -11,13 +11,13 @@ the GPUs).
 
 import tempfile
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import torch
 import tyro
 from gpu import SHAPES, make_config
 from report import table
 
+from common.flags import Machine, Rollout
 from common.memory import memory_phases
 
 CARDS = (24, 40, 80, 141)  # GB
@@ -34,7 +34,7 @@ class Args:
 
 
 def main(args: Args) -> None:
-    flags = {"strategy": "fsdp", "engine_memory": args.engine_memory, "sleep_level": 1, "trust_remote_code": False}
+    rollout = Rollout(engine_memory=args.engine_memory)
     head = ["model", "tokens", *(f"{n} GPU{'s' * (n > 1)}: GB" for n in args.gpus), *(f"{c} GB" for c in CARDS)]
     rows = [head]
     for name in args.models:
@@ -44,11 +44,14 @@ def main(args: Args) -> None:
             needs: dict[tuple[int, bool], float] = {}
             for gpus in args.gpus:
                 for offload in (False, True):
-                    options = {"micro_batch_tokens": tokens, "gradient_checkpointing": args.checkpointing}
-                    space = SimpleNamespace(**flags, **options, optimizer_offload=offload)
+                    machine = Machine(
+                        micro_batch_tokens=tokens,
+                        gradient_checkpointing=args.checkpointing,
+                        optimizer_offload=offload,
+                    )
                     with tempfile.TemporaryDirectory() as folder:
                         make_config(name).save_pretrained(folder)
-                        gb = memory_phases(space, gpus, torch.bfloat16, [folder], [], on_gpu=True)
+                        gb = memory_phases(rollout, machine, gpus, torch.bfloat16, [folder], [], on_gpu=True)
                     needs[gpus, offload] = max(gb["rollout"], gb["update"])
             cells = [f"{needs[gpus, False]:.0f} ({needs[gpus, True]:.0f})" for gpus in args.gpus]
             for card in CARDS:

@@ -11,6 +11,7 @@ three, segment by segment. Episodes are random, so are their tokens.
 import random
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Literal
 
@@ -23,7 +24,7 @@ from common.distributed import forward_context, init_world, run, wrap_model
 from common.episodes import Episode
 from common.hub import resolve_model
 from common.models import load_policy
-from common.packing import MicroBatch, TokenIndex, layout, pack
+from common.packing import MicroBatch, Packer, TokenIndex, pack
 from common.precision import DTYPES
 
 
@@ -52,15 +53,16 @@ def random_episodes(args: Args, vocab: int) -> list[Episode]:
     return episodes
 
 
-def layouts(args: Args, episodes: list[Episode], attention: str) -> dict[str, list[MicroBatch]]:
-    index, selected, options = TokenIndex(episodes), range(len(episodes)), layout(attention, args.budget)
+def layouts(args: Args, episodes: list[Episode], packer: Packer) -> dict[str, list[MicroBatch]]:
+    index, selected = TokenIndex(episodes), range(len(episodes))
+    options = {"budget": args.budget, "multiple": packer.multiple}
     longest = args.prompt_tokens + max(len(e.response_ids) for e in episodes)
-    alone = [pack(episodes, [i], index, **options | {"multiple": longest})[0] for i in selected]
+    alone = [pack(episodes, [i], index, budget=args.budget, multiple=longest)[0] for i in selected]
     count = max(1, args.budget // longest)
     return {
         "padded": [side_by_side(alone[i : i + count]) for i in selected[::count]],
-        "packed": pack(episodes, selected, index, **options | {"share_prompts": False}),
-        "shared": pack(episodes, selected, index, **options),
+        "packed": pack(episodes, selected, index, share_prompts=False, **options),
+        "shared": pack(episodes, selected, index, share_prompts=packer.share_prompts, **options),
     }
 
 
@@ -101,7 +103,7 @@ def main(args: Args) -> None:
     policy = load_policy(resolve_model(args.model), attention)
     episodes = random_episodes(args, policy.model.config.vocab_size)
     policy = wrap_model(policy, world, "fsdp", DTYPES[args.dtype])
-    batches = layouts(args, episodes, attention)
+    batches = layouts(args, episodes, Packer(attention, args.budget, Path("nowhere"), world))
 
     seconds: dict[str, list[float]] = {name: [] for name in batches}
     for repeat in range(-1, args.repeats):  # the first round warms up

@@ -26,9 +26,10 @@ from common.distributed import init_world, run, wrap_model
 from common.episodes import Episode
 from common.hub import load_tokenizer, resolve_model
 from common.models import load_policy
-from common.packing import TokenIndex, layout, pack
-from common.precision import DTYPES, LossScale, guarded_step
-from sft import accumulate_gradient
+from common.optimizer import GuardedAdamW
+from common.packing import Packer, TokenIndex
+from common.precision import DTYPES
+from sft import backward
 
 
 @dataclass
@@ -89,17 +90,15 @@ class Packed:
     def __init__(self, args: Args, world):
         attention = choose_attention("auto", world.device)
         policy = load_policy(resolve_model(args.model), attention)
-        self.world, self.options = world, layout(attention, args.budget)
+        self.world, self.packer = world, Packer(attention, args.budget, Path("nowhere"), world)
         self.model = wrap_model(policy, world, "fsdp", DTYPES[args.dtype])
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=True)
-        self.loss_scale = LossScale.for_dtype(DTYPES[args.dtype])
+        self.optimizer = GuardedAdamW(self.model, DTYPES[args.dtype], weight_decay=0.01, max_grad_norm=1.0)
 
     def step(self, episodes: list[Episode]) -> float:
-        index = TokenIndex(episodes)
-        batches = pack(episodes, range(len(episodes)), index, **self.options)
-        sums = accumulate_gradient(self.model, batches, len(index), self.world, scale=1.0)
-        guarded_step(self.model, self.optimizer, 1.0, self.loss_scale)
-        return sums[0] / len(index)
+        (minibatch,) = self.packer.minibatches(episodes, TokenIndex(episodes), 1, seed=0, step=0)
+        means = backward(self.model, minibatch, self.world)
+        means.merge(self.optimizer.step(1e-6, minibatch.num_tokens))
+        return means.reduce()["policy/loss"]
 
 
 def measure(args: Args) -> None:

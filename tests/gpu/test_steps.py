@@ -24,7 +24,7 @@ def check_three_steps(folder, dtype: str) -> dict[int, dict]:
     for step in (1, 2, 3):
         assert steps[step]["policy/rollout_logprob_gap"] < GAP[dtype]
         assert steps[step]["optim/skipped_steps"] == 0
-    assert any(steps[step]["optim/grad_norm"] > 0 for step in (1, 2, 3))
+    assert any(steps[step].get("optim/grad_norm", 0.0) > 0 for step in (1, 2, 3))
     assert (folder / "model" / "model.safetensors").is_file()
     return steps
 

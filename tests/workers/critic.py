@@ -6,18 +6,20 @@ value of a state is the mean score of the responses that begin like it. Prints t
 
 import argparse
 import json
+import tempfile
 from itertools import product
+from pathlib import Path
 
 import torch
-from conftest import random_policy
+from conftest import make_args, random_policy
 from transformers import Qwen2Config
 
 import ppo
-from common.distributed import all_reduce, forward_context, init_world, run, wrap_model
+from common.distributed import all_reduce, init_world, run, wrap_model
 from common.episodes import Episode
 from common.models import Critic
-from common.packing import TokenIndex, pack
-from common.precision import LossScale, guarded_step
+from common.optimizer import GuardedAdamW
+from common.packing import Packer, TokenIndex
 
 COINS = (5, 6)
 OBSERVATION = 7
@@ -52,29 +54,24 @@ def main(args: argparse.Namespace) -> None:
     rewards = ppo.token_rewards(episodes, scores, index)
     critic = Critic(random_policy(config, torch.float32).model.base_model, "sdpa")
     critic = wrap_model(critic, world, args.strategy, torch.float32)
-    optimizer = torch.optim.AdamW(critic.parameters(), lr=0.0)
-    options = ppo.Args(model="", value_clip=0.5)
-    batches = pack(episodes, range(len(episodes)), index, budget=40)
-    counts = all_reduce([len(index), len(episodes)])
+    optimizer = GuardedAdamW(critic, torch.float32, weight_decay=0.01, max_grad_norm=1.0)
+    options = make_args(ppo, value_clip=0.5, critic_lambda=args.critic_lambda, whiten=False)
+    with tempfile.TemporaryDirectory() as folder:
+        packer = Packer("sdpa", 40, Path(folder), world)
+        (minibatch,) = packer.minibatches(episodes, index, 1, seed=0, step=0)
 
     def values() -> torch.Tensor:
         result = torch.full((len(index),), torch.nan)
-        with torch.no_grad():
-            for batch in batches:
-                with forward_context(critic):
-                    result[batch.tokens] = critic(batch)
+        packer.fill(result, critic, [minibatch])
         return result
 
     errors = {"at the start": max(map(abs, values().tolist()))}
     for step in range(args.steps):
         old = values()
-        unknown = torch.zeros(len(index))
-        returns = old + ppo.gae(rewards, old, index, 1.0, args.critic_lambda)
-        lengths = index.lengths[index.episode_of_token].float()
-        tokens = ppo.Tokens(index.episode_of_token, lengths, unknown, unknown, unknown, unknown, old, returns)
-        optimizer.param_groups[0]["lr"] = 2e-3 * (1 - step / args.steps)
-        ppo.critic_backward(critic, batches, tokens, options, world, counts)
-        guarded_step(critic, optimizer, 1.0, LossScale.for_dtype(torch.float32))
+        tokens = ppo.Tokens.of(episodes, index, world.device)
+        tokens.values, (tokens.returns, _) = old, ppo.estimate(rewards, old, index, options)
+        ppo.critic_backward(critic, minibatch, tokens, options, world)
+        optimizer.step(2e-3 * (1 - step / args.steps), minibatch.num_tokens)
     errors["at the end"] = max(all_reduce([(values() - torch.tensor(truth)).abs().max().item()], "max"))
     if world.is_main:
         print(json.dumps(errors))
@@ -84,5 +81,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--strategy", default="fsdp")
     parser.add_argument("--critic-lambda", type=float, default=1.0)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=150)
     run(main, parser.parse_args())

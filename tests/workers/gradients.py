@@ -7,7 +7,7 @@ import argparse
 import json
 
 import torch
-from conftest import random_episodes, random_policy, relative_l2
+from conftest import make_args, random_episodes, random_policy, relative_l2
 from torch.distributed.tensor import DTensor
 from transformers import Qwen2Config
 
@@ -15,17 +15,17 @@ import grpo
 import ppo
 from common.distributed import all_reduce, forward_context, init_world, run, unwrap, wrap_model
 from common.models import Critic
-from common.packing import TokenIndex, pack
+from common.packing import Minibatch, TokenIndex, pack
 
-COMMON = {"model": "", "temperature": 0.9, "clip_high": 0.3, "entropy_coef": 0.1, "max_response_tokens": 20}
+COMMON = {"temperature": 0.9, "clip_high": 0.3, "entropy_coef": 0.1, "max_response_tokens": 20}
 VARIANTS = {
-    "dapo": grpo.Args(**COMMON),
-    "grpo": grpo.Args(**COMMON, reduction="grpo", kl_in="loss", kl_estimator="k3-is"),
-    "dr_grpo": grpo.Args(**COMMON, reduction="dr_grpo", advantage="batch-std", correction="sequence"),
-    "gspo": grpo.Args(**COMMON, reduction="grpo", objective="gspo", advantage="rloo", correction="mask"),
-    "cispo": grpo.Args(**COMMON, objective="cispo", correction="truncate", kl_in="loss", kl_estimator="k2"),
-    "ppo": ppo.Args(**COMMON, policy_lambda=0.9),
-    "critic": ppo.Args(**COMMON, critic_lambda=0.8, reduction="grpo"),
+    "dapo": make_args(grpo, **COMMON),
+    "grpo": make_args(grpo, **COMMON, reduction="grpo", kl_in="loss", kl_estimator="k3-is"),
+    "dr_grpo": make_args(grpo, **COMMON, reduction="dr_grpo", advantage="batch-std", correction="sequence"),
+    "gspo": make_args(grpo, **COMMON, reduction="grpo", objective="gspo", advantage="rloo", correction="mask"),
+    "cispo": make_args(grpo, **COMMON, objective="cispo", correction="truncate", kl_in="loss", kl_estimator="k2"),
+    "ppo": make_args(ppo, **COMMON, policy_lambda=0.9),
+    "critic": make_args(ppo, **COMMON, critic_lambda=0.8, reduction="grpo"),
 }
 
 LAYOUTS = {
@@ -56,18 +56,18 @@ def gradient(models, world, episodes, variant: str, backwards: bool = False, **p
         returns = values + ppo.gae(rewards, values, index, args.gamma, args.critic_lambda)
         tokens = ppo.Tokens(*common, *(x.to(dtype) for x in (advantages, values, returns)))
     batches = pack(episodes, range(len(episodes))[:: -1 if backwards else 1], index, **pack_options)
-    counts = all_reduce([len(index), (index.lengths > 0).sum()])
+    minibatch = Minibatch([], *all_reduce([len(index), (index.lengths > 0).sum()]), batches)
     if variant == "critic":
-        ppo.critic_backward(model, batches, tokens, args, world, counts)
+        ppo.critic_backward(model, minibatch, tokens, args, world)
         return [full(p.grad) for p in unwrap(model).parameters()]
     with torch.no_grad():  # old log-probs near the current ones, so that some ratios are clipped and most are not
         for batch in batches:
             with forward_context(model):
-                near = model(batch, args.temperature)[0]
+                near = model(batch, args.rollout.temperature)[0]
             tokens.old_logprobs[batch.tokens] = near + 0.3 * torch.sin(10 * rollout[batch.tokens])
             tokens.ref_logprobs[batch.tokens] = near + 0.2 * torch.cos(7 * rollout[batch.tokens])
     script = grpo if isinstance(args, grpo.Args) else ppo
-    script.backward(model, batches, tokens, args, world, counts, on_policy=False, kl_coef=0.05)
+    script.backward(model, minibatch, tokens, args, world, store_old_logprobs=False, kl_coef=0.05)
     return [full(p.grad) for p in unwrap(model).parameters()]
 
 
@@ -79,6 +79,12 @@ def make_models(config, dtype: torch.dtype) -> dict[str, torch.nn.Module]:
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def in_pairs(strategy: str, owner: str, cut: bool, layout: str, variant: str) -> bool:
+    """A quarter of all combinations, in which any two settings of two things still meet."""
+    ddp, i, j = strategy == "ddp", list(LAYOUTS).index(layout), list(VARIANTS).index(variant)
+    return (owner == "even", cut) == (bool((ddp + i) % 2), bool((ddp + j) % 2))
 
 
 def main(args: argparse.Namespace) -> None:
@@ -113,6 +119,8 @@ def main(args: argparse.Namespace) -> None:
                         backbone = unwrap(model).model
                         getattr(backbone, f"gradient_checkpointing_{'enable' if checkpointing else 'disable'}")()
                     for variant in VARIANTS:
+                        if args.pairs and not in_pairs(strategy, name, budget == args.budgets[0], layout, variant):
+                            continue
                         for model in models.values():
                             model.zero_grad()
                         got = gradient(models, world, mine, variant, budget=budget, **pack_options)
@@ -129,4 +137,5 @@ if __name__ == "__main__":
     parser.add_argument("--dtype", default="float64")
     parser.add_argument("--budgets", type=int, nargs="+", default=[45, 10_000])
     parser.add_argument("--single", action="store_true")
+    parser.add_argument("--pairs", action="store_true")
     run(main, parser.parse_args())

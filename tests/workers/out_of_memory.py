@@ -3,23 +3,21 @@
 On a GPU the allocator itself says so, on a CPU an exception stands for it.
 """
 
-import sys
-
 import torch
-import tyro
 
 import grpo
 from common.distributed import run, unwrap
+from common.flags import parse
 
 real, calls = grpo.backward, []
 
 
-def backward(policy, batches, *rest):
+def backward(policy, minibatch, tokens, args, world, **options):
+    batches = minibatch.micro_batches
     calls.append(len(batches))
-    args, world = rest[1:3]
-    again = (args.output_dir / "micro_batch_tokens").exists()
+    again = (args.run.output_dir / "micro_batch_tokens").exists()
     if len(calls) != 2 or again or world.rank < world.size - 1:
-        return real(policy, batches, *rest)
+        return real(policy, minibatch, tokens, args, world, **options)
     backwards = []
 
     def fail(*_) -> None:
@@ -31,11 +29,12 @@ def backward(policy, batches, *rest):
 
     hook = unwrap(policy).model.model.layers[1].register_full_backward_pre_hook(fail)
     try:
-        return real(policy, batches, *rest)
+        return real(policy, minibatch, tokens, args, world, **options)
     finally:
         hook.remove()
 
 
 if __name__ == "__main__":
     grpo.backward = backward
-    run(grpo.main, tyro.cli(grpo.Args, default=grpo.DEMO, args=sys.argv[1:]))
+    args, _ = parse(grpo.Args, grpo.DEMO, grpo.__doc__)
+    run(grpo.main, args)

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from common.distributed import gather_objects, init_world, run, wrap_model
-from common.precision import LossScale, guarded_step
+from common.optimizer import guarded_step
+from common.precision import LossScale
 
 
 def main(_: None) -> None:

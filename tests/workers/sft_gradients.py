@@ -17,10 +17,10 @@ from common.data.conversations import Conversations, balanced
 from common.distributed import all_reduce, init_world, run, unwrap, wrap_model
 from common.hub import load_tokenizer
 from common.models import load_policy
-from common.packing import TokenIndex, pack
+from common.packing import Minibatch, TokenIndex, pack
 from common.pictures import PixelLimits
 from common.vision import load_vision
-from sft import accumulate_gradient
+from sft import backward
 
 
 def rotate(q, k, cos, sin):
@@ -69,7 +69,8 @@ def main(args: argparse.Namespace) -> None:
             for budget in (200, 100_000):
                 model.zero_grad()
                 batches = pack(mine, range(len(mine)), index, budget=budget, vision=vision)
-                accumulate_gradient(model, batches, count, world, scale=1.0)
+                means = backward(model, Minibatch([], count, len(data), batches), world)
+                assert means.counts["policy/loss"] == len(index)
                 got = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
                 distances[f"{strategy}, {split}, budget {budget}, {len(batches)} batches"] = relative_l2(
                     got, reference

@@ -1,11 +1,8 @@
 """Run by torchrun: sft.py in fp16, with a loss that overflows in the second step, on rank 1 alone."""
 
-import sys
-
-import tyro
-
 import sft
 from common.distributed import run
+from common.flags import parse
 
 
 def main(args: sft.Args) -> None:
@@ -23,4 +20,5 @@ def main(args: sft.Args) -> None:
 
 
 if __name__ == "__main__":
-    run(main, tyro.cli(sft.Args, args=sys.argv[1:]))
+    args, _ = parse(sft.Args, sft.DEMO, sft.__doc__)
+    run(main, args)

@@ -1,0 +1,72 @@
+"""A run as one rank sees it, and how its models are made."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from common.distributed import World, wrap_model
+from common.flags import Machine, Run
+from common.models import load_critic, load_policy
+from common.optimizer import GuardedAdamW
+from common.pictures import PixelLimits
+from common.torch_repair import transformers
+from common.vision import Vision
+
+
+@dataclass
+class Job:
+    """A run as one rank sees it, and its models."""
+
+    script: str
+    world: World
+    output_dir: Path
+    path: str  # folder of the model
+    tokenizer: transformers.PreTrainedTokenizerBase
+    compute_dtype: torch.dtype
+    attention: str
+    limits: PixelLimits
+    vision: Vision | None  # None for a model that reads text alone
+    machine: Machine
+    run: Run
+    summary: str  # of all that, for the console
+
+    def load_policy(self, from_scratch: bool = False) -> nn.Module:
+        """The policy, to be trained: float32 master weights, sharded or replicated."""
+        return self._wrap(load_policy(self.path, from_scratch=from_scratch, **self._trained))
+
+    def load_critic(self, path: str) -> nn.Module:
+        """A critic, to be trained, on the backbone of the model in a folder."""
+        return self._wrap(load_critic(path, **self._trained))
+
+    def load_reference(self) -> nn.Module:
+        """The policy as it was, frozen; its weights are kept as FSDP2 would cast them anyway."""
+        dtype = self.compute_dtype if self.machine.strategy == "fsdp" else torch.float32
+        reference = load_policy(self.path, dtype=dtype, **self._loaded).requires_grad_(False)
+        return self._wrap(reference).to(self.reference_device)
+
+    def adamw(self, model: nn.Module, weight_decay: float, max_grad_norm: float, **options) -> GuardedAdamW:
+        """Its optimizer, with loss scale and offload as the machine asks for; options as for `GuardedAdamW`."""
+        options |= {"weight_decay": weight_decay, "max_grad_norm": max_grad_norm}
+        return GuardedAdamW(model, self.compute_dtype, offload=self.machine.optimizer_offload, **options)
+
+    @property
+    def reference_device(self) -> torch.device:
+        """Where the reference model is when it is not used."""
+        return torch.device("cpu") if self.machine.reference_offload else self.world.device
+
+    @property
+    def _loaded(self) -> dict[str, Any]:
+        options = {"attention": self.attention, "vision": self.vision}
+        return options | {"trust_remote_code": self.machine.trust_remote_code}
+
+    @property
+    def _trained(self) -> dict[str, Any]:
+        options = {"gradient_checkpointing": self.machine.gradient_checkpointing}
+        options |= {"freeze_vision": self.machine.freeze_vision, "compile_layers": self.machine.compile}
+        return self._loaded | options
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        return wrap_model(model, self.world, self.machine.strategy, self.compute_dtype)

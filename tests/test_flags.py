@@ -1,0 +1,329 @@
+"""How a command line is read: groups, ranges, demo defaults, flags without effect, and names that are not ours."""
+
+import math
+from dataclasses import fields, is_dataclass
+from types import SimpleNamespace
+from typing import get_args, get_type_hints
+
+import pytest
+from conftest import make_args
+from test_data import row, write
+
+import curiosity_rl
+import grpo
+import ppo
+import sft
+from common import flags
+from common.flags import Data, Rollout, check_ranges, check_shared, flag, flat, parse, refuse_idle
+from common.hub import load_tokenizer, resolve_model
+from common.rollouts import prompt_data
+
+SCRIPTS = [grpo, ppo, curiosity_rl, sft]
+every_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+
+# What numbers may be, from before they had types that say so: above 0, at most 1, of any sign; the others 0 or above.
+LENGTHS = ["max_tokens", "max_prompt_tokens", "max_response_tokens", "max_turn_tokens", "loss_length"]
+PICTURES = ["max_images", "min_pixels", "max_pixels", "max_frame_pixels"]
+BATCHES = ["batch_size", "prompts_per_step", "samples_per_prompt", "minibatches", "micro_batch_tokens", "max_turns"]
+PASSES = ["epochs_per_step", "critic_epochs", "total_steps", "total_epochs", "max_rows", "eval_rows", "eval_samples"]
+PROCESSES = ["reward_timeout", "tool_workers", "tool_timeout", "stall_minutes", "engine_memory"]
+OTHERS = ["temperature", "eval_top_p", "kl_horizon", "max_logprob_gap", "keep_checkpoints"]
+POSITIVE = [*LENGTHS, *PICTURES, *BATCHES, *PASSES, *PROCESSES, *OTHERS]
+SHARES = ["gamma", "critic_lambda", "policy_lambda", "lr_floor", "eval_top_p", "replay_share"]
+ANY_SIGN = ["entropy_coef", "reward_model_weight", "eval_top_k"]
+NUMBERS = [-1e9, -1, -0.5, -1e-9, 0, 0.0, 1e-9, 0.5, 1, 1.0, 1.5, 2, 1e9, math.inf, -math.inf, math.nan]
+
+
+def called(monkeypatch, script, *arguments: str):
+    """(args, is it the demo) of `script ARGUMENTS`."""
+    monkeypatch.setattr("sys.argv", [f"{script.__name__}.py", *arguments])
+    return parse(script.Args, script.DEMO, script.__doc__)
+
+
+def hints(args_class) -> dict:
+    """{flag: its type} of a script's Args, with those of its groups."""
+    own = get_type_hints(args_class)
+    groups = {name: hint for name, hint in own.items() if is_dataclass(hint)}
+    own = {name: hint for name, hint in own.items() if name not in groups}
+    return own | {name: hint for group in groups.values() for name, hint in hints(group).items()}
+
+
+def numeric(script) -> list[str]:
+    return [name for name, hint in hints(script.Args).items() if {hint, *get_args(hint)} & {int, float}]
+
+
+def was_refused(name: str, value: float) -> str | None:
+    if name in POSITIVE and not value > 0:
+        return "must be above 0"
+    if name in SHARES and not value <= 1 and value == value:  # what is no number is said to be below 0
+        return "must not be above 1"
+    return "must not be below 0" if name not in ANY_SIGN and not value >= 0 else None
+
+
+# --- ranges -------------------------------------------------------------------------------------------------------
+
+
+@every_script
+def test_numbers_out_of_their_range_are_refused_by_their_flag(script):
+    """In whichever group they are; those that may also be None, too."""
+    names = numeric(script)
+    assert len(names) >= 20 and {"seed", "micro_batch_tokens", "learning_rate", "total_steps"} <= set(names)
+    for name in names:
+        for value in NUMBERS:
+            args, problem = make_args(script, **{name: value}), was_refused(name, value)
+            if problem is None:
+                check_ranges(args)
+                continue
+            with pytest.raises(SystemExit) as refusal:
+                check_ranges(args)
+            assert str(refusal.value) == f"{flag(name)} {value}: {problem}"
+
+
+def test_the_old_list_names_flags_that_exist():
+    assert {*POSITIVE, *SHARES, *ANY_SIGN} <= {name for script in SCRIPTS for name in numeric(script)}
+
+
+@every_script
+def test_defaults_and_what_is_not_given_are_in_their_ranges(script):
+    for args in (script.Args(), script.DEMO):
+        check_ranges(args)
+    optional = [name for name in numeric(script) if type(None) in get_args(hints(script.Args)[name])]
+    assert "total_steps" in optional and flat(script.Args())["total_steps"] is None
+
+
+@every_script
+def test_a_range_is_checked_where_the_line_is_read(script, monkeypatch):
+    with pytest.raises(SystemExit, match=r"^--max-grad-norm -1\.0: must not be below 0$"):
+        called(monkeypatch, script, "--max-grad-norm", "-1")
+    with pytest.raises(SystemExit, match=r"^--keep-checkpoints 0: must be above 0$"):
+        called(monkeypatch, script, "--keep-checkpoints=0")
+
+
+@every_script
+def test_pictures_cannot_be_larger_than_the_largest(script, monkeypatch):
+    args, _ = called(monkeypatch, script, "--min-pixels", "2000000")
+    with pytest.raises(SystemExit, match=f"^--min-pixels 2000000: above --max-pixels {args.data.max_pixels}$"):
+        script.check_args(args)
+
+
+# --- groups -------------------------------------------------------------------------------------------------------
+
+
+@every_script
+def test_flat_has_every_flag_once(script):
+    """A name in two groups would be one flag with two values."""
+    args = script.Args()
+    groups = [getattr(args, item.name) for item in fields(args) if is_dataclass(getattr(args, item.name))]
+    names = [
+        item.name for part in (args, *groups) for item in fields(part) if not is_dataclass(getattr(part, item.name))
+    ]
+    assert sorted(flat(args)) == sorted(names) and len(groups) == (3 if script is sft else 4)
+    assert flat(args)["seed"] is args.run.seed and flat(args)["learning_rate"] == args.learning_rate
+
+
+@every_script
+def test_a_flag_of_a_group_has_no_prefix_and_leaves_the_others_as_they_are(script, monkeypatch):
+    args, _ = called(monkeypatch, script, "--model", "x", "--micro_batch_tokens", "77", "--max-rows=3")
+    changed = {"model": "x", "micro_batch_tokens": 77, "max_rows": 3}
+    assert flat(args) == flat(script.Args()) | changed
+
+
+def test_the_scripts_differ_in_some_defaults_of_groups():
+    assert ppo.Args().rollout.samples_per_prompt == 1 and grpo.Args().rollout.samples_per_prompt == 8
+    assert curiosity_rl.Args().rollout.tools == "visual" and grpo.Args().rollout.tools is None
+    assert sft.Args().run.eval_every == 0 and sft.Args().machine.micro_batch_tokens == 8192
+
+
+# --- the demo -----------------------------------------------------------------------------------------------------
+
+
+@every_script
+def test_without_a_model_all_defaults_are_the_demos(script, monkeypatch):
+    args, demo = called(monkeypatch, script, "--seed", "3", "--no-eval-before")
+    assert demo and flat(args) == flat(script.DEMO) | {"seed": 3, "eval_before": False}
+    assert script.DEMO.run.seed == 0, "the demo itself is as it was"
+
+
+@every_script
+@pytest.mark.parametrize("arguments", [["--model=x"], ["--model", "x"]])
+def test_with_a_model_none_is(script, arguments, monkeypatch):
+    args, demo = called(monkeypatch, script, *arguments)
+    assert not demo and flat(args) == flat(script.Args()) | {"model": "x"}
+
+
+@pytest.mark.parametrize("ask", ["--help", "-h"])
+def test_help_shows_the_defaults_of_a_run_and_the_commands(ask, monkeypatch, capsys):
+    with pytest.raises(SystemExit) as stop:
+        called(monkeypatch, grpo, ask)
+    shown = capsys.readouterr().out
+    assert stop.value.code == 0 and "1e-06" in shown and "8e-05" not in shown
+    assert grpo.__doc__.partition("\n")[0] in shown and "torchrun --nproc_per_node 2 grpo.py" in shown
+    assert "Where this differs" not in shown
+
+
+# --- flags without effect -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments", ["--eval-only", "--no-eval-only", "--eval_only", "--engine-memory 3", "--engine_memory=3"]
+)
+def test_what_is_given_in_vain_is_refused(arguments, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["grpo.py", *arguments.split()])
+    name = "engine_memory" if "memory" in arguments else "eval_only"
+    rollout = Rollout(engine_memory=3.0, eval_only=True)
+    with pytest.raises(SystemExit) as refusal:
+        refuse_idle(rollout, {"tools": (False, "x"), name: (False, "a reason")})
+    assert str(refusal.value) == f"{flag(name)} {getattr(rollout, name)} has no effect: needs a reason"
+    refuse_idle(rollout, {name: (True, "a reason"), "tools": (False, "x")})
+
+
+def test_what_was_not_typed_is_never_in_vain(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["grpo.py", "--model", "engine-memory", "--max-rows", "3"])
+    uses = dict.fromkeys(["engine_memory", "eval_only", "tools"], (False, "a reason"))
+    assert refuse_idle(Rollout(engine_memory=3.0), uses) is None
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ("--eval-only --replay x", "--replay is of training, --eval-only does none"),
+        ("--model x", "--model x needs --train-data"),
+        ("--model x --eval-only", "--model x needs --eval-data"),
+        ("--model x --eval-only --train-data y", "--model x needs --eval-data"),
+        ("--train-data y --eval-only", "--model tiny needs --eval-data"),
+        ("--model x --train-data y --eval-rows 3", "--eval-rows 3 has no effect: needs --eval-data"),
+        ("--model x --train-data y --eval-temperature 1", "--eval-temperature 1.0 has no effect: needs --eval-data"),
+        ("--total-steps 3 --total-epochs 2", "--total-epochs 2.0 has no effect: needs no --total-steps"),
+        ("--tool-timeout 3", "--tool-timeout 3.0 has no effect: needs --tools"),
+        ("--deterministic", "--deterministic True has no effect: needs --tools"),
+        ("--eval-top-k 3", "--eval-top-k 3 has no effect: needs an --eval-temperature above 0"),
+    ],
+)
+def test_what_the_rl_scripts_refuse_of_shared_flags(given, message, monkeypatch):
+    args, _ = called(monkeypatch, grpo, *given.split())
+    with pytest.raises(SystemExit) as refusal:
+        check_shared(args.data, args.run, args.rollout)
+    assert str(refusal.value) == message
+
+
+# --- names that are not ours --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("space", [" ", "\t", " \n"])
+def test_a_lone_space_is_a_backslash_that_was_not_the_last_character(space, monkeypatch):
+    with pytest.raises(SystemExit, match="a backslash that continues a line must be its last character"):
+        called(monkeypatch, grpo, "--model", "x", space, "--seed", "3")
+    args, _ = called(monkeypatch, curiosity_rl, "--tools", "")
+    assert args.rollout.tools == "", "an empty value is one"
+
+
+@pytest.mark.parametrize(
+    "script, given, name, owner",
+    [
+        (ppo, ["--objective", "gspo"], "--objective", "grpo.py"),
+        (ppo, ["--dynamic_sampling=5"], "--dynamic-sampling", "grpo.py"),
+        (curiosity_rl, ["--kl-coef", "0.1"], "--kl-coef", "grpo.py"),
+        (grpo, ["--gamma", "0.9"], "--gamma", "ppo.py"),
+        (grpo, ["--curiosity-alpha", "1"], "--curiosity-alpha", "curiosity_rl.py"),
+        (grpo, ["--model", "x", "--batch-size", "4"], "--batch-size", "sft.py"),
+        (sft, ["--epochs-per-step", "2"], "--epochs-per-step", "grpo.py"),
+    ],
+)
+def test_a_flag_of_another_script_is_named_with_it(script, given, name, owner, monkeypatch):
+    with pytest.raises(SystemExit) as refusal:
+        called(monkeypatch, script, *given)
+    assert str(refusal.value) == f"{script.__name__}.py has no {name}: {owner} has it"
+
+
+@every_script
+def test_a_scripts_own_flags_are_read_off_its_text(script):
+    groups = {name for name, hint in get_type_hints(script.Args).items() if is_dataclass(hint)}
+    own = {flag(item.name) for item in fields(script.Args) if item.name not in groups}
+    assert flags.script_flags(flags.ROOT / f"{script.__name__}.py") == own
+    assert flags.script_flags(flags.ROOT / "no_such_script.py") == set()
+
+
+def test_a_flag_that_nobody_has_is_an_error_that_names_the_nearest(monkeypatch, capsys):
+    with pytest.raises(SystemExit) as stop:
+        called(monkeypatch, grpo, "--learning-rte", "1e-5")
+    captured = capsys.readouterr()
+    assert stop.value.code not in (0, None) and "--learning-rate" in captured.out + captured.err
+
+
+PAGE = """# Coming from verl or TRL
+
+| theirs | ours | note |
+|---|---|---|
+| `actor_rollout_ref.rollout.n`, `--num-generations` | `--samples-per-prompt` | 8 in both |
+| `--beta` | `--kl-in loss --kl-coef X --kl-estimator k3` | off |
+| `--optim` | none | AdamW |
+| `--seed` | `--never` | ours are not looked up |
+| `four` | of them | are another | table |
+"""
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (["actor_rollout_ref.rollout.n=8"], "actor_rollout_ref.rollout.n: here --samples-per-prompt"),
+        (["+actor_rollout_ref.rollout.n=8"], "actor_rollout_ref.rollout.n: here --samples-per-prompt"),
+        (["--num-generations", "8"], "--num-generations: here --samples-per-prompt"),
+        (["--num_generations=8"], "--num_generations: here --samples-per-prompt"),
+        (["--seed", "3", "--beta", "0.1"], "--beta: here --kl-in loss --kl-coef X --kl-estimator k3"),
+        (["--optim=adamw"], "--optim: here none"),
+    ],
+)
+def test_keys_of_verl_and_trl_are_translated(given, message, monkeypatch, tmp_path):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "from_verl_trl.md").write_text(PAGE)
+    monkeypatch.setattr(flags, "ROOT", tmp_path)
+    with pytest.raises(SystemExit) as refusal:
+        called(monkeypatch, grpo, *given)
+    assert str(refusal.value).startswith(f"{message} (") and str(refusal.value).endswith("; see docs/from_verl_trl.md")
+
+
+def test_values_and_names_of_ours_are_not_looked_up(monkeypatch, tmp_path):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "from_verl_trl.md").write_text(PAGE)
+    monkeypatch.setattr(flags, "ROOT", tmp_path)
+    given = ["--seed", "3", "--no-eval-before", "--output-dir", "runs/lr=0.1", "--reward-function", "beta"]
+    args, _ = called(monkeypatch, grpo, *given)
+    assert (args.run.seed, str(args.run.output_dir), args.rollout.reward_function) == (3, "runs/lr=0.1", "beta")
+    keys = {"actor_rollout_ref.rollout.n", "num_generations", "beta", "optim", "seed"}
+    assert set(flags.foreign_names()) == keys, "tables of three columns"
+
+
+def test_without_the_page_their_keys_are_unknown_flags(monkeypatch, tmp_path):
+    monkeypatch.setattr(flags, "ROOT", tmp_path)
+    assert flags.foreign_names() == {}
+    with pytest.raises(SystemExit) as stop:
+        called(monkeypatch, grpo, "--num-generations", "8")
+    assert stop.value.code == 2
+
+
+# --- bad_rows -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad, reason", [(row(prompt=[]), "unusable"), (row("long " * 99), "--max-prompt-tokens 64")])
+def test_bad_rows_stop_a_run_or_are_counted_and_dropped(bad, reason, tmp_path):
+    """Unusable and too long alike: one flag for both."""
+    file = write(tmp_path / "rows.jsonl", [row("one"), bad, row("two")])
+    told: list[str] = []
+    tokenizer = load_tokenizer(resolve_model("tiny"))
+    job = SimpleNamespace(tokenizer=tokenizer, vision=None, world=SimpleNamespace(print=told.append))
+    rollout = Rollout(max_prompt_tokens=64)
+    with pytest.raises(ValueError, match=rf"(?s)1 .*{reason}.*--bad-rows drop drops them.*rows\.jsonl line 2: "):
+        prompt_data(job, Data(), rollout, None, file)
+    data = prompt_data(job, Data(bad_rows="drop"), rollout, None, file)
+    assert [data[i].index for i in range(len(data))] == [0, 2]
+    assert len(told) == 1 and "1 " in told[0] and reason in told[0] and "dropped" in told[0]
+
+
+@every_script
+def test_bad_rows_are_an_error_unless_it_is_said_otherwise(script, monkeypatch, capsys):
+    assert script.Args().data.bad_rows == script.DEMO.data.bad_rows == "error"
+    args, _ = called(monkeypatch, script, "--bad-rows", "drop")
+    assert args.data.bad_rows == "drop"
+    with pytest.raises(SystemExit):
+        called(monkeypatch, script, "--bad-rows", "ignore")
+    assert "ignore" in "".join(capsys.readouterr())

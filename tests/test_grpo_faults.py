@@ -1,0 +1,81 @@
+"""grpo.py when memory is full or rewards fail, and with other objectives than its own."""
+
+import pytest
+from conftest import ROOT, run_script, skip_where_no_step_is_repeated, steps_of
+
+FEW = ["--prompts-per-step", 6, "--samples-per-prompt", 4, "--max-response-tokens", 64, "--max-rows", 64]
+FEW += ["--engine", "hf", "--dtype", "fp32", "--eval-rows", 4, "--eval-every", 0, "--no-eval-before"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--objective gspo --reduction grpo --advantage rloo --correction sequence --kl-in reward --kl-coef 0.01 "
+        "--kl-target 0.1 --minibatches 2 --mask-truncated --overlong-buffer 32",
+        pytest.param(
+            "--objective cispo --minibatches 2 --advantage batch-std --correction truncate --entropy-coef 0.001 "
+            "--dynamic-sampling 6 --kl-in loss --kl-coef 0.01 --kl-estimator k2 --strategy ddp",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_other_objectives_run(tmp_path, flags):
+    run_script("grpo.py", *FEW, *flags.split(), "--total-steps", 2, "--output-dir", tmp_path, ranks=2)
+    first, second = steps_of(tmp_path)[1], steps_of(tmp_path)[2]
+    assert first["policy/kl_to_ref"] == 0 < second["policy/kl_to_ref"] < 1
+    assert first["optim/grad_norm"] > 0 and first["policy/rollout_logprob_gap"] < 1e-4
+    if "--kl-target" in flags:
+        assert second["policy/kl_coef"] < first["policy/kl_coef"] == 0.01
+
+
+def test_dynamic_sampling_ends_with_a_clear_error_when_nothing_can_be_learnt(tmp_path):
+    (tmp_path / "reward.py").write_text("def flat(data_source, solution_str, ground_truth, extra_info=None): return 1")
+    options = ["--reward-function", f"{tmp_path}/reward.py:flat", "--dynamic-sampling", 2, "--total-steps", 1]
+    done = run_script("grpo.py", *FEW, *options, "--output-dir", tmp_path / "run", check=False)
+    assert done.returncode == 1 and "--dynamic-sampling 2: 6 groups of unequal scores are missing" in done.stderr
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
+def test_out_of_memory_repeats_the_step_with_the_same_gradient(tmp_path, strategy):
+    """Step 2 fails inside a backward; with fewer tokens a micro-batch it is what it would have been, and so is 3."""
+    skip_where_no_step_is_repeated(strategy)
+    options = [*FEW, "--total-steps", 3, "--micro-batch-tokens", 2048, "--strategy", strategy]
+    run_script("grpo.py", *options, "--output-dir", tmp_path / "plain")
+    done = run_script(ROOT / "tests/workers/out_of_memory.py", *options, "--output-dir", tmp_path / "short")
+    assert "--micro-batch-tokens is now 1024, the step is repeated" in done.stdout
+    assert_same_updates(tmp_path / "plain", tmp_path / "short")
+
+
+def assert_same_updates(*runs) -> None:
+    for step in (2, 3):
+        plain, short = (steps_of(run)[step] for run in runs)
+        for metric in ("policy/loss", "policy/entropy", "optim/grad_norm", "policy/rollout_logprob_gap"):
+            assert short[metric] == pytest.approx(plain[metric], rel=1e-4, abs=1e-6), (step, metric)
+        assert short["reward/mean"] == plain["reward/mean"]
+
+
+def test_out_of_memory_on_one_of_two_ranks_is_remembered_by_the_run(tmp_path):
+    """The others wait for it in a collective, so the run ends; the same command goes on in smaller pieces."""
+    options = [*FEW, "--engine", "hf", "--total-steps", 3, "--save-every", 1, "--micro-batch-tokens", 2048]
+    run_script("grpo.py", *options, "--output-dir", tmp_path / "plain", ranks=2)
+    command = [ROOT / "tests/workers/out_of_memory.py", *options, "--output-dir", tmp_path / "short"]
+    ended = run_script(*command, ranks=2, check=False)
+    assert ended.returncode != 0 and "--micro-batch-tokens is now 1024; the same command" in ended.stderr
+    done = run_script(*command, ranks=2)
+    assert "micro-batches of 1024 tokens" in done.stdout
+    assert_same_updates(tmp_path / "plain", tmp_path / "short")
+
+
+def test_a_failed_reward_costs_its_sample(tmp_path):
+    """A third of the texts cannot be scored; their groups go on without them."""
+    body = "n = sum(map(ord, solution_str))\n    if n % 3 == 0: raise KeyError('thirds')\n    return n % 7"
+    signature = "def fn(data_source, solution_str, ground_truth, extra_info=None):"
+    (tmp_path / "reward.py").write_text(f"{signature}\n    {body}\n")
+    options = ["--reward-function", f"{tmp_path}/reward.py:fn", "--total-steps", 1]
+    done = run_script("grpo.py", *FEW, *options, "--output-dir", tmp_path / "run")
+    record = steps_of(tmp_path / "run")[1]
+    assert 0 < record["reward/failed"] < 24 and record["optim/grad_norm"] > 0
+    assert (
+        f"rewards: {record['reward/failed']:.0f} of 24 responses not scored, the first: KeyError: 'thirds'"
+        in done.stdout
+    )

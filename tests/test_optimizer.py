@@ -1,0 +1,102 @@
+"""GuardedAdamW: a run's own learning rate and decay, skipped steps that are counted, what is frozen. The step itself
+is tested in test_grpo_math.py, its overflow on several ranks in test_grpo_runs.py."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from common.checkpoint import Checkpoints
+from common.flags import Run
+from common.metrics import Means
+from common.optimizer import GuardedAdamW
+
+
+def make(dtype=torch.float32, **options) -> GuardedAdamW:
+    torch.manual_seed(0)
+    return GuardedAdamW(nn.Linear(4, 3), dtype, **({"weight_decay": 0.0, "max_grad_norm": 0.0} | options))
+
+
+def give_gradient(model: nn.Module, seed: int, factor: float = 1.0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = factor * torch.randn(parameter.shape, generator=generator)
+
+
+def weights(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_learning_rate_and_weight_decay_are_of_this_run_after_a_resume(tmp_path, world, offload):
+    """The checkpoint's own would come with Adam's moments."""
+    before = make(weight_decay=0.5)
+    give_gradient(before.model, 1)
+    before.step(0.1, 10.0)
+    Checkpoints(tmp_path, Run(), world, optimizers={"policy": before}, state={}).save(1, None)
+
+    now = make(weight_decay=0.02, offload=offload)
+    assert Checkpoints(tmp_path, Run(), world, optimizers={"policy": now}, state={}).resume() == 1
+    assert torch.equal(weights(now.model), weights(before.model))
+    plain = copy.deepcopy(before.model)
+    twin = torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0.02)
+    twin.load_state_dict({
+        "state": before.optimizer.state_dict()["state"], "param_groups": twin.state_dict()["param_groups"]
+    })  # fmt: skip
+    for model in (plain, now.model):
+        give_gradient(model, 2)
+    twin.step()
+    now.step(0.01, 10.0)
+    torch.testing.assert_close(weights(now.model), weights(plain), rtol=1e-6, atol=1e-7)
+    assert not torch.equal(weights(now.model), weights(before.model))
+
+
+def test_each_step_has_the_learning_rate_that_it_is_given():
+    """AdamW's first step moves every weight by its rate, whatever the gradient."""
+    for lr in (0.1, 0.003, 0.0):
+        adamw = make()
+        start = weights(adamw.model)
+        give_gradient(adamw.model, 3)
+        adamw.step(lr, 1.0)
+        assert (weights(adamw.model) - start).abs().tolist() == pytest.approx([lr] * len(start), rel=1e-3)
+
+
+def test_skipped_steps_are_counted_and_their_scale_halved():
+    adamw, means = make(torch.float16), Means()
+    assert adamw.scale == 2.0**14
+    start = weights(adamw.model)
+    for step, poison in enumerate([math.inf, math.nan, 0.0]):
+        give_gradient(adamw.model, step, factor=adamw.scale)
+        adamw.model.weight.grad[0, 0] += poison
+        own = adamw.step(0.1, 5.0)
+        assert own.reduce()["optim/skipped_steps"] == (1.0 if poison else 0.0)
+        assert torch.equal(weights(adamw.model), start) == bool(poison), "nothing moves in a skipped step"
+        means.merge(own)
+    assert adamw.scale == 2.0**12 and means.reduce()["optim/skipped_steps"] == 2.0
+    assert not math.isfinite(means.reduce()["optim/grad_norm"]), "it is told, too"
+
+
+def test_the_norm_is_unscaled_and_has_the_name_of_its_model():
+    adamw = make(torch.float16, prefix="value", max_grad_norm=1e-3)
+    give_gradient(adamw.model, 4)
+    norm = math.sqrt(sum((p.grad**2).sum().item() for p in adamw.model.parameters()))
+    give_gradient(adamw.model, 4, factor=adamw.scale)
+    metrics = adamw.step(0.1, 5.0).reduce()
+    assert metrics == {"value/grad_norm": pytest.approx(norm, rel=1e-5), "optim/skipped_steps": 0.0}
+    assert "value/grad_norm" not in adamw.step(0.1, 0.0).reduce(), "of no tokens"
+
+
+def test_what_is_frozen_has_no_moments_and_the_betas_are_those_that_are_asked_for():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    model[0].requires_grad_(False)
+    adamw = GuardedAdamW(model, torch.float32, weight_decay=0.1, max_grad_norm=1.0, betas=(0.9, 0.95))
+    start = weights(model[0])
+    model(torch.ones(2, 4)).sum().backward()
+    adamw.step(0.1, 1.0)
+    (group,) = adamw.optimizer.param_groups
+    assert group["params"] == list(model[1].parameters()) and group["betas"] == (0.9, 0.95)
+    assert set(adamw.optimizer.state) == set(model[1].parameters()) and torch.equal(weights(model[0]), start)
+    assert all(p.grad is None for p in model.parameters()) and adamw.scale == 1.0

@@ -1,0 +1,172 @@
+"""Packer: minibatches as micro-batches that fit, smaller ones where memory ends, passes that fill in a column."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import make_args, random_episodes, random_policy, relative_l2
+
+import grpo
+from common.memory import halve_budget
+from common.packing import Packer, TokenIndex, split_minibatches
+
+BUDGET = 512
+
+
+@pytest.fixture
+def case(tiny_config, tmp_path, world):
+    """Two minibatches of a step, each of several micro-batches of at most 512 tokens; what its tokens know."""
+    episodes = random_episodes(7, prompts=60, samples=6)
+    index = TokenIndex(episodes)
+    packer = Packer("sdpa", BUDGET, tmp_path / "run", world)
+    minibatches = packer.minibatches(episodes, index, 2, seed=3, step=4)
+    tokens = grpo.Tokens.of(episodes, index, world.device)
+    noise = torch.randn(3, len(index), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    tokens.old_logprobs, tokens.advantages, tokens.lengths = -3 + 0.1 * noise[0], noise[1], tokens.lengths.double()
+    return SimpleNamespace(
+        policy=random_policy(tiny_config),
+        episodes=episodes,
+        index=index,
+        packer=packer,
+        minibatches=minibatches,
+        tokens=tokens,
+        args=make_args(grpo, reduction="grpo"),
+        world=world,
+    )
+
+
+def sizes(minibatch) -> list[int]:
+    return [batch.input_ids.numel() for batch in minibatch.micro_batches]
+
+
+# --- minibatches --------------------------------------------------------------------------------------------------
+
+
+def test_minibatches_hold_every_trained_token_once_and_know_their_counts(case):
+    split = split_minibatches(case.episodes, list(range(60)), 2, seed=3, step=4)
+    assert [m.episodes for m in case.minibatches] == split
+    seen = []
+    for minibatch, selected in zip(case.minibatches, split, strict=True):
+        lengths = case.index.lengths[selected]
+        assert minibatch.num_tokens == lengths.sum() and minibatch.num_sequences == (lengths > 0).sum()
+        here = torch.cat([batch.tokens for batch in minibatch.micro_batches])
+        assert set(case.index.episode_of_token[here].tolist()) <= set(selected)
+        assert len(sizes(minibatch)) > 1 and max(sizes(minibatch)) <= BUDGET
+        seen += here.tolist()
+    assert sorted(seen) == list(range(len(case.index)))
+
+
+@pytest.mark.parametrize(
+    "attention, repeats, multiple", [("sdpa", False, 1), ("flex", False, 128), ("flash", True, 1)]
+)
+def test_each_attention_gets_the_packs_that_it_reads(attention, repeats, multiple, world):
+    """Flash attention knows no prompt that several responses share; flex attention compiles for each length."""
+    episodes = [e for e in random_episodes(7, prompts=6, samples=6) if any(e.loss_mask)]
+    packer = Packer(attention, BUDGET, Path("nowhere"), world)
+    (minibatch,) = packer.minibatches(episodes, TokenIndex(episodes), 1, seed=0, step=0)
+    assert all(size % multiple == 0 for size in sizes(minibatch))
+    units = [unit for batch in minibatch.micro_batches for unit in batch.units if len(unit) > 1]
+    assert len(units) == (len(episodes) if repeats else 6)
+
+
+# --- attempt ------------------------------------------------------------------------------------------------------
+
+
+def update(case, minibatch, failures: list[int]):
+    """`backward`, but memory ends before micro-batch number `failures[0]`, at the next attempt `failures[1]`, ..."""
+    attempts, plain = [], case.policy.forward
+
+    def run(**options):
+        attempts.append(sizes(minibatch))
+        end = failures[len(attempts) - 1] if len(attempts) <= len(failures) else None
+        done = []
+
+        def forward(batch, *rest):
+            if len(done) == end:
+                raise torch.OutOfMemoryError("injected")
+            done.append(1)
+            return plain(batch, *rest)
+
+        case.policy.forward = forward
+        return grpo.backward(case.policy, minibatch, case.tokens, case.args, case.world, **options)
+
+    return attempts, run
+
+
+def gradients(case, minibatch, failures):
+    case.policy.zero_grad()
+    attempts, run = update(case, minibatch, failures)
+    means = case.packer.attempt(case.policy, run, store_old_logprobs=False, scale=4.0)
+    return attempts, means.reduce(), [p.grad.clone() for p in case.policy.parameters()]
+
+
+def test_an_attempt_is_repeated_with_half_the_tokens_and_the_same_gradient(case, capsys):
+    """Twice; the first time after two micro-batches whose gradients must be forgotten."""
+    first, second = case.minibatches
+    attempts, means, plain = gradients(case, first, [])
+    assert len(attempts) == 1 and case.packer.budget == BUDGET
+    repeated, same_means, same = gradients(case, first, [2, 0])
+    assert [max(attempt) <= BUDGET // 2**i for i, attempt in enumerate(repeated)] == [True] * 3
+    assert len(repeated[0]) < len(repeated[1]) < len(repeated[2])
+    assert relative_l2(same, plain) < 1e-12 and same_means == pytest.approx(means, rel=1e-6)
+    assert case.packer.budget == BUDGET // 4 and max(sizes(second)) <= BUDGET // 4, "the other minibatch, too"
+    told = capsys.readouterr().out
+    assert "--micro-batch-tokens is now 256, the step is repeated" in told and "is now 128" in told
+
+
+def test_the_run_folder_remembers_what_fitted(case, world):
+    gradients(case, case.minibatches[0], [0])
+    folder = case.packer.run_dir
+    assert (folder / "micro_batch_tokens").read_text() == "256"
+    assert Packer("sdpa", BUDGET, folder, world).budget == 256 and Packer("sdpa", 64, folder, world).budget == 64
+    assert Packer("sdpa", BUDGET, folder.parent, world).budget == BUDGET, "of this run alone"
+
+
+def test_an_attempt_ends_where_half_is_too_little_and_at_other_errors(case):
+    with pytest.raises(SystemExit, match="out of GPU memory in the update with 128 tokens: add --gradient-check"):
+        gradients(case, case.minibatches[0], [0] * 9)
+
+    def broken():
+        raise RuntimeError("something else")
+
+    with pytest.raises(RuntimeError, match="something else"):
+        case.packer.attempt(case.policy, broken)
+    assert case.packer.attempt(case.policy, lambda **options: options, a=1) == {"a": 1}
+
+
+def test_several_ranks_halve_and_leave(case, tmp_path):
+    """The others wait in a collective: a restart goes on."""
+    several = SimpleNamespace(size=2, rank=1, print=print)
+    with pytest.raises(SystemExit, match=f"--micro-batch-tokens is now 256; the same command with .*{tmp_path}"):
+        halve_budget(BUDGET, case.policy, several, torch.OutOfMemoryError(), tmp_path)
+    assert (tmp_path / "micro_batch_tokens").read_text() == "256"
+
+
+# --- fill ---------------------------------------------------------------------------------------------------------
+
+
+def test_fill_writes_what_a_model_says_of_each_token_and_nothing_else(case):
+    """Of two outputs the first; inputs are handed on; the other minibatch's places stay as they are."""
+    result = torch.full((len(case.index),), torch.nan, dtype=torch.float64)
+    first, second = case.minibatches
+    case.packer.fill(result, case.policy, [first], 0.8)
+    of_first = torch.cat([batch.tokens for batch in first.micro_batches])
+    assert not result[of_first].isnan().any() and result.isnan().sum() == second.num_tokens
+    for batch in first.micro_batches:
+        logprobs, _ = case.policy(batch, 0.8)
+        assert torch.equal(result[batch.tokens], logprobs.detach())
+    assert not result.requires_grad and all(p.grad is None for p in case.policy.parameters())
+
+
+def test_fill_takes_a_model_of_one_output(case):
+    class Places(torch.nn.Module):
+        def forward(self, batch):
+            assert not torch.is_grad_enabled()
+            return 2.0 * batch.tokens
+
+    result = torch.zeros(len(case.index))
+    case.packer.fill(result, Places(), case.minibatches)
+    assert result.tolist() == [2.0 * i for i in range(len(case.index))]
+    case.packer.fill(result, Places(), [])
+    assert result.tolist() == [2.0 * i for i in range(len(case.index))]
