@@ -454,6 +454,12 @@ def critic_path(job: Job, name: str) -> str:
     return path
 
 
+def check_warmup(critic_steps: int, total_steps: int) -> None:
+    """Refuse a run that never trains its policy; 0 steps in all are an evaluation."""
+    told = f"--critic-warmup-steps {critic_steps} of {total_steps}: none for the policy"
+    refuse(critic_steps >= total_steps > 0, told)
+
+
 def main(args: Args, demo: bool = False) -> None:
     check_args(args)
     job = open_job("ppo", args.data, args.machine, args.run, demo)
@@ -463,7 +469,7 @@ def main(args: Args, demo: bool = False) -> None:
     rollouts = open_rollouts(
         job, args.data, args.rollout, args.run, trained=folders, frozen=frozen, reward_model=args.reward_model
     )
-    refuse(args.critic_warmup_steps >= rollouts.total_steps > 0, "--critic-warmup-steps: none is left for the policy")
+    check_warmup(args.critic_warmup_steps, rollouts.total_steps)
 
     policy = job.load_policy()
     reference = job.load_reference() if args.kl_in != "none" else None
