@@ -88,7 +88,7 @@ class Args:
     run: Run = field(default_factory=Run)
 
 
-# What `curiosity_rl.py` without --model runs: a policy of 3 million parameters learns to look (README, "The demo").
+# What runs without --model: a policy of 3 million parameters learns to look (README, "The demo").
 DEMO = Args(
     learning_rate=8e-5,
     lr_schedule="linear",

@@ -101,7 +101,7 @@ class Args:
     run: Run = field(default_factory=Run)
 
 
-# What `grpo.py` without --model runs: a policy of 3 million parameters learns to search (README, "The demo").
+# What runs without --model: a policy of 3 million parameters learns to search (README, "The demo").
 DEMO = Args(
     learning_rate=8e-5,
     lr_schedule="linear",
@@ -427,10 +427,11 @@ def main(args: Args, demo: bool = False) -> None:
     policy = job.load_policy()
     reference = job.load_reference() if args.kl_in != "none" else None
     optimizer = job.adamw(policy, args.weight_decay, args.max_grad_norm)
+    optimizers = {"policy": optimizer}
     kl_controller = KLController(args.kl_coef, args.kl_target, args.kl_horizon)
     packer = Packer(job.attention, args.machine.micro_batch_tokens, job.output_dir, world, job.vision)
     state = {"loader": rollouts.loader, "kl_coef": kl_controller}
-    checkpoints = Checkpoints(job.output_dir, args.run, world, optimizers={"policy": optimizer}, state=state)
+    checkpoints = Checkpoints(job.output_dir, args.run, world, optimizers=optimizers, state=state)
     start = checkpoints.resume()
     logger = open_logger(job, args, rollouts.total_steps, checkpoints, record=not args.rollout.eval_only)
 
@@ -458,7 +459,7 @@ def main(args: Args, demo: bool = False) -> None:
         tokens = Tokens.of(episodes, index, device)
         minibatches = packer.minibatches(episodes, index, args.minibatches, seed=args.run.seed, step=step)
         with watch("logprob"):
-            # the first minibatch gets its old log-probs for free in its own forward, if no reward depends on them
+            # the first minibatch gets its old log-probs for free in its own forward, if nothing needs them before
             later = minibatches if args.kl_in == "reward" else minibatches[1:]
             packer.fill(tokens.old_logprobs, policy, later, args.rollout.temperature)
             if reference:
@@ -475,8 +476,8 @@ def main(args: Args, demo: bool = False) -> None:
         if due(step + 1, args.rollout.dump_rollouts_every):
             rollouts.dump(step + 1, sampled, episodes, advantages.tolist())
 
-        decay = lr_factor(step, rollouts.total_steps, args.warmup_steps, args.lr_schedule, args.lr_floor)
-        lr = args.learning_rate * decay
+        decay = partial(lr_factor, warmup_steps=args.warmup_steps, schedule=args.lr_schedule, floor=args.lr_floor)
+        lr = args.learning_rate * decay(step, rollouts.total_steps)
         means = Means()
         with watch("update"):
             for epoch, minibatch in Progress("update", product(range(args.epochs_per_step), minibatches)):

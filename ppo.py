@@ -111,7 +111,7 @@ class Args:
     run: Run = field(default_factory=Run)
 
 
-# What `ppo.py` without --model runs: a policy of 3 million parameters learns to search (README, "The demo").
+# What runs without --model: a policy of 3 million parameters learns to search (README, "The demo").
 DEMO = Args(
     minibatches=8,
     learning_rate=3e-5,
@@ -310,7 +310,8 @@ def policy_loss(
     logprobs: Tensor, entropy: Tensor, tokens: Tokens, args: Args, kl_coef: float
 ) -> tuple[Tensor, Tensor]:
     """Loss of each token [N], to be averaged, and whether a clip is active [N]."""
-    ratio = (logprobs - tokens.old_logprobs).clamp(-20, 20).exp()
+    logratio = (logprobs - tokens.old_logprobs).clamp(-20, 20)
+    ratio = logratio.exp()
     loss, clipped = clipped_loss(ratio, tokens.advantages, args.clip_low, args.clip_high, args.dual_clip)
     if args.correction != "none":
         loss = loss * engine_correction(
@@ -454,12 +455,6 @@ def critic_path(job: Job, name: str) -> str:
     return path
 
 
-def check_warmup(critic_steps: int, total_steps: int) -> None:
-    """Refuse a run that never trains its policy; 0 steps in all are an evaluation."""
-    told = f"--critic-warmup-steps {critic_steps} of {total_steps}: none for the policy"
-    refuse(critic_steps >= total_steps > 0, told)
-
-
 def main(args: Args, demo: bool = False) -> None:
     check_args(args)
     job = open_job("ppo", args.data, args.machine, args.run, demo)
@@ -469,7 +464,8 @@ def main(args: Args, demo: bool = False) -> None:
     rollouts = open_rollouts(
         job, args.data, args.rollout, args.run, trained=folders, frozen=frozen, reward_model=args.reward_model
     )
-    check_warmup(args.critic_warmup_steps, rollouts.total_steps)
+    told = f"--critic-warmup-steps {args.critic_warmup_steps} of {rollouts.total_steps}: none for the policy"
+    refuse(args.critic_warmup_steps >= rollouts.total_steps > 0, told)  # 0 in all: an evaluation
 
     policy = job.load_policy()
     reference = job.load_reference() if args.kl_in != "none" else None
@@ -526,8 +522,7 @@ def main(args: Args, demo: bool = False) -> None:
         if args.kl_in == "reward":
             kl = kl_estimate(tokens.old_logprobs, tokens.ref_logprobs, tokens.old_logprobs, "k1").cpu()  # [T]
             rewards = rewards - kl_controller.coef * kl
-        values = tokens.values.cpu()
-        returns, advantages = estimate(rewards, values, index, args)  # [T], [T]
+        returns, advantages = estimate(rewards, tokens.values.cpu(), index, args)  # [T], [T]
         tokens.returns = returns.to(device)
         tokens.advantages = advantages.to(device)
         if due(step + 1, args.rollout.dump_rollouts_every):
@@ -560,14 +555,14 @@ def main(args: Args, demo: bool = False) -> None:
             kl = kl_estimate(tokens.old_logprobs, tokens.ref_logprobs, tokens.old_logprobs, "k3")
             means.add("policy/kl_to_ref", kl.sum(), count=len(kl))
             means.add("policy/kl_coef", kl_controller.coef)
-        means.add("value/mean", values.sum(), count=len(values))
+        means.add("value/mean", tokens.values.sum(), count=len(tokens.values))
         means.add("value/return_mean", returns.sum(), count=len(returns))
         metrics = rollout_metrics(means.reduce()) | {
             "policy/rollout_logprob_gap": gap,
             "optim/loss_scale": optimizer.scale,
             "value/lr": critic_lr,
             "value/loss_scale": critic_optimizer.scale,
-            "value/explained_variance": explained_variance(values, returns),
+            "value/explained_variance": explained_variance(tokens.values, tokens.returns),
             "data/epoch": rollouts.loader.epoch,
         }
         if not warming_up:

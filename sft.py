@@ -63,7 +63,7 @@ class Args:
     run: Run = field(default_factory=partial(Run, eval_every=0))
 
 
-# What `sft.py` without --model runs: the embedded model learns its task from nothing, on generated solutions.
+# What runs without --model: the embedded model learns its task from nothing, on generated solutions.
 DEMO = Args(
     from_scratch=True,
     learning_rate=1e-3,

@@ -11,7 +11,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def choose_dtype(flag: str, device: torch.device) -> tuple[torch.dtype, str]:
-    """(compute dtype, reason) for `--dtype auto|bf16|fp16|fp32` (README, "Precision").
+    """(compute dtype, reason) for `--dtype auto|bf16|fp16|fp32` (docs/scaling.md).
 
     Raises ValueError for bf16 on a GPU that has no bf16 arithmetic (Volta, Turing).
     """
