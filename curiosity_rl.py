@@ -35,20 +35,24 @@ from torch import Tensor
 
 from common.checkpoint import Checkpoints
 from common.data.dumps import dump_rollouts, load_rollouts
+from common.data.prompts import PromptData
 from common.distributed import World, all_reduce, barrier, forward_context, run, stop_requested
 from common.episodes import Episode, by_prompt, unequal_groups
-from common.evaluate import compare_without_tools, evaluate, evaluate_only
+from common.evaluate import evaluate, evaluate_only
 from common.files import refuse
 from common.flags import Amount, Count, Data, Limit, Machine, Rollout, Run, Share, check_shared, parse, refuse_idle
+from common.job import Job
+from common.look.samples import side_by_side
 from common.means import Means
 from common.memory import peak_memory_gb
-from common.metrics import is_correct, rollout_means, rollout_metrics
+from common.metrics import rollout_means, rollout_metrics
 from common.models import sync_engine
 from common.optimizer import lr_factor
 from common.packing import Minibatch, Packer, TokenIndex
 from common.pictures import PixelLimits
 from common.precision import checked_gap
 from common.progress import Progress
+from common.rewards import is_correct
 from common.rollouts import Rollouts, open_rollouts
 from common.setup import Stopwatch, due, finish, open_job, open_logger
 
@@ -362,6 +366,18 @@ def collect(rollouts: Rollouts, num_prompts: int, step: int, watch: Stopwatch, f
     return episodes
 
 
+def compare_without_tools(
+    job: Job, rollouts: Rollouts, args: Args, policy: torch.nn.Module, step: int, with_tools: Path
+) -> None:
+    """Evaluate the same rows without tools, and print both side by side."""
+    options = {"flag": "--eval-data", "tokenizer": job.tokenizer, "vision": job.vision, "notice": job.world.print}
+    rows = PromptData.of_flags(args.data, args.rollout, args.data.eval_data, **options)
+    without = with_tools.with_stem("eval_samples_without_tools")
+    evaluate(replace(rollouts, eval_data=rows, turns=None), policy, step, without)
+    if job.world.is_main:
+        job.world.print(side_by_side({"with tools": with_tools, "without": without}))
+
+
 def check_args(args: Args) -> None:
     """Refuse what cannot work, or has no effect, before anything is loaded."""
     check_shared(args.data, args.run, args.rollout)
@@ -406,11 +422,11 @@ def main(args: Args, demo: bool = False) -> None:
     if args.rollout.eval_only:
         samples = evaluate_only(job, rollouts, policy, start, logger)
         if args.compare_tools:
-            compare_without_tools(job, rollouts, args.data, policy, start, logger, with_tools=samples)
+            compare_without_tools(job, rollouts, args, policy, start, with_tools=samples)
         return
     rollouts.announce(updates=args.minibatches * args.epochs_per_step)
     if start == 0 and args.run.eval_before and rollouts.can_evaluate:
-        logger.log(0, evaluate(rollouts, policy, 0, logger))
+        logger.log(0, evaluate(rollouts, policy, 0))
     end = start + 1 if args.rollout.replay else rollouts.total_steps
     for step in range(start, end):
         watch = Stopwatch()
@@ -471,7 +487,7 @@ def main(args: Args, demo: bool = False) -> None:
         last, stop = step + 1 == end, stop_requested()
         if rollouts.can_evaluate and (last or due(step + 1, args.run.eval_every)):
             with watch("eval"):
-                metrics |= evaluate(rollouts, policy, step + 1, logger)
+                metrics |= evaluate(rollouts, policy, step + 1)
         metrics |= watch.metrics() | {"memory/peak_gb": peak_memory_gb(device)}
         logger.log(step + 1, metrics)  # before the checkpoint: a step that a resume skips is a step on record
         if not args.rollout.replay and (last or stop or due(step + 1, args.run.save_every)):

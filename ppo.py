@@ -487,7 +487,7 @@ def main(args: Args, demo: bool = False) -> None:
         return
     rollouts.announce(updates=args.minibatches * args.epochs_per_step)
     if start == 0 and args.run.eval_before and rollouts.can_evaluate:
-        logger.log(0, evaluate(rollouts, policy, 0, logger))
+        logger.log(0, evaluate(rollouts, policy, 0))
     end = start + 1 if args.rollout.replay else rollouts.total_steps
     for step in range(start, end):
         watch = Stopwatch()
@@ -575,7 +575,7 @@ def main(args: Args, demo: bool = False) -> None:
         last, stop = step + 1 == end, stop_requested()
         if rollouts.can_evaluate and (last or due(step + 1, args.run.eval_every)):
             with watch("eval"):
-                metrics |= evaluate(rollouts, policy, step + 1, logger)
+                metrics |= evaluate(rollouts, policy, step + 1)
         metrics |= watch.metrics() | {"memory/peak_gb": peak_memory_gb(device)}
         logger.log(step + 1, metrics)  # before the checkpoint: a step that a resume skips is a step on record
         if not args.rollout.replay and (last or stop or due(step + 1, args.run.save_every)):

@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from common.torch_repair import transformers
@@ -57,6 +56,8 @@ def _causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float 
         scores = query.reshape(1, kv_heads, -1, size) @ key.mT * (size**-0.5 if scaling is None else scaling)
         scores = scores.unflatten(2, (-1, length)).masked_fill(~mask, float("-inf")).flatten(2, 3)
         return (scores.softmax(-1) @ value).reshape(1, heads, length, -1)
+    from torch.nn.attention.bias import causal_lower_right  # brings the compiler: not for those who ask for --help
+
     key, value = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (key, value))
     mask = causal_lower_right(length, total)
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
@@ -78,7 +79,8 @@ def block_mask(units: list[list[int]], device: torch.device):
     return create_block_mask(visible, None, None, length, length, device=groups.device)
 
 
-register = transformers.AttentionInterface.register
-register("shared_prompts", shared_prompt_attention)
-# by its own name Qwen2.5-VL refuses it
-register("shared_prompts_flex", transformers.integrations.flex_attention.flex_attention_forward)
+def register_attention() -> None:
+    """Make both known to transformers, by names of our own: by its own Qwen2.5-VL refuses flex attention."""
+    register = transformers.AttentionInterface.register
+    register("shared_prompts", shared_prompt_attention)
+    register("shared_prompts_flex", transformers.integrations.flex_attention.flex_attention_forward)

@@ -88,14 +88,11 @@ class Checkpoints:
 
     def warn_if_large(self) -> None:
         """Say so if the disk has no room for all that will be kept."""
-        needed = checkpoint_bytes(self.trained) * (
-            self.flags.keep_checkpoints + 2
-        )  # the best, and the one being written
-        if (free := free_bytes(self.run_dir)) < needed:
-            sizes = f"{needed / 1e9:.2f} GB of the {free / 1e9:.2f} GB that are free"
-            self.world.print(
-                f"warning: checkpoints will take up to {sizes} in {self.run_dir}: lower --keep-checkpoints"
-            )
+        kept = self.flags.keep_checkpoints + 2  # the best, and the one being written
+        needed, free = kept * checkpoint_bytes(self.trained), free_bytes(self.run_dir)
+        if free < needed:
+            sizes = f"{needed / 1e9:.2f} GB of the {free / 1e9:.2f} GB that are free in {self.run_dir}"
+            self.world.print(f"warning: checkpoints will take up to {sizes}: lower --keep-checkpoints")
 
 
 def save_checkpoint(

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -236,14 +235,6 @@ def all_reduce(values: list[float] | torch.Tensor, op: str = "sum") -> list[floa
     if dist.is_initialized():
         dist.all_reduce(tensor, getattr(dist.ReduceOp, op.upper()))
     return tensor.tolist()
-
-
-def all_reduce_sums(sums: dict[str, float]) -> dict[str, float]:
-    """Sum a dict over ranks; ranks may hold different keys (a rank without episodes has none)."""
-    total: Counter = Counter()
-    for part in gather_objects(sums):
-        total.update(part)
-    return dict(total)
 
 
 def gather_objects(value: object) -> list:

@@ -198,19 +198,16 @@ def explain_foreign(arguments: list[str], args_class: type) -> None:
         raise SystemExit("a lone space is an argument: a backslash that continues a line must be its last character")
     ours = {flag(name) for name in flat(args_class())}
     ours |= {known.replace("--", "--no-", 1) for known in ours} | {"--help"}
-    theirs = foreign_names()
+    answers = {key: f"{script} has it" for script in reversed(SCRIPTS) for key in script_flags(ROOT / script)}
+    answers |= {flag(item.name): "grpo.py, ppo.py and curiosity_rl.py have it" for item in fields(Rollout)}
+    answers |= foreign_names()
     for argument in arguments:
         name = argument.partition("=")[0].lstrip("+")
         key = flag(name.lstrip("-"))
-        if key in ours or not (name.startswith("--") or ("=" in argument and "." in name)):
-            continue
-        if name.lstrip("-").replace("-", "_") in theirs:
-            raise SystemExit(f"{name}: here {theirs[name.lstrip('-').replace('-', '_')]}; see docs/from_verl_trl.md")
-        if key in {flag(item.name) for item in fields(Rollout)}:
-            raise SystemExit(f"{Path(sys.argv[0]).name} has no {key}: grpo.py, ppo.py and curiosity_rl.py have it")
-        for script in SCRIPTS:
-            if key in script_flags(ROOT / script):
-                raise SystemExit(f"{Path(sys.argv[0]).name} has no {key}: {script} has it")
+        asked = name.startswith("--") or ("=" in argument and "." in name)
+        if asked and key in answers.keys() - ours:
+            script, shown = Path(sys.argv[0]).name, key if name.startswith("--") else name
+            raise SystemExit(f"{script} has no {shown}: {answers[key]}")
 
 
 def script_flags(script: Path) -> set[str]:
@@ -221,11 +218,12 @@ def script_flags(script: Path) -> set[str]:
 
 
 def foreign_names() -> dict[str, str]:
-    """{key of verl's or TRL's: what it is here}, the table of docs/from_verl_trl.md."""
+    """{key of verl's or TRL's, as a flag: what it is here}, the table of docs/from_verl_trl.md."""
     page, names = ROOT / "docs" / "from_verl_trl.md", {}
     for line in page.read_text().splitlines() if page.is_file() else ():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if line.startswith("| `") and len(cells) == 3:
             for key in re.findall(r"`([^`]+)`", cells[0]):
-                names[key.lstrip("-").replace("-", "_")] = f"{cells[1]} ({cells[2]})".replace("`", "")
+                here = f"{cells[1]} ({cells[2]})".replace("`", "")
+                names[flag(key.lstrip("-"))] = f"here {here}; see docs/from_verl_trl.md"
     return names

@@ -1,21 +1,15 @@
 """Metrics of a step's episodes and of its critic."""
 
 import math
-from collections.abc import Mapping
 
 from torch import Tensor
 
 from common.distributed import all_reduce, world_size
 from common.episodes import FINISH_REASONS, Episode, by_prompt, unequal_groups
 from common.means import Means
+from common.rewards import is_correct
 
 RARE_REASONS = sorted(FINISH_REASONS.keys() - {"stop", "length"})  # to finish an episode
-
-
-def is_correct(rewards: Mapping[str, float | str]) -> bool:
-    """Full marks, partial credit being none; or what the reward function says itself by "acc", as in verl."""
-    said = rewards.get("acc")
-    return (said if isinstance(said, float) else rewards["score"]) >= 1.0 - 1e-6
 
 
 def rollout_means(episodes: list[Episode], seconds: dict[str, float], with_tools: bool = False) -> Means:

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from common.attention import block_mask
+from common.attention import block_mask, register_attention
 from common.distributed import World, reshard, unwrap
 from common.logprobs import is_greedy, token_logprobs
 from common.packing import MicroBatch
@@ -147,6 +147,7 @@ def load_policy(
 
     `from_scratch` takes the architecture from the folder's config.json and initialises at random. Without dropout.
     """
+    register_attention()
     implementation = {"flash": "flash_attention_2", "flex": "shared_prompts_flex", "sdpa": "shared_prompts"}[attention]
     if vision:  # whose tower has no prompts to share
         tower = implementation if attention == "flash" else "sdpa"

@@ -92,11 +92,8 @@ class Packer:
 
     def __init__(self, attention: str, budget: int, run_dir: Path, world: World, vision: Vision | None = None):
         self.budget, self.run_dir, self.world = remembered_budget(run_dir, budget), run_dir, world
-        self.share_prompts, self.multiple, self.vision = (
-            attention != "flash",
-            128 if attention == "flex" else 1,
-            vision,
-        )
+        self.share_prompts, self.vision = attention != "flash", vision
+        self.multiple = 128 if attention == "flex" else 1
         self.step: tuple[Sequence[Episode], TokenIndex, list[Minibatch]] | None = None  # what is being trained on
 
     def minibatches(

@@ -6,12 +6,10 @@ encoded originals.
 
 import hashlib
 import io
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, floor, sqrt
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -23,8 +21,6 @@ CELL = 28  # side, in pixels, of what becomes one visual token: 2 x 2 patches of
 MAX_RATIO = 200  # of the sides: Qwen2-VL's image processor refuses more
 MAX_SOURCE_PIXELS = 89_478_485  # where Pillow begins to warn of a decompression bomb
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # some of Pillow's others start programs
-
-MARKS = {"<image>": "image", "<video>": "video"}  # placeholders in the prompts of data sets
 
 
 class BadRow(ValueError):
@@ -156,45 +152,6 @@ class Media:
         digest = hashlib.blake2b(f"{self.kind}{self.pixels.shape}".encode(), digest_size=16)
         digest.update(self.pixels.tobytes())
         return digest.hexdigest()
-
-
-Picture = tuple[str, list]  # "image" or "video", and its frames as a row holds them
-
-
-def picture_sources(record: Mapping, text: str) -> list[Picture]:
-    """A row's pictures in the order of their marks in its prompt. BadRow if their numbers differ.
-
-    PyVision's rows have one, as `image`, or as a path in `mm_hint`, which counts if the prompt has a mark for it.
-    """
-    hint = record.get("mm_hint")
-    one = record.get("image") or (hint.get("hint_path") if isinstance(hint, Mapping) and "<image>" in text else None)
-    images = record.get("images") or (one if isinstance(one, list) else [one] if one else None)
-    columns = {"image": images, "video": record.get("videos")}
-    if not any(columns.values()):
-        return []
-    left = {"image": [[item] for item in columns["image"] or []], "video": list(columns["video"] or [])}
-    kinds = [MARKS[mark] for mark in re.findall("<image>|<video>", text)]
-    for kind, items in left.items():
-        if len(items) != kinds.count(kind):
-            raise BadRow(f"{len(items)} {kind}s, and <{kind}> stands {kinds.count(kind)} times in the prompt")
-    if any(not isinstance(frames, list) or not frames for frames in left["video"]):
-        raise BadRow("a video is given as the list of its frames")
-    return [(kind, left[kind].pop(0)) for kind in kinds]
-
-
-def media_file(item: object, root: Path | None) -> io.BufferedIOBase:
-    """The file that a row's entry stands for: bytes, a path under `root`, {bytes, path}. BadRow with the reason."""
-    if isinstance(item, Mapping):
-        item = item.get("bytes") or item.get("path")
-    if isinstance(item, bytes):
-        return io.BytesIO(item)
-    if not isinstance(item, str):
-        raise BadRow(f"{item!r:.60} is neither bytes, nor a path, nor {{bytes, path}}")
-    path = (root or Path()) / item
-    try:
-        return path.open("rb")
-    except OSError as error:
-        raise BadRow(f"cannot open {path} ({error.strerror}); --media-root is the folder of relative paths") from error
 
 
 def blank() -> Media:

@@ -36,20 +36,15 @@ def gap_limit(dtype: torch.dtype) -> float:
     return {torch.bfloat16: 0.1, torch.float16: 0.03}.get(dtype, 1e-3)
 
 
-def check_gap(gap: float, limit: float, step: int) -> None:
-    """RuntimeError if engine and trainer disagree by more than the limit, or by NaN."""
+def checked_gap(rollout_logprobs: Tensor, logprobs: Tensor, limit: float, step: int) -> float:
+    """Mean |engine - trainer| over the tokens of all ranks, [T] each here. RuntimeError above the limit, for NaN."""
+    total, count = all_reduce([(rollout_logprobs - logprobs).abs().sum().item(), len(logprobs)])
+    gap = total / max(count, 1.0)
     if not gap <= limit:
         raise RuntimeError(
             f"step {step}: the engine's log-probs differ from the trainer's by {gap:.2g} on average, more than "
             f"--max-logprob-gap {limit:.2g}: stale or damaged weights, or a cache that outlived the sync"
         )
-
-
-def checked_gap(rollout_logprobs: Tensor, logprobs: Tensor, limit: float, step: int) -> float:
-    """Mean |engine - trainer| over the tokens of all ranks, [T] each here; RuntimeError as `check_gap`."""
-    total, count = all_reduce([(rollout_logprobs - logprobs).abs().sum().item(), len(logprobs)])
-    gap = total / max(count, 1.0)
-    check_gap(gap, limit, step)
     return gap
 
 

@@ -116,7 +116,7 @@ def open_rollouts(
         tools = ToolWorkers(rollout.tools, rollout.tool_workers, rollout.tool_timeout) if rollout.tools else None
         train_data, eval_data = read_prompts(job, data, rollout, tools)
         workers = RewardWorkers(rollout.reward_function, max(1, cpus_of_rank() - 1), rollout.reward_timeout)
-        turns = open_turns(job, rollout, tools) if tools else None
+        turns = Turns.of_flags(rollout, tokenizer, tools, vision) if tools else None
     total_steps = run.total_steps
     if total_steps is None and train_data:
         total_steps = max(1, round(run.total_epochs * len(train_data) / rollout.prompts_per_step))
@@ -152,48 +152,21 @@ def read_prompts(
         train_files, held_out = embedded_data(job.run.model, job.output_dir / "data", write=job.world.is_main)
         barrier()
         eval_files = eval_files or held_out
-    read = partial(prompt_data, job, data, rollout, tools)
+    read = partial(
+        PromptData.of_flags,
+        data,
+        rollout,
+        tokenizer=job.tokenizer,
+        vision=job.vision,
+        tools=tools and tools.tools,
+        notice=job.world.print,
+    )
     train_data = None if rollout.eval_only else read(train_files, max_rows=data.max_rows)
     eval_data = read(eval_files, flag="--eval-data") if eval_files else None
     for prompts in (train_data, eval_data):
         for source in sorted(prompts.sources) if prompts and not rollout.reward_function else ():
             reward_function(source)  # an unknown data_source is an error now, not after the first rollout
     return train_data, eval_data
-
-
-def prompt_data(
-    job: Job, data: Data, rollout: Rollout, tools: ToolWorkers | None, files: str, **options
-) -> PromptData:
-    """Files of prompts as the flags ask for; options as for `PromptData`."""
-    return PromptData(
-        files,
-        job.tokenizer,
-        max_prompt_tokens=rollout.max_prompt_tokens,
-        bad_rows=data.bad_rows,
-        notice=job.world.print,
-        vision=job.vision,
-        tools=tools and tools.tools,
-        media_root=data.media_root,
-        max_images=rollout.max_images,
-        **options,
-    )
-
-
-def open_turns(job: Job, rollout: Rollout, tools: ToolWorkers) -> Turns:
-    """How trajectories go on. ValueError for a chat template that cannot show what a tool returns."""
-    turns = Turns(
-        job.tokenizer,
-        tools,
-        job.vision,
-        max_turns=rollout.max_turns,
-        max_turn_tokens=rollout.max_turn_tokens,
-        max_images=rollout.max_images,
-        max_tool_errors=rollout.max_tool_errors,
-        lockstep=rollout.deterministic,
-    )
-    for tool in tools.tools.values():
-        turns.observation_ids([""], tool.role)
-    return turns
 
 
 def start_engine(job: Job, rollout: Rollout) -> VllmEngine | HuggingFaceEngine:

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from common.attention import choose_attention
@@ -24,8 +23,11 @@ from common.files import user_errors
 from common.flags import Data, Machine, Run, flat, refuse_idle
 from common.hub import load_tokenizer, resolve_model
 from common.job import Job
-from common.logger import Logger, save_config, tracker_names
+from common.logger import Logger
+from common.look.console import StatusLine
 from common.look.curves import plot_curves
+from common.look.machine import check_device, save_config
+from common.look.trackers import Trackers, tracker_names
 from common.memory import remembered_budget
 from common.models import export_hugging_face
 from common.pictures import PixelLimits
@@ -66,14 +68,8 @@ def open_logger(job: Job, args: Any, total_steps: int, checkpoints: Checkpoints,
     world, config = job.world, flat(args)
     if world.is_main and record:
         save_config(job.output_dir, config)
-    logger = Logger(
-        job.output_dir,
-        total_steps=total_steps,
-        trackers=job.run.log,
-        config=config,
-        name=job.script,
-        is_main=world.is_main,
-    )
+    trackers = Trackers(job.run.log, job.output_dir, config, job.script) if world.is_main else None
+    logger = Logger(job.output_dir, StatusLine(total_steps), trackers, world.is_main)
     if checkpoints.resumed:
         logger.event({"event": "resumed", "step": checkpoints.start, "checkpoint": str(checkpoints.resumed)})
         world.print(f"resumed: {checkpoints.resumed}, step {checkpoints.start}")
@@ -120,16 +116,3 @@ class Stopwatch:
     def metrics(self) -> dict[str, float]:
         phases = {f"time/{phase}_s": seconds for phase, seconds in self.seconds.items()}
         return phases | {"time/step_s": time.perf_counter() - self.start}
-
-
-def check_device(device: torch.device) -> None:
-    """Run a small kernel: ValueError, with the remedy, if torch is built without code for this GPU."""
-    try:
-        torch.ones(8, device=device).square().sum().item()
-    except RuntimeError as error:
-        if "no kernel image" not in str(error):
-            raise
-        old = torch.cuda.get_device_capability(device)[0] < 8
-        remedy = "requirements-v100.txt (CUDA 12.6 wheels)" if old else "torch for a newer CUDA"
-        gap = f"is built for {torch.cuda.get_arch_list()}, not for {torch.cuda.get_device_name(device)}"
-        raise ValueError(f"torch {torch.__version__} {gap}: install {remedy}") from error

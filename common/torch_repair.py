@@ -8,27 +8,22 @@ kernels for two operators that only its CUDA library defines: declaring their sc
 import importlib
 import importlib.util
 import sys
+from pathlib import Path
 
 import torch
 
 
 def repair_torch_companions() -> None:
-    if torch.version.cuda is not None or importlib.util.find_spec("torchvision") is None:
+    spec = importlib.util.find_spec("torchvision")
+    if torch.version.cuda is not None or spec is None:
         return
     for name in ("torchaudio", "torchcodec"):
         sys.modules.setdefault(name, None)
-    try:
-        importlib.import_module("torchvision")
-    except RuntimeError as error:
-        if "torchvision::nms" not in str(error):
-            raise
-        for name in [n for n in sys.modules if n.partition(".")[0] == "torchvision"]:
-            del sys.modules[name]
+    if "+cu" in Path(spec.origin).with_name("version.py").read_text():  # importing it takes most of a second
         for operator in ("nms", "qnms"):
             torch.library.define(
                 f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
             )
-        importlib.import_module("torchvision")
 
 
 repair_torch_companions()

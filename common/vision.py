@@ -4,14 +4,12 @@ The engine gets the pixels of `Media` with its own resizing switched off, the tr
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
-from common.pictures import CELL, FORMATS, MAX_SOURCE_PIXELS, BadRow, Media, PixelLimits, media_file
+from common.pictures import BadRow, Media, PixelLimits
 from common.torch_repair import transformers
 
 FAMILY = ("qwen2_vl", "qwen2_5_vl")
@@ -31,31 +29,6 @@ class Vision:
         self.processor = transformers.AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
         self.positions_per_second = getattr(vision, "tokens_per_second", 1)  # Qwen2-VL knows no seconds
 
-    def open(self, kind: str, frames: list, root: Path | None) -> Media:
-        """BadRow for what cannot be read."""
-        data = []
-        for item in frames:
-            with media_file(item, root) as file:
-                data.append(file.read())
-        try:
-            return Media.open(kind, data, self.limits)
-        except ValueError as error:
-            raise BadRow(str(error)) from error
-
-    def count_tokens(self, kind: str, frames: list, root: Path | None) -> int:
-        """Tokens of a picture, from the header of its first frame; the others need only be there. BadRow, too."""
-        for item in frames[1:]:
-            media_file(item, root).close()
-        with media_file(frames[0], root) as file:
-            try:
-                with Image.open(file, formats=FORMATS) as image:
-                    if image.width * image.height > MAX_SOURCE_PIXELS:
-                        raise ValueError(f"{image.width}x{image.height} pixels are too many")
-                    width, height = self.limits.shown_size(kind, *image.size)
-            except (OSError, ValueError, Image.DecompressionBombError) as error:
-                raise BadRow(f"no readable picture ({str(error)[:80]})") from error
-        return -(-len(frames) // 2) * (width // CELL) * (height // CELL)
-
     def expand(self, ids: Sequence[int], media: Sequence[Media]) -> list[int]:
         """ids with one placeholder for each of `media`, in order -> ids with one for each of its tokens.
 
@@ -70,15 +43,9 @@ class Vision:
 
     def collapse(self, ids: Sequence[int], media: Sequence[Media]) -> list[int]:
         """The inverse of `expand`: what an engine is given."""
-        rest, collapsed, skip = iter(media), [], 0
-        for token in ids:
-            if skip:
-                skip -= 1
-                continue
-            collapsed.append(token)
-            if token in self.placeholders.values():
-                skip = next(rest).num_tokens - 1
-        return collapsed
+        starts = zip(self.places(ids, media), media)
+        repeated = {place + i for place, m in starts for i in range(1, m.num_tokens)}
+        return [token for i, token in enumerate(ids) if i not in repeated]
 
     def places(self, ids: Sequence[int], media: Sequence[Media]) -> list[int]:
         """Where in expanded ids each of `media` begins."""

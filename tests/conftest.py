@@ -1,5 +1,6 @@
 """Shared pieces: random small models, episodes, and running the scripts as their users do."""
 
+import ast
 import contextlib
 import json
 import os
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import is_dataclass
-from functools import partial, partialmethod
+from functools import cache, partial, partialmethod
 from pathlib import Path
 
 import psutil
@@ -22,12 +23,14 @@ import zygote
 from torch.distributed.fsdp import FSDPModule
 
 import common.torch_repair  # noqa: F401  (before anything of transformers is imported)
+from common.attention import register_attention
 from common.distributed import World, init_world
 from common.engine.books import Sampling
 from common.episodes import Episode
 from common.flags import parse
 
 ROOT = Path(__file__).resolve().parent.parent
+register_attention()  # for models that are built without `load_policy`
 # A test that joins a process group of one leaves these behind; a script must not think it is part of it.
 RANK_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
 ZYGOTE = "TESTS_ZYGOTE"  # where to find it: in the environment, for pytest's workers
@@ -117,6 +120,12 @@ def random_episodes(seed: int, prompts: int = 3, samples: int = 4, vocab: int = 
             logprobs = [-rng.random() * m for m in mask]
             episodes.append(Episode(p, s, prompt, ids, mask, logprobs, "stop", {"score": float(rng.random() < 0.4)}))
     return episodes
+
+
+@cache
+def parsed(text: str) -> ast.Module:
+    """The syntax of a file, which many tests read; not to be changed."""
+    return ast.parse(text)
 
 
 def make_args(script, **flags):

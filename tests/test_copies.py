@@ -6,7 +6,7 @@ import itertools
 import re
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, parsed
 
 SCRIPTS = ["curiosity_rl.py", "grpo.py", "ppo.py", "sft.py"]
 RL = SCRIPTS[:3]
@@ -45,7 +45,7 @@ def text_of(node: ast.AST, text: str) -> str:
 def definitions(text: str) -> dict[str, str]:
     """{name: its text} of functions and classes, those of Tokens besides as Tokens.NAME."""
     found = {}
-    for node in ast.parse(text).body:
+    for node in parsed(text).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found[node.name] = text_of(node, text)
         if isinstance(node, ast.ClassDef) and node.name == "Tokens":
@@ -112,7 +112,7 @@ def twins(sources: dict[str, str]) -> list[tuple[str, str]]:
     functions = [
         (script, node.name, shape(node))
         for script, text in sources.items()
-        for node in ast.parse(text).body
+        for node in parsed(text).body
         if isinstance(node, ast.FunctionDef) and node.name not in OWN
     ]
     return [

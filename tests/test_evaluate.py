@@ -5,7 +5,7 @@ from itertools import combinations
 import pytest
 
 from common.look.samples import format_table, maj_at_k, pass_at_k, summarize, wilson_interval
-from common.metrics import is_correct
+from common.rewards import is_correct
 
 
 def sample(group, score, pred="", source="a", length=10, truncated=False):

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import fields, is_dataclass
-from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
 import pytest
@@ -14,9 +13,9 @@ import grpo
 import ppo
 import sft
 from common import flags
+from common.data.prompts import PromptData
 from common.flags import Data, Rollout, check_ranges, check_shared, flag, flat, parse, refuse_idle
 from common.hub import load_tokenizer, resolve_model
-from common.rollouts import prompt_data
 
 SCRIPTS = [grpo, ppo, curiosity_rl, sft]
 every_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
@@ -268,7 +267,7 @@ PAGE = """# Coming from verl or TRL
         (["actor_rollout_ref.rollout.n=8"], "actor_rollout_ref.rollout.n: here --samples-per-prompt"),
         (["+actor_rollout_ref.rollout.n=8"], "actor_rollout_ref.rollout.n: here --samples-per-prompt"),
         (["--num-generations", "8"], "--num-generations: here --samples-per-prompt"),
-        (["--num_generations=8"], "--num_generations: here --samples-per-prompt"),
+        (["--num_generations=8"], "--num-generations: here --samples-per-prompt"),
         (["--seed", "3", "--beta", "0.1"], "--beta: here --kl-in loss --kl-coef X --kl-estimator k3"),
         (["--optim=adamw"], "--optim: here none"),
     ],
@@ -279,7 +278,9 @@ def test_keys_of_verl_and_trl_are_translated(given, message, monkeypatch, tmp_pa
     monkeypatch.setattr(flags, "ROOT", tmp_path)
     with pytest.raises(SystemExit) as refusal:
         called(monkeypatch, grpo, *given)
-    assert str(refusal.value).startswith(f"{message} (") and str(refusal.value).endswith("; see docs/from_verl_trl.md")
+    assert str(refusal.value).startswith(f"grpo.py has no {message} (") and str(refusal.value).endswith(
+        "; see docs/from_verl_trl.md"
+    )
 
 
 def test_values_and_names_of_ours_are_not_looked_up(monkeypatch, tmp_path):
@@ -289,7 +290,7 @@ def test_values_and_names_of_ours_are_not_looked_up(monkeypatch, tmp_path):
     given = ["--seed", "3", "--no-eval-before", "--output-dir", "runs/lr=0.1", "--reward-function", "beta"]
     args, _ = called(monkeypatch, grpo, *given)
     assert (args.run.seed, str(args.run.output_dir), args.rollout.reward_function) == (3, "runs/lr=0.1", "beta")
-    keys = {"actor_rollout_ref.rollout.n", "num_generations", "beta", "optim", "seed"}
+    keys = {"--actor-rollout-ref.rollout.n", "--num-generations", "--beta", "--optim", "--seed"}
     assert set(flags.foreign_names()) == keys, "tables of three columns"
 
 
@@ -309,12 +310,11 @@ def test_bad_rows_stop_a_run_or_are_counted_and_dropped(bad, reason, tmp_path):
     """Unusable and too long alike: one flag for both."""
     file = write(tmp_path / "rows.jsonl", [row("one"), bad, row("two")])
     told: list[str] = []
-    tokenizer = load_tokenizer(resolve_model("tiny"))
-    job = SimpleNamespace(tokenizer=tokenizer, vision=None, world=SimpleNamespace(print=told.append))
+    options = {"tokenizer": load_tokenizer(resolve_model("tiny")), "notice": told.append}
     rollout = Rollout(max_prompt_tokens=64)
     with pytest.raises(ValueError, match=rf"(?s)1 .*{reason}.*--bad-rows drop drops them.*rows\.jsonl line 2: "):
-        prompt_data(job, Data(), rollout, None, file)
-    data = prompt_data(job, Data(bad_rows="drop"), rollout, None, file)
+        PromptData.of_flags(Data(), rollout, file, **options)
+    data = PromptData.of_flags(Data(bad_rows="drop"), rollout, file, **options)
     assert [data[i].index for i in range(len(data))] == [0, 2]
     assert len(told) == 1 and "1 " in told[0] and reason in told[0] and "dropped" in told[0]
 

@@ -14,7 +14,7 @@ from graphlib import CycleError, TopologicalSorter
 from textwrap import indent
 
 import pytest
-from conftest import ROOT, script_environment
+from conftest import ROOT, parsed, script_environment
 
 Sources = dict[str, str]  # path, relative to the repository -> text
 Graph = dict[str, set[str]]  # module -> modules that it imports
@@ -65,7 +65,7 @@ def imported(text: str, modules: Iterable[str]) -> Iterator[str]:
 
     `from common.x import y` is an import of common.x.y if that is a module, and of common.x otherwise.
     """
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(text)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and not node.level:
@@ -128,7 +128,7 @@ def rule_chain(sources: Sources) -> list[str]:
 
 def bound(text: str) -> set[str]:
     """Names that a module has when it has been run; not those in its functions and classes."""
-    names, todo = set(), list(ast.parse(text).body)
+    names, todo = set(), list(parsed(text).body)
     while todo:
         node = todo.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -154,7 +154,7 @@ def rule_imports(sources: Sources) -> list[str]:
 
     found = []
     for path, text in sources.items():
-        for node in ast.walk(ast.parse(text)) if path.endswith(".py") else ():
+        for node in ast.walk(parsed(text)) if path.endswith(".py") else ():
             asked: list[str] = []
             if isinstance(node, ast.Import):
                 asked = [alias.name for alias in node.names]
@@ -183,7 +183,7 @@ def rule_transformers(sources: Sources) -> list[str]:
     found = []
     for path, text in sources.items():
         inside = path.endswith(".py") and not path.startswith("tests/")
-        for node in ast.walk(ast.parse(text)) if inside else ():
+        for node in ast.walk(parsed(text)) if inside else ():
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
                 if "common.torch_repair" not in names and any(n.partition(".")[0] == "transformers" for n in names):
@@ -199,11 +199,11 @@ def lines(text: str) -> int:
 
 
 def functions(text: str) -> Iterator[ast.FunctionDef]:
-    return (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return (node for node in ast.walk(parsed(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 def main_of(text: str) -> ast.FunctionDef | None:
-    return next((n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef) and n.name == "main"), None)
+    return next((n for n in parsed(text).body if isinstance(n, ast.FunctionDef) and n.name == "main"), None)
 
 
 def length(function: ast.FunctionDef) -> int:
@@ -245,7 +245,7 @@ def tuple_packing(text: str) -> list[int]:
     """Lines of assignments such as `a, b, c = 1, 2, 3`."""
     return [
         node.lineno
-        for node in ast.walk(ast.parse(text))
+        for node in ast.walk(parsed(text))
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple) and len(node.value.elts) > 2
         if any(isinstance(t, ast.Tuple) and len(t.elts) == len(node.value.elts) for t in node.targets)
     ]
@@ -253,7 +253,7 @@ def tuple_packing(text: str) -> list[int]:
 
 def own_flags(text: str) -> list[str]:
     """Fields of Args that are no group of common/flags.py."""
-    tree = ast.parse(text)
+    tree = parsed(text)
     imports = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module == "common.flags"]
     groups = {alias.asname or alias.name for node in imports for alias in node.names}
     args = next((n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Args"), None)

@@ -16,16 +16,18 @@ import pytest
 import torch
 from conftest import run_script
 
-import common.logger as logger_module
-from common import distributed
+from common import distributed, logger
 from common.episodes import Episode, Row
-from common.evaluate import as_sample
-from common.logger import COLUMNS, Logger, fitted, save_config
+from common.logger import Logger
+from common.look import machine, trackers
+from common.look.console import COLUMNS, StatusLine, fitted, print_samples
 from common.look.curves import plot_curves, read_metrics
+from common.look.machine import save_config
+from common.look.samples import as_sample
 
 
-def make(run_dir, **options):
-    return Logger(run_dir, **{"total_steps": 100, "config": {"seed": 1}, "name": "run", "is_main": True} | options)
+def make(run_dir, total_steps=100, names=""):
+    return Logger(run_dir, StatusLine(total_steps), trackers.Trackers(names, run_dir, {"seed": 1}, "run"))
 
 
 def test_records_are_appended_by_a_resumed_run(tmp_path, capsys):
@@ -82,7 +84,7 @@ def test_full_disk_costs_one_warning(tmp_path, monkeypatch, capsys):
         with open(path, mode) as file:
             yield types.SimpleNamespace(write=write)
 
-    monkeypatch.setattr(logger_module, "open", full, raising=False)
+    monkeypatch.setattr(logger, "open", full, raising=False)
     log.log(2, {"a": 2.0})
     log.log(3, {"a": 3.0})
     monkeypatch.undo()
@@ -102,10 +104,9 @@ def test_a_really_full_device(tmp_path, capsys):
 
 
 def test_other_ranks_do_nothing(tmp_path, capsys):
-    log = make(tmp_path / "run", is_main=False, trackers="wandb")
+    log = Logger(tmp_path / "run", StatusLine(100), is_main=False)
     log.log(1, {"reward/mean": 1.0})
     log.event({"event": "x"})
-    log.samples(1, [{"prompt": "p", "completion": "c", "score": 1.0, "truth": "t", "truncated": False}])
     log.close()
     assert capsys.readouterr().out == "" and not (tmp_path / "run").exists()
 
@@ -113,7 +114,7 @@ def test_other_ranks_do_nothing(tmp_path, capsys):
 def fake_wandb(monkeypatch, init, patience_s=60.0):
     module = types.SimpleNamespace(Settings=lambda **settings: settings, init=init)
     monkeypatch.setitem(sys.modules, "wandb", module)
-    monkeypatch.setattr(logger_module, "TRACKER_SECONDS", patience_s)
+    monkeypatch.setattr(trackers, "TRACKER_SECONDS", patience_s)
 
 
 class FakeRun:
@@ -132,7 +133,8 @@ class FakeRun:
 def test_tracker_receives_numbers(tmp_path, monkeypatch):
     run, received = FakeRun(), {}
     fake_wandb(monkeypatch, lambda **options: received.update(options) or run)
-    log = make(tmp_path, trackers=" wandb, ", config={"lr": 1e-6, "path": Path("/x")})
+    started = trackers.Trackers(" wandb, ", tmp_path, {"lr": 1e-6, "path": Path("/x")}, "run")
+    log = Logger(tmp_path, StatusLine(100), started)
     log.log(1, {"reward/mean": 0.5, "policy/loss": math.nan})
     log.close()
     assert run.logged == [(1, {"reward/mean": 0.5})] and run.finished
@@ -144,7 +146,7 @@ def test_tracker_that_fails_to_start(tmp_path, monkeypatch, capsys):
         raise RuntimeError("api_key not configured\nlong trace")
 
     fake_wandb(monkeypatch, init)
-    log = make(tmp_path, trackers="wandb")
+    log = make(tmp_path, names="wandb")
     log.log(1, {"a": 1.0})
     log.close()
     warnings = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
@@ -154,7 +156,7 @@ def test_tracker_that_fails_to_start(tmp_path, monkeypatch, capsys):
 def test_tracker_that_hangs(tmp_path, monkeypatch, capsys):
     released, answered = threading.Event(), []
     fake_wandb(monkeypatch, lambda **_: answered.append(released.wait(60)), patience_s=0.3)
-    log = make(tmp_path, trackers="wandb")
+    log = make(tmp_path, names="wandb")
     log.log(1, {"a": 1.0})
     assert not answered, "nobody waits for it"
     released.set()
@@ -164,7 +166,7 @@ def test_tracker_that_hangs(tmp_path, monkeypatch, capsys):
 def test_tracker_that_fails_later(tmp_path, monkeypatch, capsys):
     run = FakeRun(fail_at=2)
     fake_wandb(monkeypatch, lambda **_: run)
-    log = make(tmp_path, trackers="wandb")
+    log = make(tmp_path, names="wandb")
     for step in (1, 2, 3):
         log.log(step, {"a": 1.0})
     log.close()
@@ -174,14 +176,13 @@ def test_tracker_that_fails_later(tmp_path, monkeypatch, capsys):
 
 def test_tracker_that_is_not_installed(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", None)  # import raises ImportError
-    make(tmp_path, trackers="wandb").log(1, {"a": 1.0})
+    make(tmp_path, names="wandb").log(1, {"a": 1.0})
     assert capsys.readouterr().out.count("warning: --log wandb dropped") == 1
 
 
-@pytest.mark.parametrize("is_main", [True, False])
-def test_unknown_tracker(tmp_path, is_main):
+def test_unknown_tracker(tmp_path):
     with pytest.raises(ValueError, match=r"--log tensorboard,wandbb: unknown tracker 'wandbb'"):
-        make(tmp_path, trackers="tensorboard,wandbb", is_main=is_main)
+        make(tmp_path, names="tensorboard,wandbb")
 
 
 def test_console_lines_are_aligned(tmp_path, capsys):
@@ -227,23 +228,23 @@ ONE_STEP = {
 }
 
 
-def test_the_line_of_a_long_run_has_150_columns(tmp_path):
+def test_the_line_of_a_long_run_has_150_columns():
     assert set(COLUMNS) - set(ONE_STEP) == {"eval/accuracy", "eval/loss"}
-    log = make(tmp_path, total_steps=9999)
-    plain = log.line(1000, ONE_STEP)
+    status = StatusLine(9999)
+    plain = status.line(1000, ONE_STEP)
     assert "cut 0.03  equal 0.25  grad 0.700" in plain and "loss" not in plain and "lr" not in plain
     for value in (1234567.8, math.nan, -math.inf):
         metrics = dict.fromkeys(ONE_STEP, value) | {"eval/accuracy": 0.5, "time/step_s": 100_000.0}
-        assert len(log.line(9998, metrics)) <= 150
-    assert len(log.line(9998, ONE_STEP | {"eval/accuracy": 0.5})) <= 150
+        assert len(status.line(9998, metrics)) <= 150
+    assert len(status.line(9998, ONE_STEP | {"eval/accuracy": 0.5})) <= 150
 
 
-def test_supervised_training_shows_its_loss_and_rate(tmp_path):
-    log = make(tmp_path)
-    line = log.line(1, {"policy/loss": 12.3456, "optim/lr": 1e-4, "optim/grad_norm": 0.1, "optim/loss_scale": 1.0})
+def test_supervised_training_shows_its_loss_and_rate():
+    status = StatusLine(100)
+    line = status.line(1, {"policy/loss": 12.3456, "optim/lr": 1e-4, "optim/grad_norm": 0.1, "optim/loss_scale": 1.0})
     assert "loss 12.3456  grad 0.100  lr 1.0e-04" in line
-    assert log.line(1, {"eval/loss": 9.99996}).endswith("eval loss 10.000")
-    assert log.line(1, {"eval/loss": 123.4567}).endswith("eval loss 123.46")
+    assert status.line(1, {"eval/loss": 9.99996}).endswith("eval loss 10.000")
+    assert status.line(1, {"eval/loss": 123.4567}).endswith("eval loss 123.46")
 
 
 @pytest.mark.parametrize(
@@ -267,15 +268,15 @@ def test_a_large_number_has_fewer_decimals(value, width, spec, text):
     assert fitted(value, width, spec) == text
 
 
-def test_a_step_that_trained_nothing_says_so(tmp_path):
-    log = make(tmp_path)
+def test_a_step_that_trained_nothing_says_so():
+    status = StatusLine(100)
     no_token = {key: value for key, value in ONE_STEP.items() if key != "optim/grad_norm"}
-    lines = [log.line(1, metrics) for metrics in (no_token, ONE_STEP, ONE_STEP | {"optim/grad_norm": 0.0})]
+    lines = [status.line(1, metrics) for metrics in (no_token, ONE_STEP, ONE_STEP | {"optim/grad_norm": 0.0})]
     assert ["untrained" in line for line in lines] == [True, False, True]
     assert len({line.index(" s ") for line in lines}) == 1, "in the place of the gradient's norm"
-    assert "untrained" not in log.line(1, no_token | {"value/grad_norm": 0.5}), "the critic alone is trained"
-    assert "untrained" not in log.line(1, ONE_STEP | {"optim/grad_norm": math.nan}), "a skipped step"
-    assert "untrained" not in log.line(0, {"eval/accuracy": 0.5})
+    assert "untrained" not in status.line(1, no_token | {"value/grad_norm": 0.5}), "the critic alone is trained"
+    assert "untrained" not in status.line(1, ONE_STEP | {"optim/grad_norm": math.nan}), "a skipped step"
+    assert "untrained" not in status.line(0, {"eval/accuracy": 0.5})
 
 
 def test_eta_is_the_median_step_times_the_rest(tmp_path, capsys):
@@ -290,7 +291,7 @@ def test_eta_is_the_median_step_times_the_rest(tmp_path, capsys):
 def test_two_shortened_samples(tmp_path, capsys):
     texts = [("PROMPT", "start" + "x" * 5000 + "\x1b[2Jend", 1.0), ("b", "c", 0.1), ("third", "", 0.0)]
     samples = [{"prompt": p, "completion": c, "score": s, "truth": "t" * 999, "truncated": not s} for p, c, s in texts]
-    make(tmp_path).samples(7, samples)
+    print_samples(7, samples)
     output = capsys.readouterr().out
     assert (
         "step 7, score 1, truth tttt" in output
@@ -304,7 +305,7 @@ def test_two_shortened_samples(tmp_path, capsys):
 
 def test_a_sample_tells_the_truth_and_that_it_was_cut_off(tmp_path, capsys):
     sample = {"prompt": "p", "completion": "said", "score": 0.5, "truth": '{"target": 24}'}
-    make(tmp_path).samples(7, [sample | {"truncated": True}, sample | {"truncated": False}])
+    print_samples(7, [sample | {"truncated": True}, sample | {"truncated": False}])
     first, second = capsys.readouterr().out.split("---")[1:]
     assert first == ' step 7, score 0.5, truth {"target": 24}\np\n>>> said [cut off]\n'
     assert second == ' step 7, score 0.5, truth {"target": 24}\np\n>>> said\n'
@@ -325,7 +326,7 @@ def test_the_truth_of_a_row_is_a_text(ground_truth, text):
     assert row.truth == text
     episode = Episode(0, 0, [5], [6], [1], [-0.5], "length", {"score": math.nan}, row=row.index, truth=row.truth)
     tokenizer = types.SimpleNamespace(decode=str)
-    sample = as_sample(episode, row, types.SimpleNamespace(tokenizer=tokenizer, turns=None))
+    sample = as_sample(episode, row, tokenizer, with_tools=False)
     assert (sample["row"], sample["truth"], sample["truncated"], sample["score"]) == (3, text, True, 0.0)
 
 
@@ -357,18 +358,18 @@ def git(folder, *command):
 
 
 def test_git_commit(tmp_path, monkeypatch):
-    monkeypatch.setattr(logger_module, "__file__", str(tmp_path / "logger.py"))
+    monkeypatch.setattr(machine, "__file__", str(tmp_path / "machine.py"))
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert logger_module.git_commit() is None
+    assert machine.git_commit() is None
     git(tmp_path, "init")
     (tmp_path / "a").write_text("1")
     git(tmp_path, "add", "a")
     git(tmp_path, "commit", "-m", "first")
     git(tmp_path, "tag", "-a", "v1", "-m", "a tag must not replace the commit")
     commit = git(tmp_path, "rev-parse", "HEAD").stdout.strip()
-    assert logger_module.git_commit() == commit
+    assert machine.git_commit() == commit
     (tmp_path / "a").write_text("2")
-    assert logger_module.git_commit() == f"{commit}-dirty"
+    assert machine.git_commit() == f"{commit}-dirty"
 
 
 def test_curves(tmp_path, capsys):

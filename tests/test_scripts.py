@@ -7,7 +7,7 @@ import runpy
 import sys
 
 import pytest
-from conftest import ROOT, run_script
+from conftest import ROOT, parsed, run_script
 
 import common.distributed
 
@@ -35,7 +35,7 @@ def lines(name: str) -> list[str]:
 
 
 def class_fields(path: str, name: str) -> dict[str, ast.AnnAssign]:
-    (found,) = (n for n in ast.parse(source(path)).body if isinstance(n, ast.ClassDef) and n.name == name)
+    (found,) = (n for n in parsed(source(path)).body if isinstance(n, ast.ClassDef) and n.name == name)
     return {node.target.id: node for node in found.body if isinstance(node, ast.AnnAssign)}
 
 
@@ -80,14 +80,14 @@ def test_scripts_stay_within_their_caps(script):
 def test_no_long_lines_no_noqa_no_bare_except(name):
     assert [i for i, line in enumerate(lines(name), 1) if len(line) > 119] == [], "lines of more than 119 columns"
     assert [i for i, line in enumerate(lines(name), 1) if re.search(r"#\s*noqa", line, re.IGNORECASE)] == []
-    handlers = [n for n in ast.walk(ast.parse(source(name))) if isinstance(n, ast.ExceptHandler)]
+    handlers = [n for n in ast.walk(parsed(source(name))) if isinstance(n, ast.ExceptHandler)]
     assert [n.lineno for n in handlers if n.type is None] == [], "bare except"
 
 
 @pytest.mark.parametrize("name", [n for n in SCRIPTS + MODULES if n != "common/engine/vllm.py"])
 def test_vllm_stays_in_the_engine(name):
     imported = []
-    for node in ast.walk(ast.parse(source(name))):
+    for node in ast.walk(parsed(source(name))):
         if isinstance(node, ast.Import):
             imported += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -112,7 +112,7 @@ def attributes(paths: list[str]) -> set[str]:
     return {
         node.attr
         for path in paths
-        for node in ast.walk(ast.parse(source(path)))
+        for node in ast.walk(parsed(source(path)))
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
     }
 
@@ -122,7 +122,7 @@ def test_every_flag_is_used(script):
     """A script's own are read as `args.NAME` in it; being set by the demo does not count."""
     used = {
         node.attr
-        for node in ast.walk(ast.parse(source(script)))
+        for node in ast.walk(parsed(source(script)))
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "args"
     }
     assert [name for name in own_flags(script) if name not in used] == []
@@ -166,7 +166,7 @@ def test_help_shows_every_flag_and_its_text(script):
         shown = [entry for entry in entries if re.match(rf"{flag(name)}[ ,]", entry)]
         assert len(shown) == 1, f"{flag(name)} stands {len(shown)} times in the help"
         assert text in shown[0]
-    assert ast.get_docstring(ast.parse(source(script))).partition("\n")[0] in output
+    assert ast.get_docstring(parsed(source(script))).partition("\n")[0] in output
 
 
 def start(script: str, arguments: list[str], monkeypatch) -> list:

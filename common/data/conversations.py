@@ -15,6 +15,7 @@ import numpy as np
 from jinja2 import TemplateError
 
 from common.data.formats import Conversation, Rule, pictured, read_conversation, text_of
+from common.data.media import count_tokens, open_media
 from common.data.rows import RowFiles
 from common.episodes import Episode
 from common.pictures import BadRow, Media
@@ -98,7 +99,7 @@ class Conversations:
         for i, record in enumerate(self.files.records()):
             try:
                 conversation = self._read(record)
-                pictures = [vision.count_tokens(*picture, media_root) for picture in conversation.pictures]
+                pictures = [count_tokens(picture, media_root, vision.limits) for picture in conversation.pictures]
                 self._check(conversation, pictures)
                 costs[i] = sum(pictures) + sum(len(text_of(message)) for message in conversation.messages) / 4
                 by_position += conversation.rule == "last-two-turns"
@@ -153,7 +154,7 @@ class Conversations:
         i = int(self.positions[n])
         try:
             conversation = self._read(self.files[i])
-            media = [self.vision.open(*picture, self.media_root) for picture in conversation.pictures]
+            media = [open_media(picture, self.media_root, self.vision.limits) for picture in conversation.pictures]
             return conversation_episode(conversation, media, self.tokenizer, self.vision, i, self.max_tokens)
         except (BadRow, TemplateError) as error:
             print(f"warning: {self.files.flag}: {self.files.place(i)}: {error}; left out", flush=True)

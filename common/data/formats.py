@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from common.data.media import Picture, picture_sources
 from common.data.render import split_marks, with_system, without_nulls
-from common.pictures import BadRow, Picture, picture_sources
+from common.pictures import BadRow
 from common.tools.turns import CLOSE, OPEN, Hermes
 
 ROLES = ("system", "user", "assistant", "tool", "observation")

@@ -9,10 +9,12 @@ import pyarrow as pa
 from jinja2 import TemplateError
 
 from common.data import visual_qa
+from common.data.media import count_tokens, open_media, picture_sources
 from common.data.render import bare_text, clean_prompt, render, row_tools
 from common.data.rows import JSON_LINE, RowFiles, records
 from common.episodes import Prompt, Row
-from common.pictures import BadRow, picture_sources
+from common.flags import Data, Rollout
+from common.pictures import BadRow
 from common.tools import Tool
 from common.vision import Vision
 
@@ -96,7 +98,7 @@ class PromptData:
                 prompt, text, pictures, _ = self._prepare(record)
                 if len(pictures) > max_images:
                     raise BadRow(f"{len(pictures)} pictures are more than --max-images {max_images}")
-                picture_tokens = sum(vision.count_tokens(*picture, media_root) for picture in pictures)
+                picture_tokens = sum(count_tokens(picture, media_root, vision.limits) for picture in pictures)
                 num_bytes = len(text.encode())
             except BadRow as error:
                 bad[index] = str(error)
@@ -125,6 +127,18 @@ class PromptData:
             raise ValueError(f"{flag}: no usable row in {', '.join(map(str, self.files.paths))}")
         if num_rendered:
             notice(f"{flag}: {num_rendered} prompts are rendered templates in one message: used without chat template")
+
+    @classmethod
+    def of_flags(cls, data: Data, rollout: Rollout, files: str, **options) -> "PromptData":
+        """Files of prompts as the flags ask for; the other options as above."""
+        return cls(
+            files,
+            max_prompt_tokens=rollout.max_prompt_tokens,
+            bad_rows=data.bad_rows,
+            media_root=data.media_root,
+            max_images=rollout.max_images,
+            **options,
+        )
 
     def _prepare(self, record: dict) -> tuple[Prompt, str, list, dict[str, dict]]:
         """Cleaned prompt, its text, its pictures (kind, encoded frames or paths), the tools on offer."""
@@ -158,7 +172,7 @@ class PromptData:
         row = Row(index, record["data_source"], prompt, ground_truth, extra_info, [], tools=tools)
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         try:
-            row.media = [self.vision.open(*picture, self.media_root) for picture in pictures]
+            row.media = [open_media(picture, self.media_root, self.vision.limits) for picture in pictures]
             row.prompt_ids = self.vision.expand(ids, row.media) if self.vision else ids
         except BadRow as error:
             row.media, row.problem = [], f"{self.files.flag}: {self.files.place(index)}: {error}"

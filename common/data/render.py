@@ -3,8 +3,9 @@
 import re
 from collections.abc import Mapping
 
+from common.data.media import MARKS
 from common.episodes import Prompt
-from common.pictures import MARKS, BadRow
+from common.pictures import BadRow
 from common.tools import Tool
 from common.tools.turns import Hermes
 

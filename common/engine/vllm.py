@@ -86,8 +86,8 @@ class VllmEngine:
 
         register_models(path, trust_remote_code)
         # A prompt cut in chunks makes vLLM rewind the request's random generator, which CPU generators cannot do.
-        options: dict = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(max_model_len, 8192)}
-        options |= {"max_num_seqs": 256}
+        batched = {"max_num_batched_tokens": max(max_model_len, 8192)}
+        options: dict = {"enable_chunked_prefill": False, "max_num_seqs": 256, **batched}
         if on_gpu:  # vLLM chooses sizes of batches by the memory there is
             free, total = torch.cuda.mem_get_info(world.device)
             # The KV cache has a size of its own: this share only has to pass vLLM's check against free memory.
@@ -96,7 +96,7 @@ class VllmEngine:
             unchanged = {"do_resize": False, "do_sample_frames": False, "cap_pixels_per_frame": False}
             options |= {"mm_processor_kwargs": unchanged}
             options |= {"limit_mm_per_prompt": {"image": max_images, "video": max_images}, "skip_mm_profiling": True}
-            options |= {"max_num_batched_tokens": max(max_model_len, 8192)}  # no picture may exceed a batch
+            options |= batched  # no picture may exceed one
         with memory_advice():
             self.llm = LLM(
                 path,

@@ -8,6 +8,29 @@ from statistics import fmean
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from common.rewards import is_correct
+
+
+def as_sample(episode, row, tokenizer, with_tools: bool) -> dict:
+    """What a report wants to know of an Episode and its Row."""
+    sample = {
+        "group": episode.prompt_index,
+        "row": row.index,
+        "data_source": row.data_source,
+        "prompt": tokenizer.decode(episode.prompt_ids),
+        "completion": tokenizer.decode(episode.response_ids),
+        "truth": episode.truth,
+        "score": episode.rewards["score"] if math.isfinite(episode.rewards["score"]) else 0.0,
+        "correct": is_correct(episode.rewards),
+        "pred": str(episode.rewards.get("pred", "")),
+        "length": len(episode.response_ids),
+        "truncated": episode.truncated,
+        "anls": episode.rewards.get("anls"),
+    }
+    if with_tools:
+        sample |= {"calls": len(episode.calls), "call_errors": sum(call["error"] for call in episode.calls)}
+    return sample
+
 
 def pass_at_k(n: int, c: int, k: int) -> float:
     """1 - C(n-c, k) / C(n, k), the chance that k of n samples, c of them correct, hold a correct one.

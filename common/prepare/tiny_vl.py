@@ -13,10 +13,8 @@ where the picture is shown, at 112 x 112 pixels; a crop brings it back.
 
 Most traces guess at once, some aim badly, and then guess or aim again. What pays, to look, to aim well and to go on
 until the tile is seen, is left for reinforcement learning to find out. The traces' format is Pixel Reasoner's; but a
-question follows its picture, as it does in the rows of reinforcement learning.
-
-Red says how far right a place of the mosaic is, green how far down: a tower as small as this one learns in minutes to
-tell places by their colours.
+question follows its picture, as in the rows of reinforcement learning. Red says how far right a place is, green how
+far down: so a tower as small as this one learns in minutes to tell places.
 """
 
 import io
@@ -145,9 +143,8 @@ class Scene:
 
 @cache
 def glyph(digit: int) -> Image.Image:
-    rows = [line.split()[digit] for line in FONT.strip().split("\n")]
-    dots = Image.frombytes("L", (5, 7), bytes(255 * (dot == "#") for row in rows for dot in row))
-    return dots.resize((5 * DOT, 7 * DOT), Image.Resampling.NEAREST)
+    dots = bytes(255 * (dot == "#") for line in FONT.strip().split("\n") for dot in line.split()[digit])
+    return Image.frombytes("L", (5, 7), dots).resize((5 * DOT, 7 * DOT), Image.Resampling.NEAREST)
 
 
 def scenes(seed: int) -> Iterator[Scene]:
@@ -156,11 +153,13 @@ def scenes(seed: int) -> Iterator[Scene]:
     slope = [40 + 20 * i for i in range(CELLS)]
     while True:
         cell, digit = (rng.choice(INNER), rng.choice(INNER)), rng.randrange(10)
-        cells = bytes(v for y in slope for x in slope for v in (x, y, rng.randrange(60, 120)))
-        picture = Image.frombytes("RGB", (CELLS, CELLS), cells).resize((SIDE, SIDE), Image.Resampling.NEAREST)
+        colors = bytes(v for y in slope for x in slope for v in (x, y, rng.randrange(60, 120)))
+        white, black = CELLS**2, CELLS**2 + 1  # in the palette behind the cells' colors: such a PNG is soon written
+        picture = Image.frombytes("P", (CELLS, CELLS), bytes(range(CELLS**2))).resize((SIDE, SIDE))
+        picture.putpalette(colors + bytes([255] * 3 + [0] * 3))
         x, y = (int(SIDE * center(i)) for i in cell)
-        picture.paste("white", (x - TILE // 2, y - TILE // 2, x + TILE // 2, y + TILE // 2))
-        picture.paste("black", (x - 5 * DOT // 2, y - 7 * DOT // 2), glyph(digit))
+        picture.paste(white, (x - TILE // 2, y - TILE // 2, x + TILE // 2, y + TILE // 2))
+        picture.paste(black, (x - 5 * DOT // 2, y - 7 * DOT // 2), glyph(digit))
         file = io.BytesIO()
         picture.save(file, "PNG")
         yield Scene(file.getvalue(), cell, digit)

@@ -75,6 +75,12 @@ def score_response(
     return values
 
 
+def is_correct(rewards: Mapping[str, float | str]) -> bool:
+    """Full marks, partial credit being none; or what the reward function says itself by "acc", as in verl."""
+    said = rewards.get("acc")
+    return (said if isinstance(said, float) else rewards["score"]) >= 1.0 - 1e-6
+
+
 class RewardWorkers(Pool):
     """`workers` processes that score with the function FILE.py:NAME, or without one with the built-in functions.
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from common.episodes import Episode, Row
+from common.flags import Rollout
 from common.pictures import Media
 from common.tools import ToolWorkers, find_tool
 from common.tools.turns import Call, Hermes, ToolReply
@@ -27,6 +28,16 @@ class Turns:
 
     def __post_init__(self) -> None:
         self.protocol = self.protocol or Hermes(self.tokenizer)
+
+    @classmethod
+    def of_flags(cls, flags: Rollout, tokenizer, workers: ToolWorkers, vision: Vision | None) -> "Turns":
+        """ValueError for a chat template that cannot show what a tool returns."""
+        limits = {"max_turns": flags.max_turns, "max_turn_tokens": flags.max_turn_tokens}
+        limits |= {"max_images": flags.max_images, "max_tool_errors": flags.max_tool_errors}
+        turns = cls(tokenizer, workers, vision, **limits, lockstep=flags.deterministic)
+        for tool in workers.tools.values():
+            turns.observation_ids([""], tool.role)
+        return turns
 
     def next_call(self, episode: Episode, tools: Mapping) -> Call | None:
         """The call that the last turn ends in; None if the trajectory ends here. tools: those that the row offers."""

@@ -21,7 +21,7 @@ from common.episodes import Row, sample_episodes
 from common.hub import end_token_ids, load_tokenizer, resolve_model
 from common.models import full_parameters, load_policy, parameter_sizes
 from common.packing import TokenIndex, pack
-from common.precision import DTYPES, check_gap, gap_limit
+from common.precision import DTYPES, checked_gap, gap_limit
 
 # What the engine does after the policy has moved. On CPUs it never sleeps, and these are syncs alone.
 ORDERS = {
@@ -123,16 +123,20 @@ def main(args: argparse.Namespace) -> None:
     # What the books cannot know shows in the log-probs: the gap is the second line.
     result["refused"] = {}
 
+    def check() -> None:
+        """With the requests of `stale`: their prompts have been cached."""
+        checked_gap(torch.tensor([gap(1)]), torch.zeros(1), gap_limit(dtype), step=1)
+
     def caught_by_the_gap(name: str, fault: Callable, repair: Callable) -> None:
         move_policy()
         fault()
         try:
-            check_gap(gap(1), gap_limit(dtype), step=1)  # the requests of `stale`: their prompts have been cached
+            check()
             result["refused"][name] = None
         except RuntimeError as error:
             result["refused"][name] = str(error)[:200]
         repair()
-        check_gap(gap(1), gap_limit(dtype), step=1)
+        check()
 
     def reload_from_disk() -> None:
         sync(1)

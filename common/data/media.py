@@ -1,0 +1,78 @@
+"""The pictures of a row: which they are, the files that hold them, their tokens. Without torch."""
+
+import io
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from PIL import Image
+
+from common.pictures import CELL, FORMATS, MAX_SOURCE_PIXELS, BadRow, Media, PixelLimits
+
+MARKS = {"<image>": "image", "<video>": "video"}  # placeholders in the prompts of data sets
+Picture = tuple[str, list]  # "image" or "video", and its frames as a row holds them
+
+
+def picture_sources(record: Mapping, text: str) -> list[Picture]:
+    """A row's pictures in the order of their marks in its prompt. BadRow if their numbers differ.
+
+    PyVision's rows have one, as `image`, or as a path in `mm_hint`, which counts if the prompt has a mark for it.
+    """
+    hint = record.get("mm_hint")
+    one = record.get("image") or (hint.get("hint_path") if isinstance(hint, Mapping) and "<image>" in text else None)
+    images = record.get("images") or (one if isinstance(one, list) else [one] if one else None)
+    columns = {"image": images, "video": record.get("videos")}
+    if not any(columns.values()):
+        return []
+    left = {"image": [[item] for item in columns["image"] or []], "video": list(columns["video"] or [])}
+    kinds = [MARKS[mark] for mark in re.findall("<image>|<video>", text)]
+    for kind, items in left.items():
+        if len(items) != kinds.count(kind):
+            raise BadRow(f"{len(items)} {kind}s, and <{kind}> stands {kinds.count(kind)} times in the prompt")
+    if any(not isinstance(frames, list) or not frames for frames in left["video"]):
+        raise BadRow("a video is given as the list of its frames")
+    return [(kind, left[kind].pop(0)) for kind in kinds]
+
+
+def media_file(item: object, root: Path | None) -> io.BufferedIOBase:
+    """The file that a row's entry stands for: bytes, a path under `root`, {bytes, path}. BadRow with the reason."""
+    if isinstance(item, Mapping):
+        item = item.get("bytes") or item.get("path")
+    if isinstance(item, bytes):
+        return io.BytesIO(item)
+    if not isinstance(item, str):
+        raise BadRow(f"{item!r:.60} is neither bytes, nor a path, nor {{bytes, path}}")
+    path = (root or Path()) / item
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise BadRow(f"cannot open {path} ({error.strerror}); --media-root is the folder of relative paths") from error
+
+
+def open_media(picture: Picture, root: Path | None, limits: PixelLimits) -> Media:
+    """BadRow for what cannot be read."""
+    kind, frames = picture
+    data = []
+    for item in frames:
+        with media_file(item, root) as file:
+            data.append(file.read())
+    try:
+        return Media.open(kind, data, limits)
+    except ValueError as error:
+        raise BadRow(str(error)) from error
+
+
+def count_tokens(picture: Picture, root: Path | None, limits: PixelLimits) -> int:
+    """Tokens of a picture, from the header of its first frame; the others need only be there. BadRow, too."""
+    kind, frames = picture
+    for item in frames[1:]:
+        media_file(item, root).close()
+    with media_file(frames[0], root) as file:
+        try:
+            with Image.open(file, formats=FORMATS) as image:
+                if image.width * image.height > MAX_SOURCE_PIXELS:
+                    raise ValueError(f"{image.width}x{image.height} pixels are too many")
+                width, height = limits.shown_size(kind, *image.size)
+        except (OSError, ValueError, Image.DecompressionBombError) as error:
+            raise BadRow(f"no readable picture ({str(error)[:80]})") from error
+    return -(-len(frames) // 2) * (width // CELL) * (height // CELL)

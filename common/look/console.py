@@ -1,0 +1,78 @@
+"""What a run says on the console: the status line of a step, and samples of an evaluation."""
+
+from collections import deque
+from statistics import median
+
+from common.files import shorten
+from common.progress import duration
+
+COLUMNS = {  # metric: (label, width, format); together 150 columns, evaluation last, since most steps have none
+    "reward/mean": ("reward", 6, ".3f"),
+    "reward/accuracy": ("acc", 5, ".3f"),
+    "policy/loss": ("loss", 7, ".4f"),
+    "policy/entropy": ("ent", 5, ".3f"),
+    "policy/kl_to_ref": ("kl", 6, ".4f"),
+    "policy/rollout_logprob_gap": ("gap", 5, ".0e"),
+    "rollout/response_length": ("len", 5, ".0f"),
+    "rollout/truncated": ("cut", 4, ".2f"),
+    "reward/zero_variance_groups": ("equal", 4, ".2f"),
+    "optim/grad_norm": ("grad", 5, ".3f"),
+    "optim/lr": ("lr", 7, ".1e"),
+    "time/step_s": ("s", 4, ".1f"),
+    "eval/accuracy": ("eval", 5, ".3f"),
+    "eval/loss": ("eval loss", 6, ".4f"),
+}
+SUPERVISED = {"policy/loss", "optim/lr"}  # not on the lines of RL, whose loss says nothing: room for what does
+
+
+class StatusLine:
+    """Cells of fixed width, blank where a metric is absent; what is left to do by the time of the last steps."""
+
+    def __init__(self, total_steps: int):
+        self.total_steps = total_steps
+        self.columns: list[str] = []  # in order of first appearance, so that a late metric shifts no other
+        self.step_times: deque[float] = deque(maxlen=20)
+
+    def line(self, step: int, metrics: dict[str, float]) -> str:
+        if "time/step_s" in metrics:
+            self.step_times.append(metrics["time/step_s"])
+        eta = "?"
+        if self.step_times:
+            eta = duration(median(self.step_times) * max(0, self.total_steps - step))
+        text = f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}  eta {eta:>5}"
+        cells = {key: cell(key, metrics[key]) for key in COLUMNS if key in metrics}
+        if untrained(metrics):
+            cells["optim/grad_norm"] = "untrained"
+        self.columns += [key for key in cells if key not in self.columns]
+        shown = [key for key in self.columns if key not in SUPERVISED or "reward/mean" not in self.columns]
+        for key in sorted(shown, key=lambda key: key.startswith("eval/")):
+            label, width, _ = COLUMNS[key]
+            text += f"  {cells.get(key, ''):{len(label) + 1 + width}}"
+        return text.rstrip()
+
+
+def cell(key: str, value: float) -> str:
+    label, width, spec = COLUMNS[key]
+    return f"{label} {fitted(value, width, spec)}"
+
+
+def fitted(value: float, width: int, spec: str) -> str:
+    """A number in so many columns; one that is too large with fewer decimals than `spec` has, or in thousands."""
+    texts = [f"{value:{spec}}", *(f"{value:.{decimals}f}" for decimals in (3, 2, 1, 0))]
+    texts += [f"{value / 1000**power:.0f}{unit}" for power, unit in enumerate("kMGT", 1)]
+    return next((text for text in texts if len(text) <= width), f"{value:.0e}").rjust(width)
+
+
+def untrained(metrics: dict[str, float]) -> bool:
+    """Is it a step of training that had no gradient? All groups were equal, or no token was left to train on."""
+    norms = [metrics.get(f"{model}/grad_norm") for model in ("optim", "value")]
+    return "optim/loss_scale" in metrics and not any(norms)
+
+
+def print_samples(step: int, samples: list[dict]) -> None:
+    """The first two of {prompt, completion, score, truth, truncated}, shortened in the middle."""
+    for sample in samples[:2]:
+        prompt, completion = shorten(sample["prompt"], 300), shorten(sample["completion"], 600)
+        head = f"--- step {step}, score {sample['score']:g}, truth {shorten(sample['truth'], 100)}"
+        cut = " [cut off]" * sample["truncated"]
+        print(f"{head}\n{prompt}\n>>> {completion}{cut}", flush=True)

