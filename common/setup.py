@@ -11,14 +11,7 @@ from torch import nn
 
 from common.attention import choose_attention
 from common.checkpoint import Checkpoints
-from common.distributed import (
-    at_end,
-    broadcast_object,
-    handle_sigterm,
-    init_world,
-    release_freed_memory,
-    sign_of_life,
-)
+from common.distributed import at_end, broadcast_object, handle_sigterm, init_world, release_freed_memory, sign_of_life
 from common.files import user_errors
 from common.flags import Data, Machine, Run, flat, refuse_idle
 from common.hub import load_tokenizer, resolve_model

@@ -38,9 +38,22 @@ WARM = not torch.cuda.is_available()  # CUDA does not survive a fork
 
 
 def pytest_configure(config) -> None:
+    config.option.loadscopereorder = False  # pytest-xdist would begin with the files that have the most tests
     if WARM and ZYGOTE not in os.environ:
         config.zygote = zygote.Zygote(script_environment())
         os.environ[ZYGOTE] = config.zygote.address
+
+
+# The files that take longest come first, so that the workers are done at the same time.
+LONGEST = ["test_curiosity_runs", "test_grpo_runs", "test_ppo_runs", "test_sft_runs", "test_failing", "test_tiny_vl"]
+LONGEST += ["test_grpo_engines", "test_grpo_faults", "test_vision_runs", "test_ppo_math", "test_invariance"]
+LONGEST += ["test_math_rewards", "test_reward_workers", "test_house", "test_zygote"]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list) -> None:
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
 
 
 def pytest_unconfigure(config) -> None:

@@ -54,11 +54,30 @@ def test_the_demo_looks_is_rewarded_and_replays(whole):
 def test_kill_and_resume_with_a_replay_memory_equals_an_uninterrupted_run(whole, tmp_path):
     arguments = ["curiosity_rl.py", *SIZES, *STEPS, *data_of(whole), "--output-dir", tmp_path / "killed"]
     kill_once(*arguments, ranks=2, after_step=3)
-    run_script(*arguments, ranks=2, fresh=True)
+    run_script(*arguments, ranks=2)
     assert any(record.get("event") == "resumed" for record in metrics_of(tmp_path / "killed"))
     assert steps_of(tmp_path / "killed") == steps_of(whole)
     weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (whole, tmp_path / "killed")]
     assert weights[0] == weights[1]
+
+
+def test_by_torchrun(whole, tmp_path):
+    """As its users start it; that a forked run is such a run, test_grpo_runs.py compares bit by bit."""
+    few = [
+        "--prompts-per-step",
+        2,
+        "--samples-per-prompt",
+        2,
+        "--total-steps",
+        1,
+        "--no-eval-before",
+        "--eval-rows",
+        2,
+    ]
+    few += ["--engine", "hf", "--tool-workers", 1, *data_of(whole), "--output-dir", tmp_path]
+    run_script("curiosity_rl.py", *few, ranks=1, fresh=True)
+    assert 0 <= steps_of(tmp_path)[1]["policy/rollout_logprob_gap"] < 1e-4
+    assert (tmp_path / "model" / "model.safetensors").is_file()
 
 
 def test_replay_of_a_dump_with_replayed_samples_repeats_its_update(whole, tmp_path):

