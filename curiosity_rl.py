@@ -371,7 +371,7 @@ def compare_without_tools(
 ) -> None:
     """Evaluate the same rows without tools, and print both side by side."""
     options = {"flag": "--eval-data", "tokenizer": job.tokenizer, "vision": job.vision, "notice": job.world.print}
-    rows = PromptData.of_flags(args.data, args.rollout, args.data.eval_data, **options)
+    rows = PromptData.of_flags(args.data, args.rollout, rollouts.eval_data.files.paths, **options)
     without = with_tools.with_stem("eval_samples_without_tools")
     evaluate(replace(rollouts, eval_data=rows, turns=None), policy, step, without)
     if job.world.is_main:

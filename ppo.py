@@ -425,6 +425,8 @@ def check_args(args: Args) -> None:
     refuse(charged != "none" and not args.kl_coef, f"--kl-in {charged} needs a --kl-coef, such as 0.001")
     refuse(charged == "reward" and estimator != "k1", f"--kl-in reward with {estimator}: biased there, take k1")
     refuse(charged == "loss" and estimator == "k1", "--kl-in loss with k1: no gradient on average, take k3-is")
+    if args.run.total_steps and not args.rollout.eval_only:
+        refuse_lonely_critic(args.critic_warmup_steps, args.run.total_steps)
     off_policy = args.minibatches * args.epochs_per_step > 1
     moved = "several --minibatches or --epochs-per-step: on-policy the ratio is 1"
     idle = dict.fromkeys(["dual_clip", "clip_low", "clip_high"], (off_policy, moved))
@@ -443,6 +445,10 @@ def check_args(args: Args) -> None:
     }
     refuse_idle(args, idle)
     refuse_idle(args.machine, {"reference_offload": (charged != "none", "--kl-in reward or loss")})
+
+
+def refuse_lonely_critic(warmup_steps: int, total_steps: int) -> None:
+    refuse(warmup_steps >= total_steps, f"--critic-warmup-steps {warmup_steps} of {total_steps}: none for the policy")
 
 
 def critic_path(job: Job, name: str) -> str:
@@ -464,8 +470,8 @@ def main(args: Args, demo: bool = False) -> None:
     rollouts = open_rollouts(
         job, args.data, args.rollout, args.run, trained=folders, frozen=frozen, reward_model=args.reward_model
     )
-    told = f"--critic-warmup-steps {args.critic_warmup_steps} of {rollouts.total_steps}: none for the policy"
-    refuse(args.critic_warmup_steps >= rollouts.total_steps > 0, told)  # 0 in all: an evaluation
+    if not args.rollout.eval_only:
+        refuse_lonely_critic(args.critic_warmup_steps, rollouts.total_steps)  # which the data decide
 
     policy = job.load_policy()
     reference = job.load_reference() if args.kl_in != "none" else None
@@ -555,8 +561,8 @@ def main(args: Args, demo: bool = False) -> None:
             kl = kl_estimate(tokens.old_logprobs, tokens.ref_logprobs, tokens.old_logprobs, "k3")
             means.add("policy/kl_to_ref", kl.sum(), count=len(kl))
             means.add("policy/kl_coef", kl_controller.coef)
-        means.add("value/mean", tokens.values.sum(), count=len(tokens.values))
-        means.add("value/return_mean", returns.sum(), count=len(returns))
+        means.add("value/mean", tokens.values.double().sum(), count=len(tokens.values))
+        means.add("value/return_mean", returns.double().sum(), count=len(returns))
         metrics = rollout_metrics(means.reduce()) | {
             "policy/rollout_logprob_gap": gap,
             "optim/loss_scale": optimizer.scale,

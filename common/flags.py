@@ -203,7 +203,7 @@ def explain_foreign(arguments: list[str], args_class: type) -> None:
     answers |= foreign_names()
     for argument in arguments:
         name = argument.partition("=")[0].lstrip("+")
-        key = flag(name.lstrip("-"))
+        key = flag(name.lstrip("-").removeprefix("no-"))
         asked = name.startswith("--") or ("=" in argument and "." in name)
         if asked and key in answers.keys() - ours:
             script, shown = Path(sys.argv[0]).name, key if name.startswith("--") else name

@@ -76,11 +76,3 @@ class LossScale:
     def load_state_dict(self, state: dict) -> None:
         if state.get("dynamic", self.dynamic) == self.dynamic:  # else it is of a run in another dtype
             self.scale, self.good_steps = state["scale"], state["good_steps"]
-
-
-def move_states(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Adam's moments to a device; its step counts stay where they are."""
-    for state in optimizer.state.values():
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.dim():
-                state[name] = value.to(device)

@@ -90,13 +90,12 @@ def test_replay_of_a_dump_with_replayed_samples_repeats_its_update(whole, tmp_pa
     assert [steps_of(tmp_path)[step][n] for n in names] == [steps[step][n] for n in names]
 
 
-def test_evaluation_with_and_without_tools_side_by_side(whole, tmp_path):
+def test_evaluation_with_and_without_tools_side_by_side(tmp_path):
     """The demo's policy by its name: what it cannot read it guesses, without tools always."""
     options = ["--model", "tiny-vl", "--tools", "crop_image_normalized", "--max-prompt-tokens", 96, "--max-turns", 4]
     options += ["--max-response-tokens", 192, "--max-pixels", 12_544, "--max-frame-pixels", 12_544, "--dtype", "fp32"]
     options += LITTLE_CACHE
     evaluation = ["--eval-only", "--compare-tools", "--eval-rows", 32, "--eval-temperature", 1.0]
-    evaluation += data_of(whole)[1:]
     done = run_script("curiosity_rl.py", *options, *evaluation, "--output-dir", tmp_path, ranks=2)
     header, line = done.stdout.strip().splitlines()[-2:]
     assert header.split() == ["source", "rows", "with", "tools", "without"]

@@ -24,7 +24,7 @@ THEIRS = {
     "torchrun": {"nproc_per_node", "nnodes", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "standalone", "max-restarts"},
     "pip": {"index-url"},
 }
-TABLES_OF_OTHERS = ("theirs", "original flag")  # tables whose first column holds flags of other systems
+TABLES_OF_OTHERS = ("theirs", "original flag", "earlier")  # whose first column holds flags that are not ours
 OUTSIDE = {"pytest", "torch"}  # modules of `python -m` that are not ours
 
 every_page = pytest.mark.parametrize("page", PAGES)

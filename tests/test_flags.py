@@ -226,6 +226,7 @@ def test_a_lone_space_is_a_backslash_that_was_not_the_last_character(space, monk
         (grpo, ["--curiosity-alpha", "1"], "--curiosity-alpha", "curiosity_rl.py"),
         (grpo, ["--model", "x", "--batch-size", "4"], "--batch-size", "sft.py"),
         (sft, ["--epochs-per-step", "2"], "--epochs-per-step", "grpo.py"),
+        (curiosity_rl, ["--no-mask-truncated"], "--mask-truncated", "grpo.py"),
     ],
 )
 def test_a_flag_of_another_script_is_named_with_it(script, given, name, owner, monkeypatch):
@@ -281,6 +282,13 @@ def test_keys_of_verl_and_trl_are_translated(given, message, monkeypatch, tmp_pa
     assert str(refusal.value).startswith(f"grpo.py has no {message} (") and str(refusal.value).endswith(
         "; see docs/from_verl_trl.md"
     )
+
+
+@pytest.mark.parametrize("script", [grpo, sft])
+@pytest.mark.parametrize("name", ["--overlong-prompts", "--no-skip-bad-rows"])
+def test_an_earlier_name_is_answered_with_the_new_one(script, name, monkeypatch):
+    with pytest.raises(SystemExit, match="here --bad-rows"):
+        called(monkeypatch, script, name, "drop")
 
 
 def test_values_and_names_of_ours_are_not_looked_up(monkeypatch, tmp_path):

@@ -50,6 +50,8 @@ def plot_curves(run_dir: Path) -> None:
     if "reward/mean" in measured:
         del panels["loss"]  # a policy-gradient loss says nothing about progress; the one of sft.py does
     panels = {title: keys for title, keys in panels.items() if keys}
+    if not panels:
+        return
     columns, rows = min(3, len(panels)), math.ceil(len(panels) / 3)
     width, height = 4.2 * columns, 2.8 * rows
     figure = Figure(figsize=(width, height))
@@ -74,7 +76,6 @@ def plot_curves(run_dir: Path) -> None:
         if len(PANELS[title]) > 1:
             axes.legend(frameon=False, fontsize=8)
     try:
-        if panels:
-            replace_file(Path(run_dir) / "curves.png", lambda path: figure.savefig(path, format="png", dpi=120))
+        replace_file(Path(run_dir) / "curves.png", lambda path: figure.savefig(path, format="png", dpi=120))
     except OSError as error:  # a full disk costs the picture, not the run
         print(f"warning: curves.png not written ({error})", flush=True)
