@@ -8,7 +8,7 @@ from conftest import LITTLE_CACHE, kill_once, metrics_of, run_script, steps_of
 
 SIZES = ["--prompts-per-step", 8, "--samples-per-prompt", 4, "--eval-rows", 8, "--tool-workers", 2]
 SIZES += ["--replay-share", 0.5, *LITTLE_CACHE]
-STEPS = ["--total-steps", 4, "--deterministic", "--dump-rollouts-every", 1, "--save-every", 1, "--keep-checkpoints", 9]
+STEPS = ["--total-steps", 3, "--deterministic", "--dump-rollouts-every", 1, "--save-every", 1, "--keep-checkpoints", 9]
 
 
 @pytest.fixture(scope="module")
@@ -29,15 +29,15 @@ def rows_of(folder, step: int) -> list[dict]:
 
 def test_the_demo_looks_is_rewarded_and_replays(whole):
     steps = steps_of(whole)
-    assert sorted(steps) == [0, 1, 2, 3, 4]
-    for step in range(1, 5):
+    assert sorted(steps) == [0, 1, 2, 3]
+    for step in range(1, 4):
         record = steps[step]
         assert 0 < record["policy/rollout_logprob_gap"] < 1e-4, "of new samples alone"
         assert 0 < record["tool/rapr"] < 1 and record["reward/call_cost"] <= 0 <= record["reward/curiosity"]
         shaped = record["reward/accuracy"] + record["reward/curiosity"] + record["reward/call_cost"]
         assert record["reward/mean"] == pytest.approx(shaped)
-    assert steps[1]["replay/samples"] == 0 and max(steps[step]["replay/samples"] for step in (2, 3, 4)) > 0
-    for step in range(1, 5):
+    assert steps[1]["replay/samples"] == 0 and max(steps[step]["replay/samples"] for step in (2, 3)) > 0
+    for step in range(1, 4):
         rows = [row | {"rewards": json.loads(row["rewards"])} for row in rows_of(whole, step)]
         replayed = [row for row in rows if "born" in row["rewards"]]
         assert len(replayed) == steps[step]["replay/samples"]
@@ -53,7 +53,7 @@ def test_the_demo_looks_is_rewarded_and_replays(whole):
 
 def test_kill_and_resume_with_a_replay_memory_equals_an_uninterrupted_run(whole, tmp_path):
     arguments = ["curiosity_rl.py", *SIZES, *STEPS, *data_of(whole), "--output-dir", tmp_path / "killed"]
-    kill_once(*arguments, ranks=2, after_step=3)
+    kill_once(*arguments, ranks=2, after_step=2)
     run_script(*arguments, ranks=2)
     assert any(record.get("event") == "resumed" for record in metrics_of(tmp_path / "killed"))
     assert steps_of(tmp_path / "killed") == steps_of(whole)
@@ -82,7 +82,7 @@ def test_by_torchrun(whole, tmp_path):
 
 def test_replay_of_a_dump_with_replayed_samples_repeats_its_update(whole, tmp_path):
     steps = steps_of(whole)
-    step = next(step for step in (4, 3, 2) if steps[step]["replay/samples"])
+    step = next(step for step in (3, 2) if steps[step]["replay/samples"])
     dump, before = whole / f"rollouts/step_{step:06d}.parquet", whole / f"checkpoints/step_{step - 1:06d}"
     replay = ["--replay", dump, "--resume", before, *data_of(whole), "--output-dir", tmp_path]
     run_script("curiosity_rl.py", *SIZES, *STEPS, *replay, ranks=2)

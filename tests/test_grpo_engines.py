@@ -12,7 +12,7 @@ SMALL += ["--eval-rows", 16]
 
 def test_export_scores_the_same_in_vllm_and_transformers(tmp_path):
     """Train two visible steps, then evaluate the exported folder by itself in both engines."""
-    options = [*SMALL, "--eval-rows", 64, "--dtype", "fp32"]
+    options = [*SMALL, "--eval-rows", 48, "--dtype", "fp32"]
     train = ["--total-steps", 2, "--learning-rate", 1e-3, "--no-eval-before", *LITTLE_CACHE]
     run_script("grpo.py", *options, *train, "--output-dir", tmp_path / "run", ranks=2)
     trained = steps_of(tmp_path / "run")[2]["eval/accuracy"]

@@ -3,7 +3,7 @@
 import pytest
 from conftest import ROOT, run_script, skip_where_no_step_is_repeated, steps_of
 
-FEW = ["--prompts-per-step", 6, "--samples-per-prompt", 4, "--max-response-tokens", 64, "--max-rows", 64]
+FEW = ["--prompts-per-step", 6, "--samples-per-prompt", 4, "--max-response-tokens", 48, "--max-rows", 64]
 FEW += ["--engine", "hf", "--dtype", "fp32", "--eval-rows", 4, "--eval-every", 0, "--no-eval-before"]
 
 
@@ -56,7 +56,7 @@ def assert_same_updates(*runs) -> None:
 
 def test_out_of_memory_on_one_of_two_ranks_is_remembered_by_the_run(tmp_path):
     """The others wait for it in a collective, so the run ends; the same command goes on in smaller pieces."""
-    options = [*FEW, "--engine", "hf", "--total-steps", 3, "--save-every", 1, "--micro-batch-tokens", 2048]
+    options = [*FEW, "--total-steps", 3, "--save-every", 1, "--micro-batch-tokens", 2048]
     run_script("grpo.py", *options, "--output-dir", tmp_path / "plain", ranks=2)
     command = [ROOT / "tests/workers/out_of_memory.py", *options, "--output-dir", tmp_path / "short"]
     ended = run_script(*command, ranks=2, check=False)

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 from conftest import LITTLE_CACHE, kill_once, metrics_of, run_script, steps_of
 
-OPTIONS = ["--prompts-per-step", 6, "--samples-per-prompt", 4, "--max-response-tokens", 96, "--max-rows", 64]
+OPTIONS = ["--prompts-per-step", 6, "--samples-per-prompt", 4, "--max-response-tokens", 64, "--max-rows", 64]
 OPTIONS += ["--eval-rows", 16, "--total-steps", 5, "--save-every", 2, "--keep-checkpoints", 3, "--eval-every", 2]
 OPTIONS += ["--minibatches", 2, "--kl-in", "loss", "--kl-estimator", "k3-is", "--kl-coef", 0.01]
 OPTIONS += ["--dump-rollouts-every", 1, *LITTLE_CACHE]

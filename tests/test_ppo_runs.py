@@ -59,6 +59,7 @@ def test_a_run_that_never_trains_its_policy_is_refused(tmp_path):
 
 def test_replay_repeats_an_update_bit_for_bit_and_evaluation_repeats_itself(tmp_path):
     options = [*SMALL, "--engine", "hf", "--dump-rollouts-every", 1, "--save-every", 1, "--keep-checkpoints", 9]
+    options += ["--total-steps", 3, "--eval-every", 0, "--max-response-tokens", 48, "--no-eval-before"]
     run_script("ppo.py", *options, "--output-dir", tmp_path / "run", ranks=2)
     dump = tmp_path / "run" / "rollouts" / "step_000003.parquet"
     again = ["--replay", dump, "--resume", tmp_path / "run" / "checkpoints" / "step_000002"]
@@ -68,7 +69,7 @@ def test_replay_repeats_an_update_bit_for_bit_and_evaluation_repeats_itself(tmp_
     assert len(same) > 15 and {key: first[key] for key in same} == {key: second[key] for key in same}
 
     # evaluation of what was saved needs the policy alone
-    evaluation = ["--eval-only", "--engine", "hf", "--eval-rows", 16, "--max-response-tokens", 64]
+    evaluation = ["--eval-only", "--engine", "hf", "--eval-rows", 16, "--max-response-tokens", 48]
     run_script("ppo.py", *evaluation, "--resume", tmp_path / "run", "--output-dir", tmp_path / "eval", ranks=2)
     (record,) = [r for r in metrics_of(tmp_path / "eval") if r.get("event") == "eval_only"]
-    assert record["eval/accuracy"] == steps_of(tmp_path / "run")[4]["eval/accuracy"]
+    assert record["eval/accuracy"] == steps_of(tmp_path / "run")[3]["eval/accuracy"]

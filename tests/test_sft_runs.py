@@ -30,7 +30,20 @@ def mixed(tmp_path_factory):
 
 
 def test_the_demo_learns_and_its_export_is_the_same_model_in_vllm(tmp_path):
-    run_script("sft.py", "--total-steps", 6, "--warmup-steps", 2, "--output-dir", tmp_path, "--eval-rows", 32, ranks=2)
+    run_script(
+        "sft.py",
+        "--total-steps",
+        6,
+        "--warmup-steps",
+        2,
+        "--batch-size",
+        32,
+        "--output-dir",
+        tmp_path,
+        "--eval-rows",
+        32,
+        ranks=2,
+    )
     steps = steps_of(tmp_path)
     assert steps[6]["eval/loss"] <= 0.8 * steps[0]["eval/loss"]
     assert steps[6]["eval/token_accuracy"] > steps[0]["eval/token_accuracy"]
@@ -41,7 +54,7 @@ def test_the_demo_learns_and_its_export_is_the_same_model_in_vllm(tmp_path):
 
 @pytest.mark.parametrize("ranks, dtype", [(2, "fp32"), (1, "fp16")])
 def test_kill_and_resume_with_pictures_equals_an_uninterrupted_run(mixed, tmp_path, ranks, dtype):
-    options = [*mixed, "--batch-size", 4, "--total-steps", 6, "--save-every", 2, "--eval-every", 3, "--dtype", dtype]
+    options = [*mixed, "--batch-size", 4, "--total-steps", 4, "--save-every", 2, "--eval-every", 2, "--dtype", dtype]
     run_script("sft.py", *options, "--output-dir", tmp_path / "whole", ranks=ranks)
     kill_once("sft.py", *options, "--output-dir", tmp_path / "killed", ranks=ranks, after_step=3)
     run_script("sft.py", *options, "--output-dir", tmp_path / "killed", ranks=ranks, fresh=ranks == 2)

@@ -182,6 +182,9 @@ def import_all() -> None:
     for name in MODULES.split():
         with suppress(ModuleNotFoundError):  # of another version, or without vLLM: that costs time, no more
             importlib.import_module(name)
+    importlib.import_module(
+        "common.prepare.tiny"
+    ).rl_problems()  # the demo's rows, which most runs write for themselves
     gc.collect()
     gc.freeze()  # a collection in a rank need not walk, and so copy, all that was imported
 

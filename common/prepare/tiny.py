@@ -20,6 +20,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
 from pathlib import Path
 
@@ -115,6 +116,7 @@ def sums_and_differences(count: int, **options) -> list[Problem]:
     return [problem for pair in zip(*by_size) for problem in pair]
 
 
+@cache
 def rl_problems() -> tuple[list[Problem], list[Problem]]:
     """(held-out, training) rows of the demo; no row of one is in the other, nor in the traces of the warm start."""
     problems = sums_and_differences(EVAL_ROWS + RL_ROWS, seed=0)
