@@ -122,9 +122,9 @@ def test_a_kill_while_a_step_is_replaced_loses_nothing(tmp_path, world, left):
 
 def test_resume_by_path_and_its_errors(tmp_path, world):
     assert find_checkpoint(tmp_path, "auto", world) is None
-    save(tmp_path, 10, world)
+    save(tmp_path, 10, world, best=True)
     step = tmp_path / "checkpoints" / "step_000010"
-    for path in (step, step.parent, tmp_path, step.parent / "latest"):
+    for path in (step, step.parent, tmp_path, step.parent / "latest", step.parent / "best"):
         assert find_checkpoint(tmp_path / "elsewhere", str(path), world) == step
     assert find_checkpoint(tmp_path, "never", world) is None
     with pytest.raises(SystemExit, match="--resume"):

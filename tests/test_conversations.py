@@ -306,6 +306,24 @@ def test_marks_and_images_of_pyvision_and_chat_rows(tmp_path, vision):
         assert len(episode.media) == 2 and said(episode, tokenizer) == ["<code><|im_end|>", "b<|im_end|>"]
 
 
+def test_a_picture_that_the_assistant_shows_is_not_trained(tmp_path, vision):
+    tokenizer = build_vl_tokenizer()
+    (tmp_path / "a.png").write_bytes(picture(60, 60))
+    row = {"messages": alternating("draw", "here <image> it is"), "images": ["a.png"]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    options = {"max_tokens": 900, "vision": vision, "media_root": tmp_path}
+    episode = Conversations(str(tmp_path / "rows.jsonl"), "--t", tokenizer, **options).episode(0)
+    assert len(episode.media) == 1 and said(episode, tokenizer) == ["here ", " it is<|im_end|>"]
+
+
+def test_pictures_for_a_model_that_reads_text_alone_are_a_bad_row(tmp_path):
+    (tmp_path / "a.png").write_bytes(picture(60, 60))
+    row = {"messages": alternating("<image>?", "a"), "images": ["a.png"]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    with pytest.raises(ValueError, match="line 1: has pictures, and the model reads text alone"):
+        Conversations(str(tmp_path / "rows.jsonl"), "--t", build_vl_tokenizer(), max_tokens=900, media_root=tmp_path)
+
+
 def test_tools_of_a_row_are_offered_in_its_system_message():
     schema = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
     for tools in ([schema], json.dumps([schema])):

@@ -289,6 +289,7 @@ def test_rates_of_calls():
 
 def test_anls_is_a_mean_over_prompts_and_a_failure_is_0():
     samples = [sample(0, anls=1.0), sample(0, anls=None), sample(0, anls=0.5), sample(1, anls=0.8)]
+    samples += [sample(2, source="has none")]
     assert summarize(samples)["eval/anls"] == pytest.approx((0.5 + 0.8) / 2)
 
 

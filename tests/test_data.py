@@ -4,16 +4,21 @@ import json
 import re
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from conftest import run_script
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from common.data.prompts import PromptData, PromptLoader
 from common.data.rows import read_file
+from common.distributed import World
+from common.flags import Rollout
+from common.rollouts import Rollouts
 
 CHATML = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
@@ -289,6 +294,29 @@ def test_resume_on_other_data_is_refused():
         PromptLoader(11, seed=0).load_state_dict(state)
     with pytest.raises(SystemExit, match="seed of the training data was 0, now it is 1"):
         PromptLoader(10, seed=1).load_state_dict(state)
+
+
+def test_ranks_share_the_prompts_of_a_step():
+    """Each is drawn once, and named by its place in the step, whatever the ranks; a refill goes on counting."""
+    order, drawn = PromptLoader(10, seed=0).next(9), {}
+    for rank in range(2):
+        world = World(rank, 2, rank, torch.device("cpu"))
+        source = SimpleNamespace(loader=PromptLoader(10, seed=0), train_data=range(100, 110), world=world)
+        first, refill = Rollouts.draw(source, 5), Rollouts.draw(source, 4, first=5)
+        assert len(first) + len(refill) in (4, 5) and not drawn.keys() & (first.keys() | refill.keys())
+        drawn |= first | refill
+    assert [drawn[place] - 100 for place in range(9)] == order
+
+
+@pytest.mark.parametrize("rows, warnings", [(4, 0), (3, 1)])
+def test_a_step_larger_than_the_data_is_told(rows, warnings):
+    said, flags = [], Rollout(prompts_per_step=4, samples_per_prompt=2)
+    source = SimpleNamespace(
+        train_data=range(rows), flags=flags, total_steps=6, world=SimpleNamespace(print=said.append)
+    )
+    Rollouts.announce(source, updates=1)
+    assert f"6 steps pass over the data {24 / rows:.2f} times" in said[0]
+    assert said[1:] == [f"warning: --prompts-per-step 4 of {rows} rows: a step repeats prompts"] * warnings
 
 
 def test_a_loader_of_nothing_is_refused():

@@ -17,7 +17,7 @@ from common.distributed import World
 from common.episodes import Episode
 from common.optimizer import guarded_step, lr_factor
 from common.packing import split_minibatches
-from common.precision import LossScale
+from common.precision import LossScale, checked_gap
 from common.rollouts import open_rollouts
 from common.setup import open_job
 
@@ -314,6 +314,9 @@ def test_loss_scale_halves_on_overflow_and_doubles_after_the_interval():
     for _ in range(40):
         scale.update(False)
     assert scale.scale == 1.0, "never below 1"
+    for _ in range(3 * 40):
+        scale.update(True)
+    assert scale.scale == 2.0**24, "and never above what float32 counts in ones"
 
 
 def test_loss_scale_state_round_trip():
@@ -341,6 +344,17 @@ def test_loss_scale_is_one_without_fp16(dtype):
     for finite in [True] * 1000 + [False]:
         scale.update(finite)
     assert scale.scale == 1.0
+
+
+def test_the_gap_is_a_mean_over_the_tokens_of_all_ranks(monkeypatch):
+    """Three tokens here, with gaps of 0.1, 0.2 and 0; one on another rank, with 0.5."""
+    monkeypatch.setattr("common.precision.all_reduce", lambda values: [values[0] + 0.5, values[1] + 1])
+    engine, trainer = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.1, -1.8, -3.0])
+    assert checked_gap(engine, trainer, 0.21, step=3) == pytest.approx(0.2)
+    with pytest.raises(RuntimeError, match=r"^step 3: .* by 0.2 on average, more than --max-logprob-gap 0.19"):
+        checked_gap(engine, trainer, 0.19, step=3)
+    with pytest.raises(RuntimeError, match="by nan on average"):
+        checked_gap(engine, trainer * math.nan, 1e9, step=3)
 
 
 def linear_with_gradient(scale=1.0):

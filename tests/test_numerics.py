@@ -53,6 +53,17 @@ def test_low_precision_inputs_accumulate_in_float32():
     assert (logprobs - expected).abs().max() < 0.1  # only the matrix product rounds to bf16
 
 
+def test_under_autocast_the_head_computes_in_half_precision():
+    """As under FSDP2, and in the engine; the last norm leaves float32 behind."""
+    hidden, weight = torch.randn(9, 16), torch.randn(31, 16)
+    targets = torch.arange(9)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = token_logprobs(hidden, weight, targets)
+    expected = token_logprobs(hidden.bfloat16(), weight, targets)
+    assert all(torch.equal(x, y) and x.dtype == torch.float32 for x, y in zip(got, expected))
+    assert not torch.equal(got[0], token_logprobs(hidden, weight, targets)[0]), "which is another number"
+
+
 def test_no_tensor_of_tokens_times_vocabulary_is_saved(monkeypatch):
     monkeypatch.setitem(common.logprobs.CHUNK_ELEMENTS, "cpu", 8 * 1000)
     saved = []
@@ -129,8 +140,9 @@ def test_shared_prompts_save_tokens():
 def test_budget_holds_and_an_empty_selection_is_one_padding_token(tiny_config):
     episodes = random_episodes(6, prompts=6)
     index = TokenIndex(episodes)
-    for batch in pack(episodes, range(len(episodes)), index, budget=90):
-        assert batch.input_ids.numel() <= 90
+    for budget in (30, 90):  # a prompt and its longest response fit, the whole group does not, or does
+        for batch in pack(episodes, range(len(episodes)), index, budget=budget):
+            assert batch.input_ids.numel() <= budget
     policy = random_policy(tiny_config)
     from common.packing import _build
 

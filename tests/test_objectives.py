@@ -399,6 +399,21 @@ def test_soft_overlong_punishment(limit, buffer):
     assert grpo.shaped_scores(episodes, limit, 0).tolist() == [n / 4 for n in lengths]
 
 
+# --- what is known of each token ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", [grpo, ppo, curiosity_rl], ids=lambda script: script.__name__)
+def test_a_token_knows_its_episode_and_the_engine_before_the_update(script):
+    """Observations have no place, and no part in the length; what is not computed yet is no number."""
+    episodes = random_episodes(8)
+    tokens_of = [[lp for lp, m in zip(e.logprobs, e.loss_mask) if m] for e in episodes]
+    trained = [(i, len(mine), lp) for i, mine in enumerate(tokens_of) for lp in mine]
+    tokens = vars(script.Tokens.of(episodes, TokenIndex(episodes), torch.device("cpu")))
+    columns = [tokens.pop(name) for name in ("episodes", "lengths", "rollout_logprobs")]
+    assert [x.tolist() for x in columns] == [pytest.approx(column) for column in zip(*trained, strict=True)]
+    assert all(len(x) == len(trained) and x.isnan().all() for x in tokens.values())
+
+
 # --- backward -----------------------------------------------------------------------------------------------------
 
 COMMON = {

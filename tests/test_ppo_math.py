@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +13,12 @@ from conftest import ROOT, checked_args, make_args, random_episodes, random_poli
 import ppo
 from common.distributed import World
 from common.episodes import Episode
+from common.hub import FOLDERS
 from common.metrics import Means, explained_variance, rollout_means, rollout_metrics
 from common.models import Critic
 from common.optimizer import GuardedAdamW
 from common.packing import Minibatch, TokenIndex, _build, pack
+from common.pictures import PixelLimits
 
 ALONE = World(0, 1, 0, torch.device("cpu"))
 
@@ -121,6 +124,29 @@ def test_whitened_has_mean_0_and_unbiased_variance_1():
 @pytest.mark.parametrize("values", [[], [3.0], [0.1] * 8])
 def test_what_does_not_vary_is_0_after_whitening(values):
     assert ppo.whitened(torch.tensor(values)).abs().sum() < 1e-6
+
+
+# --- returns and advantages -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags, lambdas", [({"policy_lambda": 0.7}, [0.7] * 3), ({"lambda_length": 0.5}, [0.0, 1 / 3, 0.75])]
+)
+def test_returns_and_advantages_have_lambdas_of_their_own(flags, lambdas):
+    """By --lambda-length 1 - 1 / (alpha * length), which is below 0 for the shortest."""
+    episodes = [episode(i, [1] * length) for i, length in enumerate((1, 3, 8))]
+    index = TokenIndex(episodes)
+    rewards, values = torch.randn(2, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    expected = []
+    for lams in ([0.4] * 3, lambdas):
+        parts = zip(rewards.split([1, 3, 8]), values.split([1, 3, 8]), lams, strict=True)
+        estimates = [gae_by_definition(r.tolist(), v.tolist(), 0.9, lam) for r, v, lam in parts]
+        expected.append(torch.tensor([*itertools.chain(*estimates)], dtype=torch.float64))
+    for whiten in (False, True):
+        args = make_args(ppo, gamma=0.9, critic_lambda=0.4, whiten=whiten, **flags)
+        returns, advantages = ppo.estimate(rewards, values, index, args)
+        assert torch.allclose(returns, values + expected[0], atol=1e-6), "1/3 is a float32"
+        assert torch.allclose(advantages, ppo.whitened(expected[1]) if whiten else expected[1], atol=1e-6)
 
 
 # --- value loss -----------------------------------------------------------------------------------------------------
@@ -265,6 +291,18 @@ def test_the_critics_gradient_is_that_of_the_dense_loss_however_it_is_split(case
         assert sums[0] == pytest.approx(total.item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("reduction", ["dapo", "grpo", "dr_grpo"])
+def test_the_critics_denominator_is_that_of_all_ranks(case, reduction):
+    critic, episodes, index, tokens = case
+    gradients = []
+    for tokens_of_all, sequences_of_all in ((150.0, 17.0), (300.0, 34.0)):  # more than this rank has
+        critic.zero_grad()
+        minibatch = Minibatch([], tokens_of_all, sequences_of_all, pack(episodes, range(12), index, budget=100))
+        ppo.critic_backward(critic, minibatch, tokens, make_args(ppo, reduction=reduction), ALONE)
+        gradients.append([p.grad.clone() for p in critic.parameters()])
+    assert relative_l2([2 * g for g in gradients[1]], gradients[0]) < 1e-12
+
+
 def test_ranks_and_loss_scale_multiply_the_critics_gradient_alone(case):
     args = make_args(ppo)
     sums, once = gradient(case, args, 100)
@@ -328,6 +366,20 @@ def test_what_cannot_work_or_has_no_effect_is_refused(flags, message, monkeypatc
     with pytest.raises(SystemExit) as refusal:
         checked_args(ppo, monkeypatch, *flags.split())
     assert str(refusal.value).startswith(message)
+
+
+def test_a_critic_reads_what_the_policy_reads():
+    def policy(name: str, vision=None):
+        job = SimpleNamespace(machine=ppo.Args().machine, limits=PixelLimits(3136, 12544, 12544), vision=vision)
+        job.tokenizer = ppo.load_tokenizer(str(FOLDERS[name]))
+        return job
+
+    assert ppo.critic_path(policy("tiny"), "tiny") == str(FOLDERS["tiny"])
+    with pytest.raises(SystemExit, match="--critic-model tiny-vl: another tokenizer"):
+        ppo.critic_path(policy("tiny"), "tiny-vl")
+    with pytest.raises(SystemExit, match="--critic-model tiny-vl: of policy and critic one cannot see"):
+        ppo.critic_path(policy("tiny-vl"), "tiny-vl")
+    assert ppo.critic_path(policy("tiny-vl", vision="eyes"), "tiny-vl") == str(FOLDERS["tiny-vl"])
 
 
 def test_kl_in_the_reward_is_allowed_with_one_sample_per_prompt(monkeypatch):

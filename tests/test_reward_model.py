@@ -1,6 +1,7 @@
 """The reward model: batched and padded scores are those of one text at a time, in its own template."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from common.episodes import Episode, Row
 from common.hub import FOLDERS
 from common.rewards import model as reward_model
 from common.rewards.model import RewardModel
+from common.rollouts import Rollouts
 
 
 def save_reward_model(folder, num_labels: int = 1) -> str:
@@ -106,3 +108,16 @@ def test_a_classifier_with_several_outputs_is_refused(tmp_path):
     folder = save_reward_model(tmp_path, num_labels=3)
     with pytest.raises(SystemExit, match=r"--reward-model .* has 3 outputs, expected one"):
         RewardModel(folder, torch.float32, torch.device("cpu"))
+
+
+def test_it_takes_the_engines_place(monkeypatch):
+    """Both at once may not fit."""
+    done = []
+    monkeypatch.setattr("common.rollouts.score_episodes", lambda *_: done.append("rule"))
+    model = SimpleNamespace(score_episodes=lambda *_: done.append("model"))
+    engine = SimpleNamespace(sleep=lambda: done.append("sleep"))
+    rollouts = SimpleNamespace(engine=engine, reward_model=model, workers=None, tokenizer=None)
+    Rollouts.score(rollouts, [], {})
+    assert done == ["rule", "sleep", "model"]
+    Rollouts.score(SimpleNamespace(**vars(rollouts) | {"reward_model": None}), [], {})
+    assert done[3:] == ["rule"], "without one it goes on"

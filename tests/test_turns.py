@@ -1,6 +1,7 @@
 """The multi-turn loop with a scripted engine: what is appended, in which order, and how trajectories end."""
 
 import time
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +11,7 @@ from vl import QWEN, QWEN_VL, SMOLLM, build_tokenizer, picture, write_tiny_vl
 
 from common.data.render import render
 from common.engine.books import Completion, Sampling
-from common.episodes import FINISH_REASONS, Row, sample_episodes
+from common.episodes import FINISH_REASONS, Row, request_seed, sample_episodes
 from common.packing import TokenIndex, pack
 from common.pictures import Media, PixelLimits
 from common.tools import ToolWorkers
@@ -146,6 +147,17 @@ def test_three_turns_with_two_crops_and_an_error(vision, workers):
 def remaining(mask: list[int]) -> list[int]:
     """How many tokens follow the beginning of each sampled turn."""
     return [len(mask) - i for i, m in enumerate(mask) if m and (i == 0 or not mask[i - 1])]
+
+
+def test_every_turn_of_every_sample_has_random_numbers_of_its_own(workers):
+    """Samples of a prompt with one seed would be one answer, G times; a step with another's, its rollouts again."""
+    tokenizer = build_tokenizer()
+    bad = CROP.format([0.1], 1)
+    _, engine = run([[bad, "a"], [bad, bad, "b"]], Turns(tokenizer, workers), row(tokenizer))
+    seeds = [[asked[3] for asked in engine.asked if asked[0] == j] for j in (0, 1)]
+    assert seeds == [[request_seed(1, 2, 0, turn) + j for turn in range(turns)] for j, turns in ((0, 2), (1, 3))]
+    places = list(product((0, 1), (2, 3), (0, 1), (0, 1)))  # run, step, prompt, turn
+    assert len({request_seed(*place) for place in places}) == len(places)
 
 
 @pytest.mark.parametrize("template", [QWEN, QWEN_VL, SMOLLM], ids=["Qwen2.5", "Qwen2.5-VL", "SmolLM2"])
