@@ -439,10 +439,10 @@ def test_the_example_of_the_readme_runs(example):
     folder, words = example
     assert words[:2] == ["python", "grpo.py"]
     arguments = [re.sub(r"^(rows\.jsonl|rewards\.py:.*|runs/mine)$", rf"{folder}/\1", word) for word in words[1:]]
-    arguments[arguments.index("--total-steps") + 1] = "2"
+    arguments[arguments.index("--total-steps") + 1] = "1"
     run_script(*arguments, "--engine", "hf")
     records = [record for record in metrics_of(folder / "runs/mine") if record.get("step")]
-    assert [record["step"] for record in records] == [1, 2]
+    assert [record["step"] for record in records] == [1]
     assert all(record["reward/failed"] == 0 and 0.1 < record["reward/mean"] < 1 for record in records)
     assert (folder / "runs/mine/model/model.safetensors").is_file()
 

@@ -14,7 +14,7 @@ from graphlib import CycleError, TopologicalSorter
 from textwrap import indent
 
 import pytest
-from conftest import ROOT, parsed, script_environment
+from conftest import ROOT, parsed, run_script, script_environment
 
 Sources = dict[str, str]  # path, relative to the repository -> text
 Graph = dict[str, set[str]]  # module -> modules that it imports
@@ -604,5 +604,6 @@ def test_every_module_can_be_the_first_to_be_imported():
 
 def test_every_benchmark_answers_help():
     files = [f"tests/bench/{name}.py" for name in sorted(stems("tests/bench"))]
-    programs = [[name, "--help"] for name in files if name not in WITHOUT_HELP]
-    assert {name: said for name, said in probe(programs, preload=["grpo"]).items() if said != ["", []]} == {}
+    for name in files:
+        if name not in WITHOUT_HELP:
+            assert "usage" in run_script(name, "--help").stdout, name

@@ -6,7 +6,7 @@ import pytest
 from conftest import LITTLE_CACHE, kill_once, metrics_of, run_script, steps_of
 from test_reward_model import save_reward_model
 
-SMALL = ["--prompts-per-step", 6, "--samples-per-prompt", 2, "--max-response-tokens", 64, "--eval-rows", 16]
+SMALL = ["--prompts-per-step", 6, "--samples-per-prompt", 2, "--max-response-tokens", 48, "--eval-rows", 16]
 SMALL += ["--max-rows", 64, "--total-steps", 4, "--save-every", 2, "--eval-every", 2, "--critic-warmup-steps", 1]
 SMALL += ["--minibatches", 4, "--warmup-steps", 2, "--learning-rate", 1e-4, "--critic-learning-rate", 1e-3]
 

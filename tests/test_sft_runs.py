@@ -57,7 +57,7 @@ def test_kill_and_resume_with_pictures_equals_an_uninterrupted_run(mixed, tmp_pa
     options = [*mixed, "--batch-size", 4, "--total-steps", 4, "--save-every", 2, "--eval-every", 2, "--dtype", dtype]
     run_script("sft.py", *options, "--output-dir", tmp_path / "whole", ranks=ranks)
     kill_once("sft.py", *options, "--output-dir", tmp_path / "killed", ranks=ranks, after_step=3)
-    run_script("sft.py", *options, "--output-dir", tmp_path / "killed", ranks=ranks, fresh=ranks == 2)
+    run_script("sft.py", *options, "--output-dir", tmp_path / "killed", ranks=ranks, fresh=ranks == 1)
     assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "whole")
     weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("whole", "killed")]
     assert weights[0] == weights[1]

@@ -70,6 +70,7 @@ def test_the_page_of_a_dump_shows_pictures_and_crops(whole):
     assert boxes & {(0.0, 0.0, 0.6, 0.6), (0.3, 0.1, 0.7, 0.8)}, "padded by a tenth"
 
 
+@pytest.mark.slow  # by default test_curiosity_runs.py does, with pictures and tools
 def test_kill_and_resume_with_pictures_equals_an_uninterrupted_run(options, whole, tmp_path):
     arguments = ["grpo.py", *options, *LITTLE_CACHE, "--save-every", 1, "--output-dir", tmp_path / "killed"]
     kill_once(*arguments, ranks=2, after_step=2)
