@@ -331,7 +331,13 @@ def test_the_critics_gradient_by_finite_differences(case):
 
 @pytest.mark.parametrize(
     "ranks, strategy, critic_lambda",
-    [(2, "fsdp", 1.0), (1, "ddp", 0.9), pytest.param(2, "ddp", 0.9, marks=pytest.mark.slow)],
+    [
+        (1, "fsdp", 1.0),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((2, "fsdp", 1.0), (1, "ddp", 0.9), (2, "ddp", 0.9))
+        ),
+    ],
 )
 def test_the_critic_finds_values_that_are_known(ranks, strategy, critic_lambda):
     worker = ROOT / "tests" / "workers" / "critic.py"

@@ -90,7 +90,7 @@ def test_packing_ranks_and_strategy_play_no_part_with_pictures(mixed, tmp_path):
                 )
 
 
-@pytest.mark.parametrize("dtype, bound", [("float64", 1e-10), ("float32", 1e-5)])
+@pytest.mark.parametrize("dtype, bound", [("float64", 1e-10), pytest.param("float32", 1e-5, marks=pytest.mark.slow)])
 def test_the_gradient_of_mixed_rows_is_the_sum_of_the_rows_gradients(mixed, dtype, bound):
     _, model, _, data, _, _, _, media_root, *_ = mixed
     worker = ROOT / "tests" / "workers" / "sft_gradients.py"
