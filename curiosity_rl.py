@@ -326,7 +326,7 @@ def backward(
     store_old_logprobs: the weights are still those of the rollout, so the log-probs of this forward are the old ones:
     they are written to `tokens.old_logprobs`, and the ratio is exactly 1.
     """
-    num_tokens, num_sequences = max(minibatch.num_tokens, 1.0), max(minibatch.num_sequences, 1.0)
+    num_tokens, num_sequences = minibatch.num_tokens, minibatch.num_sequences
     constant_length = args.loss_length or args.rollout.max_response_tokens
     total_loss, means = torch.zeros((), device=world.device), Means()
     for i, batch in enumerate(Progress("micro-batch", minibatch.micro_batches)):
@@ -347,7 +347,7 @@ def backward(
         means.add("policy/entropy", entropy.sum(), count=len(entropy))
         means.add("policy/clip_fraction", clipped.sum(), count=len(clipped))
         means.add("policy/approx_kl", (logratio.exp() - 1 - logratio).sum(), count=len(logratio))  # k3
-    means.add("policy/loss", total_loss, count=minibatch.num_tokens > 0)
+    means.add("policy/loss", total_loss)
     return means
 
 
@@ -471,13 +471,13 @@ def main(args: Args, demo: bool = False) -> None:
                 if on_policy:  # and all old log-probs are in
                     new = (index.episode_of_token < len(fresh)).to(device)  # earlier weights sampled the others
                     gap = checked_gap(tokens.rollout_logprobs[new], tokens.old_logprobs[new], rollouts.max_gap, step)
-                means.merge(optimizer.step(lr, minibatch.num_tokens))
+                    means.add("policy/rollout_logprob_gap", gap)
+                means.merge(optimizer.step(lr))
 
         # 5. log
         means.merge(rollout_means(sampled, watch.seconds, with_tools=rollouts.turns is not None))
         means.merge(curiosity_means(sampled, replayed))
         metrics = rollout_metrics(means.reduce()) | {
-            "policy/rollout_logprob_gap": gap,
             "optim/lr": lr,
             "optim/loss_scale": optimizer.scale,
             "data/epoch": rollouts.loader.epoch,

@@ -344,7 +344,7 @@ def backward(
     store_old_logprobs: the weights are still those of the rollout, so the log-probs of this forward are the old ones:
     they are written to `tokens.old_logprobs`, and the ratio is exactly 1.
     """
-    num_tokens, num_sequences = max(minibatch.num_tokens, 1.0), max(minibatch.num_sequences, 1.0)
+    num_tokens, num_sequences = minibatch.num_tokens, minibatch.num_sequences
     constant_length = args.loss_length or args.rollout.max_response_tokens
     total_loss, means = torch.zeros((), device=world.device), Means()
     for i, batch in enumerate(Progress("micro-batch", minibatch.micro_batches)):
@@ -364,7 +364,7 @@ def backward(
         means.add("policy/entropy", entropy.sum(), count=len(entropy))
         means.add("policy/clip_fraction", clipped.sum(), count=len(clipped))
         means.add("policy/approx_kl", (logratio.exp() - 1 - logratio).sum(), count=len(logratio))  # k3
-    means.add("policy/loss", total_loss, count=minibatch.num_tokens > 0)
+    means.add("policy/loss", total_loss)
     return means
 
 
@@ -372,7 +372,7 @@ def critic_backward(
     critic: torch.nn.Module, minibatch: Minibatch, tokens: Tokens, args: Args, world: World, *, scale: float = 1.0
 ) -> Means:
     """Accumulate the critic's gradient of one optimizer step, times `scale`. Returns the step's value/* metrics."""
-    num_tokens, num_sequences = max(minibatch.num_tokens, 1.0), max(minibatch.num_sequences, 1.0)
+    num_tokens, num_sequences = minibatch.num_tokens, minibatch.num_sequences
     constant_length = args.loss_length or args.rollout.max_response_tokens
     total_loss, means = torch.zeros((), device=world.device), Means()
     for i, batch in enumerate(Progress("micro-batch", minibatch.micro_batches)):
@@ -385,7 +385,7 @@ def critic_backward(
             (loss * scale).backward()
         total_loss += loss.detach()
         means.add("value/clip_fraction", clipped.sum(), count=len(clipped))
-    means.add("value/loss", total_loss, count=minibatch.num_tokens > 0)
+    means.add("value/loss", total_loss)
     return means
 
 
@@ -543,9 +543,10 @@ def main(args: Args, demo: bool = False) -> None:
             for minibatch in Progress("critic update", minibatches * args.critic_epochs):
                 accumulate = partial(critic_backward, critic, minibatch, tokens, args, world)
                 means.merge(packer.attempt(critic, accumulate, scale=critic_optimizer.scale))
-                means.merge(critic_optimizer.step(critic_lr, minibatch.num_tokens))
-            if warming_up:
+                means.merge(critic_optimizer.step(critic_lr))
+            if warming_up and minibatches:
                 gap = checked_gap(tokens.rollout_logprobs, tokens.old_logprobs, rollouts.max_gap, step)
+                means.add("policy/rollout_logprob_gap", gap)
             epochs = 0 if warming_up else args.epochs_per_step
             for epoch, minibatch in Progress("update", product(range(epochs), minibatches)):
                 on_policy = epoch == 0 and minibatch is minibatches[0]  # the weights are still the engine's
@@ -553,7 +554,8 @@ def main(args: Args, demo: bool = False) -> None:
                 means.merge(packer.attempt(policy, accumulate, kl_coef=kl_controller.coef, scale=optimizer.scale))
                 if on_policy:  # and all old log-probs are in
                     gap = checked_gap(tokens.rollout_logprobs, tokens.old_logprobs, rollouts.max_gap, step)
-                means.merge(optimizer.step(lr, minibatch.num_tokens))
+                    means.add("policy/rollout_logprob_gap", gap)
+                means.merge(optimizer.step(lr))
 
         # 5. log
         means.merge(rollout_means(sampled, watch.seconds, with_tools=rollouts.turns is not None))
@@ -564,7 +566,6 @@ def main(args: Args, demo: bool = False) -> None:
         means.add("value/mean", tokens.values.double().sum(), count=len(tokens.values))
         means.add("value/return_mean", returns.double().sum(), count=len(returns))
         metrics = rollout_metrics(means.reduce()) | {
-            "policy/rollout_logprob_gap": gap,
             "optim/loss_scale": optimizer.scale,
             "value/lr": critic_lr,
             "value/loss_scale": critic_optimizer.scale,

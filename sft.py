@@ -100,8 +100,8 @@ def evaluate(policy: torch.nn.Module, data: Conversations, rows: list[int], args
     means = Means()
     for start in Progress("evaluation", range(0, len(rows), args.batch_size)):  # that many rows' pictures in memory
         episodes = episodes_of(data, rows[start : start + args.batch_size], packer.world)
-        (minibatch,) = packer.minibatches(episodes, TokenIndex(episodes), 1, seed=args.run.seed, step=start)
-        for batch in minibatch.micro_batches:
+        minibatches = packer.minibatches(episodes, TokenIndex(episodes), 1, seed=args.run.seed, step=start)
+        for batch in (batch for minibatch in minibatches for batch in minibatch.micro_batches):
             with forward_context(policy):
                 logprobs, _, greedy = policy(batch.to(packer.world.device), with_greedy=True)
             means.add("eval/loss", -logprobs.sum(), count=len(logprobs))
@@ -194,16 +194,16 @@ def main(args: Args, demo: bool = False) -> None:
         with watch("data"):
             epochs_before = int(loader.epoch)
             episodes = episodes_of(train_data, loader.next(args.batch_size), world)
-            (minibatch,) = packer.minibatches(episodes, TokenIndex(episodes), 1, seed=args.run.seed, step=step)
-        empty = minibatch.num_tokens == 0
-        refuse(empty, "--train-data: not one row of this step has a token to learn, see the warnings")
+            minibatches = packer.minibatches(episodes, TokenIndex(episodes), 1, seed=args.run.seed, step=step)
+        refuse(not minibatches, "--train-data: not one row of this step has a token to learn, see the warnings")
+        (minibatch,) = minibatches
 
         # 4. update
         decay = lr_factor(step, total_steps, args.warmup_steps, args.lr_schedule, args.lr_floor)
         lr = args.learning_rate * decay
         with watch("update"):
             means = packer.attempt(policy, partial(backward, policy, minibatch, world), scale=optimizer.scale)
-            means.merge(optimizer.step(lr, minibatch.num_tokens))
+            means.merge(optimizer.step(lr))
 
         # 5. log
         metrics = means.reduce() | {

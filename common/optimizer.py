@@ -6,8 +6,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from common.files import refuse
 from common.means import Means
 from common.precision import LossScale
+
+MAX_SKIPPED = 5
+NOT_FINITE = (
+    "had gradients that are not finite: weights or scores have exploded. Lower --learning-rate; --dump-rollouts-every "
+    "1 shows scores and texts, --dtype fp32 whether the number format is to blame; --resume goes on from a checkpoint"
+)
 
 
 def lr_factor(step: int, total_steps: int, warmup_steps: float, schedule: str, floor: float) -> float:
@@ -45,19 +52,23 @@ class GuardedAdamW:
         self.loss_scale = LossScale.for_dtype(compute_dtype)
         self.weight_decay, self.max_grad_norm = weight_decay, max_grad_norm
         self.offload, self.prefix = offload, prefix
+        self.skipped = 0  # steps in a row
 
     @property
     def scale(self) -> float:
         """What a loss is multiplied with before its backward."""
         return self.loss_scale.scale
 
-    def step(self, lr: float, num_tokens: float) -> Means:
-        """A guarded step on what has been accumulated from `num_tokens` trained tokens of all ranks."""
+    def step(self, lr: float) -> Means:
+        """A guarded step on what has been accumulated. SystemExit when too many in a row had to be skipped."""
         for group in self.optimizer.param_groups:  # of this run, not of the checkpoint
             group["lr"], group["weight_decay"] = lr, self.weight_decay
+        lowest_scale = self.loss_scale.scale <= 1.0  # in fp16 it is found by skipping steps
         norm, stepped = guarded_step(self.model, self.optimizer, self.max_grad_norm, self.loss_scale, self.offload)
+        self.skipped = 0 if stepped else self.skipped + lowest_scale
+        refuse(self.skipped >= MAX_SKIPPED, f"{MAX_SKIPPED} optimizer steps in a row {NOT_FINITE}")
         means = Means()
-        means.add(f"{self.prefix}/grad_norm", norm, count=num_tokens > 0)  # some of many minibatches may be empty
+        means.add(f"{self.prefix}/grad_norm", norm)
         means.add_total("optim/skipped_steps", not stepped, on_every_rank=True)
         return means
 

@@ -99,12 +99,16 @@ class Packer:
     def minibatches(
         self, episodes: Sequence[Episode], index: TokenIndex, count: int, *, seed: int, step: int
     ) -> list[Minibatch]:
-        """A step's episodes in `count` minibatches, the same on any number of ranks. All ranks call it together."""
+        """A step's episodes in `count` minibatches, the same on any number of ranks. All ranks call it together.
+
+        Those without a trained token are left out: Adam would move the weights by its momentum alone.
+        """
         split = split_minibatches(episodes, prompts_of_all_ranks(episodes), count, seed, step)
         lengths = [index.lengths[numbers] for numbers in split]
         num_tokens = all_reduce([float(x.sum()) for x in lengths])
         num_sequences = all_reduce([float((x > 0).sum()) for x in lengths])
-        minibatches = [Minibatch(*of_one, []) for of_one in zip(split, num_tokens, num_sequences)]
+        counted = zip(split, num_tokens, num_sequences)
+        minibatches = [Minibatch(numbers, tokens, sequences, []) for numbers, tokens, sequences in counted if tokens]
         self.step = episodes, index, minibatches
         self._pack()
         return minibatches

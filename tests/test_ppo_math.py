@@ -1,6 +1,5 @@
 """The mathematics of ppo.py against independent definitions, closed forms and finite differences, in float64."""
 
-import copy
 import itertools
 import json
 import math
@@ -16,8 +15,7 @@ from common.episodes import Episode
 from common.hub import FOLDERS
 from common.metrics import Means, explained_variance, rollout_means, rollout_metrics
 from common.models import Critic
-from common.optimizer import GuardedAdamW
-from common.packing import Minibatch, TokenIndex, _build, pack
+from common.packing import Minibatch, TokenIndex, pack
 from common.pictures import PixelLimits
 
 ALONE = World(0, 1, 0, torch.device("cpu"))
@@ -394,25 +392,6 @@ def test_kl_in_the_reward_is_allowed_with_one_sample_per_prompt(monkeypatch):
 
 
 # --- metrics --------------------------------------------------------------------------------------------------------
-
-
-def test_minibatches_that_train_nothing_have_no_part_in_the_means(case):
-    """Two minibatches that train, and one of many that is empty: means over the two."""
-    critic, episodes, index, tokens = case
-    critic = copy.deepcopy(critic)
-    optimizer = GuardedAdamW(critic, torch.float32, weight_decay=0.0, max_grad_norm=0.0, prefix="value")
-    batches = pack(episodes, range(len(episodes)), index, budget=10_000)
-    full = Minibatch([], float(len(index)), 11.0, batches)
-    empty = Minibatch([], 0.0, 0.0, [_build([], [], index)])
-    means, metrics = Means(), []
-    for minibatch in (full, empty, full):
-        own = ppo.critic_backward(critic, minibatch, tokens, make_args(ppo), ALONE)
-        own.merge(optimizer.step(0.0, minibatch.num_tokens))  # lr 0: both are the same
-        metrics.append(own.reduce())
-        means.merge(own)
-    assert metrics[0]["value/loss"] > 0 and metrics[0]["value/grad_norm"] > 0
-    assert metrics[1] == {"optim/skipped_steps": 0.0}, "no mean of nothing"
-    assert means.reduce() == pytest.approx(metrics[0], rel=1e-12)
 
 
 def test_what_a_reward_function_returns_is_not_taken_for_the_reward_models():

@@ -43,6 +43,8 @@ class StatusLine:
         cells = {key: cell(key, metrics[key]) for key in COLUMNS if key in metrics}
         if untrained(metrics):
             cells["optim/grad_norm"] = "untrained"
+        if skipped := metrics.get("optim/skipped_steps"):
+            cells["optim/grad_norm"] = f"skipped {skipped:.0f}"
         self.columns += [key for key in cells if key not in self.columns]
         shown = [key for key in self.columns if key not in SUPERVISED or "reward/mean" not in self.columns]
         for key in sorted(shown, key=lambda key: key.startswith("eval/")):

@@ -169,7 +169,7 @@ def measure_update(name: str, args: Args, compiled: bool, shared: bool, checkpoi
 
     def update() -> None:
         grpo.backward(policy, minibatch, tokens, script_args, world, store_old_logprobs=True)
-        metrics = optimizer.step(1e-6, minibatch.num_tokens).reduce()
+        metrics = optimizer.step(1e-6).reduce()
         assert not metrics["optim/skipped_steps"] and metrics["optim/grad_norm"] > 0, "zeros are faster"
 
     took = seconds(update, args.repeats, device)

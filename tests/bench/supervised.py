@@ -97,7 +97,7 @@ class Packed:
     def step(self, episodes: list[Episode]) -> float:
         (minibatch,) = self.packer.minibatches(episodes, TokenIndex(episodes), 1, seed=0, step=0)
         means = backward(self.model, minibatch, self.world)
-        means.merge(self.optimizer.step(1e-6, minibatch.num_tokens))
+        means.merge(self.optimizer.step(1e-6))
         return means.reduce()["policy/loss"]
 
 

@@ -71,7 +71,7 @@ def main(args: argparse.Namespace) -> None:
         tokens = ppo.Tokens.of(episodes, index, world.device)
         tokens.values, (tokens.returns, _) = old, ppo.estimate(rewards, old, index, options)
         ppo.critic_backward(critic, minibatch, tokens, options, world)
-        optimizer.step(2e-3 * (1 - step / args.steps), minibatch.num_tokens)
+        optimizer.step(2e-3 * (1 - step / args.steps))
     errors["at the end"] = max(all_reduce([(values() - torch.tensor(truth)).abs().max().item()], "max"))
     if world.is_main:
         print(json.dumps(errors))
