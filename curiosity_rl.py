@@ -402,7 +402,7 @@ def check_args(args: Args) -> None:
 
 def main(args: Args, demo: bool = False) -> None:
     check_args(args)
-    job = open_job("curiosity_rl", args.data, args.machine, args.run, demo)
+    job = open_job("curiosity_rl", args.data, args.machine, args.run, demo, record=not args.rollout.eval_only)
     world, device = job.world, job.world.device
     rollouts = open_rollouts(job, args.data, args.rollout, args.run, trained=[job.path], frozen=[])
 
@@ -410,13 +410,13 @@ def main(args: Args, demo: bool = False) -> None:
     optimizer = job.adamw(policy, args.weight_decay, args.max_grad_norm)
     packer = Packer(job.attention, args.machine.micro_batch_tokens, job.output_dir, world, job.vision)
     state = {"loader": rollouts.loader}
-    checkpoints = Checkpoints(job.output_dir, args.run, world, optimizers={"policy": optimizer}, state=state)
+    checkpoints = Checkpoints(job, optimizers={"policy": optimizer}, state=state)
     start = checkpoints.resume()
     samples = args.rollout.prompts_per_step * args.rollout.samples_per_prompt // world.size  # a step's worth
     capacity = samples if args.filter_equal and args.replay_share else 0
     memory = ReplayMemory(job.output_dir / "replay_memory", capacity, args.replay_max_age, args.run.seed, world)
-    if checkpoints.resumed and not args.rollout.eval_only:
-        memory.load(checkpoints.resumed, start, job.limits)
+    if job.checkpoint and not args.rollout.eval_only:
+        memory.load(job.checkpoint, start, job.limits)
     logger = open_logger(job, args, rollouts.total_steps, checkpoints, record=not args.rollout.eval_only)
 
     if args.rollout.eval_only:

@@ -419,7 +419,7 @@ def check_args(args: Args) -> None:
 
 def main(args: Args, demo: bool = False) -> None:
     check_args(args)
-    job = open_job("grpo", args.data, args.machine, args.run, demo)
+    job = open_job("grpo", args.data, args.machine, args.run, demo, record=not args.rollout.eval_only)
     world, device = job.world, job.world.device
     frozen = [job.path] if args.kl_in != "none" else []
     rollouts = open_rollouts(job, args.data, args.rollout, args.run, trained=[job.path], frozen=frozen)
@@ -431,7 +431,7 @@ def main(args: Args, demo: bool = False) -> None:
     kl_controller = KLController(args.kl_coef, args.kl_target, args.kl_horizon)
     packer = Packer(job.attention, args.machine.micro_batch_tokens, job.output_dir, world, job.vision)
     state = {"loader": rollouts.loader, "kl_coef": kl_controller}
-    checkpoints = Checkpoints(job.output_dir, args.run, world, optimizers=optimizers, state=state)
+    checkpoints = Checkpoints(job, optimizers=optimizers, state=state)
     start = checkpoints.resume()
     logger = open_logger(job, args, rollouts.total_steps, checkpoints, record=not args.rollout.eval_only)
 

@@ -425,8 +425,7 @@ def check_args(args: Args) -> None:
     refuse(charged != "none" and not args.kl_coef, f"--kl-in {charged} needs a --kl-coef, such as 0.001")
     refuse(charged == "reward" and estimator != "k1", f"--kl-in reward with {estimator}: biased there, take k1")
     refuse(charged == "loss" and estimator == "k1", "--kl-in loss with k1: no gradient on average, take k3-is")
-    if args.run.total_steps and not args.rollout.eval_only:
-        refuse_lonely_critic(args.critic_warmup_steps, args.run.total_steps)
+    refuse_lonely_critic(args, args.run.total_steps)
     off_policy = args.minibatches * args.epochs_per_step > 1
     moved = "several --minibatches or --epochs-per-step: on-policy the ratio is 1"
     idle = dict.fromkeys(["dual_clip", "clip_low", "clip_high"], (off_policy, moved))
@@ -447,8 +446,10 @@ def check_args(args: Args) -> None:
     refuse_idle(args.machine, {"reference_offload": (charged != "none", "--kl-in reward or loss")})
 
 
-def refuse_lonely_critic(warmup_steps: int, total_steps: int) -> None:
-    refuse(warmup_steps >= total_steps, f"--critic-warmup-steps {warmup_steps} of {total_steps}: none for the policy")
+def refuse_lonely_critic(args: Args, total_steps: int | None) -> None:
+    """Once the number of steps is known."""
+    alone = total_steps is not None and args.critic_warmup_steps >= total_steps and not args.rollout.eval_only
+    refuse(alone, f"--critic-warmup-steps {args.critic_warmup_steps} of {total_steps}: none for the policy")
 
 
 def critic_path(job: Job, name: str) -> str:
@@ -463,15 +464,14 @@ def critic_path(job: Job, name: str) -> str:
 
 def main(args: Args, demo: bool = False) -> None:
     check_args(args)
-    job = open_job("ppo", args.data, args.machine, args.run, demo)
+    job = open_job("ppo", args.data, args.machine, args.run, demo, record=not args.rollout.eval_only)
     world, device = job.world, job.world.device
     frozen = [job.path] if args.kl_in != "none" else []
     folders = [job.path, critic_path(job, args.critic_model) if args.critic_model else job.path]
     rollouts = open_rollouts(
         job, args.data, args.rollout, args.run, trained=folders, frozen=frozen, reward_model=args.reward_model
     )
-    if not args.rollout.eval_only:
-        refuse_lonely_critic(args.critic_warmup_steps, rollouts.total_steps)  # which the data decide
+    refuse_lonely_critic(args, rollouts.total_steps)  # which the data may decide
 
     policy = job.load_policy()
     reference = job.load_reference() if args.kl_in != "none" else None
@@ -484,7 +484,7 @@ def main(args: Args, demo: bool = False) -> None:
     kl_controller = KLController(args.kl_coef, args.kl_target, args.kl_horizon)
     packer = Packer(job.attention, args.machine.micro_batch_tokens, job.output_dir, world, job.vision)
     state = {"loader": rollouts.loader, "kl_coef": kl_controller}
-    checkpoints = Checkpoints(job.output_dir, args.run, world, optimizers=optimizers, state=state)
+    checkpoints = Checkpoints(job, optimizers=optimizers, state=state)
     start = checkpoints.resume()
     logger = open_logger(job, args, rollouts.total_steps, checkpoints, record=not args.rollout.eval_only)
 

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from common.checkpoint import Checkpoints
 from common.data.conversations import Conversations, balanced
-from common.data.prompts import PromptLoader
 from common.distributed import World, barrier, forward_context, run, stop_requested
 from common.episodes import Episode
 from common.files import refuse, user_errors
@@ -160,6 +159,7 @@ def main(args: Args, demo: bool = False) -> None:
     job = open_job("sft", args.data, args.machine, args.run, demo)
     world, output_dir = job.world, job.output_dir
     train_data, eval_data = read_data(args, job)
+    loader = job.open_loader(len(train_data))
     total_steps = args.run.total_steps
     if total_steps is None:
         total_steps = max(1, round(args.run.total_epochs * len(train_data) / args.batch_size))
@@ -170,11 +170,8 @@ def main(args: Args, demo: bool = False) -> None:
     torch.manual_seed(args.run.seed + world.rank)
     optimizer = job.adamw(policy, args.weight_decay, args.max_grad_norm, betas=(0.9, 0.95))
     packer = Packer(job.attention, args.machine.micro_batch_tokens, output_dir, world, job.vision)
-    loader = PromptLoader(len(train_data), args.run.seed)
     checkpoints = Checkpoints(
-        output_dir,
-        args.run,
-        world,
+        job,
         optimizers={"policy": optimizer},
         state={"loader": loader},
         lowest_is_best=True,

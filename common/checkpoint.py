@@ -1,33 +1,38 @@
 """Atomic sharded checkpoints (torch.distributed.checkpoint), exact resume, retention.
 
-    checkpoints/step_000100/state/      model and optimizer shards, any number of ranks can load them
-    checkpoints/step_000100/trainer.json  step, data position, loss scale, best metric ...
-    checkpoints/step_000100/rng_0.pkl   random states of rank 0, 1, ...
-    checkpoints/latest, checkpoints/best  names of step folders
+    checkpoints/step_000100/state/             model and optimizer shards, any number of ranks can load them
+    checkpoints/step_000100/trainer.json       step, data position, loss scale, best metric ...
+    checkpoints/step_000100/rng_0.safetensors  random states of rank 0, 1, ...
+    checkpoints/step_000100/manifest.json      size and SHA-256 of each of them, script and model; written last
+    checkpoints/latest, checkpoints/best       names of step folders
 
 A folder is written under a temporary name and renamed when it is complete: a kill at any moment leaves the previous
-checkpoint in place. A save that fails (full disk, read-only) is a warning: training goes on.
+checkpoint in place. A save that fails (full disk, read-only) is a warning: training goes on. What was changed since is
+refused, before anything is loaded, and nothing that a checkpoint holds is ever executed.
 """
 
 import json
 import math
 import operator
 import os
-import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, set_element
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
 from common.distributed import World, broadcast_object, gather_objects, reshard
-from common.files import replace_file
-from common.flags import Run
+from common.files import refuse, replace_file
+from common.integrity import MANIFEST, MetadataUnpickler, complete, damage, digest, latest, named, read_manifest
+from common.job import Job
 from common.optimizer import GuardedAdamW, move_states
 
 Trained = dict[str, tuple[nn.Module, torch.optim.Optimizer]]  # name -> (wrapped model, its optimizer)
@@ -36,25 +41,22 @@ Trained = dict[str, tuple[nn.Module, torch.optim.Optimizer]]  # name -> (wrapped
 class Checkpoints:
     """The checkpoints of a run: what they hold, where training goes on, which is the best.
 
-    `optimizers` by the name of their models; `state`, in JSON, by its name in trainer.json, None being left out. The
-    best is the one with the highest metric, or the lowest.
+    `job.checkpoint` is what to go on from. `optimizers` by the name of their models; `state`, in JSON, by its name in
+    trainer.json, None being left out. The best is the one with the highest metric, or the lowest.
     """
 
     def __init__(
         self,
-        run_dir: Path,
-        flags: Run,
-        world: World,
+        job: Job,
         optimizers: dict[str, GuardedAdamW],
         state: dict[str, Stateful | None],
         lowest_is_best: bool = False,
     ):
-        self.run_dir, self.folder, self.flags, self.world = run_dir, run_dir / "checkpoints", flags, world
+        self.job, self.folder, self.world = job, job.output_dir / "checkpoints", job.world
         self.optimizers = optimizers
         self.state = {name: part for name, part in state.items() if part is not None}
         self.best = math.inf if lowest_is_best else -math.inf
         self.is_better = operator.lt if lowest_is_best else operator.gt
-        self.resumed: Path | None = None
         self.start = 0
 
     @property
@@ -63,11 +65,10 @@ class Checkpoints:
 
     def resume(self) -> int:
         """Load what --resume names, if there is anything; the step that training goes on from. All ranks call it."""
-        self.resumed = find_checkpoint(self.run_dir, self.flags.resume, self.world)
-        if not self.resumed:
+        if not self.job.checkpoint:
             return 0
         offload = any(adamw.offload for adamw in self.optimizers.values())
-        saved = load_checkpoint(self.resumed, self.trained, self.world, offload)
+        saved = load_checkpoint(self.job.checkpoint, self.trained, self.world, offload)
         self.best, scales = saved["best"], saved["loss_scale"]
         for name, adamw in self.optimizers.items():
             adamw.loss_scale.load_state_dict(scales.get(name, scales))  # in older checkpoints a single one has no name
@@ -82,29 +83,38 @@ class Checkpoints:
         record = {name: part.state_dict() for name, part in self.state.items()}
         record["best"] = metric if is_best else self.best
         record["loss_scale"] = {name: adamw.loss_scale.state_dict() for name, adamw in self.optimizers.items()}
-        keep = self.flags.keep_checkpoints
-        if save_checkpoint(self.folder, step, self.trained, record, self.world, keep=keep, best=is_best):
+        options = {"keep": self.job.run.keep_checkpoints, "best": is_best, "identity": self.job.identity}
+        if save_checkpoint(self.folder, step, self.trained, record, self.world, **options):
             self.best = record["best"]
 
     def warn_if_large(self) -> None:
         """Say so if the disk has no room for all that will be kept."""
-        kept = self.flags.keep_checkpoints + 2  # the best, and the one being written
-        needed, free = kept * checkpoint_bytes(self.trained), free_bytes(self.run_dir)
+        kept = self.job.run.keep_checkpoints + 2  # the best, and the one being written
+        needed, free = kept * checkpoint_bytes(self.trained), free_bytes(self.folder)
         if free < needed:
-            sizes = f"{needed / 1e9:.2f} GB of the {free / 1e9:.2f} GB that are free in {self.run_dir}"
+            sizes = f"{needed / 1e9:.2f} GB of the {free / 1e9:.2f} GB that are free in {self.job.output_dir}"
             self.world.print(f"warning: checkpoints will take up to {sizes}: lower --keep-checkpoints")
 
 
 def save_checkpoint(
-    folder: Path, step: int, trained: Trained, state: dict, world: World, *, keep: int, best: bool = False
+    folder: Path,
+    step: int,
+    trained: Trained,
+    state: dict,
+    world: World,
+    *,
+    keep: int,
+    best: bool = False,
+    identity: dict | None = None,
 ) -> bool:
     """Write `folder/step_NNNNNN` and drop all but the newest `keep` and the best one. Called by all ranks together.
 
-    `state` must be JSON-serialisable; rank 0's is written. False, after a warning, if the disk refused.
+    `state` and `identity` (of the run, for its manifest) must be JSON-serialisable; rank 0's are written. False, after
+    a warning, if the disk refused.
     """
     name = f"step_{step:06d}"
     temporary = folder / f"tmp_{name}"
-    needed = checkpoint_bytes(trained)
+    needed, digests = checkpoint_bytes(trained), {}
 
     def make_room() -> None:
         for leftover in folder.glob("tmp_*"):
@@ -116,13 +126,17 @@ def save_checkpoint(
 
     def write_shards() -> None:
         dcp.save(_shards(trained), checkpoint_id=temporary / "state")
-        gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-        states = {"cpu": torch.get_rng_state(), "gpu": gpu}  # all else is drawn from generators seeded by the step
-        (temporary / f"rng_{world.rank}.pkl").write_bytes(pickle.dumps(states))
+        save_file(_random_states(), temporary / f"rng_{world.rank}.safetensors")
+        if world.is_main:
+            record = json.dumps({"step": step, "world_size": world.size, **state}, indent=1)
+            (temporary / "trainer.json").write_text(record)
+        own = [*temporary.glob(f"state/__{world.rank}_*"), temporary / f"rng_{world.rank}.safetensors"]
+        own += [temporary / "state" / ".metadata", temporary / "trainer.json"] if world.is_main else []
+        digests.update({str(file.relative_to(temporary)): digest(file) for file in own})
 
     def publish() -> None:
-        record = json.dumps({"step": step, "world_size": world.size, **state}, indent=1)
-        replace_file(temporary / "trainer.json", lambda path: path.write_text(record))
+        manifest = json.dumps({**(identity or {}), "world_size": world.size, "files": digests}, indent=1)
+        replace_file(temporary / MANIFEST, lambda path: path.write_text(manifest))
         if (folder / name).exists():  # the same step again, after a resume from an earlier one
             os.replace(folder / name, folder / f"tmp_old_{name}")  # which the next save removes
         os.replace(temporary, folder / name)
@@ -132,6 +146,8 @@ def save_checkpoint(
         _prune(folder, keep)
 
     for part in (make_room, write_shards, publish):
+        for of_rank in gather_objects(digests) if part is publish else ():
+            digests.update(of_rank)
         if problem := _attempt(part if part is write_shards or world.is_main else None):
             if world.is_main:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -139,6 +155,12 @@ def save_checkpoint(
                 print(f"warning: no checkpoint of step {step} ({problem}; {room}); training goes on", flush=True)
             return False
     return True
+
+
+def _random_states() -> dict[str, torch.Tensor]:
+    """All else is drawn from generators that are seeded by the step."""
+    gpu = {"gpu": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
+    return {"cpu": torch.get_rng_state()} | gpu
 
 
 def checkpoint_bytes(trained: Trained) -> int:
@@ -158,7 +180,7 @@ def _attempt(part: Callable[[], None] | None) -> str | None:
     try:
         if part:
             part()
-    except (OSError, CheckpointException) as error:
+    except (OSError, SafetensorError, CheckpointException) as error:
         causes = [e for e, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
         problem = str(causes[0]).splitlines()[0]
     return next((p for p in gather_objects(problem) if p), None)
@@ -175,6 +197,24 @@ def _shards(trained: Trained) -> dict:
     return shards
 
 
+class PlainReader(dcp.FileSystemReader):
+    """torch's reader, which would unpickle anything that stands in .metadata."""
+
+    def read_metadata(self, *_, **__) -> dcp.Metadata:
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            metadata = MetadataUnpickler(file).load()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class PlainPlanner(DefaultLoadPlanner):
+    """torch's planner, which would unpickle anything for what is no tensor: learning rates, betas ..."""
+
+    def load_bytes(self, read_item, value) -> None:
+        place = self.mappings[read_item.dest_index.fqn]
+        set_element(self.original_state_dict, place, torch.load(value, weights_only=True))
+
+
 def load_checkpoint(folder: Path, trained: Trained, world: World, offload: bool = False) -> dict:
     """Restore models, optimizers and random states in place; returns the `state` that was saved, with its "step".
 
@@ -182,53 +222,52 @@ def load_checkpoint(folder: Path, trained: Trained, world: World, offload: bool 
     Adam's moments go to the host.
     """
     shards = _shards(trained)
-    dcp.load(shards, checkpoint_id=folder / "state")
+    dcp.load(shards, storage_reader=PlainReader(folder / "state"), planner=PlainPlanner())
     for key, (model, optimizer) in trained.items():
         set_state_dict(
             model, optimizer, model_state_dict=shards[key]["model"], optim_state_dict=shards[key]["optimizer"]
         )
         if offload:
             move_states(optimizer, torch.device("cpu"))
-    random_states = folder / f"rng_{world.rank}.pkl"
+    random_states = folder / f"rng_{world.rank}.safetensors"
     if random_states.is_file():
-        states = pickle.loads(random_states.read_bytes())
+        states = load_file(random_states)
         torch.set_rng_state(states["cpu"])
-        if states["gpu"] is not None and torch.cuda.is_available():
+        if "gpu" in states and torch.cuda.is_available():
             torch.cuda.set_rng_state(states["gpu"])
     return json.loads((folder / "trainer.json").read_text())
 
 
-def find_checkpoint(run_dir: Path, resume: str, world: World) -> Path | None:
-    """Folder to resume from: `--resume auto` takes the run's latest if there is one, `never` none, else a path to a
-    step folder, to a run, or to a file that names a step folder beside it (`latest`, `best`)."""
+def find_checkpoint(run_dir: Path, resume: str, world: World, identity: dict | None = None) -> Path | None:
+    """Folder to resume from, its files verified by all ranks together, each a share. SystemExit with the remedy.
+
+    `--resume auto` takes the run's latest if there is one, `never` none, else a path to a step folder, to a run, or
+    to a file that names a step folder beside it (`latest`, `best`). `identity`: what its manifest must say.
+    """
     if resume == "never":
         return None
-    found = None
+    folder = None
     if world.is_main:
-        if resume == "auto":
-            found = _named_by(run_dir / "checkpoints" / "latest")
-        else:
-            path = Path(resume)
-            candidates = [path if (path / "trainer.json").is_file() else None]
-            candidates += map(_named_by, (path, path / "latest", path / "checkpoints" / "latest"))
-            found = next((c for c in candidates if c is not None), None)
-            if found is None:
-                found = f"--resume {resume}: no checkpoint there (a step folder has a trainer.json in it)"
-    found = broadcast_object(found)
-    if isinstance(found, str):
-        raise SystemExit(found)
-    return found
-
-
-def _named_by(pointer: Path) -> Path | None:
-    if pointer.name not in ("latest", "best") or not pointer.is_file():
+        try:
+            if resume == "auto":
+                folder = latest(run_dir / "checkpoints", world.print)
+            else:
+                folder = named(Path(resume), world.print)
+        except ValueError as error:
+            folder = f"--resume {resume}: {error}"
+    folder = broadcast_object(folder)
+    refuse(isinstance(folder, str), folder)
+    if folder is None:
         return None
-    folder = pointer.parent / pointer.read_text().strip()
-    for name in (f"tmp_{folder.name}", f"tmp_old_{folder.name}"):  # killed between the renames of `publish`
-        if not folder.exists() and (pointer.parent / name / "trainer.json").is_file():
-            os.replace(pointer.parent / name, folder)
-    if not (folder / "trainer.json").is_file():
-        raise SystemExit(f"{pointer} names {folder.name}, which is not there; --resume PATH or --resume never")
+    problem = next(filter(None, gather_objects(damage(folder, slice(world.rank, None, world.size)))), None)
+    if problem is None:
+        manifest = read_manifest(folder)
+        other = [name for name, value in (identity or {}).items() if manifest.get(name) != value]
+        problem = f"is of another {other[0]}, {manifest.get(other[0])} and not {identity[other[0]]}" if other else None
+    if problem:
+        before = [path for path in complete(folder.parent) if path.name < folder.name]
+        remedy = f"--resume {before[-1]} goes on from the one before; " if before else ""
+        raise SystemExit(f"{folder} {problem}: {remedy}--resume never, with another --output-dir, begins anew")
     return folder
 
 
@@ -236,7 +275,7 @@ def _prune(folder: Path, keep: int) -> None:
     best = (folder / "best").read_text().strip() if (folder / "best").is_file() else None
     steps = [path for path in folder.glob("step_*") if path.is_dir()]
     # By age, since higher numbers may belong to an abandoned run; what could not be removed altogether comes first.
-    steps.sort(key=lambda path: ((path / "trainer.json").is_file(), path.stat().st_mtime))
+    steps.sort(key=lambda path: ((path / MANIFEST).is_file(), path.stat().st_mtime))
     for path in steps[: -max(keep, 1)]:
         if path.name != best:
             shutil.rmtree(path, ignore_errors=True)  # the next save tries again

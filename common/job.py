@@ -1,5 +1,6 @@
 """A run as one rank sees it, and how its models are made."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from common.data.prompts import PromptLoader
 from common.distributed import World, wrap_model
 from common.flags import Machine, Run
 from common.models import load_critic, load_policy
@@ -32,6 +34,15 @@ class Job:
     machine: Machine
     run: Run
     summary: str  # of all that, for the console
+    identity: dict[str, str]  # what must be the same in a checkpoint that is resumed
+    checkpoint: Path | None  # to go on from; its files are what its manifest says
+
+    def open_loader(self, num_rows: int) -> PromptLoader:
+        """The order of rows, where the checkpoint has left it. SystemExit if that is of other data."""
+        loader = PromptLoader(num_rows, self.run.seed)
+        if self.checkpoint:
+            loader.load_state_dict(json.loads((self.checkpoint / "trainer.json").read_text())["loader"])
+        return loader
 
     def load_policy(self, from_scratch: bool = False) -> nn.Module:
         """The policy, to be trained: float32 master weights, sharded or replicated."""

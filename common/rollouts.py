@@ -120,6 +120,7 @@ def open_rollouts(
     total_steps = run.total_steps
     if total_steps is None and train_data:
         total_steps = max(1, round(run.total_epochs * len(train_data) / rollout.prompts_per_step))
+    loader = job.open_loader(len(train_data)) if train_data else None
     world.print(memory_plan(rollout, job.machine, world, job.compute_dtype, trained, frozen))
     # before the trainer: it loads by itself, and is asleep when the trainer takes its memory
     engine = None if rollout.replay else start_engine(job, rollout)
@@ -137,7 +138,7 @@ def open_rollouts(
         reward_model=RewardModel(reward_folder, job.compute_dtype, world.device) if reward_folder else None,
         train_data=train_data,
         eval_data=eval_data,
-        loader=PromptLoader(len(train_data), run.seed) if train_data else None,
+        loader=loader,
         total_steps=total_steps or 0,
         max_gap=rollout.max_logprob_gap or gap_limit(job.compute_dtype),
     )

@@ -1,8 +1,9 @@
 """What a script needs before and after its loop; what a user can get wrong is refused before weights are loaded."""
 
+import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,25 @@ from typing import Any
 from torch import nn
 
 from common.attention import choose_attention
-from common.checkpoint import Checkpoints
-from common.distributed import at_end, broadcast_object, handle_sigterm, init_world, release_freed_memory, sign_of_life
-from common.files import user_errors
+from common.checkpoint import Checkpoints, find_checkpoint
+from common.distributed import (
+    World,
+    at_end,
+    broadcast_object,
+    handle_sigterm,
+    init_world,
+    release_freed_memory,
+    sign_of_life,
+)
+from common.files import RunLock, user_errors
 from common.flags import Data, Machine, Run, flat, refuse_idle
 from common.hub import load_tokenizer, resolve_model
+from common.integrity import model_identity
 from common.job import Job
 from common.logger import Logger
 from common.look.console import StatusLine
 from common.look.curves import plot_curves
-from common.look.machine import check_device, save_config
+from common.look.machine import changed_flags, check_device, save_config
 from common.look.trackers import Trackers, tracker_names
 from common.memory import remembered_budget
 from common.models import export_hugging_face
@@ -28,8 +38,8 @@ from common.precision import choose_dtype
 from common.vision import load_vision
 
 
-def open_job(script: str, data: Data, machine: Machine, run: Run, demo: bool) -> Job:
-    """Join the process group, choose device and dtype, find the model."""
+def open_job(script: str, data: Data, machine: Machine, run: Run, demo: bool, record: bool = True) -> Job:
+    """Join the process group, lock the run folder (if it is to `record`), find the model and what to go on from."""
     world = init_world(run.stall_minutes)
     if demo:
         world.print("no --model given: running the embedded demo")
@@ -42,7 +52,11 @@ def open_job(script: str, data: Data, machine: Machine, run: Run, demo: bool) ->
         check_device(world.device)
         compute_dtype, why = choose_dtype(machine.dtype, world.device)
     attention = choose_attention(machine.attention, world.device, machine.compile)
+    if record:
+        lock_everywhere(output_dir, world)
     path = resolve_model(run.model)
+    identity = {"script": script, "model": model_identity(Path(path))}
+    checkpoint = find_checkpoint(output_dir, run.resume, world, identity)
     tokenizer = load_tokenizer(path, machine.trust_remote_code)
     limits = PixelLimits(data.min_pixels, data.max_pixels, data.max_frame_pixels)
     vision = load_vision(path, limits, machine.trust_remote_code)
@@ -52,20 +66,53 @@ def open_job(script: str, data: Data, machine: Machine, run: Run, demo: bool) ->
     summary = f"{script}.py: {run.model}, {world.size} x {world.device.type}, {machine.strategy}, "
     summary += f"compute {compute_dtype} ({why}) -> {output_dir}"
     return Job(
-        script, world, output_dir, path, tokenizer, compute_dtype, attention, limits, vision, machine, run, summary
+        script,
+        world,
+        output_dir,
+        path,
+        tokenizer,
+        compute_dtype,
+        attention,
+        limits,
+        vision,
+        machine,
+        run,
+        summary,
+        identity,
+        checkpoint,
     )
+
+
+def lock_everywhere(output_dir: Path, world: World) -> None:
+    """Rank 0 takes the lock of the run folder; every rank must see it: nodes without shared storage would write
+    checkpoints that cannot be loaded."""
+    if world.is_main:
+        lock = RunLock(output_dir, world.print)
+        at_end.append(lock.release)
+    token = broadcast_object(lock.token if world.is_main else None)
+    for _ in range(100):  # a network file system shows a new file within seconds
+        with suppress(OSError):
+            if token in (output_dir / "lock").read_text():
+                break
+        time.sleep(0.1)
+    else:
+        raise SystemExit(f"--output-dir {output_dir}: {socket.gethostname()} does not see what rank 0 writes there")
 
 
 def open_logger(job: Job, args: Any, total_steps: int, checkpoints: Checkpoints, *, record: bool = True) -> Logger:
     """config.json, unless this is no training, and the logger; tells where the run goes on, and what it will write."""
     world, config = job.world, flat(args)
-    if world.is_main and record:
+    own = job.checkpoint and job.checkpoint.is_relative_to(job.output_dir)  # what a resume changes is an event
+    if world.is_main and record and not own:
         save_config(job.output_dir, config)
     trackers = Trackers(job.run.log, job.output_dir, config, job.script) if world.is_main else None
     logger = Logger(job.output_dir, StatusLine(total_steps), trackers, world.is_main)
-    if checkpoints.resumed:
-        logger.event({"event": "resumed", "step": checkpoints.start, "checkpoint": str(checkpoints.resumed)})
-        world.print(f"resumed: {checkpoints.resumed}, step {checkpoints.start}")
+    if job.checkpoint:
+        changed = changed_flags(job.output_dir, config) if world.is_main else {}
+        resumed = {"event": "resumed", "step": checkpoints.start, "checkpoint": str(job.checkpoint)}
+        logger.event(resumed | ({"changed": changed} if changed else {}))
+        left = f"{max(0, total_steps - checkpoints.start)} of {total_steps} steps left"
+        world.print(f"resumed: {job.checkpoint}, step {checkpoints.start}; {left}")
     if not record:
         return logger
     if world.is_main:

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -90,7 +91,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_no_failed_save(tmp_path, wo
     assert (tmp_path / "checkpoints" / "best").read_text() == "step_000020"
     monkeypatch.undo()
     wreck = tmp_path / "checkpoints" / "step_000010"
-    (wreck / "trainer.json").unlink()  # half removed, which makes its folder the newest
+    (wreck / "manifest.json").unlink()  # half removed, which makes its folder the newest
     save(tmp_path, 30, world, keep=2)
     left = sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*"))
     assert left == ["step_000020", "step_000030"]
@@ -130,7 +131,7 @@ def test_resume_by_path_and_its_errors(tmp_path, world):
     with pytest.raises(SystemExit, match="--resume"):
         find_checkpoint(tmp_path, str(tmp_path / "nothing"), world)
     (step / "trainer.json").unlink()
-    with pytest.raises(SystemExit, match="step_000010"):
+    with pytest.raises(SystemExit, match=r"step_000010 has no trainer\.json: --resume never"):
         find_checkpoint(tmp_path, "auto", world)
 
 
@@ -144,8 +145,10 @@ def adamw(seed: int, dtype=torch.float16, **options) -> GuardedAdamW:
 
 def checkpoints(folder, world, names=("policy",), state=(), resume="auto", keep=1, **options) -> Checkpoints:
     optimizers = {name: adamw(seed) for seed, name in enumerate(names, start=5)}
+    found = find_checkpoint(folder, resume, world)
     run = Run(resume=resume, keep_checkpoints=keep)
-    return Checkpoints(folder, run, world, optimizers=optimizers, state=dict(state), **options)
+    job = SimpleNamespace(output_dir=folder, run=run, world=world, identity={}, checkpoint=found)
+    return Checkpoints(job, optimizers=optimizers, state=dict(state), **options)
 
 
 def record_of(folder, step: int) -> dict:
@@ -180,7 +183,7 @@ def test_a_run_of_older_scripts_goes_on(tmp_path, world):
     models = save_as_before(tmp_path, world, record)
     loader, controller = PromptLoader(20, seed=0), grpo.KLController(0.01, target=0.1, horizon=100.0)
     now = checkpoints(tmp_path, world, state={"loader": loader, "kl_coef": controller})
-    assert now.resume() == now.start == 7 and now.resumed.name == "step_000007"
+    assert now.resume() == now.start == 7 and now.job.checkpoint.name == "step_000007"
     assert now.best == 0.25 and loader.consumed == 9 and controller.coef == 0.03
     optimizer = now.optimizers["policy"]
     assert optimizer.scale == 8.0 and optimizer.loss_scale.good_steps == 3
@@ -204,7 +207,7 @@ def test_without_a_checkpoint_a_run_begins(tmp_path, world):
     for resume in ("auto", "never"):
         now = checkpoints(tmp_path, world, resume=resume)
         before = [p.clone() for p in now.optimizers["policy"].model.parameters()]
-        assert now.resume() == 0 == now.start and now.resumed is None and now.best == -math.inf
+        assert now.resume() == 0 == now.start and now.job.checkpoint is None and now.best == -math.inf
         assert all(map(torch.equal, before, now.optimizers["policy"].model.parameters()))
 
 

@@ -147,7 +147,7 @@ PASSAGES = [
     ("        means = Means()", '        with watch("update"):'),
     ("            for epoch, minibatch in", "                on_policy ="),
     ("        means.merge(rollout_means(", "        means.merge(rollout_means("),
-    ("        metrics = rollout_metrics(", '            "policy/rollout_logprob_gap": gap,'),
+    ("        metrics = rollout_metrics(", "        metrics = rollout_metrics("),
     ("        # 6. eval, checkpoint", "    finish(job, policy, logger)"),
 ]
 # What stands in a passage of one script, and in no other.

@@ -3,12 +3,13 @@ is tested in test_grpo_math.py, its overflow on several ranks in test_grpo_runs.
 
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from common.checkpoint import Checkpoints
+from common.checkpoint import Checkpoints, find_checkpoint
 from common.flags import Run
 from common.metrics import Means
 from common.optimizer import GuardedAdamW
@@ -17,6 +18,11 @@ from common.optimizer import GuardedAdamW
 def make(dtype=torch.float32, **options) -> GuardedAdamW:
     torch.manual_seed(0)
     return GuardedAdamW(nn.Linear(4, 3), dtype, **({"weight_decay": 0.0, "max_grad_norm": 0.0} | options))
+
+
+def job(folder, world) -> SimpleNamespace:
+    found = find_checkpoint(folder, "auto", world)
+    return SimpleNamespace(output_dir=folder, run=Run(), world=world, identity={}, checkpoint=found)
 
 
 def give_gradient(model: nn.Module, seed: int, factor: float = 1.0) -> None:
@@ -34,11 +40,11 @@ def test_learning_rate_and_weight_decay_are_of_this_run_after_a_resume(tmp_path,
     """The checkpoint's own would come with Adam's moments."""
     before = make(weight_decay=0.5)
     give_gradient(before.model, 1)
-    before.step(0.1, 10.0)
-    Checkpoints(tmp_path, Run(), world, optimizers={"policy": before}, state={}).save(1, None)
+    before.step(0.1)
+    Checkpoints(job(tmp_path, world), optimizers={"policy": before}, state={}).save(1, None)
 
     now = make(weight_decay=0.02, offload=offload)
-    assert Checkpoints(tmp_path, Run(), world, optimizers={"policy": now}, state={}).resume() == 1
+    assert Checkpoints(job(tmp_path, world), optimizers={"policy": now}, state={}).resume() == 1
     assert torch.equal(weights(now.model), weights(before.model))
     plain = copy.deepcopy(before.model)
     twin = torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0.02)

@@ -66,3 +66,13 @@ def check_device(device: torch.device) -> None:
         remedy = "requirements-v100.txt (CUDA 12.6 wheels)" if old else "torch for a newer CUDA"
         gap = f"is built for {torch.cuda.get_arch_list()}, not for {torch.cuda.get_device_name(device)}"
         raise ValueError(f"torch {torch.__version__} {gap}: install {remedy}") from error
+
+
+def changed_flags(run_dir: Path, args: dict) -> dict[str, list]:
+    """{name: [value at the first start, now]} of what differs from run_dir/config.json."""
+    try:
+        before = json.loads((run_dir / "config.json").read_text())["args"]
+    except (OSError, ValueError, KeyError):
+        return {}
+    now = jsonable(args)
+    return {name: [before.get(name), now.get(name)] for name in now if before.get(name) != now[name]}

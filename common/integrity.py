@@ -1,0 +1,135 @@
+"""Step folders: which there are, and whether they are what their manifests promise. Without torch.
+
+Nothing that a checkpoint holds is ever executed.
+"""
+
+import hashlib
+import json
+import os
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"  # in the step folder, written last: a folder without it is no checkpoint
+STEP_NAME = re.compile(r"step_\d+")
+# What torch.distributed.checkpoint writes into its .metadata, and no more.
+METADATA_TYPES = {
+    *(f"torch.distributed.checkpoint.metadata.{kind}StorageMetadata" for kind in ("Tensor", "Bytes", "Chunk")),
+    *(f"torch.distributed.checkpoint.metadata.{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta")),
+    "torch.distributed.checkpoint.metadata.TensorProperties",
+    "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+    "torch.serialization._get_layout",
+    "torch.Size",
+    *(f"torch.{dtype}" for dtype in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8", "bool")),
+    "collections.OrderedDict",
+    "pathlib.PosixPath",
+}
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    """Reads what torch writes; UnpicklingError for any other type or function, before it is called."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if f"{module}.{name}" not in METADATA_TYPES:
+            raise pickle.UnpicklingError(f"{module}.{name} has no place there")
+        return super().find_class(module, name)
+
+
+def digest(file: Path) -> list:
+    """[bytes, SHA-256] of a file."""
+    with file.open("rb") as opened:
+        return [file.stat().st_size, hashlib.file_digest(opened, "sha256").hexdigest()]
+
+
+def files_in(folder: Path) -> set[str]:
+    """Paths of all files in a step folder but the manifest, relative to it."""
+    return {str(file.relative_to(folder)) for file in folder.rglob("*") if not file.is_dir()} - {MANIFEST}
+
+
+def read_manifest(folder: Path) -> dict:
+    """ValueError for one that is not there, or that is none."""
+    if not (folder / MANIFEST).is_file():
+        old = (folder / "trainer.json").is_file()
+        raise ValueError("was written by an earlier version, without checksums" if old else "is incomplete")
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        if all(isinstance(size, int) and isinstance(sha, str) for size, sha in manifest["files"].values()):
+            return manifest
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        pass
+    raise ValueError(f"has a damaged {MANIFEST}")
+
+
+def damage(folder: Path, share: slice = slice(None)) -> str | None:
+    """What is wrong with the files of a step folder, in words; None if nothing is. share: which of them to hash."""
+    try:
+        files = read_manifest(folder)["files"]
+    except ValueError as error:
+        return str(error)
+    present = files_in(folder)
+    if different := sorted(present ^ files.keys()):
+        return f"{'has no' if different[0] in files else 'has a foreign'} {different[0]}"
+    for name in sorted(files)[share]:
+        try:
+            found = digest(folder / name)
+        except OSError as error:
+            return f"has an unreadable {name} ({error.strerror})"
+        if found != files[name]:
+            short = f"{found[0]} bytes instead of {files[name][0]}"
+            return f"has a damaged {name} ({short if found[0] != files[name][0] else 'another SHA-256'})"
+    return None
+
+
+def model_identity(folder: Path) -> str:
+    """What must be the same of the model of a resumed run: its architecture, as a short hash of config.json."""
+    config = json.loads((folder / "config.json").read_text())
+    for passing in ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache"):
+        config.pop(passing, None)
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def complete(folder: Path) -> list[Path]:
+    """Step folders with a manifest, in their order."""
+    steps = sorted(path for path in folder.glob("step_*") if STEP_NAME.fullmatch(path.name))
+    return [path for path in steps if (path / MANIFEST).is_file()]
+
+
+def latest(folder: Path, notice: Callable[[str], None]) -> Path | None:
+    """The step folder that `latest` names; without that file the last one that there is. ValueError as `target`."""
+    if (folder / "latest").is_file():
+        return target(folder / "latest")
+    steps = complete(folder)
+    if steps:
+        notice(f"{folder}/latest is missing: going on from {steps[-1].name}")
+    return steps[-1] if steps else None
+
+
+def named(path: Path, notice: Callable[[str], None]) -> Path:
+    """The step folder that --resume PATH means. ValueError if it means none."""
+    if STEP_NAME.fullmatch(path.name) and path.is_dir():
+        return path
+    if path.name in ("latest", "best") and path.is_file():
+        return target(path)
+    found = latest(path, notice) or latest(path / "checkpoints", notice)
+    if found is None:
+        raise ValueError(f"no checkpoint there (a step folder has a {MANIFEST} in it)")
+    return found
+
+
+def target(pointer: Path) -> Path:
+    """The step folder that a file names. ValueError for a name that is none's, or of one that is not there."""
+    name = pointer.read_text(errors="replace").strip()
+    if not STEP_NAME.fullmatch(name):
+        raise ValueError(f"{pointer} names {name[:60]!r}, which is no step folder")
+    folder = pointer.parent / name
+    for left in (f"tmp_{name}", f"tmp_old_{name}"):  # killed between the renames of a save
+        if not folder.exists() and (pointer.parent / left / MANIFEST).is_file():
+            os.replace(pointer.parent / left, folder)
+    if not folder.is_dir():
+        steps = complete(pointer.parent)
+        remedy = f"--resume {steps[-1]} goes on from the last one" if steps else "--resume never begins anew"
+        raise ValueError(f"{pointer} names {name}, which is not there; {remedy}")
+    return folder

@@ -1,0 +1,227 @@
+"""Checkpoints that were damaged, exchanged or made by an attacker, and the lock of a run folder."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from conftest import ROOT, wait_until
+from safetensors import SafetensorError
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from common import files
+from common.checkpoint import _shards, find_checkpoint, load_checkpoint, save_checkpoint
+from common.files import RunLock
+from common.integrity import digest, model_identity
+
+IDENTITY = {"script": "grpo", "model": "0123"}
+
+
+def trained(seed: int = 1):
+    torch.manual_seed(seed)
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    return {"policy": (model, optimizer)}
+
+
+@pytest.fixture
+def run(tmp_path, world):
+    """A run folder with checkpoints of steps 1 and 2."""
+    for step in (1, 2):
+        state = {"loader": {"consumed": 4}}
+        assert save_checkpoint(tmp_path / "checkpoints", step, trained(), state, world, keep=2, identity=IDENTITY)
+    return tmp_path
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+DAMAGES = {"flip": flip, "cut": cut, "empty": lambda file: file.write_bytes(b""), "remove": Path.unlink}
+FILES = ["state/.metadata", "state/__0_0.distcp", "rng_0.safetensors", "trainer.json", "manifest.json"]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_named_with_the_step_before(run, world, name, damage):
+    folder = run / "checkpoints" / "step_000002"
+    DAMAGES[damage](folder / name)
+    with pytest.raises(SystemExit) as refusal:
+        find_checkpoint(run, "auto", world, IDENTITY)
+    said = str(refusal.value)
+    assert said.startswith(str(folder)) and "\n" not in said
+    assert name in said or name == "manifest.json"
+    assert f"--resume {run}/checkpoints/step_000001 goes on from the one before" in said
+    assert find_checkpoint(run, str(run / "checkpoints" / "step_000001"), world, IDENTITY)
+
+
+def test_a_foreign_file_is_refused(run, world):
+    (run / "checkpoints/step_000002/state/__1_0.distcp").write_bytes(b"x")
+    with pytest.raises(SystemExit, match=r"has a foreign state/__1_0\.distcp"):
+        find_checkpoint(run, "auto", world)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"files": 3}', '{"files": {"a": 1}}', "[" * 100_000])
+def test_a_manifest_that_is_none(run, world, content):
+    (run / "checkpoints/step_000002/manifest.json").write_text(content)
+    with pytest.raises(SystemExit, match=r"step_000002 has a damaged manifest\.json"):
+        find_checkpoint(run, "auto", world)
+
+
+def test_without_latest_the_last_complete_step_goes_on(run, world, capsys):
+    (run / "checkpoints/latest").unlink()
+    (run / "checkpoints/step_000003").mkdir()
+    assert find_checkpoint(run, "auto", world).name == "step_000002"
+    assert "latest is missing: going on from step_000002" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["../../elsewhere/step_000002", "/etc", "", ".", "step_1/../..", "\x00", "latest"])
+def test_latest_leads_nowhere_else(run, world, name):
+    (run / "checkpoints/latest").write_text(name)
+    with pytest.raises(SystemExit, match="which is no step folder"):
+        find_checkpoint(run, "auto", world)
+
+
+def test_latest_of_a_step_that_is_gone(run, world):
+    (run / "checkpoints/latest").write_text("step_000009")
+    with pytest.raises(SystemExit, match=r"step_000009, which is not there; --resume .*/step_000002 goes on"):
+        find_checkpoint(run, "auto", world)
+
+
+@pytest.mark.parametrize("other", [{"script": "ppo"}, {"model": "4567"}])
+def test_a_checkpoint_of_another_script_or_model_is_refused(run, world, other):
+    ((name, value),) = other.items()
+    with pytest.raises(SystemExit, match=f"is of another {name}, {IDENTITY[name]} and not {value}"):
+        find_checkpoint(run, "auto", world, IDENTITY | other)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused(run, world):
+    (run / "checkpoints/step_000002/manifest.json").unlink()
+    with pytest.raises(SystemExit, match="was written by an earlier version, without checksums"):
+        find_checkpoint(run, "auto", world)
+
+
+class Attack:
+    def __reduce__(self):
+        return os.system, ("touch attacked",)
+
+
+def as_promised(folder: Path) -> None:
+    """An attacker writes the manifest, too."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"] = {name: digest(folder / name) for name in manifest["files"]}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def attack_metadata(folder: Path) -> None:
+    (folder / "state/.metadata").write_bytes(pickle.dumps(Attack()))
+
+
+def attack_values(folder: Path) -> None:
+    """What is no tensor, such as a learning rate, is a pickle in the shard."""
+    attacked = trained()
+    attacked["policy"][1].param_groups[0]["lr"] = Attack()
+    dcp.save(_shards(attacked), checkpoint_id=folder / "state")
+
+
+def attack_random_states(folder: Path) -> None:
+    (folder / "rng_0.safetensors").write_bytes(pickle.dumps(Attack()))
+
+
+@pytest.mark.parametrize("attack", [attack_metadata, attack_values, attack_random_states])
+def test_nothing_in_a_checkpoint_is_executed(run, world, attack, monkeypatch):
+    folder = run / "checkpoints" / "step_000002"
+    attack(folder)
+    as_promised(folder)
+    monkeypatch.chdir(run)
+    assert find_checkpoint(run, "auto", world, IDENTITY) == folder
+    with pytest.raises((pickle.UnpicklingError, CheckpointException, SafetensorError)):
+        load_checkpoint(folder, trained(), world)
+    assert not (run / "attacked").exists()
+
+
+def test_a_models_identity_is_its_architecture(tmp_path):
+    (tmp_path / "config.json").write_text('{"hidden_size": 4, "transformers_version": "5.0", "dtype": "float32"}')
+    first = model_identity(tmp_path)
+    (tmp_path / "config.json").write_text('{"transformers_version": "5.1", "hidden_size": 4}')
+    assert model_identity(tmp_path) == first
+    (tmp_path / "config.json").write_text('{"hidden_size": 8}')
+    assert model_identity(tmp_path) != first
+
+
+# --- the lock -----------------------------------------------------------------------------------------------------
+
+HOLDER = "import sys, time; from pathlib import Path; from common.files import RunLock; "
+HOLDER += "RunLock(Path(sys.argv[1]), print); print('held', flush=True); time.sleep(600)"
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """A process that holds the lock of tmp_path."""
+    with subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path], cwd=ROOT, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"held\n"
+        yield process
+        process.kill()
+
+
+def test_a_second_run_is_refused_and_a_killed_one_taken_over_at_once(tmp_path, holder, capsys):
+    with pytest.raises(SystemExit, match=rf"--output-dir .*: process {holder.pid} on .* writes there"):
+        RunLock(tmp_path, print)
+    holder.kill()
+    holder.wait()
+    start = time.monotonic()
+    lock = RunLock(tmp_path, print)
+    assert time.monotonic() - start < 5 and lock.held()
+    assert f"process {holder.pid} on" in capsys.readouterr().out
+    lock.release()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_process_that_has_the_number_of_a_dead_one_holds_nothing(tmp_path):
+    own = files.process(os.getpid())
+    (tmp_path / "lock").write_text(json.dumps({"host": "h", "token": "t", **own, "started": "1"}))
+    assert RunLock(tmp_path, lambda text: None).held()
+
+
+@pytest.mark.parametrize("text", [None, "", "{", "3"])
+def test_a_lock_from_elsewhere_lives_while_its_heart_beats(tmp_path, text):
+    """Or of a run that is just writing it."""
+    elsewhere = {"host": "other", "token": "t", **files.process(os.getpid()), "machine": "another"}
+    (tmp_path / "lock").write_text(json.dumps(elsewhere) if text is None else text)
+    with pytest.raises(SystemExit, match="writes there"):
+        RunLock(tmp_path, print)
+    past = time.time() - 61
+    os.utime(tmp_path / "lock", (past, past))
+    lock = RunLock(tmp_path, lambda text: None)
+    wait_until(lambda: (tmp_path / "lock").stat().st_mtime > past + 50)
+    assert lock.held() and [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+def test_a_lock_that_was_taken_over_is_not_released_by_the_one_that_had_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "HEARTBEAT_S", 0.01)
+    first = RunLock(tmp_path, print)
+    (tmp_path / "lock").unlink()
+    second = RunLock(tmp_path, print)
+    first.release()
+    assert second.held() and not first.held()
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit, match=r"--output-dir .*/file/run: cannot write there"):
+        RunLock(tmp_path / "file" / "run", print)
