@@ -63,17 +63,8 @@ def test_kill_and_resume_with_a_replay_memory_equals_an_uninterrupted_run(whole,
 
 def test_by_torchrun(whole, tmp_path):
     """As its users start it; that a forked run is such a run, test_grpo_runs.py compares bit by bit."""
-    few = [
-        "--prompts-per-step",
-        2,
-        "--samples-per-prompt",
-        2,
-        "--total-steps",
-        1,
-        "--no-eval-before",
-        "--eval-rows",
-        2,
-    ]
+    few = ["--prompts-per-step", 4, "--samples-per-prompt", 4, "--total-steps", 1, "--no-eval-before"]
+    few += ["--eval-rows", 2, "--max-response-tokens", 96]
     few += ["--engine", "hf", "--tool-workers", 1, *data_of(whole), "--output-dir", tmp_path]
     run_script("curiosity_rl.py", *few, ranks=1, fresh=True)
     assert 0 <= steps_of(tmp_path)[1]["policy/rollout_logprob_gap"] < 1e-4
