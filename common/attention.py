@@ -6,6 +6,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from common.torch_repair import transformers
 
+BLOCK = 128  # tokens: flex attention's
+WITHOUT_EFFECT = {"is_causal", "position_ids", "cache_position", "use_cache", "output_attentions"}  # options here
+
 
 def choose_attention(flag: str, device: torch.device, compile_layers: bool = False) -> str:
     """`--attention auto`: flex on GPUs with bf16, else SDPA (flex has no backward on CPU, no kernels on Volta)."""
@@ -27,13 +30,17 @@ def shared_prompt_attention(
     *,
     units: list[list[int]],
     scaling: float | None = None,
-    **_: object,
+    **options: object,
 ) -> tuple[Tensor, None]:
     """Segment by segment: a response sees its prompt and itself. There is no [L, L] mask, nothing is quadratic in L.
 
     In the form that transformers' AttentionInterface asks for: query [1, H, L, D], key and value [1, K, L, D] ->
-    ([1, L, H, D], None), with H a multiple of K (grouped queries).
+    ([1, L, H, D], None), with H a multiple of K (grouped queries). TypeError for an option that would change the
+    result (`softcap`, `s_aux`, a sliding window, dropout).
     """
+    given = [(name, value) for name, value in options.items() if value is not None and name not in WITHOUT_EFFECT]
+    if wanted := [name for name, value in given if (name, value) != ("dropout", 0.0)]:
+        raise TypeError(f"{type(module).__name__} wants {', '.join(wanted)}, not supported here: --attention flash")
     query, key = query.to(value.dtype), key.to(value.dtype)  # autocast leaves float32 behind rotary embeddings
     lengths = [length for unit in units for length in unit]
     segments = zip(*(x.split(lengths, dim=2) for x in (query, key, value)))
@@ -64,8 +71,11 @@ def _causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float 
 
 
 def block_mask(units: list[list[int]], device: torch.device):
-    """The same for flex attention: which query sees which key."""
-    from torch.nn.attention.flex_attention import create_block_mask
+    """The same for flex attention: which query sees which key, from the bounds of segments.
+
+    torch's `create_block_mask` would make it from a dense [L, L] mask: 2.6 GB for 16,384 tokens.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
 
     lengths = torch.tensor([length for unit in units for length in unit])
     labels = [(u, s) for u, unit in enumerate(units) for s in range(len(unit))]
@@ -76,7 +86,31 @@ def block_mask(units: list[list[int]], device: torch.device):
         return (key <= query) & same_group & ((samples[key] == 0) | (samples[key] == samples[query]))
 
     length = len(groups)
-    return create_block_mask(visible, None, None, length, length, device=groups.device)
+    some, full = block_tables(units, -(-length // BLOCK))
+    tables = []  # number and order of the blocks that each row of blocks sees in part, and of those that it sees whole
+    for table in (some & ~full, full):
+        order = table.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+        tables += [part.to(torch.int32)[None, None].to(device) for part in (table.sum(-1), order)]
+    return BlockMask.from_kv_blocks(*tables, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(length, length))
+
+
+def block_tables(units: list[list[int]], blocks: int) -> tuple[Tensor, Tensor]:
+    """Two tables [blocks, blocks] bool: whether a block of queries sees something, and whether all, of one of keys."""
+    some, full = torch.zeros(2, blocks, blocks, dtype=torch.bool)
+    start = 0
+    for unit in units:
+        first, end_of_prompt, end_of_unit = start, start + unit[0], start + sum(unit)
+        # all that follows a block of the prompt, in its unit, sees it
+        within = full[-(-first // BLOCK) : end_of_unit // BLOCK, -(-first // BLOCK) : end_of_prompt // BLOCK]
+        within |= torch.ones_like(within).tril(-1)
+        for length in [sum(unit[:2]), *unit[2:]]:  # the first response continues its prompt as any text does
+            end = start + length
+            touched, inside = slice(start // BLOCK, -(-end // BLOCK)), slice(-(-start // BLOCK), end // BLOCK)
+            some[touched, touched] |= torch.ones_like(some[touched, touched]).tril()
+            some[touched, first // BLOCK : -(-end_of_prompt // BLOCK)] |= start > first
+            full[inside, inside] |= torch.ones_like(full[inside, inside]).tril(-1)
+            start = end
+    return some, full
 
 
 def register_attention() -> None:

@@ -1,5 +1,7 @@
 """Chunked log-probs and entropies equal the dense computation; shared prompts equal unshared ones."""
 
+import random
+
 import pytest
 import torch
 from conftest import random_episodes, random_policy, relative_l2
@@ -152,6 +154,36 @@ def test_budget_holds_and_an_empty_selection_is_one_padding_token(tiny_config):
     assert empty.input_ids.shape == (1, 1) and len(logprobs) == 0
     assert _build(episodes, [], index, multiple=128).input_ids.shape == (1, 128)
     assert all(p.grad is not None and not p.grad.any() for p in policy.parameters())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_block_mask_is_that_of_the_dense_mask(seed):
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    rng, units = random.Random(seed), []
+    while sum(map(sum, units)) < 900:
+        longest = rng.choice([5, 150, 400])
+        units.append([rng.randint(1, longest) for _ in range(rng.randint(1, 5))])
+    length = -(-sum(map(sum, units)) // 128) * 128
+    units += [[padding]] if (padding := length - sum(map(sum, units))) else []
+    mask = block_mask(units, torch.device("cpu"))
+    dense = create_block_mask(mask.mask_mod, None, None, length, length, device="cpu")
+    for kind in ("", "full_"):
+        counts, places = (getattr(mask, f"{kind}kv_{name}")[0, 0].tolist() for name in ("num_blocks", "indices"))
+        expected, of_dense = (getattr(dense, f"{kind}kv_{name}")[0, 0].tolist() for name in ("num_blocks", "indices"))
+        assert counts == expected
+        assert [row[:n] for row, n in zip(places, counts)] == [row[:n] for row, n in zip(of_dense, counts)]
+
+
+@pytest.mark.parametrize(
+    "option", [{"softcap": 30.0}, {"s_aux": torch.ones(1)}, {"sliding_window": 64}, {"dropout": 0.1}]
+)
+def test_an_option_that_packs_do_not_express_is_refused(option):
+    query, key, value = (torch.randn(1, 2, 5, 4) for _ in range(3))
+    harmless = {"dropout": 0.0, "softcap": None, "is_causal": True}
+    shared_prompt_attention(torch.nn.Identity(), query, key, value, None, units=[[3, 2]], **harmless)
+    with pytest.raises(TypeError, match=f"Identity wants {next(iter(option))}, not supported"):
+        shared_prompt_attention(torch.nn.Identity(), query, key, value, None, units=[[3, 2]], **option)
 
 
 def test_layout_by_hand():
