@@ -42,7 +42,9 @@ def test_kill_and_resume_equals_an_uninterrupted_run(whole, tmp_path):
         assert dumps[0].equals(dumps[1]) and len(dumps[0]) == 24
     files = [{f.relative_to(run) for f in (run / "checkpoints").rglob("*") if f.is_file()} for run in (whole, folder)]
     assert files[0] == files[1] and len([f for f in files[0] if f.suffix == ".distcp"]) == 2 * 3
-    assert {f.name for f in files[0] if content(whole / f) != content(folder / f)} <= {".metadata"}, "has its own id"
+    assert {f.name for f in files[0] if content(whole / f) != content(folder / f)} <= {".metadata", "manifest.json"}, (
+        "an id of its own, and its checksum"
+    )
 
 
 def content(file: Path) -> object:
