@@ -362,7 +362,8 @@ def collect(rollouts: Rollouts, num_prompts: int, step: int, watch: Stopwatch, f
 def collect_groups(rollouts: Rollouts, args: Args, step: int, watch: Stopwatch) -> tuple[list[Episode], list[Episode]]:
     """The episodes of a step: all that were sampled, and those to train on.
 
-    With --dynamic-sampling groups of equal scores are replaced, round by round, by those of further prompts.
+    With --dynamic-sampling groups of equal scores are replaced, round by round, by those of further prompts. After
+    its last round the groups that there are have to do, even if there are none: a task may be solved.
     """
     sampled: list[Episode] = []
     episodes: list[Episode] = []
@@ -376,11 +377,10 @@ def collect_groups(rollouts: Rollouts, args: Args, step: int, watch: Stopwatch) 
         missing = args.rollout.prompts_per_step - len(prompts_of_all_ranks(episodes))
         if not missing:
             break
-    refuse(
-        args.dynamic_sampling > 0 and missing > 0,
-        f"--dynamic-sampling {args.dynamic_sampling}: {missing} groups of unequal scores are missing after so many "
-        "rounds; raise it, or --samples-per-prompt, or take prompts of another difficulty",
-    )
+    if args.dynamic_sampling and missing:
+        found, wanted = args.rollout.prompts_per_step - missing, args.rollout.prompts_per_step
+        told = f"trains on {found} groups of unequal scores, not on {wanted}: more were not found in so many rounds"
+        rollouts.world.print(f"--dynamic-sampling {args.dynamic_sampling}: step {step + 1} {told}")
     return sampled, episodes
 
 

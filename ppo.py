@@ -23,7 +23,7 @@ micro-batch. Everything per token is flat ([T] or [N]): there is no padding to m
 import math
 from dataclasses import dataclass, field, fields
 from functools import partial
-from itertools import accumulate, product
+from itertools import product
 from typing import Literal
 
 import torch
@@ -134,15 +134,10 @@ def shaped_scores(episodes: list[Episode], max_response_tokens: int, overlong_bu
     return scores + ((max_response_tokens - overlong_buffer - lengths) / overlong_buffer).clamp(-1, 0)
 
 
-def token_rewards(episodes: list[Episode], scores: Tensor, index: TokenIndex) -> Tensor:
-    """Rewards [T]: the score [E] at the last trained token of its episode, a turn's own reward at that turn's last."""
-    rewards = torch.zeros(len(index))
-    for i, episode in enumerate(episodes):
-        trained_before = list(accumulate(episode.loss_mask))  # up to and with each position of the response
-        for position, reward in episode.turn_rewards if index.lengths[i] else ():
-            rewards[index.offsets[i] + trained_before[int(position)] - 1] += reward
-        if index.lengths[i]:
-            rewards[index.offsets[i + 1] - 1] += scores[i]
+def token_rewards(scores: Tensor, index: TokenIndex) -> Tensor:
+    """Rewards [T]: the score [E] at the last trained token of its episode, 0 at all others."""
+    rewards, trained = torch.zeros(len(index)), index.lengths > 0
+    rewards[index.offsets[1:][trained] - 1] = scores[trained].float()
     return rewards
 
 
@@ -182,7 +177,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
     error = (values - returns).square()
     if not clip:
         return 0.5 * error, torch.zeros_like(error, dtype=torch.bool)
-    clipped_error = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
+    clipped_error = (values.clamp(old_values - clip, old_values + clip) - returns).square()  # inside: exactly V's
     return 0.5 * torch.maximum(error, clipped_error), clipped_error > error
 
 
@@ -524,7 +519,7 @@ def main(args: Args, demo: bool = False) -> None:
             packer.fill(tokens.values, critic, minibatches)
         scores = shaped_scores(episodes, args.rollout.max_response_tokens, args.overlong_buffer)  # [E]
         scores += args.reward_model_weight * torch.tensor([e.model_reward or 0.0 for e in episodes])
-        rewards = token_rewards(episodes, scores, index)  # [T]
+        rewards = token_rewards(scores, index)  # [T]
         if args.kl_in == "reward":
             kl = kl_estimate(tokens.old_logprobs, tokens.ref_logprobs, tokens.old_logprobs, "k1").cpu()  # [T]
             rewards = rewards - kl_controller.coef * kl

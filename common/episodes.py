@@ -49,7 +49,6 @@ class Episode:
     logprobs: list[float]  # the engine's, at the sampling temperature; 0.0 where loss_mask is 0
     finish_reason: str = ""  # one of FINISH_REASONS
     rewards: dict[str, float | str] = field(default_factory=dict)  # components; "score" is what is trained on
-    turn_rewards: list[list[float]] = field(default_factory=list)  # [index of a turn's last token, its own reward]
     media: list[Media] = field(default_factory=list)  # in the order of their placeholders: the prompt's, then others
     turns: int = 0  # sampled so far
     calls: list[dict] = field(default_factory=list)  # of tools: turn, name, arguments, text, error, info; media added
@@ -70,7 +69,7 @@ FINISH_REASONS = {
     "max_images": "--max-images: a tool returned more",
     "max_tool_errors": "--max-tool-errors",
     "vision_token": "the policy sampled a vision placeholder: the trajectory ends before it",
-    "tool_failed": "a tool hung, crashed or ran out of memory: not scored, not trained on",
+    "tool_failed": "a tool of ours hung or crashed, or a row gave it too little: not scored, not trained on",
     "unreadable": "a picture of the prompt could not be read: nothing was sampled, not trained on",
 }
 

@@ -56,7 +56,7 @@ class Rollout:
     reward_timeout: Positive = 10.0  # seconds for one response; one that takes longer, or crashes, is left out
     tools: str | None = None  # what the policy may call: visual, built-in names, FILE.py:NAME, comma-separated
     tool_workers: Count = 64  # processes per rank, at most, that run tools
-    tool_timeout: Positive = 30.0  # seconds for one call; an episode whose tool hangs or crashes is left out
+    tool_timeout: Positive = 30.0  # seconds for one call; more is an error that the policy is told
     max_turns: Count = 5  # answers in a trajectory, each but the last followed by what its tool returns
     max_turn_tokens: Count | None = None  # longest single answer (tokens); default: --max-response-tokens
     max_tool_errors: Limit = 3  # errors that are told to the policy; one more ends the trajectory

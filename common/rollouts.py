@@ -116,6 +116,8 @@ def open_rollouts(
         tools = ToolWorkers(rollout.tools, rollout.tool_workers, rollout.tool_timeout) if rollout.tools else None
         train_data, eval_data = read_prompts(job, data, rollout, tools)
         workers = RewardWorkers(rollout.reward_function, max(1, cpus_of_rank() - 1), rollout.reward_timeout)
+        if rollout.reward_function and not rollout.replay:  # found out now, not after the first rollout
+            workers.try_out(rollout.reward_function, (train_data or eval_data)[0])
         turns = Turns.of_flags(rollout, tokenizer, tools, vision) if tools else None
     total_steps = run.total_steps
     if total_steps is None and train_data:

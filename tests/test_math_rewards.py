@@ -116,6 +116,21 @@ SAME_SPELLING = [  # answer, ground truth: equal after normalisation, without ma
     (r"1,\ 2\text{ and }3", "1,2,3"),
     (r"3 \text{ or } 4", "3, 4"),
     ("0.6666666667", "0.6666666667"),
+    ("9", "9 (apples)"),  # as ASDiv writes
+    ("9.", "9 (years old)"),
+    (r"9 \text{ (apples)}", "9"),
+    ("1/2 (mile)", r"\frac{1}{2}"),
+    ("12", "12 (miles/hour)"),
+    ("5", "5 (m)"),
+    (r"4.5 \times 10^{33}", "4.5e33"),  # as Minerva
+    (r"4.5 \cdot 10^{33}", "4.5 × 10^33"),
+    ("3000000", "3e6"),
+    ("1E-3", "0.001"),
+    (r"-1.6 \times 10^{-19}", "-1.6e-19"),
+    ("10^{6}", "1e6"),
+    ("Option B", "B"),
+    (r"\textbf{Option B}", "B"),
+    ("choice C.", "C"),
 ]
 SAME_VALUE = [  # answer, ground truth: spelled differently
     ("1 1/2", "3/2"),
@@ -129,6 +144,8 @@ SAME_VALUE = [  # answer, ground truth: spelled differently
     ("4, 10, -2", "10, 4, -2"),
     (r"\{2, 1\}", "1, 2"),
     (r"\text{(C)}", "C"),
+    ("Option (C)", "C"),
+    ("33, 18", "33 (pennies); 18 (nickels)"),
     ("2^{10}", "1024"),
     ("10!", "3628800"),
     (r"\binom{10}{3}", "120"),
@@ -169,6 +186,16 @@ UNEQUAL = [  # answer, ground truth
     ("2x", "x^2"),
     (r"\infty", r"-\infty"),
     ("7", r"\text{7 million}"),
+    ("8", "9 (apples)"),
+    ("2", "2 (x)"),
+    ("2", "2 (a + b)"),
+    ("4.5e32", "4.5e33"),
+    ("3e6", "3e-6"),
+    ("2e", "2"),
+    ("52", "5e2"),
+    ("1.000001e3", "1e3"),
+    ("Option A", "B"),
+    ("Options", "B"),
 ]
 
 
@@ -651,6 +678,21 @@ def test_prepare_bad_line_is_named(tmp_path, line, reason):
     with pytest.raises(ValueError, match=rf"mine\.jsonl:3: .*{reason}"):
         prepare.main(prepare.Args(out=tmp_path / "out", source=str(path)))
     assert not (tmp_path / "out").exists()
+
+
+def test_prepare_drops_bad_rows_if_asked_to(tmp_path, capsys):
+    """All of them are counted, and the first five named."""
+    good, bad = {"problem": "p", "answer": "5"}, {"problem": "p", "answer": ""}
+    path = write_jsonl(tmp_path / "mine.jsonl", good, *[bad] * 7, good)
+    with pytest.raises(ValueError, match=r"^7 unusable rows \(--bad-rows drop drops them\)") as error:
+        prepare.main(prepare.Args(out=tmp_path / "out", source=str(path)))
+    assert str(error.value).count("mine.jsonl:") == 5 and not (tmp_path / "out").exists()
+    prepare.main(prepare.Args(out=tmp_path / "out", source=str(path), bad_rows="drop"))
+    rows = pq.read_table(tmp_path / "out" / "test.parquet").to_pylist()
+    assert [row["extra_info"]["index"] for row in rows] == [0, 1]
+    assert "warning: 7 unusable rows (dropped); the first:\n" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="2 unusable rows"):  # and no other
+        prepare.main(prepare.Args(tmp_path / "none", str(write_jsonl(path, bad, bad)), "drop"))
 
 
 def test_prepare_bad_source(tmp_path):

@@ -21,24 +21,23 @@ from common.pictures import PixelLimits
 ALONE = World(0, 1, 0, torch.device("cpu"))
 
 
-def episode(prompt: int, mask: list[int], score: float = 0.0, turn_rewards=()) -> Episode:
+def episode(prompt: int, mask: list[int], score: float = 0.0) -> Episode:
     ids = list(range(3, 3 + len(mask)))
     logprobs = [-0.5 * m for m in mask]
-    turns = [list(turn) for turn in turn_rewards]
-    return Episode(prompt, 0, [1, 2], ids, mask, logprobs, "stop", {"score": score}, turns)
+    return Episode(prompt, 0, [1, 2], ids, mask, logprobs, "stop", {"score": score})
 
 
 # --- rewards --------------------------------------------------------------------------------------------------------
 
 
-def test_the_score_stands_at_the_last_trained_token_and_turn_rewards_at_their_turns_last():
+def test_the_score_stands_at_the_last_trained_token():
     episodes = [
-        episode(0, [1, 1, 0, 0, 1, 1, 0], turn_rewards=[(1, 0.25), (5, -0.5)]),  # ends with an observation
+        episode(0, [1, 1, 0, 0, 1, 1, 0]),  # ends with an observation
         episode(1, [0, 0]),  # nothing is trained: its score is nobody's
         episode(2, [1]),
     ]
-    rewards = ppo.token_rewards(episodes, torch.tensor([1.0, 7.0, 0.125]), TokenIndex(episodes))
-    assert rewards.tolist() == [0.0, 0.25, 0.0, 0.5, 0.125]
+    rewards = ppo.token_rewards(torch.tensor([1.0, 7.0, 0.125]), TokenIndex(episodes))
+    assert rewards.tolist() == [0.0, 0.0, 0.0, 1.0, 0.125]
 
 
 # --- GAE ------------------------------------------------------------------------------------------------------------
@@ -166,6 +165,14 @@ def test_value_loss_by_hand(value, old, target, loss, clipped, slope):
     got, is_clipped = ppo.value_loss(v, old, target, 0.2)
     assert got.item() == pytest.approx(loss, abs=1e-12) and is_clipped.item() == clipped
     assert torch.autograd.grad(got.sum(), v)[0].item() == pytest.approx(slope, abs=1e-12)
+
+
+def test_a_value_inside_the_range_is_not_clipped():
+    """old + (v - old) is not v in float32: it seemed to be clipped where that rounds."""
+    generator = torch.Generator().manual_seed(0)
+    values, old, target = torch.randn(3, 4096, generator=generator).clamp(-2.4, 2.4) / 10
+    assert not ppo.value_loss(values, old, target, 0.5)[1].any()
+    assert ppo.value_loss(old + 2, old, old + 3, 0.5)[1].all()
 
 
 def test_value_loss_without_clip_is_half_the_square():

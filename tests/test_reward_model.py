@@ -104,6 +104,30 @@ def test_a_score_that_is_not_finite_costs_its_episode(folder):
     assert not any(math.isfinite(e.rewards["score"]) for e in episodes)
 
 
+def test_what_a_tool_says_is_not_read_as_the_answer(folder):
+    scorer, rows = RewardModel(folder, torch.float32, torch.device("cpu")), {0: Row(0, "x", "AB", None, {}, [65, 66])}
+    tokenizer = scorer.tokenizer
+    said, seen, more = (tokenizer.encode(text, add_special_tokens=False) for text in ("1+2", "3 is right", "= 3"))
+    mask = [1] * len(said) + [0] * len(seen) + [1] * len(more)
+    with_tool = Episode(0, 0, [65, 66], said + seen + more, mask, [0.0] * len(mask), "stop", {"score": 1.0})
+    ids = tokenizer.encode("1+2\n= 3", add_special_tokens=False)
+    without = Episode(0, 1, [65, 66], ids, [1] * len(ids), [0.0] * len(ids), "stop", {"score": 1.0})
+    scorer.score_episodes([with_tool, without], rows, tokenizer)
+    assert with_tool.model_reward == pytest.approx(without.model_reward, abs=1e-6)
+
+
+@pytest.mark.parametrize("size, kept", [(1e5, True), (1e15, False)])
+def test_a_large_score_costs_its_episode_and_is_told(folder, capsys, size, kept):
+    scorer, rows = RewardModel(folder, torch.float32, torch.device("cpu")), {0: Row(0, "x", "AB", None, {}, [65, 66])}
+    episodes = short_episodes(2)
+    scorer.score_episodes(episodes, rows, scorer.tokenizer)
+    with torch.no_grad():
+        scorer.model.score.weight.mul_(size / max(abs(e.model_reward) for e in episodes))
+    scorer.score_episodes(episodes, rows, scorer.tokenizer)
+    assert [math.isfinite(e.rewards["score"]) for e in episodes] == [kept] * 2
+    assert ("--reward-model: 2 of 2 scores are not finite or above 1e+06" in capsys.readouterr().out) != kept
+
+
 def test_a_classifier_with_several_outputs_is_refused(tmp_path):
     folder = save_reward_model(tmp_path, num_labels=3)
     with pytest.raises(SystemExit, match=r"--reward-model .* has 3 outputs, expected one"):

@@ -17,8 +17,10 @@ import pytest
 from conftest import ROOT, deadline, wait_until
 
 from common import workers
-from common.episodes import Episode
+from common.episodes import Episode, Row
+from common.hub import FOLDERS
 from common.rewards import RewardWorkers, score_episodes
+from common.torch_repair import transformers
 
 TIMEOUT = 2.0  # seconds, in all tests that do not say otherwise
 
@@ -366,6 +368,75 @@ def test_sigkill_of_the_trainer_leaves_no_worker(spec, tmp_path):
         trainer.send_signal(signal.SIGKILL)
         wait_until(lambda: not any(map(alive, pids)))
         assert trainer.stdout.read() == ""
+
+
+def test_what_a_tool_says_earns_nothing(start):
+    """Sampled, an observation with the answer in it, sampled: the policy does not know."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(FOLDERS["tiny"])
+    said, seen = ["Let me ask", "I do not know"], "result: \\boxed{7}"
+    parts = [tokenizer.encode(text, add_special_tokens=False) for text in (said[0], seen, said[1])]
+    ids, mask = [i for part in parts for i in part], [m for m, part in zip((1, 0, 1), parts) for _ in part]
+    episodes = [Episode(0, 0, [1], ids, mask, [0.0] * len(mask), "stop") for _ in range(2)]
+    rows = {0: SimpleNamespace(data_source="math/x", ground_truth="7", extra_info={"index": 3})}
+    score_episodes(episodes[:1], rows, start(None), tokenizer)
+    assert episodes[0].rewards == {"score": 0.0, "pred": ""}
+
+    score_episodes(episodes[1:], rows, jobs := Recorded(), tokenizer)
+    (of_one,) = jobs.seen
+    whole = tokenizer.decode(ids)
+    assert of_one[1] == "\n".join(said), "turn by turn"
+    assert of_one[3] == {"index": 3, "last_turn": said[1], "trajectory": whole}
+    assert "boxed" in whole and rows[0].extra_info == {"index": 3}
+
+
+class Recorded:
+    """In a worker's place: what it is asked, and what it sends."""
+
+    def __init__(self, result=None):
+        self.seen, self.result = [], result or {"score": 1.0}
+
+    def score(self, jobs):
+        self.seen += jobs
+        return [self.result] * len(jobs)
+
+
+@pytest.mark.parametrize("score", [1e300, -1.1e6, math.nan, None, "1", True])
+def test_a_score_that_would_ruin_the_run_costs_its_sample(score, capsys):
+    """Also where it comes from the worker's socket, which a user's function can write to."""
+    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "text")
+    rows = {0: SimpleNamespace(data_source="x", ground_truth="7", extra_info={})}
+    good, bad = (Episode(0, i, [1], [2], [1], [0.0], "stop") for i in range(2))
+    score_episodes([good], rows, Recorded({"score": -1e6}), tokenizer)
+    score_episodes([bad], rows, Recorded({"score": score}), tokenizer)
+    assert good.rewards == {"score": -1e6} and math.isnan(bad.rewards["score"])
+    assert "rewards: 1 of 1 responses not scored, the first: " in capsys.readouterr().out
+
+
+VERL = "lambda data_source, solution_str, ground_truth, extra_info=None:"
+TRIALS = {  # a function: what is said of it, or nothing if it may go on
+    "lambda completions, **kwargs: [1.0]": "missing 1 required positional argument: 'completions'",
+    f"{VERL} None": "returned the score None",
+    f"{VERL} float('nan')": "returned the score nan",
+    f"{VERL} {{}}['x']": "KeyError: 'x' (line 1 of trial.py)",
+    f"{VERL} 1 / len(solution_str)": "",
+    f"{VERL} None if solution_str else 0": "",
+    "lambda **given: len(given['extra_info']['last_turn'])": "",
+}
+
+
+@pytest.mark.parametrize("function", TRIALS)
+def test_a_function_that_can_score_nothing_is_refused_at_the_start(start, tmp_path, function):
+    (tmp_path / "trial.py").write_text(f"f = {function}\n")
+    spec = f"{tmp_path / 'trial.py'}:f"
+    row = Row(0, "x", "p", {"target": 7}, {"index": 0}, [1])
+    workers = start(spec, count=1)
+    if not TRIALS[function]:
+        workers.try_out(spec, row)
+        return
+    with pytest.raises(ValueError) as error:
+        workers.try_out(spec, row)
+    for words in (f"--reward-function {spec}", TRIALS[function], "its truth as", "empty", "solution_str=..."):
+        assert words in str(error.value), words
 
 
 def test_score_episodes(start):

@@ -466,7 +466,8 @@ def test_score_response_normalises():
         "note": "",
         "all": "[1, 2]",
     }
-    for bad in (math.nan, math.inf, None, "1", [1], {"score": None}, {"score": 10**400}):
+    assert returning(-1e6) == {"score": -1e6}
+    for bad in (math.nan, math.inf, None, "1", [1], {"score": None}, {"score": 10**400}, 1.1e6, -1e39, 1e300):
         with pytest.raises(ValueError, match="finite number"):
             returning(bad)
     with pytest.raises(ValueError, match='without the key "score"'):

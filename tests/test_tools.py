@@ -71,6 +71,13 @@ def act(action: str, seconds: float = 0.0):
     return [begin, time.monotonic()] if action == "sleep" else ACTIONS[action]()
 
 
+def our_act(action: str, seconds: float = 0.0):
+    return act(action, seconds)
+
+
+our_act.ours = True
+
+
 def wait_for(path: str):
     while not os.path.exists(path):
         time.sleep(0.01)
@@ -185,8 +192,8 @@ def start(file):
         pool.close()
 
 
-def submit(tools: ToolWorkers, key, action: str, seconds: float = 0.0) -> None:
-    tools.submit(key, Call("act", {"action": action, "seconds": seconds}), {}, {})
+def submit(tools: ToolWorkers, key, action: str, seconds: float = 0.0, name: str = "act") -> None:
+    tools.submit(key, Call(name, {"action": action, "seconds": seconds}), {}, {})
 
 
 def collect(tools: ToolWorkers) -> dict:
@@ -252,7 +259,7 @@ def test_visual_tools():
     for name in ("crop_image", "zoom_in", "crop_image_normalized"):
         assert find_tool(tools, name) is tools["crop_image_normalized"]
     assert find_tool(tools, "crop") is None
-    assert {tool.role for tool in tools.values()} == {"user"}
+    assert {(tool.role, tool.ours) for tool in tools.values()} == {("user", True)}
     assert load_tools("") == {}
 
 
@@ -528,17 +535,21 @@ FAILURES = {
 }
 
 
-def test_each_failure_costs_its_own_call_and_others_go_on(start):
-    tools = start("act", count=2, timeout_s=2.0)
+@pytest.mark.parametrize("name", ["act", "our_act"])
+def test_each_failure_costs_its_own_call_and_others_go_on(start, name):
+    """The policy wrote the call, and reads what came of it; if the tool says that it is ours, the sample is lost."""
+    tools = start(name, count=2, timeout_s=2.0)
     for action in FAILURES:
-        submit(tools, action, action)
+        submit(tools, action, action, name=name)
         for number in range(3):
-            submit(tools, (action, number), "times")
+            submit(tools, (action, number), "times", name=name)
     replies = collect(tools)
     assert len(replies) == 4 * len(FAILURES)
     for key, reply in replies.items():
         if key in FAILURES:
-            assert reply.failed and not reply.error and reply.text.startswith(FAILURES[key]), (key, reply)
+            assert (reply.failed, reply.error) == (name == "our_act", name == "act"), (key, reply)
+            assert reply.text.startswith("Error: ") == reply.error
+            assert reply.text.removeprefix("Error: ").startswith(FAILURES[key]), (key, reply)
         else:
             assert reply == ToolReply("7"), (key, reply)
     assert list(replies).index("hang") > list(replies).index(("exit", 2))  # nobody waited for it
@@ -580,7 +591,7 @@ def test_a_queued_job_has_its_whole_time(start):
     tools = start("act", timeout_s=2.0)
     for number in range(4):
         submit(tools, number, "sleep", 0.6)
-    assert not any(reply.failed for reply in collect(tools).values())
+    assert not any(reply.error for reply in collect(tools).values())
 
 
 def test_others_work_while_one_starts_again(start, monkeypatch, tmp_path):
@@ -589,7 +600,7 @@ def test_others_work_while_one_starts_again(start, monkeypatch, tmp_path):
     monkeypatch.setenv("SLOW_IMPORT", "600")
     submit(tools, "exit", "exit")
     with deadline(60):
-        assert [key for key, reply in tools.poll(30.0) if reply.failed] == ["exit"]
+        assert [key for key, reply in tools.poll(30.0) if reply.error] == ["exit"]
         for number in range(3):
             submit(tools, number, "times")
             assert tools.poll(30.0) == [(number, ToolReply("7"))]

@@ -377,18 +377,28 @@ def own_call(name: str, **arguments) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def test_tools_that_hang_crash_or_eat_memory_cost_their_sample(own_tools):
+def test_a_call_that_hangs_crashes_or_eats_memory_is_told_to_the_policy(own_tools):
+    """And scored: who writes endless loops would escape its zero otherwise."""
     tokenizer = build_tokenizer()
     names = ("wait", "crash", "hog")
     scripts = [
-        [own_call("wait", seconds=60)],
-        [own_call("crash")],
-        [own_call("hog")],
+        [own_call("wait", seconds=60), "x"],
+        [own_call("crash"), "x"],
+        [own_call("hog")] * 2,
         [own_call("wait", seconds=0), "x"],
     ]
-    episodes, _ = run(scripts, Turns(tokenizer, own_tools), row(tokenizer, tools=names))
-    assert [e.finish_reason for e in episodes] == ["tool_failed"] * 3 + ["stop"]
-    assert all(e.calls[0]["text"] for e in episodes)
+    episodes, _ = run(scripts, Turns(tokenizer, own_tools, max_tool_errors=1), row(tokenizer, tools=names))
+    assert [e.finish_reason for e in episodes] == ["stop", "stop", "max_tool_errors", "stop"]
+    assert [[call["error"] for call in e.calls] for e in episodes] == [[True], [True], [True, True], [False]]
+    assert "Error: timeout after 3 s" in tokenizer.decode(episodes[0].response_ids)
+    assert "Error: the worker died (exit code 3)" in tokenizer.decode(episodes[1].response_ids)
+
+
+def test_a_tool_that_is_ours_costs_its_sample_when_it_crashes(own_tools, monkeypatch):
+    tokenizer = build_tokenizer()
+    monkeypatch.setattr(own_tools.tools["crash"], "ours", True)
+    (episode,), _ = run([[own_call("crash")]], Turns(tokenizer, own_tools), row(tokenizer, tools=("crash",)))
+    assert episode.finish_reason == "tool_failed" and episode.calls[0]["text"] == "the worker died (exit code 3)"
 
 
 class Announcing(ScriptedEngine):

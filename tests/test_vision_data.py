@@ -14,6 +14,7 @@ from vl import QWEN_VL, picture, write_tiny_vl
 
 from common.data.media import count_tokens
 from common.data.prompts import PromptData
+from common.data.render import unheeded
 from common.pictures import Media, PixelLimits
 from common.tools import load_tools
 from common.vision import load_vision
@@ -189,6 +190,29 @@ def test_a_model_without_eyes_refuses_pictures(tmp_path, vision):
         load(tmp_path, vision, [row]).__class__(
             str(tmp_path / "rows.jsonl"), vision.processor.tokenizer, max_prompt_tokens=400
         )
+
+
+@pytest.mark.parametrize(
+    "asks, without, with_tools",
+    [
+        ({}, "", ""),
+        (
+            {"agent_name": None, "extra_info": {"tools_kwargs": {"crop": None}, "interaction_kwargs": {"name": None}}},
+            "",
+            "",
+        ),
+        ({"agent_name": "single_turn_agent"}, "", ""),
+        ({"agent_name": "single_turn_agent", "extra_info": {"tools_kwargs": {"select_frames": {}}}}, "", ""),
+        ({"agent_name": "tool_agent"}, "no --tools are given", ""),
+        ({"extra_info": {"tools_kwargs": {"select_frames": {"a": 1}}}}, "no --tools are given", ""),
+        ({"agent_name": "react_agent"}, "agent_name 'react_agent': known are", "agent_name 'react_agent': known are"),
+        ({"extra_info": {"interaction_kwargs": {"name": "teacher"}}}, "no interactions", "no interactions"),
+    ],
+)
+def test_what_a_row_asks_for_and_does_not_get(asks, without, with_tools):
+    for said, tools in ((without, {}), (with_tools, load_tools("visual"))):
+        told = unheeded(ask("x") | asks, tools)
+        assert said in told and bool(said) == bool(told), told
 
 
 def test_rows_choose_tools_as_in_verl(tmp_path, vision):

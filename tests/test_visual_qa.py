@@ -53,6 +53,9 @@ RIGHT = [  # answer, ground truth
     ("A. cat, B. dog", "A, B"),
     ("(B) and (A)", "(A), (B)"),
     ('B. "blue"', "B. blue"),
+    ("Option B", "B"),
+    ("**Option (B)**", "B. blue"),
+    ("choice B: blue", "B"),
     # numbers
     ("5", "5"),
     ("1,234", "1234"),
@@ -125,6 +128,8 @@ RIGHT = [  # answer, ground truth
     (r"\mathrm{dark}\ blue", "dark blue"),
     (r"R\&D", "r&d"),
     ("2010–2015", "2010-2015"),
+    ("50-60", "50 - 60"),
+    ("50 – 60", "50-60"),
     ("A.M.", "a.m"),
     ("?", "?"),
     ("the", "the"),
@@ -163,6 +168,10 @@ WRONG = [
     ("A-frame", "A"),
     ("L. blue", "L"),
     ("B^1", "B"),
+    ("Option A", "B"),
+    ("Options", "B"),
+    ("option B or C", "B"),
+    ("option blue", "blue"),
     ("B. blue", "blue"),
     # numbers
     ("6", "5"),
@@ -215,6 +224,7 @@ WRONG = [
     ("19-25", "18-24"),
     (r"19-25^\circ", r"18-24^{\circ}"),
     ("20:60", "10:30"),
+    ("50-61", "50 - 60"),
     ("5x4", "4x5"),
     ("mp 5", "5 pm"),
 ]

@@ -10,6 +10,7 @@ from common.tools import Tool
 from common.tools.turns import Hermes
 
 RENDERED_MARKS = ("\nAssistant:", "<|im_start|>assistant")  # TinyZero's templates, stored inside one user message
+KNOWN_AGENTS = ("", "single_turn_agent", "tool_agent")  # of the column agent_name
 DEFAULT_SYSTEM = "You are a helpful assistant."  # in front of the tools, where a row has no system message
 
 
@@ -66,6 +67,21 @@ def split_marks(content: str) -> list[dict]:
     """Typed parts of a text with <image> and <video>."""
     parts = [part for part in re.split("(<image>|<video>)", content) if part]
     return [{"type": MARKS[part]} if part in MARKS else {"type": "text", "text": part} for part in parts]
+
+
+def unheeded(record: Mapping, tools: Mapping[str, Tool]) -> str:
+    """What verl's columns ask for in a row and does not happen here with these tools; "" if there is nothing.
+
+    A start-up that is not told trains without what the row was made for.
+    """
+    agent, info = record.get("agent_name") or "", without_nulls(record.get("extra_info") or {})
+    if info.get("interaction_kwargs"):
+        return "extra_info.interaction_kwargs: there are no interactions here"
+    if agent not in KNOWN_AGENTS:
+        return f"agent_name {agent!r:.40}: known are {', '.join(filter(None, KNOWN_AGENTS))}"
+    if not tools and (agent == "tool_agent" or (info.get("tools_kwargs") and agent != "single_turn_agent")):
+        return "agent_name tool_agent, or extra_info.tools_kwargs: no --tools are given"
+    return ""
 
 
 def row_tools(record: Mapping, tools: Mapping[str, Tool]) -> dict[str, dict]:

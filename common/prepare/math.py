@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -38,19 +39,31 @@ SPLITS = ("train", "test")
 class Args:
     out: Path  # folder for train.parquet and test.parquet
     source: str = "hub"  # "hub" (DigitalLearningGmbH/MATH-lighteval, from HF_ENDPOINT), or a .jsonl file or folder
+    bad_rows: Literal["error", "drop"] = "error"  # rows that are unusable: stop, or count and drop them
 
 
 def main(args: Args) -> None:
     # read everything first: a bad line leaves no half data set behind
-    rows = {split: [] for split in SPLITS}
+    rows, unusable = {split: [] for split in SPLITS}, []
     for split, row in read_hub() if args.source == "hub" else read_files(Path(args.source)):
+        if isinstance(row, str):
+            unusable.append(row)
+            continue
         row["extra_info"] |= {"split": split, "index": len(rows[split])}
         rows[split].append(row)
+    if unusable:
+        drop = args.bad_rows == "drop"
+        listed = "".join(f"\n  {why}" for why in unusable[:5])
+        state = "dropped" if drop else "--bad-rows drop drops them"
+        message = f"{len(unusable)} unusable rows ({state}); the first:{listed}"
+        if not drop or not any(rows.values()):
+            raise ValueError(message)
+        print(f"warning: {message}")
     write_splits(args.out, {split: pa.Table.from_pylist(rows[split], schema=SCHEMA) for split in SPLITS})
 
 
-def read_hub() -> Iterator[tuple[str, dict]]:
-    """(split, verl's row) of MATH's 7,500 training and 5,000 test problems, from the hub (or from its local cache)."""
+def read_hub() -> Iterator[tuple[str, dict | str]]:
+    """(split, verl's row or why it is none) of MATH's 7,500 training and 5,000 test problems, from hub or cache."""
     for split in SPLITS:
         name = f"data/{split}-00000-of-00001.parquet"
         with downloading(REPOSITORY, "give --source with a .jsonl file or a folder of them"):
@@ -59,8 +72,8 @@ def read_hub() -> Iterator[tuple[str, dict]]:
             yield split, to_row(record, REPOSITORY, f"{REPOSITORY}/{name}, row {number}")
 
 
-def read_files(source: Path) -> Iterator[tuple[str, dict]]:
-    """(split, verl's row) of every line of a .jsonl file, or of all .jsonl files in a folder, by name."""
+def read_files(source: Path) -> Iterator[tuple[str, dict | str]]:
+    """(split, verl's row or why it is none) of the lines of a .jsonl file, or of all in a folder, by name."""
     paths = sorted(source.glob("*.jsonl")) if source.is_dir() else [source]
     if not paths or not all(path.is_file() for path in paths):
         raise FileNotFoundError(f'--source {source}: expected a .jsonl file, a folder with some, or "hub"')
@@ -72,23 +85,24 @@ def read_files(source: Path) -> Iterator[tuple[str, dict]]:
         count = 0
         for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
             if line.strip():
+                place = f"{path}:{number}"
                 try:
-                    record = json.loads(line)
+                    row = to_row(json.loads(line), data_source, place)
                 except ValueError as error:  # bad JSON and bad UTF-8 alike
-                    raise ValueError(f"{path}:{number}: invalid JSON: {error}") from error
-                yield ending or "test", to_row(record, data_source, f"{path}:{number}")
+                    row = f"{place}: invalid JSON: {error}"
+                yield ending or "test", row
                 count += 1
         if not count:
             raise ValueError(f"{path}: no rows")
 
 
-def to_row(record, data_source: str, place: str) -> dict:
-    """verl's row without split and index. ValueError with the place and the reason."""
+def to_row(record, data_source: str, place: str) -> dict | str:
+    """verl's row without split and index; the place and the reason if it is unusable."""
     try:
         question, ground_truth, answer = read_record(record)
         normalized_truth(ground_truth)
     except ValueError as error:
-        raise ValueError(f"{place}: {error}") from error
+        return f"{place}: {error}"
     return {
         "data_source": data_source,
         "prompt": [{"role": "user", "content": f"{question} {INSTRUCTION}"}],

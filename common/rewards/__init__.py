@@ -5,13 +5,15 @@ fn(data_source, solution_str, ground_truth, extra_info=None) -> number, or a map
 
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from math import isfinite, isnan, nan
+from itertools import groupby
+from math import isnan, nan
 
 from common.rewards import countdown, geometry, math, visual_qa
 from common.workers import Pool, load_function
 
 RewardFunction = Callable[..., float | Mapping]
 Job = tuple[str, str, object, Mapping | None]  # data_source, text, ground_truth, extra_info
+MAX_SCORE = 1e6  # in magnitude: the square of a larger one, or its gradient, would ruin the run
 
 
 def with_signature(scorer: Callable[..., dict]) -> RewardFunction:
@@ -62,7 +64,7 @@ def load_reward_function(spec: str) -> RewardFunction:
 def score_response(
     fn: RewardFunction, data_source: str, solution_str: str, ground_truth, extra_info: Mapping | None = None
 ) -> dict[str, float | str]:
-    """What fn returns, as a dict with a finite float "score"; its other values become floats or strings."""
+    """What fn returns, as a dict with a `usable` "score"; its other values become floats or strings."""
     result = fn(data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info)
     label = f"reward function {getattr(fn, '__name__', fn)} on data_source {data_source!r}"
     if not isinstance(result, Mapping):
@@ -70,9 +72,15 @@ def score_response(
     if "score" not in result:
         raise ValueError(f'{label} returned a mapping without the key "score": {sorted(map(str, result))}')
     values = {str(key): float_or_str(value) for key, value in result.items()}
-    if not isinstance(values["score"], float) or not isfinite(values["score"]):
-        raise ValueError(f"{label} returned the score {result['score']!r}, expected a finite number")
+    if not usable(values["score"]):
+        expected = f"expected a finite number of at most {MAX_SCORE:g} in magnitude"
+        raise ValueError(f"{label} returned the score {result['score']!r:.80}, {expected}")
     return values
+
+
+def usable(score) -> bool:
+    """Whether a score can be trained on; NaN cannot."""
+    return isinstance(score, float) and abs(score) <= MAX_SCORE
 
 
 def is_correct(rewards: Mapping[str, float | str]) -> bool:
@@ -94,6 +102,26 @@ class RewardWorkers(Pool):
         """What `score_response` makes of each job, in their order; if it failed, {"error": why} without a "score"."""
         return self.run(jobs)
 
+    def try_out(self, function_spec: str, row) -> None:
+        """Score the truth of a row, as if it were a response, and an empty one. ValueError if both fail."""
+        texts = {"its truth as the response": row.truth, "an empty response": ""}
+        jobs = [
+            (row.data_source, text, row.ground_truth, row.extra_info | {"last_turn": text, "trajectory": text})
+            for text in texts.values()
+        ]
+        results = dict(zip(texts, self.score(jobs), strict=True))
+        failures = [
+            f"\n  with {what}: {reply['error']}"
+            for what, reply in results.items()
+            if "error" in reply and "score" not in reply
+        ]
+        if len(failures) == len(texts):
+            raise ValueError(
+                f"--reward-function {function_spec} cannot score the first row:{''.join(failures)}\nIt is called as "
+                "NAME(data_source=..., solution_str=..., ground_truth=..., extra_info=...), for one response, and "
+                'returns a finite number or a dict with the key "score"'
+            )
+
 
 def make_scorer(function_spec: str) -> Callable[[Job], dict]:
     function = load_reward_function(function_spec) if function_spec else None
@@ -101,23 +129,37 @@ def make_scorer(function_spec: str) -> Callable[[Job], dict]:
 
 
 def score_episodes(episodes: list, rows: Mapping, workers: RewardWorkers, tokenizer) -> None:
-    """Fill `rewards` of each episode from its response text; rows: prompt index -> Row.
+    """Fill `rewards` of each episode from what the policy said in it; rows: prompt index -> Row.
 
-    If that fails (an exception, a timeout, a dead worker), they are {"score": nan, "error": why}.
+    What tools said is in extra_info["trajectory"] alone, the last turn in extra_info["last_turn"]. If scoring fails
+    (an exception, a timeout, a dead worker, a score that is not `usable`), they are {"score": nan, "error": why}.
     """
     answered, jobs = [], []
     for episode in episodes:
         if episode.finish_reason in ("tool_failed", "unreadable"):
             episode.rewards = {"score": nan, "error": episode.finish_reason}
             continue
-        row, text = rows[episode.prompt_index], tokenizer.decode(episode.response_ids, skip_special_tokens=True)
+        row, turns = rows[episode.prompt_index], sampled_turns(episode, tokenizer)
+        more = {"last_turn": turns[-1] if turns else ""}
+        more["trajectory"] = tokenizer.decode(episode.response_ids, skip_special_tokens=True)
         answered.append(episode)
-        jobs.append((row.data_source, text, row.ground_truth, row.extra_info))
+        jobs.append((row.data_source, "\n".join(turns), row.ground_truth, row.extra_info | more))
     for episode, result in zip(answered, workers.score(jobs), strict=True):
-        episode.rewards = {"score": nan} | result
+        why = result.get("error", f"the worker sent {result!r:.80}")  # a user's function may forge what is sent
+        episode.rewards = result if usable(result.get("score")) else {"score": nan, "error": why}
     errors = [str(e.rewards["error"]) for e in episodes if isnan(e.rewards["score"])]
     if errors:
         print(f"rewards: {len(errors)} of {len(episodes)} responses not scored, the first: {errors[0]}", flush=True)
+
+
+def sampled_turns(episode, tokenizer) -> list[str]:
+    """The text of each turn that the policy sampled, without special tokens, and without what tools said."""
+    runs, start = [], 0
+    for sampled, run in groupby(episode.loss_mask):
+        end = start + len(list(run))
+        runs += [episode.response_ids[start:end]] if sampled else []
+        start = end
+    return [tokenizer.decode(ids, skip_special_tokens=True) for ids in runs]
 
 
 def float_or_str(value) -> float | str:

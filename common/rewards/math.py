@@ -141,6 +141,9 @@ UNIT_WORDS = (
     r"|(?:kilo)?grams?|kg|pounds?|lit(?:er|re)s?|people|students?|ways?|integers?|digits?|pages?)"
 )
 UNIT = rf"(?:\s*\\text\s*\{{[^{{}}]*\}}|(?:\s+|(?<=[0-9])){UNIT_WORDS})(?:\^\{{?[23]\}}?)?"
+# what ASDiv writes behind a number: 9 (apples), 12 (miles/hour), 5 (m); but 2 (x) is a product
+UNIT_IN_BRACKETS = r"(?<=[0-9])\s+\((?:[mgLFC]|[a-zA-Z]{2}[^()\\^_=+*]*)\)(?=[\s.]*(?:;|$))"
+OPTION = r"^\s*(?:[Oo]ption|[Cc]hoice)\s+(?=\(?[A-Ka-k]\)?[\s.]*$)"  # Option B, choice (b)
 SYMBOLS = {"−": "-", "–": "-", "°": "", "×": r"\times ", "·": r"\cdot ", "π": r"\pi ", "√": r"\sqrt ", "∞": r"\infty "}
 CLEAN = [  # pattern and replacement, in this order; what remains is LaTeX that math-verify reads
     (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
@@ -152,6 +155,8 @@ CLEAN = [  # pattern and replacement, in this order; what remains is LaTeX that 
     (r"\\(?:(?:text|math)(?:rm|bf|it|normal)|mbox)(?=\s*\{)", r"\\text"),
     (rf"(?<=[\w}})\]]){UNIT}[\s.]*$", ""),  # 5 cm^2, 5 \text{ apples}
     (r"\\text\s*\{([^{}]*)\}", r"\1"),
+    (UNIT_IN_BRACKETS, ""),
+    (OPTION, ""),
     (r"(?:,|\s)\s*(?:and|or)\s+", ", "),
     (r"(?<![\\a-zA-Z])(pi|sqrt|infty)(?![a-zA-Z])", r"\\\1"),
     (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
@@ -169,19 +174,24 @@ SHORT_FORMS = [
     (r"(?<![0-9])\.(?=[0-9])", "0."),
 ]
 DECIMAL = re.compile(r"[-+]?(?:[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)(?:\.[0-9]*)?")
+SCIENTIFIC = re.compile(  # without spaces: 4.5e-3, 4.5\times10^{-3}, 10^{33}
+    rf"(?:({DECIMAL.pattern})[eE]|(?:({DECIMAL.pattern})(?:\\times|\\cdot|\*))?10\^)\{{?([-+]?[0-9]{{1,2}})\}}?"
+)
 FRACTION = re.compile(r"(-?)\\frac\{(-?[0-9]+)\}\{([0-9]+)\}")
 
 
 def normalize(answer: str) -> str:
     r"""The one spelling of an answer: spaces, delimiters, units and `x =` dropped, "0.5" and "2/4" as \frac{1}{2}.
 
-    The rules of Hendrycks et al. 2021 (arXiv 2103.03874), and every rational number in lowest terms. "" for more than
-    512 characters.
+    The rules of Hendrycks et al. 2021 (arXiv 2103.03874), and every rational number in lowest terms, "4.5e3" and
+    "4.5 \times 10^3" as 4500. "" for more than 512 characters.
     """
     if len(answer) > MAX_CHARACTERS:
         return ""
     text = substitute(SHORT_FORMS, clean(answer))
     value = rational(text)
+    if match := SCIENTIFIC.fullmatch(text):
+        value = rational(match[1] or match[2] or "1") * Fraction(10) ** int(match[3])
     if value is None:
         return text.lower() if text.isalpha() and len(text) > 2 else text  # a word, no symbols
     sign, value = "-" if value < 0 else "", abs(value)
@@ -235,8 +245,9 @@ def equivalent(answer: str, truth: str) -> bool:
     value, true_value = rational(normalize(answer)), rational(normalize(truth))
     answer, truth = clean(answer), clean(truth)
     if value is not None and true_value is not None:
-        decimals = len(truth.partition(".")[2])
-        return decimals >= 5 and round(value, decimals) == true_value
+        decimals = truth.partition(".")[2]  # those of 4.5e33 are not for rounding
+        digits = len(decimals) if decimals.isdecimal() else 0
+        return value == true_value or (digits >= 5 and round(value, digits) == true_value)
     return is_harmless(answer) and is_harmless(truth) and math_verify_equal(answer, truth)
 
 

@@ -1,11 +1,12 @@
 """A reward model: a sequence classifier with one output. It stays on the host, and visits the device to score."""
 
-import math
 from collections.abc import Mapping
+from math import nan
 
 import torch
 
 from common.episodes import Episode, Row
+from common.rewards import MAX_SCORE, sampled_turns, usable
 from common.torch_repair import transformers
 
 CHUNK_TOKENS = 16384  # of one forward, padding included
@@ -37,8 +38,8 @@ class RewardModel:
 
     @torch.no_grad()
     def score_episodes(self, episodes: list[Episode], prompts: Mapping[int, Row], policy_tokenizer) -> None:
-        """Fill `model_reward` of each episode; one without a finite score counts as failed."""
-        responses = policy_tokenizer.batch_decode([e.response_ids for e in episodes], skip_special_tokens=True)
+        """Fill `model_reward` of each episode, from what the policy said; one without a usable score has failed."""
+        responses = ["\n".join(sampled_turns(e, policy_tokenizer)) for e in episodes]
         texts = [self.text(prompts[e.prompt_index], r, policy_tokenizer) for e, r in zip(episodes, responses)]
         ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
         order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
@@ -58,7 +59,11 @@ class RewardModel:
                 continue
             for i, score in zip(chunk, scores):
                 episodes[i].model_reward = score
-                if not math.isfinite(score):
-                    episodes[i].rewards["score"] = math.nan  # scoring it has failed
             order = order[:-size]
         self.model.to("cpu")
+        failed = [e for e in episodes if not usable(e.model_reward)]
+        for episode in failed:
+            episode.rewards["score"] = nan
+        if failed:
+            what = f"not finite or above {MAX_SCORE:g} in magnitude, the first: {failed[0].model_reward}"
+            print(f"--reward-model: {len(failed)} of {len(episodes)} scores are {what}", flush=True)

@@ -55,12 +55,14 @@ READABLE = [  # of lower-case text: LaTeX as a reader sees it, formulas apart
     (r"^\s*\$(.*[^\\])\$\s*$", r"\1"),
     (r"\\([$%#&_{}])", r"\1"),
     (r"[−–—]", "-"),
+    (r"(?<=[0-9])\s*-\s*(?=[0-9])", "-"),  # 50 - 60
     (r"\s+", " "),
 ]
 EDGES = " \"'`*“”‘’,;:!?…"
 NUMBER_WORD = re.compile(  # the number of the group is its value and 1
     r"\b(?:(zero)|(one)|(two)|(three)|(four)|(five)|(six)|(seven)|(eight)|(nine)|(ten)|(eleven)|(twelve))\b"
 )
+OPTION_WORD = re.compile(r"^(?:option|choice) (?=[(\[]?[a-k](?:[)\].:]|$))")  # option b, choice (b): blue
 IN_BRACKETS = re.compile(r"[(\[]([^()\[\],]*)[)\]]")
 
 
@@ -71,7 +73,7 @@ def readable(answer: str) -> str:
 def plain(answer: str) -> str:
     """The readable answer without quotes, punctuation or brackets around it, and with digits for zero to twelve."""
     text = readable(answer)
-    core = trimmed(text)
+    core = OPTION_WORD.sub("", trimmed(text))
     if match := IN_BRACKETS.fullmatch(core):
         core = trimmed(match[1])
     return NUMBER_WORD.sub(lambda word: str(word.lastindex - 1), core or text)  # "?" stays what it is

@@ -2,7 +2,9 @@
 
 A tool is a plain function. It returns text (numbers, booleans, dicts and lists become JSON), or (text, images), or
 (text, images, info): images as PIL or encoded, info a dict for pictures of what happened. An exception is what the
-policy reads. A parameter named `context` gets the pictures seen so far; keyword-only ones are for the row.
+policy reads, and so is a timeout, a crash or a lack of memory: it wrote the call. A function (or `Tool`) with the
+attribute `ours` says that these are not the policy's fault: they cost the sample. A parameter named `context` gets the
+pictures seen so far; keyword-only ones are for the row.
 """
 
 import inspect
@@ -30,12 +32,14 @@ class Tool:
     schema: dict  # {"type": "function", "function": {name, description, parameters}}
     aliases: tuple[str, ...] = ()
     role: str = "tool"  # of the message that holds the observation: "tool" or "user"
+    ours: bool = False  # whether a hang or a crash is our fault, whatever the policy has asked for
 
 
+CROP_NAMES = ("crop_image", "zoom_in")
 CROP = Tool(
-    "crop_image_normalized", visual.crop_image_normalized, visual.CROP_SCHEMA, ("crop_image", "zoom_in"), role="user"
+    "crop_image_normalized", visual.crop_image_normalized, visual.CROP_SCHEMA, CROP_NAMES, role="user", ours=True
 )
-SELECT = Tool("select_frames", visual.select_frames, visual.SELECT_SCHEMA, role="user")
+SELECT = Tool("select_frames", visual.select_frames, visual.SELECT_SCHEMA, role="user", ours=True)
 BUILT_IN = {CROP.name: [CROP], SELECT.name: [SELECT], "visual": [CROP, SELECT]}
 
 
@@ -57,7 +61,7 @@ def find_tool(tools: Mapping[str, Tool], name: str) -> Tool | None:
 
 
 def user_tool(spec: str) -> Tool:
-    """FILE.py:NAME, with the function's attribute `schema` or one made from its signature."""
+    """FILE.py:NAME, with the function's attributes `schema`, or one made from its signature, and `ours`."""
     function = load_function(spec, "--tools")
     try:
         schema = getattr(function, "schema", None) or make_schema(function, spec.rpartition(":")[2])
@@ -68,7 +72,7 @@ def user_tool(spec: str) -> Tool:
             raise ValueError('its schema is not {"type": "function", "function": {name, description, parameters}}')
     except (AttributeError, KeyError, NameError, TypeError, ValueError) as error:
         raise ValueError(f"--tools {spec}: {type(error).__name__}: {error}") from error
-    return Tool(schema["function"]["name"], function, schema)
+    return Tool(schema["function"]["name"], function, schema, ours=bool(getattr(function, "ours", False)))
 
 
 def make_schema(function: Callable, name: str) -> dict:
@@ -112,7 +116,7 @@ def json_type(hint: Any) -> dict:
 
 
 def call_tool(tool: Tool, arguments: Mapping, context: Mapping, kwargs: Mapping) -> dict:
-    """Fields of the reply, as JSON. What the row must give, and does not, is no error of the policy: RuntimeError."""
+    """Fields of the reply, as JSON. What the row must give, and does not, is no error of the policy: `failed`."""
     parameters = inspect.signature(tool.function).parameters
     takes_all = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
     given = {name: value for name, value in kwargs.items() if value is not None and (takes_all or name in parameters)}
@@ -120,7 +124,7 @@ def call_tool(tool: Tool, arguments: Mapping, context: Mapping, kwargs: Mapping)
         given["context"] = context
     for name, parameter in parameters.items():
         if parameter.kind == parameter.KEYWORD_ONLY and parameter.default is parameter.empty and name not in given:
-            raise RuntimeError(f"the row gives {tool.name} no {name} in extra_info.tools_kwargs")
+            return {"text": f"the row gives {tool.name} no {name} in extra_info.tools_kwargs", "failed": True}
     offered = tool.schema["function"].get("parameters", {})
     try:
         missing = [name for name in offered.get("required", ()) if name not in arguments and name not in given]
@@ -147,7 +151,8 @@ def call_tool(tool: Tool, arguments: Mapping, context: Mapping, kwargs: Mapping)
 class ToolWorkers:
     """`workers` processes that run the tools of --tools. ValueError if a tool or the workers do not load.
 
-    Each call has `timeout_s` seconds from when a worker gets it, and `memory_gib` (0: no limit).
+    Each call has `timeout_s` seconds from when a worker gets it, and `memory_gib` (0: no limit). Exceeding them, or
+    ending the worker, is an error that the policy reads; of a tool that is `ours` it is a failure, not its fault.
     """
 
     def __init__(self, spec: str, workers: int, timeout_s: float, memory_gib: float = 4.0):
@@ -171,18 +176,21 @@ class ToolWorkers:
             self.answered.append((key, ToolReply(error_text(why, role), error=True, role=role)))
             return
         needs = context if "context" in inspect.signature(tool.function).parameters else {}
-        self.pool.submit((key, tool.role), (tool.name, call.arguments, needs, kwargs))
+        self.pool.submit((key, tool.name), (tool.name, call.arguments, needs, kwargs))
 
     def poll(self, timeout_s: float = 0.0) -> list[tuple[Hashable, ToolReply]]:
         """(key, reply) of what has finished; waits that long for the first, but not if nothing is pending."""
         done = list(self.answered)
         self.answered.clear()
-        for (key, role), reply in self.pool.poll(0.0 if done else timeout_s):
+        for (key, name), reply in self.pool.poll(0.0 if done else timeout_s):
+            tool = self.tools[name]
             if "text" in reply:
                 reply["images"] = [b64decode(image) for image in reply.get("images", ())]
-                done.append((key, ToolReply(**reply, role=role)))
+            elif tool.ours:
+                reply = {"text": reply["error"], "failed": True}
             else:
-                done.append((key, ToolReply(reply["error"], failed=True, role=role)))
+                reply = {"text": error_text(reply["error"], tool.role), "error": True}
+            done.append((key, ToolReply(**reply, role=tool.role)))
         return done
 
     def close(self) -> None:

@@ -26,8 +26,8 @@ class Call:
 class ToolReply:
     text: str
     images: list[bytes] = field(default_factory=list)  # encoded, at their own resolution
-    error: bool = False  # the tool refused or raised: the text is what the policy reads
-    failed: bool = False  # a hang, a crash, out of memory: the sample is lost, the text says why
+    error: bool = False  # the tool refused, raised, hung or crashed: the text is what the policy reads
+    failed: bool = False  # through our fault, not the policy's: the sample is lost, the text says why
     info: dict = field(default_factory=dict)
     role: str = "tool"  # of the message that holds text and images
 

@@ -51,7 +51,7 @@ def gradient(models, world, episodes, variant: str, backwards: bool = False, **p
         advantages = grpo.group_advantages(scores, groups, args.advantage)[index.episode_of_token]
         tokens = grpo.Tokens(*common, advantages.to(dtype))
     else:
-        rewards, values = ppo.token_rewards(episodes, scores, index), rollout.double().sin()
+        rewards, values = ppo.token_rewards(scores, index), rollout.double().sin()
         advantages = ppo.whitened(ppo.gae(rewards, values, index, args.gamma, args.policy_lambda))
         returns = values + ppo.gae(rewards, values, index, args.gamma, args.critic_lambda)
         tokens = ppo.Tokens(*common, *(x.to(dtype) for x in (advantages, values, returns)))
