@@ -88,7 +88,7 @@ def read_files(source: Path) -> Iterator[tuple[str, dict | str]]:
                 place = f"{path}:{number}"
                 try:
                     row = to_row(json.loads(line), data_source, place)
-                except ValueError as error:  # bad JSON and bad UTF-8 alike
+                except (RecursionError, ValueError) as error:  # nested too deep, bad JSON and bad UTF-8 alike
                     row = f"{place}: invalid JSON: {error}"
                 yield ending or "test", row
                 count += 1
