@@ -1,7 +1,7 @@
 """From a row's `prompt` to the text that a model reads: chat template, placeholders, the tools on offer."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from common.data.media import MARKS
 from common.episodes import Prompt
@@ -74,14 +74,22 @@ def unheeded(record: Mapping, tools: Mapping[str, Tool]) -> str:
 
     A start-up that is not told trains without what the row was made for.
     """
-    agent, info = record.get("agent_name") or "", without_nulls(record.get("extra_info") or {})
-    if info.get("interaction_kwargs"):
+    agent, info = record.get("agent_name") or "", record.get("extra_info") or {}
+    if without_nulls(info.get("interaction_kwargs")):
         return "extra_info.interaction_kwargs: there are no interactions here"
     if agent not in KNOWN_AGENTS:
         return f"agent_name {agent!r:.40}: known are {', '.join(filter(None, KNOWN_AGENTS))}"
-    if not tools and (agent == "tool_agent" or (info.get("tools_kwargs") and agent != "single_turn_agent")):
+    wanted = agent == "tool_agent" or (agent == "" and without_nulls(info.get("tools_kwargs")))
+    if wanted and not tools:
         return "agent_name tool_agent, or extra_info.tools_kwargs: no --tools are given"
     return ""
+
+
+def tell_unheeded(counts: Mapping[str, int], flag: str, notice: Callable[[str], None]) -> None:
+    """One line for each thing that rows ask for in vain. counts: what `unheeded` said -> of so many rows."""
+    for what, count in counts.items():
+        if what:
+            notice(f"warning: {flag}: {count} rows ask in vain for something: {what}")
 
 
 def row_tools(record: Mapping, tools: Mapping[str, Tool]) -> dict[str, dict]:
