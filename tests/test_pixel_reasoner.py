@@ -47,13 +47,67 @@ def test_unzips_once_checks_and_rewrites_nothing(folder, capsys):
     said = capsys.readouterr().out
     assert "images.zip: 2 files unpacked" in said and "videos.zip: 3 files unpacked" in said
     assert "release.json: 2 rows, 5 pictures" in said and "release.parquet: 2 rows, 4 pictures" in said
-    (folder / "images/7-0.jpg").write_bytes(b"half")  # of a broken copy
+    (folder / "images/7-0.jpg").unlink()
     main(Args(folder))
     assert "images.zip: 1 files unpacked" in capsys.readouterr().out
     assert before == {name: (folder / name).read_bytes() for name in before}
     for row in json.loads(before["release.json"]):
         for _, frames in read_conversation(row).pictures:
             assert all((folder / frame).is_file() for frame in frames)
+
+
+def test_two_data_sets_in_one_folder_are_refused(folder):
+    """Else the pictures of one would be shown with the questions of the other."""
+    main(Args(folder))
+    path = folder / "images/7-0.jpg"
+    ours = path.read_bytes()
+    for other in (ours + b"x", ours[:-1] + b"x", b"half"):  # of another size, of the same, a broken copy
+        path.write_bytes(other)
+        with pytest.raises(
+            SystemExit, match=r"(?s)images/7-0.jpg is there already, .* not that of images.zip"
+        ) as stop:
+            main(Args(folder))
+        assert "\n" not in str(stop.value) and path.read_bytes() == other
+    path.write_bytes(ours)
+    with zipfile.ZipFile(folder / "more.zip", "w") as file:
+        file.writestr("images/7-0.jpg", picture(60, 40, 9, format_="JPEG"))
+    with pytest.raises(SystemExit, match="not that of more.zip"):
+        main(Args(folder))
+    assert path.read_bytes() == ours
+
+
+def test_another_repository_in_the_same_folder_is_refused(folder, monkeypatch):
+    fetched = []
+    monkeypatch.setattr("common.prepare.pixel_reasoner.snapshot_download", lambda name, **_: fetched.append(name))
+    for _ in range(2):
+        main(Args(folder, "some/data"))
+    with pytest.raises(SystemExit, match="holds some/data: give other/data another --folder"):
+        main(Args(folder, "other/data"))
+    assert fetched == ["some/data"] * 2
+
+
+FOREIGN = {
+    "dataset_infos.json": b'{"default": {"splits": 1}}',
+    "numbers.json": b"[1, 2]",
+    "other.json": b'[{"question": "?"}]',
+    "items.json": b'[{"message_list": [{"content": "text"}]}]',
+    "nulls.json": b'[{"message_list": null}]',
+    "broken.json": b"{",
+    "deep.json": b"[" * 200_000,
+    "columns.parquet": None,
+    "broken.parquet": b"PAR1",
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_foreign_file_is_one_line(folder, name, capsys):
+    if FOREIGN[name] is None:
+        pq.write_table(pa.table({"text": ["a"]}), folder / name)
+    else:
+        (folder / name).write_bytes(FOREIGN[name])
+    with pytest.raises(SystemExit, match=rf"{name}: not one of Pixel Reasoner's") as stop:
+        main(Args(folder))
+    assert "\n" not in str(stop.value)
 
 
 def test_missing_files_are_named(folder):
@@ -78,3 +132,4 @@ def test_without_data_and_without_the_hub(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConnectionError, match="HF_ENDPOINT"):
         main(Args(tmp_path, "nobody/nothing"))
+    assert not list(tmp_path.iterdir()), "the hub's client takes a folder with anything in it for a download"

@@ -9,6 +9,7 @@ Nothing is rewritten: rows keep their relative paths, and `--media-root FOLDER` 
 import json
 import shutil
 import zipfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ import tyro
 from huggingface_hub import snapshot_download
 
 from common.data.visual_qa import paths_of
-from common.files import user_errors
+from common.files import refuse, user_errors
 from common.prepare import downloading
 
 MAX_SHOWN = 5  # missing files that are named
@@ -52,20 +53,34 @@ def main(args: Args) -> None:
 
 
 def download(repository: str, folder: Path) -> None:
-    """Into the folder; what is complete there is kept."""
+    """Into the folder; what is complete there is kept. SystemExit if it holds another repository."""
+    mark = folder / ".repository"
+    holds = mark.read_text().strip() if mark.is_file() else repository
+    refuse(holds != repository, f"--folder {folder} holds {holds}: give {repository} another --folder")
     with downloading(repository, "give --folder with a copy of it alone; the same command goes on from here"):
-        snapshot_download(repository, repo_type="dataset", local_dir=folder)
+        try:
+            snapshot_download(repository, repo_type="dataset", local_dir=folder)
+        finally:
+            if folder.is_dir() and any(folder.iterdir()):
+                mark.write_text(repository)
 
 
 def unzip(archive: Path) -> int:
-    """Unpack beside the archive what is not there in full; a killed run leaves no half file. Returns how many."""
+    """Unpack beside the archive what is not there; a killed run leaves no half file. Returns how many.
+
+    SystemExit for a file that is there with another content: the pictures of two data sets would be exchanged.
+    """
     count = 0
     with zipfile.ZipFile(archive) as files:
         for member in files.infolist():
             target = archive.parent / member.filename
             if not target.resolve().is_relative_to(archive.parent.resolve()):
                 raise SystemExit(f"{archive}: {member.filename} would lie outside of its folder")
-            if member.is_dir() or (target.is_file() and target.stat().st_size == member.file_size):
+            if member.is_dir():
+                continue
+            if target.exists():
+                told = f"{target} is there already, and is not that of {archive.name}: one --folder for each data set"
+                refuse(not is_member(target, member), f"{told} (or delete it, if it is a broken copy)")
                 continue
             target.parent.mkdir(parents=True, exist_ok=True)
             temporary = target.with_name(f".{target.name}.tmp")
@@ -79,8 +94,30 @@ def unzip(archive: Path) -> int:
     return count
 
 
-def media_of(table: Path) -> Iterator[tuple[int, list[str]]]:
-    """Row number and the relative paths of its pictures: of release.json's items, of the column image of a parquet."""
+def is_member(path: Path, member: zipfile.ZipInfo) -> bool:
+    """Has a file the content of an archive's member, by size and checksum?"""
+    if not path.is_file() or path.stat().st_size != member.file_size:
+        return False
+    checksum = 0
+    with path.open("rb") as file:
+        while part := file.read(1 << 20):
+            checksum = zlib.crc32(part, checksum)
+    return checksum == member.CRC
+
+
+def media_of(table: Path) -> list[tuple[int, list[str]]]:
+    """Row number and the relative paths of its pictures: of release.json's items, of the column image of a parquet.
+
+    SystemExit for a table of another format.
+    """
+    try:
+        return list(read_paths(table))
+    except (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
+        why = f"{type(error).__name__}: {error!s:.100}".partition("\n")[0]
+        raise SystemExit(f"{table}: not one of Pixel Reasoner's; it belongs elsewhere ({why})") from error
+
+
+def read_paths(table: Path) -> Iterator[tuple[int, list[str]]]:
     if table.suffix == ".parquet":
         for row, paths in enumerate(pq.read_table(table, columns=["image"])["image"].to_pylist()):
             yield row, [path for path in paths_of({"image": paths}) if path]
