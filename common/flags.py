@@ -35,7 +35,7 @@ class Data:
 
     train_data: str | None = None  # .parquet, .jsonl or .json, comma-separated; the embedded models bring their own
     eval_data: str | None = None  # the same formats; gives eval/*
-    media_root: Path | None = None  # folder of the relative paths in the columns images and videos
+    media_root: Path | None = None  # where relative paths of images and videos start; no path may leave this folder
     max_rows: Count | None = None  # use only the first rows of the training data
     bad_rows: Literal["error", "drop"] = "error"  # rows that are unusable or too long: stop, or count and drop them
     min_pixels: Count = 3136  # smaller pictures are enlarged to this area; 28 x 28 pixels are one token

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 CELL = 28  # side, in pixels, of what becomes one visual token: 2 x 2 patches of 14
 MAX_RATIO = 200  # of the sides: Qwen2-VL's image processor refuses more
 MAX_SOURCE_PIXELS = 89_478_485  # where Pillow begins to warn of a decompression bomb
+MAX_SIDE = 100_000  # pixels: Pillow's decoders run out of numbers beyond, and call it memory
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # some of Pillow's others start programs
 
 
@@ -64,8 +65,7 @@ def decode(data: bytes) -> Image.Image:
     """The picture in RGB, upright, at its own resolution. ValueError with a short reason if it cannot be read."""
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
-        if not 0 < image.width * image.height <= MAX_SOURCE_PIXELS:
-            raise ValueError(f"{image.width}x{image.height} pixels, at most {MAX_SOURCE_PIXELS} are read")
+        check_size(image)
         return to_rgb(ImageOps.exif_transpose(image))
     except MemoryError:
         raise
@@ -73,6 +73,15 @@ def decode(data: bytes) -> Image.Image:
         raise ValueError(f"unreadable image: none of {', '.join(FORMATS)}") from error
     except Exception as error:  # on broken files Pillow's decoders raise what they happen to run into
         raise ValueError(f"unreadable image: {error!s:.200}") from error
+
+
+def check_size(image: Image.Image) -> None:
+    """ValueError for a picture that is empty or too large to be read."""
+    said = f"{image.width}x{image.height} pixels"
+    if not 0 < image.width * image.height <= MAX_SOURCE_PIXELS:
+        raise ValueError(f"{said}, at most {MAX_SOURCE_PIXELS} are read")
+    if max(image.size) > MAX_SIDE:
+        raise ValueError(f"{said}: no side may exceed {MAX_SIDE}")
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -90,8 +99,7 @@ def encode(image: Image.Image | bytes) -> bytes:
     if isinstance(image, bytes):
         decode(image)
         return image
-    if not 0 < image.width * image.height <= MAX_SOURCE_PIXELS:
-        raise ValueError(f"{image.width}x{image.height} pixels, at most {MAX_SOURCE_PIXELS} are read")
+    check_size(image)
     file = io.BytesIO()
     to_rgb(image).save(file, "PNG", compress_level=1, icc_profile=None)
     return file.getvalue()

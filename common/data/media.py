@@ -1,13 +1,15 @@
 """The pictures of a row: which they are, the files that hold them, their tokens. Without torch."""
 
 import io
+import os
 import re
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
 from PIL import Image
 
-from common.pictures import CELL, FORMATS, MAX_SOURCE_PIXELS, BadRow, Media, PixelLimits
+from common.pictures import CELL, FORMATS, BadRow, Media, PixelLimits, check_size
 
 MARKS = {"<image>": "image", "<video>": "video"}  # placeholders in the prompts of data sets
 Picture = tuple[str, list]  # "image" or "video", and its frames as a row holds them
@@ -35,18 +37,28 @@ def picture_sources(record: Mapping, text: str) -> list[Picture]:
 
 
 def media_file(item: object, root: Path | None) -> io.BufferedIOBase:
-    """The file that a row's entry stands for: bytes, a path under `root`, {bytes, path}. BadRow with the reason."""
+    """The file that a row's entry stands for: bytes, a path, {bytes, path}. BadRow with the reason.
+
+    With a `root` a relative path starts there, and none may leave it: by "..", through a link, or as an absolute one.
+    """
     if isinstance(item, Mapping):
         item = item.get("bytes") or item.get("path")
     if isinstance(item, bytes):
         return io.BytesIO(item)
     if not isinstance(item, str):
         raise BadRow(f"{item!r:.60} is neither bytes, nor a path, nor {{bytes, path}}")
-    path = (root or Path()) / item
+    path = os.path.join(root or "", item)
     try:
-        return path.open("rb")
-    except OSError as error:
-        raise BadRow(f"cannot open {path} ({error.strerror}); --media-root is the folder of relative paths") from error
+        if root and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
+            raise BadRow(f"{path} leads out of --media-root {root}")
+        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for whoever writes to it
+            raise BadRow(f"{path} is no regular file")
+        return open(path, "rb")
+    except BadRow:
+        raise
+    except (OSError, ValueError) as error:  # the latter: a path with a NUL, or with half a surrogate pair
+        why = getattr(error, "strerror", None) or error
+        raise BadRow(f"cannot open {path:.200} ({why}); --media-root is the folder of relative paths") from error
 
 
 def open_media(picture: Picture, root: Path | None, limits: PixelLimits) -> Media:
@@ -58,6 +70,8 @@ def open_media(picture: Picture, root: Path | None, limits: PixelLimits) -> Medi
             data.append(file.read())
     try:
         return Media.open(kind, data, limits)
+    except MemoryError as error:
+        raise BadRow("not enough memory to decode it") from error
     except ValueError as error:
         raise BadRow(str(error)) from error
 
@@ -70,8 +84,7 @@ def count_tokens(picture: Picture, root: Path | None, limits: PixelLimits) -> in
     with media_file(frames[0], root) as file:
         try:
             with Image.open(file, formats=FORMATS) as image:
-                if image.width * image.height > MAX_SOURCE_PIXELS:
-                    raise ValueError(f"{image.width}x{image.height} pixels are too many")
+                check_size(image)
                 width, height = limits.shown_size(kind, *image.size)
         except (OSError, ValueError, Image.DecompressionBombError) as error:
             raise BadRow(f"no readable picture ({str(error)[:80]})") from error

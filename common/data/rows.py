@@ -10,6 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 JSON_LINE = "json line"  # the only column of a table whose rows are texts
+MAX_DEPTH = 32  # of what a row of JSON nests: pickling, printing and rendering it recurse
+TOO_DEEP = b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1)  # stands for such a row of a list
 
 
 class RowFiles:
@@ -67,8 +69,13 @@ class RowFiles:
 
 def read_file(path: Path, flag: str) -> pa.Table:
     """A file as a table. Rows of JSON stay text: Arrow wants one type per key, and makes timestamps of dates."""
-    if not path.is_file():
+    if path.is_dir():
+        inside = next((p for kind in ("parquet", "jsonl", "json") for p in sorted(path.glob(f"*.{kind}"))), None)
+        raise ValueError(f"{flag}: {path} is a folder: name its files" + f", such as {inside}" * bool(inside))
+    if not path.exists():
         raise FileNotFoundError(f"{flag}: no such file: {path}")
+    if not path.is_file():  # opening a pipe would wait for whoever writes to it
+        raise ValueError(f"{flag}: {path} is no regular file")
     try:
         if path.suffix not in (".json", ".jsonl"):
             file = pq.ParquetFile(path)  # batch by batch: Arrow reads no nested column of more than 2 GiB at once
@@ -78,9 +85,9 @@ def read_file(path: Path, flag: str) -> pa.Table:
         lines = content.rstrip().splitlines()
         is_list = content.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
         if path.suffix == ".json" and is_list:  # else lines, as datasets writes them
-            lines = [json.dumps(row).encode() for row in json.loads(content)]
+            lines = [TOO_DEEP if too_deep(row) else json.dumps(row).encode() for row in json.loads(content)]
         return pa.table({JSON_LINE: pa.array(lines, pa.large_binary())})
-    except (pa.ArrowInvalid, OSError, ValueError) as error:
+    except (pa.ArrowInvalid, OSError, RecursionError, ValueError) as error:
         raise ValueError(f"{flag}: {path} is neither .jsonl, .json nor a readable parquet file: {error}") from error
 
 
@@ -98,6 +105,19 @@ def records(table: pa.Table) -> Iterator[dict | str]:
         for line in batch.column(0).to_pylist():
             try:
                 record = json.loads(line)
+                if line.count(b"[") + line.count(b"{") > MAX_DEPTH and too_deep(record):
+                    raise RecursionError
                 yield record if isinstance(record, dict) else f"a JSON {type(record).__name__}, expected an object"
+            except RecursionError:
+                yield f"nested deeper than {MAX_DEPTH}"
             except ValueError as error:  # bad JSON and bad UTF-8 alike
                 yield f"invalid JSON: {error}"
+
+
+def too_deep(value: object) -> bool:
+    """Does a value of JSON nest deeper than MAX_DEPTH?"""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        inner = [x.values() if isinstance(x, dict) else x for x in level if isinstance(x, dict | list)]
+        level = [child for children in inner for child in children]
+    return bool(level)

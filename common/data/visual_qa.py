@@ -7,6 +7,7 @@ file's name. The paths of a video are its frames. The question is followed by th
 with.
 """
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -77,4 +78,5 @@ def path_prefix(records: list[dict], path: Path, media_root: Path | None) -> str
     first = next((name for r in records for name in paths_of(r) if name and isinstance(name, str)), "")
     moved = f"{path.stem}_"
     root = media_root or Path()
-    return moved if (root / (moved + first)).is_file() and not (root / first).is_file() else ""
+    there = [os.path.isfile(os.path.join(root, name)) for name in (moved + first, first)]  # False for what is no path
+    return moved if there == [True, False] else ""

@@ -60,7 +60,7 @@ def read_split(source: str, split: str) -> list[dict[str, str]]:
         try:
             row = json.loads(line)
             rows.append({"question": row["question"], "answer": row["answer"]})
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except (json.JSONDecodeError, KeyError, RecursionError, TypeError) as error:
             raise ValueError(f"{path}:{number}: not an object with question and answer: {error!r}") from error
     return rows
 
