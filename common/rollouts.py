@@ -163,6 +163,7 @@ def read_prompts(
         vision=job.vision,
         tools=tools and tools.tools,
         notice=job.world.print,
+        world=job.world,
     )
     train_data = None if rollout.eval_only else read(train_files, max_rows=data.max_rows)
     eval_data = read(eval_files, flag="--eval-data") if eval_files else None

@@ -2,13 +2,17 @@
 
 import io
 import json
+import os
 import random
+import struct
+import zlib
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from conftest import deadline
 from PIL import Image
 from vl import QWEN_VL, picture, write_tiny_vl
 
@@ -16,7 +20,7 @@ from common.data.media import count_tokens
 from common.data.prompts import PromptData
 from common.data.render import unheeded
 from common.pictures import Media, PixelLimits
-from common.tools import load_tools
+from common.tools import Tool, call_tool, load_tools
 from common.vision import load_vision
 
 LIMITS = PixelLimits(784, 48 * 784, 8 * 784)
@@ -146,6 +150,93 @@ def test_bad_rows_are_told_at_start_up(tmp_path, vision, row, reason):
     assert len(load(tmp_path, vision, [ask("fine"), row], bad_rows="drop")) == 1
 
 
+def long_picture(width: int) -> bytes:
+    """A PNG of width x 1 pixels, RGBA; cut off after the first million."""
+    lines = zlib.compress(bytes(1 + 4 * min(width, 10**6)))
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, 1, 8, 6, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", lines) + chunk(b"IEND", b"")
+
+
+def test_a_picture_too_long_for_pillow_costs_its_row(tmp_path, vision):
+    saved(tmp_path, "long.png", long_picture(80_000_000))
+    for row in (ask("<image>") | {"images": ["long.png"]}, ask("<video>") | {"videos": [["good.png", "long.png"]]}):
+        saved(tmp_path, "good.png", picture(60, 60))
+        data = load(tmp_path, vision, [ask("fine"), row], bad_rows="drop")
+        problem = data[1].problem if len(data) == 2 else "80000000x1 pixels: no side may exceed"
+        assert len(data) == 1 + ("videos" in row) and "80000000x1 pixels: no side may exceed" in problem
+
+
+def test_what_ends_in_no_memory_costs_its_row(tmp_path, vision, monkeypatch):
+    data = load(tmp_path, vision, [ask("<image>") | {"images": [saved(tmp_path, "a.png", picture(60, 60))]}])
+
+    def no_memory(*_):
+        raise MemoryError
+
+    monkeypatch.setattr("common.pictures.to_rgb", no_memory)
+    assert "not enough memory" in data[0].problem
+
+
+def test_a_long_picture_of_a_tool_is_an_error_of_the_tool():
+    """Found where the tool runs; its worker would count as out of memory, the trainer would end."""
+    for image in (Image.new("L", (200_000, 1)), long_picture(200_000)):
+        tool = Tool("t", lambda image=image: ("seen", [image]), {"function": {}})
+        reply = call_tool(tool, {}, {}, {})
+        assert reply["error"] and "200000x1 pixels: no side may exceed" in reply["text"]
+
+
+def test_paths_that_are_no_files(tmp_path, vision):
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "folder.png").mkdir()
+    saved(tmp_path, "good.png", picture(60, 60))
+    reasons = {
+        "nul\0.png": "cannot open .*embedded null byte",
+        "x" * 5000: "cannot open .*File name too long",
+        "pipe.png": "pipe.png is no regular file",
+        "folder.png": "folder.png is no regular file",
+    }
+    for name, reason in reasons.items():
+        for row in (ask("<image>") | {"images": [name]}, ask("<video>") | {"videos": [["good.png", name]]}):
+            with deadline(5), pytest.raises(ValueError, match=rf"(?s)1 unusable rows.*line 2: .*{reason}"):
+                load(tmp_path, vision, [ask("fine"), row])
+
+
+def test_pixel_reasoners_rows_with_paths_that_are_no_files(tmp_path, vision):
+    for name in ("nul\0.png", "x" * 5000):
+        row = {"question": "?", "answer": "a", "qid": "1", "image": [name]}
+        path = tmp_path / "rows.parquet"
+        pq.write_table(pa.Table.from_pylist([row]), path)
+        with pytest.raises(ValueError, match=r"(?s)1 unusable rows.*cannot open"):
+            tokenizer = vision.processor.tokenizer
+            PromptData(str(path), tokenizer, max_prompt_tokens=400, vision=vision, media_root=tmp_path)
+
+
+def test_no_path_leaves_the_media_root(tmp_path, vision):
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    root.mkdir()
+    outside.mkdir()
+    whole = picture(60, 60)
+    saved(outside, "a.png", whole)
+    saved(root, "b.png", whole)
+    (root / "link.png").symlink_to(outside / "a.png")
+    (root / "folder").symlink_to(outside)
+    (root / "inside.png").symlink_to("b.png")
+    (tmp_path / "alias").symlink_to(root)
+    for name in ("../outside/a.png", "link.png", "folder/a.png", str(outside / "a.png")):
+        row = ask("<image>") | {"images": [name]}
+        with pytest.raises(ValueError, match=r"(?s)line 2: .*a.png leads out of --media-root|link.png leads out of"):
+            load(tmp_path, vision, [ask("fine"), row], media_root=root)
+    allowed = ["b.png", "inside.png", "../root/b.png", str(root / "b.png")]
+    rows = [ask("<image>") | {"images": [name]} for name in allowed]
+    for media_root in (root, tmp_path / "alias"):
+        assert len(load(tmp_path, vision, rows, media_root=media_root)) == len(rows)
+    anywhere = [ask("<image>") | {"images": [str(outside / "a.png")]}]
+    assert len(load(tmp_path, vision, anywhere, media_root=None)) == 1, "without it paths are taken as they stand"
+
+
 def test_pictures_count_in_the_length_of_a_prompt(tmp_path, vision):
     big = saved(tmp_path, "big.png", picture(400, 400))
     row = ask("<image>") | {"images": [big]}
@@ -167,9 +258,19 @@ def test_a_file_that_is_truncated_or_gone_later_costs_its_row(tmp_path, vision, 
         assert reason in capsys.readouterr().out
 
 
-def test_a_placeholder_written_into_a_prompt_costs_its_row(tmp_path, vision):
-    (row,) = [load(tmp_path, vision, [ask("say <|image_pad|>")])[0]]
-    assert "0 pictures, 1 placeholders" in row.problem
+def test_a_placeholder_written_into_a_prompt_is_a_bad_row(tmp_path, vision):
+    """Whoever wrote it, and where: no picture belongs to it, and the row would be lost at every use."""
+    one = {"images": [saved(tmp_path, "a.png", picture(60, 60))]}
+    system = [{"role": "system", "content": "<|video_pad|>"}, {"role": "user", "content": "<image>"}]
+    rows = [ask("say <|image_pad|>"), ask("<image> <|image_pad|>") | one, {"prompt": system} | one]
+    rows += [{"prompt": "<|vision_start|><|image_pad|><|vision_end|>"}, {"prompt": "rendered, with an <image>"} | one]
+    for row in rows:
+        with pytest.raises(ValueError, match=r"(?s)1 unusable rows.*line 2: [012] placeholders of pictures"):
+            load(tmp_path, vision, [ask("fine"), row])
+        assert len(load(tmp_path, vision, [ask("fine"), row], bad_rows="drop")) == 1
+    rendered = {"prompt": "<|vision_start|><|image_pad|><|vision_end|> of <image>?"} | one
+    (row,) = [load(tmp_path, vision, [rendered])[0]]
+    assert not row.problem and len(row.media) == 1, "a rendered prompt brings its own"
 
 
 def test_the_single_picture_of_pyvisions_rows(tmp_path, vision):

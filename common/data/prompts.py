@@ -1,6 +1,8 @@
 """Data sets in verl's format (parquet or jsonl) as tokenised prompts, and the seeded order in which they are used."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -9,9 +11,19 @@ import pyarrow as pa
 from jinja2 import TemplateError
 
 from common.data import visual_qa
-from common.data.media import count_tokens, open_media, picture_sources
-from common.data.render import bare_text, clean_prompt, render, row_tools
+from common.data.media import Picture, count_tokens, open_media, picture_sources
+from common.data.render import (
+    apply_template,
+    as_text,
+    bare_text,
+    clean_prompt,
+    control_tokens,
+    row_tools,
+    to_messages,
+)
 from common.data.rows import JSON_LINE, RowFiles, records
+from common.data.scan import Lengths, batched, once_per_machine, told_every
+from common.distributed import World
 from common.episodes import Prompt, Row
 from common.flags import Data, Rollout
 from common.pictures import BadRow
@@ -61,11 +73,35 @@ def row_problem(record: dict | str) -> str | None:
     return None if bare_text(prompt).strip() else "prompt is empty"
 
 
+@dataclass(slots=True)
+class Prepared:
+    """A row up to its chat template."""
+
+    prompt: Prompt  # cleaned
+    messages: Prompt  # for the template: with tools, typed parts, and control tokens as text
+    pictures: list[Picture]
+    tools: dict[str, dict]  # on offer
+    spelled: bool  # was there a control token?
+
+
+@dataclass
+class Found:
+    """What a look at every row has found: row index -> reason, of those that cannot be used."""
+
+    bad: dict[int, str] = field(default_factory=dict)
+    too_long: dict[int, str] = field(default_factory=dict)
+    kept: list[int] = field(default_factory=list)  # indices of the others, and of those that are too long
+    sources: set[str] = field(default_factory=set)  # every data_source of a usable row
+    rendered: int = 0  # prompts that are a rendered template in one message
+    spelled: int = 0  # prompts that spell a control token
+
+
 class PromptData:
     """Rows of one or several files, kept in Arrow; one becomes Python objects and token ids when it is asked for.
 
     What is wrong with the files is said here, at start-up: ValueError with file, row, reason and the flag that helps.
     `max_rows` counts the concatenated files before anything is dropped. Ranks other than 0 pass a silent `notice`.
+    With a `world`, in which all ranks come here, the first rank of each machine looks at the rows for the others.
     """
 
     def __init__(
@@ -82,51 +118,31 @@ class PromptData:
         tools: Mapping[str, Tool] | None = None,
         media_root: Path | None = None,
         max_images: int = 16,
+        world: World | None = None,
     ):
         self.files = RowFiles(
             paths, flag, max_rows, lambda table, path: to_verl(table, path, flag, media_root, bool(tools))
         )
-        self.tokenizer, self.max_prompt_tokens = tokenizer, max_prompt_tokens
+        self.tokenizer, self.max_prompt_tokens, self.max_images = tokenizer, max_prompt_tokens, max_images
         self.vision, self.tools, self.media_root = vision, tools or {}, media_root
-        self.sources: set[str] = set()  # every data_source of a usable row
-        bad, too_long, texts, kept, num_rendered = {}, {}, {}, [], 0  # bad, too_long: row index -> reason
-        for index, record in enumerate(self.files.records((*REQUIRED, *OPTIONAL))):
-            if problem := row_problem(record):
-                bad[index] = problem
-                continue
-            try:
-                prompt, text, pictures, _ = self._prepare(record)
-                if len(pictures) > max_images:
-                    raise BadRow(f"{len(pictures)} pictures are more than --max-images {max_images}")
-                picture_tokens = sum(count_tokens(picture, media_root, vision.limits) for picture in pictures)
-                num_bytes = len(text.encode())
-            except BadRow as error:
-                bad[index] = str(error)
-                continue
-            except (TemplateError, UnicodeEncodeError) as error:  # a role that it refuses; half a surrogate pair
-                bad[index] = f"cannot be rendered: {error}"
-                continue
-            except (AttributeError, TypeError) as error:  # a number where a list should be, ...
-                bad[index] = f"malformed: {type(error).__name__}: {error}"
-                continue
-            kept.append(index)
-            self.sources.add(record["data_source"])
-            num_rendered += isinstance(prompt, str) and isinstance(record["prompt"], list)
-            # At most one token per byte, and one for a leading space; NFC can triple the bytes of non-ASCII text.
-            if num_bytes * (1 if text.isascii() else 3) + picture_tokens >= max_prompt_tokens:
-                texts[index] = (text, picture_tokens - len(pictures))  # a placeholder is in the text already
-            if len(texts) == 1024:
-                too_long |= self._too_long(texts)
-                texts = {}
-        too_long |= self._too_long(texts) if texts else {}
-        self.files.refuse(bad, "unusable rows", bad_rows == "drop", notice)
+        self.control, self.lengths = control_tokens(tokenizer, vision), Lengths(tokenizer)
+        pictures = [*vision.placeholders.values()] if vision else []
+        self.placeholders = [*map(tokenizer.convert_ids_to_tokens, pictures)]
+        found = once_per_machine(world, partial(self._scan, notice))
+        self.files.refuse(found.bad, "unusable rows", bad_rows == "drop", notice)
         too_long_for = f"prompts longer than --max-prompt-tokens {max_prompt_tokens}"
-        self.files.refuse(too_long, too_long_for, bad_rows == "drop", notice)
-        self.positions = np.array([index for index in kept if index not in too_long], dtype=np.int64)
+        self.files.refuse(found.too_long, too_long_for, bad_rows == "drop", notice)
+        self.sources = found.sources
+        self.positions = np.array([index for index in found.kept if index not in found.too_long], dtype=np.int64)
         if not len(self.positions):
             raise ValueError(f"{flag}: no usable row in {', '.join(map(str, self.files.paths))}")
-        if num_rendered:
-            notice(f"{flag}: {num_rendered} prompts are rendered templates in one message: used without chat template")
+        if found.rendered:
+            told = "prompts are rendered templates in one message: used without chat template"
+            notice(f"{flag}: {found.rendered} {told}")
+        if found.spelled:
+            end = tokenizer.eos_token
+            told = f"spell control tokens in a message: read as text ({end} as {end[0]} {end[1:]})"
+            notice(f"{flag}: {found.spelled} prompts {told}")
 
     @classmethod
     def of_flags(cls, data: Data, rollout: Rollout, files: str, **options) -> "PromptData":
@@ -140,23 +156,83 @@ class PromptData:
             **options,
         )
 
-    def _prepare(self, record: dict) -> tuple[Prompt, str, list, dict[str, dict]]:
-        """Cleaned prompt, its text, its pictures (kind, encoded frames or paths), the tools on offer."""
+    def _scan(self, notice: Callable[[str], None]) -> Found:
+        """At every row, some at a time; a line with the remaining time now and then."""
+        found, texts, size = Found(), {}, sum(map(len, self.files.tables))
+        rows = told_every(size, f"{self.files.flag}: rows looked at", notice)
+        columns = (*REQUIRED, *OPTIONAL)
+        for batch in batched(zip(rows, self.files.records(columns)), 1024):
+            prepared = {}
+            for index, record in batch:
+                problem = row_problem(record)
+                try:
+                    if problem:
+                        raise BadRow(problem)
+                    prepared[index] = prompt = self._prepare(record)
+                    if len(prompt.pictures) > self.max_images:
+                        raise BadRow(f"{len(prompt.pictures)} pictures are more than --max-images {self.max_images}")
+                except (AttributeError, BadRow, TypeError) as error:  # a number where a list should be, ...
+                    prepared.pop(index, None)
+                    kind = "" if isinstance(error, BadRow) else f"malformed: {type(error).__name__}: "
+                    found.bad[index] = f"{kind}{error}"
+            records = dict(batch)
+            for index, text in self._render(prepared, found.bad).items():
+                prompt = prepared[index]
+                try:
+                    num_tokens = self._picture_tokens(text, prompt.pictures)
+                    num_bytes = len(text.encode())
+                except BadRow as error:
+                    found.bad[index] = str(error)
+                    continue
+                except UnicodeEncodeError as error:  # half a surrogate pair
+                    found.bad[index] = f"cannot be rendered: {error}"
+                    continue
+                found.kept.append(index)
+                found.sources.add(records[index]["data_source"])
+                found.rendered += isinstance(prompt.prompt, str) and isinstance(records[index]["prompt"], list)
+                found.spelled += prompt.spelled
+                # At most a token per byte, and one for a leading space; NFC can triple the bytes of non-ASCII text.
+                if num_bytes * (1 if text.isascii() else 3) + num_tokens >= self.max_prompt_tokens:
+                    texts[index] = text, num_tokens - len(prompt.pictures)  # a placeholder is in the text already
+            if len(texts) >= 1024:
+                found.too_long |= self.lengths.above(texts, self.max_prompt_tokens)
+                texts = {}
+        found.too_long |= self.lengths.above(texts, self.max_prompt_tokens)
+        found.bad = dict(sorted(found.bad.items()))
+        return found
+
+    def _prepare(self, record: dict) -> Prepared:
+        """A row up to its chat template. BadRow for what does not go together."""
         prompt, pictures = clean_prompt(record["prompt"]), picture_sources(record, bare_text(record["prompt"]))
         if pictures and not self.vision:
             raise BadRow("has pictures, and the model reads text alone")
         offered = row_tools(record, self.tools) if self.tools else {}
-        tools = {name: self.tools[name] for name in offered}
-        return prompt, render(prompt, self.tokenizer, tools, bool(pictures)), pictures, offered
+        messages = prompt
+        if not isinstance(prompt, str):
+            messages = as_text(prompt, self.control)
+        spelled = messages != prompt
+        messages = to_messages(messages, self.tokenizer, {name: self.tools[name] for name in offered}, bool(pictures))
+        return Prepared(prompt, messages, pictures, offered, spelled)
 
-    def _too_long(self, texts: dict[int, tuple[str, int]]) -> dict[int, str]:
-        """Row index -> its length, for those of the texts that exceed the limit; tokenised as one batch.
+    def _render(self, prepared: dict[int, Prepared], bad: dict[int, str]) -> dict[int, str]:
+        """The texts of prompts; those that the template refuses are told in `bad` instead."""
+        try:
+            texts = apply_template([p.messages for p in prepared.values()], self.tokenizer)
+            return dict(zip(prepared, texts))
+        except TemplateError as error:  # a role that it refuses
+            if len(prepared) == 1:
+                bad |= dict.fromkeys(prepared, f"cannot be rendered: {error}")
+                return {}
+            alone = ({index: prompt} for index, prompt in prepared.items())
+            return {index: text for one in alone for index, text in self._render(one, bad).items()}
 
-        texts: row index -> text, and how many tokens its pictures add.
-        """
-        ids = self.tokenizer([text for text, _ in texts.values()], add_special_tokens=False)["input_ids"]
-        lengths = {index: len(x) + more for (index, (_, more)), x in zip(texts.items(), ids)}
-        return {index: f"{n} tokens" for index, n in lengths.items() if n > self.max_prompt_tokens}
+    def _picture_tokens(self, text: str, pictures: list) -> int:
+        """Tokens of the pictures of a prompt. BadRow, too, if its text has not one placeholder for each."""
+        spelled = sum(map(text.count, self.placeholders))
+        if spelled != len(pictures):
+            names = " or ".join(self.placeholders)
+            raise BadRow(f"{spelled} placeholders of pictures ({names}) in its text, and {len(pictures)} pictures")
+        return sum(count_tokens(picture, self.media_root, self.vision.limits) for picture in pictures)
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -167,15 +243,18 @@ class PromptData:
 
     def __getitem__(self, i: int) -> Row:
         record, index = self.record(i), int(self.positions[i])
-        prompt, text, pictures, tools = self._prepare(record)
+        prepared = self._prepare(record)
         ground_truth, extra_info = record["reward_model"]["ground_truth"], record.get("extra_info") or {}
-        row = Row(index, record["data_source"], prompt, ground_truth, extra_info, [], tools=tools)
+        row = Row(index, record["data_source"], prepared.prompt, ground_truth, extra_info, [], tools=prepared.tools)
+        (text,) = apply_template([prepared.messages], self.tokenizer)
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         try:
-            row.media = [open_media(picture, self.media_root, self.vision.limits) for picture in pictures]
+            row.media = [open_media(picture, self.media_root, self.vision.limits) for picture in prepared.pictures]
             row.prompt_ids = self.vision.expand(ids, row.media) if self.vision else ids
+            if len(row.prompt_ids) > self.max_prompt_tokens:  # what `Lengths` has taken for short
+                raise BadRow(f"{len(row.prompt_ids)} tokens, above --max-prompt-tokens {self.max_prompt_tokens}")
         except BadRow as error:
-            row.media, row.problem = [], f"{self.files.flag}: {self.files.place(index)}: {error}"
+            row.media, row.prompt_ids, row.problem = [], [], f"{self.files.flag}: {self.files.place(index)}: {error}"
             print(f"warning: {row.problem}; left out", flush=True)
         return row
 

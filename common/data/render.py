@@ -8,9 +8,11 @@ from common.episodes import Prompt
 from common.pictures import BadRow
 from common.tools import Tool
 from common.tools.turns import Hermes
+from common.vision import Vision
 
 RENDERED_MARKS = ("\nAssistant:", "<|im_start|>assistant")  # TinyZero's templates, stored inside one user message
 KNOWN_AGENTS = ("", "single_turn_agent", "tool_agent")  # of the column agent_name
+NOT_OURS = ("user", "tool", "observation")  # roles whose words are not those of the data set's author
 DEFAULT_SYSTEM = "You are a helpful assistant."  # in front of the tools, where a row has no system message
 
 
@@ -36,11 +38,34 @@ def without_nulls(value):
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
+def control_tokens(tokenizer, vision: Vision | None) -> re.Pattern:
+    """Finds the tokenizer's special tokens where a text spells them; not those that stand for pictures."""
+    pictures = tokenizer.convert_ids_to_tokens([*vision.placeholders.values()]) if vision else []
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special} - set(pictures)
+    return re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
+
+
+def as_text(messages: list[dict], control: re.Pattern) -> list[dict]:
+    """Messages in which a control token that a user or a tool spells is text: "<|end|>" becomes "< |end|>"."""
+
+    def spaced(content: str | list[dict]) -> str | list[dict]:
+        if isinstance(content, str):
+            return control.sub(lambda found: f"{found[0][0]} {found[0][1:]}", content)
+        return [part | {"text": spaced(part["text"])} if "text" in part else part for part in content]
+
+    return [m | {"content": spaced(m["content"])} if m["role"] in NOT_OURS else m for m in messages]
+
+
 def render(prompt: Prompt, tokenizer, tools: Mapping[str, Tool] | None = None, pictures: bool = False) -> str:
     """The text to tokenise for a cleaned prompt. ValueError if it needs a chat template and there is none.
 
     tools: those on offer. pictures: <image> and <video> stand for one each.
     """
+    return apply_template([to_messages(prompt, tokenizer, tools, pictures)], tokenizer)[0]
+
+
+def to_messages(prompt: Prompt, tokenizer, tools: Mapping[str, Tool] | None = None, pictures: bool = False) -> Prompt:
+    """What `render` gives to the chat template; a prompt that is a text is that text."""
     if isinstance(prompt, str):
         return prompt
     if not tokenizer.chat_template:
@@ -51,7 +76,15 @@ def render(prompt: Prompt, tokenizer, tools: Mapping[str, Tool] | None = None, p
     messages = with_system(prompt, Hermes.system_block(tool.schema for tool in tools.values())) if tools else prompt
     if pictures:
         messages = [message | {"content": split_marks(message["content"])} for message in messages]
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return messages
+
+
+def apply_template(prompts: list[Prompt], tokenizer) -> list[str]:
+    """The text of each; together they take half the time that they would take one by one."""
+    chats = [prompt for prompt in prompts if not isinstance(prompt, str)]
+    done = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False) if chats else []
+    rendered = iter(done)
+    return [prompt if isinstance(prompt, str) else next(rendered) for prompt in prompts]
 
 
 def with_system(messages: list[dict], block: str) -> list[dict]:

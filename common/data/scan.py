@@ -1,0 +1,76 @@
+"""A look at all rows of a data set before the first step: lengths without tokenising everything, progress, ranks."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+
+from common.distributed import World, gather_objects
+from common.progress import EVERY, duration
+
+FIRST = 3.0  # seconds until something is said
+MAX_WORDS = 500_000  # whose numbers of tokens are remembered
+
+
+class Lengths:
+    """Numbers of tokens. A word is tokenised once: rows of a data set share most of theirs, or their template.
+
+    Tokenizers cut at spaces before they merge, so that the sum over words is the number of tokens. Where that is not
+    quite so it is near: a text near the limit is tokenised as a whole.
+    """
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        self.words: dict[str, int] = {}
+
+    def above(self, texts: dict[int, tuple[str, int]], limit: int) -> dict[int, str]:
+        """Row index -> "123 tokens" of the texts with more than `limit`. texts: row index -> text, further tokens."""
+        words = {index: text.split(" ") for index, (text, _) in texts.items()}
+        if len(self.words) > MAX_WORDS:
+            self.words.clear()
+        new = sorted(set().union(*words.values()) - self.words.keys())
+        self.words |= zip(new, self._count([" " + word for word in new]))
+        of_word = self.words.__getitem__
+        about = {index: sum(map(of_word, words[index])) + more for index, (_, more) in texts.items()}
+        near = [index for index, count in about.items() if count + count // 16 + 8 > limit]
+        exact = zip(near, self._count([texts[index][0] for index in near]))
+        lengths = {index: count + texts[index][1] for index, count in exact}
+        return {index: f"{count} tokens" for index, count in lengths.items() if count > limit}
+
+    def _count(self, texts: list[str]) -> list[int]:
+        return list(map(len, self.tokenizer(texts, add_special_tokens=False)["input_ids"])) if texts else []
+
+
+def batched(items: Iterable, size: int) -> Iterator[list]:
+    """Lists of `size` items; the last may be shorter."""
+    rest = iter(items)
+    while batch := list(islice(rest, size)):
+        yield batch
+
+
+def told_every(total: int, what: str, notice: Callable[[str], None]) -> Iterator[int]:
+    """0, 1, ... total - 1; a line after three seconds, and then with every twenty."""
+    start, due = time.monotonic(), FIRST
+    for done in range(total):
+        if done % 256 == 0 and (seconds := time.monotonic() - start) > due:
+            notice(f"... {what} {done}/{total}, {duration(seconds / done * (total - done))} left")
+            due = seconds + EVERY
+        yield done
+
+
+def once_per_machine(world: World | None, compute: Callable[[], object]) -> object:
+    """compute() of the first rank of a machine, on all of its ranks; of this one alone without a `world`.
+
+    A ValueError of it is raised on all of them.
+    """
+    if world is None:
+        return compute()
+    result = None
+    if world.local_rank == 0:
+        try:
+            result = compute()
+        except ValueError as error:
+            result = error
+    result = gather_objects(result)[world.rank - world.local_rank]
+    if isinstance(result, ValueError):
+        raise result
+    return result
