@@ -2,7 +2,9 @@
 
 import json
 import os
+import random
 import re
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +18,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from common.data.prompts import PromptData, PromptLoader
-from common.data.rows import read_file
+from common.data.rows import read_file, values
+from common.data.scan import Lengths, shared_ends, told_every
 from common.distributed import World
 from common.flags import Rollout
 from common.rollouts import Rollouts
@@ -100,6 +103,95 @@ def test_parquet_with_pictures_is_read_some_rows_at_a_time(tmp_path, tokenizer):
     pq.write_table(pa.table({"images": [[{"bytes": b"x", "path": None}]] * 100}), tmp_path / "a.parquet")
     table = read_file(tmp_path / "a.parquet", "--train-data")
     assert len(table) == 100 and table["images"].num_chunks == 4
+
+
+def test_values_are_those_of_arrow():
+    rows = [
+        {"a": [1, None], "b": {"c": "x", "d": None}, "e": [{"f": [[1], []]}, None], "g": b"y", "h": {}},
+        {"a": None, "b": None, "e": [], "g": None, "h": None},
+        {"a": [], "b": {"c": None, "d": 1.5}, "e": None, "g": b"", "h": {}},
+    ]
+    array = pa.table({name: [row[name] for row in rows * 3] for name in rows[0]}).to_batches()[0].to_struct_array()
+    for part in (array, array[1:2], array[2:8], array[4:4]):
+        assert values(part) == part.to_pylist()
+
+
+@pytest.mark.parametrize(
+    "texts, ends",
+    [
+        (["a b c d", "a b x d"], ("a b ", " d")),
+        (["a b", "a b"], ("a ", "")),
+        (["a  b", "a b"], ("a ", "")),
+        (["one", "two"], ("", "")),
+        (["", "a "], ("", "")),
+        (["a b c"], ("a b ", "")),
+        ([], ("", "")),
+    ],
+)
+def test_what_texts_begin_and_end_with(texts, ends):
+    assert shared_ends(texts) == ends
+
+
+def test_lengths_are_those_of_tokenising_everything(tokenizer):
+    words = ["user", "What", "is", "one", "\n", "  ", "", "é", "\U0001d160", "<|im_end|>", "12345", "assistant\n"]
+    rng = random.Random(0)
+    texts = {i: (" ".join(rng.choices(words, k=rng.randrange(60))), i % 3) for i in range(300)}
+    exact = {i: len(tokenizer.encode(text, add_special_tokens=False)) + more for i, (text, more) in texts.items()}
+    lengths = Lengths(tokenizer)
+    for limit in (10, 50, 120):
+        assert lengths.above(texts, limit) == {i: f"{n} tokens" for i, n in exact.items() if n > limit}
+
+
+def test_what_the_look_has_taken_for_short_costs_its_row(tmp_path, tokenizer, monkeypatch, capsys):
+    """Should a tokenizer count a text in a way that no sum over words foresees."""
+    monkeypatch.setattr(Lengths, "above", lambda self, texts, limit: {})
+    (row_0,) = [load(write(tmp_path / "a.jsonl", [row("12345 " * 60)]), tokenizer)[0]]
+    assert row_0.prompt_ids == [] and "tokens, above --max-prompt-tokens 200" in row_0.problem
+    assert "left out" in capsys.readouterr().out
+
+
+def test_few_texts_are_tokenised_as_a_whole(tmp_path, tokenizer, monkeypatch):
+    """Rows of the same template: 330 bytes each, of which a limit of 200 tokens says nothing."""
+    counted = []
+    real = Lengths._count
+    monkeypatch.setattr(Lengths, "_count", lambda self, texts: counted.extend(texts) or real(self, texts))
+    path = write(tmp_path / "a.jsonl", [row(prompt=TINYZERO * 3 + f" {i} = {i % 7}") for i in range(2000)])
+    assert len(load(path, tokenizer, max_prompt_tokens=250)) == 2000
+    assert sum(map(len, counted)) < 40_000, "tokenised are words, once each: not 2,000 texts of 310 characters"
+
+
+def test_a_long_look_tells_how_far_it_is(tmp_path, tokenizer, monkeypatch):
+    now, said = [0.0], []
+
+    def clock():
+        now[0] += 2.0  # for 256 rows
+        return now[0]
+
+    monkeypatch.setattr("common.data.scan.time.monotonic", clock)
+    load(write(tmp_path / "a.jsonl", [row()] * 2048), tokenizer, said)
+    assert said == ["... --train-data: rows looked at 256/2048, 28s left"]
+    list(told_every(3073, "later", said.append))
+    assert said[1:] == ["... later 256/3073, 44s left", "... later 3072/3073, 0s left"]
+
+
+@pytest.mark.parametrize("rows, problem", [([row()] * 3, ""), ([row(), row(truth=None)], "1 unusable rows")])
+def test_one_rank_of_a_machine_looks_for_all(tmp_path, tokenizer, monkeypatch, rows, problem):
+    """Ranks 0 and 1 on one machine, 2 and 3 on another; all get what the first of theirs has found, or its error."""
+    path, found, looks = write(tmp_path / "a.jsonl", rows), {}, []
+    gathered = [None] * 4
+
+    def gather(value):
+        gathered[rank] = value
+        return gathered
+
+    real = PromptData._scan
+    monkeypatch.setattr("common.data.scan.gather_objects", gather)
+    monkeypatch.setattr(PromptData, "_scan", lambda self, notice: looks.append(rank) or real(self, notice))
+    for rank in range(4):
+        world = World(rank, 4, rank % 2, torch.device("cpu"))
+        with pytest.raises(ValueError, match=problem) if problem else nullcontext():
+            found[rank] = load(path, tokenizer, world=world).positions.tolist()
+    assert looks == [0, 2] and (problem or list(found.values()) == [[0, 1, 2]] * 4)
 
 
 def test_several_files_make_one_data_set(tmp_path, tokenizer):

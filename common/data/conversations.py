@@ -118,7 +118,13 @@ class Conversations:
             raise BadRow(record)
         try:
             conversation = read_conversation(record, self.rule, self.mask_failed_calls)
-        except (AttributeError, IndexError, JSONDecodeError, KeyError, TypeError) as error:  # a string for a list, ...
+        except (
+            AttributeError,
+            LookupError,
+            JSONDecodeError,
+            RecursionError,
+            TypeError,
+        ) as error:  # a string for a list
             raise BadRow(f"not a conversation: {type(error).__name__}: {error}") from error
         if conversation.pictures and not self.vision:
             raise BadRow("has pictures, and the model reads text alone")

@@ -22,7 +22,7 @@ from common.data.render import (
     to_messages,
 )
 from common.data.rows import JSON_LINE, RowFiles, records
-from common.data.scan import Lengths, batched, once_per_machine, told_every
+from common.data.scan import Lengths, batched, once_per_machine, told_every, without_collector
 from common.distributed import World
 from common.episodes import Prompt, Row
 from common.flags import Data, Rollout
@@ -128,7 +128,8 @@ class PromptData:
         self.control, self.lengths = control_tokens(tokenizer, vision), Lengths(tokenizer)
         pictures = [*vision.placeholders.values()] if vision else []
         self.placeholders = [*map(tokenizer.convert_ids_to_tokens, pictures)]
-        found = once_per_machine(world, partial(self._scan, notice))
+        with without_collector():
+            found = once_per_machine(world, partial(self._scan, notice))
         self.files.refuse(found.bad, "unusable rows", bad_rows == "drop", notice)
         too_long_for = f"prompts longer than --max-prompt-tokens {max_prompt_tokens}"
         self.files.refuse(found.too_long, too_long_for, bad_rows == "drop", notice)

@@ -1,7 +1,9 @@
 """A look at all rows of a data set before the first step: lengths without tokenising everything, progress, ranks."""
 
+import gc
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 
 from common.distributed import World, gather_objects
@@ -24,13 +26,16 @@ class Lengths:
 
     def above(self, texts: dict[int, tuple[str, int]], limit: int) -> dict[int, str]:
         """Row index -> "123 tokens" of the texts with more than `limit`. texts: row index -> text, further tokens."""
-        words = {index: text.split(" ") for index, (text, _) in texts.items()}
+        start, end = shared_ends([text for text, _ in texts.values()])
+        words = {index: text[len(start) : len(text) - len(end)].split(" ") for index, (text, _) in texts.items()}
+        ends = [*start.split(" "), *end.split(" ")]
         if len(self.words) > MAX_WORDS:
             self.words.clear()
-        new = sorted(set().union(*words.values()) - self.words.keys())
+        new = sorted(set(ends).union(*words.values()) - self.words.keys())
         self.words |= zip(new, self._count([" " + word for word in new]))
         of_word = self.words.__getitem__
-        about = {index: sum(map(of_word, words[index])) + more for index, (_, more) in texts.items()}
+        shared = sum(map(of_word, ends))
+        about = {index: shared + sum(map(of_word, words[index])) + more for index, (_, more) in texts.items()}
         near = [index for index, count in about.items() if count + count // 16 + 8 > limit]
         exact = zip(near, self._count([texts[index][0] for index in near]))
         lengths = {index: count + texts[index][1] for index, count in exact}
@@ -38,6 +43,19 @@ class Lengths:
 
     def _count(self, texts: list[str]) -> list[int]:
         return list(map(len, self.tokenizer(texts, add_special_tokens=False)["input_ids"])) if texts else []
+
+
+def shared_ends(texts: list[str]) -> tuple[str, str]:
+    """What all texts begin with, up to a space, and what all end with, from a space on."""
+    start = common_start(texts)
+    start = start[: start.rfind(" ") + 1]
+    end = common_start([text[len(start) :][::-1] for text in texts])[::-1]
+    return start, end[end.find(" ") :] if " " in end else ""
+
+
+def common_start(texts: list[str]) -> str:
+    first, last = min(texts, default=""), max(texts, default="")
+    return first[: next((i for i, (a, b) in enumerate(zip(first, last)) if a != b), min(len(first), len(last)))]
 
 
 def batched(items: Iterable, size: int) -> Iterator[list]:
@@ -55,6 +73,18 @@ def told_every(total: int, what: str, notice: Callable[[str], None]) -> Iterator
             notice(f"... {what} {done}/{total}, {duration(seconds / done * (total - done))} left")
             due = seconds + EVERY
         yield done
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Millions of rows that come and go would make Python's collector of cycles visit all of torch, over and over."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def once_per_machine(world: World | None, compute: Callable[[], object]) -> object:
