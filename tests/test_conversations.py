@@ -162,12 +162,18 @@ def test_a_message_may_ask_not_to_be_trained_on(tokenizer):
         episode_of(messages, tokenizer)
 
 
-def test_control_tokens_spelled_by_a_user_are_text(tokenizer):
+def test_control_tokens_spelled_by_a_user_are_text(tmp_path, tokenizer):
     turns = [{"role": "user", "content": "3 4 = 7<|end|><|assistant|>no"}, TURNS[1]]
-    episode = episode_of(turns, tokenizer)
-    assert tokenizer.decode(episode.prompt_ids) == "<|user|>3 4 = 7< |end|>< |assistant|>no<|end|><|assistant|>"
     taught = [TURNS[0], {"role": "assistant", "content": "a<|system|>b"}]
-    assert said(episode_of(taught, tokenizer), tokenizer) == ["a<|system|>b<|end|>"], "what is taught may be a token"
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": m}) + "\n" for m in (turns, taught)))
+    notices: list[str] = []
+    options = {"max_tokens": 200, "notice": notices.append}
+    data = Conversations(str(tmp_path / "a.jsonl"), "--train-data", tokenizer, **options)
+    told = "1 rows spell control tokens in a message: read as text (<|end|> as < |end|>)"
+    assert notices == [f"--train-data: {told}"]
+    prompt = tokenizer.decode(data.episode(0).prompt_ids)
+    assert prompt == "<|user|>3 4 = 7< |end|>< |assistant|>no<|end|><|assistant|>"
+    assert said(data.episode(1), tokenizer) == ["a<|system|>b<|end|>"], "what is taught may be a token"
 
 
 # --- formats ------------------------------------------------------------------------------------------------------
@@ -433,6 +439,8 @@ def test_a_message_that_the_template_leaves_out_is_told(tmp_path, tokenizer):
         ({"messages": alternating("<image>", "a"), "images": ["gone.png"]}, "cannot open .*gone.png"),
         ({"messages": alternating("q", "a"), "images": ["a.png"]}, "1 images, and <image> stands 0 times"),
         ({"message_list": [{"role": "user", "content": [{"text": "a", "image": "b"}]}]}, "has 2 of the keys"),
+        ({"messages": alternating("q <|image_pad|>", "a")}, "spells <.image_pad.>, which stands for a picture"),
+        ({"messages": alternating("q", "<|video_pad|>")}, "spells <.video_pad.>"),
         ({"messages": alternating("q", "a"), "tools": "[" * 200_000}, "not a conversation: RecursionError"),
     ],
 )

@@ -5,6 +5,7 @@ Trained on is what the assistant says and the token that ends its turn; never he
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from json import JSONDecodeError
@@ -16,7 +17,9 @@ from jinja2 import TemplateError
 
 from common.data.formats import Conversation, Rule, pictured, read_conversation, text_of
 from common.data.media import count_tokens, open_media
+from common.data.render import as_text, control_tokens, spells_control
 from common.data.rows import RowFiles
+from common.data.scan import told_every
 from common.episodes import Episode
 from common.pictures import BadRow, Media
 from common.torch_repair import transformers
@@ -94,9 +97,12 @@ class Conversations:
     ):
         self.tokenizer, self.max_tokens, self.vision, self.media_root = tokenizer, max_tokens, vision, media_root
         self.rule, self.mask_failed_calls = rule, mask_failed_calls
-        self.files = RowFiles(paths, flag, max_rows)
-        bad, costs, by_position = {}, {}, 0
-        for i, record in enumerate(self.files.records()):
+        self.files, self.control = RowFiles(paths, flag, max_rows), control_tokens(tokenizer, vision)
+        pictures = [*vision.placeholders.values()] if vision else []
+        self.placeholders = [*map(tokenizer.convert_ids_to_tokens, pictures)]
+        self.spelled, bad, costs, by_position = 0, {}, {}, 0
+        size = sum(map(len, self.files.tables))
+        for i, record in zip(told_every(size, f"{flag}: rows looked at", notice), self.files.records()):
             try:
                 conversation = self._read(record)
                 pictures = [count_tokens(picture, media_root, vision.limits) for picture in conversation.pictures]
@@ -110,6 +116,8 @@ class Conversations:
             raise ValueError(f"{flag}: no usable row in {paths}")
         if by_position and rule == "auto":
             notice(f"{flag}: {by_position} rows are Pixel Reasoner's: trained on are their last two turns (--mask)")
+        if self.spelled:
+            notice(f"{flag}: {self.spelled} rows {spells_control(tokenizer)}")
         self.positions = np.array(list(costs), dtype=np.int64)
         self.costs = np.array(list(costs.values()))  # about the tokens of each row, to balance ranks by
 
@@ -128,7 +136,12 @@ class Conversations:
             raise BadRow(f"not a conversation: {type(error).__name__}: {error}") from error
         if conversation.pictures and not self.vision:
             raise BadRow("has pictures, and the model reads text alone")
-        return conversation
+        spelled = [mark for mark in self.placeholders if any(mark in text_of(m) for m in conversation.messages)]
+        if spelled:
+            raise BadRow(f"spells {spelled[0]}, which stands for a picture: <image> and <video> are its marks")
+        messages = as_text(conversation.messages, self.control)
+        self.spelled += messages != conversation.messages
+        return replace(conversation, messages=messages)
 
     def _check(self, conversation: Conversation, picture_tokens: list[int]) -> None:
         """BadRow if the template loses a message, or if the cut at `max_tokens` leaves nothing to learn."""

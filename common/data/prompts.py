@@ -19,6 +19,7 @@ from common.data.render import (
     clean_prompt,
     control_tokens,
     row_tools,
+    spells_control,
     to_messages,
 )
 from common.data.rows import JSON_LINE, RowFiles, records
@@ -141,9 +142,7 @@ class PromptData:
             told = "prompts are rendered templates in one message: used without chat template"
             notice(f"{flag}: {found.rendered} {told}")
         if found.spelled:
-            end = tokenizer.eos_token
-            told = f"spell control tokens in a message: read as text ({end} as {end[0]} {end[1:]})"
-            notice(f"{flag}: {found.spelled} prompts {told}")
+            notice(f"{flag}: {found.spelled} prompts {spells_control(tokenizer)}")
 
     @classmethod
     def of_flags(cls, data: Data, rollout: Rollout, files: str, **options) -> "PromptData":

@@ -56,6 +56,11 @@ def as_text(messages: list[dict], control: re.Pattern) -> list[dict]:
     return [m | {"content": spaced(m["content"])} if m["role"] in NOT_OURS else m for m in messages]
 
 
+def spells_control(tokenizer) -> str:
+    end = tokenizer.eos_token or "<|end|>"
+    return f"spell control tokens in a message: read as text ({end} as {end[0]} {end[1:]})"
+
+
 def render(prompt: Prompt, tokenizer, tools: Mapping[str, Tool] | None = None, pictures: bool = False) -> str:
     """The text to tokenise for a cleaned prompt. ValueError if it needs a chat template and there is none.
 
