@@ -1,19 +1,17 @@
-"""torchrun process group, FSDP2 or DDP wrapping, reductions, seeding, and ending together: failure, stall, SIGTERM."""
+"""torchrun process group, FSDP2 or DDP wrapping, reductions; how a script begins and ends on every rank."""
 
 import ctypes
 import datetime
-import faulthandler
 import os
 import signal
-import socket
 import sys
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,10 +20,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from common import processes
+from common.files import refuse
+
 _stop = threading.Event()  # SIGTERM has come
-_sign_of_life = [time.monotonic()]
-_leaving = threading.Lock()
-at_end: list[Callable[[], object]] = []  # called where the run ends, however it does
 
 
 @dataclass(frozen=True)
@@ -49,16 +47,16 @@ class World:
 def init_world(stall_minutes: float = 30.0) -> World:
     """Join torchrun's process group (nccl on GPUs, gloo on CPUs); a plain `python script.py` is a group of one.
 
-    From then on a rank that shows no `sign_of_life` for `stall_minutes` prints its stacks and ends the run.
+    From its start on a rank ends with any other that fails, and with its torchrun; one that shows no `sign_of_life`
+    for `stall_minutes` prints its stacks and ends the run.
     """
-    if "RANK" not in os.environ:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        os.environ.update({name: str(value) for name, value in defaults.items()})
-    local_rank = int(os.environ["LOCAL_RANK"])
+    processes.refuse_lone_ranks()
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        os.environ.setdefault(name, value)
+    rank, size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if torch.cuda.is_available():
+        gpus, ranks = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
+        refuse(ranks > gpus, f"{ranks} ranks, but {gpus} GPUs on this machine: torchrun --nproc_per_node {gpus}")
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         # gloo beside nccl: Python objects and CPU tensors (checkpoints, metrics) travel without touching the GPU
@@ -66,50 +64,55 @@ def init_world(stall_minutes: float = 30.0) -> World:
     else:
         device, backend = torch.device("cpu"), "gloo"
         keep_freed_memory()
-    dist.init_process_group(backend, timeout=datetime.timedelta(minutes=stall_minutes + 10))
-    if dist.get_rank() == 0:
-        _store().delete_key("failed")  # of the attempt before a torchrun restart
-    sign_of_life()
-    threading.Thread(target=_watch, args=(stall_minutes, dist.get_rank()), daemon=True).start()
-    return World(dist.get_rank(), dist.get_world_size(), local_rank, device)
+    processes.die_with_torchrun()
+    processes.sign_of_life()
+    timeout = datetime.timedelta(minutes=stall_minutes + 10)
+    threading.Thread(target=processes.watch, args=(stall_minutes,), daemon=True).start()
+    store = meet(rank, size, timeout) if size > 1 else alone()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    processes.awaited.clear()
+    return World(rank, size, local_rank, device)
 
 
-def sign_of_life() -> None:
-    _sign_of_life[0] = time.monotonic()
+def alone() -> dist.Store:
+    """The store of a group of one; nobody else's connection is listened for."""
+    for library in ("GLOO", "NCCL"):
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+    return dist.HashStore()
 
 
-def _watch(stall_minutes: float, rank: int) -> None:
-    """The watchdog, a thread: stacks of all threads to stderr when nothing moves any more, then the end."""
-    while (idle := time.monotonic() - _sign_of_life[0]) < stall_minutes * 60:
-        time.sleep(min(5.0, stall_minutes * 60 - idle))
-    print(f"[rank {rank}] no progress for {stall_minutes:g} minutes (--stall-minutes):", file=sys.stderr, flush=True)
-    faulthandler.dump_traceback()
-    time.sleep(10)  # until the other ranks have printed theirs: the first to exit ends them all
-    os._exit(1)
+def meet(rank: int, size: int, timeout: datetime.timedelta) -> dist.Store:
+    """Wait for all ranks; a store of this attempt alone.
+
+    torchrun's outlives its restarts, and each of its agents counts these by itself. So rank 0 makes up a name, and
+    tells it to whoever has come, until all have got it: what an earlier attempt has left behind, nobody reads.
+    """
+    address, own = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), uuid.uuid4().hex
+    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    processes.awaited[:] = [f"no answer from {address[0]}:{address[1]}"]
+    store = dist.TCPStore(*address, is_master=hosts, timeout=timeout, wait_for_workers=False)
+    store.set(f"rank/{rank}", own)
+    processes.awaited[:] = ["no answer from rank 0"]
+    while rank and not store.check([own]):
+        time.sleep(0.1)
+    name = store.get(own).decode() if rank else own
+    store.set(f"{name}/{rank}", "")
+    missing = set(range(1, size)) if rank == 0 else set()
+    while missing:
+        processes.awaited[:] = [f"no sign of rank {', '.join(map(str, sorted(missing)))}"]
+        for other in missing:
+            if store.check([f"rank/{other}"]):
+                store.set(store.get(f"rank/{other}").decode(), own)
+        time.sleep(0.1)
+        missing = {other for other in missing if not store.check([f"{own}/{other}"])}
+    processes.group.append(dist.PrefixStore(name, store.clone()))
+    processes.awaited[:] = ["the ranks do not connect"]
+    return dist.PrefixStore(name, store)
 
 
 def handle_sigterm() -> None:
-    """On SIGTERM `stop_requested` becomes true, and the script saves and exits at the end of its step.
-
-    torchrun sends it too when another rank has failed. Then this one may wait in a collective, where no Python handler
-    runs: a thread reads the signal off a pipe and looks whether a failure was announced.
-    """
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-    signal.set_wakeup_fd(writer.fileno())
-    signal.signal(signal.SIGTERM, lambda *_: None)
-
-    def listen() -> None:
-        while signal.SIGTERM not in reader.recv(64):
-            pass
-        _stop.set()
-        with suppress(RuntimeError):  # the store is gone with the rank that kept it
-            while not _store().check(["failed"]):
-                time.sleep(1.0)
-        leave(1)
-
-    threading.Thread(target=listen, daemon=True).start()
-    handle_sigterm.sockets = reader, writer  # kept open
+    """On SIGTERM `stop_requested` becomes true, and the script saves and exits at the end of its step."""
+    signal.signal(signal.SIGTERM, lambda *_: _stop.set())
 
 
 def stop_requested() -> bool:
@@ -117,45 +120,38 @@ def stop_requested() -> bool:
     return all_reduce([_stop.is_set()], "max")[0] > 0
 
 
-def _store() -> dist.Store:
-    return dist.distributed_c10d._get_default_store()
-
-
-def _announce_failure() -> bool:
-    """Tell the other ranks; True for the first one that fails."""
-    with suppress(RuntimeError):
-        if dist.is_initialized():
-            return _store().add("failed", 1) == 1
-    return os.environ.get("LOCAL_RANK", "0") == "0"
-
-
 def run(main: Callable, *args: object) -> None:
     """Run a script's `main` and leave by `os._exit`: a rank that waits in destructors keeps the others waiting."""
     try:
+        status = _outcome(main, *args)
+    except KeyboardInterrupt:
+        processes.fail(processes.INTERRUPTED)
+        if os.environ.get("RANK", "0") == "0":
+            print(
+                processes.INTERRUPTED + "".join(words() for words in processes.at_interrupt),
+                file=sys.stderr,
+                flush=True,
+            )
+        status = 130
+    processes.leave(status)
+
+
+def _outcome(main: Callable, *args: object) -> int:
+    """The exit code. Ctrl-C may come anywhere in here, also while another rank's end raises an exception."""
+    try:
         main(*args)
         barrier()
-        status = 0
     except SystemExit as stop:
-        if isinstance(stop.code, str) and _announce_failure():  # one line, not one per rank
-            print(stop.code, file=sys.stderr)
-        status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except BaseException:
-        print(f"[rank {os.environ.get('RANK', '0')}] failed:\n{traceback.format_exc()}", file=sys.stderr)
-        status = 1
-        _announce_failure()
-    leave(status)
-
-
-def leave(status: int) -> NoReturn:
-    """The end of this process, by the first thread that comes here."""
-    _leaving.acquire()
-    try:
-        for function in at_end:
-            function()
-    finally:  # whatever that raises, a second Ctrl-C too
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        if isinstance(stop.code, str):
+            processes.fail(stop.code)
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except Exception as error:
+        rank = f"[rank {os.environ.get('RANK', '0')}]"
+        processes.fail(f"{rank} {type(error).__name__}: {error}", f"{rank} failed:\n{traceback.format_exc()}")
+        if isinstance(error, RuntimeError) and world_size() > 1:
+            time.sleep(processes.GRACE_S)  # it may come from another's death, and torchrun should see who was first
+        return 1
+    return 0
 
 
 def wrap_model(model: nn.Module, world: World, strategy: str, compute_dtype: torch.dtype) -> nn.Module:
@@ -209,7 +205,7 @@ def forward_context(model: nn.Module, last: bool = True) -> Iterator[None]:
 
     Without gradients a forward leaves nothing gathered behind: the head of a reference model is large.
     """
-    sign_of_life()
+    processes.sign_of_life()
     with ExitStack() as stack:
         if dtype := getattr(model, "autocast_dtype", None):
             stack.enter_context(torch.autocast(next(model.parameters()).device.type, dtype))

@@ -17,6 +17,7 @@ import tyro
 from annotated_types import Ge, Gt, Le
 
 from common.files import refuse
+from common.processes import said_once
 
 ROOT = Path(__file__).resolve().parents[1]
 EMBEDDED = ("tiny", "tiny-vl")  # models that bring their own data
@@ -120,9 +121,10 @@ def parse(args_class: type[Args], demo: Args, doc: str) -> tuple[Args, bool]:
     default = demo if is_demo and not named & {"--help", "-h"} else args_class()
     paragraphs = doc.split("\n\n")
     teaching = [paragraphs[0], *(text for text in paragraphs if text.startswith("    "))]  # the commands
-    explain_foreign(sys.argv[1:], args_class)
-    parsed = tyro.cli(tyro.conf.OmitArgPrefixes[args_class], default=default, description="\n\n".join(teaching))
-    check_ranges(parsed)
+    with said_once():
+        explain_foreign(sys.argv[1:], args_class)
+        parsed = tyro.cli(tyro.conf.OmitArgPrefixes[args_class], default=default, description="\n\n".join(teaching))
+        check_ranges(parsed)
     return parsed, is_demo
 
 

@@ -1,8 +1,13 @@
-"""Failing well: one rank ends all, a stall is shown, SIGTERM saves, a full disk costs a checkpoint and no more."""
+"""Failing well: one rank ends all, torchrun starts them again, its own end is theirs; a stall is shown, SIGTERM saves,
+Ctrl-C is one line, a full disk costs a checkpoint and no more."""
 
+import contextlib
+import json
 import os
 import signal
+import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,11 +15,13 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from conftest import ROOT, metrics_of, run_script, script_environment, torchrun
+from conftest import RANK_VARIABLES, ROOT, checked_args, kill_all, metrics_of, run_script, script_environment, torchrun
 
+import grpo
 from common.checkpoint import save_checkpoint
-from common.distributed import World
+from common.distributed import World, init_world
 from common.engine.vllm import VllmEngine
+from common.logger import whereabouts
 
 FAULTS = ROOT / "tests" / "workers" / "faults.py"
 
@@ -42,6 +49,8 @@ def test_a_rank_that_raises_ends_all_and_its_trace_comes_first():
     assert "RuntimeError: the sky has fallen" in output
     first = output.index("] failed:")
     assert output.startswith("[rank 1", first - len("[rank 1")), output
+    *_, last, frame = output.splitlines()
+    assert last.endswith("[rank 1] RuntimeError: the sky has fallen") and set(frame) == {"="}, output[-3000:]
 
 
 def test_a_rank_that_is_killed_ends_all():
@@ -57,6 +66,221 @@ def test_a_stall_prints_the_stacks_of_all_ranks_and_ends():
         assert f"[rank {rank}] no progress for 0.05 minutes" in output, output
     assert output.count("faults.py") >= 2 and "time.sleep" not in output.split("no progress")[0]
     assert seconds < 5 * (3 + 10)
+
+
+# --- ranks without torchrun, which costs 10 processor seconds ----------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def rank():
+    """rank(FAULT, 1, of=2, port=PORT): a rank of faults.py, as if on a machine of its own."""
+    started = []
+
+    def start(fault: str, number: int = 0, of: int = 1, port: int = 0, **extra: str) -> subprocess.Popen:
+        own = {"RANK": number, "WORLD_SIZE": of, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        own = {name: str(value) for name, value in own.items()} if of > 1 else {}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        environment = script_environment(**own, **extra)
+        started.append(subprocess.Popen([sys.executable, FAULTS, fault], cwd=ROOT, env=environment, **pipes))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_a_failure_on_another_machine_ends_a_rank_that_is_in_no_collective(rank):
+    port = free_port()
+    ranks = [rank("elsewhere", number, of=2, port=port) for number in range(2)]
+    said = [process.communicate(timeout=60)[0] for process in ranks]
+    assert "[rank 1] failed:\nTraceback" in said[1] and "ValueError: a full disk" in said[1]
+    assert said[0] == "[rank 0] ends: [rank 1] ValueError: a full disk\n"
+    assert [process.returncode for process in ranks] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "number, missing", [(0, "no sign of rank 1"), (1, "no answer from 127.0.0.1:{port}")], ids=["rank 0", "rank 1"]
+)
+def test_a_rank_that_does_not_come_is_named(rank, number, missing):
+    """The other one was killed while it imported."""
+    port = free_port()
+    process = rank("raise", number, of=2, port=port, GATHER_SECONDS="1")
+    (line,) = process.communicate(timeout=60)[0].splitlines()[-1:]
+    assert line.startswith(f"[rank {number}] {missing.format(port=port)} after 1 s"), line
+    assert process.returncode == 1
+
+
+def test_a_rank_dies_with_its_torchrun(rank, tmp_path):
+    """By SIGKILL, which leaves torchrun no time to end its ranks; here something else has started the rank."""
+    code = (
+        "import subprocess, sys, time; p = subprocess.Popen(sys.argv[1:]); print(p.pid, flush=True); time.sleep(600)"
+    )
+    command = [sys.executable, "-c", code, sys.executable, FAULTS, "sleep"]
+    environment = script_environment(TORCHELASTIC_RUN_ID="none")
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as launcher:
+        orphan = psutil.Process(int(launcher.stdout.readline()))
+        assert launcher.stdout.readline() == "fault\n"
+        launcher.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            try:
+                orphan.wait(timeout=10)
+            finally:
+                orphan.kill()
+
+
+def test_a_group_of_one_listens_to_this_machine_alone(rank):
+    said, _ = rank("sockets").communicate(timeout=60)
+    assert said.startswith("fault\n") and set(said.split()[1:]) <= {"127.0.0.1", "::1"}, said
+
+
+def test_ctrl_c_is_one_line(rank):
+    process = rank("ctrl-c")
+    assert process.stdout.readline() == "fault\n"
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60)[0] == "interrupted at step 3\n"
+    assert process.returncode == 130
+
+
+def test_where_an_interrupted_run_stands(tmp_path):
+    assert whereabouts(tmp_path) == " at step 0; last checkpoint: none"
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/latest").write_text("step_000010")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 11}\n{"step": 12}\n{"event": "stopped", "step": 12}\n{"st')
+    assert whereabouts(tmp_path) == f" at step 12; last checkpoint: {tmp_path}/checkpoints/step_000010"
+
+
+# --- how it is started --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "count, number",
+    [
+        ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+        ("PMI_SIZE", "PMI_RANK"),
+    ],
+)
+def test_srun_without_torchrun_is_refused(monkeypatch, count, number):
+    for name in RANK_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "argv", ["grpo.py", "--model", "x"])
+    monkeypatch.setenv(count, "4")
+    with pytest.raises(SystemExit, match=f"{count}=4.* torchrun --nproc_per_node N grpo.py --model x"):
+        init_world()
+    monkeypatch.setenv(number, "3")
+    with pytest.raises(SystemExit) as stop:
+        init_world()
+    assert stop.value.code == 1, "said once"
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name, value in {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 4}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(SystemExit, match="4 ranks, but 2 GPUs on this machine: torchrun --nproc_per_node 2"):
+        init_world()
+
+
+@pytest.mark.parametrize("flag", ["--no-such-flag", "--num-generations"], ids=["tyro", "ours"])
+def test_errors_of_the_command_line_are_said_once(monkeypatch, tmp_path, capsys, flag):
+    """By the first rank of a machine, and at the end of torchrun's report; the others wait until they are ended."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr("common.processes.time.sleep", lambda seconds: sys.exit(15))
+    said = {}
+    for number in "10":
+        monkeypatch.setenv("LOCAL_RANK", number)
+        with pytest.raises(SystemExit) as stop:
+            checked_args(grpo, monkeypatch, flag, "3")
+        assert stop.value.code == (1 if number == "0" else 15)
+        said[number] = "".join(capsys.readouterr())
+        assert (tmp_path / "error.json").exists() == (number == "0")
+    assert said["1"] == "" and flag in said["0"]
+    message = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert flag in message["extraInfo"]["py_callstack"] and int(message["extraInfo"]["timestamp"])
+
+
+# --- torchrun's restarts ------------------------------------------------------------------------------------------
+
+
+def comes_up_again(tmp_path: Path, *launchers: list) -> None:
+    """All ranks of one or several torchruns, of which the last rank is killed in the first attempt."""
+    environment = script_environment(MARK=str(tmp_path / "mark"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "2"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    running = [
+        subprocess.Popen([*command, *map(str, options), FAULTS, "once"], cwd=ROOT, env=environment, **pipes)
+        for options in launchers
+    ]
+    try:
+        outputs = [process.communicate(timeout=150)[0] for process in running]
+    finally:
+        for process in running:
+            if process.poll() is None:
+                kill_all(process)
+    assert [process.returncode for process in running] == [0] * len(running), outputs
+    assert "".join(outputs).count("fault\n") == 2 and "sum [2.0]" in "".join(outputs), outputs
+
+
+def test_torchrun_starts_all_ranks_again(tmp_path):
+    comes_up_again(tmp_path, ["--standalone", "--nproc_per_node", 2])
+
+
+@pytest.mark.slow
+def test_torchrun_starts_all_ranks_again_without_standalone(tmp_path):
+    comes_up_again(tmp_path, ["--master-port", free_port(), "--nproc_per_node", 2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rendezvous", ["c10d", "static"])
+def test_two_torchruns_start_all_ranks_again(tmp_path, rendezvous):
+    """Each counts the restarts by itself: the one whose rank was killed counts one more than the other, or as many."""
+    port = free_port()
+    options = ["--nnodes", 2, "--nproc_per_node", 1]
+    if rendezvous == "c10d":
+        options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "test"]
+        comes_up_again(tmp_path, options, options)
+    else:
+        options += ["--master-addr", "localhost", "--master-port", port, "--node-rank"]
+        comes_up_again(tmp_path, [*options, 0], [*options, 1])
+
+
+@pytest.mark.slow
+def test_all_ranks_die_with_a_killed_torchrun():
+    command = torchrun(FAULTS, "sleep", ranks=2)
+    with subprocess.Popen(command, cwd=ROOT, env=script_environment(), stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout.readline() == "fault\n"
+        family = psutil.Process(launcher.pid).children(recursive=True)
+        launcher.kill()
+        _, alive = psutil.wait_procs(family, timeout=10)
+        for process in alive:
+            process.kill()
+        assert len(family) >= 2 and not alive
+
+
+@pytest.mark.slow
+def test_ctrl_c_of_a_run_tells_step_and_checkpoint(tmp_path):
+    options = ["--engine", "hf", "--prompts-per-step", 2, "--samples-per-prompt", 2, "--max-response-tokens", 32]
+    options += ["--max-rows", 64, "--total-steps", 20, "--eval-every", 0, "--no-eval-before", "--save-every", 1]
+    command = torchrun("grpo.py", *options, "--output-dir", tmp_path / "run")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=ROOT, env=script_environment(), **pipes)
+    for line in process.stdout:
+        if line.startswith("step 3/20"):
+            process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 130
+    (line,) = process.stderr.read().splitlines()[-1:]
+    assert line.startswith("interrupted at step ") and f"last checkpoint: {tmp_path}/run/checkpoints/step_0000" in line
+    assert (tmp_path / "run/curves.png").is_file()
 
 
 def test_sigterm_saves_exits_with_its_own_code_and_resumes_exactly(tmp_path):

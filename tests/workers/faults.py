@@ -1,27 +1,44 @@
 """Run by torchrun: something goes wrong on rank 1 while rank 0 waits for it in a collective.
 
-python tests/workers/faults.py raise | stall | sigkill
+python tests/workers/faults.py raise | stall | sigkill | once | elsewhere | ctrl-c | sleep
 """
 
 import os
 import signal
 import sys
 import time
+from pathlib import Path
 
-from common.distributed import all_reduce, init_world, run, sign_of_life
+import psutil
+
+from common.distributed import all_reduce, init_world, run
+from common.processes import at_interrupt, sign_of_life
 
 
 def main(fault: str) -> None:
     world = init_world(stall_minutes=3 / 60 if fault == "stall" else 30)
     all_reduce([1.0])
-    if world.rank == 1:
+    if world.rank == world.size - 1:
         print("fault", flush=True)
         if fault == "raise":
             raise RuntimeError("the sky has fallen")
         if fault == "sigkill":
             os.kill(os.getpid(), signal.SIGKILL)
-        while True:
-            time.sleep(1)  # hangs; nobody calls sign_of_life
+        if fault == "once" and not (mark := Path(os.environ["MARK"])).exists():  # in the first attempt
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "elsewhere":  # what would end other machines' ranks if these were in a collective
+            raise ValueError("a full disk")
+        if fault == "sockets":
+            print(*(c.laddr.ip for c in psutil.Process().net_connections() if c.status == "LISTEN"), flush=True)
+            return
+    if fault == "once":
+        world.print("sum", all_reduce([1.0]))
+        return
+    if fault == "ctrl-c":
+        at_interrupt.append(lambda: " at step 3")
+    while fault in ("elsewhere", "ctrl-c", "sleep") or (fault == "stall" and world.rank == 1):
+        time.sleep(1)  # nobody calls sign_of_life
     sign_of_life()
     all_reduce([1.0])
 

@@ -1,0 +1,141 @@
+"""How the ranks of a run end together: one that fails, stands still or loses its torchrun takes the others along.
+
+What the first one says is printed at once, and by torchrun once more as its last words.
+"""
+
+import ctypes
+import faulthandler
+import io
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from pathlib import Path
+from typing import NoReturn
+
+GATHER_S = 60  # until all ranks have come, and are connected; GATHER_SECONDS in the environment
+GRACE_S = 3  # in which the first that failed speaks, and torchrun sees which it was
+INTERRUPTED = "interrupted"
+LAUNCHERS = {  # how many processes srun or mpirun has started: which of them this is
+    "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
+    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
+    "PMI_SIZE": "PMI_RANK",
+}
+PR_SET_PDEATHSIG = 1
+
+at_end: list[Callable[[], object]] = []  # called where the run ends, however it does
+at_interrupt: list[Callable[[], str]] = []  # what to tell who presses Ctrl-C: " at step 3; last checkpoint: ..."
+awaited: list[str] = []  # what is missing while the group forms
+group: list = []  # its store, through a connection of its own: that of the main thread may wait for something
+_sign_of_life = [time.monotonic()]
+_leaving = threading.Lock()
+_parent = os.getppid()
+
+
+def sign_of_life() -> None:
+    _sign_of_life[0] = time.monotonic()
+
+
+def refuse_lone_ranks() -> None:
+    """SystemExit if srun or mpirun has started several processes: each would be a run of its own."""
+    for count, number in LAUNCHERS.items():
+        ranks = os.environ.get(count, "1")
+        if "RANK" not in os.environ and ranks.isdecimal() and int(ranks) > 1:
+            command = f"start one per machine, with torchrun --nproc_per_node N {' '.join(sys.argv)}"
+            first = os.environ.get(number, "0") == "0"
+            raise SystemExit(f"{count}={ranks}, and each process would be a run of its own: {command}" if first else 1)
+
+
+def die_with_torchrun() -> None:
+    """The kernel kills this rank with torchrun's main thread, which started it: it must not go on beside a restart."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and hasattr(libc := ctypes.CDLL(None), "prctl"):
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != _parent:  # it was dead before
+            os._exit(1)
+
+
+def watch(stall_minutes: float) -> None:
+    """The watchdog, a thread: ends this rank if the group does not form, another rank has failed, or nothing moves."""
+    rank, start = os.environ["RANK"], time.monotonic()
+    patience = float(os.environ.get("GATHER_SECONDS", GATHER_S))
+    while (idle := time.monotonic() - _sign_of_life[0]) < stall_minutes * 60:
+        if awaited and time.monotonic() - start > patience + 2 * (rank != "0"):  # rank 0 knows best who is missing
+            fail(f"[rank {rank}] {awaited[0]} after {patience:g} s (GATHER_SECONDS=600 waits longer)")
+            leave(1)
+        if words := _heard():
+            time.sleep(GRACE_S)  # until the main thread has noticed it, too
+            if words != INTERRUPTED:
+                say(f"[rank {rank}] ends: {words}")
+            leave(130 if words == INTERRUPTED else 1)
+        time.sleep(min(1.0, stall_minutes * 60 - idle))
+    line = f"[rank {rank}] no progress for {stall_minutes:g} minutes (--stall-minutes):"
+    print(line, file=sys.stderr, flush=True)
+    faulthandler.dump_traceback()
+    time.sleep(10)  # until the other ranks have printed theirs: the first to exit ends them all
+    fail(f"{line} the stacks are above")
+    os._exit(1)
+
+
+def _heard() -> str:
+    """What another rank has said at its failure."""
+    try:
+        return group[0].get("failed").decode() if group and group[0].check(["failed"]) else ""
+    except RuntimeError:
+        return "the store is gone, and with it torchrun, or the rank that kept it"
+
+
+def fail(line: str, details: str = "") -> None:
+    """Tell the other ranks and the user; who is not the first to fail lets the first speak, and adds what differs."""
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    with suppress(RuntimeError):
+        if group and (first := group[0].add("failures", 1) == 1):
+            group[0].set("failed", line)
+    if not first:
+        time.sleep(GRACE_S if group else GATHER_S)  # torchrun ends it before that, if all ranks fail
+    if line != INTERRUPTED and (first or line != _heard()):
+        say(line, details)
+
+
+@contextmanager
+def said_once() -> Iterator[None]:
+    """Around what prints and raises SystemExit on every rank alike: the first of a machine says it, and torchrun."""
+    if "RANK" not in os.environ:
+        yield
+        return
+    said = io.StringIO()
+    try:
+        with redirect_stdout(said), redirect_stderr(said):
+            yield
+    except SystemExit as stop:
+        text = said.getvalue() + (stop.code if isinstance(stop.code, str) else "")
+        if stop.code:
+            fail(text.rstrip())
+            raise SystemExit(1) from None
+        if os.environ["LOCAL_RANK"] == "0":  # --help
+            print(text, end="")
+        raise
+
+
+def say(line: str, details: str = "") -> None:
+    """Print it, and leave the line to torchrun, which shows it at the end of its report."""
+    print(details or line, file=sys.stderr, flush=True)
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}))
+
+
+def leave(status: int) -> NoReturn:
+    """The end of this process, by the first thread that comes here."""
+    _leaving.acquire()
+    try:
+        for function in at_end:
+            function()
+    finally:  # whatever that raises, a second Ctrl-C too
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
