@@ -1,101 +1,19 @@
-"""A user's functions in processes of their own: a hang, a crash or a memory hog costs its job, and not the step.
+"""A user's functions in processes of their own: how they are found, and a pool of workers that run them."""
 
-A worker is a new Python (the trainer, with CUDA and threads, must not fork) that is told what to import (under
-multiprocessing it would import the running script, and torch with it) and that has a socket of its own: nothing is
-shared that it could lock or corrupt when it is killed.
-"""
-
-import ctypes
 import importlib.util
-import json
-import os
-import resource
-import signal
-import socket
-import struct
-import subprocess
 import sys
 import time
-import traceback
 import zlib
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
 from functools import partial
 from math import inf
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 from common.progress import Progress
-
-ROOT = Path(__file__).resolve().parents[1]
-BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from common.workers import serve; serve(*sys.argv[2:])"
-START_S = 120  # for a worker to start: the function's file may import slow libraries from a slow disk
-TRANSFER_S = 10  # a message that is under way for longer comes from, or goes to, a process that hangs
-MAX_ERROR = 500  # characters of a message that are kept
-PR_SET_PDEATHSIG = 1
-USER_MODULE = "user_file_"  # how the names of the modules begin that `load_function` makes
-
-MakeHandler = Callable[[str], Callable[[Any], dict]]  # of an importable module: specification -> (job -> reply)
-
-
-class Worker:
-    """One process: what it is doing, the key of its job, and until when it has time."""
-
-    STARTING, IDLE, BUSY = "starting", "idle", "busy"
-
-    def __init__(self, make_handler: MakeHandler, spec: str, memory_gib: float):
-        self.arguments = [str(memory_gib), make_handler.__module__, make_handler.__name__, spec]
-        self.start()
-
-    def start(self) -> None:
-        ours, theirs = socket.socketpair()
-        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", TRANSFER_S, 0))
-        with theirs:
-            arguments = [str(ROOT), str(theirs.fileno()), str(os.getpid()), *self.arguments]
-            self.process = subprocess.Popen(
-                [sys.executable, "-u", "-P", "-c", BOOT, *arguments],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # what a function prints is no part of the trainer's output
-                start_new_session=True,  # Ctrl-C is for the trainer; and a group to kill, with what a function started
-            )
-        self.connection = Connection(ours.detach())
-        self.expect(self.STARTING, timeout_s=START_S)
-
-    def stop(self) -> str:
-        """Kill the process and the children it has; returns how it ended, which may have been earlier."""
-        if not self.connection.closed:
-            self.connection.close()
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            with suppress(subprocess.TimeoutExpired):  # it hangs in the kernel, for example on a dead file system
-                self.process.wait(TRANSFER_S)
-        code = self.process.returncode
-        return signal.strsignal(-code) if code and code < 0 else f"exit code {code}"
-
-    def restart(self) -> None:
-        self.stop()
-        self.start()
-
-    def expect(self, state: str, key: Hashable = None, timeout_s: float = inf) -> None:
-        self.state, self.key = state, key
-        self.timeout_s, self.deadline = timeout_s, time.monotonic() + timeout_s
-
-    def reply(self, readable: bool) -> dict | None:
-        """{"result": ...} or {"error": why}; None while there is time to wait. The process is stopped if it failed."""
-        try:
-            if readable:
-                return json.loads(self.connection.recv_bytes())
-            if time.monotonic() < self.deadline:
-                return None
-            dead = self.process.poll() is not None  # unnoticed, if a child of it holds the socket
-        except (EOFError, OSError, ValueError, RecursionError):
-            dead = True
-        end = self.stop()
-        return {"error": f"the worker died ({end})" if dead else f"timeout after {self.timeout_s:g} s"}
+from common.worker import USER_MODULE, MakeHandler, Worker, describe
 
 
 class Pool:
@@ -115,9 +33,10 @@ class Pool:
         self.kind, self.timeout_s = kind, timeout_s
         self.queue: deque[tuple[Hashable, Any]] = deque()
         self.most, self.new_worker = workers, partial(Worker, make_handler, spec, memory_gib)
-        self.workers = [self.new_worker()]
+        self.workers, self.works = [self.new_worker()], False
         while self.workers[0].state == Worker.STARTING:
             self._collect(inf)
+        self.works = True
 
     @property
     def pending(self) -> int:
@@ -166,13 +85,13 @@ class Pool:
                 return
             if worker.state != Worker.IDLE:
                 continue
-            if worker.process.poll() is not None:  # a thread or an alarm that an earlier job left behind
+            # a thread or an alarm that an earlier job left behind has ended it, or has written something
+            if worker.process.poll() is not None or wait([worker.socket], 0):
                 worker.restart()
                 continue
             key, job = self.queue.popleft()
             worker.expect(Worker.BUSY, key, self.timeout_s)
-            with suppress(OSError):  # if it died just now, its reply will tell
-                worker.connection.send(job)
+            worker.send(job)
         starting = sum(worker.state == Worker.STARTING for worker in self.workers)
         for _ in range(min(self.most - len(self.workers), len(self.queue) - starting)):
             self.workers.append(self.new_worker())
@@ -182,61 +101,36 @@ class Pool:
         waiting = [worker for worker in self.workers if worker.state != Worker.IDLE]
         patience = min([until, *(worker.deadline for worker in waiting)]) - time.monotonic()
         patience = min(max(0.0, patience), 3600.0)  # what asks, asks again; the system call takes no week
-        readable = wait([worker.connection for worker in waiting], patience) if waiting else []
+        sources = [source for worker in waiting for source in worker.sources]
+        readable = wait(sources, patience) if sources else []
         done = []
         for worker in waiting:
-            reply = worker.reply(worker.connection in readable)
+            reply = worker.reply(worker.socket in readable)
             if reply is None:
                 continue
-            error = "" if "result" in reply else reply["error"]
+            error = reply.get("error", "")
             if worker.state == Worker.STARTING and error:
-                self.close()
-                raise ValueError(f"a {self.kind} worker did not start: {error}")
+                done += self._failed_start(worker, error)
+                continue
             if worker.state == Worker.BUSY:
                 done.append((worker.key, reply.get("result", reply)))
             worker.expect(Worker.IDLE)
-            if worker.connection.closed or error.startswith("MemoryError"):  # the latter may still hold its memory
+            if not worker.running or error.startswith("MemoryError"):  # the latter may still hold its memory
                 worker.restart()
         return done
 
-
-def serve(fd: str, trainer: str, memory_gib: str, module: str, make_handler: str, spec: str) -> None:
-    """A worker process: make the handler, say so, then do one job after the other until the trainer is gone."""
-    # The kernel kills this process with the thread that started it; and if that is dead by now, it has a new parent.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(trainer):
-        return
-    os.set_inheritable(int(fd), False)  # programs that a function starts do not get the socket
-    connection, pid = Connection(int(fd)), os.getpid()
-    try:
-        handle = getattr(importlib.import_module(module), make_handler)(spec)
-        limit(float(memory_gib))
-    except BaseException as error:
-        connection.send_bytes(json.dumps({"error": describe(error)}).encode())
-        return
-    connection.send_bytes(b'{"result": {}}')
-    while True:
-        try:
-            job = connection.recv()
-        except EOFError:
-            return
-        try:
-            reply = json.dumps({"result": handle(job)})
-        except BaseException as error:
-            reply = json.dumps({"error": describe(error)})
-        if os.getpid() != pid:  # the function has forked, and its child came back too
-            os._exit(0)
-        connection.send_bytes(reply.encode())
-
-
-def limit(memory_gib: float) -> None:
-    """No core dumps, and that much more memory (0: no limit)."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if memory_gib:
-        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        allowed, hard = mapped + int(memory_gib * 2**30), resource.getrlimit(resource.RLIMIT_AS)[1]
-        if hard == resource.RLIM_INFINITY or allowed < hard:
-            resource.setrlimit(resource.RLIMIT_AS, (allowed, hard))
+    def _failed_start(self, worker: Worker, error: str) -> list[tuple[Hashable, dict]]:
+        """ValueError for the first one ever; later ones cost a worker, and the last one a job each time."""
+        worker.stop()
+        if not self.works:
+            raise ValueError(f"a {self.kind} worker did not start: {error}")
+        print(f"warning: a {self.kind} worker did not start: {error}", flush=True)
+        if len(self.workers) > 1:
+            self.workers.remove(worker)
+            self.most -= 1
+            return []
+        worker.start()
+        return [(self.queue.popleft()[0], {"error": f"no worker starts: {error}"})] if self.queue else []
 
 
 def load_function(spec: str, flag: str) -> Callable:
@@ -266,12 +160,3 @@ def load_function(spec: str, flag: str) -> Callable:
     if not callable(function):
         raise ValueError(f"{flag} {spec}: {name} is a {type(function).__name__}, not a function")
     return function
-
-
-def describe(error: BaseException) -> str:
-    """The message, and the innermost line in a user's file: "KeyError: 'answer' (line 12 of rewards.py)"."""
-    text = "".join(traceback.format_exception_only(error)).strip()[:MAX_ERROR]
-    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
-        if str(frame.f_globals.get("__name__")).startswith(USER_MODULE):
-            return f"{text} (line {line} of {Path(frame.f_code.co_filename).name})"
-    return text

@@ -215,7 +215,7 @@ def test_errors_of_the_command_line_are_said_once(monkeypatch, tmp_path, capsys,
 def comes_up_again(tmp_path: Path, *launchers: list) -> None:
     """All ranks of one or several torchruns, of which the last rank is killed in the first attempt."""
     environment = script_environment(MARK=str(tmp_path / "mark"))
-    command = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "1"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     running = [
         subprocess.Popen([*command, *map(str, options), FAULTS, "once"], cwd=ROOT, env=environment, **pipes)

@@ -63,9 +63,7 @@ def test_two_data_sets_in_one_folder_are_refused(folder):
     ours = path.read_bytes()
     for other in (ours + b"x", ours[:-1] + b"x", b"half"):  # of another size, of the same, a broken copy
         path.write_bytes(other)
-        with pytest.raises(
-            SystemExit, match=r"images/7-0\.jpg is there already, .* not that of images.zip"
-        ) as stop:
+        with pytest.raises(SystemExit, match=r"images/7-0\.jpg is there already, .* not that of images.zip") as stop:
             main(Args(folder))
         assert "\n" not in str(stop.value) and path.read_bytes() == other
     path.write_bytes(ours)

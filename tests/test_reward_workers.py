@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import ROOT, deadline, wait_until
 
-from common import workers
+from common import worker
 from common.episodes import Episode, Row
 from common.hub import FOLDERS
 from common.rewards import RewardWorkers, score_episodes
@@ -25,7 +25,7 @@ from common.torch_repair import transformers
 TIMEOUT = 2.0  # seconds, in all tests that do not say otherwise
 
 FUNCTION = """
-import ctypes, os, signal, subprocess, sys, threading, time
+import ctypes, os, signal, struct, subprocess, sys, threading, time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,11 +81,49 @@ def later(seconds, action):
     return 1.0
 
 
-def fail():
-    {}["answer"]
+def fail(key="answer"):
+    {}[key]
 
+
+def forge(*messages, size=None):  # write to the trainer, as the worker does
+    links = {number: os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")}
+    (number,) = [int(number) for number, link in links.items() if "socket:" in link]
+    for message in messages:
+        os.write(number, struct.pack("!i", len(message) if size is None else size) + message)
+    return 1.0
+
+
+def drip():
+    forge(b"{", size=1000)
+    spin()
+
+
+def chat():
+    for _ in range(200):
+        print("x" * 10**6)
+    return 2.0
+
+
+SCORE = b'{"result": {"score": 9.0, "truth": 7.0}}'
 
 ACTIONS = {
+    "forge a score": lambda: forge(SCORE),
+    "forge an error": lambda: forge(b'{"error": 5}'),
+    "forge a token": lambda: forge(b'{"token": null, "result": {"score": 9.0}}'),
+    "forge a list": lambda: forge(b"[1]"),
+    "forge a number": lambda: forge(b"7"),
+    "forge no JSON": lambda: forge(b"\\xff\\xfe"),
+    "forge nothing": lambda: forge(b""),
+    "forge a deep one": lambda: forge(b"[" * 10**5),
+    "forge two": lambda: forge(SCORE, SCORE),
+    "forge a huge one": lambda: forge(b"", size=2**31 - 1),
+    "forge a negative one": lambda: forge(b"", size=-1),
+    "forge half of one": lambda: forge(SCORE, size=1000),
+    "drip": drip,
+    "forge later": lambda: later(0.1, lambda: forge(SCORE)),
+    "surrogates": lambda: {"score": 1.0, "pred": "\\ud800"},
+    "raise surrogates": lambda: (_ for _ in ()).throw(ValueError("\\ud800")),
+    "chat": chat,
     "spin": spin,
     "stubborn": stubborn,
     "swallow": swallow_everything,
@@ -130,7 +168,7 @@ def act(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": float(solution_str[:9]), "truth": ground_truth}
 """
 
-FAILING_LINE = FUNCTION[: FUNCTION.index('{}["answer"]')].count("\n") + 1
+FAILING_LINE = FUNCTION[: FUNCTION.index("{}[key]")].count("\n") + 1
 
 FAILURES = {
     "spin": "timeout after 2 s",
@@ -203,6 +241,78 @@ def test_each_failure_costs_its_own_sample(start):
                 assert result == scored(float(text))
 
 
+FORGERIES = ["a score", "an error", "a token", "a list", "a number", "no JSON", "nothing", "a deep one", "two"]
+FORGERIES += ["a huge one", "a negative one", "half of one"]
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_what_a_function_writes_to_the_trainer_is_no_reply(start, forgery):
+    """It costs its sample: nobody gets a score that `serve` has not sent, and the run goes on."""
+    first, forged, last = start(count=1).score([job("1"), job(f"forge {forgery}"), job("2")])
+    assert (first, last) == (scored(1), scored(2))
+    assert forged["error"] in ("what came from the worker is no reply to its job", "timeout after 2 s")
+
+
+def test_half_a_message_does_not_keep_the_others_waiting(start):
+    with deadline(60):
+        results = start(count=2).score([job("drip"), *[job(str(number)) for number in range(4)]])
+    assert results == [{"error": "timeout after 2 s"}, *[scored(number) for number in range(4)]]
+
+
+def test_a_message_between_jobs_costs_a_worker_and_no_sample(start):
+    pool = start(count=1)
+    assert pool.score([job("forge later")]) == [{"score": 1.0}]
+    before = pool.workers[0].process.pid
+    time.sleep(0.5)
+    assert pool.score([job("5")]) == [scored(5)] and pool.workers[0].process.pid != before
+
+
+def test_what_cannot_be_printed_is_replaced(start):
+    good, bad = start(count=1).score([job("surrogates"), job("raise surrogates")])
+    assert good == {"score": 1.0, "pred": "?"} and bad["error"].startswith("ValueError: ?")
+
+
+def test_what_a_worker_prints_is_limited(start, capfd):
+    """200 MB, twice, and the second in a new process."""
+    pool = start(count=1, timeout_s=60.0)
+    assert [result["score"] for result in pool.score([job("chat")])] == [2.0]
+    pool.workers[0].restart()
+    assert [result["score"] for result in pool.score([job("chat")])] == [2.0]
+    err = capfd.readouterr().err
+    assert 10_000 < len(err) < 20_000 and err.count("what this worker prints further is not shown") == 1
+
+
+def test_a_worker_that_does_not_start_later_does_not_end_the_run(start, tmp_path, capfd):
+    file = tmp_path / "flaky.py"
+    file.write_text(
+        f"import os, time\nif os.path.exists({str(tmp_path / 'broken')!r}):\n    os._exit(4)\n"
+        "def f(data_source, solution_str, ground_truth, extra_info=None):\n    time.sleep(0.2)\n"
+        "    return float(solution_str) if solution_str.isdigit() else os._exit(0)\n"
+    )
+    pool = start(f"{file}:f", count=3)
+    (tmp_path / "broken").touch()
+    with deadline(60):
+        assert pool.score([job(str(i)) for i in range(6)]) == [{"score": float(i)} for i in range(6)]
+        died, lost = pool.score([job("die"), job("3")])
+        assert died == {"error": "the worker died (exit code 0)"}
+        assert lost == {"error": "no worker starts: the worker died (exit code 4)"}
+        (tmp_path / "broken").unlink()
+        wait_until(lambda: pool.score([job("3")]) == [{"score": 3.0}])
+    assert "warning: a reward worker did not start: the worker died (exit code 4)" in capfd.readouterr().out
+
+
+def test_no_trace_after_the_end(spec):
+    """The trainer leaves with replies unread: the workers' sockets are reset."""
+    code = "import os, sys, time\nfrom common.rewards import RewardWorkers\n"
+    code += "pool = RewardWorkers(sys.argv[1], 4, 60.0)\n"
+    code += "jobs = [('test', '1' + ' ' * 8, 7, {'sleep': 0.2})] * 4\npool.score(jobs)\n"
+    code += "for number, job in enumerate(jobs):\n    pool.submit(number, job)\ntime.sleep(0.7)\nos._exit(0)\n"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code, spec], capture_output=True, text=True, env=environment)
+    time.sleep(0.5)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+
+
 def test_a_deadline_beyond_what_the_system_waits(start):
     assert start(timeout_s=1e9).score([job("5")]) == [scored(5)]
 
@@ -248,7 +358,7 @@ def test_a_death_between_jobs_costs_nothing(start, action):
 
 def test_a_worker_that_stops_reading_does_not_block(start, monkeypatch):
     """A thread that a function left behind keeps the GIL, and the next text does not fit the socket's buffer."""
-    monkeypatch.setattr(workers, "TRANSFER_S", 1)
+    monkeypatch.setattr(worker, "TRANSFER_S", 1)
     pool = start(count=1, timeout_s=0.5)
     assert pool.score([job("hang later")]) == [{"score": 1.0}]
     time.sleep(0.5)

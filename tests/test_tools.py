@@ -607,14 +607,6 @@ def test_others_work_while_one_starts_again(start, monkeypatch, tmp_path):
     assert sorted(worker.state for worker in tools.pool.workers) == [Worker.IDLE, Worker.STARTING]
 
 
-def test_a_reply_that_nests_too_deep_is_a_failure(monkeypatch):
-    """It must not reach the trainer as a RecursionError."""
-    worker = Worker.__new__(Worker)
-    worker.connection = type("Sent", (), {"recv_bytes": lambda self: b"[" * 10**6, "closed": True})()
-    worker.process = type("Process", (), {"returncode": -9})()
-    assert worker.reply(True) == {"error": "the worker died (Killed)"}
-
-
 @pytest.mark.parametrize("arguments", [(0, 1.0, 1.0), (1, 0.0, 1.0), (1, 1.0, -1.0)])
 def test_bad_arguments(arguments):
     with pytest.raises(ValueError, match="tool workers: got"):

@@ -1,0 +1,200 @@
+"""One process in which a user's function runs: a hang, a crash or a memory hog costs its job, and not the step.
+
+A worker is a new Python (the trainer, with CUDA and threads, must not fork) that is told what to import (under
+multiprocessing it would import the running script, and torch with it) and that has a socket of its own: nothing is
+shared that it could lock or corrupt when it is killed. The function can write to that socket, too: what arrives is a
+reply only with the token of the job, which the function is not given.
+"""
+
+import ctypes
+import importlib
+import json
+import os
+import pickle
+import resource
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from math import inf
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from common.worker import serve; serve(*sys.argv[2:])"
+START_S = 120  # for a worker to start: the function's file may import slow libraries from a slow disk
+TRANSFER_S = 10  # a message that is under way for longer comes from, or goes to, a process that hangs
+MAX_ERROR = 500  # characters of a message that are kept
+MAX_REPLY = 2**28  # bytes
+CUT = b"\n... what this worker prints further is not shown\n"
+MAX_OUTPUT = 2**14  # bytes that a worker may print in its life, restarts included
+PR_SET_PDEATHSIG = 1
+USER_MODULE = "user_file_"  # how the names of the modules begin that `load_function` makes
+
+MakeHandler = Callable[[str], Callable[[Any], dict]]  # of an importable module: specification -> (job -> reply)
+
+
+class Worker:
+    """One process: what it is doing, the key of its job, and until when it has time."""
+
+    STARTING, IDLE, BUSY = "starting", "idle", "busy"
+
+    def __init__(self, make_handler: MakeHandler, spec: str, memory_gib: float):
+        self.arguments = [str(memory_gib), make_handler.__module__, make_handler.__name__, spec]
+        self.printable = MAX_OUTPUT
+        self.start()
+
+    def start(self) -> None:
+        self.socket, theirs = socket.socketpair()
+        self.socket.settimeout(TRANSFER_S)
+        self.inbox = bytearray()
+        with theirs:
+            arguments = [str(ROOT), str(theirs.fileno()), str(os.getpid()), *self.arguments]
+            self.process = subprocess.Popen(
+                [sys.executable, "-u", "-P", "-c", BOOT, *arguments],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                bufsize=0,
+                start_new_session=True,  # Ctrl-C is for the trainer; and a group to kill, with what a function started
+            )
+        os.set_blocking(self.process.stdout.fileno(), False)
+        self.sources = [self.socket, self.process.stdout]
+        self.expect(self.STARTING, timeout_s=START_S)
+        self.send(None)
+
+    def stop(self) -> str:
+        """Kill the process and the children it has; returns how it ended, which may have been earlier."""
+        if self.running:
+            self.socket.close()
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):  # it hangs in the kernel, for example on a dead file system
+                self.process.wait(TRANSFER_S)
+            self.show_output()
+            self.process.stdout.close()
+        code = self.process.returncode
+        return signal.strsignal(-code) if code and code < 0 else f"exit code {code}"
+
+    def restart(self) -> None:
+        self.stop()
+        self.start()
+
+    def expect(self, state: str, key: Hashable = None, timeout_s: float = inf) -> None:
+        self.state, self.key = state, key
+        self.timeout_s, self.deadline = timeout_s, time.monotonic() + timeout_s
+
+    @property
+    def running(self) -> bool:
+        """Has it not been stopped?"""
+        return self.socket.fileno() >= 0
+
+    def send(self, job: Any) -> None:
+        """A job with its token. If the process died just now, its reply will tell."""
+        self.token = os.urandom(16).hex()
+        message = pickle.dumps((self.token, job))
+        head = struct.pack("!i", len(message)) if len(message) < 2**31 else struct.pack("!iQ", -1, len(message))
+        with suppress(OSError):
+            self.socket.sendall(head + message)  # within TRANSFER_S, all of it
+
+    def show_output(self) -> None:
+        """Pass on to stderr what it has printed, until it is enough."""
+        text = self.process.stdout.read(2**16)  # None: nothing so far
+        if text == b"":
+            del self.sources[1:]
+        if text and self.printable:
+            shown, self.printable = text[: self.printable], max(0, self.printable - len(text))
+            with suppress(OSError):
+                os.write(2, shown if self.printable else shown + CUT)
+
+    def reply(self, readable: bool) -> dict | None:
+        """{"result": a dict} or {"error": why}; None while there is time. The process is stopped if it failed."""
+        self.show_output()
+        why = ""
+        try:
+            if readable and (message := self.receive()) is not None:
+                return message
+            if time.monotonic() < self.deadline:
+                return None
+            if self.process.poll() is None:  # else its death is unnoticed, since a child of it holds the socket
+                why = f"timeout after {self.timeout_s:g} s"
+        except OSError:  # EOF, too
+            pass
+        except (ValueError, RecursionError):
+            why = "what came from the worker is no reply to its job"
+        end = self.stop()
+        return {"error": why or f"the worker died ({end})"}
+
+    def receive(self) -> dict | None:
+        """The message that has arrived, None if there is more to come. ValueError if it is not one by `serve`."""
+        if not (piece := self.socket.recv(2**20)):
+            raise ConnectionResetError
+        self.inbox += piece
+        size = int.from_bytes(self.inbox[:4], "big")
+        if size > MAX_REPLY or len(self.inbox) > max(4, 4 + size):
+            raise ValueError("too long")
+        if len(self.inbox) < 4 + max(1, size):
+            return None
+        match json.loads(self.inbox[4:]):
+            case {"token": self.token, "result": dict() as result}:
+                reply = {"result": result}
+            case {"token": self.token, "error": str() as error}:
+                reply = {"error": error}
+            case _:
+                raise ValueError("not from serve")
+        self.inbox.clear()
+        return reply
+
+
+def serve(fd: str, trainer: str, memory_gib: str, module: str, make_handler: str, spec: str) -> None:
+    """A worker process: make the handler at the first message, then do one job after the other."""
+    # The kernel kills this process with the thread that started it; and if that is dead by now, it has a new parent.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(trainer):
+        return
+    os.set_inheritable(int(fd), False)  # programs that a function starts do not get the socket
+    connection, pid = Connection(int(fd)), os.getpid()
+
+    def first(_: None) -> dict:
+        nonlocal handle
+        handle = getattr(importlib.import_module(module), make_handler)(spec)
+        limit(float(memory_gib))
+        return {}
+
+    handle = first
+    with suppress(EOFError, OSError):  # the trainer is gone, or the function has closed the socket
+        while True:
+            token, job = connection.recv()
+            try:
+                reply = json.dumps({"token": token, "result": handle(job)}, ensure_ascii=False)
+            except BaseException as error:
+                reply = json.dumps({"token": token, "error": describe(error)}, ensure_ascii=False)
+            if os.getpid() != pid:  # the function has forked, and its child came back too
+                os._exit(0)
+            connection.send_bytes(reply.encode(errors="replace"))  # lone surrogates can be neither printed nor saved
+
+
+def limit(memory_gib: float) -> None:
+    """No core dumps, and that much more memory (0: no limit)."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if memory_gib:
+        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        allowed, hard = mapped + int(memory_gib * 2**30), resource.getrlimit(resource.RLIMIT_AS)[1]
+        if hard == resource.RLIM_INFINITY or allowed < hard:
+            resource.setrlimit(resource.RLIMIT_AS, (allowed, hard))
+
+
+def describe(error: BaseException) -> str:
+    """The message, and the innermost line in a user's file: "KeyError: 'answer' (line 12 of rewards.py)"."""
+    text = "".join(traceback.format_exception_only(error)).strip()[:MAX_ERROR]
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if str(frame.f_globals.get("__name__")).startswith(USER_MODULE):
+            return f"{text} (line {line} of {Path(frame.f_code.co_filename).name})"
+    return text
