@@ -69,7 +69,7 @@ FINISH_REASONS = {
     "max_images": "--max-images: a tool returned more",
     "max_tool_errors": "--max-tool-errors",
     "vision_token": "the policy sampled a vision placeholder: the trajectory ends before it",
-    "tool_failed": "a tool of ours hung or crashed, or a row gave it too little: not scored, not trained on",
+    "tool_failed": "through our fault: a tool's `ours`, a row that gave it too little, no worker; not trained on",
     "unreadable": "a picture of the prompt could not be read: nothing was sampled, not trained on",
 }
 

@@ -555,6 +555,12 @@ def test_each_failure_costs_its_own_call_and_others_go_on(start, name):
     assert list(replies).index("hang") > list(replies).index(("exit", 2))  # nobody waited for it
 
 
+def test_a_call_that_no_worker_could_take_is_not_the_policys_fault(start, monkeypatch):
+    tools, reply = start("act"), {"error": "no worker starts: the worker died (exit code 4)"}
+    monkeypatch.setattr(tools.pool, "poll", lambda timeout_s: [(("key", "act"), reply)])
+    assert tools.poll() == [("key", ToolReply(reply["error"], failed=True))]
+
+
 def test_poll_waits_for_the_first_and_not_for_the_slow(start, tmp_path):
     """The slow one is done when the others have been heard."""
     tools = start("act", "wait_for", count=2, timeout_s=60.0)

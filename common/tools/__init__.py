@@ -22,6 +22,7 @@ from common.tools import visual
 from common.tools.turns import Call, ToolReply, error_text, trim
 from common.workers import Pool, load_function
 
+NO_WORKER = "no worker starts"  # how common.workers begins what it says of a job that no process could take
 JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 
 
@@ -152,7 +153,8 @@ class ToolWorkers:
     """`workers` processes that run the tools of --tools. ValueError if a tool or the workers do not load.
 
     Each call has `timeout_s` seconds from when a worker gets it, and `memory_gib` (0: no limit). Exceeding them, or
-    ending the worker, is an error that the policy reads; of a tool that is `ours` it is a failure, not its fault.
+    ending the worker, is an error that the policy reads; of a tool that is `ours` it is a failure, and so is
+    a call that no worker could take.
     """
 
     def __init__(self, spec: str, workers: int, timeout_s: float, memory_gib: float = 4.0):
@@ -186,7 +188,7 @@ class ToolWorkers:
             tool = self.tools[name]
             if "text" in reply:
                 reply["images"] = [b64decode(image) for image in reply.get("images", ())]
-            elif tool.ours:
+            elif tool.ours or reply["error"].startswith(NO_WORKER):
                 reply = {"text": reply["error"], "failed": True}
             else:
                 reply = {"text": error_text(reply["error"], tool.role), "error": True}
