@@ -11,7 +11,6 @@ from common.tools.turns import Hermes
 from common.vision import Vision
 
 RENDERED_MARKS = ("\nAssistant:", "<|im_start|>assistant")  # TinyZero's templates, stored inside one user message
-KNOWN_AGENTS = ("", "single_turn_agent", "tool_agent")  # of the column agent_name
 NOT_OURS = ("user", "tool", "observation")  # roles whose words are not those of the data set's author
 DEFAULT_SYSTEM = "You are a helpful assistant."  # in front of the tools, where a row has no system message
 
@@ -105,6 +104,9 @@ def split_marks(content: str) -> list[dict]:
     """Typed parts of a text with <image> and <video>."""
     parts = [part for part in re.split("(<image>|<video>)", content) if part]
     return [{"type": MARKS[part]} if part in MARKS else {"type": "text", "text": part} for part in parts]
+
+
+KNOWN_AGENTS = ("", "single_turn_agent", "tool_agent")  # of the column agent_name
 
 
 def unheeded(record: Mapping, tools: Mapping[str, Tool]) -> str:
