@@ -1,6 +1,7 @@
 """From a row's `prompt` to the text that a model reads: chat template, placeholders, the tools on offer."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 from common.data.media import MARKS
@@ -125,11 +126,16 @@ def unheeded(record: Mapping, tools: Mapping[str, Tool]) -> str:
     return ""
 
 
-def tell_unheeded(counts: Mapping[str, int], flag: str, notice: Callable[[str], None]) -> None:
-    """One line for each thing that rows ask for in vain. counts: what `unheeded` said -> of so many rows."""
-    for what, count in counts.items():
-        if what:
-            notice(f"warning: {flag}: {count} rows ask in vain for something: {what}")
+class Unheeded(Counter):
+    """What rows ask for in vain -> how many of them; told once, at the start."""
+
+    def look(self, record: Mapping, tools: Mapping[str, Tool]) -> None:
+        self[unheeded(record, tools)] += 1
+
+    def tell(self, flag: str, notice: Callable[[str], None]) -> None:
+        for what, count in self.items():
+            if what:
+                notice(f"warning: {flag}: {count} rows ask in vain for something: {what}")
 
 
 def row_tools(record: Mapping, tools: Mapping[str, Tool]) -> dict[str, dict]:
