@@ -275,7 +275,7 @@ def test_ctrl_c_of_a_run_tells_step_and_checkpoint(tmp_path):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, cwd=ROOT, env=script_environment(), **pipes)
     for line in process.stdout:
-        if line.startswith("step 3/20"):
+        if line.startswith("step  3/20"):
             process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == 130
     (line,) = process.stderr.read().splitlines()[-1:]
