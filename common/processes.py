@@ -103,7 +103,7 @@ def fail(line: str, details: str = "") -> None:
 @contextmanager
 def said_once() -> Iterator[None]:
     """Around what prints and raises SystemExit on every rank alike: the first of a machine says it, and torchrun."""
-    if "RANK" not in os.environ:
+    if "LOCAL_WORLD_SIZE" not in os.environ:  # no torchrun
         yield
         return
     said = io.StringIO()
@@ -115,7 +115,7 @@ def said_once() -> Iterator[None]:
         if stop.code:
             fail(text.rstrip())
             raise SystemExit(1) from None
-        if os.environ["LOCAL_RANK"] == "0":  # --help
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # --help
             print(text, end="")
         raise
 

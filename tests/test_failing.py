@@ -194,7 +194,7 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
 def test_errors_of_the_command_line_are_said_once(monkeypatch, tmp_path, capsys, flag):
     """By the first rank of a machine, and at the end of torchrun's report; the others wait until they are ended."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr("common.processes.time.sleep", lambda seconds: sys.exit(15))
     said = {}
     for number in "10":
