@@ -107,7 +107,7 @@ class Run:
     save_every: Limit = 0  # steps between checkpoints; 0: only at the end
     keep_checkpoints: Count = 1  # newest ones kept; the best by evaluation is kept besides
     resume: str = "auto"  # auto: continue the run in --output-dir if there is one; never; or a path
-    stall_minutes: Positive = 60.0  # longest a phase (rollout, rewards, evaluation) may take; then stacks, and the end
+    stall_minutes: Positive = 60.0  # longest a phase (rollout, rewards, part of an evaluation) may take; then the end
     log: str = ""  # further trackers, comma-separated: tensorboard, wandb
 
 

@@ -77,11 +77,10 @@ def decode(data: bytes) -> Image.Image:
 
 def check_size(image: Image.Image) -> None:
     """ValueError for a picture that is empty or too large to be read."""
-    said = f"{image.width}x{image.height} pixels"
     if not 0 < image.width * image.height <= MAX_SOURCE_PIXELS:
-        raise ValueError(f"{said}, at most {MAX_SOURCE_PIXELS} are read")
+        raise ValueError(f"{image.width}x{image.height} pixels, at most {MAX_SOURCE_PIXELS} are read")
     if max(image.size) > MAX_SIDE:
-        raise ValueError(f"{said}: no side may exceed {MAX_SIDE}")
+        raise ValueError(f"{image.width}x{image.height} pixels: no side may exceed {MAX_SIDE}")
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

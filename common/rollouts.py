@@ -151,7 +151,7 @@ def read_prompts(
 ) -> tuple[PromptData | None, PromptData | None]:
     """Prompts to train on (None with --eval-only) and to evaluate on; an embedded model brings its own."""
     train_files, eval_files = data.train_data, data.eval_data
-    if job.run.model in EMBEDDED and not train_files:
+    if job.run.model in EMBEDDED and not (eval_files if rollout.eval_only else train_files):
         train_files, held_out = embedded_data(job.run.model, job.output_dir / "data", write=job.world.is_main)
         barrier()
         eval_files = eval_files or held_out

@@ -1,11 +1,25 @@
-"""Evaluation statistics against enumeration, and the table."""
+"""Evaluation: statistics against enumeration, the table; rows some at a time, samples in the run folder."""
 
+import json
+import weakref
 from itertools import combinations
+from types import SimpleNamespace
 
+import pyarrow.parquet as pq
 import pytest
+import torch
 
+from common import distributed
+from common.data.prompts import PromptData
+from common.distributed import World
+from common.engine.books import Completion
+from common.engine.hf import HuggingFaceEngine
+from common.evaluate import evaluate, evaluate_only
+from common.flags import Data, Rollout
+from common.hub import end_token_ids, load_tokenizer, resolve_model
 from common.look.samples import format_table, maj_at_k, pass_at_k, summarize, wilson_interval
 from common.rewards import is_correct
+from common.rollouts import read_prompts
 
 
 def sample(group, score, pred="", source="a", length=10, truncated=False):
@@ -88,3 +102,188 @@ def test_table_is_aligned():
     assert [line.split()[0] for line in lines] == ["openai/gsm8k", "aime"]
     assert "0.500" in lines[0] and "0.469 - 0.531" in lines[0] and "pass@2" in header and "maj@2" in header
     assert lines[0].index("0.500") + 5 == header.index("accuracy") + len("accuracy")
+
+
+# --- rows some at a time ------------------------------------------------------------------------------------------
+
+
+class Rows(list):
+    """Of a data set that opens a row when it is asked for; `most` were in use at once."""
+
+    vision, most = None, 0
+
+    def __init__(self, texts: list, tokenizer):
+        super().__init__(texts)
+        self.tokenizer, self.open = tokenizer, weakref.WeakSet()
+
+    def __getitem__(self, i):
+        text, truth = super().__getitem__(i)
+        row = OpenRow(i, text, truth, self.tokenizer.encode(text))
+        self.open.add(row)
+        self.most = max(self.most, len(self.open))
+        return row
+
+
+class OpenRow:
+    data_source, extra_info, media, tools, problem = "countdown", {}, [], {}, ""
+
+    def __init__(self, index, prompt, truth, ids):
+        self.index, self.prompt, self.ground_truth, self.prompt_ids = index, prompt, truth, ids
+        self.truth = json.dumps(truth)
+
+
+class Engine:
+    """Answers each request with the prompt's own ids, and notes how long the watchdog has waited."""
+
+    def __init__(self):
+        self.requests, self.signs = [], []
+
+    def submit(self, key, prompt_ids, sampling, seed, weights_step, media=()):
+        self.requests.append((key, [Completion(prompt_ids[:3], [0.0] * 3, "stop")] * sampling.n))
+
+    @property
+    def busy(self):
+        return bool(self.requests)
+
+    def step(self):
+        self.signs.append(distributed._sign_of_life[0])
+        done, self.requests = self.requests, []
+        return done
+
+    def sleep(self):
+        self.asleep = True
+
+
+TINY = resolve_model("tiny")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(TINY)
+
+
+@pytest.fixture
+def rollouts(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr("common.evaluate.sync_engine", lambda *_: None)
+    texts = [(f"{i} {i + 1} = {2 * i + 1}", {"numbers": [i, i + 1], "target": 2 * i + 1}) for i in range(700)]
+    score = SimpleNamespace(score=lambda jobs: [{"score": float(job[2]["target"] % 4 == 1)} for job in jobs])
+    return SimpleNamespace(
+        world=World(0, 1, 0, torch.device("cpu")),
+        output_dir=tmp_path,
+        tokenizer=tokenizer,
+        flags=Rollout(),
+        run=SimpleNamespace(eval_rows=600, seed=0),
+        engine=Engine(),
+        turns=None,
+        workers=score,
+        eval_data=Rows(texts, tokenizer),
+    )
+
+
+def test_rows_are_opened_some_at_a_time_and_each_time_is_a_sign_of_life(rollouts, monkeypatch):
+    metrics = evaluate(rollouts, None, 20)
+    assert metrics["eval/rows"] == 600 and rollouts.engine.asleep
+    assert rollouts.eval_data.most <= 2 * 256, "of 600"
+    assert len(rollouts.engine.signs) == 3 == len(set(rollouts.engine.signs))
+    rollouts.eval_data.vision, rollouts.eval_data.most, rollouts.run.eval_rows = "eyes", 0, 200
+    evaluate(rollouts, None, 20)
+    assert rollouts.eval_data.most <= 2 * 64, "pictures take megabytes each"
+
+
+@pytest.mark.parametrize("samples", [1, 7, 300])
+def test_every_rank_comes_to_every_exchange(rollouts, monkeypatch, samples):
+    """As many exchanges on each of three ranks, and every row once."""
+    rollouts.flags.eval_samples, rollouts.run.eval_rows = samples, 600 if samples < 300 else 5
+    counts, seen, gathered = [], [], []
+    monkeypatch.setattr("common.evaluate.gather_objects", lambda own: gathered.append(own) or [own])
+    for rank in range(3):
+        gathered.clear()
+        rollouts.world = World(rank, 3, rank, torch.device("cpu"))
+        evaluate(rollouts, None, 20)
+        counts.append(len(gathered))
+        seen += [sample["row"] for own in gathered for sample in own[::samples]]
+    assert len(set(counts)) == 1 and sorted(seen) == list(range(rollouts.run.eval_rows))
+
+
+def test_samples_of_each_evaluation_stay(rollouts, tmp_path, capsys):
+    for step in (0, 20):
+        evaluate(rollouts, None, step)
+    first, later = (pq.read_table(tmp_path / f"eval/step_{step:06d}.parquet").to_pylist() for step in (0, 20))
+    assert len(later) == 600 and first == later and [s["row"] for s in later] == list(range(600))
+    assert json.loads(later[7]["truth"]) == {"numbers": [7, 8], "target": 15}
+    assert {s["correct"] for s in later} == {True, False} and "samples:" not in capsys.readouterr().out
+
+
+def test_samples_that_cannot_be_written_are_a_warning(rollouts, tmp_path, capsys):
+    (tmp_path / "eval").write_text("in the way")
+    assert evaluate(rollouts, None, 20)["eval/rows"] == 600
+    assert "warning: " in (said := capsys.readouterr().out) and "step_000020.parquet not written" in said
+
+
+def test_rows_without_a_truth_are_sampled_and_not_scored(rollouts, tmp_path, capsys):
+    texts = [(f"{i} 1 = 2", {"target": i} if i % 3 else None) for i in range(9)]
+    rollouts.eval_data = Rows(texts, rollouts.tokenizer)
+    events = SimpleNamespace(event=lambda record: events.said.append(record), said=[])
+    path = evaluate_only(SimpleNamespace(output_dir=tmp_path), rollouts, None, 20, events)
+    samples, (metrics,) = pq.read_table(path).to_pylist(), events.said
+    assert [s["correct"] is None and s["score"] is None and s["truth"] is None for s in samples] == [
+        i % 3 == 0 for i in range(9)
+    ]
+    assert metrics["eval/rows"] == 6 and metrics["eval/unscored"] == 3
+    assert metrics["eval/accuracy"] == sum(s["correct"] for s in samples if s["correct"] is not None) / 6
+    assert "3 of 9 rows have no truth: not scored" in (said := capsys.readouterr().out) and "score none" in said
+    rollouts.eval_data = Rows([("1 2 = 3", None)] * 4, rollouts.tokenizer)
+    evaluate_only(SimpleNamespace(output_dir=tmp_path), rollouts, None, 20, events)
+    assert events.said[1]["eval/unscored"] == 4 and "eval/accuracy" not in events.said[1]
+
+
+def test_truths_may_lack_in_what_is_only_evaluated(tmp_path, tokenizer):
+    rows = [{"data_source": "unknown", "prompt": [{"role": "user", "content": "1 2 = 3"}]}]
+    rows += [rows[0] | {"data_source": "countdown", "reward_model": {"ground_truth": {"target": 3}}}]
+    rows += [rows[0] | {"reward_model": {"ground_truth": None}}, rows[0] | {"reward_model": None}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"max_prompt_tokens": 64, "tokenizer": tokenizer}
+    data = PromptData(str(path), needs_truth=False, **options)
+    assert [data[i].ground_truth for i in range(4)] == [None, {"target": 3}, None, None]
+    assert data.sources == {"countdown"}, "nobody has to know how to score the others"
+    with pytest.raises(ValueError, match="lacks reward_model"):
+        PromptData(str(path), **options)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
+    with pytest.raises(ValueError, match=r"2 unusable rows.*\n.*line 2: reward_model.ground_truth is missing"):
+        PromptData(str(path), **options)
+
+
+@pytest.mark.parametrize("temperature, samples", [(0.0, 1), (1.0, 2)])
+def test_results_are_those_of_one_batch(rollouts, tmp_path, monkeypatch, temperature, samples):
+    """The Hugging Face engine in float32; vLLM in bf16 may round otherwise in a batch of another size."""
+    ids = end_token_ids(TINY, rollouts.tokenizer)
+    rollouts.engine = HuggingFaceEngine(TINY, torch.float32, rollouts.world, end_ids=ids, max_model_len=128)
+    rollouts.engine.books.step = 20
+    rollouts.run.eval_rows, rollouts.flags.max_response_tokens = 12, 24
+    rollouts.flags.eval_temperature, rollouts.flags.eval_samples = temperature, samples
+    chat = rollouts.tokenizer.apply_chat_template
+    texts = [chat([{"role": "user", "content": f"{i} {i * i} = 9"}], tokenize=False) for i in range(12)]
+    rollouts.eval_data = Rows([(text, {"target": 9}) for text in texts], rollouts.tokenizer)
+    results = []
+    for at_once in (10_000, 5 * samples):
+        monkeypatch.setattr("common.evaluate.AT_ONCE", at_once)
+        evaluate(rollouts, None, 20)
+        results.append(pq.read_table(tmp_path / "eval/step_000020.parquet").to_pylist())
+    assert results[0] == results[1] and len({s["completion"] for s in results[0]}) > 3
+
+
+def test_what_is_only_evaluated_needs_no_rows_of_the_demo(tmp_path, tokenizer):
+    path = tmp_path / "rows.jsonl"
+    truth = {"numbers": [1, 2], "target": 3}
+    row = {"data_source": "countdown", "prompt": [{"role": "user", "content": "1 2 = 3"}]}
+    path.write_text(json.dumps(row | {"reward_model": {"ground_truth": truth}}))
+    world = World(0, 1, 0, torch.device("cpu"))
+    job = SimpleNamespace(
+        run=SimpleNamespace(model="tiny"), output_dir=tmp_path / "run", world=world, tokenizer=tokenizer, vision=None
+    )
+    rollout = Rollout(eval_only=True, max_prompt_tokens=64)
+    train, evaluated = read_prompts(job, Data(eval_data=str(path)), rollout, None)
+    assert train is None and len(evaluated) == 1 and not job.output_dir.exists()
+    _, evaluated = read_prompts(job, Data(), rollout, None)
+    assert len(evaluated) == 1024 and (job.output_dir / "data").is_dir(), "without rows of one's own it is the demo's"

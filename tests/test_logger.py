@@ -327,7 +327,8 @@ def test_the_truth_of_a_row_is_a_text(ground_truth, text):
     episode = Episode(0, 0, [5], [6], [1], [-0.5], "length", {"score": math.nan}, row=row.index, truth=row.truth)
     tokenizer = types.SimpleNamespace(decode=str)
     sample = as_sample(episode, row, tokenizer, with_tools=False)
-    assert (sample["row"], sample["truth"], sample["truncated"], sample["score"]) == (3, text, True, 0.0)
+    truth, score = (None, None) if ground_truth is None else (text, 0.0)  # without one it is not scored
+    assert (sample["row"], sample["truth"], sample["truncated"], sample["score"]) == (3, truth, True, score)
 
 
 @pytest.mark.slow

@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import pyarrow as pa
 from jinja2 import TemplateError
 
-from common.data import visual_qa
 from common.data.media import Picture, count_tokens, open_media, picture_sources
 from common.data.render import (
     apply_template,
@@ -22,56 +20,15 @@ from common.data.render import (
     spells_control,
     to_messages,
 )
-from common.data.rows import JSON_LINE, RowFiles, records
+from common.data.rows import RowFiles
 from common.data.scan import Lengths, batched, once_per_machine, told_every, without_collector
+from common.data.verl import OPTIONAL, REQUIRED, row_problem, to_verl, truth_of
 from common.distributed import World
 from common.episodes import Prompt, Row
 from common.flags import Data, Rollout
 from common.pictures import BadRow
 from common.tools import Tool
 from common.vision import Vision
-
-REQUIRED = ("data_source", "prompt", "reward_model")
-OPTIONAL = ("extra_info", "images", "videos", "image", "mm_hint", "agent_name")
-FORMAT = (
-    "data_source (string), prompt (list of {role, content}, or an already rendered string), reward_model "
-    "({style, ground_truth}), optionally extra_info, images, videos, agent_name. `python -m common.prepare.NAME` "
-    "writes such files"
-)
-ROLES = ("system", "user", "assistant", "tool")
-
-
-def to_verl(table: pa.Table, path: Path, flag: str, media_root: Path | None, with_tools: bool) -> pa.Table:
-    """The table of a file, in verl's columns or Pixel Reasoner's, in verl's. ValueError if it has neither."""
-    if set(table.column_names) >= visual_qa.COLUMNS and not set(REQUIRED) <= set(table.column_names):
-        return visual_qa.to_verl(table, path, media_root, with_tools)
-    columns = next(records(table), REQUIRED) if table.column_names == [JSON_LINE] else table.column_names
-    missing = [name for name in REQUIRED if name not in columns]
-    if missing and not isinstance(columns, str):  # a first line that is no JSON object is reported as a bad row
-        has = ", ".join(columns)
-        raise ValueError(f"{flag}: {path} lacks {', '.join(missing)}; it has the columns {has}. Expected: {FORMAT}.")
-    return table
-
-
-def row_problem(record: dict | str) -> str | None:
-    """Why this record cannot be used, in a few words; None if it can."""
-    if isinstance(record, str):
-        return record
-    prompt, reward_model = record.get("prompt"), record.get("reward_model")
-    if not isinstance(record.get("data_source"), str):
-        return f"data_source is {record.get('data_source')!r}, expected a string"
-    if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
-        return "reward_model.ground_truth is missing"
-    if not isinstance(record.get("extra_info"), dict | None):
-        return f"extra_info is {record['extra_info']!r:.80}, expected an object"
-    if not isinstance(prompt, list | str):
-        return f"prompt is {prompt!r:.80}, expected a list of messages or a string"
-    for message in prompt if isinstance(prompt, list) else ():
-        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-            return f"message {message!r:.80} is not {{role, content}} with a string as content"
-        if message.get("role") not in ROLES:
-            return f"unknown role {message.get('role')!r}, expected one of {', '.join(ROLES)}"
-    return None if bare_text(prompt).strip() else "prompt is empty"
 
 
 @dataclass(slots=True)
@@ -92,7 +49,7 @@ class Found:
     bad: dict[int, str] = field(default_factory=dict)
     too_long: dict[int, str] = field(default_factory=dict)
     kept: list[int] = field(default_factory=list)  # indices of the others, and of those that are too long
-    sources: set[str] = field(default_factory=set)  # every data_source of a usable row
+    sources: set[str] = field(default_factory=set)  # every data_source of a usable row that is to be scored
     rendered: int = 0  # prompts that are a rendered template in one message
     spelled: int = 0  # prompts that spell a control token
 
@@ -102,6 +59,7 @@ class PromptData:
 
     What is wrong with the files is said here, at start-up: ValueError with file, row, reason and the flag that helps.
     `max_rows` counts the concatenated files before anything is dropped. Ranks other than 0 pass a silent `notice`.
+    Without `needs_truth` a row may lack its truth: then it is sampled, and not scored.
     With a `world`, in which all ranks come here, the first rank of each machine looks at the rows for the others.
     """
 
@@ -120,10 +78,10 @@ class PromptData:
         media_root: Path | None = None,
         max_images: int = 16,
         world: World | None = None,
+        needs_truth: bool = True,
     ):
-        self.files = RowFiles(
-            paths, flag, max_rows, lambda table, path: to_verl(table, path, flag, media_root, bool(tools))
-        )
+        convert = partial(to_verl, flag=flag, media_root=media_root, with_tools=bool(tools), needs_truth=needs_truth)
+        self.files, self.needs_truth = RowFiles(paths, flag, max_rows, convert), needs_truth
         self.tokenizer, self.max_prompt_tokens, self.max_images = tokenizer, max_prompt_tokens, max_images
         self.vision, self.tools, self.media_root = vision, tools or {}, media_root
         self.control, self.lengths = control_tokens(tokenizer, vision), Lengths(tokenizer)
@@ -153,6 +111,7 @@ class PromptData:
             bad_rows=data.bad_rows,
             media_root=data.media_root,
             max_images=rollout.max_images,
+            needs_truth=not rollout.eval_only,
             **options,
         )
 
@@ -164,7 +123,7 @@ class PromptData:
         for batch in batched(zip(rows, self.files.records(columns)), 1024):
             prepared = {}
             for index, record in batch:
-                problem = row_problem(record)
+                problem = row_problem(record, self.needs_truth)
                 try:
                     if problem:
                         raise BadRow(problem)
@@ -188,7 +147,8 @@ class PromptData:
                     found.bad[index] = f"cannot be rendered: {error}"
                     continue
                 found.kept.append(index)
-                found.sources.add(records[index]["data_source"])
+                if truth_of(records[index]) is not None:
+                    found.sources.add(records[index]["data_source"])
                 found.rendered += isinstance(prompt.prompt, str) and isinstance(records[index]["prompt"], list)
                 found.spelled += prompt.spelled
                 # At most a token per byte, and one for a leading space; NFC can triple the bytes of non-ASCII text.
@@ -244,7 +204,7 @@ class PromptData:
     def __getitem__(self, i: int) -> Row:
         record, index = self.record(i), int(self.positions[i])
         prepared = self._prepare(record)
-        ground_truth, extra_info = record["reward_model"]["ground_truth"], record.get("extra_info") or {}
+        ground_truth, extra_info = truth_of(record), record.get("extra_info") or {}
         row = Row(index, record["data_source"], prepared.prompt, ground_truth, extra_info, [], tools=prepared.tools)
         (text,) = apply_template([prepared.messages], self.tokenizer)
         ids = self.tokenizer.encode(text, add_special_tokens=False)

@@ -72,9 +72,10 @@ def untrained(metrics: dict[str, float]) -> bool:
 
 
 def print_samples(step: int, samples: list[dict]) -> None:
-    """The first two of {prompt, completion, score, truth, truncated}, shortened in the middle."""
+    """The first two of {prompt, completion, score, truth, truncated}, shortened in the middle; None: not scored."""
     for sample in samples[:2]:
         prompt, completion = shorten(sample["prompt"], 300), shorten(sample["completion"], 600)
-        head = f"--- step {step}, score {sample['score']:g}, truth {shorten(sample['truth'], 100)}"
+        score = "none" if sample["score"] is None else f"{sample['score']:g}"
+        head = f"--- step {step}, score {score}, truth {shorten(str(sample['truth']), 100)}"
         cut = " [cut off]" * sample["truncated"]
         print(f"{head}\n{prompt}\n>>> {completion}{cut}", flush=True)

@@ -8,20 +8,24 @@ from statistics import fmean
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from common.data.dumps import full_disk_is_a_warning
+from common.files import replace_file
 from common.rewards import is_correct
 
 
 def as_sample(episode, row, tokenizer, with_tools: bool) -> dict:
-    """What a report wants to know of an Episode and its Row."""
+    """What a report wants to know of an Episode and its Row; score, correct and truth are None without a truth."""
+    scored = row.ground_truth is not None
+    score = episode.rewards["score"] if scored else None
     sample = {
         "group": episode.prompt_index,
         "row": row.index,
         "data_source": row.data_source,
         "prompt": tokenizer.decode(episode.prompt_ids),
         "completion": tokenizer.decode(episode.response_ids),
-        "truth": episode.truth,
-        "score": episode.rewards["score"] if math.isfinite(episode.rewards["score"]) else 0.0,
-        "correct": is_correct(episode.rewards),
+        "truth": episode.truth if scored else None,
+        "score": score if not scored or math.isfinite(score) else 0.0,
+        "correct": is_correct(episode.rewards) if scored else None,
         "pred": str(episode.rewards.get("pred", "")),
         "length": len(episode.response_ids),
         "truncated": episode.truncated,
@@ -72,9 +76,29 @@ def summarize(samples: list[dict]) -> dict[str, float]:
     reasoning, arXiv 2505.15966), eval/tool_error_rate that of calls that failed. With anls: its mean over prompts.
     Means are over prompts first, so that a prompt that lost a sample weighs as much as the others. k goes over the
     powers of two up to n, and n, the smallest number of samples that a prompt has. ValueError without samples.
+    eval/unscored is the number of prompts without a truth, if there are any: only lengths and calls count these.
     """
     if not samples:
         raise ValueError("nothing to summarize: the evaluation has no samples")
+    scored = [sample for sample in samples if sample["correct"] is not None]
+    metrics = summarize_scored(scored) if scored else {}
+    metrics |= {
+        "eval/response_length": fmean(s["length"] for s in samples),
+        "eval/truncated": fmean(s["truncated"] for s in samples),
+        "eval/rows": len({s["group"] for s in scored}),
+    }
+    if any("calls" in s for s in samples):
+        metrics["eval/rapr"] = fmean(s["calls"] > 0 for s in samples)
+        metrics["eval/tool_error_rate"] = sum(s["call_errors"] for s in samples) / max(
+            sum(s["calls"] for s in samples), 1
+        )
+    if unscored := len({s["group"] for s in samples}) - metrics["eval/rows"]:
+        metrics["eval/unscored"] = unscored
+    return metrics
+
+
+def summarize_scored(samples: list[dict]) -> dict[str, float]:
+    """What of `summarize` needs truths."""
     groups = defaultdict(list)
     for sample in samples:
         groups[sample["group"]].append(sample)
@@ -83,15 +107,7 @@ def summarize(samples: list[dict]) -> dict[str, float]:
     metrics = {
         "eval/accuracy": fmean(accuracy),
         "eval/reward": fmean(fmean(s["score"] for s in row) for row in rows),
-        "eval/response_length": fmean(s["length"] for s in samples),
-        "eval/truncated": fmean(s["truncated"] for s in samples),
-        "eval/rows": len(rows),
     }
-    if any("calls" in s for s in samples):
-        metrics["eval/rapr"] = fmean(s["calls"] > 0 for s in samples)
-        metrics["eval/tool_error_rate"] = sum(s["call_errors"] for s in samples) / max(
-            sum(s["calls"] for s in samples), 1
-        )
     if spelled := {s["data_source"] for s in samples if s.get("anls") is not None}:
         of_these = [row for row in rows if row[0]["data_source"] in spelled]
         metrics["eval/anls"] = fmean(fmean(s["anls"] or 0.0 for s in row) for row in of_these)
@@ -127,7 +143,7 @@ def format_table(metrics_by_source: dict[str, dict[str, float]]) -> str:
 def side_by_side(reports: dict[str, Path]) -> str:
     """A table with one line per source: accuracy with its 95 % interval in each of several files of samples.
 
-    Of the rows that all of them have: a prompt may be too long with tools, and fit without.
+    Of the rows with a truth that all of them have: a prompt may be too long with tools, and fit without.
     """
     import pandas as pd
 
@@ -137,7 +153,7 @@ def side_by_side(reports: dict[str, Path]) -> str:
     for name, of_this in samples_of.items():
         by_source = defaultdict(list)
         for sample in of_this:
-            if sample["row"] in in_all:
+            if sample["row"] in in_all and sample["correct"] is not None:
                 by_source[sample["data_source"]].append(sample)
         for source, samples in sorted(by_source.items()):
             metrics = summarize(samples)
@@ -148,10 +164,16 @@ def side_by_side(reports: dict[str, Path]) -> str:
 
 
 def report(samples: list[dict], path: Path) -> str:
-    """Write all samples to a parquet file and return the table by data source."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(samples), path)
+    """Write all samples to a parquet file; the table by data source, and how many rows had no truth."""
+    with full_disk_is_a_warning(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, lambda temporary: pq.write_table(pa.Table.from_pylist(samples), temporary))
     by_source = defaultdict(list)
     for sample in samples:
         by_source[sample["data_source"]].append(sample)
-    return format_table({source: summarize(part) for source, part in sorted(by_source.items())})
+    tables = {source: summarize(part) for source, part in sorted(by_source.items())}
+    unscored = sum(metrics.pop("eval/unscored", 0) for metrics in tables.values())
+    scored = {source: metrics for source, metrics in tables.items() if "eval/accuracy" in metrics}
+    lines = [format_table(scored)] if scored else []
+    lines += [f"{unscored} of {len({s['group'] for s in samples})} rows have no truth: not scored"] if unscored else []
+    return "\n".join(lines)

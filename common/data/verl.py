@@ -1,0 +1,60 @@
+"""Rows in verl's columns: what they must have, and what is wrong with one."""
+
+from pathlib import Path
+
+import pyarrow as pa
+
+from common.data import visual_qa
+from common.data.render import bare_text
+from common.data.rows import JSON_LINE, records
+
+REQUIRED = ("data_source", "prompt", "reward_model")
+OPTIONAL = ("extra_info", "images", "videos", "image", "mm_hint", "agent_name")
+FORMAT = (
+    "data_source (string), prompt (list of {role, content}, or an already rendered string), reward_model "
+    "({style, ground_truth}), optionally extra_info, images, videos, agent_name. `python -m common.prepare.NAME` "
+    "writes such files"
+)
+ROLES = ("system", "user", "assistant", "tool")
+
+
+def to_verl(
+    table: pa.Table, path: Path, flag: str, media_root: Path | None, with_tools: bool, needs_truth: bool = True
+) -> pa.Table:
+    """The table of a file, in verl's columns or Pixel Reasoner's, in verl's. ValueError if it has neither."""
+    if set(table.column_names) >= visual_qa.COLUMNS and not set(REQUIRED) <= set(table.column_names):
+        return visual_qa.to_verl(table, path, media_root, with_tools)
+    columns = next(records(table), REQUIRED) if table.column_names == [JSON_LINE] else table.column_names
+    missing = [name for name in REQUIRED if name not in columns and (needs_truth or name != "reward_model")]
+    if missing and not isinstance(columns, str):  # a first line that is no JSON object is reported as a bad row
+        has = ", ".join(columns)
+        raise ValueError(f"{flag}: {path} lacks {', '.join(missing)}; it has the columns {has}. Expected: {FORMAT}.")
+    return table
+
+
+def truth_of(record: dict) -> object:
+    """The ground truth of a row; None if it has none."""
+    return (record.get("reward_model") or {}).get("ground_truth")
+
+
+def row_problem(record: dict | str, needs_truth: bool = True) -> str | None:
+    """Why this record cannot be used, in a few words; None if it can."""
+    if isinstance(record, str):
+        return record
+    prompt, reward_model = record.get("prompt"), record.get("reward_model")
+    if not isinstance(record.get("data_source"), str):
+        return f"data_source is {record.get('data_source')!r}, expected a string"
+    if needs_truth and (not isinstance(reward_model, dict) or truth_of(record) is None):
+        return "reward_model.ground_truth is missing"
+    if not isinstance(reward_model, dict | None):
+        return f"reward_model is {reward_model!r:.80}, expected an object"
+    if not isinstance(record.get("extra_info"), dict | None):
+        return f"extra_info is {record['extra_info']!r:.80}, expected an object"
+    if not isinstance(prompt, list | str):
+        return f"prompt is {prompt!r:.80}, expected a list of messages or a string"
+    for message in prompt if isinstance(prompt, list) else ():
+        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+            return f"message {message!r:.80} is not {{role, content}} with a string as content"
+        if message.get("role") not in ROLES:
+            return f"unknown role {message.get('role')!r}, expected one of {', '.join(ROLES)}"
+    return None if bare_text(prompt).strip() else "prompt is empty"
