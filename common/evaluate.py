@@ -4,7 +4,7 @@ from pathlib import Path
 
 from torch import nn
 
-from common.distributed import gather_objects, sign_of_life
+from common.distributed import gather_objects
 from common.engine.books import Sampling
 from common.episodes import sample_episodes
 from common.job import Job
@@ -12,6 +12,7 @@ from common.logger import Logger
 from common.look.console import print_samples
 from common.look.samples import as_sample, report, summarize
 from common.models import sync_engine
+from common.processes import sign_of_life
 from common.progress import Progress
 from common.rewards import score_episodes
 from common.rollouts import Rollouts

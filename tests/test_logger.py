@@ -16,7 +16,7 @@ import pytest
 import torch
 from conftest import run_script
 
-from common import distributed, logger
+from common import distributed, logger, processes
 from common.episodes import Episode, Row
 from common.logger import Logger
 from common.look import machine, trackers
@@ -407,7 +407,7 @@ class Left(Exception):
 
 
 @pytest.mark.parametrize(
-    "end, status", [(None, 0), (SystemExit(143), 143), (KeyboardInterrupt(), 1), (ValueError("x"), 1)]
+    "end, status", [(None, 0), (SystemExit(143), 143), (KeyboardInterrupt(), 130), (ValueError("x"), 1)]
 )
 def test_what_is_to_be_done_at_the_end_is_done_however_a_run_ends(end, status, monkeypatch, capsys):
     def main():
@@ -418,9 +418,9 @@ def test_what_is_to_be_done_at_the_end_is_done_however_a_run_ends(end, status, m
         raise Left(status)
 
     done = []
-    monkeypatch.setattr(distributed, "at_end", [lambda: done.append("curves"), lambda: 1 / 0])
-    monkeypatch.setattr(distributed, "_leaving", threading.Lock())
-    monkeypatch.setattr(distributed.os, "_exit", leave)
+    monkeypatch.setattr(processes, "at_end", [lambda: done.append("curves"), lambda: 1 / 0])
+    monkeypatch.setattr(processes, "_leaving", threading.Lock())
+    monkeypatch.setattr(processes.os, "_exit", leave)
     monkeypatch.setattr(distributed.dist, "is_initialized", lambda: False)
     with pytest.raises(Left) as left:
         distributed.run(main)

@@ -316,6 +316,24 @@ def test_what_a_row_asks_for_and_does_not_get(asks, without, with_tools):
         assert said in told and bool(said) == bool(told), told
 
 
+def test_rows_that_ask_in_vain_are_told_at_the_start(tmp_path, vision):
+    told = []
+    teacher = {"extra_info": {"interaction_kwargs": {"name": "teacher"}}}
+    rows = [
+        ask("x"),
+        ask("y") | {"agent_name": "tool_agent"},
+        ask("z") | teacher,
+        ask("w") | {"agent_name": "tool_agent"},
+    ]
+    load(tmp_path, vision, rows, notice=told.append)
+    assert told == [
+        "warning: --train-data: 2 rows ask in vain for something: "
+        "agent_name tool_agent, or extra_info.tools_kwargs: no --tools are given",
+        "warning: --train-data: 1 rows ask in vain for something: "
+        "extra_info.interaction_kwargs: there are no interactions here",
+    ]
+
+
 def test_rows_choose_tools_as_in_verl(tmp_path, vision):
     tools = load_tools("visual")
     named = {"tools_kwargs": {"select_frames": {"create_kwargs": {"a": 1, "b": None}, "execute_kwargs": {"c": 2}}}}

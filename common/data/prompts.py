@@ -11,6 +11,7 @@ from jinja2 import TemplateError
 
 from common.data.media import Picture, count_tokens, open_media, picture_sources
 from common.data.render import (
+    Unheeded,
     apply_template,
     as_text,
     bare_text,
@@ -52,6 +53,7 @@ class Found:
     sources: set[str] = field(default_factory=set)  # every data_source of a usable row that is to be scored
     rendered: int = 0  # prompts that are a rendered template in one message
     spelled: int = 0  # prompts that spell a control token
+    unheeded: Unheeded = field(default_factory=Unheeded)
 
 
 class PromptData:
@@ -89,9 +91,8 @@ class PromptData:
         self.placeholders = [*map(tokenizer.convert_ids_to_tokens, pictures)]
         with without_collector():
             found = once_per_machine(world, partial(self._scan, notice))
-        self.files.refuse(found.bad, "unusable rows", bad_rows == "drop", notice)
-        too_long_for = f"prompts longer than --max-prompt-tokens {max_prompt_tokens}"
-        self.files.refuse(found.too_long, too_long_for, bad_rows == "drop", notice)
+        self.files.refuse(found.bad, "unusable rows", drop := bad_rows == "drop", notice)
+        self.files.refuse(found.too_long, f"prompts longer than --max-prompt-tokens {max_prompt_tokens}", drop, notice)
         self.sources = found.sources
         self.positions = np.array([index for index in found.kept if index not in found.too_long], dtype=np.int64)
         if not len(self.positions):
@@ -101,6 +102,7 @@ class PromptData:
             notice(f"{flag}: {found.rendered} {told}")
         if found.spelled:
             notice(f"{flag}: {found.spelled} prompts {spells_control(tokenizer)}")
+        found.unheeded.tell(flag, notice)
 
     @classmethod
     def of_flags(cls, data: Data, rollout: Rollout, files: str, **options) -> "PromptData":
@@ -151,6 +153,7 @@ class PromptData:
                     found.sources.add(records[index]["data_source"])
                 found.rendered += isinstance(prompt.prompt, str) and isinstance(records[index]["prompt"], list)
                 found.spelled += prompt.spelled
+                found.unheeded.look(records[index], self.tools)
                 # At most a token per byte, and one for a leading space; NFC can triple the bytes of non-ASCII text.
                 if num_bytes * (1 if text.isascii() else 3) + num_tokens >= self.max_prompt_tokens:
                     texts[index] = text, num_tokens - len(prompt.pictures)  # a placeholder is in the text already
