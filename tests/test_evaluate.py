@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from common import distributed
+from common import processes
 from common.data.prompts import PromptData
 from common.distributed import World
 from common.engine.books import Completion
@@ -146,7 +146,7 @@ class Engine:
         return bool(self.requests)
 
     def step(self):
-        self.signs.append(distributed._sign_of_life[0])
+        self.signs.append(processes._sign_of_life[0])
         done, self.requests = self.requests, []
         return done
 
