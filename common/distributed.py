@@ -127,11 +127,8 @@ def run(main: Callable, *args: object) -> None:
     except KeyboardInterrupt:
         processes.fail(processes.INTERRUPTED)
         if os.environ.get("RANK", "0") == "0":
-            print(
-                processes.INTERRUPTED + "".join(words() for words in processes.at_interrupt),
-                file=sys.stderr,
-                flush=True,
-            )
+            where = "".join(words() for words in processes.at_interrupt)
+            print(f"{processes.INTERRUPTED}{where}", file=sys.stderr, flush=True)
         status = 130
     processes.leave(status)
 

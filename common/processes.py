@@ -130,12 +130,13 @@ def say(line: str, details: str = "") -> None:
 
 
 def leave(status: int) -> NoReturn:
-    """The end of this process, by the first thread that comes here."""
+    """The end of this process, by the first thread that comes here; what was opened last is closed first."""
     _leaving.acquire()
     try:
-        for function in at_end:
-            function()
-    finally:  # whatever that raises, a second Ctrl-C too
+        for function in reversed(at_end):
+            with suppress(Exception):
+                function()
+    finally:  # a second Ctrl-C
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

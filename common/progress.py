@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
-EVERY = 20.0  # seconds: nothing is said before, and nothing more often
+EVERY = 20.0  # seconds: nothing is said more often
 
 
 class Progress:
@@ -17,9 +17,10 @@ class Progress:
     loops: ClassVar[dict[str, "Progress"]] = {}  # under way, the outermost first
     said: ClassVar[float] = 0.0  # when the last line was printed
 
-    def __init__(self, what: str, items: Iterable | int):
+    def __init__(self, what: str, items: Iterable | int, first: float = EVERY):
+        """first: seconds until the first line."""
         self.what, self.items = what, range(items) if isinstance(items, int) else list(items)
-        self.start, self.done = time.monotonic(), 0
+        self.start, self.done, self.first = time.monotonic(), 0, first
 
     def __iter__(self) -> Iterator:
         self.loops[self.what] = self
@@ -34,7 +35,8 @@ class Progress:
         """So many more are done; 0 if it is only time to say something."""
         self.done += count
         loops, now = list((self.loops | {self.what: self}).values()), time.monotonic()
-        if os.environ.get("RANK", "0") != "0" or now - max(loops[0].start, Progress.said) < EVERY:
+        due = max(loops[0].start + loops[0].first, Progress.said + EVERY)
+        if os.environ.get("RANK", "0") != "0" or now < due:
             return
         share = 0.0
         for loop in reversed(loops):

@@ -8,12 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from filelock import LeaseCompromise
 from torch import nn
 
 from common.attention import choose_attention
 from common.checkpoint import Checkpoints, find_checkpoint
 from common.distributed import World, broadcast_object, handle_sigterm, init_world, release_freed_memory
-from common.files import RunLock, user_errors
+from common.files import lock_folder, user_errors
 from common.flags import Data, Machine, Run, flat, refuse_idle
 from common.hub import load_tokenizer, resolve_model
 from common.integrity import model_identity
@@ -27,7 +28,7 @@ from common.memory import remembered_budget
 from common.models import export_hugging_face
 from common.pictures import PixelLimits
 from common.precision import choose_dtype
-from common.processes import at_end, at_interrupt, sign_of_life
+from common.processes import at_end, at_interrupt, fail, leave, sign_of_life
 from common.vision import load_vision
 
 
@@ -59,20 +60,20 @@ def open_job(script: str, data: Data, machine: Machine, run: Run, demo: bool, re
     summary = f"{script}.py: {run.model}, {world.size} x {world.device.type}, {machine.strategy}, "
     summary += f"compute {compute_dtype} ({why}) -> {output_dir}"
     return Job(
-        script,
-        world,
-        output_dir,
-        path,
-        tokenizer,
-        compute_dtype,
-        attention,
-        limits,
-        vision,
-        machine,
-        run,
-        summary,
-        identity,
-        checkpoint,
+        script=script,
+        world=world,
+        output_dir=output_dir,
+        path=path,
+        tokenizer=tokenizer,
+        compute_dtype=compute_dtype,
+        attention=attention,
+        limits=limits,
+        vision=vision,
+        machine=machine,
+        run=run,
+        summary=summary,
+        identity=identity,
+        checkpoint=checkpoint,
     )
 
 
@@ -80,7 +81,7 @@ def lock_everywhere(output_dir: Path, world: World) -> None:
     """Rank 0 takes the lock of the run folder; every rank must see it: nodes without shared storage would write
     checkpoints that cannot be loaded."""
     if world.is_main:
-        lock = RunLock(output_dir, world.print)
+        lock = lock_folder(output_dir, world.print, lost=give_way)
         at_end.append(lock.release)
     token = broadcast_object(lock.token if world.is_main else None)
     for _ in range(100):  # a network file system shows a new file within seconds
@@ -92,10 +93,18 @@ def lock_everywhere(output_dir: Path, world: World) -> None:
         raise SystemExit(f"--output-dir {output_dir}: {socket.gethostname()} does not see what rank 0 writes there")
 
 
+def give_way(loss: LeaseCompromise) -> None:
+    """Another run has taken the folder over: this one stood still for a minute, and must not write there."""
+    if loss.reason == "owner-changed":
+        fail(f"{loss.lock_file} is another run's now: this one ends")
+        leave(1)
+
+
 def open_logger(job: Job, args: Any, total_steps: int, checkpoints: Checkpoints, *, record: bool = True) -> Logger:
     """config.json, unless this is no training, and the logger; tells where the run goes on, and what it will write."""
     world, config = job.world, flat(args)
-    own = job.checkpoint and job.checkpoint.is_relative_to(job.output_dir)  # what a resume changes is an event
+    # what a resume changes is an event
+    own = job.checkpoint and job.checkpoint.resolve().is_relative_to(job.output_dir.resolve())
     if world.is_main and record and not own:
         save_config(job.output_dir, config)
     trackers = Trackers(job.run.log, job.output_dir, config, job.script) if world.is_main else None

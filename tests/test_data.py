@@ -19,9 +19,10 @@ from transformers import PreTrainedTokenizerFast
 
 from common.data.prompts import PromptData, PromptLoader
 from common.data.rows import read_file, values
-from common.data.scan import Lengths, shared_ends, told_every
+from common.data.scan import Lengths, shared_ends
 from common.distributed import World
 from common.flags import Rollout
+from common.progress import Progress
 from common.rollouts import Rollouts
 
 CHATML = (
@@ -160,18 +161,18 @@ def test_few_texts_are_tokenised_as_a_whole(tmp_path, tokenizer, monkeypatch):
     assert sum(map(len, counted)) < 40_000, "tokenised are words, once each: not 2,000 texts of 310 characters"
 
 
-def test_a_long_look_tells_how_far_it_is(tmp_path, tokenizer, monkeypatch):
-    now, said = [0.0], []
+def test_a_long_look_tells_how_far_it_is(tmp_path, tokenizer, monkeypatch, capsys):
+    now = [0.0]
 
     def clock():
-        now[0] += 2.0  # for 256 rows
+        now[0] += 2.0
         return now[0]
 
-    monkeypatch.setattr("common.data.scan.time.monotonic", clock)
-    load(write(tmp_path / "a.jsonl", [row()] * 2048), tokenizer, said)
-    assert said == ["... --train-data: rows looked at 256/2048, 28s left"]
-    list(told_every(3073, "later", said.append))
-    assert said[1:] == ["... later 256/3073, 44s left", "... later 3072/3073, 0s left"]
+    monkeypatch.setattr("common.progress.time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(Progress, "said", -100.0)
+    load(write(tmp_path / "a.jsonl", [row()] * 4096), tokenizer)  # after 4 s and 1,024 rows each 2 s later
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("...")]
+    assert lines == ["... --train-data: rows looked at 2048/4096, 4s left"]
 
 
 @pytest.mark.parametrize("rows, problem", [([row()] * 3, ""), ([row(), row(truth=None)], "1 unusable rows")])
@@ -186,7 +187,7 @@ def test_one_rank_of_a_machine_looks_for_all(tmp_path, tokenizer, monkeypatch, r
 
     real = PromptData._scan
     monkeypatch.setattr("common.data.scan.gather_objects", gather)
-    monkeypatch.setattr(PromptData, "_scan", lambda self, notice: looks.append(rank) or real(self, notice))
+    monkeypatch.setattr(PromptData, "_scan", lambda self: looks.append(rank) or real(self))
     for rank in range(4):
         world = World(rank, 4, rank % 2, torch.device("cpu"))
         with pytest.raises(ValueError, match=problem) if problem else nullcontext():

@@ -5,6 +5,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,9 +17,9 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from common import files
+from common import files, setup
 from common.checkpoint import _shards, find_checkpoint, load_checkpoint, save_checkpoint
-from common.files import RunLock
+from common.files import lock_folder
 from common.integrity import digest, model_identity
 
 IDENTITY = {"script": "grpo", "model": "0123"}
@@ -166,8 +167,8 @@ def test_a_models_identity_is_its_architecture(tmp_path):
 
 # --- the lock -----------------------------------------------------------------------------------------------------
 
-HOLDER = "import sys, time; from pathlib import Path; from common.files import RunLock; "
-HOLDER += "RunLock(Path(sys.argv[1]), print); print('held', flush=True); time.sleep(600)"
+HOLDER = "import sys, time; from pathlib import Path; from common import files; files.HEARTBEAT_S = 0.1; "
+HOLDER += "lock = files.lock_folder(Path(sys.argv[1]), print); print('held', flush=True); time.sleep(600)"
 
 
 @pytest.fixture
@@ -181,47 +182,70 @@ def holder(tmp_path):
 
 def test_a_second_run_is_refused_and_a_killed_one_taken_over_at_once(tmp_path, holder, capsys):
     with pytest.raises(SystemExit, match=rf"--output-dir .*: process {holder.pid} on .* writes there"):
-        RunLock(tmp_path, print)
+        lock_folder(tmp_path, print)
     holder.kill()
     holder.wait()
     start = time.monotonic()
-    lock = RunLock(tmp_path, print)
-    assert time.monotonic() - start < 5 and lock.held()
-    assert f"process {holder.pid} on" in capsys.readouterr().out
+    lock = lock_folder(tmp_path, print)
+    assert time.monotonic() - start < 5 and lock.is_lock_held_by_us
+    assert f"is of process {holder.pid} on" in capsys.readouterr().out
     lock.release()
     assert not list(tmp_path.iterdir())
 
 
+def foreign(tmp_path, old: str, new: str) -> str:
+    """The lock of a run that was killed, with a line changed."""
+    lock = lock_folder(tmp_path, print)
+    text = (tmp_path / "lock").read_text()
+    lock.release()
+    assert old in text
+    (tmp_path / "lock").write_text(text.replace(old, new))
+    return text
+
+
 def test_a_process_that_has_the_number_of_a_dead_one_holds_nothing(tmp_path):
-    own = files.process(os.getpid())
-    (tmp_path / "lock").write_text(json.dumps({"host": "h", "token": "t", **own, "started": "1"}))
-    assert RunLock(tmp_path, lambda text: None).held()
+    foreign(tmp_path, "start=", "start=1")
+    start = time.monotonic()
+    assert lock_folder(tmp_path, print).is_lock_held_by_us and time.monotonic() - start < 5
 
 
-@pytest.mark.parametrize("text", [None, "", "{", "3"])
-def test_a_lock_from_elsewhere_lives_while_its_heart_beats(tmp_path, text):
-    """Or of a run that is just writing it."""
-    elsewhere = {"host": "other", "token": "t", **files.process(os.getpid()), "machine": "another"}
-    (tmp_path / "lock").write_text(json.dumps(elsewhere) if text is None else text)
-    with pytest.raises(SystemExit, match="writes there"):
-        RunLock(tmp_path, print)
-    past = time.time() - 61
-    os.utime(tmp_path / "lock", (past, past))
-    lock = RunLock(tmp_path, lambda text: None)
-    wait_until(lambda: (tmp_path / "lock").stat().st_mtime > past + 50)
-    assert lock.held() and [path.name for path in tmp_path.iterdir()] == ["lock"]
+@pytest.mark.parametrize("beats", [True, False])
+def test_a_lock_from_elsewhere_lives_while_its_heart_beats(tmp_path, monkeypatch, beats):
+    monkeypatch.setattr(files, "LEASE_S", 1.0)
+    monkeypatch.setattr(files, "HEARTBEAT_S", 0.1)
+    foreign(tmp_path, "host=", "host=another-")
+    if beats:
+        threading.Timer(0.3, os.utime, [tmp_path / "lock"]).start()
+        with pytest.raises(SystemExit, match=r"process \d+ on another-.* writes there"):
+            lock_folder(tmp_path, print)
+        return
+    start = time.monotonic()
+    assert lock_folder(tmp_path, print).is_lock_held_by_us and time.monotonic() - start >= 1
 
 
-def test_a_lock_that_was_taken_over_is_not_released_by_the_one_that_had_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "HEARTBEAT_S", 0.01)
-    first = RunLock(tmp_path, print)
-    (tmp_path / "lock").unlink()
-    second = RunLock(tmp_path, print)
+@pytest.mark.parametrize("text", ["{", "filelock/2\npid=1\n"])
+def test_what_is_no_lock_is_taken_over(tmp_path, text):
+    (tmp_path / "lock").write_text(text)
+    assert lock_folder(tmp_path, print).is_lock_held_by_us
+
+
+def test_a_run_that_another_one_has_taken_over_from_ends(tmp_path, monkeypatch):
+    """It stood still for longer than a minute; and it does not release what is the other's."""
+    monkeypatch.setattr(files, "HEARTBEAT_S", 0.05)
+    ended = []
+    monkeypatch.setattr(setup, "fail", ended.append)
+    monkeypatch.setattr(setup, "leave", ended.append)
+    first = lock_folder(tmp_path, print, lost=setup.give_way)
+    theirs = tmp_path / "theirs"
+    theirs.write_text((tmp_path / "lock").read_text().replace("token=", "token=1"))
+    theirs.replace(tmp_path / "lock")
+    wait_until(lambda: len(ended) == 2)
+    assert "another run's now" in ended[0] and ended[1] == 1
     first.release()
-    assert second.held() and not first.held()
+    assert "token=1" in (tmp_path / "lock").read_text()
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(SystemExit, match=r"--output-dir .*/file/run: cannot write there"):
-        RunLock(tmp_path / "file" / "run", print)
+        lock_folder(tmp_path / "file" / "run", print)

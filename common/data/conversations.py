@@ -19,7 +19,6 @@ from common.data.formats import Conversation, Rule, pictured, read_conversation,
 from common.data.media import count_tokens, open_media
 from common.data.render import as_text, control_tokens, spells_control
 from common.data.rows import RowFiles
-from common.data.scan import told_every
 from common.episodes import Episode
 from common.pictures import BadRow, Media
 from common.torch_repair import transformers
@@ -101,8 +100,9 @@ class Conversations:
         pictures = [*vision.placeholders.values()] if vision else []
         self.placeholders = [*map(tokenizer.convert_ids_to_tokens, pictures)]
         self.spelled, bad, costs, by_position = 0, {}, {}, 0
-        size = sum(map(len, self.files.tables))
-        for i, record in zip(told_every(size, f"{flag}: rows looked at", notice), self.files.records()):
+        progress = self.files.progress()
+        for i, record in enumerate(self.files.records()):
+            progress.add()
             try:
                 conversation = self._read(record)
                 pictures = [count_tokens(picture, media_root, vision.limits) for picture in conversation.pictures]

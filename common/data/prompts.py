@@ -22,7 +22,7 @@ from common.data.render import (
     to_messages,
 )
 from common.data.rows import RowFiles
-from common.data.scan import Lengths, batched, once_per_machine, told_every, without_collector
+from common.data.scan import Lengths, batched, once_per_machine, without_collector
 from common.data.verl import OPTIONAL, REQUIRED, row_problem, to_verl, truth_of
 from common.distributed import World
 from common.episodes import Prompt, Row
@@ -90,7 +90,7 @@ class PromptData:
         pictures = [*vision.placeholders.values()] if vision else []
         self.placeholders = [*map(tokenizer.convert_ids_to_tokens, pictures)]
         with without_collector():
-            found = once_per_machine(world, partial(self._scan, notice))
+            found = once_per_machine(world, self._scan)
         self.files.refuse(found.bad, "unusable rows", drop := bad_rows == "drop", notice)
         self.files.refuse(found.too_long, f"prompts longer than --max-prompt-tokens {max_prompt_tokens}", drop, notice)
         self.sources = found.sources
@@ -117,12 +117,12 @@ class PromptData:
             **options,
         )
 
-    def _scan(self, notice: Callable[[str], None]) -> Found:
-        """At every row, some at a time; a line with the remaining time now and then."""
-        found, texts, size = Found(), {}, sum(map(len, self.files.tables))
-        rows = told_every(size, f"{self.files.flag}: rows looked at", notice)
+    def _scan(self) -> Found:
+        """At every row, some at a time."""
+        found, texts, progress = Found(), {}, self.files.progress()
         columns = (*REQUIRED, *OPTIONAL)
-        for batch in batched(zip(rows, self.files.records(columns)), 1024):
+        for batch in batched(enumerate(self.files.records(columns)), 1024):
+            progress.add(len(batch))
             prepared = {}
             for index, record in batch:
                 problem = row_problem(record, self.needs_truth)

@@ -13,6 +13,7 @@ from common.vision import Vision
 
 RENDERED_MARKS = ("\nAssistant:", "<|im_start|>assistant")  # TinyZero's templates, stored inside one user message
 NOT_OURS = ("user", "tool", "observation")  # roles whose words are not those of the data set's author
+KNOWN_AGENTS = ("", "single_turn_agent", "tool_agent")  # of the column agent_name
 DEFAULT_SYSTEM = "You are a helpful assistant."  # in front of the tools, where a row has no system message
 
 
@@ -57,6 +58,7 @@ def as_text(messages: list[dict], control: re.Pattern) -> list[dict]:
 
 
 def spells_control(tokenizer) -> str:
+    """What is told of rows whose words are control tokens."""
     end = tokenizer.eos_token or "<|end|>"
     return f"spell control tokens in a message: read as text ({end} as {end[0]} {end[1:]})"
 
@@ -105,9 +107,6 @@ def split_marks(content: str) -> list[dict]:
     """Typed parts of a text with <image> and <video>."""
     parts = [part for part in re.split("(<image>|<video>)", content) if part]
     return [{"type": MARKS[part]} if part in MARKS else {"type": "text", "text": part} for part in parts]
-
-
-KNOWN_AGENTS = ("", "single_turn_agent", "tool_agent")  # of the column agent_name
 
 
 def unheeded(record: Mapping, tools: Mapping[str, Tool]) -> str:

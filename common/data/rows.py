@@ -10,6 +10,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from common.progress import Progress
+
 JSON_LINE = "json line"  # the only column of a table whose rows are texts
 MAX_DEPTH = 32  # of what a row of JSON nests: pickling, printing and rendering it recurse
 TOO_DEEP = b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1)  # stands for such a row of a list
@@ -37,6 +39,10 @@ class RowFiles:
             self.starts.append(end)
             self.tables.append(table if max_rows is None else table.slice(0, max(0, max_rows - end)))
             end += len(table)
+
+    def progress(self) -> Progress:
+        """Of a look at all of them."""
+        return Progress(f"{self.flag}: rows looked at", sum(map(len, self.tables)), first=3.0)
 
     def records(self, columns: tuple[str, ...] | None = None) -> Iterator[dict | str]:
         """Every row, with those of the columns that its file has."""

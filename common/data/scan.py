@@ -1,15 +1,12 @@
-"""A look at all rows of a data set before the first step: lengths without tokenising everything, progress, ranks."""
+"""A look at all rows of a data set before the first step: lengths without tokenising everything, once per machine."""
 
 import gc
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 
 from common.distributed import World, gather_objects
-from common.progress import EVERY, duration
 
-FIRST = 3.0  # seconds until something is said
 MAX_WORDS = 500_000  # whose numbers of tokens are remembered
 
 
@@ -63,16 +60,6 @@ def batched(items: Iterable, size: int) -> Iterator[list]:
     rest = iter(items)
     while batch := list(islice(rest, size)):
         yield batch
-
-
-def told_every(total: int, what: str, notice: Callable[[str], None]) -> Iterator[int]:
-    """0, 1, ... total - 1; a line after three seconds, and then with every twenty."""
-    start, due = time.monotonic(), FIRST
-    for done in range(total):
-        if done % 256 == 0 and (seconds := time.monotonic() - start) > due:
-            notice(f"... {what} {done}/{total}, {duration(seconds / done * (total - done))} left")
-            due = seconds + EVERY
-        yield done
 
 
 @contextmanager
