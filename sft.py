@@ -134,6 +134,7 @@ def read_data(args: Args, job: Job) -> tuple[Conversations, Conversations | None
         mask_failed_calls=args.mask_failed_calls,
         bad_rows=args.data.bad_rows,
         notice=job.world.print,
+        world=job.world,
     )
     with user_errors():
         end_turns_properly(job.tokenizer, job.vision and job.vision.processor, job.world.print)

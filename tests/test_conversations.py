@@ -8,12 +8,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from vl import build_tokenizer as build_vl_tokenizer
 from vl import picture, write_tiny_vl
 
 from common.data.conversations import Conversations, balanced, conversation_episode
 from common.data.formats import read_conversation
 from common.data.rows import RowFiles
+from common.distributed import World
 from common.pictures import BadRow, PixelLimits
 from common.prepare.tiny import build_tokenizer
 from common.tools.turns import CLOSE, OPEN, Call, Hermes
@@ -467,6 +469,25 @@ def test_files_of_several_formats_go_together(tmp_path, tokenizer):
     assert len({tuple(data.episode(n).prompt_ids) for n in range(3)}) == 1
     with pytest.raises(FileNotFoundError, match="--train-data: no such file"):
         Conversations("gone.jsonl", "--train-data", tokenizer, max_tokens=5)
+
+
+def test_the_first_rank_of_a_machine_looks_for_the_others(tmp_path, tokenizer, monkeypatch):
+    rows = [TEXT_ROWS["messages"], {"messages": alternating("q " * 9, "a")}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    gathered, looks, real = [None, None], [], Conversations._scan
+    monkeypatch.setattr(Conversations, "_scan", lambda self: looks.append(rank) or real(self))
+
+    def gather(value):
+        gathered[rank] = value
+        return gathered
+
+    monkeypatch.setattr("common.data.scan.gather_objects", gather)
+    costs = []
+    for rank in range(2):
+        world = World(rank, 2, rank, torch.device("cpu"))
+        data = Conversations(str(tmp_path / "a.jsonl"), "--train-data", tokenizer, max_tokens=50, world=world)
+        costs.append((data.positions.tolist(), data.costs.tolist()))
+    assert looks == [0] and costs[0] == costs[1] and len(costs[0][0]) == 2
 
 
 def test_a_picture_that_turns_out_to_be_truncated_is_left_out(tmp_path, vision, capsys):

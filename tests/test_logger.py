@@ -23,7 +23,7 @@ from common.look import machine, trackers
 from common.look.console import COLUMNS, StatusLine, fitted, print_samples
 from common.look.curves import plot_curves, read_metrics
 from common.look.machine import save_config
-from common.look.samples import as_sample
+from common.look.samples import as_sample, summarize
 
 
 def make(run_dir, total_steps=100, names=""):
@@ -329,6 +329,14 @@ def test_the_truth_of_a_row_is_a_text(ground_truth, text):
     sample = as_sample(episode, row, tokenizer, with_tools=False)
     truth, score = (None, None) if ground_truth is None else (text, 0.0)  # without one it is not scored
     assert (sample["row"], sample["truth"], sample["truncated"], sample["score"]) == (3, truth, True, score)
+
+
+@pytest.mark.parametrize("anls, mean", [("high", None), (0.75, 0.75)])
+def test_a_users_anls_may_be_a_text(anls, mean):
+    row = Row(3, "x", "p", "a", {}, [5])
+    episode = Episode(0, 0, [5], [6], [1], [-0.5], "stop", {"score": 1.0, "anls": anls}, row=3, truth="a")
+    sample = as_sample(episode, row, types.SimpleNamespace(decode=str), with_tools=False)
+    assert summarize([sample]).get("eval/anls") == mean
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ Trained on is what the assistant says and the token that ends its turn; never he
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from json import JSONDecodeError
@@ -19,6 +19,8 @@ from common.data.formats import Conversation, Rule, pictured, read_conversation,
 from common.data.media import count_tokens, open_media
 from common.data.render import as_text, control_tokens, spells_control
 from common.data.rows import RowFiles
+from common.data.scan import once_per_machine, without_collector
+from common.distributed import World
 from common.episodes import Episode
 from common.pictures import BadRow, Media
 from common.torch_repair import transformers
@@ -73,10 +75,21 @@ def conversation_episode(
     return Episode(index, 0, ids[:first], ids[first:], mask[first:], [0.0] * (len(ids) - first), "stop", media=media)
 
 
+@dataclass
+class Found:
+    """What a look at every row has found."""
+
+    bad: dict[int, str] = field(default_factory=dict)  # row index -> why it cannot be used
+    costs: dict[int, float] = field(default_factory=dict)  # about the tokens of each other row, to balance ranks by
+    by_position: int = 0  # rows of which the last two turns are trained on
+    spelled: int = 0  # rows that spell a control token
+
+
 class Conversations:
     """Rows of .parquet, .jsonl and .json files (a list of rows); they stay packed until they are asked for.
 
     ValueError at start-up for files, rows and pictures that cannot be used, with file, row and reason.
+    With a `world`, in which all ranks come here, the first rank of each machine looks at the rows for the others.
     """
 
     def __init__(
@@ -93,35 +106,47 @@ class Conversations:
         bad_rows: Literal["error", "drop"] = "error",
         max_rows: int | None = None,
         notice: Callable[[str], None] = print,
+        world: World | None = None,
     ):
         self.tokenizer, self.max_tokens, self.vision, self.media_root = tokenizer, max_tokens, vision, media_root
         self.rule, self.mask_failed_calls = rule, mask_failed_calls
         self.files, self.control = RowFiles(paths, flag, max_rows), control_tokens(tokenizer, vision)
         pictures = [*vision.placeholders.values()] if vision else []
         self.placeholders = [*map(tokenizer.convert_ids_to_tokens, pictures)]
-        self.spelled, bad, costs, by_position = 0, {}, {}, 0
-        progress = self.files.progress()
+        with without_collector():
+            found = once_per_machine(world, self._scan)
+        self.files.refuse(found.bad, "unusable rows", bad_rows == "drop", notice)
+        if not found.costs:
+            raise ValueError(f"{flag}: no usable row in {paths}")
+        if found.by_position and rule == "auto":
+            told = "rows are Pixel Reasoner's: trained on are their last two turns (--mask)"
+            notice(f"{flag}: {found.by_position} {told}")
+        if found.spelled:
+            notice(f"{flag}: {found.spelled} rows {spells_control(tokenizer)}")
+        self.positions = np.array(list(found.costs), dtype=np.int64)
+        self.costs = np.array(list(found.costs.values()))
+
+    def _scan(self) -> Found:
+        """At every row."""
+        found, progress = Found(), self.files.progress()
         for i, record in enumerate(self.files.records()):
             progress.add()
             try:
-                conversation = self._read(record)
-                pictures = [count_tokens(picture, media_root, vision.limits) for picture in conversation.pictures]
+                conversation, spelled = self._read(record)
+                pictures = [
+                    count_tokens(picture, self.media_root, self.vision.limits) for picture in conversation.pictures
+                ]
                 self._check(conversation, pictures)
-                costs[i] = sum(pictures) + sum(len(text_of(message)) for message in conversation.messages) / 4
-                by_position += conversation.rule == "last-two-turns"
             except BadRow as error:
-                bad[i] = str(error)
-        self.files.refuse(bad, "unusable rows", bad_rows == "drop", notice)
-        if not costs:
-            raise ValueError(f"{flag}: no usable row in {paths}")
-        if by_position and rule == "auto":
-            notice(f"{flag}: {by_position} rows are Pixel Reasoner's: trained on are their last two turns (--mask)")
-        if self.spelled:
-            notice(f"{flag}: {self.spelled} rows {spells_control(tokenizer)}")
-        self.positions = np.array(list(costs), dtype=np.int64)
-        self.costs = np.array(list(costs.values()))  # about the tokens of each row, to balance ranks by
+                found.bad[i] = str(error)
+                continue
+            found.costs[i] = sum(pictures) + sum(len(text_of(message)) for message in conversation.messages) / 4
+            found.by_position += conversation.rule == "last-two-turns"
+            found.spelled += spelled
+        return found
 
-    def _read(self, record: dict | str) -> Conversation:
+    def _read(self, record: dict | str) -> tuple[Conversation, bool]:
+        """A row, and whether it spells a control token."""
         if isinstance(record, str):
             raise BadRow(record)
         try:
@@ -140,8 +165,7 @@ class Conversations:
         if spelled:
             raise BadRow(f"spells {spelled[0]}, which stands for a picture: <image> and <video> are its marks")
         messages = as_text(conversation.messages, self.control)
-        self.spelled += messages != conversation.messages
-        return replace(conversation, messages=messages)
+        return replace(conversation, messages=messages), messages != conversation.messages
 
     def _check(self, conversation: Conversation, picture_tokens: list[int]) -> None:
         """BadRow if the template loses a message, or if the cut at `max_tokens` leaves nothing to learn."""
@@ -172,7 +196,7 @@ class Conversations:
         """Row n as an episode; None, after a warning, for one whose pictures turn out to be unreadable."""
         i = int(self.positions[n])
         try:
-            conversation = self._read(self.files[i])
+            conversation, _ = self._read(self.files[i])
             media = [open_media(picture, self.media_root, self.vision.limits) for picture in conversation.pictures]
             return conversation_episode(conversation, media, self.tokenizer, self.vision, i, self.max_tokens)
         except (BadRow, TemplateError) as error:

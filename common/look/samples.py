@@ -16,7 +16,7 @@ from common.rewards import is_correct
 def as_sample(episode, row, tokenizer, with_tools: bool) -> dict:
     """What a report wants to know of an Episode and its Row; score, correct and truth are None without a truth."""
     scored = row.ground_truth is not None
-    score = episode.rewards["score"] if scored else None
+    score, anls = episode.rewards["score"] if scored else None, episode.rewards.get("anls")
     sample = {
         "group": episode.prompt_index,
         "row": row.index,
@@ -29,7 +29,7 @@ def as_sample(episode, row, tokenizer, with_tools: bool) -> dict:
         "pred": str(episode.rewards.get("pred", "")),
         "length": len(episode.response_ids),
         "truncated": episode.truncated,
-        "anls": episode.rewards.get("anls"),
+        "anls": anls if isinstance(anls, float) else None,  # a user's function may mean something else by it
     }
     if with_tools:
         sample |= {"calls": len(episode.calls), "call_errors": sum(call["error"] for call in episode.calls)}
