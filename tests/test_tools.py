@@ -16,7 +16,7 @@ from conftest import deadline
 from PIL import Image
 
 from common.pictures import decode, encode, shown_size
-from common.tools import ToolWorkers, find_tool, load_tools, visual
+from common.tools import CROP, ToolWorkers, as_reply, find_tool, load_tools, visual
 from common.tools.turns import CLOSE, MAX_DEPTH, MAX_TEXT, OPEN, Call, Hermes, ToolReply
 from common.tools.visual import crop_image_normalized, select_frames
 from common.workers import Worker
@@ -561,6 +561,25 @@ def test_a_call_that_no_worker_could_take_is_not_the_policys_fault(start, monkey
     assert tools.poll() == [("key", ToolReply(reply["error"], failed=True))]
 
 
+@pytest.mark.parametrize(
+    "sent",
+    [
+        {"text": 5, "images": [], "info": {}},
+        {"text": "x", "images": 5, "info": {}},
+        {"text": "x", "images": [5], "info": {}},
+        {"text": "x", "images": ["?"], "info": {}},
+        {"text": "x", "images": [], "info": []},
+        {"text": "x", "role": "system"},
+        {"error": 5},
+        {},
+    ],
+)
+def test_a_reply_that_no_tool_call_gives_is_an_error(sent):
+    """A tool runs where its reply is written, and may write another."""
+    reply = as_reply(sent, CROP)
+    assert reply.error and not reply.failed and not reply.images and reply.role == "user"
+
+
 def test_poll_waits_for_the_first_and_not_for_the_slow(start, tmp_path):
     """The slow one is done when the others have been heard."""
     tools = start("act", "wait_for", count=2, timeout_s=60.0)
@@ -594,9 +613,9 @@ def test_jobs_run_at_the_same_time(start, tmp_path):
 
 
 def test_a_queued_job_has_its_whole_time(start):
-    tools = start("act", timeout_s=2.0)
-    for number in range(4):
-        submit(tools, number, "sleep", 0.6)
+    tools = start("act", timeout_s=4.0)
+    for number in range(3):
+        submit(tools, number, "sleep", 1.5)
     assert not any(reply.error for reply in collect(tools).values())
 
 

@@ -12,6 +12,7 @@ import json
 from base64 import b64decode, b64encode
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from types import NoneType, UnionType
@@ -185,18 +186,28 @@ class ToolWorkers:
         done = list(self.answered)
         self.answered.clear()
         for (key, name), reply in self.pool.poll(0.0 if done else timeout_s):
-            tool = self.tools[name]
-            if "text" in reply:
-                reply["images"] = [b64decode(image) for image in reply.get("images", ())]
-            elif tool.ours or reply["error"].startswith(NO_WORKER):
-                reply = {"text": reply["error"], "failed": True}
-            else:
-                reply = {"text": error_text(reply["error"], tool.role), "error": True}
-            done.append((key, ToolReply(**reply, role=tool.role)))
+            done.append((key, as_reply(reply, self.tools[name])))
         return done
 
     def close(self) -> None:
         self.pool.close()
+
+
+def as_reply(sent: dict, tool: Tool) -> ToolReply:
+    """What a worker has sent. A tool may have forged it: what `call_tool` would not send is an error."""
+    match sent:
+        case {"text": str(text), "failed": True}:
+            return ToolReply(text, failed=True, role=tool.role)
+        case {"text": str(text), "error": True}:
+            return ToolReply(trim(text), error=True, role=tool.role)
+        case {"text": str(text), "images": list(images), "info": dict(info)}:
+            with suppress(TypeError, ValueError):
+                decoded = [b64decode(image, validate=True) for image in images]
+                return ToolReply(trim(text), decoded, info=info, role=tool.role)
+        case {"error": str(why)} if tool.ours or why.startswith(NO_WORKER):
+            return ToolReply(why, failed=True, role=tool.role)
+    why = sent.get("error", "its reply cannot be read")
+    return ToolReply(error_text(str(why), tool.role), error=True, role=tool.role)
 
 
 def make_caller(spec: str) -> Callable[[tuple], dict]:
