@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from common.distributed import World, broadcast_object, gather_objects, reshard
 from common.files import refuse, replace_file
-from common.integrity import MANIFEST, MetadataUnpickler, complete, damage, digest, latest, named, read_manifest
+from common.integrity import MANIFEST, MetadataUnpickler, complete, damage, digest, read_manifest, step_folder
 from common.job import Job
 from common.optimizer import GuardedAdamW, move_states
 
@@ -249,10 +249,9 @@ def find_checkpoint(run_dir: Path, resume: str, world: World, identity: dict | N
     folder = None
     if world.is_main:
         try:
-            if resume == "auto":
-                folder = latest(run_dir / "checkpoints", world.print)
-            else:
-                folder = named(Path(resume), world.print)
+            folder = step_folder(run_dir if resume == "auto" else Path(resume), world.print)
+            if folder is None and resume != "auto":
+                raise ValueError(f"no checkpoint there (a step folder has a {MANIFEST} in it)")
         except ValueError as error:
             folder = f"--resume {resume}: {error}"
     folder = broadcast_object(folder)

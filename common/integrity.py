@@ -97,26 +97,20 @@ def complete(folder: Path) -> list[Path]:
     return [path for path in steps if (path / MANIFEST).is_file()]
 
 
-def latest(folder: Path, notice: Callable[[str], None]) -> Path | None:
-    """The step folder that `latest` names; without that file the last one that there is. ValueError as `target`."""
-    if (folder / "latest").is_file():
-        return target(folder / "latest")
-    steps = complete(folder)
-    if steps:
-        notice(f"{folder}/latest is missing: going on from {steps[-1].name}")
-    return steps[-1] if steps else None
+def step_folder(path: Path, notice: Callable[[str], None]) -> Path | None:
+    """The step folder that a path means: itself, what a file `latest` or `best` names, or the last one of a run.
 
-
-def named(path: Path, notice: Callable[[str], None]) -> Path:
-    """The step folder that --resume PATH means. ValueError if it means none."""
+    None if there is none. ValueError as `target`.
+    """
     if STEP_NAME.fullmatch(path.name) and path.is_dir():
         return path
-    if path.name in ("latest", "best") and path.is_file():
-        return target(path)
-    found = latest(path, notice) or latest(path / "checkpoints", notice)
-    if found is None:
-        raise ValueError(f"no checkpoint there (a step folder has a {MANIFEST} in it)")
-    return found
+    places = [path, path / "latest", path / "checkpoints" / "latest"]
+    if pointer := next((place for place in places if place.is_file()), None):
+        return target(pointer)
+    steps = complete(path) or complete(path / "checkpoints")
+    if steps:
+        notice(f"{steps[-1].parent}/latest is missing: going on from {steps[-1].name}")
+    return steps[-1] if steps else None
 
 
 def target(pointer: Path) -> Path:
