@@ -34,6 +34,7 @@ from common.files import refuse, replace_file
 from common.integrity import MANIFEST, MetadataUnpickler, complete, damage, digest, read_manifest, step_folder
 from common.job import Job
 from common.optimizer import GuardedAdamW, move_states
+from common.processes import reached
 
 Trained = dict[str, tuple[nn.Module, torch.optim.Optimizer]]  # name -> (wrapped model, its optimizer)
 
@@ -75,6 +76,7 @@ class Checkpoints:
         for name, part in self.state.items():
             part.load_state_dict(saved[name])
         self.start = saved["step"]
+        reached.update({"at step": self.start, "last checkpoint:": self.job.checkpoint})
         return self.start
 
     def save(self, step: int, metric: float | None) -> None:
@@ -86,6 +88,7 @@ class Checkpoints:
         options = {"keep": self.job.run.keep_checkpoints, "best": is_best, "identity": self.job.identity}
         if save_checkpoint(self.folder, step, self.trained, record, self.world, **options):
             self.best = record["best"]
+            reached["last checkpoint:"] = self.folder / f"step_{step:06d}"
 
     def warn_if_large(self) -> None:
         """Say so if the disk has no room for all that will be kept."""

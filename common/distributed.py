@@ -127,8 +127,8 @@ def run(main: Callable, *args: object) -> None:
     except KeyboardInterrupt:
         processes.fail(processes.INTERRUPTED)
         if os.environ.get("RANK", "0") == "0":
-            where = "".join(words() for words in processes.at_interrupt)
-            print(f"{processes.INTERRUPTED}{where}", file=sys.stderr, flush=True)
+            where = "; ".join(f"{name} {value}" for name, value in processes.reached.items())
+            print(processes.INTERRUPTED, where, file=sys.stderr, flush=True)
         status = 130
     processes.leave(status)
 

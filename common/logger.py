@@ -4,15 +4,7 @@ import json
 from pathlib import Path
 
 from common.files import jsonable
-
-
-def whereabouts(run_dir: Path) -> str:
-    """Of an interrupted run, by its files: " at step 12; last checkpoint: runs/x/checkpoints/step_000010"."""
-    metrics, latest = run_dir / "metrics.jsonl", run_dir / "checkpoints" / "latest"
-    lines = metrics.read_text().rpartition("\n")[0].splitlines() if metrics.is_file() else []
-    step = max((json.loads(line).get("step", 0) for line in lines[-3:]), default=0)
-    saved = latest.with_name(latest.read_text().strip()) if latest.is_file() else "none"
-    return f" at step {step}; last checkpoint: {saved}"
+from common.processes import reached
 
 
 class Logger:
@@ -47,6 +39,7 @@ class Logger:
         """Record the metrics of one step everywhere and print the status line."""
         if not self.is_main:
             return
+        reached["at step"] = step
         self._append({"step": step, **metrics})
         print(self.status.line(step, metrics), flush=True)
         if self.trackers:

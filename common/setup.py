@@ -19,7 +19,7 @@ from common.flags import Data, Machine, Run, flat, refuse_idle
 from common.hub import load_tokenizer, resolve_model
 from common.integrity import model_identity
 from common.job import Job
-from common.logger import Logger, whereabouts
+from common.logger import Logger
 from common.look.console import StatusLine
 from common.look.curves import plot_curves
 from common.look.machine import changed_flags, check_device, save_config
@@ -28,7 +28,7 @@ from common.memory import remembered_budget
 from common.models import export_hugging_face
 from common.pictures import PixelLimits
 from common.precision import choose_dtype
-from common.processes import at_end, at_interrupt, fail, leave, sign_of_life
+from common.processes import at_end, fail, leave, sign_of_life
 from common.vision import load_vision
 
 
@@ -119,7 +119,6 @@ def open_logger(job: Job, args: Any, total_steps: int, checkpoints: Checkpoints,
         return logger
     if world.is_main:
         at_end.append(partial(plot_curves, job.output_dir))
-        at_interrupt.append(partial(whereabouts, job.output_dir))
     handle_sigterm()
     budget = remembered_budget(job.output_dir, job.machine.micro_batch_tokens)
     if budget < job.machine.micro_batch_tokens:

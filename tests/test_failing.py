@@ -21,7 +21,6 @@ import grpo
 from common.checkpoint import save_checkpoint
 from common.distributed import World, init_world
 from common.engine.vllm import VllmEngine
-from common.logger import whereabouts
 
 FAULTS = ROOT / "tests" / "workers" / "faults.py"
 
@@ -147,14 +146,6 @@ def test_ctrl_c_is_one_line(rank):
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=60)[0] == "interrupted at step 3\n"
     assert process.returncode == 130
-
-
-def test_where_an_interrupted_run_stands(tmp_path):
-    assert whereabouts(tmp_path) == " at step 0; last checkpoint: none"
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints/latest").write_text("step_000010")
-    (tmp_path / "metrics.jsonl").write_text('{"step": 11}\n{"step": 12}\n{"event": "stopped", "step": 12}\n{"st')
-    assert whereabouts(tmp_path) == f" at step 12; last checkpoint: {tmp_path}/checkpoints/step_000010"
 
 
 # --- how it is started --------------------------------------------------------------------------------------------
