@@ -411,7 +411,7 @@ def main(args: Args, demo: bool = False) -> None:
     packer = Packer(job.attention, args.machine.micro_batch_tokens, job.output_dir, world, job.vision)
     state = {"loader": rollouts.loader}
     checkpoints = Checkpoints(job, optimizers={"policy": optimizer}, state=state)
-    start = checkpoints.resume()
+    start = checkpoints.resume(weights_only=args.rollout.eval_only)
     samples = args.rollout.prompts_per_step * args.rollout.samples_per_prompt // world.size  # a step's worth
     capacity = samples if args.filter_equal and args.replay_share else 0
     memory = ReplayMemory(job.output_dir / "replay_memory", capacity, args.replay_max_age, args.run.seed, world)
@@ -490,7 +490,7 @@ def main(args: Args, demo: bool = False) -> None:
                 metrics |= evaluate(rollouts, policy, step + 1)
         metrics |= watch.metrics() | {"memory/peak_gb": peak_memory_gb(device)}
         logger.log(step + 1, metrics)  # before the checkpoint: a step that a resume skips is a step on record
-        if not args.rollout.replay and (last or stop or due(step + 1, args.run.save_every)):
+        if not args.rollout.replay and (last or stop or checkpoints.due(step + 1, metrics.get("eval/accuracy"))):
             memory.save(step + 1, job.tokenizer, checkpoints.folder)
             checkpoints.save(step + 1, metrics.get("eval/accuracy"))
         if stop and not last:

@@ -432,7 +432,7 @@ def main(args: Args, demo: bool = False) -> None:
     packer = Packer(job.attention, args.machine.micro_batch_tokens, job.output_dir, world, job.vision)
     state = {"loader": rollouts.loader, "kl_coef": kl_controller}
     checkpoints = Checkpoints(job, optimizers=optimizers, state=state)
-    start = checkpoints.resume()
+    start = checkpoints.resume(weights_only=args.rollout.eval_only)
     logger = open_logger(job, args, rollouts.total_steps, checkpoints, record=not args.rollout.eval_only)
 
     if args.rollout.eval_only:
@@ -511,7 +511,7 @@ def main(args: Args, demo: bool = False) -> None:
                 metrics |= evaluate(rollouts, policy, step + 1)
         metrics |= watch.metrics() | {"memory/peak_gb": peak_memory_gb(device)}
         logger.log(step + 1, metrics)  # before the checkpoint: a step that a resume skips is a step on record
-        if not args.rollout.replay and (last or stop or due(step + 1, args.run.save_every)):
+        if not args.rollout.replay and (last or stop or checkpoints.due(step + 1, metrics.get("eval/accuracy"))):
             checkpoints.save(step + 1, metrics.get("eval/accuracy"))
         if stop and not last:
             logger.event({"event": "stopped", "step": step + 1})

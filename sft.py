@@ -220,12 +220,13 @@ def main(args: Args, demo: bool = False) -> None:
         metrics |= watch.metrics() | {"memory/peak_gb": peak_memory_gb(world.device)}
         logger.log(step + 1, metrics)
         epoch_ends = args.save_every_epoch and int(loader.epoch) > epochs_before
-        is_due = stop or epoch_ends or due(step + 1, args.run.save_every)
+        loss = None if args.save_weights_only else metrics.get("eval/loss")  # weights alone are all kept, no best
+        is_due = stop or epoch_ends or checkpoints.due(step + 1, loss)
         if args.save_weights_only and is_due and not last:
             folder = output_dir / f"model-step_{step + 1:06d}"
             export_hugging_face(policy, job.tokenizer, folder, world, job.compute_dtype)
         elif not args.save_weights_only and (is_due or last):
-            checkpoints.save(step + 1, metrics.get("eval/loss"))
+            checkpoints.save(step + 1, loss)
         if stop and not last:
             logger.event({"event": "stopped", "step": step + 1})
             raise SystemExit(143)  # as a process ended by SIGTERM

@@ -14,10 +14,11 @@ def choose_attention(flag: str, device: torch.device, compile_layers: bool = Fal
     """`--attention auto`: flex on GPUs with bf16, else SDPA (flex has no backward on CPU, no kernels on Volta)."""
     if flag == "auto":
         flag = "flex" if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8 else "sdpa"
+    if device.type == "cpu" and (compile_layers or flag != "sdpa"):
+        wanted = "--compile" if compile_layers else f"--attention {flag}"
+        raise SystemExit(f"{wanted} needs a GPU; on a CPU leave it out")
     if compile_layers and flag == "sdpa":
         raise SystemExit("--compile needs --attention flex or flash: with sdpa every pack would be compiled anew")
-    if device.type == "cpu" and flag != "sdpa":
-        raise SystemExit(f"--attention {flag} needs a GPU; on a CPU use --attention sdpa (or auto)")
     return flag
 
 

@@ -25,18 +25,18 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, set_element
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
 from common.distributed import World, broadcast_object, gather_objects, reshard
 from common.files import refuse, replace_file
 from common.integrity import MANIFEST, MetadataUnpickler, complete, damage, digest, read_manifest, step_folder
 from common.job import Job
-from common.optimizer import GuardedAdamW, move_states
+from common.optimizer import GuardedAdamW, make_moments
 from common.processes import reached
 
-Trained = dict[str, tuple[nn.Module, torch.optim.Optimizer]]  # name -> (wrapped model, its optimizer)
+Trained = dict[str, tuple[nn.Module, torch.optim.Optimizer | None]]  # name -> (wrapped model, its optimizer)
 
 
 class Checkpoints:
@@ -64,12 +64,12 @@ class Checkpoints:
     def trained(self) -> Trained:
         return {name: (adamw.model, adamw.optimizer) for name, adamw in self.optimizers.items()}
 
-    def resume(self) -> int:
+    def resume(self, weights_only: bool = False) -> int:
         """Load what --resume names, if there is anything; the step that training goes on from. All ranks call it."""
         if not self.job.checkpoint:
             return 0
-        offload = any(adamw.offload for adamw in self.optimizers.values())
-        saved = load_checkpoint(self.job.checkpoint, self.trained, self.world, offload)
+        trained = {name: (model, None if weights_only else own) for name, (model, own) in self.trained.items()}
+        saved = load_checkpoint(self.job.checkpoint, trained, self.world)
         self.best, scales = saved["best"], saved["loss_scale"]
         for name, adamw in self.optimizers.items():
             adamw.loss_scale.load_state_dict(scales.get(name, scales))  # in older checkpoints a single one has no name
@@ -79,9 +79,17 @@ class Checkpoints:
         reached.update({"at step": self.start, "last checkpoint:": self.job.checkpoint})
         return self.start
 
+    def due(self, step: int, metric: float | None) -> bool:
+        """With --save-every N: every N steps, and where an evaluation is the best so far."""
+        every = self.job.run.save_every
+        return every > 0 and (step % every == 0 or self.improves(metric))
+
+    def improves(self, metric: float | None) -> bool:
+        return metric is not None and self.is_better(metric, self.best)
+
     def save(self, step: int, metric: float | None) -> None:
         """Write the checkpoint of a step; `metric` is None if it was not evaluated. All ranks call it together."""
-        is_best = metric is not None and self.is_better(metric, self.best)
+        is_best = self.improves(metric)
         record = {name: part.state_dict() for name, part in self.state.items()}
         record["best"] = metric if is_best else self.best
         record["loss_scale"] = {name: adamw.loss_scale.state_dict() for name, adamw in self.optimizers.items()}
@@ -128,7 +136,7 @@ def save_checkpoint(
         (temporary / "state").mkdir(parents=True)
 
     def write_shards() -> None:
-        dcp.save(_shards(trained), checkpoint_id=temporary / "state")
+        dcp.save({name: _shards(*pair) for name, pair in trained.items()}, checkpoint_id=temporary / "state")
         save_file(_random_states(), temporary / f"rng_{world.rank}.safetensors")
         if world.is_main:
             record = json.dumps({"step": step, "world_size": world.size, **state}, indent=1)
@@ -189,14 +197,13 @@ def _attempt(part: Callable[[], None] | None) -> str | None:
     return next((p for p in gather_objects(problem) if p), None)
 
 
-def _shards(trained: Trained) -> dict:
-    shards = {}
-    for key, (model, optimizer) in trained.items():
-        reshard(model)
-        fresh = not optimizer.state
-        shards[key] = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
-        for moments in optimizer.state.values() if fresh else ():
-            moments["step"].zero_()  # to make the moments, torch has taken a step of zero gradients, and counted it
+def _shards(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict:
+    """What a checkpoint has of a model: the tensors themselves, which loading fills in place."""
+    reshard(model)
+    shards = {"model": get_model_state_dict(model)}
+    if optimizer:
+        make_moments(optimizer)  # else torch would take a step of zero gradients, and count it
+        shards["optimizer"] = get_optimizer_state_dict(model, optimizer)
     return shards
 
 
@@ -211,27 +218,22 @@ class PlainReader(dcp.FileSystemReader):
 
 
 class PlainPlanner(DefaultLoadPlanner):
-    """torch's planner, which would unpickle anything for what is no tensor: learning rates, betas ..."""
+    """torch's planner, which would unpickle anything for what is no tensor. We ask for tensors alone."""
 
     def load_bytes(self, read_item, value) -> None:
-        place = self.mappings[read_item.dest_index.fqn]
-        set_element(self.original_state_dict, place, torch.load(value, weights_only=True))
+        raise ValueError(f"{read_item.dest_index.fqn} is no tensor")
 
 
-def load_checkpoint(folder: Path, trained: Trained, world: World, offload: bool = False) -> dict:
+def load_checkpoint(folder: Path, trained: Trained, world: World) -> dict:
     """Restore models, optimizers and random states in place; returns the `state` that was saved, with its "step".
 
-    Works on another number of ranks too; a rank that has no saved random state then keeps its own. With `offload`
-    Adam's moments go to the host.
+    Works on another number of ranks too; a rank that has no saved random state then keeps its own. Weights alone where
+    the optimizer is None. It takes less memory than training: one model at a time, no gradients, moments on the host.
     """
-    shards = _shards(trained)
-    dcp.load(shards, storage_reader=PlainReader(folder / "state"), planner=PlainPlanner())
-    for key, (model, optimizer) in trained.items():
-        set_state_dict(
-            model, optimizer, model_state_dict=shards[key]["model"], optim_state_dict=shards[key]["optimizer"]
-        )
-        if offload:
-            move_states(optimizer, torch.device("cpu"))
+    for name, (model, optimizer) in trained.items():
+        shards = _shards(model, optimizer)
+        shards.get("optimizer", {}).pop("param_groups", None)  # learning rate, betas ... are those of this run
+        dcp.load({name: shards}, storage_reader=PlainReader(folder / "state"), planner=PlainPlanner())
     random_states = folder / f"rng_{world.rank}.safetensors"
     if random_states.is_file():
         states = load_file(random_states)

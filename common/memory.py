@@ -1,6 +1,7 @@
 """Memory of a rank: what each phase of a step will need, what was used, and what did not fit."""
 
 import os
+import re
 import resource
 from contextlib import suppress
 from pathlib import Path
@@ -9,13 +10,14 @@ import torch
 from torch import nn
 
 from common.distributed import World, abandon_backward
-from common.files import replace_file
+from common.files import refuse, replace_file
 from common.flags import Machine, Rollout
 from common.torch_repair import transformers
 from common.vision import auto_class
 
 # Bytes per token, layer and hidden unit, measured with transformers' Llama in bf16 (its norms compute in float32).
 ACTIVATION_BYTES = {False: 60, True: 8}  # by --gradient-checkpointing
+GIB = 2**30 / 1e9  # in GB
 
 
 def model_shape(path: str, trust_remote_code: bool = False) -> tuple[int, int]:
@@ -25,6 +27,11 @@ def model_shape(path: str, trust_remote_code: bool = False) -> tuple[int, int]:
         model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     text = config.get_text_config()
     return sum(p.numel() for p in model.parameters()), text.num_hidden_layers * text.hidden_size
+
+
+def cache_gib(rollout: Rollout, on_gpu: bool) -> float:
+    """--engine-memory, or its default."""
+    return rollout.engine_memory or (8.0 if on_gpu else 1.0)
 
 
 def memory_phases(
@@ -45,7 +52,7 @@ def memory_phases(
     widest = max(shapes[path][1] for path in trained)
     activations = machine.micro_batch_tokens * widest * ACTIVATION_BYTES[machine.gradient_checkpointing] / 1e9
     engine = dtype.itemsize * size[trained[0]]
-    cache = (rollout.engine_memory or (8 if on_gpu else 1)) * 2**30 / 1e9
+    cache = cache_gib(rollout, on_gpu) * GIB
     asleep = on_gpu and rollout.sleep_level > 0
     sampling = weights + engine + cache
     updating = weights + gradients + (0 if asleep else engine + cache)
@@ -61,18 +68,21 @@ def memory_phases(
 def memory_plan(
     rollout: Rollout, machine: Machine, world: World, dtype: torch.dtype, trained: list[str], frozen: list[str]
 ) -> str:
-    """`memory_phases` in words, with a warning for what may not fit: before weights are loaded."""
+    """`memory_phases` in words, with a warning for what may not fit. SystemExit if the engine alone does not."""
     if on_gpu := world.device.type == "cuda":
-        there = torch.cuda.get_device_properties(world.device).total_memory / 1e9
+        there = torch.cuda.mem_get_info(world.device)[0] / 1e9
     else:
-        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+        there = int(re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024 / 1e9
         there /= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     gb = memory_phases(rollout, machine, world.size, dtype, trained, frozen, on_gpu)
     plan = (
-        "memory of a rank (GB, estimated; {there:.1f} are there): weights {weights:.1f}, Adam {Adam:.1f}; rollout "
+        "memory of a rank (GB, estimated; {there:.1f} are free): weights {weights:.1f}, Adam {Adam:.1f}; rollout "
         "{rollout:.1f}, of it engine {engine:.1f}, KV cache {KV cache:.1f}; update {update:.1f}, of it gradients "
         "{gradients:.1f}, activations {activations:.1f}"
     ).format(there=there, **gb)
+    left = max(0.0, there - gb["engine"])
+    fits = f"of {there / GIB:.1f} GiB that are free the engine's weights leave {left / GIB:.1f}"
+    refuse(gb["KV cache"] > left and not rollout.replay, f"--engine-memory {gb['KV cache'] / GIB:g}: {fits}")
     if gb["rollout"] > there:
         plan += "\nwarning: the rollout may not fit: lower --engine-memory, or shard over more GPUs"
     if gb["update"] > there:
@@ -93,22 +103,20 @@ def remembered_budget(run_dir: Path | None, budget: int) -> int:
     return min(budget, int(file.read_text())) if file and file.is_file() else budget
 
 
-def halve_budget(budget: int, model: nn.Module, world: World, error: BaseException, run_dir: Path) -> int:
+def halve_budget(budget: int, model: nn.Module, world: World, run_dir: Path) -> int:
     """Half the tokens of a micro-batch, which the run folder remembers; `model` forgets its gradients.
 
     SystemExit on several ranks, since the others are in a collective by now: a restart goes on from the last
     checkpoint in smaller pieces, with the same gradients.
     """
     budget //= 2
-    if budget < 128:
-        remedy = "add --gradient-checkpointing or use more GPUs; then the same command goes on"
-        raise SystemExit(f"out of GPU memory in the update with {2 * budget} tokens: {remedy}") from error
+    remedy = "add --gradient-checkpointing or use more GPUs; then the same command goes on"
+    refuse(budget < 128, f"out of GPU memory in the update with {2 * budget} tokens: {remedy}")
     with suppress(OSError):  # on a full disk it is forgotten; several ranks may write the same
         run_dir.mkdir(parents=True, exist_ok=True)
         replace_file(run_dir / "micro_batch_tokens", lambda path: path.write_text(str(budget)))
-    if world.size > 1:
-        remedy = f"the same command with --output-dir {run_dir} goes on (torchrun --max-restarts 9 repeats it)"
-        raise SystemExit(f"out of GPU memory in the update: --micro-batch-tokens is now {budget}; {remedy}") from error
+    remedy = f"the same command with --output-dir {run_dir} goes on (torchrun --max-restarts 9 repeats it)"
+    refuse(world.size > 1, f"out of GPU memory in the update: --micro-batch-tokens is now {budget}; {remedy}")
     world.print(f"out of GPU memory: --micro-batch-tokens is now {budget}, the step is repeated")
     abandon_backward(model)
     torch.cuda.empty_cache()

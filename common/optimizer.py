@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from common.files import refuse
+from common.flags import memory_advice
 from common.means import Means
 from common.precision import LossScale
 
@@ -42,7 +43,7 @@ class GuardedAdamW:
         compute_dtype: torch.dtype,
         *,
         weight_decay: float,
-        max_grad_norm: float,
+        max_grad_norm: float,  # 0: no clipping
         betas: tuple[float, float] = (0.9, 0.999),
         offload: bool = False,
         prefix: str = "optim",
@@ -60,49 +61,45 @@ class GuardedAdamW:
         return self.loss_scale.scale
 
     def step(self, lr: float) -> Means:
-        """A guarded step on what has been accumulated. SystemExit when too many in a row had to be skipped."""
+        """Unscale, clip to the global norm and step, or skip the step if any gradient of any rank is not finite.
+
+        The norm is that of all shards: every rank takes the same decision without a further collective. Clears the
+        gradients. With `offload` Adam's moments visit the device for the step, and are on the host otherwise.
+        SystemExit when too many steps in a row had to be skipped.
+        """
         for group in self.optimizer.param_groups:  # of this run, not of the checkpoint
             group["lr"], group["weight_decay"] = lr, self.weight_decay
-        lowest_scale = self.loss_scale.scale <= 1.0  # in fp16 it is found by skipping steps
-        norm, stepped = guarded_step(self.model, self.optimizer, self.max_grad_norm, self.loss_scale, self.offload)
-        self.skipped = 0 if stepped else self.skipped + lowest_scale
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        grad_norm, finite = norm.item() / self.scale, bool(torch.isfinite(norm))
+        if finite:
+            clip = min(1.0, self.max_grad_norm / (grad_norm + 1e-6)) if self.max_grad_norm > 0 else 1.0
+            if gradients and clip / self.scale != 1.0:
+                torch._foreach_mul_(gradients, clip / self.scale)
+            with memory_advice("the optimizer's step"):  # the first one makes the moments
+                move_states(self.optimizer, next(self.model.parameters()).device)
+                self.optimizer.step()
+            if self.offload:
+                move_states(self.optimizer, torch.device("cpu"))
+        self.optimizer.zero_grad(set_to_none=True)
+        lowest_scale = self.scale <= 1.0  # in fp16 it is found by skipping steps
+        self.loss_scale.update(finite)
+        self.skipped = 0 if finite else self.skipped + lowest_scale
         refuse(self.skipped >= MAX_SKIPPED, f"{MAX_SKIPPED} optimizer steps in a row {NOT_FINITE}")
         means = Means()
-        means.add(f"{self.prefix}/grad_norm", norm)
-        means.add_total("optim/skipped_steps", not stepped, on_every_rank=True)
+        means.add(f"{self.prefix}/grad_norm", grad_norm)
+        means.add_total("optim/skipped_steps", not finite, on_every_rank=True)
         return means
 
 
-def guarded_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    max_grad_norm: float,
-    loss_scale: LossScale,
-    offload: bool = False,
-) -> tuple[float, bool]:
-    """Unscale, clip to the global norm and step, or skip the step if any gradient of any rank is not finite.
-
-    Returns (gradient norm before clipping, stepped). The norm is reduced over all shards, so every rank takes the
-    same decision without a further collective. `max_grad_norm` 0 means no clipping. Clears the gradients.
-    With `offload` Adam's moments visit the device for the step, and are on the host otherwise.
-    """
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    grad_norm = norm.item() / loss_scale.scale
-    finite = bool(torch.isfinite(norm))
-    if finite:
-        clip = min(1.0, max_grad_norm / (grad_norm + 1e-6)) if max_grad_norm > 0 else 1.0
-        if gradients and clip / loss_scale.scale != 1.0:
-            torch._foreach_mul_(gradients, clip / loss_scale.scale)
-        if offload:
-            move_states(optimizer, next(model.parameters()).device)
-        optimizer.step()
-        if offload:
-            move_states(optimizer, torch.device("cpu"))
-    loss_scale.update(finite)
-    optimizer.zero_grad(set_to_none=True)
-    return grad_norm, finite
+def make_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Adam's moments before its first step: zeros, on the host, for a checkpoint to save or to fill."""
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if not (state := optimizer.state[parameter]):
+            state["step"] = torch.zeros((), device=parameter.device)
+            state["exp_avg"] = torch.zeros_like(parameter, device="cpu")
+            state["exp_avg_sq"] = torch.zeros_like(parameter, device="cpu")
 
 
 def move_states(optimizer: torch.optim.Optimizer, device: torch.device) -> None:

@@ -8,6 +8,7 @@ tokens that are trained on have a target: they are addressed by flat indices, so
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -92,8 +93,8 @@ class Packer:
 
     def __init__(self, attention: str, budget: int, run_dir: Path, world: World, vision: Vision | None = None):
         self.budget, self.run_dir, self.world = remembered_budget(run_dir, budget), run_dir, world
-        self.share_prompts, self.vision = attention != "flash", vision
-        self.multiple = 128 if attention == "flex" else 1
+        multiple = 128 if attention == "flex" else 1
+        self.pack = partial(pack, share_prompts=attention != "flash", multiple=multiple, vision=vision)
         self.step: tuple[Sequence[Episode], TokenIndex, list[Minibatch]] | None = None  # what is being trained on
 
     def minibatches(
@@ -116,32 +117,29 @@ class Packer:
     def _pack(self) -> None:
         episodes, index, minibatches = self.step
         for minibatch in minibatches:
-            minibatch.micro_batches = pack(
-                episodes,
-                minibatch.episodes,
-                index,
-                budget=self.budget,
-                share_prompts=self.share_prompts,
-                multiple=self.multiple,
-                vision=self.vision,
-            )
+            minibatch.micro_batches = self.pack(episodes, minibatch.episodes, index, budget=self.budget)
 
     def attempt(self, model: nn.Module, update: Callable[..., T], **options) -> T:
         """update(...), again from its beginning with half the tokens a micro-batch while memory is too small."""
         while True:
             try:
                 return update(**options)
-            except torch.OutOfMemoryError as error:
-                self.budget = halve_budget(self.budget, model, self.world, error, self.run_dir)
+            except torch.OutOfMemoryError:
+                self.budget = halve_budget(self.budget, model, self.world, self.run_dir)
                 self._pack()
 
     @torch.no_grad()
     def fill(self, result: Tensor, model: nn.Module, minibatches: Sequence[Minibatch], *inputs: object) -> None:
         """Write into `result` [T] what `model(micro_batch, *inputs)` gives first for each of the trained tokens."""
-        for batch in Progress("log-probs", (batch for minibatch in minibatches for batch in minibatch.micro_batches)):
-            with forward_context(model):
-                output = model(batch.to(self.world.device), *inputs)
-            result[batch.tokens.to(result.device)] = output[0] if isinstance(output, tuple) else output
+
+        def forward() -> None:
+            batches = (batch for minibatch in minibatches for batch in minibatch.micro_batches)
+            for batch in Progress("log-probs", batches):
+                with forward_context(model):
+                    output = model(batch.to(self.world.device), *inputs)
+                result[batch.tokens.to(result.device)] = output[0] if isinstance(output, tuple) else output
+
+        self.attempt(model, forward)
 
 
 def pack(

@@ -20,7 +20,7 @@ from common.flags import Data, Rollout, Run, refuse_idle
 from common.hub import EMBEDDED, end_token_ids, end_turns_properly, resolve_model
 from common.job import Job
 from common.look.page import write_page
-from common.memory import memory_plan
+from common.memory import cache_gib, memory_plan
 from common.precision import gap_limit
 from common.prepare.embedded import embedded_data
 from common.rewards import RewardWorkers, reward_function, score_episodes
@@ -109,7 +109,7 @@ def open_rollouts(
     refuse(again, f"--replay: {job.output_dir} has checkpoints of its own; give another --output-dir")
     refuse_idle(rollout, {"max_images": (vision is not None, "a vision-language --model")})
     refuse_idle(rollout, {"sleep_level": (world.device.type == "cuda", "a GPU")})
-    reward_folder = resolve_model(reward_model, "--reward-model") if reward_model else None
+    reward_folder = resolve_model(reward_model, "--reward-model") if reward_model and not rollout.replay else None
     with user_errors():
         if vision or rollout.tools:
             end_turns_properly(tokenizer, vision and vision.processor, world.print)
@@ -182,7 +182,7 @@ def start_engine(job: Job, rollout: Rollout) -> VllmEngine | HuggingFaceEngine:
         job.world,
         end_ids=end_token_ids(job.path, job.tokenizer),
         max_model_len=rollout.max_prompt_tokens + rollout.max_response_tokens,
-        memory_gib=rollout.engine_memory,
+        memory_gib=cache_gib(rollout, on_gpu=job.world.device.type == "cuda"),
         sleep_level=rollout.sleep_level,
         trust_remote_code=job.machine.trust_remote_code,
         vision=job.vision,

@@ -3,17 +3,20 @@
 import json
 import math
 import shutil
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import grpo
 from common.checkpoint import Checkpoints, checkpoint_bytes, find_checkpoint, load_checkpoint, save_checkpoint
 from common.data.prompts import PromptLoader
 from common.flags import Run
-from common.optimizer import GuardedAdamW
+from common.optimizer import GuardedAdamW, make_moments
 
 
 def trained(seed: int):
@@ -135,6 +138,65 @@ def test_resume_by_path_and_its_errors(tmp_path, world):
         find_checkpoint(tmp_path, "auto", world)
 
 
+# --- what a resume takes of the memory ----------------------------------------------------------------------------
+
+
+class Peak(TorchDispatchMode):
+    """The largest number of bytes that tensors have had at one time, those of the models not counted."""
+
+    def __init__(self, *models: nn.Module):
+        super().__init__()
+        self.alive, self.peak = {p.untyped_storage()._cdata: 0 for model in models for p in model.parameters()}, 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        result = function(*arguments, **(options or {}))
+        for tensor in filter(torch.is_tensor, tree_leaves(result)):
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key not in self.alive:
+                self.alive[key] = storage.nbytes()
+                weakref.finalize(storage, self.alive.pop, key)
+        self.peak = max(self.peak, sum(self.alive.values()))
+        return result
+
+
+def two_models() -> dict:
+    """A policy and a critic of a million bytes each, whose largest parameter has 90 kB."""
+    models = {name: nn.Sequential(*(nn.Linear(150, 150) for _ in range(11))) for name in ("policy", "critic")}
+    return {name: (model, torch.optim.AdamW(model.parameters(), fused=True)) for name, model in models.items()}
+
+
+def test_a_resume_makes_the_moments_and_no_gradients(tmp_path, world):
+    """Training has gradients besides: there its peak is. What only evaluates takes the weights alone."""
+    size = sum(p.numel() * 4 for p in two_models()["policy"][0].parameters())
+    save_checkpoint(tmp_path / "checkpoints", 1, two_models(), {}, world, keep=1)
+    folder = find_checkpoint(tmp_path, "auto", world)
+    for optimizers, moments in (True, 4 * size), (False, 0):
+        models = {name: (model, own if optimizers else None) for name, (model, own) in two_models().items()}
+        with Peak(*(model for model, _ in models.values())) as seen:
+            load_checkpoint(folder, models, world)
+        assert moments <= seen.peak < moments + size / 4, optimizers
+        assert all(p.grad is None for model, _ in models.values() for p in model.parameters())
+
+
+def test_an_evaluation_makes_no_moments(tmp_path, world):
+    checkpoints(tmp_path, world).save(3, None)
+    looking = checkpoints(tmp_path, world)
+    assert looking.resume(weights_only=True) == 3
+    assert not looking.optimizers["policy"].optimizer.state
+    assert looking.resume() == 3 and len(looking.optimizers["policy"].optimizer.state) == 2
+
+
+def test_moments_are_made_on_the_host():
+    model = nn.Linear(4, 3, device="meta")
+    optimizer = torch.optim.AdamW(model.parameters())
+    make_moments(optimizer)
+    for parameter in model.parameters():
+        state = optimizer.state[parameter]
+        assert {state["exp_avg"].device.type, state["exp_avg_sq"].device.type} == {"cpu"}
+        assert state["exp_avg"].shape == parameter.shape and state["step"].is_meta
+
+
 # --- Checkpoints: what a run saves, and goes on with --------------------------------------------------------------
 
 
@@ -228,6 +290,19 @@ def test_the_best_is_the_highest_or_the_lowest(tmp_path, world, lowest, metrics,
         assert (tmp_path / "checkpoints" / "best").read_text() == f"step_{1 + best.index(expected):06d}"
     kept = {path.name for path in (tmp_path / "checkpoints").glob("step_*")}
     assert kept == {f"step_{len(metrics):06d}", f"step_{1 + best.index(best[-1]):06d}"}
+
+
+def test_an_evaluation_between_two_saves_can_be_the_best(tmp_path, world):
+    """Every 2nd step is saved, every 3rd evaluated. Without --save-every the end alone is saved."""
+    now = checkpoints(tmp_path, world)
+    assert not any(now.due(step, metric) for step, metric in enumerate([None, 0.1, 0.9], start=1))
+    now.job.run.save_every, saved = 2, []
+    for step, metric in enumerate([None, None, 0.5, None, None, 0.7, None, None, 0.6], start=1):
+        if now.due(step, metric):
+            now.save(step, metric)
+            saved.append(step)
+    assert saved == [2, 3, 4, 6, 8]
+    assert (tmp_path / "checkpoints" / "best").read_text() == "step_000006"
 
 
 def test_a_run_that_is_never_evaluated_has_no_best(tmp_path, world):

@@ -139,7 +139,7 @@ PASSAGES = [
     ("    policy = job.load_policy()", "    policy = job.load_policy()"),
     ("    optimizer = job.adamw(", "    optimizer = job.adamw("),
     ("    packer = Packer(", "    packer = Packer("),
-    ("    start = checkpoints.resume()", "    start = checkpoints.resume()"),
+    ("    start = checkpoints.resume(", "    start = checkpoints.resume("),
     ("    logger = open_logger(", "    if args.rollout.eval_only:"),
     ("        return", "        if args.rollout.replay:"),
     ("            with watch(", "                sync_engine("),

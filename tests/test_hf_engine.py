@@ -269,3 +269,16 @@ def test_training_refuses_truncated_sampling(options):
     Sampling(8, 128, 0.7).check_exact()
     with pytest.raises(SystemExit, match="ratios are wrong"):
         Sampling(**options).check_exact()
+
+
+def test_as_many_requests_at_once_as_fit_into_the_cache(make_engine, tiny_config):
+    """Of the longest: 64 tokens, in each of two layers a key and a value of one head of 32 numbers in float32."""
+    sequence = 64 * 2 * 2 * 32 * 4
+    for memory, most in ((5.5 * sequence, 5), (0.5 * sequence, 1), (2**30, 256)):
+        assert make_engine(memory_gib=memory / 2**30).max_sequences == most
+    few = make_engine(memory_gib=2.5 * sequence / 2**30, end_ids=[])
+    batches, generate_batch = [], few._generate_batch
+    few._generate_batch = lambda requests: (batches.append(len(requests)), generate_batch(requests))[1]
+    (samples,) = generate(few, [PROMPTS[1]], Sampling(5, 4), [3], 0)
+    (together,) = generate(make_engine(end_ids=[]), [PROMPTS[1]], Sampling(5, 4), [3], 0)
+    assert batches == [2, 2, 1] and [s.token_ids for s in samples] == [s.token_ids for s in together]

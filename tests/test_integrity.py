@@ -134,10 +134,10 @@ def attack_metadata(folder: Path) -> None:
 
 
 def attack_values(folder: Path) -> None:
-    """What is no tensor, such as a learning rate, is a pickle in the shard."""
-    attacked = trained()
-    attacked["policy"][1].param_groups[0]["lr"] = Attack()
-    dcp.save(_shards(attacked), checkpoint_id=folder / "state")
+    """What is no tensor is a pickle in the shard."""
+    shards = _shards(*trained()["policy"])
+    shards["model"]["weight"] = Attack()
+    dcp.save({"policy": shards}, checkpoint_id=folder / "state")
 
 
 def attack_random_states(folder: Path) -> None:

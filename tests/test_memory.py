@@ -1,14 +1,18 @@
 """The memory plan, which stands before weights are loaded, against arithmetic by hand."""
 
 import re
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from transformers import Qwen2Config
 
 from common.distributed import World
+from common.engine.hf import HuggingFaceEngine
+from common.engine.vllm import VllmEngine
 from common.flags import Machine, Rollout
-from common.memory import memory_plan
+from common.memory import GIB, memory_plan
 from common.optimizer import move_states
 
 HIDDEN, LAYERS, VOCAB, MLP = 512, 3, 100_000, 1024
@@ -102,5 +106,34 @@ def test_what_may_not_fit_is_named(folder):
     assert plan(folder, micro_batch_tokens=10**7, gradient_checkpointing=True)[0]["activations"] == pytest.approx(
         10**7 * LAYERS * HIDDEN * 8 / 1e9, abs=0.051
     )
-    _, text = plan(folder, engine_memory=10_000.0)
+    free = psutil.virtual_memory().available / 1e9
+    _, text = plan(folder, engine_memory=0.9 * free / GIB, trained=1 + int(free / (4 * PARAMETERS / 1e9)))
     assert "rollout may not fit: lower --engine-memory" in text
+
+
+def test_a_cache_that_cannot_fit_is_refused_before_the_engine_starts(folder, tmp_path):
+    """On two ranks each has half of the machine. A replay has no engine."""
+    with pytest.raises(SystemExit, match=r"^--engine-memory 10000: of [\d.]+ GiB that are free .* leave [\d.]+$"):
+        plan(folder, engine_memory=10_000.0)
+    world, folders = World(0, 1, 0, torch.device("cpu")), [[folder], []]
+    told = memory_plan(Rollout(engine_memory=1e4, replay=tmp_path), Machine(), world, torch.bfloat16, *folders)
+    assert "warning: the rollout may not fit" in told
+
+
+@pytest.mark.parametrize("phase", ["sync_weights", "wake", "step"])
+@pytest.mark.parametrize("engine", [HuggingFaceEngine, VllmEngine])
+def test_out_of_memory_in_an_engine_names_its_phase(engine, phase, monkeypatch):
+    def fail(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    broken = SimpleNamespace(to=fail, record=fail, wake_up=fail, llm_engine=SimpleNamespace(step=fail))
+    own = engine.__new__(engine)
+    own.sleep_level, own.model, own.llm, own.books, own.dtype, own.device = 1, broken, broken, broken, None, None
+    own.requests, own.max_sequences, own._generate_batch = [1], 1, fail
+    broken.named_parameters = lambda **_: ()
+    arguments = {"sync_weights": ((), {}, 1), "wake": ("weights",), "step": ()}[phase]
+    expected = "the rollout" if phase == "step" else "the weight sync"
+    with pytest.raises(
+        SystemExit, match=f"out of GPU memory in {expected}: lower --engine-memory, add --optimizer-off"
+    ):
+        getattr(own, phase)(*arguments)

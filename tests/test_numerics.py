@@ -255,8 +255,13 @@ def test_compiled_layers_serve_packs_of_every_length_under_fsdp(tiny_config, tmp
     from common.models import load_policy
 
     random_policy(tiny_config, torch.float32).model.save_pretrained(tmp_path)
+    for attention in ("auto", "sdpa", "flex"):
+        with pytest.raises(SystemExit, match="--compile needs a GPU"):
+            choose_attention(attention, torch.device("cpu"), compile_layers=True)
+    with pytest.raises(SystemExit, match="--attention flex needs a GPU"):
+        choose_attention("flex", torch.device("cpu"))
     with pytest.raises(SystemExit, match="--compile needs --attention flex or flash"):
-        choose_attention("auto", torch.device("cpu"), compile_layers=True)
+        choose_attention("sdpa", torch.device("cuda"), compile_layers=True)
     plain, compiled = load_policy(tmp_path, "sdpa"), load_policy(tmp_path, "flex", compile_layers=True)
     compiled = wrap_model(compiled, world, "fsdp", torch.float32)
     episodes = random_episodes(5, prompts=12, samples=5)

@@ -12,7 +12,7 @@ from torch import nn
 from common.checkpoint import Checkpoints, find_checkpoint
 from common.flags import Run
 from common.metrics import Means
-from common.optimizer import GuardedAdamW
+from common.optimizer import GuardedAdamW, make_moments, move_states
 
 
 def make(dtype=torch.float32, **options) -> GuardedAdamW:
@@ -124,4 +124,36 @@ def test_gradients_that_stay_infinite_end_the_run(dtype, first):
     with pytest.raises(
         SystemExit, match=r"5 optimizer steps in a row had gradients that are not finite.*--learning-rate"
     ):
+        adamw.step(0.1)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_moments_that_a_resume_has_left_on_the_host_come_for_the_step(offload):
+    """To the device before it, back to the host after it only with --optimizer-offload."""
+    adamw = make(offload=offload)
+    give_gradient(adamw.model, 1)
+    make_moments(adamw.optimizer)
+    seen, step = [], adamw.optimizer.step
+
+    def moved(optimizer, device):
+        seen.append(device.type)
+        move_states(optimizer, device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("common.optimizer.move_states", moved)
+        patch.setattr(adamw.optimizer, "step", lambda: (seen.append("step"), step()))
+        adamw.step(0.1)
+    assert seen == ["cpu", "step", *(["cpu"] * offload)]
+
+
+def test_out_of_memory_in_the_step_names_the_flags(monkeypatch):
+    """The first one makes the moments."""
+
+    def fail():
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    adamw = make()
+    give_gradient(adamw.model, 1)
+    monkeypatch.setattr(adamw.optimizer, "step", fail)
+    with pytest.raises(SystemExit, match=r"out of GPU memory in the optimizer's step: .*--optimizer-offload"):
         adamw.step(0.1)

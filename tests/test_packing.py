@@ -5,9 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import make_args, random_episodes, random_policy, relative_l2
+from conftest import make_args, random_episodes, random_policy, relative_l2, skip_where_no_step_is_repeated
 
 import grpo
+from common.distributed import wrap_model
 from common.memory import halve_budget
 from common.packing import Packer, TokenIndex, split_minibatches
 
@@ -139,7 +140,7 @@ def test_several_ranks_halve_and_leave(case, tmp_path):
     """The others wait in a collective: a restart goes on."""
     several = SimpleNamespace(size=2, rank=1, print=print)
     with pytest.raises(SystemExit, match=f"--micro-batch-tokens is now 256; the same command with .*{tmp_path}"):
-        halve_budget(BUDGET, case.policy, several, torch.OutOfMemoryError(), tmp_path)
+        halve_budget(BUDGET, case.policy, several, tmp_path)
     assert (tmp_path / "micro_batch_tokens").read_text() == "256"
 
 
@@ -170,3 +171,28 @@ def test_fill_takes_a_model_of_one_output(case):
     assert result.tolist() == [2.0 * i for i in range(len(case.index))]
     case.packer.fill(result, Places(), [])
     assert result.tolist() == [2.0 * i for i in range(len(case.index))]
+
+
+@pytest.mark.parametrize("strategy", ["plain", "fsdp"])
+def test_fill_goes_on_in_smaller_pieces_where_memory_ends(case, world, strategy, capsys):
+    """In the middle of a forward, after the first micro-batch of the first minibatch."""
+    skip_where_no_step_is_repeated(strategy)
+    expected = torch.zeros(len(case.index), dtype=torch.float64)
+    case.packer.fill(expected, case.policy, case.minibatches, 0.8)
+    calls = []
+
+    def fail_once(*_) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("injected")
+
+    case.policy.model.model.layers[1].register_forward_pre_hook(fail_once)
+    policy = case.policy if strategy == "plain" else wrap_model(case.policy, world, strategy, torch.float64)
+    result = torch.full_like(expected, torch.nan)
+    case.packer.fill(result, policy, case.minibatches, 0.8)
+    assert (result - expected).abs().max() < 1e-12 and case.packer.budget == BUDGET // 2
+    assert max(max(sizes(minibatch)) for minibatch in case.minibatches) <= BUDGET // 2
+    assert "out of GPU memory: --micro-batch-tokens is now 256, the step is repeated" in capsys.readouterr().out
+    _, run = update(case, case.minibatches[0], [])
+    run(store_old_logprobs=False, scale=1.0)
+    assert all(p.grad is not None for p in policy.parameters()), "and an update can follow"

@@ -1,6 +1,7 @@
 """ppo.py as its users run it: real torchrun ranks, real vLLM, the embedded policy."""
 
 import math
+import shutil
 
 import pytest
 from conftest import LITTLE_CACHE, kill_once, metrics_of, run_script, steps_of
@@ -60,7 +61,9 @@ def test_a_run_that_never_trains_its_policy_is_refused(tmp_path):
 def test_replay_repeats_an_update_bit_for_bit_and_evaluation_repeats_itself(tmp_path):
     options = [*SMALL, "--engine", "hf", "--dump-rollouts-every", 1, "--save-every", 1, "--keep-checkpoints", 9]
     options += ["--total-steps", 3, "--eval-every", 0, "--max-response-tokens", 48, "--no-eval-before"]
+    options += ["--reward-model", save_reward_model(tmp_path / "reward_model")]
     run_script("ppo.py", *options, "--output-dir", tmp_path / "run", ranks=2)
+    shutil.rmtree(tmp_path / "reward_model")  # the dump has its scores
     dump = tmp_path / "run" / "rollouts" / "step_000003.parquet"
     again = ["--replay", dump, "--resume", tmp_path / "run" / "checkpoints" / "step_000002"]
     run_script("ppo.py", *options, *again, "--output-dir", tmp_path / "again", ranks=2)

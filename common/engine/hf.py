@@ -9,6 +9,7 @@ from torch import Tensor
 
 from common.distributed import World
 from common.engine.books import Completion, Sampling, WeightBooks, Weights, without_placeholder
+from common.flags import memory_advice
 from common.pictures import Media
 from common.progress import Progress
 from common.torch_repair import transformers
@@ -25,7 +26,7 @@ class Request:
 
 
 class HuggingFaceEngine:
-    """The methods of `VllmEngine`; batches of up to `max_sequences` requests, one token a forward."""
+    """The methods of `VllmEngine`; batches of as many requests as fit into the KV cache, one token a forward."""
 
     def __init__(
         self,
@@ -35,7 +36,7 @@ class HuggingFaceEngine:
         *,
         end_ids: list[int],
         max_model_len: int,
-        memory_gib: float | None = None,
+        memory_gib: float = 1.0,  # of the KV cache
         sleep_level: int = 1,
         max_sequences: int = 256,
         trust_remote_code: bool = False,
@@ -47,10 +48,15 @@ class HuggingFaceEngine:
         self.model = load(path, dtype=dtype, trust_remote_code=trust_remote_code).eval().to(world.device)
         self.device, self.dtype, self.sleep_level, self.vision = world.device, dtype, sleep_level, vision
         self.end_ids = [*end_ids, *(vision.forbidden_ids if vision else ())]
-        self.max_model_len, self.max_sequences = max_model_len, max_sequences
+        text = config.get_text_config()
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        width = 2 * heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+        fitting = int(memory_gib * 2**30 / (max_model_len * text.num_hidden_layers * width * dtype.itemsize))
+        self.max_model_len, self.max_sequences = max_model_len, max(1, min(max_sequences, fitting))
         self.requests: list[Request] = []
         self.books = WeightBooks()
 
+    @memory_advice("the weight sync")
     def wake(self, part: str) -> None:
         if part == "weights" and self.sleep_level:
             self.model.to(self.device)
@@ -59,6 +65,7 @@ class HuggingFaceEngine:
         if self.sleep_level:
             self.model.to("cpu")
 
+    @memory_advice("the weight sync")
     @torch.no_grad()
     def sync_weights(self, weights: Weights, expected: dict[str, int], step: int) -> None:
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
@@ -83,6 +90,7 @@ class HuggingFaceEngine:
     def busy(self) -> bool:
         return bool(self.requests)
 
+    @memory_advice("the rollout")
     @torch.no_grad()
     def step(self) -> list[tuple[int, list[Completion]]]:
         """Complete all requests; those that follow from them come too late for these batches."""

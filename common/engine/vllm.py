@@ -8,8 +8,7 @@ The vLLM attribute chain stands in this file alone. Tested with vLLM 0.32.0 and 
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 
 import torch
@@ -17,23 +16,12 @@ from PIL import Image
 
 from common.distributed import World
 from common.engine.books import Completion, Sampling, WeightBooks, Weights, without_placeholder
+from common.flags import memory_advice
 from common.pictures import Media
 from common.torch_repair import transformers
 from common.vision import Vision
 
 _alive: list[object] = []  # until the process ends: taking vLLM down costs more than a second
-
-
-@contextmanager
-def memory_advice() -> Iterator[None]:
-    """Out of memory in the engine ends the run with the flags that help."""
-    try:
-        yield
-    except RuntimeError as error:  # torch.OutOfMemoryError is one; vLLM's allocator raises plain ones
-        if "out of memory" not in str(error).lower():
-            raise
-        remedy = "lower --engine-memory, --max-response-tokens or the trainer's share (more GPUs, --strategy fsdp)"
-        raise SystemExit(f"out of GPU memory in the rollout: {remedy}; then the same command goes on") from error
 
 
 def set_environment(on_gpu: bool, dtype: torch.dtype) -> None:
@@ -76,7 +64,7 @@ class VllmEngine:
         *,
         end_ids: list[int],
         max_model_len: int,
-        memory_gib: float | None = None,
+        memory_gib: float = 1.0,  # of the KV cache
         sleep_level: int = 1,
         trust_remote_code: bool = False,
         vision: Vision | None = None,
@@ -99,13 +87,13 @@ class VllmEngine:
             options |= {"mm_processor_kwargs": unchanged}
             options |= {"limit_mm_per_prompt": {"image": max_images, "video": max_images}, "skip_mm_profiling": True}
             options |= batched  # no picture may exceed one
-        with memory_advice():
+        with memory_advice("the rollout"):
             self.llm = LLM(
                 path,
                 skip_tokenizer_init=vision is None,
                 dtype=str(dtype).removeprefix("torch."),
                 max_model_len=max_model_len,
-                kv_cache_memory_bytes=int((memory_gib or (8 if on_gpu else 1)) * 2**30),
+                kv_cache_memory_bytes=int(memory_gib * 2**30),
                 enforce_eager=not on_gpu,
                 logprobs_mode="processed_logprobs",
                 use_tqdm_on_load=False,
@@ -126,7 +114,7 @@ class VllmEngine:
         if self.sleep_level == 0:
             return
         torch.cuda.empty_cache()  # vLLM maps memory by itself: what torch keeps for the trainer would not be there
-        with memory_advice():
+        with memory_advice("the weight sync" if part == "weights" else "the rollout"):
             self.llm.wake_up(tags=[part])
         self.asleep = part != "kv_cache"
 
@@ -139,6 +127,7 @@ class VllmEngine:
         if self.sleep_level == 2:
             self.books.step = None  # nothing to generate with before the next sync
 
+    @memory_advice("the weight sync")
     def sync_weights(self, weights: Weights, expected: dict[str, int], step: int) -> None:
         """Replace all weights in place by those of optimizer step `step`, and drop every cache made with the old ones.
 
@@ -196,7 +185,7 @@ class VllmEngine:
 
     def step(self) -> list[tuple[int, list[Completion]]]:
         """Sample one more token of each request; (key, completions) of those that are complete."""
-        with memory_advice():
+        with memory_advice("the rollout"):
             outputs = [output for output in self.llm.llm_engine.step() if output.finished]
         finished = []
         for output in outputs:

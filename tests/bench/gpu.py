@@ -160,7 +160,8 @@ def measure_update(name: str, args: Args, compiled: bool, shared: bool, checkpoi
     episodes = make_episodes(args.prompts, config.vocab_size)
     index = TokenIndex(episodes)
     packer = Packer(attention, args.micro_batch_tokens, Path("nowhere"), world)
-    packer.share_prompts &= shared
+    if not shared:
+        packer.pack = partial(packer.pack, share_prompts=False)
     (minibatch,) = packer.minibatches(episodes, index, 1, seed=0, step=0)
     flat = [torch.full((len(index),), value, device=device) for value in (float(RESPONSE), -1.0, -1.0, -1.0, 0.0)]
     tokens = grpo.Tokens(index.episode_of_token.to(device), *flat)

@@ -11,6 +11,7 @@ three, segment by segment. Episodes are random, so are their tokens.
 import random
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Literal
@@ -55,14 +56,14 @@ def random_episodes(args: Args, vocab: int) -> list[Episode]:
 
 def layouts(args: Args, episodes: list[Episode], packer: Packer) -> dict[str, list[MicroBatch]]:
     index, selected = TokenIndex(episodes), range(len(episodes))
-    options = {"budget": args.budget, "multiple": packer.multiple}
+    shared = partial(packer.pack, episodes, selected, index, budget=args.budget)
     longest = args.prompt_tokens + max(len(e.response_ids) for e in episodes)
     alone = [pack(episodes, [i], index, budget=args.budget, multiple=longest)[0] for i in selected]
     count = max(1, args.budget // longest)
     return {
         "padded": [side_by_side(alone[i : i + count]) for i in selected[::count]],
-        "packed": pack(episodes, selected, index, share_prompts=False, **options),
-        "shared": pack(episodes, selected, index, share_prompts=packer.share_prompts, **options),
+        "packed": shared(share_prompts=False),
+        "shared": shared(),
     }
 
 

@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 from common.distributed import gather_objects, init_world, run, wrap_model
-from common.optimizer import guarded_step
-from common.precision import LossScale
+from common.optimizer import GuardedAdamW
 
 
 def main(_: None) -> None:
@@ -16,21 +15,27 @@ def main(_: None) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model.layers = lambda: list(model)
     model, x = wrap_model(model, world, "fsdp", torch.float16), torch.ones(4, 8, device=world.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-    scale = LossScale.for_dtype(torch.float16)
+    adamw = GuardedAdamW(model, torch.float16, weight_decay=0.01, max_grad_norm=1.0)
     before = [p.detach().full_tensor().clone() for p in model.parameters()]
     factor = 1e4 if world.rank == world.size - 1 else 1e-4
-    (model(x).sum() * factor * scale.scale).backward()
-    _, stepped = guarded_step(model, optimizer, 1.0, scale)
+    (model(x).sum() * factor * adamw.scale).backward()
+    stepped = took_a_step(adamw)
     model[0].reshard(), model[1].reshard(), model.reshard()
     unchanged = all(torch.equal(a, p.detach().full_tensor()) for a, p in zip(before, model.parameters()))
-    halved = scale.scale
-    (model(x).sum() * 1e-4 * scale.scale).backward()
-    _, then = guarded_step(model, optimizer, 1.0, scale)
-    result = {"stepped": gather_objects(stepped), "unchanged": unchanged and not optimizer_moved(optimizer, then)}
+    halved = adamw.scale
+    (model(x).sum() * 1e-4 * adamw.scale).backward()
+    then = took_a_step(adamw)
+    result = {
+        "stepped": gather_objects(stepped),
+        "unchanged": unchanged and not optimizer_moved(adamw.optimizer, then),
+    }
     result |= {"scale": gather_objects(halved), "then": gather_objects(then)}
     if world.is_main:
         print(json.dumps(result))
+
+
+def took_a_step(adamw: GuardedAdamW) -> bool:
+    return not adamw.step(0.1).totals["optim/skipped_steps"]
 
 
 def optimizer_moved(optimizer: torch.optim.Optimizer, then: bool) -> bool:
