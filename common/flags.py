@@ -105,7 +105,7 @@ class Run:
     eval_every: Limit = 20  # steps between evaluations; 0: only before and after
     eval_before: bool = True  # evaluate before the first step
     eval_rows: Count = 512  # rows of --eval-data used
-    save_every: Limit = 0  # steps between checkpoints; 0: only at the end
+    save_every: Limit = 0  # steps between checkpoints, the best evaluation has one too; 0: only at the end
     keep_checkpoints: Count = 1  # newest ones kept; the best by evaluation is kept besides
     resume: str = "auto"  # auto: continue the run in --output-dir if there is one; never; or a path
     stall_minutes: Positive = 60.0  # longest a phase (rollout, rewards, part of an evaluation) may take; then the end
