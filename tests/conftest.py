@@ -118,6 +118,16 @@ def rms_norm(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.rms_norm(x, module.weight.shape, module.weight, module.variance_epsilon)
 
 
+def trained(seed: int = 1) -> dict:
+    """A model of 15 parameters with its AdamW, a step behind them, as `save_checkpoint` takes them."""
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    return {"policy": (model, optimizer)}
+
+
 def random_episodes(seed: int, prompts: int = 3, samples: int = 4, vocab: int = 97) -> list[Episode]:
     """Groups of ragged episodes; some tokens in the middle are observations, and one episode trains nothing."""
     rng = random.Random(seed)

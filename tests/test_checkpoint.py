@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import trained
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -17,15 +18,6 @@ from common.checkpoint import Checkpoints, checkpoint_bytes, find_checkpoint, lo
 from common.data.prompts import PromptLoader
 from common.flags import Run
 from common.optimizer import GuardedAdamW, make_moments
-
-
-def trained(seed: int):
-    torch.manual_seed(seed)
-    model = nn.Linear(4, 3)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    return {"policy": (model, optimizer)}
 
 
 def save(folder, step, world, keep=1, best=False, seed=0):

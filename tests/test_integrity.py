@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import threading
@@ -10,11 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed.checkpoint as dcp
-from conftest import ROOT, wait_until
+from conftest import ROOT, trained, wait_until
 from safetensors import SafetensorError
-from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from common import files, setup
@@ -23,15 +22,6 @@ from common.files import lock_folder
 from common.integrity import digest, model_identity
 
 IDENTITY = {"script": "grpo", "model": "0123"}
-
-
-def trained(seed: int = 1):
-    torch.manual_seed(seed)
-    model = nn.Linear(4, 3)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    return {"policy": (model, optimizer)}
 
 
 @pytest.fixture
@@ -137,6 +127,7 @@ def attack_values(folder: Path) -> None:
     """What is no tensor is a pickle in the shard."""
     shards = _shards(*trained()["policy"])
     shards["model"]["weight"] = Attack()
+    shutil.rmtree(folder / "state")
     dcp.save({"policy": shards}, checkpoint_id=folder / "state")
 
 
