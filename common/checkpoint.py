@@ -30,12 +30,13 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.checkpoint.stateful import Stateful
 
 from common.distributed import World, broadcast_object, gather_objects, reshard
-from common.files import refuse, replace_file
+from common.files import refuse, replace_file, shorten
 from common.integrity import MANIFEST, MetadataUnpickler, complete, damage, digest, read_manifest, step_folder
 from common.job import Job
 from common.optimizer import GuardedAdamW, make_moments
 from common.processes import reached
 
+BEGIN_ANEW = "--resume never, with another --output-dir, begins anew"
 Trained = dict[str, tuple[nn.Module, torch.optim.Optimizer | None]]  # name -> (wrapped model, its optimizer)
 
 
@@ -137,7 +138,10 @@ def save_checkpoint(
 
     def write_shards() -> None:
         dcp.save({name: _shards(*pair) for name, pair in trained.items()}, checkpoint_id=temporary / "state")
-        save_file(_random_states(), temporary / f"rng_{world.rank}.safetensors")
+        random_states = {"cpu": torch.get_rng_state()}  # all else is drawn from generators seeded by the step
+        if torch.cuda.is_available():
+            random_states["gpu"] = torch.cuda.get_rng_state()
+        save_file(random_states, temporary / f"rng_{world.rank}.safetensors")
         if world.is_main:
             record = json.dumps({"step": step, "world_size": world.size, **state}, indent=1)
             (temporary / "trainer.json").write_text(record)
@@ -168,12 +172,6 @@ def save_checkpoint(
     return True
 
 
-def _random_states() -> dict[str, torch.Tensor]:
-    """All else is drawn from generators that are seeded by the step."""
-    gpu = {"gpu": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
-    return {"cpu": torch.get_rng_state()} | gpu
-
-
 def checkpoint_bytes(trained: Trained) -> int:
     """Size of a checkpoint: weights, and two moments of each trained parameter, as they are in memory."""
     parameters = (p for model, _ in trained.values() for p in model.parameters())
@@ -193,7 +191,7 @@ def _attempt(part: Callable[[], None] | None) -> str | None:
             part()
     except (OSError, SafetensorError, CheckpointException) as error:
         causes = [e for e, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
-        problem = str(causes[0]).splitlines()[0]
+        problem = (str(causes[0]) or repr(causes[0])).splitlines()[0]
     return next((p for p in gather_objects(problem) if p), None)
 
 
@@ -212,9 +210,7 @@ class PlainReader(dcp.FileSystemReader):
 
     def read_metadata(self, *_, **__) -> dcp.Metadata:
         with (Path(self.path) / ".metadata").open("rb") as file:
-            metadata = MetadataUnpickler(file).load()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+            return MetadataUnpickler(file).load()
 
 
 class PlainPlanner(DefaultLoadPlanner):
@@ -230,16 +226,21 @@ def load_checkpoint(folder: Path, trained: Trained, world: World) -> dict:
     Works on another number of ranks too; a rank that has no saved random state then keeps its own. Weights alone where
     the optimizer is None. It takes less memory than training: one model at a time, no gradients, moments on the host.
     """
-    for name, (model, optimizer) in trained.items():
-        shards = _shards(model, optimizer)
-        shards.get("optimizer", {}).pop("param_groups", None)  # learning rate, betas ... are those of this run
-        dcp.load({name: shards}, storage_reader=PlainReader(folder / "state"), planner=PlainPlanner())
-    random_states = folder / f"rng_{world.rank}.safetensors"
-    if random_states.is_file():
-        states = load_file(random_states)
+    states, random_states = {}, folder / f"rng_{world.rank}.safetensors"
+
+    def read() -> None:
+        for name, (model, optimizer) in trained.items():
+            shards = _shards(model, optimizer)
+            shards.get("optimizer", {}).pop("param_groups", None)  # learning rate, betas ... are those of this run
+            dcp.load({name: shards}, storage_reader=PlainReader(folder / "state"), planner=PlainPlanner())
+        states.update(load_file(random_states) if random_states.is_file() else {})
+
+    problem = _attempt(read)
+    refuse(problem is not None, f"{folder} cannot be loaded ({shorten(str(problem), 100)}): {BEGIN_ANEW}")
+    if "cpu" in states:
         torch.set_rng_state(states["cpu"])
-        if "gpu" in states and torch.cuda.is_available():
-            torch.cuda.set_rng_state(states["gpu"])
+    if "gpu" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["gpu"])
     return json.loads((folder / "trainer.json").read_text())
 
 
@@ -271,7 +272,7 @@ def find_checkpoint(run_dir: Path, resume: str, world: World, identity: dict | N
     if problem:
         before = [path for path in complete(folder.parent) if path.name < folder.name]
         remedy = f"--resume {before[-1]} goes on from the one before; " if before else ""
-        raise SystemExit(f"{folder} {problem}: {remedy}--resume never, with another --output-dir, begins anew")
+        raise SystemExit(f"{folder} {shorten(problem, 200)}: {remedy}{BEGIN_ANEW}".replace("\n", " "))
     return folder
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 MANIFEST = "manifest.json"  # in the step folder, written last: a folder without it is no checkpoint
-STEP_NAME = re.compile(r"step_\d+")
+STEP_NAME = re.compile(r"step_\d{6,20}")
 # What torch.distributed.checkpoint writes into its .metadata, and no more.
 METADATA_TYPES = {
     *(f"torch.distributed.checkpoint.metadata.{kind}StorageMetadata" for kind in ("Tensor", "Bytes", "Chunk")),
@@ -45,8 +45,8 @@ def digest(file: Path) -> list:
 
 
 def files_in(folder: Path) -> set[str]:
-    """Paths of all files in a step folder but the manifest, relative to it."""
-    return {str(file.relative_to(folder)) for file in folder.rglob("*") if not file.is_dir()} - {MANIFEST}
+    """Paths of all files in a step folder but the manifest, relative to it; pipes and devices never end."""
+    return {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()} - {MANIFEST}
 
 
 def read_manifest(folder: Path) -> dict:

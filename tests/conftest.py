@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import is_dataclass
 from functools import cache, partial, partialmethod
 from pathlib import Path
@@ -54,6 +55,20 @@ LONGEST += ["test_math_rewards", "test_reward_workers", "test_house", "test_zygo
 def pytest_collection_modifyitems(items: list) -> None:
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    """The table of attacks, if any were run: what `record_property("attack", (attack, outcomes))` has noted."""
+    table: dict[str, Counter] = {}
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            if name == "attack":
+                table.setdefault(value[0], Counter()).update(value[1])
+    if table:
+        terminalreporter.section(f"{sum(map(Counter.total, table.values()))} attacks: attack, n, outcome")
+    for attack, outcomes in table.items():
+        words = "; ".join(f"{n} x {what}" if len(outcomes) > 1 else what for what, n in outcomes.items())
+        terminalreporter.write_line(f"{attack:66} {outcomes.total():4}  {words}")
 
 
 def pytest_unconfigure(config) -> None:
