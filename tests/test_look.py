@@ -122,6 +122,17 @@ def test_pictures_come_from_the_files_beside_a_dump(tmp_path, world):
     assert "<image " not in page and "unreadable image" in page
 
 
+def test_pictures_are_shared_as_they_were(tmp_path, world):
+    """Not because they are equal: the packer encodes each object once, and a replay is to round as the step did."""
+    episodes = random_episodes(seed=2, prompts=2, samples=2)
+    shared, equal = (Media.open("image", [picture(56, 56, 1)], LIMITS) for _ in range(2))
+    for episode, media in zip(episodes, ([shared], [shared, equal], [equal], [])):
+        episode.media = media
+    path = dump_rollouts(tmp_path, 3, episodes, [], [], build_tokenizer(), world)
+    (first,), (second, other), (third,), none = (episode.media for episode in load_rollouts(path, 3, world, LIMITS)[0])
+    assert first is second and other is third and first is not other and none == []
+
+
 def test_a_full_disk_costs_the_dump_and_the_page_but_not_the_run(tmp_path, tokenizer, world, monkeypatch, capsys):
     def full(path, write):
         raise OSError("No space left on device")

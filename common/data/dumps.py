@@ -35,6 +35,7 @@ def dump_rollouts(
     path = folder / f"step_{step:06d}.parquet"
     advantage_of = {id(episode): advantage for episode, advantage in zip(trained, advantages)}
     files: dict[str, bytes] = {}
+    numbers: dict[Media, int] = {}  # equal ones that tools cut for two episodes are two: that decides how sums round
     rows = []
     for e in sampled:
         row = {f.name: getattr(e, f.name) for f in fields(e)}
@@ -42,7 +43,8 @@ def dump_rollouts(
         for m in e.media:
             names = [hashlib.blake2b(frame, digest_size=16).hexdigest() for frame in m.frames]
             files |= zip(names, m.frames)
-            row["media"].append({"kind": m.kind, "frames": names, "is_frame": m.is_frame})
+            number = numbers.setdefault(m, len(numbers))
+            row["media"].append({"kind": m.kind, "frames": names, "is_frame": m.is_frame, "number": number})
         row |= {name: json.dumps(row[name]) for name in AS_JSON}
         row |= {"step": step, "ranks": world.size, "rank": world.rank, "advantage": advantage_of.get(id(e))}
         row |= {"prompt": tokenizer.decode(e.prompt_ids), "completion": tokenizer.decode(e.response_ids)}
@@ -88,7 +90,7 @@ def load_rollouts(
     own = path.with_suffix(f".media_{world.rank}.parquet")
     table = pq.read_table(own).to_pydict() if own.is_file() else {"hash": [], "bytes": []}
     files = dict(zip(table["hash"], table["bytes"]))
-    opened: dict[str, Media] = {}  # a group shares its pictures, as it did
+    opened: dict[str, Media] = {}  # those that were shared are again
     sampled, trained = [], []
     for row in rows:
         if row["rank"] != world.rank:
