@@ -5,11 +5,14 @@ import os
 import pickle
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed.checkpoint as dcp
@@ -244,6 +247,23 @@ def test_a_run_that_another_one_has_taken_over_from_ends(tmp_path, monkeypatch):
     assert "another run's now" in ended[0] and ended[1] == 1
     first.release()
     assert "token=1" in (tmp_path / "lock").read_text()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_node_that_does_not_see_the_run_folder_is_named(tmp_path, monkeypatch, shared):
+    """Rank 0 has its lock, which each rank must find where it writes itself."""
+    lock, slept = RunLock(tmp_path / "of rank 0", print), []
+    monkeypatch.setattr(setup, "broadcast_object", lambda value: lock.token)
+    monkeypatch.setattr(setup.time, "sleep", slept.append)
+    rank, own = SimpleNamespace(is_main=False), tmp_path / ("of rank 0" if shared else "of this node")
+    with nullcontext() if shared else pytest.raises(SystemExit) as refusal:
+        setup.lock_everywhere(own, rank)
+    lock.release()
+    if shared:
+        assert slept == []
+    else:
+        assert f"{own}: {socket.gethostname()} does not see what rank 0 writes" in str(refusal.value)
+        assert 5 < sum(slept) < 30, "a network file system is given time"
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):

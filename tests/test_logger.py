@@ -279,6 +279,15 @@ def test_a_step_that_trained_nothing_says_so():
     assert "untrained" not in status.line(0, {"eval/accuracy": 0.5})
 
 
+def test_skipped_optimizer_steps_are_shown():
+    status = StatusLine(100)
+    lines = [status.line(1, ONE_STEP | {"optim/skipped_steps": skipped}) for skipped in (0.0, 2.0)]
+    assert ["skipped 2" in line for line in lines] == [False, True] and "skipped" not in lines[0]
+    assert len({line.index(" s ") for line in lines}) == 1, "in the place of the gradient's norm"
+    nothing = ONE_STEP | {"optim/grad_norm": math.nan, "optim/skipped_steps": 1.0}
+    assert "skipped 1" in status.line(1, nothing), "also if there was no other"
+
+
 def test_eta_is_the_median_step_times_the_rest(tmp_path, capsys):
     log = make(tmp_path, total_steps=1210)
     for step, seconds in ((8, 500.0), (9, 3.0), (10, 3.0)):  # the first step compiles
