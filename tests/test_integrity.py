@@ -254,7 +254,7 @@ def test_a_node_that_does_not_see_the_run_folder_is_named(tmp_path, monkeypatch,
     """Rank 0 has its lock, which each rank must find where it writes itself."""
     lock, slept = RunLock(tmp_path / "of rank 0", print), []
     monkeypatch.setattr(setup, "broadcast_object", lambda value: lock.token)
-    monkeypatch.setattr(setup.time, "sleep", slept.append)
+    monkeypatch.setattr(setup, "time", SimpleNamespace(sleep=slept.append))  # not that of the heartbeats
     rank, own = SimpleNamespace(is_main=False), tmp_path / ("of rank 0" if shared else "of this node")
     with nullcontext() if shared else pytest.raises(SystemExit) as refusal:
         setup.lock_everywhere(own, rank)
