@@ -23,11 +23,11 @@ from torch import Tensor
 
 from common.checkpoint import Checkpoints
 from common.data.conversations import Conversations, balanced
+from common.data.render import end_turns_properly
 from common.distributed import World, barrier, forward_context, run, stop_requested
 from common.episodes import Episode
 from common.files import refuse, user_errors
 from common.flags import Amount, Count, Data, Machine, Run, Share, check_pixels, parse, refuse_idle
-from common.hub import end_turns_properly
 from common.job import Job
 from common.means import Means
 from common.memory import peak_memory_gb

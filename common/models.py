@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,11 +16,11 @@ from common.logprobs import is_greedy, token_logprobs
 from common.packing import MicroBatch
 from common.pictures import blank
 from common.torch_repair import transformers
-from common.vision import Vision, auto_class
+from common.vision import Vision, auto_class, skeleton
 
 # of loading and saving shards: several ranks would write over each other
 transformers.utils.logging.disable_progress_bar()
-# Architectures whose logits are more than hidden @ head.T: our log-probs would be wrong, silently.
+# Of a configuration: logits are more than hidden @ head.T. Our log-probs would be wrong, silently.
 UNSUPPORTED_LOGITS = (
     "final_logit_softcapping",
     "logits_scaling",
@@ -29,6 +28,7 @@ UNSUPPORTED_LOGITS = (
     "output_multiplier",
     "lm_head_multiplier",
 )
+WITHOUT_OPTIONS = ("nemotron",)  # model types whose layers keep `units`, or positions, from the attention
 
 
 def hidden_states(model: nn.Module, batch: MicroBatch, attention: str, vision: Vision | None) -> Tensor:
@@ -78,7 +78,6 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.attention, self.vision = attention, vision
-        self.sizes = parameter_sizes(self)  # whole, before anything is sharded
 
     def forward(self, batch: MicroBatch, temperature: float = 1.0, with_greedy: bool = False) -> tuple[Tensor, ...]:
         """(log p of the trained tokens [N], entropy [N]), float32, at the sampling temperature.
@@ -123,12 +122,23 @@ def unsupported(model: nn.Module, attention: str) -> str | None:
     kinds = set(getattr(config, "layer_types", None) or [])
     if others := sorted(kinds - {"full_attention", "sliding_attention"}):
         return f"has {others[0]} layers, in which packed conversations would see each other"
+    if config.model_type in WITHOUT_OPTIONS:
+        return "passes its attention no options, and packed conversations would see each other"
+    if getattr(config, "router_jitter_noise", 0):
+        return "draws its experts at random in training (router_jitter_noise)"
     if model._is_stateful:
         return "has recurrent layers, in which packed conversations would see each other"
     if not model._supports_attention_backend:
         return "has an attention of its own, in which packed conversations would see each other"
     window = "sliding_attention" in kinds or (not kinds and getattr(config, "sliding_window", None))
     return "has sliding windows (--attention flash has them)" if window and attention != "flash" else None
+
+
+def check_model(path: str, attention: str, trust_remote_code: bool) -> None:
+    """SystemExit, by the folder's config.json alone, for a model that would not be trained as it is sampled from."""
+    model = skeleton(path, trust_remote_code)
+    if problem := unsupported(model, attention):
+        raise SystemExit(f"--model {path}: {model.config.model_type} {problem}, not supported here")
 
 
 def load_policy(
@@ -147,6 +157,7 @@ def load_policy(
 
     `from_scratch` takes the architecture from the folder's config.json and initialises at random. Without dropout.
     """
+    check_model(path, attention, trust_remote_code)
     register_attention()
     implementation = {"flash": "flash_attention_2", "flex": "shared_prompts_flex", "sdpa": "shared_prompts"}[attention]
     if vision:  # whose tower has no prompts to share
@@ -157,14 +168,13 @@ def load_policy(
     for name in [name for name, value in vars(text).items() if "drop" in name and isinstance(value, float)]:
         setattr(text, name, 0.0)  # the engine has no dropout: ratios would not be 1
     auto = auto_class(config)
-    load = partial(auto.from_config, config) if from_scratch else partial(auto.from_pretrained, path, config=config)
-    model = load(
-        dtype=dtype,
-        attn_implementation=implementation,
-        trust_remote_code=trust_remote_code,
-    )
-    if problem := unsupported(model, attention):
-        raise SystemExit(f"--model {path}: {config.model_type} {problem}, not supported here")
+    options = {"dtype": dtype, "attn_implementation": implementation, "trust_remote_code": trust_remote_code}
+    if from_scratch:
+        model = auto.from_config(config, **options)
+    else:
+        model, loaded = auto.from_pretrained(path, config=config, output_loading_info=True, **options)
+        if loaded["missing_keys"]:  # transformers would go on from random ones
+            raise SystemExit(f"--model {path}: its files have no {min(loaded['missing_keys'])}")
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if freeze_vision:
@@ -179,11 +189,6 @@ def load_critic(path: str, attention: str, **options) -> Critic:
     """A critic on the backbone of the model in a folder; options as for `load_policy`."""
     policy = load_policy(path, attention, **options)
     return Critic(policy.model.base_model, attention, policy.vision)
-
-
-def parameter_sizes(policy: Policy) -> dict[str, int]:
-    """{name: number of elements} of all that `full_parameters` will yield; taken before the policy is sharded."""
-    return {name: tensor.numel() for name, tensor in full_parameters(policy)}
 
 
 def full_parameters(policy: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -207,7 +212,7 @@ def full_parameters(policy: nn.Module, dtype: torch.dtype | None = None) -> Iter
 def sync_engine(engine, policy: nn.Module, step: int) -> None:
     """Wake the engine with the policy's weights, which are those of optimizer step `step`. All ranks call it."""
     engine.wake("weights")
-    engine.sync_weights(full_parameters(policy, engine.dtype), unwrap(policy).sizes, step)
+    engine.sync_weights(full_parameters(policy, engine.dtype), step)
     engine.wake("kv_cache")
 
 

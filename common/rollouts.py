@@ -10,6 +10,7 @@ import torch
 
 from common.data.dumps import dump_rollouts
 from common.data.prompts import PromptData, PromptLoader
+from common.data.render import end_token_ids, end_turns_properly
 from common.distributed import World, barrier
 from common.engine.books import Sampling
 from common.engine.hf import HuggingFaceEngine
@@ -17,7 +18,7 @@ from common.engine.vllm import VllmEngine
 from common.episodes import Episode, Row, sample_episodes
 from common.files import refuse, user_errors
 from common.flags import Data, Rollout, Run, refuse_idle
-from common.hub import EMBEDDED, end_token_ids, end_turns_properly, resolve_model
+from common.hub import EMBEDDED, resolve_model
 from common.job import Job
 from common.look.page import write_page
 from common.memory import cache_gib, memory_plan
@@ -61,7 +62,6 @@ class Rollouts:
     def sample(self, prompts: Mapping[int, Row], step: int) -> list[Episode]:
         """--samples-per-prompt episodes of each prompt, by the weights of optimizer step `step`."""
         sampling = Sampling(self.flags.samples_per_prompt, self.flags.max_response_tokens, self.flags.temperature)
-        sampling.check_exact()
         return sample_episodes(
             self.engine, prompts, sampling, seed=self.run.seed, step=step, weights_step=step, turns=self.turns
         )

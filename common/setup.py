@@ -25,7 +25,7 @@ from common.look.curves import plot_curves
 from common.look.machine import changed_flags, check_device, save_config
 from common.look.trackers import Trackers, tracker_names
 from common.memory import remembered_budget
-from common.models import export_hugging_face
+from common.models import check_model, export_hugging_face
 from common.pictures import PixelLimits
 from common.precision import choose_dtype
 from common.processes import at_end, fail, leave, sign_of_life
@@ -49,6 +49,7 @@ def open_job(script: str, data: Data, machine: Machine, run: Run, demo: bool, re
     if record:
         lock_everywhere(output_dir, world)
     path = resolve_model(run.model)
+    check_model(path, attention, machine.trust_remote_code)
     identity = {"script": script, "model": model_identity(Path(path))}
     checkpoint = find_checkpoint(output_dir, run.resume, world, identity)
     tokenizer = load_tokenizer(path, machine.trust_remote_code)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.pictures import BadRow, Media, PixelLimits
 from common.torch_repair import transformers
@@ -94,6 +94,17 @@ def auto_class(config) -> type:
     if config.model_type in FAMILY:
         return transformers.AutoModelForImageTextToText
     return transformers.AutoModelForCausalLM
+
+
+def skeleton(path: str, trust_remote_code: bool = False) -> nn.Module:
+    """The model of a folder without its weights, on the meta device; SystemExit if transformers knows none."""
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            return auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+    except Exception as error:  # configurations make transformers run into whatever there is
+        reason = " ".join(str(error).split("\nModel type should")[0].split())
+        raise SystemExit(f"--model {path}: transformers makes no causal language model of it: {reason}") from error
 
 
 def load_vision(path: str, limits: PixelLimits, trust_remote_code: bool = False) -> Vision | None:

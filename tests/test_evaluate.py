@@ -11,12 +11,13 @@ import torch
 
 from common import processes
 from common.data.prompts import PromptData
+from common.data.render import end_token_ids
 from common.distributed import World
 from common.engine.books import Completion
 from common.engine.hf import HuggingFaceEngine
 from common.evaluate import evaluate, evaluate_only
 from common.flags import Data, Rollout
-from common.hub import end_token_ids, load_tokenizer, resolve_model
+from common.hub import load_tokenizer, resolve_model
 from common.look.samples import format_table, maj_at_k, pass_at_k, summarize, wilson_interval
 from common.rewards import is_correct
 from common.rollouts import read_prompts

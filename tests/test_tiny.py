@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from common.hub import FOLDERS, end_of_turn, end_token_ids, load_tokenizer
+from common.data.render import end_of_turn, end_token_ids
+from common.hub import FOLDERS, load_tokenizer
 from common.models import load_policy
 from common.prepare import tiny
 from common.rewards.countdown import score

@@ -1,14 +1,17 @@
-"""From a row's `prompt` to the text that a model reads: chat template, placeholders, the tools on offer."""
+"""From a row's `prompt` to the text that a model reads: chat template, ends of turns, placeholders, the tools."""
 
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from common.data.media import MARKS
 from common.episodes import Prompt
 from common.pictures import BadRow
 from common.tools import Tool
 from common.tools.turns import Hermes
+from common.torch_repair import transformers
 from common.vision import Vision
 
 RENDERED_MARKS = ("\nAssistant:", "<|im_start|>assistant")  # TinyZero's templates, stored inside one user message
@@ -151,3 +154,42 @@ def row_tools(record: Mapping, tools: Mapping[str, Tool]) -> dict[str, dict]:
     kinds = ("create_kwargs", "execute_kwargs")
     given = {name: [named[name].get(kind) or {} for kind in kinds] if name in named else [] for name in named or tools}
     return {name: {k: v for part in parts for k, v in part.items() if v is not None} for name, parts in given.items()}
+
+
+def end_token_ids(path: str, tokenizer: transformers.PreTrainedTokenizerBase) -> list[int]:
+    """Ids that end a response: the tokenizer's end token and those of generation_config.json."""
+    ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    generation_config = Path(path) / "generation_config.json"
+    if generation_config.is_file():
+        listed = json.loads(generation_config.read_text()).get("eos_token_id") or []
+        ids += listed if isinstance(listed, list) else [listed]
+    return sorted(set(ids))
+
+
+def end_of_turn(tokenizer) -> str:
+    """The token that the chat template puts after an assistant turn, if it is a special one; else the end token.
+
+    They differ in base models: Qwen2.5's end token is <|endoftext|>, its template ends turns with <|im_end|>. A policy
+    that was trained to say one and is stopped at the other never stops.
+    """
+    mark = "\u2603"
+    messages = [{"role": "user", "content": "."}, {"role": "assistant", "content": mark}]
+    tail = tokenizer.apply_chat_template(messages, tokenize=False).rpartition(mark)[2]
+    ids = tokenizer.encode(tail, add_special_tokens=False)
+    first = tokenizer.convert_ids_to_tokens(ids[0]) if ids else tokenizer.eos_token
+    return first if first in tokenizer.get_added_vocab() else tokenizer.eos_token
+
+
+def end_turns_properly(tokenizer, processor, notice: Callable[[str], None]) -> None:
+    """Make the token that ends the template's turns the end token. ValueError without a chat template.
+
+    processor: of a vision-language model, or None; its template holds, and it gets the tokenizer.
+    """
+    if processor:
+        tokenizer.chat_template = processor.chat_template or tokenizer.chat_template
+        processor.tokenizer = tokenizer  # which the export saves
+    if not tokenizer.chat_template:
+        raise ValueError(f"the tokenizer of {tokenizer.name_or_path!r} has no chat template: take an instruct model")
+    if end_of_turn(tokenizer) != tokenizer.eos_token:
+        notice(f"turns end with {end_of_turn(tokenizer)}, not {tokenizer.eos_token}: it becomes the end token")
+        tokenizer.eos_token = end_of_turn(tokenizer)

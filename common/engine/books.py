@@ -20,19 +20,13 @@ class Completion:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample. Training wants the plain distribution at a temperature: see `check_exact`."""
+    """How to sample. Training wants the plain distribution, softmax(logits / temperature): no flag offers another."""
 
     n: int = 1  # completions per prompt
     max_tokens: int = 256
     temperature: float = 1.0  # 0 = greedy
     top_p: float = 1.0
     top_k: int = -1  # -1 = all
-
-    def check_exact(self) -> None:
-        """Refuse what would make the engine's distribution differ from the trainer's softmax(logits / temperature)."""
-        if self.temperature <= 0 or self.top_p != 1.0 or self.top_k != -1:
-            got = f"{self.temperature}, {self.top_p}, {self.top_k}"
-            raise SystemExit(f"training needs temperature > 0, top_p 1, top_k -1 (else ratios are wrong), got {got}")
 
 
 def without_placeholder(completion: Completion, vision: Vision | None) -> Completion:
@@ -46,17 +40,14 @@ class WeightBooks:
     """Accounts of a weight sync. At lr 1e-6 a step moves log-probs by less than bf16 rounding: only counting catches
     one that is stale or partial."""
 
-    def __init__(self) -> None:
+    def __init__(self, expected: dict[str, int]):
         self.step: int | None = None  # of the weights that the engine holds; None before the first sync
-        self.expected: dict[str, int] = {}
+        self.expected = expected  # {name: number of elements} of all that the engine must get
         self.sent: set[str] = set()
 
-    def record(self, weights: Weights, expected: dict[str, int], dtype: torch.dtype) -> Weights:
-        """Pass the weights on in the engine's dtype, and count. Until `close`, the engine holds no usable weights.
-
-        `expected` is {name: number of elements} of all that the engine must get.
-        """
-        self.step, self.sent, self.expected = None, set(), expected
+    def record(self, weights: Weights, dtype: torch.dtype) -> Weights:
+        """Pass the weights on in the engine's dtype, and count. Until `close`, the engine holds no usable weights."""
+        self.step, self.sent = None, set()
         for name, tensor in weights:
             if name in self.sent or tensor.numel() != self.expected.get(name):
                 expected = "sent twice" if name in self.sent else f"expected {self.expected.get(name, 'no such name')}"

@@ -54,7 +54,8 @@ class HuggingFaceEngine:
         fitting = int(memory_gib * 2**30 / (max_model_len * text.num_hidden_layers * width * dtype.itemsize))
         self.max_model_len, self.max_sequences = max_model_len, max(1, min(max_sequences, fitting))
         self.requests: list[Request] = []
-        self.books = WeightBooks()
+        self.parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        self.books = WeightBooks({name: parameter.numel() for name, parameter in self.parameters.items()})
 
     @memory_advice("the weight sync")
     def wake(self, part: str) -> None:
@@ -67,10 +68,9 @@ class HuggingFaceEngine:
 
     @memory_advice("the weight sync")
     @torch.no_grad()
-    def sync_weights(self, weights: Weights, expected: dict[str, int], step: int) -> None:
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        for name, tensor in self.books.record(weights, expected, self.dtype):
-            parameters[name].copy_(tensor)
+    def sync_weights(self, weights: Weights, step: int) -> None:
+        for name, tensor in self.books.record(weights, self.dtype):
+            self.parameters[name].copy_(tensor)
         self.books.close(step)
 
     def submit(

@@ -18,8 +18,7 @@ from common.distributed import World
 from common.engine.books import Completion, Sampling, WeightBooks, Weights, without_placeholder
 from common.flags import memory_advice
 from common.pictures import Media
-from common.torch_repair import transformers
-from common.vision import Vision
+from common.vision import Vision, skeleton
 
 _alive: list[object] = []  # until the process ends: taking vLLM down costs more than a second
 
@@ -42,15 +41,24 @@ def set_environment(on_gpu: bool, dtype: torch.dtype) -> None:
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
 
 
-def register_models(path: str, trust_remote_code: bool) -> None:
-    """vLLM inspects a lazily registered class in a subprocess, which lacks our repair of torchvision."""
+def register_model(path: str, trust_remote_code: bool) -> dict[str, int]:
+    """{name: number of elements} of all that a sync must bring. SystemExit for a model that cannot be synced exactly.
+
+    vLLM would inspect a lazily registered class in a subprocess, which lacks our repair of torchvision.
+    """
     from vllm.model_executor.models import ModelRegistry
 
-    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    for architecture in config.architectures or []:
-        lazy = ModelRegistry.models.get(architecture)
-        if lazy is not None and hasattr(lazy, "load_model_cls"):
-            ModelRegistry.register_model(architecture, lazy.load_model_cls())
+    model = skeleton(path, trust_remote_code)
+    architecture = (model.config.architectures or [type(model).__name__])[0]
+    registered = ModelRegistry.models.get(architecture)
+    known = registered and registered.load_model_cls()
+    if known is None or ".transformers" in known.__module__:  # which changes transformers' classes in this process
+        raise SystemExit(f"--model {path}: vLLM has no {architecture} of its own; --engine hf runs it")
+    if any(".experts." in name for name, _ in model.named_parameters()):
+        reason = "transformers fuses experts, vLLM names them apart, and a sync would break them"
+        raise SystemExit(f"--model {path}: {architecture} is a mixture of experts: {reason}; --engine hf runs it")
+    ModelRegistry.register_model(architecture, known)
+    return {name: parameter.numel() for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
 class VllmEngine:
@@ -74,7 +82,7 @@ class VllmEngine:
         set_environment(on_gpu, dtype)
         from vllm import LLM
 
-        register_models(path, trust_remote_code)
+        sizes = register_model(path, trust_remote_code)
         # A prompt cut in chunks makes vLLM rewind the request's random generator, which CPU generators cannot do.
         batched = {"max_num_batched_tokens": max(max_model_len, 8192)}
         options: dict = {"enable_chunked_prefill": False, "max_num_seqs": 256, **batched}
@@ -105,7 +113,7 @@ class VllmEngine:
         _alive.append(self.llm)
         self.dtype, self.sleep_level, self.vision = dtype, sleep_level if on_gpu else 0, vision
         self.end_ids = [*end_ids, *(vision.forbidden_ids if vision else ())]
-        self.books = WeightBooks()
+        self.books = WeightBooks(sizes)
         self.prompts: dict[int, list[int]] = {}  # of the requests under way, by key
         self.asleep = False
 
@@ -128,13 +136,13 @@ class VllmEngine:
             self.books.step = None  # nothing to generate with before the next sync
 
     @memory_advice("the weight sync")
-    def sync_weights(self, weights: Weights, expected: dict[str, int], step: int) -> None:
+    def sync_weights(self, weights: Weights, step: int) -> None:
         """Replace all weights in place by those of optimizer step `step`, and drop every cache made with the old ones.
 
         `weights` is lazy and consumed once, in one call: reload_weights re-initialises all modules, so a second call
-        would wipe what the first has loaded. `expected` is {name: number of elements} of all that must arrive.
+        would wipe what the first has loaded.
         """
-        recorded = self.books.record(weights, expected, self.dtype)
+        recorded = self.books.record(weights, self.dtype)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": recorded})
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("weight sync: vLLM kept its prefix cache (are requests still running?)")

@@ -75,6 +75,8 @@ class Turns:
         record = {"turn": episode.turns - 1, "name": call.name, "arguments": call.arguments, "text": reply.text}
         episode.calls.append(record | {"error": reply.error or reply.failed, "info": reply.info, "media": 0})
         ids = self.observation_ids(parts, reply.role)
+        if episode.response_ids[-1] != self.tokenizer.eos_token_id:  # the policy has sampled another end token
+            ids = [self.tokenizer.eos_token_id, *ids]
         errors = sum(call["error"] for call in episode.calls)
         if reply.failed:
             episode.finish_reason = "tool_failed"

@@ -44,7 +44,7 @@ from common.episodes import Episode
 from common.flags import Rollout
 from common.hub import FOLDERS
 from common.look.curves import read_metrics
-from common.models import full_parameters, load_policy, parameter_sizes
+from common.models import full_parameters, load_policy
 from common.optimizer import GuardedAdamW
 from common.packing import MicroBatch, Packer, TokenIndex
 
@@ -201,15 +201,14 @@ def measure_sync(name: str, args: Args) -> dict[str, float]:
         options = {"end_ids": [0], "max_model_len": 512, "memory_gib": 8.0 if device.type == "cuda" else 0.5}
         engine = VllmEngine(str(folder), torch.bfloat16, world, **options)
         policy = load_policy(str(folder), choose_attention("auto", device))
-    sizes = parameter_sizes(policy)
     policy = wrap_model(policy, world, "fsdp", torch.bfloat16)
     result = {"copy GB/s": copy_bandwidth(device)}
 
     def sync_engine() -> None:
-        engine.sync_weights(full_parameters(policy, torch.bfloat16), sizes, 0)
+        engine.sync_weights(full_parameters(policy, torch.bfloat16), 0)
 
     sync = seconds(sync_engine, args.repeats, device)
-    result |= {"sync s": sync, "sync GB/s": 2 * sum(sizes.values()) / 1e9 / sync}
+    result |= {"sync s": sync, "sync GB/s": 2 * sum(engine.books.expected.values()) / 1e9 / sync}
     for level in (1, 2) if device.type == "cuda" else ():
         engine.sleep_level, times = level, {"sleep": [], "wake": []}
         for _ in range(args.repeats + 1):

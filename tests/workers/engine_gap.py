@@ -13,13 +13,14 @@ from unittest.mock import patch
 
 import torch
 
+from common.data.render import end_token_ids
 from common.distributed import World, init_world, reshard, run, wrap_model
 from common.engine.books import Sampling
 from common.engine.hf import HuggingFaceEngine
 from common.engine.vllm import VllmEngine
 from common.episodes import Row, sample_episodes
-from common.hub import end_token_ids, load_tokenizer, resolve_model
-from common.models import full_parameters, load_policy, parameter_sizes
+from common.hub import load_tokenizer, resolve_model
+from common.models import full_parameters, load_policy
 from common.packing import TokenIndex, pack
 from common.precision import DTYPES, checked_gap, gap_limit
 
@@ -57,7 +58,6 @@ def main(args: argparse.Namespace) -> None:
     options = {"end_ids": end_token_ids(path, tokenizer), "max_model_len": 512, "sleep_level": args.sleep_level}
     engine = make(path, dtype, world, **options, **({"memory_gib": 2.0} if world.device.type == "cuda" else {}))
     policy = load_policy(path, "sdpa")
-    sizes = parameter_sizes(policy)
     policy = wrap_model(policy, world, "fsdp", dtype)
     sampling = Sampling(n=2, max_tokens=args.tokens, temperature=args.temperature)
     # long enough for several blocks of KV cache: a prefix cache that outlives a sync would show
@@ -88,7 +88,7 @@ def main(args: argparse.Namespace) -> None:
                 parameter.to_local().copy_(start + 0.05 * start.std(correction=0) * noise)
 
     def sync(step: int, weights=None) -> None:
-        engine.sync_weights(full_parameters(policy, dtype) if weights is None else weights, sizes, step)
+        engine.sync_weights(full_parameters(policy, dtype) if weights is None else weights, step)
 
     result: dict = {}
     sync(0)
