@@ -176,6 +176,36 @@ def test_ids_are_those_of_the_whole_conversation(template, role, workers):
     assert tokenizer.decode(ids) == whole and ids == tokenizer.encode(whole, add_special_tokens=False)
 
 
+class OtherEnd(ScriptedEngine):
+    """Its first turn ends in the other end token of generation_config.json."""
+
+    def step(self):
+        ((key, (completion,)),) = super().step()
+        if sum(asked[0] == key for asked in self.asked) == 1:
+            completion.token_ids[-1] = self.tokenizer.pad_token_id
+        return [(key, [completion])]
+
+
+@pytest.mark.parametrize("template", [QWEN, QWEN_VL, SMOLLM], ids=["Qwen2.5", "Qwen2.5-VL", "SmolLM2"])
+def test_a_turn_that_ends_in_another_end_token_is_closed_as_the_template_closes_turns(template, workers):
+    """What was sampled stays; the template's token follows it, not trained on."""
+    tokenizer = build_tokenizer(template)
+    turns, the_row, call = Turns(tokenizer, workers), row(tokenizer), CROP.format([0, 0, 1, 1], 1)
+    ((episode,), _) = run([], turns, the_row, n=1, engine=OtherEnd(tokenizer, [[call, "two"]]))
+    assert episode.turns == 2 and len(episode.calls) == 1
+    said, last = (tokenizer.encode(text, add_special_tokens=False) for text in (call, "two"))
+    seen = turns.observation_ids([episode.calls[0]["text"]], "user")
+    assert tokenizer.convert_ids_to_tokens(episode.response_ids[len(said) :][:2]) == ["<|endoftext|>", "<|im_end|>"]
+    assert episode.loss_mask == [1] * (len(said) + 1) + [0] * (1 + len(seen)) + [1] * (len(last) + 1)
+    sampled = [-0.5 - i for i in range(len(said) + 1)], [-0.5 - i for i in range(len(last) + 1)]
+    assert episode.logprobs == [*sampled[0], *[0.0] * (1 + len(seen)), *sampled[1]]
+    messages = [*the_row.prompt, {"role": "assistant", "content": call}]
+    messages.append({"role": "user", "content": episode.calls[0]["text"]})
+    whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    context = the_row.prompt_ids + episode.response_ids[: -len(last) - 1]
+    assert tokenizer.decode(context).replace("<|endoftext|>", "") == whole
+
+
 def test_texts_and_pictures_of_an_observation_keep_their_order(vision):
     hermes = Hermes(build_tokenizer())
     image = Media.open("image", [picture(56, 56)], LIMITS)
