@@ -1,0 +1,95 @@
+"""Models of a hub: its subfolders, and what is fetched at all. A hub of our own, on this machine."""
+
+import json
+import shutil
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from common.hub import FOLDERS, load_tokenizer, resolve_model
+from common.models import load_policy
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class Handler(BaseHTTPRequestHandler):
+    """The three addresses that huggingface_hub asks: the repository, the list of its files, and each of them."""
+
+    def do_GET(self, body: bool = True) -> None:
+        root, path = self.server.root, self.path.partition("?")[0]
+        files = {str(file.relative_to(root / "org/warm-start")): file for file in root.rglob("*") if file.is_file()}
+        headers, content, status = {}, b"", 200
+        if path == "/api/models/org/warm-start/revision/main":
+            siblings = [{"rfilename": name} for name in files]
+            content = json.dumps({"id": "org/warm-start", "sha": COMMIT, "siblings": siblings}).encode()
+        elif path.startswith("/api/models/org/warm-start/tree/"):
+            entries = [{"type": "file", "path": n, "size": f.stat().st_size, "oid": n} for n, f in files.items()]
+            content = json.dumps(entries).encode()
+        elif (name := path.removeprefix(f"/org/warm-start/resolve/{COMMIT}/")) in files:
+            content, headers = files[name].read_bytes(), {"ETag": f'"{hash(name)}"', "X-Repo-Commit": COMMIT}
+            self.server.fetched.add(name)
+        else:
+            status, headers = 404, {"X-Error-Code": "RepoNotFound"}
+        self.send_response(status)
+        for header, value in (headers | {"Content-Length": str(len(content))}).items():
+            self.send_header(header, value)
+        self.end_headers()
+        self.wfile.write(content if body else b"")
+
+    def do_HEAD(self) -> None:
+        self.do_GET(body=False)
+
+    def log_message(self, *_) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A repository with checkpoints in subfolders, and none at its root; `fetched` is what was asked of it."""
+    repository = tmp_path / "hub" / "org" / "warm-start"
+    for name in ("checkpoint-123", "checkpoint-246"):
+        shutil.copytree(FOLDERS["tiny"], repository / name)
+        (repository / name / "global_step").mkdir()
+        (repository / name / "global_step" / "optimizer.json").write_text("{}")
+    (repository / "README.json").write_text("{}")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.root, server.fetched = tmp_path / "hub", set()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    yield server
+    server.shutdown()
+
+
+def test_a_subfolder_is_fetched_and_nothing_else(hub):
+    folder = resolve_model("org/warm-start/checkpoint-246")
+    assert Path(folder).name == "checkpoint-246"
+    assert load_tokenizer(folder).get_vocab() == load_tokenizer(str(FOLDERS["tiny"])).get_vocab()
+    load_policy(folder, "sdpa")
+    own = {f"checkpoint-246/{file.name}" for file in FOLDERS["tiny"].iterdir()}
+    assert hub.fetched <= own and "checkpoint-246/model.safetensors" in hub.fetched
+
+
+def test_without_a_model_at_its_root_the_subfolders_are_named(hub, monkeypatch):
+    for _ in range(2):  # the second time without the hub, out of the cache
+        with pytest.raises(SystemExit) as stop:
+            resolve_model("org/warm-start")
+        (line,) = str(stop.value).splitlines()
+        assert line.startswith("--model org/warm-start: no config.json or no tokenizer in it; ")
+        assert line.endswith("take org/warm-start/checkpoint-123, org/warm-start/checkpoint-246")
+        assert hub.fetched == {"README.json", "checkpoint-123/config.json", "checkpoint-246/config.json"}
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(SystemExit, match="--model org/nothing: no folder, none of tiny, tiny-vl, smollm2"):
+        resolve_model("org/nothing")
+
+
+def test_of_a_folder_without_a_model_the_subfolders_are_named(hub, tmp_path):
+    folder = tmp_path / "hub" / "org" / "warm-start"
+    with pytest.raises(SystemExit, match=f"take {folder}/checkpoint-123, {folder}/checkpoint-246"):
+        resolve_model(str(folder))
