@@ -3,8 +3,12 @@
 import json
 
 import pytest
+import torch
 from conftest import LITTLE_CACHE, ROOT, run_script, steps_of
-from vl import write_tied_llama
+from safetensors.torch import load_file
+from vl import write_random, write_tied_llama
+
+from common.prepare.tiny import write_demo_data
 
 SMALL = ["--prompts-per-step", 6, "--samples-per-prompt", 4, "--max-response-tokens", 96, "--max-rows", 64]
 SMALL += ["--eval-rows", 16]
@@ -39,6 +43,43 @@ def test_engine_and_trainer_agree_after_each_sync(model, orders, tmp_path):
     assert len(gaps) == (10 if orders else 3) and max(gaps) < 1e-4, gaps
     assert result["stale"] > 10 * 1e-4, "the policy must move enough for a stale engine to show"
     assert all(result["refused"].values()), result["refused"]
+
+
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+REFUSED = {  # by vLLM alone
+    "qwen3_moe": ({"num_experts": 4, **EXPERTS}, "Qwen3MoeForCausalLM is a mixture of experts"),
+    "olmoe": ({"num_experts": 4, "num_experts_per_tok": 2}, "OlmoeForCausalLM is a mixture of experts"),
+    "mixtral": ({"num_local_experts": 4, "sliding_window": None}, "MixtralForCausalLM is a mixture of experts"),
+    "smollm3": ({}, "vLLM has no SmolLM3ForCausalLM of its own"),
+    "gpt_neox": ({}, "vLLM has no GPTNeoXForCausalLM of its own"),
+    "olmo2": ({}, "vLLM has no Olmo2ForCausalLM of its own"),
+}
+SEVERAL = [pytest.param(kind, marks=[] if kind in ("qwen3_moe", "smollm3") else pytest.mark.slow) for kind in REFUSED]
+
+
+@pytest.mark.parametrize("kind", SEVERAL)
+def test_what_vllm_cannot_be_synced_with_is_refused_by_name_and_exact_in_the_other_engine(kind, tmp_path):
+    """Before anything is loaded. On two ranks, from a sync after a large step to the export."""
+    options, reason = REFUSED[kind]
+    model, data = write_random(tmp_path / "model", kind, **options), tmp_path / "data" / "train.parquet"
+    write_demo_data(data.parent)
+    (tmp_path / "reward.py").write_text("def kinds(solution_str, **_):\n    return len(set(solution_str))\n")
+    command = ["grpo.py", "--model", model, "--train-data", data, "--max-rows", 8, "--dtype", "fp32"]
+    command += ["--reward-function", f"{tmp_path}/reward.py:kinds", "--learning-rate", 1e-2, "--total-steps", 2]
+    command += ["--prompts-per-step", 2, "--samples-per-prompt", 2, "--max-response-tokens", 16]
+    command += ["--max-prompt-tokens", 512]
+    run = tmp_path / "run"
+    refused = run_script(*command, "--output-dir", run, check=False)
+    said = refused.stderr.strip().splitlines()[-1]
+    assert refused.returncode == 1 and said.startswith(f"--model {model}: {reason}"), refused.stderr
+    assert said.endswith("; --engine hf runs it") and "Traceback" not in refused.stderr
+
+    run_script(*command, "--output-dir", run, "--engine", "hf", ranks=2)
+    steps = steps_of(run)
+    assert steps[1]["optim/grad_norm"] > 0 and steps[2]["policy/rollout_logprob_gap"] < 1e-4
+    before, after = (load_file(folder / "model.safetensors") for folder in (model, run / "model"))
+    assert before.keys() == after.keys(), "the checkpoint's own names"
+    assert sum(not torch.equal(before[name], after[name]) for name in before) > len(before) / 2
 
 
 def test_ranks_and_strategies_take_the_same_first_step(tmp_path):

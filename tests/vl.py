@@ -133,14 +133,20 @@ def write_tiny_vl(folder: Path, seed: int = 0, taught: bool = False) -> Path:
 
 def write_tied_llama(folder: Path) -> Path:
     """SmolLM2 at a thousandth of its size: its architecture and template, its head tied to the embeddings."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    return write_random(folder, "llama", tie_word_embeddings=True)
+
+
+def write_random(folder: Path, kind: str, **options) -> Path:
+    """A model of two layers of a causal language model of transformers, with SmolLM2's template."""
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     tokenizer = build_tokenizer(SMOLLM)
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 2}
     sizes |= {"num_key_value_heads": 1, "vocab_size": len(tokenizer), "max_position_embeddings": 1024}
-    config = LlamaConfig(**sizes, tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id)
-    model = LlamaForCausalLM(config)
+    ids = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": 0, "pad_token_id": tokenizer.pad_token_id}
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**(sizes | ids | options)))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
