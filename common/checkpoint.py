@@ -66,7 +66,7 @@ class Checkpoints:
         return {name: (adamw.model, adamw.optimizer) for name, adamw in self.optimizers.items()}
 
     def resume(self, weights_only: bool = False) -> int:
-        """Load what --resume names, if there is anything; the step that training goes on from. All ranks call it."""
+        """Load what --resume names, or its weights alone; the step that training goes on from. All ranks call it."""
         if not self.job.checkpoint:
             return 0
         trained = {name: (model, None if weights_only else own) for name, (model, own) in self.trained.items()}
