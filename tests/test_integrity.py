@@ -252,7 +252,7 @@ def test_a_run_that_another_one_has_taken_over_from_ends(tmp_path, monkeypatch):
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_node_that_does_not_see_the_run_folder_is_named(tmp_path, monkeypatch, shared):
     """Rank 0 has its lock, which each rank must find where it writes itself."""
-    lock, slept = RunLock(tmp_path / "of rank 0", print), []
+    lock, slept = lock_folder(tmp_path / "of rank 0", print), []
     monkeypatch.setattr(setup, "broadcast_object", lambda value: lock.token)
     monkeypatch.setattr(setup, "time", SimpleNamespace(sleep=slept.append))  # not that of the heartbeats
     rank, own = SimpleNamespace(is_main=False), tmp_path / ("of rank 0" if shared else "of this node")
