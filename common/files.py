@@ -51,6 +51,18 @@ def user_errors() -> Iterator[None]:
         raise SystemExit(f"error: {error}") from error
 
 
+@contextmanager
+def memory_advice(phase: str) -> Iterator[None]:
+    """Out of memory in a phase that cannot be repeated ends the run with the flags that help."""
+    try:
+        yield
+    except RuntimeError as error:  # torch.OutOfMemoryError is one; vLLM's allocator raises plain ones
+        if "out of memory" not in str(error).lower():
+            raise
+        remedy = "lower --engine-memory, add --optimizer-offload or --reference-offload, or use more GPUs"
+        raise SystemExit(f"out of GPU memory in {phase}: {remedy}; then the same command goes on") from error
+
+
 def refuse(wrong: bool, message: str) -> None:
     if wrong:
         raise SystemExit(message)

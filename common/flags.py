@@ -9,7 +9,6 @@ names on the command line carry no prefix. Another default for a fork stands in 
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
@@ -192,18 +191,6 @@ def refuse_idle(flags: Any, uses: dict[str, tuple[bool, str]]) -> None:
     for name, (used, needs) in uses.items():
         said = {flag(name), flag(name).replace("--", "--no-", 1)} & given
         refuse(not used and bool(said), f"{flag(name)} {getattr(flags, name)} has no effect: needs {needs}")
-
-
-@contextmanager
-def memory_advice(phase: str) -> Iterator[None]:
-    """Out of memory in a phase that cannot be repeated ends the run with the flags that help."""
-    try:
-        yield
-    except RuntimeError as error:  # torch.OutOfMemoryError is one; vLLM's allocator raises plain ones
-        if "out of memory" not in str(error).lower():
-            raise
-        remedy = "lower --engine-memory, add --optimizer-offload or --reference-offload, or use more GPUs"
-        raise SystemExit(f"out of GPU memory in {phase}: {remedy}; then the same command goes on") from error
 
 
 def explain_foreign(arguments: list[str], args_class: type) -> None:

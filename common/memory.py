@@ -12,8 +12,7 @@ from torch import nn
 from common.distributed import World, abandon_backward
 from common.files import refuse, replace_file
 from common.flags import Machine, Rollout
-from common.torch_repair import transformers
-from common.vision import auto_class
+from common.vision import skeleton
 
 # Bytes per token, layer and hidden unit, measured with transformers' Llama in bf16 (its norms compute in float32).
 ACTIVATION_BYTES = {False: 60, True: 8}  # by --gradient-checkpointing
@@ -22,10 +21,8 @@ GIB = 2**30 / 1e9  # in GB
 
 def model_shape(path: str, trust_remote_code: bool = False) -> tuple[int, int]:
     """(number of parameters, layers x hidden size) of the model in a folder; no weights are read."""
-    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    with torch.device("meta"):
-        model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
-    text = config.get_text_config()
+    model = skeleton(path, trust_remote_code)
+    text = model.config.get_text_config()
     return sum(p.numel() for p in model.parameters()), text.num_hidden_layers * text.hidden_size
 
 

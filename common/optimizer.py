@@ -6,8 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from common.files import refuse
-from common.flags import memory_advice
+from common.files import memory_advice, refuse
 from common.means import Means
 from common.precision import LossScale
 

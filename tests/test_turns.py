@@ -11,12 +11,12 @@ from vl import QWEN, QWEN_VL, SMOLLM, build_tokenizer, picture, write_tiny_vl
 
 from common.data.render import render
 from common.engine.books import Completion, Sampling
-from common.episodes import FINISH_REASONS, Row, request_seed, sample_episodes
+from common.episodes import FINISH_REASONS, Episode, Row, request_seed, sample_episodes
 from common.packing import TokenIndex, pack
 from common.pictures import Media, PixelLimits
 from common.tools import ToolWorkers
 from common.tools.trajectories import Turns
-from common.tools.turns import Call, Hermes
+from common.tools.turns import Call, Hermes, ToolReply
 from common.vision import load_vision
 
 LIMITS = PixelLimits(784, 64 * 784, 16 * 784)
@@ -72,6 +72,16 @@ def run(scripts, turns, the_row, max_tokens=4000, n=None, engine=None):
     sampling = Sampling(n or len(scripts), max_tokens)
     options = {"seed": 1, "step": 2, "weights_step": 2, "turns": turns}
     return sample_episodes(engine, {0: the_row}, sampling, **options), engine
+
+
+def test_a_picture_that_cannot_be_read_is_told_to_the_policy(vision, workers):
+    """`call_tool` sends none; a tool that writes its reply itself may."""
+    tokenizer = build_tokenizer()
+    turns, the_row = Turns(tokenizer, workers, vision), row(tokenizer, vision)
+    episode = Episode(0, 0, the_row.prompt_ids, [5, tokenizer.eos_token_id], [1, 1], [-0.5, -0.5], "stop", turns=1)
+    assert turns.add_observation(episode, Call("forged", {}), ToolReply("see", [b"no picture"]), 4000)
+    assert "unreadable image" in tokenizer.decode(episode.response_ids) and not episode.media
+    assert episode.calls[0]["error"] and "see" not in tokenizer.decode(episode.response_ids)
 
 
 def test_three_turns_with_two_crops_and_an_error(vision, workers):

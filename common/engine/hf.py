@@ -9,7 +9,7 @@ from torch import Tensor
 
 from common.distributed import World
 from common.engine.books import Completion, Sampling, WeightBooks, Weights, without_placeholder
-from common.flags import memory_advice
+from common.files import memory_advice
 from common.pictures import Media
 from common.progress import Progress
 from common.torch_repair import transformers

@@ -16,7 +16,7 @@ from PIL import Image
 
 from common.distributed import World
 from common.engine.books import Completion, Sampling, WeightBooks, Weights, without_placeholder
-from common.flags import memory_advice
+from common.files import memory_advice
 from common.pictures import Media
 from common.vision import Vision, skeleton
 

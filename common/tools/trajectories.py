@@ -7,7 +7,7 @@ from common.episodes import Episode, Row
 from common.flags import Rollout
 from common.pictures import Media
 from common.tools import ToolWorkers, find_tool
-from common.tools.turns import Call, Hermes, ToolReply
+from common.tools.turns import Call, Hermes, ToolReply, error_text
 from common.torch_repair import transformers
 from common.vision import Vision
 
@@ -64,13 +64,11 @@ class Turns:
 
     def add_observation(self, episode: Episode, call: Call, reply: ToolReply, max_tokens: int) -> bool:
         """Append what a tool has replied. False, with its finish_reason, if the trajectory ends instead."""
-        parts: list[str | Media] = []
-        for part in reply.parts:
-            if isinstance(part, str):
-                parts.append(part)
-            elif self.vision:
-                is_frame = "frames" in reply.info
-                parts.append(Media.open("image", [part], self.vision.limits, is_frame))
+        try:
+            parts = self.open_parts(reply)
+        except ValueError as error:  # what a tool has written past `call_tool`
+            reply = ToolReply(error_text(f"{call.name}: {error}", reply.role), error=True, role=reply.role)
+            parts = self.open_parts(reply)
         media = [part for part in parts if isinstance(part, Media)]
         record = {"turn": episode.turns - 1, "name": call.name, "arguments": call.arguments, "text": reply.text}
         episode.calls.append(record | {"error": reply.error or reply.failed, "info": reply.info, "media": 0})
@@ -94,6 +92,16 @@ class Turns:
             episode.calls[-1]["media"] = len(media)
             return True
         return False
+
+    def open_parts(self, reply: ToolReply) -> list[str | Media]:
+        """Texts and, for a model that sees, pictures of a reply. ValueError for one that cannot be read."""
+        parts: list[str | Media] = []
+        for part in reply.parts:
+            if isinstance(part, str):
+                parts.append(part)
+            elif self.vision:
+                parts.append(Media.open("image", [part], self.vision.limits, is_frame="frames" in reply.info))
+        return parts
 
     def observation_ids(self, parts: Sequence[str | Media], role: str) -> list[int]:
         """What stands between an end-of-turn token and the next turn, from the new message alone."""
