@@ -1,7 +1,10 @@
 """What is refused as a model, before it would train on log-probs of another one; and what an export leaves behind."""
 
+import shutil
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -50,6 +53,17 @@ def test_loading_a_refused_model_names_it(tmp_path):
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(SystemExit, match=f"--model {tmp_path}: mistral has sliding windows"):
         load_policy(str(tmp_path), "sdpa")
+
+
+def test_a_checkpoint_without_one_of_its_tensors_is_refused_by_name(tmp_path):
+    """transformers would go on from a random one."""
+    shutil.copytree(FOLDERS["tiny"], tmp_path / "model")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(SystemExit, match=r"model: its files have no model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_policy(str(tmp_path / "model"), "sdpa")
+    load_policy(str(tmp_path / "model"), "sdpa", from_scratch=True)
 
 
 def test_there_is_no_dropout(tmp_path):
