@@ -130,8 +130,8 @@ def test_out_of_memory_in_an_engine_names_its_phase(engine, phase, monkeypatch):
     own = engine.__new__(engine)
     own.sleep_level, own.model, own.llm, own.books, own.dtype, own.device = 1, broken, broken, broken, None, None
     own.requests, own.max_sequences, own._generate_batch = [1], 1, fail
-    broken.named_parameters = lambda **_: ()
-    arguments = {"sync_weights": ((), {}, 1), "wake": ("weights",), "step": ()}[phase]
+
+    arguments = {"sync_weights": ((), 1), "wake": ("weights",), "step": ()}[phase]
     expected = "the rollout" if phase == "step" else "the weight sync"
     with pytest.raises(
         SystemExit, match=f"out of GPU memory in {expected}: lower --engine-memory, add --optimizer-off"
