@@ -73,7 +73,7 @@ class Checkpoints:
         saved = load_checkpoint(self.job.checkpoint, trained, self.world)
         self.best, scales = saved["best"], saved["loss_scale"]
         for name, adamw in self.optimizers.items():
-            adamw.loss_scale.load_state_dict(scales.get(name, scales))  # in older checkpoints a single one has no name
+            adamw.loss_scale.load_state_dict(scales[name])
         for name, part in self.state.items():
             part.load_state_dict(saved[name])
         self.start = saved["step"]
@@ -138,10 +138,7 @@ def save_checkpoint(
 
     def write_shards() -> None:
         dcp.save({name: _shards(*pair) for name, pair in trained.items()}, checkpoint_id=temporary / "state")
-        random_states = {"cpu": torch.get_rng_state()}  # all else is drawn from generators seeded by the step
-        if torch.cuda.is_available():
-            random_states["gpu"] = torch.cuda.get_rng_state()
-        save_file(random_states, temporary / f"rng_{world.rank}.safetensors")
+        save_file(_random_states(), temporary / f"rng_{world.rank}.safetensors")
         if world.is_main:
             record = json.dumps({"step": step, "world_size": world.size, **state}, indent=1)
             (temporary / "trainer.json").write_text(record)
@@ -170,6 +167,12 @@ def save_checkpoint(
                 print(f"warning: no checkpoint of step {step} ({problem}; {room}); training goes on", flush=True)
             return False
     return True
+
+
+def _random_states() -> dict[str, torch.Tensor]:
+    """All else is drawn from generators that are seeded by the step."""
+    gpu = {"gpu": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
+    return {"cpu": torch.get_rng_state()} | gpu
 
 
 def checkpoint_bytes(trained: Trained) -> int:

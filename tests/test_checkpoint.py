@@ -214,8 +214,8 @@ OTHER = {"scale": 2.0, "good_steps": 1, "dynamic": True}
 LOADER = {"consumed": 9, "seed": 0, "num_rows": 20}
 
 
-def save_as_before(folder, world, record, names=("policy",)) -> dict:
-    """A checkpoint with the trainer.json of the scripts before `Checkpoints` (commit 89afd0e), of step 7."""
+def save_step_7(folder, world, record, names=("policy",)) -> dict:
+    """A checkpoint of step 7, with that record in its trainer.json; returns its models."""
     torch.manual_seed(1)
     models = {name: nn.Linear(4, 3) for name in names}
     of_all = {}
@@ -231,10 +231,9 @@ def same_weights(a: nn.Module, b: nn.Module) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
 
 
-def test_a_run_of_older_scripts_goes_on(tmp_path, world):
-    """There the loss scale of the only optimizer had no name."""
-    record = {"best": 0.25, "kl_coef": 0.03, "loader": LOADER, "loss_scale": SCALE}
-    models = save_as_before(tmp_path, world, record)
+def test_a_run_goes_on_where_its_checkpoint_is(tmp_path, world):
+    record = {"best": 0.25, "kl_coef": 0.03, "loader": LOADER, "loss_scale": {"policy": SCALE}}
+    models = save_step_7(tmp_path, world, record)
     loader, controller = PromptLoader(20, seed=0), grpo.KLController(0.01, target=0.1, horizon=100.0)
     now = checkpoints(tmp_path, world, state={"loader": loader, "kl_coef": controller})
     assert now.resume() == now.start == 7 and now.job.checkpoint.name == "step_000007"
@@ -244,10 +243,9 @@ def test_a_run_of_older_scripts_goes_on(tmp_path, world):
     assert same_weights(optimizer.model, models["policy"]) and len(optimizer.optimizer.state) == 2
 
 
-def test_a_run_of_the_older_ppo_goes_on(tmp_path, world):
-    """There it had: one for each of two models."""
+def test_each_of_two_models_has_its_own_loss_scale(tmp_path, world):
     record = {"best": -math.inf, "kl_coef": 0.0, "loader": LOADER, "loss_scale": {"policy": SCALE, "critic": OTHER}}
-    models = save_as_before(tmp_path, world, record, names=("policy", "critic"))
+    models = save_step_7(tmp_path, world, record, names=("policy", "critic"))
     now = checkpoints(tmp_path, world, names=("policy", "critic"), state={"loader": PromptLoader(20, seed=0)})
     assert now.resume() == 7 and now.best == -math.inf
     assert [now.optimizers[name].scale for name in ("policy", "critic")] == [8.0, 2.0]
@@ -351,7 +349,7 @@ def test_a_disk_without_room_for_all_that_will_be_kept_is_told(tmp_path, world, 
 )
 def test_a_fixed_kl_coefficient_is_that_of_the_flag_after_a_resume(tmp_path, world, target, saved, coef):
     """One that adapts goes on where it was, unless the run before had no KL at all."""
-    save_as_before(tmp_path, world, {"best": 0.0, "kl_coef": saved, "loss_scale": SCALE})
+    save_step_7(tmp_path, world, {"best": 0.0, "kl_coef": saved, "loss_scale": {"policy": SCALE}})
     controller = grpo.KLController(0.05, target, horizon=100.0)
     checkpoints(tmp_path, world, state={"kl_coef": controller}).resume()
     assert controller.coef == controller.state_dict() == coef
