@@ -78,8 +78,7 @@ def damage(folder: Path, share: slice = slice(None)) -> str | None:
         except OSError as error:
             return f"has an unreadable {name} ({error.strerror})"
         if found != files[name]:
-            short = f"{found[0]} bytes instead of {files[name][0]}"
-            return f"has a damaged {name} ({short if found[0] != files[name][0] else 'another SHA-256'})"
+            return f"has a damaged {name} (another {'SHA-256' if found[0] == files[name][0] else 'size'})"
     return None
 
 

@@ -21,11 +21,13 @@ class Logger:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # A run killed while writing leaves half a line; the next record must not be glued to it.
-        self.torn = self.path.exists() and self.path.read_bytes()[-1:] not in (b"", b"\n")
+        self.torn = self.path.is_file() and self.path.read_bytes()[-1:] not in (b"", b"\n")
 
     def _append(self, record: dict) -> None:
         line = json.dumps(jsonable(record), allow_nan=False) + "\n"
         try:
+            if self.path.is_fifo():
+                raise OSError("a pipe, which would wait for a reader")
             with open(self.path, "a") as file:  # opened each time: what could not be flushed is not kept and retried
                 file.write("\n" * self.torn + line)
             self.torn = False

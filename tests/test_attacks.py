@@ -8,20 +8,28 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
+import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import deadline, trained
+from conftest import ROOT, deadline, run_script, trained, wait_until
+from test_reward_workers import FUNCTION, alive, job, scored
 
 from common.checkpoint import _shards, find_checkpoint, load_checkpoint, save_checkpoint
 from common.integrity import digest
+from common.rewards import RewardWorkers
 
 pytestmark = pytest.mark.slow
 IDENTITY = {"script": "grpo", "model": "0123"}
@@ -343,3 +351,263 @@ def test_hostile_pickles_with_a_manifest_that_promises_them(resume, table, place
         outcomes.append(resume(lambda folder, attack=attack: (attack(folder), promised(folder)), "step_000002"))
     table(f"checkpoint: hostile pickles as {place}, manifest repaired", outcomes)
     assert set(outcomes) == {"refused, with the remedy"}
+
+
+# --- workers ------------------------------------------------------------------------------------------------------
+
+MORE = """
+import asyncio, collections, json, resource, shutil, socket
+ROOM = 300 * 2**20
+
+
+class Awkward(BaseException):
+    def __str__(self):
+        raise SystemExit
+
+
+class Odd:
+    def __float__(self):
+        raise KeyboardInterrupt
+
+    def __str__(self):
+        os._exit(5)
+
+
+class Endless(collections.abc.Mapping):
+    __len__ = lambda self: 1
+    __getitem__ = lambda self, key: 1.0
+    __contains__ = lambda self, key: True
+
+    def __iter__(self):
+        while True:
+            yield "score"
+
+
+def throw(error):
+    raise error
+
+
+def own_token():
+    frame = sys._getframe()
+    while "token" not in frame.f_locals:
+        frame = frame.f_back
+    return forge(json.dumps({"token": frame.f_locals["token"], "result": {"score": 9.0}}).encode())
+
+
+def shut():
+    for number in os.listdir("/proc/self/fd"):
+        if os.path.exists(f"/proc/self/fd/{number}") and "socket:" in os.readlink(f"/proc/self/fd/{number}"):
+            socket.socket(fileno=int(number)).shutdown(socket.SHUT_RDWR)
+
+
+def daemon():
+    if not os.fork():
+        os.setsid()
+        if pid := os.fork():
+            Path(os.environ["CHILD"]).write_text(str(pid))
+            os._exit(0)
+        time.sleep(600)
+    os.wait()
+    return 1.0
+
+
+def forks(count):
+    for _ in range(count):
+        if not os.fork():
+            time.sleep(600)
+    return 1.0
+
+
+def threads(count):
+    for _ in range(count):
+        threading.Thread(target=spin, daemon=True).start()
+    return 1.0
+
+
+def deep():
+    value = []
+    for _ in range(10**5):
+        value = [value]
+    return value
+
+
+ACTIONS |= {
+    "forge its own token": own_token,
+    "forge 1000 guesses": lambda: forge(*[b'{"token": "%032x", "result": {"score": 9.0}}' % i for i in range(1000)]),
+    "SIGSTOP itself": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "SIGKILL its group": lambda: os.killpg(0, signal.SIGKILL),
+    "SIGSTOP its group": lambda: os.killpg(0, signal.SIGSTOP),
+    "shut the sockets": shut,
+    "close all files": lambda: os.closerange(0, 1000),
+    "sleep in C": lambda: ctypes.CDLL(None).sleep(60),
+    "a daemon": daemon,
+    "20 forks": lambda: forks(20),
+    "4 threads that spin": lambda: threads(4),
+    "KeyboardInterrupt": lambda: throw(KeyboardInterrupt()),
+    "GeneratorExit": lambda: throw(GeneratorExit()),
+    "CancelledError": lambda: throw(asyncio.CancelledError()),
+    "an exception that raises": lambda: throw(Awkward()),
+    "a giant message": lambda: throw(ValueError("x" * 10**8)),
+    "a giant text": lambda: {"score": 1.0, "pred": "x" * ROOM},
+    "a million keys": lambda: {"score": 1.0, **dict.fromkeys(range(10**6), 1)},
+    "a mapping without end": Endless,
+    "an odd object": Odd,
+    "1e300": lambda: 1e300,
+    "10**400": lambda: 10**400,
+    "-inf": lambda: -float("inf"),
+    "a text": lambda: "1.0",
+    "a complex": lambda: 1j,
+    "a deep list": lambda: {"score": 1.0, "pred": deep()},
+    "surrogates as a key": lambda: {"score": 1.0, "\\ud800": "\\ud800"},
+    "another folder": lambda: os.chdir("/") or 1.0,
+    "its file is deleted": lambda: os.unlink(__file__) or 1.0,
+    "no files allowed": lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0)) or 1.0,
+    "no CPU time allowed": lambda: resource.setrlimit(resource.RLIMIT_CPU, (0, 0)) or spin(),
+    "json is replaced": lambda: setattr(json, "dumps", lambda *_, **__: "x") or 1.0,
+}
+"""
+HARMLESS = {"pid", "torch", "MiB", "nothing", "own error"}
+ATTACKS = [name for name in re.findall(r'^    "([^"]+)": ', FUNCTION + MORE, re.MULTILINE) if name not in HARMLESS]
+
+
+@pytest.fixture
+def pool(tmp_path, monkeypatch):
+    """A pool of one worker, which dies with the test, and so does all that it has started."""
+    (tmp_path / "function.py").write_text(FUNCTION + MORE)
+    (tmp_path / "neighbour.py").write_text("LENGTH = 3\n")
+    monkeypatch.setenv("CHILD", str(tmp_path / "child"))
+    before = set(psutil.Process().children(recursive=True))
+    pool = RewardWorkers(f"{tmp_path / 'function.py'}:act", 1, timeout_s=1.0, memory_gib=1.0)
+    yield pool
+    pool.close()
+    if (tmp_path / "child").exists():
+        with suppress(ProcessLookupError):
+            os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
+    wait_until(lambda: not any(alive(p.pid) for p in set(psutil.Process().children(recursive=True)) - before))
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_reward_function(pool, table, attack):
+    """It costs its sample, and the next job works within seconds."""
+    patience = 60.0 if attack in ("chat", "a million keys", "a giant text", "a giant message") else 1.0
+    outcomes = []
+    for _ in range(3):
+        pool.timeout_s = patience
+        with deadline(90):
+            (reply,) = pool.score([job(attack)])
+        assert reply.keys() == {"error"} or -1e6 <= reply["score"] <= 1e6, reply
+        outcomes.append(in_words(reply))
+        pool.timeout_s, start, tries = 3.0, time.monotonic(), 1
+        while (reply := pool.score([job("5")])) != [scored(5)]:
+            assert reply[0].keys() == {"error"} and time.monotonic() - start < 20, reply
+            tries += 1
+        outcomes[-1] += f", and {tries - 1} after it" if tries > 1 else ""
+        assert time.monotonic() - start < 20
+    table(f"worker: {attack}", outcomes)
+
+
+def in_words(reply: dict) -> str:
+    if "error" not in reply:
+        return f"the score {reply['score']:g}"
+    assert len(reply["error"]) < 1000
+    return f"costs its sample: {reply['error'].splitlines()[0][:60]}"
+
+
+def test_a_reward_function_kills_the_trainer(tmp_path, table):
+    (tmp_path / "f.py").write_text("import os, signal\ndef f(**_):\n    os.kill(os.getppid(), signal.SIGKILL)\n")
+    code = "import sys; from common.rewards import RewardWorkers; pool = RewardWorkers(sys.argv[1], 2, 60.0); "
+    code += "print(pool.workers[0].process.pid, flush=True); pool.score([('test', '3', 7, {})] * 4)"
+    command = [sys.executable, "-c", code, f"{tmp_path / 'f.py'}:f"]
+    outcomes = []
+    for _ in range(3):
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert done.returncode == -signal.SIGKILL
+        wait_until(lambda pid=int(done.stdout): not alive(pid), seconds=10)
+        outcomes.append("the run ends, no worker is left")
+    table("worker: SIGKILL of the trainer", outcomes)
+
+
+# --- disks: what a reward function does to the run folder while the first of three steps is on record ---------------
+
+SABOTEUR = """
+import os, shutil, subprocess
+from pathlib import Path
+
+run, name = Path(os.environ["RUN"]), os.environ["ATTACK"]
+
+
+def instead(file, by):
+    shutil.rmtree(file) if file.is_dir() else file.unlink(missing_ok=True)
+    by(file)
+
+
+def fill():
+    with open(run / "filler", "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(2**12))
+
+
+what, _, how = name.partition(": ")
+BY = {"a folder": Path.mkdir, "a FIFO": os.mkfifo, "a file": Path.touch, "removed": lambda file: None}
+BY |= {"a loop": lambda file: file.symlink_to(file.name), "a full device": lambda file: file.symlink_to("/dev/full")}
+
+
+def attack():
+    if what == "full":
+        fill()
+    elif what == "read-only":
+        subprocess.run(["mount", "-o", "remount,ro", run.parent], check=True)
+    else:
+        instead(run / what, BY[how])
+
+
+def fn(data_source, solution_str, ground_truth, extra_info=None):
+    metrics = run / "metrics.jsonl"
+    if metrics.is_file() and '"step": 1' in metrics.read_text():
+        try:
+            os.close(os.open(os.environ["MARK"], os.O_CREAT | os.O_EXCL))
+            attack()
+        except OSError:
+            pass
+    return float(len(solution_str) % 3)
+"""
+DISKS = ["full", "read-only", ".: removed", "checkpoints: removed", "lock: removed"]
+DISKS += [
+    f"{name}: {kind}"
+    for name in ("metrics.jsonl", "config.json", "checkpoints/latest")
+    for kind in ("a folder", "a FIFO")
+]
+DISKS += ["metrics.jsonl: a loop", "metrics.jsonl: a full device"]
+DISKS += [f"{name}: a file" for name in ("checkpoints", "rollouts", "eval", "model")] + ["curves.png: a folder"]
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A file system of 256 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256m", "tmpfs", folder]).returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.mark.parametrize("attack", DISKS)
+def test_a_run_folder(disk, tmp_path, table, attack):
+    """Warnings, and all steps; what cannot be written at the end is one line."""
+    (tmp_path / "saboteur.py").write_text(SABOTEUR)
+    options = ["--engine", "hf", "--prompts-per-step", 2, "--samples-per-prompt", 2, "--max-response-tokens", 16]
+    options += ["--max-rows", 8, "--total-steps", 3, "--eval-every", 1, "--eval-rows", 2, "--save-every", 1]
+    options += ["--no-eval-before", "--dump-rollouts-every", 1]
+    options += ["--reward-function", f"{tmp_path / 'saboteur.py'}:fn", "--output-dir", disk / "run"]
+    environment = {"RUN": str(disk / "run"), "ATTACK": attack, "MARK": str(tmp_path / "mark")}
+    done = run_script("grpo.py", *options, env=environment, check=False, timeout=180)
+    assert (tmp_path / "mark").exists(), done.stdout
+    said = done.stdout + done.stderr
+    assert "Traceback" not in said and "step 3/3" in said, said[-3000:]
+    warnings = [line for line in done.stdout.splitlines() if line.startswith("warning: ")]
+    outcome = f"all steps, {len(warnings)} warnings, exit code {done.returncode}"
+    if done.returncode:
+        assert done.stderr.count("\n") == 1, done.stderr
+        outcome += f": {done.stderr.strip().replace(str(disk), '')[:80]}"
+    table(f"disk: {attack}", [outcome])

@@ -3,6 +3,7 @@
 import random
 import subprocess
 import time
+from statistics import median
 
 import pytest
 from conftest import ROOT, kill_all, metrics_of, run_script, script_environment, steps_of, torchrun
@@ -31,17 +32,18 @@ OPTIONS = {
 )
 def test_kills(tmp_path, script, ranks, engine, kills):
     options = [*OPTIONS[script], "--eval-rows", 8, "--eval-every", 9, "--save-every", 1, "--total-steps", 2 * kills]
-    options += ["--engine", engine] if engine else []
+    options += ["--engine", engine, "--no-eval-before"] if engine else []
     run_script(script, *options, "--output-dir", tmp_path / "whole", ranks=ranks, timeout=1800)
     command = torchrun(script, *options, "--output-dir", tmp_path / "killed", ranks=ranks)
     metrics, rng, killed = tmp_path / "killed" / "metrics.jsonl", random.Random(ranks), 0
+    a_step = median(step["time/step_s"] for step in metrics_of(tmp_path / "whole") if "time/step_s" in step)
     while killed < kills:
         with (tmp_path / "log").open("a") as log:
             process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=script_environment())
         size = metrics.stat().st_size if metrics.exists() else 0
         while process.poll() is None and (metrics.stat().st_size if metrics.exists() else 0) <= size:
             time.sleep(0.01)  # loading; then the first new record, of a resume or a step
-        time.sleep(rng.uniform(0, 2.5))
+        time.sleep(rng.uniform(0, 2.0 * a_step))
         if process.poll() is not None:
             break
         kill_all(process)
@@ -50,6 +52,7 @@ def test_kills(tmp_path, script, ranks, engine, kills):
     run_script(script, *options, "--output-dir", tmp_path / "killed", ranks=ranks, timeout=1800)
     resumed = [r for r in metrics_of(tmp_path / "killed") if r.get("event") == "resumed"]
     print(f"\n{script}, {ranks} ranks, {engine}: {killed} kills, {len(resumed)} resumes")
+    assert len(resumed) > killed // 2, "most are killed after their first checkpoint"
     weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("whole", "killed")]
     assert weights[0] == weights[1]
     assert steps_of(tmp_path / "whole") == steps_of(tmp_path / "killed")

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import types
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import run_script
+from conftest import deadline, run_script
 
 from common import distributed, logger, processes
 from common.episodes import Episode, Row
@@ -101,6 +102,24 @@ def test_a_really_full_device(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     log.log(1, {"a": 1.0})
     assert "No space left on device" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("instead", [Path.mkdir, os.mkfifo], ids=["a folder", "a pipe"])
+def test_what_stands_in_the_place_of_the_records_costs_them_and_not_the_run(tmp_path, capsys, instead):
+    for name in ("metrics.jsonl", "config.json"):
+        instead(tmp_path / name)
+    start = time.monotonic()
+    with deadline(5):
+        assert machine.changed_flags(tmp_path, {"seed": 1}) == {}
+    with deadline(5):
+        make(tmp_path).log(1, {"a": 1.0})
+    with deadline(5):
+        plot_curves(tmp_path)
+    machine.save_config(tmp_path, {"seed": 1})
+    assert time.monotonic() - start < 5, "nothing waits for a reader"
+    said = capsys.readouterr().out
+    assert f"warning: cannot write {tmp_path}/metrics.jsonl" in said and "step   1/100" in said
+    assert (tmp_path / "config.json").is_file() or f"warning: {tmp_path}/config.json not written" in said
 
 
 def test_other_ranks_do_nothing(tmp_path, capsys):

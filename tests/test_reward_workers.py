@@ -110,6 +110,7 @@ SCORE = b'{"result": {"score": 9.0, "truth": 7.0}}'
 ACTIONS = {
     "forge a score": lambda: forge(SCORE),
     "forge an error": lambda: forge(b'{"error": 5}'),
+    "forge a message": lambda: forge(b'{"token": null, "error": "from the function"}'),
     "forge a token": lambda: forge(b'{"token": null, "result": {"score": 9.0}}'),
     "forge a list": lambda: forge(b"[1]"),
     "forge a number": lambda: forge(b"7"),
@@ -242,7 +243,18 @@ def test_each_failure_costs_its_own_sample(start):
                 assert result == scored(float(text))
 
 
-FORGERIES = ["a score", "an error", "a token", "a list", "a number", "no JSON", "nothing", "a deep one", "two"]
+FORGERIES = [
+    "a score",
+    "an error",
+    "a message",
+    "a token",
+    "a list",
+    "a number",
+    "no JSON",
+    "nothing",
+    "a deep one",
+    "two",
+]
 FORGERIES += ["a huge one", "a negative one", "half of one"]
 
 

@@ -26,7 +26,7 @@ PANELS = {  # title: the metrics drawn in it, with their labels
 def read_metrics(path: Path) -> list[dict]:
     """Steps in order; where a resumed run repeats a step, its later values win. Events and torn lines are left out."""
     steps: dict[int, dict] = {}
-    for line in Path(path).read_bytes().splitlines():
+    for line in Path(path).read_bytes().splitlines() if Path(path).is_file() else ():  # a device or a pipe never ends
         try:
             record = json.loads(line)
         except ValueError:  # blank, or half written when the run was killed or the disk full

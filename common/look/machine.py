@@ -19,7 +19,10 @@ def save_config(run_dir: Path, args: dict) -> None:
     record = {"args": args, "command": shlex.join(sys.orig_argv), **describe_machine()}
     Path(run_dir).mkdir(parents=True, exist_ok=True)
     text = json.dumps(jsonable(record), indent=2) + "\n"
-    replace_file(Path(run_dir) / "config.json", lambda path: path.write_text(text))
+    try:
+        replace_file(Path(run_dir) / "config.json", lambda path: path.write_text(text))
+    except OSError as error:  # no reason to end a run
+        print(f"warning: {run_dir}/config.json not written ({error})", flush=True)
 
 
 def describe_machine() -> dict:
@@ -70,8 +73,11 @@ def check_device(device: torch.device) -> None:
 
 def changed_flags(run_dir: Path, args: dict) -> dict[str, list]:
     """{name: [value at the first start, now]} of what differs from run_dir/config.json."""
+    path = run_dir / "config.json"
+    if not path.is_file():  # a pipe would be waited for
+        return {}
     try:
-        before = json.loads((run_dir / "config.json").read_text())["args"]
+        before = json.loads(path.read_text())["args"]
     except (OSError, ValueError, KeyError):
         return {}
     now = jsonable(args)
