@@ -131,8 +131,7 @@ def save_checkpoint(
     def make_room() -> None:
         for leftover in folder.glob("tmp_*"):
             shutil.rmtree(leftover)
-        missing = needed - free_bytes(folder)
-        if missing > 0:
+        if (missing := needed - free_bytes(folder)) > 0:
             raise OSError(f"{missing} bytes missing: lower --keep-checkpoints or free some")
         (temporary / "state").mkdir(parents=True)
 
