@@ -274,8 +274,7 @@ def find_checkpoint(run_dir: Path, resume: str, world: World, identity: dict | N
     if problem:
         before = [path for path in complete(folder.parent) if path.name < folder.name]
         remedy = f"--resume {before[-1]} goes on from the one before; " if before else ""
-        remedy += "--resume never, with another --output-dir, begins anew"
-        raise SystemExit(f"{folder} {shorten(problem, 200)}: {remedy}".replace("\n", " "))
+        raise SystemExit(f"{folder} {shorten(problem, 200)}: {remedy}{BEGIN_ANEW}".replace("\n", " "))
     return folder
 
 
