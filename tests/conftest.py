@@ -46,8 +46,9 @@ def pytest_configure(config) -> None:
 
 
 # The files that take longest come first, so that the workers are done at the same time.
-LONGEST = ["test_curiosity_runs", "test_grpo_runs", "test_ppo_runs", "test_sft_runs", "test_failing", "test_tiny_vl"]
-LONGEST += ["test_grpo_engines", "test_grpo_faults", "test_vision_runs", "test_ppo_math", "test_invariance"]
+LONGEST = ["test_kill_series", "test_curiosity_runs", "test_grpo_runs", "test_ppo_runs", "test_sft_runs"]
+LONGEST += ["test_failing", "test_tiny_vl", "test_grpo_engines", "test_grpo_faults", "test_vision_runs"]
+LONGEST += ["test_ppo_math", "test_invariance"]
 LONGEST += ["test_math_rewards", "test_reward_workers", "test_house", "test_zygote"]
 
 
