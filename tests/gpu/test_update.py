@@ -4,6 +4,7 @@ python -m pytest tests/gpu/test_update.py -q -s
 """
 
 import json
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -67,6 +68,18 @@ def test_packs_in_flex_attention_and_sdpa_are_single_samples(model_folder, dtype
         distances = relative_l2([values], [expected[0]]), relative_l2(gradients, expected[1])
         print(f"{dtype}, {name}: values {distances[0]:.2g}, gradients {distances[1]:.2g} from single samples")
         assert max(distances) < bound, name
+
+
+@pytest.mark.skipif(find_spec("flash_attn") is None, reason="needs flash-attn")
+def test_packs_in_flash_attention_are_single_samples(model_folder):
+    """It reads off the position ids where a sequence begins: each response repeats its prompt."""
+    episodes = random_episodes(5, prompts=6, samples=5)
+    flash, sdpa = (load_policy(model_folder, name, dtype=torch.bfloat16).cuda() for name in ("flash", "sdpa"))
+    expected = values_and_gradients(sdpa, episodes, budget=1, share_prompts=False)
+    values, gradients = values_and_gradients(flash, episodes, budget=512, share_prompts=False)
+    distances = relative_l2([values], [expected[0]]), relative_l2(gradients, expected[1])
+    print(f"bf16, flash: values {distances[0]:.2g}, gradients {distances[1]:.2g} from single samples")
+    assert max(distances) < 0.03
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
