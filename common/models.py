@@ -150,6 +150,7 @@ def load_policy(
     compile_layers: bool = False,
     trust_remote_code: bool = False,
     from_scratch: bool = False,
+    needs_head: bool = True,
     vision: Vision | None = None,
     freeze_vision: bool = False,
 ) -> Policy:
@@ -173,8 +174,9 @@ def load_policy(
         model = auto.from_config(config, **options)
     else:
         model, loaded = auto.from_pretrained(path, config=config, output_loading_info=True, **options)
-        if loaded["missing_keys"]:  # transformers would go on from random ones
-            raise SystemExit(f"--model {path}: its files have no {min(loaded['missing_keys'])}")
+        missing = [name for name in loaded["missing_keys"] if needs_head or not name.startswith("lm_head.")]
+        if missing:  # transformers would go on from random ones
+            raise SystemExit(f"--model {path}: its files have no {min(missing)}")
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if freeze_vision:
@@ -186,8 +188,8 @@ def load_policy(
 
 
 def load_critic(path: str, attention: str, **options) -> Critic:
-    """A critic on the backbone of the model in a folder; options as for `load_policy`."""
-    policy = load_policy(path, attention, **options)
+    """A critic on the backbone of the model in a folder, a reward model's too; options as for `load_policy`."""
+    policy = load_policy(path, attention, needs_head=False, **options)
     return Critic(policy.model.base_model, attention, policy.vision)
 
 

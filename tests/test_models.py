@@ -5,12 +5,12 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from common.episodes import Episode
 from common.hub import FOLDERS, load_tokenizer, resolve_model
-from common.models import export_hugging_face, load_policy, unsupported
+from common.models import export_hugging_face, load_critic, load_policy, unsupported
 from common.packing import TokenIndex, pack
 
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 128, "pad_token_id": 0}
@@ -64,6 +64,18 @@ def test_a_checkpoint_without_one_of_its_tensors_is_refused_by_name(tmp_path):
     with pytest.raises(SystemExit, match=r"model: its files have no model\.layers\.1\.mlp\.up_proj\.weight"):
         load_policy(str(tmp_path / "model"), "sdpa")
     load_policy(str(tmp_path / "model"), "sdpa", from_scratch=True)
+
+
+def test_a_reward_models_backbone_may_be_the_critics_and_no_policy(tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 97}
+    config = CONFIG_MAPPING["qwen2"](**sizes, num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=False)
+    config.num_labels = 1
+    scorer = AutoModelForSequenceClassification.from_config(config)
+    scorer.save_pretrained(tmp_path)
+    critic = load_critic(str(tmp_path), "sdpa")
+    assert torch.equal(critic.model.layers[1].mlp.up_proj.weight, scorer.model.layers[1].mlp.up_proj.weight)
+    with pytest.raises(SystemExit, match=r"its files have no lm_head\.weight"):
+        load_policy(str(tmp_path), "sdpa")
 
 
 def test_there_is_no_dropout(tmp_path):
