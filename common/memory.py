@@ -97,7 +97,9 @@ def peak_memory_gb(device: torch.device) -> float:
 def remembered_budget(run_dir: Path | None, budget: int) -> int:
     """`budget`, or what `halve_budget` has left of it in an earlier process of this run."""
     file = run_dir / "micro_batch_tokens" if run_dir else None
-    return min(budget, int(file.read_text())) if file and file.is_file() else budget
+    with suppress(OSError, ValueError):
+        return min(budget, int(file.read_text())) if file and file.is_file() else budget
+    return budget  # what stands there is not ours
 
 
 def halve_budget(budget: int, model: nn.Module, world: World, run_dir: Path) -> int:

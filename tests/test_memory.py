@@ -12,7 +12,7 @@ from common.distributed import World
 from common.engine.hf import HuggingFaceEngine
 from common.engine.vllm import VllmEngine
 from common.flags import Machine, Rollout
-from common.memory import GIB, memory_plan
+from common.memory import GIB, memory_plan, remembered_budget
 from common.optimizer import move_states
 
 HIDDEN, LAYERS, VOCAB, MLP = 512, 3, 100_000, 1024
@@ -137,3 +137,10 @@ def test_out_of_memory_in_an_engine_names_its_phase(engine, phase, monkeypatch):
         SystemExit, match=f"out of GPU memory in {expected}: lower --engine-memory, add --optimizer-off"
     ):
         getattr(own, phase)(*arguments)
+
+
+@pytest.mark.parametrize("text, budget", [("512", 512), ("99999", 1024), ("", 1024), ("\udcff1k", 1024), (None, 1024)])
+def test_what_is_no_budget_is_not_remembered(tmp_path, text, budget):
+    if text is not None:
+        (tmp_path / "micro_batch_tokens").write_text(text, errors="surrogateescape")
+    assert remembered_budget(tmp_path, 1024) == budget
