@@ -12,7 +12,7 @@ from torch import nn
 from common.checkpoint import Checkpoints, find_checkpoint
 from common.flags import Run
 from common.metrics import Means
-from common.optimizer import GuardedAdamW, make_moments, move_states
+from common.optimizer import GuardedAdamW, lr_factor, make_moments, move_states
 
 
 def make(dtype=torch.float32, **options) -> GuardedAdamW:
@@ -157,3 +157,10 @@ def test_out_of_memory_in_the_step_names_the_flags(monkeypatch):
     monkeypatch.setattr(adamw.optimizer, "step", fail)
     with pytest.raises(SystemExit, match=r"out of GPU memory in the optimizer's step: .*--optimizer-offload"):
         adamw.step(0.1)
+
+
+@pytest.mark.parametrize("warmup_steps", [0.0, 0.1, 5])
+def test_before_its_schedule_begins_the_rate_is_zero(warmup_steps):
+    """As the policy's is while ppo.py trains the critic alone; with no warm-up this was a division by zero."""
+    assert [lr_factor(step, 3, warmup_steps, "linear", 0.1) for step in (-2, -1)] == [0.0, 0.0]
+    assert lr_factor(0, 3, warmup_steps, "linear", 0.1) > 0
