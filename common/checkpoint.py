@@ -77,7 +77,7 @@ class Checkpoints:
         for name, part in self.state.items():
             part.load_state_dict(saved[name])
         self.start = saved["step"]
-        reached.update({"at step": self.start, "last checkpoint:": self.job.checkpoint})
+        reached.update({"step": self.start, "checkpoint": self.job.checkpoint})
         return self.start
 
     def due(self, step: int, metric: float | None) -> bool:
@@ -97,7 +97,7 @@ class Checkpoints:
         options = {"keep": self.job.run.keep_checkpoints, "best": is_best, "identity": self.job.identity}
         if save_checkpoint(self.folder, step, self.trained, record, self.world, **options):
             self.best = record["best"]
-            reached["last checkpoint:"] = self.folder / f"step_{step:06d}"
+            reached["checkpoint"] = self.folder / f"step_{step:06d}"
 
     def warn_if_large(self) -> None:
         """Say so if the disk has no room for all that will be kept."""

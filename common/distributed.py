@@ -127,8 +127,9 @@ def run(main: Callable, *args: object) -> None:
     except KeyboardInterrupt:
         processes.fail(processes.INTERRUPTED)
         if os.environ.get("RANK", "0") == "0":
-            where = "; ".join(f"{name} {value}" for name, value in processes.reached.items())
-            print(processes.INTERRUPTED, where, file=sys.stderr, flush=True)
+            step, checkpoint = (processes.reached.get(name) for name in ("step", "checkpoint"))
+            where = f" at step {step}; last checkpoint: {checkpoint or 'none'}" if processes.reached else ""
+            print(f"{processes.INTERRUPTED}{where}", file=sys.stderr, flush=True)
         status = 130
     processes.leave(status)
 

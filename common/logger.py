@@ -41,7 +41,7 @@ class Logger:
         """Record the metrics of one step everywhere and print the status line."""
         if not self.is_main:
             return
-        reached["at step"] = step
+        reached["step"] = step
         self._append({"step": step, **metrics})
         print(self.status.line(step, metrics), flush=True)
         if self.trackers:

@@ -28,7 +28,7 @@ LAUNCHERS = {  # how many processes srun or mpirun has started: which of them th
 PR_SET_PDEATHSIG = 1
 
 at_end: list[Callable[[], object]] = []  # called where the run ends, however it does
-reached: dict[str, object] = {}  # what to tell who presses Ctrl-C: {"at step": 3, "last checkpoint:": folder}
+reached: dict[str, object] = {}  # what to tell who presses Ctrl-C: {"step": 3, "checkpoint": folder}
 awaited: list[str] = []  # what is missing while the group forms
 group: list = []  # its store, through a connection of its own: that of the main thread may wait for something
 _sign_of_life = [time.monotonic()]

@@ -144,7 +144,7 @@ def test_ctrl_c_is_one_line(rank):
     assert process.stdout.readline() == "fault\n"
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=60)[0] == "interrupted at step 3\n"
+    assert process.communicate(timeout=60)[0] == "interrupted at step 3; last checkpoint: none\n"
     assert process.returncode == 130
 
 

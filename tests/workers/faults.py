@@ -36,7 +36,7 @@ def main(fault: str) -> None:
         world.print("sum", all_reduce([1.0]))
         return
     if fault == "ctrl-c":
-        reached["at step"] = 3
+        reached["step"] = 3
     while fault in ("elsewhere", "ctrl-c", "sleep") or (fault == "stall" and world.rank == 1):
         time.sleep(1)  # nobody calls sign_of_life
     sign_of_life()
