@@ -24,7 +24,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import ROOT, deadline, run_script, trained, wait_until
+from helpers import ROOT, deadline, run_script, trained, wait_until
 from test_reward_workers import FUNCTION, alive, job, scored
 
 from common.checkpoint import _shards, find_checkpoint, load_checkpoint, save_checkpoint

@@ -4,9 +4,10 @@ import ast
 import difflib
 import itertools
 import re
+from functools import cache
 
 import pytest
-from conftest import ROOT, parsed
+from helpers import ROOT, parsed
 
 SCRIPTS = ["curiosity_rl.py", "grpo.py", "ppo.py", "sft.py"]
 RL = SCRIPTS[:3]
@@ -37,20 +38,21 @@ def source(script: str) -> str:
     return (ROOT / script).read_text()
 
 
-def text_of(node: ast.AST, text: str) -> str:
-    decorators = [ast.unparse(d) for d in node.decorator_list]
-    return "\n".join([*decorators, ast.get_source_segment(text, node)])
+def text_of(node: ast.AST, lines: list[str]) -> str:
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    return "\n".join(lines[first - 1 : node.end_lineno])
 
 
+@cache
 def definitions(text: str) -> dict[str, str]:
     """{name: its text} of functions and classes, those of Tokens besides as Tokens.NAME."""
-    found = {}
+    found, lines = {}, text.splitlines()
     for node in parsed(text).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found[node.name] = text_of(node, text)
+            found[node.name] = text_of(node, lines)
         if isinstance(node, ast.ClassDef) and node.name == "Tokens":
             methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
-            found |= {f"Tokens.{part.name}": text_of(part, text) for part in methods}
+            found |= {f"Tokens.{part.name}": text_of(part, lines) for part in methods}
     return found
 
 
@@ -104,6 +106,11 @@ def shape(function: ast.FunctionDef) -> list[str]:
     return re.findall(r"\w+", re.sub(r"(id|arg|attr|name)='\w+'", r"\1", text))
 
 
+def alike(shape_a: list[str], shape_b: list[str]) -> bool:
+    matcher = difflib.SequenceMatcher(None, shape_a, shape_b, autojunk=False)
+    return matcher.real_quick_ratio() > 0.75 and matcher.quick_ratio() > 0.75 and matcher.ratio() > 0.75
+
+
 def twins(sources: dict[str, str]) -> list[tuple[str, str]]:
     """Functions of different names in different scripts that are alike when all names are left out.
 
@@ -118,8 +125,7 @@ def twins(sources: dict[str, str]) -> list[tuple[str, str]]:
     return [
         (f"{script_a}: {a}", f"{script_b}: {b}")
         for (script_a, a, shape_a), (script_b, b, shape_b) in itertools.combinations(functions, 2)
-        if script_a != script_b and a != b and {a, b} != {"backward", "critic_backward"}
-        if difflib.SequenceMatcher(None, shape_a, shape_b, autojunk=False).ratio() > 0.75
+        if script_a != script_b and a != b and {a, b} != {"backward", "critic_backward"} and alike(shape_a, shape_b)
     ]
 
 

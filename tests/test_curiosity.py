@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import checked_args, make_args
+from helpers import checked_args, make_args
 from test_turns import build_tokenizer
 
 import curiosity_rl

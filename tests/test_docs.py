@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, metrics_of, run_script
+from helpers import ROOT, metrics_of, run_script
 
 from common.rewards import REWARD_FUNCTIONS, reward_function
 from common.workers import load_function
@@ -380,7 +380,7 @@ def test_the_chinese_readme_has_the_same_code():
 
 
 def test_the_test_command_stands_alone_and_is_the_one_of_ci():
-    command = "python -m pytest tests -q -n 2 --dist loadfile"
+    command = "python -m pytest tests -q -n 3 --dist loadfile"
     assert ("bash", f"{command}\n") in blocks("README.md")
     assert command in (ROOT / ".ci/run").read_text().splitlines()
 

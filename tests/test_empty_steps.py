@@ -1,7 +1,7 @@
 """Runs in which nothing is trained: no token is left, or nothing but an evaluation was asked for."""
 
 import pytest
-from conftest import metrics_of, run_script
+from helpers import metrics_of, run_script
 
 STEPS = """
 import SCRIPT as script

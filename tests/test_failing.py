@@ -15,7 +15,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from conftest import RANK_VARIABLES, ROOT, checked_args, kill_all, metrics_of, run_script, script_environment, torchrun
+from helpers import ROOT, checked_args, kill_all, metrics_of, run_script, script_environment, torchrun
+from zygote import RANK_VARIABLES
 
 import grpo
 from common.checkpoint import save_checkpoint

@@ -5,7 +5,7 @@ from dataclasses import fields, is_dataclass
 from typing import get_args, get_type_hints
 
 import pytest
-from conftest import make_args
+from helpers import make_args
 from test_data import row, write
 
 import curiosity_rl

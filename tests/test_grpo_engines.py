@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import LITTLE_CACHE, ROOT, run_script, steps_of
+from helpers import LITTLE_CACHE, ROOT, run_script, steps_of
 from safetensors.torch import load_file
 from vl import write_random, write_tied_llama
 

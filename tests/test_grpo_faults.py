@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, make_args, run_script, skip_where_no_step_is_repeated, steps_of
+from helpers import ROOT, make_args, run_script, skip_where_no_step_is_repeated, steps_of
 
 import grpo
 from common.episodes import Episode

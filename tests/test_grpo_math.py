@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 import torch
-from conftest import checked_args
+from helpers import checked_args
 from test_objectives import surrogate as objective_surrogate
 
 import grpo

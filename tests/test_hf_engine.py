@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import generate, random_policy
+from helpers import generate, random_policy
 
 from common.distributed import World
 from common.engine.books import Sampling, WeightBooks

@@ -14,7 +14,7 @@ from graphlib import CycleError, TopologicalSorter
 from textwrap import indent
 
 import pytest
-from conftest import ROOT, parsed, run_script, script_environment
+from helpers import ROOT, parsed, run_script, script_environment
 
 Sources = dict[str, str]  # path, relative to the repository -> text
 Graph = dict[str, set[str]]  # module -> modules that it imports

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed.checkpoint as dcp
-from conftest import ROOT, deadline, trained, wait_until
+from helpers import ROOT, deadline, trained, wait_until
 
 from common import files, setup
 from common.checkpoint import _shards, find_checkpoint, load_checkpoint, save_checkpoint

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import ROOT, run_script
+from helpers import ROOT, run_script
 
 WORKER = ROOT / "tests" / "workers" / "gradients.py"
 BOUNDS = {"float64": 1e-10, "float32": 1e-5}

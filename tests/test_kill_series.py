@@ -6,7 +6,7 @@ import time
 from statistics import median
 
 import pytest
-from conftest import ROOT, kill_all, metrics_of, run_script, script_environment, steps_of, torchrun
+from helpers import ROOT, kill_all, metrics_of, run_script, script_environment, steps_of, torchrun
 
 ROLLOUTS = ["--prompts-per-step", 6, "--samples-per-prompt", 4, "--max-rows", 64, "--minibatches", 2]
 PICTURES = ["--prompts-per-step", 4, "--samples-per-prompt", 4, "--tool-workers", 2, "--deterministic"]

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import deadline, run_script
+from helpers import deadline, run_script
 
 from common import distributed, logger, processes
 from common.episodes import Episode, Row

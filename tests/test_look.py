@@ -8,7 +8,7 @@ import sys
 
 import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT, random_episodes
+from helpers import ROOT, random_episodes
 from vl import build_tokenizer, picture
 
 from common.data.dumps import dump_rollouts, load_rollouts

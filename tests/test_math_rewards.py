@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import run_script
+from helpers import run_script
 from test_rewards import HOSTILE, MEGA
 
 from common.prepare import math as prepare

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from conftest import ROOT, random_episodes, run_script
+from helpers import ROOT, random_episodes, run_script
 
 from common.episodes import Episode
 from common.metrics import Means, rollout_means, rollout_metrics

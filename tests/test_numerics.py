@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from conftest import random_episodes, random_policy, relative_l2
+from helpers import random_episodes, random_policy, relative_l2
 
 import common.logprobs
 from common.attention import block_mask, shared_prompt_attention

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import make_args, random_episodes, random_policy, relative_l2
+from helpers import make_args, random_episodes, random_policy, relative_l2
 from torch.nn.utils.rnn import pad_sequence
 
 import curiosity_rl

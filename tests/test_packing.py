@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import make_args, random_episodes, random_policy, relative_l2, skip_where_no_step_is_repeated
+from helpers import make_args, random_episodes, random_policy, relative_l2, skip_where_no_step_is_repeated
 
 import grpo
 from common.distributed import wrap_model

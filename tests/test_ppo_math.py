@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, checked_args, make_args, random_episodes, random_policy, relative_l2, run_script
+from helpers import ROOT, checked_args, make_args, random_episodes, random_policy, relative_l2, run_script
 
 import ppo
 from common.distributed import World

@@ -4,7 +4,7 @@ import math
 import shutil
 
 import pytest
-from conftest import LITTLE_CACHE, kill_once, metrics_of, run_script, steps_of
+from helpers import LITTLE_CACHE, kill_once, metrics_of, run_script, steps_of
 from test_reward_model import save_reward_model
 
 SMALL = ["--prompts-per-step", 6, "--samples-per-prompt", 2, "--max-response-tokens", 48, "--eval-rows", 16]

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import run_script
+from helpers import run_script
 
 from common import prepare
 from common.files import user_errors

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import random_episodes
+from helpers import random_episodes
 from test_turns import CROP, ScriptedEngine, row, run
 from vl import build_tokenizer
 

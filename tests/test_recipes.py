@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 import torch
-from conftest import ROOT, checked_args
+from helpers import ROOT, checked_args
 from test_docs import split_commands, text, without_heredocs
 from transformers import Qwen2_5_VLConfig, Qwen2Config
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, deadline, wait_until
+from helpers import ROOT, deadline, wait_until
 
 from common import worker
 from common.episodes import Episode, Row

@@ -7,7 +7,7 @@ import runpy
 import sys
 
 import pytest
-from conftest import ROOT, parsed, run_script
+from helpers import ROOT, parsed, run_script
 
 import common.distributed
 

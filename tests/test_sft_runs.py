@@ -4,7 +4,7 @@ import json
 
 import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT, kill_once, run_script, steps_of
+from helpers import ROOT, kill_once, run_script, steps_of
 from test_conversations import write_pixel_reasoner
 from vl import write_rows, write_tiny_vl
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import metrics_of, run_script, steps_of
+from helpers import metrics_of, run_script, steps_of
 from test_reward_model import save_reward_model
 
 from common.precision import choose_dtype

@@ -10,7 +10,7 @@ from itertools import islice
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import LITTLE_CACHE, run_script
+from helpers import LITTLE_CACHE, run_script
 
 from common.data.conversations import Conversations
 from common.data.prompts import PromptData

@@ -12,7 +12,7 @@ import pickle
 import random
 
 import pytest
-from conftest import deadline
+from helpers import deadline
 from PIL import Image
 
 from common.pictures import decode, encode, shown_size

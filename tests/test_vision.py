@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from conftest import relative_l2
+from helpers import relative_l2
 from PIL import Image
 from vl import build_tokenizer, picture, write_tiny_vl
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import deadline
+from helpers import deadline
 from PIL import Image
 from vl import QWEN_VL, picture, write_tiny_vl
 

@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 
 import pyarrow.parquet as pq
 import pytest
-from conftest import LITTLE_CACHE, kill_once, metrics_of, run_script, steps_of
+from helpers import LITTLE_CACHE, kill_once, metrics_of, run_script, steps_of
 from vl import vllm_knows_times, write_rows, write_tiny_vl
 
 PIXELS = ["--min-pixels", 784, "--max-pixels", 16 * 784, "--max-frame-pixels", 4 * 784]

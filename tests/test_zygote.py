@@ -8,7 +8,7 @@ import threading
 import psutil
 import pytest
 import zygote
-from conftest import ROOT, WARM, run_script, script_environment, wait_until
+from helpers import ROOT, WARM, run_script, script_environment, wait_until
 
 pytestmark = pytest.mark.skipif(not WARM, reason="CUDA does not survive a fork: all runs are fresh")
 PROBE = ROOT / "tests" / "workers" / "probe.py"

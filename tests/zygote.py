@@ -5,7 +5,7 @@ no kernel, no thread, no process group, so that a forked rank has what a fresh i
 (test_zygote.py compares a run of each, bit by bit). For each run a launcher is forked, which stands for torchrun: it
 forks the ranks, and ends them all when one fails or when the test that asked has gone.
 
-What a fork cannot show stays with real launches (conftest.py: `torchrun`): what imports do, faults, signals and kills.
+What a fork cannot show stays with real launches (helpers.py: `torchrun`): what imports do, faults, signals and kills.
 """
 
 import ctypes
@@ -26,6 +26,10 @@ from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+WARM = not Path("/dev/nvidiactl").exists()  # CUDA does not survive a fork
+ZYGOTE = "TESTS_ZYGOTE"  # where to find it: in the environment, for pytest's workers
+# A test that joins a process group of one leaves these behind; a script must not think it is part of it.
+RANK_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
 # What libraries read when they are imported: what common/engine sets for vLLM, and that no threads are started.
 AT_IMPORT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
 AT_IMPORT |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OPENBLAS_NUM_THREADS": "1"}
@@ -52,6 +56,12 @@ PATIENCE_S = 30  # between SIGTERM and SIGKILL, as torchrun has it
 
 
 # --- the tests' side ----------------------------------------------------------------------------------------------
+
+
+def script_environment(**extra: str) -> dict[str, str]:
+    inherited = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
+    path = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**inherited, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", **extra}
 
 
 class Zygote:

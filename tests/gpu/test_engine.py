@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from conftest import ROOT, run_script
+from helpers import ROOT, run_script
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

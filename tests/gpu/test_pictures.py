@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import run_script, steps_of
+from helpers import run_script, steps_of
 from vl import vllm_knows_times, write_rows, write_tiny_vl
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from conftest import ROOT, run_script, steps_of
+from helpers import ROOT, run_script, steps_of
 
 from common.hub import resolve_model
 

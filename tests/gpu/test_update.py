@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from conftest import (
+from helpers import (
     ROOT,
     kill_once,
     random_episodes,

@@ -11,7 +11,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from conftest import make_args, random_policy
+from helpers import make_args, random_policy
 from transformers import Qwen2Config
 
 import ppo

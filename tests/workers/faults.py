@@ -44,4 +44,5 @@ def main(fault: str) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what a shell has started with &
     run(main, sys.argv[1])

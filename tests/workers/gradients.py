@@ -7,7 +7,7 @@ import argparse
 import json
 
 import torch
-from conftest import make_args, random_episodes, random_policy, relative_l2
+from helpers import make_args, random_episodes, random_policy, relative_l2
 from torch.distributed.tensor import DTensor
 from transformers import Qwen2Config
 

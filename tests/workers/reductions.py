@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import torch
-from conftest import random_episodes
+from helpers import random_episodes
 
 from common.distributed import gather_objects, init_world, run
 from common.metrics import Means, explained_variance, rollout_means, rollout_metrics

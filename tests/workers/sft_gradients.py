@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from conftest import relative_l2, rms_norm
+from helpers import relative_l2, rms_norm
 from torch.distributed.tensor import DTensor
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen
 
