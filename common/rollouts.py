@@ -27,7 +27,7 @@ from common.prepare.embedded import embedded_data
 from common.rewards import RewardWorkers, reward_function, score_episodes
 from common.rewards.model import RewardModel
 from common.tools import ToolWorkers
-from common.tools.trajectories import Turns
+from common.tools.trajectories import Turns, open_tools
 from common.torch_repair import transformers
 
 
@@ -113,7 +113,7 @@ def open_rollouts(
     with user_errors():
         if vision or rollout.tools:
             end_turns_properly(tokenizer, vision and vision.processor, world.print)
-        tools = ToolWorkers(rollout.tools, rollout.tool_workers, rollout.tool_timeout) if rollout.tools else None
+        tools = open_tools(rollout) if rollout.tools else None
         train_data, eval_data = read_prompts(job, data, rollout, tools)
         workers = RewardWorkers(rollout.reward_function, max(1, cpus_of_rank() - 1), rollout.reward_timeout)
         if rollout.reward_function and not rollout.replay:  # found out now, not after the first rollout

@@ -83,7 +83,8 @@ def to_messages(prompt: Prompt, tokenizer, tools: Mapping[str, Tool] | None = No
             f"prompts are lists of messages, but the tokenizer of {tokenizer.name_or_path!r} has no chat template: "
             "take an instruct model, or data whose `prompt` is an already rendered string"
         )
-    messages = with_system(prompt, Hermes.system_block(tool.schema for tool in tools.values())) if tools else prompt
+    schemas = [tool.schema for tool in (tools or {}).values() if tool.schema]
+    messages = with_system(prompt, Hermes.system_block(schemas)) if schemas else prompt
     if pictures:
         messages = [message | {"content": split_marks(message["content"])} for message in messages]
     return messages

@@ -20,7 +20,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from common.pictures import encode
 from common.tools import visual
-from common.tools.turns import Call, ToolReply, error_text, trim
+from common.tools.turns import Call, Hermes, ToolReply, error_text, trim
 from common.workers import Pool, load_function
 
 NO_WORKER = "no worker starts"  # how common.workers begins what it says of a job that no process could take
@@ -31,7 +31,7 @@ JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", l
 class Tool:
     name: str
     function: Callable
-    schema: dict  # {"type": "function", "function": {name, description, parameters}}
+    schema: dict  # {"type": "function", "function": {name, description, parameters}}; {}: prompts tell of it
     aliases: tuple[str, ...] = ()
     role: str = "tool"  # of the message that holds the observation: "tool" or "user"
     ours: bool = False  # whether a hang or a crash is our fault, whatever the policy has asked for
@@ -50,7 +50,7 @@ def load_tools(spec: str) -> dict[str, Tool]:
     tools = {}
     for part in filter(None, map(str.strip, spec.split(","))):
         if part not in BUILT_IN and ":" not in part:
-            raise ValueError(f"--tools {part}: expected FILE.py:NAME or one of {', '.join(BUILT_IN)}")
+            raise ValueError(f"--tools {part}: expected FILE.py:NAME or one of {', '.join(BUILT_IN)}, python")
         for tool in BUILT_IN.get(part) or [user_tool(part)]:
             if tool.name in tools:
                 raise ValueError(f"--tools {spec}: {tool.name} is named twice")
@@ -157,6 +157,8 @@ class ToolWorkers:
     ending the worker, is an error that the policy reads; of a tool that is `ours` it is a failure, and so is
     a call that no worker could take.
     """
+
+    protocol = Hermes
 
     def __init__(self, spec: str, workers: int, timeout_s: float, memory_gib: float = 4.0):
         self.tools = load_tools(spec)

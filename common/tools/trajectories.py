@@ -7,7 +7,8 @@ from common.episodes import Episode, Row
 from common.flags import Rollout
 from common.pictures import Media
 from common.tools import ToolWorkers, find_tool
-from common.tools.turns import Call, Hermes, ToolReply, error_text
+from common.tools.python import PythonWorkers
+from common.tools.turns import Call, Protocol, ToolReply, error_text
 from common.torch_repair import transformers
 from common.vision import Vision
 
@@ -17,20 +18,22 @@ class Turns:
     """How trajectories go on after the policy's first turn."""
 
     tokenizer: transformers.PreTrainedTokenizerBase
-    workers: ToolWorkers
+    workers: ToolWorkers | PythonWorkers
     vision: Vision | None = None
     max_turns: int = 5
     max_turn_tokens: int | None = None  # of one turn; all turns and observations: Sampling.max_tokens
     max_images: int = 16  # of a trajectory, the prompt's included
     max_tool_errors: int = 3
     lockstep: bool = False  # all wait for the slowest: the engine's batches, and so the last bits, are repeatable
-    protocol: Hermes | None = None  # how the policy calls, and sees replies; None: as Hermes does
+    protocol: Protocol | None = None  # how the policy calls, and sees replies; None: as the workers' tools have it
 
     def __post_init__(self) -> None:
-        self.protocol = self.protocol or Hermes(self.tokenizer)
+        self.protocol = self.protocol or self.workers.protocol(self.tokenizer)
 
     @classmethod
-    def of_flags(cls, flags: Rollout, tokenizer, workers: ToolWorkers, vision: Vision | None) -> "Turns":
+    def of_flags(
+        cls, flags: Rollout, tokenizer, workers: ToolWorkers | PythonWorkers, vision: Vision | None
+    ) -> "Turns":
         """ValueError for a chat template that cannot show what a tool returns."""
         limits = {"max_turns": flags.max_turns, "max_turn_tokens": flags.max_turn_tokens}
         limits |= {"max_images": flags.max_images, "max_tool_errors": flags.max_tool_errors}
@@ -58,6 +61,7 @@ class Turns:
         context = {
             "media": media,
             "num_prompt_media": len(row.media),
+            "calls": episode.calls,
             **(vars(self.vision.limits) if self.vision else {}),
         }
         self.workers.submit(key, call, context, row.tools[tool.name] if tool else {})
@@ -72,7 +76,7 @@ class Turns:
         media = [part for part in parts if isinstance(part, Media)]
         record = {"turn": episode.turns - 1, "name": call.name, "arguments": call.arguments, "text": reply.text}
         episode.calls.append(record | {"error": reply.error or reply.failed, "info": reply.info, "media": 0})
-        ids = self.observation_ids(parts, reply.role)
+        ids = self.observation_ids(parts, reply.role, shown=len(episode.media))
         if episode.response_ids[-1] != self.tokenizer.eos_token_id:  # the policy has sampled another end token
             ids = [self.tokenizer.eos_token_id, *ids]
         errors = sum(call["error"] for call in episode.calls)
@@ -103,10 +107,24 @@ class Turns:
                 parts.append(Media.open("image", [part], self.vision.limits, is_frame="frames" in reply.info))
         return parts
 
-    def observation_ids(self, parts: Sequence[str | Media], role: str) -> list[int]:
+    def observation_ids(self, parts: Sequence[str | Media], role: str, shown: int = 0) -> list[int]:
         """What stands between an end-of-turn token and the next turn, from the new message alone."""
-        ids = self.tokenizer.encode(self.protocol.observation(parts, role), add_special_tokens=False)
+        ids = self.tokenizer.encode(self.protocol.observation(parts, role, shown), add_special_tokens=False)
         return self.vision.expand(ids, [part for part in parts if isinstance(part, Media)]) if self.vision else ids
+
+
+def open_tools(flags: Rollout) -> ToolWorkers | PythonWorkers:
+    """The tools of --tools in their processes. ValueError if they do not start."""
+    names = [part.strip() for part in flags.tools.split(",")]
+    python = {"python", "python_unconfined"} & {*names}
+    if not python:
+        return ToolWorkers(flags.tools, flags.tool_workers, flags.tool_timeout)
+    if len(names) > 1:
+        raise ValueError(f"--tools {flags.tools}: python is called in a way of its own, and stands alone")
+    confined = "python" in python
+    if not confined:
+        print("warning: --tools python_unconfined: the policy's programs run as you, with your files and network")
+    return PythonWorkers(flags.tool_workers, flags.tool_timeout, confined=confined, anew=flags.deterministic)
 
 
 def trailing_ones(mask: list[int]) -> int:

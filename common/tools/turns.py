@@ -1,6 +1,6 @@
 """Protocols: how the policy is told of the tools, how it calls one in its turn, and how it gets to see the reply.
 
-Another way of calling (code between tags, a user who answers) is another class with the methods of `Hermes`.
+Another way of calling (a user who answers) is another class with the methods of `Hermes`.
 """
 
 import json
@@ -11,6 +11,8 @@ from typing import Any
 from common.pictures import Media
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+CODE_OPEN, CODE_CLOSE, FENCE = "<code>", "</code>", "```python"
+BEGIN, END = "<tool_response>\n<interpreter>", "</interpreter>\n\n</tool_response>"
 MAX_DEPTH = 32  # of what a call's JSON may nest: pickling and printing it recurse
 MAX_TEXT = 4096  # characters of an observation
 
@@ -37,13 +39,43 @@ class ToolReply:
         return [self.text, *self.images]
 
 
-class Hermes:
-    """Calls as JSON between the tags <tool_call>, replies in the chat template's own way: Qwen2.5's protocol."""
+class Protocol:
+    """What protocols share: a message of the chat template that holds what a tool has replied."""
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder.values()
         self.special_tokens = [token.content for token in added if token.special]
+
+    def observation(self, parts: Sequence[str | Media], role: str, shown: int = 0) -> str:
+        """What stands between an end-of-turn token and the next turn: texts and pictures in a message of `role`.
+
+        A picture is one placeholder; `shown` were seen before. ValueError if the chat template ends the assistant's
+        turns in another way.
+        """
+        content = [
+            {"type": "text", "text": self.harmless(x)} if isinstance(x, str) else {"type": x.kind} for x in parts
+        ]
+        if all(part["type"] == "text" for part in content):  # templates of models that read text alone want a string
+            content = "".join(part["text"] for part in content)
+        mark, end = "\u2603\u2603", self.tokenizer.eos_token
+        before = [{"role": "user", "content": "-"}, {"role": "assistant", "content": mark}]
+        messages = [*before, {"role": role, "content": content}]
+        whole = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        between = whole.partition(mark)[2]  # a text of the tool may hold the mark too
+        if not between.startswith(end):
+            raise ValueError(f"the chat template does not end the assistant's turns with {end!r}: no tools with it")
+        return between.removeprefix(end)
+
+    def harmless(self, text: str) -> str:
+        """Special tokens, spelled by a tool or by the policy in a call, mean nothing."""
+        for token in self.special_tokens:
+            text = text.replace(token, f"{token[0]} {token[1:]}")
+        return text
+
+
+class Hermes(Protocol):
+    """Calls as JSON between the tags <tool_call>, replies in the chat template's own way: Qwen2.5's protocol."""
 
     @staticmethod
     def system_block(schemas: Iterable[dict]) -> str:
@@ -77,30 +109,34 @@ class Hermes:
             return Call(error=f"Not a valid tool call: {error}")
         return Call(call["name"], arguments)
 
-    def observation(self, parts: Sequence[str | Media], role: str) -> str:
-        """What stands between an end-of-turn token and the next turn: texts and pictures in a message of `role`.
 
-        A picture is one placeholder. ValueError if the chat template ends the assistant's turns in another way.
-        """
-        content = [
-            {"type": "text", "text": self.harmless(x)} if isinstance(x, str) else {"type": x.kind} for x in parts
-        ]
-        if all(part["type"] == "text" for part in content):  # templates of models that read text alone want a string
-            content = "".join(part["text"] for part in content)
-        mark, end = "\u2603\u2603", self.tokenizer.eos_token
-        before = [{"role": "user", "content": "-"}, {"role": "assistant", "content": mark}]
-        messages = [*before, {"role": role, "content": content}]
-        whole = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        between = whole.partition(mark)[2]  # a text of the tool may hold the mark too
-        if not between.startswith(end):
-            raise ValueError(f"the chat template does not end the assistant's turns with {end!r}: no tools with it")
-        return between.removeprefix(end)
+class Code(Protocol):
+    """Programs between the tags <code>, replies in a user's message: PyVision-RL's protocol (arXiv 2602.20739)."""
 
-    def harmless(self, text: str) -> str:
-        """Special tokens, spelled by a tool or by the policy in a call, mean nothing."""
-        for token in self.special_tokens:
-            text = text.replace(token, f"{token[0]} {token[1:]}")
-        return text
+    @staticmethod
+    def find_call(text: str) -> Call | None:
+        """The program that a turn ends in, in a fence for Python; a closed <answer> in it ends the trajectory."""
+        text = text.rstrip()
+        answer = text[: max(0, text.rfind("</answer>"))].partition("<answer>")[2]
+        if answer.strip():
+            return None
+        if text.endswith(CODE_CLOSE):
+            text = text[: -len(CODE_CLOSE)].rpartition(CODE_OPEN)[2].strip()
+            start = 0 if text.startswith(FENCE) else -1
+        else:
+            start = text.rfind(FENCE, 0, -3)
+        if start < 0 or not text.endswith("```") or len(text) < start + len(FENCE) + 3:
+            return None
+        return Call("python", {"code": text[start + len(FENCE) : -3].strip("\n")})
+
+    def observation(self, parts: Sequence[str | Media], role: str, shown: int = 0) -> str:
+        text, *pictures = parts
+        if not pictures:
+            return super().observation([f"{BEGIN}\nText Result:\n{text}{END}"], role)
+        inside: list[str | Media] = [f"{BEGIN}Text Result:\n{text}\nImage Result:\n"]
+        for number, picture in enumerate(pictures, start=shown):
+            inside += [f"<image_clue_{number}>", picture, f"</image_clue_{number}>"]
+        return super().observation([*inside, END], role)
 
 
 def load_json(text: str) -> Any:

@@ -1,0 +1,199 @@
+"""The interpreter of one trajectory: blocks come in by a socket, what they have printed and drawn goes out.
+
+It runs in a child of server.py, and stands for nothing that it says: the program can change all of it.
+"""
+
+import base64
+import contextlib
+import io
+import json
+import random
+import socket
+
+MAX_TEXT = 3900  # characters that a block may print: more is cut in the middle
+MAX_ERROR = 1000  # characters of an exception
+MAX_FIGURES = 8  # of a block
+MAX_PIXELS = 4_000_000  # of a figure
+MAX_RATIO = 200  # of its sides, which no image processor takes
+
+
+class Session:
+    """The state of a trajectory: its variables, its pictures, the figures of a block."""
+
+    def __init__(self, connection: socket.socket):
+        import matplotlib.figure
+        import matplotlib.pyplot as plt
+        import numpy as np
+        from PIL import Image
+
+        self.connection, self.plt, self.Image = connection, plt, Image
+        self.namespace = {"__name__": "__main__", "plt": plt, "np": np, "Image": Image, "io": io, "base64": base64}
+        self.drawn: list[bytes] = []
+        self.seen = self.blocks = 0  # pictures that the policy has seen; blocks so far
+        plt.show = lambda *_, **__: self.show(plt.get_fignums())
+        matplotlib.figure.Figure.show = lambda figure, *_, **__: self.show([figure.number])
+        random.seed(0)
+        np.random.seed(0)
+
+    def run(self) -> None:
+        while job := self.receive():
+            self.number_figures(job["shown"])  # of the block before
+            for picture in job["pictures"]:
+                self.bind(picture)
+            for code, shown in job["earlier"]:
+                self.block(code)
+                self.number_figures(shown)
+            self.send({"token": job["token"], "begun": True})
+            text, error = self.block(job["code"])
+            images = [base64.b64encode(png).decode() for png in self.drawn]
+            self.send({"token": job["token"], "text": text, "error": error, "images": images})
+
+    def block(self, code: str) -> tuple[str, str]:
+        """(what it has printed, the exception that ended it)."""
+        self.drawn, self.blocks, output, error = [], self.blocks + 1, Output(), ""
+        name = f"<block {self.blocks}>"
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(io.StringIO()):
+            try:
+                exec(compile(code, name, "exec"), self.namespace)
+            except BaseException as raised:
+                error = describe(raised, name)
+        return output.text(), error
+
+    def show(self, numbers: list[int]) -> None:
+        """What the policy gets to see of figures, at their own resolution; they are closed."""
+        for number in numbers:
+            figure = self.plt.figure(number)
+            check_size(*(round(inches * figure.dpi) for inches in figure.get_size_inches()))  # before it takes memory
+            if len(self.drawn) >= MAX_FIGURES:
+                raise ValueError(f"a block shows at most {MAX_FIGURES} figures")
+            figure.savefig(buffer := io.BytesIO(), format="png", dpi="figure")
+            check_size(*self.Image.open(buffer).size)  # a margin may have been added
+            self.drawn.append(buffer.getvalue())
+            self.plt.close(figure)
+
+    def number_figures(self, count: int) -> None:
+        """The first `count` figures of a block become image_clue_k, as the policy was shown them."""
+        for png in self.drawn[:count]:
+            self.namespace[f"image_clue_{self.seen}"] = self.picture(png)
+            self.seen += 1
+
+    def bind(self, picture: dict) -> None:
+        """A picture, or a video as its frames or as its file, gets its name."""
+        frames = [base64.b64decode(frame) for frame in picture["frames"]]
+        if picture["kind"] == "file":
+            value = VideoFile(frames[0])
+        else:
+            pictures = [self.picture(frame) for frame in frames]
+            value = pictures[0] if picture["kind"] == "image" else Frames(pictures, picture.get("fps") or 1.0)
+        self.namespace[picture["name"]] = value
+        self.seen += picture["seen"]
+
+    def picture(self, encoded: bytes):
+        return self.Image.open(io.BytesIO(encoded)).convert("RGB")
+
+    def receive(self) -> dict | None:
+        head = self.read(8)
+        return json.loads(self.read(int.from_bytes(head, "big"))) if head else None
+
+    def read(self, size: int) -> bytes:
+        data = bytearray()
+        while len(data) < size and (piece := self.connection.recv(min(size - len(data), 2**20))):
+            data += piece
+        return bytes(data)
+
+    def send(self, message: dict) -> None:
+        data = json.dumps(message, ensure_ascii=False).encode(errors="replace")
+        self.connection.sendall(len(data).to_bytes(8, "big") + data)
+
+
+class Output(io.TextIOBase):
+    """The first and the last characters of what is printed."""
+
+    def __init__(self) -> None:
+        self.head, self.tail, self.size = "", "", 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        self.size += len(text)
+        room = MAX_TEXT // 2 - len(self.head)
+        self.head += text[:room]
+        self.tail = (self.tail + text[max(room, 0) :])[-(MAX_TEXT // 2) :]
+        return len(text)
+
+    def text(self) -> str:
+        left_out = self.size - len(self.head) - len(self.tail)
+        middle = f"\n[... {left_out} characters are left out ...]\n" if left_out else ""
+        return f"{self.head}{middle}{self.tail}".strip()
+
+
+class Frames:
+    """A video as decord's reader shows it: frames as arrays [height, width, 3] of uint8, with `asnumpy`."""
+
+    def __init__(self, pictures: list, fps: float):
+        self.pictures, self.fps = pictures, fps
+
+    def __len__(self) -> int:
+        return len(self.pictures)
+
+    def __getitem__(self, index: int):
+        return array_of(self.pictures[index])
+
+    def get_batch(self, indices):
+        return array_of([self[int(index)] for index in indices])
+
+    def get_avg_fps(self) -> float:
+        return self.fps
+
+
+class VideoFile(Frames):
+    """The same over a video file, by PyAV; a frame is decoded when it is asked for."""
+
+    def __init__(self, data: bytes):
+        import av
+
+        self.container = av.open(io.BytesIO(data))
+        self.stream = self.container.streams.video[0]
+        self.times = sorted(packet.pts for packet in self.container.demux(self.stream) if packet.pts is not None)
+        super().__init__([], float(self.stream.average_rate or 1))
+
+    def __len__(self) -> int:
+        return len(self.times)
+
+    def __getitem__(self, index: int):
+        time = self.times[index]
+        self.container.seek(time, stream=self.stream)
+        frame = next(frame for frame in self.container.decode(self.stream) if frame.pts >= time)
+        return array_of(frame.to_ndarray(format="rgb24"))
+
+
+def array_of(values):
+    """A numpy array with the method `asnumpy`, as decord's arrays have it."""
+    import numpy as np
+
+    class Array(np.ndarray):
+        def asnumpy(self):
+            return np.asarray(self)
+
+    return np.asarray(values).view(Array)
+
+
+def check_size(width: int, height: int) -> None:
+    if width * height > MAX_PIXELS or max(width, height) >= MAX_RATIO * min(width, height):
+        raise ValueError(f"a figure of {width} x {height} pixels cannot be shown: at most {MAX_PIXELS} pixels")
+
+
+def describe(error: BaseException, name: str) -> str:
+    """Type, text and line of an exception in a block."""
+    line, at = "", error.__traceback__
+    while at:
+        line = f" (line {at.tb_lineno})" if at.tb_frame.f_code.co_filename == name else line
+        at = at.tb_next
+    if isinstance(error, SyntaxError):
+        line = f" (line {error.lineno})"
+    try:
+        text = str(error.msg if isinstance(error, SyntaxError) else error)[:MAX_ERROR]
+    except Exception as second:
+        text = f"its text cannot be made: {type(second).__name__}"
+    return f"{type(error).__name__}: {text}{line}"

@@ -1,0 +1,160 @@
+"""The tool `python`: the policy writes programs, each trajectory has an interpreter of its own (sandbox.py).
+
+The transcript is the state, a live interpreter its cache. A call carries the trajectory's earlier blocks and pictures:
+where no sandbox holds the trajectory any more, they are run again, silently. What a program does to its interpreter
+(a hang, a crash, too much memory) is the policy's error, told to it; the state is then that of the last block that
+ended.
+"""
+
+import os
+import time
+from base64 import b64encode
+from collections import Counter, deque
+from collections.abc import Hashable, Mapping
+from math import inf
+from multiprocessing.connection import wait
+
+from common.tools import Tool
+from common.tools.sandbox import Block, Sandbox, State, failed_block
+from common.tools.turns import Call, Code, ToolReply
+
+# What must fail; it prints what does not.
+PROBE = """
+import os, socket
+
+done = []
+for what, attempt in {{
+    "open a socket": socket.socket,
+    "read this project's files": lambda: open({file!r}),
+    "write outside of its folder": lambda: open("/usr/probe", "w"),
+    "start a process": lambda: os.fork() or os._exit(0),
+    "see the trainer's environment": lambda: os.environ["TORCHELASTIC_RUN_ID"],
+}}.items():
+    try:
+        attempt()
+        done.append(what)
+    except (OSError, KeyError):
+        pass
+print(", ".join(done) or "nothing")
+"""
+REMEDY = (
+    "In Docker its seccomp profile must let bubblewrap make namespaces (--security-opt seccomp=unconfined), on Ubuntu "
+    "sysctl kernel.apparmor_restrict_unprivileged_userns=0; --tools python_unconfined runs programs without a sandbox"
+)
+TOOL = Tool("python", function=exec, schema={}, role="user")
+
+
+class PythonWorkers:
+    """At most `workers` sandboxes that run the policy's programs, as `ToolWorkers` runs other tools.
+
+    ValueError if they do not start, or if what a program may not do can be done there. `anew`: each call starts from
+    the transcript, so that a run repeats itself.
+    """
+
+    protocol = Code
+
+    def __init__(self, workers: int, timeout_s: float, memory_gib: float = 4.0, confined: bool = True, anew=False):
+        self.tools = {TOOL.name: TOOL}
+        self.anew, self.new = anew, lambda: Sandbox(timeout_s, memory_gib, confined)
+        self.queue: deque[Block] = deque()
+        self.answered: deque[tuple[Hashable, ToolReply]] = deque()  # without a sandbox
+        self.numbers: dict[Hashable, int] = {}  # of trajectories, by their keys: never used again
+        self.last_number = 0
+        self.most = min(workers, 2 * (os.cpu_count() or 1))  # programs compute: more would wait for each other
+        self.sandboxes = [self.new()]
+        while self.sandboxes[0].state == State.STARTING:
+            self.collect(inf)
+        if confined:
+            probe(self)
+
+    @property
+    def pending(self) -> int:
+        """Calls whose reply `poll` has not returned so far."""
+        return len(self.answered) + len(self.queue) + sum(box.block is not None for box in self.sandboxes)
+
+    def submit(self, key: Hashable, call: Call, context: Mapping, kwargs: Mapping) -> None:
+        """context: as of `ToolWorkers.submit`, with the trajectory's earlier "calls". kwargs: pictures that the prompt
+        does not show, by their names."""
+        if call.error:
+            self.answered.append((key, failed_block(call.error)))
+            return
+        if not context["calls"]:
+            self.last_number += 1
+            self.numbers[key] = self.last_number
+        earlier = [(c["arguments"]["code"], c["media"]) for c in context["calls"] if c["info"].get("ended")]
+        pictures = [*prompt_pictures(context), *({"name": name, "seen": 0, **hint} for name, hint in kwargs.items())]
+        encoded = [p | {"frames": [b64encode(frame).decode() for frame in p["frames"]]} for p in pictures]
+        self.queue.append(Block(key, self.numbers[key], call.arguments["code"], earlier, encoded))
+        self.hand_out()
+
+    def poll(self, timeout_s: float = 0.0) -> list[tuple[Hashable, ToolReply]]:
+        """(key, reply) of what has finished; waits that long for the first, but not if nothing is pending."""
+        end = time.monotonic() + timeout_s
+        while True:
+            done = [*self.answered, *self.collect(end if not self.answered else 0.0)]
+            self.answered.clear()
+            self.hand_out()
+            if done or not self.pending or time.monotonic() >= end:
+                return done
+
+    def close(self) -> None:
+        for box in self.sandboxes:
+            box.stop()
+
+    def hand_out(self) -> None:
+        """Blocks to the sandboxes that hold their trajectories, the others to those that have rested longest."""
+        for block in list(self.queue):
+            if box := next((box for box in self.resting() if not self.anew and box.holds(block)), None):
+                self.give(box, block)
+        for block in list(self.queue):
+            if box := next(iter(self.resting()), None):
+                self.give(box, block)
+        starting = sum(box.state == State.STARTING for box in self.sandboxes)
+        for _ in range(min(self.most - len(self.sandboxes), len(self.queue) - starting)):
+            self.sandboxes.append(self.new())
+
+    def resting(self) -> list[Sandbox]:
+        """Those without a block, those without a trajectory first, then by how long ago they had a block."""
+        idle = [box for box in self.sandboxes if box.state == State.IDLE and box.block is None]
+        return sorted(idle, key=lambda box: (box.trajectory >= 0, box.rested_since))
+
+    def give(self, box: Sandbox, block: Block) -> None:
+        self.queue.remove(block)
+        box.take(block, self.anew)
+
+    def collect(self, until: float) -> list[tuple[Hashable, ToolReply]]:
+        """Wait for the next reply or deadline, but not longer than `until`, and take what there is."""
+        busy = [box for box in self.sandboxes if box.state != State.IDLE]
+        patience = min([until, *(box.deadline for box in busy)]) - time.monotonic()
+        readable = wait([source for box in busy for source in box.sources], max(0.0, patience)) if busy else []
+        done = []
+        for box in busy:
+            if reply := box.advance(readable):
+                done.append((box.block.key, reply))
+                box.block, box.rested_since = None, time.monotonic()
+        return done
+
+
+def prompt_pictures(context: Mapping) -> list[dict]:
+    """The pictures and videos of the prompt, under the names that a program knows them by."""
+    names, pictures = Counter(), []
+    for number, medium in enumerate(context["media"][: context["num_prompt_media"]]):
+        video = medium["kind"] == "video"
+        name = f"video_clue_{names['video']}" if video else f"image_clue_{number}"
+        names["video"] += video
+        kind = "video" if video else "image"
+        pictures.append({"name": name, "kind": kind, "frames": medium["frames"], "seen": 1})
+    return pictures
+
+
+def probe(workers: PythonWorkers) -> None:
+    """Try what no program may do. ValueError if anything of it can be done, or nothing at all."""
+    context = {"media": [], "num_prompt_media": 0, "calls": []}
+    workers.submit("probe", Call(TOOL.name, {"code": PROBE.format(file=__file__)}), context, {})
+    done: list = []
+    while not done:
+        done = workers.poll(inf)
+    ((_, reply),) = done
+    if reply.error or reply.text != "nothing":
+        told = reply.text if reply.error else f"a program in the sandbox can {reply.text}"
+        raise ValueError(f"--tools python: {told}. {REMEDY}")

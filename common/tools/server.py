@@ -1,0 +1,150 @@
+"""Process 1 of a sandbox: forks a child for each trajectory, and clears up after it.
+
+It holds no program and no result, since a child is its copy: each gets a socket of its own, to the trainer. This file
+and interpreter.py are all of the project that stands there.
+"""
+
+import contextlib
+import ctypes
+import io
+import os
+import resource
+import select
+import shutil
+import signal
+import socket
+import struct
+import sys
+from pathlib import Path
+
+MAX_FILES, MAX_THREADS = 10_000, 256
+CHECK_S = 0.25  # how often files and threads are counted
+CPU_S = 600  # of one trajectory
+FILE_BYTES, OPEN_FILES = 2**28, 256
+PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 4, 38, 22, 2
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def serve(fd: str, folder: str, kept: str, memory_gib: str, program_filter: str) -> None:
+    """Answers "new", with a socket, and "kill", by "done"; says why it has killed a child by itself.
+
+    folder: where a program may write, wiped after each trajectory but for what is mounted there (`kept`).
+    program_filter: hexadecimal; none without a sandbox.
+    """
+    control, confined = socket.socket(fileno=int(fd)), bool(program_filter)
+    if confined:  # process 1 ignores what its children send, if it does not ask for it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        prctl(PR_SET_DUMPABLE, 0)  # no child reads or writes its memory
+    kept = kept.split(":") if kept else []
+    preload()
+    control.send(b"done")
+    child = 0
+    while True:
+        readable, _, _ = select.select([control], [], [], CHECK_S if child and confined else None)
+        if child and confined and (excess := too_much(child, folder)):
+            control.send(excess.encode())
+            child = end_children(child, confined)
+        if not readable:
+            continue
+        message, sockets, _, _ = socket.recv_fds(control, 16, 1)
+        if not message:  # the trainer is gone
+            break
+        end_children(child, confined)
+        wipe(folder, kept)
+        child = os.fork() if message == b"new" else 0
+        if message == b"new" and not child:
+            be_child(sockets[0], folder, float(memory_gib), bytes.fromhex(program_filter))
+        for number in sockets:
+            os.close(number)
+        control.send(b"done")
+    end_children(child, confined)
+
+
+def preload() -> None:
+    """What programs use most; a child has it at once."""
+    import interpreter  # noqa: F401
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from PIL import Image, ImageDraw  # noqa: F401
+
+    plt.figure().savefig(io.BytesIO(), format="png")  # reads fonts
+    plt.close("all")
+
+
+def too_much(child: int, folder: str) -> str:
+    """Of what has a child more than it may? No limit of the kernel's counts these."""
+    space = os.statvfs(folder)
+    if space.f_files - space.f_ffree > MAX_FILES:
+        return f"more than {MAX_FILES} files"
+    with contextlib.suppress(OSError):
+        if int(Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[17]) > MAX_THREADS:
+            return f"more than {MAX_THREADS} threads"
+    return ""
+
+
+def end_children(child: int, confined: bool) -> int:
+    """Kill the child and all that it may have started, and wait until they are gone."""
+    with contextlib.suppress(ProcessLookupError):
+        if confined:
+            os.kill(-1, signal.SIGKILL)  # all but process 1
+        elif child:
+            os.killpg(child, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.waitpid(-1, 0)
+    return 0
+
+
+def wipe(folder: str, kept: list[str]) -> None:
+    """Remove what a trajectory has left; the process ends if that fails, and with it goes the folder."""
+    os.chmod(folder, 0o700)
+    for entry in list(os.scandir(folder)):
+        if entry.path in kept:
+            continue
+        if any(path.startswith(f"{entry.path}/") for path in kept):
+            wipe(entry.path, kept)
+        elif entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path)
+        else:
+            os.unlink(entry.path)
+
+
+def prctl(*arguments) -> None:
+    if libc.prctl(*map(ctypes.c_ulong, arguments), 0, 0):
+        raise OSError(ctypes.get_errno(), f"prctl {arguments[0]}")
+
+
+def be_child(fd: int, folder: str, memory_gib: float, program_filter: bytes) -> None:
+    """Never returns: no descriptor but the socket, no terminal, limits, no new process, then block after block."""
+    try:
+        from interpreter import Session
+
+        os.setsid()
+        connection = socket.socket(fileno=os.dup2(fd, 3))
+        null = os.open(os.devnull, os.O_RDWR)
+        for number in range(3):
+            os.dup2(null, number)
+        os.closerange(4, 2**16)
+        os.chdir(folder)
+        os.nice(5)
+        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        limits = {"RLIMIT_AS": mapped + int(memory_gib * 2**30), "RLIMIT_CPU": CPU_S, "RLIMIT_CORE": 0}
+        limits |= {"RLIMIT_FSIZE": FILE_BYTES, "RLIMIT_NOFILE": OPEN_FILES}
+        for name, value in limits.items():
+            resource.setrlimit(getattr(resource, name), (value, value))
+        if program_filter:
+            instructions = ctypes.create_string_buffer(program_filter)
+            program = struct.pack("HxxxxxxP", len(program_filter) // 8, ctypes.addressof(instructions))
+            program = ctypes.create_string_buffer(program)
+            prctl(PR_SET_NO_NEW_PRIVS, 1, 0)
+            prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(program))
+        Session(connection).run()
+    finally:
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    serve(*sys.argv[1:])

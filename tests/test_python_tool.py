@@ -1,0 +1,321 @@
+"""The tool `python`: its protocol, the state of a trajectory, what goes wrong in a program. Real sandboxes."""
+
+import io
+import time
+
+import numpy as np
+import pytest
+from PIL import Image
+from test_turns import LIMITS, row, run
+from vl import build_tokenizer, picture, write_tiny_vl
+
+from common.pictures import Media, decode
+from common.tools.python import PythonWorkers
+from common.tools.trajectories import Turns
+from common.tools.turns import Call, Code
+from common.vision import load_vision
+
+
+@pytest.fixture(scope="module")
+def workers():
+    pool = PythonWorkers(2, 20.0)
+    yield pool
+    pool.close()
+
+
+class Trajectory:
+    """Blocks one after the other, as `Turns` hands them over; what was replied so far."""
+
+    number = 0
+
+    def __init__(self, pool: PythonWorkers, media=(), **hints):
+        Trajectory.number += 1
+        self.pool, self.key, self.hints, self.calls = pool, Trajectory.number, hints, []
+        self.media = [{"kind": "image", "frames": [encoded]} for encoded in media]
+
+    def ask(self, code: str) -> None:
+        context = {"media": self.media, "num_prompt_media": len(self.media), "calls": self.calls}
+        self.code = code
+        self.pool.submit(self.key, Call("python", {"code": code}), context, self.hints)
+
+    def got(self, reply):
+        self.calls.append({"arguments": {"code": self.code}, "media": len(reply.images), "info": reply.info})
+        return reply
+
+    def __call__(self, code: str):
+        self.ask(code)
+        while not (done := self.pool.poll(60.0)):
+            pass
+        ((key, reply),) = done
+        assert key == self.key
+        return self.got(reply)
+
+
+def say(code: str) -> str:
+    return f"I look.\n<code>\n```python\n{code}\n```\n</code>"
+
+
+# --- the protocol -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text, code",
+    [
+        (say("print(1)"), "print(1)"),
+        (say("print(1)") + "\n \n", "print(1)"),
+        (say("a") + "\n" + say("if b:\n    c"), "if b:\n    c"),
+        (say("print('```')"), "print('```')"),
+        ("so\n```python\nx = 1\n```", "x = 1"),
+        ("```python\na\n```\nthen\n```python\nb\n```\n", "b"),
+        ("<code>```python\nx\n```</code>", "x"),
+        (say("print(1)") + " and then", None),
+        ("<code>\nprint(1)\n</code>", None),
+        ("```\nprint(1)\n```", None),
+        ("print(1)", None),
+        ("", None),
+        ("```python", None),
+        ("```python```", ""),
+        ("</code>", None),
+        ("<answer>\n\\boxed{1}\n</answer>" + say("print(1)"), None),
+        (say("print('<answer>1</answer>')"), None),
+        ("<answer> </answer>" + say("print(1)"), "print(1)"),
+        ("</answer>" + say("print(1)"), "print(1)"),
+        ("<answer>" + say("print(1)"), "print(1)"),
+    ],
+)
+def test_a_turn_that_ends_in_a_program_is_a_call(text, code):
+    call = Code.find_call(text)
+    assert (call.arguments["code"] if call else None) == code
+
+
+def test_finding_a_program_takes_no_time():
+    start = time.monotonic()
+    for text in (
+        "<answer>" * 50_000,
+        "<code>" * 50_000 + "</code>",
+        "```python" * 50_000 + "```",
+        "</answer>" * 50_000,
+    ):
+        Code.find_call(text)
+    assert time.monotonic() - start < 5
+
+
+@pytest.fixture(scope="module")
+def vision(tmp_path_factory):
+    return load_vision(str(write_tiny_vl(tmp_path_factory.mktemp("tiny-vl"))), LIMITS)
+
+
+def test_three_turns_with_two_figures(vision, workers):
+    """Spec 9 G.1: what the engine is asked is what is trained on, and each figure stands where it belongs."""
+    tokenizer = build_tokenizer()
+    original = Media.open("image", [picture(400, 300)], LIMITS)
+    figures = "for part in (image_clue_0.crop((0, 0, 100, 100)), image_clue_0):\n    plt.imshow(part)\n    plt.show()"
+    script = [
+        say("print(image_clue_0.size, '<image>', '<|im_' + 'end|>')"),
+        say(figures),
+        say("print(image_clue_2.size)"),
+        "<answer>\n\\boxed{3}\n</answer>",
+    ]
+    (episode,), engine = run(
+        [script], Turns(tokenizer, workers, vision), row(tokenizer, vision, [original], ["python"])
+    )
+    assert (episode.finish_reason, episode.turns, len(episode.media)) == ("stop", 4, 3)
+    assert [decode(medium.frames[0]).size for medium in episode.media] == [(400, 300), (640, 480), (640, 480)]
+
+    def between(text: str, media: list) -> list[int]:
+        rendered = (
+            f"\n<|im_start|>user\n<tool_response>\n<interpreter>{text}</interpreter>\n\n</tool_response><|im_end|>"
+        )
+        return vision.expand(tokenizer.encode(f"{rendered}\n<|im_start|>assistant\n", add_special_tokens=False), media)
+
+    pads = [f"<image_clue_{k}><|vision_start|><|image_pad|><|vision_end|></image_clue_{k}>" for k in (1, 2)]
+    observations = [
+        between("\nText Result:\n(400, 300) <image> < |im_end|>", []),
+        between("Text Result:\n\nImage Result:\n" + "".join(pads), episode.media[1:]),
+        between("\nText Result:\n(640, 480)", []),
+        [],
+    ]
+    expected, mask = [], []
+    for said, observation in zip(script, observations):
+        ids = [*tokenizer.encode(said, add_special_tokens=False), tokenizer.eos_token_id]
+        expected += ids + observation
+        mask += [1] * len(ids) + [0] * len(observation)
+    assert episode.response_ids == expected and episode.loss_mask == mask
+    whole = [*episode.prompt_ids, *expected]
+    assert all(asked[1] == whole[: len(asked[1])] for asked in engine.asked)
+    pads = whole.count(vision.placeholders["image"])
+    assert pads == sum(medium.num_tokens for medium in episode.media)
+
+
+def test_the_prompt_tells_of_the_tool_and_no_schema_does(workers):
+    from common.data.render import render
+
+    tokenizer, prompt = build_tokenizer(), [{"role": "user", "content": "look"}]
+    assert render(prompt, tokenizer, workers.tools) == render(prompt, tokenizer)
+
+
+def test_a_text_model_gets_no_figures_and_its_names_do_not_count_them(workers):
+    tokenizer = build_tokenizer()
+    script = [say("plt.plot([1]); plt.show(); print('drawn')"), say("print('image_clue_0' in globals())"), "so"]
+    (episode,), _ = run([script], Turns(tokenizer, workers), row(tokenizer, tools=["python"]))
+    assert [call["text"] for call in episode.calls] == ["drawn", "False"] and not episode.media
+
+
+# --- the state ----------------------------------------------------------------------------------------------------
+
+WALK = [
+    "import random, uuid\nx = [random.random()]\nnamed = uuid.uuid4().hex\nopen('/tmp/kept', 'w').write('here')",
+    "x.append(np.random.rand())\n1 / 0\nx.append('never')",
+    "def f(): return x\nplt.plot(x); plt.show()\nprint(open('/tmp/kept').read())",
+    "print(f(), image_clue_0.size, np.asarray(image_clue_0).sum())",
+]
+
+
+def walk(pool, blocks=WALK, between=lambda: None) -> list:
+    trajectory, replies = Trajectory(pool), []
+    for code in blocks:
+        replies.append(trajectory(code))
+        between()
+    return [(reply.text, reply.images, reply.error, reply.info) for reply in replies]
+
+
+def test_the_state_lives_on_and_is_made_again_from_the_transcript(workers):
+    """Variables, files and random numbers; others take the sandboxes in between; or each call starts anew."""
+    live = walk(workers)
+    assert [error for _, _, error, _ in live] == [False, True, False, False]
+    assert "never" not in live[3][0] and "(640, 480)" in live[3][0] and live[2][0] == "here"
+
+    def others():
+        for _ in range(len(workers.sandboxes)):
+            look = "import os\nprint('x' in globals(), os.path.exists('/tmp/kept'))"
+            assert Trajectory(workers)(look).text == "False False"
+
+    assert walk(workers, between=others) == live
+    pool = PythonWorkers(1, 20.0, anew=True)
+    try:
+        assert walk(pool) == live
+    finally:
+        pool.close()
+
+
+def test_what_a_clock_gave_stays_while_the_interpreter_lives(workers):
+    trajectory = Trajectory(workers)
+    first = trajectory("import uuid\nnamed = uuid.uuid4().hex\nprint(named)").text
+    assert trajectory("print(named)").text == first
+
+
+def test_trajectories_do_not_see_each_other(workers):
+    for _ in range(4):
+        trajectory = Trajectory(workers)
+        assert (
+            trajectory("print('secret' in globals(), __import__('os').path.exists('/tmp/mine'))").text == "False False"
+        )
+        trajectory("secret = 1\nopen('/tmp/mine', 'w').write('x')")
+
+
+@pytest.mark.parametrize(
+    "code, told",
+    [
+        ("import time\nx = 2\ntime.sleep(60)", "took longer than 1 s"),
+        ("x = 2\nwhile True: pass", "took longer than 1 s"),
+        ("x = 2\n10 ** 10 ** 10", "took longer than 1 s"),
+        ("import os\nx = 2\nos._exit(0)", "the interpreter died"),
+        ("import os, signal\nx = 2\nos.kill(os.getpid(), signal.SIGKILL)", "the interpreter died"),
+        ("import ctypes\nx = 2\nctypes.string_at(0)", "the interpreter died"),
+        ("x = 2\nfor i in range(20000): open(f'/tmp/{i}', 'w')\nimport time\ntime.sleep(60)", "more than 10000 files"),
+    ],
+)
+def test_a_block_that_does_not_end_is_told_and_undone(code, told):
+    pool = PythonWorkers(1, 1.0)
+    try:
+        trajectory = Trajectory(pool)
+        trajectory("x = 1")
+        reply = trajectory(code)
+        assert reply.error and not reply.failed and told in reply.text and "as before this block" in reply.text
+        assert reply.info == {"ended": False, "acted": False}
+        assert trajectory("print(x)").text == "1"
+    finally:
+        pool.close()
+
+
+# --- what a block shows -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "code, text",
+    [
+        ("print('a')\nprint('b')", "a\nb"),
+        ("1 + 1", ""),
+        (
+            "print('seen')\nint('x')",
+            "seen\nExecution error: ValueError: invalid literal for int() with base 10: 'x' (line 2)",
+        ),
+        ("x = (", "Execution error: SyntaxError: '(' was never closed (line 1)"),
+        ("import sys\nprint('a')\nsys.exit(3)", "a\nExecution error: SystemExit: 3 (line 3)"),
+        ("def f():\n    raise KeyError('k')\n\nf()", "Execution error: KeyError: 'k' (line 2)"),
+        ("input()", "Execution error: EOFError: EOF when reading a line (line 1)"),
+        ("import sys\nprint('no', file=sys.stderr)", ""),
+        ("import os\nos.write(1, b'no')", ""),
+        ("print('\\ud800')", "?"),
+        ("raise ValueError('x' * 10**7)", "Execution error: ValueError: " + "x" * 1000 + " (line 1)"),
+    ],
+)
+def test_what_a_block_says(workers, code, text):
+    assert Trajectory(workers)(code).text == text
+
+
+def test_long_output_keeps_its_ends(workers):
+    text = Trajectory(workers)("for i in range(10**5): print(i)\nprint('end')").text
+    assert text.startswith("0\n1\n2\n") and text.endswith("99999\nend") and "characters are left out" in text
+    assert len(text) < 4096
+
+
+@pytest.mark.parametrize(
+    "code, figures, told",
+    [
+        ("plt.plot([1]); plt.show()", 1, ""),
+        ("plt.figure(); plt.figure(); plt.show(block=True)", 2, ""),
+        ("f = plt.figure(); f.show()", 1, ""),
+        ("plt.plot([1])", 0, ""),
+        ("for _ in range(9): plt.figure()\nplt.show()", 8, "at most 8 figures"),
+        ("plt.figure(figsize=(100, 100)); plt.show()", 0, "10000 x 10000 pixels"),
+        ("plt.figure(figsize=(100, 0.3)); plt.show()", 0, "10000 x 30 pixels"),
+        ("plt.rcParams['savefig.dpi'] = 2000; plt.figure(); plt.show()", 1, ""),
+        (
+            "plt.figure(figsize=(20, 19)).text(3, 3, 'far'); plt.rcParams['savefig.bbox'] = 'tight'; plt.show()",
+            0,
+            "pixels",
+        ),
+    ],
+)
+def test_figures(workers, code, figures, told):
+    reply = Trajectory(workers)(code)
+    assert len(reply.images) == figures and told in reply.text and reply.error == bool(told)
+    for png in reply.images:
+        assert Image.open(io.BytesIO(png)).format == "PNG"
+
+
+@pytest.mark.parametrize(
+    "code, acted", [("print(1)", True), ("x = 1", False), ("print()", False), ("plt.show()", False), ("1 / 0", False)]
+)
+def test_a_block_that_shows_nothing_has_not_acted(workers, code, acted):
+    assert Trajectory(workers)(code).info == {"ended": True, "acted": acted}
+
+
+def test_pictures_have_their_names(workers):
+    """Those of the prompt at full resolution, what it does not show by other names, and figures as they come."""
+    hint = {"kind": "image", "frames": [picture(70, 50)]}
+    video = {"kind": "video", "frames": [picture(60, 40, seed) for seed in range(3)], "fps": 2.0}
+    trajectory = Trajectory(workers, [picture(900, 700), picture(30, 40, 1)], image_hint_0=hint, video_clue_0=video)
+    assert (
+        trajectory("print(image_clue_0.size, image_clue_1.size, image_hint_0.size)").text
+        == "(900, 700) (30, 40) (70, 50)"
+    )
+    said = trajectory(
+        "v = video_clue_0\nprint(len(v), v[1].asnumpy().shape, v.get_batch([0, 2]).asnumpy().shape, v.get_avg_fps())"
+    )
+    assert said.text == "3 (40, 60, 3) (2, 40, 60, 3) 2.0"
+    trajectory("plt.figure(figsize=(2, 1)); plt.show()")
+    assert trajectory("print(image_clue_2.size)").text == "(200, 100)"
+    pixels = np.asarray(decode(picture(30, 40, 1))).sum()
+    assert trajectory("print(np.asarray(image_clue_1).sum())").text == str(pixels)
