@@ -237,7 +237,7 @@ class Tags:
         found = text.rstrip().removesuffix("</look>").rpartition("<look>")
         return Call("select_frames", {"target_frames": [int(found[2])]}) if found[1] else None
 
-    def observation(self, parts, role):
+    def observation(self, parts, role, shown):
         return "".join(part if isinstance(part, str) else "<|image_pad|>" for part in parts)
 
 
