@@ -16,7 +16,6 @@ Where this differs from the papers and from most implementations:
     torchrun --nproc_per_node 2 grpo.py                              # embedded demo, minutes on a CPU
     torchrun --nproc_per_node 4 grpo.py --model Qwen/Qwen2.5-1.5B-Instruct --train-data gsm8k/train.parquet \\
         --eval-data gsm8k/test.parquet --prompts-per-step 128 --samples-per-prompt 8
-    python grpo.py --eval-only --model smollm2 --eval-data test.parquet --eval-samples 8 --eval-temperature 1
 
 Names: P prompts a step, G samples of a prompt, E episodes on this rank, T their sampled tokens, N those of a
 micro-batch. Everything per token is flat ([T] or [N]): there is no padding to mask.
@@ -33,24 +32,11 @@ from torch import Tensor
 
 from common.checkpoint import Checkpoints
 from common.data.dumps import load_rollouts
-from common.distributed import World, all_reduce, forward_context, run, stop_requested
-from common.episodes import Episode, prompts_of_all_ranks, unequal_groups
+from common.distributed import World, all_reduce, forward_context, gather_objects, run, stop_requested
+from common.episodes import Episode, by_prompt, prompts_of_all_ranks
 from common.evaluate import evaluate, evaluate_only
 from common.files import refuse
-from common.flags import (
-    Amount,
-    Count,
-    Data,
-    Limit,
-    Machine,
-    Positive,
-    Rollout,
-    Run,
-    Share,
-    check_shared,
-    parse,
-    refuse_idle,
-)
+from common.flags import Amount, Count, Data, Limit, Machine, Rollout, Run, Share, check_shared, parse, refuse_idle
 from common.means import Means
 from common.memory import peak_memory_gb
 from common.metrics import rollout_means, rollout_metrics
@@ -59,6 +45,7 @@ from common.optimizer import lr_factor
 from common.packing import Minibatch, Packer, TokenIndex
 from common.precision import checked_gap
 from common.progress import Progress
+from common.rewards import is_correct
 from common.rollouts import Rollouts, open_rollouts
 from common.setup import Stopwatch, due, finish, open_job, open_logger
 
@@ -84,10 +71,12 @@ class Args:
     kl_coef: Amount = 0.0  # its coefficient
     kl_estimator: Literal["k1", "k2", "k3", "k3-is"] = "k1"  # reward: k1; loss: k2, k3, or k3-is (importance-weighted)
     kl_target: Amount = 0.0  # adapt the coefficient towards this KL per token; 0: fixed
-    kl_horizon: Positive = 10_000.0  # sequences over which it adapts
+    kl_horizon: Count = 10_000  # sequences over which it adapts
     overlong_buffer: Limit = 0  # last tokens of --max-response-tokens in which the score falls, by up to 1 (DAPO)
     mask_truncated: bool = False  # train on no truncated response; it still counts in baselines
     dynamic_sampling: Limit = 0  # replace groups of equal scores, in at most so many rounds of sampling; 0: keep them
+    oversample: Amount = 1.0  # draw so many times the prompts, train on the groups whose scores deviate most
+    tool_bonus: Amount = 0.0  # added to the score of a right answer, for each tool call that did something
     learning_rate: Amount = 1e-6  # peak
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
     warmup_steps: Amount = 0.0  # steps of linear warm-up; below 1: share of all steps
@@ -359,6 +348,23 @@ def collect(rollouts: Rollouts, num_prompts: int, step: int, watch: Stopwatch, f
     return episodes
 
 
+def add_tool_bonus(episodes: list[Episode], bonus: float) -> None:
+    """A right answer earns `bonus` for each call that ran and showed something (PyVision-RL, arXiv 2602.20739)."""
+    for episode in episodes:
+        useful = sum(not call["error"] and call["info"].get("acted", True) for call in episode.calls)
+        episode.rewards["tool_bonus"] = bonus * useful * is_correct(episode.rewards)
+        episode.rewards["score"] += episode.rewards["tool_bonus"]
+
+
+def widest_groups(episodes: list[Episode], count: int) -> list[Episode]:
+    """The `count` groups, over all ranks, whose scores deviate most, unbiased and above 0; of equal ones the first."""
+    groups = {prompt: [e.rewards["score"] for e in group] for prompt, group in by_prompt(episodes).items()}
+    spread = {prompt: torch.tensor(own).double().std().item() for prompt, own in groups.items() if len({*own}) > 1}
+    order = sorted((-width, prompt) for part in gather_objects(spread) for prompt, width in part.items())
+    kept = {prompt for _, prompt in order[:count]}
+    return [e for e in episodes if e.prompt_index in kept]
+
+
 def collect_groups(rollouts: Rollouts, args: Args, step: int, watch: Stopwatch) -> tuple[list[Episode], list[Episode]]:
     """The episodes of a step: all that were sampled, and those to train on.
 
@@ -366,21 +372,24 @@ def collect_groups(rollouts: Rollouts, args: Args, step: int, watch: Stopwatch) 
     its last round the groups that there are have to do, even if there are none: a task may be solved.
     """
     sampled: list[Episode] = []
-    episodes: list[Episode] = []
-    drawn, missing = 0, args.rollout.prompts_per_step  # prompts, over all ranks
+    wanted = missing = args.rollout.prompts_per_step  # prompts, over all ranks
+    drawn = 0
     for _ in range(max(args.dynamic_sampling, 1)):
-        new = collect(rollouts, missing, step, watch, first=drawn)
+        num_prompts = math.ceil(missing * args.oversample)
+        new = collect(rollouts, num_prompts, step, watch, first=drawn)
+        if args.tool_bonus:
+            add_tool_bonus(new, args.tool_bonus)
         sampled += new
-        scored = [e for e in new if math.isfinite(e.rewards["score"])]  # scoring the others has failed
-        episodes += unequal_groups(scored) if args.dynamic_sampling else scored
-        drawn += missing
-        missing = args.rollout.prompts_per_step - len(prompts_of_all_ranks(episodes))
+        episodes = [e for e in sampled if math.isfinite(e.rewards["score"])]  # scoring the others has failed
+        if args.dynamic_sampling or args.oversample > 1:
+            episodes = widest_groups(episodes, wanted)
+        drawn += num_prompts
+        missing = wanted - len(prompts_of_all_ranks(episodes))
         if not missing:
             break
-    if args.dynamic_sampling and missing:
-        found, wanted = args.rollout.prompts_per_step - missing, args.rollout.prompts_per_step
-        told = f"trains on {found} groups of unequal scores, not on {wanted}: more were not found in so many rounds"
-        rollouts.world.print(f"--dynamic-sampling {args.dynamic_sampling}: step {step + 1} {told}")
+    if missing and (args.dynamic_sampling or args.oversample > 1):
+        told = f"trains on {wanted - missing} groups, not on {wanted}: no more of {drawn} have unequal scores"
+        rollouts.world.print(f"step {step + 1} {told}")
     return sampled, episodes
 
 
@@ -388,12 +397,11 @@ def check_args(args: Args) -> None:
     """Refuse what cannot work, or has no effect, before anything is loaded."""
     check_shared(args.data, args.run, args.rollout)
     P, M = args.rollout.prompts_per_step, args.minibatches
-    single = args.rollout.samples_per_prompt < 2 and not args.rollout.eval_only
-    refuse(single, "--samples-per-prompt 1: nothing to compare with")
+    refuse(args.rollout.samples_per_prompt < 2 and not args.rollout.eval_only, "--samples-per-prompt 1: no group")
     refuse(P < M, f"--minibatches {M} of --prompts-per-step {P}: a minibatch needs a prompt (groups stay together)")
     refuse(0 < args.dual_clip <= 1, f"--dual-clip {args.dual_clip}: a bound on the ratio must be above 1 (0 = off)")
-    longest = args.rollout.max_response_tokens
-    refuse(args.overlong_buffer >= longest, "--overlong-buffer: below --max-response-tokens")
+    refuse(args.overlong_buffer >= args.rollout.max_response_tokens, "--overlong-buffer: below --max-response-tokens")
+    refuse(args.oversample < 1, f"--oversample {args.oversample}: must not be below 1")
     refuse(args.dynamic_sampling == 1, "--dynamic-sampling 1 never refills: give a number of rounds, such as 10")
     charged, estimator = args.kl_in, args.kl_estimator
     refuse(charged != "none" and not args.kl_coef, f"--kl-in {charged} needs a --kl-coef, such as 0.001")
@@ -406,11 +414,12 @@ def check_args(args: Args) -> None:
     idle = dict.fromkeys(["objective", "clip_low", "clip_high"], (off_policy, moved))
     idle |= dict.fromkeys(["kl_coef", "kl_estimator", "kl_target"], (charged != "none", "--kl-in reward or loss"))
     idle |= {
-        "dual_clip": (off_policy and args.objective == "ppo", f"--objective ppo, and {moved}"),
         "correction_low": (args.correction in ("mask", "sequence"), "--correction mask or sequence"),
         "correction_high": (args.correction != "none", "a --correction"),
         "kl_horizon": (args.kl_target > 0, "--kl-target"),
         "loss_length": (args.reduction == "dr_grpo", "--reduction dr_grpo"),
+        "dual_clip": (off_policy and args.objective == "ppo", f"--objective ppo, and {moved}"),
+        "tool_bonus": (bool(args.rollout.tools), "--tools"),
         "lr_floor": (args.lr_schedule != "constant", "--lr-schedule linear or cosine"),
     }
     refuse_idle(args, idle)
@@ -422,7 +431,9 @@ def main(args: Args, demo: bool = False) -> None:
     job = open_job("grpo", args.data, args.machine, args.run, demo, record=not args.rollout.eval_only)
     world, device = job.world, job.world.device
     frozen = [job.path] if args.kl_in != "none" else []
-    rollouts = open_rollouts(job, args.data, args.rollout, args.run, trained=[job.path], frozen=frozen)
+    rollouts = open_rollouts(
+        job, args.data, args.rollout, args.run, trained=[job.path], frozen=frozen, oversample=args.oversample
+    )
 
     policy = job.load_policy()
     reference = job.load_reference() if args.kl_in != "none" else None

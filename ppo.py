@@ -35,20 +35,7 @@ from common.distributed import World, all_reduce, forward_context, run, stop_req
 from common.episodes import Episode
 from common.evaluate import evaluate, evaluate_only
 from common.files import refuse
-from common.flags import (
-    Amount,
-    Count,
-    Data,
-    Limit,
-    Machine,
-    Positive,
-    Rollout,
-    Run,
-    Share,
-    check_shared,
-    parse,
-    refuse_idle,
-)
+from common.flags import Amount, Count, Data, Limit, Machine, Rollout, Run, Share, check_shared, parse, refuse_idle
 from common.hub import load_tokenizer, resolve_model
 from common.job import Job
 from common.means import Means
@@ -90,7 +77,7 @@ class Args:
     kl_coef: Amount = 0.0  # its coefficient
     kl_estimator: Literal["k1", "k2", "k3", "k3-is"] = "k1"  # reward: k1; loss: k2, k3, or k3-is (importance-weighted)
     kl_target: Amount = 0.0  # adapt the coefficient towards this KL per token; 0: fixed
-    kl_horizon: Positive = 10_000.0  # sequences over which it adapts
+    kl_horizon: Count = 10_000  # sequences over which it adapts
     overlong_buffer: Limit = 0  # last tokens of --max-response-tokens in which the score falls, by up to 1 (DAPO)
     mask_truncated: bool = False  # train on no truncated response; it still counts in baselines
     critic_model: str | None = None  # backbone of the critic, with the same tokenizer; default: --model
@@ -414,8 +401,7 @@ def check_args(args: Args) -> None:
     P, M = args.rollout.prompts_per_step, args.minibatches
     refuse(P < M, f"--minibatches {M} of --prompts-per-step {P}: a minibatch needs a prompt (groups stay together)")
     refuse(0 < args.dual_clip <= 1, f"--dual-clip {args.dual_clip}: a bound on the ratio must be above 1 (0 = off)")
-    longest = args.rollout.max_response_tokens
-    refuse(args.overlong_buffer >= longest, "--overlong-buffer: below --max-response-tokens")
+    refuse(args.overlong_buffer >= args.rollout.max_response_tokens, "--overlong-buffer: below --max-response-tokens")
     charged, estimator = args.kl_in, args.kl_estimator
     refuse(charged != "none" and not args.kl_coef, f"--kl-in {charged} needs a --kl-coef, such as 0.001")
     refuse(charged == "reward" and estimator != "k1", f"--kl-in reward with {estimator}: biased there, take k1")
@@ -561,14 +547,13 @@ def main(args: Args, demo: bool = False) -> None:
         means.add("value/mean", tokens.values.double().sum(), count=len(tokens.values))
         means.add("value/return_mean", returns.double().sum(), count=len(returns))
         metrics = rollout_metrics(means.reduce()) | {
+            "optim/lr": lr,
             "optim/loss_scale": optimizer.scale,
             "value/lr": critic_lr,
             "value/loss_scale": critic_optimizer.scale,
             "value/explained_variance": explained_variance(tokens.values, tokens.returns),
             "data/epoch": rollouts.loader.epoch,
         }
-        if not warming_up:
-            metrics["optim/lr"] = lr
         if reference and not warming_up:
             num_sequences = sum(minibatch.num_sequences for minibatch in minibatches)
             kl_controller.update(metrics.get("policy/kl_to_ref", 0.0), num_sequences)  # none: of no tokens

@@ -24,6 +24,8 @@ def rollout_means(episodes: list[Episode], seconds: dict[str, float], with_tools
     means.add("reward/zero_variance_groups", equal, count=len(comparable))
     judged = [e.model_reward for e in scored if e.model_reward is not None]
     means.add("reward/model_mean", math.fsum(judged), count=len(judged))
+    bonuses = [e.rewards["tool_bonus"] for e in scored if "tool_bonus" in e.rewards]  # part of their scores
+    means.add("reward/tool_bonus", math.fsum(bonuses), count=len(bonuses))
     response_tokens = sum(len(e.response_ids) for e in episodes)
     means.add("rollout/response_length", response_tokens, count=len(episodes))
     means.add("rollout/truncated", sum(e.truncated for e in episodes), count=len(episodes))

@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import ceil
 from pathlib import Path
 
 import torch
@@ -47,6 +48,7 @@ class Rollouts:
     train_data: PromptData | None  # None with --eval-only
     eval_data: PromptData | None
     loader: PromptLoader | None  # None with --eval-only
+    draws: int  # prompts of a step, before any are replaced
     total_steps: int
     max_gap: float  # largest mean |engine - trainer| of log-probs
 
@@ -83,13 +85,15 @@ class Rollouts:
     def announce(self, updates: int) -> None:
         """What is going to happen, with so many optimizer steps after each rollout."""
         num_prompts, flags = len(self.train_data), self.flags
-        passes = self.total_steps * flags.prompts_per_step / num_prompts
+        passes = self.total_steps * self.draws / num_prompts
         self.world.print(
-            f"{num_prompts} prompts; a step: {flags.prompts_per_step} x {flags.samples_per_prompt} samples, {updates} "
+            f"{num_prompts} prompts; a step: {self.draws} x {flags.samples_per_prompt} samples, {updates} "
             f"updates; {self.total_steps} steps pass over the data {passes:.2f} times"
         )
-        if flags.prompts_per_step > num_prompts:
-            told = f"--prompts-per-step {flags.prompts_per_step} of {num_prompts} rows: a step repeats prompts"
+        if self.draws > num_prompts:
+            told = (
+                f"a step draws {self.draws} prompts of {num_prompts} rows: lower --prompts-per-step, it repeats them"
+            )
             self.world.print(f"warning: {told}")
 
 
@@ -102,8 +106,12 @@ def open_rollouts(
     trained: list[str],
     frozen: list[str],
     reward_model: str | None = None,
+    oversample: float = 1.0,
 ) -> Rollouts:
-    """Read the data, start workers and engine. trained, frozen: folders of the models that share the memory."""
+    """Read the data, start workers and engine. trained, frozen: folders of the models that share the memory.
+
+    oversample: how many times --prompts-per-step a step draws.
+    """
     world, tokenizer, vision = job.world, job.tokenizer, job.vision
     again = bool(rollout.replay) and (job.output_dir / "checkpoints").exists()
     refuse(again, f"--replay: {job.output_dir} has checkpoints of its own; give another --output-dir")
@@ -119,9 +127,9 @@ def open_rollouts(
         if rollout.reward_function and not rollout.replay:  # found out now, not after the first rollout
             workers.try_out(rollout.reward_function, (train_data or eval_data)[0])
         turns = Turns.of_flags(rollout, tokenizer, tools, vision) if tools else None
-    total_steps = run.total_steps
+    draws, total_steps = ceil(rollout.prompts_per_step * oversample), run.total_steps
     if total_steps is None and train_data:
-        total_steps = max(1, round(run.total_epochs * len(train_data) / rollout.prompts_per_step))
+        total_steps = max(1, round(run.total_epochs * len(train_data) / draws))
     loader = job.open_loader(len(train_data)) if train_data else None
     world.print(memory_plan(rollout, job.machine, world, job.compute_dtype, trained, frozen))
     # before the trainer: it loads by itself, and is asleep when the trainer takes its memory
@@ -141,6 +149,7 @@ def open_rollouts(
         train_data=train_data,
         eval_data=eval_data,
         loader=loader,
+        draws=draws,
         total_steps=total_steps or 0,
         max_gap=rollout.max_logprob_gap or gap_limit(job.compute_dtype),
     )

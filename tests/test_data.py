@@ -466,11 +466,12 @@ def test_ranks_share_the_prompts_of_a_step():
 def test_a_step_larger_than_the_data_is_told(rows, warnings):
     said, flags = [], Rollout(prompts_per_step=4, samples_per_prompt=2)
     source = SimpleNamespace(
-        train_data=range(rows), flags=flags, total_steps=6, world=SimpleNamespace(print=said.append)
+        train_data=range(rows), flags=flags, draws=4, total_steps=6, world=SimpleNamespace(print=said.append)
     )
     Rollouts.announce(source, updates=1)
     assert f"6 steps pass over the data {24 / rows:.2f} times" in said[0]
-    assert said[1:] == [f"warning: --prompts-per-step 4 of {rows} rows: a step repeats prompts"] * warnings
+    told = f"warning: a step draws 4 prompts of {rows} rows: lower --prompts-per-step, it repeats them"
+    assert said[1:] == [told] * warnings
 
 
 def test_a_loader_of_nothing_is_refused():

@@ -456,7 +456,7 @@ def test_guarded_step_without_any_gradient_changes_nothing():
         ("--minibatches 2 --objective cispo --dual-clip 4", "--dual-clip 4.0 has no effect: needs --objective ppo"),
         ("--correction truncate --correction-low 0.1", "--correction-low 0.1 has no effect"),
         ("--minibatches 64", "--minibatches 64 of --prompts-per-step 32"),
-        ("--samples-per-prompt 1", "--samples-per-prompt 1: nothing to compare with"),
+        ("--samples-per-prompt 1", "--samples-per-prompt 1: no group"),
         ("--dynamic-sampling 1", "--dynamic-sampling 1 never refills"),
         ("--overlong-buffer 256", "--overlong-buffer: below --max-response-tokens"),
         ("--prompts-per-step 0", "--prompts-per-step 0: must be above 0"),

@@ -281,7 +281,11 @@ def test_long_output_keeps_its_ends(workers):
         ("plt.figure(figsize=(100, 100)); plt.show()", 0, "10000 x 10000 pixels"),
         ("plt.figure(figsize=(100, 0.3)); plt.show()", 0, "10000 x 30 pixels"),
         ("plt.rcParams['savefig.dpi'] = 2000; plt.figure(); plt.show()", 1, ""),
-        ("plt.rcParams.update({'savefig.bbox': 'tight', 'savefig.pad_inches': 20})\nplt.plot(1); plt.show()", 0, " x "),
+        (
+            "plt.rcParams.update({'savefig.bbox': 'tight', 'savefig.pad_inches': 20})\nplt.plot(1); plt.show()",
+            0,
+            " x ",
+        ),
     ],
 )
 def test_figures(workers, code, figures, told):

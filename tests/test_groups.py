@@ -1,0 +1,142 @@
+"""Which groups grpo.py trains on: those that are replaced, those that are ranked, and what tool calls earn."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+from helpers import checked_args, make_args
+
+import grpo
+from common.episodes import Episode
+from common.rollouts import Rollouts
+from common.setup import Stopwatch
+
+UNEQUAL = {1: (1.0, 0.0, 0.0), 4: (2.0, 0.0, 0.0), 5: (0.0, 1.0, 1.0), 7: (0.5, 0.5, 0.0), 8: (2.0, 0.0, 0.0)}
+
+
+def group(prompt: int, scores=None, calls=()) -> list[Episode]:
+    scores = scores or UNEQUAL.get(prompt, (1.0, 1.0, 1.0))
+    return [
+        Episode(prompt, i, [1], [2], [1], [0.0], "stop", {"score": score}, calls=list(calls))
+        for i, score in enumerate(scores)
+    ]
+
+
+def rollouts_of(world, groups=group) -> SimpleNamespace:
+    """Prompt number p has the scores of UNEQUAL; what was drawn is noted."""
+    rollouts = SimpleNamespace(world=world, drawn=[])
+
+    def draw(count: int, first: int) -> list[int]:
+        rollouts.drawn.append((first, count))
+        return list(range(first, first + count))
+
+    rollouts.draw, rollouts.score = draw, lambda episodes, prompts: None
+    rollouts.sample = lambda prompts, step: [e for prompt in prompts for e in groups(prompt)]
+    return rollouts
+
+
+@pytest.mark.parametrize(
+    "flags, drawn, trained",
+    [
+        ({"dynamic_sampling": 2, "prompts_per_step": 3}, [(0, 3), (3, 2)], [1, 4]),
+        ({"dynamic_sampling": 9, "prompts_per_step": 3}, [(0, 3), (3, 2), (5, 1)], [1, 4, 5]),
+        ({"oversample": 1.5, "prompts_per_step": 4}, [(0, 6)], [1, 4, 5]),
+        ({"oversample": 3.0, "prompts_per_step": 3}, [(0, 9)], [1, 4, 8]),
+        ({"oversample": 3.0, "prompts_per_step": 1}, [(0, 3)], [1]),
+        ({"oversample": 1.5, "prompts_per_step": 3, "dynamic_sampling": 9}, [(0, 5), (5, 2)], [1, 4, 5]),
+        ({"oversample": 2.0, "prompts_per_step": 2, "dynamic_sampling": 9}, [(0, 4), (4, 2)], [1, 4]),
+        ({"prompts_per_step": 3}, [(0, 3)], [0, 1, 2]),
+    ],
+)
+def test_groups_are_replaced_and_ranked(world, capsys, flags, drawn, trained):
+    """A round draws ceil(missing x F); the widest unequal groups are kept whole, of equal ones the first."""
+    rollouts = rollouts_of(world)
+    sampled, episodes = grpo.collect_groups(rollouts, make_args(grpo, **flags), 4, Stopwatch())
+    assert rollouts.drawn == drawn
+    assert [e.prompt_index for e in episodes] == [prompt for prompt in trained for _ in range(3)]
+    assert len(sampled) == 3 * sum(count for _, count in drawn)
+    found, wanted = len(trained), flags["prompts_per_step"]
+    told = f"step 5 trains on {found} groups, not on {wanted}: no more of"
+    assert (told in capsys.readouterr().out) == (found < wanted)
+
+
+def test_the_deviation_is_that_of_the_scored_samples(world):
+    """Unbiased: over two samples it is wider than over three; a sample that could not be scored is none."""
+    scores = {0: (1.0, 0.0, 0.0), 1: (1.0, 0.0, math.nan), 2: (1.0, 1.0, math.nan)}
+    rollouts = rollouts_of(world, groups=lambda prompt: group(prompt, scores[prompt]))
+    args = make_args(grpo, oversample=3.0, prompts_per_step=1)
+    sampled, episodes = grpo.collect_groups(rollouts, args, 0, Stopwatch())
+    assert [(e.prompt_index, e.rewards["score"]) for e in episodes] == [(1, 1.0), (1, 0.0)] and len(sampled) == 9
+
+
+def test_ranks_choose_together(monkeypatch):
+    """Prompts 0, 2, 4 ... are one rank's, the others another's; together they keep what one rank alone would."""
+    episodes = [e for prompt in UNEQUAL for e in group(prompt)]
+    parts = [[e for e in episodes if e.prompt_index % 2 == rank] for rank in (0, 1)]
+    told: list[dict] = []
+    monkeypatch.setattr(grpo, "gather_objects", lambda own: told.append(own) or [own])
+    for part in parts:
+        grpo.widest_groups(part, 9)
+    monkeypatch.undo()
+    for count in range(len(UNEQUAL) + 2):
+        alone = grpo.widest_groups(episodes, count)
+        monkeypatch.setattr(grpo, "gather_objects", lambda own: told)
+        together = [e for part in parts for e in grpo.widest_groups(part, count)]
+        monkeypatch.undo()
+        assert sorted(map(id, together)) == sorted(map(id, alone)) and len(alone) == 3 * min(count, len(UNEQUAL))
+
+
+def call(error: bool = False, **info) -> dict:
+    return {"error": error, "info": info}
+
+
+@pytest.mark.parametrize(
+    "score, calls, earned",
+    [
+        (1.0, [call(acted=True), call(acted=True)], 0.2),
+        (0.0, [call(acted=True)], 0.0),
+        (1.0, [], 0.0),
+        (1.0, [call(acted=False), call(True, acted=True), call(acted=True)], 0.1),
+        (1.0, [call(), call(True)], 0.1),  # other tools: what was no error
+        (math.nan, [call(acted=True)], 0.0),
+    ],
+)
+def test_calls_earn_something_if_the_answer_is_right(score, calls, earned):
+    (episode,) = group(0, [score], calls)
+    grpo.add_tool_bonus([episode], 0.1)
+    assert episode.rewards["tool_bonus"] == pytest.approx(earned)
+    assert episode.rewards["score"] == pytest.approx(score + earned, nan_ok=True)
+
+
+def test_the_bonus_decides_which_groups_are_unequal(world):
+    rollouts = rollouts_of(world, groups=lambda prompt: group(prompt, [1.0, 1.0]))
+    rollouts.sample = lambda prompts, step: [
+        e for prompt in prompts for e in [*group(prompt, [1.0]), *group(prompt, [1.0], [call(acted=True)])]
+    ]
+    args = make_args(grpo, oversample=2.0, prompts_per_step=1, tool_bonus=0.5)
+    _, episodes = grpo.collect_groups(rollouts, args, 0, Stopwatch())
+    assert [e.rewards["score"] for e in episodes] == [1.0, 1.5]
+
+
+def test_an_epoch_counts_the_prompts_that_are_drawn(world, capsys):
+    rollouts = Rollouts.__new__(Rollouts)
+    rollouts.world, rollouts.train_data, rollouts.total_steps, rollouts.draws = world, range(30), 10, 6
+    rollouts.flags = grpo.Rollout(prompts_per_step=4, samples_per_prompt=2)
+    rollouts.announce(updates=1)
+    assert (
+        "30 prompts; a step: 6 x 2 samples, 1 updates; 10 steps pass over the data 2.00 times"
+        in capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize(
+    "flags, told",
+    [
+        (["--oversample", "0.5"], "--oversample 0.5: must not be below 1"),
+        (["--tool-bonus", "0.1"], "--tool-bonus 0.1 has no effect: needs --tools"),
+        (["--tool-bonus", "-1", "--tools", "python"], "--tool-bonus -1.0: must not be below 0"),
+    ],
+)
+def test_flags_that_cannot_work_are_refused(monkeypatch, flags, told):
+    with pytest.raises(SystemExit, match=told):
+        checked_args(grpo, monkeypatch, "--model", "m", "--train-data", "d", *flags)
