@@ -20,7 +20,7 @@ from common.files import refuse
 from common.processes import said_once
 
 ROOT = Path(__file__).resolve().parents[1]
-EMBEDDED = ("tiny", "tiny-vl")  # models that bring their own data
+EMBEDDED = ("tiny", "tiny-vl", "tiny-vl-python")  # models that bring their own data
 SCRIPTS = ("grpo.py", "ppo.py", "curiosity_rl.py", "sft.py")
 
 Count = Annotated[int, Gt(0)]
@@ -55,7 +55,7 @@ class Rollout:
     temperature: Positive = 1.0  # of sampling; the trainer's log-probs use it too
     reward_function: str | None = None  # FILE.py:NAME, verl's signature; default: by the row's data_source
     reward_timeout: Positive = 10.0  # seconds for one response; one that takes longer, or crashes, is left out
-    tools: str | None = None  # what the policy may call: visual, built-in names, FILE.py:NAME, comma-separated
+    tools: str | None = None  # what the policy may call: visual, built-in names, FILE.py:NAME, ...; or python, alone
     tool_workers: Count = 64  # processes per rank, at most, that run tools
     tool_timeout: Positive = 30.0  # seconds for one call; more is an error that the policy is told
     max_turns: Count = 5  # answers in a trajectory, each but the last followed by what its tool returns

@@ -120,7 +120,7 @@ def test_a_rank_without_episodes_has_a_part_in_the_seconds_alone(of_two_ranks):
 
 
 def episode(prompt: int, score: float, reason: str = "stop", calls: int = 0, errors: int = 0) -> Episode:
-    made = [{"error": i < errors} for i in range(calls)]
+    made = [{"error": i < errors, "info": {}} for i in range(calls)]
     return Episode(prompt, 0, [1], [2] * 4, [1] * 4, [0.0] * 4, reason, {"score": score}, calls=made, turns=calls + 1)
 
 
@@ -147,6 +147,15 @@ def test_rollout_metrics_by_hand():
     })  # fmt: skip
     plain = rollout_metrics(rollout_means(episodes[:1], {}).reduce())
     assert not [name for name in plain if name.startswith("tool/")] and "rollout/tokens_per_s" not in plain
+
+
+def test_programs_that_did_something_and_what_they_earned():
+    one, other = episode(0, 1.2, calls=3, errors=1), episode(0, 0.0, calls=1)
+    for call, acted in zip([*one.calls, *other.calls], (False, True, True, False)):
+        call["info"]["acted"] = acted
+    one.rewards["tool_bonus"], other.rewards["tool_bonus"] = 0.2, 0.0
+    metrics = rollout_metrics(rollout_means([one, other], {}, with_tools=True).reduce())
+    assert metrics["tool/acted"] == 2 / 4 and metrics["reward/tool_bonus"] == pytest.approx(0.1)
 
 
 def test_a_step_of_which_nothing_could_be_scored_ends_the_run_in_words():

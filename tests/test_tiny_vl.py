@@ -17,7 +17,7 @@ from common.data.prompts import PromptData
 from common.data.render import DEFAULT_SYSTEM
 from common.hub import FOLDERS, load_tokenizer
 from common.pictures import PixelLimits, decode
-from common.prepare import tiny_vl
+from common.prepare import mosaic, tiny_vl
 from common.rewards import reward_function, score_response
 from common.tools import CROP, call_tool, load_tools
 from common.tools.turns import OPEN, Hermes
@@ -54,7 +54,7 @@ def images_of(messages: list[dict]) -> list[bytes]:
     return [part["image"] for message in messages for part in message["content"] if "image" in part]
 
 
-def reply_to(turn: str, scene: tiny_vl.Scene) -> dict:
+def reply_to(turn: str, scene: mosaic.Scene) -> dict:
     """What the tool returns for the call at the end of a turn; its images decoded from base64."""
     context = {"media": [{"kind": "image", "frames": [scene.png]}], "num_prompt_media": 1, **vars(LIMITS)}
     reply = call_tool(CROP, Hermes.find_call(turn).arguments, context, {})
@@ -67,15 +67,18 @@ def look_at(cell: tuple[int, int]) -> str:
 
 def holds(crop: list[float], cell: tuple[int, int]) -> bool:
     """Whether a crop, as the tool cuts it, shows the digit on the tile of a cell."""
-    half = [dots * tiny_vl.DOT / 2 / tiny_vl.SIDE for dots in (5, 7)]
-    ends = [tiny_vl.center(index) + sign * size for sign in (-1, 1) for index, size in zip(cell, half)]
+    half = [dots * mosaic.DOT / 2 / mosaic.SIDE for dots in (5, 7)]
+    ends = [mosaic.center(index) + sign * size for sign in (-1, 1) for index, size in zip(cell, half)]
     return all(crop[i] <= ends[i] and ends[i + 2] <= crop[i + 2] for i in range(2))
 
 
 def test_everything_follows_from_the_seed(traces):
     assert list(islice(tiny_vl.traces(3), 20)) == traces[:20]
     assert next(tiny_vl.scenes(3)).png != next(tiny_vl.scenes(4)).png
-    assert load_tokenizer(ASSET).backend_tokenizer.to_str() == tiny_vl.build_tokenizer().backend_tokenizer.to_str()
+    assert (
+        load_tokenizer(ASSET).backend_tokenizer.to_str()
+        == tiny_vl.build_tokenizer(tiny_vl.corpus()).backend_tokenizer.to_str()
+    )
 
 
 def test_habits_are_as_asked():
@@ -91,9 +94,9 @@ def test_a_crop_shows_the_digit_of_its_own_cell_alone():
     for scene in islice(tiny_vl.scenes(5), 20):
         ink = decode(scene.png).convert("L").point(lambda value: 255 * (value == 0))
         shown = {}
-        for cell in ((x, y) for x in tiny_vl.INNER for y in tiny_vl.INNER):
+        for cell in ((x, y) for x in mosaic.INNER for y in mosaic.INNER):
             box = reply_to(look_at(cell), scene)["info"]["box"]
-            left, top, right, bottom = (value * tiny_vl.SIDE for value in box)
+            left, top, right, bottom = (value * mosaic.SIDE for value in box)
             x1, y1, x2, y2 = ink.getbbox()
             shown[cell] = left <= x1 and top <= y1 and x2 <= right and y2 <= bottom
             assert shown[cell] == holds(box, scene.cell)

@@ -1,6 +1,7 @@
 r"""Rebuild the embedded `tiny-vl` policy from nothing: tokenizer, scenes, traces with crops, supervised warm start.
 
     python -m common.prepare.tiny_vl --out common/assets/tiny-vl        # under 30 minutes on 2 CPU cores
+    python -m common.prepare.tiny_vl --protocol python --out common/assets/tiny-vl-python
 
 A Qwen2.5-VL of 3 million parameters looks for a white tile on a mosaic. The digit on it is too small for it to read
 where the picture is shown, at 112 x 112 pixels; a crop brings it back.
@@ -13,31 +14,30 @@ where the picture is shown, at 112 x 112 pixels; a crop brings it back.
 
 Most traces guess at once, some aim badly, and then guess or aim again. What pays, to look, to aim well and to go on
 until the tile is seen, is left for reinforcement learning to find out. The traces' format is Pixel Reasoner's; but a
-question follows its picture, as in the rows of reinforcement learning. Red says how far right a place is, green how
-far down: so a tower as small as this one learns in minutes to tell places.
+question follows its picture, as in the rows of reinforcement learning.
 """
 
-import io
 import json
 import os
 import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from itertools import islice
 from pathlib import Path
+from typing import Literal
 
 import pyarrow as pa
 import tyro
-from PIL import Image
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from common.data.render import DEFAULT_SYSTEM
+from common.hub import FOLDERS
 from common.pictures import encode
-from common.prepare import write_splits
+from common.prepare import tiny_vl_python, write_splits
+from common.prepare.mosaic import LIMITS, Scene, center, other_cell, scenes
 from common.tools import CROP
 from common.tools.turns import CLOSE, OPEN, Hermes
 from common.torch_repair import transformers
@@ -55,33 +55,21 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<
 SPECIAL += ["<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]
 VOCABULARY = 1024
 
-CELLS, SIDE = 8, 448  # a mosaic of 8 x 8 cells on 448 x 448 pixels
-INNER = range(1, CELLS - 1)  # rows and columns for the tile: no crop around it is cut by the edge
-TILE, DOT = 44, 3  # pixels: side of the tile, and of one of the 5 x 7 dots of its digit
 HALF_BOX = 0.01  # of the side of the picture, which the crop tool pads by 0.1 on each side
-LIMITS = {"min_pixels": 3136, "max_pixels": 12_544, "max_frame_pixels": 12_544}  # flags of the scripts
-FONT = """
-.###. ..#.. .###. .###. ...#. ##### ..##. ##### .###. .###.
-#...# .##.. #...# #...# ..##. #.... .#... ....# #...# #...#
-#..## ..#.. ....# ....# .#.#. ####. #.... ...#. #...# #...#
-#.#.# ..#.. ..##. ..##. #..#. ....# ####. ..#.. .###. .####
-##..# ..#.. .#... ....# ##### ....# #...# .#... #...# ....#
-#...# ..#.. #.... #...# ...#. #...# #...# .#... #...# ...#.
-.###. .###. ##### .###. ...#. .###. .###. .#... .###. .##..
-"""
 QUESTION = "Which digit is on the white tile? Answer in \\boxed{}."
 ZOOM, ZOOM_AGAIN = "I will zoom in on the tile.", "The tile is not here, I will zoom in elsewhere."
 READ, GUESS = "I can read it: \\boxed{%d}", "I can only guess: \\boxed{%d}"
 CLOSE_UPS = 0.3  # share of traces whose picture is a close-up of the tile already: no tool is needed
 GUESS_AT_ONCE, GUESS_LATER = 0.6, 0.3  # probability to guess without any crop, and after one that missed
 AIM = 0.85  # probability that a crop is the tile's
+EXPERT = {"guess": 0.0, "aim": 1.0}
 MAX_CROPS = 3
 EVAL_ROWS, RL_ROWS, TRACES = 512, 2048, 8000
 
 Box = list[float]  # left, top, right, bottom, in 0..1
 
 
-def build_tokenizer() -> transformers.PreTrainedTokenizerFast:
+def build_tokenizer(said: Iterable[str]) -> transformers.PreTrainedTokenizerFast:
     """Byte-level BPE that merges across words, trained on what is said here. Numbers are tokens of their own."""
     alone, bytes_ = Regex(r"\d+(?:\.\d+)?"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer = Tokenizer(models.BPE())
@@ -89,7 +77,7 @@ def build_tokenizer() -> transformers.PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     options = {"vocab_size": VOCABULARY, "special_tokens": SPECIAL, "initial_alphabet": alphabet}
-    tokenizer.train_from_iterator(corpus(), trainers.BpeTrainer(**options, show_progress=False))
+    tokenizer.train_from_iterator(said, trainers.BpeTrainer(**options, show_progress=False))
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
@@ -134,41 +122,6 @@ def build_processor(tokenizer: transformers.PreTrainedTokenizerFast) -> transfor
     return transformers.Qwen2_5_VLProcessor(image, tokenizer, video, chat_template=CHAT_TEMPLATE)
 
 
-@dataclass
-class Scene:
-    png: bytes
-    cell: tuple[int, int]  # column, row of the tile
-    digit: int
-
-
-@cache
-def glyph(digit: int) -> Image.Image:
-    dots = bytes(255 * (dot == "#") for line in FONT.strip().split("\n") for dot in line.split()[digit])
-    return Image.frombytes("L", (5, 7), dots).resize((5 * DOT, 7 * DOT), Image.Resampling.NEAREST)
-
-
-def scenes(seed: int) -> Iterator[Scene]:
-    """Without end, the same for a seed."""
-    rng = random.Random(f"scenes {seed}")
-    slope = [40 + 20 * i for i in range(CELLS)]
-    while True:
-        cell, digit = (rng.choice(INNER), rng.choice(INNER)), rng.randrange(10)
-        colors = bytes(v for y in slope for x in slope for v in (x, y, rng.randrange(60, 120)))
-        white, black = CELLS**2, CELLS**2 + 1  # in the palette behind the cells' colors: such a PNG is soon written
-        picture = Image.frombytes("P", (CELLS, CELLS), bytes(range(CELLS**2))).resize((SIDE, SIDE))
-        picture.putpalette(colors + bytes([255] * 3 + [0] * 3))
-        x, y = (int(SIDE * center(i)) for i in cell)
-        picture.paste(white, (x - TILE // 2, y - TILE // 2, x + TILE // 2, y + TILE // 2))
-        picture.paste(black, (x - 5 * DOT // 2, y - 7 * DOT // 2), glyph(digit))
-        file = io.BytesIO()
-        picture.save(file, "PNG")
-        yield Scene(file.getvalue(), cell, digit)
-
-
-def center(index: int) -> float:
-    return (index + 0.5) / CELLS
-
-
 def box_around(cell: tuple[int, int]) -> Box:
     return [round(center(index) + side, 2) for side in (-HALF_BOX, HALF_BOX) for index in cell]
 
@@ -203,10 +156,6 @@ def trace(scene: Scene, rng: random.Random, guess: float, aim: float) -> list[di
         messages.append({"role": "user", "content": [{"text": text}, {"image": encode(crop)}]})
     answer = READ % scene.digit if cell == scene.cell else GUESS % rng.randrange(10)
     return [*messages, {"role": "assistant", "content": [{"text": answer}]}]
-
-
-def other_cell(cell: tuple[int, int], rng: random.Random) -> tuple[int, int]:
-    return rng.choice([(x, y) for x in INNER for y in INNER if (x, y) != cell])
 
 
 def traces(seed: int, guess: float = GUESS_AT_ONCE, aim: float = AIM) -> Iterator[list[dict]]:
@@ -250,29 +199,33 @@ def write_demo_data(folder: Path) -> None:
 
 @dataclass
 class Args:
-    out: Path = Path("common/assets/tiny-vl")  # folder of the finished policy
+    protocol: Literal["crops", "python"] = "crops"  # how it looks: by calls of the crop tool, or by programs
+    out: Path | None = None  # folder of the finished policy; default: its own in common/assets
     work: Path = Path("runs/prepare-tiny-vl")  # folder for traces, the untrained model and the supervised runs
     expert_steps: int = 450  # optimizer steps on traces that look at the tile at once: to learn to see
     steps: int = 300  # optimizer steps on the others, from there
-    guess: float = GUESS_AT_ONCE  # probability, in the others, to guess without looking
-    aim: float = AIM  # probability, in the others, that a crop is of the tile
+    guess: float | None = None  # probability, in the others, to guess without looking; default by protocol
+    aim: float = AIM  # probability, in the others, that it looks at the tile
     batch_size: int = 32  # traces a step
     learning_rate: float = 4e-4  # at 1e-3 the vision tower does not learn to read
 
 
 def main(args: Args) -> None:
-    blank, tokenizer = args.work / "blank", build_tokenizer()
+    task = tiny_vl_python if args.protocol == "python" else sys.modules[__name__]
+    blank, tokenizer = args.work / "blank", build_tokenizer(task.corpus())
     build_processor(tokenizer).save_pretrained(blank)
     build_config(tokenizer).save_pretrained(blank)
     expert, final = args.work / "expert", args.work / "final"
     options = ["--lr-schedule", "constant", "--dtype", "fp32"]  # the fastest for a model as small as this one
-    write_traces(expert, TRACES, 3, guess=0.0, aim=1.0)
+    task.write_traces(expert, task.TRACES, 3, **task.EXPERT)
     train(args, expert, args.expert_steps, ["--model", blank, "--from-scratch", *options])
     options = ["--lr-schedule", "cosine", "--dtype", "bf16"]  # which the export is in, too
-    write_traces(final, TRACES, 4, args.guess, args.aim)
+    guess = task.GUESS_AT_ONCE if args.guess is None else args.guess
+    task.write_traces(final, task.TRACES, 4, guess=guess, aim=args.aim)
     train(args, final, args.steps, ["--model", expert / "model", *options])
-    shutil.copytree(final / "model", args.out, dirs_exist_ok=True)
-    build_processor(tokenizer).save_pretrained(args.out)  # as built, not as transformers loads a Qwen2 tokenizer
+    out = args.out or FOLDERS["tiny-vl-python" if args.protocol == "python" else "tiny-vl"]
+    shutil.copytree(final / "model", out, dirs_exist_ok=True)
+    build_processor(tokenizer).save_pretrained(out)  # as built, not as transformers loads a Qwen2 tokenizer
 
 
 def train(args: Args, folder: Path, steps: int, options: list) -> None:

@@ -131,12 +131,17 @@ class Code(Protocol):
 
     def observation(self, parts: Sequence[str | Media], role: str, shown: int = 0) -> str:
         text, *pictures = parts
+        return super().observation(self.content(text, pictures, shown), role)
+
+    @staticmethod
+    def content(text: str, pictures: Sequence, shown: int) -> list:
+        """The parts of the message: what was printed, and the figures, numbered on from those that were shown."""
         if not pictures:
-            return super().observation([f"{BEGIN}\nText Result:\n{text}{END}"], role)
-        inside: list[str | Media] = [f"{BEGIN}Text Result:\n{text}\nImage Result:\n"]
+            return [f"{BEGIN}\nText Result:\n{text}{END}"]
+        parts = [f"{BEGIN}Text Result:\n{text}\nImage Result:\n"]
         for number, picture in enumerate(pictures, start=shown):
-            inside += [f"<image_clue_{number}>", picture, f"</image_clue_{number}>"]
-        return super().observation([*inside, END], role)
+            parts += [f"<image_clue_{number}>", picture, f"</image_clue_{number}>"]
+        return [*parts, END]
 
 
 def load_json(text: str) -> Any:
