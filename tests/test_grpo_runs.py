@@ -4,6 +4,8 @@ import pyarrow.parquet as pq
 import pytest
 from helpers import LITTLE_CACHE, kill_once, metrics_of, run_script, steps_of
 
+from common.prepare.export import Args, main
+
 OPTIONS = ["--prompts-per-step", 6, "--samples-per-prompt", 4, "--max-response-tokens", 64, "--max-rows", 64]
 OPTIONS += ["--eval-rows", 16, "--total-steps", 5, "--save-every", 2, "--keep-checkpoints", 3, "--eval-every", 2]
 OPTIONS += ["--minibatches", 2, "--kl-in", "loss", "--kl-estimator", "k3-is", "--kl-coef", 0.01]
@@ -41,6 +43,12 @@ def test_kill_and_resume_equals_an_uninterrupted_run(whole, tmp_path):
     assert files[0] == files[1] and len([f for f in files[0] if f.suffix == ".distcp"]) == 2 * 3
     own = {".metadata", "manifest.json"}  # an id of the save, and its checksum
     assert {f.name for f in files[0] if (whole / f).read_bytes() != (folder / f).read_bytes()} <= own
+
+
+def test_the_export_of_a_checkpoint_of_two_ranks_is_the_runs_model(whole, tmp_path):
+    main(Args(whole, "tiny", tmp_path / "out"))
+    for file in (whole / "model").iterdir():
+        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes(), file.name
 
 
 @pytest.mark.slow

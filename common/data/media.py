@@ -18,7 +18,8 @@ Picture = tuple[str, list]  # "image" or "video", and its frames as a row holds 
 def picture_sources(record: Mapping, text: str) -> list[Picture]:
     """A row's pictures in the order of their marks in its prompt. BadRow if their numbers differ.
 
-    PyVision's rows have one, as `image`, or as a path in `mm_hint`, which counts if the prompt has a mark for it.
+    PyVision's rows have one, as `image`, or as a path in `mm_hint`, which counts if the prompt has a mark for it;
+    else it is `for_interpreter`.
     """
     hint = record.get("mm_hint")
     one = record.get("image") or (hint.get("hint_path") if isinstance(hint, Mapping) and "<image>" in text else None)
@@ -34,6 +35,40 @@ def picture_sources(record: Mapping, text: str) -> list[Picture]:
     if any(not isinstance(frames, list) or not frames for frames in left["video"]):
         raise BadRow("a video is given as the list of its frames")
     return [(kind, left[kind].pop(0)) for kind in kinds]
+
+
+def for_interpreter(record: Mapping, text: str) -> dict:
+    """`tools_kwargs` of PyVision's rows whose picture or video is not in the prompt: the tool python gets it."""
+    hint = record.get("mm_hint")
+    if not isinstance(hint, Mapping) or not hint.get("hint_path") or "<image>" in text:
+        return {}
+    path, name, kind = hint["hint_path"], "image_hint_0", "image"
+    if hint.get("hint_type") == "video":
+        name, kind = "video_clue_0", "video" if isinstance(path, list) else "file"
+    return {"python": {"create_kwargs": {name: {"kind": kind, "frames": path if isinstance(path, list) else [path]}}}}
+
+
+def tool_frames(argument: object) -> list:
+    """The frames of a picture or video that a row gives to a tool, {"kind", "frames"}; none of other arguments."""
+    is_media = isinstance(argument, Mapping) and {"kind", "frames"} <= argument.keys()
+    return argument["frames"] if is_media else []
+
+
+def check_tool_media(tools: Mapping[str, Mapping], root: Path | None) -> None:
+    """BadRow for a file that is not there of what a row gives to its tools."""
+    for argument in (argument for given in tools.values() for argument in given.values()):
+        for item in tool_frames(argument):
+            media_file(item, root).close()
+
+
+def read_tool_media(tools: Mapping[str, Mapping], root: Path | None) -> dict[str, dict]:
+    """What a row gives to its tools, frames as bytes. BadRow for what cannot be read."""
+
+    def read(argument):
+        frames = [media_file(item, root).read() for item in tool_frames(argument)]
+        return argument | {"frames": frames} if frames else argument
+
+    return {name: {key: read(argument) for key, argument in given.items()} for name, given in tools.items()}
 
 
 def media_file(item: object, root: Path | None) -> io.BufferedIOBase:

@@ -9,7 +9,14 @@ from typing import Literal
 import numpy as np
 from jinja2 import TemplateError
 
-from common.data.media import Picture, count_tokens, open_media, picture_sources
+from common.data.media import (
+    Picture,
+    check_tool_media,
+    count_tokens,
+    open_media,
+    picture_sources,
+    read_tool_media,
+)
 from common.data.render import (
     Unheeded,
     apply_template,
@@ -130,6 +137,7 @@ class PromptData:
                     if problem:
                         raise BadRow(problem)
                     prepared[index] = prompt = self._prepare(record)
+                    check_tool_media(prompt.tools, self.media_root)
                     if len(prompt.pictures) > self.max_images:
                         raise BadRow(f"{len(prompt.pictures)} pictures are more than --max-images {self.max_images}")
                 except (AttributeError, BadRow, TypeError) as error:  # a number where a list should be, ...
@@ -208,10 +216,11 @@ class PromptData:
         record, index = self.record(i), int(self.positions[i])
         prepared = self._prepare(record)
         ground_truth, extra_info = truth_of(record), record.get("extra_info") or {}
-        row = Row(index, record["data_source"], prepared.prompt, ground_truth, extra_info, [], tools=prepared.tools)
+        row = Row(index, record["data_source"], prepared.prompt, ground_truth, extra_info, [])
         (text,) = apply_template([prepared.messages], self.tokenizer)
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         try:
+            row.tools = read_tool_media(prepared.tools, self.media_root)
             row.media = [open_media(picture, self.media_root, self.vision.limits) for picture in prepared.pictures]
             row.prompt_ids = self.vision.expand(ids, row.media) if self.vision else ids
             if len(row.prompt_ids) > self.max_prompt_tokens:  # what `Lengths` has taken for short

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from common.data.media import MARKS
+from common.data.media import MARKS, for_interpreter
 from common.episodes import Prompt
 from common.pictures import BadRow
 from common.tools import Tool
@@ -123,7 +123,7 @@ def unheeded(record: Mapping, tools: Mapping[str, Tool]) -> str:
         return "extra_info.interaction_kwargs: there are no interactions here"
     if agent not in KNOWN_AGENTS:
         return f"agent_name {agent!r:.40}: known are {', '.join(filter(None, KNOWN_AGENTS))}"
-    wanted = agent == "tool_agent" or (agent == "" and without_nulls(info.get("tools_kwargs")))
+    wanted = agent == "tool_agent" or (agent == "" and without_nulls(tools_kwargs(record)))
     if wanted and not tools:
         return "agent_name tool_agent, or extra_info.tools_kwargs: no --tools are given"
     return ""
@@ -141,6 +141,12 @@ class Unheeded(Counter):
                 notice(f"warning: {flag}: {count} rows ask in vain for something: {what}")
 
 
+def tools_kwargs(record: Mapping) -> dict:
+    """What a row gives to tools, by their names: `extra_info.tools_kwargs`, or PyVision's picture or video."""
+    given = (record.get("extra_info") or {}).get("tools_kwargs")
+    return given or for_interpreter(record, bare_text(record["prompt"]))
+
+
 def row_tools(record: Mapping, tools: Mapping[str, Tool]) -> dict[str, dict]:
     """{name: keyword arguments of the row's own} of the tools that a row offers, as verl's columns say.
 
@@ -148,8 +154,7 @@ def row_tools(record: Mapping, tools: Mapping[str, Tool]) -> dict[str, dict]:
     """
     if record.get("agent_name") == "single_turn_agent":
         return {}
-    named = (record.get("extra_info") or {}).get("tools_kwargs") or {}
-    named = {name: options for name, options in named.items() if options is not None}  # Arrow fills in nulls
+    named = {name: options for name, options in tools_kwargs(record).items() if options is not None}  # Arrow's nulls
     if unknown := sorted(named.keys() - tools.keys()):
         raise BadRow(f"extra_info.tools_kwargs names {', '.join(unknown)}, which --tools does not offer")
     kinds = ("create_kwargs", "execute_kwargs")

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from itertools import groupby
 from math import isnan, nan
 
-from common.rewards import countdown, geometry, math, visual_qa
+from common.rewards import countdown, geometry, math, tir_bench, visual_qa
 from common.workers import Pool, load_function
 
 RewardFunction = Callable[..., float | Mapping]
@@ -29,6 +29,7 @@ geo3k_reward, visual_qa_reward = with_signature(geometry.score_geo3k), with_sign
 REWARD_FUNCTIONS: dict[str, RewardFunction] = {
     "visual_qa/*": visual_qa_reward,  # Pixel Reasoner's rows: common.data.visual_qa
     "tiny-vl": visual_qa_reward,
+    "tir_bench/*": tir_bench.tir_bench_reward,  # what common.prepare.vision_benchmarks writes
     "*countdown*": countdown_reward,
     "*gsm8k": gsm8k_reward,
     "math/*": boxed_reward,  # what common.prepare.math writes

@@ -1,0 +1,147 @@
+"""Prompts that teach PyVision-RL's protocol, programs between <code> tags: ours, or those of a published row.
+
+A picture in a prompt stands between <image_clue_i> tags, i being the name that programs know it by.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from common.data.rows import RowFiles
+
+# Where the picture is: in the prompt; a picture, or a video, that the interpreter alone has.
+Mode = Literal["shown", "hidden", "video"]
+MODES: dict[str, Mode] = {  # env_name of the release's rows
+    "pyvision_gym_w_image_hint": "shown",
+    "pyvision_gym_wo_image_hint": "hidden",
+    "pyvision_gym_wo_video_hint": "video",
+}
+MARK = re.compile(r"(?:<image_clue_\d+>)?<image>(?:</image_clue_\d+>)?")
+FACTS = re.compile(  # as published; each row has its own numbers there
+    r"Image Width: \d+; Image Height: \d+"
+    r"|Frame Width: \d+; Frame Height: \d+;\s*Video Length: \d+; Sample FPS: [\d.]+"
+)
+
+
+@dataclass(frozen=True)
+class Wording:
+    """A prompt without its pictures, cut where the question stands; it has `FACTS` somewhere."""
+
+    before: str
+    after: str
+
+    def messages(self, question: str, facts: str, pictures: int = 0) -> list[dict]:
+        """The prompt of a question with so many pictures; what these look like is in `facts`."""
+        before, after = (FACTS.sub(lambda _: facts, text) for text in (self.before, self.after))
+        marks = "<image>" * pictures + "\n" * (pictures > 0)
+        return tagged([{"role": "user", "content": f"{marks}{before}{question}{after}"}])
+
+
+def picture_facts(sizes: Sequence[tuple[int, int]]) -> str:
+    """sizes: (width, height) of each picture in its file."""
+    lines = [f"Image Width: {width}; Image Height: {height}" for width, height in sizes]
+    return lines[0] if len(lines) == 1 else "\n".join(f"image_clue_{i}: {line}" for i, line in enumerate(lines))
+
+
+def video_facts(size: tuple[int, int], length: int, fps: float) -> str:
+    frame = f"Frame Width: {size[0]}; Frame Height: {size[1]}"
+    return f"{frame};\nVideo Length: {length}; Sample FPS: {fps:.2f}"
+
+
+def tagged(messages: list[dict]) -> list[dict]:
+    """Messages with each <image> between tags that bear its number."""
+    count = 0
+
+    def numbered(_: re.Match) -> str:
+        nonlocal count
+        count += 1
+        return f"<image_clue_{count - 1}><image></image_clue_{count - 1}>"
+
+    return [message | {"content": MARK.sub(numbered, message["content"])} for message in messages]
+
+
+def wordings_like(path: str) -> dict[Mode, Wording]:
+    """The wording of the first row of each mode in a file of the release that shows where its question stands.
+
+    ValueError if there is none.
+    """
+    found: dict[Mode, Wording] = {}
+    for record in RowFiles(path, "--like").records():
+        mode = MODES.get(record.get("env_name") or "") if isinstance(record, Mapping) else None
+        if mode and mode not in found and (wording := wording_of(record)):
+            found[mode] = wording
+        if len(found) == len(OWN):
+            break
+    if not found:
+        expected = 'with an env_name, extra_info.question in its prompt, and "Image Width: W; Image Height: H" or so'
+        raise ValueError(f"--like {path}: no row {expected}")
+    return found
+
+
+def wording_of(record: Mapping) -> Wording | None:
+    """None for a row whose prompt has its question not just once, or no `FACTS`."""
+    prompt, question = record.get("prompt"), (record.get("extra_info") or {}).get("question")
+    content = prompt[0].get("content") if isinstance(prompt, list) and len(prompt) == 1 else None
+    if not isinstance(content, str) or not question or content.count(question) != 1:
+        return None
+    before, _, after = content.partition(question)
+    wording = Wording(MARK.sub("", before).lstrip("\n"), after)
+    return wording if FACTS.search(before) or FACTS.search(after) else None
+
+
+# --- our own ------------------------------------------------------------------------------------------------------
+
+TASK = """Answer a question about {what}. Think step by step. To look closer, and to measure or to compute, write \
+Python: your program is run, and you see what it prints and draws before you go on.
+
+- Plan before each program, and say what its result tells you. Go on until you are sure of the answer.
+- {given}
+- A program ends your turn. It stands alone in this form, complete with its imports:
+<code>
+```python
+import matplotlib.pyplot as plt
+
+...
+plt.show()
+```
+</code>
+- plt.show() shows you the figures that you have drawn, print() tells you values. Draw with matplotlib: crop and \
+enlarge, rotate, raise the contrast, add lines. Variables stay for your next program. Save no files.
+- The result comes between <interpreter> and </interpreter>. Its figures have names, such as image_clue_1, which your \
+next programs can use.
+- The answer ends your last turn, in this form:
+<answer>
+\\boxed{{the answer}}
+</answer>
+
+{facts}
+
+*user question:*
+"""
+REMINDER = "\n\nWhen you are sure, end with <answer>\n\\boxed{the answer}\n</answer>"
+SHOWN = (
+    "Programs have what you see in full resolution, as PIL images in RGB: image_clue_0, image_clue_1 and so on. You "
+    "may see less: a place that you have seen is a share of the width and of the height, not a number of pixels."
+)
+HIDDEN = (
+    "You have not seen it yet. Programs have it as image_hint_0, a PIL image in RGB in full resolution: draw it, and "
+    "show it to yourself."
+)
+VIDEO = (
+    "You have not seen it yet. Programs have it as video_clue_0, in which you choose frames to draw and to show to "
+    "yourself: len(video_clue_0) is their number, video_clue_0[i].asnumpy() one of them, "
+    "video_clue_0.get_batch([i, j]).asnumpy() several, video_clue_0.get_avg_fps() how many there are to a second."
+)
+
+
+def own(what: str, given: str, facts: str) -> Wording:
+    return Wording(TASK.format(what=what, given=given, facts=facts), REMINDER)
+
+
+RESOLUTION = f"*image resolution:*\n{picture_facts([(0, 0)])}"
+OWN: dict[Mode, Wording] = {
+    "shown": own("what you see above", SHOWN, RESOLUTION),
+    "hidden": own("an image", HIDDEN, RESOLUTION),
+    "video": own("a video", VIDEO, f"*video:*\n{video_facts((0, 0), 0, 0.0)}"),
+}

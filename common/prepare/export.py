@@ -1,0 +1,99 @@
+"""A Hugging Face folder from a checkpoint, of whatever number of ranks, as its run writes model/ when it ends.
+
+    python -m common.prepare.export runs/NAME --model Qwen/Qwen2.5-VL-7B-Instruct --out FOLDER
+    python -m common.prepare.export runs/NAME/checkpoints/step_000100 --model BASE --out FOLDER
+
+On a CPU, without an engine, in memory for the model in float32. A run's folder means its last checkpoint; of PPO's the
+policy is written. The checkpoint's files are verified first, and nothing that they hold is executed.
+"""
+
+import json
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed.checkpoint as dcp
+import tyro
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+from common.checkpoint import PlainPlanner, PlainReader
+from common.data.render import end_turns_properly
+from common.distributed import World
+from common.files import refuse, user_errors
+from common.hub import load_tokenizer, resolve_model
+from common.integrity import damage, model_identity, read_manifest, step_folder
+from common.models import Policy, export_hugging_face
+from common.pictures import PixelLimits
+from common.precision import DTYPES
+from common.torch_repair import transformers
+from common.vision import auto_class, load_vision
+
+
+@dataclass
+class Args:
+    checkpoint: tyro.conf.Positional[Path]  # run folder, step folder, or the file `latest` or `best` in checkpoints/
+    model: str  # what the run was started from, as its --model
+    out: Path  # folder to write
+    dtype: Literal["bf16", "fp16", "fp32"] | None = None  # of the weights; default: as the run's model/, or bf16
+    trust_remote_code: bool = False  # run code that comes with the model
+
+
+def main(args: Args) -> None:
+    folder = open_checkpoint(args.checkpoint)
+    refuse(args.out.exists(), f"--out {args.out} is there already: give another one, or remove it")
+    path = resolve_model(args.model)
+    manifest, run = read_manifest(folder), folder.parents[1]
+    other = manifest.get("model") != model_identity(Path(path))
+    refuse(other, f"{folder} is of another architecture than --model {args.model}")
+    vision = load_vision(path, PixelLimits(0, 0, 0), args.trust_remote_code)
+    tokenizer = load_tokenizer(path, args.trust_remote_code)
+    if vision or manifest.get("script") == "sft" or read_json(run / "config.json").get("args", {}).get("tools"):
+        end_turns_properly(tokenizer, vision and vision.processor, print)
+    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=args.trust_remote_code)
+    options = {"dtype": torch.float32, "trust_remote_code": args.trust_remote_code}
+    # its weights are not needed; how they are named in its files is
+    policy = Policy(auto_class(config).from_pretrained(path, config=config, **options), "sdpa", vision)
+    restore(policy, folder)
+    dtype = DTYPES[args.dtype] if args.dtype else dtype_of(run / "model")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    export_hugging_face(policy, tokenizer, args.out, World(0, 1, 0, torch.device("cpu")), dtype)
+    print(f"{args.out}: the weights of {folder} in {dtype}")
+
+
+def open_checkpoint(path: Path) -> Path:
+    """Its step folder, whose files are what its manifest says. SystemExit if there is none."""
+    try:
+        folder = step_folder(path, print)
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+    refuse(folder is None, f"{path}: no checkpoint there; give a run folder, or a step folder in its checkpoints/")
+    problem = damage(folder)
+    refuse(problem is not None, f"{folder} {problem}: export another one")
+    return folder
+
+
+def restore(policy: Policy, folder: Path) -> None:
+    """The weights of a checkpoint, in place. SystemExit if it has not all of them."""
+    state = {"policy": {"model": get_model_state_dict(policy)}}
+    try:
+        with warnings.catch_warnings(action="ignore"):  # that this is one process alone
+            dcp.load(state, storage_reader=PlainReader(folder / "state"), planner=PlainPlanner(), no_dist=True)
+    except dcp.api.CheckpointException as error:
+        cause = next(iter(error.failures.values()))[0]
+        raise SystemExit(f"{folder} cannot be read: {cause}") from error
+
+
+def dtype_of(model: Path) -> torch.dtype:
+    """That of a run's model/; bfloat16 without one."""
+    return getattr(torch, read_json(model / "config.json").get("dtype", "bfloat16"))
+
+
+def read_json(path: Path) -> dict:
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+if __name__ == "__main__":
+    with user_errors():
+        main(tyro.cli(Args, description=__doc__))

@@ -1,0 +1,99 @@
+r"""Scores of TIR-Bench (arXiv 2511.01833): 13 tasks, each answer against its truth by the rule of its task.
+
+The released scripts have a language model find the answer in the response; here it is what stands in the last \boxed{}
+of the last <answer> … </answer>, or all that stands there. They give the option A to an answer that resembles none,
+read "12 of 15" as 1215, and find an OCR text anywhere in the response, reasoning included: not so here.
+"""
+
+import re
+from collections.abc import Mapping
+
+from common.rewards.math import equivalent, last_boxed, rational
+from common.rewards.visual_qa import edit_distance, option, plain
+
+MAX_CHARACTERS = 1000  # of an answer; longer ones are wrong
+LINES = re.compile(r"^\s*\(?([A-K])(?:[.:)]\s*|\s+)(.+?)\s*$", re.MULTILINE)  # options of a question, one a line
+INLINE = re.compile(r"\(([A-K])\)\s*(.+?)\s*(?=\([A-K]\)|$)")
+INTEGER = re.compile(r"[0-9]+")
+NUMBER = re.compile(r"[-+]?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
+AROUND_LETTERS = re.compile(r"\band\b|[\s,;.&()\[\]]", re.IGNORECASE)
+NEAR = 0.5  # similarity from which on an answer means the option that it resembles most
+
+
+def tir_bench_reward(data_source: str, solution_str: str, ground_truth, extra_info: Mapping | None = None) -> dict:
+    """`score_tir_bench` with verl's signature, for the data_source tir_bench/TASK."""
+    question = str((extra_info or {}).get("question") or "")
+    return score_tir_bench(data_source.rpartition("/")[2], solution_str, ground_truth, question)
+
+
+def score_tir_bench(task: str, solution: str, ground_truth: object, question: str = "") -> dict:
+    """{"score": 0 to 1, "acc": the same, "pred": answer or ""} of one response; the options stand in the question.
+
+    Partial scores are those of jigsaw, pieces in their places, and spot_difference, intersection over union.
+    """
+    truth = str(ground_truth).strip()
+    if not truth:
+        raise ValueError("the truth of a TIR-Bench row is empty")
+    answer = answer_in(solution)
+    score = score_answer(task, answer, truth, question) if answer else 0.0
+    return {"score": score, "acc": score, "pred": answer}
+
+
+def answer_in(solution: str) -> str:
+    before, closed, _ = solution.rpartition("</answer>")
+    _, opened, inside = before.rpartition("<answer>")
+    text = inside if closed and opened else solution
+    boxed = last_boxed(text)
+    answer = (boxed if boxed is not None else text if opened else "").replace("*", "").strip()
+    return answer if len(answer) <= MAX_CHARACTERS else ""
+
+
+def score_answer(task: str, answer: str, truth: str, question: str) -> float:
+    is_list = NUMBER.fullmatch(truth) is None and bool(INTEGER.search(truth))
+    if task == "ocr":
+        return float(truth in answer)
+    if is_list and task in ("jigsaw", "spot_difference", "word_search"):
+        said, true = (list(map(int, INTEGER.findall(text))) for text in (answer, truth))
+        if task == "spot_difference":
+            return len({*said} & {*true}) / len({*said} | {*true})
+        if task == "word_search":  # row and column
+            return float(said == true)
+        return sum(a == b for a, b in zip(said, true)) / len(true) if len(said) == len(true) else 0.0
+    if re.fullmatch("[A-K]", truth):
+        return float(letter_of(answer, question) == truth)
+    if re.fullmatch("[A-K]+", truth):  # several options
+        return float(sorted(AROUND_LETTERS.sub("", answer).upper()) == sorted(truth))
+    if NUMBER.fullmatch(truth):
+        return float(is_number(answer, truth))
+    return float(plain(answer) == plain(truth))
+
+
+def letter_of(answer: str, question: str) -> str:
+    """The option that an answer names, or that it resembles most; "" if that is none, or several."""
+    letter, _ = option(plain(answer))
+    if letter:
+        return letter.upper()
+    likeness = {
+        letter: max(similarity(plain(answer), plain(text)) for text in (words, f"{letter} {words}"))
+        for letter, words in options_of(question).items()
+    }
+    best = [letter for letter, value in likeness.items() if value == max(likeness.values()) >= NEAR]
+    return best[0] if len(best) == 1 else ""
+
+
+def options_of(question: str) -> dict[str, str]:
+    """{letter: text}; {} of a question without options."""
+    found = (dict(pattern.findall(question)) for pattern in (LINES, INLINE))
+    return next((options for options in found if len(options) > 1), {})
+
+
+def similarity(a: str, b: str) -> float:
+    return 1 - edit_distance(a, b) / max(len(a), len(b), 1)
+
+
+def is_number(answer: str, truth: str) -> bool:
+    """The one number in an answer, by value; an answer with several may be a formula."""
+    numbers = NUMBER.findall(plain(answer))  # four is 4
+    if len(numbers) == 1 and rational(numbers[0]) == rational(truth):
+        return True
+    return equivalent(answer, truth)

@@ -1,0 +1,114 @@
+"""prepare.export: a checkpoint becomes the folder that its run writes at the end, byte for byte."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import run_script
+from vl import write_tiny_vl
+
+from common.checkpoint import save_checkpoint
+from common.distributed import World
+from common.hub import FOLDERS, load_tokenizer
+from common.integrity import MANIFEST, digest, model_identity
+from common.models import export_hugging_face, load_critic, load_policy
+from common.pictures import PixelLimits
+from common.prepare.export import Args, main
+from common.vision import load_vision
+
+SIZES = ["--prompts-per-step", 2, "--samples-per-prompt", 2, "--max-response-tokens", 8, "--engine", "hf"]
+SIZES += ["--minibatches", 1, "--no-eval-before", "--eval-rows", 1, "--max-rows", 8]
+ALONE = World(0, 1, 0, torch.device("cpu"))
+
+
+def same_files(a: Path, b: Path) -> None:
+    names = sorted(file.name for file in a.iterdir())
+    assert names == sorted(file.name for file in b.iterdir()) and "model.safetensors" in names
+    assert [name for name in names if (a / name).read_bytes() != (b / name).read_bytes()] == []
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, world):
+    """A checkpoint of a policy and a critic, as PPO's; those of whole runs are exported in test_grpo_runs.py."""
+    folder, policy = tmp_path_factory.mktemp("runs") / "ppo", load_policy(FOLDERS["tiny"], "sdpa")
+    trained = {"policy": (policy, None), "critic": (load_critic(FOLDERS["tiny"], "sdpa"), None)}
+    identity = {"script": "ppo", "model": model_identity(FOLDERS["tiny"])}
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.01)
+    save_checkpoint(folder / "checkpoints", 1, trained, {}, world, keep=1, identity=identity)
+    export_hugging_face(policy, load_tokenizer(FOLDERS["tiny"]), folder / "model", ALONE, torch.float32)
+    return folder
+
+
+def test_the_export_is_the_runs_model(run, tmp_path, capsys):
+    """Its dtype too, where the run has come to its end."""
+    for name in (run, run / "checkpoints/latest", run / "checkpoints/step_000001"):
+        main(Args(name, "tiny", tmp_path / name.name))
+        same_files(tmp_path / name.name, run / "model")
+        assert "step_000001 in torch.float32" in capsys.readouterr().out
+    main(Args(run, "tiny", tmp_path / "half", dtype="fp16"))
+    assert json.loads((tmp_path / "half/config.json").read_text())["dtype"] == "float16"
+
+
+def test_what_is_damaged_or_of_another_model_is_not_exported(run, tmp_path):
+    with pytest.raises(SystemExit, match="is of another architecture than --model tiny-vl"):
+        main(Args(run, "tiny-vl", tmp_path / "out"))
+    with pytest.raises(SystemExit, match="is there already"):
+        main(Args(run, "tiny", tmp_path))
+    with pytest.raises(SystemExit, match="no checkpoint there"):
+        main(Args(tmp_path, "tiny", tmp_path / "out"))
+    copy = tmp_path / "checkpoints/step_000001"
+    shutil.copytree(run / "checkpoints/step_000001", copy)
+    shard = next((copy / "state").glob("__0_*"))
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(SystemExit, match=f"has a damaged state/{shard.name}"):
+        main(Args(copy, "tiny", tmp_path / "out"))
+    shard.unlink()
+    with pytest.raises(SystemExit, match=f"has no state/{shard.name}"):
+        main(Args(copy, "tiny", tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_vision_language_model_keeps_the_names_of_its_files(tmp_path, world):
+    """Published ones name the tower otherwise than transformers does; and the weights are the checkpoint's."""
+    base = write_tiny_vl(tmp_path / "base")
+    vision, tokenizer = load_vision(str(base), PixelLimits(784, 7840, 784)), load_tokenizer(str(base))
+    policy = load_policy(str(base), "sdpa", vision=vision)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.01)
+    identity = {"script": "grpo", "model": model_identity(base)}
+    save_checkpoint(tmp_path / "run/checkpoints", 3, {"policy": (policy, None)}, {}, world, keep=1, identity=identity)
+    export_hugging_face(policy, tokenizer, tmp_path / "expected", ALONE, torch.bfloat16)
+    main(Args(tmp_path / "run", str(base), tmp_path / "out"))
+    same_files(tmp_path / "out", tmp_path / "expected")
+
+
+def test_nothing_that_a_checkpoint_holds_is_executed(run, tmp_path):
+    copy = tmp_path / "checkpoints/step_000001"
+    shutil.copytree(run / "checkpoints/step_000001", copy)
+    (copy / "state/.metadata").write_bytes(b"cposix\nsystem\n(S'touch %s'\ntR." % str(tmp_path / "done").encode())
+    manifest = json.loads((copy / MANIFEST).read_text())
+    manifest["files"]["state/.metadata"] = digest(copy / "state/.metadata")
+    (copy / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(SystemExit, match="cannot be read"):
+        main(Args(copy, "tiny", tmp_path / "out"))
+    assert not (tmp_path / "done").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "script, options", [("grpo.py", ["--strategy", "ddp"]), ("ppo.py", ["--critic-warmup-steps", 0]), ("sft.py", [])]
+)
+def test_of_any_script_and_strategy(tmp_path, script, options):
+    """The run's model/ taken away, as of one that was interrupted: the dtype is then to be given."""
+    options += [] if script == "sft.py" else SIZES
+    run_script(script, *options, "--total-steps", 1, "--dtype", "fp32", "--output-dir", tmp_path / "run", ranks=2)
+    (tmp_path / "run/model").rename(tmp_path / "expected")
+    main(Args(tmp_path / "run", "tiny", tmp_path / "out", dtype="fp32"))
+    same_files(tmp_path / "out", tmp_path / "expected")
