@@ -25,16 +25,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
 from common.distributed import World, broadcast_object, gather_objects, reshard
 from common.files import refuse, replace_file, shorten
-from common.integrity import MANIFEST, MetadataUnpickler, complete, damage, digest, read_manifest, step_folder
+from common.integrity import MANIFEST, complete, damage, digest, read_manifest, step_folder
 from common.job import Job
 from common.optimizer import GuardedAdamW, make_moments
 from common.processes import reached
+from common.shards import PlainPlanner, PlainReader
 
 BEGIN_ANEW = "--resume never, with another --output-dir, begins anew"
 Trained = dict[str, tuple[nn.Module, torch.optim.Optimizer | None]]  # name -> (wrapped model, its optimizer)
@@ -205,21 +205,6 @@ def _shards(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict:
         make_moments(optimizer)  # else torch would take a step of zero gradients, and count it
         shards["optimizer"] = get_optimizer_state_dict(model, optimizer)
     return shards
-
-
-class PlainReader(dcp.FileSystemReader):
-    """torch's reader, which would unpickle anything that stands in .metadata."""
-
-    def read_metadata(self, *_, **__) -> dcp.Metadata:
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            return MetadataUnpickler(file).load()
-
-
-class PlainPlanner(DefaultLoadPlanner):
-    """torch's planner, which would unpickle anything for what is no tensor. We ask for tensors alone."""
-
-    def load_bytes(self, read_item, value) -> None:
-        raise ValueError(f"{read_item.dest_index.fqn} is no tensor")
 
 
 def load_checkpoint(folder: Path, trained: Trained, world: World) -> dict:

@@ -6,6 +6,7 @@ import json
 
 import pyarrow.parquet as pq
 import pytest
+from helpers import run_script
 from vl import picture
 
 from common.data.verl import row_problem
@@ -278,3 +279,17 @@ def test_an_evaluation_tells_the_parts_apart_and_counts_what_could_not_be_scored
     table = report(samples, tmp_path / "samples.parquet").splitlines()
     assert "reward" in table[0] and "tir_bench/jigsaw" in table[1] and "0.250" in table[1]
     assert "vstar/direct_attributes" in table[2] and "1.000" in table[2]
+
+
+@pytest.mark.slow
+def test_the_documented_evaluation_reports_each_part(tmp_path, hrbench):
+    """Without the interpreter; a response that no rule can read scores 0, and stays in the mean."""
+    folder = write_tir(tmp_path, [{"task": task} for task in ("math", "ocr")])
+    command = ["-m", "common.prepare.vision_benchmarks", "--tir", folder, "--out", tmp_path / "out"]
+    assert "tir_bench.parquet: 2 rows" in run_script(*command, fresh=True).stdout
+    options = ["--model", "tiny-vl", "--engine", "hf", "--eval-data", tmp_path / "out/tir_bench.parquet"]
+    options += ["--eval-samples", 2, "--eval-temperature", 0.01, "--max-response-tokens", 4]
+    options += ["--max-prompt-tokens", 4000, "--output-dir", tmp_path / "run"]
+    said = run_script("grpo.py", "--eval-only", *options).stdout
+    assert "tir_bench/math" in said and "tir_bench/ocr" in said
+    assert len(pq.read_table(tmp_path / "run/eval_samples.parquet")) == 4

@@ -16,9 +16,9 @@ from typing import Literal
 import torch
 import torch.distributed.checkpoint as dcp
 import tyro
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from common.checkpoint import PlainPlanner, PlainReader
 from common.data.render import end_turns_properly
 from common.distributed import World
 from common.files import refuse, user_errors
@@ -27,6 +27,7 @@ from common.integrity import damage, model_identity, read_manifest, step_folder
 from common.models import Policy, export_hugging_face
 from common.pictures import PixelLimits
 from common.precision import DTYPES
+from common.shards import PlainPlanner, PlainReader
 from common.torch_repair import transformers
 from common.vision import auto_class, load_vision
 
@@ -80,7 +81,7 @@ def restore(policy: Policy, folder: Path) -> None:
     try:
         with warnings.catch_warnings(action="ignore"):  # that this is one process alone
             dcp.load(state, storage_reader=PlainReader(folder / "state"), planner=PlainPlanner(), no_dist=True)
-    except dcp.api.CheckpointException as error:
+    except CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
         raise SystemExit(f"{folder} cannot be read: {cause}") from error
 
