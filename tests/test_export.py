@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import run_script
+from safetensors.torch import load_file
 from vl import write_tiny_vl
 
 from common.checkpoint import save_checkpoint
@@ -75,8 +76,9 @@ def test_what_is_damaged_or_of_another_model_is_not_exported(run, tmp_path):
 
 
 def test_a_vision_language_model_keeps_the_names_of_its_files(tmp_path, world):
-    """Published ones name the tower otherwise than transformers does; and the weights are the checkpoint's."""
+    """Published ones name the tower otherwise than transformers does. How it is sampled from stays the base's, too."""
     base = write_tiny_vl(tmp_path / "base")
+    (base / "generation_config.json").write_text('{"do_sample": true, "top_p": 0.9}')
     vision, tokenizer = load_vision(str(base), PixelLimits(784, 7840, 784)), load_tokenizer(str(base))
     policy = load_policy(str(base), "sdpa", vision=vision)
     with torch.no_grad():
@@ -87,6 +89,8 @@ def test_a_vision_language_model_keeps_the_names_of_its_files(tmp_path, world):
     export_hugging_face(policy, tokenizer, tmp_path / "expected", ALONE, torch.bfloat16)
     main(Args(tmp_path / "run", str(base), tmp_path / "out"))
     same_files(tmp_path / "out", tmp_path / "expected")
+    names = load_file(tmp_path / "out/model.safetensors").keys()
+    assert {"visual.patch_embed.proj.weight", "model.embed_tokens.weight", "lm_head.weight"} <= names
 
 
 def test_nothing_that_a_checkpoint_holds_is_executed(run, tmp_path):

@@ -259,7 +259,10 @@ def test_no_response_is_an_exception(task):
         "\0",
         "9" * 9000,
     ]
-    hostile += [f"<answer>{text}</answer>" for text in ("9" * 999, "²", "१२", "1e999", "nan", "(" * 900, "9^" * 400)]
+    hostile += [
+        f"<answer>{text}</answer>"
+        for text in ("9" * 999, "9" * 5000, "²", "१२", "1e999", "nan", "(" * 900, "9^" * 400)
+    ]
     for truth in ("B", "CD", "3", "[1, 2]", "-0.5", "mobi"):
         for said in hostile:
             assert 0 <= score_response(fn, f"tir_bench/{task}", said, truth, {"question": COLOR})["score"] < 1

@@ -249,13 +249,13 @@ def look_at_video(video: str | list[str], fps: object, root: Path | None) -> tup
     try:
         with media_file(video, root) as file, av.open(file, options={"format_whitelist": VIDEO_FORMATS}) as container:
             stream = container.streams.video[0]
-            size, rate = (stream.width, stream.height), stream.average_rate
+            size, rate = (stream.width, stream.height), float(stream.average_rate or 1)
             length = sum(packet.pts is not None for packet in container.demux(stream))
     except (av.FFmpegError, IndexError, OSError) as error:
         raise BadRow(f"{video} is no video that can be read ({error})") from error
-    if not length or not rate:
+    if not length:
         raise BadRow(f"{video} has no frames")
-    return size, length, float(rate)
+    return size, length, rate
 
 
 if __name__ == "__main__":
