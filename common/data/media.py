@@ -37,10 +37,9 @@ def picture_sources(record: Mapping, text: str) -> list[Picture]:
     return [(kind, left[kind].pop(0)) for kind in kinds]
 
 
-def for_interpreter(record: Mapping, text: str) -> dict:
+def for_interpreter(hint: Mapping, text: str) -> dict:
     """`tools_kwargs` of PyVision's rows whose picture or video is not in the prompt: the tool python gets it."""
-    hint = record.get("mm_hint")
-    if not isinstance(hint, Mapping) or not hint.get("hint_path") or "<image>" in text:
+    if "<image>" in text:
         return {}
     path, name, kind = hint["hint_path"], "image_hint_0", "image"
     if hint.get("hint_type") == "video":

@@ -143,8 +143,10 @@ class Unheeded(Counter):
 
 def tools_kwargs(record: Mapping) -> dict:
     """What a row gives to tools, by their names: `extra_info.tools_kwargs`, or PyVision's picture or video."""
-    given = (record.get("extra_info") or {}).get("tools_kwargs")
-    return given or for_interpreter(record, bare_text(record["prompt"]))
+    given, hint = (record.get("extra_info") or {}).get("tools_kwargs"), record.get("mm_hint")
+    if not given and isinstance(hint, Mapping) and hint.get("hint_path"):
+        return for_interpreter(hint, bare_text(record["prompt"]))
+    return given or {}
 
 
 def row_tools(record: Mapping, tools: Mapping[str, Tool]) -> dict[str, dict]:
