@@ -1,0 +1,70 @@
+"""grpo.py with programs of the embedded policy that writes them: real ranks, real vLLM, real sandboxes."""
+
+import json
+
+import pyarrow.parquet as pq
+import pytest
+from helpers import LITTLE_CACHE, kill_once, metrics_of, run_script, steps_of
+
+POLICY = [
+    "--model",
+    "tiny-vl-python",
+    "--tools",
+    "python",
+    "--max-turns",
+    4,
+    "--dtype",
+    "fp32",
+    "--learning-rate",
+    1e-4,
+]
+SIZES = ["--prompts-per-step", 4, "--samples-per-prompt", 4, "--max-prompt-tokens", 64, "--max-response-tokens", 320]
+SIZES += ["--max-pixels", 12_544, "--max-frame-pixels", 12_544, "--eval-rows", 4, "--tool-workers", 2, *LITTLE_CACHE]
+GROUPS = ["--learning-rate", 1e-4, "--tool-bonus", 0.1, "--oversample", 1.5, "--dynamic-sampling", 2, "--advantage", "group-mean"]
+STEPS = ["--total-steps", 2, "--deterministic", "--dump-rollouts-every", 1, "--save-every", 1, "--keep-checkpoints", 9]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    run_script("grpo.py", *POLICY, *SIZES, *GROUPS, *STEPS, "--output-dir", folder, ranks=2)
+    return folder
+
+
+def data_of(run) -> list:
+    return [f"--{part}-data={run / 'data' / part}.parquet" for part in ("train", "eval")]
+
+
+def test_programs_are_run_rewarded_and_trained_on(whole):
+    steps = steps_of(whole)
+    assert sorted(steps) == [0, 1, 2]
+    for step in (1, 2):
+        record = steps[step]
+        assert 0 < record["policy/rollout_logprob_gap"] < 1e-4 and record["optim/grad_norm"] > 0
+        assert 0 < record["tool/acted"] < 1 and 0 < record["tool/error_rate"] < 1
+        assert record["reward/mean"] == pytest.approx(record["reward/accuracy"] + record["reward/tool_bonus"])
+        rows = pq.read_table(whole / f"rollouts/step_{step:06d}.parquet").to_pylist()
+        trained = {row["prompt_index"] for row in rows if row["advantage"] is not None}
+        assert len(trained) <= 4 < len({row["prompt_index"] for row in rows}) and len(rows) % 4 == 0
+        for row in rows:
+            calls, rewards = json.loads(row["calls"]), json.loads(row["rewards"])
+            useful = sum(call["info"]["acted"] for call in calls)
+            right = rewards["score"] - rewards["tool_bonus"] == 1.0
+            assert rewards["tool_bonus"] == pytest.approx(0.1 * useful * right)
+            for call in calls:
+                assert "code" in call["arguments"] and call["error"] == ("Execution error" in call["text"])
+
+
+def test_kill_and_resume_and_replay(whole, tmp_path):
+    """With --deterministic each block starts from the transcript, so that a resume repeats a step bit for bit."""
+    arguments = ["grpo.py", *POLICY, *SIZES, *GROUPS, *STEPS, *data_of(whole)]
+    kill_once(*arguments, "--output-dir", tmp_path / "killed", ranks=2, after_step=1)
+    run_script(*arguments, "--output-dir", tmp_path / "killed", ranks=2)
+    assert any(record.get("event") == "resumed" for record in metrics_of(tmp_path / "killed"))
+    assert steps_of(tmp_path / "killed") == steps_of(whole)
+    weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (whole, tmp_path / "killed")]
+    assert weights[0] == weights[1]
+    dump, before = whole / "rollouts/step_000002.parquet", whole / "checkpoints/step_000001"
+    run_script(*arguments, "--replay", dump, "--resume", before, "--output-dir", tmp_path / "replay", ranks=2)
+    names = ("policy/loss", "optim/grad_norm", "policy/rollout_logprob_gap", "reward/mean", "reward/tool_bonus")
+    assert [steps_of(tmp_path / "replay")[2][n] for n in names] == [steps_of(whole)[2][n] for n in names]
