@@ -362,7 +362,7 @@ def collect(rollouts: Rollouts, num_prompts: int, step: int, watch: Stopwatch, f
 
     # 3. rewards
     with watch("reward"):
-        rollouts.score(episodes, prompts)
+        rollouts.score(episodes, prompts, step)
     return episodes
 
 
@@ -417,6 +417,7 @@ def main(args: Args, demo: bool = False) -> None:
     memory = ReplayMemory(job.output_dir / "replay_memory", capacity, args.replay_max_age, args.run.seed, world)
     if job.checkpoint and not args.rollout.eval_only:
         memory.load(job.checkpoint, start, job.limits)
+    job.at_outage.append(lambda step: memory.save(step, job.tokenizer, checkpoints.folder))
     logger = open_logger(job, args, rollouts.total_steps, checkpoints, record=not args.rollout.eval_only)
 
     if args.rollout.eval_only:

@@ -391,7 +391,7 @@ def collect(rollouts: Rollouts, num_prompts: int, step: int, watch: Stopwatch, f
 
     # 3. rewards
     with watch("reward"):
-        rollouts.score(episodes, prompts)
+        rollouts.score(episodes, prompts, step)
     return episodes
 
 

@@ -17,6 +17,7 @@ import operator
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -60,6 +61,7 @@ class Checkpoints:
         self.best = math.inf if lowest_is_best else -math.inf
         self.is_better = operator.lt if lowest_is_best else operator.gt
         self.start = 0
+        job.at_outage.append(partial(self.save, metric=None))
 
     @property
     def trained(self) -> Trained:

@@ -15,6 +15,7 @@ from common.models import sync_engine
 from common.processes import sign_of_life
 from common.progress import Progress
 from common.rewards import score_episodes
+from common.rewards.judging import bounded
 from common.rollouts import Rollouts
 
 AT_ONCE = 256  # samples of a rank under way
@@ -35,6 +36,7 @@ def evaluate(rollouts: Rollouts, policy: nn.Module, step: int, report_to: Path |
     )
     at_once = min(PICTURED if data.vision else AT_ONCE, AT_ONCE // flags.eval_samples)
     at_once = max(at_once, 1) * world.size  # rows of all ranks
+    judge = rollouts.judge and rollouts.judge.for_evaluation()
     count, samples = min(rollouts.run.eval_rows, len(data)), []
     for start in Progress("evaluation", range(0, count, at_once)):
         rows = {i: data[i] for i in range(start + world.rank, min(start + at_once, count), world.size)}
@@ -42,7 +44,7 @@ def evaluate(rollouts: Rollouts, policy: nn.Module, step: int, report_to: Path |
             rollouts.engine, rows, sampling, seed=rollouts.run.seed, step=-1, weights_step=step, turns=rollouts.turns
         )
         scored = [e for e in episodes if rows[e.prompt_index].ground_truth is not None]
-        score_episodes(scored, rows, rollouts.workers, rollouts.tokenizer)
+        score_episodes(scored, rows, rollouts.workers, rollouts.tokenizer, judge)
         own = [as_sample(e, rows[e.prompt_index], rollouts.tokenizer, bool(rollouts.turns)) for e in episodes]
         samples += [sample for part in gather_objects(own) for sample in part]
         sign_of_life()
@@ -54,7 +56,7 @@ def evaluate(rollouts: Rollouts, policy: nn.Module, step: int, report_to: Path |
         if report_to:
             world.print(f"{table}\nsamples: {path}")
         print_samples(step, samples)
-    return summarize(samples)
+    return bounded(summarize, samples, world.print)
 
 
 def evaluate_only(job: Job, rollouts: Rollouts, policy: nn.Module, step: int, logger: Logger) -> Path:

@@ -1,7 +1,8 @@
 """A run as one rank sees it, and how its models are made."""
 
 import json
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ class Job:
     summary: str  # of all that, for the console
     identity: dict[str, str]  # what must be the same in a checkpoint that is resumed
     checkpoint: Path | None  # to go on from; its files are what its manifest says
+    at_outage: list[Callable[[int], object]] = field(default_factory=list)  # what saves the beginning of a step
 
     def open_loader(self, num_rows: int) -> PromptLoader:
         """The order of rows, where the checkpoint has left it. SystemExit if that is of other data."""

@@ -20,6 +20,8 @@ def rollout_means(episodes: list[Episode], seconds: dict[str, float], with_tools
     means.add("reward/mean_square", math.fsum(e.rewards["score"] ** 2 for e in scored), count=len(scored))
     means.add("reward/accuracy", sum(is_correct(e.rewards) for e in scored), count=len(scored))
     means.add_total("reward/failed", len(episodes) - len(scored))
+    for name in {"judged", "unjudged"} & {name for e in episodes for name in e.rewards}:  # by a judge, or not
+        means.add_total(f"reward/{name}", sum(name in e.rewards for e in episodes))
     equal = len(comparable) - len(by_prompt(unequal_groups(scored)))
     means.add("reward/zero_variance_groups", equal, count=len(comparable))
     judged = [e.model_reward for e in scored if e.model_reward is not None]

@@ -12,7 +12,7 @@ import torch
 from common.data.dumps import dump_rollouts
 from common.data.prompts import PromptData, PromptLoader
 from common.data.render import end_token_ids, end_turns_properly
-from common.distributed import World, barrier
+from common.distributed import World, all_reduce, barrier, stop_requested
 from common.engine.books import Sampling
 from common.engine.hf import HuggingFaceEngine
 from common.engine.vllm import VllmEngine
@@ -25,7 +25,9 @@ from common.look.page import write_page
 from common.memory import cache_gib, memory_plan
 from common.precision import gap_limit
 from common.prepare.embedded import embedded_data
-from common.rewards import RewardWorkers, reward_function, score_episodes
+from common.rewards import RewardWorkers, needs_judge, reward_function, score_episodes
+from common.rewards.judge import Judge
+from common.rewards.judging import open_judge, saved_at_outage
 from common.rewards.model import RewardModel
 from common.tools import ToolWorkers
 from common.tools.trajectories import Turns, open_tools
@@ -44,6 +46,7 @@ class Rollouts:
     engine: VllmEngine | HuggingFaceEngine | None  # asleep; None with --replay
     turns: Turns | None  # None without --tools
     workers: RewardWorkers
+    judge: Judge | None  # None if rules can score all rows
     reward_model: RewardModel | None
     train_data: PromptData | None  # None with --eval-only
     eval_data: PromptData | None
@@ -58,7 +61,7 @@ class Rollouts:
 
     def draw(self, count: int, first: int = 0) -> dict[int, Row]:
         """This rank's share of the next `count` prompts, by their place in the step; the first of all has `first`."""
-        places = list(enumerate(self.loader.next(count), start=first))[self.world.rank :: self.world.size]
+        places = list(enumerate(self.loader.next(count, first), start=first))[self.world.rank :: self.world.size]
         return {place: self.train_data[position] for place, position in places}
 
     def sample(self, prompts: Mapping[int, Row], step: int) -> list[Episode]:
@@ -68,9 +71,10 @@ class Rollouts:
             self.engine, prompts, sampling, seed=self.run.seed, step=step, weights_step=step, turns=self.turns
         )
 
-    def score(self, episodes: list[Episode], prompts: Mapping[int, Row]) -> None:
-        """Fill their rewards. A reward model takes the engine's place."""
-        score_episodes(episodes, prompts, self.workers, self.tokenizer)
+    def score(self, episodes: list[Episode], prompts: Mapping[int, Row], step: int) -> None:
+        """Fill their rewards. A reward model takes the engine's place; a judge's outage ends the run."""
+        with saved_at_outage(self.judge, step):
+            score_episodes(episodes, prompts, self.workers, self.tokenizer, self.judge)
         if self.reward_model:
             self.engine.sleep()
             self.reward_model.score_episodes(episodes, prompts, self.tokenizer)
@@ -127,10 +131,15 @@ def open_rollouts(
         if rollout.reward_function and not rollout.replay:  # found out now, not after the first rollout
             workers.try_out(rollout.reward_function, (train_data or eval_data)[0])
         turns = Turns.of_flags(rollout, tokenizer, tools, vision) if tools else None
+        agreement = {"agree": partial(all_reduce, op="max"), "stopping": stop_requested}
+        sources = [name for prompts in (train_data, eval_data) if prompts for name in prompts.sources]
+        needed = not rollout.reward_function and needs_judge(sources)
+        judge = open_judge(rollout, needed, notice=world.print, at_outage=job.at_outage, **agreement)
     draws, total_steps = ceil(rollout.prompts_per_step * oversample), run.total_steps
     if total_steps is None and train_data:
         total_steps = max(1, round(run.total_epochs * len(train_data) / draws))
     loader = job.open_loader(len(train_data)) if train_data else None
+    job.at_outage.append(lambda _: loader.rewind())
     world.print(memory_plan(rollout, job.machine, world, job.compute_dtype, trained, frozen))
     # before the trainer: it loads by itself, and is asleep when the trainer takes its memory
     engine = None if rollout.replay else start_engine(job, rollout)
@@ -145,6 +154,7 @@ def open_rollouts(
         engine=engine,
         turns=turns,
         workers=workers,
+        judge=judge,
         reward_model=RewardModel(reward_folder, job.compute_dtype, world.device) if reward_folder else None,
         train_data=train_data,
         eval_data=eval_data,

@@ -27,6 +27,7 @@ def as_sample(episode, row, tokenizer, with_tools: bool) -> dict:
         "score": score if not scored or math.isfinite(score) else 0.0,
         "correct": is_correct(episode.rewards) if scored else None,
         "pred": str(episode.rewards.get("pred", "")),
+        "unjudged": "unjudged" in episode.rewards,  # counts as wrong
         "length": len(episode.response_ids),
         "truncated": episode.truncated,
         "anls": anls if isinstance(anls, float) else None,  # a user's function may mean something else by it

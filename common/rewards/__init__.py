@@ -1,18 +1,24 @@
 """Reward functions, chosen by a row's `data_source`. All have verl's signature:
 
 fn(data_source, solution_str, ground_truth, extra_info=None) -> number, or a mapping with the key "score"
+
+One that cannot tell asks a judge (common/rewards/judge.py), whose verdict becomes the score, by the mapping
+{"score": nan, "judge": one of EXAMPLES, "question": text, "truth": text, "pred": the answer to compare with it}.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import groupby
 from math import isnan, nan
 
-from common.rewards import countdown, geometry, math, tir_bench, visual_qa
+from common.rewards import countdown, geometry, math, pyvision, tir_bench, visual_qa
+from common.rewards.judge_prompt import EXAMPLES, Case
 from common.workers import Pool, load_function
 
 RewardFunction = Callable[..., float | Mapping]
 Job = tuple[str, str, object, Mapping | None]  # data_source, text, ground_truth, extra_info
+NO_JUDGE = "the reward function asks a judge: set JUDGE_URLS (docs/pyvision.md)"
 MAX_SCORE = 1e6  # in magnitude: the square of a larger one, or its gradient, would ruin the run
 
 
@@ -27,6 +33,8 @@ geo3k_reward, visual_qa_reward = with_signature(geometry.score_geo3k), with_sign
 
 # data_source pattern -> function; the first that matches is taken
 REWARD_FUNCTIONS: dict[str, RewardFunction] = {
+    **dict.fromkeys(pyvision.MEASURED, pyvision.score_measured),
+    **{pattern: partial(pyvision.score_judged, family) for pattern, family in pyvision.FAMILY.items()},
     "visual_qa/*": visual_qa_reward,  # Pixel Reasoner's rows: common.data.visual_qa
     "tiny-vl": visual_qa_reward,
     "tir_bench/*": tir_bench.tir_bench_reward,  # what common.prepare.vision_benchmarks writes
@@ -57,6 +65,11 @@ def reward_function(data_source: str) -> RewardFunction:
     )
 
 
+def needs_judge(data_sources: Iterable[str]) -> bool:
+    """Whether the built-in function of any may ask a judge."""
+    return any(getattr(reward_function(name), "func", None) is pyvision.score_judged for name in data_sources)
+
+
 def load_reward_function(spec: str) -> RewardFunction:
     """The function NAME of the file FILE.py, from "FILE.py:NAME". Errors name the flag --reward-function."""
     return load_function(spec, "--reward-function")
@@ -65,7 +78,7 @@ def load_reward_function(spec: str) -> RewardFunction:
 def score_response(
     fn: RewardFunction, data_source: str, solution_str: str, ground_truth, extra_info: Mapping | None = None
 ) -> dict[str, float | str]:
-    """What fn returns, as a dict with a `usable` "score"; its other values become floats or strings."""
+    """What fn returns, as a dict with a `usable` "score" or one that `asks_judge`; values are floats or strings."""
     result = fn(data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info)
     label = f"reward function {getattr(fn, '__name__', fn)} on data_source {data_source!r}"
     if not isinstance(result, Mapping):
@@ -73,7 +86,7 @@ def score_response(
     if "score" not in result:
         raise ValueError(f'{label} returned a mapping without the key "score": {sorted(map(str, result))}')
     values = {str(key): float_or_str(value) for key, value in result.items()}
-    if not usable(values["score"]):
+    if not usable(values["score"]) and not asks_judge(values):
         expected = f"expected a finite number of at most {MAX_SCORE:g} in magnitude"
         raise ValueError(f"{label} returned the score {result['score']!r:.80}, {expected}")
     return values
@@ -82,6 +95,13 @@ def score_response(
 def usable(score) -> bool:
     """Whether a score can be trained on; NaN cannot."""
     return isinstance(score, float) and abs(score) <= MAX_SCORE
+
+
+def asks_judge(rewards: Mapping) -> bool:
+    """Whether a judge has to decide; NaN, the score until then, is not equal to itself."""
+    texts = [rewards.get(name) for name in ("judge", "question", "truth", "pred")]
+    score = rewards.get("score")
+    return score != score and all(isinstance(text, str) for text in texts) and texts[0] in EXAMPLES
 
 
 def is_correct(rewards: Mapping[str, float | str]) -> bool:
@@ -129,8 +149,10 @@ def make_scorer(function_spec: str) -> Callable[[Job], dict]:
     return lambda job: score_response(function or reward_function(job[0]), *job)
 
 
-def score_episodes(episodes: list, rows: Mapping, workers: RewardWorkers, tokenizer) -> None:
+def score_episodes(episodes: list, rows: Mapping, workers: RewardWorkers, tokenizer, judge=None) -> None:
     """Fill `rewards` of each episode from what the policy said in it; rows: prompt index -> Row.
+
+    With a judge all ranks call it together: it decides what its reward function cannot.
 
     What tools said is in extra_info["trajectory"] alone, the last turn in extra_info["last_turn"]. If scoring fails
     (an exception, a timeout, a dead worker, a score that is not `usable`), they are {"score": nan, "error": why}.
@@ -147,10 +169,26 @@ def score_episodes(episodes: list, rows: Mapping, workers: RewardWorkers, tokeni
         jobs.append((row.data_source, "\n".join(turns), row.ground_truth, row.extra_info | more))
     for episode, result in zip(answered, workers.score(jobs), strict=True):
         why = result.get("error", f"the worker sent {result!r:.80}")  # a user's function may forge what is sent
-        episode.rewards = result if usable(result.get("score")) else {"score": nan, "error": why}
+        scored = usable(result.get("score")) or asks_judge(result)
+        episode.rewards = result if scored else {"score": nan, "error": why}
+    take_verdicts([episode for episode in answered if asks_judge(episode.rewards)], judge)
     errors = [str(e.rewards["error"]) for e in episodes if isnan(e.rewards["score"])]
     if errors:
         print(f"rewards: {len(errors)} of {len(episodes)} responses not scored, the first: {errors[0]}", flush=True)
+
+
+def take_verdicts(episodes: list, judge) -> None:
+    """Put a judge's verdicts into the rewards of episodes that ask for one, with "judged", or "unjudged" if there is
+    none, as 1. A right "pred" is the truth, so that votes agree."""
+    asking, verdicts, why = [episode.rewards for episode in episodes], [None] * len(episodes), NO_JUDGE
+    if judge:
+        verdicts = judge.settle([Case(r["judge"], r["question"], r["truth"], r["pred"]) for r in asking])
+        why = f"no verdict by the judge ({judge.trouble or 'its replies say neither 1 nor 0'})"
+    for episode, asked, verdict in zip(episodes, asking, verdicts, strict=True):
+        pred = asked["truth"] if verdict else asked["pred"]
+        episode.rewards = {"score": verdict, "acc": verdict, "pred": pred, "judged": 1.0}
+        if verdict is None:
+            episode.rewards = {"score": nan, "error": why, "pred": pred, "unjudged": 1.0}
 
 
 def sampled_turns(episode, tokenizer) -> list[str]:

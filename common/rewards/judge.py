@@ -1,0 +1,248 @@
+"""A language model as judge, behind any server that speaks OpenAI's protocol: it decides what rules cannot.
+
+    JUDGE_URLS=http://node7:18901/v1,http://node8:18901/v1 torchrun ... grpo.py ...
+
+JUDGE_MODEL is what each server calls it (default: what it serves), JUDGE_API_KEY its key. Proxies are ignored: a judge
+stands in the cluster. A case that the judge does not answer has no verdict: none is ever taken for wrong.
+"""
+
+import asyncio
+import copy
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from itertools import count
+
+from common.files import shorten
+from common.processes import sign_of_life
+from common.progress import Progress
+from common.rewards.judge_prompt import PROBES, Case, messages, verdict_of
+
+IN_FLIGHT = 64  # requests of a rank
+TRIES = 5  # replies that say neither, or failures while others are answered, until a case stays without a verdict
+MAX_TOKENS = 1024  # of a reply: some models think before they answer
+CACHED = 200_000  # verdicts
+
+
+class JudgeUnavailable(ConnectionError):
+    """No judge has answered for as long as --judge-patience."""
+
+
+@dataclass
+class Server:
+    url: str
+    client: object  # openai.AsyncOpenAI
+    model: str = ""  # what it serves; "" until it is asked
+    used: int = 0  # requests
+    rests_until: float = 0.0  # after a failure the others are asked first
+
+
+class Judge:
+    """Verdicts of one or several servers, which are taken in turn.
+
+    agree: the largest of each number over all ranks, which call it together; stopping: whether the run is to end;
+    at_outage: what saves the beginning of a step, if the run ends in it.
+    """
+
+    DEADLINE_S = 60.0  # of one request, from its first byte to its last
+    BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 30.0
+    REST_S = 30.0
+    TICK_S, MINUTE_S = 1.0, 60.0  # between two looks at what has come, and between two lines about silence
+
+    def __init__(
+        self,
+        urls: Iterable[str],
+        model: str = "",
+        api_key: str = "EMPTY",
+        *,
+        patience_s: float,
+        agree: Callable[[list[float]], list[float]] = list,
+        stopping: Callable[[], bool] = bool,
+        notice: Callable[[str], None] = print,
+        at_outage: Iterable[Callable[[int], object]] = (),
+    ):
+        self.servers = [Server(url, connect(url, api_key)) for url in urls]
+        self.model, self.patience_s = model, patience_s
+        self.agree, self.stopping, self.notice, self.at_outage = agree, stopping, notice, at_outage
+        self.verdicts: dict[Case, float] = {}
+        self.heard, self.trouble = 0.0, ""  # when any server answered last; why one did not
+        self.evaluates, self.lost_s = False, 0.0
+        self.slots = asyncio.Semaphore(IN_FLIGHT)
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, name="judge", daemon=True).start()
+
+    def for_evaluation(self) -> "Judge":
+        """The same for one evaluation: it is asked again for --judge-patience in all, and its silence ends no run."""
+        judge = copy.copy(self)
+        judge.evaluates = True
+        return judge
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+
+    @property
+    def name(self) -> str:
+        return ", ".join(server.url for server in self.servers)
+
+    # --- what the trainer calls -----------------------------------------------------------------------------------
+
+    def settle(self, cases: list[Case]) -> list[float | None]:
+        """The verdict of each case, None where there is none. All ranks call it, and leave it, together.
+
+        JudgeUnavailable, on all ranks alike, if on one of them no server has answered for --judge-patience.
+        """
+        for case in list(self.verdicts)[: max(0, len(self.verdicts) - CACHED)]:
+            del self.verdicts[case]
+        known = {case: self.verdicts[case] for case in cases if case in self.verdicts}
+        asked = {case: self._start(self._judge(case)) for case in dict.fromkeys(cases) if case not in known}
+        try:
+            self._wait(list(asked.values()))
+        finally:
+            for future in asked.values():
+                future.cancel()
+        known |= {case: future.result() for case, future in asked.items() if not future.cancelled()}
+        return [known.get(case) for case in cases]
+
+    def probe(self) -> None:
+        """Ask each server for a right and a wrong pair. ValueError for one that judges badly; JudgeUnavailable if
+        none answers, a warning if only some do."""
+        silent = []
+        for future in [self._start(self._probe(server)) for server in self.servers]:
+            problem = future.result()
+            silent += [problem] if problem else []
+        if len(silent) == len(self.servers):
+            raise JudgeUnavailable("; ".join(silent))
+        for problem in silent:
+            self.notice(f"warning: a judge does not answer: {problem}")
+
+    # --- waiting --------------------------------------------------------------------------------------------------
+
+    def _start(self, coroutine) -> Future:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def _wait(self, futures: list[Future]) -> None:
+        """Until all ranks have what they asked for, or have given up."""
+        began = told = time.monotonic()
+        progress, done = Progress("judgements", max(len(futures), 1)), 0
+        while True:
+            pending = wait(futures, timeout=self.TICK_S).not_done
+            sign_of_life()
+            now = time.monotonic()
+            silence = now - max(began, self.heard) if pending else 0.0
+            if self.evaluates and self.lost_s + now - began > self.patience_s:
+                pending = pending if silence < min(self.DEADLINE_S, self.patience_s) else ()
+            waiting, silence = self.agree([float(len(pending)), silence])
+            if waiting and silence > self.patience_s and not self.evaluates:
+                raise JudgeUnavailable(self._told(silence))
+            if waiting and silence > 10 * self.TICK_S and self.stopping():  # the step before can be saved
+                if not self.evaluates:
+                    raise JudgeUnavailable(f"the run is to end, and {self._told(silence)}")
+                waiting = 0.0
+            if not waiting:
+                break
+            if silence < self.MINUTE_S:
+                progress.add(len(futures) - len(pending) - done)
+                done = len(futures) - len(pending)
+            elif now - told >= self.MINUTE_S:
+                told = now
+                patience = f"--judge-patience is {self.patience_s / 60:g}"
+                self.notice(f"judge: {self._told(silence)}; {len(pending)} answers wait here, {patience}")
+        if not all(future.done() for future in futures):
+            self.lost_s += time.monotonic() - began
+
+    def _told(self, silence: float) -> str:
+        """The silence may be another rank's."""
+        return f"no answer from {self.name} for {silence / 60:.3g} minutes ({self.trouble or 'on another rank'})"
+
+    # --- asking, in the thread of the loop --------------------------------------------------------------------------
+
+    async def _judge(self, case: Case) -> float | None:
+        """Ask until there is a verdict; None when it was asked often enough by what `TRIES` says.
+
+        A failure is the case's own only if a server answers other things meanwhile; else it is an outage, which
+        `_wait` watches.
+        """
+        unclear, first_failure, failures = 0, 0.0, 0
+        for attempt in count():
+            reply = await self._ask(case, attempt)
+            if reply is not None:
+                verdict = verdict_of(reply)
+                if verdict is not None:
+                    self.verdicts[case] = verdict
+                    return verdict
+                unclear += 1
+                if unclear == TRIES:
+                    return None
+                continue
+            first_failure, failures = first_failure or time.monotonic(), failures + 1
+            if failures >= TRIES and not self.evaluates and await self._is_heard(first_failure, attempt):
+                return None
+            if min(server.rests_until for server in self.servers) > time.monotonic():  # none is known to work
+                await asyncio.sleep(min(self.BACKOFF_S * 2 ** min(failures - 1, 9), self.LONGEST_BACKOFF_S))
+
+    async def _is_heard(self, since: float, attempt: int) -> bool:
+        """Whether a server has answered anything, or does now."""
+        return self.heard > since or await self._ask(next(iter(PROBES)), attempt) is not None
+
+    async def _ask(self, case: Case, attempt: int, server: Server | None = None) -> str | None:
+        """A reply, "" if the server refuses the case itself; None, and `trouble`, if there was no answer."""
+        import openai
+
+        now = time.monotonic()
+        server = server or min(self.servers, key=lambda s: (max(0.0, s.rests_until - now), s.used))
+        server.used += 1
+        try:
+            async with self.slots:
+                reply = await asyncio.wait_for(self._complete(server, case, attempt), self.DEADLINE_S)
+        except (openai.BadRequestError, openai.UnprocessableEntityError) as error:  # too long for its context, ...
+            reply, self.trouble = "", f"{server.url}: {shorten(str(error), 200)}"
+        except Exception as error:  # whatever a server sends, or does not
+            why = f"no reply in {self.DEADLINE_S:g} s" if isinstance(error, TimeoutError) else str(error)
+            cause = f" ({error.__cause__})" if error.__cause__ else ""
+            self.trouble = f"{server.url}: {type(error).__name__}: {shorten(why + cause, 200)}"
+            server.rests_until, server.model = time.monotonic() + self.REST_S, ""
+            return None
+        server.rests_until, self.heard = 0.0, time.monotonic()
+        return reply
+
+    async def _complete(self, server: Server, case: Case, attempt: int) -> str:
+        """Greedy at first; a reply that says neither would come again, so that later ones are sampled."""
+        if not self.model and not server.model:
+            server.model = (await server.client.models.list()).data[0].id
+        completion = await server.client.chat.completions.create(
+            model=self.model or server.model,
+            messages=messages(case),
+            temperature=0.5 if attempt else 0.0,
+            seed=attempt,
+            max_tokens=MAX_TOKENS,
+        )
+        return completion.choices[0].message.content or ""
+
+    async def _probe(self, server: Server) -> str:
+        """Why it does not answer, or "". ValueError if it judges a pair wrongly, or not at all."""
+        for case, right in PROBES.items():
+            for attempt in range(TRIES):
+                reply = await self._ask(case, attempt, server)
+                if reply is None:
+                    return self.trouble
+                if verdict_of(reply) is not None:
+                    break
+            if verdict_of(reply) != right:
+                said = shorten(reply, 100) or self.trouble or "nothing"
+                raise ValueError(
+                    f"the judge {self.model or server.model} at {server.url} cannot judge: that {case.truth!r} and "
+                    f"{case.answer!r} are {'the same' if right else 'different'} it should say by "
+                    f'"Judgement: {right:.0f}", and says {said!r}. Serve a better model, or take it as it is with '
+                    "--no-judge-probe"
+                )
+        return ""
+
+
+def connect(url: str, api_key: str):
+    """A client that takes neither proxies nor anything else from the environment, and leaves retries to the judge."""
+    import openai
+
+    http = openai.DefaultAsyncHttpxClient(trust_env=False)
+    return openai.AsyncOpenAI(base_url=url, api_key=api_key, http_client=http, max_retries=0)

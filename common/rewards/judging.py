@@ -1,0 +1,70 @@
+"""The judge in a run: how it is opened, and what is done without its verdicts."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+from urllib.parse import urlsplit
+
+from common.flags import Rollout, refuse_idle
+from common.processes import fail
+from common.rewards.judge import Judge, JudgeUnavailable
+
+
+def open_judge(rollout: Rollout, needed: bool, **options) -> Judge | None:
+    """The judge that the environment names, probed, if the data need one or a reward function may ask one.
+
+    ValueError if the environment names none, or one that judges badly; exit code 75 if none answers. Options as for
+    `Judge`.
+    """
+    urls = [url.strip() for url in os.environ.get("JUDGE_URLS", "").split(",") if url.strip()]
+    asked = bool(urls) if rollout.reward_function else needed
+    refuse_idle(rollout, dict.fromkeys(["judge_patience", "judge_probe"], (asked, "rows that a judge decides")))
+    if rollout.replay or not asked:
+        return None
+    if not urls:
+        raise ValueError("rows of this data are decided by a judge: set JUDGE_URLS (docs/pyvision.md)")
+    for url in urls:
+        if not url.startswith(("http://", "https://")) or not urlsplit(url).hostname:
+            raise ValueError(f"JUDGE_URLS: {url!r} is no http://HOST:PORT/v1")
+    model, key = os.environ.get("JUDGE_MODEL", ""), os.environ.get("JUDGE_API_KEY") or "EMPTY"
+    try:
+        judge = Judge(urls, model, key, patience_s=60 * rollout.judge_patience, **options)
+    except ImportError as error:
+        raise ValueError("a judge needs the package openai: pip install -r requirements.txt") from error
+    if rollout.judge_probe:
+        try:
+            judge.probe()
+        except JudgeUnavailable as outage:
+            end_run(f"no judge answers ({outage}): start it, or set JUDGE_URLS")
+    return judge
+
+
+@contextmanager
+def saved_at_outage(judge: Judge | None, step: int) -> Iterator[None]:
+    """Around what asks the judge in a step: its outage ends the run where the step began, on all ranks alike."""
+    try:
+        yield
+    except JudgeUnavailable as outage:
+        for save in judge.at_outage:
+            save(step)
+        end_run(f"judge: {outage}. The run is saved as it was before step {step + 1}, which a resume repeats")
+
+
+def end_run(why: str) -> NoReturn:
+    """With the exit code of what may work later."""
+    fail(why)
+    raise SystemExit(os.EX_TEMPFAIL)
+
+
+def bounded(summarize: Callable[[list[dict]], dict], samples: list[dict], notice: Callable[[str], None]) -> dict:
+    """The summary of an evaluation. A lower and an upper bound take the place of the accuracy, after a notice, if the
+    judge has left samples without a verdict."""
+    metrics, unjudged = summarize(samples), sum(sample["unjudged"] for sample in samples)
+    if not unjudged:
+        return metrics
+    best = summarize([sample | {"correct": True} if sample["unjudged"] else sample for sample in samples])
+    low, high = metrics.pop("eval/accuracy"), best["eval/accuracy"]
+    missing = f"no verdict by the judge on {unjudged} of {len(samples)} samples, which count as wrong"
+    notice(f"evaluation INCOMPLETE: {missing}; the accuracy is between {low:.4f} and {high:.4f}")
+    return metrics | {"eval/unjudged": unjudged, "eval/accuracy_low": low, "eval/accuracy_high": high}

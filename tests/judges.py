@@ -1,0 +1,69 @@
+"""Judges for tests: an HTTP server on this machine that speaks as much of OpenAI's protocol as is needed."""
+
+import json
+import re
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from common.rewards.judge_prompt import PROBES
+
+RIGHT = re.compile(r"\[Reference answer\] (.*)\n\[Model's answer\] (.*)\nJudgement:$")
+SYNONYMS = {(case.truth, case.answer) for case, verdict in PROBES.items() if verdict}
+
+
+class LocalJudge:
+    """Says 1 where both answers are the same; `behave(number, answer)` may return another reply: a text, a status
+    code, seconds to hang, or None."""
+
+    def __init__(self, behave=lambda number, answer: None, port: int = 0):
+        self.behave, self.asked, self.requests, self.lock = behave, [], [], threading.Lock()
+        self.server = ThreadingHTTPServer(("127.0.0.1", port), self.handler())
+        self.server.daemon_threads = True
+        self.port = self.server.server_address[1]
+        self.url = f"http://127.0.0.1:{self.port}/v1"
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+    def handler(judge):  # noqa: N805
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *_):
+                pass
+
+            def send(self, body: object, status: int = 200) -> None:
+                data = body if isinstance(body, bytes) else json.dumps(body).encode()
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def do_GET(self):
+                self.send({"object": "list", "data": [{"id": "judge-of-tests", "object": "model"}]})
+
+            def do_POST(self):
+                request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                truth, answer = RIGHT.search(request["messages"][-1]["content"]).groups()
+                with judge.lock:
+                    judge.asked.append(answer)
+                    judge.requests.append((request, dict(self.headers)))
+                    number = len(judge.asked)
+                said = judge.behave(number, answer)
+                if isinstance(said, float):
+                    time.sleep(said)
+                    return
+                if isinstance(said, int):
+                    self.send({"error": {"message": "as the test wants it"}}, said)
+                    return
+                same = truth == answer or (truth, answer) in SYNONYMS
+                reply = f"Judgement: {same:d}" if said is None else said
+                if isinstance(reply, bytes):
+                    self.send(reply)
+                    return
+                choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": reply}}
+                self.send({"id": "x", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]})
+
+        return Handler
