@@ -12,14 +12,18 @@ RIGHT = re.compile(r"\[Reference answer\] (.*)\n\[Model's answer\] (.*)\nJudgeme
 SYNONYMS = {(case.truth, case.answer) for case, verdict in PROBES.items() if verdict}
 
 
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 256
+
+
 class LocalJudge:
     """Says 1 where both answers are the same; `behave(number, answer)` may return another reply: a text, a status
     code, seconds to hang, or None."""
 
     def __init__(self, behave=lambda number, answer: None, port: int = 0):
         self.behave, self.asked, self.requests, self.lock = behave, [], [], threading.Lock()
-        self.server = ThreadingHTTPServer(("127.0.0.1", port), self.handler())
-        self.server.daemon_threads = True
+        self.server = Server(("127.0.0.1", port), self.handler())
         self.port = self.server.server_address[1]
         self.url = f"http://127.0.0.1:{self.port}/v1"
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
@@ -28,7 +32,7 @@ class LocalJudge:
         self.server.shutdown()
         self.server.server_close()
 
-    def handler(judge):  # noqa: N805
+    def handler(judge):
         class Handler(BaseHTTPRequestHandler):
             def log_message(self, *_):
                 pass
@@ -49,7 +53,8 @@ class LocalJudge:
                 truth, answer = RIGHT.search(request["messages"][-1]["content"]).groups()
                 with judge.lock:
                     judge.asked.append(answer)
-                    judge.requests.append((request, dict(self.headers)))
+                    headers = {name.lower(): value for name, value in self.headers.items()}
+                    judge.requests.append((request, headers))
                     number = len(judge.asked)
                 said = judge.behave(number, answer)
                 if isinstance(said, float):

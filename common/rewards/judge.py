@@ -10,6 +10,7 @@ import asyncio
 import copy
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -78,9 +79,6 @@ class Judge:
         judge = copy.copy(self)
         judge.evaluates = True
         return judge
-
-    def close(self) -> None:
-        self.loop.call_soon_threadsafe(self.loop.stop)
 
     @property
     def name(self) -> str:
@@ -154,7 +152,8 @@ class Judge:
 
     def _told(self, silence: float) -> str:
         """The silence may be another rank's."""
-        return f"no answer from {self.name} for {silence / 60:.3g} minutes ({self.trouble or 'on another rank'})"
+        why = self.trouble or "nothing has failed on this rank"
+        return f"no answer from {self.name} for {silence / 60:.3g} minutes ({why})"
 
     # --- asking, in the thread of the loop --------------------------------------------------------------------------
 
@@ -164,9 +163,11 @@ class Judge:
         A failure is the case's own only if a server answers other things meanwhile; else it is an outage, which
         `_wait` watches.
         """
-        unclear, first_failure, failures = 0, 0.0, 0
+        unclear, own_failures = 0, 0
+        tried: Counter[str] = Counter()  # by server
         for attempt in count():
-            reply = await self._ask(case, attempt)
+            asked_at = time.monotonic()
+            reply = await self._ask(case, attempt, tried)
             if reply is not None:
                 verdict = verdict_of(reply)
                 if verdict is not None:
@@ -176,26 +177,33 @@ class Judge:
                 if unclear == TRIES:
                     return None
                 continue
-            first_failure, failures = first_failure or time.monotonic(), failures + 1
-            if failures >= TRIES and not self.evaluates and await self._is_heard(first_failure, attempt):
+            fewest = min(tried[server.url] for server in self.servers)
+            own_failures += self.heard > asked_at or (fewest >= TRIES and await self._is_alive())
+            if own_failures >= TRIES and not self.evaluates:
                 return None
-            if min(server.rests_until for server in self.servers) > time.monotonic():  # none is known to work
-                await asyncio.sleep(min(self.BACKOFF_S * 2 ** min(failures - 1, 9), self.LONGEST_BACKOFF_S))
+            if fewest:  # else there is a server that may work
+                await asyncio.sleep(min(self.BACKOFF_S * 2 ** min(fewest - 1, 9), self.LONGEST_BACKOFF_S))
 
-    async def _is_heard(self, since: float, attempt: int) -> bool:
-        """Whether a server has answered anything, or does now."""
-        return self.heard > since or await self._ask(next(iter(PROBES)), attempt) is not None
+    async def _is_alive(self) -> bool:
+        """Whether a server answers another case."""
+        return await self._ask(next(iter(PROBES)), 0, Counter()) is not None
 
-    async def _ask(self, case: Case, attempt: int, server: Server | None = None) -> str | None:
+    async def _ask(self, case: Case, attempt: int, tried: Counter[str]) -> str | None:
+        """The reply of the server that was tried least with this case, does not rest, and was used least."""
+        async with self.slots:
+            now = time.monotonic()
+            order = [(tried[s.url], max(0.0, s.rests_until - now), s.used) for s in self.servers]
+            server = self.servers[order.index(min(order))]
+            tried[server.url] += 1
+            return await self._reply(server, case, attempt)
+
+    async def _reply(self, server: Server, case: Case, attempt: int) -> str | None:
         """A reply, "" if the server refuses the case itself; None, and `trouble`, if there was no answer."""
         import openai
 
-        now = time.monotonic()
-        server = server or min(self.servers, key=lambda s: (max(0.0, s.rests_until - now), s.used))
         server.used += 1
         try:
-            async with self.slots:
-                reply = await asyncio.wait_for(self._complete(server, case, attempt), self.DEADLINE_S)
+            reply = await asyncio.wait_for(self._complete(server, case, attempt), self.DEADLINE_S)
         except (openai.BadRequestError, openai.UnprocessableEntityError) as error:  # too long for its context, ...
             reply, self.trouble = "", f"{server.url}: {shorten(str(error), 200)}"
         except Exception as error:  # whatever a server sends, or does not
@@ -224,7 +232,7 @@ class Judge:
         """Why it does not answer, or "". ValueError if it judges a pair wrongly, or not at all."""
         for case, right in PROBES.items():
             for attempt in range(TRIES):
-                reply = await self._ask(case, attempt, server)
+                reply = await self._reply(server, case, attempt)
                 if reply is None:
                     return self.trouble
                 if verdict_of(reply) is not None:
