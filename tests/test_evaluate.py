@@ -177,6 +177,7 @@ def rollouts(tmp_path, tokenizer, monkeypatch):
         engine=Engine(),
         turns=None,
         workers=score,
+        judge=None,
         eval_data=Rows(texts, tokenizer),
     )
 

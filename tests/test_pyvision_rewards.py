@@ -1,0 +1,241 @@
+"""Rewards of PyVision-RL: which answer counts, what rules decide, what a judge is asked; the release's defects.
+
+pytest tests/test_pyvision_rewards.py
+"""
+
+import math
+import time
+from fractions import Fraction
+
+import pytest
+
+from common.rewards import asks_judge, is_correct, needs_judge, reward_function, score_response
+from common.rewards.judge_prompt import EXAMPLES
+from common.rewards.pyvision import FAMILIES, LONGEST_ANSWER, final_answer, number, relative_accuracy
+
+QUESTION = {"question": "Which one? (A) red (B) blue", "index": 3}
+
+
+def boxed(answer: str) -> str:
+    return f"I see it.\n<answer>\n\\boxed{{{answer}}}\n</answer>"
+
+
+def score(text: str, truth, source: str = "vstar", **extra) -> dict:
+    return score_response(reward_function(source), source, text, truth, QUESTION | extra)
+
+
+# --- the answer ---------------------------------------------------------------------------------------------------
+
+ANSWERS = {
+    boxed("A"): "A",
+    r"<answer>\boxed{A}</answer>": "A",  # on one line, which the release scores 0
+    "<answer>\n\n It is \\boxed{ \\frac{1}{2} }, I think. </answer> done": r"\frac{1}{2}",
+    boxed("A") + "\nNo: " + boxed("B"): "B",  # the last one; the release takes the first
+    "<answer>\\boxed{A\nB}</answer>": "A\nB",
+    r"\boxed{A}": "",
+    "<answer>A</answer>": "",
+    r"<answer>\boxed{A}": "",
+    r"<answer><answer>\boxed{A}</answer>": "",
+    r"<answer>\boxed{A}</answer></answer>": "",
+    r"<answer>a <answer>\boxed{A}</answer> b</answer>": "",
+    r"</answer>\boxed{A}<answer>": "",
+    r"<answer>\boxed{A} or \boxed{B}</answer>": "",
+    r"<answer>\boxed{\boxed{A}}</answer>": "",
+    r"<answer>\boxed{A</answer>": "",
+    r"<answer>\boxed{}</answer>": "",
+    r"<answer>\boxed{<interpreter>A}</answer>": "",
+    boxed("x" * (LONGEST_ANSWER - 1)): "x" * (LONGEST_ANSWER - 1),
+    boxed("x" * LONGEST_ANSWER): "",
+    "": "",
+}
+
+
+@pytest.mark.parametrize("text", ANSWERS)
+def test_which_answer_counts(text):
+    assert final_answer(text) == ANSWERS[text]
+    rewards = score(text, "no such thing")
+    assert asks_judge(rewards) == bool(ANSWERS[text])
+    if not ANSWERS[text]:
+        assert rewards == {"score": 0.0, "acc": 0.0, "pred": ""}, "and no judge is asked"
+
+
+@pytest.mark.parametrize("text", [boxed("red " * 400), boxed("red") + "<answer>"])
+def test_what_is_too_long_or_broken_earns_no_bonus(text):
+    """The release keeps `is_answer_right` there, by which it pays for tool calls."""
+    assert not is_correct(score(text, "red")) and is_correct(score(boxed("red"), "red"))
+    assert score(text, "red")["score"] == 0.0
+
+
+def test_the_answer_is_that_of_the_last_turn():
+    """A tag in the code of an earlier turn is no answer, and breaks none; nor is one that a tool printed."""
+    turns = ["<code>print('<answer>')</code>", boxed("red")]
+    assert score("\n".join(turns), "red", last_turn=turns[-1])["score"] == 1.0
+    given_up = "I do not know"
+    trajectory = f"<code>...</code><interpreter>{boxed('red')}</interpreter>{given_up}"
+    rewards = score(f"<code>...</code>\n{given_up}", "red", last_turn=given_up, trajectory=trajectory)
+    assert rewards["score"] == 0.0
+
+
+# --- rules, and what they leave to a judge ------------------------------------------------------------------------
+
+OPTIONS = {"answer": "B", "options": ["a cat", "a dog", "2 dogs"]}
+CASES = [  # answer, truth, verdict (None: the judge's)
+    ("A", "A", 1.0),
+    ("(A)", "A", 1.0),
+    ("'A'", "A", 1.0),
+    ("A. red", "A", 1.0),
+    ("option a", "A", 1.0),
+    ("B", "A", 0.0),
+    ("B. red", "A. red", 0.0),
+    ("red", "A. red", 1.0),
+    ("red", "A", None),
+    ("A dog", "A", None),  # HRBench's judge looks for the letter anywhere in it
+    ("B", OPTIONS, 1.0),
+    ("a dog", OPTIONS, 1.0),
+    ("dog", OPTIONS, 1.0),
+    ("C", OPTIONS, 0.0),
+    ("2 dogs", OPTIONS, 0.0),
+    ("a puppy", OPTIONS, None),
+    ("a dog", {"answer": "a dog", "options": ["a cat", "a dog"]}, 1.0),
+    ("a dog", {"answer": "a dog", "options": None}, 1.0),
+    ("Red.", "red", 1.0),
+    ("the red one", "red", None),
+    ("red or blue", "red", None),
+    ("3", "3", 1.0),
+    ("three", "3", 1.0),
+    ("3.0", 3, 1.0),
+    ("1,000", "1000", 1.0),
+    ("4", "3", 0.0),
+    ("3.14", "3", None),
+    ("500 cm", "5 m", None),
+    (r"\frac{1}{2}", "0.5", 1.0),
+    (r"\sqrt{8}", r"2\sqrt{2}", 1.0),
+    (r"x+1", r"1+x", 1.0),
+    (r"7\sqrt{2}", r"2\sqrt{2}", None),
+    ("red", r"\boxed{red}", 1.0),
+    ("x" * 900, "y" * 5000, None),
+]
+
+
+@pytest.mark.parametrize("answer, truth, verdict", CASES)
+def test_rules_come_first(answer, truth, verdict):
+    rewards = score(boxed(answer), truth, source="wemath-pro")
+    assert asks_judge(rewards) == (verdict is None)
+    if verdict is not None:
+        assert (rewards["score"], rewards["acc"]) == (verdict, verdict)
+        assert is_correct(rewards) == bool(verdict)
+
+
+def test_what_a_judge_is_asked():
+    rewards = score(boxed("a puppy"), OPTIONS)
+    assert math.isnan(rewards.pop("score"))
+    assert rewards == {
+        "judge": "visual_search",
+        "question": QUESTION["question"],
+        "truth": "B. a dog",
+        "pred": "a puppy",
+    }
+
+
+@pytest.mark.parametrize("question", [None, "", 7])
+def test_without_a_question_no_judge_is_asked_and_the_sample_fails(question):
+    with pytest.raises(ValueError, match=r"extra_info\['question'\]"):
+        score(boxed("a puppy"), "a dog", question=question)
+    assert score(boxed("a dog"), "a dog", question=question)["score"] == 1.0, "rules need none"
+
+
+@pytest.mark.parametrize("truth", ["", "  ", None, {"answer": None}, {}])
+def test_an_empty_truth_is_an_error(truth):
+    for source in ("vstar", "vsi_numerical"):
+        with pytest.raises(ValueError, match="is empty"):
+            score(boxed("a"), truth, source=source)
+
+
+# --- mean relative accuracy ---------------------------------------------------------------------------------------
+
+MEASURED = [  # answer, truth, score
+    ("10", "10", 1.0),
+    ("9", "10", 0.8),
+    ("5", "10", 0.0),
+    ("-10", "10", 0.0),
+    ("0", "0", 1.0),
+    ("0.001", "0", 0.0),
+    ("14.9", "10", 0.1),
+    ("9.5", "10", 0.9),
+    ("1.5 metres", "1.5", 1.0),
+    ("about 25 m^2", "24", 1.0),
+    ("1e3", 1000, 1.0),
+    ("2 or 3", "2", 0.0),
+    ("many", "2", 0.0),
+    ("B", "B", 1.0),
+    ("C", "B", 0.0),
+]
+
+
+@pytest.mark.parametrize("answer, truth, expected", MEASURED)
+@pytest.mark.parametrize("source", ["vsi_numerical", "gsm8k_rule_verifiable"])
+def test_mean_relative_accuracy(answer, truth, expected, source):
+    rewards = score(f"frame 3 of 7\n{boxed(answer)}", truth, source=source)
+    assert rewards["score"] == expected, "of the boxed answer; the release takes the first number of the response"
+    assert is_correct(rewards) == (expected >= 0.5)
+
+
+def test_relative_accuracy_is_that_of_its_formula():
+    """At the thresholds themselves floats would decide by their rounding."""
+    for percent in range(0, 61):
+        error, truth = Fraction(percent, 100), Fraction(7, 3)
+        expected = sum(error < 1 - Fraction(theta, 100) for theta in range(50, 100, 5)) / 10
+        assert (
+            relative_accuracy(truth * (1 + error), truth)
+            == expected
+            == relative_accuracy(-truth * (1 - error), -truth)
+        )
+
+
+def test_numbers():
+    found = [number(text) for text in ("3/2", r"\frac{3}{2}", "1.5", "$1,500", "-2", "nan", "inf", "", "1, 2", "²")]
+    assert found == [Fraction(3, 2)] * 3 + [1500, -2] + [None] * 5
+
+
+# --- routes -------------------------------------------------------------------------------------------------------
+
+
+def test_every_source_of_the_release_has_a_scorer():
+    """Also those for which it has no examples and raises, and those whose scores it cannot index."""
+    judged = "vstar vstar/direct deepeyes minio3 hrbench-4k hrbench-4k/single hrbench-8k/cross ecd wemath-standard"
+    judged += " wemath-pro v-interaction mathvision vsi longvila vl_agent chart zebra_cot vigorl math_8k_verified barc"
+    judged += " geoguessr thinklite_eureka xince"
+    for source in judged.split():
+        assert needs_judge([source]) and asks_judge(score(boxed("x y"), "a b c", source=source)), source
+    for source in ("vsi_numerical", "vsi_rule_verifiable", "aime_rule_verifiable"):
+        assert not needs_judge([source]) and score(boxed("2"), "2", source=source)["score"] == 1.0
+    rules = ["openai/gsm8k", "lighteval/MATH", "math_dapo", "aime24", "numina_cn", "hiyouga/geometry3k"]
+    assert not needs_judge(rules)
+    assert set(FAMILIES.values()) == set(EXAMPLES)
+    with pytest.raises(ValueError, match="no built-in reward function"):
+        needs_judge(["frozenlake"])
+
+
+# --- hostile text -------------------------------------------------------------------------------------------------
+
+HOSTILE = [
+    "<answer>" * 200_000,
+    "</answer>" * 100_000 + "<answer>" * 100_000,
+    "<answer>" + r"\boxed{" * 200_000 + "</answer>",
+    boxed("{" * 400_000),
+    boxed("9" * 998),
+    boxed("(" * 998),
+    boxed("^".join("9" * 400)),
+    boxed("\ud800" * 900),
+    boxed("1,2;" * 240),
+    boxed(" and " * 190),
+    "\x00" * 10**6,
+]
+
+
+@pytest.mark.parametrize("i", range(len(HOSTILE)))
+def test_hostile_text_takes_linear_time(i):
+    began = time.monotonic()
+    for source in ("vstar", "vsi_numerical"):
+        score(HOSTILE[i], "12", source=source)
+    assert time.monotonic() - began < 5
