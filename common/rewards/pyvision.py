@@ -17,7 +17,7 @@ from common.rewards.visual_qa import option, plain, quantity, same, same_formula
 
 LONGEST_ANSWER = 1000  # characters; this many are too many
 
-SEARCH = "deepeyes minio3 vstar vstar/* hrbench-4k hrbench-4k/* hrbench-8k hrbench-8k/* vl_agent zebra_cot vigorl barc"
+SEARCH = "deepeyes minio3 vstar* hrbench-* vl_agent zebra_cot vigorl barc"
 MATH = "wemath wemath-* v-interaction mathvision mathvista mathverse logicvista dynamath math_8k_verified"
 FAMILIES = {  # data_source patterns -> whose examples a judge is shown
     f"{SEARCH} geoguessr": "visual_search",
