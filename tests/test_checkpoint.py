@@ -201,7 +201,7 @@ def checkpoints(folder, world, names=("policy",), state=(), resume="auto", keep=
     optimizers = {name: adamw(seed) for seed, name in enumerate(names, start=5)}
     found = find_checkpoint(folder, resume, world)
     run = Run(resume=resume, keep_checkpoints=keep)
-    job = SimpleNamespace(output_dir=folder, run=run, world=world, identity={}, checkpoint=found)
+    job = SimpleNamespace(output_dir=folder, run=run, world=world, identity={}, checkpoint=found, at_outage=[])
     return Checkpoints(job, optimizers=optimizers, state=dict(state), **options)
 
 

@@ -22,7 +22,7 @@ def make(dtype=torch.float32, **options) -> GuardedAdamW:
 
 def job(folder, world) -> SimpleNamespace:
     found = find_checkpoint(folder, "auto", world)
-    return SimpleNamespace(output_dir=folder, run=Run(), world=world, identity={}, checkpoint=found)
+    return SimpleNamespace(output_dir=folder, run=Run(), world=world, identity={}, checkpoint=found, at_outage=[])
 
 
 def give_gradient(model: nn.Module, seed: int, factor: float = 1.0) -> None:
