@@ -206,6 +206,14 @@ def test_one_of_two_servers_is_enough(other, serve, client, impatient):
     assert len(good.asked) >= 10
 
 
+def test_what_one_server_has_not_answered_goes_to_the_other(serve, client):
+    """Even if that has done more of the work."""
+    good, bad = serve(), serve(lambda number, answer: "maybe")
+    judge = client(bad, good)
+    judge.servers[1].used = 1000
+    assert judge.settle(cases("right")) == [1.0] and (len(bad.asked), len(good.asked)) == (1, 1)
+
+
 def test_two_servers_take_turns(serve, client):
     two = [serve(), serve()]
     client(*two).settle(cases(*map(str, range(20))))
