@@ -30,7 +30,7 @@ def rollouts_of(world, groups=group) -> SimpleNamespace:
         rollouts.drawn.append((first, count))
         return list(range(first, first + count))
 
-    rollouts.draw, rollouts.score = draw, lambda episodes, prompts: None
+    rollouts.draw, rollouts.score = draw, lambda episodes, prompts, step: None
     rollouts.sample = lambda prompts, step: [e for prompt in prompts for e in groups(prompt)]
     return rollouts
 

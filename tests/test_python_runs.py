@@ -20,7 +20,8 @@ POLICY = [
 ]
 SIZES = ["--prompts-per-step", 4, "--samples-per-prompt", 4, "--max-prompt-tokens", 64, "--max-response-tokens", 320]
 SIZES += ["--max-pixels", 12_544, "--max-frame-pixels", 12_544, "--eval-rows", 4, "--tool-workers", 2, *LITTLE_CACHE]
-GROUPS = ["--learning-rate", 1e-4, "--tool-bonus", 0.1, "--oversample", 1.5, "--dynamic-sampling", 2, "--advantage", "group-mean"]
+GROUPS = ["--tool-bonus", 0.1, "--oversample", 1.5, "--dynamic-sampling", 2, "--advantage", "group-mean"]
+GROUPS += ["--learning-rate", 1e-4]
 STEPS = ["--total-steps", 2, "--deterministic", "--dump-rollouts-every", 1, "--save-every", 1, "--keep-checkpoints", 9]
 
 
