@@ -25,7 +25,7 @@ THEIRS = {
     "pip": {"index-url"},
 }
 TABLES_OF_OTHERS = ("theirs", "original flag", "earlier")  # whose first column holds flags that are not ours
-OUTSIDE = {"pytest", "torch"}  # modules of `python -m` that are not ours
+OUTSIDE = {"pytest", "torch", "vllm"}  # modules of `python -m` that are not ours
 
 every_page = pytest.mark.parametrize("page", PAGES)
 
