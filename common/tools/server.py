@@ -21,7 +21,8 @@ MAX_FILES, MAX_THREADS = 10_000, 256
 CHECK_S = 0.25  # how often files and threads are counted
 CPU_S = 600  # of one trajectory
 FILE_BYTES, OPEN_FILES = 2**28, 256
-PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 4, 38, 22, 2
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
+SECCOMP_MODE_FILTER = 2
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -35,6 +36,8 @@ def serve(fd: str, folder: str, kept: str, memory_gib: str, program_filter: str)
     if confined:  # process 1 ignores what its children send, if it does not ask for it
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         prctl(PR_SET_DUMPABLE, 0)  # no child reads or writes its memory
+    else:
+        prctl(PR_SET_CHILD_SUBREAPER, 1)  # what a child has started is ours when that ends, as it is process 1's
     kept = kept.split(":") if kept else []
     preload()
     control.send(b"done")
@@ -43,13 +46,14 @@ def serve(fd: str, folder: str, kept: str, memory_gib: str, program_filter: str)
         readable, _, _ = select.select([control], [], [], CHECK_S if child and confined else None)
         if child and confined and (excess := too_much(child, folder)):
             control.send(excess.encode())
-            child = end_children(child, confined)
+            end_children(confined)
+            child = 0
         if not readable:
             continue
         message, sockets, _, _ = socket.recv_fds(control, 16, 1)
         if not message:  # the trainer is gone
             break
-        end_children(child, confined)
+        end_children(confined)
         wipe(folder, kept)
         child = os.fork() if message == b"new" else 0
         if message == b"new" and not child:
@@ -57,7 +61,7 @@ def serve(fd: str, folder: str, kept: str, memory_gib: str, program_filter: str)
         for number in sockets:
             os.close(number)
         control.send(b"done")
-    end_children(child, confined)
+    end_children(confined)
 
 
 def preload() -> None:
@@ -84,17 +88,15 @@ def too_much(child: int, folder: str) -> str:
     return ""
 
 
-def end_children(child: int, confined: bool) -> int:
-    """Kill the child and all that it may have started, and wait until they are gone."""
-    with contextlib.suppress(ProcessLookupError):
-        if confined:
-            os.kill(-1, signal.SIGKILL)  # all but process 1
-        elif child:
-            os.killpg(child, signal.SIGKILL)
-    with contextlib.suppress(ChildProcessError):
+def end_children(confined: bool) -> None:
+    """Kill the child and all that it has started, and wait until they are gone."""
+    started = Path(f"/proc/self/task/{os.getpid()}/children")
+    with contextlib.suppress(ChildProcessError):  # none is left
         while True:
+            for process in [-1] if confined else map(int, started.read_text().split()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)  # -1: all but process 1
             os.waitpid(-1, 0)
-    return 0
 
 
 def wipe(folder: str, kept: list[str]) -> None:
@@ -122,6 +124,7 @@ def be_child(fd: int, folder: str, memory_gib: float, program_filter: bytes) -> 
         from interpreter import Session
 
         os.setsid()
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         connection = socket.socket(fileno=os.dup2(fd, 3))
         null = os.open(os.devnull, os.O_RDWR)
         for number in range(3):
@@ -131,7 +134,7 @@ def be_child(fd: int, folder: str, memory_gib: float, program_filter: bytes) -> 
         os.nice(5)
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         limits = {"RLIMIT_AS": mapped + int(memory_gib * 2**30), "RLIMIT_CPU": CPU_S, "RLIMIT_CORE": 0}
-        limits |= {"RLIMIT_FSIZE": FILE_BYTES, "RLIMIT_NOFILE": OPEN_FILES}
+        limits |= {"RLIMIT_FSIZE": FILE_BYTES, "RLIMIT_NOFILE": OPEN_FILES, "RLIMIT_SIGPENDING": OPEN_FILES}
         for name, value in limits.items():
             resource.setrlimit(getattr(resource, name), (value, value))
         if program_filter:

