@@ -21,25 +21,27 @@ from common.tools.turns import Call, Code, ToolReply
 
 # What must fail; it prints what does not.
 PROBE = """
-import os, socket
+import os, socket, sys
+
+def write():
+    return any(os.access(folder, os.W_OK) for folder in ("/", "/usr", sys.prefix)) or 1 / 0
 
 def see_processes():
-    others = {{name for name in os.listdir("/proc") if name.isdigit()}} - {{"1", str(os.getpid())}}
-    return others or 1 / 0
+    return {{name for name in os.listdir("/proc") if name.isdigit()}} - {{"1", str(os.getpid())}} or 1 / 0
 
 done = []
 for what, attempt in {{
     "open a socket": socket.socket,
     "read this project's files": lambda: open({file!r}),
-    "write outside of its folder": lambda: open("/usr/probe", "w"),
+    "write outside of its folder": write,
     "start a process": lambda: os.fork() or os._exit(0),
-    "see the trainer's environment": lambda: next(name for name in os.environ if name not in {names!r}),
+    "see the trainer's environment": lambda: set(os.environ) - {names!r} or 1 / 0,
     "see other processes": see_processes,
 }}.items():
     try:
         attempt()
         done.append(what)
-    except (OSError, StopIteration, ZeroDivisionError):
+    except (OSError, ZeroDivisionError):
         pass
 print(", ".join(done) or "nothing")
 """
@@ -159,7 +161,7 @@ def prompt_pictures(context: Mapping) -> list[dict]:
 
 def probe(workers: PythonWorkers) -> None:
     """Try what no program may do. ValueError if anything of it can be done, or nothing at all."""
-    code = PROBE.format(file=__file__, names=[*ENVIRONMENT, "PWD"])
+    code = PROBE.format(file=__file__, names={*ENVIRONMENT, "PWD"})
     workers.submit("probe", Call(TOOL.name, {"code": code}), {"media": [], "num_prompt_media": 0, "calls": []}, {})
     done: list = []
     while not done:

@@ -32,7 +32,7 @@ REFUSED = {
 MISSING = {"clone3": 435, "open_tree": 428, "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432}
 MISSING |= {"fspick": 433, "mount_setattr": 442}
 NEWER = 463  # this call and those after it, which no list here judges
-CLONE, IOCTL, PRLIMIT, FCNTL = 56, 16, 302, 72
+CLONE, IOCTL, FCNTL, PRCTL, PRLIMIT = 56, 16, 72, 157, 302
 NEW_NAMESPACES = 0x7E020000  # CLONE_NEWCGROUP ... CLONE_NEWNET, CLONE_NEWNS
 NEW_THREAD = 0x00010000  # CLONE_THREAD
 TERMINAL = {"TIOCSTI": 0x5412, "TIOCLINUX": 0x541C}  # they would type for whoever sits there
@@ -41,15 +41,17 @@ PRETENDED = {
     **{"chmod": 90, "fchmod": 91, "fchmodat": 268, "fchmodat2": 452, "utime": 132, "utimes": 235, "futimesat": 261},
     **{"utimensat": 280, "chown": 92, "fchown": 93, "lchown": 94, "fchownat": 260},
 }
-LOCKS = {"F_SETLK": 6, "F_SETLKW": 7, "F_OFD_SETLK": 37, "F_OFD_SETLKW": 38}
-# To a program alone: nothing that starts a process, sends a descriptor, slows the server down, or takes memory of the
+# Commands of fcntl on files, which others may have open, too.
+LOCKS = {"F_SETLK": 6, "F_SETLKW": 7, "F_OFD_SETLK": 37, "F_OFD_SETLKW": 38, "F_SETLEASE": 1024, "F_NOTIFY": 1026}
+PR_SET_DUMPABLE = 4  # without it no core is dumped, which a program of the machine's might take
+# To a program alone: nothing that starts a process, sends a descriptor, slows others down, or takes memory of the
 # kernel's that no limit counts (a pipe keeps a huge page for each few bytes that vmsplice puts in).
 PROGRAM_REFUSED = {
     **{"fork": 57, "vfork": 58, "execve": 59, "execveat": 322, "seccomp": 317, "sendmsg": 46, "sendmmsg": 307},
     **{"sched_setaffinity": 203, "sched_setscheduler": 144, "sched_setparam": 142, "sched_setattr": 314},
     **{"setpriority": 141, "ioprio_set": 251},
     **{"vmsplice": 278, "inotify_init": 253, "inotify_init1": 294, "io_setup": 206, "landlock_create_ruleset": 444},
-    **{"setxattr": 188, "lsetxattr": 189, "fsetxattr": 190},
+    **{"setxattr": 188, "lsetxattr": 189, "fsetxattr": 190, "flock": 73, "sync": 162, "syncfs": 306},
 }
 
 
@@ -92,5 +94,6 @@ def program_filter() -> bytes:
     rules += [returns(number, ERROR) for number in PRETENDED.values()]
     rules += [returns_if(CLONE, 0, instruction(ANY_BIT, NEW_THREAD, 1, 0), ERROR | EPERM)]
     rules += [returns_if(PRLIMIT, 0, instruction(EQUAL, 0, 1, 0), ERROR | EPERM)]  # of another process
+    rules += [returns_if(PRCTL, 0, instruction(EQUAL, PR_SET_DUMPABLE, 0, 1), ERROR | EPERM)]
     rules += [returns_if(FCNTL, 1, instruction(EQUAL, command, 0, 1), ERROR | EPERM) for command in LOCKS.values()]
     return filter_of(rules)
