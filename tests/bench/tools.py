@@ -1,8 +1,10 @@
-"""Seconds of a step with tools, and with the same tools delayed: who waits for whom.
+"""Seconds of a step with tools, and with the same tools delayed; and what the tool python takes.
 
     python tests/bench/tools.py            # 2 minutes; a tiny Qwen2.5-VL that has been taught to crop
+    python tests/bench/tools.py --python   # 2 minutes; sandboxes alone, without a model
 
-Both runs take the same steps with the same seeds. A trajectory with n calls must wait n delays; the others must not.
+The two runs of the first take the same steps with the same seeds: a trajectory with n calls must wait n delays, the
+others must not. The second starts sandboxes and calls them, and then lets many trajectories draw figure after figure.
 """
 
 import json
@@ -10,13 +12,20 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
+from itertools import count
+from math import ceil
 from pathlib import Path
 from statistics import median
 
 import pyarrow.parquet as pq
 import tyro
 from report import ROOT, header, table
+
+from common.tools.python import PythonWorkers
+from common.tools.sandbox import Sandbox, State
+from common.tools.turns import Call
 
 TOOL = """
 import os, time
@@ -37,9 +46,88 @@ class Args:
     prompts: int = 12  # per step
     samples: int = 8  # of each prompt
     tool_workers: int = 64  # at most
+    python: bool = False  # measure the tool python instead
+    starts: int = 20  # of a sandbox
+    calls: int = 300  # of one trajectory, without and with a figure
+    trajectories: int = 64  # at once, each with `turns` calls that draw a figure
+    turns: int = 4
+
+
+PRINT = "x = np.arange(1000).sum()\nprint(x)"
+DRAW = "plt.plot(np.arange(100) ** 2)\nplt.show()\nprint('drawn')"
+
+
+class Trajectories:
+    """Calls one after the other of each of some trajectories, as `Turns` makes them."""
+
+    keys = count()
+
+    def __init__(self, pool: PythonWorkers, size: int):
+        self.pool = pool
+        self.calls: dict[int, list] = {next(self.keys): [] for _ in range(size)}
+
+    def run(self, code: str, turns: int) -> list[float]:
+        """Seconds of each call, from when it is handed over."""
+        started, seconds = {}, []
+        context = {"media": [], "num_prompt_media": 0}
+
+        def ask(key: int) -> None:
+            started[key] = time.perf_counter()
+            self.pool.submit(key, Call("python", {"code": code}), {**context, "calls": self.calls[key]}, {})
+
+        for key in self.calls:
+            ask(key)
+        while self.pool.pending:
+            for key, reply in self.pool.poll(60.0):
+                seconds.append(time.perf_counter() - started[key])
+                assert reply.info.get("acted"), reply.text
+                record = {"arguments": {"code": code}, "media": len(reply.images), "info": reply.info}
+                self.calls[key].append(record)
+                if len(self.calls[key]) < turns:
+                    ask(key)
+        return seconds
+
+
+def start_seconds() -> float:
+    """Of one sandbox, until it takes a program."""
+    start = time.perf_counter()
+    box = Sandbox(30.0, 4.0, confined=True)
+    while box.state != State.IDLE:
+        box.control.setblocking(True)
+        box.advance([box.control])
+    seconds = time.perf_counter() - start
+    box.stop()
+    return seconds
+
+
+def measure_python(args: Args) -> None:
+    header("The tool python: sandboxes and calls", threads=2)
+    pool = PythonWorkers(args.tool_workers, 30.0)
+    measured = {"start of a sandbox": [start_seconds() for _ in range(args.starts)]}
+    firsts = [Trajectories(pool, 1).run(PRINT, 1)[0] for _ in range(args.calls)]
+    measured["first call of a trajectory"] = firsts
+    measured["call"] = Trajectories(pool, 1).run(PRINT, args.calls)
+    measured["call with a figure"] = Trajectories(pool, 1).run(DRAW, args.calls)
+    Trajectories(pool, args.trajectories).run(PRINT, 1)  # all sandboxes start
+    start = time.perf_counter()
+    many = Trajectories(pool, args.trajectories).run(DRAW, args.turns)
+    rate = len(many) / (time.perf_counter() - start)
+    measured[f"call with a figure, {args.trajectories} trajectories at once"] = many
+    pool.close()
+    rows = [["", "n", "p50 (ms)", "p99 (ms)"]]
+    for name, seconds in measured.items():
+        ranked = sorted(seconds)
+        middle, last = (ranked[ceil(share * len(ranked)) - 1] for share in (0.5, 0.99))
+        rows.append([name, str(len(ranked)), f"{1000 * middle:.0f}", f"{1000 * last:.0f}"])
+    table(*rows)
+    per_core = rate / (os.cpu_count() or 1)
+    print(f"{args.trajectories} trajectories: {rate:.1f} calls a second, {per_core:.1f} a second and core")
 
 
 def main(args: Args) -> None:
+    if args.python:
+        measure_python(args)
+        return
     header("A step with tools that take no time, and with slow ones", threads=2)
     sys.path.insert(0, str(ROOT / "tests"))
     from vl import write_rows, write_tiny_vl
