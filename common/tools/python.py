@@ -167,6 +167,7 @@ def probe(workers: PythonWorkers) -> None:
     while not done:
         done = workers.poll(inf)
     ((_, reply),) = done
-    if reply.error or reply.text != "nothing":
+    if reply.text != "nothing":
         workers.close()
-        raise ValueError(reply.text if reply.error else f"a program in the sandbox can {reply.text}")
+        ran = not (reply.error or reply.failed)
+        raise ValueError(f"a program in the sandbox can {reply.text}" if ran else reply.text)
