@@ -172,7 +172,8 @@ ANY_TOKEN = trainer(as_reply, " if theirs == token")
 class Result:
     replies: list
     pool: PythonWorkers
-    process: subprocess.Popen  # of the sandbox, before
+    process: subprocess.Popen | None  # of the sandbox, before
+    held: int = 0  # bytes of a reply that the trainer held at the end
 
 
 def says(result: Result) -> bool:
@@ -200,7 +201,7 @@ def fails(result: Result) -> bool:
 
 
 def floods(result: Result) -> bool:
-    return len(result.pool.sandboxes[0].inbox) > 2**25 + 2**21
+    return result.held > 2**25 + 2**21
 
 
 @dataclass
@@ -669,7 +670,7 @@ def attempt(attack: Attack, pool: PythonWorkers, outside: str) -> Result:
     replies = [trajectory(f"{PRELUDE}{outside}\n{block}") for block in attack.code.split("#----\n")]
     if attack.then:
         replies.append(Trajectory(pool)(f"{PRELUDE}{attack.then}"))
-    return Result(replies, pool, process)
+    return Result(replies, pool, process, len(pool.sandboxes[0].inbox))
 
 
 def weakened(attack: Attack, patch: pytest.MonkeyPatch) -> PythonWorkers:
