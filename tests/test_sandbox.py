@@ -979,6 +979,35 @@ def test_a_hostile_program_costs_only_itself(what, record_property):
     record_property("attack", (f"on itself: {what}", {outcome(Result([reply], pool, None)): 1}))
 
 
+@pytest.mark.parametrize(
+    "code, told",
+    [
+        (
+            "class A(BaseException):\n    def __str__(self): raise KeyboardInterrupt\nraise A",
+            "A: its text cannot be made: KeyboardInterrupt (line 3)",
+        ),
+        ("raise type('x' * 10**7, (Exception,), {})('y')", "x" * 100 + ": y (line 1)"),
+    ],
+    ids=["no text", "a long name"],
+)
+def test_an_exception_is_told_whatever_it_is(pool, code, told):
+    assert Trajectory(pool)(code).text == f"Execution error: {told}"
+
+
+@pytest.mark.slow
+def test_figures_have_a_size_together():
+    """Noise of 4 megapixels has about 11 MB: the third picture would make it more than the trainer takes."""
+    pool = PythonWorkers(1, 60.0)
+    try:
+        noise = (
+            "plt.figure(figsize=(20, 20)).figimage(np.random.randint(0, 256, (2000, 2000, 3), np.uint8)); plt.show()"
+        )
+        reply = Trajectory(pool)(f"for _ in range(4): {noise}")
+        assert 1 <= len(reply.images) < 4 and "the figures of a block have at most 32 MB" in reply.text
+    finally:
+        pool.close()
+
+
 def inner_process(box: Sandbox) -> int:
     """The server, which bubblewrap has started."""
     return int(Path(f"/proc/{box.process.pid}/task/{box.process.pid}/children").read_text().split()[0])
