@@ -22,7 +22,7 @@ SIZES = ["--prompts-per-step", 4, "--samples-per-prompt", 4, "--max-prompt-token
 SIZES += ["--max-pixels", 12_544, "--max-frame-pixels", 12_544, "--eval-rows", 4, "--tool-workers", 2, *LITTLE_CACHE]
 GROUPS = ["--tool-bonus", 0.1, "--oversample", 1.5, "--dynamic-sampling", 2, "--advantage", "group-mean"]
 GROUPS += ["--learning-rate", 1e-4]
-STEPS = ["--total-steps", 2, "--deterministic", "--dump-rollouts-every", 1, "--save-every", 1, "--keep-checkpoints", 9]
+STEPS = ["--total-steps", 3, "--deterministic", "--dump-rollouts-every", 1, "--save-every", 1, "--keep-checkpoints", 9]
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +38,8 @@ def data_of(run) -> list:
 
 def test_programs_are_run_rewarded_and_trained_on(whole):
     steps = steps_of(whole)
-    assert sorted(steps) == [0, 1, 2]
-    for step in (1, 2):
+    assert sorted(steps) == [0, 1, 2, 3]
+    for step in (1, 2, 3):
         record = steps[step]
         assert 0 < record["policy/rollout_logprob_gap"] < 1e-4 and record["optim/grad_norm"] > 0
         assert 0 < record["tool/acted"] < 1 and 0 < record["tool/error_rate"] < 1
@@ -59,13 +59,13 @@ def test_programs_are_run_rewarded_and_trained_on(whole):
 def test_kill_and_resume_and_replay(whole, tmp_path):
     """With --deterministic each block starts from the transcript, so that a resume repeats a step bit for bit."""
     arguments = ["grpo.py", *POLICY, *SIZES, *GROUPS, *STEPS, *data_of(whole)]
-    kill_once(*arguments, "--output-dir", tmp_path / "killed", ranks=2, after_step=1)
+    kill_once(*arguments, "--output-dir", tmp_path / "killed", ranks=2, after_step=2)
     run_script(*arguments, "--output-dir", tmp_path / "killed", ranks=2)
     assert any(record.get("event") == "resumed" for record in metrics_of(tmp_path / "killed"))
     assert steps_of(tmp_path / "killed") == steps_of(whole)
     weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (whole, tmp_path / "killed")]
     assert weights[0] == weights[1]
-    dump, before = whole / "rollouts/step_000002.parquet", whole / "checkpoints/step_000001"
+    dump, before = whole / "rollouts/step_000003.parquet", whole / "checkpoints/step_000002"
     run_script(*arguments, "--replay", dump, "--resume", before, "--output-dir", tmp_path / "replay", ranks=2)
     names = ("policy/loss", "optim/grad_norm", "policy/rollout_logprob_gap", "reward/mean", "reward/tool_bonus")
-    assert [steps_of(tmp_path / "replay")[2][n] for n in names] == [steps_of(whole)[2][n] for n in names]
+    assert [steps_of(tmp_path / "replay")[3][n] for n in names] == [steps_of(whole)[3][n] for n in names]

@@ -3,6 +3,7 @@
 import io
 import time
 
+import av
 import numpy as np
 import pytest
 from PIL import Image
@@ -44,8 +45,9 @@ class Trajectory:
 
     def __call__(self, code: str):
         self.ask(code)
-        while not (done := self.pool.poll(60.0)):
-            pass
+        end = time.monotonic() + 120
+        while not (done := self.pool.poll(10.0)):
+            assert time.monotonic() < end, "no reply"
         ((key, reply),) = done
         assert key == self.key
         return self.got(reply)
@@ -300,6 +302,37 @@ def test_figures(workers, code, figures, told):
 )
 def test_a_block_that_shows_nothing_has_not_acted(workers, code, acted):
     assert Trajectory(workers)(code).info == {"ended": True, "acted": acted}
+
+
+def test_a_picture_is_upright(workers):
+    """As the policy sees it, and as the prompt tells its width and height."""
+    file, exif = io.BytesIO(), Image.Exif()
+    exif[0x0112] = 6  # turned
+    Image.new("RGB", (90, 40)).save(file, "JPEG", exif=exif)
+    assert Trajectory(workers, [file.getvalue()])("print(image_clue_0.size)").text == "(40, 90)"
+
+
+def test_a_video_file_is_read_frame_by_frame(workers):
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=5)
+        stream.width, stream.height = 64, 48
+        for shade in range(0, 240, 20):
+            frame = av.VideoFrame.from_ndarray(np.full((48, 64, 3), shade, np.uint8), format="rgb24")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    trajectory = Trajectory(workers, video_clue_0={"kind": "file", "frames": [file.getvalue()]})
+    look = "v = video_clue_0\nprint(len(v), v.get_avg_fps(), v[3].asnumpy().shape)\n"
+    look += "print([round(float(v[i].mean()) / 20) for i in (7, 0, 11)], v.get_batch([2, 5]).shape)"
+    assert trajectory(look).text == "12 5.0 (48, 64, 3)\n[7, 0, 11] (2, 48, 64, 3)"
+
+
+@pytest.mark.parametrize(
+    "given", [{"seed": 3}, {"image_hint_0": {"kind": "image"}}, {"x": {"kind": "image", "frames": 3}}]
+)
+def test_what_a_row_gives_and_is_no_picture_costs_its_sample(workers, given):
+    reply = Trajectory(workers, **given)("print(1)")
+    assert reply.failed and "which is no {kind, frames}" in reply.text
 
 
 def test_pictures_have_their_names(workers):

@@ -27,9 +27,9 @@ class Session:
         import matplotlib.figure
         import matplotlib.pyplot as plt
         import numpy as np
-        from PIL import Image
+        from PIL import Image, ImageOps
 
-        self.connection, self.plt, self.Image = connection, plt, Image
+        self.connection, self.plt, self.Image, self.ImageOps = connection, plt, Image, ImageOps
         self.namespace = {"__name__": "__main__", "plt": plt, "np": np, "Image": Image, "io": io, "base64": base64}
         self.drawn: list[bytes] = []
         self.seen = self.blocks = 0  # pictures that the policy has seen; blocks so far
@@ -94,7 +94,8 @@ class Session:
         self.seen += picture["seen"]
 
     def picture(self, encoded: bytes):
-        return self.Image.open(io.BytesIO(encoded)).convert("RGB")
+        """Upright, as the policy sees it."""
+        return self.ImageOps.exif_transpose(self.Image.open(io.BytesIO(encoded))).convert("RGB")
 
     def receive(self) -> dict | None:
         head = self.read(8)

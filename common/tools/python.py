@@ -94,8 +94,14 @@ class PythonWorkers:
             self.last_number += 1
             self.numbers[key] = self.last_number
         earlier = [(c["arguments"]["code"], c["media"]) for c in context["calls"] if c["info"].get("ended")]
-        pictures = [*prompt_pictures(context), *({"name": name, "seen": 0, **hint} for name, hint in kwargs.items())]
-        encoded = [p | {"frames": [b64encode(frame).decode() for frame in p["frames"]]} for p in pictures]
+        try:
+            hints = [{"name": name, "kind": hint["kind"], "seen": 0} | hint for name, hint in kwargs.items()]
+            pictures = [*prompt_pictures(context), *hints]
+            encoded = [p | {"frames": [b64encode(frame).decode() for frame in p["frames"]]} for p in pictures]
+        except (KeyError, TypeError):
+            told = f"the row gives the tool python {', '.join(kwargs)}, which is no {{kind, frames}}"
+            self.answered.append((key, ToolReply(told, failed=True, role="user")))
+            return
         self.queue.append(Block(key, self.numbers[key], call.arguments["code"], earlier, encoded))
         self.hand_out()
 

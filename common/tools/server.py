@@ -6,6 +6,7 @@ and interpreter.py are all of the project that stands there.
 
 import contextlib
 import ctypes
+import importlib
 import io
 import os
 import resource
@@ -66,13 +67,12 @@ def serve(fd: str, folder: str, kept: str, memory_gib: str, program_filter: str)
 
 def preload() -> None:
     """What programs use most; a child has it at once."""
-    import interpreter  # noqa: F401
     import matplotlib
 
     matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from PIL import Image, ImageDraw  # noqa: F401
-
+    for name in ("interpreter", "PIL.ImageDraw", "matplotlib.pyplot"):
+        importlib.import_module(name)
+    plt = sys.modules["matplotlib.pyplot"]
     plt.figure().savefig(io.BytesIO(), format="png")  # reads fonts
     plt.close("all")
 
