@@ -131,10 +131,7 @@ def open_rollouts(
         if rollout.reward_function and not rollout.replay:  # found out now, not after the first rollout
             workers.try_out(rollout.reward_function, (train_data or eval_data)[0])
         turns = Turns.of_flags(rollout, tokenizer, tools, vision) if tools else None
-        agreement = {"agree": partial(all_reduce, op="max"), "stopping": stop_requested}
-        sources = [name for prompts in (train_data, eval_data) if prompts for name in prompts.sources]
-        needed = not rollout.reward_function and needs_judge(sources)
-        judge = open_judge(rollout, needed, notice=world.print, at_outage=job.at_outage, **agreement)
+        judge = judge_of(job, rollout, [prompts for prompts in (train_data, eval_data) if prompts])
     draws, total_steps = ceil(rollout.prompts_per_step * oversample), run.total_steps
     if total_steps is None and train_data:
         total_steps = max(1, round(run.total_epochs * len(train_data) / draws))
@@ -163,6 +160,13 @@ def open_rollouts(
         total_steps=total_steps or 0,
         max_gap=rollout.max_logprob_gap or gap_limit(job.compute_dtype),
     )
+
+
+def judge_of(job: Job, rollout: Rollout, data: list[PromptData]) -> Judge | None:
+    """The judge, if rows of the data may need one. ValueError, or exit code 75, as of `open_judge`."""
+    agreement = {"agree": partial(all_reduce, op="max"), "stopping": stop_requested}
+    needed = not rollout.reward_function and needs_judge(name for prompts in data for name in prompts.sources)
+    return open_judge(rollout, needed, notice=job.world.print, at_outage=job.at_outage, **agreement)
 
 
 def read_prompts(

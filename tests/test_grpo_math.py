@@ -449,7 +449,7 @@ def test_guarded_step_without_any_gradient_changes_nothing():
         ("--kl-in reward --kl-coef 0.01", "--kl-in reward with --advantage group-std"),
         (
             "--kl-in loss --kl-coef 0.01 --kl-estimator k2 --kl-horizon 9",
-            "--kl-horizon 9.0 has no effect: needs --kl-target",
+            "--kl-horizon 9 has no effect: needs --kl-target",
         ),
         ("--clip-high 0.28", "--clip-high 0.28 has no effect: needs several --minibatches"),
         ("--objective=gspo", "--objective gspo has no effect: needs several --minibatches"),

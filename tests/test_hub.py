@@ -85,7 +85,9 @@ def test_without_a_model_at_its_root_the_subfolders_are_named(hub, monkeypatch):
         assert line.endswith("take org/warm-start/checkpoint-123, org/warm-start/checkpoint-246")
         assert hub.fetched == {"README.json", "checkpoint-123/config.json", "checkpoint-246/config.json"}
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(SystemExit, match="--model org/nothing: no folder, none of tiny, tiny-vl, smollm2"):
+    with pytest.raises(
+        SystemExit, match="--model org/nothing: no folder, none of tiny, tiny-vl, tiny-vl-python, smollm2"
+    ):
         resolve_model("org/nothing")
 
 

@@ -56,6 +56,7 @@ def test_programs_are_run_rewarded_and_trained_on(whole):
                 assert "code" in call["arguments"] and call["error"] == ("Execution error" in call["text"])
 
 
+@pytest.mark.slow  # by default test_curiosity_runs.py does, with pictures and tools
 def test_kill_and_resume_and_replay(whole, tmp_path):
     """With --deterministic each block starts from the transcript, so that a resume repeats a step bit for bit."""
     arguments = ["grpo.py", *POLICY, *SIZES, *GROUPS, *STEPS, *data_of(whole)]

@@ -22,6 +22,7 @@ SHAPES = {  # hidden, MLP, layers, heads, key-value heads, vocabulary, tied
     "7B": (3584, 18_944, 28, 28, 4, 152_064, False),
 }
 MADE = {"runs/gsm8k/model": "0.5B", "runs/warm-start/model": "VL-7B", "runs/curiosity/model": "VL-7B"}
+MADE |= {"runs/pyvision-sft/model": "VL-7B", "runs/pyvision-image/model": "VL-7B"}
 ON_A_CPU = ("tiny", "smollm2")
 
 

@@ -140,8 +140,8 @@ def test_it_takes_the_engines_place(monkeypatch):
     monkeypatch.setattr("common.rollouts.score_episodes", lambda *_: done.append("rule"))
     model = SimpleNamespace(score_episodes=lambda *_: done.append("model"))
     engine = SimpleNamespace(sleep=lambda: done.append("sleep"))
-    rollouts = SimpleNamespace(engine=engine, reward_model=model, workers=None, tokenizer=None)
-    Rollouts.score(rollouts, [], {})
+    rollouts = SimpleNamespace(engine=engine, reward_model=model, workers=None, judge=None, tokenizer=None)
+    Rollouts.score(rollouts, [], {}, step=0)
     assert done == ["rule", "sleep", "model"]
-    Rollouts.score(SimpleNamespace(**vars(rollouts) | {"reward_model": None}), [], {})
+    Rollouts.score(SimpleNamespace(**vars(rollouts) | {"reward_model": None}), [], {}, step=0)
     assert done[3:] == ["rule"], "without one it goes on"
