@@ -6,6 +6,7 @@ import time
 import av
 import numpy as np
 import pytest
+from helpers import deadline
 from PIL import Image
 from test_turns import LIMITS, row, run
 from vl import build_tokenizer, picture, write_tiny_vl
@@ -236,6 +237,26 @@ def test_a_block_that_does_not_end_is_told_and_undone(code, told):
         assert reply.error and not reply.failed and told in reply.text and "as before this block" in reply.text
         assert reply.info == {"ended": False, "acted": False}
         assert trajectory("print(x)").text == "1"
+    finally:
+        pool.close()
+
+
+def test_a_sandbox_that_does_not_start_later_costs_its_block_and_not_the_run(monkeypatch):
+    pool = PythonWorkers(1, 20.0)
+    try:
+        trajectory = Trajectory(pool)
+        assert trajectory("x = 1\nprint(x)").text == "1"
+        monkeypatch.setattr("common.tools.sandbox.bubblewrap", lambda *_: ["false"])
+        pool.sandboxes[0].process.kill()
+        with deadline(60):  # the kernel ends what is in it soon, not at once
+            while not (reply := trajectory("print(x)")).failed:
+                pass
+        assert "does not start" in reply.text
+        monkeypatch.undo()
+        with deadline(60):
+            while (reply := trajectory("print(x)")).failed:
+                pass
+        assert reply.text == "1", "from the transcript"
     finally:
         pool.close()
 

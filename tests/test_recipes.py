@@ -10,7 +10,7 @@ from helpers import ROOT, checked_args
 from test_docs import split_commands, text, without_heredocs
 from transformers import Qwen2_5_VLConfig, Qwen2Config
 
-from common.flags import Rollout
+from common.flags import EMBEDDED, Rollout
 from common.memory import memory_phases
 
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
@@ -23,7 +23,7 @@ SHAPES = {  # hidden, MLP, layers, heads, key-value heads, vocabulary, tied
 }
 MADE = {"runs/gsm8k/model": "0.5B", "runs/warm-start/model": "VL-7B", "runs/curiosity/model": "VL-7B"}
 MADE |= {"runs/pyvision-sft/model": "VL-7B", "runs/pyvision-image/model": "VL-7B"}
-ON_A_CPU = ("tiny", "smollm2")
+ON_A_CPU = (*EMBEDDED, "smollm2")
 
 
 @pytest.fixture(scope="module")

@@ -70,12 +70,14 @@ class PythonWorkers:
         self.last_number = 0
         self.most = min(workers, 2 * (os.cpu_count() or 1))  # programs compute: more would wait for each other
         self.sandboxes: list[Sandbox] = []
+        self.works = False
         try:
             self.sandboxes.append(self.new())
             while self.sandboxes[0].state == State.STARTING:
                 self.collect(inf)
             if confined:
                 probe(self)
+            self.works = True
         except (OSError, ValueError) as error:
             raise ValueError(f"--tools python: {error}. {REMEDY}") from error
 
@@ -147,10 +149,24 @@ class PythonWorkers:
         readable = wait([source for box in busy for source in box.sources], max(0.0, patience)) if busy else []
         done = []
         for box in busy:
-            if reply := box.advance(readable):
+            try:
+                reply = box.advance(readable)
+            except ValueError as error:
+                if not self.works:
+                    raise
+                reply = self.replaced(box, error)
+            if reply:
                 done.append((box.block.key, reply))
                 box.block, box.rested_since = None, time.monotonic()
         return done
+
+    def replaced(self, box: Sandbox, error: ValueError) -> ToolReply | None:
+        """One that did not start, in the middle of a run, is started again; it costs the block that waits for it."""
+        print(f"warning: {error}", flush=True)
+        if box.block is None and self.queue:
+            box.block = self.queue.popleft()
+        box.start()
+        return ToolReply(f"no sandbox: {error}", failed=True, role="user") if box.block else None
 
 
 def prompt_pictures(context: Mapping) -> list[dict]:

@@ -97,10 +97,6 @@ class Sandbox:
             self.folder.cleanup()
         return said
 
-    def restart(self) -> None:
-        self.stop()
-        self.start()
-
     def expect(self, state: State, timeout_s: float = inf) -> None:
         self.state, self.deadline = state, time.monotonic() + timeout_s
 
