@@ -340,11 +340,11 @@ def collect(rollouts: Rollouts, num_prompts: int, step: int, watch: Stopwatch, f
 
     # 2. rollout
     with watch("rollout"):
-        episodes = rollouts.sample(prompts, step)
+        episodes = rollouts.sample(prompts, step, watch)
 
     # 3. rewards
     with watch("reward"):
-        rollouts.score(episodes, prompts, step)
+        rollouts.score(episodes, prompts, step, watch)
     return episodes
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any
@@ -13,6 +14,7 @@ from common.pictures import Media
 from common.progress import Progress
 
 Prompt = list[dict] | str
+Watch = Callable[[str], AbstractContextManager]  # what happens in `with watch(NAME)` is timed
 
 
 @dataclass(slots=True)
@@ -89,11 +91,12 @@ def sample_episodes(
     step: int,
     weights_step: int,
     turns=None,
+    watch: Watch = nullcontext,
 ) -> list[Episode]:
     """`sampling.n` episodes of each prompt index, prompt by prompt; `sampling.max_tokens` is for all after a prompt.
 
     Without `turns` an episode is one answer. With it requests proceed on their own: while tools run in their workers,
-    the engine samples for the others.
+    the engine samples for the others; `watch` counts what it and, when it has nothing to do, the tools take.
     """
     episodes = [
         Episode(index, j, row.prompt_ids, [], [], [], media=list(row.media), row=row.index, truth=row.truth)
@@ -117,12 +120,14 @@ def sample_episodes(
     if turns is not None:
         for key in readable:
             submit(key)
-        go_on(engine, episodes, prompts, sampling.max_tokens, turns, submit, progress)
+        go_on(engine, episodes, prompts, sampling.max_tokens, turns, submit, progress, watch)
         return episodes
     for key in readable[:: sampling.n]:  # one request for a group
         submit(key, sampling.n)
     while engine.busy:
-        for key, completions in engine.step():
+        with watch("engine"):
+            answered = engine.step()
+        for key, completions in answered:
             for episode, completion in zip(episodes[key:], completions):
                 add_turn(episode, completion, sampling.max_tokens)
                 progress.add()
@@ -138,6 +143,7 @@ def go_on(
     turns,
     submit: Callable[[int], None],
     progress: Progress,
+    watch: Watch,
 ) -> None:
     """Turn after turn, until all episodes have ended; the first ones are submitted. A key is an episode's number."""
     calls: dict[int, Any] = {}
@@ -145,7 +151,8 @@ def go_on(
     replies: list[tuple[int, Any]] = []
     while engine.busy or turns.workers.pending:
         if engine.busy:
-            answered += [(key, completion) for key, (completion,) in engine.step()]
+            with watch("engine"):
+                answered += [(key, completion) for key, (completion,) in engine.step()]
         if not (turns.lockstep and engine.busy):
             for key, completion in sorted(answered, key=itemgetter(0)):
                 row = prompts[episodes[key].prompt_index]
@@ -156,7 +163,8 @@ def go_on(
                 else:
                     progress.add()
             answered = []
-        replies += turns.workers.poll(0.0 if engine.busy else 1.0)
+        with watch("tools"):
+            replies += turns.workers.poll(0.0 if engine.busy else 1.0)
         if not (turns.lockstep and turns.workers.pending):
             for key, reply in sorted(replies, key=itemgetter(0)):
                 if turns.add_observation(episodes[key], calls[key], reply, max_tokens):

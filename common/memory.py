@@ -1,6 +1,5 @@
 """Memory of a rank: what each phase of a step will need, what was used, and what did not fit."""
 
-import os
 import re
 import resource
 from contextlib import suppress
@@ -12,6 +11,7 @@ from torch import nn
 from common.distributed import World, abandon_backward
 from common.files import refuse, replace_file
 from common.flags import Machine, Rollout
+from common.processes import ranks_here
 from common.vision import skeleton
 
 # Bytes per token, layer and hidden unit, measured with transformers' Llama in bf16 (its norms compute in float32).
@@ -70,7 +70,7 @@ def memory_plan(
         there = torch.cuda.mem_get_info(world.device)[0] / 1e9
     else:
         there = int(re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024 / 1e9
-        there /= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        there /= ranks_here()
     gb = memory_phases(rollout, machine, world.size, dtype, trained, frozen, on_gpu)
     plan = (
         "memory of a rank (GB, estimated; {there:.1f} are free): weights {weights:.1f}, Adam {Adam:.1f}; rollout "

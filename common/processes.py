@@ -40,6 +40,16 @@ def sign_of_life() -> None:
     _sign_of_life[0] = time.monotonic()
 
 
+def ranks_here() -> int:
+    """Ranks on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def cpus_of_rank() -> int:
+    """Processors of this machine for each of its ranks, at least one."""
+    return max(1, len(os.sched_getaffinity(0)) // ranks_here())
+
+
 def refuse_lone_ranks() -> None:
     """SystemExit if srun or mpirun has started several processes: each would be a run of its own."""
     for count, number in LAUNCHERS.items():

@@ -1,7 +1,7 @@
 """What the RL scripts sample from and score with: prompts, engine, tools, rewards."""
 
-import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
@@ -16,7 +16,7 @@ from common.distributed import World, all_reduce, barrier, stop_requested
 from common.engine.books import Sampling
 from common.engine.hf import HuggingFaceEngine
 from common.engine.vllm import VllmEngine
-from common.episodes import Episode, Row, sample_episodes
+from common.episodes import Episode, Row, Watch, sample_episodes
 from common.files import refuse, user_errors
 from common.flags import Data, Rollout, Run, refuse_idle
 from common.hub import EMBEDDED, resolve_model
@@ -25,6 +25,7 @@ from common.look.page import write_page
 from common.memory import cache_gib, memory_plan
 from common.precision import gap_limit
 from common.prepare.embedded import embedded_data
+from common.processes import cpus_of_rank
 from common.rewards import RewardWorkers, needs_judge, reward_function, score_episodes
 from common.rewards.judge import Judge
 from common.rewards.judging import open_judge, saved_at_outage
@@ -64,17 +65,26 @@ class Rollouts:
         places = list(enumerate(self.loader.next(count, first), start=first))[self.world.rank :: self.world.size]
         return {place: self.train_data[position] for place, position in places}
 
-    def sample(self, prompts: Mapping[int, Row], step: int) -> list[Episode]:
+    def sample(self, prompts: Mapping[int, Row], step: int, watch: Watch = nullcontext) -> list[Episode]:
         """--samples-per-prompt episodes of each prompt, by the weights of optimizer step `step`."""
         sampling = Sampling(self.flags.samples_per_prompt, self.flags.max_response_tokens, self.flags.temperature)
         return sample_episodes(
-            self.engine, prompts, sampling, seed=self.run.seed, step=step, weights_step=step, turns=self.turns
+            self.engine,
+            prompts,
+            sampling,
+            seed=self.run.seed,
+            step=step,
+            weights_step=step,
+            turns=self.turns,
+            watch=watch,
         )
 
-    def score(self, episodes: list[Episode], prompts: Mapping[int, Row], step: int) -> None:
+    def score(
+        self, episodes: list[Episode], prompts: Mapping[int, Row], step: int, watch: Watch = nullcontext
+    ) -> None:
         """Fill their rewards. A reward model takes the engine's place; a judge's outage ends the run."""
         with saved_at_outage(self.judge, step):
-            score_episodes(episodes, prompts, self.workers, self.tokenizer, self.judge)
+            score_episodes(episodes, prompts, self.workers, self.tokenizer, self.judge, watch)
         if self.reward_model:
             self.engine.sleep()
             self.reward_model.score_episodes(episodes, prompts, self.tokenizer)
@@ -125,7 +135,7 @@ def open_rollouts(
     with user_errors():
         if vision or rollout.tools:
             end_turns_properly(tokenizer, vision and vision.processor, world.print)
-        tools = open_tools(rollout) if rollout.tools else None
+        tools = open_tools(rollout, world.print) if rollout.tools else None
         train_data, eval_data = read_prompts(job, data, rollout, tools)
         workers = RewardWorkers(rollout.reward_function, max(1, cpus_of_rank() - 1), rollout.reward_timeout)
         if rollout.reward_function and not rollout.replay:  # found out now, not after the first rollout
@@ -213,8 +223,3 @@ def start_engine(job: Job, rollout: Rollout) -> VllmEngine | HuggingFaceEngine:
     )
     engine.sleep()
     return engine
-
-
-def cpus_of_rank() -> int:
-    """Processors of this machine for each of its ranks, at least one."""
-    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

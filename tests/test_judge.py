@@ -13,7 +13,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from helpers import deadline, make_args, run_script, steps_of
+from helpers import deadline, make_args, metrics_of, run_script, steps_of
 from judges import LocalJudge
 
 import grpo
@@ -479,6 +479,9 @@ def test_an_outage_ends_a_run_which_a_resume_repeats_exactly(tmp_path, serve, ra
     whole = serve()
     run_script("grpo.py", *options, "--output-dir", tmp_path / "whole", ranks=ranks, env={"JUDGE_URLS": whole.url})
     assert steps_of(tmp_path / "whole")[1]["reward/judged"] == 16
+    assert all(
+        r["time/reward_s"] > r["time/judge_s"] > 0 for r in metrics_of(tmp_path / "whole") if "time/reward_s" in r
+    )
 
     folder, command = tmp_path / "cut", [*options, "--output-dir", tmp_path / "cut"]
 

@@ -39,6 +39,9 @@ def data_of(run) -> list:
 def test_programs_are_run_rewarded_and_trained_on(whole):
     steps = steps_of(whole)
     assert sorted(steps) == [0, 1, 2, 3]
+    timed = [record for record in metrics_of(whole) if "time/rollout_s" in record]
+    busy = [(record["time/engine_s"], record["time/tools_s"]) for record in timed]
+    assert all(min(both) > 0 and sum(both) < timed["time/rollout_s"] for both, timed in zip(busy, timed, strict=True))
     for step in (1, 2, 3):
         record = steps[step]
         assert 0 < record["policy/rollout_logprob_gap"] < 1e-4 and record["optim/grad_norm"] > 0

@@ -207,6 +207,34 @@ def test_what_a_clock_gave_stays_while_the_interpreter_lives(workers):
     assert trajectory("print(named)").text == first
 
 
+def test_a_trajectory_keeps_its_interpreter_while_others_work():
+    """One works at a time, but there are soon as many interpreters as trajectories that take turns."""
+    pool = PythonWorkers(3, 20.0)
+    try:
+        pool.at_once = 1
+        trajectories = [Trajectory(pool) for _ in range(3)]
+
+        def all_ask(code: str) -> list[str]:
+            texts = {}
+            for trajectory in trajectories:
+                trajectory.ask(code)
+            assert sum(box.block is not None for box in pool.sandboxes) == 1
+            with deadline(60):
+                while len(texts) < 3:
+                    for key, reply in pool.poll(1.0):
+                        (trajectory,) = [t for t in trajectories if t.key == key]
+                        texts[key] = trajectory.got(reply).text
+            return [texts[trajectory.key] for trajectory in trajectories]
+
+        all_ask("import uuid\nnamed = uuid.uuid4().hex\nprint(named)")
+        with deadline(60):
+            while all_ask("print(named)") != all_ask("print(named)"):
+                pass
+        assert len(pool.sandboxes) == 3
+    finally:
+        pool.close()
+
+
 def test_trajectories_do_not_see_each_other(workers):
     for _ in range(4):
         trajectory = Trajectory(workers)

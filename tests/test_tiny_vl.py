@@ -138,7 +138,7 @@ def test_traces_load_as_supervised_rows_of_pixel_reasoner(vision, tmp_path):
 
 def test_rows_of_training_and_evaluation_load_and_share_no_scene(vision, demo):
     pictures = {}
-    for split, rows in (("train", tiny_vl.RL_ROWS), ("eval", tiny_vl.EVAL_ROWS)):
+    for split, rows in (("train", mosaic.RL_ROWS), ("eval", mosaic.EVAL_ROWS)):
         options = {"max_prompt_tokens": 128, "vision": vision, "tools": TOOLS}
         data = PromptData(str(demo / f"{split}.parquet"), load_tokenizer(ASSET), **options)
         assert len(data) == rows and data.sources == {"tiny-vl"}

@@ -86,6 +86,6 @@ def test_rows_load_as_a_cold_start_and_as_prompts(vision, blank, tmp_path):
     tiny_vl_python.write_demo_data(tmp_path)
     options = {"max_prompt_tokens": 64, "vision": vision, "tools": {"python": TOOL}}
     prompts = PromptData(str(tmp_path / "eval.parquet"), tokenizer, **options)
-    assert len(prompts) == tiny_vl_python.EVAL_ROWS and prompts[0].tools == {"python": {}}
+    assert len(prompts) == mosaic.EVAL_ROWS and prompts[0].tools == {"python": {}}
     first = prompts[0].prompt_ids
     assert len(first) == len(data.episode(0).prompt_ids) and first[:9] == data.episode(0).prompt_ids[:9]

@@ -9,12 +9,18 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
+from pathlib import Path
 
+import pyarrow as pa
 from PIL import Image
+
+from common.prepare import write_splits
 
 CELLS, SIDE = 8, 448  # a mosaic of 8 x 8 cells on 448 x 448 pixels
 INNER = range(1, CELLS - 1)  # rows and columns for the tile: no crop around it is cut by the edge
 TILE, DOT = 44, 3  # pixels: side of the tile, and of one of the 5 x 7 dots of its digit
+EVAL_ROWS, RL_ROWS = 512, 2048
 LIMITS = {"min_pixels": 3136, "max_pixels": 12_544, "max_frame_pixels": 12_544}  # flags of the scripts
 FONT = """
 .###. ..#.. .###. .###. ...#. ##### ..##. ##### .###. .###.
@@ -56,6 +62,25 @@ def scenes(seed: int) -> Iterator[Scene]:
         file = io.BytesIO()
         picture.save(file, "PNG")
         yield Scene(file.getvalue(), cell, digit)
+
+
+def write_rows(folder: Path, prompt: str) -> None:
+    """train.parquet and eval.parquet in verl's format, the same prompt for each scene."""
+    tables = {}
+    for split, seed, rows in (("train", 1, RL_ROWS), ("eval", 2, EVAL_ROWS)):
+        records = [
+            {
+                "data_source": "tiny-vl",
+                "prompt": [{"role": "user", "content": prompt}],
+                "images": [{"bytes": scene.png, "path": None}],
+                "ability": "vision",
+                "reward_model": {"style": "rule", "ground_truth": str(scene.digit)},
+                "extra_info": {"index": i, "split": split, "cell": list(scene.cell)},
+            }
+            for i, scene in enumerate(islice(scenes(seed), rows))
+        ]
+        tables[split] = pa.Table.from_pylist(records)
+    write_splits(folder, tables)
 
 
 def center(index: int) -> float:

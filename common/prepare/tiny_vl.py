@@ -29,15 +29,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-import pyarrow as pa
 import tyro
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from common.data.render import DEFAULT_SYSTEM
 from common.hub import FOLDERS
 from common.pictures import encode
-from common.prepare import tiny_vl_python, write_splits
-from common.prepare.mosaic import LIMITS, Scene, center, other_cell, scenes
+from common.prepare import tiny_vl_python
+from common.prepare.mosaic import LIMITS, Scene, center, other_cell, scenes, write_rows
 from common.tools import CROP
 from common.tools.turns import CLOSE, OPEN, Hermes
 from common.torch_repair import transformers
@@ -64,7 +63,7 @@ GUESS_AT_ONCE, GUESS_LATER = 0.6, 0.3  # probability to guess without any crop, 
 AIM = 0.85  # probability that a crop is the tile's
 EXPERT = {"guess": 0.0, "aim": 1.0}
 MAX_CROPS = 3
-EVAL_ROWS, RL_ROWS, TRACES = 512, 2048, 8000
+TRACES = 8000
 
 Box = list[float]  # left, top, right, bottom, in 0..1
 
@@ -180,21 +179,7 @@ def write_traces(folder: Path, rows: int, seed: int, guess: float = GUESS_AT_ONC
 
 def write_demo_data(folder: Path) -> None:
     """train.parquet and eval.parquet in verl's format. Of tools they say nothing: the scripts add what is on offer."""
-    tables = {}
-    for split, seed, rows in (("train", 1, RL_ROWS), ("eval", 2, EVAL_ROWS)):
-        records = [
-            {
-                "data_source": "tiny-vl",
-                "prompt": [{"role": "user", "content": f"<image>{QUESTION}"}],
-                "images": [{"bytes": scene.png, "path": None}],
-                "ability": "vision",
-                "reward_model": {"style": "rule", "ground_truth": str(scene.digit)},
-                "extra_info": {"index": i, "split": split, "cell": list(scene.cell)},
-            }
-            for i, scene in enumerate(islice(scenes(seed), rows))
-        ]
-        tables[split] = pa.Table.from_pylist(records)
-    write_splits(folder, tables)
+    write_rows(folder, f"<image>{QUESTION}")
 
 
 @dataclass

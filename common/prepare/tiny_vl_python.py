@@ -33,10 +33,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-import pyarrow as pa
-
-from common.prepare import write_splits
-from common.prepare.mosaic import CELLS, SIDE, Scene, center, other_cell, scenes
+from common.prepare.mosaic import CELLS, SIDE, Scene, center, other_cell, scenes, write_rows
 from common.tools.interpreter import Session
 from common.tools.turns import Code
 
@@ -52,7 +49,7 @@ AIM = 0.85  # probability that a program looks at the tile
 BUG = 0.4  # probability that it has a mistake
 EXPERT = {"guess": 0.0, "aim": 1.0, "bug": 0.0}
 MAX_LOOKS = 3
-EVAL_ROWS, RL_ROWS, TRACES = 512, 2048, 4000
+TRACES = 4000
 
 
 def program(cell: tuple[int, int]) -> str:
@@ -118,18 +115,4 @@ def write_traces(folder: Path, rows: int, seed: int, **chances: float) -> None:
 
 def write_demo_data(folder: Path) -> None:
     """train.parquet and eval.parquet in verl's format."""
-    tables = {}
-    for split, seed, rows in (("train", 1, RL_ROWS), ("eval", 2, EVAL_ROWS)):
-        records = [
-            {
-                "data_source": "tiny-vl",
-                "prompt": [{"role": "user", "content": QUESTION}],
-                "images": [{"bytes": scene.png, "path": None}],
-                "ability": "vision",
-                "reward_model": {"style": "rule", "ground_truth": str(scene.digit)},
-                "extra_info": {"index": i, "split": split, "cell": list(scene.cell)},
-            }
-            for i, scene in enumerate(islice(scenes(seed), rows))
-        ]
-        tables[split] = pa.Table.from_pylist(records)
-    write_splits(folder, tables)
+    write_rows(folder, QUESTION)

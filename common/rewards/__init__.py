@@ -7,6 +7,7 @@ One that cannot tell asks a judge (common/rewards/judge.py), whose verdict becom
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import groupby
@@ -149,10 +150,12 @@ def make_scorer(function_spec: str) -> Callable[[Job], dict]:
     return lambda job: score_response(function or reward_function(job[0]), *job)
 
 
-def score_episodes(episodes: list, rows: Mapping, workers: RewardWorkers, tokenizer, judge=None) -> None:
+def score_episodes(
+    episodes: list, rows: Mapping, workers: RewardWorkers, tokenizer, judge=None, watch=nullcontext
+) -> None:
     """Fill `rewards` of each episode from what the policy said in it; rows: prompt index -> Row.
 
-    With a judge all ranks call it together: it decides what its reward function cannot.
+    With a judge all ranks call it together: it decides what its reward function cannot, timed by `watch("judge")`.
 
     What tools said is in extra_info["trajectory"] alone, the last turn in extra_info["last_turn"]. If scoring fails
     (an exception, a timeout, a dead worker, a score that is not `usable`), they are {"score": nan, "error": why}.
@@ -171,7 +174,8 @@ def score_episodes(episodes: list, rows: Mapping, workers: RewardWorkers, tokeni
         why = result.get("error", f"the worker sent {result!r:.80}")  # a user's function may forge what is sent
         scored = usable(result.get("score")) or asks_judge(result)
         episode.rewards = result if scored else {"score": nan, "error": why}
-    take_verdicts([episode for episode in answered if asks_judge(episode.rewards)], judge)
+    with watch("judge") if judge else nullcontext():
+        take_verdicts([episode for episode in answered if asks_judge(episode.rewards)], judge)
     errors = [str(e.rewards["error"]) for e in episodes if isnan(e.rewards["score"])]
     if errors:
         print(f"rewards: {len(errors)} of {len(episodes)} responses not scored, the first: {errors[0]}", flush=True)

@@ -14,6 +14,7 @@ from collections.abc import Hashable, Mapping
 from math import inf
 from multiprocessing.connection import wait
 
+from common.processes import cpus_of_rank, ranks_here
 from common.tools import Tool
 from common.tools.namespaces import ENVIRONMENT
 from common.tools.sandbox import Block, Sandbox, State, failed_block
@@ -49,6 +50,8 @@ REMEDY = (
     "In Docker its seccomp profile must let bubblewrap make namespaces (--security-opt seccomp=unconfined), on Ubuntu "
     "sysctl kernel.apparmor_restrict_unprivileged_userns=0; --tools python_unconfined runs programs without a sandbox"
 )
+SHARE_OF_MEMORY = 1 / 8  # for sandboxes whose trajectories wait for their next block
+RESTING_BYTES = 67e6  # of one of them, measured
 TOOL = Tool("python", function=exec, schema={}, role="user")
 
 
@@ -68,7 +71,9 @@ class PythonWorkers:
         self.answered: deque[tuple[Hashable, ToolReply]] = deque()  # without a sandbox
         self.numbers: dict[Hashable, int] = {}  # of trajectories, by their keys: never used again
         self.last_number = 0
-        self.most = min(workers, 2 * (os.cpu_count() or 1))  # programs compute: more would wait for each other
+        self.at_once = min(workers, 2 * cpus_of_rank())  # programs compute: more would wait for each other
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks_here()
+        self.most = min(workers, max(self.at_once, int(SHARE_OF_MEMORY * memory / RESTING_BYTES)))
         self.sandboxes: list[Sandbox] = []
         self.works = False
         try:
@@ -122,19 +127,30 @@ class PythonWorkers:
             box.stop()
 
     def hand_out(self) -> None:
-        """Blocks to the sandboxes that hold their trajectories, the others to those that have rested longest."""
+        """Blocks to the sandboxes that hold their trajectories, the others to those that have rested longest.
+
+        There are soon as many sandboxes as may work at once, and one more whenever a trajectory had to leave its own.
+        """
         for block in list(self.queue):
             if box := next((box for box in self.resting() if not self.anew and box.holds(block)), None):
                 self.give(box, block)
+        left = False
         for block in list(self.queue):
             if box := next(iter(self.resting()), None):
+                left = left or box.trajectory in self.numbers.values()
                 self.give(box, block)
         starting = sum(box.state == State.STARTING for box in self.sandboxes)
-        for _ in range(min(self.most - len(self.sandboxes), len(self.queue) - starting)):
+        wanted = min(len(self.queue), self.at_once - len(self.sandboxes))
+        if left and not self.anew:
+            wanted = max(wanted, 1)
+        for _ in range(min(wanted - starting, self.most - len(self.sandboxes))):
             self.sandboxes.append(self.new())
 
     def resting(self) -> list[Sandbox]:
-        """Those without a block, those without a trajectory first, then by how long ago they had a block."""
+        """Those without a block, as long as one more may work; those without a trajectory first, then by how long
+        ago they had a block."""
+        if sum(box.block is not None for box in self.sandboxes) >= self.at_once:
+            return []
         idle = [box for box in self.sandboxes if box.state == State.IDLE and box.block is None]
         return sorted(idle, key=lambda box: (box.trajectory >= 0, box.rested_since))
 

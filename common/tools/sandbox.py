@@ -146,7 +146,7 @@ class Sandbox:
             return None
         if self.state in (State.CLEANING, State.ENDING, State.STARTING):
             return self.lost()
-        repeated = self.state == State.REPEATING
+        repeated = self.state == State.REPEATING and self.block.earlier
         why = "the earlier blocks hang" if repeated else f"the block took longer than {self.timeout_s:g} s"
         return self.end(f"Execution timeout: {why}")
 

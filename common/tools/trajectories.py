@@ -1,6 +1,6 @@
 """How trajectories go on after the policy's first turn: calls, replies, and where they end."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from common.episodes import Episode, Row
@@ -113,7 +113,7 @@ class Turns:
         return self.vision.expand(ids, [part for part in parts if isinstance(part, Media)]) if self.vision else ids
 
 
-def open_tools(flags: Rollout) -> ToolWorkers | PythonWorkers:
+def open_tools(flags: Rollout, notice: Callable[[str], None]) -> ToolWorkers | PythonWorkers:
     """The tools of --tools in their processes. ValueError if they do not start."""
     names = [part.strip() for part in flags.tools.split(",")]
     python = {"python", "python_unconfined"} & {*names}
@@ -123,7 +123,7 @@ def open_tools(flags: Rollout) -> ToolWorkers | PythonWorkers:
         raise ValueError(f"--tools {flags.tools}: python is called in a way of its own, and stands alone")
     confined = "python" in python
     if not confined:
-        print("warning: --tools python_unconfined: the policy's programs run as you, with your files and network")
+        notice("warning: --tools python_unconfined: the policy's programs run as you, with your files and network")
     return PythonWorkers(flags.tool_workers, flags.tool_timeout, confined=confined, anew=flags.deterministic)
 
 
