@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from common import processes
 from common.files import refuse
 
 _stop = threading.Event()  # SIGTERM has come
+_steps = count()
 
 
 @dataclass(frozen=True)
@@ -257,6 +259,6 @@ def keep_freed_memory() -> None:
 
 
 def release_freed_memory() -> None:
-    """Once a step: what has been kept in pieces would add up."""
-    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+    """Once in some steps: what has been kept in pieces would add up, but a small model's step is as long as this."""
+    if next(_steps) % 16 == 0 and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
