@@ -7,10 +7,14 @@ kernels for two operators that only its CUDA library defines: declaring their sc
 
 import importlib
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
 import torch
+from packaging.version import Version
+
+FIRST, BEYOND = "5.16.1", "5.20"  # of transformers: what we have tested
 
 
 def repair_torch_companions() -> None:
@@ -26,6 +30,13 @@ def repair_torch_companions() -> None:
             )
 
 
+def check_version(installed: str) -> None:
+    if not Version(FIRST) <= Version(installed) < Version(BEYOND) and os.environ.get("RANK", "0") == "0":
+        told = f"transformers {installed} is installed, tested is {FIRST} to below {BEYOND}"
+        print(f"warning: {told}: pip install -r requirements.txt", file=sys.stderr)
+
+
 repair_torch_companions()
 
 transformers = importlib.import_module("transformers")
+check_version(transformers.__version__)

@@ -331,6 +331,14 @@ def anchors(path: Path) -> list[str]:
 
 
 @every_page
+def test_tests_that_are_named_exist(page):
+    sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    defined = set(re.findall(r"^def (test_\w+)\(", sources, flags=re.MULTILINE))
+    named = {name for code in inline_code(page) for name in re.findall(r"\btest_\w+\b(?!\.py|/)", code)}
+    assert named <= defined, sorted(named - defined)
+
+
+@every_page
 def test_links_resolve(page):
     folder, broken = (ROOT / page).parent, []
     for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", prose(page))):

@@ -1,9 +1,11 @@
 """What is refused as a model, before it would train on log-probs of another one; and what an export leaves behind."""
 
+import re
 import shutil
 
 import pytest
 import torch
+from helpers import ROOT
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -12,6 +14,7 @@ from common.episodes import Episode
 from common.hub import FOLDERS, load_tokenizer, resolve_model
 from common.models import export_hugging_face, load_critic, load_policy, unsupported
 from common.packing import TokenIndex, pack
+from common.torch_repair import check_version
 
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 128, "pad_token_id": 0}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 0}
@@ -107,3 +110,12 @@ def test_an_export_with_several_chat_templates_is_readable_and_can_be_repeated(t
         assert set(load_tokenizer(str(tmp_path / "model")).chat_template) == {"default", "tool_use"}
         modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "model").iterdir()}
         assert modes["model.safetensors"] == 0o644 and modes["additional_chat_templates"] & 0o100
+
+
+def test_another_version_of_transformers_is_named(capsys):
+    (pinned,) = re.findall(r"^transformers==(.*)$", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
+    check_version(pinned)
+    assert not capsys.readouterr().err
+    for version in ("5.15.0", "5.20.0", "6.0.dev0"):
+        check_version(version)
+        assert f"warning: transformers {version} is installed, tested is 5.16.1 to" in capsys.readouterr().err
