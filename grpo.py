@@ -436,7 +436,7 @@ def main(args: Args, demo: bool = False) -> None:
     )
 
     policy = job.load_policy()
-    reference = job.load_reference() if args.kl_in != "none" else None
+    reference = job.load_reference(policy) if args.kl_in != "none" else None
     optimizer = job.adamw(policy, args.weight_decay, args.max_grad_norm)
     optimizers = {"policy": optimizer}
     kl_controller = KLController(args.kl_coef, args.kl_target, args.kl_horizon)

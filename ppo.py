@@ -455,7 +455,7 @@ def main(args: Args, demo: bool = False) -> None:
     refuse_lonely_critic(args, rollouts.total_steps)  # which the data may decide
 
     policy = job.load_policy()
-    reference = job.load_reference() if args.kl_in != "none" else None
+    reference = job.load_reference(policy) if args.kl_in != "none" else None
     optimizer = job.adamw(policy, args.weight_decay, args.max_grad_norm)
     optimizers = {"policy": optimizer}
     if not args.rollout.eval_only:

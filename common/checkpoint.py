@@ -26,13 +26,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
 from common.distributed import World, broadcast_object, gather_objects, reshard
 from common.files import refuse, replace_file, shorten
 from common.integrity import MANIFEST, complete, damage, digest, read_manifest, step_folder
 from common.job import Job
+from common.lora import adapters
 from common.optimizer import GuardedAdamW, make_moments
 from common.processes import reached
 from common.shards import PlainPlanner, PlainReader
@@ -178,8 +179,11 @@ def _random_states() -> dict[str, torch.Tensor]:
 
 def checkpoint_bytes(trained: Trained) -> int:
     """Size of a checkpoint: weights, and two moments of each trained parameter, as they are in memory."""
-    parameters = (p for model, _ in trained.values() for p in model.parameters())
-    return sum((3 if p.requires_grad else 1) * p.numel() * p.element_size() for p in parameters)
+    size = 0
+    for model, _ in trained.values():
+        frozen = int(not any(adapters(model)))
+        size += sum((3 if p.requires_grad else frozen) * p.numel() * p.element_size() for p in model.parameters())
+    return size
 
 
 def free_bytes(folder: Path) -> int:
@@ -200,12 +204,13 @@ def _attempt(part: Callable[[], None] | None) -> str | None:
 
 
 def _shards(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict:
-    """What a checkpoint has of a model: the tensors themselves, which loading fills in place."""
+    """What a checkpoint has of a model: the tensors themselves, which loading fills in place; with LoRA no base."""
     reshard(model)
-    shards = {"model": get_model_state_dict(model)}
+    options = StateDictOptions(ignore_frozen_params=any(adapters(model)))
+    shards = {"model": get_model_state_dict(model, options=options)}
     if optimizer:
         make_moments(optimizer)  # else torch would take a step of zero gradients, and count it
-        shards["optimizer"] = get_optimizer_state_dict(model, optimizer)
+        shards["optimizer"] = get_optimizer_state_dict(model, optimizer, options=options)
     return shards
 
 

@@ -19,10 +19,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from common import processes
 from common.files import refuse
+from common.lora import adapters
 
 _stop = threading.Event()  # SIGTERM has come
 _steps = count()
@@ -159,7 +162,8 @@ def wrap_model(model: nn.Module, world: World, strategy: str, compute_dtype: tor
 
     Each of `model.layers()` is an FSDP unit; the root holds the embeddings, the last norm and the head. FSDP2 computes
     with parameters cast to `compute_dtype` and reduces gradients in float32; DDP computes under autocast. The model
-    may be on the CPU: FSDP2 moves it to the device unit by unit, so that no device ever holds it whole.
+    may be on the CPU: FSDP2 moves it to the device unit by unit, so that no device ever holds it whole. Of an adapted
+    model what is trained is small, and stays whole on each rank: `average_gradients`.
     """
     if strategy == "ddp":
         model = model.to(world.device)
@@ -172,9 +176,22 @@ def wrap_model(model: nn.Module, world: World, strategy: str, compute_dtype: tor
     policy = MixedPrecisionPolicy()
     if compute_dtype != master:
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    whole = {p for p in model.parameters() if p.requires_grad} if any(adapters(model)) else set()
+    for parameter in whole:
+        parameter.data = parameter.data.to(world.device)
+    options = {"mesh": mesh, "mp_policy": policy, "ignored_params": whole}
     for layer in model.layers():
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    return fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def average_gradients(model: nn.Module) -> None:
+    """Over all ranks, of what FSDP2 was told to leave whole."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None and not isinstance(p, DTensor)]
+    if isinstance(model, FSDPModule) and gradients:
+        flat = parameters_to_vector(gradients)
+        dist.all_reduce(flat)
+        vector_to_parameters(flat / world_size(), gradients)
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -90,6 +90,12 @@ def model_identity(folder: Path) -> str:
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def weights_identity(folder: Path) -> str:
+    """What must be the same of the frozen model of a resumed run: its weights, as a short hash of their files."""
+    files = sorted(folder.glob("*.safetensors"))
+    return hashlib.sha256(json.dumps([digest(file) for file in files]).encode()).hexdigest()[:16]
+
+
 def complete(folder: Path) -> list[Path]:
     """Step folders with a manifest, in their order."""
     steps = sorted(path for path in folder.glob("step_*") if STEP_NAME.fullmatch(path.name))

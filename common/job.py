@@ -12,6 +12,7 @@ from torch import nn
 from common.data.prompts import PromptLoader
 from common.distributed import World, wrap_model
 from common.flags import Machine, Run
+from common.lora import Base, Lora
 from common.models import load_critic, load_policy
 from common.optimizer import GuardedAdamW
 from common.pictures import PixelLimits
@@ -54,10 +55,11 @@ class Job:
         """A critic, to be trained, on the backbone of the model in a folder."""
         return self._wrap(load_critic(path, **self._trained))
 
-    def load_reference(self) -> nn.Module:
-        """The policy as it was, frozen; its weights are kept as FSDP2 would cast them anyway."""
-        dtype = self.compute_dtype if self.machine.strategy == "fsdp" else torch.float32
-        reference = load_policy(self.path, dtype=dtype, **self._loaded).requires_grad_(False)
+    def load_reference(self, policy: nn.Module) -> nn.Module:
+        """The policy as it was, frozen; with LoRA its base, which is there anyway."""
+        if self.lora:
+            return Base(policy)
+        reference = load_policy(self.path, dtype=self._frozen_dtype, **self._loaded).requires_grad_(False)
         return self._wrap(reference).to(self.reference_device)
 
     def adamw(self, model: nn.Module, weight_decay: float, max_grad_norm: float, **options) -> GuardedAdamW:
@@ -71,6 +73,18 @@ class Job:
         return torch.device("cpu") if self.machine.reference_offload else self.world.device
 
     @property
+    def lora(self) -> Lora | None:
+        machine = self.machine
+        if not machine.lora_rank:
+            return None
+        return Lora(machine.lora_rank, machine.lora_alpha, machine.lora_targets, self.run.seed)
+
+    @property
+    def _frozen_dtype(self) -> torch.dtype:
+        """Of weights that are not trained: what FSDP2 would cast them to anyway; DDP casts them in the forward."""
+        return self.compute_dtype if self.machine.strategy == "fsdp" else torch.float32
+
+    @property
     def _loaded(self) -> dict[str, Any]:
         options = {"attention": self.attention, "vision": self.vision}
         return options | {"trust_remote_code": self.machine.trust_remote_code}
@@ -79,6 +93,7 @@ class Job:
     def _trained(self) -> dict[str, Any]:
         options = {"gradient_checkpointing": self.machine.gradient_checkpointing}
         options |= {"freeze_vision": self.machine.freeze_vision, "compile_layers": self.machine.compile}
+        options |= {"lora": self.lora, "dtype": self._frozen_dtype if self.lora else torch.float32}
         return self._loaded | options
 
     def _wrap(self, model: nn.Module) -> nn.Module:

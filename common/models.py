@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from common.attention import block_mask, register_attention
 from common.distributed import World, reshard, unwrap
 from common.logprobs import is_greedy, token_logprobs
+from common.lora import Lora, adapters, add_adapters, merged
 from common.packing import MicroBatch
 from common.pictures import blank
 from common.torch_repair import transformers
@@ -100,7 +101,10 @@ class Critic(nn.Module):
         super().__init__()
         self.model = backbone
         self.attention, self.vision = attention, vision
-        self.head = nn.Parameter(torch.zeros_like(backbone.get_input_embeddings().weight[0]))  # [H]
+        embedding = backbone.get_input_embeddings().weight[0]
+        self.head = nn.Parameter(
+            torch.zeros_like(embedding, dtype=torch.promote_types(embedding.dtype, torch.float32))
+        )
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """Value [N], float32, of the state in which each trained token was chosen: read at the token before it."""
@@ -153,10 +157,12 @@ def load_policy(
     needs_head: bool = True,
     vision: Vision | None = None,
     freeze_vision: bool = False,
+    lora: Lora | None = None,
 ) -> Policy:
     """The model of a folder with parameters in `dtype` (float32 master weights by default), on the CPU.
 
     `from_scratch` takes the architecture from the folder's config.json and initialises at random. Without dropout.
+    With `lora` the layers of the language model get adapters, and all else is frozen.
     """
     check_model(path, attention, trust_remote_code)
     register_attention()
@@ -182,6 +188,8 @@ def load_policy(
     if freeze_vision:
         model.base_model.visual.requires_grad_(False)
     readers = repeated_blocks(model.base_model.language_model if vision else model)
+    if lora:
+        add_adapters(model, readers, lora)
     for layer in readers if compile_layers else ():  # not of the tower: every picture has another size
         layer.compile()
     return Policy(model.train(), attention, vision)
@@ -196,16 +204,22 @@ def load_critic(path: str, attention: str, **options) -> Critic:
 def full_parameters(policy: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """Walk (name in the Hugging Face checkpoint, whole tensor), gathering one parameter at a time in one fixed order.
 
-    All ranks must exhaust it together. Tied heads are sent under both names: an engine that keeps a repacked copy of
-    the head would otherwise keep the old one.
+    Adapters are merged. All ranks must exhaust it together. Tied heads are sent under both names: an engine that keeps
+    a repacked copy of the head would otherwise keep the old one.
     """
     reshard(policy)
     model = unwrap(policy).model
-    head = model.get_output_embeddings().weight
+    head, adapted = model.get_output_embeddings().weight, dict(adapters(model))
     with torch.no_grad():
         for name, parameter in model.named_parameters(remove_duplicate=True):
-            tensor = parameter.detach() if dtype is None else parameter.detach().to(dtype)  # before it is gathered
+            owner, _, kind = name.rpartition(".")
+            if kind in ("lora_A", "lora_B"):
+                continue
+            layer = adapted.get(owner) if kind == "weight" else None
+            tensor = parameter.detach() if dtype is None or layer else parameter.detach().to(dtype)  # then gathered
             tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if layer:
+                tensor = merged(tensor, layer.lora_A, layer.lora_B, layer.scale)
             yield name, tensor
             if parameter is head and "lm_head" not in name:
                 yield "lm_head.weight", tensor

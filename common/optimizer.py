@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from common.distributed import average_gradients
 from common.files import memory_advice, refuse
 from common.means import Means
 from common.precision import LossScale
@@ -70,6 +71,7 @@ class GuardedAdamW:
         """
         for group in self.optimizer.param_groups:  # of this run, not of the checkpoint
             group["lr"], group["weight_decay"] = lr, self.weight_decay
+        average_gradients(self.model)
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -13,17 +13,18 @@ from torch import nn
 
 from common.attention import choose_attention
 from common.checkpoint import Checkpoints, find_checkpoint
-from common.distributed import World, broadcast_object, handle_sigterm, init_world, release_freed_memory
+from common.distributed import World, broadcast_object, handle_sigterm, init_world, release_freed_memory, unwrap
 from common.files import lock_folder, user_errors
 from common.flags import Data, Machine, Run, flat, refuse_idle
 from common.hub import load_tokenizer, resolve_model
-from common.integrity import model_identity
+from common.integrity import model_identity, weights_identity
 from common.job import Job
 from common.logger import Logger
 from common.look.console import StatusLine
 from common.look.curves import plot_curves
 from common.look.machine import changed_flags, check_device, save_config
 from common.look.trackers import Trackers, tracker_names
+from common.lora import save_adapter
 from common.memory import remembered_budget
 from common.models import check_model, export_hugging_face
 from common.pictures import PixelLimits
@@ -51,6 +52,9 @@ def open_job(script: str, data: Data, machine: Machine, run: Run, demo: bool, re
     path = resolve_model(run.model)
     check_model(path, attention, machine.trust_remote_code)
     identity = {"script": script, "model": model_identity(Path(path))}
+    if machine.lora_rank:
+        identity |= {"LoRA": f"rank {machine.lora_rank}, alpha {machine.lora_alpha:g}, {machine.lora_targets}"}
+        identity |= {"base": weights_identity(Path(path))}
     checkpoint = find_checkpoint(output_dir, run.resume, world, identity)
     tokenizer = load_tokenizer(path, machine.trust_remote_code)
     limits = PixelLimits(data.min_pixels, data.max_pixels, data.max_frame_pixels)
@@ -58,8 +62,11 @@ def open_job(script: str, data: Data, machine: Machine, run: Run, demo: bool, re
     sees = (vision is not None, "a vision-language --model")
     refuse_idle(data, dict.fromkeys(["min_pixels", "max_pixels", "max_frame_pixels", "media_root"], sees))
     refuse_idle(machine, {"freeze_vision": sees})
+    refuse_idle(machine, dict.fromkeys(["lora_alpha", "lora_targets"], (machine.lora_rank > 0, "--lora-rank")))
     summary = f"{script}.py: {run.model}, {world.size} x {world.device.type}, {machine.strategy}, "
     summary += f"compute {compute_dtype} ({why}) -> {output_dir}"
+    if machine.lora_rank:
+        summary += f"; LoRA of {identity['LoRA']}"
     return Job(
         script=script,
         world=world,
@@ -104,6 +111,10 @@ def give_way(loss: LeaseCompromise) -> None:
 def open_logger(job: Job, args: Any, total_steps: int, checkpoints: Checkpoints, *, record: bool = True) -> Logger:
     """config.json, unless this is no training, and the logger; tells where the run goes on, and what it will write."""
     world, config = job.world, flat(args)
+    if job.lora:
+        rate = config["learning_rate"]
+        low = ", which is low: ten times that of full training is usual" if rate < 0.99e-5 else ""
+        world.print(f"LoRA with learning rate {rate:g}{low}")
     # what a resume changes is an event
     own = job.checkpoint and job.checkpoint.resolve().is_relative_to(job.output_dir.resolve())
     if world.is_main and record and not own:
@@ -132,6 +143,8 @@ def finish(job: Job, policy: nn.Module, logger: Logger) -> None:
     """Export the model, end the trackers; the curves are drawn where the process ends."""
     folder = job.output_dir / "model"
     export_hugging_face(policy, job.tokenizer, folder, job.world, job.compute_dtype)
+    if job.lora and job.world.is_main:
+        save_adapter(unwrap(policy).model, job.lora, job.run.model, job.output_dir / "adapter")
     logger.close()
     job.world.print(f"done: {folder} loads in transformers and vLLM; curves.png is beside it")
 

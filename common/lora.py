@@ -1,0 +1,142 @@
+"""LoRA (arXiv 2106.09685): a frozen model with a trained product of two small matrices beside each linear layer.
+
+W = W0 + alpha / rank · B · A is computed in float32, and rounded once, wherever a weight is read: in the forward, for
+the engine, in an export. So all of them have the same bits, and W0 is never written to.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+ALL = "all"
+
+
+@dataclass(frozen=True)
+class Lora:
+    """The flags --lora-rank, --lora-alpha, --lora-targets, and the seed that A is drawn by."""
+
+    rank: int
+    alpha: float
+    targets: str
+    seed: int
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """W0 [out, in] + scale · B [out, r] · A [r, in], in the dtype of W0."""
+    wide = torch.promote_types(weight.dtype, a.dtype)
+    return torch.addmm(weight.to(wide), b.to(wide), a.to(wide), alpha=scale).to(weight.dtype)
+
+
+class MergedLinear(torch.autograd.Function):
+    """x · Wᵀ + bias; neither W nor its gradient, both as large as W0, is kept between forward and backward."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(x, weight, a, b)
+        ctx.scale = scale
+        return linear(x, merged(weight, a, b, scale), bias)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, a, b = ctx.saved_tensors
+        dtype = gradient.dtype  # under autocast that of the product, and not of x
+        gradient_x = (gradient @ merged(weight, a, b, ctx.scale).to(dtype)).to(x.dtype)
+        rows, x = gradient.flatten(0, -2), x.flatten(0, -2).to(dtype)  # [T, out], [T, in]
+        gradient_a = (rows @ b.to(dtype)).mT @ x
+        gradient_b = rows.mT @ (x @ a.to(dtype).mT)
+        return gradient_x, None, None, ctx.scale * gradient_a.to(a.dtype), ctx.scale * gradient_b.to(b.dtype), None
+
+
+class LoraLinear(nn.Linear):
+    """A linear layer whose `weight`, W0, and bias are frozen; lora_A [r, in] and lora_B [out, r] are trained."""
+
+    def __init__(self, base: nn.Linear, lora: Lora, generator: torch.Generator):
+        super().__init__(base.in_features, base.out_features, bias=base.bias is not None, device="meta")
+        self.weight, self.bias, self.scale, self.adapted = base.weight, base.bias, lora.scale, True
+        options = {"dtype": torch.promote_types(base.weight.dtype, torch.float32), "device": base.weight.device}
+        bound = base.in_features**-0.5
+        self.lora_A = nn.Parameter(torch.empty(lora.rank, base.in_features, **options))
+        self.lora_B = nn.Parameter(torch.zeros(base.out_features, lora.rank, **options))  # W is W0 at first
+        if base.weight.device.type != "meta":
+            nn.init.uniform_(self.lora_A, -bound, bound, generator=generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.adapted:
+            return linear(x, self.weight, self.bias)
+        return MergedLinear.apply(x, self.weight, self.bias, self.lora_A, self.lora_B, self.scale)
+
+
+def add_adapters(model: nn.Module, layers: list[nn.Module], lora: Lora) -> None:
+    """Freeze a model, and adapt the linear layers in `layers` that --lora-targets names. SystemExit if it has none."""
+    model.requires_grad_(False)
+    generator = torch.Generator().manual_seed(lora.seed)  # the same on all ranks
+    targets, there = lora.targets.split(","), {}
+    for layer in layers:
+        for name, module in list(layer.named_modules()):
+            if isinstance(module, nn.Linear):
+                kind = name.rpartition(".")[2]
+                there[kind] = kind in targets or lora.targets == ALL
+                if there[kind]:
+                    layer.set_submodule(name, LoraLinear(module, lora, generator))
+    missing = set(targets) - there.keys() - {ALL}
+    if missing or not there:
+        known = f"its layers have {', '.join(sorted(there))}" if there else "it has no linear layers"
+        asked = ", ".join(sorted(missing)) or ALL
+        raise SystemExit(f"--lora-targets {asked}: {known}; head and embeddings are not adapted")
+
+
+def adapters(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
+    """The adapted layers of a model, with their names."""
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLinear))
+
+
+class Base(nn.Module):
+    """The model that an adapted one was: the same weights, without the adapters."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.adapted, self.autocast_dtype = [model], getattr(model, "autocast_dtype", None)  # in a list: not a part
+
+    def forward(self, *inputs: object) -> tuple[Tensor, ...]:
+        (model,) = self.adapted
+        with without_adapters(model):
+            return model(*inputs)
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    for _, module in adapters(model):
+        module.adapted = False
+    try:
+        yield
+    finally:
+        for _, module in adapters(model):
+            module.adapted = True
+
+
+def save_adapter(model: nn.Module, lora: Lora, base: str, folder: Path) -> None:
+    """Write the adapters in the format of Hugging Face's PEFT, for the model `base`."""
+    tensors = {}
+    for name, module in adapters(model):
+        for part in ("lora_A", "lora_B"):
+            tensors[f"base_model.model.{name}.{part}.weight"] = getattr(module, part).detach().cpu().contiguous()
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "bias": "none"}
+    config |= {
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": sorted({name for name, _ in adapters(model)}),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
