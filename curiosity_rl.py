@@ -53,7 +53,7 @@ from common.pictures import PixelLimits
 from common.precision import checked_gap
 from common.progress import Progress
 from common.rewards import is_correct
-from common.rollouts import Rollouts, open_rollouts
+from common.rollouts import Rollouts
 from common.setup import Stopwatch, due, finish, open_job, open_logger
 
 
@@ -404,7 +404,7 @@ def main(args: Args, demo: bool = False) -> None:
     check_args(args)
     job = open_job("curiosity_rl", args.data, args.machine, args.run, demo, record=not args.rollout.eval_only)
     world, device = job.world, job.world.device
-    rollouts = open_rollouts(job, args.data, args.rollout, args.run, trained=[job.path], frozen=[])
+    rollouts = Rollouts(job, args.data, args.rollout, args.run, trained=[job.path], frozen=[])
 
     policy = job.load_policy()
     optimizer = job.adamw(policy, args.weight_decay, args.max_grad_norm)

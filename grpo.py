@@ -46,7 +46,7 @@ from common.packing import Minibatch, Packer, TokenIndex
 from common.precision import checked_gap
 from common.progress import Progress
 from common.rewards import is_correct
-from common.rollouts import Rollouts, open_rollouts
+from common.rollouts import Rollouts
 from common.setup import Stopwatch, due, finish, open_job, open_logger
 
 
@@ -431,7 +431,7 @@ def main(args: Args, demo: bool = False) -> None:
     job = open_job("grpo", args.data, args.machine, args.run, demo, record=not args.rollout.eval_only)
     world, device = job.world, job.world.device
     frozen = [job.path] if args.kl_in != "none" else []
-    rollouts = open_rollouts(
+    rollouts = Rollouts(
         job, args.data, args.rollout, args.run, trained=[job.path], frozen=frozen, oversample=args.oversample
     )
 

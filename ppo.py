@@ -46,7 +46,7 @@ from common.optimizer import lr_factor
 from common.packing import Minibatch, Packer, TokenIndex
 from common.precision import checked_gap
 from common.progress import Progress
-from common.rollouts import Rollouts, open_rollouts
+from common.rollouts import Rollouts
 from common.setup import Stopwatch, due, finish, open_job, open_logger
 from common.vision import load_vision
 
@@ -449,7 +449,7 @@ def main(args: Args, demo: bool = False) -> None:
     world, device = job.world, job.world.device
     frozen = [job.path] if args.kl_in != "none" else []
     folders = [job.path, critic_path(job, args.critic_model) if args.critic_model else job.path]
-    rollouts = open_rollouts(
+    rollouts = Rollouts(
         job, args.data, args.rollout, args.run, trained=folders, frozen=frozen, reward_model=args.reward_model
     )
     refuse_lonely_critic(args, rollouts.total_steps)  # which the data may decide

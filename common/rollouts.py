@@ -2,17 +2,15 @@
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from math import ceil
-from pathlib import Path
 
 import torch
 
 from common.data.dumps import dump_rollouts
-from common.data.prompts import PromptData, PromptLoader
+from common.data.prompts import PromptData
 from common.data.render import end_token_ids, end_turns_properly
-from common.distributed import World, all_reduce, barrier, stop_requested
+from common.distributed import all_reduce, barrier, stop_requested
 from common.engine.books import Sampling
 from common.engine.hf import HuggingFaceEngine
 from common.engine.vllm import VllmEngine
@@ -32,29 +30,61 @@ from common.rewards.judging import open_judge, saved_at_outage
 from common.rewards.model import RewardModel
 from common.tools import ToolWorkers
 from common.tools.trajectories import Turns, open_tools
-from common.torch_repair import transformers
 
 
-@dataclass
 class Rollouts:
-    """What the RL scripts sample from, and score with."""
+    """What the RL scripts sample from, and score with.
 
-    world: World
-    output_dir: Path
-    tokenizer: transformers.PreTrainedTokenizerBase
-    flags: Rollout
-    run: Run
-    engine: VllmEngine | HuggingFaceEngine | None  # asleep; None with --replay
-    turns: Turns | None  # None without --tools
-    workers: RewardWorkers
-    judge: Judge | None  # None if rules can score all rows
-    reward_model: RewardModel | None
-    train_data: PromptData | None  # None with --eval-only
-    eval_data: PromptData | None
-    loader: PromptLoader | None  # None with --eval-only
-    draws: int  # prompts of a step, before any are replaced
-    total_steps: int
-    max_gap: float  # largest mean |engine - trainer| of log-probs
+    None are: the engine (else asleep) with --replay, `turns` without --tools, `judge` if rules can score all rows,
+    `train_data` and `loader` with --eval-only.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        data: Data,
+        rollout: Rollout,
+        run: Run,
+        *,
+        trained: list[str],
+        frozen: list[str],
+        reward_model: str | None = None,
+        oversample: float = 1.0,
+    ):
+        """Read the data, start workers and engine. trained, frozen: folders of the models that share the memory.
+
+        oversample: how many times --prompts-per-step a step draws.
+        """
+        self.world, self.tokenizer, self.output_dir = job.world, job.tokenizer, job.output_dir
+        self.flags, self.run = rollout, run
+        again = bool(rollout.replay) and (job.output_dir / "checkpoints").exists()
+        refuse(again, f"--replay: {job.output_dir} has checkpoints of its own; give another --output-dir")
+        refuse_idle(rollout, {"max_images": (job.vision is not None, "a vision-language --model")})
+        refuse_idle(rollout, {"sleep_level": (job.world.device.type == "cuda", "a GPU")})
+        reward_folder = resolve_model(reward_model, "--reward-model") if reward_model and not rollout.replay else None
+        with user_errors():
+            if job.vision or rollout.tools:
+                end_turns_properly(job.tokenizer, job.vision and job.vision.processor, job.world.print)
+            tools = open_tools(rollout, job.world.print) if rollout.tools else None
+            self.train_data, self.eval_data = read_prompts(job, data, rollout, tools)
+            self.workers = RewardWorkers(rollout.reward_function, max(1, cpus_of_rank() - 1), rollout.reward_timeout)
+            if rollout.reward_function and not rollout.replay:  # found out now, not after the first rollout
+                self.workers.try_out(rollout.reward_function, (self.train_data or self.eval_data)[0])
+            self.turns = Turns.of_flags(rollout, job.tokenizer, tools, job.vision) if tools else None
+            self.judge = judge_of(job, rollout, [prompts for prompts in (self.train_data, self.eval_data) if prompts])
+        self.draws = ceil(rollout.prompts_per_step * oversample)  # prompts of a step, before any are replaced
+        self.total_steps, self.loader = run.total_steps or 0, None
+        if self.train_data:
+            self.total_steps = run.total_steps or max(1, round(run.total_epochs * len(self.train_data) / self.draws))
+            self.loader = job.open_loader(len(self.train_data))
+        job.at_outage.append(lambda _: self.loader.rewind())
+        self.max_gap = rollout.max_logprob_gap or gap_limit(job.compute_dtype)  # mean |engine - trainer| of log-probs
+        job.world.print(memory_plan(rollout, job.machine, job.world, job.compute_dtype, trained, frozen))
+        # before the trainer: it loads by itself, and is asleep when the trainer takes its memory
+        self.engine = None if rollout.replay else start_engine(job, rollout)
+        torch.manual_seed(run.seed + job.world.rank)  # after vLLM, which seeds every rank alike
+        self.reward_model = RewardModel(reward_folder, job.compute_dtype, job.world.device) if reward_folder else None
+        job.world.print(f"{job.summary}, rollouts by {rollout.engine}")
 
     @property
     def can_evaluate(self) -> bool:
@@ -109,67 +139,6 @@ class Rollouts:
                 f"a step draws {self.draws} prompts of {num_prompts} rows: lower --prompts-per-step, it repeats them"
             )
             self.world.print(f"warning: {told}")
-
-
-def open_rollouts(
-    job: Job,
-    data: Data,
-    rollout: Rollout,
-    run: Run,
-    *,
-    trained: list[str],
-    frozen: list[str],
-    reward_model: str | None = None,
-    oversample: float = 1.0,
-) -> Rollouts:
-    """Read the data, start workers and engine. trained, frozen: folders of the models that share the memory.
-
-    oversample: how many times --prompts-per-step a step draws.
-    """
-    world, tokenizer, vision = job.world, job.tokenizer, job.vision
-    again = bool(rollout.replay) and (job.output_dir / "checkpoints").exists()
-    refuse(again, f"--replay: {job.output_dir} has checkpoints of its own; give another --output-dir")
-    refuse_idle(rollout, {"max_images": (vision is not None, "a vision-language --model")})
-    refuse_idle(rollout, {"sleep_level": (world.device.type == "cuda", "a GPU")})
-    reward_folder = resolve_model(reward_model, "--reward-model") if reward_model and not rollout.replay else None
-    with user_errors():
-        if vision or rollout.tools:
-            end_turns_properly(tokenizer, vision and vision.processor, world.print)
-        tools = open_tools(rollout, world.print) if rollout.tools else None
-        train_data, eval_data = read_prompts(job, data, rollout, tools)
-        workers = RewardWorkers(rollout.reward_function, max(1, cpus_of_rank() - 1), rollout.reward_timeout)
-        if rollout.reward_function and not rollout.replay:  # found out now, not after the first rollout
-            workers.try_out(rollout.reward_function, (train_data or eval_data)[0])
-        turns = Turns.of_flags(rollout, tokenizer, tools, vision) if tools else None
-        judge = judge_of(job, rollout, [prompts for prompts in (train_data, eval_data) if prompts])
-    draws, total_steps = ceil(rollout.prompts_per_step * oversample), run.total_steps
-    if total_steps is None and train_data:
-        total_steps = max(1, round(run.total_epochs * len(train_data) / draws))
-    loader = job.open_loader(len(train_data)) if train_data else None
-    job.at_outage.append(lambda _: loader.rewind())
-    world.print(memory_plan(rollout, job.machine, world, job.compute_dtype, trained, frozen))
-    # before the trainer: it loads by itself, and is asleep when the trainer takes its memory
-    engine = None if rollout.replay else start_engine(job, rollout)
-    torch.manual_seed(run.seed + world.rank)  # after vLLM, which seeds every rank alike
-    world.print(f"{job.summary}, rollouts by {rollout.engine}")
-    return Rollouts(
-        world=world,
-        output_dir=job.output_dir,
-        tokenizer=tokenizer,
-        flags=rollout,
-        run=run,
-        engine=engine,
-        turns=turns,
-        workers=workers,
-        judge=judge,
-        reward_model=RewardModel(reward_folder, job.compute_dtype, world.device) if reward_folder else None,
-        train_data=train_data,
-        eval_data=eval_data,
-        loader=loader,
-        draws=draws,
-        total_steps=total_steps or 0,
-        max_gap=rollout.max_logprob_gap or gap_limit(job.compute_dtype),
-    )
 
 
 def judge_of(job: Job, rollout: Rollout, data: list[PromptData]) -> Judge | None:

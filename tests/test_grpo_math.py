@@ -18,7 +18,7 @@ from common.episodes import Episode
 from common.optimizer import GuardedAdamW, lr_factor
 from common.packing import split_minibatches
 from common.precision import LossScale, checked_gap
-from common.rollouts import open_rollouts
+from common.rollouts import Rollouts
 from common.setup import open_job
 
 # --- group_advantages ---------------------------------------------------------------------------------------------
@@ -505,4 +505,4 @@ def test_what_takes_a_gpu_is_refused_without_one(flags, monkeypatch, tmp_path):
     args = checked_args(grpo, monkeypatch, *flags.split(), *charged.split(), str(tmp_path))
     with pytest.raises(SystemExit, match=f"{flags.split()[0]} .* has no effect: needs a GPU"):
         job = open_job("grpo", args.data, args.machine, args.run, demo=True)
-        open_rollouts(job, args.data, args.rollout, args.run, trained=[], frozen=[])
+        Rollouts(job, args.data, args.rollout, args.run, trained=[], frozen=[])
