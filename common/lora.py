@@ -106,12 +106,15 @@ class Base(nn.Module):
 
     def __init__(self, model: nn.Module):
         super().__init__()
-        self.adapted, self.autocast_dtype = [model], getattr(model, "autocast_dtype", None)  # in a list: not a part
+        self.model, self.autocast_dtype = model, getattr(model, "autocast_dtype", None)
+
+    def to(self, *_: object) -> "Base":
+        """It has no weights of its own to be moved."""
+        return self
 
     def forward(self, *inputs: object) -> tuple[Tensor, ...]:
-        (model,) = self.adapted
-        with without_adapters(model):
-            return model(*inputs)
+        with without_adapters(self.model):
+            return self.model(*inputs)
 
 
 @contextmanager

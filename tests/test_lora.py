@@ -1,0 +1,151 @@
+"""LoRA: exact gradients, one set of merged weights for trainer, engine and export, a base that nothing writes to."""
+
+import json
+
+import pytest
+import torch
+from helpers import random_episodes, random_policy
+from torch import nn
+from torch.func import functional_call
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from common.hub import load_tokenizer, resolve_model
+from common.lora import Base, Lora, adapters, add_adapters, merged, save_adapter
+from common.models import Critic, export_hugging_face, full_parameters, load_policy
+from common.packing import TokenIndex, pack
+
+CONFIG = Qwen2Config(
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    vocab_size=97,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+)
+TINY = resolve_model("tiny")
+
+
+def lora(rank: int = 3, targets: str = "all") -> Lora:
+    return Lora(rank, alpha=6.0, targets=targets, seed=1)
+
+
+def move_adapters(model: nn.Module, size: float = 0.1) -> None:
+    generator = torch.Generator().manual_seed(5)
+    for _, layer in adapters(model):
+        layer.lora_B.data.normal_(std=size, generator=generator)
+
+
+def random_adapted(dtype=torch.float64):
+    policy = random_policy(CONFIG, dtype)
+    add_adapters(policy.model, policy.layers(), lora())
+    move_adapters(policy)
+    return policy
+
+
+def packed(vocab: int = 97):
+    episodes = random_episodes(0, vocab=vocab)
+    (batch,) = pack(episodes, range(len(episodes)), TokenIndex(episodes), budget=10_000)
+    return batch
+
+
+def test_gradients_are_those_of_explicit_adapters():
+    """And nothing else has any: what is merged in a backward is the weight of the forward."""
+    policy, plain, batch = random_adapted(), random_policy(CONFIG), packed()
+    pull = torch.linspace(-1, 1, len(batch.targets), dtype=torch.float64)
+    loss = (policy(batch)[0] * pull).sum() + policy(batch)[1].sum()
+    loss.backward()
+    leaves, weights = {}, {}
+    for name, layer in adapters(policy):
+        leaves[name] = a, b = [part.detach().clone().requires_grad_() for part in (layer.lora_A, layer.lora_B)]
+        weights[f"{name}.weight"] = layer.weight + 2.0 * b @ a
+    logprobs, entropy = functional_call(plain, weights, (batch,))
+    expected = (logprobs * pull).sum() + entropy.sum()
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12) and len(leaves) == 2 * 7
+    for name, layer in adapters(policy):
+        for mine, theirs in zip((layer.lora_A, layer.lora_B), leaves[name], strict=True):
+            assert theirs.grad.abs().max() > 1e-3
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-9)
+    with_gradient = {name for name, p in policy.named_parameters() if p.grad is not None}
+    assert with_gradient == {name for name, p in policy.named_parameters() if "lora_" in name}
+
+
+def test_a_fresh_adapter_changes_nothing_and_the_base_stays_what_it_was():
+    policy = load_policy(TINY, "sdpa", lora=lora())
+    before = dict(load_policy(TINY, "sdpa").model.state_dict())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in full_parameters(policy))
+    batch = packed()
+    with torch.no_grad():
+        original = policy(batch)[0]
+        for count in range(1000):
+            move_adapters(policy, size=0.1 * count)
+            sent = dict(full_parameters(policy))
+        moved = policy(batch)[0]
+        assert (moved - original).abs().mean() > 0.1
+        assert torch.equal(Base(policy)(batch)[0], original) and torch.equal(policy(batch)[0], moved)
+    now = policy.model.state_dict()
+    assert all(torch.equal(now[name], tensor) for name, tensor in before.items())
+    assert any(not torch.equal(sent[name], before[name]) for name in sent)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_sent_has_the_bits_of_the_forward(dtype):
+    """A plain model with the weights that an engine gets has the log-probs of the adapted one."""
+    policy, batch = load_policy(TINY, "sdpa", dtype=dtype, lora=lora()), packed()
+    move_adapters(policy)
+    plain = load_policy(TINY, "sdpa", dtype=dtype)
+    plain.model.load_state_dict(dict(full_parameters(policy, dtype)))
+    with torch.no_grad():
+        assert torch.equal(policy(batch)[0], plain(batch)[0])
+
+
+def test_merging_rounds_once():
+    weight, a, b = torch.randn(64, 32).bfloat16(), torch.randn(4, 32), 1e-3 * torch.randn(64, 4)
+    assert torch.equal(merged(weight, a, b, 2.0), (weight.double() + 2 * b.double() @ a.double()).float().bfloat16())
+
+
+def test_an_adapted_critic_trains_its_head_too():
+    backbone = load_policy(TINY, "sdpa", dtype=torch.bfloat16, lora=lora()).model.base_model
+    critic = Critic(backbone, "sdpa")
+    critic(packed()).sum().backward()
+    assert critic.head.dtype == torch.float32 and critic.head.grad.abs().sum() > 0
+    assert {name.rpartition(".")[2] for name, p in critic.named_parameters() if p.requires_grad} == {
+        "head",
+        "lora_A",
+        "lora_B",
+    }
+
+
+@pytest.mark.parametrize(
+    "targets, told",
+    [
+        ("q_proj,nonsense", "--lora-targets nonsense: its layers have down_proj, gate_proj, k_proj"),
+        ("lm_head", "head and embeddings are not adapted"),
+        ("embed_tokens", "head and embeddings are not adapted"),
+    ],
+)
+def test_targets_that_match_nothing_are_refused(targets, told):
+    with pytest.raises(SystemExit, match=told):
+        load_policy(TINY, "sdpa", lora=lora(targets=targets))
+
+
+def test_targets_are_layers_by_name():
+    policy = load_policy(TINY, "sdpa", lora=lora(targets="q_proj,down_proj"))
+    assert {name.rpartition(".")[2] for name, _ in adapters(policy)} == {"q_proj", "down_proj"}
+
+
+def test_peft_loads_the_adapter_to_the_same_logits(tmp_path, world):
+    peft = pytest.importorskip("peft")
+    policy = load_policy(TINY, "sdpa", lora=lora())
+    move_adapters(policy)
+    save_adapter(policy.model, lora(), TINY, tmp_path / "adapter")
+    export_hugging_face(policy, load_tokenizer(TINY), tmp_path / "model", world, torch.float32)
+    ids = torch.arange(3, 40)[None]
+    base = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    with torch.no_grad():
+        original = base(ids).logits
+        theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")(ids).logits
+        ours = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)(ids).logits
+    assert (theirs - original).abs().max() > 0.1
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["r"] == 3
