@@ -12,7 +12,9 @@ from itertools import count
 from unittest.mock import patch
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from common import models
 from common.data.render import end_token_ids
 from common.distributed import World, init_world, reshard, run, wrap_model
 from common.engine.books import Sampling
@@ -20,6 +22,7 @@ from common.engine.hf import HuggingFaceEngine
 from common.engine.vllm import VllmEngine
 from common.episodes import Row, sample_episodes
 from common.hub import load_tokenizer, resolve_model
+from common.lora import Lora
 from common.models import full_parameters, load_policy
 from common.packing import TokenIndex, pack
 from common.precision import DTYPES, checked_gap, gap_limit
@@ -57,7 +60,8 @@ def main(args: argparse.Namespace) -> None:
     make = VllmEngine if args.engine == "vllm" else HuggingFaceEngine
     options = {"end_ids": end_token_ids(path, tokenizer), "max_model_len": 512, "sleep_level": args.sleep_level}
     engine = make(path, dtype, world, **options, **({"memory_gib": 2.0} if world.device.type == "cuda" else {}))
-    policy = load_policy(path, "sdpa")
+    lora = Lora(args.lora_rank, 32.0, "all", seed=0) if args.lora_rank else None
+    policy = load_policy(path, "sdpa", dtype=dtype if lora else torch.float32, lora=lora)
     policy = wrap_model(policy, world, "fsdp", dtype)
     sampling = Sampling(n=2, max_tokens=args.tokens, temperature=args.temperature)
     # long enough for several blocks of KV cache: a prefix cache that outlives a sync would show
@@ -75,7 +79,8 @@ def main(args: argparse.Namespace) -> None:
                 total += (logprobs - rollout[batch.tokens]).abs().sum().item()
         return total / len(index)
 
-    initial, moves = [parameter.to_local().clone() for parameter in policy.parameters()], count(1)
+    own = [p.to_local() if isinstance(p, DTensor) else p.data for p in policy.parameters() if p.requires_grad]
+    initial, moves = [parameter.clone() for parameter in own], count(1)
 
     def move_policy() -> None:
         """Stands for optimizer steps that are large enough to see. Always as far from the first weights: bf16 is
@@ -83,9 +88,9 @@ def main(args: argparse.Namespace) -> None:
         reshard(policy)
         generator = torch.Generator().manual_seed(next(moves))
         with torch.no_grad():
-            for parameter, start in zip(policy.parameters(), initial):
-                noise = torch.randn(parameter.shape, generator=generator).reshape(start.shape).to(start.device)
-                parameter.to_local().copy_(start + 0.05 * start.std(correction=0) * noise)
+            for parameter, start in zip(own, initial):
+                noise = torch.randn(parameter.shape, generator=generator).to(start.device)
+                parameter.copy_(start + 0.05 * (start.std(correction=0) or 1.0) * noise)  # lora_B begins as 0
 
     def sync(step: int, weights=None) -> None:
         engine.sync_weights(full_parameters(policy, dtype) if weights is None else weights, step)
@@ -156,6 +161,12 @@ def main(args: argparse.Namespace) -> None:
 
         engine.llm.apply_model(change)
 
+    def send_the_base() -> None:
+        with patch.object(models, "merged", lambda weight, *_: weight):
+            sync(1)
+
+    if lora:
+        caught_by_the_gap("adapters left out", send_the_base, lambda: sync(1))
     if args.engine == "vllm":
         caught_by_the_gap("weights reloaded from disk", reload_from_disk, lambda: sync(1))
         caught_by_the_gap("prefix cache kept in silence", keep_prefix_cache, lambda: sync(1))
@@ -198,5 +209,6 @@ if __name__ == "__main__":
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--temperature", type=float, default=0.9)
     parser.add_argument("--sleep-level", type=int, default=1)
+    parser.add_argument("--lora-rank", type=int, default=0)
     parser.add_argument("--orders", action="store_true")
     run(main, parser.parse_args())
