@@ -157,8 +157,12 @@ def _outcome(main: Callable, *args: object) -> int:
     return 0
 
 
-def wrap_model(model: nn.Module, world: World, strategy: str, compute_dtype: torch.dtype) -> nn.Module:
+def wrap_model(
+    model: nn.Module, world: World, strategy: str, compute_dtype: torch.dtype, shard_size: int | None = None
+) -> nn.Module:
     """Shard (FSDP2) or replicate (DDP) `model`, whose float32 parameters stay the master weights.
+
+    With a shard_size below the number of ranks both (HSDP): consecutive ranks share a copy, others have their own.
 
     Each of `model.layers()` is an FSDP unit; the root holds the embeddings, the last norm and the head. FSDP2 computes
     with parameters cast to `compute_dtype` and reduces gradients in float32; DDP computes under autocast. The model
@@ -171,7 +175,10 @@ def wrap_model(model: nn.Module, world: World, strategy: str, compute_dtype: tor
             model = DistributedDataParallel(model, gradient_as_bucket_view=True)
         model.autocast_dtype = compute_dtype if compute_dtype in (torch.bfloat16, torch.float16) else None
         return model
-    mesh = init_device_mesh(world.device.type, (world.size,))
+    shard_size = shard_size or world.size
+    replicas = {"replicate": world.size // shard_size} if shard_size < world.size else {}
+    axes = replicas | {"shard": shard_size}
+    mesh = init_device_mesh(world.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     master = next(model.parameters()).dtype
     policy = MixedPrecisionPolicy()
     if compute_dtype != master:

@@ -97,4 +97,4 @@ class Job:
         return self._loaded | options
 
     def _wrap(self, model: nn.Module) -> nn.Module:
-        return wrap_model(model, self.world, self.machine.strategy, self.compute_dtype)
+        return wrap_model(model, self.world, self.machine.strategy, self.compute_dtype, self.machine.shard_size)

@@ -40,7 +40,7 @@ def memory_phases(
     """
     frozen = [] if machine.reference_offload else frozen
     shapes = {path: model_shape(path, machine.trust_remote_code) for path in {*trained, *frozen}}
-    ranks = ranks if machine.strategy == "fsdp" else 1
+    ranks = (machine.shard_size or ranks) if machine.strategy == "fsdp" else 1
     size = {path: shape[0] / 1e9 for path, shape in shapes.items()}
     frozen_bytes = dtype.itemsize if machine.strategy == "fsdp" else 4
     weights = (sum(4 * size[path] for path in trained) + sum(frozen_bytes * size[path] for path in frozen)) / ranks

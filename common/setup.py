@@ -14,7 +14,7 @@ from torch import nn
 from common.attention import choose_attention
 from common.checkpoint import Checkpoints, find_checkpoint
 from common.distributed import World, broadcast_object, handle_sigterm, init_world, release_freed_memory, unwrap
-from common.files import lock_folder, user_errors
+from common.files import lock_folder, refuse, user_errors
 from common.flags import Data, Machine, Run, flat, refuse_idle
 from common.hub import load_tokenizer, resolve_model
 from common.integrity import model_identity, weights_identity
@@ -40,6 +40,9 @@ def open_job(script: str, data: Data, machine: Machine, run: Run, demo: bool, re
         world.print("no --model given: running the embedded demo")
     stamp = broadcast_object(time.strftime("%Y%m%d-%H%M%S"))  # the clocks of the ranks may differ
     output_dir = run.output_dir or Path("runs") / f"{script}-{Path(run.model).name}-{stamp}"
+    shards = machine.shard_size or world.size
+    refuse(world.size % shards > 0, f"--shard-size {shards}: {world.size} ranks are no multiple of it")
+    refuse_idle(machine, {"shard_size": (machine.strategy == "fsdp", "--strategy fsdp")})
     gpu = (world.device.type == "cuda", "a GPU")
     refuse_idle(machine, {"optimizer_offload": gpu, "reference_offload": gpu})
     with user_errors():

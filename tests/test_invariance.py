@@ -9,18 +9,22 @@ WORKER = ROOT / "tests" / "workers" / "gradients.py"
 BOUNDS = {"float64": 1e-10, "float32": 1e-5}
 
 
-SLOW = [("float64", 1), ("float64", 2), ("float32", 1), ("float32", 2)]
+PAIRS = ["--pairs"]
+CASES = [("float64", 2, PAIRS), ("float64", 2, [*PAIRS, "--lora"])]
+SLOW = [(dtype, ranks, more) for dtype in BOUNDS for ranks in (1, 2) for more in ([], ["--lora"])]
+SLOW += [("float64", 4, [*more, "--shard-sizes", 1, 2, 4]) for more in ([], ["--lora"])]
 
 
 @pytest.mark.parametrize(
-    "dtype, ranks, pairs",
-    [("float64", 2, ["--pairs"]), *(pytest.param(*case, [], marks=pytest.mark.slow) for case in SLOW)],
+    "dtype, ranks, more", [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )
-def test_gradient_is_independent_of_the_split(dtype, ranks, pairs, tmp_path):
+def test_gradient_is_independent_of_the_split(dtype, ranks, more, tmp_path):
     """By default a quarter of the combinations: any two settings meet."""
-    run_script(WORKER, "--folder", tmp_path, "--dtype", dtype, "--single")
-    done = run_script(WORKER, "--folder", tmp_path, "--dtype", dtype, *pairs, ranks=ranks)
+    lora = [option for option in more if option == "--lora"]
+    run_script(WORKER, "--folder", tmp_path, "--dtype", dtype, "--single", *lora)
+    done = run_script(WORKER, "--folder", tmp_path, "--dtype", dtype, *more, ranks=ranks)
     distances = json.loads(done.stdout.strip().splitlines()[-1])
-    assert len(distances) == 2 * 2 * 2 * 5 * 7 // (4 if pairs else 1)
+    strategies = 4 if ranks == 4 else 2
+    assert len(distances) == strategies * 2 * 2 * 5 * 7 // (4 if "--pairs" in more else 1)
     worst = max(distances, key=distances.get)
     assert distances[worst] < BOUNDS[dtype], f"{worst}: {distances[worst]:.2g}"

@@ -13,7 +13,8 @@ from transformers import Qwen2Config
 
 import grpo
 import ppo
-from common.distributed import all_reduce, forward_context, init_world, run, unwrap, wrap_model
+from common.distributed import all_reduce, average_gradients, forward_context, init_world, run, unwrap, wrap_model
+from common.lora import Lora, adapters, add_adapters
 from common.models import Critic
 from common.packing import Minibatch, TokenIndex, pack
 
@@ -59,7 +60,7 @@ def gradient(models, world, episodes, variant: str, backwards: bool = False, **p
     minibatch = Minibatch([], *all_reduce([len(index), (index.lengths > 0).sum()]), batches)
     if variant == "critic":
         ppo.critic_backward(model, minibatch, tokens, args, world)
-        return [full(p.grad) for p in unwrap(model).parameters()]
+        return gradients_of(model)
     with torch.no_grad():  # old log-probs near the current ones, so that some ratios are clipped and most are not
         for batch in batches:
             with forward_context(model):
@@ -68,20 +69,30 @@ def gradient(models, world, episodes, variant: str, backwards: bool = False, **p
             tokens.ref_logprobs[batch.tokens] = near + 0.2 * torch.cos(7 * rollout[batch.tokens])
     script = grpo if isinstance(args, grpo.Args) else ppo
     script.backward(model, minibatch, tokens, args, world, store_old_logprobs=False, kl_coef=0.05)
-    return [full(p.grad) for p in unwrap(model).parameters()]
+    return gradients_of(model)
 
 
-def make_models(config, dtype: torch.dtype) -> dict[str, torch.nn.Module]:
-    critic = Critic(random_policy(config, dtype, seed=1).model.base_model, "sdpa")
+def gradients_of(model) -> list[torch.Tensor]:
+    average_gradients(model)  # of adapters; all others have been
+    return [full(p.grad) for p in unwrap(model).parameters() if p.requires_grad]
+
+
+def make_models(config, dtype: torch.dtype, lora: bool) -> dict[str, torch.nn.Module]:
+    policies = [random_policy(config, dtype, seed) for seed in (0, 1)]
+    for policy in policies if lora else ():
+        add_adapters(policy.model, policy.layers(), Lora(4, 8.0, "all", seed=0))
+        for _, layer in adapters(policy):
+            layer.lora_B.data.normal_(std=0.1, generator=torch.Generator().manual_seed(2))
+    critic = Critic(policies[1].model.base_model, "sdpa")
     torch.nn.init.normal_(critic.head, generator=torch.Generator().manual_seed(1))
-    return {"policy": random_policy(config, dtype), "critic": critic}
+    return {"policy": policies[0], "critic": critic}
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def in_pairs(strategy: str, owner: str, cut: bool, layout: str, variant: str) -> bool:
+def in_pairs(strategy: str | int, owner: str, cut: bool, layout: str, variant: str) -> bool:
     """A quarter of all combinations, in which any two settings of two things still meet."""
     ddp, i, j = strategy == "ddp", list(LAYOUTS).index(layout), list(VARIANTS).index(variant)
     return (owner == "even", cut) == (bool((ddp + i) % 2), bool((ddp + j) % 2))
@@ -104,12 +115,15 @@ def main(args: argparse.Namespace) -> None:
     }
     if args.single:
         for variant in VARIANTS:
-            reference = gradient(make_models(config, dtype), world, episodes, variant, budget=1, share_prompts=False)
+            reference = gradient(
+                make_models(config, dtype, args.lora), world, episodes, variant, budget=1, share_prompts=False
+            )
             torch.save(reference, f"{args.folder}/{variant}.pt")
         return
     distances = {}
-    for strategy in ("fsdp", "ddp"):
-        models = {name: wrap_model(m, world, strategy, dtype) for name, m in make_models(config, dtype).items()}
+    for strategy in ("ddp", *args.shard_sizes):
+        wrapped = ("ddp", dtype) if strategy == "ddp" else ("fsdp", dtype, strategy)
+        models = {name: wrap_model(m, world, *wrapped) for name, m in make_models(config, dtype, args.lora).items()}
         for name, owner in owners.items():
             mine = [e for e in episodes if owner(e) == world.rank]
             for budget in args.budgets:
@@ -138,4 +152,6 @@ if __name__ == "__main__":
     parser.add_argument("--budgets", type=int, nargs="+", default=[45, 10_000])
     parser.add_argument("--single", action="store_true")
     parser.add_argument("--pairs", action="store_true")
+    parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--shard-sizes", type=int, nargs="+", default=[0])  # of FSDP2; 0: all ranks
     run(main, parser.parse_args())
