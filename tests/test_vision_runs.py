@@ -8,6 +8,8 @@ import pytest
 from helpers import LITTLE_CACHE, kill_once, metrics_of, run_script, steps_of
 from vl import vllm_knows_times, write_rows, write_tiny_vl
 
+from common.prepare.export import Args, main
+
 PIXELS = ["--min-pixels", 784, "--max-pixels", 16 * 784, "--max-frame-pixels", 4 * 784]
 SIZES = ["--max-prompt-tokens", 400, "--max-response-tokens", 400, "--max-turn-tokens", 80, "--prompts-per-step", 6]
 STEPS = ["--samples-per-prompt", 4, "--total-steps", 3, "--eval-rows", 6, "--learning-rate", 1e-4, "--dtype", "fp32"]
@@ -92,8 +94,26 @@ def test_replay_of_a_dump_with_pictures_repeats_its_update(options, whole, tmp_p
     assert [steps_of(tmp_path)[step][n] for n in names] == [steps_of(whole)[step][n] for n in names]
 
 
+@pytest.fixture(scope="module")
+def exported(options, whole, tmp_path_factory):
+    """The last checkpoint of two ranks as a folder."""
+    folder = tmp_path_factory.mktemp("exported") / "model"
+    main(Args(whole, str(options[options.index("--model") + 1]), folder))
+    return folder
+
+
+@pytest.mark.slow
+def test_an_exported_model_evaluates_as_its_run_did(options, whole, exported, tmp_path):
+    again = ["--model", exported, "--eval-only", "--output-dir", tmp_path]
+    run_script("grpo.py", *options, *LITTLE_CACHE, *again, ranks=2)
+    samples = [pq.read_table(file) for file in (whole / "eval/step_000003.parquet", tmp_path / "eval_samples.parquet")]
+    assert samples[0].equals(samples[1]) and len(samples[0]) == 6
+
+
 @pytest.mark.parametrize("script,extra", [("grpo.py", ["--engine", "hf"]), ("ppo.py", ["--freeze-vision"])])
-def test_other_ways_take_a_step_with_pictures(options, tmp_path, script, extra):
+def test_other_ways_take_a_step_with_pictures(options, exported, tmp_path, script, extra):
+    """Of a model that was exported, in both engines."""
+    extra = ["--model", exported, *extra]
     run_script(script, *options, *extra, "--total-steps", 1, "--no-eval-before", "--output-dir", tmp_path)
     (step,) = steps_of(tmp_path).values()
     assert step["policy/rollout_logprob_gap"] < 1e-4 and step["optim/grad_norm"] > 0 and step["tool/calls"] > 0
