@@ -112,11 +112,12 @@ def vision(tmp_path_factory):
 def test_three_turns_with_two_figures(vision, workers):
     """What the engine is asked is what is trained on, and each figure stands, and is named, where it belongs."""
     tokenizer = build_tokenizer()
-    originals = [Media.open("image", [picture(*size)], LIMITS) for size in ((400, 300), (200, 100))]
-    figures = "for part in (image_clue_0.crop((0, 0, 100, 100)), image_clue_1):\n    plt.imshow(part)\n    plt.show()"
+    originals = [Media.open("image", [picture(*size)], LIMITS) for size in ((400, 300), (300, 200))]
+    figures = "for side, part in ((1, image_clue_0.crop((0, 0, 100, 100))), (2, image_clue_1)):\n"
+    figures += "    plt.figure(figsize=(2, side))\n    plt.imshow(part)\n    plt.show()\n"
     script = [
         say("print(image_clue_0.size, image_clue_1.size, '<image>', '<|im_' + 'end|>')"),
-        say(figures + "\nprint('<image>', '<|image_' + 'pad|>')"),
+        say(figures + "print('<image>', '<|image_' + 'pad|>')"),
         say("print(image_clue_2.size, image_clue_3.size)"),
         "<answer>\n\\boxed{3}\n</answer>",
     ]
@@ -125,7 +126,7 @@ def test_three_turns_with_two_figures(vision, workers):
     )
     assert (episode.finish_reason, episode.turns, len(episode.media)) == ("stop", 4, 4)
     sizes = [decode(medium.frames[0]).size for medium in episode.media]
-    assert sizes == [(400, 300), (200, 100), (640, 480), (640, 480)]
+    assert sizes == [(400, 300), (300, 200), (200, 100), (200, 200)]
 
     def between(text: str, media: list) -> list[int]:
         rendered = (
@@ -135,9 +136,9 @@ def test_three_turns_with_two_figures(vision, workers):
 
     pads = [f"<image_clue_{k}><|vision_start|><|image_pad|><|vision_end|></image_clue_{k}>" for k in (2, 3)]
     observations = [
-        between("\nText Result:\n(400, 300) (200, 100) <image> < |im_end|>", []),
+        between("\nText Result:\n(400, 300) (300, 200) <image> < |im_end|>", []),
         between("Text Result:\n<image> < |image_pad|>\nImage Result:\n" + "".join(pads), episode.media[2:]),
-        between("\nText Result:\n(640, 480) (640, 480)", []),
+        between("\nText Result:\n(200, 100) (200, 200)", []),
         [],
     ]
     expected, mask = [], []
