@@ -103,7 +103,7 @@ def exported(options, whole, tmp_path_factory):
     return folder
 
 
-def test_the_export_of_a_checkpoint_of_two_ranks_is_the_runs_model(whole, exported):
+def test_the_export_of_a_model_that_sees_is_the_runs_model(whole, exported):
     same_files(exported, whole / "model")
 
 
