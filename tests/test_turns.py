@@ -15,6 +15,7 @@ from common.engine.books import Completion, Sampling
 from common.engine.hf import HuggingFaceEngine
 from common.engine.vllm import VllmEngine
 from common.episodes import FINISH_REASONS, Episode, Row, request_seed, sample_episodes
+from common.metrics import rollout_means
 from common.packing import TokenIndex, pack
 from common.pictures import Media, PixelLimits
 from common.tools import ToolWorkers
@@ -318,6 +319,8 @@ def test_a_sampled_placeholder_ends_the_trajectory_before_it(forbidden, folder, 
     assert len(episode.response_ids) == len(episode.loss_mask) == len(episode.logprobs)
     ids = episode.prompt_ids + episode.response_ids
     assert vision.collapse(ids, episode.media).count(vision.placeholders["image"]) == 2
+    episode.rewards = {"score": 0.0}
+    assert rollout_means([episode], {}).reduce()["rollout/vision_token"] == 1.0
 
 
 @pytest.mark.parametrize("seen", [[1, 2], [1, 2, 2]])
