@@ -9,8 +9,9 @@ import pytest
 from helpers import deadline
 from PIL import Image
 from test_turns import LIMITS, row, run
-from vl import build_tokenizer, picture, write_tiny_vl
+from vl import build_tokenizer, picture, reference_positions, write_tiny_vl
 
+from common.packing import TokenIndex, pack
 from common.pictures import Media, decode
 from common.tools.python import PythonWorkers
 from common.tools.trajectories import Turns
@@ -109,21 +110,23 @@ def vision(tmp_path_factory):
 
 
 def test_three_turns_with_two_figures(vision, workers):
-    """Spec 9 G.1: what the engine is asked is what is trained on, and each figure stands where it belongs."""
+    """What the engine is asked is what is trained on, and each figure stands, and is named, where it belongs."""
     tokenizer = build_tokenizer()
-    original = Media.open("image", [picture(400, 300)], LIMITS)
-    figures = "for part in (image_clue_0.crop((0, 0, 100, 100)), image_clue_0):\n    plt.imshow(part)\n    plt.show()"
+    originals = [Media.open("image", [picture(*size)], LIMITS) for size in ((400, 300), (300, 200))]
+    figures = "for side, part in ((1, image_clue_0.crop((0, 0, 100, 100))), (2, image_clue_1)):\n"
+    figures += "    plt.figure(figsize=(2, side))\n    plt.imshow(part)\n    plt.show()\n"
     script = [
-        say("print(image_clue_0.size, '<image>', '<|im_' + 'end|>')"),
-        say(figures),
-        say("print(image_clue_2.size)"),
+        say("print(image_clue_0.size, image_clue_1.size, '<image>', '<|im_' + 'end|>')"),
+        say(figures + "print('<image>', '<|image_' + 'pad|>')"),
+        say("print(image_clue_2.size, image_clue_3.size)"),
         "<answer>\n\\boxed{3}\n</answer>",
     ]
     (episode,), engine = run(
-        [script], Turns(tokenizer, workers, vision), row(tokenizer, vision, [original], ["python"])
+        [script], Turns(tokenizer, workers, vision), row(tokenizer, vision, originals, ["python"])
     )
-    assert (episode.finish_reason, episode.turns, len(episode.media)) == ("stop", 4, 3)
-    assert [decode(medium.frames[0]).size for medium in episode.media] == [(400, 300), (640, 480), (640, 480)]
+    assert (episode.finish_reason, episode.turns, len(episode.media)) == ("stop", 4, 4)
+    sizes = [decode(medium.frames[0]).size for medium in episode.media]
+    assert sizes == [(400, 300), (300, 200), (200, 100), (200, 200)]
 
     def between(text: str, media: list) -> list[int]:
         rendered = (
@@ -131,11 +134,11 @@ def test_three_turns_with_two_figures(vision, workers):
         )
         return vision.expand(tokenizer.encode(f"{rendered}\n<|im_start|>assistant\n", add_special_tokens=False), media)
 
-    pads = [f"<image_clue_{k}><|vision_start|><|image_pad|><|vision_end|></image_clue_{k}>" for k in (1, 2)]
+    pads = [f"<image_clue_{k}><|vision_start|><|image_pad|><|vision_end|></image_clue_{k}>" for k in (2, 3)]
     observations = [
-        between("\nText Result:\n(400, 300) <image> < |im_end|>", []),
-        between("Text Result:\n\nImage Result:\n" + "".join(pads), episode.media[1:]),
-        between("\nText Result:\n(640, 480)", []),
+        between("\nText Result:\n(400, 300) (300, 200) <image> < |im_end|>", []),
+        between("Text Result:\n<image> < |image_pad|>\nImage Result:\n" + "".join(pads), episode.media[2:]),
+        between("\nText Result:\n(200, 100) (200, 200)", []),
         [],
     ]
     expected, mask = [], []
@@ -145,9 +148,16 @@ def test_three_turns_with_two_figures(vision, workers):
         mask += [1] * len(ids) + [0] * len(observation)
     assert episode.response_ids == expected and episode.loss_mask == mask
     whole = [*episode.prompt_ids, *expected]
-    assert all(asked[1] == whole[: len(asked[1])] for asked in engine.asked)
-    pads = whole.count(vision.placeholders["image"])
-    assert pads == sum(medium.num_tokens for medium in episode.media)
+    image = vision.placeholders["image"]
+    for _, asked, _, _, media in engine.asked:
+        short = vision.collapse(asked, media)  # what vLLM gets: it expands by itself
+        assert short.count(image) == len(media) and vision.expand(short, media) == asked == whole[: len(asked)]
+    assert whole.count(image) == sum(rows * columns // 4 for _, rows, columns in (m.grid for m in episode.media))
+
+    (batch,) = pack([episode], [0], TokenIndex([episode]), budget=10_000, vision=vision)
+    assert batch.targets.tolist() == [token for token, sampled in zip(expected, mask) if sampled]
+    positions = batch.position_ids[:, 0].tolist()
+    assert positions == [[*range(len(whole))], *reference_positions(whole, episode.media).tolist()]
 
 
 def test_the_prompt_tells_of_the_tool_and_no_schema_does(workers):
