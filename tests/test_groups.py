@@ -126,7 +126,7 @@ def test_as_many_calls_of_all_make_no_group_unequal(world, bonus, kept):
     rollouts = rollouts_of(
         world, groups=lambda prompt: [e for n in calls[prompt] for e in group(prompt, [1.0], [call(acted=True)] * n)]
     )
-    args = make_args(grpo, oversample=3.0, prompts_per_step=1, tool_bonus=bonus)
+    args = make_args(grpo, oversample=1.5, prompts_per_step=2, tool_bonus=bonus)
     sampled, episodes = grpo.collect_groups(rollouts, args, 0, Stopwatch())
     assert [(e.prompt_index, e.rewards["score"]) for e in episodes] == kept and len(sampled) == 6
 

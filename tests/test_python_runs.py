@@ -26,10 +26,15 @@ STEPS = ["--total-steps", 3, "--deterministic", "--dump-rollouts-every", 1, "--s
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def printed(tmp_path_factory):
+    """What the run of `whole` prints."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
-    run_script("grpo.py", *POLICY, *SIZES, *GROUPS, *STEPS, "--output-dir", folder, ranks=2)
-    return folder
+    return folder, run_script("grpo.py", *POLICY, *SIZES, *GROUPS, *STEPS, "--output-dir", folder, ranks=2)
+
+
+@pytest.fixture(scope="module")
+def whole(printed):
+    return printed[0]
 
 
 def data_of(run) -> list:
