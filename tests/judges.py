@@ -19,7 +19,7 @@ class Server(ThreadingHTTPServer):
 
 class LocalJudge:
     """Says 1 where both answers are the same; `behave(number, answer)` may return another reply: a text, a status
-    code, seconds to hang, or None."""
+    code, whose message repeats the key, seconds to hang, or None."""
 
     def __init__(self, behave=lambda number, answer: None, port: int = 0):
         self.behave, self.asked, self.requests, self.lock = behave, [], [], threading.Lock()
@@ -61,7 +61,7 @@ class LocalJudge:
                     time.sleep(said)
                     return
                 if isinstance(said, int):
-                    self.send({"error": {"message": "as the test wants it"}}, said)
+                    self.send({"error": {"message": f"as the test wants it for {headers['authorization']}"}}, said)
                     return
                 same = truth == answer or (truth, answer) in SYNONYMS
                 reply = f"Judgement: {same:d}" if said is None else said

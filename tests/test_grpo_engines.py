@@ -2,9 +2,10 @@
 
 import json
 
+import pyarrow.parquet as pq
 import pytest
 import torch
-from helpers import LITTLE_CACHE, ROOT, run_script, steps_of
+from helpers import LITTLE_CACHE, ROOT, metrics_of, relative_l2, run_script, steps_of
 from safetensors.torch import load_file
 from vl import write_random, write_tied_llama
 
@@ -25,8 +26,6 @@ def test_export_scores_the_same_in_vllm_and_transformers(tmp_path):
         folder = tmp_path / engine
         again = ["--eval-only", "--model", tmp_path / "run" / "model", "--eval-data", data, "--engine", engine]
         run_script("grpo.py", *again, *options, "--output-dir", folder)
-        import pyarrow.parquet as pq
-
         samples = pq.read_table(folder / "eval_samples.parquet").to_pylist()
         assert sum(s["correct"] for s in samples) / len(samples) == trained, engine
 
@@ -106,6 +105,30 @@ def test_ranks_and_strategies_take_the_same_first_step(tmp_path):
             assert record[metric] == pytest.approx(records["one rank"][metric], rel=1e-4, abs=1e-6), (name, metric)
         assert record["policy/rollout_logprob_gap"] < 1e-4 and record["optim/grad_norm"] > 0
         assert record["policy/clip_fraction"] == record["policy/approx_kl"] == 0  # the ratio is exactly 1
+
+
+@pytest.mark.parametrize("first, then", [(2, 0), pytest.param(0, 2, marks=pytest.mark.slow)])
+def test_a_run_goes_on_on_another_number_of_ranks(first, then, tmp_path):
+    """Its last step, again from the checkpoint before it: the same rows, and Adam still has its moments."""
+    options = [*SMALL, "--dtype", "fp32", "--engine", "hf", "--total-steps", 3, "--eval-rows", 2, "--eval-every", 0]
+    options += ["--save-every", 1, "--keep-checkpoints", 3, "--dump-rollouts-every", 1, "--no-eval-before"]
+    options += ["--learning-rate", 1e-3, "--max-response-tokens", 64]
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    run_script("grpo.py", *options, "--output-dir", whole, ranks=first)
+    before = whole / "checkpoints" / "step_000002"
+    run_script("grpo.py", *options, "--resume", before, "--output-dir", resumed, ranks=then)
+
+    (event,) = [record for record in metrics_of(resumed) if record.get("event") == "resumed"]
+    assert event["step"] == 2 and sorted(steps_of(resumed)) == [3]
+    expected, record = (steps_of(folder)[3] for folder in (whole, resumed))
+    for metric in ("data/epoch", "reward/mean", "policy/loss", "policy/entropy", "optim/grad_norm", "optim/lr"):
+        assert record[metric] == pytest.approx(expected[metric], rel=1e-4, abs=1e-6), metric
+    assert expected["optim/grad_norm"] > 0
+    dumps = [pq.read_table(folder / "rollouts" / "step_000003.parquet").to_pylist() for folder in (whole, resumed)]
+    rows = [{row["prompt_index"]: row["row"] for row in dump} for dump in dumps]
+    assert rows[0] == rows[1] and len(rows[0]) == 6
+    weights = [load_file(folder / "model" / "model.safetensors") for folder in (resumed, whole)]
+    assert relative_l2(*([tensors[name] for name in sorted(tensors)] for tensors in weights)) < 1e-5
 
 
 def test_fp16_with_an_overflow_on_one_rank_skips_the_step_on_both(tmp_path):

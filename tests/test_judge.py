@@ -10,6 +10,7 @@ import re
 import socket
 import threading
 import time
+from base64 import b64encode
 from types import SimpleNamespace
 
 import pytest
@@ -27,6 +28,9 @@ from common.rewards.judge_prompt import EXAMPLES, Case, messages, verdict_of
 from common.rewards.judging import bounded, open_judge, saved_at_outage
 
 VARIABLES = ("JUDGE_URLS", "JUDGE_MODEL", "JUDGE_API_KEY")
+KEY, PASSWORD = "sk-1234-5678", "pass@word"
+BASIC = b64encode(f"me:{PASSWORD}".encode()).decode()
+SECRETS = (KEY, PASSWORD, "pass%40word", BASIC)
 
 
 @pytest.fixture(autouse=True)
@@ -95,6 +99,10 @@ def dead_url() -> str:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         return f"http://127.0.0.1:{closed.getsockname()[1]}/v1"
+
+
+def with_password(url: str) -> str:
+    return url.replace("://", "://me:pass%40word@")
 
 
 # --- what is asked, and what a reply says -------------------------------------------------------------------------
@@ -226,6 +234,39 @@ def test_a_server_is_asked_for_its_model_and_given_the_key(serve, client):
     client(server, model="mine", api_key="secret").settle(cases("1"))
     assert [request["model"] for request, _ in server.requests] == ["judge-of-tests", "mine"]
     assert [headers["authorization"] for _, headers in server.requests] == ["Bearer EMPTY", "Bearer secret"]
+
+
+@pytest.mark.parametrize(
+    "user, key, sent",
+    [
+        ("", KEY, f"Bearer {KEY}"),
+        ("me:pass%40word@", "EMPTY", f"Basic {BASIC}"),
+        (f"{KEY}@", "EMPTY", f"Basic {b64encode(f'{KEY}:'.encode()).decode()}"),
+        ("", f"sk\n{KEY}", None),  # no header: it is not sent, and the error shows what it should have been
+    ],
+)
+def test_key_and_password_are_not_shown(serve, client, user, key, sent):
+    """The server repeats in its errors what it is sent."""
+    server, lines = serve(lambda number, answer: 401), []
+    judge = client(
+        server.url.replace("://", f"://{user}"), model="m", api_key=key, patience_s=0.3, notice=lines.append
+    )
+    with pytest.raises(JudgeUnavailable) as refusal:
+        judge.probe()
+    with pytest.raises(JudgeUnavailable) as outage:
+        judge.settle(FOUR)
+    assert {headers["authorization"] for _, headers in server.requests} == ({sent} if sent else set())
+    assert judge.name == server.url
+    for told in (str(refusal.value), str(outage.value), judge.trouble, *lines):
+        assert "***" in told and server.url in told
+        assert not any(secret in told for secret in (*SECRETS, *(sent or "").split()[1:]))
+
+
+def test_a_secret_is_not_shown_where_a_long_text_is_cut(serve, client):
+    judge = client(serve(lambda number, answer: 401), api_key="x" * 1000, model="m")
+    with pytest.raises(JudgeUnavailable, match=r"\*\*\*") as refusal:
+        judge.probe()
+    assert "xx" not in str(refusal.value)
 
 
 def test_so_many_requests_are_under_way_at_once(serve, client):
@@ -372,12 +413,31 @@ def test_the_probe_refuses_a_judge_by_name(serve, monkeypatch):
     close(opened(monkeypatch, serve().url))
 
 
+def test_the_probe_shows_no_secret(serve, monkeypatch, capsys):
+    monkeypatch.setenv("JUDGE_API_KEY", f" {KEY}\n")  # as of a file
+    for reply in (401, 400, f"You are {KEY}."):
+        server = serve(lambda number, answer, reply=reply: reply)
+        with pytest.raises((SystemExit, ValueError)) as error:
+            opened(monkeypatch, server.url)
+        said = str(error.value) + capsys.readouterr().err
+        assert "***" in said and server.url in said and KEY not in said
+        assert server.requests[0][1]["authorization"] == f"Bearer {KEY}"
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["node7:18901", "ftp://node7/v1", "http:///v1", "https://", "http://[::1/v1", "http://h:99999/v1"]
+    + [f"ftp://{KEY}@h/v1", f"http://me:pa,{KEY}@h/v1", f"http://me:{KEY}", f"http://me:12/{KEY}@h/v1"],
+)
+def test_what_is_no_address_is_refused_and_not_shown(monkeypatch, url):
+    with pytest.raises(ValueError, match=r"JUDGE_URLS: number 2 of [23] is no http://HOST:PORT/v1") as error:
+        opened(monkeypatch, f"http://node7:18901/v1,{url}")
+    assert "node7" not in str(error.value) and KEY not in str(error.value)
+
+
 def test_no_judge_at_the_start(serve, monkeypatch, capsys):
     with pytest.raises(ValueError, match="set JUDGE_URLS"):
         opened(monkeypatch, " , ")
-    for url in ("node7:18901", "ftp://node7/v1", "http:///v1", "https://"):
-        with pytest.raises(ValueError, match=r"JUDGE_URLS: .* is no http://HOST:PORT/v1"):
-            opened(monkeypatch, url)
     dead = dead_url()
     with pytest.raises(SystemExit) as stop:
         opened(monkeypatch, dead)
@@ -491,13 +551,17 @@ def test_an_outage_ends_a_run_which_a_resume_repeats_exactly(tmp_path, serve, ra
         return 500 if recorded or (not step and set(tired.asked) - {"red", "blue"}) else None
 
     metrics, tired = folder / "metrics.jsonl", serve(after_the_step)
-    ended = run_script("grpo.py", *command, ranks=ranks, env={"JUDGE_URLS": tired.url}, check=False)
+    environment = {"JUDGE_URLS": with_password(tired.url), "JUDGE_API_KEY": KEY}
+    ended = run_script("grpo.py", *command, ranks=ranks, env=environment, check=False)
     assert ended.returncode == (75 if not ranks else 1), ended.stderr[-2000:]
     (saved,) = (folder / "checkpoints").glob("step_*")
     assert saved.name == f"step_{step:06d}"
     assert f"judge: no answer from {tired.url} for 0.0" in ended.stderr
     assert f"as it was before step {step + 1}, which a resume repeats" in ended.stderr
     assert step == 0 or list(steps_of(folder)) == [1]
+    written = [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
+    for told in (ended.stdout.encode(), ended.stderr.encode(), *written):
+        assert not any(secret.encode() in told for secret in SECRETS)
     assert json.loads((saved / "trainer.json").read_text())["loader"]["consumed"] == 4 * step
 
     run_script("grpo.py", *command, ranks=ranks, env={"JUDGE_URLS": serve().url})

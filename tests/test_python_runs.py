@@ -1,6 +1,7 @@
 """grpo.py with programs of the embedded policy that writes them: real ranks, real vLLM, real sandboxes."""
 
 import json
+import re
 
 import pyarrow.parquet as pq
 import pytest
@@ -26,10 +27,37 @@ STEPS = ["--total-steps", 3, "--deterministic", "--dump-rollouts-every", 1, "--s
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def printed(tmp_path_factory):
+    """What the run of `whole` prints."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
-    run_script("grpo.py", *POLICY, *SIZES, *GROUPS, *STEPS, "--output-dir", folder, ranks=2)
-    return folder
+    return folder, run_script("grpo.py", *POLICY, *SIZES, *GROUPS, *STEPS, "--output-dir", folder, ranks=2)
+
+
+@pytest.fixture(scope="module")
+def whole(printed):
+    return printed[0]
+
+
+SAMPLE = re.compile(r"^--- step .*?(?=^step )", re.MULTILINE | re.DOTALL)
+OURS = ("memory of a rank", "grpo.py: ", "2048 prompts; ", "step ", "done: ")
+
+
+def test_nothing_but_ours_is_printed(printed):
+    folder, done = printed
+    lines = SAMPLE.sub("", done.stdout).splitlines()
+    assert [line for line in lines if not line.startswith((*OURS, f"{folder}/data/"))] == [] and done.stderr == ""
+    assert len(lines) >= 10 and lines[-1].startswith("done: ")
+
+
+def test_an_evaluation_runs_programs_and_pays_no_bonus(whole):
+    """After three steps the policy looks before it answers."""
+    for step in (0, 3):
+        record = steps_of(whole)[step]
+        assert record["eval/reward"] == record["eval/accuracy"]
+        samples = pq.read_table(whole / f"eval/step_{step:06d}.parquet").to_pylist()
+        assert len(samples) == 4 and {sample["score"] for sample in samples} <= {0.0, 1.0}
+    assert any(sample["calls"] > sample["call_errors"] and sample["correct"] for sample in samples)
+    assert "image_clue_1" in " ".join(sample["completion"] for sample in samples)
 
 
 def data_of(run) -> list:

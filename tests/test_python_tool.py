@@ -2,6 +2,7 @@
 
 import io
 import time
+from types import SimpleNamespace
 
 import av
 import numpy as np
@@ -9,10 +10,14 @@ import pytest
 from helpers import deadline
 from PIL import Image
 from test_turns import LIMITS, row, run
-from vl import build_tokenizer, picture, write_tiny_vl
+from vl import build_tokenizer, picture, reference_positions, write_tiny_vl
 
+from common.packing import TokenIndex, pack
 from common.pictures import Media, decode
+from common.rewards import make_scorer, score_episodes
+from common.tools import sandbox
 from common.tools.python import PythonWorkers
+from common.tools.sandbox import Sandbox
 from common.tools.trajectories import Turns
 from common.tools.turns import Call, Code
 from common.vision import load_vision
@@ -109,21 +114,23 @@ def vision(tmp_path_factory):
 
 
 def test_three_turns_with_two_figures(vision, workers):
-    """Spec 9 G.1: what the engine is asked is what is trained on, and each figure stands where it belongs."""
+    """What the engine is asked is what is trained on, and each figure stands, and is named, where it belongs."""
     tokenizer = build_tokenizer()
-    original = Media.open("image", [picture(400, 300)], LIMITS)
-    figures = "for part in (image_clue_0.crop((0, 0, 100, 100)), image_clue_0):\n    plt.imshow(part)\n    plt.show()"
+    originals = [Media.open("image", [picture(*size)], LIMITS) for size in ((400, 300), (300, 200))]
+    figures = "for side, part in ((1, image_clue_0.crop((0, 0, 100, 100))), (2, image_clue_1)):\n"
+    figures += "    plt.figure(figsize=(2, side))\n    plt.imshow(part)\n    plt.show()\n"
     script = [
-        say("print(image_clue_0.size, '<image>', '<|im_' + 'end|>')"),
-        say(figures),
-        say("print(image_clue_2.size)"),
+        say("print(image_clue_0.size, image_clue_1.size, '<image>', '<|im_' + 'end|>')"),
+        say(figures + "print('<image>', '<|image_' + 'pad|>')"),
+        say("print(image_clue_2.size, image_clue_3.size)"),
         "<answer>\n\\boxed{3}\n</answer>",
     ]
     (episode,), engine = run(
-        [script], Turns(tokenizer, workers, vision), row(tokenizer, vision, [original], ["python"])
+        [script], Turns(tokenizer, workers, vision), row(tokenizer, vision, originals, ["python"])
     )
-    assert (episode.finish_reason, episode.turns, len(episode.media)) == ("stop", 4, 3)
-    assert [decode(medium.frames[0]).size for medium in episode.media] == [(400, 300), (640, 480), (640, 480)]
+    assert (episode.finish_reason, episode.turns, len(episode.media)) == ("stop", 4, 4)
+    sizes = [decode(medium.frames[0]).size for medium in episode.media]
+    assert sizes == [(400, 300), (300, 200), (200, 100), (200, 200)]
 
     def between(text: str, media: list) -> list[int]:
         rendered = (
@@ -131,11 +138,11 @@ def test_three_turns_with_two_figures(vision, workers):
         )
         return vision.expand(tokenizer.encode(f"{rendered}\n<|im_start|>assistant\n", add_special_tokens=False), media)
 
-    pads = [f"<image_clue_{k}><|vision_start|><|image_pad|><|vision_end|></image_clue_{k}>" for k in (1, 2)]
+    pads = [f"<image_clue_{k}><|vision_start|><|image_pad|><|vision_end|></image_clue_{k}>" for k in (2, 3)]
     observations = [
-        between("\nText Result:\n(400, 300) <image> < |im_end|>", []),
-        between("Text Result:\n\nImage Result:\n" + "".join(pads), episode.media[1:]),
-        between("\nText Result:\n(640, 480)", []),
+        between("\nText Result:\n(400, 300) (300, 200) <image> < |im_end|>", []),
+        between("Text Result:\n<image> < |image_pad|>\nImage Result:\n" + "".join(pads), episode.media[2:]),
+        between("\nText Result:\n(200, 100) (200, 200)", []),
         [],
     ]
     expected, mask = [], []
@@ -145,9 +152,41 @@ def test_three_turns_with_two_figures(vision, workers):
         mask += [1] * len(ids) + [0] * len(observation)
     assert episode.response_ids == expected and episode.loss_mask == mask
     whole = [*episode.prompt_ids, *expected]
-    assert all(asked[1] == whole[: len(asked[1])] for asked in engine.asked)
-    pads = whole.count(vision.placeholders["image"])
-    assert pads == sum(medium.num_tokens for medium in episode.media)
+    image = vision.placeholders["image"]
+    for _, asked, _, _, media in engine.asked:
+        short = vision.collapse(asked, media)  # what vLLM gets: it expands by itself
+        assert short.count(image) == len(media) and vision.expand(short, media) == asked == whole[: len(asked)]
+    assert whole.count(image) == sum(rows * columns // 4 for _, rows, columns in (m.grid for m in episode.media))
+
+    (batch,) = pack([episode], [0], TokenIndex([episode]), budget=10_000, vision=vision)
+    assert batch.targets.tolist() == [token for token, sampled in zip(expected, mask) if sampled]
+    positions = batch.position_ids[:, 0].tolist()
+    assert positions == [[*range(len(whole))], *reference_positions(whole, episode.media).tolist()]
+
+
+@pytest.mark.parametrize(
+    "most, ending, score", [(0, ("max_tool_errors", 1), 0.0), (1, ("stop", 3), 1.0), (4, ("stop", 3), 1.0)]
+)
+def test_errors_end_a_trajectory_or_are_told(workers, most, ending, score):
+    """--max-tool-errors 0 is the release, 4 its first version. A trajectory that ends so is wrong, not left out."""
+    tokenizer = build_tokenizer()
+    script = [say("1 / 0"), say("print('again')"), "<answer>\n\\boxed{1}\n</answer>"]
+    the_row = row(tokenizer, tools=["python"])
+    the_row.data_source = "vstar"
+    (episode,), _ = run([script], Turns(tokenizer, workers, max_tool_errors=most), the_row)
+    assert (episode.finish_reason, episode.turns) == ending and episode.calls[0]["error"]
+    told = [token for token, sampled in zip(episode.response_ids, episode.loss_mask) if not sampled]
+    assert ("Execution error: ZeroDivisionError: division by zero (line 1)" in tokenizer.decode(told)) == (most > 0)
+    assert bool(told) == (most > 0) and episode.loss_mask[-1] == 1
+    score_episodes([episode], {0: the_row}, SimpleNamespace(score=lambda jobs: map(make_scorer(""), jobs)), tokenizer)
+    assert episode.rewards["score"] == score
+
+
+def test_all_errors_of_a_trajectory_count_not_those_in_a_row(workers):
+    tokenizer = build_tokenizer()
+    script = [say("1 / 0"), say("print(1)"), say("1 / 0"), "so"]
+    (episode,), _ = run([script], Turns(tokenizer, workers, max_tool_errors=1), row(tokenizer, tools=["python"]))
+    assert (episode.finish_reason, episode.turns) == ("max_tool_errors", 3)
 
 
 def test_the_prompt_tells_of_the_tool_and_no_schema_does(workers):
@@ -233,6 +272,45 @@ def test_a_trajectory_keeps_its_interpreter_while_others_work():
         assert len(pool.sandboxes) == 3
     finally:
         pool.close()
+
+
+def test_programs_run_at_the_same_time(workers):
+    """Each tells when it began and ended, by the machine's clock."""
+    both = [Trajectory(workers), Trajectory(workers)]
+    code = "import time\nstart = time.monotonic()\ntime.sleep(1)\nprint(start, time.monotonic())"
+
+    def overlap() -> bool:
+        times = {}
+        for trajectory in both:
+            trajectory.ask(code)
+        while len(times) < 2:
+            for key, reply in workers.poll(1.0):
+                (trajectory,) = [t for t in both if t.key == key]
+                times[key] = [float(second) for second in trajectory.got(reply).text.split()]
+        (first, first_end), (second, second_end) = times.values()
+        return max(first, second) < min(first_end, second_end)
+
+    with deadline(60):  # the second sandbox may still have to start
+        while not overlap():
+            pass
+
+
+def test_pictures_are_sent_once_while_the_interpreter_lives(workers, monkeypatch):
+    """And encoded only then. Whoever comes back to another interpreter gets them again."""
+    sent, encoded = [], []
+    send, encode = Sandbox.send, sandbox.b64encode
+    monkeypatch.setattr(Sandbox, "send", lambda *given: sent.append(len(given[-1])) or send(*given))
+    monkeypatch.setattr(sandbox, "b64encode", lambda data: encoded.append(len(data)) or encode(data))
+    pictures = [picture(90, 70), picture(30, 40)]
+    trajectory = Trajectory(workers, pictures)
+    for _ in range(3):
+        assert trajectory("print(image_clue_0.size, image_clue_1.size)").text == "(90, 70) (30, 40)"
+    assert sent == [2, 0, 0] and encoded == list(map(len, pictures))
+    while any(box.trajectory == workers.numbers[trajectory.key] for box in workers.sandboxes):
+        Trajectory(workers)("print(1)")
+    del sent[:], encoded[:]
+    assert trajectory("print(image_clue_1.size)").text == "(30, 40)"
+    assert sent == [2] and encoded == list(map(len, pictures))
 
 
 def test_trajectories_do_not_see_each_other(workers):
@@ -321,29 +399,33 @@ def test_long_output_keeps_its_ends(workers):
     assert len(text) < 4096
 
 
+AS_DRAWN = (640, 480)  # matplotlib's, where nothing else is asked for
+
+
 @pytest.mark.parametrize(
-    "code, figures, told",
+    "code, sizes, told",
     [
-        ("plt.plot([1]); plt.show()", 1, ""),
-        ("plt.figure(); plt.figure(); plt.show(block=True)", 2, ""),
-        ("f = plt.figure(); f.show()", 1, ""),
-        ("plt.plot([1])", 0, ""),
-        ("for _ in range(9): plt.figure()\nplt.show()", 8, "at most 8 figures"),
-        ("plt.figure(figsize=(100, 100)); plt.show()", 0, "10000 x 10000 pixels"),
-        ("plt.figure(figsize=(100, 0.3)); plt.show()", 0, "10000 x 30 pixels"),
-        ("plt.rcParams['savefig.dpi'] = 2000; plt.figure(); plt.show()", 1, ""),
+        ("plt.plot([1]); plt.show()", [AS_DRAWN], ""),
+        ("plt.figure(); plt.figure(figsize=(3, 2)); plt.show(block=True)", [AS_DRAWN, (300, 200)], ""),
+        ("f = plt.figure(dpi=50); f.show()", [(320, 240)], ""),
+        ("plt.plot([1])", [], ""),
+        ("for _ in range(9): plt.figure()\nplt.show()", [AS_DRAWN] * 8, "at most 8 figures"),
+        ("plt.figure(figsize=(100, 100)); plt.show()", [], "10000 x 10000 pixels"),
+        ("plt.figure(figsize=(100, 0.3)); plt.show()", [], "10000 x 30 pixels"),
+        ("plt.rcParams['savefig.dpi'] = 2000; plt.figure(); plt.show()", [AS_DRAWN], ""),
         (
             "plt.rcParams.update({'savefig.bbox': 'tight', 'savefig.pad_inches': 20})\nplt.plot(1); plt.show()",
-            0,
+            [],
             " x ",
         ),
     ],
 )
-def test_figures(workers, code, figures, told):
+def test_figures(workers, code, sizes, told):
+    """They have the size that the program gives them, whatever the picture has that is drawn in them."""
     reply = Trajectory(workers)(code)
-    assert len(reply.images) == figures and told in reply.text and reply.error == bool(told)
-    for png in reply.images:
-        assert Image.open(io.BytesIO(png)).format == "PNG"
+    figures = [Image.open(io.BytesIO(png)) for png in reply.images]
+    assert [figure.size for figure in figures] == sizes and {figure.format for figure in figures} <= {"PNG"}
+    assert told in reply.text and reply.error == bool(told)
 
 
 @pytest.mark.parametrize(
@@ -377,7 +459,9 @@ def test_a_video_file_is_read_frame_by_frame(workers):
 
 
 @pytest.mark.parametrize(
-    "given", [{"seed": 3}, {"image_hint_0": {"kind": "image"}}, {"x": {"kind": "image", "frames": 3}}]
+    "given",
+    [{"seed": 3}, {"image_hint_0": {"kind": "image"}}, {"x": {"kind": "image", "frames": 3}}]
+    + [{"x": {"kind": "image", "frames": ["a text"]}}, {"x": {"kind": "video", "frames": [b""], "fps": 10**400}}],
 )
 def test_what_a_row_gives_and_is_no_picture_costs_its_sample(workers, given):
     reply = Trajectory(workers, **given)("print(1)")
@@ -386,7 +470,7 @@ def test_what_a_row_gives_and_is_no_picture_costs_its_sample(workers, given):
 
 def test_pictures_have_their_names(workers):
     """Those of the prompt at full resolution, what it does not show by other names, and figures as they come."""
-    hint = {"kind": "image", "frames": [picture(70, 50)]}
+    hint = {"kind": "image", "frames": [picture(70, 50)], "source": b"what no JSON can hold"}
     video = {"kind": "video", "frames": [picture(60, 40, seed) for seed in range(3)], "fps": 2.0}
     trajectory = Trajectory(workers, [picture(900, 700), picture(30, 40, 1)], image_hint_0=hint, video_clue_0=video)
     assert (

@@ -3,6 +3,8 @@
 import json
 import re
 import sys
+import weakref
+from copy import deepcopy
 
 import numpy as np
 import pyarrow as pa
@@ -132,6 +134,29 @@ def test_pictures_that_the_prompt_does_not_show_go_to_the_interpreter(media, vis
     with pytest.raises(ValueError, match="tools_kwargs names python, which --tools does not offer"):
         load(media, vision, tools={"other": PYTHON["python"]})
     assert "no --tools are given" in unheeded(data.record(1), {})
+
+
+@pytest.mark.parametrize("file", ["out.parquet", "rows.json"])
+def test_a_row_can_be_read_again(media, vision, file):
+    """Unchanged, whatever was done to what was read before; nothing of that is kept."""
+    prepare(media, [published(), published("pyvision_gym_wo_image_hint")])
+    data = load(media, vision, file=file)
+
+    def contents(row) -> list:
+        return [row.prompt, row.prompt_ids, row.tools, row.extra_info, [m.pixels.tolist() for m in row.media]]
+
+    for i in range(2):
+        record, row = deepcopy(data.record(i)), data[i]
+        expected = deepcopy(contents(row))
+        for part in (row.prompt, row.prompt_ids, row.tools["python"], row.extra_info, row.media):
+            part.clear()
+        data.record(i)["extra_info"].clear()
+        assert contents(data[i]) == expected != contents(row) and data.record(i) == record
+    (shown,), (again,) = data[0].media, data[0].media
+    assert shown is not again
+    held = weakref.ref(shown)
+    del shown
+    assert held() is None
 
 
 def test_the_same_rows_are_read_directly(media, vision):

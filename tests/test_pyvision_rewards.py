@@ -12,6 +12,7 @@ import pytest
 from common.rewards import asks_judge, is_correct, needs_judge, reward_function, score_response
 from common.rewards.judge_prompt import EXAMPLES
 from common.rewards.pyvision import FAMILIES, LONGEST_ANSWER, final_answer, number, relative_accuracy
+from common.tools.turns import Code
 
 QUESTION = {"question": "Which one? (A) red (B) blue", "index": 3}
 
@@ -55,6 +56,9 @@ def test_which_answer_counts(text):
     assert final_answer(text) == ANSWERS[text]
     rewards = score(text, "no such thing")
     assert asks_judge(rewards) == bool(ANSWERS[text])
+    program = "\n<code>\n```python\nprint(1)\n```\n</code>"
+    if ANSWERS[text]:
+        assert Code.find_call(text + program) is None, "what is scored as an answer ends the trajectory"
     if not ANSWERS[text]:
         assert rewards == {"score": 0.0, "acc": 0.0, "pred": ""}, "and no judge is asked"
 
@@ -211,6 +215,8 @@ def test_every_source_of_the_release_has_a_scorer():
         assert not needs_judge([source]) and score(boxed("2"), "2", source=source)["score"] == 1.0
     rules = ["openai/gsm8k", "lighteval/MATH", "math_dapo", "aime24", "numina_cn", "hiyouga/geometry3k"]
     assert not needs_judge(rules)
+    said = "<think>one and one</think>\n#### 2\n" + boxed("2") + "\nAnswer: 2"
+    assert [score(said, "2", source=source)["score"] for source in rules] == [1.0] * len(rules)
     assert set(FAMILIES.values()) == set(EXAMPLES)
     with pytest.raises(ValueError, match="no built-in reward function"):
         needs_judge(["frozenlake"])

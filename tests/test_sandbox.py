@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
+from helpers import wait_until
 from test_python_tool import Trajectory
 
 from common.tools import namespaces, python, sandbox, seccomp
@@ -994,6 +996,32 @@ def test_an_exception_is_told_whatever_it_is(pool, code, told):
     assert Trajectory(pool)(code).text == f"Execution error: {told}"
 
 
+def test_memory_has_a_limit(pool):
+    """Beside what the interpreter has; the program is told, and goes on."""
+    trajectory = Trajectory(pool)
+    for code in ("x = np.ones(90_000_000)", "import mmap; x = mmap.mmap(-1, 700 * 2**20)"):
+        reply = trajectory(code)
+        assert reply.error and reply.info["ended"] and re.search("Unable to allocate|Cannot allocate", reply.text)
+    assert trajectory("print(np.ones(10_000_000).sum())").text == "10000000.0"
+
+
+def test_processor_time_has_a_limit(monkeypatch):
+    """Of all blocks of a trajectory together, if each of them is in time."""
+    inside("CPU_S = 600", "CPU_S = 1")(monkeypatch)
+    pool = PythonWorkers(1, 120.0)
+    try:
+        trajectory = Trajectory(pool)
+        assert trajectory("x = 1").info["ended"]
+        assert "the interpreter died" in trajectory("while True: x += 1").text
+        assert trajectory("print(x)").text == "1"
+    finally:
+        pool.close()
+
+
+def test_a_program_has_four_devices_and_no_gpu(pool):
+    assert Trajectory(pool)("import os\nprint(*sorted(os.listdir('/dev')))").text == "null random urandom zero"
+
+
 @pytest.mark.slow
 def test_figures_have_a_size_together():
     """Noise of 4 megapixels has about 11 MB: the third picture would make it more than the trainer takes."""
@@ -1029,6 +1057,24 @@ def test_a_server_that_hangs_gives_way_to_another(pool):
     start = time.monotonic()
     assert Trajectory(pool)("print(6 * 7)").text == "42"
     assert time.monotonic() - start < 10
+
+
+def test_a_server_that_hangs_holds_no_other_up_when_all_end(monkeypatch):
+    """Without namespaces a server is waited for; all are told to end before the first one is."""
+    monkeypatch.setattr(sandbox, "CLEAN_S", 120)
+    pool = PythonWorkers(1, 5.0, confined=False)
+    pool.sandboxes.append(pool.new())
+    hangs, ends = (box.process for box in pool.sandboxes)
+    os.kill(hangs.pid, signal.SIGSTOP)
+    closing = threading.Thread(target=pool.close)
+    closing.start()
+    try:
+        wait_until(lambda: ends.poll() is not None)
+        assert closing.is_alive() and hangs.poll() is None
+    finally:
+        os.kill(hangs.pid, signal.SIGCONT)
+        closing.join()
+    assert hangs.poll() is not None
 
 
 def test_unconfined_programs_end_with_their_trajectory_and_leave_nothing():

@@ -2,8 +2,11 @@
 
 from itertools import islice
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from test_python_tool import Trajectory
+from test_turns import run
 
 from common.data.conversations import Conversations
 from common.data.prompts import PromptData
@@ -11,7 +14,8 @@ from common.hub import load_tokenizer
 from common.pictures import PixelLimits
 from common.prepare import mosaic, tiny_vl, tiny_vl_python
 from common.rewards import reward_function, score_response
-from common.tools.python import TOOL, PythonWorkers
+from common.tools.python import PythonWorkers
+from common.tools.trajectories import Turns
 from common.tools.turns import Code
 from common.vision import load_vision
 
@@ -31,22 +35,26 @@ def vision(blank):
     return load_vision(blank, PixelLimits(**mosaic.LIMITS))
 
 
-def test_what_programs_show_in_traces_is_what_the_sandbox_shows():
-    workers, texts = PythonWorkers(1, 20.0), set()
-    try:
-        for messages, pictures in islice(tiny_vl_python.traces(5, guess=0.0), 12):
-            trajectory, left = Trajectory(workers, pictures[:1]), pictures[1:]
-            for turn, observation in zip(messages[1::2], messages[2::2]):
-                reply = trajectory(Code.find_call(turn["content"]).arguments["code"])
-                shown = len(pictures) - len(left)
-                content = Code.content(reply.text, ["<image>"] * len(reply.images), shown)
-                assert "".join(content) == observation["content"]
-                assert reply.images == left[: len(reply.images)]
-                left = left[len(reply.images) :]
-                texts.add(reply.text.partition(":")[0] if reply.error else f"{len(reply.images)} figures")
-            assert not left
-    finally:
-        workers.close()
+@pytest.fixture(scope="module")
+def workers():
+    pool = PythonWorkers(1, 20.0)
+    yield pool
+    pool.close()
+
+
+def test_what_programs_show_in_traces_is_what_the_sandbox_shows(workers):
+    texts = set()
+    for messages, pictures in islice(tiny_vl_python.traces(5, guess=0.0), 12):
+        trajectory, left = Trajectory(workers, pictures[:1]), pictures[1:]
+        for turn, observation in zip(messages[1::2], messages[2::2]):
+            reply = trajectory(Code.find_call(turn["content"]).arguments["code"])
+            shown = len(pictures) - len(left)
+            content = Code.content(reply.text, ["<image>"] * len(reply.images), shown)
+            assert "".join(content) == observation["content"]
+            assert reply.images == left[: len(reply.images)]
+            left = left[len(reply.images) :]
+            texts.add(reply.text.partition(":")[0] if reply.error else f"{len(reply.images)} figures")
+        assert not left
     assert texts == {"Execution error", "0 figures", "1 figures"}, "each kind of program is among them"
 
 
@@ -65,27 +73,31 @@ def test_traces_are_honest():
     assert all(len(messages) == 4 and len(pictures) == 2 for messages, pictures in islice(experts, 5))
 
 
-def test_rows_load_as_a_cold_start_and_as_prompts(vision, blank, tmp_path):
-    """sft.py renders what grpo.py asks and what the protocol answers: the same ids for the same turns."""
+def test_a_cold_start_is_what_reinforcement_learning_asks_and_answers(vision, blank, workers, tmp_path):
+    """The same turns: sft.py's ids, mask and pictures of a trace are those of a trajectory with the real tool."""
     tokenizer = load_tokenizer(blank)
-    tiny_vl_python.write_traces(tmp_path, 10, seed=6)
-    options = {"max_tokens": 512, "vision": vision, "media_root": tmp_path}
-    data = Conversations(str(tmp_path / "release.json"), "--train-data", tokenizer, **options)
-    protocol, turns = Code(tokenizer), 0
-    for row, (messages, _) in zip(range(len(data)), tiny_vl_python.traces(6)):
-        episode = data.episode(row)
-        trained = [token for token, mask in zip(episode.response_ids, episode.loss_mask) if mask]
-        said = [message["content"] + "<|im_end|>" for message in messages[1::2]]
-        assert tokenizer.decode(trained) == "".join(said)
-        for message in messages[2::2]:
-            text = message["content"].removesuffix("</interpreter>\n\n</tool_response>")
-            assert text.split("Text Result:\n")[1][:4] in tokenizer.decode(episode.response_ids)
-            turns += 1
-        assert protocol.tokenizer.eos_token == "<|im_end|>"
-    assert turns > 3
+    tiny_vl_python.write_traces(tmp_path, 5, seed=4)
+    traces = list(islice(tiny_vl_python.traces(4), 5))
+    options = {"vision": vision, "media_root": tmp_path}
+    taught = Conversations(str(tmp_path / "release.json"), "--train-data", tokenizer, max_tokens=2048, **options)
+    rest = {"data_source": "tiny-vl", "reward_model": {"style": "rule", "ground_truth": "0"}}
+    rows = [{"prompt": messages[:1], "images": pictures[:1], **rest} for messages, pictures in traces]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    options = {"max_prompt_tokens": 64, "vision": vision, "tools": workers.tools}
+    asked = PromptData(str(tmp_path / "rows.parquet"), tokenizer, **options)
+    turns, endings = Turns(tokenizer, workers, vision), set()
+    for i, (messages, _) in enumerate(traces):
+        expected, said = taught.episode(i), [message["content"] for message in messages[1::2]]
+        (episode,), _ = run([said], turns, asked[i])
+        for name in ("prompt_ids", "response_ids", "loss_mask"):
+            assert getattr(episode, name) == getattr(expected, name), name
+        assert [m.frames for m in episode.media] == [m.frames for m in expected.media]
+        endings.add((episode.finish_reason, bool(episode.calls), len(episode.media) > 1))
+    assert endings == {("stop", False, False), ("stop", True, False), ("stop", True, True)}
+
+
+def test_the_demos_rows_are_prompts(vision, blank, workers, tmp_path):
     tiny_vl_python.write_demo_data(tmp_path)
-    options = {"max_prompt_tokens": 64, "vision": vision, "tools": {"python": TOOL}}
-    prompts = PromptData(str(tmp_path / "eval.parquet"), tokenizer, **options)
+    options = {"max_prompt_tokens": 64, "vision": vision, "tools": workers.tools}
+    prompts = PromptData(str(tmp_path / "eval.parquet"), load_tokenizer(blank), **options)
     assert len(prompts) == mosaic.EVAL_ROWS and prompts[0].tools == {"python": {}}
-    first = prompts[0].prompt_ids
-    assert len(first) == len(data.episode(0).prompt_ids) and first[:9] == data.episode(0).prompt_ids[:9]

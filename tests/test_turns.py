@@ -7,11 +7,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from vl import QWEN, QWEN_VL, SMOLLM, build_tokenizer, picture, write_tiny_vl
+from vl import BOXES, QWEN, QWEN_VL, SMOLLM, build_tokenizer, picture, write_tiny_vl
 
 from common.data.render import render
+from common.distributed import World
 from common.engine.books import Completion, Sampling
+from common.engine.hf import HuggingFaceEngine
+from common.engine.vllm import VllmEngine
 from common.episodes import FINISH_REASONS, Episode, Row, request_seed, sample_episodes
+from common.metrics import rollout_means
 from common.packing import TokenIndex, pack
 from common.pictures import Media, PixelLimits
 from common.tools import ToolWorkers
@@ -49,8 +53,13 @@ class ScriptedEngine:
 
 
 @pytest.fixture(scope="module")
-def vision(tmp_path_factory):
-    return load_vision(str(write_tiny_vl(tmp_path_factory.mktemp("tiny-vl"))), LIMITS)
+def folder(tmp_path_factory):
+    return str(write_tiny_vl(tmp_path_factory.mktemp("tiny-vl")))
+
+
+@pytest.fixture(scope="module")
+def vision(folder):
+    return load_vision(folder, LIMITS)
 
 
 @pytest.fixture(scope="module")
@@ -282,6 +291,52 @@ def test_every_ending_has_its_reason(vision, workers):
     before_the_answer = len(whole.response_ids) - 2  # x and its end token
     assert end([call, "x"], before_the_answer) == ("length", 1), "no room for an answer: the observation is left out"
     assert end([call, "x"], before_the_answer + 1) == ("length", 2), "room for one token"
+
+
+@pytest.mark.parametrize("forbidden", ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"])
+def test_a_sampled_placeholder_ends_the_trajectory_before_it(forbidden, folder, vision, workers, monkeypatch):
+    """A real engine, whose tokens are dictated. The call that stands before the placeholder is not made."""
+    tokenizer, world = build_tokenizer(), World(0, 1, 0, torch.device("cpu"))
+    end, forbidden = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(forbidden)
+    engine = HuggingFaceEngine(folder, torch.float32, world, end_ids=[end], max_model_len=4000, vision=vision)
+    engine.books.step = 2  # of the weights, as `run` asks for
+    call = tokenizer.encode(CROP.format(BOXES[0], 1), add_special_tokens=False)
+    dictated = enumerate([*call, end, *call, forbidden, end])
+
+    def sample(*_):
+        place, token = next(dictated)
+        return torch.tensor([token]), torch.tensor([-1.0 - place])
+
+    monkeypatch.setattr("common.engine.hf.sample", sample)
+    the_row = row(tokenizer, vision, [Media.open("image", [picture(400, 300)], LIMITS)])
+    (episode,), _ = run(None, Turns(tokenizer, workers, vision), the_row, n=1, engine=engine)
+    assert next(dictated)[1] == end, "nothing is sampled after it"
+    assert (episode.finish_reason, episode.turns) == ("vision_token", 2)
+    assert len(episode.calls) == 1 and len(episode.media) == 2
+    assert episode.response_ids[-len(call) :] == call
+    assert episode.loss_mask[-len(call) - 1 :] == [0] + [1] * len(call)
+    assert episode.logprobs[-len(call) :] == [-1.0 - place for place in range(len(call) + 1, 2 * len(call) + 1)]
+    assert len(episode.response_ids) == len(episode.loss_mask) == len(episode.logprobs)
+    ids = episode.prompt_ids + episode.response_ids
+    assert vision.collapse(ids, episode.media).count(vision.placeholders["image"]) == 2
+    episode.rewards = {"score": 0.0}
+    assert rollout_means([episode], {}).reduce()["rollout/vision_token"] == 1.0
+
+
+@pytest.mark.parametrize("seen", [[1, 2], [1, 2, 2]])
+def test_what_vllm_has_sampled(vision, seen):
+    """It ends before a placeholder, too; and what vLLM made of the prompt must be what the trainer has."""
+    ids, logprobs = [5, 6, min(vision.forbidden_ids)], SimpleNamespace(logprobs=[-1.0, -2.0, -3.0])
+    output = SimpleNamespace(token_ids=ids, logprobs=logprobs, finish_reason="stop")
+    done = SimpleNamespace(request_id="3", finished=True, prompt_token_ids=seen, outputs=[output])
+    engine = VllmEngine.__new__(VllmEngine)
+    engine.llm = SimpleNamespace(llm_engine=SimpleNamespace(step=lambda: [done]))
+    engine.vision, engine.prompts = vision, {3: [1, 2]}
+    if seen == [1, 2]:
+        assert engine.step() == [(3, [Completion([5, 6], [-1.0, -2.0], "vision_token")])]
+    else:
+        with pytest.raises(RuntimeError, match="the engine has seen another prompt"):
+            engine.step()
 
 
 def test_special_tokens_that_a_call_spells_mean_nothing_in_its_error(vision, workers):

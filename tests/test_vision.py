@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import relative_l2
 from PIL import Image
-from vl import build_tokenizer, picture, write_tiny_vl
+from vl import build_tokenizer, picture, reference_positions, write_tiny_vl
 
 from common.episodes import Episode
 from common.models import load_policy
@@ -138,6 +138,15 @@ def test_a_picture_of_a_group_is_encoded_once(policy, vision, monkeypatch):
         episodes, range(len(episodes)), TokenIndex(episodes), budget=10_000, share_prompts=False, vision=vision
     )
     assert len(apart.media) == len(batch.media) and len(apart.slots) > len(batch.slots)
+
+
+def test_positions_of_images_are_those_of_transformers(vision):
+    """Whose videos have others: it leaves out their time where it counts on behind them."""
+    episodes = [e for e in trajectories(vision) if all(m.kind == "image" for m in e.media)]
+    assert {len(e.media) for e in episodes} >= {0, 1, 2, 3}
+    for e in episodes:
+        ids = e.prompt_ids + e.response_ids
+        assert vision.positions(ids, e.media).tolist() == reference_positions(ids, e.media).tolist()
 
 
 def test_positions_of_a_video_are_those_of_its_paper(vision):

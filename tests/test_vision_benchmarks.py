@@ -3,6 +3,7 @@
 import base64
 import csv
 import json
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
@@ -10,9 +11,10 @@ from helpers import run_script
 from vl import picture
 
 from common.data.verl import row_problem
-from common.look.samples import report
+from common.episodes import Episode
+from common.look.samples import as_sample, report, summarize
 from common.prepare.vision_benchmarks import TIR_TASKS, Args, main
-from common.rewards import is_correct, reward_function, score_response
+from common.rewards import is_correct, reward_function, score_episodes, score_response
 from common.rewards.tir_bench import letter_of, options_of
 
 OPTIONS = ["The cup is red.", "The cup is blue.", "The cup is green.", "The cup is white."]
@@ -272,15 +274,22 @@ def test_no_response_is_an_exception(task):
 
 def test_an_evaluation_tells_the_parts_apart_and_counts_what_could_not_be_scored(tmp_path):
     """The release leaves rows that failed out of the mean."""
-    sample = {"completion": "", "truth": "", "pred": "", "length": 1, "truncated": False}
-    parts = ["tir_bench/jigsaw"] * 2 + ["vstar/direct_attributes"]
-    scores = [0.5, 0.0, 1.0]  # the second one was not scored
-    samples = [
-        sample | {"group": i, "row": i, "data_source": part, "score": score, "correct": score == 1}
-        for i, (part, score) in enumerate(zip(parts, scores))
-    ]
+    results = [{"score": 0.5}, {"error": "it took longer than 10 s"}, {"score": 1.0}]
+    endings = ["stop", "stop", "tool_failed", "unreadable", "stop"]
+    parts = ["tir_bench/jigsaw"] * 4 + ["vstar/direct_attributes"]
+    rows = {
+        i: SimpleNamespace(data_source=part, ground_truth="1", extra_info={}, index=i) for i, part in enumerate(parts)
+    }
+    episodes = [Episode(i, 0, [1], [2], [1], [0.0], ending) for i, ending in enumerate(endings)]
+    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens=False: "text")
+    score_episodes(episodes, rows, SimpleNamespace(score=lambda jobs: results), tokenizer)
+    samples = [as_sample(episode, rows[i], tokenizer, True) for i, episode in enumerate(episodes)]
+    assert [sample["score"] for sample in samples] == [0.5, 0.0, 0.0, 0.0, 1.0]
+    assert [sample["correct"] for sample in samples] == [False] * 4 + [True]
+    metrics = summarize(samples)
+    assert (metrics["eval/rows"], metrics["eval/accuracy"], metrics["eval/reward"]) == (5, 0.2, 0.3)
     table = report(samples, tmp_path / "samples.parquet").splitlines()
-    assert "reward" in table[0] and "tir_bench/jigsaw" in table[1] and "0.250" in table[1]
+    assert "reward" in table[0] and "tir_bench/jigsaw" in table[1] and "0.125" in table[1]
     assert "vstar/direct_attributes" in table[2] and "1.000" in table[2]
 
 

@@ -6,7 +6,10 @@ from html.parser import HTMLParser
 import pyarrow.parquet as pq
 import pytest
 from helpers import LITTLE_CACHE, kill_once, metrics_of, run_script, steps_of
+from test_export import same_files
 from vl import vllm_knows_times, write_rows, write_tiny_vl
+
+from common.prepare.export import Args, main
 
 PIXELS = ["--min-pixels", 784, "--max-pixels", 16 * 784, "--max-frame-pixels", 4 * 784]
 SIZES = ["--max-prompt-tokens", 400, "--max-response-tokens", 400, "--max-turn-tokens", 80, "--prompts-per-step", 6]
@@ -92,8 +95,23 @@ def test_replay_of_a_dump_with_pictures_repeats_its_update(options, whole, tmp_p
     assert [steps_of(tmp_path)[step][n] for n in names] == [steps_of(whole)[step][n] for n in names]
 
 
+@pytest.fixture(scope="module")
+def exported(options, whole, tmp_path_factory):
+    """The last checkpoint of two ranks as a folder."""
+    folder = tmp_path_factory.mktemp("exported") / "model"
+    main(Args(whole, str(options[options.index("--model") + 1]), folder))
+    return folder
+
+
+def test_the_export_of_a_model_that_sees_is_the_runs_model(whole, exported):
+    same_files(exported, whole / "model")
+
+
 @pytest.mark.parametrize("script,extra", [("grpo.py", ["--engine", "hf"]), ("ppo.py", ["--freeze-vision"])])
-def test_other_ways_take_a_step_with_pictures(options, tmp_path, script, extra):
+def test_other_ways_take_a_step_with_pictures(options, exported, tmp_path, script, extra):
+    """Of a folder that was exported, which both engines open, sample from and evaluate."""
+    extra = ["--model", exported, *extra]
     run_script(script, *options, *extra, "--total-steps", 1, "--no-eval-before", "--output-dir", tmp_path)
     (step,) = steps_of(tmp_path).values()
     assert step["policy/rollout_logprob_gap"] < 1e-4 and step["optim/grad_norm"] > 0 and step["tool/calls"] > 0
+    assert step["eval/rows"] == 6

@@ -194,6 +194,19 @@ def teach(folder: Path, steps: int = 60) -> None:
     policy.model.save_pretrained(folder)
 
 
+def reference_positions(ids: list[int], media: list) -> torch.Tensor:
+    """M-RoPE positions [3, L] of text and images, as transformers counts them."""
+    from transformers import Qwen2_5_VLModel
+
+    config = build_config(build_tokenizer())
+    with torch.device("meta"):
+        model = Qwen2_5_VLModel(config)
+    tokens = torch.tensor([ids])
+    kinds = (tokens == config.image_token_id).int()  # 0 text, 1 image
+    positions, _ = model.get_rope_index(tokens, kinds, image_grid_thw=torch.tensor([m.grid for m in media]))
+    return positions[:, 0]
+
+
 def picture(width: int, height: int, seed: int = 0, mode: str = "RGB", format_: str = "PNG") -> bytes:
     """An encoded picture of noise over a gradient: no two places look alike."""
     noise = np.random.Generator(np.random.PCG64(seed)).integers(0, 96, (height, width, 3))

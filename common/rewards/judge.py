@@ -3,18 +3,21 @@
     JUDGE_URLS=http://node7:18901/v1,http://node8:18901/v1 torchrun ... grpo.py ...
 
 JUDGE_MODEL is what each server calls it (default: what it serves), JUDGE_API_KEY its key. Proxies are ignored: a judge
-stands in the cluster. A case that the judge does not answer has no verdict: none is ever taken for wrong.
+stands in the cluster. A case that the judge does not answer has no verdict: none is ever taken for wrong. Neither the
+key nor what stands before the @ of an address is ever shown, whatever a server says.
 """
 
 import asyncio
 import copy
 import threading
 import time
+from base64 import b64encode
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from itertools import count
+from urllib.parse import unquote, urlsplit
 
 from common.files import shorten
 from common.processes import sign_of_life
@@ -33,7 +36,7 @@ class JudgeUnavailable(ConnectionError):
 
 @dataclass
 class Server:
-    url: str
+    url: str  # as it is shown
     client: object  # openai.AsyncOpenAI
     model: str = ""  # what it serves; "" until it is asked
     used: int = 0  # requests
@@ -64,7 +67,9 @@ class Judge:
         notice: Callable[[str], None] = print,
         at_outage: Iterable[Callable[[int], object]] = (),
     ):
-        self.servers = [Server(url, connect(url, api_key)) for url in urls]
+        urls = list(urls)
+        self.servers = [Server(without_user(url), connect(url, api_key)) for url in urls]
+        self.secrets = secrets_of(urls, api_key)
         self.model, self.patience_s = model, patience_s
         self.agree, self.stopping, self.notice, self.at_outage = agree, stopping, notice, at_outage
         self.verdicts: dict[Case, float] = {}
@@ -83,6 +88,12 @@ class Judge:
     @property
     def name(self) -> str:
         return ", ".join(server.url for server in self.servers)
+
+    def hide(self, text: str) -> str:
+        """What a server, or what sends to it, has said, without `secrets`."""
+        for secret in self.secrets:
+            text = text.replace(secret, "***")
+        return text
 
     # --- what the trainer calls -----------------------------------------------------------------------------------
 
@@ -205,11 +216,11 @@ class Judge:
         try:
             reply = await asyncio.wait_for(self._complete(server, case, attempt), self.DEADLINE_S)
         except (openai.BadRequestError, openai.UnprocessableEntityError) as error:  # too long for its context, ...
-            reply, self.trouble = "", f"{server.url}: {shorten(str(error), 200)}"
+            reply, self.trouble = "", f"{server.url}: {shorten(self.hide(str(error)), 200)}"
         except Exception as error:  # whatever a server sends, or does not
             why = f"no reply in {self.DEADLINE_S:g} s" if isinstance(error, TimeoutError) else str(error)
             cause = f" ({error.__cause__})" if error.__cause__ else ""
-            self.trouble = f"{server.url}: {type(error).__name__}: {shorten(why + cause, 200)}"
+            self.trouble = f"{server.url}: {type(error).__name__}: {shorten(self.hide(why + cause), 200)}"
             server.rests_until, server.model = time.monotonic() + self.REST_S, ""
             return None
         server.rests_until, self.heard = 0.0, time.monotonic()
@@ -238,14 +249,33 @@ class Judge:
                 if verdict_of(reply) is not None:
                     break
             if verdict_of(reply) != right:
-                said = shorten(reply, 100) or self.trouble or "nothing"
+                said = shorten(self.hide(reply), 100) or self.trouble or "nothing"
+                model = self.hide(self.model or server.model)
                 raise ValueError(
-                    f"the judge {self.model or server.model} at {server.url} cannot judge: that {case.truth!r} and "
+                    f"the judge {model} at {server.url} cannot judge: that {case.truth!r} and "
                     f"{case.answer!r} are {'the same' if right else 'different'} it should say by "
                     f'"Judgement: {right:.0f}", and says {said!r}. Serve a better model, or take it as it is with '
                     "--no-judge-probe"
                 )
         return ""
+
+
+def without_user(url: str) -> str:
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+
+
+def secrets_of(urls: Iterable[str], api_key: str) -> list[str]:
+    """Key and passwords in the forms in which an error may repeat them, the longest first; what is shorter than four
+    characters is none, nor is the key of servers that want none."""
+    secrets = {api_key} - {"EMPTY"}
+    for url in urls:
+        user, _, password = urlsplit(url).netloc.rpartition("@")[0].partition(":")
+        pair = f"{unquote(user)}:{unquote(password)}"
+        alone = password or user
+        secrets |= {f"{user}:{password}", alone, pair, unquote(alone), b64encode(pair.encode()).decode()}
+    secrets |= {repr(secret)[1:-1] for secret in secrets}
+    return sorted((secret for secret in secrets if len(secret) > 3), key=len, reverse=True)
 
 
 def connect(url: str, api_key: str):

@@ -24,10 +24,10 @@ def open_judge(rollout: Rollout, needed: bool, **options) -> Judge | None:
         return None
     if not urls:
         raise ValueError("rows of this data are decided by a judge: set JUDGE_URLS (docs/pyvision.md)")
-    for url in urls:
-        if not url.startswith(("http://", "https://")) or not urlsplit(url).hostname:
-            raise ValueError(f"JUDGE_URLS: {url!r} is no http://HOST:PORT/v1")
-    model, key = os.environ.get("JUDGE_MODEL", ""), os.environ.get("JUDGE_API_KEY") or "EMPTY"
+    for number, url in enumerate(urls, start=1):
+        if not is_address(url):  # it may hold a password, so that it is not shown
+            raise ValueError(f"JUDGE_URLS: number {number} of {len(urls)} is no http://HOST:PORT/v1")
+    model, key = os.environ.get("JUDGE_MODEL", ""), os.environ.get("JUDGE_API_KEY", "").strip() or "EMPTY"
     try:
         judge = Judge(urls, model, key, patience_s=60 * rollout.judge_patience, **options)
     except ImportError as error:
@@ -38,6 +38,15 @@ def open_judge(rollout: Rollout, needed: bool, **options) -> Judge | None:
         except JudgeUnavailable as outage:
             end_run(f"no judge answers ({outage}): start it, or set JUDGE_URLS")
     return judge
+
+
+def is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        cut = "@" in parts._replace(netloc="").geturl()  # by a slash in a password
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and not cut
+    except ValueError:  # of the host or the port
+        return False
 
 
 @contextmanager

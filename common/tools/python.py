@@ -8,7 +8,6 @@ ended.
 
 import os
 import time
-from base64 import b64encode
 from collections import Counter, deque
 from collections.abc import Hashable, Mapping
 from math import inf
@@ -102,14 +101,13 @@ class PythonWorkers:
             self.numbers[key] = self.last_number
         earlier = [(c["arguments"]["code"], c["media"]) for c in context["calls"] if c["info"].get("ended")]
         try:
-            hints = [{"name": name, "kind": hint["kind"], "seen": 0} | hint for name, hint in kwargs.items()]
-            pictures = [*prompt_pictures(context), *hints]
-            encoded = [p | {"frames": [b64encode(frame).decode() for frame in p["frames"]]} for p in pictures]
-        except (KeyError, TypeError):
+            pictures = [*prompt_pictures(context), *(hidden_picture(name, kwargs[name]) for name in kwargs)]
+            pictures = [p | {"frames": list(map(memoryview, p["frames"]))} for p in pictures]
+        except (KeyError, TypeError, ValueError, OverflowError):  # TypeError also for frames that are no bytes
             told = f"the row gives the tool python {', '.join(kwargs)}, which is no {{kind, frames}}"
             self.answered.append((key, ToolReply(told, failed=True, role="user")))
             return
-        self.queue.append(Block(key, self.numbers[key], call.arguments["code"], earlier, encoded))
+        self.queue.append(Block(key, self.numbers[key], call.arguments["code"], earlier, pictures))
         self.hand_out()
 
     def poll(self, timeout_s: float = 0.0) -> list[tuple[Hashable, ToolReply]]:
@@ -123,6 +121,8 @@ class PythonWorkers:
                 return done
 
     def close(self) -> None:
+        for box in self.sandboxes:
+            box.hang_up()
         for box in self.sandboxes:
             box.stop()
 
@@ -195,6 +195,12 @@ def prompt_pictures(context: Mapping) -> list[dict]:
         kind = "video" if video else "image"
         pictures.append({"name": name, "kind": kind, "frames": medium["frames"], "seen": 1})
     return pictures
+
+
+def hidden_picture(name: str, given: Mapping) -> dict:
+    """A picture or video that the row gives and the prompt does not show; what else stands in the row is no matter."""
+    picture = {"name": name, "kind": str(given["kind"]), "frames": given["frames"], "seen": 0}
+    return picture | {"fps": float(given.get("fps") or 1.0)}
 
 
 def probe(workers: PythonWorkers) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from base64 import b64encode
 from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import Enum
@@ -40,7 +41,7 @@ class Block:
     trajectory: int
     code: str
     earlier: list[tuple[str, int]]  # blocks that ended, and how many figures of each the policy was shown
-    pictures: list[dict]  # of the prompt: name, kind, frames (encoded), seen (do they count as shown?)
+    pictures: list[dict]  # of the prompt: name, kind, frames (bytes), seen (do they count as shown?)
 
 
 State = Enum("State", ["STARTING", "IDLE", "CLEANING", "REPEATING", "RUNNING", "ENDING"])
@@ -81,12 +82,18 @@ class Sandbox:
             )
         self.expect(State.STARTING, START_S)
 
+    def hang_up(self) -> None:
+        """It is to end; without namespaces it first ends what was started."""
+        if self.control.fileno() >= 0:
+            self.unlink()
+            self.control.close()
+            self.expect(State.ENDING, 0 if self.confined else CLEAN_S)
+
     def stop(self) -> str:
-        """Kill it; returns what it has said."""
-        self.unlink()
-        self.control.close()
+        """Wait until it has ended, or kill it; returns what it has said."""
+        self.hang_up()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(0 if self.confined else CLEAN_S)  # without namespaces it has to end what was started
+            self.process.wait(max(0.0, self.deadline - time.monotonic()))
         self.process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(TRANSFER_S)
@@ -129,6 +136,7 @@ class Sandbox:
 
     def send(self, shown: int, earlier: list, pictures: list[dict]) -> None:
         """The block to the child. If that died just now, the end of its socket will tell."""
+        pictures = [p | {"frames": [b64encode(frame).decode() for frame in p["frames"]]} for p in pictures]
         job = {"token": self.token, "code": self.block.code, "shown": shown, "earlier": earlier, "pictures": pictures}
         data = json.dumps(job).encode(errors="replace")
         with contextlib.suppress(OSError):
