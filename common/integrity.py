@@ -92,7 +92,7 @@ def model_identity(folder: Path) -> str:
 
 def weights_identity(folder: Path) -> str:
     """What must be the same of the frozen model of a resumed run: its weights, as a short hash of their files."""
-    files = sorted(folder.glob("*.safetensors"))
+    files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
     return hashlib.sha256(json.dumps([digest(file) for file in files]).encode()).hexdigest()[:16]
 
 

@@ -57,7 +57,7 @@ class Job:
 
     def load_reference(self, policy: nn.Module) -> nn.Module:
         """The policy as it was, frozen; with LoRA its base, which is there anyway."""
-        if self.lora:
+        if self.machine.lora_rank:
             return Base(policy)
         reference = load_policy(self.path, dtype=self._frozen_dtype, **self._loaded).requires_grad_(False)
         return self._wrap(reference).to(self.reference_device)
@@ -73,13 +73,6 @@ class Job:
         return torch.device("cpu") if self.machine.reference_offload else self.world.device
 
     @property
-    def lora(self) -> Lora | None:
-        machine = self.machine
-        if not machine.lora_rank:
-            return None
-        return Lora(machine.lora_rank, machine.lora_alpha, machine.lora_targets, self.run.seed)
-
-    @property
     def _frozen_dtype(self) -> torch.dtype:
         """Of weights that are not trained: what FSDP2 would cast them to anyway; DDP casts them in the forward."""
         return self.compute_dtype if self.machine.strategy == "fsdp" else torch.float32
@@ -91,10 +84,13 @@ class Job:
 
     @property
     def _trained(self) -> dict[str, Any]:
-        options = {"gradient_checkpointing": self.machine.gradient_checkpointing}
-        options |= {"freeze_vision": self.machine.freeze_vision, "compile_layers": self.machine.compile}
-        options |= {"lora": self.lora, "dtype": self._frozen_dtype if self.lora else torch.float32}
-        return self._loaded | options
+        machine, options = self.machine, dict(self._loaded)
+        options |= {"gradient_checkpointing": machine.gradient_checkpointing, "compile_layers": machine.compile}
+        options |= {"freeze_vision": machine.freeze_vision}
+        if machine.lora_rank:
+            options["lora"] = Lora(machine.lora_rank, machine.lora_alpha, machine.lora_targets, self.run.seed)
+            options["dtype"] = self._frozen_dtype
+        return options
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         return wrap_model(model, self.world, self.machine.strategy, self.compute_dtype, self.machine.shard_size)

@@ -25,7 +25,7 @@ class Lora:
     rank: int
     alpha: float
     targets: str
-    seed: int
+    seed: int = 0
 
     @property
     def scale(self) -> float:
@@ -128,18 +128,14 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
             module.adapted = True
 
 
-def save_adapter(model: nn.Module, lora: Lora, base: str, folder: Path) -> None:
+def save_adapter(model: nn.Module, base: str, folder: Path) -> None:
     """Write the adapters in the format of Hugging Face's PEFT, for the model `base`."""
-    tensors = {}
-    for name, module in adapters(model):
+    tensors, layers = {}, dict(adapters(model))
+    for name, layer in layers.items():
         for part in ("lora_A", "lora_B"):
-            tensors[f"base_model.model.{name}.{part}.weight"] = getattr(module, part).detach().cpu().contiguous()
+            tensors[f"base_model.model.{name}.{part}.weight"] = getattr(layer, part).detach().cpu().contiguous()
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "bias": "none"}
-    config |= {
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "target_modules": sorted({name for name, _ in adapters(model)}),
-    }
+    config |= {"r": len(layer.lora_A), "lora_alpha": layer.scale * len(layer.lora_A), "target_modules": [*layers]}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))

@@ -11,19 +11,26 @@ from torch import nn
 from common.distributed import World, abandon_backward
 from common.files import refuse, replace_file
 from common.flags import Machine, Rollout
+from common.lora import Lora, add_adapters
 from common.processes import ranks_here
-from common.vision import skeleton
+from common.vision import repeated_blocks, skeleton
 
 # Bytes per token, layer and hidden unit, measured with transformers' Llama in bf16 (its norms compute in float32).
 ACTIVATION_BYTES = {False: 60, True: 8}  # by --gradient-checkpointing
 GIB = 2**30 / 1e9  # in GB
 
 
-def model_shape(path: str, trust_remote_code: bool = False) -> tuple[int, int]:
-    """(number of parameters, layers x hidden size) of the model in a folder; no weights are read."""
-    model = skeleton(path, trust_remote_code)
+def model_shape(path: str, machine: Machine) -> tuple[int, int, int]:
+    """(parameters, those that are trained, layers x hidden size) of the model in a folder; no weights are read."""
+    model = skeleton(path, machine.trust_remote_code)
     text = model.config.get_text_config()
-    return sum(p.numel() for p in model.parameters()), text.num_hidden_layers * text.hidden_size
+    size = sum(p.numel() for p in model.parameters())
+    trained = size
+    if machine.lora_rank:
+        lora = Lora(machine.lora_rank, machine.lora_alpha, machine.lora_targets)
+        add_adapters(model, repeated_blocks(getattr(model.base_model, "language_model", model)), lora)
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return size, trained, text.num_hidden_layers * text.hidden_size
 
 
 def cache_gib(rollout: Rollout, on_gpu: bool) -> float:
@@ -38,15 +45,19 @@ def memory_phases(
 
     trained, frozen: folders of the models, the policy first; no weights are read. Caches of the allocator come on top.
     """
-    frozen = [] if machine.reference_offload else frozen
-    shapes = {path: model_shape(path, machine.trust_remote_code) for path in {*trained, *frozen}}
-    ranks = (machine.shard_size or ranks) if machine.strategy == "fsdp" else 1
+    lora, fsdp = machine.lora_rank > 0, machine.strategy == "fsdp"
+    frozen = [] if machine.reference_offload or lora else frozen  # with LoRA the policy's base is the reference
+    shapes = {path: model_shape(path, machine) for path in {*trained, *frozen}}
+    ranks = (machine.shard_size or ranks) if fsdp else 1
     size = {path: shape[0] / 1e9 for path, shape in shapes.items()}
-    frozen_bytes = dtype.itemsize if machine.strategy == "fsdp" else 4
-    weights = (sum(4 * size[path] for path in trained) + sum(frozen_bytes * size[path] for path in frozen)) / ranks
-    adam = sum(8 * size[path] for path in trained) / ranks
-    gradients = max(4 * size[path] for path in trained) / ranks  # of one model at a time
-    widest = max(shapes[path][1] for path in trained)
+    learned = {path: shape[1] / 1e9 / (1 if lora else ranks) for path, shape in shapes.items()}  # adapters stay whole
+    frozen_bytes = dtype.itemsize if fsdp else 4
+    trained_bytes = frozen_bytes if lora else 4
+    weights = sum(trained_bytes * size[path] for path in trained) + sum(frozen_bytes * size[path] for path in frozen)
+    weights = weights / ranks + (sum(4 * learned[path] for path in trained) if lora else 0)
+    adam = sum(8 * learned[path] for path in trained)
+    gradients = max(4 * learned[path] for path in trained)  # of one model at a time
+    widest = max(shapes[path][2] for path in trained)
     activations = machine.micro_batch_tokens * widest * ACTIVATION_BYTES[machine.gradient_checkpointing] / 1e9
     engine = dtype.itemsize * size[trained[0]]
     cache = cache_gib(rollout, on_gpu) * GIB

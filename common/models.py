@@ -17,7 +17,7 @@ from common.lora import Lora, adapters, add_adapters, merged
 from common.packing import MicroBatch
 from common.pictures import blank
 from common.torch_repair import transformers
-from common.vision import Vision, auto_class, skeleton
+from common.vision import Vision, auto_class, repeated_blocks, skeleton
 
 # of loading and saving shards: several ranks would write over each other
 transformers.utils.logging.disable_progress_bar()
@@ -61,12 +61,6 @@ def embed_pictures(model: nn.Module, batch: MicroBatch, vision: Vision) -> Tenso
     if not batch.media:
         return embeddings + 0 * features.sum()
     return embeddings.index_put((torch.zeros_like(batch.slots), batch.slots), features[batch.features])
-
-
-def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The layers: units of sharding and of gradient checkpointing."""
-    names = set(model._no_split_modules or [])
-    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 class Policy(nn.Module):

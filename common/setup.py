@@ -57,7 +57,8 @@ def open_job(script: str, data: Data, machine: Machine, run: Run, demo: bool, re
     identity = {"script": script, "model": model_identity(Path(path))}
     if machine.lora_rank:
         identity |= {"LoRA": f"rank {machine.lora_rank}, alpha {machine.lora_alpha:g}, {machine.lora_targets}"}
-        identity |= {"base": weights_identity(Path(path))}
+        identity |= {"base": broadcast_object(weights_identity(Path(path)) if world.is_main else None)}
+        refuse_idle(machine, {"reference_offload": (False, "a reference of its own: with --lora-rank it is the base")})
     checkpoint = find_checkpoint(output_dir, run.resume, world, identity)
     tokenizer = load_tokenizer(path, machine.trust_remote_code)
     limits = PixelLimits(data.min_pixels, data.max_pixels, data.max_frame_pixels)
@@ -114,7 +115,7 @@ def give_way(loss: LeaseCompromise) -> None:
 def open_logger(job: Job, args: Any, total_steps: int, checkpoints: Checkpoints, *, record: bool = True) -> Logger:
     """config.json, unless this is no training, and the logger; tells where the run goes on, and what it will write."""
     world, config = job.world, flat(args)
-    if job.lora:
+    if job.machine.lora_rank:
         rate = config["learning_rate"]
         low = ", which is low: ten times that of full training is usual" if rate < 0.99e-5 else ""
         world.print(f"LoRA with learning rate {rate:g}{low}")
@@ -146,8 +147,8 @@ def finish(job: Job, policy: nn.Module, logger: Logger) -> None:
     """Export the model, end the trackers; the curves are drawn where the process ends."""
     folder = job.output_dir / "model"
     export_hugging_face(policy, job.tokenizer, folder, job.world, job.compute_dtype)
-    if job.lora and job.world.is_main:
-        save_adapter(unwrap(policy).model, job.lora, job.run.model, job.output_dir / "adapter")
+    if job.machine.lora_rank and job.world.is_main:
+        save_adapter(unwrap(policy).model, job.run.model, job.output_dir / "adapter")
     logger.close()
     job.world.print(f"done: {folder} loads in transformers and vLLM; curves.png is beside it")
 

@@ -138,7 +138,7 @@ def test_peft_loads_the_adapter_to_the_same_logits(tmp_path, world):
     peft = pytest.importorskip("peft")
     policy = load_policy(TINY, "sdpa", lora=lora())
     move_adapters(policy)
-    save_adapter(policy.model, lora(), TINY, tmp_path / "adapter")
+    save_adapter(policy.model, TINY, tmp_path / "adapter")
     export_hugging_face(policy, load_tokenizer(TINY), tmp_path / "model", world, torch.float32)
     ids = torch.arange(3, 40)[None]
     base = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)

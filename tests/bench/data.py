@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 import tyro
 from report import ROOT, header, table
 
-from common.hub import SMOLLM2, cache_folder, load_tokenizer, resolve_model
+from common.hub import load_tokenizer, resolve_model
 
 
 @dataclass
@@ -67,8 +67,7 @@ def write_files(folder: Path, count: int) -> list[Path]:
 def measure(args: Args) -> dict[str, float]:
     from common.data.prompts import PromptData
 
-    smollm2 = cache_folder() / SMOLLM2
-    tokenizer = load_tokenizer(str(smollm2) if smollm2.exists() else resolve_model("tiny"))
+    tokenizer = load_tokenizer(resolve_model("smollm2"))
     begin, before = time.perf_counter(), cpu_seconds()
     data = PromptData(str(args.file), tokenizer, max_prompt_tokens=args.max_prompt_tokens, bad_rows="drop")
     used = {"wall": time.perf_counter() - begin, "cpu": cpu_seconds() - before}

@@ -114,7 +114,7 @@ def main(args: argparse.Namespace) -> None:
         "rank 0 has all": lambda e: 0,
     }
     if args.single:
-        for variant in VARIANTS:
+        for variant in args.variants:
             reference = gradient(
                 make_models(config, dtype, args.lora), world, episodes, variant, budget=1, share_prompts=False
             )
@@ -132,7 +132,7 @@ def main(args: argparse.Namespace) -> None:
                     for model in models.values():
                         backbone = unwrap(model).model
                         getattr(backbone, f"gradient_checkpointing_{'enable' if checkpointing else 'disable'}")()
-                    for variant in VARIANTS:
+                    for variant in args.variants:
                         if args.pairs and not in_pairs(strategy, name, budget == args.budgets[0], layout, variant):
                             continue
                         for model in models.values():
@@ -152,6 +152,7 @@ if __name__ == "__main__":
     parser.add_argument("--budgets", type=int, nargs="+", default=[45, 10_000])
     parser.add_argument("--single", action="store_true")
     parser.add_argument("--pairs", action="store_true")
+    parser.add_argument("--variants", nargs="+", default=[*VARIANTS])
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--shard-sizes", type=int, nargs="+", default=[0])  # of FSDP2; 0: all ranks
     run(main, parser.parse_args())

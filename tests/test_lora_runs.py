@@ -1,0 +1,122 @@
+"""LoRA in the scripts: real ranks and engines, from the first lines to the export, a resume, and what is refused."""
+
+import json
+
+import pytest
+import torch
+from helpers import LITTLE_CACHE, kill_once, metrics_of, run_script, steps_of
+from safetensors.torch import load_file
+
+from common.hub import FOLDERS
+
+LORA = ["--lora-rank", 4, "--learning-rate", 1e-3, "--dtype", "fp32"]
+OPTIONS = ["--prompts-per-step", 6, "--samples-per-prompt", 4, "--max-response-tokens", 64, "--max-rows", 64, *LORA]
+OPTIONS += ["--eval-rows", 8, "--no-eval-before", "--eval-every", 0, *LITTLE_CACHE]
+STEPS = ["--total-steps", 4, "--save-every", 1, "--keep-checkpoints", 9, "--dump-rollouts-every", 1]
+STEPS += ["--kl-in", "loss", "--kl-estimator", "k3-is", "--kl-coef", 0.01]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    done = run_script("grpo.py", *OPTIONS, *STEPS, "--engine", "hf", "--output-dir", folder, ranks=2)
+    return folder, done.stdout
+
+
+def test_adapters_are_trained_sampled_from_saved_and_exported(whole):
+    folder, said = whole
+    assert "LoRA of rank 4, alpha 32, all" in said and "LoRA with learning rate 0.001" in said
+    steps = steps_of(folder)
+    for step in (1, 2, 3, 4):
+        assert steps[step]["policy/rollout_logprob_gap"] < 1e-5
+    assert steps[1]["policy/kl_to_ref"] == 0 < 1e-5 < steps[4]["policy/kl_to_ref"], "the reference is the base"
+    base = load_file(FOLDERS["tiny"] / "model.safetensors")
+    state = sum(file.stat().st_size for file in (folder / "checkpoints/step_000004/state").glob("*.distcp"))
+    adapter = load_file(folder / "adapter" / "adapter_model.safetensors")
+    assert state < 3 * sum(4 * t.numel() for t in adapter.values()) + 2e6 < sum(4 * t.numel() for t in base.values())
+    model = load_file(folder / "model" / "model.safetensors")
+    for name, weight in base.items():
+        part = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{part}.lora_A.weight" in adapter:
+            moved = 8 * adapter[f"{part}.lora_B.weight"] @ adapter[f"{part}.lora_A.weight"]
+            assert moved.abs().max() > 1e-4
+            torch.testing.assert_close(model[name], weight.float() + moved, rtol=1e-6, atol=1e-6)
+        else:
+            assert torch.equal(model[name], weight.float()), name
+
+
+def test_kill_and_resume_equals_an_uninterrupted_run(whole, tmp_path):
+    folder = tmp_path / "killed"
+    kill_once("grpo.py", *OPTIONS, *STEPS, "--engine", "hf", "--output-dir", folder, ranks=2, after_step=2)
+    run_script("grpo.py", *OPTIONS, *STEPS, "--engine", "hf", "--output-dir", folder, ranks=2)
+    assert any(record.get("event") == "resumed" for record in metrics_of(folder))
+    assert steps_of(folder) == steps_of(whole[0])
+    for file in ("model/model.safetensors", "adapter/adapter_model.safetensors"):
+        assert (folder / file).read_bytes() == (whole[0] / file).read_bytes()
+
+
+@pytest.mark.parametrize(
+    "change, told",
+    [(["--lora-rank", 8], "is of another LoRA, rank 4, alpha 32, all and not rank 8"), ([], "another base")],
+)
+def test_a_resume_with_other_adapters_or_another_base_is_refused(whole, tmp_path, change, told):
+    model = ["--model", FOLDERS["tiny"]]
+    if not change:
+        copy = tmp_path / "model"
+        copy.mkdir()
+        for file in FOLDERS["tiny"].iterdir():
+            (copy / file.name).write_bytes(file.read_bytes())
+        weights = bytearray((copy / "model.safetensors").read_bytes())
+        weights[-1] ^= 1
+        (copy / "model.safetensors").write_bytes(weights)
+        model = ["--model", copy]
+    data = ["--train-data", whole[0] / "data/train.parquet", "--resume", whole[0] / "checkpoints/step_000002"]
+    options = [*OPTIONS, *STEPS, *change, *model, *data, "--engine", "hf", "--output-dir", tmp_path / "run"]
+    refused = run_script("grpo.py", *[o for o in options if o not in ("--no-eval-before",)], check=False)
+    assert refused.returncode == 1 and told in refused.stderr, refused.stderr
+
+
+def test_flags_without_lora_are_refused(tmp_path):
+    refused = run_script("grpo.py", "--lora-alpha", 16, "--output-dir", tmp_path / "run", check=False)
+    assert refused.returncode == 1 and "--lora-alpha 16.0 has no effect: needs --lora-rank" in refused.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, dtype, strategy", [(2, "bf16", "fsdp"), (2, "fp16", "ddp"), (1, "fp32", "fsdp")])
+def test_with_vllm(tmp_path, ranks, dtype, strategy):
+    options = [*OPTIONS, *STEPS, "--dtype", dtype, "--strategy", strategy, "--output-dir", tmp_path / "run"]
+    run_script("grpo.py", *options, ranks=ranks)
+    gaps = [record["policy/rollout_logprob_gap"] for step, record in steps_of(tmp_path / "run").items() if step]
+    assert max(gaps) < {"bf16": 0.02, "fp16": 2e-3, "fp32": 1e-5}[dtype]
+
+
+@pytest.mark.slow
+def test_ppo_and_its_critic(tmp_path):
+    options = [
+        *OPTIONS,
+        "--total-steps",
+        3,
+        "--critic-learning-rate",
+        1e-3,
+        "--save-every",
+        1,
+        "--keep-checkpoints",
+        9,
+    ]
+    options = [o for o in options if o not in ("--samples-per-prompt", 4)]
+    run_script("ppo.py", *options, "--engine", "hf", "--output-dir", tmp_path / "run", ranks=2)
+    steps = steps_of(tmp_path / "run")
+    assert steps[3]["value/grad_norm"] > 0 and steps[3]["value/mean"] != steps[1]["value/mean"]
+    again = ["--resume", tmp_path / "run/checkpoints/step_000002", "--output-dir", tmp_path / "again"]
+    run_script(
+        "ppo.py", *options, *again, "--train-data", tmp_path / "run/data/train.parquet", "--engine", "hf", ranks=2
+    )
+    names = ("value/loss", "policy/loss", "optim/grad_norm")
+    assert [steps_of(tmp_path / "again")[3][n] for n in names] == [steps[3][n] for n in names]
+
+
+def test_the_default_learning_rate_is_tenfold(tmp_path):
+    options = [o for o in OPTIONS if o not in ("--learning-rate", 1e-3)]
+    run_script("grpo.py", *options, "--total-steps", 1, "--engine", "hf", "--output-dir", tmp_path / "run")
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["args"]["learning_rate"] == pytest.approx(1e-5)
