@@ -1,12 +1,17 @@
 """LoRA in the scripts: real ranks and engines, from the first lines to the export, a resume, and what is refused."""
 
-import json
+import sys
 
 import pytest
 import torch
 from helpers import LITTLE_CACHE, kill_once, metrics_of, run_script, steps_of
 from safetensors.torch import load_file
 
+import curiosity_rl
+import grpo
+import ppo
+import sft
+from common.flags import parse
 from common.hub import FOLDERS
 
 LORA = ["--lora-rank", 4, "--learning-rate", 1e-3, "--dtype", "fp32"]
@@ -70,9 +75,9 @@ def test_a_resume_with_other_adapters_or_another_base_is_refused(whole, tmp_path
         weights[-1] ^= 1
         (copy / "model.safetensors").write_bytes(weights)
         model = ["--model", copy]
-    data = ["--train-data", whole[0] / "data/train.parquet", "--resume", whole[0] / "checkpoints/step_000002"]
-    options = [*OPTIONS, *STEPS, *change, *model, *data, "--engine", "hf", "--output-dir", tmp_path / "run"]
-    refused = run_script("grpo.py", *[o for o in options if o not in ("--no-eval-before",)], check=False)
+    data = [f"--{part}-data={whole[0] / 'data' / part}.parquet" for part in ("train", "eval")]
+    options = [*OPTIONS, *STEPS, *model, *data, "--resume", whole[0] / "checkpoints/step_000002", *change]
+    refused = run_script("grpo.py", *options, "--engine", "hf", "--output-dir", tmp_path / "run", check=False)
     assert refused.returncode == 1 and told in refused.stderr, refused.stderr
 
 
@@ -108,15 +113,19 @@ def test_ppo_and_its_critic(tmp_path):
     steps = steps_of(tmp_path / "run")
     assert steps[3]["value/grad_norm"] > 0 and steps[3]["value/mean"] != steps[1]["value/mean"]
     again = ["--resume", tmp_path / "run/checkpoints/step_000002", "--output-dir", tmp_path / "again"]
-    run_script(
-        "ppo.py", *options, *again, "--train-data", tmp_path / "run/data/train.parquet", "--engine", "hf", ranks=2
-    )
+    run_script("ppo.py", *options, *again, "--engine", "hf", ranks=2)
     names = ("value/loss", "policy/loss", "optim/grad_norm")
     assert [steps_of(tmp_path / "again")[3][n] for n in names] == [steps[3][n] for n in names]
 
 
-def test_the_default_learning_rate_is_tenfold(tmp_path):
-    options = [o for o in OPTIONS if o not in ("--learning-rate", 1e-3)]
-    run_script("grpo.py", *options, "--total-steps", 1, "--engine", "hf", "--output-dir", tmp_path / "run")
-    config = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert config["args"]["learning_rate"] == pytest.approx(1e-5)
+@pytest.mark.parametrize("script", [grpo, ppo, curiosity_rl, sft])
+@pytest.mark.parametrize("given", [[], ["--model", "x"]])
+def test_the_default_learning_rate_is_tenfold(script, given, monkeypatch):
+    def rates(*arguments: str) -> dict[str, float]:
+        monkeypatch.setattr(sys, "argv", [script.__name__, *given, *arguments])
+        args, _ = parse(script.Args, script.DEMO, script.__doc__)
+        return {name: rate for name, rate in vars(args).items() if name.endswith("learning_rate")}
+
+    usual, adapted = rates(), rates("--lora-rank", "4")
+    assert usual and adapted == {name: 10 * rate for name, rate in usual.items()}
+    assert rates("--lora-rank=4", "--learning-rate=0.5")["learning_rate"] == 0.5
