@@ -10,7 +10,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 
@@ -20,7 +20,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from common import processes
@@ -160,28 +159,20 @@ def _outcome(main: Callable, *args: object) -> int:
 def wrap_model(
     model: nn.Module, world: World, strategy: str, compute_dtype: torch.dtype, shard_size: int | None = None
 ) -> nn.Module:
-    """Shard (FSDP2) or replicate (DDP) `model`, whose float32 parameters stay the master weights.
+    """Shard `model` (FSDP2), whose float32 parameters stay the master weights; "ddp" gives each rank a copy.
 
-    With a shard_size below the number of ranks both (HSDP): consecutive ranks share a copy, others have their own.
-
-    Each of `model.layers()` is an FSDP unit; the root holds the embeddings, the last norm and the head. FSDP2 computes
-    with parameters cast to `compute_dtype` and reduces gradients in float32; DDP computes under autocast. The model
-    may be on the CPU: FSDP2 moves it to the device unit by unit, so that no device ever holds it whole. Of an adapted
-    model what is trained is small, and stays whole on each rank: `average_gradients`.
+    With a shard_size below the number of ranks (HSDP) consecutive ranks share a copy, others have their own. Each of
+    `model.layers()` is a unit; the root holds the embeddings, the last norm and the head. FSDP2 computes with
+    parameters cast to `compute_dtype` and reduces gradients in float32. The model may be on the CPU: it moves to the
+    device unit by unit, so that no device ever holds it whole. Of an adapted model what is trained is small, and stays
+    whole on each rank: `average_gradients`.
     """
-    if strategy == "ddp":
-        model = model.to(world.device)
-        if world.size > 1 and any(p.requires_grad for p in model.parameters()):  # DDP refuses a frozen one
-            model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        model.autocast_dtype = compute_dtype if compute_dtype in (torch.bfloat16, torch.float16) else None
-        return model
-    shard_size = shard_size or world.size
+    shard_size = 1 if strategy == "ddp" else shard_size or world.size
     replicas = {"replicate": world.size // shard_size} if shard_size < world.size else {}
     axes = replicas | {"shard": shard_size}
     mesh = init_device_mesh(world.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-    master = next(model.parameters()).dtype
     policy = MixedPrecisionPolicy()
-    if compute_dtype != master:
+    if compute_dtype != next(model.parameters()).dtype:
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     whole = {p for p in model.parameters() if p.requires_grad} if any(adapters(model)) else set()
     for parameter in whole:
@@ -199,10 +190,6 @@ def average_gradients(model: nn.Module) -> None:
         flat = parameters_to_vector(gradients)
         dist.all_reduce(flat)
         vector_to_parameters(flat / world_size(), gradients)
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def reshard(model: nn.Module) -> None:
@@ -225,17 +212,14 @@ def abandon_backward(model: nn.Module) -> None:
 
 @contextmanager
 def forward_context(model: nn.Module, last: bool = True) -> Iterator[None]:
-    """Around one forward and backward: DDP computes under autocast and all-reduces only at the `last` micro-batch.
+    """Around one forward and backward: copies of a model reduce their gradients only at the `last` micro-batch.
 
     Without gradients a forward leaves nothing gathered behind: the head of a reference model is large.
     """
     processes.sign_of_life()
-    with ExitStack() as stack:
-        if dtype := getattr(model, "autocast_dtype", None):
-            stack.enter_context(torch.autocast(next(model.parameters()).device.type, dtype))
-        if isinstance(model, DistributedDataParallel) and not last:
-            stack.enter_context(model.no_sync())
-        yield
+    if isinstance(model, FSDPModule):
+        model.set_requires_all_reduce(last)
+    yield
     if not torch.is_grad_enabled():
         reshard(model)
 

@@ -84,7 +84,7 @@ class Rollout:
 class Machine:
     """What it runs on, and how the model is laid over it."""
 
-    strategy: Literal["fsdp", "ddp"] = "fsdp"  # shard the model (FSDP2) or replicate it
+    strategy: Literal["fsdp", "ddp"] = "fsdp"  # shard the model over the ranks (FSDP2), or a copy on each
     shard_size: Count | None = None  # ranks that share one copy of the model (HSDP), such as those of a machine; all
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # trainer and engine; master weights are float32
     attention: Literal["auto", "flash", "flex", "sdpa"] = "auto"  # auto: flex on GPUs with bf16, else sdpa

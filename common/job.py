@@ -56,10 +56,10 @@ class Job:
         return self._wrap(load_critic(path, **self._trained))
 
     def load_reference(self, policy: nn.Module) -> nn.Module:
-        """The policy as it was, frozen; with LoRA its base, which is there anyway."""
+        """The policy as it was, frozen, in the dtype that FSDP2 would cast it to; with LoRA its base."""
         if self.machine.lora_rank:
             return Base(policy)
-        reference = load_policy(self.path, dtype=self._frozen_dtype, **self._loaded).requires_grad_(False)
+        reference = load_policy(self.path, dtype=self.compute_dtype, **self._loaded).requires_grad_(False)
         return self._wrap(reference).to(self.reference_device)
 
     def adamw(self, model: nn.Module, weight_decay: float, max_grad_norm: float, **options) -> GuardedAdamW:
@@ -73,11 +73,6 @@ class Job:
         return torch.device("cpu") if self.machine.reference_offload else self.world.device
 
     @property
-    def _frozen_dtype(self) -> torch.dtype:
-        """Of weights that are not trained: what FSDP2 would cast them to anyway; DDP casts them in the forward."""
-        return self.compute_dtype if self.machine.strategy == "fsdp" else torch.float32
-
-    @property
     def _loaded(self) -> dict[str, Any]:
         options = {"attention": self.attention, "vision": self.vision}
         return options | {"trust_remote_code": self.machine.trust_remote_code}
@@ -89,7 +84,7 @@ class Job:
         options |= {"freeze_vision": machine.freeze_vision}
         if machine.lora_rank:
             options["lora"] = Lora(machine.lora_rank, machine.lora_alpha, machine.lora_targets, self.run.seed)
-            options["dtype"] = self._frozen_dtype
+            options["dtype"] = self.compute_dtype
         return options
 
     def _wrap(self, model: nn.Module) -> nn.Module:

@@ -50,9 +50,9 @@ class MergedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, a, b = ctx.saved_tensors
-        dtype = gradient.dtype  # under autocast that of the product, and not of x
-        gradient_x = (gradient @ merged(weight, a, b, ctx.scale).to(dtype)).to(x.dtype)
-        rows, x = gradient.flatten(0, -2), x.flatten(0, -2).to(dtype)  # [T, out], [T, in]
+        dtype = gradient.dtype
+        gradient_x = gradient @ merged(weight, a, b, ctx.scale)
+        rows, x = gradient.flatten(0, -2), x.flatten(0, -2)  # [T, out], [T, in]
         gradient_a = (rows @ b.to(dtype)).mT @ x
         gradient_b = rows.mT @ (x @ a.to(dtype).mT)
         return gradient_x, None, None, ctx.scale * gradient_a.to(a.dtype), ctx.scale * gradient_b.to(b.dtype), None
@@ -106,7 +106,7 @@ class Base(nn.Module):
 
     def __init__(self, model: nn.Module):
         super().__init__()
-        self.model, self.autocast_dtype = model, getattr(model, "autocast_dtype", None)
+        self.model = model
 
     def to(self, *_: object) -> "Base":
         """It has no weights of its own to be moved."""

@@ -45,15 +45,14 @@ def memory_phases(
 
     trained, frozen: folders of the models, the policy first; no weights are read. Caches of the allocator come on top.
     """
-    lora, fsdp = machine.lora_rank > 0, machine.strategy == "fsdp"
+    lora = machine.lora_rank > 0
     frozen = [] if machine.reference_offload or lora else frozen  # with LoRA the policy's base is the reference
     shapes = {path: model_shape(path, machine) for path in {*trained, *frozen}}
-    ranks = (machine.shard_size or ranks) if fsdp else 1
+    ranks = 1 if machine.strategy == "ddp" else machine.shard_size or ranks
     size = {path: shape[0] / 1e9 for path, shape in shapes.items()}
     learned = {path: shape[1] / 1e9 / (1 if lora else ranks) for path, shape in shapes.items()}  # adapters stay whole
-    frozen_bytes = dtype.itemsize if fsdp else 4
-    trained_bytes = frozen_bytes if lora else 4
-    weights = sum(trained_bytes * size[path] for path in trained) + sum(frozen_bytes * size[path] for path in frozen)
+    trained_bytes = dtype.itemsize if lora else 4
+    weights = sum(trained_bytes * size[path] for path in trained) + sum(dtype.itemsize * size[path] for path in frozen)
     weights = weights / ranks + (sum(4 * learned[path] for path in trained) if lora else 0)
     adam = sum(8 * learned[path] for path in trained)
     gradients = max(4 * learned[path] for path in trained)  # of one model at a time

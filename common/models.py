@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from common.attention import block_mask, register_attention
-from common.distributed import World, reshard, unwrap
+from common.distributed import World, reshard
 from common.logprobs import is_greedy, token_logprobs
 from common.lora import Lora, adapters, add_adapters, merged
 from common.packing import MicroBatch
@@ -202,7 +202,7 @@ def full_parameters(policy: nn.Module, dtype: torch.dtype | None = None) -> Iter
     a repacked copy of the head would otherwise keep the old one.
     """
     reshard(policy)
-    model = unwrap(policy).model
+    model = policy.model
     head, adapted = model.get_output_embeddings().weight, dict(adapters(model))
     with torch.no_grad():
         for name, parameter in model.named_parameters(remove_duplicate=True):
@@ -236,7 +236,7 @@ def export_hugging_face(
             state[name] = tensor.to("cpu", copy=True)
     if not world.is_main:
         return
-    model, temporary = unwrap(policy).model, folder.with_name(f"{folder.name}.tmp")
+    model, temporary = policy.model, folder.with_name(f"{folder.name}.tmp")
     if model.config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
     shutil.rmtree(temporary, ignore_errors=True)  # of a killed export
@@ -245,7 +245,7 @@ def export_hugging_face(
         config = json.loads((temporary / "config.json").read_text())
         config["dtype"] = str(dtype).removeprefix("torch.")  # save_pretrained names the dtype of the master weights
         (temporary / "config.json").write_text(json.dumps(config, indent=2))
-        vision = unwrap(policy).vision
+        vision = policy.vision
         (vision.processor if vision else tokenizer).save_pretrained(temporary)
         for file in temporary.iterdir():
             if file.is_file():

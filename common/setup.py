@@ -13,7 +13,7 @@ from torch import nn
 
 from common.attention import choose_attention
 from common.checkpoint import Checkpoints, find_checkpoint
-from common.distributed import World, broadcast_object, handle_sigterm, init_world, release_freed_memory, unwrap
+from common.distributed import World, broadcast_object, handle_sigterm, init_world, release_freed_memory
 from common.files import lock_folder, refuse, user_errors
 from common.flags import Data, Machine, Run, flat, refuse_idle
 from common.hub import load_tokenizer, resolve_model
@@ -148,7 +148,7 @@ def finish(job: Job, policy: nn.Module, logger: Logger) -> None:
     folder = job.output_dir / "model"
     export_hugging_face(policy, job.tokenizer, folder, job.world, job.compute_dtype)
     if job.machine.lora_rank and job.world.is_main:
-        save_adapter(unwrap(policy).model, job.run.model, job.output_dir / "adapter")
+        save_adapter(policy.model, job.run.model, job.output_dir / "adapter")
     logger.close()
     job.world.print(f"done: {folder} loads in transformers and vLLM; curves.png is beside it")
 
