@@ -24,7 +24,6 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from common import processes
 from common.files import refuse
-from common.lora import adapters
 
 _stop = threading.Event()  # SIGTERM has come
 _steps = count()
@@ -157,15 +156,20 @@ def _outcome(main: Callable, *args: object) -> int:
 
 
 def wrap_model(
-    model: nn.Module, world: World, strategy: str, compute_dtype: torch.dtype, shard_size: int | None = None
+    model: nn.Module,
+    world: World,
+    strategy: str,
+    compute_dtype: torch.dtype,
+    shard_size: int | None = None,
+    whole: bool = False,
 ) -> nn.Module:
     """Shard `model` (FSDP2), whose float32 parameters stay the master weights; "ddp" gives each rank a copy.
 
     With a shard_size below the number of ranks (HSDP) consecutive ranks share a copy, others have their own. Each of
     `model.layers()` is a unit; the root holds the embeddings, the last norm and the head. FSDP2 computes with
     parameters cast to `compute_dtype` and reduces gradients in float32. The model may be on the CPU: it moves to the
-    device unit by unit, so that no device ever holds it whole. Of an adapted model what is trained is small, and stays
-    whole on each rank: `average_gradients`.
+    device unit by unit, so that no device ever holds it whole. `whole` leaves a critic's head
+    as it is on each rank, like adapters: `average_gradients`.
     """
     shard_size = 1 if strategy == "ddp" else shard_size or world.size
     replicas = {"replicate": world.size // shard_size} if shard_size < world.size else {}
@@ -174,10 +178,10 @@ def wrap_model(
     policy = MixedPrecisionPolicy()
     if compute_dtype != next(model.parameters()).dtype:
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    whole = {p for p in model.parameters() if p.requires_grad} if any(adapters(model)) else set()
-    for parameter in whole:
+    own = set(model.parameters(recurse=False)) if whole else set()
+    for parameter in own:
         parameter.data = parameter.data.to(world.device)
-    options = {"mesh": mesh, "mp_policy": policy, "ignored_params": whole}
+    options = {"mesh": mesh, "mp_policy": policy, "ignored_params": own}
     for layer in model.layers():
         fully_shard(layer, **options)
     return fully_shard(model, **options)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,18 +50,18 @@ class Job:
 
     def load_policy(self, from_scratch: bool = False) -> nn.Module:
         """The policy, to be trained: float32 master weights, sharded or replicated."""
-        return self._wrap(load_policy(self.path, from_scratch=from_scratch, **self._trained))
+        return load_policy(self.path, from_scratch=from_scratch, **self._trained)
 
     def load_critic(self, path: str) -> nn.Module:
         """A critic, to be trained, on the backbone of the model in a folder."""
-        return self._wrap(load_critic(path, **self._trained))
+        return load_critic(path, **self._trained)
 
     def load_reference(self, policy: nn.Module) -> nn.Module:
         """The policy as it was, frozen, in the dtype that FSDP2 would cast it to; with LoRA its base."""
         if self.machine.lora_rank:
             return Base(policy)
         reference = load_policy(self.path, dtype=self.compute_dtype, **self._loaded).requires_grad_(False)
-        return self._wrap(reference).to(self.reference_device)
+        return reference.to(self.reference_device)
 
     def adamw(self, model: nn.Module, weight_decay: float, max_grad_norm: float, **options) -> GuardedAdamW:
         """Its optimizer, with loss scale and offload as the machine asks for; options as for `GuardedAdamW`."""
@@ -74,7 +75,15 @@ class Job:
 
     @property
     def _loaded(self) -> dict[str, Any]:
-        options = {"attention": self.attention, "vision": self.vision}
+        wrap = partial(
+            wrap_model,
+            world=self.world,
+            strategy=self.machine.strategy,
+            compute_dtype=self.compute_dtype,
+            shard_size=self.machine.shard_size,
+            whole=self.machine.lora_rank > 0,
+        )
+        options = {"attention": self.attention, "vision": self.vision, "wrap": wrap}
         return options | {"trust_remote_code": self.machine.trust_remote_code}
 
     @property
@@ -86,6 +95,3 @@ class Job:
             options["lora"] = Lora(machine.lora_rank, machine.lora_alpha, machine.lora_targets, self.run.seed)
             options["dtype"] = self.compute_dtype
         return options
-
-    def _wrap(self, model: nn.Module) -> nn.Module:
-        return wrap_model(model, self.world, self.machine.strategy, self.compute_dtype, self.machine.shard_size)

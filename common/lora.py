@@ -61,15 +61,17 @@ class MergedLinear(torch.autograd.Function):
 class LoraLinear(nn.Linear):
     """A linear layer whose `weight`, W0, and bias are frozen; lora_A [r, in] and lora_B [out, r] are trained."""
 
-    def __init__(self, base: nn.Linear, lora: Lora, generator: torch.Generator):
-        super().__init__(base.in_features, base.out_features, bias=base.bias is not None, device="meta")
-        self.weight, self.bias, self.scale, self.adapted = base.weight, base.bias, lora.scale, True
-        options = {"dtype": torch.promote_types(base.weight.dtype, torch.float32), "device": base.weight.device}
-        bound = base.in_features**-0.5
-        self.lora_A = nn.Parameter(torch.empty(lora.rank, base.in_features, **options))
-        self.lora_B = nn.Parameter(torch.zeros(base.out_features, lora.rank, **options))  # W is W0 at first
-        if base.weight.device.type != "meta":
-            nn.init.uniform_(self.lora_A, -bound, bound, generator=generator)
+    @classmethod
+    def adapt(cls, layer: nn.Linear, lora: Lora, generator: torch.Generator) -> None:
+        """In place: FSDP2 knows the layer, and keeps what it has sharded of it."""
+        weight, bound = layer.weight, layer.in_features**-0.5
+        options = {"dtype": torch.promote_types(weight.dtype, torch.float32), "device": weight.device}
+        layer.__class__, layer.scale, layer.adapted = cls, lora.scale, True
+        layer.lora_A = nn.Parameter(torch.empty(lora.rank, layer.in_features, **options))
+        layer.lora_B = nn.Parameter(torch.zeros(layer.out_features, lora.rank, **options))  # W is W0 at first
+        if not weight.is_meta:
+            drawn = torch.empty(layer.lora_A.shape).uniform_(-bound, bound, generator=generator)
+            layer.lora_A.data.copy_(drawn)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.adapted:
@@ -81,15 +83,13 @@ def add_adapters(model: nn.Module, layers: list[nn.Module], lora: Lora) -> None:
     """Freeze a model, and adapt the linear layers in `layers` that --lora-targets names. SystemExit if it has none."""
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(lora.seed)  # the same on all ranks
-    targets, there = lora.targets.split(","), {}
-    for layer in layers:
-        for name, module in list(layer.named_modules()):
-            if isinstance(module, nn.Linear):
-                kind = name.rpartition(".")[2]
-                there[kind] = kind in targets or lora.targets == ALL
-                if there[kind]:
-                    layer.set_submodule(name, LoraLinear(module, lora, generator))
-    missing = set(targets) - there.keys() - {ALL}
+    targets, there = lora.targets.split(","), set()
+    for name, module in [pair for layer in layers for pair in layer.named_modules()]:
+        if isinstance(module, nn.Linear):
+            there.add(kind := name.rpartition(".")[2])
+            if kind in targets or lora.targets == ALL:
+                LoraLinear.adapt(module, lora, generator)
+    missing = set(targets) - there - {ALL}
     if missing or not there:
         known = f"its layers have {', '.join(sorted(there))}" if there else "it has no linear layers"
         asked = ", ".join(sorted(missing)) or ALL

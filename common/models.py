@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -152,11 +152,14 @@ def load_policy(
     vision: Vision | None = None,
     freeze_vision: bool = False,
     lora: Lora | None = None,
-) -> Policy:
-    """The model of a folder with parameters in `dtype` (float32 master weights by default), on the CPU.
+    make: Callable[..., nn.Module] = Policy,
+    wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
+) -> nn.Module:
+    """The model of a folder with parameters in `dtype` (float32 master weights by default), wrapped.
 
     `from_scratch` takes the architecture from the folder's config.json and initialises at random. Without dropout.
-    With `lora` the layers of the language model get adapters, and all else is frozen.
+    With `lora` the layers of the language model get adapters, and all else is frozen. What `wrap` shards is read in
+    shards: no rank ever holds all weights.
     """
     check_model(path, attention, trust_remote_code)
     register_attention()
@@ -168,31 +171,55 @@ def load_policy(
     text = config.get_text_config()
     for name in [name for name, value in vars(text).items() if "drop" in name and isinstance(value, float)]:
         setattr(text, name, 0.0)  # the engine has no dropout: ratios would not be 1
-    auto = auto_class(config)
+
+    readers: list[nn.Module] = []  # layers of the language model
+
+    def assemble(model: nn.Module) -> nn.Module:
+        if gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if freeze_vision:
+            model.base_model.visual.requires_grad_(False)
+        readers.extend(repeated_blocks(getattr(model.base_model, "language_model", model)))
+        return wrap(make(model, attention, vision))
+
     options = {"dtype": dtype, "attn_implementation": implementation, "trust_remote_code": trust_remote_code}
     if from_scratch:
-        model = auto.from_config(config, **options)
+        policy = assemble(auto_class(config).from_config(config, **options))
     else:
-        model, loaded = auto.from_pretrained(path, config=config, output_loading_info=True, **options)
-        missing = [name for name in loaded["missing_keys"] if needs_head or not name.startswith("lm_head.")]
-        if missing:  # transformers would go on from random ones
-            raise SystemExit(f"--model {path}: its files have no {min(missing)}")
-    if gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    if freeze_vision:
-        model.base_model.visual.requires_grad_(False)
-    readers = repeated_blocks(model.base_model.language_model if vision else model)
+        policy, missing = read_weights(path, config, assemble, options)
+        if missing := [name for name in missing if needs_head or not name.startswith("lm_head.")]:
+            raise SystemExit(f"--model {path}: its files have no {min(missing)}")  # transformers would draw them
     if lora:
-        add_adapters(model, readers, lora)
+        add_adapters(policy.model, readers, lora)
     for layer in readers if compile_layers else ():  # not of the tower: every picture has another size
         layer.compile()
-    return Policy(model.train(), attention, vision)
+    return policy.train()
 
 
-def load_critic(path: str, attention: str, **options) -> Critic:
+def read_weights(path: str, config, assemble: Callable, options: dict) -> tuple[nn.Module, list[str]]:
+    """(what `assemble` has made of the model, names of weights that are not in its files).
+
+    transformers makes the model on the meta device, and reads into each parameter what that is: whole or a shard.
+    """
+    made, base = [], transformers.PreTrainedModel
+    read = base._load_pretrained_model
+
+    def assemble_and_read(model: nn.Module, *arguments: object, **more: object) -> object:
+        made.append(assemble(model))
+        return read(model, *arguments, **more)
+
+    base._load_pretrained_model = staticmethod(assemble_and_read)
+    try:
+        _, loaded = auto_class(config).from_pretrained(path, config=config, output_loading_info=True, **options)
+    finally:
+        base._load_pretrained_model = staticmethod(read)
+    return made[0], loaded["missing_keys"]
+
+
+def load_critic(path: str, attention: str, **options) -> nn.Module:
     """A critic on the backbone of the model in a folder, a reward model's too; options as for `load_policy`."""
-    policy = load_policy(path, attention, needs_head=False, **options)
-    return Critic(policy.model.base_model, attention, policy.vision)
+    make = lambda model, *inputs: Critic(model.base_model, *inputs)  # noqa: E731
+    return load_policy(path, attention, needs_head=False, make=make, **options)
 
 
 def full_parameters(policy: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
