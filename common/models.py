@@ -218,7 +218,10 @@ def read_weights(path: str, config, assemble: Callable, options: dict) -> tuple[
 
 def load_critic(path: str, attention: str, **options) -> nn.Module:
     """A critic on the backbone of the model in a folder, a reward model's too; options as for `load_policy`."""
-    make = lambda model, *inputs: Critic(model.base_model, *inputs)  # noqa: E731
+
+    def make(model: nn.Module, *inputs: object) -> Critic:
+        return Critic(model.base_model, *inputs)
+
     return load_policy(path, attention, needs_head=False, make=make, **options)
 
 
