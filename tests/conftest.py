@@ -5,6 +5,7 @@ Nothing heavy is imported here: pytest-xdist's own process runs no test.
 
 import importlib
 import os
+import signal
 from collections import Counter
 from functools import partialmethod
 
@@ -13,6 +14,8 @@ import zygote
 from zygote import WARM, ZYGOTE, script_environment
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: processes of tests share the cores
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # by a shell's `&`; what the tests start would inherit that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config) -> None:

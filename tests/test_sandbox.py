@@ -851,10 +851,17 @@ def test_calls_have_their_numbers():
 
 # --- the probe ----------------------------------------------------------------------------------------------------
 
-ROOT = str(Path(__file__).parents[1])
+
+def project_among_pythons_folders(patch) -> None:
+    """Which are bound, and not wiped where they are below /tmp."""
+    folders = [*namespaces.python_folders(), str(Path(__file__).parents[1])]
+    for module in (namespaces, sandbox):
+        patch.setattr(module, "python_folders", lambda: folders)
+
+
 PROBED = {
     "open a socket": [no_rule("socket")],
-    "read this project's files": [options("--remount-ro / ", f"--ro-bind {ROOT} {ROOT} --remount-ro / ")],
+    "read this project's files": [project_among_pythons_folders],
     "write outside of its folder": [options("--remount-ro / ")],
     "start a process": [no_program_filter],
     "see the trainer's environment": [
