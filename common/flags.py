@@ -22,7 +22,6 @@ from common.processes import said_once
 ROOT = Path(__file__).resolve().parents[1]
 EMBEDDED = ("tiny", "tiny-vl", "tiny-vl-python")  # models that bring their own data
 SCRIPTS = ("grpo.py", "ppo.py", "curiosity_rl.py", "sft.py")
-
 LORA_RATE = 10  # times the default learning rate
 
 Count = Annotated[int, Gt(0)]

@@ -92,8 +92,8 @@ def model_identity(folder: Path) -> str:
 
 def weights_identity(folder: Path) -> str:
     """What must be the same of the frozen model of a resumed run: its weights, as a short hash of their files."""
-    files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
-    return hashlib.sha256(json.dumps([digest(file) for file in files]).encode()).hexdigest()[:16]
+    files = [digest(file) for kind in ("*.safetensors", "*.bin") for file in sorted(folder.glob(kind))]
+    return hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]
 
 
 def complete(folder: Path) -> list[Path]:

@@ -83,8 +83,8 @@ class Job:
             shard_size=self.machine.shard_size,
             whole=self.machine.lora_rank > 0,
         )
-        options = {"attention": self.attention, "vision": self.vision, "wrap": wrap}
-        return options | {"trust_remote_code": self.machine.trust_remote_code}
+        trust = self.machine.trust_remote_code
+        return {"attention": self.attention, "vision": self.vision, "trust_remote_code": trust, "wrap": wrap}
 
     @property
     def _trained(self) -> dict[str, Any]:

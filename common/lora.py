@@ -6,7 +6,6 @@ the engine, in an export. So all of them have the same bits, and W0 is never wri
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +13,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import linear
-
-ALL = "all"
 
 
 @dataclass(frozen=True)
@@ -87,12 +84,12 @@ def add_adapters(model: nn.Module, layers: list[nn.Module], lora: Lora) -> None:
     for name, module in [pair for layer in layers for pair in layer.named_modules()]:
         if isinstance(module, nn.Linear):
             there.add(kind := name.rpartition(".")[2])
-            if kind in targets or lora.targets == ALL:
+            if kind in targets or lora.targets == "all":
                 LoraLinear.adapt(module, lora, generator)
-    missing = set(targets) - there - {ALL}
+    missing = set(targets) - there - {"all"}
     if missing or not there:
         known = f"its layers have {', '.join(sorted(there))}" if there else "it has no linear layers"
-        asked = ", ".join(sorted(missing)) or ALL
+        asked = ", ".join(sorted(missing)) or "all"
         raise SystemExit(f"--lora-targets {asked}: {known}; head and embeddings are not adapted")
 
 
@@ -113,19 +110,14 @@ class Base(nn.Module):
         return self
 
     def forward(self, *inputs: object) -> tuple[Tensor, ...]:
-        with without_adapters(self.model):
+        layers = [layer for _, layer in adapters(self.model)]
+        try:
+            for layer in layers:
+                layer.adapted = False
             return self.model(*inputs)
-
-
-@contextmanager
-def without_adapters(model: nn.Module) -> Iterator[None]:
-    for _, module in adapters(model):
-        module.adapted = False
-    try:
-        yield
-    finally:
-        for _, module in adapters(model):
-            module.adapted = True
+        finally:
+            for layer in layers:
+                layer.adapted = True
 
 
 def save_adapter(model: nn.Module, base: str, folder: Path) -> None:

@@ -51,9 +51,9 @@ def memory_phases(
     ranks = 1 if machine.strategy == "ddp" else machine.shard_size or ranks
     size = {path: shape[0] / 1e9 for path, shape in shapes.items()}
     learned = {path: shape[1] / 1e9 / (1 if lora else ranks) for path, shape in shapes.items()}  # adapters stay whole
-    trained_bytes = dtype.itemsize if lora else 4
-    weights = sum(trained_bytes * size[path] for path in trained) + sum(dtype.itemsize * size[path] for path in frozen)
-    weights = weights / ranks + (sum(4 * learned[path] for path in trained) if lora else 0)
+    weights = sum((dtype.itemsize if lora else 4) * size[path] for path in trained) / ranks
+    weights += sum(dtype.itemsize * size[path] for path in frozen) / ranks
+    weights += sum(4 * learned[path] for path in trained) if lora else 0
     adam = sum(8 * learned[path] for path in trained)
     gradients = max(4 * learned[path] for path in trained)  # of one model at a time
     widest = max(shapes[path][2] for path in trained)

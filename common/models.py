@@ -91,14 +91,13 @@ class Policy(nn.Module):
 class Critic(nn.Module):
     """A backbone of its own with a scalar head, zero at first, so that all values are."""
 
-    def __init__(self, backbone: nn.Module, attention: str, vision: Vision | None = None):
+    def __init__(self, model: nn.Module, attention: str, vision: Vision | None = None):
         super().__init__()
-        self.model = backbone
+        self.model = model.base_model
         self.attention, self.vision = attention, vision
-        embedding = backbone.get_input_embeddings().weight[0]
-        self.head = nn.Parameter(
-            torch.zeros_like(embedding, dtype=torch.promote_types(embedding.dtype, torch.float32))
-        )
+        embeddings = self.model.get_input_embeddings().weight  # without data, if it is on the meta device
+        dtype = torch.promote_types(embeddings.dtype, torch.float32)
+        self.head = nn.Parameter(torch.zeros(embeddings.shape[1], dtype=dtype))
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """Value [N], float32, of the state in which each trained token was chosen: read at the token before it."""
@@ -218,11 +217,7 @@ def read_weights(path: str, config, assemble: Callable, options: dict) -> tuple[
 
 def load_critic(path: str, attention: str, **options) -> nn.Module:
     """A critic on the backbone of the model in a folder, a reward model's too; options as for `load_policy`."""
-
-    def make(model: nn.Module, *inputs: object) -> Critic:
-        return Critic(model.base_model, *inputs)
-
-    return load_policy(path, attention, needs_head=False, make=make, **options)
+    return load_policy(path, attention, needs_head=False, make=Critic, **options)
 
 
 def full_parameters(policy: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:

@@ -40,8 +40,8 @@ def open_job(script: str, data: Data, machine: Machine, run: Run, demo: bool, re
         world.print("no --model given: running the embedded demo")
     stamp = broadcast_object(time.strftime("%Y%m%d-%H%M%S"))  # the clocks of the ranks may differ
     output_dir = run.output_dir or Path("runs") / f"{script}-{Path(run.model).name}-{stamp}"
-    shards = machine.shard_size or world.size
-    refuse(world.size % shards > 0, f"--shard-size {shards}: {world.size} ranks are no multiple of it")
+    shared = machine.shard_size or 1
+    refuse(world.size % shared > 0, f"--shard-size {shared}: {world.size} ranks are no multiple of it")
     refuse_idle(machine, {"shard_size": (machine.strategy == "fsdp", "--strategy fsdp")})
     gpu = (world.device.type == "cuda", "a GPU")
     refuse_idle(machine, {"optimizer_offload": gpu, "reference_offload": gpu})
@@ -54,10 +54,10 @@ def open_job(script: str, data: Data, machine: Machine, run: Run, demo: bool, re
         lock_everywhere(output_dir, world)
     path = resolve_model(run.model)
     check_model(path, attention, machine.trust_remote_code)
-    identity = {"script": script, "model": model_identity(Path(path))}
+    identity = {"script": script, "model": model_identity(Path(path)), "LoRA": None}
     if machine.lora_rank:
-        identity |= {"LoRA": f"rank {machine.lora_rank}, alpha {machine.lora_alpha:g}, {machine.lora_targets}"}
-        identity |= {"base": broadcast_object(weights_identity(Path(path)) if world.is_main else None)}
+        identity["LoRA"] = [machine.lora_rank, machine.lora_alpha, machine.lora_targets]
+        identity["base"] = broadcast_object(weights_identity(Path(path)) if world.is_main else None)
         refuse_idle(machine, {"reference_offload": (False, "a reference of its own: with --lora-rank it is the base")})
     checkpoint = find_checkpoint(output_dir, run.resume, world, identity)
     tokenizer = load_tokenizer(path, machine.trust_remote_code)
@@ -69,8 +69,6 @@ def open_job(script: str, data: Data, machine: Machine, run: Run, demo: bool, re
     refuse_idle(machine, dict.fromkeys(["lora_alpha", "lora_targets"], (machine.lora_rank > 0, "--lora-rank")))
     summary = f"{script}.py: {run.model}, {world.size} x {world.device.type}, {machine.strategy}, "
     summary += f"compute {compute_dtype} ({why}) -> {output_dir}"
-    if machine.lora_rank:
-        summary += f"; LoRA of {identity['LoRA']}"
     return Job(
         script=script,
         world=world,
@@ -118,7 +116,7 @@ def open_logger(job: Job, args: Any, total_steps: int, checkpoints: Checkpoints,
     if job.machine.lora_rank:
         rate = config["learning_rate"]
         low = ", which is low: ten times that of full training is usual" if rate < 0.99e-5 else ""
-        world.print(f"LoRA with learning rate {rate:g}{low}")
+        world.print(f"LoRA of rank {job.machine.lora_rank}, learning rate {rate:g}{low}")
     # what a resume changes is an event
     own = job.checkpoint and job.checkpoint.resolve().is_relative_to(job.output_dir.resolve())
     if world.is_main and record and not own:

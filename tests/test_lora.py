@@ -2,6 +2,7 @@
 
 import json
 
+import peft
 import pytest
 import torch
 from helpers import random_episodes, random_policy
@@ -135,7 +136,6 @@ def test_targets_are_layers_by_name():
 
 
 def test_peft_loads_the_adapter_to_the_same_logits(tmp_path, world):
-    peft = pytest.importorskip("peft")
     policy = load_policy(TINY, "sdpa", lora=lora())
     move_adapters(policy)
     save_adapter(policy.model, TINY, tmp_path / "adapter")

@@ -17,19 +17,20 @@ import torch
 import torch.distributed.checkpoint as dcp
 import tyro
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from common.data.render import end_turns_properly
 from common.distributed import World
 from common.files import refuse, user_errors
 from common.hub import load_tokenizer, resolve_model
 from common.integrity import damage, model_identity, read_manifest, step_folder
+from common.lora import Lora, adapters, add_adapters
 from common.models import Policy, export_hugging_face
 from common.pictures import PixelLimits
 from common.precision import DTYPES
 from common.shards import PlainPlanner, PlainReader
 from common.torch_repair import transformers
-from common.vision import auto_class, load_vision
+from common.vision import auto_class, load_vision, repeated_blocks
 
 
 @dataclass
@@ -53,11 +54,15 @@ def main(args: Args) -> None:
     if vision or manifest.get("script") == "sft" or read_json(run / "config.json").get("args", {}).get("tools"):
         end_turns_properly(tokenizer, vision and vision.processor, print)
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=args.trust_remote_code)
-    options = {"dtype": torch.float32, "trust_remote_code": args.trust_remote_code}
+    dtype = DTYPES[args.dtype] if args.dtype else dtype_of(run / "model")
+    # adapters lie on a base in the run's dtype
+    options = {"dtype": dtype if manifest.get("LoRA") else torch.float32, "trust_remote_code": args.trust_remote_code}
     # its weights are not needed; how they are named in its files is
     policy = Policy(auto_class(config).from_pretrained(path, config=config, **options), "sdpa", vision)
+    if lora := manifest.get("LoRA"):
+        readers = repeated_blocks(getattr(policy.model.base_model, "language_model", policy.model))
+        add_adapters(policy.model, readers, Lora(*lora))
     restore(policy, folder)
-    dtype = DTYPES[args.dtype] if args.dtype else dtype_of(run / "model")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     export_hugging_face(policy, tokenizer, args.out, World(0, 1, 0, torch.device("cpu")), dtype)
     print(f"{args.out}: the weights of {folder} in {dtype}")
@@ -77,7 +82,8 @@ def open_checkpoint(path: Path) -> Path:
 
 def restore(policy: Policy, folder: Path) -> None:
     """The weights of a checkpoint, in place. SystemExit if it has not all of them."""
-    state = {"policy": {"model": get_model_state_dict(policy)}}
+    options = StateDictOptions(ignore_frozen_params=any(adapters(policy)))
+    state = {"policy": {"model": get_model_state_dict(policy, options=options)}}
     try:
         with warnings.catch_warnings(action="ignore"):  # that this is one process alone
             dcp.load(state, storage_reader=PlainReader(folder / "state"), planner=PlainPlanner(), no_dist=True)
