@@ -1,5 +1,7 @@
 """Where a model comes from: an embedded name, a folder, a hub id, perhaps with a subfolder; and its tokenizer."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 from common.flags import EMBEDDED
@@ -50,14 +52,13 @@ def download(name: str, flag: str) -> Path:
 
 
 def prepared_smollm2(flag: str) -> str:
-    """Folder of SmolLM2-135M-Instruct, made on first use. SystemExit if that fails."""
-    from common.prepare.smollm2 import smollm2_path
-
-    try:
-        return str(smollm2_path())
-    except (OSError, RuntimeError) as error:
+    """Folder of SmolLM2-135M-Instruct, made on first use by a process of its own. SystemExit with what it said."""
+    command, folder = [sys.executable, "-m", "common.prepare.smollm2"], Path(__file__).parents[1]
+    made = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if made.returncode:
         again = "`python -m common.prepare.smollm2` tries again"
-        raise SystemExit(f"{flag} smollm2 is not prepared; {again}. It said:\n{error}") from error
+        raise SystemExit(f"{flag} smollm2 is not prepared; {again}. It said:\n{made.stderr.strip()[-2000:]}")
+    return made.stdout.splitlines()[-1]
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> transformers.PreTrainedTokenizerBase:

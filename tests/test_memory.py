@@ -66,7 +66,7 @@ def test_shards_and_replicas(folder):
     found, _ = plan(folder, ranks=4, trained=2, frozen=1)
     assert_gigabytes(found, weights=(2 * 4 + 2) * PARAMETERS / 4, Adam=2 * 8 * PARAMETERS / 4)
     found, _ = plan(folder, ranks=4, trained=2, frozen=1, strategy="ddp")
-    assert_gigabytes(found, weights=(2 * 4 + 4) * PARAMETERS, Adam=2 * 8 * PARAMETERS)
+    assert_gigabytes(found, weights=(2 * 4 + 2) * PARAMETERS, Adam=2 * 8 * PARAMETERS)
     assert_gigabytes(found, gradients=4 * PARAMETERS)  # of one model at a time
 
 

@@ -13,7 +13,7 @@ from transformers import Qwen2Config
 
 import grpo
 import ppo
-from common.distributed import all_reduce, average_gradients, forward_context, init_world, run, unwrap, wrap_model
+from common.distributed import all_reduce, average_gradients, forward_context, init_world, run, wrap_model
 from common.lora import Lora, adapters, add_adapters
 from common.models import Critic
 from common.packing import Minibatch, TokenIndex, pack
@@ -74,7 +74,7 @@ def gradient(models, world, episodes, variant: str, backwards: bool = False, **p
 
 def gradients_of(model) -> list[torch.Tensor]:
     average_gradients(model)  # of adapters; all others have been
-    return [full(p.grad) for p in unwrap(model).parameters() if p.requires_grad]
+    return [full(p.grad) for p in model.parameters() if p.requires_grad]
 
 
 def make_models(config, dtype: torch.dtype, lora: bool) -> dict[str, torch.nn.Module]:
@@ -130,7 +130,7 @@ def main(args: argparse.Namespace) -> None:
                 for layout, pack_options in LAYOUTS.items():
                     checkpointing = layout == "checkpointing"
                     for model in models.values():
-                        backbone = unwrap(model).model
+                        backbone = model.model
                         getattr(backbone, f"gradient_checkpointing_{'enable' if checkpointing else 'disable'}")()
                     for variant in args.variants:
                         if args.pairs and not in_pairs(strategy, name, budget == args.budgets[0], layout, variant):

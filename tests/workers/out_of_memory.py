@@ -6,7 +6,7 @@ On a GPU the allocator itself says so, on a CPU an exception stands for it.
 import torch
 
 import grpo
-from common.distributed import run, unwrap
+from common.distributed import run
 from common.flags import parse
 
 real, calls = grpo.backward, []
@@ -27,7 +27,7 @@ def backward(policy, minibatch, tokens, args, world, **options):
                 torch.empty(2**50, dtype=torch.uint8, device=world.device)
             raise torch.OutOfMemoryError("injected")
 
-    hook = unwrap(policy).model.model.layers[1].register_full_backward_pre_hook(fail)
+    hook = policy.model.model.layers[1].register_full_backward_pre_hook(fail)
     try:
         return real(policy, minibatch, tokens, args, world, **options)
     finally:

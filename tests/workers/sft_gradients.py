@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen
 
 from common.data.conversations import Conversations, balanced
-from common.distributed import all_reduce, init_world, run, unwrap, wrap_model
+from common.distributed import all_reduce, init_world, run, wrap_model
 from common.hub import load_tokenizer
 from common.models import load_policy
 from common.packing import Minibatch, TokenIndex, pack
@@ -75,7 +75,7 @@ def main(args: argparse.Namespace) -> None:
                 distances[f"{strategy}, {split}, budget {budget}, {len(batches)} batches"] = relative_l2(
                     got, reference
                 )
-        assert len(got) == len(list(unwrap(model).parameters()))
+        assert len(got) == len(list(model.parameters()))
     if world.is_main:
         print(json.dumps(distances))
 
