@@ -266,10 +266,8 @@ def test_a_trajectory_keeps_its_interpreter_while_others_work():
             return [texts[trajectory.key] for trajectory in trajectories]
 
         all_ask("import uuid\nnamed = uuid.uuid4().hex\nprint(named)")
-        with deadline(60):
-            while all_ask("print(named)") != all_ask("print(named)"):
-                pass
-        assert len(pool.sandboxes) == 3
+        asked = (all_ask("print(named)") == all_ask("print(named)") for _ in range(20))  # while others start
+        assert any(asked) and len(pool.sandboxes) == 3
     finally:
         pool.close()
 
