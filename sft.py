@@ -31,10 +31,10 @@ from common.flags import Amount, Count, Data, Machine, Run, Share, check_pixels,
 from common.job import Job
 from common.means import Means
 from common.memory import peak_memory_gb
-from common.models import export_hugging_face
 from common.optimizer import lr_factor
 from common.packing import Minibatch, Packer, TokenIndex
 from common.prepare.embedded import embedded_data
+from common.prepare.export import export_hugging_face
 from common.progress import Progress
 from common.setup import Stopwatch, due, finish, open_job, open_logger
 

@@ -4,13 +4,10 @@ W = W0 + alpha / rank · B · A is computed in float32, and rounded once, wherev
 the engine, in an export. So all of them have the same bits, and W0 is never written to.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
@@ -118,16 +115,3 @@ class Base(nn.Module):
         finally:
             for layer in layers:
                 layer.adapted = True
-
-
-def save_adapter(model: nn.Module, base: str, folder: Path) -> None:
-    """Write the adapters in the format of Hugging Face's PEFT, for the model `base`."""
-    tensors, layers = {}, dict(adapters(model))
-    for name, layer in layers.items():
-        for part in ("lora_A", "lora_B"):
-            tensors[f"base_model.model.{name}.{part}.weight"] = getattr(layer, part).detach().cpu().contiguous()
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "bias": "none"}
-    config |= {"r": len(layer.lora_A), "lora_alpha": layer.scale * len(layer.lora_A), "target_modules": [*layers]}
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))

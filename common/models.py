@@ -1,17 +1,13 @@
-"""Policy, critic and reference models, the walk over full parameters, and the export."""
+"""Policy, critic and reference models, and the walk over full parameters."""
 
-import json
-import shutil
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from common.attention import block_mask, register_attention
-from common.distributed import World, reshard
+from common.distributed import reshard
 from common.logprobs import is_greedy, token_logprobs
 from common.lora import Lora, adapters, add_adapters, merged
 from common.packing import MicroBatch
@@ -249,34 +245,3 @@ def sync_engine(engine, policy: nn.Module, step: int) -> None:
     engine.wake("weights")
     engine.sync_weights(full_parameters(policy, engine.dtype), step)
     engine.wake("kv_cache")
-
-
-def export_hugging_face(
-    policy: nn.Module, tokenizer: transformers.PreTrainedTokenizerBase, folder: Path, world: World, dtype: torch.dtype
-) -> None:
-    """Write a folder that transformers and vLLM load as it is; rank 0 writes, all ranks gather."""
-    state = {}
-    for name, tensor in full_parameters(policy, dtype):
-        if world.is_main:
-            state[name] = tensor.to("cpu", copy=True)
-    if not world.is_main:
-        return
-    model, temporary = policy.model, folder.with_name(f"{folder.name}.tmp")
-    if model.config.tie_word_embeddings:
-        state.pop("lm_head.weight", None)
-    shutil.rmtree(temporary, ignore_errors=True)  # of a killed export
-    try:
-        model.save_pretrained(temporary, state_dict=state)
-        config = json.loads((temporary / "config.json").read_text())
-        config["dtype"] = str(dtype).removeprefix("torch.")  # save_pretrained names the dtype of the master weights
-        (temporary / "config.json").write_text(json.dumps(config, indent=2))
-        vision = policy.vision
-        (vision.processor if vision else tokenizer).save_pretrained(temporary)
-        for file in temporary.iterdir():
-            if file.is_file():
-                file.chmod(0o644)  # safetensors writes for the owner alone
-        shutil.rmtree(folder, ignore_errors=True)
-        temporary.replace(folder)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise SystemExit(f"{folder} not written ({error}); the same command writes it when there is room") from error

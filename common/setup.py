@@ -24,11 +24,11 @@ from common.look.console import StatusLine
 from common.look.curves import plot_curves
 from common.look.machine import changed_flags, check_device, save_config
 from common.look.trackers import Trackers, tracker_names
-from common.lora import save_adapter
 from common.memory import remembered_budget
-from common.models import check_model, export_hugging_face
+from common.models import check_model
 from common.pictures import PixelLimits
 from common.precision import choose_dtype
+from common.prepare.export import export_hugging_face, save_adapter
 from common.processes import at_end, fail, leave, sign_of_life
 from common.vision import load_vision
 

@@ -14,9 +14,9 @@ from common.checkpoint import save_checkpoint
 from common.distributed import World
 from common.hub import FOLDERS, load_tokenizer
 from common.integrity import MANIFEST, digest, model_identity
-from common.models import export_hugging_face, load_critic, load_policy
+from common.models import load_critic, load_policy
 from common.pictures import PixelLimits
-from common.prepare.export import Args, main
+from common.prepare.export import Args, export_hugging_face, main
 from common.vision import load_vision
 
 SIZES = ["--prompts-per-step", 2, "--samples-per-prompt", 2, "--max-response-tokens", 8, "--engine", "hf"]

@@ -11,9 +11,10 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from common.hub import load_tokenizer, resolve_model
-from common.lora import Base, Lora, adapters, add_adapters, merged, save_adapter
-from common.models import Critic, export_hugging_face, full_parameters, load_policy
+from common.lora import Base, Lora, adapters, add_adapters, merged
+from common.models import Critic, full_parameters, load_policy
 from common.packing import TokenIndex, pack
+from common.prepare.export import export_hugging_face, save_adapter
 
 CONFIG = Qwen2Config(
     hidden_size=32,

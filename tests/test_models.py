@@ -12,8 +12,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from common.episodes import Episode
 from common.hub import FOLDERS, load_tokenizer, resolve_model
-from common.models import export_hugging_face, load_critic, load_policy, unsupported
+from common.models import load_critic, load_policy, unsupported
 from common.packing import TokenIndex, pack
+from common.prepare.export import export_hugging_face
 from common.torch_repair import check_version
 
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 128, "pad_token_id": 0}

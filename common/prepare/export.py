@@ -8,6 +8,7 @@ policy is written. The checkpoint's files are verified first, and nothing that t
 """
 
 import json
+import shutil
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,9 @@ from typing import Literal
 import torch
 import torch.distributed.checkpoint as dcp
 import tyro
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
@@ -25,7 +29,7 @@ from common.files import refuse, user_errors
 from common.hub import load_tokenizer, resolve_model
 from common.integrity import damage, model_identity, read_manifest, step_folder
 from common.lora import Lora, adapters, add_adapters
-from common.models import Policy, export_hugging_face
+from common.models import Policy, full_parameters
 from common.pictures import PixelLimits
 from common.precision import DTYPES
 from common.shards import PlainPlanner, PlainReader
@@ -99,6 +103,50 @@ def dtype_of(model: Path) -> torch.dtype:
 
 def read_json(path: Path) -> dict:
     return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def export_hugging_face(
+    policy: nn.Module, tokenizer: transformers.PreTrainedTokenizerBase, folder: Path, world: World, dtype: torch.dtype
+) -> None:
+    """Write a folder that transformers and vLLM load as it is; rank 0 writes, all ranks gather."""
+    state = {}
+    for name, tensor in full_parameters(policy, dtype):
+        if world.is_main:
+            state[name] = tensor.to("cpu", copy=True)
+    if not world.is_main:
+        return
+    model, temporary = policy.model, folder.with_name(f"{folder.name}.tmp")
+    if model.config.tie_word_embeddings:
+        state.pop("lm_head.weight", None)
+    shutil.rmtree(temporary, ignore_errors=True)  # of a killed export
+    try:
+        model.save_pretrained(temporary, state_dict=state)
+        config = json.loads((temporary / "config.json").read_text())
+        config["dtype"] = str(dtype).removeprefix("torch.")  # save_pretrained names the dtype of the master weights
+        (temporary / "config.json").write_text(json.dumps(config, indent=2))
+        vision = policy.vision
+        (vision.processor if vision else tokenizer).save_pretrained(temporary)
+        for file in temporary.iterdir():
+            if file.is_file():
+                file.chmod(0o644)  # safetensors writes for the owner alone
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.replace(folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise SystemExit(f"{folder} not written ({error}); the same command writes it when there is room") from error
+
+
+def save_adapter(model: nn.Module, base: str, folder: Path) -> None:
+    """Write the adapters in the format of Hugging Face's PEFT, for the model `base`."""
+    tensors, layers = {}, dict(adapters(model))
+    for name, layer in layers.items():
+        for part in ("lora_A", "lora_B"):
+            tensors[f"base_model.model.{name}.{part}.weight"] = getattr(layer, part).detach().cpu().contiguous()
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "bias": "none"}
+    config |= {"r": len(layer.lora_A), "lora_alpha": layer.scale * len(layer.lora_A), "target_modules": [*layers]}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
 
 
 if __name__ == "__main__":
