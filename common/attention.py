@@ -42,7 +42,7 @@ def shared_prompt_attention(
     given = [(name, value) for name, value in options.items() if value is not None and name not in WITHOUT_EFFECT]
     if wanted := [name for name, value in given if (name, value) != ("dropout", 0.0)]:
         raise TypeError(f"{type(module).__name__} wants {', '.join(wanted)}, not supported here: --attention flash")
-    query, key = query.to(value.dtype), key.to(value.dtype)  # autocast leaves float32 behind rotary embeddings
+    query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embeddings may leave float32 behind
     lengths = [length for unit in units for length in unit]
     segments = zip(*(x.split(lengths, dim=2) for x in (query, key, value)))
     outputs = []

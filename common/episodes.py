@@ -5,7 +5,6 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from operator import itemgetter
 from typing import Any
 
 from common.distributed import gather_objects
@@ -120,7 +119,7 @@ def sample_episodes(
     if turns is not None:
         for key in readable:
             submit(key)
-        go_on(engine, episodes, prompts, sampling.max_tokens, turns, submit, progress, watch)
+        turns.go_on(engine, episodes, prompts, sampling.max_tokens, submit, progress, watch)
         return episodes
     for key in readable[:: sampling.n]:  # one request for a group
         submit(key, sampling.n)
@@ -133,45 +132,6 @@ def sample_episodes(
                 progress.add()
         progress.add(0)
     return episodes
-
-
-def go_on(
-    engine,
-    episodes: list[Episode],
-    prompts: Mapping[int, Row],
-    max_tokens: int,
-    turns,
-    submit: Callable[[int], None],
-    progress: Progress,
-    watch: Watch,
-) -> None:
-    """Turn after turn, until all episodes have ended; the first ones are submitted. A key is an episode's number."""
-    calls: dict[int, Any] = {}
-    answered: list[tuple[int, Completion]] = []
-    replies: list[tuple[int, Any]] = []
-    while engine.busy or turns.workers.pending:
-        if engine.busy:
-            with watch("engine"):
-                answered += [(key, completion) for key, (completion,) in engine.step()]
-        if not (turns.lockstep and engine.busy):
-            for key, completion in sorted(answered, key=itemgetter(0)):
-                row = prompts[episodes[key].prompt_index]
-                add_turn(episodes[key], completion, max_tokens)
-                if call := turns.next_call(episodes[key], row.tools):
-                    calls[key] = call
-                    turns.ask(key, call, episodes[key], row)
-                else:
-                    progress.add()
-            answered = []
-        with watch("tools"):
-            replies += turns.workers.poll(0.0 if engine.busy else 1.0)
-        if not (turns.lockstep and turns.workers.pending):
-            for key, reply in sorted(replies, key=itemgetter(0)):
-                if turns.add_observation(episodes[key], calls[key], reply, max_tokens):
-                    submit(key)
-                else:
-                    progress.add()
-            replies = []
 
 
 def add_turn(episode: Episode, completion: Completion, max_tokens: int) -> None:

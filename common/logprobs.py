@@ -27,8 +27,6 @@ def is_greedy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        if torch.is_autocast_enabled(hidden.device.type):  # DDP: the head computes in the dtype of the hidden states
-            hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
         head = weight.to(hidden.dtype)
         accumulate = torch.promote_types(hidden.dtype, torch.float32)
         logprobs = torch.empty(targets.shape, dtype=accumulate, device=hidden.device)

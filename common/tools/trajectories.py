@@ -2,10 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
-from common.episodes import Episode, Row
+from common.engine.books import Completion
+from common.episodes import Episode, Row, Watch, add_turn
 from common.flags import Rollout
 from common.pictures import Media
+from common.progress import Progress
 from common.tools import ToolWorkers, find_tool
 from common.tools.python import PythonWorkers
 from common.tools.turns import Call, Protocol, ToolReply, error_text
@@ -41,6 +44,47 @@ class Turns:
         for tool in workers.tools.values():
             turns.observation_ids([""], tool.role)
         return turns
+
+    def go_on(
+        self,
+        engine,
+        episodes: list[Episode],
+        prompts: Mapping[int, Row],
+        max_tokens: int,
+        submit: Callable[[int], None],
+        progress: Progress,
+        watch: Watch,
+    ) -> None:
+        """Turn after turn, until all episodes have ended; the first ones are submitted.
+
+        A key is an episode's number.
+        """
+        calls: dict[int, Call] = {}
+        answered: list[tuple[int, Completion]] = []
+        replies: list[tuple[int, ToolReply]] = []
+        while engine.busy or self.workers.pending:
+            if engine.busy:
+                with watch("engine"):
+                    answered += [(key, completion) for key, (completion,) in engine.step()]
+            if not (self.lockstep and engine.busy):
+                for key, completion in sorted(answered, key=itemgetter(0)):
+                    row = prompts[episodes[key].prompt_index]
+                    add_turn(episodes[key], completion, max_tokens)
+                    if call := self.next_call(episodes[key], row.tools):
+                        calls[key] = call
+                        self.ask(key, call, episodes[key], row)
+                    else:
+                        progress.add()
+                answered = []
+            with watch("tools"):
+                replies += self.workers.poll(0.0 if engine.busy else 1.0)
+            if not (self.lockstep and self.workers.pending):
+                for key, reply in sorted(replies, key=itemgetter(0)):
+                    if self.add_observation(episodes[key], calls[key], reply, max_tokens):
+                        submit(key)
+                    else:
+                        progress.add()
+                replies = []
 
     def next_call(self, episode: Episode, tools: Mapping) -> Call | None:
         """The call that the last turn ends in; None if the trajectory ends here. tools: those that the row offers."""
