@@ -39,7 +39,6 @@ from common.processes import reached
 from common.shards import PlainPlanner, PlainReader
 
 BEGIN_ANEW = "--resume never, with another --output-dir, begins anew"
-Trained = dict[str, tuple[nn.Module, torch.optim.Optimizer | None]]  # name -> (wrapped model, its optimizer)
 
 
 class Checkpoints:
@@ -64,23 +63,36 @@ class Checkpoints:
         self.start = 0
         job.at_outage.append(partial(self.save, metric=None))
 
-    @property
-    def trained(self) -> Trained:
-        return {name: (adamw.model, adamw.optimizer) for name, adamw in self.optimizers.items()}
-
     def resume(self, weights_only: bool = False) -> int:
-        """Load what --resume names, or its weights alone; the step that training goes on from. All ranks call it."""
-        if not self.job.checkpoint:
+        """Load what --resume names, or its weights alone; the step that training goes on from. All ranks call it.
+
+        Works on another number of ranks too; a rank that has no saved random state then keeps its own. It takes less
+        memory than training: one model at a time, no gradients, moments on the host.
+        """
+        if not (folder := self.job.checkpoint):
             return 0
-        trained = {name: (model, None if weights_only else own) for name, (model, own) in self.trained.items()}
-        saved = load_checkpoint(self.job.checkpoint, trained, self.world)
-        self.best, scales = saved["best"], saved["loss_scale"]
+        states, random_states = {}, folder / f"rng_{self.world.rank}.safetensors"
+
+        def read() -> None:
+            for name, adamw in self.optimizers.items():
+                shards = _shards(adamw.model, None if weights_only else adamw.optimizer)
+                shards.get("optimizer", {}).pop("param_groups", None)  # learning rate, betas ... are those of this run
+                dcp.load({name: shards}, storage_reader=PlainReader(folder / "state"), planner=PlainPlanner())
+            states.update(load_file(random_states) if random_states.is_file() else {})
+
+        problem = _attempt(read)
+        refuse(problem is not None, f"{folder} cannot be loaded ({shorten(str(problem), 100)}): {BEGIN_ANEW}")
+        if "cpu" in states:
+            torch.set_rng_state(states["cpu"])
+        if "gpu" in states and torch.cuda.is_available():
+            torch.cuda.set_rng_state(states["gpu"])
+        saved = json.loads((folder / "trainer.json").read_text())
+        self.best, self.start = saved["best"], saved["step"]
         for name, adamw in self.optimizers.items():
-            adamw.loss_scale.load_state_dict(scales[name])
+            adamw.loss_scale.load_state_dict(saved["loss_scale"][name])
         for name, part in self.state.items():
             part.load_state_dict(saved[name])
-        self.start = saved["step"]
-        reached.update({"step": self.start, "checkpoint": self.job.checkpoint})
+        reached.update({"step": self.start, "checkpoint": folder})
         return self.start
 
     def due(self, step: int, metric: float | None) -> bool:
@@ -91,99 +103,79 @@ class Checkpoints:
     def improves(self, metric: float | None) -> bool:
         return metric is not None and self.is_better(metric, self.best)
 
-    def save(self, step: int, metric: float | None) -> None:
-        """Write the checkpoint of a step; `metric` is None if it was not evaluated. All ranks call it together."""
-        is_best = self.improves(metric)
-        record = {name: part.state_dict() for name, part in self.state.items()}
+    def save(self, step: int, metric: float | None) -> bool:
+        """Write `step_NNNNNN`, and drop all but the newest and the best; `metric` is None if it was not evaluated.
+
+        All ranks call it together. False, after a warning, if the disk refused.
+        """
+        folder, world, is_best = self.folder, self.world, self.improves(metric)
+        name = f"step_{step:06d}"
+        temporary, needed, digests = folder / f"tmp_{name}", self.size(), {}
+        record = {"step": step, "world_size": world.size} | {n: part.state_dict() for n, part in self.state.items()}
         record["best"] = metric if is_best else self.best
         record["loss_scale"] = {name: adamw.loss_scale.state_dict() for name, adamw in self.optimizers.items()}
-        options = {"keep": self.job.run.keep_checkpoints, "best": is_best, "identity": self.job.identity}
-        if save_checkpoint(self.folder, step, self.trained, record, self.world, **options):
-            self.best = record["best"]
-            reached["checkpoint"] = self.folder / f"step_{step:06d}"
+
+        def make_room() -> None:
+            for leftover in folder.glob("tmp_*"):
+                shutil.rmtree(leftover)
+            if (missing := needed - free_bytes(folder)) > 0:
+                raise OSError(f"{missing} bytes missing: lower --keep-checkpoints or free some")
+            (temporary / "state").mkdir(parents=True)
+
+        def write_shards() -> None:
+            shards = {name: _shards(adamw.model, adamw.optimizer) for name, adamw in self.optimizers.items()}
+            dcp.save(shards, checkpoint_id=temporary / "state")
+            save_file(_random_states(), temporary / f"rng_{world.rank}.safetensors")
+            if world.is_main:
+                (temporary / "trainer.json").write_text(json.dumps(record, indent=1))
+            own = [*temporary.glob(f"state/__{world.rank}_*"), temporary / f"rng_{world.rank}.safetensors"]
+            own += [temporary / "state" / ".metadata", temporary / "trainer.json"] if world.is_main else []
+            digests.update({str(file.relative_to(temporary)): digest(file) for file in own})
+
+        def publish() -> None:
+            manifest = json.dumps({**self.job.identity, "world_size": world.size, "files": digests}, indent=1)
+            replace_file(temporary / MANIFEST, lambda path: path.write_text(manifest))
+            if (folder / name).exists():  # the same step again, after a resume from an earlier one
+                os.replace(folder / name, folder / f"tmp_old_{name}")  # which the next save removes
+            os.replace(temporary, folder / name)
+            replace_file(folder / "latest", lambda path: path.write_text(name))
+            if is_best:
+                replace_file(folder / "best", lambda path: path.write_text(name))
+            _prune(folder, self.job.run.keep_checkpoints)
+
+        for part in (make_room, write_shards, publish):
+            for of_rank in gather_objects(digests) if part is publish else ():
+                digests.update(of_rank)
+            if problem := _attempt(part if part is write_shards or world.is_main else None):
+                if world.is_main:
+                    shutil.rmtree(temporary, ignore_errors=True)
+                    room = f"it takes {needed} bytes, {free_bytes(folder)} are free"
+                    print(f"warning: no checkpoint of step {step} ({problem}; {room}); training goes on", flush=True)
+                return False
+        self.best, reached["checkpoint"] = record["best"], folder / name
+        return True
+
+    def size(self) -> int:
+        """Bytes of a checkpoint: weights, and two moments of each trained parameter, as they are in memory."""
+        size = 0
+        for model in (adamw.model for adamw in self.optimizers.values()):
+            frozen = int(not any(adapters(model)))
+            size += sum((3 if p.requires_grad else frozen) * p.numel() * p.element_size() for p in model.parameters())
+        return size
 
     def warn_if_large(self) -> None:
         """Say so if the disk has no room for all that will be kept."""
         kept = self.job.run.keep_checkpoints + 2  # the best, and the one being written
-        needed, free = kept * checkpoint_bytes(self.trained), free_bytes(self.folder)
+        needed, free = kept * self.size(), free_bytes(self.folder)
         if free < needed:
             sizes = f"{needed / 1e9:.2f} GB of the {free / 1e9:.2f} GB that are free in {self.job.output_dir}"
             self.world.print(f"warning: checkpoints will take up to {sizes}: lower --keep-checkpoints")
-
-
-def save_checkpoint(
-    folder: Path,
-    step: int,
-    trained: Trained,
-    state: dict,
-    world: World,
-    *,
-    keep: int,
-    best: bool = False,
-    identity: dict | None = None,
-) -> bool:
-    """Write `folder/step_NNNNNN` and drop all but the newest `keep` and the best one. Called by all ranks together.
-
-    `state` and `identity` (of the run, for its manifest) must be JSON-serialisable; rank 0's are written. False, after
-    a warning, if the disk refused.
-    """
-    name = f"step_{step:06d}"
-    temporary = folder / f"tmp_{name}"
-    needed, digests = checkpoint_bytes(trained), {}
-
-    def make_room() -> None:
-        for leftover in folder.glob("tmp_*"):
-            shutil.rmtree(leftover)
-        if (missing := needed - free_bytes(folder)) > 0:
-            raise OSError(f"{missing} bytes missing: lower --keep-checkpoints or free some")
-        (temporary / "state").mkdir(parents=True)
-
-    def write_shards() -> None:
-        dcp.save({name: _shards(*pair) for name, pair in trained.items()}, checkpoint_id=temporary / "state")
-        save_file(_random_states(), temporary / f"rng_{world.rank}.safetensors")
-        if world.is_main:
-            record = json.dumps({"step": step, "world_size": world.size, **state}, indent=1)
-            (temporary / "trainer.json").write_text(record)
-        own = [*temporary.glob(f"state/__{world.rank}_*"), temporary / f"rng_{world.rank}.safetensors"]
-        own += [temporary / "state" / ".metadata", temporary / "trainer.json"] if world.is_main else []
-        digests.update({str(file.relative_to(temporary)): digest(file) for file in own})
-
-    def publish() -> None:
-        manifest = json.dumps({**(identity or {}), "world_size": world.size, "files": digests}, indent=1)
-        replace_file(temporary / MANIFEST, lambda path: path.write_text(manifest))
-        if (folder / name).exists():  # the same step again, after a resume from an earlier one
-            os.replace(folder / name, folder / f"tmp_old_{name}")  # which the next save removes
-        os.replace(temporary, folder / name)
-        replace_file(folder / "latest", lambda path: path.write_text(name))
-        if best:
-            replace_file(folder / "best", lambda path: path.write_text(name))
-        _prune(folder, keep)
-
-    for part in (make_room, write_shards, publish):
-        for of_rank in gather_objects(digests) if part is publish else ():
-            digests.update(of_rank)
-        if problem := _attempt(part if part is write_shards or world.is_main else None):
-            if world.is_main:
-                shutil.rmtree(temporary, ignore_errors=True)
-                room = f"it takes {needed} bytes, {free_bytes(folder)} are free"
-                print(f"warning: no checkpoint of step {step} ({problem}; {room}); training goes on", flush=True)
-            return False
-    return True
 
 
 def _random_states() -> dict[str, torch.Tensor]:
     """All else is drawn from generators that are seeded by the step."""
     gpu = {"gpu": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
     return {"cpu": torch.get_rng_state()} | gpu
-
-
-def checkpoint_bytes(trained: Trained) -> int:
-    """Size of a checkpoint: weights, and two moments of each trained parameter, as they are in memory."""
-    size = 0
-    for model, _ in trained.values():
-        frozen = int(not any(adapters(model)))
-        size += sum((3 if p.requires_grad else frozen) * p.numel() * p.element_size() for p in model.parameters())
-    return size
 
 
 def free_bytes(folder: Path) -> int:
@@ -212,30 +204,6 @@ def _shards(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict:
         make_moments(optimizer)  # else torch would take a step of zero gradients, and count it
         shards["optimizer"] = get_optimizer_state_dict(model, optimizer, options=options)
     return shards
-
-
-def load_checkpoint(folder: Path, trained: Trained, world: World) -> dict:
-    """Restore models, optimizers and random states in place; returns the `state` that was saved, with its "step".
-
-    Works on another number of ranks too; a rank that has no saved random state then keeps its own. Weights alone where
-    the optimizer is None. It takes less memory than training: one model at a time, no gradients, moments on the host.
-    """
-    states, random_states = {}, folder / f"rng_{world.rank}.safetensors"
-
-    def read() -> None:
-        for name, (model, optimizer) in trained.items():
-            shards = _shards(model, optimizer)
-            shards.get("optimizer", {}).pop("param_groups", None)  # learning rate, betas ... are those of this run
-            dcp.load({name: shards}, storage_reader=PlainReader(folder / "state"), planner=PlainPlanner())
-        states.update(load_file(random_states) if random_states.is_file() else {})
-
-    problem = _attempt(read)
-    refuse(problem is not None, f"{folder} cannot be loaded ({shorten(str(problem), 100)}): {BEGIN_ANEW}")
-    if "cpu" in states:
-        torch.set_rng_state(states["cpu"])
-    if "gpu" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["gpu"])
-    return json.loads((folder / "trainer.json").read_text())
 
 
 def find_checkpoint(run_dir: Path, resume: str, world: World, identity: dict | None = None) -> Path | None:

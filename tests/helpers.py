@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import json
+import math
 import os
 import random
 import signal
@@ -12,6 +13,7 @@ import time
 from dataclasses import is_dataclass
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -22,9 +24,11 @@ from zygote import ROOT, WARM, ZYGOTE, script_environment
 
 import common.torch_repair  # noqa: F401  (before anything of transformers is imported)
 from common.attention import register_attention
+from common.checkpoint import Checkpoints
 from common.engine.books import Sampling
 from common.episodes import Episode
-from common.flags import parse
+from common.flags import Run, parse
+from common.precision import LossScale
 
 register_attention()  # for models that are built without `load_policy`
 
@@ -52,13 +56,42 @@ def rms_norm(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def trained(seed: int = 1) -> dict:
-    """A model of 15 parameters with its AdamW, a step behind them, as `save_checkpoint` takes them."""
+    """A model of 15 parameters with its AdamW, a step behind them, as `checkpoints_of` takes them."""
     torch.manual_seed(seed)
     model = torch.nn.Linear(4, 3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     return {"policy": (model, optimizer)}
+
+
+def checkpoints_of(
+    folder: Path, trained: dict, world, *, state=None, keep=1, identity=None, found=None
+) -> Checkpoints:
+    """The checkpoints of a run with these (model, optimizer) by name; `found`: the one that it goes on from."""
+    state = dict(state or {})
+    best, scales = state.pop("best", -math.inf), state.pop("loss_scale", {})
+    optimizers = {
+        name: SimpleNamespace(model=model, optimizer=optimizer, loss_scale=LossScale(**scales.get(name, {})))
+        for name, (model, optimizer) in trained.items()
+    }
+    options = {"run": Run(keep_checkpoints=keep), "identity": identity or {}, "checkpoint": found, "at_outage": []}
+    job = SimpleNamespace(output_dir=folder, world=world, **options)
+    parts = {name: SimpleNamespace(state_dict=lambda value=value: value) for name, value in state.items()}
+    checkpoints = Checkpoints(job, optimizers, parts)
+    checkpoints.best = best
+    return checkpoints
+
+
+def save_checkpoint(folder: Path, step: int, trained: dict, world, *, best: bool = False, **options) -> bool:
+    """Of a run folder; options as for `checkpoints_of`."""
+    return checkpoints_of(folder, trained, world, **options).save(step, math.inf if best else None)
+
+
+def load_checkpoint(checkpoint: Path, trained: dict, world, weights_only: bool = False) -> dict:
+    """Its trainer.json."""
+    checkpoints_of(checkpoint.parents[1], trained, world, found=checkpoint).resume(weights_only)
+    return json.loads((checkpoint / "trainer.json").read_text())
 
 
 def random_episodes(seed: int, prompts: int = 3, samples: int = 4, vocab: int = 97) -> list[Episode]:

@@ -24,10 +24,10 @@ import psutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from helpers import ROOT, deadline, run_script, trained, wait_until
+from helpers import ROOT, deadline, load_checkpoint, run_script, save_checkpoint, trained, wait_until
 from test_reward_workers import FUNCTION, alive, job, scored
 
-from common.checkpoint import _shards, find_checkpoint, load_checkpoint, save_checkpoint
+from common.checkpoint import _shards, find_checkpoint
 from common.integrity import digest
 from common.rewards import RewardWorkers
 
@@ -57,9 +57,9 @@ def saved(tmp_path_factory, world):
     """A run folder with checkpoints of steps 1 and 2; the second one is the best."""
     folder = tmp_path_factory.mktemp("saved")
     for step in (1, 2):
-        state, options = {"loader": {"consumed": step}}, {"keep": 2, "best": step == 2, "identity": IDENTITY}
+        options = {"state": {"loader": {"consumed": step}}, "keep": 2, "identity": IDENTITY}
         torch.manual_seed(step)
-        assert save_checkpoint(folder / "checkpoints", step, trained(step), state, world, **options)
+        assert save_checkpoint(folder, step, trained(step), world, best=step == 2, **options)
     return folder
 
 
@@ -90,7 +90,7 @@ def resume(saved, world, tmp_path, monkeypatch, capsys):
         finally:
             assert not EXECUTED.exists() and time.monotonic() - start < 9
         said, step = capsys.readouterr().out, int(found.name.removeprefix("step_"))
-        assert state == {"step": step, "world_size": 1, "loader": {"consumed": step}}
+        assert state["step"] == step and state["loader"] == {"consumed": step}
         expected, got = (t["policy"][0].state_dict() for t in (trained(step), after))
         assert all(torch.equal(expected[key], got[key]) for key in expected), "other weights in silence"
         return f"goes on from step {step} and says so" if "latest is missing" in said else f"step {step}, unharmed"

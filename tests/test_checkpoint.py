@@ -8,30 +8,30 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import trained
+from helpers import checkpoints_of, load_checkpoint, save_checkpoint, trained
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import grpo
-from common.checkpoint import Checkpoints, checkpoint_bytes, find_checkpoint, load_checkpoint, save_checkpoint
+from common.checkpoint import Checkpoints, find_checkpoint
 from common.data.prompts import PromptLoader
 from common.flags import Run
 from common.optimizer import GuardedAdamW, make_moments
 
 
 def save(folder, step, world, keep=1, best=False, seed=0):
-    save_checkpoint(folder / "checkpoints", step, trained(seed), {"best": 0.5}, world, keep=keep, best=best)
+    save_checkpoint(folder, step, trained(seed), world, state={"best": 0.5}, keep=keep, best=best)
 
 
 def test_round_trip_restores_weights_moments_and_random_state(tmp_path, world):
     before = trained(1)
-    save_checkpoint(tmp_path / "checkpoints", 7, before, {"best": None, "loader": {"consumed": 9}}, world, keep=1)
+    save_checkpoint(tmp_path, 7, before, world, state={"best": 0.5, "loader": {"consumed": 9}})
     expected = torch.rand(3)
     after = trained(2)
     state = load_checkpoint(find_checkpoint(tmp_path, "auto", world), after, world)
     assert torch.equal(torch.rand(3), expected)
-    assert state["step"] == 7 and state["loader"] == {"consumed": 9} and state["best"] is None
+    assert state["step"] == 7 and state["loader"] == {"consumed": 9} and state["best"] == 0.5
     for a, b in zip(before["policy"][0].parameters(), after["policy"][0].parameters()):
         assert torch.equal(a, b)
     moments = [[s["exp_avg"] for s in t["policy"][1].state.values()] for t in (before, after)]
@@ -47,7 +47,7 @@ def test_a_save_before_the_first_update_does_not_change_it(tmp_path, world):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         if saved:
             both = {"policy": (model, optimizer)}
-            save_checkpoint(tmp_path / "checkpoints", 1, both, {}, world, keep=1)
+            save_checkpoint(tmp_path, 1, both, world)
             load_checkpoint(tmp_path / "checkpoints" / "step_000001", both, world)
         for scale in (1.0, 5.0, 0.1):
             (scale * model(torch.ones(2, 4))).square().sum().backward()
@@ -58,10 +58,10 @@ def test_a_save_before_the_first_update_does_not_change_it(tmp_path, world):
     assert torch.equal(three_updates(saved=True), three_updates(saved=False))
 
 
-def test_frozen_weights_have_no_moments_to_save():
+def test_frozen_weights_have_no_moments_to_save(tmp_path, world):
     model = nn.Linear(4, 3)
     model.bias.requires_grad_(False)
-    assert checkpoint_bytes({"policy": (model, None)}) == 4 * (3 * 12 + 3)
+    assert checkpoints_of(tmp_path, {"policy": (model, None)}, world).size() == 4 * (3 * 12 + 3)
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path, world):
@@ -82,7 +82,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_no_failed_save(tmp_path, wo
             raise OSError("Directory not empty")
 
     monkeypatch.setattr("common.checkpoint.shutil.rmtree", refuse)
-    assert save_checkpoint(tmp_path / "checkpoints", 20, trained(0), {}, world, keep=1, best=True)
+    assert save_checkpoint(tmp_path, 20, trained(0), world, best=True)
     assert (tmp_path / "checkpoints" / "best").read_text() == "step_000020"
     monkeypatch.undo()
     wreck = tmp_path / "checkpoints" / "step_000010"
@@ -161,12 +161,12 @@ def two_models() -> dict:
 def test_a_resume_makes_the_moments_and_no_gradients(tmp_path, world):
     """Training has gradients besides: there its peak is. What only evaluates takes the weights alone."""
     size = sum(p.numel() * 4 for p in two_models()["policy"][0].parameters())
-    save_checkpoint(tmp_path / "checkpoints", 1, two_models(), {}, world, keep=1)
+    save_checkpoint(tmp_path, 1, two_models(), world)
     folder = find_checkpoint(tmp_path, "auto", world)
     for optimizers, moments in (True, 4 * size), (False, 0):
-        models = {name: (model, own if optimizers else None) for name, (model, own) in two_models().items()}
+        models = two_models()
         with Peak(*(model for model, _ in models.values())) as seen:
-            load_checkpoint(folder, models, world)
+            load_checkpoint(folder, models, world, weights_only=not optimizers)
         assert moments <= seen.peak < moments + size / 4, optimizers
         assert all(p.grad is None for model, _ in models.values() for p in model.parameters())
 
@@ -223,7 +223,7 @@ def save_step_7(folder, world, record, names=("policy",)) -> dict:
         of_all[name] = (model, torch.optim.AdamW(model.parameters(), lr=0.1))
         model(torch.ones(2, 4)).sum().backward()
         of_all[name][1].step()
-    assert save_checkpoint(folder / "checkpoints", 7, of_all, record, world, keep=1)
+    assert save_checkpoint(folder, 7, of_all, world, state=record)
     return models
 
 
@@ -336,7 +336,7 @@ def test_what_is_saved_and_what_is_left_out(tmp_path, world):
 
 def test_a_disk_without_room_for_all_that_will_be_kept_is_told(tmp_path, world, monkeypatch, capsys):
     now = checkpoints(tmp_path, world, keep=3)
-    needed = 5 * checkpoint_bytes(now.trained)  # besides the three, the best and the one being written
+    needed = 5 * now.size()  # besides the three, the best and the one being written
     for free, told in ((needed, False), (needed - 1, True)):
         monkeypatch.setattr("common.checkpoint.free_bytes", lambda folder, free=free: free)
         now.warn_if_large()

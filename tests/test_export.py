@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import run_script
+from helpers import run_script, save_checkpoint
 from safetensors.torch import load_file
 from vl import write_tiny_vl
 
-from common.checkpoint import save_checkpoint
 from common.distributed import World
 from common.hub import FOLDERS, load_tokenizer
 from common.integrity import MANIFEST, digest, model_identity
@@ -39,7 +38,7 @@ def run(tmp_path_factory, world):
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(0.01)
-    save_checkpoint(folder / "checkpoints", 1, trained, {}, world, keep=1, identity=identity)
+    save_checkpoint(folder, 1, trained, world, identity=identity)
     export_hugging_face(policy, load_tokenizer(FOLDERS["tiny"]), folder / "model", ALONE, torch.float32)
     return folder
 
@@ -85,7 +84,7 @@ def test_a_vision_language_model_keeps_the_names_of_its_files(tmp_path, world):
         for parameter in policy.parameters():
             parameter.add_(0.01)
     identity = {"script": "grpo", "model": model_identity(base)}
-    save_checkpoint(tmp_path / "run/checkpoints", 3, {"policy": (policy, None)}, {}, world, keep=1, identity=identity)
+    save_checkpoint(tmp_path / "run", 3, {"policy": (policy, None)}, world, identity=identity)
     export_hugging_face(policy, tokenizer, tmp_path / "expected", ALONE, torch.bfloat16)
     main(Args(tmp_path / "run", str(base), tmp_path / "out"))
     same_files(tmp_path / "out", tmp_path / "expected")

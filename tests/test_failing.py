@@ -15,11 +15,10 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from helpers import ROOT, checked_args, kill_all, metrics_of, run_script, script_environment, torchrun
+from helpers import ROOT, checked_args, kill_all, metrics_of, run_script, save_checkpoint, script_environment, torchrun
 from zygote import RANK_VARIABLES
 
 import grpo
-from common.checkpoint import save_checkpoint
 from common.distributed import World, init_world
 from common.engine.vllm import VllmEngine
 
@@ -336,7 +335,7 @@ def model_of(megabytes: float):
 
 
 def save(folder: Path, step: int, trained, world: World) -> bool:
-    return save_checkpoint(folder / "checkpoints", step, trained, {}, world, keep=2)
+    return save_checkpoint(folder, step, trained, world, keep=2)
 
 
 @pytest.mark.parametrize("notices", [True, False], ids=["seen before", "seen while writing"])

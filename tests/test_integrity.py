@@ -16,10 +16,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed.checkpoint as dcp
-from helpers import ROOT, deadline, trained, wait_until
+from helpers import ROOT, deadline, load_checkpoint, save_checkpoint, trained, wait_until
 
 from common import files, setup
-from common.checkpoint import _shards, find_checkpoint, load_checkpoint, save_checkpoint
+from common.checkpoint import _shards, find_checkpoint
 from common.files import lock_folder
 from common.integrity import digest, model_identity
 
@@ -31,7 +31,7 @@ def run(tmp_path, world):
     """A run folder with checkpoints of steps 1 and 2."""
     for step in (1, 2):
         state = {"loader": {"consumed": 4}}
-        assert save_checkpoint(tmp_path / "checkpoints", step, trained(), state, world, keep=2, identity=IDENTITY)
+        assert save_checkpoint(tmp_path, step, trained(), world, state=state, keep=2, identity=IDENTITY)
     return tmp_path
 
 
