@@ -23,6 +23,7 @@ micro-batch. Everything per token is flat ([T] or [N]): there is no padding to m
 
 import math
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import product
@@ -373,7 +374,9 @@ def compare_without_tools(
     options = {"flag": "--eval-data", "tokenizer": job.tokenizer, "vision": job.vision, "notice": job.world.print}
     rows = PromptData.of_flags(args.data, args.rollout, rollouts.eval_data.files.paths, **options)
     without = with_tools.with_stem("eval_samples_without_tools")
-    evaluate(replace(rollouts, eval_data=rows, turns=None), policy, step, without)
+    bare = copy(rollouts)  # the same engine, workers and seeds
+    bare.eval_data, bare.turns = rows, None
+    evaluate(bare, policy, step, without)
     if job.world.is_main:
         job.world.print(side_by_side({"with tools": with_tools, "without": without}))
 

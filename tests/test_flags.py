@@ -25,8 +25,16 @@ LENGTHS = ["max_tokens", "max_prompt_tokens", "max_response_tokens", "max_turn_t
 PICTURES = ["max_images", "min_pixels", "max_pixels", "max_frame_pixels"]
 BATCHES = ["batch_size", "prompts_per_step", "samples_per_prompt", "minibatches", "micro_batch_tokens", "max_turns"]
 PASSES = ["epochs_per_step", "critic_epochs", "total_steps", "total_epochs", "max_rows", "eval_rows", "eval_samples"]
-PROCESSES = ["reward_timeout", "judge_patience", "tool_workers", "tool_timeout", "stall_minutes", "engine_memory"]
-OTHERS = ["temperature", "eval_top_p", "kl_horizon", "max_logprob_gap", "keep_checkpoints"]
+PROCESSES = [
+    "reward_timeout",
+    "judge_patience",
+    "tool_workers",
+    "tool_timeout",
+    "stall_minutes",
+    "engine_memory",
+    "shard_size",
+]
+OTHERS = ["temperature", "eval_top_p", "kl_horizon", "max_logprob_gap", "keep_checkpoints", "lora_alpha"]
 POSITIVE = [*LENGTHS, *PICTURES, *BATCHES, *PASSES, *PROCESSES, *OTHERS]
 SHARES = ["gamma", "critic_lambda", "policy_lambda", "lr_floor", "eval_top_p", "replay_share"]
 ANY_SIGN = ["entropy_coef", "reward_model_weight", "eval_top_k"]

@@ -99,7 +99,7 @@ def test_recipes_and_their_cards_are_found():
     found = {page: recipes(page) for page in PAGES}
     assert sum(map(len, found.values())) > 20
     (on_v100s,) = [command for card, command in found["docs/curiosity.md"] if card == 32]
-    assert "curiosity-v100" in on_v100s and [card for card, _ in found["docs/scaling.md"]] == [80, 32]
+    assert "curiosity-v100" in on_v100s and [card for card, _ in found["docs/scaling.md"]] == [80, 80, 32]
     assert any("Qwen2.5-1.5B --output-dir runs/tinyzero-1.5B" in command for _, command in found["docs/recipes.md"])
 
 
