@@ -44,6 +44,18 @@ def test_engine_and_trainer_agree_after_each_sync(model, orders, tmp_path):
     assert all(result["refused"].values()), result["refused"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype, limit", [("fp32", 1e-4), ("bf16", 0.05), ("fp16", 1e-2)])
+def test_engine_and_adapters_agree_after_each_sync(dtype, limit):
+    """Adapters that do not reach the engine would show: the policy has moved by more than the gap."""
+    options = ["--lora-rank", 4, "--dtype", dtype, "--orders"]
+    done = run_script(ROOT / "tests" / "workers" / "engine_gap.py", *options)
+    result = json.loads(done.stdout.strip().splitlines()[-1])
+    gaps = [result["synced"], result["resynced"], result["repeated"], *result["orders"].values()]
+    assert len(gaps) == 10 and max(gaps) < limit and result["stale"] > 10 * limit, (gaps, result["stale"])
+    assert all(result["refused"].values()) and "adapters left out" in result["refused"], result["refused"]
+
+
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 REFUSED = {  # by vLLM alone
     "qwen3_moe": ({"num_experts": 4, **EXPERTS}, "Qwen3MoeForCausalLM is a mixture of experts"),

@@ -105,7 +105,8 @@ def test_with_vllm(tmp_path, ranks, dtype, strategy):
 @pytest.mark.slow
 def test_ppo_and_its_critic(tmp_path):
     options = [*LORA, "--prompts-per-step", 6, "--max-response-tokens", 64, "--eval-rows", 8, *LITTLE_CACHE]
-    options += ["--total-steps", 3, "--critic-learning-rate", 1e-3, "--save-every", 1, "--keep-checkpoints", 9]
+    options += ["--total-steps", 3, "--minibatches", 2, "--critic-learning-rate", 1e-3, "--critic-warmup-steps", 0]
+    options += ["--save-every", 1, "--keep-checkpoints", 9]
     run_script("ppo.py", *options, "--engine", "hf", "--output-dir", tmp_path / "run", ranks=2)
     steps = steps_of(tmp_path / "run")
     assert steps[3]["value/grad_norm"] > 0 and steps[3]["value/mean"] != steps[1]["value/mean"]

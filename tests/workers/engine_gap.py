@@ -8,6 +8,7 @@ faults were refused.
 import argparse
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from unittest.mock import patch
 
@@ -61,8 +62,8 @@ def main(args: argparse.Namespace) -> None:
     options = {"end_ids": end_token_ids(path, tokenizer), "max_model_len": 512, "sleep_level": args.sleep_level}
     engine = make(path, dtype, world, **options, **({"memory_gib": 2.0} if world.device.type == "cuda" else {}))
     lora = Lora(args.lora_rank, 32.0, "all", seed=0) if args.lora_rank else None
-    policy = load_policy(path, "sdpa", dtype=dtype if lora else torch.float32, lora=lora)
-    policy = wrap_model(policy, world, "fsdp", dtype)
+    wrap = partial(wrap_model, world=world, strategy="fsdp", compute_dtype=dtype)
+    policy = load_policy(path, "sdpa", dtype=dtype if lora else torch.float32, wrap=wrap, lora=lora)
     sampling = Sampling(n=2, max_tokens=args.tokens, temperature=args.temperature)
     # long enough for several blocks of KV cache: a prefix cache that outlives a sync would show
     text = "12 34 56 = 78 " * 20 if args.model == "tiny" else "The quick brown fox jumps over the lazy dog. " * 30
