@@ -116,6 +116,34 @@ def test_ppo_and_its_critic(tmp_path):
     assert [steps_of(tmp_path / "again")[3][n] for n in names] == [steps[3][n] for n in names]
 
 
+@pytest.mark.slow
+def test_a_model_that_sees_and_its_tower(tmp_path):
+    """Crops in vLLM; the tower stays as it is, bit for bit, and adapters of the language model are in the export."""
+    options = [*LORA, "--prompts-per-step", 8, "--samples-per-prompt", 4, "--eval-rows", 8, "--tool-workers", 2]
+    options += ["--total-steps", 3, "--eval-every", 0, "--no-eval-before", *LITTLE_CACHE]
+    run_script("curiosity_rl.py", *options, "--output-dir", tmp_path / "run", ranks=2)
+    steps = steps_of(tmp_path / "run")
+    assert max(steps[step]["policy/rollout_logprob_gap"] for step in (1, 2, 3)) < 1e-4 < steps[3]["tool/callers"]
+    base, model = (load_file(path / "model.safetensors") for path in (FOLDERS["tiny-vl"], tmp_path / "run" / "model"))
+    moved = {name for name, weight in base.items() if not torch.equal(weight.float(), model[name].float())}
+    assert base.keys() == model.keys() and moved and all(".layers." in name for name in moved)
+    assert not [name for name in moved if "visual" in name] and [name for name in base if "visual" in name]
+
+
+@pytest.mark.slow
+def test_supervised(tmp_path):
+    options = ["--lora-rank", 4, "--dtype", "fp32", "--total-steps", 6, "--batch-size", 8, "--save-every", 3]
+    options += ["--keep-checkpoints", 9]
+    run_script("sft.py", *options, "--output-dir", tmp_path / "run", ranks=2)
+    again = ["--resume", tmp_path / "run/checkpoints/step_000003", "--output-dir", tmp_path / "again"]
+    run_script("sft.py", *options, *again, ranks=2)
+    steps = steps_of(tmp_path / "run")
+    assert steps[6]["eval/loss"] < steps[0]["eval/loss"]
+    assert steps_of(tmp_path / "again")[6]["eval/loss"] == steps[6]["eval/loss"]
+    weights = [(tmp_path / name / "adapter/adapter_model.safetensors").read_bytes() for name in ("run", "again")]
+    assert weights[0] == weights[1]
+
+
 @pytest.mark.parametrize("script", [grpo, ppo, curiosity_rl, sft])
 @pytest.mark.parametrize("given", [[], ["--model", "x"]])
 def test_the_default_learning_rate_is_tenfold(script, given, monkeypatch):
