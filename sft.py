@@ -224,7 +224,7 @@ def main(args: Args, demo: bool = False) -> None:
         is_due = stop or epoch_ends or checkpoints.due(step + 1, loss)
         if args.save_weights_only and is_due and not last:
             folder = output_dir / f"model-step_{step + 1:06d}"
-            export_hugging_face(policy, job.tokenizer, folder, world, job.compute_dtype)
+            export_hugging_face(policy, job.tokenizer, folder, world, job.compute_dtype, args.run.model)
         elif not args.save_weights_only and (is_due or last):
             checkpoints.save(step + 1, loss)
         if stop and not last:

@@ -28,7 +28,7 @@ from common.memory import remembered_budget
 from common.models import check_model
 from common.pictures import PixelLimits
 from common.precision import choose_dtype
-from common.prepare.export import export_hugging_face, save_adapter
+from common.prepare.export import export_hugging_face
 from common.processes import at_end, fail, leave, sign_of_life
 from common.vision import load_vision
 
@@ -144,9 +144,7 @@ def open_logger(job: Job, args: Any, total_steps: int, checkpoints: Checkpoints,
 def finish(job: Job, policy: nn.Module, logger: Logger) -> None:
     """Export the model, end the trackers; the curves are drawn where the process ends."""
     folder = job.output_dir / "model"
-    export_hugging_face(policy, job.tokenizer, folder, job.world, job.compute_dtype)
-    if job.machine.lora_rank and job.world.is_main:
-        save_adapter(policy.model, job.run.model, job.output_dir / "adapter")
+    export_hugging_face(policy, job.tokenizer, folder, job.world, job.compute_dtype, job.run.model)
     logger.close()
     job.world.print(f"done: {folder} loads in transformers and vLLM; curves.png is beside it")
 

@@ -14,7 +14,7 @@ from common.hub import load_tokenizer, resolve_model
 from common.lora import Base, Lora, adapters, add_adapters, merged
 from common.models import Critic, full_parameters, load_policy
 from common.packing import TokenIndex, pack
-from common.prepare.export import export_hugging_face, save_adapter
+from common.prepare.export import export_hugging_face
 
 CONFIG = Qwen2Config(
     hidden_size=32,
@@ -139,14 +139,13 @@ def test_targets_are_layers_by_name():
 def test_peft_loads_the_adapter_to_the_same_logits(tmp_path, world):
     policy = load_policy(TINY, "sdpa", lora=lora())
     move_adapters(policy)
-    save_adapter(policy.model, TINY, tmp_path / "adapter")
-    export_hugging_face(policy, load_tokenizer(TINY), tmp_path / "model", world, torch.float32)
+    export_hugging_face(policy, load_tokenizer(TINY), tmp_path / "model", world, torch.float32, base=TINY)
     ids = torch.arange(3, 40)[None]
     base = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
     with torch.no_grad():
         original = base(ids).logits
-        theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")(ids).logits
+        theirs = peft.PeftModel.from_pretrained(base, tmp_path / "model" / "adapter")(ids).logits
         ours = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)(ids).logits
     assert (theirs - original).abs().max() > 0.1
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["r"] == 3
+    assert json.loads((tmp_path / "model" / "adapter" / "adapter_config.json").read_text())["r"] == 3

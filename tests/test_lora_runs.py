@@ -38,7 +38,7 @@ def test_adapters_are_trained_sampled_from_saved_and_exported(whole):
     assert steps[1]["policy/kl_to_ref"] == 0 < 1e-5 < steps[4]["policy/kl_to_ref"], "the reference is the base"
     base = load_file(FOLDERS["tiny"] / "model.safetensors")
     state = sum(file.stat().st_size for file in (folder / "checkpoints/step_000004/state").glob("*.distcp"))
-    adapter = load_file(folder / "adapter" / "adapter_model.safetensors")
+    adapter = load_file(folder / "model" / "adapter" / "adapter_model.safetensors")
     assert state < 3 * sum(4 * t.numel() for t in adapter.values()) + 2e6 < sum(4 * t.numel() for t in base.values())
     model = load_file(folder / "model" / "model.safetensors")
     for name, weight in base.items():
@@ -57,7 +57,7 @@ def test_kill_and_resume_equals_an_uninterrupted_run(whole, tmp_path):
     run_script("grpo.py", *OPTIONS, *STEPS, "--engine", "hf", "--output-dir", folder, ranks=2)
     assert any(record.get("event") == "resumed" for record in metrics_of(folder))
     assert steps_of(folder) == steps_of(whole[0])
-    for file in ("model/model.safetensors", "adapter/adapter_model.safetensors"):
+    for file in ("model/model.safetensors", "model/adapter/adapter_model.safetensors"):
         assert (folder / file).read_bytes() == (whole[0] / file).read_bytes()
 
 
@@ -84,8 +84,10 @@ def test_a_resume_with_other_adapters_or_another_base_is_refused(whole, tmp_path
 
 def test_the_export_of_a_checkpoint_is_the_runs_model(whole, tmp_path):
     main(Args(whole[0], "tiny", tmp_path / "out"))
-    for file in (whole[0] / "model").iterdir():
-        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes(), file.name
+    files = [path.relative_to(whole[0] / "model") for path in (whole[0] / "model").rglob("*") if path.is_file()]
+    assert len([file for file in files if file.parent.name == "adapter"]) == 2
+    for file in files:
+        assert (tmp_path / "out" / file).read_bytes() == (whole[0] / "model" / file).read_bytes(), file
 
 
 def test_flags_without_lora_are_refused(tmp_path):
@@ -140,7 +142,7 @@ def test_supervised(tmp_path):
     steps = steps_of(tmp_path / "run")
     assert steps[6]["eval/loss"] < steps[0]["eval/loss"]
     assert steps_of(tmp_path / "again")[6]["eval/loss"] == steps[6]["eval/loss"]
-    weights = [(tmp_path / name / "adapter/adapter_model.safetensors").read_bytes() for name in ("run", "again")]
+    weights = [(tmp_path / name / "model/adapter/adapter_model.safetensors").read_bytes() for name in ("run", "again")]
     assert weights[0] == weights[1]
 
 

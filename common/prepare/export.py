@@ -68,7 +68,7 @@ def main(args: Args) -> None:
         add_adapters(policy.model, readers, Lora(*lora))
     restore(policy, folder)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    export_hugging_face(policy, tokenizer, args.out, World(0, 1, 0, torch.device("cpu")), dtype)
+    export_hugging_face(policy, tokenizer, args.out, World(0, 1, 0, torch.device("cpu")), dtype, args.model)
     print(f"{args.out}: the weights of {folder} in {dtype}")
 
 
@@ -106,9 +106,17 @@ def read_json(path: Path) -> dict:
 
 
 def export_hugging_face(
-    policy: nn.Module, tokenizer: transformers.PreTrainedTokenizerBase, folder: Path, world: World, dtype: torch.dtype
+    policy: nn.Module,
+    tokenizer: transformers.PreTrainedTokenizerBase,
+    folder: Path,
+    world: World,
+    dtype: torch.dtype,
+    base: str = "",
 ) -> None:
-    """Write a folder that transformers and vLLM load as it is; rank 0 writes, all ranks gather."""
+    """Write a folder that transformers and vLLM load as it is; rank 0 writes, all ranks gather.
+
+    With LoRA folder/adapter has the adapters alone, for the model `base`.
+    """
     state = {}
     for name, tensor in full_parameters(policy, dtype):
         if world.is_main:
@@ -129,6 +137,8 @@ def export_hugging_face(
         for file in temporary.iterdir():
             if file.is_file():
                 file.chmod(0o644)  # safetensors writes for the owner alone
+        if any(adapters(model)):
+            save_adapter(model, base, temporary / "adapter")
         shutil.rmtree(folder, ignore_errors=True)
         temporary.replace(folder)
     except (OSError, SafetensorError) as error:
@@ -144,8 +154,9 @@ def save_adapter(model: nn.Module, base: str, folder: Path) -> None:
             tensors[f"base_model.model.{name}.{part}.weight"] = getattr(layer, part).detach().cpu().contiguous()
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "bias": "none"}
     config |= {"r": len(layer.lora_A), "lora_alpha": layer.scale * len(layer.lora_A), "target_modules": [*layers]}
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_model.safetensors").chmod(0o644)
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
 
 
