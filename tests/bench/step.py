@@ -1,6 +1,7 @@
 r"""One whole GRPO step of SmolLM2-135M on Countdown, by phase: seconds and peak memory; optionally beside TRL's.
 
     python tests/bench/step.py                                                # grpo.py alone
+    python tests/bench/step.py "--beside=--lora-rank 16"                      # grpo.py with further flags beside it
     python tests/bench/step.py --trl /tmp/trl-venv --make-trl-venv            # the first time: installs TRL there
     python tests/bench/step.py --trl /tmp/trl-venv
     python tests/bench/step.py --trl $(python -c "import sys; print(sys.prefix)") --trl-vllm --prompts 32 \
@@ -20,6 +21,7 @@ import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Literal
@@ -56,6 +58,7 @@ class Args:
     repeats: int = 2  # runs of each
     threads: int = 2  # OMP_NUM_THREADS
     flags: str = ""  # further flags of grpo.py, such as "--engine-memory 0.5"
+    beside: str = ""  # compare with grpo.py that has these flags besides
     trl: Path | None = None  # virtual environment with TRL: compare with its GRPOTrainer
     make_trl_venv: bool = False  # create that environment first (pip, about 1.5 GB)
     trl_batch: int = 8  # TRL: sequences of one forward and backward
@@ -81,12 +84,12 @@ def prepare_rows(args: Args, folder: Path) -> Path:
     return folder / "train.parquet"
 
 
-def grpo_command(args: Args, data: Path, folder: Path) -> list:
+def grpo_command(args: Args, data: Path, folder: Path, flags: str = "") -> list:
     return [
         *(sys.executable, "grpo.py", "--model", args.model, "--train-data", data, "--output-dir", folder),
         *("--prompts-per-step", args.prompts, "--samples-per-prompt", args.samples, "--max-prompt-tokens", 256),
         *("--max-response-tokens", args.response_tokens, "--micro-batch-tokens", args.micro_batch_tokens),
-        *("--total-steps", args.steps, "--dtype", "bf16", *args.flags.split()),
+        *("--total-steps", args.steps, "--dtype", "bf16", *args.flags.split(), *flags.split()),
     ]
 
 
@@ -136,6 +139,8 @@ def main(args: Args) -> None:
     if args.make_trl_venv:
         make_venv(args.trl)
     commands = {"grpo.py": grpo_command} | ({"TRL": trl_command} if args.trl else {})
+    if args.beside:
+        commands |= {f"grpo.py {args.beside}": partial(grpo_command, flags=args.beside)}
     title = f"one step of {args.model}: {args.prompts} prompts x {args.samples} samples, at most"
     title += f" {args.response_tokens} new tokens, bf16, one rank; medians (extremes) of {args.repeats} runs of each"
     header(title, args.threads)
