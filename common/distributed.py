@@ -245,20 +245,26 @@ def all_reduce(values: list[float] | torch.Tensor, op: str = "sum") -> list[floa
     return tensor.tolist()
 
 
-def gather_objects(value: object) -> list:
-    """`value` of every rank, in rank order, on every rank."""
+def neighbours(count: int, stall_minutes: float) -> dist.ProcessGroup:
+    """The `count` consecutive ranks that this one is among, to exchange objects. All ranks call it together."""
+    timeout = datetime.timedelta(minutes=stall_minutes + 10)
+    return dist.new_subgroups(count, timeout=timeout, backend="gloo")[0]
+
+
+def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> list:
+    """`value` of every rank (of the group), in rank order, on every rank."""
     if not dist.is_initialized():
         return [value]
-    gathered: list = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
+    gathered: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group)
     return gathered
 
 
-def broadcast_object(value: object) -> object:
-    """Rank 0's `value` on every rank."""
+def broadcast_object(value: object, group: dist.ProcessGroup | None = None) -> object:
+    """The first rank's `value` on every rank (of the group)."""
     box = [value]
     if dist.is_initialized():
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, group=group, group_src=0)
     return box[0]
 
 

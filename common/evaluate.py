@@ -6,7 +6,6 @@ from torch import nn
 
 from common.distributed import gather_objects
 from common.engine.books import Sampling
-from common.episodes import sample_episodes
 from common.job import Job
 from common.logger import Logger
 from common.look.console import print_samples
@@ -40,9 +39,7 @@ def evaluate(rollouts: Rollouts, policy: nn.Module, step: int, report_to: Path |
     count, samples = min(rollouts.run.eval_rows, len(data)), []
     for start in Progress("evaluation", range(0, count, at_once)):
         rows = {i: data[i] for i in range(start + world.rank, min(start + at_once, count), world.size)}
-        episodes = sample_episodes(
-            rollouts.engine, rows, sampling, seed=rollouts.run.seed, step=-1, weights_step=step, turns=rollouts.turns
-        )
+        episodes = rollouts.sample_with(sampling, rows, step=-1, weights_step=step)
         scored = [e for e in episodes if rows[e.prompt_index].ground_truth is not None]
         score_episodes(scored, rows, rollouts.workers, rollouts.tokenizer, judge)
         own = [as_sample(e, rows[e.prompt_index], rollouts.tokenizer, bool(rollouts.turns)) for e in episodes]

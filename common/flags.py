@@ -17,7 +17,7 @@ import tyro
 from annotated_types import Ge, Gt, Le
 
 from common.files import refuse
-from common.processes import said_once
+from common.processes import ranks_here, said_once
 
 ROOT = Path(__file__).resolve().parents[1]
 EMBEDDED = ("tiny", "tiny-vl", "tiny-vl-python")  # models that bring their own data
@@ -67,6 +67,7 @@ class Rollout:
     max_images: Count = 16  # pictures in a trajectory, the prompt's included
     deterministic: bool = False  # with tools: turns in lock-step, so that a resume repeats them bit for bit
     engine: Literal["vllm", "hf"] = "vllm"  # rollout engine; hf: transformers, slow, needs no vLLM
+    engine_parallel: Count = 1  # ranks that share one vLLM, for models too large for one GPU; tools then in lock-step
     engine_memory: Positive | None = None  # KV cache of the engine (GiB per rank); default 8 on GPU, 1 on CPU
     sleep_level: Literal[0, 1, 2] = 1  # engine while updating: 0 stays, 1 weights to host, 2 weights dropped
     max_logprob_gap: Positive | None = None  # stop if |engine - trainer| log-probs exceed this mean; default by dtype
@@ -146,6 +147,9 @@ def check_shared(data: Data, run: Run, rollout: Rollout) -> None:
     """Refuse what cannot work, or has no effect, of the flags that the RL scripts share."""
     check_pixels(data)
     refuse(bool(rollout.replay) and rollout.eval_only, "--replay is of training, --eval-only does none")
+    shared, local = rollout.engine_parallel, ranks_here()
+    refuse(shared > 1 and rollout.engine == "hf", f"--engine-parallel {shared} needs --engine vllm")
+    refuse(local % shared > 0, f"--engine-parallel {shared}: torchrun's --nproc_per_node {local} is no multiple of it")
     needed, given = ("--train-data", data.train_data)
     if rollout.eval_only:
         needed, given = ("--eval-data", data.eval_data)

@@ -58,7 +58,7 @@ def memory_phases(
     gradients = max(4 * learned[path] for path in trained)  # of one model at a time
     widest = max(shapes[path][2] for path in trained)
     activations = machine.micro_batch_tokens * widest * ACTIVATION_BYTES[machine.gradient_checkpointing] / 1e9
-    engine = dtype.itemsize * size[trained[0]]
+    engine = dtype.itemsize * size[trained[0]] / rollout.engine_parallel
     cache = cache_gib(rollout, on_gpu) * GIB
     asleep = on_gpu and rollout.sleep_level > 0
     sampling = weights + engine + cache

@@ -10,7 +10,7 @@ import torch
 from common.data.dumps import dump_rollouts
 from common.data.prompts import PromptData
 from common.data.render import end_token_ids, end_turns_properly
-from common.distributed import all_reduce, barrier, stop_requested
+from common.distributed import all_reduce, barrier, gather_objects, neighbours, stop_requested
 from common.engine.books import Sampling
 from common.engine.hf import HuggingFaceEngine
 from common.engine.vllm import VllmEngine
@@ -62,10 +62,12 @@ class Rollouts:
         refuse_idle(rollout, {"max_images": (job.vision is not None, "a vision-language --model")})
         refuse_idle(rollout, {"sleep_level": (job.world.device.type == "cuda", "a GPU")})
         reward_folder = resolve_model(reward_model, "--reward-model") if reward_model and not rollout.replay else None
+        shared = rollout.engine_parallel
+        self.group = neighbours(shared, run.stall_minutes) if shared > 1 else None  # of ranks that share an engine
         with user_errors():
             if job.vision or rollout.tools:
                 end_turns_properly(job.tokenizer, job.vision and job.vision.processor, job.world.print)
-            tools = open_tools(rollout, job.world.print) if rollout.tools else None
+            tools = open_tools(rollout, job.world.print, self.group) if rollout.tools else None
             self.train_data, self.eval_data = read_prompts(job, data, rollout, tools)
             self.workers = RewardWorkers(rollout.reward_function, max(1, cpus_of_rank() - 1), rollout.reward_timeout)
             if rollout.reward_function and not rollout.replay:  # found out now, not after the first rollout
@@ -98,16 +100,35 @@ class Rollouts:
     def sample(self, prompts: Mapping[int, Row], step: int, watch: Watch = nullcontext) -> list[Episode]:
         """--samples-per-prompt episodes of each prompt, by the weights of optimizer step `step`."""
         sampling = Sampling(self.flags.samples_per_prompt, self.flags.max_response_tokens, self.flags.temperature)
-        return sample_episodes(
+        return self.sample_with(sampling, prompts, step=step, weights_step=step, watch=watch)
+
+    def sample_with(
+        self,
+        sampling: Sampling,
+        prompts: Mapping[int, Row],
+        *,
+        step: int,
+        weights_step: int,
+        watch: Watch = nullcontext,
+    ) -> list[Episode]:
+        """Episodes of this rank's prompts. Ranks that share an engine all sample for the prompts of all of them."""
+        parts = gather_objects(prompts, self.group) if self.group else [prompts]
+        union = {index: part[index] for part in parts for index in part}
+        episodes = sample_episodes(
             self.engine,
-            prompts,
+            {index: union[index] for index in sorted(union)},
             sampling,
             seed=self.run.seed,
             step=step,
-            weights_step=step,
+            weights_step=weights_step,
             turns=self.turns,
             watch=watch,
         )
+        if self.group:
+            tokens = hash(tuple(token for e in episodes for token in e.response_ids))
+            if len({*gather_objects(tokens, self.group)}) > 1:
+                raise RuntimeError("the ranks that share an engine have sampled different tokens")
+        return [e for e in episodes if e.prompt_index in prompts]
 
     def score(
         self, episodes: list[Episode], prompts: Mapping[int, Row], step: int, watch: Watch = nullcontext
@@ -186,6 +207,7 @@ def start_engine(job: Job, rollout: Rollout) -> VllmEngine | HuggingFaceEngine:
         max_model_len=rollout.max_prompt_tokens + rollout.max_response_tokens,
         memory_gib=cache_gib(rollout, on_gpu=job.world.device.type == "cuda"),
         sleep_level=rollout.sleep_level,
+        ranks=rollout.engine_parallel,
         trust_remote_code=job.machine.trust_remote_code,
         vision=job.vision,
         max_images=rollout.max_images,

@@ -25,17 +25,10 @@ LENGTHS = ["max_tokens", "max_prompt_tokens", "max_response_tokens", "max_turn_t
 PICTURES = ["max_images", "min_pixels", "max_pixels", "max_frame_pixels"]
 BATCHES = ["batch_size", "prompts_per_step", "samples_per_prompt", "minibatches", "micro_batch_tokens", "max_turns"]
 PASSES = ["epochs_per_step", "critic_epochs", "total_steps", "total_epochs", "max_rows", "eval_rows", "eval_samples"]
-PROCESSES = [
-    "reward_timeout",
-    "judge_patience",
-    "tool_workers",
-    "tool_timeout",
-    "stall_minutes",
-    "engine_memory",
-    "shard_size",
-]
-OTHERS = ["temperature", "eval_top_p", "kl_horizon", "max_logprob_gap", "keep_checkpoints", "lora_alpha"]
-POSITIVE = [*LENGTHS, *PICTURES, *BATCHES, *PASSES, *PROCESSES, *OTHERS]
+PROCESSES = ["reward_timeout", "judge_patience", "tool_workers", "tool_timeout", "stall_minutes", "engine_memory"]
+MACHINES = ["shard_size", "lora_alpha", "engine_parallel"]
+OTHERS = ["temperature", "eval_top_p", "kl_horizon", "max_logprob_gap", "keep_checkpoints"]
+POSITIVE = [*LENGTHS, *PICTURES, *BATCHES, *PASSES, *PROCESSES, *MACHINES, *OTHERS]
 SHARES = ["gamma", "critic_lambda", "policy_lambda", "lr_floor", "eval_top_p", "replay_share"]
 ANY_SIGN = ["entropy_coef", "reward_model_weight", "eval_top_k"]
 NUMBERS = [-1e9, -1, -0.5, -1e-9, 0, 0.0, 1e-9, 0.5, 1, 1.0, 1.5, 2, 1e9, math.inf, -math.inf, math.nan]

@@ -36,6 +36,7 @@ class HuggingFaceEngine:
         *,
         end_ids: list[int],
         max_model_len: int,
+        ranks: int = 1,  # always
         memory_gib: float = 1.0,  # of the KV cache
         sleep_level: int = 1,
         max_sequences: int = 256,

@@ -16,7 +16,7 @@ from PIL import Image
 
 from common.distributed import World
 from common.engine.books import Completion, Sampling, WeightBooks, Weights, without_placeholder
-from common.files import memory_advice
+from common.files import memory_advice, refuse
 from common.pictures import Media
 from common.vision import Vision, skeleton
 
@@ -41,7 +41,7 @@ def set_environment(on_gpu: bool, dtype: torch.dtype) -> None:
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
 
 
-def register_model(path: str, trust_remote_code: bool) -> dict[str, int]:
+def register_model(path: str, trust_remote_code: bool, ranks: int) -> dict[str, int]:
     """{name: number of elements} of all that a sync must bring. SystemExit for a model that cannot be synced exactly.
 
     vLLM would inspect a lazily registered class in a subprocess, which lacks our repair of torchvision.
@@ -57,12 +57,22 @@ def register_model(path: str, trust_remote_code: bool) -> dict[str, int]:
     if any(".experts." in name for name, _ in model.named_parameters()):
         reason = "transformers fuses experts, vLLM names them apart, and a sync would break them"
         raise SystemExit(f"--model {path}: {architecture} is a mixture of experts: {reason}; --engine hf runs it")
+    refuse_uneven(model.config, ranks)
     ModelRegistry.register_model(architecture, known)
     return {name: parameter.numel() for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
+def refuse_uneven(config, ranks: int) -> None:
+    """SystemExit for a model that vLLM cannot divide among so many ranks; what it would say itself names no flag."""
+    for part in (config.get_text_config(), getattr(config, "vision_config", None)):
+        for name in ("num_attention_heads", "num_key_value_heads", "num_heads", "intermediate_size"):
+            size = getattr(part, name, None) or ranks
+            copied = name == "num_key_value_heads" and ranks % size == 0
+            refuse(size % ranks > 0 and not copied, f"--engine-parallel {ranks}: the model's {name} is {size}")
+
+
 class VllmEngine:
-    """vLLM in this process, tensor parallel size 1, weights replaced in place."""
+    """vLLM in this process, weights replaced in place; consecutive `ranks` share it (tensor parallel), doing alike."""
 
     def __init__(
         self,
@@ -72,6 +82,7 @@ class VllmEngine:
         *,
         end_ids: list[int],
         max_model_len: int,
+        ranks: int = 1,
         memory_gib: float = 1.0,  # of the KV cache
         sleep_level: int = 1,
         trust_remote_code: bool = False,
@@ -81,8 +92,12 @@ class VllmEngine:
         on_gpu = world.device.type == "cuda"
         set_environment(on_gpu, dtype)
         from vllm import LLM
+        from vllm.distributed import get_tp_group
+        from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
-        sizes = register_model(path, trust_remote_code)
+        # On CPUs gloo: vLLM's shared memory has one name for all runs of a machine, and outlives them.
+        CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
+        sizes = register_model(path, trust_remote_code, ranks)
         # A prompt cut in chunks makes vLLM rewind the request's random generator, which CPU generators cannot do.
         batched = {"max_num_batched_tokens": max(max_model_len, 8192)}
         options: dict = {"enable_chunked_prefill": False, "max_num_seqs": 256, **batched}
@@ -106,10 +121,12 @@ class VllmEngine:
                 logprobs_mode="processed_logprobs",
                 use_tqdm_on_load=False,
                 distributed_executor_backend="external_launcher",
+                tensor_parallel_size=ranks,
                 trust_remote_code=trust_remote_code,
                 seed=0,
                 **options,
             )
+        get_tp_group().mq_broadcaster = None  # shared memory too; of no use where each rank has a scheduler
         _alive.append(self.llm)
         self.dtype, self.sleep_level, self.vision = dtype, sleep_level if on_gpu else 0, vision
         self.end_ids = [*end_ids, *(vision.forbidden_ids if vision else ())]

@@ -58,20 +58,22 @@ class PythonWorkers:
     """At most `workers` sandboxes that run the policy's programs, as `ToolWorkers` runs other tools.
 
     ValueError if they do not start, or if what a program may not do can be done there. `anew`: each call starts from
-    the transcript, so that a run repeats itself.
+    the transcript, so that a run repeats itself. `ranks`: whose trajectories these are.
     """
 
     protocol = Code
 
-    def __init__(self, workers: int, timeout_s: float, memory_gib: float = 4.0, confined: bool = True, anew=False):
+    def __init__(
+        self, workers: int, timeout_s: float, memory_gib: float = 4.0, confined: bool = True, anew=False, ranks=1
+    ):
         self.tools = {TOOL.name: TOOL}
         self.anew, self.new = anew, lambda: Sandbox(timeout_s, memory_gib, confined)
         self.queue: deque[Block] = deque()
         self.answered: deque[tuple[Hashable, ToolReply]] = deque()  # without a sandbox
         self.numbers: dict[Hashable, int] = {}  # of trajectories, by their keys: never used again
         self.last_number = 0
-        self.at_once = min(workers, 2 * cpus_of_rank())  # programs compute: more would wait for each other
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks_here()
+        self.at_once = min(workers, 2 * ranks * cpus_of_rank())  # programs compute: more would wait for each other
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * ranks / ranks_here()
         self.most = min(workers, max(self.at_once, int(SHARE_OF_MEMORY * memory / RESTING_BYTES)))
         self.sandboxes: list[Sandbox] = []
         self.works = False

@@ -2,18 +2,24 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
+
+from torch.distributed import ProcessGroup
 
 from common.engine.books import Completion
 from common.episodes import Episode, Row, Watch, add_turn
 from common.flags import Rollout
 from common.pictures import Media
 from common.progress import Progress
-from common.tools import ToolWorkers, find_tool
-from common.tools.python import PythonWorkers
+from common.tools import ToolWorkers, find_tool, load_tools
+from common.tools.python import TOOL, PythonWorkers
+from common.tools.shared import SharedWorkers
 from common.tools.turns import Call, Protocol, ToolReply, error_text
 from common.torch_repair import transformers
 from common.vision import Vision
+
+Workers = ToolWorkers | PythonWorkers | SharedWorkers
 
 
 @dataclass
@@ -21,7 +27,7 @@ class Turns:
     """How trajectories go on after the policy's first turn."""
 
     tokenizer: transformers.PreTrainedTokenizerBase
-    workers: ToolWorkers | PythonWorkers
+    workers: Workers
     vision: Vision | None = None
     max_turns: int = 5
     max_turn_tokens: int | None = None  # of one turn; all turns and observations: Sampling.max_tokens
@@ -34,13 +40,12 @@ class Turns:
         self.protocol = self.protocol or self.workers.protocol(self.tokenizer)
 
     @classmethod
-    def of_flags(
-        cls, flags: Rollout, tokenizer, workers: ToolWorkers | PythonWorkers, vision: Vision | None
-    ) -> "Turns":
+    def of_flags(cls, flags: Rollout, tokenizer, workers: Workers, vision: Vision | None) -> "Turns":
         """ValueError for a chat template that cannot show what a tool returns."""
         limits = {"max_turns": flags.max_turns, "max_turn_tokens": flags.max_turn_tokens}
         limits |= {"max_images": flags.max_images, "max_tool_errors": flags.max_tool_errors}
-        turns = cls(tokenizer, workers, vision, **limits, lockstep=flags.deterministic)
+        lockstep = flags.deterministic or flags.engine_parallel > 1  # ranks that share an engine submit alike
+        turns = cls(tokenizer, workers, vision, **limits, lockstep=lockstep)
         for tool in workers.tools.values():
             turns.observation_ids([""], tool.role)
         return turns
@@ -157,18 +162,22 @@ class Turns:
         return self.vision.expand(ids, [part for part in parts if isinstance(part, Media)]) if self.vision else ids
 
 
-def open_tools(flags: Rollout, notice: Callable[[str], None]) -> ToolWorkers | PythonWorkers:
-    """The tools of --tools in their processes. ValueError if they do not start."""
+def open_tools(flags: Rollout, notice: Callable[[str], None], group: ProcessGroup | None = None) -> Workers:
+    """The tools of --tools in their processes; a group has them on its first rank. ValueError if they do not start."""
     names = [part.strip() for part in flags.tools.split(",")]
     python = {"python", "python_unconfined"} & {*names}
+    ranks = group.size() if group else 1
     if not python:
-        return ToolWorkers(flags.tools, flags.tool_workers, flags.tool_timeout)
+        start = partial(ToolWorkers, flags.tools, ranks * flags.tool_workers, flags.tool_timeout)
+        return SharedWorkers(group, load_tools(flags.tools), ToolWorkers.protocol, start) if group else start()
     if len(names) > 1:
         raise ValueError(f"--tools {flags.tools}: python is called in a way of its own, and stands alone")
     confined = "python" in python
     if not confined:
         notice("warning: --tools python_unconfined: the policy's programs run as you, with your files and network")
-    return PythonWorkers(flags.tool_workers, flags.tool_timeout, confined=confined, anew=flags.deterministic)
+    options = {"confined": confined, "anew": flags.deterministic, "ranks": ranks}
+    start = partial(PythonWorkers, ranks * flags.tool_workers, flags.tool_timeout, **options)
+    return SharedWorkers(group, {TOOL.name: TOOL}, PythonWorkers.protocol, start) if group else start()
 
 
 def trailing_ones(mask: list[int]) -> int:

@@ -1,15 +1,17 @@
-"""Run as one process: a real engine beside a real policy; what the trainer says of what the engine sampled.
+"""A real engine beside a real policy; what the trainer says of what the engine sampled. By torchrun with --ranks.
 
-Prints one JSON object: mean |log-prob gap| right after a sync, after the policy has moved without one, after the next
-sync, with --orders after each order of sleep, wake and sync, with the memory of the device in use; and which injected
-faults were refused.
+Prints a JSON object for each rank: mean |log-prob gap| right after a sync, after the policy has moved without one,
+after the next sync, with --orders after each order of sleep, wake and sync, with the memory of the device in use;
+which injected faults were refused; and what is mapped of the machine's shared memory.
 """
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
+from pathlib import Path
 from unittest.mock import patch
 
 import torch
@@ -17,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from common import models
 from common.data.render import end_token_ids
-from common.distributed import World, init_world, reshard, run, wrap_model
+from common.distributed import World, gather_objects, init_world, reshard, run, wrap_model
 from common.engine.books import Sampling
 from common.engine.hf import HuggingFaceEngine
 from common.engine.vllm import VllmEngine
@@ -60,6 +62,7 @@ def main(args: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(path)
     make = VllmEngine if args.engine == "vllm" else HuggingFaceEngine
     options = {"end_ids": end_token_ids(path, tokenizer), "max_model_len": 512, "sleep_level": args.sleep_level}
+    options["ranks"] = args.ranks
     engine = make(path, dtype, world, **options, **({"memory_gib": 2.0} if world.device.type == "cuda" else {}))
     lora = Lora(args.lora_rank, 32.0, "all", seed=0) if args.lora_rank else None
     wrap = partial(wrap_model, world=world, strategy="fsdp", compute_dtype=dtype)
@@ -199,7 +202,9 @@ def main(args: argparse.Namespace) -> None:
             result["refused"]["generate without what sleep has dropped"] = None
         except RuntimeError as error:
             result["refused"]["generate without what sleep has dropped"] = str(error)[:200]
-    print(json.dumps(result))
+    result["shared memory"] = re.findall("/dev/shm/.*", Path("/proc/self/maps").read_text())
+    for part in gather_objects(result):
+        world.print(json.dumps(part))
 
 
 if __name__ == "__main__":
@@ -211,5 +216,6 @@ if __name__ == "__main__":
     parser.add_argument("--temperature", type=float, default=0.9)
     parser.add_argument("--sleep-level", type=int, default=1)
     parser.add_argument("--lora-rank", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--orders", action="store_true")
     run(main, parser.parse_args())

@@ -1,0 +1,52 @@
+"""Run by torchrun: trajectories with tools on ranks that share an engine, for which a script stands.
+
+python tests/workers/shared_tools.py TOOLS TURN ...
+
+Prints a JSON object for each rank: its trajectories, the exchanges of replies that there were, how many of them while
+the engine sampled, and how many processes its tools have.
+"""
+
+import json
+import sys
+
+import psutil
+from test_turns import ScriptedEngine, row
+from vl import build_tokenizer
+
+from common.distributed import broadcast_object, gather_objects, init_world, neighbours, run
+from common.engine.books import Sampling
+from common.episodes import sample_episodes
+from common.flags import Rollout
+from common.tools import shared
+from common.tools.trajectories import Turns, open_tools
+
+
+def main(tools: str, *script: str) -> None:
+    world, tokenizer, exchanges = init_world(), build_tokenizer(), []
+    flags = Rollout(tools=tools, tool_workers=2, engine_parallel=world.size, max_turns=len(script))
+    workers = open_tools(flags, world.print, neighbours(world.size, stall_minutes=1.0))
+    turns = Turns.of_flags(flags, tokenizer, workers, vision=None)
+    scripts = [script[start:] for start in range(len(script))]  # the last one calls nothing
+    engine = ScriptedEngine(tokenizer, scripts)
+
+    def exchange(*arguments):
+        exchanges.append(engine.busy)
+        return broadcast_object(*arguments)
+
+    shared.broadcast_object = exchange
+    rows = {0: row(tokenizer, tools=workers.tools)}
+    options = {"seed": 1, "step": 2, "weights_step": 2, "turns": turns}
+    episodes = sample_episodes(engine, rows, Sampling(len(scripts), 4000), **options)
+    mine = {
+        "trajectories": [(e.response_ids, e.finish_reason, [call["text"] for call in e.calls]) for e in episodes],
+        "exchanges": len(exchanges),
+        "while sampling": sum(exchanges),
+        "processes": len(psutil.Process().children(recursive=True)),
+    }
+    for part in gather_objects(mine):
+        world.print(json.dumps(part))
+    workers.close()
+
+
+if __name__ == "__main__":
+    run(main, *sys.argv[1:])
