@@ -55,7 +55,7 @@ from common.precision import checked_gap
 from common.progress import Progress
 from common.rewards import is_correct
 from common.rollouts import Rollouts
-from common.setup import Stopwatch, due, finish, open_job, open_logger
+from common.setup import Stopwatch, due, finish, open_logger
 
 
 @dataclass
@@ -405,7 +405,7 @@ def check_args(args: Args) -> None:
 
 def main(args: Args, demo: bool = False) -> None:
     check_args(args)
-    job = open_job("curiosity_rl", args.data, args.machine, args.run, demo, record=not args.rollout.eval_only)
+    job = Job("curiosity_rl", args.data, args.machine, args.run, demo, record=not args.rollout.eval_only)
     world, device = job.world, job.world.device
     rollouts = Rollouts(job, args.data, args.rollout, args.run, trained=[job.path], frozen=[])
 

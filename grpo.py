@@ -37,6 +37,7 @@ from common.episodes import Episode, by_prompt, prompts_of_all_ranks
 from common.evaluate import evaluate, evaluate_only
 from common.files import refuse
 from common.flags import Amount, Count, Data, Limit, Machine, Rollout, Run, Share, check_shared, parse, refuse_idle
+from common.job import Job
 from common.means import Means
 from common.memory import peak_memory_gb
 from common.metrics import rollout_means, rollout_metrics
@@ -47,7 +48,7 @@ from common.precision import checked_gap
 from common.progress import Progress
 from common.rewards import is_correct
 from common.rollouts import Rollouts
-from common.setup import Stopwatch, due, finish, open_job, open_logger
+from common.setup import Stopwatch, due, finish, open_logger
 
 
 @dataclass
@@ -428,7 +429,7 @@ def check_args(args: Args) -> None:
 
 def main(args: Args, demo: bool = False) -> None:
     check_args(args)
-    job = open_job("grpo", args.data, args.machine, args.run, demo, record=not args.rollout.eval_only)
+    job = Job("grpo", args.data, args.machine, args.run, demo, record=not args.rollout.eval_only)
     world, device = job.world, job.world.device
     frozen = [job.path] if args.kl_in != "none" else []
     rollouts = Rollouts(

@@ -47,7 +47,7 @@ from common.packing import Minibatch, Packer, TokenIndex
 from common.precision import checked_gap
 from common.progress import Progress
 from common.rollouts import Rollouts
-from common.setup import Stopwatch, due, finish, open_job, open_logger
+from common.setup import Stopwatch, due, finish, open_logger
 from common.vision import load_vision
 
 
@@ -445,7 +445,7 @@ def critic_path(job: Job, name: str) -> str:
 
 def main(args: Args, demo: bool = False) -> None:
     check_args(args)
-    job = open_job("ppo", args.data, args.machine, args.run, demo, record=not args.rollout.eval_only)
+    job = Job("ppo", args.data, args.machine, args.run, demo, record=not args.rollout.eval_only)
     world, device = job.world, job.world.device
     frozen = [job.path] if args.kl_in != "none" else []
     folders = [job.path, critic_path(job, args.critic_model) if args.critic_model else job.path]

@@ -36,7 +36,7 @@ from common.packing import Minibatch, Packer, TokenIndex
 from common.prepare.embedded import embedded_data
 from common.prepare.export import export_hugging_face
 from common.progress import Progress
-from common.setup import Stopwatch, due, finish, open_job, open_logger
+from common.setup import Stopwatch, due, finish, open_logger
 
 
 @dataclass
@@ -157,7 +157,7 @@ def check_args(args: Args) -> None:
 
 def main(args: Args, demo: bool = False) -> None:
     check_args(args)
-    job = open_job("sft", args.data, args.machine, args.run, demo)
+    job = Job("sft", args.data, args.machine, args.run, demo)
     world, output_dir = job.world, job.output_dir
     train_data, eval_data = read_data(args, job)
     loader = job.open_loader(len(train_data))

@@ -29,16 +29,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
-from common.distributed import World, broadcast_object, gather_objects, reshard
+from common.distributed import gather_objects, reshard
 from common.files import refuse, replace_file, shorten
-from common.integrity import MANIFEST, complete, damage, digest, read_manifest, step_folder
+from common.integrity import BEGIN_ANEW, MANIFEST, digest
 from common.job import Job
 from common.lora import adapters
 from common.optimizer import GuardedAdamW, make_moments
 from common.processes import reached
 from common.shards import PlainPlanner, PlainReader
-
-BEGIN_ANEW = "--resume never, with another --output-dir, begins anew"
 
 
 class Checkpoints:
@@ -204,38 +202,6 @@ def _shards(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict:
         make_moments(optimizer)  # else torch would take a step of zero gradients, and count it
         shards["optimizer"] = get_optimizer_state_dict(model, optimizer, options=options)
     return shards
-
-
-def find_checkpoint(run_dir: Path, resume: str, world: World, identity: dict | None = None) -> Path | None:
-    """Folder to resume from, its files verified by all ranks together, each a share. SystemExit with the remedy.
-
-    `--resume auto` takes the run's latest if there is one, `never` none, else a path to a step folder, to a run, or
-    to a file that names a step folder beside it (`latest`, `best`). `identity`: what its manifest must say.
-    """
-    if resume == "never":
-        return None
-    folder = None
-    if world.is_main:
-        try:
-            folder = step_folder(run_dir if resume == "auto" else Path(resume), world.print)
-            if folder is None and resume != "auto":
-                raise ValueError(f"no checkpoint there (a step folder has a {MANIFEST} in it)")
-        except ValueError as error:
-            folder = f"--resume {resume}: {error}"
-    folder = broadcast_object(folder)
-    refuse(isinstance(folder, str), folder)
-    if folder is None:
-        return None
-    problem = next(filter(None, gather_objects(damage(folder, slice(world.rank, None, world.size)))), None)
-    if problem is None:
-        manifest = read_manifest(folder)
-        other = [name for name, value in (identity or {}).items() if manifest.get(name) != value]
-        problem = f"is of another {other[0]}, {manifest.get(other[0])} and not {identity[other[0]]}" if other else None
-    if problem:
-        before = [path for path in complete(folder.parent) if path.name < folder.name]
-        remedy = f"--resume {before[-1]} goes on from the one before; " if before else ""
-        raise SystemExit(f"{folder} {shorten(problem, 200)}: {remedy}{BEGIN_ANEW}".replace("\n", " "))
-    return folder
 
 
 def _prune(folder: Path, keep: int) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 MANIFEST = "manifest.json"  # in the step folder, written last: a folder without it is no checkpoint
+BEGIN_ANEW = "--resume never, with another --output-dir, begins anew"
 STEP_NAME = re.compile(r"step_\d{6,20}")
 # What torch.distributed.checkpoint writes into its .metadata, and no more.
 METADATA_TYPES = {

@@ -1,45 +1,87 @@
-"""A run as one rank sees it, and how its models are made."""
+"""A run as one rank sees it, and how its models are made. What a user can get wrong is refused before weights are."""
 
 import json
+import socket
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import LeaseCompromise
 from torch import nn
 
+from common.attention import choose_attention
 from common.data.prompts import PromptLoader
-from common.distributed import World, wrap_model
-from common.flags import Machine, Run
+from common.distributed import World, broadcast_object, gather_objects, init_world, wrap_model
+from common.files import lock_folder, refuse, shorten, user_errors
+from common.flags import Data, Machine, Run, refuse_idle
+from common.hub import load_tokenizer, resolve_model
+from common.integrity import (
+    BEGIN_ANEW,
+    MANIFEST,
+    complete,
+    damage,
+    model_identity,
+    read_manifest,
+    step_folder,
+    weights_identity,
+)
+from common.logger import tracker_names
 from common.lora import Base, Lora
-from common.models import load_critic, load_policy
+from common.models import check_model, load_critic, load_policy
 from common.optimizer import GuardedAdamW
 from common.pictures import PixelLimits
-from common.torch_repair import transformers
-from common.vision import Vision
+from common.precision import check_device, choose_dtype
+from common.processes import at_end, fail, leave
+from common.vision import load_vision
 
 
-@dataclass
 class Job:
     """A run as one rank sees it, and its models."""
 
-    script: str
-    world: World
-    output_dir: Path
-    path: str  # folder of the model
-    tokenizer: transformers.PreTrainedTokenizerBase
-    compute_dtype: torch.dtype
-    attention: str
-    limits: PixelLimits
-    vision: Vision | None  # None for a model that reads text alone
-    machine: Machine
-    run: Run
-    summary: str  # of all that, for the console
-    identity: dict[str, str]  # what must be the same in a checkpoint that is resumed
-    checkpoint: Path | None  # to go on from; its files are what its manifest says
-    at_outage: list[Callable[[int], object]] = field(default_factory=list)  # what saves the beginning of a step
+    def __init__(self, script: str, data: Data, machine: Machine, run: Run, demo: bool, record: bool = True):
+        """Join the process group, lock the run folder (if it is to `record`), find model, tokenizer, checkpoint."""
+        self.script, self.machine, self.run = script, machine, run
+        self.world = world = init_world(run.stall_minutes)
+        if demo:
+            world.print("no --model given: running the embedded demo")
+        stamp = broadcast_object(time.strftime("%Y%m%d-%H%M%S"))  # the clocks of the ranks may differ
+        self.output_dir = run.output_dir or Path("runs") / f"{script}-{Path(run.model).name}-{stamp}"
+        shared = machine.shard_size or 1
+        refuse(world.size % shared > 0, f"--shard-size {shared}: {world.size} ranks are no multiple of it")
+        refuse_idle(machine, {"shard_size": (machine.strategy == "fsdp", "--strategy fsdp")})
+        gpu = (world.device.type == "cuda", "a GPU")
+        refuse_idle(machine, {"optimizer_offload": gpu, "reference_offload": gpu})
+        with user_errors():
+            tracker_names(run.log)
+            check_device(world.device)
+            self.compute_dtype, why = choose_dtype(machine.dtype, world.device)
+        self.attention = choose_attention(machine.attention, world.device, machine.compile)
+        if record:
+            lock_everywhere(self.output_dir, world)
+        self.path = resolve_model(run.model)  # folder of the model
+        check_model(self.path, self.attention, machine.trust_remote_code)
+        # what must be the same in a checkpoint that is resumed
+        self.identity = {"script": script, "model": model_identity(Path(self.path)), "LoRA": None}
+        if machine.lora_rank:
+            self.identity["LoRA"] = [machine.lora_rank, machine.lora_alpha, machine.lora_targets]
+            self.identity["base"] = broadcast_object(weights_identity(Path(self.path)) if world.is_main else None)
+            own = (False, "a reference of its own: with --lora-rank it is the base")
+            refuse_idle(machine, {"reference_offload": own})
+        self.checkpoint = find_checkpoint(self.output_dir, run.resume, world, self.identity)  # to go on from
+        self.tokenizer = load_tokenizer(self.path, machine.trust_remote_code)
+        self.limits = PixelLimits(data.min_pixels, data.max_pixels, data.max_frame_pixels)
+        self.vision = load_vision(self.path, self.limits, machine.trust_remote_code)  # None: it reads text alone
+        sees = (self.vision is not None, "a vision-language --model")
+        refuse_idle(data, dict.fromkeys(["min_pixels", "max_pixels", "max_frame_pixels", "media_root"], sees))
+        refuse_idle(machine, {"freeze_vision": sees})
+        refuse_idle(machine, dict.fromkeys(["lora_alpha", "lora_targets"], (machine.lora_rank > 0, "--lora-rank")))
+        self.summary = f"{script}.py: {run.model}, {world.size} x {world.device.type}, {machine.strategy}, "
+        self.summary += f"compute {self.compute_dtype} ({why}) -> {self.output_dir}"
+        self.at_outage: list[Callable[[int], object]] = []  # what saves the beginning of a step
 
     def open_loader(self, num_rows: int) -> PromptLoader:
         """The order of rows, where the checkpoint has left it. SystemExit if that is of other data."""
@@ -95,3 +137,58 @@ class Job:
             options["lora"] = Lora(machine.lora_rank, machine.lora_alpha, machine.lora_targets, self.run.seed)
             options["dtype"] = self.compute_dtype
         return options
+
+
+def lock_everywhere(output_dir: Path, world: World) -> None:
+    """Rank 0 takes the lock of the run folder; every rank must see it: nodes without shared storage would write
+    checkpoints that cannot be loaded."""
+    if world.is_main:
+        lock = lock_folder(output_dir, world.print, lost=give_way)
+        at_end.append(lock.release)
+    token = broadcast_object(lock.token if world.is_main else None)
+    for _ in range(100):  # a network file system shows a new file within seconds
+        with suppress(OSError):
+            if token in (output_dir / "lock").read_text():
+                break
+        time.sleep(0.1)
+    else:
+        raise SystemExit(f"--output-dir {output_dir}: {socket.gethostname()} does not see what rank 0 writes there")
+
+
+def give_way(loss: LeaseCompromise) -> None:
+    """Another run has taken the folder over: this one stood still for a minute, and must not write there."""
+    if loss.reason == "owner-changed":
+        fail(f"{loss.lock_file} is another run's now: this one ends")
+        leave(1)
+
+
+def find_checkpoint(run_dir: Path, resume: str, world: World, identity: dict | None = None) -> Path | None:
+    """Folder to resume from, its files verified by all ranks together, each a share. SystemExit with the remedy.
+
+    `--resume auto` takes the run's latest if there is one, `never` none, else a path to a step folder, to a run, or
+    to a file that names a step folder beside it (`latest`, `best`). `identity`: what its manifest must say.
+    """
+    if resume == "never":
+        return None
+    folder = None
+    if world.is_main:
+        try:
+            folder = step_folder(run_dir if resume == "auto" else Path(resume), world.print)
+            if folder is None and resume != "auto":
+                raise ValueError(f"no checkpoint there (a step folder has a {MANIFEST} in it)")
+        except ValueError as error:
+            folder = f"--resume {resume}: {error}"
+    folder = broadcast_object(folder)
+    refuse(isinstance(folder, str), folder)
+    if folder is None:
+        return None
+    problem = next(filter(None, gather_objects(damage(folder, slice(world.rank, None, world.size)))), None)
+    if problem is None:
+        manifest = read_manifest(folder)
+        other = [name for name, value in (identity or {}).items() if manifest.get(name) != value]
+        problem = f"is of another {other[0]}, {manifest.get(other[0])} and not {identity[other[0]]}" if other else None
+    if problem:
+        before = [path for path in complete(folder.parent) if path.name < folder.name]
+        remedy = f"--resume {before[-1]} goes on from the one before; " if before else ""
+        raise SystemExit(f"{folder} {shorten(problem, 200)}: {remedy}{BEGIN_ANEW}".replace("\n", " "))
+    return folder

@@ -10,6 +10,19 @@ from common.distributed import all_reduce
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
+def check_device(device: torch.device) -> None:
+    """Run a small kernel: ValueError, with the remedy, if torch is built without code for this GPU."""
+    try:
+        torch.ones(8, device=device).square().sum().item()
+    except RuntimeError as error:
+        if "no kernel image" not in str(error):
+            raise
+        old = torch.cuda.get_device_capability(device)[0] < 8
+        remedy = "requirements-v100.txt (CUDA 12.6 wheels)" if old else "torch for a newer CUDA"
+        gap = f"is built for {torch.cuda.get_arch_list()}, not for {torch.cuda.get_device_name(device)}"
+        raise ValueError(f"torch {torch.__version__} {gap}: install {remedy}") from error
+
+
 def choose_dtype(flag: str, device: torch.device) -> tuple[torch.dtype, str]:
     """(compute dtype, reason) for `--dtype auto|bf16|fp16|fp32` (docs/scaling.md).
 

@@ -1,113 +1,25 @@
-"""What a script needs before and after its loop; what a user can get wrong is refused before weights are loaded."""
+"""What a script needs around its loop: the logger, the export at its end, the time that a step takes."""
 
-import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from filelock import LeaseCompromise
 from torch import nn
 
-from common.attention import choose_attention
-from common.checkpoint import Checkpoints, find_checkpoint
-from common.distributed import World, broadcast_object, handle_sigterm, init_world, release_freed_memory
-from common.files import lock_folder, refuse, user_errors
-from common.flags import Data, Machine, Run, flat, refuse_idle
-from common.hub import load_tokenizer, resolve_model
-from common.integrity import model_identity, weights_identity
+from common.checkpoint import Checkpoints
+from common.distributed import handle_sigterm, release_freed_memory
+from common.flags import flat
 from common.job import Job
 from common.logger import Logger
 from common.look.console import StatusLine
 from common.look.curves import plot_curves
-from common.look.machine import changed_flags, check_device, save_config
-from common.look.trackers import Trackers, tracker_names
+from common.look.machine import changed_flags, save_config
+from common.look.trackers import Trackers
 from common.memory import remembered_budget
-from common.models import check_model
-from common.pictures import PixelLimits
-from common.precision import choose_dtype
 from common.prepare.export import export_hugging_face
-from common.processes import at_end, fail, leave, sign_of_life
-from common.vision import load_vision
-
-
-def open_job(script: str, data: Data, machine: Machine, run: Run, demo: bool, record: bool = True) -> Job:
-    """Join the process group, lock the run folder (if it is to `record`), find the model and what to go on from."""
-    world = init_world(run.stall_minutes)
-    if demo:
-        world.print("no --model given: running the embedded demo")
-    stamp = broadcast_object(time.strftime("%Y%m%d-%H%M%S"))  # the clocks of the ranks may differ
-    output_dir = run.output_dir or Path("runs") / f"{script}-{Path(run.model).name}-{stamp}"
-    shared = machine.shard_size or 1
-    refuse(world.size % shared > 0, f"--shard-size {shared}: {world.size} ranks are no multiple of it")
-    refuse_idle(machine, {"shard_size": (machine.strategy == "fsdp", "--strategy fsdp")})
-    gpu = (world.device.type == "cuda", "a GPU")
-    refuse_idle(machine, {"optimizer_offload": gpu, "reference_offload": gpu})
-    with user_errors():
-        tracker_names(run.log)
-        check_device(world.device)
-        compute_dtype, why = choose_dtype(machine.dtype, world.device)
-    attention = choose_attention(machine.attention, world.device, machine.compile)
-    if record:
-        lock_everywhere(output_dir, world)
-    path = resolve_model(run.model)
-    check_model(path, attention, machine.trust_remote_code)
-    identity = {"script": script, "model": model_identity(Path(path)), "LoRA": None}
-    if machine.lora_rank:
-        identity["LoRA"] = [machine.lora_rank, machine.lora_alpha, machine.lora_targets]
-        identity["base"] = broadcast_object(weights_identity(Path(path)) if world.is_main else None)
-        refuse_idle(machine, {"reference_offload": (False, "a reference of its own: with --lora-rank it is the base")})
-    checkpoint = find_checkpoint(output_dir, run.resume, world, identity)
-    tokenizer = load_tokenizer(path, machine.trust_remote_code)
-    limits = PixelLimits(data.min_pixels, data.max_pixels, data.max_frame_pixels)
-    vision = load_vision(path, limits, machine.trust_remote_code)
-    sees = (vision is not None, "a vision-language --model")
-    refuse_idle(data, dict.fromkeys(["min_pixels", "max_pixels", "max_frame_pixels", "media_root"], sees))
-    refuse_idle(machine, {"freeze_vision": sees})
-    refuse_idle(machine, dict.fromkeys(["lora_alpha", "lora_targets"], (machine.lora_rank > 0, "--lora-rank")))
-    summary = f"{script}.py: {run.model}, {world.size} x {world.device.type}, {machine.strategy}, "
-    summary += f"compute {compute_dtype} ({why}) -> {output_dir}"
-    return Job(
-        script=script,
-        world=world,
-        output_dir=output_dir,
-        path=path,
-        tokenizer=tokenizer,
-        compute_dtype=compute_dtype,
-        attention=attention,
-        limits=limits,
-        vision=vision,
-        machine=machine,
-        run=run,
-        summary=summary,
-        identity=identity,
-        checkpoint=checkpoint,
-    )
-
-
-def lock_everywhere(output_dir: Path, world: World) -> None:
-    """Rank 0 takes the lock of the run folder; every rank must see it: nodes without shared storage would write
-    checkpoints that cannot be loaded."""
-    if world.is_main:
-        lock = lock_folder(output_dir, world.print, lost=give_way)
-        at_end.append(lock.release)
-    token = broadcast_object(lock.token if world.is_main else None)
-    for _ in range(100):  # a network file system shows a new file within seconds
-        with suppress(OSError):
-            if token in (output_dir / "lock").read_text():
-                break
-        time.sleep(0.1)
-    else:
-        raise SystemExit(f"--output-dir {output_dir}: {socket.gethostname()} does not see what rank 0 writes there")
-
-
-def give_way(loss: LeaseCompromise) -> None:
-    """Another run has taken the folder over: this one stood still for a minute, and must not write there."""
-    if loss.reason == "owner-changed":
-        fail(f"{loss.lock_file} is another run's now: this one ends")
-        leave(1)
+from common.processes import at_end, sign_of_life
 
 
 def open_logger(job: Job, args: Any, total_steps: int, checkpoints: Checkpoints, *, record: bool = True) -> Logger:

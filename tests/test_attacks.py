@@ -27,8 +27,9 @@ import torch.distributed.checkpoint as dcp
 from helpers import ROOT, deadline, load_checkpoint, run_script, save_checkpoint, trained, wait_until
 from test_reward_workers import FUNCTION, alive, job, scored
 
-from common.checkpoint import _shards, find_checkpoint
+from common.checkpoint import _shards
 from common.integrity import digest
+from common.job import find_checkpoint
 from common.rewards import RewardWorkers
 
 pytestmark = pytest.mark.slow

@@ -14,9 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import grpo
-from common.checkpoint import Checkpoints, find_checkpoint
+from common.checkpoint import Checkpoints
 from common.data.prompts import PromptLoader
 from common.flags import Run
+from common.job import find_checkpoint
 from common.optimizer import GuardedAdamW, make_moments
 
 

@@ -15,11 +15,11 @@ import grpo
 import sft
 from common.distributed import World
 from common.episodes import Episode
+from common.job import Job
 from common.optimizer import GuardedAdamW, lr_factor
 from common.packing import split_minibatches
 from common.precision import LossScale, checked_gap
 from common.rollouts import Rollouts
-from common.setup import open_job
 
 # --- group_advantages ---------------------------------------------------------------------------------------------
 
@@ -500,9 +500,9 @@ def test_an_embedded_model_with_other_data_has_nothing_to_be_evaluated_on(monkey
 def test_what_takes_a_gpu_is_refused_without_one(flags, monkeypatch, tmp_path):
     """Known once the run has joined its process group."""
     world = World(0, 1, 0, torch.device("cpu"))
-    monkeypatch.setattr("common.setup.init_world", lambda *_: world)
+    monkeypatch.setattr("common.job.init_world", lambda *_: world)
     charged = "--kl-in loss --kl-coef 0.01 --kl-estimator k2 --output-dir"
     args = checked_args(grpo, monkeypatch, *flags.split(), *charged.split(), str(tmp_path))
     with pytest.raises(SystemExit, match=f"{flags.split()[0]} .* has no effect: needs a GPU"):
-        job = open_job("grpo", args.data, args.machine, args.run, demo=True)
+        job = Job("grpo", args.data, args.machine, args.run, demo=True)
         Rollouts(job, args.data, args.rollout, args.run, trained=[], frozen=[])

@@ -18,10 +18,11 @@ import pytest
 import torch.distributed.checkpoint as dcp
 from helpers import ROOT, deadline, load_checkpoint, save_checkpoint, trained, wait_until
 
-from common import files, setup
-from common.checkpoint import _shards, find_checkpoint
+from common import files, job
+from common.checkpoint import _shards
 from common.files import lock_folder
 from common.integrity import digest, model_identity
+from common.job import find_checkpoint
 
 IDENTITY = {"script": "grpo", "model": "0123"}
 
@@ -237,9 +238,9 @@ def test_a_run_that_another_one_has_taken_over_from_ends(tmp_path, monkeypatch):
     """It stood still for longer than a minute; and it does not release what is the other's."""
     monkeypatch.setattr(files, "HEARTBEAT_S", 0.05)
     ended = []
-    monkeypatch.setattr(setup, "fail", ended.append)
-    monkeypatch.setattr(setup, "leave", ended.append)
-    first = lock_folder(tmp_path, print, lost=setup.give_way)
+    monkeypatch.setattr(job, "fail", ended.append)
+    monkeypatch.setattr(job, "leave", ended.append)
+    first = lock_folder(tmp_path, print, lost=job.give_way)
     theirs = tmp_path / "theirs"
     theirs.write_text((tmp_path / "lock").read_text().replace("token=", "token=1"))
     theirs.replace(tmp_path / "lock")
@@ -253,11 +254,11 @@ def test_a_run_that_another_one_has_taken_over_from_ends(tmp_path, monkeypatch):
 def test_a_node_that_does_not_see_the_run_folder_is_named(tmp_path, monkeypatch, shared):
     """Rank 0 has its lock, which each rank must find where it writes itself."""
     lock, slept = lock_folder(tmp_path / "of rank 0", print), []
-    monkeypatch.setattr(setup, "broadcast_object", lambda value: lock.token)
-    monkeypatch.setattr(setup, "time", SimpleNamespace(sleep=slept.append))  # not that of the heartbeats
+    monkeypatch.setattr(job, "broadcast_object", lambda value: lock.token)
+    monkeypatch.setattr(job, "time", SimpleNamespace(sleep=slept.append))  # not that of the heartbeats
     rank, own = SimpleNamespace(is_main=False), tmp_path / ("of rank 0" if shared else "of this node")
     with nullcontext() if shared else pytest.raises(SystemExit) as refusal:
-        setup.lock_everywhere(own, rank)
+        job.lock_everywhere(own, rank)
     lock.release()
     if shared:
         assert slept == []

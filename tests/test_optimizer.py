@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from common.checkpoint import Checkpoints, find_checkpoint
+from common.checkpoint import Checkpoints
 from common.flags import Run
+from common.job import find_checkpoint
 from common.metrics import Means
 from common.optimizer import GuardedAdamW, lr_factor, make_moments, move_states
 

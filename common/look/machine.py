@@ -1,4 +1,4 @@
-"""What a run runs on, which its config.json tells: commit, versions, hardware; whether torch can use it."""
+"""What a run runs on, which its config.json tells: commit, versions, hardware."""
 
 import json
 import os
@@ -56,19 +56,6 @@ def git_commit() -> str | None:
         return subprocess.run(command, **options).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def check_device(device: torch.device) -> None:
-    """Run a small kernel: ValueError, with the remedy, if torch is built without code for this GPU."""
-    try:
-        torch.ones(8, device=device).square().sum().item()
-    except RuntimeError as error:
-        if "no kernel image" not in str(error):
-            raise
-        old = torch.cuda.get_device_capability(device)[0] < 8
-        remedy = "requirements-v100.txt (CUDA 12.6 wheels)" if old else "torch for a newer CUDA"
-        gap = f"is built for {torch.cuda.get_arch_list()}, not for {torch.cuda.get_device_name(device)}"
-        raise ValueError(f"torch {torch.__version__} {gap}: install {remedy}") from error
 
 
 def changed_flags(run_dir: Path, args: dict) -> dict[str, list]:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.files import jsonable
+from common.logger import tracker_names
 
 TRACKER_SECONDS = 15  # a tracker that has not answered by then is dropped
 
@@ -26,15 +27,7 @@ def start_wandb(run_dir: Path, config: dict, name: str) -> tuple[Callable[[int, 
     return lambda step, metrics: run.log(metrics, step=step), run.finish
 
 
-TRACKERS = {"tensorboard": start_tensorboard, "wandb": start_wandb}
-
-
-def tracker_names(trackers: str) -> list[str]:
-    """The comma-separated names of --log. ValueError for an unknown one."""
-    names = [item.strip() for item in trackers.split(",") if item.strip()]
-    if unknown := [item for item in names if item not in TRACKERS]:
-        raise ValueError(f"--log {trackers}: unknown tracker {unknown[0]!r}, expected {', '.join(TRACKERS)}")
-    return names
+START = {"tensorboard": start_tensorboard, "wandb": start_wandb}
 
 
 class Trackers:
@@ -44,7 +37,7 @@ class Trackers:
         self.run_dir, self.started = run_dir, {}
         run_dir.mkdir(parents=True, exist_ok=True)
         for tracker in tracker_names(names):
-            start = TRACKERS[tracker]
+            start = START[tracker]
             if started := self._try(tracker, lambda start=start: start(run_dir, config, name)):
                 self.started[tracker] = started
 
