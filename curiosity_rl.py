@@ -39,7 +39,6 @@ from common.data.dumps import dump_rollouts, load_rollouts
 from common.data.prompts import PromptData
 from common.distributed import World, all_reduce, barrier, forward_context, run, stop_requested
 from common.episodes import Episode, by_prompt, unequal_groups
-from common.evaluate import evaluate, evaluate_only
 from common.files import refuse
 from common.flags import Amount, Count, Data, Limit, Machine, Rollout, Run, Share, check_shared, parse, refuse_idle
 from common.job import Job
@@ -376,7 +375,7 @@ def compare_without_tools(
     without = with_tools.with_stem("eval_samples_without_tools")
     bare = copy(rollouts)  # the same engine, workers and seeds
     bare.eval_data, bare.turns = rows, None
-    evaluate(bare, policy, step, without)
+    bare.evaluate(policy, step, without)
     if job.world.is_main:
         job.world.print(side_by_side({"with tools": with_tools, "without": without}))
 
@@ -424,13 +423,13 @@ def main(args: Args, demo: bool = False) -> None:
     logger = open_logger(job, args, rollouts.total_steps, checkpoints, record=not args.rollout.eval_only)
 
     if args.rollout.eval_only:
-        samples = evaluate_only(job, rollouts, policy, start, logger)
+        samples = rollouts.evaluate_only(policy, start, logger)
         if args.compare_tools:
             compare_without_tools(job, rollouts, args, policy, start, with_tools=samples)
         return
     rollouts.announce(updates=args.minibatches * args.epochs_per_step)
     if start == 0 and args.run.eval_before and rollouts.can_evaluate:
-        logger.log(0, evaluate(rollouts, policy, 0))
+        logger.log(0, rollouts.evaluate(policy, 0))
     end = start + 1 if args.rollout.replay else rollouts.total_steps
     for step in range(start, end):
         watch = Stopwatch()
@@ -491,7 +490,7 @@ def main(args: Args, demo: bool = False) -> None:
         last, stop = step + 1 == end, stop_requested()
         if rollouts.can_evaluate and (last or due(step + 1, args.run.eval_every)):
             with watch("eval"):
-                metrics |= evaluate(rollouts, policy, step + 1)
+                metrics |= rollouts.evaluate(policy, step + 1)
         metrics |= watch.metrics() | {"memory/peak_gb": peak_memory_gb(device)}
         logger.log(step + 1, metrics)  # before the checkpoint: a step that a resume skips is a step on record
         if not args.rollout.replay and (last or stop or checkpoints.due(step + 1, metrics.get("eval/accuracy"))):

@@ -33,7 +33,6 @@ from common.checkpoint import Checkpoints
 from common.data.dumps import load_rollouts
 from common.distributed import World, all_reduce, forward_context, run, stop_requested
 from common.episodes import Episode
-from common.evaluate import evaluate, evaluate_only
 from common.files import refuse
 from common.flags import Amount, Count, Data, Limit, Machine, Rollout, Run, Share, check_shared, parse, refuse_idle
 from common.hub import load_tokenizer, resolve_model
@@ -470,11 +469,11 @@ def main(args: Args, demo: bool = False) -> None:
     logger = open_logger(job, args, rollouts.total_steps, checkpoints, record=not args.rollout.eval_only)
 
     if args.rollout.eval_only:
-        evaluate_only(job, rollouts, policy, start, logger)
+        rollouts.evaluate_only(policy, start, logger)
         return
     rollouts.announce(updates=args.minibatches * args.epochs_per_step)
     if start == 0 and args.run.eval_before and rollouts.can_evaluate:
-        logger.log(0, evaluate(rollouts, policy, 0))
+        logger.log(0, rollouts.evaluate(policy, 0))
     end = start + 1 if args.rollout.replay else rollouts.total_steps
     for step in range(start, end):
         watch = Stopwatch()
@@ -562,7 +561,7 @@ def main(args: Args, demo: bool = False) -> None:
         last, stop = step + 1 == end, stop_requested()
         if rollouts.can_evaluate and (last or due(step + 1, args.run.eval_every)):
             with watch("eval"):
-                metrics |= evaluate(rollouts, policy, step + 1)
+                metrics |= rollouts.evaluate(policy, step + 1)
         metrics |= watch.metrics() | {"memory/peak_gb": peak_memory_gb(device)}
         logger.log(step + 1, metrics)  # before the checkpoint: a step that a resume skips is a step on record
         if not args.rollout.replay and (last or stop or checkpoints.due(step + 1, metrics.get("eval/accuracy"))):

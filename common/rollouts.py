@@ -1,11 +1,13 @@
-"""What the RL scripts sample from and score with: prompts, engine, tools, rewards."""
+"""What the RL scripts sample from, score with and evaluate by: prompts, engine, tools, rewards."""
 
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
 from math import ceil
+from pathlib import Path
 
 import torch
+from torch import nn
 
 from common.data.dumps import dump_rollouts
 from common.data.prompts import PromptData
@@ -19,21 +21,29 @@ from common.files import refuse, user_errors
 from common.flags import Data, Rollout, Run, refuse_idle
 from common.hub import EMBEDDED, resolve_model
 from common.job import Job
+from common.logger import Logger
+from common.look.console import print_samples
 from common.look.page import write_page
+from common.look.samples import as_sample, report, summarize
 from common.memory import cache_gib, memory_plan
+from common.models import sync_engine
 from common.precision import gap_limit
 from common.prepare.embedded import embedded_data
-from common.processes import cpus_of_rank
+from common.processes import cpus_of_rank, sign_of_life
+from common.progress import Progress
 from common.rewards import RewardWorkers, needs_judge, reward_function, score_episodes
 from common.rewards.judge import Judge
-from common.rewards.judging import open_judge, saved_at_outage
+from common.rewards.judging import bounded, open_judge, saved_at_outage
 from common.rewards.model import RewardModel
 from common.tools import ToolWorkers
 from common.tools.trajectories import Turns, open_tools
 
+AT_ONCE = 256  # samples of an evaluation, on a rank, under way
+PICTURED = 64  # rows of it, of a model that sees: a megapixel is 8 MB
+
 
 class Rollouts:
-    """What the RL scripts sample from, and score with.
+    """What the RL scripts sample from, score with and evaluate by.
 
     None are: the engine (else asleep) with --replay, `turns` without --tools, `judge` if rules can score all rows,
     `train_data` and `loader` with --eval-only.
@@ -102,28 +112,12 @@ class Rollouts:
         sampling = Sampling(self.flags.samples_per_prompt, self.flags.max_response_tokens, self.flags.temperature)
         return self.sample_with(sampling, prompts, step=step, weights_step=step, watch=watch)
 
-    def sample_with(
-        self,
-        sampling: Sampling,
-        prompts: Mapping[int, Row],
-        *,
-        step: int,
-        weights_step: int,
-        watch: Watch = nullcontext,
-    ) -> list[Episode]:
+    def sample_with(self, sampling: Sampling, prompts: Mapping[int, Row], **options) -> list[Episode]:
         """Episodes of this rank's prompts. Ranks that share an engine all sample for the prompts of all of them."""
         parts = gather_objects(prompts, self.group) if self.group else [prompts]
         union = {index: part[index] for part in parts for index in part}
-        episodes = sample_episodes(
-            self.engine,
-            {index: union[index] for index in sorted(union)},
-            sampling,
-            seed=self.run.seed,
-            step=step,
-            weights_step=weights_step,
-            turns=self.turns,
-            watch=watch,
-        )
+        rows = {index: union[index] for index in sorted(union)}
+        episodes = sample_episodes(self.engine, rows, sampling, seed=self.run.seed, turns=self.turns, **options)
         if self.group:
             tokens = hash(tuple(token for e in episodes for token in e.response_ids))
             if len({*gather_objects(tokens, self.group)}) > 1:
@@ -139,6 +133,47 @@ class Rollouts:
         if self.reward_model:
             self.engine.sleep()
             self.reward_model.score_episodes(episodes, prompts, self.tokenizer)
+
+    def evaluate(self, policy: nn.Module, step: int, report_to: Path | None = None) -> dict[str, float]:
+        """eval/* of the policy, whose weights are those of `step`; the same on every rank. Leaves the engine asleep.
+
+        Each rank samples its share of the first --eval-rows rows, some at a time. The seeds depend on the row alone,
+        so two evaluations differ by the weights and nothing else. A response that could not be scored scores 0, one
+        without a truth not at all. Writes all to eval/step_NNNNNN.parquet, or to `report_to`, with a table on the
+        console.
+        """
+        world, data, flags = self.world, self.eval_data, self.flags
+        sync_engine(self.engine, policy, step)
+        sampling = Sampling(
+            flags.eval_samples, flags.max_response_tokens, flags.eval_temperature, flags.eval_top_p, flags.eval_top_k
+        )
+        at_once = min(PICTURED if data.vision else AT_ONCE, AT_ONCE // flags.eval_samples)
+        at_once = max(at_once, 1) * world.size  # rows of all ranks
+        judge = self.judge and self.judge.for_evaluation()
+        count, samples = min(self.run.eval_rows, len(data)), []
+        for start in Progress("evaluation", range(0, count, at_once)):
+            rows = {i: data[i] for i in range(start + world.rank, min(start + at_once, count), world.size)}
+            episodes = self.sample_with(sampling, rows, step=-1, weights_step=step)
+            scored = [e for e in episodes if rows[e.prompt_index].ground_truth is not None]
+            score_episodes(scored, rows, self.workers, self.tokenizer, judge)
+            own = [as_sample(e, rows[e.prompt_index], self.tokenizer, bool(self.turns)) for e in episodes]
+            samples += [sample for part in gather_objects(own) for sample in part]
+            sign_of_life()
+        self.engine.sleep()
+        samples.sort(key=lambda sample: sample["group"])
+        if world.is_main:
+            path = report_to or self.output_dir / "eval" / f"step_{step:06d}.parquet"
+            table = report(samples, path)
+            if report_to:
+                world.print(f"{table}\nsamples: {path}")
+            print_samples(step, samples)
+        return bounded(summarize, samples, world.print)
+
+    def evaluate_only(self, policy: nn.Module, step: int, logger: Logger) -> Path:
+        """--eval-only: the table on the console, all samples in the run folder; returns their file."""
+        report_to = self.output_dir / "eval_samples.parquet"
+        logger.event({"event": "eval_only", "step": step, **self.evaluate(policy, step, report_to)})
+        return report_to
 
     def dump(self, step: int, sampled: list[Episode], trained: list[Episode], advantages: list[float]) -> None:
         """Write the episodes of a step into the run folder, and a page to look at. All ranks call it together."""

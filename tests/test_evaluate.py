@@ -15,12 +15,11 @@ from common.data.render import end_token_ids
 from common.distributed import World
 from common.engine.books import Completion
 from common.engine.hf import HuggingFaceEngine
-from common.evaluate import evaluate, evaluate_only
 from common.flags import Data, Rollout
 from common.hub import load_tokenizer, resolve_model
 from common.look.samples import format_table, maj_at_k, pass_at_k, summarize, wilson_interval
 from common.rewards import is_correct
-from common.rollouts import read_prompts
+from common.rollouts import Rollouts, read_prompts
 
 
 def sample(group, score, pred="", source="a", length=10, truncated=False):
@@ -165,10 +164,11 @@ def tokenizer():
 
 @pytest.fixture
 def rollouts(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr("common.evaluate.sync_engine", lambda *_: None)
+    monkeypatch.setattr("common.rollouts.sync_engine", lambda *_: None)
     texts = [(f"{i} {i + 1} = {2 * i + 1}", {"numbers": [i, i + 1], "target": 2 * i + 1}) for i in range(700)]
     score = SimpleNamespace(score=lambda jobs: [{"score": float(job[2]["target"] % 4 == 1)} for job in jobs])
-    return SimpleNamespace(
+    rollouts = object.__new__(Rollouts)
+    vars(rollouts).update(
         world=World(0, 1, 0, torch.device("cpu")),
         output_dir=tmp_path,
         tokenizer=tokenizer,
@@ -178,17 +178,19 @@ def rollouts(tmp_path, tokenizer, monkeypatch):
         turns=None,
         workers=score,
         judge=None,
+        group=None,
         eval_data=Rows(texts, tokenizer),
     )
+    return rollouts
 
 
 def test_rows_are_opened_some_at_a_time_and_each_time_is_a_sign_of_life(rollouts, monkeypatch):
-    metrics = evaluate(rollouts, None, 20)
+    metrics = rollouts.evaluate(None, 20)
     assert metrics["eval/rows"] == 600 and rollouts.engine.asleep
     assert rollouts.eval_data.most <= 2 * 256, "of 600"
     assert len(rollouts.engine.signs) == 3 == len(set(rollouts.engine.signs))
     rollouts.eval_data.vision, rollouts.eval_data.most, rollouts.run.eval_rows = "eyes", 0, 200
-    evaluate(rollouts, None, 20)
+    rollouts.evaluate(None, 20)
     assert rollouts.eval_data.most <= 2 * 64, "pictures take megabytes each"
 
 
@@ -197,11 +199,11 @@ def test_every_rank_comes_to_every_exchange(rollouts, monkeypatch, samples):
     """As many exchanges on each of three ranks, and every row once."""
     rollouts.flags.eval_samples, rollouts.run.eval_rows = samples, 600 if samples < 300 else 5
     counts, seen, gathered = [], [], []
-    monkeypatch.setattr("common.evaluate.gather_objects", lambda own: gathered.append(own) or [own])
+    monkeypatch.setattr("common.rollouts.gather_objects", lambda own: gathered.append(own) or [own])
     for rank in range(3):
         gathered.clear()
         rollouts.world = World(rank, 3, rank, torch.device("cpu"))
-        evaluate(rollouts, None, 20)
+        rollouts.evaluate(None, 20)
         counts.append(len(gathered))
         seen += [sample["row"] for own in gathered for sample in own[::samples]]
     assert len(set(counts)) == 1 and sorted(seen) == list(range(rollouts.run.eval_rows))
@@ -209,7 +211,7 @@ def test_every_rank_comes_to_every_exchange(rollouts, monkeypatch, samples):
 
 def test_samples_of_each_evaluation_stay(rollouts, tmp_path, capsys):
     for step in (0, 20):
-        evaluate(rollouts, None, step)
+        rollouts.evaluate(None, step)
     first, later = (pq.read_table(tmp_path / f"eval/step_{step:06d}.parquet").to_pylist() for step in (0, 20))
     assert len(later) == 600 and first == later and [s["row"] for s in later] == list(range(600))
     assert json.loads(later[7]["truth"]) == {"numbers": [7, 8], "target": 15}
@@ -218,7 +220,7 @@ def test_samples_of_each_evaluation_stay(rollouts, tmp_path, capsys):
 
 def test_samples_that_cannot_be_written_are_a_warning(rollouts, tmp_path, capsys):
     (tmp_path / "eval").write_text("in the way")
-    assert evaluate(rollouts, None, 20)["eval/rows"] == 600
+    assert rollouts.evaluate(None, 20)["eval/rows"] == 600
     assert "warning: " in (said := capsys.readouterr().out) and "step_000020.parquet not written" in said
 
 
@@ -226,7 +228,7 @@ def test_rows_without_a_truth_are_sampled_and_not_scored(rollouts, tmp_path, cap
     texts = [(f"{i} 1 = 2", {"target": i} if i % 3 else None) for i in range(9)]
     rollouts.eval_data = Rows(texts, rollouts.tokenizer)
     events = SimpleNamespace(event=lambda record: events.said.append(record), said=[])
-    path = evaluate_only(SimpleNamespace(output_dir=tmp_path), rollouts, None, 20, events)
+    path = rollouts.evaluate_only(None, 20, events)
     samples, (metrics,) = pq.read_table(path).to_pylist(), events.said
     assert [s["correct"] is None and s["score"] is None and s["truth"] is None for s in samples] == [
         i % 3 == 0 for i in range(9)
@@ -235,7 +237,7 @@ def test_rows_without_a_truth_are_sampled_and_not_scored(rollouts, tmp_path, cap
     assert metrics["eval/accuracy"] == sum(s["correct"] for s in samples if s["correct"] is not None) / 6
     assert "3 of 9 rows have no truth: not scored" in (said := capsys.readouterr().out) and "score none" in said
     rollouts.eval_data = Rows([("1 2 = 3", None)] * 4, rollouts.tokenizer)
-    evaluate_only(SimpleNamespace(output_dir=tmp_path), rollouts, None, 20, events)
+    rollouts.evaluate_only(None, 20, events)
     assert events.said[1]["eval/unscored"] == 4 and "eval/accuracy" not in events.said[1]
 
 
@@ -269,8 +271,8 @@ def test_results_are_those_of_one_batch(rollouts, tmp_path, monkeypatch, tempera
     rollouts.eval_data = Rows([(text, {"target": 9}) for text in texts], rollouts.tokenizer)
     results = []
     for at_once in (10_000, 5 * samples):
-        monkeypatch.setattr("common.evaluate.AT_ONCE", at_once)
-        evaluate(rollouts, None, 20)
+        monkeypatch.setattr("common.rollouts.AT_ONCE", at_once)
+        rollouts.evaluate(None, 20)
         results.append(pq.read_table(tmp_path / "eval/step_000020.parquet").to_pylist())
     assert results[0] == results[1] and len({s["completion"] for s in results[0]}) > 3
 
