@@ -98,7 +98,7 @@ def test_sandboxes_are_those_of_the_first_rank(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype, limit, options",
-    [("fp32", 1e-4, ["--orders"]), ("fp32", 1e-4, ["--lora-rank", 4]), ("bf16", 0.02, [])],
+    [("fp32", 1e-5, ["--orders"]), ("fp32", 1e-5, ["--lora-rank", 4]), ("bf16", 0.02, [])],
     ids=["fp32", "lora", "bf16"],
 )
 def test_each_sync_reaches_both_halves_and_a_stale_one_is_caught(dtype, limit, options):
@@ -106,7 +106,7 @@ def test_each_sync_reaches_both_halves_and_a_stale_one_is_caught(dtype, limit, o
     lines = run_script(*worker, ranks=2, timeout=500).stdout.splitlines()[-2:]
     for result in map(json.loads, lines):
         gaps = [result["synced"], result["resynced"], result["repeated"], *result["orders"].values()]
-        assert max(gaps) < limit < result["stale"] / 10, result
+        assert max(gaps) < limit < result["stale"], result
         assert all(result["refused"].values()), result["refused"]
         assert result["shared memory"] == [], "its names would be those of another run"
 

@@ -39,7 +39,7 @@ def folder(tmp_path) -> str:
 
 def plan(folder, ranks=1, trained=1, frozen=0, **changes) -> tuple[dict[str, float], str]:
     """({item: GB}, the text)"""
-    rollout = Rollout(engine_memory=changes.pop("engine_memory", 2.0))
+    rollout = Rollout(engine_memory=changes.pop("engine_memory", 2.0), engine_parallel=changes.pop("share", 1))
     machine = Machine(**{"micro_batch_tokens": 10_000} | changes)
     world = World(0, ranks, 0, torch.device("cpu"))
     text = memory_plan(rollout, machine, world, torch.bfloat16, [folder] * trained, [folder] * frozen)
@@ -68,6 +68,14 @@ def test_shards_and_replicas(folder):
     found, _ = plan(folder, ranks=4, trained=2, frozen=1, strategy="ddp")
     assert_gigabytes(found, weights=(2 * 4 + 2) * PARAMETERS, Adam=2 * 8 * PARAMETERS)
     assert_gigabytes(found, gradients=4 * PARAMETERS)  # of one model at a time
+
+
+def test_ranks_that_share_an_engine_divide_its_weights_and_have_caches_of_their_own(folder):
+    apart, shared = (plan(folder, ranks=4, share=share)[0] for share in (1, 4))
+    assert_gigabytes(shared, engine=2 * PARAMETERS / 4)
+    assert shared["KV cache"] == apart["KV cache"] and shared["weights"] == apart["weights"]
+    for phase in ("rollout", "update"):
+        assert apart[phase] - shared[phase] == pytest.approx(1.5 * PARAMETERS / 1e9, abs=0.101)
 
 
 def test_a_reference_on_the_host_takes_no_room(folder):

@@ -30,11 +30,14 @@ class Args:
     gpus: tuple[int, ...] = (1, 2, 4, 8)
     tokens: tuple[int, ...] = (4096, 16384)  # of a micro-batch
     engine_memory: float = 8.0  # KV cache (GiB)
+    engine_parallel: int = 1  # GPUs that share an engine
     checkpointing: bool = True  # --gradient-checkpointing
 
 
 def main(args: Args) -> None:
-    rollout = Rollout(engine_memory=args.engine_memory)
+    rollout = Rollout(engine_memory=args.engine_memory, engine_parallel=args.engine_parallel)
+    if any(gpus % args.engine_parallel for gpus in args.gpus):
+        raise SystemExit(f"--engine-parallel {args.engine_parallel} does not divide --gpus {args.gpus}")
     head = ["model", "tokens", *(f"{n} GPU{'s' * (n > 1)}: GB" for n in args.gpus), *(f"{c} GB" for c in CARDS)]
     rows = [head]
     for name in args.models:

@@ -202,7 +202,7 @@ def main(args: argparse.Namespace) -> None:
             result["refused"]["generate without what sleep has dropped"] = None
         except RuntimeError as error:
             result["refused"]["generate without what sleep has dropped"] = str(error)[:200]
-    result["shared memory"] = re.findall("/dev/shm/.*", Path("/proc/self/maps").read_text())
+    result["shared memory"] = re.findall("/dev/shm/.*(?<!deleted\\))$", Path("/proc/self/maps").read_text(), re.M)
     for part in gather_objects(result):
         world.print(json.dumps(part))
 
