@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from common.data.prompts import PromptLoader
 from common.distributed import World, wrap_model
@@ -27,6 +28,7 @@ class Job:
 
     script: str
     world: World
+    mesh: DeviceMesh  # which ranks share a copy of a model
     output_dir: Path
     path: str  # folder of the model
     tokenizer: transformers.PreTrainedTokenizerBase
@@ -75,14 +77,7 @@ class Job:
 
     @property
     def _loaded(self) -> dict[str, Any]:
-        wrap = partial(
-            wrap_model,
-            world=self.world,
-            strategy=self.machine.strategy,
-            compute_dtype=self.compute_dtype,
-            shard_size=self.machine.shard_size,
-            whole=self.machine.lora_rank > 0,
-        )
+        wrap = partial(wrap_model, mesh=self.mesh, compute_dtype=self.compute_dtype, whole=self.machine.lora_rank > 0)
         trust = self.machine.trust_remote_code
         return {"attention": self.attention, "vision": self.vision, "trust_remote_code": trust, "wrap": wrap}
 

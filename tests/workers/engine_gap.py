@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from common import models
 from common.data.render import end_token_ids
-from common.distributed import World, init_world, reshard, run, wrap_model
+from common.distributed import World, init_world, make_mesh, reshard, run, wrap_model
 from common.engine.books import Sampling
 from common.engine.hf import HuggingFaceEngine
 from common.engine.vllm import VllmEngine
@@ -62,7 +62,7 @@ def main(args: argparse.Namespace) -> None:
     engine = make(path, dtype, world, **options, **({"memory_gib": 2.0} if world.device.type == "cuda" else {}))
     lora = Lora(args.lora_rank, 32.0, "all", seed=0) if args.lora_rank else None
     policy = load_policy(path, "sdpa", dtype=dtype if lora else torch.float32, lora=lora)
-    policy = wrap_model(policy, world, "fsdp", dtype)
+    policy = wrap_model(policy, make_mesh(world, "fsdp"), dtype)
     sampling = Sampling(n=2, max_tokens=args.tokens, temperature=args.temperature)
     # long enough for several blocks of KV cache: a prefix cache that outlives a sync would show
     text = "12 34 56 = 78 " * 20 if args.model == "tiny" else "The quick brown fox jumps over the lazy dog. " * 30
