@@ -1,15 +1,25 @@
 """Several machines: two network namespaces joined by a cable (veth), a real torchrun in each."""
 
 import os
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
+import torch.distributed as dist
 from helpers import LITTLE_CACHE, ROOT, metrics_of, run_script, script_environment, steps_of, wait_until
+from torch.distributed.run import get_args_parser as torchrun_arguments
+
+from common.distributed import World, check_same, make_mesh
+from common.integrity import fingerprint
+from common.rendezvous import find_interface
+from common.setup import describe_run
 
 FAULTS = ROOT / "tests" / "workers" / "faults.py"
 FEW = ["--prompts-per-step", 4, "--samples-per-prompt", 4, "--max-response-tokens", 32, "--max-rows", 64]
@@ -276,16 +286,172 @@ def test_a_machine_that_is_never_started_is_told_by_torchrun(cluster):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("address", ["node0", "fd77::1"])
+@pytest.mark.parametrize("address", ["node0", "fd77::1", "c10d"])
 def test_names_and_addresses_of_the_first_machine(cluster, tmp_path, address):
     """node0 calls itself 127.0.1.1, as Debian has it."""
     (tmp_path / "mark").touch()
+    launcher = ["--master-addr", address]
+    if address == "c10d":
+        launcher = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "node0:29500", "--rdzv-id", "test"]
     processes = []
     for number, own in enumerate(["127.0.1.1", ADDRESS.format(1)]):
         (tmp_path / f"hosts{number}").write_text(f"127.0.0.1 localhost\n{own} node0\n")
         before = f"mount --bind {tmp_path}/hosts{number} /etc/hosts"
-        launcher = ["--master-addr", address]
         options = {"before": before, "launcher": launcher, "MARK": str(tmp_path / "mark")}
         processes.append(cluster.start(number, FAULTS, "once", **options))
     assert ended(*processes, seconds=100) == [0, 0], cluster.said(0) + cluster.said(1)
     assert "sum [2.0]" in cluster.said(0)
+
+
+# --- what needs no network ----------------------------------------------------------------------------------------
+
+
+def told_by(*machines: dict[str, str]):
+    """`gather_objects` of one rank on each of these machines."""
+    return lambda value: [(f"node{number} by eth0", facts) for number, facts in enumerate(machines)]
+
+
+def test_what_differs_is_named_with_both_values(monkeypatch, capsys):
+    world = World(0, 3, 0, torch.device("cpu"))
+    monkeypatch.setattr("common.distributed.gather_objects", told_by({"a": "1"}, {"a": "1"}, {"a": "1"}))
+    check_same(world, {})
+    assert capsys.readouterr().out == "3 machines: node0 by eth0, node1 by eth0, node2 by eth0\n"
+    here = {"a": "1", "b": ""}
+    monkeypatch.setattr("common.distributed.gather_objects", told_by(here, here, {"a": "2"}))
+    with pytest.raises(SystemExit, match=r"^node0 by eth0 and node2 by eth0 .* differ in a: 1, 2; b: , None$"):
+        check_same(world, {})
+    many = {f"flag-{number}": "x" for number in range(50)}
+    monkeypatch.setattr("common.distributed.gather_objects", told_by(many, {}))
+    with pytest.raises(SystemExit) as stop:
+        check_same(world, {})
+    assert str(stop.value).count("flag-") == 5
+
+
+def test_one_machine_has_nobody_to_differ_from(monkeypatch, capsys):
+    for rank in (0, 1):
+        facts = [("node0 by lo", {"a": "1"}), None]
+        monkeypatch.setattr("common.distributed.gather_objects", lambda value, facts=facts: facts)
+        check_same(World(rank, 2, rank, torch.device("cpu")), {"a": "1"})
+    assert capsys.readouterr().out == ""
+
+
+def test_a_run_is_described_by_all_that_decides_what_it_does(monkeypatch, tmp_path):
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "notes.md"):
+        (tmp_path / name).write_text(name)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("{}")
+    command = f"grpo.py --seed=3 --no-compile --train-data {rows},gone --reward-function {__file__}:f".split()
+    monkeypatch.setattr(sys, "argv", [*command, "--output-dir", "x y"])
+    facts = describe_run(str(tmp_path))
+    assert facts["seed"] == "3" and facts["no-compile"] == "" and facts["output-dir"] == "x y"
+    assert {"grpo.py", "common/setup.py", "common/engine/vllm.py", "torch", __file__, str(rows)} <= set(facts)
+    models = {name for name in facts if name.startswith("model ")}
+    assert models == {"model config.json", "model model.safetensors", "model tokenizer.json"}
+    for path in (tmp_path / "model.safetensors", rows):
+        path.write_text(path.read_text() + " ")
+    after = describe_run(str(tmp_path))
+    assert {name for name in facts if facts[name] != after[name]} == {"model model.safetensors", str(rows)}
+
+
+@pytest.mark.parametrize("place", [0, 2**20 - 1, 2**22, 2**22 + 2**20 - 1])
+def test_both_ends_of_a_large_file_count(tmp_path, place):
+    content = bytearray(2**22 + 2**20)
+    (tmp_path / "file").write_bytes(content)
+    before = fingerprint(tmp_path / "file")
+    content[place] = 1
+    (tmp_path / "file").write_bytes(content)
+    assert fingerprint(tmp_path / "file") != before and before.startswith("5242880 bytes, ")
+    (tmp_path / "file").write_bytes(b"")
+    assert fingerprint(tmp_path / "file").startswith("0 bytes, ")
+
+
+def test_a_collective_that_does_nothing_is_noticed(world, monkeypatch):
+    """A group of one says that it has two ranks: what it sums is what it was given."""
+    assert make_mesh(world, "fsdp").size() == 1
+    monkeypatch.setattr("torch.distributed.get_process_group_ranks", lambda group: [0, 1])
+    with pytest.raises(SystemExit, match=r"an all-reduce over ranks \[0, 1\] gives \[1.0, 0.0\], not \[2, 1\]"):
+        make_mesh(world, "fsdp")
+
+
+@pytest.fixture
+def interfaces(monkeypatch) -> None:
+    """eth0 leads to 10.0.0.*, and to where the address of node0 seems to be is lo."""
+    for library in ("GLOO", "NCCL"):
+        monkeypatch.setenv(f"{library}_SOCKET_IFNAME", "")
+        monkeypatch.delenv(f"{library}_SOCKET_IFNAME")
+    known = {"lo": "127.0.0.1", "docker0": "172.17.0.1", "eth0": "10.0.0.1"}
+    addresses = {name: [SimpleNamespace(address=address)] for name, address in known.items()}
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: addresses)
+    towards = {"node0": "127.0.0.1", "127.0.0.1": "127.0.0.1", "10.0.0.2": "10.0.0.1", "10.0.0.1": "10.0.0.1"}
+    monkeypatch.setattr("common.rendezvous.address_towards", towards.__getitem__)
+
+
+@pytest.mark.parametrize(
+    "master, others, found",
+    [("10.0.0.2", ["10.0.0.2"], "eth0"), ("node0", ["127.0.0.1"], "lo"), ("node0", ["127.0.0.1", "10.0.0.2"], "eth0")],
+    ids=["by address", "this machine alone", "a name for 127.0.0.1"],
+)
+def test_the_interface_is_the_one_that_leads_to_the_others(interfaces, monkeypatch, master, others, found):
+    store = dist.HashStore()
+    for number, address in enumerate(others):
+        store.set(f"address/{number + 1}", address)
+    monkeypatch.setenv("MASTER_ADDR", master)
+    find_interface(store, 0, 1 + len(others))
+    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == (found, f"={found}")
+
+
+def test_the_user_knows_the_interface_better(interfaces, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    find_interface(dist.HashStore(), 0, 1)
+    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("ib0", "=lo")
+
+
+# --- Slurm --------------------------------------------------------------------------------------------------------
+
+SLURM = {
+    "scontrol": 'echo "$*" >&2; printf "node0\\nnode1\\n"',
+    "srun": 'shift; for id in 0 1; do SLURM_NODEID=$id "$@"; done',
+    "torchrun": 'printf "%s\\0" "$@"; printf "%s\\n" "$JUDGE_URLS"',
+    "vllm": 'touch "$STARTED"; exec tail -f /dev/null',
+    "sleep": "exec /bin/sleep 0.1",
+    "curl": 'test -e "$STARTED"',
+}
+
+
+@pytest.fixture
+def slurm(tmp_path) -> dict[str, str]:
+    """An environment in which programs stand for Slurm's."""
+    (tmp_path / "bin").mkdir()
+    for name, body in SLURM.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    known = {"NNODES": "2", "GPUS_ON_NODE": "8", "JOB_ID": "123456", "JOB_NODELIST": "node[0-1]"}
+    known |= {"CPUS_PER_TASK": "64", "SUBMIT_DIR": str(ROOT)}
+    own = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "JUDGE_FILE": f"{tmp_path}/judge.url"}
+    return {**os.environ, **own, "STARTED": f"{tmp_path}/started", **{f"SLURM_{k}": v for k, v in known.items()}}
+
+
+def test_the_jobs_of_slurm(slurm, tmp_path):
+    """The training waits for the judge's address, and starts a torchrun on each machine."""
+    script = ["grpo.py", "--model", "/shared/a model", "--output-dir", "/shared/runs/one"]
+    pipes = {"env": slurm, "stdout": subprocess.PIPE, "text": True, "cwd": tmp_path}
+    training = subprocess.Popen(["bash", ROOT / "docs/slurm/train.sbatch", *script], **pipes)
+    judge = subprocess.Popen(["bash", ROOT / "docs/slurm/judge.sbatch", "some/model"], **pipes)
+    try:
+        said, _ = training.communicate(timeout=60)
+        assert training.returncode == 0
+        address = (tmp_path / "judge.url").read_text().strip()
+        assert re.fullmatch(r"http://[^:]+:23456/v1", address)
+        for number, line in enumerate(said.splitlines()):
+            *words, urls = line.split("\0")
+            known = torchrun_arguments().parse_args(words)
+            assert (known.nnodes, known.node_rank, known.nproc_per_node) == ("2", number, "8")
+            assert (known.master_addr, known.master_port, known.shutdown_timeout) == ("node0", 23456, 540)
+            assert [known.training_script, *known.training_script_args] == script and urls == address
+        assert number == 1
+        judge.terminate()
+        assert judge.wait(timeout=60) == 143 and not (tmp_path / "judge.url").exists()
+    finally:
+        for process in (training, judge):
+            process.kill()
+            process.wait()
