@@ -4,11 +4,11 @@ import ctypes
 import datetime
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,13 +17,14 @@ from itertools import count
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from common import processes
 from common.files import refuse
+from common.rendezvous import find_interface, meet
 
 _stop = threading.Event()  # SIGTERM has come
 _steps = count()
@@ -71,46 +72,11 @@ def init_world(stall_minutes: float = 30.0) -> World:
     processes.sign_of_life()
     timeout = datetime.timedelta(minutes=stall_minutes + 10)
     threading.Thread(target=processes.watch, args=(stall_minutes,), daemon=True).start()
-    store = meet(rank, size, timeout) if size > 1 else alone()
+    store = meet(rank, size, timeout) if size > 1 else dist.HashStore()
+    find_interface(store, rank, size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     processes.awaited.clear()
     return World(rank, size, local_rank, device)
-
-
-def alone() -> dist.Store:
-    """The store of a group of one; nobody else's connection is listened for."""
-    for library in ("GLOO", "NCCL"):
-        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
-    return dist.HashStore()
-
-
-def meet(rank: int, size: int, timeout: datetime.timedelta) -> dist.Store:
-    """Wait for all ranks; a store of this attempt alone.
-
-    torchrun's outlives its restarts, and each of its agents counts these by itself. So rank 0 makes up a name, and
-    tells it to whoever has come, until all have got it: what an earlier attempt has left behind, nobody reads.
-    """
-    address, own = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), uuid.uuid4().hex
-    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    processes.awaited[:] = [f"no answer from {address[0]}:{address[1]}"]
-    store = dist.TCPStore(*address, is_master=hosts, timeout=timeout, wait_for_workers=False)
-    store.set(f"rank/{rank}", own)
-    processes.awaited[:] = ["no answer from rank 0"]
-    while rank and not store.check([own]):
-        time.sleep(0.1)
-    name = store.get(own).decode() if rank else own
-    store.set(f"{name}/{rank}", "")
-    missing = set(range(1, size)) if rank == 0 else set()
-    while missing:
-        processes.awaited[:] = [f"no sign of rank {', '.join(map(str, sorted(missing)))}"]
-        for other in missing:
-            if store.check([f"rank/{other}"]):
-                store.set(store.get(f"rank/{other}").decode(), own)
-        time.sleep(0.1)
-        missing = {other for other in missing if not store.check([f"{own}/{other}"])}
-    processes.group.append(dist.PrefixStore(name, store.clone()))
-    processes.awaited[:] = ["the ranks do not connect"]
-    return dist.PrefixStore(name, store)
 
 
 def handle_sigterm() -> None:
@@ -155,32 +121,37 @@ def _outcome(main: Callable, *args: object) -> int:
     return 0
 
 
-def wrap_model(
-    model: nn.Module,
-    world: World,
-    strategy: str,
-    compute_dtype: torch.dtype,
-    shard_size: int | None = None,
-    whole: bool = False,
-) -> nn.Module:
-    """Shard `model` (FSDP2), whose float32 parameters stay the master weights; "ddp" gives each rank a copy.
+def make_mesh(world: World, strategy: str, shard_size: int | None = None) -> DeviceMesh:
+    """Which ranks share a copy of a model (axis "shard"): all; `shard_size` consecutive ones (HSDP); with "ddp" none.
 
-    With a shard_size below the number of ranks (HSDP) consecutive ranks share a copy, others have their own. Each of
-    `model.layers()` is a unit; the root holds the embeddings, the last norm and the head. FSDP2 computes with
-    parameters cast to `compute_dtype` and reduces gradients in float32. The model may be on the CPU: it moves to the
-    device unit by unit, so that no device ever holds it whole. `whole` leaves a critic's head
-    as it is on each rank, like adapters: `average_gradients`.
+    SystemExit if sums over an axis are wrong: there are builds of libraries that do nothing, and say nothing.
     """
     shard_size = 1 if strategy == "ddp" else shard_size or world.size
     replicas = {"replicate": world.size // shard_size} if shard_size < world.size else {}
     axes = replicas | {"shard": shard_size}
     mesh = init_device_mesh(world.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    for group in mesh.get_all_groups():
+        ranks, sums = dist.get_process_group_ranks(group), torch.tensor([1.0, world.rank], device=world.device)
+        dist.all_reduce(sums, group=group)
+        found = f"an all-reduce over ranks {ranks} gives {sums.tolist()}, not {[len(ranks), sum(ranks)]}"
+        refuse(sums.tolist() != [len(ranks), sum(ranks)], f"{found}: these libraries or drivers cannot train")
+    return mesh
+
+
+def wrap_model(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype, whole: bool = False) -> nn.Module:
+    """Shard `model` (FSDP2), whose float32 parameters stay the master weights, as the mesh says.
+
+    Each of `model.layers()` is a unit; the root holds the embeddings, the last norm and the head. FSDP2 computes with
+    parameters cast to `compute_dtype` and reduces gradients in float32. The model may be on the CPU: it moves to the
+    device unit by unit, so that no device ever holds it whole. `whole` leaves a critic's head as it is on each rank,
+    like adapters: `average_gradients`.
+    """
     policy = MixedPrecisionPolicy()
     if compute_dtype != next(model.parameters()).dtype:
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     own = set(model.parameters(recurse=False)) if whole else set()
     for parameter in own:
-        parameter.data = parameter.data.to(world.device)
+        parameter.data = parameter.data.to(mesh.device_type)
     options = {"mesh": mesh, "mp_policy": policy, "ignored_params": own}
     for layer in model.layers():
         fully_shard(layer, **options)
@@ -260,6 +231,18 @@ def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> lis
     return gathered
 
 
+def check_same(world: World, facts: dict[str, str]) -> None:
+    """SystemExit, on all ranks, with what differs between machines; the first rank of each tells its facts."""
+    host = f"{socket.gethostname()} by {os.environ.get('GLOO_SOCKET_IFNAME')}"
+    (first, expected), *others = filter(None, gather_objects((host, facts) if world.local_rank == 0 else None))
+    if others:
+        world.print(f"{1 + len(others)} machines: {first}, {', '.join(host for host, _ in others)}")
+    for host, facts in others:
+        names = [name for name in expected | facts if expected.get(name) != facts.get(name)]
+        told = "; ".join(f"{name}: {expected.get(name)}, {facts.get(name)}" for name in names[:5])
+        refuse(bool(names), f"{first} and {host} need the same code, flags, files and versions, and differ in {told}")
+
+
 def broadcast_object(value: object, group: dist.ProcessGroup | None = None) -> object:
     """The first rank's `value` on every rank (of the group)."""
     box = [value]
@@ -276,7 +259,7 @@ def keep_freed_memory() -> None:
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
-def release_freed_memory() -> None:
+def trim_memory() -> None:
     """Once in some steps: what has been kept in pieces would add up, but a small model's step is as long as this."""
     if next(_steps) % 16 == 0 and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)

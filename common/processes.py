@@ -69,18 +69,14 @@ def die_with_torchrun() -> None:
 
 
 def watch(stall_minutes: float) -> None:
-    """The watchdog, a thread: ends this rank if the group does not form, another rank has failed, or nothing moves."""
+    """The watchdog, a thread: ends this rank if the group does not form, or nothing moves; `listen` is another."""
     rank, start = os.environ["RANK"], time.monotonic()
     patience = float(os.environ.get("GATHER_SECONDS", GATHER_S))
+    threading.Thread(target=listen, args=(rank,), daemon=True).start()
     while (idle := time.monotonic() - _sign_of_life[0]) < stall_minutes * 60:
         if awaited and time.monotonic() - start > patience + 2 * (rank != "0"):  # rank 0 knows best who is missing
             fail(f"[rank {rank}] {awaited[0]} after {patience:g} s (GATHER_SECONDS=600 waits longer)")
             leave(1)
-        if words := _heard():
-            time.sleep(GRACE_S)  # until the main thread has noticed it, too
-            if words != INTERRUPTED:
-                say(f"[rank {rank}] ends: {words}")
-            leave(130 if words == INTERRUPTED else 1)
         time.sleep(min(1.0, stall_minutes * 60 - idle))
     line = f"[rank {rank}] no progress for {stall_minutes:g} minutes (--stall-minutes):"
     print(line, file=sys.stderr, flush=True)
@@ -88,6 +84,16 @@ def watch(stall_minutes: float) -> None:
     time.sleep(10)  # until the other ranks have printed theirs: the first to exit ends them all
     fail(f"{line} the stacks are above")
     os._exit(1)
+
+
+def listen(rank: str) -> None:
+    """Ends this rank if another one has failed; waits for the store, which does not answer through a dead network."""
+    while not (words := _heard()):
+        time.sleep(1.0)
+    time.sleep(GRACE_S)  # until the main thread has noticed it, too
+    if words != INTERRUPTED:
+        say(f"[rank {rank}] ends: {words}")
+    leave(130 if words == INTERRUPTED else 1)
 
 
 def _heard() -> str:
@@ -101,9 +107,12 @@ def _heard() -> str:
 def fail(line: str, details: str = "") -> None:
     """Tell the other ranks and the user; who is not the first to fail lets the first speak, and adds what differs."""
     first = os.environ.get("LOCAL_RANK", "0") == "0"
+    unheard = threading.Timer(5 * GRACE_S, os._exit, [1])  # the network is dead
+    unheard.start()
     with suppress(RuntimeError):
         if group and (first := group[0].add("failures", 1) == 1):
             group[0].set("failed", line)
+    unheard.cancel()
     if not first:
         time.sleep(GRACE_S if group else GATHER_S)  # torchrun ends it before that, if all ranks fail
     if line != INTERRUPTED and (first or line != _heard()):

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from common.checkpoint import Checkpoints
-from common.distributed import handle_sigterm, release_freed_memory
+from common.distributed import handle_sigterm, trim_memory
 from common.flags import flat
 from common.job import Job
 from common.logger import Logger
@@ -70,7 +70,7 @@ class Stopwatch:
     """Seconds of a step by phase: `with watch("rollout"): ...`; a phase entered twice adds up."""
 
     def __init__(self) -> None:
-        release_freed_memory()
+        trim_memory()
         self.start, self.seconds = time.perf_counter(), {}
 
     @contextmanager

@@ -1,11 +1,13 @@
-"""How the shards of a checkpoint are read: tensors alone; what else stands in its files is not executed."""
+"""Where a run goes on from, and how shards are read: tensors alone; what else stands in the files is not executed."""
 
 from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-from common.integrity import MetadataUnpickler
+from common.distributed import World, broadcast_object, gather_objects
+from common.files import refuse, shorten
+from common.integrity import BEGIN_ANEW, MANIFEST, MetadataUnpickler, complete, damage, read_manifest, step_folder
 
 
 class PlainReader(dcp.FileSystemReader):
@@ -21,3 +23,35 @@ class PlainPlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item, value) -> None:
         raise ValueError(f"{read_item.dest_index.fqn} is no tensor")
+
+
+def find_checkpoint(run_dir: Path, resume: str, world: World, identity: dict | None = None) -> Path | None:
+    """Folder to resume from, its files verified by all ranks together, each a share. SystemExit with the remedy.
+
+    `--resume auto` takes the run's latest if there is one, `never` none, else a path to a step folder, to a run, or
+    to a file that names a step folder beside it (`latest`, `best`). `identity`: what its manifest must say.
+    """
+    if resume == "never":
+        return None
+    folder = None
+    if world.is_main:
+        try:
+            folder = step_folder(run_dir if resume == "auto" else Path(resume), world.print)
+            if folder is None and resume != "auto":
+                raise ValueError(f"no checkpoint there (a step folder has a {MANIFEST} in it)")
+        except ValueError as error:
+            folder = f"--resume {resume}: {error}"
+    folder = broadcast_object(folder)
+    refuse(isinstance(folder, str), folder)
+    if folder is None:
+        return None
+    problem = next(filter(None, gather_objects(damage(folder, slice(world.rank, None, world.size)))), None)
+    if problem is None:
+        manifest = read_manifest(folder)
+        other = [name for name, value in (identity or {}).items() if manifest.get(name) != value]
+        problem = f"is of another {other[0]}, {manifest.get(other[0])} and not {identity[other[0]]}" if other else None
+    if problem:
+        before = [path for path in complete(folder.parent) if path.name < folder.name]
+        remedy = f"--resume {before[-1]} goes on from the one before; " if before else ""
+        raise SystemExit(f"{folder} {shorten(problem, 200)}: {remedy}{BEGIN_ANEW}".replace("\n", " "))
+    return folder

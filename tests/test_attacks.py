@@ -29,8 +29,8 @@ from test_reward_workers import FUNCTION, alive, job, scored
 
 from common.checkpoint import _shards
 from common.integrity import digest
-from common.job import find_checkpoint
 from common.rewards import RewardWorkers
+from common.shards import find_checkpoint
 
 pytestmark = pytest.mark.slow
 IDENTITY = {"script": "grpo", "model": "0123"}

@@ -17,8 +17,8 @@ import grpo
 from common.checkpoint import Checkpoints
 from common.data.prompts import PromptLoader
 from common.flags import Run
-from common.job import find_checkpoint
 from common.optimizer import GuardedAdamW, make_moments
+from common.shards import find_checkpoint
 
 
 def save(folder, step, world, keep=1, best=False, seed=0):

@@ -21,8 +21,11 @@ EXAMPLE = "## Your data and your reward"  # the section of README.md whose code 
 
 # Flags of other programs, by the program; and running text that speaks of flags without naming one.
 THEIRS = {
-    "torchrun": {"nproc_per_node", "nnodes", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "standalone", "max-restarts"},
+    "torchrun": {"nproc_per_node", "nnodes", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "standalone", "max-restarts"}
+    | {"master-addr", "master-port", "node-rank", "rdzv-conf", "shutdown-timeout", "local-addr"},
     "pip": {"index-url"},
+    "docker": {"shm-size", "network", "ipc"},
+    "sbatch": {"signal", "requeue"},
 }
 TABLES_OF_OTHERS = ("theirs", "original flag", "earlier")  # whose first column holds flags that are not ours
 OUTSIDE = {"pytest", "torch", "vllm"}  # modules of `python -m` that are not ours

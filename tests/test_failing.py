@@ -105,7 +105,9 @@ def test_a_failure_on_another_machine_ends_a_rank_that_is_in_no_collective(rank)
 
 
 @pytest.mark.parametrize(
-    "number, missing", [(0, "no sign of rank 1"), (1, "no answer from 127.0.0.1:{port}")], ids=["rank 0", "rank 1"]
+    "number, missing",
+    [(0, "no sign of rank 1 (machine 1)"), (1, "no answer from 127.0.0.1:{port}")],
+    ids=["rank 0", "rank 1"],
 )
 def test_a_rank_that_does_not_come_is_named(rank, number, missing):
     """The other one was killed while it imported."""

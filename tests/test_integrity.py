@@ -22,7 +22,7 @@ from common import files, job
 from common.checkpoint import _shards
 from common.files import lock_folder
 from common.integrity import digest, model_identity
-from common.job import find_checkpoint
+from common.shards import find_checkpoint
 
 IDENTITY = {"script": "grpo", "model": "0123"}
 

@@ -240,7 +240,7 @@ def test_attention_takes_queries_in_another_dtype_than_values(units):
 
 def test_compiled_layers_serve_packs_of_every_length_under_fsdp(tiny_config, tmp_path, world, eager_compiler):
     from common.attention import choose_attention
-    from common.distributed import forward_context, wrap_model
+    from common.distributed import forward_context, make_mesh, wrap_model
     from common.models import load_policy
 
     random_policy(tiny_config, torch.float32).model.save_pretrained(tmp_path)
@@ -252,7 +252,7 @@ def test_compiled_layers_serve_packs_of_every_length_under_fsdp(tiny_config, tmp
     with pytest.raises(SystemExit, match="--compile needs --attention flex or flash"):
         choose_attention("sdpa", torch.device("cuda"), compile_layers=True)
     plain, compiled = load_policy(tmp_path, "sdpa"), load_policy(tmp_path, "flex", compile_layers=True)
-    compiled = wrap_model(compiled, world, "fsdp", torch.float32)
+    compiled = wrap_model(compiled, make_mesh(world, "fsdp"), torch.float32)
     episodes = random_episodes(5, prompts=12, samples=5)
     index, lengths = TokenIndex(episodes), set()
     counters = torch._dynamo.utils.counters

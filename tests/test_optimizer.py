@@ -11,9 +11,9 @@ from torch import nn
 
 from common.checkpoint import Checkpoints
 from common.flags import Run
-from common.job import find_checkpoint
 from common.metrics import Means
 from common.optimizer import GuardedAdamW, lr_factor, make_moments, move_states
+from common.shards import find_checkpoint
 
 
 def make(dtype=torch.float32, **options) -> GuardedAdamW:

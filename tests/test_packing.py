@@ -8,7 +8,7 @@ import torch
 from helpers import make_args, random_episodes, random_policy, relative_l2, skip_where_no_step_is_repeated
 
 import grpo
-from common.distributed import wrap_model
+from common.distributed import make_mesh, wrap_model
 from common.memory import halve_budget
 from common.packing import Packer, TokenIndex, split_minibatches
 
@@ -187,7 +187,7 @@ def test_fill_goes_on_in_smaller_pieces_where_memory_ends(case, world, strategy,
             raise torch.OutOfMemoryError("injected")
 
     case.policy.model.model.layers[1].register_forward_pre_hook(fail_once)
-    policy = case.policy if strategy == "plain" else wrap_model(case.policy, world, strategy, torch.float64)
+    policy = case.policy if strategy == "plain" else wrap_model(case.policy, make_mesh(world, strategy), torch.float64)
     result = torch.full_like(expected, torch.nan)
     case.packer.fill(result, policy, case.minibatches, 0.8)
     assert (result - expected).abs().max() < 1e-12 and case.packer.budget == BUDGET // 2

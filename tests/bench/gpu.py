@@ -38,7 +38,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Con
 
 import grpo
 from common.attention import choose_attention
-from common.distributed import init_world, run, wrap_model
+from common.distributed import init_world, make_mesh, run, wrap_model
 from common.engine.vllm import VllmEngine
 from common.episodes import Episode
 from common.flags import Rollout
@@ -155,7 +155,7 @@ def measure_update(name: str, args: Args, compiled: bool, shared: bool, checkpoi
         config = AutoConfig.from_pretrained(folder)
     embeddings = policy.model.get_input_embeddings().weight.numel() * (1 if config.tie_word_embeddings else 2)
     num_parameters = sum(p.numel() for p in policy.parameters()) - embeddings
-    policy = wrap_model(policy, world, "fsdp", torch.bfloat16)
+    policy = wrap_model(policy, make_mesh(world, "fsdp"), torch.bfloat16)
     optimizer = GuardedAdamW(policy, torch.bfloat16, weight_decay=0.01, max_grad_norm=1.0)
     episodes = make_episodes(args.prompts, config.vocab_size)
     index = TokenIndex(episodes)
@@ -201,7 +201,7 @@ def measure_sync(name: str, args: Args) -> dict[str, float]:
         options = {"end_ids": [0], "max_model_len": 512, "memory_gib": 8.0 if device.type == "cuda" else 0.5}
         engine = VllmEngine(str(folder), torch.bfloat16, world, **options)
         policy = load_policy(str(folder), choose_attention("auto", device))
-    policy = wrap_model(policy, world, "fsdp", torch.bfloat16)
+    policy = wrap_model(policy, make_mesh(world, "fsdp"), torch.bfloat16)
     result = {"copy GB/s": copy_bandwidth(device)}
 
     def sync_engine() -> None:

@@ -21,7 +21,7 @@ import tyro
 from report import header, table
 
 from common.attention import choose_attention
-from common.distributed import forward_context, init_world, run, wrap_model
+from common.distributed import forward_context, init_world, make_mesh, run, wrap_model
 from common.episodes import Episode
 from common.hub import resolve_model
 from common.models import load_policy
@@ -103,7 +103,7 @@ def main(args: Args) -> None:
     attention = choose_attention("auto", world.device)
     policy = load_policy(resolve_model(args.model), attention)
     episodes = random_episodes(args, policy.model.config.vocab_size)
-    policy = wrap_model(policy, world, "fsdp", DTYPES[args.dtype])
+    policy = wrap_model(policy, make_mesh(world, "fsdp"), DTYPES[args.dtype])
     batches = layouts(args, episodes, Packer(attention, args.budget, Path("nowhere"), world))
 
     seconds: dict[str, list[float]] = {name: [] for name in batches}

@@ -22,7 +22,7 @@ from report import header, table
 
 from common.attention import choose_attention
 from common.data.conversations import Conversations
-from common.distributed import init_world, run, wrap_model
+from common.distributed import init_world, make_mesh, run, wrap_model
 from common.episodes import Episode
 from common.hub import load_tokenizer, resolve_model
 from common.models import load_policy
@@ -91,7 +91,7 @@ class Packed:
         attention = choose_attention("auto", world.device)
         policy = load_policy(resolve_model(args.model), attention)
         self.world, self.packer = world, Packer(attention, args.budget, Path("nowhere"), world)
-        self.model = wrap_model(policy, world, "fsdp", DTYPES[args.dtype])
+        self.model = wrap_model(policy, make_mesh(world, "fsdp"), DTYPES[args.dtype])
         self.optimizer = GuardedAdamW(self.model, DTYPES[args.dtype], weight_decay=0.01, max_grad_norm=1.0)
 
     def step(self, episodes: list[Episode]) -> float:

@@ -15,7 +15,7 @@ from helpers import make_args, random_policy
 from transformers import Qwen2Config
 
 import ppo
-from common.distributed import all_reduce, init_world, run, wrap_model
+from common.distributed import all_reduce, init_world, make_mesh, run, wrap_model
 from common.episodes import Episode
 from common.models import Critic
 from common.optimizer import GuardedAdamW
@@ -53,7 +53,7 @@ def main(args: argparse.Namespace) -> None:
     scores = torch.tensor([e.rewards["score"] for e in episodes])
     rewards = ppo.token_rewards(scores, index)
     critic = Critic(random_policy(config, torch.float32).model.base_model, "sdpa")
-    critic = wrap_model(critic, world, args.strategy, torch.float32)
+    critic = wrap_model(critic, make_mesh(world, args.strategy), torch.float32)
     optimizer = GuardedAdamW(critic, torch.float32, weight_decay=0.01, max_grad_norm=1.0)
     options = make_args(ppo, value_clip=0.5, critic_lambda=args.critic_lambda, whiten=False)
     with tempfile.TemporaryDirectory() as folder:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from common import models
 from common.data.render import end_token_ids
-from common.distributed import World, gather_objects, init_world, reshard, run, wrap_model
+from common.distributed import World, gather_objects, init_world, make_mesh, reshard, run, wrap_model
 from common.engine.books import Sampling
 from common.engine.hf import HuggingFaceEngine
 from common.engine.vllm import VllmEngine
@@ -65,7 +65,7 @@ def main(args: argparse.Namespace) -> None:
     options["ranks"] = args.ranks
     engine = make(path, dtype, world, **options, **({"memory_gib": 2.0} if world.device.type == "cuda" else {}))
     lora = Lora(args.lora_rank, 32.0, "all", seed=0) if args.lora_rank else None
-    wrap = partial(wrap_model, world=world, strategy="fsdp", compute_dtype=dtype)
+    wrap = partial(wrap_model, mesh=make_mesh(world, "fsdp"), compute_dtype=dtype)
     policy = load_policy(path, "sdpa", dtype=dtype if lora else torch.float32, wrap=wrap, lora=lora)
     sampling = Sampling(n=2, max_tokens=args.tokens, temperature=args.temperature)
     # long enough for several blocks of KV cache: a prefix cache that outlives a sync would show

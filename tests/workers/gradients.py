@@ -13,7 +13,7 @@ from transformers import Qwen2Config
 
 import grpo
 import ppo
-from common.distributed import all_reduce, average_gradients, forward_context, init_world, run, wrap_model
+from common.distributed import all_reduce, average_gradients, forward_context, init_world, make_mesh, run, wrap_model
 from common.lora import Lora, adapters, add_adapters
 from common.models import Critic
 from common.packing import Minibatch, TokenIndex, pack
@@ -122,8 +122,8 @@ def main(args: argparse.Namespace) -> None:
         return
     distances = {}
     for strategy in ("ddp", *args.shard_sizes):
-        wrapped = ("ddp", dtype) if strategy == "ddp" else ("fsdp", dtype, strategy)
-        models = {name: wrap_model(m, world, *wrapped) for name, m in make_models(config, dtype, args.lora).items()}
+        mesh = make_mesh(world, "ddp") if strategy == "ddp" else make_mesh(world, "fsdp", strategy)
+        models = {name: wrap_model(m, mesh, dtype) for name, m in make_models(config, dtype, args.lora).items()}
         for name, owner in owners.items():
             mine = [e for e in episodes if owner(e) == world.rank]
             for budget in args.budgets:

@@ -5,7 +5,7 @@ import json
 import torch
 from torch import nn
 
-from common.distributed import gather_objects, init_world, run, wrap_model
+from common.distributed import gather_objects, init_world, make_mesh, run, wrap_model
 from common.optimizer import GuardedAdamW
 
 
@@ -14,7 +14,7 @@ def main(_: None) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model.layers = lambda: list(model)
-    model, x = wrap_model(model, world, "fsdp", torch.float16), torch.ones(4, 8, device=world.device)
+    model, x = wrap_model(model, make_mesh(world, "fsdp"), torch.float16), torch.ones(4, 8, device=world.device)
     adamw = GuardedAdamW(model, torch.float16, weight_decay=0.01, max_grad_norm=1.0)
     before = [p.detach().full_tensor().clone() for p in model.parameters()]
     factor = 1e4 if world.rank == world.size - 1 else 1e-4

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen
 
 from common.data.conversations import Conversations, balanced
-from common.distributed import all_reduce, init_world, run, wrap_model
+from common.distributed import all_reduce, init_world, make_mesh, run, wrap_model
 from common.hub import load_tokenizer
 from common.models import load_policy
 from common.packing import Minibatch, TokenIndex, pack
@@ -57,7 +57,7 @@ def main(args: argparse.Namespace) -> None:
 
     distances = {}
     for strategy in ("fsdp", "ddp"):
-        model = wrap_model(make_policy(args.model, vision, dtype), world, strategy, dtype)
+        model = wrap_model(make_policy(args.model, vision, dtype), make_mesh(world, strategy), dtype)
         for split in ("balanced", "rank 0 has all pictures"):
             rows = list(range(len(data)))
             parts = balanced(rows, data.costs, world.size)
