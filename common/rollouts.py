@@ -13,7 +13,7 @@ from common.data.dumps import dump_rollouts
 from common.data.prompts import PromptData
 from common.data.render import end_token_ids, end_turns_properly
 from common.distributed import all_reduce, barrier, gather_objects, neighbours, stop_requested
-from common.engine.books import Sampling
+from common.engine.books import EngineConfig, Sampling
 from common.engine.hf import HuggingFaceEngine
 from common.engine.vllm import VllmEngine
 from common.episodes import Episode, Row, Watch, sample_episodes
@@ -234,7 +234,7 @@ def read_prompts(
 def start_engine(job: Job, rollout: Rollout) -> VllmEngine | HuggingFaceEngine:
     """The engine of --engine, asleep."""
     make_engine = VllmEngine if rollout.engine == "vllm" else HuggingFaceEngine
-    engine = make_engine(
+    config = EngineConfig(
         job.path,
         job.compute_dtype,
         job.world,
@@ -247,5 +247,6 @@ def start_engine(job: Job, rollout: Rollout) -> VllmEngine | HuggingFaceEngine:
         vision=job.vision,
         max_images=rollout.max_images,
     )
+    engine = make_engine(config)
     engine.sleep()
     return engine

@@ -13,7 +13,7 @@ from common import processes
 from common.data.prompts import PromptData
 from common.data.render import end_token_ids
 from common.distributed import World
-from common.engine.books import Completion
+from common.engine.books import Completion, EngineConfig
 from common.engine.hf import HuggingFaceEngine
 from common.flags import Data, Rollout
 from common.hub import load_tokenizer, resolve_model
@@ -262,7 +262,7 @@ def test_truths_may_lack_in_what_is_only_evaluated(tmp_path, tokenizer):
 def test_results_are_those_of_one_batch(rollouts, tmp_path, monkeypatch, temperature, samples):
     """The Hugging Face engine in float32; vLLM in bf16 may round otherwise in a batch of another size."""
     ids = end_token_ids(TINY, rollouts.tokenizer)
-    rollouts.engine = HuggingFaceEngine(TINY, torch.float32, rollouts.world, end_ids=ids, max_model_len=128)
+    rollouts.engine = HuggingFaceEngine(EngineConfig(TINY, torch.float32, rollouts.world, ids, max_model_len=128))
     rollouts.engine.books.step = 20
     rollouts.run.eval_rows, rollouts.flags.max_response_tokens = 12, 24
     rollouts.flags.eval_temperature, rollouts.flags.eval_samples = temperature, samples

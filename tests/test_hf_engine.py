@@ -9,7 +9,7 @@ import torch
 from helpers import generate, random_policy
 
 from common.distributed import World
-from common.engine.books import Sampling, WeightBooks
+from common.engine.books import EngineConfig, Sampling, WeightBooks
 from common.engine.hf import HuggingFaceEngine
 from common.engine.vllm import VllmEngine
 from common.models import full_parameters
@@ -43,7 +43,7 @@ def folder(policy, tmp_path_factory):
 def make_engine(folder, policy):
     def make(synced=True, **options):
         options = {"end_ids": [END], "max_model_len": 64} | options
-        engine = HuggingFaceEngine(folder, torch.float32, WORLD, **options)
+        engine = HuggingFaceEngine(EngineConfig(folder, torch.float32, WORLD, **options))
         if synced:
             engine.sync_weights(full_parameters(policy), 0)
         return engine
@@ -100,7 +100,9 @@ def test_a_sample_depends_on_its_seed_alone(engine, make_engine):
     reversed_order = generate(engine, PROMPTS[::-1], sampling, SEEDS[::-1], 0)
     assert [[s.token_ids for s in samples] for samples in reversed_order] == together[::-1]
     for max_sequences in (1, 5):
-        few = generate(make_engine(max_sequences=max_sequences), PROMPTS, sampling, SEEDS, 0)
+        engine = make_engine()
+        engine.max_sequences = max_sequences
+        few = generate(engine, PROMPTS, sampling, SEEDS, 0)
         assert [[s.token_ids for s in samples] for samples in few] == together
     assert all(len({tuple(ids) for ids in samples}) == 3 for samples in together), "samples of a prompt differ"
     (other,) = generate(engine, PROMPTS[:1], sampling, [SEEDS[0] + 50], 0)
@@ -252,7 +254,7 @@ def test_sync_changes_the_samples_to_those_of_the_new_weights(make_engine, tiny_
     config.tie_word_embeddings = tied
     old, new = (plain_policy(config, seed) for seed in (3, 4))
     old.model.save_pretrained(tmp_path)
-    engine = HuggingFaceEngine(str(tmp_path), torch.float32, WORLD, end_ids=[END], max_model_len=64)
+    engine = HuggingFaceEngine(EngineConfig(str(tmp_path), torch.float32, WORLD, [END], max_model_len=64))
     engine.sync_weights(full_parameters(old), 0)
     before = generate(engine, PROMPTS, Sampling(2, 12), SEEDS, 0)
     engine.sleep()

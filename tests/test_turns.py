@@ -11,7 +11,7 @@ from vl import BOXES, QWEN, QWEN_VL, SMOLLM, build_tokenizer, picture, write_tin
 
 from common.data.render import render
 from common.distributed import World
-from common.engine.books import Completion, Sampling
+from common.engine.books import Completion, EngineConfig, Sampling
 from common.engine.hf import HuggingFaceEngine
 from common.engine.vllm import VllmEngine
 from common.episodes import FINISH_REASONS, Episode, Row, request_seed, sample_episodes
@@ -298,7 +298,7 @@ def test_a_sampled_placeholder_ends_the_trajectory_before_it(forbidden, folder, 
     """A real engine, whose tokens are dictated. The call that stands before the placeholder is not made."""
     tokenizer, world = build_tokenizer(), World(0, 1, 0, torch.device("cpu"))
     end, forbidden = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(forbidden)
-    engine = HuggingFaceEngine(folder, torch.float32, world, end_ids=[end], max_model_len=4000, vision=vision)
+    engine = HuggingFaceEngine(EngineConfig(folder, torch.float32, world, [end], max_model_len=4000, vision=vision))
     engine.books.step = 2  # of the weights, as `run` asks for
     call = tokenizer.encode(CROP.format(BOXES[0], 1), add_special_tokens=False)
     dictated = enumerate([*call, end, *call, forbidden, end])

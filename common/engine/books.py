@@ -1,4 +1,4 @@
-"""What both engines have: how to sample, what was sampled, and the books of a weight sync."""
+"""What both engines have: how they are started, how to sample, what was sampled, the books of a weight sync."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -6,9 +6,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from common.distributed import World
 from common.vision import Vision
 
 Weights = Iterable[tuple[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What an engine is started with."""
+
+    path: str  # folder of the model
+    dtype: torch.dtype
+    world: World
+    end_ids: list[int]  # tokens that end a response
+    max_model_len: int  # longest prompt with its response (tokens)
+    ranks: int = 1  # consecutive ones that share it
+    memory_gib: float = 1.0  # of the KV cache
+    sleep_level: int = 1  # see --sleep-level
+    trust_remote_code: bool = False
+    vision: Vision | None = None
+    max_images: int = 16  # of a prompt with its response
 
 
 @dataclass(slots=True)

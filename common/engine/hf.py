@@ -7,13 +7,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.distributed import World
-from common.engine.books import Completion, Sampling, WeightBooks, Weights, without_placeholder
+from common.engine.books import Completion, EngineConfig, Sampling, WeightBooks, Weights, without_placeholder
 from common.files import memory_advice
 from common.pictures import Media
 from common.progress import Progress
 from common.torch_repair import transformers
-from common.vision import Vision, auto_class
+from common.vision import auto_class
+
+MAX_SEQUENCES = 256  # of a batch
 
 
 @dataclass(slots=True)
@@ -28,32 +29,20 @@ class Request:
 class HuggingFaceEngine:
     """The methods of `VllmEngine`; batches of as many requests as fit into the KV cache, one token a forward."""
 
-    def __init__(
-        self,
-        path: str,
-        dtype: torch.dtype,
-        world: World,
-        *,
-        end_ids: list[int],
-        max_model_len: int,
-        ranks: int = 1,  # always
-        memory_gib: float = 1.0,  # of the KV cache
-        sleep_level: int = 1,
-        max_sequences: int = 256,
-        trust_remote_code: bool = False,
-        vision: Vision | None = None,
-        max_images: int = 16,
-    ):
-        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        load = auto_class(config).from_pretrained
-        self.model = load(path, dtype=dtype, trust_remote_code=trust_remote_code).eval().to(world.device)
-        self.device, self.dtype, self.sleep_level, self.vision = world.device, dtype, sleep_level, vision
-        self.end_ids = [*end_ids, *(vision.forbidden_ids if vision else ())]
-        text = config.get_text_config()
+    def __init__(self, config: EngineConfig):
+        trust, vision = config.trust_remote_code, config.vision
+        architecture = transformers.AutoConfig.from_pretrained(config.path, trust_remote_code=trust)
+        load = auto_class(architecture).from_pretrained
+        self.model = load(config.path, dtype=config.dtype, trust_remote_code=trust).eval().to(config.world.device)
+        self.device, self.dtype, self.vision = config.world.device, config.dtype, vision
+        self.sleep_level, self.max_model_len = config.sleep_level, config.max_model_len
+        self.end_ids = [*config.end_ids, *(vision.forbidden_ids if vision else ())]
+        text = architecture.get_text_config()
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         width = 2 * heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
-        fitting = int(memory_gib * 2**30 / (max_model_len * text.num_hidden_layers * width * dtype.itemsize))
-        self.max_model_len, self.max_sequences = max_model_len, max(1, min(max_sequences, fitting))
+        token_bytes = text.num_hidden_layers * width * self.dtype.itemsize
+        fitting = int(config.memory_gib * 2**30 / (self.max_model_len * token_bytes))
+        self.max_sequences = max(1, min(MAX_SEQUENCES, fitting))
         self.requests: list[Request] = []
         self.parameters = dict(self.model.named_parameters(remove_duplicate=False))
         self.books = WeightBooks({name: parameter.numel() for name, parameter in self.parameters.items()})

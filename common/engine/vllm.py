@@ -14,11 +14,10 @@ from dataclasses import asdict
 import torch
 from PIL import Image
 
-from common.distributed import World
-from common.engine.books import Completion, Sampling, WeightBooks, Weights, without_placeholder
+from common.engine.books import Completion, EngineConfig, Sampling, WeightBooks, Weights, without_placeholder
 from common.files import memory_advice, refuse
 from common.pictures import Media
-from common.vision import Vision, skeleton
+from common.vision import skeleton
 
 _alive: list[object] = []  # until the process ends: taking vLLM down costs more than a second
 
@@ -74,62 +73,50 @@ def refuse_uneven(config, ranks: int) -> None:
 class VllmEngine:
     """vLLM in this process, weights replaced in place; consecutive `ranks` share it (tensor parallel), doing alike."""
 
-    def __init__(
-        self,
-        path: str,
-        dtype: torch.dtype,
-        world: World,
-        *,
-        end_ids: list[int],
-        max_model_len: int,
-        ranks: int = 1,
-        memory_gib: float = 1.0,  # of the KV cache
-        sleep_level: int = 1,
-        trust_remote_code: bool = False,
-        vision: Vision | None = None,
-        max_images: int = 16,
-    ):
-        on_gpu = world.device.type == "cuda"
-        set_environment(on_gpu, dtype)
+    def __init__(self, config: EngineConfig):
+        on_gpu = config.world.device.type == "cuda"
+        set_environment(on_gpu, config.dtype)
         from vllm import LLM
         from vllm.distributed import get_tp_group
         from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
         # On CPUs gloo: vLLM's shared memory has one name for all runs of a machine, and outlives them.
         CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
-        sizes = register_model(path, trust_remote_code, ranks)
+        sizes = register_model(config.path, config.trust_remote_code, config.ranks)
         # A prompt cut in chunks makes vLLM rewind the request's random generator, which CPU generators cannot do.
-        batched = {"max_num_batched_tokens": max(max_model_len, 8192)}
+        batched = {"max_num_batched_tokens": max(config.max_model_len, 8192)}
         options: dict = {"enable_chunked_prefill": False, "max_num_seqs": 256, **batched}
         if on_gpu:  # vLLM chooses sizes of batches by the memory there is
-            free, total = torch.cuda.mem_get_info(world.device)
+            free, total = torch.cuda.mem_get_info(config.world.device)
             # The KV cache has a size of its own: this share only has to pass vLLM's check against free memory.
-            options = {"gpu_memory_utilization": 0.9 * free / total, "enable_sleep_mode": sleep_level > 0}
-        if vision:  # pictures come resized: see common/vision.py
+            options = {"gpu_memory_utilization": 0.9 * free / total, "enable_sleep_mode": config.sleep_level > 0}
+        if config.vision:  # pictures come resized: see common/vision.py
             unchanged = {"do_resize": False, "do_sample_frames": False, "cap_pixels_per_frame": False}
             options |= {"mm_processor_kwargs": unchanged}
-            options |= {"limit_mm_per_prompt": {"image": max_images, "video": max_images}, "skip_mm_profiling": True}
+            most = {"image": config.max_images, "video": config.max_images}
+            options |= {"limit_mm_per_prompt": most, "skip_mm_profiling": True}
             options |= batched  # no picture may exceed one
         with memory_advice("the rollout"):
             self.llm = LLM(
-                path,
-                skip_tokenizer_init=vision is None,
-                dtype=str(dtype).removeprefix("torch."),
-                max_model_len=max_model_len,
-                kv_cache_memory_bytes=int(memory_gib * 2**30),
+                config.path,
+                skip_tokenizer_init=config.vision is None,
+                dtype=str(config.dtype).removeprefix("torch."),
+                max_model_len=config.max_model_len,
+                kv_cache_memory_bytes=int(config.memory_gib * 2**30),
                 enforce_eager=not on_gpu,
                 logprobs_mode="processed_logprobs",
                 use_tqdm_on_load=False,
                 distributed_executor_backend="external_launcher",
-                tensor_parallel_size=ranks,
-                trust_remote_code=trust_remote_code,
+                tensor_parallel_size=config.ranks,
+                trust_remote_code=config.trust_remote_code,
                 seed=0,
                 **options,
             )
         get_tp_group().mq_broadcaster = None  # shared memory too; of no use where each rank has a scheduler
         _alive.append(self.llm)
-        self.dtype, self.sleep_level, self.vision = dtype, sleep_level if on_gpu else 0, vision
-        self.end_ids = [*end_ids, *(vision.forbidden_ids if vision else ())]
+        self.dtype, self.vision = config.dtype, config.vision
+        self.sleep_level = config.sleep_level if on_gpu else 0
+        self.end_ids = [*config.end_ids, *(config.vision.forbidden_ids if config.vision else ())]
         self.books = WeightBooks(sizes)
         self.prompts: dict[int, list[int]] = {}  # of the requests under way, by key
         self.asleep = False

@@ -39,6 +39,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Con
 import grpo
 from common.attention import choose_attention
 from common.distributed import init_world, make_mesh, run, wrap_model
+from common.engine.books import EngineConfig
 from common.engine.vllm import VllmEngine
 from common.episodes import Episode
 from common.flags import Rollout
@@ -199,7 +200,7 @@ def measure_sync(name: str, args: Args) -> dict[str, float]:
         save_model(name, folder, device)
         before = held_gb()
         options = {"end_ids": [0], "max_model_len": 512, "memory_gib": 8.0 if device.type == "cuda" else 0.5}
-        engine = VllmEngine(str(folder), torch.bfloat16, world, **options)
+        engine = VllmEngine(EngineConfig(str(folder), torch.bfloat16, world, **options))
         policy = load_policy(str(folder), choose_attention("auto", device))
     policy = wrap_model(policy, make_mesh(world, "fsdp"), torch.bfloat16)
     result = {"copy GB/s": copy_bandwidth(device)}

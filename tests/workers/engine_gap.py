@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from common import models
 from common.data.render import end_token_ids
 from common.distributed import World, gather_objects, init_world, make_mesh, reshard, run, wrap_model
-from common.engine.books import Sampling
+from common.engine.books import EngineConfig, Sampling
 from common.engine.hf import HuggingFaceEngine
 from common.engine.vllm import VllmEngine
 from common.episodes import Row, sample_episodes
@@ -63,7 +63,7 @@ def main(args: argparse.Namespace) -> None:
     make = VllmEngine if args.engine == "vllm" else HuggingFaceEngine
     options = {"end_ids": end_token_ids(path, tokenizer), "max_model_len": 512, "sleep_level": args.sleep_level}
     options["ranks"] = args.ranks
-    engine = make(path, dtype, world, **options, **({"memory_gib": 2.0} if world.device.type == "cuda" else {}))
+    engine = make(EngineConfig(path, dtype, world, **options, memory_gib=2.0 if world.device.type == "cuda" else 1.0))
     lora = Lora(args.lora_rank, 32.0, "all", seed=0) if args.lora_rank else None
     wrap = partial(wrap_model, mesh=make_mesh(world, "fsdp"), compute_dtype=dtype)
     policy = load_policy(path, "sdpa", dtype=dtype if lora else torch.float32, wrap=wrap, lora=lora)
