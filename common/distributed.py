@@ -270,7 +270,7 @@ def keep_freed_memory() -> None:
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
-def release_freed_memory() -> None:
+def trim_freed_memory() -> None:
     """Once in some steps: what has been kept in pieces would add up, but a small model's step is as long as this."""
     if next(_steps) % 16 == 0 and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
