@@ -77,7 +77,7 @@ def test_one_rank_is_not_compared(world):
     assert set(watch.metrics(world.device)) == {"time/update_s", "time/step_s", "memory/peak_gb"}
 
 
-def steps_of(folder: Path, asked: str | None, world: World) -> list[int]:
+def walked(folder: Path, asked: str | None, world: World) -> list[int]:
     job = SimpleNamespace(world=world, output_dir=folder, run=SimpleNamespace(profile_steps=asked))
     return list(profiled(range(3, 6), job))
 
@@ -85,15 +85,15 @@ def steps_of(folder: Path, asked: str | None, world: World) -> list[int]:
 def test_steps_that_the_run_does_not_have_are_said(tmp_path, world, capsys):
     """Those behind its end, and those before the step at which a resume starts."""
     for asked in ("7:9", "1:3"):
-        assert steps_of(tmp_path, asked, world) == [3, 4, 5]
+        assert walked(tmp_path, asked, world) == [3, 4, 5]
         assert capsys.readouterr().out == f"warning: --profile-steps {asked}: the run has 4 to 6\n"
-    assert steps_of(tmp_path, None, world) == [3, 4, 5]
+    assert walked(tmp_path, None, world) == [3, 4, 5]
     assert capsys.readouterr().out == "" and not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_cannot_be_written_costs_the_traces_alone(tmp_path, world, capsys):
     (tmp_path / "profile").touch()
-    assert steps_of(tmp_path, "2:99", world) == [3, 4, 5]  # what the run has of them
+    assert walked(tmp_path, "2:99", world) == [3, 4, 5]  # what the run has of them
     out = capsys.readouterr().out
     assert f"warning: {tmp_path}/profile/rank_0.json.gz not written" in out
 
@@ -105,7 +105,7 @@ def test_a_full_disk_costs_the_traces_alone(tmp_path, world, capsys):
     assert os.system(f"mount -t tmpfs -o size=8k tmpfs {tmp_path}/profile") == 0
     try:
         (tmp_path / "profile" / "full").write_bytes(bytes(8192))
-        assert steps_of(tmp_path, "4:5", world) == [3, 4, 5]
+        assert walked(tmp_path, "4:5", world) == [3, 4, 5]
         out = capsys.readouterr().out
         assert "rank_0.json.gz not written ([Errno 28] No space left on device)" in out
     finally:
@@ -129,5 +129,5 @@ def test_every_script_on_two_ranks_with_vllm(tmp_path, script):
             assert calls(events, "update") == traced
             sampled = sum("cpu_attention" in event.get("name", "") for event in events)  # vLLM's own
             assert bool(sampled) == (script != "sft.py")
-    records = [record for record in metrics_of(tmp_path) if record.get("step")]
+    records = [record for record in metrics_of(tmp_path) if "time/step_s" in record]
     assert [record["time/slowest_rank"] in (0, 1) for record in records] == [True] * 4
