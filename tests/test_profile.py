@@ -112,7 +112,7 @@ def test_a_full_disk_costs_the_traces_alone(tmp_path, world, capsys):
         os.system(f"umount {tmp_path}/profile")
 
 
-SMALL = ["--prompts-per-step", 4, "--samples-per-prompt", 2, "--max-response-tokens", 24, "--max-rows", 16]
+SMALL = ["--prompts-per-step", 8, "--samples-per-prompt", 2, "--max-response-tokens", 24, "--max-rows", 16]
 SMALL += ["--no-eval-before", "--eval-every", 0, "--eval-rows", 2, *LITTLE_CACHE]
 
 
@@ -121,6 +121,7 @@ SMALL += ["--no-eval-before", "--eval-every", 0, "--eval-rows", 2, *LITTLE_CACHE
 def test_every_script_on_two_ranks_with_vllm(tmp_path, script):
     """Started at its first step, and resumed in the middle of the steps that are asked for."""
     small = ["--batch-size", 4, "--eval-rows", 2] if script == "sft.py" else SMALL
+    small = [*SMALL, "--critic-warmup-steps", 0] if script == "ppo.py" else small
     command = [script, *small, "--output-dir", tmp_path, "--profile-steps", "1:3"]
     for steps, traced in ((2, 2), (4, 1)):
         run_script(*command, "--total-steps", steps, ranks=2, fresh=True)
