@@ -44,7 +44,6 @@ from common.flags import Amount, Count, Data, Limit, Machine, Rollout, Run, Shar
 from common.job import Job
 from common.look.samples import side_by_side
 from common.means import Means
-from common.memory import peak_memory_gb
 from common.metrics import rollout_means, rollout_metrics
 from common.models import sync_engine
 from common.optimizer import lr_factor
@@ -54,7 +53,7 @@ from common.precision import checked_gap
 from common.progress import Progress
 from common.rewards import is_correct
 from common.rollouts import Rollouts
-from common.setup import Stopwatch, due, finish, open_logger
+from common.setup import Stopwatch, due, finish, open_logger, profiled
 
 
 @dataclass
@@ -431,7 +430,7 @@ def main(args: Args, demo: bool = False) -> None:
     if start == 0 and args.run.eval_before and rollouts.can_evaluate:
         logger.log(0, rollouts.evaluate(policy, 0))
     end = start + 1 if args.rollout.replay else rollouts.total_steps
-    for step in range(start, end):
+    for step in profiled(range(start, end), job):
         watch = Stopwatch()
         if args.rollout.replay:
             sampled, episodes = load_rollouts(args.rollout.replay, step + 1, world, job.limits)
@@ -491,7 +490,7 @@ def main(args: Args, demo: bool = False) -> None:
         if rollouts.can_evaluate and (last or due(step + 1, args.run.eval_every)):
             with watch("eval"):
                 metrics |= rollouts.evaluate(policy, step + 1)
-        metrics |= watch.metrics() | {"memory/peak_gb": peak_memory_gb(device)}
+        metrics |= watch.metrics(device)
         logger.log(step + 1, metrics)  # before the checkpoint: a step that a resume skips is a step on record
         if not args.rollout.replay and (last or stop or checkpoints.due(step + 1, metrics.get("eval/accuracy"))):
             memory.save(step + 1, job.tokenizer, checkpoints.folder)

@@ -30,13 +30,12 @@ from common.files import refuse, user_errors
 from common.flags import Amount, Count, Data, Machine, Run, Share, check_pixels, parse, refuse_idle
 from common.job import Job
 from common.means import Means
-from common.memory import peak_memory_gb
 from common.optimizer import lr_factor
 from common.packing import Minibatch, Packer, TokenIndex
 from common.prepare.embedded import embedded_data
 from common.prepare.export import export_hugging_face
 from common.progress import Progress
-from common.setup import Stopwatch, due, finish, open_logger
+from common.setup import Stopwatch, due, finish, open_logger, profiled
 
 
 @dataclass
@@ -185,7 +184,7 @@ def main(args: Args, demo: bool = False) -> None:
 
     if start == 0 and args.run.eval_before and eval_data:
         logger.log(0, evaluate(policy, eval_data, eval_rows, args, packer))
-    for step in range(start, total_steps):
+    for step in profiled(range(start, total_steps), job):
         watch = Stopwatch()
 
         # 1. data
@@ -217,7 +216,7 @@ def main(args: Args, demo: bool = False) -> None:
         if eval_data and (last or due(step + 1, args.run.eval_every)):
             with watch("eval"):
                 metrics |= evaluate(policy, eval_data, eval_rows, args, packer)
-        metrics |= watch.metrics() | {"memory/peak_gb": peak_memory_gb(world.device)}
+        metrics |= watch.metrics(world.device)
         logger.log(step + 1, metrics)
         epoch_ends = args.save_every_epoch and int(loader.epoch) > epochs_before
         loss = None if args.save_weights_only else metrics.get("eval/loss")  # weights alone are all kept, no best

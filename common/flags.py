@@ -116,6 +116,7 @@ class Run:
     keep_checkpoints: Count = 1  # newest ones kept; the best by evaluation is kept besides
     resume: str = "auto"  # auto: continue the run in --output-dir if there is one; never; or a path
     stall_minutes: Positive = 60.0  # longest a phase (rollout, rewards, part of an evaluation) may take; then the end
+    profile_steps: str | None = None  # A:B, such as 3:5: traces of these steps, OUTPUT_DIR/profile
     log: str = ""  # further trackers, comma-separated: tensorboard, wandb
 
 
@@ -172,6 +173,14 @@ def flat(args: Any) -> dict[str, Any]:
     groups = {name: value for name, value in pairs.items() if is_dataclass(value)}
     own = {name: value for name, value in pairs.items() if name not in groups}
     return own | {name: value for group in groups.values() for name, value in flat(group).items()}
+
+
+def step_range(text: str | None) -> range:
+    """The steps of --profile-steps A:B, from the first to the last; none of None."""
+    match = re.fullmatch(r"([1-9]\d{0,8}):(\d{1,9})", text or "")
+    steps = range(int(match[1]), int(match[2]) + 1) if match else range(0)
+    refuse(text is not None and not steps, f"--profile-steps {text}: give the first and the last step, such as 3:5")
+    return steps
 
 
 def flag(name: str) -> str:

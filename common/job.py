@@ -21,7 +21,7 @@ from common.attention import choose_attention
 from common.data.prompts import PromptLoader
 from common.distributed import World, broadcast_object, check_same, init_world, make_mesh, wrap_model
 from common.files import lock_folder, refuse, user_errors
-from common.flags import ROOT, Data, Machine, Run, refuse_idle
+from common.flags import ROOT, Data, Machine, Run, refuse_idle, step_range
 from common.hub import HUB_FILES, load_tokenizer, resolve_model
 from common.integrity import fingerprint, model_identity, weights_identity
 from common.logger import tracker_names
@@ -54,6 +54,7 @@ class Job:
             tracker_names(run.log)
             check_device(world.device)
             self.compute_dtype, why = choose_dtype(machine.dtype, world.device)
+        step_range(run.profile_steps)  # is it one?
         self.attention = choose_attention(machine.attention, world.device, machine.compile)
         self.path = resolve_model(run.model)  # folder of the model
         check_same(world, describe_run(self.path) | {"dtype": str(self.compute_dtype), "attention": self.attention})

@@ -4,20 +4,22 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from statistics import mean
 from typing import Any
 
-from torch import nn
+import torch
 
 from common.checkpoint import Checkpoints
-from common.distributed import handle_sigterm, trim_memory
-from common.flags import flat
+from common.data.dumps import full_disk_is_a_warning
+from common.distributed import gather_objects, handle_sigterm, trim_memory
+from common.flags import flat, step_range
 from common.job import Job
 from common.logger import Logger
 from common.look.console import StatusLine
 from common.look.curves import plot_curves
 from common.look.machine import changed_flags, save_config
 from common.look.trackers import Trackers
-from common.memory import remembered_budget
+from common.memory import peak_memory_gb, remembered_budget
 from common.prepare.export import export_hugging_face
 from common.processes import at_end, sign_of_life
 
@@ -53,7 +55,7 @@ def open_logger(job: Job, args: Any, total_steps: int, checkpoints: Checkpoints,
     return logger
 
 
-def finish(job: Job, policy: nn.Module, logger: Logger) -> None:
+def finish(job: Job, policy: torch.nn.Module, logger: Logger) -> None:
     """Export the model, end the trackers; the curves are drawn where the process ends."""
     folder = job.output_dir / "model"
     export_hugging_face(policy, job.tokenizer, folder, job.world, job.compute_dtype, job.run.model)
@@ -64,6 +66,29 @@ def finish(job: Job, policy: nn.Module, logger: Logger) -> None:
 def due(step: int, every: int) -> bool:
     """Is it this step's turn? 0: never."""
     return every > 0 and step % every == 0
+
+
+def profiled(steps: range, job: Job) -> Iterator[int]:
+    """`steps`; those of --profile-steps leave a trace of each rank, and a table of rank 0 on the console."""
+    asked, world = step_range(job.run.profile_steps), job.world
+    traced = range(max(asked.start - 1, steps.start), min(asked.stop - 1, steps.stop))
+    if asked and not traced:
+        world.print(f"warning: --profile-steps {job.run.profile_steps}: the run has {steps.start + 1} to {steps.stop}")
+    for step in steps:
+        if step in traced[:1]:
+            profiler = torch.profiler.profile()
+            profiler.start()
+        yield step
+        if step in traced[-1:]:
+            profiler.stop()
+            path = job.output_dir / "profile" / f"rank_{world.rank}.json.gz"
+            with full_disk_is_a_warning(path):
+                path.parent.mkdir(exist_ok=True)
+                profiler.export_chrome_trace(str(path))
+            if world.is_main:
+                print(profiler.key_averages().table(f"self_{world.device.type}_time_total", row_limit=10), flush=True)
+            del profiler  # gigabytes
+            torch.distributed.barrier()  # what rank 0 takes for its table is no part of the next step
 
 
 class Stopwatch:
@@ -77,10 +102,22 @@ class Stopwatch:
     def __call__(self, phase: str) -> Iterator[None]:
         begin = time.perf_counter()
         sign_of_life()
-        yield
+        with torch.profiler.record_function(phase):
+            yield
         sign_of_life()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begin
 
-    def metrics(self) -> dict[str, float]:
-        phases = {f"time/{phase}_s": seconds for phase, seconds in self.seconds.items()}
-        return phases | {"time/step_s": time.perf_counter() - self.start}
+    def metrics(self, device: torch.device) -> dict[str, float]:
+        """Means over the ranks; of several also the slowest of each phase, and who that is. All call it together."""
+        ranks = gather_objects((self.seconds | {"step": time.perf_counter() - self.start}, peak_memory_gb(device)))
+        peaks = [peak for _, peak in ranks]
+        phases = {phase: [rank.get(phase, 0.0) for rank, _ in ranks] for own, _ in ranks for phase in own}
+        metrics = {f"time/{phase}_s": mean(seconds) for phase, seconds in phases.items()}
+        metrics["memory/peak_gb"] = max(peaks)
+        if len(ranks) > 1:
+            metrics |= {f"time/{phase}_max_s": max(seconds) for phase, seconds in phases.items()}
+            apart = {phase: max(seconds) - mean(seconds) for phase, seconds in phases.items()}
+            first = next(phase for phase in apart if apart[phase] >= max(apart.values()) / 2)  # later ones wait for it
+            metrics["time/slowest_rank"] = phases[first].index(max(phases[first]))
+            metrics["memory/peak_mean_gb"] = mean(peaks)
+        return metrics

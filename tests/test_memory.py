@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from helpers import ROOT, run_script
 from transformers import Qwen2Config
 
 from common.distributed import World
@@ -145,6 +146,20 @@ def test_out_of_memory_in_an_engine_names_its_phase(engine, phase, monkeypatch):
         SystemExit, match=f"out of GPU memory in {expected}: lower --engine-memory, add --optimizer-off"
     ):
         getattr(own, phase)(*arguments)
+
+
+@pytest.mark.slow
+def test_loading_takes_a_shard_and_a_layer():
+    """Of each kind of model, on 2 and on 4 ranks: the benchmark fails above the bound."""
+    table = run_script(ROOT / "tests" / "bench" / "loading.py", fresh=True, timeout=1800).stdout
+    shares = [int(share) for share in re.findall(r"(\d+)% \|$", table, re.MULTILINE)]
+    assert len(shares) == 14 and max(shares) <= 100 and min(shares) > 20
+
+
+@pytest.mark.slow
+def test_the_table_on_paper_is_what_its_benchmark_prints():
+    printed = run_script(ROOT / "tests" / "bench" / "paper.py").stdout.strip()
+    assert printed.count("\n") == 19 and printed in (ROOT / "docs" / "scaling.md").read_text()
 
 
 @pytest.mark.parametrize("text, budget", [("512", 512), ("99999", 1024), ("", 1024), ("\udcff1k", 1024), (None, 1024)])

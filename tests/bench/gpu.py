@@ -57,9 +57,11 @@ SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, vocabulary, 
     "3B": (2048, 11_008, 36, 16, 2, 151_936, True),
     "7B": (3584, 18_944, 28, 28, 4, 152_064, False),
     "14B": (5120, 13_824, 48, 40, 8, 152_064, False),
+    "32B": (5120, 27_648, 64, 40, 8, 152_064, False),
+    "72B": (8192, 29_568, 80, 64, 8, 152_064, False),
 }
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # dense bf16, without sparsity, of the SXM boards
-LARGE = ("7B", "14B")  # whose activations do not fit beside Adam
+LARGE = ("7B", "14B", "32B", "72B")  # whose activations do not fit beside Adam
 PROMPT, RESPONSE, GROUP = 256, 768, 8  # tokens, tokens, samples of a prompt
 STEPS = 4  # of grpo.py
 Part = Literal["update", "logprob", "sync", "step"]

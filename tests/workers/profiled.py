@@ -1,0 +1,39 @@
+"""Run by torchrun with a folder and --profile-steps: a loop without a model, one rank slower than the others.
+
+Prints the metrics of its steps, 2 to 4, on rank 0.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from common.distributed import all_reduce, init_world, run
+from common.setup import Stopwatch, profiled
+
+SLOW_RANK, SLOW_S = 1, 0.4
+
+
+def main(folder: str, asked: str) -> None:
+    world = init_world()
+    job = SimpleNamespace(world=world, output_dir=Path(folder), run=SimpleNamespace(profile_steps=asked or None))
+    metrics = []
+    for step in profiled(range(1, 4), job):
+        watch = Stopwatch()
+        with watch("rollout"):
+            torch.full((3,), float(step + 1)).cumsum(0)
+            time.sleep(SLOW_S * (world.rank == SLOW_RANK))
+        if world.rank:
+            with watch("judge"):
+                pass
+        with watch("update"):  # where the others wait
+            all_reduce([1.0])
+        metrics.append(watch.metrics(world.device))
+    world.print(json.dumps(metrics))
+
+
+if __name__ == "__main__":
+    run(main, *sys.argv[1:])
