@@ -1,12 +1,16 @@
 """Files and messages, without torch: atomic writes, values as JSON, the lock of a run folder, user errors."""
 
-import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from filelock import LeaseCompromise, SoftFileLease, Timeout
+from pydantic_core import to_jsonable_python
+
+# NaN and infinities become null, numpy and torch scalars numbers, paths strings
+jsonable = partial(to_jsonable_python, inf_nan_mode="null", fallback=float)
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
@@ -19,19 +23,6 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def jsonable(value):
-    """Plain JSON types only: NaN and infinities become null, numpy and torch scalars numbers, paths strings."""
-    if isinstance(value, dict):
-        return {str(key): jsonable(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [jsonable(item) for item in value]
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, Path):
-        return str(value)
-    return float(value) if math.isfinite(value) else None
 
 
 def shorten(text: str, limit: int) -> str:

@@ -90,22 +90,21 @@ class Job:
 
     def load_policy(self, from_scratch: bool = False) -> nn.Module:
         """The policy, to be trained: float32 master weights, sharded or replicated."""
-        return load_policy(self.path, from_scratch=from_scratch, **self._trained)
+        return load_policy(self.path, from_scratch=from_scratch, **self._options(trained=True))
 
     def load_critic(self, path: str) -> nn.Module:
         """A critic, to be trained, on the backbone of the model in a folder."""
-        return load_critic(path, **self._trained)
+        return load_critic(path, **self._options(trained=True))
 
     def load_reference(self, policy: nn.Module) -> nn.Module:
         """The policy as it was, frozen, in the dtype that FSDP2 would cast it to; with LoRA its base."""
         if self.machine.lora_rank:
             return Base(policy)
-        reference = load_policy(self.path, dtype=self.compute_dtype, **self._loaded).requires_grad_(False)
+        reference = load_policy(self.path, **self._options(trained=False)).requires_grad_(False)
         return reference.to(self.reference_device)
 
-    def adamw(self, model: nn.Module, weight_decay: float, max_grad_norm: float, **options) -> GuardedAdamW:
+    def adamw(self, model: nn.Module, **options) -> GuardedAdamW:
         """Its optimizer, with loss scale and offload as the machine asks for; options as for `GuardedAdamW`."""
-        options |= {"weight_decay": weight_decay, "max_grad_norm": max_grad_norm}
         return GuardedAdamW(model, self.compute_dtype, offload=self.machine.optimizer_offload, **options)
 
     @property
@@ -113,20 +112,17 @@ class Job:
         """Where the reference model is when it is not used."""
         return torch.device("cpu") if self.machine.reference_offload else self.world.device
 
-    @property
-    def _loaded(self) -> dict[str, Any]:
-        wrap = partial(wrap_model, mesh=self.mesh, compute_dtype=self.compute_dtype, whole=self.machine.lora_rank > 0)
-        trust = self.machine.trust_remote_code
-        return {"attention": self.attention, "vision": self.vision, "trust_remote_code": trust, "wrap": wrap}
-
-    @property
-    def _trained(self) -> dict[str, Any]:
-        machine, options = self.machine, dict(self._loaded)
-        options |= {"gradient_checkpointing": machine.gradient_checkpointing, "compile_layers": machine.compile}
-        options |= {"freeze_vision": machine.freeze_vision}
-        if machine.lora_rank:
+    def _options(self, trained: bool) -> dict[str, Any]:
+        """Of `load_policy`."""
+        machine, adapted = self.machine, self.machine.lora_rank > 0
+        wrap = partial(wrap_model, mesh=self.mesh, compute_dtype=self.compute_dtype, whole=adapted)
+        options = {"attention": self.attention, "vision": self.vision, "wrap": wrap}
+        options |= {"dtype": torch.float32 if trained and not adapted else self.compute_dtype}
+        options |= {"trust_remote_code": machine.trust_remote_code, "freeze_vision": machine.freeze_vision}
+        if adapted:
             options["lora"] = Lora(machine.lora_rank, machine.lora_alpha, machine.lora_targets, self.run.seed)
-            options["dtype"] = self.compute_dtype
+        if trained:
+            options |= {"gradient_checkpointing": machine.gradient_checkpointing, "compile_layers": machine.compile}
         return options
 
 

@@ -1,7 +1,5 @@
 """Metrics of a step: each rank adds sums and counts, which are reduced over all ranks once, to means."""
 
-from collections import Counter
-
 from torch import Tensor
 
 from common.distributed import gather_objects, world_size
@@ -33,12 +31,10 @@ class Means:
 
     def reduce(self) -> dict[str, float]:
         """{name: mean or total over all ranks}; a mean of nothing is left out. All ranks call it together."""
-        sums: Counter = Counter()  # ranks may hold different names: one without episodes has none
-        counts: Counter = Counter()
-        totals: Counter = Counter()
-        own = ({name: float(total) for name, total in self.sums.items()}, self.counts, self.totals)
-        for part_sums, part_counts, part_totals in gather_objects(own):
-            sums.update(part_sums)
-            counts.update(part_counts)
-            totals.update(part_totals)
-        return {name: sums[name] / counts[name] for name in sums if counts[name]} | totals
+        self.sums = {name: float(total) for name, total in self.sums.items()}
+        whole = Means()
+        for part in gather_objects(self):  # ranks may hold different names: one without episodes has none
+            whole.merge(part)
+        return {
+            name: total / whole.counts[name] for name, total in whole.sums.items() if whole.counts[name]
+        } | whole.totals

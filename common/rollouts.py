@@ -191,10 +191,8 @@ class Rollouts:
             f"updates; {self.total_steps} steps pass over the data {passes:.2f} times"
         )
         if self.draws > num_prompts:
-            told = (
-                f"a step draws {self.draws} prompts of {num_prompts} rows: lower --prompts-per-step, it repeats them"
-            )
-            self.world.print(f"warning: {told}")
+            told = f"a step draws {self.draws} prompts of {num_prompts} rows"
+            self.world.print(f"warning: {told}: lower --prompts-per-step, it repeats them")
 
 
 def judge_of(job: Job, rollout: Rollout, data: list[PromptData]) -> Judge | None:
