@@ -408,7 +408,7 @@ def main(args: Args, demo: bool = False) -> None:
     rollouts = Rollouts(job, args.data, args.rollout, args.run, trained=[job.path], frozen=[])
 
     policy = job.load_policy()
-    optimizer = job.adamw(policy, weight_decay=args.weight_decay, max_grad_norm=args.max_grad_norm)
+    optimizer = job.adamw(policy, args.weight_decay, args.max_grad_norm)
     packer = Packer(job.attention, args.machine.micro_batch_tokens, job.output_dir, world, job.vision)
     state = {"loader": rollouts.loader}
     checkpoints = Checkpoints(job, optimizers={"policy": optimizer}, state=state)

@@ -436,7 +436,7 @@ def main(args: Args, demo: bool = False) -> None:
 
     policy = job.load_policy()
     reference = job.load_reference(policy) if args.kl_in != "none" else None
-    optimizer = job.adamw(policy, weight_decay=args.weight_decay, max_grad_norm=args.max_grad_norm)
+    optimizer = job.adamw(policy, args.weight_decay, args.max_grad_norm)
     optimizers = {"policy": optimizer}
     kl_controller = KLController(args.kl_coef, args.kl_target, args.kl_horizon)
     packer = Packer(job.attention, args.machine.micro_batch_tokens, job.output_dir, world, job.vision)

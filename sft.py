@@ -168,7 +168,7 @@ def main(args: Args, demo: bool = False) -> None:
     torch.manual_seed(args.run.seed)  # the same random initialisation everywhere
     policy = job.load_policy(from_scratch=args.from_scratch)
     torch.manual_seed(args.run.seed + world.rank)
-    optimizer = job.adamw(policy, weight_decay=args.weight_decay, max_grad_norm=args.max_grad_norm, betas=(0.9, 0.95))
+    optimizer = job.adamw(policy, args.weight_decay, args.max_grad_norm, betas=(0.9, 0.95))
     packer = Packer(job.attention, args.machine.micro_batch_tokens, output_dir, world, job.vision)
     checkpoints = Checkpoints(
         job,

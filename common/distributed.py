@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from common import processes
 from common.files import refuse
-from common.rendezvous import find_interface, meet
+from common.network import find_interface
 
 _stop = threading.Event()  # SIGTERM has come
 _steps = count()
@@ -74,9 +75,39 @@ def init_world(stall_minutes: float = 30.0) -> World:
     threading.Thread(target=processes.watch, args=(stall_minutes,), daemon=True).start()
     store = meet(rank, size, timeout) if size > 1 else dist.HashStore()
     find_interface(store, rank, size)
+    processes.awaited[:] = [f"the ranks do not connect by {os.environ['GLOO_SOCKET_IFNAME']} (GLOO_SOCKET_IFNAME)"]
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     processes.awaited.clear()
     return World(rank, size, local_rank, device)
+
+
+def meet(rank: int, size: int, timeout: datetime.timedelta) -> dist.Store:
+    """Wait for all ranks; a store of this attempt alone.
+
+    torchrun's outlives its restarts, and each of its agents counts these by itself. So rank 0 makes up a name, and
+    tells it to whoever has come, until all have got it: what an earlier attempt has left behind, nobody reads.
+    """
+    address, own = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), uuid.uuid4().hex
+    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    processes.awaited[:] = [f"no answer from {address[0]}:{address[1]}"]
+    store = dist.TCPStore(*address, is_master=hosts, timeout=timeout, wait_for_workers=False)
+    store.set(f"rank/{rank}", own)
+    processes.awaited[:] = ["no answer from rank 0"]
+    while rank and not store.check([own]):
+        time.sleep(0.1)
+    name = store.get(own).decode() if rank else own
+    store.set(f"{name}/{rank}", "")
+    missing = set(range(1, size)) if rank == 0 else set()
+    while missing:
+        places = (f"{other} (machine {other // processes.ranks_here()})" for other in sorted(missing))
+        processes.awaited[:] = [f"no sign of rank {', '.join(places)}"]
+        for other in missing:
+            if store.check([f"rank/{other}"]):
+                store.set(store.get(f"rank/{other}").decode(), own)
+        time.sleep(0.1)
+        missing = {other for other in missing if not store.check([f"{own}/{other}"])}
+    processes.group.append(dist.PrefixStore(name, store.clone()))
+    return dist.PrefixStore(name, store)
 
 
 def handle_sigterm() -> None:

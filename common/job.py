@@ -103,8 +103,9 @@ class Job:
         reference = load_policy(self.path, **self._options(trained=False)).requires_grad_(False)
         return reference.to(self.reference_device)
 
-    def adamw(self, model: nn.Module, **options) -> GuardedAdamW:
+    def adamw(self, model: nn.Module, weight_decay: float, max_grad_norm: float, **options) -> GuardedAdamW:
         """Its optimizer, with loss scale and offload as the machine asks for; options as for `GuardedAdamW`."""
+        options |= {"weight_decay": weight_decay, "max_grad_norm": max_grad_norm}
         return GuardedAdamW(model, self.compute_dtype, offload=self.machine.optimizer_offload, **options)
 
     @property

@@ -96,18 +96,17 @@ def test_sandboxes_are_those_of_the_first_rank(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "dtype, limit, options",
-    [("fp32", 1e-5, ["--orders"]), ("fp32", 1e-5, ["--lora-rank", 4]), ("bf16", 0.02, [])],
-    ids=["fp32", "lora", "bf16"],
-)
+@pytest.mark.parametrize("dtype, limit, options", [("fp32", 1e-5, ["--orders"]), ("bf16", 0.02, [])])
 def test_each_sync_reaches_both_halves_and_a_stale_one_is_caught(dtype, limit, options):
+    """In bf16 by the books alone: the gap has a limit there that these moves stay below."""
     worker = [WORKERS / "engine_gap.py", "--dtype", dtype, "--ranks", 2, *options]
     lines = run_script(*worker, ranks=2, timeout=500).stdout.splitlines()[-2:]
     for result in map(json.loads, lines):
+        assert result["heads"] == [2], "of 4"
         gaps = [result["synced"], result["resynced"], result["repeated"], *result["orders"].values()]
         assert max(gaps) < limit < result["stale"], result
-        assert all(result["refused"].values()), result["refused"]
+        damage = ("weights reloaded from disk", "prefix cache kept in silence", "rotary buffer perturbed")
+        assert all(why for what, why in result["refused"].items() if dtype == "fp32" or what not in damage), result
         assert result["shared memory"] == [], "its names would be those of another run"
 
 
@@ -154,6 +153,17 @@ def test_two_ranks_sample_with_one_engine_what_they_sample_with_two(alone, toget
         assert 0 < steps_of(together)[step]["policy/rollout_logprob_gap"] < 1e-5
         assert {row["rank"] for row in dumps(together, step).values()} == {0, 1}
     assert_same_evaluation(alone, together, 3)
+
+
+@pytest.mark.slow
+def test_merged_adapters_reach_both_halves(tmp_path):
+    runs = {ranks: tmp_path / str(ranks) for ranks in (1, 2)}
+    for ranks, folder in runs.items():
+        shared = ["--lora-rank", 4, "--engine-parallel", ranks, "--output-dir", folder]
+        run_script("grpo.py", *SIZES, *STEPS, *shared, ranks=2)
+    for step in (1, 2, 3):
+        assert_same_rollouts(runs[1], runs[2], step)
+        assert 0 < steps_of(runs[2])[step]["policy/rollout_logprob_gap"] < 1e-5
 
 
 @pytest.mark.slow

@@ -18,8 +18,8 @@ from torch.distributed.run import get_args_parser as torchrun_arguments
 
 from common.distributed import World, check_same, make_mesh
 from common.integrity import fingerprint
-from common.rendezvous import find_interface
-from common.setup import describe_run
+from common.job import describe_run
+from common.network import find_interface
 
 FAULTS = ROOT / "tests" / "workers" / "faults.py"
 FEW = ["--prompts-per-step", 4, "--samples-per-prompt", 4, "--max-response-tokens", 32, "--max-rows", 64]
@@ -158,7 +158,7 @@ def local(tmp_path_factory) -> tuple[list, Path]:
 
 def assert_same_run(a: Path, b: Path) -> None:
     assert list(steps_of(a)) == [1, 2, 3, 4] and steps_of(a) == steps_of(b)
-    assert all(step["optim/grad_norm"] > 0 for step in steps_of(a).values())
+    assert max(step["optim/grad_norm"] for step in steps_of(a).values()) > 0.1
     first, second = ((run / "model" / "model.safetensors").read_bytes() for run in (a, b))
     assert first == second
 
@@ -383,7 +383,7 @@ def interfaces(monkeypatch) -> None:
     addresses = {name: [SimpleNamespace(address=address)] for name, address in known.items()}
     monkeypatch.setattr("psutil.net_if_addrs", lambda: addresses)
     towards = {"node0": "127.0.0.1", "127.0.0.1": "127.0.0.1", "10.0.0.2": "10.0.0.1", "10.0.0.1": "10.0.0.1"}
-    monkeypatch.setattr("common.rendezvous.address_towards", towards.__getitem__)
+    monkeypatch.setattr("common.network.address_towards", towards.__getitem__)
 
 
 @pytest.mark.parametrize(

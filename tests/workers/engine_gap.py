@@ -202,6 +202,8 @@ def main(args: argparse.Namespace) -> None:
             result["refused"]["generate without what sleep has dropped"] = None
         except RuntimeError as error:
             result["refused"]["generate without what sleep has dropped"] = str(error)[:200]
+    if args.ranks > 1:
+        result["heads"] = engine.llm.apply_model(lambda model: model.model.layers[0].self_attn.num_heads)
     result["shared memory"] = re.findall("/dev/shm/.*(?<!deleted\\))$", Path("/proc/self/maps").read_text(), re.M)
     for part in gather_objects(result):
         world.print(json.dumps(part))

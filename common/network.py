@@ -1,0 +1,30 @@
+"""By which network interface the machines of a run reach each other."""
+
+import os
+import socket
+
+import psutil
+import torch.distributed as dist
+
+
+def find_interface(store: dist.Store, rank: int, size: int) -> None:
+    """gloo and NCCL take the one that reaches MASTER_ADDR, unless the user knows better.
+
+    gloo would resolve the host name, often to 127.0.0.1. So may MASTER_ADDR be, on its own machine.
+    """
+    own = address_towards(os.environ["MASTER_ADDR"] if size > 1 else "127.0.0.1")
+    store.set(f"address/{rank}", own)
+    if own.startswith("127."):
+        addresses = (store.get(f"address/{other}").decode() for other in range(size))
+        own = next((address_towards(other) for other in addresses if not other.startswith("127.")), own)
+    names = {item.address: name for name, known in psutil.net_if_addrs().items() for item in known}
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", names[own])
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={names[own]}")  # a bare eth1 is eth10, too
+
+
+def address_towards(host: str) -> str:
+    """This machine's address in what it sends to another; nothing is sent."""
+    family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        return probe.getsockname()[0]
