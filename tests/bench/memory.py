@@ -2,6 +2,7 @@
 
     python tests/bench/memory.py                                        # Qwen2.5, up to 8 GPUs, one process each
     python tests/bench/memory.py --tokens 4096 16384 --models 7B --checkpointing
+    python tests/bench/memory.py --lora-rank 16 --tokens 4096 --engine-memory 2
 
 A micro-batch has at least the tokens of the longest prompt with one response. One policy, AdamW, bf16, FSDP, engine
 asleep during the update. Estimated are weights, gradients, moments and activations; not counted: what allocators keep,
@@ -32,6 +33,7 @@ class Args:
     engine_memory: float = 8.0  # KV cache (GiB)
     engine_parallel: int = 1  # GPUs that share an engine
     checkpointing: bool = True  # --gradient-checkpointing
+    lora_rank: int = 0  # --lora-rank
 
 
 def main(args: Args) -> None:
@@ -51,6 +53,7 @@ def main(args: Args) -> None:
                         micro_batch_tokens=tokens,
                         gradient_checkpointing=args.checkpointing,
                         optimizer_offload=offload,
+                        lora_rank=args.lora_rank,
                     )
                     with tempfile.TemporaryDirectory() as folder:
                         make_config(name).save_pretrained(folder)
