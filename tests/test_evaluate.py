@@ -2,6 +2,7 @@
 
 import json
 import weakref
+from functools import partial
 from itertools import combinations
 from types import SimpleNamespace
 
@@ -20,7 +21,7 @@ from common.flags import Data, Rollout
 from common.hub import load_tokenizer, resolve_model
 from common.look.samples import format_table, maj_at_k, pass_at_k, summarize, wilson_interval
 from common.rewards import is_correct
-from common.rollouts import read_prompts
+from common.rollouts import Rollouts, read_prompts
 
 
 def sample(group, score, pred="", source="a", length=10, truncated=False):
@@ -168,8 +169,9 @@ def rollouts(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr("common.evaluate.sync_engine", lambda *_: None)
     texts = [(f"{i} {i + 1} = {2 * i + 1}", {"numbers": [i, i + 1], "target": 2 * i + 1}) for i in range(700)]
     score = SimpleNamespace(score=lambda jobs: [{"score": float(job[2]["target"] % 4 == 1)} for job in jobs])
-    return SimpleNamespace(
+    made = SimpleNamespace(
         world=World(0, 1, 0, torch.device("cpu")),
+        group=None,
         output_dir=tmp_path,
         tokenizer=tokenizer,
         flags=Rollout(),
@@ -180,6 +182,8 @@ def rollouts(tmp_path, tokenizer, monkeypatch):
         judge=None,
         eval_data=Rows(texts, tokenizer),
     )
+    made.sample_with = partial(Rollouts.sample_with, made)
+    return made
 
 
 def test_rows_are_opened_some_at_a_time_and_each_time_is_a_sign_of_life(rollouts, monkeypatch):
