@@ -112,7 +112,9 @@ def test_each_sync_reaches_both_halves_and_a_stale_one_is_caught(dtype, limit, o
 
 def dumps(run, step: int) -> dict:
     rows = pq.read_table(run / f"rollouts/step_{step:06d}.parquet").to_pylist()
-    return {(row["prompt_index"], row["sample_index"]): row for row in rows}
+    keyed = {(row["prompt_index"], row["sample_index"]): row for row in rows}
+    assert len(rows) == len(keyed), "an episode is one rank's"
+    return keyed
 
 
 def assert_same_rollouts(run, other, step: int) -> None:
