@@ -173,14 +173,14 @@ def test_two_machines_are_two_ranks(cluster, local, tmp_path):
 
 @pytest.mark.slow
 def test_a_slow_machine_changes_nothing_but_time(cluster, local, tmp_path):
-    """Three seconds for its 8 responses of a step."""
+    """A second for each of its 8 responses of a step."""
     options, reference = local
     options = [*options, "--output-dir", tmp_path / "run"]
-    processes = [cluster.start(number, "grpo.py", *options, SLEEP=str(number * 3)) for number in range(2)]
+    processes = [cluster.start(number, "grpo.py", *options, SLEEP=str(number)) for number in range(2)]
     assert ended(*processes) == [0, 0], cluster.said(0) + cluster.said(1)
     assert_same_run(tmp_path / "run", reference)
     seconds = [record["time/step_s"] for record in metrics_of(tmp_path / "run") if "time/step_s" in record]
-    assert min(seconds) > 3
+    assert min(seconds) > 1
 
 
 @pytest.mark.slow
@@ -295,12 +295,12 @@ def test_names_and_addresses_of_the_first_machine(cluster, tmp_path, address):
         launcher = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "node0:29500", "--rdzv-id", "test"]
     processes = []
     for number, own in enumerate(["127.0.1.1", ADDRESS.format(1)]):
-        (tmp_path / f"hosts{number}").write_text(f"127.0.0.1 localhost\n{own} node0\n")
+        (tmp_path / f"hosts{number}").write_text(f"127.0.0.1 localhost\n{own} node0\n{ADDRESS.format(2)} node1\n")
         before = f"mount --bind {tmp_path}/hosts{number} /etc/hosts"
         options = {"before": before, "launcher": launcher, "MARK": str(tmp_path / "mark")}
         processes.append(cluster.start(number, FAULTS, "once", **options))
     assert ended(*processes, seconds=100) == [0, 0], cluster.said(0) + cluster.said(1)
-    assert "sum [2.0]" in cluster.said(0)
+    assert "sum [2.0] by eth0" in cluster.said(0) + cluster.said(1)
 
 
 # --- what needs no network ----------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ def main(fault: str) -> None:
             print(*(c.laddr.ip for c in psutil.Process().net_connections() if c.status == "LISTEN"), flush=True)
             return
     if fault == "once":
-        world.print("sum", all_reduce([1.0]))
+        world.print("sum", all_reduce([1.0]), "by", os.environ["GLOO_SOCKET_IFNAME"])
         return
     if fault == "ctrl-c":
         reached["step"] = 3
