@@ -51,6 +51,7 @@ def test_adapters_are_trained_sampled_from_saved_and_exported(whole):
             assert torch.equal(model[name], weight.float()), name
 
 
+@pytest.mark.slow
 def test_kill_and_resume_equals_an_uninterrupted_run(whole, tmp_path):
     folder = tmp_path / "killed"
     kill_once("grpo.py", *OPTIONS, *STEPS, "--engine", "hf", "--output-dir", folder, ranks=2, after_step=2)

@@ -20,6 +20,7 @@ SHAPES = {  # hidden, MLP, layers, heads, key-value heads, vocabulary, tied
     "1.5B": (1536, 8960, 28, 12, 2, 151_936, True),
     "3B": (2048, 11_008, 36, 16, 2, 151_936, True),
     "7B": (3584, 18_944, 28, 28, 4, 152_064, False),
+    "32B": (5120, 27_648, 64, 40, 8, 152_064, False),
 }
 MADE = {"runs/gsm8k/model": "0.5B", "runs/warm-start/model": "VL-7B", "runs/curiosity/model": "VL-7B"}
 MADE |= {"runs/pyvision-sft/model": "VL-7B", "runs/pyvision-image/model": "VL-7B"}
@@ -70,9 +71,11 @@ def size_of(model: str) -> str:
 def gigabytes(command: str, folders: dict[str, str], monkeypatch) -> float:
     """GB of a rank in the phase that takes most."""
     script, arguments = re.search(r"(\w+)\.py (.*)", command).groups()
+    local = re.search(r"nproc_per_node (\d+)", command)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local[1] if local else "1")
     args = checked_args(importlib.import_module(script), monkeypatch, *shlex.split(arguments))
     size = size_of(args.run.model)
-    ranks = int((re.search(r"nproc_per_node (\d+)", command) or [0, 1])[1])
+    ranks = int(local[1]) if local else 1
     ranks *= int((re.search(r"nnodes (\d+)", command) or [0, 1])[1])
     trained, frozen = [folders[size]], [folders[size]] if getattr(args, "kl_in", "none") != "none" else []
     rollout = getattr(args, "rollout", None)
@@ -99,7 +102,7 @@ def test_recipes_and_their_cards_are_found():
     found = {page: recipes(page) for page in PAGES}
     assert sum(map(len, found.values())) > 20
     (on_v100s,) = [command for card, command in found["docs/curiosity.md"] if card == 32]
-    assert "curiosity-v100" in on_v100s and [card for card, _ in found["docs/scaling.md"]] == [80, 80, 32]
+    assert "curiosity-v100" in on_v100s and [card for card, _ in found["docs/scaling.md"]] == [80, 80, 80, 80, 32]
     assert any("Qwen2.5-1.5B --output-dir runs/tinyzero-1.5B" in command for _, command in found["docs/recipes.md"])
 
 
