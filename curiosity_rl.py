@@ -42,6 +42,7 @@ from common.episodes import Episode, by_prompt, unequal_groups
 from common.files import refuse
 from common.flags import Amount, Count, Data, Limit, Machine, Rollout, Run, Share, check_shared, parse, refuse_idle
 from common.job import Job
+from common.look.console import announce
 from common.look.samples import side_by_side
 from common.means import Means
 from common.metrics import rollout_means, rollout_metrics
@@ -399,6 +400,7 @@ def check_args(args: Args) -> None:
         "lr_floor": (args.lr_schedule != "constant", "--lr-schedule linear or cosine"),
     }
     refuse_idle(args, idle)
+    refuse_idle(args.machine, {"reference_offload": (False, "a reference model, which curiosity_rl.py does not have")})
 
 
 def main(args: Args, demo: bool = False) -> None:
@@ -426,7 +428,7 @@ def main(args: Args, demo: bool = False) -> None:
         if args.compare_tools:
             compare_without_tools(job, rollouts, args, policy, start, with_tools=samples)
         return
-    rollouts.announce(updates=args.minibatches * args.epochs_per_step)
+    announce(rollouts, updates=args.minibatches * args.epochs_per_step)
     if start == 0 and args.run.eval_before and rollouts.can_evaluate:
         logger.log(0, rollouts.evaluate(policy, 0))
     end = start + 1 if args.rollout.replay else rollouts.total_steps

@@ -37,6 +37,7 @@ from common.files import refuse
 from common.flags import Amount, Count, Data, Limit, Machine, Rollout, Run, Share, check_shared, parse, refuse_idle
 from common.hub import load_tokenizer, resolve_model
 from common.job import Job
+from common.look.console import announce
 from common.means import Means
 from common.metrics import explained_variance, rollout_means, rollout_metrics
 from common.models import sync_engine
@@ -470,7 +471,7 @@ def main(args: Args, demo: bool = False) -> None:
     if args.rollout.eval_only:
         rollouts.evaluate_only(policy, start, logger)
         return
-    rollouts.announce(updates=args.minibatches * args.epochs_per_step)
+    announce(rollouts, updates=args.minibatches * args.epochs_per_step)
     if start == 0 and args.run.eval_before and rollouts.can_evaluate:
         logger.log(0, rollouts.evaluate(policy, 0))
     end = start + 1 if args.rollout.replay else rollouts.total_steps
@@ -499,7 +500,7 @@ def main(args: Args, demo: bool = False) -> None:
             if reference:
                 reference.to(device)
                 packer.fill(tokens.ref_logprobs, reference, minibatches, args.rollout.temperature)
-                reference.to(job.reference_device)
+                reference.to("cpu" if args.machine.reference_offload else device)
             packer.fill(tokens.values, critic, minibatches)
         scores = shaped_scores(episodes, args.rollout.max_response_tokens, args.overlong_buffer)  # [E]
         scores += args.reward_model_weight * torch.tensor([e.model_reward or 0.0 for e in episodes])

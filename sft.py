@@ -145,7 +145,9 @@ def check_args(args: Args) -> None:
     """Refuse what cannot work, or has no effect, before anything is loaded."""
     refuse(args.run.model != "tiny" and not args.data.train_data, f"--model {args.run.model} needs --train-data")
     check_pixels(args.data)
-    refuse_idle(args, {"lr_floor": (args.lr_schedule != "constant", "--lr-schedule linear or cosine")})
+    trained = (args.machine.lora_rank == 0, "no --lora-rank: adapters lie on trained weights")
+    decays = (args.lr_schedule != "constant", "--lr-schedule linear or cosine")
+    refuse_idle(args, {"lr_floor": decays, "from_scratch": trained})
     evaluated = (bool(args.data.eval_data) or not args.data.train_data, "--eval-data")
     idle = dict.fromkeys(["eval_every", "eval_before", "eval_rows"], evaluated)
     idle["total_epochs"] = (args.run.total_steps is None, "no --total-steps")
@@ -166,7 +168,7 @@ def main(args: Args, demo: bool = False) -> None:
     eval_rows = list(range(min(args.run.eval_rows, len(eval_data)))) if eval_data else []
 
     torch.manual_seed(args.run.seed)  # the same random initialisation everywhere
-    policy = job.load_policy(from_scratch=args.from_scratch)
+    policy = job.load_policy(from_scratch=args.from_scratch and not args.machine.lora_rank)
     torch.manual_seed(args.run.seed + world.rank)
     optimizer = job.adamw(policy, args.weight_decay, args.max_grad_norm, betas=(0.9, 0.95))
     packer = Packer(job.attention, args.machine.micro_batch_tokens, output_dir, world, job.vision)

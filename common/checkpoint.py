@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
 from common.distributed import gather_objects, reshard
@@ -36,7 +36,7 @@ from common.job import Job
 from common.lora import adapters
 from common.optimizer import GuardedAdamW, make_moments
 from common.processes import reached
-from common.shards import PlainPlanner, PlainReader
+from common.shards import PlainPlanner, PlainReader, saved_weights
 
 
 class Checkpoints:
@@ -142,8 +142,9 @@ class Checkpoints:
             _prune(folder, self.job.run.keep_checkpoints)
 
         for part in (make_room, write_shards, publish):
-            for of_rank in gather_objects(digests) if part is publish else ():
-                digests.update(of_rank)
+            if part is publish:
+                for of_rank in gather_objects(digests):
+                    digests.update(of_rank)
             if problem := _attempt(part if part is write_shards or world.is_main else None):
                 if world.is_main:
                     shutil.rmtree(temporary, ignore_errors=True)
@@ -196,10 +197,10 @@ def _attempt(part: Callable[[], None] | None) -> str | None:
 def _shards(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict:
     """What a checkpoint has of a model: the tensors themselves, which loading fills in place; with LoRA no base."""
     reshard(model)
-    options = StateDictOptions(ignore_frozen_params=any(adapters(model)))
-    shards = {"model": get_model_state_dict(model, options=options)}
+    shards = {"model": saved_weights(model)}
     if optimizer:
         make_moments(optimizer)  # else torch would take a step of zero gradients, and count it
+        options = StateDictOptions(ignore_frozen_params=any(adapters(model)))
         shards["optimizer"] = get_optimizer_state_dict(model, optimizer, options=options)
     return shards
 

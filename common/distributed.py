@@ -1,4 +1,4 @@
-"""torchrun process group, FSDP2 or DDP wrapping, reductions; how a script begins and ends on every rank."""
+"""torchrun process group, sharding by FSDP2, reductions; how a script begins and ends on every rank."""
 
 import ctypes
 import datetime
@@ -173,9 +173,9 @@ def wrap_model(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype, w
     """Shard `model` (FSDP2), whose float32 parameters stay the master weights, as the mesh says.
 
     Each of `model.layers()` is a unit; the root holds the embeddings, the last norm and the head. FSDP2 computes with
-    parameters cast to `compute_dtype` and reduces gradients in float32. The model may be on the CPU: it moves to the
-    device unit by unit, so that no device ever holds it whole. `whole` leaves a critic's head as it is on each rank,
-    like adapters: `average_gradients`.
+    parameters cast to `compute_dtype` and reduces gradients in float32. A model on the meta device gets its weights
+    later, in shards; another one moves to the device unit by unit. `whole` leaves a critic's head as it is on each
+    rank, like adapters: `average_gradients`.
     """
     policy = MixedPrecisionPolicy()
     if compute_dtype != next(model.parameters()).dtype:
@@ -200,19 +200,18 @@ def average_gradients(model: nn.Module) -> None:
 
 def reshard(model: nn.Module) -> None:
     """FSDP2's root stays gathered after a forward; its parameters are DTensors again only after this."""
-    if isinstance(model, FSDPModule):
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def abandon_backward(model: nn.Module) -> None:
     """After an exception inside a forward or backward, on one rank: no gradients, as if none had been under way."""
     model.zero_grad()  # of gathered parameters
-    if isinstance(model, FSDPModule):
-        if not hasattr(model, "reset_iter_state"):
+    if root := next((module for module in model.modules() if isinstance(module, FSDPModule)), None):
+        if not hasattr(root, "reset_iter_state"):
             raise SystemExit("torch before 2.13 cannot repeat the step: the same command goes on, in smaller pieces")
-        model.reset_iter_state()
+        root.reset_iter_state()
     model.zero_grad()  # of shards
 
 
@@ -247,12 +246,6 @@ def all_reduce(values: list[float] | torch.Tensor, op: str = "sum") -> list[floa
     return tensor.tolist()
 
 
-def neighbours(count: int, stall_minutes: float) -> dist.ProcessGroup:
-    """The `count` consecutive ranks that this one is among, to exchange objects. All ranks call it together."""
-    timeout = datetime.timedelta(minutes=stall_minutes + 10)
-    return dist.new_subgroups(count, timeout=timeout, backend="gloo")[0]
-
-
 def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> list:
     """`value` of every rank (of the group), in rank order, on every rank."""
     if not dist.is_initialized():
@@ -267,11 +260,11 @@ def check_same(world: World, facts: dict[str, str]) -> None:
     host = f"{socket.gethostname()} by {os.environ.get('GLOO_SOCKET_IFNAME')}"
     (first, expected), *others = filter(None, gather_objects((host, facts) if world.local_rank == 0 else None))
     if others:
-        world.print(f"{1 + len(others)} machines: {first}, {', '.join(host for host, _ in others)}")
-    for host, facts in others:
-        names = [name for name in expected | facts if expected.get(name) != facts.get(name)]
-        told = "; ".join(f"{name}: {expected.get(name)}, {facts.get(name)}" for name in names[:5])
-        refuse(bool(names), f"{first} and {host} need the same code, flags, files and versions, and differ in {told}")
+        world.print(f"{1 + len(others)} machines: {first}, {', '.join(other for other, _ in others)}")
+    for other, theirs in others:
+        names = [name for name in expected | theirs if expected.get(name) != theirs.get(name)]
+        told = "; ".join(f"{name}: {expected.get(name)}, {theirs.get(name)}" for name in names[:5])
+        refuse(bool(names), f"{first} and {other} need the same code, flags, files and versions, and differ in {told}")
 
 
 def broadcast_object(value: object, group: dist.ProcessGroup | None = None) -> object:

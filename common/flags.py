@@ -6,6 +6,7 @@ names on the command line carry no prefix. Another default for a fork stands in 
     rollout: Rollout = field(default_factory=partial(Rollout, samples_per_prompt=16))
 """
 
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -85,7 +86,7 @@ class Machine:
     """What it runs on, and how the model is laid over it."""
 
     strategy: Literal["fsdp", "ddp"] = "fsdp"  # shard the model over the ranks (FSDP2), or a copy on each
-    shard_size: Count | None = None  # ranks that share one copy of the model (HSDP), such as those of a machine; all
+    shard_size: Count | None = None  # ranks that share a copy of the model (HSDP), as those of a machine; default: all
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # trainer and engine; master weights are float32
     attention: Literal["auto", "flash", "flex", "sdpa"] = "auto"  # auto: flex on GPUs with bf16, else sdpa
     micro_batch_tokens: Count = 16384  # tokens of one forward and backward, per rank; no effect on the result
@@ -128,16 +129,23 @@ def parse(args_class: type[Args], demo: Args, doc: str) -> tuple[Args, bool]:
     named = {argument.partition("=")[0] for argument in sys.argv[1:]}
     is_demo = "--model" not in named
     default = demo if is_demo and not named & {"--help", "-h"} else args_class()
-    if "lora-rank" in {name.lstrip("-").replace("_", "-") for name in named}:  # small and new: it learns faster
-        rates = {name: rate for name, rate in vars(default).items() if name.endswith("learning_rate")}
-        default = replace(default, **{name: LORA_RATE * rate for name, rate in rates.items()})
     paragraphs = doc.split("\n\n")
     teaching = [paragraphs[0], *(text for text in paragraphs if text.startswith("    "))]  # the commands
     with said_once():
         explain_foreign(sys.argv[1:], args_class)
         parsed = tyro.cli(tyro.conf.OmitArgPrefixes[args_class], default=default, description="\n\n".join(teaching))
         check_ranges(parsed)
-    return parsed, is_demo
+    return with_lora_rates(parsed) if parsed.machine.lora_rank else parsed, is_demo
+
+
+def with_lora_rates(args: Args) -> Args:
+    """With the learning rates of adapters, by default ten times those of full training; says so."""
+    rates = {name: rate for name, rate in vars(args).items() if name.endswith("learning_rate")}
+    rates |= {name: LORA_RATE * rate for name, rate in rates.items() if flag(name) not in given()}
+    for name, rate in rates.items() if os.environ.get("RANK", "0") == "0" else ():
+        low = ": low, ten times that of full training is usual" if rate < 0.99e-5 else ""
+        print(f"{'warning: ' if low else ''}LoRA of rank {args.machine.lora_rank}, {flag(name)} {rate:g}{low}")
+    return replace(args, **rates)
 
 
 def check_pixels(data: Data) -> None:
@@ -158,7 +166,8 @@ def check_shared(data: Data, run: Run, rollout: Rollout) -> None:
     refuse(not given and bare, f"--model {run.model} needs {needed}")
     evaluated = (bool(data.eval_data) or not data.train_data, "--eval-data")
     refuse_idle(run, dict.fromkeys(["eval_every", "eval_before", "eval_rows"], evaluated))
-    refuse_idle(run, {"total_epochs": (run.total_steps is None, "no --total-steps")})
+    trains = (not rollout.eval_only, "training, and no --eval-only")
+    refuse_idle(run, {"total_epochs": (run.total_steps is None, "no --total-steps"), "profile_steps": trains})
     called = (bool(rollout.tools), "--tools")
     sampled = (rollout.eval_temperature > 0, "an --eval-temperature above 0")
     idle = dict.fromkeys(["max_turns", "max_turn_tokens", "max_tool_errors", "deterministic"], called)
@@ -208,11 +217,15 @@ def bounds(hint: Any) -> Iterator[Gt | Ge | Le]:
         yield from getattr(part, "__metadata__", ())
 
 
+def given() -> set[str]:
+    """The flags on the command line."""
+    return {argument.partition("=")[0].replace("_", "-") for argument in sys.argv[1:]}
+
+
 def refuse_idle(flags: Any, uses: dict[str, tuple[bool, str]]) -> None:
     """Stop if a flag is given that has no effect. uses: {field: (is it used, what it would need)}."""
-    given = {argument.partition("=")[0].replace("_", "-") for argument in sys.argv[1:]}
     for name, (used, needs) in uses.items():
-        said = {flag(name), flag(name).replace("--", "--no-", 1)} & given
+        said = {flag(name), flag(name).replace("--", "--no-", 1)} & given()
         refuse(not used and bool(said), f"{flag(name)} {getattr(flags, name)} has no effect: needs {needs}")
 
 

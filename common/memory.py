@@ -1,10 +1,10 @@
 """Memory of a rank: what each phase of a step will need, what was used, and what did not fit."""
 
-import re
 import resource
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import torch
 from torch import nn
 
@@ -79,8 +79,7 @@ def memory_plan(
     if on_gpu := world.device.type == "cuda":
         there = torch.cuda.mem_get_info(world.device)[0] / 1e9
     else:
-        there = int(re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024 / 1e9
-        there /= ranks_here()
+        there = psutil.virtual_memory().available / 1e9 / ranks_here()
     gb = memory_phases(rollout, machine, world.size, dtype, trained, frozen, on_gpu)
     plan = (
         "memory of a rank (GB, estimated; {there:.1f} are free): weights {weights:.1f}, Adam {Adam:.1f}; rollout "

@@ -62,7 +62,7 @@ def embed_pictures(model: nn.Module, batch: MicroBatch, vision: Vision) -> Tenso
 class Policy(nn.Module):
     """A causal language model whose forward returns log-probs and entropies of the trained tokens.
 
-    The head is applied inside `forward`, which FSDP2 or DDP wraps: outside it, `lm_head.weight` would be a shard.
+    The head is applied inside `forward`, which FSDP2 wraps: outside it, `lm_head.weight` would be a shard.
     """
 
     def __init__(self, model: nn.Module, attention: str, vision: Vision | None = None):
@@ -154,7 +154,7 @@ def load_policy(
 
     `from_scratch` takes the architecture from the folder's config.json and initialises at random. Without dropout.
     With `lora` the layers of the language model get adapters, and all else is frozen. What `wrap` shards is read in
-    shards: no rank ever holds all weights.
+    shards: no rank ever holds all weights of the files.
     """
     check_model(path, attention, trust_remote_code)
     register_attention()

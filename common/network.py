@@ -6,6 +6,8 @@ import socket
 import psutil
 import torch.distributed as dist
 
+LOOPBACK = ("127.", "::1")
+
 
 def find_interface(store: dist.Store, rank: int, size: int) -> None:
     """gloo and NCCL take the one that reaches MASTER_ADDR, unless the user knows better.
@@ -14,10 +16,10 @@ def find_interface(store: dist.Store, rank: int, size: int) -> None:
     """
     own = address_towards(os.environ["MASTER_ADDR"] if size > 1 else "127.0.0.1")
     store.set(f"address/{rank}", own)
-    if own.startswith("127."):
+    if own.startswith(LOOPBACK):
         addresses = (store.get(f"address/{other}").decode() for other in range(size))
-        own = next((address_towards(other) for other in addresses if not other.startswith("127.")), own)
-    names = {item.address: name for name, known in psutil.net_if_addrs().items() for item in known}
+        own = next((address_towards(other) for other in addresses if not other.startswith(LOOPBACK)), own)
+    names = {item.address.partition("%")[0]: name for name, known in psutil.net_if_addrs().items() for item in known}
     os.environ.setdefault("GLOO_SOCKET_IFNAME", names[own])
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={names[own]}")  # a bare eth1 is eth10, too
 

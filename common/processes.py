@@ -107,7 +107,7 @@ def _heard() -> str:
 def fail(line: str, details: str = "") -> None:
     """Tell the other ranks and the user; who is not the first to fail lets the first speak, and adds what differs."""
     first = os.environ.get("LOCAL_RANK", "0") == "0"
-    unheard = threading.Timer(5 * GRACE_S, os._exit, [1])  # the network is dead
+    unheard = threading.Timer(5 * GRACE_S, lambda: (say(line, details), os._exit(1)))  # the network is dead
     unheard.start()
     with suppress(RuntimeError):
         if group and (first := group[0].add("failures", 1) == 1):

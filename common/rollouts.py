@@ -2,17 +2,19 @@
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from datetime import timedelta
 from functools import partial
 from math import ceil
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed import new_subgroups
 
 from common.data.dumps import dump_rollouts
 from common.data.prompts import PromptData
 from common.data.render import end_token_ids, end_turns_properly
-from common.distributed import all_reduce, barrier, gather_objects, neighbours, stop_requested
+from common.distributed import all_reduce, barrier, gather_objects, stop_requested
 from common.engine.books import EngineConfig, Sampling
 from common.engine.hf import HuggingFaceEngine
 from common.engine.vllm import VllmEngine
@@ -45,7 +47,7 @@ PICTURED = 64  # rows of it, of a model that sees: a megapixel is 8 MB
 class Rollouts:
     """What the RL scripts sample from, score with and evaluate by.
 
-    None are: the engine (else asleep) with --replay, `turns` without --tools, `judge` if rules can score all rows,
+    May be None: the engine (else asleep) with --replay, `turns` without --tools, `judge` if rules can score all rows,
     `train_data` and `loader` with --eval-only.
     """
 
@@ -73,7 +75,9 @@ class Rollouts:
         refuse_idle(rollout, {"sleep_level": (job.world.device.type == "cuda", "a GPU")})
         reward_folder = resolve_model(reward_model, "--reward-model") if reward_model and not rollout.replay else None
         shared = rollout.engine_parallel
-        self.group = neighbours(shared, run.stall_minutes) if shared > 1 else None  # of ranks that share an engine
+        timeout = timedelta(minutes=run.stall_minutes + 10)  # a rank may wait for another's rewards
+        # of ranks that share an engine
+        self.group = new_subgroups(shared, timeout=timeout, backend="gloo")[0] if shared > 1 else None
         with user_errors():
             if job.vision or rollout.tools:
                 end_turns_properly(job.tokenizer, job.vision and job.vision.processor, job.world.print)
@@ -137,10 +141,9 @@ class Rollouts:
     def evaluate(self, policy: nn.Module, step: int, report_to: Path | None = None) -> dict[str, float]:
         """eval/* of the policy, whose weights are those of `step`; the same on every rank. Leaves the engine asleep.
 
-        Each rank samples its share of the first --eval-rows rows, some at a time. The seeds depend on the row alone,
-        so two evaluations differ by the weights and nothing else. A response that could not be scored scores 0, one
-        without a truth not at all. Writes all to eval/step_NNNNNN.parquet, or to `report_to`, with a table on the
-        console.
+        Each rank samples its share of the first --eval-rows rows. Seeds depend on the row alone, so two evaluations
+        differ by the weights alone. A response that could not be scored scores 0, one without a truth not at all.
+        Writes all to eval/step_NNNNNN.parquet, or to `report_to`, with a table on the console.
         """
         world, data, flags = self.world, self.eval_data, self.flags
         sync_engine(self.engine, policy, step)
@@ -181,18 +184,6 @@ class Rollouts:
         path = dump_rollouts(folder, step, sampled, trained, advantages, self.tokenizer, self.world)
         if self.world.is_main:
             write_page(path, self.tokenizer)
-
-    def announce(self, updates: int) -> None:
-        """What is going to happen, with so many optimizer steps after each rollout."""
-        num_prompts, flags = len(self.train_data), self.flags
-        passes = self.total_steps * self.draws / num_prompts
-        self.world.print(
-            f"{num_prompts} prompts; a step: {self.draws} x {flags.samples_per_prompt} samples, {updates} "
-            f"updates; {self.total_steps} steps pass over the data {passes:.2f} times"
-        )
-        if self.draws > num_prompts:
-            told = f"a step draws {self.draws} prompts of {num_prompts} rows"
-            self.world.print(f"warning: {told}: lower --prompts-per-step, it repeats them")
 
 
 def judge_of(job: Job, rollout: Rollout, data: list[PromptData]) -> Judge | None:

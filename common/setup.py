@@ -11,7 +11,7 @@ import torch
 
 from common.checkpoint import Checkpoints
 from common.data.dumps import full_disk_is_a_warning
-from common.distributed import gather_objects, handle_sigterm, trim_memory
+from common.distributed import barrier, gather_objects, handle_sigterm, trim_memory
 from common.flags import flat, step_range
 from common.job import Job
 from common.logger import Logger
@@ -27,10 +27,6 @@ from common.processes import at_end, sign_of_life
 def open_logger(job: Job, args: Any, total_steps: int, checkpoints: Checkpoints, *, record: bool = True) -> Logger:
     """config.json, unless this is no training, and the logger; tells where the run goes on, and what it will write."""
     world, config = job.world, flat(args)
-    if job.machine.lora_rank:
-        rate = config["learning_rate"]
-        low = ", which is low: ten times that of full training is usual" if rate < 0.99e-5 else ""
-        world.print(f"LoRA of rank {job.machine.lora_rank}, learning rate {rate:g}{low}")
     # what a resume changes is an event
     own = job.checkpoint and job.checkpoint.resolve().is_relative_to(job.output_dir.resolve())
     if world.is_main and record and not own:
@@ -88,7 +84,7 @@ def profiled(steps: range, job: Job) -> Iterator[int]:
             if world.is_main:
                 print(profiler.key_averages().table(f"self_{world.device.type}_time_total", row_limit=10), flush=True)
             del profiler  # gigabytes
-            torch.distributed.barrier()  # what rank 0 takes for its table is no part of the next step
+            barrier()  # what rank 0 takes for its table is no part of the next step
 
 
 class Stopwatch:
@@ -108,16 +104,11 @@ class Stopwatch:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begin
 
     def metrics(self, device: torch.device) -> dict[str, float]:
-        """Means over the ranks; of several also the slowest of each phase, and who that is. All call it together."""
+        """Means over the ranks; of several also the slowest of each phase. All call it together."""
         ranks = gather_objects((self.seconds | {"step": time.perf_counter() - self.start}, peak_memory_gb(device)))
-        peaks = [peak for _, peak in ranks]
         phases = {phase: [rank.get(phase, 0.0) for rank, _ in ranks] for own, _ in ranks for phase in own}
         metrics = {f"time/{phase}_s": mean(seconds) for phase, seconds in phases.items()}
-        metrics["memory/peak_gb"] = max(peaks)
         if len(ranks) > 1:
             metrics |= {f"time/{phase}_max_s": max(seconds) for phase, seconds in phases.items()}
-            apart = {phase: max(seconds) - mean(seconds) for phase, seconds in phases.items()}
-            first = next(phase for phase in apart if apart[phase] >= max(apart.values()) / 2)  # later ones wait for it
-            metrics["time/slowest_rank"] = phases[first].index(max(phases[first]))
-            metrics["memory/peak_mean_gb"] = mean(peaks)
-        return metrics
+            metrics["memory/peak_mean_gb"] = mean(peak for _, peak in ranks)
+        return metrics | {"memory/peak_gb": max(peak for _, peak in ranks)}

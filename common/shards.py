@@ -1,13 +1,16 @@
-"""Where a run goes on from, and how shards are read: tensors alone; what else stands in the files is not executed."""
+"""Where a run goes on from, which weights are saved, and how they are read: nothing in their files is executed."""
 
 from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from common.distributed import World, broadcast_object, gather_objects
 from common.files import refuse, shorten
 from common.integrity import BEGIN_ANEW, MANIFEST, MetadataUnpickler, complete, damage, read_manifest, step_folder
+from common.lora import adapters
 
 
 class PlainReader(dcp.FileSystemReader):
@@ -23,6 +26,12 @@ class PlainPlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item, value) -> None:
         raise ValueError(f"{read_item.dest_index.fqn} is no tensor")
+
+
+def saved_weights(model: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint has of a model's weights, the tensors themselves: all, or with LoRA those that are trained."""
+    state, lora = get_model_state_dict(model), any(adapters(model))
+    return {name: state[name] for name, p in model.named_parameters() if p.requires_grad} if lora else state
 
 
 def find_checkpoint(run_dir: Path, resume: str, world: World, identity: dict | None = None) -> Path | None:

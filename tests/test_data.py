@@ -22,6 +22,7 @@ from common.data.rows import read_file, values
 from common.data.scan import Lengths, shared_ends
 from common.distributed import World
 from common.flags import Rollout
+from common.look.console import announce
 from common.progress import Progress
 from common.rollouts import Rollouts
 
@@ -468,7 +469,7 @@ def test_a_step_larger_than_the_data_is_told(rows, warnings):
     source = SimpleNamespace(
         train_data=range(rows), flags=flags, draws=4, total_steps=6, world=SimpleNamespace(print=said.append)
     )
-    Rollouts.announce(source, updates=1)
+    announce(source, updates=1)
     assert f"6 steps pass over the data {24 / rows:.2f} times" in said[0]
     told = f"warning: a step draws 4 prompts of {rows} rows: lower --prompts-per-step, it repeats them"
     assert said[1:] == [told] * warnings

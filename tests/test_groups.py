@@ -9,6 +9,7 @@ from test_pyvision_rewards import boxed, score
 
 import grpo
 from common.episodes import Episode
+from common.look.console import announce
 from common.rollouts import Rollouts
 from common.setup import Stopwatch
 
@@ -144,7 +145,7 @@ def test_an_epoch_counts_the_prompts_that_are_drawn(world, capsys):
     rollouts = Rollouts.__new__(Rollouts)
     rollouts.world, rollouts.train_data, rollouts.total_steps, rollouts.draws = world, range(30), 10, 6
     rollouts.flags = grpo.Rollout(prompts_per_step=4, samples_per_prompt=2)
-    rollouts.announce(updates=1)
+    announce(rollouts, updates=1)
     assert (
         "30 prompts; a step: 6 x 2 samples, 1 updates; 10 steps pass over the data 2.00 times"
         in capsys.readouterr().out

@@ -119,16 +119,24 @@ def test_ranks_and_strategies_take_the_same_first_step(tmp_path):
         assert record["policy/clip_fraction"] == record["policy/approx_kl"] == 0  # the ratio is exactly 1
 
 
-@pytest.mark.parametrize("first, then", [(2, 0), pytest.param(0, 2, marks=pytest.mark.slow)])
-def test_a_run_goes_on_on_another_number_of_ranks(first, then, tmp_path):
-    """Its last step, again from the checkpoint before it: the same rows, and Adam still has its moments."""
+ON_4 = [([], ["--shard-size", 2]), (["--shard-size", 2], []), (["--shard-size", 2], ["--shard-size", 1])]
+RANKS = [pytest.param(2, 0, [], []), pytest.param(0, 2, [], [], marks=pytest.mark.slow)]
+RANKS += [pytest.param(4, 4, *shards, marks=pytest.mark.slow) for shards in ON_4]
+
+
+@pytest.mark.parametrize("first, then, sharded, again", RANKS)
+def test_a_run_goes_on_on_another_number_of_ranks(first, then, sharded, again, tmp_path):
+    """Its last step, again from the checkpoint before it: the same rows, and Adam still has its moments.
+
+    On as many ranks, and another mesh, too.
+    """
     options = [*SMALL, "--dtype", "fp32", "--engine", "hf", "--total-steps", 3, "--eval-rows", 2, "--eval-every", 0]
     options += ["--save-every", 1, "--keep-checkpoints", 3, "--dump-rollouts-every", 1, "--no-eval-before"]
     options += ["--learning-rate", 1e-3, "--max-response-tokens", 64]
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    run_script("grpo.py", *options, "--output-dir", whole, ranks=first)
+    run_script("grpo.py", *options, *sharded, "--output-dir", whole, ranks=first)
     before = whole / "checkpoints" / "step_000002"
-    run_script("grpo.py", *options, "--resume", before, "--output-dir", resumed, ranks=then)
+    run_script("grpo.py", *options, *again, "--resume", before, "--output-dir", resumed, ranks=then)
 
     (event,) = [record for record in metrics_of(resumed) if record.get("event") == "resumed"]
     assert event["step"] == 2 and sorted(steps_of(resumed)) == [3]

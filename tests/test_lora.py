@@ -9,12 +9,14 @@ from helpers import random_episodes, random_policy
 from torch import nn
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, Qwen2Config
+from vl import write_tied_llama
 
 from common.hub import load_tokenizer, resolve_model
 from common.lora import Base, Lora, adapters, add_adapters, merged
 from common.models import Critic, full_parameters, load_policy
 from common.packing import TokenIndex, pack
 from common.prepare.export import export_hugging_face
+from common.shards import saved_weights
 
 CONFIG = Qwen2Config(
     hidden_size=32,
@@ -134,6 +136,18 @@ def test_targets_that_match_nothing_are_refused(targets, told):
 def test_targets_are_layers_by_name():
     policy = load_policy(TINY, "sdpa", lora=lora(targets="q_proj,down_proj"))
     assert {name.rpartition(".")[2] for name, _ in adapters(policy)} == {"q_proj", "down_proj"}
+
+
+def test_all_may_be_named_among_others():
+    policy = load_policy(TINY, "sdpa", lora=lora(targets="all,q_proj"))
+    assert len({name.rpartition(".")[2] for name, _ in adapters(policy)}) == 7
+
+
+def test_a_checkpoint_holds_adapters_alone(tmp_path):
+    """Where the head is tied to the embeddings, too, which torch names apart."""
+    for folder in (TINY, write_tied_llama(tmp_path)):
+        names = saved_weights(load_policy(str(folder), "sdpa", lora=lora())).keys()
+        assert names and {name.rpartition(".")[2] for name in names} == {"lora_A", "lora_B"}
 
 
 def test_peft_loads_the_adapter_to_the_same_logits(tmp_path, world):

@@ -31,7 +31,7 @@ def whole(tmp_path_factory):
 
 def test_adapters_are_trained_sampled_from_saved_and_exported(whole):
     folder, said = whole
-    assert "LoRA of rank 4, learning rate 0.001\n" in said
+    assert said.startswith("LoRA of rank 4, --learning-rate 0.001\n"), said
     steps = steps_of(folder)
     for step in (1, 2, 3, 4):
         assert steps[step]["policy/rollout_logprob_gap"] < 1e-5
@@ -91,6 +91,24 @@ def test_the_export_of_a_checkpoint_is_the_runs_model(whole, tmp_path):
         assert (tmp_path / "out" / file).read_bytes() == (whole[0] / "model" / file).read_bytes(), file
 
 
+def test_the_export_on_another_base_is_refused(whole, tmp_path):
+    base = tmp_path / "model"
+    base.mkdir()
+    for file in FOLDERS["tiny"].iterdir():
+        (base / file.name).write_bytes(file.read_bytes())
+    weights = bytearray((base / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (base / "model.safetensors").write_bytes(weights)
+    with pytest.raises(SystemExit, match="has adapters of another base than --model"):
+        main(Args(whole[0], str(base), tmp_path / "out"))
+
+
+def test_adapters_of_random_weights_are_refused(tmp_path):
+    command = ["sft.py", "--lora-rank", 4, "--from-scratch", "--output-dir", tmp_path / "run"]
+    refused = run_script(*command, check=False)
+    assert refused.returncode == 1 and "--from-scratch True has no effect: needs no --lora-rank" in refused.stderr
+
+
 def test_flags_without_lora_are_refused(tmp_path):
     refused = run_script("grpo.py", "--lora-alpha", 16, "--output-dir", tmp_path / "run", check=False)
     assert refused.returncode == 1 and "--lora-alpha 16.0 has no effect: needs --lora-rank" in refused.stderr
@@ -117,6 +135,17 @@ def test_ppo_and_its_critic(tmp_path):
     run_script("ppo.py", *options, *again, "--engine", "hf", ranks=2)
     names = ("value/loss", "policy/loss", "optim/grad_norm")
     assert [steps_of(tmp_path / "again")[3][n] for n in names] == [steps[3][n] for n in names]
+
+    critic = tmp_path / "critic"
+    critic.mkdir()
+    for file in FOLDERS["tiny"].iterdir():
+        (critic / file.name).write_bytes(file.read_bytes())
+    weights = bytearray((critic / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (critic / "model.safetensors").write_bytes(weights)
+    again += ["--critic-model", critic]
+    refused = run_script("ppo.py", *options, *again, "--resume", "auto", "--engine", "hf", ranks=2, check=False)
+    assert refused.returncode == 1 and "is of a critic on another base" in refused.stderr, refused.stderr
 
 
 @pytest.mark.slow
@@ -158,3 +187,12 @@ def test_the_default_learning_rate_is_tenfold(script, given, monkeypatch):
     usual, adapted = rates(), rates("--lora-rank", "4")
     assert usual and adapted == {name: 10 * rate for name, rate in usual.items()}
     assert rates("--lora-rank=4", "--learning-rate=0.5")["learning_rate"] == 0.5
+    assert rates("--lora-rank", "0") == usual, "no LoRA"
+
+
+def test_a_rate_of_full_training_is_warned_of(monkeypatch, capsys):
+    for rate, low in (("1e-6", True), ("1e-5", False)):
+        monkeypatch.setattr(sys, "argv", ["grpo.py", "--model", "x", "--lora-rank", "8", "--learning_rate", rate])
+        parse(grpo.Args, grpo.DEMO, grpo.__doc__)
+        said = capsys.readouterr().out
+        assert said.startswith("warning: LoRA of rank 8, --learning-rate 1e-06: low") if low else "warning" not in said

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import LITTLE_CACHE, ROOT, metrics_of, run_script
+from helpers import LITTLE_CACHE, ROOT, run_script
 
 from common.distributed import World
 from common.flags import step_range
@@ -63,7 +63,6 @@ def test_each_rank_leaves_a_trace_of_the_steps_that_were_asked_for(two_ranks):
 def test_a_slow_rank_shows(two_ranks):
     for metrics in two_ranks[2]:
         assert metrics["time/rollout_max_s"] >= 0.4 and metrics["time/rollout_s"] >= 0.2
-        assert metrics["time/slowest_rank"] == 1  # the other waits for it in the update, and is no slower
         assert metrics["time/step_max_s"] >= metrics["time/step_s"] >= 0.4
         only_there = metrics["time/judge_max_s"]  # a phase that rank 0 did not have
         assert only_there > 0 and metrics["time/judge_s"] == pytest.approx(only_there / 2)
@@ -130,5 +129,3 @@ def test_every_script_on_two_ranks_with_vllm(tmp_path, script):
             assert calls(events, "update") == traced
             sampled = sum("cpu_attention" in event.get("name", "") for event in events)  # vLLM's own
             assert bool(sampled) == (script != "sft.py")
-    records = [record for record in metrics_of(tmp_path) if "time/step_s" in record]
-    assert [record["time/slowest_rank"] in (0, 1) for record in records] == [True] * 4

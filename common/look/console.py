@@ -79,3 +79,16 @@ def print_samples(step: int, samples: list[dict]) -> None:
         head = f"--- step {step}, score {score}, truth {shorten(str(sample['truth']), 100)}"
         cut = " [cut off]" * sample["truncated"]
         print(f"{head}\n{prompt}\n>>> {completion}{cut}", flush=True)
+
+
+def announce(rollouts, updates: int) -> None:
+    """What is going to happen: `rollouts`, and so many optimizer steps after each."""
+    num_prompts, flags = len(rollouts.train_data), rollouts.flags
+    passes = rollouts.total_steps * rollouts.draws / num_prompts
+    rollouts.world.print(
+        f"{num_prompts} prompts; a step: {rollouts.draws} x {flags.samples_per_prompt} samples, {updates} "
+        f"updates; {rollouts.total_steps} steps pass over the data {passes:.2f} times"
+    )
+    if rollouts.draws > num_prompts:
+        told = f"a step draws {rollouts.draws} prompts of {num_prompts} rows"
+        rollouts.world.print(f"warning: {told}: lower --prompts-per-step, it repeats them")

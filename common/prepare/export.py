@@ -21,18 +21,17 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from common.data.render import end_turns_properly
 from common.distributed import World
 from common.files import refuse, user_errors
 from common.hub import load_tokenizer, resolve_model
-from common.integrity import damage, model_identity, read_manifest, step_folder
+from common.integrity import damage, model_identity, read_manifest, step_folder, weights_identity
 from common.lora import Lora, adapters, add_adapters
 from common.models import Policy, full_parameters
 from common.pictures import PixelLimits
 from common.precision import DTYPES
-from common.shards import PlainPlanner, PlainReader
+from common.shards import PlainPlanner, PlainReader, saved_weights
 from common.torch_repair import transformers
 from common.vision import auto_class, load_vision, repeated_blocks
 
@@ -53,6 +52,9 @@ def main(args: Args) -> None:
     manifest, run = read_manifest(folder), folder.parents[1]
     other = manifest.get("model") != model_identity(Path(path))
     refuse(other, f"{folder} is of another architecture than --model {args.model}")
+    base = manifest.get("base")
+    other = base is not None and base != weights_identity(Path(path))
+    refuse(other, f"{folder} has adapters of another base than --model {args.model}")
     vision = load_vision(path, PixelLimits(0, 0, 0), args.trust_remote_code)
     tokenizer = load_tokenizer(path, args.trust_remote_code)
     if vision or manifest.get("script") == "sft" or read_json(run / "config.json").get("args", {}).get("tools"):
@@ -86,8 +88,7 @@ def open_checkpoint(path: Path) -> Path:
 
 def restore(policy: Policy, folder: Path) -> None:
     """The weights of a checkpoint, in place. SystemExit if it has not all of them."""
-    options = StateDictOptions(ignore_frozen_params=any(adapters(policy)))
-    state = {"policy": {"model": get_model_state_dict(policy, options=options)}}
+    state = {"policy": {"model": saved_weights(policy)}}
     try:
         with warnings.catch_warnings(action="ignore"):  # that this is one process alone
             dcp.load(state, storage_reader=PlainReader(folder / "state"), planner=PlainPlanner(), no_dist=True)

@@ -24,10 +24,11 @@ import torch
 import tyro
 from report import header, table
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from common.distributed import gather_objects, init_world, run, wrap_model
+from common.distributed import gather_objects, init_world, make_mesh, run, wrap_model
 from common.files import refuse
 from common.hub import resolve_model
 from common.lora import Lora
@@ -95,15 +96,16 @@ def anonymous_memory() -> Iterator[dict[str, int]]:
 
 def largest_layer(model: nn.Module) -> int:
     """Bytes of the largest unit that FSDP2 gathers at a time: a layer, the embeddings, the head."""
-    layers = [sum(p.numel() * p.element_size() for p in layer.parameters()) for layer in model.layers()]
+    units = [unit for unit in model.modules() if isinstance(unit, FSDPModule) and unit is not model]
+    layers = [sum(p.numel() * p.element_size() for p in layer.parameters()) for layer in units]
     return max(*layers, *(p.numel() * p.element_size() for p in model.parameters()))
 
 
 def measure(args: Args) -> None:
     """Load the model as the scripts do, and print {growth, shard, layer} of each rank, as JSON, on rank 0."""
     world, kind = init_world(), args.only
-    strategy = "ddp" if kind == "ddp" else "fsdp"
-    wrap = partial(wrap_model, world=world, strategy=strategy, compute_dtype=torch.bfloat16, whole=kind == "LoRA")
+    mesh = make_mesh(world, "ddp" if kind == "ddp" else "fsdp")
+    wrap = partial(wrap_model, mesh=mesh, compute_dtype=torch.bfloat16, whole=kind == "LoRA")
     options: dict = {"wrap": wrap}
     if kind == "LoRA":
         options |= {"lora": Lora(16, 32.0, "all"), "dtype": torch.bfloat16}

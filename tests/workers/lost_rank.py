@@ -1,6 +1,6 @@
-"""grpo.py with its flags, but the last rank raises, or is killed, in the middle of a rollout.
+"""grpo.py with its flags, but the last rank raises, is killed, or sees another token, in the middle of a rollout.
 
-python tests/workers/lost_rank.py raise | sigkill FLAGS
+python tests/workers/lost_rank.py raise | sigkill | token FLAGS
 """
 
 import os
@@ -21,8 +21,12 @@ def step(engine):
         print("fault", flush=True)
         if fault == "sigkill":
             os.kill(os.getpid(), signal.SIGKILL)
-        raise ValueError("the sky has fallen")
-    return real(engine)
+        if fault == "raise":
+            raise ValueError("the sky has fallen")
+    finished = real(engine)
+    for _, (first, *_) in finished if fault == "token" and os.environ["RANK"] != "0" else ():
+        first.token_ids[0] += 1
+    return finished
 
 
 if __name__ == "__main__":
