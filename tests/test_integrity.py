@@ -264,7 +264,7 @@ def test_a_node_that_does_not_see_the_run_folder_is_named(tmp_path, monkeypatch,
         assert slept == []
     else:
         assert f"{own}: {socket.gethostname()} does not see what rank 0 writes" in str(refusal.value)
-        assert 5 < sum(slept) < 30, "a network file system is given time"
+        assert 5 < sum(slept) < 90, "a network file system is given time"
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):

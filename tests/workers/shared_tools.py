@@ -11,9 +11,10 @@ import sys
 
 import psutil
 from test_turns import ScriptedEngine, row
+from torch.distributed import new_subgroups
 from vl import build_tokenizer
 
-from common.distributed import broadcast_object, gather_objects, init_world, neighbours, run
+from common.distributed import broadcast_object, gather_objects, init_world, run
 from common.engine.books import Sampling
 from common.episodes import sample_episodes
 from common.flags import Rollout
@@ -24,7 +25,7 @@ from common.tools.trajectories import Turns, open_tools
 def main(tools: str, *script: str) -> None:
     world, tokenizer, exchanges = init_world(), build_tokenizer(), []
     flags = Rollout(tools=tools, tool_workers=2, engine_parallel=world.size, max_turns=len(script))
-    workers = open_tools(flags, world.print, neighbours(world.size, stall_minutes=1.0))
+    workers = open_tools(flags, world.print, new_subgroups(world.size, backend="gloo")[0])
     turns = Turns.of_flags(flags, tokenizer, workers, vision=None)
     scripts = [script[start:] for start in range(len(script))]  # the last one calls nothing
     engine = ScriptedEngine(tokenizer, scripts)
