@@ -1,6 +1,8 @@
 """LoRA in the scripts: real ranks and engines, from the first lines to the export, a resume, and what is refused."""
 
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,15 @@ OPTIONS = ["--prompts-per-step", 6, "--samples-per-prompt", 4, "--max-response-t
 OPTIONS += ["--eval-rows", 8, "--no-eval-before", "--eval-every", 0, *LITTLE_CACHE]
 STEPS = ["--total-steps", 4, "--save-every", 1, "--keep-checkpoints", 9, "--dump-rollouts-every", 1]
 STEPS += ["--kl-in", "loss", "--kl-estimator", "k3-is", "--kl-coef", 0.01]
+
+
+def other_weights(folder: Path) -> Path:
+    """A copy of tiny, but for one bit of its weights."""
+    shutil.copytree(FOLDERS["tiny"], folder)
+    weights = bytearray((folder / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(weights)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -67,16 +78,7 @@ def test_kill_and_resume_equals_an_uninterrupted_run(whole, tmp_path):
     [(["--lora-rank", 8], "is of another LoRA, [4, 32.0, 'all'] and not [8,"), ([], "another base")],
 )
 def test_a_resume_with_other_adapters_or_another_base_is_refused(whole, tmp_path, change, told):
-    model = ["--model", FOLDERS["tiny"]]
-    if not change:
-        copy = tmp_path / "model"
-        copy.mkdir()
-        for file in FOLDERS["tiny"].iterdir():
-            (copy / file.name).write_bytes(file.read_bytes())
-        weights = bytearray((copy / "model.safetensors").read_bytes())
-        weights[-1] ^= 1
-        (copy / "model.safetensors").write_bytes(weights)
-        model = ["--model", copy]
+    model = ["--model", FOLDERS["tiny"] if change else other_weights(tmp_path / "model")]
     data = [f"--{part}-data={whole[0] / 'data' / part}.parquet" for part in ("train", "eval")]
     options = [*OPTIONS, *STEPS, *model, *data, "--resume", whole[0] / "checkpoints/step_000002", *change]
     refused = run_script("grpo.py", *options, "--engine", "hf", "--output-dir", tmp_path / "run", check=False)
@@ -92,15 +94,8 @@ def test_the_export_of_a_checkpoint_is_the_runs_model(whole, tmp_path):
 
 
 def test_the_export_on_another_base_is_refused(whole, tmp_path):
-    base = tmp_path / "model"
-    base.mkdir()
-    for file in FOLDERS["tiny"].iterdir():
-        (base / file.name).write_bytes(file.read_bytes())
-    weights = bytearray((base / "model.safetensors").read_bytes())
-    weights[-1] ^= 1
-    (base / "model.safetensors").write_bytes(weights)
     with pytest.raises(SystemExit, match="has adapters of another base than --model"):
-        main(Args(whole[0], str(base), tmp_path / "out"))
+        main(Args(whole[0], str(other_weights(tmp_path / "model")), tmp_path / "out"))
 
 
 def test_adapters_of_random_weights_are_refused(tmp_path):
@@ -124,6 +119,22 @@ def test_with_vllm(tmp_path, ranks, dtype, strategy):
 
 
 @pytest.mark.slow
+def test_vllm_has_the_adapters_after_a_resume_and_reads_the_export(tmp_path):
+    options = [*OPTIONS, *STEPS, "--output-dir"]
+    run_script("grpo.py", *options, tmp_path / "run")
+    again = ["--resume", tmp_path / "run/checkpoints/step_000002"]
+    run_script("grpo.py", *options, tmp_path / "again", *again)
+    assert [steps_of(tmp_path / "again")[step] == steps_of(tmp_path / "run")[step] for step in (3, 4)] == [True, True]
+    assert 0 < steps_of(tmp_path / "again")[3]["policy/rollout_logprob_gap"] < 1e-5
+    look = ["--eval-only", "--eval-data", tmp_path / "run/data/eval.parquet", "--eval-rows", 8, *LITTLE_CACHE]
+    run_script(
+        "grpo.py", "--model", tmp_path / "run/model", *look, "--dtype", "fp32", "--output-dir", tmp_path / "eval"
+    )
+    (event,) = metrics_of(tmp_path / "eval")
+    assert event["eval/accuracy"] == steps_of(tmp_path / "run")[4]["eval/accuracy"]
+
+
+@pytest.mark.slow
 def test_ppo_and_its_critic(tmp_path):
     options = [*LORA, "--prompts-per-step", 6, "--max-response-tokens", 64, "--eval-rows", 8, *LITTLE_CACHE]
     options += ["--total-steps", 3, "--minibatches", 2, "--critic-learning-rate", 1e-3, "--critic-warmup-steps", 0]
@@ -136,14 +147,7 @@ def test_ppo_and_its_critic(tmp_path):
     names = ("value/loss", "policy/loss", "optim/grad_norm")
     assert [steps_of(tmp_path / "again")[3][n] for n in names] == [steps[3][n] for n in names]
 
-    critic = tmp_path / "critic"
-    critic.mkdir()
-    for file in FOLDERS["tiny"].iterdir():
-        (critic / file.name).write_bytes(file.read_bytes())
-    weights = bytearray((critic / "model.safetensors").read_bytes())
-    weights[-1] ^= 1
-    (critic / "model.safetensors").write_bytes(weights)
-    again += ["--critic-model", critic]
+    again += ["--critic-model", other_weights(tmp_path / "critic")]
     refused = run_script("ppo.py", *options, *again, "--resume", "auto", "--engine", "hf", ranks=2, check=False)
     assert refused.returncode == 1 and "is of a critic on another base" in refused.stderr, refused.stderr
 
