@@ -52,7 +52,8 @@ def memory_phases(
     size = {path: shape[0] / 1e9 for path, shape in shapes.items()}
     learned = {path: shape[1] / 1e9 / (1 if lora else ranks) for path, shape in shapes.items()}  # adapters stay whole
     weights = sum((dtype.itemsize if lora else 4) * size[path] for path in trained) / ranks
-    weights += sum(dtype.itemsize * size[path] for path in frozen) / ranks
+    reference = sum(dtype.itemsize * size[path] for path in frozen) / ranks
+    weights += reference
     weights += sum(4 * learned[path] for path in trained) if lora else 0
     adam = sum(8 * learned[path] for path in trained)
     gradients = max(4 * learned[path] for path in trained)  # of one model at a time
@@ -69,7 +70,7 @@ def memory_phases(
         sampling += adam
         updating += activations + adam
     parts = {"weights": weights, "Adam": adam, "rollout": sampling, "engine": engine, "KV cache": cache}
-    return parts | {"update": updating, "gradients": gradients, "activations": activations}
+    return parts | {"update": updating, "gradients": gradients, "activations": activations, "reference": reference}
 
 
 def memory_plan(
@@ -82,9 +83,9 @@ def memory_plan(
         there = psutil.virtual_memory().available / 1e9 / ranks_here()
     gb = memory_phases(rollout, machine, world.size, dtype, trained, frozen, on_gpu)
     plan = (
-        "memory of a rank (GB, estimated; {there:.1f} are free): weights {weights:.1f}, Adam {Adam:.1f}; rollout "
-        "{rollout:.1f}, of it engine {engine:.1f}, KV cache {KV cache:.1f}; update {update:.1f}, of it gradients "
-        "{gradients:.1f}, activations {activations:.1f}"
+        "memory of a rank (GB, estimated; {there:.1f} are free): weights {weights:.1f}, of them reference "
+        "{reference:.1f}, Adam {Adam:.1f}; rollout {rollout:.1f}, of it engine {engine:.1f}, KV cache {KV cache:.1f}; "
+        "update {update:.1f}, of it gradients {gradients:.1f}, activations {activations:.1f}"
     ).format(there=there, **gb)
     left = max(0.0, there - gb["engine"])
     fits = f"of {there / GIB:.1f} GiB that are free the engine's weights leave {left / GIB:.1f}"
