@@ -44,7 +44,7 @@ def plan(folder, ranks=1, trained=1, frozen=0, **changes) -> tuple[dict[str, flo
     machine = Machine(**{"micro_batch_tokens": 10_000} | changes)
     world = World(0, ranks, 0, torch.device("cpu"))
     text = memory_plan(rollout, machine, world, torch.bfloat16, [folder] * trained, [folder] * frozen)
-    items = ("weights", "Adam", "rollout", "engine", "KV cache", "update", "gradients", "activations")
+    items = ("weights", "reference", "Adam", "rollout", "engine", "KV cache", "update", "gradients", "activations")
     return {item: float(re.search(rf"{item} ([\d.]+)", text)[1]) for item in items}, text
 
 
@@ -66,6 +66,9 @@ def test_one_rank(folder):
 def test_shards_and_replicas(folder):
     found, _ = plan(folder, ranks=4, trained=2, frozen=1)
     assert_gigabytes(found, weights=(2 * 4 + 2) * PARAMETERS / 4, Adam=2 * 8 * PARAMETERS / 4)
+    assert_gigabytes(found, reference=2 * PARAMETERS / 4)
+    found, _ = plan(folder, ranks=4, trained=2, frozen=1, shard_size=2)
+    assert_gigabytes(found, weights=(2 * 4 + 2) * PARAMETERS / 2, Adam=2 * 8 * PARAMETERS / 2)
     found, _ = plan(folder, ranks=4, trained=2, frozen=1, strategy="ddp")
     assert_gigabytes(found, weights=(2 * 4 + 2) * PARAMETERS, Adam=2 * 8 * PARAMETERS)
     assert_gigabytes(found, gradients=4 * PARAMETERS)  # of one model at a time
