@@ -1,5 +1,6 @@
 """LoRA in the scripts: real ranks and engines, from the first lines to the export, a resume, and what is refused."""
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -168,13 +169,20 @@ def test_a_model_that_sees_and_its_tower(tmp_path):
 
 @pytest.mark.slow
 def test_supervised(tmp_path):
-    options = ["--lora-rank", 4, "--dtype", "fp32", "--total-steps", 6, "--batch-size", 8, "--save-every", 3]
+    """Answers that tiny does not give yet: its own task has nothing left to be learnt."""
+    rows = tmp_path / "rows.jsonl"
+    with rows.open("w") as file:
+        for number in range(32):
+            answer = {"role": "assistant", "content": "I would rather not."}
+            file.write(json.dumps({"messages": [{"role": "user", "content": f"{number} 2 = 3"}, answer]}) + "\n")
+    options = ["--lora-rank", 4, "--learning-rate", 3e-3, "--dtype", "fp32", "--total-steps", 6, "--batch-size", 8]
+    options += ["--model", "tiny", "--train-data", rows, "--eval-data", rows, "--save-every", 3]
     options += ["--keep-checkpoints", 9]
     run_script("sft.py", *options, "--output-dir", tmp_path / "run", ranks=2)
     again = ["--resume", tmp_path / "run/checkpoints/step_000003", "--output-dir", tmp_path / "again"]
     run_script("sft.py", *options, *again, ranks=2)
     steps = steps_of(tmp_path / "run")
-    assert steps[6]["eval/loss"] < steps[0]["eval/loss"]
+    assert steps[6]["eval/loss"] < 0.8 * steps[0]["eval/loss"]
     assert steps_of(tmp_path / "again")[6]["eval/loss"] == steps[6]["eval/loss"]
     weights = [(tmp_path / name / "model/adapter/adapter_model.safetensors").read_bytes() for name in ("run", "again")]
     assert weights[0] == weights[1]
