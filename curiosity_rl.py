@@ -43,7 +43,6 @@ from common.files import refuse
 from common.flags import Amount, Count, Data, Limit, Machine, Rollout, Run, Share, check_shared, parse, refuse_idle
 from common.job import Job
 from common.look.console import announce
-from common.look.samples import side_by_side
 from common.means import Means
 from common.metrics import rollout_means, rollout_metrics
 from common.models import sync_engine
@@ -53,6 +52,7 @@ from common.pictures import PixelLimits
 from common.precision import checked_gap
 from common.progress import Progress
 from common.rewards import is_correct
+from common.rewards.samples import side_by_side
 from common.rollouts import Rollouts
 from common.setup import Stopwatch, due, finish, open_logger, profiled
 

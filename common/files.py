@@ -94,3 +94,12 @@ def modified(path: Path) -> float | None:
         return path.stat().st_mtime
     except FileNotFoundError:
         return None
+
+
+@contextmanager
+def full_disk_is_a_warning(path: Path) -> Iterator[None]:
+    """A dump that cannot be written costs itself, not the run."""
+    try:
+        yield
+    except OSError as error:
+        print(f"warning: {path} not written ({error})", flush=True)

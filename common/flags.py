@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 EMBEDDED = ("tiny", "tiny-vl", "tiny-vl-python")  # models that bring their own data
 SCRIPTS = ("grpo.py", "ppo.py", "curiosity_rl.py", "sft.py")
 LORA_RATE = 10  # times the default learning rate
+TRACKERS = ("tensorboard", "wandb")
 
 Count = Annotated[int, Gt(0)]
 Limit = Annotated[int, Ge(0)]  # 0: there is none
@@ -190,6 +191,14 @@ def step_range(text: str | None) -> range:
     steps = range(int(match[1]), int(match[2]) + 1) if match else range(0)
     refuse(text is not None and not steps, f"--profile-steps {text}: give the first and the last step, such as 3:5")
     return steps
+
+
+def tracker_names(trackers: str) -> list[str]:
+    """The comma-separated names of --log. ValueError for an unknown one."""
+    names = [item.strip() for item in trackers.split(",") if item.strip()]
+    if unknown := [item for item in names if item not in TRACKERS]:
+        raise ValueError(f"--log {trackers}: unknown tracker {unknown[0]!r}, expected {', '.join(TRACKERS)}")
+    return names
 
 
 def flag(name: str) -> str:

@@ -21,10 +21,9 @@ from common.attention import choose_attention
 from common.data.prompts import PromptLoader
 from common.distributed import World, broadcast_object, check_same, init_world, make_mesh, wrap_model
 from common.files import lock_folder, refuse, user_errors
-from common.flags import ROOT, Data, Machine, Run, refuse_idle, step_range
+from common.flags import ROOT, Data, Machine, Run, refuse_idle, step_range, tracker_names
 from common.hub import HUB_FILES, load_tokenizer, resolve_model
 from common.integrity import fingerprint, model_identity, read_manifest, weights_identity
-from common.logger import tracker_names
 from common.lora import Base, Lora
 from common.models import check_model, load_critic, load_policy
 from common.optimizer import GuardedAdamW

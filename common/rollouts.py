@@ -23,10 +23,9 @@ from common.files import refuse, user_errors
 from common.flags import Data, Rollout, Run, refuse_idle
 from common.hub import EMBEDDED, resolve_model
 from common.job import Job
-from common.logger import Logger
 from common.look.console import print_samples
+from common.look.logger import Logger
 from common.look.page import write_page
-from common.look.samples import as_sample, report, summarize
 from common.memory import cache_gib, memory_plan
 from common.models import sync_engine
 from common.precision import gap_limit
@@ -37,6 +36,7 @@ from common.rewards import RewardWorkers, needs_judge, reward_function, score_ep
 from common.rewards.judge import Judge
 from common.rewards.judging import bounded, open_judge, saved_at_outage
 from common.rewards.model import RewardModel
+from common.rewards.samples import as_sample, report, summarize
 from common.tools import ToolWorkers
 from common.tools.trajectories import Turns, open_tools
 

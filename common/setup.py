@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from common.checkpoint import Checkpoints
-from common.data.dumps import full_disk_is_a_warning
 from common.distributed import barrier, gather_objects, handle_sigterm, trim_memory
+from common.files import full_disk_is_a_warning
 from common.flags import flat, step_range
 from common.job import Job
-from common.logger import Logger
 from common.look.console import StatusLine
 from common.look.curves import plot_curves
+from common.look.logger import Logger
 from common.look.machine import changed_flags, save_config
 from common.look.trackers import Trackers
 from common.memory import peak_memory_gb, remembered_budget

@@ -13,8 +13,8 @@ from test_turns import build_tokenizer
 import curiosity_rl
 from common.data import visual_qa
 from common.episodes import Episode
-from common.look.samples import report, side_by_side, summarize, wilson_interval
 from common.rewards import is_correct, reward_function, visual_qa_reward
+from common.rewards.samples import report, side_by_side, summarize, wilson_interval
 from curiosity_rl import Args, ReplayMemory, curiosity_terms, num_calls, shape_rewards
 
 PAPER = {"alpha": 0.5, "target": 0.3, "penalty": 0.05, "free": 1}

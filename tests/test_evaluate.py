@@ -17,8 +17,8 @@ from common.engine.books import Completion, EngineConfig
 from common.engine.hf import HuggingFaceEngine
 from common.flags import Data, Rollout
 from common.hub import load_tokenizer, resolve_model
-from common.look.samples import format_table, maj_at_k, pass_at_k, summarize, wilson_interval
 from common.rewards import is_correct
+from common.rewards.samples import format_table, maj_at_k, pass_at_k, summarize, wilson_interval
 from common.rollouts import Rollouts, read_prompts
 
 

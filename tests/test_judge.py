@@ -20,12 +20,12 @@ from judges import LocalJudge
 import grpo
 from common.data.prompts import PromptLoader
 from common.episodes import Episode
-from common.look.samples import as_sample, summarize
 from common.metrics import rollout_means
 from common.rewards import score_episodes
 from common.rewards.judge import IN_FLIGHT, TRIES, Judge, JudgeUnavailable
 from common.rewards.judge_prompt import EXAMPLES, Case, messages, verdict_of
 from common.rewards.judging import bounded, open_judge, saved_at_outage
+from common.rewards.samples import as_sample, summarize
 
 VARIABLES = ("JUDGE_URLS", "JUDGE_MODEL", "JUDGE_API_KEY")
 KEY, PASSWORD = "sk-1234-5678", "pass@word"

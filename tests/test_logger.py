@@ -17,14 +17,14 @@ import pytest
 import torch
 from helpers import deadline, run_script
 
-from common import distributed, logger, processes
+from common import distributed, processes
 from common.episodes import Episode, Row
-from common.logger import Logger
-from common.look import machine, trackers
+from common.look import logger, machine, trackers
 from common.look.console import COLUMNS, StatusLine, fitted, print_samples
 from common.look.curves import plot_curves, read_metrics
+from common.look.logger import Logger
 from common.look.machine import save_config
-from common.look.samples import as_sample, summarize
+from common.rewards.samples import as_sample, summarize
 
 
 def make(run_dir, total_steps=100, names=""):

@@ -12,9 +12,9 @@ from vl import picture
 
 from common.data.verl import row_problem
 from common.episodes import Episode
-from common.look.samples import as_sample, report, summarize
 from common.prepare.vision_benchmarks import TIR_TASKS, Args, main
 from common.rewards import is_correct, reward_function, score_episodes, score_response
+from common.rewards.samples import as_sample, report, summarize
 from common.rewards.tir_bench import letter_of, options_of
 
 OPTIONS = ["The cup is red.", "The cup is blue.", "The cup is green.", "The cup is white."]

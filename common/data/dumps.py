@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import pyarrow.parquet as pq
 
 from common.distributed import World, gather_objects
 from common.episodes import Episode
-from common.files import replace_file
+from common.files import full_disk_is_a_warning, replace_file
 from common.pictures import Media, PixelLimits
 from common.torch_repair import transformers
 
@@ -61,15 +59,6 @@ def dump_rollouts(
             folder.mkdir(parents=True, exist_ok=True)
             replace_file(path, lambda temporary: pq.write_table(pa.Table.from_pylist(rows), temporary))
     return path
-
-
-@contextmanager
-def full_disk_is_a_warning(path: Path) -> Iterator[None]:
-    """A dump that cannot be written costs itself, not the run."""
-    try:
-        yield
-    except OSError as error:
-        print(f"warning: {path} not written ({error})", flush=True)
 
 
 def load_rollouts(

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.files import jsonable
-from common.logger import tracker_names
+from common.flags import tracker_names
 
 TRACKER_SECONDS = 15  # a tracker that has not answered by then is dropped
 

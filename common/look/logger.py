@@ -6,16 +6,6 @@ from pathlib import Path
 from common.files import jsonable
 from common.processes import reached
 
-TRACKERS = ("tensorboard", "wandb")
-
-
-def tracker_names(trackers: str) -> list[str]:
-    """The comma-separated names of --log. ValueError for an unknown one."""
-    names = [item.strip() for item in trackers.split(",") if item.strip()]
-    if unknown := [item for item in names if item not in TRACKERS]:
-        raise ValueError(f"--log {trackers}: unknown tracker {unknown[0]!r}, expected {', '.join(TRACKERS)}")
-    return names
-
 
 class Logger:
     """Console line and metrics.jsonl always, trackers if they work: nothing in here may end or delay a run.

@@ -8,8 +8,7 @@ from statistics import fmean
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from common.data.dumps import full_disk_is_a_warning
-from common.files import replace_file
+from common.files import full_disk_is_a_warning, replace_file
 from common.rewards import is_correct
 
 
