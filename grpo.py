@@ -377,6 +377,8 @@ def collect_groups(rollouts: Rollouts, args: Args, step: int, watch: Stopwatch) 
     for _ in range(max(args.dynamic_sampling, 1)):
         num_prompts = math.ceil(missing * args.oversample)
         new = collect(rollouts, num_prompts, step, watch, first=drawn)
+        for episode in new:  # what an interaction gave to its turns
+            episode.rewards["score"] += math.fsum(episode.turn_rewards)
         if args.tool_bonus:
             add_tool_bonus(new, args.tool_bonus)
         sampled += new

@@ -127,6 +127,17 @@ def token_rewards(scores: Tensor, index: TokenIndex) -> Tensor:
     return rewards
 
 
+def turn_rewards(episodes: list[Episode], index: TokenIndex) -> Tensor:
+    """Rewards [T]: what an interaction gave to a turn, at its last token, 0 at all others."""
+    rewards = torch.zeros(len(index))
+    for first, episode in zip(index.offsets.tolist(), episodes):
+        sampled, mask = torch.tensor(episode.loss_mask).cumsum(0), [*episode.loss_mask, 0]
+        ends = [i for i in range(len(mask) - 1) if mask[i] and not mask[i + 1]]
+        for end, reward in zip(ends, episode.turn_rewards):
+            rewards[first + sampled[end] - 1] = reward
+    return rewards
+
+
 def gae(rewards: Tensor, values: Tensor, index: TokenIndex, gamma: float, lam: float | Tensor) -> Tensor:
     """Generalized advantage estimates (arXiv 1506.02438 eq. 16): rewards, values [T], lam a number or [E] -> [T].
 
@@ -504,7 +515,7 @@ def main(args: Args, demo: bool = False) -> None:
             packer.fill(tokens.values, critic, minibatches)
         scores = shaped_scores(episodes, args.rollout.max_response_tokens, args.overlong_buffer)  # [E]
         scores += args.reward_model_weight * torch.tensor([e.model_reward or 0.0 for e in episodes])
-        rewards = token_rewards(scores, index)  # [T]
+        rewards = token_rewards(scores, index) + turn_rewards(episodes, index)  # [T]
         if args.kl_in == "reward":
             kl = kl_estimate(tokens.old_logprobs, tokens.ref_logprobs, tokens.old_logprobs, "k1").cpu()  # [T]
             rewards = rewards - kl_controller.coef * kl

@@ -28,6 +28,9 @@ class Row:
     prompt_ids: list[int]
     media: list[Media] = field(default_factory=list)  # in the order of their placeholders in prompt_ids
     tools: dict[str, dict] = field(default_factory=dict)  # on offer: name -> keyword arguments of the row's own
+    interaction: dict | None = None  # keyword arguments of --interaction; None: it has nothing to say to this row
+    environment: dict | None = None  # columns, for `reset` of --environment; None: this row has none
+    messages: Prompt = ""  # what prompt_ids were made of, by the chat template
     problem: str = ""  # why a picture could not be read; prompt_ids are empty then
 
     @property
@@ -53,6 +56,10 @@ class Episode:
     media: list[Media] = field(default_factory=list)  # in the order of their placeholders: the prompt's, then others
     turns: int = 0  # sampled so far
     calls: list[dict] = field(default_factory=list)  # of tools: turn, name, arguments, text, error, info; media added
+    messages: list[dict] = field(default_factory=list)  # with tools: the turns and what answered them, as a chat
+    opening: str = ""  # what an environment's `reset` has said, at the end of the prompt
+    environment_reward: float | None = None
+    turn_rewards: list[float] = field(default_factory=list)  # by an interaction, of each turn up to the last it rated
     model_reward: float | None = None  # of --reward-model
     row: int | None = None  # `Row.index` of its prompt
     truth: str = ""  # its ground truth: a text, or JSON
@@ -66,11 +73,12 @@ FINISH_REASONS = {
     "stop": "an end token, and no tool was called",
     "length": "--max-response-tokens, or an observation that would exceed it",
     "turn_length": "--max-turn-tokens",
-    "max_turns": "--max-turns: a tool was called in the last one",
+    "max_turns": "--max-turns: a tool was called in the last one, or there was more to say",
+    "done": "the environment's `done`",
     "max_images": "--max-images: a tool returned more",
     "max_tool_errors": "--max-tool-errors",
     "vision_token": "the policy sampled a vision placeholder: the trajectory ends before it",
-    "tool_failed": "through our fault: a tool's `ours`, a row that gave it too little, no worker; not trained on",
+    "tool_failed": "through our fault: a tool's `ours`, an environment, an interaction, no worker; not trained on",
     "unreadable": "a picture of the prompt could not be read: nothing was sampled, not trained on",
 }
 
@@ -117,9 +125,7 @@ def sample_episodes(
         engine.submit(key, e.prompt_ids + e.response_ids, limited, turn_seed, weights_step, e.media)
 
     if turns is not None:
-        for key in readable:
-            submit(key)
-        turns.go_on(engine, episodes, prompts, sampling.max_tokens, submit, progress, watch)
+        turns.sample(engine, episodes, prompts, sampling.max_tokens, submit, progress, watch, seed=f"{seed}/{step}")
         return episodes
     for key in readable[:: sampling.n]:  # one request for a group
         submit(key, sampling.n)

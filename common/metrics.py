@@ -7,7 +7,7 @@ from torch import Tensor
 from common.distributed import all_reduce, world_size
 from common.episodes import FINISH_REASONS, Episode, by_prompt, unequal_groups
 from common.means import Means
-from common.rewards import is_correct
+from common.rewards import FULL_MARKS, is_correct
 
 RARE_REASONS = sorted(FINISH_REASONS.keys() - {"stop", "length"})  # to finish an episode
 
@@ -28,6 +28,10 @@ def rollout_means(episodes: list[Episode], seconds: dict[str, float], with_tools
     means.add("reward/model_mean", math.fsum(judged), count=len(judged))
     bonuses = [e.rewards["tool_bonus"] for e in scored if "tool_bonus" in e.rewards]  # part of their scores
     means.add("reward/tool_bonus", math.fsum(bonuses), count=len(bonuses))
+    rated = [e.turn_rewards for e in episodes if e.turn_rewards]
+    means.add("reward/turns", math.fsum(map(math.fsum, rated)), count=len(rated))
+    means.add("reward/first_turn_accuracy", sum(turns[0] >= FULL_MARKS for turns in rated), count=len(rated))
+    means.add("reward/last_turn_accuracy", sum(turns[-1] >= FULL_MARKS for turns in rated), count=len(rated))
     response_tokens = sum(len(e.response_ids) for e in episodes)
     means.add("rollout/response_length", response_tokens, count=len(episodes))
     means.add("rollout/truncated", sum(e.truncated for e in episodes), count=len(episodes))

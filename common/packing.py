@@ -168,7 +168,9 @@ def _units(episodes: Sequence[Episode], selected: Sequence[int], budget: int, sh
     """Lists of episodes that share a prompt; a group that exceeds the budget is split and repeats its prompt."""
     by_prompt: dict[object, list[int]] = {}
     for i in selected:
-        by_prompt.setdefault(episodes[i].prompt_index if share_prompts else ("single", i), []).append(i)
+        episode = episodes[i]  # what an environment says at its beginning stands in the prompt, and may differ
+        key = (episode.prompt_index, *episode.prompt_ids) if share_prompts else ("single", i)
+        by_prompt.setdefault(key, []).append(i)
     units = []
     for group in by_prompt.values():
         prompt_tokens = len(episodes[group[0]].prompt_ids)

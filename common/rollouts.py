@@ -79,15 +79,19 @@ class Rollouts:
         # of ranks that share an engine
         self.group = new_subgroups(shared, timeout=timeout, backend="gloo")[0] if shared > 1 else None
         with user_errors():
-            if job.vision or rollout.tools:
+            if job.vision or rollout.multi_turn:
                 end_turns_properly(job.tokenizer, job.vision and job.vision.processor, job.world.print)
-            tools = open_tools(rollout, job.world.print, self.group) if rollout.tools else None
+            tools = open_tools(rollout, job.world.print, self.group) if rollout.multi_turn else None
             self.train_data, self.eval_data = read_prompts(job, data, rollout, tools)
             self.workers = RewardWorkers(rollout.reward_function, max(1, cpus_of_rank() - 1), rollout.reward_timeout)
             if rollout.reward_function and not rollout.replay:  # found out now, not after the first rollout
                 self.workers.try_out(rollout.reward_function, (self.train_data or self.eval_data)[0])
             self.turns = Turns.of_flags(rollout, job.tokenizer, tools, job.vision) if tools else None
-            self.judge = judge_of(job, rollout, [prompts for prompts in (self.train_data, self.eval_data) if prompts])
+            rewarded = rollout.environment and self.turns.try_out((self.train_data or self.eval_data)[0])
+            sources = set() if rollout.reward_function or rewarded else self.sources
+            for source in sorted(sources):
+                reward_function(source)  # an unknown data_source is an error now, not after the first rollout
+            self.judge = judge_of(job, rollout, sources)
         self.draws = ceil(rollout.prompts_per_step * oversample)  # prompts of a step, before any are replaced
         self.total_steps, self.loader = run.total_steps or 0, None
         if self.train_data:
@@ -101,6 +105,11 @@ class Rollouts:
         torch.manual_seed(run.seed + job.world.rank)  # after vLLM, which seeds every rank alike
         self.reward_model = RewardModel(reward_folder, job.compute_dtype, job.world.device) if reward_folder else None
         job.world.print(f"{job.summary}, rollouts by {rollout.engine}")
+
+    @property
+    def sources(self) -> set[str]:
+        """Every data_source of the rows that are to be scored."""
+        return {name for prompts in (self.train_data, self.eval_data) if prompts for name in prompts.sources}
 
     @property
     def can_evaluate(self) -> bool:
@@ -186,11 +195,10 @@ class Rollouts:
             write_page(path, self.tokenizer)
 
 
-def judge_of(job: Job, rollout: Rollout, data: list[PromptData]) -> Judge | None:
-    """The judge, if rows of the data may need one. ValueError, or exit code 75, as of `open_judge`."""
+def judge_of(job: Job, rollout: Rollout, sources: set[str]) -> Judge | None:
+    """The judge, if rows of these sources may need one. ValueError, or exit code 75, as of `open_judge`."""
     agreement = {"agree": partial(all_reduce, op="max"), "stopping": stop_requested}
-    needed = not rollout.reward_function and needs_judge(name for prompts in data for name in prompts.sources)
-    return open_judge(rollout, needed, notice=job.world.print, at_outage=job.at_outage, **agreement)
+    return open_judge(rollout, needs_judge(sources), notice=job.world.print, at_outage=job.at_outage, **agreement)
 
 
 def read_prompts(
@@ -214,9 +222,6 @@ def read_prompts(
     )
     train_data = None if rollout.eval_only else read(train_files, max_rows=data.max_rows)
     eval_data = read(eval_files, flag="--eval-data") if eval_files else None
-    for prompts in (train_data, eval_data):
-        for source in sorted(prompts.sources) if prompts and not rollout.reward_function else ():
-            reward_function(source)  # an unknown data_source is an error now, not after the first rollout
     return train_data, eval_data
 
 

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from math import inf
@@ -45,9 +46,11 @@ class Worker:
 
     STARTING, IDLE, BUSY = "starting", "idle", "busy"
 
-    def __init__(self, make_handler: MakeHandler, spec: str, memory_gib: float):
-        self.arguments = [str(memory_gib), make_handler.__module__, make_handler.__name__, spec]
+    def __init__(self, make_handler: MakeHandler, spec: str, memory_gib: float, close_s: float):
+        self.arguments = [str(memory_gib), str(close_s), make_handler.__module__, make_handler.__name__, spec]
+        self.close_s = close_s  # that its handler's `close` may take; 0: it has none
         self.printable = MAX_OUTPUT
+        self.queue: deque[tuple[Hashable, Any]] = deque()  # jobs that no other worker may do
         self.start()
 
     def start(self) -> None:
@@ -74,6 +77,10 @@ class Worker:
         """Kill the process and the children it has; returns how it ended, which may have been earlier."""
         if self.running:
             self.socket.close()
+            if self.close_s:
+                self.process.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    self.process.wait(self.close_s)
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):  # it hangs in the kernel, for example on a dead file system
@@ -153,7 +160,11 @@ class Worker:
         return reply
 
 
-def serve(fd: str, trainer: str, memory_gib: str, module: str, make_handler: str, spec: str) -> None:
+class Ended(BaseException):
+    """The trainer has no more jobs for this worker, whatever it is doing."""
+
+
+def serve(fd: str, trainer: str, memory_gib: str, close_s: str, module: str, make_handler: str, spec: str) -> None:
     """A worker process: make the handler at the first message, then do one job after the other."""
     # The kernel kills this process with the thread that started it; and if that is dead by now, it has a new parent.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -168,17 +179,28 @@ def serve(fd: str, trainer: str, memory_gib: str, module: str, make_handler: str
         limit(float(memory_gib))
         return {}
 
+    def end(*_) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.setitimer(signal.ITIMER_REAL, float(close_s))  # kills one that hangs
+        raise Ended
+
+    if float(close_s):
+        signal.signal(signal.SIGTERM, end)
     handle = first
-    with suppress(EOFError, OSError):  # the trainer is gone, or the function has closed the socket
+    with suppress(EOFError, OSError, Ended):  # the trainer is gone, or the function has closed the socket
         while True:
             token, job = connection.recv()
             try:
                 reply = json.dumps({"token": token, "result": handle(job)}, ensure_ascii=False)
+            except Ended:
+                break
             except BaseException as error:
                 reply = json.dumps({"token": token, "error": describe(error)}, ensure_ascii=False)
             if os.getpid() != pid:  # the function has forked, and its child came back too
                 os._exit(0)
             connection.send_bytes(reply.encode(errors="replace"))  # lone surrogates can be neither printed nor saved
+    if float(close_s) and handle is not first:
+        handle.close()
 
 
 def limit(memory_gib: float) -> None:

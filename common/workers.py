@@ -4,7 +4,7 @@ import importlib.util
 import sys
 import time
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from math import inf
@@ -15,24 +15,36 @@ from typing import Any
 from common.progress import Progress
 from common.worker import USER_MODULE, MakeHandler, Worker, describe
 
+SHARE = 4  # homes that a process has before another one is started
+
 
 class Pool:
     """At most `workers` processes that turn jobs into replies, with the handler that `make_handler(spec)` makes there.
 
-    One is started at once, to see whether it starts; the others when there is a job for them.
+    One is started at once, to see whether it starts; the others when there is a job for them. Jobs with the same
+    `home` go to the same process: it may keep something for the next, which is lost if it has to be restarted.
 
     Each job has `timeout_s` seconds from when a worker gets it, and `memory_gib` beyond what that had mapped at its
-    start (0: no limit). One that fails has the reply {"error": why}. ValueError if the workers do not start.
+    start (0: no limit). One that fails has the reply {"error": why}. ValueError if the workers do not start. A handler
+    with something to close has `close_s` seconds for its `close()` when its process is stopped.
     """
 
     def __init__(
-        self, kind: str, make_handler: MakeHandler, spec: str, workers: int, timeout_s: float, memory_gib: float
+        self,
+        kind: str,
+        make_handler: MakeHandler,
+        spec: str,
+        workers: int,
+        timeout_s: float,
+        memory_gib: float,
+        close_s: float = 0.0,
     ):
         if workers < 1 or timeout_s <= 0 or memory_gib < 0:
             raise ValueError(f"{kind} workers: got {workers} workers, {timeout_s} s, {memory_gib} GiB")
         self.kind, self.timeout_s = kind, timeout_s
         self.queue: deque[tuple[Hashable, Any]] = deque()
-        self.most, self.new_worker = workers, partial(Worker, make_handler, spec, memory_gib)
+        self.homes: dict[Hashable, Worker] = {}
+        self.most, self.new_worker = workers, partial(Worker, make_handler, spec, memory_gib, close_s)
         self.workers, self.works = [self.new_worker()], False
         while self.workers[0].state == Worker.STARTING:
             self._collect(inf)
@@ -41,11 +53,22 @@ class Pool:
     @property
     def pending(self) -> int:
         """Jobs without a reply so far."""
-        return len(self.queue) + sum(worker.state == Worker.BUSY for worker in self.workers)
+        at_home = sum((worker.state == Worker.BUSY) + len(worker.queue) for worker in self.workers)
+        return len(self.queue) + at_home
 
-    def submit(self, key: Hashable, job: Any) -> None:
-        self.queue.append((key, job))
+    def submit(self, key: Hashable, job: Any, home: Hashable = None) -> None:
+        queue = self.queue if home is None else self._home(home).queue
+        queue.append((key, job))
         self._hand_out()
+
+    def _home(self, home: Hashable) -> Worker:
+        """The worker of a home; a new home gets the one that has fewest, or a new one if all have several."""
+        if home not in self.homes:
+            used = Counter(self.homes.values())
+            if len(self.workers) < self.most and all(used[worker] >= SHARE for worker in self.workers):
+                self.workers.append(self.new_worker())
+            self.homes[home] = min(self.workers, key=lambda worker: used[worker])
+        return self.homes[home]
 
     def poll(self, timeout_s: float = 0.0) -> list[tuple[Hashable, dict]]:
         """(key, reply) of what has finished; waits that long for the first, but not if nothing is pending."""
@@ -70,26 +93,29 @@ class Pool:
     def cancel(self) -> None:
         """Forget all jobs, for example after an exception such as Ctrl-C."""
         self.queue.clear()
+        self.homes.clear()
         for worker in self.workers:
+            worker.queue.clear()
             if worker.state == Worker.BUSY:
                 worker.restart()
 
     def close(self) -> None:
-        """Kill the workers. Without it they die with the trainer."""
+        """End the workers. Without it they are killed with the trainer."""
+        for worker in self.workers:
+            worker.process.terminate()  # all close what they hold at the same time
         for worker in self.workers:
             worker.stop()
 
     def _hand_out(self) -> None:
         for worker in self.workers:
-            if not self.queue:
-                return
-            if worker.state != Worker.IDLE:
+            queue = worker.queue or self.queue
+            if worker.state != Worker.IDLE or not queue:
                 continue
             # a thread or an alarm that an earlier job left behind has ended it, or has written something
             if worker.process.poll() is not None or wait([worker.socket], 0):
                 worker.restart()
                 continue
-            key, job = self.queue.popleft()
+            key, job = queue.popleft()
             worker.expect(Worker.BUSY, key, self.timeout_s)
             worker.send(job)
         starting = sum(worker.state == Worker.STARTING for worker in self.workers)
@@ -128,9 +154,12 @@ class Pool:
         if len(self.workers) > 1:
             self.workers.remove(worker)
             self.most -= 1
+            self.homes = {home: self.workers[0] if its is worker else its for home, its in self.homes.items()}
+            self.workers[0].queue += worker.queue
             return []
         worker.start()
-        return [(self.queue.popleft()[0], {"error": f"no worker starts: {error}"})] if self.queue else []
+        queue = worker.queue or self.queue
+        return [(queue.popleft()[0], {"error": f"no worker starts: {error}"})] if queue else []
 
 
 def load_function(spec: str, flag: str) -> Callable:

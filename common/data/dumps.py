@@ -14,7 +14,7 @@ from common.files import full_disk_is_a_warning, replace_file
 from common.pictures import Media, PixelLimits
 from common.torch_repair import transformers
 
-AS_JSON = ("rewards", "calls", "media")  # columns whose values differ in shape from row to row
+AS_JSON = ("rewards", "calls", "media", "messages")  # columns whose values differ in shape from row to row
 
 
 def dump_rollouts(
@@ -73,7 +73,8 @@ def load_rollouts(
             f"--replay {path}: is of step {rows[0]['step']} on {rows[0]['ranks']} ranks, this is step {step} on "
             f"{world.size}: --resume the checkpoint of the step before it, with as many ranks"
         )
-    rows = [{"model_reward": None, "row": None, "truth": ""} | row for row in rows]  # which older dumps lack
+    older = {"model_reward": None, "row": None, "truth": "", "messages": "[]", "turn_rewards": [], "opening": ""}
+    rows = [older | {"environment_reward": None} | row for row in rows]  # what older dumps lack
     if any(row["model_reward"] is not None for row in rows) != bool(reward_model):
         raise SystemExit(f"--replay {path}: give the --reward-model of that run, and none if it had none")
     own = path.with_suffix(f".media_{world.rank}.parquet")

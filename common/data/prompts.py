@@ -24,9 +24,11 @@ from common.data.render import (
     bare_text,
     clean_prompt,
     control_tokens,
+    row_interaction,
     row_tools,
     spells_control,
     to_messages,
+    without_nulls,
 )
 from common.data.rows import RowFiles
 from common.data.scan import Lengths, batched, once_per_machine, without_collector
@@ -60,6 +62,7 @@ class Found:
     sources: set[str] = field(default_factory=set)  # every data_source of a usable row that is to be scored
     rendered: int = 0  # prompts that are a rendered template in one message
     spelled: int = 0  # prompts that spell a control token
+    answered: int = 0  # rows with an interaction
     unheeded: Unheeded = field(default_factory=Unheeded)
 
 
@@ -88,11 +91,14 @@ class PromptData:
         max_images: int = 16,
         world: World | None = None,
         needs_truth: bool = True,
+        interaction: Literal["none", "own", "all"] = "none",
+        environment: bool = False,
     ):
         convert = partial(to_verl, flag=flag, media_root=media_root, with_tools=bool(tools), needs_truth=needs_truth)
         self.files, self.needs_truth = RowFiles(paths, flag, max_rows, convert), needs_truth
         self.tokenizer, self.max_prompt_tokens, self.max_images = tokenizer, max_prompt_tokens, max_images
         self.vision, self.tools, self.media_root = vision, tools or {}, media_root
+        self.interaction, self.environment = interaction, environment
         self.control, self.lengths = control_tokens(tokenizer, vision), Lengths(tokenizer)
         pictures = [*vision.placeholders.values()] if vision else []
         self.placeholders = [*map(tokenizer.convert_ids_to_tokens, pictures)]
@@ -109,6 +115,8 @@ class PromptData:
             notice(f"{flag}: {found.rendered} {told}")
         if found.spelled:
             notice(f"{flag}: {found.spelled} prompts {spells_control(tokenizer)}")
+        if interaction != "none" and not found.answered:
+            notice(f"warning: {flag}: no row has extra_info.interaction_kwargs; --interaction-rows all answers all")
         found.unheeded.tell(flag, notice)
 
     @classmethod
@@ -120,7 +128,9 @@ class PromptData:
             bad_rows=data.bad_rows,
             media_root=data.media_root,
             max_images=rollout.max_images,
-            needs_truth=not rollout.eval_only,
+            needs_truth=not (rollout.eval_only or rollout.environment),
+            interaction=rollout.interaction_rows if rollout.interaction else "none",
+            environment=bool(rollout.environment),
             **options,
         )
 
@@ -161,7 +171,8 @@ class PromptData:
                     found.sources.add(records[index]["data_source"])
                 found.rendered += isinstance(prompt.prompt, str) and isinstance(records[index]["prompt"], list)
                 found.spelled += prompt.spelled
-                found.unheeded.look(records[index], self.tools)
+                found.unheeded.look(records[index], self.tools, self.interaction)
+                found.answered += row_interaction(records[index], self.interaction) is not None
                 # At most a token per byte, and one for a leading space; NFC can triple the bytes of non-ASCII text.
                 if num_bytes * (1 if text.isascii() else 3) + num_tokens >= self.max_prompt_tokens:
                     texts[index] = text, num_tokens - len(prompt.pictures)  # a placeholder is in the text already
@@ -177,6 +188,8 @@ class PromptData:
         prompt, pictures = clean_prompt(record["prompt"]), picture_sources(record, bare_text(record["prompt"]))
         if pictures and not self.vision:
             raise BadRow("has pictures, and the model reads text alone")
+        if self.environment and isinstance(prompt, str):
+            raise BadRow("is a rendered prompt, which an --environment cannot add to")
         offered = row_tools(record, self.tools) if self.tools else {}
         messages = prompt
         if not isinstance(prompt, str):
@@ -217,6 +230,10 @@ class PromptData:
         prepared = self._prepare(record)
         ground_truth, extra_info = truth_of(record), record.get("extra_info") or {}
         row = Row(index, record["data_source"], prepared.prompt, ground_truth, extra_info, [])
+        row.interaction, row.messages = row_interaction(record, self.interaction), prepared.messages
+        if self.environment and record.get("agent_name") != "single_turn_agent":
+            row.ground_truth = "" if ground_truth is None else ground_truth  # it may be the environment that knows
+            row.environment = without_nulls(record) | {"ground_truth": ground_truth}
         (text,) = apply_template([prepared.messages], self.tokenizer)
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         try:

@@ -16,7 +16,6 @@ from common.vision import Vision
 
 RENDERED_MARKS = ("\nAssistant:", "<|im_start|>assistant")  # TinyZero's templates, stored inside one user message
 NOT_OURS = ("user", "tool", "observation")  # roles whose words are not those of the data set's author
-KNOWN_AGENTS = ("", "single_turn_agent", "tool_agent")  # of the column agent_name
 DEFAULT_SYSTEM = "You are a helpful assistant."  # in front of the tools, where a row has no system message
 
 
@@ -113,16 +112,14 @@ def split_marks(content: str) -> list[dict]:
     return [{"type": MARKS[part]} if part in MARKS else {"type": "text", "text": part} for part in parts]
 
 
-def unheeded(record: Mapping, tools: Mapping[str, Tool]) -> str:
-    """What verl's columns ask for in a row and does not happen here with these tools; "" if there is nothing.
+def unheeded(record: Mapping, tools: Mapping[str, Tool], interaction: str) -> str:
+    """What verl's columns ask for in a row and does not happen with these flags; "" if there is nothing.
 
     A start-up that is not told trains without what the row was made for.
     """
     agent, info = record.get("agent_name") or "", record.get("extra_info") or {}
-    if without_nulls(info.get("interaction_kwargs")):
-        return "extra_info.interaction_kwargs: there are no interactions here"
-    if agent not in KNOWN_AGENTS:
-        return f"agent_name {agent!r:.40}: known are {', '.join(filter(None, KNOWN_AGENTS))}"
+    if without_nulls(info.get("interaction_kwargs")) and interaction == "none":
+        return "extra_info.interaction_kwargs: no --interaction is given"
     wanted = agent == "tool_agent" or (agent == "" and without_nulls(tools_kwargs(record)))
     if wanted and not tools:
         return "agent_name tool_agent, or extra_info.tools_kwargs: no --tools are given"
@@ -132,8 +129,8 @@ def unheeded(record: Mapping, tools: Mapping[str, Tool]) -> str:
 class Unheeded(Counter):
     """What rows ask for in vain -> how many of them; told once, at the start."""
 
-    def look(self, record: Mapping, tools: Mapping[str, Tool]) -> None:
-        self[unheeded(record, tools)] += 1
+    def look(self, record: Mapping, tools: Mapping[str, Tool], interaction: str) -> None:
+        self[unheeded(record, tools, interaction)] += 1
 
     def tell(self, flag: str, notice: Callable[[str], None]) -> None:
         for what, count in self.items():
@@ -162,6 +159,13 @@ def row_tools(record: Mapping, tools: Mapping[str, Tool]) -> dict[str, dict]:
     kinds = ("create_kwargs", "execute_kwargs")
     given = {name: [named[name].get(kind) or {} for kind in kinds] if name in named else [] for name in named or tools}
     return {name: {k: v for part in parts for k, v in part.items() if v is not None} for name, parts in given.items()}
+
+
+def row_interaction(record: Mapping, rows: str) -> dict | None:
+    """What a row gives to the interaction, if that answers it; rows: "own", those that give something, "all", "none"."""
+    given = without_nulls((record.get("extra_info") or {}).get("interaction_kwargs")) or {}
+    wanted = rows == "all" or (rows == "own" and bool(given))
+    return given if wanted and record.get("agent_name") != "single_turn_agent" else None
 
 
 def end_token_ids(path: str, tokenizer: transformers.PreTrainedTokenizerBase) -> list[int]:

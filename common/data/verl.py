@@ -15,6 +15,7 @@ FORMAT = (
     "({style, ground_truth}), optionally extra_info, images, videos, agent_name. `python -m common.prepare.NAME` "
     "writes such files"
 )
+AGENTS = ("single_turn_agent", "tool_agent")  # of the column agent_name
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -50,6 +51,9 @@ def row_problem(record: dict | str, needs_truth: bool = True) -> str | None:
         return f"reward_model is {reward_model!r:.80}, expected an object"
     if not isinstance(record.get("extra_info"), dict | None):
         return f"extra_info is {record['extra_info']!r:.80}, expected an object"
+    if (agent := record.get("agent_name") or AGENTS[1]) not in AGENTS:
+        own = "a loop of your own becomes an --environment or an --interaction (docs/recipes.md)"
+        return f"agent_name {agent!r:.40}: known are {', '.join(AGENTS)}; {own}"
     if not isinstance(prompt, list | str):
         return f"prompt is {prompt!r:.80}, expected a list of messages or a string"
     for message in prompt if isinstance(prompt, list) else ():

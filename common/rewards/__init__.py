@@ -20,6 +20,7 @@ from common.workers import Pool, load_function
 RewardFunction = Callable[..., float | Mapping]
 Job = tuple[str, str, object, Mapping | None]  # data_source, text, ground_truth, extra_info
 NO_JUDGE = "the reward function asks a judge: set JUDGE_URLS (docs/pyvision.md)"
+FULL_MARKS = 1.0 - 1e-6
 MAX_SCORE = 1e6  # in magnitude: the square of a larger one, or its gradient, would ruin the run
 
 
@@ -108,7 +109,7 @@ def asks_judge(rewards: Mapping) -> bool:
 def is_correct(rewards: Mapping[str, float | str]) -> bool:
     """Full marks, partial credit being none; or what the reward function says itself by "acc", as in verl."""
     said = rewards.get("acc")
-    return (said if isinstance(said, float) else rewards["score"]) >= 1.0 - 1e-6
+    return (said if isinstance(said, float) else rewards["score"]) >= FULL_MARKS
 
 
 class RewardWorkers(Pool):
@@ -119,6 +120,7 @@ class RewardWorkers(Pool):
 
     def __init__(self, function_spec: str | None, workers: int, timeout_s: float, memory_gib: float = 4.0):
         super().__init__("reward", make_scorer, function_spec or "", workers, timeout_s, memory_gib)
+        self.own_function = bool(function_spec)
 
     def score(self, jobs: Sequence[Job]) -> list[dict[str, float | str]]:
         """What `score_response` makes of each job, in their order; if it failed, {"error": why} without a "score"."""
@@ -163,11 +165,19 @@ def score_episodes(
     answered, jobs = [], []
     for episode in episodes:
         if episode.finish_reason in ("tool_failed", "unreadable"):
-            episode.rewards = {"score": nan, "error": episode.finish_reason}
+            why = f": {episode.calls[-1]['text']}" if episode.calls else ""
+            episode.rewards = {"score": nan, "error": f"{episode.finish_reason}{why:.200}"}
+            continue
+        if episode.environment_reward is not None and not workers.own_function:
+            fits = usable(episode.environment_reward)
+            told = f"the environment's reward {episode.environment_reward:g} is above {MAX_SCORE:g}"
+            episode.rewards = {"score": episode.environment_reward} if fits else {"score": nan, "error": told}
             continue
         row, turns = rows[episode.prompt_index], sampled_turns(episode, tokenizer)
         more = {"last_turn": turns[-1] if turns else ""}
         more["trajectory"] = tokenizer.decode(episode.response_ids, skip_special_tokens=True)
+        more |= {"turn_rewards": episode.turn_rewards} if episode.turn_rewards else {}
+        more |= {} if episode.environment_reward is None else {"environment_reward": episode.environment_reward}
         answered.append(episode)
         jobs.append((row.data_source, "\n".join(turns), row.ground_truth, row.extra_info | more))
     for episode, result in zip(answered, workers.score(jobs), strict=True):
@@ -176,6 +186,9 @@ def score_episodes(
         episode.rewards = result if scored else {"score": nan, "error": why}
     with watch("judge") if judge else nullcontext():
         take_verdicts([episode for episode in answered if asks_judge(episode.rewards)], judge)
+    for episode in episodes:
+        if episode.turn_rewards:  # which scripts add to the score: a right answer stays one
+            episode.rewards.setdefault("acc", float(is_correct(episode.rewards)))
     errors = [str(e.rewards["error"]) for e in episodes if isnan(e.rewards["score"])]
     if errors:
         print(f"rewards: {len(errors)} of {len(episodes)} responses not scored, the first: {errors[0]}", flush=True)

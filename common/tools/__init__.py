@@ -20,10 +20,12 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from common.pictures import encode
 from common.tools import visual
+from common.tools.environments import Live, State, interact, load_environment, method_schemas
 from common.tools.turns import Call, Hermes, ToolReply, error_text, trim
 from common.workers import Pool, load_function
 
 NO_WORKER = "no worker starts"  # how common.workers begins what it says of a job that no process could take
+CLOSE_S = 2.0  # for environments to close what they hold
 JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 
 
@@ -35,6 +37,7 @@ class Tool:
     aliases: tuple[str, ...] = ()
     role: str = "tool"  # of the message that holds the observation: "tool" or "user"
     ours: bool = False  # whether a hang or a crash is our fault, whatever the policy has asked for
+    stateful: bool = False  # a method of an environment
 
 
 CROP_NAMES = ("crop_image", "zoom_in")
@@ -42,11 +45,13 @@ CROP = Tool(
     "crop_image_normalized", visual.crop_image_normalized, visual.CROP_SCHEMA, CROP_NAMES, role="user", ours=True
 )
 SELECT = Tool("select_frames", visual.select_frames, visual.SELECT_SCHEMA, role="user", ours=True)
+USER = Tool("user", print, {}, role="user", ours=True)  # what is no tool of the policy's
 BUILT_IN = {CROP.name: [CROP], SELECT.name: [SELECT], "visual": [CROP, SELECT]}
 
 
-def load_tools(spec: str) -> dict[str, Tool]:
-    """The tools of --tools: names of BUILT_IN and FILE.py:NAME, separated by commas. ValueErrors name the flag."""
+def load_tools(spec: str, environment: str | None = None) -> dict[str, Tool]:
+    """The tools of --tools, names of BUILT_IN and FILE.py:NAME, separated by commas, and the methods of --environment
+    FILE.py:CLASS. ValueErrors name the flag."""
     tools = {}
     for part in filter(None, map(str.strip, spec.split(","))):
         if part not in BUILT_IN and ":" not in part:
@@ -55,6 +60,11 @@ def load_tools(spec: str) -> dict[str, Tool]:
             if tool.name in tools:
                 raise ValueError(f"--tools {spec}: {tool.name} is named twice")
             tools[tool.name] = tool
+    if environment:
+        methods, ours = method_schemas(environment), not getattr(load_environment(environment), "replayable", True)
+        if twice := sorted(tools.keys() & methods.keys()):
+            raise ValueError(f"--environment {environment}: {', '.join(twice)} is one of --tools, too")
+        tools |= {name: Tool(name, print, methods[name], ours=ours, stateful=True) for name in methods}
     return tools
 
 
@@ -151,7 +161,8 @@ def call_tool(tool: Tool, arguments: Mapping, context: Mapping, kwargs: Mapping)
 
 
 class ToolWorkers:
-    """`workers` processes that run the tools of --tools. ValueError if a tool or the workers do not load.
+    """`workers` processes that run the tools of --tools, an interaction, an environment. ValueError if one of them, or
+    the workers, do not load.
 
     Each call has `timeout_s` seconds from when a worker gets it, and `memory_gib` (0: no limit). Exceeding them, or
     ending the worker, is an error that the policy reads; of a tool that is `ours` it is a failure, and so is
@@ -160,10 +171,21 @@ class ToolWorkers:
 
     protocol = Hermes
 
-    def __init__(self, spec: str, workers: int, timeout_s: float, memory_gib: float = 4.0):
-        self.tools = load_tools(spec)
+    def __init__(
+        self,
+        spec: str,
+        workers: int,
+        timeout_s: float,
+        memory_gib: float = 4.0,
+        interaction: str | None = None,
+        environment: str | None = None,
+    ):
+        self.tools = load_tools(spec, environment)
+        methods = {name: tool.schema for name, tool in self.tools.items() if tool.stateful}
         self.answered: deque[tuple[Hashable, ToolReply]] = deque()  # without a worker
-        self.pool = Pool("tool", make_caller, spec, workers, timeout_s, memory_gib)
+        given = json.dumps({"tools": spec, "interaction": interaction, "environment": environment, "methods": methods})
+        close_s = CLOSE_S if environment else 0.0
+        self.pool = Pool("tool", Caller, given, workers, timeout_s, memory_gib, close_s)
 
     @property
     def pending(self) -> int:
@@ -173,7 +195,12 @@ class ToolWorkers:
     def submit(self, key: Hashable, call: Call, context: Mapping, kwargs: Mapping) -> None:
         """context: {"media": [{"kind": "image" or "video", "frames": [encoded, ...]}, ...] in the order in which they
         were seen, "num_prompt_media", "min_pixels", "max_pixels", "max_frame_pixels"}; kwargs: what the row gives.
+        With a State as context it is the environment that is called, with a list of messages the interaction.
         """
+        if isinstance(context, list | State):
+            home = context.trajectory if isinstance(context, State) else None
+            self.pool.submit((key, call.name), (call.name, call.arguments, context, kwargs), home)
+            return
         tool = find_tool(self.tools, call.name)
         if call.error or tool is None:
             role = "user" if any(known.role == "user" for known in self.tools.values()) else "tool"
@@ -188,7 +215,7 @@ class ToolWorkers:
         done = list(self.answered)
         self.answered.clear()
         for (key, name), reply in self.pool.poll(0.0 if done else timeout_s):
-            done.append((key, as_reply(reply, self.tools[name])))
+            done.append((key, as_reply(reply, self.tools.get(name, USER))))
         return done
 
     def close(self) -> None:
@@ -201,7 +228,7 @@ def as_reply(sent: dict, tool: Tool) -> ToolReply:
         case {"text": str(text), "failed": True}:
             return ToolReply(text, failed=True, role=tool.role)
         case {"text": str(text), "error": True}:
-            return ToolReply(trim(text), error=True, role=tool.role)
+            return ToolReply(trim(text), error=True, info=sent.get("info") or {}, role=tool.role)
         case {"text": str(text), "images": list(images), "info": dict(info)}:
             with suppress(TypeError, ValueError):
                 decoded = [b64decode(image, validate=True) for image in images]
@@ -212,6 +239,26 @@ def as_reply(sent: dict, tool: Tool) -> ToolReply:
     return ToolReply(error_text(str(why), tool.role), error=True, role=tool.role)
 
 
-def make_caller(spec: str) -> Callable[[tuple], dict]:
-    tools = load_tools(spec)
-    return lambda job: call_tool(tools[job[0]], *job[1:])
+class Caller:
+    """What a worker does: the fields of a reply to each job."""
+
+    def __init__(self, spec: str):
+        given = json.loads(spec)
+        self.tools, self.methods = load_tools(given["tools"]), given["methods"]
+        self.interaction = given["interaction"] and load_function(given["interaction"], "--interaction")
+        self.live = given["environment"] and Live(given["environment"], self.call_method)
+
+    def __call__(self, job: tuple) -> dict:
+        name, arguments, context, kwargs = job
+        if isinstance(context, State):
+            return self.live.answer(name, arguments, context)
+        if isinstance(context, list):
+            return interact(self.interaction, context, arguments["ground_truth"], kwargs)
+        return call_tool(self.tools[name], arguments, context, kwargs)
+
+    def call_method(self, method: Callable, arguments: Mapping) -> dict:
+        return call_tool(Tool(method.__name__, method, self.methods[method.__name__]), arguments, {}, {})
+
+    def close(self) -> None:
+        if self.live:
+            self.live.close()

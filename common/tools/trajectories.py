@@ -1,7 +1,7 @@
 """How trajectories go on after the policy's first turn: calls, replies, and where they end."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
 
@@ -13,6 +13,7 @@ from common.flags import Rollout
 from common.pictures import Media
 from common.progress import Progress
 from common.tools import ToolWorkers, find_tool, load_tools
+from common.tools.environments import CLOSE, RESET, State
 from common.tools.python import TOOL, PythonWorkers
 from common.tools.shared import SharedWorkers
 from common.tools.turns import Call, Protocol, ToolReply, error_text
@@ -20,6 +21,13 @@ from common.torch_repair import transformers
 from common.vision import Vision
 
 Workers = ToolWorkers | PythonWorkers | SharedWorkers
+
+
+class OwnCall(Call):
+    """A call that no policy has made."""
+
+
+OPENING, CLOSING, TALKING = OwnCall(RESET), OwnCall(CLOSE), OwnCall("interaction")
 
 
 @dataclass
@@ -35,8 +43,10 @@ class Turns:
     max_tool_errors: int = 3
     lockstep: bool = False  # all wait for the slowest: the engine's batches, and so the last bits, are repeatable
     protocol: Protocol | None = None  # how the policy calls, and sees replies; None: as the workers' tools have it
+    max_prompt_tokens: int | None = None  # with what an environment says at its beginning
 
     def __post_init__(self) -> None:
+        self.stateful = {name for name, tool in self.workers.tools.items() if tool.stateful}
         self.protocol = self.protocol or self.workers.protocol(self.tokenizer)
 
     @classmethod
@@ -45,12 +55,14 @@ class Turns:
         limits = {"max_turns": flags.max_turns, "max_turn_tokens": flags.max_turn_tokens}
         limits |= {"max_images": flags.max_images, "max_tool_errors": flags.max_tool_errors}
         lockstep = flags.deterministic or flags.engine_parallel > 1  # ranks that share an engine submit alike
+        limits |= {"max_prompt_tokens": flags.max_prompt_tokens}
         turns = cls(tokenizer, workers, vision, **limits, lockstep=lockstep)
-        for tool in workers.tools.values():
-            turns.observation_ids([""], tool.role)
+        roles = {tool.role for tool in workers.tools.values()} | ({"user"} if flags.interaction else set())
+        for role in roles:
+            turns.observation_ids([""], role)
         return turns
 
-    def go_on(
+    def sample(
         self,
         engine,
         episodes: list[Episode],
@@ -59,51 +71,95 @@ class Turns:
         submit: Callable[[int], None],
         progress: Progress,
         watch: Watch,
+        seed: str,
     ) -> None:
-        """Turn after turn, until all episodes have ended; the first ones are submitted.
+        """Turn after turn, until all episodes have ended; those that have a finish_reason are left alone.
 
-        A key is an episode's number.
+        A key is an episode's number. `submit` asks the engine for the next turn; `seed` is that of environments.
         """
-        calls: dict[int, Call] = {}
+        asked: dict[int, Call] = {}  # what the workers were asked last
         answered: list[tuple[int, Completion]] = []
         replies: list[tuple[int, ToolReply]] = []
+        rows = [prompts[episode.prompt_index] for episode in episodes]
+
+        def ask(key: int, call: Call) -> None:
+            asked[key] = call
+            self.ask(key, call, episodes[key], rows[key], seed)
+
+        def go_on(key: int, goes_on: bool) -> None:
+            if goes_on:
+                submit(key)
+            elif rows[key].environment is not None and asked[key] is not CLOSING:
+                ask(key, CLOSING)
+            else:
+                progress.add()
+
+        for key in (key for key, episode in enumerate(episodes) if not episode.finish_reason):
+            if rows[key].environment is None:
+                submit(key)
+            else:
+                ask(key, OPENING)
         while engine.busy or self.workers.pending:
             if engine.busy:
                 with watch("engine"):
                     answered += [(key, completion) for key, (completion,) in engine.step()]
             if not (self.lockstep and engine.busy):
                 for key, completion in sorted(answered, key=itemgetter(0)):
-                    row = prompts[episodes[key].prompt_index]
                     add_turn(episodes[key], completion, max_tokens)
-                    if call := self.next_call(episodes[key], row.tools):
-                        calls[key] = call
-                        self.ask(key, call, episodes[key], row)
+                    if call := self.next_call(episodes[key], rows[key]):
+                        ask(key, call)
                     else:
-                        progress.add()
+                        go_on(key, False)
                 answered = []
             with watch("tools"):
                 replies += self.workers.poll(0.0 if engine.busy else 1.0)
             if not (self.lockstep and self.workers.pending):
                 for key, reply in sorted(replies, key=itemgetter(0)):
-                    if self.add_observation(episodes[key], calls[key], reply, max_tokens):
-                        submit(key)
-                    else:
-                        progress.add()
+                    go_on(key, self.take(asked[key], reply, episodes[key], rows[key], max_tokens))
                 replies = []
 
-    def next_call(self, episode: Episode, tools: Mapping) -> Call | None:
-        """The call that the last turn ends in; None if the trajectory ends here. tools: those that the row offers."""
-        if episode.finish_reason != "stop" or not tools:
+    def try_out(self, row: Row) -> bool:
+        """Open an environment for a row, and close it: has it a reward? ValueError if that fails."""
+        state = State(-1, "", row.environment or {})
+        for call in (OPENING, CLOSING):
+            self.workers.submit(-1, call, state, {})
+            replies: list = []
+            while not replies:
+                replies = self.workers.poll(60.0)
+            ((_, reply),) = replies
+            if reply.failed:
+                raise ValueError(f"--environment: {call.name} fails on the first row: {reply.text}")
+            state = replace(state, opening=reply.text)
+        return reply.info["reward"] is not None
+
+    def next_call(self, episode: Episode, row: Row) -> Call | None:
+        """The call that the last turn ends in, or that of an interaction; None if the trajectory ends here."""
+        if episode.finish_reason != "stop" or not (row.tools or row.interaction is not None):
             return None
         last_turn = episode.response_ids[len(episode.loss_mask) - trailing_ones(episode.loss_mask) :]
-        call = self.protocol.find_call(self.tokenizer.decode(last_turn, skip_special_tokens=True))
+        text = self.tokenizer.decode(last_turn, skip_special_tokens=True)
+        episode.messages.append({"role": "assistant", "content": text})
+        call = self.protocol.find_call(text) if row.tools else None
         if call and episode.turns >= self.max_turns:
-            episode.finish_reason, call = "max_turns", None
-        return call
+            episode.finish_reason = "max_turns"
+            return None
+        return call or (TALKING if row.interaction is not None else None)
 
-    def ask(self, key: int, call: Call, episode: Episode, row: Row) -> None:
+    def ask(self, key: int, call: Call, episode: Episode, row: Row, seed: str) -> None:
         """Hand a call to the workers, with what a tool may know of the trajectory and what the row gives."""
+        if call is TALKING:
+            said = row.prompt if isinstance(row.prompt, list) else [{"role": "user", "content": row.prompt}]
+            truth = {"ground_truth": row.interaction.get("ground_truth", row.ground_truth)}
+            given = {name: value for name, value in row.interaction.items() if name not in truth}
+            self.workers.submit(key, Call(call.name, truth), [*said, *episode.messages], given)
+            return
         tool = find_tool({name: self.workers.tools[name] for name in row.tools}, call.name)
+        if call in (OPENING, CLOSING) or (tool and tool.stateful):
+            calls = [c for c in episode.calls if c["name"] in self.stateful and "step" in c["info"]]
+            calls = [(c["name"], c["arguments"], c["text"]) for c in calls]
+            state = State(key, f"{seed}/{episode.prompt_index}", row.environment, episode.opening, calls)
+            self.workers.submit(key, call, state, {})
+            return
         if tool is None and not call.error:
             call = Call(error=f"there is no tool {call.name!r:.100}, but {', '.join(row.tools)}")
         media = [{"kind": "frame" if m.is_frame else m.kind, "frames": m.frames} for m in episode.media]
@@ -115,36 +171,86 @@ class Turns:
         }
         self.workers.submit(key, call, context, row.tools[tool.name] if tool else {})
 
+    def take(self, call: Call, reply: ToolReply, episode: Episode, row: Row, max_tokens: int) -> bool:
+        """What the workers have replied to a call. False if the trajectory ends instead of having another turn."""
+        if not isinstance(call, OwnCall):
+            return self.add_observation(episode, call, reply, max_tokens)
+        if reply.failed:
+            self.record(episode, call, reply)
+            episode.finish_reason = "tool_failed"
+        elif call == OPENING:
+            self.begin(episode, row, reply.text)
+        elif call == CLOSING:
+            episode.environment_reward = reply.info["reward"]
+        elif self.talks_on(episode, reply):
+            return self.append(episode, reply, self.observation_ids([reply.text], "user"), max_tokens)
+        return call == OPENING and not episode.finish_reason
+
+    def begin(self, episode: Episode, row: Row, text: str) -> None:
+        """Put what `reset` has said at the end of the prompt."""
+        *before, last = row.messages
+        own, episode.opening = last["content"], text
+        added = self.protocol.harmless(text)
+        whole = own + added if isinstance(own, str) else [*own, {"type": "text", "text": added}]
+        messages = [*before, last | {"content": whole}]
+        rendered = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        ids = self.tokenizer.encode(rendered, add_special_tokens=False)
+        episode.prompt_ids = self.vision.expand(ids, row.media) if self.vision else ids
+        if self.max_prompt_tokens and len(episode.prompt_ids) > self.max_prompt_tokens:
+            told = f"with what reset says the prompt has {len(episode.prompt_ids)} tokens: raise --max-prompt-tokens"
+            self.record(episode, OPENING, ToolReply(told, failed=True))
+            episode.prompt_ids, episode.finish_reason = row.prompt_ids, "tool_failed"
+
+    def talks_on(self, episode: Episode, reply: ToolReply) -> bool:
+        """Take the interaction's reward of a turn; does it go on after it?"""
+        if (reward := reply.info["reward"]) is not None:
+            episode.turn_rewards += [0.0] * (episode.turns - 1 - len(episode.turn_rewards)) + [reward]
+        if not reply.info["ends"] and episode.turns >= self.max_turns:
+            episode.finish_reason = "max_turns"
+        return not reply.info["ends"] and episode.turns < self.max_turns
+
+    def record(self, episode: Episode, call: Call, reply: ToolReply) -> None:
+        known = {"turn": episode.turns - 1, "name": call.name, "arguments": call.arguments, "text": reply.text}
+        episode.calls.append(known | {"error": reply.error or reply.failed, "info": reply.info, "media": 0})
+
     def add_observation(self, episode: Episode, call: Call, reply: ToolReply, max_tokens: int) -> bool:
         """Append what a tool has replied. False, with its finish_reason, if the trajectory ends instead."""
         try:
             parts = self.open_parts(reply)
         except ValueError as error:  # what a tool has written past `call_tool`
-            reply = ToolReply(error_text(f"{call.name}: {error}", reply.role), error=True, role=reply.role)
+            told = error_text(f"{call.name}: {error}", reply.role)
+            reply = ToolReply(told, error=True, info=reply.info, role=reply.role)
             parts = self.open_parts(reply)
         media = [part for part in parts if isinstance(part, Media)]
-        record = {"turn": episode.turns - 1, "name": call.name, "arguments": call.arguments, "text": reply.text}
-        episode.calls.append(record | {"error": reply.error or reply.failed, "info": reply.info, "media": 0})
-        ids = self.observation_ids(parts, reply.role, shown=len(episode.media))
-        if episode.response_ids[-1] != self.tokenizer.eos_token_id:  # the policy has sampled another end token
-            ids = [self.tokenizer.eos_token_id, *ids]
-        errors = sum(call["error"] for call in episode.calls)
+        self.record(episode, call, reply)
         if reply.failed:
             episode.finish_reason = "tool_failed"
-        elif errors > self.max_tool_errors:
+        elif sum(call["error"] for call in episode.calls) > self.max_tool_errors:
             episode.finish_reason = "max_tool_errors"
         elif len(episode.media) + len(media) > self.max_images:
             episode.finish_reason = "max_images"
-        elif len(episode.response_ids) + len(ids) >= max_tokens:  # not one token would be left for the answer
-            episode.finish_reason = "length"
+        elif call.name in self.stateful and reply.info.get("done"):
+            episode.finish_reason = "done"
         else:
-            episode.response_ids += ids
-            episode.loss_mask += [0] * len(ids)
-            episode.logprobs += [0.0] * len(ids)
-            episode.media += media
-            episode.calls[-1]["media"] = len(media)
-            return True
+            ids = self.observation_ids(parts, reply.role, shown=len(episode.media))
+            if self.append(episode, reply, ids, max_tokens):
+                episode.media += media
+                episode.calls[-1]["media"] = len(media)
+                return True
         return False
+
+    def append(self, episode: Episode, reply: ToolReply, ids: list[int], max_tokens: int) -> bool:
+        """Append the tokens of an observation, unless not one would be left for an answer."""
+        if episode.response_ids[-1] != self.tokenizer.eos_token_id:  # the policy has sampled another end token
+            ids = [self.tokenizer.eos_token_id, *ids]
+        if len(episode.response_ids) + len(ids) >= max_tokens:
+            episode.finish_reason = "length"
+            return False
+        episode.response_ids += ids
+        episode.loss_mask += [0] * len(ids)
+        episode.logprobs += [0.0] * len(ids)
+        episode.messages.append({"role": reply.role, "content": reply.text})
+        return True
 
     def open_parts(self, reply: ToolReply) -> list[str | Media]:
         """Texts and, for a model that sees, pictures of a reply. ValueError for one that cannot be read."""
@@ -163,14 +269,16 @@ class Turns:
 
 
 def open_tools(flags: Rollout, notice: Callable[[str], None], group: ProcessGroup | None = None) -> Workers:
-    """The tools of --tools in their processes; a group has them on its first rank. ValueError if they do not start."""
-    names = [part.strip() for part in flags.tools.split(",")]
+    """What answers the policy, in processes; a group has them on its first rank. ValueError if they do not start."""
+    names = [part.strip() for part in (flags.tools or "").split(",")]
     python = {"python", "python_unconfined"} & {*names}
     ranks = group.size() if group else 1
     if not python:
-        start = partial(ToolWorkers, flags.tools, ranks * flags.tool_workers, flags.tool_timeout)
-        return SharedWorkers(group, load_tools(flags.tools), ToolWorkers.protocol, start) if group else start()
-    if len(names) > 1:
+        options = {"interaction": flags.interaction, "environment": flags.environment}
+        start = partial(ToolWorkers, flags.tools or "", ranks * flags.tool_workers, flags.tool_timeout, **options)
+        tools = load_tools(flags.tools or "", flags.environment)
+        return SharedWorkers(group, tools, ToolWorkers.protocol, start) if group else start()
+    if len(names) > 1 or flags.interaction or flags.environment:
         raise ValueError(f"--tools {flags.tools}: python is called in a way of its own, and stands alone")
     confined = "python" in python
     if not confined:

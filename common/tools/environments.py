@@ -1,0 +1,160 @@
+"""What answers a policy with a state of its own: environments, and interactions that speak as a user.
+
+An environment is an object that lives as long as a trajectory. Its class has the shape that TRL's
+`environment_factory` made common: no arguments; `reset(**row)`, whose text is added to the last message of the prompt;
+each other public method with types and a docstring in Google's style is a tool. It may have `reward` or `get_reward`
+(a number or a method: the score of the trajectory, read at its end), `done` (there is no further turn), and `close()`.
+
+The transcript is the state, a live object its cache: each job carries what was called before and what came of it. If
+the object has died with its process, another one is led through the same calls, with the same seeds; if it says
+something else, or has `replayable = False`, the sample is lost.
+
+An interaction is a function of the conversation: f(messages, ground_truth, **interaction_kwargs) -> what the user says
+to a turn that calls no tool, None to say nothing more; or (that, the reward of the turn).
+"""
+
+import inspect
+import random
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any
+
+from common.tools.turns import trim
+from common.worker import describe
+from common.workers import load_function
+
+RESET, CLOSE = "reset", "close"
+NO_TOOLS = {RESET, CLOSE, "reward", "get_reward", "done"}
+
+
+@dataclass
+class State:
+    """What an object of an environment has gone through."""
+
+    trajectory: int
+    seed: str
+    columns: dict[str, Any]  # of its row
+    opening: str = ""  # what `reset` has said
+    calls: list[tuple[str, dict, str]] = field(default_factory=list)  # method, arguments, what came of it
+
+
+def load_environment(spec: str) -> type:
+    """The class of --environment FILE.py:CLASS. ValueError for one that is none."""
+    kind = load_function(spec, "--environment")
+    if not inspect.isclass(kind) or not callable(getattr(kind, "reset", None)):
+        raise ValueError(f"--environment {spec}: expected a class with a method reset")
+    return kind
+
+
+def method_schemas(spec: str) -> dict[str, dict]:
+    """{method: schema} of the tools of an environment. ValueError for one that lacks a type or a description."""
+    from transformers.utils import get_json_schema  # not in workers: it takes seconds
+
+    kind = load_environment(spec)
+    schemas = {}
+    for name, method in inspect.getmembers(kind, inspect.isfunction):
+        if name.startswith("_") or name in NO_TOOLS or not method.__doc__:
+            continue
+        try:
+            schemas[name] = get_json_schema(method)
+        except Exception as error:  # of its own kinds
+            raise ValueError(f"--environment {spec}: {name}: {error}") from error
+        schemas[name]["function"].pop("return", None)
+    if not schemas:
+        raise ValueError(f"--environment {spec}: no public method with a docstring, which the policy could call")
+    return schemas
+
+
+def read(thing: object, *names: str) -> Any:
+    """The first of these attributes that there is, called if it is a method; None if there is none."""
+    value = next((getattr(thing, name) for name in names if hasattr(thing, name)), None)
+    return value() if callable(value) else value
+
+
+class Live:
+    """The objects of a worker, by their trajectories. `call(method, arguments)` gives the fields of a reply."""
+
+    def __init__(self, spec: str, call: Callable[[Callable, dict], dict]):
+        self.kind, self.call = load_environment(spec), call
+        self.objects: dict[int, Any] = {}
+        self.steps: dict[int, int] = {}  # calls of each so far
+
+    def answer(self, name: str, arguments: Mapping, state: State) -> dict:
+        """Fields of a reply; `failed` if the sample is lost."""
+        if name == RESET:
+            return {"text": self.reset(state), "images": [], "info": {}}
+        number = state.trajectory
+        if self.steps.get(number) != len(state.calls) and (problem := self.rebuild(state)):
+            return {"text": problem, "failed": True}
+        if name == CLOSE:
+            reward = read(self.objects[number], "reward", "get_reward")
+            self.end(number)
+            if reward is not None and not isfinite(reward := float(reward)):
+                return {"text": f"the environment's reward is {reward}", "failed": True}
+            return {"text": "", "images": [], "info": {"reward": reward}}
+        return self.step(name, arguments, state)
+
+    def reset(self, state: State) -> str:
+        """A new object; what its `reset` says."""
+        self.end(state.trajectory)
+        seed(state, 0)
+        thing = self.objects[state.trajectory] = self.kind()
+        named = inspect.signature(thing.reset).parameters
+        takes_all = any(parameter.kind == parameter.VAR_KEYWORD for parameter in named.values())
+        said = thing.reset(**{name: x for name, x in state.columns.items() if takes_all or name in named})
+        if not isinstance(said, str | None):
+            raise TypeError(f"reset returned {said!r:.80}, expected a text or None")
+        self.steps[state.trajectory] = 0
+        return trim(said or "")
+
+    def step(self, name: str, arguments: Mapping, state: State) -> dict:
+        number = state.trajectory
+        self.steps[number] += 1
+        seed(state, self.steps[number])
+        reply = self.call(getattr(self.objects[number], name), arguments)
+        done = bool(read(self.objects[number], "done"))
+        return reply | {"info": reply.get("info", {}) | {"step": self.steps[number], "done": done}}
+
+    def rebuild(self, state: State) -> str:
+        """Lead a new object through the transcript. Returns why that cannot be done, if so."""
+        if not getattr(self.kind, "replayable", True):
+            return "the environment has died, and is not replayable"
+        differs = "the environment has died, and repeats itself differently"
+        if self.reset(state) != state.opening:
+            return differs
+        for name, arguments, text in state.calls:
+            if self.step(name, arguments, state)["text"] != text:
+                return differs
+        return ""
+
+    def end(self, number: int) -> None:
+        self.steps.pop(number, None)
+        try:
+            getattr(self.objects.pop(number, None), CLOSE, lambda: None)()
+        except Exception as error:  # the trajectory is over, and its result known
+            print(f"warning: close of the environment: {describe(error)}")
+
+    def close(self) -> None:
+        for number in list(self.objects):
+            self.end(number)
+
+
+def seed(state: State, step: int) -> None:
+    """Random numbers depend on the row and the call alone: the same in all samples of a group, and in a repetition."""
+    random.seed(f"{state.seed}/{step}")
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(random.getrandbits(32))
+
+
+def interact(function: Callable, messages: list[dict], ground_truth: object, kwargs: Mapping) -> dict:
+    """Fields of the reply of an interaction; info: {"ends": has it nothing to say, "reward": of the turn or None}."""
+    named = inspect.signature(function).parameters
+    takes_all = any(parameter.kind == parameter.VAR_KEYWORD for parameter in named.values())
+    given = {name: value for name, value in kwargs.items() if takes_all or name in named}
+    result = function(messages, ground_truth, **given)
+    text, reward = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    if not isinstance(text, str | None) or not (reward is None or isfinite(reward := float(reward))):
+        raise TypeError(f"it returned {result!r:.80}, expected a text or None, or (that, a finite number)")
+    return {"text": trim(text or ""), "images": [], "info": {"ends": text is None, "reward": reward}}
