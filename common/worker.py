@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from math import inf
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +46,15 @@ class Worker:
 
     STARTING, IDLE, BUSY = "starting", "idle", "busy"
 
-    def __init__(self, make_handler: MakeHandler, spec: str, memory_gib: float, close_s: float):
+    def __init__(
+        self, make_handler: MakeHandler, spec: str, timeout_s: float, memory_gib: float, close_s: float = 0.0
+    ):
+        """timeout_s: of a job. memory_gib: beyond what is mapped at the start; 0: no limit. close_s: of the handler's
+        `close()`; 0: it has none."""
+        if timeout_s <= 0 or memory_gib < 0:
+            raise ValueError(f"workers: got {timeout_s} s, {memory_gib} GiB")
         self.arguments = [str(memory_gib), str(close_s), make_handler.__module__, make_handler.__name__, spec]
-        self.close_s = close_s  # that its handler's `close` may take; 0: it has none
+        self.timeout_s, self.close_s = timeout_s, close_s
         self.printable = MAX_OUTPUT
         self.queue: deque[tuple[Hashable, Any]] = deque()  # jobs that no other worker may do
         self.start()
@@ -73,14 +79,18 @@ class Worker:
         self.expect(self.STARTING, timeout_s=START_S)
         self.send(None)
 
+    def hang_up(self) -> None:
+        """It is to end, and to close first what it holds."""
+        if self.close_s:
+            self.process.terminate()
+
     def stop(self) -> str:
         """Kill the process and the children it has; returns how it ended, which may have been earlier."""
         if self.running:
             self.socket.close()
-            if self.close_s:
-                self.process.terminate()
-                with suppress(subprocess.TimeoutExpired):
-                    self.process.wait(self.close_s)
+            self.hang_up()
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(self.close_s)
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):  # it hangs in the kernel, for example on a dead file system
@@ -96,7 +106,36 @@ class Worker:
 
     def expect(self, state: str, key: Hashable = None, timeout_s: float = inf) -> None:
         self.state, self.key = state, key
-        self.timeout_s, self.deadline = timeout_s, time.monotonic() + timeout_s
+        self.deadline = time.monotonic() + timeout_s
+
+    @property
+    def busy(self) -> bool:
+        """Has it a job?"""
+        return self.state == self.BUSY
+
+    def ready(self) -> bool:
+        """Can it take a job? A thread or an alarm that an earlier job left behind may have ended it, or written."""
+        if self.state == self.IDLE and (self.process.poll() is not None or wait([self.socket], 0)):
+            self.restart()
+        return self.state == self.IDLE
+
+    def take(self, key: Hashable, job: Any) -> None:
+        self.expect(self.BUSY, key, self.timeout_s)
+        self.send(job)
+
+    def advance(self, readable: list) -> dict | None:
+        """The reply to its job, once it has come, or {"error": why}. ValueError if the process does not start."""
+        reply, was = self.reply(self.socket in readable), self.state
+        if reply is None:
+            return None
+        error = reply.get("error", "")
+        if was == self.STARTING and error:
+            self.stop()
+            raise ValueError(error)
+        self.expect(self.IDLE)
+        if not self.running or error.startswith("MemoryError"):  # the latter may still hold its memory
+            self.restart()
+        return reply.get("result", reply) if was == self.BUSY else None
 
     @property
     def running(self) -> bool:
@@ -131,7 +170,8 @@ class Worker:
             if time.monotonic() < self.deadline:
                 return None
             if self.process.poll() is None:  # else its death is unnoticed, since a child of it holds the socket
-                why = f"timeout after {self.timeout_s:g} s"
+                limit_s = START_S if self.state == self.STARTING else self.timeout_s
+                why = f"timeout after {limit_s:g} s"
         except OSError:  # EOF, too
             pass
         except (ValueError, RecursionError):

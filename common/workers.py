@@ -6,45 +6,35 @@ import time
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
 from math import inf
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 from common.progress import Progress
-from common.worker import USER_MODULE, MakeHandler, Worker, describe
+from common.worker import USER_MODULE, Worker, describe
 
-SHARE = 4  # homes that a process has before another one is started
+SHARE = 4  # homes that a worker has before there is another one
 
 
 class Pool:
-    """At most `workers` processes that turn jobs into replies, with the handler that `make_handler(spec)` makes there.
+    """At most `most` workers that turn jobs into replies, `at_once` of them at the same time.
 
     One is started at once, to see whether it starts; the others when there is a job for them. Jobs with the same
-    `home` go to the same process: it may keep something for the next, which is lost if it has to be restarted.
+    `home` go to the same worker, which may keep something for the next; one gets `share` homes before there is
+    another. A job that fails has the reply {"error": why}. ValueError if the workers do not start.
 
-    Each job has `timeout_s` seconds from when a worker gets it, and `memory_gib` beyond what that had mapped at its
-    start (0: no limit). One that fails has the reply {"error": why}. ValueError if the workers do not start. A handler
-    with something to close has `close_s` seconds for its `close()` when its process is stopped.
+    A worker is a `Worker`, or has what is used of one here.
     """
 
     def __init__(
-        self,
-        kind: str,
-        make_handler: MakeHandler,
-        spec: str,
-        workers: int,
-        timeout_s: float,
-        memory_gib: float,
-        close_s: float = 0.0,
+        self, kind: str, new_worker: Callable[[], Worker], most: int, share: int = SHARE, at_once: float = inf
     ):
-        if workers < 1 or timeout_s <= 0 or memory_gib < 0:
-            raise ValueError(f"{kind} workers: got {workers} workers, {timeout_s} s, {memory_gib} GiB")
-        self.kind, self.timeout_s = kind, timeout_s
+        if most < 1:
+            raise ValueError(f"{kind} workers: got {most}")
+        self.kind, self.new_worker, self.most, self.share, self.at_once = kind, new_worker, most, share, at_once
         self.queue: deque[tuple[Hashable, Any]] = deque()
         self.homes: dict[Hashable, Worker] = {}
-        self.most, self.new_worker = workers, partial(Worker, make_handler, spec, memory_gib, close_s)
         self.workers, self.works = [self.new_worker()], False
         while self.workers[0].state == Worker.STARTING:
             self._collect(inf)
@@ -53,24 +43,14 @@ class Pool:
     @property
     def pending(self) -> int:
         """Jobs without a reply so far."""
-        at_home = sum((worker.state == Worker.BUSY) + len(worker.queue) for worker in self.workers)
-        return len(self.queue) + at_home
+        return len(self.queue) + sum(worker.busy + len(worker.queue) for worker in self.workers)
 
     def submit(self, key: Hashable, job: Any, home: Hashable = None) -> None:
         queue = self.queue if home is None else self._home(home).queue
         queue.append((key, job))
         self._hand_out()
 
-    def _home(self, home: Hashable) -> Worker:
-        """The worker of a home; a new home gets the one that has fewest, or a new one if all have several."""
-        if home not in self.homes:
-            used = Counter(self.homes.values())
-            if len(self.workers) < self.most and all(used[worker] >= SHARE for worker in self.workers):
-                self.workers.append(self.new_worker())
-            self.homes[home] = min(self.workers, key=lambda worker: used[worker])
-        return self.homes[home]
-
-    def poll(self, timeout_s: float = 0.0) -> list[tuple[Hashable, dict]]:
+    def poll(self, timeout_s: float = 0.0) -> list[tuple[Hashable, Any]]:
         """(key, reply) of what has finished; waits that long for the first, but not if nothing is pending."""
         end = time.monotonic() + timeout_s
         while True:
@@ -93,36 +73,39 @@ class Pool:
     def cancel(self) -> None:
         """Forget all jobs, for example after an exception such as Ctrl-C."""
         self.queue.clear()
-        self.homes.clear()
         for worker in self.workers:
             worker.queue.clear()
-            if worker.state == Worker.BUSY:
+            if worker.busy:
                 worker.restart()
 
     def close(self) -> None:
         """End the workers. Without it they are killed with the trainer."""
         for worker in self.workers:
-            worker.process.terminate()  # all close what they hold at the same time
+            worker.hang_up()
         for worker in self.workers:
             worker.stop()
 
+    def _home(self, home: Hashable) -> Worker:
+        """The worker of a home; a new home gets the one that has fewest, or a new one if all have enough."""
+        if home not in self.homes:
+            used = Counter(self.homes.values())
+            if len(self.workers) < self.most and all(used[worker] >= self.share for worker in self.workers):
+                self.workers.append(self.new_worker())
+            self.homes[home] = min(self.workers, key=lambda worker: used[worker])
+        return self.homes[home]
+
     def _hand_out(self) -> None:
+        free = self.at_once - sum(worker.busy for worker in self.workers)
         for worker in self.workers:
             queue = worker.queue or self.queue
-            if worker.state != Worker.IDLE or not queue:
-                continue
-            # a thread or an alarm that an earlier job left behind has ended it, or has written something
-            if worker.process.poll() is not None or wait([worker.socket], 0):
-                worker.restart()
-                continue
-            key, job = queue.popleft()
-            worker.expect(Worker.BUSY, key, self.timeout_s)
-            worker.send(job)
+            if queue and free > 0 and worker.ready():
+                worker.take(*queue.popleft())
+                free -= 1
         starting = sum(worker.state == Worker.STARTING for worker in self.workers)
         for _ in range(min(self.most - len(self.workers), len(self.queue) - starting)):
             self.workers.append(self.new_worker())
 
-    def _collect(self, until: float) -> list[tuple[Hashable, dict]]:
+    def _collect(self, until: float) -> list[tuple[Hashable, Any]]:
         """Wait for the next reply or deadline, but not longer than `until`, and take what there is."""
         waiting = [worker for worker in self.workers if worker.state != Worker.IDLE]
         patience = min([until, *(worker.deadline for worker in waiting)]) - time.monotonic()
@@ -131,31 +114,26 @@ class Pool:
         readable = wait(sources, patience) if sources else []
         done = []
         for worker in waiting:
-            reply = worker.reply(worker.socket in readable)
-            if reply is None:
+            key = worker.key
+            try:
+                reply = worker.advance(readable)
+            except ValueError as error:
+                done += self._failed_start(worker, str(error))
                 continue
-            error = reply.get("error", "")
-            if worker.state == Worker.STARTING and error:
-                done += self._failed_start(worker, error)
-                continue
-            if worker.state == Worker.BUSY:
-                done.append((worker.key, reply.get("result", reply)))
-            worker.expect(Worker.IDLE)
-            if not worker.running or error.startswith("MemoryError"):  # the latter may still hold its memory
-                worker.restart()
+            if reply is not None:
+                done.append((key, reply))
         return done
 
-    def _failed_start(self, worker: Worker, error: str) -> list[tuple[Hashable, dict]]:
+    def _failed_start(self, worker: Worker, error: str) -> list[tuple[Hashable, Any]]:
         """ValueError for the first one ever; later ones cost a worker, and the last one a job each time."""
-        worker.stop()
         if not self.works:
             raise ValueError(f"a {self.kind} worker did not start: {error}")
         print(f"warning: a {self.kind} worker did not start: {error}", flush=True)
         if len(self.workers) > 1:
             self.workers.remove(worker)
             self.most -= 1
-            self.homes = {home: self.workers[0] if its is worker else its for home, its in self.homes.items()}
-            self.workers[0].queue += worker.queue
+            self.homes = {home: own for home, own in self.homes.items() if own is not worker}
+            self.queue += worker.queue
             return []
         worker.start()
         queue = worker.queue or self.queue

@@ -228,7 +228,7 @@ def test_the_state_lives_on_and_is_made_again_from_the_transcript(workers):
     assert "never" not in live[3][0] and "(640, 480)" in live[3][0] and live[2][0] == "here"
 
     def others():
-        for _ in range(len(workers.sandboxes)):
+        for _ in range(len(workers.pool.workers)):
             look = "import os\nprint('x' in globals(), os.path.exists('/tmp/kept'))"
             assert Trajectory(workers)(look).text == "False False"
 
@@ -250,14 +250,14 @@ def test_a_trajectory_keeps_its_interpreter_while_others_work():
     """One works at a time, but there are soon as many interpreters as trajectories that take turns."""
     pool = PythonWorkers(3, 20.0)
     try:
-        pool.at_once = 1
+        pool.pool.at_once = 1
         trajectories = [Trajectory(pool) for _ in range(3)]
 
         def all_ask(code: str) -> list[str]:
             texts = {}
             for trajectory in trajectories:
                 trajectory.ask(code)
-            assert sum(box.block is not None for box in pool.sandboxes) == 1
+            assert sum(box.busy for box in pool.pool.workers) == 1
             with deadline(60):
                 while len(texts) < 3:
                     for key, reply in pool.poll(1.0):
@@ -267,7 +267,7 @@ def test_a_trajectory_keeps_its_interpreter_while_others_work():
 
         all_ask("import uuid\nnamed = uuid.uuid4().hex\nprint(named)")
         asked = (all_ask("print(named)") == all_ask("print(named)") for _ in range(20))  # while others start
-        assert any(asked) and len(pool.sandboxes) == 3
+        assert any(asked) and len(pool.pool.workers) == 3
     finally:
         pool.close()
 
@@ -304,7 +304,7 @@ def test_pictures_are_sent_once_while_the_interpreter_lives(workers, monkeypatch
     for _ in range(3):
         assert trajectory("print(image_clue_0.size, image_clue_1.size)").text == "(90, 70) (30, 40)"
     assert sent == [2, 0, 0] and encoded == list(map(len, pictures))
-    while any(box.trajectory == workers.numbers[trajectory.key] for box in workers.sandboxes):
+    while any(box.trajectory == workers.numbers[trajectory.key] for box in workers.pool.workers):
         Trajectory(workers)("print(1)")
     del sent[:], encoded[:]
     assert trajectory("print(image_clue_1.size)").text == "(30, 40)"
@@ -351,7 +351,7 @@ def test_a_sandbox_that_does_not_start_later_costs_its_block_and_not_the_run(mon
         trajectory = Trajectory(pool)
         assert trajectory("x = 1\nprint(x)").text == "1"
         monkeypatch.setattr("common.tools.sandbox.bubblewrap", lambda *_: ["false"])
-        pool.sandboxes[0].process.kill()
+        pool.pool.workers[0].process.kill()
         with deadline(60):  # the kernel ends what is in it soon, not at once
             while not (reply := trajectory("print(x)")).failed:
                 pass

@@ -462,7 +462,7 @@ def test_a_bad_file_is_explained_at_the_start(start, tmp_path, text, name, messa
 
 @pytest.mark.parametrize("arguments", [(0, 1.0, 1.0), (1, 0.0, 1.0), (1, 1.0, -1.0)])
 def test_bad_arguments(arguments):
-    with pytest.raises(ValueError, match="reward workers: got"):
+    with pytest.raises(ValueError, match="workers: got"):
         RewardWorkers(None, *arguments)
 
 

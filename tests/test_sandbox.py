@@ -187,7 +187,7 @@ def draws(result: Result) -> bool:
 
 
 def kills(result: Result) -> bool:
-    return result.pool.sandboxes[0].process is not result.process
+    return result.pool.pool.workers[0].process is not result.process
 
 
 def earns(result: Result) -> bool:
@@ -316,7 +316,7 @@ ATTACKS = [
         "a name for the next trajectory",
         [
             trainer(Sandbox.holds, "block.trajectory, len(block.earlier)", "self.trajectory, 1"),
-            trainer(Sandbox.take, "block.earlier[-1][1]", "0"),
+            trainer(Sandbox.begin, "block.earlier[-1][1]", "0"),
         ],
         "import builtins; builtins.left = 1",
         then="escaped(left)",
@@ -667,12 +667,12 @@ def open_pool(attack: Attack, **kwargs) -> PythonWorkers:
 
 
 def attempt(attack: Attack, pool: PythonWorkers, outside: str) -> Result:
-    process = pool.sandboxes[0].process
+    process = pool.pool.workers[0].process
     trajectory = Trajectory(pool)
     replies = [trajectory(f"{PRELUDE}{outside}\n{block}") for block in attack.code.split("#----\n")]
     if attack.then:
         replies.append(Trajectory(pool)(f"{PRELUDE}{attack.then}"))
-    return Result(replies, pool, process, len(pool.sandboxes[0].inbox))
+    return Result(replies, pool, process, len(pool.pool.workers[0].inbox))
 
 
 def weakened(attack: Attack, patch: pytest.MonkeyPatch) -> PythonWorkers:
@@ -1051,8 +1051,8 @@ def inner_process(box: Sandbox) -> int:
 def test_a_server_that_is_gone_gives_way_to_another(pool):
     trajectory = Trajectory(pool)
     trajectory("x = 1")
-    os.kill(inner_process(pool.sandboxes[0]), signal.SIGKILL)
-    wait([pool.sandboxes[0].control], 10)
+    os.kill(inner_process(pool.pool.workers[0]), signal.SIGKILL)
+    wait([pool.pool.workers[0].control], 10)
     assert trajectory("print(x + 1)").text == "2"
 
 
@@ -1060,7 +1060,7 @@ def test_a_server_that_is_gone_gives_way_to_another(pool):
 def test_a_server_that_hangs_gives_way_to_another(pool):
     """In time for the next trajectory, as if it waited for a child that nothing can kill."""
     Trajectory(pool)("x = 1")
-    os.kill(inner_process(pool.sandboxes[0]), signal.SIGSTOP)
+    os.kill(inner_process(pool.pool.workers[0]), signal.SIGSTOP)
     start = time.monotonic()
     assert Trajectory(pool)("print(6 * 7)").text == "42"
     assert time.monotonic() - start < 10
@@ -1070,8 +1070,8 @@ def test_a_server_that_hangs_holds_no_other_up_when_all_end(monkeypatch):
     """Without namespaces a server is waited for; all are told to end before the first one is."""
     monkeypatch.setattr(sandbox, "CLEAN_S", 120)
     pool = PythonWorkers(1, 5.0, confined=False)
-    pool.sandboxes.append(pool.new())
-    hangs, ends = (box.process for box in pool.sandboxes)
+    pool.pool.workers.append(pool.pool.new_worker())
+    hangs, ends = (box.process for box in pool.pool.workers)
     os.kill(hangs.pid, signal.SIGSTOP)
     closing = threading.Thread(target=pool.close)
     closing.start()

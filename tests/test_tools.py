@@ -634,7 +634,7 @@ def test_others_work_while_one_starts_again(start, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("arguments", [(0, 1.0, 1.0), (1, 0.0, 1.0), (1, 1.0, -1.0)])
 def test_bad_arguments(arguments):
-    with pytest.raises(ValueError, match="tool workers: got"):
+    with pytest.raises(ValueError, match="workers: got"):
         ToolWorkers("visual", *arguments)
 
 

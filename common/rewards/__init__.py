@@ -15,6 +15,7 @@ from math import isnan, nan
 
 from common.rewards import countdown, geometry, math, pyvision, tir_bench, visual_qa
 from common.rewards.judge_prompt import EXAMPLES, Case
+from common.worker import Worker
 from common.workers import Pool, load_function
 
 RewardFunction = Callable[..., float | Mapping]
@@ -119,7 +120,8 @@ class RewardWorkers(Pool):
     """
 
     def __init__(self, function_spec: str | None, workers: int, timeout_s: float, memory_gib: float = 4.0):
-        super().__init__("reward", make_scorer, function_spec or "", workers, timeout_s, memory_gib)
+        new_worker = partial(Worker, make_scorer, function_spec or "", timeout_s, memory_gib)
+        super().__init__("reward", new_worker, workers)
         self.own_function = bool(function_spec)
 
     def score(self, jobs: Sequence[Job]) -> list[dict[str, float | str]]:

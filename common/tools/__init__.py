@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -22,6 +23,7 @@ from common.pictures import encode
 from common.tools import visual
 from common.tools.environments import Live, State, interact, load_environment, method_schemas
 from common.tools.turns import Call, Hermes, ToolReply, error_text, trim
+from common.worker import Worker
 from common.workers import Pool, load_function
 
 NO_WORKER = "no worker starts"  # how common.workers begins what it says of a job that no process could take
@@ -185,7 +187,7 @@ class ToolWorkers:
         self.answered: deque[tuple[Hashable, ToolReply]] = deque()  # without a worker
         given = json.dumps({"tools": spec, "interaction": interaction, "environment": environment, "methods": methods})
         close_s = CLOSE_S if environment else 0.0
-        self.pool = Pool("tool", Caller, given, workers, timeout_s, memory_gib, close_s)
+        self.pool = Pool("tool", partial(Worker, Caller, given, timeout_s, memory_gib, close_s), workers)
 
     @property
     def pending(self) -> int:

@@ -1,23 +1,23 @@
 """The tool `python`: the policy writes programs, each trajectory has an interpreter of its own (sandbox.py).
 
 The transcript is the state, a live interpreter its cache. A call carries the trajectory's earlier blocks and pictures:
-where no sandbox holds the trajectory any more, they are run again, silently. What a program does to its interpreter
+where its sandbox holds another trajectory by now, they are run again, silently. What a program does to its interpreter
 (a hang, a crash, too much memory) is the policy's error, told to it; the state is then that of the last block that
 ended.
 """
 
 import os
-import time
 from collections import Counter, deque
 from collections.abc import Hashable, Mapping
+from functools import partial
 from math import inf
-from multiprocessing.connection import wait
 
 from common.processes import cpus_of_rank, ranks_here
 from common.tools import Tool
 from common.tools.namespaces import ENVIRONMENT
-from common.tools.sandbox import Block, Sandbox, State, failed_block
+from common.tools.sandbox import Block, Sandbox, failed_block
 from common.tools.turns import Call, Code, ToolReply
+from common.workers import Pool
 
 # What must fail; it prints what does not.
 PROBE = """
@@ -67,30 +67,24 @@ class PythonWorkers:
         self, workers: int, timeout_s: float, memory_gib: float = 4.0, confined: bool = True, anew=False, ranks=1
     ):
         self.tools = {TOOL.name: TOOL}
-        self.anew, self.new = anew, lambda: Sandbox(timeout_s, memory_gib, confined)
-        self.queue: deque[Block] = deque()
         self.answered: deque[tuple[Hashable, ToolReply]] = deque()  # without a sandbox
         self.numbers: dict[Hashable, int] = {}  # of trajectories, by their keys: never used again
         self.last_number = 0
-        self.at_once = min(workers, 2 * ranks * cpus_of_rank())  # programs compute: more would wait for each other
+        at_once = min(workers, 2 * ranks * cpus_of_rank())  # programs compute: more would wait for each other
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * ranks / ranks_here()
-        self.most = min(workers, max(self.at_once, int(SHARE_OF_MEMORY * memory / RESTING_BYTES)))
-        self.sandboxes: list[Sandbox] = []
-        self.works = False
+        most = min(workers, max(at_once, int(SHARE_OF_MEMORY * memory / RESTING_BYTES)))
         try:
-            self.sandboxes.append(self.new())
-            while self.sandboxes[0].state == State.STARTING:
-                self.collect(inf)
+            new = partial(Sandbox, timeout_s, memory_gib, confined, anew)
+            self.pool = Pool("sandbox", new, most, share=1, at_once=at_once)
             if confined:
                 probe(self)
-            self.works = True
         except (OSError, ValueError) as error:
             raise ValueError(f"--tools python: {error}. {REMEDY}") from error
 
     @property
     def pending(self) -> int:
         """Calls whose reply `poll` has not returned so far."""
-        return len(self.answered) + len(self.queue) + sum(box.block is not None for box in self.sandboxes)
+        return len(self.answered) + self.pool.pending
 
     def submit(self, key: Hashable, call: Call, context: Mapping, kwargs: Mapping) -> None:
         """context: as of `ToolWorkers.submit`, with the trajectory's earlier "calls". kwargs: pictures that the prompt
@@ -109,82 +103,19 @@ class PythonWorkers:
             told = f"the row gives the tool python {', '.join(kwargs)}, which is no {{kind, frames}}"
             self.answered.append((key, ToolReply(told, failed=True, role="user")))
             return
-        self.queue.append(Block(key, self.numbers[key], call.arguments["code"], earlier, pictures))
-        self.hand_out()
+        self.pool.submit(key, Block(self.numbers[key], call.arguments["code"], earlier, pictures), home=key)
 
     def poll(self, timeout_s: float = 0.0) -> list[tuple[Hashable, ToolReply]]:
         """(key, reply) of what has finished; waits that long for the first, but not if nothing is pending."""
-        end = time.monotonic() + timeout_s
-        while True:
-            done = [*self.answered, *self.collect(end if not self.answered else 0.0)]
-            self.answered.clear()
-            self.hand_out()
-            if done or not self.pending or time.monotonic() >= end:
-                return done
-
-    def close(self) -> None:
-        for box in self.sandboxes:
-            box.hang_up()
-        for box in self.sandboxes:
-            box.stop()
-
-    def hand_out(self) -> None:
-        """Blocks to the sandboxes that hold their trajectories, the others to those that have rested longest.
-
-        There are soon as many sandboxes as may work at once, and one more whenever a trajectory had to leave its own.
-        """
-        for block in list(self.queue):
-            if box := next((box for box in self.resting() if not self.anew and box.holds(block)), None):
-                self.give(box, block)
-        left = False
-        for block in list(self.queue):
-            if box := next(iter(self.resting()), None):
-                left = left or box.trajectory in self.numbers.values()
-                self.give(box, block)
-        starting = sum(box.state == State.STARTING for box in self.sandboxes)
-        wanted = min(len(self.queue), self.at_once - len(self.sandboxes))
-        if left and not self.anew:
-            wanted = max(wanted, 1)
-        for _ in range(min(wanted - starting, self.most - len(self.sandboxes))):
-            self.sandboxes.append(self.new())
-
-    def resting(self) -> list[Sandbox]:
-        """Those without a block, as long as one more may work; those without a trajectory first, then by how long
-        ago they had a block."""
-        if sum(box.block is not None for box in self.sandboxes) >= self.at_once:
-            return []
-        idle = [box for box in self.sandboxes if box.state == State.IDLE and box.block is None]
-        return sorted(idle, key=lambda box: (box.trajectory >= 0, box.rested_since))
-
-    def give(self, box: Sandbox, block: Block) -> None:
-        self.queue.remove(block)
-        box.take(block, self.anew)
-
-    def collect(self, until: float) -> list[tuple[Hashable, ToolReply]]:
-        """Wait for the next reply or deadline, but not longer than `until`, and take what there is."""
-        busy = [box for box in self.sandboxes if box.state != State.IDLE]
-        patience = min([until, *(box.deadline for box in busy)]) - time.monotonic()
-        readable = wait([source for box in busy for source in box.sources], max(0.0, patience)) if busy else []
-        done = []
-        for box in busy:
-            try:
-                reply = box.advance(readable)
-            except ValueError as error:
-                if not self.works:
-                    raise
-                reply = self.replaced(box, error)
-            if reply:
-                done.append((box.block.key, reply))
-                box.block, box.rested_since = None, time.monotonic()
+        done = list(self.answered)
+        self.answered.clear()
+        for key, reply in self.pool.poll(0.0 if done else timeout_s):
+            failed = isinstance(reply, dict)  # no sandbox could take it
+            done.append((key, ToolReply(reply["error"], failed=True, role="user") if failed else reply))
         return done
 
-    def replaced(self, box: Sandbox, error: ValueError) -> ToolReply | None:
-        """One that did not start, in the middle of a run, is started again; it costs the block that waits for it."""
-        print(f"warning: {error}", flush=True)
-        if box.block is None and self.queue:
-            box.block = self.queue.popleft()
-        box.start()
-        return ToolReply(f"no sandbox: {error}", failed=True, role="user") if box.block else None
+    def close(self) -> None:
+        self.pool.close()
 
 
 def prompt_pictures(context: Mapping) -> list[dict]:

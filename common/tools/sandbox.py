@@ -13,9 +13,10 @@ import sys
 import tempfile
 import time
 from base64 import b64encode
+from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from itertools import accumulate, pairwise
 from math import inf
 from multiprocessing.connection import wait
@@ -37,23 +38,23 @@ FIRST_TO_DIE = ["/bin/sh", "-c", 'echo 1000 > /proc/self/oom_score_adj; exec "$@
 class Block:
     """A call: the block of a trajectory that is to be run, and all that was there before it."""
 
-    key: Hashable
     trajectory: int
     code: str
     earlier: list[tuple[str, int]]  # blocks that ended, and how many figures of each the policy was shown
     pictures: list[dict]  # of the prompt: name, kind, frames (bytes), seen (do they count as shown?)
 
 
-State = Enum("State", ["STARTING", "IDLE", "CLEANING", "REPEATING", "RUNNING", "ENDING"])
+State = StrEnum("State", ["STARTING", "IDLE", "CLEANING", "REPEATING", "RUNNING", "ENDING"])
 
 
 class Sandbox:
-    """One interpreter: whose trajectory it holds, what it is doing, until when it has time."""
+    """One interpreter: whose trajectory it holds, what it is doing, until when it has time. A worker of a `Pool`."""
 
-    def __init__(self, timeout_s: float, memory_gib: float, confined: bool):
-        self.timeout_s, self.memory_gib, self.confined = timeout_s, memory_gib, confined
+    def __init__(self, timeout_s: float, memory_gib: float, confined: bool, anew: bool = False):
+        self.timeout_s, self.memory_gib, self.confined, self.anew = timeout_s, memory_gib, confined, anew
+        self.queue: deque[tuple[Hashable, Block]] = deque()
+        self.key: Hashable = None
         self.block: Block | None = None  # what it works at
-        self.rested_since = time.monotonic()
         self.losses = 0  # in a row, without a program in it
         self.start()
 
@@ -122,7 +123,18 @@ class Sandbox:
         same = (self.trajectory, self.blocks) == (block.trajectory, len(block.earlier))
         return same and not wait(self.sources, 0)
 
-    def take(self, block: Block, anew: bool) -> None:
+    @property
+    def busy(self) -> bool:
+        return self.block is not None
+
+    def ready(self) -> bool:
+        return self.state == State.IDLE and not self.busy
+
+    def take(self, key: Hashable, block: Block) -> None:
+        self.key = key
+        self.begin(block, self.anew)
+
+    def begin(self, block: Block, anew: bool) -> None:
         self.block, self.token = block, os.urandom(16).hex()
         if not anew and self.holds(block):
             self.send(block.earlier[-1][1], [], [])
@@ -145,7 +157,12 @@ class Sandbox:
         self.expect(State.REPEATING, self.timeout_s * (1 + len(earlier)))
 
     def advance(self, readable: list) -> ToolReply | None:
-        """What has come of the block, once it has; the sandbox may be cleaning up after that."""
+        """What has come of the block, once it has; it may be cleaning up after that. ValueError if it cannot start."""
+        reply = self.come(readable)
+        self.block = None if reply else self.block
+        return reply
+
+    def come(self, readable: list) -> ToolReply | None:
         if self.control in readable and (reply := self.on_control(received(self.control).decode())):
             return reply
         if self.link in readable and self.state in (State.REPEATING, State.RUNNING):
@@ -168,7 +185,7 @@ class Sandbox:
             self.excess = ""
             self.send(0, self.block.earlier, self.block.pictures)
         elif self.block:  # the sandbox before this one was lost on what an earlier trajectory had left
-            self.take(self.block, anew=True)
+            self.begin(self.block, anew=True)
         else:
             self.expect(State.IDLE)
         return None
@@ -217,9 +234,12 @@ class Sandbox:
         """
         state = self.state
         said = self.stop()
-        if state == State.STARTING:
-            raise ValueError(f"the sandbox does not start: {said or 'no answer'}")
+        why = f"the sandbox does not start: {said or 'no answer'}"
+        if state == State.STARTING and not self.block:
+            raise ValueError(why)
         self.start()
+        if state == State.STARTING:
+            return ToolReply(why, failed=True, role="user")
         if state == State.CLEANING:
             self.losses += 1
             if self.losses > 1:
