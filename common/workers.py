@@ -28,11 +28,12 @@ class Pool:
     """
 
     def __init__(
-        self, kind: str, new_worker: Callable[[], Worker], most: int, share: int = SHARE, at_once: float = inf
+        self, trouble: str, new_worker: Callable[[], Worker], most: int, share: int = SHARE, at_once: float = inf
     ):
+        """trouble: what is said of a worker that does not start."""
         if most < 1:
-            raise ValueError(f"{kind} workers: got {most}")
-        self.kind, self.new_worker, self.most, self.share, self.at_once = kind, new_worker, most, share, at_once
+            raise ValueError(f"workers: got {most}")
+        self.trouble, self.new_worker, self.most, self.share, self.at_once = trouble, new_worker, most, share, at_once
         self.queue: deque[tuple[Hashable, Any]] = deque()
         self.homes: dict[Hashable, Worker] = {}
         self.workers, self.works = [self.new_worker()], False
@@ -59,12 +60,12 @@ class Pool:
             if done or not self.pending or time.monotonic() >= end:
                 return done
 
-    def run(self, jobs: Sequence) -> list[dict]:
+    def run(self, jobs: Sequence, label: str) -> list[dict]:
         """The replies of all jobs, in their order. Earlier jobs are forgotten."""
         self.cancel()
         for number, job in enumerate(jobs):
             self.submit(number, job)
-        replies, progress = {}, Progress(f"{self.kind}s", len(jobs))
+        replies, progress = {}, Progress(label, len(jobs))
         while self.pending:
             replies.update(new := self.poll(inf))
             progress.add(len(new))
@@ -127,8 +128,8 @@ class Pool:
     def _failed_start(self, worker: Worker, error: str) -> list[tuple[Hashable, Any]]:
         """ValueError for the first one ever; later ones cost a worker, and the last one a job each time."""
         if not self.works:
-            raise ValueError(f"a {self.kind} worker did not start: {error}")
-        print(f"warning: a {self.kind} worker did not start: {error}", flush=True)
+            raise ValueError(f"{self.trouble}: {error}")
+        print(f"warning: {self.trouble}: {error}", flush=True)
         if len(self.workers) > 1:
             self.workers.remove(worker)
             self.most -= 1

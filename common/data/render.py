@@ -162,7 +162,7 @@ def row_tools(record: Mapping, tools: Mapping[str, Tool]) -> dict[str, dict]:
 
 
 def row_interaction(record: Mapping, rows: str) -> dict | None:
-    """What a row gives to the interaction, if it answers the row; rows: "own", which give something, "all" or "none"."""
+    """What a row gives to the interaction, if that answers it; rows: "own", those that give any, "all" or "none"."""
     given = without_nulls((record.get("extra_info") or {}).get("interaction_kwargs")) or {}
     wanted = rows == "all" or (rows == "own" and bool(given))
     return given if wanted and record.get("agent_name") != "single_turn_agent" else None

@@ -121,12 +121,12 @@ class RewardWorkers(Pool):
 
     def __init__(self, function_spec: str | None, workers: int, timeout_s: float, memory_gib: float = 4.0):
         new_worker = partial(Worker, make_scorer, function_spec or "", timeout_s, memory_gib)
-        super().__init__("reward", new_worker, workers)
+        super().__init__("a reward worker did not start", new_worker, workers)
         self.own_function = bool(function_spec)
 
     def score(self, jobs: Sequence[Job]) -> list[dict[str, float | str]]:
         """What `score_response` makes of each job, in their order; if it failed, {"error": why} without a "score"."""
-        return self.run(jobs)
+        return self.run(jobs, "rewards")
 
     def try_out(self, function_spec: str, row) -> None:
         """Score the truth of a row, as if it were a response, and an empty one. ValueError if both fail."""

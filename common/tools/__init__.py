@@ -187,7 +187,9 @@ class ToolWorkers:
         self.answered: deque[tuple[Hashable, ToolReply]] = deque()  # without a worker
         given = json.dumps({"tools": spec, "interaction": interaction, "environment": environment, "methods": methods})
         close_s = CLOSE_S if environment else 0.0
-        self.pool = Pool("tool", partial(Worker, Caller, given, timeout_s, memory_gib, close_s), workers)
+        self.pool = Pool(
+            "a tool worker did not start", partial(Worker, Caller, given, timeout_s, memory_gib, close_s), workers
+        )
 
     @property
     def pending(self) -> int:

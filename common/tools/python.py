@@ -75,7 +75,7 @@ class PythonWorkers:
         most = min(workers, max(at_once, int(SHARE_OF_MEMORY * memory / RESTING_BYTES)))
         try:
             new = partial(Sandbox, timeout_s, memory_gib, confined, anew)
-            self.pool = Pool("sandbox", new, most, share=1, at_once=at_once)
+            self.pool = Pool("the sandbox does not start", new, most, share=1, at_once=at_once)
             if confined:
                 probe(self)
         except (OSError, ValueError) as error:

@@ -234,12 +234,12 @@ class Sandbox:
         """
         state = self.state
         said = self.stop()
-        why = f"the sandbox does not start: {said or 'no answer'}"
+        why = said or "no answer"
         if state == State.STARTING and not self.block:
             raise ValueError(why)
         self.start()
         if state == State.STARTING:
-            return ToolReply(why, failed=True, role="user")
+            return ToolReply(f"the sandbox does not start: {why}", failed=True, role="user")
         if state == State.CLEANING:
             self.losses += 1
             if self.losses > 1:
