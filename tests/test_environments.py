@@ -1,0 +1,328 @@
+"""Environments and interactions: what the policy is told, what is scored, what becomes of it when a process dies."""
+
+import json
+import os
+import textwrap
+import time
+
+import pytest
+from helpers import ROOT, deadline
+from test_turns import ScriptedEngine, row, run
+from vl import build_tokenizer
+
+from common.tools import ToolWorkers, load_tools
+from common.tools.trajectories import Turns
+
+GUESS = f"{ROOT}/docs/examples/guess.py:Guess"
+
+
+def call(name: str, **arguments) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer()
+
+
+@pytest.fixture
+def open_turns(tokenizer, tmp_path):
+    """Turns with an environment or an interaction, closed after the test; a text is written to a file of its own."""
+    opened = []
+
+    def start(environment=None, interaction=None, tools="", timeout_s=20.0, workers=2, **limits):
+        def file(text, name):
+            path = tmp_path / f"{name.lower()}_{len(opened)}.py"
+            path.write_text(textwrap.dedent(text))
+            return f"{path}:{name}"
+
+        if environment and "\n" in environment:
+            environment = file(environment, "Game")
+        if interaction and "\n" in interaction:
+            interaction = file(interaction, "talk")
+        opened.append(ToolWorkers(tools, workers, timeout_s, interaction=interaction, environment=environment))
+        return Turns(tokenizer, opened[-1], **limits)
+
+    yield start
+    for workers in opened:
+        workers.close()
+
+
+def game_row(turns, **columns):
+    the_row = row(turns.tokenizer, tools=list(turns.workers.tools))
+    the_row.environment, the_row.messages = columns, the_row.prompt
+    return the_row
+
+
+def test_a_game_from_its_reset_to_its_reward(open_turns):
+    turns = open_turns(GUESS)
+    the_row = game_row(turns, extra_info={"secret": 11})
+    script = [call("guess", number=7), call("guess", number=13), call("guess", number=11), "never asked"]
+    (episode, other), engine = run([script, ["no game"]], turns, the_row)
+    assert [c["text"] for c in episode.calls] == ["higher", "lower", "right"]
+    assert (episode.finish_reason, episode.turns, episode.environment_reward) == ("done", 3, pytest.approx(0.8))
+    assert (other.finish_reason, other.turns, other.environment_reward) == ("stop", 1, 0.0)
+    prompt = turns.tokenizer.decode(episode.prompt_ids)
+    assert "look It is from 0 to 15.<|im_end|>" in prompt and other.prompt_ids == episode.prompt_ids
+    assert engine.asked[0][1] == episode.prompt_ids
+    assert "It is from" not in turns.tokenizer.decode(the_row.prompt_ids)
+    assert sum(episode.loss_mask) + len(the_row.prompt_ids) < len(episode.response_ids) + len(episode.prompt_ids)
+
+
+RANDOM = """
+    import os, random, signal, time
+    import numpy as np
+
+    class Game:
+        def reset(self, log=None, **row):
+            self.log, self.seen = log, [random.random(), float(np.random.rand())]
+            self.write("reset")
+
+        def roll(self, die: str = "") -> str:
+            \"\"\"Roll a die.
+
+            Args:
+                die: what is to happen.
+            \"\"\"
+            self.write("roll")
+            if die == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if die == "hang":
+                time.sleep(60)
+            if die == "raise":
+                raise KeyError("no such die")
+            if die == "clock":
+                return str(time.monotonic())
+            self.seen.append(random.randrange(10**9))
+            return str(self.seen)
+
+        def get_reward(self):
+            return len(self.seen)
+
+        def close(self):
+            self.write("close")
+
+        def write(self, word):
+            if self.log:
+                with open(self.log, "a") as file:
+                    file.write(f"{word}\\n")
+"""
+
+
+def test_what_a_dead_process_held_is_made_again_from_the_transcript(open_turns):
+    """Random numbers and all; what killed it, or hung, is told to the policy, and is not repeated."""
+    turns = open_turns(RANDOM, timeout_s=1.0, max_turns=9)
+    roll, ill = call("roll"), [call("roll", die=die) for die in ("raise", "kill", "hang")]
+    whole, broken = [roll, ill[0], roll, roll, "end"], [roll, *ill, roll, roll, "end"]
+    episodes, _ = run([whole, broken, [roll, "end"]], turns, game_row(turns))
+    texts = [[c["text"] for c in e.calls if not c["error"]] for e in episodes]
+    assert texts[0] == texts[1] and texts[2] == texts[0][:1], "samples of a group meet the same chances"
+    errors = [c["text"] for c in episodes[1].calls if c["error"]]
+    assert [e.environment_reward for e in episodes] == [5.0, 5.0, 3.0]
+    for told, error in zip(("KeyError: 'no such die'", "the worker died", "timeout after 1 s"), errors, strict=True):
+        assert told in error
+
+
+def test_one_that_repeats_itself_differently_costs_the_sample(open_turns):
+    turns = open_turns(RANDOM, max_turns=9)
+    script = [call("roll", die="clock"), call("roll", die="kill"), call("roll"), "never"]
+    (episode,), _ = run([script], turns, game_row(turns), n=1)
+    assert episode.finish_reason == "tool_failed" and "repeats itself differently" in episode.calls[-1]["text"]
+
+
+def test_one_that_is_not_replayable_is_never_led_through_its_transcript(open_turns, tmp_path):
+    turns = open_turns(RANDOM.replace("class Game:", "class Game:\n        replayable = False"))
+    log = tmp_path / "log"
+    (episode,), _ = run([[call("roll", die="kill"), "never"]], turns, game_row(turns, log=str(log)), n=1)
+    assert episode.finish_reason == "tool_failed" and "the worker died" in episode.calls[0]["text"]
+    assert log.read_text().split() == ["reset", "roll"]
+
+
+@pytest.mark.parametrize("ending", ["done by itself", "an error", "a timeout", "the trainer's end"])
+def test_close_is_called_once_however_it_ends(open_turns, tmp_path, ending):
+    log, die = tmp_path / "log", {"an error": "raise", "a timeout": "hang"}.get(ending, "")
+    turns = open_turns(RANDOM, timeout_s=2.0, max_tool_errors=0)
+    if ending == "the trainer's end":
+        the_row = game_row(turns, log=str(log))
+        turns.try_out(the_row)
+        log.unlink()
+
+        class Interrupted(ScriptedEngine):
+            def step(self):
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt), deadline(60):
+            run([["a"]], turns, the_row, n=1, engine=Interrupted(turns.tokenizer, [["a"]]))
+        turns.workers.close()
+        assert log.read_text().split() == ["reset", "close"]
+        return
+    (episode,), _ = run([[call("roll", die=die), "end"]], turns, game_row(turns, log=str(log)), n=1)
+    words = log.read_text().split()
+    assert words.count("close") == words.count("reset") and words[0] == "reset" and words[-1] == "close"
+    assert episode.finish_reason == ("max_tool_errors" if die else "stop")
+
+
+def test_a_hanging_close_does_not_hold_up_the_end(open_turns):
+    slow = RANDOM.replace('self.write("close")', "time.sleep(600)")
+    turns = open_turns(slow, workers=3, timeout_s=2.0)
+
+    class Interrupted(ScriptedEngine):
+        def step(self):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), deadline(60):
+        run([["a"]] * 9, turns, game_row(turns), n=9, engine=Interrupted(turns.tokenizer, [["a"]] * 9))
+    pids = [worker.process.pid for worker in turns.workers.pool.workers]
+    start = time.monotonic()
+    turns.workers.close()
+    assert time.monotonic() - start < 5 * 2.5 and len(pids) > 1
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+@pytest.mark.parametrize(
+    "change, why",
+    [
+        ('self.write("reset")', "raise OSError('no server')"),
+        ('self.write("reset")', "return 3"),
+        ("return len(self.seen)", "return float('nan')"),
+        ("return len(self.seen)", "return 'much'"),
+    ],
+)
+def test_an_environment_that_fails_costs_its_sample_and_is_refused_at_the_start(open_turns, change, why):
+    turns = open_turns(RANDOM.replace(change, why))
+    the_row = game_row(turns)
+    told = r"(OSError: no server|returned 3|reward is nan|could not convert)"
+    with pytest.raises(ValueError, match=rf"--environment: (reset|close) fails on the first row: .*{told}"):
+        turns.try_out(the_row)
+    (episode,), _ = run([["a"]], turns, the_row, n=1)
+    assert episode.finish_reason == "tool_failed" and episode.calls[-1]["error"]
+
+
+def test_the_policy_cannot_call_what_is_not_its(open_turns):
+    turns = open_turns(GUESS, max_tool_errors=9)
+    script = [call(name) for name in ("reset", "close", "get_reward", "__init__", "interaction")] + ["end"]
+    (episode,), _ = run(
+        [script],
+        Turns(turns.tokenizer, turns.workers, max_turns=9, max_tool_errors=9),
+        game_row(turns, extra_info={"secret": 1}),
+        n=1,
+    )
+    assert episode.finish_reason == "stop" and episode.environment_reward == 0.0
+    assert all("there is no tool" in c["text"] for c in episode.calls) and len(episode.calls) == 5
+
+
+def test_many_trajectories_share_few_processes(open_turns):
+    turns = open_turns(GUESS, workers=2, max_turns=20)
+    the_row = game_row(turns, extra_info={"secret": 9})
+    scripts = [[call("guess", number=n) for n in range(start, 10)] for start in range(10)]
+    episodes, _ = run(scripts, turns, the_row, n=10)
+    assert [e.turns for e in episodes] == list(range(10, 0, -1)) and len(turns.workers.pool.workers) == 2
+    assert {e.finish_reason for e in episodes} == {"done"}
+
+
+def test_what_reset_says_must_fit_the_prompt(open_turns):
+    turns = open_turns(GUESS, max_prompt_tokens=10)
+    (episode,), _ = run([["a"]], turns, game_row(turns, extra_info={"secret": 1}), n=1)
+    assert episode.finish_reason == "tool_failed" and "raise --max-prompt-tokens" in episode.calls[0]["text"]
+
+
+UNTYPED = """class Game:
+    def reset(self): pass
+    def go(self, x):
+        '''Go.
+
+        Args:
+            x: where
+        '''
+"""
+
+
+@pytest.mark.parametrize(
+    "text, told",
+    [
+        ("def Game(): pass", "expected a class with a method reset"),
+        ("class Game: pass", "expected a class with a method reset"),
+        ("class Game:\n    def reset(self): pass", "no public method with a docstring"),
+        (
+            UNTYPED,
+            "go: Argument x is missing a type hint",
+        ),
+        (
+            "class Game:\n    def reset(self): pass\n    def go(self, x: int):\n        '''Go.'''",
+            "go: Cannot generate JSON schema",
+        ),
+    ],
+)
+def test_a_class_that_is_no_environment_is_refused_by_name(tmp_path, text, told):
+    (tmp_path / "game.py").write_text(text)
+    with pytest.raises(ValueError, match=f"--environment .*game.py:Game: .*{told}"):
+        load_tools("", f"{tmp_path / 'game.py'}:Game")
+
+
+# --- interactions -------------------------------------------------------------------------------------------------
+
+TALK = """
+    def talk(messages, ground_truth, strict=False, **others):
+        said = messages[-1]["content"]
+        if said == "raise":
+            raise OSError("no")
+        if said == "words":
+            return "only words"
+        if said == "wrong type":
+            return 3
+        if said == "roles":
+            return ",".join(m["role"] for m in messages) + f" {ground_truth} {strict} {others}", 0.25
+        return (None, 1.0) if said == str(ground_truth) else ("try again", 0.0)
+"""
+
+
+def talk_row(turns, **kwargs):
+    the_row = row(turns.tokenizer, tools=list(turns.workers.tools))
+    the_row.interaction = kwargs
+    return the_row
+
+
+def test_an_interaction_answers_until_it_has_nothing_to_say(open_turns):
+    turns = open_turns(interaction=TALK)
+    the_row = talk_row(turns, name="x", strict=True)
+    scripts = [["2", "roles", "1", "never"], ["words", "1", "never"], ["1"]]
+    episodes, _ = run(scripts, turns, the_row)
+    assert [e.turn_rewards for e in episodes] == [[0.0, 0.25, 1.0], [0.0, 1.0], [1.0]]
+    assert [e.finish_reason for e in episodes] == ["stop"] * 3 and [e.turns for e in episodes] == [3, 2, 1]
+    said = [m["content"] for m in episodes[0].messages]
+    assert said == ["2", "try again", "roles", "system,user,assistant,user,assistant 1 True {'name': 'x'}", "1"]
+    text = turns.tokenizer.decode(episodes[1].response_ids)
+    assert "<|im_start|>user\nonly words<|im_end|>\n<|im_start|>assistant\n1" in text
+
+
+def test_on_the_last_turn_it_is_asked_for_its_number_only(open_turns):
+    turns = open_turns(interaction=TALK, max_turns=2)
+    episodes, _ = run([["2", "roles", "never"], ["2", "1"]], turns, talk_row(turns))
+    assert [(e.finish_reason, e.turns, e.turn_rewards) for e in episodes] == [
+        ("max_turns", 2, [0.0, 0.25]),
+        ("stop", 2, [0.0, 1.0]),
+    ]
+
+
+@pytest.mark.parametrize("said, told", [("raise", "OSError: no"), ("wrong type", "it returned 3")])
+def test_an_interaction_that_fails_costs_the_sample(open_turns, said, told):
+    turns = open_turns(interaction=TALK)
+    (episode,), _ = run([[said, "never"]], turns, talk_row(turns), n=1)
+    assert episode.finish_reason == "tool_failed" and told in episode.calls[-1]["text"]
+
+
+def test_a_row_without_kwargs_is_not_answered(open_turns):
+    turns = open_turns(interaction=TALK)
+    the_row = talk_row(turns)
+    the_row.interaction = None
+    (episode,), _ = run([["2", "never"]], turns, the_row, n=1)
+    assert (episode.finish_reason, episode.turns, episode.turn_rewards) == ("stop", 1, [])
+
+
+def test_tools_come_before_an_interaction(open_turns, tmp_path):
+    (tmp_path / "adds.py").write_text("def add(a: int, b: int) -> int:\n    return a + b\n")
+    turns = open_turns(interaction=TALK, tools=f"{tmp_path / 'adds.py'}:add")
+    (episode,), _ = run([[call("add", a=1, b=2), "3", "1", "never"]], turns, talk_row(turns, ground_truth="1"), n=1)
+    assert [c["text"] for c in episode.calls] == ["3"] and episode.turn_rewards == [0.0, 0.0, 1.0]
