@@ -103,7 +103,7 @@ def test_lines_in_a_file_named_json(tmp_path, tokenizer):
 def test_parquet_with_pictures_is_read_some_rows_at_a_time(tmp_path, tokenizer):
     """Arrow reads no nested column of more than 2 GiB at once."""
     pq.write_table(pa.table({"images": [[{"bytes": b"x", "path": None}]] * 100}), tmp_path / "a.parquet")
-    table = read_file(tmp_path / "a.parquet", "--train-data")
+    table = read_file(tmp_path / "a.parquet", "--train-data", once=None)
     assert len(table) == 100 and table["images"].num_chunks == 4
 
 

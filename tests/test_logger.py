@@ -353,7 +353,7 @@ def test_the_truth_of_a_row_is_a_text(ground_truth, text):
     row = Row(3, "x", "p", ground_truth, {}, [5])
     assert row.truth == text
     episode = Episode(0, 0, [5], [6], [1], [-0.5], "length", {"score": math.nan}, row=row.index, truth=row.truth)
-    tokenizer = types.SimpleNamespace(decode=str)
+    tokenizer = types.SimpleNamespace(decode=lambda ids, **_: str(ids))
     sample = as_sample(episode, row, tokenizer, with_tools=False)
     truth, score = (None, None) if ground_truth is None else (text, 0.0)  # without one it is not scored
     assert (sample["row"], sample["truth"], sample["truncated"], sample["score"]) == (3, truth, True, score)
@@ -363,7 +363,7 @@ def test_the_truth_of_a_row_is_a_text(ground_truth, text):
 def test_a_users_anls_may_be_a_text(anls, mean):
     row = Row(3, "x", "p", "a", {}, [5])
     episode = Episode(0, 0, [5], [6], [1], [-0.5], "stop", {"score": 1.0, "anls": anls}, row=3, truth="a")
-    sample = as_sample(episode, row, types.SimpleNamespace(decode=str), with_tools=False)
+    sample = as_sample(episode, row, types.SimpleNamespace(decode=lambda ids, **_: str(ids)), with_tools=False)
     assert summarize([sample]).get("eval/anls") == mean
 
 

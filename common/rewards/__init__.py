@@ -71,11 +71,6 @@ def needs_judge(data_sources: Iterable[str]) -> bool:
     return any(getattr(reward_function(name), "func", None) is pyvision.score_judged for name in data_sources)
 
 
-def load_reward_function(spec: str) -> RewardFunction:
-    """The function NAME of the file FILE.py, from "FILE.py:NAME". Errors name the flag --reward-function."""
-    return load_function(spec, "--reward-function")
-
-
 def score_response(
     fn: RewardFunction, data_source: str, solution_str: str, ground_truth, extra_info: Mapping | None = None
 ) -> dict[str, float | str]:
@@ -126,27 +121,22 @@ class RewardWorkers(Pool):
 
     def try_out(self, function_spec: str, row) -> None:
         """Score the truth of a row, as if it were a response, and an empty one. ValueError if both fail."""
-        texts = {"its truth as the response": row.truth, "an empty response": ""}
-        jobs = [
-            (row.data_source, text, row.ground_truth, row.extra_info | {"last_turn": text, "trajectory": text})
-            for text in texts.values()
-        ]
-        results = dict(zip(texts, self.score(jobs), strict=True))
-        failures = [
-            f"\n  with {what}: {reply['error']}"
-            for what, reply in results.items()
-            if "error" in reply and "score" not in reply
-        ]
-        if len(failures) == len(texts):
-            raise ValueError(
-                f"--reward-function {function_spec} cannot score the first row:{''.join(failures)}\nIt is called as "
-                "NAME(data_source=..., solution_str=..., ground_truth=..., extra_info=...), for one response, and "
-                'returns a finite number or a dict with the key "score"'
-            )
+        failures, texts = "", {"its truth as the response": row.truth, "an empty response": ""}
+        for what, text in texts.items():
+            extra_info = row.extra_info | {"last_turn": text, "trajectory": text}
+            (reply,) = self.score([(row.data_source, text, row.ground_truth, extra_info)])
+            if "error" not in reply or "score" in reply:
+                return
+            failures += f"\n  with {what}: {reply['error']}"
+        raise ValueError(
+            f"--reward-function {function_spec} cannot score the first row:{failures}\nIt is called as "
+            "NAME(data_source=..., solution_str=..., ground_truth=..., extra_info=...), for one response, and "
+            'returns a finite number or a dict with the key "score"'
+        )
 
 
 def make_scorer(function_spec: str) -> Callable[[Job], dict]:
-    function = load_reward_function(function_spec) if function_spec else None
+    function = load_function(function_spec, "--reward-function") if function_spec else None
     return lambda job: score_response(function or reward_function(job[0]), *job)
 
 
