@@ -37,7 +37,7 @@ Share = Annotated[float, Ge(0), Le(1)]
 class Data:
     """Files of rows, and the pictures in them."""
 
-    train_data: str | None = None  # .parquet, .jsonl or .json, comma-separated; the embedded models bring their own
+    train_data: str | None = None  # .parquet, .jsonl, .json, comma-separated, or ORG/NAME:CONFIG:SPLIT of the hub
     eval_data: str | None = None  # the same formats; gives eval/*
     media_root: Path | None = None  # where relative paths of images and videos start; no path may leave this folder
     max_rows: Count | None = None  # use only the first rows of the training data

@@ -175,7 +175,16 @@ def report(samples: list[dict], path: Path, record: Callable[[int], dict] | None
 
 
 def write_samples(samples: list[dict], path: Path, suffix: str) -> None:
+    """Lines of JSON, or a parquet file, where columns without a common type are JSON."""
     if suffix == ".jsonl":
         path.write_text("".join(json.dumps(sample, default=str) + "\n" for sample in samples))
-    else:
-        pq.write_table(pa.Table.from_pylist(samples), path)
+        return
+    names = dict.fromkeys(name for sample in samples for name in sample)
+    pq.write_table(pa.table({name: column([sample.get(name) for sample in samples]) for name in names}), path)
+
+
+def column(values: list) -> pa.Array:
+    try:
+        return pa.array(values)
+    except (OverflowError, TypeError, ValueError):
+        return pa.array([json.dumps(value, default=str) for value in values])
