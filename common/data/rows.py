@@ -47,9 +47,8 @@ class RowFiles:
 
     @property
     def suffix(self) -> str:
-        """What has room for such rows: .jsonl for those of JSON, and for files whose columns differ."""
-        first, *others = (table.schema for table in self.tables)
-        return ".jsonl" if JSON_LINE in first.names or any(other != first for other in others) else ".parquet"
+        """Of a file that has room for such rows."""
+        return ".jsonl" if any(JSON_LINE in table.column_names for table in self.tables) else ".parquet"
 
     def progress(self) -> Progress:
         """Of a look at all of them."""
