@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -14,7 +15,6 @@ from common.files import full_disk_is_a_warning, jsonable, replace_file
 from common.flags import tracker_names
 
 TRACKER_SECONDS = 15  # a tracker that has not answered by then is dropped
-OFFLINE = ("wandb", "swanlab")  # can be told to keep it here; trackio does so by itself
 
 
 def start_tensorboard(run_dir: Path, options: dict, online: bool) -> tuple[Callable, Callable]:
@@ -78,10 +78,11 @@ class Trackers:
         run_dir.mkdir(parents=True, exist_ok=True)
         for tracker in tracker_names(names):
             options = {"name": run_dir.resolve().name, "id": kept_id(run_dir), "resume": "allow"}
-            start = partial(START[tracker], run_dir, options | {"config": jsonable(config)})
+            options["config"], end = jsonable(config), time.monotonic() + TRACKER_SECONDS
+            start = partial(START[tracker], run_dir, options)
             self.started[tracker], problem = within(TRACKER_SECONDS * 2 / 3, partial(start, online=True))
-            if problem and tracker in OFFLINE:
-                self.started[tracker], still = within(TRACKER_SECONDS / 3, partial(start, online=False))
+            if problem and tracker in ("wandb", "swanlab"):  # trackio keeps here by itself what it cannot send
+                self.started[tracker], still = within(end - time.monotonic(), partial(start, online=False))
                 if not still:
                     later = f"later: {tracker} sync {run_dir}/{tracker}/*run-*"
                     print(f"warning: --log {tracker} stays offline ({problem}); {later}", flush=True)
@@ -95,7 +96,6 @@ class Trackers:
     def close(self, failed: bool = False) -> None:
         for tracker, (_, close) in list(self.started.items()):
             self._keep(tracker, within(TRACKER_SECONDS, partial(close, failed))[1])
-        self.started.clear()
 
     def _keep(self, tracker: str, problem: str) -> None:
         if problem:
