@@ -13,7 +13,6 @@ from common.rewards import is_correct, usable
 RARE_REASONS = sorted(FINISH_REASONS.keys() - {"stop", "length"})  # to finish an episode
 TAKEN = {"score", "acc", "judged", "unjudged", "looks", "born", "advantage"}  # names that `rewards` has for our own
 TAKEN |= {"mean", "std", "mean_square", "accuracy", "failed", "zero_variance_groups", "model_mean"}  # other metrics'
-MOST = 32  # numbers of a reward function: one that has more may make up names, for each response another
 
 
 def rollout_means(episodes: list[Episode], seconds: dict[str, float], with_tools: bool = False) -> Means:
@@ -31,8 +30,8 @@ def rollout_means(episodes: list[Episode], seconds: dict[str, float], with_tools
     judged = [e.model_reward for e in scored if e.model_reward is not None]
     means.add("reward/model_mean", math.fsum(judged), count=len(judged))
     values = [(k, x) for e in scored for k, x in e.rewards.items() if k not in TAKEN and usable(x)]
-    if many := len({name for name, _ in values}) > MOST:
-        warnings.warn(f"rewards have more than {MOST} numbers beside the score: none is logged", stacklevel=1)
+    if many := len({name for name, _ in values}) > 32:  # made up, one for each response?
+        warnings.warn("rewards have more than 32 numbers beside the score: none is logged", stacklevel=1)
     for name, value in () if many else values:
         means.add(f"reward/{name}", value)
     response_tokens = sum(len(e.response_ids) for e in episodes)

@@ -5,6 +5,7 @@ import sqlite3
 
 import pytest
 from helpers import metrics_of, run_script
+from test_docs import blocks
 
 REWARD = """
 def shaped(data_source, solution_str, ground_truth, extra_info=None):
@@ -20,13 +21,17 @@ def test_a_run_its_resume_and_an_evaluation_in_every_tracker(tmp_path):
 
     (tmp_path / "reward.py").write_text(REWARD)
     run = tmp_path / "my-run"
-    flags = ["--model", "tiny", "--engine", "hf", "--max-prompt-tokens", 64, "--max-response-tokens", 16]
-    flags += ["--reward-function", f"{tmp_path}/reward.py:shaped", "--output-dir", run, "--eval-rows", 4]
-    flags += ["--log", "tensorboard,wandb,trackio,swanlab"]
-    steps = ["--prompts-per-step", 2, "--samples-per-prompt", 2, "--no-eval-before", "--save-every", 1]
+    (pasted,) = [block.replace("\\\n", "").split() for _, block in blocks("docs/metrics.md") if "--log" in block]
+    assert pasted[:2] == ["python", "grpo.py"] and pasted[-1].count(",") == 3
+    steps = [str(run) if word == "runs/tracked" else word for word in pasted[2:]]
+    flags = ["--engine", "hf", "--max-prompt-tokens", 64, "--eval-rows", 4]
+    flags += ["--reward-function", f"{tmp_path}/reward.py:shaped"]
+    evaluation = [word for word in steps if word not in ("--total-steps", "2", "--prompts-per-step", "4")]
+    steps += ["--samples-per-prompt", 2, "--no-eval-before", "--save-every", 1]
+    first = [1 if word == "2" else word for word in steps]
     environment = {"TRACKIO_DIR": str(tmp_path / "trackio"), "HOME": str(tmp_path), "WANDB_MODE": "online"}
-    for own in ([*steps, "--total-steps", 1], [*steps, "--total-steps", 2], ["--eval-only"]):
-        done = run_script("grpo.py", *flags, *own, env=environment, fresh=True, timeout=900)
+    for own in (first, steps, [*evaluation, "--eval-only"]):
+        done = run_script("grpo.py", *own, *flags, env=environment, fresh=True, timeout=900)
         assert "dropped" not in done.stdout, done.stdout
         for tracker in ("wandb", "swanlab"):
             assert f"later: {tracker} sync {run}/{tracker}/*run-*" in done.stdout
