@@ -226,7 +226,7 @@ def test_tracker_that_hangs(tmp_path, monkeypatch, capsys):
     log.log(1, {"a": 1.0})
     assert not answered, "nobody waits for it"
     released.set()
-    assert capsys.readouterr().out.count("dropped (no answer within 0.1 s)") == 1
+    assert capsys.readouterr().out.count("dropped (no answer within 0.") == 1
 
 
 def test_tracker_that_fails_later(tmp_path, monkeypatch, capsys):

@@ -21,7 +21,11 @@ def test_a_run_its_resume_and_an_evaluation_in_every_tracker(tmp_path):
 
     (tmp_path / "reward.py").write_text(REWARD)
     run = tmp_path / "my-run"
-    (pasted,) = [block.replace("\\\n", "").split() for _, block in blocks("docs/metrics.md") if "--log" in block]
+    (pasted,) = [
+        block.replace("\\\n", "").split()
+        for _, block in blocks("docs/metrics.md")
+        if "swanlab" in block and "grpo.py" in block
+    ]
     assert pasted[:2] == ["python", "grpo.py"] and pasted[-1].count(",") == 3
     steps = [str(run) if word == "runs/tracked" else word for word in pasted[2:]]
     flags = ["--engine", "hf", "--max-prompt-tokens", 64, "--eval-rows", 4]
