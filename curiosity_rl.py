@@ -221,11 +221,9 @@ def select(sampled: list[Episode], memory: ReplayMemory, args: Args, step: int) 
 
 
 def curiosity_means(sampled: list[Episode], replayed: list[Episode]) -> Means:
-    """Metrics of bonus, cost and looking, over the scored episodes."""
+    """Metrics of looking, over the scored episodes, and of the replay; bonus and cost are among their rewards."""
     means = Means()
     scored = [e.rewards for e in sampled if math.isfinite(e.rewards["score"])]
-    means.add("reward/curiosity", math.fsum(r["curiosity"] for r in scored), count=len(scored))
-    means.add("reward/call_cost", math.fsum(r["call_cost"] for r in scored), count=len(scored))
     means.add("tool/rapr", math.fsum(r["looks"] for r in scored), count=len(scored))
     means.add_total("replay/samples", len(replayed))
     return means

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 EMBEDDED = ("tiny", "tiny-vl", "tiny-vl-python")  # models that bring their own data
 SCRIPTS = ("grpo.py", "ppo.py", "curiosity_rl.py", "sft.py")
 LORA_RATE = 10  # times the default learning rate
-TRACKERS = ("tensorboard", "wandb")
+TRACKERS = ("tensorboard", "wandb", "trackio", "swanlab")
 
 Count = Annotated[int, Gt(0)]
 Limit = Annotated[int, Ge(0)]  # 0: there is none
@@ -119,7 +119,7 @@ class Run:
     resume: str = "auto"  # auto: continue the run in --output-dir if there is one; never; or a path
     stall_minutes: Positive = 60.0  # longest a phase (rollout, rewards, part of an evaluation) may take; then the end
     profile_steps: str | None = None  # A:B, such as 3:5: traces of these steps, OUTPUT_DIR/profile
-    log: str = ""  # further trackers, comma-separated: tensorboard, wandb
+    log: str = ""  # further trackers, comma-separated: tensorboard, wandb, trackio, swanlab
 
 
 Args = TypeVar("Args")
