@@ -39,9 +39,9 @@ class Tool:
 
 CROP_NAMES = ("crop_image", "zoom_in")
 CROP = Tool(
-    "crop_image_normalized", visual.crop_image_normalized, visual.CROP_SCHEMA, CROP_NAMES, role="user", ours=True
+    "crop_image_normalized", visual.crop_image_normalized, visual.SCHEMAS["crop"], CROP_NAMES, role="user", ours=True
 )
-SELECT = Tool("select_frames", visual.select_frames, visual.SELECT_SCHEMA, role="user", ours=True)
+SELECT = Tool("select_frames", visual.select_frames, visual.SCHEMAS["select"], role="user", ours=True)
 BUILT_IN = {CROP.name: [CROP], SELECT.name: [SELECT], "visual": [CROP, SELECT]}
 
 

@@ -5,11 +5,15 @@ of a video has one, then come crops and selected frames. With a video of 16 fram
 and the first frame selected from it is "Numbered 17". With one image in the prompt that is 1, and its first crop 2.
 """
 
+import json
+from pathlib import Path
+
 from common.pictures import decode, shown
 
+SCHEMAS = json.loads(Path(__file__).with_name("visual.json").read_text())  # what the policy is told: crop, select
 PADDING = 0.1  # of the picture, added on each side of a box: policies draw them too tight
 MIN_CROP = 28  # a crop has more pixels than that on both sides
-MAX_FRAMES = 8
+MAX_FRAMES = 8  # as its schema says
 
 
 def whole(value: object, name: str) -> int:
@@ -83,47 +87,3 @@ def select_frames(target_frames: list, context: dict) -> tuple[str, list, dict]:
         f"Numbered {first} to {first + len(selected) - 1}):"
     )
     return text, selected, {"target": videos[0], "frames": indices}
-
-
-CROP_SCHEMA = {
-    "type": "function",
-    "function": {
-        "name": "crop_image_normalized",
-        "description": "Zoom in on a part of an image, given by its bounding box. "
-        "Useful when an object or a text is too small to be seen.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "bbox_2d": {
-                    "type": "array",
-                    "items": {"type": "number"},
-                    "description": "[x1,y1,x2,y2], the left, top, right and bottom edge of the part to zoom in on. "
-                    "Values should be within [0.0,1.0].",
-                },
-                "target_image": {
-                    "type": "number",
-                    "description": "Index of the image to crop, from 1 to the number of images; 1 is the original.",
-                },
-            },
-            "required": ["bbox_2d", "target_image"],
-        },
-    },
-}
-SELECT_SCHEMA = {
-    "type": "function",
-    "function": {
-        "name": "select_frames",
-        "description": "Select frames from a video.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "target_frames": {
-                    "type": "array",
-                    "items": {"type": "integer", "description": "Frame index from 1 to 16."},
-                    "description": f"Indices of the frames to select, no more than {MAX_FRAMES} frames in total.",
-                }
-            },
-            "required": ["target_frames"],
-        },
-    },
-}
