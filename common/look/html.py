@@ -2,6 +2,7 @@
 
 import json
 import re
+import secrets
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -31,14 +32,14 @@ def marked(text: str) -> Markup:
     return Markup(MARKUP.sub(r"<i>\g<0></i>", str(escape(shown(text)))))
 
 
-TEMPLATES = Environment(
-    loader=FileSystemLoader(Path(__file__).parent),
-    autoescape=True,
-    trim_blocks=True,
-    lstrip_blocks=True,
-    undefined=StrictUndefined,
-)
+OPTIONS = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True, "undefined": StrictUndefined}
+TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).parent), **OPTIONS)
 TEMPLATES.filters |= {"shown": shown, "marked": marked, "g": "{:g}".format}
+
+
+def render(template: str, **values) -> str:
+    """A page that runs the scripts of this folder, which alone know its nonce."""
+    return TEMPLATES.get_template(template).render(values, nonce=secrets.token_hex(16))
 
 
 def save_page(page: Path, text: str) -> None:

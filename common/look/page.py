@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from common.look.html import TEMPLATES, save_page
+from common.look.html import render, save_page
 from common.pictures import decode
 
 PAGE_PROMPTS = 8  # groups of episodes on the page
@@ -21,38 +21,24 @@ NAVIGATION = re.compile(r"<nav>.*?</nav>")
 
 
 def rollout_page(title: str, episodes: list[dict]) -> str:
-    """A whole HTML document. An episode is a dict with these keys; whatever texts and pictures hold, nothing raises.
-
-    prompt_index, sample_index, finish_reason, score (may be nan), advantage (or None), rewards {name: number or str}
-    segments  [{role "prompt" | "policy" | "observation", text, media: indices of what it shows}]
-    media     [{kind "image" | "video", frames: encoded bytes, shown: [w, h] pixels}]
-    calls     [{turn: which one of the policy, from 0; name, arguments, text, error; info: {} or target: index of
-              media, with box: [x1, y1, x2, y2] from 0 to 1, and of a video its frame, or with frames; from 1}]
-    and, if they are known: row (which one of the data), truth, finish (the reason in words)
-    """
+    """A whole HTML document of episodes as page.html has them; whatever texts and pictures hold, nothing raises."""
     pictures: dict[tuple, dict] = {}
     texts = [s["text"] for e in episodes for s in e["segments"] if s["role"] == "prompt"]
     schemas = dict.fromkeys(schema for text in texts for schema in TOOLS.findall(text))
     prepared = [prepare(e, pictures) for e in sorted(episodes, key=lambda e: e["sample_index"])]
-    shared = {"schemas": schemas, "pictures": pictures.values()}  # stand once on the page
-    return TEMPLATES.get_template("page.html").render(title=title, episodes=prepared, **shared)
+    return render("page.html", title=title, episodes=prepared, schemas=schemas, pictures=pictures.values())
 
 
 def prepare(episode: dict, pictures: dict) -> dict:
     """An episode with what the template wants to know besides."""
-    score, targets = episode["score"], [call["info"].get("target") for call in episode["calls"]]
-    segments = []
+    segments, score = [], episode["score"]
     for s in episode["segments"]:
         text = TOOLS.sub("<tools> at the top of this page </tools>", s["text"]) if s["role"] == "prompt" else s["text"]
-        segments.append({"role": s["role"], "text": text, "strips": [strip(episode, i, pictures) for i in s["media"]]})
-    added = {
-        "segments": segments,
-        "calls": [call | {"number": number} for number, call in enumerate(episode["calls"], 1)],
-        "score_hue": round(120 * min(1, max(0, score))) if isfinite(score) else None,
-        "last": "".join(segment["text"] for segment in segments[-1:])[-200:],
-        "looked": [strip(episode, i, pictures) for i in range(len(episode["media"])) if i in targets],
-    }
-    return {"row": None, "truth": None, "finish": None} | episode | added
+        segments.append(s | {"text": text})
+    strips = [strip(episode, index, pictures) for index in range(len(episode["media"]))]
+    hue = round(120 * min(1, max(0, score))) if isfinite(score) else None
+    known = {"row": None, "truth": None, "finish": None} | episode
+    return known | {"segments": segments, "strips": strips, "score_hue": hue}
 
 
 def strip(episode: dict, index: int, pictures: dict) -> dict:
@@ -65,10 +51,8 @@ def strip(episode: dict, index: int, pictures: dict) -> dict:
     for data in medium["frames"]:
         if (data, side) not in pictures:
             pictures[data, side] = embed(data, side) | {"name": f"picture{len(pictures)}"}
-    return {
-        "is_video": medium["kind"] == "video",
+    return medium | {
         "first": 1 + sum(len(m["frames"]) for m in episode["media"][:index]),
-        "shown": medium["shown"],
         "height": height,
         "frames": [pictures[data, side] for data in medium["frames"]],
         "looks": [look(n, c["info"]) for n, c in enumerate(episode["calls"], 1) if c["info"].get("target") == index],
@@ -128,9 +112,8 @@ def neighbours(page: Path) -> dict[str, Path]:
 
 def save_with_links(page: Path, text: str) -> None:
     """Write it with the links to its neighbours, which may have come or gone."""
-    link = '<a href="{}">{}: step {}</a>'
-    links = "".join(link.format(path.name, name, int(path.stem[5:])) for name, path in neighbours(page).items())
-    save_page(page, NAVIGATION.sub(f"<nav>{links}</nav>", text, count=1))
+    links = [f'<a href="{p.name}">{name}: step {int(p.stem[5:])}</a>' for name, p in neighbours(page).items()]
+    save_page(page, NAVIGATION.sub(f"<nav>{''.join(links)}</nav>", text, count=1))
 
 
 def page_episodes(rows: list[dict], files: dict[str, bytes], tokenizer) -> list[dict]:
@@ -152,11 +135,8 @@ def page_episodes(rows: list[dict], files: dict[str, bytes], tokenizer) -> list[
             added = 0 if sampled else next(answers, {"media": 0})["media"]  # --mask-truncated masks what was sampled
             numbers = [next(shown) for _ in range(added)]
             segments.append({"role": "policy" if sampled else "observation", "text": text, "media": numbers})
-        keys = ("prompt_index", "sample_index", "finish_reason", "score", "advantage")
-        model_reward = row.get("model_reward")  # older dumps lack it, row and truth
+        model_reward = row.get("model_reward")  # which older dumps lack
         judged = {} if model_reward is None else {"--reward-model": model_reward}
-        episode = {key: row[key] for key in keys} | {"rewards": json.loads(row["rewards"]) | judged, "calls": calls}
-        episode |= {"row": row.get("row"), "truth": row.get("truth")}
-        episode |= {"finish": FINISH_REASONS.get(row["finish_reason"])}
-        episodes.append(episode | {"segments": segments, "media": media})
+        episode = row | {"rewards": json.loads(row["rewards"]) | judged, "calls": calls, "media": media}
+        episodes.append(episode | {"segments": segments, "finish": FINISH_REASONS.get(row["finish_reason"])})
     return episodes
