@@ -30,7 +30,7 @@ def look(
     runs = [path for path in paths if path.is_dir()]
     refuse(not paths, "give the folder of a run, or a data file")
     refuse(bool(output) and not runs, f"--output {output}: is for the page of runs, and no folder is given")
-    for path in paths:
+    for path in dict.fromkeys(paths):
         if path in runs:
             look_at_run(path, tokenizer)
         elif is_dump(path):

@@ -4,7 +4,7 @@
 const runs = JSON.parse(document.getElementById("data").textContent);
 const form = document.getElementById("controls");
 const CLOCKS = { seconds: "time/step_s", tokens: "data/tokens", epochs: "data/epoch" };
-const [LEFT, RIGHT, TOP, BOTTOM] = [52, 8, 8, 20]; // pixels around the lines of a chart
+const [LEFT, RIGHT, TOP, BOTTOM] = [52, 14, 8, 20]; // pixels around the lines of a chart
 const FEW = 30; // points, which are marked each
 
 // --- what is to be drawn ---
@@ -89,7 +89,8 @@ function ticks(low, high) {
 
 function short(x) {
   const size = Math.abs(x);
-  return size >= 1e5 || (size && size < 1e-3) ? x.toExponential(1) : String(Number(x.toPrecision(4)));
+  if (size >= 1e4 && size < 1e9) return size < 1e6 ? `${short(x / 1e3)}k` : `${short(x / 1e6)}M`;
+  return size >= 1e9 || (size && size < 1e-3) ? x.toExponential(1) : String(Number(x.toPrecision(4)));
 }
 
 // --- drawing ---
@@ -131,7 +132,7 @@ function draw(figure) {
   const svg = figure.querySelector("svg");
   const [width, height] = [svg.clientWidth, svg.clientHeight];
   svg.replaceChildren();
-  if (!width) return; // folded away
+  if (figure.closest("details:not([open])")) return;
   const series = seriesOf(JSON.parse(figure.dataset.metrics));
   const across = axis(series.flatMap(s => s.x), LEFT, width - RIGHT, false);
   const heights = series.flatMap(s => [...s.values, ...(s.low ?? []), ...(s.high ?? [])]);
@@ -219,9 +220,10 @@ form.addEventListener("input", () => {
   history.replaceState(null, "", `#${new URLSearchParams(new FormData(form))}`);
   redraw();
 });
+for (const fold of document.querySelectorAll("details")) fold.addEventListener("toggle", redraw);
 const resized = new ResizeObserver(entries => entries.forEach(entry => draw(entry.target)));
 for (const figure of document.querySelectorAll("figure")) {
-  resized.observe(figure); // also when a fold opens
+  resized.observe(figure);
   const svg = figure.querySelector("svg");
   svg.addEventListener("pointermove", event => point(figure, event.clientX - svg.getBoundingClientRect().left));
   svg.addEventListener("pointerleave", () => leave(figure));

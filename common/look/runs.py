@@ -81,8 +81,7 @@ def write_samples(file: Path) -> Path:
     try:
         if not page.exists() or page.stat().st_mtime < file.stat().st_mtime:
             samples = sorted(pq.read_table(file).to_pylist(), key=lambda sample: sample.get("correct") is not False)
-            title = "/".join(file.with_suffix("").parts[-3:])
-            save_page(page, render("samples.html", title=title, samples=samples, most=SAMPLES))
+            save_page(page, render("samples.html", file=file, samples=samples, most=SAMPLES))
     except (OSError, pa.ArrowInvalid) as error:  # half a file, or a full disk
         print(f"warning: {page} not written ({error})", flush=True)
     return page
