@@ -29,7 +29,8 @@ def look(
     """
     runs = [path for path in paths if path.is_dir()]
     refuse(not paths, "give the folder of a run, or a data file")
-    refuse(bool(output) and not runs, f"--output {output}: is for the page of runs, and no folder is given")
+    is_wrong = output is not None and not (runs and output.parent.is_dir())
+    refuse(is_wrong, f"--output {output}: is for the page of runs, in a folder that exists")
     for path in dict.fromkeys(paths):
         if path in runs:
             look_at_run(path, tokenizer)
@@ -45,7 +46,7 @@ def look(
 
 def look_at_run(run: Path, tokenizer: str | None) -> None:
     metrics, dumps = run / "metrics.jsonl", sorted(run.glob("rollouts/step_??????.parquet"))
-    refuse(not metrics.is_file() and not dumps, f"{run}: no metrics.jsonl and no rollouts/ in it, so no run")
+    refuse(not metrics.is_file() and not dumps, f"{run}: no metrics.jsonl and no rollouts/ in it; its runs: {run}/* ?")
     if metrics.is_file():
         plot_curves(run)
         print(run / "curves.png" if (run / "curves.png").is_file() else f"{metrics}: nothing to draw so far")

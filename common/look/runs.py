@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from common.look.curves import finite, panels_of, read_run
 from common.look.html import render, save_page, shown
 
-POINTS = 2000  # drawn of a metric, shared by the runs; of more: mean, lowest and highest of each part
+POINTS = 300  # of a curve; one that has more is drawn by the mean, the lowest and the highest of so many parts
 EVENTS = 50  # of a run, the last ones
 SAMPLES = 1000  # of an evaluation, on its page
 LOWER_IS_BETTER = re.compile(r"loss|truncated$|failed$|error|unjudged$|/kl|gap$|^time/|^memory/|skipped|zero_variance")
@@ -24,12 +24,11 @@ def write_runs(folders: list[Path], output: Path | None = None) -> Path:
     folders = list(dict.fromkeys(folder.resolve() for folder in folders))
     shared = Path(os.path.commonpath(folders))
     page = output.resolve() if output else shared / "look.html"
-    points = max(50, POINTS // len(folders))
     runs = []
     for folder in folders:
         steps, events = read_run(folder / "metrics.jsonl")
         keys = sorted({key for record in steps for key in record} - {"step"})
-        curves = {key: curve(key, *numbers, points) for key in keys if len((numbers := finite(steps, key))[0])}
+        curves = {key: curve(key, *numbers) for key in keys if len((numbers := finite(steps, key))[0])}
         events = [{"step": e["step"], "name": shown(e["event"], 40), "told": shown(e, 300)} for e in events[-EVENTS:]]
         name = shown(os.path.relpath(folder, shared) if folder != shared else folder.name, 200)
         run = {"drawn": {"name": name, "curves": curves, "events": events}, "config": config_of(folder)}
@@ -41,13 +40,13 @@ def write_runs(folders: list[Path], output: Path | None = None) -> Path:
     return page
 
 
-def curve(key: str, steps: np.ndarray, values: np.ndarray, points: int) -> dict:
-    """What is drawn of a metric, in so many parts at most, and its final numbers."""
+def curve(key: str, steps: np.ndarray, values: np.ndarray) -> dict:
+    """What is drawn of a metric, in POINTS parts at most, and its final numbers."""
     count = len(values)
-    edges = np.linspace(0, count, min(count, points) + 1).astype(int)
+    edges = np.linspace(0, count, min(count, POINTS) + 1).astype(int)
     starts, ends = edges[:-1], edges[1:]
     lists = {"steps": steps[ends - 1], "values": np.add.reduceat(values, starts) / (ends - starts)}
-    if count > points:
+    if count > POINTS:
         lists |= {"low": np.minimum.reduceat(values, starts), "high": np.maximum.reduceat(values, starts)}
     lower = bool(LOWER_IS_BETTER.search(key))
     best = values.argmin() if lower else values.argmax()
