@@ -224,6 +224,8 @@ def test_the_page_of_runs_has_their_numbers_and_what_differs(tmp_path, capsys):
     assert ["eval/loss", "a", "0.75", "↓ 0.75", "10", "0.75"] in rows
     assert ["--learning-rate", "0.1", "0.3"] in rows and ["--seed", "1"] in rows and ["versions torch", "2"] in rows
     assert "curves.png" in unquote(page.read_text())
+    look(*sorted(tmp_path.glob("*")))  # the shell's runs/*, the second time
+    assert drawn_on(page) == [first, second]
     look(tmp_path / "a", output=tmp_path / "elsewhere.html")
     assert len(drawn_on(tmp_path / "elsewhere.html")) == 1 and not (tmp_path / "a/look.html").exists()
 

@@ -31,7 +31,7 @@ def look(
     refuse(not paths, "give the folder of a run, or a data file")
     is_wrong = output is not None and not (runs and output.parent.is_dir())
     refuse(is_wrong, f"--output {output}: is for the page of runs, in a folder that exists")
-    for path in dict.fromkeys(paths):
+    for path in dict.fromkeys(path for path in paths if path.name != "look.html"):  # which runs/* names, too
         if path in runs:
             look_at_run(path, tokenizer)
         elif is_dump(path):
