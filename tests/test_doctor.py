@@ -10,7 +10,7 @@ import pytest
 from helpers import deadline, run_script
 from test_docs import blocks
 
-from common.look import doctor
+from common.prepare import doctor
 
 
 def pasted() -> list[str]:

@@ -7,9 +7,8 @@ from pathlib import Path
 from urllib.parse import quote
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
+from common.data.rows import RowFiles
 from common.look.curves import finite, panels_of, read_run
 from common.look.html import render, save_page, shown
 
@@ -69,7 +68,8 @@ def config_of(run: Path) -> dict[str, object]:
 
 def links_of(run: Path, start: Path) -> dict[str, str]:
     """{what it is: its address from `start`} of what a run has to look at; a page for each file of samples."""
-    samples = [file for file in (*run.glob("eval_samples*.parquet"), *run.glob("eval/*.parquet")) if file.is_file()]
+    found = (*run.glob("eval_samples*.parquet"), *run.glob("eval_samples*.jsonl"), *run.glob("eval/*.parquet"))
+    samples = [file for file in found if file.is_file()]
     pages = [run / "curves.png", *map(write_samples, sorted(samples)), *sorted(run.glob("rollouts/step_*.html"))]
     return {str(p.relative_to(run)): quote(os.fsencode(os.path.relpath(p, start))) for p in pages if p.is_file()}
 
@@ -79,8 +79,9 @@ def write_samples(file: Path) -> Path:
     page = file.with_suffix(".html")
     try:
         if not page.exists() or page.stat().st_mtime < file.stat().st_mtime:
-            samples = sorted(pq.read_table(file).to_pylist(), key=lambda sample: sample.get("correct") is not False)
+            records = (record for record in RowFiles([file], "samples").records() if isinstance(record, dict))
+            samples = sorted(records, key=lambda sample: sample.get("correct") is not False)
             save_page(page, render("samples.html", file=file, samples=samples, most=SAMPLES))
-    except (OSError, pa.ArrowInvalid) as error:  # half a file, or a full disk
+    except (OSError, ValueError) as error:  # half a file, or a full disk
         print(f"warning: {page} not written ({error})", flush=True)
     return page
