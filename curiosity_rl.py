@@ -22,6 +22,7 @@ micro-batch. Everything per token is flat ([T] or [N]): there is no padding to m
 """
 
 import math
+from collections import defaultdict
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
@@ -37,6 +38,7 @@ from torch import Tensor
 from common.checkpoint import Checkpoints
 from common.data.dumps import dump_rollouts, load_rollouts
 from common.data.prompts import PromptData
+from common.data.rows import RowFiles
 from common.distributed import World, all_reduce, barrier, forward_context, run, stop_requested
 from common.episodes import Episode, by_prompt, unequal_groups
 from common.files import refuse
@@ -52,7 +54,7 @@ from common.pictures import PixelLimits
 from common.precision import checked_gap
 from common.progress import Progress
 from common.rewards import is_correct
-from common.rewards.samples import side_by_side
+from common.rewards.samples import summarize, wilson_interval
 from common.rollouts import Rollouts
 from common.setup import Stopwatch, due, finish, open_logger, profiled
 
@@ -219,11 +221,9 @@ def select(sampled: list[Episode], memory: ReplayMemory, args: Args, step: int) 
 
 
 def curiosity_means(sampled: list[Episode], replayed: list[Episode]) -> Means:
-    """Metrics of bonus, cost and looking, over the scored episodes."""
+    """Metrics of looking, over the scored episodes, and of the replay; bonus and cost are among their rewards."""
     means = Means()
     scored = [e.rewards for e in sampled if math.isfinite(e.rewards["score"])]
-    means.add("reward/curiosity", math.fsum(r["curiosity"] for r in scored), count=len(scored))
-    means.add("reward/call_cost", math.fsum(r["call_cost"] for r in scored), count=len(scored))
     means.add("tool/rapr", math.fsum(r["looks"] for r in scored), count=len(scored))
     means.add_total("replay/samples", len(replayed))
     return means
@@ -378,6 +378,29 @@ def compare_without_tools(
     bare.evaluate(policy, step, without)
     if job.world.is_main:
         job.world.print(side_by_side({"with tools": with_tools, "without": without}))
+
+
+def side_by_side(reports: dict[str, Path]) -> str:
+    """A table with one line per source: accuracy with its 95 % interval in each of several files of samples.
+
+    Of the rows with a truth that all of them have: a prompt may be too long with tools, and fit without.
+    """
+    import pandas as pd
+
+    table: dict[str, dict[str, str]] = {}
+    samples_of = {name: list(RowFiles([path], name).records()) for name, path in reports.items()}
+    in_all = set.intersection(*({sample["row"] for sample in samples} for samples in samples_of.values()))
+    for name, of_this in samples_of.items():
+        by_source = defaultdict(list)
+        for sample in of_this:
+            if sample["row"] in in_all and sample["correct"] is not None:
+                by_source[sample["data_source"]].append(sample)
+        for source, samples in sorted(by_source.items()):
+            metrics = summarize(samples)
+            low, high = wilson_interval(metrics["eval/accuracy"], int(metrics["eval/rows"]))
+            line = table.setdefault(source, {"source": source, "rows": str(int(metrics["eval/rows"]))})
+            line[name] = f"{metrics['eval/accuracy']:.3f} ({low:.3f} - {high:.3f})"
+    return pd.DataFrame(list(table.values())).fillna("").to_string(index=False)
 
 
 def check_args(args: Args) -> None:

@@ -144,6 +144,8 @@ def _outcome(main: Callable, *args: object) -> int:
             processes.fail(stop.code)
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except Exception as error:
+        if isinstance(error, ImportError) or "shared object" in str(error):  # users' own files raise ValueErrors
+            error.add_note("install what requirements.txt (-cpu, -v100) pins; python -m common.doctor says what works")
         rank = f"[rank {os.environ.get('RANK', '0')}]"
         processes.fail(f"{rank} {type(error).__name__}: {error}", f"{rank} failed:\n{traceback.format_exc()}")
         if isinstance(error, RuntimeError) and world_size() > 1:

@@ -27,10 +27,10 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
 
 def shorten(text: str, limit: int) -> str:
     """At most `limit` characters, cut in the middle; control characters would garble the terminal."""
-    text = "".join(c if c.isprintable() or c == "\n" else "�" for c in text)
-    if len(text) <= limit:
-        return text
-    return f"{text[: limit // 2]} …[{len(text) - 2 * (limit // 2)} characters]… {text[-(limit // 2) :]}"
+    if len(text) > limit:
+        left_out = f" …[{len(text) - 2 * (limit // 2)} characters]… "
+        text = text[: limit // 2] + left_out + text[-(limit // 2) :]
+    return "".join(c if c.isprintable() or c == "\n" else "�" for c in text)
 
 
 @contextmanager

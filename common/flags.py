@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 EMBEDDED = ("tiny", "tiny-vl", "tiny-vl-python")  # models that bring their own data
 SCRIPTS = ("grpo.py", "ppo.py", "curiosity_rl.py", "sft.py")
 LORA_RATE = 10  # times the default learning rate
-TRACKERS = ("tensorboard", "wandb")
+TRACKERS = ("tensorboard", "wandb", "trackio", "swanlab")
 
 Count = Annotated[int, Gt(0)]
 Limit = Annotated[int, Ge(0)]  # 0: there is none
@@ -37,7 +37,7 @@ Share = Annotated[float, Ge(0), Le(1)]
 class Data:
     """Files of rows, and the pictures in them."""
 
-    train_data: str | None = None  # .parquet, .jsonl or .json, comma-separated; the embedded models bring their own
+    train_data: str | None = None  # .parquet, .jsonl, .json, comma-separated, or ORG/NAME:CONFIG:SPLIT of the hub
     eval_data: str | None = None  # the same formats; gives eval/*
     media_root: Path | None = None  # where relative paths of images and videos start; no path may leave this folder
     max_rows: Count | None = None  # use only the first rows of the training data
@@ -127,7 +127,7 @@ class Run:
     resume: str = "auto"  # auto: continue the run in --output-dir if there is one; never; or a path
     stall_minutes: Positive = 60.0  # longest a phase (rollout, rewards, part of an evaluation) may take; then the end
     profile_steps: str | None = None  # A:B, such as 3:5: traces of these steps, OUTPUT_DIR/profile
-    log: str = ""  # further trackers, comma-separated: tensorboard, wandb
+    log: str = ""  # further trackers, comma-separated: tensorboard, wandb, trackio, swanlab
 
 
 Args = TypeVar("Args")

@@ -135,7 +135,8 @@ def describe_run(path: str) -> dict[str, str]:
     """Flags, versions; and, by size and hash, the code, the files that flags name, those of the model in a folder."""
     texts = " ".join(["", *sys.argv[1:]]).split(" --")[1:]
     facts = dict([*re.split("[ =]", text, maxsplit=1), ""][:2] for text in texts)
-    files = {str(file.relative_to(ROOT)): file for kind in ("*.py", "common/**/*.py") for file in ROOT.glob(kind)}
+    kinds = ("*.py", "common/**/*.py", "common/*/*.json", "common/*/*.toml")
+    files = {str(file.relative_to(ROOT)): file for kind in kinds for file in ROOT.glob(kind)}
     # not of the run folder: some network file systems would remember for a while that it is not there
     named = [name for flag in facts.keys() - {"output-dir"} for name in re.split("[ ,:]", facts[flag])]
     files |= {name: Path(name) for name in named if os.path.isfile(name)}

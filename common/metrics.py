@@ -1,15 +1,18 @@
 """Metrics of a step's episodes and of its critic."""
 
 import math
+import warnings
 
 from torch import Tensor
 
 from common.distributed import all_reduce, world_size
 from common.episodes import FINISH_REASONS, Episode, by_prompt, unequal_groups
 from common.means import Means
-from common.rewards import FULL_MARKS, is_correct
+from common.rewards import is_correct, usable
 
 RARE_REASONS = sorted(FINISH_REASONS.keys() - {"stop", "length"})  # to finish an episode
+TAKEN = {"score", "acc", "judged", "unjudged", "looks", "born", "advantage"}  # names that `rewards` has for our own
+TAKEN |= {"mean", "std", "mean_square", "accuracy", "failed", "zero_variance_groups", "model_mean"}  # other metrics'
 
 
 def rollout_means(episodes: list[Episode], seconds: dict[str, float], with_tools: bool = False) -> Means:
@@ -26,12 +29,11 @@ def rollout_means(episodes: list[Episode], seconds: dict[str, float], with_tools
     means.add("reward/zero_variance_groups", equal, count=len(comparable))
     judged = [e.model_reward for e in scored if e.model_reward is not None]
     means.add("reward/model_mean", math.fsum(judged), count=len(judged))
-    bonuses = [e.rewards["tool_bonus"] for e in scored if "tool_bonus" in e.rewards]  # part of their scores
-    means.add("reward/tool_bonus", math.fsum(bonuses), count=len(bonuses))
-    rated = [e.turn_rewards for e in episodes if e.turn_rewards]
-    means.add("reward/turns", math.fsum(map(math.fsum, rated)), count=len(rated))
-    means.add("reward/first_turn_accuracy", sum(turns[0] >= FULL_MARKS for turns in rated), count=len(rated))
-    means.add("reward/last_turn_accuracy", sum(turns[-1] >= FULL_MARKS for turns in rated), count=len(rated))
+    values = [(k, x) for e in scored for k, x in e.rewards.items() if k not in TAKEN and usable(x)]
+    if many := len({name for name, _ in values}) > 32:  # made up, one for each response?
+        warnings.warn("rewards have more than 32 numbers beside the score: none is logged", stacklevel=1)
+    for name, value in () if many else values:
+        means.add(f"reward/{name}", value)
     response_tokens = sum(len(e.response_ids) for e in episodes)
     means.add("rollout/response_length", response_tokens, count=len(episodes))
     means.add("rollout/truncated", sum(e.truncated for e in episodes), count=len(episodes))

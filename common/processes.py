@@ -28,7 +28,7 @@ LAUNCHERS = {  # how many processes srun or mpirun has started: which of them th
 PR_SET_PDEATHSIG = 1
 
 at_end: list[Callable[[], object]] = []  # called where the run ends, however it does
-reached: dict[str, object] = {}  # what to tell who presses Ctrl-C: {"step": 3, "checkpoint": folder}
+reached: dict[str, object] = {}  # {"step": 3, "checkpoint": folder}, for who presses Ctrl-C; at the end the "status"
 awaited: list[str] = []  # what is missing while the group forms
 group: list = []  # its store, through a connection of its own: that of the main thread may wait for something
 _sign_of_life = [time.monotonic()]
@@ -151,6 +151,7 @@ def say(line: str, details: str = "") -> None:
 def leave(status: int) -> NoReturn:
     """The end of this process, by the first thread that comes here; what was opened last is closed first."""
     _leaving.acquire()
+    reached["status"] = status
     try:
         for function in reversed(at_end):
             with suppress(Exception):

@@ -9,7 +9,7 @@ EVERY = 20.0  # seconds: nothing is said more often
 
 
 class Progress:
-    """Lines of rank 0, such as "... update, micro-batch 5/12, 2m left"; a loop inside of another shares its line.
+    """Lines of rank 0, such as "... update, micro-batch 5/12, 2m left", after `first` seconds; inner loops share them.
 
     for batch in Progress("micro-batch", batches): ...    or    progress = Progress("rewards", 256); progress.add(8)
     """
@@ -18,7 +18,6 @@ class Progress:
     said: ClassVar[float] = 0.0  # when the last line was printed
 
     def __init__(self, what: str, items: Iterable | int, first: float = EVERY):
-        """first: seconds until the first line."""
         self.what, self.items = what, range(items) if isinstance(items, int) else list(items)
         self.start, self.done, self.first = time.monotonic(), 0, first
 

@@ -175,7 +175,7 @@ class Rollouts:
         samples.sort(key=lambda sample: sample["group"])
         if world.is_main:
             path = report_to or self.output_dir / "eval" / f"step_{step:06d}.parquet"
-            table = report(samples, path)
+            table = report(samples, path, data.record if report_to else None)
             if report_to:
                 world.print(f"{table}\nsamples: {path}")
             print_samples(step, samples)
@@ -183,7 +183,7 @@ class Rollouts:
 
     def evaluate_only(self, policy: nn.Module, step: int, logger: Logger) -> Path:
         """--eval-only: the table on the console, all samples in the run folder; returns their file."""
-        report_to = self.output_dir / "eval_samples.parquet"
+        report_to = self.output_dir / f"eval_samples{self.eval_data.files.suffix}"
         logger.event({"event": "eval_only", "step": step, **self.evaluate(policy, step, report_to)})
         return report_to
 

@@ -31,8 +31,9 @@ def open_logger(job: Job, args: Any, total_steps: int, checkpoints: Checkpoints,
     own = job.checkpoint and job.checkpoint.resolve().is_relative_to(job.output_dir.resolve())
     if world.is_main and record and not own:
         save_config(job.output_dir, config)
-    trackers = Trackers(job.run.log, job.output_dir, config, job.script) if world.is_main else None
+    trackers = Trackers(job.run.log, job.output_dir, config) if world.is_main else None
     logger = Logger(job.output_dir, StatusLine(total_steps), trackers, world.is_main)
+    at_end.append(logger.close)
     if job.checkpoint:
         changed = changed_flags(job.output_dir, config) if world.is_main else {}
         resumed = {"event": "resumed", "step": checkpoints.start, "checkpoint": str(job.checkpoint)}
@@ -52,10 +53,9 @@ def open_logger(job: Job, args: Any, total_steps: int, checkpoints: Checkpoints,
 
 
 def finish(job: Job, policy: torch.nn.Module, logger: Logger) -> None:
-    """Export the model, end the trackers; the curves are drawn where the process ends."""
+    """Export the model; the curves are drawn, and the trackers end, where the process does."""
     folder = job.output_dir / "model"
     export_hugging_face(policy, job.tokenizer, folder, job.world, job.compute_dtype, job.run.model)
-    logger.close()
     job.world.print(f"done: {folder} loads in transformers and vLLM; curves.png is beside it")
 
 

@@ -14,8 +14,8 @@ import curiosity_rl
 from common.data import visual_qa
 from common.episodes import Episode
 from common.rewards import is_correct, reward_function, visual_qa_reward
-from common.rewards.samples import report, side_by_side, summarize, wilson_interval
-from curiosity_rl import Args, ReplayMemory, curiosity_terms, num_calls, shape_rewards
+from common.rewards.samples import report, summarize, wilson_interval
+from curiosity_rl import Args, ReplayMemory, curiosity_terms, num_calls, shape_rewards, side_by_side
 
 PAPER = {"alpha": 0.5, "target": 0.3, "penalty": 0.05, "free": 1}
 

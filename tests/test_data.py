@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import sys
 from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
@@ -18,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from common.data.prompts import PromptData, PromptLoader
-from common.data.rows import read_file, values
+from common.data.rows import RowFiles, read_file, values
 from common.data.scan import Lengths, shared_ends
 from common.distributed import World
 from common.flags import Rollout
@@ -103,7 +104,7 @@ def test_lines_in_a_file_named_json(tmp_path, tokenizer):
 def test_parquet_with_pictures_is_read_some_rows_at_a_time(tmp_path, tokenizer):
     """Arrow reads no nested column of more than 2 GiB at once."""
     pq.write_table(pa.table({"images": [[{"bytes": b"x", "path": None}]] * 100}), tmp_path / "a.parquet")
-    table = read_file(tmp_path / "a.parquet", "--train-data")
+    table = read_file(tmp_path / "a.parquet", "--train-data", once=None)
     assert len(table) == 100 and table["images"].num_chunks == 4
 
 
@@ -499,3 +500,68 @@ def test_command_line_without_the_file(tmp_path):
     done = run_script("-m", "common.look", tmp_path / "nothing.jsonl", check=False)
     assert done.returncode == 1
     assert "nothing.jsonl" in done.stderr and "Traceback" not in done.stderr
+
+
+# --- data sets of the hub -----------------------------------------------------------------------------------------
+
+
+ROW = {"data_source": "x", "reward_model": {"ground_truth": "7"}, "prompt": "a"}
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """The package datasets, as far as it is used: what it is asked for; it keeps an Arrow file of each split."""
+    asked = []
+
+    def load_dataset(*name, split, keep_in_memory):
+        asked.append((*name, split))
+        if split not in ("train", "test"):
+            raise ValueError(f'Unknown split "{split}". Should be one of ["train", "test"].')
+        rows = [{**ROW, "prompt": f"{split} {i}"} for i in range(3)]
+        table = pa.Table.from_pylist(rows[:2] + [rows[2] | {"prompt": " "}])
+        file = tmp_path / f"{split}.arrow"
+        with pa.ipc.new_stream(str(file), table.schema) as writer:
+            writer.write_table(table, max_chunksize=2)
+        return SimpleNamespace(cache_files=[{"filename": str(file)}])
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    return asked
+
+
+def test_what_is_no_file_is_a_data_set_of_the_hub(hub, tmp_path, tokenizer, monkeypatch):
+    options = {"max_prompt_tokens": 64, "tokenizer": tokenizer}
+    for name, parts in [
+        ("org/name", ("org/name", "train")),
+        ("org/name:test", ("org/name", "test")),
+        ("o-r.g/na.me-2.5:main:test", ("o-r.g/na.me-2.5", "main", "test")),
+    ]:
+        with pytest.raises(ValueError, match=rf"{name} row 2: prompt is empty"):
+            PromptData(name, **options)
+        assert hub.pop() == parts
+        data = PromptData(name, bad_rows="drop", notice=lambda _: None, **options)
+        assert [data.record(i)["prompt"] for i in range(len(data))] == [f"{parts[-1]} {i}" for i in range(2)]
+    hub.clear()
+    for name in ("org/rows.parquet", "org/rows.json", "./rows", "../rows", "rows", "/org/rows", "org/name/more"):
+        with pytest.raises(FileNotFoundError, match="no such file"):
+            RowFiles(name, "--train-data")
+    assert hub == [], "what a file is called is never asked for"
+    with pytest.raises(ValueError, match=r'--train-data: no such file: org/name:nope; .*Unknown split "nope"'):
+        RowFiles("org/name:nope", "--train-data")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org").mkdir()
+    pq.write_table(pa.Table.from_pylist([ROW]), "org/name:test")
+    assert len(RowFiles("org/name:test,org/name:test", "--train-data").tables[0]) == 1, "a file wins"
+    assert hub == [("org/name", "nope")]
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match="`pip install datasets`"):
+        RowFiles("org/name", "--train-data")
+
+
+def test_one_rank_asks_the_hub_for_all(hub):
+    """The others read the files that it names."""
+    told = []
+    first = RowFiles("org/name,org/name:test", "--train-data", once=lambda load: told.append(load()) or told[-1])
+    hub.clear()
+    given = iter(told)
+    other = RowFiles("org/name,org/name:test", "--train-data", once=lambda load: next(given))
+    assert hub == [] and list(other.records()) == list(first.records()) and len(told) == 2

@@ -115,6 +115,8 @@ def flags_of(program: str) -> set[str]:
 def parameters(path: Path, name: str) -> set[str]:
     """Parameters of a function that a file defines or imports from common/, or fields of such a class."""
     for node in ast.walk(tree(path)):
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return fields(node)
         if isinstance(node, ast.FunctionDef) and node.name == name:
             return {argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)}
         if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names):
@@ -130,7 +132,7 @@ def all_flags() -> set[str]:
     """Of all scripts, of what `python -m common...` offers, and of the benchmarks."""
     programs = [*SCRIPTS, *(str(p.relative_to(ROOT)) for p in ROOT.glob("tests/bench/*.py"))]
     programs += [f"common.prepare.{p.stem}" for p in ROOT.glob("common/prepare/*.py")]
-    programs += [f"common.{p.parent.name}" for p in ROOT.glob("common/*/__main__.py")]
+    programs += ["common.score", *(f"common.{p.parent.name}" for p in ROOT.glob("common/*/__main__.py"))]
     return set().union(*(flags_of(program) for program in programs), *THEIRS.values())
 
 

@@ -111,6 +111,10 @@ class Rows(list):
     """Of a data set that opens a row when it is asked for; `most` were in use at once."""
 
     vision, most = None, 0
+    files = SimpleNamespace(suffix=".parquet")
+
+    def record(self, i: int) -> dict:
+        return {"id": f"own {i}", "prompt": "another", "images": [b"large"]}
 
     def __init__(self, texts: list, tokenizer):
         super().__init__(texts)
@@ -233,6 +237,9 @@ def test_rows_without_a_truth_are_sampled_and_not_scored(rollouts, tmp_path, cap
     assert [s["correct"] is None and s["score"] is None and s["truth"] is None for s in samples] == [
         i % 3 == 0 for i in range(9)
     ]
+    assert [(s["id"], s["prompt"], "images" in s) for s in samples] == [
+        (f"own {i}", text, False) for i, (text, _) in enumerate(texts)
+    ], "the row's own columns, but what a sample has already, and pictures"
     assert metrics["eval/rows"] == 6 and metrics["eval/unscored"] == 3
     assert metrics["eval/accuracy"] == sum(s["correct"] for s in samples if s["correct"] is not None) / 6
     assert "3 of 9 rows have no truth: not scored" in (said := capsys.readouterr().out) and "score none" in said

@@ -19,6 +19,7 @@ from helpers import ROOT, checked_args, kill_all, metrics_of, run_script, save_c
 from zygote import RANK_VARIABLES
 
 import grpo
+from common import distributed
 from common.distributed import World, init_world
 from common.engine.vllm import VllmEngine
 
@@ -372,3 +373,21 @@ def test_training_goes_on_when_the_disk_is_full(small_disk):
     assert [record["step"] for record in metrics_of(small_disk / "run")] == [0, 1, 2, 3]
     assert done.returncode == 1 and "model not written" in done.stderr and "Traceback" not in done.stderr
     assert not list((small_disk / "run").glob("model*"))
+
+
+@pytest.mark.parametrize(
+    "error, advised",
+    [
+        (ModuleNotFoundError("No module named 'flash_attn'"), True),
+        (OSError("libcudart.so.13: cannot open shared object file: No such file or directory"), True),
+        (ValueError("--reward-function mine.py:f: ModuleNotFoundError: No module named 'x'"), False),
+        (FileNotFoundError("no such file: a.source"), False),
+    ],
+)
+def test_a_package_that_cannot_be_imported_names_the_requirements_and_the_doctor(error, advised, capfd):
+    def main():
+        raise error
+
+    assert distributed._outcome(main) == 1
+    said = capfd.readouterr().err
+    assert ("requirements.txt" in said and "python -m common.doctor" in said) == advised and str(error) in said

@@ -28,7 +28,7 @@ from common.rewards.samples import as_sample, summarize
 
 
 def make(run_dir, total_steps=100, names=""):
-    return Logger(run_dir, StatusLine(total_steps), trackers.Trackers(names, run_dir, {"seed": 1}, "run"))
+    return Logger(run_dir, StatusLine(total_steps), trackers.Trackers(names, run_dir, {"seed": 1}))
 
 
 def test_records_are_appended_by_a_resumed_run(tmp_path, capsys):
@@ -131,33 +131,80 @@ def test_other_ranks_do_nothing(tmp_path, capsys):
 
 
 def fake_wandb(monkeypatch, init, patience_s=60.0):
-    module = types.SimpleNamespace(Settings=lambda **settings: settings, init=init)
+    module = types.SimpleNamespace(Settings=lambda **settings: settings, init=init, teardown=lambda: None)
+    monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setitem(sys.modules, "wandb", module)
     monkeypatch.setattr(trackers, "TRACKER_SECONDS", patience_s)
 
 
 class FakeRun:
+    url, offline = "https://example.org/run", False
+
     def __init__(self, fail_at=None):
-        self.logged, self.fail_at, self.finished = [], fail_at, False
+        self.logged, self.fail_at, self.exit_code = [], fail_at, None
 
-    def log(self, metrics, step):
-        if step == self.fail_at:
+    def define_metric(self, name, step_metric):
+        assert (name, step_metric) == ("*", "step")
+
+    def log(self, metrics):
+        if metrics["step"] == self.fail_at:
             raise ConnectionError("network is down")
-        self.logged.append((step, metrics))
+        self.logged.append(metrics)
 
-    def finish(self):
-        self.finished = True
+    def finish(self, exit_code):
+        self.exit_code = exit_code
 
 
 def test_tracker_receives_numbers(tmp_path, monkeypatch):
     run, received = FakeRun(), {}
     fake_wandb(monkeypatch, lambda **options: received.update(options) or run)
-    started = trackers.Trackers(" wandb, ", tmp_path, {"lr": 1e-6, "path": Path("/x")}, "run")
-    log = Logger(tmp_path, StatusLine(100), started)
+    started = trackers.Trackers(" wandb, ", tmp_path / "mine", {"lr": 1e-6, "path": Path("/x")})
+    log = Logger(tmp_path / "mine", StatusLine(100), started)
     log.log(1, {"reward/mean": 0.5, "policy/loss": math.nan})
+    log.event({"event": "resumed", "step": 1, "changed": {"lr": [1, 2]}})
+    log.event({"event": "eval_only", "step": 1, "eval/accuracy": 0.25})
     log.close()
-    assert run.logged == [(1, {"reward/mean": 0.5})] and run.finished
-    assert received["config"] == {"lr": 1e-6, "path": "/x"} and received["settings"]["init_timeout"] == 10
+    assert run.logged == [{"step": 1, "reward/mean": 0.5}, {"step": 1, "eval/accuracy": 0.25}]
+    assert run.exit_code == 0 and received["name"] == "mine", "named after its folder"
+    assert received["config"] == {"lr": 1e-6, "path": "/x"} and received["settings"]["init_timeout"] == 6
+
+
+def test_a_resume_has_the_id_of_its_folder_and_a_failure_is_told(tmp_path, monkeypatch):
+    ids, runs = [], []
+
+    def init(**options):
+        ids.append((options["id"], options["resume"]))
+        runs.append(FakeRun())
+        return runs[-1]
+
+    fake_wandb(monkeypatch, init)
+    monkeypatch.setitem(processes.reached, "status", 130)
+    for folder in ("a", "a", "b"):
+        make(tmp_path / folder, names="wandb").close()
+    assert ids[0] == ids[1] != ids[2] and ids[0][1] == "allow" and len(ids[0][0]) == 20
+    assert [run.exit_code for run in runs] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("online", ["raises", "hangs"])
+def test_a_tracker_without_its_server_goes_on_offline(online, tmp_path, monkeypatch, capsys):
+    modes, run, released = [], FakeRun(), threading.Event()
+
+    def init(mode, **_):
+        modes.append(mode)
+        if mode is None:
+            if online == "hangs":
+                released.wait(60)
+            raise ConnectionError("no route to host")
+        return run
+
+    fake_wandb(monkeypatch, init, patience_s=0.6)
+    log = make(tmp_path, names="wandb")
+    log.log(1, {"a": 1.0})
+    released.set()
+    said = capsys.readouterr().out
+    why = "ConnectionError: no route to host" if online == "raises" else "no answer within 0.4 s"
+    assert f"--log wandb stays offline ({why}); later: wandb sync {tmp_path}/wandb/*run-*" in said
+    assert modes == [None, "offline"] and run.logged == [{"step": 1, "a": 1.0}] and "dropped" not in said
 
 
 def test_tracker_that_fails_to_start(tmp_path, monkeypatch, capsys):
@@ -179,7 +226,7 @@ def test_tracker_that_hangs(tmp_path, monkeypatch, capsys):
     log.log(1, {"a": 1.0})
     assert not answered, "nobody waits for it"
     released.set()
-    assert capsys.readouterr().out.count("no answer within 0.3 s") == 1
+    assert capsys.readouterr().out.count("dropped (no answer within 0.") == 1
 
 
 def test_tracker_that_fails_later(tmp_path, monkeypatch, capsys):
@@ -189,7 +236,7 @@ def test_tracker_that_fails_later(tmp_path, monkeypatch, capsys):
     for step in (1, 2, 3):
         log.log(step, {"a": 1.0})
     log.close()
-    assert run.logged == [(1, {"a": 1.0})] and capsys.readouterr().out.count("network is down") == 1
+    assert run.logged == [{"step": 1, "a": 1.0}] and capsys.readouterr().out.count("network is down") == 1
     assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
 
 
@@ -353,7 +400,7 @@ def test_the_truth_of_a_row_is_a_text(ground_truth, text):
     row = Row(3, "x", "p", ground_truth, {}, [5])
     assert row.truth == text
     episode = Episode(0, 0, [5], [6], [1], [-0.5], "length", {"score": math.nan}, row=row.index, truth=row.truth)
-    tokenizer = types.SimpleNamespace(decode=str)
+    tokenizer = types.SimpleNamespace(decode=lambda ids, **_: str(ids))
     sample = as_sample(episode, row, tokenizer, with_tools=False)
     truth, score = (None, None) if ground_truth is None else (text, 0.0)  # without one it is not scored
     assert (sample["row"], sample["truth"], sample["truncated"], sample["score"]) == (3, truth, True, score)
@@ -363,7 +410,7 @@ def test_the_truth_of_a_row_is_a_text(ground_truth, text):
 def test_a_users_anls_may_be_a_text(anls, mean):
     row = Row(3, "x", "p", "a", {}, [5])
     episode = Episode(0, 0, [5], [6], [1], [-0.5], "stop", {"score": 1.0, "anls": anls}, row=3, truth="a")
-    sample = as_sample(episode, row, types.SimpleNamespace(decode=str), with_tools=False)
+    sample = as_sample(episode, row, types.SimpleNamespace(decode=lambda ids, **_: str(ids)), with_tools=False)
     assert summarize([sample]).get("eval/anls") == mean
 
 

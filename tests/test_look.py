@@ -1,14 +1,21 @@
 """`python -m common.look`: what a run has left, drawn from its files; and what is written beside a dump in a run."""
 
+import html
 import json
+import math
+import os
 import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
+from urllib.parse import quote, unquote
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from helpers import ROOT, random_episodes
+from test_docs import blocks, split_commands
 from vl import build_tokenizer, picture
 
 from common.data.dumps import dump_rollouts, load_rollouts
@@ -16,6 +23,7 @@ from common.episodes import FINISH_REASONS
 from common.hub import FOLDERS, load_tokenizer
 from common.look.__main__ import look
 from common.look.page import write_page
+from common.look.runs import POINTS, SAMPLES, write_runs, write_samples
 from common.pictures import Media, PixelLimits
 
 LIMITS = PixelLimits(784, 16 * 784, 4 * 784)
@@ -47,7 +55,9 @@ def test_a_run_gets_its_curves_and_the_pages_that_it_lacks(run_dir, capsys):
     page = second.read_text()
     assert "step 2" in page and "advantage +0.5" in page and "not trained on" in page
     assert [n for n in range(10) if f"<h2>Prompt {n}</h2>" in page] == list(range(8)), "the first eight groups"
-    assert capsys.readouterr().out.splitlines() == [str(run_dir / "curves.png"), str(second)]
+    assert capsys.readouterr().out.splitlines() == [
+        str(run_dir / name) for name in ("curves.png", second, "look.html")
+    ]
     look(run_dir / "rollouts/step_000001.parquet")
     assert "step 1" in first.read_text(), "a dump that is named gets its page anew"
 
@@ -154,3 +164,198 @@ def test_the_old_command_names_the_new_one():
     done = subprocess.run([sys.executable, "-m", "common.data", "x"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and not done.stdout
     assert done.stderr.splitlines() == ["it is now: python -m common.look FILE [--tokenizer NAME] [--rows 2]"]
+
+
+# --- the page where runs meet ---
+
+EVIL = "</script><script>document.title = 'OWNED'</script>'\"{{7*7}}\u2028\u202e\x1b"
+EVIL += "<img src=https://evil.test/x onerror=\"document.title = 'OWNED'\">\ud800"
+
+
+def make_run(folder: Path, records: list[dict], config: dict | None = None) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def rising(by: float, steps: int = 20) -> list[dict]:
+    """A run of grpo.py: it evaluates at steps 0 and 10, a step takes two seconds."""
+    records = [{"step": step, "reward/mean": by * step, "time/step_s": 2.0} for step in range(1, steps + 1)]
+    return [{"step": 0, "eval/accuracy": 0.25}, *records, {"step": 10, "eval/accuracy": 0.5, "eval/loss": 0.75}]
+
+
+def drawn_on(page: Path) -> list[dict]:
+    """Of each run, what the page's script draws."""
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.S)
+    return json.loads(data, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+def cells(page: Path) -> list[list[str]]:
+    """Texts of all rows of tables."""
+    rows = re.findall(r"<tr>(.*?)</tr>", page.read_text(), re.S)
+    inside = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row, re.S) for row in rows]
+    return [[html.unescape(re.sub(r"<[^>]*>", "", cell)).strip() for cell in row] for row in inside]
+
+
+def save_samples(path: Path, count: int, **others) -> None:
+    path.parent.mkdir(exist_ok=True)
+    plain = {"data_source": "sums", "prompt": "1+1", "completion": "2", "truth": "2", "score": 1.0, "length": 3}
+    rows = [plain | {"row": i, "correct": [True, False, None][i % 3]} | others for i in range(count)]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def test_the_page_of_runs_has_their_numbers_and_what_differs(tmp_path, capsys):
+    versions = {"versions": {"torch": "2"}, "git": "abc", "hardware": {"gpus": []}}
+    for name, rate in (("a", 0.1), ("b", 0.3)):
+        config = {"args": {"learning_rate": rate, "seed": 1}} | versions
+        make_run(tmp_path / name, rising(rate), config)
+    look(tmp_path / "a", tmp_path / "b", tmp_path / "a")
+    page = tmp_path / "look.html"
+    assert capsys.readouterr().out.splitlines()[-1] == str(page)
+    first, second = drawn_on(page)
+    assert (first["name"], second["name"]) == ("a", "b")
+    assert first["curves"]["reward/mean"]["steps"] == [*range(1, 21)]
+    assert second["curves"]["reward/mean"]["values"] == pytest.approx([0.3 * step for step in range(1, 21)])
+    assert first["curves"]["eval/accuracy"]["steps"] == [0, 10]
+    rows = cells(page)
+    assert ["reward/mean", "b", "6", "↑ 6", "20", "5.85"] in rows
+    assert ["eval/loss", "a", "0.75", "↓ 0.75", "10", "0.75"] in rows
+    assert ["--learning-rate", "0.1", "0.3"] in rows and ["--seed", "1"] in rows and ["versions torch", "2"] in rows
+    assert "curves.png" in unquote(page.read_text())
+    look(*sorted(tmp_path.glob("*")))  # the shell's runs/*, the second time
+    assert drawn_on(page) == [first, second]
+    look(tmp_path / "a", output=tmp_path / "elsewhere.html")
+    assert len(drawn_on(tmp_path / "elsewhere.html")) == 1 and not (tmp_path / "a/look.html").exists()
+
+
+def test_what_page_of_runs_cannot_be_had(tmp_path):
+    run = make_run(tmp_path / "run", rising(0.1))
+    (tmp_path / "none").mkdir()
+    with pytest.raises(SystemExit, match=r"/none: no metrics\.jsonl and no rollouts"):
+        look(run, tmp_path / "none")
+    with pytest.raises(SystemExit, match="--output"):
+        look(tmp_path / "rows.parquet", output=tmp_path / "page.html")
+    with pytest.raises(SystemExit, match="in a folder that exists"):
+        look(run, output=tmp_path / "nowhere/page.html")
+    with pytest.raises(SystemExit, match="give the folder"):
+        look()
+
+
+def test_hostile_runs_become_one_harmless_page(tmp_path, capsys):
+    odd = {"nan": math.nan, "inf": math.inf, "text": "x", "none": None, "big": 10**400, "list": [1], EVIL: 1.0}
+    odd |= {"__proto__": 1.0, "constructor": 2.0}
+    records = [{"step": step, "reward/mean": 0.5} | odd for step in range(5)]
+    events = [{"event": EVIL, "step": 3, "x": [math.nan, EVIL]}, {"event": "no step"}, {"event": "x", "step": 10**400}]
+    evil = make_run(tmp_path / "evil <b>&'\" #?%", records + events, {"args": {EVIL: EVIL, "x": [math.nan]}, EVIL: {}})
+    with open(evil / "metrics.jsonl", "a") as file:
+        file.write('{"step": 5, "rew\n[1]\n{"step": [1]}\n{"step": NaN}\n{"step": null}\n' + "[" * 100_000 + "\n{")
+    save_samples(evil / "eval/step_000001.parquet", 3, prompt=EVIL[:-1], completion=EVIL[:-1] * 50, truth=EVIL[:-1])
+    (evil / "eval/step_000002.parquet").write_bytes(b"PAR1")
+    empty, listed = make_run(tmp_path / "empty", []), make_run(tmp_path / "list", rising(0.1))
+    (listed / "config.json").write_text("[1]")
+    os.mkfifo(listed / "eval_samples.parquet")
+    pipes = tmp_path / "pipes"
+    (pipes / "rollouts").mkdir(parents=True)
+    for name in ("metrics.jsonl", "config.json", "rollouts/step_000001.parquet", "rollouts/step_000002.html"):
+        os.mkfifo(pipes / name)
+    look(evil, empty, listed, pipes)
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
+    assert len(warnings) == 1 and "step_000002.html not written" in warnings[0], "a pipe is nobody's samples"
+    page = tmp_path / "look.html"
+    runs = drawn_on(page)
+    assert [run["name"] for run in runs] == [evil.name, "empty", "list", "pipes"]
+    assert set(runs[0]["curves"]) == {"reward/mean", EVIL, "__proto__", "constructor"}
+    assert [event["step"] for event in runs[0]["events"]] == [3, 2**53]
+    for path in (page, evil / "eval/step_000001.html"):
+        text = path.read_text()
+        policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'nonce-"
+        assert policy in text
+        assert "OWNED" in text and "49" not in re.findall("'\"(..)", html.unescape(text)) and "<img" not in text
+        assert text.count("<script") == text.count("</script>") == (3 if path == page else 1)
+        assert not re.findall(r'(?:src|href)="(?!eval/|curves|evil|rollouts|list)', text) and "@import" not in text
+        assert all(c.isprintable() or c == "\n" for c in text)
+    assert quote(evil.name) + "/eval/step_000001.html" in page.read_text()
+
+
+def test_a_long_run_is_drawn_in_parts_that_keep_its_extremes(tmp_path):
+    steps = 25 * POINTS
+    records = [{"step": step, "reward/mean": step % 2} for step in range(1, steps + 1)]
+    records[3007]["reward/mean"] = 1000.0
+    run = make_run(tmp_path / "run", [*records, {"step": steps, "event": "resumed"}])
+    (drawn,) = drawn_on(write_runs([run]))
+    curve = drawn["curves"]["reward/mean"]
+    assert len(curve["values"]) == POINTS and curve["steps"][-1] == steps
+    assert max(curve["high"]) == 1000 and min(curve["low"]) == 0 and {*sorted(curve["values"])[:-1]} == {0.48, 0.52}
+    assert (curve["best"], curve["best_step"], curve["last"], curve["tail"]) == (1000, 3008, 0, 0.5)
+    assert [event["name"] for event in drawn["events"]] == ["resumed"]
+    assert (run / "look.html").stat().st_size < 100_000
+
+
+def test_samples_of_an_evaluation_come_wrong_ones_first_and_are_bounded(tmp_path):
+    save_samples(tmp_path / "eval/step_000007.parquet", SAMPLES + 200, prompt="x" * 10_000)
+    page = write_samples(tmp_path / "eval/step_000007.parquet")
+    text = page.read_text()
+    assert len(text) < 5e6 and f"{SAMPLES + 200} samples, 400 of them wrong" in text and "200 are left out" in text
+    verdicts = re.findall(r'data-name="verdict"[^>]*>([^<]*)<', text)
+    assert (
+        verdicts[:400] == ["wrong"] * 400 and {*verdicts[400:]} == {"right", "no truth"} and len(verdicts) == SAMPLES
+    )
+    page.write_text("as it was")
+    write_samples(tmp_path / "eval/step_000007.parquet")
+    assert page.read_text() == "as it was"
+    os.utime(page, (1, 1))
+    write_samples(tmp_path / "eval/step_000007.parquet")
+    assert page.read_text() != "as it was", "it was older than its samples"
+
+
+def test_the_command_of_the_docs_runs(tmp_path):
+    """As pasted, in a folder that has the runs it names."""
+    shell = [block for language, block in blocks("docs/metrics.md") if language == "bash"]
+    (command,) = [words for block in shell for words in split_commands(block) if "runs/b" in words]
+    for name in command[command.index("common.look") + 1 :]:
+        make_run(tmp_path / name, rising(0.1))
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, *command[1:]], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.stdout.splitlines()[-1] == str(tmp_path / "runs/look.html"), done.stderr
+
+
+def dom(page: Path, chosen: str, folder: Path) -> str:
+    """What chromium has made of a page, with the requests that it wanted to make in folder/log.json."""
+    command = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}/profile"]
+    command += ["--window-size=1200,900", "--virtual-time-budget=3000", f"--log-net-log={folder}/log.json"]
+    command += ["--dump-dom", f"file://{quote(str(page))}#{chosen}"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium")
+def test_a_browser_draws_the_page_and_runs_nothing_else(tmp_path):
+    steps = rising(0.1) + [{"event": EVIL[:-1], "step": 5}]
+    for name, record in (("a", {}), ("b", {EVIL[:-1]: 3.0})):
+        make_run(tmp_path / name, steps + [{"step": 21, "reward/mean": {"a": 9.0, "b": 1.0}[name]} | record])
+    save_samples(tmp_path / "a/eval/step_000001.parquet", 30, completion=EVIL[:-1])
+    page = write_runs([tmp_path / "a", tmp_path / "b"])
+    chosen = ["smooth=1", "smooth=5&sort=last", "smooth=1&run=1&x=seconds"]
+    plain, smooth, seconds = (dom(page, choice, tmp_path) for choice in chosen)
+    assert not [text for text in (plain, smooth, seconds) if "<title>OWNED" in text]
+    lines = [re.findall(r'<path class="mean" d="M([^"]*)"', text) for text in (plain, smooth, seconds)]
+    assert len(lines[0]) == len(lines[1]) == 2 * len(lines[2]) > 0, "one of two runs is hidden"
+    first, averaged = (line[0].split("L") for line in lines[:2])
+    assert len(first) == len(averaged) == 21
+    assert first[9] == averaged[9] and first[20] != averaged[20], "on a straight line, and where it leaves that"
+    assert plain.count('class="event"') == 2 * seconds.count('class="event"') > 0
+    numbers = [re.search(r"<th>reward/mean</th>\s*<td[^>]*>(\w)", text)[1] for text in (plain, smooth)]
+    assert numbers == ["a", "b"], "sorted by the last value"
+    assert ">40</text>" in seconds and ">40</text>" not in plain, "20 steps of two seconds"
+    samples_page = tmp_path / "a/eval/step_000001.html"
+    samples = dom(samples_page, "sort=row", tmp_path)
+    assert (
+        re.findall(r'data-name="row">(\d+)<', samples) == [str(i) for i in range(30)] and "<title>OWNED" not in samples
+    )
+    requests = set(re.findall(r'"url":"(\w+:[^"]*)"', (tmp_path / "log.json").read_text()))
+    assert {url for url in requests if url.startswith("file:")} <= {samples_page.as_uri()}, "and chromium's own"
+    assert not [url for url in requests if "evil.test" in url]

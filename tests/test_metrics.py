@@ -149,6 +149,35 @@ def test_rollout_metrics_by_hand():
     assert not [name for name in plain if name.startswith("tool/")] and "rollout/tokens_per_s" not in plain
 
 
+def test_numbers_of_the_reward_function_are_metrics():
+    """Means over the scored episodes that have them; texts, what is no number, and names of other metrics are not."""
+    episodes = [episode(0, 1.0), episode(0, 0.0), episode(0, math.nan)]
+    own = {"format": 1.0, "a/b": -2.0, "pred": "7", "mean": 9.0, "failed": 9.0, "std": 9.0, "worst": math.nan}
+    episodes[0].rewards |= own | {"accuracy": 9.0, "model_mean": 9.0, "judge_s": math.inf}
+    episodes[1].rewards |= {"format": 0.5, "pred": 7.0}
+    episodes[2].rewards |= {"format": 100.0, "error": "why"}
+    metrics = rollout_metrics(rollout_means(episodes, {}).reduce())
+    assert {name: x for name, x in metrics.items() if name.startswith("reward/")} == {
+        "reward/mean": 0.5,
+        "reward/std": 0.5,
+        "reward/accuracy": 0.5,
+        "reward/failed": 1,
+        "reward/zero_variance_groups": 0.0,
+        "reward/format": 0.75,
+        "reward/a/b": -2.0,
+        "reward/pred": 7.0,
+    }
+
+
+def test_a_reward_function_that_makes_up_a_key_for_each_response(recwarn):
+    episodes = [episode(0, 1.0), episode(0, 0.0)]
+    for count in (32, 33):
+        episodes[0].rewards = {"score": 1.0} | {f"made_up_{i}": 1.0 for i in range(count)}
+        found = [name for name in rollout_metrics(rollout_means(episodes, {}).reduce()) if "made_up" in name]
+        assert len(found) == (count if count == 32 else 0)
+    assert [str(w.message) for w in recwarn] == ["rewards have more than 32 numbers beside the score: none is logged"]
+
+
 def test_programs_that_did_something_and_what_they_earned():
     one, other = episode(0, 1.2, calls=3, errors=1), episode(0, 0.0, calls=1)
     for call, acted in zip([*one.calls, *other.calls], (False, True, True, False)):

@@ -13,7 +13,8 @@ from html.parser import HTMLParser
 import pytest
 from PIL import Image
 
-from common.look.page import MAX_TEXT, rollout_page, tag
+from common.look.html import MAX_TEXT, TEMPLATES
+from common.look.page import rollout_page
 
 EVIL = "\"><script>alert('1')</script><img src=x onerror=alert(2)>&lt;&amp; ' </pre></div>"
 EVIL += "\0\x1b[31m\x85\u202e\ud800\udfff"
@@ -304,12 +305,9 @@ def test_badges(score, advantage, finish, expected):
     ]
 
 
-def test_an_element_escapes_its_attributes():
-    assert tag("use", href="a'\"<&>") == '<use href="a&#x27;&quot;&lt;&amp;&gt;"></use>'
-    assert tag("b", "x", tag("i"), class_="c", font_size=3, style=None, open=True) == (
-        '<b class="c" font-size="3" open>x<i></i></b>'
-    )
-    assert tag("meta", name="n") == '<meta name="n">'
+def test_a_template_escapes_its_attributes():
+    template = TEMPLATES.from_string('<use href="{{ x }}"></use>')
+    assert template.render(x="a'\"<&>") == '<use href="a&#39;&#34;&lt;&amp;&gt;"></use>'
 
 
 def test_truth_row_and_the_end_in_words():

@@ -57,7 +57,7 @@ def test_an_evaluation_runs_programs_and_pays_no_bonus(whole):
         samples = pq.read_table(whole / f"eval/step_{step:06d}.parquet").to_pylist()
         assert len(samples) == 4 and {sample["score"] for sample in samples} <= {0.0, 1.0}
     assert any(sample["calls"] > sample["call_errors"] and sample["correct"] for sample in samples)
-    assert "image_clue_1" in " ".join(sample["completion"] for sample in samples)
+    assert "image_clue_1" in " ".join(sample["trajectory"] for sample in samples)
 
 
 def data_of(run) -> list:

@@ -16,8 +16,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.rewards import countdown, load_reward_function, reward_function, score_response
+from common.rewards import countdown, reward_function, score_response
 from common.rewards.math import canonical_number, score_gsm8k
+from common.workers import load_function
 
 GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
 
@@ -426,14 +427,14 @@ def test_unknown_data_source_is_explained():
         assert words in str(error.value)
 
 
-def test_load_reward_function(tmp_path):
+def test_a_reward_function_is_loaded(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
         "LIMIT = 3\n"
         "def length(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    return min(len(solution_str), LIMIT)\n"
     )
-    function = load_reward_function(f"{file}:length")
+    function = load_function(f"{file}:length", "--reward-function")
     assert score_response(function, "any", "abcdef", None) == {"score": 3.0}
     for spec, words in [
         (f"{tmp_path}/other.py:length", "there is no file"),
@@ -444,13 +445,13 @@ def test_load_reward_function(tmp_path):
         ("length", "expected FILE.py:NAME"),
     ]:
         with pytest.raises(ValueError, match=words) as error:
-            load_reward_function(spec)
+            load_function(spec, "--reward-function")
         assert "--reward-function" in str(error.value)
 
 
 def test_shipped_scorer_loads_by_path():
     path = Path(countdown.__file__)
-    function = load_reward_function(f"{path}:tinyzero")
+    function = load_function(f"{path}:tinyzero", "--reward-function")
     assert score_response(function, "x", "<answer>2**3</answer>", {"numbers": [2, 3], "target": 8})["score"] == 1.0
 
 

@@ -197,7 +197,7 @@ def test_what_the_policy_knows(rows, demo, tmp_path):
     attempts = parsed = right = 0
     for sample in samples:
         scene = scenes[sample["row"]]
-        for turn in sample["completion"].split("<|im_end|>"):
+        for turn in sample["trajectory"].split("<|im_end|>"):
             attempts += OPEN in turn
             if (call := Hermes.find_call(turn)) and not call.error:
                 parsed += 1

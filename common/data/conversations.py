@@ -110,7 +110,8 @@ class Conversations:
     ):
         self.tokenizer, self.max_tokens, self.vision, self.media_root = tokenizer, max_tokens, vision, media_root
         self.rule, self.mask_failed_calls = rule, mask_failed_calls
-        self.files, self.control = RowFiles(paths, flag, max_rows), control_tokens(tokenizer, vision)
+        self.files = RowFiles(paths, flag, max_rows, once=partial(once_per_machine, world))
+        self.control = control_tokens(tokenizer, vision)
         pictures = [*vision.placeholders.values()] if vision else []
         self.placeholders = [*map(tokenizer.convert_ids_to_tokens, pictures)]
         with without_collector():

@@ -95,7 +95,8 @@ class PromptData:
         environment: bool = False,
     ):
         convert = partial(to_verl, flag=flag, media_root=media_root, with_tools=bool(tools), needs_truth=needs_truth)
-        self.files, self.needs_truth = RowFiles(paths, flag, max_rows, convert), needs_truth
+        once = partial(once_per_machine, world)
+        self.files, self.needs_truth = RowFiles(paths, flag, max_rows, convert, once), needs_truth
         self.tokenizer, self.max_prompt_tokens, self.max_images = tokenizer, max_prompt_tokens, max_images
         self.vision, self.tools, self.media_root = vision, tools or {}, media_root
         self.interaction, self.environment = interaction, environment

@@ -2,8 +2,10 @@
 
 import codecs
 import json
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pyarrow.parquet as pq
 from common.progress import Progress
 
 JSON_LINE = "json line"  # the only column of a table whose rows are texts
+HUB_ID = re.compile(r"(?!.*\.(?:parquet|jsonl?)$)[\w-][\w.-]*/[\w.-]+(:[\w.-]+){0,2}")  # of a data set
 MAX_DEPTH = 32  # of what a row of JSON nests: pickling, printing and rendering it recurse
 TOO_DEEP = b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1)  # stands for such a row of a list
 
@@ -21,7 +24,8 @@ class RowFiles:
     """The rows of several files, one after the other: an index counts them all. Paths may be separated by commas.
 
     `flag` is where the paths come from: FileNotFoundError and ValueError name it and the file. `max_rows` of them are
-    taken; `convert` may make another table of a file's.
+    taken; `convert` may make another table of a file's. What is no file may be a data set of the hub (`download`),
+    which is loaded `once`: by one of several ranks.
     """
 
     def __init__(
@@ -30,15 +34,21 @@ class RowFiles:
         flag: str,
         max_rows: int | None = None,
         convert: Callable[[pa.Table, Path], pa.Table] = lambda table, path: table,
+        once: Callable[[Callable], list[str]] = lambda load: load(),
     ):
         names = paths.split(",") if isinstance(paths, str) else paths
         self.paths = [Path(str(name).strip()).expanduser() for name in names]
         self.flag, self.tables, self.starts, end = flag, [], [], 0
         for path in self.paths:
-            table = convert(read_file(path, flag), path)
+            table = convert(read_file(path, flag, once), path)
             self.starts.append(end)
             self.tables.append(table if max_rows is None else table.slice(0, max(0, max_rows - end)))
             end += len(table)
+
+    @property
+    def suffix(self) -> str:
+        """Of a file that has room for such rows."""
+        return ".jsonl" if any(JSON_LINE in table.column_names for table in self.tables) else ".parquet"
 
     def progress(self) -> Progress:
         """Of a look at all of them."""
@@ -74,11 +84,14 @@ class RowFiles:
             notice(f"warning: {message}")
 
 
-def read_file(path: Path, flag: str) -> pa.Table:
+def read_file(path: Path, flag: str, once: Callable[[Callable], list[str]]) -> pa.Table:
     """A file as a table. Rows of JSON stay text: Arrow wants one type per key, and makes timestamps of dates."""
     if path.is_dir():
         inside = next((p for kind in ("parquet", "jsonl", "json") for p in sorted(path.glob(f"*.{kind}"))), None)
         raise ValueError(f"{flag}: {path} is a folder: name its files" + f", such as {inside}" * bool(inside))
+    if not path.exists() and HUB_ID.fullmatch(str(path)):
+        names = once(partial(download, str(path), flag))
+        return pa.concat_tables(pa.ipc.open_stream(pa.memory_map(name)).read_all() for name in names)
     if not path.exists():
         raise FileNotFoundError(f"{flag}: no such file: {path}")
     if not path.is_file():  # opening a pipe would wait for whoever writes to it
@@ -96,6 +109,19 @@ def read_file(path: Path, flag: str) -> pa.Table:
         return pa.table({JSON_LINE: pa.array(lines, pa.large_binary())})
     except (pa.ArrowInvalid, OSError, RecursionError, ValueError) as error:
         raise ValueError(f"{flag}: {path} is neither .jsonl, .json nor a readable parquet file: {error}") from error
+
+
+def download(name: str, flag: str) -> list[str]:
+    """Arrow files of ORG/NAME[:CONFIG][:SPLIT] in the cache of the package datasets, which fetches what it lacks."""
+    repository, *config, split = name.split(":") if ":" in name else (name, "train")
+    try:
+        from datasets import load_dataset
+
+        data = load_dataset(repository, *config, split=split, keep_in_memory=False)
+    except Exception as error:  # not installed, no network, no such id, configuration or split, a broken file, ...
+        told = f"{flag}: no such file: {name}; nor is there a data set of the hub (ORG/NAME:CONFIG:SPLIT, with"
+        raise ValueError(f"{told} `pip install datasets`): {error}") from error
+    return [file["filename"] for file in data.cache_files]
 
 
 def batch_size(columns: list[str]) -> int:

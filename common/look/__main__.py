@@ -1,11 +1,10 @@
-"""python -m common.look FILE|RUN: a data file in words, a dump as a page, a run folder as curves and pages.
+"""python -m common.look FILE|RUN: a data file in words, a dump as a page, run folders as curves and pages.
 
 python -m common.look data.parquet [--tokenizer NAME] [--rows 2]    columns, sources, prompt lengths, some rows
-python -m common.look runs/NAME                                     curves.png, a page for each dump without one
+python -m common.look runs/NAME [runs/OTHER ...]                    look.html of all; each one's curves.png and pages
 python -m common.look runs/NAME/rollouts/step_000012.parquet        its page anew
 """
 
-import json
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -14,32 +13,44 @@ import tyro
 from common.files import refuse
 from common.look.curves import plot_curves
 from common.look.page import write_page
-from common.look.show import show, tokenizer_of
+from common.look.runs import config_of, write_runs
 
 
-def look(path: tyro.conf.Positional[Path], tokenizer: str | None = None, rows: int = 2) -> None:
-    """Show what a run has left, or what is in a data file.
+def look(
+    *paths: tyro.conf.Positional[Path], output: Path | None = None, tokenizer: str | None = None, rows: int = 2
+) -> None:
+    """Show what runs have left, or what is in data files.
 
     Args:
-        path: a data file, the folder of a run, or a dump in its rollouts/
+        paths: folders of runs, data files, dumps in the rollouts/ of a run
+        output: where the page of runs is written; look.html in the folder that they share, if not given
         tokenizer: name or folder; of a data file, to count tokens; of a dump, if its run's model is gone
         rows: of a data file, how many are printed
     """
-    if path.is_dir():
-        look_at_run(path, tokenizer)
-    elif is_dump(path):
-        draw_pages([path], path.parent.parent, tokenizer)
-    else:
-        show(path, tokenizer, rows)
+    runs = [path for path in paths if path.is_dir()]
+    refuse(not paths, "give the folder of a run, or a data file")
+    is_wrong = output is not None and not (runs and output.parent.is_dir())
+    refuse(is_wrong, f"--output {output}: is for the page of runs, in a folder that exists")
+    for path in dict.fromkeys(path for path in paths if path.name != "look.html"):  # which runs/* names, too
+        if path in runs:
+            look_at_run(path, tokenizer)
+        elif is_dump(path):
+            draw_pages([path], path.parent.parent, tokenizer)
+        else:
+            from common.look.show import show  # torch takes seconds
+
+            show(path, tokenizer, rows)
+    if runs:
+        print(write_runs(runs, output))
 
 
 def look_at_run(run: Path, tokenizer: str | None) -> None:
-    metrics, dumps = run / "metrics.jsonl", sorted((run / "rollouts").glob("step_??????.parquet"))
-    refuse(not metrics.is_file() and not dumps, f"{run}: no metrics.jsonl and no rollouts/ in it, so no run")
+    metrics, dumps = run / "metrics.jsonl", sorted(run.glob("rollouts/step_??????.parquet"))
+    refuse(not metrics.is_file() and not dumps, f"{run}: no metrics.jsonl and no rollouts/ in it; its runs: {run}/* ?")
     if metrics.is_file():
         plot_curves(run)
         print(run / "curves.png" if (run / "curves.png").is_file() else f"{metrics}: nothing to draw so far")
-    draw_pages([dump for dump in dumps if not dump.with_suffix(".html").exists()], run, tokenizer)
+    draw_pages([dump for dump in dumps if dump.is_file() and not dump.with_suffix(".html").exists()], run, tokenizer)
 
 
 def is_dump(path: Path) -> bool:
@@ -54,11 +65,14 @@ def draw_pages(dumps: list[Path], run: Path, tokenizer: str | None) -> None:
     """Their pages beside them, decoded with the tokenizer of the run's model."""
     if not dumps:
         return
-    name, config = tokenizer, run / "config.json"
-    if name is None:
-        refuse(not config.is_file(), f"{run}: no config.json that names the model; give --tokenizer")
-        name = json.loads(config.read_text())["args"]["model"]
-    decoder = tokenizer_of(name)
+    from common.look.show import tokenizer_of
+
+    name = tokenizer or config_of(run).get("--model")
+    refuse(not isinstance(name, str), f"{run}: no config.json that names the model; give --tokenizer")
+    try:
+        decoder = tokenizer_of(name)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{run}: no tokenizer of {name} ({error}); give --tokenizer") from error
     for dump in dumps:
         write_page(dump, decoder)
         print(dump.with_suffix(".html"))

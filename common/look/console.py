@@ -74,7 +74,8 @@ def untrained(metrics: dict[str, float]) -> bool:
 def print_samples(step: int, samples: list[dict]) -> None:
     """The first two of {prompt, completion, score, truth, truncated}, shortened in the middle; None: not scored."""
     for sample in samples[:2]:
-        prompt, completion = shorten(sample["prompt"], 300), shorten(sample["completion"], 600)
+        said = sample.get("trajectory", sample["completion"])
+        prompt, completion = shorten(sample["prompt"], 300), shorten(said, 600)
         score = "none" if sample["score"] is None else f"{sample['score']:g}"
         head = f"--- step {step}, score {score}, truth {shorten(str(sample['truth']), 100)}"
         cut = " [cut off]" * sample["truncated"]

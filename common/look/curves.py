@@ -23,17 +23,42 @@ PANELS = {  # title: the metrics drawn in it, with their labels
 }
 
 
-def read_metrics(path: Path) -> list[dict]:
-    """Steps in order; where a resumed run repeats a step, its later values win. Events and torn lines are left out."""
+def read_run(path: Path) -> tuple[list[dict], list[dict]]:
+    """(steps in order, events). Where a resumed run repeats a step, its later values win. Torn lines are left out."""
     steps: dict[int, dict] = {}
-    for line in Path(path).read_bytes().splitlines() if Path(path).is_file() else ():  # a device or a pipe never ends
-        try:
-            record = json.loads(line)
-        except ValueError:  # blank, or half written when the run was killed or the disk full
-            continue
-        if isinstance(record, dict) and "event" not in record and "step" in record:
-            steps.setdefault(record["step"], {}).update(record)
-    return [steps[step] for step in sorted(steps)]
+    events = []
+    if not Path(path).is_file():  # a device or a pipe never ends
+        return [], []
+    with open(path, "rb") as lines:
+        for line in lines:
+            try:
+                record = json.loads(line)
+                step = min(int(record["step"]), 2**53)
+            except (ValueError, TypeError, KeyError, OverflowError, RecursionError):  # blank, or half written
+                continue
+            if "event" in record:
+                events.append(record | {"step": step})
+            else:
+                steps.setdefault(step, {}).update(record, step=step)
+    return [steps[step] for step in sorted(steps)], events
+
+
+def read_metrics(path: Path) -> list[dict]:
+    return read_run(path)[0]
+
+
+def finite(records: list[dict], key: str) -> tuple[np.ndarray, np.ndarray]:
+    """(steps, values) of a metric where it is a number."""
+    found = [(r["step"], r[key]) for r in records if isinstance(r.get(key), int | float) and abs(r[key]) < 1e100]
+    return tuple(np.array(found, dtype=float).reshape(-1, 2).T)
+
+
+def panels_of(measured: set[str]) -> dict[str, dict[str, str]]:
+    """PANELS, only of what was measured."""
+    found = {title: {key: label for key, label in keys.items() if key in measured} for title, keys in PANELS.items()}
+    if "reward/mean" in measured:
+        del found["loss"]  # a policy-gradient loss says nothing about progress; the one of sft.py does
+    return {title: keys for title, keys in found.items() if keys}
 
 
 def plot_curves(run_dir: Path) -> None:
@@ -45,11 +70,8 @@ def plot_curves(run_dir: Path) -> None:
         print(f"warning: curves.png not drawn ({error})", flush=True)
         return
     records = read_metrics(Path(run_dir) / "metrics.jsonl")
-    measured = {key for record in records for key, value in record.items() if value is not None}
-    panels = {title: [key for key in keys if key in measured] for title, keys in PANELS.items()}
-    if "reward/mean" in measured:
-        del panels["loss"]  # a policy-gradient loss says nothing about progress; the one of sft.py does
-    panels = {title: keys for title, keys in panels.items() if keys}
+    numbers = {key: finite(records, key) for keys in PANELS.values() for key in keys}
+    panels = panels_of({key for key, (steps, _) in numbers.items() if len(steps)})
     if not panels:
         return
     columns, rows = min(3, len(panels)), math.ceil(len(panels) / 3)
@@ -61,9 +83,10 @@ def plot_curves(run_dir: Path) -> None:
     for place, (title, keys) in enumerate(panels.items(), 1):
         axes = figure.add_subplot(rows, columns, place)
         for key, color in zip(keys, ("#2b6cb0", "#dd6b20")):
-            x, y = np.array([(record["step"], record[key]) for record in records if record.get(key) is not None]).T
+            x, y = numbers[key]
             window = max(1, len(y) // 15)  # raw values faint, their running mean strong
-            mean = np.convolve(y, np.ones(window) / window, "valid")
+            sums = np.insert(np.cumsum(y), 0, 0)
+            mean = (sums[window:] - sums[:-window]) / window
             axes.plot(x, y, color=color, alpha=0.25, marker="o" if len(y) < 30 else None, markersize=3)
             axes.plot(x[window // 2 :][: len(mean)], mean, color=color, label=PANELS[title][key])
         axes.set_title(title, loc="left", fontsize=10)

@@ -44,16 +44,20 @@ class Logger:
         reached["step"] = step
         self._append({"step": step, **metrics})
         print(self.status.line(step, metrics), flush=True)
-        if self.trackers:
-            numbers = {key: value for key, value in jsonable(metrics).items() if isinstance(value, int | float)}
-            self.trackers.log(step, numbers)
+        self._track(step, metrics)
 
     def event(self, record: dict) -> None:
-        """Append a record that is not a step, such as {"event": "resumed", "step": 12}."""
+        """Append a record that is not a step, such as {"event": "resumed", "step": 12}; trackers get its metrics."""
         if self.is_main:
             self._append(record)
+            self._track(record["step"], {key: value for key, value in record.items() if "/" in key})
+
+    def _track(self, step: int, metrics: dict) -> None:
+        numbers = {key: value for key, value in jsonable(metrics).items() if isinstance(value, int | float)}
+        if self.trackers and numbers:
+            self.trackers.log(step, numbers)
 
     def close(self) -> None:
-        """End the trackers."""
+        """End the trackers, which are told of a run that fails."""
         if self.trackers:
-            self.trackers.close()
+            self.trackers.close(failed=reached.get("status", 0) != 0)

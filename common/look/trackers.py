@@ -1,71 +1,120 @@
-"""TensorBoard and wandb, of which none may end or delay a run."""
+"""TensorBoard, wandb, trackio and SwanLab, all optional: none may end or delay a run."""
 
+import os
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import urlopen
+from uuid import uuid4
 
-from common.files import jsonable
+from common.files import full_disk_is_a_warning, jsonable, replace_file
 from common.flags import tracker_names
 
 TRACKER_SECONDS = 15  # a tracker that has not answered by then is dropped
 
 
-def start_tensorboard(run_dir: Path, config: dict, name: str) -> tuple[Callable[[int, dict], None], Callable]:
-    """(log, close) of a TensorBoard writer."""
+def start_tensorboard(run_dir: Path, options: dict, online: bool) -> tuple[Callable, Callable]:
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(str(run_dir / "tensorboard"))
-    return lambda step, metrics: [writer.add_scalar(key, value, step) for key, value in metrics.items()], writer.close
+    return lambda step, metrics: [writer.add_scalar(k, x, step) for k, x in metrics.items()], lambda _: writer.close()
 
 
-def start_wandb(run_dir: Path, config: dict, name: str) -> tuple[Callable[[int, dict], None], Callable]:
-    """(log, close) of a wandb run; the project comes from WANDB_PROJECT."""
+def start_wandb(run_dir: Path, options: dict, online: bool) -> tuple[Callable, Callable]:
+    os.environ.setdefault("WANDB_SILENT", "true")  # before the import: else it asks for a key at a terminal
     import wandb
 
-    settings = wandb.Settings(init_timeout=10, login_timeout=10)
-    run = wandb.init(name=name, config=jsonable(config), dir=str(run_dir), settings=settings)
-    return lambda step, metrics: run.log(metrics, step=step), run.finish
+    if not online:
+        wandb.teardown()  # the first try has the id
+    settings = wandb.Settings(init_timeout=6, login_timeout=6, console="off")  # the console would wait for it, too
+    run = wandb.init(**options, dir=str(run_dir), mode=None if online else "offline", settings=settings)
+    run.define_metric("*", step_metric="step")  # its own has to grow, and a resume repeats some
+    print(f"--log wandb: {run.url if online and not run.offline else 'offline'}", flush=True)
+    return lambda step, metrics: run.log({"step": step, **metrics}), lambda failed: run.finish(exit_code=int(failed))
 
 
-START = {"tensorboard": start_tensorboard, "wandb": start_wandb}
+def start_trackio(run_dir: Path, options: dict, online: bool) -> tuple[Callable, Callable]:
+    import trackio
+
+    resume = "allow" if (run_dir / "metrics.jsonl").is_file() else "never"  # the folder, and not another of its name
+    run = trackio.init("minimal-rl", options["name"], config=options["config"], resume=resume, embed=False)
+    return lambda step, metrics: run.log(metrics, step=step), lambda _: run.finish()
+
+
+def start_swanlab(run_dir: Path, options: dict, online: bool) -> tuple[Callable, Callable]:
+    import swanlab
+
+    settings = swanlab.Settings(interactive=False)
+    if online and settings.mode == "online" and settings.api_key:
+        with suppress(HTTPError):  # an answer; by itself it waits longer than we do
+            urlopen(settings.api_host, timeout=5).close()
+    where = {"log_dir": str(run_dir / "swanlab"), "mode": None if online else "offline"}
+    run = swanlab.init(**options, **where, settings=settings)
+    ends = ("success", "crashed")
+    return lambda step, metrics: run.log(metrics, step=step), lambda failed: run.finish(ends[failed])
+
+
+START = {"tensorboard": start_tensorboard, "wandb": start_wandb, "trackio": start_trackio, "swanlab": start_swanlab}
+
+
+def kept_id(run_dir: Path) -> str | None:
+    """By which wandb and SwanLab know the run; a resume finds it in the folder."""
+    path = run_dir / "tracker_id"
+    with full_disk_is_a_warning(path):
+        if not path.is_file():
+            replace_file(path, lambda temporary: temporary.write_text(uuid4().hex[:20]))
+        return path.read_text()
 
 
 class Trackers:
     """Those of --log that work; one that fails or hangs is dropped with a warning. ValueError for an unknown name."""
 
-    def __init__(self, names: str, run_dir: Path, config: dict, name: str):
+    def __init__(self, names: str, run_dir: Path, config: dict):
         self.run_dir, self.started = run_dir, {}
         run_dir.mkdir(parents=True, exist_ok=True)
         for tracker in tracker_names(names):
-            start = START[tracker]
-            if started := self._try(tracker, lambda start=start: start(run_dir, config, name)):
-                self.started[tracker] = started
+            options = {"name": run_dir.resolve().name, "id": kept_id(run_dir), "resume": "allow"}
+            options["config"], end = jsonable(config), time.monotonic() + TRACKER_SECONDS
+            start = partial(START[tracker], run_dir, options)
+            self.started[tracker], problem = within(TRACKER_SECONDS * 2 / 3, partial(start, online=True))
+            if problem and tracker in ("wandb", "swanlab"):  # trackio keeps here by itself what it cannot send
+                self.started[tracker], still = within(end - time.monotonic(), partial(start, online=False))
+                if not still:
+                    later = f"later: {tracker} sync {run_dir}/{tracker}/*run-*"
+                    print(f"warning: --log {tracker} stays offline ({problem}); {later}", flush=True)
+                problem = still
+            self._keep(tracker, problem)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         for tracker, (log, _) in list(self.started.items()):
-            self._try(tracker, lambda log=log: log(step, metrics))
+            self._keep(tracker, within(TRACKER_SECONDS, partial(log, step, metrics))[1])
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         for tracker, (_, close) in list(self.started.items()):
-            self._try(tracker, close)
-        self.started.clear()
+            self._keep(tracker, within(TRACKER_SECONDS, partial(close, failed))[1])
 
-    def _try(self, tracker: str, function: Callable):
-        """function() in a daemon thread: its result, or None and no more of this tracker if it fails or hangs."""
-        outcome = [None, f"no answer within {TRACKER_SECONDS} s"]  # result, what went wrong
-
-        def target():
-            try:
-                outcome[:] = function(), None
-            except Exception as error:  # whatever a tracker raises: a run is worth more than its dashboard
-                outcome[1] = f"{type(error).__name__}: {error}".splitlines()[0]
-
-        thread = threading.Thread(target=target, daemon=True)
-        thread.start()
-        thread.join(TRACKER_SECONDS)
-        result, problem = outcome
+    def _keep(self, tracker: str, problem: str) -> None:
         if problem:
             metrics = self.run_dir / "metrics.jsonl"
             print(f"warning: --log {tracker} dropped ({problem}); metrics go on in {metrics}", flush=True)
-            self.started.pop(tracker, None)
-        return result
+            del self.started[tracker]
+
+
+def within(seconds: float, function: Callable) -> tuple[object, str]:
+    """function() in a daemon thread: (its result, ""), or (None, what went wrong) if it fails or hangs."""
+    outcome = [None, f"no answer within {seconds:.2g} s"]
+
+    def target():
+        try:
+            outcome[:] = function(), ""
+        except BaseException as error:  # whatever a tracker raises: a run is worth more than its dashboard
+            outcome[1] = f"{type(error).__name__}: {error}".splitlines()[0]
+
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return tuple(outcome)

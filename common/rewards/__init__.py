@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import groupby
-from math import isnan, nan
+from math import fsum, isnan, nan
 
 from common.rewards import countdown, geometry, math, pyvision, tir_bench, visual_qa
 from common.rewards.judge_prompt import EXAMPLES, Case
@@ -73,11 +73,6 @@ def needs_judge(data_sources: Iterable[str]) -> bool:
     return any(getattr(reward_function(name), "func", None) is pyvision.score_judged for name in data_sources)
 
 
-def load_reward_function(spec: str) -> RewardFunction:
-    """The function NAME of the file FILE.py, from "FILE.py:NAME". Errors name the flag --reward-function."""
-    return load_function(spec, "--reward-function")
-
-
 def score_response(
     fn: RewardFunction, data_source: str, solution_str: str, ground_truth, extra_info: Mapping | None = None
 ) -> dict[str, float | str]:
@@ -130,27 +125,22 @@ class RewardWorkers(Pool):
 
     def try_out(self, function_spec: str, row) -> None:
         """Score the truth of a row, as if it were a response, and an empty one. ValueError if both fail."""
-        texts = {"its truth as the response": row.truth, "an empty response": ""}
-        jobs = [
-            (row.data_source, text, row.ground_truth, row.extra_info | {"last_turn": text, "trajectory": text})
-            for text in texts.values()
-        ]
-        results = dict(zip(texts, self.score(jobs), strict=True))
-        failures = [
-            f"\n  with {what}: {reply['error']}"
-            for what, reply in results.items()
-            if "error" in reply and "score" not in reply
-        ]
-        if len(failures) == len(texts):
-            raise ValueError(
-                f"--reward-function {function_spec} cannot score the first row:{''.join(failures)}\nIt is called as "
-                "NAME(data_source=..., solution_str=..., ground_truth=..., extra_info=...), for one response, and "
-                'returns a finite number or a dict with the key "score"'
-            )
+        failures, texts = "", {"its truth as the response": row.truth, "an empty response": ""}
+        for what, text in texts.items():
+            extra_info = row.extra_info | {"last_turn": text, "trajectory": text}
+            (reply,) = self.score([(row.data_source, text, row.ground_truth, extra_info)])
+            if "error" not in reply or "score" in reply:
+                return
+            failures += f"\n  with {what}: {reply['error']}"
+        raise ValueError(
+            f"--reward-function {function_spec} cannot score the first row:{failures}\nIt is called as "
+            "NAME(data_source=..., solution_str=..., ground_truth=..., extra_info=...), for one response, and "
+            'returns a finite number or a dict with the key "score"'
+        )
 
 
 def make_scorer(function_spec: str) -> Callable[[Job], dict]:
-    function = load_reward_function(function_spec) if function_spec else None
+    function = load_function(function_spec, "--reward-function") if function_spec else None
     return lambda job: score_response(function or reward_function(job[0]), *job)
 
 
@@ -189,8 +179,12 @@ def score_episodes(
     with watch("judge") if judge else nullcontext():
         take_verdicts([episode for episode in answered if asks_judge(episode.rewards)], judge)
     for episode in episodes:
-        if episode.turn_rewards:  # which scripts add to the score: a right answer stays one
-            episode.rewards.setdefault("acc", float(is_correct(episode.rewards)))
+        if turns := episode.turn_rewards:  # scripts add them to the score: a right answer stays one
+            right = {"acc": float(is_correct(episode.rewards)), "turns": fsum(turns)}
+            right |= {
+                f"{name}_turn_accuracy": float(turns[i] >= FULL_MARKS) for name, i in (("first", 0), ("last", -1))
+            }
+            episode.rewards |= right
     errors = [str(e.rewards["error"]) for e in episodes if isnan(e.rewards["score"])]
     if errors:
         print(f"rewards: {len(errors)} of {len(episodes)} responses not scored, the first: {errors[0]}", flush=True)

@@ -1,39 +1,54 @@
 """Samples of an evaluation: accuracy, unbiased pass@k, majority vote, and tables with confidence intervals."""
 
+import json
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from common.files import full_disk_is_a_warning, replace_file
-from common.rewards import is_correct
+from common.files import full_disk_is_a_warning, jsonable, replace_file
+from common.rewards import is_correct, sampled_turns
+
+PICTURES = {"image", "images", "videos"}
 
 
 def as_sample(episode, row, tokenizer, with_tools: bool) -> dict:
     """What a report wants to know of an Episode and its Row; score, correct and truth are None without a truth."""
     scored = row.ground_truth is not None
-    score, anls = episode.rewards["score"] if scored else None, episode.rewards.get("anls")
     sample = {
         "group": episode.prompt_index,
         "row": row.index,
         "data_source": row.data_source,
         "prompt": tokenizer.decode(episode.prompt_ids),
-        "completion": tokenizer.decode(episode.response_ids),
-        "truth": episode.truth if scored else None,
-        "score": score if not scored or math.isfinite(score) else 0.0,
-        "correct": is_correct(episode.rewards) if scored else None,
-        "pred": str(episode.rewards.get("pred", "")),
-        "unjudged": "unjudged" in episode.rewards,  # counts as wrong
+        "completion": "\n".join(sampled_turns(episode, tokenizer)),  # what is scored
+        "truth": episode.truth,
+        **verdict(episode.rewards if scored else {"score": 0.0}),
         "length": len(episode.response_ids),
         "truncated": episode.truncated,
-        "anls": anls if isinstance(anls, float) else None,  # a user's function may mean something else by it
     }
+    if not scored:
+        sample |= dict.fromkeys(["truth", "score", "correct", "rewards"])
     if with_tools:
         sample |= {"calls": len(episode.calls), "call_errors": sum(call["error"] for call in episode.calls)}
+        sample["trajectory"] = tokenizer.decode(episode.response_ids)
     return sample
+
+
+def verdict(rewards: dict) -> dict:
+    """Columns of a response that was scored. One that could not be scores 0."""
+    anls = rewards.get("anls")
+    return {
+        "score": rewards["score"] if math.isfinite(rewards["score"]) else 0.0,
+        "correct": is_correct(rewards),
+        "pred": str(rewards.get("pred", "")),
+        "unjudged": "unjudged" in rewards,  # counts as wrong
+        "anls": anls if isinstance(anls, float) else None,  # a user's function may mean something else by it
+        "rewards": json.dumps(jsonable(rewards)),  # all that was returned
+    }
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -82,12 +97,11 @@ def summarize(samples: list[dict]) -> dict[str, float]:
         raise ValueError("nothing to summarize: the evaluation has no samples")
     scored = [sample for sample in samples if sample["correct"] is not None]
     metrics = summarize_scored(scored) if scored else {}
-    metrics |= {
-        "eval/response_length": fmean(s["length"] for s in samples),
-        "eval/truncated": fmean(s["truncated"] for s in samples),
-        "eval/rows": len({s["group"] for s in scored}),
-    }
-    if any("calls" in s for s in samples):
+    for name, column in {"eval/response_length": "length", "eval/truncated": "truncated"}.items():
+        if values := [s[column] for s in samples if isinstance(s.get(column), int)]:  # else from elsewhere
+            metrics[name] = fmean(values)
+    metrics["eval/rows"] = len({s["group"] for s in scored})
+    if all(isinstance(s.get("calls"), int) and "call_errors" in s for s in samples):
         metrics["eval/rapr"] = fmean(s["calls"] > 0 for s in samples)
         metrics["eval/tool_error_rate"] = sum(s["call_errors"] for s in samples) / max(
             sum(s["calls"] for s in samples), 1
@@ -140,34 +154,15 @@ def format_table(metrics_by_source: dict[str, dict[str, float]]) -> str:
     return pd.DataFrame(table).fillna("").to_string(index=False)
 
 
-def side_by_side(reports: dict[str, Path]) -> str:
-    """A table with one line per source: accuracy with its 95 % interval in each of several files of samples.
-
-    Of the rows with a truth that all of them have: a prompt may be too long with tools, and fit without.
-    """
-    import pandas as pd
-
-    table: dict[str, dict[str, str]] = {}
-    samples_of = {name: pq.read_table(path).to_pylist() for name, path in reports.items()}
-    in_all = set.intersection(*({sample["row"] for sample in samples} for samples in samples_of.values()))
-    for name, of_this in samples_of.items():
-        by_source = defaultdict(list)
-        for sample in of_this:
-            if sample["row"] in in_all and sample["correct"] is not None:
-                by_source[sample["data_source"]].append(sample)
-        for source, samples in sorted(by_source.items()):
-            metrics = summarize(samples)
-            low, high = wilson_interval(metrics["eval/accuracy"], int(metrics["eval/rows"]))
-            line = table.setdefault(source, {"source": source, "rows": str(int(metrics["eval/rows"]))})
-            line[name] = f"{metrics['eval/accuracy']:.3f} ({low:.3f} - {high:.3f})"
-    return pd.DataFrame(list(table.values())).fillna("").to_string(index=False)
-
-
-def report(samples: list[dict], path: Path) -> str:
-    """Write all samples to a parquet file; the table by data source, and how many rows had no truth."""
+def report(samples: list[dict], path: Path, record: Callable[[int], dict] | None = None) -> str:
+    """Write all samples, with the columns of the `record` of a group; returns the table by data source."""
+    rows = samples
+    if record:
+        own = ({k: v for k, v in record(sample["group"]).items() if k not in PICTURES} for sample in samples)
+        rows = [columns | sample for columns, sample in zip(own, samples)]
     with full_disk_is_a_warning(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, lambda temporary: pq.write_table(pa.Table.from_pylist(samples), temporary))
+        replace_file(path, lambda temporary: write_samples(rows, temporary, path.suffix))
     by_source = defaultdict(list)
     for sample in samples:
         by_source[sample["data_source"]].append(sample)
@@ -177,3 +172,19 @@ def report(samples: list[dict], path: Path) -> str:
     lines = [format_table(scored)] if scored else []
     lines += [f"{unscored} of {len({s['group'] for s in samples})} rows have no truth: not scored"] if unscored else []
     return "\n".join(lines)
+
+
+def write_samples(samples: list[dict], path: Path, suffix: str) -> None:
+    """Lines of JSON, or a parquet file, where columns without a common type are JSON."""
+    if suffix == ".jsonl":
+        path.write_text("".join(json.dumps(sample, default=str) + "\n" for sample in samples))
+        return
+    names = dict.fromkeys(name for sample in samples for name in sample)
+    pq.write_table(pa.table({name: column([sample.get(name) for sample in samples]) for name in names}), path)
+
+
+def column(values: list) -> pa.Array:
+    try:
+        return pa.array(values)
+    except (OverflowError, TypeError, ValueError):
+        return pa.array([json.dumps(value, default=str) for value in values])

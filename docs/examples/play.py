@@ -47,7 +47,9 @@ def played(name: str, row: dict, turns: int) -> dict:
     return {"messages": messages[: -1 if messages[-1]["role"] == "tool" else None]}
 
 
-def main(game: tyro.conf.Positional[str], folder: tyro.conf.Positional[Path], rows: int = 2000, turns: int = 5) -> None:
+def main(
+    game: tyro.conf.Positional[str], folder: tyro.conf.Positional[Path], rows: int = 2000, turns: int = 5
+) -> None:
     random.seed(0)
     folder.mkdir(parents=True, exist_ok=True)
     files = {"train": [new_row(game) for _ in range(rows)], "test": [new_row(game) for _ in range(rows // 8)]}

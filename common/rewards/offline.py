@@ -1,0 +1,83 @@
+"""Responses that stand in a file, scored without torch, model or engine: `python -m common.score`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Literal
+
+from tyro.conf import Positional
+
+from common.data.rows import RowFiles
+from common.files import modified, refuse
+from common.flags import Positive, Rollout, check_ranges
+from common.processes import cpus_of_rank
+from common.rewards import RewardWorkers, needs_judge, reward_function, score_episodes
+from common.rewards.judging import bounded, open_judge
+from common.rewards.samples import report, summarize, verdict
+
+TOKENIZER = SimpleNamespace(decode=lambda ids, **_: "".join(ids))  # here a response is a single token
+
+
+@dataclass
+class Scoring:
+    """A file of responses, and what scores them."""
+
+    file: Positional[Path]  # .parquet, .jsonl or .json, with data_source and reward_model.ground_truth, or truth
+    response_column: str = "responses"  # of a row: its response, or a list of them; of --eval-only: completion
+    output: Path | None = None  # .parquet or .jsonl, a row for each response; default: FILE_scored.*, as FILE is
+    reward_function: str | None = None  # FILE.py:NAME, verl's signature; default: by the row's data_source
+    reward_timeout: Positive = 10.0  # seconds for one response; one that takes longer, or crashes, scores 0
+    judge_patience: Positive = 30.0  # minutes, in all, without an answer of the judge (JUDGE_URLS) until it is left
+    judge_probe: bool = True  # ask the judge for a right and a wrong pair at the start; --no-judge-probe: take any
+    bad_rows: Literal["error", "drop"] = "error"  # rows without a response, a truth or a scorer: stop, or drop them
+
+
+def score_file(flags: Scoring) -> None:
+    """Print the table, write a row for each response. ValueError, SystemExit for what is wrong with file or flags."""
+    rollout = Rollout(**{name: value for name, value in vars(flags).items() if name in vars(Rollout())})
+    check_ranges(rollout)
+    files, rows, bad = RowFiles([flags.file], "FILE"), {}, {}
+    output = flags.output or flags.file.with_name(f"{flags.file.stem}_scored{files.suffix}")
+    refuse(output.suffix not in (".jsonl", ".parquet"), f"--output {output}: neither .parquet nor .jsonl")
+    refuse(output.exists() and output.samefile(flags.file), f"--output {output} is FILE itself")
+    for index, record in enumerate(files.records()):
+        try:
+            rows[index] = read_row(record, index, flags)
+        except ValueError as error:
+            bad[index] = str(error)
+    files.refuse(bad, "unusable rows", flags.bad_rows == "drop", print)
+    refuse(not rows, f"FILE: no usable row in {flags.file}")
+    judge = open_judge(rollout, not flags.reward_function and needs_judge({row.data_source for row in rows.values()}))
+    workers = RewardWorkers(flags.reward_function, max(1, cpus_of_rank() - 1), flags.reward_timeout)
+    episodes = [episode for row in rows.values() for episode in row.episodes]
+    score_episodes(episodes, rows, workers, TOKENIZER, judge and judge.for_evaluation())
+    samples = [episode.columns | verdict(episode.rewards) for episode in episodes]
+    before = modified(output)
+    print(report(samples, output))
+    bounded(summarize, samples, print)
+    refuse(modified(output) == before, f"{output} is not written")
+    print(f"{len(samples)} responses to {len({s['group'] for s in samples})} prompts: {output}")
+
+
+def read_row(record: dict | str, index: int, flags: Scoring) -> SimpleNamespace:
+    """A row, as scoring takes it, with an episode for each response. ValueError if it cannot be scored."""
+    if isinstance(record, str):
+        raise ValueError(record)
+    column, source, extra = flags.response_column, record.get("data_source"), record.get("extra_info") or {}
+    said = record.get(column)
+    texts = [said] if isinstance(said, str) else said
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{column} is {said!r:.80}, expected a text or a list of texts; columns: {', '.join(record)}")
+    known = record.get("reward_model")
+    truth = known.get("ground_truth") if isinstance(known, dict) else record.get("truth")
+    if truth is None:
+        raise ValueError("neither reward_model.ground_truth nor truth")
+    if not isinstance(source, str) or not isinstance(extra, dict):
+        raise ValueError(f"data_source is {source!r:.80}, extra_info {extra!r:.80}, expected a string and an object")
+    if not flags.reward_function:
+        reward_function(source)
+    grouped = isinstance(said, str) and isinstance(record.get("group"), int | str)
+    columns = [record | {column: text, "group": record["group"] if grouped else index} for text in texts]
+    own = {"prompt_index": index, "loss_mask": [1], "finish_reason": "", "rewards": {}}
+    episodes = [SimpleNamespace(response_ids=[new[column]], columns=new, **own) for new in columns]
+    return SimpleNamespace(data_source=source, ground_truth=truth, extra_info=extra, episodes=episodes)

@@ -1,0 +1,10 @@
+"""python -m common.score FILE: scores responses that stand in a file; prints a table, writes a verdict on each."""
+
+import tyro
+
+from common.files import user_errors
+from common.rewards.offline import Scoring, score_file
+
+if __name__ == "__main__":
+    with user_errors():
+        score_file(tyro.cli(Scoring, description=__doc__))

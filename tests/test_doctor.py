@@ -1,0 +1,55 @@
+"""What `python -m common.doctor` tells, and what it must not tell; nothing that fails or hangs ends it."""
+
+import getpass
+import platform
+import re
+import time
+from pathlib import Path
+
+import pytest
+from helpers import deadline, run_script
+from test_docs import blocks
+
+from common.prepare import doctor
+
+
+def pasted() -> list[str]:
+    (command,) = [block for _, block in blocks("docs/trouble.md") if "common.doctor" in block]
+    return command.split()
+
+
+@pytest.mark.slow
+def test_the_doctor_as_pasted():
+    launcher, *arguments = pasted()
+    assert launcher == "python"
+    secrets = {"JUDGE_URLS": "http://judge.example:1", "WANDB_API_KEY": "sesame"}
+    done = run_script(*arguments, env=secrets, fresh=True)
+    answers = dict(line.split(": ", 1) for line in done.stdout.splitlines())
+    assert list(answers) == list(doctor.ASKED)
+    assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?|None", answers["commit"]) and "torch 2" in answers["packages"]
+    assert answers["JUDGE_URLS"] == "set" and answers["--tools python"] and answers["--engine vllm"]
+    assert "torch.bfloat16" in done.stdout or "torch.float32" in done.stdout or "no answer" in done.stdout
+    for name in (str(Path.home()), f"/{getpass.getuser()}/", platform.node(), "sesame", "judge.example"):
+        assert not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", done.stdout), name
+
+
+def test_what_fails_dies_or_hangs_costs_a_line(monkeypatch, capsys):
+    bad = {
+        "fails": ("import no_such_package", "install it"),
+        "dies": ("import os; print(1); os.abort()", "tell us"),
+        "hangs": ("import time; time.sleep(60)", "wait"),
+        "silent": ("pass", ""),
+        "names": (f"raise OSError('/home/me/x.so of {platform.node()}: cannot open')", ""),
+        "works": ("print('yes')", ""),
+    }
+    monkeypatch.setattr(doctor, "ASKED", bad)
+    monkeypatch.setattr(doctor, "SECONDS", 2)
+    start = time.monotonic()
+    with deadline(60):
+        doctor.doctor()
+    assert time.monotonic() - start < 30
+    lines = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    assert lines["fails"] == "ModuleNotFoundError: No module named 'no_such_package' (exit code 1) install it"
+    assert lines["dies"].endswith("(exit code -6) tell us") and lines["hangs"].startswith("no answer within 2 s")
+    assert lines["silent"] == "no word" and lines["works"] == "yes"
+    assert lines["names"] == "OSError: .../x.so of HOST: cannot open (exit code 1) "

@@ -1,0 +1,233 @@
+"""`python -m common.score`: a file of responses in, a table and verdicts out; what was there stays until then."""
+
+import json
+import math
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import tyro
+from helpers import ROOT, run_script, torchrun, wait_until
+
+from common.data.rows import RowFiles
+from common.rewards.offline import Scoring, score_file
+from common.rewards.samples import summarize
+
+SAID = [["#### 1", "#### 2"], ["#### 1"], ["", "#### 3", "three"]]
+
+
+def row(i: int, **changes) -> dict:
+    """A row as verl's generation leaves it."""
+    truth = {"style": "rule", "ground_truth": str(i + 1)}
+    prompt = [{"role": "user", "content": f"{i} + 1?"}]
+    base = {"data_source": "openai/gsm8k", "prompt": prompt, "reward_model": truth, "extra_info": {"index": i}}
+    return base | {"responses": SAID[i % 3], "images": [{"bytes": b"\xff" * 5, "path": None}]} | changes
+
+
+def write(path: Path, rows: list) -> Path:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows))
+    return path
+
+
+def read(path: Path) -> list[dict]:
+    return list(RowFiles([path], "FILE").records())
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+def test_each_response_gets_its_verdict_and_keeps_its_row(tmp_path, capsys, suffix):
+    rows = [row(i) for i in range(3)]
+    file = write(tmp_path / f"verl{suffix}", rows)
+    score_file(Scoring(file))
+    samples = read(tmp_path / f"verl_scored{suffix}")
+    assert [(s["group"], s["responses"], s["correct"]) for s in samples] == [
+        (i, text, text == f"#### {i + 1}") for i in range(3) for text in SAID[i]
+    ]
+    kept = set(rows[0]) - {"responses"}
+    for sample in samples:
+        whole = json.loads(json.dumps(rows[sample["group"]], default=str))
+        here = json.loads(json.dumps(sample, default=str))
+        assert {name: here[name] for name in kept} == {name: whole[name] for name in kept}
+        assert json.loads(sample["rewards"])["score"] == sample["score"] == float(sample["correct"])
+    said = capsys.readouterr().out
+    assert "openai/gsm8k" in said and "0.278" in said and "6 responses to 3 prompts" in said  # (1/2 + 0 + 1/3) / 3
+    assert summarize(samples)["eval/accuracy"] == pytest.approx((1 / 2 + 0 + 1 / 3) / 3)
+    score_file(Scoring(tmp_path / f"verl_scored{suffix}", output=tmp_path / f"again{suffix}"))
+    assert read(tmp_path / f"again{suffix}") == samples, "scored again it is the same"
+    assert capsys.readouterr().out.replace("again", "verl_scored") == said
+
+
+BAD = [
+    (row(1, responses=[]), "responses is [], expected"),
+    (row(1, responses=None), "responses is None, expected"),
+    (row(1, responses=["a", 5]), "responses is ['a', 5], expected"),
+    (row(1, responses={"a": 1}), "responses is {'a': 1}, expected"),
+    ({"said": "x"}, "columns: said"),
+    (row(1, reward_model=None), "neither reward_model.ground_truth nor truth"),
+    (row(1, reward_model={"style": "rule"}), "neither reward_model.ground_truth nor truth"),
+    (row(1, data_source=None), "data_source is None"),
+    (row(1, data_source="unheard"), "no built-in reward function for data_source 'unheard'"),
+    (row(1, extra_info="text"), "extra_info 'text'"),
+    ([1], "a JSON list, expected an object"),
+]
+
+
+@pytest.mark.parametrize("bad, reason", BAD)
+def test_a_bad_row_is_told_or_dropped(tmp_path, capsys, bad, reason):
+    file = write(tmp_path / "a.jsonl", [row(0), bad])
+    with pytest.raises(ValueError) as told:
+        score_file(Scoring(file))
+    assert f"{file} line 2: " in str(told.value) and reason in str(told.value) and "--bad-rows drop" in str(told.value)
+    assert not (tmp_path / "a_scored.jsonl").exists()
+    if reason.startswith("data_source is"):
+        return
+    score_file(Scoring(file, bad_rows="drop"))
+    assert {s["group"] for s in read(tmp_path / "a_scored.jsonl")} == {0} and reason in capsys.readouterr().out
+
+
+def test_odd_columns_are_kept(tmp_path, capsys):
+    """Of rows that differ, of types that Arrow does not find by itself, of names that are taken."""
+    one = {"data_source": "openai/gsm8k", "truth": "5", "responses": ["#### 5", "6"], "score": "mine"}
+    rows = [one | {"more": 1, "text": "\ud800"}, one | {"more": ["x"], "late": 2**70}]
+    score_file(Scoring(write(tmp_path / "a.jsonl", rows), output=tmp_path / "a.parquet"))
+    samples = read(tmp_path / "a.parquet")
+    assert [s["more"] for s in samples] == ["1", "1", '["x"]', '["x"]'] and samples[0]["text"] == '"\\ud800"'
+    assert [s["score"] for s in samples] == [1, 0, 1, 0] and samples[2]["late"] == str(2**70)
+    table = pa.Table.from_pylist([one] * 2).append_column("m", pa.array([[("k", 1)]] * 2, pa.map_("string", "int8")))
+    pq.write_table(table, tmp_path / "map.parquet")
+    score_file(Scoring(tmp_path / "map.parquet"))
+    assert [s["m"] for s in read(tmp_path / "map_scored.parquet")] == ['[["k", 1]]'] * 4
+
+
+def test_single_responses_are_grouped_by_their_group_alone(tmp_path, capsys):
+    """As --eval-only writes them, with a truth that stands alone; lengths are told where they are numbers."""
+    one = {"data_source": "openai/gsm8k", "truth": "5", "length": 7, "truncated": False}
+    rows = [one | {"completion": f"#### {n}", "group": group} for n, group in [(5, 0), (4, 0), (5, 1), (5, 1)]]
+    file = write(tmp_path / "samples.parquet", rows)
+    score_file(Scoring(file, response_column="completion"))
+    header, line, last = capsys.readouterr().out.splitlines()
+    shown = dict(zip(header.replace("95 % interval", "").split(), line.replace(" - ", "").split()))
+    assert "4 responses to 2 prompts" in last and "pass@2" in shown and "7.000" in line
+    for odd in (None, "long", [1]):
+        write(file, [row | {"length": odd, "calls": odd, "group": None} for row in rows])
+        score_file(Scoring(file, response_column="completion"))
+        assert "response_length" not in (said := capsys.readouterr().out) and "4 responses to 4 prompts" in said
+
+
+def test_what_a_function_of_ones_own_does_costs_its_response(tmp_path, capsys):
+    function = tmp_path / "mine.py"
+    function.write_text(
+        "import os, time\n"
+        "def mine(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    if solution_str == 'die': os._exit(1)\n"
+        "    if solution_str == 'hang': time.sleep(60)\n"
+        "    if solution_str == 'raise': raise KeyError('x')\n"
+        "    return {'score': 2.5, 'acc': 1, 'pred': None, 'odd': float('inf'), 'at': extra_info['index']}\n"
+    )
+    texts = ["die", "hang", "raise", "fine \ud800", "x" * 100_000]
+    file = write(tmp_path / "a.jsonl", [row(0, data_source="mine", responses=texts)])
+    score_file(Scoring(file, reward_function=f"{function}:mine", reward_timeout=1.0))
+    samples = read(tmp_path / "a_scored.jsonl")
+    assert [s["responses"] for s in samples] == texts
+    assert [(s["score"], s["correct"]) for s in samples] == [(0.0, False)] * 3 + [(2.5, True)] * 2
+    assert "KeyError" in samples[2]["rewards"] and json.loads(samples[4]["rewards"])["odd"] is None
+    assert "3 of 5 responses not scored" in capsys.readouterr().out
+
+
+def test_what_would_be_lost_is_refused(tmp_path, monkeypatch):
+    file = write(tmp_path / "a.parquet", [row(0)])
+    (tmp_path / "link.parquet").symlink_to(file)
+    os.link(file, tmp_path / "hard.parquet")
+    for name in ("a.parquet", "link.parquet", "hard.parquet", "x/../a.parquet"):
+        with pytest.raises(SystemExit, match="is FILE itself"):
+            (tmp_path / "x").mkdir(exist_ok=True)
+            score_file(Scoring(file, output=tmp_path / name))
+    with pytest.raises(SystemExit, match="neither "):
+        score_file(Scoring(file, output=tmp_path / "a.csv"))
+    for name, content in {"empty.parquet": b"", "half.parquet": file.read_bytes()[:-9], "empty.jsonl": b""}.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises((ValueError, SystemExit), match=name):
+            score_file(Scoring(tmp_path / name))
+    output = tmp_path / "a_scored.parquet"
+    output.write_text("old")
+    monkeypatch.setattr("common.rewards.samples.write_samples", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+    with pytest.raises(SystemExit, match="is not written"):
+        score_file(Scoring(file))
+    assert output.read_text() == "old"
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
+def test_one_that_is_ended_leaves_what_was_there(tmp_path, end):
+    function = tmp_path / "slow.py"
+    function.write_text(f"import time\ndef slow(**_):\n    open({str(tmp_path / 'on')!r}, 'w')\n    time.sleep(60)\n")
+    file, output = write(tmp_path / "a.jsonl", [row(0)]), tmp_path / "a_scored.jsonl"
+    output.write_text("old")
+    command = torchrun("-m", "common.score", file, "--reward-function", f"{function}:slow", "--reward-timeout", 60)
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+    wait_until(lambda: (tmp_path / "on").exists())
+    process.send_signal(end)
+    assert process.wait(30) != 0 and output.read_text() == "old"
+    assert {path.name for path in tmp_path.iterdir()} <= {"slow.py", "on", "a.jsonl", "a_scored.jsonl", "__pycache__"}
+
+
+def test_neither_torch_nor_vllm_is_loaded(tmp_path):
+    file = write(tmp_path / "a.parquet", [row(0)])
+    program = f"import runpy, sys; sys.argv = ['score', {str(file)!r}]; "
+    program += "runpy.run_module('common.score', run_name='__main__'); "
+    program += "assert not {'torch', 'transformers', 'vllm'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "2 responses to 1 prompts" in done.stdout, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script, ranks, suffix", [("grpo.py", 2, ".jsonl"), ("ppo.py", 0, ".parquet")])
+def test_the_table_of_an_evaluation_is_that_of_its_samples(tmp_path, script, ranks, suffix):
+    """And rows without truths are sampled: their file is scored when they have some."""
+    truth = {"numbers": [17, 8, 1], "target": 24}
+    prompt = [{"role": "user", "content": "17 8 1 = 24"}]
+    rows = [{"id": f"x{i}", "data_source": "countdown", "prompt": prompt} for i in range(3)]
+    options = ["--eval-only", "--model", "tiny", "--engine", "hf", "--max-prompt-tokens", 64, "--eval-samples", 3]
+    options += ["--eval-temperature", 1.0, "--max-response-tokens", 100]
+    bare = write(tmp_path / f"bare{suffix}", rows)
+    run_script(script, *options, "--eval-data", bare, "--output-dir", tmp_path / "bare", ranks=ranks)
+    samples = read(tmp_path / f"bare/eval_samples{suffix}")
+    assert [s["id"] for s in samples] == [f"x{i}" for i in range(3) for _ in range(3)]
+    known = [row | {"reward_model": {"ground_truth": truth}} for row in rows]
+    full = write(tmp_path / f"full{suffix}", known)
+    said = run_script(script, *options, "--eval-data", full, "--output-dir", tmp_path / "full", ranks=ranks).stdout
+    for folder in ("full", "bare"):
+        file = tmp_path / folder / f"eval_samples{suffix}"
+        if folder == "bare":  # with truths that come later
+            write(file, [s | {"reward_model": {"ground_truth": truth}} for s in samples])
+        table = run_script("-m", "common.score", file, "--response-column", "completion", fresh=True).stdout
+        assert all(line in said for line in table.splitlines()[:2]), "the same responses: the same table"
+    assert not math.isnan(read(file)[0]["length"])
+
+
+def test_the_documented_command_runs(tmp_path, capsys, monkeypatch):
+    """docs/recipes.md, as pasted, but for the file, which is made here."""
+    page = (ROOT / "docs/recipes.md").read_text()
+    (block,) = [b for b in re.findall(r"^```bash\n(.*?)^```$", page, re.M | re.S) if "common.score" in b]
+    commands = [shlex.split(line) for line in block.replace("\\\n", " ").splitlines()]
+    assert [words[:3] for words in commands] == [["python", "-m", "common.score"]] * len(commands)
+    numbers = re.search(r"```python\n(# number\.py.*?)```", page, re.S)[1]
+    (tmp_path / "number.py").write_text(numbers)
+    said = ["<answer>1</answer>", "#### 1"]
+    write(tmp_path / "responses.parquet", [row(0, responses=said), row(1, data_source="sums", responses=said)])
+    monkeypatch.chdir(tmp_path)
+    for words in commands:
+        flags = tyro.cli(Scoring, args=words[3:])
+        if flags.response_column == "completion":
+            flags.file.parent.mkdir(parents=True)
+            write(flags.file, [row(0, completion="#### 1", responses=None)])
+        score_file(flags)
+        assert "rows accuracy 95 % interval" in capsys.readouterr().out
