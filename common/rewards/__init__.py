@@ -180,11 +180,9 @@ def score_episodes(
         take_verdicts([episode for episode in answered if asks_judge(episode.rewards)], judge)
     for episode in episodes:
         if turns := episode.turn_rewards:  # scripts add them to the score: a right answer stays one
-            right = {"acc": float(is_correct(episode.rewards)), "turns": fsum(turns)}
-            right |= {
-                f"{name}_turn_accuracy": float(turns[i] >= FULL_MARKS) for name, i in (("first", 0), ("last", -1))
-            }
-            episode.rewards |= right
+            episode.rewards |= {"acc": float(is_correct(episode.rewards)), "turns": fsum(turns)}
+            episode.rewards["first_turn_accuracy"] = float(turns[0] >= FULL_MARKS)
+            episode.rewards["last_turn_accuracy"] = float(turns[-1] >= FULL_MARKS)
     errors = [str(e.rewards["error"]) for e in episodes if isnan(e.rewards["score"])]
     if errors:
         print(f"rewards: {len(errors)} of {len(episodes)} responses not scored, the first: {errors[0]}", flush=True)

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from common.files import full_disk_is_a_warning, jsonable, replace_file
 from common.rewards import is_correct, sampled_turns
 
+OF_TURNS = ("first_turn_accuracy", "last_turn_accuracy")  # by an interaction
 PICTURES = {"image", "images", "videos"}
 
 
@@ -48,6 +49,7 @@ def verdict(rewards: dict) -> dict:
         "unjudged": "unjudged" in rewards,  # counts as wrong
         "anls": anls if isinstance(anls, float) else None,  # a user's function may mean something else by it
         "rewards": json.dumps(jsonable(rewards)),  # all that was returned
+        **{name: rewards[name] for name in OF_TURNS if name in rewards},
     }
 
 
@@ -100,6 +102,9 @@ def summarize(samples: list[dict]) -> dict[str, float]:
     for name, column in {"eval/response_length": "length", "eval/truncated": "truncated"}.items():
         if values := [s[column] for s in samples if isinstance(s.get(column), int)]:  # else from elsewhere
             metrics[name] = fmean(values)
+    for name in OF_TURNS:
+        if values := [s[name] for s in samples if isinstance(s.get(name), float)]:
+            metrics[f"eval/{name}"] = fmean(values)
     metrics["eval/rows"] = len({s["group"] for s in scored})
     if all(isinstance(s.get("calls"), int) and "call_errors" in s for s in samples):
         metrics["eval/rapr"] = fmean(s["calls"] > 0 for s in samples)

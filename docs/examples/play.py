@@ -5,14 +5,13 @@ python docs/examples/play.py guess data/guess        # or: grid data/grid
 
 import json
 import random
-import sys
 from pathlib import Path
+from typing import Literal
 
 import tyro
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 from grid import SIDE, STEPS, Grid
 from guess import ABOVE, Guess
+from tyro.conf import Positional
 
 # The tools stand in the rows' own system message, in few words: a small model reads them again with every turn.
 GAMES = {
@@ -48,8 +47,9 @@ def played(name: str, row: dict, turns: int) -> dict:
 
 
 def main(
-    game: tyro.conf.Positional[str], folder: tyro.conf.Positional[Path], rows: int = 2000, turns: int = 5
+    game: Positional[Literal["guess", "grid"]], folder: Positional[Path], rows: int = 2000, turns: int = 5
 ) -> None:
+    """Write them. rows: of training; turns: of the longest game."""
     random.seed(0)
     folder.mkdir(parents=True, exist_ok=True)
     files = {"train": [new_row(game) for _ in range(rows)], "test": [new_row(game) for _ in range(rows // 8)]}
