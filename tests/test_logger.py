@@ -203,7 +203,7 @@ def test_a_tracker_without_its_server_goes_on_offline(online, tmp_path, monkeypa
     released.set()
     said = capsys.readouterr().out
     why = "ConnectionError: no route to host" if online == "raises" else "no answer within 0.4 s"
-    assert f"--log wandb stays offline ({why}); later: wandb sync {tmp_path}/wandb/*run-*" in said
+    assert f"--log wandb stays offline ({why}); later: wandb sync --append {tmp_path}/wandb/*run-*" in said
     assert modes == [None, "offline"] and run.logged == [{"step": 1, "a": 1.0}] and "dropped" not in said
 
 
