@@ -144,10 +144,12 @@ def _outcome(main: Callable, *args: object) -> int:
             processes.fail(stop.code)
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except Exception as error:
-        if isinstance(error, ImportError) or "shared object" in str(error):  # users' own files raise ValueErrors
-            error.add_note("install what requirements.txt (-cpu, -v100) pins; python -m common.doctor says what works")
-        rank = f"[rank {os.environ.get('RANK', '0')}]"
-        processes.fail(f"{rank} {type(error).__name__}: {error}", f"{rank} failed:\n{traceback.format_exc()}")
+        rank, advice = f"[rank {os.environ.get('RANK', '0')}]", ""
+        # of ours: users' own files raise ValueErrors
+        if isinstance(error, ImportError) or any(word in str(error) for word in ("shared object", "torchvision::")):
+            advice = ". Install what requirements.txt (-cpu, -v100) pins; python -m common.doctor says what works"
+        line = f"{rank} {type(error).__name__}: {error}{advice}"
+        processes.fail(line, f"{rank} failed:\n{traceback.format_exc()}{line}")
         if isinstance(error, RuntimeError) and world_size() > 1:
             time.sleep(processes.GRACE_S)  # it may come from another's death, and torchrun should see who was first
         return 1

@@ -204,7 +204,7 @@ def step_range(text: str | None) -> range:
 
 def tracker_names(trackers: str) -> list[str]:
     """The comma-separated names of --log. ValueError for an unknown one."""
-    names = [item.strip() for item in trackers.split(",") if item.strip()]
+    names = list(dict.fromkeys(item.strip() for item in trackers.split(",") if item.strip()))
     if unknown := [item for item in names if item not in TRACKERS]:
         raise ValueError(f"--log {trackers}: unknown tracker {unknown[0]!r}, expected {', '.join(TRACKERS)}")
     return names

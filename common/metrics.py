@@ -1,18 +1,33 @@
 """Metrics of a step's episodes and of its critic."""
 
 import math
-import warnings
+import os
+from functools import cache
 
 from torch import Tensor
 
 from common.distributed import all_reduce, world_size
 from common.episodes import FINISH_REASONS, Episode, by_prompt, unequal_groups
 from common.means import Means
-from common.rewards import is_correct, usable
+from common.rewards import is_correct
 
 RARE_REASONS = sorted(FINISH_REASONS.keys() - {"stop", "length"})  # to finish an episode
+OURS = {"tool_bonus", "curiosity", "call_cost"}  # numbers that scripts add
 TAKEN = {"score", "acc", "judged", "unjudged", "looks", "born", "advantage"}  # names that `rewards` has for our own
 TAKEN |= {"mean", "std", "mean_square", "accuracy", "failed", "zero_variance_groups", "model_mean"}  # other metrics'
+
+
+MOST_NUMBERS = 32  # of a reward function, beside the score
+
+
+def is_number(value: float | str) -> bool:
+    return isinstance(value, float) and math.isfinite(value)
+
+
+@cache
+def say_once(line: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(line, flush=True)
 
 
 def rollout_means(episodes: list[Episode], seconds: dict[str, float], with_tools: bool = False) -> Means:
@@ -29,11 +44,14 @@ def rollout_means(episodes: list[Episode], seconds: dict[str, float], with_tools
     means.add("reward/zero_variance_groups", equal, count=len(comparable))
     judged = [e.model_reward for e in scored if e.model_reward is not None]
     means.add("reward/model_mean", math.fsum(judged), count=len(judged))
-    values = [(k, x) for e in scored for k, x in e.rewards.items() if k not in TAKEN and usable(x)]
-    if many := len({name for name, _ in values}) > 32:  # made up, one for each response?
-        warnings.warn("rewards have more than 32 numbers beside the score: none is logged", stacklevel=1)
-    for name, value in () if many else values:
-        means.add(f"reward/{name}", value)
+    numbers = [(name, x) for e in scored for name, x in e.rewards.items() if name not in TAKEN and is_number(x)]
+    own = {name for name, _ in numbers} - OURS
+    (most,) = all_reduce([len(own)], "max")
+    if most > MOST_NUMBERS:  # made up, one for each response?
+        say_once(f"warning: rewards have {most:g} numbers beside the score: none of them is logged")
+    for name, number in numbers:
+        if name in OURS or most <= MOST_NUMBERS:
+            means.add(f"reward/{name}", number)
     response_tokens = sum(len(e.response_ids) for e in episodes)
     means.add("rollout/response_length", response_tokens, count=len(episodes))
     means.add("rollout/truncated", sum(e.truncated for e in episodes), count=len(episodes))

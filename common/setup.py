@@ -17,11 +17,12 @@ from common.job import Job
 from common.look.console import StatusLine
 from common.look.curves import plot_curves
 from common.look.logger import Logger
-from common.look.machine import changed_flags, save_config
+from common.look.machine import changed_flags, earlier_step, save_config
 from common.look.trackers import Trackers
 from common.memory import peak_memory_gb, remembered_budget
 from common.prepare.export import export_hugging_face
 from common.processes import at_end, sign_of_life
+from common.progress import duration
 
 
 def open_logger(job: Job, args: Any, total_steps: int, checkpoints: Checkpoints, *, record: bool = True) -> Logger:
@@ -42,6 +43,10 @@ def open_logger(job: Job, args: Any, total_steps: int, checkpoints: Checkpoints,
         world.print(f"resumed: {job.checkpoint}, step {checkpoints.start}; {left}")
     if not record:
         return logger
+    if world.is_main and (known := earlier_step(job.output_dir, job.script, job.run.model)):
+        seconds, run = known
+        left = duration(seconds * max(0, total_steps - checkpoints.start))
+        print(f"a step took {seconds:.3g} s last time ({run}): about {left}, and evaluations", flush=True)
     if world.is_main:
         at_end.append(partial(plot_curves, job.output_dir))
     handle_sigterm()

@@ -543,18 +543,21 @@ def test_what_is_no_file_is_a_data_set_of_the_hub(hub, tmp_path, tokenizer, monk
     hub.clear()
     for name in ("org/rows.parquet", "org/rows.json", "./rows", "../rows", "rows", "/org/rows", "org/name/more"):
         with pytest.raises(FileNotFoundError, match="no such file"):
-            RowFiles(name, "--train-data")
+            RowFiles(name, "--train-data", once=lambda load: load())
     assert hub == [], "what a file is called is never asked for"
     with pytest.raises(ValueError, match=r'--train-data: no such file: org/name:nope; .*Unknown split "nope"'):
-        RowFiles("org/name:nope", "--train-data")
+        RowFiles("org/name:nope", "--train-data", once=lambda load: load())
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org").mkdir()
     pq.write_table(pa.Table.from_pylist([ROW]), "org/name:test")
     assert len(RowFiles("org/name:test,org/name:test", "--train-data").tables[0]) == 1, "a file wins"
+    for name, once in (("org/nome", lambda load: load()), ("other/name", None)):  # in a folder; in no training
+        with pytest.raises(FileNotFoundError, match="no such file"):
+            RowFiles(name, "--train-data", once=once)
     assert hub == [("org/name", "nope")]
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match="`pip install datasets`"):
-        RowFiles("org/name", "--train-data")
+        RowFiles("other/name", "--train-data", once=lambda load: load())
 
 
 def test_one_rank_asks_the_hub_for_all(hub):

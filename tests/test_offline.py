@@ -117,6 +117,9 @@ def test_single_responses_are_grouped_by_their_group_alone(tmp_path, capsys):
     header, line, last = capsys.readouterr().out.splitlines()
     shown = dict(zip(header.replace("95 % interval", "").split(), line.replace(" - ", "").split()))
     assert "4 responses to 2 prompts" in last and "pass@2" in shown and "7.000" in line
+    write(file, [*rows[:2], {name: x for name, x in rows[2].items() if name != "group"}])
+    score_file(Scoring(file, response_column="completion"))
+    assert "3 responses to 3 prompts" in capsys.readouterr().out, "a group of some rows is no number of others"
     for odd in (None, "long", [1]):
         write(file, [row | {"length": odd, "calls": odd, "group": None} for row in rows])
         score_file(Scoring(file, response_column="completion"))

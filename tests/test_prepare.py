@@ -15,10 +15,9 @@ import pytest
 import torch
 from helpers import run_script
 
-from common import prepare
 from common.files import user_errors
 from common.hub import resolve_model
-from common.prepare import countdown, gsm8k, smollm2
+from common.prepare import countdown, gsm8k, smollm2, writing
 from common.prepare.countdown import Args, Problem, iter_problems, to_table
 from common.rewards import reward_function, score_response
 
@@ -212,9 +211,9 @@ def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
         Path(where).write_bytes(b"half")
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(prepare.pq, "write_table", disk_full)
+    monkeypatch.setattr(writing.pq, "write_table", disk_full)
     with pytest.raises(OSError, match="No space left"):
-        prepare.write_splits(tmp_path, {"train": pa.table({"a": [1]})})
+        writing.write_splits(tmp_path, {"train": pa.table({"a": [1]})})
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
 
 

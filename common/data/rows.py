@@ -24,8 +24,8 @@ class RowFiles:
     """The rows of several files, one after the other: an index counts them all. Paths may be separated by commas.
 
     `flag` is where the paths come from: FileNotFoundError and ValueError name it and the file. `max_rows` of them are
-    taken; `convert` may make another table of a file's. What is no file may be a data set of the hub (`download`),
-    which is loaded `once`: by one of several ranks.
+    taken; `convert` may make another table of a file's. With `once`, by which one of several ranks loads it, what is
+    no file may be a data set of the hub (`download`).
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class RowFiles:
         flag: str,
         max_rows: int | None = None,
         convert: Callable[[pa.Table, Path], pa.Table] = lambda table, path: table,
-        once: Callable[[Callable], list[str]] = lambda load: load(),
+        once: Callable[[Callable], list[str]] | None = None,
     ):
         names = paths.split(",") if isinstance(paths, str) else paths
         self.paths = [Path(str(name).strip()).expanduser() for name in names]
@@ -84,12 +84,12 @@ class RowFiles:
             notice(f"warning: {message}")
 
 
-def read_file(path: Path, flag: str, once: Callable[[Callable], list[str]]) -> pa.Table:
+def read_file(path: Path, flag: str, once: Callable[[Callable], list[str]] | None) -> pa.Table:
     """A file as a table. Rows of JSON stay text: Arrow wants one type per key, and makes timestamps of dates."""
     if path.is_dir():
         inside = next((p for kind in ("parquet", "jsonl", "json") for p in sorted(path.glob(f"*.{kind}"))), None)
         raise ValueError(f"{flag}: {path} is a folder: name its files" + f", such as {inside}" * bool(inside))
-    if not path.exists() and HUB_ID.fullmatch(str(path)):
+    if once and not path.exists() and not path.parent.exists() and HUB_ID.fullmatch(str(path)):
         names = once(partial(download, str(path), flag))
         return pa.concat_tables(pa.ipc.open_stream(pa.memory_map(name)).read_all() for name in names)
     if not path.exists():

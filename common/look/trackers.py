@@ -84,7 +84,8 @@ class Trackers:
             if problem and tracker in ("wandb", "swanlab"):  # trackio keeps here by itself what it cannot send
                 self.started[tracker], still = within(end - time.monotonic(), partial(start, online=False))
                 if not still:
-                    later = f"later: {tracker} sync {run_dir}/{tracker}/*run-*"
+                    append = "--append " * (tracker == "wandb")  # the parts of a run that was resumed
+                    later = f"later: {tracker} sync {append}{run_dir}/{tracker}/*run-*"
                     print(f"warning: --log {tracker} stays offline ({problem}); {later}", flush=True)
                 problem = still
             self._keep(tracker, problem)

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import tyro
 
 from common.files import user_errors
-from common.prepare import write_splits
+from common.prepare.writing import write_splits
 
 TEMPLATES = {  # base and qwen-instruct are TinyZero's, to the letter
     "base": (

@@ -16,8 +16,8 @@ import tyro
 from huggingface_hub import snapshot_download
 
 from common.files import user_errors
-from common.prepare import downloading, write_splits
 from common.prepare.gsm8k import SCHEMA as TEXT_SCHEMA
+from common.prepare.writing import downloading, write_splits
 from common.rewards.math import normalized_truth
 
 REPOSITORY = "hiyouga/geometry3k"

@@ -15,7 +15,7 @@ import tyro
 from huggingface_hub import hf_hub_download
 
 from common.files import user_errors
-from common.prepare import downloading, write_splits
+from common.prepare.writing import downloading, write_splits
 
 REPOSITORY = "openai/gsm8k"
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'

@@ -25,8 +25,8 @@ import tyro
 from huggingface_hub import hf_hub_download
 
 from common.files import user_errors
-from common.prepare import downloading, write_splits
 from common.prepare.gsm8k import SCHEMA
+from common.prepare.writing import downloading, write_splits
 from common.rewards import boxed_reward, reward_function
 from common.rewards.math import last_boxed, normalized_truth
 

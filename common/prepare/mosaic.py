@@ -15,7 +15,7 @@ from pathlib import Path
 import pyarrow as pa
 from PIL import Image
 
-from common.prepare import write_splits
+from common.prepare.writing import write_splits
 
 CELLS, SIDE = 8, 448  # a mosaic of 8 x 8 cells on 448 x 448 pixels
 INNER = range(1, CELLS - 1)  # rows and columns for the tile: no crop around it is cut by the edge

@@ -20,7 +20,7 @@ from huggingface_hub import snapshot_download
 
 from common.data.visual_qa import paths_of
 from common.files import refuse, user_errors
-from common.prepare import downloading
+from common.prepare.writing import downloading
 
 MAX_SHOWN = 5  # missing files that are named
 

@@ -29,8 +29,8 @@ from common.data.media import media_file, picture_sources
 from common.data.rows import RowFiles
 from common.files import user_errors
 from common.pictures import BadRow, decode
-from common.prepare import stream_rows
 from common.prepare.code_prompts import MODES, OWN, Mode, Wording, picture_facts, tagged, video_facts, wordings_like
+from common.prepare.writing import stream_rows
 
 SHOWN = ("", "pyvision_gym", "pyvision_gym_w_image_hint")  # env_name of rows whose prompts have their pictures
 # What PyAV may open: playlists, which ffmpeg reads too, name other files and hosts.

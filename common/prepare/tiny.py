@@ -27,8 +27,8 @@ from pathlib import Path
 import tyro
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from common.prepare import write_splits
 from common.prepare.countdown import Problem, iter_problems, prompt_text, to_table
+from common.prepare.writing import write_splits
 from common.torch_repair import transformers
 
 CHAT_TEMPLATE = (

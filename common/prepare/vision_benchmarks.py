@@ -32,9 +32,9 @@ import tyro
 from common.data.rows import RowFiles
 from common.files import user_errors
 from common.pictures import BadRow
-from common.prepare import stream_rows
 from common.prepare.code_prompts import OWN, Wording, picture_facts, wordings_like
 from common.prepare.pyvision import answer_of, make_row, read_picture, schema, text_of
+from common.prepare.writing import stream_rows
 
 VSTAR_PARTS = ("direct_attributes", "relative_position")
 HRBENCH_FILES = {"hrbench-4k": "hr_bench_4k.tsv", "hrbench-8k": "hr_bench_8k.tsv"}

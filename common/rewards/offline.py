@@ -50,6 +50,9 @@ def score_file(flags: Scoring) -> None:
     judge = open_judge(rollout, not flags.reward_function and needs_judge({row.data_source for row in rows.values()}))
     workers = RewardWorkers(flags.reward_function, max(1, cpus_of_rank() - 1), flags.reward_timeout)
     episodes = [episode for row in rows.values() for episode in row.episodes]
+    if not all(isinstance(episode.columns["group"], int | str) for episode in episodes):  # a row is a group
+        for episode in episodes:
+            episode.columns["group"] = episode.prompt_index
     score_episodes(episodes, rows, workers, TOKENIZER, judge and judge.for_evaluation())
     samples = [episode.columns | verdict(episode.rewards) for episode in episodes]
     before = modified(output)
@@ -76,8 +79,8 @@ def read_row(record: dict | str, index: int, flags: Scoring) -> SimpleNamespace:
         raise ValueError(f"data_source is {source!r:.80}, extra_info {extra!r:.80}, expected a string and an object")
     if not flags.reward_function:
         reward_function(source)
-    grouped = isinstance(said, str) and isinstance(record.get("group"), int | str)
-    columns = [record | {column: text, "group": record["group"] if grouped else index} for text in texts]
+    group = record.get("group") if isinstance(said, str) else None
+    columns = [record | {column: text, "group": group} for text in texts]
     own = {"prompt_index": index, "loss_mask": [1], "finish_reason": "", "rewards": {}}
     episodes = [SimpleNamespace(response_ids=[new[column]], columns=new, **own) for new in columns]
     return SimpleNamespace(data_source=source, ground_truth=truth, extra_info=extra, episodes=episodes)
