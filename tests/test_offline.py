@@ -116,6 +116,8 @@ def test_what_parquet_cannot_hold_is_kept_as_json(tmp_path, empty):
     assert {s["extra_info"] for s in samples} == {"{}"}
     assert [s["odd"] for s in samples] == [json.dumps(empty)] * 3 + [None] * 3
     assert [s["reward_model"]["ground_truth"] for s in samples] == ["1", "1", "2", "3", "3", "3"], "as it was"
+    score_file(Scoring(tmp_path / "a.parquet"))
+    assert [s["score"] for s in read(tmp_path / "a_scored.parquet")] == [s["score"] for s in samples], "once more"
 
 
 def test_single_responses_are_grouped_by_their_group_alone(tmp_path, capsys):
