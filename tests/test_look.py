@@ -23,7 +23,7 @@ from common.episodes import FINISH_REASONS
 from common.hub import FOLDERS, load_tokenizer
 from common.look.__main__ import look
 from common.look.page import write_page
-from common.look.runs import POINTS, SAMPLES, write_runs, write_samples
+from common.look.runs import POINTS, SAMPLES, samples_page, write_runs
 from common.pictures import Media, PixelLimits
 
 LIMITS = PixelLimits(784, 16 * 784, 4 * 784)
@@ -232,15 +232,65 @@ def test_the_page_of_runs_has_their_numbers_and_what_differs(tmp_path, capsys):
 
 def test_what_page_of_runs_cannot_be_had(tmp_path):
     run = make_run(tmp_path / "run", rising(0.1))
-    (tmp_path / "none").mkdir()
-    with pytest.raises(SystemExit, match=r"/none: no metrics\.jsonl and no rollouts"):
-        look(run, tmp_path / "none")
     with pytest.raises(SystemExit, match="--output"):
         look(tmp_path / "rows.parquet", output=tmp_path / "page.html")
     with pytest.raises(SystemExit, match="in a folder that exists"):
         look(run, output=tmp_path / "nowhere/page.html")
-    with pytest.raises(SystemExit, match="give the folder"):
-        look()
+    for nothing in ([], [run / "look.html"]):
+        with pytest.raises(SystemExit, match="give the folder"):
+            look(*nothing)
+
+
+def test_a_bad_argument_costs_itself_alone(run_dir, tmp_path_factory, capsys):
+    """A run without anything, files that are no data, a run whose model is gone: its curves are on the page."""
+    (run_dir / "config.json").write_text(json.dumps({"args": {"model": str(run_dir / "gone")}}))
+    others = tmp_path_factory.mktemp("others")
+    good = make_run(others / "good", rising(0.1))
+    (others / "none").mkdir()
+    (others / "note.txt").write_text("not a table")
+    told = {"none": "no metrics.jsonl", "note.txt": "neither .jsonl", "x.jsonl": "no such file"}
+    bad = [others / name for name in told]
+    look(run_dir, *bad, good, output=others / "page.html")
+    said = capsys.readouterr().out.splitlines()
+    warnings = [line for line in said if line.startswith("warning: ")]
+    assert len(warnings) == 4 and "give --tokenizer" in warnings[0] and said[-1] == str(others / "page.html")
+    assert all(str(path) in line and told[path.name] in line for path, line in zip(bad, warnings[1:]))
+    assert [Path(run["name"]).name for run in drawn_on(others / "page.html")] == [run_dir.name, "good"]
+    for path in bad:
+        with pytest.raises(SystemExit, match=re.escape(told[path.name])):
+            look(path)
+    with pytest.raises(SystemExit, match="nothing to show"):
+        look(*bad)
+
+
+def test_where_the_page_of_runs_is_written(tmp_path, monkeypatch):
+    run, other = make_run(tmp_path / "run", rising(0.1)), make_run(tmp_path / "other", rising(0.1))
+    monkeypatch.chdir(tmp_path)
+    look(run, output=Path("."))
+    assert drawn_on(tmp_path / "look.html")[0]["name"] == "run" and not (run / "look.html").exists()
+    (tmp_path / "look.html").unlink()
+    monkeypatch.setattr("os.path.commonpath", lambda folders: "/")  # as that of /data/run and ~/other
+    look(run, other)
+    assert [drawn["name"] for drawn in drawn_on(tmp_path / "look.html")] == [str(run)[1:], str(other)[1:]]
+    assert "<title>runs<" in (tmp_path / "look.html").read_text()
+
+
+def test_what_cannot_be_written_is_told(run_dir, capsys):
+    """Folders stand where files go: so it is root, too, who cannot write them."""
+    save_samples(run_dir / "eval_samples.parquet", 1)
+    pages = [run_dir / name for name in ("curves.png", "rollouts/step_000001.html", "eval_samples.html", "look.html")]
+    for page in pages:
+        page.mkdir()
+        os.utime(page, (1, 1))
+    (run_dir / "rollouts/step_000002.html").write_text("there")
+    with pytest.raises(SystemExit, match=rf"{run_dir}/look\.html: not written .*; give --output FILE"):
+        look(run_dir)
+    look(run_dir / "rollouts/step_000001.parquet")
+    said = capsys.readouterr().out
+    for page in pages[:-1]:
+        assert re.search(rf"^warning: {page} not written", said, re.M) and f"\n{page}\n" not in said, page
+    with pytest.raises(SystemExit, match=r"^/proc/look\.html: not written .*; give --output FILE"):
+        look(run_dir, output=Path("/proc"))
 
 
 def test_hostile_runs_become_one_harmless_page(tmp_path, capsys):
@@ -295,7 +345,7 @@ def test_a_long_run_is_drawn_in_parts_that_keep_its_extremes(tmp_path):
 
 def test_samples_of_an_evaluation_come_wrong_ones_first_and_are_bounded(tmp_path):
     save_samples(tmp_path / "eval/step_000007.parquet", SAMPLES + 200, prompt="x" * 10_000)
-    page = write_samples(tmp_path / "eval/step_000007.parquet")
+    page = samples_page(tmp_path / "eval/step_000007.parquet")
     text = page.read_text()
     assert len(text) < 5e6 and f"{SAMPLES + 200} samples, 400 of them wrong" in text and "200 are left out" in text
     verdicts = re.findall(r'data-name="verdict"[^>]*>([^<]*)<', text)
@@ -303,11 +353,28 @@ def test_samples_of_an_evaluation_come_wrong_ones_first_and_are_bounded(tmp_path
         verdicts[:400] == ["wrong"] * 400 and {*verdicts[400:]} == {"right", "no truth"} and len(verdicts) == SAMPLES
     )
     page.write_text("as it was")
-    write_samples(tmp_path / "eval/step_000007.parquet")
+    samples_page(tmp_path / "eval/step_000007.parquet")
     assert page.read_text() == "as it was"
     os.utime(page, (1, 1))
-    write_samples(tmp_path / "eval/step_000007.parquet")
+    samples_page(tmp_path / "eval/step_000007.parquet")
     assert page.read_text() != "as it was", "it was older than its samples"
+
+
+def test_samples_of_both_kinds_have_a_page_each(tmp_path):
+    """A run of --eval-only on parquet, and one on .jsonl, in the same folder."""
+    run = make_run(tmp_path / "run", rising(0.1))
+    save_samples(run / "eval_samples.parquet", SAMPLES + 1, completion="of parquet")
+    lines = [{"row": i, "completion": "of lines", "correct": None, "truth": None, "score": None} for i in range(1002)]
+    (run / "eval_samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    linked = unquote(write_runs([run]).read_text())
+    for name, left_out in {"eval_samples.parquet": 1, "eval_samples.jsonl": 2}.items():
+        page = samples_page(run / name)
+        text = page.read_text()
+        assert ("of parquet" in text, "of lines" in text) == (name.endswith("parquet"), name.endswith("jsonl"))
+        assert f"{left_out} are left out here; {name} beside this page" in text and f'"{page.name}"' in linked
+    names, first, *_ = cells(page)
+    shown = {name: text for name, text in zip(names, first) if text}
+    assert shown == {"row": "0", "completion": "of lines", "verdict": "no truth"}, "nothing where nothing is"
 
 
 def test_the_command_of_the_docs_runs(tmp_path):

@@ -108,6 +108,18 @@ def test_odd_columns_are_kept(tmp_path, capsys):
     assert [s["m"] for s in read(tmp_path / "map_scored.parquet")] == ['[["k", 1]]'] * 4
 
 
+@pytest.mark.parametrize("empty", [{}, {"index": {}}, [{}], [{"a": [{}]}]])
+def test_what_parquet_cannot_hold_is_kept_as_json(tmp_path, empty):
+    rows = [row(0, extra_info={}, odd=empty), row(1, extra_info={}, odd=empty), row(2, extra_info={}, odd=None)]
+    score_file(Scoring(write(tmp_path / "a.jsonl", rows), output=tmp_path / "a.parquet"))
+    samples = read(tmp_path / "a.parquet")
+    assert {s["extra_info"] for s in samples} == {"{}"}
+    assert [s["odd"] for s in samples] == [json.dumps(empty)] * 3 + [None] * 3
+    assert [s["reward_model"]["ground_truth"] for s in samples] == ["1", "1", "2", "3", "3", "3"], "as it was"
+    score_file(Scoring(tmp_path / "a.parquet"))
+    assert [s["score"] for s in read(tmp_path / "a_scored.parquet")] == [s["score"] for s in samples], "once more"
+
+
 def test_single_responses_are_grouped_by_their_group_alone(tmp_path, capsys):
     """As --eval-only writes them, with a truth that stands alone; lengths are told where they are numbers."""
     one = {"data_source": "openai/gsm8k", "truth": "5", "length": 7, "truncated": False}

@@ -23,34 +23,44 @@ def look(
 
     Args:
         paths: folders of runs, data files, dumps in the rollouts/ of a run
-        output: where the page of runs is written; look.html in the folder that they share, if not given
+        output: the page of runs, or a folder for it; look.html in the folder that they share, if not given
         tokenizer: name or folder; of a data file, to count tokens; of a dump, if its run's model is gone
         rows: of a data file, how many are printed
     """
-    runs = [path for path in paths if path.is_dir()]
-    refuse(not paths, "give the folder of a run, or a data file")
-    is_wrong = output is not None and not (runs and output.parent.is_dir())
+    wanted = list(dict.fromkeys(path for path in paths if path.name != "look.html"))  # which runs/* names, too
+    refuse(not wanted, "give the folder of a run, or a data file; look.html is what is made of them")
+    is_wrong = output is not None and not (any(path.is_dir() for path in wanted) and output.parent.is_dir())
     refuse(is_wrong, f"--output {output}: is for the page of runs, in a folder that exists")
-    for path in dict.fromkeys(path for path in paths if path.name != "look.html"):  # which runs/* names, too
-        if path in runs:
-            look_at_run(path, tokenizer)
-        elif is_dump(path):
-            draw_pages([path], path.parent.parent, tokenizer)
-        else:
-            from common.look.show import show  # torch takes seconds
+    runs, failed = [], []
+    for path in wanted:
+        try:
+            if path.is_dir():
+                dumps = draw_curves(path)
+                runs.append(path)
+                draw_pages(dumps, path, tokenizer)
+            elif is_dump(path):
+                draw_pages([path], path.parent.parent, tokenizer)
+            else:
+                from common.look.show import show  # torch takes seconds
 
-            show(path, tokenizer, rows)
+                show(path, tokenizer, rows)
+        except (OSError, SystemExit, ValueError) as error:  # costs itself, not the others
+            refuse(len(wanted) == 1, str(error))
+            print(f"warning: {error}", flush=True)
+            failed.append(path)
+    refuse(not runs and failed == wanted, "nothing to show")
     if runs:
         print(write_runs(runs, output))
 
 
-def look_at_run(run: Path, tokenizer: str | None) -> None:
+def draw_curves(run: Path) -> list[Path]:
+    """Its curves.png; returns the dumps that have no page."""
     metrics, dumps = run / "metrics.jsonl", sorted(run.glob("rollouts/step_??????.parquet"))
     refuse(not metrics.is_file() and not dumps, f"{run}: no metrics.jsonl and no rollouts/ in it; its runs: {run}/* ?")
     if metrics.is_file():
         plot_curves(run)
-        print(run / "curves.png" if (run / "curves.png").is_file() else f"{metrics}: nothing to draw so far")
-    draw_pages([dump for dump in dumps if dump.is_file() and not dump.with_suffix(".html").exists()], run, tokenizer)
+        print(run / "curves.png" if (run / "curves.png").is_file() else f"{metrics}: no curves.png of it so far")
+    return [dump for dump in dumps if dump.is_file() and not dump.with_suffix(".html").exists()]
 
 
 def is_dump(path: Path) -> bool:
@@ -75,7 +85,8 @@ def draw_pages(dumps: list[Path], run: Path, tokenizer: str | None) -> None:
         raise SystemExit(f"{run}: no tokenizer of {name} ({error}); give --tokenizer") from error
     for dump in dumps:
         write_page(dump, decoder)
-        print(dump.with_suffix(".html"))
+        if dump.with_suffix(".html").is_file():
+            print(dump.with_suffix(".html"))
 
 
 if __name__ == "__main__":

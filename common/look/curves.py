@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.files import replace_file
+from common.files import full_disk_is_a_warning, replace_file
 
 PANELS = {  # title: the metrics drawn in it, with their labels
     "reward": {"reward/mean": "mean"},
@@ -98,7 +98,5 @@ def plot_curves(run_dir: Path) -> None:
         axes.grid(alpha=0.2)
         if len(PANELS[title]) > 1:
             axes.legend(frameon=False, fontsize=8)
-    try:
+    with full_disk_is_a_warning(Path(run_dir) / "curves.png"):
         replace_file(Path(run_dir) / "curves.png", lambda path: figure.savefig(path, format="png", dpi=120))
-    except OSError as error:  # a full disk costs the picture, not the run
-        print(f"warning: curves.png not written ({error})", flush=True)

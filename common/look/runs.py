@@ -15,27 +15,33 @@ from common.look.html import render, save_page, shown
 POINTS = 300  # of a curve; one that has more is drawn by the mean, the lowest and the highest of so many parts
 EVENTS = 50  # of a run, the last ones
 SAMPLES = 1000  # of an evaluation, on its page
-LOWER_IS_BETTER = re.compile(r"loss|truncated$|failed$|error|unjudged$|/kl|gap$|^time/|^memory/|skipped|zero_variance")
+LOWER_IS_BETTER = re.compile(
+    r"loss | error | skipped | zero_variance | /kl | ^(time|memory)/ | (truncated|failed|unjudged|gap)$", re.VERBOSE
+)
 
 
 def write_runs(folders: list[Path], output: Path | None = None) -> Path:
-    """The page of some runs: `output`, or else look.html in the folder of the one run, or in that which all share."""
+    """The page of some runs: `output`, or else look.html in the folder that they share (if that is /, here)."""
     folders = list(dict.fromkeys(folder.resolve() for folder in folders))
     shared = Path(os.path.commonpath(folders))
-    page = output.resolve() if output else shared / "look.html"
+    place = output or (shared if shared.name else Path.cwd())
+    page = (place / "look.html" if place.is_dir() else place).resolve()
     runs = []
     for folder in folders:
         steps, events = read_run(folder / "metrics.jsonl")
-        keys = sorted({key for record in steps for key in record} - {"step"})
-        curves = {key: curve(key, *numbers) for key in keys if len((numbers := finite(steps, key))[0])}
-        events = [{"step": e["step"], "name": shown(e["event"], 40), "told": shown(e, 300)} for e in events[-EVENTS:]]
+        measured = {key: finite(steps, key) for key in sorted(set().union(*steps) - {"step"})}
+        curves = {key: curve(key, *numbers) for key, numbers in measured.items() if len(numbers[0])}
+        told = [{"step": e["step"], "name": shown(e["event"], 40), "told": shown(e, 300)} for e in events[-EVENTS:]]
         name = shown(os.path.relpath(folder, shared) if folder != shared else folder.name, 200)
-        run = {"drawn": {"name": name, "curves": curves, "events": events}, "config": config_of(folder)}
+        run = {"drawn": {"name": name, "curves": curves, "events": told}, "config": config_of(folder)}
         runs.append(run | {"links": links_of(folder, page.parent)})
     found = {key for run in runs for key in run["drawn"]["curves"]}
     names = dict.fromkeys(name for run in runs for name in run["config"])
     rows = {name: [shown(run["config"].get(name, ""), 500) for run in runs if run["config"]] for name in names}
-    save_page(page, render("runs.html", title=shared.name, runs=runs, panels=panels_of(found), rows=rows))
+    try:
+        save_page(page, render("runs.html", title=shared.name, runs=runs, panels=panels_of(found), rows=rows))
+    except OSError as error:
+        raise SystemExit(f"{page}: not written ({error}); give --output FILE") from error
     return page
 
 
@@ -70,13 +76,13 @@ def links_of(run: Path, start: Path) -> dict[str, str]:
     """{what it is: its address from `start`} of what a run has to look at; a page for each file of samples."""
     found = (*run.glob("eval_samples*.parquet"), *run.glob("eval_samples*.jsonl"), *run.glob("eval/*.parquet"))
     samples = [file for file in found if file.is_file()]
-    pages = [run / "curves.png", *map(write_samples, sorted(samples)), *sorted(run.glob("rollouts/step_*.html"))]
+    pages = [run / "curves.png", *map(samples_page, sorted(samples)), *sorted(run.glob("rollouts/step_*.html"))]
     return {str(p.relative_to(run)): quote(os.fsencode(os.path.relpath(p, start))) for p in pages if p.is_file()}
 
 
-def write_samples(file: Path) -> Path:
-    """The .html beside a file of samples, wrong ones first, if there is none as new."""
-    page = file.with_suffix(".html")
+def samples_page(file: Path) -> Path:
+    """The .html beside a file of samples, wrong ones first; written if there is none as new."""
+    page = file.with_suffix(".html" if file.suffix == ".parquet" else f"{file.suffix}.html")
     try:
         if not page.exists() or page.stat().st_mtime < file.stat().st_mtime:
             records = (record for record in RowFiles([file], "samples").records() if isinstance(record, dict))

@@ -9,14 +9,12 @@ import numpy as np
 from common.data.prompts import row_problem, to_verl
 from common.data.render import bare_text, clean_prompt, render
 from common.data.rows import RowFiles
-from common.files import user_errors
 from common.hub import EMBEDDED, load_tokenizer, resolve_model
 
 
 def show(file: Path, tokenizer: str | None = None, rows: int = 2) -> None:
     """Show a data file: columns, rows per data_source, prompt lengths (in tokens with --tokenizer), and some rows."""
-    with user_errors():
-        files = RowFiles([file], "FILE", convert=lambda table, path: to_verl(table, path, "FILE", None, False))
+    files = RowFiles([file], "FILE", convert=lambda table, path: to_verl(table, path, "FILE", None, False))
     problems = [(record, row_problem(record)) for record in files.records()]
     usable = [record for record, problem in problems if problem is None]
     print(f"{file}: {len(problems)} rows, {len(problems) - len(usable)} of them unusable")

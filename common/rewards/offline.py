@@ -1,5 +1,6 @@
 """Responses that stand in a file, scored without torch, model or engine: `python -m common.score`."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,12 +67,13 @@ def read_row(record: dict | str, index: int, flags: Scoring) -> SimpleNamespace:
     """A row, as scoring takes it, with an episode for each response. ValueError if it cannot be scored."""
     if isinstance(record, str):
         raise ValueError(record)
-    column, source, extra = flags.response_column, record.get("data_source"), record.get("extra_info") or {}
+    column, source = flags.response_column, record.get("data_source")
+    extra = unpacked(record.get("extra_info")) or {}
     said = record.get(column)
     texts = [said] if isinstance(said, str) else said
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"{column} is {said!r:.80}, expected a text or a list of texts; columns: {', '.join(record)}")
-    known = record.get("reward_model")
+    known = unpacked(record.get("reward_model"))
     truth = known.get("ground_truth") if isinstance(known, dict) else record.get("truth")
     if truth is None:
         raise ValueError("neither reward_model.ground_truth nor truth")
@@ -84,3 +86,11 @@ def read_row(record: dict | str, index: int, flags: Scoring) -> SimpleNamespace:
     own = {"prompt_index": index, "loss_mask": [1], "finish_reason": "", "rewards": {}}
     episodes = [SimpleNamespace(response_ids=[new[column]], columns=new, **own) for new in columns]
     return SimpleNamespace(data_source=source, ground_truth=truth, extra_info=extra, episodes=episodes)
+
+
+def unpacked(value: object) -> object:
+    """What `write_samples` has written as JSON, since parquet could not hold it, as it was."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value

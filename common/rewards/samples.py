@@ -180,7 +180,7 @@ def report(samples: list[dict], path: Path, record: Callable[[int], dict] | None
 
 
 def write_samples(samples: list[dict], path: Path, suffix: str) -> None:
-    """Lines of JSON, or a parquet file, where columns without a common type are JSON."""
+    """Lines of JSON, or a parquet file, where columns without a common type, or one that parquet has, are JSON."""
     if suffix == ".jsonl":
         path.write_text("".join(json.dumps(sample, default=str) + "\n" for sample in samples))
         return
@@ -190,6 +190,8 @@ def write_samples(samples: list[dict], path: Path, suffix: str) -> None:
 
 def column(values: list) -> pa.Array:
     try:
-        return pa.array(values)
-    except (OverflowError, TypeError, ValueError):
-        return pa.array([json.dumps(value, default=str) for value in values])
+        array = pa.array(values)
+        pq.ParquetWriter(pa.BufferOutputStream(), pa.schema([("column", array.type)])).close()
+        return array
+    except (NotImplementedError, OverflowError, TypeError, ValueError):  # the first: of {} in all rows
+        return pa.array([None if value is None else json.dumps(value, default=str) for value in values])
