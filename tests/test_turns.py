@@ -88,7 +88,7 @@ def test_a_picture_that_cannot_be_read_is_told_to_the_policy(vision, workers):
     tokenizer = build_tokenizer()
     turns, the_row = Turns(tokenizer, workers, vision), row(tokenizer, vision)
     episode = Episode(0, 0, the_row.prompt_ids, [5, tokenizer.eos_token_id], [1, 1], [-0.5, -0.5], "stop", turns=1)
-    assert turns.add_observation(episode, Call("forged", {}), ToolReply("see", [b"no picture"]), 4000)
+    assert turns.observe(episode, Call("forged", {}), ToolReply("see", [b"no picture"]), 4000)
     assert "unreadable image" in tokenizer.decode(episode.response_ids) and not episode.media
     assert episode.calls[0]["error"] and "see" not in tokenizer.decode(episode.response_ids)
 

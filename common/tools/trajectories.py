@@ -1,6 +1,6 @@
 """How trajectories go on after the policy's first turn: calls, replies, and where they end."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
@@ -77,46 +77,59 @@ class Turns:
 
         A key is an episode's number. `submit` asks the engine for the next turn; `seed` is that of environments.
         """
-        asked: dict[int, Call] = {}  # what the workers were asked last
+        rows = [prompts[episode.prompt_index] for episode in episodes]
+        running = {
+            key: self.trajectory(episode, rows[key], max_tokens)
+            for key, episode in enumerate(episodes)
+            if not episode.finish_reason
+        }
         answered: list[tuple[int, Completion]] = []
         replies: list[tuple[int, ToolReply]] = []
-        rows = [prompts[episode.prompt_index] for episode in episodes]
 
-        def ask(key: int, call: Call) -> None:
-            asked[key] = call
-            self.ask(key, call, episodes[key], rows[key], seed)
-
-        def go_on(key: int, goes_on: bool) -> None:
-            if goes_on:
-                submit(key)
-            elif rows[key].environment is not None and asked[key] is not CLOSING:
-                ask(key, CLOSING)
-            else:
+        def go_on(key: int, came: Completion | ToolReply | None = None) -> None:
+            try:
+                call = running[key].send(came)
+            except StopIteration:
                 progress.add()
-
-        for key in (key for key, episode in enumerate(episodes) if not episode.finish_reason):
-            if rows[key].environment is None:
-                submit(key)
+                return
+            if call:
+                self.ask(key, call, episodes[key], rows[key], seed)
             else:
-                ask(key, OPENING)
+                submit(key)
+
+        for key in running:
+            go_on(key)
         while engine.busy or self.workers.pending:
             if engine.busy:
                 with watch("engine"):
                     answered += [(key, completion) for key, (completion,) in engine.step()]
             if not (self.lockstep and engine.busy):
                 for key, completion in sorted(answered, key=itemgetter(0)):
-                    add_turn(episodes[key], completion, max_tokens)
-                    if call := self.next_call(episodes[key], rows[key]):
-                        ask(key, call)
-                    else:
-                        go_on(key, False)
+                    go_on(key, completion)
                 answered = []
             with watch("tools"):
                 replies += self.workers.poll(0.0 if engine.busy else 1.0)
             if not (self.lockstep and self.workers.pending):
                 for key, reply in sorted(replies, key=itemgetter(0)):
-                    go_on(key, self.take(asked[key], reply, episodes[key], rows[key], max_tokens))
+                    go_on(key, reply)
                 replies = []
+
+    def trajectory(
+        self, episode: Episode, row: Row, max_tokens: int
+    ) -> Generator[Call | None, Completion | ToolReply, None]:
+        """What happens in one: yields None and is sent what was sampled, or a call and is sent its reply."""
+        if row.environment is not None:
+            self.begin(episode, row, (yield OPENING))
+        goes_on = not episode.finish_reason
+        while goes_on:
+            add_turn(episode, (yield None), max_tokens)
+            call = self.next_call(episode, row)
+            goes_on = call is not None and self.observe(episode, call, (yield call), max_tokens)
+        if row.environment is not None:
+            reply = yield CLOSING
+            episode.environment_reward = reply.info.get("reward")
+            if reply.failed:
+                self.fail(episode, CLOSING, reply.text)
 
     def try_out(self, row: Row) -> bool:
         """Open an environment for a row, and close it: has it a reward? ValueError if that fails."""
@@ -171,50 +184,35 @@ class Turns:
         }
         self.workers.submit(key, call, context, row.tools[tool.name] if tool else {})
 
-    def take(self, call: Call, reply: ToolReply, episode: Episode, row: Row, max_tokens: int) -> bool:
-        """What the workers have replied to a call. False if the trajectory ends instead of having another turn."""
-        if not isinstance(call, OwnCall):
-            return self.add_observation(episode, call, reply, max_tokens)
+    def begin(self, episode: Episode, row: Row, reply: ToolReply) -> None:
+        """Put what an environment's `reset` has said at the end of the prompt."""
         if reply.failed:
-            self.record(episode, call, reply)
-            episode.finish_reason = "tool_failed"
-        elif call == OPENING:
-            self.begin(episode, row, reply.text)
-        elif call == CLOSING:
-            episode.environment_reward = reply.info["reward"]
-        elif self.talks_on(episode, reply):
-            return self.append(episode, reply, self.observation_ids([reply.text], "user"), max_tokens)
-        return call == OPENING and not episode.finish_reason
-
-    def begin(self, episode: Episode, row: Row, text: str) -> None:
-        """Put what `reset` has said at the end of the prompt."""
+            self.fail(episode, OPENING, reply.text)
+            return
         *before, last = row.messages
-        own, episode.opening = last["content"], text
-        added = self.protocol.harmless(text)
+        own, episode.opening = last["content"], reply.text
+        added = self.protocol.harmless(reply.text)
         whole = own + added if isinstance(own, str) else [*own, {"type": "text", "text": added}]
         messages = [*before, last | {"content": whole}]
         rendered = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         ids = self.tokenizer.encode(rendered, add_special_tokens=False)
-        episode.prompt_ids = self.vision.expand(ids, row.media) if self.vision else ids
-        if self.max_prompt_tokens and len(episode.prompt_ids) > self.max_prompt_tokens:
-            told = f"with what reset says the prompt has {len(episode.prompt_ids)} tokens: raise --max-prompt-tokens"
-            self.record(episode, OPENING, ToolReply(told, failed=True))
-            episode.prompt_ids, episode.finish_reason = row.prompt_ids, "tool_failed"
+        ids = self.vision.expand(ids, row.media) if self.vision else ids
+        if self.max_prompt_tokens and len(ids) > self.max_prompt_tokens:
+            self.fail(episode, OPENING, f"the prompt then has {len(ids)} tokens: raise --max-prompt-tokens")
+            return
+        episode.prompt_ids = ids
 
-    def talks_on(self, episode: Episode, reply: ToolReply) -> bool:
-        """Take the interaction's reward of a turn; does it go on after it?"""
-        if (reward := reply.info["reward"]) is not None:
-            episode.turn_rewards += [0.0] * (episode.turns - 1 - len(episode.turn_rewards)) + [reward]
-        if not reply.info["ends"] and episode.turns >= self.max_turns:
-            episode.finish_reason = "max_turns"
-        return not reply.info["ends"] and episode.turns < self.max_turns
+    def fail(self, episode: Episode, call: Call, why: str) -> None:
+        """It ends through our fault."""
+        self.record(episode, call, ToolReply(why, failed=True))
+        episode.finish_reason = "tool_failed"
 
     def record(self, episode: Episode, call: Call, reply: ToolReply) -> None:
         known = {"turn": episode.turns - 1, "name": call.name, "arguments": call.arguments, "text": reply.text}
         episode.calls.append(known | {"error": reply.error or reply.failed, "info": reply.info, "media": 0})
 
-    def add_observation(self, episode: Episode, call: Call, reply: ToolReply, max_tokens: int) -> bool:
-        """Append what a tool has replied. False, with its finish_reason, if the trajectory ends instead."""
+    def observe(self, episode: Episode, call: Call, reply: ToolReply, max_tokens: int) -> bool:
+        """Append what came of a call. False, with its finish_reason, if the trajectory ends instead."""
         try:
             parts = self.open_parts(reply)
         except ValueError as error:  # what a tool has written past `call_tool`
@@ -222,35 +220,39 @@ class Turns:
             reply = ToolReply(told, error=True, info=reply.info, role=reply.role)
             parts = self.open_parts(reply)
         media = [part for part in parts if isinstance(part, Media)]
-        self.record(episode, call, reply)
         if reply.failed:
-            episode.finish_reason = "tool_failed"
+            self.fail(episode, call, reply.text)
+            return False
+        if call == TALKING:
+            if (reward := reply.info["reward"]) is not None:
+                episode.turn_rewards += [0.0] * (episode.turns - 1 - len(episode.turn_rewards)) + [reward]
+            if reply.info["ends"]:
+                return False
+        else:
+            self.record(episode, call, reply)
+        ids = self.observation_ids(parts, reply.role, shown=len(episode.media))
+        if episode.response_ids[-1] != self.tokenizer.eos_token_id:  # the policy has sampled another end token
+            ids = [self.tokenizer.eos_token_id, *ids]
+        if call == TALKING and episode.turns >= self.max_turns:
+            episode.finish_reason = "max_turns"
         elif sum(call["error"] for call in episode.calls) > self.max_tool_errors:
             episode.finish_reason = "max_tool_errors"
         elif len(episode.media) + len(media) > self.max_images:
             episode.finish_reason = "max_images"
         elif call.name in self.stateful and reply.info.get("done"):
             episode.finish_reason = "done"
-        else:
-            ids = self.observation_ids(parts, reply.role, shown=len(episode.media))
-            if self.append(episode, reply, ids, max_tokens):
-                episode.media += media
-                episode.calls[-1]["media"] = len(media)
-                return True
-        return False
-
-    def append(self, episode: Episode, reply: ToolReply, ids: list[int], max_tokens: int) -> bool:
-        """Append the tokens of an observation, unless not one would be left for an answer."""
-        if episode.response_ids[-1] != self.tokenizer.eos_token_id:  # the policy has sampled another end token
-            ids = [self.tokenizer.eos_token_id, *ids]
-        if len(episode.response_ids) + len(ids) >= max_tokens:
+        elif len(episode.response_ids) + len(ids) >= max_tokens:  # not one token would be left for the answer
             episode.finish_reason = "length"
-            return False
-        episode.response_ids += ids
-        episode.loss_mask += [0] * len(ids)
-        episode.logprobs += [0.0] * len(ids)
-        episode.messages.append({"role": reply.role, "content": reply.text})
-        return True
+        else:
+            episode.response_ids += ids
+            episode.loss_mask += [0] * len(ids)
+            episode.logprobs += [0.0] * len(ids)
+            episode.media += media
+            episode.messages.append({"role": reply.role, "content": reply.text})
+            if call != TALKING:
+                episode.calls[-1]["media"] = len(media)
+            return True
+        return False
 
     def open_parts(self, reply: ToolReply) -> list[str | Media]:
         """Texts and, for a model that sees, pictures of a reply. ValueError for one that cannot be read."""
