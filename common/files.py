@@ -98,7 +98,7 @@ def modified(path: Path) -> float | None:
 
 @contextmanager
 def full_disk_is_a_warning(path: Path) -> Iterator[None]:
-    """A dump that cannot be written costs itself, not the run."""
+    """What cannot be written costs itself, not the run."""
     try:
         yield
     except OSError as error:

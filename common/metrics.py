@@ -12,12 +12,10 @@ from common.means import Means
 from common.rewards import is_correct
 
 RARE_REASONS = sorted(FINISH_REASONS.keys() - {"stop", "length"})  # to finish an episode
+MOST_NUMBERS = 32  # of a reward function, beside the score
 OURS = {"tool_bonus", "curiosity", "call_cost"}  # numbers that scripts add
 TAKEN = {"score", "acc", "judged", "unjudged", "looks", "born", "advantage"}  # names that `rewards` has for our own
 TAKEN |= {"mean", "std", "mean_square", "accuracy", "failed", "zero_variance_groups", "model_mean"}  # other metrics'
-
-
-MOST_NUMBERS = 32  # of a reward function, beside the score
 
 
 def is_number(value: float | str) -> bool:

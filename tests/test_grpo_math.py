@@ -13,7 +13,6 @@ from test_objectives import surrogate as objective_surrogate
 
 import grpo
 import sft
-from common.distributed import World
 from common.episodes import Episode
 from common.job import Job
 from common.optimizer import GuardedAdamW, lr_factor
@@ -497,9 +496,8 @@ def test_an_embedded_model_with_other_data_has_nothing_to_be_evaluated_on(monkey
 
 
 @pytest.mark.parametrize("flags", ["--sleep-level 2", "--optimizer-offload", "--reference-offload"])
-def test_what_takes_a_gpu_is_refused_without_one(flags, monkeypatch, tmp_path):
+def test_what_takes_a_gpu_is_refused_without_one(flags, world, monkeypatch, tmp_path):
     """Known once the run has joined its process group."""
-    world = World(0, 1, 0, torch.device("cpu"))
     monkeypatch.setattr("common.job.init_world", lambda *_: world)
     charged = "--kl-in loss --kl-coef 0.01 --kl-estimator k2 --output-dir"
     args = checked_args(grpo, monkeypatch, *flags.split(), *charged.split(), str(tmp_path))

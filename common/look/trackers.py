@@ -78,7 +78,8 @@ class Trackers:
         run_dir.mkdir(parents=True, exist_ok=True)
         for tracker in tracker_names(names):
             options = {"name": run_dir.resolve().name, "id": kept_id(run_dir), "resume": "allow"}
-            options["config"], end = jsonable(config), time.monotonic() + TRACKER_SECONDS
+            options["config"] = jsonable(config)
+            end = time.monotonic() + TRACKER_SECONDS
             start = partial(START[tracker], run_dir, options)
             self.started[tracker], problem = within(TRACKER_SECONDS * 2 / 3, partial(start, online=True))
             if problem and tracker in ("wandb", "swanlab"):  # trackio keeps here by itself what it cannot send

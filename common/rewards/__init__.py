@@ -73,6 +73,11 @@ def needs_judge(data_sources: Iterable[str]) -> bool:
     return any(getattr(reward_function(name), "func", None) is pyvision.score_judged for name in data_sources)
 
 
+def load_reward_function(spec: str) -> RewardFunction:
+    """The function NAME of the file FILE.py, from "FILE.py:NAME". Errors name the flag --reward-function."""
+    return load_function(spec, "--reward-function")
+
+
 def score_response(
     fn: RewardFunction, data_source: str, solution_str: str, ground_truth, extra_info: Mapping | None = None
 ) -> dict[str, float | str]:
@@ -140,7 +145,7 @@ class RewardWorkers(Pool):
 
 
 def make_scorer(function_spec: str) -> Callable[[Job], dict]:
-    function = load_function(function_spec, "--reward-function") if function_spec else None
+    function = load_reward_function(function_spec) if function_spec else None
     return lambda job: score_response(function or reward_function(job[0]), *job)
 
 

@@ -37,7 +37,8 @@ def score_file(flags: Scoring) -> None:
     """Print the table, write a row for each response. ValueError, SystemExit for what is wrong with file or flags."""
     rollout = Rollout(**{name: value for name, value in vars(flags).items() if name in vars(Rollout())})
     check_ranges(rollout)
-    files, rows, bad = RowFiles([flags.file], "FILE"), {}, {}
+    files = RowFiles([flags.file], "FILE")
+    rows, bad = {}, {}
     output = flags.output or flags.file.with_name(f"{flags.file.stem}_scored{files.suffix}")
     refuse(output.suffix not in (".jsonl", ".parquet"), f"--output {output}: neither .parquet nor .jsonl")
     refuse(output.exists() and output.samefile(flags.file), f"--output {output} is FILE itself")
@@ -67,7 +68,8 @@ def read_row(record: dict | str, index: int, flags: Scoring) -> SimpleNamespace:
     """A row, as scoring takes it, with an episode for each response. ValueError if it cannot be scored."""
     if isinstance(record, str):
         raise ValueError(record)
-    column, source = flags.response_column, record.get("data_source")
+    column = flags.response_column
+    source = record.get("data_source")
     extra = unpacked(record.get("extra_info")) or {}
     said = record.get(column)
     texts = [said] if isinstance(said, str) else said
