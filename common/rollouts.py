@@ -37,7 +37,7 @@ from common.rewards.judge import Judge
 from common.rewards.judging import bounded, open_judge, saved_at_outage
 from common.rewards.model import RewardModel
 from common.rewards.samples import as_sample, report, summarize
-from common.tools import ToolWorkers
+from common.tools.pools import ToolPool
 from common.tools.trajectories import Turns, open_tools
 
 AT_ONCE = 256  # samples of an evaluation, on a rank, under way
@@ -202,7 +202,7 @@ def judge_of(job: Job, rollout: Rollout, sources: set[str]) -> Judge | None:
 
 
 def read_prompts(
-    job: Job, data: Data, rollout: Rollout, tools: ToolWorkers | None
+    job: Job, data: Data, rollout: Rollout, tools: ToolPool | None
 ) -> tuple[PromptData | None, PromptData | None]:
     """Prompts to train on (None with --eval-only) and to evaluate on; an embedded model brings its own."""
     train_files, eval_files = data.train_data, data.eval_data

@@ -25,7 +25,7 @@ from contextlib import suppress
 from math import inf
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from common.worker import serve; serve(*sys.argv[2:])"
@@ -53,7 +53,7 @@ class Worker:
         `close()`; 0: it has none."""
         if timeout_s <= 0 or memory_gib < 0:
             raise ValueError(f"workers: got {timeout_s} s, {memory_gib} GiB")
-        self.arguments = [str(memory_gib), str(close_s), make_handler.__module__, make_handler.__name__, spec]
+        self.arguments = [str(memory_gib), make_handler.__module__, make_handler.__name__, spec]
         self.timeout_s, self.close_s = timeout_s, close_s
         self.printable = MAX_OUTPUT
         self.queue: deque[tuple[Hashable, Any]] = deque()  # jobs that no other worker may do
@@ -81,16 +81,18 @@ class Worker:
 
     def hang_up(self) -> None:
         """It is to end, and to close first what it holds."""
-        if self.close_s:
-            self.process.terminate()
+        if self.running:
+            self.socket.close()
+            self.deadline = time.monotonic() + self.close_s
+            if self.close_s:
+                self.process.terminate()
 
     def stop(self) -> str:
         """Kill the process and the children it has; returns how it ended, which may have been earlier."""
-        if self.running:
-            self.socket.close()
-            self.hang_up()
+        self.hang_up()
+        if not self.process.stdout.closed:
             with suppress(subprocess.TimeoutExpired):
-                self.process.wait(self.close_s)
+                self.process.wait(max(0.0, self.deadline - time.monotonic()))
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):  # it hangs in the kernel, for example on a dead file system
@@ -201,10 +203,14 @@ class Worker:
 
 
 class Ended(BaseException):
-    """The trainer has no more jobs for this worker, whatever it is doing."""
+    """The trainer is done with this worker, whatever that is doing."""
 
 
-def serve(fd: str, trainer: str, memory_gib: str, close_s: str, module: str, make_handler: str, spec: str) -> None:
+def end(*_) -> NoReturn:
+    raise Ended
+
+
+def serve(fd: str, trainer: str, memory_gib: str, module: str, make_handler: str, spec: str) -> None:
     """A worker process: make the handler at the first message, then do one job after the other."""
     # The kernel kills this process with the thread that started it; and if that is dead by now, it has a new parent.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -219,13 +225,7 @@ def serve(fd: str, trainer: str, memory_gib: str, close_s: str, module: str, mak
         limit(float(memory_gib))
         return {}
 
-    def end(*_) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        signal.setitimer(signal.ITIMER_REAL, float(close_s))  # kills one that hangs
-        raise Ended
-
-    if float(close_s):
-        signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGTERM, end)
     handle = first
     with suppress(EOFError, OSError, Ended):  # the trainer is gone, or the function has closed the socket
         while True:
@@ -239,7 +239,7 @@ def serve(fd: str, trainer: str, memory_gib: str, close_s: str, module: str, mak
             if os.getpid() != pid:  # the function has forked, and its child came back too
                 os._exit(0)
             connection.send_bytes(reply.encode(errors="replace"))  # lone surrogates can be neither printed nor saved
-    if float(close_s) and handle is not first:
+    if hasattr(handle, "close"):
         handle.close()
 
 

@@ -10,7 +10,8 @@ from helpers import ROOT, deadline
 from test_turns import ScriptedEngine, row, run
 from vl import build_tokenizer
 
-from common.tools import ToolWorkers, load_tools
+from common.tools import load_tools
+from common.tools.pools import ToolWorkers
 from common.tools.trajectories import Turns
 
 GUESS = f"{ROOT}/docs/examples/guess.py:Guess"

@@ -11,7 +11,7 @@ from vl import build_tokenizer, picture, write_tiny_vl
 from common.engine.books import Completion
 from common.episodes import unequal_groups
 from common.pictures import Media, decode
-from common.tools import ToolWorkers
+from common.tools.pools import ToolWorkers
 from common.tools.trajectories import Turns
 from common.tools.visual import crop_image_normalized, select_frames
 from common.vision import load_vision

@@ -11,7 +11,7 @@ from common.episodes import sample_episodes
 from common.packing import Packer, TokenIndex
 from common.progress import Progress, duration
 from common.rewards import RewardWorkers
-from common.tools import ToolWorkers
+from common.tools.pools import ToolWorkers
 from common.tools.trajectories import Turns
 
 

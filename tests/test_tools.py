@@ -16,8 +16,9 @@ from helpers import deadline
 from PIL import Image
 
 from common.pictures import decode, encode, shown_size
-from common.tools import CROP, ToolWorkers, as_reply, find_tool, load_tools, visual
-from common.tools.turns import CLOSE, MAX_DEPTH, MAX_TEXT, OPEN, Call, Hermes, ToolReply
+from common.tools import CROP, as_reply, find_tool, load_tools, visual
+from common.tools.pools import ToolWorkers
+from common.tools.turns import CLOSE, MAX_TEXT, OPEN, Call, Hermes, ToolReply
 from common.tools.visual import crop_image_normalized, select_frames
 from common.workers import Worker
 
@@ -349,9 +350,9 @@ def test_no_calls(text):
 @pytest.mark.parametrize(
     "body, error",
     [
-        ("", "Expecting value"),
-        ("{'name': 'f'}", "Expecting property name"),
-        (CROP_CALL + CROP_CALL, "Extra data"),
+        ("", "EOF while parsing"),
+        ("{'name': 'f'}", "key must be a string"),
+        (CROP_CALL + CROP_CALL, "trailing characters"),
         ("[]", "expected {"),
         ('"f"', "expected {"),
         ('{"name": "f"}', "expected {"),
@@ -360,25 +361,19 @@ def test_no_calls(text):
         ('{"name": "f", "arguments": [1]}', "expected {"),
         ('{"name": "f", "arguments": null}', "expected {"),
         ('{"name": "f", "arguments": "[1]"}', "expected {"),
-        ('{"name": "f", "arguments": "x = 1"}', "Expecting value"),
-        ('{"name": "f", "arguments": {"x": NaN}}', "NaN is no JSON"),
-        ('{"name": "f", "arguments": {"x": -Infinity}}', "-Infinity is no JSON"),
-        ('{"name": "f", "arguments": {"x": ' + "9" * 5000 + "}}", "integer string conversion"),
-        ('{"name": "f", "arguments": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested deeper than"),
-        ('{"name": "f", "arguments": {"x": ' + "[" * MAX_DEPTH + "]" * MAX_DEPTH + "}}", "nested deeper than"),
-        ('{"name": "f", "arguments": "' + "[" * 100_000 + '"}', "nested deeper than"),
+        ('{"name": "f", "arguments": "x = 1"}', "expected value"),
+        ('{"name": "f", "arguments": {"x": NaN}}', "expected value"),
+        ('{"name": "f", "arguments": {"x": -Infinity}}', "invalid number"),
+        ('{"name": "f", "arguments": {"x": ' + "9" * 5000 + "}}", "number out of range"),
+        ('{"name": "f", "arguments": ' + "[" * 100_000 + "]" * 100_000 + "}", "recursion limit"),
+        ('{"name": "f", "arguments": {"x": ' + "[" * 200 + "]" * 200 + "}}", "recursion limit"),
+        ('{"name": "f", "arguments": "' + "[" * 100_000 + '"}', "recursion limit"),
     ],
 )
 def test_malformed_calls(body, error):
     call = Hermes.find_call(f"{OPEN}{body}{CLOSE}")
     assert error in call.error and call == Call(error=call.error)
     assert Hermes.find_call(body + CLOSE).error == f"{CLOSE} without {OPEN}"
-
-
-def test_depth_that_is_still_accepted():
-    depth = MAX_DEPTH - 2  # the call and its arguments are two levels
-    call = Hermes.find_call(f'{OPEN}{{"name": "f", "arguments": {{"x": {"[" * depth}{"]" * depth}}}}}{CLOSE}')
-    assert not call.error and str(call.arguments["x"]) == "[" * depth + "]" * depth
 
 
 PIECES = [OPEN, CLOSE, OPEN[:-1], CLOSE[1:], " ", "\n", "\0", "\ud800", "\x85", "\x1f", "\u2028", "\ufeff", "é", "𝄞"]
@@ -557,6 +552,7 @@ def test_each_failure_costs_its_own_call_and_others_go_on(start, name):
 
 def test_a_call_that_no_worker_could_take_is_not_the_policys_fault(start, monkeypatch):
     tools, reply = start("act"), {"error": "no worker starts: the worker died (exit code 4)"}
+    tools.pending = 1
     monkeypatch.setattr(tools.pool, "poll", lambda timeout_s: [(("key", "act"), reply)])
     assert tools.poll() == [("key", ToolReply(reply["error"], failed=True))]
 

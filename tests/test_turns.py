@@ -18,7 +18,7 @@ from common.episodes import FINISH_REASONS, Episode, Row, request_seed, sample_e
 from common.metrics import rollout_means
 from common.packing import TokenIndex, pack
 from common.pictures import Media, PixelLimits
-from common.tools import ToolWorkers
+from common.tools.pools import ToolWorkers
 from common.tools.trajectories import Turns
 from common.tools.turns import Call, Hermes, ToolReply
 from common.vision import load_vision

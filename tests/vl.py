@@ -168,7 +168,7 @@ def teach(folder: Path, steps: int = 60) -> None:
     from common.models import load_policy
     from common.packing import TokenIndex, pack
     from common.pictures import Media
-    from common.tools import ToolWorkers
+    from common.tools.pools import ToolWorkers
     from common.tools.trajectories import Turns
     from common.vision import load_vision
 

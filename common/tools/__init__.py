@@ -1,4 +1,4 @@
-"""Tools that the policy calls between its turns: which there are, and the processes that they run in.
+"""Tools that the policy calls between its turns: which there are, and how they are called in a worker.
 
 A tool is a plain function. It returns text (numbers, booleans, dicts and lists become JSON), or (text, images), or
 (text, images, info): images as PIL or encoded, info a dict for pictures of what happened. An exception is what the
@@ -10,24 +10,20 @@ pictures seen so far; keyword-only ones are for the row.
 import inspect
 import json
 from base64 import b64decode, b64encode
-from collections import deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import takewhile
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from common.pictures import encode
 from common.tools import visual
-from common.tools.environments import Live, State, interact, load_environment, method_schemas
-from common.tools.turns import Call, Hermes, ToolReply, error_text, trim
-from common.worker import Worker
-from common.workers import Pool, load_function
+from common.tools.environments import Live, State, fitting, interact, load_environment, method_schemas
+from common.tools.turns import ToolReply, error_text, trim
+from common.workers import load_function
 
 NO_WORKER = "no worker starts"  # how common.workers begins what it says of a job that no process could take
-CLOSE_S = 2.0  # for environments to close what they hold
 JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 
 
@@ -47,7 +43,6 @@ CROP = Tool(
     "crop_image_normalized", visual.crop_image_normalized, visual.SCHEMAS["crop"], CROP_NAMES, role="user", ours=True
 )
 SELECT = Tool("select_frames", visual.select_frames, visual.SCHEMAS["select"], role="user", ours=True)
-USER = Tool("user", print, {}, role="user", ours=True)  # what is no tool of the policy's
 BUILT_IN = {CROP.name: [CROP], SELECT.name: [SELECT], "visual": [CROP, SELECT]}
 
 
@@ -132,8 +127,7 @@ def json_type(hint: Any) -> dict:
 def call_tool(tool: Tool, arguments: Mapping, context: Mapping, kwargs: Mapping) -> dict:
     """Fields of the reply, as JSON. What the row must give, and does not, is no error of the policy: `failed`."""
     parameters = inspect.signature(tool.function).parameters
-    takes_all = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
-    given = {name: value for name, value in kwargs.items() if value is not None and (takes_all or name in parameters)}
+    given = {name: value for name, value in fitting(tool.function, kwargs).items() if value is not None}
     if "context" in parameters:
         given["context"] = context
     for name, parameter in parameters.items():
@@ -160,70 +154,6 @@ def call_tool(tool: Tool, arguments: Mapping, context: Mapping, kwargs: Mapping)
     except Exception as error:  # whatever it is, the policy reads it and may do better
         text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         return {"text": error_text(text, tool.role), "error": True}
-
-
-class ToolWorkers:
-    """`workers` processes that run the tools of --tools, an interaction, an environment. ValueError if one of them, or
-    the workers, do not load.
-
-    Each call has `timeout_s` seconds from when a worker gets it, and `memory_gib` (0: no limit). Exceeding them, or
-    ending the worker, is an error that the policy reads; of a tool that is `ours` it is a failure, and so is
-    a call that no worker could take.
-    """
-
-    protocol = Hermes
-
-    def __init__(
-        self,
-        spec: str,
-        workers: int,
-        timeout_s: float,
-        memory_gib: float = 4.0,
-        interaction: str | None = None,
-        environment: str | None = None,
-    ):
-        self.tools = load_tools(spec, environment)
-        methods = {name: tool.schema for name, tool in self.tools.items() if tool.stateful}
-        self.answered: deque[tuple[Hashable, ToolReply]] = deque()  # without a worker
-        given = json.dumps({"tools": spec, "interaction": interaction, "environment": environment, "methods": methods})
-        close_s = CLOSE_S if environment else 0.0
-        self.pool = Pool(
-            "a tool worker did not start", partial(Worker, Caller, given, timeout_s, memory_gib, close_s), workers
-        )
-
-    @property
-    def pending(self) -> int:
-        """Calls whose reply `poll` has not returned so far."""
-        return len(self.answered) + self.pool.pending
-
-    def submit(self, key: Hashable, call: Call, context: Mapping, kwargs: Mapping) -> None:
-        """context: {"media": [{"kind": "image" or "video", "frames": [encoded, ...]}, ...] in the order in which they
-        were seen, "num_prompt_media", "min_pixels", "max_pixels", "max_frame_pixels"}; kwargs: what the row gives.
-        With a State as context it is the environment that is called, with a list of messages the interaction.
-        """
-        if isinstance(context, list | State):
-            home = context.trajectory if isinstance(context, State) else None
-            self.pool.submit((key, call.name), (call.name, call.arguments, context, kwargs), home)
-            return
-        tool = find_tool(self.tools, call.name)
-        if call.error or tool is None:
-            role = "user" if any(known.role == "user" for known in self.tools.values()) else "tool"
-            why = call.error or f"there is no tool {call.name!r:.100}, but {', '.join(self.tools)}"
-            self.answered.append((key, ToolReply(error_text(why, role), error=True, role=role)))
-            return
-        needs = context if "context" in inspect.signature(tool.function).parameters else {}
-        self.pool.submit((key, tool.name), (tool.name, call.arguments, needs, kwargs))
-
-    def poll(self, timeout_s: float = 0.0) -> list[tuple[Hashable, ToolReply]]:
-        """(key, reply) of what has finished; waits that long for the first, but not if nothing is pending."""
-        done = list(self.answered)
-        self.answered.clear()
-        for (key, name), reply in self.pool.poll(0.0 if done else timeout_s):
-            done.append((key, as_reply(reply, self.tools.get(name, USER))))
-        return done
-
-    def close(self) -> None:
-        self.pool.close()
 
 
 def as_reply(sent: dict, tool: Tool) -> ToolReply:

@@ -67,6 +67,13 @@ def method_schemas(spec: str) -> dict[str, dict]:
     return schemas
 
 
+def fitting(function: Callable, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the keyword arguments that it takes."""
+    named = inspect.signature(function).parameters
+    takes_all = any(parameter.kind == parameter.VAR_KEYWORD for parameter in named.values())
+    return {name: value for name, value in given.items() if takes_all or name in named}
+
+
 def read(thing: object, *names: str) -> Any:
     """The first of these attributes that there is, called if it is a method; None if there is none."""
     value = next((getattr(thing, name) for name in names if hasattr(thing, name)), None)
@@ -101,9 +108,7 @@ class Live:
         self.end(state.trajectory)
         seed(state, 0)
         thing = self.objects[state.trajectory] = self.kind()
-        named = inspect.signature(thing.reset).parameters
-        takes_all = any(parameter.kind == parameter.VAR_KEYWORD for parameter in named.values())
-        said = thing.reset(**{name: x for name, x in state.columns.items() if takes_all or name in named})
+        said = thing.reset(**fitting(thing.reset, state.columns))
         if not isinstance(said, str | None):
             raise TypeError(f"reset returned {said!r:.80}, expected a text or None")
         self.steps[state.trajectory] = 0
@@ -150,10 +155,7 @@ def seed(state: State, step: int) -> None:
 
 def interact(function: Callable, messages: list[dict], ground_truth: object, kwargs: Mapping) -> dict:
     """Fields of the reply of an interaction; info: {"ends": has it nothing to say, "reward": of the turn or None}."""
-    named = inspect.signature(function).parameters
-    takes_all = any(parameter.kind == parameter.VAR_KEYWORD for parameter in named.values())
-    given = {name: value for name, value in kwargs.items() if takes_all or name in named}
-    result = function(messages, ground_truth, **given)
+    result = function(messages, ground_truth, **fitting(function, kwargs))
     text, reward = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(text, str | None) or not (reward is None or isfinite(reward := float(reward))):
         raise TypeError(f"it returned {result!r:.80}, expected a text or None, or (that, a finite number)")

@@ -7,39 +7,29 @@ ended.
 """
 
 import os
-from collections import Counter, deque
+import tomllib
+from collections import Counter
 from collections.abc import Hashable, Mapping
 from functools import partial
 from math import inf
+from pathlib import Path
+
+from torch.distributed import ProcessGroup
 
 from common.processes import cpus_of_rank, ranks_here
 from common.tools import Tool
 from common.tools.namespaces import ENVIRONMENT
+from common.tools.pools import ToolPool
 from common.tools.sandbox import Block, Sandbox, failed_block
 from common.tools.turns import Call, Code, ToolReply
-from common.workers import Pool
 
-# What must fail; it prints what does not.
+FORBIDDEN = tomllib.loads(Path(__file__).with_name("forbidden.toml").read_text())  # to programs
 PROBE = """
 import os, socket, sys
-
-def write():
-    return any(os.access(folder, os.W_OK) for folder in ("/", "/usr", sys.prefix)) or 1 / 0
-
-def see_processes():
-    return {{name for name in os.listdir("/proc") if name.isdigit()}} - {{"1", str(os.getpid())}} or 1 / 0
-
-done = []
-for what, attempt in {{
-    "open a socket": socket.socket,
-    "read this project's files": lambda: open({file!r}),
-    "write outside of its folder": write,
-    "start a process": lambda: os.fork() or os._exit(0),
-    "see the trainer's environment": lambda: set(os.environ) - {names!r} or 1 / 0,
-    "see other processes": see_processes,
-}}.items():
+PROJECT_FILE, OWN_ENVIRONMENT, done = {file!r}, {environment!r}, []
+for what, attempt in {forbidden!r}.items():
     try:
-        attempt()
+        eval(attempt)
         done.append(what)
     except (OSError, ZeroDivisionError):
         pass
@@ -54,43 +44,45 @@ RESTING_BYTES = 67e6  # of one of them, measured
 TOOL = Tool("python", function=exec, schema={}, role="user")
 
 
-class PythonWorkers:
-    """At most `workers` sandboxes that run the policy's programs, as `ToolWorkers` runs other tools.
+class PythonWorkers(ToolPool):
+    """At most `workers` sandboxes a rank that run the policy's programs.
 
-    ValueError if they do not start, or if what a program may not do can be done there. `anew`: each call starts from
-    the transcript, so that a run repeats itself. `ranks`: whose trajectories these are.
+    ValueError also if what a program may not do can be done there. `anew`: each call starts from the transcript, so
+    that a run repeats itself.
     """
 
     protocol = Code
 
     def __init__(
-        self, workers: int, timeout_s: float, memory_gib: float = 4.0, confined: bool = True, anew=False, ranks=1
+        self,
+        workers: int,
+        timeout_s: float,
+        memory_gib: float = 4.0,
+        confined: bool = True,
+        anew: bool = False,
+        group: ProcessGroup | None = None,
     ):
-        self.tools = {TOOL.name: TOOL}
-        self.answered: deque[tuple[Hashable, ToolReply]] = deque()  # without a sandbox
         self.numbers: dict[Hashable, int] = {}  # of trajectories, by their keys: never used again
         self.last_number = 0
+        ranks = group.size() if group else 1
+        workers *= ranks
         at_once = min(workers, 2 * ranks * cpus_of_rank())  # programs compute: more would wait for each other
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * ranks / ranks_here()
         most = min(workers, max(at_once, int(SHARE_OF_MEMORY * memory / RESTING_BYTES)))
+        new = partial(Sandbox, timeout_s, memory_gib, confined, anew)
         try:
-            new = partial(Sandbox, timeout_s, memory_gib, confined, anew)
-            self.pool = Pool("the sandbox does not start", new, most, share=1, at_once=at_once)
+            options = {"share": 1, "at_once": at_once}
+            super().__init__({TOOL.name: TOOL}, "the sandbox does not start", new, most, group, **options)
             if confined:
                 probe(self)
         except (OSError, ValueError) as error:
             raise ValueError(f"--tools python: {error}. {REMEDY}") from error
 
-    @property
-    def pending(self) -> int:
-        """Calls whose reply `poll` has not returned so far."""
-        return len(self.answered) + self.pool.pending
-
     def submit(self, key: Hashable, call: Call, context: Mapping, kwargs: Mapping) -> None:
         """context: as of `ToolWorkers.submit`, with the trajectory's earlier "calls". kwargs: pictures that the prompt
         does not show, by their names."""
         if call.error:
-            self.answered.append((key, failed_block(call.error)))
+            self.answer(key, failed_block(call.error))
             return
         if not context["calls"]:
             self.last_number += 1
@@ -101,21 +93,10 @@ class PythonWorkers:
             pictures = [p | {"frames": list(map(memoryview, p["frames"]))} for p in pictures]
         except (KeyError, TypeError, ValueError, OverflowError):  # TypeError also for frames that are no bytes
             told = f"the row gives the tool python {', '.join(kwargs)}, which is no {{kind, frames}}"
-            self.answered.append((key, ToolReply(told, failed=True, role="user")))
+            self.answer(key, ToolReply(told, failed=True, role="user"))
             return
-        self.pool.submit(key, Block(self.numbers[key], call.arguments["code"], earlier, pictures), home=key)
-
-    def poll(self, timeout_s: float = 0.0) -> list[tuple[Hashable, ToolReply]]:
-        """(key, reply) of what has finished; waits that long for the first, but not if nothing is pending."""
-        done = list(self.answered)
-        self.answered.clear()
-        for key, reply in self.pool.poll(0.0 if done else timeout_s):
-            failed = isinstance(reply, dict)  # no sandbox could take it
-            done.append((key, ToolReply(reply["error"], failed=True, role="user") if failed else reply))
-        return done
-
-    def close(self) -> None:
-        self.pool.close()
+        block = Block(self.numbers[key], call.arguments["code"], earlier, pictures)
+        self.hand_on(key, TOOL.name, block, home=key)
 
 
 def prompt_pictures(context: Mapping) -> list[dict]:
@@ -138,7 +119,7 @@ def hidden_picture(name: str, given: Mapping) -> dict:
 
 def probe(workers: PythonWorkers) -> None:
     """Try what no program may do. ValueError if anything of it can be done, or nothing at all."""
-    code = PROBE.format(file=__file__, names={*ENVIRONMENT, "PWD"})
+    code = PROBE.format(file=__file__, environment={*ENVIRONMENT, "PWD"}, forbidden=FORBIDDEN)
     workers.submit("probe", Call(TOOL.name, {"code": code}), {"media": [], "num_prompt_media": 0, "calls": []}, {})
     done: list = []
     while not done:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from operator import itemgetter
 
 from torch.distributed import ProcessGroup
@@ -12,15 +11,13 @@ from common.episodes import Episode, Row, Watch, add_turn
 from common.flags import Rollout
 from common.pictures import Media
 from common.progress import Progress
-from common.tools import ToolWorkers, find_tool, load_tools
+from common.tools import find_tool
 from common.tools.environments import CLOSE, RESET, State
-from common.tools.python import TOOL, PythonWorkers
-from common.tools.shared import SharedWorkers
+from common.tools.pools import ToolPool, ToolWorkers
+from common.tools.python import PythonWorkers
 from common.tools.turns import Call, Protocol, ToolReply, error_text
 from common.torch_repair import transformers
 from common.vision import Vision
-
-Workers = ToolWorkers | PythonWorkers | SharedWorkers
 
 
 class OwnCall(Call):
@@ -35,7 +32,7 @@ class Turns:
     """How trajectories go on after the policy's first turn."""
 
     tokenizer: transformers.PreTrainedTokenizerBase
-    workers: Workers
+    workers: ToolPool
     vision: Vision | None = None
     max_turns: int = 5
     max_turn_tokens: int | None = None  # of one turn; all turns and observations: Sampling.max_tokens
@@ -50,7 +47,7 @@ class Turns:
         self.protocol = self.protocol or self.workers.protocol(self.tokenizer)
 
     @classmethod
-    def of_flags(cls, flags: Rollout, tokenizer, workers: Workers, vision: Vision | None) -> "Turns":
+    def of_flags(cls, flags: Rollout, tokenizer, workers: ToolPool, vision: Vision | None) -> "Turns":
         """ValueError for a chat template that cannot show what a tool returns."""
         limits = {"max_turns": flags.max_turns, "max_turn_tokens": flags.max_turn_tokens}
         limits |= {"max_images": flags.max_images, "max_tool_errors": flags.max_tool_errors}
@@ -270,24 +267,18 @@ class Turns:
         return self.vision.expand(ids, [part for part in parts if isinstance(part, Media)]) if self.vision else ids
 
 
-def open_tools(flags: Rollout, notice: Callable[[str], None], group: ProcessGroup | None = None) -> Workers:
-    """What answers the policy, in processes; a group has them on its first rank. ValueError if they do not start."""
+def open_tools(flags: Rollout, notice: Callable[[str], None], group: ProcessGroup | None = None) -> ToolPool:
+    """What answers the policy, in processes. ValueError if they do not start."""
     names = [part.strip() for part in (flags.tools or "").split(",")]
-    python = {"python", "python_unconfined"} & {*names}
-    ranks = group.size() if group else 1
-    if not python:
-        options = {"interaction": flags.interaction, "environment": flags.environment}
-        start = partial(ToolWorkers, flags.tools or "", ranks * flags.tool_workers, flags.tool_timeout, **options)
-        tools = load_tools(flags.tools or "", flags.environment)
-        return SharedWorkers(group, tools, ToolWorkers.protocol, start) if group else start()
-    if len(names) > 1 or flags.interaction or flags.environment:
+    workers, timeout_s, more = flags.tool_workers, flags.tool_timeout, (flags.interaction, flags.environment)
+    if not {"python", "python_unconfined"} & {*names}:
+        return ToolWorkers(flags.tools or "", workers, timeout_s, 4.0, *more, group=group)
+    if len(names) > 1 or any(more):
         raise ValueError(f"--tools {flags.tools}: python is called in a way of its own, and stands alone")
-    confined = "python" in python
+    confined = names == ["python"]
     if not confined:
         notice("warning: --tools python_unconfined: the policy's programs run as you, with your files and network")
-    options = {"confined": confined, "anew": flags.deterministic, "ranks": ranks}
-    start = partial(PythonWorkers, ranks * flags.tool_workers, flags.tool_timeout, **options)
-    return SharedWorkers(group, {TOOL.name: TOOL}, PythonWorkers.protocol, start) if group else start()
+    return PythonWorkers(workers, timeout_s, confined=confined, anew=flags.deterministic, group=group)
 
 
 def trailing_ones(mask: list[int]) -> int:

@@ -6,14 +6,14 @@ Another way of calling (a user who answers) is another class with the methods of
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+
+from pydantic_core import from_json
 
 from common.pictures import Media
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 CODE_OPEN, CODE_CLOSE, FENCE = "<code>", "</code>", "```python"
 BEGIN, END = "<tool_response>\n<interpreter>", "</interpreter>\n\n</tool_response>"
-MAX_DEPTH = 32  # of what a call's JSON may nest: pickling and printing it recurse
 MAX_TEXT = 4096  # characters of an observation
 
 
@@ -99,13 +99,13 @@ class Hermes(Protocol):
         if start < 0:
             return Call(error=f"{CLOSE} without {OPEN}")
         try:
-            call = load_json(text[start + len(OPEN) : text.index(CLOSE, start)])
+            call = from_json(text[start + len(OPEN) : text.index(CLOSE, start)], allow_inf_nan=False)
             arguments = call["arguments"] if isinstance(call, dict) and "arguments" in call else None
             if isinstance(arguments, str):
-                arguments = load_json(arguments)
+                arguments = from_json(arguments, allow_inf_nan=False)
             if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
                 raise ValueError('expected {"name": <function-name>, "arguments": <args-json-object>}')
-        except ValueError as error:
+        except (TypeError, ValueError) as error:  # a TypeError for lone surrogates
             return Call(error=f"Not a valid tool call: {error}")
         return Call(call["name"], arguments)
 
@@ -142,28 +142,6 @@ class Code(Protocol):
         for number, picture in enumerate(pictures, start=shown):
             parts += [f"<image_clue_{number}>", picture, f"</image_clue_{number}>"]
         return [*parts, END]
-
-
-def load_json(text: str) -> Any:
-    """ValueError for what is no JSON, which NaN and infinity are not, and for what nests too deep."""
-    try:
-        value = json.loads(text, parse_constant=refuse_constant)
-        level = [value]
-        for _ in range(MAX_DEPTH):
-            level = [child for parent in level for child in children(parent)]
-        if level:
-            raise RecursionError
-    except RecursionError as error:
-        raise ValueError(f"nested deeper than {MAX_DEPTH}") from error
-    return value
-
-
-def children(value: Any) -> Iterable:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-
-
-def refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
 
 
 def error_text(why: str, role: str) -> str:
