@@ -4,13 +4,14 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from common.data.media import MARKS, for_interpreter
 from common.episodes import Prompt
 from common.pictures import BadRow
 from common.tools import Tool
-from common.tools.turns import Hermes
+from common.tools.turns import Hermes, native_calls
 from common.torch_repair import transformers
 from common.vision import Vision
 
@@ -83,17 +84,27 @@ def to_messages(prompt: Prompt, tokenizer, tools: Mapping[str, Tool] | None = No
             "take an instruct model, or data whose `prompt` is an already rendered string"
         )
     schemas = [tool.schema for tool in (tools or {}).values() if tool.schema]
-    messages = with_system(prompt, Hermes.system_block(schemas)) if schemas else prompt
+    messages = prompt
+    if schemas and native_calls(tokenizer, tokenizer.chat_template):
+        messages = [prompt[0] | {"tools": schemas}, *prompt[1:]]
+    elif schemas:
+        messages = with_system(prompt, Hermes.system_block(schemas))
     if pictures:
         messages = [message | {"content": split_marks(message["content"])} for message in messages]
     return messages
 
 
 def apply_template(prompts: list[Prompt], tokenizer) -> list[str]:
-    """The text of each; together they take half the time that they would take one by one."""
+    """The text of each; together they take half the time that they would take one by one.
+
+    What the template itself is to offer stands in a chat's first message, as "tools".
+    """
     chats = [prompt for prompt in prompts if not isinstance(prompt, str)]
-    done = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False) if chats else []
-    rendered = iter(done)
+    template = partial(tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False)
+    if any("tools" in chat[0] for chat in chats):
+        rendered = iter([template(chat, tools=chat[0].get("tools")) for chat in chats])
+    else:
+        rendered = iter(template(chats) if chats else [])
     return [prompt if isinstance(prompt, str) else next(rendered) for prompt in prompts]
 
 

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from common.distributed import broadcast_object
 from common.tools import Caller, Tool, as_reply, find_tool, load_tools
 from common.tools.environments import State
-from common.tools.turns import Call, Hermes, Protocol, ToolReply, error_text
+from common.tools.turns import Call, Protocol, ToolReply, error_text
 from common.worker import Worker
 from common.workers import Pool
 
@@ -25,7 +25,7 @@ class ToolPool:
     turns in lock-step: the processes are those of the first rank, which tells the others what they reply.
     """
 
-    protocol: type[Protocol]
+    protocol: type[Protocol] | None = None  # None: as the chat template has it
 
     def __init__(
         self,
@@ -79,8 +79,6 @@ class ToolWorkers(ToolPool):
     ending the worker, is an error that the policy reads; of a tool that is `ours` it is a failure, and so is
     a call that no worker could take.
     """
-
-    protocol = Hermes
 
     def __init__(
         self,

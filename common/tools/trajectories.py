@@ -6,6 +6,7 @@ from operator import itemgetter
 
 from torch.distributed import ProcessGroup
 
+from common.data.render import apply_template
 from common.engine.books import Completion
 from common.episodes import Episode, Row, Watch, add_turn
 from common.flags import Rollout
@@ -15,7 +16,7 @@ from common.tools import find_tool
 from common.tools.environments import CLOSE, RESET, State
 from common.tools.pools import ToolPool, ToolWorkers
 from common.tools.python import PythonWorkers
-from common.tools.turns import Call, Protocol, ToolReply, error_text
+from common.tools.turns import Call, Protocol, ToolReply, error_text, protocol_of
 from common.torch_repair import transformers
 from common.vision import Vision
 
@@ -39,12 +40,15 @@ class Turns:
     max_images: int = 16  # of a trajectory, the prompt's included
     max_tool_errors: int = 3
     lockstep: bool = False  # all wait for the slowest: the engine's batches, and so the last bits, are repeatable
-    protocol: Protocol | None = None  # how the policy calls, and sees replies; None: as the workers' tools have it
+    protocol: Protocol | None = None  # how the policy calls, and sees replies; None: as workers or chat template say
     max_prompt_tokens: int | None = None  # with what an environment says at its beginning
 
     def __post_init__(self) -> None:
         self.stateful = {name for name, tool in self.workers.tools.items() if tool.stateful}
-        self.protocol = self.protocol or self.workers.protocol(self.tokenizer)
+        if not self.protocol and self.workers.protocol:
+            self.protocol = self.workers.protocol(self.tokenizer)
+        elif not self.protocol:
+            self.protocol = protocol_of(self.tokenizer, (tool.schema for tool in self.workers.tools.values()))
 
     @classmethod
     def of_flags(cls, flags: Rollout, tokenizer, workers: ToolPool, vision: Vision | None) -> "Turns":
@@ -149,6 +153,8 @@ class Turns:
         last_turn = episode.response_ids[len(episode.loss_mask) - trailing_ones(episode.loss_mask) :]
         text = self.tokenizer.decode(last_turn, skip_special_tokens=True)
         episode.messages.append({"role": "assistant", "content": text})
+        if self.protocol.reads_special_tokens:
+            text = self.tokenizer.decode(last_turn)
         call = self.protocol.find_call(text) if row.tools else None
         if call and episode.turns >= self.max_turns:
             episode.finish_reason = "max_turns"
@@ -191,7 +197,7 @@ class Turns:
         added = self.protocol.harmless(reply.text)
         whole = own + added if isinstance(own, str) else [*own, {"type": "text", "text": added}]
         messages = [*before, last | {"content": whole}]
-        rendered = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        (rendered,) = apply_template([messages], self.tokenizer)
         ids = self.tokenizer.encode(rendered, add_special_tokens=False)
         ids = self.vision.expand(ids, row.media) if self.vision else ids
         if self.max_prompt_tokens and len(ids) > self.max_prompt_tokens:

@@ -1,0 +1,152 @@
+"""How models call tools, read from the chat templates of published ones: Hermes', Llama-3, Qwen3-Coder, Mistral."""
+
+import pytest
+from helpers import ROOT
+from test_turns import run
+from vl import build_tokenizer
+
+from common.data.render import apply_template, to_messages
+from common.episodes import Row
+from common.tools.pools import ToolWorkers
+from common.tools.trajectories import Turns
+from common.tools.turns import Call, Hermes, Native, protocol_of
+
+TEMPLATES = ROOT / "tests" / "templates"
+END = {"llama-3.1": "<|eot_id|>", "mistral-nemo": "</s>", "devstral": "</s>"}
+SPECIAL = ["<|python_tag|>", "<|eom_id|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"]
+ADD = """
+def add(a: int, b: int = 0, note: str = "") -> str:
+    '''Add two numbers.
+
+    a: the first
+    '''
+    return f"{a + b} {note!r}"
+"""
+
+
+def tokenizer_of(name: str):
+    tokenizer = build_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
+    tokenizer.add_special_tokens({"eos_token": END.get(name, "<|im_end|>")})
+    tokenizer.chat_template = (TEMPLATES / f"{name}.jinja").read_text()
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory):
+    file = tmp_path_factory.mktemp("tool") / "adds.py"
+    file.write_text(ADD)
+    pool = ToolWorkers(f"{file}:add", 1, 20.0)
+    yield pool
+    pool.close()
+
+
+CALLS = {
+    "qwen2.5": 'So:\n<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4, "note": "7"}}\n</tool_call>',
+    "llama-3.1": '{"name": "add", "parameters": {"a": 3, "b": 4, "note": "7"}}',
+    "qwen3-coder": "So:\n<tool_call>\n<function=add>\n<parameter=a>\n3\n</parameter>\n<parameter=b>\n4\n</parameter>\n"
+    "<parameter=note>\n7\n</parameter>\n</function>\n</tool_call>",
+    "mistral-nemo": '[TOOL_CALLS][{"name": "add", "arguments": {"a": 3, "b": 4, "note": "7"}, "id": "123456789"}]',
+    "devstral": 'So:[TOOL_CALLS]add[ARGS]{"a": 3, "b": 4, "note": "7"}',
+}
+REPLIES = {
+    "qwen2.5": "\n<|im_start|>user\n<tool_response>\n7 '7'\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
+    "llama-3.1": "<|start_header_id|>ipython<|end_header_id|>\n\n\"7 '7'\"<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "qwen3-coder": "\n<|im_start|>user\n<tool_response>\n7 '7'\n</tool_response>\n<|im_end|>\n<|im_start|>assistant\n",
+    "mistral-nemo": '[TOOL_RESULTS]{"content": 7 \'7\', "call_id": "tool_call"}[/TOOL_RESULTS]',
+    "devstral": "[TOOL_RESULTS]7 '7'[/TOOL_RESULTS]",
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_and_its_reply_go_as_the_template_has_them(name, workers):
+    """What the policy is told, how it calls, what it sees: in the template's own words; "7" is a text as asked for."""
+    tokenizer = tokenizer_of(name)
+    messages = to_messages([{"role": "user", "content": "Add."}], tokenizer, workers.tools)
+    (prompt,) = apply_template([messages], tokenizer)
+    schema = workers.tools["add"].schema
+    if name in ("qwen2.5", "llama-3.1", "mistral-nemo"):  # they write it as JSON
+        own = tokenizer.apply_chat_template(
+            [{"role": "system", "content": "You are a helpful assistant."}] * (name == "qwen2.5")
+            + [{"role": "user", "content": "Add."}],
+            tools=[schema],
+            add_generation_prompt=True,
+            tokenize=False,
+        )
+        assert prompt == own
+    assert prompt.count("Add two numbers.") == 1 and "the first" in prompt
+
+    ids = tokenizer.encode(prompt, add_special_tokens=False)
+    the_row = Row(0, "x", messages, "1", {}, ids, [], {"add": {}})
+    turns = Turns(tokenizer, workers)
+    (episode,), _ = run([[CALLS[name], "It is 7."]], turns, the_row, n=1)
+    assert [(c["name"], c["arguments"], c["text"]) for c in episode.calls] == [
+        ("add", {"a": 3, "b": 4, "note": "7"}, "7 '7'")
+    ]
+    assert (episode.finish_reason, episode.turns) == ("stop", 2)
+    whole = tokenizer.decode(episode.response_ids)
+    assert whole == CALLS[name] + tokenizer.eos_token + REPLIES[name] + "It is 7." + tokenizer.eos_token
+
+
+def test_llamas_python_tag_and_the_last_of_several_calls():
+    llama = protocol_of(tokenizer_of("llama-3.1"))
+    assert llama.find_call('<|python_tag|>{"name": "f", "parameters": {}}<|eom_id|>') == Call("f", {})
+    assert llama.find_call('I say {"name": "f", "parameters": {}}') is None
+    devstral = protocol_of(tokenizer_of("devstral"))
+    assert devstral.find_call('[TOOL_CALLS]f[ARGS]{}[TOOL_CALLS]g[CALL_ID]1[ARGS]{"x": 1}</s>') == Call("g", {"x": 1})
+
+
+BROKEN = {
+    "llama-3.1": ['{"name": "f"}', '{"a"', '{"name": 3, "parameters": {}}', '{"name": "f", "parameters": [1]}']
+    + ['{"name": "f", "parameters": {"x": NaN}}', '{"name": "f", "parameters": ' + "[" * 100_000],
+    "mistral-nemo": ["[TOOL_CALLS]", "[TOOL_CALLS][3]", '[TOOL_CALLS]{"name": "f"}', '[TOOL_CALLS][{"name": "f"}]'],
+    "devstral": ["[TOOL_CALLS]f[ARGS]", "[TOOL_CALLS]f[ARGS][]", '[TOOL_CALLS]f[ARGS]{"x": 1} and more'],
+}
+
+
+@pytest.mark.parametrize("name, text", [(name, text) for name, texts in BROKEN.items() for text in texts])
+def test_a_malformed_call_is_told_to_the_policy(name, text):
+    call = protocol_of(tokenizer_of(name)).find_call(text)
+    assert call.error.startswith("Not a valid tool call: ") and call == Call(error=call.error)
+
+
+def test_what_no_call_is_ends_the_trajectory():
+    for name in CALLS:
+        assert protocol_of(tokenizer_of(name)).find_call("It is 7.") is None
+
+
+def test_another_way_of_calling_is_refused_by_name(workers):
+    tokenizer = tokenizer_of("glm-4.6")
+    with pytest.raises(ValueError, match="--tools: the chat template calls tools in another way than Hermes, Qwen3"):
+        to_messages([{"role": "user", "content": "Add."}], tokenizer, workers.tools)
+    assert to_messages([{"role": "user", "content": "Add."}], tokenizer), "without tools it serves"
+
+
+def test_a_tokenizers_own_response_template_comes_first():
+    tokenizer = tokenizer_of("glm-4.6")
+    tokenizer.response_template = {
+        "start_anchor": "<|assistant|>",
+        "fields": {
+            "tool_calls": {
+                "open_pattern": r"<tool_call>(?P<name>\S+)\n?",
+                "close_pattern": r"</tool_call>\s*",
+                "repeats": True,
+                "content": "xml-inline",
+                "content_args": {
+                    "tag_pattern": r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
+                },
+                "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+            },
+            "content": {"content": "text"},
+        },
+    }
+    protocol = protocol_of(tokenizer)
+    assert isinstance(protocol, Native)
+    text = "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>y</arg_value>\n</tool_call>"
+    assert protocol.find_call(text) == Call("f", {"x": "y"})
+
+
+def test_a_template_without_tools_is_given_hermes():
+    tokenizer = build_tokenizer()
+    assert "tool" not in tokenizer.chat_template and isinstance(protocol_of(tokenizer), Hermes)
