@@ -149,4 +149,4 @@ def test_a_tokenizers_own_response_template_comes_first():
 
 def test_a_template_without_tools_is_given_hermes():
     tokenizer = build_tokenizer()
-    assert "tool" not in tokenizer.chat_template and isinstance(protocol_of(tokenizer), Hermes)
+    assert "tool_calls" not in tokenizer.chat_template and isinstance(protocol_of(tokenizer), Hermes)

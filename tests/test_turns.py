@@ -239,6 +239,8 @@ def test_texts_and_pictures_of_an_observation_keep_their_order(vision):
 class Tags:
     """Another protocol: a row index between tags; the reply follows at once, in no message."""
 
+    reads_special_tokens = False
+
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
 

@@ -161,7 +161,7 @@ def native_calls(tokenizer, chat_template: str) -> dict | None:
         said = template([*asked, calls]).removeprefix(before)
     except (TemplateError, TypeError):
         said = ""
-    if "tool" not in chat_template or Hermes.find_call(said.rpartition(tokenizer.eos_token)[0]) == call:
+    if "tool_calls" not in chat_template or Hermes.find_call(said.rpartition(tokenizer.eos_token)[0]) == call:
         return None
     own = (getattr(tokenizer, "response_template", None) or {}).get("fields", {}).get("tool_calls")
     for known in filter(None, [own, *FORMATS.values()]):
