@@ -33,14 +33,20 @@ def test_the_doctor_as_pasted():
         assert not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", done.stdout), name
 
 
+def test_every_question_is_a_program():
+    for what, item in doctor.ASKED.items():
+        compile(item["program"], what, "exec")
+        assert item.keys() <= {"program", "remedy"}, what
+
+
 def test_what_fails_dies_or_hangs_costs_a_line(monkeypatch, capsys):
     bad = {
-        "fails": ("import no_such_package", "install it"),
-        "dies": ("import os; print(1); os.abort()", "tell us"),
-        "hangs": ("import time; time.sleep(60)", "wait"),
-        "silent": ("pass", ""),
-        "names": (f"raise OSError('/home/me/x.so of {platform.node()}: cannot open')", ""),
-        "works": ("print('yes')", ""),
+        "fails": {"program": "import no_such_package", "remedy": "install it"},
+        "dies": {"program": "import os; print(1); os.abort()", "remedy": "tell us"},
+        "hangs": {"program": "import time; time.sleep(60)", "remedy": "wait"},
+        "silent": {"program": "pass"},
+        "names": {"program": f"raise OSError('/home/me/x.so of {platform.node()}: cannot open')"},
+        "works": {"program": "print('yes')"},
     }
     monkeypatch.setattr(doctor, "ASKED", bad)
     monkeypatch.setattr(doctor, "SECONDS", 2)

@@ -217,7 +217,7 @@ def test_every_source_of_the_release_has_a_scorer():
     assert not needs_judge(rules)
     said = "<think>one and one</think>\n#### 2\n" + boxed("2") + "\nAnswer: 2"
     assert [score(said, "2", source=source)["score"] for source in rules] == [1.0] * len(rules)
-    assert set(FAMILIES.values()) == set(EXAMPLES)
+    assert set(FAMILIES) == set(EXAMPLES)
     with pytest.raises(ValueError, match="no built-in reward function"):
         needs_judge(["frozenlake"])
 

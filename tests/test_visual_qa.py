@@ -78,6 +78,7 @@ RIGHT = [  # answer, ground truth
     ("$5$", "5"),
     (r"\(5\)", "5"),
     ("5 cm", "5"),
+    ("5 kilometres", "5km"),
     ("5", "5 cm"),
     ("5cm", "5 centimeters"),
     (r"5 \text{ minutes}", "5 minute"),

@@ -1,27 +1,14 @@
 """What a run says on the console: the status line of a step, and samples of an evaluation."""
 
+import tomllib
 from collections import deque
+from pathlib import Path
 from statistics import median
 
 from common.files import shorten
 from common.progress import duration
 
-COLUMNS = {  # metric: (label, width, format); together 150 columns, evaluation last, since most steps have none
-    "reward/mean": ("reward", 6, ".3f"),
-    "reward/accuracy": ("acc", 5, ".3f"),
-    "policy/loss": ("loss", 7, ".4f"),
-    "policy/entropy": ("ent", 5, ".3f"),
-    "policy/kl_to_ref": ("kl", 6, ".4f"),
-    "policy/rollout_logprob_gap": ("gap", 5, ".0e"),
-    "rollout/response_length": ("len", 5, ".0f"),
-    "rollout/truncated": ("cut", 4, ".2f"),
-    "reward/zero_variance_groups": ("equal", 4, ".2f"),
-    "optim/grad_norm": ("grad", 5, ".3f"),
-    "optim/lr": ("lr", 7, ".1e"),
-    "time/step_s": ("s", 4, ".1f"),
-    "eval/accuracy": ("eval", 5, ".3f"),
-    "eval/loss": ("eval loss", 6, ".4f"),
-}
+COLUMNS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))  # metric -> label, width, format
 SUPERVISED = {"policy/loss", "optim/lr"}  # not on the lines of RL, whose loss says nothing: room for what does
 
 

@@ -2,25 +2,14 @@
 
 import json
 import math
+import tomllib
 from pathlib import Path
 
 import numpy as np
 
 from common.files import full_disk_is_a_warning, replace_file
 
-PANELS = {  # title: the metrics drawn in it, with their labels
-    "reward": {"reward/mean": "mean"},
-    "accuracy": {"reward/accuracy": "train, sampled", "eval/accuracy": "eval"},
-    "share that looks (RaPR)": {"tool/rapr": "train, sampled", "eval/rapr": "eval"},
-    "response length (tokens)": {"rollout/response_length": "mean"},
-    "share that is cut off": {"rollout/truncated": "train, sampled", "eval/truncated": "eval"},
-    "KL to reference, engine gap": {"policy/kl_to_ref": "KL", "policy/rollout_logprob_gap": "log-prob gap"},
-    "entropy (nats)": {"policy/entropy": "mean"},
-    "loss": {"policy/loss": "train", "eval/loss": "eval"},
-    "step time (s)": {"time/step_s": "step"},
-    "value": {"value/mean": "critic", "value/return_mean": "return"},
-    "explained variance of the return": {"value/explained_variance": "critic"},
-}
+PANELS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))  # title -> {metric: label}
 
 
 def read_run(path: Path) -> tuple[list[dict], list[dict]]:

@@ -4,8 +4,10 @@ A picture in a prompt stands between <image_clue_i> tags, i being the name that 
 """
 
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from common.data.rows import RowFiles
@@ -36,6 +38,12 @@ class Wording:
         before, after = (FACTS.sub(lambda _: facts, text) for text in (self.before, self.after))
         marks = "<image>" * pictures + "\n" * (pictures > 0)
         return tagged([{"role": "user", "content": f"{marks}{before}{question}{after}"}])
+
+
+TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+OWN: dict[Mode, Wording] = {
+    mode: Wording(TEXTS["before"].format(**TEXTS[mode]), TEXTS["after"]) for mode in MODES.values()
+}
 
 
 def picture_facts(sizes: Sequence[tuple[int, int]]) -> str:
@@ -88,60 +96,3 @@ def wording_of(record: Mapping) -> Wording | None:
     before, _, after = content.partition(question)
     wording = Wording(MARK.sub("", before).lstrip("\n"), after)
     return wording if FACTS.search(before) or FACTS.search(after) else None
-
-
-# --- our own ------------------------------------------------------------------------------------------------------
-
-TASK = """Answer a question about {what}. Think step by step. To look closer, and to measure or to compute, write \
-Python: your program is run, and you see what it prints and draws before you go on.
-
-- Plan before each program, and say what its result tells you. Go on until you are sure of the answer.
-- {given}
-- A program ends your turn. It stands alone in this form, complete with its imports:
-<code>
-```python
-import matplotlib.pyplot as plt
-
-...
-plt.show()
-```
-</code>
-- plt.show() shows you the figures that you have drawn, print() tells you values. Draw with matplotlib: crop and \
-enlarge, rotate, raise the contrast, add lines. Variables stay for your next program. Save no files.
-- The result comes between <interpreter> and </interpreter>. Its figures have names, such as image_clue_1, which your \
-next programs can use.
-- The answer ends your last turn, in this form:
-<answer>
-\\boxed{{the answer}}
-</answer>
-
-{facts}
-
-*user question:*
-"""
-REMINDER = "\n\nWhen you are sure, end with <answer>\n\\boxed{the answer}\n</answer>"
-SHOWN = (
-    "Programs have what you see in full resolution, as PIL images in RGB: image_clue_0, image_clue_1 and so on. You "
-    "may see less: a place that you have seen is a share of the width and of the height, not a number of pixels."
-)
-HIDDEN = (
-    "You have not seen it yet. Programs have it as image_hint_0, a PIL image in RGB in full resolution: draw it, and "
-    "show it to yourself."
-)
-VIDEO = (
-    "You have not seen it yet. Programs have it as video_clue_0, in which you choose frames to draw and to show to "
-    "yourself: len(video_clue_0) is their number, video_clue_0[i].asnumpy() one of them, "
-    "video_clue_0.get_batch([i, j]).asnumpy() several, video_clue_0.get_avg_fps() how many there are to a second."
-)
-
-
-def own(what: str, given: str, facts: str) -> Wording:
-    return Wording(TASK.format(what=what, given=given, facts=facts), REMINDER)
-
-
-RESOLUTION = f"*image resolution:*\n{picture_facts([(0, 0)])}"
-OWN: dict[Mode, Wording] = {
-    "shown": own("what you see above", SHOWN, RESOLUTION),
-    "hidden": own("an image", HIDDEN, RESOLUTION),
-    "video": own("a video", VIDEO, f"*video:*\n{video_facts((0, 0), 0, 0.0)}"),
-}

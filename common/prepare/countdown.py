@@ -9,6 +9,7 @@ problems never occur in train, whatever the order of their numbers. The same see
 
 import random
 import time
+import tomllib
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, fields
 from itertools import islice
@@ -22,31 +23,7 @@ import tyro
 from common.files import user_errors
 from common.prepare.writing import write_splits
 
-TEMPLATES = {  # base and qwen-instruct are TinyZero's, to the letter
-    "base": (
-        "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The "
-        "assistant first thinks about the reasoning process in the mind and then provides the user with the answer.\n"
-        "User: Using the numbers {numbers}, create an equation that equals {target}. You can use basic arithmetic "
-        "operations (+, -, *, /) and each number can only be used once. Show your work in <think> </think> tags. And "
-        "return the final answer in <answer> </answer> tags, for example <answer> (1 + 2) / 3 </answer>.\n"
-        "Assistant: Let me solve this step by step.\n"
-        "<think>"
-    ),
-    "qwen-instruct": (
-        "<|im_start|>system\n"
-        "You are a helpful assistant. You first thinks about the reasoning process in the mind and then provides the "
-        "user with the answer.<|im_end|>\n"
-        "<|im_start|>user\n"
-        " Using the numbers {numbers}, create an equation that equals {target}. You can use basic arithmetic "
-        "operations (+, -, *, /) and each number can only be used once. Show your work in <think> </think> tags. And "
-        "return the final answer in <answer> </answer> tags, for example <answer> (1 + 2) / 3 </answer>.<|im_end|>\n"
-        "<|im_start|>assistant\n"
-        "Let me solve this step by step.\n"
-        "<think>"
-    ),
-    "compact": "{spaced_numbers} = {target}",  # for the embedded tiny model
-}
-
+TEMPLATES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 SCHEMA = pa.schema(
     {
         "nums": pa.list_(pa.int64()),

@@ -6,9 +6,11 @@ What math-verify is asked is bounded, but not its time: the workers' deadline is
 
 import logging
 import re
+import tomllib
 from fractions import Fraction
 from itertools import accumulate
 from math import prod
+from pathlib import Path
 from typing import Literal
 
 TAIL = 300  # characters of the response in which GSM8K's strict mode and DAPO look for the answer, as in verl
@@ -135,44 +137,8 @@ def normalized_truth(ground_truth) -> str:
 
 # --- one spelling for equal answers ---
 
-UNIT_WORDS = (
-    r"(?:(?:square|sq\.?|cubic)\s+)?(?:units?|degrees?|percent|dollars?|cents?|points?|inch(?:es)?|feet|foot|ft|yards?"
-    r"|(?:centi|kilo|milli)?met(?:er|re)s?|[ckm]m|miles?|mph|seconds?|minutes?|hours?|days?|weeks?|months?|years?"
-    r"|(?:kilo)?grams?|kg|pounds?|lit(?:er|re)s?|people|students?|ways?|integers?|digits?|pages?)"
-)
-UNIT = rf"(?:\s*\\text\s*\{{[^{{}}]*\}}|(?:\s+|(?<=[0-9])){UNIT_WORDS})(?:\^\{{?[23]\}}?)?"
-# what ASDiv writes behind a number: 9 (apples), 12 (miles/hour), 5 (m); but 2 (x) is a product
-UNIT_IN_BRACKETS = r"(?<=[0-9])\s+\((?:[mgLFC]|[a-zA-Z]{2}[^()\\^_=+*]*)\)(?=[\s.]*(?:;|$))"
-OPTION = r"^\s*(?:[Oo]ption|[Cc]hoice)\s+(?=\(?[A-Ka-k]\)?[\s.]*$)"  # Option B, choice (b)
-SYMBOLS = {"−": "-", "–": "-", "°": "", "×": r"\times ", "·": r"\cdot ", "π": r"\pi ", "√": r"\sqrt ", "∞": r"\infty "}
-CLEAN = [  # pattern and replacement, in this order; what remains is LaTeX that math-verify reads
-    (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
-    (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle)(?![a-zA-Z])", ""),
-    (r"\\!|\\?[$%]|(?<!\\)\\[()\[\]]", ""),  # \(5\), $5$, \$5, 5\%
-    (r"\^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\})", ""),  # degrees
-    (r"(?<!\\)\\[,;: ]|\\q?quad(?![a-zA-Z])|~", " "),
-    (r"\{,\}", ","),  # 1{,}000
-    (r"\\(?:(?:text|math)(?:rm|bf|it|normal)|mbox)(?=\s*\{)", r"\\text"),
-    (rf"(?<=[\w}})\]]){UNIT}[\s.]*$", ""),  # 5 cm^2, 5 \text{ apples}
-    (r"\\text\s*\{([^{}]*)\}", r"\1"),
-    (UNIT_IN_BRACKETS, ""),
-    (OPTION, ""),
-    (r"(?:,|\s)\s*(?:and|or)\s+", ", "),
-    (r"(?<![\\a-zA-Z])(pi|sqrt|infty)(?![a-zA-Z])", r"\\\1"),
-    (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
-    (r"^\s*[a-zA-Z](?:_\{?[0-9a-zA-Z]\}?|\([a-z]\))?\s*(?:=|\\in(?![a-zA-Z]))(?!.*=)", ""),  # x = 5, f(x) = 5
-    (r"[\s.,;:]+$", ""),
-    (r"(?<=[0-9])\s+([0-9]+)\s*/\s*([0-9]+)", r"\\frac{\1}{\2}"),  # 1 1/2 is not 11/2
-]
-SHORT_FORMS = [
-    (r"\s+", ""),
-    (r"([_^])\{([0-9a-zA-Z])\}", r"\1\2"),
-    (r"\\sqrt([0-9a-zA-Z])", r"\\sqrt{\1}"),
-    (r"\\frac([0-9a-zA-Z])", r"\\frac{\1}"),
-    (r"\\frac\{([^{}]*)\}([0-9a-zA-Z])", r"\\frac{\1}{\2}"),
-    (r"^(-?)([0-9]+)/([0-9]+)$", r"\1\\frac{\2}{\3}"),
-    (r"(?<![0-9])\.(?=[0-9])", "0."),
-]
+SPELLINGS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+CLEAN, SHORT_FORMS, SYMBOLS = SPELLINGS["clean"], SPELLINGS["short_forms"], str.maketrans(SPELLINGS["symbols"])
 DECIMAL = re.compile(r"[-+]?(?:[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)(?:\.[0-9]*)?")
 SCIENTIFIC = re.compile(  # without spaces: 4.5e-3, 4.5\times10^{-3}, 10^{33}
     rf"(?:({DECIMAL.pattern})[eE]|(?:({DECIMAL.pattern})(?:\\times|\\cdot|\*))?10\^)\{{?([-+]?[0-9]{{1,2}})\}}?"
@@ -200,10 +166,10 @@ def normalize(answer: str) -> str:
 
 def clean(answer: str) -> str:
     """The answer without what does not change its value; still LaTeX that math-verify reads."""
-    return substitute(CLEAN, answer.translate(str.maketrans(SYMBOLS))).strip()
+    return substitute(CLEAN, answer.translate(SYMBOLS)).strip()
 
 
-def substitute(rules: list[tuple[str, str]], text: str) -> str:
+def substitute(rules: list[list[str]], text: str) -> str:
     for pattern, replacement in rules:
         text = re.sub(pattern, replacement, text)
     return text

@@ -8,25 +8,19 @@ accuracy; so a judge is asked for few rows. What it is asked is in the mapping t
 """
 
 import re
+import tomllib
 from collections.abc import Mapping
 from fractions import Fraction
 from math import nan
+from pathlib import Path
 
 from common.rewards.math import MAX_CHARACTERS, last_boxed, normalize
 from common.rewards.visual_qa import option, plain, quantity, same, same_formula, unboxed
 
 LONGEST_ANSWER = 1000  # characters; this many are too many
 
-SEARCH = "deepeyes minio3 vstar* hrbench-* vl_agent zebra_cot vigorl barc"
-MATH = "wemath wemath-* v-interaction mathvision mathvista mathverse logicvista dynamath math_8k_verified"
-FAMILIES = {  # data_source patterns -> whose examples a judge is shown
-    f"{SEARCH} geoguessr": "visual_search",
-    "ecd chart": "chart",
-    f"{MATH} thinklite_eureka xince": "math",
-    "vsi": "vsi",
-    "longvila": "longvila",
-}
-FAMILY = {pattern: family for patterns, family in FAMILIES.items() for pattern in patterns.split()}
+FAMILIES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+FAMILY = {pattern: family for family, patterns in FAMILIES.items() for pattern in patterns}
 MEASURED = ("vsi_numerical", "*_rule_verifiable")
 
 

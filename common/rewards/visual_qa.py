@@ -9,7 +9,9 @@ math-verify is asked is bounded, but not its time: the workers' deadline is for 
 """
 
 import re
+import tomllib
 from fractions import Fraction
+from pathlib import Path
 from typing import Literal
 
 from common.rewards.math import MAX_CHARACTERS, SHORT_FORMS, equivalent, last_boxed, normalize, rational, substitute
@@ -43,21 +45,7 @@ def unboxed(answer: str) -> str:
 
 # --- one spelling ---
 
-TEXT = (r"\\(?:text|math|mbox)[a-z]*\s*\{([^{}]*)\}", r"\1")
-READABLE = [  # of lower-case text: LaTeX as a reader sees it, formulas apart
-    (r"\s*\^\s*(?:\\circ(?![a-z])|\{\s*\\circ\s*\})", "°"),
-    TEXT,
-    TEXT,  # \text{\textbf{B}}
-    (r"\\[dtc]frac(?![a-z])", r"\\frac"),
-    (r"\\(?:left|right|displaystyle)(?![a-z])|\\[!()\[\]]", ""),
-    (r"(?<=[0-9])(?:\{,\}|\\,)(?=[0-9]{3})", ","),  # 1{,}234
-    (r"\\[,;: ]|\\q?quad(?![a-z])|~", " "),
-    (r"^\s*\$(.*[^\\])\$\s*$", r"\1"),
-    (r"\\([$%#&_{}])", r"\1"),
-    (r"[−–—]", "-"),
-    (r"(?<=[0-9])\s*-\s*(?=[0-9])", "-"),  # 50 - 60
-    (r"\s+", " "),
-]
+SPELLINGS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 EDGES = " \"'`*“”‘’,;:!?…"
 NUMBER_WORD = re.compile(  # the number of the group is its value and 1
     r"\b(?:(zero)|(one)|(two)|(three)|(four)|(five)|(six)|(seven)|(eight)|(nine)|(ten)|(eleven)|(twelve))\b"
@@ -67,7 +55,7 @@ IN_BRACKETS = re.compile(r"[(\[]([^()\[\],]*)[)\]]")
 
 
 def readable(answer: str) -> str:
-    return substitute(READABLE, answer.lower()).strip()
+    return substitute(SPELLINGS["readable"], answer.lower()).strip()
 
 
 def plain(answer: str) -> str:
@@ -142,14 +130,7 @@ QUANTITY = re.compile(
     r"(?P<sign>[-+]?)\s*(?P<currency>[$€£]?)\s*"
     r"(?P<number>[0-9][0-9,]*(?:\.[0-9]*|/[0-9]+)?|\.[0-9]+|\\frac\{[0-9]+\}\{[0-9]+\})\s*(?P<unit>[^0-9\s].*)?"
 )
-# one unit per entry, all its spellings, an s added at will; no single letters: 5m may be millions, 1980s a decade
-UNITS = (
-    "% percent|$ dollar usd|€ euro|£ gbp|° degree|°c celsius|°f fahrenheit|mm millimeter millimetre|cm centimeter"
-    " centimetre|meter metre|km kilometer kilometre|in inch inches|ft foot feet|yd yard|mi mile|gram|kg kilogram|lb"
-    " pound|oz ounce|liter litre|ml milliliter millilitre|sec second|min minute|hr hour|day|week|month|yr year|mph"
-    "|km/h|people person|time|point|unit"
-)
-UNIT = {spelling + s: unit.split()[0] for unit in UNITS.split("|") for spelling in unit.split() for s in ("", "s")}
+UNIT = {spelling + s: unit.split()[0] for unit in SPELLINGS["units"] for spelling in unit.split() for s in ("", "s")}
 
 
 def quantity(text: str) -> tuple[Fraction, str] | None:
