@@ -156,6 +156,7 @@ class FakeRun:
 
 
 def test_tracker_receives_numbers(tmp_path, monkeypatch):
+    monkeypatch.delitem(processes.reached, "status", raising=False)
     run, received = FakeRun(), {}
     fake_wandb(monkeypatch, lambda **options: received.update(options) or run)
     started = trackers.Trackers(" wandb, ", tmp_path / "mine", {"lr": 1e-6, "path": Path("/x")})
