@@ -17,6 +17,8 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppres
 from pathlib import Path
 from typing import NoReturn
 
+from common.progress import break_silence
+
 GATHER_S = 60  # until all ranks have come, and are connected; GATHER_SECONDS in the environment
 GRACE_S = 3  # in which the first that failed speaks, and torchrun sees which it was
 INTERRUPTED = "interrupted"
@@ -77,6 +79,8 @@ def watch(stall_minutes: float) -> None:
         if awaited and time.monotonic() - start > patience + 2 * (rank != "0"):  # rank 0 knows best who is missing
             fail(f"[rank {rank}] {awaited[0]} after {patience:g} s (GATHER_SECONDS=600 waits longer)")
             leave(1)
+        if rank == "0":
+            break_silence(awaited)
         time.sleep(min(1.0, stall_minutes * 60 - idle))
     line = f"[rank {rank}] no progress for {stall_minutes:g} minutes (--stall-minutes):"
     print(line, file=sys.stderr, flush=True)

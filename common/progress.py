@@ -1,11 +1,17 @@
 """How far a long phase is, told while it lasts. Without torch, so that whatever waits can tell."""
 
 import os
+import sys
+import threading
 import time
-from collections.abc import Iterable, Iterator
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import ClassVar
 
-EVERY = 20.0  # seconds: nothing is said more often
+EVERY = 15.0  # seconds: `Progress` says nothing more often
+ROOT = f"{Path(__file__).parents[1]}/"
+SILENCE = 20.0  # seconds, at most
 
 
 class Progress:
@@ -15,7 +21,7 @@ class Progress:
     """
 
     loops: ClassVar[dict[str, "Progress"]] = {}  # under way, the outermost first
-    said: ClassVar[float] = 0.0  # when the last line was printed
+    said: ClassVar[float] = time.monotonic()  # when the last line was printed
 
     def __init__(self, what: str, items: Iterable | int, first: float = EVERY):
         self.what, self.items = what, range(items) if isinstance(items, int) else list(items)
@@ -46,6 +52,16 @@ class Progress:
         left = duration((now - loops[0].start) * (1 - share) / share) + " left" if share else "nothing is done yet"
         print(f"... {', '.join(counts)}, {left}", flush=True)
         Progress.said = now
+
+
+def break_silence(awaited: Sequence[str] = ()) -> None:
+    """Say what is waited for, or else which function of ours the main thread is in, if nothing was said for long."""
+    if time.monotonic() > Progress.said + SILENCE:
+        frames = traceback.walk_stack(sys._current_frames()[threading.main_thread().ident])
+        calls = (frame.f_code for frame, _ in frames if frame.f_code.co_filename.startswith(ROOT))
+        where = (f"{call.co_name}, {call.co_filename.removeprefix(ROOT)}" for call in calls)
+        print("...", *awaited[:1] or [next(where, "busy")], flush=True)
+        Progress.said = time.monotonic()
 
 
 def duration(seconds: float) -> str:

@@ -1,5 +1,7 @@
 """How far a long phase is: lines at most every 20 seconds, of rank 0; counted is what each phase does."""
 
+from threading import Thread
+
 import pytest
 import torch
 from helpers import random_episodes
@@ -9,7 +11,7 @@ from vl import build_tokenizer
 from common.engine.books import Sampling
 from common.episodes import sample_episodes
 from common.packing import Packer, TokenIndex
-from common.progress import Progress, duration
+from common.progress import SILENCE, Progress, break_silence, duration
 from common.rewards import RewardWorkers
 from common.tools.pools import ToolWorkers
 from common.tools.trajectories import Turns
@@ -29,7 +31,7 @@ def lines(capsys) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_a_line_every_20_seconds_with_what_is_left(clock, capsys):
+def test_a_line_every_so_often_with_what_is_left(clock, capsys):
     for _ in Progress("log-probs", iter(range(20))):
         clock[0] += 7.0  # after 21, 42, 63 ... seconds
     assert lines(capsys) == [
@@ -86,11 +88,11 @@ def test_a_loop_that_was_left_by_an_exception_is_forgotten(clock, capsys):
 def test_counting_without_a_loop(clock, capsys):
     progress = Progress("sampled responses", 64)
     for count in (0, 0, 16, 0, 48):
-        clock[0] += 15.0
+        clock[0] += 10.0
         progress.add(count)
     assert lines(capsys) == [
         "... sampled responses 0/64, nothing is done yet",
-        f"... sampled responses 16/64, {duration(3 * 60)} left",
+        f"... sampled responses 16/64, {duration(2 * 60)} left",
     ]
 
 
@@ -100,6 +102,23 @@ def test_counting_without_a_loop(clock, capsys):
 )
 def test_durations_have_five_columns(seconds, text):
     assert duration(seconds) == text and len(text) <= 5
+
+
+def test_silence_is_broken_by_what_is_waited_for_or_by_where_the_run_is(clock, capsys):
+    def said(*awaited) -> list[str]:
+        watch = Thread(target=break_silence, args=(awaited,))
+        watch.start()
+        watch.join()
+        return lines(capsys)
+
+    here = "... said, tests/test_progress.py"  # where this thread waits
+    assert said() == [here]
+    clock[0] += SILENCE
+    assert said() == []
+    clock[0] += 0.5
+    assert said("no sign of rank 1") == ["... no sign of rank 1"]
+    clock[0] += SILENCE + 0.5
+    assert said() == [here]
 
 
 # --- what is counted ----------------------------------------------------------------------------------------------

@@ -1,10 +1,12 @@
 """What a run says of each step: on the console, in metrics.jsonl, to trackers."""
 
 import json
+import time
 from pathlib import Path
 
 from common.files import jsonable
 from common.processes import reached
+from common.progress import Progress
 
 
 class Logger:
@@ -44,6 +46,7 @@ class Logger:
         reached["step"] = step
         self._append({"step": step, **metrics})
         print(self.status.line(step, metrics), flush=True)
+        Progress.said = time.monotonic()
         self._track(step, metrics)
 
     def event(self, record: dict) -> None:
