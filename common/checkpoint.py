@@ -123,7 +123,9 @@ class Checkpoints:
         def write_shards() -> None:
             shards = {name: _shards(adamw.model, adamw.optimizer) for name, adamw in self.optimizers.items()}
             dcp.save(shards, checkpoint_id=temporary / "state")
-            save_file(_random_states(), temporary / f"rng_{world.rank}.safetensors")
+            states = {"cpu": torch.get_rng_state()}  # all else is drawn from generators that are seeded by the step
+            states |= {"gpu": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
+            save_file(states, temporary / f"rng_{world.rank}.safetensors")
             if world.is_main:
                 (temporary / "trainer.json").write_text(json.dumps(record, indent=1))
             own = [*temporary.glob(f"state/__{world.rank}_*"), temporary / f"rng_{world.rank}.safetensors"]
@@ -169,12 +171,6 @@ class Checkpoints:
         if free < needed:
             sizes = f"{needed / 1e9:.2f} GB of the {free / 1e9:.2f} GB that are free in {self.job.output_dir}"
             self.world.print(f"warning: checkpoints will take up to {sizes}: lower --keep-checkpoints")
-
-
-def _random_states() -> dict[str, torch.Tensor]:
-    """All else is drawn from generators that are seeded by the step."""
-    gpu = {"gpu": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
-    return {"cpu": torch.get_rng_state()} | gpu
 
 
 def free_bytes(folder: Path) -> int:

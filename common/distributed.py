@@ -71,7 +71,8 @@ def init_world(stall_minutes: float = 30.0) -> World:
     else:
         device, backend = torch.device("cpu"), "gloo"
         keep_freed_memory()
-    processes.die_with_torchrun()
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank must not go on beside a restart
+        processes.die_with(processes.PARENT)
     processes.sign_of_life()
     timeout = datetime.timedelta(minutes=stall_minutes + 10)
     threading.Thread(target=processes.watch, args=(stall_minutes,), daemon=True).start()

@@ -9,7 +9,6 @@ names on the command line carry no prefix. Another default for a fork stands in 
 import os
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
@@ -135,9 +134,8 @@ Args = TypeVar("Args")
 
 def parse(args_class: type[Args], demo: Args, doc: str) -> tuple[Args, bool]:
     """(the script's arguments, whether they are the demo's: no --model is given). SystemExit for what is wrong."""
-    named = {argument.partition("=")[0] for argument in sys.argv[1:]}
-    is_demo = "--model" not in named
-    default = demo if is_demo and not named & {"--help", "-h"} else args_class()
+    is_demo = "--model" not in given()
+    default = demo if is_demo and not given() & {"--help", "-h"} else args_class()
     paragraphs = doc.split("\n\n")
     teaching = [paragraphs[0], *(text for text in paragraphs if text.startswith("    "))]  # the commands
     with said_once():
@@ -221,18 +219,11 @@ def check_ranges(args: Any) -> None:
         if is_dataclass(value):
             check_ranges(value)
         elif isinstance(value, int | float):
-            for bound in bounds(hint):
+            for bound in (bound for part in (hint, *get_args(hint)) for bound in getattr(part, "__metadata__", ())):
                 said = f"{flag(name)} {value}: must "
                 refuse(isinstance(bound, Gt) and not value > bound.gt, f"{said}be above 0")
                 refuse(isinstance(bound, Ge) and not value >= bound.ge, f"{said}not be below 0")
                 refuse(isinstance(bound, Le) and not value <= bound.le, f"{said}not be above 1")
-
-
-def bounds(hint: Any) -> Iterator[Gt | Ge | Le]:
-    """Those of Annotated[...], also inside of a union."""
-    yield from getattr(hint, "__metadata__", ())
-    for part in get_args(hint):
-        yield from getattr(part, "__metadata__", ())
 
 
 def given() -> set[str]:

@@ -1,7 +1,4 @@
-"""Step folders: which there are, and whether they are what their manifests promise. Without torch.
-
-Nothing that a checkpoint holds is ever executed.
-"""
+"""Step folders: which there are, and whether they are what their manifests promise. Without torch."""
 
 import hashlib
 import json
@@ -53,11 +50,6 @@ def fingerprint(file: Path) -> str:
     return f"{size} bytes, {hashlib.sha256(b''.join(ends)).hexdigest()[:12]}"
 
 
-def files_in(folder: Path) -> set[str]:
-    """Paths of all files in a step folder but the manifest, relative to it; pipes and devices never end."""
-    return {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()} - {MANIFEST}
-
-
 def read_manifest(folder: Path) -> dict:
     """ValueError for one that is not there, or that is none."""
     if not (folder / MANIFEST).is_file():
@@ -78,7 +70,8 @@ def damage(folder: Path, share: slice = slice(None)) -> str | None:
         files = read_manifest(folder)["files"]
     except ValueError as error:
         return str(error)
-    present = files_in(folder)
+    there = (file for file in folder.rglob("*") if file.is_file())  # pipes and devices never end
+    present = {str(file.relative_to(folder)) for file in there} - {MANIFEST}
     if different := sorted(present ^ files.keys()):
         return f"{'has no' if different[0] in files else 'has a foreign'} {different[0]}"
     for name in sorted(files)[share]:

@@ -2,7 +2,7 @@
 
 import math
 import os
-from functools import cache
+from functools import cache, partial
 
 from torch import Tensor
 
@@ -18,14 +18,7 @@ TAKEN = {"score", "acc", "judged", "unjudged", "looks", "born", "advantage"}  # 
 TAKEN |= {"mean", "std", "mean_square", "accuracy", "failed", "zero_variance_groups", "model_mean"}  # other metrics'
 
 
-def is_number(value: float | str) -> bool:
-    return isinstance(value, float) and math.isfinite(value)
-
-
-@cache
-def say_once(line: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        print(line, flush=True)
+say_once = cache(partial(print, flush=True))
 
 
 def rollout_means(episodes: list[Episode], seconds: dict[str, float], with_tools: bool = False) -> Means:
@@ -42,10 +35,11 @@ def rollout_means(episodes: list[Episode], seconds: dict[str, float], with_tools
     means.add("reward/zero_variance_groups", equal, count=len(comparable))
     judged = [e.model_reward for e in scored if e.model_reward is not None]
     means.add("reward/model_mean", math.fsum(judged), count=len(judged))
-    numbers = [(name, x) for e in scored for name, x in e.rewards.items() if name not in TAKEN and is_number(x)]
+    numbers = [(name, x) for e in scored for name, x in e.rewards.items() if name not in TAKEN]
+    numbers = [(name, x) for name, x in numbers if isinstance(x, float) and math.isfinite(x)]
     own = {name for name, _ in numbers} - OURS
     (most,) = all_reduce([len(own)], "max")
-    if most > MOST_NUMBERS:  # made up, one for each response?
+    if most > MOST_NUMBERS and os.environ.get("RANK", "0") == "0":  # made up, one for each response?
         say_once(f"warning: rewards have {most:g} numbers beside the score: none of them is logged")
     for name, number in numbers:
         if name in OURS or most <= MOST_NUMBERS:

@@ -143,7 +143,6 @@ def load_policy(
     compile_layers: bool = False,
     trust_remote_code: bool = False,
     from_scratch: bool = False,
-    needs_head: bool = True,
     vision: Vision | None = None,
     freeze_vision: bool = False,
     lora: Lora | None = None,
@@ -182,7 +181,7 @@ def load_policy(
         policy = assemble(auto_class(config).from_config(config, **options))
     else:
         policy, missing = read_weights(path, config, assemble, options)
-        if missing := [name for name in missing if needs_head or not name.startswith("lm_head.")]:
+        if missing := [name for name in missing if make is Policy or not name.startswith("lm_head.")]:
             raise SystemExit(f"--model {path}: its files have no {min(missing)}")  # transformers would draw them
     if lora:
         add_adapters(policy.model, readers, lora)
@@ -213,7 +212,7 @@ def read_weights(path: str, config, assemble: Callable, options: dict) -> tuple[
 
 def load_critic(path: str, attention: str, **options) -> nn.Module:
     """A critic on the backbone of the model in a folder, a reward model's too; options as for `load_policy`."""
-    return load_policy(path, attention, needs_head=False, make=Critic, **options)
+    return load_policy(path, attention, make=Critic, **options)
 
 
 def full_parameters(policy: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:

@@ -189,16 +189,13 @@ def _units(episodes: Sequence[Episode], selected: Sequence[int], budget: int, sh
 def _first_fit_decreasing(episodes: Sequence[Episode], units: list[list[int]], budget: int) -> list[list[list[int]]]:
     """Bins of at most `budget` tokens: each unit, longest first, goes into the first bin with room for it."""
     sizes = [len(episodes[unit[0]].prompt_ids) + sum(len(episodes[i].response_ids) for i in unit) for unit in units]
-    bins: list[list[list[int]]] = []
-    room: list[int] = []
+    bins: list[list[list[int]]] = [[] for _ in units]
+    room = [budget] * len(units)
     for size, unit in sorted(zip(sizes, units), key=lambda pair: -pair[0]):
-        place = next((b for b, free in enumerate(room) if free >= size), len(bins))
-        if place == len(bins):
-            bins.append([])
-            room.append(budget)
+        place = next(b for b, free in enumerate(room) if free >= min(size, budget))  # too long: one of its own
         bins[place].append(unit)
         room[place] -= size
-    return bins
+    return [units for units in bins if units]
 
 
 def _build(

@@ -35,7 +35,7 @@ awaited: list[str] = []  # what is missing while the group forms
 group: list = []  # its store, through a connection of its own: that of the main thread may wait for something
 _sign_of_life = [time.monotonic()]
 _leaving = threading.Lock()
-_parent = os.getppid()
+PARENT = os.getppid()
 
 
 def sign_of_life() -> None:
@@ -62,12 +62,11 @@ def refuse_lone_ranks() -> None:
             raise SystemExit(f"{count}={ranks}, and each process would be a run of its own: {command}" if first else 1)
 
 
-def die_with_torchrun() -> None:
-    """The kernel kills this rank with torchrun's main thread, which started it: it must not go on beside a restart."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and hasattr(libc := ctypes.CDLL(None), "prctl"):
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != _parent:  # it was dead before
-            os._exit(1)
+def die_with(parent: int) -> None:
+    """The kernel kills this process with the thread that started it; it ends now if that is dead."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def watch(stall_minutes: float) -> None:

@@ -32,8 +32,7 @@ from common.precision import gap_limit
 from common.prepare.embedded import embedded_data
 from common.processes import cpus_of_rank, sign_of_life
 from common.progress import Progress
-from common.rewards import RewardWorkers, needs_judge, reward_function, score_episodes
-from common.rewards.judge import Judge
+from common.rewards import RewardWorkers, needs_judge, score_episodes
 from common.rewards.judging import bounded, open_judge, saved_at_outage
 from common.rewards.model import RewardModel
 from common.rewards.samples import as_sample, report, summarize
@@ -88,10 +87,11 @@ class Rollouts:
                 self.workers.try_out(rollout.reward_function, (self.train_data or self.eval_data)[0])
             self.turns = Turns.of_flags(rollout, job.tokenizer, tools, job.vision) if tools else None
             rewarded = rollout.environment and self.turns.try_out((self.train_data or self.eval_data)[0])
-            sources = set() if rollout.reward_function or rewarded else self.sources
-            for source in sorted(sources):
-                reward_function(source)  # an unknown data_source is an error now, not after the first rollout
-            self.judge = judge_of(job, rollout, sources)
+            scored = [] if rollout.reward_function or rewarded else [self.train_data, self.eval_data]
+            sources = {name for prompts in scored if prompts for name in prompts.sources}
+            options = {"agree": partial(all_reduce, op="max"), "stopping": stop_requested}
+            options |= {"notice": job.world.print, "at_outage": job.at_outage}
+            self.judge = open_judge(rollout, needs_judge(sources), **options)
         self.draws = ceil(rollout.prompts_per_step * oversample)  # prompts of a step, before any are replaced
         self.total_steps, self.loader = run.total_steps or 0, None
         if self.train_data:
@@ -105,11 +105,6 @@ class Rollouts:
         torch.manual_seed(run.seed + job.world.rank)  # after vLLM, which seeds every rank alike
         self.reward_model = RewardModel(reward_folder, job.compute_dtype, job.world.device) if reward_folder else None
         job.world.print(f"{job.summary}, rollouts by {rollout.engine}")
-
-    @property
-    def sources(self) -> set[str]:
-        """Every data_source of the rows that are to be scored."""
-        return {name for prompts in (self.train_data, self.eval_data) if prompts for name in prompts.sources}
 
     @property
     def can_evaluate(self) -> bool:
@@ -193,12 +188,6 @@ class Rollouts:
         path = dump_rollouts(folder, step, sampled, trained, advantages, self.tokenizer, self.world)
         if self.world.is_main:
             write_page(path, self.tokenizer)
-
-
-def judge_of(job: Job, rollout: Rollout, sources: set[str]) -> Judge | None:
-    """The judge, if rows of these sources may need one. ValueError, or exit code 75, as of `open_judge`."""
-    agreement = {"agree": partial(all_reduce, op="max"), "stopping": stop_requested}
-    return open_judge(rollout, needs_judge(sources), notice=job.world.print, at_outage=job.at_outage, **agreement)
 
 
 def read_prompts(

@@ -1,7 +1,4 @@
-"""Images and videos of Qwen2-VL and Qwen2.5-VL: placeholders, M-RoPE positions, patches.
-
-The engine gets the pixels of `Media` with its own resizing switched off, the trainer cuts the same into patches.
-"""
+"""Images and videos of Qwen2-VL and Qwen2.5-VL: placeholders, M-RoPE positions, patches."""
 
 from collections.abc import Sequence
 

@@ -6,7 +6,6 @@ shared that it could lock or corrupt when it is killed. The function can write t
 reply only with the token of the job, which the function is not given.
 """
 
-import ctypes
 import importlib
 import json
 import os
@@ -27,6 +26,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn
 
+from common.processes import die_with
+
 ROOT = Path(__file__).resolve().parents[1]
 BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from common.worker import serve; serve(*sys.argv[2:])"
 START_S = 120  # for a worker to start: the function's file may import slow libraries from a slow disk
@@ -35,7 +36,6 @@ MAX_ERROR = 500  # characters of a message that are kept
 MAX_REPLY = 2**28  # bytes
 CUT = b"\n... what this worker prints further is not shown\n"
 MAX_OUTPUT = 2**14  # bytes that a worker may print in its life, restarts included
-PR_SET_PDEATHSIG = 1
 USER_MODULE = "user_file_"  # how the names of the modules begin that `load_function` makes
 
 MakeHandler = Callable[[str], Callable[[Any], dict]]  # of an importable module: specification -> (job -> reply)
@@ -191,15 +191,12 @@ class Worker:
             raise ValueError("too long")
         if len(self.inbox) < 4 + max(1, size):
             return None
-        match json.loads(self.inbox[4:]):
-            case {"token": self.token, "result": dict() as result}:
-                reply = {"result": result}
-            case {"token": self.token, "error": str() as error}:
-                reply = {"error": error}
-            case _:
-                raise ValueError("not from serve")
+        message = json.loads(self.inbox[4:])
         self.inbox.clear()
-        return reply
+        match message:
+            case {"token": self.token, "result": dict()} | {"token": self.token, "error": str()}:
+                return message
+        raise ValueError("not from serve")
 
 
 class Ended(BaseException):
@@ -212,10 +209,7 @@ def end(*_) -> NoReturn:
 
 def serve(fd: str, trainer: str, memory_gib: str, module: str, make_handler: str, spec: str) -> None:
     """A worker process: make the handler at the first message, then do one job after the other."""
-    # The kernel kills this process with the thread that started it; and if that is dead by now, it has a new parent.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(trainer):
-        return
+    die_with(int(trainer))
     os.set_inheritable(int(fd), False)  # programs that a function starts do not get the socket
     connection, pid = Connection(int(fd)), os.getpid()
 

@@ -61,8 +61,12 @@ class Pool:
                 return done
 
     def run(self, jobs: Sequence, label: str) -> list[dict]:
-        """The replies of all jobs, in their order. Earlier jobs are forgotten."""
-        self.cancel()
+        """The replies of all jobs, in their order. Earlier jobs, of what an exception has ended, are forgotten."""
+        self.queue.clear()
+        for worker in self.workers:
+            worker.queue.clear()
+            if worker.busy:
+                worker.restart()
         for number, job in enumerate(jobs):
             self.submit(number, job)
         replies, progress = {}, Progress(label, len(jobs))
@@ -70,14 +74,6 @@ class Pool:
             replies.update(new := self.poll(inf))
             progress.add(len(new))
         return [replies[number] for number in range(len(jobs))]
-
-    def cancel(self) -> None:
-        """Forget all jobs, for example after an exception such as Ctrl-C."""
-        self.queue.clear()
-        for worker in self.workers:
-            worker.queue.clear()
-            if worker.busy:
-                worker.restart()
 
     def close(self) -> None:
         """End the workers. Without it they are killed with the trainer."""

@@ -191,7 +191,7 @@ def test_all_errors_of_a_trajectory_count_not_those_in_a_row(workers):
 
 
 def test_the_prompt_tells_of_the_tool_and_no_schema_does(workers):
-    from common.data.render import render
+    from common.data.render import apply_template, to_messages
 
     tokenizer, prompt = build_tokenizer(), [{"role": "user", "content": "look"}]
     assert render(prompt, tokenizer, workers.tools) == render(prompt, tokenizer)

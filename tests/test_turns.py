@@ -9,7 +9,7 @@ import pytest
 import torch
 from vl import BOXES, QWEN, QWEN_VL, SMOLLM, build_tokenizer, picture, write_tiny_vl
 
-from common.data.render import render
+from common.data.render import apply_template, to_messages
 from common.distributed import World
 from common.engine.books import Completion, EngineConfig, Sampling
 from common.engine.hf import HuggingFaceEngine

@@ -3,6 +3,7 @@
 Trained on is what the assistant says and the token that ends its turn; never headers, other roles, pictures, padding.
 """
 
+import gc
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ from common.data.formats import Conversation, Rule, pictured, read_conversation,
 from common.data.media import count_tokens, open_media
 from common.data.render import as_text, control_tokens, spells_control
 from common.data.rows import RowFiles
-from common.data.scan import once_per_machine, without_collector
+from common.data.scan import once_per_machine
 from common.distributed import World
 from common.episodes import Episode
 from common.pictures import BadRow, Media
@@ -114,8 +115,7 @@ class Conversations:
         self.control = control_tokens(tokenizer, vision)
         pictures = [*vision.placeholders.values()] if vision else []
         self.placeholders = [*map(tokenizer.convert_ids_to_tokens, pictures)]
-        with without_collector():
-            found = once_per_machine(world, self._scan)
+        found = once_per_machine(world, self._scan)
         self.files.refuse(found.bad, "unusable rows", bad_rows == "drop", notice)
         if not found.costs:
             raise ValueError(f"{flag}: no usable row in {paths}")
@@ -129,6 +129,7 @@ class Conversations:
 
     def _scan(self) -> Found:
         """At every row."""
+        gc.freeze()  # millions of rows that come and go would make the collector visit all of torch, over and over
         found, progress = Found(), self.files.progress()
         for i, record in enumerate(self.files.records()):
             progress.add()
@@ -152,13 +153,7 @@ class Conversations:
             raise BadRow(record)
         try:
             conversation = read_conversation(record, self.rule, self.mask_failed_calls)
-        except (
-            AttributeError,
-            LookupError,
-            JSONDecodeError,
-            RecursionError,
-            TypeError,
-        ) as error:  # a string for a list
+        except (AttributeError, LookupError, JSONDecodeError, RecursionError, TypeError) as error:
             raise BadRow(f"not a conversation: {type(error).__name__}: {error}") from error
         if conversation.pictures and not self.vision:
             raise BadRow("has pictures, and the model reads text alone")

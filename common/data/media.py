@@ -47,27 +47,23 @@ def for_interpreter(hint: Mapping, text: str) -> dict:
     return {"python": {"create_kwargs": {name: {"kind": kind, "frames": path if isinstance(path, list) else [path]}}}}
 
 
-def tool_frames(argument: object) -> list:
-    """The frames of a picture or video that a row gives to a tool, {"kind", "frames"}; none of other arguments."""
-    is_media = isinstance(argument, Mapping) and {"kind", "frames"} <= argument.keys()
-    return argument["frames"] if is_media else []
+def read_tool_media(tools: Mapping[str, Mapping], root: Path | None, size: int = -1) -> dict[str, dict]:
+    """What a row gives to its tools, frames of {"kind", "frames"} as bytes; no more than `size` of each is read.
 
-
-def check_tool_media(tools: Mapping[str, Mapping], root: Path | None) -> None:
-    """BadRow for a file that is not there of what a row gives to its tools."""
-    for argument in (argument for given in tools.values() for argument in given.values()):
-        for item in tool_frames(argument):
-            media_file(item, root).close()
-
-
-def read_tool_media(tools: Mapping[str, Mapping], root: Path | None) -> dict[str, dict]:
-    """What a row gives to its tools, frames as bytes. BadRow for what cannot be read."""
+    BadRow for what cannot be read.
+    """
 
     def read(argument):
-        frames = [media_file(item, root).read() for item in tool_frames(argument)]
-        return argument | {"frames": frames} if frames else argument
+        if not isinstance(argument, Mapping) or not {"kind", "frames"} <= argument.keys():
+            return argument
+        return argument | {"frames": [media_bytes(item, root, size) for item in argument["frames"]]}
 
     return {name: {key: read(argument) for key, argument in given.items()} for name, given in tools.items()}
+
+
+def media_bytes(item: object, root: Path | None, size: int = -1) -> bytes:
+    with media_file(item, root) as file:
+        return file.read(size)
 
 
 def media_file(item: object, root: Path | None) -> io.BufferedIOBase:
@@ -98,10 +94,7 @@ def media_file(item: object, root: Path | None) -> io.BufferedIOBase:
 def open_media(picture: Picture, root: Path | None, limits: PixelLimits) -> Media:
     """BadRow for what cannot be read."""
     kind, frames = picture
-    data = []
-    for item in frames:
-        with media_file(item, root) as file:
-            data.append(file.read())
+    data = [media_bytes(item, root) for item in frames]
     try:
         return Media.open(kind, data, limits)
     except MemoryError as error:

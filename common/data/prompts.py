@@ -1,24 +1,19 @@
 """Data sets in verl's format (parquet or jsonl) as tokenised prompts, and the seeded order in which they are used."""
 
+import gc
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 from jinja2 import TemplateError
 
-from common.data.media import (
-    Picture,
-    check_tool_media,
-    count_tokens,
-    open_media,
-    picture_sources,
-    read_tool_media,
-)
+from common.data.media import Picture, count_tokens, open_media, picture_sources, read_tool_media
 from common.data.render import (
-    Unheeded,
     apply_template,
     as_text,
     bare_text,
@@ -28,10 +23,11 @@ from common.data.render import (
     row_tools,
     spells_control,
     to_messages,
+    unheeded,
     without_nulls,
 )
 from common.data.rows import RowFiles
-from common.data.scan import Lengths, batched, once_per_machine, without_collector
+from common.data.scan import Lengths, once_per_machine
 from common.data.verl import OPTIONAL, REQUIRED, row_problem, to_verl, truth_of
 from common.distributed import World
 from common.episodes import Prompt, Row
@@ -63,7 +59,7 @@ class Found:
     rendered: int = 0  # prompts that are a rendered template in one message
     spelled: int = 0  # prompts that spell a control token
     answered: int = 0  # rows with an interaction
-    unheeded: Unheeded = field(default_factory=Unheeded)
+    unheeded: Counter[str] = field(default_factory=Counter)  # what rows ask for in vain
 
 
 class PromptData:
@@ -103,8 +99,7 @@ class PromptData:
         self.control, self.lengths = control_tokens(tokenizer, vision), Lengths(tokenizer)
         pictures = [*vision.placeholders.values()] if vision else []
         self.placeholders = [*map(tokenizer.convert_ids_to_tokens, pictures)]
-        with without_collector():
-            found = once_per_machine(world, self._scan)
+        found = once_per_machine(world, self._scan)
         self.files.refuse(found.bad, "unusable rows", drop := bad_rows == "drop", notice)
         self.files.refuse(found.too_long, f"prompts longer than --max-prompt-tokens {max_prompt_tokens}", drop, notice)
         self.sources = found.sources
@@ -118,7 +113,9 @@ class PromptData:
             notice(f"{flag}: {found.spelled} prompts {spells_control(tokenizer)}")
         if interaction != "none" and not found.answered:
             notice(f"warning: {flag}: no row has extra_info.interaction_kwargs; --interaction-rows all answers all")
-        found.unheeded.tell(flag, notice)
+        for what, count in found.unheeded.items():
+            if what:
+                notice(f"warning: {flag}: {count} rows ask in vain for something: {what}")
 
     @classmethod
     def of_flags(cls, data: Data, rollout: Rollout, files: str, **options) -> "PromptData":
@@ -138,8 +135,9 @@ class PromptData:
     def _scan(self) -> Found:
         """At every row, some at a time."""
         found, texts, progress = Found(), {}, self.files.progress()
-        columns = (*REQUIRED, *OPTIONAL)
-        for batch in batched(enumerate(self.files.records(columns)), 1024):
+        gc.freeze()  # millions of rows that come and go would make the collector visit all of torch, over and over
+        rows = enumerate(self.files.records((*REQUIRED, *OPTIONAL)))
+        while batch := list(islice(rows, 1024)):
             progress.add(len(batch))
             prepared = {}
             for index, record in batch:
@@ -148,7 +146,7 @@ class PromptData:
                     if problem:
                         raise BadRow(problem)
                     prepared[index] = prompt = self._prepare(record)
-                    check_tool_media(prompt.tools, self.media_root)
+                    read_tool_media(prompt.tools, self.media_root, size=0)
                     if len(prompt.pictures) > self.max_images:
                         raise BadRow(f"{len(prompt.pictures)} pictures are more than --max-images {self.max_images}")
                 except (AttributeError, BadRow, TypeError) as error:  # a number where a list should be, ...
@@ -172,7 +170,7 @@ class PromptData:
                     found.sources.add(records[index]["data_source"])
                 found.rendered += isinstance(prompt.prompt, str) and isinstance(records[index]["prompt"], list)
                 found.spelled += prompt.spelled
-                found.unheeded.look(records[index], self.tools, self.interaction)
+                found.unheeded[unheeded(records[index], self.tools, self.interaction)] += 1
                 found.answered += row_interaction(records[index], self.interaction) is not None
                 # At most a token per byte, and one for a leading space; NFC can triple the bytes of non-ASCII text.
                 if num_bytes * (1 if text.isascii() else 3) + num_tokens >= self.max_prompt_tokens:

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -66,16 +65,11 @@ def spells_control(tokenizer) -> str:
     return f"spell control tokens in a message: read as text ({end} as {end[0]} {end[1:]})"
 
 
-def render(prompt: Prompt, tokenizer, tools: Mapping[str, Tool] | None = None, pictures: bool = False) -> str:
-    """The text to tokenise for a cleaned prompt. ValueError if it needs a chat template and there is none.
+def to_messages(prompt: Prompt, tokenizer, tools: Mapping[str, Tool] | None = None, pictures: bool = False) -> Prompt:
+    """What the chat template is given for a cleaned prompt; a text stays one. ValueError if there is no template.
 
     tools: those on offer. pictures: <image> and <video> stand for one each.
     """
-    return apply_template([to_messages(prompt, tokenizer, tools, pictures)], tokenizer)[0]
-
-
-def to_messages(prompt: Prompt, tokenizer, tools: Mapping[str, Tool] | None = None, pictures: bool = False) -> Prompt:
-    """What `render` gives to the chat template; a prompt that is a text is that text."""
     if isinstance(prompt, str):
         return prompt
     if not tokenizer.chat_template:
@@ -135,18 +129,6 @@ def unheeded(record: Mapping, tools: Mapping[str, Tool], interaction: str) -> st
     if wanted and not tools:
         return "agent_name tool_agent, or extra_info.tools_kwargs: no --tools are given"
     return ""
-
-
-class Unheeded(Counter):
-    """What rows ask for in vain -> how many of them; told once, at the start."""
-
-    def look(self, record: Mapping, tools: Mapping[str, Tool], interaction: str) -> None:
-        self[unheeded(record, tools, interaction)] += 1
-
-    def tell(self, flag: str, notice: Callable[[str], None]) -> None:
-        for what, count in self.items():
-            if what:
-                notice(f"warning: {flag}: {count} rows ask in vain for something: {what}")
 
 
 def tools_kwargs(record: Mapping) -> dict:

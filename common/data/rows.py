@@ -6,7 +6,6 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 import pyarrow as pa
@@ -17,7 +16,6 @@ from common.progress import Progress
 JSON_LINE = "json line"  # the only column of a table whose rows are texts
 HUB_ID = re.compile(r"(?!.*\.(?:parquet|jsonl?)$)[\w-][\w.-]*/[\w.-]+(:[\w.-]+){0,2}")  # of a data set
 MAX_DEPTH = 32  # of what a row of JSON nests: pickling, printing and rendering it recurse
-TOO_DEEP = b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1)  # stands for such a row of a list
 
 
 class RowFiles:
@@ -105,7 +103,7 @@ def read_file(path: Path, flag: str, once: Callable[[Callable], list[str]] | Non
         lines = content.rstrip().splitlines()
         is_list = content.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
         if path.suffix == ".json" and is_list:  # else lines, as datasets writes them
-            lines = [TOO_DEEP if too_deep(row) else json.dumps(row).encode() for row in json.loads(content)]
+            lines = [json.dumps(row).encode() for row in json.loads(content)]
         return pa.table({JSON_LINE: pa.array(lines, pa.large_binary())})
     except (pa.ArrowInvalid, OSError, RecursionError, ValueError) as error:
         raise ValueError(f"{flag}: {path} is neither .jsonl, .json nor a readable parquet file: {error}") from error
@@ -133,7 +131,7 @@ def records(table: pa.Table) -> Iterator[dict | str]:
     """Every row as a dict, or as the reason why it is none; some at a time, never the whole table."""
     for batch in table.to_batches(max_chunksize=batch_size(table.column_names)):
         if table.column_names != [JSON_LINE]:
-            yield from values(batch.to_struct_array())
+            yield from batch.to_pylist()
             continue
         for line in batch.column(0).to_pylist():
             try:
@@ -145,21 +143,6 @@ def records(table: pa.Table) -> Iterator[dict | str]:
                 yield f"nested deeper than {MAX_DEPTH}"
             except ValueError as error:  # bad JSON and bad UTF-8 alike
                 yield f"invalid JSON: {error}"
-
-
-def values(array: pa.Array) -> list:
-    """What to_pylist() gives, column by column: five times as fast where rows nest."""
-    if pa.types.is_struct(array.type):
-        names = [field.name for field in array.type]
-        rows = [dict(zip(names, row)) for row in zip(*map(values, array.flatten()))] or [{}] * len(array)
-    elif pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
-        rest = iter(values(array.flatten()))
-        rows = [list(islice(rest, length or 0)) for length in array.value_lengths().to_pylist()]
-    else:
-        return array.to_pylist()
-    if array.null_count:
-        return [row if there else None for row, there in zip(rows, array.is_valid().to_pylist())]
-    return rows
 
 
 def too_deep(value: object) -> bool:

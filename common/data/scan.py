@@ -1,9 +1,6 @@
 """A look at all rows of a data set before the first step: lengths without tokenising everything, once per machine."""
 
-import gc
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from itertools import islice
+from collections.abc import Callable
 
 from common.distributed import World, gather_objects
 
@@ -53,25 +50,6 @@ def shared_ends(texts: list[str]) -> tuple[str, str]:
 def common_start(texts: list[str]) -> str:
     first, last = min(texts, default=""), max(texts, default="")
     return first[: next((i for i, (a, b) in enumerate(zip(first, last)) if a != b), min(len(first), len(last)))]
-
-
-def batched(items: Iterable, size: int) -> Iterator[list]:
-    """Lists of `size` items; the last may be shorter."""
-    rest = iter(items)
-    while batch := list(islice(rest, size)):
-        yield batch
-
-
-@contextmanager
-def without_collector() -> Iterator[None]:
-    """Millions of rows that come and go would make Python's collector of cycles visit all of torch, over and over."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def once_per_machine(world: World | None, compute: Callable[[], object]) -> object:

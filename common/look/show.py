@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from common.data.prompts import row_problem, to_verl
-from common.data.render import bare_text, clean_prompt, render
+from common.data.render import apply_template, bare_text, clean_prompt, to_messages
 from common.data.rows import RowFiles
 from common.hub import EMBEDDED, load_tokenizer, resolve_model
 
@@ -27,7 +27,7 @@ def show(file: Path, tokenizer: str | None = None, rows: int = 2) -> None:
     texts = [bare_text(record["prompt"]) for record in usable]
     if tokenizer and usable:
         encode = tokenizer_of(tokenizer)
-        prompts = [render(clean_prompt(record["prompt"]), encode) for record in usable]
+        prompts = apply_template([to_messages(clean_prompt(record["prompt"]), encode) for record in usable], encode)
         texts = encode(prompts, add_special_tokens=False)["input_ids"]
     if usable:
         low, mid, high, top = np.percentile([len(x) for x in texts], [0, 50, 95, 100]).astype(int)

@@ -69,8 +69,9 @@ def reward_function(data_source: str) -> RewardFunction:
 
 
 def needs_judge(data_sources: Iterable[str]) -> bool:
-    """Whether the built-in function of any may ask a judge."""
-    return any(getattr(reward_function(name), "func", None) is pyvision.score_judged for name in data_sources)
+    """Whether the built-in function of any may ask a judge. ValueError for a data_source that is not known."""
+    functions = [reward_function(name) for name in sorted(data_sources)]
+    return any(getattr(function, "func", None) is pyvision.score_judged for function in functions)
 
 
 def load_reward_function(spec: str) -> RewardFunction:

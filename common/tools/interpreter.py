@@ -10,6 +10,7 @@ import json
 import random
 import socket
 import struct
+import traceback
 
 MAX_TEXT = 3900  # characters that a block may print: more is cut in the middle
 MAX_ERROR = 1000  # characters of an exception
@@ -39,6 +40,7 @@ class Session:
         np.random.seed(0)
 
     def run(self) -> None:
+        self.incoming = self.connection.makefile("rb")
         while job := self.receive():
             self.number_figures(job["shown"])  # of the block before
             for picture in job["pictures"]:
@@ -98,14 +100,8 @@ class Session:
         return self.ImageOps.exif_transpose(self.Image.open(io.BytesIO(encoded))).convert("RGB")
 
     def receive(self) -> dict | None:
-        head = self.read(8)
-        return json.loads(self.read(int.from_bytes(head, "big"))) if head else None
-
-    def read(self, size: int) -> bytes:
-        data = bytearray()
-        while len(data) < size and (piece := self.connection.recv(min(size - len(data), 2**20))):
-            data += piece
-        return bytes(data)
+        head = self.incoming.read(8)
+        return json.loads(self.incoming.read(int.from_bytes(head, "big"))) if head else None
 
     def send(self, message: dict, figures: bytes = b"") -> None:
         data = json.dumps(message, ensure_ascii=False).encode(errors="replace")
@@ -192,14 +188,10 @@ def check_size(width: int, height: int) -> None:
 
 def describe(error: BaseException, name: str) -> str:
     """Type, text and line of an exception in a block."""
-    line, at = "", error.__traceback__
-    while at:
-        line = f" (line {at.tb_lineno})" if at.tb_frame.f_code.co_filename == name else line
-        at = at.tb_next
-    if isinstance(error, SyntaxError):
-        line = f" (line {error.lineno})"
+    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == name]
+    lines = [error.lineno] if isinstance(error, SyntaxError) else lines
     try:
         text = str(error.msg if isinstance(error, SyntaxError) else error)[:MAX_ERROR]
     except BaseException as second:
         text = f"its text cannot be made: {type(second).__name__[:100]}"
-    return f"{type(error).__name__[:100]}: {text}{line}"
+    return f"{type(error).__name__[:100]}: {text}" + (f" (line {lines[-1]})" if lines else "")

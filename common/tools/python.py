@@ -103,10 +103,9 @@ def prompt_pictures(context: Mapping) -> list[dict]:
     """The pictures and videos of the prompt, under the names that a program knows them by."""
     names, pictures = Counter(), []
     for number, medium in enumerate(context["media"][: context["num_prompt_media"]]):
-        video = medium["kind"] == "video"
-        name = f"video_clue_{names['video']}" if video else f"image_clue_{number}"
-        names["video"] += video
-        kind = "video" if video else "image"
+        kind = medium["kind"]
+        name = f"video_clue_{names[kind]}" if kind == "video" else f"image_clue_{number}"
+        names[kind] += 1
         pictures.append({"name": name, "kind": kind, "frames": medium["frames"], "seen": 1})
     return pictures
 
@@ -121,10 +120,7 @@ def probe(workers: PythonWorkers) -> None:
     """Try what no program may do. ValueError if anything of it can be done, or nothing at all."""
     code = PROBE.format(file=__file__, environment={*ENVIRONMENT, "PWD"}, forbidden=FORBIDDEN)
     workers.submit("probe", Call(TOOL.name, {"code": code}), {"media": [], "num_prompt_media": 0, "calls": []}, {})
-    done: list = []
-    while not done:
-        done = workers.poll(inf)
-    ((_, reply),) = done
+    ((_, reply),) = workers.poll(inf)
     if reply.text != "nothing":
         workers.close()
         ran = not (reply.error or reply.failed)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from operator import itemgetter
 
 from torch.distributed import ProcessGroup
@@ -20,12 +21,7 @@ from common.tools.turns import Call, Protocol, ToolReply, error_text, protocol_o
 from common.torch_repair import transformers
 from common.vision import Vision
 
-
-class OwnCall(Call):
-    """A call that no policy has made."""
-
-
-OPENING, CLOSING, TALKING = OwnCall(RESET), OwnCall(CLOSE), OwnCall("interaction")
+OPENING, CLOSING, TALKING = Call(RESET), Call(CLOSE), Call("interaction")  # these very ones: no policy makes them
 
 
 @dataclass
@@ -123,8 +119,8 @@ class Turns:
             self.begin(episode, row, (yield OPENING))
         goes_on = not episode.finish_reason
         while goes_on:
-            add_turn(episode, (yield None), max_tokens)
-            call = self.next_call(episode, row)
+            add_turn(episode, turn := (yield None), max_tokens)
+            call = self.next_call(episode, row, turn.token_ids)
             goes_on = call is not None and self.observe(episode, call, (yield call), max_tokens)
         if row.environment is not None:
             reply = yield CLOSING
@@ -137,20 +133,16 @@ class Turns:
         state = State(-1, "", row.environment or {})
         for call in (OPENING, CLOSING):
             self.workers.submit(-1, call, state, {})
-            replies: list = []
-            while not replies:
-                replies = self.workers.poll(60.0)
-            ((_, reply),) = replies
+            ((_, reply),) = self.workers.poll(inf)
             if reply.failed:
                 raise ValueError(f"--environment: {call.name} fails on the first row: {reply.text}")
             state = replace(state, opening=reply.text)
         return reply.info["reward"] is not None
 
-    def next_call(self, episode: Episode, row: Row) -> Call | None:
+    def next_call(self, episode: Episode, row: Row, last_turn: list[int]) -> Call | None:
         """The call that the last turn ends in, or that of an interaction; None if the trajectory ends here."""
         if episode.finish_reason != "stop" or not (row.tools or row.interaction is not None):
             return None
-        last_turn = episode.response_ids[len(episode.loss_mask) - trailing_ones(episode.loss_mask) :]
         text = self.tokenizer.decode(last_turn, skip_special_tokens=True)
         episode.messages.append({"role": "assistant", "content": text})
         if self.protocol.reads_special_tokens:
@@ -170,7 +162,7 @@ class Turns:
             self.workers.submit(key, Call(call.name, truth), [*said, *episode.messages], given)
             return
         tool = find_tool({name: self.workers.tools[name] for name in row.tools}, call.name)
-        if call in (OPENING, CLOSING) or (tool and tool.stateful):
+        if call is OPENING or call is CLOSING or (tool and tool.stateful):
             calls = [c for c in episode.calls if c["name"] in self.stateful and "step" in c["info"]]
             calls = [(c["name"], c["arguments"], c["text"]) for c in calls]
             state = State(key, f"{seed}/{episode.prompt_index}", row.environment, episode.opening, calls)
@@ -226,7 +218,7 @@ class Turns:
         if reply.failed:
             self.fail(episode, call, reply.text)
             return False
-        if call == TALKING:
+        if call is TALKING:
             if (reward := reply.info["reward"]) is not None:
                 episode.turn_rewards += [0.0] * (episode.turns - 1 - len(episode.turn_rewards)) + [reward]
             if reply.info["ends"]:
@@ -236,7 +228,7 @@ class Turns:
         ids = self.observation_ids(parts, reply.role, shown=len(episode.media))
         if episode.response_ids[-1] != self.tokenizer.eos_token_id:  # the policy has sampled another end token
             ids = [self.tokenizer.eos_token_id, *ids]
-        if call == TALKING and episode.turns >= self.max_turns:
+        if call is TALKING and episode.turns >= self.max_turns:
             episode.finish_reason = "max_turns"
         elif sum(call["error"] for call in episode.calls) > self.max_tool_errors:
             episode.finish_reason = "max_tool_errors"
@@ -252,20 +244,15 @@ class Turns:
             episode.logprobs += [0.0] * len(ids)
             episode.media += media
             episode.messages.append({"role": reply.role, "content": reply.text})
-            if call != TALKING:
+            if call is not TALKING:
                 episode.calls[-1]["media"] = len(media)
             return True
         return False
 
     def open_parts(self, reply: ToolReply) -> list[str | Media]:
         """Texts and, for a model that sees, pictures of a reply. ValueError for one that cannot be read."""
-        parts: list[str | Media] = []
-        for part in reply.parts:
-            if isinstance(part, str):
-                parts.append(part)
-            elif self.vision:
-                parts.append(Media.open("image", [part], self.vision.limits, is_frame="frames" in reply.info))
-        return parts
+        limits, is_frame = self.vision and self.vision.limits, "frames" in reply.info
+        return [reply.text, *(Media.open("image", [x], limits, is_frame) for x in reply.images if limits)]
 
     def observation_ids(self, parts: Sequence[str | Media], role: str, shown: int = 0) -> list[int]:
         """What stands between an end-of-turn token and the next turn, from the new message alone."""
@@ -285,8 +272,3 @@ def open_tools(flags: Rollout, notice: Callable[[str], None], group: ProcessGrou
     if not confined:
         notice("warning: --tools python_unconfined: the policy's programs run as you, with your files and network")
     return PythonWorkers(workers, timeout_s, confined=confined, anew=flags.deterministic, group=group)
-
-
-def trailing_ones(mask: list[int]) -> int:
-    """How many ones a mask ends in."""
-    return next((i for i, value in enumerate(reversed(mask)) if not value), len(mask))

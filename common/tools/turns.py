@@ -36,11 +36,6 @@ class ToolReply:
     info: dict = field(default_factory=dict)
     role: str = "tool"  # of the message that holds text and images
 
-    @property
-    def parts(self) -> list[str | bytes]:
-        """Texts and encoded pictures, in the order in which the policy sees them."""
-        return [self.text, *self.images]
-
 
 class Protocol:
     """What protocols share: a message of the chat template that holds what a tool has replied."""

@@ -16,11 +16,13 @@ MIN_CROP = 28  # a crop has more pixels than that on both sides
 MAX_FRAMES = 8  # as its schema says
 
 
-def whole(value: object, name: str) -> int:
-    """2 and 2.0 as 2; ValueError for everything else."""
-    if type(value) is int or (type(value) is float and value.is_integer()):
-        return int(value)
-    raise ValueError(f"{name} must be an integer, got {value!r:.40}")
+def whole(value: object, name: str, most: int) -> int:
+    """2 and 2.0 as 2, up to `most`; ValueError for everything else."""
+    if type(value) is not int and not (type(value) is float and value.is_integer()):
+        raise ValueError(f"{name} must be an integer, got {value!r:.40}")
+    if not 1 <= value <= most:
+        raise ValueError(f"{name} must be within [1,{most}], got {int(value)!r:.40}")
+    return int(value)
 
 
 def crop_image_normalized(bbox_2d: list, target_image: float, context: dict) -> tuple[str, list, dict]:
@@ -29,9 +31,7 @@ def crop_image_normalized(bbox_2d: list, target_image: float, context: dict) -> 
     info: {"target": which of the media, from 0; "frame": which frame of it, from 1; "box": cut out, in [0, 1]}.
     """
     pictures = [(m, f) for m, medium in enumerate(context["media"]) for f in range(len(medium["frames"]))]
-    number = whole(target_image, "target_image")
-    if not 1 <= number <= len(pictures):
-        raise ValueError(f"target_image must be within [1,{len(pictures)}], got {number!r:.40}")
+    number = whole(target_image, "target_image", len(pictures))
     if (
         not isinstance(bbox_2d, list)
         or len(bbox_2d) != 4
@@ -73,12 +73,7 @@ def select_frames(target_frames: list, context: dict) -> tuple[str, list, dict]:
             f"Think again which frames you need: no more than {MAX_FRAMES}."
         )
     frames = context["media"][videos[0]]["frames"]
-    indices = [whole(value, "a frame index") for value in target_frames]
-    for index in indices:
-        if not 1 <= index <= len(frames):
-            raise ValueError(
-                f"There are {len(frames)} frames: indices must be within [1,{len(frames)}], got {index!r:.40}"
-            )
+    indices = [whole(value, "a frame index", len(frames)) for value in target_frames]
     selected = [frames[index - 1] for index in indices]
     width, height = shown(decode(selected[0]).size, "video", context)
     first = sum(len(medium["frames"]) for medium in context["media"]) + 1
