@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from common.distributed import gather_objects
-from common.engine.books import Completion, Sampling
+from common.engine.books import Completion, Request, Sampling
 from common.pictures import Media
 from common.progress import Progress
 
@@ -122,7 +122,7 @@ def sample_episodes(
         room = min(sampling.max_tokens - len(e.response_ids), (turns and turns.max_turn_tokens) or sampling.max_tokens)
         turn_seed = request_seed(seed, step, e.prompt_index, e.turns) + e.sample_index
         limited = replace(sampling, n=n, max_tokens=room)
-        engine.submit(key, e.prompt_ids + e.response_ids, limited, turn_seed, weights_step, e.media)
+        engine.submit(Request(key, e.prompt_ids + e.response_ids, limited, turn_seed, weights_step, e.media))
 
     if turns is not None:
         turns.sample(engine, episodes, prompts, sampling.max_tokens, submit, progress, watch, seed=f"{seed}/{step}")

@@ -25,7 +25,7 @@ from zygote import ROOT, WARM, ZYGOTE, script_environment
 import common.torch_repair  # noqa: F401  (before anything of transformers is imported)
 from common.attention import register_attention
 from common.checkpoint import Checkpoints
-from common.engine.books import Sampling
+from common.engine.books import Request, Sampling
 from common.episodes import Episode
 from common.flags import Run, parse
 from common.precision import LossScale
@@ -138,7 +138,7 @@ def checked_args(script, monkeypatch, *arguments: str):
 def generate(engine, prompts: list[list[int]], sampling: Sampling, seeds: list[int], weights_step: int):
     """Completions of each prompt, all requests submitted at once."""
     for key, (ids, seed) in enumerate(zip(prompts, seeds)):
-        engine.submit(key, ids, sampling, seed, weights_step)
+        engine.submit(Request(key, ids, sampling, seed, weights_step))
     done: dict = {}
     while engine.busy:
         done |= dict(engine.step())

@@ -142,8 +142,9 @@ class Engine:
     def __init__(self):
         self.requests, self.signs = [], []
 
-    def submit(self, key, prompt_ids, sampling, seed, weights_step, media=()):
-        self.requests.append((key, [Completion(prompt_ids[:3], [0.0] * 3, "stop")] * sampling.n))
+    def submit(self, request):
+        completion = Completion(request.prompt_ids[:3], [0.0] * 3, "stop")
+        self.requests.append((request.key, [completion] * request.sampling.n))
 
     @property
     def busy(self):

@@ -9,7 +9,7 @@ import torch
 from helpers import generate, random_policy
 
 from common.distributed import World
-from common.engine.books import EngineConfig, Sampling, WeightBooks
+from common.engine.books import EngineConfig, Request, Sampling, WeightBooks
 from common.engine.hf import HuggingFaceEngine
 from common.engine.vllm import VllmEngine
 from common.models import full_parameters
@@ -245,7 +245,7 @@ def test_what_sleep_has_dropped_is_not_generated_with(sleep_level, kept):
         engine.books.check(7)
     else:
         with pytest.raises(RuntimeError, match="optimizer step None, the trainer is at 7"):
-            engine.submit(0, PROMPTS[0], Sampling(1, 1), 0, weights_step=7)
+            engine.submit(Request(0, PROMPTS[0], Sampling(1, 1), 0, weights_step=7))
 
 
 @pytest.mark.parametrize("tied", [True, False])

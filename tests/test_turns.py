@@ -34,9 +34,10 @@ class ScriptedEngine:
         self.tokenizer, self.scripts, self.end = tokenizer, scripts, end
         self.requests, self.asked = [], []
 
-    def submit(self, key, prompt_ids, sampling, seed, weights_step, media=()):
-        self.requests.append((key, sampling.max_tokens))
-        self.asked.append((key, list(prompt_ids), sampling, seed, list(media)))
+    def submit(self, request):
+        self.requests.append((request.key, request.sampling.max_tokens))
+        asked = (request.key, list(request.prompt_ids), request.sampling, request.seed, list(request.media))
+        self.asked.append(asked)
 
     @property
     def busy(self):
@@ -69,9 +70,13 @@ def workers():
     pool.close()
 
 
+def render(prompt, tokenizer, pictures=False):
+    return apply_template([to_messages(prompt, tokenizer, None, pictures)], tokenizer)[0]
+
+
 def row(tokenizer, vision=None, media=(), tools=("crop_image_normalized",), text="look"):
     prompt = [{"role": "system", "content": "<tools>"}, {"role": "user", "content": "<image>" * len(media) + text}]
-    ids = tokenizer.encode(render(prompt, tokenizer, pictures=bool(media)), add_special_tokens=False)
+    ids = tokenizer.encode(render(prompt, tokenizer, bool(media)), add_special_tokens=False)
     ids = vision.expand(ids, media) if vision else ids
     return Row(0, "x", prompt, "1", {}, ids, list(media), {name: {} for name in tools})
 

@@ -1,12 +1,13 @@
 """What both engines have: how they are started, how to sample, what was sampled, the books of a weight sync."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from common.distributed import World
+from common.pictures import Media
 from common.vision import Vision
 
 Weights = Iterable[tuple[str, Tensor]]
@@ -27,6 +28,18 @@ class EngineConfig:
     trust_remote_code: bool = False
     vision: Vision | None = None
     max_images: int = 16  # of a prompt with its response
+
+
+@dataclass(slots=True)
+class Request:
+    """What is asked of an engine: `sampling.n` completions, of which sample j is drawn with seed + j."""
+
+    key: int
+    prompt_ids: list[int]  # with one placeholder for each token of each of `media`
+    sampling: "Sampling"
+    seed: int
+    weights_step: int  # the optimizer step that the caller believes the engine to be at: RuntimeError otherwise
+    media: Sequence[Media] = ()
 
 
 @dataclass(slots=True)

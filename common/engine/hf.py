@@ -1,29 +1,26 @@
 """The rollout engine's twin on transformers alone: for machines without vLLM, and as an independent check of it."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from common.engine.books import Completion, EngineConfig, Sampling, WeightBooks, Weights, without_placeholder
+from common.engine.books import (
+    Completion,
+    EngineConfig,
+    Request,
+    Sampling,
+    WeightBooks,
+    Weights,
+    without_placeholder,
+)
 from common.files import memory_advice
-from common.pictures import Media
 from common.progress import Progress
 from common.torch_repair import transformers
 from common.vision import auto_class
 
 MAX_SEQUENCES = 256  # of a batch
-
-
-@dataclass(slots=True)
-class Request:
-    key: int
-    prompt_ids: list[int]
-    media: Sequence[Media]
-    sampling: Sampling
-    seed: int  # of this sample
 
 
 class HuggingFaceEngine:
@@ -63,18 +60,10 @@ class HuggingFaceEngine:
             self.parameters[name].copy_(tensor)
         self.books.close(step)
 
-    def submit(
-        self,
-        key: int,
-        prompt_ids: list[int],
-        sampling: Sampling,
-        seed: int,
-        weights_step: int,
-        media: Sequence[Media] = (),
-    ) -> None:
+    def submit(self, request: Request) -> None:
         """As `VllmEngine.submit`; a sample's random numbers depend on its seed alone, not on its neighbours."""
-        self.books.check(weights_step)
-        self.requests += [Request(key, prompt_ids, media, sampling, seed + j) for j in range(sampling.n)]
+        self.books.check(request.weights_step)
+        self.requests += [replace(request, seed=request.seed + j) for j in range(request.sampling.n)]
 
     @property
     def busy(self) -> bool:

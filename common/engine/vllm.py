@@ -8,13 +8,12 @@ The vLLM attribute chain stands in this file alone. Tested with vLLM 0.32.0 and 
 import logging
 import os
 import warnings
-from collections.abc import Sequence
 from dataclasses import asdict
 
 import torch
 from PIL import Image
 
-from common.engine.books import Completion, EngineConfig, Sampling, WeightBooks, Weights, without_placeholder
+from common.engine.books import Completion, EngineConfig, Request, WeightBooks, Weights, without_placeholder
 from common.files import memory_advice, refuse
 from common.pictures import Media
 from common.vision import skeleton
@@ -154,42 +153,30 @@ class VllmEngine:
         self.llm.llm_engine.reset_encoder_cache()
         self.books.close(step)
 
-    def submit(
-        self,
-        key: int,
-        prompt_ids: list[int],
-        sampling: Sampling,
-        seed: int,
-        weights_step: int,
-        media: Sequence[Media] = (),
-    ) -> None:
-        """Ask for `sampling.n` completions; sample j is drawn with seed + j. `step` does the work.
-
-        `prompt_ids` has one placeholder for each token of each of `media`. `weights_step` is the optimizer step that
-        the caller believes the engine to be at: RuntimeError otherwise.
-        """
-        self.books.check(weights_step)
+    def submit(self, request: Request) -> None:
+        """Ask for completions; `step` does the work."""
+        self.books.check(request.weights_step)
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         params = SamplingParams(
-            **asdict(sampling),
-            seed=seed,
+            **asdict(request.sampling),
+            seed=request.seed,
             stop_token_ids=self.end_ids,
             logprobs=0,
             output_kind=RequestOutputKind.FINAL_ONLY,
             flat_logprobs=True,
             detokenize=False,
         )
-        prompt: dict = {"prompt_token_ids": prompt_ids}
-        if media:
+        prompt: dict = {"prompt_token_ids": request.prompt_ids}
+        if request.media:
             data, uuids = {}, {}
-            for m in media:
+            for m in request.media:
                 data.setdefault(m.kind, []).append(_as_vllm_takes_it(m))
                 uuids.setdefault(m.kind, []).append(m.uuid)
-            prompt = {"prompt_token_ids": self.vision.collapse(prompt_ids, media)}
+            prompt = {"prompt_token_ids": self.vision.collapse(request.prompt_ids, request.media)}
             prompt |= {"multi_modal_data": data, "multi_modal_uuids": uuids}
-        self.prompts[key] = prompt_ids
-        self.llm.llm_engine.add_request(str(key), prompt, params)
+        self.prompts[request.key] = request.prompt_ids
+        self.llm.llm_engine.add_request(str(request.key), prompt, params)
 
     @property
     def busy(self) -> bool:
