@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from common import advice, processes
+from common import processes
 from common.files import refuse
 from common.network import find_interface
 from common.progress import Progress
@@ -147,8 +147,11 @@ def _outcome(main: Callable, *args: object) -> int:
             processes.fail(stop.code)
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except Exception as error:
-        rank = f"[rank {os.environ.get('RANK', '0')}]"
-        line = ". ".join(filter(None, [f"{rank} {type(error).__name__}: {error}", advice(error)]))
+        rank, advice = f"[rank {os.environ.get('RANK', '0')}]", ""
+        # of ours: users' own files raise ValueErrors
+        if isinstance(error, ImportError) or any(word in str(error) for word in ("shared object", "torchvision::")):
+            advice = ". Install what requirements.txt (-cpu, -v100) pins; python -m common.doctor says what works"
+        line = f"{rank} {type(error).__name__}: {error}{advice}"
         processes.fail(line, f"{rank} failed:\n{traceback.format_exc()}{line}")
         if isinstance(error, RuntimeError) and world_size() > 1:
             time.sleep(processes.GRACE_S)  # it may come from another's death, and torchrun should see who was first

@@ -116,10 +116,11 @@ def sample_episodes(
             episode.finish_reason = "unreadable"
     readable = [key for key, episode in enumerate(episodes) if not episode.finish_reason]
     progress = Progress("sampled responses", len(readable))
+    turn_tokens = turns and turns.flags.max_turn_tokens
 
     def submit(key: int, n: int = 1) -> None:
         e = episodes[key]
-        room = min(sampling.max_tokens - len(e.response_ids), (turns and turns.max_turn_tokens) or sampling.max_tokens)
+        room = min(sampling.max_tokens - len(e.response_ids), turn_tokens or sampling.max_tokens)
         turn_seed = request_seed(seed, step, e.prompt_index, e.turns) + e.sample_index
         limited = replace(sampling, n=n, max_tokens=room)
         engine.submit(Request(key, e.prompt_ids + e.response_ids, limited, turn_seed, weights_step, e.media))

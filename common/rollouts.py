@@ -1,6 +1,6 @@
 """What the RL scripts sample from, score with and evaluate by: prompts, engine, tools, rewards."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.distributed import new_subgroups
+from torch.distributed import ProcessGroup, new_subgroups
 
 from common.data.dumps import dump_rollouts
 from common.data.prompts import PromptData
@@ -36,8 +36,9 @@ from common.rewards import RewardWorkers, needs_judge, score_episodes
 from common.rewards.judging import bounded, open_judge, saved_at_outage
 from common.rewards.model import RewardModel
 from common.rewards.samples import as_sample, report, summarize
-from common.tools.pools import ToolPool
-from common.tools.trajectories import Turns, open_tools
+from common.tools.pools import ToolPool, ToolWorkers
+from common.tools.python import PythonWorkers
+from common.tools.trajectories import Turns
 
 AT_ONCE = 256  # samples of an evaluation, on a rank, under way
 PICTURED = 64  # rows of it, of a model that sees: a megapixel is 8 MB
@@ -85,7 +86,7 @@ class Rollouts:
             self.workers = RewardWorkers(rollout.reward_function, max(1, cpus_of_rank() - 1), rollout.reward_timeout)
             if rollout.reward_function and not rollout.replay:  # found out now, not after the first rollout
                 self.workers.try_out(rollout.reward_function, (self.train_data or self.eval_data)[0])
-            self.turns = Turns.of_flags(rollout, job.tokenizer, tools, job.vision) if tools else None
+            self.turns = Turns(job.tokenizer, tools, job.vision, rollout) if tools else None
             rewarded = rollout.environment and self.turns.try_out((self.train_data or self.eval_data)[0])
             scored = [] if rollout.reward_function or rewarded else [self.train_data, self.eval_data]
             sources = {name for prompts in scored if prompts for name in prompts.sources}
@@ -188,6 +189,20 @@ class Rollouts:
         path = dump_rollouts(folder, step, sampled, trained, advantages, self.tokenizer, self.world)
         if self.world.is_main:
             write_page(path, self.tokenizer)
+
+
+def open_tools(flags: Rollout, notice: Callable[[str], None], group: ProcessGroup | None = None) -> ToolPool:
+    """What answers the policy, in processes. ValueError if they do not start."""
+    names = [part.strip() for part in (flags.tools or "").split(",")]
+    workers, timeout_s, more = flags.tool_workers, flags.tool_timeout, (flags.interaction, flags.environment)
+    if not {"python", "python_unconfined"} & {*names}:
+        return ToolWorkers(flags.tools or "", workers, timeout_s, 4.0, *more, group=group)
+    if len(names) > 1 or any(more):
+        raise ValueError(f"--tools {flags.tools}: python is called in a way of its own, and stands alone")
+    confined = names == ["python"]
+    if not confined:
+        notice("warning: --tools python_unconfined: the policy's programs run as you, with your files and network")
+    return PythonWorkers(workers, timeout_s, confined=confined, anew=flags.deterministic, group=group)
 
 
 def read_prompts(

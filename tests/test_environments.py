@@ -10,6 +10,7 @@ from helpers import ROOT, deadline
 from test_turns import ScriptedEngine, row, run
 from vl import build_tokenizer
 
+from common.flags import Rollout
 from common.tools import load_tools
 from common.tools.pools import ToolWorkers
 from common.tools.trajectories import Turns
@@ -42,7 +43,7 @@ def open_turns(tokenizer, tmp_path):
         if interaction and "\n" in interaction:
             interaction = file(interaction, "talk")
         opened.append(ToolWorkers(tools, workers, timeout_s, interaction=interaction, environment=environment))
-        return Turns(tokenizer, opened[-1], **limits)
+        return Turns(tokenizer, opened[-1], flags=Rollout(interaction=interaction, **limits))
 
     yield start
     for workers in opened:
@@ -206,7 +207,7 @@ def test_the_policy_cannot_call_what_is_not_its(open_turns):
     script = [call(name) for name in ("reset", "close", "get_reward", "__init__", "interaction")] + ["end"]
     (episode,), _ = run(
         [script],
-        Turns(turns.tokenizer, turns.workers, max_turns=9, max_tool_errors=9),
+        Turns(turns.tokenizer, turns.workers, flags=Rollout(max_turns=9, max_tool_errors=9)),
         game_row(turns, extra_info={"secret": 1}),
         n=1,
     )

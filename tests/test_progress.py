@@ -10,6 +10,7 @@ from vl import build_tokenizer
 
 from common.engine.books import Sampling
 from common.episodes import sample_episodes
+from common.flags import Rollout
 from common.packing import Packer, TokenIndex
 from common.progress import SILENCE, Progress, break_silence, duration
 from common.rewards import RewardWorkers
@@ -144,8 +145,8 @@ def test_every_trajectory_is_counted_once_however_it_ends(made):
     try:
         bad = CROP.format([0.1], 1)
         scripts = [["done"], [bad, "done"], [bad] * 9, [bad, bad, "done"]]
-        run(scripts, Turns(tokenizer, workers, max_turns=3), row(tokenizer))
-        run([[bad], ["b"]], Turns(tokenizer, workers, max_tool_errors=0), row(tokenizer))
+        run(scripts, Turns(tokenizer, workers, flags=Rollout(max_turns=3)), row(tokenizer))
+        run([[bad], ["b"]], Turns(tokenizer, workers, flags=Rollout(max_tool_errors=0)), row(tokenizer))
     finally:
         workers.close()
     assert [(p.what, p.done, len(p.items)) for p in made] == [

@@ -13,6 +13,7 @@ from PIL import Image
 from test_turns import LIMITS, row, run
 from vl import build_tokenizer, picture, reference_positions, write_tiny_vl
 
+from common.flags import Rollout
 from common.packing import TokenIndex, pack
 from common.pictures import Media, decode
 from common.rewards import make_scorer, score_episodes
@@ -174,7 +175,7 @@ def test_errors_end_a_trajectory_or_are_told(workers, most, ending, score):
     script = [say("1 / 0"), say("print('again')"), "<answer>\n\\boxed{1}\n</answer>"]
     the_row = row(tokenizer, tools=["python"])
     the_row.data_source = "vstar"
-    (episode,), _ = run([script], Turns(tokenizer, workers, max_tool_errors=most), the_row)
+    (episode,), _ = run([script], Turns(tokenizer, workers, flags=Rollout(max_tool_errors=most)), the_row)
     assert (episode.finish_reason, episode.turns) == ending and episode.calls[0]["error"]
     told = [token for token, sampled in zip(episode.response_ids, episode.loss_mask) if not sampled]
     assert ("Execution error: ZeroDivisionError: division by zero (line 1)" in tokenizer.decode(told)) == (most > 0)
@@ -186,7 +187,9 @@ def test_errors_end_a_trajectory_or_are_told(workers, most, ending, score):
 def test_all_errors_of_a_trajectory_count_not_those_in_a_row(workers):
     tokenizer = build_tokenizer()
     script = [say("1 / 0"), say("print(1)"), say("1 / 0"), "so"]
-    (episode,), _ = run([script], Turns(tokenizer, workers, max_tool_errors=1), row(tokenizer, tools=["python"]))
+    (episode,), _ = run(
+        [script], Turns(tokenizer, workers, flags=Rollout(max_tool_errors=1)), row(tokenizer, tools=["python"])
+    )
     assert (episode.finish_reason, episode.turns) == ("max_tool_errors", 3)
 
 

@@ -6,10 +6,11 @@ from test_turns import run
 from vl import build_tokenizer
 
 from common.data.render import apply_template, to_messages
+from common.data.templates import Native, protocol_of
 from common.episodes import Row
 from common.tools.pools import ToolWorkers
 from common.tools.trajectories import Turns
-from common.tools.turns import Call, Hermes, Native, protocol_of
+from common.tools.turns import Call, Hermes
 
 TEMPLATES = ROOT / "tests" / "templates"
 END = {"llama-3.1": "<|eot_id|>", "mistral-nemo": "</s>", "devstral": "</s>"}

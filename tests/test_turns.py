@@ -15,6 +15,7 @@ from common.engine.books import Completion, EngineConfig, Sampling
 from common.engine.hf import HuggingFaceEngine
 from common.engine.vllm import VllmEngine
 from common.episodes import FINISH_REASONS, Episode, Row, request_seed, sample_episodes
+from common.flags import Rollout
 from common.metrics import rollout_means
 from common.packing import TokenIndex, pack
 from common.pictures import Media, PixelLimits
@@ -280,7 +281,7 @@ def test_every_ending_has_its_reason(vision, workers):
     the_row = row(tokenizer, vision, media)
 
     def end(script, max_tokens=4000, **limits):
-        (episode,), _ = run([script], Turns(tokenizer, workers, vision, **limits), the_row, max_tokens)
+        (episode,), _ = run([script], Turns(tokenizer, workers, vision, Rollout(**limits)), the_row, max_tokens)
         assert episode.finish_reason in FINISH_REASONS
         assert len(episode.response_ids) == len(episode.loss_mask) == len(episode.logprobs) <= max_tokens
         assert episode.loss_mask[-1] == 1, "a trajectory ends with what the policy said"
@@ -489,7 +490,9 @@ def test_a_call_that_hangs_crashes_or_eats_memory_is_told_to_the_policy(own_tool
         [own_call("hog")] * 2,
         [own_call("wait", seconds=0), "x"],
     ]
-    episodes, _ = run(scripts, Turns(tokenizer, own_tools, max_tool_errors=1), row(tokenizer, tools=names))
+    episodes, _ = run(
+        scripts, Turns(tokenizer, own_tools, flags=Rollout(max_tool_errors=1)), row(tokenizer, tools=names)
+    )
     assert [e.finish_reason for e in episodes] == ["stop", "stop", "max_tool_errors", "stop"]
     assert [[call["error"] for call in e.calls] for e in episodes] == [[True], [True], [True, True], [False]]
     assert "Error: timeout after 3 s" in tokenizer.decode(episodes[0].response_ids)
@@ -530,7 +533,7 @@ def test_in_lockstep_turns_go_together(patient_tools, tmp_path):
     """The tool of sample 0 is done long after that of sample 1, which waits for it."""
     tokenizer, file = build_tokenizer(), str(tmp_path / "first")
     scripts = [[own_call("wait_for", path=file, then=0.3), "slow"], [own_call("touch", path=file)] * 3 + ["quick"]]
-    turns = Turns(tokenizer, patient_tools, lockstep=True)
+    turns = Turns(tokenizer, patient_tools, flags=Rollout(deterministic=True))
     episodes, engine = run(scripts, turns, row(tokenizer, tools=("touch", "wait_for")))
     assert [asked[0] for asked in engine.asked] == [0, 1, 0, 1, 1, 1]
     assert [e.turns for e in episodes] == [2, 4]

@@ -7,10 +7,11 @@ from functools import partial
 from pathlib import Path
 
 from common.data.media import MARKS, for_interpreter
+from common.data.templates import native_calls
 from common.episodes import Prompt
 from common.pictures import BadRow
 from common.tools import Tool
-from common.tools.turns import Hermes, native_calls
+from common.tools.turns import Hermes
 from common.torch_repair import transformers
 from common.vision import Vision
 

@@ -1,16 +1,8 @@
-"""What answers a policy with a state of its own: environments, and interactions that speak as a user.
-
-An environment is an object that lives as long as a trajectory. Its class has the shape that TRL's
-`environment_factory` made common: no arguments; `reset(**row)`, whose text is added to the last message of the prompt;
-each other public method with types and a docstring in Google's style is a tool. It may have `reward` or `get_reward`
-(a number or a method: the score of the trajectory, read at its end), `done` (there is no further turn), and `close()`.
+"""What answers a policy with a state of its own: environments and interactions, as docs/environments.md has them.
 
 The transcript is the state, a live object its cache: each job carries what was called before and what came of it. If
 the object has died with its process, another one is led through the same calls, with the same seeds; if it says
 something else, or has `replayable = False`, the sample is lost.
-
-An interaction is a function of the conversation: f(messages, ground_truth, **interaction_kwargs) -> what the user says
-to a turn that calls no tool, None to say nothing more; or (that, the reward of the turn).
 """
 
 import inspect

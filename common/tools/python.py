@@ -62,6 +62,7 @@ class PythonWorkers(ToolPool):
         anew: bool = False,
         group: ProcessGroup | None = None,
     ):
+        self.tools = {TOOL.name: TOOL}
         self.numbers: dict[Hashable, int] = {}  # of trajectories, by their keys: never used again
         self.last_number = 0
         ranks = group.size() if group else 1
@@ -71,8 +72,7 @@ class PythonWorkers(ToolPool):
         most = min(workers, max(at_once, int(SHARE_OF_MEMORY * memory / RESTING_BYTES)))
         new = partial(Sandbox, timeout_s, memory_gib, confined, anew)
         try:
-            options = {"share": 1, "at_once": at_once}
-            super().__init__({TOOL.name: TOOL}, "the sandbox does not start", new, most, group, **options)
+            super().__init__(group, "the sandbox does not start", new, most, share=1, at_once=at_once)
             if confined:
                 probe(self)
         except (OSError, ValueError) as error:
@@ -82,7 +82,7 @@ class PythonWorkers(ToolPool):
         """context: as of `ToolWorkers.submit`, with the trajectory's earlier "calls". kwargs: pictures that the prompt
         does not show, by their names."""
         if call.error:
-            self.answer(key, failed_block(call.error))
+            self.answer((key, ""), failed_block(call.error))
             return
         if not context["calls"]:
             self.last_number += 1
@@ -93,10 +93,10 @@ class PythonWorkers(ToolPool):
             pictures = [p | {"frames": list(map(memoryview, p["frames"]))} for p in pictures]
         except (KeyError, TypeError, ValueError, OverflowError):  # TypeError also for frames that are no bytes
             told = f"the row gives the tool python {', '.join(kwargs)}, which is no {{kind, frames}}"
-            self.answer(key, ToolReply(told, failed=True, role="user"))
+            self.answer((key, ""), ToolReply(told, failed=True, role="user"))
             return
         block = Block(self.numbers[key], call.arguments["code"], earlier, pictures)
-        self.hand_on(key, TOOL.name, block, home=key)
+        self.hand_on((key, TOOL.name), block, home=key)
 
 
 def prompt_pictures(context: Mapping) -> list[dict]:

@@ -1,13 +1,12 @@
 """How trajectories go on after the policy's first turn: calls, replies, and where they end."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from operator import itemgetter
 
-from torch.distributed import ProcessGroup
-
 from common.data.render import apply_template
+from common.data.templates import protocol_of
 from common.engine.books import Completion
 from common.episodes import Episode, Row, Watch, add_turn
 from common.flags import Rollout
@@ -15,9 +14,8 @@ from common.pictures import Media
 from common.progress import Progress
 from common.tools import find_tool
 from common.tools.environments import CLOSE, RESET, State
-from common.tools.pools import ToolPool, ToolWorkers
-from common.tools.python import PythonWorkers
-from common.tools.turns import Call, Protocol, ToolReply, error_text, protocol_of
+from common.tools.pools import ToolPool
+from common.tools.turns import Call, Protocol, ToolReply, error_text
 from common.torch_repair import transformers
 from common.vision import Vision
 
@@ -31,33 +29,20 @@ class Turns:
     tokenizer: transformers.PreTrainedTokenizerBase
     workers: ToolPool
     vision: Vision | None = None
-    max_turns: int = 5
-    max_turn_tokens: int | None = None  # of one turn; all turns and observations: Sampling.max_tokens
-    max_images: int = 16  # of a trajectory, the prompt's included
-    max_tool_errors: int = 3
-    lockstep: bool = False  # all wait for the slowest: the engine's batches, and so the last bits, are repeatable
+    flags: Rollout = field(default_factory=Rollout)
     protocol: Protocol | None = None  # how the policy calls, and sees replies; None: as workers or chat template say
-    max_prompt_tokens: int | None = None  # with what an environment says at its beginning
 
     def __post_init__(self) -> None:
-        self.stateful = {name for name, tool in self.workers.tools.items() if tool.stateful}
-        if not self.protocol and self.workers.protocol:
-            self.protocol = self.workers.protocol(self.tokenizer)
-        elif not self.protocol:
-            self.protocol = protocol_of(self.tokenizer, (tool.schema for tool in self.workers.tools.values()))
-
-    @classmethod
-    def of_flags(cls, flags: Rollout, tokenizer, workers: ToolPool, vision: Vision | None) -> "Turns":
         """ValueError for a chat template that cannot show what a tool returns."""
-        limits = {"max_turns": flags.max_turns, "max_turn_tokens": flags.max_turn_tokens}
-        limits |= {"max_images": flags.max_images, "max_tool_errors": flags.max_tool_errors}
-        lockstep = flags.deterministic or flags.engine_parallel > 1  # ranks that share an engine submit alike
-        limits |= {"max_prompt_tokens": flags.max_prompt_tokens}
-        turns = cls(tokenizer, workers, vision, **limits, lockstep=lockstep)
-        roles = {tool.role for tool in workers.tools.values()} | ({"user"} if flags.interaction else set())
-        for role in roles:
-            turns.observation_ids([""], role)
-        return turns
+        tools = self.workers.tools.values()
+        # all wait for the slowest: the engine's batches, and so the last bits, are repeatable; ranks submit alike
+        self.lockstep = self.flags.deterministic or self.flags.engine_parallel > 1
+        self.stateful = {tool.name for tool in tools if tool.stateful}
+        if not self.protocol:
+            own = self.workers.protocol
+            self.protocol = own(self.tokenizer) if own else protocol_of(self.tokenizer, (t.schema for t in tools))
+        for role in {tool.role for tool in tools} | ({"user"} if self.flags.interaction else set()):
+            self.observation_ids([""], role)
 
     def sample(
         self,
@@ -132,7 +117,7 @@ class Turns:
         """Open an environment for a row, and close it: has it a reward? ValueError if that fails."""
         state = State(-1, "", row.environment or {})
         for call in (OPENING, CLOSING):
-            self.workers.submit(-1, call, state, {})
+            self.workers.hand_on((-1, call.name), (call.name, {}, state, {}), home=-1)
             ((_, reply),) = self.workers.poll(inf)
             if reply.failed:
                 raise ValueError(f"--environment: {call.name} fails on the first row: {reply.text}")
@@ -148,7 +133,7 @@ class Turns:
         if self.protocol.reads_special_tokens:
             text = self.tokenizer.decode(last_turn)
         call = self.protocol.find_call(text) if row.tools else None
-        if call and episode.turns >= self.max_turns:
+        if call and episode.turns >= self.flags.max_turns:
             episode.finish_reason = "max_turns"
             return None
         return call or (TALKING if row.interaction is not None else None)
@@ -159,14 +144,14 @@ class Turns:
             said = row.prompt if isinstance(row.prompt, list) else [{"role": "user", "content": row.prompt}]
             truth = {"ground_truth": row.interaction.get("ground_truth", row.ground_truth)}
             given = {name: value for name, value in row.interaction.items() if name not in truth}
-            self.workers.submit(key, Call(call.name, truth), [*said, *episode.messages], given)
+            self.workers.hand_on((key, call.name), (call.name, truth, [*said, *episode.messages], given))
             return
         tool = find_tool({name: self.workers.tools[name] for name in row.tools}, call.name)
         if call is OPENING or call is CLOSING or (tool and tool.stateful):
             calls = [c for c in episode.calls if c["name"] in self.stateful and "step" in c["info"]]
             calls = [(c["name"], c["arguments"], c["text"]) for c in calls]
             state = State(key, f"{seed}/{episode.prompt_index}", row.environment, episode.opening, calls)
-            self.workers.submit(key, call, state, {})
+            self.workers.hand_on((key, call.name), (call.name, call.arguments, state, {}), home=key)
             return
         if tool is None and not call.error:
             call = Call(error=f"there is no tool {call.name!r:.100}, but {', '.join(row.tools)}")
@@ -192,7 +177,7 @@ class Turns:
         (rendered,) = apply_template([messages], self.tokenizer)
         ids = self.tokenizer.encode(rendered, add_special_tokens=False)
         ids = self.vision.expand(ids, row.media) if self.vision else ids
-        if self.max_prompt_tokens and len(ids) > self.max_prompt_tokens:
+        if len(ids) > self.flags.max_prompt_tokens:
             self.fail(episode, OPENING, f"the prompt then has {len(ids)} tokens: raise --max-prompt-tokens")
             return
         episode.prompt_ids = ids
@@ -228,11 +213,11 @@ class Turns:
         ids = self.observation_ids(parts, reply.role, shown=len(episode.media))
         if episode.response_ids[-1] != self.tokenizer.eos_token_id:  # the policy has sampled another end token
             ids = [self.tokenizer.eos_token_id, *ids]
-        if call is TALKING and episode.turns >= self.max_turns:
+        if call is TALKING and episode.turns >= self.flags.max_turns:
             episode.finish_reason = "max_turns"
-        elif sum(call["error"] for call in episode.calls) > self.max_tool_errors:
+        elif sum(call["error"] for call in episode.calls) > self.flags.max_tool_errors:
             episode.finish_reason = "max_tool_errors"
-        elif len(episode.media) + len(media) > self.max_images:
+        elif len(episode.media) + len(media) > self.flags.max_images:
             episode.finish_reason = "max_images"
         elif call.name in self.stateful and reply.info.get("done"):
             episode.finish_reason = "done"
@@ -258,17 +243,3 @@ class Turns:
         """What stands between an end-of-turn token and the next turn, from the new message alone."""
         ids = self.tokenizer.encode(self.protocol.observation(parts, role, shown), add_special_tokens=False)
         return self.vision.expand(ids, [part for part in parts if isinstance(part, Media)]) if self.vision else ids
-
-
-def open_tools(flags: Rollout, notice: Callable[[str], None], group: ProcessGroup | None = None) -> ToolPool:
-    """What answers the policy, in processes. ValueError if they do not start."""
-    names = [part.strip() for part in (flags.tools or "").split(",")]
-    workers, timeout_s, more = flags.tool_workers, flags.tool_timeout, (flags.interaction, flags.environment)
-    if not {"python", "python_unconfined"} & {*names}:
-        return ToolWorkers(flags.tools or "", workers, timeout_s, 4.0, *more, group=group)
-    if len(names) > 1 or any(more):
-        raise ValueError(f"--tools {flags.tools}: python is called in a way of its own, and stands alone")
-    confined = names == ["python"]
-    if not confined:
-        notice("warning: --tools python_unconfined: the policy's programs run as you, with your files and network")
-    return PythonWorkers(workers, timeout_s, confined=confined, anew=flags.deterministic, group=group)

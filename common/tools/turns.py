@@ -3,10 +3,7 @@
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
-from pathlib import Path
 
-from jinja2 import TemplateError
 from pydantic_core import from_json
 
 from common.pictures import Media
@@ -16,8 +13,6 @@ CODE_OPEN, CODE_CLOSE, FENCE = "<code>", "</code>", "```python"
 BEGIN, END = "<tool_response>\n<interpreter>", "</interpreter>\n\n</tool_response>"
 MAX_TEXT = 4096  # characters of an observation
 CALL_ID = "tool_call"  # Mistral's templates want nine characters
-# ways to call a tool, as transformers' `parse_response` takes them: name -> its field tool_calls
-FORMATS: dict[str, dict] = json.loads(Path(__file__).with_name("formats.json").read_text())
 
 
 @dataclass(slots=True)
@@ -108,61 +103,6 @@ class Hermes(Protocol):
         except (TypeError, ValueError) as error:  # a TypeError for lone surrogates
             return Call(error=f"Not a valid tool call: {error}")
         return Call(call["name"], arguments)
-
-
-class Native(Protocol):
-    """Tools, calls and replies in the chat template's own way, which is one of `FORMATS`."""
-
-    reads_special_tokens = True
-
-    def __init__(self, tokenizer, schemas: Iterable[dict], calls: dict):
-        super().__init__(tokenizer)
-        self.schemas = list(schemas)
-        self.template = {"start_anchor": "\0", "fields": {"tool_calls": calls, "content": {}}}
-
-    def find_call(self, text: str) -> Call | None:
-        """The last call in a turn; None if there is none. A malformed one has an `error`."""
-        try:
-            said = self.tokenizer.parse_response(text, self.template, prefix="", tools=self.schemas)
-            if not said.get("tool_calls"):
-                return None
-            call = from_json(json.dumps(said["tool_calls"][-1]["function"]), allow_inf_nan=False)
-            if not isinstance(call["arguments"], dict) or not isinstance(call["name"], str):
-                raise ValueError("expected the name of a function, and its arguments")
-        except (KeyError, TypeError, ValueError, RecursionError) as error:
-            return Call(error=f"Not a valid tool call: {error}")
-        return Call(call["name"], call["arguments"])
-
-
-def protocol_of(tokenizer, schemas: Iterable[dict] = ()) -> Protocol:
-    """How a model with this chat template calls tools. ValueError if that is not known."""
-    calls = native_calls(tokenizer, tokenizer.chat_template)
-    return Native(tokenizer, schemas, calls) if calls else Hermes(tokenizer)
-
-
-@cache
-def native_calls(tokenizer, chat_template: str) -> dict | None:
-    """Of `FORMATS` the one in which the template writes a call; None for Hermes', also if it knows of no tools."""
-    call = Call("f", {"x": "y"})
-    function = {"name": call.name, "arguments": call.arguments}
-    parameters = {"type": "object", "properties": {"x": {"type": "string", "description": "-"}}}
-    schema = {"type": "function", "function": {"name": call.name, "description": "-", "parameters": parameters}}
-    template = partial(tokenizer.apply_chat_template, tools=[schema], tokenize=False)
-    asked = [{"role": "user", "content": "-"}]
-    calls = {"role": "assistant", "content": "", "tool_calls": [{"id": CALL_ID, "function": function}]}
-    try:
-        template(asked, tools=None)  # as with Hermes, whose tools stand in the system message
-        before = template(asked, add_generation_prompt=True)
-        said = template([*asked, calls]).removeprefix(before)
-    except (TemplateError, TypeError):
-        said = ""
-    if "tool_calls" not in chat_template or Hermes.find_call(said.rpartition(tokenizer.eos_token)[0]) == call:
-        return None
-    own = (getattr(tokenizer, "response_template", None) or {}).get("fields", {}).get("tool_calls")
-    for known in filter(None, [own, *FORMATS.values()]):
-        if Native(tokenizer, [], known).find_call(said) == call:
-            return known
-    raise ValueError(f"--tools: the chat template calls tools in another way than Hermes, {', '.join(FORMATS)}")
 
 
 class Code(Protocol):
