@@ -195,6 +195,7 @@ class Worker:
         self.inbox.clear()
         match message:
             case {"token": self.token, "result": dict()} | {"token": self.token, "error": str()}:
+                del message["token"]
                 return message
         raise ValueError("not from serve")
 

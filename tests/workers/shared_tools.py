@@ -14,19 +14,20 @@ from test_turns import ScriptedEngine, row
 from torch.distributed import new_subgroups
 from vl import build_tokenizer
 
+from common import shared
 from common.distributed import broadcast_object, gather_objects, init_world, run
 from common.engine.books import Sampling
 from common.episodes import sample_episodes
 from common.flags import Rollout
-from common.tools import shared
-from common.tools.trajectories import Turns, open_tools
+from common.rollouts import open_tools
+from common.tools.trajectories import Turns
 
 
 def main(tools: str, *script: str) -> None:
     world, tokenizer, exchanges = init_world(), build_tokenizer(), []
     flags = Rollout(tools=tools, tool_workers=2, engine_parallel=world.size, max_turns=len(script))
     workers = open_tools(flags, world.print, new_subgroups(world.size, backend="gloo")[0])
-    turns = Turns.of_flags(flags, tokenizer, workers, vision=None)
+    turns = Turns(tokenizer, workers, flags=flags)
     scripts = [script[start:] for start in range(len(script))]  # the last one calls nothing
     engine = ScriptedEngine(tokenizer, scripts)
 
