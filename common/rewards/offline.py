@@ -86,6 +86,7 @@ def read_row(record: dict | str, index: int, flags: Scoring) -> SimpleNamespace:
     group = record.get("group") if isinstance(said, str) else None
     columns = [record | {column: text, "group": group} for text in texts]
     own = {"prompt_index": index, "loss_mask": [1], "finish_reason": "", "rewards": {}}
+    own |= {"environment_reward": None, "turn_rewards": []}
     episodes = [SimpleNamespace(response_ids=[new[column]], columns=new, **own) for new in columns]
     return SimpleNamespace(data_source=source, ground_truth=truth, extra_info=extra, episodes=episodes)
 
