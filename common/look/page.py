@@ -128,11 +128,12 @@ def page_episodes(rows: list[dict], files: dict[str, bytes], tokenizer) -> list[
         shown = iter(range(len(media)))
         prompt_media = [next(shown) for _ in range(len(media) - sum(call["media"] for call in calls))]
         segments = [{"role": "prompt", "text": row["prompt"], "media": prompt_media}]
-        answers = iter(calls)
+        media_of_turn, turn = {call["turn"]: call["media"] for call in calls}, -1
         ids = iter(row["response_ids"])
         for sampled, part in groupby(row["loss_mask"]):
             text = tokenizer.decode([next(ids) for _ in part])
-            added = 0 if sampled else next(answers, {"media": 0})["media"]  # --mask-truncated masks what was sampled
+            turn += sampled
+            added = 0 if sampled else media_of_turn.get(turn, 0)  # an interaction answers without a call
             numbers = [next(shown) for _ in range(added)]
             segments.append({"role": "policy" if sampled else "observation", "text": text, "media": numbers})
         model_reward = row.get("model_reward")  # which older dumps lack
