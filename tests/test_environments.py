@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import textwrap
 import time
 
@@ -328,3 +329,113 @@ def test_tools_come_before_an_interaction(open_turns, tmp_path):
     turns = open_turns(interaction=TALK, tools=f"{tmp_path / 'adds.py'}:add")
     (episode,), _ = run([[call("add", a=1, b=2), "3", "1", "never"]], turns, talk_row(turns, ground_truth="1"), n=1)
     assert [c["text"] for c in episode.calls] == ["3"] and episode.turn_rewards == [0.0, 0.0, 1.0]
+
+
+# --- classes written for others ----------------------------------------------------------------------------------
+
+STAND_IN = """
+    from types import SimpleNamespace
+
+    class TextArenaAction:
+        def __init__(self, message):
+            self.message = message
+
+    class TextArenaEnv:
+        def __init__(self, base_url):
+            self.secret, self.base_url = "crane", base_url
+
+        def reset(self):
+            return self._result("Guess the word of five letters.", 0.0, False)
+
+        def step(self, action):
+            right = action.message == f"[{self.secret}]"
+            marks = "".join("G" if a == b else "X" for a, b in zip(action.message[1:-1], self.secret))
+            return self._result(marks, float(right), right)
+
+        def _result(self, said, reward, done):
+            message = SimpleNamespace(content=said)
+            return SimpleNamespace(observation=SimpleNamespace(messages=[message]), reward=reward, done=done)
+"""
+WORDLE = """
+    from textarena_env import TextArenaAction, TextArenaEnv
+
+    class WordleEnv:
+        def __init__(self):
+            self.client = TextArenaEnv(base_url="http://127.0.0.1:8001")
+
+        def reset(self, **kwargs) -> None | str:
+            result = self.client.reset()
+            self.reward = 0.0
+            self.done = False
+            return result.observation.messages[0].content
+
+        def guess(self, guess: str) -> str:
+            \"\"\"
+            Make a guess in the game of words.
+
+            Args:
+                guess: The word, in brackets: "[abcde]".
+
+            Returns:
+                What the game says to it.
+            \"\"\"
+            if self.done:
+                raise ValueError("Game over.")
+            result = self.client.step(TextArenaAction(message=guess))
+            self.reward = result.reward
+            self.done = result.done
+            return result.observation.messages[0].content
+"""
+
+
+def test_a_class_in_trls_shape_runs_as_it_is(tmp_path, tokenizer):
+    """Its client is a neighbour of the file here, and a package elsewhere."""
+    for name, text in {"textarena_env": STAND_IN, "wordle": WORDLE}.items():
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(text))
+    workers = ToolWorkers("", 1, 20.0, environment=f"{tmp_path / 'wordle.py'}:WordleEnv")
+    try:
+        turns = Turns(tokenizer, workers)
+        assert turns.try_out(game_row(turns)), "it has a reward"
+        scripts = [[call("guess", guess="[crate]"), call("guess", guess="[crane]"), "never"], ["no game"]]
+        episodes, _ = run(scripts, turns, game_row(turns))
+        assert [(e.finish_reason, e.environment_reward) for e in episodes] == [("done", 1.0), ("stop", 0.0)]
+        assert [c["text"] for c in episodes[0].calls] == ["GGGXG", "GGGGG"]
+        assert "Guess the word of five letters." in tokenizer.decode(episodes[1].prompt_ids)
+    finally:
+        workers.close()
+
+
+def test_the_client_of_a_server_that_the_docs_show(tmp_path, tokenizer):
+    """docs/environments.md: an OpenEnv client in a dozen lines."""
+    (shown,) = re.findall(
+        r"```python\n# echo.py\n(.*?)```", (ROOT / "docs" / "environments.md").read_text(), re.DOTALL
+    )
+    client = """
+        from types import SimpleNamespace
+
+        def EchoAction(message):
+            return message
+
+        class EchoEnv:
+            def __init__(self, base_url):
+                pass
+
+            def reset(self):
+                return SimpleNamespace(observation=SimpleNamespace(echoed_message=" Hello."), reward=None)
+
+            def step(self, said):
+                return SimpleNamespace(observation=SimpleNamespace(echoed_message=said), reward=0.5)
+
+            def close(self):
+                pass
+    """
+    for name, text in {"echo_env": client, "echo": shown}.items():
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(text))
+    workers = ToolWorkers("", 1, 20.0, environment=f"{tmp_path / 'echo.py'}:Echo")
+    try:
+        turns = Turns(tokenizer, workers)
+        (episode,), _ = run([[call("echo", message="one"), "end"]], turns, game_row(turns), n=1)
+        assert (episode.calls[0]["text"], episode.environment_reward) == ("one", 0.5)
+        assert len(shown.strip().splitlines()) <= 24
+    finally:
+        workers.close()
