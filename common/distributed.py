@@ -176,7 +176,7 @@ def make_mesh(world: World, strategy: str, shard_size: int | None = None) -> Dev
 def wrap_model(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype, whole: bool = False) -> nn.Module:
     """Shard `model` (FSDP2), whose float32 parameters stay the master weights, as the mesh says.
 
-    Each of `model.layers()` is a unit; the root holds the embeddings, the last norm and the head. FSDP2 computes with
+    Each of `repeated_blocks` is a unit; the root holds the embeddings, the last norm and the head. FSDP2 computes with
     parameters cast to `compute_dtype` and reduces gradients in float32. A model on the meta device gets its weights
     later, in shards; another one moves to the device unit by unit. `whole` leaves a critic's head as it is on each
     rank, like adapters: `average_gradients`.
@@ -188,9 +188,15 @@ def wrap_model(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype, w
     for parameter in own:
         parameter.data = parameter.data.to(mesh.device_type)
     options = {"mesh": mesh, "mp_policy": policy, "ignored_params": own}
-    for layer in model.layers():
+    for layer in repeated_blocks(model):
         fully_shard(layer, **options)
     return fully_shard(model, **options)
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The layers of what is not sharded yet, by what transformers knows of the models in it."""
+    names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def average_gradients(model: nn.Module) -> None:
