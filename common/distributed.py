@@ -26,7 +26,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from common import advice, processes
 from common.files import refuse
 from common.network import find_interface
-from common.progress import Progress
+from common.progress import Progress, break_silence
 
 _stop = threading.Event()  # SIGTERM has come
 _steps = count()
@@ -75,7 +75,7 @@ def init_world(stall_minutes: float = 30.0) -> World:
         processes.die_with(processes.PARENT)
     processes.sign_of_life()
     timeout = datetime.timedelta(minutes=stall_minutes + 10)
-    threading.Thread(target=processes.watch, args=(stall_minutes,), daemon=True).start()
+    threading.Thread(target=processes.watch, args=(stall_minutes, break_silence), daemon=True).start()
     store = meet(rank, size, timeout) if size > 1 else dist.HashStore()
     find_interface(store, rank, size)
     processes.awaited[:] = [f"the ranks do not connect by {os.environ['GLOO_SOCKET_IFNAME']} (GLOO_SOCKET_IFNAME)"]
