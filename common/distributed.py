@@ -26,7 +26,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from common import processes
 from common.files import refuse
 from common.network import find_interface
-from common.progress import Progress
+from common.progress import Progress, break_silence
 
 _stop = threading.Event()  # SIGTERM has come
 _steps = count()
@@ -75,7 +75,7 @@ def init_world(stall_minutes: float = 30.0) -> World:
         processes.die_with(processes.PARENT)
     processes.sign_of_life()
     timeout = datetime.timedelta(minutes=stall_minutes + 10)
-    threading.Thread(target=processes.watch, args=(stall_minutes,), daemon=True).start()
+    threading.Thread(target=processes.watch, args=(stall_minutes, break_silence), daemon=True).start()
     store = meet(rank, size, timeout) if size > 1 else dist.HashStore()
     find_interface(store, rank, size)
     processes.awaited[:] = [f"the ranks do not connect by {os.environ['GLOO_SOCKET_IFNAME']} (GLOO_SOCKET_IFNAME)"]
@@ -179,7 +179,7 @@ def make_mesh(world: World, strategy: str, shard_size: int | None = None) -> Dev
 def wrap_model(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype, whole: bool = False) -> nn.Module:
     """Shard `model` (FSDP2), whose float32 parameters stay the master weights, as the mesh says.
 
-    Each of `model.layers()` is a unit; the root holds the embeddings, the last norm and the head. FSDP2 computes with
+    Each of `repeated_blocks` is a unit; the root holds the embeddings, the last norm and the head. FSDP2 computes with
     parameters cast to `compute_dtype` and reduces gradients in float32. A model on the meta device gets its weights
     later, in shards; another one moves to the device unit by unit. `whole` leaves a critic's head as it is on each
     rank, like adapters: `average_gradients`.
@@ -191,9 +191,15 @@ def wrap_model(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype, w
     for parameter in own:
         parameter.data = parameter.data.to(mesh.device_type)
     options = {"mesh": mesh, "mp_policy": policy, "ignored_params": own}
-    for layer in model.layers():
+    for layer in repeated_blocks(model):
         fully_shard(layer, **options)
     return fully_shard(model, **options)
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The layers of what is not sharded yet, by what transformers knows of the models in it."""
+    names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def average_gradients(model: nn.Module) -> None:

@@ -24,7 +24,7 @@ from common.files import lock_folder, refuse, user_errors
 from common.flags import ROOT, Data, Machine, Run, refuse_idle, step_range, tracker_names
 from common.hub import HUB_FILES, load_tokenizer, resolve_model
 from common.integrity import fingerprint, model_identity, read_manifest, weights_identity
-from common.lora import Base, Lora
+from common.lora import Base
 from common.models import check_model, load_critic, load_policy
 from common.optimizer import GuardedAdamW
 from common.pictures import PixelLimits
@@ -66,8 +66,8 @@ class Job:
         if machine.lora_rank:
             self.identity["LoRA"] = [machine.lora_rank, machine.lora_alpha, machine.lora_targets]
             self.identity["base"] = self._base(self.path)
-            own = (False, "a reference of its own: with --lora-rank it is the base")
-            refuse_idle(machine, {"reference_offload": own})
+            told = "--reference-offload has no effect: with --lora-rank the policy's base is the reference"
+            refuse(machine.reference_offload, told)  # also where a fork has made it the default
         self.checkpoint = find_checkpoint(self.output_dir, run.resume, world, self.identity)  # to go on from
         self.tokenizer = load_tokenizer(self.path, machine.trust_remote_code)
         self.limits = PixelLimits(data.min_pixels, data.max_pixels, data.max_frame_pixels)
@@ -125,7 +125,7 @@ class Job:
         options |= {"dtype": torch.float32 if trained and not adapted else self.compute_dtype}
         options |= {"trust_remote_code": machine.trust_remote_code, "freeze_vision": machine.freeze_vision}
         if adapted:
-            options["lora"] = Lora(machine.lora_rank, machine.lora_alpha, machine.lora_targets, self.run.seed)
+            options |= {"lora": machine, "seed": self.run.seed}
         if trained:
             options |= {"gradient_checkpointing": machine.gradient_checkpointing, "compile_layers": machine.compile}
         return options

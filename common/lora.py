@@ -5,25 +5,12 @@ the engine, in an export. So all of them have the same bits, and W0 is never wri
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-
-@dataclass(frozen=True)
-class Lora:
-    """The flags --lora-rank, --lora-alpha, --lora-targets, and the seed that A is drawn by."""
-
-    rank: int
-    alpha: float
-    targets: str
-    seed: int = 0
-
-    @property
-    def scale(self) -> float:
-        return self.alpha / self.rank
+from common.flags import Machine
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -56,14 +43,14 @@ class LoraLinear(nn.Linear):
     """A linear layer whose `weight`, W0, and bias are frozen; lora_A [r, in] and lora_B [out, r] are trained."""
 
     @classmethod
-    def adapt(cls, layer: nn.Linear, lora: Lora, generator: torch.Generator) -> None:
+    def adapt(cls, layer: nn.Linear, machine: Machine, generator: torch.Generator) -> None:
         """In place: FSDP2 knows the layer, and keeps what it has sharded of it."""
         weight, bound = layer.weight, layer.in_features**-0.5
         options = {"dtype": torch.promote_types(weight.dtype, torch.float32), "device": weight.device}
         layer.__class__ = cls
-        layer.scale, layer.adapted = lora.scale, True
-        layer.lora_A = nn.Parameter(torch.empty(lora.rank, layer.in_features, **options))
-        layer.lora_B = nn.Parameter(torch.zeros(layer.out_features, lora.rank, **options))  # W is W0 at first
+        layer.scale, layer.adapted = machine.lora_alpha / machine.lora_rank, True
+        layer.lora_A = nn.Parameter(torch.empty(machine.lora_rank, layer.in_features, **options))
+        layer.lora_B = nn.Parameter(torch.zeros(layer.out_features, machine.lora_rank, **options))  # W is W0 at first
         if not weight.is_meta:
             drawn = torch.empty(layer.lora_A.shape).uniform_(-bound, bound, generator=generator)
             layer.lora_A.data.copy_(drawn)
@@ -74,16 +61,16 @@ class LoraLinear(nn.Linear):
         return MergedLinear.apply(x, self.weight, self.bias, self.lora_A, self.lora_B, self.scale)
 
 
-def add_adapters(model: nn.Module, layers: list[nn.Module], lora: Lora) -> None:
+def add_adapters(model: nn.Module, layers: list[nn.Module], machine: Machine, seed: int = 0) -> None:
     """Freeze a model, and adapt the linear layers in `layers` that --lora-targets names. SystemExit if it has none."""
     model.requires_grad_(False)
-    generator = torch.Generator().manual_seed(lora.seed)  # the same on all ranks
-    targets, there = lora.targets.split(","), set()
+    generator = torch.Generator().manual_seed(seed)  # the same on all ranks
+    targets, there = machine.lora_targets.split(","), set()
     for name, module in [pair for layer in layers for pair in layer.named_modules()]:
         if isinstance(module, nn.Linear):
             there.add(kind := name.rpartition(".")[2])
             if kind in targets or "all" in targets:
-                LoraLinear.adapt(module, lora, generator)
+                LoraLinear.adapt(module, machine, generator)
     missing = set(targets) - there - {"all"}
     if missing or not there:
         known = f"its layers have {', '.join(sorted(there))}" if there else "it has no linear layers"
@@ -102,10 +89,6 @@ class Base(nn.Module):
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
-
-    def to(self, *_: object) -> "Base":
-        """It has no weights of its own to be moved."""
-        return self
 
     def forward(self, *inputs: object) -> tuple[Tensor, ...]:
         layers = [layer for _, layer in adapters(self.model)]

@@ -8,12 +8,12 @@ import psutil
 import torch
 from torch import nn
 
-from common.distributed import World, abandon_backward
+from common.distributed import World, abandon_backward, repeated_blocks
 from common.files import refuse, replace_file
 from common.flags import Machine, Rollout
-from common.lora import Lora, add_adapters
+from common.lora import add_adapters
 from common.processes import ranks_here
-from common.vision import repeated_blocks, skeleton
+from common.vision import skeleton
 
 # Bytes per token, layer and hidden unit, measured with transformers' Llama in bf16 (its norms compute in float32).
 ACTIVATION_BYTES = {False: 60, True: 8}  # by --gradient-checkpointing
@@ -27,8 +27,7 @@ def model_shape(path: str, machine: Machine) -> tuple[int, int, int]:
     size = sum(p.numel() for p in model.parameters())
     trained = size
     if machine.lora_rank:
-        lora = Lora(machine.lora_rank, machine.lora_alpha, machine.lora_targets)
-        add_adapters(model, repeated_blocks(getattr(model.base_model, "language_model", model)), lora)
+        add_adapters(model, repeated_blocks(getattr(model.base_model, "language_model", model)), machine)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return size, trained, text.num_hidden_layers * text.hidden_size
 

@@ -7,13 +7,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from common.attention import block_mask, register_attention
-from common.distributed import reshard
+from common.distributed import repeated_blocks, reshard
+from common.flags import Machine
 from common.logprobs import is_greedy, token_logprobs
-from common.lora import Lora, adapters, add_adapters, merged
+from common.lora import adapters, add_adapters, merged
 from common.packing import MicroBatch
 from common.pictures import blank
 from common.torch_repair import transformers
-from common.vision import Vision, auto_class, repeated_blocks, skeleton
+from common.vision import Vision, auto_class, skeleton
 
 # of loading and saving shards: several ranks would write over each other
 transformers.utils.logging.disable_progress_bar()
@@ -80,9 +81,6 @@ class Policy(nn.Module):
         greedy = (is_greedy(hidden, head, batch.targets),) if with_greedy else ()
         return *token_logprobs(hidden, head, batch.targets, temperature), *greedy
 
-    def layers(self) -> list[nn.Module]:
-        return repeated_blocks(self.model)
-
 
 class Critic(nn.Module):
     """A backbone of its own with a scalar head, zero at first, so that all values are."""
@@ -100,9 +98,6 @@ class Critic(nn.Module):
         hidden = hidden_states(self.model, batch, self.attention, self.vision)
         accumulate = torch.promote_types(hidden.dtype, torch.float32)
         return (hidden.to(accumulate) * self.head.to(accumulate)).sum(-1)
-
-    def layers(self) -> list[nn.Module]:
-        return repeated_blocks(self.model)
 
 
 def unsupported(model: nn.Module, attention: str) -> str | None:
@@ -145,15 +140,16 @@ def load_policy(
     from_scratch: bool = False,
     vision: Vision | None = None,
     freeze_vision: bool = False,
-    lora: Lora | None = None,
+    lora: Machine | None = None,
+    seed: int = 0,
     make: Callable[..., nn.Module] = Policy,
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
 ) -> nn.Module:
     """The model of a folder with parameters in `dtype` (float32 master weights by default), wrapped.
 
     `from_scratch` takes the architecture from the folder's config.json and initialises at random. Without dropout.
-    With `lora` the layers of the language model get adapters, and all else is frozen. What `wrap` shards is read in
-    shards: no rank ever holds all weights of the files.
+    With `lora` the layers of the language model get adapters, drawn by `seed`, and all else is frozen. What `wrap`
+    shards is read in shards: no rank ever holds all weights of the files.
     """
     check_model(path, attention, trust_remote_code)
     register_attention()
@@ -184,7 +180,7 @@ def load_policy(
         if missing := [name for name in missing if make is Policy or not name.startswith("lm_head.")]:
             raise SystemExit(f"--model {path}: its files have no {min(missing)}")  # transformers would draw them
     if lora:
-        add_adapters(policy.model, readers, lora)
+        add_adapters(policy.model, readers, lora, seed)
     for layer in readers if compile_layers else ():  # not of the tower: every picture has another size
         layer.compile()
     return policy.train()

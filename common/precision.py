@@ -8,6 +8,8 @@ from torch import Tensor
 from common.distributed import all_reduce
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# mean |engine - trainer| of log-probs above which a sync must be broken rather than rounded
+GAP_LIMITS = {torch.bfloat16: 0.1, torch.float16: 0.03, torch.float32: 1e-3}
 
 
 def check_device(device: torch.device) -> None:
@@ -42,11 +44,6 @@ def choose_dtype(flag: str, device: torch.device) -> tuple[torch.dtype, str]:
             return torch.bfloat16, "CPU with bf16 instructions"
         return torch.float32, "CPU without bf16 instructions"
     return DTYPES[flag], "as asked"
-
-
-def gap_limit(dtype: torch.dtype) -> float:
-    """Mean |engine - trainer| log-prob above which a sync must be broken rather than rounded."""
-    return {torch.bfloat16: 0.1, torch.float16: 0.03}.get(dtype, 1e-3)
 
 
 def checked_gap(rollout_logprobs: Tensor, logprobs: Tensor, limit: float, step: int) -> float:

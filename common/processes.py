@@ -17,8 +17,6 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppres
 from pathlib import Path
 from typing import NoReturn
 
-from common.progress import break_silence
-
 GATHER_S = 60  # until all ranks have come, and are connected; GATHER_SECONDS in the environment
 GRACE_S = 3  # in which the first that failed speaks, and torchrun sees which it was
 INTERRUPTED = "interrupted"
@@ -69,7 +67,7 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
-def watch(stall_minutes: float) -> None:
+def watch(stall_minutes: float, break_silence: Callable[[list[str]], object]) -> None:
     """The watchdog, a thread: ends this rank if the group does not form, or nothing moves; `listen` is another."""
     rank, start = os.environ["RANK"], time.monotonic()
     patience = float(os.environ.get("GATHER_SECONDS", GATHER_S))

@@ -28,7 +28,7 @@ from common.look.logger import Logger
 from common.look.page import write_page
 from common.memory import cache_gib, memory_plan
 from common.models import sync_engine
-from common.precision import gap_limit
+from common.precision import GAP_LIMITS
 from common.prepare.embedded import embedded_data
 from common.processes import cpus_of_rank, sign_of_life
 from common.progress import Progress
@@ -99,7 +99,7 @@ class Rollouts:
             self.total_steps = run.total_steps or max(1, round(run.total_epochs * len(self.train_data) / self.draws))
             self.loader = job.open_loader(len(self.train_data))
         job.at_outage.append(lambda _: self.loader.rewind())
-        self.max_gap = rollout.max_logprob_gap or gap_limit(job.compute_dtype)  # mean |engine - trainer| of log-probs
+        self.max_gap = rollout.max_logprob_gap or GAP_LIMITS[job.compute_dtype]  # mean |engine - trainer| of log-probs
         job.world.print(memory_plan(rollout, job.machine, job.world, job.compute_dtype, trained, frozen))
         # before the trainer: it loads by itself, and is asleep when the trainer takes its memory
         self.engine = None if rollout.replay else start_engine(job, rollout)

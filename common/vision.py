@@ -104,12 +104,6 @@ def skeleton(path: str, trust_remote_code: bool = False) -> nn.Module:
         raise SystemExit(f"--model {path}: transformers makes no causal language model of it: {reason}") from error
 
 
-def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The layers: units of sharding and of gradient checkpointing."""
-    names = set(model._no_split_modules or [])
-    return [module for module in model.modules() if type(module).__name__ in names]
-
-
 def load_vision(path: str, limits: PixelLimits, trust_remote_code: bool = False) -> Vision | None:
     """None for a model that reads text alone."""
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)

@@ -504,3 +504,12 @@ def test_what_takes_a_gpu_is_refused_without_one(flags, world, monkeypatch, tmp_
     with pytest.raises(SystemExit, match=f"{flags.split()[0]} .* has no effect: needs a GPU"):
         job = Job("grpo", args.data, args.machine, args.run, demo=True)
         Rollouts(job, args.data, args.rollout, args.run, trained=[], frozen=[])
+
+
+def test_with_lora_a_reference_on_the_host_is_refused_as_a_forks_default_too(world, monkeypatch, tmp_path):
+    """It would be the policy that goes there."""
+    monkeypatch.setattr("common.job.init_world", lambda *_: world)
+    args = checked_args(grpo, monkeypatch, "--lora-rank", "4", "--output-dir", str(tmp_path))
+    args.machine.reference_offload = True
+    with pytest.raises(SystemExit, match="--reference-offload has no effect: with --lora-rank"):
+        Job("grpo", args.data, args.machine, args.run, demo=True)

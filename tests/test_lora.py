@@ -11,8 +11,10 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM, Qwen2Config
 from vl import write_tied_llama
 
+from common.distributed import repeated_blocks
+from common.flags import Machine
 from common.hub import load_tokenizer, resolve_model
-from common.lora import Base, Lora, adapters, add_adapters, merged
+from common.lora import Base, adapters, add_adapters, merged
 from common.models import Critic, full_parameters, load_policy
 from common.packing import TokenIndex, pack
 from common.prepare.export import export_hugging_face
@@ -29,8 +31,8 @@ CONFIG = Qwen2Config(
 TINY = resolve_model("tiny")
 
 
-def lora(rank: int = 3, targets: str = "all") -> Lora:
-    return Lora(rank, alpha=6.0, targets=targets, seed=1)
+def lora(targets: str = "all") -> Machine:
+    return Machine(lora_rank=3, lora_alpha=6.0, lora_targets=targets)
 
 
 def move_adapters(model: nn.Module, size: float = 0.1) -> None:
@@ -41,7 +43,7 @@ def move_adapters(model: nn.Module, size: float = 0.1) -> None:
 
 def random_adapted(dtype=torch.float64):
     policy = random_policy(CONFIG, dtype)
-    add_adapters(policy.model, policy.layers(), lora())
+    add_adapters(policy.model, repeated_blocks(policy), lora(), seed=1)
     move_adapters(policy)
     return policy
 

@@ -23,17 +23,18 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from common.data.render import end_turns_properly
-from common.distributed import World
+from common.distributed import World, repeated_blocks
 from common.files import refuse, user_errors
+from common.flags import Machine
 from common.hub import load_tokenizer, resolve_model
 from common.integrity import damage, model_identity, read_manifest, step_folder, weights_identity
-from common.lora import Lora, adapters, add_adapters
+from common.lora import adapters, add_adapters
 from common.models import Policy, full_parameters
 from common.pictures import PixelLimits
 from common.precision import DTYPES
 from common.shards import PlainPlanner, PlainReader, saved_weights
 from common.torch_repair import transformers
-from common.vision import auto_class, load_vision, repeated_blocks
+from common.vision import auto_class, load_vision
 
 
 @dataclass
@@ -65,9 +66,10 @@ def main(args: Args) -> None:
     options = {"dtype": dtype if manifest.get("LoRA") else torch.float32, "trust_remote_code": args.trust_remote_code}
     # its weights are not needed; how they are named in its files is
     policy = Policy(auto_class(config).from_pretrained(path, config=config, **options), "sdpa", vision)
-    if lora := manifest.get("LoRA"):
+    if manifest.get("LoRA"):
         readers = repeated_blocks(getattr(policy.model.base_model, "language_model", policy.model))
-        add_adapters(policy.model, readers, Lora(*lora))
+        rank, alpha, targets = manifest["LoRA"]
+        add_adapters(policy.model, readers, Machine(lora_rank=rank, lora_alpha=alpha, lora_targets=targets))
     restore(policy, folder)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     export_hugging_face(policy, tokenizer, args.out, World(0, 1, 0, torch.device("cpu")), dtype, args.model)

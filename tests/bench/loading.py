@@ -30,8 +30,8 @@ from transformers import AutoModelForCausalLM, Qwen2_5_VLConfig, Qwen2_5_VLForCo
 
 from common.distributed import gather_objects, init_world, make_mesh, run, wrap_model
 from common.files import refuse
+from common.flags import Machine
 from common.hub import resolve_model
-from common.lora import Lora
 from common.models import check_model, load_critic, load_policy
 
 Kind = Literal["tied", "untied", "critic", "sharded files", "vision", "ddp", "LoRA"]
@@ -108,7 +108,7 @@ def measure(args: Args) -> None:
     wrap = partial(wrap_model, mesh=mesh, compute_dtype=torch.bfloat16, whole=kind == "LoRA")
     options: dict = {"wrap": wrap}
     if kind == "LoRA":
-        options |= {"lora": Lora(16, 32.0, "all"), "dtype": torch.bfloat16}
+        options |= {"lora": Machine(lora_rank=16), "dtype": torch.bfloat16}
     check_model(args.folder, "sdpa", False)  # which imports what the model needs, here as in the scripts
     load = load_critic if kind == "critic" else load_policy
     with anonymous_memory() as memory:

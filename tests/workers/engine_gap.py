@@ -24,11 +24,11 @@ from common.engine.books import EngineConfig, Sampling
 from common.engine.hf import HuggingFaceEngine
 from common.engine.vllm import VllmEngine
 from common.episodes import Row, sample_episodes
+from common.flags import Machine
 from common.hub import load_tokenizer, resolve_model
-from common.lora import Lora
 from common.models import full_parameters, load_policy
 from common.packing import TokenIndex, pack
-from common.precision import DTYPES, checked_gap, gap_limit
+from common.precision import DTYPES, GAP_LIMITS, checked_gap
 
 # What the engine does after the policy has moved. On CPUs it never sleeps, and these are syncs alone.
 ORDERS = {
@@ -64,7 +64,7 @@ def main(args: argparse.Namespace) -> None:
     options = {"end_ids": end_token_ids(path, tokenizer), "max_model_len": 512, "sleep_level": args.sleep_level}
     options["ranks"] = args.ranks
     engine = make(EngineConfig(path, dtype, world, **options, memory_gib=2.0 if world.device.type == "cuda" else 1.0))
-    lora = Lora(args.lora_rank, 32.0, "all", seed=0) if args.lora_rank else None
+    lora = Machine(lora_rank=args.lora_rank) if args.lora_rank else None
     wrap = partial(wrap_model, mesh=make_mesh(world, "fsdp"), compute_dtype=dtype)
     policy = load_policy(path, "sdpa", dtype=dtype if lora else torch.float32, wrap=wrap, lora=lora)
     sampling = Sampling(n=2, max_tokens=args.tokens, temperature=args.temperature)
@@ -134,7 +134,7 @@ def main(args: argparse.Namespace) -> None:
 
     def check() -> None:
         """With the requests of `stale`: their prompts have been cached."""
-        checked_gap(torch.tensor([gap(1)]), torch.zeros(1), gap_limit(dtype), step=1)
+        checked_gap(torch.tensor([gap(1)]), torch.zeros(1), GAP_LIMITS[dtype], step=1)
 
     def caught_by_the_gap(name: str, fault: Callable, repair: Callable) -> None:
         move_policy()

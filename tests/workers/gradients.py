@@ -13,8 +13,18 @@ from transformers import Qwen2Config
 
 import grpo
 import ppo
-from common.distributed import all_reduce, average_gradients, forward_context, init_world, make_mesh, run, wrap_model
-from common.lora import Lora, adapters, add_adapters
+from common.distributed import (
+    all_reduce,
+    average_gradients,
+    forward_context,
+    init_world,
+    make_mesh,
+    repeated_blocks,
+    run,
+    wrap_model,
+)
+from common.flags import Machine
+from common.lora import adapters, add_adapters
 from common.models import Critic
 from common.packing import Minibatch, TokenIndex, pack
 
@@ -80,7 +90,7 @@ def gradients_of(model) -> list[torch.Tensor]:
 def make_models(config, dtype: torch.dtype, lora: bool) -> dict[str, torch.nn.Module]:
     policies = [random_policy(config, dtype, seed) for seed in (0, 1)]
     for policy in policies if lora else ():
-        add_adapters(policy.model, policy.layers(), Lora(4, 8.0, "all", seed=0))
+        add_adapters(policy.model, repeated_blocks(policy), Machine(lora_rank=4, lora_alpha=8.0))
         for _, layer in adapters(policy):
             layer.lora_B.data.normal_(std=0.1, generator=torch.Generator().manual_seed(2))
     critic = Critic(policies[1].model.base_model, "sdpa")
