@@ -371,7 +371,7 @@ def compare_without_tools(
 ) -> None:
     """Evaluate the same rows without tools, and print both side by side."""
     options = {"flag": "--eval-data", "tokenizer": job.tokenizer, "vision": job.vision, "notice": job.world.print}
-    rows = PromptData.of_flags(args.data, args.rollout, rollouts.eval_data.files.paths, **options)
+    rows = PromptData(rollouts.eval_data.files.paths, args.data, args.rollout, **options)
     without = with_tools.with_stem("eval_samples_without_tools")
     bare = copy(rollouts)  # the same engine, workers and seeds
     bare.eval_data, bare.turns = rows, None

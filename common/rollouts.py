@@ -215,9 +215,9 @@ def read_prompts(
         barrier()
         eval_files = eval_files or held_out
     read = partial(
-        PromptData.of_flags,
-        data,
-        rollout,
+        PromptData,
+        data=data,
+        rollout=rollout,
         tokenizer=job.tokenizer,
         vision=job.vision,
         tools=tools and tools.tools,

@@ -27,7 +27,7 @@ from common.attention import register_attention
 from common.checkpoint import Checkpoints
 from common.engine.books import Request, Sampling
 from common.episodes import Episode
-from common.flags import Run, parse
+from common.flags import Data, Rollout, Run, parse
 from common.precision import LossScale
 
 register_attention()  # for models that are built without `load_policy`
@@ -125,6 +125,18 @@ def make_args(script, **flags):
         assert len(groups) == 1, f"{script.__name__}.py has no flag {name}"
         setattr(groups[0], name, value)
     return args
+
+
+def prompts_of(files, **options):
+    """Rows of files as prompts; options: flags of the groups Data and Rollout, and what PromptData itself takes."""
+    from common.data.prompts import PromptData
+
+    own = {"tokenizer", "flag", "max_rows", "notice", "vision", "tools", "world"}
+    groups = [Data(), Rollout()]
+    for name in options.keys() - own:
+        (group,) = [group for group in groups if name in vars(group)]
+        setattr(group, name, options[name])
+    return PromptData(files, *groups, **{name: options[name] for name in options.keys() & own})
 
 
 def checked_args(script, monkeypatch, *arguments: str):

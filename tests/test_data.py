@@ -14,12 +14,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from helpers import deadline, run_script
+from helpers import deadline, prompts_of, run_script
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from common.data.prompts import PromptData, PromptLoader
-from common.data.rows import RowFiles, read_file, values
+from common.data.rows import RowFiles, read_file
 from common.data.scan import Lengths, shared_ends
 from common.distributed import World
 from common.flags import Rollout
@@ -73,7 +73,7 @@ def write(path, rows):
 
 def load(path, tokenizer, said=None, **options):
     notice = said.append if said is not None else (lambda _: None)
-    return PromptData(path, tokenizer, **{"max_prompt_tokens": 200, "notice": notice} | options)
+    return prompts_of(path, tokenizer=tokenizer, **{"max_prompt_tokens": 200, "notice": notice} | options)
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".json"])
@@ -106,17 +106,6 @@ def test_parquet_with_pictures_is_read_some_rows_at_a_time(tmp_path, tokenizer):
     pq.write_table(pa.table({"images": [[{"bytes": b"x", "path": None}]] * 100}), tmp_path / "a.parquet")
     table = read_file(tmp_path / "a.parquet", "--train-data", once=None)
     assert len(table) == 100 and table["images"].num_chunks == 4
-
-
-def test_values_are_those_of_arrow():
-    rows = [
-        {"a": [1, None], "b": {"c": "x", "d": None}, "e": [{"f": [[1], []]}, None], "g": b"y", "h": {}},
-        {"a": None, "b": None, "e": [], "g": None, "h": None},
-        {"a": [], "b": {"c": None, "d": 1.5}, "e": None, "g": b"", "h": {}},
-    ]
-    array = pa.table({name: [row[name] for row in rows * 3] for name in rows[0]}).to_batches()[0].to_struct_array()
-    for part in (array, array[1:2], array[2:8], array[4:4]):
-        assert values(part) == part.to_pylist()
 
 
 @pytest.mark.parametrize(
@@ -248,6 +237,27 @@ def test_control_tokens_spelled_in_a_message_are_text(tmp_path, tokenizer):
     assert said == [f"--train-data: {told}"]
 
 
+def test_the_flags_say_what_a_row_gets_and_needs(tmp_path, tokenizer):
+    """An interaction for the rows that it answers; no truth where nothing is scored, or by an environment."""
+    asks = {"extra_info": {"interaction_kwargs": {"query": "?"}}}
+    path = write(tmp_path / "a.jsonl", [row(**asks), row()])
+    for flags, given in (
+        ({}, [None, None]),
+        ({"interaction_rows": "all"}, [None, None]),
+        ({"interaction": "f.py:talk"}, [{"query": "?"}, None]),
+        ({"interaction": "f.py:talk", "interaction_rows": "all"}, [{"query": "?"}, {}]),
+    ):
+        data = load(path, tokenizer, **flags)
+        assert [data[i].interaction for i in range(2)] == given, flags
+    path = write(tmp_path / "b.jsonl", [row(truth=None)])
+    (alone,) = [load(path, tokenizer, environment="f.py:Game")[0]]
+    assert (alone.ground_truth, alone.environment["ground_truth"]) == ("", None)
+    (alone,) = [load(path, tokenizer, eval_only=True)[0]]
+    assert (alone.ground_truth, alone.environment) == (None, None)
+    with pytest.raises(ValueError, match="ground_truth is missing"):
+        load(path, tokenizer)
+
+
 def test_no_chat_template(tmp_path, tokenizer):
     bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     assert len(load(write(tmp_path / "a.jsonl", [row(prompt="raw"), row(TINYZERO)]), bare)) == 2
@@ -291,6 +301,7 @@ BAD = {
     "reward_model.ground_truth is missing ": row(reward_model="2"),
     "data_source is None, expected a string": row(data_source=None),
     "extra_info is 'x', expected an object": row(extra_info="x"),
+    "agent_name 'react_agent': known are single_turn_agent, tool_agent": row(agent_name="react_agent"),
     "invalid JSON: Expecting": '{"prompt": ',
     "a JSON list, expected an object": "[1]",
     "a JSON str, expected an object": '"hello"',
@@ -536,9 +547,9 @@ def test_what_is_no_file_is_a_data_set_of_the_hub(hub, tmp_path, tokenizer, monk
         ("o-r.g/na.me-2.5:main:test", ("o-r.g/na.me-2.5", "main", "test")),
     ]:
         with pytest.raises(ValueError, match=rf"{name} row 2: prompt is empty"):
-            PromptData(name, **options)
+            prompts_of(name, **options)
         assert hub.pop() == parts
-        data = PromptData(name, bad_rows="drop", notice=lambda _: None, **options)
+        data = prompts_of(name, bad_rows="drop", notice=lambda _: None, **options)
         assert [data.record(i)["prompt"] for i in range(len(data))] == [f"{parts[-1]} {i}" for i in range(2)]
     hub.clear()
     for name in ("org/rows.parquet", "org/rows.json", "./rows", "../rows", "rows", "/org/rows", "org/name/more"):

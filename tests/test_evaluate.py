@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pyarrow.parquet as pq
 import pytest
 import torch
+from helpers import prompts_of
 
 from common import processes
-from common.data.prompts import PromptData
 from common.data.render import end_token_ids
 from common.distributed import World
 from common.engine.books import Completion, EngineConfig
@@ -256,14 +256,14 @@ def test_truths_may_lack_in_what_is_only_evaluated(tmp_path, tokenizer):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = {"max_prompt_tokens": 64, "tokenizer": tokenizer}
-    data = PromptData(str(path), needs_truth=False, **options)
+    data = prompts_of(str(path), eval_only=True, **options)
     assert [data[i].ground_truth for i in range(4)] == [None, {"target": 3}, None, None]
     assert data.sources == {"countdown"}, "nobody has to know how to score the others"
     with pytest.raises(ValueError, match="lacks reward_model"):
-        PromptData(str(path), **options)
+        prompts_of(str(path), **options)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
     with pytest.raises(ValueError, match=r"2 unusable rows.*\n.*line 2: reward_model.ground_truth is missing"):
-        PromptData(str(path), **options)
+        prompts_of(str(path), **options)
 
 
 @pytest.mark.parametrize("temperature, samples", [(0.0, 1), (1.0, 2)])

@@ -194,8 +194,8 @@ def test_what_was_not_typed_is_never_in_vain(monkeypatch):
         ("--model x --train-data y --eval-rows 3", "--eval-rows 3 has no effect: needs --eval-data"),
         ("--model x --train-data y --eval-temperature 1", "--eval-temperature 1.0 has no effect: needs --eval-data"),
         ("--total-steps 3 --total-epochs 2", "--total-epochs 2.0 has no effect: needs no --total-steps"),
-        ("--tool-timeout 3", "--tool-timeout 3.0 has no effect: needs --tools"),
-        ("--deterministic", "--deterministic True has no effect: needs --tools"),
+        ("--tool-timeout 3", "--tool-timeout 3.0 has no effect: needs --tools, --interaction or --environment"),
+        ("--deterministic", "--deterministic True has no effect: needs --tools, --interaction or --environment"),
         ("--eval-top-k 3", "--eval-top-k 3 has no effect: needs an --eval-temperature above 0"),
     ],
 )
@@ -322,8 +322,8 @@ def test_bad_rows_stop_a_run_or_are_counted_and_dropped(bad, reason, tmp_path):
     options = {"tokenizer": load_tokenizer(resolve_model("tiny")), "notice": told.append}
     rollout = Rollout(max_prompt_tokens=64)
     with pytest.raises(ValueError, match=rf"(?s)1 .*{reason}.*--bad-rows drop drops them.*rows\.jsonl line 2: "):
-        PromptData.of_flags(Data(), rollout, file, **options)
-    data = PromptData.of_flags(Data(bad_rows="drop"), rollout, file, **options)
+        PromptData(file, Data(), rollout, **options)
+    data = PromptData(file, Data(bad_rows="drop"), rollout, **options)
     assert [data[i].index for i in range(len(data))] == [0, 2]
     assert len(told) == 1 and "1 " in told[0] and reason in told[0] and "dropped" in told[0]
 

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers import run_script
+from helpers import prompts_of, run_script
 from PIL import Image
 from vl import QWEN_VL, picture, write_tiny_vl
 
@@ -75,7 +75,7 @@ def load(folder, vision, **options) -> PromptData:
     tokenizer = vision.processor.tokenizer
     tokenizer.chat_template = QWEN_VL
     options = {"tools": PYTHON, "max_prompt_tokens": 4000, "notice": lambda text: None, "media_root": folder} | options
-    return PromptData(str(folder / options.pop("file", "out.parquet")), tokenizer, vision=vision, **options)
+    return prompts_of(str(folder / options.pop("file", "out.parquet")), tokenizer=tokenizer, vision=vision, **options)
 
 
 # --- where pictures go --------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def test_pictures_that_the_prompt_does_not_show_go_to_the_interpreter(media, vis
     )
     with pytest.raises(ValueError, match="tools_kwargs names python, which --tools does not offer"):
         load(media, vision, tools={"other": PYTHON["python"]})
-    assert "no --tools are given" in unheeded(data.record(1), {})
+    assert "no --tools are given" in unheeded(data.record(1), {}, "none")
 
 
 @pytest.mark.parametrize("file", ["out.parquet", "rows.json"])
@@ -172,7 +172,8 @@ def test_the_same_rows_are_read_directly(media, vision):
     assert given[:2] == [{}, {"image_hint_0": {"kind": "image", "frames": [png]}}] and len(data[0].media) == 1
     assert given[2] == {"video_clue_0": {"kind": "file", "frames": [b"any"]}}
     assert given[3] == {"video_clue_0": {"kind": "video", "frames": [frame]}}
-    assert "no --tools are given" in unheeded(rows[1], {}) and not unheeded(rows[0], {})
+    assert "no --tools are given" in unheeded(rows[1], {}, "none")
+    assert not unheeded(rows[0], {}, "none")
     rows[1]["mm_hint"]["hint_path"] = "gone.png"
     (media / "rows.json").write_text(json.dumps(rows))
     with pytest.raises(ValueError, match=r"(?s)1 unusable rows.*row 1: cannot open .*gone\.png"):

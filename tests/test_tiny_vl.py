@@ -10,10 +10,9 @@ from itertools import islice
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers import LITTLE_CACHE, run_script
+from helpers import LITTLE_CACHE, prompts_of, run_script
 
 from common.data.conversations import Conversations
-from common.data.prompts import PromptData
 from common.data.render import DEFAULT_SYSTEM
 from common.hub import FOLDERS, load_tokenizer
 from common.pictures import PixelLimits, decode
@@ -139,8 +138,8 @@ def test_traces_load_as_supervised_rows_of_pixel_reasoner(vision, tmp_path):
 def test_rows_of_training_and_evaluation_load_and_share_no_scene(vision, demo):
     pictures = {}
     for split, rows in (("train", mosaic.RL_ROWS), ("eval", mosaic.EVAL_ROWS)):
-        options = {"max_prompt_tokens": 128, "vision": vision, "tools": TOOLS}
-        data = PromptData(str(demo / f"{split}.parquet"), load_tokenizer(ASSET), **options)
+        options = {"max_prompt_tokens": 128, "vision": vision, "tools": TOOLS, "tokenizer": load_tokenizer(ASSET)}
+        data = prompts_of(str(demo / f"{split}.parquet"), **options)
         assert len(data) == rows and data.sources == {"tiny-vl"}
         records = pq.read_table(demo / f"{split}.parquet").to_pylist()
         pictures[split] = {record["images"][0]["bytes"] for record in records}

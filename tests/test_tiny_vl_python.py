@@ -5,11 +5,11 @@ from itertools import islice
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from helpers import prompts_of
 from test_python_tool import Trajectory
 from test_turns import run
 
 from common.data.conversations import Conversations
-from common.data.prompts import PromptData
 from common.hub import load_tokenizer
 from common.pictures import PixelLimits
 from common.prepare import mosaic, tiny_vl, tiny_vl_python
@@ -84,7 +84,7 @@ def test_a_cold_start_is_what_reinforcement_learning_asks_and_answers(vision, bl
     rows = [{"prompt": messages[:1], "images": pictures[:1], **rest} for messages, pictures in traces]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     options = {"max_prompt_tokens": 64, "vision": vision, "tools": workers.tools}
-    asked = PromptData(str(tmp_path / "rows.parquet"), tokenizer, **options)
+    asked = prompts_of(str(tmp_path / "rows.parquet"), tokenizer=tokenizer, **options)
     turns, endings = Turns(tokenizer, workers, vision), set()
     for i, (messages, _) in enumerate(traces):
         expected, said = taught.episode(i), [message["content"] for message in messages[1::2]]
@@ -99,5 +99,5 @@ def test_a_cold_start_is_what_reinforcement_learning_asks_and_answers(vision, bl
 def test_the_demos_rows_are_prompts(vision, blank, workers, tmp_path):
     tiny_vl_python.write_demo_data(tmp_path)
     options = {"max_prompt_tokens": 64, "vision": vision, "tools": workers.tools}
-    prompts = PromptData(str(tmp_path / "eval.parquet"), load_tokenizer(blank), **options)
+    prompts = prompts_of(str(tmp_path / "eval.parquet"), tokenizer=load_tokenizer(blank), **options)
     assert len(prompts) == mosaic.EVAL_ROWS and prompts[0].tools == {"python": {}}

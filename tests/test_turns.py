@@ -21,7 +21,7 @@ from common.packing import TokenIndex, pack
 from common.pictures import Media, PixelLimits
 from common.tools.pools import ToolWorkers
 from common.tools.trajectories import Turns
-from common.tools.turns import Call, Hermes, ToolReply
+from common.tools.turns import Call, Hermes, ToolReply, spacing
 from common.vision import load_vision
 
 LIMITS = PixelLimits(784, 64 * 784, 16 * 784)
@@ -345,6 +345,17 @@ def test_what_vllm_has_sampled(vision, seen):
     else:
         with pytest.raises(RuntimeError, match="the engine has seen another prompt"):
             engine.step()
+
+
+def test_special_tokens_that_a_text_spells_are_spaced_once():
+    """Also those that begin alike; regular expressions mean nothing, and what is no special token stays."""
+    names = {"<|a|><|a|>": True, "<|a|>": True, "<|a|>b": True, "[a-z]": True, "<plain>": False}
+    added = {i: SimpleNamespace(content=name, special=special) for i, (name, special) in enumerate(names.items())}
+    tokenizer = SimpleNamespace(added_tokens_decoder=added)
+    text = "<|a|>b<|a|><|a|>\n[a-z] x <plain> < |a|>"
+    assert spacing(tokenizer)(text) == "< |a|>b< |a|>< |a|>\n[ a-z] x <plain> < |a|>"
+    assert spacing(tokenizer, ["<|a|>", "[a-z]"])(text) == "< |a|>b<|a|><|a|>\n[a-z] x <plain> < |a|>"
+    assert spacing(SimpleNamespace(added_tokens_decoder={}))(text) == text
 
 
 def test_special_tokens_that_a_call_spells_mean_nothing_in_its_error(vision, workers):

@@ -12,12 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from helpers import deadline
+from helpers import deadline, prompts_of
 from PIL import Image
 from vl import QWEN_VL, picture, write_tiny_vl
 
 from common.data.media import count_tokens
-from common.data.prompts import PromptData
 from common.data.render import unheeded
 from common.pictures import Media, PixelLimits
 from common.tools import Tool, call_tool, load_tools
@@ -43,7 +42,7 @@ def load(tmp_path, vision, rows, **options):
     tokenizer = vision.processor.tokenizer
     tokenizer.chat_template = QWEN_VL
     options = {"max_prompt_tokens": 400, "notice": lambda text: None, "media_root": tmp_path} | options
-    return PromptData(str(path), tokenizer, vision=vision, **options)
+    return prompts_of(str(path), tokenizer=tokenizer, vision=vision, **options)
 
 
 def ask(text: str) -> dict:
@@ -125,7 +124,7 @@ def test_parquet_with_bytes_and_rows_without_pictures(tmp_path, vision):
     ]
     rows = [row | {"data_source": "a", "reward_model": {"style": "rule", "ground_truth": "1"}} for row in rows]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    data = PromptData(str(tmp_path / "rows.parquet"), vision.processor.tokenizer, max_prompt_tokens=400, vision=vision)
+    data = prompts_of(str(tmp_path / "rows.parquet"), tokenizer=vision.processor.tokenizer, vision=vision)
     assert [len(data[i].media) for i in (0, 1)] == [1, 0]
     assert "<image>" in vision.processor.tokenizer.decode(data[1].prompt_ids)
 
@@ -211,7 +210,7 @@ def test_pixel_reasoners_rows_with_paths_that_are_no_files(tmp_path, vision):
         pq.write_table(pa.Table.from_pylist([row]), path)
         with pytest.raises(ValueError, match=r"(?s)1 unusable rows.*cannot open"):
             tokenizer = vision.processor.tokenizer
-            PromptData(str(path), tokenizer, max_prompt_tokens=400, vision=vision, media_root=tmp_path)
+            prompts_of(str(path), tokenizer=tokenizer, vision=vision, media_root=tmp_path)
 
 
 def test_no_path_leaves_the_media_root(tmp_path, vision):
@@ -288,9 +287,8 @@ def test_the_single_picture_of_pyvisions_rows(tmp_path, vision):
 def test_a_model_without_eyes_refuses_pictures(tmp_path, vision):
     with pytest.raises(ValueError, match="the model reads text alone"):
         row = ask("<image>") | {"images": [saved(tmp_path, "a.png", picture(60, 60))]}
-        load(tmp_path, vision, [row]).__class__(
-            str(tmp_path / "rows.jsonl"), vision.processor.tokenizer, max_prompt_tokens=400
-        )
+        load(tmp_path, vision, [row])
+        prompts_of(str(tmp_path / "rows.jsonl"), tokenizer=vision.processor.tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -306,13 +304,12 @@ def test_a_model_without_eyes_refuses_pictures(tmp_path, vision):
         ({"agent_name": "single_turn_agent", "extra_info": {"tools_kwargs": {"select_frames": {}}}}, "", ""),
         ({"agent_name": "tool_agent"}, "no --tools are given", ""),
         ({"extra_info": {"tools_kwargs": {"select_frames": {"a": 1}}}}, "no --tools are given", ""),
-        ({"agent_name": "react_agent"}, "agent_name 'react_agent': known are", "agent_name 'react_agent': known are"),
-        ({"extra_info": {"interaction_kwargs": {"name": "teacher"}}}, "no interactions", "no interactions"),
+        ({"extra_info": {"interaction_kwargs": {"name": "teacher"}}}, "no --interaction is", "no --interaction is"),
     ],
 )
 def test_what_a_row_asks_for_and_does_not_get(asks, without, with_tools):
     for said, tools in ((without, {}), (with_tools, load_tools("visual"))):
-        told = unheeded(ask("x") | asks, tools)
+        told = unheeded(ask("x") | asks, tools, "none")
         assert said in told and bool(said) == bool(told), told
 
 
@@ -330,7 +327,7 @@ def test_rows_that_ask_in_vain_are_told_at_the_start(tmp_path, vision):
         "warning: --train-data: 2 rows ask in vain for something: "
         "agent_name tool_agent, or extra_info.tools_kwargs: no --tools are given",
         "warning: --train-data: 1 rows ask in vain for something: "
-        "extra_info.interaction_kwargs: there are no interactions here",
+        "extra_info.interaction_kwargs: no --interaction is given",
     ]
 
 

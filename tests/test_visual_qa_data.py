@@ -3,6 +3,7 @@
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from helpers import prompts_of
 from vl import SMALL, build_tokenizer, picture, write_tiny_vl
 
 from common.data.prompts import PromptData
@@ -42,7 +43,7 @@ def write(folder, name: str = "release.parquet", **changes):
 
 def load(path, vision, folder, tools: str = "visual", **options) -> PromptData:
     shared = {"max_prompt_tokens": 10_000, "vision": vision, "media_root": folder}
-    return PromptData(path, build_tokenizer(), tools=load_tools(tools), **shared, **options)
+    return prompts_of(path, tokenizer=build_tokenizer(), tools=load_tools(tools), **shared, **options)
 
 
 def test_published_rows(vision, folder):

@@ -18,12 +18,13 @@ from jinja2 import TemplateError
 
 from common.data.formats import Conversation, Rule, pictured, read_conversation, text_of
 from common.data.media import count_tokens, open_media
-from common.data.render import as_text, control_tokens, spells_control
+from common.data.render import as_text, spells_control
 from common.data.rows import RowFiles
 from common.data.scan import once_per_machine
 from common.distributed import World
 from common.episodes import Episode
 from common.pictures import BadRow, Media
+from common.tools.turns import spacing
 from common.torch_repair import transformers
 from common.vision import Vision
 
@@ -112,9 +113,8 @@ class Conversations:
         self.tokenizer, self.max_tokens, self.vision, self.media_root = tokenizer, max_tokens, vision, media_root
         self.rule, self.mask_failed_calls = rule, mask_failed_calls
         self.files = RowFiles(paths, flag, max_rows, once=partial(once_per_machine, world))
-        self.control = control_tokens(tokenizer, vision)
-        pictures = [*vision.placeholders.values()] if vision else []
-        self.placeholders = [*map(tokenizer.convert_ids_to_tokens, pictures)]
+        self.placeholders = tokenizer.convert_ids_to_tokens([*vision.placeholders.values()]) if vision else []
+        self.spaced = spacing(tokenizer, self.placeholders)
         found = once_per_machine(world, self._scan)
         self.files.refuse(found.bad, "unusable rows", bad_rows == "drop", notice)
         if not found.costs:
@@ -160,7 +160,7 @@ class Conversations:
         spelled = [mark for mark in self.placeholders if any(mark in text_of(m) for m in conversation.messages)]
         if spelled:
             raise BadRow(f"spells {spelled[0]}, which stands for a picture: <image> and <video> are its marks")
-        messages = as_text(conversation.messages, self.control)
+        messages = as_text(conversation.messages, self.spaced)
         return replace(conversation, messages=messages), messages != conversation.messages
 
     def _check(self, conversation: Conversation, picture_tokens: list[int]) -> None:

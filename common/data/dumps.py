@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from common.distributed import World, gather_objects
 from common.episodes import Episode
-from common.files import full_disk_is_a_warning, replace_file
+from common.files import full_disk_is_a_warning, refuse, replace_file
 from common.pictures import Media, PixelLimits
 from common.torch_repair import transformers
 
@@ -65,18 +65,15 @@ def load_rollouts(
     path: Path, step: int, world: World, limits: PixelLimits, reward_model: str | None = None
 ) -> tuple[list[Episode], list[Episode]]:
     """(all episodes of this rank, those that were trained on) of a dump of `step` by as many ranks."""
-    if not path.is_file():
-        raise SystemExit(f"--replay {path}: no such file")
+    refuse(not path.is_file(), f"--replay {path}: no such file")
     rows = pq.read_table(path).to_pylist()
-    if (rows[0]["step"], rows[0]["ranks"]) != (step, world.size):
-        raise SystemExit(
-            f"--replay {path}: is of step {rows[0]['step']} on {rows[0]['ranks']} ranks, this is step {step} on "
-            f"{world.size}: --resume the checkpoint of the step before it, with as many ranks"
-        )
+    wrong = f"--replay {path}: is of step {rows[0]['step']} on {rows[0]['ranks']} ranks, this is step {step} on "
+    wrong += f"{world.size}: --resume the checkpoint of the step before it, with as many ranks"
+    refuse((rows[0]["step"], rows[0]["ranks"]) != (step, world.size), wrong)
     older = {"model_reward": None, "row": None, "truth": "", "messages": "[]", "turn_rewards": [], "opening": ""}
     rows = [older | {"environment_reward": None} | row for row in rows]  # what older dumps lack
-    if any(row["model_reward"] is not None for row in rows) != bool(reward_model):
-        raise SystemExit(f"--replay {path}: give the --reward-model of that run, and none if it had none")
+    wrong = f"--replay {path}: give the --reward-model of that run, and none if it had none"
+    refuse(any(row["model_reward"] is not None for row in rows) != bool(reward_model), wrong)
     own = path.with_suffix(f".media_{world.rank}.parquet")
     table = pq.read_table(own).to_pydict() if own.is_file() else {"hash": [], "bytes": []}
     files = dict(zip(table["hash"], table["bytes"]))
@@ -92,8 +89,8 @@ def load_rollouts(
                 frames = [files[name] for name in m["frames"]]
                 opened[key] = Media.open(m["kind"], frames, limits, m["is_frame"])
             row["media"][i] = opened[key]
-            if list(opened[key].pixels.shape[2:0:-1]) != row["shown"][i]:
-                raise SystemExit(f"--replay {path}: give --min-pixels, --max-pixels, --max-frame-pixels of that run")
+            wrong = f"--replay {path}: give --min-pixels, --max-pixels, --max-frame-pixels of that run"
+            refuse(list(opened[key].pixels.shape[2:0:-1]) != row["shown"][i], wrong)
         sampled.append(Episode(**{f.name: row[f.name] for f in fields(Episode)}))
         if row["advantage"] is not None:
             trained.append(sampled[-1])

@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from jinja2 import TemplateError
@@ -18,7 +16,6 @@ from common.data.render import (
     as_text,
     bare_text,
     clean_prompt,
-    control_tokens,
     row_interaction,
     row_tools,
     spells_control,
@@ -34,6 +31,7 @@ from common.episodes import Prompt, Row
 from common.flags import Data, Rollout
 from common.pictures import BadRow
 from common.tools import Tool
+from common.tools.turns import spacing
 from common.vision import Vision
 
 
@@ -67,41 +65,39 @@ class PromptData:
 
     What is wrong with the files is said here, at start-up: ValueError with file, row, reason and the flag that helps.
     `max_rows` counts the concatenated files before anything is dropped. Ranks other than 0 pass a silent `notice`.
-    Without `needs_truth` a row may lack its truth: then it is sampled, and not scored.
+    With --eval-only or an --environment a row may lack its truth: then it is sampled, and not scored.
     With a `world`, in which all ranks come here, the first rank of each machine looks at the rows for the others.
     """
 
     def __init__(
         self,
-        paths: str | list[str],
-        tokenizer,
+        files: str | list[str],
+        data: Data,
+        rollout: Rollout,
         *,
-        max_prompt_tokens: int,
-        bad_rows: Literal["error", "drop"] = "error",
-        max_rows: int | None = None,
+        tokenizer,
         flag: str = "--train-data",
+        max_rows: int | None = None,
         notice: Callable[[str], None] = print,
         vision: Vision | None = None,
         tools: Mapping[str, Tool] | None = None,
-        media_root: Path | None = None,
-        max_images: int = 16,
         world: World | None = None,
-        needs_truth: bool = True,
-        interaction: Literal["none", "own", "all"] = "none",
-        environment: bool = False,
     ):
-        convert = partial(to_verl, flag=flag, media_root=media_root, with_tools=bool(tools), needs_truth=needs_truth)
-        once = partial(once_per_machine, world)
-        self.files, self.needs_truth = RowFiles(paths, flag, max_rows, convert, once), needs_truth
-        self.tokenizer, self.max_prompt_tokens, self.max_images = tokenizer, max_prompt_tokens, max_images
-        self.vision, self.tools, self.media_root = vision, tools or {}, media_root
-        self.interaction, self.environment = interaction, environment
-        self.control, self.lengths = control_tokens(tokenizer, vision), Lengths(tokenizer)
-        pictures = [*vision.placeholders.values()] if vision else []
-        self.placeholders = [*map(tokenizer.convert_ids_to_tokens, pictures)]
+        self.tokenizer, self.vision, self.tools = tokenizer, vision, tools or {}
+        self.max_prompt_tokens, self.max_images = rollout.max_prompt_tokens, rollout.max_images
+        self.media_root, self.environment = data.media_root, rollout.environment
+        self.interaction = rollout.interaction_rows if rollout.interaction else "none"
+        self.needs_truth = not (rollout.eval_only or rollout.environment)
+        convert = partial(
+            to_verl, flag=flag, media_root=data.media_root, with_tools=bool(tools), needs_truth=self.needs_truth
+        )
+        self.files = RowFiles(files, flag, max_rows, convert, partial(once_per_machine, world))
+        self.placeholders = tokenizer.convert_ids_to_tokens([*vision.placeholders.values()]) if vision else []
+        self.spaced, self.lengths = spacing(tokenizer, self.placeholders), Lengths(tokenizer)
         found = once_per_machine(world, self._scan)
-        self.files.refuse(found.bad, "unusable rows", drop := bad_rows == "drop", notice)
-        self.files.refuse(found.too_long, f"prompts longer than --max-prompt-tokens {max_prompt_tokens}", drop, notice)
+        self.files.refuse(found.bad, "unusable rows", drop := data.bad_rows == "drop", notice)
+        too_long = f"prompts longer than --max-prompt-tokens {self.max_prompt_tokens}"
+        self.files.refuse(found.too_long, too_long, drop, notice)
         self.sources = found.sources
         self.positions = np.array([index for index in found.kept if index not in found.too_long], dtype=np.int64)
         if not len(self.positions):
@@ -111,26 +107,11 @@ class PromptData:
             notice(f"{flag}: {found.rendered} {told}")
         if found.spelled:
             notice(f"{flag}: {found.spelled} prompts {spells_control(tokenizer)}")
-        if interaction != "none" and not found.answered:
+        if self.interaction != "none" and not found.answered:
             notice(f"warning: {flag}: no row has extra_info.interaction_kwargs; --interaction-rows all answers all")
         for what, count in found.unheeded.items():
             if what:
                 notice(f"warning: {flag}: {count} rows ask in vain for something: {what}")
-
-    @classmethod
-    def of_flags(cls, data: Data, rollout: Rollout, files: str, **options) -> "PromptData":
-        """Files of prompts as the flags ask for; the other options as above."""
-        return cls(
-            files,
-            max_prompt_tokens=rollout.max_prompt_tokens,
-            bad_rows=data.bad_rows,
-            media_root=data.media_root,
-            max_images=rollout.max_images,
-            needs_truth=not (rollout.eval_only or rollout.environment),
-            interaction=rollout.interaction_rows if rollout.interaction else "none",
-            environment=bool(rollout.environment),
-            **options,
-        )
 
     def _scan(self) -> Found:
         """At every row, some at a time."""
@@ -192,7 +173,7 @@ class PromptData:
         offered = row_tools(record, self.tools) if self.tools else {}
         messages = prompt
         if not isinstance(prompt, str):
-            messages = as_text(prompt, self.control)
+            messages = as_text(prompt, self.spaced)
         spelled = messages != prompt
         messages = to_messages(messages, self.tokenizer, {name: self.tools[name] for name in offered}, bool(pictures))
         return Prepared(prompt, messages, pictures, offered, spelled)

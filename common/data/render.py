@@ -13,7 +13,6 @@ from common.pictures import BadRow
 from common.tools import Tool
 from common.tools.turns import Hermes
 from common.torch_repair import transformers
-from common.vision import Vision
 
 RENDERED_MARKS = ("\nAssistant:", "<|im_start|>assistant")  # TinyZero's templates, stored inside one user message
 NOT_OURS = ("user", "tool", "observation")  # roles whose words are not those of the data set's author
@@ -42,22 +41,15 @@ def without_nulls(value):
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def control_tokens(tokenizer, vision: Vision | None) -> re.Pattern:
-    """Finds the tokenizer's special tokens where a text spells them; not those that stand for pictures."""
-    pictures = tokenizer.convert_ids_to_tokens([*vision.placeholders.values()]) if vision else []
-    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special} - set(pictures)
-    return re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
+def as_text(messages: list[dict], spaced: Callable[[str], str]) -> list[dict]:
+    """Messages in which a control token that a user or a tool spells is text, as `spacing` makes it."""
 
-
-def as_text(messages: list[dict], control: re.Pattern) -> list[dict]:
-    """Messages in which a control token that a user or a tool spells is text: "<|end|>" becomes "< |end|>"."""
-
-    def spaced(content: str | list[dict]) -> str | list[dict]:
+    def clean(content: str | list[dict]) -> str | list[dict]:
         if isinstance(content, str):
-            return control.sub(lambda found: f"{found[0][0]} {found[0][1:]}", content)
+            return spaced(content)
         return [part | {"text": spaced(part["text"])} if "text" in part else part for part in content]
 
-    return [m | {"content": spaced(m["content"])} if m["role"] in NOT_OURS else m for m in messages]
+    return [m | {"content": clean(m["content"])} if m["role"] in NOT_OURS else m for m in messages]
 
 
 def spells_control(tokenizer) -> str:

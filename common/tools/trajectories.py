@@ -171,7 +171,7 @@ class Turns:
             return
         *before, last = row.messages
         own, episode.opening = last["content"], reply.text
-        added = self.protocol.harmless(reply.text)
+        added = self.protocol.spaced(reply.text)
         whole = own + added if isinstance(own, str) else [*own, {"type": "text", "text": added}]
         messages = [*before, last | {"content": whole}]
         (rendered,) = apply_template([messages], self.tokenizer)

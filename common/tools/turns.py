@@ -1,7 +1,8 @@
 """Protocols: how the policy is told of the tools, how it calls one in its turn, and how it gets to see the reply."""
 
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from pydantic_core import from_json
@@ -32,6 +33,13 @@ class ToolReply:
     role: str = "tool"  # of the message that holds text and images
 
 
+def spacing(tokenizer, spared: Iterable[str] = ()) -> Callable[[str], str]:
+    """What turns special tokens, spelled in a text, into text: "<|end|>" into "< |end|>"; the spared ones stay."""
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special} - {*spared}
+    spelled = re.compile("|".join(map(re.escape, sorted(special))) or "(?!)")
+    return partial(spelled.sub, lambda found: f"{found[0][0]} {found[0][1:]}")
+
+
 class Protocol:
     """What protocols share: a message of the chat template that holds what a tool has replied."""
 
@@ -39,8 +47,7 @@ class Protocol:
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
-        added = tokenizer.added_tokens_decoder.values()
-        self.special_tokens = [token.content for token in added if token.special]
+        self.spaced = spacing(tokenizer)  # a text of a tool, or of the policy in a call: its special tokens are text
 
     def observation(self, parts: Sequence[str | Media], role: str, shown: int = 0) -> str:
         """What stands between an end-of-turn token and the next turn: texts and pictures in a message of `role`.
@@ -48,9 +55,7 @@ class Protocol:
         A picture is one placeholder; `shown` were seen before. ValueError if the chat template ends the assistant's
         turns in another way.
         """
-        content = [
-            {"type": "text", "text": self.harmless(x)} if isinstance(x, str) else {"type": x.kind} for x in parts
-        ]
+        content = [{"type": "text", "text": self.spaced(x)} if isinstance(x, str) else {"type": x.kind} for x in parts]
         if all(part["type"] == "text" for part in content):  # templates of models that read text alone want a string
             content = "".join(part["text"] for part in content)
         mark, end = "\u2603\u2603", self.tokenizer.eos_token
@@ -61,12 +66,6 @@ class Protocol:
         if not between.startswith(end):
             raise ValueError(f"the chat template does not end the assistant's turns with {end!r}: no tools with it")
         return between.removeprefix(end)
-
-    def harmless(self, text: str) -> str:
-        """Special tokens, spelled by a tool or by the policy in a call, mean nothing."""
-        for token in self.special_tokens:
-            text = text.replace(token, f"{token[0]} {token[1:]}")
-        return text
 
 
 class Hermes(Protocol):

@@ -66,10 +66,12 @@ def write_files(folder: Path, count: int) -> list[Path]:
 
 def measure(args: Args) -> dict[str, float]:
     from common.data.prompts import PromptData
+    from common.flags import Data, Rollout
 
     tokenizer = load_tokenizer(resolve_model("smollm2"))
     begin, before = time.perf_counter(), cpu_seconds()
-    data = PromptData(str(args.file), tokenizer, max_prompt_tokens=args.max_prompt_tokens, bad_rows="drop")
+    rollout = Rollout(max_prompt_tokens=args.max_prompt_tokens)
+    data = PromptData(str(args.file), Data(bad_rows="drop"), rollout, tokenizer=tokenizer)
     used = {"wall": time.perf_counter() - begin, "cpu": cpu_seconds() - before}
     return used | {"rows": len(data), "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6}
 
