@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup, new_subgroups
 from common.data.dumps import dump_rollouts
 from common.data.prompts import PromptData
 from common.data.render import end_token_ids, end_turns_properly
+from common.data.templates import protocol_of
 from common.distributed import all_reduce, barrier, gather_objects, stop_requested
 from common.engine.books import EngineConfig, Sampling
 from common.engine.hf import HuggingFaceEngine
@@ -26,11 +27,11 @@ from common.job import Job
 from common.look.console import print_samples
 from common.look.logger import Logger
 from common.look.page import write_page
-from common.memory import cache_gib, memory_plan
 from common.models import sync_engine
 from common.precision import GAP_LIMITS
 from common.prepare.embedded import embedded_data
-from common.processes import cpus_of_rank, sign_of_life
+from common.prepare.memory_plan import cache_gib, memory_plan
+from common.processes import at_end, cpus_of_rank, sign_of_life
 from common.progress import Progress
 from common.rewards import RewardWorkers, needs_judge, score_episodes
 from common.rewards.judging import bounded, open_judge, saved_at_outage
@@ -39,6 +40,7 @@ from common.rewards.samples import as_sample, report, summarize
 from common.tools.pools import ToolPool, ToolWorkers
 from common.tools.python import PythonWorkers
 from common.tools.trajectories import Turns
+from common.tools.turns import Hermes
 
 AT_ONCE = 256  # samples of an evaluation, on a rank, under way
 PICTURED = 64  # rows of it, of a model that sees: a megapixel is 8 MB
@@ -82,11 +84,16 @@ class Rollouts:
             if job.vision or rollout.multi_turn:
                 end_turns_properly(job.tokenizer, job.vision and job.vision.processor, job.world.print)
             tools = open_tools(rollout, job.world.print, self.group) if rollout.multi_turn else None
+            if rollout.environment:
+                at_end.append(tools.close)  # and with it what is under way
             self.train_data, self.eval_data = read_prompts(job, data, rollout, tools)
             self.workers = RewardWorkers(rollout.reward_function, max(1, cpus_of_rank() - 1), rollout.reward_timeout)
             if rollout.reward_function and not rollout.replay:  # found out now, not after the first rollout
                 self.workers.try_out(rollout.reward_function, (self.train_data or self.eval_data)[0])
-            self.turns = Turns(job.tokenizer, tools, job.vision, rollout) if tools else None
+            protocol = tools and tools.protocol(job.tokenizer)
+            if isinstance(protocol, Hermes):
+                protocol = protocol_of(job.tokenizer, (tool.schema for tool in tools.tools.values()))
+            self.turns = Turns(job.tokenizer, tools, job.vision, rollout, protocol) if tools else None
             rewarded = rollout.environment and self.turns.try_out((self.train_data or self.eval_data)[0])
             scored = [] if rollout.reward_function or rewarded else [self.train_data, self.eval_data]
             sources = {name for prompts in scored if prompts for name in prompts.sources}

@@ -31,7 +31,7 @@ README_LINES, README_COLUMNS, TABLE_COLUMNS = 250, 120, 200
 
 HERE = "tests/test_house.py"  # which names what is not there
 HEAVY = {"torch", "transformers", "vllm"}
-BUILDERS = {"tiny", "tiny_vl", "smollm2", "export"}  # of common/prepare: they make models, or tokenise
+BUILDERS = {"tiny", "tiny_vl", "smollm2", "export", "memory_plan"}  # of common/prepare: of models, or tokenise
 LIGHT = ["common.files", "common.flags", "common.pictures", "common.workers", "common.look.page", "common.look.curves"]
 LIGHT += ["common.tools", "common.data.rows", "common.data.visual_qa", "common.rewards"]
 WITHOUT_HELP = {

@@ -13,8 +13,9 @@ from common.distributed import World
 from common.engine.hf import HuggingFaceEngine
 from common.engine.vllm import VllmEngine
 from common.flags import Machine, Rollout
-from common.memory import GIB, memory_plan, remembered_budget
+from common.memory import remembered_budget
 from common.optimizer import move_states
+from common.prepare.memory_plan import GIB, memory_plan
 
 HIDDEN, LAYERS, VOCAB, MLP = 512, 3, 100_000, 1024
 # tied embeddings; per layer q, k, v with biases, o, three MLP matrices, two norms; the last norm

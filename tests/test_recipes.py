@@ -11,7 +11,7 @@ from test_docs import split_commands, text, without_heredocs
 from transformers import Qwen2_5_VLConfig, Qwen2Config
 
 from common.flags import EMBEDDED, Rollout
-from common.memory import memory_phases
+from common.prepare.memory_plan import memory_phases
 
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
 ROOM = 0.92  # share of a card that may be planned with, as in docs/scaling.md

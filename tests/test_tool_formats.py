@@ -80,7 +80,7 @@ def test_a_call_and_its_reply_go_as_the_template_has_them(name, workers):
 
     ids = tokenizer.encode(prompt, add_special_tokens=False)
     the_row = Row(0, "x", messages, "1", {}, ids, [], {"add": {}})
-    turns = Turns(tokenizer, workers)
+    turns = Turns(tokenizer, workers, protocol=protocol_of(tokenizer, [schema]))
     (episode,), _ = run([[CALLS[name], "It is 7."]], turns, the_row, n=1)
     assert [(c["name"], c["arguments"], c["text"]) for c in episode.calls] == [
         ("add", {"a": 3, "b": 4, "note": "7"}, "7 '7'")

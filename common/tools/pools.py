@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 from common.shared import SharedPool
 from common.tools import Caller, Tool, as_reply, find_tool, load_tools
-from common.tools.turns import Call, Protocol, ToolReply, error_text
+from common.tools.turns import Call, Hermes, Protocol, ToolReply, error_text
 from common.worker import Worker
 
 CLOSE_S = 2.0  # for environments to close what they hold
@@ -19,7 +19,7 @@ OTHER = Tool("", print, {}, role="user", ours=True)  # what is no tool of the po
 class ToolPool(SharedPool):
     """Workers whose replies are `ToolReply`s. A job has the key (that of its call, the name of the tool)."""
 
-    protocol: type[Protocol] | None = None  # None: as the chat template has it
+    protocol: type[Protocol] = Hermes  # of the policies that call them
     tools: dict[str, Tool]
 
     def poll(self, timeout_s: float = 0.0) -> list[tuple[Hashable, ToolReply]]:

@@ -5,8 +5,6 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from operator import itemgetter
 
-from common.data.render import apply_template
-from common.data.templates import protocol_of
 from common.engine.books import Completion
 from common.episodes import Episode, Row, Watch, add_turn
 from common.flags import Rollout
@@ -30,7 +28,7 @@ class Turns:
     workers: ToolPool
     vision: Vision | None = None
     flags: Rollout = field(default_factory=Rollout)
-    protocol: Protocol | None = None  # how the policy calls, and sees replies; None: as workers or chat template say
+    protocol: Protocol | None = None  # how the policy calls, and sees replies; None: that of the workers
 
     def __post_init__(self) -> None:
         """ValueError for a chat template that cannot show what a tool returns."""
@@ -38,9 +36,7 @@ class Turns:
         # all wait for the slowest: the engine's batches, and so the last bits, are repeatable; ranks submit alike
         self.lockstep = self.flags.deterministic or self.flags.engine_parallel > 1
         self.stateful = {tool.name for tool in tools if tool.stateful}
-        if not self.protocol:
-            own = self.workers.protocol
-            self.protocol = own(self.tokenizer) if own else protocol_of(self.tokenizer, (t.schema for t in tools))
+        self.protocol = self.protocol or self.workers.protocol(self.tokenizer)
         for role in {tool.role for tool in tools} | ({"user"} if self.flags.interaction else set()):
             self.observation_ids([""], role)
 
@@ -174,8 +170,7 @@ class Turns:
         added = self.protocol.spaced(reply.text)
         whole = own + added if isinstance(own, str) else [*own, {"type": "text", "text": added}]
         messages = [*before, last | {"content": whole}]
-        (rendered,) = apply_template([messages], self.tokenizer)
-        ids = self.tokenizer.encode(rendered, add_special_tokens=False)
+        ids = self.tokenizer.encode(self.protocol.prompt(messages), add_special_tokens=False)
         ids = self.vision.expand(ids, row.media) if self.vision else ids
         if len(ids) > self.flags.max_prompt_tokens:
             self.fail(episode, OPENING, f"the prompt then has {len(ids)} tokens: raise --max-prompt-tokens")

@@ -49,6 +49,11 @@ class Protocol:
         self.tokenizer = tokenizer
         self.spaced = spacing(tokenizer)  # a text of a tool, or of the policy in a call: its special tokens are text
 
+    def prompt(self, messages: list[dict]) -> str:
+        """Messages by the chat template; the tools that it is to offer stand in the first one."""
+        options = {"add_generation_prompt": True, "tokenize": False}
+        return self.tokenizer.apply_chat_template(messages, tools=messages[0].get("tools"), **options)
+
     def observation(self, parts: Sequence[str | Media], role: str, shown: int = 0) -> str:
         """What stands between an end-of-turn token and the next turn: texts and pictures in a message of `role`.
 

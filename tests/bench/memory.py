@@ -19,7 +19,7 @@ from gpu import SHAPES, make_config
 from report import table
 
 from common.flags import Machine, Rollout
-from common.memory import memory_phases
+from common.prepare.memory_plan import memory_phases
 
 CARDS = (24, 40, 80, 141)  # GB
 ROOM = 0.92  # share of a card that may be planned with
