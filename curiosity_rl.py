@@ -157,7 +157,7 @@ def shape_rewards(episodes: list[Episode], args: Args) -> None:
                 free=args.free_calls,
             )
             e.rewards |= {"acc": right, "curiosity": bonus, "call_cost": cost, "looks": float(n > 0)}
-            e.rewards["score"] = correctness + bonus + cost + math.fsum(e.turn_rewards)
+            e.rewards["score"] = correctness + bonus + cost + math.fsum(reward for _, reward in e.turn_rewards)
 
 
 @dataclass

@@ -378,7 +378,7 @@ def collect_groups(rollouts: Rollouts, args: Args, step: int, watch: Stopwatch) 
         num_prompts = math.ceil(missing * args.oversample)
         new = collect(rollouts, num_prompts, step, watch, first=drawn)
         for episode in new:  # what an interaction gave to its turns
-            episode.rewards["score"] += math.fsum(episode.turn_rewards)
+            episode.rewards["score"] += math.fsum(reward for _, reward in episode.turn_rewards)
         if args.tool_bonus:
             add_tool_bonus(new, args.tool_bonus)
         sampled += new

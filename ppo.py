@@ -120,29 +120,20 @@ def shaped_scores(episodes: list[Episode], max_response_tokens: int, overlong_bu
     return scores + ((max_response_tokens - overlong_buffer - lengths) / overlong_buffer).clamp(-1, 0)
 
 
-def token_rewards(scores: Tensor, index: TokenIndex) -> Tensor:
-    """Rewards [T]: the score [E] at the last trained token of its episode, 0 at all others."""
+def token_rewards(scores: Tensor, index: TokenIndex, episodes: list[Episode] | tuple = ()) -> Tensor:
+    """Rewards [T]: the score [E] at the last trained token of its episode, a turn's at its last one, 0 elsewhere."""
     rewards, trained = torch.zeros(len(index)), index.lengths > 0
     rewards[index.offsets[1:][trained] - 1] = scores[trained].float()
-    return rewards
-
-
-def turn_rewards(episodes: list[Episode], index: TokenIndex) -> Tensor:
-    """Rewards [T]: what an interaction gave to a turn, at its last token, 0 at all others."""
-    rewards = torch.zeros(len(index))
-    for first, episode in zip(index.offsets.tolist(), episodes):
-        sampled, mask = torch.tensor(episode.loss_mask).cumsum(0), [*episode.loss_mask, 0]
-        ends = [i for i in range(len(mask) - 1) if mask[i] and not mask[i + 1]]
-        for end, reward in zip(ends, episode.turn_rewards):
-            rewards[first + sampled[end] - 1] = reward
+    for first, some, episode in zip(index.offsets, trained, episodes):
+        for count, reward in episode.turn_rewards if some else ():  # by an interaction, after so many sampled tokens
+            rewards[first + count - 1] += reward
     return rewards
 
 
 def gae(rewards: Tensor, values: Tensor, index: TokenIndex, gamma: float, lam: float | Tensor) -> Tensor:
     """Generalized advantage estimates (arXiv 1506.02438 eq. 16): rewards, values [T], lam a number or [E] -> [T].
 
-    A_t = delta_t + gamma lam A_t+1, delta_t = r_t + gamma V_t+1 - V_t, over the trained tokens of an episode. After
-    the last one the value is 0.
+    A_t = delta_t + gamma lam A_t+1, delta_t = r_t + gamma V_t+1 - V_t, over an episode's trained tokens; then V = 0.
     """
     places = torch.arange(len(index)) - index.offsets[index.episode_of_token]
     shape = (2, len(index.lengths), int(index.lengths.max()) if len(index) else 0)
@@ -438,7 +429,6 @@ def check_args(args: Args) -> None:
 
 
 def refuse_lonely_critic(args: Args, total_steps: int | None) -> None:
-    """Once the number of steps is known."""
     alone = total_steps is not None and args.critic_warmup_steps >= total_steps and not args.rollout.eval_only
     refuse(alone, f"--critic-warmup-steps {args.critic_warmup_steps} of {total_steps}: none for the policy")
 
@@ -446,10 +436,9 @@ def refuse_lonely_critic(args: Args, total_steps: int | None) -> None:
 def critic_path(job: Job, name: str) -> str:
     """Folder of the critic's backbone. SystemExit if it does not read what the policy reads."""
     path, trust = resolve_model(name, "--critic-model"), job.machine.trust_remote_code
-    vocabulary = load_tokenizer(path, trust).get_vocab()
-    refuse(vocabulary != job.tokenizer.get_vocab(), f"--critic-model {name}: another tokenizer")
-    sees = load_vision(path, job.limits, trust) is not None
-    refuse(sees != (job.vision is not None), f"--critic-model {name}: of policy and critic one cannot see")
+    tokenizer, vision = load_tokenizer(path, trust), load_vision(path, job.limits, trust)
+    refuse(tokenizer.get_vocab() != job.tokenizer.get_vocab(), f"--critic-model {name}: another tokenizer")
+    refuse((vision is None) != (job.vision is None), f"--critic-model {name}: of policy and critic one cannot see")
     return path
 
 
@@ -515,7 +504,7 @@ def main(args: Args, demo: bool = False) -> None:
             packer.fill(tokens.values, critic, minibatches)
         scores = shaped_scores(episodes, args.rollout.max_response_tokens, args.overlong_buffer)  # [E]
         scores += args.reward_model_weight * torch.tensor([e.model_reward or 0.0 for e in episodes])
-        rewards = token_rewards(scores, index) + turn_rewards(episodes, index)  # [T]
+        rewards = token_rewards(scores, index, episodes)  # [T]
         if args.kl_in == "reward":
             kl = kl_estimate(tokens.old_logprobs, tokens.ref_logprobs, tokens.old_logprobs, "k1").cpu()  # [T]
             rewards = rewards - kl_controller.coef * kl

@@ -1,6 +1,5 @@
 """torchrun process group, sharding by FSDP2, reductions; how a script begins and ends on every rank."""
 
-import ctypes
 import datetime
 import os
 import signal
@@ -13,7 +12,6 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -29,7 +27,6 @@ from common.network import find_interface
 from common.progress import Progress, break_silence
 
 _stop = threading.Event()  # SIGTERM has come
-_steps = count()
 
 
 @dataclass(frozen=True)
@@ -70,7 +67,7 @@ def init_world(stall_minutes: float = 30.0) -> World:
         backend = "cpu:gloo,cuda:nccl"
     else:
         device, backend = torch.device("cpu"), "gloo"
-        keep_freed_memory()
+        processes.keep_freed_memory()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank must not go on beside a restart
         processes.die_with(processes.PARENT)
     processes.sign_of_life()
@@ -286,17 +283,3 @@ def broadcast_object(value: object, group: dist.ProcessGroup | None = None) -> o
     if dist.is_initialized():
         dist.broadcast_object_list(box, group=group, group_src=0)
     return box[0]
-
-
-def keep_freed_memory() -> None:
-    """On CPUs with glibc: reuse what tensors free. Otherwise every large one begins with new pages of the kernel's,
-    which take a tenth of a step."""
-    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        libc.mallopt(-4, 0)  # M_MMAP_MAX
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-
-
-def trim_memory() -> None:
-    """Once in some steps: what has been kept in pieces would add up, but a small model's step is as long as this."""
-    if next(_steps) % 16 == 0 and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-        libc.malloc_trim(0)

@@ -59,7 +59,7 @@ class Episode:
     messages: list[dict] = field(default_factory=list)  # with tools: the turns and what answered them, as a chat
     opening: str = ""  # what an environment's `reset` has said, at the end of the prompt
     environment_reward: float | None = None
-    turn_rewards: list[float] = field(default_factory=list)  # by an interaction, of each turn up to the last it rated
+    turn_rewards: list[tuple[int, float]] = field(default_factory=list)  # an interaction's: tokens sampled by then, it
     model_reward: float | None = None  # of --reward-model
     row: int | None = None  # `Row.index` of its prompt
     truth: str = ""  # its ground truth: a text, or JSON

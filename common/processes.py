@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from itertools import count
 from pathlib import Path
 from typing import NoReturn
 
@@ -33,6 +34,7 @@ awaited: list[str] = []  # what is missing while the group forms
 group: list = []  # its store, through a connection of its own: that of the main thread may wait for something
 _sign_of_life = [time.monotonic()]
 _leaving = threading.Lock()
+_steps = count()
 PARENT = os.getppid()
 
 
@@ -52,12 +54,13 @@ def cpus_of_rank() -> int:
 
 def refuse_lone_ranks() -> None:
     """SystemExit if srun or mpirun has started several processes: each would be a run of its own."""
-    for count, number in LAUNCHERS.items():
-        ranks = os.environ.get(count, "1")
+    for variable, number in LAUNCHERS.items():
+        ranks = os.environ.get(variable, "1")
         if "RANK" not in os.environ and ranks.isdecimal() and int(ranks) > 1:
             command = f"start one per machine, with torchrun --nproc_per_node N {' '.join(sys.argv)}"
             first = os.environ.get(number, "0") == "0"
-            raise SystemExit(f"{count}={ranks}, and each process would be a run of its own: {command}" if first else 1)
+            told = f"{variable}={ranks}, and each process would be a run of its own: {command}"
+            raise SystemExit(told if first else 1)
 
 
 def die_with(parent: int) -> None:
@@ -161,3 +164,17 @@ def leave(status: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def keep_freed_memory() -> None:
+    """On CPUs with glibc: reuse what tensors free. Otherwise every large one begins with new pages of the kernel's,
+    which take a tenth of a step."""
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(-4, 0)  # M_MMAP_MAX
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+
+
+def trim_memory() -> None:
+    """Once in some steps: what has been kept in pieces would add up, but a small model's step is as long as this."""
+    if next(_steps) % 16 == 0 and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from common.checkpoint import Checkpoints
-from common.distributed import barrier, gather_objects, handle_sigterm, trim_memory
+from common.distributed import barrier, gather_objects, handle_sigterm
 from common.files import full_disk_is_a_warning
 from common.flags import flat, step_range
 from common.job import Job
@@ -21,7 +21,7 @@ from common.look.machine import changed_flags, earlier_step, save_config
 from common.look.trackers import Trackers
 from common.memory import peak_memory_gb, remembered_budget
 from common.prepare.export import export_hugging_face
-from common.processes import at_end, sign_of_life
+from common.processes import at_end, sign_of_life, trim_memory
 from common.progress import duration
 
 

@@ -292,7 +292,11 @@ def test_an_interaction_answers_until_it_has_nothing_to_say(open_turns):
     the_row = talk_row(turns, name="x", strict=True)
     scripts = [["2", "roles", "1", "never"], ["words", "1", "never"], ["1"]]
     episodes, _ = run(scripts, turns, the_row)
-    assert [e.turn_rewards for e in episodes] == [[0.0, 0.25, 1.0], [0.0, 1.0], [1.0]]
+    assert [[reward for _, reward in e.turn_rewards] for e in episodes] == [
+        [0.0, 0.25, 1.0],
+        [1.0],
+        [1.0],
+    ]  # words alone are no number
     assert [e.finish_reason for e in episodes] == ["stop"] * 3 and [e.turns for e in episodes] == [3, 2, 1]
     said = [m["content"] for m in episodes[0].messages]
     assert said == ["2", "try again", "roles", "system,user,assistant,user,assistant 1 True {'name': 'x'}", "1"]
@@ -303,7 +307,7 @@ def test_an_interaction_answers_until_it_has_nothing_to_say(open_turns):
 def test_on_the_last_turn_it_is_asked_for_its_number_only(open_turns):
     turns = open_turns(interaction=TALK, max_turns=2)
     episodes, _ = run([["2", "roles", "never"], ["2", "1"]], turns, talk_row(turns))
-    assert [(e.finish_reason, e.turns, e.turn_rewards) for e in episodes] == [
+    assert [(e.finish_reason, e.turns, [reward for _, reward in e.turn_rewards]) for e in episodes] == [
         ("max_turns", 2, [0.0, 0.25]),
         ("stop", 2, [0.0, 1.0]),
     ]
@@ -328,7 +332,7 @@ def test_tools_come_before_an_interaction(open_turns, tmp_path):
     (tmp_path / "adds.py").write_text("def add(a: int, b: int) -> int:\n    return a + b\n")
     turns = open_turns(interaction=TALK, tools=f"{tmp_path / 'adds.py'}:add")
     (episode,), _ = run([[call("add", a=1, b=2), "3", "1", "never"]], turns, talk_row(turns, ground_truth="1"), n=1)
-    assert [c["text"] for c in episode.calls] == ["3"] and episode.turn_rewards == [0.0, 0.0, 1.0]
+    assert [c["text"] for c in episode.calls] == ["3"] and [r for _, r in episode.turn_rewards] == [0.0, 1.0]
 
 
 # --- classes written for others ----------------------------------------------------------------------------------

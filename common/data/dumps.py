@@ -14,7 +14,13 @@ from common.files import full_disk_is_a_warning, refuse, replace_file
 from common.pictures import Media, PixelLimits
 from common.torch_repair import transformers
 
-AS_JSON = ("rewards", "calls", "media", "messages")  # columns whose values differ in shape from row to row
+AS_JSON = (
+    "rewards",
+    "calls",
+    "media",
+    "messages",
+    "turn_rewards",
+)  # whose values differ in shape
 
 
 def dump_rollouts(
@@ -70,7 +76,7 @@ def load_rollouts(
     wrong = f"--replay {path}: is of step {rows[0]['step']} on {rows[0]['ranks']} ranks, this is step {step} on "
     wrong += f"{world.size}: --resume the checkpoint of the step before it, with as many ranks"
     refuse((rows[0]["step"], rows[0]["ranks"]) != (step, world.size), wrong)
-    older = {"model_reward": None, "row": None, "truth": "", "messages": "[]", "turn_rewards": [], "opening": ""}
+    older = {"model_reward": None, "row": None, "truth": "", "messages": "[]", "turn_rewards": "[]", "opening": ""}
     rows = [older | {"environment_reward": None} | row for row in rows]  # what older dumps lack
     wrong = f"--replay {path}: give the --reward-model of that run, and none if it had none"
     refuse(any(row["model_reward"] is not None for row in rows) != bool(reward_model), wrong)

@@ -48,6 +48,12 @@ class Completion:
     logprobs: list[float]  # log-prob of each sampled token, after temperature
     finish_reason: str  # "stop" (an end token), "length", or "vision_token": a placeholder was next, and is left out
 
+    def without_placeholder(self, vision: Vision | None) -> "Completion":
+        """A policy may sample the token that stands for a picture; there is none, and this ends before it."""
+        if vision and self.token_ids and self.token_ids[-1] in vision.forbidden_ids:
+            return Completion(self.token_ids[:-1], self.logprobs[:-1], "vision_token")
+        return self
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -58,13 +64,6 @@ class Sampling:
     temperature: float = 1.0  # 0 = greedy
     top_p: float = 1.0
     top_k: int = -1  # -1 = all
-
-
-def without_placeholder(completion: Completion, vision: Vision | None) -> Completion:
-    """A policy may sample the token that stands for a picture; there is none, and the completion ends before it."""
-    if vision and completion.token_ids and completion.token_ids[-1] in vision.forbidden_ids:
-        return Completion(completion.token_ids[:-1], completion.logprobs[:-1], "vision_token")
-    return completion
 
 
 class WeightBooks:

@@ -6,15 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.engine.books import (
-    Completion,
-    EngineConfig,
-    Request,
-    Sampling,
-    WeightBooks,
-    Weights,
-    without_placeholder,
-)
+from common.engine.books import Completion, EngineConfig, Request, Sampling, WeightBooks, Weights
 from common.files import memory_advice
 from common.progress import Progress
 from common.torch_repair import transformers
@@ -78,7 +70,7 @@ class HuggingFaceEngine:
         for start in Progress("sampling", range(0, len(requests), self.max_sequences)):
             batch = requests[start : start + self.max_sequences]
             for request, completion in zip(batch, self._generate_batch(batch)):
-                completions.setdefault(request.key, []).append(without_placeholder(completion, self.vision))
+                completions.setdefault(request.key, []).append(completion.without_placeholder(self.vision))
         return list(completions.items())
 
     def _pictures(self, requests: list[Request], width: int) -> tuple[dict, Tensor]:

@@ -13,7 +13,7 @@ from dataclasses import asdict
 import torch
 from PIL import Image
 
-from common.engine.books import Completion, EngineConfig, Request, WeightBooks, Weights, without_placeholder
+from common.engine.books import Completion, EngineConfig, Request, WeightBooks, Weights
 from common.files import memory_advice, refuse
 from common.pictures import Media
 from common.vision import skeleton
@@ -194,7 +194,7 @@ class VllmEngine:
             completions = [
                 Completion(list(o.token_ids), _sampled_logprobs(o), str(o.finish_reason)) for o in output.outputs
             ]
-            completions = [without_placeholder(c, self.vision) for c in completions]
+            completions = [c.without_placeholder(self.vision) for c in completions]
             finished.append((key, completions))
         return finished
 

@@ -174,7 +174,7 @@ def score_episodes(
         row, turns = rows[episode.prompt_index], sampled_turns(episode, tokenizer)
         more = {"last_turn": turns[-1] if turns else ""}
         more["trajectory"] = tokenizer.decode(episode.response_ids, skip_special_tokens=True)
-        more |= {"turn_rewards": episode.turn_rewards} if episode.turn_rewards else {}
+        more |= {"turn_rewards": [reward for _, reward in episode.turn_rewards]} if episode.turn_rewards else {}
         more |= {} if episode.environment_reward is None else {"environment_reward": episode.environment_reward}
         answered.append(episode)
         jobs.append((row.data_source, "\n".join(turns), row.ground_truth, row.extra_info | more))
@@ -185,7 +185,8 @@ def score_episodes(
     with watch("judge") if judge else nullcontext():
         take_verdicts([episode for episode in answered if asks_judge(episode.rewards)], judge)
     for episode in episodes:
-        if turns := episode.turn_rewards:  # scripts add them to the score: a right answer stays one
+        if turns := [reward for _, reward in episode.turn_rewards]:
+            # scripts add them to the score: a right answer stays one
             episode.rewards |= {"acc": float(is_correct(episode.rewards)), "turns": fsum(turns)}
             episode.rewards["first_turn_accuracy"] = float(turns[0] >= FULL_MARKS)
             episode.rewards["last_turn_accuracy"] = float(turns[-1] >= FULL_MARKS)

@@ -42,7 +42,7 @@ def load_environment(spec: str) -> type:
 
 def method_schemas(spec: str) -> dict[str, dict]:
     """{method: schema} of the tools of an environment. ValueError for one that lacks a type or a description."""
-    from transformers.utils import get_json_schema  # not in workers: it takes seconds
+    from common.torch_repair import transformers  # not in workers: it takes seconds
 
     kind = load_environment(spec)
     schemas = {}
@@ -50,7 +50,7 @@ def method_schemas(spec: str) -> dict[str, dict]:
         if name.startswith("_") or name in NO_TOOLS or not method.__doc__:
             continue
         try:
-            schemas[name] = get_json_schema(method)
+            schemas[name] = transformers.utils.get_json_schema(method)
         except Exception as error:  # of its own kinds
             raise ValueError(f"--environment {spec}: {name}: {error}") from error
         schemas[name]["function"].pop("return", None)

@@ -200,7 +200,7 @@ class Turns:
             return False
         if call is TALKING:
             if (reward := reply.info["reward"]) is not None:
-                episode.turn_rewards += [0.0] * (episode.turns - 1 - len(episode.turn_rewards)) + [reward]
+                episode.turn_rewards.append((sum(episode.loss_mask), reward))
             if reply.info["ends"]:
                 return False
         else:

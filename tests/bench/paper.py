@@ -3,9 +3,10 @@
     python tests/bench/paper.py                                # 7B, 32B, 72B of Qwen2.5 on 8, 64, 512 GPUs
     python tests/bench/paper.py --models 14B --gpus 16 32
 
-Memory is the plan of common/prepare/memory_plan.py, with the KV cache taking what the engine leaves of a card; times follow from
-published peaks and the shares of them in `Args`. A step: 512 prompts of 512 tokens, 16 answers of 1,024 tokens each,
-the longest 4,096; --gradient-checkpointing, one optimizer step. Not counted: rewards, evaluations, checkpoints.
+Memory is the plan of common/prepare/memory_plan.py, with the KV cache taking what the engine leaves of a card; times
+follow from published peaks and the shares of them in `Args`. A step: 512 prompts of 512 tokens, 16 answers of 1,024
+tokens each, the longest 4,096; --gradient-checkpointing, one optimizer step. Not counted: rewards, evaluations,
+checkpoints.
 """
 
 import tempfile
