@@ -158,9 +158,8 @@ def whitened(values: Tensor) -> Tensor:
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """max((V - R)^2, (clip(V) - R)^2) / 2 per token [N], V at most `clip` from its old value, and whether that counts.
-
-    The critic's counterpart of the clipped surrogate, from the code of arXiv 1707.06347; clip 0: (V - R)^2 / 2.
+    """max((V - R)^2, (clip(V) - R)^2) / 2 per token [N], V at most `clip` from its old value, and whether that counts;
+    clip 0: (V - R)^2 / 2. The critic's counterpart of the clipped surrogate, from the code of arXiv 1707.06347.
     """
     error = (values - returns).square()
     if not clip:
