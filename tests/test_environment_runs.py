@@ -1,0 +1,170 @@
+"""Environments and interactions as users run them: real torchrun ranks, real vLLM, real workers."""
+
+import json
+import os
+import signal
+import subprocess
+import textwrap
+
+import pyarrow.parquet as pq
+import pytest
+from helpers import (
+    LITTLE_CACHE,
+    ROOT,
+    kill_all,
+    kill_once,
+    metrics_of,
+    run_script,
+    script_environment,
+    steps_of,
+    torchrun,
+    wait_until,
+)
+
+pytestmark = pytest.mark.slow
+
+# The embedded policy that sees calls a tool of this name: here it is an environment's.
+LOOKS = """
+    import os
+    import random
+
+    class Looks:
+        def reset(self, log=None, **row):
+            self.looks, self.log = 0, os.environ.get("LOG")
+            self.write("reset")
+            return f" Your number is {random.randint(0, 9)}."
+
+        def crop_image_normalized(self, bbox_2d: list[float], target_image: int) -> str:
+            '''Look closer.
+
+            Args:
+                bbox_2d: where
+                target_image: at what
+            '''
+            self.looks += 1
+            return f"a {random.randint(1, 6)}"
+
+        @property
+        def done(self):
+            return self.looks == 2
+
+        def reward(self):
+            return self.looks / 2
+
+        def close(self):
+            self.write("close")
+
+        def write(self, word):
+            if self.log:
+                with open(self.log, "a") as file:
+                    file.write(word + "\\n")
+"""
+TALK = """
+    def talk(messages, ground_truth, **kwargs):
+        said = sum(m["role"] == "user" for m in messages)
+        return ("Look again.", 0.25) if said < 2 else (None, 1.0)
+"""
+SIZES = ["--prompts-per-step", 4, "--samples-per-prompt", 4, "--eval-rows", 4, "--tool-workers", 2, *LITTLE_CACHE]
+STEPS = ["--total-steps", 3, "--deterministic", "--dump-rollouts-every", 1, "--save-every", 1, "--keep-checkpoints", 9]
+GRPO = ["grpo.py", "--model", "tiny-vl", "--dtype", "fp32", "--learning-rate", 1e-4, "--max-turns", 4, *SIZES, *STEPS]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    for name, text in {"looks.py": LOOKS, "talk.py": TALK}.items():
+        (folder / name).write_text(textwrap.dedent(text))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(files, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    run_script(*GRPO, "--environment", files / "looks.py:Looks", "--output-dir", folder, ranks=2)
+    return folder
+
+
+def data_of(run) -> list:
+    return [f"--{part}-data={run / 'data' / part}.parquet" for part in ("train", "eval")]
+
+
+def rows_of(folder, step: int) -> list[dict]:
+    return pq.read_table(folder / f"rollouts/step_{step:06d}.parquet").to_pylist()
+
+
+def test_an_environment_is_played_and_scores(whole):
+    steps = steps_of(whole)
+    assert sorted(steps) == [0, 1, 2, 3] and any(steps[step].get("rollout/done") for step in (1, 2, 3))
+    for step in (1, 2, 3):
+        assert 0 < steps[step]["policy/rollout_logprob_gap"] < 1e-4 and steps[step]["optim/grad_norm"] > 0
+        for row in rows_of(whole, step):
+            calls = [call for call in json.loads(row["calls"]) if not call["error"]]
+            assert json.loads(row["rewards"])["score"] == row["environment_reward"] == len(calls) / 2
+            assert "Your number is" in row["prompt"] and (row["finish_reason"] == "done") == (len(calls) == 2)
+        for group in {row["prompt_index"] for row in rows_of(whole, step)}:
+            said = {row["opening"] for row in rows_of(whole, step) if row["prompt_index"] == group}
+            assert len(said) == 1, "samples of a group meet the same chances"
+
+
+def test_kill_resume_and_replay(whole, files, tmp_path):
+    arguments = [*GRPO, "--environment", files / "looks.py:Looks", *data_of(whole)]
+    kill_once(*arguments, "--output-dir", tmp_path / "killed", ranks=2, after_step=2)
+    run_script(*arguments, "--output-dir", tmp_path / "killed", ranks=2)
+    assert any(record.get("event") == "resumed" for record in metrics_of(tmp_path / "killed"))
+    assert steps_of(tmp_path / "killed") == steps_of(whole)
+    weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (whole, tmp_path / "killed")]
+    assert weights[0] == weights[1]
+    dump, before = whole / "rollouts/step_000003.parquet", whole / "checkpoints/step_000002"
+    run_script(*arguments, "--replay", dump, "--resume", before, "--output-dir", tmp_path / "replay", ranks=2)
+    names = ("policy/loss", "optim/grad_norm", "policy/rollout_logprob_gap", "reward/mean")
+    assert [steps_of(tmp_path / "replay")[3][n] for n in names] == [steps_of(whole)[3][n] for n in names]
+
+
+def test_ranks_that_share_an_engine_play_the_same_games(whole, files, tmp_path):
+    arguments = [*GRPO, "--environment", files / "looks.py:Looks", *data_of(whole), "--engine-parallel", 2]
+    run_script(*arguments, "--output-dir", tmp_path / "shared", ranks=2)
+    ours, theirs = ([row["response_ids"] for row in rows_of(run, 1)] for run in (tmp_path / "shared", whole))
+    assert ours == theirs
+
+
+def test_ctrl_c_closes_what_is_open(files, tmp_path):
+    log = tmp_path / "log"
+    arguments = [
+        *GRPO,
+        "--total-steps",
+        99,
+        "--environment",
+        files / "looks.py:Looks",
+        "--output-dir",
+        tmp_path / "run",
+    ]
+    environment = script_environment() | {"LOG": str(log)}
+    with open(tmp_path / "said", "w") as said:
+        command = torchrun(*arguments, ranks=2)
+        run = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=said, env=environment, start_new_session=True)
+    try:
+        wait_until(lambda: log.is_file() and log.read_text().count("reset") > 20, 300)
+        os.killpg(run.pid, signal.SIGINT)
+        run.wait(120)
+    finally:
+        kill_all(run) if run.poll() is None else None
+    words = log.read_text().split()
+    assert words.count("close") == words.count("reset"), (tmp_path / "said").read_text()[-2000:]
+
+
+@pytest.mark.parametrize("script", ["grpo.py", "ppo.py", "curiosity_rl.py"])
+def test_an_interaction_in_every_script(script, whole, files, tmp_path):
+    """Each answers once; its numbers reach the reward of grpo.py and curiosity_rl.py, and in ppo.py their turns."""
+    arguments = [script, "--model", "tiny-vl", "--dtype", "fp32", *SIZES, "--tools", "visual", "--max-turns", 9]
+    arguments += ["--interaction", files / "talk.py:talk", "--interaction-rows", "all", *data_of(whole)]
+    arguments += ["--total-steps", 2, "--deterministic", "--dump-rollouts-every", 1, "--learning-rate", 1e-4]
+    run_script(*arguments, "--output-dir", tmp_path / "run", ranks=2)
+    for step in (1, 2):
+        record = steps_of(tmp_path / "run")[step]
+        assert record["reward/first_turn_accuracy"] == 0.0 and record["reward/turns"] > 0
+        for row in rows_of(tmp_path / "run", step):
+            mask, given = row["loss_mask"], json.loads(row["turn_rewards"])
+            places = [sum(mask[: i + 1]) for i in range(len(mask)) if mask[i] and not [*mask, 0][i + 1]]
+            assert [reward for _, reward in given] == [0.25, 1.0][: len(given)]
+            assert {count for count, _ in given} <= {*places}, "at the end of a turn"
+    assert steps_of(tmp_path / "run")[2]["eval/last_turn_accuracy"] > 0
