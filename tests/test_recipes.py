@@ -24,7 +24,7 @@ SHAPES = {  # hidden, MLP, layers, heads, key-value heads, vocabulary, tied
 }
 MADE = {"runs/gsm8k/model": "0.5B", "runs/warm-start/model": "VL-7B", "runs/curiosity/model": "VL-7B"}
 MADE |= {"runs/pyvision-sft/model": "VL-7B", "runs/pyvision-image/model": "VL-7B"}
-ON_A_CPU = (*EMBEDDED, "smollm2")
+ON_A_CPU = (*EMBEDDED, "smollm2", "runs/guess-form/model", "runs/grid-form/model")
 
 
 @pytest.fixture(scope="module")
