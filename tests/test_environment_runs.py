@@ -29,10 +29,9 @@ LOOKS = """
     import random
 
     class Looks:
-        def reset(self, log=None, **row):
+        def reset(self, **row):  # says nothing: the policy has learned its prompts as they are
             self.looks, self.log = 0, os.environ.get("LOG")
             self.write("reset")
-            return f" Your number is {random.randint(0, 9)}."
 
         def crop_image_normalized(self, bbox_2d: list[float], target_image: int) -> str:
             '''Look closer.
@@ -88,6 +87,10 @@ def data_of(run) -> list:
     return [f"--{part}-data={run / 'data' / part}.parquet" for part in ("train", "eval")]
 
 
+def calls_of(row: dict) -> list[dict]:
+    return [call for call in json.loads(row["calls"]) if not call["error"]]
+
+
 def rows_of(folder, step: int) -> list[dict]:
     return pq.read_table(folder / f"rollouts/step_{step:06d}.parquet").to_pylist()
 
@@ -98,12 +101,11 @@ def test_an_environment_is_played_and_scores(whole):
     for step in (1, 2, 3):
         assert 0 < steps[step]["policy/rollout_logprob_gap"] < 1e-4 and steps[step]["optim/grad_norm"] > 0
         for row in rows_of(whole, step):
-            calls = [call for call in json.loads(row["calls"]) if not call["error"]]
+            calls = calls_of(row)
             assert json.loads(row["rewards"])["score"] == row["environment_reward"] == len(calls) / 2
-            assert "Your number is" in row["prompt"] and (row["finish_reason"] == "done") == (len(calls) == 2)
-        for group in {row["prompt_index"] for row in rows_of(whole, step)}:
-            said = {row["opening"] for row in rows_of(whole, step) if row["prompt_index"] == group}
-            assert len(said) == 1, "samples of a group meet the same chances"
+            assert (row["finish_reason"] == "done") == (len(calls) == 2)
+        first = {(row["prompt_index"], call["text"]) for row in rows_of(whole, step) for call in calls_of(row)[:1]}
+        assert len(first) == len({group for group, _ in first}), "samples of a group meet the same chances"
 
 
 def test_kill_resume_and_replay(whole, files, tmp_path):
