@@ -82,10 +82,10 @@ class Worker:
     def hang_up(self) -> None:
         """It is to end, and to close first what it holds."""
         if self.running:
-            self.socket.close()
             self.deadline = time.monotonic() + self.close_s
             if self.close_s:
-                self.process.terminate()
+                self.process.terminate()  # first: it would meet the end of the socket in its own time
+            self.socket.close()
 
     def stop(self) -> str:
         """Kill the process and the children it has; returns how it ended, which may have been earlier."""

@@ -21,9 +21,14 @@ from helpers import (
     wait_until,
 )
 
+from common.data.render import DEFAULT_SYSTEM
+from common.prepare.embedded import embedded_data
+from common.tools import CROP
+from common.tools.turns import Hermes
+
 pytestmark = pytest.mark.slow
 
-# The embedded policy that sees calls a tool of this name: here it is an environment's.
+# The embedded policy that sees calls a tool of this name, of which it reads as it was taught: an environment has it.
 LOOKS = """
     import os
     import random
@@ -60,10 +65,11 @@ LOOKS = """
 """
 TALK = """
     def talk(messages, ground_truth, **kwargs):
-        said = sum(m["role"] == "user" for m in messages)
-        return ("Look again.", 0.25) if said < 2 else (None, 1.0)
+        said = any(m["content"] == "Look again." for m in messages)
+        return (None, 1.0) if said else ("Look again.", 0.25)
 """
 SIZES = ["--prompts-per-step", 4, "--samples-per-prompt", 4, "--eval-rows", 4, "--tool-workers", 2, *LITTLE_CACHE]
+SIZES += ["--max-pixels", 12_544, "--max-frame-pixels", 12_544]
 STEPS = ["--total-steps", 3, "--deterministic", "--dump-rollouts-every", 1, "--save-every", 1, "--keep-checkpoints", 9]
 GRPO = ["grpo.py", "--model", "tiny-vl", "--dtype", "fp32", "--learning-rate", 1e-4, "--max-turns", 4, *SIZES, *STEPS]
 
@@ -77,14 +83,23 @@ def files(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def whole(files, tmp_path_factory):
+def data(tmp_path_factory):
+    """Flags of the demo's rows, whose system message tells of the tool."""
+    folder = tmp_path_factory.mktemp("data")
+    system = {"role": "system", "content": DEFAULT_SYSTEM + Hermes.system_block([CROP.schema])}
+    for file in embedded_data("tiny-vl", folder, write=True):
+        table = pq.read_table(file)
+        prompts = [[system, *prompt] for prompt in table["prompt"].to_pylist()]
+        place = table.column_names.index("prompt")
+        pq.write_table(table.set_column(place, "prompt", [prompts]), file)
+    return [f"--{part}-data={folder / part}.parquet" for part in ("train", "eval")]
+
+
+@pytest.fixture(scope="module")
+def whole(files, data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "whole"
-    run_script(*GRPO, "--environment", files / "looks.py:Looks", "--output-dir", folder, ranks=2)
+    run_script(*GRPO, *data, "--environment", files / "looks.py:Looks", "--output-dir", folder, ranks=2)
     return folder
-
-
-def data_of(run) -> list:
-    return [f"--{part}-data={run / 'data' / part}.parquet" for part in ("train", "eval")]
 
 
 def calls_of(row: dict) -> list[dict]:
@@ -108,8 +123,8 @@ def test_an_environment_is_played_and_scores(whole):
         assert len(first) == len({group for group, _ in first}), "samples of a group meet the same chances"
 
 
-def test_kill_resume_and_replay(whole, files, tmp_path):
-    arguments = [*GRPO, "--environment", files / "looks.py:Looks", *data_of(whole)]
+def test_kill_resume_and_replay(whole, files, data, tmp_path):
+    arguments = [*GRPO, "--environment", files / "looks.py:Looks", *data]
     kill_once(*arguments, "--output-dir", tmp_path / "killed", ranks=2, after_step=2)
     run_script(*arguments, "--output-dir", tmp_path / "killed", ranks=2)
     assert any(record.get("event") == "resumed" for record in metrics_of(tmp_path / "killed"))
@@ -122,14 +137,7 @@ def test_kill_resume_and_replay(whole, files, tmp_path):
     assert [steps_of(tmp_path / "replay")[3][n] for n in names] == [steps_of(whole)[3][n] for n in names]
 
 
-def test_ranks_that_share_an_engine_play_the_same_games(whole, files, tmp_path):
-    arguments = [*GRPO, "--environment", files / "looks.py:Looks", *data_of(whole), "--engine-parallel", 2]
-    run_script(*arguments, "--output-dir", tmp_path / "shared", ranks=2)
-    ours, theirs = ([row["response_ids"] for row in rows_of(run, 1)] for run in (tmp_path / "shared", whole))
-    assert ours == theirs
-
-
-def test_ctrl_c_closes_what_is_open(files, tmp_path):
+def test_ctrl_c_closes_what_is_open(files, data, tmp_path):
     log = tmp_path / "log"
     arguments = [
         *GRPO,
@@ -155,10 +163,10 @@ def test_ctrl_c_closes_what_is_open(files, tmp_path):
 
 
 @pytest.mark.parametrize("script", ["grpo.py", "ppo.py", "curiosity_rl.py"])
-def test_an_interaction_in_every_script(script, whole, files, tmp_path):
+def test_an_interaction_in_every_script(script, files, data, tmp_path):
     """Each answers once; its numbers reach the reward of grpo.py and curiosity_rl.py, and in ppo.py their turns."""
     arguments = [script, "--model", "tiny-vl", "--dtype", "fp32", *SIZES, "--tools", "visual", "--max-turns", 9]
-    arguments += ["--interaction", files / "talk.py:talk", "--interaction-rows", "all", *data_of(whole)]
+    arguments += ["--interaction", files / "talk.py:talk", "--interaction-rows", "all", *data]
     arguments += ["--total-steps", 2, "--deterministic", "--dump-rollouts-every", 1, "--learning-rate", 1e-4]
     run_script(*arguments, "--output-dir", tmp_path / "run", ranks=2)
     for step in (1, 2):
