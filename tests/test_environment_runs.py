@@ -2,10 +2,14 @@
 
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import textwrap
+from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from helpers import (
@@ -178,3 +182,29 @@ def test_an_interaction_in_every_script(script, files, data, tmp_path):
             assert [reward for _, reward in given] == [0.25, 1.0][: len(given)]
             assert {count for count, _ in given} <= {*places}, "at the end of a turn"
     assert steps_of(tmp_path / "run")[2]["eval/last_turn_accuracy"] > 0
+
+
+FEWER = {"--total-steps": "2", "--warmup-steps": "1", "--prompts-per-step": "2", "--samples-per-prompt": "2"}
+FEWER |= {"--eval-rows": "2", "--batch-size": "2", "--max-turns": "2", "--max-turn-tokens": "24"}
+
+
+def test_the_commands_of_the_docs(tmp_path):
+    """docs/environments.md, as pasted, but for sizes; the user of GSM8K answers the embedded model here."""
+    question = {"data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": "What is 2 + 3?"}]}
+    (tmp_path / "gsm8k").mkdir()
+    for part in ("train", "test"):
+        rows = [question | {"reward_model": {"style": "rule", "ground_truth": "5"}}] * 4
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "gsm8k" / f"{part}.parquet")
+    page, commands = (ROOT / "docs" / "environments.md").read_text(), []
+    for block in re.findall(r"^```bash\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL):
+        commands += [shlex.split(line) for line in block.replace("\\\n", " ").splitlines() if line.strip()]
+    assert len(commands) >= 4
+    for words in commands:
+        ranks = int(words[2]) if words[0] == "torchrun" else 0
+        script, *arguments = words[3 if ranks else 1 :]
+        arguments = [re.sub(r"^(data|runs|gsm8k)/", rf"{tmp_path}/\1/", word) for word in arguments]
+        arguments = [FEWER.get(before, word) for before, word in zip(["", *arguments], arguments)]
+        arguments = ["tiny" if word == "smollm2" else word for word in arguments]
+        run_script(script, *arguments, ranks=ranks)
+    last = Path(arguments[arguments.index("--output-dir") + 1])
+    assert sorted(step for step in steps_of(last) if step) == [1, 2]
