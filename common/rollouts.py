@@ -91,10 +91,10 @@ class Rollouts:
             if rollout.reward_function and not rollout.replay:  # found out now, not after the first rollout
                 self.workers.try_out(rollout.reward_function, (self.train_data or self.eval_data)[0])
             protocol = tools and tools.protocol(job.tokenizer)
-            if isinstance(protocol, Hermes):
+            if isinstance(protocol, Hermes) and tools.tools:
                 protocol = protocol_of(job.tokenizer, (tool.schema for tool in tools.tools.values()))
             self.turns = Turns(job.tokenizer, tools, job.vision, rollout, protocol) if tools else None
-            rewarded = rollout.environment and self.turns.try_out((self.train_data or self.eval_data)[0])
+            rewarded = rollout.environment and self.turns.try_out(self.train_data or self.eval_data)
             scored = [] if rollout.reward_function or rewarded else [self.train_data, self.eval_data]
             sources = {name for prompts in scored if prompts for name in prompts.sources}
             options = {"agree": partial(all_reduce, op="max"), "stopping": stop_requested}

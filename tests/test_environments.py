@@ -147,7 +147,7 @@ def test_close_is_called_once_however_it_ends(open_turns, tmp_path, ending):
     turns = open_turns(RANDOM, timeout_s=2.0, max_tool_errors=0)
     if ending == "the trainer's end":
         the_row = game_row(turns, log=str(log))
-        turns.try_out(the_row)
+        turns.try_out([the_row])
         log.unlink()
 
         class Interrupted(ScriptedEngine):
@@ -198,7 +198,7 @@ def test_an_environment_that_fails_costs_its_sample_and_is_refused_at_the_start(
     the_row = game_row(turns)
     told = r"(OSError: no server|returned 3|reward is nan|could not convert)"
     with pytest.raises(ValueError, match=rf"--environment: (reset|close) fails on the first row: .*{told}"):
-        turns.try_out(the_row)
+        turns.try_out([the_row])
     (episode,), _ = run([["a"]], turns, the_row, n=1)
     assert episode.finish_reason == "tool_failed" and episode.calls[-1]["error"]
 
@@ -223,6 +223,24 @@ def test_many_trajectories_share_few_processes(open_turns):
     episodes, _ = run(scripts, turns, the_row, n=10)
     assert [e.turns for e in episodes] == list(range(10, 0, -1)) and len(turns.workers.pool.workers) == 2
     assert {e.finish_reason for e in episodes} == {"done"}
+
+
+def test_what_fails_while_it_is_made_again_is_not_the_policys_error(open_turns, tmp_path):
+    """A neighbour's call has killed the process, and the server is gone by then."""
+    once = RANDOM.replace('self.write("reset")', f"open({str(tmp_path / 'there')!r}, 'x').close()")
+    turns = open_turns(once, max_turns=9)
+    script = [call("roll"), call("roll", die="kill"), call("roll"), "never"]
+    (episode,), _ = run([script], turns, game_row(turns), n=1)
+    assert episode.finish_reason == "tool_failed" and "FileExistsError" in episode.calls[-1]["text"]
+
+
+def test_an_interaction_hears_what_reset_has_said(open_turns):
+    turns = open_turns(GUESS, interaction="\ndef talk(messages, truth):\n    return messages[-2]['content']\n", max_turns=2)
+    the_row = game_row(turns, extra_info={"secret": 1})
+    the_row.interaction = {}
+    (episode,), _ = run([["a", "b"]], turns, the_row, n=1)
+    (heard,) = [m["content"] for m in episode.messages if m["role"] == "user"]
+    assert "It is from 0 to" in heard
 
 
 def test_what_reset_says_must_fit_the_prompt(open_turns):
@@ -275,6 +293,8 @@ TALK = """
             return "only words"
         if said == "wrong type":
             return 3
+        if said == "much":
+            return None, 1e300
         if said == "roles":
             return ",".join(m["role"] for m in messages) + f" {ground_truth} {strict} {others}", 0.25
         return (None, 1.0) if said == str(ground_truth) else ("try again", 0.0)
@@ -308,12 +328,15 @@ def test_on_the_last_turn_it_is_asked_for_its_number_only(open_turns):
     turns = open_turns(interaction=TALK, max_turns=2)
     episodes, _ = run([["2", "roles", "never"], ["2", "1"]], turns, talk_row(turns))
     assert [(e.finish_reason, e.turns, [reward for _, reward in e.turn_rewards]) for e in episodes] == [
-        ("max_turns", 2, [0.0, 0.25]),
+        ("unanswered", 2, [0.0, 0.25]),
         ("stop", 2, [0.0, 1.0]),
     ]
 
 
-@pytest.mark.parametrize("said, told", [("raise", "OSError: no"), ("wrong type", "it returned 3")])
+FAILS = [("raise", "OSError: no"), ("wrong type", "it returned 3"), ("much", "a number up to 1e+06")]
+
+
+@pytest.mark.parametrize("said, told", FAILS)
 def test_an_interaction_that_fails_costs_the_sample(open_turns, said, told):
     turns = open_turns(interaction=TALK)
     (episode,), _ = run([[said, "never"]], turns, talk_row(turns), n=1)
@@ -399,7 +422,7 @@ def test_a_class_in_trls_shape_runs_as_it_is(tmp_path, tokenizer):
     workers = ToolWorkers("", 1, 20.0, environment=f"{tmp_path / 'wordle.py'}:WordleEnv")
     try:
         turns = Turns(tokenizer, workers)
-        assert turns.try_out(game_row(turns)), "it has a reward"
+        assert turns.try_out([game_row(turns)]), "it has a reward"
         scripts = [[call("guess", guess="[crate]"), call("guess", guess="[crane]"), "never"], ["no game"]]
         episodes, _ = run(scripts, turns, game_row(turns))
         assert [(e.finish_reason, e.environment_reward) for e in episodes] == [("done", 1.0), ("stop", 0.0)]

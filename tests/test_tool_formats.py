@@ -1,7 +1,7 @@
 """How models call tools, read from the chat templates of published ones: Hermes', Llama-3, Qwen3-Coder, Mistral."""
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, deadline
 from test_turns import run
 from vl import build_tokenizer
 
@@ -98,8 +98,30 @@ def test_llamas_python_tag_and_the_last_of_several_calls():
     assert devstral.find_call('[TOOL_CALLS]f[ARGS]{}[TOOL_CALLS]g[CALL_ID]1[ARGS]{"x": 1}</s>') == Call("g", {"x": 1})
 
 
+NO_CALLS = [
+    ("llama-3.1", '{"answer": 42}'),
+    ("llama-3.1", "{1, 2, 3} is the set."),
+    ("qwen3-coder", "You use <tool_call><function=f> to call. The answer is 5."),
+    ("qwen3-coder", "<tool_call>\n<function=f>\n<parameter=x>\n3\n<|im_end|>"),
+    ("qwen3-coder", "<tool_call>\n<function=f>\n</function>\n</tool_call> So the answer is 5"),
+    ("qwen3-coder", "<tool_call><function=f>" + "<parameter=s>" * 10_000),
+]
+
+
+@pytest.mark.parametrize("name, text", NO_CALLS)
+def test_what_only_looks_like_a_call_is_none(name, text):
+    with deadline(20):
+        assert protocol_of(tokenizer_of(name)).find_call(text) is None
+
+
+def test_of_several_templates_the_names_are_asked_for():
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": tokenizer.chat_template}
+    assert isinstance(protocol_of(tokenizer), Hermes)
+
+
 BROKEN = {
-    "llama-3.1": ['{"name": "f"}', '{"a"', '{"name": 3, "parameters": {}}', '{"name": "f", "parameters": [1]}']
+    "llama-3.1": ['{"name": "f"}', '{"name": 3, "parameters": {}}', '{"name": "f", "parameters": [1]}']
     + ['{"name": "f", "parameters": {"x": NaN}}', '{"name": "f", "parameters": ' + "[" * 100_000],
     "mistral-nemo": ["[TOOL_CALLS]", "[TOOL_CALLS][3]", '[TOOL_CALLS]{"name": "f"}', '[TOOL_CALLS][{"name": "f"}]'],
     "devstral": ["[TOOL_CALLS]f[ARGS]", "[TOOL_CALLS]f[ARGS][]", '[TOOL_CALLS]f[ARGS]{"x": 1} and more'],

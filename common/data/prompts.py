@@ -168,7 +168,8 @@ class PromptData:
         prompt, pictures = clean_prompt(record["prompt"]), picture_sources(record, bare_text(record["prompt"]))
         if pictures and not self.vision:
             raise BadRow("has pictures, and the model reads text alone")
-        if self.environment and isinstance(prompt, str):
+        plays = self.environment and record.get("agent_name") != "single_turn_agent"
+        if plays and isinstance(prompt, str):
             raise BadRow("is a rendered prompt, which an --environment cannot add to")
         offered = row_tools(record, self.tools) if self.tools else {}
         messages = prompt
@@ -213,7 +214,8 @@ class PromptData:
         row.interaction, row.messages = row_interaction(record, self.interaction), prepared.messages
         if self.environment and record.get("agent_name") != "single_turn_agent":
             row.ground_truth = "" if ground_truth is None else ground_truth  # it may be the environment that knows
-            row.environment = without_nulls(record) | {"ground_truth": ground_truth}
+            row.environment = {name: without_nulls(value) for name, value in record.items()}
+            row.environment |= {"ground_truth": ground_truth}
         (text,) = apply_template([prepared.messages], self.tokenizer)
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         try:

@@ -72,7 +72,7 @@ def to_messages(prompt: Prompt, tokenizer, tools: Mapping[str, Tool] | None = No
         )
     schemas = [tool.schema for tool in (tools or {}).values() if tool.schema]
     messages = prompt
-    if schemas and native_calls(tokenizer, tokenizer.chat_template):
+    if schemas and native_calls(tokenizer, str(tokenizer.chat_template)):
         messages = [prompt[0] | {"tools": schemas}, *prompt[1:]]
     elif schemas:
         messages = with_system(prompt, Hermes.system_block(schemas))

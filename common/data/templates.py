@@ -1,6 +1,7 @@
 """How a chat template has tools called: like Hermes, or in another way that transformers' `parse_response` reads."""
 
 import json
+import re
 from collections.abc import Iterable
 from functools import cache, partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from common.tools.turns import CALL_ID, Call, Hermes, Protocol
 
 # name -> what `parse_response` takes as the field tool_calls
 FORMATS: dict[str, dict] = json.loads(Path(__file__).with_name("call_formats.json").read_text())
+ENDS = re.compile(r"(</tool_call>|[\]}])\s*(<\|\w+\|>|</s>)?\s*\Z")  # a turn whose last words are a call
 
 
 class Native(Protocol):
@@ -28,19 +30,19 @@ class Native(Protocol):
         """The last call in a turn; None if there is none. A malformed one has an `error`."""
         try:
             said = self.tokenizer.parse_response(text, self.template, prefix="", tools=self.schemas)
-            if not said.get("tool_calls"):
+            if not said.get("tool_calls") or not ENDS.search(text):
                 return None
             call = from_json(json.dumps(said["tool_calls"][-1]["function"]), allow_inf_nan=False)
             if not isinstance(call["arguments"], dict) or not isinstance(call["name"], str):
                 raise ValueError("expected the name of a function, and its arguments")
         except (KeyError, TypeError, ValueError, RecursionError) as error:
-            return Call(error=f"Not a valid tool call: {error}")
+            return Call(error=f"Not a valid tool call: {str(error).partition(chr(10))[0]}")
         return Call(call["name"], call["arguments"])
 
 
 def protocol_of(tokenizer, schemas: Iterable[dict] = ()) -> Protocol:
     """How a model with this chat template calls tools. ValueError if that is not known."""
-    calls = native_calls(tokenizer, tokenizer.chat_template)
+    calls = native_calls(tokenizer, str(tokenizer.chat_template))
     return Native(tokenizer, schemas, calls) if calls else Hermes(tokenizer)
 
 

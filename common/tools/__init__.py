@@ -21,6 +21,7 @@ from common.pictures import encode
 from common.tools import visual
 from common.tools.environments import Live, State, fitting, interact, load_environment, method_schemas
 from common.tools.turns import ToolReply, error_text, trim
+from common.worker import describe
 from common.workers import load_function
 
 NO_WORKER = "no worker starts"  # how common.workers begins what it says of a job that no process could take
@@ -185,7 +186,10 @@ class Caller:
     def __call__(self, job: tuple) -> dict:
         name, arguments, context, kwargs = job
         if isinstance(context, State):
-            return self.live.answer(name, arguments, context)
+            try:
+                return self.live.answer(name, arguments, context)
+            except Exception as error:  # not of the method that the policy has called: `call_tool` tells of that
+                return {"text": describe(error), "failed": True}
         if isinstance(context, list):
             return interact(self.interaction, context, arguments["ground_truth"], kwargs)
         return call_tool(self.tools[name], arguments, context, kwargs)

@@ -18,6 +18,7 @@ from common.worker import describe
 from common.workers import load_function
 
 RESET, CLOSE = "reset", "close"
+LARGEST = 1e6  # reward of a turn
 NO_TOOLS = {RESET, CLOSE, "reward", "get_reward", "done"}
 
 
@@ -149,6 +150,6 @@ def interact(function: Callable, messages: list[dict], ground_truth: object, kwa
     """Fields of the reply of an interaction; info: {"ends": has it nothing to say, "reward": of the turn or None}."""
     result = function(messages, ground_truth, **fitting(function, kwargs))
     text, reward = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
-    if not isinstance(text, str | None) or not (reward is None or isfinite(reward := float(reward))):
-        raise TypeError(f"it returned {result!r:.80}, expected a text or None, or (that, a finite number)")
+    if not isinstance(text, str | None) or not (reward is None or abs(reward := float(reward)) <= LARGEST):
+        raise TypeError(f"it returned {result!r:.80}, expected a text or None, or (that, a number up to {LARGEST:g})")
     return {"text": trim(text or ""), "images": [], "info": {"ends": text is None, "reward": reward}}

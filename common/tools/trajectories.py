@@ -1,6 +1,6 @@
 """How trajectories go on after the policy's first turn: calls, replies, and where they end."""
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from operator import itemgetter
@@ -87,7 +87,7 @@ class Turns:
                 answered = []
             with watch("tools"):
                 replies += self.workers.poll(0.0 if engine.busy else 1.0)
-            if not (self.lockstep and self.workers.pending):
+            if not (self.lockstep and (engine.busy or self.workers.pending)):
                 for key, reply in sorted(replies, key=itemgetter(0)):
                     go_on(key, reply)
                 replies = []
@@ -106,12 +106,12 @@ class Turns:
         if row.environment is not None:
             reply = yield CLOSING
             episode.environment_reward = reply.info.get("reward")
-            if reply.failed:
+            if reply.failed and episode.finish_reason != "tool_failed":  # else why has been told
                 self.fail(episode, CLOSING, reply.text)
 
-    def try_out(self, row: Row) -> bool:
-        """Open an environment for a row, and close it: has it a reward? ValueError if that fails."""
-        state = State(-1, "", row.environment or {})
+    def try_out(self, rows: Iterable[Row]) -> bool:
+        """Open an environment for the first row that has one, and close it: has it a reward? ValueError if not."""
+        state = State(-1, "", next(row.environment for row in rows if row.environment is not None))
         for call in (OPENING, CLOSING):
             self.workers.hand_on((-1, call.name), (call.name, {}, state, {}), home=-1)
             ((_, reply),) = self.workers.poll(inf)
@@ -138,6 +138,7 @@ class Turns:
         """Hand a call to the workers, with what a tool may know of the trajectory and what the row gives."""
         if call is TALKING:
             said = row.prompt if isinstance(row.prompt, list) else [{"role": "user", "content": row.prompt}]
+            said = [*said[:-1], said[-1] | {"content": said[-1]["content"] + episode.opening}]
             truth = {"ground_truth": row.interaction.get("ground_truth", row.ground_truth)}
             given = {name: value for name, value in row.interaction.items() if name not in truth}
             self.workers.hand_on((key, call.name), (call.name, truth, [*said, *episode.messages], given))
@@ -209,7 +210,7 @@ class Turns:
         if episode.response_ids[-1] != self.tokenizer.eos_token_id:  # the policy has sampled another end token
             ids = [self.tokenizer.eos_token_id, *ids]
         if call is TALKING and episode.turns >= self.flags.max_turns:
-            episode.finish_reason = "max_turns"
+            episode.finish_reason = "unanswered"
         elif sum(call["error"] for call in episode.calls) > self.flags.max_tool_errors:
             episode.finish_reason = "max_tool_errors"
         elif len(episode.media) + len(media) > self.flags.max_images:
