@@ -56,14 +56,14 @@ def game_row(turns, **columns):
 
 def test_a_game_from_its_reset_to_its_reward(open_turns):
     turns = open_turns(GUESS)
-    the_row = game_row(turns, extra_info={"secret": 11})
-    script = [call("guess", number=7), call("guess", number=13), call("guess", number=11), "never asked"]
+    the_row = game_row(turns, extra_info={"secret": 3})
+    script = [call("guess", number=2), call("guess", number=3), "never asked"]
     (episode, other), engine = run([script, ["no game"]], turns, the_row)
-    assert [c["text"] for c in episode.calls] == ["higher", "lower", "right"]
-    assert (episode.finish_reason, episode.turns, episode.environment_reward) == ("done", 3, pytest.approx(0.8))
+    assert [c["text"] for c in episode.calls] == ["higher than 2", "right"]
+    assert (episode.finish_reason, episode.turns, episode.environment_reward) == ("done", 2, 1.0)
     assert (other.finish_reason, other.turns, other.environment_reward) == ("stop", 1, 0.0)
     prompt = turns.tokenizer.decode(episode.prompt_ids)
-    assert "look It is from 0 to 15.<|im_end|>" in prompt and other.prompt_ids == episode.prompt_ids
+    assert "look It is from 1 to 3.<|im_end|>" in prompt and other.prompt_ids == episode.prompt_ids
     assert engine.asked[0][1] == episode.prompt_ids
     assert "It is from" not in turns.tokenizer.decode(the_row.prompt_ids)
     assert sum(episode.loss_mask) + len(the_row.prompt_ids) < len(episode.response_ids) + len(episode.prompt_ids)
@@ -214,12 +214,11 @@ def test_the_policy_cannot_call_what_is_not_its(open_turns):
 
 
 def test_many_trajectories_share_few_processes(open_turns):
-    turns = open_turns(GUESS, workers=2, max_turns=20)
-    the_row = game_row(turns, extra_info={"secret": 9})
-    scripts = [[call("guess", number=n) for n in range(start, 10)] for start in range(10)]
-    episodes, _ = run(scripts, turns, the_row, n=10)
-    assert [e.turns for e in episodes] == list(range(10, 0, -1)) and len(turns.workers.pool.workers) == 2
-    assert {e.finish_reason for e in episodes} == {"done"}
+    turns = open_turns(RANDOM, workers=2, max_turns=20)
+    rolls = list(range(9, -1, -1))
+    episodes, _ = run([[call("roll")] * n + ["end"] for n in rolls], turns, game_row(turns), n=10)
+    assert [e.turns for e in episodes] == [n + 1 for n in rolls] and len(turns.workers.pool.workers) == 2
+    assert [e.environment_reward for e in episodes] == [n + 2 for n in rolls], "each has a state of its own"
 
 
 def test_what_reset_says_must_fit_the_prompt(open_turns):
