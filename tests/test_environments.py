@@ -57,15 +57,15 @@ def game_row(turns, **columns):
 def test_a_game_from_its_reset_to_its_reward(open_turns):
     turns = open_turns(GUESS)
     the_row = game_row(turns, extra_info={"secret": 3})
-    script = [call("guess", number=2), call("guess", number=3), "never asked"]
+    script = [call("guess", n=2), call("guess", n=3), "never asked"]
     (episode, other), engine = run([script, ["no game"]], turns, the_row)
-    assert [c["text"] for c in episode.calls] == ["higher than 2", "right"]
+    assert [c["text"] for c in episode.calls] == ["higher: 3 to 7", "right"]
     assert (episode.finish_reason, episode.turns, episode.environment_reward) == ("done", 2, 1.0)
     assert (other.finish_reason, other.turns, other.environment_reward) == ("stop", 1, 0.0)
     prompt = turns.tokenizer.decode(episode.prompt_ids)
-    assert "look It is from 1 to 3.<|im_end|>" in prompt and other.prompt_ids == episode.prompt_ids
+    assert "look It is 1 to 7.<|im_end|>" in prompt and other.prompt_ids == episode.prompt_ids
     assert engine.asked[0][1] == episode.prompt_ids
-    assert "It is from" not in turns.tokenizer.decode(the_row.prompt_ids)
+    assert "It is 1" not in turns.tokenizer.decode(the_row.prompt_ids)
     assert sum(episode.loss_mask) + len(the_row.prompt_ids) < len(episode.response_ids) + len(episode.prompt_ids)
 
 

@@ -1,6 +1,6 @@
 """A number-guessing game of several turns, as an environment: --environment docs/examples/guess.py:Guess"""
 
-LAST, GUESSES = 3, 2  # numbers go from 1 to 3: two guesses find any of them, if the first is in the middle
+LAST, GUESSES = 7, 3  # numbers go from 1 to 7: three guesses find any of them, each in the middle of what is left
 
 
 class Guess:
@@ -8,23 +8,28 @@ class Guess:
 
     def reset(self, extra_info: dict, **row) -> str:
         self.secret, self.guesses = int(extra_info["secret"]), []
-        return f" It is from 1 to {LAST}."
+        self.low, self.high = 1, LAST
+        return f" It is {self.low} to {self.high}."
 
-    def guess(self, number: int) -> str:
+    def guess(self, n: int) -> str:
         """Guess the secret number.
 
         Args:
-            number: Your guess.
+            n: Your guess.
 
         Returns:
-            Whether the secret number is higher or lower.
+            Whether the secret number is higher or lower, and what is left.
         """
-        if not isinstance(number, int):
+        if not isinstance(n, int):
             raise ValueError("the number must be an integer")
-        self.guesses.append(number)
-        if number == self.secret:
+        self.guesses.append(n)
+        if n == self.secret:
             return "right"
-        return f"{'higher' if number < self.secret else 'lower'} than {number}"
+        if n < self.secret:
+            self.low = max(self.low, n + 1)
+        else:
+            self.high = min(self.high, n - 1)
+        return f"{'higher' if n < self.secret else 'lower'}: {self.low} to {self.high}"
 
     @property
     def done(self) -> bool:
