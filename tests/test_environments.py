@@ -59,16 +59,16 @@ def game_row(turns, **columns):
 
 def test_a_game_from_its_reset_to_its_reward(open_turns):
     turns = open_turns(GUESS)
-    the_row = game_row(turns, extra_info={"secret": 11})
-    script = [call("guess", number=7), call("guess", number=13), call("guess", number=11), "never asked"]
+    the_row = game_row(turns, extra_info={"secret": 3})
+    script = [call("guess", n=2), call("guess", n=3), "never asked"]
     (episode, other), engine = run([script, ["no game"]], turns, the_row)
-    assert [c["text"] for c in episode.calls] == ["higher", "lower", "right"]
-    assert (episode.finish_reason, episode.turns, episode.environment_reward) == ("done", 3, pytest.approx(0.8))
+    assert [c["text"] for c in episode.calls] == ["higher: 3 to 7", "right"]
+    assert (episode.finish_reason, episode.turns, episode.environment_reward) == ("done", 2, 1.0)
     assert (other.finish_reason, other.turns, other.environment_reward) == ("stop", 1, 0.0)
     prompt = turns.tokenizer.decode(episode.prompt_ids)
-    assert "look It is from 0 to 15.<|im_end|>" in prompt and other.prompt_ids == episode.prompt_ids
+    assert "look It is 1 to 7.<|im_end|>" in prompt and other.prompt_ids == episode.prompt_ids
     assert engine.asked[0][1] == episode.prompt_ids
-    assert "It is from" not in turns.tokenizer.decode(the_row.prompt_ids)
+    assert "It is 1" not in turns.tokenizer.decode(the_row.prompt_ids)
     assert sum(episode.loss_mask) + len(the_row.prompt_ids) < len(episode.response_ids) + len(episode.prompt_ids)
 
 
@@ -217,12 +217,11 @@ def test_the_policy_cannot_call_what_is_not_its(open_turns):
 
 
 def test_many_trajectories_share_few_processes(open_turns):
-    turns = open_turns(GUESS, workers=2, max_turns=20)
-    the_row = game_row(turns, extra_info={"secret": 9})
-    scripts = [[call("guess", number=n) for n in range(start, 10)] for start in range(10)]
-    episodes, _ = run(scripts, turns, the_row, n=10)
-    assert [e.turns for e in episodes] == list(range(10, 0, -1)) and len(turns.workers.pool.workers) == 2
-    assert {e.finish_reason for e in episodes} == {"done"}
+    turns = open_turns(RANDOM, workers=2, max_turns=20)
+    rolls = list(range(9, -1, -1))
+    episodes, _ = run([[call("roll")] * n + ["end"] for n in rolls], turns, game_row(turns), n=10)
+    assert [e.turns for e in episodes] == [n + 1 for n in rolls] and len(turns.workers.pool.workers) == 2
+    assert [e.environment_reward for e in episodes] == [n + 2 for n in rolls], "each has a state of its own"
 
 
 def test_what_fails_while_it_is_made_again_is_not_the_policys_error(open_turns, tmp_path):
@@ -235,12 +234,13 @@ def test_what_fails_while_it_is_made_again_is_not_the_policys_error(open_turns, 
 
 
 def test_an_interaction_hears_what_reset_has_said(open_turns):
-    turns = open_turns(GUESS, interaction="\ndef talk(messages, truth):\n    return messages[-2]['content']\n", max_turns=2)
+    echo = "\ndef talk(messages, truth):\n    return messages[-2]['content']\n"
+    turns = open_turns(GUESS, interaction=echo, max_turns=2)
     the_row = game_row(turns, extra_info={"secret": 1})
     the_row.interaction = {}
     (episode,), _ = run([["a", "b"]], turns, the_row, n=1)
     (heard,) = [m["content"] for m in episode.messages if m["role"] == "user"]
-    assert "It is from 0 to" in heard
+    assert "It is 1 to 7." in heard
 
 
 def test_what_reset_says_must_fit_the_prompt(open_turns):

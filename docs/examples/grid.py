@@ -1,35 +1,54 @@
 """A grid world, as an environment: --environment docs/examples/grid.py:Grid"""
 
-from typing import Literal
-
-SIDE = 4
-STEPS = {"up": (0, 1), "down": (0, -1), "left": (-1, 0), "right": (1, 0)}
+SIDE = 3
 
 
 class Grid:
-    """Walk to the goal. The row gives where (extra_info: start and goal, as [x, y])."""
+    """Walk to the goal on a shortest way: the first move that comes no nearer ends the game.
+
+    The row gives where (extra_info: start and goal, as [x, y]). The reward is the share of the way that was walked.
+    """
 
     def reset(self, extra_info: dict, **row) -> str:
         self.at, self.goal = list(extra_info["start"]), list(extra_info["goal"])
-        return f" You are at {self.at}, the goal is {self.goal}."
+        self.way, self.walked, self.lost = self._distance(), 0, False
+        return f" It is {self._compass()}."
 
-    def move(self, direction: Literal["up", "down", "left", "right"]) -> str:
-        """Walk one cell.
+    def up(self) -> str:
+        """Walk one cell up."""
+        return self._walk(0, 1)
 
-        Args:
-            direction: Where to; up adds 1 to the second number, right to the first.
-        """
-        if direction not in STEPS:
-            raise ValueError(f"direction is one of {', '.join(STEPS)}")
-        there = [at + step for at, step in zip(self.at, STEPS[direction])]
-        if not all(0 <= place < SIDE for place in there):
-            return f"a wall: still at {self.at}"
-        self.at = there
-        return f"at {self.at}"
+    def down(self) -> str:
+        """Walk one cell down."""
+        return self._walk(0, -1)
+
+    def left(self) -> str:
+        """Walk one cell to the left."""
+        return self._walk(-1, 0)
+
+    def right(self) -> str:
+        """Walk one cell to the right."""
+        return self._walk(1, 0)
+
+    def _walk(self, x: int, y: int) -> str:
+        before = self._distance()
+        self.at = [self.at[0] + x, self.at[1] + y]
+        self.lost = self._distance() > before
+        self.walked += not self.lost
+        return self._compass()
+
+    def _distance(self) -> int:
+        return sum(abs(goal - at) for goal, at in zip(self.goal, self.at))
+
+    def _compass(self) -> str:
+        """Where the goal is, such as "2 right, 1 up"."""
+        right, up = (goal - at for goal, at in zip(self.goal, self.at))
+        ways = {"right": right, "left": -right, "up": up, "down": -up}
+        return ", ".join(f"{cells} {way}" for way, cells in ways.items() if cells > 0) or "here"
 
     @property
     def done(self) -> bool:
-        return self.at == self.goal
+        return self.lost or self.at == self.goal
 
     def reward(self) -> float:
-        return float(self.done)
+        return self.walked / self.way
