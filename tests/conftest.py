@@ -62,10 +62,13 @@ def pytest_unconfigure(config) -> None:
 
 @pytest.fixture(scope="session")
 def world():
-    """A process group of this process alone; its watchdog would wait longer than any test session takes."""
-    from common.distributed import init_world
+    """A process group of this process alone; its watchdog would wait longer than any test session takes, and is silent:
+    tests read what is printed."""
+    from common import distributed
 
-    return init_world(stall_minutes=1e5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "break_silence", lambda _: None)
+        return distributed.init_world(stall_minutes=1e5)
 
 
 @pytest.fixture(scope="session")

@@ -61,6 +61,7 @@ def test_kill_and_resume_with_a_replay_memory_equals_an_uninterrupted_run(whole,
     assert weights[0] == weights[1]
 
 
+@pytest.mark.slow  # by default test_grpo_runs.py and test_ppo_runs.py start by torchrun
 def test_by_torchrun(whole, tmp_path):
     """As its users start it; that a forked run is such a run, test_grpo_runs.py compares bit by bit."""
     few = ["--prompts-per-step", 4, "--samples-per-prompt", 4, "--total-steps", 1, "--no-eval-before"]
