@@ -62,8 +62,7 @@ def pytest_unconfigure(config) -> None:
 
 @pytest.fixture(scope="session")
 def world():
-    """A process group of this process alone; its watchdog would wait longer than any test session takes, and is silent:
-    tests read what is printed."""
+    """A process group of this process alone, whose watchdog says nothing, and waits longer than a session takes."""
     from common import distributed
 
     with pytest.MonkeyPatch.context() as patch:
