@@ -58,6 +58,7 @@ def test_a_run_that_never_trains_its_policy_is_refused(tmp_path):
     assert done.returncode != 0 and "--critic-warmup-steps 4 of 4: none for the policy" in done.stdout + done.stderr
 
 
+@pytest.mark.slow  # by default test_grpo_runs.py and test_curiosity_runs.py do
 def test_replay_repeats_an_update_bit_for_bit_and_evaluation_repeats_itself(tmp_path):
     options = [*SMALL, "--engine", "hf", "--dump-rollouts-every", 1, "--save-every", 1, "--keep-checkpoints", 9]
     options += ["--total-steps", 3, "--eval-every", 0, "--max-response-tokens", 48, "--no-eval-before"]
