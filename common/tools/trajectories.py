@@ -111,7 +111,7 @@ class Turns:
 
     def try_out(self, rows: Iterable[Row]) -> bool:
         """Open an environment for the first row that has one, and close it: has it a reward? ValueError if not."""
-        state = State(-1, "", next(row.environment for row in rows if row.environment is not None))
+        state = State(-1, "", next((row.environment for row in rows if row.environment is not None), {}))
         for call in (OPENING, CLOSING):
             self.workers.hand_on((-1, call.name), (call.name, {}, state, {}), home=-1)
             ((_, reply),) = self.workers.poll(inf)
