@@ -186,6 +186,8 @@ def _attempt(part: Callable[[], None] | None) -> str | None:
             part()
     except (OSError, SafetensorError, CheckpointException) as error:
         causes = [e for e, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+        if any(isinstance(cause, KeyboardInterrupt) for cause in causes):  # torch has caught it
+            raise KeyboardInterrupt from error
         problem = (str(causes[0]) or repr(causes[0])).splitlines()[0]
     return next((p for p in gather_objects(problem) if p), None)
 

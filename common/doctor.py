@@ -1,6 +1,6 @@
 """python -m common.doctor: what is installed and what runs here, to paste into an issue (common/prepare/doctor.py)."""
 
-from common.prepare.doctor import doctor
+from common.prepare.doctor import main
 
 if __name__ == "__main__":
-    doctor()
+    main(__doc__)

@@ -35,6 +35,5 @@ class Means:
         whole = Means()
         for part in gather_objects(self):  # ranks may hold different names: one without episodes has none
             whole.merge(part)
-        return {
-            name: total / whole.counts[name] for name, total in whole.sums.items() if whole.counts[name]
-        } | whole.totals
+        means = {name: total / whole.counts[name] for name, total in whole.sums.items() if whole.counts[name]}
+        return means | whole.totals

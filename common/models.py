@@ -19,13 +19,8 @@ from common.vision import Vision, auto_class, skeleton
 # of loading and saving shards: several ranks would write over each other
 transformers.utils.logging.disable_progress_bar()
 # Of a configuration: logits are more than hidden @ head.T. Our log-probs would be wrong, silently.
-UNSUPPORTED_LOGITS = (
-    "final_logit_softcapping",
-    "logits_scaling",
-    "logit_scale",
-    "output_multiplier",
-    "lm_head_multiplier",
-)
+UNSUPPORTED_LOGITS = ["final_logit_softcapping", "logits_scaling", "logit_scale"]
+UNSUPPORTED_LOGITS += ["output_multiplier", "lm_head_multiplier"]
 WITHOUT_OPTIONS = ("nemotron",)  # model types whose layers keep `units`, or positions, from the attention
 
 

@@ -90,11 +90,10 @@ class Rollouts:
             self.workers = RewardWorkers(rollout.reward_function, max(1, cpus_of_rank() - 1), rollout.reward_timeout)
             if rollout.reward_function and not rollout.replay:  # found out now, not after the first rollout
                 self.workers.try_out(rollout.reward_function, (self.train_data or self.eval_data)[0])
-            protocol = tools and tools.protocol(job.tokenizer)
-            if isinstance(protocol, Hermes) and tools.tools:
-                protocol = protocol_of(job.tokenizer, (tool.schema for tool in tools.tools.values()))
+            schemas = [tool.schema for tool in tools.tools.values()] if tools else []
+            protocol = protocol_of(job.tokenizer, schemas) if schemas and tools.protocol is Hermes else None
             self.turns = Turns(job.tokenizer, tools, job.vision, rollout, protocol) if tools else None
-            rewarded = rollout.environment and self.turns.try_out(self.train_data or self.eval_data)
+            rewarded = self.turns and self.turns.try_out(self.train_data or self.eval_data)
             scored = [] if rollout.reward_function or rewarded else [self.train_data, self.eval_data]
             sources = {name for prompts in scored if prompts for name in prompts.sources}
             options = {"agree": partial(all_reduce, op="max"), "stopping": stop_requested}
@@ -201,10 +200,11 @@ class Rollouts:
 def open_tools(flags: Rollout, notice: Callable[[str], None], group: ProcessGroup | None = None) -> ToolPool:
     """What answers the policy, in processes. ValueError if they do not start."""
     names = [part.strip() for part in (flags.tools or "").split(",")]
-    workers, timeout_s, more = flags.tool_workers, flags.tool_timeout, (flags.interaction, flags.environment)
+    workers, timeout_s = flags.tool_workers, flags.tool_timeout
     if not {"python", "python_unconfined"} & {*names}:
-        return ToolWorkers(flags.tools or "", workers, timeout_s, 4.0, *more, group=group)
-    if len(names) > 1 or any(more):
+        answering = {"interaction": flags.interaction, "environment": flags.environment}
+        return ToolWorkers(flags.tools or "", workers, timeout_s, **answering, group=group)
+    if len(names) > 1 or flags.interaction or flags.environment:
         raise ValueError(f"--tools {flags.tools}: python is called in a way of its own, and stands alone")
     confined = names == ["python"]
     if not confined:

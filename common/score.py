@@ -7,4 +7,4 @@ from common.rewards.offline import Scoring, score_file
 
 if __name__ == "__main__":
     with user_errors():
-        score_file(tyro.cli(Scoring, description=__doc__))
+        score_file(tyro.cli(Scoring, prog="python -m common.score", description=__doc__))

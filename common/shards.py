@@ -42,6 +42,7 @@ def find_checkpoint(run_dir: Path, resume: str, world: World, identity: dict | N
     """
     if resume == "never":
         return None
+    refuse(run_dir.is_file(), f"--output-dir {run_dir} is a file, not a folder")
     folder = None
     if world.is_main:
         try:

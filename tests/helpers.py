@@ -207,7 +207,8 @@ def run_script(
     else:
         done = zygote.run(os.environ[ZYGOTE], [str(part) for part in arguments], environment, ROOT, ranks, timeout)
     if check and done.returncode:
-        pytest.fail(f"{' '.join(command)}\nexit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
+        first, last = done.stderr[:4000], done.stderr[4000:][-6000:]  # the cause, and who followed
+        pytest.fail(f"{' '.join(command)}\nexit code {done.returncode}\n{done.stdout[-3000:]}\n{first}\n...\n{last}")
     return done
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from helpers import checkpoints_of, load_checkpoint, save_checkpoint, trained
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -126,9 +127,26 @@ def test_resume_by_path_and_its_errors(tmp_path, world):
     assert find_checkpoint(tmp_path, "never", world) is None
     with pytest.raises(SystemExit, match="--resume"):
         find_checkpoint(tmp_path, str(tmp_path / "nothing"), world)
+    (tmp_path / "rows.jsonl").write_text("{}")
+    with pytest.raises(SystemExit, match=r"--output-dir .*rows\.jsonl is a file"):
+        find_checkpoint(tmp_path / "rows.jsonl", "auto", world)
     (step / "trainer.json").unlink()
     with pytest.raises(SystemExit, match=r"step_000010 has no trainer\.json: --resume never"):
         find_checkpoint(tmp_path, "auto", world)
+
+
+@pytest.mark.parametrize("method", ["set_up_storage_writer", "prepare_local_plan", "write_data", "finish"])
+def test_ctrl_c_while_saving_is_no_failed_save(tmp_path, world, monkeypatch, method):
+    """torch's checkpoints take it for a rank's failure, which would be a warning: training would go on."""
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    save(tmp_path, 10, world)
+    monkeypatch.setattr(dcp.FileSystemWriter, method, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, 20, world)
+    assert find_checkpoint(tmp_path, "auto", world).name == "step_000010"
 
 
 # --- what a resume takes of the memory ----------------------------------------------------------------------------

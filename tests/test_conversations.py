@@ -374,7 +374,7 @@ def test_tools_as_llama_factory_has_them(tmp_path, tokenizer):
         assert json.dumps({"type": "function", "function": bare}) in system
     assert read_conversation({"messages": ANSWER, "tools": ""}).messages == ANSWER
     (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": ANSWER, "tools": "no json"}))
-    with pytest.raises(ValueError, match="line 1: not a conversation: JSONDecodeError"):
+    with pytest.raises(ValueError, match="line 1: tools: 'no json' is no JSON"):
         Conversations(str(tmp_path / "rows.jsonl"), "--train-data", tokenizer, max_tokens=100)
 
 
@@ -394,12 +394,17 @@ def test_nulls_that_arrow_adds_reach_neither_tools_nor_calls(tmp_path):
     system, _, said = read_conversation(record).messages
     assert "null" not in system["content"] and json.dumps(tool("say", "text")) in system["content"]
     assert said["tool_calls"] == calls
+    calls[0]["function"]["arguments"] = '{"a": "1"}'  # as OpenAI has them
+    assert read_conversation(row).messages[2]["tool_calls"][0] == call("add", a="1")
+    calls[0]["function"]["arguments"] = "a=1"
+    with pytest.raises(BadRow, match="arguments of tool_calls: 'a=1' is no JSON"):
+        read_conversation(row)
 
 
 def test_calls_that_the_template_leaves_out_are_told(tmp_path, tokenizer):
     called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": [*ANSWER[:1], called]}))
-    with pytest.raises(ValueError, match="the chat template leaves out tool_calls"):
+    with pytest.raises(ValueError, match="leaves out tool_calls: write them as"):
         Conversations(str(tmp_path / "rows.jsonl"), "--train-data", tokenizer, max_tokens=100)
     strict = copy.deepcopy(tokenizer)  # it looks at them, and refuses a turn that says nothing without
     refusal = "{% if not message.content and not message.tool_calls %}{{ raise_exception('empty') }}{% endif %}"

@@ -82,6 +82,7 @@ def test_replay_of_a_dump_with_replayed_samples_repeats_its_update(whole, tmp_pa
     assert [steps_of(tmp_path)[step][n] for n in names] == [steps[step][n] for n in names]
 
 
+@pytest.mark.slow
 def test_evaluation_with_and_without_tools_side_by_side(tmp_path):
     """The demo's policy by its name: what it cannot read it guesses, without tools always."""
     options = ["--model", "tiny-vl", "--tools", "crop_image_normalized", "--max-prompt-tokens", 96, "--max-turns", 4]

@@ -3,6 +3,8 @@
 import getpass
 import platform
 import re
+import runpy
+import sys
 import time
 from pathlib import Path
 
@@ -31,6 +33,20 @@ def test_the_doctor_as_pasted():
     assert "torch.bfloat16" in done.stdout or "torch.float32" in done.stdout or "no answer" in done.stdout
     for name in (str(Path.home()), f"/{getpass.getuser()}/", platform.node(), "sesame", "judge.example"):
         assert not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", done.stdout), name
+
+
+@pytest.mark.parametrize("asked, code", [("--help", 0), ("--paste", 2)])
+def test_the_command_teaches_before_it_runs(monkeypatch, capsys, asked, code):
+    monkeypatch.setattr(doctor, "ASKED", {"anything": {"program": "print('asked')"}})
+    monkeypatch.setattr(sys, "argv", ["doctor.py", asked])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("common.doctor", run_name="__main__")
+    said = capsys.readouterr()
+    assert ended.value.code == code and "usage: python -m common.doctor" in said.out + said.err
+    assert "asked" not in said.out, "it has not run"
+    monkeypatch.setattr(sys, "argv", ["doctor.py"])
+    runpy.run_module("common.doctor", run_name="__main__")
+    assert capsys.readouterr().out == "anything: asked\n"
 
 
 def test_every_question_is_a_program():

@@ -191,16 +191,51 @@ def test_a_hanging_close_does_not_hold_up_the_end(open_turns):
         ('self.write("reset")', "return 3"),
         ("return len(self.seen)", "return float('nan')"),
         ("return len(self.seen)", "return 'much'"),
+        ("return len(self.seen)", "raise OSError('no reward')"),
     ],
 )
-def test_an_environment_that_fails_costs_its_sample_and_is_refused_at_the_start(open_turns, change, why):
+def test_an_environment_that_fails_costs_its_sample_and_is_refused_at_the_start(open_turns, tmp_path, change, why):
     turns = open_turns(RANDOM.replace(change, why))
     the_row = game_row(turns)
-    told = r"(OSError: no server|returned 3|reward is nan|could not convert)"
-    with pytest.raises(ValueError, match=rf"--environment: (reset|close) fails on the first row: .*{told}"):
+    what = "its reward" if "len" in change else r"reset\(\)"
+    told = r"(OSError: no|returned 3|reward is nan|could not convert)"
+    with pytest.raises(ValueError, match=rf"--environment: {what} fails on the first row: .*{told}"):
         turns.try_out([the_row])
+    the_row.environment = {"log": str(tmp_path / "log")}
     (episode,), _ = run([["a"]], turns, the_row, n=1)
     assert episode.finish_reason == "tool_failed" and episode.calls[-1]["error"]
+    if "len" in change:
+        assert (tmp_path / "log").read_text().split() == ["reset", "close"], "closed although its reward failed"
+
+
+KEYWORD = """
+    class Game:
+        def reset(self, **row):
+            self.heard = []
+
+        def interaction(self, *, word: str, loud: bool = False) -> str:
+            \"\"\"Say a word.
+
+            Args:
+                word (str): it.
+                loud: is it loud?
+            \"\"\"
+            self.heard.append(word)
+            return word.upper() if loud else word
+"""
+
+
+def test_a_method_may_have_keyword_arguments_and_any_name(open_turns):
+    """Even that of what else is called: an interaction that speaks, too."""
+    talk = "\ndef talk(messages, truth):\n    return None if messages[-1]['content'] == 'end' else 'go on'\n"
+    turns = open_turns(KEYWORD, interaction=talk, max_turns=9)
+    schema = turns.workers.tools["interaction"].schema["function"]["parameters"]
+    assert schema["properties"]["word"] == {"type": "string", "description": "it."}
+    the_row = game_row(turns)
+    the_row.interaction = {}
+    (episode,), _ = run([[call("interaction", word="a", loud=True), "so", "end"]], turns, the_row, n=1)
+    assert [m["role"] for m in episode.messages] == ["assistant", "tool", "assistant", "user", "assistant"]
+    assert [c["text"] for c in episode.calls] == ["A"] and episode.finish_reason == "stop"
 
 
 def test_the_policy_cannot_call_what_is_not_its(open_turns):
@@ -341,6 +376,32 @@ def test_an_interaction_that_fails_costs_the_sample(open_turns, said, told):
     turns = open_turns(interaction=TALK)
     (episode,), _ = run([[said, "never"]], turns, talk_row(turns), n=1)
     assert episode.finish_reason == "tool_failed" and told in episode.calls[-1]["text"]
+
+
+@pytest.mark.parametrize(
+    "function, why",
+    [
+        ("def talk(messages):\n    return None", "takes 1 positional argument but 2 were given"),
+        (
+            "def talk(messages, truth, *, colour):\n    return None",
+            "required keyword-only argument: 'colour'",
+        ),
+        ("async def talk(messages, truth):\n    return None", "it returned <coroutine"),
+        ("def talk(messages, truth):\n    return 'a', 1.0, True", "it returned ('a', 1.0, True)"),
+        ("def talk(messages, truth):\n    return None, 1.0 * (messages[-1]['content'] == truth)", ""),
+    ],
+)
+def test_an_interaction_is_tried_with_a_truth_at_the_start(open_turns, function, why):
+    turns = open_turns(interaction=f"\n{function}\n")
+    others = talk_row(turns)
+    others.interaction = None
+    rows = [others, talk_row(turns, mood="bad")]
+    if why:
+        with pytest.raises(ValueError, match=rf"--interaction cannot answer the truth of a row: .*{re.escape(why)}"):
+            turns.try_out(rows)
+    else:
+        assert turns.try_out(rows) is False, "it has no reward of an environment"
+    assert turns.try_out([others]) is False, "no row to try it with"
 
 
 def test_a_row_without_kwargs_is_not_answered(open_turns):

@@ -34,10 +34,8 @@ HEAVY = {"torch", "transformers", "vllm"}
 BUILDERS = {"tiny", "tiny_vl", "smollm2", "export", "memory_plan"}  # of common/prepare: of models, or tokenise
 LIGHT = ["common.files", "common.flags", "common.pictures", "common.workers", "common.look.page", "common.look.curves"]
 LIGHT += ["common.tools", "common.data.rows", "common.data.visual_qa", "common.rewards"]
-WITHOUT_HELP = {
-    "tests/bench/report.py",
-    "tests/bench/trl_step.py",
-}  # no program; wants TRL, which has flags of its own
+# no programs; wants TRL, which has flags of its own
+WITHOUT_HELP = {"tests/bench/limits.py", "tests/bench/report.py", "tests/bench/trl_step.py"}
 
 
 @pytest.fixture(scope="module")

@@ -270,18 +270,22 @@ def test_a_secret_is_not_shown_where_a_long_text_is_cut(serve, client):
 
 
 def test_so_many_requests_are_under_way_at_once(serve, client):
-    under_way, most, lock = [0], [0], threading.Lock()
+    """None of the first 64 is answered before all are under way."""
+    under_way, most, lock, full = [0], [0], threading.Lock(), threading.Event()
 
     def busy(number, answer):
         with lock:
             under_way[0] += 1
             most[0] = max(most[0], under_way[0])
-        time.sleep(0.1)
+            if under_way[0] == IN_FLIGHT:
+                full.set()
+        assert full.wait(30)
+        time.sleep(0.1)  # time for one too many to arrive
         with lock:
             under_way[0] -= 1
 
     assert client(serve(busy)).settle(cases(*map(str, range(80)))) == [0.0] * 80
-    assert 32 < most[0] <= IN_FLIGHT == 64
+    assert most[0] == IN_FLIGHT == 64
 
 
 def test_a_reply_that_drips_is_cut_off_by_the_deadline(client, impatient):
@@ -336,7 +340,7 @@ def test_patience_ends(client, monkeypatch):
     began = time.monotonic()
     with pytest.raises(JudgeUnavailable, match=r"no answer from http://127\.0.* for 0\.01\d* minutes .*APIConnection"):
         judge.settle(FOUR)
-    assert time.monotonic() - began >= 0.6 and len(signs) > 10, "the watchdog sees that it lives"
+    assert time.monotonic() - began >= 0.6 and len(signs) > 3, "the watchdog sees that it lives"
 
 
 def test_ranks_leave_together(serve, client):

@@ -218,6 +218,7 @@ def test_tracker_that_fails_to_start(tmp_path, monkeypatch, capsys):
     log.close()
     warnings = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
     assert len(warnings) == 1 and "--log wandb" in warnings[0] and "api_key not configured" in warnings[0]
+    assert "pip install" not in warnings[0]
 
 
 def test_tracker_that_hangs(tmp_path, monkeypatch, capsys):
@@ -241,10 +242,14 @@ def test_tracker_that_fails_later(tmp_path, monkeypatch, capsys):
     assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
 
 
-def test_tracker_that_is_not_installed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "wandb", None)  # import raises ImportError
-    make(tmp_path, names="wandb").log(1, {"a": 1.0})
-    assert capsys.readouterr().out.count("warning: --log wandb dropped") == 1
+@pytest.mark.parametrize("name", trackers.START)
+def test_tracker_that_is_not_installed(tmp_path, monkeypatch, capsys, name):
+    for module in (name, "torch.utils.tensorboard"):
+        monkeypatch.setitem(sys.modules, module, None)  # import raises ImportError
+    make(tmp_path, names=name).log(1, {"a": 1.0})
+    said = capsys.readouterr().out
+    assert said.count(f"warning: --log {name} dropped (ModuleNotFoundError: ") == 1
+    assert f": pip install {name});" in said
 
 
 def test_unknown_tracker(tmp_path):

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from helpers import ROOT, random_episodes
 from test_docs import blocks, split_commands
 from vl import build_tokenizer, picture
 
+import common.look.__main__
 from common.data.dumps import dump_rollouts, load_rollouts
 from common.episodes import FINISH_REASONS
 from common.hub import FOLDERS, load_tokenizer
@@ -108,6 +110,10 @@ def test_dumps_from_before_row_and_truth_can_still_be_read(tmp_path, tokenizer, 
 def test_what_is_no_run_and_a_run_whose_model_is_not_known(run_dir, tmp_path_factory):
     with pytest.raises(SystemExit, match=r"no metrics\.jsonl and no rollouts"):
         look(tmp_path_factory.mktemp("empty"))
+    early = make_run(tmp_path_factory.mktemp("runs") / "early", [], {"args": {}})
+    (early / "metrics.jsonl").unlink()
+    with pytest.raises(SystemExit, match=r"early: the run has ended before its first step, or is in it$"):
+        look(early)
     (run_dir / "config.json").unlink()
     with pytest.raises(SystemExit, match="give --tokenizer"):
         look(run_dir)
@@ -162,8 +168,68 @@ def test_a_full_disk_costs_the_dump_and_the_page_but_not_the_run(tmp_path, token
 
 def test_the_old_command_names_the_new_one():
     done = subprocess.run([sys.executable, "-m", "common.data", "x"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and not done.stdout
+    assert done.returncode == 1 and not done.stdout
     assert done.stderr.splitlines() == ["it is now: python -m common.look FILE [--tokenizer NAME] [--rows 2]"]
+
+
+# --- data files ---
+
+
+PROMPT = [{"role": "user", "content": "1+1?"}]
+
+
+def test_rows_of_training_without_a_truth_are_shown(tmp_path, capsys):
+    """As for --eval-only, or an --environment, which may know it."""
+    file = tmp_path / "rows.jsonl"
+    bare = {"data_source": "mine", "prompt": PROMPT}
+    full = bare | {"reward_model": {"ground_truth": "2"}}
+    for rows, told in ([bare, bare], "2 rows have no reward_model."), ([full, bare], "1 rows have no"), ([full], ""):
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        look(file)
+        said = capsys.readouterr().out
+        assert f"{len(rows)} rows, 0 of them unusable" in said and '"content": "1+1?"' in said
+        assert (told in said) if told else "have no reward_model" not in said
+
+
+@pytest.mark.parametrize(
+    "row, told",
+    [
+        ({"messages": PROMPT}, "is for sft.py"),
+        ({"data_source": "mine", "messages": PROMPT}, "is for sft.py"),
+        ({"question": "1+1?", "answer": "2"}, "is for sft.py"),
+        ({"conversations": PROMPT}, "is for sft.py"),
+        ({"message_list": PROMPT}, "is for sft.py"),
+        ({"data_source": "mine", "truth": "2", "responses": ["2"]}, "is for python -m common.score"),
+        ({"data_source": "mine", "prompts": PROMPT}, "lacks prompt; it has the columns data_source, prompts"),
+    ],
+)
+def test_a_file_of_other_rows_is_named_by_what_reads_it(tmp_path, row, told):
+    jsonl, parquet = tmp_path / "rows.jsonl", tmp_path / "rows.parquet"
+    jsonl.write_text(json.dumps(row))
+    pq.write_table(pa.Table.from_pylist([row]), parquet)
+    for file in (jsonl, parquet):
+        with pytest.raises(SystemExit, match=rf"{file} {re.escape(told)}"):
+            look(file)
+
+
+def test_rows_are_counted_from_0(tmp_path, capsys):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"data_source": "mine", "prompt": PROMPT}))
+    look(file, rows=0)
+    assert "--- row" not in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="--rows -1: 0 or more"):
+        look(file, rows=-1)
+
+
+def test_its_help_names_the_command_and_keeps_its_lines(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["/anywhere/common/look/__main__.py", "--help"])
+    monkeypatch.delitem(sys.modules, "common.look.__main__")
+    with pytest.raises(SystemExit):
+        runpy.run_module("common.look", run_name="__main__")
+    said = capsys.readouterr().out
+    assert said.startswith("usage: python -m common.look ")
+    for line in common.look.__main__.__doc__.strip().splitlines():
+        assert line in said.splitlines()
 
 
 # --- the page where runs meet ---
@@ -234,8 +300,12 @@ def test_what_page_of_runs_cannot_be_had(tmp_path):
     run = make_run(tmp_path / "run", rising(0.1))
     with pytest.raises(SystemExit, match="--output"):
         look(tmp_path / "rows.parquet", output=tmp_path / "page.html")
-    with pytest.raises(SystemExit, match="in a folder that exists"):
-        look(run, output=tmp_path / "nowhere/page.html")
+    data = tmp_path / "train.parquet"
+    data.write_bytes(b"mine")
+    for output in (tmp_path / "nowhere/page.html", data, tmp_path / "page.csv"):
+        with pytest.raises(SystemExit, match=r"--output .* FILE\.html in a folder that exists"):
+            look(run, output=output)
+    assert data.read_bytes() == b"mine" and {path.name for path in tmp_path.iterdir()} == {"run", "train.parquet"}
     for nothing in ([], [run / "look.html"]):
         with pytest.raises(SystemExit, match="give the folder"):
             look(*nothing)
@@ -261,6 +331,18 @@ def test_a_bad_argument_costs_itself_alone(run_dir, tmp_path_factory, capsys):
             look(path)
     with pytest.raises(SystemExit, match="nothing to show"):
         look(*bad)
+
+
+def test_a_damaged_line_is_told_by_its_number(tmp_path, capsys):
+    run = make_run(tmp_path / "run", rising(0.1))
+    look(run)
+    assert "warning" not in capsys.readouterr().out
+    metrics = run / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join([*lines[:2], lines[2][:9] + "\n\n", *lines[3:]]))
+    look(run)
+    assert f"warning: {metrics}: 1 unreadable lines left out, the first: 3\n" in capsys.readouterr().out
+    assert drawn_on(run / "look.html")[0]["curves"]["reward/mean"]["steps"] == [1, *range(3, 21)]
 
 
 def test_where_the_page_of_runs_is_written(tmp_path, monkeypatch):
@@ -312,7 +394,8 @@ def test_hostile_runs_become_one_harmless_page(tmp_path, capsys):
         os.mkfifo(pipes / name)
     look(evil, empty, listed, pipes)
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
-    assert len(warnings) == 1 and "step_000002.html not written" in warnings[0], "a pipe is nobody's samples"
+    assert len(warnings) == 2 and "step_000002.html not written" in warnings[1], "a pipe is nobody's samples"
+    assert f"{evil}/metrics.jsonl: 8 unreadable lines left out, the first: 7, 9, 10, 11, 12" in warnings[0]
     page = tmp_path / "look.html"
     runs = drawn_on(page)
     assert [run["name"] for run in runs] == [evil.name, "empty", "list", "pipes"]

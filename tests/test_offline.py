@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import runpy
 import shlex
 import signal
 import subprocess
@@ -68,10 +69,10 @@ def test_each_response_gets_its_verdict_and_keeps_its_row(tmp_path, capsys, suff
 
 BAD = [
     (row(1, responses=[]), "responses is [], expected"),
-    (row(1, responses=None), "responses is None, expected"),
+    (row(1, responses=None), "responses is None, expected a text or a list of texts; --response-column names one of"),
     (row(1, responses=["a", 5]), "responses is ['a', 5], expected"),
     (row(1, responses={"a": 1}), "responses is {'a': 1}, expected"),
-    ({"said": "x"}, "columns: said"),
+    ({"said": "x"}, "--response-column names one of said"),
     (row(1, reward_model=None), "neither reward_model.ground_truth nor truth"),
     (row(1, reward_model={"style": "rule"}), "neither reward_model.ground_truth nor truth"),
     (row(1, data_source=None), "data_source is None"),
@@ -155,7 +156,25 @@ def test_what_a_function_of_ones_own_does_costs_its_response(tmp_path, capsys):
     assert [s["responses"] for s in samples] == texts
     assert [(s["score"], s["correct"]) for s in samples] == [(0.0, False)] * 3 + [(2.5, True)] * 2
     assert "KeyError" in samples[2]["rewards"] and json.loads(samples[4]["rewards"])["odd"] is None
-    assert "3 of 5 responses not scored" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "3 of 5 responses not scored" in said
+    assert "5 responses to 1 prompts, 3 of them not scored, which count as wrong: " in said.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "body, reason",
+    [
+        ("raise KeyError('x')", "cannot score the first row"),
+        ("return 1 / (solution_str in ('', '1'))", "none of the 2 responses could be scored; .* is not written"),
+    ],
+)
+def test_a_function_that_fails_on_every_response_is_no_accuracy_of_0(tmp_path, capsys, body, reason):
+    function = tmp_path / "mine.py"
+    function.write_text(f"def mine(data_source, solution_str, ground_truth, extra_info=None):\n    {body}\n")
+    file = write(tmp_path / "a.jsonl", [row(0, data_source="mine")])
+    with pytest.raises((ValueError, SystemExit), match=reason):
+        score_file(Scoring(file, reward_function=f"{function}:mine"))
+    assert "accuracy" not in capsys.readouterr().out and not (tmp_path / "a_scored.jsonl").exists()
 
 
 def test_what_would_be_lost_is_refused(tmp_path, monkeypatch):
@@ -187,10 +206,13 @@ def test_one_that_is_ended_leaves_what_was_there(tmp_path, end):
     file, output = write(tmp_path / "a.jsonl", [row(0)]), tmp_path / "a_scored.jsonl"
     output.write_text("old")
     command = torchrun("-m", "common.score", file, "--reward-function", f"{function}:slow", "--reward-timeout", 60)
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     wait_until(lambda: (tmp_path / "on").exists())
     process.send_signal(end)
-    assert process.wait(30) != 0 and output.read_text() == "old"
+    _, told = process.communicate(timeout=30)
+    assert output.read_text() == "old" and "Traceback" not in told
+    assert process.returncode == (130 if end == signal.SIGINT else -signal.SIGKILL)
+    assert ("interrupted: no verdict is written" in told) == (end == signal.SIGINT)
     assert {path.name for path in tmp_path.iterdir()} <= {"slow.py", "on", "a.jsonl", "a_scored.jsonl", "__pycache__"}
 
 
@@ -200,7 +222,14 @@ def test_neither_torch_nor_vllm_is_loaded(tmp_path):
     program += "runpy.run_module('common.score', run_name='__main__'); "
     program += "assert not {'torch', 'transformers', 'vllm'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and "2 responses to 1 prompts" in done.stdout, done.stderr
+    assert done.returncode == 0 and "2 responses to 1 prompts: " in done.stdout, done.stderr
+
+
+def test_its_help_names_the_command(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["/anywhere/common/score.py", "--help"])
+    with pytest.raises(SystemExit):
+        runpy.run_module("common.score", run_name="__main__")
+    assert capsys.readouterr().out.startswith("usage: python -m common.score ")
 
 
 @pytest.mark.slow

@@ -13,7 +13,12 @@ SMALL += ["--minibatches", 4, "--warmup-steps", 2, "--learning-rate", 1e-4, "--c
 
 
 @pytest.mark.parametrize(
-    "ranks, engine, dtype", [(1, "vllm", "bf16"), pytest.param(2, "hf", "fp16", marks=pytest.mark.slow)]
+    "ranks, engine, dtype",
+    [
+        (1, "hf", "bf16"),
+        pytest.param(1, "vllm", "bf16", marks=pytest.mark.slow),  # by default test_grpo_runs.py has it
+        pytest.param(2, "hf", "fp16", marks=pytest.mark.slow),
+    ],
 )
 def test_kill_and_resume_equals_an_uninterrupted_run(tmp_path, ranks, engine, dtype):
     """Both models, optimizers and loss scales, the adaptive KL coefficient, a reward model."""
@@ -35,7 +40,7 @@ def test_kill_and_resume_equals_an_uninterrupted_run(tmp_path, ranks, engine, dt
     run_script("ppo.py", *options, "--output-dir", tmp_path / "whole", ranks=ranks)
     kill_once("ppo.py", *options, "--output-dir", tmp_path / "killed", ranks=ranks, after_step=3)
     assert (tmp_path / "killed" / "checkpoints" / "latest").read_text() == "step_000002"
-    run_script("ppo.py", *options, "--output-dir", tmp_path / "killed", ranks=ranks, fresh=True)
+    run_script("ppo.py", *options, "--output-dir", tmp_path / "killed", ranks=ranks)
 
     whole, killed = steps_of(tmp_path / "whole"), steps_of(tmp_path / "killed")
     assert whole == killed

@@ -53,12 +53,14 @@ def test_scores_in_chunks_are_those_of_single_texts(folder, chunk, monkeypatch):
         for s, answer in enumerate(answers):
             response = tokenizer.encode(answer, add_special_tokens=False)
             episodes.append(Episode(p, s, list(ids), response, [1] * len(response), [0.0] * len(response), "stop"))
+            episodes[-1].opening = " or not" * (p == 0)  # what an environment has said
     scorer.score_episodes(episodes, rows, tokenizer)
 
     for episode in episodes:
         row, answer = rows[episode.prompt_index], tokenizer.decode(episode.response_ids)
         if isinstance(row.prompt, list):
-            conversation = [*row.prompt, {"role": "assistant", "content": answer}]
+            asked = {"role": "user", "content": row.prompt[0]["content"] + " or not"}
+            conversation = [asked, {"role": "assistant", "content": answer}]
             text = tokenizer.apply_chat_template(conversation, tokenize=False)
         else:
             text = tokenizer.decode(row.prompt_ids) + answer

@@ -52,7 +52,7 @@ def test_the_demo_learns_and_its_export_is_the_same_model_in_vllm(tmp_path):
     assert result["synced"] < 1e-4, "transformers and vLLM disagree about the exported folder"
 
 
-@pytest.mark.parametrize("ranks, dtype", [(2, "fp32"), (1, "fp16")])
+@pytest.mark.parametrize("ranks, dtype", [(2, "fp32"), pytest.param(1, "fp16", marks=pytest.mark.slow)])
 def test_kill_and_resume_with_pictures_equals_an_uninterrupted_run(mixed, tmp_path, ranks, dtype):
     options = [*mixed, "--batch-size", 4, "--total-steps", 4, "--save-every", 2, "--eval-every", 2, "--dtype", dtype]
     run_script("sft.py", *options, "--output-dir", tmp_path / "whole", ranks=ranks)

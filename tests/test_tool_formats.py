@@ -1,10 +1,13 @@
 """How models call tools, read from the chat templates of published ones: Hermes', Llama-3, Qwen3-Coder, Mistral."""
 
+import json
+
 import pytest
 from helpers import ROOT, deadline
 from test_turns import run
 from vl import build_tokenizer
 
+from common.data.conversations import Conversations
 from common.data.render import apply_template, to_messages
 from common.data.templates import Native, protocol_of
 from common.episodes import Row
@@ -141,7 +144,7 @@ def test_what_no_call_is_ends_the_trajectory():
 
 def test_another_way_of_calling_is_refused_by_name(workers):
     tokenizer = tokenizer_of("glm-4.6")
-    with pytest.raises(ValueError, match="--tools: the chat template calls tools in another way than Hermes, Qwen3"):
+    with pytest.raises(ValueError, match="tools: the chat template calls them in another way than Hermes, Qwen3"):
         to_messages([{"role": "user", "content": "Add."}], tokenizer, workers.tools)
     assert to_messages([{"role": "user", "content": "Add."}], tokenizer), "without tools it serves"
 
@@ -173,3 +176,55 @@ def test_a_tokenizers_own_response_template_comes_first():
 def test_a_template_without_tools_is_given_hermes():
     tokenizer = build_tokenizer()
     assert "tool_calls" not in tokenizer.chat_template and isinstance(protocol_of(tokenizer), Hermes)
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "note": {"type": "string"}}, "required": ["a"]}
+SCHEMA = {"name": "add", "description": "Add two numbers.", "parameters": SCHEMA}
+ASKED, REPLY = {"name": "add", "arguments": {"a": 3, "note": "7"}}, 'the "sum"'
+AS_LLAMA_FACTORY = {
+    "tools": json.dumps([SCHEMA]),
+    "conversations": [
+        {"from": "human", "value": "Add."},
+        {"from": "function_call", "value": json.dumps(ASKED)},
+        {"from": "observation", "value": REPLY},
+        {"from": "gpt", "value": "done"},
+    ],
+}
+AS_TRANSFORMERS = {
+    "tools": [{"type": "function", "function": SCHEMA}],
+    "messages": [
+        {"role": "user", "content": "Add."},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "123456789", "type": "function", "function": ASKED}],
+        },
+        {"role": "tool", "tool_call_id": "123456789", "content": REPLY},
+        {"role": "assistant", "content": "done"},
+    ],
+}
+
+
+@pytest.mark.parametrize("row", [AS_LLAMA_FACTORY, AS_TRANSFORMERS], ids=["llama-factory", "transformers"])
+@pytest.mark.parametrize("name", CALLS)
+def test_supervised_rows_call_as_a_policy_has_to(name, row, tmp_path):
+    """What sft.py teaches is what the RL scripts read as a call; the tools are offered once, in the same place."""
+    tokenizer = tokenizer_of(name)
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    episode = Conversations(str(tmp_path / "rows.jsonl"), "--t", tokenizer, max_tokens=9000).episode(0)
+    prompt = tokenizer.decode(episode.prompt_ids)
+    assert prompt.count("Add two numbers.") == 1
+    schemas = [{"type": "function", "function": SCHEMA}]
+    options = {"add_generation_prompt": True, "tokenize": False}
+    system = [{"role": "system", "content": "You are a helpful assistant."}] * (name == "qwen2.5")
+    if name != "qwen2.5" or row is AS_TRANSFORMERS:
+        own = tokenizer.apply_chat_template([*system, {"role": "user", "content": "Add."}], tools=schemas, **options)
+        assert tokenizer.encode(own, add_special_tokens=False) == episode.prompt_ids
+    said = [token for token, trained in zip(episode.response_ids, episode.loss_mask) if trained]
+    text = tokenizer.decode(said)
+    call, end, rest = text.partition(tokenizer.eos_token)
+    protocol = protocol_of(tokenizer, schemas)
+    assert protocol.find_call(call) == Call("add", ASKED["arguments"])
+    assert rest == f"done{end}" or rest.lstrip() == f"done{end}"
+    shown = tokenizer.decode(episode.response_ids)
+    assert REPLY in shown or json.dumps(REPLY) in shown

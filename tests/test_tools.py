@@ -128,7 +128,7 @@ def search(
     More of it, which is for readers.
 
     words: all must occur: in any order
-    where:   which part
+    where (str, one of two):   which part
     """
 
 
@@ -140,8 +140,21 @@ def untyped(x: int, y):
     pass
 
 
-def odd(x: set[int]):
+def odd(x: object.__reduce__):
     pass
+
+
+async def later(x: int):
+    pass
+
+
+def several(*x: int):
+    pass
+
+
+class Kind:
+    def __call__(self, x: int):
+        pass
 
 
 def positional(x: int, /):
@@ -282,14 +295,19 @@ def test_schema_from_signature(file):
                     },
                     "where": {"type": "string", "enum": ["title", "text"], "description": "which part"},
                     "limit": {"type": "integer"},
-                    "exact": {"type": "boolean"},
+                    "exact": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
                 },
                 "required": ["words", "where"],
             },
         },
     }
     function = load_tools(f"{file}:plain")["plain"].schema["function"]
-    types = {"x": {"type": "number"}, "y": {"type": "object"}, "z": {"type": "array"}, "u": {"type": "string"}}
+    types = {
+        "x": {"type": "number"},
+        "y": {"type": "object", "additionalProperties": True},
+        "z": {"type": "array", "items": {}},
+        "u": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    }
     assert function["description"] == "" and function["parameters"]["properties"] == types
     assert load_tools(f"{file}:own")["mine"].function.__name__ == "own"
 
@@ -306,7 +324,10 @@ def test_bad_specs(file, tmp_path):
         ("visual,select_frames", "select_frames is named twice"),
         (f"{file}:act,{file}:act", "act is named twice"),
         (f"{file}:untyped", "parameter y has no type hint"),
-        (f"{file}:odd", "no JSON type for the type hint set"),
+        (f"{file}:odd", "no JSON type for the type hint <method '__reduce__'"),
+        (f"{file}:later", "must be a plain function"),
+        (f"{file}:Kind", "must be a plain function"),
+        (f"{file}:several", "parameter x is positional-only"),
         (f"{file}:positional", "parameter x is positional-only"),
         (f"{file}:unknown", "name 'Missing' is not defined"),
         (f"{file}:wrong", "KeyError: 'function'"),

@@ -323,6 +323,7 @@ def test_rows_that_ask_in_vain_are_told_at_the_start(tmp_path, vision):
         ask("w") | {"agent_name": "tool_agent"},
     ]
     load(tmp_path, vision, rows, notice=told.append)
+    assert not unheeded(rows[1], {}, "all"), "an interaction answers it"
     assert told == [
         "warning: --train-data: 2 rows ask in vain for something: "
         "agent_name tool_agent, or extra_info.tools_kwargs: no --tools are given",

@@ -4,12 +4,12 @@ Trained on is what the assistant says and the token that ends its turn; never he
 """
 
 import gc
+import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
-from json import JSONDecodeError
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +21,7 @@ from common.data.media import count_tokens, open_media
 from common.data.render import as_text, spells_control
 from common.data.rows import RowFiles
 from common.data.scan import once_per_machine
+from common.data.templates import native_calls
 from common.distributed import World
 from common.episodes import Episode
 from common.pictures import BadRow, Media
@@ -47,11 +48,11 @@ def conversation_episode(
     ids: list[int] = []
     mask: list[int] = []
     rendered, end_token = "", tokenizer.eos_token
+    template = partial(tokenizer.apply_chat_template, tools=messages[0].get("tools"), tokenize=False)
     for turn, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        header = tokenizer.apply_chat_template(messages[:turn], tokenize=False, add_generation_prompt=True)
-        full = tokenizer.apply_chat_template(messages[: turn + 1], tokenize=False)
+        header, full = template(messages[:turn], add_generation_prompt=True), template(messages[: turn + 1])
         if not header.startswith(rendered) or not full.startswith(header):
             raise BadRow("the chat template rewrites earlier turns: masks cannot be derived turn by turn")
         end = full.rfind(end_token)
@@ -112,6 +113,7 @@ class Conversations:
     ):
         self.tokenizer, self.max_tokens, self.vision, self.media_root = tokenizer, max_tokens, vision, media_root
         self.rule, self.mask_failed_calls = rule, mask_failed_calls
+        self.native = partial(native_calls, tokenizer, str(tokenizer.chat_template))
         self.files = RowFiles(paths, flag, max_rows, once=partial(once_per_machine, world))
         self.placeholders = tokenizer.convert_ids_to_tokens([*vision.placeholders.values()]) if vision else []
         self.spaced = spacing(tokenizer, self.placeholders)
@@ -135,9 +137,8 @@ class Conversations:
             progress.add()
             try:
                 conversation, spelled = self._read(record)
-                pictures = [
-                    count_tokens(picture, self.media_root, self.vision.limits) for picture in conversation.pictures
-                ]
+                limits = self.vision and self.vision.limits
+                pictures = [count_tokens(picture, self.media_root, limits) for picture in conversation.pictures]
                 self._check(conversation, pictures)
             except BadRow as error:
                 found.bad[i] = str(error)
@@ -152,8 +153,8 @@ class Conversations:
         if isinstance(record, str):
             raise BadRow(record)
         try:
-            conversation = read_conversation(record, self.rule, self.mask_failed_calls)
-        except (AttributeError, LookupError, JSONDecodeError, RecursionError, TypeError) as error:
+            conversation = read_conversation(record, self.rule, self.mask_failed_calls, self.native)
+        except (AttributeError, LookupError, RecursionError, TypeError) as error:
             raise BadRow(f"not a conversation: {type(error).__name__}: {error}") from error
         if conversation.pictures and not self.vision:
             raise BadRow("has pictures, and the model reads text alone")
@@ -166,7 +167,7 @@ class Conversations:
     def _check(self, conversation: Conversation, picture_tokens: list[int]) -> None:
         """BadRow if the template loses a message, or if the cut at `max_tokens` leaves nothing to learn."""
         messages, first = conversation.messages, conversation.train.index(True)
-        render = partial(self.tokenizer.apply_chat_template, tokenize=False)
+        render = partial(self.tokenizer.apply_chat_template, tools=messages[0].get("tools"), tokenize=False)
         try:
             whole, header = render(messages), render(messages[:first], add_generation_prompt=True)
             whole.encode()
@@ -175,8 +176,10 @@ class Conversations:
         bare = [{key: value for key, value in m.items() if key != "tool_calls"} for m in messages]
         with suppress(TemplateError):  # one that refuses replies without calls does look at them
             if any(m.get("tool_calls") for m in messages) and render(bare) == whole:
-                raise BadRow("the chat template leaves out tool_calls")
-        lost = [m["role"] for m in messages if not pictured(m) and text_of(m).strip() not in whole]
+                raise BadRow("the chat template leaves out tool_calls: write them as <tool_call> into the contents")
+        texts = [(m["role"], text_of(m).strip()) for m in messages if not pictured(m)]
+        quoted = partial(json.dumps, ensure_ascii=False)  # as Llama-3's template has what tools return
+        lost = [role for role, text in texts if text not in whole and quoted(text) not in whole]
         if lost:
             raise BadRow(f"the chat template leaves out a message of role {lost[0]!r}")
         if len(header.encode()) + sum(picture_tokens) >= self.max_tokens:  # a token has at least a byte

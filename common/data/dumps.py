@@ -14,13 +14,7 @@ from common.files import full_disk_is_a_warning, refuse, replace_file
 from common.pictures import Media, PixelLimits
 from common.torch_repair import transformers
 
-AS_JSON = (
-    "rewards",
-    "calls",
-    "media",
-    "messages",
-    "turn_rewards",
-)  # whose values differ in shape
+AS_JSON = ("rewards", "calls", "media", "messages", "turn_rewards")  # whose values differ in shape
 
 
 def dump_rollouts(

@@ -8,14 +8,14 @@ conversations (+ images, system)       PyVision's and LLaMA-Factory's rows; {rol
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from common.data.media import Picture, picture_sources
-from common.data.render import split_marks, with_system, without_nulls
+from common.data.render import split_marks, with_tools, without_nulls
 from common.pictures import BadRow
-from common.tools.turns import CLOSE, OPEN, Hermes
+from common.tools.turns import CALL_ID, CLOSE, OPEN
 
 ROLES = ("system", "user", "assistant", "tool", "observation")
 SHAREGPT = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
@@ -31,18 +31,21 @@ class Conversation:
     rule: str  # which decided that: all, last-two-turns
 
 
-def read_conversation(record: Mapping, rule: Rule = "auto", mask_failed_calls: bool = False) -> Conversation:
+def read_conversation(
+    record: Mapping, rule: Rule = "auto", mask_failed_calls: bool = False, native: Callable[[], object] = bool
+) -> Conversation:
     """A row of any known format. BadRow with the reason if it cannot be used.
 
     rule "last-two-turns" (Pixel Reasoner's, the default for its files): of the messages only the last and the one two
     before it, if the assistant's: earlier calls were wrong on purpose, and carry no flag. A message's own `train`:
-    false always holds. `mask_failed_calls` leaves out turns whose call returned an error.
+    false always holds. `mask_failed_calls` leaves out turns whose call returned an error. native: does the chat
+    template offer and call tools in another way than Hermes'? Asked of rows with tools alone.
     """
     if record.get("message_list") is not None:
         messages, pictures = from_items(record["message_list"])
         rule = "last-two-turns" if rule == "auto" else rule
     else:
-        messages, pictures = from_marks(record)
+        messages, pictures = from_marks(record, native)
     if not messages:
         raise BadRow("no messages")
     train = []
@@ -80,7 +83,7 @@ def from_items(message_list: list) -> tuple[list[dict], list[Picture]]:
     return messages, pictures
 
 
-def from_marks(record: Mapping) -> tuple[list[dict], list[Picture]]:
+def from_marks(record: Mapping, native: Callable[[], object]) -> tuple[list[dict], list[Picture]]:
     """The other formats: contents are texts, in which <image> and <video> stand for the row's pictures."""
     if record.get("messages") is not None:
         rows = record["messages"]
@@ -98,16 +101,16 @@ def from_marks(record: Mapping) -> tuple[list[dict], list[Picture]]:
         content = row.get("content") if row.get("content") is not None else row.get("value")
         if not isinstance(content, str) and not row.get("tool_calls"):
             raise BadRow(f"message {row!r:.80} has no text as its content")
-        content = call_text(content) if row.get("from") == "function_call" else content or ""
-        messages.append(kept(row) | {"role": role, "content": content})
+        said = called(content, native()) if row.get("from") == "function_call" else {"content": content or ""}
+        answers = {"tool_call_id": CALL_ID} if row.get("from") == "observation" else {}
+        messages.append(answers | kept(row) | {"role": role} | said)
     if record.get("system") and [m["role"] for m in messages[:1]] != ["system"]:
         messages = [{"role": "system", "content": record["system"]}, *messages]
     tools = record.get("tools") or []
-    if isinstance(tools, str):
-        tools = json.loads(tools) if tools.strip() else []
+    tools = parsed(tools.strip() or "[]", "tools") if isinstance(tools, str) else tools
     if tools and messages:
         schemas = [t if t.get("type") == "function" else {"type": "function", "function": t} for t in tools]
-        messages = with_system(messages, Hermes.system_block(without_nulls(schemas)))
+        messages = with_tools(messages, without_nulls(schemas), native())
     pictures = picture_sources(record, "\n".join(message["content"] for message in messages))
     if pictures:
         messages = [message | {"content": split_marks(message["content"])} for message in messages]
@@ -116,16 +119,29 @@ def from_marks(record: Mapping) -> tuple[list[dict], list[Picture]]:
 
 def kept(message: Mapping) -> dict:
     """What else a template may ask for, without the nulls that Arrow fills in."""
-    return without_nulls({key: message.get(key) for key in ("train", "tool_calls", "name")})
+    parts = without_nulls({key: message.get(key) for key in ("train", "tool_calls", "tool_call_id", "name")})
+    for call in parts.get("tool_calls") or ():
+        if isinstance(given := call["function"].get("arguments"), str):  # OpenAI's way
+            call["function"]["arguments"] = parsed(given, "arguments of tool_calls")
+    return parts
 
 
-def call_text(value: str) -> str:
-    """LLaMA-Factory's {name, arguments}, or a list of them, as the policy has to say it."""
+def called(value: str, native: object) -> dict:
+    """Parts of a message: LLaMA-Factory's {name, arguments}, or a list of them, as the policy has to say it."""
     if value.strip().startswith(OPEN):
-        return value
-    calls = json.loads(value)
+        return {"content": value}
+    calls = parsed(value, "function_call")
     calls = calls if isinstance(calls, list) else [calls]
-    return "\n".join(f"{OPEN}\n{json.dumps(call, ensure_ascii=False)}\n{CLOSE}" for call in calls)
+    if native:
+        return {"content": "", "tool_calls": [{"type": "function", "id": CALL_ID, "function": call} for call in calls]}
+    return {"content": "\n".join(f"{OPEN}\n{json.dumps(call, ensure_ascii=False)}\n{CLOSE}" for call in calls)}
+
+
+def parsed(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise BadRow(f"{what}: {text!r:.80} is no JSON ({error})") from error
 
 
 def text_of(message: dict) -> str:

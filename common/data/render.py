@@ -71,11 +71,8 @@ def to_messages(prompt: Prompt, tokenizer, tools: Mapping[str, Tool] | None = No
             "take an instruct model, or data whose `prompt` is an already rendered string"
         )
     schemas = [tool.schema for tool in (tools or {}).values() if tool.schema]
-    messages = prompt
-    if schemas and native_calls(tokenizer, str(tokenizer.chat_template)):
-        messages = [prompt[0] | {"tools": schemas}, *prompt[1:]]
-    elif schemas:
-        messages = with_system(prompt, Hermes.system_block(schemas))
+    native = native_calls(tokenizer, str(tokenizer.chat_template)) if schemas else None
+    messages = with_tools(prompt, schemas, native) if schemas else prompt
     if pictures:
         messages = [message | {"content": split_marks(message["content"])} for message in messages]
     return messages
@@ -95,12 +92,15 @@ def apply_template(prompts: list[Prompt], tokenizer) -> list[str]:
     return [prompt if isinstance(prompt, str) else next(rendered) for prompt in prompts]
 
 
-def with_system(messages: list[dict], block: str) -> list[dict]:
-    """Messages with a block of tools at the end of the system message, unless it has one."""
+def with_tools(messages: list[dict], schemas: list[dict], native: object) -> list[dict]:
+    """Messages that offer tools: what is native to the template in the first, Hermes' block in the system message,
+    unless that has one."""
+    if native:
+        return [messages[0] | {"tools": schemas}, *messages[1:]]
     system, rest = {"role": "system", "content": DEFAULT_SYSTEM}, messages
     if messages[0]["role"] == "system":
         system, rest = messages[0], messages[1:]
-    block = "" if "<tools>" in system["content"] else block
+    block = "" if "<tools>" in system["content"] else Hermes.system_block(schemas)
     return [system | {"content": system["content"] + block}, *rest]
 
 
@@ -118,8 +118,8 @@ def unheeded(record: Mapping, tools: Mapping[str, Tool], interaction: str) -> st
     agent, info = record.get("agent_name") or "", record.get("extra_info") or {}
     if without_nulls(info.get("interaction_kwargs")) and interaction == "none":
         return "extra_info.interaction_kwargs: no --interaction is given"
-    wanted = agent == "tool_agent" or (agent == "" and without_nulls(tools_kwargs(record)))
-    if wanted and not tools:
+    unanswered = agent == "tool_agent" and row_interaction(record, interaction) is None
+    if agent in ("", "tool_agent") and (unanswered or without_nulls(tools_kwargs(record))) and not tools:
         return "agent_name tool_agent, or extra_info.tools_kwargs: no --tools are given"
     return ""
 

@@ -48,7 +48,7 @@ def protocol_of(tokenizer, schemas: Iterable[dict] = ()) -> Protocol:
 
 @cache
 def native_calls(tokenizer, chat_template: str) -> dict | None:
-    """Of `FORMATS` the one in which the template writes a call; None for Hermes', also if it knows of no tools."""
+    """Of `FORMATS` the one in which the template writes a call; None for Hermes' or none. ValueError for others."""
     call = Call("f", {"x": "y"})
     function = {"name": call.name, "arguments": call.arguments}
     parameters = {"type": "object", "properties": {"x": {"type": "string", "description": "-"}}}
@@ -68,4 +68,4 @@ def native_calls(tokenizer, chat_template: str) -> dict | None:
     for known in filter(None, [own, *FORMATS.values()]):
         if Native(tokenizer, [], known).find_call(said) == call:
             return known
-    raise ValueError(f"--tools: the chat template calls tools in another way than Hermes, {', '.join(FORMATS)}")
+    raise ValueError(f"tools: the chat template calls them in another way than Hermes, {', '.join(FORMATS)}")

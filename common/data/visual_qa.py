@@ -45,9 +45,8 @@ SCHEMA = pa.schema(
 
 def convert(record: Mapping, file: str, prefix: str, with_tools: bool) -> dict:
     answers, question, qid = record["answer"], record["question"] or "", str(record["qid"] or "")
-    answers = [
-        str(x) for x in (answers if isinstance(answers, list) else [answers]) if x is not None and str(x).strip()
-    ]
+    listed = answers if isinstance(answers, list) else [answers]
+    answers = [str(x) for x in listed if x is not None and str(x).strip()]
     paths = paths_of(record)
     readable = all(isinstance(name, str | None) for name in paths)
     pictures = [prefix + name for name in paths if name] if readable else []

@@ -1,8 +1,8 @@
 """python -m common.look FILE|RUN: a data file in words, a dump as a page, run folders as curves and pages.
 
-python -m common.look data.parquet [--tokenizer NAME] [--rows 2]    columns, sources, prompt lengths, some rows
-python -m common.look runs/NAME [runs/OTHER ...]                    look.html of all; each one's curves.png and pages
-python -m common.look runs/NAME/rollouts/step_000012.parquet        its page anew
+- data.parquet [--tokenizer NAME] [--rows 2]: columns, sources, prompt lengths, some rows
+- runs/NAME [runs/OTHER ...]: look.html of all; each one's curves.png and pages
+- runs/NAME/rollouts/step_000012.parquet: its page anew
 """
 
 from pathlib import Path
@@ -23,14 +23,16 @@ def look(
 
     Args:
         paths: folders of runs, data files, dumps in the rollouts/ of a run
-        output: the page of runs, or a folder for it; look.html in the folder that they share, if not given
+        output: the page of runs (.html), or a folder for it; look.html in the folder that they share, if not given
         tokenizer: name or folder; of a data file, to count tokens; of a dump, if its run's model is gone
         rows: of a data file, how many are printed
     """
     wanted = list(dict.fromkeys(path for path in paths if path.name != "look.html"))  # which runs/* names, too
     refuse(not wanted, "give the folder of a run, or a data file; look.html is what is made of them")
-    is_wrong = output is not None and not (any(path.is_dir() for path in wanted) and output.parent.is_dir())
-    refuse(is_wrong, f"--output {output}: is for the page of runs, in a folder that exists")
+    refuse(rows < 0, f"--rows {rows}: 0 or more")
+    is_idle = output is not None and not any(path.is_dir() for path in wanted)
+    is_page = output is None or output.is_dir() or (output.suffix == ".html" and output.parent.is_dir())
+    refuse(is_idle or not is_page, f"--output {output}: is for the page of runs, FILE.html in a folder that exists")
     runs, failed = [], []
     for path in wanted:
         try:
@@ -56,7 +58,9 @@ def look(
 def draw_curves(run: Path) -> list[Path]:
     """Its curves.png; returns the dumps that have no page."""
     metrics, dumps = run / "metrics.jsonl", sorted(run.glob("rollouts/step_??????.parquet"))
-    refuse(not metrics.is_file() and not dumps, f"{run}: no metrics.jsonl and no rollouts/ in it; its runs: {run}/* ?")
+    is_bare = not metrics.is_file() and not dumps
+    refuse(is_bare and (run / "config.json").is_file(), f"{run}: the run has ended before its first step, or is in it")
+    refuse(is_bare, f"{run}: no metrics.jsonl and no rollouts/ in it; its runs: {run}/* ?")
     if metrics.is_file():
         plot_curves(run)
         print(run / "curves.png" if (run / "curves.png").is_file() else f"{metrics}: no curves.png of it so far")
@@ -90,4 +94,4 @@ def draw_pages(dumps: list[Path], run: Path, tokenizer: str | None) -> None:
 
 
 if __name__ == "__main__":
-    tyro.cli(look, description=__doc__)
+    tyro.cli(look, prog="python -m common.look", description=__doc__)

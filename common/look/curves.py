@@ -12,23 +12,26 @@ from common.files import full_disk_is_a_warning, replace_file
 PANELS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))  # title -> {metric: label}
 
 
-def read_run(path: Path) -> tuple[list[dict], list[dict]]:
+def read_run(path: Path, warn: bool = False) -> tuple[list[dict], list[dict]]:
     """(steps in order, events). Where a resumed run repeats a step, its later values win. Torn lines are left out."""
     steps: dict[int, dict] = {}
-    events = []
+    events, torn = [], []
     if not Path(path).is_file():  # a device or a pipe never ends
         return [], []
     with open(path, "rb") as lines:
-        for line in lines:
+        for number, line in enumerate(lines, start=1):
             try:
                 record = json.loads(line)
                 step = min(int(record["step"]), 2**53)
             except (ValueError, TypeError, KeyError, OverflowError, RecursionError):  # blank, or half written
+                torn += [str(number)] if line.strip() else []
                 continue
             if "event" in record:
                 events.append(record | {"step": step})
             else:
                 steps.setdefault(step, {}).update(record, step=step)
+    if torn and warn:
+        print(f"warning: {path}: {len(torn)} unreadable lines left out, the first: {', '.join(torn[:5])}", flush=True)
     return [steps[step] for step in sorted(steps)], events
 
 

@@ -28,7 +28,7 @@ def write_runs(folders: list[Path], output: Path | None = None) -> Path:
     page = (place / "look.html" if place.is_dir() else place).resolve()
     runs = []
     for folder in folders:
-        steps, events = read_run(folder / "metrics.jsonl")
+        steps, events = read_run(folder / "metrics.jsonl", warn=True)
         measured = {key: finite(steps, key) for key in sorted(set().union(*steps) - {"step"})}
         curves = {key: curve(key, *numbers) for key, numbers in measured.items() if len(numbers[0])}
         told = [{"step": e["step"], "name": shown(e["event"], 40), "told": shown(e, 300)} for e in events[-EVENTS:]]
@@ -41,7 +41,7 @@ def write_runs(folders: list[Path], output: Path | None = None) -> Path:
     try:
         save_page(page, render("runs.html", title=shared.name, runs=runs, panels=panels_of(found), rows=rows))
     except OSError as error:
-        raise SystemExit(f"{page}: not written ({error}); give --output FILE") from error
+        raise SystemExit(f"{page}: not written ({error}); give --output FILE.html") from error
     return page
 
 

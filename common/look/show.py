@@ -5,17 +5,22 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 
-from common.data.prompts import row_problem, to_verl
+from common.data.prompts import row_problem, to_verl, truth_of
 from common.data.render import apply_template, bare_text, clean_prompt, to_messages
-from common.data.rows import RowFiles
+from common.data.rows import RowFiles, records
+from common.files import refuse
 from common.hub import EMBEDDED, load_tokenizer, resolve_model
+
+CONVERSATIONS = ("messages", "conversations", "message_list", "question")
+PROGRAMS = dict.fromkeys(CONVERSATIONS, "sft.py") | {"responses": "python -m common.score"}
 
 
 def show(file: Path, tokenizer: str | None = None, rows: int = 2) -> None:
     """Show a data file: columns, rows per data_source, prompt lengths (in tokens with --tokenizer), and some rows."""
-    files = RowFiles([file], "FILE", convert=lambda table, path: to_verl(table, path, "FILE", None, False))
-    problems = [(record, row_problem(record)) for record in files.records()]
+    files = RowFiles([file], "FILE", convert=in_verl_columns)
+    problems = [(record, row_problem(record, needs_truth=False)) for record in files.records()]
     usable = [record for record, problem in problems if problem is None]
     print(f"{file}: {len(problems)} rows, {len(problems) - len(usable)} of them unusable")
     for name in usable[0] if usable else ():
@@ -24,6 +29,8 @@ def show(file: Path, tokenizer: str | None = None, rows: int = 2) -> None:
         print(f"  {name:<16} {kind}")
     for source, count in Counter(record["data_source"] for record in usable).most_common():
         print(f"data_source {source}: {count} rows")
+    if unscored := sum(truth_of(record) is None for record in usable):
+        print(f"{unscored} rows have no reward_model.ground_truth: for --eval-only or an --environment alone")
     texts = [bare_text(record["prompt"]) for record in usable]
     if tokenizer and usable:
         encode = tokenizer_of(tokenizer)
@@ -35,6 +42,16 @@ def show(file: Path, tokenizer: str | None = None, rows: int = 2) -> None:
     for i, (record, problem) in enumerate(problems[:rows]):
         text = json.dumps(record, indent=2, ensure_ascii=False, default=lambda x: f"<{type(x).__name__}>")
         print(f"--- row {i}{f', unusable: {problem}' if problem else ''}\n{text}")
+
+
+def in_verl_columns(table: pa.Table, path: Path) -> pa.Table:
+    """As `to_verl`; SystemExit for rows that another program reads."""
+    try:
+        return to_verl(table, path, "FILE", None, False, needs_truth=False)
+    except ValueError:
+        reader = next((PROGRAMS[name] for name in next(records(table), ()) if name in PROGRAMS), None)
+        refuse(reader is not None, f"{path} is for {reader}; shown here are rows with data_source and prompt")
+        raise
 
 
 def tokenizer_of(model: str):

@@ -102,6 +102,7 @@ class Trackers:
     def _keep(self, tracker: str, problem: str) -> None:
         if problem:
             metrics = self.run_dir / "metrics.jsonl"
+            problem += f": pip install {tracker}" if problem.startswith("ModuleNotFoundError") else ""
             print(f"warning: --log {tracker} dropped ({problem}); metrics go on in {metrics}", flush=True)
             del self.started[tracker]
 

@@ -1,5 +1,6 @@
 """What is installed here, and what runs; without this host's and user's names, and values of the environment."""
 
+import argparse
 import getpass
 import platform
 import re
@@ -12,6 +13,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]  # nothing of ours is imported: it may be what does not work
 SECONDS = 50  # for an answer
 ASKED = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+
+
+def main(about: str) -> None:
+    """The command, which takes no argument."""
+    argparse.ArgumentParser(prog="python -m common.doctor", description=about).parse_args()
+    doctor()
 
 
 def doctor() -> None:

@@ -29,18 +29,20 @@ class RewardModel:
         self.tokenizer.padding_side = "right"
         self.model.config.pad_token_id = self.tokenizer.pad_token_id  # the output is read at the last other token
 
-    def text(self, row: Row, response: str, policy_tokenizer) -> str:
+    def text(self, row: Row, episode: Episode, response: str, policy_tokenizer) -> str:
         """The conversation in the reward model's template; plain text where prompt or tokenizer have none."""
         if isinstance(row.prompt, list) and self.tokenizer.chat_template:
-            messages = [*row.prompt, {"role": "assistant", "content": response}]
+            *before, last = row.prompt
+            asked = last | {"content": last["content"] + episode.opening}
+            messages = [*before, asked, {"role": "assistant", "content": response}]
             return self.tokenizer.apply_chat_template(messages, tokenize=False)
-        return policy_tokenizer.decode(row.prompt_ids) + response
+        return policy_tokenizer.decode(episode.prompt_ids) + response
 
     @torch.no_grad()
     def score_episodes(self, episodes: list[Episode], prompts: Mapping[int, Row], policy_tokenizer) -> None:
         """Fill `model_reward` of each episode, from what the policy said; one without a usable score has failed."""
         responses = ["\n".join(sampled_turns(e, policy_tokenizer)) for e in episodes]
-        texts = [self.text(prompts[e.prompt_index], r, policy_tokenizer) for e, r in zip(episodes, responses)]
+        texts = [self.text(prompts[e.prompt_index], e, r, policy_tokenizer) for e, r in zip(episodes, responses)]
         ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
         order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
         self.model.to(self.device)

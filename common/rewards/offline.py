@@ -1,7 +1,11 @@
 """Responses that stand in a file, scored without torch, model or engine: `python -m common.score`."""
 
 import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from math import isnan
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
@@ -33,6 +37,17 @@ class Scoring:
     bad_rows: Literal["error", "drop"] = "error"  # rows without a response, a truth or a scorer: stop, or drop them
 
 
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Ctrl-C ends it in a line."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        print("interrupted: no verdict is written", file=sys.stderr)
+        raise SystemExit(130) from error
+
+
+@interruptible()
 def score_file(flags: Scoring) -> None:
     """Print the table, write a row for each response. ValueError, SystemExit for what is wrong with file or flags."""
     rollout = Rollout(**{name: value for name, value in vars(flags).items() if name in vars(Rollout())})
@@ -51,17 +66,22 @@ def score_file(flags: Scoring) -> None:
     refuse(not rows, f"FILE: no usable row in {flags.file}")
     judge = open_judge(rollout, not flags.reward_function and needs_judge({row.data_source for row in rows.values()}))
     workers = RewardWorkers(flags.reward_function, max(1, cpus_of_rank() - 1), flags.reward_timeout)
+    if flags.reward_function:
+        workers.try_out(flags.reward_function, next(iter(rows.values())))
     episodes = [episode for row in rows.values() for episode in row.episodes]
     if not all(isinstance(episode.columns["group"], int | str) for episode in episodes):  # a row is a group
         for episode in episodes:
             episode.columns["group"] = episode.prompt_index
     score_episodes(episodes, rows, workers, TOKENIZER, judge and judge.for_evaluation())
+    failed = sum(isnan(episode.rewards["score"]) for episode in episodes)
+    refuse(failed == len(episodes), f"none of the {failed} responses could be scored; {output} is not written")
     samples = [episode.columns | verdict(episode.rewards) for episode in episodes]
     before = modified(output)
     print(report(samples, output))
     bounded(summarize, samples, print)
     refuse(modified(output) == before, f"{output} is not written")
-    print(f"{len(samples)} responses to {len({s['group'] for s in samples})} prompts: {output}")
+    told = f", {failed} of them not scored, which count as wrong" if failed else ""
+    print(f"{len(samples)} responses to {len({s['group'] for s in samples})} prompts{told}: {output}")
 
 
 def read_row(record: dict | str, index: int, flags: Scoring) -> SimpleNamespace:
@@ -74,7 +94,8 @@ def read_row(record: dict | str, index: int, flags: Scoring) -> SimpleNamespace:
     said = record.get(column)
     texts = [said] if isinstance(said, str) else said
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"{column} is {said!r:.80}, expected a text or a list of texts; columns: {', '.join(record)}")
+        expected = f"expected a text or a list of texts; --response-column names one of {', '.join(record)}"
+        raise ValueError(f"{column} is {said!r:.80}, {expected}")
     known = unpacked(record.get("reward_model"))
     truth = known.get("ground_truth") if isinstance(known, dict) else record.get("truth")
     if truth is None:
@@ -88,7 +109,8 @@ def read_row(record: dict | str, index: int, flags: Scoring) -> SimpleNamespace:
     own = {"prompt_index": index, "loss_mask": [1], "finish_reason": "", "rewards": {}}
     own |= {"environment_reward": None, "turn_rewards": []}
     episodes = [SimpleNamespace(response_ids=[new[column]], columns=new, **own) for new in columns]
-    return SimpleNamespace(data_source=source, ground_truth=truth, extra_info=extra, episodes=episodes)
+    text = truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False, default=str)
+    return SimpleNamespace(data_source=source, ground_truth=truth, truth=text, extra_info=extra, episodes=episodes)
 
 
 def unpacked(value: object) -> object:

@@ -14,18 +14,18 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import get_type_hints
+
+from pydantic import PydanticUserError, TypeAdapter
 
 from common.pictures import encode
 from common.tools import visual
-from common.tools.environments import Live, State, fitting, interact, load_environment, method_schemas
+from common.tools.environments import Live, State, docstring, fitting, interact, load_environment, method_schemas
 from common.tools.turns import ToolReply, error_text, trim
 from common.worker import describe
 from common.workers import load_function
 
 NO_WORKER = "no worker starts"  # how common.workers begins what it says of a job that no process could take
-JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 
 
 @dataclass(slots=True)
@@ -74,6 +74,8 @@ def user_tool(spec: str) -> Tool:
     """FILE.py:NAME, with the function's attributes `schema`, or one made from its signature, and `ours`."""
     function = load_function(spec, "--tools")
     try:
+        if inspect.iscoroutinefunction(function) or inspect.isclass(function):
+            raise ValueError("is called as it stands, and must be a plain function")
         schema = getattr(function, "schema", None) or make_schema(function, spec.rpartition(":")[2])
         json.dumps(schema)
         parameters = schema["function"].get("parameters", {})
@@ -88,18 +90,21 @@ def user_tool(spec: str) -> Tool:
 def make_schema(function: Callable, name: str) -> dict:
     """From type hints and docstring: its first paragraph, and the lines "name: text" for parameters."""
     hints, parameters = get_type_hints(function), inspect.signature(function).parameters
-    lines = [line.strip() for line in (inspect.getdoc(function) or "").splitlines()]
+    lines = [line.strip() for line in docstring(function).splitlines()]
     about = {key: text.strip() for key, colon, text in (line.partition(":") for line in lines) if key in parameters}
     description = [line for line in takewhile(bool, lines) if line.partition(":")[0] not in about]
     properties, required = {}, []
     for parameter in parameters.values():
-        if parameter.kind == parameter.POSITIONAL_ONLY:
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
             raise ValueError(f"parameter {parameter.name} is positional-only, but arguments are named")
         if parameter.kind != parameter.POSITIONAL_OR_KEYWORD or parameter.name == "context":
             continue
         if parameter.name not in hints:
             raise ValueError(f"parameter {parameter.name} has no type hint")
-        properties[parameter.name] = json_type(hints[parameter.name])
+        try:
+            properties[parameter.name] = TypeAdapter(hints[parameter.name]).json_schema()
+        except PydanticUserError as error:
+            raise ValueError(f"no JSON type for the type hint {hints[parameter.name]}") from error
         if parameter.name in about:
             properties[parameter.name]["description"] = about[parameter.name]
         if parameter.default is parameter.empty:
@@ -109,32 +114,17 @@ def make_schema(function: Callable, name: str) -> dict:
     return {"type": "function", "function": function}
 
 
-def json_type(hint: Any) -> dict:
-    """The JSON schema of a type hint; ValueError if there is none."""
-    kind, arguments = get_origin(hint) or hint, get_args(hint)
-    if kind is Literal:
-        types = {JSON_TYPES.get(type(value)) for value in arguments}
-        return ({"type": types.pop()} if len(types) == 1 else {}) | {"enum": list(arguments)}
-    if kind in (Union, UnionType):
-        arguments = [argument for argument in arguments if argument is not NoneType]
-        if len(arguments) == 1:
-            return json_type(arguments[0])
-    if kind not in JSON_TYPES:
-        raise ValueError(f"no JSON type for the type hint {hint}")
-    items = {"items": json_type(arguments[0])} if kind is list and arguments else {}
-    return {"type": JSON_TYPES[kind]} | items
-
-
 def call_tool(tool: Tool, arguments: Mapping, context: Mapping, kwargs: Mapping) -> dict:
     """Fields of the reply, as JSON. What the row must give, and does not, is no error of the policy: `failed`."""
     parameters = inspect.signature(tool.function).parameters
     given = {name: value for name, value in fitting(tool.function, kwargs).items() if value is not None}
     if "context" in parameters:
         given["context"] = context
-    for name, parameter in parameters.items():
-        if parameter.kind == parameter.KEYWORD_ONLY and parameter.default is parameter.empty and name not in given:
-            return {"text": f"the row gives {tool.name} no {name} in extra_info.tools_kwargs", "failed": True}
     offered = tool.schema["function"].get("parameters", {})
+    for name, parameter in parameters.items():
+        needed = parameter.kind == parameter.KEYWORD_ONLY and parameter.default is parameter.empty
+        if needed and name not in given and name not in offered.get("properties", {}):
+            return {"text": f"the row gives {tool.name} no {name} in extra_info.tools_kwargs", "failed": True}
     try:
         missing = [name for name in offered.get("required", ()) if name not in arguments and name not in given]
         unexpected = [name for name in arguments if name not in offered.get("properties", {})]

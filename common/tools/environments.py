@@ -7,6 +7,7 @@ something else, or has `replayable = False`, the sample is lost.
 
 import inspect
 import random
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,9 +18,9 @@ from common.tools.turns import trim
 from common.worker import describe
 from common.workers import load_function
 
-RESET, CLOSE = "reset", "close"
+RESET, CLOSE = "reset()", "close()"  # no tool has such a name
 LARGEST = 1e6  # reward of a turn
-NO_TOOLS = {RESET, CLOSE, "reward", "get_reward", "done"}
+NO_TOOLS = {"reset", "close", "reward", "get_reward", "done"}
 
 
 @dataclass
@@ -50,6 +51,7 @@ def method_schemas(spec: str) -> dict[str, dict]:
     for name, method in inspect.getmembers(kind, inspect.isfunction):
         if name.startswith("_") or name in NO_TOOLS or not method.__doc__:
             continue
+        method.__doc__ = docstring(method)
         try:
             schemas[name] = transformers.utils.get_json_schema(method)
         except Exception as error:  # of its own kinds
@@ -58,6 +60,11 @@ def method_schemas(spec: str) -> dict[str, dict]:
     if not schemas:
         raise ValueError(f"--environment {spec}: no public method with a docstring, which the policy could call")
     return schemas
+
+
+def docstring(function: Callable) -> str:
+    """With "n: how far" for "n (int): how far", since hints tell the types."""
+    return re.sub(r"(?m)^(\s*\w+) \([^)\n]*\):", r"\1:", inspect.getdoc(function) or "")
 
 
 def fitting(function: Callable, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,8 +96,10 @@ class Live:
         if self.steps.get(number) != len(state.calls) and (problem := self.rebuild(state)):
             return {"text": problem, "failed": True}
         if name == CLOSE:
-            reward = read(self.objects[number], "reward", "get_reward")
-            self.end(number)
+            try:
+                reward = read(self.objects[number], "reward", "get_reward")
+            finally:
+                self.end(number)
             if reward is not None and not isfinite(reward := float(reward)):
                 return {"text": f"the environment's reward is {reward}", "failed": True}
             return {"text": "", "images": [], "info": {"reward": reward}}
@@ -130,7 +139,7 @@ class Live:
     def end(self, number: int) -> None:
         self.steps.pop(number, None)
         try:
-            getattr(self.objects.pop(number, None), CLOSE, lambda: None)()
+            getattr(self.objects.pop(number, None), "close", lambda: None)()
         except Exception as error:  # the trajectory is over, and its result known
             print(f"warning: close of the environment: {describe(error)}")
 

@@ -23,18 +23,7 @@ from common.tools.pools import ToolPool
 from common.tools.sandbox import Block, Sandbox, failed_block
 from common.tools.turns import Call, Code, ToolReply
 
-FORBIDDEN = tomllib.loads(Path(__file__).with_name("forbidden.toml").read_text())  # to programs
-PROBE = """
-import os, socket, sys
-PROJECT_FILE, OWN_ENVIRONMENT, done = {file!r}, {environment!r}, []
-for what, attempt in {forbidden!r}.items():
-    try:
-        eval(attempt)
-        done.append(what)
-    except (OSError, ZeroDivisionError):
-        pass
-print(", ".join(done) or "nothing")
-"""
+PROBE = tomllib.loads(Path(__file__).with_name("forbidden.toml").read_text())  # of what programs must not do
 REMEDY = (
     "In Docker its seccomp profile must let bubblewrap make namespaces (--security-opt seccomp=unconfined), on Ubuntu "
     "sysctl kernel.apparmor_restrict_unprivileged_userns=0; --tools python_unconfined runs programs without a sandbox"
@@ -118,7 +107,8 @@ def hidden_picture(name: str, given: Mapping) -> dict:
 
 def probe(workers: PythonWorkers) -> None:
     """Try what no program may do. ValueError if anything of it can be done, or nothing at all."""
-    code = PROBE.format(file=__file__, environment={*ENVIRONMENT, "PWD"}, forbidden=FORBIDDEN)
+    given = {"file": __file__, "environment": {*ENVIRONMENT, "PWD"}, "forbidden": PROBE["forbidden"]}
+    code = PROBE["program"].format(**given)
     workers.submit("probe", Call(TOOL.name, {"code": code}), {"media": [], "num_prompt_media": 0, "calls": []}, {})
     ((_, reply),) = workers.poll(inf)
     if reply.text != "nothing":

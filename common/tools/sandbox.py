@@ -233,8 +233,7 @@ class Sandbox:
         A block that it had not been given yet goes to the other one, unless that is lost as well.
         """
         state = self.state
-        said = self.stop()
-        why = said or "no answer"
+        why = self.stop() or "no answer"
         if state == State.STARTING and not self.block:
             raise ValueError(why)
         self.start()
@@ -243,7 +242,7 @@ class Sandbox:
         if state == State.CLEANING:
             self.losses += 1
             if self.losses > 1:
-                return ToolReply(f"no sandbox takes a program: {said or 'no answer'}", failed=True, role="user")
+                return ToolReply(f"no sandbox takes a program: {why}", failed=True, role="user")
         return failed_block("the interpreter died") if state in (State.REPEATING, State.RUNNING) else None
 
 
@@ -257,10 +256,8 @@ def received(link: socket.socket) -> bytes:
 
 def failed_block(why: str) -> ToolReply:
     """An error of a block that did not end: the state is that before it."""
-    info = {"ended": False, "acted": False}
-    return ToolReply(
-        trim(f"Execution error: {why}; variables are as before this block"), error=True, role="user", info=info
-    )
+    text = trim(f"Execution error: {why}; variables are as before this block")
+    return ToolReply(text, error=True, role="user", info={"ended": False, "acted": False})
 
 
 def as_reply(message: Any, figures: bytes, token: str) -> ToolReply | None:

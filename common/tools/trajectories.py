@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from math import inf
 from operator import itemgetter
 
@@ -17,7 +18,8 @@ from common.tools.turns import Call, Protocol, ToolReply, error_text
 from common.torch_repair import transformers
 from common.vision import Vision
 
-OPENING, CLOSING, TALKING = Call(RESET), Call(CLOSE), Call("interaction")  # these very ones: no policy makes them
+OPENING, CLOSING, TALKING = Call(RESET), Call(CLOSE), Call("interaction()")  # no tool is called so
+FIRST_ROWS = 100  # among which an interaction finds one to be tried with
 
 
 @dataclass
@@ -110,15 +112,33 @@ class Turns:
                 self.fail(episode, CLOSING, reply.text)
 
     def try_out(self, rows: Iterable[Row]) -> bool:
-        """Open an environment for the first row that has one, and close it: has it a reward? ValueError if not."""
+        """Has the environment, opened for the first row that has one, and closed, a reward? ValueError if that fails,
+        or what an interaction says."""
+        if self.flags.interaction:
+            self.try_interaction(rows)
+        if not self.stateful:
+            return False
         state = State(-1, "", next((row.environment for row in rows if row.environment is not None), {}))
         for call in (OPENING, CLOSING):
             self.workers.hand_on((-1, call.name), (call.name, {}, state, {}), home=-1)
             ((_, reply),) = self.workers.poll(inf)
             if reply.failed:
-                raise ValueError(f"--environment: {call.name} fails on the first row: {reply.text}")
+                what = call.name if call is OPENING else "its reward"
+                raise ValueError(f"--environment: {what} fails on the first row: {reply.text}")
             state = replace(state, opening=reply.text)
         return reply.info["reward"] is not None
+
+    def try_interaction(self, rows: Iterable[Row]) -> None:
+        """Have it answer the truth of a row, as if the policy had said it. ValueError if it cannot."""
+        row = next((row for row in islice(rows, FIRST_ROWS) if row.interaction is not None), None)
+        if row is None:
+            return
+        episode = Episode(0, 0, [], [], [], [], messages=[{"role": "assistant", "content": row.truth}])
+        self.ask(-1, TALKING, episode, row, "")
+        ((_, reply),) = self.workers.poll(inf)
+        if reply.failed:
+            how = "it is called as NAME(messages, ground_truth, **interaction_kwargs of the row)"
+            raise ValueError(f"--interaction cannot answer the truth of a row: {reply.text}; {how}")
 
     def next_call(self, episode: Episode, row: Row, last_turn: list[int]) -> Call | None:
         """The call that the last turn ends in, or that of an interaction; None if the trajectory ends here."""
@@ -153,12 +173,8 @@ class Turns:
         if tool is None and not call.error:
             call = Call(error=f"there is no tool {call.name!r:.100}, but {', '.join(row.tools)}")
         media = [{"kind": "frame" if m.is_frame else m.kind, "frames": m.frames} for m in episode.media]
-        context = {
-            "media": media,
-            "num_prompt_media": len(row.media),
-            "calls": episode.calls,
-            **(vars(self.vision.limits) if self.vision else {}),
-        }
+        context = {"media": media, "num_prompt_media": len(row.media), "calls": episode.calls}
+        context |= vars(self.vision.limits) if self.vision else {}
         self.workers.submit(key, call, context, row.tools[tool.name] if tool else {})
 
     def begin(self, episode: Episode, row: Row, reply: ToolReply) -> None:

@@ -77,8 +77,6 @@ def select_frames(target_frames: list, context: dict) -> tuple[str, list, dict]:
     selected = [frames[index - 1] for index in indices]
     width, height = shown(decode(selected[0]).size, "video", context)
     first = sum(len(medium["frames"]) for medium in context["media"]) + 1
-    text = (
-        f"\nHere are the selected frames (Frame Size: {width}x{height}, "
-        f"Numbered {first} to {first + len(selected) - 1}):"
-    )
+    last = first + len(selected) - 1
+    text = f"\nHere are the selected frames (Frame Size: {width}x{height}, Numbered {first} to {last}):"
     return text, selected, {"target": videos[0], "frames": indices}

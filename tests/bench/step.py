@@ -1,6 +1,7 @@
 r"""One whole GRPO step of SmolLM2-135M on Countdown, by phase: seconds and peak memory; optionally beside TRL's.
 
     python tests/bench/step.py                                                # grpo.py alone
+    python tests/bench/step.py --limits                                       # and what the machine could do
     python tests/bench/step.py "--beside=--lora-rank 16"                      # grpo.py with further flags beside it
     python tests/bench/step.py --trl /tmp/trl-venv --make-trl-venv            # the first time: installs TRL there
     python tests/bench/step.py --trl /tmp/trl-venv
@@ -28,7 +29,9 @@ from typing import Literal
 
 import psutil
 import pyarrow.parquet as pq
+import torch
 import tyro
+from limits import Work, machine_table, step_table
 from report import ROOT, gpu_bytes, header, table
 
 from common.data.prompts import PromptLoader
@@ -58,6 +61,7 @@ class Args:
     repeats: int = 2  # runs of each
     threads: int = 2  # OMP_NUM_THREADS
     flags: str = ""  # further flags of grpo.py, such as "--engine-memory 0.5"
+    limits: bool = False  # of grpo.py alone: how far each phase is from the machine's own rates (limits.py)
     beside: str = ""  # compare with grpo.py that has these flags besides
     trl: Path | None = None  # virtual environment with TRL: compare with its GRPOTrainer
     make_trl_venv: bool = False  # create that environment first (pip, about 1.5 GB)
@@ -133,6 +137,26 @@ def tree_memory(pid: int) -> int:
     return total
 
 
+def show_limits(args: Args) -> None:
+    """The machine's rates, and a step beside them: its operations are those of a step of another run, traced."""
+    torch.set_num_threads(args.threads)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    shapes, limit = machine_table(resolve_model(args.model), args.micro_batch_tokens, device)
+    with tempfile.TemporaryDirectory() as temporary:
+        data = prepare_rows(args, Path(temporary))
+        folders = [Path(temporary) / name for name in ("run", "traced")]
+        for folder, flags in zip(folders, ("--dump-rollouts-every 1", f"--profile-steps {args.steps}:{args.steps}")):
+            folder.mkdir()
+            records = measure(grpo_command(args, data, folder, flags), folder, args)
+            print("steps of", *(f"{r['time/step_s']:.1f}" for r in records), "s", flush=True)
+            if folder is folders[0]:
+                timed = records[args.warmup :]
+        works = [Work.of(dump) for dump in sorted((folders[0] / "rollouts").glob("step_*[0-9].parquet"))]
+        trace = folders[1] / "profile" / "rank_0.json.gz"
+        print()
+        step_table(timed, works[args.warmup :], shapes, limit, trace, args.micro_batch_tokens)
+
+
 def main(args: Args) -> None:
     if args.make_trl_venv and not args.trl:
         raise SystemExit("--make-trl-venv needs --trl FOLDER")
@@ -144,6 +168,9 @@ def main(args: Args) -> None:
     title = f"one step of {args.model}: {args.prompts} prompts x {args.samples} samples, at most"
     title += f" {args.response_tokens} new tokens, bf16, one rank; medians (extremes) of {args.repeats} runs of each"
     header(title, args.threads)
+    if args.limits:
+        show_limits(args)
+        return
     records: dict[str, list[dict]] = {name: [] for name in commands}
     with tempfile.TemporaryDirectory() as temporary:
         data = prepare_rows(args, Path(temporary))
