@@ -4,8 +4,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from common.torch_repair import transformers
+from common.torch_repair import Later, transformers
 
+bias, flex = Later("torch.nn.attention.bias"), Later("torch.nn.attention.flex_attention")
 BLOCK = 128  # tokens: flex attention's
 WITHOUT_EFFECT = {"is_causal", "position_ids", "cache_position", "use_cache", "output_attentions"}  # options here
 
@@ -64,20 +65,16 @@ def _causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float 
         scores = query.reshape(1, kv_heads, -1, size) @ key.mT * (size**-0.5 if scaling is None else scaling)
         scores = scores.unflatten(2, (-1, length)).masked_fill(~mask, float("-inf")).flatten(2, 3)
         return (scores.softmax(-1) @ value).reshape(1, heads, length, -1)
-    from torch.nn.attention.bias import causal_lower_right  # brings the compiler: not for those who ask for --help
-
     key, value = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (key, value))
-    mask = causal_lower_right(length, total)
+    mask = bias.causal_lower_right(length, total)
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
 
 
-def block_mask(units: list[list[int]], device: torch.device):
+def block_mask(units: list[list[int]], device: torch.device) -> "flex.BlockMask":
     """The same for flex attention: which query sees which key, from the bounds of segments.
 
     torch's `create_block_mask` would make it from a dense [L, L] mask: 2.6 GB for 16,384 tokens.
     """
-    from torch.nn.attention.flex_attention import BlockMask
-
     lengths = torch.tensor([length for unit in units for length in unit])
     labels = [(u, s) for u, unit in enumerate(units) for s in range(len(unit))]
     groups, samples = torch.tensor(labels).repeat_interleave(lengths, dim=0).T.contiguous().to(device)
@@ -92,7 +89,7 @@ def block_mask(units: list[list[int]], device: torch.device):
     for table in (some & ~full, full):
         order = table.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
         tables += [part.to(torch.int32)[None, None].to(device) for part in (table.sum(-1), order)]
-    return BlockMask.from_kv_blocks(*tables, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(length, length))
+    return flex.BlockMask.from_kv_blocks(*tables, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(length, length))
 
 
 def block_tables(units: list[list[int]], blocks: int) -> tuple[Tensor, Tensor]:

@@ -21,13 +21,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-from torch.distributed.checkpoint.stateful import Stateful
 
 from common.distributed import gather_objects, reshard
 from common.files import refuse, replace_file, shorten
@@ -36,7 +32,7 @@ from common.job import Job
 from common.lora import adapters
 from common.optimizer import GuardedAdamW, make_moments
 from common.processes import reached
-from common.shards import PlainPlanner, PlainReader, saved_weights
+from common.shards import dcp, load_shards, saved_weights, state_dict
 
 
 class Checkpoints:
@@ -50,7 +46,7 @@ class Checkpoints:
         self,
         job: Job,
         optimizers: dict[str, GuardedAdamW],
-        state: dict[str, Stateful | None],
+        state: dict[str, "dcp.stateful.Stateful | None"],
         lowest_is_best: bool = False,
     ):
         self.job, self.folder, self.world = job, job.output_dir / "checkpoints", job.world
@@ -75,7 +71,7 @@ class Checkpoints:
             for name, adamw in self.optimizers.items():
                 shards = _shards(adamw.model, None if weights_only else adamw.optimizer)
                 shards.get("optimizer", {}).pop("param_groups", None)  # learning rate, betas ... are those of this run
-                dcp.load({name: shards}, storage_reader=PlainReader(folder / "state"), planner=PlainPlanner())
+                load_shards({name: shards}, folder)
             states.update(load_file(random_states) if random_states.is_file() else {})
 
         problem = _attempt(read)
@@ -184,8 +180,8 @@ def _attempt(part: Callable[[], None] | None) -> str | None:
     try:
         if part:
             part()
-    except (OSError, SafetensorError, CheckpointException) as error:
-        causes = [e for e, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+    except (OSError, SafetensorError, dcp.api.CheckpointException) as error:
+        causes = [error] if isinstance(error, (OSError, SafetensorError)) else [e for e, _ in error.failures.values()]
         if any(isinstance(cause, KeyboardInterrupt) for cause in causes):  # torch has caught it
             raise KeyboardInterrupt from error
         problem = (str(causes[0]) or repr(causes[0])).splitlines()[0]
@@ -198,8 +194,8 @@ def _shards(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict:
     shards = {"model": saved_weights(model)}
     if optimizer:
         make_moments(optimizer)  # else torch would take a step of zero gradients, and count it
-        options = StateDictOptions(ignore_frozen_params=any(adapters(model)))
-        shards["optimizer"] = get_optimizer_state_dict(model, optimizer, options=options)
+        options = state_dict.StateDictOptions(ignore_frozen_params=any(adapters(model)))
+        shards["optimizer"] = state_dict.get_optimizer_state_dict(model, optimizer, options=options)
     return shards
 
 

@@ -17,15 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from common import processes
 from common.files import refuse
 from common.network import find_interface
 from common.progress import Progress, break_silence
+from common.torch_repair import Later
 
+fsdp = Later("torch.distributed.fsdp")
 _stop = threading.Event()  # SIGTERM has come
 
 
@@ -181,9 +181,9 @@ def wrap_model(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype, w
     later, in shards; another one moves to the device unit by unit. `whole` leaves a critic's head as it is on each
     rank, like adapters: `average_gradients`.
     """
-    policy = MixedPrecisionPolicy()
+    policy = fsdp.MixedPrecisionPolicy()
     if compute_dtype != next(model.parameters()).dtype:
-        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+        policy = fsdp.MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     # casting all weights takes a tenth of a pass on a CPU: where nothing is gathered, once for all micro-batches
     keeps_casts = mesh.device_type == "cpu" and mesh["shard"].size() == 1
     own = set(model.parameters(recurse=False)) if whole else set()
@@ -192,8 +192,8 @@ def wrap_model(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype, w
     options = {"mesh": mesh, "mp_policy": policy, "ignored_params": own}
     options["reshard_after_forward"] = False if keeps_casts else None
     for layer in repeated_blocks(model):
-        fully_shard(layer, **options)
-    fully_shard(model, **options).set_reshard_after_backward(not keeps_casts)
+        fsdp.fully_shard(layer, **options)
+    fsdp.fully_shard(model, **options).set_reshard_after_backward(not keeps_casts)
     return model
 
 
@@ -205,24 +205,29 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 def average_gradients(model: nn.Module) -> None:
     """Over all ranks, of what FSDP2 was told to leave whole."""
-    gradients = [p.grad for p in model.parameters() if p.grad is not None and not isinstance(p, DTensor)]
-    if isinstance(model, FSDPModule) and gradients:
+    gradients = [p.grad for p in model.parameters() if p.grad is not None and not hasattr(p, "full_tensor")]
+    if isinstance(model, fsdp.FSDPModule) and gradients:
         flat = parameters_to_vector(gradients)
         dist.all_reduce(flat)
         vector_to_parameters(flat / world_size(), gradients)
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A DTensor gathered, by all its ranks together; another one as it is."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 def reshard(model: nn.Module) -> None:
     """FSDP2's root stays gathered after a forward; its parameters are DTensors again only after this."""
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if isinstance(module, fsdp.FSDPModule):
             module.reshard()
 
 
 def abandon_backward(model: nn.Module) -> None:
     """After an exception inside a forward or backward, on one rank: no gradients, as if none had been under way."""
     model.zero_grad()  # of gathered parameters
-    if root := next((module for module in model.modules() if isinstance(module, FSDPModule)), None):
+    if root := next((module for module in model.modules() if isinstance(module, fsdp.FSDPModule)), None):
         if not hasattr(root, "reset_iter_state"):
             raise SystemExit("torch before 2.13 cannot repeat the step: the same command goes on, in smaller pieces")
         root.reset_iter_state()
@@ -236,7 +241,7 @@ def forward_context(model: nn.Module, last: bool = True) -> Iterator[None]:
     Behind that, and without gradients behind each, nothing stays gathered: the head of a reference model is large.
     """
     processes.sign_of_life()
-    if isinstance(model, FSDPModule):
+    if isinstance(model, fsdp.FSDPModule):
         model.set_requires_all_reduce(last)
     yield
     if last or not torch.is_grad_enabled():

@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 from common.flags import EMBEDDED
-from common.torch_repair import transformers
+from common.torch_repair import Later, transformers
 
+hub = Later("huggingface_hub")
 FOLDERS = {name: Path(__file__).parent / "assets" / name for name in EMBEDDED}
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py")
@@ -36,21 +37,17 @@ def download(name: str, flag: str) -> Path:
 
     Without a config.json it has those of its subfolders. SystemExit if nothing is to be had.
     """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
-
     repository, inside = "/".join(name.split("/")[:2]), "".join(f"{part}/" for part in name.split("/")[2:])
     try:
         wanted = [inside + kind for kind in HUB_FILES]
-        folder = Path(snapshot_download(repository, allow_patterns=wanted, ignore_patterns=f"{inside}*/*"), inside)
+        folder = Path(hub.snapshot_download(repository, allow_patterns=wanted, ignore_patterns=f"{inside}*/*"), inside)
         if not (folder / "config.json").is_file():
-            snapshot_download(repository, allow_patterns=f"{inside}*/config.json")
+            hub.snapshot_download(repository, allow_patterns=f"{inside}*/config.json")
         return folder
-    except (HFValidationError, OSError) as error:
-        raise SystemExit(
-            f"{flag} {name}: no folder, none of {', '.join([*EMBEDDED, 'smollm2'])}, and not to be had from the hub "
-            f"(HF_ENDPOINT names a mirror): {error}"
-        ) from error
+    except (hub.errors.HFValidationError, OSError) as error:
+        known = ", ".join([*EMBEDDED, "smollm2"])
+        told = f"no folder, none of {known}, and not to be had from the hub (HF_ENDPOINT names a mirror)"
+        raise SystemExit(f"{flag} {name}: {told}: {error}") from error
 
 
 def cache_folder() -> Path:
@@ -70,5 +67,5 @@ def prepared_smollm2(flag: str) -> str:
     return str(folder)
 
 
-def load_tokenizer(path: str, trust_remote_code: bool = False) -> transformers.PreTrainedTokenizerBase:
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> "transformers.PreTrainedTokenizerBase":
     return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)

@@ -4,10 +4,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from common.attention import block_mask, register_attention
-from common.distributed import repeated_blocks, reshard
+from common.distributed import repeated_blocks, reshard, whole
 from common.flags import Machine
 from common.logprobs import is_greedy, token_logprobs
 from common.lora import adapters, add_adapters, merged
@@ -16,8 +15,6 @@ from common.pictures import blank
 from common.torch_repair import transformers
 from common.vision import Vision, auto_class, skeleton
 
-# of loading and saving shards: several ranks would write over each other
-transformers.utils.logging.disable_progress_bar()
 # Of a configuration: logits are more than hidden @ head.T. Our log-probs would be wrong, silently.
 UNSUPPORTED_LOGITS = ["final_logit_softcapping", "logits_scaling", "logit_scale"]
 UNSUPPORTED_LOGITS += ["output_multiplier", "lm_head_multiplier"]
@@ -147,6 +144,7 @@ def load_policy(
     shards is read in shards: no rank ever holds all weights of the files.
     """
     check_model(path, attention, trust_remote_code)
+    transformers.utils.logging.disable_progress_bar()  # of shards: ranks would write over each other
     register_attention()
     implementation = {"flash": "flash_attention_2", "flex": "shared_prompts_flex", "sdpa": "shared_prompts"}[attention]
     if vision:  # whose tower has no prompts to share
@@ -222,7 +220,7 @@ def full_parameters(policy: nn.Module, dtype: torch.dtype | None = None) -> Iter
                 continue
             layer = adapted.get(owner) if kind == "weight" else None
             tensor = parameter.detach() if dtype is None or layer else parameter.detach().to(dtype)  # then gathered
-            tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            tensor = whole(tensor)
             if layer:
                 tensor = merged(tensor, layer.lora_A, layer.lora_B, layer.scale)
             yield name, tensor

@@ -4,9 +4,8 @@ import math
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from common.distributed import average_gradients
+from common.distributed import average_gradients, whole
 from common.files import memory_advice, refuse
 from common.means import Means
 from common.precision import LossScale
@@ -73,8 +72,7 @@ class GuardedAdamW:
             group["lr"], group["weight_decay"] = lr, self.weight_decay
         average_gradients(self.model)
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm = whole(torch.nn.utils.get_total_norm(gradients))
         grad_norm, finite = norm.item() / self.scale, bool(torch.isfinite(norm))
         if finite:
             clip = min(1.0, self.max_grad_norm / (grad_norm + 1e-6)) if self.max_grad_norm > 0 else 1.0

@@ -33,9 +33,8 @@ def choose_dtype(flag: str, device: torch.device) -> tuple[torch.dtype, str]:
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         if flag == "bf16" and major < 8:
-            raise ValueError(
-                f"--dtype bf16: {torch.cuda.get_device_name(device)} (sm_{major}{minor}) has no bf16; use --dtype fp16"
-            )
+            gpu = f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})"
+            raise ValueError(f"--dtype bf16: {gpu} has no bf16; use --dtype fp16")
         if flag == "auto":
             return (torch.bfloat16, "bf16 GPU") if major >= 8 else (torch.float16, f"sm_{major}{minor} has no bf16")
     elif flag == "auto":
@@ -51,10 +50,9 @@ def checked_gap(rollout_logprobs: Tensor, logprobs: Tensor, limit: float, step: 
     total, count = all_reduce([(rollout_logprobs - logprobs).abs().sum().item(), len(logprobs)])
     gap = total / max(count, 1.0)
     if not gap <= limit:
-        raise RuntimeError(
-            f"step {step}: the engine's log-probs differ from the trainer's by {gap:.2g} on average, more than "
-            f"--max-logprob-gap {limit:.2g}: stale or damaged weights, or a cache that outlived the sync"
-        )
+        found = f"the engine's log-probs differ from the trainer's by {gap:.2g} on average"
+        cause = "stale or damaged weights, or a cache that outlived the sync"
+        raise RuntimeError(f"step {step}: {found}, more than --max-logprob-gap {limit:.2g}: {cause}")
     return gap
 
 

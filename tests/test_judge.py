@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from base64 import b64encode
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -315,14 +316,16 @@ def test_an_outage_is_waited_for_with_a_line_a_minute(serve, client):
     """All are dead, and then back; the outage begins after the first verdict."""
     first = serve()
     port, lines = first.port, []
-    judge = client(first, notice=lines.append)
+    judge = client(first, notice=lambda line: lines.append((time.monotonic(), line)))
     assert judge.settle(FOUR[:1]) == [1.0]
     first.close()
     timer = threading.Timer(0.5, lambda: serve(port=port))
     timer.start()
     assert judge.settle(FOUR) == VERDICTS
     timer.join()
-    assert 2 <= len(lines) <= 6 and f"no answer from {first.url} for 0.00" in lines[0]
+    times, lines = zip(*lines, strict=True)
+    assert len(lines) >= 2 and min(b - a for a, b in pairwise(times)) >= Judge.MINUTE_S
+    assert f"no answer from {first.url} for 0.00" in lines[0]
     assert "3 answers" not in lines[0] and "2 answers wait here, --judge-patience is" in lines[0], "two are unknown"
 
 

@@ -34,11 +34,13 @@ RANK_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_POR
 AT_IMPORT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
 AT_IMPORT |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OPENBLAS_NUM_THREADS": "1"}
 AT_IMPORT |= {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
-# Beside all of common: what transformers, vLLM, tyro and matplotlib leave for their first use.
+# Beside all of common: what that, transformers, vLLM, tyro and matplotlib leave for their first use.
 MODULES = """
 compressed_tensors fsspec jsonschema loguru matplotlib.backends.backend_agg matplotlib.pyplot mpl_toolkits.mplot3d
 pandas psutil pyarrow.compute pyarrow.pandas_compat pytest tyro._backends._tyro_backend typeguard
-torch.distributed.checkpoint._fsspec_filesystem torch.nn.attention.bias torch.testing torchvision.transforms.v2
+torch.distributed.checkpoint._fsspec_filesystem torch.distributed.checkpoint.state_dict torch.distributed.fsdp
+torch.nn.attention.bias torch.testing torchvision.transforms.v2
+transformers.generation.utils transformers.masking_utils
 transformers.models.llama.modeling_llama transformers.models.qwen2.modeling_qwen2
 transformers.models.qwen2.tokenization_qwen2 transformers.models.qwen2_5_vl.modeling_qwen2_5_vl
 transformers.models.qwen2_5_vl.processing_qwen2_5_vl

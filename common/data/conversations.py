@@ -33,7 +33,7 @@ from common.vision import Vision
 def conversation_episode(
     conversation: Conversation,
     media: list[Media],
-    tokenizer: transformers.PreTrainedTokenizerBase,
+    tokenizer: "transformers.PreTrainedTokenizerBase",
     vision: Vision | None,
     index: int,
     max_tokens: int,
@@ -99,7 +99,7 @@ class Conversations:
         self,
         paths: str,
         flag: str,
-        tokenizer: transformers.PreTrainedTokenizerBase,
+        tokenizer: "transformers.PreTrainedTokenizerBase",
         *,
         max_tokens: int,
         vision: Vision | None = None,

@@ -23,7 +23,7 @@ def dump_rollouts(
     sampled: list[Episode],
     trained: list[Episode],
     advantages: list[float],
-    tokenizer: transformers.PreTrainedTokenizerBase,
+    tokenizer: "transformers.PreTrainedTokenizerBase",
     world: World,
 ) -> Path:
     """Write folder/step_NNNNNN.parquet: all episodes of all ranks; advantage is null where none was trained on.

@@ -154,7 +154,7 @@ def row_interaction(record: Mapping, rows: str) -> dict | None:
     return given if wanted and record.get("agent_name") != "single_turn_agent" else None
 
 
-def end_token_ids(path: str, tokenizer: transformers.PreTrainedTokenizerBase) -> list[int]:
+def end_token_ids(path: str, tokenizer: "transformers.PreTrainedTokenizerBase") -> list[int]:
     """Ids that end a response: the tokenizer's end token and those of generation_config.json."""
     ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     generation_config = Path(path) / "generation_config.json"

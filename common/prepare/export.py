@@ -15,12 +15,10 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import torch.distributed.checkpoint as dcp
 import tyro
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 
 from common.data.render import end_turns_properly
 from common.distributed import World, repeated_blocks
@@ -32,7 +30,7 @@ from common.lora import adapters, add_adapters
 from common.models import Policy, full_parameters
 from common.pictures import PixelLimits
 from common.precision import DTYPES
-from common.shards import PlainPlanner, PlainReader, saved_weights
+from common.shards import dcp, load_shards, saved_weights
 from common.torch_repair import transformers
 from common.vision import auto_class, load_vision
 
@@ -93,8 +91,8 @@ def restore(policy: Policy, folder: Path) -> None:
     state = {"policy": {"model": saved_weights(policy)}}
     try:
         with warnings.catch_warnings(action="ignore"):  # that this is one process alone
-            dcp.load(state, storage_reader=PlainReader(folder / "state"), planner=PlainPlanner(), no_dist=True)
-    except CheckpointException as error:
+            load_shards(state, folder, alone=True)
+    except dcp.api.CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
         raise SystemExit(f"{folder} cannot be read: {cause}") from error
 
@@ -110,7 +108,7 @@ def read_json(path: Path) -> dict:
 
 def export_hugging_face(
     policy: nn.Module,
-    tokenizer: transformers.PreTrainedTokenizerBase,
+    tokenizer: "transformers.PreTrainedTokenizerBase",
     folder: Path,
     world: World,
     dtype: torch.dtype,

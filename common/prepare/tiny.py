@@ -43,7 +43,7 @@ TRACES_PER_ROW = 12
 GIVE_UP_AT_ONCE, GIVE_UP_LATER = 0.65, 0.2  # probability that a line which missed, the first or another, is the last
 
 
-def build_tokenizer() -> transformers.PreTrainedTokenizerFast:
+def build_tokenizer() -> "transformers.PreTrainedTokenizerFast":
     """256 bytes, no merges (every digit is a token), the words of the format as one token each."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
@@ -60,7 +60,7 @@ def build_tokenizer() -> transformers.PreTrainedTokenizerFast:
     )
 
 
-def build_config(tokenizer: transformers.PreTrainedTokenizerFast) -> transformers.Qwen2Config:
+def build_config(tokenizer: "transformers.PreTrainedTokenizerFast") -> "transformers.Qwen2Config":
     return transformers.Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=256,

@@ -68,7 +68,7 @@ TRACES = 8000
 Box = list[float]  # left, top, right, bottom, in 0..1
 
 
-def build_tokenizer(said: Iterable[str]) -> transformers.PreTrainedTokenizerFast:
+def build_tokenizer(said: Iterable[str]) -> "transformers.PreTrainedTokenizerFast":
     """Byte-level BPE that merges across words, trained on what is said here. Numbers are tokens of their own."""
     alone, bytes_ = Regex(r"\d+(?:\.\d+)?"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer = Tokenizer(models.BPE())
@@ -95,7 +95,7 @@ def corpus() -> Iterator[str]:
             yield from (part["text"] for part in message["content"] if "text" in part)
 
 
-def build_config(tokenizer: transformers.PreTrainedTokenizerFast) -> transformers.Qwen2_5_VLConfig:
+def build_config(tokenizer: "transformers.PreTrainedTokenizerFast") -> "transformers.Qwen2_5_VLConfig":
     ids, init = tokenizer.convert_tokens_to_ids, {"initializer_range": 0.03}
     text = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": len(tokenizer)}
     text |= {"num_attention_heads": 3, "num_key_value_heads": 3, "max_position_embeddings": 2048}
@@ -116,7 +116,7 @@ def build_config(tokenizer: transformers.PreTrainedTokenizerFast) -> transformer
     )
 
 
-def build_processor(tokenizer: transformers.PreTrainedTokenizerFast) -> transformers.Qwen2_5_VLProcessor:
+def build_processor(tokenizer: "transformers.PreTrainedTokenizerFast") -> "transformers.Qwen2_5_VLProcessor":
     image, video = transformers.Qwen2VLImageProcessor(), transformers.Qwen2VLVideoProcessor()
     return transformers.Qwen2_5_VLProcessor(image, tokenizer, video, chat_template=CHAT_TEMPLATE)
 

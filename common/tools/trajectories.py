@@ -26,7 +26,7 @@ FIRST_ROWS = 100  # among which an interaction finds one to be tried with
 class Turns:
     """How trajectories go on after the policy's first turn."""
 
-    tokenizer: transformers.PreTrainedTokenizerBase
+    tokenizer: "transformers.PreTrainedTokenizerBase"
     workers: ToolPool
     vision: Vision | None = None
     flags: Rollout = field(default_factory=Rollout)
