@@ -18,11 +18,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from common.checkpoint import Checkpoints
-from common.data.conversations import Conversations, balanced
+from common.data.conversations import Conversations
 from common.data.render import end_turns_properly
 from common.distributed import World, barrier, forward_context, run, stop_requested
 from common.episodes import Episode
@@ -113,6 +114,16 @@ def episodes_of(data: Conversations, rows: list[int], world: World) -> list[Epis
     """This rank's share of some rows, by their cost; without those that turn out to be unreadable."""
     mine = balanced(rows, data.costs, world.size)[world.rank]
     return [episode for episode in map(data.episode, mine) if episode]
+
+
+def balanced(rows: list[int], costs: np.ndarray, parts: int) -> list[list[int]]:
+    """The rows in `parts` lists of about the same sum of costs, the same on every rank: costly ones go first."""
+    lists, loads = [[] for _ in range(parts)], [0.0] * parts
+    for row in sorted(rows, key=lambda row: (-costs[row], row)):
+        lightest = loads.index(min(loads))
+        lists[lightest].append(row)
+        loads[lightest] += costs[row]
+    return lists
 
 
 def read_data(args: Args, job: Job) -> tuple[Conversations, Conversations | None]:

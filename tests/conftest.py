@@ -14,8 +14,9 @@ import zygote
 from zygote import WARM, ZYGOTE, script_environment
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: processes of tests share the cores
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # by a shell's `&`; what the tests start would inherit that
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+for number in (signal.SIGINT, signal.SIGHUP):  # ignored by a shell's `&` and nohup; what the tests start inherits that
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 def pytest_configure(config) -> None:

@@ -9,10 +9,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from helpers import gathering
 from vl import build_tokenizer as build_vl_tokenizer
 from vl import picture, write_tiny_vl
 
-from common.data.conversations import Conversations, balanced, conversation_episode
+from common.data.conversations import Conversations, conversation_episode
 from common.data.formats import read_conversation
 from common.data.rows import RowFiles
 from common.distributed import World
@@ -20,6 +21,7 @@ from common.pictures import BadRow, PixelLimits
 from common.prepare.tiny import build_tokenizer
 from common.tools.turns import CLOSE, OPEN, Call, Hermes
 from common.vision import load_vision
+from sft import balanced
 
 LIMITS = PixelLimits(784, 16 * 784, 4 * 784)
 
@@ -479,14 +481,9 @@ def test_files_of_several_formats_go_together(tmp_path, tokenizer):
 def test_the_first_rank_of_a_machine_looks_for_the_others(tmp_path, tokenizer, monkeypatch):
     rows = [TEXT_ROWS["messages"], {"messages": alternating("q " * 9, "a")}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    gathered, looks, real = [None, None], [], Conversations._scan
+    looks, real = [], Conversations._scan
     monkeypatch.setattr(Conversations, "_scan", lambda self: looks.append(rank) or real(self))
-
-    def gather(value):
-        gathered[rank] = value
-        return gathered
-
-    monkeypatch.setattr("common.data.scan.gather_objects", gather)
+    monkeypatch.setattr("common.data.scan.gather_objects", gathering(lambda: rank, 2))
     costs = []
     for rank in range(2):
         world = World(rank, 2, rank, torch.device("cpu"))

@@ -5,6 +5,7 @@ import os
 import random
 import re
 import sys
+import tempfile
 from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
@@ -14,10 +15,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from helpers import deadline, prompts_of, run_script
+from helpers import deadline, gathering, prompts_of, run_script
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+import common.data.rows as rows_module
 from common.data.prompts import PromptData, PromptLoader
 from common.data.rows import RowFiles, read_file
 from common.data.scan import Lengths, shared_ends
@@ -108,6 +110,19 @@ def test_parquet_with_pictures_is_read_some_rows_at_a_time(tmp_path, tokenizer):
     assert len(table) == 100 and table["images"].num_chunks == 4
 
 
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl"])
+@pytest.mark.parametrize("room", [True, False])
+def test_rows_are_mapped_where_there_is_room_for_them(tmp_path, tokenizer, monkeypatch, name, room):
+    path = write(tmp_path / name, [row(extra_info={"text": f"{i}" * 10_000}) for i in range(200)])
+    if not room:
+        monkeypatch.setattr(tempfile, "tempdir", "/dev/full")
+    before = pa.total_allocated_bytes()
+    data = load(path, tokenizer)
+    grown = pa.total_allocated_bytes() - before
+    assert (grown < 100_000) == room and (grown > 1_000_000) == (not room)
+    assert data[199].extra_info["text"] == "199" * 10_000
+
+
 @pytest.mark.parametrize(
     "texts, ends",
     [
@@ -169,21 +184,16 @@ def test_a_long_look_tells_how_far_it_is(tmp_path, tokenizer, monkeypatch, capsy
 @pytest.mark.parametrize("rows, problem", [([row()] * 3, ""), ([row(), row(truth=None)], "1 unusable rows")])
 def test_one_rank_of_a_machine_looks_for_all(tmp_path, tokenizer, monkeypatch, rows, problem):
     """Ranks 0 and 1 on one machine, 2 and 3 on another; all get what the first of theirs has found, or its error."""
-    path, found, looks = write(tmp_path / "a.jsonl", rows), {}, []
-    gathered = [None] * 4
-
-    def gather(value):
-        gathered[rank] = value
-        return gathered
-
-    real = PromptData._scan
-    monkeypatch.setattr("common.data.scan.gather_objects", gather)
-    monkeypatch.setattr(PromptData, "_scan", lambda self: looks.append(rank) or real(self))
+    path, found, looks, reads = write(tmp_path / "a.jsonl", rows), {}, [], []
+    scan, open_rows = PromptData._scan, rows_module.open_rows
+    monkeypatch.setattr("common.data.scan.gather_objects", gathering(lambda: rank, 4))
+    monkeypatch.setattr(PromptData, "_scan", lambda self: looks.append(rank) or scan(self))
+    monkeypatch.setattr(rows_module, "open_rows", lambda *of: reads.append(rank) or open_rows(*of))
     for rank in range(4):
         world = World(rank, 4, rank % 2, torch.device("cpu"))
         with pytest.raises(ValueError, match=problem) if problem else nullcontext():
             found[rank] = load(path, tokenizer, world=world).positions.tolist()
-    assert looks == [0, 2] and (problem or list(found.values()) == [[0, 1, 2]] * 4)
+    assert looks == reads == [0, 2] and (problem or list(found.values()) == [[0, 1, 2]] * 4)
 
 
 def test_several_files_make_one_data_set(tmp_path, tokenizer):

@@ -30,6 +30,7 @@ WARM = not Path("/dev/nvidiactl").exists()  # CUDA does not survive a fork
 ZYGOTE = "TESTS_ZYGOTE"  # where to find it: in the environment, for pytest's workers
 # A test that joins a process group of one leaves these behind; a script must not think it is part of it.
 RANK_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
+RANK_VARIABLES |= {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
 # What libraries read when they are imported: what common/engine sets for vLLM, and that no threads are started.
 AT_IMPORT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
 AT_IMPORT |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OPENBLAS_NUM_THREADS": "1"}

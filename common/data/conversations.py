@@ -5,6 +5,7 @@ Trained on is what the assistant says and the token that ends its turn; never he
 
 import gc
 import json
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -84,8 +85,7 @@ class Found:
 
     bad: dict[int, str] = field(default_factory=dict)  # row index -> why it cannot be used
     costs: dict[int, float] = field(default_factory=dict)  # about the tokens of each other row, to balance ranks by
-    by_position: int = 0  # rows of which the last two turns are trained on
-    spelled: int = 0  # rows that spell a control token
+    told: Counter[str] = field(default_factory=Counter)  # what is worth knowing of rows
 
 
 class Conversations:
@@ -121,11 +121,8 @@ class Conversations:
         self.files.refuse(found.bad, "unusable rows", bad_rows == "drop", notice)
         if not found.costs:
             raise ValueError(f"{flag}: no usable row in {paths}")
-        if found.by_position and rule == "auto":
-            told = "rows are Pixel Reasoner's: trained on are their last two turns (--mask)"
-            notice(f"{flag}: {found.by_position} {told}")
-        if found.spelled:
-            notice(f"{flag}: {found.spelled} rows {spells_control(tokenizer)}")
+        for what, count in found.told.items():
+            notice(f"{flag}: {count} rows {what}")
         self.positions = np.array(list(found.costs), dtype=np.int64)
         self.costs = np.array(list(found.costs.values()))
 
@@ -144,8 +141,10 @@ class Conversations:
                 found.bad[i] = str(error)
                 continue
             found.costs[i] = sum(pictures) + sum(len(text_of(message)) for message in conversation.messages) / 4
-            found.by_position += conversation.rule == "last-two-turns"
-            found.spelled += spelled
+            if self.rule == "auto" and conversation.rule == "last-two-turns":
+                found.told["are Pixel Reasoner's: trained on are their last two turns (--mask)"] += 1
+            if spelled:
+                found.told[spells_control(self.tokenizer)] += 1
         return found
 
     def _read(self, record: dict | str) -> tuple[Conversation, bool]:
@@ -201,13 +200,3 @@ class Conversations:
         except (BadRow, TemplateError) as error:
             print(f"warning: {self.files.flag}: {self.files.place(i)}: {error}; left out", flush=True)
             return None
-
-
-def balanced(rows: list[int], costs: np.ndarray, parts: int) -> list[list[int]]:
-    """The rows in `parts` lists of about the same sum of costs, the same on every rank: costly ones go first."""
-    lists, loads = [[] for _ in range(parts)], [0.0] * parts
-    for row in sorted(rows, key=lambda row: (-costs[row], row)):
-        lightest = loads.index(min(loads))
-        lists[lightest].append(row)
-        loads[lightest] += costs[row]
-    return lists

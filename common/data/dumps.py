@@ -70,10 +70,8 @@ def load_rollouts(
     wrong = f"--replay {path}: is of step {rows[0]['step']} on {rows[0]['ranks']} ranks, this is step {step} on "
     wrong += f"{world.size}: --resume the checkpoint of the step before it, with as many ranks"
     refuse((rows[0]["step"], rows[0]["ranks"]) != (step, world.size), wrong)
-    older = {"model_reward": None, "row": None, "truth": "", "messages": "[]", "turn_rewards": "[]", "opening": ""}
-    rows = [older | {"environment_reward": None} | row for row in rows]  # what older dumps lack
     wrong = f"--replay {path}: give the --reward-model of that run, and none if it had none"
-    refuse(any(row["model_reward"] is not None for row in rows) != bool(reward_model), wrong)
+    refuse(any(row.get("model_reward") is not None for row in rows) != bool(reward_model), wrong)
     own = path.with_suffix(f".media_{world.rank}.parquet")
     table = pq.read_table(own).to_pydict() if own.is_file() else {"hash": [], "bytes": []}
     files = dict(zip(table["hash"], table["bytes"]))
@@ -82,7 +80,7 @@ def load_rollouts(
     for row in rows:
         if row["rank"] != world.rank:
             continue
-        row |= {name: json.loads(row[name]) for name in AS_JSON}
+        row |= {name: json.loads(row[name]) for name in AS_JSON if name in row}  # older dumps lack some fields
         for i, m in enumerate(row["media"]):
             key = json.dumps(m)
             if key not in opened:
@@ -91,7 +89,7 @@ def load_rollouts(
             row["media"][i] = opened[key]
             wrong = f"--replay {path}: give --min-pixels, --max-pixels, --max-frame-pixels of that run"
             refuse(list(opened[key].pixels.shape[2:0:-1]) != row["shown"][i], wrong)
-        sampled.append(Episode(**{f.name: row[f.name] for f in fields(Episode)}))
+        sampled.append(Episode(**{f.name: row[f.name] for f in fields(Episode) if f.name in row}))
         if row["advantage"] is not None:
             trained.append(sampled[-1])
     return sampled, trained

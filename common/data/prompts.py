@@ -10,19 +10,8 @@ from itertools import islice
 import numpy as np
 from jinja2 import TemplateError
 
+from common.data import render
 from common.data.media import Picture, count_tokens, open_media, picture_sources, read_tool_media
-from common.data.render import (
-    apply_template,
-    as_text,
-    bare_text,
-    clean_prompt,
-    row_interaction,
-    row_tools,
-    spells_control,
-    to_messages,
-    unheeded,
-    without_nulls,
-)
 from common.data.rows import RowFiles
 from common.data.scan import Lengths, once_per_machine
 from common.data.verl import OPTIONAL, REQUIRED, row_problem, to_verl, truth_of
@@ -54,8 +43,7 @@ class Found:
     too_long: dict[int, str] = field(default_factory=dict)
     kept: list[int] = field(default_factory=list)  # indices of the others, and of those that are too long
     sources: set[str] = field(default_factory=set)  # every data_source of a usable row that is to be scored
-    rendered: int = 0  # prompts that are a rendered template in one message
-    spelled: int = 0  # prompts that spell a control token
+    told: Counter[str] = field(default_factory=Counter)  # what is worth knowing of prompts
     answered: int = 0  # rows with an interaction
     unheeded: Counter[str] = field(default_factory=Counter)  # what rows ask for in vain
 
@@ -102,11 +90,8 @@ class PromptData:
         self.positions = np.array([index for index in found.kept if index not in found.too_long], dtype=np.int64)
         if not len(self.positions):
             raise ValueError(f"{flag}: no usable row in {', '.join(map(str, self.files.paths))}")
-        if found.rendered:
-            told = "prompts are rendered templates in one message: used without chat template"
-            notice(f"{flag}: {found.rendered} {told}")
-        if found.spelled:
-            notice(f"{flag}: {found.spelled} prompts {spells_control(tokenizer)}")
+        for what, count in found.told.items():
+            notice(f"{flag}: {count} prompts {what}")
         if self.interaction != "none" and not found.answered:
             notice(f"warning: {flag}: no row has extra_info.interaction_kwargs; --interaction-rows all answers all")
         for what, count in found.unheeded.items():
@@ -149,10 +134,12 @@ class PromptData:
                 found.kept.append(index)
                 if truth_of(records[index]) is not None:
                     found.sources.add(records[index]["data_source"])
-                found.rendered += isinstance(prompt.prompt, str) and isinstance(records[index]["prompt"], list)
-                found.spelled += prompt.spelled
-                found.unheeded[unheeded(records[index], self.tools, self.interaction)] += 1
-                found.answered += row_interaction(records[index], self.interaction) is not None
+                if isinstance(prompt.prompt, str) and isinstance(records[index]["prompt"], list):
+                    found.told["are rendered templates in one message: used without chat template"] += 1
+                if prompt.spelled:
+                    found.told[render.spells_control(self.tokenizer)] += 1
+                found.unheeded[render.unheeded(records[index], self.tools, self.interaction)] += 1
+                found.answered += render.row_interaction(records[index], self.interaction) is not None
                 # At most a token per byte, and one for a leading space; NFC can triple the bytes of non-ASCII text.
                 if num_bytes * (1 if text.isascii() else 3) + num_tokens >= self.max_prompt_tokens:
                     texts[index] = text, num_tokens - len(prompt.pictures)  # a placeholder is in the text already
@@ -165,24 +152,26 @@ class PromptData:
 
     def _prepare(self, record: dict) -> Prepared:
         """A row up to its chat template. BadRow for what does not go together."""
-        prompt, pictures = clean_prompt(record["prompt"]), picture_sources(record, bare_text(record["prompt"]))
+        prompt = render.clean_prompt(record["prompt"])
+        pictures = picture_sources(record, render.bare_text(record["prompt"]))
         if pictures and not self.vision:
             raise BadRow("has pictures, and the model reads text alone")
         plays = self.environment and record.get("agent_name") != "single_turn_agent"
         if plays and isinstance(prompt, str):
             raise BadRow("is a rendered prompt, which an --environment cannot add to")
-        offered = row_tools(record, self.tools) if self.tools else {}
+        offered = render.row_tools(record, self.tools) if self.tools else {}
         messages = prompt
         if not isinstance(prompt, str):
-            messages = as_text(prompt, self.spaced)
+            messages = render.as_text(prompt, self.spaced)
         spelled = messages != prompt
-        messages = to_messages(messages, self.tokenizer, {name: self.tools[name] for name in offered}, bool(pictures))
+        tools = {name: self.tools[name] for name in offered}
+        messages = render.to_messages(messages, self.tokenizer, tools, bool(pictures))
         return Prepared(prompt, messages, pictures, offered, spelled)
 
     def _render(self, prepared: dict[int, Prepared], bad: dict[int, str]) -> dict[int, str]:
         """The texts of prompts; those that the template refuses are told in `bad` instead."""
         try:
-            texts = apply_template([p.messages for p in prepared.values()], self.tokenizer)
+            texts = render.apply_template([p.messages for p in prepared.values()], self.tokenizer)
             return dict(zip(prepared, texts))
         except TemplateError as error:  # a role that it refuses
             if len(prepared) == 1:
@@ -211,12 +200,12 @@ class PromptData:
         prepared = self._prepare(record)
         ground_truth, extra_info = truth_of(record), record.get("extra_info") or {}
         row = Row(index, record["data_source"], prepared.prompt, ground_truth, extra_info, [])
-        row.interaction, row.messages = row_interaction(record, self.interaction), prepared.messages
+        row.interaction, row.messages = render.row_interaction(record, self.interaction), prepared.messages
         if self.environment and record.get("agent_name") != "single_turn_agent":
             row.ground_truth = "" if ground_truth is None else ground_truth  # it may be the environment that knows
-            row.environment = {name: without_nulls(value) for name, value in record.items()}
+            row.environment = {name: render.without_nulls(value) for name, value in record.items()}
             row.environment |= {"ground_truth": ground_truth}
-        (text,) = apply_template([prepared.messages], self.tokenizer)
+        (text,) = render.apply_template([prepared.messages], self.tokenizer)
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         try:
             row.tools = read_tool_media(prepared.tools, self.media_root)

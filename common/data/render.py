@@ -66,10 +66,8 @@ def to_messages(prompt: Prompt, tokenizer, tools: Mapping[str, Tool] | None = No
     if isinstance(prompt, str):
         return prompt
     if not tokenizer.chat_template:
-        raise ValueError(
-            f"prompts are lists of messages, but the tokenizer of {tokenizer.name_or_path!r} has no chat template: "
-            "take an instruct model, or data whose `prompt` is an already rendered string"
-        )
+        told = f"prompts are lists of messages, but the tokenizer of {tokenizer.name_or_path!r} has no chat template"
+        raise ValueError(f"{told}: take an instruct model, or data whose `prompt` is an already rendered string")
     schemas = [tool.schema for tool in (tools or {}).values() if tool.schema]
     native = native_calls(tokenizer, str(tokenizer.chat_template)) if schemas else None
     messages = with_tools(prompt, schemas, native) if schemas else prompt

@@ -1,10 +1,16 @@
-"""Files of rows (.parquet, .jsonl, .json), kept packed in Arrow; whatever is dropped, a row keeps its place."""
+"""Files of rows (.parquet, .jsonl, .json), packed in Arrow; whatever is dropped, a row keeps its place.
+
+In training one rank of a machine reads them, and all map what it has written: memory that the system may take back.
+"""
 
 import codecs
 import json
+import os
 import re
+import tempfile
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -22,8 +28,8 @@ class RowFiles:
     """The rows of several files, one after the other: an index counts them all. Paths may be separated by commas.
 
     `flag` is where the paths come from: FileNotFoundError and ValueError name it and the file. `max_rows` of them are
-    taken; `convert` may make another table of a file's. With `once`, by which one of several ranks loads it, what is
-    no file may be a data set of the hub (`download`).
+    taken; `convert` may make another table of a file's. With `once`, by which one of several ranks does something for
+    all, what is no file may be a data set of the hub (`download`).
     """
 
     def __init__(
@@ -83,28 +89,53 @@ class RowFiles:
 
 
 def read_file(path: Path, flag: str, once: Callable[[Callable], list[str]] | None) -> pa.Table:
-    """A file as a table. Rows of JSON stay text: Arrow wants one type per key, and makes timestamps of dates."""
+    """A file as a table. FileNotFoundError, ValueError."""
+    if names := once(partial(arrow_files, path, flag)) if once else []:
+        return pa.concat_tables(pa.ipc.open_stream(pa.memory_map(name)).read_all() for name in names)
+    with open_rows(path, flag) as rows:
+        return rows.read_all()
+
+
+def arrow_files(path: Path, flag: str) -> list[str]:
+    """Arrow files of the rows; none where there is no room for them (TMPDIR), and for what cannot be read."""
+    if not path.exists() and not path.parent.exists() and HUB_ID.fullmatch(str(path)):
+        return download(str(path), flag)
+    try:
+        with tempfile.TemporaryFile(prefix="rows-") as file, open_rows(path, flag) as rows:
+            with pa.ipc.new_stream(file, rows.schema) as writer:
+                for batch in rows:
+                    writer.write_batch(batch)
+            file.flush()
+            descriptor = os.dup(file.fileno())
+    except (OSError, ValueError):  # each rank will say what is wrong with the file
+        return []
+    pa.default_memory_pool().release_unused()
+    return [f"/proc/{os.getpid()}/fd/{descriptor}"]  # gone with this process, however that ends
+
+
+@contextmanager
+def open_rows(path: Path, flag: str) -> Iterator[pa.RecordBatchReader]:
+    """Some at a time. Those of JSON stay text: Arrow wants one type per key, and makes timestamps of dates."""
     if path.is_dir():
         inside = next((p for kind in ("parquet", "jsonl", "json") for p in sorted(path.glob(f"*.{kind}"))), None)
         raise ValueError(f"{flag}: {path} is a folder: name its files" + f", such as {inside}" * bool(inside))
-    if once and not path.exists() and not path.parent.exists() and HUB_ID.fullmatch(str(path)):
-        names = once(partial(download, str(path), flag))
-        return pa.concat_tables(pa.ipc.open_stream(pa.memory_map(name)).read_all() for name in names)
     if not path.exists():
         raise FileNotFoundError(f"{flag}: no such file: {path}")
     if not path.is_file():  # opening a pipe would wait for whoever writes to it
         raise ValueError(f"{flag}: {path} is no regular file")
     try:
         if path.suffix not in (".json", ".jsonl"):
-            file = pq.ParquetFile(path)  # batch by batch: Arrow reads no nested column of more than 2 GiB at once
+            file = pq.ParquetFile(path, buffer_size=2**20, pre_buffer=False)
+            # batch by batch: Arrow reads no nested column of more than 2 GiB at once
             batches = file.iter_batches(batch_size(file.schema_arrow.names))
-            return pa.Table.from_batches(batches, file.schema_arrow)
+            yield pa.RecordBatchReader.from_batches(file.schema_arrow, batches)
+            return
         content = path.read_bytes()
         lines = content.rstrip().splitlines()
         is_list = content.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
         if path.suffix == ".json" and is_list:  # else lines, as datasets writes them
             lines = [json.dumps(row).encode() for row in json.loads(content)]
-        return pa.table({JSON_LINE: pa.array(lines, pa.large_binary())})
+        yield pa.table({JSON_LINE: pa.array(lines, pa.large_binary())}).to_reader()
     except (pa.ArrowInvalid, OSError, RecursionError, ValueError) as error:
         raise ValueError(f"{flag}: {path} is neither .jsonl, .json nor a readable parquet file: {error}") from error
 

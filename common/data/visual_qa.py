@@ -28,19 +28,14 @@ def to_verl(table: pa.Table, path: Path, media_root: Path | None, with_tools: bo
     """The table of a file in verl's columns, row by row; a row without a question or an answer is found to be bad."""
     records = table.select(sorted(COLUMNS | {"is_video"} & set(table.column_names))).to_pylist()
     prefix = path_prefix(records, path, media_root)
-    return pa.Table.from_pylist([convert(record, path.stem, prefix, with_tools) for record in records], SCHEMA)
+    rows = [convert(record, path.stem, prefix, with_tools) for record in records]
+    return pa.Table.from_pylist(rows, pa.schema(FIELDS))
 
 
-SCHEMA = pa.schema(
-    [
-        ("data_source", pa.string()),
-        ("prompt", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
-        ("images", pa.list_(pa.string())),
-        ("videos", pa.list_(pa.list_(pa.string()))),
-        ("reward_model", pa.struct([("style", pa.string()), ("ground_truth", pa.list_(pa.string()))])),
-        ("extra_info", pa.struct([("qid", pa.string())])),
-    ]
-)
+TEXT, TEXTS = pa.string(), pa.list_(pa.string())
+FIELDS = {"data_source": TEXT, "prompt": pa.list_(pa.struct({"role": TEXT, "content": TEXT}))}
+FIELDS |= {"images": TEXTS, "videos": pa.list_(TEXTS)}
+FIELDS |= {"reward_model": pa.struct({"style": TEXT, "ground_truth": TEXTS}), "extra_info": pa.struct({"qid": TEXT})}
 
 
 def convert(record: Mapping, file: str, prefix: str, with_tools: bool) -> dict:
