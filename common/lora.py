@@ -52,8 +52,7 @@ class LoraLinear(nn.Linear):
         layer.lora_A = nn.Parameter(torch.empty(machine.lora_rank, layer.in_features, **options))
         layer.lora_B = nn.Parameter(torch.zeros(layer.out_features, machine.lora_rank, **options))  # W is W0 at first
         if not weight.is_meta:
-            drawn = torch.empty(layer.lora_A.shape).uniform_(-bound, bound, generator=generator)
-            layer.lora_A.data.copy_(drawn)
+            layer.lora_A.data.copy_(torch.empty(layer.lora_A.shape).uniform_(-bound, bound, generator=generator))
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.adapted:

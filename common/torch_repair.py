@@ -36,9 +36,8 @@ def repair_torch_companions() -> None:
     for name in ("torchaudio", "torchcodec"):
         sys.modules.setdefault(name, None)
     if "+cu" in Path(spec.origin).with_name("version.py").read_text():  # importing it takes most of a second
-        signature = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-        for operator in ("nms", "qnms"):
-            torch.library.define(f"torchvision::{operator}", signature)
+        for name in ("nms", "qnms"):
+            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 def check_version(installed: str) -> None:
