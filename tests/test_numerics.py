@@ -196,7 +196,9 @@ def test_layout_by_hand():
     assert seen[5:, 5:].tolist() == torch.ones(3, 3).tril().tolist()
 
 
-@pytest.mark.parametrize("units", [[[3, 4, 1], [2, 5], [6]], [[530, 530, 7], [600], [1200, 300]]], ids=["short", "long"])
+@pytest.mark.parametrize(
+    "units", [[[3, 4, 1], [2, 5], [6]], [[530, 530, 7], [600], [1200, 300]]], ids=["short", "long"]
+)
 def test_attention_by_segments_is_attention_under_the_dense_mask(units):
     """Values and gradients; short segments take matrix products of our own, long ones torch's kernel: without a mask
     where the response is as long as its prompt."""
