@@ -144,7 +144,6 @@ def load_policy(
     shards is read in shards: no rank ever holds all weights of the files.
     """
     check_model(path, attention, trust_remote_code)
-    transformers.utils.logging.disable_progress_bar()  # of shards: ranks would write over each other
     register_attention()
     implementation = {"flash": "flash_attention_2", "flex": "shared_prompts_flex", "sdpa": "shared_prompts"}[attention]
     if vision:  # whose tower has no prompts to share

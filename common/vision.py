@@ -95,6 +95,7 @@ def auto_class(config) -> type:
 
 def skeleton(path: str, trust_remote_code: bool = False) -> nn.Module:
     """The model of a folder without its weights, on the meta device; SystemExit if transformers knows none."""
+    transformers.utils.logging.disable_progress_bar()  # of what is loaded later: ranks would write over each other
     try:
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         with torch.device("meta"):

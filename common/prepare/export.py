@@ -59,6 +59,7 @@ def main(args: Args) -> None:
     if vision or manifest.get("script") == "sft" or read_json(run / "config.json").get("args", {}).get("tools"):
         end_turns_properly(tokenizer, vision and vision.processor, print)
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=args.trust_remote_code)
+    transformers.utils.logging.disable_progress_bar()
     dtype = DTYPES[args.dtype] if args.dtype else dtype_of(run / "model")
     # adapters lie on a base in the run's dtype
     options = {"dtype": dtype if manifest.get("LoRA") else torch.float32, "trust_remote_code": args.trust_remote_code}
