@@ -37,8 +37,8 @@ def test_a_run_its_resume_and_an_evaluation_in_every_tracker(tmp_path):
     for own in (first, steps, [*evaluation, "--eval-only"]):
         done = run_script("grpo.py", *own, *flags, env=environment, fresh=True, timeout=900)
         assert "dropped" not in done.stdout, done.stdout
-        for tracker in ("wandb", "swanlab"):
-            assert f"later: {tracker} sync {run}/{tracker}/*run-*" in done.stdout
+        for command, tracker in (("wandb sync --append", "wandb"), ("swanlab sync", "swanlab")):
+            assert f"later: {command} {run}/{tracker}/*run-*" in done.stdout
     logged = metrics_of(run)
     assert [record["step"] for record in logged if "event" not in record] == [1, 2]
     assert all(
