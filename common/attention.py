@@ -66,9 +66,10 @@ def _causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float 
         scores = scores.unflatten(2, (-1, length)).masked_fill(~mask, float("-inf")).flatten(2, 3)
         return (scores.softmax(-1) @ value).reshape(1, heads, length, -1)
     key, value = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (key, value))
-    options = {"attn_mask": bias.causal_lower_right(length, total)}
-    if query.device.type == "cpu" and 2 * length >= total:  # there the mask is [R, S], and is kept for the backward
+    if query.device.type == "cpu" and 2 * length >= total:  # there a mask is [R, S], and is kept for the backward
         query, options = pad(query, (0, 0, total - length, 0)), {"is_causal": True}
+    else:
+        options = {"attn_mask": bias.causal_lower_right(length, total)}
     return scaled_dot_product_attention(query, key, value, scale=scaling, **options)[:, :, -length:]
 
 

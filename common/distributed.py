@@ -184,17 +184,13 @@ def wrap_model(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype, w
     policy = fsdp.MixedPrecisionPolicy()
     if compute_dtype != next(model.parameters()).dtype:
         policy = fsdp.MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    # casting all weights takes a tenth of a pass on a CPU: where nothing is gathered, once for all micro-batches
-    keeps_casts = mesh.device_type == "cpu" and mesh["shard"].size() == 1
     own = set(model.parameters(recurse=False)) if whole else set()
     for parameter in own:
         parameter.data = parameter.data.to(mesh.device_type)
     options = {"mesh": mesh, "mp_policy": policy, "ignored_params": own}
-    options["reshard_after_forward"] = False if keeps_casts else None
     for layer in repeated_blocks(model):
         fsdp.fully_shard(layer, **options)
-    fsdp.fully_shard(model, **options).set_reshard_after_backward(not keeps_casts)
-    return model
+    return fsdp.fully_shard(model, **options)
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
@@ -238,13 +234,13 @@ def abandon_backward(model: nn.Module) -> None:
 def forward_context(model: nn.Module, last: bool = True) -> Iterator[None]:
     """Around one forward and backward: copies of a model reduce their gradients only at the `last` micro-batch.
 
-    Behind that, and without gradients behind each, nothing stays gathered: the head of a reference model is large.
+    Without gradients a forward leaves nothing gathered behind: the head of a reference model is large.
     """
     processes.sign_of_life()
     if isinstance(model, fsdp.FSDPModule):
         model.set_requires_all_reduce(last)
     yield
-    if last or not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():
         reshard(model)
 
 

@@ -204,7 +204,7 @@ def load_critic(path: str, attention: str, **options) -> nn.Module:
 
 
 def full_parameters(policy: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Walk (name in the Hugging Face checkpoint, whole tensor), gathering one parameter at a time in one fixed order.
+    """Walk (name in the Hugging Face checkpoint, whole tensor): one at a time is cast, then gathered, in a fixed order.
 
     Adapters are merged. All ranks must exhaust it together. Tied heads are sent under both names: an engine that keeps
     a repacked copy of the head would otherwise keep the old one.
@@ -218,8 +218,7 @@ def full_parameters(policy: nn.Module, dtype: torch.dtype | None = None) -> Iter
             if kind in ("lora_A", "lora_B"):
                 continue
             layer = adapted.get(owner) if kind == "weight" else None
-            tensor = parameter.detach() if dtype is None or layer else parameter.detach().to(dtype)  # then gathered
-            tensor = whole(tensor)
+            tensor = whole(parameter.detach() if dtype is None or layer else parameter.detach().to(dtype))
             if layer:
                 tensor = merged(tensor, layer.lora_A, layer.lora_B, layer.scale)
             yield name, tensor

@@ -65,11 +65,15 @@ class Worker:
         self.inbox = bytearray()
         with theirs:
             arguments = [str(ROOT), str(theirs.fileno()), str(os.getpid()), *self.arguments]
-            command = [sys.executable, "-u", "-P", "-c", BOOT, *arguments]
-            pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "bufsize": 0}
-            # a session: Ctrl-C is for the trainer; and a group to kill, with what a function started
-            options = {"pass_fds": [theirs.fileno()], "start_new_session": True}
-            self.process = subprocess.Popen(command, **pipes, **options)
+            self.process = subprocess.Popen(
+                [sys.executable, "-u", "-P", "-c", BOOT, *arguments],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                bufsize=0,
+                start_new_session=True,  # Ctrl-C is for the trainer; and a group to kill, with what a function started
+            )
         os.set_blocking(self.process.stdout.fileno(), False)
         self.sources = [self.socket, self.process.stdout]
         self.expect(self.STARTING, timeout_s=START_S)

@@ -6,10 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import make_args, random_episodes, random_policy, relative_l2, skip_where_no_step_is_repeated
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo
-from common.distributed import forward_context, make_mesh, wrap_model
+from common.distributed import make_mesh, wrap_model
 from common.memory import halve_budget
 from common.packing import Packer, TokenIndex, split_minibatches
 
@@ -70,33 +69,6 @@ def test_each_attention_gets_the_packs_that_it_reads(attention, repeats, multipl
     assert all(size % multiple == 0 for size in sizes(minibatch))
     units = [unit for batch in minibatch.micro_batches for unit in batch.units if len(unit) > 1]
     assert len(units) == (len(episodes) if repeats else 6)
-
-
-class Casts(TorchDispatchMode):
-    """How often a tensor of so many numbers is cast to bfloat16."""
-
-    def __init__(self, numel: int):
-        super().__init__()
-        self.numel, self.count = numel, 0
-
-    def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        result = function(*arguments, **(options or {}))
-        if function is torch.ops.aten._to_copy.default and result.dtype == torch.bfloat16:
-            self.count += result.numel() == self.numel
-        return result
-
-
-def test_on_a_cpu_weights_are_cast_once_for_all_micro_batches_of_a_step(case, tiny_config):
-    """Each step anew: they have changed."""
-    policy = wrap_model(random_policy(tiny_config, torch.float32), make_mesh(case.world, "fsdp"), torch.bfloat16)
-    weights = policy.model.get_input_embeddings().weight.numel()
-    for _ in range(2):
-        batches = case.minibatches[0].micro_batches
-        with Casts(weights) as casts:
-            for i, batch in enumerate(batches):
-                with forward_context(policy, last=i == len(batches) - 1):
-                    policy(batch)[0].sum().backward()
-        assert len(batches) > 1 and casts.count == 1
 
 
 # --- attempt ------------------------------------------------------------------------------------------------------

@@ -115,7 +115,7 @@ def arrow_files(path: Path, flag: str) -> list[str]:
 
 @contextmanager
 def open_rows(path: Path, flag: str) -> Iterator[pa.RecordBatchReader]:
-    """Some at a time. Those of JSON stay text: Arrow wants one type per key, and makes timestamps of dates."""
+    """Rows in batches; those of JSON stay text: Arrow wants one type per key, and makes timestamps of dates."""
     if path.is_dir():
         inside = next((p for kind in ("parquet", "jsonl", "json") for p in sorted(path.glob(f"*.{kind}"))), None)
         raise ValueError(f"{flag}: {path} is a folder: name its files" + f", such as {inside}" * bool(inside))

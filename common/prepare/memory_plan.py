@@ -58,8 +58,6 @@ def memory_phases(
     asleep = on_gpu and rollout.sleep_level > 0
     sampling = weights + engine + cache
     updating = weights + gradients + (0 if asleep else engine + cache)
-    if ranks == 1 and not on_gpu:  # whose casts are kept for all micro-batches
-        updating += dtype.itemsize * max(size[path] for path in trained)
     if machine.optimizer_offload:  # a model's moments come when the activations are gone
         updating += max(activations, 2 * gradients)
     else:
