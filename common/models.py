@@ -204,7 +204,7 @@ def load_critic(path: str, attention: str, **options) -> nn.Module:
 
 
 def full_parameters(policy: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Walk (name in the Hugging Face checkpoint, whole tensor): one at a time is cast, then gathered, in a fixed order.
+    """Walk (name in the Hugging Face checkpoint, whole tensor): one at a time is cast, then gathered, in one order.
 
     Adapters are merged. All ranks must exhaust it together. Tied heads are sent under both names: an engine that keeps
     a repacked copy of the head would otherwise keep the old one.
