@@ -239,6 +239,9 @@ def forward_context(model: nn.Module, last: bool = True) -> Iterator[None]:
     processes.sign_of_life()
     if isinstance(model, fsdp.FSDPModule):
         model.set_requires_all_reduce(last)
+        if world_size() == 1 and not torch.cuda.is_available():  # where casting the weights is dear: once a step
+            model.set_reshard_after_forward(False)
+            model.set_reshard_after_backward(last)
     yield
     if not torch.is_grad_enabled():
         reshard(model)

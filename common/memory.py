@@ -1,6 +1,5 @@
-"""Memory of a rank: what was used, and what did not fit."""
+"""When the memory of a rank has not sufficed for an update: smaller pieces."""
 
-import resource
 from contextlib import suppress
 from pathlib import Path
 
@@ -9,13 +8,6 @@ from torch import nn
 
 from common.distributed import World, abandon_backward
 from common.files import refuse, replace_file
-
-
-def peak_memory_gb(device: torch.device) -> float:
-    """Highest memory use of this process so far (GB): on the GPU, or resident on a CPU machine."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
 def remembered_budget(run_dir: Path | None, budget: int) -> int:

@@ -17,7 +17,6 @@ OURS = {"tool_bonus", "curiosity", "call_cost"}  # numbers that scripts add
 TAKEN = {"score", "acc", "judged", "unjudged", "looks", "born", "advantage"}  # names that `rewards` has for our own
 TAKEN |= {"mean", "std", "mean_square", "accuracy", "failed", "zero_variance_groups", "model_mean"}  # other metrics'
 
-
 say_once = cache(partial(print, flush=True))
 
 

@@ -8,6 +8,7 @@ import faulthandler
 import io
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -167,14 +168,18 @@ def leave(status: int) -> NoReturn:
 
 
 def keep_freed_memory() -> None:
-    """On CPUs with glibc: reuse what tensors free. Otherwise every large one begins with new pages of the kernel's,
-    which take a tenth of a step."""
+    """On CPUs with glibc: reuse what tensors free, in place of new pages of the kernel's, a tenth of a step."""
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(-4, 0)  # M_MMAP_MAX
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
-def trim_memory() -> None:
-    """Once in some steps: what has been kept in pieces would add up, but a small model's step is as long as this."""
-    if next(_steps) % 16 == 0 and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+def tidy_memory() -> None:
+    """Give back what is kept in pieces, which takes as long as a small model's step; once put all into huge pages."""
+    step, libc = next(_steps), ctypes.CDLL(None)
+    if step % 16 == 0 and hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
+    if step == 1 and (heap := re.search(r"(\w+)-(\w+) .*\[heap\]", Path("/proc/self/maps").read_text())):
+        start, end = (int(address, 16) for address in heap.groups())  # the first step has made it as large as it gets
+        for advice in (14, 25):  # MADV_HUGEPAGE, MADV_COLLAPSE
+            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice)

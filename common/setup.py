@@ -19,9 +19,10 @@ from common.look.curves import plot_curves
 from common.look.logger import Logger
 from common.look.machine import changed_flags, earlier_step, save_config
 from common.look.trackers import Trackers
-from common.memory import peak_memory_gb, remembered_budget
+from common.memory import remembered_budget
 from common.prepare.export import export_hugging_face
-from common.processes import at_end, sign_of_life, trim_memory
+from common.prepare.memory_plan import peak_memory_gb
+from common.processes import at_end, sign_of_life, tidy_memory
 from common.progress import duration
 
 
@@ -96,7 +97,7 @@ class Stopwatch:
     """Seconds of a step by phase: `with watch("rollout"): ...`; a phase entered twice adds up."""
 
     def __init__(self) -> None:
-        trim_memory()
+        tidy_memory()
         self.start, self.seconds = time.perf_counter(), {}
 
     @contextmanager

@@ -47,6 +47,5 @@ def check_version(installed: str) -> None:
 
 
 repair_torch_companions()
-
 check_version(metadata.version("transformers"))
 transformers = Later("transformers")

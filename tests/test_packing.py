@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import make_args, random_episodes, random_policy, relative_l2, skip_where_no_step_is_repeated
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo
-from common.distributed import make_mesh, wrap_model
+from common.distributed import abandon_backward, forward_context, make_mesh, wrap_model
 from common.memory import halve_budget
 from common.packing import Packer, TokenIndex, split_minibatches
 
@@ -142,6 +143,46 @@ def test_several_ranks_halve_and_leave(case, tmp_path):
     with pytest.raises(SystemExit, match=f"--micro-batch-tokens is now 256; the same command with .*{tmp_path}"):
         halve_budget(BUDGET, case.policy, several, tmp_path)
     assert (tmp_path / "micro_batch_tokens").read_text() == "256"
+
+
+class Casts(TorchDispatchMode):
+    """How often a tensor of so many numbers is cast to bfloat16."""
+
+    def __init__(self, numel: int):
+        super().__init__()
+        self.numel, self.count = numel, 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        result = function(*arguments, **(options or {}))
+        if function is torch.ops.aten._to_copy.default and result.dtype == torch.bfloat16:
+            self.count += result.numel() == self.numel
+        return result
+
+
+def test_on_one_cpu_rank_weights_are_cast_once_a_step(case, tiny_config):
+    """Each step anew, since they have changed; gradients add up, and those of an abandoned attempt do not count."""
+    torch.manual_seed(0)
+    policy = wrap_model(random_policy(tiny_config, torch.float32), make_mesh(case.world, "fsdp"), torch.bfloat16)
+    weights = policy.model.get_input_embeddings().weight
+    batches = case.minibatches[0].micro_batches
+    for _ in range(2):
+        each = []
+        for batch in batches:
+            with forward_context(policy):
+                policy(batch)[0].sum().backward()
+            each.append(weights.grad.full_tensor().clone())
+            policy.zero_grad()
+        if hasattr(policy, "reset_iter_state"):  # of torch 2.13: a first attempt has ended after one of them
+            with forward_context(policy, last=False):
+                policy(batches[1])[0].sum().backward()
+            abandon_backward(policy)
+        with Casts(weights.numel()) as casts:
+            for i, batch in enumerate(batches):
+                with forward_context(policy, last=i == len(batches) - 1):
+                    policy(batch)[0].sum().backward()
+        assert len(batches) > 1 and casts.count == 1
+        torch.testing.assert_close(weights.grad.full_tensor(), sum(each), rtol=1e-5, atol=1e-6)
+        policy.zero_grad()
 
 
 # --- fill ---------------------------------------------------------------------------------------------------------

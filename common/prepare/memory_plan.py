@@ -1,4 +1,6 @@
-"""Memory of a rank: what each phase of a step will need, before any weights are read."""
+"""Memory of a rank: what each phase of a step will need, before any weights are read; and what was used."""
+
+import resource
 
 import psutil
 import torch
@@ -42,6 +44,7 @@ def memory_phases(
     lora = machine.lora_rank > 0
     frozen = [] if machine.reference_offload or lora else frozen  # with LoRA the policy's base is the reference
     shapes = {path: model_shape(path, machine) for path in {*trained, *frozen}}
+    keeps_casts = ranks == 1 and not (on_gpu or lora)  # of the weights, in `forward_context`
     ranks = 1 if machine.strategy == "ddp" else machine.shard_size or ranks
     size = {path: shape[0] / 1e9 for path, shape in shapes.items()}
     learned = {path: shape[1] / 1e9 / (1 if lora else ranks) for path, shape in shapes.items()}  # adapters stay whole
@@ -58,6 +61,8 @@ def memory_phases(
     asleep = on_gpu and rollout.sleep_level > 0
     sampling = weights + engine + cache
     updating = weights + gradients + (0 if asleep else engine + cache)
+    if keeps_casts:
+        updating += dtype.itemsize * max(size[path] for path in trained)
     if machine.optimizer_offload:  # a model's moments come when the activations are gone
         updating += max(activations, 2 * gradients)
     else:
@@ -89,3 +94,10 @@ def memory_plan(
     if gb["update"] > there:
         plan += "\nwarning: the update may not fit: lower --micro-batch-tokens, add --gradient-checkpointing or GPUs"
     return plan
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """Highest memory use of this process so far (GB): on the GPU, or resident on a CPU machine."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
