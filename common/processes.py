@@ -175,11 +175,12 @@ def keep_freed_memory() -> None:
 
 
 def tidy_memory() -> None:
-    """Give back what is kept in pieces, which takes as long as a small model's step; once put all into huge pages."""
+    """With glibc: give back what is kept in pieces, in some steps; move the heap to huge pages, once it has grown."""
     step, libc = next(_steps), ctypes.CDLL(None)
-    if step % 16 == 0 and hasattr(libc, "malloc_trim"):
+    glibc = hasattr(libc, "malloc_trim")
+    if glibc and step % 16 == 0:  # it takes as long as a small model's step
         libc.malloc_trim(0)
-    if step == 1 and (heap := re.search(r"(\w+)-(\w+) .*\[heap\]", Path("/proc/self/maps").read_text())):
+    if glibc and step == 1 and (heap := re.search(r"(\w+)-(\w+) .*\[heap\]", Path("/proc/self/maps").read_text())):
         start, end = (int(address, 16) for address in heap.groups())  # the first step has made it as large as it gets
         for advice in (14, 25):  # MADV_HUGEPAGE, MADV_COLLAPSE
             libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice)

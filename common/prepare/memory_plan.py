@@ -44,7 +44,7 @@ def memory_phases(
     lora = machine.lora_rank > 0
     frozen = [] if machine.reference_offload or lora else frozen  # with LoRA the policy's base is the reference
     shapes = {path: model_shape(path, machine) for path in {*trained, *frozen}}
-    keeps_casts = ranks == 1 and not (on_gpu or lora)  # of the weights, in `forward_context`
+    keeps_casts = ranks == 1 and not on_gpu  # of the weights, in `forward_context`; of frozen ones it is a copy
     ranks = 1 if machine.strategy == "ddp" else machine.shard_size or ranks
     size = {path: shape[0] / 1e9 for path, shape in shapes.items()}
     learned = {path: shape[1] / 1e9 / (1 if lora else ranks) for path, shape in shapes.items()}  # adapters stay whole
