@@ -162,6 +162,7 @@ def load_policy(
         if freeze_vision:
             model.base_model.visual.requires_grad_(False)
         readers.extend(repeated_blocks(getattr(model.base_model, "language_model", model)))
+        model.tie_weights()  # before they are read: FSDP2 would gather and reduce a tied head a second time
         return wrap(make(model, attention, vision))
 
     options = {"dtype": dtype, "attn_implementation": implementation, "trust_remote_code": trust_remote_code}

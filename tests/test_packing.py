@@ -1,5 +1,6 @@
 """Packer: minibatches as micro-batches that fit, smaller ones where memory ends, passes that fill in a column."""
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -7,10 +8,12 @@ import pytest
 import torch
 from helpers import make_args, random_episodes, random_policy, relative_l2, skip_where_no_step_is_repeated
 from torch.utils._python_dispatch import TorchDispatchMode
+from vl import write_tied_llama
 
 import grpo
 from common.distributed import abandon_backward, forward_context, make_mesh, wrap_model
 from common.memory import halve_budget
+from common.models import load_policy
 from common.packing import Packer, TokenIndex, split_minibatches
 
 BUDGET = 512
@@ -183,6 +186,17 @@ def test_on_one_cpu_rank_weights_are_cast_once_a_step(case, tiny_config):
         assert len(batches) > 1 and casts.count == 1
         torch.testing.assert_close(weights.grad.full_tensor(), sum(each), rtol=1e-5, atol=1e-6)
         policy.zero_grad()
+
+
+def test_a_head_tied_to_the_embeddings_is_gathered_with_them_once(case, tmp_path):
+    """Read in shards, too: transformers ties them after FSDP2 has counted the parameters."""
+    wrap = partial(wrap_model, mesh=make_mesh(case.world, "fsdp"), compute_dtype=torch.bfloat16)
+    policy = load_policy(write_tied_llama(tmp_path / "model"), "sdpa", wrap=wrap)
+    embeddings = policy.model.get_input_embeddings()
+    with Casts(embeddings.weight.numel()) as casts, forward_context(policy):
+        policy(case.minibatches[0].micro_batches[0])[0].sum().backward()
+    assert casts.count == 1
+    assert embeddings.weight is policy.model.get_output_embeddings().weight
 
 
 # --- fill ---------------------------------------------------------------------------------------------------------
