@@ -25,7 +25,7 @@ from common.flags import ROOT, Data, Machine, Run, refuse_idle, step_range, trac
 from common.hub import HUB_FILES, load_tokenizer, resolve_model
 from common.integrity import fingerprint, model_identity, read_manifest, weights_identity
 from common.lora import Base
-from common.models import check_model, load_critic, load_policy
+from common.models import Critic, check_model, load_policy
 from common.optimizer import GuardedAdamW
 from common.pictures import PixelLimits
 from common.precision import check_device, choose_dtype
@@ -99,7 +99,7 @@ class Job:
             self.identity["critic's base"] = base = self._base(path)
             saved = read_manifest(self.checkpoint).get("critic's base") if self.checkpoint else base
             refuse(saved != base, f"{self.checkpoint} is of a critic on another base, {saved} and not {base}")
-        return load_critic(path, **self._options(trained=True)).to(self.world.device)
+        return load_policy(path, make=Critic, **self._options(trained=True)).to(self.world.device)
 
     def load_reference(self, policy: nn.Module) -> nn.Module:
         """The policy as it was, frozen, in the dtype that FSDP2 would cast it to; with LoRA its base."""

@@ -140,8 +140,9 @@ def load_policy(
     """The model of a folder with parameters in `dtype` (float32 master weights by default), wrapped.
 
     `from_scratch` takes the architecture from the folder's config.json and initialises at random. Without dropout.
-    With `lora` the layers of the language model get adapters, drawn by `seed`, and all else is frozen. What `wrap`
-    shards is read in shards: no rank ever holds all weights of the files.
+    `make=Critic` makes a critic of its backbone, a reward model's too. With `lora` the layers of the language model
+    get adapters, drawn by `seed`, and all else is frozen. What `wrap` shards is read in shards: no rank ever holds all
+    weights of the files.
     """
     check_model(path, attention, trust_remote_code)
     register_attention()
@@ -197,11 +198,6 @@ def read_weights(path: str, config, assemble: Callable, options: dict) -> tuple[
     finally:
         base._load_pretrained_model = staticmethod(read)
     return made[0], loaded["missing_keys"]
-
-
-def load_critic(path: str, attention: str, **options) -> nn.Module:
-    """A critic on the backbone of the model in a folder, a reward model's too; options as for `load_policy`."""
-    return load_policy(path, attention, make=Critic, **options)
 
 
 def full_parameters(policy: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:

@@ -13,7 +13,7 @@ from vl import write_tiny_vl
 from common.distributed import World
 from common.hub import FOLDERS, load_tokenizer
 from common.integrity import MANIFEST, digest, model_identity
-from common.models import load_critic, load_policy
+from common.models import Critic, load_policy
 from common.pictures import PixelLimits
 from common.prepare.export import Args, export_hugging_face, main
 from common.vision import load_vision
@@ -33,7 +33,7 @@ def same_files(a: Path, b: Path) -> None:
 def run(tmp_path_factory, world):
     """A checkpoint of a policy and a critic, as PPO's; those of whole runs are exported in test_grpo_runs.py."""
     folder, policy = tmp_path_factory.mktemp("runs") / "ppo", load_policy(FOLDERS["tiny"], "sdpa")
-    trained = {"policy": (policy, None), "critic": (load_critic(FOLDERS["tiny"], "sdpa"), None)}
+    trained = {"policy": (policy, None), "critic": (load_policy(FOLDERS["tiny"], "sdpa", make=Critic), None)}
     identity = {"script": "ppo", "model": model_identity(FOLDERS["tiny"])}
     with torch.no_grad():
         for parameter in policy.parameters():

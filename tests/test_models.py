@@ -12,7 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from common.episodes import Episode
 from common.hub import FOLDERS, load_tokenizer, resolve_model
-from common.models import load_critic, load_policy, unsupported
+from common.models import Critic, load_policy, unsupported
 from common.packing import TokenIndex, pack
 from common.prepare.export import export_hugging_face
 from common.torch_repair import check_version
@@ -76,7 +76,7 @@ def test_a_reward_models_backbone_may_be_the_critics_and_no_policy(tmp_path):
     config.num_labels = 1
     scorer = AutoModelForSequenceClassification.from_config(config)
     scorer.save_pretrained(tmp_path)
-    critic = load_critic(str(tmp_path), "sdpa")
+    critic = load_policy(str(tmp_path), "sdpa", make=Critic)
     assert torch.equal(critic.model.layers[1].mlp.up_proj.weight, scorer.model.layers[1].mlp.up_proj.weight)
     with pytest.raises(SystemExit, match=r"its files have no lm_head\.weight"):
         load_policy(str(tmp_path), "sdpa")

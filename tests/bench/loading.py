@@ -32,7 +32,7 @@ from common.distributed import gather_objects, init_world, make_mesh, run, wrap_
 from common.files import refuse
 from common.flags import Machine
 from common.hub import resolve_model
-from common.models import check_model, load_critic, load_policy
+from common.models import Critic, Policy, check_model, load_policy
 
 Kind = Literal["tied", "untied", "critic", "sharded files", "vision", "ddp", "LoRA"]
 SLACK = 1.2  # times the shard
@@ -106,13 +106,12 @@ def measure(args: Args) -> None:
     world, kind = init_world(), args.only
     mesh = make_mesh(world, "ddp" if kind == "ddp" else "fsdp")
     wrap = partial(wrap_model, mesh=mesh, compute_dtype=torch.bfloat16, whole=kind == "LoRA")
-    options: dict = {"wrap": wrap}
+    options: dict = {"wrap": wrap, "make": Critic if kind == "critic" else Policy}
     if kind == "LoRA":
         options |= {"lora": Machine(lora_rank=16), "dtype": torch.bfloat16}
     check_model(args.folder, "sdpa", False)  # which imports what the model needs, here as in the scripts
-    load = load_critic if kind == "critic" else load_policy
     with anonymous_memory() as memory:
-        model = load(args.folder, "sdpa", **options)
+        model = load_policy(args.folder, "sdpa", **options)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1)  # float32 files are mapped: their pages become ours when they are written to
