@@ -139,15 +139,13 @@ class Rollouts:
                 raise RuntimeError("the ranks that share an engine have sampled different tokens")
         return [e for e in episodes if e.prompt_index in prompts]
 
-    def score(
-        self, episodes: list[Episode], prompts: Mapping[int, Row], step: int, watch: Watch = nullcontext
-    ) -> None:
+    def score(self, episodes: list[Episode], rows: Mapping[int, Row], step: int, watch: Watch = nullcontext) -> None:
         """Fill their rewards. A reward model takes the engine's place; a judge's outage ends the run."""
         with saved_at_outage(self.judge, step):
-            score_episodes(episodes, prompts, self.workers, self.tokenizer, self.judge, watch)
+            score_episodes(episodes, rows, self.workers, self.tokenizer, self.judge, watch)
         if self.reward_model:
             self.engine.sleep()
-            self.reward_model.score_episodes(episodes, prompts, self.tokenizer)
+            self.reward_model.score_episodes(episodes, rows, self.tokenizer)
 
     def evaluate(self, policy: nn.Module, step: int, report_to: Path | None = None) -> dict[str, float]:
         """eval/* of the policy, whose weights are those of `step`; the same on every rank. Leaves the engine asleep.

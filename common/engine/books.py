@@ -93,7 +93,5 @@ class WeightBooks:
 
     def check(self, step: int) -> None:
         if self.step != step:
-            raise RuntimeError(
-                f"the engine holds the weights of optimizer step {self.step}, the trainer is at {step}: rollouts "
-                "would be stale; call sync_weights first"
-            )
+            held = f"the engine holds the weights of optimizer step {self.step}, the trainer is at {step}"
+            raise RuntimeError(f"{held}: rollouts would be stale; call sync_weights first")

@@ -30,8 +30,8 @@ def model_shape(path: str, machine: Machine) -> tuple[int, int, int]:
 
 
 def cache_gib(rollout: Rollout, on_gpu: bool) -> float:
-    """--engine-memory, or its default."""
-    return rollout.engine_memory or (8.0 if on_gpu else 1.0)
+    """--engine-memory, or its default; on a CPU all of it is filled with zeros at the start."""
+    return rollout.engine_memory or (8.0 if on_gpu else 0.5)
 
 
 def memory_phases(

