@@ -63,7 +63,7 @@ def test_each_rank_leaves_a_trace_of_the_steps_that_were_asked_for(two_ranks):
 def test_a_slow_rank_shows(two_ranks):
     for metrics in two_ranks[2]:
         assert metrics["time/rollout_max_s"] >= 0.4 and metrics["time/rollout_s"] >= 0.2
-        assert metrics["time/step_max_s"] >= metrics["time/step_s"] >= 0.3  # rank 0 may start later
+        assert metrics["time/step_max_s"] >= max(metrics["time/step_s"], 0.4)  # rank 0 may start later
         only_there = metrics["time/judge_max_s"]  # a phase that rank 0 did not have
         assert only_there > 0 and metrics["time/judge_s"] == pytest.approx(only_there / 2)
         assert metrics["memory/peak_gb"] >= metrics["memory/peak_mean_gb"] > 0
