@@ -35,6 +35,7 @@ from common.optimizer import lr_factor
 from common.packing import Minibatch, Packer, TokenIndex
 from common.prepare.embedded import embedded_data
 from common.prepare.export import export_hugging_face
+from common.processes import in_threads
 from common.progress import Progress
 from common.setup import Stopwatch, due, finish, open_logger, profiled
 
@@ -113,7 +114,7 @@ def evaluate(policy: torch.nn.Module, data: Conversations, rows: list[int], args
 def episodes_of(data: Conversations, rows: list[int], world: World) -> list[Episode]:
     """This rank's share of some rows, by their cost; without those that turn out to be unreadable."""
     mine = balanced(rows, data.costs, world.size)[world.rank]
-    return [episode for episode in map(data.episode, mine) if episode]
+    return [episode for episode in in_threads(data.episode, mine) if episode]
 
 
 def balanced(rows: list[int], costs: np.ndarray, parts: int) -> list[list[int]]:

@@ -111,10 +111,8 @@ def sample_episodes(
         for index, row in prompts.items()
         for j in range(sampling.n)
     ]
-
     for episode in episodes:
-        if prompts[episode.prompt_index].problem:
-            episode.finish_reason = "unreadable"
+        episode.finish_reason = "unreadable" if prompts[episode.prompt_index].problem else ""
     readable = [key for key, episode in enumerate(episodes) if not episode.finish_reason]
     progress = Progress("sampled responses", len(readable))
     turn_tokens = turns and turns.flags.max_turn_tokens

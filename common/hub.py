@@ -68,4 +68,6 @@ def prepared_smollm2(flag: str) -> str:
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> "transformers.PreTrainedTokenizerBase":
-    return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    tokenizer.encode("")  # a first call changes its settings, which must not happen in two threads at once
+    return tokenizer

@@ -31,7 +31,7 @@ from common.models import sync_engine
 from common.precision import GAP_LIMITS
 from common.prepare.embedded import embedded_data
 from common.prepare.memory_plan import cache_gib, memory_plan
-from common.processes import at_end, cpus_of_rank, sign_of_life
+from common.processes import at_end, cpus_of_rank, in_threads, sign_of_life
 from common.progress import Progress
 from common.rewards import RewardWorkers, needs_judge, score_episodes
 from common.rewards.judging import bounded, open_judge, saved_at_outage
@@ -120,7 +120,7 @@ class Rollouts:
     def draw(self, count: int, first: int = 0) -> dict[int, Row]:
         """This rank's share of the next `count` prompts, by their place in the step; the first of all has `first`."""
         places = list(enumerate(self.loader.next(count, first), start=first))[self.world.rank :: self.world.size]
-        return {place: self.train_data[position] for place, position in places}
+        return dict(in_threads(lambda drawn: (drawn[0], self.train_data[drawn[1]]), places))
 
     def sample(self, prompts: Mapping[int, Row], step: int, watch: Watch = nullcontext) -> list[Episode]:
         """--samples-per-prompt episodes of each prompt, by the weights of optimizer step `step`."""
@@ -130,8 +130,7 @@ class Rollouts:
     def sample_with(self, sampling: Sampling, prompts: Mapping[int, Row], **options) -> list[Episode]:
         """Episodes of this rank's prompts. Ranks that share an engine all sample for the prompts of all of them."""
         parts = gather_objects(prompts, self.group) if self.group else [prompts]
-        union = {index: part[index] for part in parts for index in part}
-        rows = {index: union[index] for index in sorted(union)}
+        rows = dict(sorted((index, part[index]) for part in parts for index in part))
         episodes = sample_episodes(self.engine, rows, sampling, seed=self.run.seed, turns=self.turns, **options)
         if self.group:
             tokens = hash(tuple(token for e in episodes for token in e.response_ids))
@@ -159,17 +158,17 @@ class Rollouts:
         sampling = Sampling(
             flags.eval_samples, flags.max_response_tokens, flags.eval_temperature, flags.eval_top_p, flags.eval_top_k
         )
-        at_once = min(PICTURED if data.vision else AT_ONCE, AT_ONCE // flags.eval_samples)
-        at_once = max(at_once, 1) * world.size  # rows of all ranks
+        at_once = max(1, min(PICTURED if data.vision else AT_ONCE, AT_ONCE // flags.eval_samples)) * world.size
         judge = self.judge and self.judge.for_evaluation()
         count, samples = min(self.run.eval_rows, len(data)), []
         for start in Progress("evaluation", range(0, count, at_once)):
-            rows = {i: data[i] for i in range(start + world.rank, min(start + at_once, count), world.size)}
+            own = range(start + world.rank, min(start + at_once, count), world.size)
+            rows = dict(zip(own, in_threads(data.__getitem__, own)))
             episodes = self.sample_with(sampling, rows, step=-1, weights_step=step)
             scored = [e for e in episodes if rows[e.prompt_index].ground_truth is not None]
             score_episodes(scored, rows, self.workers, self.tokenizer, judge)
-            own = [as_sample(e, rows[e.prompt_index], self.tokenizer, bool(self.turns)) for e in episodes]
-            samples += [sample for part in gather_objects(own) for sample in part]
+            new = [as_sample(e, rows[e.prompt_index], self.tokenizer, bool(self.turns)) for e in episodes]
+            samples += [sample for part in gather_objects(new) for sample in part]
             sign_of_life()
         self.engine.sleep()
         samples.sort(key=lambda sample: sample["group"])
@@ -230,8 +229,7 @@ def read_prompts(
         world=job.world,
     )
     train_data = None if rollout.eval_only else read(train_files, max_rows=data.max_rows)
-    eval_data = read(eval_files, flag="--eval-data") if eval_files else None
-    return train_data, eval_data
+    return train_data, read(eval_files, flag="--eval-data") if eval_files else None
 
 
 def start_engine(job: Job, rollout: Rollout) -> VllmEngine | HuggingFaceEngine:

@@ -3,6 +3,7 @@
 import json
 import shutil
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -65,6 +66,19 @@ def hub(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     yield server
     server.shutdown()
+
+
+def test_a_tokenizer_that_truncates_is_ready_for_threads(tmp_path):
+    """Its file says so; the first call would change that, in several threads at once: "Already borrowed"."""
+    folder = shutil.copytree(FOLDERS["tiny"], tmp_path / "tiny")
+    file, texts = folder / "tokenizer.json", ["word " * 20_000] * 64
+    truncation = {"direction": "Right", "max_length": 7, "strategy": "LongestFirst", "stride": 0}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"truncation": truncation}))
+    for _ in range(5):
+        tokenizer = load_tokenizer(str(folder))
+        with ThreadPoolExecutor(8) as threads:
+            assert {len(ids) for ids in threads.map(tokenizer.encode, texts)} == {len(tokenizer.encode(texts[0]))}
+    assert len(tokenizer.encode(texts[0])) > 7
 
 
 def test_a_subfolder_is_fetched_and_nothing_else(hub):

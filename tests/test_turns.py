@@ -1,5 +1,6 @@
 """The multi-turn loop with a scripted engine: what is appended, in which order, and how trajectories end."""
 
+import threading
 import time
 from itertools import product
 from types import SimpleNamespace
@@ -539,6 +540,29 @@ def test_a_slow_tool_holds_nobody_up(patient_tools, tmp_path):
     episodes, _ = run(scripts, Turns(tokenizer, patient_tools), the_row, engine=engine)
     assert [asked[0] for asked in engine.asked] == [0, 1, 1, 1, 1, 0]
     assert [e.turns for e in episodes] == [2, 4] and episodes[0].calls[0]["text"] == "seen"
+
+
+def test_the_engine_samples_while_pictures_are_decoded(vision, workers, monkeypatch):
+    """Those of one trajectory are opened only once the other one has ended."""
+    tokenizer, opened, ended = build_tokenizer(), Media.open, threading.Event()
+    original = opened("image", [picture(400, 300)], LIMITS)
+
+    def slowly(*arguments):
+        assert ended.wait(20), "the engine waits for a picture"
+        return opened(*arguments)
+
+    def step(engine):
+        ((key, _),) = answers = ScriptedEngine.step(engine)
+        if key == 1 and len([asked for asked in engine.asked if asked[0] == 1]) == 4:
+            ended.set()
+        return answers
+
+    monkeypatch.setattr(Media, "open", slowly)
+    crop, refused = CROP.format([0.1, 0.1, 0.4, 0.5], 1), CROP.format([0.5, 0.1, 0.4, 0.5], 1)
+    turns = Turns(tokenizer, workers, vision, Rollout(max_tool_errors=9))
+    engine = type("Engine", (ScriptedEngine,), {"step": step})(tokenizer, [[crop, "3"], [refused] * 3 + ["4"]])
+    episodes, _ = run(engine.scripts, turns, row(tokenizer, vision, [original]), engine=engine)
+    assert [(e.finish_reason, e.turns, len(e.media)) for e in episodes] == [("stop", 2, 2), ("stop", 4, 1)]
 
 
 def test_in_lockstep_turns_go_together(patient_tools, tmp_path):

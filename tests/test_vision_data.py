@@ -5,6 +5,7 @@ import json
 import os
 import random
 import struct
+import threading
 import zlib
 
 import numpy as np
@@ -19,6 +20,7 @@ from vl import QWEN_VL, picture, write_tiny_vl
 from common.data.media import count_tokens
 from common.data.render import unheeded
 from common.pictures import Media, PixelLimits
+from common.processes import in_threads
 from common.tools import Tool, call_tool, load_tools
 from common.vision import load_vision
 
@@ -115,6 +117,24 @@ def test_a_row_is_its_template_with_pictures_in_place(tmp_path, vision):
     )
     for kind, token in vision.placeholders.items():
         assert count(row.prompt_ids, token) == sum(m.num_tokens for m in row.media if m.kind == kind)
+
+
+def test_pictures_of_several_rows_are_opened_side_by_side(tmp_path, vision, monkeypatch):
+    """Two at once, on two processors; what comes is what comes one by one, in the same order."""
+    names = [saved(tmp_path, f"{i}.png", picture(100 + 10 * i, 60, i)) for i in range(6)]
+    data = load(tmp_path, vision, [ask("<image>what?") | {"images": [name]} for name in names])
+    alone, opened, both = [data[i] for i in range(6)], Media.open, threading.Barrier(2)
+
+    def together(*arguments):
+        both.wait(20)
+        return opened(*arguments)
+
+    monkeypatch.setattr(Media, "open", together)
+    monkeypatch.setattr("common.processes.cpus_of_rank", lambda: 2)
+    rows = in_threads(data.__getitem__, range(6))
+    assert [row.prompt_ids for row in rows] == [row.prompt_ids for row in alone]
+    for row, other in zip(rows, alone):
+        assert np.array_equal(row.media[0].pixels, other.media[0].pixels)
 
 
 def test_parquet_with_bytes_and_rows_without_pictures(tmp_path, vision):

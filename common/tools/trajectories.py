@@ -1,15 +1,16 @@
 """How trajectories go on after the policy's first turn: calls, replies, and where they end."""
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import inf
-from operator import itemgetter
 
 from common.engine.books import Completion
 from common.episodes import Episode, Row, Watch, add_turn
 from common.flags import Rollout
 from common.pictures import Media
+from common.processes import cpus_of_rank
 from common.progress import Progress
 from common.tools import find_tool
 from common.tools.environments import CLOSE, RESET, State
@@ -39,6 +40,7 @@ class Turns:
         self.lockstep = self.flags.deterministic or self.flags.engine_parallel > 1
         self.stateful = {tool.name for tool in tools if tool.stateful}
         self.protocol = self.protocol or self.workers.protocol(self.tokenizer)
+        self.threads = ThreadPoolExecutor(cpus_of_rank())  # decode pictures while the engine samples
         for role in {tool.role for tool in tools} | ({"user"} if self.flags.interaction else set()):
             self.observation_ids([""], role)
 
@@ -63,8 +65,8 @@ class Turns:
             for key, episode in enumerate(episodes)
             if not episode.finish_reason
         }
-        answered: list[tuple[int, Completion]] = []
-        replies: list[tuple[int, ToolReply]] = []
+        answered: dict[int, Completion] = {}
+        replies: dict[int, ToolReply] = {}  # whose pictures are being decoded
 
         def go_on(key: int, came: Completion | ToolReply | None = None) -> None:
             try:
@@ -79,20 +81,22 @@ class Turns:
 
         for key in running:
             go_on(key)
-        while engine.busy or self.workers.pending:
+        while engine.busy or self.workers.pending or replies:
             if engine.busy:
                 with watch("engine"):
-                    answered += [(key, completion) for key, (completion,) in engine.step()]
+                    answered |= {key: completion for key, (completion,) in engine.step()}
             if not (self.lockstep and engine.busy):
-                for key, completion in sorted(answered, key=itemgetter(0)):
-                    go_on(key, completion)
-                answered = []
+                for key in sorted(answered):
+                    go_on(key, answered.pop(key))
             with watch("tools"):
-                replies += self.workers.poll(0.0 if engine.busy else 1.0)
+                for key, reply in self.workers.poll(0.0 if engine.busy or replies else 1.0):
+                    reply.opened = self.threads.submit(self.open_pictures, reply)
+                    replies[key] = reply
+                if not engine.busy:
+                    wait([reply.opened for reply in replies.values()], return_when=FIRST_COMPLETED)
             if not (self.lockstep and (engine.busy or self.workers.pending)):
-                for key, reply in sorted(replies, key=itemgetter(0)):
-                    go_on(key, reply)
-                replies = []
+                for key in [key for key in sorted(replies) if self.lockstep or replies[key].opened.done()]:
+                    go_on(key, replies.pop(key))
 
     def trajectory(
         self, episode: Episode, row: Row, max_tokens: int
@@ -206,12 +210,10 @@ class Turns:
     def observe(self, episode: Episode, call: Call, reply: ToolReply, max_tokens: int) -> bool:
         """Append what came of a call. False, with its finish_reason, if the trajectory ends instead."""
         try:
-            parts = self.open_parts(reply)
+            media = reply.opened.result() if reply.opened else self.open_pictures(reply)
         except ValueError as error:  # what a tool has written past `call_tool`
-            told = error_text(f"{call.name}: {error}", reply.role)
+            told, media = error_text(f"{call.name}: {error}", reply.role), []
             reply = ToolReply(told, error=True, info=reply.info, role=reply.role)
-            parts = self.open_parts(reply)
-        media = [part for part in parts if isinstance(part, Media)]
         if reply.failed:
             self.fail(episode, call, reply.text)
             return False
@@ -222,7 +224,7 @@ class Turns:
                 return False
         else:
             self.record(episode, call, reply)
-        ids = self.observation_ids(parts, reply.role, shown=len(episode.media))
+        ids = self.observation_ids([reply.text, *media], reply.role, shown=len(episode.media))
         if episode.response_ids[-1] != self.tokenizer.eos_token_id:  # the policy has sampled another end token
             ids = [self.tokenizer.eos_token_id, *ids]
         if call is TALKING and episode.turns >= self.flags.max_turns:
@@ -246,10 +248,10 @@ class Turns:
             return True
         return False
 
-    def open_parts(self, reply: ToolReply) -> list[str | Media]:
-        """Texts and, for a model that sees, pictures of a reply. ValueError for one that cannot be read."""
+    def open_pictures(self, reply: ToolReply) -> list[Media]:
+        """Those of a reply, for a model that sees. ValueError for one that cannot be read."""
         limits, is_frame = self.vision and self.vision.limits, "frames" in reply.info
-        return [reply.text, *(Media.open("image", [x], limits, is_frame) for x in reply.images if limits)]
+        return [Media.open("image", [x], limits, is_frame) for x in reply.images if limits]
 
     def observation_ids(self, parts: Sequence[str | Media], role: str, shown: int = 0) -> list[int]:
         """What stands between an end-of-turn token and the next turn, from the new message alone."""

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -32,6 +33,7 @@ class ToolReply:
     failed: bool = False  # through our fault, not the policy's: the sample is lost, the text says why
     info: dict = field(default_factory=dict)
     role: str = "tool"  # of the message that holds text and images
+    opened: Future[list[Media]] | None = None  # the images, once they are decoded
 
 
 def spacing(tokenizer, spared: Iterable[str] = ()) -> Callable[[str], str]:

@@ -32,12 +32,8 @@ def crop_image_normalized(bbox_2d: list, target_image: float, context: dict) -> 
     """
     pictures = [(m, f) for m, medium in enumerate(context["media"]) for f in range(len(medium["frames"]))]
     number = whole(target_image, "target_image", len(pictures))
-    if (
-        not isinstance(bbox_2d, list)
-        or len(bbox_2d) != 4
-        or not all(type(value) in (int, float) and 0 <= value < 1e9 for value in bbox_2d)
-        or not (bbox_2d[0] < bbox_2d[2] and bbox_2d[1] < bbox_2d[3])
-    ):
+    numbers = isinstance(bbox_2d, list) and all(type(value) in (int, float) and 0 <= value < 1e9 for value in bbox_2d)
+    if not numbers or len(bbox_2d) != 4 or not (bbox_2d[0] < bbox_2d[2] and bbox_2d[1] < bbox_2d[3]):
         raise ValueError(
             "bbox_2d must be four numbers [x1,y1,x2,y2] with 0 <= x1 < x2 and 0 <= y1 < y2, "
             f"and values within [0.0,1.0]; got {bbox_2d!r:.80}"

@@ -96,9 +96,10 @@ def pictured_rows(size: int, folder: Path) -> Work:
 
 def pictures(size: int, folder: Path) -> Work:
     from common.pictures import Media, PixelLimits
+    from common.processes import in_threads
 
     data, limits = [noise(2048, 2048, i) for i in range(4)], PixelLimits(3136, 1_003_520, 401_408)
-    return lambda: [Media.open("image", [data[i % 4]], limits) for i in range(size)]
+    return lambda: in_threads(lambda i: Media.open("image", [data[i % 4]], limits), range(size))
 
 
 def trajectories(size: int, folder: Path) -> Work:
