@@ -93,7 +93,7 @@ class Turns:
                     reply.opened = self.threads.submit(self.open_pictures, reply)
                     replies[key] = reply
                 if not engine.busy:
-                    wait([reply.opened for reply in replies.values()], return_when=FIRST_COMPLETED)
+                    wait([reply.opened for reply in replies.values()], 0.01, FIRST_COMPLETED)  # a tool may be first
             if not (self.lockstep and (engine.busy or self.workers.pending)):
                 for key in [key for key in sorted(replies) if self.lockstep or replies[key].opened.done()]:
                     go_on(key, replies.pop(key))

@@ -1,18 +1,22 @@
-"""TRL's GRPOTrainer on the work that step.py writes down: `python trl_step.py WORK.json`, in TRL's environment.
+"""TRL's GRPOTrainer on the work that step.py or curves.py writes down: `python trl_step.py WORK.json`, in TRL's
+environment.
 
 It generates with transformers, or, if "vllm" says so, with vLLM in its own process, asleep during the update.
 
 Appends one JSON object a step to the file WORK names, with the keys of our metrics.jsonl. The trainer's own code is
-untouched: three of its methods are timed from outside, a callback reads the clock around each optimizer step.
+untouched: three of its methods are timed from outside, a callback reads the clock around each optimizer step, and
+tries the policy between steps: "eval_rows", every "eval_every" steps.
 """
 
 import json
+import os
 import resource
 import sys
 import time
 from pathlib import Path
 
 import torch
+from accelerate.utils import gather_object
 from datasets import Dataset
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -24,10 +28,11 @@ TIMED = {"prepare": "_prepare_inputs", "rollout": "_generate", "reward": "_calcu
 
 
 class Clock(TrainerCallback):
-    """Seconds by phase from the first micro-batch of a step to the end of its optimizer step."""
+    """Seconds by phase from the first micro-batch of a step to the end of its optimizer step; accuracy in between."""
 
-    def __init__(self, metrics: Path):
-        self.metrics, self.seconds, self.response_length = metrics, {}, 0.0
+    def __init__(self, work: dict):
+        self.work, self.metrics, self.trainer = work, Path(work["metrics"]), None
+        self.seconds, self.response_length, self.accuracy = {}, 0.0, 0.0
 
     def timed(self, phase: str, method):
         def wrapper(*args, **kwargs):
@@ -38,6 +43,10 @@ class Clock(TrainerCallback):
 
         return wrapper
 
+    def on_train_begin(self, args, state, control, **kwargs):
+        if self.work.get("eval_rows"):
+            self.write({"step": 0, "eval/accuracy": greedy_accuracy(self.trainer, self.work)})
+
     def on_step_begin(self, args, state, control, **kwargs):
         self.seconds, self.start = {}, time.perf_counter()
 
@@ -46,32 +55,58 @@ class Clock(TrainerCallback):
         phases = {"rollout": self.seconds["rollout"], "reward": self.seconds["reward"], "step": step}
         phases["update"] = step - self.seconds["prepare"]
         record = {"step": state.global_step} | {f"time/{phase}_s": x for phase, x in phases.items()}
-        record["rollout/response_length"] = self.response_length
+        record |= {"rollout/response_length": self.response_length, "reward/accuracy": self.accuracy}
         record["memory/peak_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
         if torch.cuda.is_available():
             record["memory/peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
-        with self.metrics.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        if self.work.get("eval_rows") and state.global_step % self.work["eval_every"] == 0:
+            record["eval/accuracy"] = greedy_accuracy(self.trainer, self.work)
+        self.write(record)
+
+    def write(self, record: dict) -> None:
+        if self.trainer.accelerator.is_main_process:
+            with self.metrics.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+
+
+@torch.no_grad()
+def greedy_accuracy(trainer: GRPOTrainer, work: dict) -> float:
+    """Of the policy as it is, on "eval_rows"; each process answers its share of them."""
+    accelerator, tokenizer = trainer.accelerator, trainer.processing_class
+    model, rows = accelerator.unwrap_model(trainer.model), work["eval_rows"]
+    own, right = rows[accelerator.process_index :: accelerator.num_processes], 0
+    limits = {"do_sample": False, "max_new_tokens": work["response_tokens"], "pad_token_id": tokenizer.pad_token_id}
+    model.eval()
+    for start in range(0, len(own), 128):
+        batch = own[start : start + 128]
+        prompts = tokenizer([row["prompt"] for row in batch], return_tensors="pt", padding=True, padding_side="left")
+        ids = model.generate(prompts.input_ids, attention_mask=prompts.attention_mask, **limits)
+        texts = tokenizer.batch_decode(ids[:, prompts.input_ids.shape[1] :], skip_special_tokens=True)
+        right += sum(score(text, row["ground_truth"])["score"] >= 1 for text, row in zip(texts, batch))
+    model.train()
+    return sum(gather_object([right])) / len(rows)
 
 
 def main(work: dict) -> None:
-    clock = Clock(Path(work["metrics"]))
+    clock = Clock(work)
 
     def reward(completions: list[str], completion_ids: list[list[int]], ground_truth: list[dict], **_) -> list[float]:
         clock.response_length = sum(map(len, completion_ids)) / len(completion_ids)
-        return [score(text, truth)["score"] for text, truth in zip(completions, ground_truth)]
+        scores = [score(text, truth)["score"] for text, truth in zip(completions, ground_truth)]
+        clock.accuracy = sum(one >= 1 for one in scores) / len(scores)
+        return scores
 
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    options = {"learning_rate": 1e-6, "lr_scheduler_type": "constant", "bf16": True} | work.get("options", {})
     config = GRPOConfig(
         num_generations=work["samples"],
         per_device_train_batch_size=work["batch"],  # sequences of one forward and backward
-        gradient_accumulation_steps=work["prompts"] * work["samples"] // work["batch"],  # also one rollout a step
+        # also one rollout a step
+        gradient_accumulation_steps=work["prompts"] * work["samples"] // work["batch"] // processes,
         max_completion_length=work["response_tokens"],
         max_steps=work["steps"],
         temperature=1.0,
         loss_type="dapo",
-        learning_rate=1e-6,
-        lr_scheduler_type="constant",
-        bf16=True,
         use_cpu=not torch.cuda.is_available(),
         use_vllm=work["vllm"],
         vllm_mode="colocate",
@@ -85,9 +120,11 @@ def main(work: dict) -> None:
         logging_strategy="no",
         report_to="none",
         disable_tqdm=True,
+        **options,
     )
     rows = Dataset.from_list(work["rows"])
     trainer = GRPOTrainer(work["model"], reward_funcs=reward, args=config, train_dataset=rows, callbacks=[clock])
+    clock.trainer = trainer
     for phase, name in TIMED.items():
         setattr(trainer, name, clock.timed(phase, getattr(trainer, name)))
     trainer.train()
