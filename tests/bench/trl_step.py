@@ -1,5 +1,4 @@
-"""TRL's GRPOTrainer on the work that step.py or curves.py writes down: `python trl_step.py WORK.json`, in TRL's
-environment.
+"""TRL's GRPOTrainer, in an environment of its own, on the work that step.py or curves.py writes down: WORK.json.
 
 It generates with transformers, or, if "vllm" says so, with vLLM in its own process, asleep during the update.
 
@@ -18,6 +17,7 @@ from pathlib import Path
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -125,6 +125,9 @@ def main(work: dict) -> None:
     rows = Dataset.from_list(work["rows"])
     trainer = GRPOTrainer(work["model"], reward_funcs=reward, args=config, train_dataset=rows, callbacks=[clock])
     clock.trainer = trainer
+    if factors := work.get("lr_factors"):  # of the learning rate, by step
+        optimizer = trainer.create_optimizer()
+        trainer.lr_scheduler = LambdaLR(optimizer, lambda step: factors[min(step, len(factors) - 1)])
     for phase, name in TIMED.items():
         setattr(trainer, name, clock.timed(phase, getattr(trainer, name)))
     trainer.train()
