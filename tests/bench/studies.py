@@ -56,6 +56,34 @@ ONE_GPU = {
     "ppo-gsm8k-seed1": Run(f"{PPO} {ON_GSM8K}", 1, "gsm8k", "sft-gsm8k", 1),
 }
 
+KNOBS = {  # the demo: group-std, dapo, one minibatch, clipped at 0.2, learning rate 8e-5, no KL
+    "demo": "",
+    "group-mean": "--advantage group-mean",
+    "rloo": "--advantage rloo",
+    "batch-std": "--advantage batch-std",
+    "grpo": "--reduction grpo",
+    "dr-grpo": "--reduction dr_grpo",
+    "2-minibatches": "--minibatches 2",
+    "4-minibatches": "--minibatches 4",
+    "4-clip-higher": "--minibatches 4 --clip-high 0.28",
+    "4-gspo": "--minibatches 4 --objective gspo --clip-low 3e-4 --clip-high 4e-4",
+    "4-cispo": "--minibatches 4 --objective cispo --clip-high 4",
+    "kl-reward": "--kl-in reward --kl-coef 0.001",
+    "kl-loss": "--kl-in loss --kl-coef 0.001 --kl-estimator k3",
+    "kl-loss-0.1": "--kl-in loss --kl-coef 0.1 --kl-estimator k3",
+    "rate-8e-6": "--learning-rate 8e-6",
+    "rate-2.5e-5": "--learning-rate 2.5e-5",
+    "rate-2.5e-4": "--learning-rate 2.5e-4",
+    "rate-8e-4": "--learning-rate 8e-4",
+}
+PPO_KNOBS = {  # the demo: advantages with lambda 0.99, whitened; 16 steps for the critic alone
+    "demo": "",
+    "lambda-0.95": "--policy-lambda 0.95",
+    "lambda-1": "--policy-lambda 1",
+    "no-critic-warmup": "--critic-warmup-steps 0",
+    "no-whitening": "--no-whiten",
+}
+
 STUDIES = {
     "demos": Study(
         "Do the demos learn, with every seed?",
@@ -71,6 +99,16 @@ STUDIES = {
         "Does grpo.py get to the same accuracy as TRL's GRPOTrainer with as many samples, and how much sooner?",
         seeded({"timed-grpo": Run("grpo.py --eval-every 5"), "timed-trl": Run("trl")}, range(1, 6)),
         needs="--trl FOLDER",
+    ),
+    "knobs": Study(
+        "What does each setting of grpo.py do to the demo, everything else being as it is there?",
+        seeded({f"knob-{name}": Run(f"grpo.py {flags}") for name, flags in KNOBS.items()}, range(1, 4)),
+        each=False,
+    ),
+    "knobs-ppo": Study(
+        "And of ppo.py?",
+        seeded({f"knob-ppo-{name}": Run(f"ppo.py {flags}") for name, flags in PPO_KNOBS.items()}, range(1, 4)),
+        each=False,
     ),
     "one-gpu": Study("What does SmolLM2-135M learn on Countdown and GSM8K, at full size?", ONE_GPU, "--gsm8k FOLDER"),
 }
