@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**25}  # logits alive at a time: 64 MiB and 128 MiB in float32
+CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**25}  # logits alive at a time: 32 MiB and 128 MiB in float32
 
 
 def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -28,18 +28,19 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         head = weight.to(hidden.dtype)
-        accumulate = torch.promote_types(hidden.dtype, torch.float32)
-        logprobs = torch.empty(targets.shape, dtype=accumulate, device=hidden.device)
+        logprobs = hidden.new_empty(targets.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
         logsumexp, entropy = torch.empty_like(logprobs), torch.empty_like(logprobs)
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in _slices(hidden, weight):
-                logits = _logits(hidden[rows], head, temperature, accumulate)
-                logsumexp[rows] = logits.logsumexp(-1)
-                logprobs[rows] = logits.gather(-1, targets[rows, None]).squeeze(-1) - logsumexp[rows]
-                logp = logits.sub_(logsumexp[rows, None])
-                entropy[rows] = -(logp.exp() * logp).sum(-1)
+                logits = _logits(hidden[rows], head, temperature)
+                highest = logits.amax(-1)
+                exponentials = logits.sub_(highest[:, None]).exp()
+                total = exponentials.sum(-1)
+                logsumexp[rows] = highest + total.log()
+                logprobs[rows] = logits.gather(-1, targets[rows, None]).squeeze(-1) - total.log()
+                entropy[rows] = total.log() - exponentials.mul_(logits).sum(-1) / total
         ctx.save_for_backward(hidden, weight, targets, logsumexp, entropy)
-        ctx.temperature, ctx.accumulate = temperature, accumulate
+        ctx.temperature = temperature
         return logprobs, entropy
 
     @staticmethod
@@ -47,30 +48,30 @@ class _TokenLogprobs(torch.autograd.Function):
         # With p = softmax(z):  d logp_y / dz = onehot(y) - p,   d H / dz = -p * (log p + H)
         hidden, weight, targets, logsumexp, entropy = ctx.saved_tensors
         head = weight.to(hidden.dtype)
-        want_hidden, want_weight = ctx.needs_input_grad[:2]
-        grad_hidden = torch.zeros(hidden.shape, dtype=ctx.accumulate, device=hidden.device) if want_hidden else None
-        grad_weight = torch.empty_like(weight) if want_weight else None
+        grad_logprobs, grad_entropy = (grad[:, None] / ctx.temperature for grad in (grad_logprobs, grad_entropy))
+        through_entropy = bool(grad_entropy.any())  # it rarely is in the loss
+        grad_hidden = torch.zeros_like(hidden, dtype=logsumexp.dtype)
+        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         with torch.autocast(hidden.device.type, enabled=False):
             # Slices of the vocabulary, not of the rows: each part of the large gradient is then written once.
             for words in _slices(weight, hidden):
-                logp = _logits(hidden, head[words], ctx.temperature, ctx.accumulate).sub_(logsumexp[:, None])
-                p = logp.exp()
-                # logp becomes the gradient of the logits in place: one buffer less
-                grad_logits = logp.add_(entropy[:, None]).mul_(-grad_entropy[:, None])
-                grad_logits = grad_logits.sub_(grad_logprobs[:, None]).mul_(p)
-                places = (targets - words.start).clamp(0, grad_logits.shape[1] - 1)  # without asking which are inside:
+                logp = _logits(hidden, head[words], ctx.temperature).sub_(logsumexp[:, None])
+                places = (targets - words.start).clamp(0, logp.shape[1] - 1)  # without asking which are inside:
                 inside = (targets >= words.start) & (targets < words.stop)  # a GPU would have to answer
-                grad_logits.scatter_add_(1, places[:, None], (grad_logprobs * inside)[:, None])
-                grad_logits = grad_logits.div_(ctx.temperature).to(hidden.dtype)
-                if want_hidden:
-                    grad_hidden += grad_logits @ head[words]
-                if want_weight:
+                slope = -grad_logprobs
+                if through_entropy:
+                    slope = slope.addcmul(logp + entropy[:, None], grad_entropy, value=-1)
+                grad_logits = logp.exp_().mul_(slope).scatter_add_(1, places[:, None], grad_logprobs * inside[:, None])
+                grad_logits = grad_logits.to(hidden.dtype)
+                grad_hidden += grad_logits @ head[words]
+                if grad_weight is not None:
                     grad_weight[words] = grad_logits.T @ hidden
-        return grad_hidden.to(hidden.dtype) if want_hidden else None, grad_weight, None, None
+        return grad_hidden.to(hidden.dtype), grad_weight, None, None
 
 
-def _logits(hidden: Tensor, head: Tensor, temperature: float, accumulate: torch.dtype) -> Tensor:
-    return (hidden @ head.T).to(accumulate).div_(temperature)
+def _logits(hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
+    logits = (hidden @ head.T).to(torch.promote_types(hidden.dtype, torch.float32))
+    return logits if temperature == 1 else logits.div_(temperature)
 
 
 def _slices(cut: Tensor, whole: Tensor) -> list[slice]:

@@ -10,12 +10,11 @@ from common.distributed import World, abandon_backward
 from common.files import refuse, replace_file
 
 
-def remembered_budget(run_dir: Path | None, budget: int) -> int:
+def remembered_budget(run_dir: Path, budget: int) -> int:
     """`budget`, or what `halve_budget` has left of it in an earlier process of this run."""
-    file = run_dir / "micro_batch_tokens" if run_dir else None
-    with suppress(OSError, ValueError):
-        return min(budget, int(file.read_text())) if file and file.is_file() else budget
-    return budget  # what stands there is not ours
+    with suppress(OSError, ValueError):  # there is no such file, or it is not ours
+        return min(budget, int((run_dir / "micro_batch_tokens").read_text()))
+    return budget
 
 
 def halve_budget(budget: int, model: nn.Module, world: World, run_dir: Path) -> int:

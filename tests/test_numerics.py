@@ -21,7 +21,8 @@ def dense(hidden, weight, targets, temperature):
 
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("chunk_elements", [1, 7 * 53, 10**9])
-def test_chunked_logprobs_equal_dense(dtype, chunk_elements, monkeypatch):
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.3])
+def test_chunked_logprobs_equal_dense(dtype, chunk_elements, entropy_coef, monkeypatch):
     monkeypatch.setitem(common.logprobs.CHUNK_ELEMENTS, "cpu", chunk_elements)
     torch.manual_seed(0)
     hidden, weight = torch.randn(31, 16, dtype=dtype), torch.randn(53, 16, dtype=dtype)
@@ -30,7 +31,7 @@ def test_chunked_logprobs_equal_dense(dtype, chunk_elements, monkeypatch):
     for function in (token_logprobs, dense):
         inputs = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
         logprobs, entropy = function(*inputs, targets, 0.7)
-        (logprobs * weights[0] + entropy * weights[1]).sum().backward()
+        (logprobs * weights[0] + entropy_coef * entropy * weights[1]).sum().backward()
         results.append([logprobs.detach(), entropy.detach(), *[x.grad for x in inputs]])
     for ours, reference in zip(*results):
         assert relative_l2([ours], [reference]) < BOUNDS[dtype]

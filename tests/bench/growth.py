@@ -10,7 +10,8 @@ rows: of a .jsonl of chats, until they are prompts. pictured rows: the same of a
 pictures: of 4 megapixels, decoded and resized as for one step. trajectories: of a rank; scored, counted, packed and
 dumped, which is what Python does with them beside the engine. sequence: tokens of one, forward and backward of `tiny`.
 vocabulary: log-probs of 512 tokens, forward and backward. calls: of a tool, in flight at once. ranks: of the demo's
-training on this machine. steps: of the demo, with a checkpoint every 50: the last ones, and what the rank holds then.
+training on this machine. steps: of the demo, at a learning rate of 0, with a checkpoint every 50: the last ones, the
+tokens of their responses, the last checkpoint's seconds, and what the rank holds then.
 """
 
 import io
@@ -205,9 +206,14 @@ def ranks(size: int, folder: Path) -> dict[str, float]:
 
 
 def steps(size: int, folder: Path) -> dict[str, float]:
-    metrics, seen = run_demo(1, size, *SMALL, "--save-every", 50, folder=folder)
-    last = [record["time/step_s"] for record in metrics if record.get("step", 0) > size - 40]
-    return {"seconds": median(last), "GB": seen[-2][0], "descriptors": seen[-2][1]}
+    still = ("--prompts-per-step", 4, "--learning-rate", 1e-12)  # the same policy: the same work in every step
+    metrics, seen = run_demo(1, size, *SMALL, *still, "--save-every", 50, folder=folder)
+    last = [record for record in metrics if record.get("step", 0) > size - 40]
+    tokens, seconds = (median(record[name] for record in last) for name in ("rollout/response_length", "time/step_s"))
+    checkpoints = folder / "run" / "checkpoints"
+    begun = subprocess.check_output(["stat", "-c", "%.W", checkpoints / f"step_{size:06d}"], text=True)  # its birth
+    saving = (checkpoints / "latest").stat().st_mtime - float(begun)
+    return {"seconds": seconds, "tokens": tokens, "saving": saving, "GB": seen[-2][0], "descriptors": seen[-2][1]}
 
 
 def measure(kind: str, size: int, threads: int) -> dict[str, float]:
