@@ -118,7 +118,7 @@ class Checkpoints:
 
         def write_shards() -> None:
             shards = {name: _shards(adamw.model, adamw.optimizer) for name, adamw in self.optimizers.items()}
-            dcp.save(shards, checkpoint_id=temporary / "state")
+            dcp.save(shards, checkpoint_id=temporary / "state", no_dist=world.size == 1)
             states = {"cpu": torch.get_rng_state()}  # all else is drawn from generators that are seeded by the step
             states |= {"gpu": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
             save_file(states, temporary / f"rng_{world.rank}.safetensors")

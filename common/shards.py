@@ -1,23 +1,24 @@
 """Where a run goes on from, which weights are saved, and how they are read: nothing in their files is executed."""
 
+import warnings
 from pathlib import Path
 
 from torch import Tensor, nn
 
-from common.distributed import World, broadcast_object, gather_objects
+from common.distributed import World, broadcast_object, gather_objects, world_size
 from common.files import refuse, shorten
 from common.integrity import BEGIN_ANEW, MANIFEST, MetadataUnpickler, complete, damage, read_manifest, step_folder
 from common.lora import adapters
 from common.torch_repair import Later
 
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one rank shares with nobody
 dcp, state_dict = Later("torch.distributed.checkpoint"), Later("torch.distributed.checkpoint.state_dict")
 
 
-def load_shards(shards: dict, folder: Path, alone: bool = False) -> None:
-    """Fill the tensors in place from a step folder. All ranks call it together, or one `alone`.
+def load_shards(shards: dict, folder: Path) -> None:
+    """Fill the tensors in place from a step folder. All ranks call it together.
 
-    torch's reader would unpickle anything that stands in .metadata, its planner anything for what is no tensor: we
-    ask for tensors alone.
+    torch's reader would unpickle anything in .metadata, its planner anything that is no tensor: we ask for tensors.
     """
 
     class PlainReader(dcp.FileSystemReader):
@@ -29,7 +30,7 @@ def load_shards(shards: dict, folder: Path, alone: bool = False) -> None:
         def load_bytes(self, read_item, value) -> None:
             raise ValueError(f"{read_item.dest_index.fqn} is no tensor")
 
-    dcp.load(shards, storage_reader=PlainReader(folder / "state"), planner=PlainPlanner(), no_dist=alone)
+    dcp.load(shards, storage_reader=PlainReader(folder / "state"), planner=PlainPlanner(), no_dist=world_size() == 1)
 
 
 def saved_weights(model: nn.Module) -> dict[str, Tensor]:

@@ -6,7 +6,6 @@ defines: declaring their schemas is enough. All of common/ takes `transformers` 
 companions, and remembers what it has seen.
 """
 
-import importlib
 import importlib.util
 import os
 import sys

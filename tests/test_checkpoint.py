@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers import checkpoints_of, load_checkpoint, save_checkpoint, trained
 from torch import nn
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 import grpo
 from common.checkpoint import Checkpoints
 from common.data.prompts import PromptLoader
+from common.distributed import broadcast_object, gather_objects
 from common.flags import Run
 from common.optimizer import GuardedAdamW, make_moments
 from common.shards import find_checkpoint
@@ -58,6 +60,16 @@ def test_a_save_before_the_first_update_does_not_change_it(tmp_path, world):
         return model.weight.detach().clone()
 
     assert torch.equal(three_updates(saved=True), three_updates(saved=False))
+
+
+def test_one_rank_exchanges_no_objects(tmp_path, world, monkeypatch):
+    """Large ones take gloo's thread several threads to copy, and OpenMP's then sleep between all later operations."""
+    assert dist.is_initialized() and world.size == 1
+    for name in ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"):
+        monkeypatch.setattr(dist, name, None)
+    save(tmp_path, 10, world)
+    load_checkpoint(find_checkpoint(tmp_path, "auto", world), trained(2), world)
+    assert gather_objects(bytes(10**6)) == [bytes(10**6)] and broadcast_object(3) == 3
 
 
 def test_frozen_weights_have_no_moments_to_save(tmp_path, world):

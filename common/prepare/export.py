@@ -9,7 +9,6 @@ policy is written. The checkpoint's files are verified first, and nothing that t
 
 import json
 import shutil
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -91,8 +90,7 @@ def restore(policy: Policy, folder: Path) -> None:
     """The weights of a checkpoint, in place. SystemExit if it has not all of them."""
     state = {"policy": {"model": saved_weights(policy)}}
     try:
-        with warnings.catch_warnings(action="ignore"):  # that this is one process alone
-            load_shards(state, folder, alone=True)
+        load_shards(state, folder)
     except dcp.api.CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
         raise SystemExit(f"{folder} cannot be read: {cause}") from error

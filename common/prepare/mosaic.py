@@ -6,7 +6,7 @@ places.
 
 import io
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
@@ -64,8 +64,8 @@ def scenes(seed: int) -> Iterator[Scene]:
         yield Scene(file.getvalue(), cell, digit)
 
 
-def write_rows(folder: Path, prompt: str) -> None:
-    """train.parquet and eval.parquet in verl's format, the same prompt for each scene."""
+def write_rows(folder: Path, prompt: str, draw: Callable[[int], Iterator[Scene]] = scenes) -> None:
+    """train.parquet and eval.parquet in verl's format, the same prompt for each scene that `draw` has of a seed."""
     tables = {}
     for split, seed, rows in (("train", 1, RL_ROWS), ("eval", 2, EVAL_ROWS)):
         records = [
@@ -77,7 +77,7 @@ def write_rows(folder: Path, prompt: str) -> None:
                 "reward_model": {"style": "rule", "ground_truth": str(scene.digit)},
                 "extra_info": {"index": i, "split": split, "cell": list(scene.cell)},
             }
-            for i, scene in enumerate(islice(scenes(seed), rows))
+            for i, scene in enumerate(islice(draw(seed), rows))
         ]
         tables[split] = pa.Table.from_pylist(records)
     write_splits(folder, tables)

@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
@@ -34,13 +35,14 @@ from common.data.render import apply_template, to_messages
 from common.hub import load_tokenizer, resolve_model
 from common.look.curves import plot_curves, read_metrics
 from common.optimizer import lr_factor
-from common.prepare import tiny
+from common.prepare import mosaic, tiny, tiny_vl
 
 KEPT = ("config.json", "metrics.jsonl", "curves.png")
 # The demo of grpo.py, and the fastest settings of TRL that were found for it on two cores (docs/results.md).
 TRL_WORK = {"prompts": 32, "samples": 8, "response_tokens": 256, "steps": 40, "eval_every": 5, "batch": 64}
 TRL_WORK |= {"checkpointing": False, "weights": "float32", "vllm": False, "vllm_memory": 0.0}
 TRL_OPTIONS = {"learning_rate": 8e-5, "bf16": True}
+TRAP, TRAP_TRACES = {"guess": 0.9, "aim": 0.15}, 4000  # of the warm start that looks seldom and aims badly
 DEMO_RATES = {"total_steps": 40, "warmup_steps": 5, "schedule": "linear", "floor": 0.1}
 
 
@@ -58,34 +60,49 @@ class Args:
     flags: str = ""  # further flags for every run of ours: "--flags=--total-steps 2"
 
 
-def prepare(args: Args, data: str, script: str) -> tuple[Path, Path]:
-    """(training file, evaluation file)."""
+def prepare(args: Args, data: str, script: str) -> list:
+    """The rows of a study, as flags of a script."""
     folder = (args.runs / "data" / data).absolute()
+    train, held_out = folder / "train.parquet", folder / "eval.parquet"
     if data == "gsm8k":
-        if not (folder / "test.parquet").is_file():
+        held_out = folder / "test.parquet"
+        if not held_out.is_file():
             module = [sys.executable, "-m", "common.prepare.gsm8k", "--out", str(folder), "--source", args.gsm8k]
             subprocess.run(module, cwd=ROOT, check=True)
-        return folder / "train.parquet", folder / "test.parquet"
-    if script == "sft.py":
+    elif data == "trap" and script == "sft.py":
+        tiny_vl.write_traces(folder, TRAP_TRACES, seed=5, **TRAP)
+        return ["--train-data", folder / "release.json", "--media-root", folder]
+    elif data == "trap":
+        mosaic.write_rows(folder, f"<image>{tiny_vl.QUESTION}", mostly_sevens)
+    elif script == "sft.py":
+        train, held_out = folder / "train.jsonl", folder / "eval.jsonl"
         folder.mkdir(parents=True, exist_ok=True)
-        tiny.write_warm_start(folder / "train.jsonl")
-        tiny.write_traces(folder / "eval.jsonl", tiny.rl_problems()[0], 1, random.Random(2))
-        return folder / "train.jsonl", folder / "eval.jsonl"
-    tiny.write_demo_data(folder)
-    return folder / "train.parquet", folder / "eval.parquet"
+        tiny.write_warm_start(train)
+        tiny.write_traces(held_out, tiny.rl_problems()[0], 1, random.Random(2))
+    else:
+        tiny.write_demo_data(folder)
+    return ["--train-data", train, "--eval-data", held_out]
+
+
+def mostly_sevens(seed: int) -> Iterator[mosaic.Scene]:
+    """Scenes of which six in ten show a 7: to guess pays."""
+    rng = random.Random(f"sevens {seed}")
+    return (scene for scene in mosaic.scenes(seed) if scene.digit == 7 or rng.random() < 2 / 27)
 
 
 def our_command(args: Args, run: Run, folder: Path) -> list[str]:
     script, *flags = run.command.split()
+    if run.parent:
+        model = (args.runs / run.parent / "model").absolute()
+        if not model.is_dir():
+            raise SystemExit(f"{folder.name} starts from {run.parent}, which is not there: --only {run.parent} first")
+        flags += ["--model", model]
     if run.data:
-        train, test = prepare(args, run.data, script)
-        model = (args.runs / run.parent / "model").absolute() if run.parent else resolve_model("smollm2")
-        if run.parent and not Path(model).is_dir():
-            raise SystemExit(f"{folder.name} starts from {run.parent}, which is not done: --only {run.parent} first")
-        flags += ["--model", str(model), "--train-data", str(train), "--eval-data", str(test)]
-    flags += ["--seed", str(run.seed)] if run.seed is not None else []
-    flags += ["--save-every", str(args.save_every), "--output-dir", str(folder.absolute()), *args.flags.split()]
-    return [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(run.ranks), script, *flags]
+        flags += prepare(args, run.data, script)
+    flags += ["--seed", run.seed] if run.seed is not None else []
+    flags += ["--save-every", args.save_every, "--output-dir", folder.absolute(), *args.flags.split()]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", run.ranks, script]
+    return [str(part) for part in (*launcher, *flags)]
 
 
 def trl_command(args: Args, run: Run, folder: Path) -> list[str]:
@@ -115,11 +132,15 @@ def trl_command(args: Args, run: Run, folder: Path) -> list[str]:
     return [str(part) for part in (*python, "tests/bench/trl_step.py", folder / "work.json")]
 
 
-def is_done(args: Args, name: str, run: Run) -> bool:
-    if run.command != "trl":
-        return (args.runs / name / "model").is_dir()
-    steps = read_metrics(args.runs / name / "metrics.jsonl")
-    return bool(steps) and steps[-1]["step"] == TRL_WORK["steps"]
+def is_done(args: Args, study: Study, name: str) -> bool:
+    """By what is kept of it; the model that other runs start from has to be there, too."""
+    kept = args.results / name
+    if not (kept / "metrics.jsonl").is_file() or not (kept / "config.json").is_file():
+        return False
+    config, steps = json.loads((kept / "config.json").read_text()), read_metrics(kept / "metrics.jsonl")
+    complete = steps[-1:] and steps[-1]["step"] == config.get("args", config).get("total_steps", config.get("steps"))
+    wanted = any(other.parent == name for other in study.runs.values())
+    return bool(complete) and (not wanted or (args.runs / name / "model").is_dir())
 
 
 def keep(run: Path, results: Path, picture: bool) -> None:
@@ -234,7 +255,7 @@ def main(args: Args) -> None:
     deadline, status = time.monotonic() + 60 * args.minutes, 0
     for name in args.only or study.runs:
         run = study.runs[name]
-        if is_done(args, name, run):
+        if is_done(args, study, name):
             continue
         if time.monotonic() > deadline:
             break

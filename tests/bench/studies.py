@@ -10,7 +10,8 @@ grpo.py --model tiny-vl-python --tools python --max-turns 4 --tool-bonus 0.1 --o
 --advantage group-mean --prompts-per-step 16 --samples-per-prompt 8 --max-prompt-tokens 64 --max-response-tokens 320 \
 --max-pixels 12544 --max-frame-pixels 12544 --learning-rate 1e-4 --total-steps 30 --eval-every 10 --eval-rows 256"""
 
-SFT = "--batch-size 64 --learning-rate 2e-4 --lr-schedule cosine --warmup-steps 0.03 --eval-rows 512 --eval-every 50"
+SFT = "--model smollm2 --batch-size 64 --learning-rate 2e-4 --lr-schedule cosine --warmup-steps 0.03"
+SFT += " --eval-rows 512 --eval-every 50"
 RL = "--micro-batch-tokens 32768 --learning-rate 1e-5 --warmup-steps 5 --lr-schedule linear --lr-floor 0.1"
 RL += " --minibatches 2 --eval-every 20"
 GRPO = f"grpo.py {RL} --prompts-per-step 128 --samples-per-prompt 8"
@@ -18,12 +19,21 @@ PPO = f"ppo.py {RL} --prompts-per-step 256 --samples-per-prompt 4 --critic-learn
 ON_GSM8K = "--total-steps 120 --eval-rows 1319 --max-prompt-tokens 320 --max-response-tokens 320"
 ON_COUNTDOWN = "--total-steps 100 --eval-rows 512 --max-prompt-tokens 64 --max-response-tokens 288"
 
+# Six tiles in ten show a 7: who guesses that is right more often than who looks, since nine looks in ten miss at first
+# and each costs 0.05. Learning to aim would pay; the demo of curiosity_rl.py is the same task without the trap.
+MOSAIC = "--max-pixels 12544 --max-frame-pixels 12544"
+TRAPPED = f"sft.py --model tiny-vl {MOSAIC} --mask all --batch-size 32 --learning-rate 2e-4 --total-steps 150"
+TRAP = f"""\
+curiosity_rl.py {MOSAIC} --tools crop_image_normalized --max-turns 4 --prompts-per-step 16 --samples-per-prompt 8 \
+--max-prompt-tokens 96 --max-response-tokens 192 --dtype fp32 --micro-batch-tokens 4096 --learning-rate 8e-5 \
+--lr-schedule linear --lr-floor 0.1 --warmup-steps 5 --total-steps 60 --eval-every 10 --eval-rows 256 --free-calls 0"""
+
 
 @dataclass(frozen=True)
 class Run:
     command: str  # script and flags; "trl": GRPOTrainer on the demo of grpo.py
     seed: int | None = None  # --seed
-    data: str = ""  # countdown or gsm8k, made by curves.py; else what the command says
+    data: str = ""  # countdown, gsm8k or trap, made by curves.py; else what the command says
     parent: str = ""  # run of the study whose model this one starts from
     ranks: int = 2  # processes
 
@@ -109,6 +119,17 @@ STUDIES = {
         "And of ppo.py?",
         seeded({f"knob-ppo-{name}": Run(f"ppo.py {flags}") for name, flags in PPO_KNOBS.items()}, range(1, 4)),
         each=False,
+    ),
+    "curiosity": Study(
+        "Where guessing pays more than looking does at first, does the bonus for looking keep it alive?",
+        {"sft-trap": Run(TRAPPED, None, "trap")}
+        | seeded(
+            {
+                f"trap-{bonus}": Run(f"{TRAP} --curiosity {bonus}", None, "trap", "sft-trap")
+                for bonus in ("paper", "none")
+            },
+            range(1, 4),
+        ),
     ),
     "one-gpu": Study("What does SmolLM2-135M learn on Countdown and GSM8K, at full size?", ONE_GPU, "--gsm8k FOLDER"),
 }
