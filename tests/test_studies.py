@@ -24,11 +24,12 @@ def test_every_run_has_flags_that_its_script_takes(monkeypatch):
         for run in (run for run in study.runs.values() if run.command != "trl"):
             script, *flags = run.command.split()
             module = importlib.import_module(script.removesuffix(".py"))
-            data = ["--train-data", "x"] if run.data else []
+            data = ["--train-data", "x", "--eval-data", "x"] if run.data else []
             data += ["--model", "x"] if run.parent else []
             seed = ["--seed", str(run.seed)] if run.seed is not None else []
             monkeypatch.setattr(sys, "argv", [script, *flags, *data, *seed])
             args, _ = parse(module.Args, module.DEMO, module.__doc__)
+            module.check_args(args)
             assert run.seed is None or args.run.seed == run.seed
 
 

@@ -130,10 +130,11 @@ def call_text(box: Box) -> str:
     return f'{OPEN}{{"name": "{CROP.name}", "arguments": {{"bbox_2d": [{numbers}], "target_image": 1}}}}{CLOSE}'
 
 
-def trace(scene: Scene, rng: random.Random, guess: float, aim: float) -> list[dict]:
+def trace(scene: Scene, rng: random.Random, guess: float, aim: float, sevens: float = 0.0) -> list[dict]:
     """Messages in Pixel Reasoner's format, with encoded images for paths.
 
     guess: probability to guess without any crop. aim: that a crop is the tile's; otherwise it is of any other cell.
+    sevens: that a guess is 7; otherwise it is any digit.
     """
     context = {"media": [{"kind": "image", "frames": [scene.png]}], **LIMITS}
     cell, shown = None, scene.png  # the cell that was looked at last
@@ -153,21 +154,23 @@ def trace(scene: Scene, rng: random.Random, guess: float, aim: float) -> list[di
         text, (crop,), _ = CROP.function(box_around(cell), 1, context)
         messages.append({"role": "assistant", "content": [{"text": said}]})
         messages.append({"role": "user", "content": [{"text": text}, {"image": encode(crop)}]})
-    answer = READ % scene.digit if cell == scene.cell else GUESS % rng.randrange(10)
+    answer = READ % scene.digit
+    if cell != scene.cell:
+        answer = GUESS % (7 if sevens and rng.random() < sevens else rng.randrange(10))
     return [*messages, {"role": "assistant", "content": [{"text": answer}]}]
 
 
-def traces(seed: int, guess: float = GUESS_AT_ONCE, aim: float = AIM) -> Iterator[list[dict]]:
+def traces(seed: int, guess: float = GUESS_AT_ONCE, aim: float = AIM, sevens: float = 0.0) -> Iterator[list[dict]]:
     rng = random.Random(f"traces {seed}")
     for scene in scenes(seed):
-        yield trace(scene, rng, guess, aim)
+        yield trace(scene, rng, guess, aim, sevens)
 
 
-def write_traces(folder: Path, rows: int, seed: int, guess: float = GUESS_AT_ONCE, aim: float = AIM) -> None:
-    """release.json and images/, as Pixel Reasoner publishes them."""
+def write_traces(folder: Path, rows: int, seed: int, **habits: float) -> None:
+    """release.json and images/, as Pixel Reasoner publishes them; `habits` are those of `traces`."""
     (folder / "images").mkdir(parents=True, exist_ok=True)
     records = []
-    for i, messages in enumerate(islice(traces(seed, guess, aim), rows)):
+    for i, messages in enumerate(islice(traces(seed, **habits), rows)):
         images = [part for message in messages for part in message["content"] if "image" in part]
         for k, part in enumerate(images):
             path = f"images/{i}-{k}.png"

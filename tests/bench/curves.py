@@ -42,7 +42,10 @@ KEPT = ("config.json", "metrics.jsonl", "curves.png")
 TRL_WORK = {"prompts": 32, "samples": 8, "response_tokens": 256, "steps": 40, "eval_every": 5, "batch": 64}
 TRL_WORK |= {"checkpointing": False, "weights": "float32", "vllm": False, "vllm_memory": 0.0}
 TRL_OPTIONS = {"learning_rate": 8e-5, "bf16": True}
-TRAP, TRAP_TRACES = {"guess": 0.9, "aim": 0.15}, 4000  # of the warm start that looks seldom and aims badly
+TRAP, TRAP_TRACES = (
+    {"guess": 0.8, "aim": 0.15, "sevens": 0.6},
+    4000,
+)  # of a warm start that guesses well and aims badly
 DEMO_RATES = {"total_steps": 40, "warmup_steps": 5, "schedule": "linear", "floor": 0.1}
 
 

@@ -19,14 +19,15 @@ PPO = f"ppo.py {RL} --prompts-per-step 256 --samples-per-prompt 4 --critic-learn
 ON_GSM8K = "--total-steps 120 --eval-rows 1319 --max-prompt-tokens 320 --max-response-tokens 320"
 ON_COUNTDOWN = "--total-steps 100 --eval-rows 512 --max-prompt-tokens 64 --max-response-tokens 288"
 
-# Six tiles in ten show a 7: who guesses that is right more often than who looks, since nine looks in ten miss at first
-# and each costs 0.05. Learning to aim would pay; the demo of curiosity_rl.py is the same task without the trap.
+# Six tiles in ten show a 7, and the warm start knows: to guess pays more than to look, since most looks miss and each
+# costs 0.05. To learn to aim would pay; the demo of curiosity_rl.py is the same task without the trap.
 MOSAIC = "--max-pixels 12544 --max-frame-pixels 12544"
 TRAPPED = f"sft.py --model tiny-vl {MOSAIC} --mask all --batch-size 32 --learning-rate 2e-4 --total-steps 150"
 TRAP = f"""\
 curiosity_rl.py {MOSAIC} --tools crop_image_normalized --max-turns 4 --prompts-per-step 16 --samples-per-prompt 8 \
 --max-prompt-tokens 96 --max-response-tokens 192 --dtype fp32 --micro-batch-tokens 4096 --learning-rate 8e-5 \
---lr-schedule linear --lr-floor 0.1 --warmup-steps 5 --total-steps 60 --eval-every 10 --eval-rows 256 --free-calls 0"""
+--lr-schedule linear --lr-floor 0.1 --warmup-steps 5 --total-steps 240 --eval-every 30 --eval-rows 256 \
+--free-calls 0"""
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ KNOBS = {  # the demo: group-std, dapo, one minibatch, clipped at 0.2, learning 
     "4-clip-higher": "--minibatches 4 --clip-high 0.28",
     "4-gspo": "--minibatches 4 --objective gspo --reduction grpo --clip-low 3e-4 --clip-high 4e-4",
     "4-cispo": "--minibatches 4 --objective cispo",
-    "kl-reward": "--kl-in reward --kl-coef 0.001",
+    "kl-reward": "--kl-in reward --kl-coef 0.001 --advantage rloo",
     "kl-loss": "--kl-in loss --kl-coef 0.001 --kl-estimator k3",
     "kl-loss-0.1": "--kl-in loss --kl-coef 0.1 --kl-estimator k3",
     "rate-8e-6": "--learning-rate 8e-6",
@@ -125,8 +126,8 @@ STUDIES = {
         {"sft-trap": Run(TRAPPED, None, "trap")}
         | seeded(
             {
-                f"trap-{bonus}": Run(f"{TRAP} --curiosity {bonus}", None, "trap", "sft-trap")
-                for bonus in ("paper", "none")
+                "trap-bonus": Run(TRAP, None, "trap", "sft-trap"),
+                "trap-none": Run(f"{TRAP} --curiosity-alpha 0", None, "trap", "sft-trap"),
             },
             range(1, 4),
         ),
