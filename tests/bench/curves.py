@@ -154,6 +154,9 @@ def keep(run: Path, results: Path, picture: bool) -> None:
         for file in KEPT:
             if (run / file).is_file() and (picture or file != "curves.png"):
                 shutil.copy(run / file, results)
+                if file != "curves.png":  # without the paths of this machine
+                    text = (results / file).read_text().replace(f"{ROOT}/", "")
+                    (results / file).write_text(text.replace(sys.prefix, ".venv"))
 
 
 def execute(command: list[str], deadline: float, ranks: int) -> int:
