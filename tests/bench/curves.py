@@ -42,10 +42,7 @@ KEPT = ("config.json", "metrics.jsonl", "curves.png")
 TRL_WORK = {"prompts": 32, "samples": 8, "response_tokens": 256, "steps": 40, "eval_every": 5, "batch": 64}
 TRL_WORK |= {"checkpointing": False, "weights": "float32", "vllm": False, "vllm_memory": 0.0}
 TRL_OPTIONS = {"learning_rate": 8e-5, "bf16": True}
-TRAP, TRAP_TRACES = (
-    {"guess": 0.8, "aim": 0.15, "sevens": 0.6},
-    4000,
-)  # of a warm start that guesses well and aims badly
+TRAP = {"rows": 4000, "guess": 0.8, "aim": 0.15, "sevens": 0.6}  # a warm start that guesses well and aims badly
 DEMO_RATES = {"total_steps": 40, "warmup_steps": 5, "schedule": "linear", "floor": 0.1}
 
 
@@ -73,7 +70,7 @@ def prepare(args: Args, data: str, script: str) -> list:
             module = [sys.executable, "-m", "common.prepare.gsm8k", "--out", str(folder), "--source", args.gsm8k]
             subprocess.run(module, cwd=ROOT, check=True)
     elif data == "trap" and script == "sft.py":
-        tiny_vl.write_traces(folder, TRAP_TRACES, seed=5, **TRAP)
+        tiny_vl.write_traces(folder, seed=5, **TRAP)
         return ["--train-data", folder / "release.json", "--media-root", folder]
     elif data == "trap":
         mosaic.write_rows(folder, f"<image>{tiny_vl.QUESTION}", mostly_sevens)
