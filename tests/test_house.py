@@ -35,7 +35,8 @@ BUILDERS = {"tiny", "tiny_vl", "smollm2", "export", "memory_plan"}  # of common/
 LIGHT = ["common.files", "common.flags", "common.pictures", "common.workers", "common.look.page", "common.look.curves"]
 LIGHT += ["common.tools", "common.data.rows", "common.data.visual_qa", "common.rewards"]
 # no programs; wants TRL, which has flags of its own
-WITHOUT_HELP = {f"tests/bench/{name}.py" for name in ("limits", "report", "studies", "trl_step")}
+WITHOUT_HELP = ["limits", "report", "studies", "study_data", "study_results", "trl_sft", "trl_step", "trl_work"]
+WITHOUT_HELP = {f"tests/bench/{name}.py" for name in WITHOUT_HELP}
 
 
 @pytest.fixture(scope="module")

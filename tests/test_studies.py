@@ -1,7 +1,6 @@
 """tests/bench/curves.py: its runs can be started, and it says what the kept ones show."""
 
 import importlib
-import json
 import os
 import sys
 
@@ -21,7 +20,7 @@ def test_every_run_has_flags_that_its_script_takes(monkeypatch):
     from studies import STUDIES
 
     for study in STUDIES.values():
-        for run in (run for run in study.runs.values() if run.command != "trl"):
+        for run in (run for run in study.runs.values() if not run.command.startswith("trl")):
             script, *flags = run.command.split()
             module = importlib.import_module(script.removesuffix(".py"))
             data = ["--train-data", "x", "--eval-data", "x"] if run.data else []
@@ -36,27 +35,28 @@ def test_every_run_has_flags_that_its_script_takes(monkeypatch):
 def test_every_kept_result_is_a_run_that_can_be_made_again():
     from studies import STUDIES
 
-    names = [name for study in STUDIES.values() for name in study.runs]
-    assert len(names) == len(set(names))
+    named = [(name, run) for study in STUDIES.values() for name, run in study.runs.items()]
+    names = dict(named)
+    assert all(names[name] == run for name, run in named)
     assert {path.name for path in (ROOT / "results").iterdir() if path.is_dir()} <= set(names)
 
 
-def test_seconds_are_those_of_training(tmp_path):
-    from curves import curve
+def test_seconds_are_those_of_training():
+    from study_results import curve, reach
 
     records = [
         {"step": 0, "eval/accuracy": 0.25, "time/eval_s": 6.0},
         {"step": 1, "time/step_s": 5.0},
         {"step": 2, "time/step_s": 11.0, "time/eval_s": 6.0, "eval/accuracy": 0.5},
     ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    points = curve(tmp_path / "metrics.jsonl")
+    points = curve(records)
     assert [(p["step"], p["seconds"], p["value"]) for p in points] == [(0, 0.0, 0.25), (2, 10.0, 0.5)]
-    assert curve(tmp_path / "nothing") == []
+    assert (reach(points, 0.5), reach(points, 0.6)) == (10.0, None)
+    assert curve([]) == []
 
 
 def test_an_interval_is_that_of_students_t():
-    from curves import spread
+    from study_results import spread
 
     assert spread([0.1, 0.2, 0.3]) == "0.200 ± 0.248"  # 4.30 × 0.1 / sqrt(3)
     assert spread([0.5]) == "0.500"

@@ -14,36 +14,26 @@ evaluations, which both programs do between steps, and loading do not count.
 
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, stdev
 from typing import Annotated
 
+import trl_work
 import tyro
-from report import ROOT, header, table
+from report import ROOT
+from scores import scores
 from studies import STUDIES, Run, Study
+from study_data import Request, write_rows
+from study_results import SCORES, curve, show
 
-from common.data.prompts import PromptLoader
-from common.data.render import apply_template, to_messages
-from common.hub import load_tokenizer, resolve_model
 from common.look.curves import plot_curves, read_metrics
-from common.optimizer import lr_factor
-from common.prepare import mosaic, tiny, tiny_vl
 
 KEPT = ("config.json", "metrics.jsonl", "curves.png")
-# The demo of grpo.py, and the fastest settings of TRL that were found for it on two cores (docs/results.md).
-TRL_WORK = {"prompts": 32, "samples": 8, "response_tokens": 256, "steps": 40, "eval_every": 5, "batch": 64}
-TRL_WORK |= {"checkpointing": False, "weights": "float32", "vllm": False, "vllm_memory": 0.0}
-TRL_OPTIONS = {"learning_rate": 8e-5, "bf16": True}
-TRAP = {"rows": 4000, "guess": 0.8, "aim": 0.15, "sevens": 0.6}  # a warm start that guesses well and aims badly
-DEMO_RATES = {"total_steps": 40, "warmup_steps": 5, "schedule": "linear", "floor": 0.1}
 
 
 @dataclass
@@ -52,42 +42,13 @@ class Args:
     list: bool = False  # show studies, runs and commands, and stop
     only: tuple[str, ...] = ()  # runs of the study, in this order; one that starts from another needs it done
     gsm8k: str = "hub"  # folder with train.jsonl and test.jsonl of GSM8K, or "hub"
+    math: Path = Path("../shared/data/math")  # folder with mawps_*.jsonl
     trl: Path | None = None  # virtual environment with TRL
     runs: Path = Path("runs/curves")  # folder of data, checkpoints and models
     results: Path = Path("results")  # folder of what is kept
     minutes: float = 1e5  # after which the run under way is told to save and stop
     save_every: int = 20  # steps between checkpoints
     flags: str = ""  # further flags for every run of ours: "--flags=--total-steps 2"
-
-
-def prepare(args: Args, data: str, script: str) -> list:
-    """The rows of a study, as flags of a script."""
-    folder = (args.runs / "data" / data).absolute()
-    train, held_out = folder / "train.parquet", folder / "eval.parquet"
-    if data == "gsm8k":
-        held_out = folder / "test.parquet"
-        if not held_out.is_file():
-            module = [sys.executable, "-m", "common.prepare.gsm8k", "--out", str(folder), "--source", args.gsm8k]
-            subprocess.run(module, cwd=ROOT, check=True)
-    elif data == "trap" and script == "sft.py":
-        tiny_vl.write_traces(folder, seed=5, **TRAP)
-        return ["--train-data", folder / "release.json", "--media-root", folder]
-    elif data == "trap":
-        mosaic.write_rows(folder, f"<image>{tiny_vl.QUESTION}", mostly_sevens)
-    elif script == "sft.py":
-        train, held_out = folder / "train.jsonl", folder / "eval.jsonl"
-        folder.mkdir(parents=True, exist_ok=True)
-        tiny.write_warm_start(train)
-        tiny.write_traces(held_out, tiny.rl_problems()[0], 1, random.Random(2))
-    else:
-        tiny.write_demo_data(folder)
-    return ["--train-data", train, "--eval-data", held_out]
-
-
-def mostly_sevens(seed: int) -> Iterator[mosaic.Scene]:
-    """Scenes of which six in ten show a 7: to guess pays."""
-    rng = random.Random(f"sevens {seed}")
-    return (scene for scene in mosaic.scenes(seed) if scene.digit == 7 or rng.random() < 2 / 27)
 
 
 def our_command(args: Args, run: Run, folder: Path) -> list[str]:
@@ -98,7 +59,7 @@ def our_command(args: Args, run: Run, folder: Path) -> list[str]:
             raise SystemExit(f"{folder.name} starts from {run.parent}, which is not there: --only {run.parent} first")
         flags += ["--model", model]
     if run.data:
-        flags += prepare(args, run.data, script)
+        flags += rows_of(args, run, script)
     flags += ["--seed", run.seed] if run.seed is not None else []
     flags += ["--save-every", args.save_every, "--output-dir", folder.absolute(), *args.flags.split()]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", run.ranks, script]
@@ -106,44 +67,41 @@ def our_command(args: Args, run: Run, folder: Path) -> list[str]:
 
 
 def trl_command(args: Args, run: Run, folder: Path) -> list[str]:
-    """The demo of grpo.py, its prompts in the order of that seed, as one of trl_step.py."""
+    """GRPOTrainer or SFTTrainer on the same rows."""
     if not args.trl:
         raise SystemExit("this study needs --trl FOLDER, a virtual environment with TRL (step.py --make-trl-venv)")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    model = resolve_model("tiny")
-    tokenizer = load_tokenizer(model)
-
-    def as_text(problem: tiny.Problem) -> dict:
-        messages = to_messages([{"role": "user", "content": tiny.prompt_text(problem, "compact")}], tokenizer)
-        truth = {"numbers": problem.numbers, "target": problem.target}
-        return {"prompt": apply_template([messages], tokenizer)[0], "ground_truth": truth}
-
-    held_out, training = tiny.rl_problems()
-    order = PromptLoader(len(training), run.seed).next(TRL_WORK["steps"] * TRL_WORK["prompts"])
-    options = TRL_OPTIONS | {"seed": run.seed}
-    factors = [lr_factor(step, **DEMO_RATES) for step in range(TRL_WORK["steps"])]
-    work = TRL_WORK | {"model": str(model), "output_dir": str(folder), "metrics": str(folder / "metrics.jsonl")}
-    work |= {"options": options, "lr_factors": factors, "processes": run.ranks}
-    (folder / "config.json").write_text(json.dumps(work, indent=2))  # which is kept, without the rows
-    work |= {"rows": [as_text(training[i]) for i in order], "eval_rows": [as_text(p) for p in held_out[:512]]}
-    (folder / "work.json").write_text(json.dumps(work))
+    if run.command == "trl_sft":
+        rows = rows_of(args, run, "sft.py")
+        work = trl_work.write_sft(folder, run.seed, run.ranks, train=rows[1], held_out=rows[3])
+    else:
+        work = trl_work.write_grpo(folder, run.seed, run.ranks)
     python = [args.trl.absolute() / "bin/python", "-m", "torch.distributed.run", "--nproc_per_node", run.ranks]
-    return [str(part) for part in (*python, "tests/bench/trl_step.py", folder / "work.json")]
+    return [str(part) for part in (*python, f"tests/bench/{run.command}.py", work)]
+
+
+def rows_of(args: Args, run: Run, script: str) -> list:
+    """The rows of a run, as flags of a script."""
+    folder = (args.runs / "data" / run.data).absolute()
+    return write_rows(run.data, Request(folder, script == "sft.py", args.gsm8k, args.math))
 
 
 def is_done(args: Args, study: Study, name: str) -> bool:
-    """By what is kept of it; the model that other runs start from has to be there, too."""
+    """By what is kept of it; a model that other runs have yet to start from has to be there, too."""
     kept = args.results / name
+    if (kept / SCORES).is_file():
+        return True
     if not (kept / "metrics.jsonl").is_file() or not (kept / "config.json").is_file():
         return False
     config, steps = json.loads((kept / "config.json").read_text()), read_metrics(kept / "metrics.jsonl")
     complete = steps[-1:] and steps[-1]["step"] == config.get("args", config).get("total_steps", config.get("steps"))
-    wanted = any(other.parent == name for other in study.runs.values())
+    wanted = any(other.parent == name and not is_done(args, study, child) for child, other in study.runs.items())
     return bool(complete) and (not wanted or (args.runs / name / "model").is_dir())
 
 
 def keep(run: Path, results: Path, picture: bool) -> None:
+    if (samples := run / "eval_samples.parquet").is_file():
+        results.mkdir(parents=True, exist_ok=True)
+        (results / SCORES).write_text(json.dumps(scores(samples), indent=2) + "\n")
     if (run / "metrics.jsonl").is_file():
         if picture:
             plot_curves(run)
@@ -170,75 +128,12 @@ def execute(command: list[str], deadline: float, ranks: int) -> int:
     return process.returncode
 
 
-def curve(metrics: Path) -> list[dict]:
-    """The evaluations of a run: step, accuracy, and seconds of training until then."""
-    points, seconds = [], 0.0
-    for record in read_metrics(metrics) if metrics.is_file() else []:
-        seconds += record.get("time/step_s", 0.0) - record.get("time/eval_s", 0.0) * ("time/step_s" in record)
-        key = next((key for key in ("eval/accuracy", "eval/loss") if key in record), None)
-        if key:
-            points.append({"step": record["step"], "value": record[key], "seconds": seconds, "key": key})
-    return points
-
-
-def curves_of(study: Study, results: Path) -> dict[str, list[list[dict]]]:
-    """{variant: curves of its seeds}, of what there is."""
-    found: dict[str, list[list[dict]]] = {}
-    for name in study.runs:
-        if points := curve(results / name / "metrics.jsonl"):
-            found.setdefault(name.partition("-seed")[0], []).append(points)
-    return found
-
-
-def spread(values: list[float], digits: int = 3) -> str:
-    """Mean ± half the 95 % interval (Student's t) of a few seeds."""
-    t = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}.get(len(values))
-    half = f" ± {t * stdev(values) / len(values) ** 0.5:.{digits}f}" if t else ""
-    return f"{mean(values):.{digits}f}{half}"
-
-
-def show(name: str, study: Study, results: Path) -> None:
-    """The table of a study, and its figure: each variant's mean over seeds, and their range."""
-    found = curves_of(study, results)
-    if not found:
-        return
-    rows = [["variant", "seeds", "steps", "measured", "before", "after", "mean over steps", "seconds"]]
-    for variant, curves in found.items():
-        first, last = [points[0]["value"] for points in curves], [points[-1]["value"] for points in curves]
-        area = [mean(point["value"] for point in points[1:] or points) for points in curves]
-        steps = sorted({points[-1]["step"] for points in curves})
-        cells = [str(len(curves)), ", ".join(map(str, steps)), curves[0][0]["key"], spread(first), spread(last)]
-        rows.append([variant, *cells, spread(area), spread([points[-1]["seconds"] for points in curves], 0)])
-    header(f"{name}: {study.question}", threads=1)
-    table(*rows)
-    draw(found, results / f"{name}.png")
-
-
-def draw(found: dict[str, list[list[dict]]], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 3.6), layout="constrained")
-    for axes, key, label in zip(figure.subplots(1, 2), ("step", "seconds"), ("steps", "seconds of training")):
-        for number, (variant, curves) in enumerate(found.items()):
-            length = min(map(len, curves))
-            columns = list(zip(*(points[:length] for points in curves)))  # the same evaluation of each seed
-            x = [mean(point[key] for point in column) for column in columns]
-            values = [[point["value"] for point in column] for column in columns]
-            color = f"C{number % 10}"
-            axes.plot(x, [mean(v) for v in values], color=color, label=f"{variant} ({len(curves)})", marker=".")
-            axes.fill_between(x, [min(v) for v in values], [max(v) for v in values], color=color, alpha=0.15, lw=0)
-        axes.set_xlabel(label)
-        axes.grid(alpha=0.2)
-    axes.legend(frameon=False, fontsize=8)
-    figure.axes[0].set_ylabel(next(iter(found.values()))[0][0]["key"])
-    figure.savefig(path, dpi=120)
-
-
 def show_list(args: Args) -> None:
     for name, study in STUDIES.items():
         print(f"\n{name}: {study.question}\n  python tests/bench/curves.py {name} {study.needs}".rstrip())
         for run_name, run in study.runs.items():
-            points = curve(args.results / run_name / "metrics.jsonl")
+            path = args.results / run_name / "metrics.jsonl"
+            points = curve(read_metrics(path)) if path.is_file() else []
             state = (
                 f"step {points[-1]['step']}: {points[-1]['key']} {points[-1]['value']:.3f}" if points else "not run"
             )
@@ -262,7 +157,7 @@ def main(args: Args) -> None:
             continue
         if time.monotonic() > deadline:
             break
-        make_command = trl_command if run.command == "trl" else our_command
+        make_command = trl_command if run.command.startswith("trl") else our_command
         status = execute(make_command(args, run, args.runs / name), deadline, run.ranks)
         keep(args.runs / name, args.results / name, study.each)
         if status:

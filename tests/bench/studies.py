@@ -3,7 +3,7 @@
 A run is named VARIANT-seedN. Its command is a script with its flags, without the output folder.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 DEMO_PYTHON = """\
 grpo.py --model tiny-vl-python --tools python --max-turns 4 --tool-bonus 0.1 --oversample 1.5 --dynamic-sampling 4 \
@@ -19,6 +19,23 @@ PPO = f"ppo.py {RL} --prompts-per-step 256 --samples-per-prompt 4 --critic-learn
 ON_GSM8K = "--total-steps 120 --eval-rows 1319 --max-prompt-tokens 320 --max-response-tokens 320"
 ON_COUNTDOWN = "--total-steps 100 --eval-rows 512 --max-prompt-tokens 64 --max-response-tokens 288"
 
+# Two cores: each run within two hours.
+SFT_HERE = "sft.py --model smollm2 --batch-size 32 --learning-rate 2e-4 --lr-schedule cosine --warmup-steps 0.03"
+SFT_HERE += " --micro-batch-tokens 1024 --eval-rows 256 --eval-every 50"
+RL_HERE = """\
+--micro-batch-tokens 1024 --warmup-steps 5 --lr-schedule linear --lr-floor 0.1 --eval-every 20 --eval-rows 256 \
+--max-prompt-tokens 160 --max-response-tokens 160"""
+GRPO_HERE = f"grpo.py {RL_HERE} --prompts-per-step 16 --samples-per-prompt 8 --total-steps 80"
+PPO_HERE = f"ppo.py {RL_HERE} --prompts-per-step 128 --samples-per-prompt 1 --total-steps 60 --critic-warmup-steps 10"
+SCORE = "grpo.py --eval-only --max-prompt-tokens 160 --max-response-tokens 160 --eval-rows 1024"
+
+# trl_work.py has the same for SFTTrainer.
+BESIDE_SFT = """\
+sft.py --model smollm2 --batch-size 16 --learning-rate 1e-4 --lr-schedule linear --warmup-steps 0.1 --total-steps 40 \
+--eval-every 10 --eval-rows 64 --micro-batch-tokens 1024"""
+
+SFT_FORMS = ("pairs", "chats", "from-value")
+
 # Six tiles in ten show a 7, and the warm start knows: to guess pays more than to look, since most looks miss and each
 # costs 0.05. To learn to aim would pay; the demo of curiosity_rl.py is the same task without the trap.
 MOSAIC = "--max-pixels 12544 --max-frame-pixels 12544"
@@ -32,9 +49,9 @@ curiosity_rl.py {MOSAIC} --tools crop_image_normalized --max-turns 4 --prompts-p
 
 @dataclass(frozen=True)
 class Run:
-    command: str  # script and flags; "trl": GRPOTrainer on the demo of grpo.py
+    command: str  # script and flags; trl_step: GRPOTrainer on the demo of grpo.py; trl_sft: SFTTrainer
     seed: int | None = None  # --seed
-    data: str = ""  # countdown, gsm8k or trap, made by curves.py; else what the command says
+    data: str = ""  # rows of study_data.py; else what the command says
     parent: str = ""  # run of the study whose model this one starts from
     ranks: int = 2  # processes
 
@@ -45,6 +62,9 @@ class Study:
     runs: dict[str, Run]
     needs: str = ""  # what to give besides
     each: bool = True  # keep a picture of each run, else one of the study
+    also: tuple[str, ...] = ()  # metrics of each step to show besides the evaluations
+    beside: dict[str, str] = field(default_factory=dict)  # {variant: the one it is measured against}
+    goal: float | None = None  # of the evaluation: after how many seconds is it there?
 
 
 def seeded(variants: dict[str, Run], seeds: range) -> dict[str, Run]:
@@ -66,6 +86,32 @@ ONE_GPU = {
     "grpo-gsm8k-fp16-seed1": Run(f"{GRPO} {ON_GSM8K} --dtype fp16", 1, "gsm8k", "sft-gsm8k", 1),
     "ppo-gsm8k-seed1": Run(f"{PPO} {ON_GSM8K}", 1, "gsm8k", "sft-gsm8k", 1),
 }
+
+REAL_WEIGHTS = {
+    "real-sft-countdown": Run(f"{SFT_HERE} --total-steps 200", None, "countdown"),
+    "real-grpo-countdown-seed1": Run(f"{GRPO_HERE} --learning-rate 2e-5", 1, "countdown", "real-sft-countdown"),
+    "real-grpo-countdown-seed2": Run(f"{GRPO_HERE} --learning-rate 2e-5", 2, "countdown", "real-sft-countdown"),
+    "real-ppo-countdown-seed1": Run(f"{PPO_HERE} --learning-rate 2e-5", 1, "countdown", "real-sft-countdown"),
+    "real-lora-countdown-seed1": Run(
+        f"{GRPO_HERE} --learning-rate 2e-4 --lora-rank 16", 1, "countdown", "real-sft-countdown"
+    ),
+    "real-more-sft-countdown": Run(f"{SFT_HERE} --total-steps 400", None, "countdown", "real-sft-countdown"),
+    "real-sft-gsm8k": Run(f"{SFT_HERE} --total-steps 230", None, "gsm8k"),
+    "real-grpo-mawps-seed1": Run(f"{GRPO_HERE} --learning-rate 2e-5", 1, "mawps", "real-sft-gsm8k"),
+    "real-more-sft-gsm8k": Run(f"{SFT_HERE} --total-steps 230", None, "gsm8k", "real-sft-gsm8k"),
+}
+
+
+def with_scores(runs: dict[str, Run]) -> dict[str, Run]:
+    """Behind each run, how its model does on all held-out rows."""
+    found = {}
+    for name, run in runs.items():
+        rows = "countdown" if "countdown" in name else "mawps"
+        found[name] = run
+        found[f"{name}-greedy"] = Run(SCORE, None, rows, name)
+        found[f"{name}-samples"] = Run(f"{SCORE} --eval-samples 8 --eval-temperature 1", None, rows, name)
+    return found
+
 
 KNOBS = {  # the demo: group-std, dapo, one minibatch, clipped at 0.2, learning rate 8e-5, no KL
     "demo": "",
@@ -95,6 +141,13 @@ PPO_KNOBS = {  # the demo: advantages with lambda 0.99, whitened; 16 steps for t
     "no-whitening": "--no-whiten",
 }
 
+PYVISION = {  # of the demo with programs: ranking by deviation, and the bonus for programs that ran
+    "grpo-tiny-vl-python": DEMO_PYTHON,
+    "python-unranked": DEMO_PYTHON.replace("--oversample 1.5 ", ""),
+    "python-no-bonus": DEMO_PYTHON.replace("--tool-bonus 0.1 ", ""),
+    "python-neither": DEMO_PYTHON.replace("--oversample 1.5 ", "").replace("--tool-bonus 0.1 ", ""),
+}
+
 STUDIES = {
     "demos": Study(
         "Do the demos learn, with every seed?",
@@ -108,8 +161,11 @@ STUDIES = {
     ),
     "beside-trl": Study(
         "Does grpo.py get to the same accuracy as TRL's GRPOTrainer with as many samples, and how much sooner?",
-        seeded({"timed-grpo": Run("grpo.py --eval-every 5"), "timed-trl": Run("trl")}, range(1, 6)),
+        seeded({"timed-grpo": Run("grpo.py --eval-every 5"), "timed-trl": Run("trl_step")}, range(1, 6)),
         needs="--trl FOLDER",
+        also=("reward/accuracy", "rollout/response_length"),
+        beside={"timed-trl": "timed-grpo"},
+        goal=0.8,
     ),
     "knobs": Study(
         "What does each setting of grpo.py do to the demo, everything else being as it is there?",
@@ -131,6 +187,29 @@ STUDIES = {
             },
             range(1, 4),
         ),
+        also=("tool/rapr", "reward/accuracy"),
+    ),
+    "pyvision": Study(
+        "Do ranking and the bonus for programs of PyVision-RL matter on the mosaic?",
+        seeded({name: Run(command) for name, command in PYVISION.items()}, range(1, 3)),
+        also=("tool/callers", "tool/acted", "reward/accuracy"),
+    ),
+    "sft-beside-trl": Study(
+        "Does sft.py compute the loss of TRL's SFTTrainer, on rows of three formats, and how much sooner?",
+        {
+            f"{prefix}-{form}": Run(command, 1, f"gsm8k-{form}")
+            for form in SFT_FORMS
+            for prefix, command in (("timed-sft", BESIDE_SFT), ("timed-trl-sft", "trl_sft"))
+        },
+        needs="--trl FOLDER --gsm8k FOLDER",
+        each=False,
+        also=("policy/loss", "data/tokens"),
+        beside={f"timed-trl-sft-{form}": f"timed-sft-{form}" for form in SFT_FORMS},
+    ),
+    "real-weights": Study(
+        "What does SmolLM2-135M learn on Countdown and on arithmetic word problems, on two cores?",
+        with_scores(REAL_WEIGHTS),
+        needs="--gsm8k FOLDER --math FOLDER",
     ),
     "one-gpu": Study("What does SmolLM2-135M learn on Countdown and GSM8K, at full size?", ONE_GPU, "--gsm8k FOLDER"),
 }

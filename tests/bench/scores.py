@@ -1,0 +1,65 @@
+"""Accuracy and pass@k of the samples of an --eval-only run, with 95 % intervals over rows: strict, and lenient.
+
+    python tests/bench/scores.py runs/NAME/eval_samples.parquet
+
+Strict is the reward's own rule. Lenient asks for the answer alone, whatever its format: the last number of a response
+to GSM8K's rows; to Countdown's, any expression in it that makes the target of the numbers.
+"""
+
+import json
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Annotated
+
+import pyarrow.parquet as pq
+import tyro
+from report import table
+
+from common.rewards.countdown import MAX_CHARACTERS, evaluate
+from common.rewards.math import score_gsm8k
+from common.rewards.samples import pass_at_k
+
+EXPRESSION = re.compile(r"[0-9+\-*/() ]+")
+
+
+@dataclass
+class Args:
+    samples: Annotated[Path, tyro.conf.Positional]  # parquet file
+
+
+def lenient(sample: dict) -> bool:
+    """Is the right answer there, in whatever form?"""
+    text, truth = sample["completion"], sample["truth"]
+    truth = json.loads(truth) if isinstance(truth, str) and truth.startswith("{") else truth
+    if not isinstance(truth, dict):
+        return score_gsm8k(text, truth, mode="flexible")["score"] == 1
+    numbers, target = [int(number) for number in truth["numbers"]], int(truth["target"])
+    found = (match.strip() for match in EXPRESSION.findall(text) if len(match) <= MAX_CHARACTERS)
+    return any(evaluate(expression, numbers, "strict") == target for expression in found if expression)
+
+
+def scores(path: Path) -> dict[str, float | int | list[float]]:
+    """{rows, samples of a row, "strict, pass@1": [mean, half the interval], ...}."""
+    by_row = defaultdict(list)
+    for sample in pq.read_table(path).to_pylist():
+        by_row[sample["row"]].append((sample["correct"], lenient(sample)))
+    n = max(map(len, by_row.values()))
+    found: dict[str, float | int | list[float]] = {"rows": len(by_row), "samples": n}
+    for rule, name in enumerate(("strict", "lenient")):
+        for k in sorted({1, n}):
+            values = [pass_at_k(len(own), sum(one[rule] for one in own), k) for own in by_row.values()]
+            found[f"{name}, pass@{k}"] = [mean(values), 1.96 * stdev(values) / len(values) ** 0.5]
+    return found
+
+
+def main(args: Args) -> None:
+    found = scores(args.samples)
+    print(f"{found.pop('rows')} rows, {found.pop('samples')} samples each")
+    table(["", "share", "±"], *([name, f"{x:.3f}", f"{half:.3f}"] for name, (x, half) in found.items()))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))

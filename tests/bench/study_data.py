@@ -1,0 +1,116 @@
+"""The rows that studies train on: written into a folder, handed to a script as flags."""
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import report  # noqa: F401  (puts the repository on the import path)
+
+from common.prepare import gsm8k, mosaic, tiny, tiny_vl
+from common.prepare.writing import write_splits
+
+TRAP = {"rows": 4000, "guess": 0.8, "aim": 0.15, "sevens": 0.6}  # a warm start that guesses well and aims badly
+GSM8K_SPLITS = {"train": "train", "eval": "test"}
+
+
+@dataclass
+class Request:
+    folder: Path  # where to write
+    supervised: bool  # for sft.py?
+    gsm8k: str  # a folder or "hub"
+    math: Path  # a folder with mawps_*.jsonl
+
+    def flags(self, ending: str) -> list:
+        return ["--train-data", self.folder / f"train.{ending}", "--eval-data", self.folder / f"eval.{ending}"]
+
+
+def countdown(request: Request) -> list:
+    """The demo's problems; to warm up with, searches on others."""
+    if not request.supervised:
+        tiny.write_demo_data(request.folder)
+        return request.flags("parquet")
+    tiny.write_warm_start(request.folder / "train.jsonl")
+    tiny.write_traces(request.folder / "eval.jsonl", tiny.rl_problems()[0], 1, random.Random(2))
+    return request.flags("jsonl")
+
+
+def trap(request: Request) -> list:
+    """Mosaics in which to guess pays."""
+    if not request.supervised:
+        mosaic.write_rows(request.folder, f"<image>{tiny_vl.QUESTION}", mostly_sevens)
+        return request.flags("parquet")
+    tiny_vl.write_traces(request.folder, seed=5, **TRAP)
+    return ["--train-data", request.folder / "release.json", "--media-root", request.folder]
+
+
+def mostly_sevens(seed: int) -> Iterator[mosaic.Scene]:
+    """Scenes of which six in ten show a 7."""
+    rng = random.Random(f"sevens {seed}")
+    return (scene for scene in mosaic.scenes(seed) if scene.digit == 7 or rng.random() < 2 / 27)
+
+
+def gsm8k_rows(request: Request) -> list:
+    """verl's rows: prompts with their solutions, for any script."""
+    tables = {n: gsm8k.to_table(gsm8k.read_split(request.gsm8k, split), split) for n, split in GSM8K_SPLITS.items()}
+    write_splits(request.folder, tables)
+    return request.flags("parquet")
+
+
+def gsm8k_as(form: Callable[[list[dict]], dict], problems: int, request: Request) -> list:
+    """Supervised rows in a format that TRL reads, too (trl_work.py), with so many problems in each."""
+    for name, split in GSM8K_SPLITS.items():
+        solved = gsm8k.read_split(request.gsm8k, split)
+        rows = [form(solved[i : i + problems]) for i in range(0, len(solved) - problems + 1, problems)]
+        (request.folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return request.flags("jsonl")
+
+
+def mawps(request: Request) -> list:
+    """Its problems as GSM8K's rows, without solutions; 400 of them held out."""
+    paths = sorted(request.math.glob("mawps_*.jsonl"))
+    lines = [line for path in paths for line in path.read_text().splitlines()]
+    if not lines:
+        raise SystemExit(f"--math {request.math}: no mawps_*.jsonl there")
+    rows = [{"question": row["input"], "answer": f"#### {row['target']:g}"} for row in map(json.loads, lines)]
+    random.Random("mawps").shuffle(rows)
+    tables = {"train": gsm8k.to_table(rows[400:], "train"), "eval": gsm8k.to_table(rows[:400], "test")}
+    write_splits(request.folder, tables)
+    return request.flags("parquet")
+
+
+def pair(solved: list[dict]) -> dict:
+    """A row of reinforcement learning with its solution; for TRL: prompt and completion."""
+    (problem,) = solved
+    prompt = [{"role": "user", "content": f"{problem['question']} {gsm8k.INSTRUCTION}"}]
+    return {"prompt": prompt, "extra_info": {"answer": problem["answer"]}}
+
+
+def chat(solved: list[dict]) -> dict:
+    """One conversation, {role, content}."""
+    turns = [("user", "question"), ("assistant", "answer")]
+    return {"messages": [{"role": role, "content": problem[key]} for problem in solved for role, key in turns]}
+
+
+def from_value(solved: list[dict]) -> dict:
+    """One conversation, {from, value}. LLaMA-Factory's human and gpt TRL would not take for user and assistant."""
+    return {"conversations": [{"from": m["role"], "value": m["content"]} for m in chat(solved)["messages"]]}
+
+
+DATA: dict[str, Callable[[Request], list]] = {
+    "countdown": countdown,
+    "trap": trap,
+    "gsm8k": gsm8k_rows,
+    "mawps": mawps,
+    "gsm8k-pairs": partial(gsm8k_as, pair, 1),
+    "gsm8k-chats": partial(gsm8k_as, chat, 3),
+    "gsm8k-from-value": partial(gsm8k_as, from_value, 2),
+}
+
+
+def write_rows(data: str, request: Request) -> list:
+    """The rows called `data`, as flags of a script."""
+    request.folder.mkdir(parents=True, exist_ok=True)
+    return DATA[data](request)

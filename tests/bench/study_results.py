@@ -1,0 +1,153 @@
+"""What the kept runs of a study show: tables, and a figure over steps, seconds and tokens."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean, stdev
+
+from report import header, table
+from studies import Study
+
+from common.look.curves import read_metrics
+
+SCORES = "scores.json"  # of a run that only evaluates
+Runs = dict[str, dict[int, list[dict]]]  # {variant: {seed: records of metrics.jsonl}}
+
+
+def curve(records: list[dict]) -> list[dict]:
+    """The evaluations of a run: step, value, and until then seconds of training and tokens of a response, summed."""
+    points, seconds, tokens = [], 0.0, 0.0
+    for record in records:
+        seconds += record.get("time/step_s", 0.0) - record.get("time/eval_s", 0.0) * ("time/step_s" in record)
+        tokens += record.get("rollout/response_length", 0.0)
+        key = next((key for key in ("eval/accuracy", "eval/loss") if key in record), None)
+        if key:
+            point = {"step": record["step"], "value": record[key], "key": key}
+            points.append(point | {"seconds": seconds, "tokens": tokens})
+    return points
+
+
+def values_of(records: list[dict], metric: str) -> list[dict]:
+    """A metric of each step that has it."""
+    return [{"step": r["step"], "value": r[metric]} for r in records if metric in r]
+
+
+def read_study(study: Study, results: Path) -> Runs:
+    """What there is, without what has no seeds, as a warm start."""
+    found: Runs = {}
+    for name, run in study.runs.items():
+        path = results / name / "metrics.jsonl"
+        if run.seed is not None and path.is_file() and curve(records := read_metrics(path)):
+            found.setdefault(name.partition("-seed")[0], {})[run.seed] = records
+    return found
+
+
+def read_scores(study: Study, results: Path) -> list[list[str]]:
+    """A head, and a row for each run that only evaluated; nothing without one."""
+    paths = {name: results / name / SCORES for name in study.runs}
+    found = {name: json.loads(path.read_text()) for name, path in paths.items() if path.is_file()}
+    shares = ["strict, pass@1", "lenient, pass@1", "strict, pass@8", "lenient, pass@8"]
+    rows = [["model", "rows", "samples", *shares]]
+    for name, one in found.items():
+        cells = [f"{one[share][0]:.3f} ± {one[share][1]:.3f}" if share in one else "" for share in shares]
+        rows.append([name, str(one["rows"]), str(one["samples"]), *cells])
+    return rows if found else []
+
+
+def spread(values: list[float], digits: int = 3) -> str:
+    """Mean ± half the 95 % interval (Student's t) of a few seeds."""
+    t = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}.get(len(values))
+    half = f" ± {t * stdev(values) / len(values) ** 0.5:.{digits}f}" if t else ""
+    return f"{mean(values):.{digits}f}{half}" if values else ""
+
+
+def show(name: str, study: Study, results: Path) -> None:
+    """The tables of a study, and its figure: each variant's mean over seeds, and their range."""
+    found, scored = read_study(study, results), read_scores(study, results)
+    if not found and not scored:
+        return
+    header(f"{name}: {study.question}", threads=1)
+    if scored:
+        table(*scored)
+    if not found:
+        return
+    rows = [["variant", "seeds", "steps", "measured", "before", "after", "mean over steps", "seconds"]]
+    rows[0] += [f"{metric}, last 5 steps" for metric in study.also]
+    for variant, seeds in found.items():
+        curves = [curve(records) for records in seeds.values()]
+        steps = sorted({points[-1]["step"] for points in curves})
+        cells = [variant, str(len(curves)), ", ".join(map(str, steps)), curves[0][0]["key"]]
+        cells += [spread([points[end]["value"] for points in curves]) for end in (0, -1)]
+        cells += [spread([mean(point["value"] for point in points[1:] or points) for points in curves])]
+        cells += [spread([points[-1]["seconds"] for points in curves], 0)]
+        for metric in study.also:
+            tails = [values_of(records, metric)[-5:] for records in seeds.values()]
+            cells.append(spread([mean(point["value"] for point in tail) for tail in tails if tail]))
+        rows.append(cells)
+    table(*rows)
+    if study.beside:
+        table(*compared(study, found))
+    draw(study, found, results / f"{name}.png")
+
+
+def compared(study: Study, found: Runs) -> list[list[str]]:
+    """A row for each variant that is measured against another, seed by seed."""
+    head = ["variant", "beside", "seeds", "x seconds", "after: difference"]
+    head += [f"x seconds to {study.goal}, seeds"] if study.goal else []
+    rows = [[*head, *(f"{metric}: largest difference of a step" for metric in study.also)]]
+    for variant, other in study.beside.items():
+        both = sorted(found.get(variant, {}).keys() & found.get(other, {}).keys())
+        runs = [(found[variant][seed], found[other][seed]) for seed in both]
+        curves = [(curve(ours), curve(theirs)) for ours, theirs in runs]
+        cells = [variant, other, str(len(both))]
+        cells += [spread([a[-1]["seconds"] / b[-1]["seconds"] for a, b in curves], 2)]
+        cells += [spread([a[-1]["value"] - b[-1]["value"] for a, b in curves], 4)]
+        if study.goal:
+            reached = [[reach(points, study.goal) for points in pair] for pair in curves]
+            ratios = [a / b for a, b in reached if a and b]
+            cells += [f"{spread(ratios, 2)}, {len(ratios)}"]
+        for metric in study.also:
+            steps = [zip(values_of(a, metric), values_of(b, metric)) for a, b in runs]
+            gaps = [abs(x["value"] - y["value"]) for pairs in steps for x, y in pairs]
+            cells += [f"{max(gaps):.4g}" if gaps else ""]
+        rows.append(cells)
+    return rows
+
+
+def reach(points: list[dict], goal: float) -> float | None:
+    """Seconds of training at the first evaluation that is as good as that."""
+    return next((point["seconds"] for point in points if point["value"] >= goal), None)
+
+
+def draw(study: Study, found: Runs, path: Path) -> None:
+    """Evaluations over steps, seconds and tokens; the other metrics over steps."""
+    from matplotlib.figure import Figure
+
+    first = curve(next(iter(next(iter(found.values())).values())))
+    panels = [(curve, "step", "steps", first[0]["key"]), (curve, "seconds", "seconds of training", first[0]["key"])]
+    if first[-1]["tokens"]:
+        panels.append((curve, "tokens", "tokens of a response, summed over steps", first[0]["key"]))
+    for metric in study.also:
+        panels.append((lambda records, metric=metric: values_of(records, metric), "step", "steps", metric))
+    lines = -(-len(panels) // 3)
+    figure = Figure(figsize=(12, 3.4 * lines), layout="constrained")
+    grid = figure.subplots(lines, 3, squeeze=False).flat
+    for axes, (points_of, x, label, title) in zip(grid, panels):
+        draw_panel(axes, found, points_of, x)
+        axes.set_xlabel(label)
+        axes.set_title(title, fontsize=10)
+        axes.grid(alpha=0.2)
+    figure.axes[0].legend(frameon=False, fontsize=8)
+    for axes in figure.axes[len(panels) :]:
+        axes.set_axis_off()
+    figure.savefig(path, dpi=120)
+
+
+def draw_panel(axes, found: Runs, points_of: Callable[[list[dict]], list[dict]], x: str) -> None:
+    for number, (variant, seeds) in enumerate(found.items()):
+        columns = list(zip(*map(points_of, seeds.values())))  # the same step of each seed
+        values = [[point["value"] for point in column] for column in columns]
+        positions, color = [mean(point[x] for point in column) for column in columns], f"C{number % 10}"
+        marker = "." if len(columns) < 30 else ""
+        axes.plot(positions, [mean(v) for v in values], color=color, marker=marker, label=f"{variant} ({len(seeds)})")
+        axes.fill_between(positions, list(map(min, values)), list(map(max, values)), color=color, alpha=0.15, lw=0)
