@@ -29,7 +29,7 @@ from report import ROOT
 from scores import scores
 from studies import STUDIES, Run, Study
 from study_data import Request, write_rows
-from study_results import SCORES, curve, show
+from study_results import SCORES, show, state_of
 
 from common.look.curves import plot_curves, read_metrics
 
@@ -132,12 +132,8 @@ def show_list(args: Args) -> None:
     for name, study in STUDIES.items():
         print(f"\n{name}: {study.question}\n  python tests/bench/curves.py {name} {study.needs}".rstrip())
         for run_name, run in study.runs.items():
-            path = args.results / run_name / "metrics.jsonl"
-            points = curve(read_metrics(path)) if path.is_file() else []
-            state = (
-                f"step {points[-1]['step']}: {points[-1]['key']} {points[-1]['value']:.3f}" if points else "not run"
-            )
             seed = "" if run.seed is None else f" --seed {run.seed}"
+            state = state_of(args.results / run_name)
             print(f"    {run_name} [{state}]: {run.command}{seed} ({run.ranks} ranks)")
 
 

@@ -27,9 +27,25 @@ def curve(records: list[dict]) -> list[dict]:
     return points
 
 
+def state_of(results: Path) -> str:
+    """In a few words: how far a run is, and how good."""
+    if (results / SCORES).is_file():
+        return f"strict, pass@1: {json.loads((results / SCORES).read_text())['strict, pass@1'][0]:.3f}"
+    path = results / "metrics.jsonl"
+    points = curve(read_metrics(path)) if path.is_file() else []
+    return f"step {points[-1]['step']}: {points[-1]['key']} {points[-1]['value']:.3f}" if points else "not run"
+
+
 def values_of(records: list[dict], metric: str) -> list[dict]:
     """A metric of each step that has it."""
     return [{"step": r["step"], "value": r[metric]} for r in records if metric in r]
+
+
+def smoothed(points: list[dict]) -> list[dict]:
+    """Means over a twentieth of a run's steps."""
+    width = max(1, len(points) // 20)
+    groups = [points[i : i + width] for i in range(0, len(points), width)]
+    return [{"step": mean(p["step"] for p in group), "value": mean(p["value"] for p in group)} for group in groups]
 
 
 def read_study(study: Study, results: Path) -> Runs:
@@ -120,7 +136,7 @@ def reach(points: list[dict], goal: float) -> float | None:
 
 
 def draw(study: Study, found: Runs, path: Path) -> None:
-    """Evaluations over steps, seconds and tokens; the other metrics over steps."""
+    """Evaluations over steps, seconds and tokens; the other metrics over steps, smoothed."""
     from matplotlib.figure import Figure
 
     first = curve(next(iter(next(iter(found.values())).values())))
@@ -128,7 +144,7 @@ def draw(study: Study, found: Runs, path: Path) -> None:
     if first[-1]["tokens"]:
         panels.append((curve, "tokens", "tokens of a response, summed over steps", first[0]["key"]))
     for metric in study.also:
-        panels.append((lambda records, metric=metric: values_of(records, metric), "step", "steps", metric))
+        panels.append((lambda records, metric=metric: smoothed(values_of(records, metric)), "step", "steps", metric))
     lines = -(-len(panels) // 3)
     figure = Figure(figsize=(12, 3.4 * lines), layout="constrained")
     grid = figure.subplots(lines, 3, squeeze=False).flat
@@ -148,6 +164,5 @@ def draw_panel(axes, found: Runs, points_of: Callable[[list[dict]], list[dict]],
         columns = list(zip(*map(points_of, seeds.values())))  # the same step of each seed
         values = [[point["value"] for point in column] for column in columns]
         positions, color = [mean(point[x] for point in column) for column in columns], f"C{number % 10}"
-        marker = "." if len(columns) < 30 else ""
-        axes.plot(positions, [mean(v) for v in values], color=color, marker=marker, label=f"{variant} ({len(seeds)})")
+        axes.plot(positions, [mean(v) for v in values], color=color, marker=".", label=f"{variant} ({len(seeds)})")
         axes.fill_between(positions, list(map(min, values)), list(map(max, values)), color=color, alpha=0.15, lw=0)
