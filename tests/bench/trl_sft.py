@@ -106,6 +106,7 @@ def main(work: dict) -> None:
     factors, optimizer = work["lr_factors"], trainer.create_optimizer()
     trainer.lr_scheduler = LambdaLR(optimizer, lambda step: factors[min(step, len(factors) - 1)])
     trainer.train()
+    trainer.accelerator.end_training()  # else gloo may abort where one process ends before another
 
 
 if __name__ == "__main__":

@@ -131,6 +131,7 @@ def main(work: dict) -> None:
     for phase, name in TIMED.items():
         setattr(trainer, name, clock.timed(phase, getattr(trainer, name)))
     trainer.train()
+    trainer.accelerator.end_training()  # else gloo may abort where one process ends before another
 
 
 if __name__ == "__main__":
