@@ -1,6 +1,7 @@
 """tests/bench/curves.py: its runs can be started, and it says what the kept ones show."""
 
 import importlib
+import json
 import os
 import sys
 
@@ -60,3 +61,85 @@ def test_an_interval_is_that_of_students_t():
 
     assert spread([0.1, 0.2, 0.3]) == "0.200 ± 0.248"  # 4.30 × 0.1 / sqrt(3)
     assert spread([0.5]) == "0.500"
+
+
+def test_trl_is_given_the_work_of_our_flags(monkeypatch):
+    import trl_work
+    from studies import BESIDE_SFT
+
+    import grpo
+    import sft
+
+    args, work = grpo.DEMO, trl_work.GRPO | trl_work.GRPO_OPTIONS
+    ours = [args.rollout.prompts_per_step, args.rollout.samples_per_prompt, args.rollout.max_response_tokens]
+    assert [*ours, args.learning_rate] == [
+        work[key] for key in ("prompts", "samples", "response_tokens", "learning_rate")
+    ]
+    rates = [args.run.total_steps, args.warmup_steps, args.lr_schedule, args.lr_floor]
+    assert rates == [trl_work.GRPO_RATES[key] for key in ("total_steps", "warmup_steps", "schedule", "floor")]
+
+    monkeypatch.setattr(sys, "argv", [*BESIDE_SFT.split(), "--train-data", "x", "--eval-data", "x"])
+    args, _ = parse(sft.Args, sft.DEMO, sft.__doc__)
+    work = trl_work.SFT | trl_work.SFT_OPTIONS
+    ours = [args.run.model, args.batch_size, args.run.eval_every, args.run.eval_rows, args.learning_rate]
+    keys = ("model", "rows_of_a_step", "eval_every", "held_out", "learning_rate")
+    assert [*ours, args.max_grad_norm] == [work[key] for key in (*keys, "max_grad_norm")]
+    rates = [args.run.total_steps, args.warmup_steps, args.lr_schedule, args.lr_floor]
+    assert rates == [trl_work.SFT_RATES[key] for key in ("total_steps", "warmup_steps", "schedule", "floor")]
+
+
+def test_rows_of_each_supervised_format_are_the_same_conversation_to_trl(tmp_path):
+    from study_data import Request, write_rows
+    from trl_work import as_trl
+
+    from common.data.formats import read_conversation
+
+    problems = [{"question": f"{n}+1?", "answer": f"#### {n + 1}"} for n in range(6)]
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    for form, rows in {"pairs": 6, "chats": 2, "from-value": 3}.items():
+        folder = tmp_path / form
+        flags = write_rows(f"gsm8k-{form}", Request(folder, True, str(tmp_path), None))
+        assert flags == ["--train-data", folder / "train.jsonl", "--eval-data", folder / "eval.jsonl"]
+        records = [json.loads(line) for line in flags[1].read_text().splitlines()]
+        assert len(records) == rows
+        for record in records:
+            ours, theirs = read_conversation(record).messages, as_trl(record)
+            theirs = theirs.get("messages") or theirs.get("conversations") or theirs["prompt"] + theirs["completion"]
+            assert [[m["role"], m["content"]] for m in ours] == [list(m.values())[-2:] for m in theirs]
+
+
+def test_mawps_is_scored_as_gsm8k_is(tmp_path):
+    import pyarrow.parquet as pq
+    from study_data import Request, write_rows
+
+    lines = [json.dumps({"input": f"{n} apples and 0.5 ?", "target": n + 0.5}) for n in range(1_000_000, 1_000_402)]
+    (tmp_path / "mawps_addsub.jsonl").write_text("\n".join(lines))
+    flags = write_rows("mawps", Request(tmp_path / "rows", False, "hub", tmp_path))
+    train, held_out = (pq.read_table(path).to_pylist() for path in (flags[1], flags[3]))
+    assert (len(train), len(held_out)) == (2, 400)
+    truths = {float(row["reward_model"]["ground_truth"]) for row in train + held_out}
+    assert truths == {n + 0.5 for n in range(1_000_000, 1_000_402)}
+    with pytest.raises(SystemExit, match="--math None"):
+        write_rows("mawps", Request(tmp_path / "rows", False, "hub", None))
+
+
+def test_scores_are_strict_and_lenient(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    from scores import scores
+
+    truth = {"numbers": [2, 3], "target": 5}
+    said = [(0, "12#### 7", "7", True), (0, "it is 7", "7", False), (1, "8", "7", False), (1, "9", "7", False)]
+    said += [(2, "2 + 3 = 5", json.dumps(truth), False), (2, "3-2", json.dumps(truth), False)]
+    keys = ("row", "completion", "truth", "correct")
+    pq.write_table(pa.Table.from_pylist([dict(zip(keys, one)) for one in said]), tmp_path / "samples.parquet")
+    found = scores(tmp_path / "samples.parquet")
+    assert (found["rows"], found["samples"]) == (3, 2)
+    shares = {name: round(share[0], 4) for name, share in found.items() if "pass" in name}
+    assert shares == {
+        "strict, pass@1": 0.1667,
+        "strict, pass@2": 0.3333,
+        "lenient, pass@1": 0.5,
+        "lenient, pass@2": 0.6667,
+    }

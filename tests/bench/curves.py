@@ -42,7 +42,7 @@ class Args:
     list: bool = False  # show studies, runs and commands, and stop
     only: tuple[str, ...] = ()  # runs of the study, in this order; one that starts from another needs it done
     gsm8k: str = "hub"  # folder with train.jsonl and test.jsonl of GSM8K, or "hub"
-    math: Path = Path("../shared/data/math")  # folder with mawps_*.jsonl
+    math: Path | None = None  # folder with mawps_*.jsonl
     trl: Path | None = None  # virtual environment with TRL
     runs: Path = Path("runs/curves")  # folder of data, checkpoints and models
     results: Path = Path("results")  # folder of what is kept
@@ -71,8 +71,8 @@ def trl_command(args: Args, run: Run, folder: Path) -> list[str]:
     if not args.trl:
         raise SystemExit("this study needs --trl FOLDER, a virtual environment with TRL (step.py --make-trl-venv)")
     if run.command == "trl_sft":
-        rows = rows_of(args, run, "sft.py")
-        work = trl_work.write_sft(folder, run.seed, run.ranks, train=rows[1], held_out=rows[3])
+        rows_of(args, run, "sft.py")
+        work = trl_work.write_sft(folder, run.seed, run.ranks, rows=data_folder(args, run))
     else:
         work = trl_work.write_grpo(folder, run.seed, run.ranks)
     python = [args.trl.absolute() / "bin/python", "-m", "torch.distributed.run", "--nproc_per_node", run.ranks]
@@ -81,8 +81,11 @@ def trl_command(args: Args, run: Run, folder: Path) -> list[str]:
 
 def rows_of(args: Args, run: Run, script: str) -> list:
     """The rows of a run, as flags of a script."""
-    folder = (args.runs / "data" / run.data).absolute()
-    return write_rows(run.data, Request(folder, script == "sft.py", args.gsm8k, args.math))
+    return write_rows(run.data, Request(data_folder(args, run), script == "sft.py", args.gsm8k, args.math))
+
+
+def data_folder(args: Args, run: Run) -> Path:
+    return (args.runs / "data" / run.data).absolute()
 
 
 def is_done(args: Args, study: Study, name: str) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 import report  # noqa: F401  (puts the repository on the import path)
 
 from common.prepare import gsm8k, mosaic, tiny, tiny_vl
+from common.prepare.math import read_record
 from common.prepare.writing import write_splits
 
 TRAP = {"rows": 4000, "guess": 0.8, "aim": 0.15, "sevens": 0.6}  # a warm start that guesses well and aims badly
@@ -21,7 +22,7 @@ class Request:
     folder: Path  # where to write
     supervised: bool  # for sft.py?
     gsm8k: str  # a folder or "hub"
-    math: Path  # a folder with mawps_*.jsonl
+    math: Path | None  # a folder with mawps_*.jsonl
 
     def flags(self, ending: str) -> list:
         return ["--train-data", self.folder / f"train.{ending}", "--eval-data", self.folder / f"eval.{ending}"]
@@ -70,11 +71,13 @@ def gsm8k_as(form: Callable[[list[dict]], dict], problems: int, request: Request
 
 def mawps(request: Request) -> list:
     """Its problems as GSM8K's rows, without solutions; 400 of them held out."""
-    paths = sorted(request.math.glob("mawps_*.jsonl"))
-    lines = [line for path in paths for line in path.read_text().splitlines()]
+    lines = []
+    for path in sorted(request.math.glob("mawps_*.jsonl")) if request.math else []:
+        lines += path.read_text().splitlines()
     if not lines:
-        raise SystemExit(f"--math {request.math}: no mawps_*.jsonl there")
-    rows = [{"question": row["input"], "answer": f"#### {row['target']:g}"} for row in map(json.loads, lines)]
+        raise SystemExit(f"--math {request.math}: expected a folder with mawps_*.jsonl")
+    solved = (read_record(json.loads(line)) for line in lines)
+    rows = [{"question": question, "answer": f"#### {truth}"} for question, truth, _ in solved]
     random.Random("mawps").shuffle(rows)
     tables = {"train": gsm8k.to_table(rows[400:], "train"), "eval": gsm8k.to_table(rows[:400], "test")}
     write_splits(request.folder, tables)

@@ -41,10 +41,10 @@ class Clock(TrainerCallback):
         self.start = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
+        seconds = time.perf_counter() - self.start
         rows = self.work["rows_of_a_step"]
         labels = self.trainer.train_dataset[(state.global_step - 1) * rows : state.global_step * rows]["labels"]
         tokens = sum(label != -100 for row in labels for label in row[1:])
-        seconds = time.perf_counter() - self.start
         self.record = {"step": state.global_step, "time/step_s": seconds, "data/tokens": tokens}
         if state.global_step % self.work["eval_every"] == 0:
             self.record["eval/loss"] = held_out_loss(self.trainer)

@@ -19,7 +19,7 @@ GRPO_OPTIONS = {"learning_rate": 8e-5, "bf16": True}
 GRPO_RATES = {"total_steps": 40, "warmup_steps": 5, "schedule": "linear", "floor": 0.1}
 
 # studies.py has the same as flags of sft.py.
-SFT = {"model": "smollm2", "rows_of_a_step": 16, "steps": 40, "eval_every": 10, "eval_rows": 64, "batch": 4}
+SFT = {"model": "smollm2", "rows_of_a_step": 16, "steps": 40, "eval_every": 10, "held_out": 64, "batch": 4}
 SFT_OPTIONS = {"learning_rate": 1e-4, "bf16": True, "adam_beta2": 0.95, "max_grad_norm": 1.0}
 SFT_RATES = {"total_steps": 40, "warmup_steps": 0.1, "schedule": "linear", "floor": 0.0}
 
@@ -42,15 +42,17 @@ def write_grpo(folder: Path, seed: int, processes: int) -> Path:
     return write(folder, work | {"lr_factors": factors}, rows)
 
 
-def write_sft(folder: Path, seed: int, processes: int, train: Path, held_out: Path) -> Path:
-    """Conversations in the order of that seed."""
-    training = [as_trl(json.loads(line)) for line in train.read_text().splitlines()]
-    evaluation = [as_trl(json.loads(line)) for line in held_out.read_text().splitlines()[: SFT["eval_rows"]]]
+def write_sft(folder: Path, seed: int, processes: int, rows: Path) -> Path:
+    """The conversations of a folder, train.jsonl and eval.jsonl, in the order of that seed."""
+    training, evaluation = (
+        [as_trl(json.loads(line)) for line in (rows / f"{split}.jsonl").read_text().splitlines()]
+        for split in ("train", "eval")
+    )
     order = PromptLoader(len(training), seed).next(SFT["steps"] * SFT["rows_of_a_step"])
     factors = [lr_factor(step, **SFT_RATES) for step in range(SFT["steps"])]
     work = SFT | {"model": str(resolve_model(SFT["model"])), "options": SFT_OPTIONS | {"seed": seed}}
     work |= {"processes": processes, "lr_factors": factors}
-    return write(folder, work, {"rows": [training[i] for i in order], "eval_rows": evaluation})
+    return write(folder, work, {"rows": [training[i] for i in order], "eval_rows": evaluation[: SFT["held_out"]]})
 
 
 def as_trl(row: dict) -> dict:
