@@ -63,6 +63,45 @@ def test_an_interval_is_that_of_students_t():
     assert spread([0.5]) == "0.500"
 
 
+def records_of(*accuracies: float) -> list[dict]:
+    """Of a run that was evaluated after 0, 10, 20 ... steps, and sampled as well as that."""
+    return [{"step": 10 * i, "eval/accuracy": x, "reward/accuracy": x} for i, x in enumerate(accuracies)]
+
+
+def test_what_a_knob_does_is_said_beyond_noise(tmp_path):
+    from studies import Study
+    from study_results import MEASURES, draw_dots, effects, noise
+
+    found = {
+        "base": {seed: records_of(0.2, 0.5 + 0.01 * seed) for seed in (1, 2, 3)},
+        "same": {seed: records_of(0.2, 0.51 + 0.01 * seed) for seed in (1, 2, 3)},
+        "better": {seed: records_of(0.2, 0.6 + 0.01 * seed) for seed in (1, 2, 3)},
+        "broken": {seed: records_of(0.2, 0.3 * seed) for seed in (1, 2, 3)},  # scatters: its own affair
+    }
+    assert noise(found, MEASURES["greedy, after"]) == pytest.approx(1.96 * (2 / 3) ** 0.5 * 0.01 / 0.83)
+    study = Study("", {}, beside={"same": "base", "better": "base"}, dots=True)
+    rows = {row[0]: row[2] for row in effects(study, found)[1:]}
+    assert rows == {"base": "0.520", "same": "0.530", "better": "0.620 (+0.100)", "broken": "0.600"}
+    one = {"same": {1: records_of(0.2, 0.5)}}
+    assert effects(study, one)[1][2] == "0.500"
+    for runs in (found, one):
+        draw_dots(study, runs, tmp_path / "figure.png")
+        (tmp_path / "figure.png").unlink()
+
+
+def test_a_wrong_engine_has_few_bits():
+    import torch
+    from wrong_engine import in_three_bits
+
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)) * 0.02
+    rounded = in_three_bits(weight)
+    assert all(len(row.unique()) <= 7 for row in rounded)
+    largest = weight.abs().amax(dim=1, keepdim=True)
+    assert ((rounded - weight).abs() <= largest / 6 * 1.0001).all() and not torch.equal(rounded, weight)
+    assert torch.equal(in_three_bits(weight[0]), weight[0])
+    assert torch.equal(in_three_bits(torch.zeros(2, 2)), torch.zeros(2, 2))
+
+
 def test_trl_is_given_the_work_of_our_flags(monkeypatch):
     import trl_work
     from studies import BESIDE_SFT

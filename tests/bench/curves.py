@@ -62,8 +62,9 @@ def our_command(args: Args, run: Run, folder: Path) -> list[str]:
         flags += rows_of(args, run, script)
     flags += ["--seed", run.seed] if run.seed is not None else []
     flags += ["--save-every", args.save_every, "--output-dir", folder.absolute(), *args.flags.split()]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", run.ranks, script]
-    return [str(part) for part in (*launcher, *flags)]
+    program = ["tests/bench/wrong_engine.py", run.engine] if run.engine else [script]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", run.ranks]
+    return [str(part) for part in (*launcher, *program, *flags)]
 
 
 def trl_command(args: Args, run: Run, folder: Path) -> list[str]:
@@ -137,7 +138,8 @@ def show_list(args: Args) -> None:
         for run_name, run in study.runs.items():
             seed = "" if run.seed is None else f" --seed {run.seed}"
             state = state_of(args.results / run_name)
-            print(f"    {run_name} [{state}]: {run.command}{seed} ({run.ranks} ranks)")
+            wrong = f", engine in {run.engine}" if run.engine else ""
+            print(f"    {run_name} [{state}]: {run.command}{seed} ({run.ranks} ranks{wrong})")
 
 
 def main(args: Args) -> None:

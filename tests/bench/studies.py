@@ -3,7 +3,7 @@
 A run is named VARIANT-seedN. Its command is a script with its flags, without the output folder.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 DEMO_PYTHON = """\
 grpo.py --model tiny-vl-python --tools python --max-turns 4 --tool-bonus 0.1 --oversample 1.5 --dynamic-sampling 4 \
@@ -54,6 +54,7 @@ class Run:
     data: str = ""  # rows of study_data.py; else what the command says
     parent: str = ""  # run of the study whose model this one starts from
     ranks: int = 2  # processes
+    engine: str = ""  # how it is made wrong by wrong_engine.py; else it is right
 
 
 @dataclass(frozen=True)
@@ -64,16 +65,13 @@ class Study:
     each: bool = True  # keep a picture of each run, else one of the study
     also: tuple[str, ...] = ()  # metrics of each step to show besides the evaluations
     beside: dict[str, str] = field(default_factory=dict)  # {variant: the one it is measured against}
+    dots: bool = False  # a figure of how much, not of when
     goal: float | None = None  # of the evaluation: after how many seconds is it there?
 
 
 def seeded(variants: dict[str, Run], seeds: range) -> dict[str, Run]:
     """Seed by seed, so that variants take turns: machines drift."""
-    return {
-        f"{name}-seed{seed}": Run(run.command, seed, run.data, run.parent, run.ranks)
-        for seed in seeds
-        for name, run in variants.items()
-    }
+    return {f"{name}-seed{seed}": replace(run, seed=seed) for seed in seeds for name, run in variants.items()}
 
 
 ONE_GPU = {
@@ -113,7 +111,7 @@ def with_scores(runs: dict[str, Run]) -> dict[str, Run]:
     return found
 
 
-KNOBS = {  # the demo: group-std, dapo, one minibatch, clipped at 0.2, learning rate 8e-5, no KL
+GRPO_KNOBS = {  # the demo: group-std, dapo, one minibatch, clipped at 0.2, learning rate 8e-5, no KL
     "demo": "",
     "group-mean": "--advantage group-mean",
     "rloo": "--advantage rloo",
@@ -140,6 +138,38 @@ PPO_KNOBS = {  # the demo: advantages with lambda 0.99, whitened; 16 steps for t
     "no-critic-warmup": "--critic-warmup-steps 0",
     "no-whitening": "--no-whiten",
 }
+CORRECTIONS = ("bf16-none", "bf16-truncate", "int3-none", "int3-truncate", "int3-mask", "int3-sequence")
+
+
+def corrected(name: str) -> Run:
+    """With a wrong engine, under a trainer in fp32."""
+    engine, _, correction = name.partition("-")
+    return Run(f"grpo.py --dtype fp32 --max-logprob-gap 1 --correction {correction}", engine=engine)
+
+
+KNOBS = (
+    {f"knob-{name}": Run(f"grpo.py {flags}".strip()) for name, flags in GRPO_KNOBS.items()}
+    | {"knob-fp32": Run("grpo.py --dtype fp32")}
+    | {f"knob-{name}": corrected(name) for name in CORRECTIONS}
+    | {f"knob-ppo-{name}": Run(f"ppo.py {flags}".strip()) for name, flags in PPO_KNOBS.items()}
+)
+
+
+BASES = (  # what a knob's name begins with, and the variant that differs from it in one thing: the first other one
+    ("knob-4-", "knob-4-minibatches"),
+    ("knob-kl-reward", "knob-rloo"),
+    ("knob-bf16-", "knob-bf16-none"),
+    ("knob-int3-", "knob-int3-none"),
+    ("knob-bf16-", "knob-fp32"),
+    ("knob-int3-", "knob-fp32"),
+    ("knob-ppo-", "knob-ppo-demo"),
+    ("knob-", "knob-demo"),
+)
+
+
+def base_of(knob: str) -> str:
+    return next(base for start, base in BASES if knob.startswith(start) and knob != base)
+
 
 PYVISION = {  # of the demo with programs: ranking by deviation, and the bonus for programs that ran
     "grpo-tiny-vl-python": DEMO_PYTHON,
@@ -168,14 +198,12 @@ STUDIES = {
         goal=0.8,
     ),
     "knobs": Study(
-        "What does each setting of grpo.py do to the demo, everything else being as it is there?",
-        seeded({f"knob-{name}": Run(f"grpo.py {flags}") for name, flags in KNOBS.items()}, range(1, 4)),
+        "What does each setting do to the demos of grpo.py and ppo.py, everything else being as it is there?",
+        seeded(KNOBS, range(1, 4)),
         each=False,
-    ),
-    "knobs-ppo": Study(
-        "And of ppo.py?",
-        seeded({f"knob-ppo-{name}": Run(f"ppo.py {flags}") for name, flags in PPO_KNOBS.items()}, range(1, 4)),
-        each=False,
+        also=("reward/accuracy", "policy/rollout_logprob_gap"),
+        beside={name: base_of(name) for name in KNOBS if not name.endswith("demo")},
+        dots=True,
     ),
     "curiosity": Study(
         "Where guessing pays more than looking does at first, does the bonus for looking keep it alive?",

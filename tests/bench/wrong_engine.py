@@ -1,0 +1,57 @@
+"""grpo.py under an engine that is wrong on purpose, for --correction to make good.
+
+    torchrun --nproc_per_node 2 tests/bench/wrong_engine.py bf16 --dtype fp32 --correction truncate
+    torchrun --nproc_per_node 2 tests/bench/wrong_engine.py int3 --dtype fp32 --max-logprob-gap 1
+
+bf16: it computes in bf16, whatever the trainer does. int3: and by matrices of 3 bits. Evaluations are of the policy as
+it is: by matrices with all their bits.
+"""
+
+import sys
+from dataclasses import replace
+
+import torch
+from report import ROOT  # noqa: F401  (puts the repository on the import path)
+from torch import Tensor
+
+import common.rollouts
+import grpo
+from common.distributed import run
+from common.engine.vllm import VllmEngine
+from common.flags import parse
+
+
+def in_three_bits(tensor: Tensor) -> Tensor:
+    """What is left of a matrix in whole numbers from -3 to 3, a scale a row; vectors, as norms, stay as they are."""
+    if tensor.dim() < 2:
+        return tensor
+    scale = tensor.abs().amax(dim=-1, keepdim=True).clamp(min=1e-30) / 3
+    return (tensor / scale).round() * scale
+
+
+class WrongEngine(VllmEngine):
+    rounding, evaluating = False, False
+
+    def __init__(self, config):
+        super().__init__(replace(config, dtype=torch.bfloat16))
+
+    def sync_weights(self, weights, step):
+        if self.rounding and not self.evaluating:
+            weights = ((name, in_three_bits(tensor)) for name, tensor in weights)
+        super().sync_weights(weights, step)
+
+
+class Rollouts(common.rollouts.Rollouts):
+    def evaluate(self, *args, **kwargs):  # which syncs the engine, as each step does
+        self.engine.evaluating = True
+        found = super().evaluate(*args, **kwargs)
+        self.engine.evaluating = False
+        return found
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] not in (["bf16"], ["int3"]):
+        raise SystemExit("how is the engine wrong? bf16 or int3, before all flags")
+    WrongEngine.rounding = sys.argv.pop(1) == "int3"
+    common.rollouts.VllmEngine, grpo.Rollouts = WrongEngine, Rollouts
+    run(grpo.main, *parse(grpo.Args, grpo.DEMO, grpo.__doc__))
