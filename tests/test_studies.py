@@ -1,9 +1,11 @@
 """tests/bench/curves.py: its runs can be started, and it says what the kept ones show."""
 
 import importlib
+import itertools
 import json
 import os
 import sys
+from string import ascii_lowercase
 
 import pytest
 from helpers import ROOT
@@ -35,11 +37,58 @@ def test_every_run_has_flags_that_its_script_takes(monkeypatch):
 
 def test_every_kept_result_is_a_run_that_can_be_made_again():
     from studies import STUDIES
+    from study_results import read_record
 
     named = [(name, run) for study in STUDIES.values() for name, run in study.runs.items()]
-    names = dict(named)
-    assert all(names[name] == run for name, run in named)
-    assert {path.name for path in (ROOT / "results").iterdir() if path.is_dir()} <= set(names)
+    runs = dict(named)
+    assert all(runs[name] == run for name, run in named)
+    for path in (path for path in (ROOT / "results").iterdir() if path.is_dir()):
+        record = read_record(path)
+        assert record["run"] == vars(runs[path.name]), f"{path.name}: studies.py has changed since"
+        if parent := runs[path.name].parent:
+            assert record["from"] == read_record(ROOT / "results" / parent)["model"], (
+                f"{path.name}: of another {parent}"
+            )
+
+
+def test_a_run_is_done_if_it_is_that_run_and_came_to_its_end(tmp_path):
+    from curves import Args, is_done, keep
+    from studies import Run, Study
+    from study_results import read_study
+
+    study = Study("", {"warm": Run("sft.py"), "learnt-seed1": Run("grpo.py", 1, parent="warm")}, each=False)
+    args = Args(runs=tmp_path / "runs", results=tmp_path / "results")
+
+    def made(name: str, steps: int, weights: bytes = b"") -> None:
+        folder = args.runs / name
+        (folder / "model").mkdir(parents=True, exist_ok=True)
+        (folder / "model" / "model.safetensors").write_bytes(weights)
+        (folder / "config.json").write_text(json.dumps({"args": {"total_steps": 2}}))
+        steps = [{"step": step, "eval/accuracy": 0.5} for step in range(steps + 1)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+        keep(args, study, name)
+
+    def done() -> list[bool]:
+        return [is_done(args, study, name) for name in study.runs]
+
+    keep(args, study, "warm")  # of a run that did not even start, nothing
+    assert done() == [False, False] and not args.results.exists()
+    made("warm", 2, b"first")
+    made("learnt-seed1", 1)
+    assert done() == [True, False] and read_study(study, args.results) == {}
+    made("learnt-seed1", 2)
+    assert done() == [True, True] and list(read_study(study, args.results)) == ["learnt"]
+    (args.runs / "warm" / "model" / "model.safetensors").unlink()
+    (args.runs / "warm" / "model").rmdir()
+    assert done() == [True, True]  # nobody needs it any more
+    made("warm", 2, b"second")
+    assert done() == [True, False]  # it was of another warm start
+    made("learnt-seed1", 2)
+    args.flags = "--learning-rate 1"
+    assert done() == [False, False]
+    args.flags = ""
+    study.runs["learnt-seed1"] = Run("grpo.py --minibatches 2", 1, parent="warm")
+    assert done() == [True, False]
 
 
 def test_seconds_are_those_of_training():
@@ -69,7 +118,7 @@ def records_of(*accuracies: float) -> list[dict]:
 
 
 def test_what_a_knob_does_is_said_beyond_noise(tmp_path):
-    from studies import Study
+    from studies import Run, Study
     from study_results import MEASURES, draw_dots, effects, noise
 
     found = {
@@ -77,15 +126,23 @@ def test_what_a_knob_does_is_said_beyond_noise(tmp_path):
         "same": {seed: records_of(0.2, 0.51 + 0.01 * seed) for seed in (1, 2, 3)},
         "better": {seed: records_of(0.2, 0.6 + 0.01 * seed) for seed in (1, 2, 3)},
         "broken": {seed: records_of(0.2, 0.3 * seed) for seed in (1, 2, 3)},  # scatters: its own affair
+        "once": {1: records_of(0.2, 0.54)},
+        "critic": {seed: records_of(0.2, 0.3 * seed) for seed in (1, 2, 3)},  # another script's scatter
     }
-    assert noise(found, MEASURES["greedy, after"]) == pytest.approx(1.96 * (2 / 3) ** 0.5 * 0.01 / 0.83)
-    study = Study("", {}, beside={"same": "base", "better": "base"}, dots=True)
-    rows = {row[0]: row[2] for row in effects(study, found)[1:]}
-    assert rows == {"base": "0.520", "same": "0.530", "better": "0.620 (+0.100)", "broken": "0.600"}
+    runs = {f"{name}-seed{seed}": Run("grpo.py", seed) for name in found for seed in found[name]}
+    runs |= {f"critic-seed{seed}": Run("ppo.py", seed) for seed in (1, 2, 3)}
+    beside = dict.fromkeys(("same", "better", "once", "critic"), "base")
+    study, measure = Study("", runs, beside=beside, dots=True), MEASURES["greedy, after"]
+    assert noise(study, found, measure, "same") == pytest.approx(1.96 * (2 / 3) ** 0.5 * 0.01 / 0.833)
+    assert noise(study, found, measure, "once") == pytest.approx(1.96 * (4 / 3) ** 0.5 * 0.01 / 0.833)
+    assert noise(study, found, measure, "critic") > 10 * noise(study, found, measure, "same")
+    rows = {row[0]: row[3] for row in effects(study, found)[1:]}
+    told = {"base": "0.520", "same": "0.530 (+0.010)", "better": "0.620 (+0.100*)", "broken": "0.600"}
+    assert rows == told | {"once": "0.540 (+0.020)", "critic": "0.600 (+0.080)"}
     one = {"same": {1: records_of(0.2, 0.5)}}
-    assert effects(study, one)[1][2] == "0.500"
-    for runs in (found, one):
-        draw_dots(study, runs, tmp_path / "figure.png")
+    assert effects(study, one)[1][3] == "0.500"
+    for some in (found, one):
+        draw_dots(study, some, tmp_path / "figure.png")
         (tmp_path / "figure.png").unlink()
 
 
@@ -152,13 +209,16 @@ def test_mawps_is_scored_as_gsm8k_is(tmp_path):
     import pyarrow.parquet as pq
     from study_data import Request, write_rows
 
-    lines = [json.dumps({"input": f"{n} apples and 0.5 ?", "target": n + 0.5}) for n in range(1_000_000, 1_000_402)]
+    numbers = range(1_000_000, 1_000_402)
+    names = map("".join, itertools.product(ascii_lowercase, repeat=2))
+    lines = [json.dumps({"input": f"{name} has {n} and 0.5 ?", "target": n + 0.5}) for name, n in zip(names, numbers)]
+    lines += [json.dumps({"input": "Ab has 7 and 0.5?", "target": 7.5})]  # as one above, but for its numbers
     (tmp_path / "mawps_addsub.jsonl").write_text("\n".join(lines))
     flags = write_rows("mawps", Request(tmp_path / "rows", False, "hub", tmp_path))
     train, held_out = (pq.read_table(path).to_pylist() for path in (flags[1], flags[3]))
     assert (len(train), len(held_out)) == (2, 400)
     truths = {float(row["reward_model"]["ground_truth"]) for row in train + held_out}
-    assert truths == {n + 0.5 for n in range(1_000_000, 1_000_402)}
+    assert truths == {n + 0.5 for n in numbers}
     with pytest.raises(SystemExit, match="--math None"):
         write_rows("mawps", Request(tmp_path / "rows", False, "hub", None))
 

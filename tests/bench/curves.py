@@ -12,6 +12,7 @@ not; the study's figure, over samples and over seconds, to results/STUDY.png. Se
 evaluations, which both programs do between steps, and loading do not count.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -19,7 +20,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -29,11 +30,14 @@ from report import ROOT
 from scores import scores
 from studies import STUDIES, Run, Study
 from study_data import Request, write_rows
-from study_results import SCORES, show, state_of
+from study_results import RECORD, SCORES, is_complete, read_record, show, state_of
 
-from common.look.curves import plot_curves, read_metrics
+from common.look.curves import plot_curves
 
 KEPT = ("config.json", "metrics.jsonl", "curves.png")
+SAMPLES = "eval_samples.parquet"  # of a run that only evaluates; their scores are kept
+# A step has to end before a run can be saved: torchrun would give it half a minute.
+LAUNCHER = ("-m", "torch.distributed.run", "--shutdown-timeout", 600, "--nproc_per_node")
 
 
 @dataclass
@@ -63,8 +67,7 @@ def our_command(args: Args, run: Run, folder: Path) -> list[str]:
     flags += ["--seed", run.seed] if run.seed is not None else []
     flags += ["--save-every", args.save_every, "--output-dir", folder.absolute(), *args.flags.split()]
     program = ["tests/bench/wrong_engine.py", run.engine] if run.engine else [script]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", run.ranks]
-    return [str(part) for part in (*launcher, *program, *flags)]
+    return [str(part) for part in (sys.executable, *LAUNCHER, run.ranks, *program, *flags)]
 
 
 def trl_command(args: Args, run: Run, folder: Path) -> list[str]:
@@ -76,8 +79,8 @@ def trl_command(args: Args, run: Run, folder: Path) -> list[str]:
         work = trl_work.write_sft(folder, run.seed, run.ranks, rows=data_folder(args, run))
     else:
         work = trl_work.write_grpo(folder, run.seed, run.ranks)
-    python = [args.trl.absolute() / "bin/python", "-m", "torch.distributed.run", "--nproc_per_node", run.ranks]
-    return [str(part) for part in (*python, f"tests/bench/{run.command}.py", work)]
+    python = args.trl.absolute() / "bin/python"
+    return [str(part) for part in (python, *LAUNCHER, run.ranks, f"tests/bench/{run.command}.py", work)]
 
 
 def rows_of(args: Args, run: Run, script: str) -> list:
@@ -91,31 +94,47 @@ def data_folder(args: Args, run: Run) -> Path:
 
 def is_done(args: Args, study: Study, name: str) -> bool:
     """By what is kept of it; a model that other runs have yet to start from has to be there, too."""
-    kept = args.results / name
-    if (kept / SCORES).is_file():
-        return True
-    if not (kept / "metrics.jsonl").is_file() or not (kept / "config.json").is_file():
+    run = study.runs[name]
+    if not is_complete(args.results / name, run) or read_record(args.results / name)["flags"] != args.flags:
         return False
-    config, steps = json.loads((kept / "config.json").read_text()), read_metrics(kept / "metrics.jsonl")
-    complete = steps[-1:] and steps[-1]["step"] == config.get("args", config).get("total_steps", config.get("steps"))
+    if run.parent and read_record(args.results / name)["from"] != read_record(args.results / run.parent)["model"]:
+        return False  # its parent was trained again
     wanted = any(other.parent == name and not is_done(args, study, child) for child, other in study.runs.items())
-    return bool(complete) and (not wanted or (args.runs / name / "model").is_dir())
+    return not wanted or (args.runs / name / "model").is_dir()
 
 
-def keep(run: Path, results: Path, picture: bool) -> None:
-    if (samples := run / "eval_samples.parquet").is_file():
-        results.mkdir(parents=True, exist_ok=True)
-        (results / SCORES).write_text(json.dumps(scores(samples), indent=2) + "\n")
-    if (run / "metrics.jsonl").is_file():
-        if picture:
-            plot_curves(run)
-        results.mkdir(parents=True, exist_ok=True)
-        for file in KEPT:
-            if (run / file).is_file() and (picture or file != "curves.png"):
-                shutil.copy(run / file, results)
-                if file != "curves.png":  # without the paths of this machine
-                    text = (results / file).read_text().replace(f"{ROOT}/", "")
-                    (results / file).write_text(text.replace(sys.prefix, ".venv"))
+def keep(args: Args, study: Study, name: str) -> None:
+    """Whatever there is of a run, finished or not."""
+    folder, results, run = args.runs / name, args.results / name, study.runs[name]
+    if study.each and (folder / "metrics.jsonl").is_file():
+        plot_curves(folder)
+    there = [folder / file for file in (*KEPT, SAMPLES) if (folder / file).is_file()]
+    if not there:
+        return
+    results.mkdir(parents=True, exist_ok=True)
+    for path in there:
+        if path.name == SAMPLES:
+            (results / SCORES).write_text(json.dumps(scores(path), indent=2) + "\n")
+        elif path.name == "curves.png":
+            shutil.copy(path, results)
+        else:  # without the paths of this machine
+            text = path.read_text().replace(f"{ROOT}/", "").replace(sys.prefix, ".venv")
+            (results / path.name).write_text(text)
+    record = {"run": asdict(run), "flags": args.flags, "from": "", "model": ""}
+    if run.parent:
+        record["from"] = read_record(args.results / run.parent)["model"]
+    if any(other.parent == name for other in study.runs.values()):
+        record["model"] = hash_of(folder / "model")
+    (results / RECORD).write_text(json.dumps(record, indent=2) + "\n")
+
+
+def hash_of(model: Path) -> str:
+    """Of the weights in a folder; "" without any."""
+    digests = []
+    for path in sorted(model.glob("*.safetensors")):
+        with path.open("rb") as file:
+            digests.append(hashlib.file_digest(file, "sha256").hexdigest()[:16])
+    return "-".join(digests)
 
 
 def execute(command: list[str], deadline: float, ranks: int) -> int:
@@ -160,7 +179,7 @@ def main(args: Args) -> None:
             break
         make_command = trl_command if run.command.startswith("trl") else our_command
         status = execute(make_command(args, run, args.runs / name), deadline, run.ranks)
-        keep(args.runs / name, args.results / name, study.each)
+        keep(args, study, name)
         if status:
             print(f"{name}: exit code {status}; the same command goes on", flush=True)
             break

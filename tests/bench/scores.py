@@ -20,7 +20,7 @@ from report import table
 
 from common.rewards.countdown import MAX_CHARACTERS, evaluate
 from common.rewards.math import score_gsm8k
-from common.rewards.samples import pass_at_k
+from common.rewards.samples import pass_at_k, wilson_interval
 
 EXPRESSION = re.compile(r"[0-9+\-*/() ]+")
 
@@ -31,7 +31,9 @@ class Args:
 
 
 def lenient(sample: dict) -> bool:
-    """Is the right answer there, in whatever form?"""
+    """Is the right answer there, in whatever form? What is strictly right is, too."""
+    if sample["correct"]:
+        return True
     text, truth = sample["completion"], sample["truth"]
     truth = json.loads(truth) if isinstance(truth, str) and truth.startswith("{") else truth
     if not isinstance(truth, dict):
@@ -51,7 +53,9 @@ def scores(path: Path) -> dict[str, float | int | list[float]]:
     for rule, name in enumerate(("strict", "lenient")):
         for k in sorted({1, n}):
             values = [pass_at_k(len(own), sum(one[rule] for one in own), k) for own in by_row.values()]
-            found[f"{name}, pass@{k}"] = [mean(values), 1.96 * stdev(values) / len(values) ** 0.5]
+            low, high = wilson_interval(mean(values), len(values))  # of single samples, which may all be alike
+            half = (high - low) / 2 if n == 1 else 1.96 * stdev(values) / len(values) ** 0.5
+            found[f"{name}, pass@{k}"] = [mean(values), half]
     return found
 
 

@@ -27,6 +27,7 @@ RL_HERE = """\
 --max-prompt-tokens 160 --max-response-tokens 160"""
 GRPO_HERE = f"grpo.py {RL_HERE} --prompts-per-step 16 --samples-per-prompt 8 --total-steps 80"
 PPO_HERE = f"ppo.py {RL_HERE} --prompts-per-step 128 --samples-per-prompt 1 --total-steps 60 --critic-warmup-steps 10"
+PPO_HERE += " --critic-learning-rate 1e-4"
 SCORE = "grpo.py --eval-only --max-prompt-tokens 160 --max-response-tokens 160 --eval-rows 1024"
 
 # trl_work.py has the same for SFTTrainer.
@@ -68,6 +69,9 @@ class Study:
     dots: bool = False  # a figure of how much, not of when
     goal: float | None = None  # of the evaluation: after how many seconds is it there?
 
+    def script(self, variant: str) -> str:
+        return next(run.command.split()[0] for name, run in self.runs.items() if name.startswith(f"{variant}-seed"))
+
 
 def seeded(variants: dict[str, Run], seeds: range) -> dict[str, Run]:
     """Seed by seed, so that variants take turns: machines drift."""
@@ -93,10 +97,11 @@ REAL_WEIGHTS = {
     "real-lora-countdown-seed1": Run(
         f"{GRPO_HERE} --learning-rate 2e-4 --lora-rank 16", 1, "countdown", "real-sft-countdown"
     ),
-    "real-more-sft-countdown": Run(f"{SFT_HERE} --total-steps 400", None, "countdown", "real-sft-countdown"),
+    "real-more-sft-countdown-seed1": Run(f"{SFT_HERE} --total-steps 400", 1, "countdown", "real-sft-countdown"),
     "real-sft-gsm8k": Run(f"{SFT_HERE} --total-steps 230", None, "gsm8k"),
     "real-grpo-mawps-seed1": Run(f"{GRPO_HERE} --learning-rate 2e-5", 1, "mawps", "real-sft-gsm8k"),
-    "real-more-sft-gsm8k": Run(f"{SFT_HERE} --total-steps 230", None, "gsm8k", "real-sft-gsm8k"),
+    "real-more-sft-gsm8k-seed1": Run(f"{SFT_HERE} --total-steps 230", 1, "gsm8k", "real-sft-gsm8k"),
+    "real-answers-mawps-seed1": Run(f"{SFT_HERE} --total-steps 100", 1, "mawps", "real-sft-gsm8k"),
 }
 
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -70,14 +71,19 @@ def gsm8k_as(form: Callable[[list[dict]], dict], problems: int, request: Request
 
 
 def mawps(request: Request) -> list:
-    """Its problems as GSM8K's rows, without solutions; 400 of them held out."""
+    """Its problems as GSM8K's rows, without solutions; 400 of them held out. It has many that differ in their numbers
+    alone, or in nothing: the first of each stays, so that none is trained on under another number."""
     lines = []
     for path in sorted(request.math.glob("mawps_*.jsonl")) if request.math else []:
         lines += path.read_text().splitlines()
     if not lines:
         raise SystemExit(f"--math {request.math}: expected a folder with mawps_*.jsonl")
     solved = (read_record(json.loads(line)) for line in lines)
-    rows = [{"question": question, "answer": f"#### {truth}"} for question, truth, _ in solved]
+    distinct: dict[str, dict] = {}
+    for question, truth, _ in solved:
+        words = " ".join(re.findall("[a-z]+", question.lower()))
+        distinct.setdefault(words, {"question": question, "answer": f"#### {truth}"})
+    rows = list(distinct.values())
     random.Random("mawps").shuffle(rows)
     tables = {"train": gsm8k.to_table(rows[400:], "train"), "eval": gsm8k.to_table(rows[:400], "test")}
     write_splits(request.folder, tables)

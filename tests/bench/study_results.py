@@ -2,22 +2,44 @@
 
 import json
 from collections.abc import Callable
-from math import isfinite
+from dataclasses import asdict
+from math import inf, isfinite, sqrt
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import mean, median, stdev, variance
 
 from report import header, table
-from studies import Study
+from studies import Run, Study
 
 from common.look.curves import read_metrics
 
 SCORES = "scores.json"  # of a run that only evaluates
+RECORD = "run.json"  # which run it was, by which weights
+# The median of a deviation that is taken from so many values, in true ones: from chi-squared's.
+MEDIAN_DEVIATION = {2: 0.674, 3: 0.833}
 Runs = dict[str, dict[int, list[dict]]]  # {variant: {seed: records of metrics.jsonl}}
 MEASURES: dict[str, Callable[[list[dict]], float]] = {  # of a run, where the question is how much, not when
     "greedy, after": lambda records: curve(records)[-1]["value"],
     "greedy, mean of the evaluations": lambda records: mean(point["value"] for point in curve(records)[1:]),
     "sampled, last 5 steps": lambda records: mean(p["value"] for p in values_of(records, "reward/accuracy")[-5:]),
 }
+
+
+def read_record(kept: Path) -> dict:
+    """{"run": as in studies.py, "flags": further ones, "from", "model": hashes of weights}; None each without one."""
+    path = kept / RECORD
+    return json.loads(path.read_text()) if path.is_file() else dict.fromkeys(("run", "flags", "from", "model"))
+
+
+def is_complete(kept: Path, run: Run) -> bool:
+    """Is that what is left of this very run, and did it get to its end?"""
+    if read_record(kept)["run"] != asdict(run):
+        return False
+    if (kept / SCORES).is_file():
+        return True
+    if not (kept / "metrics.jsonl").is_file() or not (kept / "config.json").is_file():
+        return False
+    config, steps = json.loads((kept / "config.json").read_text()), read_metrics(kept / "metrics.jsonl")
+    return bool(steps) and steps[-1]["step"] == config.get("args", config).get("total_steps", config.get("steps"))
 
 
 def curve(records: list[dict]) -> list[dict]:
@@ -55,18 +77,18 @@ def smoothed(points: list[dict]) -> list[dict]:
 
 
 def read_study(study: Study, results: Path) -> Runs:
-    """What there is, without what has no seeds, as a warm start."""
+    """The runs that are complete, without those that have no seeds, as a warm start."""
     found: Runs = {}
     for name, run in study.runs.items():
-        path = results / name / "metrics.jsonl"
-        if run.seed is not None and path.is_file() and curve(records := read_metrics(path)):
-            found.setdefault(name.partition("-seed")[0], {})[run.seed] = records
+        kept = results / name
+        if run.seed is not None and is_complete(kept, run) and not (kept / SCORES).is_file():
+            found.setdefault(name.partition("-seed")[0], {})[run.seed] = read_metrics(kept / "metrics.jsonl")
     return found
 
 
 def read_scores(study: Study, results: Path) -> list[list[str]]:
     """A head, and a row for each run that only evaluated; nothing without one."""
-    paths = {name: results / name / SCORES for name in study.runs}
+    paths = {name: results / name / SCORES for name, run in study.runs.items() if is_complete(results / name, run)}
     found = {name: json.loads(path.read_text()) for name, path in paths.items() if path.is_file()}
     shares = ["strict, pass@1", "lenient, pass@1", "strict, pass@8", "lenient, pass@8"]
     rows = [["model", "rows", "samples", *shares]]
@@ -116,31 +138,39 @@ def show(name: str, study: Study, results: Path) -> None:
     draw(study, found, results / f"{name}.png")
 
 
-def noise(found: Runs, measure: Callable[[list[dict]], float]) -> float:
-    """By how much the means of two equal variants differ in one of twenty pairs: from the scatter of seeds.
+def base_of(study: Study, found: Runs, variant: str) -> str:
+    """What a variant is measured against; itself, as long as there is nothing."""
+    base = study.beside.get(variant, variant)
+    return base if base in found else variant
 
-    The median of deviations, since variants that break scatter more than others do. Of three seeds, it is 0.83 of the
-    true deviation (the median of chi-squared with 2 degrees of freedom is 1.39).
+
+def noise(study: Study, found: Runs, measure: Callable[[list[dict]], float], variant: str) -> float:
+    """By how much this variant and its base would differ in one of twenty cases if they were the same.
+
+    From the scatter of seeds: the median of deviations over all variants of a script, or that of these two if it is
+    larger, as where one breaks.
     """
-    scatters = [stdev(map(measure, seeds.values())) for seeds in found.values() if len(seeds) == 3]
-    return 1.96 * (2 / 3) ** 0.5 * median(scatters) / 0.83 if scatters else float("inf")
-
-
-def base_of(study: Study, found: Runs, variant: str) -> dict[int, list[dict]]:
-    """The runs of what a variant is measured against; its own, as long as there are none."""
-    return found.get(study.beside.get(variant, variant), found[variant])
+    pair = [[*map(measure, found[name].values())] for name in {variant, base_of(study, found, variant)}]
+    script = study.script(variant)
+    family = [[*map(measure, seeds.values())] for other, seeds in found.items() if study.script(other) == script]
+    scatters = [stdev(values) / MEDIAN_DEVIATION[len(values)] for values in family if len(values) in MEDIAN_DEVIATION]
+    if not scatters:
+        return inf
+    own = sqrt(mean(variance(values) if len(values) > 1 else 0.0 for values in pair))
+    return 1.96 * max(median(scatters), own) * sqrt(sum(2 / len(pair) / len(values) for values in pair))
 
 
 def effects(study: Study, found: Runs) -> list[list[str]]:
-    """A row a variant: means over seeds, and in brackets how far from its base, if that is more than noise."""
-    limits = {name: noise(found, measure) for name, measure in MEASURES.items()}
-    rows = [["variant", "seeds", *(f"{name} (noise: {limit:.3f})" for name, limit in limits.items())]]
+    """A row a variant: means over seeds, in brackets how far from its base, with a star if that is beyond noise."""
+    rows = [["variant", "beside", "seeds", *MEASURES]]
     for variant, seeds in found.items():
-        cells = [variant, str(len(seeds))]
-        for name, measure in MEASURES.items():
+        base = base_of(study, found, variant)
+        cells = [variant, base if base != variant else "", str(len(seeds))]
+        for measure in MEASURES.values():
             value = mean(map(measure, seeds.values()))
-            difference = value - mean(map(measure, base_of(study, found, variant).values()))
-            cells.append(f"{value:.3f}" + f" ({difference:+.3f})" * (abs(difference) > limits[name]))
+            difference = value - mean(map(measure, found[base].values()))
+            star = "*" * (abs(difference) > noise(study, found, measure, variant))
+            cells.append(f"{value:.3f}" + f" ({difference:+.3f}{star})" * (base != variant))
         rows.append(cells)
     return rows
 
@@ -152,13 +182,12 @@ def draw_dots(study: Study, found: Runs, path: Path) -> None:
     figure = Figure(figsize=(12, 1 + 0.24 * len(found)), layout="constrained")
     all_axes = figure.subplots(1, len(MEASURES), sharey=True)
     for axes, (title, measure) in zip(all_axes, MEASURES.items()):
-        limit = noise(found, measure)
         for row, (variant, seeds) in enumerate(found.items()):
             values = [measure(records) for records in seeds.values()]
             axes.plot(values, [row] * len(values), "o", color="C0", alpha=0.5, markersize=4)
             axes.plot([mean(values)], [row], "|", color="black", markersize=9)
-            base = mean(map(measure, base_of(study, found, variant).values()))
-            if isfinite(limit):
+            base = mean(map(measure, found[base_of(study, found, variant)].values()))
+            if isfinite(limit := noise(study, found, measure, variant)):
                 axes.fill_betweenx([row - 0.5, row + 0.5], base - limit, base + limit, color="C7", alpha=0.2, lw=0)
         axes.set_title(title, fontsize=10)
         axes.grid(alpha=0.2)

@@ -51,7 +51,8 @@ class Rollouts(common.rollouts.Rollouts):
 
 if __name__ == "__main__":
     if sys.argv[1:2] not in (["bf16"], ["int3"]):
-        raise SystemExit("how is the engine wrong? bf16 or int3, before all flags")
+        print(f"usage: wrong_engine.py bf16|int3 [flags of grpo.py]\n\n{__doc__}")
+        raise SystemExit(None if "--help" in sys.argv else "how is the engine wrong? bf16 or int3, before all flags")
     WrongEngine.rounding = sys.argv.pop(1) == "int3"
     common.rollouts.VllmEngine, grpo.Rollouts = WrongEngine, Rollouts
     run(grpo.main, *parse(grpo.Args, grpo.DEMO, grpo.__doc__))
