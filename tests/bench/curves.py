@@ -34,7 +34,7 @@ from study_results import RECORD, SCORES, is_complete, read_record, show, state_
 
 from common.look.curves import plot_curves
 
-KEPT = ("config.json", "metrics.jsonl", "curves.png")
+KEPT = ("config.json", "metrics.jsonl")
 SAMPLES = "eval_samples.parquet"  # of a run that only evaluates; their scores are kept
 # A step has to end before a run can be saved: torchrun would give it half a minute.
 LAUNCHER = ("-m", "torch.distributed.run", "--shutdown-timeout", 600, "--nproc_per_node")
@@ -108,7 +108,8 @@ def keep(args: Args, study: Study, name: str) -> None:
     folder, results, run = args.runs / name, args.results / name, study.runs[name]
     if study.each and (folder / "metrics.jsonl").is_file():
         plot_curves(folder)
-    there = [folder / file for file in (*KEPT, SAMPLES) if (folder / file).is_file()]
+    files = [*KEPT, SAMPLES] + ["curves.png"] * study.each
+    there = [folder / file for file in files if (folder / file).is_file()]
     if not there:
         return
     results.mkdir(parents=True, exist_ok=True)
