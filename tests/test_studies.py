@@ -45,6 +45,7 @@ def test_every_kept_result_is_a_run_that_can_be_made_again():
     for path in (path for path in (ROOT / "results").iterdir() if path.is_dir()):
         record = read_record(path)
         assert record["run"] == vars(runs[path.name]), f"{path.name}: studies.py has changed since"
+        assert record["flags"] == "", path.name
         if parent := runs[path.name].parent:
             assert record["from"] == read_record(ROOT / "results" / parent)["model"], (
                 f"{path.name}: of another {parent}"
@@ -52,7 +53,7 @@ def test_every_kept_result_is_a_run_that_can_be_made_again():
 
 
 def test_a_run_is_done_if_it_is_that_run_and_came_to_its_end(tmp_path):
-    from curves import Args, is_done, keep
+    from curves import Args, begin, is_done, keep
     from studies import Run, Study
     from study_results import read_study
 
@@ -61,6 +62,7 @@ def test_a_run_is_done_if_it_is_that_run_and_came_to_its_end(tmp_path):
 
     def made(name: str, steps: int, weights: bytes = b"") -> None:
         folder = args.runs / name
+        begin(args, study, name)
         (folder / "model").mkdir(parents=True, exist_ok=True)
         (folder / "model" / "model.safetensors").write_bytes(weights)
         (folder / "config.json").write_text(json.dumps({"args": {"total_steps": 2}}))
@@ -75,6 +77,8 @@ def test_a_run_is_done_if_it_is_that_run_and_came_to_its_end(tmp_path):
     assert done() == [False, False] and not args.results.exists()
     made("warm", 2, b"first")
     made("learnt-seed1", 1)
+    begin(args, study, "learnt-seed1")
+    assert (args.runs / "learnt-seed1").is_dir()  # it goes on from there
     assert done() == [True, False] and read_study(study, args.results) == {}
     made("learnt-seed1", 2)
     assert done() == [True, True] and list(read_study(study, args.results)) == ["learnt"]
@@ -83,12 +87,14 @@ def test_a_run_is_done_if_it_is_that_run_and_came_to_its_end(tmp_path):
     assert done() == [True, True]  # nobody needs it any more
     made("warm", 2, b"second")
     assert done() == [True, False]  # it was of another warm start
+    begin(args, study, "learnt-seed1")
+    assert not (args.runs / "learnt-seed1").exists()  # and must not go on
     made("learnt-seed1", 2)
     args.flags = "--learning-rate 1"
     assert done() == [False, False]
     args.flags = ""
     study.runs["learnt-seed1"] = Run("grpo.py --minibatches 2", 1, parent="warm")
-    assert done() == [True, False]
+    assert done() == [True, False] and read_study(study, args.results) == {}
 
 
 def test_seconds_are_those_of_training():
@@ -135,6 +141,7 @@ def test_what_a_knob_does_is_said_beyond_noise(tmp_path):
     study, measure = Study("", runs, beside=beside, dots=True), MEASURES["greedy, after"]
     assert noise(study, found, measure, "same") == pytest.approx(1.96 * (2 / 3) ** 0.5 * 0.01 / 0.833)
     assert noise(study, found, measure, "once") == pytest.approx(1.96 * (4 / 3) ** 0.5 * 0.01 / 0.833)
+    assert noise(study, found, measure, "broken") == pytest.approx(1.96 * (2 / 3) ** 0.5 * 0.3)
     assert noise(study, found, measure, "critic") > 10 * noise(study, found, measure, "same")
     rows = {row[0]: row[3] for row in effects(study, found)[1:]}
     told = {"base": "0.520", "same": "0.530 (+0.010)", "better": "0.620 (+0.100*)", "broken": "0.600"}

@@ -94,18 +94,16 @@ def data_folder(args: Args, run: Run) -> Path:
 
 def is_done(args: Args, study: Study, name: str) -> bool:
     """By what is kept of it; a model that other runs have yet to start from has to be there, too."""
-    run = study.runs[name]
-    if not is_complete(args.results / name, run) or read_record(args.results / name)["flags"] != args.flags:
+    kept, record = args.results / name, read_record(args.results / name)
+    if not is_complete(kept, study.runs[name]) or record | identity(args, study, name) != record:
         return False
-    if run.parent and read_record(args.results / name)["from"] != read_record(args.results / run.parent)["model"]:
-        return False  # its parent was trained again
     wanted = any(other.parent == name and not is_done(args, study, child) for child, other in study.runs.items())
     return not wanted or (args.runs / name / "model").is_dir()
 
 
 def keep(args: Args, study: Study, name: str) -> None:
     """Whatever there is of a run, finished or not."""
-    folder, results, run = args.runs / name, args.results / name, study.runs[name]
+    folder, results = args.runs / name, args.results / name
     if study.each and (folder / "metrics.jsonl").is_file():
         plot_curves(folder)
     files = [*KEPT, SAMPLES] + ["curves.png"] * study.each
@@ -121,12 +119,25 @@ def keep(args: Args, study: Study, name: str) -> None:
         else:  # without the paths of this machine
             text = path.read_text().replace(f"{ROOT}/", "").replace(sys.prefix, ".venv")
             (results / path.name).write_text(text)
-    record = {"run": asdict(run), "flags": args.flags, "from": "", "model": ""}
-    if run.parent:
-        record["from"] = read_record(args.results / run.parent)["model"]
-    if any(other.parent == name for other in study.runs.values()):
-        record["model"] = hash_of(folder / "model")
+    is_parent = any(other.parent == name for other in study.runs.values())
+    record = identity(args, study, name) | {"model": hash_of(folder / "model") if is_parent else ""}
     (results / RECORD).write_text(json.dumps(record, indent=2) + "\n")
+
+
+def identity(args: Args, study: Study, name: str) -> dict:
+    """What a run is: if any of it changes, it is another one."""
+    run = study.runs[name]
+    parent = read_record(args.results / run.parent)["model"] if run.parent else ""
+    return {"run": asdict(run), "flags": args.flags, "from": parent}
+
+
+def begin(args: Args, study: Study, name: str) -> None:
+    """Remove what is left in its folder of a run that was another one: it must not go on from there."""
+    started, record = args.runs / f"{name}.json", json.dumps(identity(args, study, name))
+    if not started.is_file() or started.read_text() != record:
+        shutil.rmtree(args.runs / name, ignore_errors=True)
+        args.runs.mkdir(parents=True, exist_ok=True)
+        started.write_text(record)
 
 
 def hash_of(model: Path) -> str:
@@ -178,6 +189,7 @@ def main(args: Args) -> None:
             continue
         if time.monotonic() > deadline:
             break
+        begin(args, study, name)
         make_command = trl_command if run.command.startswith("trl") else our_command
         status = execute(make_command(args, run, args.runs / name), deadline, run.ranks)
         keep(args, study, name)

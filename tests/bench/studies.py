@@ -172,7 +172,7 @@ BASES = (  # what a knob's name begins with, and the variant that differs from i
 )
 
 
-def base_of(knob: str) -> str:
+def knob_base(knob: str) -> str:
     return next(base for start, base in BASES if knob.startswith(start) and knob != base)
 
 
@@ -206,8 +206,7 @@ STUDIES = {
         "What does each setting do to the demos of grpo.py and ppo.py, everything else being as it is there?",
         seeded(KNOBS, range(1, 4)),
         each=False,
-        also=("reward/accuracy", "policy/rollout_logprob_gap"),
-        beside={name: base_of(name) for name in KNOBS if not name.endswith("demo")},
+        beside={name: knob_base(name) for name in KNOBS if not name.endswith("demo")},
         dots=True,
     ),
     "curiosity": Study(
