@@ -236,7 +236,7 @@ def test_scores_are_strict_and_lenient(tmp_path):
     from scores import scores
 
     truth = {"numbers": [2, 3], "target": 5}
-    said = [(0, "12#### 7", "7", True), (0, "it is 7", "7", False), (1, "8", "7", False), (1, "9", "7", False)]
+    said = [(0, "#### 7 of 9", "7", True), (0, "it is 7", "7", False), (1, "8", "7", False), (1, "9", "7", False)]
     said += [(2, "2 + 3 = 5", json.dumps(truth), False), (2, "3-2", json.dumps(truth), False)]
     keys = ("row", "completion", "truth", "correct")
     pq.write_table(pa.Table.from_pylist([dict(zip(keys, one)) for one in said]), tmp_path / "samples.parquet")
