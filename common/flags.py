@@ -264,7 +264,7 @@ def script_flags(script: Path) -> set[str]:
 
 
 def foreign_names() -> dict[str, str]:
-    """{key of verl's or TRL's, as a flag: what it is here}, the table of docs/from_verl_trl.md."""
+    """{another system's key, as a flag: what it is here}, the table of docs/from_verl_trl.md."""
     page, names = ROOT / "docs" / "from_verl_trl.md", {}
     for line in page.read_text().splitlines() if page.is_file() else ():
         cells = [cell.strip() for cell in line.strip("|").split("|")]

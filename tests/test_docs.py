@@ -408,7 +408,7 @@ def test_the_table_of_rewards_is_the_code():
 
 
 def rows_of_keys() -> dict[str, tuple[str, str]]:
-    """Key of verl or TRL -> (ours, note), from docs/from_verl_trl.md; what a command line may answer them with."""
+    """Key of another system -> (ours, note), from docs/from_verl_trl.md; what a command line may answer them with."""
     rows: dict[str, tuple[str, str]] = {}
     for table in re.findall(r"^\| theirs \| ours \| note \|\n(.*?)\n\n", text("docs/from_verl_trl.md"), re.M | re.S):
         for line in table.splitlines()[1:]:

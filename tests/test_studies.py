@@ -249,3 +249,20 @@ def test_scores_are_strict_and_lenient(tmp_path):
         "lenient, pass@1": 0.5,
         "lenient, pass@2": 0.6667,
     }
+
+
+def test_scores_tell_samples_that_call_a_tool_from_others(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    from scores import scores
+
+    said = [(0, True), (2, True), (0, False), (1, True), (3, False), (0, True), (0, True), (3, False)]
+    row = {"completion": "", "truth": "7"}
+    samples = [row | {"row": i % 2, "correct": right, "calls": calls} for i, (calls, right) in enumerate(said)]
+    pq.write_table(pa.Table.from_pylist(samples), tmp_path / "samples.parquet")
+    found = scores(tmp_path / "samples.parquet")
+    assert found["samples with calls"][0] == 0.5 and found["calls of those"][0] == 2.25
+    assert found["strict, with calls"][0] == 0.5 and found["strict, without"][0] == 0.75
+    assert found["strict, without"][1] == pytest.approx(1.96 * 0.5 / 4**0.5)  # of 1, 0, 1, 1
+    pq.write_table(pa.Table.from_pylist([sample | {"calls": 0} for sample in samples]), tmp_path / "samples.parquet")
+    assert not [name for name in scores(tmp_path / "samples.parquet") if "calls" in name]

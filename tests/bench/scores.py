@@ -3,7 +3,8 @@
     python tests/bench/scores.py runs/NAME/eval_samples.parquet
 
 Strict is the reward's own rule. Lenient asks for the answer alone, whatever its format: the last number of a response
-to GSM8K's rows; to Countdown's, any expression in it that makes the target of the numbers.
+to GSM8K's rows; to Countdown's, any expression in it that makes the target of the numbers. Where some samples call a
+tool: how many, how often, and how they do beside the others.
 """
 
 import json
@@ -45,8 +46,8 @@ def lenient(sample: dict) -> bool:
 
 def scores(path: Path) -> dict[str, float | int | list[float]]:
     """{rows, samples of a row, "strict, pass@1": [mean, half the interval], ...}."""
-    by_row = defaultdict(list)
-    for sample in pq.read_table(path).to_pylist():
+    by_row, samples = defaultdict(list), pq.read_table(path).to_pylist()
+    for sample in samples:
         by_row[sample["row"]].append((sample["correct"], lenient(sample)))
     n = max(map(len, by_row.values()))
     found: dict[str, float | int | list[float]] = {"rows": len(by_row), "samples": n}
@@ -56,7 +57,22 @@ def scores(path: Path) -> dict[str, float | int | list[float]]:
             low, high = wilson_interval(mean(values), len(values))  # of single samples, which may all be alike
             half = (high - low) / 2 if n == 1 else 1.96 * stdev(values) / len(values) ** 0.5
             found[f"{name}, pass@{k}"] = [mean(values), half]
-    return found
+    return found | by_calls(samples)
+
+
+def by_calls(samples: list[dict]) -> dict[str, list[float]]:
+    """Samples that call a tool beside those that do not, intervals over samples; nothing if all are alike."""
+    callers = [sample for sample in samples if sample.get("calls")]
+    others = [sample for sample in samples if not sample.get("calls")]
+    if min(len(callers), len(others)) < 2:
+        return {}
+    values = {
+        "samples with calls": [float(bool(sample.get("calls"))) for sample in samples],
+        "calls of those": [float(sample["calls"]) for sample in callers],
+        "strict, with calls": [float(sample["correct"]) for sample in callers],
+        "strict, without": [float(sample["correct"]) for sample in others],
+    }
+    return {name: [mean(own), 1.96 * stdev(own) / len(own) ** 0.5] for name, own in values.items()}
 
 
 def main(args: Args) -> None:

@@ -44,8 +44,11 @@ TRAPPED = f"sft.py --model tiny-vl {MOSAIC} --mask all --batch-size 32 --learnin
 TRAP = f"""\
 curiosity_rl.py {MOSAIC} --tools crop_image_normalized --max-turns 4 --prompts-per-step 16 --samples-per-prompt 8 \
 --max-prompt-tokens 96 --max-response-tokens 192 --dtype fp32 --micro-batch-tokens 4096 --learning-rate 8e-5 \
---lr-schedule linear --lr-floor 0.1 --warmup-steps 5 --total-steps 240 --eval-every 30 --eval-rows 256 \
+--lr-schedule linear --lr-floor 0.1 --warmup-steps 5 --total-steps 400 --eval-every 40 --eval-rows 256 \
 --free-calls 0"""
+TRAP_SCORE = f"""\
+curiosity_rl.py {MOSAIC} --tools crop_image_normalized --max-turns 4 --max-prompt-tokens 96 --max-response-tokens 192 \
+--dtype fp32 --eval-only --eval-rows 256 --eval-samples 8 --eval-temperature 1"""
 
 
 @dataclass(frozen=True)
@@ -211,7 +214,10 @@ STUDIES = {
     ),
     "curiosity": Study(
         "Where guessing pays more than looking does at first, does the bonus for looking keep it alive?",
-        {"sft-trap": Run(TRAPPED, None, "trap")}
+        {
+            "sft-trap": Run(TRAPPED, None, "trap"),
+            "sft-trap-samples": Run(TRAP_SCORE, None, "trap", "sft-trap"),
+        }
         | seeded(
             {
                 "trap-bonus": Run(TRAP, None, "trap", "sft-trap"),

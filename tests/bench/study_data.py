@@ -14,7 +14,7 @@ from common.prepare import gsm8k, mosaic, tiny, tiny_vl
 from common.prepare.math import read_record
 from common.prepare.writing import write_splits
 
-TRAP = {"rows": 4000, "guess": 0.8, "aim": 0.15, "sevens": 0.6}  # a warm start that guesses well and aims badly
+TRAP = {"rows": 4000, "guess": 0.8, "aim": 0.15, "sevens": 1.0}  # a warm start that guesses well and aims badly
 GSM8K_SPLITS = {"train": "train", "eval": "test"}
 
 
