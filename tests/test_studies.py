@@ -263,6 +263,7 @@ def test_scores_tell_samples_that_call_a_tool_from_others(tmp_path):
     found = scores(tmp_path / "samples.parquet")
     assert found["samples with calls"][0] == 0.5 and found["calls of those"][0] == 2.25
     assert found["strict, with calls"][0] == 0.5 and found["strict, without"][0] == 0.75
-    assert found["strict, without"][1] == pytest.approx(1.96 * 0.5 / 4**0.5)  # of 1, 0, 1, 1
+    # of row 0: 1, 0, 1; of row 1: 1. They deviate by 0.25 - 0.75 + 0.25 and by 0.25.
+    assert found["strict, without"][1] == pytest.approx(1.96 * (0.25**2 + 0.25**2) ** 0.5 / 4)
     pq.write_table(pa.Table.from_pylist([sample | {"calls": 0} for sample in samples]), tmp_path / "samples.parquet")
     assert not [name for name in scores(tmp_path / "samples.parquet") if "calls" in name]

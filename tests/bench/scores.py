@@ -10,6 +10,7 @@ tool: how many, how often, and how they do beside the others.
 import json
 import re
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
@@ -61,18 +62,25 @@ def scores(path: Path) -> dict[str, float | int | list[float]]:
 
 
 def by_calls(samples: list[dict]) -> dict[str, list[float]]:
-    """Samples that call a tool beside those that do not, intervals over samples; nothing if all are alike."""
+    """Samples that call a tool beside those that do not; nothing if all are alike."""
     callers = [sample for sample in samples if sample.get("calls")]
     others = [sample for sample in samples if not sample.get("calls")]
-    if min(len(callers), len(others)) < 2:
+    if not callers or not others:
         return {}
-    values = {
-        "samples with calls": [float(bool(sample.get("calls"))) for sample in samples],
-        "calls of those": [float(sample["calls"]) for sample in callers],
-        "strict, with calls": [float(sample["correct"]) for sample in callers],
-        "strict, without": [float(sample["correct"]) for sample in others],
+    return {
+        "samples with calls": mean_over_rows(samples, lambda sample: bool(sample.get("calls"))),
+        "calls of those": mean_over_rows(callers, lambda sample: sample["calls"]),
+        "strict, with calls": mean_over_rows(callers, lambda sample: sample["correct"]),
+        "strict, without": mean_over_rows(others, lambda sample: sample["correct"]),
     }
-    return {name: [mean(own), 1.96 * stdev(own) / len(own) ** 0.5] for name, own in values.items()}
+
+
+def mean_over_rows(samples: list[dict], value: Callable[[dict], float]) -> list[float]:
+    """[mean, half the interval]; samples of a row are alike, so what they deviate by is summed before it is squared."""
+    center, deviations = mean(value(sample) for sample in samples), defaultdict(float)
+    for sample in samples:
+        deviations[sample["row"]] += value(sample) - center
+    return [center, 1.96 * sum(d * d for d in deviations.values()) ** 0.5 / len(samples)]
 
 
 def main(args: Args) -> None:
