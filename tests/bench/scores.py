@@ -76,7 +76,7 @@ def by_calls(samples: list[dict]) -> dict[str, list[float]]:
 
 
 def mean_over_rows(samples: list[dict], value: Callable[[dict], float]) -> list[float]:
-    """[mean, half the interval]; samples of a row are alike, so what they deviate by is summed before it is squared."""
+    """[mean, half the interval]; samples of a row are alike: what they deviate by is summed, then squared."""
     center, deviations = mean(value(sample) for sample in samples), defaultdict(float)
     for sample in samples:
         deviations[sample["row"]] += value(sample) - center
