@@ -32,7 +32,7 @@ def open_logger(job: Job, args: Any, total_steps: int, checkpoints: Checkpoints,
     # what a resume changes is an event
     own = job.checkpoint and job.checkpoint.resolve().is_relative_to(job.output_dir.resolve())
     if world.is_main and record and not own:
-        save_config(job.output_dir, config)
+        save_config(job.output_dir, config, dtype=str(job.compute_dtype), attention=job.attention)
     trackers = Trackers(job.run.log, job.output_dir, config) if world.is_main else None
     logger = Logger(job.output_dir, StatusLine(total_steps), trackers, world.is_main)
     at_end.append(logger.close)

@@ -294,6 +294,8 @@ def test_sigterm_saves_exits_with_its_own_code_and_resumes_exactly(tmp_path):
     config, left = (tmp_path / "stopped/config.json").read_bytes(), 6 - stopped["step"]
     done = run_script("grpo.py", *options, "--output-dir", tmp_path / "stopped", "--keep-checkpoints", 7)
     assert f"step {stopped['step']}; {left} of 6 steps left" in done.stdout and "Loading weights" not in done.stderr
+    chosen = json.loads(config)["chosen"]
+    assert f"compute {chosen['dtype']} (" in done.stdout and chosen["attention"] == "sdpa"
     (event,) = [record for record in metrics_of(tmp_path / "stopped") if record.get("event") == "resumed"]
     assert event["step"] == stopped["step"] and event["changed"] == {"keep_checkpoints": [1, 7]}
     assert (tmp_path / "stopped/config.json").read_bytes() == config, "it tells of the first start"

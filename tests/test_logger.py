@@ -431,12 +431,12 @@ def test_nothing_but_ours_is_printed(tmp_path):
 
 
 def test_config(tmp_path):
-    save_config(
-        tmp_path / "new", {"learning_rate": 1e-6, "output_dir": Path("runs/x"), "clip": math.inf, "names": ("a",)}
-    )
+    args = {"learning_rate": 1e-6, "output_dir": Path("runs/x"), "clip": math.inf, "names": ("a",)}
+    save_config(tmp_path / "new", args, dtype="torch.float32", attention="sdpa")
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["config.json"], "no temporary file stays"
     config = json.loads((tmp_path / "new" / "config.json").read_text())
     assert config["args"] == {"learning_rate": 1e-6, "output_dir": "runs/x", "clip": None, "names": ["a"]}
+    assert config["chosen"] == {"dtype": "torch.float32", "attention": "sdpa"}
     assert config["versions"]["torch"] == torch.__version__ and config["versions"]["transformers"]
     assert "git" in config and config["hardware"]["cpus"] == os.cpu_count()
     assert os.uname().nodename not in (tmp_path / "new" / "config.json").read_text()

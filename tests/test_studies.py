@@ -189,6 +189,23 @@ def test_trl_is_given_the_work_of_our_flags(monkeypatch):
     assert [*ours, args.max_grad_norm] == [work[key] for key in (*keys, "max_grad_norm")]
     rates = [args.run.total_steps, args.warmup_steps, args.lr_schedule, args.lr_floor]
     assert rates == [trl_work.SFT_RATES[key] for key in ("total_steps", "warmup_steps", "schedule", "floor")]
+    assert (args.machine.dtype, work["bf16"]) == ("fp32", False)
+
+
+def test_a_run_is_refused_where_auto_is_another_dtype(monkeypatch):
+    import curves
+    import torch
+    from studies import Run, Study
+
+    study = Study("", {"auto": Run("grpo.py"), "fp32": Run("grpo.py --dtype fp32")}, dtype="bf16")
+    monkeypatch.setattr(curves, "choose_dtype", lambda flag, device: (torch.bfloat16, "has it"))
+    curves.check_dtype(curves.Args(), study, "auto")
+    monkeypatch.setattr(curves, "choose_dtype", lambda flag, device: (torch.float32, "has no bf16"))
+    with pytest.raises(SystemExit, match=r"auto is torch.float32 here \(has no bf16\), and was bf16 in the kept"):
+        curves.check_dtype(curves.Args(), study, "auto")
+    curves.check_dtype(curves.Args(), study, "fp32")
+    curves.check_dtype(curves.Args(flags="--dtype fp32"), study, "auto")
+    curves.check_dtype(curves.Args(), Study("", study.runs), "auto")
 
 
 def test_rows_of_each_supervised_format_are_the_same_conversation_to_trl(tmp_path):

@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import trl_work
 import tyro
 from report import ROOT
@@ -33,6 +34,7 @@ from study_data import Request, write_rows
 from study_results import RECORD, SCORES, is_complete, read_record, show, state_of
 
 from common.look.curves import plot_curves
+from common.precision import DTYPES, choose_dtype
 
 KEPT = ("config.json", "metrics.jsonl")
 SAMPLES = "eval_samples.parquet"  # of a run that only evaluates; their scores are kept
@@ -68,6 +70,18 @@ def our_command(args: Args, run: Run, folder: Path) -> list[str]:
     flags += ["--save-every", args.save_every, "--output-dir", folder.absolute(), *args.flags.split()]
     program = ["tests/bench/wrong_engine.py", run.engine] if run.engine else [script]
     return [str(part) for part in (sys.executable, *LAUNCHER, run.ranks, *program, *flags)]
+
+
+def check_dtype(args: Args, study: Study, name: str) -> None:
+    """SystemExit where --dtype auto is another one than in the study's kept runs: they would not compare."""
+    if not study.dtype or "--dtype" in f"{study.runs[name].command} {args.flags}":
+        return
+    dtype, reason = choose_dtype("auto", torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    if dtype != DTYPES[study.dtype]:
+        raise SystemExit(
+            f"{name}: --dtype auto is {dtype} here ({reason}), and was {study.dtype} in the kept runs. Run it "
+            'where it is, or the whole study in another one: --flags="--dtype fp32" --results another-folder'
+        )
 
 
 def trl_command(args: Args, run: Run, folder: Path) -> list[str]:
@@ -189,6 +203,7 @@ def main(args: Args) -> None:
             continue
         if time.monotonic() > deadline:
             break
+        check_dtype(args, study, name)
         begin(args, study, name)
         make_command = trl_command if run.command.startswith("trl") else our_command
         status = execute(make_command(args, run, args.runs / name), deadline, run.ranks)

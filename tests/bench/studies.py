@@ -30,10 +30,10 @@ PPO_HERE = f"ppo.py {RL_HERE} --prompts-per-step 128 --samples-per-prompt 1 --to
 PPO_HERE += " --critic-learning-rate 1e-4"
 SCORE = "grpo.py --eval-only --max-prompt-tokens 160 --max-response-tokens 160 --eval-rows 1024"
 
-# trl_work.py has the same for SFTTrainer.
+# trl_work.py has the same for SFTTrainer. In fp32, so that a difference of the losses is one of what is computed.
 BESIDE_SFT = """\
-sft.py --model smollm2 --batch-size 16 --learning-rate 1e-4 --lr-schedule linear --warmup-steps 0.1 --total-steps 40 \
---eval-every 10 --eval-rows 64 --micro-batch-tokens 1024"""
+sft.py --model smollm2 --batch-size 16 --learning-rate 1e-4 --lr-schedule linear --warmup-steps 0.1 --total-steps 20 \
+--eval-every 10 --eval-rows 32 --micro-batch-tokens 1024 --dtype fp32"""
 
 SFT_FORMS = ("pairs", "chats", "from-value")
 
@@ -71,6 +71,7 @@ class Study:
     beside: dict[str, str] = field(default_factory=dict)  # {variant: the one it is measured against}
     dots: bool = False  # a figure of how much, not of when
     goal: float | None = None  # of the evaluation: after how many seconds is it there?
+    dtype: str = ""  # what --dtype auto was in the runs that are kept
 
     def script(self, variant: str) -> str:
         return next(run.command.split()[0] for name, run in self.runs.items() if name.startswith(f"{variant}-seed"))
@@ -196,6 +197,7 @@ STUDIES = {
             {f"curiosity-tiny-vl-{bonus}": Run(f"curiosity_rl.py --curiosity {bonus}") for bonus in ("paper", "none")},
             range(1, 3),
         ),
+        dtype="bf16",
     ),
     "beside-trl": Study(
         "Does grpo.py get to the same accuracy as TRL's GRPOTrainer with as many samples, and how much sooner?",
@@ -204,6 +206,7 @@ STUDIES = {
         also=("reward/accuracy", "rollout/response_length"),
         beside={"timed-trl": "timed-grpo"},
         goal=0.8,
+        dtype="bf16",
     ),
     "knobs": Study(
         "What does each setting do to the demos of grpo.py and ppo.py, everything else being as it is there?",
@@ -211,6 +214,7 @@ STUDIES = {
         each=False,
         beside={name: knob_base(name) for name in KNOBS if not name.endswith("demo")},
         dots=True,
+        dtype="bf16",
     ),
     "curiosity": Study(
         "Where guessing pays more than looking does at first, does the bonus for looking keep it alive?",
@@ -231,6 +235,7 @@ STUDIES = {
         "Do ranking and the bonus for programs of PyVision-RL matter on the mosaic?",
         seeded({name: Run(command) for name, command in PYVISION.items()}, range(1, 3)),
         also=("tool/callers", "tool/acted", "reward/accuracy"),
+        dtype="bf16",
     ),
     "sft-beside-trl": Study(
         "Does sft.py compute the loss of TRL's SFTTrainer, on rows of three formats, and how much sooner?",
