@@ -73,7 +73,7 @@ class Args:
     kl_target: Amount = 0.0  # adapt the coefficient towards this KL per token; 0: fixed
     kl_horizon: Count = 10_000  # sequences over which it adapts
     overlong_buffer: Limit = 0  # last tokens of --max-response-tokens in which the score falls, by up to 1 (DAPO)
-    mask_truncated: bool = False  # train on no truncated response; it still counts in baselines
+    mask_truncated: bool = False  # train on no truncated response
     dynamic_sampling: Limit = 0  # replace groups of equal scores, in at most so many rounds of sampling; 0: keep them
     oversample: Amount = 1.0  # draw so many times the prompts, train on the groups whose scores deviate most
     tool_bonus: Amount = 0.0  # added to the score of a right answer, for each tool call that did something
@@ -409,6 +409,7 @@ def check_args(args: Args) -> None:
     refuse(charged != "none" and not args.kl_coef, f"--kl-in {charged} needs a --kl-coef, such as 0.001")
     refuse(charged == "reward" and estimator != "k1", f"--kl-in reward with {estimator}: biased there, take k1")
     refuse(charged == "loss" and estimator == "k1", "--kl-in loss with k1: no gradient on average, take k3-is")
+    refuse(charged == "reward" and args.mask_truncated, "--mask-truncated with --kl-in reward: they would pay no KL")
     noisy = charged == "reward" and args.advantage == "group-std"
     refuse(noisy, "--kl-in reward with --advantage group-std: KL noise would decide groups of equal scores, take rloo")
     off_policy = args.minibatches * args.epochs_per_step > 1
@@ -421,7 +422,7 @@ def check_args(args: Args) -> None:
         "kl_horizon": (args.kl_target > 0, "--kl-target"),
         "loss_length": (args.reduction == "dr_grpo", "--reduction dr_grpo"),
         "dual_clip": (off_policy and args.objective == "ppo", f"--objective ppo, and {moved}"),
-        "tool_bonus": (bool(args.rollout.tools), "--tools"),
+        "tool_bonus": (bool(args.rollout.tools or args.rollout.environment), "--tools or --environment"),
         "lr_floor": (args.lr_schedule != "constant", "--lr-schedule linear or cosine"),
     }
     refuse_idle(args, idle)

@@ -78,7 +78,7 @@ class Args:
     kl_target: Amount = 0.0  # adapt the coefficient towards this KL per token; 0: fixed
     kl_horizon: Count = 10_000  # sequences over which it adapts
     overlong_buffer: Limit = 0  # last tokens of --max-response-tokens in which the score falls, by up to 1 (DAPO)
-    mask_truncated: bool = False  # train on no truncated response; it still counts in baselines
+    mask_truncated: bool = False  # train on no truncated response
     critic_model: str | None = None  # backbone of the critic, with the same tokenizer; default: --model
     reward_model: str | None = None  # a transformers sequence classifier, scores besides the rule
     reward_model_weight: float = 1.0  # what is trained on is the rule's score + this * the model's

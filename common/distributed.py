@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from common import processes
-from common.files import refuse
+from common.files import Tolerant, refuse
 from common.network import find_interface
 from common.progress import Progress, break_silence
 from common.torch_repair import Later
@@ -64,15 +64,14 @@ def init_world(stall_minutes: float = 30.0) -> World:
         refuse(ranks > gpus, f"{ranks} ranks, but {gpus} GPUs on this machine: torchrun --nproc_per_node {gpus}")
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-        # gloo beside nccl: Python objects and CPU tensors (checkpoints, metrics) travel without touching the GPU
-        backend = "cpu:gloo,cuda:nccl"
+        backend = "cpu:gloo,cuda:nccl"  # gloo: objects and CPU tensors (checkpoints, metrics) do not touch the GPU
     else:
         device, backend = torch.device("cpu"), "gloo"
         processes.keep_freed_memory()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank must not go on beside a restart
         processes.die_with(processes.PARENT)
     processes.sign_of_life()
-    timeout = datetime.timedelta(minutes=stall_minutes + 10)
+    timeout = datetime.timedelta(minutes=min(stall_minutes, 1e6) + 10)
     threading.Thread(target=processes.watch, args=(stall_minutes, break_silence), daemon=True).start()
     store = meet(rank, size, timeout) if size > 1 else dist.HashStore()
     find_interface(store, rank, size)
@@ -123,6 +122,9 @@ def stop_requested() -> bool:
 
 def run(main: Callable, *args: object) -> None:
     """Run a script's `main` and leave by `os._exit`: a rank that waits in destructors keeps the others waiting."""
+    for stream in (sys.stdout, sys.stderr):  # a full disk, a reader that is gone: what cannot be printed costs itself
+        stream.reconfigure(errors="backslashreplace")
+        stream.write, stream.flush = map(Tolerant(OSError), (stream.write, stream.flush))
     gc.set_threshold(50_000)  # objects: at 700 a tenth of the start is spent on looking through what is imported
     try:
         status = _outcome(main, *args)

@@ -45,7 +45,7 @@ class Row:
 class Episode:
     """One trajectory. Trained on is exactly `response_ids` where `loss_mask` is 1; text is never re-encoded."""
 
-    prompt_index: int  # the prompt's place in the step's global batch: episodes that share it share `prompt_ids`
+    prompt_index: int  # place in the step's global batch, or Row.index: episodes that share it share `prompt_ids`
     sample_index: int  # which of the prompt's samples
     prompt_ids: list[int]
     response_ids: list[int]  # all that follows the prompt: sampled tokens and, with tools, observations

@@ -2,15 +2,14 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ContextDecorator, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 from filelock import LeaseCompromise, SoftFileLease, Timeout
 from pydantic_core import to_jsonable_python
 
-# NaN and infinities become null, numpy and torch scalars numbers, paths strings
-jsonable = partial(to_jsonable_python, inf_nan_mode="null", fallback=float)
+jsonable = partial(to_jsonable_python, inf_nan_mode="null", fallback=float)  # paths become strings
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
@@ -31,6 +30,10 @@ def shorten(text: str, limit: int) -> str:
         left_out = f" …[{len(text) - 2 * (limit // 2)} characters]… "
         text = text[: limit // 2] + left_out + text[-(limit // 2) :]
     return "".join(c if c.isprintable() or c == "\n" else "�" for c in text)
+
+
+class Tolerant(suppress, ContextDecorator):
+    """Around a function: it raises no errors of these kinds."""
 
 
 @contextmanager

@@ -6,10 +6,11 @@ names on the command line carry no prefix. Another default for a fork stands in 
     rollout: Rollout = field(default_factory=partial(Rollout, samples_per_prompt=16))
 """
 
+import operator
 import os
 import re
 import sys
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import astuple, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
@@ -23,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 EMBEDDED = ("tiny", "tiny-vl", "tiny-vl-python")  # models that bring their own data
 SCRIPTS = ("grpo.py", "ppo.py", "curiosity_rl.py", "sft.py")
 LORA_RATE = 10  # times the default learning rate
+BOUNDS = {Gt: (operator.gt, "be above"), Ge: (operator.ge, "not be below"), Le: (operator.le, "not be above")}
 TRACKERS = ("tensorboard", "wandb", "trackio", "swanlab")
 
 Count = Annotated[int, Gt(0)]
@@ -54,7 +56,7 @@ class Rollout:
     samples_per_prompt: Count = 8  # G: responses to each prompt
     max_prompt_tokens: Count = 512  # longest prompt (tokens)
     max_response_tokens: Count = 512  # longest response (tokens), with tools all that follows the prompt
-    temperature: Positive = 1.0  # of sampling; the trainer's log-probs use it too
+    temperature: Annotated[float, Gt(0), Le(2)] = 1.0  # of sampling; the trainer's log-probs use it too
     reward_function: str | None = None  # FILE.py:NAME, verl's signature; default: by the row's data_source
     reward_timeout: Positive = 10.0  # seconds for one response; one that takes longer, or crashes, is left out
     judge_patience: Positive = 30.0  # minutes without an answer of the judge (JUDGE_URLS); then the run saves and ends
@@ -76,9 +78,9 @@ class Rollout:
     sleep_level: Literal[0, 1, 2] = 1  # engine while updating: 0 stays, 1 weights to host, 2 weights dropped
     max_logprob_gap: Positive | None = None  # stop if |engine - trainer| log-probs exceed this mean; default by dtype
     eval_samples: Count = 1  # samples per row in evaluation; above 1: pass@k and maj@k
-    eval_temperature: Amount = 0.0  # 0 = greedy
+    eval_temperature: Annotated[float, Ge(0), Le(2)] = 0.0  # 0 = greedy
     eval_top_p: Annotated[float, Gt(0), Le(1)] = 1.0  # nucleus, in evaluation only
-    eval_top_k: int = -1  # in evaluation only
+    eval_top_k: Annotated[int, Ge(-1)] = -1  # in evaluation only
     eval_only: bool = False  # evaluate --eval-data, print the table, write the samples, and stop
     dump_rollouts_every: Limit = 0  # steps between dumps of all episodes to OUTPUT_DIR/rollouts; 0: none
     replay: Path | None = None  # a dump: repeat the update of its step bit for bit, without an engine, and stop
@@ -117,7 +119,7 @@ class Run:
     output_dir: Path | None = None  # run folder; default runs/SCRIPT-MODEL-TIME
     seed: Limit = 0  # data order, sampling, initialisation
     total_steps: Count | None = None  # steps; default: from --total-epochs
-    total_epochs: Positive = 1.0  # passes over the training data, if --total-steps is not given
+    total_epochs: Positive = 1.0  # passes over the training data, without --total-steps; refills come on top
     eval_every: Limit = 20  # steps between evaluations; 0: only before and after
     eval_before: bool = True  # evaluate before the first step
     eval_rows: Count = 512  # rows of --eval-data used
@@ -220,10 +222,9 @@ def check_ranges(args: Any) -> None:
             check_ranges(value)
         elif isinstance(value, int | float):
             for bound in (bound for part in (hint, *get_args(hint)) for bound in getattr(part, "__metadata__", ())):
-                said = f"{flag(name)} {value}: must "
-                refuse(isinstance(bound, Gt) and not value > bound.gt, f"{said}be above 0")
-                refuse(isinstance(bound, Ge) and not value >= bound.ge, f"{said}not be below 0")
-                refuse(isinstance(bound, Le) and not value <= bound.le, f"{said}not be above 1")
+                holds, words = BOUNDS[type(bound)]
+                (limit,) = astuple(bound)
+                refuse(not holds(value, limit), f"{flag(name)} {value}: must {words} {limit:g}")
 
 
 def given() -> set[str]:

@@ -12,8 +12,7 @@ from typing import Any
 MANIFEST = "manifest.json"  # in the step folder, written last: a folder without it is no checkpoint
 BEGIN_ANEW = "--resume never, with another --output-dir, begins anew"
 STEP_NAME = re.compile(r"step_\d{6,20}")
-# What torch.distributed.checkpoint writes into its .metadata, and no more.
-METADATA_TYPES = {
+METADATA_TYPES = {  # what torch.distributed.checkpoint writes into its .metadata, and no more
     *(f"torch.distributed.checkpoint.metadata.{kind}StorageMetadata" for kind in ("Tensor", "Bytes", "Chunk")),
     *(f"torch.distributed.checkpoint.metadata.{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta")),
     "torch.distributed.checkpoint.metadata.TensorProperties",

@@ -139,7 +139,7 @@ def describe_run(path: str) -> dict[str, str]:
     files = {str(file.relative_to(ROOT)): file for kind in kinds for file in ROOT.glob(kind)}
     # not of the run folder: some network file systems would remember for a while that it is not there
     named = [name for flag in facts.keys() - {"output-dir"} for name in re.split("[ ,:]", facts[flag])]
-    files |= {name: Path(name) for name in named if os.path.isfile(name)}
+    files |= {name: Path(name) for name in named if os.path.isfile(name) and os.access(name, os.R_OK)}
     models = {"model": path} | {name: name for name in named if os.path.isfile(f"{name}/config.json")}
     for name, folder in models.items():
         files |= {f"{name} {file.name}": file for kind in (*HUB_FILES, "*.bin") for file in Path(folder).glob(kind)}

@@ -15,8 +15,7 @@ from common.pictures import blank
 from common.torch_repair import transformers
 from common.vision import Vision, auto_class, skeleton
 
-# Of a configuration: logits are more than hidden @ head.T. Our log-probs would be wrong, silently.
-UNSUPPORTED_LOGITS = ["final_logit_softcapping", "logits_scaling", "logit_scale"]
+UNSUPPORTED_LOGITS = ["final_logit_softcapping", "logits_scaling", "logit_scale"]  # more than hidden @ head.T
 UNSUPPORTED_LOGITS += ["output_multiplier", "lm_head_multiplier"]
 WITHOUT_OPTIONS = ("nemotron",)  # model types whose layers keep `units`, or positions, from the attention
 
@@ -141,8 +140,7 @@ def load_policy(
 
     `from_scratch` takes the architecture from the folder's config.json and initialises at random. Without dropout.
     `make=Critic` makes a critic of its backbone, a reward model's too. With `lora` the layers of the language model
-    get adapters, drawn by `seed`, and all else is frozen. What `wrap` shards is read in shards: no rank ever holds all
-    weights of the files.
+    get adapters, drawn by `seed`, and all else is frozen. What `wrap` shards is read in shards, never as a whole.
     """
     check_model(path, attention, trust_remote_code)
     register_attention()

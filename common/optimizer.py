@@ -20,8 +20,7 @@ NOT_FINITE = (
 def lr_factor(step: int, total_steps: int, warmup_steps: float, schedule: str, floor: float) -> float:
     """Share of the peak learning rate at step 0, 1, ...; the first step is never 0, what comes before it is.
 
-    Linear warm-up (step + 1) / warmup, then constant, or linear or cosine decay towards `floor`. `warmup_steps` below
-    1 is a share of all steps.
+    Linear warm-up (step + 1) / warmup, then constant, or linear or cosine decay to `floor`. A warm-up < 1 is a share.
     """
     warmup = round(warmup_steps * total_steps) if warmup_steps < 1 else int(warmup_steps)
     if step < 0:

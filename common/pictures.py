@@ -1,7 +1,6 @@
 """Pictures without torch: opened, checked, resized. One rule says how large anything is shown, to policy and trainer.
 
-A picture is decoded and resized once (`Media.open`): trainer and engine see these pixels, the tools cut from the
-encoded originals.
+A picture is decoded and resized once (`Media.open`), for trainer and engine; tools cut from the encoded originals.
 """
 
 import hashlib

@@ -8,8 +8,7 @@ from torch import Tensor
 from common.distributed import all_reduce
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# mean |engine - trainer| of log-probs above which a sync must be broken rather than rounded
-GAP_LIMITS = {torch.bfloat16: 0.1, torch.float16: 0.03, torch.float32: 1e-3}
+GAP_LIMITS = {torch.bfloat16: 0.1, torch.float16: 0.03, torch.float32: 1e-3}  # of the mean gap: a broken sync's
 
 
 def check_device(device: torch.device) -> None:

@@ -76,9 +76,8 @@ class Rollouts:
         refuse_idle(rollout, {"max_images": (job.vision is not None, "a vision-language --model")})
         refuse_idle(rollout, {"sleep_level": (job.world.device.type == "cuda", "a GPU")})
         reward_folder = resolve_model(reward_model, "--reward-model") if reward_model and not rollout.replay else None
-        shared = rollout.engine_parallel
-        timeout = timedelta(minutes=run.stall_minutes + 10)  # a rank may wait for another's rewards
-        # of ranks that share an engine
+        shared = rollout.engine_parallel  # by so many ranks
+        timeout = timedelta(minutes=min(run.stall_minutes, 1e6) + 10)  # one may wait for another's rewards
         self.group = new_subgroups(shared, timeout=timeout, backend="gloo")[0] if shared > 1 else None
         with user_errors():
             if job.vision or rollout.multi_turn:
@@ -163,7 +162,7 @@ class Rollouts:
         count, samples = min(self.run.eval_rows, len(data)), []
         for start in Progress("evaluation", range(0, count, at_once)):
             own = range(start + world.rank, min(start + at_once, count), world.size)
-            rows = dict(zip(own, in_threads(data.__getitem__, own)))
+            rows = {row.index: row for row in in_threads(data.__getitem__, own)}
             episodes = self.sample_with(sampling, rows, step=-1, weights_step=step)
             scored = [e for e in episodes if rows[e.prompt_index].ground_truth is not None]
             score_episodes(scored, rows, self.workers, self.tokenizer, judge)

@@ -49,8 +49,7 @@ class Worker:
     def __init__(
         self, make_handler: MakeHandler, spec: str, timeout_s: float, memory_gib: float, close_s: float = 0.0
     ):
-        """timeout_s: of a job. memory_gib: beyond what is mapped at the start; 0: no limit. close_s: of the handler's
-        `close()`; 0: it has none."""
+        """timeout_s: of a job. memory_gib: beyond what is mapped at the start. close_s: of `close()`. 0: none."""
         if timeout_s <= 0 or memory_gib < 0:
             raise ValueError(f"workers: got {timeout_s} s, {memory_gib} GiB")
         self.arguments = [str(memory_gib), make_handler.__module__, make_handler.__name__, spec]
@@ -185,6 +184,8 @@ class Worker:
         """The message that has arrived, None if there is more to come. ValueError if it is not one by `serve`."""
         if not (piece := self.socket.recv(2**20)):
             raise ConnectionResetError
+        if not self.inbox and time.monotonic() > self.deadline:  # the trainer was away: the rest may come, too
+            self.deadline = time.monotonic() + TRANSFER_S
         self.inbox += piece
         size = int.from_bytes(self.inbox[:4], "big")
         if size > MAX_REPLY or len(self.inbox) > max(4, 4 + size):

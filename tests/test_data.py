@@ -1,5 +1,6 @@
 """Data files: what is read, what is refused and with which words; and the order of the prompts."""
 
+import copy
 import json
 import os
 import random
@@ -213,6 +214,17 @@ def test_other_columns_stay_within_reach(tmp_path, tokenizer):
     assert data.record(0)["ability"] == ["maths"]
 
 
+@pytest.mark.parametrize("column", ["data_source", "ability"])
+def test_a_text_that_is_no_utf8_is_found_at_the_start(tmp_path, tokenizer, column):
+    """In whichever column: Python would fail where the row is drawn, and at each resume once more."""
+    buffers = [None, pa.array([0, 1, 3], pa.int32()).buffers()[1], pa.py_buffer(b"a\xffb")]
+    table = pa.Table.from_pylist([row(ability="maths"), row(ability="maths")])
+    broken = pa.Array.from_buffers(pa.string(), 2, buffers)
+    pq.write_table(table.set_column(table.column_names.index(column), column, broken), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"--train-data: .*a\.parquet is neither .* Invalid UTF8 sequence at string"):
+        load(str(tmp_path / "a.parquet"), tokenizer, bad_rows="drop")
+
+
 def test_nulls_that_arrow_adds_do_not_reach_the_template(tmp_path, tokenizer):
     called = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": ["x"]}]
     data = load(write(tmp_path / "a.parquet", [row(), row(prompt=called)]), tokenizer)
@@ -321,6 +333,23 @@ BAD = {
     "cannot be rendered: no tools here": row(prompt=[{"role": "tool", "content": "x"}]),
     "cannot be rendered: 'utf-8' codec can't encode": row("half a pair: \ud83d"),
 }
+
+
+def test_a_row_that_the_template_does_not_expect_costs_itself(tmp_path, tokenizer):
+    """As Qwen2.5's for a call whose name is a number."""
+    picky = copy.deepcopy(tokenizer)
+    picky.chat_template = "{% for m in messages %}{{ m.content + (m.name or '') }}{% endfor %}"
+    named = [{"role": "user", "content": "a", "name": 5}]
+    path, said = write(tmp_path / "a.jsonl", [row(), row(prompt=named), row(truth="last")]), []
+    data = load(path, picky, said, bad_rows="drop")
+    assert [data[i].index for i in range(len(data))] == [0, 2] and "a.jsonl line 2: cannot be rendered: can" in said[0]
+
+
+def test_arguments_of_an_interaction_are_an_object(tmp_path, tokenizer):
+    rows = [row(extra_info={"interaction_kwargs": given}) for given in ({"x": 1}, '{"x": 1}', [1])]
+    path, said = write(tmp_path / "a.jsonl", rows), []
+    data = load(path, tokenizer, said, bad_rows="drop", interaction="f.py:talk")
+    assert len(data) == 1 and "a.jsonl line 2: extra_info.interaction_kwargs is no object" in said[0]
 
 
 @pytest.mark.parametrize("reason", BAD)

@@ -110,7 +110,7 @@ def test_table_is_aligned():
 class Rows(list):
     """Of a data set that opens a row when it is asked for; `most` were in use at once."""
 
-    vision, most = None, 0
+    vision, most, apart = None, 0, 1  # between two rows `apart - 1` were dropped
     files = SimpleNamespace(suffix=".parquet")
 
     def record(self, i: int) -> dict:
@@ -122,7 +122,7 @@ class Rows(list):
 
     def __getitem__(self, i):
         text, truth = super().__getitem__(i)
-        row = OpenRow(i, text, truth, self.tokenizer.encode(text))
+        row = OpenRow(i * self.apart, text, truth, self.tokenizer.encode(text))
         self.open.add(row)
         self.most = max(self.most, len(self.open))
         return row
@@ -140,9 +140,10 @@ class Engine:
     """Answers each request with the prompt's own ids, and notes how long the watchdog has waited."""
 
     def __init__(self):
-        self.requests, self.signs = [], []
+        self.requests, self.signs, self.seeds = [], [], {}
 
     def submit(self, request):
+        self.seeds[tuple(request.prompt_ids)] = request.seed
         completion = Completion(request.prompt_ids[:3], [0.0] * 3, "stop")
         self.requests.append((request.key, [completion] * request.sampling.n))
 
@@ -212,6 +213,19 @@ def test_every_rank_comes_to_every_exchange(rollouts, monkeypatch, samples):
         counts.append(len(gathered))
         seen += [sample["row"] for own in gathered for sample in own[::samples]]
     assert len(set(counts)) == 1 and sorted(seen) == list(range(rollouts.run.eval_rows))
+
+
+def test_a_row_keeps_its_seed_where_others_were_dropped(rollouts):
+    """As curiosity_rl.py's --compare-tools needs it: with tools a prompt may be too long that fits without."""
+    rollouts.run.eval_rows = 5
+    rollouts.evaluate(None, 20)
+    (whole, rollouts.engine.seeds), texts = (rollouts.engine.seeds, {}), [*rollouts.eval_data]
+    rollouts.eval_data = Rows(texts[:5:2], rollouts.tokenizer)
+    rollouts.eval_data.apart = 2
+    rollouts.evaluate(None, 20, path := rollouts.output_dir / "samples.parquet")
+    assert [(s["row"], s["id"]) for s in pq.read_table(path).to_pylist()] == [(i, f"own {i}") for i in (0, 2, 4)]
+    assert len(whole) == 5 and len(rollouts.engine.seeds) == 3
+    assert all(whole[prompt] == seed for prompt, seed in rollouts.engine.seeds.items())
 
 
 def test_samples_of_each_evaluation_stay(rollouts, tmp_path, capsys):

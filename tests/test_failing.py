@@ -277,6 +277,18 @@ def test_ctrl_c_of_a_run_tells_step_and_checkpoint(tmp_path):
     assert (tmp_path / "run/curves.png").is_file()
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_console_on_a_full_disk_costs_its_lines(tmp_path):
+    """As of `python grpo.py ... > log.txt`."""
+    options = ["--engine", "hf", "--prompts-per-step", 2, "--samples-per-prompt", 2, "--max-response-tokens", 8]
+    options += ["--max-rows", 8, "--total-steps", 2, "--eval-every", 0, "--eval-rows", 2, "--output-dir", tmp_path]
+    with open("/dev/full", "w") as full:
+        pipes = {"stdout": full, "stderr": full, "timeout": 300}
+        done = subprocess.run(torchrun("grpo.py", *options), cwd=ROOT, env=script_environment(), **pipes)
+    assert done.returncode == 0 and [r["step"] for r in metrics_of(tmp_path)] == [0, 1, 2]
+    assert (tmp_path / "model/model.safetensors").is_file()
+
+
 def test_sigterm_saves_exits_with_its_own_code_and_resumes_exactly(tmp_path):
     options = ["--engine", "hf", "--prompts-per-step", 4, "--samples-per-prompt", 4, "--max-response-tokens", 32]
     options += ["--max-rows", 64, "--total-steps", 6, "--eval-every", 0, "--eval-rows", 4, "--no-eval-before"]

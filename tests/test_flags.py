@@ -30,7 +30,8 @@ MACHINES = ["shard_size", "lora_alpha", "engine_parallel"]
 OTHERS = ["temperature", "eval_top_p", "kl_horizon", "max_logprob_gap", "keep_checkpoints"]
 POSITIVE = [*LENGTHS, *PICTURES, *BATCHES, *PASSES, *PROCESSES, *MACHINES, *OTHERS]
 SHARES = ["gamma", "critic_lambda", "policy_lambda", "lr_floor", "eval_top_p", "replay_share"]
-ANY_SIGN = ["entropy_coef", "reward_model_weight", "eval_top_k"]
+ANY_SIGN = ["entropy_coef", "reward_model_weight"]
+TEMPERATURES = ["temperature", "eval_temperature"]  # vLLM takes none above 2, and no k of top_k below -1
 NUMBERS = [-1e9, -1, -0.5, -1e-9, 0, 0.0, 1e-9, 0.5, 1, 1.0, 1.5, 2, 1e9, math.inf, -math.inf, math.nan]
 
 
@@ -55,6 +56,10 @@ def numeric(script) -> list[str]:
 def was_refused(name: str, value: float) -> str | None:
     if name in POSITIVE and not value > 0:
         return "must be above 0"
+    if name in TEMPERATURES and value > 2:
+        return "must not be above 2"
+    if name == "eval_top_k":
+        return "must not be below -1" if not value >= -1 else None
     if name in SHARES and not value <= 1 and value == value:  # what is no number is said to be below 0
         return "must not be above 1"
     return "must not be below 0" if name not in ANY_SIGN and not value >= 0 else None
@@ -80,7 +85,9 @@ def test_numbers_out_of_their_range_are_refused_by_their_flag(script):
 
 
 def test_the_old_list_names_flags_that_exist():
-    assert {*POSITIVE, *SHARES, *ANY_SIGN} <= {name for script in SCRIPTS for name in numeric(script)}
+    assert {*POSITIVE, *SHARES, *ANY_SIGN, *TEMPERATURES, "eval_top_k"} <= {
+        name for script in SCRIPTS for name in numeric(script)
+    }
 
 
 @every_script

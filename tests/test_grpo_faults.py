@@ -11,10 +11,10 @@ FEW += ["--engine", "hf", "--dtype", "fp32", "--eval-rows", 4, "--eval-every", 0
     "flags",
     [
         "--objective gspo --reduction grpo --advantage rloo --correction sequence --kl-in reward --kl-coef 0.01 "
-        "--kl-target 0.1 --minibatches 2 --mask-truncated --overlong-buffer 32",
+        "--kl-target 0.1 --minibatches 2 --overlong-buffer 32",
         pytest.param(
             "--objective cispo --minibatches 2 --advantage batch-std --correction truncate --entropy-coef 0.001 "
-            "--dynamic-sampling 6 --kl-in loss --kl-coef 0.01 --kl-estimator k2 --strategy ddp",
+            "--dynamic-sampling 6 --mask-truncated --kl-in loss --kl-coef 0.01 --kl-estimator k2 --strategy ddp",
             marks=pytest.mark.slow,
         ),
     ],

@@ -446,6 +446,8 @@ def test_guarded_step_without_any_gradient_changes_nothing():
         ("--kl-in loss --kl-coef 0.01 --kl-estimator k1", "--kl-in loss with k1: no gradient on average"),
         ("--kl-in reward --kl-coef 0.01 --kl-estimator k3", "--kl-in reward with k3: biased there"),
         ("--kl-in reward --kl-coef 0.01", "--kl-in reward with --advantage group-std"),
+        ("--kl-in reward --kl-coef 0.01 --mask-truncated", "--mask-truncated with --kl-in reward"),
+        ("--tool-bonus 0.1", "--tool-bonus 0.1 has no effect: needs --tools or --environment"),
         (
             "--kl-in loss --kl-coef 0.01 --kl-estimator k2 --kl-horizon 9",
             "--kl-horizon 9 has no effect: needs --kl-target",

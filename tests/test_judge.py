@@ -167,6 +167,8 @@ ONCE = {  # what the server does at its first two requests
     "no JSON": b"<html>502 Bad Gateway</html>",
     "another object": b'{"choices": []}',
     "a list": b"[]",
+    "parts without a verdict": [{"type": "text", "text": "perhaps"}, {"type": "text", "text": None}, 7],
+    "an object as its text": {"verdict": 1},
     "a refusal": 400,
 }
 
@@ -178,6 +180,12 @@ def test_a_fault_that_passes_costs_nothing(fault, serve, client, impatient):
     assert len(server.asked) == 3 + 2, "three different cases, and two repeated"
     seeds = [(request["seed"], request["temperature"]) for request, _ in server.requests]
     assert seeds.count((0, 0.0)) == 3 and all(temperature > 0 for seed, temperature in seeds if seed), "another reply"
+
+
+def test_a_reply_may_come_in_parts(serve, client):
+    parts = [{"type": "text", "text": "Judge"}, {"type": "text", "text": "ment: 1"}]
+    server = serve(lambda number, answer: parts if answer == "right" else None)
+    assert client(server).settle(FOUR) == VERDICTS and len(server.asked) == 3
 
 
 @pytest.mark.parametrize("fault", ["maybe", 500, 400])

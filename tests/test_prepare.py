@@ -185,6 +185,10 @@ def test_published_parquet_errors(tmp_path):
     pq.write_table(pa.table({"target": [1]}), tmp_path / "bad.parquet")
     with pytest.raises(ValueError, match="expected the columns target and nums, found target"):
         countdown.read_published(tmp_path / "bad.parquet")
+    for nums, target in ((None, 3), ([], 3), ([1, None], 3), ([1, 2], None)):
+        pq.write_table(pa.table({"nums": [[1, 2], nums], "target": [3, target]}), tmp_path / "bad.parquet")
+        with pytest.raises(ValueError, match=r"--source .*bad.parquet row 1: nums .* expected numbers"):
+            countdown.read_published(tmp_path / "bad.parquet")
 
 
 @pytest.mark.parametrize(
@@ -277,6 +281,14 @@ def test_gsm8k_bad_files(tmp_path):
     (tmp_path / "train.jsonl").write_text(json.dumps({"question": "q", "answer": "#### 1"}) + '\n{"question": "q"}\n')
     with pytest.raises(ValueError, match=r"train\.jsonl:2: "):
         gsm8k.read_split(str(tmp_path), "train")
+    for bad in (
+        {"question": "q", "answer": None},
+        {"question": 5, "answer": "#### 1"},
+        {"question": "q", "answer": "1"},
+    ):
+        (tmp_path / "train.jsonl").write_text(json.dumps(bad))
+        with pytest.raises(ValueError, match=r"train\.jsonl:1: "):
+            gsm8k.read_split(str(tmp_path), "train")
     with pytest.raises(ValueError, match="no final answer"):
         gsm8k.final_answer("72")
 

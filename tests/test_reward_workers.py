@@ -99,6 +99,10 @@ def drip():
     spin()
 
 
+def write_much():
+    return {"score": 1.0, "pred": "x" * 2**22}
+
+
 def chat():
     for _ in range(200):
         print("x" * 10**6)
@@ -123,6 +127,7 @@ ACTIONS = {
     "forge half of one": lambda: forge(SCORE, size=1000),
     "drip": drip,
     "forge later": lambda: later(0.1, lambda: forge(SCORE)),
+    "write much": write_much,
     "surrogates": lambda: {"score": 1.0, "pred": "\\ud800"},
     "raise surrogates": lambda: (_ for _ in ()).throw(ValueError("\\ud800")),
     "chat": chat,
@@ -270,6 +275,20 @@ def test_half_a_message_does_not_keep_the_others_waiting(start):
     with deadline(60):
         results = start(count=2).score([job("drip"), *[job(str(number)) for number in range(4)]])
     assert results == [{"error": "timeout after 2 s"}, *[scored(number) for number in range(4)]]
+
+
+def test_a_reply_that_waited_for_the_trainer_is_read_to_its_end(start):
+    """As under --engine hf, whose step takes longer than a tool may: a large reply fits into no socket."""
+    (worker,) = start(count=1, timeout_s=1.0).workers
+    while not worker.ready():
+        wait(worker.sources)
+        worker.advance(worker.sources)
+    worker.take("job", job("write much"))
+    time.sleep(2.0)
+    reply, end = None, time.monotonic() + 10
+    while reply is None and time.monotonic() < end:
+        reply = worker.advance(wait([worker.socket], 0.1))
+    assert reply == {"score": 1.0, "pred": "x" * 2**22}
 
 
 def test_a_message_between_jobs_costs_a_worker_and_no_sample(start):

@@ -217,7 +217,7 @@ def test_rows_of_each_supervised_format_are_the_same_conversation_to_trl(tmp_pat
     problems = [{"question": f"{n}+1?", "answer": f"#### {n + 1}"} for n in range(6)]
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
-    for form, rows in {"pairs": 6, "chats": 2, "from-value": 3}.items():
+    for form, rows in {"pairs": 6, "chats": 3, "from-value": 6}.items():
         folder = tmp_path / form
         flags = write_rows(f"gsm8k-{form}", Request(folder, True, str(tmp_path), None))
         assert flags == ["--train-data", folder / "train.jsonl", "--eval-data", folder / "eval.jsonl"]

@@ -170,10 +170,10 @@ class Conversations:
         try:
             whole, header = render(messages), render(messages[:first], add_generation_prompt=True)
             whole.encode()
-        except (TemplateError, UnicodeEncodeError) as error:  # the latter: half a surrogate pair
+        except (TemplateError, TypeError, ValueError) as error:  # half a surrogate pair, a tool call without a name
             raise BadRow(f"cannot be rendered: {error}") from error
         bare = [{key: value for key, value in m.items() if key != "tool_calls"} for m in messages]
-        with suppress(TemplateError):  # one that refuses replies without calls does look at them
+        with suppress(TemplateError, TypeError):  # one that refuses replies without calls does look at them
             if any(m.get("tool_calls") for m in messages) and render(bare) == whole:
                 raise BadRow("the chat template leaves out tool_calls: write them as <tool_call> into the contents")
         texts = [(m["role"], text_of(m).strip()) for m in messages if not pictured(m)]
@@ -197,6 +197,6 @@ class Conversations:
             conversation, _ = self._read(self.files[i])
             media = [open_media(picture, self.media_root, self.vision.limits) for picture in conversation.pictures]
             return conversation_episode(conversation, media, self.tokenizer, self.vision, i, self.max_tokens)
-        except (BadRow, TemplateError) as error:
+        except (BadRow, TemplateError, TypeError) as error:
             print(f"warning: {self.files.flag}: {self.files.place(i)}: {error}; left out", flush=True)
             return None

@@ -125,11 +125,8 @@ class PromptData:
                 try:
                     num_tokens = self._picture_tokens(text, prompt.pictures)
                     num_bytes = len(text.encode())
-                except BadRow as error:
-                    found.bad[index] = str(error)
-                    continue
-                except UnicodeEncodeError as error:  # half a surrogate pair
-                    found.bad[index] = f"cannot be rendered: {error}"
+                except (BadRow, UnicodeEncodeError) as error:  # the latter: half a surrogate pair
+                    found.bad[index] = str(error) if isinstance(error, BadRow) else f"cannot be rendered: {error}"
                     continue
                 found.kept.append(index)
                 if truth_of(records[index]) is not None:
@@ -159,6 +156,8 @@ class PromptData:
         plays = self.environment and record.get("agent_name") != "single_turn_agent"
         if plays and isinstance(prompt, str):
             raise BadRow("is a rendered prompt, which an --environment cannot add to")
+        if not isinstance(render.row_interaction(record, self.interaction) or {}, dict):
+            raise BadRow("extra_info.interaction_kwargs is no object")
         offered = render.row_tools(record, self.tools) if self.tools else {}
         messages = prompt
         if not isinstance(prompt, str):
@@ -173,7 +172,7 @@ class PromptData:
         try:
             texts = render.apply_template([p.messages for p in prepared.values()], self.tokenizer)
             return dict(zip(prepared, texts))
-        except TemplateError as error:  # a role that it refuses
+        except (TemplateError, TypeError, ValueError) as error:  # a role that it refuses, a tool call without a name
             if len(prepared) == 1:
                 bad |= dict.fromkeys(prepared, f"cannot be rendered: {error}")
                 return {}
@@ -191,12 +190,12 @@ class PromptData:
     def __len__(self) -> int:
         return len(self.positions)
 
-    def record(self, i: int) -> dict:
-        """Row i with all its columns, as it stands in the file."""
-        return self.files[int(self.positions[i])]
+    def record(self, index: int) -> dict:
+        """The row of that `Row.index` with all its columns, as it stands in the file."""
+        return self.files[index]
 
     def __getitem__(self, i: int) -> Row:
-        record, index = self.record(i), int(self.positions[i])
+        record = self.record(index := int(self.positions[i]))
         prepared = self._prepare(record)
         ground_truth, extra_info = truth_of(record), record.get("extra_info") or {}
         row = Row(index, record["data_source"], prepared.prompt, ground_truth, extra_info, [])

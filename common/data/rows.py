@@ -128,7 +128,8 @@ def open_rows(path: Path, flag: str) -> Iterator[pa.RecordBatchReader]:
             file = pq.ParquetFile(path, buffer_size=2**20, pre_buffer=False)
             # batch by batch: Arrow reads no nested column of more than 2 GiB at once
             batches = file.iter_batches(batch_size(file.schema_arrow.names))
-            yield pa.RecordBatchReader.from_batches(file.schema_arrow, batches)
+            whole = (batch.validate(full=True) or batch for batch in batches)  # or texts that are no UTF-8 come later
+            yield pa.RecordBatchReader.from_batches(file.schema_arrow, whole)
             return
         content = path.read_bytes()
         lines = content.rstrip().splitlines()

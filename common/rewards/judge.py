@@ -237,7 +237,10 @@ class Judge:
             seed=attempt,
             max_tokens=MAX_TOKENS,
         )
-        return completion.choices[0].message.content or ""
+        content = completion.choices[0].message.content
+        if isinstance(content, list):  # of parts, as servers of models that reason may send it
+            content = "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
+        return content if isinstance(content, str) else ""
 
     async def _probe(self, server: Server) -> str:
         """Why it does not answer, or "". ValueError if it judges a pair wrongly, or not at all."""

@@ -160,10 +160,10 @@ def format_table(metrics_by_source: dict[str, dict[str, float]]) -> str:
 
 
 def report(samples: list[dict], path: Path, record: Callable[[int], dict] | None = None) -> str:
-    """Write all samples, with the columns of the `record` of a group; returns the table by data source."""
+    """Write all samples, with the columns of the `record` of a row; returns the table by data source."""
     rows = samples
     if record:
-        own = ({k: v for k, v in record(sample["group"]).items() if k not in PICTURES} for sample in samples)
+        own = ({k: v for k, v in record(sample["row"]).items() if k not in PICTURES} for sample in samples)
         rows = [columns | sample for columns, sample in zip(own, samples)]
     with full_disk_is_a_warning(path):
         path.parent.mkdir(parents=True, exist_ok=True)

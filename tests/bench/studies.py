@@ -32,8 +32,8 @@ SCORE = "grpo.py --eval-only --max-prompt-tokens 160 --max-response-tokens 160 -
 
 # trl_work.py has the same for SFTTrainer. In fp32, so that a difference of the losses is one of what is computed.
 BESIDE_SFT = """\
-sft.py --model smollm2 --batch-size 16 --learning-rate 1e-4 --lr-schedule linear --warmup-steps 0.1 --total-steps 20 \
---eval-every 10 --eval-rows 32 --micro-batch-tokens 1024 --dtype fp32"""
+sft.py --model smollm2 --batch-size 16 --learning-rate 1e-4 --lr-schedule linear --warmup-steps 0.1 --total-steps 12 \
+--eval-every 12 --eval-rows 32 --micro-batch-tokens 1024 --dtype fp32"""
 
 SFT_FORMS = ("pairs", "chats", "from-value")
 

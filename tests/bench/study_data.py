@@ -114,8 +114,8 @@ DATA: dict[str, Callable[[Request], list]] = {
     "gsm8k": gsm8k_rows,
     "mawps": mawps,
     "gsm8k-pairs": partial(gsm8k_as, pair, 1),
-    "gsm8k-chats": partial(gsm8k_as, chat, 3),
-    "gsm8k-from-value": partial(gsm8k_as, from_value, 2),
+    "gsm8k-chats": partial(gsm8k_as, chat, 2),
+    "gsm8k-from-value": partial(gsm8k_as, from_value, 1),
 }
 
 

@@ -15,6 +15,7 @@ from datasets import Dataset
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoTokenizer, TrainerCallback
 from trl import SFTConfig, SFTTrainer
+from trl.data_utils import maybe_convert_to_chatml
 
 # SmolLM2's template with marks around what the assistant says and the token that ends its turn
 TEMPLATE = """\
@@ -100,7 +101,9 @@ def main(work: dict) -> None:
         disable_tqdm=True,
         **work["options"],
     )
-    data = {"train_dataset": Dataset.from_list(work["rows"]), "eval_dataset": Dataset.from_list(work["eval_rows"])}
+    # SFTTrainer does this, too, but refuses assistant_only_loss for conversations of {from, value} before
+    rows, held_out = ([maybe_convert_to_chatml(row) for row in work[name]] for name in ("rows", "eval_rows"))
+    data = {"train_dataset": Dataset.from_list(rows), "eval_dataset": Dataset.from_list(held_out)}
     trainer = SFTTrainer(work["model"], args=config, processing_class=tokenizer, callbacks=[clock], **data)
     clock.trainer = trainer
     factors, optimizer = work["lr_factors"], trainer.create_optimizer()

@@ -19,9 +19,9 @@ GRPO_OPTIONS = {"learning_rate": 8e-5, "bf16": True}
 GRPO_RATES = {"total_steps": 40, "warmup_steps": 5, "schedule": "linear", "floor": 0.1}
 
 # studies.py has the same as flags of sft.py.
-SFT = {"model": "smollm2", "rows_of_a_step": 16, "steps": 20, "eval_every": 10, "held_out": 32, "batch": 4}
+SFT = {"model": "smollm2", "rows_of_a_step": 16, "steps": 12, "eval_every": 12, "held_out": 32, "batch": 4}
 SFT_OPTIONS = {"learning_rate": 1e-4, "bf16": False, "adam_beta2": 0.95, "max_grad_norm": 1.0}
-SFT_RATES = {"total_steps": 20, "warmup_steps": 0.1, "schedule": "linear", "floor": 0.0}
+SFT_RATES = {"total_steps": 12, "warmup_steps": 0.1, "schedule": "linear", "floor": 0.0}
 
 
 def write_grpo(folder: Path, seed: int, processes: int) -> Path:
