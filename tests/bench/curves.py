@@ -131,7 +131,7 @@ def keep(args: Args, study: Study, name: str) -> None:
         elif path.name == "curves.png":
             shutil.copy(path, results)
         else:  # without the paths of this machine
-            text = path.read_text().replace(f"{ROOT}/", "").replace(sys.prefix, ".venv")
+            text = path.read_text().replace(f"{ROOT}/", "").replace(sys.prefix, ".venv").replace(str(Path.home()), "~")
             (results / path.name).write_text(text)
     is_parent = any(other.parent == name for other in study.runs.values())
     record = identity(args, study, name) | {"model": hash_of(folder / "model") if is_parent else ""}
