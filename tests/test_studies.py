@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import sys
+from pathlib import Path
 from string import ascii_lowercase
 
 import pytest
@@ -65,7 +66,7 @@ def test_a_run_is_done_if_it_is_that_run_and_came_to_its_end(tmp_path):
         begin(args, study, name)
         (folder / "model").mkdir(parents=True, exist_ok=True)
         (folder / "model" / "model.safetensors").write_bytes(weights)
-        (folder / "config.json").write_text(json.dumps({"args": {"total_steps": 2}}))
+        (folder / "config.json").write_text(json.dumps({"args": {"total_steps": 2, "model": f"{Path.home()}/model"}}))
         steps = [{"step": step, "eval/accuracy": 0.5} for step in range(steps + 1)]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
         keep(args, study, name)
@@ -82,6 +83,8 @@ def test_a_run_is_done_if_it_is_that_run_and_came_to_its_end(tmp_path):
     assert done() == [True, False] and read_study(study, args.results) == {}
     made("learnt-seed1", 2)
     assert done() == [True, True] and list(read_study(study, args.results)) == ["learnt"]
+    kept = json.loads((args.results / "warm" / "config.json").read_text())
+    assert kept["args"]["model"] == "~/model", "nothing of this machine"
     (args.runs / "warm" / "model" / "model.safetensors").unlink()
     (args.runs / "warm" / "model").rmdir()
     assert done() == [True, True]  # nobody needs it any more
