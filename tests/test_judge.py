@@ -174,7 +174,9 @@ ONCE = {  # what the server does at its first two requests
 
 
 @pytest.mark.parametrize("fault", ONCE)
-def test_a_fault_that_passes_costs_nothing(fault, serve, client, impatient):
+def test_a_fault_that_passes_costs_nothing(fault, serve, client, request):
+    if fault == "a hang":
+        request.getfixturevalue("impatient")
     server = serve(lambda number, answer: ONCE[fault] if number <= 2 else None)
     assert client(server).settle(FOUR) == VERDICTS
     assert len(server.asked) == 3 + 2, "three different cases, and two repeated"
