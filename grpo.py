@@ -409,9 +409,8 @@ def check_args(args: Args) -> None:
     refuse(charged != "none" and not args.kl_coef, f"--kl-in {charged} needs a --kl-coef, such as 0.001")
     refuse(charged == "reward" and estimator != "k1", f"--kl-in reward with {estimator}: biased there, take k1")
     refuse(charged == "loss" and estimator == "k1", "--kl-in loss with k1: no gradient on average, take k3-is")
-    refuse(charged == "reward" and args.mask_truncated, "--mask-truncated with --kl-in reward: they would pay no KL")
-    noisy = charged == "reward" and args.advantage == "group-std"
-    refuse(noisy, "--kl-in reward with --advantage group-std: KL noise would decide groups of equal scores, take rloo")
+    noisy = charged == "reward" and (args.advantage == "group-std" or args.mask_truncated)
+    refuse(noisy, "--kl-in reward with --advantage group-std or --mask-truncated: KL would decide equal groups")
     off_policy = args.minibatches * args.epochs_per_step > 1
     moved = "several --minibatches or --epochs-per-step: on-policy the ratio is 1"
     idle = dict.fromkeys(["objective", "clip_low", "clip_high"], (off_policy, moved))

@@ -15,7 +15,7 @@ from common.pictures import blank
 from common.torch_repair import transformers
 from common.vision import Vision, auto_class, skeleton
 
-UNSUPPORTED_LOGITS = ["final_logit_softcapping", "logits_scaling", "logit_scale"]  # more than hidden @ head.T
+UNSUPPORTED_LOGITS = ["final_logit_softcapping", "logits_scaling", "logit_scale"]  # logits beyond hidden @ head.T
 UNSUPPORTED_LOGITS += ["output_multiplier", "lm_head_multiplier"]
 WITHOUT_OPTIONS = ("nemotron",)  # model types whose layers keep `units`, or positions, from the attention
 

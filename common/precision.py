@@ -8,7 +8,7 @@ from torch import Tensor
 from common.distributed import all_reduce
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-GAP_LIMITS = {torch.bfloat16: 0.1, torch.float16: 0.03, torch.float32: 1e-3}  # of the mean gap: a broken sync's
+GAP_LIMITS = {torch.bfloat16: 0.1, torch.float16: 0.03, torch.float32: 1e-3}  # above: a broken sync, not rounding
 
 
 def check_device(device: torch.device) -> None:

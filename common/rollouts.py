@@ -76,7 +76,7 @@ class Rollouts:
         refuse_idle(rollout, {"max_images": (job.vision is not None, "a vision-language --model")})
         refuse_idle(rollout, {"sleep_level": (job.world.device.type == "cuda", "a GPU")})
         reward_folder = resolve_model(reward_model, "--reward-model") if reward_model and not rollout.replay else None
-        shared = rollout.engine_parallel  # by so many ranks
+        shared = rollout.engine_parallel  # ranks that share an engine
         timeout = timedelta(minutes=min(run.stall_minutes, 1e6) + 10)  # one may wait for another's rewards
         self.group = new_subgroups(shared, timeout=timeout, backend="gloo")[0] if shared > 1 else None
         with user_errors():

@@ -49,7 +49,7 @@ class Worker:
     def __init__(
         self, make_handler: MakeHandler, spec: str, timeout_s: float, memory_gib: float, close_s: float = 0.0
     ):
-        """timeout_s: of a job. memory_gib: beyond what is mapped at the start. close_s: of `close()`. 0: none."""
+        """timeout_s: of a job. memory_gib: beyond the first mapped; 0: no limit. close_s: of `close()`; 0: none."""
         if timeout_s <= 0 or memory_gib < 0:
             raise ValueError(f"workers: got {timeout_s} s, {memory_gib} GiB")
         self.arguments = [str(memory_gib), make_handler.__module__, make_handler.__name__, spec]

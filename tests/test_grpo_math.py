@@ -446,7 +446,10 @@ def test_guarded_step_without_any_gradient_changes_nothing():
         ("--kl-in loss --kl-coef 0.01 --kl-estimator k1", "--kl-in loss with k1: no gradient on average"),
         ("--kl-in reward --kl-coef 0.01 --kl-estimator k3", "--kl-in reward with k3: biased there"),
         ("--kl-in reward --kl-coef 0.01", "--kl-in reward with --advantage group-std"),
-        ("--kl-in reward --kl-coef 0.01 --mask-truncated", "--mask-truncated with --kl-in reward"),
+        (
+            "--kl-in reward --kl-coef 0.01 --advantage rloo --mask-truncated",
+            "--kl-in reward with --advantage group-std or",
+        ),
         ("--tool-bonus 0.1", "--tool-bonus 0.1 has no effect: needs --tools or --environment"),
         (
             "--kl-in loss --kl-coef 0.01 --kl-estimator k2 --kl-horizon 9",

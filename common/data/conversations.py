@@ -197,6 +197,6 @@ class Conversations:
             conversation, _ = self._read(self.files[i])
             media = [open_media(picture, self.media_root, self.vision.limits) for picture in conversation.pictures]
             return conversation_episode(conversation, media, self.tokenizer, self.vision, i, self.max_tokens)
-        except (BadRow, TemplateError, TypeError) as error:
+        except (BadRow, TemplateError) as error:
             print(f"warning: {self.files.flag}: {self.files.place(i)}: {error}; left out", flush=True)
             return None

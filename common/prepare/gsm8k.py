@@ -59,7 +59,7 @@ def read_split(source: str, split: str) -> list[dict[str, str]]:
             continue
         try:
             row = json.loads(line)
-            final_answer("".join([row["question"], row["answer"]]))  # of two texts, with one in them
+            final_answer("".join([row["question"], row["answer"]]))  # raises, too, for what is no text
             rows.append({"question": row["question"], "answer": row["answer"]})
         except (KeyError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(f"{path}:{number}: not an object with question and answer: {error!r}") from error
