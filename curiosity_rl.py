@@ -84,7 +84,7 @@ class Args:
     learning_rate: Amount = 1e-6  # peak
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
     warmup_steps: Amount = 0.0  # steps of linear warm-up; below 1: share of all steps
-    lr_floor: Share = 0.0  # last learning rate as a share of the peak
+    lr_floor: Share = 0.0  # learning rate that the decay ends at, behind the last step, as a share of the peak
     weight_decay: Amount = 0.0  # AdamW, decoupled
     max_grad_norm: Amount = 1.0  # global L2 norm; 0 = no clipping
 
@@ -137,7 +137,10 @@ def num_calls(episode: Episode, count: str) -> int:
 
 
 def shape_rewards(episodes: list[Episode], args: Args) -> None:
-    """Add bonus and cost to the scores of whole groups, in place; "acc" is whether the scorer found it right."""
+    """Add bonus and cost to the scores of whole groups, in place; "acc" is whether the scorer found it right.
+
+    A score counts as the paper's correctness, cut to [0, 1].
+    """
     for group in by_prompt(episodes).values():
         calls = [num_calls(e, args.count_calls) for e in group]
         rapr = sum(n > 0 for n in calls) / len(group)
@@ -511,11 +514,12 @@ def main(args: Args, demo: bool = False) -> None:
         }
 
         # 6. eval, checkpoint
-        last, stop = step + 1 == end, stop_requested()
+        last = step + 1 == end
         if rollouts.can_evaluate and (last or due(step + 1, args.run.eval_every)):
             with watch("eval"):
                 metrics |= rollouts.evaluate(policy, step + 1)
         metrics |= watch.metrics(device)
+        stop = stop_requested()  # during the evaluation, too
         logger.log(step + 1, metrics)  # before the checkpoint: a step that a resume skips is a step on record
         if not args.rollout.replay and (last or stop or checkpoints.due(step + 1, metrics.get("eval/accuracy"))):
             memory.save(step + 1, job.tokenizer, checkpoints.folder)

@@ -80,7 +80,7 @@ class Args:
     learning_rate: Amount = 1e-6  # peak
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
     warmup_steps: Amount = 0.0  # steps of linear warm-up; below 1: share of all steps
-    lr_floor: Share = 0.0  # last learning rate as a share of the peak
+    lr_floor: Share = 0.0  # learning rate that the decay ends at, behind the last step, as a share of the peak
     weight_decay: Amount = 0.0  # AdamW, decoupled
     max_grad_norm: Amount = 1.0  # global L2 norm; 0 = no clipping
 
@@ -357,10 +357,10 @@ def add_tool_bonus(episodes: list[Episode], bonus: float) -> None:
 
 
 def widest_groups(episodes: list[Episode], count: int) -> list[Episode]:
-    """The `count` groups, over all ranks, whose scores deviate most, unbiased and above 0; of equal ones the first."""
+    """The `count` groups, over all ranks, whose scores deviate most, unbiased, above 1e-9; of equal ones the first."""
     groups = {prompt: [e.rewards["score"] for e in group] for prompt, group in by_prompt(episodes).items()}
-    spread = {prompt: torch.tensor(own).double().std().item() for prompt, own in groups.items() if len({*own}) > 1}
-    order = sorted((-width, prompt) for part in gather_objects(spread) for prompt, width in part.items())
+    spread = {p: round(torch.tensor(own).double().std().item(), 9) for p, own in groups.items() if len(own) > 1}
+    order = sorted((-width, prompt) for part in gather_objects(spread) for prompt, width in part.items() if width)
     kept = {prompt for _, prompt in order[:count]}
     return [e for e in episodes if e.prompt_index in kept]
 
@@ -518,11 +518,12 @@ def main(args: Args, demo: bool = False) -> None:
             kl_controller.update(metrics.get("policy/kl_to_ref", 0.0), num_sequences)  # none: of no tokens
 
         # 6. eval, checkpoint
-        last, stop = step + 1 == end, stop_requested()
+        last = step + 1 == end
         if rollouts.can_evaluate and (last or due(step + 1, args.run.eval_every)):
             with watch("eval"):
                 metrics |= rollouts.evaluate(policy, step + 1)
         metrics |= watch.metrics(device)
+        stop = stop_requested()  # during the evaluation, too
         logger.log(step + 1, metrics)  # before the checkpoint: a step that a resume skips is a step on record
         if not args.rollout.replay and (last or stop or checkpoints.due(step + 1, metrics.get("eval/accuracy"))):
             checkpoints.save(step + 1, metrics.get("eval/accuracy"))

@@ -87,7 +87,7 @@ class Args:
     critic_warmup_steps: Limit = 0  # first steps, in which the critic is trained alone
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
     warmup_steps: Amount = 0.0  # steps of linear warm-up; below 1: share of all steps
-    lr_floor: Share = 0.0  # last learning rate as a share of the peak
+    lr_floor: Share = 0.0  # learning rate that the decay ends at, behind the last step, as a share of the peak
     weight_decay: Amount = 0.0  # AdamW, decoupled
     max_grad_norm: Amount = 1.0  # global L2 norm; 0 = no clipping
 
@@ -557,11 +557,12 @@ def main(args: Args, demo: bool = False) -> None:
             kl_controller.update(metrics.get("policy/kl_to_ref", 0.0), num_sequences)  # none: of no tokens
 
         # 6. eval, checkpoint
-        last, stop = step + 1 == end, stop_requested()
+        last = step + 1 == end
         if rollouts.can_evaluate and (last or due(step + 1, args.run.eval_every)):
             with watch("eval"):
                 metrics |= rollouts.evaluate(policy, step + 1)
         metrics |= watch.metrics(device)
+        stop = stop_requested()  # during the evaluation, too
         logger.log(step + 1, metrics)  # before the checkpoint: a step that a resume skips is a step on record
         if not args.rollout.replay and (last or stop or checkpoints.due(step + 1, metrics.get("eval/accuracy"))):
             checkpoints.save(step + 1, metrics.get("eval/accuracy"))

@@ -52,7 +52,7 @@ class Args:
     learning_rate: Amount = 1e-5  # peak
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"  # after the warm-up
     warmup_steps: Amount = 0.0  # optimizer steps of linear warm-up; below 1: share of all steps
-    lr_floor: Share = 0.0  # last learning rate as a share of the peak
+    lr_floor: Share = 0.0  # learning rate that the decay ends at, behind the last step, as a share of the peak
     weight_decay: Amount = 0.0  # AdamW, decoupled
     max_grad_norm: Amount = 1.0  # global L2 norm; 0 = no clipping
     save_every_epoch: bool = False  # a checkpoint after each pass over the data, too
@@ -226,11 +226,12 @@ def main(args: Args, demo: bool = False) -> None:
         }
 
         # 6. eval, checkpoint
-        last, stop = step + 1 == total_steps, stop_requested()
+        last = step + 1 == total_steps
         if eval_data and (last or due(step + 1, args.run.eval_every)):
             with watch("eval"):
                 metrics |= evaluate(policy, eval_data, eval_rows, args, packer)
         metrics |= watch.metrics(world.device)
+        stop = stop_requested()  # during the evaluation, too
         logger.log(step + 1, metrics)
         epoch_ends = args.save_every_epoch and int(loader.epoch) > epochs_before
         loss = None if args.save_weights_only else metrics.get("eval/loss")  # weights alone are all kept, no best

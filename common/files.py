@@ -41,7 +41,7 @@ def user_errors() -> Iterator[None]:
     """What the user can put right (a file, a flag) ends the run with its message alone, not with a trace per rank."""
     try:
         yield
-    except (ValueError, FileNotFoundError, ConnectionError) as error:
+    except (ValueError, OSError) as error:
         raise SystemExit(f"error: {error}") from error
 
 

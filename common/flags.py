@@ -119,7 +119,7 @@ class Run:
     output_dir: Path | None = None  # run folder; default runs/SCRIPT-MODEL-TIME
     seed: Limit = 0  # data order, sampling, initialisation
     total_steps: Count | None = None  # steps; default: from --total-epochs
-    total_epochs: Positive = 1.0  # passes over the training data, without --total-steps; refills come on top
+    total_epochs: Annotated[float, Gt(0), Le(1e6)] = 1.0  # passes over the data, without --total-steps; refills on top
     eval_every: Limit = 20  # steps between evaluations; 0: only before and after
     eval_before: bool = True  # evaluate before the first step
     eval_rows: Count = 512  # rows of --eval-data used

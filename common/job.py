@@ -132,8 +132,8 @@ class Job:
 
 
 def describe_run(path: str) -> dict[str, str]:
-    """Flags, versions; and, by size and hash, the code, the files that flags name, those of the model in a folder."""
-    texts = " ".join(["", *sys.argv[1:]]).split(" --")[1:]
+    """Flags, versions, is there a judge; by size and hash, code, files that flags name, those of a model's folder."""
+    texts = " ".join(["", *sys.argv[1:]]).split(" --")[1:] + [f"JUDGE_URLS {bool(os.environ.get('JUDGE_URLS'))}"]
     facts = dict([*re.split("[ =]", text, maxsplit=1), ""][:2] for text in texts)
     kinds = ("*.py", "common/**/*.py", "common/*/*.json", "common/*/*.toml")
     files = {str(file.relative_to(ROOT)): file for kind in kinds for file in ROOT.glob(kind)}

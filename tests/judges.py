@@ -18,8 +18,8 @@ class Server(ThreadingHTTPServer):
 
 
 class LocalJudge:
-    """Says 1 where both answers are the same; `behave(number, answer)` may return another reply: a text, a status
-    code, whose message repeats the key, seconds to hang, or None."""
+    """Says 1 where both answers are the same; `behave(number, answer)` may return another reply: a text, one that was
+    cut (in a tuple), a status code, whose message repeats the key, seconds to hang, or None."""
 
     def __init__(self, behave=lambda number, answer: None, port: int = 0):
         self.behave, self.asked, self.requests, self.lock = behave, [], [], threading.Lock()
@@ -68,7 +68,8 @@ class LocalJudge:
                 if isinstance(reply, bytes):
                     self.send(reply)
                     return
-                choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": reply}}
+                reason, reply = ("length", *reply) if isinstance(reply, tuple) else ("stop", reply)
+                choice = {"index": 0, "finish_reason": reason, "message": {"role": "assistant", "content": reply}}
                 self.send({"id": "x", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]})
 
         return Handler

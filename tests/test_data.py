@@ -197,6 +197,16 @@ def test_one_rank_of_a_machine_looks_for_all(tmp_path, tokenizer, monkeypatch, r
     assert looks == reads == [0, 2] and (problem or list(found.values()) == [[0, 1, 2]] * 4)
 
 
+def test_machines_that_find_different_rows_are_told(tmp_path, tokenizer, monkeypatch):
+    """As where a picture is missing on one of them: they would draw different rows, and end at different steps."""
+    monkeypatch.setattr("common.data.scan.gather_objects", gathering(lambda: rank, 2))
+    for rank, row_2 in enumerate((row(), row(truth=None))):
+        path = write(tmp_path / "a.jsonl", [row(), row_2])
+        world = World(rank, 2, 0, torch.device("cpu"))
+        with pytest.raises(ValueError, match="the machines find different rows usable") if rank else nullcontext():
+            load(path, tokenizer, world=world, bad_rows="drop")
+
+
 def test_several_files_make_one_data_set(tmp_path, tokenizer):
     a = write(tmp_path / "a.parquet", [row(truth={"numbers": [1, 2], "target": i}) for i in range(3)])
     b = write(tmp_path / "b.jsonl", [row(truth="2024-01-01"), row(truth=7), row(truth=0)])
@@ -212,6 +222,28 @@ def test_several_files_make_one_data_set(tmp_path, tokenizer):
 def test_other_columns_stay_within_reach(tmp_path, tokenizer):
     data = load(write(tmp_path / "a.parquet", [row(ability=["maths"])]), tokenizer)
     assert data.record(0)["ability"] == ["maths"]
+
+
+def in_the_year_10000(rows: list) -> pa.Array:
+    return pa.array([253402300800 * 1000] * len(rows), pa.timestamp("ms"))
+
+
+def test_a_date_that_python_cannot_hold_costs_nothing_where_nobody_asks_for_it(tmp_path, tokenizer):
+    table = pa.Table.from_pylist(rows := [row(), row()])
+    pq.write_table(table.append_column("made", in_the_year_10000(rows)), tmp_path / "a.parquet")
+    assert load(str(tmp_path / "a.parquet"), tokenizer)[1].prompt == row()["prompt"]
+    info = pa.StructArray.from_arrays([in_the_year_10000(rows)], ["made"])
+    place = table.column_names.index("extra_info")
+    pq.write_table(table.set_column(place, "extra_info", info), tmp_path / "b.parquet")
+    with pytest.raises(ValueError, match=r"--train-data: .*b\.parquet: bad column: .*out of range"):
+        load(str(tmp_path / "b.parquet"), tokenizer)
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path, tokenizer):
+    table = pa.Table.from_pylist([row()])
+    pq.write_table(table.append_column("prompt", table["prompt"]), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"--train-data: .*a\.parquet: bad column: .*2 times"):
+        load(str(tmp_path / "a.parquet"), tokenizer)
 
 
 @pytest.mark.parametrize("column", ["data_source", "ability"])

@@ -74,6 +74,17 @@ def test_what_is_damaged_or_of_another_model_is_not_exported(run, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("flag, changes", [("model", 0), ("tools", 1), ("interaction", 1), ("environment", 1)])
+def test_the_end_token_is_the_runs(run, tmp_path, monkeypatch, flag, changes):
+    """Where somebody answers the policy, a run makes what ends the template's turns the end token."""
+    shutil.copytree(run / "checkpoints", tmp_path / "run/checkpoints", symlinks=True)
+    (tmp_path / "run/config.json").write_text(json.dumps({"args": {flag: "game.py:Game"}}))
+    asked: list[tuple] = []
+    monkeypatch.setattr("common.prepare.export.end_turns_properly", lambda *given: asked.append(given))
+    main(Args(tmp_path / "run", "tiny", tmp_path / "out"))
+    assert len(asked) == changes
+
+
 def test_a_vision_language_model_keeps_the_names_of_its_files(tmp_path, world):
     """Published ones name the tower otherwise than transformers does. How it is sampled from stays the base's, too."""
     base = write_tiny_vl(tmp_path / "base")

@@ -289,6 +289,24 @@ def test_a_console_on_a_full_disk_costs_its_lines(tmp_path):
     assert (tmp_path / "model/model.safetensors").is_file()
 
 
+def test_sigterm_in_an_evaluation_saves_the_step_that_was_evaluated(tmp_path):
+    """And does no other first, for which torchrun's patience may be too short."""
+    (tmp_path / "reward.py").write_text(
+        "import os, signal\n\n\ndef score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    if extra_info['split'] == 'test':\n        os.kill(os.getppid(), signal.SIGTERM)\n    return 0.5\n"
+    )
+    options = ["--engine", "hf", "--prompts-per-step", 2, "--samples-per-prompt", 2, "--max-response-tokens", 8]
+    options += ["--max-rows", 8, "--total-steps", 6, "--eval-every", 2, "--eval-rows", 2, "--no-eval-before"]
+    options += ["--reward-function", f"{tmp_path}/reward.py:score", "--output-dir", tmp_path / "run"]
+    pipes = {"capture_output": True, "text": True, "timeout": 300}
+    done = subprocess.run(torchrun("grpo.py", *options), cwd=ROOT, env=script_environment(), **pipes)
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    *_, evaluated, stopped = metrics_of(tmp_path / "run")
+    assert evaluated["step"] == 2 and "eval/accuracy" in evaluated
+    assert (stopped["event"], stopped["step"]) == ("stopped", 2)
+    assert (tmp_path / "run/checkpoints/latest").read_text() == "step_000002"
+
+
 def test_sigterm_saves_exits_with_its_own_code_and_resumes_exactly(tmp_path):
     options = ["--engine", "hf", "--prompts-per-step", 4, "--samples-per-prompt", 4, "--max-response-tokens", 32]
     options += ["--max-rows", 64, "--total-steps", 6, "--eval-every", 0, "--eval-rows", 4, "--no-eval-before"]

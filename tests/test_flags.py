@@ -58,6 +58,8 @@ def was_refused(name: str, value: float) -> str | None:
         return "must be above 0"
     if name in TEMPERATURES and value > 2:
         return "must not be above 2"
+    if name == "total_epochs" and value > 1e6:  # of so many, or of an infinity, no number of steps can be made
+        return "must not be above 1e+06"
     if name == "eval_top_k":
         return "must not be below -1" if not value >= -1 else None
     if name in SHARES and not value <= 1 and value == value:  # what is no number is said to be below 0

@@ -149,6 +149,21 @@ def test_pictures_are_shared_as_they_were(tmp_path, world):
     assert first is second and other is third and first is not other and none == []
 
 
+def test_what_is_no_dump_or_has_lost_its_pictures_cannot_be_replayed(tmp_path, world):
+    (torn := tmp_path / "torn.parquet").write_bytes(b"PAR1, and then nothing")
+    pq.write_table(pa.table({"step": [], "ranks": []}), empty := tmp_path / "empty.parquet")
+    pq.write_table(pa.table({"prompt": ["a row"]}), other := tmp_path / "other.parquet")
+    for path in (torn, empty, other):
+        with pytest.raises(SystemExit, match=rf"^--replay {path}: holds no episodes of --dump-rollouts-every \("):
+            load_rollouts(path, 1, world, LIMITS)
+    episodes = random_episodes(seed=2, prompts=1, samples=1)
+    episodes[0].media = [Media.open("image", [picture(56, 56, 1)], LIMITS)]
+    path = dump_rollouts(tmp_path, 3, episodes, [], [], build_tokenizer(), world)
+    (pictures := path.with_suffix(".media_0.parquet")).unlink()
+    with pytest.raises(SystemExit, match=rf"^--replay {path}: needs its pictures beside it, {pictures}$"):
+        load_rollouts(path, 3, world, LIMITS)
+
+
 def test_a_full_disk_costs_the_dump_and_the_page_but_not_the_run(tmp_path, tokenizer, world, monkeypatch, capsys):
     def full(path, write):
         raise OSError("No space left on device")

@@ -124,6 +124,26 @@ def test_an_archive_that_leaves_its_folder_is_refused(folder):
     assert not (folder.parent / "outside.jpg").exists()
 
 
+def damaged(archive: bytes, damage: str) -> bytes:
+    if damage == "cut":
+        return archive[: len(archive) // 2]
+    if damage == "no archive":
+        return b"<html>404</html>"
+    start = archive.index(b"PK\x01\x02")  # the directory's first entry
+    place, value = {"encrypted": (8, 1), "packed otherwise": (10, 99), "another checksum": (16, 7)}[damage]
+    return archive[: start + place] + bytes([value]) + archive[start + place + 1 :]
+
+
+@pytest.mark.parametrize("damage", ["cut", "no archive", "encrypted", "packed otherwise", "another checksum"])
+def test_a_damaged_archive_is_one_line(folder, damage):
+    with zipfile.ZipFile(folder / "more.zip", "w") as file:
+        file.writestr("images/more.jpg", b"a picture" * 100)
+    (folder / "more.zip").write_bytes(damaged((folder / "more.zip").read_bytes(), damage))
+    with pytest.raises(SystemExit, match=r"more\.zip: cannot be unpacked \(.+\): copy or download it again") as stop:
+        main(Args(folder))
+    assert "\n" not in str(stop.value) and not (folder / "images/more.jpg").exists()
+
+
 def test_without_data_and_without_the_hub(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match=r"no \.json or \.parquet file; --repository downloads some"):
         main(Args(tmp_path))

@@ -275,6 +275,14 @@ def test_gsm8k_offline_says_what_to_do(tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
+    """Of all that prepares data: a file in its place, or no room, is not ours to repair."""
+    (tmp_path / "out").write_text("a file")
+    for out in (tmp_path / "out", tmp_path / "out" / "below"):
+        with pytest.raises(SystemExit, match=f"^error: .*{tmp_path}/out"), user_errors():
+            countdown.main(Args(out=out, train_size=8, test_size=8))
+
+
 def test_gsm8k_bad_files(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"--source .*train\.jsonl"):
         gsm8k.read_split(str(tmp_path), "train")

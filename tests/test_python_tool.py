@@ -470,6 +470,18 @@ def test_what_a_row_gives_and_is_no_picture_costs_its_sample(workers, given):
     assert reply.failed and "which is no {kind, frames}" in reply.text
 
 
+@pytest.mark.parametrize(
+    "kind, frames",
+    [("image", [b"<html>404"]), ("file", [b"no film"]), ("video", [picture(30, 40), picture(30, 40)[:200]])],
+)
+def test_what_cannot_be_read_costs_the_sample_and_is_not_blamed_on_the_policy(workers, kind, frames):
+    trajectory = Trajectory(workers, clue={"kind": kind, "frames": frames})
+    for _ in range(2):
+        reply = trajectory("print(1)")
+        assert reply.failed and not reply.error and "can the row's pictures and videos be read?" in reply.text
+    assert Trajectory(workers)("print(2)").text == "2", "the next one gets a sandbox"
+
+
 def test_pictures_have_their_names(workers):
     """Those of the prompt at full resolution, what it does not show by other names, and figures as they come."""
     hint = {"kind": "image", "frames": [picture(70, 50)], "source": b"what no JSON can hold"}

@@ -90,6 +90,7 @@ def test_folders_that_pixel_reasoners_script_has_moved(vision, folder):
         ({"question": [QUESTION, None, "?"]}, "row 1: prompt is None"),
         ({"answer": [["B"], [], ["2"]]}, "row 1: reward_model.ground_truth is missing"),
         ({"image": [["images/none.jpg"], [], []]}, "row 0: cannot open .*none.jpg"),
+        ({"image": [{"bytes": b"x", "path": "x.jpg"}, None, None]}, "row 0: prompt is None"),
     ],
 )
 def test_bad_rows_are_named(vision, folder, changes, reason):

@@ -46,8 +46,7 @@ def conversation_episode(
     """
     messages, rest = conversation.messages, iter(media)
     forbidden = vision.forbidden_ids if vision else ()
-    ids: list[int] = []
-    mask: list[int] = []
+    ids, mask = [], []
     rendered, end_token = "", tokenizer.eos_token
     template = partial(tokenizer.apply_chat_template, tools=messages[0].get("tools"), tokenize=False)
     for turn, message in enumerate(messages):
@@ -114,7 +113,7 @@ class Conversations:
         self.tokenizer, self.max_tokens, self.vision, self.media_root = tokenizer, max_tokens, vision, media_root
         self.rule, self.mask_failed_calls = rule, mask_failed_calls
         self.native = partial(native_calls, tokenizer, str(tokenizer.chat_template))
-        self.files = RowFiles(paths, flag, max_rows, once=partial(once_per_machine, world))
+        self.files = RowFiles(paths, flag, max_rows, once=partial(once_per_machine, world, alike=False))
         self.placeholders = tokenizer.convert_ids_to_tokens([*vision.placeholders.values()]) if vision else []
         self.spaced = spacing(tokenizer, self.placeholders)
         found = once_per_machine(world, self._scan)
@@ -134,8 +133,7 @@ class Conversations:
             progress.add()
             try:
                 conversation, spelled = self._read(record)
-                limits = self.vision and self.vision.limits
-                pictures = [count_tokens(picture, self.media_root, limits) for picture in conversation.pictures]
+                pictures = [count_tokens(p, self.media_root, self.vision.limits) for p in conversation.pictures]
                 self._check(conversation, pictures)
             except BadRow as error:
                 found.bad[i] = str(error)
@@ -194,7 +192,7 @@ class Conversations:
         """Row n as an episode; None, after a warning, for one whose pictures turn out to be unreadable."""
         i = int(self.positions[n])
         try:
-            conversation, _ = self._read(self.files[i])
+            conversation, _ = self._read(self.files.row(i))
             media = [open_media(picture, self.media_root, self.vision.limits) for picture in conversation.pictures]
             return conversation_episode(conversation, media, self.tokenizer, self.vision, i, self.max_tokens)
         except (BadRow, TemplateError) as error:

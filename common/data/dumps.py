@@ -48,15 +48,14 @@ def dump_rollouts(
         row |= {"prompt": tokenizer.decode(e.prompt_ids), "completion": tokenizer.decode(e.response_ids)}
         rows.append(row | {"score": e.rewards["score"], "shown": [list(m.pixels.shape[2:0:-1]) for m in e.media]})
     with full_disk_is_a_warning(path):
+        folder.mkdir(parents=True, exist_ok=True)
         if files:
-            folder.mkdir(parents=True, exist_ok=True)
             table = pa.table({"hash": list(files), "bytes": list(files.values())})
             own = path.with_suffix(f".media_{world.rank}.parquet")
             replace_file(own, lambda temporary: pq.write_table(table, temporary))
     rows = [row for part in gather_objects(rows) for row in part]
     with full_disk_is_a_warning(path):
         if world.is_main:
-            folder.mkdir(parents=True, exist_ok=True)
             replace_file(path, lambda temporary: pq.write_table(pa.Table.from_pylist(rows), temporary))
     return path
 
@@ -66,10 +65,13 @@ def load_rollouts(
 ) -> tuple[list[Episode], list[Episode]]:
     """(all episodes of this rank, those that were trained on) of a dump of `step` by as many ranks."""
     refuse(not path.is_file(), f"--replay {path}: no such file")
-    rows = pq.read_table(path).to_pylist()
-    wrong = f"--replay {path}: is of step {rows[0]['step']} on {rows[0]['ranks']} ranks, this is step {step} on "
-    wrong += f"{world.size}: --resume the checkpoint of the step before it, with as many ranks"
-    refuse((rows[0]["step"], rows[0]["ranks"]) != (step, world.size), wrong)
+    try:
+        rows = pq.read_table(path).to_pylist()
+        made = rows[0]["step"], rows[0]["ranks"]
+    except (LookupError, OSError, pa.ArrowInvalid) as error:
+        raise SystemExit(f"--replay {path}: holds no episodes of --dump-rollouts-every ({error!s:.200})") from error
+    wrong = f"--replay {path}: is of step {made[0]} on {made[1]} ranks, this is step {step} on {world.size}: "
+    refuse(made != (step, world.size), f"{wrong}--resume the checkpoint of the step before it, with as many ranks")
     wrong = f"--replay {path}: give the --reward-model of that run, and none if it had none"
     refuse(any(row.get("model_reward") is not None for row in rows) != bool(reward_model), wrong)
     own = path.with_suffix(f".media_{world.rank}.parquet")
@@ -84,6 +86,7 @@ def load_rollouts(
         for i, m in enumerate(row["media"]):
             key = json.dumps(m)
             if key not in opened:
+                refuse(not files.keys() >= {*m["frames"]}, f"--replay {path}: needs its pictures beside it, {own}")
                 frames = [files[name] for name in m["frames"]]
                 opened[key] = Media.open(m["kind"], frames, limits, m["is_frame"])
             row["media"][i] = opened[key]

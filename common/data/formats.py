@@ -74,6 +74,8 @@ def from_items(message_list: list) -> tuple[list[dict], list[Picture]]:
             if len(present) != 1:
                 raise BadRow(f"item {item!r:.80} has {len(present)} of the keys text, image, video")
             kind, value = present[0]
+            if not isinstance(value, {"text": str, "video": list}.get(kind, object)):
+                raise BadRow(f"item {item!r:.80}: a text is a string, and a video the list of its frames")
             parts.append({"type": kind} | ({"text": value} if kind == "text" else {}))
             if kind != "text":
                 pictures.append((kind, value if kind == "video" else [value]))

@@ -24,10 +24,9 @@ def picture_sources(record: Mapping, text: str) -> list[Picture]:
     hint = record.get("mm_hint")
     one = record.get("image") or (hint.get("hint_path") if isinstance(hint, Mapping) and "<image>" in text else None)
     images = record.get("images") or (one if isinstance(one, list) else [one] if one else None)
-    columns = {"image": images, "video": record.get("videos")}
-    if not any(columns.values()):
+    left = {"image": [[item] for item in images or []], "video": list(record.get("videos") or [])}
+    if not any(left.values()):
         return []
-    left = {"image": [[item] for item in columns["image"] or []], "video": list(columns["video"] or [])}
     kinds = [MARKS[mark] for mark in re.findall("<image>|<video>", text)]
     for kind, items in left.items():
         if len(items) != kinds.count(kind):
@@ -48,10 +47,7 @@ def for_interpreter(hint: Mapping, text: str) -> dict:
 
 
 def read_tool_media(tools: Mapping[str, Mapping], root: Path | None, size: int = -1) -> dict[str, dict]:
-    """What a row gives to its tools, frames of {"kind", "frames"} as bytes; no more than `size` of each is read.
-
-    BadRow for what cannot be read.
-    """
+    """What a row gives to its tools, frames of {"kind", "frames"} as bytes, `size` of each at most. BadRow."""
 
     def read(argument):
         if not isinstance(argument, Mapping) or not {"kind", "frames"} <= argument.keys():
@@ -97,10 +93,8 @@ def open_media(picture: Picture, root: Path | None, limits: PixelLimits) -> Medi
     data = [media_bytes(item, root) for item in frames]
     try:
         return Media.open(kind, data, limits)
-    except MemoryError as error:
-        raise BadRow("not enough memory to decode it") from error
-    except ValueError as error:
-        raise BadRow(str(error)) from error
+    except (MemoryError, ValueError) as error:
+        raise BadRow(str(error) or "not enough memory to decode it") from error
 
 
 def count_tokens(picture: Picture, root: Path | None, limits: PixelLimits) -> int:

@@ -79,7 +79,7 @@ class PromptData:
         convert = partial(
             to_verl, flag=flag, media_root=data.media_root, with_tools=bool(tools), needs_truth=self.needs_truth
         )
-        self.files = RowFiles(files, flag, max_rows, convert, partial(once_per_machine, world))
+        self.files = RowFiles(files, flag, max_rows, convert, partial(once_per_machine, world, alike=False))
         self.placeholders = tokenizer.convert_ids_to_tokens([*vision.placeholders.values()]) if vision else []
         self.spaced, self.lengths = spacing(tokenizer, self.placeholders), Lengths(tokenizer)
         found = once_per_machine(world, self._scan)
@@ -159,9 +159,7 @@ class PromptData:
         if not isinstance(render.row_interaction(record, self.interaction) or {}, dict):
             raise BadRow("extra_info.interaction_kwargs is no object")
         offered = render.row_tools(record, self.tools) if self.tools else {}
-        messages = prompt
-        if not isinstance(prompt, str):
-            messages = render.as_text(prompt, self.spaced)
+        messages = prompt if isinstance(prompt, str) else render.as_text(prompt, self.spaced)
         spelled = messages != prompt
         tools = {name: self.tools[name] for name in offered}
         messages = render.to_messages(messages, self.tokenizer, tools, bool(pictures))
@@ -192,10 +190,11 @@ class PromptData:
 
     def record(self, index: int) -> dict:
         """The row of that `Row.index` with all its columns, as it stands in the file."""
-        return self.files[index]
+        return self.files.row(index)
 
     def __getitem__(self, i: int) -> Row:
-        record = self.record(index := int(self.positions[i]))
+        index = int(self.positions[i])
+        record = self.files.row(index, None if self.environment else (*REQUIRED, *OPTIONAL))
         prepared = self._prepare(record)
         ground_truth, extra_info = truth_of(record), record.get("extra_info") or {}
         row = Row(index, record["data_source"], prepared.prompt, ground_truth, extra_info, [])

@@ -9,7 +9,7 @@ import os
 import re
 import tempfile
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -58,15 +58,18 @@ class RowFiles:
         """Of a look at all of them."""
         return Progress(f"{self.flag}: rows looked at", sum(map(len, self.tables)), first=3.0)
 
-    def records(self, columns: tuple[str, ...] | None = None) -> Iterator[dict | str]:
-        """Every row, with those of the columns that its file has."""
-        for table in self.tables:
+    def records(self, columns: tuple[str, ...] | None = None, tables: Sequence[pa.Table] = ()) -> Iterator[dict | str]:
+        """Every row, of some `tables` or of all, with those of the columns that it has."""
+        for table in tables or self.tables:
             names = [name for name in table.column_names if columns is None or name in (JSON_LINE, *columns)]
-            yield from records(table.select(names))
+            try:
+                yield from records(table.select(names))
+            except (LookupError, OverflowError, ValueError) as error:  # two columns of one name, the year 10000, ...
+                raise ValueError(f"{self.flag}: {', '.join(map(str, self.paths))}: bad column: {error}") from error
 
-    def __getitem__(self, index: int) -> dict | str:
+    def row(self, index: int, columns: tuple[str, ...] | None = None) -> dict | str:
         file, row = self._locate(index)
-        return next(records(self.tables[file].slice(row, 1)))
+        return next(self.records(columns, [self.tables[file].slice(row, 1)]))
 
     def place(self, index: int) -> str:
         """File and row of an index. Lines of .jsonl count from 1, rows from 0."""

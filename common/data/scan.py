@@ -27,9 +27,8 @@ class Lengths:
             self.words.clear()
         new = sorted(set(ends).union(*words.values()) - self.words.keys())
         self.words |= zip(new, self._count([" " + word for word in new]))
-        of_word = self.words.__getitem__
-        shared = sum(map(of_word, ends))
-        about = {index: shared + sum(map(of_word, words[index])) + more for index, (_, more) in texts.items()}
+        shared = sum(map(self.words.get, ends))
+        about = {index: shared + sum(map(self.words.get, words[index])) + more for index, (_, more) in texts.items()}
         near = [index for index, count in about.items() if count + count // 16 + 8 > limit]
         exact = zip(near, self._count([texts[index][0] for index in near]))
         lengths = {index: count + texts[index][1] for index, count in exact}
@@ -41,8 +40,7 @@ class Lengths:
 
 def shared_ends(texts: list[str]) -> tuple[str, str]:
     """What all texts begin with, up to a space, and what all end with, from a space on."""
-    start = common_start(texts)
-    start = start[: start.rfind(" ") + 1]
+    start = "".join(common_start(texts).rpartition(" ")[:2])
     end = common_start([text[len(start) :][::-1] for text in texts])[::-1]
     return start, end[end.find(" ") :] if " " in end else ""
 
@@ -52,10 +50,10 @@ def common_start(texts: list[str]) -> str:
     return first[: next((i for i, (a, b) in enumerate(zip(first, last)) if a != b), min(len(first), len(last)))]
 
 
-def once_per_machine(world: World | None, compute: Callable[[], object]) -> object:
+def once_per_machine(world: World | None, compute: Callable[[], object], alike: bool = True) -> object:
     """compute() of the first rank of a machine, on all of its ranks; of this one alone without a `world`.
 
-    A ValueError of it is raised on all of them.
+    A ValueError of it is raised on all of them, and another one if machines that are to be `alike` differ in it.
     """
     if world is None:
         return compute()
@@ -65,7 +63,10 @@ def once_per_machine(world: World | None, compute: Callable[[], object]) -> obje
             result = compute()
         except ValueError as error:
             result = error
-    result = gather_objects(result)[world.rank - world.local_rank]
+    results = gather_objects(result)
+    result = results[world.rank - world.local_rank]
     if isinstance(result, ValueError):
         raise result
+    if alike and any(other not in (None, result) for other in results):
+        raise ValueError("the machines find different rows usable: are files and pictures the same on all of them?")
     return result

@@ -13,7 +13,7 @@ from common.tools.turns import CALL_ID, Call, Hermes, Protocol
 
 # name -> what `parse_response` takes as the field tool_calls
 FORMATS: dict[str, dict] = json.loads(Path(__file__).with_name("call_formats.json").read_text())
-ENDS = re.compile(r"(</tool_call>|[\]}])\s*(<\|\w+\|>|</s>)?\s*\Z")  # a turn whose last words are a call
+ENDS = re.compile(r"(</tool_call>|[\]}])\s*+(<\|\w+\|>|</s>)?\s*\Z")  # a turn whose last words are a call
 
 
 class Native(Protocol):

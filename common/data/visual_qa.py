@@ -61,7 +61,7 @@ def convert(record: Mapping, file: str, prefix: str, with_tools: bool) -> dict:
 
 
 def paths_of(record: Mapping) -> list:
-    return [record["image"]] if isinstance(record["image"], str) else record["image"] or []
+    return [record["image"]] if isinstance(record["image"], str | Mapping) else record["image"] or []
 
 
 def path_prefix(records: list[dict], path: Path, media_root: Path | None) -> str:

@@ -55,7 +55,9 @@ def main(args: Args) -> None:
     refuse(other, f"{folder} has adapters of another base than --model {args.model}")
     vision = load_vision(path, PixelLimits(0, 0, 0), args.trust_remote_code)
     tokenizer = load_tokenizer(path, args.trust_remote_code)
-    if vision or manifest.get("script") == "sft" or read_json(run / "config.json").get("args", {}).get("tools"):
+    flags = read_json(run / "config.json").get("args", {})
+    answered = any(flags.get(name) for name in ("tools", "interaction", "environment"))
+    if vision or manifest.get("script") == "sft" or answered:
         end_turns_properly(tokenizer, vision and vision.processor, print)
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=args.trust_remote_code)
     transformers.utils.logging.disable_progress_bar()

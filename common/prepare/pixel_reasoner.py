@@ -38,7 +38,11 @@ def main(args: Args) -> None:
     if not tables:
         raise SystemExit(f"--folder {args.folder}: there is no .json or .parquet file; --repository downloads some")
     for archive in sorted(args.folder.glob("*.zip")):
-        print(f"{archive}: {unzip(archive)} files unpacked, the others were there")
+        try:
+            count = unzip(archive)
+        except (RuntimeError, zipfile.BadZipFile, zlib.error) as error:  # encrypted, packed in another way, cut, ...
+            raise SystemExit(f"{archive}: cannot be unpacked ({error}): copy or download it again") from error
+        print(f"{archive}: {count} files unpacked, the others were there")
     missing: list[str] = []
     for table in tables:
         rows = pictures = 0
@@ -96,13 +100,8 @@ def unzip(archive: Path) -> int:
 
 def is_member(path: Path, member: zipfile.ZipInfo) -> bool:
     """Has a file the content of an archive's member, by size and checksum?"""
-    if not path.is_file() or path.stat().st_size != member.file_size:
-        return False
-    checksum = 0
-    with path.open("rb") as file:
-        while part := file.read(1 << 20):
-            checksum = zlib.crc32(part, checksum)
-    return checksum == member.CRC
+    same_size = path.is_file() and path.stat().st_size == member.file_size
+    return same_size and zlib.crc32(path.read_bytes()) == member.CRC
 
 
 def media_of(table: Path) -> list[tuple[int, list[str]]]:

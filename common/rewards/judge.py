@@ -227,7 +227,8 @@ class Judge:
         return reply
 
     async def _complete(self, server: Server, case: Case, attempt: int) -> str:
-        """Greedy at first; a reply that says neither would come again, so that later ones are sampled."""
+        """Greedy at first; a reply that says neither would come again, so that later ones are sampled. "" is one that
+        was cut: it may quote our question."""
         if not self.model and not server.model:
             server.model = (await server.client.models.list()).data[0].id
         completion = await server.client.chat.completions.create(
@@ -237,7 +238,8 @@ class Judge:
             seed=attempt,
             max_tokens=MAX_TOKENS,
         )
-        content = completion.choices[0].message.content
+        choice = completion.choices[0]
+        content = choice.message.content if choice.finish_reason != "length" else ""
         if isinstance(content, list):  # of parts, as servers of models that reason may send it
             content = "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
         return content if isinstance(content, str) else ""

@@ -113,7 +113,7 @@ def number(text: str) -> Fraction | None:
     """3/2 of "1.5 metres", of "\\frac{3}{2}" and of "about 1.5 m", 1000 of "1e3"; None of "2 or 3"."""
     if found := quantity(plain(text)):
         return found[0]
-    if match := RATIONAL.fullmatch(normalize(text)):
+    if (match := RATIONAL.fullmatch(normalize(text))) and int(match[3] or 1):
         return Fraction(f"{match[1]}{match[2] or match[4]}/{match[3] or 1}")
     numbers = LONE_NUMBER.findall(text)
     return Fraction(numbers[0].replace(",", "")) if len(numbers) == 1 else None

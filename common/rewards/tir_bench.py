@@ -49,7 +49,7 @@ def answer_in(solution: str) -> str:
 
 
 def score_answer(task: str, answer: str, truth: str, question: str) -> float:
-    is_list = NUMBER.fullmatch(truth) is None and bool(INTEGER.search(truth))
+    is_list = rational(truth) is None and bool(INTEGER.search(truth))
     if task == "ocr":
         return float(truth in answer)
     if is_list and task in ("jigsaw", "spot_difference", "word_search"):
@@ -94,6 +94,6 @@ def similarity(a: str, b: str) -> float:
 def is_number(answer: str, truth: str) -> bool:
     """The one number in an answer, by value; an answer with several may be a formula."""
     numbers = NUMBER.findall(plain(answer))  # four is 4
-    if len(numbers) == 1 and rational(numbers[0]) == rational(truth):
+    if len(numbers) == 1 and (value := rational(numbers[0])) is not None and value == rational(truth):
         return True
     return equivalent(answer, truth)

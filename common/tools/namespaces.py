@@ -49,8 +49,7 @@ def bubblewrap(seccomp_fd: int, environment: Mapping[str, str]) -> list[str]:
     for path in ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"):
         command += ["--dev-bind", path, path]
     command += ["--size", str(FOLDER_BYTES), "--tmpfs", FOLDER]
-    for path in python_folders():
-        command += ["--ro-bind", path, path]
-    for file in INSIDE:
-        command += ["--ro-bind", str(file), f"{SEEN_AT}/{file.name}"]
+    seen_at = {path: path for path in python_folders()} | {str(file): f"{SEEN_AT}/{file.name}" for file in INSIDE}
+    for path, seen in seen_at.items():
+        command += ["--ro-bind", path, seen]
     return [*command, "--remount-ro", "/", "--chdir", FOLDER]

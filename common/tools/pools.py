@@ -35,8 +35,7 @@ class ToolWorkers(ToolPool):
     one of them does not load.
 
     Each call has `timeout_s` seconds from when a worker gets it, and `memory_gib` (0: no limit). Exceeding them, or
-    ending the worker, is an error that the policy reads; of a tool that is `ours` it is a failure, and so is
-    a call that no worker could take.
+    ending the worker, is an error that the policy reads; a failure if the tool is `ours`, or if no worker takes it.
     """
 
     def __init__(

@@ -220,12 +220,14 @@ class Sandbox:
         return None
 
     def end(self, why: str) -> ToolReply:
-        """The program is at fault: what it has started is killed, and it is told."""
+        """The program is at fault, if one has run, and it is told; what it has started is killed."""
+        unread = self.state == State.REPEATING and not self.block.earlier
         self.unlink()
         with contextlib.suppress(OSError):
             self.control.send(b"kill")
         self.expect(State.ENDING, CLEAN_S)
-        return failed_block(why)
+        told = f"{why}, before a program has run: can the row's pictures and videos be read?"
+        return ToolReply(told, failed=True, role="user") if unread else failed_block(why)
 
     def lost(self) -> ToolReply | None:
         """The whole sandbox is gone, or hangs: another one in its place. ValueError if it did not even start.
@@ -278,8 +280,7 @@ def as_reply(message: Any, figures: bytes, token: str) -> ToolReply | None:
 
 def can_be_shown(png: bytes) -> bool:
     """Is it a PNG of a size that a program can draw? All its headers count, the last one most."""
-    try:
+    with contextlib.suppress(Exception):  # whatever Pillow runs into
         check_size(*Image.open(io.BytesIO(png), formats=["PNG"]).size)
-    except Exception:  # whatever Pillow runs into
-        return False
-    return True
+        return True
+    return False
