@@ -72,9 +72,9 @@ def test_the_deviation_is_that_of_the_scored_samples(world):
 
 
 def test_equal_widths_are_equal_whatever_their_rounding(world):
-    """Two right of eight deviate as six of eight do; three times 0.1 is 0.3, whose advantages would be 0."""
-    scores = {0: (0.1 + 0.2,) + (0.3,) * 7, 1: (0.1,) * 6 + (1.0,) * 2, 2: (1.0,) * 6 + (0.1,) * 2}
-    scores |= {3: (0.1, 1.0) + (0.1,) * 5 + (1.0,)}
+    """One right of eight deviates as seven do, whichever it is; 0.1 + 0.2 is 0.3, whose advantages would be 0."""
+    scores = {0: (0.1 + 0.2,) + (0.3,) * 7, 1: (1.0,) + (0.1,) * 7, 2: (0.1,) * 5 + (1.0,) + (0.1,) * 2}
+    scores |= {3: (1.0,) * 7 + (0.1,)}
     episodes = [e for prompt in scores for e in group(prompt, scores[prompt])]
     for count, kept in ((1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (4, [1, 2, 3])):
         assert sorted({e.prompt_index for e in grpo.widest_groups(episodes, count)}) == kept

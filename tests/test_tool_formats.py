@@ -117,6 +117,13 @@ def test_what_only_looks_like_a_call_is_none(name, text):
         assert protocol_of(tokenizer_of(name)).find_call(text) is None
 
 
+def test_spaces_within_a_call_cost_no_time():
+    """The trainer reads calls itself, and nothing else goes on meanwhile."""
+    text = '{"name": "f", "parameters": {"x": [1]' + " " * 40_000 + ', "y": 2}}'
+    with deadline(3):
+        assert protocol_of(tokenizer_of("llama-3.1")).find_call(text) == Call("f", {"x": [1], "y": 2})
+
+
 def test_of_several_templates_the_names_are_asked_for():
     tokenizer = build_tokenizer()
     tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": tokenizer.chat_template}
