@@ -2,7 +2,8 @@
 
 A vision-language policy may look closer (crop an image, pick frames of a video) before it answers in \\boxed{}. At
 first looking may pay less than guessing, and plain GRPO unlearns it. A bonus for trajectories that look, while few of
-their group do, keeps it alive until it pays. All else is grpo.py's; what differs is headed "new to curiosity".
+their group do, keeps it alive until it pays. Reward and replay are headed "new to curiosity"; of grpo.py's objectives
+there is the clipped loss, without KL, corrections, dual clip and entropy.
 
 Where this differs from the released code:
 1. The paper's bonus by default; the code's variant by name. Correctness is 0 or 1 and what is unparsable scores 0.
@@ -207,7 +208,7 @@ class ReplayMemory:
 
     def load(self, checkpoint: Path, step: int, limits: PixelLimits) -> None:
         """What was saved beside a checkpoint; nothing, after a notice, on another number of ranks."""
-        self.episodes, path = [], checkpoint.parent.parent / self.folder.name / f"step_{step:06d}.parquet"
+        self.episodes, path = [], checkpoint.resolve().parent.parent / self.folder.name / f"step_{step:06d}.parquet"
         try:
             self.episodes = load_rollouts(path, step, self.world, limits)[0] if path.is_file() else []
         except (SystemExit, KeyError) as reason:

@@ -14,8 +14,8 @@ Where this differs from the papers and from most implementations:
 4. The prompt of a group is computed once, followed by its G responses (common/packing.py).
 
     torchrun --nproc_per_node 2 grpo.py                              # embedded demo, minutes on a CPU
-    torchrun --nproc_per_node 4 grpo.py --model Qwen/Qwen2.5-1.5B-Instruct --train-data gsm8k/train.parquet \\
-        --eval-data gsm8k/test.parquet --prompts-per-step 128 --samples-per-prompt 8
+    torchrun --nproc_per_node 4 grpo.py --model Qwen/Qwen2.5-1.5B-Instruct --train-data data/gsm8k/train.parquet \\
+        --eval-data data/gsm8k/test.parquet --prompts-per-step 128 --samples-per-prompt 8
 
 Names: P prompts a step, G samples of a prompt, E episodes on this rank, T their sampled tokens, N those of a
 micro-batch. Everything per token is flat ([T] or [N]): there is no padding to mask.

@@ -13,8 +13,8 @@ Where this differs from the papers and from most implementations:
 What stands in grpo.py too is the same there, word for word.
 
     torchrun --nproc_per_node 2 ppo.py                               # embedded demo, minutes on a CPU
-    torchrun --nproc_per_node 2 ppo.py --model Qwen/Qwen2.5-3B --train-data countdown/train.parquet \\
-        --eval-data countdown/test.parquet --prompts-per-step 256 --max-response-tokens 1024
+    torchrun --nproc_per_node 2 ppo.py --model Qwen/Qwen2.5-3B --train-data data/countdown/train.parquet \\
+        --eval-data data/countdown/test.parquet --prompts-per-step 256 --max-response-tokens 1024
 
 Names: P prompts a step, G samples of a prompt, E episodes on this rank, T their sampled tokens, N those of a
 micro-batch. Everything per token is flat ([T] or [N]): there is no padding to mask.

@@ -49,8 +49,7 @@ class Checkpoints:
         state: dict[str, "dcp.stateful.Stateful | None"],
         lowest_is_best: bool = False,
     ):
-        self.job, self.folder, self.world = job, job.output_dir / "checkpoints", job.world
-        self.optimizers = optimizers
+        self.job, self.folder, self.world, self.optimizers = job, job.output_dir / "checkpoints", job.world, optimizers
         self.state = {name: part for name, part in state.items() if part is not None}
         self.best = math.inf if lowest_is_best else -math.inf
         self.is_better = operator.lt if lowest_is_best else operator.gt
@@ -121,10 +120,11 @@ class Checkpoints:
             dcp.save(shards, checkpoint_id=temporary / "state", no_dist=world.size == 1)
             states = {"cpu": torch.get_rng_state()}  # all else is drawn from generators that are seeded by the step
             states |= {"gpu": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
-            save_file(states, temporary / f"rng_{world.rank}.safetensors")
+            rng = temporary / f"rng_{world.rank}.safetensors"
+            replace_file(rng, lambda path: (save_file(states, path), path.chmod(0o644)))  # else its owner's alone
             if world.is_main:
-                (temporary / "trainer.json").write_text(json.dumps(record, indent=1))
-            own = [*temporary.glob(f"state/__{world.rank}_*"), temporary / f"rng_{world.rank}.safetensors"]
+                replace_file(temporary / "trainer.json", lambda path: path.write_text(json.dumps(record, indent=1)))
+            own = [*temporary.glob(f"state/__{world.rank}_*"), rng]
             own += [temporary / "state" / ".metadata", temporary / "trainer.json"] if world.is_main else []
             digests.update({str(file.relative_to(temporary)): digest(file) for file in own})
 
@@ -134,9 +134,8 @@ class Checkpoints:
             if (folder / name).exists():  # the same step again, after a resume from an earlier one
                 os.replace(folder / name, folder / f"tmp_old_{name}")  # which the next save removes
             os.replace(temporary, folder / name)
-            replace_file(folder / "latest", lambda path: path.write_text(name))
-            if is_best:
-                replace_file(folder / "best", lambda path: path.write_text(name))
+            for pointer in ("latest", "best")[: 1 + is_best]:
+                replace_file(folder / pointer, lambda path: path.write_text(name))
             _prune(folder, self.job.run.keep_checkpoints)
 
         for part in (make_room, write_shards, publish):
@@ -200,10 +199,10 @@ def _shards(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict:
 
 
 def _prune(folder: Path, keep: int) -> None:
-    best = (folder / "best").read_text().strip() if (folder / "best").is_file() else None
+    named = {path.name: path.read_text().strip() for path in (folder / "best", folder / "latest") if path.is_file()}
     steps = [path for path in folder.glob("step_*") if path.is_dir()]
     # By age, since higher numbers may belong to an abandoned run; what could not be removed altogether comes first.
-    steps.sort(key=lambda path: ((path / MANIFEST).is_file(), path.stat().st_mtime))
+    steps.sort(key=lambda path: (path.name == named.get("latest"), (path / MANIFEST).is_file(), path.stat().st_mtime))
     for path in steps[: -max(keep, 1)]:
-        if path.name != best:
+        if path.name != named.get("best"):
             shutil.rmtree(path, ignore_errors=True)  # the next save tries again

@@ -27,7 +27,7 @@ from common.progress import Progress, break_silence
 from common.torch_repair import Later
 
 fsdp = Later("torch.distributed.fsdp")
-_stop = threading.Event()  # SIGTERM has come
+_stop = threading.Event()  # SIGTERM has come, or SIGHUP
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,10 @@ def meet(rank: int, size: int, timeout: datetime.timedelta) -> dist.Store:
 
 
 def handle_sigterm() -> None:
-    """On SIGTERM `stop_requested` becomes true, and the script saves and exits at the end of its step."""
-    signal.signal(signal.SIGTERM, lambda *_: _stop.set())
+    """On SIGTERM, or SIGHUP, `stop_requested` becomes true, and the script saves and exits at the end of its step."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, lambda *_: _stop.set())
 
 
 def stop_requested() -> bool:

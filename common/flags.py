@@ -115,7 +115,7 @@ class Machine:
 class Run:
     """One run: its model and folder, how long it is, when it evaluates and saves, where it goes on."""
 
-    model: str = "tiny"  # folder, hub id, or an embedded model: tiny, tiny-vl, smollm2; without it the demo runs
+    model: str = "tiny"  # folder, hub id, smollm2, or embedded: tiny, tiny-vl, tiny-vl-python; none given: the demo
     output_dir: Path | None = None  # run folder; default runs/SCRIPT-MODEL-TIME
     seed: Limit = 0  # data order, sampling, initialisation
     total_steps: Count | None = None  # steps; default: from --total-epochs

@@ -45,8 +45,7 @@ def download(name: str, flag: str) -> Path:
             hub.snapshot_download(repository, allow_patterns=f"{inside}*/config.json")
         return folder
     except (hub.errors.HFValidationError, OSError) as error:
-        known = ", ".join([*EMBEDDED, "smollm2"])
-        told = f"no folder, none of {known}, and not to be had from the hub (HF_ENDPOINT names a mirror)"
+        told = f"no folder, none of {', '.join(EMBEDDED)}, smollm2, not to be had from the hub (HF_ENDPOINT: a mirror)"
         raise SystemExit(f"{flag} {name}: {told}: {error}") from error
 
 

@@ -20,7 +20,7 @@ from torch import nn
 from common.attention import choose_attention
 from common.data.prompts import PromptLoader
 from common.distributed import World, broadcast_object, check_same, init_world, make_mesh, wrap_model
-from common.files import lock_folder, refuse, user_errors
+from common.files import HEARTBEAT_S, lock_folder, refuse, user_errors
 from common.flags import ROOT, Data, Machine, Run, refuse_idle, step_range, tracker_names
 from common.hub import HUB_FILES, load_tokenizer, resolve_model
 from common.integrity import fingerprint, model_identity, read_manifest, weights_identity
@@ -166,7 +166,13 @@ def lock_everywhere(output_dir: Path, world: World) -> None:
 
 
 def give_way(loss: LeaseCompromise) -> None:
-    """Another run has taken the folder over: this one stood still for a minute, and must not write there."""
-    if loss.reason == "owner-changed":
-        fail(f"{loss.lock_file} is another run's now: this one ends")
-        leave(1)
+    """Another run has taken the folder over, and this one must not write there. After an outage of the disk, at which
+    filelock's heart stops for good, it beats on here."""
+    lock, strange = Path(loss.lock_file), 2 * (loss.reason == "owner-changed")
+    while strange < 2:  # who waits for the lock moves it aside for a moment
+        with suppress(OSError):
+            strange = 0 if loss.token in lock.read_text() else strange + 1
+            os.utime(lock)
+        time.sleep(HEARTBEAT_S)
+    fail(f"{loss.lock_file} is another run's now: this one ends")
+    leave(1)

@@ -59,8 +59,7 @@ class Policy(nn.Module):
 
     def __init__(self, model: nn.Module, attention: str, vision: Vision | None = None):
         super().__init__()
-        self.model = model
-        self.attention, self.vision = attention, vision
+        self.model, self.attention, self.vision = model, attention, vision
 
     def forward(self, batch: MicroBatch, temperature: float = 1.0, with_greedy: bool = False) -> tuple[Tensor, ...]:
         """(log p of the trained tokens [N], entropy [N]), float32, at the sampling temperature.
@@ -78,8 +77,7 @@ class Critic(nn.Module):
 
     def __init__(self, model: nn.Module, attention: str, vision: Vision | None = None):
         super().__init__()
-        self.model = model.base_model
-        self.attention, self.vision = attention, vision
+        self.model, self.attention, self.vision = model.base_model, attention, vision
         embeddings = self.model.get_input_embeddings().weight  # without data, if it is on the meta device
         dtype = torch.promote_types(embeddings.dtype, torch.float32)
         self.head = nn.Parameter(torch.zeros(embeddings.shape[1], dtype=dtype))

@@ -19,8 +19,7 @@ class Vision:
         vision = config.vision_config
         if (vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size) != (14, 2, 2):
             raise SystemExit(f"--model {path}: its patches are not 14 x 14 x 2 merged by 2 x 2, not supported here")
-        self.limits = limits
-        self.placeholders = {"image": config.image_token_id, "video": config.video_token_id}
+        self.limits, self.placeholders = limits, {"image": config.image_token_id, "video": config.video_token_id}
         # what no policy may sample: the pictures that these announce do not exist
         self.forbidden_ids = {*self.placeholders.values(), config.vision_start_token_id, config.vision_end_token_id}
         self.processor = transformers.AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -88,9 +87,8 @@ class Vision:
 
 def auto_class(config) -> type:
     """The transformers class that loads a policy of this configuration."""
-    if config.model_type in FAMILY:
-        return transformers.AutoModelForImageTextToText
-    return transformers.AutoModelForCausalLM
+    task = "ImageTextToText" if config.model_type in FAMILY else "CausalLM"
+    return getattr(transformers, f"AutoModelFor{task}")
 
 
 def skeleton(path: str, trust_remote_code: bool = False) -> nn.Module:

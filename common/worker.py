@@ -53,8 +53,7 @@ class Worker:
         if timeout_s <= 0 or memory_gib < 0:
             raise ValueError(f"workers: got {timeout_s} s, {memory_gib} GiB")
         self.arguments = [str(memory_gib), make_handler.__module__, make_handler.__name__, spec]
-        self.timeout_s, self.close_s = timeout_s, close_s
-        self.printable = MAX_OUTPUT
+        self.timeout_s, self.close_s, self.printable = timeout_s, close_s, MAX_OUTPUT
         self.queue: deque[tuple[Hashable, Any]] = deque()  # jobs that no other worker may do
         self.start()
 
@@ -111,7 +110,6 @@ class Worker:
 
     @property
     def busy(self) -> bool:
-        """Has it a job?"""
         return self.state == self.BUSY
 
     def ready(self) -> bool:

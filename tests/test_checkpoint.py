@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import shutil
+import time
 import weakref
 from types import SimpleNamespace
 
@@ -343,6 +345,23 @@ def test_a_save_that_failed_is_not_the_best(tmp_path, world, monkeypatch, capsys
     monkeypatch.undo()
     now.save(3, 0.7)
     assert now.best == 0.7 and (tmp_path / "checkpoints" / "best").read_text() == "step_000003"
+
+
+def test_a_clock_that_steps_back_costs_no_checkpoint(tmp_path, world):
+    """Age is a time of the file system: what `latest` names is the newest, whatever that says."""
+    now = checkpoints(tmp_path, world, state={"loader": PromptLoader(20, seed=0)})
+    now.save(10, None)
+    later = time.time() + 3600
+    os.utime(tmp_path / "checkpoints/step_000010", (later, later))
+    now.save(20, None)
+    assert [path.name for path in (tmp_path / "checkpoints").glob("step_*")] == ["step_000020"]
+    assert checkpoints(tmp_path, world, state={"loader": PromptLoader(20, seed=0)}).resume() == 20
+
+
+def test_others_may_read_all_of_a_checkpoint_if_they_may_read_some(tmp_path, world):
+    checkpoints(tmp_path, world, state={"loader": PromptLoader(20, seed=0)}).save(1, None)
+    files = [path for path in (tmp_path / "checkpoints/step_000001").rglob("*") if path.is_file()]
+    assert len(files) >= 5 and len({path.stat().st_mode & 0o044 for path in files}) == 1
 
 
 def test_what_is_saved_and_what_is_left_out(tmp_path, world):

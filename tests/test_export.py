@@ -74,6 +74,14 @@ def test_what_is_damaged_or_of_another_model_is_not_exported(run, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_from_within_the_folder_of_checkpoints(run, tmp_path, monkeypatch):
+    """What a checkpoint's run says is beside it, also where its path is short."""
+    monkeypatch.chdir(run / "checkpoints")
+    for name in ("latest", "step_000001"):
+        main(Args(Path(name), "tiny", tmp_path / name))
+        same_files(tmp_path / name, run / "model")
+
+
 @pytest.mark.parametrize("flag, changes", [("model", 0), ("tools", 1), ("interaction", 1), ("environment", 1)])
 def test_the_end_token_is_the_runs(run, tmp_path, monkeypatch, flag, changes):
     """Where somebody answers the policy, a run makes what ends the template's turns the end token."""

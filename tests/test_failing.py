@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -305,6 +306,22 @@ def test_sigterm_in_an_evaluation_saves_the_step_that_was_evaluated(tmp_path):
     assert evaluated["step"] == 2 and "eval/accuracy" in evaluated
     assert (stopped["event"], stopped["step"]) == ("stopped", 2)
     assert (tmp_path / "run/checkpoints/latest").read_text() == "step_000002"
+
+
+@pytest.mark.parametrize("before, stops", [(signal.SIG_DFL, True), (signal.SIG_IGN, False)])
+def test_a_terminal_that_goes_away_is_a_sigterm_but_under_nohup(before, stops, monkeypatch):
+    stop, previous = threading.Event(), [signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)]
+    monkeypatch.setattr(distributed, "_stop", stop)
+    try:
+        signal.signal(signal.SIGHUP, before)
+        distributed.handle_sigterm()
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.is_set() == stops
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.is_set()
+    finally:
+        for number, handler in zip((signal.SIGHUP, signal.SIGTERM), previous):
+            signal.signal(number, handler)
 
 
 def test_sigterm_saves_exits_with_its_own_code_and_resumes_exactly(tmp_path):

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed.checkpoint as dcp
+from filelock import LeaseCompromise
 from helpers import ROOT, deadline, load_checkpoint, save_checkpoint, trained, wait_until
 
 from common import files, job
@@ -248,6 +249,25 @@ def test_a_run_that_another_one_has_taken_over_from_ends(tmp_path, monkeypatch):
     assert "another run's now" in ended[0] and ended[1] == 1
     first.release()
     assert "token=1" in (tmp_path / "lock").read_text()
+
+
+def test_a_heart_beats_on_when_the_disk_is_back(tmp_path, monkeypatch):
+    """filelock's own stops for good, and after a minute another run would write there, too."""
+    monkeypatch.setattr(job, "HEARTBEAT_S", 0.02)
+    ended = []
+    monkeypatch.setattr(job, "fail", ended.append)
+    monkeypatch.setattr(job, "leave", ended.append)
+    lock = tmp_path / "lock"
+    loss = LeaseCompromise(str(lock), "mine", "refresh-failed", OSError(5, "Input/output error"))
+    heart = threading.Thread(target=job.give_way, args=(loss,), daemon=True)
+    heart.start()  # the disk is away
+    lock.write_text("token=mine")
+    os.utime(lock, (0, 0))
+    wait_until(lambda: lock.stat().st_mtime > 0)
+    assert not ended
+    lock.write_text("token=theirs")
+    heart.join(10)
+    assert "another run's now" in ended[0] and ended[1] == 1
 
 
 @pytest.mark.parametrize("shared", [True, False])

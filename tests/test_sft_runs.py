@@ -115,6 +115,15 @@ def test_frozen_vision_does_not_move(mixed, tmp_path):
     assert (tmp_path / "model-step_000001").is_dir() and not (tmp_path / "checkpoints").exists()
 
 
+def test_weights_that_cannot_be_written_cost_their_folder_alone(mixed, tmp_path):
+    """With --save-weights-only there is no checkpoint to go on from."""
+    (tmp_path / "model-step_000001").write_text("in its place")
+    options = [*mixed, "--batch-size", 4, "--total-steps", 3, "--save-weights-only", "--save-every", 1]
+    done = run_script("sft.py", *options, "--output-dir", tmp_path)
+    assert f"warning: {tmp_path}/model-step_000001 not written" in done.stdout + done.stderr
+    assert (tmp_path / "model-step_000002").is_dir() and (tmp_path / "model").is_dir()
+
+
 def test_an_overflow_on_one_rank_skips_the_step_on_both(mixed, tmp_path):
     options = [*mixed, "--batch-size", 4, "--total-steps", 3, "--dtype", "fp16", "--save-every", 1]
     worker = ROOT / "tests" / "workers" / "sft_overflow.py"
