@@ -542,7 +542,7 @@ def test_functions_of_one_file_share_it(start):
 # ---------------------------------------------------------------- workers
 
 FAILURES = {
-    "hang": "timeout after 2 s",
+    "hang": "timeout after 8 s",
     "exit": "the worker died (exit code 3)",
     "kill": "the worker died (Killed)",
     "10 GB": "MemoryError (line ",
@@ -554,7 +554,7 @@ FAILURES = {
 @pytest.mark.parametrize("name", ["act", "our_act"])
 def test_each_failure_costs_its_own_call_and_others_go_on(start, name):
     """The policy wrote the call, and reads what came of it; if the tool says that it is ours, the sample is lost."""
-    tools = start(name, count=2, timeout_s=2.0)
+    tools = start(name, count=2, timeout_s=8.0)
     for action in FAILURES:
         submit(tools, action, action, name=name)
         for number in range(3):
