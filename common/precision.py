@@ -25,10 +25,7 @@ def check_device(device: torch.device) -> None:
 
 
 def choose_dtype(flag: str, device: torch.device) -> tuple[torch.dtype, str]:
-    """(compute dtype, reason) for `--dtype auto|bf16|fp16|fp32` (docs/scaling.md).
-
-    Raises ValueError for bf16 on a GPU that has no bf16 arithmetic (Volta, Turing).
-    """
+    """(compute dtype, reason) for `--dtype` (docs/scaling.md). ValueError for bf16 on a GPU below sm_80."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         if flag == "bf16" and major < 8:

@@ -40,7 +40,8 @@ class Lengths:
 
 def shared_ends(texts: list[str]) -> tuple[str, str]:
     """What all texts begin with, up to a space, and what all end with, from a space on."""
-    start = "".join(common_start(texts).rpartition(" ")[:2])
+    start = common_start(texts)
+    start = start[: start.rfind(" ") + 1]
     end = common_start([text[len(start) :][::-1] for text in texts])[::-1]
     return start, end[end.find(" ") :] if " " in end else ""
 
@@ -51,10 +52,8 @@ def common_start(texts: list[str]) -> str:
 
 
 def once_per_machine(world: World | None, compute: Callable[[], object], alike: bool = True) -> object:
-    """compute() of the first rank of a machine, on all of its ranks; of this one alone without a `world`.
-
-    A ValueError of it is raised on all of them, and another one if machines that are to be `alike` differ in it.
-    """
+    """compute() of the first rank of a machine, on all of its ranks; of this one alone without a `world`. A ValueError
+    of it is raised on all of them, and another one if machines that are to be `alike` differ in it."""
     if world is None:
         return compute()
     result = None
