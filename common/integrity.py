@@ -99,8 +99,8 @@ def weights_identity(folder: Path) -> str:
 
 def complete(folder: Path) -> list[Path]:
     """Step folders with a manifest, in their order."""
-    steps = sorted(path for path in folder.glob("step_*") if STEP_NAME.fullmatch(path.name))
-    return [path for path in steps if (path / MANIFEST).is_file()]
+    steps = [path for path in folder.glob("step_*") if STEP_NAME.fullmatch(path.name)]
+    return sorted((path for path in steps if (path / MANIFEST).is_file()), key=lambda path: int(path.name[5:]))
 
 
 def step_folder(path: Path, notice: Callable[[str], None]) -> Path | None:

@@ -83,10 +83,11 @@ class Rollouts:
             if job.vision or rollout.multi_turn:
                 end_turns_properly(job.tokenizer, job.vision and job.vision.processor, job.world.print)
             tools = open_tools(rollout, job.world.print, self.group) if rollout.multi_turn else None
-            if rollout.environment:
-                at_end.append(tools.close)  # and with it what is under way
+            if tools:
+                at_end.append(tools.close)  # and with it what is under way, or was started
             self.train_data, self.eval_data = read_prompts(job, data, rollout, tools)
             self.workers = RewardWorkers(rollout.reward_function, max(1, cpus_of_rank() - 1), rollout.reward_timeout)
+            at_end.append(self.workers.close)
             if rollout.reward_function and not rollout.replay:  # found out now, not after the first rollout
                 self.workers.try_out(rollout.reward_function, (self.train_data or self.eval_data)[0])
             schemas = [tool.schema for tool in tools.tools.values()] if tools else []

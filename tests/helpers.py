@@ -159,6 +159,13 @@ def generate(engine, prompts: list[list[int]], sampling: Sampling, seeds: list[i
     return [done[key] for key in range(len(prompts))]
 
 
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
+
+
 @contextlib.contextmanager
 def deadline(seconds: float):
     """Against what would take hours, or never end."""

@@ -16,7 +16,17 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from helpers import ROOT, checked_args, kill_all, metrics_of, run_script, save_checkpoint, script_environment, torchrun
+from helpers import (
+    ROOT,
+    alive,
+    checked_args,
+    kill_all,
+    metrics_of,
+    run_script,
+    save_checkpoint,
+    script_environment,
+    torchrun,
+)
 from zygote import RANK_VARIABLES
 
 import grpo
@@ -291,9 +301,11 @@ def test_a_console_on_a_full_disk_costs_its_lines(tmp_path):
 
 
 def test_sigterm_in_an_evaluation_saves_the_step_that_was_evaluated(tmp_path):
-    """And does no other first, for which torchrun's patience may be too short."""
+    """And does no other first, for which torchrun's patience may be too short. What a reward has started ends too."""
     (tmp_path / "reward.py").write_text(
-        "import os, signal\n\n\ndef score(data_source, solution_str, ground_truth, extra_info):\n"
+        "import os, pathlib, signal, subprocess\n\nhelper = subprocess.Popen(['sleep', '600'])\n"
+        f"pathlib.Path({str(tmp_path)!r}, f'helper{{helper.pid}}').touch()\n\n\n"
+        "def score(data_source, solution_str, ground_truth, extra_info):\n"
         "    if extra_info['split'] == 'test':\n        os.kill(os.getppid(), signal.SIGTERM)\n    return 0.5\n"
     )
     options = ["--engine", "hf", "--prompts-per-step", 2, "--samples-per-prompt", 2, "--max-response-tokens", 8]
@@ -306,6 +318,8 @@ def test_sigterm_in_an_evaluation_saves_the_step_that_was_evaluated(tmp_path):
     assert evaluated["step"] == 2 and "eval/accuracy" in evaluated
     assert (stopped["event"], stopped["step"]) == ("stopped", 2)
     assert (tmp_path / "run/checkpoints/latest").read_text() == "step_000002"
+    helpers = [int(path.name.removeprefix("helper")) for path in tmp_path.glob("helper*")]
+    assert helpers and not any(map(alive, helpers))
 
 
 @pytest.mark.parametrize("before, stops", [(signal.SIG_DFL, True), (signal.SIG_IGN, False)])

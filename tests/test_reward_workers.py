@@ -11,11 +11,10 @@ import sys
 import threading
 import time
 from multiprocessing.connection import wait
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import ROOT, deadline, wait_until
+from helpers import ROOT, alive, deadline, wait_until
 
 from common import worker
 from common.episodes import Episode, Row
@@ -225,13 +224,6 @@ def job(text: str, **extra_info) -> tuple:
 
 def scored(number: float) -> dict:
     return {"score": float(number), "truth": 7.0}
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def test_each_failure_costs_its_own_sample(start):

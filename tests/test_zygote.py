@@ -5,10 +5,9 @@ import subprocess
 import sys
 import threading
 
-import psutil
 import pytest
 import zygote
-from helpers import ROOT, WARM, run_script, script_environment, wait_until
+from helpers import ROOT, WARM, alive, run_script, script_environment, wait_until
 
 pytestmark = pytest.mark.skipif(not WARM, reason="CUDA does not survive a fork: all runs are fresh")
 PROBE = ROOT / "tests" / "workers" / "probe.py"
@@ -24,13 +23,6 @@ def script(tmp_path):
         return [tmp_path / "script.py", tmp_path / "pid"]
 
     return write
-
-
-def alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def pids(folder) -> list[int]:

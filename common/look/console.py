@@ -23,9 +23,8 @@ class StatusLine:
     def line(self, step: int, metrics: dict[str, float]) -> str:
         if "time/step_s" in metrics:
             self.step_times.append(metrics["time/step_s"])
-        eta = "?"
-        if self.step_times:
-            eta = duration(median(self.step_times) * max(0, self.total_steps - step))
+        left = max(0, self.total_steps - step)
+        eta = duration(median(self.step_times) * left) if self.step_times else "?"
         text = f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}  eta {eta:>5}"
         cells = {key: cell(key, metrics[key]) for key in COLUMNS if key in metrics}
         if untrained(metrics):

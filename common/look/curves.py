@@ -13,7 +13,7 @@ PANELS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))  
 
 
 def read_run(path: Path, warn: bool = False) -> tuple[list[dict], list[dict]]:
-    """(steps in order, events). Where a resumed run repeats a step, its later values win. Torn lines are left out."""
+    """(steps in order, events), without torn lines, and without what came after a step that was repeated."""
     steps: dict[int, dict] = {}
     events, torn = [], []
     if not Path(path).is_file():  # a device or a pipe never ends
@@ -28,8 +28,10 @@ def read_run(path: Path, warn: bool = False) -> tuple[list[dict], list[dict]]:
                 continue
             if "event" in record:
                 events.append(record | {"step": step})
-            else:
-                steps.setdefault(step, {}).update(record, step=step)
+                continue
+            if steps.get(step, {}).keys() & record.keys() - {"step"}:  # it went back here: what came after is void
+                steps = {earlier: values for earlier, values in steps.items() if earlier <= step}
+            steps.setdefault(step, {}).update(record, step=step)
     if torn and warn:
         print(f"warning: {path}: {len(torn)} unreadable lines left out, the first: {', '.join(torn[:5])}", flush=True)
     return [steps[step] for step in sorted(steps)], events
