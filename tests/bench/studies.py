@@ -191,11 +191,12 @@ def knob_base(knob: str) -> str:
     return next(base for start, base in BASES if knob.startswith(start) and knob != base)
 
 
+RANKED, BONUS = "--oversample 1.5 ", "--tool-bonus 0.1 "
 PYVISION = {  # of the demo with programs: ranking by deviation, and the bonus for programs that ran
-    "grpo-tiny-vl-python": DEMO_PYTHON,
-    "python-unranked": DEMO_PYTHON.replace("--oversample 1.5 ", ""),
-    "python-no-bonus": DEMO_PYTHON.replace("--tool-bonus 0.1 ", ""),
-    "python-neither": DEMO_PYTHON.replace("--oversample 1.5 ", "").replace("--tool-bonus 0.1 ", ""),
+    "python-both": DEMO_PYTHON,
+    "python-unranked": DEMO_PYTHON.replace(RANKED, ""),
+    "python-no-bonus": DEMO_PYTHON.replace(BONUS, ""),
+    "python-neither": DEMO_PYTHON.replace(RANKED, "").replace(BONUS, ""),
 }
 
 STUDIES = {
@@ -244,9 +245,8 @@ STUDIES = {
     ),
     "pyvision": Study(
         "Do ranking and the bonus for programs of PyVision-RL matter on the mosaic?",
-        seeded({name: Run(command) for name, command in PYVISION.items()}, range(1, 3)),
+        seeded({name: Run(f"{command} --dtype fp32") for name, command in PYVISION.items()}, range(1, 3)),
         also=("tool/callers", "tool/acted", "reward/accuracy"),
-        dtype="bf16",
     ),
     "sft-beside-trl": Study(
         "Does sft.py compute the loss of TRL's SFTTrainer, on rows of three formats, and how much sooner?",

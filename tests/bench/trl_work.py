@@ -12,7 +12,7 @@ from common.hub import load_tokenizer, resolve_model
 from common.optimizer import lr_factor
 from common.prepare import tiny
 
-# The demo of grpo.py, and the fastest settings of TRL that were found for it on two cores (docs/results.md).
+# The demo of grpo.py, and settings of TRL for two cores; what else was tried is in docs/results.md.
 GRPO = {"prompts": 32, "samples": 8, "response_tokens": 256, "steps": 40, "eval_every": 5, "batch": 64}
 GRPO |= {"checkpointing": False, "weights": "float32", "vllm": False, "vllm_memory": 0.0}
 GRPO_OPTIONS = {"learning_rate": 8e-5, "bf16": True}
