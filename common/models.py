@@ -13,11 +13,10 @@ from common.lora import adapters, add_adapters, merged
 from common.packing import MicroBatch
 from common.pictures import blank
 from common.torch_repair import transformers
-from common.vision import Vision, auto_class, skeleton
+from common.vision import Vision, auto_class, clamped, skeleton
 
 UNSUPPORTED_LOGITS = ["final_logit_softcapping", "logits_scaling", "logit_scale"]  # logits beyond hidden @ head.T
 UNSUPPORTED_LOGITS += ["output_multiplier", "lm_head_multiplier"]
-WITHOUT_OPTIONS = ("nemotron",)  # model types whose layers keep `units`, or positions, from the attention
 
 
 def hidden_states(model: nn.Module, batch: MicroBatch, attention: str, vision: Vision | None) -> Tensor:
@@ -92,23 +91,22 @@ class Critic(nn.Module):
 def unsupported(model: nn.Module, attention: str) -> str | None:
     """What our log-probs, packs or masks do not express about a model; unnoticed, they would be another model's."""
     config = model.config.get_text_config()
-    if scaled := [name for name in UNSUPPORTED_LOGITS if getattr(config, name, None) not in (None, 1, 1.0)]:
-        return f"rescales its logits ({scaled[0]})"
-    if getattr(model.get_output_embeddings(), "bias", None) is not None:
-        return "has a head with a bias"
+    scaled = [name for name in UNSUPPORTED_LOGITS if getattr(config, name, None) not in (None, 1, 1.0)]
     kinds = set(getattr(config, "layer_types", None) or [])
-    if others := sorted(kinds - {"full_attention", "sliding_attention"}):
-        return f"has {others[0]} layers, in which packed conversations would see each other"
-    if config.model_type in WITHOUT_OPTIONS:
-        return "passes its attention no options, and packed conversations would see each other"
-    if getattr(config, "router_jitter_noise", 0):
-        return "draws its experts at random in training (router_jitter_noise)"
-    if model._is_stateful:
-        return "has recurrent layers, in which packed conversations would see each other"
-    if not model._supports_attention_backend:
-        return "has an attention of its own, in which packed conversations would see each other"
+    others = sorted(kinds - {"full_attention", "sliding_attention"})
     window = "sliding_attention" in kinds or (not kinds and getattr(config, "sliding_window", None))
-    return "has sliding windows (--attention flash has them)" if window and attention != "flash" else None
+    mixed = "in which packed conversations would see each other"
+    problems = {
+        f"rescales its logits ({', '.join(scaled)})": scaled,
+        "has a head with a bias": getattr(model.get_output_embeddings(), "bias", None) is not None,
+        f"has {', '.join(others)} layers, {mixed}": others,
+        f"passes its attention no options, {mixed}": config.model_type == "nemotron",
+        "draws its experts at random in training (router_jitter_noise)": getattr(config, "router_jitter_noise", 0),
+        f"has recurrent layers, {mixed}": model._is_stateful,
+        f"has an attention of its own, {mixed}": not model._supports_attention_backend,
+        "has sliding windows (--attention flash has them)": window and attention != "flash",
+    }
+    return next((problem for problem, found in problems.items() if found), None)
 
 
 def check_model(path: str, attention: str, trust_remote_code: bool) -> None:
@@ -156,8 +154,9 @@ def load_policy(
     def assemble(model: nn.Module) -> nn.Module:
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        if freeze_vision:
-            model.base_model.visual.requires_grad_(False)
+        if vision:
+            model.base_model.visual.requires_grad_(not freeze_vision)
+            model.base_model.visual.merger.register_forward_pre_hook(clamped)
         readers.extend(repeated_blocks(getattr(model.base_model, "language_model", model)))
         model.tie_weights()  # before they are read: FSDP2 would gather and reduce a tied head a second time
         return wrap(make(model, attention, vision))
@@ -169,6 +168,9 @@ def load_policy(
         policy, missing = read_weights(path, config, assemble, options)
         if missing := [name for name in missing if make is Policy or not name.startswith("lm_head.")]:
             raise SystemExit(f"--model {path}: its files have no {min(missing)}")  # transformers would draw them
+        head, embeddings = policy.model.get_output_embeddings(), policy.model.get_input_embeddings()
+        if make is Policy and config.tie_word_embeddings and head.weight is not embeddings.weight:
+            raise SystemExit(f"--model {path}: tie_word_embeddings is true, and its files have a head of their own")
     if lora:
         add_adapters(policy.model, readers, lora, seed)
     for layer in readers if compile_layers else ():  # not of the tower: every picture has another size

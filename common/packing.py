@@ -124,7 +124,10 @@ class Packer:
         while True:
             try:
                 return update(**options)
-            except torch.OutOfMemoryError:
+            except RuntimeError as error:
+                words = ("out of memory", "ALLOC_FAILED")  # outside torch's allocator: the driver's, cuBLAS's
+                if not isinstance(error, torch.OutOfMemoryError) and not any(word in str(error) for word in words):
+                    raise
                 self.budget = halve_budget(self.budget, model, self.world, self.run_dir)
                 self._pack()
 

@@ -31,7 +31,7 @@ from common.models import sync_engine
 from common.precision import GAP_LIMITS
 from common.prepare.embedded import embedded_data
 from common.prepare.memory_plan import cache_gib, memory_plan
-from common.processes import at_end, cpus_of_rank, in_threads, sign_of_life
+from common.processes import cpus_of_rank, in_threads, sign_of_life
 from common.progress import Progress
 from common.rewards import RewardWorkers, needs_judge, score_episodes
 from common.rewards.judging import bounded, open_judge, saved_at_outage
@@ -83,19 +83,17 @@ class Rollouts:
             if job.vision or rollout.multi_turn:
                 end_turns_properly(job.tokenizer, job.vision and job.vision.processor, job.world.print)
             tools = open_tools(rollout, job.world.print, self.group) if rollout.multi_turn else None
-            if tools:
-                at_end.append(tools.close)  # and with it what is under way, or was started
             self.train_data, self.eval_data = read_prompts(job, data, rollout, tools)
-            self.workers = RewardWorkers(rollout.reward_function, max(1, cpus_of_rank() - 1), rollout.reward_timeout)
-            at_end.append(self.workers.close)
-            if rollout.reward_function and not rollout.replay:  # found out now, not after the first rollout
-                self.workers.try_out(rollout.reward_function, (self.train_data or self.eval_data)[0])
             schemas = [tool.schema for tool in tools.tools.values()] if tools else []
             protocol = protocol_of(job.tokenizer, schemas) if schemas and tools.protocol is Hermes else None
             self.turns = Turns(job.tokenizer, tools, job.vision, rollout, protocol) if tools else None
             rewarded = self.turns and self.turns.try_out(self.train_data or self.eval_data)
             scored = [] if rollout.reward_function or rewarded else [self.train_data, self.eval_data]
             sources = {name for prompts in scored if prompts for name in prompts.sources}
+            count = max(1, cpus_of_rank() - 1)
+            self.workers = RewardWorkers(rollout.reward_function, count, rollout.reward_timeout, sources=sources)
+            if rollout.reward_function and not rollout.replay:  # found out now, not after the first rollout
+                self.workers.try_out(rollout.reward_function, (self.train_data or self.eval_data)[0])
             options = {"agree": partial(all_reduce, op="max"), "stopping": stop_requested}
             options |= {"notice": job.world.print, "at_outage": job.at_outage}
             self.judge = open_judge(rollout, needs_judge(sources), **options)
@@ -218,18 +216,10 @@ def read_prompts(
         train_files, held_out = embedded_data(job.run.model, job.output_dir / "data", write=job.world.is_main)
         barrier()
         eval_files = eval_files or held_out
-    read = partial(
-        PromptData,
-        data=data,
-        rollout=rollout,
-        tokenizer=job.tokenizer,
-        vision=job.vision,
-        tools=tools and tools.tools,
-        notice=job.world.print,
-        world=job.world,
-    )
-    train_data = None if rollout.eval_only else read(train_files, max_rows=data.max_rows)
-    return train_data, read(eval_files, flag="--eval-data") if eval_files else None
+    options = {"data": data, "rollout": rollout, "tokenizer": job.tokenizer, "vision": job.vision, "world": job.world}
+    options |= {"tools": tools and tools.tools, "notice": job.world.print}
+    train_data = None if rollout.eval_only else PromptData(train_files, max_rows=data.max_rows, **options)
+    return train_data, PromptData(eval_files, flag="--eval-data", **options) if eval_files else None
 
 
 def start_engine(job: Job, rollout: Rollout) -> VllmEngine | HuggingFaceEngine:

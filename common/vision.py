@@ -85,6 +85,12 @@ class Vision:
         return torch.cat(parts), torch.tensor(grids, device=device)
 
 
+def clamped(_: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
+    """A hook of a tower's merger: float16 overflows in the last block of Qwen2.5-VL-3B's; vLLM clamps there, too."""
+    limit = torch.finfo(inputs[0].dtype).max - 1000
+    return inputs[0].clamp(-limit, limit)
+
+
 def auto_class(config) -> type:
     """The transformers class that loads a policy of this configuration."""
     task = "ImageTextToText" if config.model_type in FAMILY else "CausalLM"

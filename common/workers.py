@@ -11,6 +11,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from common.processes import at_end
 from common.progress import Progress
 from common.worker import USER_MODULE, Worker, describe
 
@@ -40,6 +41,7 @@ class Pool:
         while self.workers[0].state == Worker.STARTING:
             self._collect(inf)
         self.works = True
+        at_end.append(self.close)  # and with it what is under way, or was started
 
     @property
     def pending(self) -> int:
@@ -76,7 +78,7 @@ class Pool:
         return [replies[number] for number in range(len(jobs))]
 
     def close(self) -> None:
-        """End the workers. Without it they are killed with the trainer."""
+        """End the workers, as the end of the run does. Those of a killed trainer are killed, with nothing closed."""
         for worker in self.workers:
             worker.hang_up()
         for worker in self.workers:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import run_script, save_checkpoint
 from safetensors.torch import load_file
+from transformers import GenerationConfig
 from vl import write_tiny_vl
 
 from common.distributed import World
@@ -80,6 +81,26 @@ def test_from_within_the_folder_of_checkpoints(run, tmp_path, monkeypatch):
     for name in ("latest", "step_000001"):
         main(Args(Path(name), "tiny", tmp_path / name))
         same_files(tmp_path / name, run / "model")
+
+
+@pytest.mark.parametrize(
+    "listed, own, kept",
+    [
+        ({"eos_token_id": 3, "top_p": 0.6, "do_sample": True}, 5, {"eos_token_id": [3, 5], "top_p": 0.6}),
+        ({"eos_token_id": [3, 5]}, 5, {"eos_token_id": [3, 5]}),
+        ({"temperature": 0.9, "top_p": 0.6}, 5, {"eos_token_id": [5]}),  # as Vicuna's: transformers would not save it
+        ({"eos_token_id": 3, "pad_token_id": -1}, 5, {"eos_token_id": [3, 5]}),
+    ],
+)
+def test_generation_ends_where_the_policy_does(tmp_path, listed, own, kept, capsys):
+    policy, tokenizer = load_policy(FOLDERS["tiny"], "sdpa"), load_tokenizer(FOLDERS["tiny"])
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(own)
+    policy.model.generation_config = GenerationConfig.from_dict(listed)
+    export_hugging_face(policy, tokenizer, tmp_path / "model", ALONE, torch.float32)
+    saved = json.loads((tmp_path / "model/generation_config.json").read_text())
+    assert {name: saved.get(name) for name in ("temperature", *kept)} == {"temperature": None, **kept}
+    refused = bool(listed.keys() & {"temperature", "pad_token_id"})
+    assert ("generation_config.json has end tokens alone" in capsys.readouterr().out) == refused
 
 
 @pytest.mark.parametrize("flag, changes", [("model", 0), ("tools", 1), ("interaction", 1), ("environment", 1)])

@@ -7,6 +7,7 @@ pytest tests/test_math_rewards.py -m slow    # with 100,000, and math-verify beh
 import json
 import random
 import time
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -16,7 +17,18 @@ from helpers import run_script
 from test_rewards import HOSTILE, MEGA
 
 from common.prepare import math as prepare
-from common.rewards import RewardWorkers, boxed_reward, countdown, dapo_reward, math, reward_function, score_response
+from common.rewards import (
+    RewardWorkers,
+    boxed_reward,
+    countdown,
+    dapo_reward,
+    geometry,
+    math,
+    reward_function,
+    score_response,
+    tir_bench,
+    visual_qa,
+)
 from common.rewards.math import equivalent, is_harmless, last_boxed, normalize, score_boxed, score_dapo, score_gsm8k
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "math"
@@ -199,6 +211,8 @@ UNEQUAL = [  # answer, ground truth
     ("1.000001e3", "1e3"),
     ("Option A", "B"),
     ("Options", "B"),
+    ("2100", "2, 100"),
+    ("3, 100, 200", "3100200"),
 ]
 
 
@@ -228,6 +242,24 @@ def test_no_box_no_point():
 
 def test_numbers_as_ground_truth():
     assert score_boxed(r"\boxed{27}", 27.0)["score"] == score_dapo("Answer: 27", 27.0)["score"] == 1.0
+
+
+def test_a_list_is_no_number():
+    """Thousands are separated by a comma alone."""
+    assert score_dapo("Answer: 2, 100", "2,  100")["acc"] and not score_dapo("Answer: 2100", "2, 100")["acc"]
+    assert geometry.score_geo3k(r"\boxed{2, 100}", "2, 100")["acc"]
+    assert not geometry.score_geo3k(r"\boxed{2100}", "2, 100")["acc"]
+    assert score_dapo("Answer: (1,234)", "(1, 234)")["acc"]
+
+
+@pytest.mark.parametrize("truth", [["5"], {"answer": "5"}, None, float("nan"), float("inf")], ids=repr)
+def test_what_no_answer_can_be_is_no_truth(truth):
+    for scorer in (score_boxed, score_dapo, geometry.score_geo3k, partial(tir_bench.score_tir_bench, "math")):
+        with pytest.raises(ValueError, match="is neither a text nor a finite number"):
+            scorer(r"\boxed{5} Answer: 5", truth)
+    several = [truth] if truth == ["5"] else truth if isinstance(truth, dict) else ["4", truth]
+    with pytest.raises(ValueError, match="is neither a text nor a finite number"):
+        visual_qa.score_visual_qa(r"\boxed{5}", several)
 
 
 def test_only_short_answers():
@@ -668,6 +700,10 @@ def test_prepare_folder_by_split_and_source(tmp_path):
         ('{"problem": "p", "answer": true}', "no answer: .* found True"),
         ('{"problem": "p", "answer": NaN}', "no answer: .* found nan"),
         ('{"problem": "p", "answer": ""}', "the ground truth '' is no answer"),
+        ('{"problem": "p", "answer": 1' + "0" * 600 + "}", "is no answer of 1 to 512 characters"),
+        (r'{"problem": "p", "answer": "\\boxed{}"}', "the ground truth '' is no answer"),
+        (r'{"problem": "p", "solution": "It is \\boxed{}."}', "the ground truth '' is no answer"),
+        (r'{"problem": "p\ud800", "answer": 1}', "surrogates not allowed"),
         ('{"problem": "p", "answer": "' + "x" * 600 + '"}', "is no answer of 1 to 512 characters"),
         ('{"problem": "p", "solution": "It is 5."}', "the solution has no complete"),
         (r'{"problem": "p", "solution": "It is \\boxed{5"}', "the solution has no complete"),

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -50,6 +51,18 @@ def test_models_that_packs_masks_or_log_probs_do_not_express_are_refused(kind, o
     for attention, expected in (("sdpa", problem), ("flex", problem), ("flash", with_flash)):
         found = unsupported(model, attention)
         assert (found is None) == (expected is None) and (expected or "") in (found or ""), (attention, found)
+
+
+def test_a_tied_model_with_a_head_of_its_own_is_refused(tmp_path):
+    """transformers would not tie it, and FSDP2 would train the embeddings in its place."""
+    config = CONFIG_MAPPING["qwen2"](**(SIZES | {"tie_word_embeddings": True}))
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    for own, refused in ((weights["model.embed_tokens.weight"].clone(), False), (torch.zeros(1), True)):
+        weights["lm_head.weight"] = own.expand_as(weights["model.embed_tokens.weight"]).contiguous()
+        save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+        with pytest.raises(SystemExit, match="have a head of their own") if refused else nullcontext():
+            load_policy(str(tmp_path), "sdpa")
 
 
 def test_loading_a_refused_model_names_it(tmp_path):

@@ -109,6 +109,16 @@ def test_odd_columns_are_kept(tmp_path, capsys):
     assert [s["m"] for s in read(tmp_path / "map_scored.parquet")] == ['[["k", 1]]'] * 4
 
 
+def test_a_truth_that_an_evaluation_has_written_as_json_is_read(tmp_path):
+    """Of rows whose truth is an object or a list of texts; what only looks like JSON is a text."""
+    countdown, answer = {"numbers": [5, 2], "target": 3}, "<answer>5 - 2</answer>"
+    told = [("countdown", json.dumps(countdown), answer), ("tiny-vl", '["4", "5"]', r"\boxed{5}")]
+    told += [("math/x", "[1,2]", r"\boxed{[1,2]}"), ("openai/gsm8k", "5", "#### 5")]
+    rows = [{"data_source": source, "truth": truth, "responses": said} for source, truth, said in told]
+    score_file(Scoring(write(tmp_path / "a.parquet", rows)))
+    assert [sample["score"] for sample in read(tmp_path / "a_scored.parquet")] == [1.0] * 4
+
+
 @pytest.mark.parametrize("empty", [{}, {"index": {}}, [{}], [{"a": [{}]}]])
 def test_what_parquet_cannot_hold_is_kept_as_json(tmp_path, empty):
     rows = [row(0, extra_info={}, odd=empty), row(1, extra_info={}, odd=empty), row(2, extra_info={}, odd=None)]

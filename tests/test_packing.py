@@ -140,6 +140,18 @@ def test_an_attempt_ends_where_half_is_too_little_and_at_other_errors(case):
     assert case.packer.attempt(case.policy, lambda **options: options, a=1) == {"a": 1}
 
 
+@pytest.mark.parametrize("told", ["CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"])
+def test_memory_may_end_outside_torchs_allocator(case, told):
+    ends = [RuntimeError(told)]
+
+    def update():
+        if ends:
+            raise ends.pop()
+        return "done"
+
+    assert case.packer.attempt(case.policy, update) == "done" and case.packer.budget == BUDGET // 2
+
+
 def test_several_ranks_halve_and_leave(case, tmp_path):
     """The others wait in a collective: a restart goes on."""
     several = SimpleNamespace(size=2, rank=1, print=print)

@@ -293,6 +293,7 @@ def test_gsm8k_bad_files(tmp_path):
         {"question": "q", "answer": None},
         {"question": 5, "answer": "#### 1"},
         {"question": "q", "answer": "1"},
+        {"question": "q\ud800", "answer": "#### 1"},
     ):
         (tmp_path / "train.jsonl").write_text(json.dumps(bad))
         with pytest.raises(ValueError, match=r"train\.jsonl:1: "):

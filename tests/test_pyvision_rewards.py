@@ -101,6 +101,8 @@ CASES = [  # answer, truth, verdict (None: the judge's)
     ("2 dogs", OPTIONS, 0.0),
     ("a puppy", OPTIONS, None),
     ("a dog", {"answer": "a dog", "options": ["a cat", "a dog"]}, 1.0),
+    ("B", {"answer": "B", "options": ["B", "A", "C"]}, 1.0),  # by its letter: the text of option A is "B"
+    ("A", {"answer": "B", "options": ["B", "A", "C"]}, 0.0),
     ("a dog", {"answer": "a dog", "options": None}, 1.0),
     ("Red.", "red", 1.0),
     ("the red one", "red", None),

@@ -365,6 +365,18 @@ def test_a_slow_import_is_not_part_of_the_deadline(start, tmp_path):
     assert pool.score([job("die"), job("3")]) == [{"error": "the worker died (exit code 0)"}, {"score": 3.0}]
 
 
+@pytest.mark.parametrize("sources, before", [(["math/x"], True), (["countdown", "openai/gsm8k"], False), ([], False)])
+def test_what_built_in_functions_import_is_no_part_of_the_deadline(sources, before):
+    """sympy takes seconds; data that never compare formulas do not wait for it."""
+    pool = RewardWorkers(None, 1, timeout_s=60, sources=sources)
+    pool.close()
+    *_, given = pool.workers[0].arguments
+    program = f"import sys; from common.rewards import make_scorer as make; make({given!r}); "
+    program += "print('math_verify' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == f"{before}\n", done.stderr
+
+
 @pytest.mark.parametrize("action", ["die later", "alarm"])
 def test_a_death_between_jobs_costs_nothing(start, action):
     pool = start(count=1)

@@ -246,6 +246,18 @@ def test_pred_decides_the_score():
     assert countdown.score("<answer>1.2*3</answer>", truth, "compat")["pred"] == str(1.2 * 3)
 
 
+@pytest.mark.parametrize("mode", ["strict", "compat"])
+def test_a_target_is_not_rounded(mode):
+    def points(text: str, target: object) -> float:
+        truth = {"numbers": [5, 2], "target": target}
+        return countdown.score(f"Assistant: <answer>{text}</answer>", truth, mode)["score"]
+
+    assert [points("5 / 2", 2.5), points("5 - 2", 2.5), points("5 - 2", 3), points("5 - 2", "3")] == [1, 0.1, 1, 1]
+    for target in (float("nan"), "x", None):
+        with pytest.raises((TypeError, ValueError)):  # also without an answer: a row that cannot be scored
+            countdown.score("nothing", {"numbers": [5, 2], "target": target}, mode)
+
+
 def test_countdown_takes_numpy_ground_truth():
     """What pandas reads from parquet."""
     truth = {"numbers": np.array([44, 19, 35]), "target": np.int64(98)}

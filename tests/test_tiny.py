@@ -97,6 +97,14 @@ def test_a_response_ends_as_the_generation_config_says_too(listed, ids, tmp_path
     assert end_token_ids(str(tmp_path), SimpleNamespace(eos_token_id=5)) == ids
 
 
+def test_without_a_generation_config_it_ends_as_the_models_own_says(tmp_path):
+    """As vLLM does."""
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [9, 7]}))
+    assert end_token_ids(str(tmp_path), SimpleNamespace(eos_token_id=5)) == [5, 7, 9]
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert end_token_ids(str(tmp_path), SimpleNamespace(eos_token_id=5)) == [5]
+
+
 def test_end_of_turn_is_what_the_template_says():
     """A base model whose end token is not the one that ends its turns would never stop after fine-tuning."""
     tokenizer = tiny.build_tokenizer()

@@ -384,6 +384,7 @@ def test_no_calls(text):
         ('{"name": "f", "arguments": "[1]"}', "expected {"),
         ('{"name": "f", "arguments": "x = 1"}', "expected value"),
         ('{"name": "f", "arguments": {"x": NaN}}', "expected value"),
+        ('{"name": "f", "arguments": {"x": [1e999]}}', "Out of range float values"),
         ('{"name": "f", "arguments": {"x": -Infinity}}', "invalid number"),
         ('{"name": "f", "arguments": {"x": ' + "9" * 5000 + "}}", "number out of range"),
         ('{"name": "f", "arguments": ' + "[" * 100_000 + "]" * 100_000 + "}", "recursion limit"),

@@ -10,6 +10,8 @@ from helpers import relative_l2
 from PIL import Image
 from vl import build_tokenizer, picture, reference_positions, write_tiny_vl
 
+from common.engine.books import EngineConfig
+from common.engine.hf import HuggingFaceEngine
 from common.episodes import Episode
 from common.models import load_policy
 from common.packing import TokenIndex, pack
@@ -138,6 +140,24 @@ def test_a_picture_of_a_group_is_encoded_once(policy, vision, monkeypatch):
         episodes, range(len(episodes)), TokenIndex(episodes), budget=10_000, share_prompts=False, vision=vision
     )
     assert len(apart.media) == len(batch.media) and len(apart.slots) > len(batch.slots)
+
+
+@pytest.mark.parametrize("model", ["policy", "engine"])
+def test_a_tower_that_overflows_in_fp16_is_cut_as_vllm_cuts_it(model, folder, vision, world):
+    """That of Qwen2.5-VL-3B does, in its last block; what is not too large is left alone."""
+    if model == "policy":
+        loaded = load_policy(folder, "sdpa", dtype=torch.float16, vision=vision).model
+    else:
+        loaded = HuggingFaceEngine(EngineConfig(folder, torch.float16, world, [], 64, vision=vision)).model
+    tower, seen = loaded.base_model.visual, []
+    tower.merger.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    patches, grids = vision.patches([image(1)], torch.device("cpu"))
+    with torch.no_grad():
+        plain = tower(patches.half(), grid_thw=grids).pooler_output
+        tower.blocks[-1].register_forward_hook(lambda *given: given[2] * 1e30)
+        tower(patches.half(), grid_thw=grids)
+    assert plain.isfinite().all() and seen[0].abs().max() < 100
+    assert seen[1].isfinite().all() and seen[1].abs().max() == torch.tensor(65504 - 1000).half()
 
 
 def test_positions_of_images_are_those_of_transformers(vision):

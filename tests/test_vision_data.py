@@ -97,6 +97,15 @@ def test_modes(vision, mode, format_):
     assert media.pixels.shape == (1, 56, 56, 3) and media.pixels.dtype == np.uint8 and media.pixels.std() > 0
 
 
+@pytest.mark.parametrize("mode, format_", [("I", "TIFF"), ("F", "TIFF"), ("I", "PPM")])
+def test_pictures_of_numbers_without_a_white_are_refused(mode, format_):
+    """They would be cut at 255: a depth map would be white."""
+    file = io.BytesIO()
+    Image.fromarray(np.arange(3000, dtype=np.int32).reshape(50, 60) * 20).convert(mode).save(file, format_)
+    with pytest.raises(ValueError, match="unreadable image: a picture of 32-bit numbers"):
+        Media.open("image", [file.getvalue()], LIMITS)
+
+
 def test_a_row_is_its_template_with_pictures_in_place(tmp_path, vision):
     one, two = saved(tmp_path, "1.png", picture(100, 60, 1)), saved(tmp_path, "2.png", picture(60, 200, 2))
     data = load(

@@ -153,11 +153,11 @@ def row_interaction(record: Mapping, rows: str) -> dict | None:
 
 
 def end_token_ids(path: str, tokenizer: "transformers.PreTrainedTokenizerBase") -> list[int]:
-    """Ids that end a response: the tokenizer's end token and those of generation_config.json."""
+    """Ids that end a response: the tokenizer's end token, those of generation_config.json, else of config.json."""
     ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    generation_config = Path(path) / "generation_config.json"
-    if generation_config.is_file():
-        listed = json.loads(generation_config.read_text()).get("eos_token_id") or []
+    files = [Path(path) / "generation_config.json", Path(path) / "config.json"]
+    if file := next((file for file in files if file.is_file()), None):
+        listed = json.loads(file.read_text()).get("eos_token_id") or []
         ids += listed if isinstance(listed, list) else [listed]
     return sorted(set(ids))
 

@@ -10,7 +10,7 @@ from common.engine.books import Completion, EngineConfig, Request, Sampling, Wei
 from common.files import memory_advice
 from common.progress import Progress
 from common.torch_repair import transformers
-from common.vision import auto_class
+from common.vision import auto_class, clamped
 
 MAX_SEQUENCES = 256  # of a batch
 
@@ -24,6 +24,8 @@ class HuggingFaceEngine:
         load = auto_class(architecture).from_pretrained
         self.model = load(config.path, dtype=config.dtype, trust_remote_code=trust).eval().to(config.world.device)
         self.device, self.dtype, self.vision = config.world.device, config.dtype, vision
+        if vision:
+            self.model.base_model.visual.merger.register_forward_pre_hook(clamped)
         self.sleep_level, self.max_model_len = config.sleep_level, config.max_model_len
         self.end_ids = [*config.end_ids, *(vision.forbidden_ids if vision else ())]
         text = architecture.get_text_config()
@@ -77,9 +79,8 @@ class HuggingFaceEngine:
         """Arguments of the first forward that hold pictures, and M-RoPE positions [3, B, width]."""
         positions = np.zeros((3, len(requests), width), dtype=np.int64)
         for row, request in enumerate(requests):
-            positions[:, row, width - len(request.prompt_ids) :] = self.vision.positions(
-                request.prompt_ids, request.media
-            )
+            ids = request.prompt_ids
+            positions[:, row, width - len(ids) :] = self.vision.positions(ids, request.media)
         arguments: dict = {}
         for kind, suffix in (("image", ""), ("video", "_videos")):
             if media := [m for request in requests for m in request.media if m.kind == kind]:
@@ -102,15 +103,8 @@ class HuggingFaceEngine:
         limits = [min(r.sampling.max_tokens, self.max_model_len - len(r.prompt_ids)) for r in requests]
         sampling = requests[0].sampling  # of a batch only max_tokens differ
         for length in Progress("token", range(1, max(limits) + 1)):
-            output = self.model(
-                ids,
-                attention_mask=mask,
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-                **pictures,
-            )
+            inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, **pictures}
+            output = self.model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
             pictures = {}
             tokens, logprobs = sample(output.logits[:, -1], sampling, [generators[i] for i in running])
             keep = []

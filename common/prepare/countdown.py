@@ -8,11 +8,9 @@ problems never occur in train, whatever the order of their numbers. The same see
 """
 
 import random
-import time
 import tomllib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields
-from itertools import islice
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -22,8 +20,10 @@ import tyro
 
 from common.files import user_errors
 from common.prepare.writing import write_splits
+from common.progress import Progress
 
 TEMPLATES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+TRUTH = pa.struct({"numbers": pa.list_(pa.int64()), "target": pa.int64()})
 SCHEMA = pa.schema(
     {
         "nums": pa.list_(pa.int64()),
@@ -31,12 +31,7 @@ SCHEMA = pa.schema(
         "data_source": pa.string(),
         "prompt": pa.list_(pa.struct({"content": pa.string(), "role": pa.string()})),
         "ability": pa.string(),
-        "reward_model": pa.struct(
-            {
-                "ground_truth": pa.struct({"numbers": pa.list_(pa.int64()), "target": pa.int64()}),
-                "style": pa.string(),
-            }
-        ),
+        "reward_model": pa.struct({"ground_truth": TRUTH, "style": pa.string()}),
         "extra_info": pa.struct({"index": pa.int64(), "split": pa.string()}),
     }
 )
@@ -99,7 +94,7 @@ def main(args: Args) -> None:
                 targets=(args.min_target, args.max_target),
                 exclude={problem.key for problem in test},
             )
-            rows.extend(with_progress(islice(problems, size), size, split))
+            rows.extend(next(problems) for _ in Progress(f"{split} rows", size))
     splits = {"train": train, "test": test}
     write_splits(args.out, {split: to_table(rows, args.template, split) for split, rows in splits.items()})
 
@@ -201,10 +196,7 @@ def to_table(problems: list[Problem], template: str, split: str) -> pa.Table:
             "data_source": "countdown",
             "prompt": [{"role": "user", "content": prompt_text(problem, template)}],
             "ability": "math",
-            "reward_model": {
-                "style": "rule",
-                "ground_truth": {"numbers": problem.numbers, "target": problem.target},
-            },
+            "reward_model": {"style": "rule", "ground_truth": {"numbers": problem.numbers, "target": problem.target}},
             "extra_info": {"split": split, "index": index},
         }
         for index, problem in enumerate(problems)
@@ -215,17 +207,6 @@ def to_table(problems: list[Problem], template: str, split: str) -> pa.Table:
 def prompt_text(problem: Problem, template: str) -> str:
     spaced = " ".join(map(str, problem.numbers))
     return TEMPLATES[template].format(numbers=list(problem.numbers), spaced_numbers=spaced, target=problem.target)
-
-
-def with_progress(rows: Iterable[Problem], total: int, label: str, every_s: float = 5.0) -> Iterator[Problem]:
-    """Passes rows through; a line with the remaining time every few seconds."""
-    start = last = time.monotonic()
-    for done, row in enumerate(rows, start=1):
-        yield row
-        now = time.monotonic()
-        if now - last > every_s:
-            print(f"{label}: {done}/{total}, {(now - start) / done * (total - done):.0f} s left", flush=True)
-            last = now
 
 
 if __name__ == "__main__":

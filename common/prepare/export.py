@@ -129,6 +129,7 @@ def export_hugging_face(
     if model.config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
     shutil.rmtree(temporary, ignore_errors=True)  # of a killed export
+    model.generation_config = generation_config(model, tokenizer)
     try:
         model.save_pretrained(temporary, state_dict=state)
         config = json.loads((temporary / "config.json").read_text())
@@ -146,6 +147,20 @@ def export_hugging_face(
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise SystemExit(f"{folder} not written ({error}); the same command writes it when there is room") from error
+
+
+def generation_config(model: nn.Module, tokenizer) -> "transformers.GenerationConfig":
+    """The model's, which also ends where the tokenizer does: `end_turns_properly` may have changed that. Without its
+    ways to sample where transformers would not save it: some published ones contradict themselves."""
+    config = model.generation_config
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    config.eos_token_id = sorted({tokenizer.eos_token_id, *ends} - {None})
+    try:
+        config.validate(strict=True)
+    except ValueError as error:
+        print(f"warning: generation_config.json has end tokens alone, since its own is refused: {error}", flush=True)
+        config = transformers.GenerationConfig(eos_token_id=config.eos_token_id)
+    return config
 
 
 def save_adapter(model: nn.Module, base: str, folder: Path) -> None:

@@ -59,7 +59,8 @@ def read_split(source: str, split: str) -> list[dict[str, str]]:
             continue
         try:
             row = json.loads(line)
-            final_answer("".join([row["question"], row["answer"]]))  # raises, too, for what is no text
+            "".join([row["question"], row["answer"]]).encode()  # raises for what is no text, or no Unicode
+            final_answer(row["answer"])
             rows.append({"question": row["question"], "answer": row["answer"]})
         except (KeyError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(f"{path}:{number}: not an object with question and answer: {error!r}") from error

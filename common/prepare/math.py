@@ -101,6 +101,7 @@ def to_row(record, data_source: str, place: str) -> dict | str:
     try:
         question, ground_truth, answer = read_record(record)
         normalized_truth(ground_truth)
+        f"{question}{answer}".encode()  # half a surrogate pair cannot be written
     except ValueError as error:
         return f"{place}: {error}"
     return {
@@ -124,8 +125,8 @@ def read_record(record) -> tuple[str, str, str]:
         body = str(record["body"]).strip()
         question = f"{body} {question}" if body.endswith((".", "?", "!")) else f"{body}. {question}"
     answer = next((record[key] for key in ("answer", "target", "solution") if key in record), None)
-    if isinstance(answer, int | float) and not isinstance(answer, bool) and isfinite(answer):
-        text = str(answer) if isinstance(answer, int) else np.format_float_positional(answer, trim="-")  # 27.0 is 27
+    if type(answer) is int or (type(answer) is float and isfinite(answer)):
+        text = str(answer) if type(answer) is int else np.format_float_positional(answer, trim="-")  # 27.0 is 27
     elif isinstance(answer, str):
         text = answer
     else:
@@ -135,7 +136,8 @@ def read_record(record) -> tuple[str, str, str]:
         raise ValueError("the solution has no complete \\boxed{…}")
     if "####" in text:
         raise ValueError("an answer after #### is GSM8K's format: python -m common.prepare.gsm8k")
-    return question.strip(), (ground_truth or text).strip(), str(record.get("solution", text))
+    truth = text if ground_truth is None else ground_truth
+    return question.strip(), truth.strip(), str(record.get("solution", text))
 
 
 if __name__ == "__main__":

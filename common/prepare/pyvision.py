@@ -204,7 +204,7 @@ def text_of(value: object, what: str) -> str:
 
 def answer_of(value: object) -> str:
     """An answer as text; numbers are answers too."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    is_number = type(value) is int or (type(value) is float and isfinite(value))
     return str(value) if is_number else text_of(value, "the answer")
 
 

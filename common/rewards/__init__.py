@@ -6,6 +6,7 @@ One that cannot tell asks a judge (common/rewards/judge.py), whose verdict becom
 {"score": nan, "judge": one of EXAMPLES, "question": text, "truth": text, "pred": the answer to compare with it}.
 """
 
+import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from fnmatch import fnmatchcase
@@ -55,6 +56,9 @@ REWARD_FUNCTIONS: dict[str, RewardFunction] = {
     "hiyouga/geometry3k": geo3k_reward,
     "*geo3k*": geo3k_reward,
 }
+
+WITHOUT_IMPORTS = {countdown_reward, gsm8k_reward, dapo_reward}
+SYMBOLIC = "math_verify"  # what the others import, for seconds
 
 
 def reward_function(data_source: str) -> RewardFunction:
@@ -118,10 +122,12 @@ class RewardWorkers(Pool):
     """`workers` processes that score with the function FILE.py:NAME, or without one with the built-in functions.
 
     Deadline, memory limit and errors are those of `Pool`; a missing file or an error in it shows as a ValueError.
+    sources: data_sources that are known to come; what their functions import then takes none of a deadline.
     """
 
-    def __init__(self, function_spec: str | None, workers: int, timeout_s: float, memory_gib: float = 4.0):
-        new_worker = partial(Worker, make_scorer, function_spec or "", timeout_s, memory_gib)
+    def __init__(self, function_spec: str | None, workers: int, timeout_s: float, memory_gib: float = 4.0, sources=()):
+        built_in = SYMBOLIC if {*map(reward_function, sorted(sources))} - WITHOUT_IMPORTS else ""
+        new_worker = partial(Worker, make_scorer, function_spec or built_in, timeout_s, memory_gib)
         super().__init__("a reward worker did not start", new_worker, workers)
         self.own_function = bool(function_spec)
 
@@ -146,7 +152,9 @@ class RewardWorkers(Pool):
 
 
 def make_scorer(function_spec: str) -> Callable[[Job], dict]:
-    function = load_reward_function(function_spec) if function_spec else None
+    function = None if function_spec in ("", SYMBOLIC) else load_reward_function(function_spec)
+    if function_spec == SYMBOLIC:
+        importlib.import_module(SYMBOLIC)
     return lambda job: score_response(function or reward_function(job[0]), *job)
 
 

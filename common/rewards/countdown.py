@@ -34,14 +34,13 @@ def score(solution_str: str, ground_truth: Mapping, mode: Literal["strict", "com
     """
     if mode not in ("strict", "compat"):
         raise ValueError(f"mode is {mode!r}, expected 'strict' or 'compat'")
+    numbers, target = [int(number) for number in ground_truth["numbers"]], Fraction(ground_truth["target"])
     answer = last_answer(solution_str) if mode == "strict" else last_line_answer(solution_str)
     if answer is None:
         return {"score": NO_TAG, "pred": "", "format": 0.0}
-    numbers = [int(number) for number in ground_truth["numbers"]]
     value = evaluate(answer, numbers, mode)
     if value is None:
         return {"score": WRONG, "pred": "", "format": 1.0}
-    target = int(ground_truth["target"])
     is_right = value == target if mode == "strict" else abs(value - target) < 1e-5
     return {"score": RIGHT if is_right else WRONG, "pred": str(target if is_right else value), "format": 1.0}
 

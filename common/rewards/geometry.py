@@ -8,13 +8,12 @@ import re
 from common.rewards.math import (
     FRACTION,
     MAX_CHARACTERS,
-    SHORT_FORMS,
     clean,
     equivalent,
     last_boxed,
     normalized_truth,
     rational,
-    substitute,
+    short_form,
 )
 
 FORMAT = ("<think>", "</think>", "\\boxed{", "}")
@@ -32,7 +31,7 @@ def score_geo3k(solution_str: str, ground_truth: str) -> dict:
     if len(answer) > MAX_CHARACTERS:
         answer = ""
     is_right, has_format = is_equal(answer, str(ground_truth)), float(in_format(solution_str))
-    pred = truth if is_right else substitute(SHORT_FORMS, plain(answer))
+    pred = truth if is_right else short_form(plain(answer))
     return {"score": 0.9 * is_right + 0.1 * has_format, "acc": is_right, "format": has_format, "pred": pred}
 
 
@@ -77,7 +76,7 @@ def is_equal_element(answer: str, truth: str) -> bool:
     Fractions only in lowest terms, unless they are spelled like the truth.
     """
     answer, truth = plain(answer), plain(truth)
-    short, true_short = substitute(SHORT_FORMS, answer), substitute(SHORT_FORMS, truth)
+    short, true_short = short_form(answer), short_form(truth)
     if short == true_short:
         return short != ""
     value, true_value = rational(short), rational(true_short)

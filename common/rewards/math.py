@@ -9,7 +9,8 @@ import re
 import tomllib
 from fractions import Fraction
 from itertools import accumulate
-from math import prod
+from math import inf, prod
+from numbers import Real
 from pathlib import Path
 from typing import Literal
 
@@ -128,8 +129,15 @@ def last_boxed(text: str) -> str | None:
     return answer
 
 
-def normalized_truth(ground_truth) -> str:
-    truth = normalize(str(ground_truth))
+def truth_text(ground_truth: object) -> str:
+    """As a text. ValueError for what is neither a text nor a finite number: no answer is a list, or NaN."""
+    if not isinstance(ground_truth, str | Real) or ground_truth != ground_truth or ground_truth in (inf, -inf):
+        raise ValueError(f"the ground truth {ground_truth!r:.80} is neither a text nor a finite number")
+    return str(ground_truth)
+
+
+def normalized_truth(ground_truth: object) -> str:
+    truth = normalize(truth_text(ground_truth))
     if not truth:
         raise ValueError(f"the ground truth {ground_truth!r:.80} is no answer of 1 to {MAX_CHARACTERS} characters")
     return truth
@@ -140,6 +148,7 @@ def normalized_truth(ground_truth) -> str:
 SPELLINGS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 CLEAN, SHORT_FORMS, SYMBOLS = SPELLINGS["clean"], SPELLINGS["short_forms"], str.maketrans(SPELLINGS["symbols"])
 DECIMAL = re.compile(r"[-+]?(?:[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)(?:\.[0-9]*)?")
+SPACED_LIST = re.compile(r"[0-9],\s+[0-9]")
 SCIENTIFIC = re.compile(  # without spaces: 4.5e-3, 4.5\times10^{-3}, 10^{33}
     rf"(?:({DECIMAL.pattern})[eE]|(?:({DECIMAL.pattern})(?:\\times|\\cdot|\*))?10\^)\{{?([-+]?[0-9]{{1,2}})\}}?"
 )
@@ -154,7 +163,7 @@ def normalize(answer: str) -> str:
     """
     if len(answer) > MAX_CHARACTERS:
         return ""
-    text = substitute(SHORT_FORMS, clean(answer))
+    text = short_form(clean(answer))
     value = rational(text)
     if match := SCIENTIFIC.fullmatch(text):
         value = rational(match[1] or match[2] or "1") * Fraction(10) ** int(match[3])
@@ -167,6 +176,12 @@ def normalize(answer: str) -> str:
 def clean(answer: str) -> str:
     """The answer without what does not change its value; still LaTeX that math-verify reads."""
     return substitute(CLEAN, answer.translate(SYMBOLS)).strip()
+
+
+def short_form(text: str) -> str:
+    """Of a cleaned answer: without spaces, but that "2, 100" does not become 2100."""
+    short = substitute(SHORT_FORMS, text)
+    return short.replace(",", ", ") if SPACED_LIST.search(text) and DECIMAL.fullmatch(short) else short
 
 
 def substitute(rules: list[list[str]], text: str) -> str:
@@ -218,7 +233,7 @@ def equivalent(answer: str, truth: str) -> bool:
 
 
 def math_verify_equal(answer: str, truth: str) -> bool:
-    from math_verify import LatexExtractionConfig, parse, verify  # here, because sympy takes half a second
+    from math_verify import LatexExtractionConfig, parse, verify  # here, because sympy takes seconds
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeouts are off
     gold, target = (

@@ -64,8 +64,9 @@ def score_file(flags: Scoring) -> None:
             bad[index] = str(error)
     files.refuse(bad, "unusable rows", flags.bad_rows == "drop", print)
     refuse(not rows, f"FILE: no usable row in {flags.file}")
-    judge = open_judge(rollout, not flags.reward_function and needs_judge({row.data_source for row in rows.values()}))
-    workers = RewardWorkers(flags.reward_function, max(1, cpus_of_rank() - 1), flags.reward_timeout)
+    sources = set() if flags.reward_function else {row.data_source for row in rows.values()}
+    judge = open_judge(rollout, needs_judge(sources))
+    workers = RewardWorkers(flags.reward_function, max(1, cpus_of_rank() - 1), flags.reward_timeout, sources=sources)
     if flags.reward_function:
         workers.try_out(flags.reward_function, next(iter(rows.values())))
     episodes = [episode for row in rows.values() for episode in row.episodes]
@@ -98,6 +99,9 @@ def read_row(record: dict | str, index: int, flags: Scoring) -> SimpleNamespace:
         raise ValueError(f"{column} is {said!r:.80}, {expected}")
     known = unpacked(record.get("reward_model"))
     truth = known.get("ground_truth") if isinstance(known, dict) else record.get("truth")
+    kept = None if isinstance(known, dict) else unpacked(truth)  # a sample's, as JSON if it is no text
+    if isinstance(kept, dict) or (isinstance(kept, list) and all(isinstance(item, str) for item in kept)):
+        truth = kept
     if truth is None:
         raise ValueError("neither reward_model.ground_truth nor truth")
     if not isinstance(source, str) or not isinstance(extra, dict):

@@ -2,8 +2,8 @@ r"""Rewards of PyVision-RL (arXiv 2602.20739): the boxed answer by rules, and wh
 
 The answer is the \boxed{…} in the last `<answer>…</answer>` of the last turn, on one line or several. Tags that do not
 pair up, no box or several, and 1,000 characters and more are wrong, and "acc" says so, too: they earn no bonus. Rules
-come first, in the order same option or same words, equal formulas, and for numbers of VSI-Bench the mean relative
-accuracy; so a judge is asked for few rows. What it is asked is in the mapping that the scorer returns:
+come first, in the order same option or same words, equal formulas, two different whole numbers, and for numbers of
+VSI-Bench the mean relative accuracy; so a judge is asked for few rows, and by the mapping that the scorer returns:
 `common.rewards.asks_judge`.
 """
 
@@ -14,7 +14,7 @@ from fractions import Fraction
 from math import nan
 from pathlib import Path
 
-from common.rewards.math import MAX_CHARACTERS, last_boxed, normalize
+from common.rewards.math import MAX_CHARACTERS, last_boxed, normalize, truth_text
 from common.rewards.visual_qa import option, plain, quantity, same, same_formula, unboxed
 
 LONGEST_ANSWER = 1000  # characters; this many are too many
@@ -72,13 +72,13 @@ def final_answer(text: str) -> str:
 
 def reference(ground_truth: object) -> tuple[str, list[str]]:
     """(truth, options): "B. a red door" and all of such texts if the row has options. ValueError if it is empty."""
-    options: list[str] = []
-    truth = ground_truth
+    answer, texts = ground_truth, ()
     if isinstance(ground_truth, Mapping):
-        truth, texts = str(ground_truth.get("answer") or "").strip(), ground_truth.get("options")
-        options = [f"{chr(ord('A') + i)}. {text}" for i, text in enumerate(texts if texts is not None else ())]
-        truth = next((text for text in options if truth.upper() == text[0] or truth == text[3:]), truth)
-    truth = unboxed(str(truth))
+        answer, texts = ground_truth.get("answer"), ground_truth.get("options")
+    options = [f"{chr(ord('A') + i)}. {text}" for i, text in enumerate(texts if texts is not None else ())]
+    by_letter, by_text = {text[0]: text for text in options}, {text[3:]: text for text in options}
+    truth = "" if answer is None else truth_text(answer).strip()
+    truth = unboxed(by_letter.get(truth.upper()) or by_text.get(truth) or truth)
     if not truth or truth == "None":
         raise ValueError(f"the ground truth {ground_truth!r:.80} is empty")
     return truth, options

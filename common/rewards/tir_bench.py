@@ -8,7 +8,7 @@ read "12 of 15" as 1215, and find an OCR text anywhere in the response, reasonin
 import re
 from collections.abc import Mapping
 
-from common.rewards.math import equivalent, last_boxed, rational
+from common.rewards.math import equivalent, last_boxed, rational, truth_text
 from common.rewards.visual_qa import edit_distance, option, plain
 
 MAX_CHARACTERS = 1000  # of an answer; longer ones are wrong
@@ -31,7 +31,7 @@ def score_tir_bench(task: str, solution: str, ground_truth: object, question: st
 
     Partial scores are those of jigsaw, pieces in their places, and spot_difference, intersection over union.
     """
-    truth = str(ground_truth).strip()
+    truth = truth_text(ground_truth).strip()
     if not truth:
         raise ValueError("the truth of a TIR-Bench row is empty")
     answer = answer_in(solution)

@@ -10,11 +10,13 @@ math-verify is asked is bounded, but not its time: the workers' deadline is for 
 
 import re
 import tomllib
+from collections.abc import Mapping
 from fractions import Fraction
+from numbers import Real
 from pathlib import Path
 from typing import Literal
 
-from common.rewards.math import MAX_CHARACTERS, SHORT_FORMS, equivalent, last_boxed, normalize, rational, substitute
+from common.rewards.math import MAX_CHARACTERS, equivalent, last_boxed, normalize, rational, substitute, truth_text
 
 
 def score_visual_qa(solution: str, answers: list[str] | str, metric: Literal["accuracy", "anls"] = "accuracy") -> dict:
@@ -25,7 +27,8 @@ def score_visual_qa(solution: str, answers: list[str] | str, metric: Literal["ac
     """
     if metric not in ("accuracy", "anls"):
         raise ValueError(f"metric is {metric!r}, expected 'accuracy' or 'anls'")
-    truths = [unboxed(str(answer)) for answer in ([answers] if isinstance(answers, str | int | float) else answers)]
+    several = [answers] if isinstance(answers, str | Real | Mapping) else answers
+    truths = [unboxed(truth_text(answer)) for answer in several]
     truths = [truth for truth in truths if len(truth) <= MAX_CHARACTERS and plain(truth)]
     if not truths:
         raise ValueError(f"none of the answers {answers!r:.80} has 1 to {MAX_CHARACTERS} characters")
@@ -136,7 +139,7 @@ UNIT = {spelling + s: unit.split()[0] for unit in SPELLINGS["units"] for spellin
 def quantity(text: str) -> tuple[Fraction, str] | None:
     """(1234, "%") of "1,234.0 percent", (5, "$") of "$5", (5, "") of "5"; None if that is not all of the text."""
     match = QUANTITY.fullmatch(text)
-    value = match and rational(substitute(SHORT_FORMS, match["number"]))
+    value = match and rational(normalize(match["number"]))
     if value is None:
         return None
     units = {UNIT.get(spelling) for spelling in (match["currency"], match["unit"]) if spelling}

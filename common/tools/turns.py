@@ -107,6 +107,7 @@ class Hermes(Protocol):
                 arguments = from_json(arguments, allow_inf_nan=False)
             if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
                 raise ValueError('expected {"name": <function-name>, "arguments": <args-json-object>}')
+            json.dumps(arguments, allow_nan=False)  # 1e999 is infinite
         except (TypeError, ValueError) as error:  # a TypeError for lone surrogates
             return Call(error=f"Not a valid tool call: {error}")
         return Call(call["name"], arguments)
