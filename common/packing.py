@@ -65,8 +65,9 @@ class TokenIndex:
 
 
 def split_minibatches(episodes: Sequence[Episode], prompts: list, count: int, seed: int, step: int) -> list[list[int]]:
-    """Episode numbers of each minibatch: a random split of all ranks' `prompts`, so that the ranks play no part."""
-    order = np.random.Generator(np.random.PCG64([seed, step])).permutation(prompts)
+    """Episode numbers of each minibatch: runs of all ranks' `prompts`, drawn at random and dealt to ranks in turn."""
+    first = np.random.Generator(np.random.PCG64([seed, step])).integers(len(prompts))
+    order = np.roll(sorted(prompts, key=lambda prompt: prompt % 10**9), first)  # those replayed are 10**9 + place
     minibatch_of = {int(prompt): place * count // len(prompts) for place, prompt in enumerate(order)}
     split: list[list[int]] = [[] for _ in range(count)]
     for i, episode in enumerate(episodes):

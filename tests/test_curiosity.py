@@ -15,7 +15,7 @@ from common.data import visual_qa
 from common.episodes import Episode
 from common.rewards import is_correct, reward_function, visual_qa_reward
 from common.rewards.samples import report, summarize, wilson_interval
-from curiosity_rl import Args, ReplayMemory, curiosity_terms, num_calls, shape_rewards, side_by_side
+from curiosity_rl import Args, ReplayMemory, curiosity_terms, num_calls, select, shape_rewards, side_by_side
 
 PAPER = {"alpha": 0.5, "target": 0.3, "penalty": 0.05, "free": 1}
 
@@ -93,6 +93,23 @@ def test_a_worked_group():
     )
     assert [e.rewards["score"] for e in group[1:]] == [1, 1, 1, 0, 0, 0, 0]
     assert sum(is_correct(e.rewards) for e in group) == 3
+
+
+def test_what_an_interaction_gives_is_added_to_the_shaped_reward():
+    group = [episode(1.0, turn_rewards=[(1, 0.25), (3, -0.5)]), *(episode(0.0) for _ in range(3))]
+    shape_rewards(group, args())
+    assert [e.rewards["score"] for e in group] == [0.75, 0, 0, 0] and is_correct(group[0].rewards)
+
+
+@pytest.mark.parametrize("share, replayed", [(0.0, 0), (0.25, 3), (0.5, 4), (1.0, 4)])
+def test_replayed_samples_take_the_places_of_equal_groups_alone(tmp_path, world, share, replayed):
+    """Of three groups of four one is equal: four places, and at most the share of twelve."""
+    old = [episode(1.0, prompt=9) for _ in range(20)]
+    memory = ReplayMemory(tmp_path, 20, 99, 0, world)
+    memory.add(old, [1.0] * 20, 0)
+    sampled = [episode(float(i == 0 and p < 2), prompt=p) for p in range(3) for i in range(4)]
+    fresh, again = select(sampled, memory, args(replay_share=share), 1)
+    assert [e.prompt_index for e in fresh] == [0] * 4 + [1] * 4 and len(again) == replayed
 
 
 def test_groups_do_not_mix():

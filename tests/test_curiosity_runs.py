@@ -49,6 +49,9 @@ def test_the_demo_looks_is_rewarded_and_replays(whole):
             if "born" not in group[0]["rewards"]:
                 equal = len({row["rewards"]["score"] for row in group}) == 1
                 assert [row["advantage"] is None for row in group] == [equal] * len(group), "the filter"
+                mean = sum(row["rewards"]["score"] for row in group) / len(group)
+                for row in group if not equal else ():
+                    assert row["advantage"] == pytest.approx(row["rewards"]["score"] - mean, abs=1e-6)
 
 
 def test_kill_and_resume_with_a_replay_memory_equals_an_uninterrupted_run(whole, tmp_path):

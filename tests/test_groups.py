@@ -71,6 +71,19 @@ def test_the_deviation_is_that_of_the_scored_samples(world):
     assert [(e.prompt_index, e.rewards["score"]) for e in episodes] == [(1, 1.0), (1, 0.0)] and len(sampled) == 9
 
 
+def test_what_an_interaction_gives_is_part_of_the_score(world):
+    """Once, and before groups are compared: without it these are equal."""
+
+    def answered(prompt: int) -> list:
+        episodes = group(prompt, [1.0, 1.0])
+        episodes[1].turn_rewards = [(1, 0.25), (1, 0.5)]
+        return episodes
+
+    args = make_args(grpo, dynamic_sampling=2, prompts_per_step=1)
+    _, episodes = grpo.collect_groups(rollouts_of(world, groups=answered), args, 0, Stopwatch())
+    assert [e.rewards["score"] for e in episodes] == [1.0, 1.75]
+
+
 def test_equal_widths_are_equal_whatever_their_rounding(world):
     """One right of eight deviates as seven do, whichever it is; 0.1 + 0.2 is 0.3, whose advantages would be 0."""
     scores = {0: (0.1 + 0.2,) + (0.3,) * 7, 1: (1.0,) + (0.1,) * 7, 2: (0.1,) * 5 + (1.0,) + (0.1,) * 2}

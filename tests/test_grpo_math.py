@@ -5,6 +5,7 @@ import itertools
 import math
 import random
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
@@ -274,6 +275,21 @@ def test_minibatches_are_a_partition_by_prompts_whatever_the_ranks(minibatches):
         assert max(counts) - min(counts) <= 1
         splits.append([sorted(prompts) for prompts in prompts_of])
     assert splits[0] == splits[1] == splits[2]
+
+
+@pytest.mark.parametrize("ranks, minibatches", [(1, 4), (2, 4), (4, 8), (8, 4), (3, 5)])
+def test_ranks_have_as_many_prompts_of_a_minibatch(ranks, minibatches):
+    """They wait for each other in every micro-batch. Replayed samples are prompts of their own, dealt out as well."""
+    own = [episodes_of_rank(32, 2, rank, ranks) for rank in range(ranks)]
+    for rank, episodes in enumerate(own):
+        again = [replace(episodes[0], prompt_index=10**9 + rank + ranks * k) for k in range(3)]
+        episodes += again
+    prompts = sorted({e.prompt_index for episodes in own for e in episodes})
+    for step in range(4):
+        splits = [split_minibatches(episodes, prompts, minibatches, 3, step) for episodes in own]
+        counts = [[len({episodes[i].prompt_index for i in part}) for part in s] for s, episodes in zip(splits, own)]
+        assert all(max(of_ranks) - min(of_ranks) <= 2 for of_ranks in zip(*counts))
+        assert all(max(sizes) - min(sizes) <= 1 for sizes in [list(map(sum, zip(*counts)))])
 
 
 def test_minibatches_change_with_step_and_seed():

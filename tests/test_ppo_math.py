@@ -13,7 +13,7 @@ import ppo
 from common.distributed import World
 from common.episodes import Episode
 from common.hub import FOLDERS
-from common.metrics import Means, explained_variance, rollout_means, rollout_metrics
+from common.metrics import explained_variance, rollout_means, rollout_metrics
 from common.models import Critic
 from common.packing import Minibatch, TokenIndex, pack
 from common.pictures import PixelLimits
@@ -38,6 +38,14 @@ def test_the_score_stands_at_the_last_trained_token():
     ]
     rewards = ppo.token_rewards(torch.tensor([1.0, 7.0, 0.125]), TokenIndex(episodes))
     assert rewards.tolist() == [0.0, 0.0, 0.0, 1.0, 0.125]
+
+
+def test_what_an_interaction_gives_stands_at_the_last_token_of_its_turn():
+    episodes = [episode(0, [1, 1, 0, 1, 1]), episode(1, [0, 0]), episode(2, [1, 1])]
+    for each, turns in zip(episodes, ([(2, 0.5), (4, 0.25)], [(0, 9.0)], [(1, -1.0)])):
+        each.turn_rewards = turns  # after so many sampled tokens
+    rewards = ppo.token_rewards(torch.tensor([1.0, 7.0, 3.0]), TokenIndex(episodes), episodes)
+    assert rewards.tolist() == [0.0, 0.5, 0.0, 1.25, -1.0, 3.0]
 
 
 # --- GAE ------------------------------------------------------------------------------------------------------------
@@ -191,17 +199,6 @@ def test_explained_variance_is_that_of_its_definition():
     assert explained_variance(returns, returns) == 1.0
     assert math.isnan(explained_variance(values, torch.ones(50)))
     assert math.isnan(explained_variance(values[:0], returns[:0])), "a step that trains nothing"
-
-
-def test_means_of_values_and_returns():
-    """As `main` adds them."""
-    values, returns = torch.randn(2, 50, generator=torch.Generator().manual_seed(6)) + 3
-    means = Means()
-    means.add("value/mean", values.sum(), count=len(values))
-    means.add("value/return_mean", returns.sum(), count=len(returns))
-    metrics = means.reduce()
-    assert metrics["value/mean"] == pytest.approx(values.mean().item(), abs=1e-6)
-    assert metrics["value/return_mean"] == pytest.approx(returns.mean().item(), abs=1e-6)
 
 
 @pytest.mark.parametrize("samples, share", [(1, None), (2, 0.5)])

@@ -1,6 +1,7 @@
 """sft.py as its users run it: real torchrun ranks, text and pictures, kills, half precision, export."""
 
 import json
+import math
 
 import pyarrow.parquet as pq
 import pytest
@@ -47,6 +48,11 @@ def test_the_demo_learns_and_its_export_is_the_same_model_in_vllm(tmp_path):
     steps = steps_of(tmp_path)
     assert steps[6]["eval/loss"] <= 0.8 * steps[0]["eval/loss"]
     assert steps[6]["eval/token_accuracy"] > steps[0]["eval/token_accuracy"]
+    config = json.loads((tmp_path / "config.json").read_text())["args"]
+    assert (config["lr_schedule"], config["lr_floor"]) == ("cosine", 0.0)
+    shares = [0.5, 1.0, *(0.5 + 0.5 * math.cos(math.pi * done / 4) for done in range(4))]
+    rates = [steps[step]["optim/lr"] for step in range(1, 7)]
+    assert rates == pytest.approx([config["learning_rate"] * share for share in shares])
     done = run_script(ROOT / "tests" / "workers" / "engine_gap.py", "--model", tmp_path / "model", "--dtype", "fp32")
     result = json.loads(done.stdout.strip().splitlines()[-1])
     assert result["synced"] < 1e-4, "transformers and vLLM disagree about the exported folder"

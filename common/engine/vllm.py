@@ -91,9 +91,8 @@ class VllmEngine:
             options = {"gpu_memory_utilization": 0.9 * free / total, "enable_sleep_mode": config.sleep_level > 0}
         if config.vision:  # pictures come resized: see common/vision.py
             unchanged = {"do_resize": False, "do_sample_frames": False, "cap_pixels_per_frame": False}
-            options |= {"mm_processor_kwargs": unchanged}
-            most = {"image": config.max_images, "video": config.max_images}
-            options |= {"limit_mm_per_prompt": most, "skip_mm_profiling": True}
+            most = dict.fromkeys(["image", "video"], config.max_images)
+            options |= {"mm_processor_kwargs": unchanged, "limit_mm_per_prompt": most, "skip_mm_profiling": True}
             options |= batched  # no picture may exceed one
         with memory_advice("the rollout"):
             self.llm = LLM(

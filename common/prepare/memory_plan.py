@@ -83,8 +83,8 @@ def memory_plan(
     gb = memory_phases(rollout, machine, world.size, dtype, trained, frozen, on_gpu)
     plan = (
         "memory of a rank (GB, estimated; {there:.1f} are free): weights {weights:.1f}, of them reference "
-        "{reference:.1f}, Adam {Adam:.1f}; rollout {rollout:.1f}, of it engine {engine:.1f}, KV cache {KV cache:.1f}; "
-        "update {update:.1f}, of it gradients {gradients:.1f}, activations {activations:.1f}"
+        "{reference:.1f}, Adam {Adam:.1f}; rollout {rollout:.1f}, of it engine {engine:.1f}, KV cache {KV cache:.1f} "
+        "(--engine-memory); update {update:.1f}, of it gradients {gradients:.1f}, activations {activations:.1f}"
     ).format(there=there, **gb)
     left = max(0.0, there - gb["engine"])
     fits = f"of {there / GIB:.1f} GiB that are free the engine's weights leave {left / GIB:.1f}"
