@@ -35,13 +35,16 @@ def test_round_trip_restores_weights_moments_and_random_state(tmp_path, world):
     save_checkpoint(tmp_path, 7, before, world, state={"best": 0.5, "loader": {"consumed": 9}})
     expected = torch.rand(3)
     after = trained(2)
+    moments_before = next(iter(after["policy"][1].state.values()))["exp_avg"].clone()
     state = load_checkpoint(find_checkpoint(tmp_path, "auto", world), after, world)
     assert torch.equal(torch.rand(3), expected)
     assert state["step"] == 7 and state["loader"] == {"consumed": 9} and state["best"] == 0.5
-    for a, b in zip(before["policy"][0].parameters(), after["policy"][0].parameters()):
+    for a, b in zip(before["policy"][0].parameters(), after["policy"][0].parameters(), strict=True):
         assert torch.equal(a, b)
-    moments = [[s["exp_avg"] for s in t["policy"][1].state.values()] for t in (before, after)]
-    assert all(torch.equal(a, b) for a, b in zip(*moments))
+    states = [list(t["policy"][1].state.values()) for t in (before, after)]
+    assert len(states[0]) == 2 and not torch.equal(states[0][0]["exp_avg"], moments_before), "they were others"
+    for a, b in zip(*states, strict=True):
+        assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_a_save_before_the_first_update_does_not_change_it(tmp_path, world):

@@ -48,7 +48,7 @@ def test_majority_vote():
     assert maj_at_k(["7", "8", "9", "7", "8"], [1.0, 0.0, 0.0, 1.0, 0.0]) == 0.5
     assert maj_at_k(["", "", "", "7"], [0.0, 0.0, 0.0, 1.0]) == 1.0, "no answer is not a vote"
     assert maj_at_k(["", ""], [0.0, 0.0]) == 0.0
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=r"shorter|longer"):
         maj_at_k(["7"], [1.0, 0.0])
 
 

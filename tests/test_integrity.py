@@ -217,7 +217,7 @@ def test_a_process_that_has_the_number_of_a_dead_one_holds_nothing(tmp_path):
 
 @pytest.mark.parametrize("beats", [True, False])
 def test_a_lock_from_elsewhere_lives_while_its_heart_beats(tmp_path, monkeypatch, beats):
-    monkeypatch.setattr(files, "LEASE_S", 1.0)
+    monkeypatch.setattr(files, "LEASE_S", 3.0 if beats else 1.0)
     monkeypatch.setattr(files, "HEARTBEAT_S", 0.1)
     foreign(tmp_path, "host=", "host=another-")
     if beats:

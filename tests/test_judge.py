@@ -352,7 +352,7 @@ def test_patience_ends(client, monkeypatch):
     monkeypatch.setattr("common.rewards.judge.sign_of_life", lambda: signs.append(1))
     judge = client(dead_url(), patience_s=0.6)
     began = time.monotonic()
-    with pytest.raises(JudgeUnavailable, match=r"no answer from http://127\.0.* for 0\.01\d* minutes .*APIConnection"):
+    with pytest.raises(JudgeUnavailable, match=r"no answer from http://127\.0.* for 0\.\d+ minutes .*APIConnection"):
         judge.settle(FOUR)
     assert time.monotonic() - began >= 0.6 and len(signs) > 3, "the watchdog sees that it lives"
 
@@ -396,14 +396,14 @@ def test_sigterm_ends_the_wait(client, monkeypatch):
 
 def test_an_evaluation_waits_once_and_goes_on(client, impatient):
     """What has no verdict is None; a second part of the same evaluation does not wait as long again."""
-    whole = client(dead_url(), patience_s=1.2)
+    whole = client(dead_url(), patience_s=3.0)
     judge = whole.for_evaluation()
     began = time.monotonic()
     assert judge.settle(FOUR) == [None] * 4
     first = time.monotonic() - began
     assert judge.settle(FOUR) == [None] * 4
     second = time.monotonic() - began - first
-    assert first >= 1.2 and second < 0.8 * first
+    assert first >= 3.0 and second < 0.8 * first
     assert not whole.for_evaluation().lost_s, "the next evaluation waits again"
 
 

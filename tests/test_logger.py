@@ -203,12 +203,12 @@ def test_a_tracker_without_its_server_goes_on_offline(online, tmp_path, monkeypa
             raise ConnectionError("no route to host")
         return run
 
-    fake_wandb(monkeypatch, init, patience_s=0.6)
+    fake_wandb(monkeypatch, init, patience_s=3.0)
     log = make(tmp_path, names="wandb")
     log.log(1, {"a": 1.0})
     released.set()
     said = capsys.readouterr().out
-    why = "ConnectionError: no route to host" if online == "raises" else "no answer within 0.4 s"
+    why = "ConnectionError: no route to host" if online == "raises" else "no answer within 2 s"
     assert f"--log wandb stays offline ({why}); later: wandb sync --append {tmp_path}/wandb/*run-*" in said
     assert modes == [None, "offline"] and run.logged == [{"step": 1, "a": 1.0}] and "dropped" not in said
 

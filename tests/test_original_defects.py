@@ -109,7 +109,7 @@ def test_numbers_of_pictures_do_not_wrap(number):
 
 @pytest.mark.parametrize("frames", [[0], [-1], [4], []])
 def test_numbers_of_frames_do_not_wrap(frames):
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="frame ind"):
         select_frames(frames, context(("video", [picture(60, 50, i) for i in range(3)])))
 
 

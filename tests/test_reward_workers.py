@@ -352,7 +352,7 @@ def test_deadline(start):
     with deadline(60):
         assert pool.score([job("stubborn")] * 2) == [{"error": "timeout after 1 s"}] * 2
     assert time.monotonic() - began > 2.0
-    assert pool.score([job(str(i), sleep=0.3) for i in range(4)]) == [scored(i) for i in range(4)]
+    assert pool.score([job(str(i), sleep=0.1) for i in range(12)]) == [scored(i) for i in range(12)]
 
 
 def test_a_slow_import_is_not_part_of_the_deadline(start, tmp_path):
@@ -383,7 +383,7 @@ def test_a_death_between_jobs_costs_nothing(start, action):
     pids = []
     for number in range(2):
         pids.append(pool.workers[0].process.pid)
-        assert "score" in pool.score([job(action)])[0] or action == "alarm"
+        assert "score" in pool.score([job(action)])[0] or action == "alarm"  # which may be early on a busy machine
         wait_until(lambda: not alive(pids[-1]))
         assert pool.score([job(str(number))]) == [scored(number)]
     assert len(set(pids)) == 2

@@ -15,12 +15,6 @@ SCRIPTS = sorted(path.name for path in ROOT.glob("*.py"))
 MODULES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("common/**/*.py"))
 CAPS = {"sft.py": 300, "grpo.py": 540, "ppo.py": 600, "curiosity_rl.py": 600}
 BANNERS = ["1. data", "2. rollout", "3. rewards", "4. update", "5. log", "6. eval, checkpoint"]
-OWN = {
-    "main",
-    "check_args",
-    "policy_loss",
-    "backward",
-}  # functions that each script has its own of; all others that share a name are copies
 REQUIRED = {"sft.py": ["--model", "nowhere", "--train-data", "nothing.jsonl"]}  # what a script cannot do without
 
 every_script = pytest.mark.parametrize("script", SCRIPTS)

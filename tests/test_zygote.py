@@ -68,8 +68,9 @@ def test_a_signal_is_seen_in_the_exit_code(script):
 def test_a_run_that_takes_too_long_is_killed(script, tmp_path):
     """And its children with it; what it has said is told."""
     code = "os.fork(); open(f'{sys.argv[1]}-{os.getpid()}', 'w').write(str(os.getpid())); "
+    run_script(*script("pass"), ranks=2)  # the first one imports
     with pytest.raises(TimeoutError, match="so far"):
-        run_script(*script(code + "print('so far', flush=True); time.sleep(600)"), ranks=2, timeout=3.0)
+        run_script(*script(code + "print('so far', flush=True); time.sleep(600)"), ranks=2, timeout=10.0)
     assert len(set(pids(tmp_path))) == 4
     wait_until(lambda: not any(map(alive, pids(tmp_path))))
 
