@@ -66,7 +66,7 @@ class TokenIndex:
 
 def split_minibatches(episodes: Sequence[Episode], prompts: list, count: int, seed: int, step: int) -> list[list[int]]:
     """Episode numbers of each minibatch: runs of all ranks' `prompts`, drawn at random and dealt to ranks in turn."""
-    first = np.random.Generator(np.random.PCG64([seed, step])).integers(len(prompts))
+    first = np.random.Generator(np.random.PCG64([seed, step])).integers(max(1, len(prompts)))
     order = np.roll(sorted(prompts, key=lambda prompt: prompt % 10**9), first)  # those replayed are 10**9 + place
     minibatch_of = {int(prompt): place * count // len(prompts) for place, prompt in enumerate(order)}
     split: list[list[int]] = [[] for _ in range(count)]

@@ -73,7 +73,7 @@ def test_a_step_of_grpo(grpo, tmp_path, step):
     scores = [row["score"] + punishment(row) - 0.5 * x for row, x in zip(rows, kl)]
     groups = [[s for s, other in zip(scores, rows) if other["prompt_index"] == row["prompt_index"]] for row in rows]
     advantages = [score - sum(group) / len(group) for score, group in zip(scores, groups)]
-    assert len(rows) == 16 and {len(group) for group in groups} == {4} and max(map(abs, kl)) > (step > 1) * 0.1
+    assert len(rows) == 16 and {len(group) for group in groups} == {4} and (max(map(abs, kl)) > 0.1) == (step > 1)
     assert [row["advantage"] for row in rows] == pytest.approx(advantages, abs=1e-4) and any(advantages)
     check_update(record, model, [(x, torch.full_like(x, a)) for x, a in zip(own, advantages)])
     assert record["optim/lr"] == pytest.approx(RATE * [1.0, 1 - (1 - FLOOR) / 2][step - 1])
