@@ -100,7 +100,7 @@ def unsupported(model: nn.Module, attention: str) -> str | None:
         f"rescales its logits ({', '.join(scaled)})": scaled,
         "has a head with a bias": getattr(model.get_output_embeddings(), "bias", None) is not None,
         f"has {', '.join(others)} layers, {mixed}": others,
-        f"passes its attention no options, {mixed}": config.model_type == "nemotron",
+        f"passes its attention no options, {mixed}": config.model_type == "nemotron",  # nor `units`
         "draws its experts at random in training (router_jitter_noise)": getattr(config, "router_jitter_noise", 0),
         f"has recurrent layers, {mixed}": model._is_stateful,
         f"has an attention of its own, {mixed}": not model._supports_attention_backend,
