@@ -87,8 +87,9 @@ class VllmEngine:
         options: dict = {"enable_chunked_prefill": False, "max_num_seqs": 256, **batched}
         if on_gpu:  # vLLM chooses sizes of batches by the memory there is
             free, total = torch.cuda.mem_get_info(config.world.device)
-            # The KV cache has a size of its own: this share only has to pass vLLM's check against free memory.
-            options = {"gpu_memory_utilization": 0.9 * free / total, "enable_sleep_mode": config.sleep_level > 0}
+            # The KV cache has a size of its own: this share only has to pass vLLM's check against free memory, which
+            # another process of the same GPU may be taking meanwhile.
+            options = {"gpu_memory_utilization": 0.5 * free / total, "enable_sleep_mode": config.sleep_level > 0}
         if config.vision:  # pictures come resized: see common/vision.py
             unchanged = {"do_resize": False, "do_sample_frames": False, "cap_pixels_per_frame": False}
             most = dict.fromkeys(["image", "video"], config.max_images)

@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -27,6 +28,7 @@ from typing import Annotated
 import torch
 import trl_work
 import tyro
+from packaging.version import Version
 from report import ROOT
 from scores import scores
 from studies import STUDIES, Run, Study
@@ -38,8 +40,9 @@ from common.precision import DTYPES, choose_dtype
 
 KEPT = ("config.json", "metrics.jsonl")
 SAMPLES = "eval_samples.parquet"  # of a run that only evaluates; their scores are kept
-# A step has to end before a run can be saved: torchrun would give it half a minute.
-LAUNCHER = ("-m", "torch.distributed.run", "--shutdown-timeout", 600, "--nproc_per_node")
+# A step has to end before a run can be saved: torchrun would give it half a minute; before 2.13 nothing changes that.
+PATIENCE = ("--shutdown-timeout", 600) if Version(torch.__version__) >= Version("2.13") else ()
+LAUNCHER = ("-m", "torch.distributed.run", "--standalone", *PATIENCE, "--nproc_per_node")
 
 
 @dataclass
@@ -52,7 +55,8 @@ class Args:
     trl: Path | None = None  # virtual environment with TRL
     runs: Path = Path("runs/curves")  # folder of data, checkpoints and models
     results: Path = Path("results")  # folder of what is kept
-    minutes: float = 1e5  # after which the run under way is told to save and stop
+    minutes: float = 1e5  # after which what is under way is told to save and stop
+    at_once: int = 1  # runs at a time, each after the one it starts from: for a GPU that one does not fill
     save_every: int = 20  # steps between checkpoints
     flags: str = ""  # further flags for every run of ours: "--flags=--total-steps 2"
 
@@ -163,18 +167,48 @@ def hash_of(model: Path) -> str:
     return "-".join(digests)
 
 
-def execute(command: list[str], deadline: float, ranks: int) -> int:
-    """Its exit code; at the deadline it is told to save and stop."""
-    threads = max(1, (os.cpu_count() or 1) // ranks)
+def launch(command: list[str], processes: int, log: Path | None) -> subprocess.Popen:
+    threads = max(1, (os.cpu_count() or 1) // processes)
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-    print(" ".join(command), flush=True)
-    process = subprocess.Popen(command, cwd=ROOT, env=environment)
-    try:
-        process.wait(max(deadline - time.monotonic(), 0))
-    except subprocess.TimeoutExpired:  # the scripts save after the step under way
-        process.send_signal(signal.SIGTERM)
-        process.wait()
-    return process.returncode
+    print(" ".join(command), f"> {log}" if log else "", flush=True)
+    with log.open("a") if log else nullcontext() as output:
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
+
+
+def run_all(args: Args, study: Study) -> int:
+    """The exit code of a run that failed, if one did: then no other is begun."""
+    deadline, status = time.monotonic() + 60 * args.minutes, 0
+    left = [name for name in args.only or study.runs if not is_done(args, study, name)]
+    under_way: dict[str, subprocess.Popen] = {}
+    told: set[str] = set()  # once: torchrun takes a second signal for haste
+    while under_way or (left and not status and time.monotonic() < deadline):
+        for name in left[:]:
+            waits = study.runs[name].parent in {*left, *under_way}
+            if status or waits or len(under_way) == args.at_once or time.monotonic() > deadline:
+                continue
+            left.remove(name)
+            under_way[name] = start_run(args, study, name)
+        time.sleep(0.5)
+        for name, process in [*under_way.items()]:
+            if process.poll() is not None:
+                del under_way[name]
+                keep(args, study, name)
+                if process.returncode:
+                    print(f"{name}: exit code {process.returncode}; the same command goes on", flush=True)
+                    status = process.returncode
+            elif time.monotonic() > deadline and name not in told:  # the scripts save after the step under way
+                told.add(name)
+                process.send_signal(signal.SIGTERM)
+    return status
+
+
+def start_run(args: Args, study: Study, name: str) -> subprocess.Popen:
+    run = study.runs[name]
+    check_dtype(args, study, name)
+    begin(args, study, name)
+    make_command = trl_command if run.command.startswith("trl") else our_command
+    log = args.runs / f"{name}.log" if args.at_once > 1 else None
+    return launch(make_command(args, run, args.runs / name), run.ranks * args.at_once, log)
 
 
 def show_list(args: Args) -> None:
@@ -196,21 +230,7 @@ def main(args: Args) -> None:
     study = STUDIES[args.study]
     if unknown := [name for name in args.only if name not in study.runs]:
         raise SystemExit(f"--only {unknown[0]}: none of {', '.join(study.runs)}")
-    deadline, status = time.monotonic() + 60 * args.minutes, 0
-    for name in args.only or study.runs:
-        run = study.runs[name]
-        if is_done(args, study, name):
-            continue
-        if time.monotonic() > deadline:
-            break
-        check_dtype(args, study, name)
-        begin(args, study, name)
-        make_command = trl_command if run.command.startswith("trl") else our_command
-        status = execute(make_command(args, run, args.runs / name), deadline, run.ranks)
-        keep(args, study, name)
-        if status:
-            print(f"{name}: exit code {status}; the same command goes on", flush=True)
-            break
+    status = run_all(args, study)
     show(args.study, study, args.results)
     raise SystemExit(status)
 
