@@ -178,6 +178,12 @@ def launch(command: list[str], processes: int, log: Path | None) -> subprocess.P
 def run_all(args: Args, study: Study) -> int:
     """The exit code of a run that failed, if one did: then no other is begun."""
     deadline, status = time.monotonic() + 60 * args.minutes, 0
+
+    def hurry(*_: object) -> None:  # told to end: what is under way is, too
+        nonlocal deadline
+        deadline = 0.0
+
+    signal.signal(signal.SIGTERM, hurry)
     left = [name for name in args.only or study.runs if not is_done(args, study, name)]
     under_way: dict[str, subprocess.Popen] = {}
     told: set[str] = set()  # once: torchrun takes a second signal for haste

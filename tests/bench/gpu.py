@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -270,15 +271,19 @@ def measure_step(name: str, args: Args, compiled: bool) -> dict[str, float]:
 def first_steps(command: list[str], folder: Path) -> list[dict[str, float]]:
     """Metrics of the first STEPS steps of a run into folder/run, which is then killed: no checkpoint, no export."""
     metrics, steps = folder / "run" / "metrics.jsonl", []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the run must not outlive this process
     with open(folder / "log", "w") as log:
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
-    while len(steps) < STEPS:
-        if process.poll() is not None:
-            raise SystemExit((folder / "log").read_text()[-6000:])
-        time.sleep(0.2)
-        steps = [record for record in read_metrics(metrics) if record.get("step")] if metrics.is_file() else []
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    try:
+        while len(steps) < STEPS:
+            if process.poll() is not None:
+                raise SystemExit((folder / "log").read_text()[-6000:])
+            time.sleep(0.2)
+            steps = [record for record in read_metrics(metrics) if record.get("step")] if metrics.is_file() else []
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     return steps[:STEPS]
 
 

@@ -1,6 +1,6 @@
 """The engine on a real GPU: log-probs after every order of sleep, wake and sync, and the memory that sleep gives back.
 
-python -m pytest tests/gpu/test_engine.py -q -s
+python -m pytest tests/gpu/test_engine.py -q -s        # with nothing else on the GPU: its whole memory is read
 """
 
 import json
