@@ -4,6 +4,8 @@ import importlib
 import itertools
 import json
 import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from string import ascii_lowercase
@@ -98,6 +100,58 @@ def test_a_run_is_done_if_it_is_that_run_and_came_to_its_end(tmp_path):
     args.flags = ""
     study.runs["learnt-seed1"] = Run("grpo.py --minibatches 2", 1, parent="warm")
     assert done() == [True, False] and read_study(study, args.results) == {}
+
+
+def test_runs_side_by_side_wait_for_what_they_start_from(tmp_path, monkeypatch):
+    """At most so many at once; after a failure none is begun; at the deadline all are told, once."""
+    import curves
+    from studies import Run, Study
+
+    runs = {"child": Run("a", parent="warm"), "warm": Run("a"), "other": Run("a"), "third": Run("a")}
+    study, events = Study("", runs), tmp_path / "events"
+    program = """
+import signal, sys, time
+name, code, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+def note(what):
+    with open(sys.argv[4], "a") as file:
+        file.write(f"{what} {name}\\n")
+signal.signal(signal.SIGTERM, lambda *_: note("told"))
+note("begun")
+time.sleep(0 if code else seconds)
+note("ended")
+sys.exit(code)
+"""
+
+    def run_all(at_once: int, minutes: float, codes: dict[str, int], seconds: float) -> tuple[int, list[str]]:
+        def start(args, study, name):
+            return subprocess.Popen(
+                [sys.executable, "-c", program, name, str(codes.get(name, 0)), str(seconds), events]
+            )
+
+        events.unlink(missing_ok=True)
+        monkeypatch.setattr(curves, "start_run", start)
+        args = curves.Args(at_once=at_once, minutes=minutes, runs=tmp_path / "runs", results=tmp_path / "results")
+        return curves.run_all(args, study), events.read_text().splitlines()
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        status, alone = run_all(1, 10, {}, 0)
+        assert status == 0 and alone == [
+            f"{what} {n}" for n in ("warm", "child", "other", "third") for what in ("begun", "ended")
+        ]
+        status, pairs = run_all(2, 10, {}, 0.8)
+        assert status == 0 and sorted(pairs[:2]) == ["begun other", "begun warm"]
+        assert pairs.index("begun child") > pairs.index("ended warm") and len(pairs) == 8
+        under_way = list(itertools.accumulate(1 if event.startswith("begun") else -1 for event in pairs))
+        assert max(under_way) == 2
+        status, failed = run_all(2, 10, {"other": 7}, 2)
+        assert status == 7 and sorted(failed) == ["begun other", "begun warm", "ended other", "ended warm"]
+        status, told = run_all(2, 0.02, {}, 3)
+        assert status == 0 and sorted(told) == sorted(
+            f"{w} {n}" for n in ("warm", "other") for w in ("begun", "told", "ended")
+        )
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_seconds_are_those_of_training():
