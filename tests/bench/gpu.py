@@ -3,6 +3,7 @@
     python tests/bench/gpu.py                                       # three sizes of Qwen2.5, everything
     python tests/bench/gpu.py --models 7B --parts update sync       # some of it
     python tests/bench/gpu.py --only "update:7B, checkpointing"     # one measurement
+    python tests/bench/gpu.py --models 1.5B --parts update --profile        # and where the time goes
     python tests/bench/gpu.py --models smoke --threads 2            # that it works, on a CPU too
 
 Weights are random, in the shapes of Qwen2.5 (0.1B: of SmolLM2), since their values play no part in speed. Every
@@ -76,6 +77,7 @@ class Args:
     prompts: int = 16  # groups of an update, and of a step
     repeats: int = 5  # timed repetitions, after two that are not
     threads: int = 16  # of a CPU
+    profile: bool = False  # which kernels an update spends its time in
     only: str | None = None  # one measurement in this process, as JSON: what the benchmark itself calls
 
 
@@ -178,6 +180,12 @@ def measure_update(name: str, args: Args, compiled: bool, shared: bool, checkpoi
         assert not metrics["optim/skipped_steps"] and metrics["optim/grad_norm"] > 0, "zeros are faster"
 
     took = seconds(update, args.repeats, device)
+    if args.profile:
+        with torch.profiler.profile() as profile:
+            update()
+            synchronize(device)
+        order = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
+        print(profile.key_averages().table(sort_by=order, row_limit=30, max_name_column_width=70), file=sys.stderr)
     result = {"s": took, "trained tokens/s": len(index) / took, "peak GB": 0.0}
     flops = model_flops(config, minibatch.micro_batches, num_parameters) / took
     if device.type == "cuda":
@@ -322,6 +330,8 @@ def main(args: Args) -> None:
                 print(f"{part}, {label}: failed\n{done.stdout[-500:]}{done.stderr[-1500:]}", flush=True)
                 continue
             results[label] = json.loads(done.stdout.strip().splitlines()[-1])
+            if args.profile:
+                print(done.stderr, flush=True)
             print(f"{part}, {label}: {json.dumps(results[label])}", flush=True)  # the tables come last
         columns = list(dict.fromkeys(key for result in results.values() for key in result))
         if results:
