@@ -19,7 +19,7 @@ PPO = f"ppo.py {RL} --prompts-per-step 256 --samples-per-prompt 4 --critic-learn
 ON_GSM8K = "--total-steps 120 --eval-rows 1319 --max-prompt-tokens 320 --max-response-tokens 320"
 ON_COUNTDOWN = "--total-steps 100 --eval-rows 512 --max-prompt-tokens 64 --max-response-tokens 288"
 
-# One GPU that eight runs share, each in some minutes; on two cores each is a matter of hours.
+# Sized for one GPU that eight runs share.
 SFT_HERE = "sft.py --model smollm2 --batch-size 32 --learning-rate 2e-4 --lr-schedule cosine --warmup-steps 0.03"
 SFT_HERE += " --micro-batch-tokens 4096 --eval-rows 256 --eval-every 50"
 ENGINE_HERE = "--max-prompt-tokens 160 --max-response-tokens 160 --engine-memory 1"
