@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from string import ascii_lowercase
 
@@ -103,7 +104,7 @@ def test_a_run_is_done_if_it_is_that_run_and_came_to_its_end(tmp_path):
 
 
 def test_runs_side_by_side_wait_for_what_they_start_from(tmp_path, monkeypatch):
-    """At most so many at once; after a failure none is begun; at the deadline all are told, once."""
+    """At most so many at once; after a failure none is begun; whoever ends the program ends all, once."""
     import curves
     from studies import Run, Study
 
@@ -122,34 +123,39 @@ note("ended")
 sys.exit(code)
 """
 
-    def run_all(at_once: int, minutes: float, codes: dict[str, int], seconds: float) -> tuple[int, list[str]]:
-        def start(args, study, name):
-            return subprocess.Popen(
-                [sys.executable, "-c", program, name, str(codes.get(name, 0)), str(seconds), events]
-            )
+    def run_all(at_once: int, seconds: float, fails: str = "", refused: str = "", stop_at: str = "") -> list:
+        """The status, and what happened to which run."""
+        events.write_text("")
 
-        events.unlink(missing_ok=True)
+        def start(args, study, name):
+            if name == refused:
+                raise SystemExit("refused")
+            command = [sys.executable, "-c", program, name, str(7 * (name == fails)), str(seconds), events]
+            process = subprocess.Popen(command)
+            while f"begun {name}" not in events.read_text():
+                time.sleep(0.01)
+            if name == stop_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return process
+
         monkeypatch.setattr(curves, "start_run", start)
-        args = curves.Args(at_once=at_once, minutes=minutes, runs=tmp_path / "runs", results=tmp_path / "results")
-        return curves.run_all(args, study), events.read_text().splitlines()
+        args = curves.Args(at_once=at_once, runs=tmp_path / "runs", results=tmp_path / "results")
+        return [curves.run_all(args, study), *events.read_text().splitlines()]
 
     before = signal.getsignal(signal.SIGTERM)
     try:
-        status, alone = run_all(1, 10, {}, 0)
-        assert status == 0 and alone == [
-            f"{what} {n}" for n in ("warm", "child", "other", "third") for what in ("begun", "ended")
-        ]
-        status, pairs = run_all(2, 10, {}, 0.8)
-        assert status == 0 and sorted(pairs[:2]) == ["begun other", "begun warm"]
-        assert pairs.index("begun child") > pairs.index("ended warm") and len(pairs) == 8
-        under_way = list(itertools.accumulate(1 if event.startswith("begun") else -1 for event in pairs))
+        in_turn = [f"{what} {name}" for name in ("warm", "child", "other", "third") for what in ("begun", "ended")]
+        assert run_all(1, 0) == [0, *in_turn]
+        status, *pairs = run_all(2, 2)
+        assert status == 0 and sorted(pairs) == sorted(in_turn) and pairs[:2] == ["begun warm", "begun other"]
+        assert pairs.index("begun child") > pairs.index("ended warm")
+        under_way = itertools.accumulate(1 if event.startswith("begun") else -1 for event in pairs)
         assert max(under_way) == 2
-        status, failed = run_all(2, 10, {"other": 7}, 2)
-        assert status == 7 and sorted(failed) == ["begun other", "begun warm", "ended other", "ended warm"]
-        status, told = run_all(2, 0.02, {}, 3)
-        assert status == 0 and sorted(told) == sorted(
-            f"{w} {n}" for n in ("warm", "other") for w in ("begun", "told", "ended")
-        )
+        assert run_all(2, 2, fails="other") == [7, "begun warm", "begun other", "ended other", "ended warm"]
+        assert run_all(2, 0, refused="other") == [1, "begun warm", "ended warm"]
+        status, *told = run_all(2, 3, stop_at="other")
+        both = ("warm", "other")
+        assert status == 0 and sorted(told) == sorted(f"{w} {n}" for n in both for w in ("begun", "told", "ended"))
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -178,22 +178,28 @@ def launch(command: list[str], processes: int, log: Path | None) -> subprocess.P
 def run_all(args: Args, study: Study) -> int:
     """The exit code of a run that failed, if one did: then no other is begun."""
     deadline, status = time.monotonic() + 60 * args.minutes, 0
+    left = [name for name in args.only or study.runs if not is_done(args, study, name)]
+    under_way: dict[str, subprocess.Popen] = {}
+    told: set[str] = set()  # to end, once: torchrun takes a second signal for haste
 
-    def hurry(*_: object) -> None:  # told to end: what is under way is, too
+    def hurry(*_: object) -> None:  # whoever ends this program ends what is under way
         nonlocal deadline
         deadline = 0.0
 
+    def goes_on() -> bool:
+        return not status and time.monotonic() < deadline
+
     signal.signal(signal.SIGTERM, hurry)
-    left = [name for name in args.only or study.runs if not is_done(args, study, name)]
-    under_way: dict[str, subprocess.Popen] = {}
-    told: set[str] = set()  # once: torchrun takes a second signal for haste
-    while under_way or (left and not status and time.monotonic() < deadline):
+    while under_way or (left and goes_on()):
         for name in left[:]:
-            waits = study.runs[name].parent in {*left, *under_way}
-            if status or waits or len(under_way) == args.at_once or time.monotonic() > deadline:
-                continue
-            left.remove(name)
-            under_way[name] = start_run(args, study, name)
+            ready = study.runs[name].parent not in {*left, *under_way}
+            if ready and goes_on() and len(under_way) < args.at_once:
+                left.remove(name)
+                try:
+                    under_way[name] = start_run(args, study, name)
+                except SystemExit as error:  # others go on
+                    print(error, flush=True)
+                    status = 1
         time.sleep(0.5)
         for name, process in [*under_way.items()]:
             if process.poll() is not None:
