@@ -59,7 +59,7 @@ def test_every_kept_result_is_a_run_that_can_be_made_again():
 def test_a_run_is_done_if_it_is_that_run_and_came_to_its_end(tmp_path):
     from curves import Args, begin, is_done, keep
     from studies import Run, Study
-    from study_results import read_study
+    from study_results import read_study, state_of
 
     study = Study("", {"warm": Run("sft.py"), "learnt-seed1": Run("grpo.py", 1, parent="warm")}, each=False)
     args = Args(runs=tmp_path / "runs", results=tmp_path / "results")
@@ -70,7 +70,8 @@ def test_a_run_is_done_if_it_is_that_run_and_came_to_its_end(tmp_path):
         (folder / "model").mkdir(parents=True, exist_ok=True)
         (folder / "model" / "model.safetensors").write_bytes(weights)
         (folder / "config.json").write_text(json.dumps({"args": {"total_steps": 2, "model": f"{Path.home()}/model"}}))
-        steps = [{"step": step, "eval/accuracy": 0.5} for step in range(steps + 1)]
+        scores = {"eval/accuracy": 0.5} if name != "warm" else {}
+        steps = [{"step": step} | scores for step in range(steps + 1)]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
         keep(args, study, name)
 
@@ -79,6 +80,7 @@ def test_a_run_is_done_if_it_is_that_run_and_came_to_its_end(tmp_path):
 
     keep(args, study, "warm")  # of a run that did not even start, nothing
     assert done() == [False, False] and not args.results.exists()
+    assert state_of(args.results / "warm") == "not run"
     made("warm", 2, b"first")
     made("learnt-seed1", 1)
     begin(args, study, "learnt-seed1")
@@ -86,6 +88,8 @@ def test_a_run_is_done_if_it_is_that_run_and_came_to_its_end(tmp_path):
     assert done() == [True, False] and read_study(study, args.results) == {}
     made("learnt-seed1", 2)
     assert done() == [True, True] and list(read_study(study, args.results)) == ["learnt"]
+    assert state_of(args.results / "warm") == "step 2"
+    assert state_of(args.results / "learnt-seed1") == "step 2: eval/accuracy 0.500"
     kept = json.loads((args.results / "warm" / "config.json").read_text())
     assert kept["args"]["model"] == "~/model", "nothing of this machine"
     (args.runs / "warm" / "model" / "model.safetensors").unlink()

@@ -60,8 +60,10 @@ def state_of(results: Path) -> str:
     if (results / SCORES).is_file():
         return f"strict, pass@1: {json.loads((results / SCORES).read_text())['strict, pass@1'][0]:.3f}"
     path = results / "metrics.jsonl"
-    points = curve(read_metrics(path)) if path.is_file() else []
-    return f"step {points[-1]['step']}: {points[-1]['key']} {points[-1]['value']:.3f}" if points else "not run"
+    records = read_metrics(path) if path.is_file() else []
+    if points := curve(records):
+        return f"step {points[-1]['step']}: {points[-1]['key']} {points[-1]['value']:.3f}"
+    return f"step {records[-1]['step']}" if records else "not run"
 
 
 def values_of(records: list[dict], metric: str) -> list[dict]:
