@@ -67,12 +67,12 @@ class TokenIndex:
 def split_minibatches(episodes: Sequence[Episode], prompts: list, count: int, seed: int, step: int) -> list[list[int]]:
     """Episode numbers of each minibatch: runs of all ranks' `prompts`, drawn at random and dealt to ranks in turn."""
     first = np.random.Generator(np.random.PCG64([seed, step])).integers(max(1, len(prompts)))
-    order = np.roll(sorted(prompts, key=lambda prompt: prompt % 10**9), first)  # those replayed are 10**9 + place
-    minibatch_of = {int(prompt): place * count // len(prompts) for place, prompt in enumerate(order)}
-    split: list[list[int]] = [[] for _ in range(count)]
-    for i, episode in enumerate(episodes):
-        split[minibatch_of[episode.prompt_index]].append(i)
-    return split
+    minibatch_of: dict[int, int] = {}
+    for replayed in (False, True):  # 10**9 + place: single episodes, of which each minibatch gets as many
+        order = np.roll(sorted(prompt for prompt in prompts if (prompt >= 10**9) == replayed), first)
+        minibatch_of |= {int(prompt): place * count // len(order) for place, prompt in enumerate(order)}
+    numbers = [minibatch_of[episode.prompt_index] for episode in episodes]
+    return [[i for i, own in enumerate(numbers) if own == number] for number in range(count)]
 
 
 @dataclass(eq=False)

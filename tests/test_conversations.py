@@ -14,12 +14,12 @@ from vl import build_tokenizer as build_vl_tokenizer
 from vl import picture, write_tiny_vl
 
 from common.data.conversations import Conversations, conversation_episode
-from common.data.formats import read_conversation
+from common.data.formats import is_error, read_conversation
 from common.data.rows import RowFiles
 from common.distributed import World
 from common.pictures import BadRow, PixelLimits
 from common.prepare.tiny import build_tokenizer
-from common.tools.turns import CLOSE, OPEN, Call, Hermes
+from common.tools.turns import CLOSE, OPEN, Call, Code, Hermes, error_text
 from common.vision import load_vision
 from sft import balanced
 
@@ -145,6 +145,28 @@ FAILED = alternating("q", "call 1", "\nExecution error:\nno\n", "call 2", "\nHer
 )
 def test_rules(tokenizer, options, expected):
     assert said(episode_of(FAILED, tokenizer, **options), tokenizer) == [text + "<|end|>" for text in expected]
+
+
+@pytest.mark.parametrize(
+    "observation, failed",
+    [
+        ("\nExecution error:\nno\n", True),  # Pixel Reasoner's
+        (error_text("no", "user"), True),
+        (error_text("no", "tool"), True),
+        ("<tool_response>\nError: no\n</tool_response>", True),
+        ("<interpreter>Execution error: no</interpreter>", True),  # PyVision's
+        ("<interpreter>NameError: no</interpreter>", True),
+        ("".join(Code.content("Execution error: NameError: no (line 1)", [], 1)), True),
+        ("".join(Code.content("printed\nExecution error: NameError: no (line 2)", [], 1)), True),
+        ("<interpreter>Text Result:\nExecution error: no (line 3)\nImage Result:\n<image></interpreter>", True),
+        ("".join(Code.content("printed\nError: none\n0 Execution errors", [], 1)), False),
+        ("<interpreter>\nImage Result:\n<image></interpreter>", False),
+        ("<tool_response>\nHere is the cropped image.\nError: 0.1 px\n</tool_response>", False),
+        ("What does\nExecution error: 3\nmean?", False),
+    ],
+)
+def test_failed_calls_are_told_by_the_words_of_each_tool(observation, failed):
+    assert is_error(observation) == failed
 
 
 @pytest.mark.parametrize("turns,expected", [(1, ["1"]), (2, ["1", "2"]), (4, ["3", "4"])])

@@ -19,7 +19,7 @@ UNEQUAL = {1: (1.0, 0.0, 0.0), 4: (2.0, 0.0, 0.0), 5: (0.0, 1.0, 1.0), 7: (0.5, 
 def group(prompt: int, scores=None, calls=()) -> list[Episode]:
     scores = scores or UNEQUAL.get(prompt, (1.0, 1.0, 1.0))
     return [
-        Episode(prompt, i, [1], [2], [1], [0.0], "stop", {"score": score}, calls=list(calls))
+        Episode(prompt, i, [1], [2], [1], [0.0], "stop", {"score": score}, calls=list(calls), turns=2)
         for i, score in enumerate(scores)
     ]
 
@@ -110,8 +110,8 @@ def test_ranks_choose_together(monkeypatch):
         assert sorted(map(id, together)) == sorted(map(id, alone)) and len(alone) == 3 * min(count, len(UNEQUAL))
 
 
-def call(error: bool = False, **info) -> dict:
-    return {"error": error, "info": info}
+def call(error: bool = False, turn: int = 0, **info) -> dict:
+    return {"error": error, "info": info, "turn": turn}
 
 
 @pytest.mark.parametrize(
@@ -122,6 +122,7 @@ def call(error: bool = False, **info) -> dict:
         (1.0, [], 0.0),
         (1.0, [call(acted=False), call(True, acted=True), call(acted=True)], 0.1),
         (1.0, [call(), call(True)], 0.1),  # other tools: what was no error
+        (1.0, [call(), call(turn=1)], 0.1),  # after the second there was no room for what it showed
         (math.nan, [call(acted=True)], 0.0),
     ],
 )

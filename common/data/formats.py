@@ -8,6 +8,7 @@ conversations (+ images, system)       PyVision's and LLaMA-Factory's rows; {rol
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -54,8 +55,7 @@ def read_conversation(
             raise BadRow(f"unknown role {message['role']!r}, expected one of {', '.join(ROLES)}")
         wanted = message["role"] == "assistant" and message.pop("train", None) is not False
         wanted &= i > 0  # what nobody has asked for has no prompt
-        if rule == "last-two-turns":
-            wanted &= i in (len(messages) - 1, len(messages) - 3)
+        wanted &= rule != "last-two-turns" or i in (len(messages) - 1, len(messages) - 3)
         if mask_failed_calls and i + 1 < len(messages):
             wanted &= not is_error(text_of(messages[i + 1]))
         train.append(wanted)
@@ -158,5 +158,6 @@ def pictured(message: dict) -> int:
 
 
 def is_error(observation: str) -> bool:
-    """Does a tool's reply tell of an error, in the words of Pixel Reasoner's tools or of ours?"""
-    return observation.strip().startswith(("Execution error", "Error:", "<tool_response>\nError"))
+    """Does a tool's reply tell of an error, in the words of Pixel Reasoner's tools, of PyVision's or of ours?"""
+    words = r"Error:|(<interpreter>[^\0]*\n)?Execution error|<interpreter>(?!\s*\w+ Result:)"
+    return bool(re.match(rf"(\s|<tool_response>)*({words})", observation))
