@@ -208,10 +208,10 @@ class ReplayMemory:
 
     def load(self, checkpoint: Path, step: int, limits: PixelLimits) -> None:
         """What was saved beside a checkpoint; nothing, after a notice, on another number of ranks."""
-        self.episodes, path = [], checkpoint.resolve().parent.parent / self.folder.name / f"step_{step:06d}.parquet"
+        self.episodes, path = [], checkpoint.absolute().parents[1] / self.folder.name / f"step_{step:06d}.parquet"
         try:
             self.episodes = load_rollouts(path, step, self.world, limits)[0] if path.is_file() else []
-        except (SystemExit, KeyError) as reason:
+        except (SystemExit, LookupError, OSError, ValueError) as reason:
             print(f"warning: nothing is replayed from before step {step}: {reason}", flush=True)
 
 

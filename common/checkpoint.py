@@ -110,7 +110,7 @@ class Checkpoints:
 
         def make_room() -> None:
             for leftover in folder.glob("tmp_*"):
-                shutil.rmtree(leftover)
+                shutil.rmtree(leftover, ignore_errors=leftover != temporary)
             if (missing := needed - free_bytes(folder)) > 0:
                 raise OSError(f"{missing} bytes missing: lower --keep-checkpoints or free some")
             (temporary / "state").mkdir(parents=True)
@@ -200,7 +200,7 @@ def _shards(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict:
 
 
 def _prune(folder: Path, keep: int) -> None:
-    named = {path.name: path.read_text().strip() for path in (folder / "best", folder / "latest") if path.is_file()}
+    named = {p.name: p.read_text("latin-1").strip() for p in (folder / "best", folder / "latest") if p.is_file()}
     steps = [path for path in folder.glob("step_*") if path.is_dir()]
     # By age, since higher numbers may belong to an abandoned run; what could not be removed altogether comes first.
     steps.sort(key=lambda path: (path.name == named.get("latest"), (path / MANIFEST).is_file(), path.stat().st_mtime))

@@ -43,7 +43,7 @@ class Job:
         self.world = world = init_world(run.stall_minutes)
         if demo:
             world.print("no --model given: running the embedded demo")
-        stamp = broadcast_object(time.strftime("%Y%m%d-%H%M%S"))  # the clocks of the ranks may differ
+        stamp = broadcast_object(f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")  # rank 0's, for all
         self.output_dir = run.output_dir or Path("runs") / f"{script}-{Path(run.model).name}-{stamp}"
         shared = machine.shard_size or 1
         refuse(world.size % shared > 0, f"--shard-size {shared}: {world.size} ranks are no multiple of it")

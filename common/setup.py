@@ -30,24 +30,24 @@ def open_logger(job: Job, args: Any, total_steps: int, checkpoints: Checkpoints,
     """config.json, unless this is no training, and the logger; tells where the run goes on, and what it will write."""
     world, config = job.world, flat(args)
     # what a resume changes is an event
-    own = job.checkpoint and job.checkpoint.resolve().is_relative_to(job.output_dir.resolve())
+    own = job.checkpoint and job.checkpoint.parent.resolve() == (job.output_dir / "checkpoints").resolve()
     if world.is_main and record and not own:
         save_config(job.output_dir, config, dtype=str(job.compute_dtype), attention=job.attention)
     trackers = Trackers(job.run.log, job.output_dir, config) if world.is_main else None
     logger = Logger(job.output_dir, StatusLine(total_steps), trackers, world.is_main)
     at_end.append(logger.close)
+    if not record:
+        world.print(f"evaluates {job.checkpoint or job.run.model}")
+        return logger
+    left = max(0, total_steps - checkpoints.start)
     if job.checkpoint:
         changed = changed_flags(job.output_dir, config) if world.is_main else {}
         resumed = {"event": "resumed", "step": checkpoints.start, "checkpoint": str(job.checkpoint)}
         logger.event(resumed | ({"changed": changed} if changed else {}))
-        left = f"{max(0, total_steps - checkpoints.start)} of {total_steps} steps left"
-        world.print(f"resumed: {job.checkpoint}, step {checkpoints.start}; {left}")
-    if not record:
-        return logger
+        world.print(f"resumed: {job.checkpoint}, step {checkpoints.start}; {left} of {total_steps} steps left")
     if world.is_main and (known := earlier_step(job.output_dir, job.script, job.run.model)):
         seconds, run = known
-        left = duration(seconds * max(0, total_steps - checkpoints.start))
-        print(f"a step took {seconds:.3g} s last time ({run}): about {left}, and evaluations", flush=True)
+        world.print(f"a step took {seconds:.3g} s last time ({run}): {duration(seconds * left)} left, and evaluations")
     if world.is_main:
         at_end.append(partial(plot_curves, job.output_dir))
     handle_sigterm()

@@ -111,6 +111,14 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_no_failed_save(tmp_path, wo
     assert left == ["step_000020", "step_000030"]
 
 
+def test_what_cannot_be_removed_or_read_beside_checkpoints_costs_none(tmp_path, world):
+    save(tmp_path, 10, world)
+    (tmp_path / "checkpoints" / "tmp_notes.txt").write_text("not ours")
+    (tmp_path / "checkpoints" / "best").write_bytes(b"\xff\xfe")
+    assert save_checkpoint(tmp_path, 20, trained(0), world)
+    assert find_checkpoint(tmp_path, "auto", world).name == "step_000020"
+
+
 def test_a_new_run_in_an_old_folder_does_not_delete_its_own_checkpoint(tmp_path, world):
     save(tmp_path, 300, world)
     save(tmp_path, 60, world)

@@ -180,9 +180,10 @@ def test_last_two_turns_of_one_two_and_four(tokenizer, turns, expected):
 
 def test_a_message_may_ask_not_to_be_trained_on(tokenizer):
     messages = alternating("q", "wrong", "no", "right")
-    messages[1]["train"] = False
-    messages[3]["train"] = True
-    assert said(episode_of(messages, tokenizer), tokenizer) == ["right<|end|>"]
+    for no in (False, 0, "false"):
+        messages[1]["train"] = no
+        messages[3]["train"] = True
+        assert said(episode_of(messages, tokenizer), tokenizer) == ["right<|end|>"]
     messages[3]["train"] = False
     with pytest.raises(BadRow, match="nothing to learn"):
         episode_of(messages, tokenizer)

@@ -264,6 +264,26 @@ def test_a_memory_of_other_ranks_is_left_alone(world, tmp_path, capsys):
     assert m.episodes == [] and "on 1 ranks" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("damaged", ["step_000003.parquet", "step_000003.media_0.parquet"])
+def test_a_damaged_memory_is_a_warning(world, tmp_path, capsys, damaged):
+    m = memory(world, tmp_path / "replay_memory")
+    m.add([episode(1.0)], [0.5], step=2)
+    m.save(3, build_tokenizer(), tmp_path / "checkpoints")
+    (m.folder / damaged).write_bytes(b"no parquet")
+    m.load(tmp_path / "checkpoints" / "step_000003", 3, None)
+    assert m.episodes == [] and "nothing is replayed from before step 3" in capsys.readouterr().out
+
+
+def test_a_memory_is_found_beside_checkpoints_on_another_disk(world, tmp_path):
+    (tmp_path / "other" / "disk" / "step_000003").mkdir(parents=True)
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "other" / "disk")
+    m = memory(world, tmp_path / "replay_memory")
+    m.add([episode(1.0)], [0.5], step=2)
+    m.save(3, build_tokenizer(), tmp_path / "checkpoints")
+    m.load(tmp_path / "checkpoints" / "step_000003", 3, None)
+    assert len(m.episodes) == 1
+
+
 def test_an_abandoned_memory_of_the_same_step_goes(world, tmp_path):
     m = memory(world, tmp_path / "replay_memory")
     m.add([episode(1.0)], [0.5], step=2)

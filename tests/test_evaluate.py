@@ -114,7 +114,8 @@ class Rows(list):
     files = SimpleNamespace(suffix=".parquet")
 
     def record(self, i: int) -> dict:
-        return {"id": f"own {i}", "prompt": "another", "images": [b"large"]}
+        extra = {"index": i, "tools_kwargs": {"python": {"create_kwargs": {"image_hint_0": b"large"}}}}
+        return {"id": f"own {i}", "prompt": "another", "images": [b"large"], "extra_info": extra if i else None}
 
     def __init__(self, texts: list, tokenizer):
         super().__init__(texts)
@@ -252,9 +253,9 @@ def test_rows_without_a_truth_are_sampled_and_not_scored(rollouts, tmp_path, cap
     assert [s["correct"] is None and s["score"] is None and s["truth"] is None for s in samples] == [
         i % 3 == 0 for i in range(9)
     ]
-    assert [(s["id"], s["prompt"], "images" in s) for s in samples] == [
-        (f"own {i}", text, False) for i, (text, _) in enumerate(texts)
-    ], "the row's own columns, but what a sample has already, and pictures"
+    assert [(s["id"], s["prompt"], "images" in s, s["extra_info"]) for s in samples] == [
+        (f"own {i}", text, False, {"index": i} if i else None) for i, (text, _) in enumerate(texts)
+    ], "the row's own columns, but what a sample has already, and pictures, those for programs, too"
     assert metrics["eval/rows"] == 6 and metrics["eval/unscored"] == 3
     assert metrics["eval/accuracy"] == sum(s["correct"] for s in samples if s["correct"] is not None) / 6
     assert "3 of 9 rows have no truth: not scored" in (said := capsys.readouterr().out) and "score none" in said

@@ -342,6 +342,9 @@ def test_sigterm_saves_exits_with_its_own_code_and_resumes_exactly(tmp_path):
     options = ["--engine", "hf", "--prompts-per-step", 4, "--samples-per-prompt", 4, "--max-response-tokens", 32]
     options += ["--max-rows", 64, "--total-steps", 6, "--eval-every", 0, "--eval-rows", 4, "--no-eval-before"]
     run_script("grpo.py", *options, "--output-dir", tmp_path / "whole")
+    for folder in ("stopped", "disk"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "stopped/checkpoints").symlink_to(tmp_path / "disk")
     command = torchrun("grpo.py", *options, "--output-dir", tmp_path / "stopped")
     process = subprocess.Popen(command, cwd=ROOT, env=script_environment(), stdout=subprocess.PIPE, text=True)
     for line in process.stdout:

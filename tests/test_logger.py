@@ -127,6 +127,12 @@ def test_what_stands_in_the_place_of_the_records_costs_them_and_not_the_run(tmp_
     assert (tmp_path / "config.json").is_file() or f"warning: {tmp_path}/config.json not written" in said
 
 
+@pytest.mark.parametrize("text", ["null", "[]", '{"args": null}', '{"args": 5}', '{"args": [3]}', "{"])
+def test_a_config_that_somebody_has_altered_costs_no_run(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    assert machine.changed_flags(tmp_path, {"seed": 1}) == {}
+
+
 def test_other_ranks_do_nothing(tmp_path, capsys):
     log = Logger(tmp_path / "run", StatusLine(100), is_main=False)
     log.log(1, {"reward/mean": 1.0})

@@ -75,6 +75,7 @@ BAD = [
     ({"said": "x"}, "--response-column names one of said"),
     (row(1, reward_model=None), "neither reward_model.ground_truth nor truth"),
     (row(1, reward_model={"style": "rule"}), "neither reward_model.ground_truth nor truth"),
+    (row(1, reward_model=None, truth=math.nan), "neither reward_model.ground_truth nor truth"),
     (row(1, data_source=None), "data_source is None"),
     (row(1, data_source="unheard"), "no built-in reward function for data_source 'unheard'"),
     (row(1, extra_info="text"), "extra_info 'text'"),
@@ -93,6 +94,13 @@ def test_a_bad_row_is_told_or_dropped(tmp_path, capsys, bad, reason):
         return
     score_file(Scoring(file, bad_rows="drop"))
     assert {s["group"] for s in read(tmp_path / "a_scored.jsonl")} == {0} and reason in capsys.readouterr().out
+
+
+def test_a_truth_that_stands_alone_counts_where_reward_model_has_none(tmp_path):
+    one = {"data_source": "openai/gsm8k", "truth": "5", "responses": "#### 5"}
+    rows = [one | {"reward_model": {"style": "rule"}}, one | {"reward_model": {"ground_truth": "6"}}]
+    score_file(Scoring(write(tmp_path / "a.jsonl", rows)))
+    assert [sample["score"] for sample in read(tmp_path / "a_scored.jsonl")] == [1.0, 0.0]
 
 
 def test_odd_columns_are_kept(tmp_path, capsys):
@@ -143,6 +151,12 @@ def test_single_responses_are_grouped_by_their_group_alone(tmp_path, capsys):
     write(file, [*rows[:2], {name: x for name, x in rows[2].items() if name != "group"}])
     score_file(Scoring(file, response_column="completion"))
     assert "3 responses to 3 prompts" in capsys.readouterr().out, "a group of some rows is no number of others"
+    write(file, [row | {"group": float(row["group"])} for row in rows])  # as pandas has it
+    score_file(Scoring(file, response_column="completion"))
+    assert "4 responses to 2 prompts" in (said := capsys.readouterr().out) and "pass@2" in said
+    write(file, [*rows, *({**row, "data_source": "math/x", "completion": r"\boxed{5}"} for row in rows)])
+    score_file(Scoring(file, response_column="completion"))
+    assert "8 responses to 4 prompts" in capsys.readouterr().out, "two evaluations in a file"
     for odd in (None, "long", [1]):
         write(file, [row | {"length": odd, "calls": odd, "group": None} for row in rows])
         score_file(Scoring(file, response_column="completion"))

@@ -293,13 +293,22 @@ def test_gsm8k_bad_files(tmp_path):
         {"question": "q", "answer": None},
         {"question": 5, "answer": "#### 1"},
         {"question": "q", "answer": "1"},
+        {"question": "q", "answer": "#### ."},
+        {"question": "q", "answer": "#### 1.2.3"},
         {"question": "q\ud800", "answer": "#### 1"},
     ):
         (tmp_path / "train.jsonl").write_text(json.dumps(bad))
         with pytest.raises(ValueError, match=r"train\.jsonl:1: "):
             gsm8k.read_split(str(tmp_path), "train")
+    (tmp_path / "train.jsonl").write_bytes(b'{"question": "\xff", "answer": "#### 1"}')
+    with pytest.raises(ValueError, match=r"train\.jsonl:1: .*utf-8"):
+        gsm8k.read_split(str(tmp_path), "train")
     with pytest.raises(ValueError, match="no final answer"):
         gsm8k.final_answer("72")
+    (tmp_path / "train.jsonl").write_text(
+        json.dumps(row := {"question": "q", "answer": "#### 1"}), encoding="utf-8-sig"
+    )
+    assert gsm8k.read_split(str(tmp_path), "train") == [row]
 
 
 # --- SmolLM2, without its download ---

@@ -53,7 +53,7 @@ def read_conversation(
     for i, message in enumerate(messages):
         if message["role"] not in ROLES:
             raise BadRow(f"unknown role {message['role']!r}, expected one of {', '.join(ROLES)}")
-        wanted = message["role"] == "assistant" and message.pop("train", None) is not False
+        wanted = message["role"] == "assistant" and message.pop("train", None) not in (False, "false", "False")
         wanted &= i > 0  # what nobody has asked for has no prompt
         wanted &= rule != "last-two-turns" or i in (len(messages) - 1, len(messages) - 3)
         if mask_failed_calls and i + 1 < len(messages):

@@ -34,8 +34,8 @@ def to_verl(
 
 
 def truth_of(record: dict) -> object:
-    """The ground truth of a row; None if it has none."""
-    return (record.get("reward_model") or {}).get("ground_truth")
+    """The ground truth of a row; None if it has none, or NaN."""
+    return truth if (truth := (record.get("reward_model") or {}).get("ground_truth")) == truth else None
 
 
 def row_problem(record: dict | str, needs_truth: bool = True) -> str | None:

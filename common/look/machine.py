@@ -88,8 +88,8 @@ def changed_flags(run_dir: Path, args: dict) -> dict[str, list]:
     if not path.is_file():  # a pipe would be waited for
         return {}
     try:
-        before = json.loads(path.read_text())["args"]
-    except (OSError, ValueError, KeyError):
+        before = dict(json.loads(path.read_text())["args"])
+    except (OSError, TypeError, ValueError, KeyError):
         return {}
     now = jsonable(args)
     return {name: [before.get(name), now.get(name)] for name in now if before.get(name) != now[name]}

@@ -67,7 +67,7 @@ def kept_id(run_dir: Path) -> str | None:
     with full_disk_is_a_warning(path):
         if not path.is_file():
             replace_file(path, lambda temporary: temporary.write_text(uuid4().hex[:20]))
-        return path.read_text()
+        return path.read_text(errors="replace")
 
 
 class Trackers:

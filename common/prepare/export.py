@@ -47,7 +47,7 @@ def main(args: Args) -> None:
     folder = open_checkpoint(args.checkpoint)
     refuse(args.out.exists(), f"--out {args.out} is there already: give another one, or remove it")
     path = resolve_model(args.model)
-    manifest, run = read_manifest(folder), folder.resolve().parents[1]
+    manifest, run = read_manifest(folder), folder.absolute().parents[1]
     other = manifest.get("model") != model_identity(Path(path))
     refuse(other, f"{folder} is of another architecture than --model {args.model}")
     base = manifest.get("base")

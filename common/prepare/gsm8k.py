@@ -54,7 +54,7 @@ def read_split(source: str, split: str) -> list[dict[str, str]]:
     if not path.is_file():
         raise FileNotFoundError(f'--source {source}: {path} does not exist (expected a folder with it, or "hub")')
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -96,7 +96,8 @@ def final_answer(answer: str) -> str:
     match = FINAL_ANSWER.search(answer)
     if match is None:
         raise ValueError(f"no final answer after #### in {answer!r}")
-    return match[1].replace(",", "")
+    float(number := match[1].replace(",", ""))  # is it one?
+    return number
 
 
 if __name__ == "__main__":

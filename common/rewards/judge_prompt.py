@@ -52,8 +52,9 @@ def one_line(text: str) -> str:
     return plain(" ".join(text.split()))
 
 
-JUDGEMENT = re.compile(r"judge?ment[\s:*_]*([01])(?![0-9/%]|[.,][0-9]|\s*or\b)", re.IGNORECASE)
-ALONE = re.compile(r"[\s*_\"'`]*([01])[\s*_\"'`.]*")
+MARKS = r"[\s*_\"'`(\[{$]*(?:\\boxed\{)?([01])(?:\.0+(?![0-9]))?"
+JUDGEMENT = re.compile(rf"judge?ment[\s*_]*(?:[:=]{MARKS}|([01]))(?![0-9/%]|[.,][0-9]|\s*or\b)", re.IGNORECASE)
+ALONE = re.compile(rf"{MARKS}[*_\"'`)\]}}$.]*(?:\s*\n(?s:.*)|\s*)")  # a reason may follow
 
 
 def verdict_of(reply: str) -> float | None:
@@ -63,6 +64,6 @@ def verdict_of(reply: str) -> float | None:
         return None
     found = JUDGEMENT.findall(text)
     if found:
-        return float(found[-1])
+        return float("".join(found[-1]))
     alone = ALONE.fullmatch(text)
     return float(alone[1]) if alone else None

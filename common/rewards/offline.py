@@ -79,10 +79,11 @@ def score_file(flags: Scoring) -> None:
     samples = [episode.columns | verdict(episode.rewards) for episode in episodes]
     before = modified(output)
     print(report(samples, output))
-    bounded(summarize, samples, print)
+    prompts = [sample | {"group": (sample["data_source"], sample["group"])} for sample in samples]
+    bounded(summarize, prompts, print)
     refuse(modified(output) == before, f"{output} is not written")
     told = f", {failed} of them not scored, which count as wrong" if failed else ""
-    print(f"{len(samples)} responses to {len({s['group'] for s in samples})} prompts{told}: {output}")
+    print(f"{len(samples)} responses to {len({s['group'] for s in prompts})} prompts{told}: {output}")
 
 
 def read_row(record: dict | str, index: int, flags: Scoring) -> SimpleNamespace:
@@ -98,17 +99,19 @@ def read_row(record: dict | str, index: int, flags: Scoring) -> SimpleNamespace:
         expected = f"expected a text or a list of texts; --response-column names one of {', '.join(record)}"
         raise ValueError(f"{column} is {said!r:.80}, {expected}")
     known = unpacked(record.get("reward_model"))
-    truth = known.get("ground_truth") if isinstance(known, dict) else record.get("truth")
-    kept = None if isinstance(known, dict) else unpacked(truth)  # a sample's, as JSON if it is no text
+    known = known.get("ground_truth") if isinstance(known, dict) else None
+    truth = record.get("truth") if known is None else known
+    kept = unpacked(truth) if known is None else None  # a sample's, as JSON if it is no text
     if isinstance(kept, dict) or (isinstance(kept, list) and all(isinstance(item, str) for item in kept)):
         truth = kept
-    if truth is None:
+    if truth is None or truth != truth:  # NaN
         raise ValueError("neither reward_model.ground_truth nor truth")
     if not isinstance(source, str) or not isinstance(extra, dict):
         raise ValueError(f"data_source is {source!r:.80}, extra_info {extra!r:.80}, expected a string and an object")
     if not flags.reward_function:
         reward_function(source)
     group = record.get("group") if isinstance(said, str) else None
+    group = int(group) if isinstance(group, float) and group.is_integer() else group  # pandas: beside a null
     columns = [record | {column: text, "group": group} for text in texts]
     own = {"prompt_index": index, "loss_mask": [1], "finish_reason": "", "rewards": {}}
     own |= {"environment_reward": None, "turn_rewards": []}

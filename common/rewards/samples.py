@@ -108,9 +108,8 @@ def summarize(samples: list[dict]) -> dict[str, float]:
     metrics["eval/rows"] = len({s["group"] for s in scored})
     if all(isinstance(s.get("calls"), int) and "call_errors" in s for s in samples):
         metrics["eval/rapr"] = fmean(s["calls"] > 0 for s in samples)
-        metrics["eval/tool_error_rate"] = sum(s["call_errors"] for s in samples) / max(
-            sum(s["calls"] for s in samples), 1
-        )
+        made = sum(s["calls"] for s in samples)
+        metrics["eval/tool_error_rate"] = sum(s["call_errors"] for s in samples) / max(made, 1)
     if unscored := len({s["group"] for s in samples}) - metrics["eval/rows"]:
         metrics["eval/unscored"] = unscored
     return metrics
@@ -123,10 +122,7 @@ def summarize_scored(samples: list[dict]) -> dict[str, float]:
         groups[sample["group"]].append(sample)
     rows = list(groups.values())
     accuracy = [fmean(s["correct"] for s in row) for row in rows]
-    metrics = {
-        "eval/accuracy": fmean(accuracy),
-        "eval/reward": fmean(fmean(s["score"] for s in row) for row in rows),
-    }
+    metrics = {"eval/accuracy": fmean(accuracy), "eval/reward": fmean(fmean(s["score"] for s in row) for row in rows)}
     if spelled := {s["data_source"] for s in samples if s.get("anls") is not None}:
         of_these = [row for row in rows if row[0]["data_source"] in spelled]
         metrics["eval/anls"] = fmean(fmean(s["anls"] or 0.0 for s in row) for row in of_these)
@@ -163,7 +159,9 @@ def report(samples: list[dict], path: Path, record: Callable[[int], dict] | None
     """Write all samples, with the columns of the `record` of a row; returns the table by data source."""
     rows = samples
     if record:
-        own = ({k: v for k, v in record(sample["row"]).items() if k not in PICTURES} for sample in samples)
+        own = [{k: v for k, v in record(sample["row"]).items() if k not in PICTURES} for sample in samples]
+        for columns in own:
+            (columns.get("extra_info") or {}).pop("tools_kwargs", None)  # a program's pictures
         rows = [columns | sample for columns, sample in zip(own, samples)]
     with full_disk_is_a_warning(path):
         path.parent.mkdir(parents=True, exist_ok=True)
