@@ -349,6 +349,18 @@ def test_a_block_that_does_not_end_is_told_and_undone(code, limit, told):
         pool.close()
 
 
+def test_sandboxes_that_start_at_once_have_time_for_all(monkeypatch):
+    """One takes two seconds of a processor: forty on one of them, beside an engine, take more than a minute."""
+    monkeypatch.setattr("common.tools.python.cpus_of_rank", lambda: 1)
+    pool = PythonWorkers(8, 20.0)
+    try:
+        box = pool.pool.new_worker()
+        assert box.deadline - time.monotonic() > sandbox.START_S + 4 * pool.pool.most and pool.pool.most > 1
+        assert box.stop() == ""
+    finally:
+        pool.close()
+
+
 def test_a_sandbox_that_does_not_start_later_costs_its_block_and_not_the_run(monkeypatch):
     pool = PythonWorkers(1, 20.0)
     try:

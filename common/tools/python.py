@@ -20,7 +20,7 @@ from common.processes import cpus_of_rank, ranks_here
 from common.tools import Tool
 from common.tools.namespaces import ENVIRONMENT
 from common.tools.pools import ToolPool
-from common.tools.sandbox import Block, Sandbox, failed_block
+from common.tools.sandbox import START_S, Block, Sandbox, failed_block
 from common.tools.turns import Call, Code, ToolReply
 
 PROBE = tomllib.loads(Path(__file__).with_name("forbidden.toml").read_text())  # of what programs must not do
@@ -29,7 +29,7 @@ REMEDY = (
     "sysctl kernel.apparmor_restrict_unprivileged_userns=0; --tools python_unconfined runs programs without a sandbox"
 )
 SHARE_OF_MEMORY = 1 / 8  # for sandboxes whose trajectories wait for their next block
-RESTING_BYTES = 67e6  # of one of them, measured
+RESTING_BYTES, START_CPU_S = 67e6, 5.0  # of one of them: measured; with slack (2 measured), for all may start at once
 TOOL = Tool("python", function=exec, schema={}, role="user")
 
 
@@ -55,11 +55,11 @@ class PythonWorkers(ToolPool):
         self.numbers: dict[Hashable, int] = {}  # of trajectories, by their keys: never used again
         self.last_number = 0
         ranks = group.size() if group else 1
-        workers *= ranks
-        at_once = min(workers, 2 * ranks * cpus_of_rank())  # programs compute: more would wait for each other
+        workers, cpus = workers * ranks, cpus_of_rank() * ranks
+        at_once = min(workers, 2 * cpus)  # programs compute: more would wait for each other
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * ranks / ranks_here()
         most = min(workers, max(at_once, int(SHARE_OF_MEMORY * memory / RESTING_BYTES)))
-        new = partial(Sandbox, timeout_s, memory_gib, confined, anew)
+        new = partial(Sandbox, timeout_s, memory_gib, confined, anew, START_S + START_CPU_S * most / cpus)
         try:
             super().__init__(group, "the sandbox does not start", new, most, share=1, at_once=at_once)
             if confined:

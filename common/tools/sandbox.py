@@ -50,12 +50,12 @@ State = StrEnum("State", ["STARTING", "IDLE", "CLEANING", "REPEATING", "RUNNING"
 class Sandbox:
     """One interpreter: whose trajectory it holds, what it is doing, until when it has time. A worker of a `Pool`."""
 
-    def __init__(self, timeout_s: float, memory_gib: float, confined: bool, anew: bool = False):
-        self.timeout_s, self.memory_gib, self.confined, self.anew = timeout_s, memory_gib, confined, anew
+    def __init__(self, timeout_s: float, memory_gib: float, confined: bool, anew: bool = False, start_s=START_S):
+        self.timeout_s, self.start_s, self.memory_gib = timeout_s, start_s, memory_gib
+        self.confined, self.anew, self.losses = confined, anew, 0  # losses in a row, without a program in it
         self.queue: deque[tuple[Hashable, Block]] = deque()
         self.key: Hashable = None
         self.block: Block | None = None  # what it works at
-        self.losses = 0  # in a row, without a program in it
         self.start()
 
     def start(self) -> None:
@@ -81,7 +81,7 @@ class Sandbox:
                 stderr=subprocess.PIPE,  # what bubblewrap says when it cannot start
                 start_new_session=True,
             )
-        self.expect(State.STARTING, START_S)
+        self.expect(State.STARTING, self.start_s)
 
     def hang_up(self) -> None:
         """It is to end; without namespaces it first ends what was started."""
