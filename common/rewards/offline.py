@@ -16,7 +16,7 @@ from common.data.rows import RowFiles
 from common.files import modified, refuse
 from common.flags import Positive, Rollout, check_ranges
 from common.processes import cpus_of_rank
-from common.rewards import RewardWorkers, needs_judge, reward_function, score_episodes
+from common.rewards import RewardWorkers, needs_judge, reward_function, score_episodes, score_response
 from common.rewards.judging import bounded, open_judge
 from common.rewards.samples import report, summarize, verdict
 
@@ -60,8 +60,8 @@ def score_file(flags: Scoring) -> None:
     for index, record in enumerate(files.records()):
         try:
             rows[index] = read_row(record, index, flags)
-        except ValueError as error:
-            bad[index] = str(error)
+        except (LookupError, TypeError, ValueError) as error:  # the first two: countdown's truth is no object, ...
+            bad[index] = str(error) if isinstance(error, ValueError) else f"its truth cannot be read: {error!r}"
     files.refuse(bad, "unusable rows", flags.bad_rows == "drop", print)
     refuse(not rows, f"FILE: no usable row in {flags.file}")
     sources = set() if flags.reward_function else {row.data_source for row in rows.values()}
@@ -109,7 +109,7 @@ def read_row(record: dict | str, index: int, flags: Scoring) -> SimpleNamespace:
     if not isinstance(source, str) or not isinstance(extra, dict):
         raise ValueError(f"data_source is {source!r:.80}, extra_info {extra!r:.80}, expected a string and an object")
     if not flags.reward_function:
-        reward_function(source)
+        score_response(reward_function(source), source, "", truth, extra)  # can it read the truth?
     group = record.get("group") if isinstance(said, str) else None
     group = int(group) if isinstance(group, float) and group.is_integer() else group  # pandas: beside a null
     columns = [record | {column: text, "group": group} for text in texts]
