@@ -54,6 +54,15 @@ def test_the_export_is_the_runs_model(run, tmp_path, capsys):
     assert json.loads((tmp_path / "half/config.json").read_text())["dtype"] == "float16"
 
 
+def test_checkpoints_may_lie_on_another_disk(run, tmp_path):
+    """What is asked of the run (its dtype, whether tools answered) stands beside the link."""
+    shutil.copytree(run / "checkpoints", tmp_path / "large/disk", symlinks=True)
+    shutil.copytree(run / "model", tmp_path / "run/model")
+    (tmp_path / "run/checkpoints").symlink_to(tmp_path / "large/disk")
+    main(Args(tmp_path / "run", "tiny", tmp_path / "out"))
+    same_files(tmp_path / "out", run / "model")
+
+
 def test_what_is_damaged_or_of_another_model_is_not_exported(run, tmp_path):
     with pytest.raises(SystemExit, match="is of another architecture than --model tiny-vl"):
         main(Args(run, "tiny-vl", tmp_path / "out"))
