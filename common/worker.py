@@ -62,10 +62,10 @@ class Worker:
         self.socket.settimeout(TRANSFER_S)
         self.inbox = bytearray()
         with theirs:
-            arguments = [str(ROOT), str(theirs.fileno()), str(os.getpid()), *self.arguments]
             self.process = subprocess.Popen(
-                [sys.executable, "-u", "-P", "-c", BOOT, *arguments],
+                [sys.executable, "-uPc", BOOT, str(ROOT), str(theirs.fileno()), str(os.getpid()), *self.arguments],
                 pass_fds=[theirs.fileno()],
+                env=os.environ | {"PYTHONHASHSEED": "0"},  # sets have the same order in each, and in a resumed run
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

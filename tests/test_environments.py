@@ -126,6 +126,46 @@ def test_what_a_dead_process_held_is_made_again_from_the_transcript(open_turns):
         assert told in error
 
 
+HASHED = """
+    class Game:
+        def reset(self, **row):
+            import numpy, random
+            self.left = {"red", "green", "blue", "white", "black", "brown", "pink", "grey"}
+
+        def draw(self, die: bool = False) -> str:
+            \"\"\"Draw.
+
+            Args:
+                die: or not.
+            \"\"\"
+            if die:
+                import os, signal
+                os.kill(os.getpid(), signal.SIGKILL)
+            import numpy, random
+            return f"{list(self.left)} {random.random()} {numpy.random.random()}"
+"""
+
+
+def test_chances_are_the_same_in_every_process(open_turns):
+    """Also those that lie in the order of a set, and of a library that is first imported by the environment."""
+    turns = open_turns(HASHED, workers=4, max_turns=9)
+    draw = call("draw")
+    episodes, _ = run([[draw, "end"]] * 8 + [[draw, call("draw", die=True), "end"]], turns, game_row(turns), n=9)
+    assert len({e.calls[0]["text"] for e in episodes}) == 1 and len(turns.workers.pool.workers) > 1
+    assert episodes[8].finish_reason == "stop", "made again, it is the same"
+
+
+def test_a_lack_of_memory_is_told_to_the_policy(open_turns):
+    fill = RANDOM.replace(
+        'if die == "raise":', 'if die == "fill":\n                bytearray(10**15)\n            if die == "raise":'
+    )
+    assert fill != RANDOM
+    turns = open_turns(fill, max_turns=9)
+    (episode,), _ = run([[call("roll", die="fill"), call("roll"), "end"]], turns, game_row(turns), n=1)
+    assert "MemoryError" in episode.calls[0]["text"] and not episode.calls[1]["error"]
+    assert episode.finish_reason == "stop"
+
+
 def test_one_that_repeats_itself_differently_costs_the_sample(open_turns):
     turns = open_turns(RANDOM, max_turns=9)
     script = [call("roll", die="clock"), call("roll", die="kill"), call("roll"), "never"]
@@ -206,6 +246,8 @@ def test_an_environment_that_fails_costs_its_sample_and_is_refused_at_the_start(
     assert episode.finish_reason == "tool_failed" and episode.calls[-1]["error"]
     if "len" in change:
         assert (tmp_path / "log").read_text().split() == ["reset", "close"], "closed although its reward failed"
+    else:  # begun twice, for the transcript is repeated
+        assert {*(tmp_path / "log").read_text().split()} == {"close"}, "closed although its reset failed"
 
 
 KEYWORD = """
@@ -236,6 +278,33 @@ def test_a_method_may_have_keyword_arguments_and_any_name(open_turns):
     (episode,), _ = run([[call("interaction", word="a", loud=True), "so", "end"]], turns, the_row, n=1)
     assert [m["role"] for m in episode.messages] == ["assistant", "tool", "assistant", "user", "assistant"]
     assert [c["text"] for c in episode.calls] == ["A"] and episode.finish_reason == "stop"
+
+
+NAMES = """
+    def _walk(self, context: str = "all", steps: int = 1) -> str:
+        \"\"\"Walk.
+
+        Args:
+            context: where.
+            steps: how far.
+        \"\"\"
+        return f"{context} {steps}"
+
+
+    class Game:
+        walk = _walk
+
+        def reset(self, **row):
+            pass
+"""
+
+
+def test_names_in_an_environment_are_its_own(open_turns):
+    """That of a method, whatever its function is called, and `context`, which tools of --tools get."""
+    turns = open_turns(NAMES, max_turns=9)
+    script = [call("walk"), call("walk", context="here", steps=2), "end"]
+    (episode,), _ = run([script], turns, game_row(turns), n=1)
+    assert [c["text"] for c in episode.calls] == ["all 1", "here 2"] and episode.finish_reason == "stop"
 
 
 def test_the_policy_cannot_call_what_is_not_its(open_turns):
@@ -309,6 +378,11 @@ UNTYPED = """class Game:
             "class Game:\n    def reset(self): pass\n    def go(self, x: int):\n        '''Go.'''",
             "go: Cannot generate JSON schema",
         ),
+        (
+            'class Game:\n    def reset(self): pass\n    async def go(self):\n        "Go."',
+            "go: is called as it stands",
+        ),
+        ('class Game:\n    def reset(self): pass\n    def go(self):\n        "Go."\n        yield 1', "go: is called"),
     ],
 )
 def test_a_class_that_is_no_environment_is_refused_by_name(tmp_path, text, told):

@@ -74,7 +74,7 @@ def user_tool(spec: str) -> Tool:
     """FILE.py:NAME, with the function's attributes `schema`, or one made from its signature, and `ours`."""
     function = load_function(spec, "--tools")
     try:
-        if inspect.iscoroutinefunction(function) or inspect.isclass(function):
+        if any(kind(function) for kind in (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isclass)):
             raise ValueError("is called as it stands, and must be a plain function")
         schema = getattr(function, "schema", None) or make_schema(function, spec.rpartition(":")[2])
         json.dumps(schema)
@@ -118,9 +118,9 @@ def call_tool(tool: Tool, arguments: Mapping, context: Mapping, kwargs: Mapping)
     """Fields of the reply, as JSON. What the row must give, and does not, is no error of the policy: `failed`."""
     parameters = inspect.signature(tool.function).parameters
     given = {name: value for name, value in fitting(tool.function, kwargs).items() if value is not None}
-    if "context" in parameters:
-        given["context"] = context
     offered = tool.schema["function"].get("parameters", {})
+    if "context" in parameters and "context" not in offered.get("properties", {}):
+        given["context"] = context
     for name, parameter in parameters.items():
         needed = parameter.kind == parameter.KEYWORD_ONLY and parameter.default is parameter.empty
         if needed and name not in given and name not in offered.get("properties", {}):
@@ -136,8 +136,7 @@ def call_tool(tool: Tool, arguments: Mapping, context: Mapping, kwargs: Mapping)
         text, images, info = (*result, {})[:3] if seen else (result, [], {})
         if not isinstance(info or {}, dict):
             raise ValueError(f"{tool.name} returned {info!r:.40} where a dict is expected")
-        if not isinstance(text, str):
-            text = json.dumps(text, ensure_ascii=False)
+        text = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
         images = [b64encode(encode(image)).decode() for image in images or ()]
         return {"text": trim(text), "images": images, "info": info or {}}
     except MemoryError:
@@ -178,14 +177,17 @@ class Caller:
         if isinstance(context, State):
             try:
                 return self.live.answer(name, arguments, context)
+            except MemoryError:
+                raise
             except Exception as error:  # not of the method that the policy has called: `call_tool` tells of that
+                self.live.end(context.trajectory)
                 return {"text": describe(error), "failed": True}
         if isinstance(context, list):
             return interact(self.interaction, context, arguments["ground_truth"], kwargs)
         return call_tool(self.tools[name], arguments, context, kwargs)
 
-    def call_method(self, method: Callable, arguments: Mapping) -> dict:
-        return call_tool(Tool(method.__name__, method, self.methods[method.__name__]), arguments, {}, {})
+    def call_method(self, name: str, method: Callable, arguments: Mapping) -> dict:
+        return call_tool(Tool(name, method, self.methods[name]), arguments, {}, {})
 
     def close(self) -> None:
         if self.live:

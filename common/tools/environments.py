@@ -8,11 +8,12 @@ something else, or has `replayable = False`, the sample is lost.
 import inspect
 import random
 import re
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
+
+import numpy as np
 
 from common.tools.turns import trim
 from common.worker import describe
@@ -53,6 +54,8 @@ def method_schemas(spec: str) -> dict[str, dict]:
             continue
         method.__doc__ = docstring(method)
         try:
+            if inspect.iscoroutinefunction(method) or inspect.isgeneratorfunction(method):
+                raise ValueError("is called as it stands, and must be a plain method")
             schemas[name] = transformers.utils.get_json_schema(method)
         except Exception as error:  # of its own kinds
             raise ValueError(f"--environment {spec}: {name}: {error}") from error
@@ -81,9 +84,9 @@ def read(thing: object, *names: str) -> Any:
 
 
 class Live:
-    """The objects of a worker, by their trajectories. `call(method, arguments)` gives the fields of a reply."""
+    """The objects of a worker, by their trajectories. `call(name, method, arguments)` gives the fields of a reply."""
 
-    def __init__(self, spec: str, call: Callable[[Callable, dict], dict]):
+    def __init__(self, spec: str, call: Callable[[str, Callable, dict], dict]):
         self.kind, self.call = load_environment(spec), call
         self.objects: dict[int, Any] = {}
         self.steps: dict[int, int] = {}  # calls of each so far
@@ -120,7 +123,7 @@ class Live:
         number = state.trajectory
         self.steps[number] += 1
         seed(state, self.steps[number])
-        reply = self.call(getattr(self.objects[number], name), arguments)
+        reply = self.call(name, getattr(self.objects[number], name), arguments)
         done = bool(read(self.objects[number], "done"))
         return reply | {"info": reply.get("info", {}) | {"step": self.steps[number], "done": done}}
 
@@ -128,13 +131,9 @@ class Live:
         """Lead a new object through the transcript. Returns why that cannot be done, if so."""
         if not getattr(self.kind, "replayable", True):
             return "the environment has died, and is not replayable"
-        differs = "the environment has died, and repeats itself differently"
-        if self.reset(state) != state.opening:
-            return differs
-        for name, arguments, text in state.calls:
-            if self.step(name, arguments, state)["text"] != text:
-                return differs
-        return ""
+        same = self.reset(state) == state.opening
+        same = same and all(self.step(name, given, state)["text"] == text for name, given, text in state.calls)
+        return "" if same else "the environment has died, and repeats itself differently"
 
     def end(self, number: int) -> None:
         self.steps.pop(number, None)
@@ -151,8 +150,7 @@ class Live:
 def seed(state: State, step: int) -> None:
     """Random numbers depend on the row and the call alone: the same in all samples of a group, and in a repetition."""
     random.seed(f"{state.seed}/{step}")
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(random.getrandbits(32))
+    np.random.seed(random.getrandbits(32))
 
 
 def interact(function: Callable, messages: list[dict], ground_truth: object, kwargs: Mapping) -> dict:
