@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from helpers import gathering
+from test_tool_formats import tokenizer_of
 from vl import build_tokenizer as build_vl_tokenizer
 from vl import picture, write_tiny_vl
 
@@ -111,6 +112,32 @@ def test_template_that_rewrites_earlier_turns_is_refused(tokenizer):
         episode_of(TURNS, forgetful)
 
 
+def rows_of(tmp_path, tokenizer, *rows: list[dict]) -> Conversations:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in rows))
+    return Conversations(str(tmp_path / "rows.jsonl"), "--train-data", tokenizer, max_tokens=9000)
+
+
+def test_rows_whose_template_rewrites_earlier_turns_are_told_at_the_start(tmp_path):
+    """Mistral-Nemo's moves the system's message into the last turn of the user."""
+    nemo = tokenizer_of("mistral-nemo")
+    messages = [{"role": "system", "content": "s"}, *alternating("q", "a", "q2", "a2")]
+    with pytest.raises(ValueError, match=r"line 1: .*rewrites earlier turns"):
+        rows_of(tmp_path, nemo, messages)
+    data = rows_of(tmp_path, nemo, messages[1:3], messages[1:])
+    assert len(data) == 2 and all(data.episode(i) for i in range(2))
+
+
+def test_a_template_may_set_thoughts_apart(tmp_path):
+    """GLM's and Qwen3's write white space between them and the answer: no message is left out."""
+    data = rows_of(tmp_path, tokenizer_of("glm-4.6"), alternating("1+1?", "<think>a</think>2"))
+    assert len(data) == 1 and data.episode(0)
+
+
+def test_a_greeting_by_the_assistant_is_read_and_not_trained_on(tmp_path, tokenizer):
+    messages = [{"role": "assistant", "content": "hello"}, *alternating("q", "a")]
+    assert said(rows_of(tmp_path, tokenizer, messages).episode(0), tokenizer) == ["a<|end|>"]
+
+
 # --- which turns are trained on -----------------------------------------------------------------------------------
 
 
@@ -145,6 +172,15 @@ FAILED = alternating("q", "call 1", "\nExecution error:\nno\n", "call 2", "\nHer
 )
 def test_rules(tokenizer, options, expected):
     assert said(episode_of(FAILED, tokenizer, **options), tokenizer) == [text + "<|end|>" for text in expected]
+
+
+def test_a_turn_of_several_calls_is_masked_if_one_of_them_failed():
+    roles = ["user", "assistant", "tool", "tool", "assistant", "user", "assistant"]
+    messages = [{"role": role, "content": "x"} for role in roles]
+    for place, train in ((2, [4, 6]), (3, [4, 6])):
+        told = [m | {"content": "Error: no"} if i == place else m for i, m in enumerate(messages)]
+        masked = read_conversation({"messages": copy.deepcopy(told)}, mask_failed_calls=True)
+        assert [i for i, trained in enumerate(masked.train) if trained] == train
 
 
 @pytest.mark.parametrize(

@@ -246,8 +246,16 @@ def test_an_environment_that_fails_costs_its_sample_and_is_refused_at_the_start(
     assert episode.finish_reason == "tool_failed" and episode.calls[-1]["error"]
     if "len" in change:
         assert (tmp_path / "log").read_text().split() == ["reset", "close"], "closed although its reward failed"
-    else:  # begun twice, for the transcript is repeated
-        assert {*(tmp_path / "log").read_text().split()} == {"close"}, "closed although its reset failed"
+
+
+@pytest.mark.parametrize("replayable", [True, False])
+def test_what_a_failed_reset_has_opened_is_closed(open_turns, tmp_path, replayable):
+    fails = RANDOM.replace("class Game:", f"class Game:\n        replayable = {replayable}")
+    turns = open_turns(fails.replace('self.write("reset")', 'self.write("reset"); raise OSError("no server")'))
+    (episode,), _ = run([["a"]], turns, game_row(turns, log=str(tmp_path / "log")), n=1)
+    assert episode.finish_reason == "tool_failed"
+    words = (tmp_path / "log").read_text().split()
+    assert words == ["reset", "close"] * words.count("reset")
 
 
 KEYWORD = """

@@ -6,7 +6,7 @@ Trained on is what the assistant says and the token that ends its turn; never he
 import gc
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,40 +31,38 @@ from common.torch_repair import transformers
 from common.vision import Vision
 
 
+def turn_texts(messages: list[dict], tokenizer) -> Iterator[tuple[int, str, str]]:
+    """(its number, what comes before it, what it says) of each turn of the assistant. BadRow if it changes others."""
+    rendered, end_token = "", tokenizer.eos_token
+    template = partial(tokenizer.apply_chat_template, tools=messages[0].get("tools"), tokenize=False)
+    for turn in (turn for turn, message in enumerate(messages) if turn and message["role"] == "assistant"):
+        header, full = template(messages[:turn], add_generation_prompt=True), template(messages[: turn + 1])
+        if not header.startswith(rendered) or not full.startswith(header):
+            raise BadRow("the chat template rewrites earlier turns: masks cannot be derived turn by turn")
+        end = full.rfind(end_token)
+        end = end + len(end_token) if end >= len(header) else len(full)
+        yield turn, header[len(rendered) :], full[len(header) : end]
+        rendered = full[:end]
+
+
 def conversation_episode(
-    conversation: Conversation,
-    media: list[Media],
-    tokenizer: "transformers.PreTrainedTokenizerBase",
-    vision: Vision | None,
-    index: int,
-    max_tokens: int,
+    conversation: Conversation, media: list[Media], tokenizer, vision: Vision | None, index: int, max_tokens: int
 ) -> Episode:
     """Token ids and loss mask, cut at `max_tokens` (before a picture that does not fit). BadRow: nothing to learn.
 
     What stands before the first trained token is the prompt. Each piece is tokenised by itself, as at inference, where
     a prompt is complete before the first token is sampled.
     """
-    messages, rest = conversation.messages, iter(media)
+    ids, mask, rest = [], [], iter(media)
     forbidden = vision.forbidden_ids if vision else ()
-    ids, mask = [], []
-    rendered, end_token = "", tokenizer.eos_token
-    template = partial(tokenizer.apply_chat_template, tools=messages[0].get("tools"), tokenize=False)
-    for turn, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        header, full = template(messages[:turn], add_generation_prompt=True), template(messages[: turn + 1])
-        if not header.startswith(rendered) or not full.startswith(header):
-            raise BadRow("the chat template rewrites earlier turns: masks cannot be derived turn by turn")
-        end = full.rfind(end_token)
-        end = end + len(end_token) if end >= len(header) else len(full)
-        for text, trained in ((header[len(rendered) :], False), (full[len(header) : end], conversation.train[turn])):
+    for turn, before, said in turn_texts(conversation.messages, tokenizer):
+        for text, trained in ((before, False), (said, conversation.train[turn])):
             piece = tokenizer.encode(text, add_special_tokens=False)
             if vision:
                 here = sum(token in vision.placeholders.values() for token in piece)
                 piece = vision.expand(piece, list(islice(rest, here)))
             ids += piece
             mask += [int(trained and token not in forbidden) for token in piece]
-        rendered = full[:end]
     end = max_tokens
     if vision:
         media = media[: len(media) - len(list(rest))]  # those of later turns
@@ -166,7 +164,7 @@ class Conversations:
         messages, first = conversation.messages, conversation.train.index(True)
         render = partial(self.tokenizer.apply_chat_template, tools=messages[0].get("tools"), tokenize=False)
         try:
-            whole, header = render(messages), render(messages[:first], add_generation_prompt=True)
+            whole, turns = render(messages), [*turn_texts(messages, self.tokenizer)]
             whole.encode()
         except (TemplateError, TypeError, ValueError) as error:  # half a surrogate pair, a tool call without a name
             raise BadRow(f"cannot be rendered: {error}") from error
@@ -174,11 +172,12 @@ class Conversations:
         with suppress(TemplateError, TypeError):  # one that refuses replies without calls does look at them
             if any(m.get("tool_calls") for m in messages) and render(bare) == whole:
                 raise BadRow("the chat template leaves out tool_calls: write them as <tool_call> into the contents")
-        texts = [(m["role"], text_of(m).strip()) for m in messages if not pictured(m)]
-        quoted = partial(json.dumps, ensure_ascii=False)  # as Llama-3's template has what tools return
-        lost = [role for role, text in texts if text not in whole and quoted(text) not in whole]
-        if lost:
-            raise BadRow(f"the chat template leaves out a message of role {lost[0]!r}")
+        flat = "".join(whole.split())  # a template may set a turn's thoughts apart
+        for message in (message for message in messages if not pictured(message)):
+            quoted = json.dumps(text_of(message), ensure_ascii=False)  # as Llama-3's template has what tools return
+            if not any("".join(form.split()) in flat for form in (text_of(message), quoted)):
+                raise BadRow(f"the chat template leaves out a message of role {message['role']!r}")
+        header = "".join(before + said * (turn < first) for turn, before, said in turns if turn <= first)
         if len(header.encode()) + sum(picture_tokens) >= self.max_tokens:  # a token has at least a byte
             before = picture_tokens[: sum(map(pictured, messages[:first]))]
             tokens = len(self.tokenizer.encode(header, add_special_tokens=False)) + sum(before) - len(before)

@@ -56,8 +56,9 @@ def read_conversation(
         wanted = message["role"] == "assistant" and message.pop("train", None) not in (False, "false", "False")
         wanted &= i > 0  # what nobody has asked for has no prompt
         wanted &= rule != "last-two-turns" or i in (len(messages) - 1, len(messages) - 3)
-        if mask_failed_calls and i + 1 < len(messages):
-            wanted &= not is_error(text_of(messages[i + 1]))
+        if mask_failed_calls:
+            next_turn = next((k for k, m in enumerate(messages) if k > i and m["role"] == "assistant"), len(messages))
+            wanted &= not any(is_error(text_of(reply)) for reply in messages[i + 1 : next_turn])
         train.append(wanted)
     if not any(train):
         raise BadRow("nothing to learn: no message of the assistant is trained on")
