@@ -350,11 +350,10 @@ def collect(rollouts: Rollouts, num_prompts: int, step: int, watch: Stopwatch, f
 
 def add_tool_bonus(episodes: list[Episode], bonus: float) -> None:
     """A right answer earns `bonus` for each call that ran and showed something (PyVision-RL, arXiv 2602.20739)."""
-    for episode in episodes:
-        answered = [call for call in episode.calls if call["turn"] < episode.turns - 1]  # and not the end of it
-        useful = sum(not call["error"] and call["info"].get("acted", True) for call in answered)
-        episode.rewards["tool_bonus"] = bonus * useful * is_correct(episode.rewards)
-        episode.rewards["score"] += episode.rewards["tool_bonus"]
+    for e in episodes:
+        useful = sum(not c["error"] and c["info"].get("acted", True) for c in e.calls if c["turn"] < e.turns - 1)
+        e.rewards["tool_bonus"] = bonus * useful * is_correct(e.rewards)
+        e.rewards["score"] += e.rewards["tool_bonus"]
 
 
 def widest_groups(episodes: list[Episode], count: int) -> list[Episode]:

@@ -181,9 +181,9 @@ def check_shared(data: Data, run: Run, rollout: Rollout) -> None:
     sampled = (rollout.eval_temperature > 0, "an --eval-temperature above 0")
     idle = dict.fromkeys(["max_turns", "max_turn_tokens", "max_tool_errors", "deterministic"], called)
     idle |= dict.fromkeys(["tool_workers", "tool_timeout"], called)
-    idle |= {"interaction_rows": (bool(rollout.interaction), "--interaction"), "dump_rollouts_every": trains}
+    idle |= {"interaction_rows": (bool(rollout.interaction), "--interaction")}
     idle |= dict.fromkeys(["eval_top_p", "eval_top_k", "eval_samples"], sampled)  # greedy ones are all the same
-    refuse_idle(rollout, idle | {"eval_temperature": evaluated, "temperature": trains, "samples_per_prompt": trains})
+    refuse_idle(rollout, idle | {"eval_temperature": evaluated})
 
 
 def flat(args: Any) -> dict[str, Any]:

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
-import numpy as np
-
 from common.tools.turns import trim
 from common.worker import describe
 from common.workers import load_function
@@ -149,6 +147,8 @@ class Live:
 
 def seed(state: State, step: int) -> None:
     """Random numbers depend on the row and the call alone: the same in all samples of a group, and in a repetition."""
+    import numpy as np  # tools need none
+
     random.seed(f"{state.seed}/{step}")
     np.random.seed(random.getrandbits(32))
 
