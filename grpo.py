@@ -349,7 +349,7 @@ def collect(rollouts: Rollouts, num_prompts: int, step: int, watch: Stopwatch, f
 
 
 def add_tool_bonus(episodes: list[Episode], bonus: float) -> None:
-    """A right answer earns `bonus` for each call that ran and showed something (PyVision-RL, arXiv 2602.20739)."""
+    """A right answer earns `bonus` for each call before it that ran and showed something (arXiv 2602.20739)."""
     for e in episodes:
         useful = sum(not c["error"] and c["info"].get("acted", True) for c in e.calls if c["turn"] < e.turns - 1)
         e.rewards["tool_bonus"] = bonus * useful * is_correct(e.rewards)

@@ -180,7 +180,7 @@ class Caller:
             except MemoryError:
                 raise
             except Exception as error:  # not of the method that the policy has called: `call_tool` tells of that
-                self.live.end(context.trajectory)
+                self.live.end(context.trajectory)  # the sample is lost
                 return {"text": describe(error), "failed": True}
         if isinstance(context, list):
             return interact(self.interaction, context, arguments["ground_truth"], kwargs)
