@@ -415,10 +415,11 @@ def check_args(args: Args) -> None:
     refuse(single, "--samples-per-prompt 1: nothing to compare with")
     refuse(P < M, f"--minibatches {M} of --prompts-per-step {P}: a minibatch needs a prompt (groups stay together)")
     moved = "several --minibatches or --epochs-per-step: on-policy the ratio is 1"
-    bonus = (args.curiosity != "none" and bool(args.rollout.tools), "--tools, and --curiosity paper or repo")
+    calls = bool(args.rollout.tools or args.rollout.environment)
+    bonus = (args.curiosity != "none" and calls, "--tools or --environment, and --curiosity paper or repo")
     idle = dict.fromkeys(["clip_low", "clip_high"], (M * args.epochs_per_step > 1, moved))
     idle |= dict.fromkeys(["curiosity_alpha", "curiosity_target", "call_penalty", "free_calls"], bonus)
-    idle |= dict.fromkeys(["veto_errors", "count_calls"], (bool(args.rollout.tools), "--tools"))
+    idle |= dict.fromkeys(["veto_errors", "count_calls"], (calls, "--tools or --environment"))
     idle |= {
         "compare_tools": (args.rollout.eval_only and bool(args.rollout.tools), "--eval-only and --tools"),
         "replay_share": (args.filter_equal, "places that --filter-equal leaves"),

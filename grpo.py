@@ -375,7 +375,7 @@ def collect_groups(rollouts: Rollouts, args: Args, step: int, watch: Stopwatch) 
     wanted = missing = args.rollout.prompts_per_step  # prompts, over all ranks
     drawn = 0
     for _ in range(max(args.dynamic_sampling, 1)):
-        num_prompts = math.ceil(missing * args.oversample)
+        num_prompts = math.ceil(round(missing * args.oversample, 6))
         new = collect(rollouts, num_prompts, step, watch, first=drawn)
         for episode in new:  # what an interaction gave to its turns
             episode.rewards["score"] += math.fsum(reward for _, reward in episode.turn_rewards)
@@ -402,8 +402,10 @@ def check_args(args: Args) -> None:
     refuse(args.rollout.samples_per_prompt < 2 and not args.rollout.eval_only, "--samples-per-prompt 1: no group")
     refuse(P < M, f"--minibatches {M} of --prompts-per-step {P}: a minibatch needs a prompt (groups stay together)")
     refuse(0 < args.dual_clip <= 1, f"--dual-clip {args.dual_clip}: a bound on the ratio must be above 1 (0 = off)")
+    lowest = args.correction_low if args.correction in ("mask", "sequence") else 0.0
+    refuse(args.correction_high <= lowest, f"--correction-high {args.correction_high}: must be above {lowest:g}")
     refuse(args.overlong_buffer >= args.rollout.max_response_tokens, "--overlong-buffer: below --max-response-tokens")
-    refuse(args.oversample < 1, f"--oversample {args.oversample}: must not be below 1")
+    refuse(not 1 <= args.oversample <= 100, f"--oversample {args.oversample}: must be from 1 to 100")
     refuse(args.dynamic_sampling == 1, "--dynamic-sampling 1 never refills: give a number of rounds, such as 10")
     charged, estimator = args.kl_in, args.kl_estimator
     refuse(charged != "none" and not args.kl_coef, f"--kl-in {charged} needs a --kl-coef, such as 0.001")

@@ -401,6 +401,8 @@ def check_args(args: Args) -> None:
     P, M = args.rollout.prompts_per_step, args.minibatches
     refuse(P < M, f"--minibatches {M} of --prompts-per-step {P}: a minibatch needs a prompt (groups stay together)")
     refuse(0 < args.dual_clip <= 1, f"--dual-clip {args.dual_clip}: a bound on the ratio must be above 1 (0 = off)")
+    lowest = args.correction_low if args.correction in ("mask", "sequence") else 0.0
+    refuse(args.correction_high <= lowest, f"--correction-high {args.correction_high}: must be above {lowest:g}")
     refuse(args.overlong_buffer >= args.rollout.max_response_tokens, "--overlong-buffer: below --max-response-tokens")
     charged, estimator = args.kl_in, args.kl_estimator
     refuse(charged != "none" and not args.kl_coef, f"--kl-in {charged} needs a --kl-coef, such as 0.001")

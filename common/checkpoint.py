@@ -27,7 +27,7 @@ from torch import nn
 
 from common.distributed import gather_objects, reshard
 from common.files import refuse, replace_file, shorten
-from common.integrity import BEGIN_ANEW, MANIFEST, digest
+from common.integrity import BEGIN_ANEW, MANIFEST, STEP_NAME, digest
 from common.job import Job
 from common.lora import adapters
 from common.optimizer import GuardedAdamW, make_moments
@@ -53,7 +53,8 @@ class Checkpoints:
         self.state = {name: part for name, part in state.items() if part is not None}
         self.best = math.inf if lowest_is_best else -math.inf
         self.is_better = operator.lt if lowest_is_best else operator.gt
-        self.start = 0
+        self.start, checkpoint = 0, job.checkpoint
+        self.own = bool(checkpoint) and checkpoint.resolve().parent == self.folder.resolve()  # of this run's folder?
         job.at_outage.append(partial(self.save, metric=None))
 
     def resume(self, weights_only: bool = False) -> int:
@@ -80,7 +81,8 @@ class Checkpoints:
         if "gpu" in states and torch.cuda.is_available():
             torch.cuda.set_rng_state(states["gpu"])
         saved = json.loads((folder / "trainer.json").read_text())
-        self.best, self.start = saved["best"], saved["step"]
+        self.start = saved["step"]
+        self.best = saved["best"] if self.own else self.best  # another run's may be of other rows
         for name, adamw in self.optimizers.items():
             adamw.loss_scale.load_state_dict(saved["loss_scale"][name])
         for name, part in self.state.items():
@@ -147,7 +149,7 @@ class Checkpoints:
                 if world.is_main:
                     shutil.rmtree(temporary, ignore_errors=True)
                     room = f"it takes {needed} bytes, {free_bytes(folder)} are free"
-                    print(f"warning: no checkpoint of step {step} ({problem}; {room}); training goes on", flush=True)
+                    print(f"warning: no checkpoint of step {step} ({problem}; {room})", flush=True)
                 return False
         self.best, reached["checkpoint"] = record["best"], folder / name
         return True
@@ -201,7 +203,7 @@ def _shards(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict:
 
 def _prune(folder: Path, keep: int) -> None:
     named = {p.name: p.read_text("latin-1").strip() for p in (folder / "best", folder / "latest") if p.is_file()}
-    steps = [path for path in folder.glob("step_*") if path.is_dir()]
+    steps = [path for path in folder.glob("step_*") if STEP_NAME.fullmatch(path.name) and path.is_dir()]
     # By age, since higher numbers may belong to an abandoned run; what could not be removed altogether comes first.
     steps.sort(key=lambda path: (path.name == named.get("latest"), (path / MANIFEST).is_file(), path.stat().st_mtime))
     for path in steps[: -max(keep, 1)]:

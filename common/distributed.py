@@ -59,6 +59,7 @@ def init_world(stall_minutes: float = 30.0) -> World:
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         os.environ.setdefault(name, value)
     rank, size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    refuse(not os.environ.get("GATHER_SECONDS", "60").isdecimal(), "GATHER_SECONDS: expected a number of seconds")
     if torch.cuda.is_available():
         gpus, ranks = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
         refuse(ranks > gpus, f"{ranks} ranks, but {gpus} GPUs on this machine: torchrun --nproc_per_node {gpus}")

@@ -44,8 +44,8 @@ class Data:
     max_rows: Count | None = None  # use only the first rows of the training data
     bad_rows: Literal["error", "drop"] = "error"  # rows that are unusable or too long: stop, or count and drop them
     min_pixels: Count = 3136  # smaller pictures are enlarged to this area; 28 x 28 pixels are one token
-    max_pixels: Count = 1_003_520  # larger ones are reduced to it; crops are cut from the original
-    max_frame_pixels: Count = 401_408  # the same for a frame of a video
+    max_pixels: Annotated[int, Ge(784)] = 1_003_520  # larger ones are reduced to it; crops are cut from the original
+    max_frame_pixels: Annotated[int, Ge(784)] = 401_408  # the same for a frame of a video
 
 
 @dataclass
@@ -122,7 +122,7 @@ class Run:
     total_epochs: Annotated[float, Gt(0), Le(1e6)] = 1.0  # passes over the data, without --total-steps; refills on top
     eval_every: Limit = 20  # steps between evaluations; 0: only before and after
     eval_before: bool = True  # evaluate before the first step
-    eval_rows: Count = 512  # rows of --eval-data used
+    eval_rows: Count = 512  # so many rows of --eval-data are used, the first ones
     save_every: Limit = 0  # steps between checkpoints, the best evaluation has one too; 0: only at the end
     keep_checkpoints: Count = 1  # newest ones kept; the best by evaluation is kept besides
     resume: str = "auto"  # auto: continue the run in --output-dir if there is one; never; or a path

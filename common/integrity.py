@@ -108,7 +108,7 @@ def step_folder(path: Path, notice: Callable[[str], None]) -> Path | None:
 
     None if there is none. ValueError as `target`.
     """
-    if STEP_NAME.fullmatch(path.name) and path.is_dir():
+    if path.is_dir() and (STEP_NAME.fullmatch(path.name) or (path / MANIFEST).is_file()):
         return path
     places = [path, path / "latest", path / "checkpoints" / "latest"]
     if pointer := next((place for place in places if place.is_file()), None):

@@ -73,7 +73,7 @@ class Job:
         self.limits = PixelLimits(data.min_pixels, data.max_pixels, data.max_frame_pixels)
         self.vision = load_vision(self.path, self.limits, machine.trust_remote_code)  # None: it reads text alone
         sees = (self.vision is not None, "a vision-language --model")
-        refuse_idle(data, dict.fromkeys(["min_pixels", "max_pixels", "max_frame_pixels", "media_root"], sees))
+        refuse_idle(data, dict.fromkeys(["min_pixels", "max_pixels", "max_frame_pixels"], sees))
         trained = (sees[0] and not machine.lora_rank, "a vision-language --model, and no --lora-rank: it freezes all")
         refuse_idle(machine, {"freeze_vision": trained})
         refuse_idle(machine, dict.fromkeys(["lora_alpha", "lora_targets"], (machine.lora_rank > 0, "--lora-rank")))

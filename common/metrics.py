@@ -54,7 +54,7 @@ def rollout_means(episodes: list[Episode], seconds: dict[str, float], with_tools
         means.add("tool/calls", calls, count=len(episodes))
         means.add("tool/callers", sum(bool(e.calls) for e in episodes), count=len(episodes))
         means.add("tool/error_rate", sum(call["error"] for e in episodes for call in e.calls), count=calls)
-        programs = [call["info"]["acted"] for e in episodes for call in e.calls if "acted" in call["info"]]
+        programs = [bool(call["info"]["acted"]) for e in episodes for call in e.calls if "acted" in call["info"]]
         means.add("tool/acted", sum(programs), count=len(programs))
     if "rollout" in seconds:  # tokens of all ranks over the seconds of one
         means.add("rollout/tokens_per_s", response_tokens, count=seconds["rollout"] / world_size())

@@ -92,12 +92,14 @@ class Rollouts:
             sources = {name for prompts in scored if prompts for name in prompts.sources}
             count = max(1, cpus_of_rank() - 1)
             self.workers = RewardWorkers(rollout.reward_function, count, rollout.reward_timeout, sources=sources)
-            if rollout.reward_function and not rollout.replay:  # found out now, not after the first rollout
-                self.workers.try_out(rollout.reward_function, (self.train_data or self.eval_data)[0])
+            data = self.train_data or self.eval_data
+            known = (row for row in map(data.__getitem__, range(len(data))) if row.ground_truth is not None)
+            if rollout.reward_function and not rollout.replay and (row := next(known, None)):
+                self.workers.try_out(rollout.reward_function, row)  # now, not after the first rollout
             options = {"agree": partial(all_reduce, op="max"), "stopping": stop_requested}
             options |= {"notice": job.world.print, "at_outage": job.at_outage}
             self.judge = open_judge(rollout, needs_judge(sources), **options)
-        self.draws = ceil(rollout.prompts_per_step * oversample)  # prompts of a step, before any are replaced
+        self.draws = ceil(round(rollout.prompts_per_step * oversample, 6))  # prompts of a step, without refills
         self.total_steps, self.loader = run.total_steps or 0, None
         if self.train_data:
             self.total_steps = run.total_steps or max(1, round(run.total_epochs * len(self.train_data) / self.draws))
@@ -174,7 +176,7 @@ class Rollouts:
             path = report_to or self.output_dir / "eval" / f"step_{step:06d}.parquet"
             table = report(samples, path, data.record if report_to else None)
             if report_to:
-                world.print(f"{table}\nsamples: {path}")
+                world.print(f"{table}\nsamples: {path}, of the first {count} of {len(data)} rows (--eval-rows)")
             print_samples(step, samples)
         return bounded(summarize, samples, world.print)
 

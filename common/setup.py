@@ -29,9 +29,7 @@ from common.progress import duration
 def open_logger(job: Job, args: Any, total_steps: int, checkpoints: Checkpoints, *, record: bool = True) -> Logger:
     """config.json, unless this is no training, and the logger; tells where the run goes on, and what it will write."""
     world, config = job.world, flat(args)
-    # what a resume changes is an event
-    own = job.checkpoint and job.checkpoint.parent.resolve() == (job.output_dir / "checkpoints").resolve()
-    if world.is_main and record and not own:
+    if world.is_main and record and not checkpoints.own:  # what a resume changes is an event
         save_config(job.output_dir, config, dtype=str(job.compute_dtype), attention=job.attention)
     trackers = Trackers(job.run.log, job.output_dir, config) if world.is_main else None
     logger = Logger(job.output_dir, StatusLine(total_steps), trackers, world.is_main)
@@ -60,7 +58,7 @@ def open_logger(job: Job, args: Any, total_steps: int, checkpoints: Checkpoints,
 
 def finish(job: Job, policy: torch.nn.Module, logger: Logger) -> None:
     """Export the model; the curves are drawn, and the trackers end, where the process does."""
-    folder = job.output_dir / "model"
+    folder = (job.output_dir / "model").resolve()  # which may be a link to another disk
     export_hugging_face(policy, job.tokenizer, folder, job.world, job.compute_dtype, job.run.model)
     job.world.print(f"done: {folder} loads in transformers and vLLM; curves.png is beside it")
 

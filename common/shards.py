@@ -54,7 +54,7 @@ def find_checkpoint(run_dir: Path, resume: str, world: World, identity: dict | N
             folder = step_folder(run_dir if resume == "auto" else Path(resume), world.print)
             if folder is None and resume != "auto":
                 raise ValueError(f"no checkpoint there (a step folder has a {MANIFEST} in it)")
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             folder = f"--resume {resume}: {error}"
     folder = broadcast_object(folder)
     refuse(isinstance(folder, str), folder)
@@ -64,7 +64,8 @@ def find_checkpoint(run_dir: Path, resume: str, world: World, identity: dict | N
     if problem is None:
         manifest = read_manifest(folder)
         other = [name for name, value in (identity or {}).items() if manifest.get(name) != value]
-        problem = f"is of another {other[0]}, {manifest.get(other[0])} and not {identity[other[0]]}" if other else None
+        differs = [f"is of another {name}, {manifest.get(name)} and not {identity[name]}" for name in other]
+        problem = f"{differs[0]} (give that of its run)" if differs else None
     if problem:
         before = [path for path in complete(folder.parent) if path.name < folder.name]
         remedy = f"--resume {before[-1]} goes on from the one before; " if before else ""

@@ -47,9 +47,7 @@ class Vision:
         """Where in expanded ids each of `media` begins."""
         places, i = [], 0
         for m in media:
-            while ids[i] != self.placeholders[m.kind]:
-                i += 1
-            places.append(i)
+            places.append(i := ids.index(self.placeholders[m.kind], i))
             i += m.num_tokens
         return places
 

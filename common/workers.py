@@ -13,7 +13,7 @@ from typing import Any
 
 from common.processes import at_end
 from common.progress import Progress
-from common.worker import USER_MODULE, Worker, describe
+from common.worker import TRANSFER_S, USER_MODULE, Worker, describe
 
 SHARE = 4  # homes that a worker has before there is another one
 
@@ -115,7 +115,9 @@ class Pool:
         for worker in waiting:
             key = worker.key
             try:
-                reply = worker.advance(readable)
+                reply, end = worker.advance(readable), time.monotonic() + TRANSFER_S
+                while reply is None and worker.inbox and time.monotonic() < end and (new := wait(worker.sources, 0.1)):
+                    reply = worker.advance(new)  # all of a large one: the trainer may be away next
             except ValueError as error:
                 done += self._failed_start(worker, str(error))
                 continue

@@ -339,6 +339,27 @@ def test_an_evaluation_between_two_saves_can_be_the_best(tmp_path, world):
     assert (tmp_path / "checkpoints" / "best").read_text() == "step_000006"
 
 
+def test_what_a_user_has_put_aside_stays(tmp_path, world):
+    save(tmp_path, 10, world)
+    kept = tmp_path / "checkpoints"
+    shutil.copytree(kept / "step_000010", kept / "step_000010_good")
+    for step in (20, 30):
+        save(tmp_path, step, world)
+    assert sorted(path.name for path in kept.glob("step_*")) == ["step_000010_good", "step_000030"]
+    assert find_checkpoint(tmp_path / "new", str(kept / "step_000010_good"), world).name == "step_000010_good"
+
+
+def test_a_branch_has_a_best_of_its_own(tmp_path, world):
+    """Another run's may be of other rows, and is not in its folder."""
+    checkpoints(tmp_path / "a", world).save(1, 0.9)
+    branch = checkpoints(tmp_path / "b", world, resume=str(tmp_path / "a"))
+    assert branch.resume() == 1 and branch.best == -math.inf
+    for step, metric in enumerate([0.3, 0.6, 0.2], start=2):
+        branch.save(step, metric)
+    assert (tmp_path / "b" / "checkpoints" / "best").read_text() == "step_000003"
+    assert checkpoints(tmp_path / "b", world).resume() == 4
+
+
 def test_a_run_that_is_never_evaluated_has_no_best(tmp_path, world):
     now = checkpoints(tmp_path, world, lowest_is_best=True)
     now.save(1, None)

@@ -112,6 +112,17 @@ def test_template_that_rewrites_earlier_turns_is_refused(tokenizer):
         episode_of(TURNS, forgetful)
 
 
+def test_a_template_that_ends_a_whole_chat_with_one_more_end_token(tokenizer):
+    """As Phi-3's and Phi-4-mini's: what ends a turn ends it once, and several turns are no other chat."""
+    phi = copy.deepcopy(tokenizer)
+    phi.chat_template = (
+        "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% else %}{{ eos_token }}{% endif %}"
+    )
+    assert said(episode_of(TURNS[:2], phi), phi) == [TURNS[1]["content"] + "<|end|>"]
+    assert said(episode_of(TURNS, phi), phi) == [TURNS[1]["content"] + "<|end|>", "yes<|end|>"]
+
+
 def rows_of(tmp_path, tokenizer, *rows: list[dict]) -> Conversations:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in rows))
     return Conversations(str(tmp_path / "rows.jsonl"), "--train-data", tokenizer, max_tokens=9000)
@@ -131,6 +142,30 @@ def test_a_template_may_set_thoughts_apart(tmp_path):
     """GLM's and Qwen3's write white space between them and the answer: no message is left out."""
     data = rows_of(tmp_path, tokenizer_of("glm-4.6"), alternating("1+1?", "<think>a</think>2"))
     assert len(data) == 1 and data.episode(0)
+
+
+def test_thoughts_in_a_key_of_their_own_are_trained_or_told(tmp_path, tokenizer):
+    asked, thought = alternating("1+1?", "2")
+    rows = [asked, thought | {"reasoning_content": "a sum"}]
+    glm = tokenizer_of("glm-4.6")
+    assert "a sum" in "".join(said(rows_of(tmp_path, glm, rows).episode(0), glm))
+    with pytest.raises(ValueError, match="leaves out reasoning_content: write it as <think>"):
+        rows_of(tmp_path, tokenizer, rows)
+
+
+def test_a_turn_of_weight_0_is_not_trained_on(tokenizer):
+    """As in OpenAI's files."""
+    first, draft, again, right = alternating("1+1?", "3", "sure?", "2")
+    chat = read_conversation({"messages": [first, draft | {"weight": 0}, again, right | {"weight": 1}]})
+    assert chat.train == [False, False, False, True] and not any("weight" in message for message in chat.messages)
+
+
+def test_marks_without_pictures_are_told(tmp_path, tokenizer):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": alternating("<image>What?", "7"), "img": ["1.png"]}))
+    told: list[str] = []
+    Conversations(str(tmp_path / "rows.jsonl"), "--train-data", tokenizer, max_tokens=99, notice=told.append)
+    expected = "have <image> or <video>, and no column images, image or videos: read as text"
+    assert told == [f"--train-data: 1 rows {expected}"]
 
 
 def test_a_greeting_by_the_assistant_is_read_and_not_trained_on(tmp_path, tokenizer):

@@ -402,6 +402,12 @@ def test_flags_without_effect_are_refused(flags, monkeypatch):
         checked_args(curiosity_rl, monkeypatch, "--model", "tiny-vl", *flags)
 
 
+def test_calls_of_an_environment_are_paid_for_like_those_of_tools(monkeypatch):
+    own = ["--tools", "", "--environment", "own.py:Own", "--train-data", "rows.jsonl"]
+    own += ["--curiosity-alpha", "1", "--veto-errors", "--count-calls", "successful"]
+    assert checked_args(curiosity_rl, monkeypatch, "--model", "x", *own).curiosity_alpha == 1
+
+
 def test_the_constant_divisor_is_that_of_the_released_code():
     """Sum of token losses / 200 for each sequence: --reduction dr_grpo --loss-length 200."""
     weights = curiosity_rl.token_weights("dr_grpo", torch.tensor([3.0, 7.0]), 10.0, 4.0, 200)

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from helpers import deadline, gathering, prompts_of, run_script
+from test_tool_formats import tokenizer_of
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -239,6 +240,27 @@ def test_a_date_that_python_cannot_hold_costs_nothing_where_nobody_asks_for_it(t
         load(str(tmp_path / "b.parquet"), tokenizer)
 
 
+def test_what_only_a_report_reads_is_found_at_the_start_of_an_evaluation(tmp_path, tokenizer):
+    """Not behind it, with all that was sampled lost."""
+    table = pa.Table.from_pylist(rows := [row(), row()])
+    pq.write_table(table.append_column("made", in_the_year_10000(rows)), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a\.parquet: bad column: .*out of range"):
+        load(str(tmp_path / "a.parquet"), tokenizer, eval_only=True)
+
+
+def test_arguments_of_calls_may_be_a_text(tmp_path):
+    """As OpenAI has them: the template would write the text as a text."""
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    called = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    prompt = [*called, {"role": "tool", "content": "1"}]
+    qwen = tokenizer_of("qwen2.5")
+    data = load(write(tmp_path / "a.jsonl", [row(prompt=prompt)]), qwen)
+    assert '{"name": "f", "arguments": {"a": 1}}' in qwen.decode(data[0].prompt_ids)
+    call["function"]["arguments"] = '{"a": 1'
+    with pytest.raises(ValueError, match=r"line 1: arguments of tool_calls: .* is no JSON"):
+        load(write(tmp_path / "a.jsonl", [row(prompt=prompt)]), qwen)
+
+
 def test_two_columns_of_one_name_are_refused(tmp_path, tokenizer):
     table = pa.Table.from_pylist([row()])
     pq.write_table(table.append_column("prompt", table["prompt"]), tmp_path / "a.parquet")
@@ -360,7 +382,7 @@ BAD = {
     "a JSON list, expected an object": "[1]",
     "a JSON str, expected an object": '"hello"',
     "a JSON str, expected an object ": '""',
-    "malformed: TypeError": row(images=5),
+    "malformed: TypeError": row(videos=5),
     "invalid JSON": "",
     "cannot be rendered: no tools here": row(prompt=[{"role": "tool", "content": "x"}]),
     "cannot be rendered: 'utf-8' codec can't encode": row("half a pair: \ud83d"),

@@ -130,6 +130,11 @@ def test_a_rank_that_does_not_come_is_named(rank, number, missing):
     assert process.returncode == 1
 
 
+def test_a_wait_that_is_no_number_of_seconds_is_refused(rank):
+    process = rank("raise", 0, of=1, GATHER_SECONDS="10m")
+    assert process.communicate(timeout=60)[0].splitlines()[-1] == "GATHER_SECONDS: expected a number of seconds"
+
+
 def test_a_rank_dies_with_its_torchrun(rank, tmp_path):
     """By SIGKILL, which leaves torchrun no time to end its ranks; here something else has started the rank."""
     code = (

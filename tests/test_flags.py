@@ -54,6 +54,8 @@ def numeric(script) -> list[str]:
 
 
 def was_refused(name: str, value: float) -> str | None:
+    if name in ("max_pixels", "max_frame_pixels") and not value >= 784:  # nothing is shown smaller
+        return "must not be below 784"
     if name in POSITIVE and not value > 0:
         return "must be above 0"
     if name in TEMPERATURES and value > 2:

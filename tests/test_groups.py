@@ -45,6 +45,7 @@ def rollouts_of(world, groups=group) -> SimpleNamespace:
         ({"oversample": 1.5, "prompts_per_step": 4}, [(0, 6)], [1, 4, 5]),
         ({"oversample": 3.0, "prompts_per_step": 3}, [(0, 9)], [1, 4, 8]),
         ({"oversample": 3.0, "prompts_per_step": 1}, [(0, 3)], [1]),
+        ({"oversample": 1.12, "prompts_per_step": 25}, [(0, 28)], [1, 4, 5, 7, 8]),  # 1.12 * 25 is a bit above 28
         ({"oversample": 1.5, "prompts_per_step": 3, "dynamic_sampling": 9}, [(0, 5), (5, 2)], [1, 4, 5]),
         ({"oversample": 2.0, "prompts_per_step": 2, "dynamic_sampling": 9}, [(0, 4), (4, 2)], [1, 4]),
         ({"prompts_per_step": 3}, [(0, 3)], [0, 1, 2]),
@@ -178,7 +179,7 @@ def test_an_epoch_counts_the_prompts_that_are_drawn(world, capsys):
 @pytest.mark.parametrize(
     "flags, told",
     [
-        (["--oversample", "0.5"], "--oversample 0.5: must not be below 1"),
+        (["--oversample", "0.5"], "--oversample 0.5: must be from 1 to 100"),
         (["--tool-bonus", "0.1"], "--tool-bonus 0.1 has no effect: needs --tools"),
         (["--tool-bonus", "-1", "--tools", "python"], "--tool-bonus -1.0: must not be below 0"),
     ],

@@ -127,6 +127,20 @@ def test_what_stands_in_the_place_of_the_records_costs_them_and_not_the_run(tmp_
     assert (tmp_path / "config.json").is_file() or f"warning: {tmp_path}/config.json not written" in said
 
 
+def test_records_that_cannot_be_read_or_made_cost_themselves(tmp_path, monkeypatch, capsys):
+    (tmp_path / "metrics.jsonl").write_text("{}")
+
+    def refuse(*_, **__):
+        raise PermissionError("another user's")
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    make(tmp_path).log(1, {"a": 1.0})
+    (tmp_path / "file").write_text("")
+    make(tmp_path / "file" / "run").log(2, {"a": 1.0})
+    said = capsys.readouterr().out
+    assert said.count("warning: cannot write") == 2 and "another user's" in said and "step   2/100" in said
+
+
 @pytest.mark.parametrize("text", ["null", "[]", '{"args": null}', '{"args": 5}', '{"args": [3]}', "{"])
 def test_a_config_that_somebody_has_altered_costs_no_run(tmp_path, text):
     (tmp_path / "config.json").write_text(text)

@@ -149,6 +149,13 @@ def test_rollout_metrics_by_hand():
     assert not [name for name in plain if name.startswith("tool/")] and "rollout/tokens_per_s" not in plain
 
 
+def test_what_a_tool_says_of_its_call_is_counted_whatever_it_is():
+    episodes = [episode(0, 1.0, calls=3)]
+    for call, acted in zip(episodes[0].calls, ("clicked the button", False, True), strict=True):
+        call["info"] = {"acted": acted}
+    assert rollout_metrics(rollout_means(episodes, {}, with_tools=True).reduce())["tool/acted"] == 2 / 3
+
+
 def test_numbers_of_the_reward_function_are_metrics():
     """Means over the scored episodes that have them; texts, what is no number, and names of other metrics are not."""
     episodes = [episode(0, 1.0), episode(0, 0.0), episode(0, math.nan)]

@@ -1,5 +1,6 @@
 """The tool `python`: its protocol, the state of a trajectory, what goes wrong in a program. Real sandboxes."""
 
+import contextlib
 import io
 import re
 import time
@@ -455,6 +456,38 @@ def test_a_picture_is_upright(workers):
     exif[0x0112] = 6  # turned
     Image.new("RGB", (90, 40)).save(file, "JPEG", exif=exif)
     assert Trajectory(workers, [file.getvalue()])("print(image_clue_0.size)").text == "(40, 90)"
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "I;16", "L"])
+def test_programs_see_what_the_policy_sees(workers, mode):
+    """Transparency becomes white, 16 bits become 8."""
+    file = io.BytesIO()
+    shades = np.linspace(0, 255, 64 * 64).reshape(64, 64)
+    if mode == "I;16":
+        Image.fromarray((shades * 257).astype(np.uint16)).save(file, "PNG")
+    else:
+        image = Image.fromarray(shades.astype(np.uint8)).convert("LA" if mode == "LA" else "RGBA")
+        image.putalpha(Image.fromarray(shades.T.astype(np.uint8)))
+        image.convert(mode).save(file, "PNG", **({"transparency": 0} if mode == "P" else {}))
+    seen = np.asarray(decode(file.getvalue()))
+    look = Trajectory(workers, [file.getvalue()])("a = np.asarray(image_clue_0)\nprint(a.shape, a.sum())")
+    assert look.text == f"{seen.shape} {seen.sum()}"
+
+
+@pytest.mark.slow
+def test_a_figure_that_came_while_the_trainer_was_away_is_read_to_its_end():
+    """As under --engine hf: the deadline has passed, and what is larger than a socket waits in the child."""
+    noise = "plt.figure(figsize=(16, 12)); plt.figimage(np.random.rand(1200, 1600, 3)); plt.show()"
+    with contextlib.closing(PythonWorkers(2, 8.0)) as workers:
+        trajectories = [Trajectory(workers) for _ in range(2)]
+        for trajectory in trajectories:
+            trajectory.ask(noise)
+        replies, end = {}, time.monotonic() + 60
+        while len(replies) < 2 and time.monotonic() < end:
+            time.sleep(8.5)
+            replies |= workers.poll(1.0)
+    assert [len(replies[trajectory.key].images) for trajectory in trajectories] == [1, 1]
+    assert all(len(replies[t.key].images[0]) > 2**21 for t in trajectories)
 
 
 def test_a_video_file_is_read_frame_by_frame(workers):

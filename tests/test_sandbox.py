@@ -8,6 +8,7 @@ pytest tests/test_sandbox.py -m slow     # all of them, as a table
 
 import contextlib
 import inspect
+import io
 import json
 import os
 import re
@@ -20,6 +21,7 @@ import tempfile
 import textwrap
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -27,11 +29,12 @@ from pathlib import Path
 
 import pytest
 from helpers import wait_until
+from PIL import Image
 from test_python_tool import Trajectory
 
 from common.tools import namespaces, python, sandbox, seccomp
 from common.tools.python import PythonWorkers
-from common.tools.sandbox import Sandbox, as_reply
+from common.tools.sandbox import Sandbox, as_reply, can_be_shown
 
 SECRET = "the truth is 42"
 PRELUDE = """
@@ -1041,6 +1044,18 @@ def test_figures_have_a_size_together():
         assert 1 <= len(reply.images) < 4 and "the figures of a block have at most 32 MB" in reply.text
     finally:
         pool.close()
+
+
+def test_a_forged_figure_does_not_hold_the_trainer_up():
+    """Pillow looks at each chunk before a figure's data, and in Python."""
+    small = io.BytesIO()
+    Image.new("L", (4, 4)).save(small, "PNG")
+    png = small.getvalue()
+    chunk = struct.pack(">I", 0) + b"teSt" + struct.pack(">I", zlib.crc32(b"teSt"))
+    assert can_be_shown(png) and can_be_shown(png[:33] + 100 * chunk + png[33:])
+    start = time.monotonic()
+    assert not can_be_shown(png[:33] + 2_000_000 * chunk + png[33:])
+    assert time.monotonic() - start < 5
 
 
 def inner_process(box: Sandbox) -> int:

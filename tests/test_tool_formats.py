@@ -108,6 +108,8 @@ NO_CALLS = [
     ("qwen3-coder", "<tool_call>\n<function=f>\n<parameter=x>\n3\n<|im_end|>"),
     ("qwen3-coder", "<tool_call>\n<function=f>\n</function>\n</tool_call> So the answer is 5"),
     ("qwen3-coder", "<tool_call><function=f>" + "<parameter=s>" * 10_000),
+    ("qwen3-coder", "<tool_call>\n<function=f>\n</function>\n</tool_call> The answer is \\boxed{5}<|im_end|>"),
+    ("qwen3-coder", "<think><tool_call>\n<function=f>\n</function>\n</tool_call></think>The set is {5}<|im_end|>"),
 ]
 
 

@@ -186,6 +186,17 @@ def test_every_turn_of_every_sample_has_random_numbers_of_its_own(workers):
     assert len({request_seed(*place) for place in places}) == len(places)
 
 
+@pytest.mark.parametrize("special", [False, True])
+def test_the_tags_of_a_call_may_be_special_tokens(workers, special):
+    """As in some models, and where a user's own training has added them."""
+    tokenizer = build_tokenizer()
+    tokens = ["<tool_call>", "</tool_call>"]
+    tokenizer.add_tokens(tokens, special_tokens=special)
+    call = '<tool_call>{"name": "zoom", "arguments": {}}</tool_call>'
+    (episode,), _ = run([[call, "done"]], Turns(tokenizer, workers), row(tokenizer))
+    assert [call["name"] for call in episode.calls] == ["zoom"] and episode.turns == 2
+
+
 @pytest.mark.parametrize("template", [QWEN, QWEN_VL, SMOLLM], ids=["Qwen2.5", "Qwen2.5-VL", "SmolLM2"])
 @pytest.mark.parametrize("role", ["user", "tool"])
 def test_ids_are_those_of_the_whole_conversation(template, role, workers):
@@ -246,10 +257,11 @@ def test_texts_and_pictures_of_an_observation_keep_their_order(vision):
 class Tags:
     """Another protocol: a row index between tags; the reply follows at once, in no message."""
 
-    reads_special_tokens = False
-
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
+
+    def read(self, turn):
+        return self.tokenizer.decode(turn, skip_special_tokens=True)
 
     def find_call(self, text):
         found = text.rstrip().removesuffix("</look>").rpartition("<look>")

@@ -97,12 +97,15 @@ def test_modes(vision, mode, format_):
     assert media.pixels.shape == (1, 56, 56, 3) and media.pixels.dtype == np.uint8 and media.pixels.std() > 0
 
 
-@pytest.mark.parametrize("mode, format_", [("I", "TIFF"), ("F", "TIFF"), ("I", "PPM")])
-def test_pictures_of_numbers_without_a_white_are_refused(mode, format_):
-    """They would be cut at 255: a depth map would be white."""
+@pytest.mark.parametrize(
+    "mode, format_, most", [("I", "TIFF", 6e4), ("F", "TIFF", 6e4), ("I", "PPM", 6e4), ("F", "TIFF", 1)]
+)
+def test_pictures_of_numbers_without_a_white_are_refused(mode, format_, most):
+    """They would be cut at 255, a depth map would be white; or all of 0 to 1 would be black."""
     file = io.BytesIO()
-    Image.fromarray(np.arange(3000, dtype=np.int32).reshape(50, 60) * 20).convert(mode).save(file, format_)
-    with pytest.raises(ValueError, match="unreadable image: a picture of 32-bit numbers beyond 255"):
+    numbers = np.linspace(0, most, 3000, dtype=np.float32).reshape(50, 60)
+    Image.fromarray(numbers).convert(mode).save(file, format_)
+    with pytest.raises(ValueError, match="unreadable image: a picture of 32-bit numbers, not of 0 to 255"):
         Media.open("image", [file.getvalue()], LIMITS)
 
 
@@ -153,8 +156,12 @@ def test_parquet_with_bytes_and_rows_without_pictures(tmp_path, vision):
     ]
     rows = [row | {"data_source": "a", "reward_model": {"style": "rule", "ground_truth": "1"}} for row in rows]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    data = prompts_of(str(tmp_path / "rows.parquet"), tokenizer=vision.processor.tokenizer, vision=vision)
+    told: list[str] = []
+    options = {"tokenizer": vision.processor.tokenizer, "vision": vision, "notice": told.append}
+    data = prompts_of(str(tmp_path / "rows.parquet"), **options)
     assert [len(data[i].media) for i in (0, 1)] == [1, 0]
+    expected = "have <image> or <video>, and no column images, image or videos: read as text"
+    assert told == [f"--train-data: 1 prompts {expected}"]
     assert "<image>" in vision.processor.tokenizer.decode(data[1].prompt_ids)
 
 
@@ -165,6 +172,7 @@ def test_parquet_with_bytes_and_rows_without_pictures(tmp_path, vision):
         (ask("<image><image>") | {"images": ["good.png"]}, "1 images, and <image> stands 2 times"),
         (ask("look") | {"images": ["good.png"]}, "1 images, and <image> stands 0 times"),
         (ask("<image>") | {"images": [7]}, "7 is neither bytes, nor a path"),
+        (ask("<image>") | {"images": [{"image": "good.png"}]}, "{'image': 'good.png'} is neither bytes, nor a path"),
         (ask("<image>" * 17) | {"images": ["good.png"] * 17}, "17 pictures are more than --max-images 16"),
         (ask("<image>") | {"images": ["rows.jsonl"]}, "no readable picture"),
         (ask("<video>") | {"videos": ["clip.mp4"]}, "a video is given as the list of its frames"),
@@ -173,6 +181,7 @@ def test_parquet_with_bytes_and_rows_without_pictures(tmp_path, vision):
 )
 def test_bad_rows_are_told_at_start_up(tmp_path, vision, row, reason):
     saved(tmp_path, "good.png", picture(60, 60))
+    assert len(load(tmp_path, vision, [ask("<image>") | {"images": "good.png"}])) == 1, "one may stand without a list"
     with pytest.raises(ValueError, match=rf"(?s)1 unusable rows.*rows.jsonl line 2: .*{reason}"):
         load(tmp_path, vision, [ask("fine"), row])
     assert len(load(tmp_path, vision, [ask("fine"), row], bad_rows="drop")) == 1

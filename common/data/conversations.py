@@ -5,10 +5,9 @@ Trained on is what the assistant says and the token that ends its turn; never he
 
 import gc
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -19,9 +18,9 @@ from jinja2 import TemplateError
 
 from common.data.formats import Conversation, Rule, pictured, read_conversation, text_of
 from common.data.media import count_tokens, open_media
-from common.data.render import as_text, spells_control
+from common.data.render import after_last_turn, as_text
 from common.data.rows import RowFiles
-from common.data.scan import once_per_machine
+from common.data.scan import Found, once_per_machine
 from common.data.templates import native_calls
 from common.distributed import World
 from common.episodes import Episode
@@ -33,13 +32,13 @@ from common.vision import Vision
 
 def turn_texts(messages: list[dict], tokenizer) -> Iterator[tuple[int, str, str]]:
     """(its number, what comes before it, what it says) of each turn of the assistant. BadRow if it changes others."""
-    rendered, end_token = "", tokenizer.eos_token
+    rendered, end_token, tail = "", tokenizer.eos_token, after_last_turn(tokenizer, tokenizer.chat_template)
     template = partial(tokenizer.apply_chat_template, tools=messages[0].get("tools"), tokenize=False)
     for turn in (turn for turn, message in enumerate(messages) if turn and message["role"] == "assistant"):
         header, full = template(messages[:turn], add_generation_prompt=True), template(messages[: turn + 1])
         if not header.startswith(rendered) or not full.startswith(header):
             raise BadRow("the chat template rewrites earlier turns: masks cannot be derived turn by turn")
-        end = full.rfind(end_token)
+        end = full.find(end_token, len(full) - len(tail)) if full.endswith(tail) else full.rfind(end_token)
         end = end + len(end_token) if end >= len(header) else len(full)
         yield turn, header[len(rendered) :], full[len(header) : end]
         rendered = full[:end]
@@ -74,15 +73,6 @@ def conversation_episode(
         raise BadRow(f"nothing to learn in its first {max_tokens} tokens")
     first = mask.index(1)
     return Episode(index, 0, ids[:first], ids[first:], mask[first:], [0.0] * (len(ids) - first), "stop", media=media)
-
-
-@dataclass
-class Found:
-    """What a look at every row has found."""
-
-    bad: dict[int, str] = field(default_factory=dict)  # row index -> why it cannot be used
-    costs: dict[int, float] = field(default_factory=dict)  # about the tokens of each other row, to balance ranks by
-    told: Counter[str] = field(default_factory=Counter)  # what is worth knowing of rows
 
 
 class Conversations:
@@ -124,7 +114,6 @@ class Conversations:
         self.costs = np.array(list(found.costs.values()))
 
     def _scan(self) -> Found:
-        """At every row."""
         gc.freeze()  # millions of rows that come and go would make the collector visit all of torch, over and over
         found, progress = Found(), self.files.progress()
         for i, record in enumerate(self.files.records()):
@@ -139,8 +128,7 @@ class Conversations:
             found.costs[i] = sum(pictures) + sum(len(text_of(message)) for message in conversation.messages) / 4
             if self.rule == "auto" and conversation.rule == "last-two-turns":
                 found.told["are Pixel Reasoner's: trained on are their last two turns (--mask)"] += 1
-            if spelled:
-                found.told[spells_control(self.tokenizer)] += 1
+            found.look_at("".join(map(text_of, conversation.messages)), pictures, spelled, self.tokenizer)
         return found
 
     def _read(self, record: dict | str) -> tuple[Conversation, bool]:
@@ -173,6 +161,9 @@ class Conversations:
             if any(m.get("tool_calls") for m in messages) and render(bare) == whole:
                 raise BadRow("the chat template leaves out tool_calls: write them as <tool_call> into the contents")
         flat = "".join(whole.split())  # a template may set a turn's thoughts apart
+        thoughts = ["".join(m["reasoning_content"].split()) for m in messages if m.get("reasoning_content")]
+        if thoughts and not any(thought in flat for thought in thoughts):
+            raise BadRow("the chat template leaves out reasoning_content: write it as <think> into the contents")
         for message in (message for message in messages if not pictured(message)):
             quoted = json.dumps(text_of(message), ensure_ascii=False)  # as Llama-3's template has what tools return
             if not any("".join(form.split()) in flat for form in (text_of(message), quoted)):

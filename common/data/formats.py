@@ -11,16 +11,17 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from common.data.media import Picture, picture_sources
-from common.data.render import split_marks, with_tools, without_nulls
+from common.data.render import parsed, split_marks, with_arguments, with_tools, without_nulls
 from common.pictures import BadRow
 from common.tools.turns import CALL_ID, CLOSE, OPEN
 
 ROLES = ("system", "user", "assistant", "tool", "observation")
 SHAREGPT = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
 FORMATS = "messages, question and answer, prompt and extra_info.answer, message_list, or conversations"
+KEPT = ("train", "weight", "tool_calls", "tool_call_id", "name", "reasoning_content")  # of a message
 Rule = Literal["auto", "all", "last-two-turns"]
 
 
@@ -54,6 +55,7 @@ def read_conversation(
         if message["role"] not in ROLES:
             raise BadRow(f"unknown role {message['role']!r}, expected one of {', '.join(ROLES)}")
         wanted = message["role"] == "assistant" and message.pop("train", None) not in (False, "false", "False")
+        wanted &= message.pop("weight", 1) != 0  # OpenAI's way
         wanted &= i > 0  # what nobody has asked for has no prompt
         wanted &= rule != "last-two-turns" or i in (len(messages) - 1, len(messages) - 3)
         if mask_failed_calls:
@@ -122,11 +124,7 @@ def from_marks(record: Mapping, native: Callable[[], object]) -> tuple[list[dict
 
 def kept(message: Mapping) -> dict:
     """What else a template may ask for, without the nulls that Arrow fills in."""
-    parts = without_nulls({key: message.get(key) for key in ("train", "tool_calls", "tool_call_id", "name")})
-    for call in parts.get("tool_calls") or ():
-        if isinstance(given := call["function"].get("arguments"), str):  # OpenAI's way
-            call["function"]["arguments"] = parsed(given, "arguments of tool_calls")
-    return parts
+    return with_arguments(without_nulls({key: message.get(key) for key in KEPT}))
 
 
 def called(value: str, native: object) -> dict:
@@ -138,13 +136,6 @@ def called(value: str, native: object) -> dict:
     if native:
         return {"content": "", "tool_calls": [{"type": "function", "id": CALL_ID, "function": call} for call in calls]}
     return {"content": "\n".join(f"{OPEN}\n{json.dumps(call, ensure_ascii=False)}\n{CLOSE}" for call in calls)}
-
-
-def parsed(text: str, what: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise BadRow(f"{what}: {text!r:.80} is no JSON ({error})") from error
 
 
 def text_of(message: dict) -> str:

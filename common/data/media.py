@@ -23,8 +23,9 @@ def picture_sources(record: Mapping, text: str) -> list[Picture]:
     """
     hint = record.get("mm_hint")
     one = record.get("image") or (hint.get("hint_path") if isinstance(hint, Mapping) and "<image>" in text else None)
-    images = record.get("images") or (one if isinstance(one, list) else [one] if one else None)
-    left = {"image": [[item] for item in images or []], "video": list(record.get("videos") or [])}
+    images = record.get("images") or one or []
+    images = images if isinstance(images, list) else [images]
+    left = {"image": [[item] for item in images], "video": list(record.get("videos") or [])}
     if not any(left.values()):
         return []
     kinds = [MARKS[mark] for mark in re.findall("<image>|<video>", text)]
@@ -67,13 +68,12 @@ def media_file(item: object, root: Path | None) -> io.BufferedIOBase:
 
     With a `root` a relative path starts there, and none may leave it: by "..", through a link, or as an absolute one.
     """
-    if isinstance(item, Mapping):
-        item = item.get("bytes") or item.get("path")
-    if isinstance(item, bytes):
-        return io.BytesIO(item)
-    if not isinstance(item, str):
+    held = item.get("bytes") or item.get("path") if isinstance(item, Mapping) else item
+    if isinstance(held, bytes):
+        return io.BytesIO(held)
+    if not isinstance(held, str):
         raise BadRow(f"{item!r:.60} is neither bytes, nor a path, nor {{bytes, path}}")
-    path = os.path.join(root or "", item)
+    path = os.path.join(root or "", held)
     try:
         if root and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
             raise BadRow(f"{path} leads out of --media-root {root}")

@@ -1,9 +1,8 @@
 """Data sets in verl's format (parquet or jsonl) as tokenised prompts, and the seeded order in which they are used."""
 
 import gc
-from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
@@ -13,7 +12,7 @@ from jinja2 import TemplateError
 from common.data import render
 from common.data.media import Picture, count_tokens, open_media, picture_sources, read_tool_media
 from common.data.rows import RowFiles
-from common.data.scan import Lengths, once_per_machine
+from common.data.scan import Found, Lengths, once_per_machine
 from common.data.verl import OPTIONAL, REQUIRED, row_problem, to_verl, truth_of
 from common.distributed import World
 from common.episodes import Prompt, Row
@@ -33,19 +32,6 @@ class Prepared:
     pictures: list[Picture]
     tools: dict[str, dict]  # on offer
     spelled: bool  # was there a control token?
-
-
-@dataclass
-class Found:
-    """What a look at every row has found: row index -> reason, of those that cannot be used."""
-
-    bad: dict[int, str] = field(default_factory=dict)
-    too_long: dict[int, str] = field(default_factory=dict)
-    kept: list[int] = field(default_factory=list)  # indices of the others, and of those that are too long
-    sources: set[str] = field(default_factory=set)  # every data_source of a usable row that is to be scored
-    told: Counter[str] = field(default_factory=Counter)  # what is worth knowing of prompts
-    answered: int = 0  # rows with an interaction
-    unheeded: Counter[str] = field(default_factory=Counter)  # what rows ask for in vain
 
 
 class PromptData:
@@ -99,10 +85,9 @@ class PromptData:
                 notice(f"warning: {flag}: {count} rows ask in vain for something: {what}")
 
     def _scan(self) -> Found:
-        """At every row, some at a time."""
         found, texts, progress = Found(), {}, self.files.progress()
         gc.freeze()  # millions of rows that come and go would make the collector visit all of torch, over and over
-        rows = enumerate(self.files.records((*REQUIRED, *OPTIONAL)))
+        rows = enumerate(self.files.records((*REQUIRED, *OPTIONAL) if self.needs_truth else None))  # what is used
         while batch := list(islice(rows, 1024)):
             progress.add(len(batch))
             prepared = {}
@@ -115,7 +100,7 @@ class PromptData:
                     read_tool_media(prompt.tools, self.media_root, size=0)
                     if len(prompt.pictures) > self.max_images:
                         raise BadRow(f"{len(prompt.pictures)} pictures are more than --max-images {self.max_images}")
-                except (AttributeError, BadRow, TypeError) as error:  # a number where a list should be, ...
+                except (AttributeError, BadRow, LookupError, TypeError) as error:  # a number for a list, ...
                     prepared.pop(index, None)
                     kind = "" if isinstance(error, BadRow) else f"malformed: {type(error).__name__}: "
                     found.bad[index] = f"{kind}{error}"
@@ -133,8 +118,7 @@ class PromptData:
                     found.sources.add(records[index]["data_source"])
                 if isinstance(prompt.prompt, str) and isinstance(records[index]["prompt"], list):
                     found.told["are rendered templates in one message: used without chat template"] += 1
-                if prompt.spelled:
-                    found.told[render.spells_control(self.tokenizer)] += 1
+                found.look_at(render.bare_text(prompt.prompt), prompt.pictures, prompt.spelled, self.tokenizer)
                 found.unheeded[render.unheeded(records[index], self.tools, self.interaction)] += 1
                 found.answered += render.row_interaction(records[index], self.interaction) is not None
                 # At most a token per byte, and one for a leading space; NFC can triple the bytes of non-ASCII text.

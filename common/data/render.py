@@ -3,8 +3,9 @@
 import json
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 from common.data.media import MARKS, for_interpreter
 from common.data.templates import native_calls
@@ -31,7 +32,23 @@ def clean_prompt(prompt: Prompt) -> Prompt:
     if len(prompt) == 1 and prompt[0]["role"] == "user" and any(m in prompt[0]["content"] for m in RENDERED_MARKS):
         return prompt[0]["content"]
     # Arrow fills the keys that only other rows have with nulls, and templates ask `is defined`.
-    return without_nulls(prompt)
+    return [with_arguments(message) for message in without_nulls(prompt)]
+
+
+def with_arguments(message: dict) -> dict:
+    """The message, in whose tool_calls arguments that are a JSON text, OpenAI's way, have become objects."""
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(given := function.get("arguments"), str):
+            function["arguments"] = parsed(given, "arguments of tool_calls")
+    return message
+
+
+def parsed(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise BadRow(f"{what}: {text!r:.80} is no JSON ({error})") from error
 
 
 def without_nulls(value):
@@ -50,12 +67,6 @@ def as_text(messages: list[dict], spaced: Callable[[str], str]) -> list[dict]:
         return [part | {"text": spaced(part["text"])} if "text" in part else part for part in content]
 
     return [m | {"content": clean(m["content"])} if m["role"] in NOT_OURS else m for m in messages]
-
-
-def spells_control(tokenizer) -> str:
-    """What is told of rows whose words are control tokens."""
-    end = tokenizer.eos_token or "<|end|>"
-    return f"spell control tokens in a message: read as text ({end} as {end[0]} {end[1:]})"
 
 
 def to_messages(prompt: Prompt, tokenizer, tools: Mapping[str, Tool] | None = None, pictures: bool = False) -> Prompt:
@@ -162,16 +173,20 @@ def end_token_ids(path: str, tokenizer: "transformers.PreTrainedTokenizerBase") 
     return sorted(set(ids))
 
 
+@cache
+def after_last_turn(tokenizer, chat_template: str) -> str:
+    """What the chat template puts behind the assistant's last turn: Phi's ends a whole chat with a second token."""
+    messages = [{"role": "user", "content": "."}, {"role": "assistant", "content": "\u2603"}]
+    return tokenizer.apply_chat_template(messages, chat_template=chat_template, tokenize=False).rpartition("\u2603")[2]
+
+
 def end_of_turn(tokenizer) -> str:
     """The token that the chat template puts after an assistant turn, if it is a special one; else the end token.
 
     They differ in base models: Qwen2.5's end token is <|endoftext|>, its template ends turns with <|im_end|>. A policy
     that was trained to say one and is stopped at the other never stops.
     """
-    mark = "\u2603"
-    messages = [{"role": "user", "content": "."}, {"role": "assistant", "content": mark}]
-    tail = tokenizer.apply_chat_template(messages, tokenize=False).rpartition(mark)[2]
-    ids = tokenizer.encode(tail, add_special_tokens=False)
+    ids = tokenizer.encode(after_last_turn(tokenizer, tokenizer.chat_template), add_special_tokens=False)
     first = tokenizer.convert_ids_to_tokens(ids[0]) if ids else tokenizer.eos_token
     return first if first in tokenizer.get_added_vocab() else tokenizer.eos_token
 

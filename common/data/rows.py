@@ -136,8 +136,7 @@ def open_rows(path: Path, flag: str) -> Iterator[pa.RecordBatchReader]:
             return
         content = path.read_bytes()
         lines = content.rstrip().splitlines()
-        is_list = content.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
-        if path.suffix == ".json" and is_list:  # else lines, as datasets writes them
+        if path.suffix == ".json" and content.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):  # else lines
             lines = [json.dumps(row).encode() for row in json.loads(content)]
         yield pa.table({JSON_LINE: pa.array(lines, pa.large_binary())}).to_reader()
     except (pa.ArrowInvalid, OSError, RecursionError, ValueError) as error:

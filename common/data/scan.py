@@ -1,10 +1,35 @@
 """A look at all rows of a data set before the first step: lengths without tokenising everything, once per machine."""
 
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
+from common.data.media import MARKS
 from common.distributed import World, gather_objects
 
 MAX_WORDS = 500_000  # whose numbers of tokens are remembered
+
+
+@dataclass
+class Found:
+    """What a look at every row has found: row index -> reason, of those that cannot be used."""
+
+    bad: dict[int, str] = field(default_factory=dict)
+    too_long: dict[int, str] = field(default_factory=dict)
+    kept: list[int] = field(default_factory=list)  # indices of the others, and of those that are too long
+    costs: dict[int, float] = field(default_factory=dict)  # about the tokens of each of them, to balance ranks by
+    sources: set[str] = field(default_factory=set)  # every data_source of a usable row that is to be scored
+    told: Counter[str] = field(default_factory=Counter)  # what is worth knowing of rows
+    answered: int = 0  # rows with an interaction
+    unheeded: Counter[str] = field(default_factory=Counter)  # what rows ask for in vain
+
+    def look_at(self, text: str, pictures: list, spelled: bool, tokenizer) -> None:
+        """Whether a row is read in another way than it may have been meant. spelled: had it a control token?"""
+        if not pictures and any(mark in text for mark in MARKS):
+            self.told["have <image> or <video>, and no column images, image or videos: read as text"] += 1
+        if spelled:
+            end = tokenizer.eos_token or "<|end|>"
+            self.told[f"spell control tokens in a message: read as text ({end} as {end[0]} {end[1:]})"] += 1
 
 
 class Lengths:

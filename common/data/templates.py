@@ -9,20 +9,19 @@ from pathlib import Path
 from jinja2 import TemplateError
 from pydantic_core import from_json
 
-from common.tools.turns import CALL_ID, Call, Hermes, Protocol
+from common.tools.turns import CALL_ID, CLOSE, Call, Hermes, Protocol
 
 # name -> what `parse_response` takes as the field tool_calls
 FORMATS: dict[str, dict] = json.loads(Path(__file__).with_name("call_formats.json").read_text())
-ENDS = re.compile(r"(</tool_call>|[\]}])\s*+(<\|\w+\|>|</s>)?\s*\Z")  # a turn whose last words are a call
+LAST = r"\s*+(<\|\w+\|>|</s>)?\s*\Z"  # what may follow a call at the end of a turn
 
 
 class Native(Protocol):
     """Tools, calls and replies in the chat template's own way, which is one of `FORMATS`."""
 
-    reads_special_tokens = True
-
     def __init__(self, tokenizer, schemas: Iterable[dict], calls: dict):
         super().__init__(tokenizer)
+        self.skipped = set()
         self.schemas = list(schemas)
         self.template = {"start_anchor": "\0", "fields": {"tool_calls": calls, "content": {}}}
 
@@ -30,7 +29,7 @@ class Native(Protocol):
         """The last call in a turn; None if there is none. A malformed one has an `error`."""
         try:
             said = self.tokenizer.parse_response(text, self.template, prefix="", tools=self.schemas)
-            if not said.get("tool_calls") or not ENDS.search(text):
+            if not said.get("tool_calls") or not re.search((CLOSE if CLOSE in text else r"[\]}]") + LAST, text):
                 return None
             call = from_json(json.dumps(said["tool_calls"][-1]["function"]), allow_inf_nan=False)
             if not isinstance(call["arguments"], dict) or not isinstance(call["name"], str):

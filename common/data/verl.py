@@ -12,8 +12,7 @@ REQUIRED = ("data_source", "prompt", "reward_model")
 OPTIONAL = ("extra_info", "images", "videos", "image", "mm_hint", "agent_name")
 FORMAT = (
     "data_source (string), prompt (list of {role, content}, or an already rendered string), reward_model "
-    "({style, ground_truth}), optionally extra_info, images, videos, agent_name. `python -m common.prepare.NAME` "
-    "writes such files: gsm8k, math, geo3k, ..."
+    "({style, ground_truth}), optionally extra_info, images, videos, agent_name; as common.prepare.gsm8k writes it"
 )
 AGENTS = ("single_turn_agent", "tool_agent")  # of the column agent_name
 ROLES = ("system", "user", "assistant", "tool")

@@ -39,7 +39,7 @@ FIELDS |= {"reward_model": pa.struct({"style": TEXT, "ground_truth": TEXTS}), "e
 
 
 def convert(record: Mapping, file: str, prefix: str, with_tools: bool) -> dict:
-    answers, question, qid = record["answer"], record["question"] or "", str(record["qid"] or "")
+    answers, question, qid = record["answer"], str(record["question"] or ""), str(record["qid"] or "")
     listed = answers if isinstance(answers, list) else [answers]
     answers = [str(x) for x in listed if x is not None and str(x).strip()]
     paths = paths_of(record)

@@ -87,8 +87,7 @@ class VllmEngine:
         options: dict = {"enable_chunked_prefill": False, "max_num_seqs": 256, **batched}
         if on_gpu:  # vLLM chooses sizes of batches by the memory there is
             free, total = torch.cuda.mem_get_info(config.world.device)
-            # The KV cache has a size of its own: this share only has to pass vLLM's check against free memory, which
-            # another process of the same GPU may be taking meanwhile.
+            # The KV cache has a size of its own: this only has to pass vLLM's check, while another process may start.
             options = {"gpu_memory_utilization": 0.5 * free / total, "enable_sleep_mode": config.sleep_level > 0}
         if config.vision:  # pictures come resized: see common/vision.py
             unchanged = {"do_resize": False, "do_sample_frames": False, "cap_pixels_per_frame": False}
@@ -191,11 +190,8 @@ class VllmEngine:
             key = int(output.request_id)
             if output.prompt_token_ids != self.prompts.pop(key):
                 raise RuntimeError("the engine has seen another prompt than the trainer: pictures of another size?")
-            completions = [
-                Completion(list(o.token_ids), _sampled_logprobs(o), str(o.finish_reason)) for o in output.outputs
-            ]
-            completions = [c.without_placeholder(self.vision) for c in completions]
-            finished.append((key, completions))
+            made = (Completion(list(o.token_ids), _sampled_logprobs(o), str(o.finish_reason)) for o in output.outputs)
+            finished.append((key, [completion.without_placeholder(self.vision) for completion in made]))
         return finished
 
 

@@ -18,18 +18,16 @@ class Logger:
 
     def __init__(self, run_dir: Path, status, trackers=None, is_main: bool = True):
         self.path, self.status, self.trackers, self.is_main = run_dir / "metrics.jsonl", status, trackers, is_main
-        self.write_failed = False
-        if not is_main:
-            return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        # A run killed while writing leaves half a line; the next record must not be glued to it.
-        self.torn = self.path.is_file() and self.path.read_bytes()[-1:] not in (b"", b"\n")
+        self.write_failed, self.torn = False, None
 
     def _append(self, record: dict) -> None:
         line = json.dumps(jsonable(record), allow_nan=False) + "\n"
         try:
             if self.path.is_fifo():
                 raise OSError("a pipe, which would wait for a reader")
+            if self.torn is None:  # a killed run leaves half a line; the next record must not be glued to it
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self.torn = self.path.is_file() and self.path.read_bytes()[-1:] not in (b"", b"\n")
             with open(self.path, "a") as file:  # opened each time: what could not be flushed is not kept and retried
                 file.write("\n" * self.torn + line)
             self.torn = False

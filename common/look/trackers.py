@@ -75,7 +75,8 @@ class Trackers:
 
     def __init__(self, names: str, run_dir: Path, config: dict):
         self.run_dir, self.started = run_dir, {}
-        run_dir.mkdir(parents=True, exist_ok=True)
+        with full_disk_is_a_warning(run_dir):
+            run_dir.mkdir(parents=True, exist_ok=True)
         for tracker in tracker_names(names):
             options = {"name": run_dir.resolve().name, "id": kept_id(run_dir), "resume": "allow"}
             options["config"] = jsonable(config)

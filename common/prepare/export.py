@@ -72,7 +72,7 @@ def main(args: Args) -> None:
         add_adapters(policy.model, readers, Machine(lora_rank=rank, lora_alpha=alpha, lora_targets=targets))
     restore(policy, folder)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    export_hugging_face(policy, tokenizer, args.out, World(0, 1, 0, torch.device("cpu")), dtype, args.model)
+    export_hugging_face(policy, tokenizer, args.out.resolve(), World(0, 1, 0, torch.device("cpu")), dtype, args.model)
     print(f"{args.out}: the weights of {folder} in {dtype}")
 
 

@@ -23,6 +23,7 @@ RewardFunction = Callable[..., float | Mapping]
 Job = tuple[str, str, object, Mapping | None]  # data_source, text, ground_truth, extra_info
 NO_JUDGE = "the reward function asks a judge: set JUDGE_URLS (docs/pyvision.md)"
 FULL_MARKS = 1.0 - 1e-6
+CASE = ("judge", "question", "truth", "pred")  # what a mapping that asks a judge has besides
 MAX_SCORE = 1e6  # in magnitude: the square of a larger one, or its gradient, would ruin the run
 
 
@@ -44,17 +45,10 @@ REWARD_FUNCTIONS: dict[str, RewardFunction] = {
     "tir_bench/*": tir_bench.tir_bench_reward,  # what common.prepare.vision_benchmarks writes
     "*countdown*": countdown_reward,
     "*gsm8k": gsm8k_reward,
-    "math/*": boxed_reward,  # what common.prepare.math writes
-    "*MATH*": boxed_reward,  # lighteval/MATH, DigitalLearningGmbH/MATH-lighteval, HuggingFaceH4/MATH-500
-    "numina*": boxed_reward,
-    "amc*": boxed_reward,
-    "*svamp*": boxed_reward,
-    "*mawps*": boxed_reward,
-    "math_dapo*": dapo_reward,  # as in verl, like the next two
-    "math": dapo_reward,
-    "aime*": dapo_reward,
-    "hiyouga/geometry3k": geo3k_reward,
-    "*geo3k*": geo3k_reward,
+    # math/*: what common.prepare.math writes; *MATH*: lighteval/MATH, HuggingFaceH4/MATH-500, ...
+    **dict.fromkeys(("math/*", "*MATH*", "numina*", "amc*", "*svamp*", "*mawps*"), boxed_reward),
+    **dict.fromkeys(("math_dapo*", "math", "aime*"), dapo_reward),  # as in verl
+    **dict.fromkeys(("hiyouga/geometry3k", "*geo3k*"), geo3k_reward),
 }
 
 WITHOUT_IMPORTS = {countdown_reward, gsm8k_reward, dapo_reward}
@@ -94,8 +88,12 @@ def score_response(
     if "score" not in result:
         raise ValueError(f'{label} returned a mapping without the key "score": {sorted(map(str, result))}')
     values = {str(key): float_or_str(value) for key, value in result.items()}
+    if "judge" in values:
+        values |= {name: str(result[name]) for name in CASE if name in result}
     if not usable(values["score"]) and not asks_judge(values):
         expected = f"expected a finite number of at most {MAX_SCORE:g} in magnitude"
+        asks = f", or with it {', '.join(CASE)}: judge is one of {', '.join(EXAMPLES)}"
+        expected += asks if "judge" in values else ""
         raise ValueError(f"{label} returned the score {result['score']!r:.80}, {expected}")
     return values
 
@@ -107,7 +105,7 @@ def usable(score) -> bool:
 
 def asks_judge(rewards: Mapping) -> bool:
     """Whether a judge has to decide; NaN, the score until then, is not equal to itself."""
-    texts = [rewards.get(name) for name in ("judge", "question", "truth", "pred")]
+    texts = [rewards.get(name) for name in CASE]
     score = rewards.get("score")
     return score != score and all(isinstance(text, str) for text in texts) and texts[0] in EXAMPLES
 
@@ -208,13 +206,13 @@ def take_verdicts(episodes: list, judge) -> None:
     none, as 1. A right "pred" is the truth, so that votes agree."""
     asking, verdicts, why = [episode.rewards for episode in episodes], [None] * len(episodes), NO_JUDGE
     if judge:
-        verdicts = judge.settle([Case(r["judge"], r["question"], r["truth"], r["pred"]) for r in asking])
+        verdicts = judge.settle([Case(*(rewards[name] for name in CASE)) for rewards in asking])
         why = f"no verdict by the judge ({judge.trouble or 'its replies say neither 1 nor 0'})"
     for episode, asked, verdict in zip(episodes, asking, verdicts, strict=True):
-        pred = asked["truth"] if verdict else asked["pred"]
-        episode.rewards = {"score": verdict, "acc": verdict, "pred": pred, "judged": 1.0}
-        if verdict is None:
-            episode.rewards = {"score": nan, "error": why, "pred": pred, "unjudged": 1.0}
+        own = {name: value for name, value in asked.items() if name not in CASE}
+        own["pred"] = asked["truth"] if verdict else asked["pred"]
+        judged = {"score": verdict, "acc": verdict, "judged": 1.0}
+        episode.rewards = own | (judged if verdict is not None else {"score": nan, "error": why, "unjudged": 1.0})
 
 
 def sampled_turns(episode, tokenizer) -> list[str]:

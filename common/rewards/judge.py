@@ -41,6 +41,7 @@ class Server:
     model: str = ""  # what it serves; "" until it is asked
     used: int = 0  # requests
     rests_until: float = 0.0  # after a failure the others are asked first
+    limits: bool = False  # whether it has said last that it gets too many requests
 
 
 class Judge:
@@ -189,7 +190,8 @@ class Judge:
                     return None
                 continue
             fewest = min(tried[server.url] for server in self.servers)
-            own_failures += self.heard > asked_at or (fewest >= TRIES and await self._is_alive())
+            counts = 0.1 if any(server.limits for server in self.servers) else 1  # that is not the case's fault
+            own_failures += counts * (self.heard > asked_at or (fewest >= TRIES and await self._is_alive()))
             if own_failures >= TRIES and not self.evaluates:
                 return None
             if fewest:  # else there is a server that may work
@@ -222,8 +224,9 @@ class Judge:
             cause = f" ({error.__cause__})" if error.__cause__ else ""
             self.trouble = f"{server.url}: {type(error).__name__}: {shorten(self.hide(why + cause), 200)}"
             server.rests_until, server.model = time.monotonic() + self.REST_S, ""
+            server.limits = isinstance(error, openai.RateLimitError)
             return None
-        server.rests_until, self.heard = 0.0, time.monotonic()
+        server.rests_until, server.limits, self.heard = 0.0, False, time.monotonic()
         return reply
 
     async def _complete(self, server: Server, case: Case, attempt: int) -> str:

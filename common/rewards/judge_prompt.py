@@ -44,12 +44,12 @@ def described(question: str, truth: str, answer: str) -> str:
 
 def plain(text: str) -> str:
     """Without control tokens, which a server would read as such, and without what UTF-8 cannot say."""
-    return text.replace("<|", "< |").encode(errors="replace").decode()
+    return re.sub(r"<(?=[|\uff5c/\w])|\[(?=/?[A-Z])", r"\g<0> ", text).encode(errors="replace").decode()
 
 
 def one_line(text: str) -> str:
-    """So that an answer cannot pass for the rest of the chat."""
-    return plain(" ".join(text.split()))
+    """So that an answer cannot pass for the rest of the chat, nor a judge that quotes it for one that judges so."""
+    return re.sub(r"(?i)(judge?)(ment)", r"\1-\2", plain(" ".join(text.split())))
 
 
 MARKS = r"[\s*_\"'`(\[{$]*(?:\\boxed\{)?([01])(?:\.0+(?![0-9]))?"
@@ -58,12 +58,11 @@ ALONE = re.compile(rf"{MARKS}[*_\"'`)\]}}$.]*(?:\s*\n(?s:.*)|\s*)")  # a reason 
 
 
 def verdict_of(reply: str) -> float | None:
-    """1.0 or 0.0 by the last "Judgement: x", or by a reply that is only x; None if it says neither."""
+    """1.0 or 0.0 by a reply that begins with x alone, or the last "Judgement: x"; None if it says neither."""
     text = reply.rpartition("</think>")[2]
     if "<think>" in text:  # it was cut off
         return None
+    if alone := ALONE.fullmatch(text):  # it goes on with what it was asked, which ends in "Judgement:"
+        return float(alone[1])
     found = JUDGEMENT.findall(text)
-    if found:
-        return float("".join(found[-1]))
-    alone = ALONE.fullmatch(text)
-    return float(alone[1]) if alone else None
+    return float("".join(found[-1])) if found else None

@@ -55,9 +55,9 @@ def saved_at_outage(judge: Judge | None, step: int) -> Iterator[None]:
     try:
         yield
     except JudgeUnavailable as outage:
-        for save in judge.at_outage:
-            save(step)
-        end_run(f"judge: {outage}. The run is saved as it was before step {step + 1}, which a resume repeats")
+        failed = False in [save(step) for save in judge.at_outage]
+        saved = "could not be saved as it was" if failed else "is saved as it was"
+        end_run(f"judge: {outage}. The run {saved} before step {step + 1}, which a resume repeats")
 
 
 def end_run(why: str) -> NoReturn:

@@ -1,7 +1,8 @@
 """Tools that the policy calls between its turns: which there are, and how they are called in a worker.
 
 A tool is a plain function. It returns text (numbers, booleans, dicts and lists become JSON), or (text, images), or
-(text, images, info): images as PIL or encoded, info a dict for pictures of what happened. An exception is what the
+(text, images, info): images as PIL or encoded, info a dict for pictures of what happened, in which "frames" says that
+the images are frames of a video, and "acted", if false, that the call earns no --tool-bonus. An exception is what the
 policy reads, and so is a timeout, a crash or a lack of memory: it wrote the call. A function (or `Tool`) with the
 attribute `ours` says that these are not the policy's fault: they cost the sample. A parameter named `context` gets the
 pictures seen so far; keyword-only ones are for the row.
@@ -93,7 +94,7 @@ def make_schema(function: Callable, name: str) -> dict:
     lines = [line.strip() for line in docstring(function).splitlines()]
     about = {key: text.strip() for key, colon, text in (line.partition(":") for line in lines) if key in parameters}
     description = [line for line in takewhile(bool, lines) if line.partition(":")[0] not in about]
-    properties, required = {}, []
+    properties: dict[str, dict] = {}
     for parameter in parameters.values():
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
             raise ValueError(f"parameter {parameter.name} is positional-only, but arguments are named")
@@ -107,8 +108,7 @@ def make_schema(function: Callable, name: str) -> dict:
             raise ValueError(f"no JSON type for the type hint {hints[parameter.name]}") from error
         if parameter.name in about:
             properties[parameter.name]["description"] = about[parameter.name]
-        if parameter.default is parameter.empty:
-            required.append(parameter.name)
+    required = [name for name in properties if parameters[name].default is inspect.Parameter.empty]
     parameters = {"type": "object", "properties": properties, "required": required}
     function = {"name": name, "description": " ".join(description), "parameters": parameters}
     return {"type": "function", "function": function}

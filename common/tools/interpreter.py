@@ -12,11 +12,9 @@ import socket
 import struct
 import traceback
 
-MAX_TEXT = 3900  # characters that a block may print: more is cut in the middle
-MAX_ERROR = 1000  # characters of an exception
+MAX_TEXT, MAX_ERROR = 3900, 1000  # characters that a block may print, more is cut in the middle; of an exception
 MAX_FIGURES = 8  # of a block
-MAX_PIXELS = 4_000_000  # of a figure
-MAX_RATIO = 200  # of its sides, which no image processor takes
+MAX_PIXELS, MAX_RATIO = 4_000_000, 200  # of a figure; of its sides, which no image processor takes
 MAX_BYTES = 2**25  # of a block's figures together, as PNG
 SIZES = struct.Struct("<QQ")  # before what is sent: bytes of its JSON, and of the figures that follow
 
@@ -96,8 +94,14 @@ class Session:
         self.seen += picture["seen"]
 
     def picture(self, encoded: bytes):
-        """Upright, as the policy sees it."""
-        return self.ImageOps.exif_transpose(self.Image.open(io.BytesIO(encoded))).convert("RGB")
+        """Upright, without transparency, of 8 bits: as the policy sees it (`to_rgb` of common.pictures)."""
+        image = self.ImageOps.exif_transpose(self.Image.open(io.BytesIO(encoded)))
+        if image.mode.startswith("I;16"):
+            image = image.convert("I").point(lambda value: value / 256).convert("L")
+        elif image.has_transparency_data:
+            image = image.convert("RGBA")
+            image = self.Image.alpha_composite(self.Image.new("RGBA", image.size, "white"), image)
+        return image.convert("RGB")
 
     def receive(self) -> dict | None:
         head = self.incoming.read(8)

@@ -24,10 +24,6 @@ from common.tools.sandbox import START_S, Block, Sandbox, failed_block
 from common.tools.turns import Call, Code, ToolReply
 
 PROBE = tomllib.loads(Path(__file__).with_name("forbidden.toml").read_text())  # of what programs must not do
-REMEDY = (
-    "In Docker its seccomp profile must let bubblewrap make namespaces (--security-opt seccomp=unconfined), on Ubuntu "
-    "sysctl kernel.apparmor_restrict_unprivileged_userns=0; --tools python_unconfined runs programs without a sandbox"
-)
 SHARE_OF_MEMORY = 1 / 8  # for sandboxes whose trajectories wait for their next block
 RESTING_BYTES, START_CPU_S = 67e6, 5.0  # of one of them: measured; with slack (2 measured), for all may start at once
 TOOL = Tool("python", function=exec, schema={}, role="user")
@@ -65,7 +61,7 @@ class PythonWorkers(ToolPool):
             if confined:
                 probe(self)
         except (OSError, ValueError) as error:
-            raise ValueError(f"--tools python: {error}. {REMEDY}") from error
+            raise ValueError(f"--tools python: {error}. {PROBE['remedy']}") from error
 
     def submit(self, key: Hashable, call: Call, context: Mapping, kwargs: Mapping) -> None:
         """context: as of `ToolWorkers.submit`, with the trajectory's earlier "calls". kwargs: pictures that the prompt
@@ -107,8 +103,7 @@ def hidden_picture(name: str, given: Mapping) -> dict:
 
 def probe(workers: PythonWorkers) -> None:
     """Try what no program may do. ValueError if anything of it can be done, or nothing at all."""
-    given = {"file": __file__, "environment": {*ENVIRONMENT, "PWD"}, "forbidden": PROBE["forbidden"]}
-    code = PROBE["program"].format(**given)
+    code = PROBE["program"].format(file=__file__, environment={*ENVIRONMENT, "PWD"}, forbidden=PROBE["forbidden"])
     workers.submit("probe", Call(TOOL.name, {"code": code}), {"media": [], "num_prompt_media": 0, "calls": []}, {})
     ((_, reply),) = workers.poll(inf)
     if reply.text != "nothing":

@@ -30,7 +30,7 @@ from common.tools.seccomp import first_filter, program_filter
 from common.tools.turns import ToolReply, trim
 
 START_S, CLEAN_S, TRANSFER_S = 60, 5, 10
-MAX_JSON = 2**16  # bytes of a reply without its figures
+MAX_JSON, MAX_HEADERS = 2**16, 2**17  # bytes of a reply without its figures; of what precedes a figure's data
 FIRST_TO_DIE = ["/bin/sh", "-c", 'echo 1000 > /proc/self/oom_score_adj; exec "$@"', "sh"]  # if memory ends
 
 
@@ -56,6 +56,7 @@ class Sandbox:
         self.queue: deque[tuple[Hashable, Block]] = deque()
         self.key: Hashable = None
         self.block: Block | None = None  # what it works at
+        self.inbox = bytearray()
         self.start()
 
     def start(self) -> None:
@@ -281,6 +282,6 @@ def as_reply(message: Any, figures: bytes, token: str) -> ToolReply | None:
 def can_be_shown(png: bytes) -> bool:
     """Is it a PNG of a size that a program can draw? All its headers count, the last one most."""
     with contextlib.suppress(Exception):  # whatever Pillow runs into
-        check_size(*Image.open(io.BytesIO(png), formats=["PNG"]).size)
+        check_size(*Image.open(io.BytesIO(png[:MAX_HEADERS]), formats=["PNG"]).size)
         return True
     return False

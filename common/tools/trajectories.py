@@ -150,9 +150,7 @@ class Turns:
             return None
         text = self.tokenizer.decode(last_turn, skip_special_tokens=True)
         episode.messages.append({"role": "assistant", "content": text})
-        if self.protocol.reads_special_tokens:
-            text = self.tokenizer.decode(last_turn)
-        call = self.protocol.find_call(text) if row.tools else None
+        call = self.protocol.find_call(self.protocol.read(last_turn)) if row.tools else None
         if call and episode.turns >= self.flags.max_turns:
             episode.finish_reason = "max_turns"
             return None

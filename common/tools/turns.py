@@ -46,16 +46,20 @@ def spacing(tokenizer, spared: Iterable[str] = ()) -> Callable[[str], str]:
 class Protocol:
     """What protocols share: a message of the chat template that holds what a tool has replied."""
 
-    reads_special_tokens = False  # in what the policy has said
-
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
+        tokens, tags = tokenizer.added_tokens_decoder, (OPEN, CLOSE, CODE_OPEN, CODE_CLOSE)
+        self.skipped = {i for i, token in tokens.items() if token.special and token.content not in tags}
         self.spaced = spacing(tokenizer)  # a text of a tool, or of the policy in a call: its special tokens are text
 
     def prompt(self, messages: list[dict]) -> str:
         """Messages by the chat template; the tools that it is to offer stand in the first one."""
         options = {"add_generation_prompt": True, "tokenize": False}
         return self.tokenizer.apply_chat_template(messages, tools=messages[0].get("tools"), **options)
+
+    def read(self, turn: Sequence[int]) -> str:
+        """A turn as `find_call` wants it: with the tags of calls, which some models have as special tokens."""
+        return self.tokenizer.decode([token for token in turn if token not in self.skipped])
 
     def observation(self, parts: Sequence[str | Media], role: str, shown: int = 0) -> str:
         """What stands between an end-of-turn token and the next turn: texts and pictures in a message of `role`.

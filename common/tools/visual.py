@@ -41,8 +41,8 @@ def crop_image_normalized(bbox_2d: list, target_image: float, context: dict) -> 
     target, frame = pictures[number - 1]
     medium = context["media"][target]
     image = decode(medium["frames"][frame])
-    # Beyond 1 they are pixels, of what the policy was shown.
-    width, height = (1, 1) if max(bbox_2d) <= 1 else shown(image.size, medium["kind"], context)
+    # From 2 on they are pixels, of what the policy was shown.
+    width, height = (1, 1) if max(bbox_2d) < 2 else shown(image.size, medium["kind"], context)
     x1, y1, x2, y2 = bbox_2d[0] / width, bbox_2d[1] / height, bbox_2d[2] / width, bbox_2d[3] / height
     if x1 >= 1 or y1 >= 1:
         raise ValueError(f"bbox_2d {bbox_2d} lies outside the image, which is {width}x{height}")
@@ -64,10 +64,8 @@ def select_frames(target_frames: list, context: dict) -> tuple[str, list, dict]:
     if not isinstance(target_frames, list) or not target_frames:
         raise ValueError(f"target_frames must be a list of frame indices, got {target_frames!r:.80}")
     if len(target_frames) > MAX_FRAMES:
-        raise ValueError(
-            f"You have selected {len(target_frames)} frames in total. "
-            f"Think again which frames you need: no more than {MAX_FRAMES}."
-        )
+        selected = f"You have selected {len(target_frames)} frames in total."
+        raise ValueError(f"{selected} Think again which frames you need: no more than {MAX_FRAMES}.")
     frames = context["media"][videos[0]]["frames"]
     indices = [whole(value, "a frame index", len(frames)) for value in target_frames]
     selected = [frames[index - 1] for index in indices]
