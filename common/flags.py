@@ -27,8 +27,8 @@ LORA_RATE = 10  # times the default learning rate
 BOUNDS = {Gt: (operator.gt, "be above"), Ge: (operator.ge, "not be below"), Le: (operator.le, "not be above")}
 TRACKERS = ("tensorboard", "wandb", "trackio", "swanlab")
 
-Count = Annotated[int, Gt(0)]
-Limit = Annotated[int, Ge(0)]  # 0: there is none
+Count = Annotated[int, Gt(0), Le(2**53)]
+Limit = Annotated[int, Ge(0), Le(2**53)]  # 0: there is none
 Positive = Annotated[float, Gt(0)]
 Amount = Annotated[float, Ge(0)]
 Share = Annotated[float, Ge(0), Le(1)]
@@ -44,8 +44,8 @@ class Data:
     max_rows: Count | None = None  # use only the first rows of the training data
     bad_rows: Literal["error", "drop"] = "error"  # rows that are unusable or too long: stop, or count and drop them
     min_pixels: Count = 3136  # smaller pictures are enlarged to this area; 28 x 28 pixels are one token
-    max_pixels: Annotated[int, Ge(784)] = 1_003_520  # larger ones are reduced to it; crops are cut from the original
-    max_frame_pixels: Annotated[int, Ge(784)] = 401_408  # the same for a frame of a video
+    max_pixels: Annotated[Count, Ge(784)] = 1_003_520  # larger ones are reduced to it; crops are cut from the original
+    max_frame_pixels: Annotated[Count, Ge(784)] = 401_408  # the same for a frame of a video
 
 
 @dataclass
@@ -221,6 +221,7 @@ def check_ranges(args: Any) -> None:
         if is_dataclass(value):
             check_ranges(value)
         elif isinstance(value, int | float):
+            refuse(value != value, f"{flag(name)} {value}: must be a number")
             for bound in (bound for part in (hint, *get_args(hint)) for bound in getattr(part, "__metadata__", ())):
                 holds, words = BOUNDS[type(bound)]
                 (limit,) = astuple(bound)
@@ -243,6 +244,9 @@ def explain_foreign(arguments: list[str], args_class: type) -> None:
     """SystemExit with our name for a flag of verl's, of TRL's or of another script of ours; for a broken line."""
     if any(argument and not argument.strip() for argument in arguments):
         raise SystemExit("a lone space is an argument: a backslash that continues a line must be its last character")
+    pairs = (a.split("=", 1) if "=" in a else (a, b) for a, b in zip(arguments, [*arguments[1:], None]))
+    if empty := [name for name, value in pairs if value == "" and name.replace("_", "-") not in ("--tools", "--log")]:
+        raise SystemExit(f"{empty[0]} is empty: an unset variable?")
     ours = {flag(name) for name in flat(args_class())}
     ours |= {known.replace("--", "--no-", 1) for known in ours} | {"--help"}
     answers = {key: f"{script} has it" for script in reversed(SCRIPTS) for key in script_flags(ROOT / script)}

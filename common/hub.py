@@ -68,5 +68,6 @@ def prepared_smollm2(flag: str) -> str:
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> "transformers.PreTrainedTokenizerBase":
     tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    tokenizer.encode("")  # a first call changes its settings, which must not happen in two threads at once
+    if not tokenizer.encode("a", add_special_tokens=False):  # also: a first call, in no thread, changes its settings
+        raise SystemExit(f"{path}: its tokenizer makes nothing of texts: are tokenizer.json and its like there?")
     return tokenizer

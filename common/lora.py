@@ -70,6 +70,8 @@ def add_adapters(model: nn.Module, layers: list[nn.Module], machine: Machine, se
             there.add(kind := name.rpartition(".")[2])
             if kind in targets or "all" in targets:
                 LoraLinear.adapt(module, machine, generator)
+    if any(p.dim() > 2 for layer in layers for p in layer.parameters()):
+        print("warning: --lora-rank: experts, which are no linear layers here, are not adapted", flush=True)
     missing = set(targets) - there - {"all"}
     if missing or not there:
         known = f"its layers have {', '.join(sorted(there))}" if there else "it has no linear layers"

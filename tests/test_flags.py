@@ -5,7 +5,7 @@ from dataclasses import fields, is_dataclass
 from typing import get_args, get_type_hints
 
 import pytest
-from helpers import make_args
+from helpers import checked_args, make_args
 from test_data import row, write
 
 import curiosity_rl
@@ -53,18 +53,24 @@ def numeric(script) -> list[str]:
     return [name for name, hint in hints(script.Args).items() if {hint, *get_args(hint)} & {int, float}]
 
 
-def was_refused(name: str, value: float) -> str | None:
-    if name in ("max_pixels", "max_frame_pixels") and not value >= 784:  # nothing is shown smaller
-        return "must not be below 784"
+def was_refused(name: str, value: float, hint: object) -> str | None:
+    if value != value:
+        return "must be a number"
+    if (
+        value == math.inf and int in {hint, *get_args(hint)} and name != "eval_top_k"
+    ):  # torch and Arrow count in 64 bits
+        return "must not be above 9.0072e+15"
     if name in POSITIVE and not value > 0:
         return "must be above 0"
+    if name in ("max_pixels", "max_frame_pixels") and not value >= 784:  # nothing is shown smaller
+        return "must not be below 784"
     if name in TEMPERATURES and value > 2:
         return "must not be above 2"
     if name == "total_epochs" and value > 1e6:  # of so many, or of an infinity, no number of steps can be made
         return "must not be above 1e+06"
     if name == "eval_top_k":
         return "must not be below -1" if not value >= -1 else None
-    if name in SHARES and not value <= 1 and value == value:  # what is no number is said to be below 0
+    if name in SHARES and not value <= 1:
         return "must not be above 1"
     return "must not be below 0" if name not in ANY_SIGN and not value >= 0 else None
 
@@ -79,7 +85,7 @@ def test_numbers_out_of_their_range_are_refused_by_their_flag(script):
     assert len(names) >= 20 and {"seed", "micro_batch_tokens", "learning_rate", "total_steps"} <= set(names)
     for name in names:
         for value in NUMBERS:
-            args, problem = make_args(script, **{name: value}), was_refused(name, value)
+            args, problem = make_args(script, **{name: value}), was_refused(name, value, hints(script.Args)[name])
             if problem is None:
                 check_ranges(args)
                 continue
@@ -226,6 +232,30 @@ def test_a_lone_space_is_a_backslash_that_was_not_the_last_character(space, monk
         called(monkeypatch, grpo, "--model", "x", space, "--seed", "3")
     args, _ = called(monkeypatch, curiosity_rl, "--tools", "")
     assert args.rollout.tools == "", "an empty value is one"
+
+
+@every_script
+@pytest.mark.parametrize("given", [["--output-dir", ""], ["--train-data="], ["--model", "x", "--eval-data", ""]])
+def test_an_empty_value_is_an_unset_variable(script, given, monkeypatch):
+    """It would be the current folder, or the demo's data."""
+    name = given[-2] if given[-1] == "" else given[-1].removesuffix("=")
+    with pytest.raises(SystemExit, match=f"^{name} is empty: an unset variable"):
+        called(monkeypatch, script, *given)
+
+
+@pytest.mark.parametrize("script", [grpo, ppo], ids=["grpo", "ppo"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["mask", "--correction-low", "3"],
+        ["sequence", "--correction-high", "0.4"],
+        ["truncate", "--correction-high", "0"],
+    ],
+)
+def test_a_correction_that_leaves_nothing_is_refused(script, given, monkeypatch):
+    with pytest.raises(SystemExit, match=r"^--correction-high [\d.]+: must be above [\d.]+$"):
+        checked_args(script, monkeypatch, "--correction", *given)
+    checked_args(script, monkeypatch, "--correction", "truncate", "--correction-high", "0.3")
 
 
 @pytest.mark.parametrize(

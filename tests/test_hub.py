@@ -81,6 +81,14 @@ def test_a_tokenizer_that_truncates_is_ready_for_threads(tmp_path):
     assert len(tokenizer.encode(texts[0])) > 7
 
 
+def test_a_tokenizer_that_makes_nothing_of_texts_is_refused(tmp_path):
+    """transformers makes one of two tokens of a folder whose tokenizer.json is not there."""
+    folder = shutil.copytree(FOLDERS["tiny"], tmp_path / "tiny")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(SystemExit, match=r"tiny: its tokenizer makes nothing of texts: are tokenizer\.json"):
+        load_tokenizer(resolve_model(str(folder)))
+
+
 def test_a_subfolder_is_fetched_and_nothing_else(hub):
     folder = resolve_model("org/warm-start/checkpoint-246")
     assert Path(folder).name == "checkpoint-246"

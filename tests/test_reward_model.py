@@ -1,6 +1,8 @@
 """The reward model: batched and padded scores are those of one text at a time, in its own template."""
 
+import json
 import math
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -134,6 +136,17 @@ def test_a_classifier_with_several_outputs_is_refused(tmp_path):
     folder = save_reward_model(tmp_path, num_labels=3)
     with pytest.raises(SystemExit, match=r"--reward-model .* has 3 outputs, expected one"):
         RewardModel(folder, torch.float32, torch.device("cpu"))
+
+
+def test_a_model_without_a_head_is_refused(tmp_path):
+    """transformers would draw one, of other numbers on each rank."""
+    folder = shutil.copytree(FOLDERS["tiny"], tmp_path / "tiny")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_labels": 1}))
+    with pytest.raises(SystemExit, match=r"--reward-model .*: its files have no score\.weight"):
+        RewardModel(str(folder), torch.float32, torch.device("cpu"))
+    with pytest.raises(SystemExit, match=r"--reward-model .*: no sequence classifier"):
+        RewardModel(str(FOLDERS["tiny-vl"]), torch.float32, torch.device("cpu"))
 
 
 def test_it_takes_the_engines_place(monkeypatch):

@@ -157,15 +157,8 @@ class VllmEngine:
         self.books.check(request.weights_step)
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-        params = SamplingParams(
-            **asdict(request.sampling),
-            seed=request.seed,
-            stop_token_ids=self.end_ids,
-            logprobs=0,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            flat_logprobs=True,
-            detokenize=False,
-        )
+        raw = {"output_kind": RequestOutputKind.FINAL_ONLY, "logprobs": 0, "flat_logprobs": True, "detokenize": False}
+        params = SamplingParams(**asdict(request.sampling), seed=request.seed, stop_token_ids=self.end_ids, **raw)
         prompt: dict = {"prompt_token_ids": request.prompt_ids}
         if request.media:
             data, uuids = {}, {}

@@ -211,4 +211,4 @@ def prompt_text(problem: Problem, template: str) -> str:
 
 if __name__ == "__main__":
     with user_errors():
-        main(tyro.cli(Args, description=__doc__))
+        main(tyro.cli(Args, prog="python -m common.prepare.countdown", description=__doc__))

@@ -179,4 +179,4 @@ def save_adapter(model: nn.Module, base: str, folder: Path) -> None:
 
 if __name__ == "__main__":
     with user_errors():
-        main(tyro.cli(Args, description=__doc__))
+        main(tyro.cli(Args, prog="python -m common.prepare.export", description=__doc__))

@@ -89,4 +89,4 @@ def to_row(record: dict, split: str, index: int) -> dict:
 
 if __name__ == "__main__":
     with user_errors():
-        main(tyro.cli(Args, description=__doc__))
+        main(tyro.cli(Args, prog="python -m common.prepare.geo3k", description=__doc__))

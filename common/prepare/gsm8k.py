@@ -102,4 +102,4 @@ def final_answer(answer: str) -> str:
 
 if __name__ == "__main__":
     with user_errors():
-        main(tyro.cli(Args, description=__doc__))
+        main(tyro.cli(Args, prog="python -m common.prepare.gsm8k", description=__doc__))

@@ -142,4 +142,4 @@ def read_record(record) -> tuple[str, str, str]:
 
 if __name__ == "__main__":
     with user_errors():
-        main(tyro.cli(Args, description=__doc__))
+        main(tyro.cli(Args, prog="python -m common.prepare.math", description=__doc__))

@@ -129,4 +129,4 @@ def read_paths(table: Path) -> Iterator[tuple[int, list[str]]]:
 
 if __name__ == "__main__":
     with user_errors():
-        main(tyro.cli(Args, description=__doc__))
+        main(tyro.cli(Args, prog="python -m common.prepare.pixel_reasoner", description=__doc__))

@@ -260,4 +260,4 @@ def look_at_video(video: str | list[str], fps: object, root: Path | None) -> tup
 
 if __name__ == "__main__":
     with user_errors():
-        main(tyro.cli(Args, description=__doc__))
+        main(tyro.cli(Args, prog="python -m common.prepare.pyvision", description=__doc__))

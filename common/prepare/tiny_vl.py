@@ -237,4 +237,4 @@ def train(args: Args, folder: Path, steps: int, options: list) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    main(tyro.cli(Args, prog="python -m common.prepare.tiny_vl", description=__doc__))

@@ -212,4 +212,4 @@ def tir_row(record: dict | str, folder: Path, wording: Wording) -> dict:
 
 if __name__ == "__main__":
     with user_errors():
-        main(tyro.cli(Args, description=__doc__))
+        main(tyro.cli(Args, prog="python -m common.prepare.vision_benchmarks", description=__doc__))

@@ -72,11 +72,6 @@ def needs_judge(data_sources: Iterable[str]) -> bool:
     return any(getattr(function, "func", None) is pyvision.score_judged for function in functions)
 
 
-def load_reward_function(spec: str) -> RewardFunction:
-    """The function NAME of the file FILE.py, from "FILE.py:NAME". Errors name the flag --reward-function."""
-    return load_function(spec, "--reward-function")
-
-
 def score_response(
     fn: RewardFunction, data_source: str, solution_str: str, ground_truth, extra_info: Mapping | None = None
 ) -> dict[str, float | str]:
@@ -150,7 +145,7 @@ class RewardWorkers(Pool):
 
 
 def make_scorer(function_spec: str) -> Callable[[Job], dict]:
-    function = None if function_spec in ("", SYMBOLIC) else load_reward_function(function_spec)
+    function = None if function_spec in ("", SYMBOLIC) else load_function(function_spec, "--reward-function")
     if function_spec == SYMBOLIC:
         importlib.import_module(SYMBOLIC)
     return lambda job: score_response(function or reward_function(job[0]), *job)

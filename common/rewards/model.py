@@ -16,16 +16,21 @@ class RewardModel:
     """The model of a folder. SystemExit if it has more outputs than one, or its tokenizer no end or padding token."""
 
     def __init__(self, path: str, dtype: torch.dtype, device: torch.device):
-        model = transformers.AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype)
+        options, load = {"dtype": dtype, "output_loading_info": True}, transformers.AutoModelForSequenceClassification
+        try:
+            model, loaded = load.from_pretrained(path, **options)
+        except ValueError as error:
+            raise SystemExit(f"--reward-model {path}: no sequence classifier ({str(error)[:80]})") from error
+        if missing := loaded["missing_keys"]:  # transformers would draw them
+            raise SystemExit(f"--reward-model {path}: its files have no {min(missing)}")
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
         self.device = device
         if self.model.config.num_labels != 1:
             raise SystemExit(f"--reward-model {path} has {self.model.config.num_labels} outputs, expected one")
-        if self.tokenizer.pad_token_id is None:
-            if self.tokenizer.eos_token_id is None:
-                raise SystemExit(f"--reward-model {path}: its tokenizer has neither a padding nor an end token")
-            self.tokenizer.pad_token = self.tokenizer.eos_token
+        self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
+        if self.tokenizer.pad_token is None:
+            raise SystemExit(f"--reward-model {path}: its tokenizer has neither a padding nor an end token")
         self.tokenizer.padding_side = "right"
         self.model.config.pad_token_id = self.tokenizer.pad_token_id  # the output is read at the last other token
 
