@@ -4,6 +4,7 @@ W = W0 + alpha / rank · B · A is computed in float32, and rounded once, wherev
 the engine, in an export. So all of them have the same bits, and W0 is never written to.
 """
 
+import os
 from collections.abc import Iterator
 
 import torch
@@ -70,7 +71,7 @@ def add_adapters(model: nn.Module, layers: list[nn.Module], machine: Machine, se
             there.add(kind := name.rpartition(".")[2])
             if kind in targets or "all" in targets:
                 LoraLinear.adapt(module, machine, generator)
-    if any(p.dim() > 2 for layer in layers for p in layer.parameters()):
+    if os.environ.get("RANK", "0") == "0" and any(p.dim() > 2 for layer in layers for p in layer.parameters()):
         print("warning: --lora-rank: experts, which are no linear layers here, are not adapted", flush=True)
     missing = set(targets) - there - {"all"}
     if missing or not there:

@@ -203,7 +203,7 @@ def _first_fit_decreasing(episodes: Sequence[Episode], units: list[list[int]], b
 
 
 def _build(
-    episodes: Sequence[Episode], bin_: list[list[int]], index: TokenIndex, multiple: int, vision: Vision | None
+    episodes: Sequence[Episode], bin_: list, index: TokenIndex, multiple: int = 1, vision: Vision | None = None
 ) -> MicroBatch:
     """Tensors of one micro-batch; without units, a padding token that trains nothing."""
     none = torch.zeros(0, dtype=torch.int64)

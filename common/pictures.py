@@ -84,7 +84,7 @@ def check_size(image: Image.Image) -> None:
 
 def to_rgb(image: Image.Image) -> Image.Image:
     """Transparency becomes white, 16 bits become 8. ValueError for numbers of which none is known to be white."""
-    if image.mode in ("I", "F") and not 1 < max(map(abs, image.getextrema())) <= 255:
+    if image.mode in ("I", "F") and ((most := max(map(abs, image.getextrema()))) > 255 or 0 < most <= 1):
         raise ValueError("a picture of 32-bit numbers, not of 0 to 255: which of them is white?")
     if image.mode.startswith("I;16"):
         image = image.convert("I").point(lambda value: value / 256).convert("L")

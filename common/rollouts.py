@@ -92,8 +92,8 @@ class Rollouts:
             sources = {name for prompts in scored if prompts for name in prompts.sources}
             count = max(1, cpus_of_rank() - 1)
             self.workers = RewardWorkers(rollout.reward_function, count, rollout.reward_timeout, sources=sources)
-            data = self.train_data or self.eval_data
-            known = (row for row in map(data.__getitem__, range(len(data))) if row.ground_truth is not None)
+            rows = self.train_data or self.eval_data
+            known = (row for row in map(rows.__getitem__, range(len(rows))) if row.ground_truth is not None)
             if rollout.reward_function and not rollout.replay and (row := next(known, None)):
                 self.workers.try_out(rollout.reward_function, row)  # now, not after the first rollout
             options = {"agree": partial(all_reduce, op="max"), "stopping": stop_requested}

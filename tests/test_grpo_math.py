@@ -483,7 +483,7 @@ def test_guarded_step_without_any_gradient_changes_nothing():
         ("--overlong-buffer 256", "--overlong-buffer: below --max-response-tokens"),
         ("--prompts-per-step 0", "--prompts-per-step 0: must be above 0"),
         ("--reward-timeout 0", "--reward-timeout 0.0: must be above 0"),
-        ("--learning-rate nan", "--learning-rate nan: must not be below 0"),
+        ("--learning-rate nan", "--learning-rate nan: must be a number"),
         ("--seed -1", "--seed -1: must not be below 0"),
         ("--lr-floor 1.5", "--lr-floor 1.5: must not be above 1"),
         ("--min-pixels 2000000", "--min-pixels 2000000: above --max-pixels 1003520"),

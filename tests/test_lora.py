@@ -8,7 +8,7 @@ import torch
 from helpers import random_episodes, random_policy
 from torch import nn
 from torch.func import functional_call
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 from vl import write_tied_llama
 
 from common.distributed import repeated_blocks
@@ -138,6 +138,18 @@ def test_targets_that_match_nothing_are_refused(targets, told):
 def test_targets_are_layers_by_name():
     policy = load_policy(TINY, "sdpa", lora=lora(targets="q_proj,down_proj"))
     assert {name.rpartition(".")[2] for name, _ in adapters(policy)} == {"q_proj", "down_proj"}
+
+
+def test_experts_are_told_not_to_be_adapted(capsys):
+    """transformers has them in one parameter, which is no linear layer."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 1}
+    config = Qwen3MoeConfig(**sizes, num_experts=4, vocab_size=97, num_attention_heads=2, num_key_value_heads=1)
+    for model, told in (
+        (AutoModelForCausalLM.from_config(config), True),
+        (AutoModelForCausalLM.from_config(CONFIG), False),
+    ):
+        add_adapters(model, repeated_blocks(model), Machine(lora_rank=2))
+        assert ("experts, which are no linear layers here, are not adapted" in capsys.readouterr().out) == told
 
 
 def test_all_may_be_named_among_others():

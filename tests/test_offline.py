@@ -269,7 +269,9 @@ def test_the_table_of_an_evaluation_is_that_of_its_samples(tmp_path, script, ran
     options = ["--eval-only", "--model", "tiny", "--engine", "hf", "--max-prompt-tokens", 64, "--eval-samples", 3]
     options += ["--eval-temperature", 1.0, "--max-response-tokens", 100]
     bare = write(tmp_path / f"bare{suffix}", rows)
-    run_script(script, *options, "--eval-data", bare, "--output-dir", tmp_path / "bare", ranks=ranks)
+    (tmp_path / "own.py").write_text("def fn(ground_truth, **_):\n    return float(ground_truth['target'])\n")
+    own = ["--reward-function", f"{tmp_path}/own.py:fn"]  # there is no truth to try it out with
+    run_script(script, *options, *own, "--eval-data", bare, "--output-dir", tmp_path / "bare", ranks=ranks)
     samples = read(tmp_path / f"bare/eval_samples{suffix}")
     assert [s["id"] for s in samples] == [f"x{i}" for i in range(3) for _ in range(3)]
     known = [row | {"reward_model": {"ground_truth": truth}} for row in rows]

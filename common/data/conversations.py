@@ -161,7 +161,7 @@ class Conversations:
             if any(m.get("tool_calls") for m in messages) and render(bare) == whole:
                 raise BadRow("the chat template leaves out tool_calls: write them as <tool_call> into the contents")
         flat = "".join(whole.split())  # a template may set a turn's thoughts apart
-        thoughts = ["".join(m["reasoning_content"].split()) for m in messages if m.get("reasoning_content")]
+        thoughts = ["".join(str(m["reasoning_content"]).split()) for m in messages if m.get("reasoning_content")]
         if thoughts and not any(thought in flat for thought in thoughts):
             raise BadRow("the chat template leaves out reasoning_content: write it as <think> into the contents")
         for message in (message for message in messages if not pictured(message)):

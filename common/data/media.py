@@ -90,9 +90,8 @@ def media_file(item: object, root: Path | None) -> io.BufferedIOBase:
 def open_media(picture: Picture, root: Path | None, limits: PixelLimits) -> Media:
     """BadRow for what cannot be read."""
     kind, frames = picture
-    data = [media_bytes(item, root) for item in frames]
     try:
-        return Media.open(kind, data, limits)
+        return Media.open(kind, [media_bytes(item, root) for item in frames], limits)
     except (MemoryError, ValueError) as error:
         raise BadRow(str(error) or "not enough memory to decode it") from error
 

@@ -185,8 +185,8 @@ class PromptData:
         row.interaction, row.messages = render.row_interaction(record, self.interaction), prepared.messages
         if self.environment and record.get("agent_name") != "single_turn_agent":
             row.ground_truth = "" if ground_truth is None else ground_truth  # it may be the environment that knows
-            row.environment = {name: render.without_nulls(value) for name, value in record.items()}
-            row.environment |= {"ground_truth": ground_truth}
+            columns = {name: render.without_nulls(value) for name, value in record.items()}
+            row.environment = columns | {"ground_truth": ground_truth}
         (text,) = render.apply_template([prepared.messages], self.tokenizer)
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         try:

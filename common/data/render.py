@@ -37,8 +37,7 @@ def clean_prompt(prompt: Prompt) -> Prompt:
 
 def with_arguments(message: dict) -> dict:
     """The message, in whose tool_calls arguments that are a JSON text, OpenAI's way, have become objects."""
-    for call in message.get("tool_calls") or ():
-        function = call.get("function") if isinstance(call, dict) else None
+    for function in (call.get("function") for call in message.get("tool_calls") or () if isinstance(call, dict)):
         if isinstance(function, dict) and isinstance(given := function.get("arguments"), str):
             function["arguments"] = parsed(given, "arguments of tool_calls")
     return message
