@@ -53,8 +53,9 @@ class Checkpoints:
         self.state = {name: part for name, part in state.items() if part is not None}
         self.best = math.inf if lowest_is_best else -math.inf
         self.is_better = operator.lt if lowest_is_best else operator.gt
-        self.start, checkpoint = 0, job.checkpoint
-        self.own = bool(checkpoint) and checkpoint.resolve().parent == self.folder.resolve()  # of this run's folder?
+        self.start = 0
+        own, begun = self.folder.resolve(), job.checkpoint
+        self.own = bool(begun) and begun.resolve().parent == own  # does this run's folder hold what it goes on from?
         job.at_outage.append(partial(self.save, metric=None))
 
     def resume(self, weights_only: bool = False) -> int:
