@@ -19,16 +19,16 @@ PPO = f"ppo.py {RL} --prompts-per-step 256 --samples-per-prompt 4 --critic-learn
 ON_GSM8K = "--total-steps 120 --eval-rows 1319 --max-prompt-tokens 320 --max-response-tokens 320"
 ON_COUNTDOWN = "--total-steps 100 --eval-rows 512 --max-prompt-tokens 64 --max-response-tokens 288"
 
-# Sized for one GPU that eight runs share.
-SFT_HERE = "sft.py --model smollm2 --batch-size 32 --learning-rate 2e-4 --lr-schedule cosine --warmup-steps 0.03"
+# Sized for one GPU that nine runs share.
+SFT_HERE = "sft.py --model smollm2 --learning-rate 2e-4 --lr-schedule cosine --warmup-steps 0.03"
 SFT_HERE += " --micro-batch-tokens 4096 --eval-rows 256 --eval-every 50"
-ENGINE_HERE = "--max-prompt-tokens 160 --max-response-tokens 160 --engine-memory 1"
-RL_HERE = f"{ENGINE_HERE} --micro-batch-tokens 4096 --warmup-steps 5 --lr-schedule linear --lr-floor 0.1"
-RL_HERE += " --eval-every 20 --eval-rows 256"
+SAMPLING_HERE = "--max-prompt-tokens 160 --max-response-tokens 256"
+RL_HERE = f"{SAMPLING_HERE} --engine-memory 1 --micro-batch-tokens 4096 --warmup-steps 5 --lr-schedule linear"
+RL_HERE += " --lr-floor 0.1 --eval-every 20 --eval-rows 256"
 GRPO_HERE = f"grpo.py {RL_HERE} --prompts-per-step 16 --samples-per-prompt 8 --total-steps 80"
-PPO_HERE = f"ppo.py {RL_HERE} --prompts-per-step 128 --samples-per-prompt 1 --total-steps 60 --critic-warmup-steps 10"
+PPO_HERE = f"ppo.py {RL_HERE} --prompts-per-step 128 --samples-per-prompt 1 --total-steps 80 --critic-warmup-steps 10"
 PPO_HERE += " --critic-learning-rate 1e-4"
-SCORE = f"grpo.py {ENGINE_HERE} --eval-only --eval-rows 1024"
+SCORE = f"grpo.py {SAMPLING_HERE} --engine-memory 2 --eval-only --eval-rows 1024"
 
 # trl_work.py has the same for SFTTrainer. In fp32, so that a difference of the losses is one of what is computed.
 BESIDE_SFT = """\
@@ -94,30 +94,31 @@ ONE_GPU = {
 }
 
 REAL_WEIGHTS = {
-    "real-sft-countdown": Run(f"{SFT_HERE} --total-steps 200", None, "countdown"),
+    "real-sft-countdown": Run(f"{SFT_HERE} --batch-size 64 --total-steps 200", None, "countdown"),
     "real-grpo-countdown-seed1": Run(f"{GRPO_HERE} --learning-rate 2e-5", 1, "countdown", "real-sft-countdown"),
     "real-grpo-countdown-seed2": Run(f"{GRPO_HERE} --learning-rate 2e-5", 2, "countdown", "real-sft-countdown"),
     "real-ppo-countdown-seed1": Run(f"{PPO_HERE} --learning-rate 2e-5", 1, "countdown", "real-sft-countdown"),
     "real-lora-countdown-seed1": Run(
         f"{GRPO_HERE} --learning-rate 2e-4 --lora-rank 16", 1, "countdown", "real-sft-countdown"
     ),
-    "real-more-sft-countdown-seed1": Run(f"{SFT_HERE} --total-steps 400", 1, "countdown", "real-sft-countdown"),
-    "real-sft-gsm8k": Run(f"{SFT_HERE} --total-steps 230", None, "gsm8k"),
+    "real-more-sft-countdown-seed1": Run(
+        f"{SFT_HERE} --batch-size 64 --total-steps 200", 1, "countdown", "real-sft-countdown"
+    ),
+    "real-sft-gsm8k": Run(f"{SFT_HERE} --batch-size 32 --total-steps 230", None, "gsm8k"),
     "real-grpo-mawps-seed1": Run(f"{GRPO_HERE} --learning-rate 2e-5", 1, "mawps", "real-sft-gsm8k"),
-    "real-more-sft-gsm8k-seed1": Run(f"{SFT_HERE} --total-steps 230", 1, "gsm8k", "real-sft-gsm8k"),
-    "real-answers-mawps-seed1": Run(f"{SFT_HERE} --total-steps 100", 1, "mawps", "real-sft-gsm8k"),
+    "real-more-sft-gsm8k-seed1": Run(f"{SFT_HERE} --batch-size 32 --total-steps 320", 1, "gsm8k", "real-sft-gsm8k"),
+    "real-answers-mawps-seed1": Run(f"{SFT_HERE} --batch-size 32 --total-steps 100", 1, "mawps", "real-sft-gsm8k"),
 }
 
 
 def with_scores(runs: dict[str, Run]) -> dict[str, Run]:
-    """Behind each run, how its model does on all held-out rows."""
-    found = {}
-    for name, run in runs.items():
+    """Behind them, how the model of each does on all held-out rows."""
+    scored = {}
+    for name in runs:
         rows = "countdown" if "countdown" in name else "mawps"
-        found[name] = run
-        found[f"{name}-greedy"] = Run(SCORE, None, rows, name)
-        found[f"{name}-samples"] = Run(f"{SCORE} --eval-samples 8 --eval-temperature 1", None, rows, name)
-    return {name: replace(run, ranks=1) for name, run in found.items()}
+        scored[f"{name}-greedy"] = Run(SCORE, None, rows, name)
+        scored[f"{name}-samples"] = Run(f"{SCORE} --eval-samples 8 --eval-temperature 1", None, rows, name)
+    return {name: replace(run, ranks=1) for name, run in (runs | scored).items()}
 
 
 GRPO_KNOBS = {  # the demo: group-std, dapo, one minibatch, clipped at 0.2, learning rate 8e-5, no KL
