@@ -176,9 +176,10 @@ def launch(command: list[str], processes: int, log: Path | None) -> subprocess.P
 
 
 def run_all(args: Args, study: Study) -> int:
-    """The exit code of a run that failed, if one did: then no other is begun."""
+    """The exit code of a run that failed, if one did: others go on, but for those that start from it."""
     deadline, status = time.monotonic() + 60 * args.minutes, 0
     left = [name for name in args.only or study.runs if not is_done(args, study, name)]
+    failed: set[str] = set()
     under_way: dict[str, subprocess.Popen] = {}
     told: set[str] = set()  # to end, once: torchrun takes a second signal for haste
 
@@ -186,19 +187,20 @@ def run_all(args: Args, study: Study) -> int:
         nonlocal deadline
         deadline = 0.0
 
-    def goes_on() -> bool:
-        return not status and time.monotonic() < deadline
-
     signal.signal(signal.SIGTERM, hurry)
-    while under_way or (left and goes_on()):
+    while under_way or (left and time.monotonic() < deadline):
         for name in left[:]:
-            ready = study.runs[name].parent not in {*left, *under_way}
-            if ready and goes_on() and len(under_way) < args.at_once:
+            parent = study.runs[name].parent
+            if parent in failed:
+                left.remove(name)
+                failed.add(name)
+            elif parent not in {*left, *under_way} and time.monotonic() < deadline and len(under_way) < args.at_once:
                 left.remove(name)
                 try:
                     under_way[name] = start_run(args, study, name)
-                except SystemExit as error:  # others go on
+                except SystemExit as error:
                     print(error, flush=True)
+                    failed.add(name)
                     status = 1
         time.sleep(0.5)
         for name, process in [*under_way.items()]:
@@ -207,6 +209,7 @@ def run_all(args: Args, study: Study) -> int:
                 keep(args, study, name)
                 if process.returncode:
                     print(f"{name}: exit code {process.returncode}; the same command goes on", flush=True)
+                    failed.add(name)
                     status = process.returncode
             elif time.monotonic() > deadline and name not in told:  # the scripts save after the step under way
                 told.add(name)

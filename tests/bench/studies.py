@@ -19,9 +19,9 @@ PPO = f"ppo.py {RL} --prompts-per-step 256 --samples-per-prompt 4 --critic-learn
 ON_GSM8K = "--total-steps 120 --eval-rows 1319 --max-prompt-tokens 320 --max-response-tokens 320"
 ON_COUNTDOWN = "--total-steps 100 --eval-rows 512 --max-prompt-tokens 64 --max-response-tokens 288"
 
-# Warm starts are sized for a CPU, what follows for one GPU that twelve runs share: there an engine cannot sleep.
+# Sized for one GPU that all of them share: vLLM cannot sleep there.
 SFT_HERE = "sft.py --model smollm2 --learning-rate 2e-4 --lr-schedule cosine --warmup-steps 0.05"
-SFT_HERE += " --micro-batch-tokens 4096 --eval-rows 128 --eval-every 40"
+SFT_HERE += " --micro-batch-tokens 4096 --eval-rows 256 --eval-every 20"
 SAMPLING_HERE = "--max-prompt-tokens 192 --max-response-tokens 256 --sleep-level 0"
 RL_HERE = f"{SAMPLING_HERE} --engine-memory 1 --micro-batch-tokens 4096 --warmup-steps 5 --lr-schedule linear"
 RL_HERE += " --lr-floor 0.1 --total-steps 40 --eval-every 10 --eval-rows 256"
@@ -94,7 +94,7 @@ ONE_GPU = {
 }
 
 REAL_WEIGHTS = {
-    "real-sft-countdown": Run(f"{SFT_HERE} --batch-size 32 --total-steps 80", None, "countdown"),
+    "real-sft-countdown": Run(f"{SFT_HERE} --batch-size 64 --total-steps 60", None, "countdown"),
     "real-grpo-countdown-seed1": Run(f"{GRPO_HERE} --learning-rate 2e-5", 1, "countdown", "real-sft-countdown"),
     "real-grpo-countdown-seed2": Run(f"{GRPO_HERE} --learning-rate 2e-5", 2, "countdown", "real-sft-countdown"),
     "real-ppo-countdown-seed1": Run(f"{PPO_HERE} --learning-rate 2e-5", 1, "countdown", "real-sft-countdown"),
@@ -102,9 +102,9 @@ REAL_WEIGHTS = {
         f"{GRPO_HERE} --learning-rate 2e-4 --lora-rank 16", 1, "countdown", "real-sft-countdown"
     ),
     "real-more-sft-countdown-seed1": Run(
-        f"{SFT_HERE} --batch-size 32 --total-steps 160", 1, "countdown", "real-sft-countdown"
+        f"{SFT_HERE} --batch-size 64 --total-steps 80", 1, "countdown", "real-sft-countdown"
     ),
-    "real-sft-gsm8k": Run(f"{SFT_HERE} --batch-size 16 --total-steps 90", None, "gsm8k"),
+    "real-sft-gsm8k": Run(f"{SFT_HERE} --batch-size 32 --total-steps 80", None, "gsm8k"),
     "real-grpo-mawps-seed1": Run(f"{GRPO_HERE} --learning-rate 2e-5", 1, "mawps", "real-sft-gsm8k"),
     "real-more-sft-gsm8k-seed1": Run(f"{SFT_HERE} --batch-size 32 --total-steps 160", 1, "gsm8k", "real-sft-gsm8k"),
     "real-answers-mawps-seed1": Run(f"{SFT_HERE} --batch-size 32 --total-steps 80", 1, "mawps", "real-sft-gsm8k"),
