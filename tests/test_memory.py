@@ -158,6 +158,19 @@ def test_out_of_memory_in_an_engine_names_its_phase(engine, phase, monkeypatch):
         getattr(own, phase)(*arguments)
 
 
+def test_an_engine_that_cannot_sleep_beside_others_names_the_flag():
+    """vLLM compares the memory in use on the whole GPU, before and after."""
+
+    def fail(**_):
+        raise AssertionError("Memory usage increased after sleeping.")
+
+    own = VllmEngine.__new__(VllmEngine)
+    own.sleep_level, own.asleep, own.llm = 1, False, SimpleNamespace(sleep=fail)
+    with pytest.raises(SystemExit, match=r"Memory usage increased .*: --sleep-level 0$"):
+        own.sleep()
+    assert not own.asleep
+
+
 @pytest.mark.slow
 def test_loading_takes_a_shard_and_a_layer():
     """Of each kind of model, on 2 and on 4 ranks: the benchmark fails above the bound."""

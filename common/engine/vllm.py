@@ -132,7 +132,10 @@ class VllmEngine:
         """Free the KV cache, and the weights: to the host (level 1) or altogether (level 2)."""
         if self.sleep_level == 0 or self.asleep:
             return
-        self.llm.sleep(level=self.sleep_level)
+        try:
+            self.llm.sleep(level=self.sleep_level)
+        except AssertionError as error:  # it has looked at the memory of the whole GPU
+            raise SystemExit(f"{error} Where others use the GPU at the same time: --sleep-level 0") from error
         self.asleep = True
         if self.sleep_level == 2:
             self.books.step = None  # nothing to generate with before the next sync
@@ -174,12 +177,11 @@ class VllmEngine:
     def busy(self) -> bool:
         return bool(self.prompts)
 
+    @memory_advice("the rollout")
     def step(self) -> list[tuple[int, list[Completion]]]:
         """Sample one more token of each request; (key, completions) of those that are complete."""
-        with memory_advice("the rollout"):
-            outputs = [output for output in self.llm.llm_engine.step() if output.finished]
         finished = []
-        for output in outputs:
+        for output in [output for output in self.llm.llm_engine.step() if output.finished]:
             key = int(output.request_id)
             if output.prompt_token_ids != self.prompts.pop(key):
                 raise RuntimeError("the engine has seen another prompt than the trainer: pictures of another size?")

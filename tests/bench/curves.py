@@ -71,6 +71,8 @@ def our_command(args: Args, run: Run, folder: Path) -> list[str]:
     if run.data:
         flags += rows_of(args, run, script)
     flags += ["--seed", run.seed] if run.seed is not None else []
+    if script != "sft.py" and args.at_once > 1 and torch.cuda.is_available():
+        flags += ["--sleep-level", 0]
     flags += ["--save-every", args.save_every, "--output-dir", folder.absolute(), *args.flags.split()]
     program = ["tests/bench/wrong_engine.py", run.engine] if run.engine else [script]
     return [str(part) for part in (sys.executable, *LAUNCHER, run.ranks, *program, *flags)]

@@ -19,10 +19,10 @@ PPO = f"ppo.py {RL} --prompts-per-step 256 --samples-per-prompt 4 --critic-learn
 ON_GSM8K = "--total-steps 120 --eval-rows 1319 --max-prompt-tokens 320 --max-response-tokens 320"
 ON_COUNTDOWN = "--total-steps 100 --eval-rows 512 --max-prompt-tokens 64 --max-response-tokens 288"
 
-# Sized for one GPU that all of them share: vLLM cannot sleep there.
+# Sized for one GPU that all of them share.
 SFT_HERE = "sft.py --model smollm2 --learning-rate 2e-4 --lr-schedule cosine --warmup-steps 0.05"
 SFT_HERE += " --micro-batch-tokens 4096 --eval-rows 256 --eval-every 20"
-SAMPLING_HERE = "--max-prompt-tokens 192 --max-response-tokens 256 --sleep-level 0"
+SAMPLING_HERE = "--max-prompt-tokens 192 --max-response-tokens 256"
 RL_HERE = f"{SAMPLING_HERE} --engine-memory 1 --micro-batch-tokens 4096 --warmup-steps 5 --lr-schedule linear"
 RL_HERE += " --lr-floor 0.1 --total-steps 40 --eval-every 10 --eval-rows 256"
 GRPO_HERE = f"grpo.py {RL_HERE} --prompts-per-step 16 --samples-per-prompt 8"
