@@ -225,6 +225,24 @@ def test_what_a_knob_does_is_said_beyond_noise(tmp_path):
         (tmp_path / "figure.png").unlink()
 
 
+def test_a_figure_has_no_losses_among_accuracies(tmp_path, monkeypatch):
+    import study_results
+    from studies import Run, Study
+
+    drawn, draw_panel = [], study_results.draw_panel
+
+    def note(axes, found, *rest):
+        drawn.append([*found])
+        draw_panel(axes, found, *rest)
+
+    monkeypatch.setattr(study_results, "draw_panel", note)
+    found = {name: {1: records_of(0.2, 0.5)} for name in ("learnt", "other")}
+    found["control"] = {1: [{"step": 0, "eval/loss": 2.0}, {"step": 10, "eval/loss": 1.0}]}
+    study = Study("", {f"{name}-seed1": Run("grpo.py", 1) for name in found})
+    study_results.draw(study, found, tmp_path / "figure.png")
+    assert drawn == [["learnt", "other"]] * 2 and (tmp_path / "figure.png").is_file()
+
+
 def test_a_wrong_engine_has_few_bits():
     import torch
     from wrong_engine import in_three_bits

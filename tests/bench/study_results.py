@@ -228,10 +228,13 @@ def reach(points: list[dict], goal: float) -> float | None:
 
 
 def draw(study: Study, found: Runs, path: Path) -> None:
-    """Evaluations over steps, seconds and tokens; the other metrics over steps, smoothed."""
+    """Evaluations over steps, seconds and tokens; the other metrics over steps, smoothed. Losses and accuracies do not
+    go together: the variants that are measured as the first one is."""
     from matplotlib.figure import Figure
 
-    first = curve(next(iter(next(iter(found.values())).values())))
+    curves = {variant: curve(next(iter(seeds.values()))) for variant, seeds in found.items()}
+    first = next(iter(curves.values()))
+    found = {variant: found[variant] for variant, points in curves.items() if points[0]["key"] == first[0]["key"]}
     panels = [(curve, "step", "steps", first[0]["key"]), (curve, "seconds", "seconds of training", first[0]["key"])]
     if first[-1]["tokens"]:
         panels.append((curve, "tokens", "tokens of a response, summed over steps", first[0]["key"]))
