@@ -75,7 +75,7 @@ class Rollout:
     engine: Literal["vllm", "hf"] = "vllm"  # rollout engine; hf: transformers, slow, needs no vLLM
     engine_parallel: Count = 1  # ranks that share one vLLM, for models too large for one GPU; tools then in lock-step
     engine_memory: Positive | None = None  # KV cache of the engine (GiB per rank); default 8 on GPU, 0.5 on CPU
-    sleep_level: Literal[0, 1, 2] = 1  # while updating: 0 stays (where others use the GPU), 1 to host, 2 dropped
+    sleep_level: Literal[0, 1, 2] = 1  # engine while updating: 0 stays (others use the GPU), 1 to host, 2 dropped
     max_logprob_gap: Positive | None = None  # stop if |engine - trainer| log-probs exceed this mean; default by dtype
     eval_samples: Count = 1  # samples per row in evaluation; above 1: pass@k and maj@k
     eval_temperature: Annotated[float, Ge(0), Le(2)] = 0.0  # 0 = greedy

@@ -72,7 +72,7 @@ def our_command(args: Args, run: Run, folder: Path) -> list[str]:
         flags += rows_of(args, run, script)
     flags += ["--seed", run.seed] if run.seed is not None else []
     if script != "sft.py" and args.at_once > 1 and torch.cuda.is_available():
-        flags += ["--sleep-level", 0]
+        flags += ["--sleep-level", 0]  # vLLM cannot put an engine to sleep while others take memory
     flags += ["--save-every", args.save_every, "--output-dir", folder.absolute(), *args.flags.split()]
     program = ["tests/bench/wrong_engine.py", run.engine] if run.engine else [script]
     return [str(part) for part in (sys.executable, *LAUNCHER, run.ranks, *program, *flags)]
