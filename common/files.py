@@ -8,7 +8,10 @@ from pathlib import Path
 
 from filelock import LeaseCompromise, SoftFileLease, Timeout
 from pydantic_core import to_jsonable_python
+from safetensors import SafetensorError
 
+LEASE_S, HEARTBEAT_S = 60.0, 2.0
+DAMAGE = (ValueError, OSError, SafetensorError, LookupError, TypeError)  # what libraries run into in damaged files
 jsonable = partial(to_jsonable_python, inf_nan_mode="null", fallback=float)  # paths become strings
 
 
@@ -37,12 +40,12 @@ class Tolerant(suppress, ContextDecorator):
 
 
 @contextmanager
-def user_errors() -> Iterator[None]:
+def user_errors(told: str = "error", kinds=(ValueError, OSError)) -> Iterator[None]:
     """What the user can put right (a file, a flag) ends the run with its message alone, not with a trace per rank."""
     try:
         yield
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"error: {error}") from error
+    except kinds as error:
+        raise SystemExit(f"{told}: {error}") from error
 
 
 @contextmanager
@@ -60,9 +63,6 @@ def memory_advice(phase: str) -> Iterator[None]:
 def refuse(wrong: bool, message: str) -> None:
     if wrong:
         raise SystemExit(message)
-
-
-LEASE_S, HEARTBEAT_S = 60.0, 2.0
 
 
 def lock_folder(
@@ -93,10 +93,9 @@ def lock_folder(
 
 def modified(path: Path) -> float | None:
     """When a file was written last; None if there is none."""
-    try:
+    with suppress(FileNotFoundError):
         return path.stat().st_mtime
-    except FileNotFoundError:
-        return None
+    return None
 
 
 @contextmanager

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from common.files import user_errors
 from common.flags import EMBEDDED
 from common.torch_repair import Later, transformers
 
@@ -38,15 +39,13 @@ def download(name: str, flag: str) -> Path:
     Without a config.json it has those of its subfolders. SystemExit if nothing is to be had.
     """
     repository, inside = "/".join(name.split("/")[:2]), "".join(f"{part}/" for part in name.split("/")[2:])
-    try:
+    told = f"no folder, none of {', '.join(EMBEDDED)}, smollm2, not to be had from the hub (HF_ENDPOINT: a mirror)"
+    with user_errors(f"{flag} {name}: {told}"):
         wanted = [inside + kind for kind in HUB_FILES]
         folder = Path(hub.snapshot_download(repository, allow_patterns=wanted, ignore_patterns=f"{inside}*/*"), inside)
         if not (folder / "config.json").is_file():
             hub.snapshot_download(repository, allow_patterns=f"{inside}*/config.json")
         return folder
-    except (hub.errors.HFValidationError, OSError) as error:
-        told = f"no folder, none of {', '.join(EMBEDDED)}, smollm2, not to be had from the hub (HF_ENDPOINT: a mirror)"
-        raise SystemExit(f"{flag} {name}: {told}: {error}") from error
 
 
 def cache_folder() -> Path:

@@ -20,7 +20,7 @@ from torch import nn
 from common.attention import choose_attention
 from common.data.prompts import PromptLoader
 from common.distributed import World, broadcast_object, check_same, init_world, make_mesh, wrap_model
-from common.files import HEARTBEAT_S, lock_folder, refuse, user_errors
+from common.files import DAMAGE, HEARTBEAT_S, lock_folder, refuse, user_errors
 from common.flags import ROOT, Data, Machine, Run, refuse_idle, step_range, tracker_names
 from common.hub import HUB_FILES, load_tokenizer, resolve_model
 from common.integrity import fingerprint, model_identity, read_manifest, weights_identity
@@ -69,9 +69,10 @@ class Job:
             told = "--reference-offload has no effect: with --lora-rank the policy's base is the reference"
             refuse(machine.reference_offload, told)  # also where a fork has made it the default
         self.checkpoint = find_checkpoint(self.output_dir, run.resume, world, self.identity)  # to go on from
-        self.tokenizer = load_tokenizer(self.path, machine.trust_remote_code)
         self.limits = PixelLimits(data.min_pixels, data.max_pixels, data.max_frame_pixels)
-        self.vision = load_vision(self.path, self.limits, machine.trust_remote_code)  # None: it reads text alone
+        with user_errors(f"--model {self.path}: its tokenizer or processor cannot be read", DAMAGE):
+            self.tokenizer = load_tokenizer(self.path, machine.trust_remote_code)
+            self.vision = load_vision(self.path, self.limits, machine.trust_remote_code)  # None: it reads text alone
         sees = (self.vision is not None, "a vision-language --model")
         refuse_idle(data, dict.fromkeys(["min_pixels", "max_pixels", "max_frame_pixels"], sees))
         trained = (sees[0] and not machine.lora_rank, "a vision-language --model, and no --lora-rank: it freezes all")

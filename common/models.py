@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from common.attention import block_mask, register_attention
 from common.distributed import repeated_blocks, reshard, whole
+from common.files import DAMAGE, user_errors
 from common.flags import Machine
 from common.logprobs import is_greedy, token_logprobs
 from common.lora import adapters, add_adapters, merged
@@ -15,8 +16,7 @@ from common.pictures import blank
 from common.torch_repair import transformers
 from common.vision import Vision, auto_class, clamped, skeleton
 
-UNSUPPORTED_LOGITS = ["final_logit_softcapping", "logits_scaling", "logit_scale"]  # logits beyond hidden @ head.T
-UNSUPPORTED_LOGITS += ["output_multiplier", "lm_head_multiplier"]
+RESCALED = ["final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier", "lm_head_multiplier"]
 
 
 def hidden_states(model: nn.Module, batch: MicroBatch, attention: str, vision: Vision | None) -> Tensor:
@@ -91,7 +91,7 @@ class Critic(nn.Module):
 def unsupported(model: nn.Module, attention: str) -> str | None:
     """What our log-probs, packs or masks do not express about a model; unnoticed, they would be another model's."""
     config = model.config.get_text_config()
-    scaled = [name for name in UNSUPPORTED_LOGITS if getattr(config, name, None) not in (None, 1, 1.0)]
+    scaled = [name for name in RESCALED if getattr(config, name, None) not in (None, 1, 1.0)]
     kinds = set(getattr(config, "layer_types", None) or [])
     others = sorted(kinds - {"full_attention", "sliding_attention"})
     window = "sliding_attention" in kinds or (not kinds and getattr(config, "sliding_window", None))
@@ -192,7 +192,8 @@ def read_weights(path: str, config, assemble: Callable, options: dict) -> tuple[
 
     base._load_pretrained_model = staticmethod(assemble_and_read)
     try:
-        _, loaded = auto_class(config).from_pretrained(path, config=config, output_loading_info=True, **options)
+        with user_errors(f"--model {path}: its weights cannot be read (are all files there, and whole?)", DAMAGE):
+            _, loaded = auto_class(config).from_pretrained(path, config=config, output_loading_info=True, **options)
     finally:
         base._load_pretrained_model = staticmethod(read)
     return made[0], loaded["missing_keys"]

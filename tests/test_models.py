@@ -3,6 +3,7 @@
 import re
 import shutil
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+import grpo
 from common.episodes import Episode
 from common.hub import FOLDERS, load_tokenizer, resolve_model
+from common.job import Job
 from common.models import Critic, load_policy, unsupported
 from common.packing import TokenIndex, pack
 from common.prepare.export import export_hugging_face
@@ -81,6 +84,34 @@ def test_a_checkpoint_without_one_of_its_tensors_is_refused_by_name(tmp_path):
     with pytest.raises(SystemExit, match=r"model: its files have no model\.layers\.1\.mlp\.up_proj\.weight"):
         load_policy(str(tmp_path / "model"), "sdpa")
     load_policy(str(tmp_path / "model"), "sdpa", from_scratch=True)
+
+
+def cut_in_half(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+DAMAGE = {
+    "half of the weights": (lambda folder: cut_in_half(folder / "model.safetensors"), "weights cannot be read"),
+    "Git LFS's pointer": (lambda folder: (folder / "model.safetensors").write_text("oid sha256:1"), "weights cannot"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "weights cannot be read .*no file named"),
+    "half of a tokenizer": (lambda folder: cut_in_half(folder / "tokenizer.json"), "tokenizer or processor cannot"),
+    "no vocabulary": (lambda folder: (folder / "tokenizer.json").write_text("{}"), "tokenizer or processor cannot"),
+    "half of a processor": (lambda f: cut_in_half(f / "processor_config.json"), "tokenizer or processor cannot"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_model_is_named_in_a_line(damage, world, tmp_path, monkeypatch):
+    """As a download that was broken off leaves it, or a clone without Git LFS."""
+    make, told = DAMAGE[damage]
+    folder = tmp_path / "model"
+    shutil.copytree(FOLDERS["tiny-vl"], folder)
+    make(folder)
+    monkeypatch.setattr("common.job.init_world", lambda *_: world)
+    args = grpo.Args()
+    args.run.model, args.run.output_dir = str(folder), tmp_path / "run"
+    with pytest.raises(SystemExit, match=f"^--model {folder}: its {told}"):
+        Job("grpo", args.data, args.machine, args.run, demo=False).load_policy()
 
 
 def test_a_reward_models_backbone_may_be_the_critics_and_no_policy(tmp_path):

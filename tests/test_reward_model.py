@@ -138,15 +138,19 @@ def test_a_classifier_with_several_outputs_is_refused(tmp_path):
         RewardModel(folder, torch.float32, torch.device("cpu"))
 
 
-def test_a_model_without_a_head_is_refused(tmp_path):
+def test_a_model_without_a_head_or_a_damaged_one_is_refused(tmp_path):
     """transformers would draw one, of other numbers on each rank."""
     folder = shutil.copytree(FOLDERS["tiny"], tmp_path / "tiny")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_labels": 1}))
     with pytest.raises(SystemExit, match=r"--reward-model .*: its files have no score\.weight"):
         RewardModel(str(folder), torch.float32, torch.device("cpu"))
-    with pytest.raises(SystemExit, match=r"--reward-model .*: no sequence classifier"):
+    with pytest.raises(SystemExit, match=r"--reward-model .*: no classifier, or damaged"):
         RewardModel(str(FOLDERS["tiny-vl"]), torch.float32, torch.device("cpu"))
+    for damaged in ("tokenizer.json", "model.safetensors"):
+        (folder / damaged).write_text("{")
+        with pytest.raises(SystemExit, match=r"--reward-model .*: .* or damaged \("):
+            RewardModel(str(folder), torch.float32, torch.device("cpu"))
 
 
 def test_it_takes_the_engines_place(monkeypatch):

@@ -6,6 +6,7 @@ from math import nan
 import torch
 
 from common.episodes import Episode, Row
+from common.files import DAMAGE
 from common.rewards import MAX_SCORE, sampled_turns, usable
 from common.torch_repair import transformers
 
@@ -19,13 +20,12 @@ class RewardModel:
         options, load = {"dtype": dtype, "output_loading_info": True}, transformers.AutoModelForSequenceClassification
         try:
             model, loaded = load.from_pretrained(path, **options)
-        except ValueError as error:
-            raise SystemExit(f"--reward-model {path}: no sequence classifier ({str(error)[:80]})") from error
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        except DAMAGE as error:
+            raise SystemExit(f"--reward-model {path}: no classifier, or damaged ({str(error)[:80]})") from error
         if missing := loaded["missing_keys"]:  # transformers would draw them
             raise SystemExit(f"--reward-model {path}: its files have no {min(missing)}")
-        self.model = model.eval().requires_grad_(False)
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-        self.device = device
+        self.model, self.device = model.eval().requires_grad_(False), device
         if self.model.config.num_labels != 1:
             raise SystemExit(f"--reward-model {path} has {self.model.config.num_labels} outputs, expected one")
         self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token

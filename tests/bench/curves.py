@@ -114,8 +114,10 @@ def data_folder(args: Args, run: Run) -> Path:
 
 def is_done(args: Args, study: Study, name: str) -> bool:
     """By what is kept of it; a model that other runs have yet to start from has to be there, too."""
-    kept, record = args.results / name, read_record(args.results / name)
-    if not is_complete(kept, study.runs[name]) or record | identity(args, study, name) != record:
+    run, record = study.runs[name], read_record(args.results / name)
+    if not is_complete(args.results / name, run) or record["flags"] != args.flags:
+        return False
+    if run.parent and record["from"] not in models_of(args, run.parent):
         return False
     wanted = any(other.parent == name and not is_done(args, study, child) for child, other in study.runs.items())
     return not wanted or (args.runs / name / "model").is_dir()
@@ -140,15 +142,24 @@ def keep(args: Args, study: Study, name: str) -> None:
             text = path.read_text().replace(f"{ROOT}/", "").replace(sys.prefix, ".venv").replace(str(Path.home()), "~")
             (results / path.name).write_text(text)
     is_parent = any(other.parent == name for other in study.runs.values())
-    record = identity(args, study, name) | {"model": hash_of(folder / "model") if is_parent else ""}
+    record, before = identity(args, study, name), read_record(results)
+    # Made once more, as where its model was not kept, it differs in its rounding; what started from that stays done.
+    earlier = models_of(args, name) if before | record == before else []
+    model = hash_of(folder / "model") if is_parent else ""
+    record["model"] = " ".join([*(one for one in earlier if one != model), model])
     (results / RECORD).write_text(json.dumps(record, indent=2) + "\n")
 
 
 def identity(args: Args, study: Study, name: str) -> dict:
     """What a run is: if any of it changes, it is another one."""
     run = study.runs[name]
-    parent = read_record(args.results / run.parent)["model"] if run.parent else ""
-    return {"run": asdict(run), "flags": args.flags, "from": parent}
+    parent = models_of(args, run.parent)[-1:] if run.parent else []
+    return {"run": asdict(run), "flags": args.flags, "from": "".join(parent)}
+
+
+def models_of(args: Args, name: str) -> list[str]:
+    """Hashes of the weights that a run gave, each time that it was made."""
+    return (read_record(args.results / name)["model"] or "").split()
 
 
 def begin(args: Args, study: Study, name: str) -> None:

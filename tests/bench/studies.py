@@ -19,17 +19,6 @@ PPO = f"ppo.py {RL} --prompts-per-step 256 --samples-per-prompt 4 --critic-learn
 ON_GSM8K = "--total-steps 120 --eval-rows 1319 --max-prompt-tokens 320 --max-response-tokens 320"
 ON_COUNTDOWN = "--total-steps 100 --eval-rows 512 --max-prompt-tokens 64 --max-response-tokens 288"
 
-# Sized for one GPU that all of them share.
-SFT_HERE = "sft.py --model smollm2 --learning-rate 2e-4 --lr-schedule cosine --warmup-steps 0.05"
-SFT_HERE += " --micro-batch-tokens 4096 --eval-rows 256 --eval-every 20"
-SAMPLING_HERE = "--max-prompt-tokens 192 --max-response-tokens 256"
-RL_HERE = f"{SAMPLING_HERE} --engine-memory 1 --micro-batch-tokens 4096 --warmup-steps 5 --lr-schedule linear"
-RL_HERE += " --lr-floor 0.1 --total-steps 40 --eval-every 10 --eval-rows 256"
-GRPO_HERE = f"grpo.py {RL_HERE} --prompts-per-step 16 --samples-per-prompt 8"
-PPO_HERE = f"ppo.py {RL_HERE} --prompts-per-step 128 --samples-per-prompt 1 --critic-warmup-steps 8"
-PPO_HERE += " --critic-learning-rate 1e-4"
-SCORE = f"grpo.py {SAMPLING_HERE} --engine-memory 2 --eval-only --eval-rows 1024"
-
 # trl_work.py has the same for SFTTrainer. In fp32, so that a difference of the losses is one of what is computed.
 BESIDE_SFT = """\
 sft.py --model smollm2 --batch-size 16 --learning-rate 1e-4 --lr-schedule linear --warmup-steps 0.1 --total-steps 12 \
@@ -93,31 +82,39 @@ ONE_GPU = {
     "ppo-gsm8k-seed1": Run(f"{PPO} {ON_GSM8K}", 1, "gsm8k", "sft-gsm8k", 1),
 }
 
-REAL_WEIGHTS = {
-    "real-sft-countdown": Run(f"{SFT_HERE} --batch-size 64 --total-steps 60", None, "countdown"),
-    "real-grpo-countdown-seed1": Run(f"{GRPO_HERE} --learning-rate 2e-5", 1, "countdown", "real-sft-countdown"),
-    "real-grpo-countdown-seed2": Run(f"{GRPO_HERE} --learning-rate 2e-5", 2, "countdown", "real-sft-countdown"),
-    "real-ppo-countdown-seed1": Run(f"{PPO_HERE} --learning-rate 2e-5", 1, "countdown", "real-sft-countdown"),
-    "real-lora-countdown-seed1": Run(
-        f"{GRPO_HERE} --learning-rate 2e-4 --lora-rank 16", 1, "countdown", "real-sft-countdown"
-    ),
-    "real-more-sft-countdown-seed1": Run(
-        f"{SFT_HERE} --batch-size 64 --total-steps 80", 1, "countdown", "real-sft-countdown"
-    ),
-    "real-sft-gsm8k": Run(f"{SFT_HERE} --batch-size 32 --total-steps 80", None, "gsm8k"),
-    "real-grpo-mawps-seed1": Run(f"{GRPO_HERE} --learning-rate 2e-5", 1, "mawps", "real-sft-gsm8k"),
-    "real-more-sft-gsm8k-seed1": Run(f"{SFT_HERE} --batch-size 32 --total-steps 160", 1, "gsm8k", "real-sft-gsm8k"),
-    "real-answers-mawps-seed1": Run(f"{SFT_HERE} --batch-size 32 --total-steps 80", 1, "mawps", "real-sft-gsm8k"),
-}
 
-
-def with_scores(runs: dict[str, Run]) -> dict[str, Run]:
-    """Behind them, how the model of each does on all held-out rows."""
+def smollm2_runs(start: str, steps: int, tokens: int, further: str = "") -> dict[str, Run]:
+    """Two warm starts of SmolLM2-135M, and from each so many steps of RL with 128 samples of up to so many tokens,
+    beside supervised training on as many rows, or on answers alone. Behind them, how each does on all held-out rows.
+    """
+    sft = f"sft.py --model smollm2 --learning-rate 2e-4 --lr-schedule cosine --warmup-steps 0.05{further}"
+    sft += " --micro-batch-tokens 4096 --eval-rows 256 --eval-every 20"
+    sampling = f"--max-prompt-tokens 192 --max-response-tokens {tokens}"
+    rl = f"{sampling} --engine-memory 1 --micro-batch-tokens 4096 --warmup-steps 5 --lr-schedule linear{further}"
+    rl += f" --lr-floor 0.1 --total-steps {steps} --eval-every 10 --eval-rows 256"
+    grpo = f"grpo.py {rl} --prompts-per-step 16 --samples-per-prompt 8 --learning-rate"
+    ppo = f"ppo.py {rl} --prompts-per-step 128 --samples-per-prompt 1 --critic-warmup-steps {steps // 5}"
+    ppo += " --critic-learning-rate 1e-4 --learning-rate"
+    countdown, gsm8k = (f"{sft} --batch-size {rows} --total-steps" for rows in (64, 32))
+    searches, solutions = f"{start}-sft-countdown", f"{start}-sft-gsm8k"
+    runs = {
+        searches: Run(f"{countdown} 60", None, "countdown"),
+        f"{start}-grpo-countdown-seed1": Run(f"{grpo} 2e-5", 1, "countdown", searches),
+        f"{start}-grpo-countdown-seed2": Run(f"{grpo} 2e-5", 2, "countdown", searches),
+        f"{start}-ppo-countdown-seed1": Run(f"{ppo} 2e-5", 1, "countdown", searches),
+        f"{start}-lora-countdown-seed1": Run(f"{grpo} 2e-4 --lora-rank 16", 1, "countdown", searches),
+        f"{start}-more-sft-countdown-seed1": Run(f"{countdown} {2 * steps}", 1, "countdown", searches),
+        solutions: Run(f"{gsm8k} 80", None, "gsm8k"),
+        f"{start}-grpo-mawps-seed1": Run(f"{grpo} 2e-5", 1, "mawps", solutions),
+        f"{start}-more-sft-gsm8k-seed1": Run(f"{gsm8k} {4 * steps}", 1, "gsm8k", solutions),
+        f"{start}-answers-mawps-seed1": Run(f"{gsm8k} {2 * steps}", 1, "mawps", solutions),
+    }
+    score = f"grpo.py {sampling} --engine-memory 2{further} --eval-only --eval-rows 1024"
     scored = {}
     for name in runs:
         rows = "countdown" if "countdown" in name else "mawps"
-        scored[f"{name}-greedy"] = Run(SCORE, None, rows, name)
-        scored[f"{name}-samples"] = Run(f"{SCORE} --eval-samples 8 --eval-temperature 1", None, rows, name)
+        scored[f"{name}-greedy"] = Run(score, None, rows, name)
+        scored[f"{name}-samples"] = Run(f"{score} --eval-samples 8 --eval-temperature 1", None, rows, name)
     return {name: replace(run, ranks=1) for name, run in (runs | scored).items()}
 
 
@@ -263,7 +260,13 @@ STUDIES = {
     ),
     "real-weights": Study(
         "What does SmolLM2-135M learn on Countdown and on arithmetic word problems?",
-        with_scores(REAL_WEIGHTS),
+        smollm2_runs("real", steps=40, tokens=256),
+        needs="--gsm8k FOLDER --math FOLDER",
+        dtype="bf16",
+    ),
+    "two-cores": Study(
+        "The same in half as many steps and in fp32: what can be done without a GPU?",
+        smollm2_runs("small", steps=20, tokens=160, further=" --dtype fp32"),
         needs="--gsm8k FOLDER --math FOLDER",
     ),
     "one-gpu": Study("What does SmolLM2-135M learn on Countdown and GSM8K, at full size?", ONE_GPU, "--gsm8k FOLDER"),

@@ -25,7 +25,10 @@ MEASURES: dict[str, Callable[[list[dict]], float]] = {  # of a run, where the qu
 
 
 def read_record(kept: Path) -> dict:
-    """{"run": as in studies.py, "flags": further ones, "from", "model": hashes of weights}; None each without one."""
+    """{"run": as in studies.py, "flags": further ones, "from", "model": hashes of weights}; None each without one.
+
+    A run that was made more than once gave more than one model: their hashes, the last one's last.
+    """
     path = kept / RECORD
     return json.loads(path.read_text()) if path.is_file() else dict.fromkeys(("run", "flags", "from", "model"))
 
