@@ -91,20 +91,20 @@ def smollm2_runs(start: str, steps: int, tokens: int, further: str = "") -> dict
     sft += " --micro-batch-tokens 4096 --eval-rows 256 --eval-every 20"
     sampling = f"--max-prompt-tokens 192 --max-response-tokens {tokens}"
     rl = f"{sampling} --engine-memory 1 --micro-batch-tokens 4096 --warmup-steps 5 --lr-schedule linear{further}"
-    rl += f" --lr-floor 0.1 --total-steps {steps} --eval-every 10 --eval-rows 256"
+    rl += f" --lr-floor 0.1 --total-steps {steps} --eval-every {steps // 4} --eval-rows 256"
     grpo = f"grpo.py {rl} --prompts-per-step 16 --samples-per-prompt 8 --learning-rate"
     ppo = f"ppo.py {rl} --prompts-per-step 128 --samples-per-prompt 1 --critic-warmup-steps {steps // 5}"
     ppo += " --critic-learning-rate 1e-4 --learning-rate"
     countdown, gsm8k = (f"{sft} --batch-size {rows} --total-steps" for rows in (64, 32))
     searches, solutions = f"{start}-sft-countdown", f"{start}-sft-gsm8k"
     runs = {
-        searches: Run(f"{countdown} 60", None, "countdown"),
+        searches: Run(f"{countdown} {steps * 3 // 2}", None, "countdown"),
         f"{start}-grpo-countdown-seed1": Run(f"{grpo} 2e-5", 1, "countdown", searches),
         f"{start}-grpo-countdown-seed2": Run(f"{grpo} 2e-5", 2, "countdown", searches),
         f"{start}-ppo-countdown-seed1": Run(f"{ppo} 2e-5", 1, "countdown", searches),
         f"{start}-lora-countdown-seed1": Run(f"{grpo} 2e-4 --lora-rank 16", 1, "countdown", searches),
         f"{start}-more-sft-countdown-seed1": Run(f"{countdown} {2 * steps}", 1, "countdown", searches),
-        solutions: Run(f"{gsm8k} 80", None, "gsm8k"),
+        solutions: Run(f"{gsm8k} {2 * steps}", None, "gsm8k"),
         f"{start}-grpo-mawps-seed1": Run(f"{grpo} 2e-5", 1, "mawps", solutions),
         f"{start}-more-sft-gsm8k-seed1": Run(f"{gsm8k} {4 * steps}", 1, "gsm8k", solutions),
         f"{start}-answers-mawps-seed1": Run(f"{gsm8k} {2 * steps}", 1, "mawps", solutions),
@@ -265,8 +265,8 @@ STUDIES = {
         dtype="bf16",
     ),
     "two-cores": Study(
-        "The same in half as many steps and in fp32: what can be done without a GPU?",
-        smollm2_runs("small", steps=20, tokens=160, further=" --dtype fp32"),
+        "The same in fewer steps and in fp32: how much of that without a GPU, in runs of about an hour?",
+        smollm2_runs("small", steps=16, tokens=160, further=" --dtype fp32"),
         needs="--gsm8k FOLDER --math FOLDER",
     ),
     "one-gpu": Study("What does SmolLM2-135M learn on Countdown and GSM8K, at full size?", ONE_GPU, "--gsm8k FOLDER"),
