@@ -40,7 +40,7 @@ class Tolerant(suppress, ContextDecorator):
 
 
 @contextmanager
-def user_errors(told: str = "error", kinds=(ValueError, OSError)) -> Iterator[None]:
+def user_errors(told: str = "error", kinds=(ValueError, OSError, SafetensorError)) -> Iterator[None]:
     """What the user can put right (a file, a flag) ends the run with its message alone, not with a trace per rank."""
     try:
         yield

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from filelock import LeaseCompromise
+from safetensors import safe_open
 from torch import nn
 
 from common.attention import choose_attention
@@ -66,11 +67,12 @@ class Job:
         if machine.lora_rank:
             self.identity["LoRA"] = [machine.lora_rank, machine.lora_alpha, machine.lora_targets]
             self.identity["base"] = self._base(self.path)
-            told = "--reference-offload has no effect: with --lora-rank the policy's base is the reference"
-            refuse(machine.reference_offload, told)  # also where a fork has made it the default
+            refuse(machine.reference_offload, "--reference-offload has no effect: with --lora-rank it is the base")
         self.checkpoint = find_checkpoint(self.output_dir, run.resume, world, self.identity)  # to go on from
         self.limits = PixelLimits(data.min_pixels, data.max_pixels, data.max_frame_pixels)
-        with user_errors(f"--model {self.path}: its tokenizer or processor cannot be read", DAMAGE):
+        with user_errors(f"--model {self.path}: its files cannot be read (are all there, and whole?)", DAMAGE):
+            for file in Path(self.path).glob("*.safetensors"):
+                safe_open(file, "pt")  # its header, and its length: the engine would be the first to run into them
             self.tokenizer = load_tokenizer(self.path, machine.trust_remote_code)
             self.vision = load_vision(self.path, self.limits, machine.trust_remote_code)  # None: it reads text alone
         sees = (self.vision is not None, "a vision-language --model")
@@ -90,9 +92,8 @@ class Job:
         return loader
 
     def load_policy(self, from_scratch: bool = False) -> nn.Module:
-        """The policy, to be trained: float32 master weights, sharded or replicated."""
-        policy = load_policy(self.path, from_scratch=from_scratch, **self._options(trained=True))
-        return policy.to(self.world.device)  # its buffers: FSDP2 has placed the parameters
+        """The policy, to be trained: float32 master weights, sharded or replicated; its buffers follow."""
+        return load_policy(self.path, from_scratch=from_scratch, **self._options(trained=True)).to(self.world.device)
 
     def load_critic(self, path: str) -> nn.Module:
         """A critic, to be trained, on the backbone of the model in a folder."""

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from common.attention import block_mask, register_attention
 from common.distributed import repeated_blocks, reshard, whole
-from common.files import DAMAGE, user_errors
+from common.files import user_errors
 from common.flags import Machine
 from common.logprobs import is_greedy, token_logprobs
 from common.lora import adapters, add_adapters, merged
@@ -192,7 +192,7 @@ def read_weights(path: str, config, assemble: Callable, options: dict) -> tuple[
 
     base._load_pretrained_model = staticmethod(assemble_and_read)
     try:
-        with user_errors(f"--model {path}: its weights cannot be read (are all files there, and whole?)", DAMAGE):
+        with user_errors(f"--model {path}: its weights cannot be read (are all files there, and whole?)"):
             _, loaded = auto_class(config).from_pretrained(path, config=config, output_loading_info=True, **options)
     finally:
         base._load_pretrained_model = staticmethod(read)

@@ -91,8 +91,7 @@ def clamped(_: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
 
 def auto_class(config) -> type:
     """The transformers class that loads a policy of this configuration."""
-    task = "ImageTextToText" if config.model_type in FAMILY else "CausalLM"
-    return getattr(transformers, f"AutoModelFor{task}")
+    return getattr(transformers, "AutoModelFor" + ("ImageTextToText" if config.model_type in FAMILY else "CausalLM"))
 
 
 def skeleton(path: str, trust_remote_code: bool = False) -> nn.Module:

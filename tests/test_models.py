@@ -91,12 +91,12 @@ def cut_in_half(file: Path) -> None:
 
 
 DAMAGE = {
-    "half of the weights": (lambda folder: cut_in_half(folder / "model.safetensors"), "weights cannot be read"),
-    "Git LFS's pointer": (lambda folder: (folder / "model.safetensors").write_text("oid sha256:1"), "weights cannot"),
+    "half of the weights": (lambda folder: cut_in_half(folder / "model.safetensors"), "files cannot be read"),
+    "Git LFS's pointer": (lambda folder: (folder / "model.safetensors").write_text("oid sha256:1"), "files cannot be"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "weights cannot be read .*no file named"),
-    "half of a tokenizer": (lambda folder: cut_in_half(folder / "tokenizer.json"), "tokenizer or processor cannot"),
-    "no vocabulary": (lambda folder: (folder / "tokenizer.json").write_text("{}"), "tokenizer or processor cannot"),
-    "half of a processor": (lambda f: cut_in_half(f / "processor_config.json"), "tokenizer or processor cannot"),
+    "half of a tokenizer": (lambda folder: cut_in_half(folder / "tokenizer.json"), "files cannot be read"),
+    "no vocabulary": (lambda folder: (folder / "tokenizer.json").write_text("{}"), "files cannot be read"),
+    "half of a processor": (lambda f: cut_in_half(f / "processor_config.json"), "files cannot be read"),
 }
 
 
@@ -112,6 +112,16 @@ def test_a_damaged_model_is_named_in_a_line(damage, world, tmp_path, monkeypatch
     args.run.model, args.run.output_dir = str(folder), tmp_path / "run"
     with pytest.raises(SystemExit, match=f"^--model {folder}: its {told}"):
         Job("grpo", args.data, args.machine, args.run, demo=False).load_policy()
+
+
+def test_damaged_weights_are_refused_before_the_engine_reads_them(world, tmp_path, monkeypatch):
+    folder = shutil.copytree(FOLDERS["tiny"], tmp_path / "model")
+    cut_in_half(folder / "model.safetensors")
+    monkeypatch.setattr("common.job.init_world", lambda *_: world)
+    args = grpo.Args()
+    args.run.model, args.run.output_dir = str(folder), tmp_path / "run"
+    with pytest.raises(SystemExit, match=f"^--model {folder}: its files cannot be read"):
+        Job("grpo", args.data, args.machine, args.run, demo=False)
 
 
 def test_a_reward_models_backbone_may_be_the_critics_and_no_policy(tmp_path):
