@@ -83,9 +83,10 @@ ONE_GPU = {
 }
 
 
-def smollm2_runs(start: str, steps: int, tokens: int, further: str = "") -> dict[str, Run]:
+def smollm2_runs(start: str, steps: int, tokens: int, sampled: int, further: str = "") -> dict[str, Run]:
     """Two warm starts of SmolLM2-135M, and from each so many steps of RL with 128 samples of up to so many tokens,
-    beside supervised training on as many rows, or on answers alone. Behind them, how each does on all held-out rows.
+    beside supervised training on as many rows, or on answers alone. Behind them, how each does greedily on all
+    held-out rows, and with 8 samples of each of the first so many.
     """
     sft = f"sft.py --model smollm2 --learning-rate 2e-4 --lr-schedule cosine --warmup-steps 0.05{further}"
     sft += " --micro-batch-tokens 4096 --eval-rows 256 --eval-every 20"
@@ -109,12 +110,13 @@ def smollm2_runs(start: str, steps: int, tokens: int, further: str = "") -> dict
         f"{start}-more-sft-gsm8k-seed1": Run(f"{gsm8k} {4 * steps}", 1, "gsm8k", solutions),
         f"{start}-answers-mawps-seed1": Run(f"{gsm8k} {2 * steps}", 1, "mawps", solutions),
     }
-    score = f"grpo.py {sampling} --engine-memory 2{further} --eval-only --eval-rows 1024"
+    score = f"grpo.py {sampling} --engine-memory 2{further} --eval-only --eval-rows"
     scored = {}
     for name in runs:
         rows = "countdown" if "countdown" in name else "mawps"
-        scored[f"{name}-greedy"] = Run(score, None, rows, name)
-        scored[f"{name}-samples"] = Run(f"{score} --eval-samples 8 --eval-temperature 1", None, rows, name)
+        scored[f"{name}-greedy"] = Run(f"{score} 1024", None, rows, name)
+        samples = f"{score} {sampled} --eval-samples 8 --eval-temperature 1"
+        scored[f"{name}-samples"] = Run(samples, None, rows, name)
     return {name: replace(run, ranks=1) for name, run in (runs | scored).items()}
 
 
@@ -260,13 +262,13 @@ STUDIES = {
     ),
     "real-weights": Study(
         "What does SmolLM2-135M learn on Countdown and on arithmetic word problems?",
-        smollm2_runs("real", steps=40, tokens=256),
+        smollm2_runs("real", steps=40, tokens=256, sampled=1024),
         needs="--gsm8k FOLDER --math FOLDER",
         dtype="bf16",
     ),
     "two-cores": Study(
         "The same in fewer steps and in fp32: how much of that without a GPU, in runs of about an hour?",
-        smollm2_runs("small", steps=16, tokens=160, further=" --dtype fp32"),
+        smollm2_runs("small", steps=16, tokens=160, sampled=512, further=" --dtype fp32"),
         needs="--gsm8k FOLDER --math FOLDER",
     ),
     "one-gpu": Study("What does SmolLM2-135M learn on Countdown and GSM8K, at full size?", ONE_GPU, "--gsm8k FOLDER"),
