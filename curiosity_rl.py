@@ -64,7 +64,7 @@ from common.setup import Stopwatch, due, finish, open_logger, profiled
 class Args:
     """Pixel Reasoner's reward, objective and optimizer. What scripts share comes in groups: common/flags.py."""
 
-    curiosity: Literal["paper", "repo", "none"] = "paper"  # bonus for looking: the paper's, the released code's
+    curiosity: Literal["paper", "repo", "none"] = "paper"  # bonus and cost: the paper's, its code's, neither
     curiosity_alpha: Amount = 0.5  # its weight
     curiosity_target: Amount = 0.3  # H: no bonus where at least this share of a group looks
     call_penalty: Amount = 0.05  # beta: what a call costs, of those above --free-calls
@@ -72,7 +72,7 @@ class Args:
     count_calls: Literal["attempted", "successful"] = "attempted"  # which calls bonus and cost count
     veto_errors: bool = False  # an answer right after a failed call scores 0
     filter_equal: bool = True  # leave out groups of equal rewards, whose advantages are 0
-    replay_share: Share = 0.0  # of a step's samples, at most, that earlier ones fill up when groups are left out
+    replay_share: Share = 0.0  # of a step's samples, at most, for earlier ones in the place of groups left out
     replay_max_age: Limit = 8  # steps for which a sample may be replayed
     compare_tools: bool = False  # with --eval-only: the same rows without tools, too, side by side
     advantage: Literal["group-std", "group-mean", "rloo", "batch-std"] = "group-mean"  # baseline and scale of scores
@@ -95,7 +95,7 @@ class Args:
     run: Run = field(default_factory=Run)
 
 
-# What runs without --model: a policy of 3 million parameters learns to look (README, "The demo").
+# What runs without --model: a policy of 3 million parameters learns to look (docs/results.md, "curiosity_rl.py").
 DEMO = Args(
     learning_rate=8e-5,
     lr_schedule="linear",
@@ -414,6 +414,8 @@ def check_args(args: Args) -> None:
     single = args.rollout.samples_per_prompt < 2 and not args.rollout.eval_only
     refuse(single, "--samples-per-prompt 1: nothing to compare with")
     refuse(P < M, f"--minibatches {M} of --prompts-per-step {P}: a minibatch needs a prompt (groups stay together)")
+    forgets = args.replay_share > 0 and not args.replay_max_age
+    refuse(forgets, "--replay-max-age 0: a sample is replayed in later steps, or not at all: leave out --replay-share")
     moved = "several --minibatches or --epochs-per-step: on-policy the ratio is 1"
     calls = bool(args.rollout.tools or args.rollout.environment)
     bonus = (args.curiosity != "none" and calls, "--tools or --environment, and --curiosity paper or repo")
@@ -503,7 +505,7 @@ def main(args: Args, demo: bool = False) -> None:
                 if on_policy:  # and all old log-probs are in
                     new = (index.episode_of_token < len(fresh)).to(device)  # earlier weights sampled the others
                     gap = checked_gap(tokens.rollout_logprobs[new], tokens.old_logprobs[new], rollouts.max_gap, step)
-                    means.add("policy/rollout_logprob_gap", gap)
+                    means.add("policy/rollout_logprob_gap", gap * new.sum().item(), count=new.sum().item())
                 means.merge(optimizer.step(lr))
 
         # 5. log

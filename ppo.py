@@ -69,7 +69,7 @@ class Args:
     epochs_per_step: Count = 1  # passes over a rollout
     critic_epochs: Count = 1  # passes of the critic over a rollout
     entropy_coef: float = 0.0  # bonus for entropy
-    correction: Literal["none", "truncate", "mask", "sequence"] = "none"  # TIS; IcePop, MIS; whole
+    correction: Literal["none", "truncate", "mask", "sequence"] = "none"  # TIS; IcePop, MIS; by response
     correction_low: Amount = 0.5  # mask, sequence: below this the weight is 0
     correction_high: Amount = 2.0  # truncate: largest weight; mask, sequence: above this the weight is 0
     kl_in: Literal["none", "reward", "loss"] = "none"  # where the KL to the initial policy is charged
@@ -447,7 +447,7 @@ def main(args: Args, demo: bool = False) -> None:
     check_args(args)
     job = Job("ppo", args.data, args.machine, args.run, demo, record=not args.rollout.eval_only)
     world, device = job.world, job.world.device
-    frozen = [job.path] if args.kl_in != "none" else []
+    frozen = [job.path] if args.kl_in != "none" and not args.rollout.eval_only else []
     folders = [job.path, critic_path(job, args.critic_model) if args.critic_model else job.path]
     rollouts = Rollouts(
         job, args.data, args.rollout, args.run, trained=folders, frozen=frozen, reward_model=args.reward_model
@@ -455,7 +455,7 @@ def main(args: Args, demo: bool = False) -> None:
     refuse_lonely_critic(args, rollouts.total_steps)  # which the data may decide
 
     policy = job.load_policy()
-    reference = job.load_reference(policy) if args.kl_in != "none" else None
+    reference = job.load_reference(policy) if frozen else None
     optimizer = job.adamw(policy, args.weight_decay, args.max_grad_norm)
     optimizers = {"policy": optimizer}
     if not args.rollout.eval_only:

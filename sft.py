@@ -47,7 +47,7 @@ class Args:
     from_scratch: bool = False  # random weights of the model's architecture instead of its own
     max_tokens: Count = 1024  # longest conversation (tokens, pictures included); longer ones are cut at the end
     mask: Literal["auto", "all", "last-two-turns"] = "auto"  # assistant turns trained on; auto: by the row's format
-    mask_failed_calls: bool = False  # nor on turns whose tool call returned an error
+    mask_failed_calls: bool = False  # do not train on turns whose tool call returned an error
     batch_size: Count = 64  # conversations per optimizer step, over all ranks
     learning_rate: Amount = 1e-5  # peak
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"  # after the warm-up

@@ -1,9 +1,12 @@
 """Attention over packs with shared prompts: SDPA segment by segment on any device, flex attention on GPUs."""
 
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from common.files import refuse
 from common.torch_repair import Later, transformers
 
 bias, flex = Later("torch.nn.attention.bias"), Later("torch.nn.attention.flex_attention")
@@ -11,15 +14,17 @@ BLOCK = 128  # tokens: flex attention's
 WITHOUT_EFFECT = {"is_causal", "position_ids", "cache_position", "use_cache", "output_attentions"}  # options here
 
 
-def choose_attention(flag: str, device: torch.device, compile_layers: bool = False) -> str:
+def choose_attention(flag: str, device: torch.device, compile_layers: bool = False, dtype=torch.bfloat16) -> str:
     """`--attention auto`: flex on GPUs with bf16, else SDPA (flex has no backward on CPU, no kernels on Volta)."""
     if flag == "auto":
         flag = "flex" if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8 else "sdpa"
     if device.type == "cpu" and (compile_layers or flag != "sdpa"):
         wanted = "--compile" if compile_layers else f"--attention {flag}"
         raise SystemExit(f"{wanted} needs a GPU; on a CPU leave it out")
-    if compile_layers and flag == "sdpa":
-        raise SystemExit("--compile needs --attention flex or flash: with sdpa every pack would be compiled anew")
+    refuse(compile_layers and flag == "sdpa", "--compile needs --attention flex or flash: sdpa compiles each pack")
+    if flag == "flash":
+        refuse(dtype == torch.float32, "--attention flash needs --dtype bf16 or fp16")
+        refuse(not (find_spec("flash_attn") or find_spec("kernels")), "--attention flash: pip install flash-attn")
     return flag
 
 

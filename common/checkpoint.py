@@ -137,9 +137,9 @@ class Checkpoints:
             if (folder / name).exists():  # the same step again, after a resume from an earlier one
                 os.replace(folder / name, folder / f"tmp_old_{name}")  # which the next save removes
             os.replace(temporary, folder / name)
-            replace_file(folder / "latest", lambda path: path.write_text(name))
-            if is_best:
+            if is_best:  # first: a run that is killed between the two comes here again
                 replace_file(folder / "best", lambda path: path.write_text(name))
+            replace_file(folder / "latest", lambda path: path.write_text(name))
             _prune(folder, self.job.run.keep_checkpoints)
 
         for part in (make_room, write_shards, publish):
@@ -149,8 +149,7 @@ class Checkpoints:
             if problem := _attempt(part if part is write_shards or world.is_main else None):
                 if world.is_main:
                     shutil.rmtree(temporary, ignore_errors=True)
-                    room = f"it takes {needed} bytes, {free_bytes(folder)} are free"
-                    print(f"warning: no checkpoint of step {step} ({problem}; {room})", flush=True)
+                    print(f"warning: no checkpoint of step {step} ({problem}; it takes {needed} bytes)", flush=True)
                 return False
         self.best, reached["checkpoint"] = record["best"], folder / name
         return True

@@ -185,8 +185,7 @@ def wrap_model(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype, w
 
     Each of `repeated_blocks` is a unit; the root holds the embeddings, the last norm and the head. FSDP2 computes with
     parameters cast to `compute_dtype` and reduces gradients in float32. A model on the meta device gets its weights
-    later, in shards; another one moves to the device unit by unit. `whole` leaves a critic's head as it is on each
-    rank, like adapters: `average_gradients`.
+    later, in shards. `whole` leaves a critic's head as it is on each rank, like adapters: `average_gradients`.
     """
     policy = fsdp.MixedPrecisionPolicy()
     if compute_dtype != next(model.parameters()).dtype:
@@ -231,8 +230,7 @@ def abandon_backward(model: nn.Module) -> None:
     """After an exception inside a forward or backward, on one rank: no gradients, as if none had been under way."""
     model.zero_grad()  # of gathered parameters
     if root := next((module for module in model.modules() if isinstance(module, fsdp.FSDPModule)), None):
-        if not hasattr(root, "reset_iter_state"):
-            raise SystemExit("torch before 2.13 cannot repeat the step: the same command goes on, in smaller pieces")
+        refuse(not hasattr(root, "reset_iter_state"), "torch below 2.13 repeats no step: the same command goes on")
         root.reset_iter_state()
     model.zero_grad()  # of shards
 

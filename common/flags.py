@@ -61,7 +61,7 @@ class Rollout:
     reward_timeout: Positive = 10.0  # seconds for one response; one that takes longer, or crashes, is left out
     judge_patience: Positive = 30.0  # minutes without an answer of the judge (JUDGE_URLS); then the run saves and ends
     judge_probe: bool = True  # ask the judge for a right and a wrong pair at the start; --no-judge-probe: take any
-    tools: str | None = None  # what the policy may call: visual, built-in names, FILE.py:NAME, ...; or python, alone
+    tools: str | None = None  # what the policy may call: visual (crop, frames), FILE.py:NAME, ...; or python, alone
     interaction: str | None = None  # FILE.py:NAME: answers turns that call no tool, as a user does, or rates them
     interaction_rows: Literal["own", "all"] = "own"  # rows that it answers: those with interaction_kwargs, or all
     environment: str | None = None  # FILE.py:CLASS, whose methods are tools: an object for each trajectory, as in TRL
@@ -75,12 +75,12 @@ class Rollout:
     engine: Literal["vllm", "hf"] = "vllm"  # rollout engine; hf: transformers, slow, needs no vLLM
     engine_parallel: Count = 1  # ranks that share one vLLM, for models too large for one GPU; tools then in lock-step
     engine_memory: Positive | None = None  # KV cache of the engine (GiB per rank); default 8 on GPU, 0.5 on CPU
-    sleep_level: Literal[0, 1, 2] = 1  # engine while updating: 0 stays (others use the GPU), 1 to host, 2 dropped
+    sleep_level: Literal[0, 1, 2] = 1  # engine while updating: 1 to host, 2 dropped, 0 stays (if others use the GPU)
     max_logprob_gap: Positive | None = None  # stop if |engine - trainer| log-probs exceed this mean; default by dtype
-    eval_samples: Count = 1  # samples per row in evaluation; above 1: pass@k and maj@k
+    eval_samples: Count = 1  # samples per row in evaluation, with --eval-temperature; above 1: pass@k, maj@k
     eval_temperature: Annotated[float, Ge(0), Le(2)] = 0.0  # 0 = greedy
     eval_top_p: Annotated[float, Gt(0), Le(1)] = 1.0  # nucleus, in evaluation only
-    eval_top_k: Annotated[int, Ge(-1)] = -1  # in evaluation only
+    eval_top_k: Annotated[int, Ge(-1)] = -1  # most likely tokens to choose from, in evaluation only; -1: all
     eval_only: bool = False  # evaluate --eval-data, print the table, write the samples, and stop
     dump_rollouts_every: Limit = 0  # steps between dumps of all episodes to OUTPUT_DIR/rollouts; 0: none
     replay: Path | None = None  # a dump: repeat the update of its step bit for bit, without an engine, and stop
@@ -107,7 +107,7 @@ class Machine:
     freeze_vision: bool = False  # train the language model alone
     lora_rank: Limit = 0  # LoRA: train adapters of this rank (try 16) beside the frozen model; 0: train the model
     lora_alpha: Positive = 32.0  # of LoRA: the product of the adapters counts alpha / rank times
-    lora_targets: str = "all"  # of LoRA: linear layers of the language model, such as q_proj,v_proj; all of them
+    lora_targets: str = "all"  # of LoRA: linear layers of the language model, such as q_proj,v_proj; all: every one
     trust_remote_code: bool = False  # run code that comes with the model
 
 
@@ -119,7 +119,7 @@ class Run:
     output_dir: Path | None = None  # run folder; default runs/SCRIPT-MODEL-TIME
     seed: Limit = 0  # data order, sampling, initialisation
     total_steps: Count | None = None  # steps; default: from --total-epochs
-    total_epochs: Annotated[float, Gt(0), Le(1e6)] = 1.0  # passes over the data, without --total-steps; refills on top
+    total_epochs: Annotated[float, Gt(0), Le(1e6)] = 1.0  # passes over the data, if no --total-steps; refills on top
     eval_every: Limit = 20  # steps between evaluations; 0: only before and after
     eval_before: bool = True  # evaluate before the first step
     eval_rows: Count = 512  # so many rows of --eval-data are used, the first ones
@@ -176,6 +176,7 @@ def check_shared(data: Data, run: Run, rollout: Rollout) -> None:
     evaluated = (bool(data.eval_data) or not data.train_data, "--eval-data")
     refuse_idle(run, dict.fromkeys(["eval_every", "eval_before", "eval_rows"], evaluated))
     trains = (not rollout.eval_only, "training, and no --eval-only")
+    refuse_idle(data, {"max_rows": trains})
     refuse_idle(run, {"total_epochs": (run.total_steps is None, "no --total-steps"), "profile_steps": trains})
     called = (rollout.multi_turn, "--tools, --interaction or --environment")
     sampled = (rollout.eval_temperature > 0, "an --eval-temperature above 0")
@@ -242,8 +243,8 @@ def refuse_idle(flags: Any, uses: dict[str, tuple[bool, str]]) -> None:
 
 def explain_foreign(arguments: list[str], args_class: type) -> None:
     """SystemExit with our name for a flag of verl's, of TRL's or of another script of ours; for a broken line."""
-    if any(argument and not argument.strip() for argument in arguments):
-        raise SystemExit("a lone space is an argument: a backslash that continues a line must be its last character")
+    blank = any(argument and not argument.strip() for argument in arguments)
+    refuse(blank, "a lone space is an argument: a backslash that continues a line must be its last character")
     pairs = (a.split("=", 1) if "=" in a else (a, b) for a, b in zip(arguments, [*arguments[1:], None]))
     if empty := [name for name, value in pairs if value == "" and name.replace("_", "-") not in ("--tools", "--log")]:
         raise SystemExit(f"{empty[0]} is empty: an unset variable?")

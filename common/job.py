@@ -55,7 +55,7 @@ class Job:
             check_device(world.device)
             self.compute_dtype, why = choose_dtype(machine.dtype, world.device)
         step_range(run.profile_steps)  # is it one?
-        self.attention = choose_attention(machine.attention, world.device, machine.compile)
+        self.attention = choose_attention(machine.attention, world.device, machine.compile, self.compute_dtype)
         self.path = resolve_model(run.model)  # folder of the model
         check_same(world, describe_run(self.path) | {"dtype": str(self.compute_dtype), "attention": self.attention})
         self.mesh = make_mesh(world, machine.strategy, machine.shard_size)  # which ranks share a copy of a model
@@ -98,15 +98,14 @@ class Job:
     def load_critic(self, path: str) -> nn.Module:
         """A critic, to be trained, on the backbone of the model in a folder."""
         if self.machine.lora_rank:
-            self.identity["critic's base"] = base = self._base(path)
-            saved = read_manifest(self.checkpoint).get("critic's base") if self.checkpoint else base
-            refuse(saved != base, f"{self.checkpoint} is of a critic on another base, {saved} and not {base}")
+            self._keep("critic's base", path, "a critic on another base")
         return load_policy(path, make=Critic, **self._options(trained=True)).to(self.world.device)
 
     def load_reference(self, policy: nn.Module) -> nn.Module:
         """The policy as it was, frozen, in the dtype that FSDP2 would cast it to; with LoRA its base."""
         if self.machine.lora_rank:
             return Base(policy)
+        self._keep("reference", self.path, "another reference")
         reference = load_policy(self.path, **self._options(trained=False)).requires_grad_(False)
         return reference.to("cpu" if self.machine.reference_offload else self.world.device)
 
@@ -118,6 +117,12 @@ class Job:
     def _base(self, path: str) -> str:
         """Identity of the frozen weights in a folder; rank 0 reads them."""
         return broadcast_object(weights_identity(Path(path)) if self.world.is_main else None)
+
+    def _keep(self, name: str, path: str, other: str) -> None:
+        """A checkpoint goes on beside the frozen weights that it began with."""
+        self.identity[name] = base = self._base(path)
+        saved = read_manifest(self.checkpoint).get(name, base) if self.checkpoint else base
+        refuse(saved != base, f"{self.checkpoint} is of {other}, {saved} and not {base}")
 
     def _options(self, trained: bool) -> dict[str, Any]:
         """Of `load_policy`."""
@@ -153,8 +158,7 @@ def describe_run(path: str) -> dict[str, str]:
 
 
 def lock_everywhere(output_dir: Path, world: World) -> None:
-    """Rank 0 takes the lock of the run folder; every rank must see it: nodes without shared storage would write
-    checkpoints that cannot be loaded."""
+    """Rank 0 takes the lock of the run folder. All must see it: checkpoints need a folder that all machines share."""
     if world.is_main:
         lock = lock_folder(output_dir, world.print, lost=give_way)
         at_end.append(lock.release)

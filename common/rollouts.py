@@ -49,8 +49,7 @@ PICTURED = 64  # rows of it, of a model that sees: a megapixel is 8 MB
 class Rollouts:
     """What the RL scripts sample from, score with and evaluate by.
 
-    May be None: the engine (else asleep) with --replay, `turns` without --tools, `judge` if rules can score all rows,
-    `train_data` and `loader` with --eval-only.
+    None may be the engine (--replay), `turns` (no tools), `judge` (none needed), `train_data`, `loader` (--eval-only).
     """
 
     def __init__(
@@ -65,10 +64,8 @@ class Rollouts:
         reward_model: str | None = None,
         oversample: float = 1.0,
     ):
-        """Read the data, start workers and engine. trained, frozen: folders of the models that share the memory.
-
-        oversample: how many times --prompts-per-step a step draws.
-        """
+        """Read the data, start workers and engine. trained, frozen: folders of the models that share the memory;
+        oversample: how many times --prompts-per-step a step draws."""
         self.world, self.tokenizer, self.output_dir = job.world, job.tokenizer, job.output_dir
         self.flags, self.run = rollout, run
         again = bool(rollout.replay) and (job.output_dir / "checkpoints").exists()

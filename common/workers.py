@@ -118,6 +118,8 @@ class Pool:
                 reply, end = worker.advance(readable), time.monotonic() + TRANSFER_S
                 while reply is None and worker.inbox and time.monotonic() < end and (new := wait(worker.sources, 0.1)):
                     reply = worker.advance(new)  # all of a large one: the trainer may be away next
+                if reply is None and worker.inbox and time.monotonic() > worker.deadline:
+                    reply = worker.advance([])  # a byte now and then does not put it off
             except ValueError as error:
                 done += self._failed_start(worker, str(error))
                 continue

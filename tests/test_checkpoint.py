@@ -379,6 +379,40 @@ def test_a_save_that_failed_is_not_the_best(tmp_path, world, monkeypatch, capsys
     assert now.best == 0.7 and (tmp_path / "checkpoints" / "best").read_text() == "step_000003"
 
 
+def test_a_disk_that_goes_away_while_saving_is_a_warning(tmp_path, world, monkeypatch, capsys):
+    """It refuses to tell what is free, too (ESTALE, ENOTCONN)."""
+
+    def gone(folder):
+        raise OSError(116, "Stale file handle")
+
+    now = checkpoints(tmp_path, world)
+    monkeypatch.setattr("common.checkpoint.free_bytes", gone)
+    assert not now.save(1, 0.5) and "no checkpoint of step 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["best", "latest"])
+def test_a_kill_between_the_names_of_a_save_loses_no_best(tmp_path, world, monkeypatch, name):
+    """Whichever was not written any more: the run comes by this step again, or knows its best."""
+    now = checkpoints(tmp_path, world)
+    now.save(1, 0.5)
+    write = now.save.__globals__["replace_file"]
+
+    def killed(path, writing):
+        if path.name == name:
+            raise SystemExit("killed")
+        write(path, writing)
+
+    monkeypatch.setattr("common.checkpoint.replace_file", killed)
+    with pytest.raises(SystemExit):
+        now.save(2, 0.9)
+    monkeypatch.undo()
+    again = checkpoints(tmp_path, world)
+    assert again.resume() == 1 and again.best == 0.5
+    again.save(2, 0.9)
+    again.save(3, 0.7)
+    assert (tmp_path / "checkpoints" / "best").read_text() == "step_000002"
+
+
 def test_a_clock_that_steps_back_costs_no_checkpoint(tmp_path, world):
     """Age is a time of the file system: what `latest` names is the newest, whatever that says."""
     now = checkpoints(tmp_path, world, state={"loader": PromptLoader(20, seed=0)})

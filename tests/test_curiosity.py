@@ -355,9 +355,11 @@ def published(**changes) -> dict:
 
 
 def test_rows_by_example():
-    for answer, truths in (("left", ["left"]), (0, ["0"]), ([None, " ", "B"], ["B"]), ([""], None), (None, None)):
+    nothing = ([""], None), (None, None), (math.nan, None), ([math.nan], None)
+    for answer, truths in (("left", ["left"]), (0, ["0"]), ([None, " ", "B"], ["B"]), *nothing):
         assert published(answer=answer)["reward_model"]["ground_truth"] == truths
     assert published(question=" ")["prompt"] is None and published(image=[{"path": "a"}])["prompt"] is None
+    assert published(image=5)["prompt"] is None
     assert published(image="a")["images"] == ["a"] and published(qid="000123")["data_source"] == "visual_qa/file"
     asked = published(question="<video>Which <image>?", image=["a", "b"], is_video=True)
     assert asked["prompt"][0]["content"] == "<video>Which ?" + visual_qa.WITH_TOOLS and asked["videos"] == [["a", "b"]]
@@ -400,6 +402,11 @@ def test_flags_without_effect_are_refused(flags, monkeypatch):
     """Defect: many of the original's flags were ignored in silence."""
     with pytest.raises(SystemExit, match=f"{flags[-2]} .*has no effect"):
         checked_args(curiosity_rl, monkeypatch, "--model", "tiny-vl", *flags)
+
+
+def test_a_memory_that_keeps_nothing_is_refused(monkeypatch):
+    with pytest.raises(SystemExit, match="--replay-max-age 0: a sample is replayed in later steps"):
+        checked_args(curiosity_rl, monkeypatch, "--replay-share", "0.5", "--replay-max-age", "0")
 
 
 def test_calls_of_an_environment_are_paid_for_like_those_of_tools(monkeypatch):

@@ -360,6 +360,16 @@ def test_unreadable_files(tmp_path, tokenizer):
             ValueError, match=f"--train-data: .*{name} is neither .jsonl, .json nor a readable parquet file"
         ):
             load(str(tmp_path / name), tokenizer)
+    pq.write_table(pa.table({"a": pa.array([1], pa.int8())}), tmp_path / "a.parquet")
+    whole, refused = (tmp_path / "a.parquet").read_bytes(), 0
+    schema = whole.index(b"ARROW:schema")
+    for place in range(schema, schema + 400):  # among others a type of no bits
+        (tmp_path / "a.parquet").write_bytes(whole[:place] + b"A" + whole[place + 1 :])
+        try:
+            read_file(tmp_path / "a.parquet", "--train-data", None)
+        except ValueError as error:
+            refused += "is neither .jsonl, .json nor a readable parquet file" in str(error)
+    assert refused
     (tmp_path / "empty.jsonl").write_text("\n\n")
     with pytest.raises(ValueError, match=r"--train-data: no usable row in .*empty\.jsonl"):
         load(str(tmp_path / "empty.jsonl"), tokenizer)

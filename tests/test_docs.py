@@ -24,7 +24,7 @@ THEIRS = {
     "torchrun": {"nproc_per_node", "nnodes", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "standalone", "max-restarts"}
     | {"master-addr", "master-port", "node-rank", "rdzv-conf", "shutdown-timeout", "local-addr"},
     "pip": {"index-url"},
-    "docker": {"shm-size", "network", "ipc"},
+    "docker": {"shm-size", "network", "ipc", "security-opt"},
     "sbatch": {"signal", "requeue"},
 }
 TABLES_OF_OTHERS = ("theirs", "original flag", "earlier")  # whose first column holds flags that are not ours

@@ -311,6 +311,26 @@ def test_prepare_row(tmp_path):
         assert (image.size, image.getpixel((0, 0))) == ((40, 30), (0, 0, 255))
 
 
+@pytest.mark.parametrize(
+    "images, why",
+    [(["a.png"], "'str' object"), ([{"path": "a.png"}], "without its bytes"), ([b"P"], "'bytes' object")],
+)
+def test_prepare_names_a_row_of_another_layout(tmp_path, images, why):
+    row = {"images": images, "problem": "<image>Find x.", "answer": "65"}
+    for split in ("train", "test"):
+        pq.write_table(pa.Table.from_pylist([row]), tmp_path / f"{split}.parquet")
+    with pytest.raises(ValueError, match=rf"train.parquet, row 0: .*{why}"):
+        prepare(tmp_path, tmp_path / "out")
+
+
+def test_prepare_reads_numbers_as_answers(tmp_path):
+    rows = pa.Table.from_pylist([published(answer=65)])
+    for split in ("train", "test"):
+        pq.write_table(rows, tmp_path / f"{split}.parquet")
+    (row,) = prepare(tmp_path, tmp_path / "out")["train"]
+    assert row["reward_model"]["ground_truth"] == row["extra_info"]["answer"] == "65"
+
+
 def test_prepare_schema_is_verls(tmp_path):
     for split in ("train", "test"):
         write(tmp_path / f"{split}.parquet", published())

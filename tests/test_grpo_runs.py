@@ -3,7 +3,9 @@
 import pyarrow.parquet as pq
 import pytest
 from helpers import LITTLE_CACHE, kill_once, metrics_of, run_script, steps_of
+from test_lora_runs import other_weights
 
+from common.hub import FOLDERS
 from common.prepare.export import Args, main
 
 OPTIONS = ["--prompts-per-step", 6, "--samples-per-prompt", 4, "--max-response-tokens", 64, "--max-rows", 64]
@@ -43,6 +45,23 @@ def test_kill_and_resume_equals_an_uninterrupted_run(whole, tmp_path):
     assert files[0] == files[1] and len([f for f in files[0] if f.suffix == ".distcp"]) == 2 * 3
     own = {".metadata", "manifest.json"}  # an id of the save, and its checksum
     assert {f.name for f in files[0] if (whole / f).read_bytes() != (folder / f).read_bytes()} <= own
+
+
+def test_a_resume_with_another_reference_is_refused(whole, tmp_path):
+    """The policy's weights come from the checkpoint, those that KL is charged against from --model."""
+    data = [f"--{part}-data={whole / 'data' / part}.parquet" for part in ("train", "eval")]
+    options = [*OPTIONS, "--engine", "hf", *data, "--resume", whole / "checkpoints" / "step_000004"]
+    for model, code in ((FOLDERS["tiny"], 0), (other_weights(tmp_path / "model"), 1)):
+        run = ["--model", model, "--output-dir", tmp_path / f"run{code}"]
+        done = run_script("grpo.py", *options, *run, ranks=2, check=False)
+        assert done.returncode == code and ("is of another reference, " in done.stderr) == bool(code), done.stderr
+
+
+def test_an_evaluation_loads_no_reference(whole, tmp_path, monkeypatch):
+    monkeypatch.setattr("common.job.Job.load_reference", lambda *_: pytest.fail("it has nothing to do"))
+    options = [*OPTIONS[:8], "--eval-rows", 8, *OPTIONS[18:24], *LITTLE_CACHE, "--engine", "hf", "--eval-only"]
+    options = [option for option in options if option not in ("--max-rows", 64)]
+    run_script("grpo.py", *options, "--output-dir", tmp_path / "run")
 
 
 def test_the_export_of_a_checkpoint_of_two_ranks_is_the_runs_model(whole, tmp_path):

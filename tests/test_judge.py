@@ -462,6 +462,14 @@ def test_an_evaluation_asks_longer_for_what_fails(serve, client):
     assert client(server).for_evaluation().settle(FOUR) == VERDICTS and server.asked.count("other") > TRIES
 
 
+def test_an_evaluation_goes_on_without_what_always_fails(serve, client, impatient):
+    """A living judge that fails on one case alone is no reason to ask for ever."""
+    server = serve(lambda number, answer: 413 if answer == "other" else None)
+    judge = client(server, patience_s=1.0).for_evaluation()
+    began = time.monotonic()
+    assert judge.settle(FOUR) == [*VERDICTS[:3], None] and 1.0 <= time.monotonic() - began < 20
+
+
 # --- at the start -------------------------------------------------------------------------------------------------
 
 

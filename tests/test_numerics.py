@@ -255,6 +255,10 @@ def test_compiled_layers_serve_packs_of_every_length_under_fsdp(tiny_config, tmp
         choose_attention("flex", torch.device("cpu"))
     with pytest.raises(SystemExit, match="--compile needs --attention flex or flash"):
         choose_attention("sdpa", torch.device("cuda"), compile_layers=True)
+    with pytest.raises(SystemExit, match="--attention flash needs --dtype bf16 or fp16"):
+        choose_attention("flash", torch.device("cuda"), dtype=torch.float32)
+    with pytest.raises(SystemExit, match="pip install flash-attn"):
+        choose_attention("flash", torch.device("cuda"), dtype=torch.bfloat16)
     plain, compiled = load_policy(tmp_path, "sdpa"), load_policy(tmp_path, "flex", compile_layers=True)
     compiled = wrap_model(compiled, make_mesh(world, "fsdp"), torch.float32)
     episodes = random_episodes(5, prompts=12, samples=5)

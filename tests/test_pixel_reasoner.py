@@ -108,6 +108,13 @@ def test_a_foreign_file_is_one_line(folder, name, capsys):
     assert "\n" not in str(stop.value)
 
 
+def test_a_number_is_no_path(folder):
+    release = [{"message_list": [{"content": [{"image": 5}]}]}]
+    (folder / "other.json").write_text(json.dumps(release))
+    with pytest.raises(SystemExit, match=r"(?s)1 files are missing in .*other.json row 0: 5"):
+        main(Args(folder))
+
+
 def test_missing_files_are_named(folder):
     main(Args(folder))
     (folder / "images.zip").unlink()

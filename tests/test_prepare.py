@@ -189,6 +189,9 @@ def test_published_parquet_errors(tmp_path):
         pq.write_table(pa.table({"nums": [[1, 2], nums], "target": [3, target]}), tmp_path / "bad.parquet")
         with pytest.raises(ValueError, match=r"--source .*bad.parquet row 1: nums .* expected numbers"):
             countdown.read_published(tmp_path / "bad.parquet")
+    pq.write_table(pa.table({"nums": [12], "target": [3]}), tmp_path / "bad.parquet")
+    with pytest.raises(ValueError, match=r"--source .*bad.parquet row 0: nums 12 and target 3, expected numbers"):
+        countdown.read_published(tmp_path / "bad.parquet")
 
 
 @pytest.mark.parametrize(

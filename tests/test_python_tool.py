@@ -490,6 +490,20 @@ def test_a_figure_that_came_while_the_trainer_was_away_is_read_to_its_end():
     assert all(len(replies[t.key].images[0]) > 2**21 for t in trajectories)
 
 
+@pytest.mark.slow
+def test_bytes_that_trickle_put_no_deadline_off():
+    """While the engine takes a step some arrive, so that there is always something to read."""
+    code = "import os, struct, time\nos.write(3, struct.pack('<QQ', 100, 2**25))\n"
+    with contextlib.closing(PythonWorkers(1, 2.0)) as workers:
+        trajectory = Trajectory(workers)
+        trajectory.ask(code + "while True:\n    os.write(3, b'x')\n    time.sleep(0.01)")
+        replies, end = {}, time.monotonic() + 60
+        while not replies and time.monotonic() < end:
+            time.sleep(0.5)
+            replies |= workers.poll(0.0)
+    assert "Execution timeout: the block took longer than 2 s" in replies[trajectory.key].text
+
+
 def test_a_video_file_is_read_frame_by_frame(workers):
     file = io.BytesIO()
     with av.open(file, "w", format="mp4") as container:

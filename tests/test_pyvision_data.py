@@ -231,7 +231,8 @@ def test_the_wording_of_a_published_row(media):
     assert row["prompt"] == published("pyvision_gym_wo_image_hint")["prompt"]
     with pytest.raises(ValueError, match="--like has no row with the env_name pyvision_gym_wo_video_hint"):
         prepare(media, [short(video_path=["0.png"], image_path=None)], like=str(like))
-    like.write_text(json.dumps([unclear, "no row"]))
+    strange = [published() | change for change in ({"prompt": ["x"]}, {"env_name": ["x"]}, {"extra_info": [1]})]
+    like.write_text(json.dumps([unclear, "no row", *strange]))
     with pytest.raises(ValueError, match=r"--like .*train\.json: no row"):
         prepare(media, [short()], like=str(like))
 
@@ -258,6 +259,7 @@ BAD = {
     "no columns": ({"text": "?"}, "has the columns text; expected prompt, or question"),
     "image and video": (short(video_path="0.mp4"), "expected prompt, or question and image_path or video_path"),
     "half a surrogate pair": (short(question="\ud800"), "a text that is no Unicode"),
+    "too many frames a second": (short(video_path=["0.png"], image_path=None, fps=10**400), "OverflowError"),
     "frames a second": (short(video_path=["0.png"], image_path=None, fps=-1), "fps is -1"),
     "no frames": (short(video_path=[{}], image_path=None), "neither bytes, nor a path"),
     "a list": ([1], "a JSON list, expected an object"),

@@ -58,6 +58,8 @@ EDGES = [  # response, numbers, target, score
     ("<answer>1/3*3</answer>", [1, 3, 3], 1, 1.0),
     ("the answer is 1+2", [1, 2], 3, 0.0),
     ("<answer>99**98**97</answer>", [97, 98, 99], 10, 0.1),
+    ("<answer>42*1**98**99</answer>", [1, 42, 98, 99], 42, 1.0),  # which Python finds at once
+    ("<answer>42*(-1)**99+0**98</answer>", [0, 1, 42, 98, 99], -42, 1.0),
     ("User: <answer> (1 + 2) / 3 </answer>\nAssistant: ok\n<answer>1+2</answer>", [1, 2], 3, 1.0),
     ("<answer>1+2</answer> Assistant: no tag of its own", [1, 2], 3, 0.0),
     ("<answer>1+2</answer><|im_start|>assistant no tag of its own", [1, 2], 3, 0.0),

@@ -3,6 +3,7 @@
 import base64
 import csv
 import json
+import time
 from types import SimpleNamespace
 
 import pyarrow.parquet as pq
@@ -64,6 +65,20 @@ def written(tmp_path, name: str) -> list[dict]:
     rows = pq.read_table(tmp_path / f"out/{name}.parquet").to_pylist()
     assert [row_problem(row) for row in rows] == [None] * len(rows)
     return rows
+
+
+def test_an_item_that_nests_too_deep_is_one_unusable_row(tmp_path, vstar):
+    (vstar / "direct_attributes/sa_0.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="1 unusable rows"):
+        main(Args(tmp_path / "out", vstar=vstar))
+
+
+def test_blank_lines_of_a_question_take_linear_time():
+    start = time.process_time()
+    assert options_of("Which?" + "\n" * 50_000 + "A. red\n \n(B) blue") == {"A": "red", "B": "blue"}
+    for question in ("A. x" + " " * 50_000 + "y\nB. z", "(A) x" + " " * 50_000 + "y (B) z"):
+        assert options_of(question) == {"A": "x" + " " * 50_000 + "y", "B": "z"}
+    assert time.process_time() - start < 2.0
 
 
 # --- rows ---------------------------------------------------------------------------------------------------------

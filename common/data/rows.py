@@ -139,7 +139,7 @@ def open_rows(path: Path, flag: str) -> Iterator[pa.RecordBatchReader]:
         if path.suffix == ".json" and content.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):  # else lines
             lines = [json.dumps(row).encode() for row in json.loads(content)]
         yield pa.table({JSON_LINE: pa.array(lines, pa.large_binary())}).to_reader()
-    except (pa.ArrowInvalid, OSError, RecursionError, ValueError) as error:
+    except (pa.ArrowException, OSError, RecursionError, ValueError) as error:
         raise ValueError(f"{flag}: {path} is neither .jsonl, .json nor a readable parquet file: {error}") from error
 
 

@@ -41,7 +41,7 @@ FIELDS |= {"reward_model": pa.struct({"style": TEXT, "ground_truth": TEXTS}), "e
 def convert(record: Mapping, file: str, prefix: str, with_tools: bool) -> dict:
     answers, question, qid = record["answer"], str(record["question"] or ""), str(record["qid"] or "")
     listed = answers if isinstance(answers, list) else [answers]
-    answers = [str(x) for x in listed if x is not None and str(x).strip()]
+    answers = [str(x) for x in listed if x is not None and x == x and str(x).strip()]
     paths = paths_of(record)
     readable = all(isinstance(name, str | None) for name in paths)
     pictures = [prefix + name for name in paths if name] if readable else []
@@ -61,7 +61,7 @@ def convert(record: Mapping, file: str, prefix: str, with_tools: bool) -> dict:
 
 
 def paths_of(record: Mapping) -> list:
-    return [record["image"]] if isinstance(record["image"], str | Mapping) else record["image"] or []
+    return record["image"] if isinstance(record["image"], list) else [record["image"]]
 
 
 def path_prefix(records: list[dict], path: Path, media_root: Path | None) -> str:

@@ -67,8 +67,7 @@ class Sampling:
 
 
 class WeightBooks:
-    """Accounts of a weight sync. At lr 1e-6 a step moves log-probs by less than bf16 rounding: only counting catches
-    one that is stale or partial."""
+    """Accounts of a weight sync: at lr 1e-6 log-probs move by less than bf16 rounding, and do not show a stale one."""
 
     def __init__(self, expected: dict[str, int]):
         self.step: int | None = None  # of the weights that the engine holds; None before the first sync

@@ -144,8 +144,7 @@ class VllmEngine:
     def sync_weights(self, weights: Weights, step: int) -> None:
         """Replace all weights in place by those of optimizer step `step`, and drop every cache made with the old ones.
 
-        `weights` is lazy and consumed once, in one call: reload_weights re-initialises all modules, so a second call
-        would wipe what the first has loaded.
+        `weights` is lazy, and consumed in one call: a second reload_weights would wipe what the first has loaded.
         """
         recorded = self.books.record(weights, self.dtype)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": recorded})

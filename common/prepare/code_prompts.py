@@ -70,13 +70,10 @@ def tagged(messages: list[dict]) -> list[dict]:
 
 
 def wordings_like(path: str) -> dict[Mode, Wording]:
-    """The wording of the first row of each mode in a file of the release that shows where its question stands.
-
-    ValueError if there is none.
-    """
+    """Of each mode, the wording of the first row that shows where its question stands. ValueError if no row does."""
     found: dict[Mode, Wording] = {}
     for record in RowFiles(path, "--like").records():
-        mode = MODES.get(record.get("env_name") or "") if isinstance(record, Mapping) else None
+        mode = MODES.get(str(record.get("env_name"))) if isinstance(record, Mapping) else None
         if mode and mode not in found and (wording := wording_of(record)):
             found[mode] = wording
         if len(found) == len(OWN):
@@ -89,9 +86,10 @@ def wordings_like(path: str) -> dict[Mode, Wording]:
 
 def wording_of(record: Mapping) -> Wording | None:
     """None for a row whose prompt has its question not just once, or no `FACTS`."""
-    prompt, question = record.get("prompt"), (record.get("extra_info") or {}).get("question")
-    content = prompt[0].get("content") if isinstance(prompt, list) and len(prompt) == 1 else None
-    if not isinstance(content, str) or not question or content.count(question) != 1:
+    prompt, question = record.get("prompt"), record.get("extra_info")
+    question = question.get("question") if isinstance(question, Mapping) else None
+    content = prompt[0].get("content") if isinstance(prompt, list) and [*map(type, prompt)] == [dict] else None
+    if not isinstance(content, str) or not isinstance(question, str) or not question or content.count(question) != 1:
         return None
     before, _, after = content.partition(question)
     wording = Wording(MARK.sub("", before).lstrip("\n"), after)

@@ -173,7 +173,7 @@ def read_published(path: Path) -> list[Problem]:
         raise ValueError(f"--source {path}: expected the columns target and nums, found {', '.join(columns)}")
     table = pq.read_table(path, columns=["nums", "target"]).to_pydict()
     for row, (nums, target) in enumerate(zip(*table.values())):
-        if not nums or None in (*nums, target):
+        if not isinstance(nums, list) or not nums or None in (*nums, target):
             raise ValueError(f"--source {path} row {row}: nums {nums} and target {target}, expected numbers")
     return [Problem(tuple(nums), target, "") for nums, target in zip(table["nums"], table["target"])]
 

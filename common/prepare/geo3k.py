@@ -64,7 +64,7 @@ def read_split(folder: Path, split: str) -> list[dict]:
         for number, record in enumerate(pq.read_table(path, columns=COLUMNS).to_pylist()):
             try:
                 rows.append(to_row(record, split, len(rows)))
-            except ValueError as error:
+            except (AttributeError, LookupError, TypeError, ValueError) as error:
                 raise ValueError(f"{path}, row {number}: {error}") from error
     return rows
 
@@ -74,7 +74,7 @@ def to_row(record: dict, split: str, index: int) -> dict:
     problem, answer, images = record["problem"] or "", record["answer"], record["images"] or []
     if problem.count("<image>") != len(images):
         raise ValueError(f"{problem.count('<image>')} times <image> in the problem, but {len(images)} images")
-    if any(not image or not image["bytes"] for image in images):
+    if any(not image or not image.get("bytes") for image in images):
         raise ValueError("an image without its bytes")
     normalized_truth(answer or "")
     return {
@@ -82,8 +82,8 @@ def to_row(record: dict, split: str, index: int) -> dict:
         "prompt": [{"role": "user", "content": f"{problem} {INSTRUCTION}"}],
         "images": images,
         "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": answer},
-        "extra_info": {"split": split, "index": index, "answer": answer, "question": problem},
+        "reward_model": {"style": "rule", "ground_truth": str(answer)},
+        "extra_info": {"split": split, "index": index, "answer": str(answer), "question": problem},
     }
 
 

@@ -48,7 +48,7 @@ def main(args: Args) -> None:
         rows = pictures = 0
         for row, paths in media_of(table):
             rows, pictures = rows + 1, pictures + len(paths)
-            missing += [f"{table.name} row {row}: {path}" for path in paths if not (args.folder / path).is_file()]
+            missing += [f"{table.name} row {row}: {path}" for path in paths if not (args.folder / str(path)).is_file()]
         print(f"{table}: {rows} rows, {pictures} pictures and frames")
     if missing:
         shown = "\n  ".join(missing[:MAX_SHOWN])

@@ -85,7 +85,7 @@ def main(args: Args) -> None:
                     row = compose(record, index, args.media_root, wordings, args.show_images)
             except BadRow as error:
                 bad[index] = str(error)
-            except (AttributeError, LookupError, TypeError, ValueError) as error:  # a number where a list should be, …
+            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
                 bad[index] = f"malformed: {type(error).__name__}: {error!s:.100}"
             else:
                 yield row

@@ -85,7 +85,7 @@ def usable(items: Iterator[tuple[str, Any]], convert: Callable[[Any], dict], dro
     for index, (place, item) in enumerate(items):
         try:
             row = convert(item)
-        except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+        except (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
             kind = "" if isinstance(error, BadRow) else f"malformed: {type(error).__name__}: "
             bad.append(f"\n  {place}: {kind}{error!s:.200}")
             continue

@@ -34,7 +34,8 @@ def score(solution_str: str, ground_truth: Mapping, mode: Literal["strict", "com
     """
     if mode not in ("strict", "compat"):
         raise ValueError(f"mode is {mode!r}, expected 'strict' or 'compat'")
-    numbers, target = [int(number) for number in ground_truth["numbers"]], Fraction(ground_truth["target"])
+    numbers, target = [int(number) for number in ground_truth["numbers"]], ground_truth["target"]
+    target = Fraction(int(target) if isinstance(target, str) else target)  # 1e999999999 as a text would never end
     answer = last_answer(solution_str) if mode == "strict" else last_line_answer(solution_str)
     if answer is None:
         return {"score": NO_TAG, "pred": "", "format": 0.0}
@@ -58,10 +59,8 @@ def last_answer(text: str) -> str | None:
 
 def last_line_answer(text: str) -> str | None:
     """TinyZero's extraction: drop the prompt if it is there, keep the last line, take tags pairwise from the left."""
-    for marker in ("Assistant:", "<|im_start|>assistant"):
-        if marker in text:
-            text = text.partition(marker)[2]
-            break
+    marker = "Assistant:" if "Assistant:" in text else "<|im_start|>assistant"
+    text = text.partition(marker)[2] if marker in text else text
     line = text[text.rfind("\n") + 1 :]
     answer, position = None, 0
     while (start := line.find("<answer>", position)) >= 0 and (end := line.find("</answer>", start)) >= 0:
@@ -163,6 +162,6 @@ class Parser:
 
 def bounded_power(base, exponent):
     """base ** exponent; ValueError where an integer power would exceed MAX_POWER_BITS bits (99**98**97 never ends)."""
-    if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * exponent > MAX_POWER_BITS:
+    if {type(base), type(exponent)} == {int} and abs(base) > 1 and base.bit_length() * exponent > MAX_POWER_BITS:
         raise ValueError(f"{base} ** {exponent} is too large")
     return base**exponent

@@ -191,8 +191,9 @@ class Judge:
                 continue
             fewest = min(tried[server.url] for server in self.servers)
             counts = 0.1 if any(server.limits for server in self.servers) else 1  # that is not the case's fault
-            own_failures += counts * (self.heard > asked_at or (fewest >= TRIES and await self._is_alive()))
-            if own_failures >= TRIES and not self.evaluates:
+            if not self.evaluates:  # which goes on asking until `_wait` has heard nothing for too long
+                own_failures += counts * (self.heard > asked_at or (fewest >= TRIES and await self._is_alive()))
+            if own_failures >= TRIES:
                 return None
             if fewest:  # else there is a server that may work
                 await asyncio.sleep(min(self.BACKOFF_S * 2 ** min(fewest - 1, 9), self.LONGEST_BACKOFF_S))

@@ -60,7 +60,7 @@ def score_file(flags: Scoring) -> None:
     for index, record in enumerate(files.records()):
         try:
             rows[index] = read_row(record, index, flags)
-        except (LookupError, TypeError, ValueError) as error:  # the first two: countdown's truth is no object, ...
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             bad[index] = str(error) if isinstance(error, ValueError) else f"its truth cannot be read: {error!r}"
     files.refuse(bad, "unusable rows", flags.bad_rows == "drop", print)
     refuse(not rows, f"FILE: no usable row in {flags.file}")

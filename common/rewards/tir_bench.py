@@ -12,8 +12,8 @@ from common.rewards.math import equivalent, last_boxed, rational, truth_text
 from common.rewards.visual_qa import edit_distance, option, plain
 
 MAX_CHARACTERS = 1000  # of an answer; longer ones are wrong
-LINES = re.compile(r"^\s*\(?([A-K])(?:[.:)]\s*|\s+)(.+?)\s*$", re.MULTILINE)  # options of a question, one a line
-INLINE = re.compile(r"\(([A-K])\)\s*(.+?)\s*(?=\([A-K]\)|$)")
+LINES = re.compile(r"^[^\S\n]*\(?([A-K])(?:[.:)]\s*|\s+)(.*\S)", re.MULTILINE)  # options of a question, one a line
+INLINE = re.compile(r"\(([A-K])\)\s*((?:(?!\([A-K]\)).)*\S)\s*(?=\([A-K]\)|$)")
 INTEGER = re.compile(r"[0-9]+")
 NUMBER = re.compile(r"[-+]?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
 AROUND_LETTERS = re.compile(r"\band\b|[\s,;.&()\[\]]", re.IGNORECASE)

@@ -67,7 +67,7 @@ class Sandbox:
         folder = FOLDER if self.confined else self.folder.name
         environment = {name: folder if value == FOLDER else value for name, value in ENVIRONMENT.items()}
         kept = [path for path in python_folders() if path.startswith(f"{FOLDER}/")] if self.confined else []
-        with theirs, tempfile.TemporaryFile() as filters:
+        with theirs, os.fdopen(os.memfd_create("filters"), "w+b") as filters:
             filters.write(first_filter())
             filters.seek(0)
             server = f"{SEEN_AT}/server.py" if self.confined else str(INSIDE[0])
