@@ -6,6 +6,7 @@ import math
 import random
 import statistics
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from helpers import checked_args
 from test_objectives import surrogate as objective_surrogate
 
 import grpo
+import ppo
 import sft
 from common.episodes import Episode
 from common.job import Job
@@ -527,6 +529,24 @@ def test_what_takes_a_gpu_is_refused_without_one(flags, world, monkeypatch, tmp_
     with pytest.raises(SystemExit, match=f"{flags.split()[0]} .* has no effect: needs a GPU"):
         job = Job("grpo", args.data, args.machine, args.run, demo=True)
         Rollouts(job, args.data, args.rollout, args.run, trained=[], frozen=[])
+
+
+@pytest.mark.parametrize("script", [grpo, ppo])
+def test_an_evaluation_makes_no_reference(script, world, monkeypatch):
+    class Planned(Exception):
+        """So far the run may come."""
+
+    def plan(*_, frozen: list, **__):
+        raise Planned(frozen)
+
+    monkeypatch.setattr(script, "Rollouts", plan)
+    monkeypatch.setattr(script, "Job", lambda *_, **__: SimpleNamespace(world=world, path="folder"))
+    flags = ["--kl-in", "loss", "--kl-coef", "0.01", "--kl-estimator", "k2"]
+    for more, frozen in (([], ["folder"]), (["--eval-only"], [])):
+        args = checked_args(script, monkeypatch, *flags, *more)
+        with pytest.raises(Planned) as planned:
+            script.main(args)
+        assert planned.value.args == (frozen,)
 
 
 def test_with_lora_a_reference_on_the_host_is_refused_as_a_forks_default_too(world, monkeypatch, tmp_path):

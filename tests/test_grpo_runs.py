@@ -57,13 +57,6 @@ def test_a_resume_with_another_reference_is_refused(whole, tmp_path):
         assert done.returncode == code and ("is of another reference, " in done.stderr) == bool(code), done.stderr
 
 
-def test_an_evaluation_loads_no_reference(whole, tmp_path, monkeypatch):
-    monkeypatch.setattr("common.job.Job.load_reference", lambda *_: pytest.fail("it has nothing to do"))
-    options = [*OPTIONS[:8], "--eval-rows", 8, *OPTIONS[18:24], *LITTLE_CACHE, "--engine", "hf", "--eval-only"]
-    options = [option for option in options if option not in ("--max-rows", 64)]
-    run_script("grpo.py", *options, "--output-dir", tmp_path / "run")
-
-
 def test_the_export_of_a_checkpoint_of_two_ranks_is_the_runs_model(whole, tmp_path):
     main(Args(whole, "tiny", tmp_path / "out"))
     for file in (whole / "model").iterdir():
