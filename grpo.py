@@ -351,7 +351,7 @@ def collect(rollouts: Rollouts, num_prompts: int, step: int, watch: Stopwatch, f
 def add_tool_bonus(episodes: list[Episode], bonus: float) -> None:
     """A right answer earns `bonus` for each call before it that ran and showed something (arXiv 2602.20739)."""
     for e in episodes:
-        useful = sum(not c["error"] and c["info"].get("acted", True) for c in e.calls if c["turn"] < e.turns - 1)
+        useful = sum(not c["error"] and bool(c["info"].get("acted", True)) for c in e.calls if c["turn"] < e.turns - 1)
         e.rewards["tool_bonus"] = bonus * useful * is_correct(e.rewards)
         e.rewards["score"] += e.rewards["tool_bonus"]
 

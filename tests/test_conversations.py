@@ -15,7 +15,8 @@ from vl import build_tokenizer as build_vl_tokenizer
 from vl import picture, write_tiny_vl
 
 from common.data.conversations import Conversations, conversation_episode
-from common.data.formats import is_error, read_conversation
+from common.data.formats import called, is_error, read_conversation
+from common.data.render import end_turns_properly
 from common.data.rows import RowFiles
 from common.distributed import World
 from common.pictures import BadRow, PixelLimits
@@ -119,8 +120,26 @@ def test_a_template_that_ends_a_whole_chat_with_one_more_end_token(tokenizer):
         "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>\n' }}{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% else %}{{ eos_token }}{% endif %}"
     )
-    assert said(episode_of(TURNS[:2], phi), phi) == [TURNS[1]["content"] + "<|end|>"]
-    assert said(episode_of(TURNS, phi), phi) == [TURNS[1]["content"] + "<|end|>", "yes<|end|>"]
+    for end_token in (phi.pad_token, "<|end|>"):  # Phi-3's is another one, before it ends turns properly
+        phi.eos_token = end_token
+        end_turns_properly(phi, None, lambda said: None)
+        assert said(episode_of(TURNS[:2], phi), phi) == [TURNS[1]["content"] + "<|end|>"]
+        assert said(episode_of(TURNS, phi), phi) == [TURNS[1]["content"] + "<|end|>", "yes<|end|>"]
+
+
+def test_a_tokenizer_may_have_several_templates(tokenizer):
+    several = copy.deepcopy(tokenizer)
+    several.chat_template = {"default": tokenizer.chat_template, "tool_use": tokenizer.chat_template}
+    end_turns_properly(several, None, lambda said: None)
+    assert said(episode_of(TURNS, several), several) == [TURNS[1]["content"] + "<|end|>", "yes<|end|>"]
+
+
+def test_a_template_that_ends_no_turn_is_told(tokenizer):
+    told = []
+    end_turns_properly(tokenizer_of("glm-4.6"), None, told.append)
+    assert "the chat template puts no" in told[-1] and "none is trained" in told[-1]
+    end_turns_properly(tokenizer, None, told.append)
+    assert len(told) == 1
 
 
 def rows_of(tmp_path, tokenizer, *rows: list[dict]) -> Conversations:
@@ -514,11 +533,20 @@ def test_a_message_that_the_template_leaves_out_is_told(tmp_path, tokenizer):
     deaf.chat_template = tokenizer.chat_template.replace(
         "{% for message in messages %}", "{% for message in messages if message['role'] != 'tool' %}"
     )
-    turns = alternating("q", "f", "R", "a")
-    turns[2]["role"] = "tool"
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": turns}))
-    with pytest.raises(ValueError, match="leaves out a message of role 'tool'"):
-        Conversations(str(tmp_path / "rows.jsonl"), "--train-data", deaf, max_tokens=100)
+    for answer, missed in (("a", "tool"), ("It is R.", "assistant")):  # where the answer repeats what was observed
+        turns = alternating("q", "f", "R", answer)
+        turns[2]["role"] = "tool"
+        (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": turns}))
+        with pytest.raises(ValueError, match=f"leaves out a message of role '{missed}', or one before it"):
+            Conversations(str(tmp_path / "rows.jsonl"), "--train-data", deaf, max_tokens=100)
+        assert len(Conversations(str(tmp_path / "rows.jsonl"), "--train-data", tokenizer, max_tokens=100)) == 1
+
+
+@pytest.mark.parametrize("native", [None, "a protocol of the template's"])
+def test_arguments_of_a_function_call_may_be_a_text(native):
+    texts = [json.dumps({"name": "add", "arguments": given}) for given in ({"a": 3}, json.dumps({"a": 3}))]
+    assert called(texts[0], native) == called(texts[1], native)
+    assert called(json.dumps([*map(json.loads, texts)]), native) != called(texts[0], native)
 
 
 # --- bad rows -----------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from vl import build_tokenizer
 
 from common.flags import Rollout
 from common.tools import load_tools
+from common.tools.environments import read
 from common.tools.pools import ToolWorkers
 from common.tools.trajectories import Turns
 
@@ -166,11 +167,31 @@ def test_a_lack_of_memory_is_told_to_the_policy(open_turns):
     assert episode.finish_reason == "stop"
 
 
-def test_one_that_repeats_itself_differently_costs_the_sample(open_turns):
+def test_one_that_repeats_itself_differently_costs_the_sample(open_turns, tmp_path):
     turns = open_turns(RANDOM, max_turns=9)
-    script = [call("roll", die="clock"), call("roll", die="kill"), call("roll"), "never"]
-    (episode,), _ = run([script], turns, game_row(turns), n=1)
+    script = [call("roll", die="clock"), call("roll"), call("roll", die="kill"), call("roll"), "never"]
+    (episode,), _ = run([script], turns, game_row(turns, log=str(tmp_path / "log")), n=1)
     assert episode.finish_reason == "tool_failed" and "repeats itself differently" in episode.calls[-1]["text"]
+    words = (tmp_path / "log").read_text().split()
+    assert words.count("close") == words.count("reset") - 1, "all are closed but the one that was killed"
+
+
+def test_a_property_that_fails_is_not_missing():
+    class Game:
+        @property
+        def reward(self) -> float:
+            return self.score
+
+        def get_reward(self) -> float:
+            return 1.0
+
+    class Client:
+        def __getattr__(self, name: str) -> float:
+            return {"get_reward": 2.0}[name] if name == "get_reward" else object.__getattribute__(self, name)
+
+    with pytest.raises(AttributeError, match="score"):
+        read(Game(), "reward", "get_reward")
+    assert read(Client(), "reward", "get_reward") == 2.0 and read(object(), "reward", "get_reward") is None
 
 
 def test_one_that_is_not_replayable_is_never_led_through_its_transcript(open_turns, tmp_path):

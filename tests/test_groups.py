@@ -122,6 +122,7 @@ def call(error: bool = False, turn: int = 0, **info) -> dict:
         (0.0, [call(acted=True)], 0.0),
         (1.0, [], 0.0),
         (1.0, [call(acted=False), call(True, acted=True), call(acted=True)], 0.1),
+        (1.0, [call(acted="clicked"), call(acted=3), call(acted=""), call(acted=None)], 0.2),  # whatever a tool says
         (1.0, [call(), call(True)], 0.1),  # other tools: what was no error
         (1.0, [call(), call(turn=1)], 0.1),  # after the second there was no room for what it showed
         (math.nan, [call(acted=True)], 0.0),

@@ -82,6 +82,8 @@ def say(code: str) -> str:
         (say("print(1)") + " and then", None),
         ("<code>\nprint(1)\n</code>", None),
         ("```\nprint(1)\n```", None),
+        ("```python\nprint(1)\n```\n```output\n1\n```", None),
+        ("```python\nprint(1)\n```\nprints\n```\n1\n```", None),
         ("print(1)", None),
         ("", None),
         ("```python", None),
@@ -441,6 +443,22 @@ def test_figures(workers, code, sizes, told):
     figures = [Image.open(io.BytesIO(png)) for png in reply.images]
     assert [figure.size for figure in figures] == sizes and {figure.format for figure in figures} <= {"PNG"}
     assert told in reply.text and reply.error == bool(told)
+
+
+def test_a_figure_that_cannot_be_shown_is_in_no_later_ones_way(workers):
+    trajectory = Trajectory(workers)
+    for fails in ("plt.figure(figsize=(100, 100))", "plt.title('$\\\\nothing$')"):
+        assert trajectory(f"{fails}; plt.show()").error
+        reply = trajectory("plt.figure(figsize=(3, 2)); plt.show()")
+        assert not reply.error and [Image.open(io.BytesIO(png)).size for png in reply.images] == [(300, 200)]
+
+
+def test_a_figure_is_shown_again_by_itself(workers):
+    """Its number has gone to another one since."""
+    trajectory = Trajectory(workers)
+    trajectory("f = plt.figure(figsize=(3, 2)); plt.show()")
+    reply = trajectory("plt.figure(figsize=(5, 4)); f.show(); plt.show()")
+    assert [Image.open(io.BytesIO(png)).size for png in reply.images] == [(300, 200), (500, 400)]
 
 
 @pytest.mark.parametrize(

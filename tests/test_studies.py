@@ -23,20 +23,34 @@ def bench_path(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))  # which benchmarks change
 
 
-def test_every_run_has_flags_that_its_script_takes(monkeypatch):
+def test_the_command_of_every_run_is_one_that_its_script_takes(monkeypatch, tmp_path):
+    """With its seed, on its ranks, from its parent's model, and with its engine."""
+    import curves
     from studies import STUDIES
 
+    monkeypatch.setattr(curves, "write_rows", lambda rows, request: ["--train-data", rows, "--eval-data", rows])
+    seen = set()
     for study in STUDIES.values():
-        for run in (run for run in study.runs.values() if not run.command.startswith("trl")):
-            script, *flags = run.command.split()
+        for name, run in ((name, run) for name, run in study.runs.items() if not run.command.startswith("trl")):
+            if run.parent:
+                (tmp_path / run.parent / "model").mkdir(parents=True, exist_ok=True)
+            command = curves.our_command(curves.Args(runs=tmp_path), run, tmp_path / name)
+            assert command[command.index("--nproc_per_node") + 1] == str(run.ranks)
+            script = run.command.split()[0]
+            program = command[command.index("--nproc_per_node") + 2 :]
+            assert program[:2] == (["tests/bench/wrong_engine.py", run.engine] if run.engine else [script, program[1]])
+            arguments = program[2 if run.engine else 1 :]
             module = importlib.import_module(script.removesuffix(".py"))
-            data = ["--train-data", "x", "--eval-data", "x"] if run.data else []
-            data += ["--model", "x"] if run.parent else []
-            seed = ["--seed", str(run.seed)] if run.seed is not None else []
-            monkeypatch.setattr(sys, "argv", [script, *flags, *data, *seed])
+            monkeypatch.setattr(sys, "argv", [script, *arguments])
             args, _ = parse(module.Args, module.DEMO, module.__doc__)
             module.check_args(args)
+            assert args.run.output_dir == tmp_path / name and args.run.save_every == 20
             assert run.seed is None or args.run.seed == run.seed
+            assert not run.parent or args.run.model == str(tmp_path / run.parent / "model")
+            assert not run.data or args.data.train_data == args.data.eval_data == run.data
+            seen |= {"seed"} if run.seed else set()
+            seen |= {key for key in ("parent", "data", "engine") if getattr(run, key)}
+    assert seen == {"seed", "parent", "data", "engine"}
 
 
 def test_every_kept_result_is_a_run_that_can_be_made_again():
@@ -110,6 +124,48 @@ def test_a_run_is_done_if_it_is_that_run_and_came_to_its_end(tmp_path):
     args.flags = ""
     study.runs["learnt-seed1"] = Run("grpo.py --minibatches 2", 1, parent="warm")
     assert done() == [True, False] and read_study(study, args.results) == {}
+
+
+def test_a_run_that_died_at_its_start_is_not_the_one_that_was_kept(tmp_path):
+    """Its first file is config.json: beside the metrics of another run it would pass for a whole one."""
+    from curves import Args, is_done, keep
+    from studies import Run, Study
+    from study_results import read_study
+
+    study, args = Study("", {"a-seed1": Run("grpo.py", 1)}), Args(runs=tmp_path / "runs", results=tmp_path / "results")
+    folder = args.runs / "a-seed1"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text('{"args": {"total_steps": 1}, "url": "https://a/b"}')
+    (folder / "metrics.jsonl").write_text('{"step": 0, "eval/accuracy": 0.5}\n{"step": 1, "eval/accuracy": 0.5}\n')
+    keep(args, study, "a-seed1")
+    assert is_done(args, study, "a-seed1") and read_study(study, args.results)
+    assert not read_study(study, args.results, "--total-steps 2"), "other flags make other runs"
+    study.runs["a-seed1"] = Run("grpo.py --minibatches 2", 1)
+    (folder / "metrics.jsonl").unlink()
+    keep(args, study, "a-seed1")
+    assert not is_done(args, study, "a-seed1") and not read_study(study, args.results)
+    assert not (args.results / "a-seed1" / "metrics.jsonl").exists()
+
+
+def test_variants_are_compared_seed_by_seed():
+    from studies import Run, Study
+    from study_results import compared
+
+    def run(seconds: float, *values: float) -> list[dict]:
+        records = [{"step": 0, "eval/accuracy": 0.1, "data/tokens": 5.0}]
+        return records + [
+            {"step": i, "eval/accuracy": x, "time/step_s": seconds, "data/tokens": 5.0 + x}
+            for i, x in enumerate(values, start=1)
+        ]
+
+    theirs = {1: run(30.0, 0.3, 0.5), 2: run(20.0, 0.5, 0.7), 3: run(1.0, 0.0)}
+    ours = {1: run(10.0, 0.5, 0.6), 2: run(10.0, 0.6, 0.9)}
+    study = Study("", {"theirs-seed1": Run("a", 1)}, beside={"theirs": "ours"}, goal=0.5, also=("data/tokens",))
+    head, row = compared(study, {"theirs": theirs, "ours": ours})
+    assert head[3:6] == ["x seconds", "after: difference", "x seconds to 0.5, seeds"]
+    assert row[:3] == ["theirs", "ours", "2"]
+    # 60 / 20 and 40 / 20 seconds; 0.5 - 0.6 and 0.7 - 0.9; 60 / 10 and 20 / 10 seconds to 0.5; 0.7 - 0.9 of a step
+    assert [cell.split(" ")[0] for cell in row[3:]] == ["2.50", "-0.1500", "4.00", "0.2"] and row[5].endswith(", 2")
 
 
 def test_runs_side_by_side_wait_for_what_they_start_from(tmp_path, monkeypatch):
@@ -361,6 +417,13 @@ def test_scores_are_strict_and_lenient(tmp_path):
         "lenient, pass@1": 0.5,
         "lenient, pass@2": 0.6667,
     }
+    # of 0.5, 0 and 0: 1.96 * 0.2887 / 3 ** 0.5
+    assert found["strict, pass@1"][1] == pytest.approx(1.96 * (0.25 / 3) ** 0.5 / 3**0.5)
+    once = [dict(zip(keys, one)) for one in said[::2]]  # one sample each: Wilson's, of 1 of 3
+    pq.write_table(pa.Table.from_pylist(once), tmp_path / "samples.parquet")
+    assert scores(tmp_path / "samples.parquet")["strict, pass@1"] == pytest.approx([1 / 3, 0.3654], abs=1e-4)
+    pq.write_table(pa.Table.from_pylist([row | {"correct": True} for row in once * 2]), tmp_path / "samples.parquet")
+    assert scores(tmp_path / "samples.parquet")["strict, pass@1"] == pytest.approx([1.0, 0.2808], abs=1e-4)
 
 
 def test_scores_tell_samples_that_call_a_tool_from_others(tmp_path):

@@ -32,7 +32,7 @@ from common.vision import Vision
 
 def turn_texts(messages: list[dict], tokenizer) -> Iterator[tuple[int, str, str]]:
     """(its number, what comes before it, what it says) of each turn of the assistant. BadRow if it changes others."""
-    rendered, end_token, tail = "", tokenizer.eos_token, after_last_turn(tokenizer, tokenizer.chat_template)
+    rendered, end_token, tail = "", tokenizer.eos_token, after_last_turn(tokenizer)
     template = partial(tokenizer.apply_chat_template, tools=messages[0].get("tools"), tokenize=False)
     for turn in (turn for turn, message in enumerate(messages) if turn and message["role"] == "assistant"):
         header, full = template(messages[:turn], add_generation_prompt=True), template(messages[: turn + 1])
@@ -164,10 +164,14 @@ class Conversations:
         thoughts = ["".join(str(m["reasoning_content"]).split()) for m in messages if m.get("reasoning_content")]
         if thoughts and not any(thought in flat for thought in thoughts):
             raise BadRow("the chat template leaves out reasoning_content: write it as <think> into the contents")
+        place = 0  # one behind the other: the text of a message may stand in another one, too
         for message in (message for message in messages if not pictured(message)):
             quoted = json.dumps(text_of(message), ensure_ascii=False)  # as Llama-3's template has what tools return
-            if not any("".join(form.split()) in flat for form in (text_of(message), quoted)):
-                raise BadRow(f"the chat template leaves out a message of role {message['role']!r}")
+            forms = ("".join(form.split()) for form in (text_of(message), quoted))
+            ends = [start + len(form) for form in forms if (start := flat.find(form, place)) >= 0]
+            if not ends:
+                raise BadRow(f"the chat template leaves out a message of role {message['role']!r}, or one before it")
+            place = min(ends)
         header = "".join(before + said * (turn < first) for turn, before, said in turns if turn <= first)
         if len(header.encode()) + sum(picture_tokens) >= self.max_tokens:  # a token has at least a byte
             before = picture_tokens[: sum(map(pictured, messages[:first]))]

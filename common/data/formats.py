@@ -133,8 +133,10 @@ def called(value: str, native: object) -> dict:
         return {"content": value}
     calls = parsed(value, "function_call")
     calls = calls if isinstance(calls, list) else [calls]
+    made = [{"type": "function", "id": CALL_ID, "function": call} for call in calls]
+    said = with_arguments({"content": "", "tool_calls": made})  # and with it arguments of `calls` are objects
     if native:
-        return {"content": "", "tool_calls": [{"type": "function", "id": CALL_ID, "function": call} for call in calls]}
+        return said
     return {"content": "\n".join(f"{OPEN}\n{json.dumps(call, ensure_ascii=False)}\n{CLOSE}" for call in calls)}
 
 

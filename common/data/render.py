@@ -70,9 +70,7 @@ def as_text(messages: list[dict], spaced: Callable[[str], str]) -> list[dict]:
 
 def to_messages(prompt: Prompt, tokenizer, tools: Mapping[str, Tool] | None = None, pictures: bool = False) -> Prompt:
     """What the chat template is given for a cleaned prompt; a text stays one. ValueError if there is no template.
-
-    tools: those on offer. pictures: <image> and <video> stand for one each.
-    """
+    tools: those on offer. pictures: <image> and <video> stand for one each."""
     if isinstance(prompt, str):
         return prompt
     if not tokenizer.chat_template:
@@ -87,10 +85,8 @@ def to_messages(prompt: Prompt, tokenizer, tools: Mapping[str, Tool] | None = No
 
 
 def apply_template(prompts: list[Prompt], tokenizer) -> list[str]:
-    """The text of each; together they take half the time that they would take one by one.
-
-    What the template itself is to offer stands in a chat's first message, as "tools".
-    """
+    """The text of each; together they take half the time that they would take one by one. What the template itself is
+    to offer stands in a chat's first message, as "tools"."""
     chats = [prompt for prompt in prompts if not isinstance(prompt, str)]
     template = partial(tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False)
     if any("tools" in chat[0] for chat in chats):
@@ -119,10 +115,7 @@ def split_marks(content: str) -> list[dict]:
 
 
 def unheeded(record: Mapping, tools: Mapping[str, Tool], interaction: str) -> str:
-    """What verl's columns ask for in a row and does not happen with these flags; "" if there is nothing.
-
-    A start-up that is not told trains without what the row was made for.
-    """
+    """What verl's columns ask for in a row and does not happen with these flags; "" if there is nothing."""
     agent, info = record.get("agent_name") or "", record.get("extra_info") or {}
     if without_nulls(info.get("interaction_kwargs")) and interaction == "none":
         return "extra_info.interaction_kwargs: no --interaction is given"
@@ -141,10 +134,8 @@ def tools_kwargs(record: Mapping) -> dict:
 
 
 def row_tools(record: Mapping, tools: Mapping[str, Tool]) -> dict[str, dict]:
-    """{name: keyword arguments of the row's own} of the tools that a row offers, as verl's columns say.
-
-    `agent_name` "single_turn_agent": none. `extra_info.tools_kwargs`: those named there; otherwise all.
-    """
+    """{name: keyword arguments of the row's own} of the tools that a row offers, as verl's columns say: none with the
+    `agent_name` "single_turn_agent", those named in `extra_info.tools_kwargs`, or else all."""
     if record.get("agent_name") == "single_turn_agent":
         return {}
     named = {name: options for name, options in tools_kwargs(record).items() if options is not None}  # Arrow's nulls
@@ -172,11 +163,15 @@ def end_token_ids(path: str, tokenizer: "transformers.PreTrainedTokenizerBase") 
     return sorted(set(ids))
 
 
-@cache
-def after_last_turn(tokenizer, chat_template: str) -> str:
+def after_last_turn(tokenizer) -> str:
     """What the chat template puts behind the assistant's last turn: Phi's ends a whole chat with a second token."""
+    return _after_last_turn(tokenizer, str(tokenizer.chat_template), tokenizer.eos_token)
+
+
+@cache
+def _after_last_turn(tokenizer, chat_template: str, eos_token: str | None) -> str:
     messages = [{"role": "user", "content": "."}, {"role": "assistant", "content": "\u2603"}]
-    return tokenizer.apply_chat_template(messages, chat_template=chat_template, tokenize=False).rpartition("\u2603")[2]
+    return tokenizer.apply_chat_template(messages, tokenize=False).rpartition("\u2603")[2]
 
 
 def end_of_turn(tokenizer) -> str:
@@ -185,16 +180,14 @@ def end_of_turn(tokenizer) -> str:
     They differ in base models: Qwen2.5's end token is <|endoftext|>, its template ends turns with <|im_end|>. A policy
     that was trained to say one and is stopped at the other never stops.
     """
-    ids = tokenizer.encode(after_last_turn(tokenizer, tokenizer.chat_template), add_special_tokens=False)
+    ids = tokenizer.encode(after_last_turn(tokenizer), add_special_tokens=False)
     first = tokenizer.convert_ids_to_tokens(ids[0]) if ids else tokenizer.eos_token
     return first if first in tokenizer.get_added_vocab() else tokenizer.eos_token
 
 
 def end_turns_properly(tokenizer, processor, notice: Callable[[str], None]) -> None:
-    """Make the token that ends the template's turns the end token. ValueError without a chat template.
-
-    processor: of a vision-language model, or None; its template holds, and it gets the tokenizer.
-    """
+    """Make the token that ends the template's turns the end token. ValueError without a chat template. processor: of a
+    vision-language model, or None; its template holds, and it gets the tokenizer."""
     if processor:
         tokenizer.chat_template = processor.chat_template or tokenizer.chat_template
         processor.tokenizer = tokenizer  # which the export saves
@@ -203,3 +196,5 @@ def end_turns_properly(tokenizer, processor, notice: Callable[[str], None]) -> N
     if end_of_turn(tokenizer) != tokenizer.eos_token:
         notice(f"turns end with {end_of_turn(tokenizer)}, not {tokenizer.eos_token}: it becomes the end token")
         tokenizer.eos_token = end_of_turn(tokenizer)
+    if (tokenizer.eos_token or "") not in after_last_turn(tokenizer):
+        notice(f"warning: the chat template puts no {tokenizer.eos_token} behind a turn: none is trained")

@@ -17,6 +17,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from common.files import shorten
 from common.progress import Progress
 
 JSON_LINE = "json line"  # the only column of a table whose rows are texts
@@ -83,7 +84,7 @@ class RowFiles:
     def refuse(self, reasons: dict[int, str], what: str, drop: bool, notice: Callable) -> None:
         """Raise a ValueError with the first five of the rows, if there are any; or tell that all were dropped."""
         state = "dropped" if drop else "--bad-rows drop drops them"
-        listed = "".join(f"\n  {self.place(index)}: {reasons[index]}" for index in list(reasons)[:5])
+        listed = "".join(f"\n  {self.place(index)}: {shorten(reasons[index], 2000)}" for index in list(reasons)[:5])
         message = f"{self.flag}: {len(reasons)} {what} ({state}); the first:{listed}"
         if reasons and not drop:
             raise ValueError(message)

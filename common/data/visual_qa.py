@@ -65,10 +65,8 @@ def paths_of(record: Mapping) -> list:
 
 
 def path_prefix(records: list[dict], path: Path, media_root: Path | None) -> str:
-    """ "" where the first picture's path resolves as it stands; else what Pixel Reasoner's script makes of it.
-
-    That moves images/ to FILE_images/, videos/ to FILE_videos/.
-    """
+    """ "" where the first picture's path resolves as it stands; else what Pixel Reasoner's script makes of it:
+    that moves images/ to FILE_images/, videos/ to FILE_videos/."""
     first = next((name for r in records for name in paths_of(r) if name and isinstance(name, str)), "")
     moved = f"{path.stem}_"
     root = media_root or Path()

@@ -10,7 +10,7 @@ import pyarrow as pa
 from common.data.prompts import row_problem, to_verl, truth_of
 from common.data.render import apply_template, bare_text, clean_prompt, to_messages
 from common.data.rows import RowFiles, records
-from common.files import refuse
+from common.files import refuse, shorten
 from common.hub import EMBEDDED, load_tokenizer, resolve_model
 
 CONVERSATIONS = ("messages", "conversations", "message_list", "question")
@@ -26,9 +26,9 @@ def show(file: Path, tokenizer: str | None = None, rows: int = 2) -> None:
     for name in usable[0] if usable else ():
         table = files.tables[0]
         kind = table.schema.field(name).type if name in table.column_names else type(usable[0][name]).__name__
-        print(f"  {name:<16} {kind}")
+        print(f"  {shorten(name, 200):<16} {kind}")
     for source, count in Counter(record["data_source"] for record in usable).most_common():
-        print(f"data_source {source}: {count} rows")
+        print(f"data_source {shorten(source, 200)}: {count} rows")
     if unscored := sum(truth_of(record) is None for record in usable):
         print(f"{unscored} rows have no reward_model.ground_truth: for --eval-only or an --environment alone")
     texts = [bare_text(record["prompt"]) for record in usable]
@@ -41,7 +41,7 @@ def show(file: Path, tokenizer: str | None = None, rows: int = 2) -> None:
         print(f"prompt {'tokens' if tokenizer else 'characters'}: min {low}, median {mid}, p95 {high}, max {top}")
     for i, (record, problem) in enumerate(problems[:rows]):
         text = json.dumps(record, indent=2, ensure_ascii=False, default=lambda x: f"<{type(x).__name__}>")
-        print(f"--- row {i}{f', unusable: {problem}' if problem else ''}\n{text}")
+        print(f"--- row {i}{f', unusable: {problem}' if problem else ''}\n{shorten(text, 10**9)}")
 
 
 def in_verl_columns(table: pa.Table, path: Path) -> pa.Table:

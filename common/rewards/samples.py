@@ -10,7 +10,7 @@ from statistics import fmean
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from common.files import full_disk_is_a_warning, jsonable, replace_file
+from common.files import full_disk_is_a_warning, jsonable, replace_file, shorten
 from common.rewards import is_correct, sampled_turns
 
 OF_TURNS = ("first_turn_accuracy", "last_turn_accuracy")  # by an interaction
@@ -148,8 +148,8 @@ def format_table(metrics_by_source: dict[str, dict[str, float]]) -> str:
     for source, metrics in metrics_by_source.items():
         low, high = wilson_interval(metrics["eval/accuracy"], int(metrics["eval/rows"]))
         others = {name: f"{value:.3f}" for name, value in metrics.items() if name.count("/") == 1}
-        line = {"source": source, "rows": str(int(metrics["eval/rows"])), "accuracy": others.pop("eval/accuracy")}
-        line["95 % interval"] = f"{low:.3f} - {high:.3f}"
+        line = {"source": shorten(source, 100), "rows": str(int(metrics["eval/rows"]))}
+        line |= {"accuracy": others.pop("eval/accuracy"), "95 % interval": f"{low:.3f} - {high:.3f}"}
         del others["eval/rows"]
         table.append(line | {name.removeprefix("eval/"): value for name, value in others.items()})
     return pd.DataFrame(table).fillna("").to_string(index=False)

@@ -77,7 +77,9 @@ def fitting(function: Callable, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def read(thing: object, *names: str) -> Any:
     """The first of these attributes that there is, called if it is a method; None if there is none."""
-    value = next((getattr(thing, name) for name in names if hasattr(thing, name)), None)
+    # a property that raises an AttributeError is there, whatever hasattr says
+    there = (name for name in names if inspect.getattr_static(thing, name, read) is not read or hasattr(thing, name))
+    value = next((getattr(thing, name) for name in there), None)
     return value() if callable(value) else value
 
 
@@ -95,6 +97,7 @@ class Live:
             return {"text": self.reset(state), "images": [], "info": {}}
         number = state.trajectory
         if self.steps.get(number) != len(state.calls) and (problem := self.rebuild(state)):
+            self.end(number)
             return {"text": problem, "failed": True}
         if name == CLOSE:
             try:

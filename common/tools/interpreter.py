@@ -32,8 +32,8 @@ class Session:
         self.namespace = {"__name__": "__main__", "plt": plt, "np": np, "Image": Image, "io": io, "base64": base64}
         self.drawn: list[bytes] = []
         self.seen = self.blocks = 0  # pictures that the policy has seen; blocks so far
-        plt.show = lambda *_, **__: self.show(plt.get_fignums())
-        matplotlib.figure.Figure.show = lambda figure, *_, **__: self.show([figure.number])
+        plt.show = lambda *_, **__: self.show([*map(plt.figure, plt.get_fignums())])
+        matplotlib.figure.Figure.show = lambda figure, *_, **__: self.show([figure])
         random.seed(0)
         np.random.seed(0)
 
@@ -62,15 +62,18 @@ class Session:
                 error = describe(raised, name)
         return output.text(), error
 
-    def show(self, numbers: list[int]) -> None:
+    def show(self, figures: list) -> None:
         """What the policy gets to see of figures, at their own resolution; they are closed."""
-        for number in numbers:
-            figure = self.plt.figure(number)
-            check_size(*(round(inches * figure.dpi) for inches in figure.get_size_inches()))  # before it takes memory
+        for figure in figures:
             if len(self.drawn) >= MAX_FIGURES:
                 raise ValueError(f"a block shows at most {MAX_FIGURES} figures")
-            figure.savefig(buffer := io.BytesIO(), format="png", dpi="figure")
-            check_size(*self.Image.open(buffer).size)  # a margin may have been added
+            try:
+                check_size(*(round(inches * figure.dpi) for inches in figure.get_size_inches()))  # before memory
+                figure.savefig(buffer := io.BytesIO(), format="png", dpi="figure")
+                check_size(*self.Image.open(buffer).size)  # a margin may have been added
+            except BaseException:  # it would stand in the way of all later ones
+                self.plt.close(figure)
+                raise
             if sum(map(len, self.drawn)) + len(buffer.getvalue()) > MAX_BYTES:
                 raise ValueError(f"the figures of a block have at most {MAX_BYTES >> 20} MB")
             self.drawn.append(buffer.getvalue())

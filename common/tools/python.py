@@ -30,11 +30,8 @@ TOOL = Tool("python", function=exec, schema={}, role="user")
 
 
 class PythonWorkers(ToolPool):
-    """At most `workers` sandboxes a rank that run the policy's programs.
-
-    ValueError also if what a program may not do can be done there. `anew`: each call starts from the transcript, so
-    that a run repeats itself.
-    """
+    """At most `workers` sandboxes a rank that run the policy's programs; ValueError also if what a program may not do
+    can be done there. `anew`: each call starts from the transcript, so that a run repeats itself."""
 
     protocol = Code
 

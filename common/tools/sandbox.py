@@ -231,10 +231,8 @@ class Sandbox:
         return ToolReply(told, failed=True, role="user") if unread else failed_block(why)
 
     def lost(self) -> ToolReply | None:
-        """The whole sandbox is gone, or hangs: another one in its place. ValueError if it did not even start.
-
-        A block that it had not been given yet goes to the other one, unless that is lost as well.
-        """
+        """The whole sandbox is gone, or hangs: another one in its place, which gets a block that it had not been given
+        yet, unless that is lost as well. ValueError if it did not even start."""
         state = self.state
         why = self.stop() or "no answer"
         if state == State.STARTING and not self.block:

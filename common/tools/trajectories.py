@@ -55,10 +55,8 @@ class Turns:
         watch: Watch,
         seed: str,
     ) -> None:
-        """Turn after turn, until all episodes have ended; those that have a finish_reason are left alone.
-
-        A key is an episode's number. `submit` asks the engine for the next turn; `seed` is that of environments.
-        """
+        """Turn after turn, until all episodes have ended; those that have a finish_reason are left alone. A key is an
+        episode's number. `submit` asks the engine for the next turn; `seed` is that of environments."""
         rows = [prompts[episode.prompt_index] for episode in episodes]
         running = {
             key: self.trajectory(episode, rows[key], max_tokens)

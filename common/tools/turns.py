@@ -132,6 +132,7 @@ class Code(Protocol):
             start = 0 if text.startswith(FENCE) else -1
         else:
             start = text.rfind(FENCE, 0, -3)
+            start = -1 if "\n```" in text[start + len(FENCE) : -3] else start  # another fence ends the turn
         if start < 0 or not text.endswith("```") or len(text) < start + len(FENCE) + 3:
             return None
         return Call("python", {"code": text[start + len(FENCE) : -3].strip("\n")})

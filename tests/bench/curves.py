@@ -33,7 +33,7 @@ from report import ROOT
 from scores import scores
 from studies import STUDIES, Run, Study
 from study_data import Request, write_rows
-from study_results import RECORD, SCORES, is_complete, read_record, show, state_of
+from study_results import RECORD, SCORES, is_complete, models_of, read_record, show, state_of
 
 from common.look.curves import plot_curves
 from common.precision import DTYPES, choose_dtype
@@ -114,10 +114,7 @@ def data_folder(args: Args, run: Run) -> Path:
 
 def is_done(args: Args, study: Study, name: str) -> bool:
     """By what is kept of it; a model that other runs have yet to start from has to be there, too."""
-    run, record = study.runs[name], read_record(args.results / name)
-    if not is_complete(args.results / name, run) or record["flags"] != args.flags:
-        return False
-    if run.parent and record["from"] not in models_of(args, run.parent):
+    if not is_complete(study, args.results, name, args.flags):
         return False
     wanted = any(other.parent == name and not is_done(args, study, child) for child, other in study.runs.items())
     return not wanted or (args.runs / name / "model").is_dir()
@@ -132,6 +129,13 @@ def keep(args: Args, study: Study, name: str) -> None:
     there = [folder / file for file in files if (folder / file).is_file()]
     if not there:
         return
+    is_parent = any(other.parent == name for other in study.runs.values())
+    record, before = identity(args, study, name), read_record(results)
+    # Made once more, as where its model was not kept, it differs in its rounding; what started from that stays done.
+    same = before | record == before
+    earlier = models_of(args.results, name) if same else []
+    if not same:  # nothing of another run stays beside what there is of this one
+        shutil.rmtree(results, ignore_errors=True)
     results.mkdir(parents=True, exist_ok=True)
     for path in there:
         if path.name == SAMPLES:
@@ -139,12 +143,9 @@ def keep(args: Args, study: Study, name: str) -> None:
         elif path.name == "curves.png":
             shutil.copy(path, results)
         else:  # without the paths of this machine
-            text = path.read_text().replace(f"{ROOT}/", "").replace(sys.prefix, ".venv").replace(str(Path.home()), "~")
+            text = path.read_text().replace(f"{ROOT}/", "").replace(sys.prefix, ".venv")
+            text = text if Path.home() == Path("/") else text.replace(f"{Path.home()}/", "~/")
             (results / path.name).write_text(text)
-    is_parent = any(other.parent == name for other in study.runs.values())
-    record, before = identity(args, study, name), read_record(results)
-    # Made once more, as where its model was not kept, it differs in its rounding; what started from that stays done.
-    earlier = models_of(args, name) if before | record == before else []
     model = hash_of(folder / "model") if is_parent else ""
     record["model"] = " ".join([*(one for one in earlier if one != model), model])
     (results / RECORD).write_text(json.dumps(record, indent=2) + "\n")
@@ -153,13 +154,8 @@ def keep(args: Args, study: Study, name: str) -> None:
 def identity(args: Args, study: Study, name: str) -> dict:
     """What a run is: if any of it changes, it is another one."""
     run = study.runs[name]
-    parent = models_of(args, run.parent)[-1:] if run.parent else []
+    parent = models_of(args.results, run.parent)[-1:] if run.parent else []
     return {"run": asdict(run), "flags": args.flags, "from": "".join(parent)}
-
-
-def models_of(args: Args, name: str) -> list[str]:
-    """Hashes of the weights that a run gave, each time that it was made."""
-    return (read_record(args.results / name)["model"] or "").split()
 
 
 def begin(args: Args, study: Study, name: str) -> None:
@@ -211,7 +207,7 @@ def run_all(args: Args, study: Study) -> int:
                 left.remove(name)
                 try:
                     under_way[name] = start_run(args, study, name)
-                except SystemExit as error:
+                except (SystemExit, OSError, ValueError) as error:  # the latter: of rows that are not to be had
                     print(error, flush=True)
                     failed.add(name)
                     status = 1
@@ -244,9 +240,12 @@ def show_list(args: Args) -> None:
         print(f"\n{name}: {study.question}\n  python tests/bench/curves.py {name} {study.needs}".rstrip())
         for run_name, run in study.runs.items():
             seed = "" if run.seed is None else f" --seed {run.seed}"
-            state = state_of(args.results / run_name)
+            model = f" --model {args.runs / run.parent / 'model'}" if run.parent else ""
+            same = read_record(args.results / run_name)["run"] in (None, asdict(run))
+            state = state_of(args.results / run_name) if same else "what is kept is another run"
+            rows = f", rows of {run.data}" if run.data else ""
             wrong = f", engine in {run.engine}" if run.engine else ""
-            print(f"    {run_name} [{state}]: {run.command}{seed} ({run.ranks} ranks{wrong})")
+            print(f"    {run_name} [{state}]: {run.command}{model}{seed} ({run.ranks} ranks{rows}{wrong})")
 
 
 def main(args: Args) -> None:
@@ -259,7 +258,7 @@ def main(args: Args) -> None:
     if unknown := [name for name in args.only if name not in study.runs]:
         raise SystemExit(f"--only {unknown[0]}: none of {', '.join(study.runs)}")
     status = run_all(args, study)
-    show(args.study, study, args.results)
+    show(args.study, study, args.results, args.flags)
     raise SystemExit(status)
 
 

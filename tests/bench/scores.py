@@ -56,7 +56,8 @@ def scores(path: Path) -> dict[str, float | int | list[float]]:
         for k in sorted({1, n}):
             values = [pass_at_k(len(own), sum(one[rule] for one in own), k) for own in by_row.values()]
             low, high = wilson_interval(mean(values), len(values))  # of single samples, which may all be alike
-            half = (high - low) / 2 if n == 1 else 1.96 * stdev(values) / len(values) ** 0.5
+            alike = n == 1 or len(set(values)) == 1  # what does not deviate is no sign of certainty
+            half = (high - low) / 2 if alike else 1.96 * stdev(values) / len(values) ** 0.5
             found[f"{name}, pass@{k}"] = [mean(values), half]
     return found | by_calls(samples)
 

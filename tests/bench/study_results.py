@@ -7,8 +7,8 @@ from math import inf, isfinite, sqrt
 from pathlib import Path
 from statistics import mean, median, stdev, variance
 
-from report import header, table
-from studies import Run, Study
+from report import table
+from studies import Study
 
 from common.look.curves import read_metrics
 
@@ -33,9 +33,17 @@ def read_record(kept: Path) -> dict:
     return json.loads(path.read_text()) if path.is_file() else dict.fromkeys(("run", "flags", "from", "model"))
 
 
-def is_complete(kept: Path, run: Run) -> bool:
-    """Is that what is left of this very run, and did it get to its end?"""
-    if read_record(kept)["run"] != asdict(run):
+def models_of(results: Path, name: str) -> list[str]:
+    """Hashes of the weights that a run gave, each time that it was made."""
+    return (read_record(results / name)["model"] or "").split()
+
+
+def is_complete(study: Study, results: Path, name: str, flags: str = "") -> bool:
+    """Is what is kept of this very run, with these further flags, from a model of its parent, and up to its end?"""
+    run, kept, record = study.runs[name], results / name, read_record(results / name)
+    if record["run"] != asdict(run) or record["flags"] != flags:
+        return False
+    if run.parent and record["from"] not in models_of(results, run.parent):
         return False
     if (kept / SCORES).is_file():
         return True
@@ -81,19 +89,21 @@ def smoothed(points: list[dict]) -> list[dict]:
     return [{"step": mean(p["step"] for p in group), "value": mean(p["value"] for p in group)} for group in groups]
 
 
-def read_study(study: Study, results: Path) -> Runs:
+def read_study(study: Study, results: Path, flags: str = "") -> Runs:
     """The runs that are complete, without those that have no seeds, as a warm start."""
     found: Runs = {}
     for name, run in study.runs.items():
         kept = results / name
-        if run.seed is not None and is_complete(kept, run) and not (kept / SCORES).is_file():
+        if run.seed is None or (kept / SCORES).is_file():
+            continue
+        if is_complete(study, results, name, flags):
             found.setdefault(name.partition("-seed")[0], {})[run.seed] = read_metrics(kept / "metrics.jsonl")
     return found
 
 
-def read_scores(study: Study, results: Path) -> list[list[str]]:
+def read_scores(study: Study, results: Path, flags: str = "") -> list[list[str]]:
     """A head, and a row for each run that only evaluated; nothing without one."""
-    paths = {name: results / name / SCORES for name, run in study.runs.items() if is_complete(results / name, run)}
+    paths = {name: results / name / SCORES for name in study.runs if is_complete(study, results, name, flags)}
     found = {name: json.loads(path.read_text()) for name, path in paths.items() if path.is_file()}
     shares = ["strict, pass@1", "lenient, pass@1", "strict, pass@8", "lenient, pass@8"]
     rows = [["model", "rows", "samples", *shares]]
@@ -110,12 +120,12 @@ def spread(values: list[float], digits: int = 3) -> str:
     return f"{mean(values):.{digits}f}{half}" if values else ""
 
 
-def show(name: str, study: Study, results: Path) -> None:
+def show(name: str, study: Study, results: Path, flags: str = "") -> None:
     """The tables of a study, and its figure: each variant's mean over seeds, and their range."""
-    found, scored = read_study(study, results), read_scores(study, results)
+    found, scored = read_study(study, results, flags), read_scores(study, results, flags)
     if not found and not scored:
         return
-    header(f"{name}: {study.question}", threads=1)
+    print(f"{name}: {study.question}\nhardware and commit of each run: {results}/RUN/config.json\n")
     if scored:
         table(*scored)
     if study.dots and found:
@@ -161,7 +171,7 @@ def noise(study: Study, found: Runs, measure: Callable[[list[dict]], float], var
     scatters = [stdev(values) / MEDIAN_DEVIATION[len(values)] for values in family if len(values) in MEDIAN_DEVIATION]
     if not scatters:
         return inf
-    own = sqrt(mean(variance(values) if len(values) > 1 else 0.0 for values in pair))
+    own = sqrt(mean([variance(values) for values in pair if len(values) > 1] or [0.0]))
     return 1.96 * max(median(scatters), own) * sqrt(sum(2 / len(pair) / len(values) for values in pair))
 
 
