@@ -7,15 +7,17 @@ import psutil
 import pytest
 import torch
 from helpers import ROOT, run_script
+from safetensors.torch import load_file
 from transformers import Qwen2Config
 
 from common.distributed import World
 from common.engine.hf import HuggingFaceEngine
 from common.engine.vllm import VllmEngine
 from common.flags import Machine, Rollout
+from common.hub import FOLDERS
 from common.memory import remembered_budget
 from common.optimizer import move_states
-from common.prepare.memory_plan import GIB, memory_plan
+from common.prepare.memory_plan import GIB, memory_phases, memory_plan, model_shape
 
 HIDDEN, LAYERS, VOCAB, MLP = 512, 3, 100_000, 1024
 # tied embeddings; per layer q, k, v with biases, o, three MLP matrices, two norms; the last norm
@@ -69,6 +71,22 @@ def test_one_rank(folder):
     # on a CPU the engine does not sleep, and one rank keeps the weights' casts for all micro-batches
     casts = 2 * PARAMETERS
     assert_gigabytes(found, update=weights + casts + 4 * PARAMETERS + activations + engine + cache)
+
+
+def test_on_a_gpu_an_engine_that_sleeps_is_not_beside_the_update(folder):
+    asleep, awake = (
+        memory_phases(Rollout(sleep_level=level), Machine(), 1, torch.bfloat16, [folder], [], on_gpu=True)
+        for level in (1, 0)
+    )
+    assert awake["update"] - asleep["update"] == pytest.approx((2 * PARAMETERS + 8 * 2**30) / 1e9, rel=1e-3)
+    assert awake["rollout"] == asleep["rollout"]
+
+
+def test_a_frozen_tower_is_not_trained():
+    path = FOLDERS["tiny-vl"]
+    whole, frozen = (model_shape(str(path), Machine(freeze_vision=flag)) for flag in (False, True))
+    tower = sum(t.numel() for name, t in load_file(path / "model.safetensors").items() if "visual." in name)
+    assert frozen == (whole[0], whole[1] - tower, whole[2]) and 0 < tower < whole[1] == whole[0]
 
 
 def test_shards_and_replicas(folder):

@@ -22,7 +22,8 @@ def model_shape(path: str, machine: Machine) -> tuple[int, int, int]:
     model = skeleton(path, machine.trust_remote_code)
     text = model.config.get_text_config()
     size = sum(p.numel() for p in model.parameters())
-    trained = size
+    tower = sum(p.numel() for name, p in model.named_parameters() if "visual." in name)
+    trained = size - tower * machine.freeze_vision
     if machine.lora_rank:
         add_adapters(model, repeated_blocks(getattr(model.base_model, "language_model", model)), machine)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
