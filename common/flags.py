@@ -176,7 +176,6 @@ def check_shared(data: Data, run: Run, rollout: Rollout) -> None:
     evaluated = (bool(data.eval_data) or not data.train_data, "--eval-data")
     refuse_idle(run, dict.fromkeys(["eval_every", "eval_before", "eval_rows"], evaluated))
     trains = (not rollout.eval_only, "training, and no --eval-only")
-    refuse_idle(data, {"max_rows": trains})
     refuse_idle(run, {"total_epochs": (run.total_steps is None, "no --total-steps"), "profile_steps": trains})
     called = (rollout.multi_turn, "--tools, --interaction or --environment")
     sampled = (rollout.eval_temperature > 0, "an --eval-temperature above 0")

@@ -212,7 +212,6 @@ def test_what_was_not_typed_is_never_in_vain(monkeypatch):
         ("--model x --train-data y --eval-temperature 1", "--eval-temperature 1.0 has no effect: needs --eval-data"),
         ("--total-steps 3 --total-epochs 2", "--total-epochs 2.0 has no effect: needs no --total-steps"),
         ("--tool-timeout 3", "--tool-timeout 3.0 has no effect: needs --tools, --interaction or --environment"),
-        ("--eval-only --max-rows 9", "--max-rows 9 has no effect: needs training, and no --eval-only"),
         ("--deterministic", "--deterministic True has no effect: needs --tools, --interaction or --environment"),
         ("--eval-top-k 3", "--eval-top-k 3 has no effect: needs an --eval-temperature above 0"),
     ],
