@@ -86,8 +86,8 @@ def wordings_like(path: str) -> dict[Mode, Wording]:
 
 def wording_of(record: Mapping) -> Wording | None:
     """None for a row whose prompt has its question not just once, or no `FACTS`."""
-    prompt, question = record.get("prompt"), record.get("extra_info")
-    question = question.get("question") if isinstance(question, Mapping) else None
+    prompt, info = record.get("prompt"), record.get("extra_info")
+    question = info.get("question") if isinstance(info, Mapping) else None
     content = prompt[0].get("content") if isinstance(prompt, list) and [*map(type, prompt)] == [dict] else None
     if not isinstance(content, str) or not isinstance(question, str) or not question or content.count(question) != 1:
         return None
