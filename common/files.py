@@ -82,7 +82,7 @@ def lock_folder(
         who = f"process {owner.pid} on {owner.hostname}" if owner else f"what has left no name in {path}"
         if beat:
             notice(f"{path} is of {who}: taken over, unless its heart beats within a minute")
-        lock.acquire(timeout=LEASE_S + 5, cancel_check=lambda: modified(path) != beat)
+        lock.acquire(timeout=LEASE_S + 5, cancel_check=lambda: modified(path) not in (beat, None))
     except Timeout as error:
         told = f"{who} writes there; end it, or give another --output-dir"
         raise SystemExit(f"--output-dir {folder}: {told}") from error

@@ -229,6 +229,21 @@ def test_a_lock_from_elsewhere_lives_while_its_heart_beats(tmp_path, monkeypatch
     assert lock_folder(tmp_path, print).is_lock_held_by_us and time.monotonic() - start >= 1
 
 
+def test_a_lock_that_its_run_gives_up_meanwhile_is_free(tmp_path, monkeypatch):
+    """At the worst moment: between a look at the lock and one at its heart."""
+    foreign(tmp_path, "host=", "host=another-")
+    looks = iter([1.0])
+
+    def modified(path):
+        beat = next(looks, None)
+        if beat is None:
+            path.unlink(missing_ok=True)
+        return beat
+
+    monkeypatch.setattr(files, "modified", modified)
+    assert lock_folder(tmp_path, print).is_lock_held_by_us
+
+
 @pytest.mark.parametrize("text", ["{", "filelock/2\npid=1\n"])
 def test_what_is_no_lock_is_taken_over(tmp_path, text):
     (tmp_path / "lock").write_text(text)
