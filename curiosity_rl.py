@@ -199,7 +199,7 @@ class ReplayMemory:
         wanted = f"step_{step:06d}" if all_reduce([len(self.episodes)])[0] else None
         for path in self.folder.glob("step_*") if self.world.is_main else ():
             name = path.name.partition(".")[0]
-            if name == f"step_{step:06d}" or not (checkpoints / name).exists():
+            if (name == f"step_{step:06d}" and not wanted) or not (checkpoints / name).exists():
                 with suppress(OSError):  # no reason to end a run
                     path.unlink()
         barrier()
@@ -450,7 +450,7 @@ def main(args: Args, demo: bool = False) -> None:
     memory = ReplayMemory(job.output_dir / "replay_memory", capacity, args.replay_max_age, args.run.seed, world)
     if job.checkpoint and not args.rollout.eval_only:
         memory.load(job.checkpoint, start, job.limits)
-    job.at_outage.append(lambda step: memory.save(step, job.tokenizer, checkpoints.folder))
+    job.at_outage.insert(0, lambda step: memory.save(step, job.tokenizer, checkpoints.folder))  # before its checkpoint
     logger = open_logger(job, args, rollouts.total_steps, checkpoints, record=not args.rollout.eval_only)
 
     if args.rollout.eval_only:

@@ -162,7 +162,7 @@ def check_args(args: Args) -> None:
     refuse_idle(args, {"lr_floor": decays, "from_scratch": trained})
     evaluated = (bool(args.data.eval_data) or not args.data.train_data, "--eval-data")
     idle = dict.fromkeys(["eval_every", "eval_before", "eval_rows"], evaluated)
-    idle["total_epochs"] = (args.run.total_steps is None, "no --total-steps")
+    idle["total_epochs"] = (args.run.total_steps is None, "--total-steps None")
     idle["keep_checkpoints"] = (not args.save_weights_only, "checkpoints: all weights are kept")
     refuse_idle(args.run, idle)
     refuse_idle(args.machine, {"reference_offload": (False, "a reference model, which sft.py does not have")})

@@ -51,7 +51,7 @@ class Checkpoints:
     ):
         self.job, self.folder, self.world, self.optimizers = job, job.output_dir / "checkpoints", job.world, optimizers
         self.state = {name: part for name, part in state.items() if part is not None}
-        self.best = math.inf if lowest_is_best else -math.inf
+        self.best, self.best_step = math.inf if lowest_is_best else -math.inf, ""
         self.is_better = operator.lt if lowest_is_best else operator.gt
         self.start = 0
         own, begun = self.folder.resolve(), job.checkpoint
@@ -83,7 +83,8 @@ class Checkpoints:
             torch.cuda.set_rng_state(states["gpu"])
         saved = json.loads((folder / "trainer.json").read_text())
         self.start = saved["step"]
-        self.best = saved["best"] if self.own else self.best  # another run's may be of other rows
+        if self.own and (self.folder / saved.get("best_step", "")).is_dir():  # another run's may be of other rows
+            self.best, self.best_step = saved["best"], saved.get("best_step", "")
         for name, adamw in self.optimizers.items():
             adamw.loss_scale.load_state_dict(saved["loss_scale"][name])
         for name, part in self.state.items():
@@ -108,7 +109,7 @@ class Checkpoints:
         name = f"step_{step:06d}"
         temporary, needed, digests = folder / f"tmp_{name}", self.size(), {}
         record = {"step": step, "world_size": world.size} | {n: part.state_dict() for n, part in self.state.items()}
-        record["best"] = metric if is_best else self.best
+        record["best"], record["best_step"] = (metric, name) if is_best else (self.best, self.best_step)
         record["loss_scale"] = {name: adamw.loss_scale.state_dict() for name, adamw in self.optimizers.items()}
 
         def make_room() -> None:
@@ -137,8 +138,8 @@ class Checkpoints:
             if (folder / name).exists():  # the same step again, after a resume from an earlier one
                 os.replace(folder / name, folder / f"tmp_old_{name}")  # which the next save removes
             os.replace(temporary, folder / name)
-            if is_best:  # first: a run that is killed between the two comes here again
-                replace_file(folder / "best", lambda path: path.write_text(name))
+            if best := record["best_step"]:  # each time: an abandoned branch may have had another
+                replace_file(folder / "best", lambda path: path.write_text(best))
             replace_file(folder / "latest", lambda path: path.write_text(name))
             _prune(folder, self.job.run.keep_checkpoints)
 
@@ -151,7 +152,7 @@ class Checkpoints:
                     shutil.rmtree(temporary, ignore_errors=True)
                     print(f"warning: no checkpoint of step {step} ({problem}; it takes {needed} bytes)", flush=True)
                 return False
-        self.best, reached["checkpoint"] = record["best"], folder / name
+        self.best, self.best_step, reached["checkpoint"] = record["best"], record["best_step"], folder / name
         return True
 
     def size(self) -> int:

@@ -56,7 +56,7 @@ class Rollout:
     samples_per_prompt: Count = 8  # G: responses to each prompt
     max_prompt_tokens: Count = 512  # longest prompt (tokens)
     max_response_tokens: Count = 512  # longest response (tokens), with tools all that follows the prompt
-    temperature: Annotated[float, Gt(0), Le(2)] = 1.0  # of sampling; the trainer's log-probs use it too
+    temperature: Annotated[float, Gt(0), Ge(0.01), Le(2)] = 1.0  # of sampling; the trainer's log-probs use it too
     reward_function: str | None = None  # FILE.py:NAME, verl's signature; default: by the row's data_source
     reward_timeout: Positive = 10.0  # seconds for one response; one that takes longer, or crashes, is left out
     judge_patience: Positive = 30.0  # minutes without an answer of the judge (JUDGE_URLS); then the run saves and ends
@@ -78,7 +78,7 @@ class Rollout:
     sleep_level: Literal[0, 1, 2] = 1  # engine while updating: 1 to host, 2 dropped, 0 stays (if others use the GPU)
     max_logprob_gap: Positive | None = None  # stop if |engine - trainer| log-probs exceed this mean; default by dtype
     eval_samples: Count = 1  # samples per row in evaluation, with --eval-temperature; above 1: pass@k, maj@k
-    eval_temperature: Annotated[float, Ge(0), Le(2)] = 0.0  # 0 = greedy
+    eval_temperature: Annotated[float, Ge(0), Le(2)] = 0.0  # 0 = greedy; vLLM takes less than 0.01 for 0.01
     eval_top_p: Annotated[float, Gt(0), Le(1)] = 1.0  # nucleus, in evaluation only
     eval_top_k: Annotated[int, Ge(-1)] = -1  # most likely tokens to choose from, in evaluation only; -1: all
     eval_only: bool = False  # evaluate --eval-data, print the table, write the samples, and stop
@@ -168,15 +168,13 @@ def check_shared(data: Data, run: Run, rollout: Rollout) -> None:
     shared, local = rollout.engine_parallel, ranks_here()
     refuse(shared > 1 and rollout.engine == "hf", f"--engine-parallel {shared} needs --engine vllm")
     refuse(local % shared > 0, f"--engine-parallel {shared}: torchrun's --nproc_per_node {local} is no multiple of it")
-    needed, given = ("--train-data", data.train_data)
-    if rollout.eval_only:
-        needed, given = ("--eval-data", data.eval_data)
+    needed, rows = ("--eval-data", data.eval_data) if rollout.eval_only else ("--train-data", data.train_data)
     bare = run.model not in EMBEDDED or bool(data.train_data)
-    refuse(not given and bare, f"--model {run.model} needs {needed}")
+    refuse(not rows and bare, f"--model {run.model} needs {needed}")
     evaluated = (bool(data.eval_data) or not data.train_data, "--eval-data")
     refuse_idle(run, dict.fromkeys(["eval_every", "eval_before", "eval_rows"], evaluated))
     trains = (not rollout.eval_only, "training, and no --eval-only")
-    refuse_idle(run, {"total_epochs": (run.total_steps is None, "no --total-steps"), "profile_steps": trains})
+    refuse_idle(run, {"total_epochs": (run.total_steps is None, "--total-steps None"), "profile_steps": trains})
     called = (rollout.multi_turn, "--tools, --interaction or --environment")
     sampled = (rollout.eval_temperature > 0, "an --eval-temperature above 0")
     idle = dict.fromkeys(["max_turns", "max_turn_tokens", "max_tool_errors", "deterministic"], called)

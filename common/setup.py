@@ -12,7 +12,7 @@ import torch
 from common.checkpoint import Checkpoints
 from common.distributed import barrier, gather_objects, handle_sigterm
 from common.files import full_disk_is_a_warning
-from common.flags import flat, step_range
+from common.flags import flag, flat, step_range
 from common.job import Job
 from common.look.console import StatusLine
 from common.look.curves import plot_curves
@@ -42,7 +42,8 @@ def open_logger(job: Job, args: Any, total_steps: int, checkpoints: Checkpoints,
         changed = changed_flags(job.output_dir, config) if world.is_main else {}
         resumed = {"event": "resumed", "step": checkpoints.start, "checkpoint": str(job.checkpoint)}
         logger.event(resumed | ({"changed": changed} if changed else {}))
-        world.print(f"resumed: {job.checkpoint}, step {checkpoints.start}; {left} of {total_steps} steps left")
+        new = "".join(f"; {flag(name)} {value}, not {before}" for name, (before, value) in changed.items())
+        world.print(f"resumed: {job.checkpoint}, step {checkpoints.start}; {left} of {total_steps} steps left{new}")
     if world.is_main and (known := earlier_step(job.output_dir, job.script, job.run.model)):
         seconds, run = known
         world.print(f"a step took {seconds:.3g} s last time ({run}): {duration(seconds * left)} left, and evaluations")

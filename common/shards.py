@@ -45,9 +45,9 @@ def find_checkpoint(run_dir: Path, resume: str, world: World, identity: dict | N
     `--resume auto` takes the run's latest if there is one, `never` none, else a path to a step folder, to a run, or
     to a file that names a step folder beside it (`latest`, `best`). `identity`: what its manifest must say.
     """
+    refuse(run_dir.is_file(), f"--output-dir {run_dir} is a file, not a folder")
     if resume == "never":
         return None
-    refuse(run_dir.is_file(), f"--output-dir {run_dir} is a file, not a folder")
     folder = None
     if world.is_main:
         try:

@@ -75,6 +75,7 @@ def test_by_torchrun(whole, tmp_path):
     assert (tmp_path / "model" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_replay_of_a_dump_with_replayed_samples_repeats_its_update(whole, tmp_path):
     steps = steps_of(whole)
     step = next(step for step in (3, 2) if steps[step]["replay/samples"])

@@ -241,6 +241,7 @@ def comes_up_again(tmp_path: Path, *launchers: list) -> None:
     assert "".join(outputs).count("fault\n") == 2 and "sum [2.0]" in "".join(outputs), outputs
 
 
+@pytest.mark.slow
 def test_torchrun_starts_all_ranks_again(tmp_path):
     comes_up_again(tmp_path, ["--standalone", "--nproc_per_node", 2])
 
@@ -293,6 +294,7 @@ def test_ctrl_c_of_a_run_tells_step_and_checkpoint(tmp_path):
     assert (tmp_path / "run/curves.png").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_console_on_a_full_disk_costs_its_lines(tmp_path):
     """As of `python grpo.py ... > log.txt`."""
@@ -305,6 +307,7 @@ def test_a_console_on_a_full_disk_costs_its_lines(tmp_path):
     assert (tmp_path / "model/model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_sigterm_in_an_evaluation_saves_the_step_that_was_evaluated(tmp_path):
     """And does no other first, for which torchrun's patience may be too short. What a reward has started ends too."""
     (tmp_path / "reward.py").write_text(

@@ -210,7 +210,7 @@ def test_what_was_not_typed_is_never_in_vain(monkeypatch):
         ("--train-data y --eval-only", "--model tiny needs --eval-data"),
         ("--model x --train-data y --eval-rows 3", "--eval-rows 3 has no effect: needs --eval-data"),
         ("--model x --train-data y --eval-temperature 1", "--eval-temperature 1.0 has no effect: needs --eval-data"),
-        ("--total-steps 3 --total-epochs 2", "--total-epochs 2.0 has no effect: needs no --total-steps"),
+        ("--total-steps 3 --total-epochs 2", "--total-epochs 2.0 has no effect: needs --total-steps None"),
         ("--tool-timeout 3", "--tool-timeout 3.0 has no effect: needs --tools, --interaction or --environment"),
         ("--deterministic", "--deterministic True has no effect: needs --tools, --interaction or --environment"),
         ("--eval-top-k 3", "--eval-top-k 3 has no effect: needs an --eval-temperature above 0"),

@@ -120,10 +120,10 @@ def test_ranks_and_strategies_take_the_same_first_step(tmp_path):
 
 
 ON_4 = [([], ["--shard-size", 2]), (["--shard-size", 2], []), (["--shard-size", 2], ["--shard-size", 1])]
-RANKS = [pytest.param(2, 0, [], []), pytest.param(0, 2, [], [], marks=pytest.mark.slow)]
-RANKS += [pytest.param(4, 4, *shards, marks=pytest.mark.slow) for shards in ON_4]
+RANKS = [(2, 0, [], []), (0, 2, [], []), *((4, 4, *shards) for shards in ON_4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first, then, sharded, again", RANKS)
 def test_a_run_goes_on_on_another_number_of_ranks(first, then, sharded, again, tmp_path):
     """Its last step, again from the checkpoint before it: the same rows, and Adam still has its moments.

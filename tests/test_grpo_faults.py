@@ -68,6 +68,7 @@ def assert_same_updates(*runs) -> None:
         assert short["reward/mean"] == plain["reward/mean"]
 
 
+@pytest.mark.slow
 def test_out_of_memory_on_one_of_two_ranks_is_remembered_by_the_run(tmp_path):
     """The others wait for it in a collective, so the run ends; the same command goes on in smaller pieces."""
     options = [*FEW, "--total-steps", 3, "--save-every", 1, "--micro-batch-tokens", 2048]

@@ -12,12 +12,13 @@ SMALL += ["--max-rows", 64, "--total-steps", 4, "--save-every", 2, "--eval-every
 SMALL += ["--minibatches", 4, "--warmup-steps", 2, "--learning-rate", 1e-4, "--critic-learning-rate", 1e-3]
 
 
+@pytest.mark.slow  # by default test_grpo_runs.py and test_curiosity_runs.py do
 @pytest.mark.parametrize(
     "ranks, engine, dtype",
     [
         (1, "hf", "auto"),  # bf16 on processors that multiply it
-        pytest.param(1, "vllm", "bf16", marks=pytest.mark.slow),  # by default test_grpo_runs.py has it
-        pytest.param(2, "hf", "fp16", marks=pytest.mark.slow),
+        (1, "vllm", "bf16"),
+        (2, "hf", "fp16"),
     ],
 )
 def test_kill_and_resume_equals_an_uninterrupted_run(tmp_path, ranks, engine, dtype):

@@ -183,9 +183,10 @@ def evaluated(folder, *options) -> list[dict]:
     return pq.read_table(folder / "eval_samples.parquet").to_pylist()
 
 
-@pytest.mark.parametrize("rows", [64, pytest.param(512, marks=pytest.mark.slow)])
-def test_what_the_policy_knows(rows, demo, tmp_path):
+@pytest.mark.slow
+def test_what_the_policy_knows(demo, tmp_path):
     """It reads what is legible, guesses what is not, and mostly looks at the right place."""
+    rows = 512
     given_crops(tmp_path / "given.parquet", rows)
     data = f"{tmp_path / 'given.parquet'},{demo / 'eval.parquet'}"
     samples = evaluated(tmp_path / "blind", "--eval-data", data, "--eval-rows", 2 * rows)

@@ -86,6 +86,7 @@ def test_kill_and_resume_with_pictures_equals_an_uninterrupted_run(options, whol
     assert weights[0] == weights[1]
 
 
+@pytest.mark.slow
 def test_replay_of_a_dump_with_pictures_repeats_its_update(options, whole, tmp_path):
     dump, before = whole / "rollouts" / "step_000003.parquet", whole / "checkpoints" / "step_000002"
     arguments = [*options, "--replay", dump, "--resume", before, "--output-dir", tmp_path]
@@ -106,6 +107,7 @@ def test_the_export_of_a_model_that_sees_is_the_runs_model(whole, exported):
     same_files(exported, whole / "model")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script,extra", [("grpo.py", ["--engine", "hf"]), ("ppo.py", ["--freeze-vision"])])
 def test_other_ways_take_a_step_with_pictures(options, exported, tmp_path, script, extra):
     """Of a folder that was exported, which both engines open, sample from and evaluate."""

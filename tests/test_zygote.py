@@ -9,7 +9,11 @@ import pytest
 import zygote
 from helpers import ROOT, WARM, alive, run_script, script_environment, wait_until
 
-pytestmark = pytest.mark.skipif(not WARM, reason="CUDA does not survive a fork: all runs are fresh")
+# slow: whatever differed would show in most tests of runs
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not WARM, reason="CUDA does not survive a fork: all runs are fresh"),
+]
 PROBE = ROOT / "tests" / "workers" / "probe.py"
 ALONE = "import json, os, sys, time; open(sys.argv[1] + os.environ.get('RANK', ''), 'w').write(str(os.getpid())); "
 

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from common.engine.books import Completion, EngineConfig, Request, WeightBooks, Weights
-from common.files import memory_advice, refuse
+from common.files import memory_advice, refuse, user_errors
 from common.pictures import Media
 from common.vision import skeleton
 
@@ -94,7 +94,7 @@ class VllmEngine:
             most = dict.fromkeys(["image", "video"], config.max_images)
             options |= {"mm_processor_kwargs": unchanged, "limit_mm_per_prompt": most, "skip_mm_profiling": True}
             options |= batched  # no picture may exceed one
-        with memory_advice("the rollout"):
+        with memory_advice("the rollout"), user_errors("--max-prompt-tokens, --max-response-tokens, --engine-memory"):
             self.llm = LLM(
                 config.path,
                 skip_tokenizer_init=config.vision is None,

@@ -30,7 +30,7 @@ def read_run(path: Path, warn: bool = False) -> tuple[list[dict], list[dict]]:
                 events.append(record | {"step": step})
                 continue
             if steps.get(step, {}).keys() & record.keys() - {"step"}:  # it went back here: what came after is void
-                steps = {earlier: values for earlier, values in steps.items() if earlier <= step}
+                steps = {earlier: values for earlier, values in steps.items() if earlier < step}
             steps.setdefault(step, {}).update(record, step=step)
     if torn and warn:
         print(f"warning: {path}: {len(torn)} unreadable lines left out, the first: {', '.join(torn[:5])}", flush=True)

@@ -120,6 +120,9 @@ def smollm2_runs(start: str, steps: int, tokens: int, sampled: int, further: str
     return {name: replace(run, ranks=1) for name, run in (runs | scored).items()}
 
 
+SMALL = smollm2_runs("small", steps=16, tokens=160, sampled=512, further=" --dtype fp32")
+WITHOUT_GPU = ("small-sft-countdown", "small-grpo-countdown")
+
 GRPO_KNOBS = {  # the demo: group-std, dapo, one minibatch, clipped at 0.2, learning rate 8e-5, no KL
     "demo": "",
     "group-mean": "--advantage group-mean",
@@ -267,9 +270,8 @@ STUDIES = {
         dtype="bf16",
     ),
     "two-cores": Study(
-        "The same in fewer steps and in fp32: how much of that without a GPU, in runs of about an hour?",
-        smollm2_runs("small", steps=16, tokens=160, sampled=512, further=" --dtype fp32"),
-        needs="--gsm8k FOLDER --math FOLDER",
+        "GRPO on Countdown in fewer steps and in fp32: how much of that without a GPU, in runs of less than an hour?",
+        {name: run for name, run in SMALL.items() if name.startswith(WITHOUT_GPU)},
     ),
     "one-gpu": Study("What does SmolLM2-135M learn on Countdown and GSM8K, at full size?", ONE_GPU, "--gsm8k FOLDER"),
 }
