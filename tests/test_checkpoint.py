@@ -153,8 +153,9 @@ def test_resume_by_path_and_its_errors(tmp_path, world):
     with pytest.raises(SystemExit, match="--resume"):
         find_checkpoint(tmp_path, str(tmp_path / "nothing"), world)
     (tmp_path / "rows.jsonl").write_text("{}")
-    with pytest.raises(SystemExit, match=r"--output-dir .*rows\.jsonl is a file"):
-        find_checkpoint(tmp_path / "rows.jsonl", "auto", world)
+    for resume in ("auto", "never"):
+        with pytest.raises(SystemExit, match=r"--output-dir .*rows\.jsonl is a file"):
+            find_checkpoint(tmp_path / "rows.jsonl", resume, world)
     (step / "trainer.json").unlink()
     with pytest.raises(SystemExit, match=r"step_000010 has no trainer\.json: --resume never"):
         find_checkpoint(tmp_path, "auto", world)
@@ -360,6 +361,30 @@ def test_a_branch_has_a_best_of_its_own(tmp_path, world):
     assert checkpoints(tmp_path / "b", world).resume() == 4
 
 
+def test_a_run_that_goes_back_knows_the_best_of_its_own_history(tmp_path, world):
+    """Where the file `best` names a step of the branch that it left, which it writes again."""
+    kept = tmp_path / "checkpoints"
+    first = checkpoints(tmp_path, world, keep=3)
+    for step, metric in ((10, 0.7), (15, 0.9), (20, 0.1)):
+        first.save(step, metric)
+    again = checkpoints(tmp_path, world, resume=str(kept / "step_000010"), keep=3)
+    assert again.resume() == 10 and again.best == 0.7
+    for step, metric in ((15, 0.6), (20, None), (25, 0.65), (30, 0.66)):
+        again.save(step, metric)
+        assert (kept / "best").read_text() == "step_000010" and (kept / "step_000010").is_dir()
+
+
+def test_a_best_that_is_gone_is_none(tmp_path, world):
+    """It was no longer the best, and was dropped; then the run went back to before that."""
+    first = checkpoints(tmp_path, world, keep=2)
+    for step, metric in ((5, 0.8), (10, 0.7), (15, 0.9)):
+        first.save(step, metric)
+    again = checkpoints(tmp_path, world, resume=str(tmp_path / "checkpoints/step_000010"), keep=2)
+    assert again.resume() == 10 and again.best == -math.inf
+    again.save(20, 0.3)
+    assert (tmp_path / "checkpoints/best").read_text() == "step_000020"
+
+
 def test_a_run_that_is_never_evaluated_has_no_best(tmp_path, world):
     now = checkpoints(tmp_path, world, lowest_is_best=True)
     now.save(1, None)
@@ -442,6 +467,7 @@ def test_what_is_saved_and_what_is_left_out(tmp_path, world):
         "step": 4,
         "world_size": 1,
         "best": 0.5,
+        "best_step": "step_000004",
         "loader": {"consumed": 13, "seed": 0, "num_rows": 20},
         "kl_coef": 0.5,
         "loss_scale": {"policy": {"scale": 2.0**14, "good_steps": 2, "dynamic": True}},

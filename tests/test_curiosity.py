@@ -237,6 +237,18 @@ def test_a_disk_that_refuses_does_not_end_the_run(world, tmp_path, monkeypatch):
     assert old.exists()
 
 
+def test_a_full_disk_leaves_the_memory_of_a_step_that_is_saved_again(world, tmp_path, monkeypatch):
+    """At an outage of a judge the newest checkpoint is written once more."""
+    m = memory(world, tmp_path / "replay_memory")
+    m.add([episode(1.0)], [0.5], step=2)
+    (tmp_path / "checkpoints/step_000003").mkdir(parents=True)
+    monkeypatch.setattr("curiosity_rl.dump_rollouts", lambda *_: None)
+    (tmp_path / "replay_memory").mkdir()
+    (tmp_path / "replay_memory/step_000003.parquet").touch()
+    m.save(3, None, tmp_path / "checkpoints")
+    assert (tmp_path / "replay_memory/step_000003.parquet").is_file()
+
+
 def test_what_is_kept_leaves_the_sample_of_this_step_as_it_was(world, tmp_path):
     """A dump tells replayed samples by "born"."""
     m, new = memory(world, tmp_path), episode(1.0)

@@ -365,7 +365,8 @@ def test_sigterm_saves_exits_with_its_own_code_and_resumes_exactly(tmp_path):
     assert (tmp_path / "stopped/checkpoints/latest").read_text() == f"step_{stopped['step']:06d}"
     config, left = (tmp_path / "stopped/config.json").read_bytes(), 6 - stopped["step"]
     done = run_script("grpo.py", *options, "--output-dir", tmp_path / "stopped", "--keep-checkpoints", 7)
-    assert f"step {stopped['step']}; {left} of 6 steps left" in done.stdout and "Loading weights" not in done.stderr
+    told = f"step {stopped['step']}; {left} of 6 steps left; --keep-checkpoints 7, not 1\n"
+    assert told in done.stdout and "Loading weights" not in done.stderr
     chosen = json.loads(config)["chosen"]
     assert f"compute {chosen['dtype']} (" in done.stdout and chosen["attention"] == "sdpa"
     (event,) = [record for record in metrics_of(tmp_path / "stopped") if record.get("event") == "resumed"]

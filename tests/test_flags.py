@@ -64,6 +64,8 @@ def was_refused(name: str, value: float, hint: object) -> str | None:
         return "must be above 0"
     if name in ("max_pixels", "max_frame_pixels") and not value >= 784:  # nothing is shown smaller
         return "must not be below 784"
+    if name == "temperature" and value < 0.01:  # vLLM would sample with 0.01
+        return "must not be below 0.01"
     if name in TEMPERATURES and value > 2:
         return "must not be above 2"
     if name == "total_epochs" and value > 1e6:  # of so many, or of an infinity, no number of steps can be made

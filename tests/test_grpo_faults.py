@@ -94,3 +94,10 @@ def test_a_failed_reward_costs_its_sample(tmp_path):
         f"rewards: {record['reward/failed']:.0f} of 24 responses not scored, the first: KeyError: 'thirds'"
         in done.stdout
     )
+
+
+@pytest.mark.parametrize("flags", [["--max-response-tokens", 5000], ["--engine-memory", 0.001]])
+def test_what_the_engine_has_no_room_for_is_told_by_its_flags(tmp_path, flags):
+    done = run_script("grpo.py", *flags, "--total-steps", 1, "--output-dir", tmp_path, ranks=1, check=False)
+    assert done.returncode != 0 and "Traceback" not in done.stderr
+    assert "--max-prompt-tokens, --max-response-tokens, --engine-memory: " in done.stdout + done.stderr

@@ -60,6 +60,13 @@ def test_evaluation_logged_apart_joins_its_step(tmp_path):
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "reward/mean": 0.5, "eval/accuracy": 0.25}]
 
 
+def test_of_a_repeated_step_nothing_stays_of_the_first_time(tmp_path):
+    log = make(tmp_path)
+    for step, metrics in ((1, {"a": 1}), (2, {"a": 2, "b": 2}), (3, {"a": 3}), (2, {"a": 4})):
+        log.log(step, metrics)
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "a": 1}, {"step": 2, "a": 4}]
+
+
 def test_torn_line_costs_one_record(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "a": 1.0}\n{"step": 2, "a"')
