@@ -30,7 +30,7 @@ from common.checkpoint import Checkpoints
 from common.engine.books import Request, Sampling
 from common.episodes import Episode
 from common.flags import Data, Rollout, Run, parse
-from common.precision import LossScale
+from common.precision import LossScale, choose_dtype
 
 register_attention()  # for models that are built without `load_policy`
 
@@ -255,6 +255,11 @@ def kill_all(process: subprocess.Popen) -> None:
         member.kill()
     psutil.wait_procs(family)
     process.wait()
+
+
+def skip_where_emulated(dtype: str, then: str) -> None:
+    if dtype == "bf16" and choose_dtype("auto", torch.device("cpu"))[0] != torch.bfloat16:
+        pytest.skip(f"this CPU has no bf16 instructions: {then}")
 
 
 def skip_where_no_step_is_repeated(strategy: str) -> None:
