@@ -191,10 +191,10 @@ FEWER |= {"--eval-rows": "2", "--batch-size": "2", "--max-turns": "2", "--max-tu
 def test_the_commands_of_the_docs(tmp_path):
     """docs/environments.md, as pasted, but for sizes; the user of GSM8K answers the embedded model here."""
     question = {"data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": "What is 2 + 3?"}]}
-    (tmp_path / "gsm8k").mkdir()
+    (tmp_path / "data/gsm8k").mkdir(parents=True)
     for part in ("train", "test"):
         rows = [question | {"reward_model": {"style": "rule", "ground_truth": "5"}}] * 4
-        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "gsm8k" / f"{part}.parquet")
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "data/gsm8k" / f"{part}.parquet")
     page, commands = (ROOT / "docs" / "environments.md").read_text(), []
     for block in re.findall(r"^```bash\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL):
         commands += [shlex.split(line) for line in block.replace("\\\n", " ").splitlines() if line.strip()]
@@ -202,7 +202,7 @@ def test_the_commands_of_the_docs(tmp_path):
     for words in commands:
         ranks = int(words[2]) if words[0] == "torchrun" else 0
         script, *arguments = words[3 if ranks else 1 :]
-        arguments = [re.sub(r"^(data|runs|gsm8k)/", rf"{tmp_path}/\1/", word) for word in arguments]
+        arguments = [re.sub(r"^(data|runs)/", rf"{tmp_path}/\1/", word) for word in arguments]
         arguments = [FEWER.get(before, word) for before, word in zip(["", *arguments], arguments)]
         arguments = ["tiny" if word == "smollm2" else word for word in arguments]
         run_script(script, *arguments, ranks=ranks)
