@@ -257,9 +257,9 @@ def kill_all(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def skip_where_emulated(dtype: str, then: str) -> None:
-    if dtype == "bf16" and choose_dtype("auto", torch.device("cpu"))[0] != torch.bfloat16:
-        pytest.skip(f"this CPU has no bf16 instructions: {then}")
+def is_emulated(dtype: str) -> bool:
+    """Has this CPU no instructions for it?"""
+    return dtype == "bf16" and choose_dtype("auto", torch.device("cpu"))[0] != torch.bfloat16
 
 
 def skip_where_no_step_is_repeated(strategy: str) -> None:

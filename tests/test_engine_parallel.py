@@ -8,7 +8,7 @@ import time
 
 import pyarrow.parquet as pq
 import pytest
-from helpers import LITTLE_CACHE, ROOT, checked_args, kill_once, metrics_of, run_script, skip_where_emulated, steps_of
+from helpers import LITTLE_CACHE, ROOT, checked_args, is_emulated, kill_once, metrics_of, run_script, steps_of
 from transformers import LlamaConfig, Qwen2_5_VLConfig
 from vl import write_rows, write_tiny_vl
 
@@ -99,13 +99,13 @@ def test_sandboxes_are_those_of_the_first_rank(tmp_path):
 @pytest.mark.parametrize("dtype, limit, options", [("fp32", 1e-5, ["--orders"]), ("bf16", 0.02, [])])
 def test_each_sync_reaches_both_halves_and_a_stale_one_is_caught(dtype, limit, options):
     """In bf16 by the books alone: the gap has a limit there that these moves stay below."""
-    skip_where_emulated(dtype, "the gap is 0.015 to 0.021 with an engine for each rank, too")
     worker = [WORKERS / "engine_gap.py", "--dtype", dtype, "--ranks", 2, *options]
     lines = run_script(*worker, ranks=2, timeout=500).stdout.splitlines()[-2:]
     for result in map(json.loads, lines):
         assert result["heads"] == [2], "of 4"
         gaps = [result["synced"], result["resynced"], result["repeated"], *result["orders"].values()]
-        assert max(gaps) < limit < result["stale"], result
+        # Without bf16 instructions it is 0.015 to 0.021 with an engine for each rank, too.
+        assert max(gaps) < (result["stale"] / 2 if is_emulated(dtype) else limit) < result["stale"], result
         damage = ("weights reloaded from disk", "prefix cache kept in silence", "rotary buffer perturbed")
         assert all(why for what, why in result["refused"].items() if dtype == "fp32" or what not in damage), result
         assert result["shared memory"] == [], "its names would be those of another run"
