@@ -193,14 +193,3 @@ def test_a_line_that_is_a_scripts_own_is_there_once():
             assert [source(other).splitlines().count(line) for other in RL] == [other == script for other in RL]
     for script, (written, _) in LOOPS.items():
         assert source(script).count(written) == 1
-
-
-def changed_lines(a: str, b: str) -> int:
-    """Of the larger side of each place where two scripts differ."""
-    matcher = difflib.SequenceMatcher(None, a.splitlines(), b.splitlines(), autojunk=False)
-    return sum(max(a2 - a1, b2 - b1) for tag, a1, a2, b1, b2 in matcher.get_opcodes() if tag != "equal")
-
-
-def test_who_knows_grpo_reads_ppo_by_its_differences():
-    assert changed_lines("1\n2\n3\n", "1\n4\n5\n3\n6\n") == 3
-    assert changed_lines(source("grpo.py"), source("ppo.py")) <= 250

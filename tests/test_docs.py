@@ -5,7 +5,6 @@ import re
 import shlex
 import subprocess
 import sys
-import unicodedata
 from functools import cache
 from pathlib import Path
 
@@ -368,23 +367,6 @@ def test_every_page_is_linked_from_the_readme():
 
 
 # --- form -----------------------------------------------------------------------------------------------------------
-
-
-def columns(line: str) -> int:
-    return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in line)
-
-
-@pytest.mark.parametrize("page", ["README.md", "README_zh.md"])
-def test_the_readme_is_short(page):
-    lines = text(page).splitlines()
-    assert len(lines) <= 250
-    assert [(i, line) for i, line in enumerate(lines, 1) if columns(line) > (200 if line[:1] == "|" else 120)] == []
-
-
-@every_page
-def test_lines_of_text_have_120_columns(page):
-    lines = [line for line in prose(page).splitlines() if "|" not in line]
-    assert [line for line in lines if columns(line) > 120] == []
 
 
 def test_the_chinese_readme_has_the_same_code():
