@@ -385,9 +385,20 @@ def test_what_built_in_functions_import_is_no_part_of_the_deadline(sources, befo
     pool.close()
     *_, given = pool.workers[0].arguments
     program = f"import sys; from common.rewards import make_scorer as make; make({given!r}); "
-    program += "print('math_verify' in sys.modules)"
+    program += "print('sympy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == f"{before}\n", done.stderr
+
+
+def test_an_answer_that_a_built_in_function_cannot_compare_in_time_is_wrong(capsys):
+    pool = RewardWorkers(None, 1, timeout_s=0.5, sources=["math/x"])
+    try:
+        jobs = [("math/x", r"\boxed{" * 3_000_000, "5", None), ("aime", "Answer: " * 3_000_000, "5", None)]
+        slow, slow_dapo, quick = pool.score([*jobs, ("math/x", r"\boxed{5}", "5", None)])
+    finally:
+        pool.close()
+    assert (slow["score"], slow_dapo["score"], quick["score"]) == (0.0, -1.0, 1.0)
+    assert "took longer than 0.5 s to compare: wrong" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("action", ["die later", "alarm"])

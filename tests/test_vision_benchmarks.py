@@ -232,7 +232,7 @@ SCORES = [  # task, question, truth, answers and their scores
     ("word_search", "", "17,1", {"17,1": 1, "row 17, column 1": 1, "9,9": 0}),
     ("spot_difference", "", "1,2", {"2,1": 1, "1,3": 1 / 3, "9,9": 0}),
     ("math", "", ".5", {".5": 1, "0.5": 1, ".7": 0, "1,2": 0}),
-    ("ocr", "", "mobi", {"mobi": 1, "the mobi shop": 1, "nobi": 0}),
+    ("ocr", "", "mobi", {"mobi": 1, "'mobi'.": 1, "mobile": 0, "the mobi shop": 0, "nobi": 0}),
 ]
 
 

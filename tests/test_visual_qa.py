@@ -1,7 +1,7 @@
 r"""Pixel Reasoner's answers: tables of right and wrong ones, the released scorer's defects, ANLS, a fuzz.
 
 pytest tests/test_visual_qa.py            # with 20,000 random strings
-pytest tests/test_visual_qa.py -m slow    # with 100,000, and math-verify
+pytest tests/test_visual_qa.py -m slow    # with 100,000
 """
 
 import random
@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from common.rewards import math
+from common.rewards import formulas
 from common.rewards.visual_qa import edit_distance, same_formula, score_visual_qa
 
 
@@ -100,7 +100,7 @@ RIGHT = [  # answer, ground truth
     ("10^2", "100"),
     ("1 + x", "x+1"),
     (r"\frac{3}{\sqrt{2}}", r"\frac{3\sqrt{2}}{2}"),
-    (r"X^2\pi", r"\pi x^2"),
+    (r"x^2\pi", r"\pi x^2"),
     # lists
     ("a, b, c", "a, b, c"),
     ("c,b , A", "a, b, c"),
@@ -221,13 +221,15 @@ WRONG = [
     ("not blue", "blue"),
     ("Group", "Group A"),
     ("no", "yes"),
-    ("on", "no"),  # the rest is equal for math-verify
+    ("on", "no"),  # the same letters
     ("19-25", "18-24"),
     (r"19-25^\circ", r"18-24^{\circ}"),
     ("20:60", "10:30"),
     ("50-61", "50 - 60"),
     ("5x4", "4x5"),
     ("mp 5", "5 pm"),
+    (r"X^2\pi", r"\pi x^2"),
+    (r"\Omega^2", r"\omega^2"),
 ]
 
 
@@ -343,14 +345,12 @@ def test_unknown_metric_is_an_error():
 
 def test_sympy_is_asked_only_where_it_is_needed(monkeypatch):
     asked = []
-    monkeypatch.setattr(math, "math_verify_equal", lambda *texts: asked.append(texts) or False)
+    monkeypatch.setattr(formulas, "same_value", lambda *texts: asked.append(texts) or False)
     for answer, truth in WRONG:
         is_right(answer, truth)
-    assert asked == [(r"\frac{1}{2}", "1, 2"), (r"\sqrt{2}", "1.4142")]
-    assert not is_right(r"9^{9^9}", "x + 1") and not is_right(r"\sqrt{" * 70 + "2" + "}" * 70, "x + 1")
-    assert len(asked) == 2
+    assert asked == [(r"\sqrt{2}", "1.4142"), (r"X^2\pi", r"\pi x^2"), (r"\Omega^2", r"\omega^2")]
     assert not is_right("1 + x", "x + 1")
-    assert asked[2:] == [("1 + x", "x + 1")]
+    assert asked[3:] == [("1 + x", "x + 1")]
 
 
 # --- ANLS ---
@@ -505,14 +505,8 @@ def fuzz(seed: int, count: int) -> None:
         assert all(type(result[key]) is float for key in ("score", "acc", "anls")), solution
 
 
-def test_fuzz(monkeypatch):
-    """math-verify takes too long for 3,000 strings; the next tests have it."""
-    monkeypatch.setattr(math, "math_verify_equal", lambda answer, truth: False)
+def test_fuzz(capfd):
     fuzz(seed=0, count=3000)
-
-
-def test_fuzz_with_math_verify(capfd):
-    fuzz(seed=1, count=300)
     assert same_formula("x+1", "1+x")
     assert capfd.readouterr() == ("", "")  # neither warnings nor a parser's complaints
 

@@ -6,8 +6,9 @@ r"""MATH-style problems as verl's parquet: train.parquet and test.parquet, answe
     python -m common.prepare.math --out data/aime24 --source aime24_test.jsonl
 
 One JSON object a line: problem, question or input (SVAMP: Body and Question); answer or target, or else a solution
-with a \boxed{}. Files whose name ends in "train" make train.parquet, all others test.parquet; "aime24_test.jsonl"
-becomes the data_source "math/aime24", so that an evaluation of a whole folder lists its files.
+with a \boxed{}. Options or choices (sat_math, mmlu_stem, AGIEval) go into the prompt, and the truth is their letter.
+Files whose name ends in "train" make train.parquet, all others test.parquet; "aime24_test.jsonl" becomes the
+data_source "math/aime24", so that an evaluation of a whole folder lists its files.
 """
 
 import json
@@ -33,6 +34,9 @@ from common.rewards.math import last_boxed, normalized_truth
 REPOSITORY = "DigitalLearningGmbH/MATH-lighteval"
 INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
 SPLITS = ("train", "test")
+CHOICE = "Answer with the letter of the right option."
+LETTERS = "ABCDEFGHIJK"
+OPTION_MARK = re.compile(r"(?:^|\s)\(?([A-K])[).:]\s*")
 
 
 @dataclass
@@ -124,6 +128,11 @@ def read_record(record) -> tuple[str, str, str]:
     if "body" in record:  # SVAMP's story, often without its full stop
         body = str(record["body"]).strip()
         question = f"{body} {question}" if body.endswith((".", "?", "!")) else f"{body}. {question}"
+    options = read_options(record)
+    if options:
+        letter = right_option(record, options)
+        lines = "".join(f"\n({name}) {text}" for name, text in zip(LETTERS, options))
+        return f"{question.strip()}{lines}\n{CHOICE}", letter, str(record.get("solution", letter))
     answer = next((record[key] for key in ("answer", "target", "solution") if key in record), None)
     if type(answer) is int or (type(answer) is float and isfinite(answer)):
         text = str(answer) if type(answer) is int else np.format_float_positional(answer, trim="-")  # 27.0 is 27
@@ -138,6 +147,51 @@ def read_record(record) -> tuple[str, str, str]:
         raise ValueError("an answer after #### is GSM8K's format: python -m common.prepare.gsm8k")
     truth = text if ground_truth is None else ground_truth
     return question.strip(), truth.strip(), str(record.get("solution", text))
+
+
+# --- multiple choice ---
+
+
+def read_options(record: dict) -> list[str]:
+    """The texts of the options without their letters; [] of a question that has none. ValueError for other shapes."""
+    found = record.get("options", record.get("choices"))
+    if found is None and {"a", "b"} <= record.keys():  # a column for each
+        found = [record[letter.lower()] for letter in LETTERS if letter.lower() in record]
+    if found is None:
+        return []
+    if isinstance(found, dict) and isinstance(found.get("text"), list):  # ARC: {"text": [...], "label": [...]}
+        found = found["text"]
+    elif isinstance(found, dict) and list(found) == list(LETTERS[: len(found)]):
+        found = list(found.values())
+    elif isinstance(found, str):  # sat_math: A) 10 B) 12 C) 14 D) 16
+        parts = OPTION_MARK.split(found)
+        marks = [match[1] for match in OPTION_MARK.finditer(found)]
+        found = parts[2::2] if marks == list(LETTERS[: len(marks)]) and not parts[0].strip() else None
+    is_list = isinstance(found, list) and 2 <= len(found) <= len(LETTERS)
+    if not is_list or not all(type(text) in (str, int, float) for text in found):
+        raise ValueError(f"options that are no list of 2 to {len(LETTERS)} texts: {found!r:.80}")
+    texts = [str(text).strip() for text in found]
+    marks = [OPTION_MARK.match(text) for text in texts]
+    if all(marks) and [mark[1] for mark in marks] == list(LETTERS[: len(texts)]):
+        texts = [text[mark.end() :].strip() for text, mark in zip(texts, marks)]
+    return texts
+
+
+def right_option(record: dict, options: list[str]) -> str:
+    """Its letter: given as such, as an index from 0 (MMLU), or as the option's text."""
+    found = next((record[key] for key in ("answer", "target", "label", "correct", "solution") if key in record), None)
+    letters = LETTERS[: len(options)]
+    if type(found) is int and 0 <= found < len(options):
+        return letters[found]
+    if isinstance(found, str):
+        boxed = last_boxed(found)
+        text = (found if boxed is None else boxed).strip()
+        if options.count(text) == 1:
+            return letters[options.index(text)]
+        letter = text.strip("().: ").upper()
+        if len(letter) == 1 and letter in letters:
+            return letter
+    raise ValueError(f"no right option: expected a letter, an index or the text of one, found {found!r:.80}")
 
 
 if __name__ == "__main__":

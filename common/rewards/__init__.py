@@ -52,7 +52,7 @@ REWARD_FUNCTIONS: dict[str, RewardFunction] = {
 }
 
 WITHOUT_IMPORTS = {countdown_reward, gsm8k_reward, dapo_reward}
-SYMBOLIC = "math_verify"  # what the others import, for seconds
+SYMBOLIC = "sympy"  # what the others import, for seconds
 
 
 def reward_function(data_source: str) -> RewardFunction:
@@ -123,10 +123,24 @@ class RewardWorkers(Pool):
         new_worker = partial(Worker, make_scorer, function_spec or built_in, timeout_s, memory_gib)
         super().__init__("a reward worker did not start", new_worker, workers)
         self.own_function = bool(function_spec)
+        self.timeout_s = timeout_s
 
     def score(self, jobs: Sequence[Job]) -> list[dict[str, float | str]]:
-        """What `score_response` makes of each job, in their order; if it failed, {"error": why} without a "score"."""
-        return self.run(jobs, "rewards")
+        """What `score_response` makes of each job, in their order; if it failed, {"error": why} without a "score".
+
+        An answer that a built-in function cannot compare within its deadline is wrong: the policy caused it.
+        """
+        results = self.run(jobs, "rewards")
+        if self.own_function:
+            return results
+        num_slow = 0
+        for i, result in enumerate(results):
+            if str(result.get("error", "")).startswith("timeout"):
+                results[i] = score_as_wrong(jobs[i])
+                num_slow += 1
+        if num_slow:
+            print(f"rewards: {num_slow} answers took longer than {self.timeout_s:g} s to compare: wrong", flush=True)
+        return results
 
     def try_out(self, function_spec: str, row) -> None:
         """Score the truth of a row, as if it were a response, and an empty one. ValueError if both fail."""
@@ -142,6 +156,13 @@ class RewardWorkers(Pool):
             "NAME(data_source=..., solution_str=..., ground_truth=..., extra_info=...), for one response, and "
             'returns a finite number or a dict with the key "score"'
         )
+
+
+def score_as_wrong(job: Job) -> dict[str, float | str]:
+    """The built-in score of a response that says nothing."""
+    data_source, _, ground_truth, extra_info = job
+    nothing = {**(extra_info or {}), "last_turn": "", "trajectory": ""}
+    return score_response(reward_function(data_source), data_source, "", ground_truth, nothing)
 
 
 def make_scorer(function_spec: str) -> Callable[[Job], dict]:

@@ -3,21 +3,21 @@ r"""Reward of Geometry3K in verl's form: 0.9 for the right \boxed{…}, and 0.1 
 Linear time and no exception, whatever the response; a ground truth that no response could match is an error.
 """
 
-import re
-
-from common.rewards.math import (
+from common.rewards.answers import (
     FRACTION,
     MAX_CHARACTERS,
-    clean,
-    equivalent,
-    last_boxed,
-    normalized_truth,
+    is_equal,
+    plain_value,
     rational,
     short_form,
+    split_units,
+    typeset,
+    units_agree,
+    without_label,
 )
+from common.rewards.math import last_boxed, normalized_truth
 
 FORMAT = ("<think>", "</think>", "\\boxed{", "}")
-ROOT = re.compile(r"√\s*([0-9]+)")
 
 
 def score_geo3k(solution_str: str, ground_truth: str) -> dict:
@@ -30,8 +30,9 @@ def score_geo3k(solution_str: str, ground_truth: str) -> dict:
     answer = last_boxed(solution_str) or ""
     if len(answer) > MAX_CHARACTERS:
         answer = ""
-    is_right, has_format = is_equal(answer, str(ground_truth)), float(in_format(solution_str))
-    pred = truth if is_right else short_form(plain(answer))
+    is_right = is_same(typeset(answer), typeset(str(ground_truth)))
+    has_format = float(in_format(solution_str))
+    pred = truth if is_right else short_form(plain_value(typeset(answer)))
     return {"score": 0.9 * is_right + 0.1 * has_format, "acc": is_right, "format": has_format, "pred": pred}
 
 
@@ -46,12 +47,13 @@ def in_format(text: str) -> bool:
     return True
 
 
-def is_equal(answer: str, truth: str) -> bool:
+def is_same(answer: str, truth: str) -> bool:
     """Equality by mathruler's rules; tuples and intervals by their brackets and, in order, their elements."""
-    brackets, items = elements(plain(answer))
-    true_brackets, true_items = elements(plain(truth))
-    same_form = (brackets, len(items)) == (true_brackets, len(true_items))
-    return same_form and all(is_equal_element(*pair) for pair in zip(items, true_items))
+    brackets, items = elements(without_label(answer))
+    true_brackets, true_items = elements(without_label(truth))
+    if (brackets, len(items)) != (true_brackets, len(true_items)):
+        return False
+    return all(is_same_element(*pair) for pair in zip(items, true_items))
 
 
 def elements(text: str) -> tuple[str, list[str]]:
@@ -70,22 +72,23 @@ def elements(text: str) -> tuple[str, list[str]]:
     return text[0] + text[-1] if len(items) > 1 else "", items
 
 
-def is_equal_element(answer: str, truth: str) -> bool:
-    r"""Numbers by value, all else as `equivalent` has it; but an integer is a number without \sqrt, \frac or powers.
+def is_same_element(answer: str, truth: str) -> bool:
+    r"""Numbers by value, all else as `is_equal` has it; but an integer is a number without \sqrt, \frac or powers.
 
     Fractions only in lowest terms, unless they are spelled like the truth.
     """
-    answer, truth = plain(answer), plain(truth)
-    short, true_short = short_form(answer), short_form(truth)
+    answer, unit, truth, true_unit = split_units(without_label(answer), without_label(truth))
+    if not units_agree(unit, true_unit):
+        return False
+    short = short_form(answer)
+    true_short = short_form(truth)
     if short == true_short:
         return short != ""
-    value, true_value = rational(short), rational(true_short)
+    value = rational(short)
+    true_value = rational(true_short)
     if true_value is None or (value is None and true_value.denominator > 1):
-        return equivalent(answer, truth)
+        return is_equal(answer, truth)
+    if value != true_value or "^" in short:
+        return False
     fraction = FRACTION.fullmatch(short)
-    return value == true_value and (fraction is None or int(fraction[3]) == value.denominator > 1)
-
-
-def plain(text: str) -> str:
-    """The answer without units and delimiters; "√10" is no root of 1."""
-    return clean(ROOT.sub(r"\\sqrt{\1}", text))
+    return fraction is None or int(fraction[3]) == value.denominator > 1

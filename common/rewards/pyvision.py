@@ -14,8 +14,9 @@ from fractions import Fraction
 from math import nan
 from pathlib import Path
 
-from common.rewards.math import MAX_CHARACTERS, last_boxed, normalize, truth_text
-from common.rewards.visual_qa import option, plain, quantity, same, same_formula, unboxed
+from common.rewards.answers import MAX_CHARACTERS, normalize
+from common.rewards.math import last_boxed, truth_text
+from common.rewards.visual_qa import option, plain, quantity, same, same_formula, says_same, unboxed
 
 LONGEST_ANSWER = 1000  # characters; this many are too many
 
@@ -89,7 +90,7 @@ def by_rules(answer: str, truth: str, options: list[str]) -> float | None:
     if max(len(answer), len(truth)) > MAX_CHARACTERS:
         return None
     said, true = plain(answer), plain(truth)
-    if same(said, true) or same_formula(answer, truth):
+    if says_same(answer, truth) or same_formula(answer, truth):
         return 1.0
     if any(same(said, plain(other)) for other in options):
         return 0.0

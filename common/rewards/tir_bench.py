@@ -8,8 +8,9 @@ read "12 of 15" as 1215, and find an OCR text anywhere in the response, reasonin
 import re
 from collections.abc import Mapping
 
-from common.rewards.math import equivalent, last_boxed, rational, truth_text
-from common.rewards.visual_qa import edit_distance, option, plain
+from common.rewards.answers import is_equal, rational
+from common.rewards.math import last_boxed, truth_text
+from common.rewards.visual_qa import edit_distance, option, plain, symbols_differ, trimmed
 
 MAX_CHARACTERS = 1000  # of an answer; longer ones are wrong
 LINES = re.compile(r"^[^\S\n]*\(?([A-K])(?:[.:)]\s*|\s+)(.*\S)", re.MULTILINE)  # options of a question, one a line
@@ -51,7 +52,7 @@ def answer_in(solution: str) -> str:
 def score_answer(task: str, answer: str, truth: str, question: str) -> float:
     is_list = rational(truth) is None and bool(INTEGER.search(truth))
     if task == "ocr":
-        return float(truth in answer)
+        return float(" ".join(trimmed(answer).split()) == " ".join(trimmed(truth).split()))
     if is_list and task in ("jigsaw", "spot_difference", "word_search"):
         said, true = (list(map(int, INTEGER.findall(text))) for text in (answer, truth))
         if task == "spot_difference":
@@ -65,7 +66,7 @@ def score_answer(task: str, answer: str, truth: str, question: str) -> float:
         return float(sorted(AROUND_LETTERS.sub("", answer).upper()) == sorted(truth))
     if NUMBER.fullmatch(truth):
         return float(is_number(answer, truth))
-    return float(plain(answer) == plain(truth))
+    return float(plain(answer) == plain(truth) and not symbols_differ(answer, truth))
 
 
 def letter_of(answer: str, question: str) -> str:
@@ -96,4 +97,4 @@ def is_number(answer: str, truth: str) -> bool:
     numbers = NUMBER.findall(plain(answer))  # four is 4
     if len(numbers) == 1 and (value := rational(numbers[0])) is not None and value == rational(truth):
         return True
-    return equivalent(answer, truth)
+    return is_equal(answer, truth)

@@ -4,8 +4,7 @@ The released scorer raises if there is no box, which ends the run; gives -1 for 
 advantages; looks for upper-case options in lower-cased text, so that `B. blue` is never B; and takes any text in which
 the parts of "a, b" occur for that list. Here the right answer is 1, all else is 0, and `same` says what is right.
 
-Linear time and no exception, whatever the response; answers that no response could match are an error. What
-math-verify is asked is bounded, but not its time: the workers' deadline is for that.
+Linear time and no exception, whatever the response; answers that no response could match are an error.
 """
 
 import re
@@ -16,7 +15,8 @@ from numbers import Real
 from pathlib import Path
 from typing import Literal
 
-from common.rewards.math import MAX_CHARACTERS, equivalent, last_boxed, normalize, rational, substitute, truth_text
+from common.rewards.answers import MAX_CHARACTERS, is_equal, normalize, rational, typeset
+from common.rewards.math import last_boxed, truth_text
 
 
 def score_visual_qa(solution: str, answers: list[str] | str, metric: Literal["accuracy", "anls"] = "accuracy") -> dict:
@@ -35,7 +35,7 @@ def score_visual_qa(solution: str, answers: list[str] | str, metric: Literal["ac
     answer = (last_boxed(solution) or "").strip()
     if len(answer) > MAX_CHARACTERS:
         answer = ""
-    acc = float(any(same(plain(answer), plain(truth)) or same_formula(answer, truth) for truth in truths))
+    acc = float(any(says_same(answer, truth) or same_formula(answer, truth) for truth in truths))
     anls = max(similarity(readable(answer), readable(truth)) for truth in truths)
     pred = plain(truths[0] if acc else answer)
     return {"score": acc if metric == "accuracy" else anls, "acc": acc, "pred": pred, "anls": anls}
@@ -55,6 +55,12 @@ NUMBER_WORD = re.compile(  # the number of the group is its value and 1
 )
 OPTION_WORD = re.compile(r"^(?:option|choice) (?=[(\[]?[a-k](?:[)\].:]|$))")  # option b, choice (b): blue
 IN_BRACKETS = re.compile(r"[(\[]([^()\[\],]*)[)\]]")
+
+
+def substitute(rules: list[list[str]], text: str) -> str:
+    for pattern, replacement in rules:
+        text = re.sub(pattern, replacement, text)
+    return text
 
 
 def readable(answer: str) -> str:
@@ -83,6 +89,21 @@ LETTERS = re.compile(r"(?:[(\[]?[a-k][)\]][\s,;.]*)+")  # what stands behind "(a
 COMMA = r"(?:(?<![0-9]),|,(?![0-9]{3}(?![0-9])))"  # but not that of 1,234
 SEPARATOR = re.compile(rf"{COMMA}|&|\band\b")
 TUPLE = re.compile(r"[(\[][^()\[\]]*[)\]]")  # not "(a), (b)"
+
+
+def says_same(answer: str, truth: str) -> bool:
+    """`same`, of texts as they are written: their case counts where letters are symbols."""
+    return same(plain(answer), plain(truth)) and not symbols_differ(answer, truth)
+
+
+def symbols_differ(answer: str, truth: str) -> bool:
+    r"""Whether one of two texts is a formula, and letters of them differ: \Omega is not \omega, R^2 not r^2."""
+    texts = [typeset(answer), typeset(truth)]
+    if not any(SYMBOLS.search(text) for text in texts):
+        return False
+    symbols = [SYMBOL.findall(text) for text in texts]
+    lower = [[symbol.lower() for symbol in found] for found in symbols]
+    return lower[0] == lower[1] and symbols[0] != symbols[1]
 
 
 def same(answer: str, truth: str) -> bool:
@@ -152,7 +173,9 @@ def words(text: str) -> str:
     return re.sub(rf"{COMMA}\s*|\s+", " ", re.sub(r"\b(?:an?|the)\s+(?=\S)", "", text))
 
 
-# math-verify computes: 18-24 and 19-25 are -6 for it, 10:30 is 20:60, "on" is n times o. Only these are for it:
+# 18-24 and 19-25 are both -6 as formulas. Only these are taken for some:
+SYMBOL = re.compile(r"\\[A-Za-z]+|(?<![A-Za-z])[A-Za-z](?![A-Za-z])")
+SYMBOLS = re.compile(r"\\(?:gamma|delta|theta|lambda|xi|pi|sigma|phi|psi|omega)|[a-z0-9})]\s*[\^_=]", re.IGNORECASE)
 FORMULA = re.compile(r"\\frac|\\sqrt|\\pi|[√π^]|[\w)}]\s*[+*]\s*[\w({\\]")
 
 
@@ -160,7 +183,7 @@ def same_formula(answer: str, truth: str) -> bool:
     if option(plain(truth))[0] or (quantity(plain(answer)) and quantity(plain(truth))):
         return False  # `same` has decided
     is_formula = FORMULA.search(readable(answer)) or FORMULA.search(readable(truth))  # 5^\circ is none
-    return bool(is_formula) and (normalize(answer) == normalize(truth) != "" or equivalent(answer, truth))
+    return bool(is_formula) and is_equal(answer, truth)
 
 
 # --- similarity ---

@@ -1,0 +1,864 @@
+r"""Equality of mathematical answers: 0.5 is \frac{1}{2}, 5 cm is 5, \{1, 2\} is 2, 1 and y = 2x is 2x - y = 0.
+
+`is_equal` looks at an answer from the outside in: its typesetting, options, lists, intervals and matrices, equations,
+units. What is left are numbers, words, and formulas (common/rewards/formulas.py). None raises, all take linear time,
+or in a list of few items quadratic.
+"""
+
+import re
+import unicodedata
+from collections.abc import Callable
+from fractions import Fraction
+
+from common.rewards import formulas
+
+MAX_CHARACTERS = 512  # of an answer; longer ones are wrong
+MAX_UNMATCHED = 8  # items of two lists that are spelled differently; all pairs are compared
+MAX_DEPTH = 8  # of lists in lists
+
+# --- typesetting ---
+
+GREEK = "αβγδεζηθικλμνξπρστυφχψωΓΔΘΛΞΠΣΦΨΩ"
+GREEK_NAMES = """
+alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau upsilon phi chi psi omega
+Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega
+"""
+SYMBOLS = {
+    **{"−": "-", "–": "-", "—": "-", "°": "^\\circ ", "×": "\\times ", "·": "\\cdot ", "⋅": "\\cdot ", "÷": "\\div "},
+    **{"±": "\\pm ", "∓": "\\mp ", "≤": "\\le ", "⩽": "\\le ", "≥": "\\ge ", "⩾": "\\ge ", "≠": "\\ne "},
+    **{"∪": "\\cup ", "∩": "\\cap ", "∞": "\\infty ", "∅": "\\emptyset ", "∈": "\\in ", "∣": "|", "∶": ":"},
+    **{"√": "\\surd ", "∛": "\\surd[3] ", "∜": "\\surd[4] ", "′": "'", "’": "'", "%": "\\%", "∠": "\\angle "},
+    **{"⟨": "\\langle ", "⟩": "\\rangle ", "⁄": "/"},
+    **{letter: f"\\mathbb{{{name}}}" for letter, name in zip("ℕℤℚℝℂ", "NZQRC")},
+    **{letter: f"\\{name} " for letter, name in zip(GREEK, GREEK_NAMES.split())},
+}
+SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-")
+FULL_WIDTH = {
+    ord(full): unicodedata.normalize("NFKC", full)
+    for full in "，．：；（）［］｛｝＋－＝＜＞／％０１２３４５６７８９｜"
+}
+
+BRACED = r"\{([^{}]*)\}"
+WORD_END = r"(?![a-zA-Z])"
+FUNCTION = r"sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|sinh|cosh|tanh|ln|log|lg|exp"
+DIGIT_WORDS = "zero one two three four five six seven eight nine ten eleven twelve"
+BASES = {word: str(base) for base, word in enumerate(DIGIT_WORDS.split())}
+
+# (pattern, replacement), in this order; what each is for stands above it
+TYPESETTING: list[tuple[str, str | Callable[[re.Match], str]]] = [
+    # thousands: 1{,}000\pi, 11,\! 111, and in ISO's form 12\,345, 12 345
+    (r"(?<=[0-9])(?:\{,\}|,\\!)\s*(?=[0-9]{3}(?![0-9]))", ""),
+    (
+        r"(?<![0-9.,])([0-9]{1,3})((?:(?:\\[,;: ]|~|\s)\s*[0-9]{3})+)(?![0-9]|\s*/)",
+        lambda match: re.sub("[^0-9]", "", match[0]),
+    ),
+    # one command for each thing
+    (rf"\\(?:[dtc]|nice|s|x)frac{WORD_END}", r"\\frac"),
+    (rf"\\[dt]binom{WORD_END}", r"\\binom"),
+    (rf"\\(?:leq|leqslant|leqq){WORD_END}", r"\\le "),
+    (rf"\\(?:geq|geqslant|geqq){WORD_END}", r"\\ge "),
+    (rf"\\neq{WORD_END}|\\not\s*=", r"\\ne "),
+    (rf"\\lt{WORD_END}", "<"),
+    (rf"\\gt{WORD_END}", ">"),
+    (rf"\\(?:mid|[lr]?vert){WORD_END}", "|"),
+    (rf"\\colon{WORD_END}", ":"),
+    (rf"\\(?:ast|star){WORD_END}", "*"),
+    (rf"\\varnothing{WORD_END}|\\emptyset{WORD_END}|\\\{{\s*\\\}}", r"\\emptyset "),
+    (rf"\\lbrace{WORD_END}", r"\\{"),
+    (rf"\\rbrace{WORD_END}", r"\\}"),
+    (r"\^\s*(?:\\prime|\{\s*\\prime\s*\})", "'"),
+    (r"\{([^{}]*)\\over(?![a-zA-Z])([^{}]*)\}", r"\\frac{\1}{\2}"),
+    (r"\{([^{}]*)\\choose(?![a-zA-Z])([^{}]*)\}", r"\\binom{\1}{\2}"),
+    # what only changes the look: sizes, styles, dollars, \( \)
+    (rf"\\(?:left|right)\s*\.|\\(?:left|right|middle|[bB]igg?[lrm]?){WORD_END}", ""),
+    (rf"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits){WORD_END}|\\!", ""),
+    (r"(?<!\\)\$|(?<!\\)\\[()\[\]]", ""),
+    (rf"(?<!\\)\\[,;:> ]|\\q?quad{WORD_END}|\\(?:thin|en)space{WORD_END}|~|(?<!\\)\\\n", " "),
+    # bold and slanted letters are letters: \mathbf{v}, \boldsymbol{5}, \textbf{(C)}; braces keep them from being units
+    (rf"\\(?:mathbf|boldsymbol|bm|pmb|mathit|textbf|textit|emph)\s*{BRACED}", r"{\1}"),
+    (r"\\(?:mathbf|boldsymbol|bm|pmb)\s+([a-zA-Z0-9])", r"{\1}"),
+    # upright text: words, units, and the i and e of ISO 80000-2
+    (rf"\\(?:text(?:rm|normal|sf|up)?|math(?:rm|sf|normal)|[mh]box|operatorname\*?)\s*{BRACED}", r"\\text{\1}"),
+    (r"\{\s*\\(?:rm|bf|it)\s+([^{}]*)\}", r"\\text{\1}"),
+    (rf"\\text\{{\s*\\text{BRACED}\s*\}}", r"\\text{\1}"),
+    (r"\\text\{\s*\{([^{}]*)\}\s*\}", r"{\1}"),
+    (rf"\\text\{{\s*({FUNCTION})\s*\}}", r"\\\1 "),
+    (r"\\text\{\s*([ied])\s*\}", r"{\1}"),
+    # numbers in other bases: (1011)_2, 52_{\text{eight}}
+    (r"\(([0-9]+)\)_", r"\1_"),
+    (r"_\s*\{?\s*\\text\{\s*([a-z]+)\s*\}\s*\}?", lambda m: f"_{{{BASES.get(m[1], m[1])}}}"),
+    # 0.1\overline{6}, 0.\dot{3}, 0.\dot{1}4285\dot{7}
+    (r"([0-9]*)\.([0-9]*)\\(?:overline|bar)\s*\{?\s*([0-9]+)\s*\}?", lambda m: repeating(m[1], m[2], m[3])),
+    (
+        r"([0-9]*)\.([0-9]*)\\dot\s*\{?\s*([0-9])\s*\}?(?:([0-9]*)\\dot\s*\{?\s*([0-9])\s*\}?)?",
+        lambda m: repeating(m[1], m[2], m[3] + (m[4] or "") + (m[5] or "")),
+    ),
+    # pi, infty and sqrt as typed without LaTeX; a root of all the digits that follow
+    (rf"(?<![\\a-zA-Z])(pi|infty|infinity){WORD_END}", lambda m: "\\pi " if m[1] == "pi" else "\\infty "),
+    (r"(?<![\\a-zA-Z])sqrt(?=\s*[({0-9])", r"\\surd "),
+    (r"\\surd(\[[0-9]\])?\s*([0-9]+(?:\.[0-9]+)?|[a-zA-Z])", r"\\sqrt\1{\2}"),
+    (r"\\surd", r"\\sqrt"),
+    (r"\\sqrt\s*(\[[^\[\]]*\])?\s*\(([^()]*)\)", r"\\sqrt\1{\2}"),
+    # LaTeX takes one character where braces are missing: \sqrt[3]2, \frac12, \frac1{72}
+    (r"\\sqrt\s*(\[[^\[\]]*\])?\s*([0-9a-zA-Z])", r"\\sqrt\1{\2}"),
+    (r"\\frac\s*([0-9a-zA-Z])", r"\\frac{\1}"),
+    (r"\\frac\s*\{([^{}]*)\}\s*([0-9a-zA-Z])", r"\\frac{\1}{\2}"),
+    (r"\\frac\s*\{([^{}]*)\}\s*\{", r"\\frac{\1}{"),
+    # 1 1/2 is not 11/2
+    (r"(?<=[0-9])\s+([0-9]+)\s*/\s*([0-9]+)(?![0-9]*\s*/)", r"\\frac{\1}{\2}"),
+    # x^2_1 is x_1^2
+    (r"\^(\{[^{}]*\}|[0-9a-zA-Z])_(\{[^{}]*\}|[0-9a-zA-Z])", r"_\2^\1"),
+    # degrees inside a formula; at the end of one they are a unit
+    (r"\^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\})", "°"),
+    # a list in words; "5 or more" and "5 (or 6)" become no 5
+    (r",?\s*(?:\\text\{[\s,]*(?:and|or)\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z]))\s*", ", "),
+    (r"[\s.,;:]+$", ""),
+]
+
+
+def typeset(answer: str) -> str:
+    """LaTeX that says the same, with one command for each thing, and without what is only for the eye."""
+    text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+", lambda match: f"^{{{match[0].translate(SUPERSCRIPTS)}}}", answer)
+    text = "".join(map(vulgar_fraction, text)).translate(FULL_WIDTH)
+    text = "".join(SYMBOLS.get(char, char) for char in text.replace("\\%", "%"))
+    for pattern, replacement in TYPESETTING:
+        text = re.sub(pattern, replacement, text)
+    return text.strip()
+
+
+def vulgar_fraction(char: str) -> str:
+    r"""\frac{1}{2} of ½, any other character as it is."""
+    if char.isascii() or not unicodedata.decomposition(char).startswith("<fraction>"):
+        return char
+    above, _, below = unicodedata.normalize("NFKD", char).partition("⁄")
+    return rf"\frac{{{above}}}{{{below}}}"
+
+
+def repeating(whole: str, digits: str, period: str) -> str:
+    """The fraction that a repeating decimal is."""
+    base = 10 ** len(digits)
+    value = Fraction(int(whole or "0") * base + int(digits or "0"), base)
+    value += Fraction(int(period), base * (10 ** len(period) - 1))
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+# --- units ---
+
+# of each, the spellings behind a number; single letters only if they are upright, as in 5\,\mathrm{m}
+UNITS = {
+    "metre": "m meter meters metre metres",
+    "millimetre": "mm millimeter millimeters millimetre millimetres",
+    "centimetre": "cm centimeter centimeters centimetre centimetres",
+    "decimetre": "dm decimeter decimeters decimetre decimetres",
+    "kilometre": "km kilometer kilometers kilometre kilometres kms",
+    "inch": "in inch inches",
+    "foot": "ft foot feet",
+    "yard": "yd yds yard yards",
+    "mile": "mi mile miles",
+    "acre": "acre acres",
+    "hectare": "ha hectare hectares",
+    "gram": "g gm gram grams",
+    "milligram": "mg milligram milligrams",
+    "kilogram": "kg kgs kilogram kilograms",
+    "pound": "lb lbs pound pounds",
+    "ounce": "oz ounce ounces",
+    "ton": "t ton tons tonne tonnes",
+    "litre": "L l liter liters litre litres",
+    "millilitre": "mL ml milliliter milliliters millilitre millilitres",
+    "gallon": "gal gallon gallons",
+    "quart": "qt quart quarts",
+    "pint": "pt pint pints",
+    "cup": "cup cups",
+    "second": "s sec secs second seconds",
+    "minute": "min mins minute minutes",
+    "hour": "h hr hrs hour hours",
+    "day": "day days",
+    "week": "week weeks",
+    "month": "month months",
+    "year": "yr yrs year years",
+    "degree": "° deg degree degrees",
+    "celsius": "°C C",
+    "fahrenheit": "°F F",
+    "kelvin": "K",
+    "radian": "rad radian radians",
+    "percent": r"\% percent percents",
+    "dollar": r"\$ dollar dollars usd",
+    "euro": "€ euro euros",
+    "pound sterling": "£ gbp",
+    "rupee": "₹ rs rupee rupees",
+    "cent": "¢ cent cents",
+    "newton": "N newton newtons",
+    "joule": "J joule joules",
+    "watt": "W watt watts",
+    "kilowatt": "kW kilowatt kilowatts",
+    "volt": "V volt volts",
+    "ampere": "A amp amps ampere amperes",
+    "hertz": "Hz hertz",
+    "pascal": "Pa pascal pascals",
+    "mole": "mol mole moles",
+    "metre/second": "mps",
+    "kilometre/hour": "kmh kph kmph",
+    "mile/hour": "mph",
+    "unit": "unit units",
+    "point": "point points",
+    "person": "person people persons",
+    "student": "student students",
+    "way": "way ways",
+    "integer": "integer integers",
+    "digit": "digit digits",
+    "page": "page pages",
+    "time": "time times",
+}
+UNIT_OF = {spelling: unit for unit, spellings in UNITS.items() for spelling in spellings.split()}
+# words that make another answer of the number before them: 7 million, 5 or more, 20 (loss), 3 (mod 5)
+TELLING_WORDS = """
+or and not no if mod modulo more less fewer than least most about approximately over under
+above below increase decrease increases decreases increased decreased rise fall gain gains
+loss losses profit profits deficit surplus win debt credit debit am pm bc ad north south
+east west before after ago even odd positive negative true false inclusive exclusive minimum
+maximum min max base remainder hundred thousand million billion trillion hundreds thousands
+millions billions trillions dozen dozens minus plus squared cubed is are always never
+sometimes only all none both solutions roots undefined infinite infinity instead
+"""
+TELLING = set(TELLING_WORDS.split())
+# the same, if nothing is counted behind them: 123 (third graders) are 123
+TELLING_ALONE_WORDS = """
+up down left right half halves third thirds fourths fifths sixths sevenths eighths ninths
+tenths hundredths thousandths tens times
+"""
+TELLING_ALONE = set(TELLING_ALONE_WORDS.split())
+IRREGULAR_PLURALS = {"people", "children", "men", "women", "sheep", "fish", "deer", "feet", "mice", "geese", "teeth"}
+
+POWER = r"(?:\s*\^\s*(?:\{\s*-?[0-9]\s*\}|-?[0-9]))?"
+PIECE = re.compile(
+    rf"(?:\\text\{{[^{{}}]*\}}|(?<![\\A-Za-z])[A-Za-z][A-Za-z'-]+\.?|(?<=/)[A-Za-z]|°|\\%|\\\$|[€£¢₹]){POWER}"
+)
+MAX_PIECES = 8  # of a unit
+GAP = re.compile(r"\s*(?:/|\\cdot)?\s*")  # between them
+UPRIGHT = re.compile(r"\\text\{([^{}]*)\}")
+RATE_TAIL = re.compile(rf"(?<=[0-9}}\s])\s*(?:km|m|cm|mi|ft)\s*/\s*(?:h|s|hr|min|sec){POWER}$")
+NOUN_TAIL = re.compile(r"\s*\(\s*([^()0-9\\^_=+*]*?)\s*\)[\s.]*$")
+CURRENCY = re.compile(r"^([-+]?)\s*(\\\$|[€£¥₹])\s*(?=[0-9.\\])")
+FACTOR = re.compile(r"\s*(\\%|\\\$|°?[A-Za-z]+|[°€£¢₹])\.?(?:\s*\^\s*\{?\s*(-?[0-9])\s*\}?)?")
+PLAIN_NUMBER = re.compile(
+    r"[-+]?\s*(?:[0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)?\s*(?:\\frac\{[0-9]+\}\{[0-9]+\}|/\s*[0-9]+)?"
+)
+
+
+def split_units(answer: str, truth: str) -> tuple[str, str, str, str]:
+    """(answer, its unit, truth, its unit); a noun that only one of them marks as a unit is one of the other, too."""
+    answer_core, unit = split_unit(answer)
+    true_core, true_unit = split_unit(truth)
+    if unit and not true_unit:
+        true_core, true_unit = split_unit(truth, noun=unit)
+    elif true_unit and not unit:
+        answer_core, unit = split_unit(answer, noun=true_unit)
+    return answer_core, unit, true_core, true_unit
+
+
+def split_unit(text: str, noun: str = "") -> tuple[str, str]:
+    r"""("5", "centimetre^2") of 5\text{ cm}^2, ("9", "apple") of 9 (apples), (text, "") if there is no unit.
+
+    noun: what counts as a unit although it is no plural, or one letter.
+    """
+    core, front = text, ""
+    if match := CURRENCY.match(text):
+        core, front = match[1] + text[match.end() :], UNIT_OF.get(match[2], match[2])
+    for start, tail in unit_tails(core):
+        before = core[:start].rstrip()
+        unit = unit_name(UPRIGHT.sub(r" \1 ", tail))
+        if unit and is_quantity(before, tail):
+            return before, unit if not front or unit == front else f"{front} {unit}"
+        counted = noun_name(UPRIGHT.sub(r" \1 ", tail), noun)
+        if counted and before and PLAIN_NUMBER.fullmatch(before):
+            return before, counted
+    plain = UPRIGHT.sub(r"\1", core)
+    match = NOUN_TAIL.search(plain)
+    if match:
+        before = plain[: match.start()].rstrip()
+        unit = unit_name(match[1]) or noun_name(match[1], noun=None)
+        if unit and before and PLAIN_NUMBER.fullmatch(before):
+            return before, unit
+    match = re.search(r"(?<=[0-9])\s+([A-Za-z])$", plain)
+    if match and noun and unit_name(match[1]) == noun:  # 7 m is 7 (m)
+        return plain[: match.start()], noun
+    return core, front
+
+
+def unit_tails(text: str) -> list[tuple[int, str]]:
+    """(start, text) of what may be a unit at the end, the longest first."""
+    starts = []
+    end = len(text)
+    for piece in list(PIECE.finditer(text))[: -MAX_PIECES - 1 : -1]:
+        if not GAP.fullmatch(text[piece.end() : end]):
+            break
+        starts.append(piece.start())
+        end = piece.start()
+    match = RATE_TAIL.search(text)
+    if match:
+        starts.append(match.start())
+    return [(start, text[start:]) for start in sorted(starts)]
+
+
+def is_quantity(text: str, tail: str) -> bool:
+    """Whether a unit may follow a text: a number, a formula with one, or a letter; of one letter only the former."""
+    if not text or text[-1] in "^_/([{,":
+        return False
+    letters = re.sub(r"[^A-Za-z°%$]", "", UPRIGHT.sub(r"\1", tail))
+    if re.search(r"[0-9]", text):
+        return not re.search(r"_\{?$", text)
+    return len(letters) > 1 and bool(re.fullmatch(r".*\\[a-z]+.*|\{?[a-zA-Z]\}?", text))
+
+
+def unit_name(text: str) -> str:
+    """ "metre/second^2" of m/s^2, metres per square second; "" of what is no unit."""
+    above, *below = re.split(r"/|(?<![A-Za-z])per(?![A-Za-z])", text.strip().rstrip("."))
+    if len(below) > 1:
+        return ""
+    parts = [factors_name(part) for part in (above, *below)]
+    return "/".join(parts) if all(parts) else ""
+
+
+def factors_name(text: str) -> str:
+    names: list[str] = []
+    power = ""
+    end = 0
+    for match in FACTOR.finditer(text):
+        if text[end : match.start()].replace("\\cdot", "").strip():
+            return ""
+        end = match.end()
+        word = match[1]
+        lower = word.lower()
+        if lower in ("square", "sq", "cubic", "cu"):
+            power = "^3" if lower.startswith("cu") else "^2"
+        elif lower in ("squared", "cubed") and names:
+            names[-1] += "^3" if lower == "cubed" else "^2"
+        elif lower == "old" and names == ["year"]:
+            continue
+        elif lower in ("celsius", "fahrenheit") and names in ([], ["degree"]):
+            names = [lower]
+        else:
+            unit = UNIT_OF.get(word) or (UNIT_OF.get(lower) if len(word) > 1 else None)
+            if not unit:
+                return ""
+            names.append(unit + (f"^{match[2]}" if match[2] else power))
+            power = ""
+    return "" if text[end:].strip() else " ".join(sorted(names)).replace("degree celsius", "celsius")
+
+
+def noun_name(text: str, noun: str | None) -> str:
+    """What is counted, as "red apple" of red apples; "" of words that tell more.
+
+    Without brackets around it, it has to be a plural, or `noun`; None takes any.
+    """
+    words = re.sub(r"[./-]", " ", text.lower()).split()
+    if not 1 <= len(words) <= 6 or not all(re.fullmatch(r"[a-z]['a-z]*", word) for word in words):
+        return ""
+    if TELLING.intersection(words) or words[-1] in TELLING_ALONE or len("".join(words)) < 2:
+        return ""
+    head = words.index("of") - 1 if "of" in words[1:] else len(words) - 1  # pieces of candy
+    last = words[head]
+    words[head] = singular(last)
+    name = " ".join(words)
+    is_plural = last in IRREGULAR_PLURALS or (last.endswith("s") and not last.endswith(("ss", "us", "is")))
+    return name if is_plural or noun is None or name == noun else ""
+
+
+def singular(word: str) -> str:
+    for ending, replacement in (("ies", "y"), ("ches", "ch"), ("shes", "sh"), ("xes", "x"), ("sses", "ss"), ("s", "")):
+        if word.endswith(ending) and len(word) > len(ending) + 1:
+            return word[: -len(ending)] + replacement
+    return word
+
+
+def units_agree(unit: str, other: str) -> bool:
+    """One may be missing. Of two, the last word counts: 9 apples are 9 (red apples)."""
+    if not unit or not other or unit == other:
+        return True
+    return "/" not in unit + other and unit.split()[-1] == other.split()[-1]
+
+
+# --- one spelling ---
+
+DECIMAL = re.compile(r"[-+]?(?:[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)?(?:\.[0-9]*)?")
+SCIENTIFIC = re.compile(  # without spaces: 4.5e-3, 4.5\times10^{-3}, 10^{33}
+    r"([-+]?[0-9][0-9,]*(?:\.[0-9]*)?)[eE]([-+]?[0-9]{1,2})"
+    r"|(?:([-+]?[0-9][0-9,]*(?:\.[0-9]*)?)(?:\\times|\\cdot|\*))?10\^\{?([-+]?[0-9]{1,2})\}?"
+)
+FRACTION = re.compile(r"(-?)\\frac\{(-?[0-9]+)\}\{([0-9]+)\}")
+MIXED = re.compile(r"(-?)([0-9]+)\\frac\{([0-9]+)\}\{([0-9]+)\}")
+
+# of a typeset text without spaces
+SHORT_FORMS = [
+    (UPRIGHT.pattern, r"\1"),
+    (r"([_^])\{([0-9a-zA-Z])\}", r"\1\2"),
+    (r"(?<![\\a-zA-Z}\]_^])\{([^{}]*)\}", r"\1"),  # braces that only group
+    (r"^([-+]?)([0-9]+)/([0-9]+)$", r"\1\\frac{\2}{\3}"),
+    (r"(?<![0-9])\.(?=[0-9])", "0."),
+    (r"\\times|\*", r"\\cdot"),
+    (r"^\+(?=[0-9.\\])", ""),
+]
+
+
+def short_form(text: str) -> str:
+    """A typeset text without spaces, but where two digits would meet, and after the commas of a list of numbers."""
+    text = UPRIGHT.sub(r"\1", text)
+    short = re.sub(r"(?<![0-9])\s+|\s+(?![0-9])", "", text)
+    short = re.sub(r"\s+", " ", short)
+    for pattern, replacement in SHORT_FORMS:
+        short = re.sub(pattern, replacement, short)
+    is_list = re.search(r"[0-9],\s+[0-9]", text) and DECIMAL.fullmatch(short)
+    return short.replace(",", ", ") if is_list else short
+
+
+def rational(text: str) -> Fraction | None:
+    r"""Value of "-1,234.5", "4.5e3", "-\frac{1}{2}" or "1\frac{1}{2}", None of anything else."""
+    if DECIMAL.fullmatch(text) and re.search("[0-9]", text):
+        return Fraction(text.replace(",", ""))
+    if match := SCIENTIFIC.fullmatch(text):
+        digits = match[1] or match[3] or "1"
+        return Fraction(digits.replace(",", "")) * Fraction(10) ** int(match[2] or match[4])
+    if (match := FRACTION.fullmatch(text)) and int(match[3]):
+        value = Fraction(int(match[2]), int(match[3]))
+        return -value if match[1] else value
+    if (match := MIXED.fullmatch(text)) and 0 < int(match[3]) < int(match[4]):
+        value = int(match[2]) + Fraction(int(match[3]), int(match[4]))
+        return -value if match[1] else value
+    return None
+
+
+def normalize(answer: str) -> str:
+    r"""The one spelling of an answer: without spaces, units and `x =`; "0.5" and "2/4" are \frac{1}{2}, 4.5e3 is 4500.
+
+    After Hendrycks et al. 2021 (arXiv 2103.03874). "" for more than 512 characters. Equal spellings may have different
+    units: `is_equal` compares them, too.
+    """
+    if len(answer) > MAX_CHARACTERS:
+        return ""
+    return spelling(plain_value(typeset(answer)))
+
+
+def spelling(text: str) -> str:
+    """Of a typeset text without unit and label."""
+    short = short_form(text)
+    value = rational(short)
+    if value is None:
+        is_word = short.isalpha() and (len(short) > 2 or short.lower() == "no")
+        return short.lower() if is_word else short
+    if value.denominator == 1:
+        return str(value)
+    sign = "-" if value < 0 else ""
+    return rf"{sign}\frac{{{abs(value.numerator)}}}{{{value.denominator}}}"
+
+
+def plain_value(text: str) -> str:
+    """A typeset answer without the word "option", `x =`, and its unit."""
+    letter, content = option(text)
+    if letter and not content:
+        return letter
+    return split_unit(without_label(text))[0]
+
+
+# --- from the outside in ---
+
+
+def is_equal(answer: str, truth: str, with_formulas: bool = True) -> bool:
+    """Whether two answers are equal, however they are spelled; without formulas by spelling and numbers alone."""
+    if max(len(answer), len(truth)) > MAX_CHARACTERS:
+        return False
+    return same(typeset(answer), typeset(truth), MAX_DEPTH if with_formulas else 0)
+
+
+def same(answer: str, truth: str, depth: int) -> bool:
+    """Of two typeset texts. depth: how many collections may still be opened; 0 compares no formulas either."""
+    if not answer or not truth:
+        return False
+    if is_option(answer) or is_option(truth):
+        return same_option(answer, truth)
+    if same_leaf(answer, truth):
+        return True
+    if depth <= 0:
+        return False
+    answer_relation = relation(answer)
+    true_relation = relation(truth)
+    if answer_relation and true_relation:
+        return same_relation(answer_relation, true_relation, depth)
+    if answer_relation:
+        return same_as_relation(answer_relation, truth, depth)
+    if true_relation:
+        return same_as_relation(true_relation, answer, depth)
+    kind, items = collection(answer)
+    true_kind, true_items = collection(truth)
+    if kind or true_kind:
+        return same_collection(kind, items, true_kind, true_items, depth)
+    return same_formula(answer, truth)
+
+
+# --- options ---
+
+NAMED_OPTION = re.compile(r"(?:[Oo]ption|[Cc]hoice)\s+\(?([A-Ka-k])\)?")  # Option B, choice (b)
+OPTION = re.compile(r"\(([A-Ka-k])\)[.:]?|\(([A-K])\)[.:]?\s*(.+)|([A-K])(?:\)|[.:](?=\s))[.:]?\s*(.+)", re.DOTALL)
+LETTER = re.compile("[A-K]")
+
+
+def option(text: str) -> tuple[str, str]:
+    """("C", "12") of (C) 12 or C. 12, ("C", "") of (C), (c) or Option c; ("", "") of what is no option."""
+    plain = re.sub(r"[{}]", "", UPRIGHT.sub(r"\1", text)).strip()
+    if match := NAMED_OPTION.fullmatch(plain):
+        return match[1].upper(), ""
+    if match := OPTION.fullmatch(plain):
+        letter = match[1] or match[2] or match[4]
+        return letter.upper(), (match[3] or match[5] or "").strip()
+    return "", ""
+
+
+def is_option(text: str) -> bool:
+    return option(text) != ("", "")
+
+
+def same_option(answer: str, truth: str) -> bool:
+    """By the letter, and by the text behind it where both have one; C alone is the option C."""
+    letters, texts = [], []
+    for text in (answer, truth):
+        letter, content = option(text)
+        if not letter:
+            letter = re.sub(r"[{}\s]", "", UPRIGHT.sub(r"\1", text))
+        letters.append(letter)
+        texts.append(content)
+    if letters[0] != letters[1] or not LETTER.fullmatch(letters[0]):
+        return False
+    return not all(texts) or same(texts[0], texts[1], MAX_DEPTH)
+
+
+# --- numbers, words, clock times ---
+
+CLOCK = re.compile(r"(.*?[0-9])\s*([apAP])\.?\s*[mM]\.?(.*)")
+
+
+def same_leaf(answer: str, truth: str) -> bool:
+    """Whether two texts are the same number, or are spelled alike; and in the same unit, if both have one."""
+    answer, truth = unlabelled(answer, truth)
+    answer_time = CLOCK.fullmatch(UPRIGHT.sub(r"\1", answer))
+    true_time = CLOCK.fullmatch(UPRIGHT.sub(r"\1", truth))
+    if answer_time and true_time:
+        times = [(short_form(time[1]), time[2].lower(), short_form(time[3])) for time in (answer_time, true_time)]
+        return times[0] == times[1]
+    answer_core, unit, true_core, true_unit = split_units(answer, truth)
+    if not units_agree(unit, true_unit):
+        return False
+    short = spelling(answer_core)
+    true_short = spelling(true_core)
+    if short == true_short:
+        return short != ""
+    value = rational(short)
+    true_value = rational(true_short)
+    return value is not None and true_value is not None and rounds_to(value, short_form(true_core), 5)
+
+
+def rounds_to(value: Fraction, decimal: str, min_digits: int) -> bool:
+    """Whether a decimal is the value rounded, with enough digits behind the point: MAWPS has 0.6666666667 for 2/3."""
+    digits = decimal.partition(".")[2]
+    true_value = rational(decimal)
+    if true_value is None or not digits.isdecimal() or len(digits) < min_digits:
+        return False
+    return round(value, len(digits)) == true_value
+
+
+# --- formulas ---
+
+RATIO = re.compile(r"[0-9a-zA-Z}]\s*:\s*[0-9a-zA-Z\\]")
+OTHER_BASE = re.compile(r"[0-9)]\s*_")
+DERIVATIVE = re.compile(r"\\frac\{\s*d(?![a-zA-Z]{2})[^{}]*\}\s*\{\s*d\s*[a-zA-Z]")
+MORE_THAN_LETTERS = re.compile(r"[0-9+\-*/^!|()\[\]\\']")
+WORD = re.compile(r"(?<![\\a-zA-Z])(?:[a-zA-Z]{4,}|[a-zA-Z]{3,}(?=\s+[a-zA-Z0-9])|(?<=[a-zA-Z0-9]\s)[a-zA-Z]{3,})")
+
+
+def same_formula(answer: str, truth: str) -> bool:
+    """By value; words, ratios, times and numbers in other bases have only their spelling."""
+    answer_core, unit, true_core, true_unit = split_units(answer, truth)
+    if not units_agree(unit, true_unit):
+        return False
+    texts = [formula(answer_core), formula(true_core)]
+    for text in texts:
+        if RATIO.search(text) or OTHER_BASE.search(text) or WORD.search(text) or DERIVATIVE.search(text):
+            return False
+    if not any(MORE_THAN_LETTERS.search(text) for text in texts):  # "no" is not "on"
+        return False
+    value = rational(short_form(answer_core))
+    true_value = rational(short_form(true_core))
+    if value is not None and true_value is not None:
+        return False
+    if formulas.same_value(texts[0], texts[1]):
+        return True
+    if true_value is not None:
+        return is_rounded(texts[0], short_form(true_core))
+    return value is not None and is_rounded(texts[1], short_form(answer_core))
+
+
+def is_rounded(text: str, decimal: str) -> bool:
+    """Whether 1.414214 is the value of \\sqrt{2}: six digits behind the point, and as many that are not zeros."""
+    significant = decimal.replace(".", "").strip("-0")
+    if len(significant) < 6:
+        return False
+    value = formulas.decimal_value(text, digits=len(decimal) + 10)
+    return value is not None and rounds_to(value, decimal, 6)
+
+
+def formula(text: str) -> str:
+    """As common/rewards/formulas.py reads it: without upright letters, degrees, and commas in one large number."""
+    text = re.sub(r"\\text\{\s*([A-Za-z])\s*\}", r"{\1}", text)
+    text = text.replace("°", "").replace("\\%", "")
+    if DECIMAL.fullmatch(text):
+        return text.replace(",", "")
+    return re.sub(r"\{([A-Za-z])\}(?=['_])", r"\1", text)
+
+
+# --- equations and inequalities ---
+
+Relation = tuple[list[str], list[str]]  # (["2", "x", "5"], ["<", "\\le"]) of 2 < x \le 5
+SIGN = re.compile(r"\\(?:le|ge|ne|in|approx|equiv|sim)(?![a-zA-Z])|[<>=]")
+FLIPPED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le", "=": "=", "\\ne": "\\ne"}
+EQUALITY = {"=", "\\in", "\\approx"}
+LESS, GREATER = {"<", "\\le"}, {">", "\\ge"}
+VARIABLE = re.compile(r"\{?[A-Za-z]\}?|\\[a-z]+")
+NAME = re.compile(  # x, x_1, f(x), \angle A, AB, (x, y)
+    r"(?:\\(?:angle|triangle|overline|overrightarrow)\s*)?(?:\{?[A-Z]{1,3}\}?|\{?[a-z]\}?|\\[a-z]+)'?"
+    r"(?:_\s*(?:\{[^{}]*\}|[0-9a-zA-Z]))?(?:\s*\(\s*[a-z0-9]\s*\))?"
+    r"|\(\s*[a-z](?:\s*,\s*[a-z])+\s*\)"
+)
+WORDS = re.compile(r"(?:\s|\\text\{[^{}0-9]*\}|[A-Za-z]{3,})+")
+
+
+def relation(text: str) -> Relation | None:
+    """None of a text without a relation outside of all brackets, and of a list."""
+    signs = outside(text, SIGN)
+    if not signs or outside(text, SEPARATOR):
+        return None
+    sides: list[str] = []
+    start = 0
+    for sign in signs:
+        sides.append(text[start : sign.start()].strip())
+        start = sign.end()
+    sides.append(text[start:].strip())
+    return sides, [sign[0] for sign in signs]
+
+
+def without_label(text: str) -> str:
+    """5 of x = 5, of 5 = x, of Area = 5 and of x = 2 + 3 = 5; [0,1] of x in [0,1]; other texts as they are."""
+    found = relation(text)
+    if not found or not set(found[1]) <= EQUALITY:
+        return text
+    sides, _ = found
+    if sides[-1] and (NAME.fullmatch(sides[0]) or WORDS.fullmatch(sides[0])):
+        return sides[-1]
+    if len(sides) == 2 and sides[0] and NAME.fullmatch(sides[1]):
+        return sides[0]
+    return text
+
+
+def unlabelled(answer: str, truth: str) -> tuple[str, str]:
+    """Both without a label; but x = 5 and y = 5 are two lines."""
+    if labels_differ(answer, truth):
+        return answer, truth
+    return without_label(answer), without_label(truth)
+
+
+def labels_differ(answer: str, truth: str) -> bool:
+    names = []
+    for text in (answer, truth):
+        found = relation(text)
+        if found and len(found[0]) == 2:
+            names += [side for side in found[0] if VARIABLE.fullmatch(side)][:1]
+    return len(names) == 2 and names[0] != names[1]
+
+
+def same_relation(answer: Relation, truth: Relation, depth: int) -> bool:
+    """Side by side, also when turned around; equations and inequalities also by a constant factor."""
+    sides, signs = answer
+    true_sides, true_signs = truth
+    if len(signs) != len(true_signs) or not FLIPPED.keys() >= {*signs, *true_signs}:
+        return False
+    turned = (sides[::-1], [FLIPPED[sign] for sign in reversed(signs)])
+    for some_sides, some_signs in (answer, turned):
+        if some_signs == true_signs and all(same(a, b, depth - 1) for a, b in zip(some_sides, true_sides)):
+            return True
+    if len(signs) > 1 or any(RATIO.search(side) or WORD.search(side) for side in (*sides, *true_sides)):
+        return False
+    sign, true_sign = signs[0], true_signs[0]
+    if true_sign not in (sign, FLIPPED[sign]):
+        return False
+    direction = 0
+    if sign in LESS | GREATER:
+        direction = 1 if sign == true_sign else -1
+    left, right = map(formula, sides)
+    true_left, true_right = map(formula, true_sides)
+    return formulas.same_relation((left, right), (true_left, true_right), direction)
+
+
+def same_as_relation(found: Relation, other: str, depth: int) -> bool:
+    """x = 5 is 5, 2 + 3 = 5 is 5, 2 < x < 5 is (2, 5), x in [0, 1] is [0, 1]."""
+    sides, signs = found
+    if set(signs) <= EQUALITY:
+        text = without_label(f" {signs[0]} ".join(sides))
+        if not relation(text):
+            return same(text, other, depth - 1)
+        is_calculation = set(signs) == {"="} and not re.search("[A-Za-z]", "".join(sides))
+        return is_calculation and same(sides[0], other, depth - 1) and same(sides[-1], other, depth - 1)
+    interval = as_interval(sides, signs)
+    return interval != "" and same(interval, other, depth - 1)
+
+
+def as_interval(sides: list[str], signs: list[str]) -> str:
+    r"""(2, \infty) of x > 2 and of 2 < x, (2, 5] of 2 < x \le 5; "" of what is no inequality of one letter."""
+    if set(signs) <= GREATER:
+        sides = sides[::-1]
+        signs = [FLIPPED[sign] for sign in reversed(signs)]
+    if not set(signs) <= LESS:
+        return ""
+    if len(sides) == 2 and VARIABLE.fullmatch(sides[0]):
+        return rf"(-\infty, {sides[1]}" + ("]" if signs[0] == "\\le" else ")")
+    if len(sides) == 2 and VARIABLE.fullmatch(sides[1]):
+        return ("[" if signs[0] == "\\le" else "(") + rf"{sides[0]}, \infty)"
+    if len(sides) == 3 and VARIABLE.fullmatch(sides[1]):
+        start = "[" if signs[0] == "\\le" else "("
+        end = "]" if signs[1] == "\\le" else ")"
+        return f"{start}{sides[0]}, {sides[2]}{end}"
+    return ""
+
+
+# --- lists, sets, tuples, intervals, unions, matrices ---
+
+OPENING = {"\\{": "\\}", "\\langle": "\\rangle", "(": ")", "[": "]", "{": "}", "\\begin": "\\end"}
+BRACKET = re.compile(r"\\[{}]|\\[lr]angle(?![a-zA-Z])|[()\[\]{}]|\\(?:begin|end)(?![a-zA-Z])")
+SEPARATOR = re.compile(r"[,;]")
+UNION = re.compile(r"\\cup(?![a-zA-Z])")
+SUCH_THAT = re.compile(r"[|:]")
+PLUS_MINUS = re.compile(r"\\(pm|mp)(?![a-zA-Z])")
+MATRIX = re.compile(r"\\begin\{([a-zA-Z]*)matrix\}(.*)\\end\{\1matrix\}", re.DOTALL)
+
+
+def collection(text: str) -> tuple[str, list[str]]:
+    r"""(kind, items): "list" of what has no order, brackets such as "(]" of what has one, "union", "matrix 2x2", and
+    "set-builder"; ("", [text]) of what is no collection.
+
+    A set is a list: \{1, 2\} is 1, 2. What has \pm is a list of two.
+    """
+    if match := MATRIX.fullmatch(text):
+        rows = [row.split("&") for row in re.split(r"\\\\", match[2].strip().removesuffix("\\\\"))]
+        bars = match[1] if match[1] in ("v", "V") else ""
+        shape = ",".join(str(len(row)) for row in rows)
+        return f"{bars}matrix {shape}", [cell.strip() for row in rows for cell in row]
+    parts = split_outside(text, UNION)
+    if len(parts) > 1:
+        return "union", parts
+    items = list_items(text)
+    if len(items) > 1:
+        return "list", items
+    start, inner, end = in_brackets(text)
+    if not start:
+        return "", [text]
+    condition = split_outside(inner, SUCH_THAT)
+    if start == "\\{" and len(condition) == 2:
+        return "set-builder", condition
+    items = list_items(inner)
+    if start in ("\\{", "{") or (start == "(" and end == ")" and len(items) == 1):
+        return "list", items
+    if len(items) == 1:
+        return "", [text]
+    return ("()" if start == "\\langle" else start + end), items
+
+
+def same_collection(kind: str, items: list[str], true_kind: str, true_items: list[str], depth: int) -> bool:
+    """In any order for lists and unions; (1, 2) is 1, 2 in this order."""
+    kinds = {kind or "list", true_kind or "list"}
+    if len(items) != len(true_items):
+        return False
+    if kinds == {"list"} or kinds == {"union"}:
+        return same_items(items, true_items, depth)
+    if kinds == {"set-builder"}:
+        return short_form(items[0]) == short_form(true_items[0]) and same(items[1], true_items[1], depth - 1)
+    if len(kinds) == 1 or kinds == {"list", "()"}:
+        return all(same(item, true_item, depth - 1) for item, true_item in zip(items, true_items))
+    return False
+
+
+def same_items(items: list[str], true_items: list[str], depth: int) -> bool:
+    """In any order. Of those that are spelled differently all pairs are compared, if they are few."""
+    rest = [spelling(item) for item in items]
+    unmatched = []
+    for item in true_items:
+        if spelling(item) in rest:
+            rest.remove(spelling(item))
+        else:
+            unmatched.append(item)
+    if len(unmatched) == 0:
+        return True
+    if len(unmatched) > MAX_UNMATCHED:
+        return False
+    rest = [item for item in items if spelling(item) in rest]
+    for true_item in unmatched:
+        for item in rest:
+            if same(item, true_item, depth - 1):
+                rest.remove(item)
+                break
+        else:
+            return False
+    return True
+
+
+def list_items(text: str) -> list[str]:
+    """The items of a list; of x = 1, 2 without the label, and of \\pm 3 both; [text] of what is no list."""
+    if DECIMAL.fullmatch(text):  # 1,234
+        return [text]
+    items = split_outside(text, SEPARATOR)
+    if len(items) > 1 and relation(items[0]) and not any(map(relation, items[1:])):
+        items[0] = without_label(items[0])
+    found: list[str] = []
+    for item in items:
+        if PLUS_MINUS.search(item):
+            for signs in ({"pm": "+", "mp": "-"}, {"pm": "-", "mp": "+"}):
+                found.append(PLUS_MINUS.sub(lambda match, signs=signs: signs[match[1]], item))
+        else:
+            found.append(item)
+    return found
+
+
+def in_brackets(text: str) -> tuple[str, str, str]:
+    """("(", "1, 2", "]") of (1, 2]; ("", "", "") of a text that is not in one pair of brackets."""
+    brackets = list(BRACKET.finditer(text))
+    if len(brackets) < 2 or brackets[0].start() != 0 or brackets[-1].end() != len(text):
+        return "", "", ""
+    first, last = brackets[0], brackets[-1]
+    if first[0] not in OPENING or first[0] == "\\begin" or last[0] in OPENING:
+        return "", "", ""
+    depth = 0
+    for bracket in brackets[:-1]:
+        depth += 1 if bracket[0] in OPENING else -1
+        if depth == 0:  # (1 + 2)(3 + 4)
+            return "", "", ""
+    return first[0], text[first.end() : last.start()].strip(), last[0]
+
+
+def split_outside(text: str, pattern: re.Pattern) -> list[str]:
+    """The parts between matches that stand outside of all brackets."""
+    parts: list[str] = []
+    start = 0
+    for match in outside(text, pattern):
+        parts.append(text[start : match.start()].strip())
+        start = match.end()
+    return [*parts, text[start:].strip()]
+
+
+def outside(text: str, pattern: re.Pattern) -> list[re.Match]:
+    """Matches of a pattern that stand outside of all brackets."""
+    edges = [(match.start(), 1 if match[0] in OPENING else -1) for match in BRACKET.finditer(text)]
+    found = []
+    depth = 0
+    next_edge = 0
+    for match in pattern.finditer(text):
+        while next_edge < len(edges) and edges[next_edge][0] < match.start():
+            depth += edges[next_edge][1]
+            next_edge += 1
+        if depth == 0:
+            found.append(match)
+    return found

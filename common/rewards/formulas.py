@@ -1,0 +1,463 @@
+r"""Equality of formulas: LaTeX is read token by token into sympy's expressions, which are compared at points.
+
+A formula is read whole or not at all: what is not known here (an operator, a command, two numbers side by side) is
+`Unreadable`, and then only its spelling tells. Two formulas are equal if they agree at random points, to more digits
+than a coincidence has; constants are compared exactly if both are rational, and else relatively, however small.
+Sizes are bounded before sympy computes anything.
+"""
+
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import sympy
+
+MAX_CHARACTERS = 200
+MAX_BITS = 100_000  # of the numbers that a formula may lead to
+MAX_ROOT_BITS = 256  # of a number under a root, which sympy tries to factor
+MAX_FACTORIAL = 999
+MAX_BINOMIAL = 9999
+MAX_FUNCTIONS = 4  # inside each other
+MAX_BRACKETS = 40  # inside each other
+DIGITS = 15  # of a difference that is not zero
+MAX_DIGITS = 150  # sympy computes with, to tell a small difference from none
+
+FUNCTIONS = {
+    **{name: name for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "exp")},
+    **{f"arc{name}": f"a{name}" for name in ("sin", "cos", "tan", "cot", "sec", "csc")},
+}
+LOGARITHMS = ("ln", "log", "lg")
+GREEK = """
+alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi
+rho sigma tau upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon
+Phi Psi Omega ell hbar
+"""
+ACCENTS = """
+overline bar vec overrightarrow hat widehat tilde widetilde underline mathbb mathcal
+mathfrak mathscr
+"""
+NAMES_OF_FUNCTIONS = set("fghFGHPQ")  # of which x(…) is a value, not a product
+
+TOKEN = re.compile(
+    r"""(?x)
+    (?P<number> [0-9]+ (?: \.[0-9]* )? | \.[0-9]+ )
+    | (?P<accent> \\(?:ACCENTS) \s* (?: \{ [A-Za-z0-9\s]* \} | [A-Za-z] ) )
+    | (?P<symbol> (?: [A-Za-z] | \\(?:GREEK)(?![A-Za-z]) )
+        (?: _ \s* (?: [A-Za-z0-9] | \{ [A-Za-z0-9\s,+\-]* \} ) )?
+        (?: ' | \^\s* (?: \\top | \{\s*\\top\s*\} ) | (?<=[A-Z]) \^\s* (?: T (?![A-Za-z]) | \{\s*T\s*\} ) )* )
+    | (?P<command> \\[A-Za-z]+ )
+    | (?P<operator> [-+*/^!()|{}\[\]_] )
+    """.replace("ACCENTS", "|".join(ACCENTS.split())).replace("GREEK", "|".join(GREEK.split()))
+)
+
+
+class Unreadable(ValueError):
+    """A text that is no formula known here, or one too large to compute with."""
+
+
+def same_value(answer: str, truth: str) -> bool:
+    """Whether two formulas have one value; False if either is `Unreadable`."""
+    try:
+        return is_identity(read(answer), read(truth))
+    except Unreadable:
+        return False
+
+
+def same_relation(answer: tuple[str, str], truth: tuple[str, str], direction: int) -> bool:
+    """Whether left - right of two equations or inequalities agree up to a constant factor.
+
+    direction: 0 for equations, with any factor; 1 for inequalities that point the same way, whose factor is positive;
+    -1 for those that point in opposite ways.
+    """
+    from sympy import together
+
+    try:
+        differences = [read(left) - read(right) for left, right in (answer, truth)]
+        if direction == 0:  # y = 2/x is xy = 2
+            differences = [together(difference).as_numer_denom()[0] for difference in differences]
+        for difference in differences:
+            check_size(difference)
+        return is_multiple(*differences, direction)
+    except Unreadable:
+        return False
+
+
+def decimal_value(text: str, digits: int) -> Fraction | None:
+    """The real number that a formula is, to so many digits; None of all else."""
+    try:
+        value = read(text)
+    except Unreadable:
+        return None
+    if value.free_symbols or not value.is_real or not value.is_finite:
+        return None
+    return Fraction(str(value.evalf(digits)))
+
+
+# --- comparison ---
+
+
+def is_identity(a: "sympy.Expr", b: "sympy.Expr") -> bool:
+    if a == b:
+        return True
+    symbols = sorted(a.free_symbols | b.free_symbols, key=str)
+    if not symbols:
+        return is_zero(a - b) is True
+    agreements = 0
+    for point in points(symbols):
+        zero = is_zero(a.xreplace(point) - b.xreplace(point))
+        if zero is False:
+            return False
+        agreements += zero is True  # it may be undefined at a point
+    return agreements >= 2
+
+
+def is_multiple(a: "sympy.Expr", b: "sympy.Expr", direction: int) -> bool:
+    """Whether a / b is a constant, of the sign of `direction` if that is not 0."""
+    if not a.free_symbols or a.free_symbols != b.free_symbols:
+        return False
+    values = [(a.xreplace(point), b.xreplace(point)) for point in points(sorted(a.free_symbols, key=str))]
+    values = [pair for pair in values if is_zero(pair[0]) is False and is_zero(pair[1]) is False]
+    if len(values) < 2:
+        return False
+    first_a, first_b = values[0]
+    factor = (first_a / first_b).evalf(DIGITS)
+    if direction and not (factor.is_real and factor * direction > 0):
+        return False
+    return all(is_zero(first_a * other_b - first_b * other_a) is True for other_a, other_b in values[1:])
+
+
+def points(symbols: list) -> list[dict]:
+    """Four points for symbols, all positive, all negative, and mixed; no two symbols are equal at one."""
+    from sympy import Rational
+
+    found = []
+    for signs in ((1, 1), (-1, -1), (1, -1), (-1, 1)):
+        point = {}
+        for i, symbol in enumerate(symbols):
+            magnitude = Rational(7 + 4 * i + len(found), 5 + 2 * len(found))
+            point[symbol] = signs[i % 2] * magnitude
+        found.append(point)
+    return found
+
+
+def is_zero(difference: "sympy.Expr") -> bool | None:
+    """Of an expression without symbols; None where it has no value."""
+    from sympy import Float, nan, oo, zoo
+
+    if difference.has(nan, zoo, oo, -oo):
+        return None
+    if difference.is_Rational:
+        return difference == 0
+    try:
+        value = difference.evalf(DIGITS, maxn=MAX_DIGITS)
+    except (ArithmeticError, ValueError, TypeError, NotImplementedError):  # mpmath has no value here
+        return None
+    if value.has(nan, zoo, oo, -oo) or not value.is_number:
+        return None
+    if value == 0:
+        return True
+    floats = value.atoms(Float)
+    if not floats:
+        return None
+    return all(number._prec == 1 for number in floats)  # sympy's mark: no digit of it is certain
+
+
+def check_size(expression: "sympy.Expr") -> None:
+    if bits_of(expression) > MAX_BITS:
+        raise Unreadable("the numbers are too large")
+
+
+def bits_of(expression: "sympy.Expr") -> int:
+    """A bound on the bits of an expression's value at a point, if that is rational."""
+    if expression.is_Rational:
+        return int(expression.p).bit_length() + int(expression.q).bit_length()
+    if expression.is_Symbol:
+        return 12
+    if not expression.args:
+        return 64
+    total = sum(bits_of(argument) for argument in expression.args)
+    if expression.is_Pow and expression.exp.is_Integer:
+        total = bits_of(expression.base) * abs(int(expression.exp))
+    return min(total, 10 * MAX_BITS)
+
+
+# --- reading ---
+
+
+@lru_cache(maxsize=256)
+def read(text: str) -> "sympy.Expr":
+    """The expression of a formula. Raises Unreadable."""
+    if len(text) > MAX_CHARACTERS:
+        raise Unreadable(f"more than {MAX_CHARACTERS} characters")
+    reader = Reader(text)
+    expression = reader.sum()
+    if reader.kind:
+        raise Unreadable(f"{reader.token!r} is left over")
+    check_size(expression)
+    return expression
+
+
+class Reader:
+    """Recursive descent, a method for each level of precedence. `kind`, `token`: of the next token, "" at the end."""
+
+    def __init__(self, text: str):
+        self.tokens: list[tuple[str, str]] = []
+        end = 0
+        for match in TOKEN.finditer(text):
+            if text[end : match.start()].strip():
+                break
+            kind = match.lastgroup
+            self.tokens.append(("symbol" if kind == "accent" else kind, match[0]))
+            end = match.end()
+        if text[end:].strip() or not self.tokens:
+            raise Unreadable(f"not a formula: {text[end:]!r:.40}")
+        self.place = 0
+        self.functions = 0
+        self.brackets = 0
+        self.bars = 0  # absolute values that are open
+
+    @property
+    def kind(self) -> str:
+        return self.tokens[self.place][0] if self.place < len(self.tokens) else ""
+
+    @property
+    def token(self) -> str:
+        return self.tokens[self.place][1] if self.place < len(self.tokens) else ""
+
+    def take(self) -> str:
+        token = self.token
+        self.place += 1
+        return token
+
+    def expect(self, token: str) -> None:
+        if self.take() != token:
+            raise Unreadable(f"expected {token}")
+
+    def sum(self) -> "sympy.Expr":
+        total = self.signed_product()
+        while self.token in ("+", "-"):
+            total = total + self.signed_product()
+        return total
+
+    def signed_product(self) -> "sympy.Expr":
+        sign = 1
+        while self.token in ("+", "-"):
+            if self.take() == "-":
+                sign = -sign
+        return sign * self.product()
+
+    def product(self) -> "sympy.Expr":
+        value = self.factors()
+        while self.token in ("*", "\\cdot", "\\times", "/", "\\div"):
+            divides = self.take() in ("/", "\\div")
+            sign = 1
+            if self.token == "-":  # 2 * -3
+                self.take()
+                sign = -1
+            factor = sign * self.factors()
+            value = divided(value, factor) if divides else value * factor
+        return value
+
+    def factors(self) -> "sympy.Expr":
+        """Factors side by side; in a/bc they are the denominator."""
+        was_number = self.kind == "number"
+        is_whole = was_number and self.token.isdecimal()
+        value = self.power()
+        while self.starts_factor():
+            if self.kind == "number" and was_number:
+                raise Unreadable("two numbers side by side")
+            was_number = self.kind == "number"
+            is_fraction = self.token == "\\frac"
+            factor = self.power()
+            is_mixed = is_whole and is_fraction and factor.is_Rational and 0 < factor < 1
+            value = value + factor if is_mixed else value * factor
+            is_whole = False
+        return value
+
+    def starts_factor(self) -> bool:
+        if self.kind in ("number", "symbol"):
+            return True
+        if self.kind == "command":
+            return self.token not in ("\\cdot", "\\times", "\\div", "\\rfloor", "\\rceil")
+        return self.token in ("(", "{", "[") or (self.token == "|" and not self.bars)
+
+    def power(self) -> "sympy.Expr":
+        value = self.atom()
+        while self.token in ("^", "!"):
+            if self.take() == "!":
+                if self.token == "!":
+                    raise Unreadable("a double factorial")
+                value = factorial(value)
+            else:
+                value = raised(value, self.argument())
+                if self.token == "^":
+                    raise Unreadable("a tower of powers without braces")
+        return value
+
+    def argument(self) -> "sympy.Expr":
+        """What a command or ^ applies to: a group in braces, a digit, a symbol or a command."""
+        if self.token == "{":
+            return self.group("{", "}")
+        if self.token == "-" or self.token == "(":  # 10^-3, x^(n+1), as typed without LaTeX
+            if self.token == "(":
+                return self.group("(", ")")
+            self.take()
+            return -self.argument()
+        if self.kind in ("number", "symbol") or self.token in ("\\pi", "\\frac", "\\sqrt", "\\infty"):
+            return self.atom()
+        raise Unreadable(f"no argument: {self.token!r}")
+
+    def group(self, start: str, end: str) -> "sympy.Expr":
+        self.expect(start)
+        self.brackets += 1
+        if self.brackets > MAX_BRACKETS:
+            raise Unreadable("too many brackets")
+        bars = self.bars
+        self.bars = 0
+        value = self.sum()
+        self.expect(end)
+        self.bars = bars
+        self.brackets -= 1
+        return value
+
+    def atom(self) -> "sympy.Expr":
+        import sympy
+
+        kind = self.kind
+        token = self.token
+        if kind == "number":
+            return sympy.Rational(self.take())
+        if kind == "symbol":
+            return self.symbol()
+        if kind == "command":
+            return self.command()
+        if token == "(":
+            return self.group("(", ")")
+        if token == "{":
+            return self.group("{", "}")
+        if token == "[":
+            return self.group("[", "]")
+        if token == "|":
+            self.take()
+            self.bars += 1
+            value = self.sum()
+            self.expect("|")
+            self.bars -= 1
+            return sympy.Abs(value)
+        raise Unreadable(f"unexpected {token!r}")
+
+    def symbol(self) -> "sympy.Expr":
+        import sympy
+
+        token = self.take()
+        if token == "e":
+            return sympy.E
+        if token == "i":
+            return sympy.I
+        name = re.sub(r"[\s{}]", "", token)
+        if name[0] in NAMES_OF_FUNCTIONS and self.token == "(":
+            raise Unreadable("the value of a function")
+        return sympy.Symbol(name)
+
+    def command(self) -> "sympy.Expr":
+        import sympy
+
+        name = self.take().removeprefix("\\")
+        if name == "pi":
+            return sympy.pi
+        if name == "infty":
+            return sympy.oo
+        if name == "frac":
+            above = self.argument()
+            return divided(above, self.argument())
+        if name == "binom":
+            above = self.argument()
+            return binomial(above, self.argument())
+        if name == "sqrt":
+            degree = sympy.Integer(2)
+            if self.token == "[":
+                degree = self.group("[", "]")
+            return raised(self.argument(), divided(sympy.Integer(1), degree))
+        if name in ("lfloor", "lceil"):
+            self.brackets += 1
+            value = self.sum()
+            self.expect(f"\\r{name[1:]}")
+            self.brackets -= 1
+            return sympy.floor(value) if name == "lfloor" else sympy.ceiling(value)
+        if name in FUNCTIONS or name in LOGARITHMS:
+            return self.function(name)
+        raise Unreadable(f"\\{name} is not known")
+
+    def function(self, name: str) -> "sympy.Expr":
+        r"""\sin(x), \sin 2x, \sin^2 x, \log_2 8: of a bracket, or of the factors up to another function."""
+        import sympy
+
+        self.functions += 1
+        if self.functions > MAX_FUNCTIONS:
+            raise Unreadable("too many functions inside each other")
+        base = {"ln": sympy.E, "log": sympy.Integer(10), "lg": sympy.Integer(10)}.get(name)
+        exponent = None
+        while self.token in ("_", "^"):
+            if self.take() == "_" and name == "log":
+                base = self.argument()
+            else:
+                exponent = self.argument()
+        if self.token == "(":
+            value = self.group("(", ")")
+        else:
+            value = self.power()
+            while self.starts_factor() and self.token.removeprefix("\\") not in (*FUNCTIONS, *LOGARITHMS):
+                value = value * self.power()
+        self.functions -= 1
+        function = FUNCTIONS.get(name)
+        if exponent == -1 and function and f"arc{name}" in FUNCTIONS:
+            function = FUNCTIONS[f"arc{name}"]
+            exponent = None
+        if base is not None:
+            result = divided(sympy.log(value), sympy.log(base))
+        else:
+            result = getattr(sympy, function)(value)
+        return result if exponent is None else raised(result, exponent)
+
+
+# --- arithmetic within bounds ---
+
+
+def divided(above: "sympy.Expr", below: "sympy.Expr") -> "sympy.Expr":
+    if below == 0:
+        raise Unreadable("a division by zero")
+    return above / below
+
+
+def raised(base: "sympy.Expr", exponent: "sympy.Expr") -> "sympy.Expr":
+    if exponent.is_Integer:
+        if bits_of(base) * abs(int(exponent)) > MAX_BITS:
+            raise Unreadable("the power is too large")
+        if base == 0 and exponent < 0:
+            raise Unreadable("a division by zero")
+    elif bits_of(base) > MAX_ROOT_BITS and not base.free_symbols:
+        raise Unreadable("the root of too large a number")
+    elif bits_of(exponent) > MAX_ROOT_BITS:
+        raise Unreadable("the exponent is too large")
+    return base**exponent
+
+
+def factorial(value: "sympy.Expr") -> "sympy.Expr":
+    return bounded("factorial", MAX_FACTORIAL, value)
+
+
+def binomial(above: "sympy.Expr", below: "sympy.Expr") -> "sympy.Expr":
+    return bounded("binomial", MAX_BINOMIAL, above, below)
+
+
+def bounded(name: str, largest: int, *arguments: "sympy.Expr") -> "sympy.Expr":
+    import sympy
+
+    for argument in arguments:
+        if not argument.free_symbols and not (argument.is_Integer and 0 <= argument <= largest):
+            raise Unreadable(f"{name} of a number that is not from 0 to {largest}")
+    function: Callable[..., sympy.Expr] = getattr(sympy, name)
+    return function(*arguments)
