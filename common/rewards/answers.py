@@ -38,6 +38,7 @@ FULL_WIDTH = {
     for full in "，．：；（）［］｛｝＋－＝＜＞／％０１２３４５６７８９｜"
 }
 
+UPRIGHT = re.compile(r"\\text\{([^{}]*)\}")
 BRACED = r"\{([^{}]*)\}"
 WORD_END = r"(?![a-zA-Z])"
 FUNCTION = r"sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|sinh|cosh|tanh|ln|log|lg|exp"
@@ -78,7 +79,11 @@ TYPESETTING: list[tuple[str, str | Callable[[re.Match], str]]] = [
     (rf"\\(?:mathbf|boldsymbol|bm|pmb|mathit|textbf|textit|emph)\s*{BRACED}", r"{\1}"),
     (r"\\(?:mathbf|boldsymbol|bm|pmb)\s+([a-zA-Z0-9])", r"{\1}"),
     # upright text: words, units, and the i and e of ISO 80000-2
-    (rf"\\(?:text(?:rm|normal|sf|up)?|math(?:rm|sf|normal)|[mh]box|operatorname\*?)\s*{BRACED}", r"\\text{\1}"),
+    (
+        rf"\\(?:text(?:rm|normal|sf|up)?|(?:math)?(?:rm|sf)|mathnormal|[mh]box|operatorname\*?)\s*{BRACED}",
+        r"\\text{\1}",
+    ),
+    (r"\\(?:mathrm|textrm|text)\s+([a-zA-Z0-9])", r"\\text{\1}"),
     (r"\{\s*\\(?:rm|bf|it)\s+([^{}]*)\}", r"\\text{\1}"),
     (rf"\\text\{{\s*\\text{BRACED}\s*\}}", r"\\text{\1}"),
     (r"\\text\{\s*\{([^{}]*)\}\s*\}", r"{\1}"),
@@ -108,11 +113,18 @@ TYPESETTING: list[tuple[str, str | Callable[[re.Match], str]]] = [
     (r"(?<=[0-9])\s+([0-9]+)\s*/\s*([0-9]+)(?![0-9]*\s*/)", r"\\frac{\1}{\2}"),
     # x^2_1 is x_1^2
     (r"\^(\{[^{}]*\}|[0-9a-zA-Z])_(\{[^{}]*\}|[0-9a-zA-Z])", r"_\2^\1"),
+    # 3\text{rd}, 23^{\text{th}}
+    (r"(?<=[0-9])\s*\^?\s*\{?\s*\\text\{\s*(?:st|nd|rd|th)\s*\}\s*\}?", ""),
+    # a matrix as an array in brackets
+    (
+        r"\(\s*\\begin\{array\}\s*\{[^{}]*\}(.*?)\\end\{array\}\s*\)",
+        r"\\begin{pmatrix}\1\\end{pmatrix}",
+    ),
     # degrees inside a formula; at the end of one they are a unit
     (r"\^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\})", "°"),
     # a list in words; "5 or more" and "5 (or 6)" become no 5
     (r",?\s*(?:\\text\{[\s,]*(?:and|or)\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z]))\s*", ", "),
-    (r"[\s.,;:]+$", ""),
+    (r"(?:[\s.,;:]|(?<!\\)\\(?=\s*$))+$", ""),
 ]
 
 
@@ -123,7 +135,8 @@ def typeset(answer: str) -> str:
     text = "".join(SYMBOLS.get(char, char) for char in text.replace("\\%", "%"))
     for pattern, replacement in TYPESETTING:
         text = re.sub(pattern, replacement, text)
-    return text.strip()
+    whole = UPRIGHT.fullmatch(text.strip())  # \text{(1, 2)}
+    return (whole[1] if whole else text).strip()
 
 
 def vulgar_fraction(char: str) -> str:
@@ -235,7 +248,6 @@ PIECE = re.compile(
 )
 MAX_PIECES = 8  # of a unit
 GAP = re.compile(r"\s*(?:/|\\cdot)?\s*")  # between them
-UPRIGHT = re.compile(r"\\text\{([^{}]*)\}")
 RATE_TAIL = re.compile(rf"(?<=[0-9}}\s])\s*(?:km|m|cm|mi|ft)\s*/\s*(?:h|s|hr|min|sec){POWER}$")
 NOUN_TAIL = re.compile(r"\s*\(\s*([^()0-9\\^_=+*]*?)\s*\)[\s.]*$")
 CURRENCY = re.compile(r"^([-+]?)\s*(\\\$|[€£¥₹])\s*(?=[0-9.\\])")
@@ -484,7 +496,7 @@ def same(answer: str, truth: str, depth: int) -> bool:
     if answer_relation and true_relation:
         return same_relation(answer_relation, true_relation, depth)
     if answer_relation:
-        return same_as_relation(answer_relation, truth, depth)
+        return same_as_relation(answer_relation, truth, depth) or is_result(answer_relation, truth, depth)
     if true_relation:
         return same_as_relation(true_relation, answer, depth)
     kind, items = collection(answer)
@@ -623,8 +635,8 @@ LESS, GREATER = {"<", "\\le"}, {">", "\\ge"}
 VARIABLE = re.compile(r"\{?[A-Za-z]\}?|\\[a-z]+")
 NAME = re.compile(  # x, x_1, f(x), \angle A, AB, (x, y)
     r"(?:\\(?:angle|triangle|overline|overrightarrow)\s*)?(?:\{?[A-Z]{1,3}\}?|\{?[a-z]\}?|\\[a-z]+)'?"
-    r"(?:_\s*(?:\{[^{}]*\}|[0-9a-zA-Z]))?(?:\s*\(\s*[a-z0-9]\s*\))?"
-    r"|\(\s*[a-z](?:\s*,\s*[a-z])+\s*\)"
+    r"(?:_\s*(?:\{[^{}]*\}|[0-9a-zA-Z]))?(?:\^\s*\{?\s*-1\s*\}?)?(?:\s*\(\s*[A-Za-z0-9]\s*\))?"
+    r"|\|\s*[A-Z]{2}\s*\||\(\s*[a-z](?:\s*,\s*[a-z])+\s*\)"
 )
 WORDS = re.compile(r"(?:\s|\\text\{[^{}0-9]*\}|[A-Za-z]{3,})+")
 
@@ -708,8 +720,17 @@ def same_as_relation(found: Relation, other: str, depth: int) -> bool:
     return interval != "" and same(interval, other, depth - 1)
 
 
+def is_result(found: Relation, truth: str, depth: int) -> bool:
+    """Whether a + b = 7 tells the number that is asked for."""
+    sides, signs = found
+    is_number = re.search("[0-9]", sides[-1]) and not re.search(r"(?<!\\)\b[A-Za-z]", sides[-1])
+    return set(signs) == {"="} and bool(is_number) and same(sides[-1], truth, depth - 1)
+
+
 def as_interval(sides: list[str], signs: list[str]) -> str:
-    r"""(2, \infty) of x > 2 and of 2 < x, (2, 5] of 2 < x \le 5; "" of what is no inequality of one letter."""
+    r"""(2, \infty) of x > 2 and of 2 < x, (2, 5] of 2 < x \le 5, a union of x \ne 2; "" if no side is a letter."""
+    if signs == ["\\ne"] and VARIABLE.fullmatch(sides[0]):
+        return reals_without(sides[1])
     if set(signs) <= GREATER:
         sides = sides[::-1]
         signs = [FLIPPED[sign] for sign in reversed(signs)]
@@ -726,11 +747,17 @@ def as_interval(sides: list[str], signs: list[str]) -> str:
     return ""
 
 
+def reals_without(number: str) -> str:
+    return rf"(-\infty, {number}) \cup ({number}, \infty)"
+
+
 # --- lists, sets, tuples, intervals, unions, matrices ---
 
 OPENING = {"\\{": "\\}", "\\langle": "\\rangle", "(": ")", "[": "]", "{": "}", "\\begin": "\\end"}
 BRACKET = re.compile(r"\\[{}]|\\[lr]angle(?![a-zA-Z])|[()\[\]{}]|\\(?:begin|end)(?![a-zA-Z])")
 SEPARATOR = re.compile(r"[,;]")
+REALS = re.compile(r"\\mathbb\s*\{?\s*R\s*\}?|\\R")
+REALS_WITHOUT = re.compile(rf"(?:{REALS.pattern})\s*(?:\\setminus|\\backslash|-)\s*\\\{{([^,;]*)\\\}}")
 UNION = re.compile(r"\\cup(?![a-zA-Z])")
 SUCH_THAT = re.compile(r"[|:]")
 PLUS_MINUS = re.compile(r"\\(pm|mp)(?![a-zA-Z])")
@@ -748,6 +775,10 @@ def collection(text: str) -> tuple[str, list[str]]:
         bars = match[1] if match[1] in ("v", "V") else ""
         shape = ",".join(str(len(row)) for row in rows)
         return f"{bars}matrix {shape}", [cell.strip() for row in rows for cell in row]
+    if REALS.fullmatch(text):
+        return "()", ["-\\infty", "\\infty"]
+    if match := REALS_WITHOUT.fullmatch(text):
+        text = reals_without(match[1])
     parts = split_outside(text, UNION)
     if len(parts) > 1:
         return "union", parts
@@ -773,7 +804,7 @@ def same_collection(kind: str, items: list[str], true_kind: str, true_items: lis
     kinds = {kind or "list", true_kind or "list"}
     if len(items) != len(true_items):
         return False
-    if kinds == {"list"} or kinds == {"union"}:
+    if kinds <= {"list", "union"}:  # x < 1 or x > 2 is a union, too
         return same_items(items, true_items, depth)
     if kinds == {"set-builder"}:
         return short_form(items[0]) == short_form(true_items[0]) and same(items[1], true_items[1], depth - 1)

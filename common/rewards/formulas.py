@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 MAX_CHARACTERS = 200
 MAX_BITS = 100_000  # of the numbers that a formula may lead to
 MAX_ROOT_BITS = 256  # of a number under a root, which sympy tries to factor
+MAX_EXPONENT = 10_000  # that is no integer, or of e
+MAX_EXPONENT_BITS = 128  # of one with symbols
+MAX_ANGLE_BITS = 4096  # of a number in sin and other functions, which need as many digits of pi
 MAX_FACTORIAL = 999
 MAX_BINOMIAL = 9999
 MAX_FUNCTIONS = 4  # inside each other
@@ -29,6 +32,7 @@ FUNCTIONS = {
     **{name: name for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "exp")},
     **{f"arc{name}": f"a{name}" for name in ("sin", "cos", "tan", "cot", "sec", "csc")},
 }
+GROWING_FUNCTIONS = ("exp", "sinh", "cosh", "tanh")
 LOGARITHMS = ("ln", "log", "lg")
 GREEK = """
 alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi
@@ -54,6 +58,10 @@ TOKEN = re.compile(
 )
 
 
+# what sympy raises where it has no answer, Unreadable among them
+NO_VERDICT = (ArithmeticError, AttributeError, NotImplementedError, RecursionError, TypeError, ValueError)
+
+
 class Unreadable(ValueError):
     """A text that is no formula known here, or one too large to compute with."""
 
@@ -62,7 +70,7 @@ def same_value(answer: str, truth: str) -> bool:
     """Whether two formulas have one value; False if either is `Unreadable`."""
     try:
         return is_identity(read(answer), read(truth))
-    except Unreadable:
+    except NO_VERDICT:
         return False
 
 
@@ -81,7 +89,7 @@ def same_relation(answer: tuple[str, str], truth: tuple[str, str], direction: in
         for difference in differences:
             check_size(difference)
         return is_multiple(*differences, direction)
-    except Unreadable:
+    except NO_VERDICT:
         return False
 
 
@@ -89,11 +97,11 @@ def decimal_value(text: str, digits: int) -> Fraction | None:
     """The real number that a formula is, to so many digits; None of all else."""
     try:
         value = read(text)
-    except Unreadable:
+        if value.free_symbols or not value.is_real or not value.is_finite:
+            return None
+        return Fraction(str(value.evalf(digits)))
+    except NO_VERDICT:
         return None
-    if value.free_symbols or not value.is_real or not value.is_finite:
-        return None
-    return Fraction(str(value.evalf(digits)))
 
 
 # --- comparison ---
@@ -153,7 +161,7 @@ def is_zero(difference: "sympy.Expr") -> bool | None:
         return difference == 0
     try:
         value = difference.evalf(DIGITS, maxn=MAX_DIGITS)
-    except (ArithmeticError, ValueError, TypeError, NotImplementedError):  # mpmath has no value here
+    except NO_VERDICT:
         return None
     if value.has(nan, zoo, oo, -oo) or not value.is_number:
         return None
@@ -282,7 +290,7 @@ class Reader:
             return True
         if self.kind == "command":
             return self.token not in ("\\cdot", "\\times", "\\div", "\\rfloor", "\\rceil")
-        return self.token in ("(", "{", "[") or (self.token == "|" and not self.bars)
+        return self.token in ("(", "{") or (self.token == "|" and not self.bars)
 
     def power(self) -> "sympy.Expr":
         value = self.atom()
@@ -338,8 +346,6 @@ class Reader:
             return self.group("(", ")")
         if token == "{":
             return self.group("{", "}")
-        if token == "[":
-            return self.group("[", "]")
         if token == "|":
             self.take()
             self.bars += 1
@@ -416,6 +422,10 @@ class Reader:
         if exponent == -1 and function and f"arc{name}" in FUNCTIONS:
             function = FUNCTIONS[f"arc{name}"]
             exponent = None
+        if name in GROWING_FUNCTIONS:
+            check_growing(value)
+        elif bits_of(value) > MAX_ANGLE_BITS:
+            raise Unreadable("the argument is too large")
         if base is not None:
             result = divided(sympy.log(value), sympy.log(base))
         else:
@@ -433,16 +443,39 @@ def divided(above: "sympy.Expr", below: "sympy.Expr") -> "sympy.Expr":
 
 
 def raised(base: "sympy.Expr", exponent: "sympy.Expr") -> "sympy.Expr":
-    if exponent.is_Integer:
-        if bits_of(base) * abs(int(exponent)) > MAX_BITS:
-            raise Unreadable("the power is too large")
-        if base == 0 and exponent < 0:
-            raise Unreadable("a division by zero")
-    elif bits_of(base) > MAX_ROOT_BITS and not base.free_symbols:
+    from sympy import E
+
+    if base == E or not exponent.is_Integer:
+        check_growing(exponent)
+    elif bits_of(base) * abs(int(exponent)) > MAX_BITS:
+        raise Unreadable("the power is too large")
+    elif base == 0 and exponent < 0:
+        raise Unreadable("a division by zero")
+    if not exponent.is_Integer and not base.free_symbols and bits_of(base) > MAX_ROOT_BITS:
         raise Unreadable("the root of too large a number")
-    elif bits_of(exponent) > MAX_ROOT_BITS:
-        raise Unreadable("the exponent is too large")
     return base**exponent
+
+
+def check_growing(exponent: "sympy.Expr") -> None:
+    """Of e or of a number: no towers, such as e^{e^{e^x}} and x^{n!}, and no numbers beyond all bounds."""
+    is_simple = exponent.is_rational_function() or not (exponent.free_symbols or grows(exponent))
+    if not is_simple:
+        raise Unreadable("a tower of powers")
+    if bits_of(exponent) > MAX_EXPONENT_BITS:
+        raise Unreadable("the exponent is too large")
+    if exponent.is_number and not abs(exponent.evalf(5)) < MAX_EXPONENT:
+        raise Unreadable("the exponent is too large")
+
+
+def grows(expression: "sympy.Expr") -> bool:
+    """Whether an exponential, a factorial or the like is in an expression."""
+    import sympy
+
+    growing = (sympy.exp, sympy.sinh, sympy.cosh, sympy.factorial, sympy.binomial)
+    for part in sympy.preorder_traversal(expression):
+        if isinstance(part, growing) or (part.is_Pow and not part.exp.is_Rational):
+            return True
+    return False
 
 
 def factorial(value: "sympy.Expr") -> "sympy.Expr":
@@ -454,10 +487,14 @@ def binomial(above: "sympy.Expr", below: "sympy.Expr") -> "sympy.Expr":
 
 
 def bounded(name: str, largest: int, *arguments: "sympy.Expr") -> "sympy.Expr":
+    """A factorial or binomial of small numbers, or of symbols with + - * alone, as n!, (2n+1)! and n choose k."""
     import sympy
 
     for argument in arguments:
-        if not argument.free_symbols and not (argument.is_Integer and 0 <= argument <= largest):
-            raise Unreadable(f"{name} of a number that is not from 0 to {largest}")
+        if argument.free_symbols:
+            if not argument.is_polynomial() or bits_of(argument) > MAX_EXPONENT_BITS:
+                raise Unreadable(f"a {name} of a formula")
+        elif not argument.is_Integer or not 0 <= argument <= largest:
+            raise Unreadable(f"a {name} of a number that is not from 0 to {largest}")
     function: Callable[..., sympy.Expr] = getattr(sympy, name)
     return function(*arguments)
