@@ -458,13 +458,16 @@ def raised(base: "sympy.Expr", exponent: "sympy.Expr") -> "sympy.Expr":
 
 def check_growing(exponent: "sympy.Expr") -> None:
     """Of e or of a number: no towers, such as e^{e^{e^x}} and x^{n!}, and no numbers beyond all bounds."""
+    from sympy import preorder_traversal
+
     is_simple = exponent.is_rational_function() or not (exponent.free_symbols or grows(exponent))
     if not is_simple:
         raise Unreadable("a tower of powers")
     if bits_of(exponent) > MAX_EXPONENT_BITS:
         raise Unreadable("the exponent is too large")
-    if exponent.is_number and not abs(exponent.evalf(5)) < MAX_EXPONENT:
-        raise Unreadable("the exponent is too large")
+    for part in preorder_traversal(exponent):
+        if part.is_number and not abs(part.evalf(5)) < MAX_EXPONENT:
+            raise Unreadable("the exponent is too large")
 
 
 def grows(expression: "sympy.Expr") -> bool:
