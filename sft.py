@@ -24,6 +24,7 @@ from torch import Tensor
 
 from common.checkpoint import Checkpoints
 from common.data.conversations import Conversations
+from common.data.prompts import steps_of
 from common.data.render import end_turns_properly
 from common.distributed import World, barrier, forward_context, run, stop_requested
 from common.episodes import Episode
@@ -173,10 +174,10 @@ def main(args: Args, demo: bool = False) -> None:
     job = Job("sft", args.data, args.machine, args.run, demo)
     world, output_dir = job.world, job.output_dir
     train_data, eval_data = read_data(args, job)
-    loader = job.open_loader(len(train_data))
+    loader = job.open_loader(len(train_data), train_data.fingerprint)
     total_steps = args.run.total_steps
     if total_steps is None:
-        total_steps = max(1, round(args.run.total_epochs * len(train_data) / args.batch_size))
+        total_steps = steps_of(args.run.total_epochs, len(train_data), args.batch_size)
     eval_rows = list(range(min(args.run.eval_rows, len(eval_data)))) if eval_data else []
 
     torch.manual_seed(args.run.seed)  # the same random initialisation everywhere

@@ -84,9 +84,9 @@ class Job:
         self.summary += f"compute {self.compute_dtype} ({why}) -> {self.output_dir}"
         self.at_outage: list[Callable[[int], object]] = []  # what saves the beginning of a step
 
-    def open_loader(self, num_rows: int) -> PromptLoader:
+    def open_loader(self, num_rows: int, fingerprint: str) -> PromptLoader:
         """The order of rows, where the checkpoint has left it. SystemExit if that is of other data."""
-        loader = PromptLoader(num_rows, self.run.seed)
+        loader = PromptLoader(num_rows, self.run.seed, fingerprint)
         if self.checkpoint:
             loader.load_state_dict(json.loads((self.checkpoint / "trainer.json").read_text())["loader"])
         return loader

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed import ProcessGroup, new_subgroups
 
 from common.data.dumps import dump_rollouts
-from common.data.prompts import PromptData
+from common.data.prompts import PromptData, steps_of
 from common.data.render import end_token_ids, end_turns_properly
 from common.data.templates import protocol_of
 from common.distributed import all_reduce, barrier, gather_objects, stop_requested
@@ -99,8 +99,9 @@ class Rollouts:
         self.draws = ceil(round(rollout.prompts_per_step * oversample, 6))  # prompts of a step, without refills
         self.total_steps, self.loader = run.total_steps or 0, None
         if self.train_data:
-            self.total_steps = run.total_steps or max(1, round(run.total_epochs * len(self.train_data) / self.draws))
-            self.loader = job.open_loader(len(self.train_data))
+            num_rows = len(self.train_data)
+            self.total_steps = run.total_steps or steps_of(run.total_epochs, num_rows, self.draws)
+            self.loader = job.open_loader(num_rows, self.train_data.fingerprint)
         job.at_outage.append(lambda _: self.loader.rewind())
         self.max_gap = rollout.max_logprob_gap or GAP_LIMITS[job.compute_dtype]  # mean |engine - trainer| of log-probs
         job.world.print(memory_plan(rollout, job.machine, job.world, job.compute_dtype, trained, frozen))
@@ -209,7 +210,8 @@ def open_tools(flags: Rollout, notice: Callable[[str], None], group: ProcessGrou
 def read_prompts(
     job: Job, data: Data, rollout: Rollout, tools: ToolPool | None
 ) -> tuple[PromptData | None, PromptData | None]:
-    """Prompts to train on (None with --eval-only) and to evaluate on; an embedded model brings its own."""
+    """Prompts to train on (None with --eval-only) and to evaluate on; an embedded model brings its own. If the chat
+    template renders any of them, responses end where it ends a turn."""
     train_files, eval_files = data.train_data, data.eval_data
     if job.run.model in EMBEDDED and not (eval_files if rollout.eval_only else train_files):
         train_files, held_out = embedded_data(job.run.model, job.output_dir / "data", write=job.world.is_main)
@@ -218,7 +220,12 @@ def read_prompts(
     options = {"data": data, "rollout": rollout, "tokenizer": job.tokenizer, "vision": job.vision, "world": job.world}
     options |= {"tools": tools and tools.tools, "notice": job.world.print}
     train_data = None if rollout.eval_only else PromptData(train_files, max_rows=data.max_rows, **options)
-    return train_data, PromptData(eval_files, flag="--eval-data", **options) if eval_files else None
+    eval_data = PromptData(eval_files, flag="--eval-data", **options) if eval_files else None
+    templated = any(prompts and prompts.uses_template for prompts in (train_data, eval_data))
+    if templated and not (job.vision or rollout.multi_turn):  # with those it was done before
+        end_turns_properly(job.tokenizer, None, job.world.print)
+    job.identity["end_token"] = job.tokenizer.eos_token  # which an export of a checkpoint cannot know
+    return train_data, eval_data
 
 
 def start_engine(job: Job, rollout: Rollout) -> VllmEngine | HuggingFaceEngine:

@@ -256,7 +256,7 @@ def record_of(folder, step: int) -> dict:
 
 SCALE = {"scale": 8.0, "good_steps": 3, "dynamic": True}
 OTHER = {"scale": 2.0, "good_steps": 1, "dynamic": True}
-LOADER = {"consumed": 9, "seed": 0, "num_rows": 20}
+LOADER = {"consumed": 9, "seed": 0, "num_rows": 20, "fingerprint": ""}
 
 
 def save_step_7(folder, world, record, names=("policy",)) -> dict:
@@ -468,7 +468,7 @@ def test_what_is_saved_and_what_is_left_out(tmp_path, world):
         "world_size": 1,
         "best": 0.5,
         "best_step": "step_000004",
-        "loader": {"consumed": 13, "seed": 0, "num_rows": 20},
+        "loader": {"consumed": 13, "seed": 0, "num_rows": 20, "fingerprint": ""},
         "kl_coef": 0.5,
         "loss_scale": {"policy": {"scale": 2.0**14, "good_steps": 2, "dynamic": True}},
     }

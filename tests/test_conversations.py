@@ -2,6 +2,7 @@
 
 import copy
 import json
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -9,10 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from helpers import gathering
+from helpers import deadline, gathering
 from test_tool_formats import tokenizer_of
+from tokenizers import Regex, pre_tokenizers
+from vl import LLAMA2, TOOLS, ZEPHYR, build_sentencepiece, picture, write_tiny_vl
 from vl import build_tokenizer as build_vl_tokenizer
-from vl import picture, write_tiny_vl
 
 from common.data.conversations import Conversations, conversation_episode
 from common.data.formats import called, is_error, read_conversation
@@ -190,6 +192,67 @@ def test_marks_without_pictures_are_told(tmp_path, tokenizer):
 def test_a_greeting_by_the_assistant_is_read_and_not_trained_on(tmp_path, tokenizer):
     messages = [{"role": "assistant", "content": "hello"}, *alternating("q", "a")]
     assert said(rows_of(tmp_path, tokenizer, messages).episode(0), tokenizer) == ["a<|end|>"]
+
+
+def test_a_row_at_which_the_tokenizer_panics_costs_itself(tmp_path, tokenizer):
+    """As published ones do at ten million blanks in a row; here at forty: its pattern has more ways to fail."""
+    fragile = copy.deepcopy(tokenizer)
+    fragile.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"( | )+!"), "isolated")
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"messages": alternating(text, "2")}) + "\n" for text in ("1+1?", " " * 40, "2"))
+    )
+    read = partial(Conversations, str(tmp_path / "rows.jsonl"), "--train-data", fragile, max_tokens=30)
+    with pytest.raises(ValueError, match="line 2: the tokenizer breaks down at its text: Onig"):
+        read()
+    assert len(read(bad_rows="drop")) == 2
+    wide = Conversations(str(tmp_path / "rows.jsonl"), "--train-data", fragile, max_tokens=900)
+    assert len(wide) == 3 and wide.episode(1) is None and wide.episode(2), "found when it is used, it is left out"
+
+
+def test_a_chat_of_thousands_of_turns_is_read_up_to_the_cut_or_refused(tmp_path, tokenizer):
+    """A template is asked anew for the text up to each turn, so that all of them would take their square."""
+    chat = alternating(*["hi", "ho"] * 4000)
+    with deadline(20):
+        data = rows_of_length(tmp_path, tokenizer, chat, max_tokens=300)
+        episode = data.episode(0)
+        ids = episode.prompt_ids + episode.response_ids
+        whole = tokenizer.apply_chat_template(chat[:200], return_dict=False)
+        assert ids == whole[: len(ids)] and 290 < len(ids) <= 300 and sum(episode.loss_mask) > 50
+        with pytest.raises(ValueError, match="line 1: more than 500 turns of the assistant: split it, or lower --max"):
+            rows_of_length(tmp_path, tokenizer, chat, max_tokens=100_000)
+
+
+def rows_of_length(tmp_path, tokenizer, messages, max_tokens) -> Conversations:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": messages}))
+    return Conversations(str(tmp_path / "rows.jsonl"), "--train-data", tokenizer, max_tokens=max_tokens)
+
+
+@pytest.mark.parametrize("template", [LLAMA2, ZEPHYR, TOOLS], ids=["Llama-2", "Zephyr", "ChatML"])
+@pytest.mark.parametrize("prefix", ["legacy", "first", "always"])
+def test_ids_are_those_of_the_whole_text_where_a_tokenizer_puts_a_space_before_it(prefix, template):
+    """By themselves pieces would begin with it: Llama-2, Mistral-7B, TinyLlama."""
+    llama = build_sentencepiece(prefix, template)
+    chat = alternating("Hi, is\n1 + 1 two?", "\u00e9 Hi is two", "is it?", "two")
+    episode = episode_of(chat, llama)
+    whole = llama.apply_chat_template(chat, tokenize=False)
+    whole = whole[: whole.rindex("</s>") + 4]
+    ids = llama.encode(whole, add_special_tokens=False)
+    assert episode.prompt_ids + episode.response_ids == ids
+    assert episode.prompt_ids == llama.apply_chat_template(chat[:1], add_generation_prompt=True, return_dict=False)
+    end = " </s>" if template == LLAMA2 else "</s>"
+    assert [text.strip() for text in said(episode, llama)] == ["\u00e9 Hi is two" + end, "two" + end]
+
+
+def test_a_token_that_header_and_answer_share_is_trained(tokenizer):
+    """Where a header ends in a space, the first word would else never be learned."""
+    llama = build_sentencepiece("legacy", TOOLS.replace("|>\n", "|>: "))
+    assert [text.strip() for text in said(episode_of(alternating("Hi", "two"), llama), llama)] == ["two</s>"]
+
+
+def test_a_tokenizer_without_offsets_masks_as_one_with_them(tokenizer, monkeypatch):
+    fast = episode_of(TURNS, tokenizer)
+    monkeypatch.setattr(type(tokenizer), "is_fast", False)
+    assert episode_of(TURNS, tokenizer) == fast
 
 
 # --- which turns are trained on -----------------------------------------------------------------------------------

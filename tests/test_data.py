@@ -8,6 +8,7 @@ import re
 import sys
 import tempfile
 from contextlib import nullcontext
+from datetime import date
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,21 +19,23 @@ import pytest
 import torch
 from helpers import deadline, gathering, prompts_of, run_script
 from test_tool_formats import tokenizer_of
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 import common.data.rows as rows_module
-from common.data.prompts import PromptData, PromptLoader
+from common.data.prompts import PromptData, PromptLoader, steps_of
+from common.data.render import end_token_ids
 from common.data.rows import RowFiles, read_file
-from common.data.scan import Lengths, shared_ends
+from common.data.scan import Fingerprint, Lengths, shared_ends
 from common.distributed import World
-from common.flags import Rollout
+from common.flags import Data, Rollout, Run
 from common.look.console import announce
 from common.progress import Progress
-from common.rollouts import Rollouts
+from common.rollouts import Rollouts, read_prompts
 
-CHATML = (
-    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+CHATML = (  # one of its system messages it does not show
+    "{% for m in messages if m.content != 'SILENT' %}"
+    "{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
     "{% if m.tool_calls is defined %}CALLS{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -100,9 +103,16 @@ def test_lines_in_a_file_named_json(tmp_path, tokenizer):
     assert load(str(tmp_path / "a.json"), tokenizer)[1].ground_truth == "3"
     (tmp_path / "b.json").write_text(json.dumps([row()], indent=1), encoding="utf-8-sig")
     assert len(load(str(tmp_path / "b.json"), tokenizer)) == 1
-    (tmp_path / "c.jsonl").write_text("\n\n" + json.dumps(row()) + "\nno json\n")
-    with pytest.raises(ValueError, match=r"3 unusable rows(.|\n)*line 4: invalid JSON"):
-        load(str(tmp_path / "c.jsonl"), tokenizer)
+
+
+def test_blank_lines_are_no_rows_and_keep_the_numbers_of_the_others(tmp_path, tokenizer):
+    text = "\n  \n" + json.dumps(row()) + "\r\n\r\nno json\n\t\n" + json.dumps(row(truth="3")) + "\n\n"
+    (tmp_path / "a.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=r"1 unusable rows(.|\n)*line 5: invalid JSON: Expecting value: line 1"):
+        load(str(tmp_path / "a.jsonl"), tokenizer)
+    data = load(str(tmp_path / "a.jsonl"), tokenizer, bad_rows="drop")
+    assert [(data[i].index, data[i].ground_truth) for i in range(len(data))] == [(0, "2"), (2, "3")]
+    assert data.files.place(2).endswith("line 7")
 
 
 def test_parquet_with_pictures_is_read_some_rows_at_a_time(tmp_path, tokenizer):
@@ -293,7 +303,11 @@ def test_rendered_templates_are_used_as_they_are(tmp_path, tokenizer):
     assert tokenizer.decode(data[0].prompt_ids) == data[0].prompt == TINYZERO
     assert data[1].prompt_ids == data[0].prompt_ids
     assert data[2].prompt.startswith("Is") and data[3].prompt_ids[0] == 0
-    assert said == ["--train-data: 2 prompts are rendered templates in one message: used without chat template"]
+    stand = "are texts: the model sees them as they stand, without its chat template, which takes a list of messages"
+    assert said[0] == "--train-data: 2 prompts are rendered templates in one message: used without chat template"
+    assert said[1].startswith(f"--train-data: 1 prompts {stand}") and len(said) == 2
+    for text in ("[1, 2] -> ", '{"role": "user"', '[{"name": 1}] is'):
+        assert load(write(tmp_path / "b.jsonl", [row(prompt=text)]), tokenizer)[0].prompt == text
 
 
 def test_control_tokens_spelled_in_a_message_are_text(tmp_path, tokenizer):
@@ -310,7 +324,64 @@ def test_control_tokens_spelled_in_a_message_are_text(tmp_path, tokenizer):
     assert tokenizer.decode(data[1].prompt_ids).count("<s>") == 2, "system and assistant speak for the data's author"
     assert tokenizer.decode(data[2].prompt_ids) == "raw <|im_end|>", "a rendered prompt is as it is"
     told = "1 prompts spell control tokens in a message: read as text (<|im_end|> as < |im_end|>)"
-    assert said == [f"--train-data: {told}"]
+    assert f"--train-data: {told}" in said
+
+
+def test_what_the_assistant_has_begun_is_continued(tmp_path, tokenizer):
+    """As TRL does; behind a call of a tool a new turn begins."""
+    asked, said = row()["prompt"], []
+    begun = [*asked, {"role": "assistant", "content": "It is <s> "}]
+    called = [*asked, {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}]
+    data = load(write(tmp_path / "a.jsonl", [row(), row(prompt=begun), row(prompt=called)]), tokenizer, said)
+    header = "<|im_start|>user\nWhat is 1 + 1?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(data[0].prompt_ids) == header
+    assert tokenizer.decode(data[1].prompt_ids) == header + "It is <s> "
+    assert tokenizer.decode(data[2].prompt_ids).endswith("<|im_end|>\n<|im_start|>assistant\n")
+    assert said == ["--train-data: 1 prompts end in a message of the assistant: the model goes on with it"]
+    with pytest.raises(ValueError, match="line 2: ends in a message of the assistant, which an --environment cannot"):
+        load(str(tmp_path / "a.jsonl"), tokenizer, environment="f.py:Game")
+
+
+@pytest.mark.parametrize(
+    "train, evaluated, end",
+    [
+        ("What is 1 + 1?", None, "<|im_end|>"),
+        (TINYZERO, None, "<s>"),
+        (TINYZERO, "What is 1 + 1?", "<|im_end|>"),
+    ],
+)
+def test_responses_end_where_the_chat_template_ends_a_turn(tmp_path, tokenizer, train, evaluated, end):
+    """As in Qwen's base models, whose end token is another one; a rendered prompt keeps that."""
+    base, said = copy.deepcopy(tokenizer), []
+    base.eos_token = "<s>"
+    files = Data(
+        write(tmp_path / "a.jsonl", [row(train)]), evaluated and write(tmp_path / "b.jsonl", [row(evaluated)])
+    )
+    world = SimpleNamespace(rank=0, local_rank=0, size=1, is_main=True, print=said.append)
+    job = SimpleNamespace(tokenizer=base, vision=None, world=world, run=Run(), identity={})
+    read_prompts(job, files, Rollout(), None)
+    assert (base.eos_token, job.identity) == (end, {"end_token": end})
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 2}))
+    assert set(end_token_ids(str(tmp_path), base)) == {2, base.eos_token_id}
+    assert any("turns end with <|im_end|>, not <s>: it becomes the end token" in told for told in said) == (
+        end != "<s>"
+    )
+
+
+def test_a_text_at_which_the_tokenizer_panics_costs_its_row(tmp_path, tokenizer, capsys):
+    """As published ones do at ten million blanks in a row; here at forty: its pattern has more ways to fail."""
+    fragile = copy.deepcopy(tokenizer)
+    parts = [pre_tokenizers.Split(Regex(r"( | |b|b)+!"), "isolated"), pre_tokenizers.ByteLevel(False, False)]
+    fragile.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    texts = ["1 + 1?", " " * 40 + ".", "b" * 40 + ".", "2 + 2?"]
+    path = write(tmp_path / "a.jsonl", [row(text) for text in texts])
+    with pytest.raises(ValueError, match=r"2 prompts longer (.|\n)*line 2: the tokenizer breaks down at its text"):
+        load(path, fragile, max_prompt_tokens=60)
+    data = load(path, fragile, max_prompt_tokens=60, bad_rows="drop")
+    assert [data[i].index for i in range(len(data))] == [0, 3]
+    late = load(path, fragile, max_prompt_tokens=2000)
+    assert "the tokenizer breaks down" in late[1].problem and not late[1].prompt_ids and late[3].prompt_ids
+    capsys.readouterr()  # of late[1], a warning
 
 
 def test_the_flags_say_what_a_row_gets_and_needs(tmp_path, tokenizer):
@@ -393,7 +464,12 @@ BAD = {
     "a JSON str, expected an object": '"hello"',
     "a JSON str, expected an object ": '""',
     "malformed: TypeError": row(videos=5),
-    "invalid JSON": "",
+    "prompt is the text of a list of messages: write the list": row(prompt=json.dumps(row()["prompt"])),
+    "prompt is the text of a list of messages: ": row(prompt=repr([{"role": "user", "content": "it's"}])),
+    "prompt is the text of a list of messages": row(prompt=json.dumps({"messages": row()["prompt"]}, indent=1)),
+    "the chat template leaves out a message of role 'system'": row(
+        prompt=[{"role": "system", "content": "SILENT"}, *row()["prompt"]]
+    ),
     "cannot be rendered: no tools here": row(prompt=[{"role": "tool", "content": "x"}]),
     "cannot be rendered: 'utf-8' codec can't encode": row("half a pair: \ud83d"),
 }
@@ -566,6 +642,42 @@ def test_resume_on_other_data_is_refused():
         PromptLoader(10, seed=1).load_state_dict(state)
 
 
+def test_resume_on_other_rows_of_the_same_number_is_refused(tmp_path, tokenizer):
+    rows = [row(), row("Two?", "4")]
+    others = [
+        rows[::-1],
+        [row(), row("Two?", "5")],
+        [row(), row("Too?", "4")],
+        [row(extra_info={"index": 1}), rows[1]],
+    ]
+    first, same, *other = [
+        load(write(tmp_path / f"{i}.jsonl", part), tokenizer).fingerprint
+        for i, part in enumerate([rows, rows, *others])
+    ]
+    assert first == same and len({first, *other}) == 5
+    state = json.loads(json.dumps(PromptLoader(2, 0, first).state_dict()))
+    PromptLoader(2, 0, same).load_state_dict(state)
+    with pytest.raises(SystemExit, match=f"fingerprint of the training data was {first}, now it is {other[0]}"):
+        PromptLoader(2, 0, other[0]).load_state_dict(state)
+    del state["fingerprint"]  # of an older version
+    PromptLoader(2, 0, other[0]).load_state_dict(state)
+
+
+def test_a_picture_is_a_part_of_its_row():
+    sums = [Fingerprint() for _ in range(3)]
+    for fingerprint, picture in zip(sums, (b"a", b"a", b"b")):
+        fingerprint.add({"images": [{"bytes": picture, "path": None}], "when": date(2026, 1, 1)})
+    assert str(sums[0]) == str(sums[1]) != str(sums[2])
+
+
+@pytest.mark.parametrize(
+    "epochs, rows, batch, steps",
+    [(1, 10, 4, 3), (1, 8, 4, 2), (1, 2, 4, 1), (0.1, 30, 3, 1), (1.5, 10, 4, 4), (3, 7, 7, 3)],
+)
+def test_an_epoch_trains_its_last_rows(epochs, rows, batch, steps):
+    assert steps_of(epochs, rows, batch) == steps
+
+
 def test_ranks_share_the_prompts_of_a_step():
     """Each is drawn once, and named by its place in the step, whatever the ranks; a refill goes on counting."""
     order, drawn = PromptLoader(10, seed=0).next(9), {}
@@ -605,6 +717,8 @@ def test_command_line(tmp_path, tokenizer, name):
         "list<",
         "data_source aime: 1 rows",
         "prompt tokens: min",
+        "--- row 0 as the model sees it, by its chat template",
+        "<|user|>What is 1 + 1?<|end|><|assistant|>" if name else "<|im_start|>user\nWhat is 1 + 1?<|im_end|>\n",
         '"content": "What',
     ):
         assert text in done.stdout, text

@@ -1,16 +1,18 @@
 """The engine on transformers alone: exact log-probs, seeds that ignore the neighbours, a sync that keeps its books."""
 
 import copy
+import math
 from functools import partial
 from unittest.mock import Mock
 
 import pytest
 import torch
 from helpers import generate, random_policy
+from transformers import GPT2Config, MambaConfig, Qwen2Config
 
 from common.distributed import World
 from common.engine.books import EngineConfig, Request, Sampling, WeightBooks
-from common.engine.hf import HuggingFaceEngine
+from common.engine.hf import HuggingFaceEngine, num_positions
 from common.engine.vllm import VllmEngine
 from common.models import full_parameters
 
@@ -163,6 +165,32 @@ def test_stops_at_an_end_token_and_includes_it(make_engine):
         assert sample.finish_reason == "stop" or len(sample.token_ids) == 10
         reasons.add((sample.finish_reason, len(sample.token_ids)))
     assert len(reasons) > 3, "samples that stop early do not end the others"
+
+
+def test_a_length_beyond_the_models_positions_is_refused(make_engine, folder):
+    with pytest.raises(SystemExit, match=r"513 tokens together, and the model has 512 positions \(config.json\)"):
+        make_engine(max_model_len=513)
+    make_engine(synced=False, max_model_len=512)
+
+
+@pytest.mark.parametrize(
+    "options, length",
+    [
+        ({}, 1024),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, 2048),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}}, 4096),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}}, 4096),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512}}, 1024),
+        ({"model_max_length": 3000}, 3000),
+    ],
+)
+def test_how_long_a_sequence_a_model_was_made_for(options, length):
+    assert num_positions(Qwen2Config(max_position_embeddings=1024, **options)) == length
+
+
+def test_positions_go_by_other_names_or_have_no_end():
+    assert num_positions(GPT2Config(n_positions=77)) == 77
+    assert num_positions(MambaConfig()) == math.inf
 
 
 def test_no_prompts_are_no_work(engine):

@@ -1,11 +1,14 @@
 """How models call tools, read from the chat templates of published ones: Hermes', Llama-3, Qwen3-Coder, Mistral."""
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from helpers import ROOT, deadline
 from test_turns import run
-from vl import build_tokenizer
+from tokenizers import AddedToken
+from vl import LLAMA2, OLMO, PHI, QWEN, SMOLLM, TOOLS, ZEPHYR, build_sentencepiece, build_tokenizer
 
 from common.data.conversations import Conversations
 from common.data.render import apply_template, to_messages
@@ -72,8 +75,7 @@ def test_a_call_and_its_reply_go_as_the_template_has_them(name, workers):
     schema = workers.tools["add"].schema
     if name in ("qwen2.5", "llama-3.1", "mistral-nemo"):  # they write it as JSON
         own = tokenizer.apply_chat_template(
-            [{"role": "system", "content": "You are a helpful assistant."}] * (name == "qwen2.5")
-            + [{"role": "user", "content": "Add."}],
+            [{"role": "user", "content": "Add."}],
             tools=[schema],
             add_generation_prompt=True,
             tokenize=False,
@@ -158,6 +160,91 @@ def test_another_way_of_calling_is_refused_by_name(workers):
     assert to_messages([{"role": "user", "content": "Add."}], tokenizer), "without tools it serves"
 
 
+@pytest.mark.parametrize(
+    "template", [PHI.replace("<|end|>", "<|im_end|>"), ZEPHYR, OLMO], ids=["Phi", "Zephyr", "OLMo"]
+)
+def test_a_template_that_shows_no_replies_of_tools_is_refused(template, workers):
+    with pytest.raises(ValueError, match="tools: the chat template leaves out messages of role 'tool': the policy"):
+        Turns(build_tokenizer(template), workers)
+    silent = template.replace("message['content']", "''")  # knows a role, and shows nothing of it
+    with pytest.raises(ValueError, match=r"leaves out messages of role|does not end"):
+        Turns(build_tokenizer(silent), workers)
+    headed = template.replace("['role'] == 'user'", "['role'] in ('user', 'tool')")
+    headed = headed.replace("message['content']", "('' if message['role'] == 'tool' else message['content'])")
+    with pytest.raises(ValueError, match="leaves out messages of role 'tool'"):
+        Turns(build_tokenizer(headed), workers)
+    of_users = SimpleNamespace(tools={"add": replace(workers.tools["add"], role="user")}, protocol=Hermes)
+    Turns(build_tokenizer(template), of_users)  # whose replies come as a user's
+
+
+@pytest.mark.parametrize(
+    "refusal, told",
+    [
+        ("raise_exception('Only user and assistant roles are supported!')", "Only user and assistant"),
+        ("1 + 'x'", "unsup"),
+    ],
+)
+def test_a_template_that_refuses_replies_of_tools_is_one_line(refusal, told, workers):
+    refusing = "{% for m in messages %}{% if m['role'] == 'tool' %}{{ REFUSAL }}{% endif %}{% endfor %}" + TOOLS
+    with pytest.raises(ValueError, match=f"refuses messages of role 'tool' .*{told}.*: the policy would not") as error:
+        Turns(build_tokenizer(refusing.replace("REFUSAL", refusal)), workers)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("prefix", ["legacy", "first", "always"])
+def test_a_reply_has_the_ids_that_it_has_behind_the_text_so_far(prefix, workers):
+    """A tokenizer that puts a space before a text puts none before what goes on with it; sampled ids stay."""
+    llama = build_sentencepiece(prefix, TOOLS)
+    turns = Turns(llama, workers)
+    prompt = apply_template([[{"role": "user", "content": "Hi"}]], llama)[0]
+    the_row = Row(0, "x", [], "1", {}, llama.encode(prompt, add_special_tokens=False), [], {"add": {}})
+    call = '<tool_call>{"name": "add", "arguments": {"a": 3, "b": 4}}</tool_call>'
+    (episode,), _ = run([[call, "two"]], turns, the_row, n=1)
+    sampled = [*llama.encode(call, add_special_tokens=False), llama.eos_token_id]
+    assert episode.response_ids[: len(sampled)] == sampled and episode.turns == 2
+    observation = episode.response_ids[len(sampled) : len(sampled) + episode.loss_mask.count(0)]
+    assert set(episode.loss_mask[len(sampled) :][: len(observation)]) == {0}
+    text = prompt + call + "</s>\n<|tool|>\n7 ''</s>\n<|assistant|>\n"
+    assert llama.encode(text, add_special_tokens=False)[-len(observation) - 1 :] == [llama.eos_token_id, *observation]
+
+
+def test_a_tokenizer_that_does_not_keep_turns_apart_is_refused(workers):
+    """Its end token is one only where no letter follows."""
+    plain = TOOLS.replace("<|{{ m['role'] }}|>", "{{ m['role'] }}: ").replace("}}\n{%", "}}{%")
+    llama = build_sentencepiece("first", plain)
+    Turns(llama, workers)
+    llama.add_tokens([AddedToken("<end>", single_word=True, special=True)], special_tokens=True)
+    llama.eos_token = AddedToken("<end>", single_word=True, special=True)
+    with pytest.raises(
+        ValueError, match=r"tools: the tokenizer of '.*' does not keep '<end>' apart from what follows"
+    ):
+        Turns(llama, workers)
+
+
+QWEN3_LIKE = "{%- if messages[0].role == 'system' %}" + QWEN.partition("%}")[2].replace(
+    "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.", "Be brief,\nand kind."
+)
+
+
+@pytest.mark.parametrize(
+    "template, text",
+    [
+        (QWEN, "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."),
+        (QWEN3_LIKE, "Be brief,\nand kind."),
+        (SMOLLM, "You are a helpful AI assistant named SmolLM, trained by Hugging Face"),
+        (PHI, "You are a helpful assistant."),
+        (TOOLS, "You are a helpful assistant."),
+        (LLAMA2, "You are a helpful assistant."),
+    ],
+)
+def test_tools_are_offered_behind_the_templates_own_system_text(template, text, workers):
+    tokenizer = build_tokenizer(template)
+    messages = to_messages([{"role": "user", "content": "Add."}], tokenizer, workers.tools)
+    assert messages[0]["content"] == text + Hermes.system_block([workers.tools["add"].schema])
+    own = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "Add."}]
+    assert to_messages(own, tokenizer, workers.tools)[0]["content"].startswith("Mine.\n\n# Tools")
+
+
 def test_a_tokenizers_own_response_template_comes_first():
     tokenizer = tokenizer_of("glm-4.6")
     tokenizer.response_template = {
@@ -225,9 +312,8 @@ def test_supervised_rows_call_as_a_policy_has_to(name, row, tmp_path):
     assert prompt.count("Add two numbers.") == 1
     schemas = [{"type": "function", "function": SCHEMA}]
     options = {"add_generation_prompt": True, "tokenize": False}
-    system = [{"role": "system", "content": "You are a helpful assistant."}] * (name == "qwen2.5")
     if name != "qwen2.5" or row is AS_TRANSFORMERS:
-        own = tokenizer.apply_chat_template([*system, {"role": "user", "content": "Add."}], tools=schemas, **options)
+        own = tokenizer.apply_chat_template([{"role": "user", "content": "Add."}], tools=schemas, **options)
         assert tokenizer.encode(own, add_special_tokens=False) == episode.prompt_ids
     said = [token for token, trained in zip(episode.response_ids, episode.loss_mask) if trained]
     text = tokenizer.decode(said)

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from PIL import Image
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from common.pictures import PixelLimits
 from common.prepare.tiny_vl import CHAT_TEMPLATE as QWEN_VL
@@ -35,6 +35,38 @@ SMOLLM = (
     "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n{% endif %}<|im_start|>"
     "{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Templates that know no role `tool`, and say nothing: Phi-3.5's, Zephyr's (TinyLlama's, too), OLMo-2's.
+PHI = (
+    "{% for message in messages %}{% if message['role'] == 'system' and message['content'] %}"
+    "{{ '<|system|>\n' + message['content'] + '<|end|>\n' }}{% elif message['role'] == 'user' %}"
+    "{{ '<|user|>\n' + message['content'] + '<|end|>\n' }}{% elif message['role'] == 'assistant' %}"
+    "{{ '<|assistant|>\n' + message['content'] + '<|end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
+)
+ZEPHYR = (
+    "{% for message in messages %}\n{% if message['role'] == 'user' %}\n"
+    "{{ '<|user|>\n' + message['content'] + eos_token }}\n{% elif message['role'] == 'system' %}\n"
+    "{{ '<|system|>\n' + message['content'] + eos_token }}\n{% elif message['role'] == 'assistant' %}\n"
+    "{{ '<|assistant|>\n'  + message['content'] + eos_token }}\n{% endif %}\n"
+    "{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n{% endfor %}"
+)
+OLMO = (
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'system' %}"
+    "{{ '<|system|>\n' + message['content'] + '\n' }}{% elif message['role'] == 'user' %}"
+    "{{ '<|user|>\n' + message['content'] + '\n' }}{% elif message['role'] == 'assistant' %}"
+    "{{ '<|assistant|>\n' + message['content'] + eos_token }}{% if not loop.last %}{{ '\n' }}{% endif %}{% endif %}"
+    "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}{% endfor %}"
+)
+# Llama-2's, and Mistral-7B's before it knew tools: they write a space before what the assistant says
+LLAMA2 = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ bos_token + '[INST] ' + m['content'] + ' [/INST]' }}"
+    "{% elif m['role'] == 'assistant' %}{{ ' ' + m['content'] + ' ' + eos_token }}"
+    "{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}"
+)
+TOOLS = (  # with a role for tools
+    "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 BOXES = ([0.1, 0.1, 0.5, 0.5], [0.4, 0.2, 0.9, 0.8], [0.9, 0.1, 0.2, 0.3])  # the last one is refused
 WHOLE = [  # tokens of their own: byte by byte a tiny model would need minutes to learn a call
@@ -64,6 +96,37 @@ def build_tokenizer(template: str = QWEN_VL):
         chat_template=template,
         clean_up_tokenization_spaces=False,
     )
+
+
+def build_sentencepiece(prefix: str, template: str):
+    """As SentencePiece models come: byte fallback, and a space put before a text. prefix: "legacy", as in Llama-2's
+    tokenizer.json a normalizer's; "first", "always": a pre-tokenizer's."""
+    from transformers import PreTrainedTokenizerFast
+
+    text_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
+    letters = [chr(code) for code in range(33, 127)]
+    words = ["Hi", "\u2581Hi", "\u2581is", "\u2581two", "user", "assistant", "tool", "\u2581[", "INST"]
+    pieces = ["\u2581", *letters]
+    vocab = ["<unk>", "<s>", "</s>", *text_bytes, *pieces]
+    merges = []
+    for word in words:
+        known = word[0]
+        for letter in word[1:]:
+            if (known, letter) not in merges:
+                merges.append((known, letter))
+                vocab.append(known + letter)
+            known += letter
+    ids = {piece: i for i, piece in enumerate(dict.fromkeys(vocab))}
+    tokenizer = Tokenizer(models.BPE(ids, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    if prefix == "legacy":
+        parts = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+        tokenizer.normalizer = normalizers.Sequence(parts)
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prefix, split=False)
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, **special)
 
 
 def build_config(tokenizer):

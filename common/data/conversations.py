@@ -4,12 +4,10 @@ Trained on is what the assistant says and the token that ends its turn; never he
 """
 
 import gc
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -18,9 +16,17 @@ from jinja2 import TemplateError
 
 from common.data.formats import Conversation, Rule, pictured, read_conversation, text_of
 from common.data.media import count_tokens, open_media
-from common.data.render import after_last_turn, as_text
+from common.data.render import (
+    after_last_turn,
+    as_text,
+    breakdowns_as_bad_rows,
+    default_system,
+    encode,
+    end_of_text,
+    without_spaces,
+)
 from common.data.rows import RowFiles
-from common.data.scan import Found, once_per_machine
+from common.data.scan import Fingerprint, Found, once_per_machine
 from common.data.templates import native_calls
 from common.distributed import World
 from common.episodes import Episode
@@ -29,19 +35,73 @@ from common.tools.turns import spacing
 from common.torch_repair import transformers
 from common.vision import Vision
 
+MAX_TURNS = 500  # of the assistant: the template renders a conversation up to each of them, which takes their square
+LONG = 2**20  # characters of a conversation of which the tokenizer is tried out at the start
 
-def turn_texts(messages: list[dict], tokenizer) -> Iterator[tuple[int, str, str]]:
-    """(its number, what comes before it, what it says) of each turn of the assistant. BadRow if it changes others."""
-    rendered, end_token, tail = "", tokenizer.eos_token, after_last_turn(tokenizer)
+
+def read_turns(messages: list[dict], tokenizer, max_tokens: int) -> tuple[str, dict[int, tuple[int, int]]]:
+    """The text of a conversation up to the end of the assistant's last turn, and its turns: number -> (start, end).
+
+    Between start and end stand the characters that it says, its end token included. Of very many turns those are
+    left out that begin behind the cut at `max_tokens`. BadRow if the template changes earlier turns.
+    """
+    numbers = [turn for turn, message in enumerate(messages) if turn and message["role"] == "assistant"]
     template = partial(tokenizer.apply_chat_template, tools=messages[0].get("tools"), tokenize=False)
-    for turn in (turn for turn, message in enumerate(messages) if turn and message["role"] == "assistant"):
-        header, full = template(messages[:turn], add_generation_prompt=True), template(messages[: turn + 1])
-        if not header.startswith(rendered) or not full.startswith(header):
-            raise BadRow("the chat template rewrites earlier turns: masks cannot be derived turn by turn")
+    end_token, tail = tokenizer.eos_token, after_last_turn(tokenizer)
+    text = template(messages[: numbers[-1] + 1])
+    cut = len(text)
+    if len(numbers) > MAX_TURNS and tokenizer.is_fast:
+        cut = offsets_of(text, tokenizer)[1][:max_tokens, 1].max()
+    turns, end = {}, 0
+    for turn in numbers:
+        header = template(messages[:turn], add_generation_prompt=True)
+        if len(header) >= cut:
+            break
+        if len(turns) == MAX_TURNS:
+            raise BadRow(f"more than {MAX_TURNS} turns of the assistant: split it, or lower --max-tokens")
+        full = text if turn == numbers[-1] else template(messages[: turn + 1])
+        rewritten = not full.startswith(header) or len(header) < end
         end = full.find(end_token, len(full) - len(tail)) if full.endswith(tail) else full.rfind(end_token)
         end = end + len(end_token) if end >= len(header) else len(full)
-        yield turn, header[len(rendered) :], full[len(header) : end]
-        rendered = full[:end]
+        if rewritten or not text.startswith(full[:end]):
+            raise BadRow("the chat template rewrites earlier turns: masks cannot be derived turn by turn")
+        turns[turn] = len(header), end
+    return text[:end], turns
+
+
+def tokens_of(text: str, stretches: list[tuple[int, int]], tokenizer) -> tuple[list[int], list[int]]:
+    """The ids of a text, and which of them hold a character of one of the stretches (start, end): 1, else 0.
+
+    The text is tokenised whole: a piece by itself would have other ids where the tokenizer puts a space before it.
+    """
+    if not tokenizer.is_fast:  # knows no offsets: the tokens before a character are those of the text before it
+        ids = encode(tokenizer, text)
+        mask = [0] * len(ids)
+        for start, end in stretches:
+            first = num_shared(ids, encode(tokenizer, text[:start]))
+            last = num_shared(ids, encode(tokenizer, text[:end]))
+            mask[first:last] = [1] * (last - first)
+        return ids, mask
+    ids, offsets = offsets_of(text, tokenizer)
+    starts, ends = offsets.T
+    mask = np.zeros(len(ids), dtype=np.int64)
+    for start, end in stretches:
+        first = np.searchsorted(ends, start, side="right")
+        last = np.searchsorted(starts, end, side="left")
+        mask[first:last] = 1
+    return ids, mask.tolist()
+
+
+def num_shared(ids: list[int], others: list[int]) -> int:
+    """How many tokens both begin with."""
+    return next((i for i, (a, b) in enumerate(zip(ids, others)) if a != b), min(len(ids), len(others)))
+
+
+def offsets_of(text: str, tokenizer) -> tuple[list[int], np.ndarray]:
+    """The ids of a text, and where in it each token starts and ends [L, 2]."""
+    with breakdowns_as_bad_rows():
+        tokens = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    return tokens["input_ids"], np.array(tokens["offset_mapping"], dtype=np.int64).reshape(-1, 2)
 
 
 def conversation_episode(
@@ -49,22 +109,21 @@ def conversation_episode(
 ) -> Episode:
     """Token ids and loss mask, cut at `max_tokens` (before a picture that does not fit). BadRow: nothing to learn.
 
-    What stands before the first trained token is the prompt. Each piece is tokenised by itself, as at inference, where
-    a prompt is complete before the first token is sampled.
+    What stands before the first trained token is the prompt.
     """
-    ids, mask, rest = [], [], iter(media)
-    forbidden = vision.forbidden_ids if vision else ()
-    for turn, before, said in turn_texts(conversation.messages, tokenizer):
-        for text, trained in ((before, False), (said, conversation.train[turn])):
-            piece = tokenizer.encode(text, add_special_tokens=False)
-            if vision:
-                here = sum(token in vision.placeholders.values() for token in piece)
-                piece = vision.expand(piece, list(islice(rest, here)))
-            ids += piece
-            mask += [int(trained and token not in forbidden) for token in piece]
+    text, turns = read_turns(conversation.messages, tokenizer, max_tokens)
+    stretches = [stretch for turn, stretch in turns.items() if conversation.train[turn]]
+    ids, mask = tokens_of(text, stretches, tokenizer)
     end = max_tokens
     if vision:
-        media = media[: len(media) - len(list(rest))]  # those of later turns
+        placeholders = vision.placeholders.values()
+        media = media[: sum(token in placeholders for token in ids)]  # the others are of later turns
+        shown, expanded_mask = iter(media), []
+        expanded_ids = vision.expand(ids, media)
+        for token, trained in zip(ids, mask):
+            repeats = next(shown).num_tokens if token in placeholders else 1
+            expanded_mask += [int(trained and token not in vision.forbidden_ids)] * repeats
+        ids, mask = expanded_ids, expanded_mask
         spans = [(place, place + m.num_tokens) for place, m in zip(vision.places(ids, media), media)]
         end = min([end, *(start for start, stop in spans if stop > max_tokens)])
         media = [m for m, (_, stop) in zip(media, spans) if stop <= end]
@@ -101,6 +160,7 @@ class Conversations:
         self.tokenizer, self.max_tokens, self.vision, self.media_root = tokenizer, max_tokens, vision, media_root
         self.rule, self.mask_failed_calls = rule, mask_failed_calls
         self.native = partial(native_calls, tokenizer, str(tokenizer.chat_template))
+        self.system = partial(default_system, tokenizer)
         self.files = RowFiles(paths, flag, max_rows, once=partial(once_per_machine, world, alike=False))
         self.placeholders = tokenizer.convert_ids_to_tokens([*vision.placeholders.values()]) if vision else []
         self.spaced = spacing(tokenizer, self.placeholders)
@@ -110,14 +170,16 @@ class Conversations:
             raise ValueError(f"{flag}: no usable row in {paths}")
         for what, count in found.told.items():
             notice(f"{flag}: {count} rows {what}")
+        self.fingerprint = found.rows
         self.positions = np.array(list(found.costs), dtype=np.int64)
         self.costs = np.array(list(found.costs.values()))
 
     def _scan(self) -> Found:
         gc.freeze()  # millions of rows that come and go would make the collector visit all of torch, over and over
-        found, progress = Found(), self.files.progress()
+        found, progress, fingerprint = Found(), self.files.progress(), Fingerprint()
         for i, record in enumerate(self.files.records()):
             progress.add()
+            fingerprint.add(record)
             try:
                 conversation, spelled = self._read(record)
                 pictures = [count_tokens(p, self.media_root, self.vision.limits) for p in conversation.pictures]
@@ -129,6 +191,7 @@ class Conversations:
             if self.rule == "auto" and conversation.rule == "last-two-turns":
                 found.told["are Pixel Reasoner's: trained on are their last two turns (--mask)"] += 1
             found.look_at("".join(map(text_of, conversation.messages)), pictures, spelled, self.tokenizer)
+        found.rows = str(fingerprint)
         return found
 
     def _read(self, record: dict | str) -> tuple[Conversation, bool]:
@@ -136,7 +199,7 @@ class Conversations:
         if isinstance(record, str):
             raise BadRow(record)
         try:
-            conversation = read_conversation(record, self.rule, self.mask_failed_calls, self.native)
+            conversation = read_conversation(record, self.rule, self.mask_failed_calls, self.native, self.system)
         except (AttributeError, LookupError, RecursionError, TypeError) as error:
             raise BadRow(f"not a conversation: {type(error).__name__}: {error}") from error
         if conversation.pictures and not self.vision:
@@ -152,30 +215,36 @@ class Conversations:
         messages, first = conversation.messages, conversation.train.index(True)
         render = partial(self.tokenizer.apply_chat_template, tools=messages[0].get("tools"), tokenize=False)
         try:
-            whole, turns = render(messages), [*turn_texts(messages, self.tokenizer)]
+            whole = render(messages)
+            text, turns = read_turns(messages, self.tokenizer, self.max_tokens)
             whole.encode()
+        except BadRow:
+            raise
         except (TemplateError, TypeError, ValueError) as error:  # half a surrogate pair, a tool call without a name
             raise BadRow(f"cannot be rendered: {error}") from error
         bare = [{key: value for key, value in m.items() if key != "tool_calls"} for m in messages]
         with suppress(TemplateError, TypeError):  # one that refuses replies without calls does look at them
             if any(m.get("tool_calls") for m in messages) and render(bare) == whole:
                 raise BadRow("the chat template leaves out tool_calls: write them as <tool_call> into the contents")
-        flat = "".join(whole.split())  # a template may set a turn's thoughts apart
-        thoughts = ["".join(str(m["reasoning_content"]).split()) for m in messages if m.get("reasoning_content")]
+        flat = without_spaces(whole)  # a template may set a turn's thoughts apart
+        thoughts = [without_spaces(str(m["reasoning_content"])) for m in messages if m.get("reasoning_content")]
         if thoughts and not any(thought in flat for thought in thoughts):
             raise BadRow("the chat template leaves out reasoning_content: write it as <think> into the contents")
         place = 0  # one behind the other: the text of a message may stand in another one, too
-        for message in (message for message in messages if not pictured(message)):
-            quoted = json.dumps(text_of(message), ensure_ascii=False)  # as Llama-3's template has what tools return
-            forms = ("".join(form.split()) for form in (text_of(message), quoted))
-            ends = [start + len(form) for form in forms if (start := flat.find(form, place)) >= 0]
-            if not ends:
+        for message in messages:
+            if pictured(message):
+                continue
+            place = end_of_text(text_of(message), flat, place)
+            if place < 0:
                 raise BadRow(f"the chat template leaves out a message of role {message['role']!r}, or one before it")
-            place = min(ends)
-        header = "".join(before + said * (turn < first) for turn, before, said in turns if turn <= first)
+        if len(whole) > LONG:
+            encode(self.tokenizer, text)
+        if first not in turns:
+            raise BadRow(f"nothing to learn in its first {self.max_tokens} tokens")
+        header = text[: turns[first][0]]
         if len(header.encode()) + sum(picture_tokens) >= self.max_tokens:  # a token has at least a byte
             before = picture_tokens[: sum(map(pictured, messages[:first]))]
-            tokens = len(self.tokenizer.encode(header, add_special_tokens=False)) + sum(before) - len(before)
+            tokens = len(encode(self.tokenizer, header)) + sum(before) - len(before)
             if tokens >= self.max_tokens:
                 raise BadRow(f"nothing to learn in its first {self.max_tokens} tokens: {tokens} come before")
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from common.data.media import Picture, picture_sources
-from common.data.render import parsed, split_marks, with_arguments, with_tools, without_nulls
+from common.data.render import DEFAULT_SYSTEM, parsed, split_marks, with_arguments, with_tools, without_nulls
 from common.pictures import BadRow
 from common.tools.turns import CALL_ID, CLOSE, OPEN
 
@@ -34,22 +34,28 @@ class Conversation:
 
 
 def read_conversation(
-    record: Mapping, rule: Rule = "auto", mask_failed_calls: bool = False, native: Callable[[], object] = bool
+    record: Mapping,
+    rule: Rule = "auto",
+    mask_failed_calls: bool = False,
+    native: Callable[[], object] = bool,
+    system: Callable[[], str] = lambda: DEFAULT_SYSTEM,
 ) -> Conversation:
     """A row of any known format. BadRow with the reason if it cannot be used.
 
     rule "last-two-turns" (Pixel Reasoner's, the default for its files): of the messages only the last and the one two
     before it, if the assistant's: earlier calls were wrong on purpose, and carry no flag. A message's own `train`:
     false always holds. `mask_failed_calls` leaves out turns whose call returned an error. native: does the chat
-    template offer and call tools in another way than Hermes'? Asked of rows with tools alone.
+    template offer and call tools in another way than Hermes'? system: what does it say where a row has no system
+    message? Both are asked of rows with tools alone.
     """
     if record.get("message_list") is not None:
         messages, pictures = from_items(record["message_list"])
         rule = "last-two-turns" if rule == "auto" else rule
     else:
-        messages, pictures = from_marks(record, native)
+        messages, pictures = from_marks(record, native, system)
     if not messages:
         raise BadRow("no messages")
+    failed = failed_turns(messages) if mask_failed_calls else set()
     train = []
     for i, message in enumerate(messages):
         if message["role"] not in ROLES:
@@ -58,13 +64,22 @@ def read_conversation(
         wanted &= message.pop("weight", 1) != 0  # OpenAI's way
         wanted &= i > 0  # what nobody has asked for has no prompt
         wanted &= rule != "last-two-turns" or i in (len(messages) - 1, len(messages) - 3)
-        if mask_failed_calls:
-            next_turn = next((k for k, m in enumerate(messages) if k > i and m["role"] == "assistant"), len(messages))
-            wanted &= not any(is_error(text_of(reply)) for reply in messages[i + 1 : next_turn])
+        wanted &= i not in failed
         train.append(wanted)
     if not any(train):
         raise BadRow("nothing to learn: no message of the assistant is trained on")
     return Conversation(messages, pictures, train, "all" if rule == "auto" else rule)
+
+
+def failed_turns(messages: list[dict]) -> set[int]:
+    """Which turns of the assistant were answered by an error."""
+    failed, turn = set(), 0
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            turn = i
+        elif is_error(text_of(message)):
+            failed.add(turn)
+    return failed
 
 
 def from_items(message_list: list) -> tuple[list[dict], list[Picture]]:
@@ -88,7 +103,9 @@ def from_items(message_list: list) -> tuple[list[dict], list[Picture]]:
     return messages, pictures
 
 
-def from_marks(record: Mapping, native: Callable[[], object]) -> tuple[list[dict], list[Picture]]:
+def from_marks(
+    record: Mapping, native: Callable[[], object], system: Callable[[], str]
+) -> tuple[list[dict], list[Picture]]:
     """The other formats: contents are texts, in which <image> and <video> stand for the row's pictures."""
     if record.get("messages") is not None:
         rows = record["messages"]
@@ -100,6 +117,8 @@ def from_marks(record: Mapping, native: Callable[[], object]) -> tuple[list[dict
         rows = [*record["prompt"], {"role": "assistant", "content": record["extra_info"]["answer"]}]
     else:
         raise BadRow(f"has the columns {', '.join(record)}; expected {FORMATS}")
+    if isinstance(rows, str):
+        raise BadRow("not a conversation: its messages are a text; write the list itself, json.loads(messages)")
     messages = []
     for row in rows:
         role = row.get("role") or SHAREGPT.get(row.get("from"), row.get("from"))
@@ -115,7 +134,7 @@ def from_marks(record: Mapping, native: Callable[[], object]) -> tuple[list[dict
     tools = parsed(tools.strip() or "[]", "tools") if isinstance(tools, str) else tools
     if tools and messages:
         schemas = [t if t.get("type") == "function" else {"type": "function", "function": t} for t in tools]
-        messages = with_tools(messages, without_nulls(schemas), native())
+        messages = with_tools(messages, without_nulls(schemas), native(), system())
     pictures = picture_sources(record, "\n".join(message["content"] for message in messages))
     if pictures:
         messages = [message | {"content": split_marks(message["content"])} for message in messages]

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from math import ceil
 
 import numpy as np
 from jinja2 import TemplateError
@@ -12,7 +13,7 @@ from jinja2 import TemplateError
 from common.data import render
 from common.data.media import Picture, count_tokens, open_media, picture_sources, read_tool_media
 from common.data.rows import RowFiles
-from common.data.scan import Found, Lengths, once_per_machine
+from common.data.scan import Fingerprint, Found, Lengths, once_per_machine
 from common.data.verl import OPTIONAL, REQUIRED, row_problem, to_verl, truth_of
 from common.distributed import World
 from common.episodes import Prompt, Row
@@ -21,6 +22,11 @@ from common.pictures import BadRow
 from common.tools import Tool
 from common.tools.turns import spacing
 from common.vision import Vision
+
+AS_THEY_STAND = (
+    "are texts: the model sees them as they stand, without its chat template, which takes a list of messages, "
+    '[{"role": "user", "content": TEXT}]; `python -m common.look FILE --tokenizer MODEL` shows what it sees'
+)
 
 
 @dataclass(slots=True)
@@ -72,7 +78,8 @@ class PromptData:
         self.files.refuse(found.bad, "unusable rows", drop := data.bad_rows == "drop", notice)
         too_long = f"prompts longer than --max-prompt-tokens {self.max_prompt_tokens}"
         self.files.refuse(found.too_long, too_long, drop, notice)
-        self.sources = found.sources
+        self.sources, self.fingerprint = found.sources, found.rows
+        self.uses_template = found.templated > 0
         self.positions = np.array([index for index in found.kept if index not in found.too_long], dtype=np.int64)
         if not len(self.positions):
             raise ValueError(f"{flag}: no usable row in {', '.join(map(str, self.files.paths))}")
@@ -85,13 +92,14 @@ class PromptData:
                 notice(f"warning: {flag}: {count} rows ask in vain for something: {what}")
 
     def _scan(self) -> Found:
-        found, texts, progress = Found(), {}, self.files.progress()
+        found, texts, progress, fingerprint = Found(), {}, self.files.progress(), Fingerprint()
         gc.freeze()  # millions of rows that come and go would make the collector visit all of torch, over and over
         rows = enumerate(self.files.records((*REQUIRED, *OPTIONAL) if self.needs_truth else None))  # what is used
         while batch := list(islice(rows, 1024)):
             progress.add(len(batch))
             prepared = {}
             for index, record in batch:
+                fingerprint.add(record)
                 problem = row_problem(record, self.needs_truth)
                 try:
                     if problem:
@@ -108,6 +116,7 @@ class PromptData:
             for index, text in self._render(prepared, found.bad).items():
                 prompt = prepared[index]
                 try:
+                    self._check_whole(prompt.messages, text)
                     num_tokens = self._picture_tokens(text, prompt.pictures)
                     num_bytes = len(text.encode())
                 except (BadRow, UnicodeEncodeError) as error:  # the latter: half a surrogate pair
@@ -116,8 +125,14 @@ class PromptData:
                 found.kept.append(index)
                 if truth_of(records[index]) is not None:
                     found.sources.add(records[index]["data_source"])
-                if isinstance(prompt.prompt, str) and isinstance(records[index]["prompt"], list):
+                if not isinstance(prompt.prompt, str):
+                    found.templated += 1
+                elif isinstance(records[index]["prompt"], list):
                     found.told["are rendered templates in one message: used without chat template"] += 1
+                elif self.tokenizer.chat_template:
+                    found.told[AS_THEY_STAND] += 1
+                if render.is_continued(prompt.messages):
+                    found.told["end in a message of the assistant: the model goes on with it"] += 1
                 found.look_at(render.bare_text(prompt.prompt), prompt.pictures, prompt.spelled, self.tokenizer)
                 found.unheeded[render.unheeded(records[index], self.tools, self.interaction)] += 1
                 found.answered += render.row_interaction(records[index], self.interaction) is not None
@@ -129,6 +144,7 @@ class PromptData:
                 texts = {}
         found.too_long |= self.lengths.above(texts, self.max_prompt_tokens)
         found.bad = dict(sorted(found.bad.items()))
+        found.rows = str(fingerprint)
         return found
 
     def _prepare(self, record: dict) -> Prepared:
@@ -140,6 +156,8 @@ class PromptData:
         plays = self.environment and record.get("agent_name") != "single_turn_agent"
         if plays and isinstance(prompt, str):
             raise BadRow("is a rendered prompt, which an --environment cannot add to")
+        if plays and render.is_continued(prompt):
+            raise BadRow("ends in a message of the assistant, which an --environment cannot add to")
         if not isinstance(render.row_interaction(record, self.interaction) or {}, dict):
             raise BadRow("extra_info.interaction_kwargs is no object")
         offered = render.row_tools(record, self.tools) if self.tools else {}
@@ -160,6 +178,16 @@ class PromptData:
                 return {}
             alone = ({index: prompt} for index, prompt in prepared.items())
             return {index: text for one in alone for index, text in self._render(one, bad).items()}
+
+    def _check_whole(self, messages: Prompt, text: str) -> None:
+        """BadRow if the template has left out a message. Of the assistant's earlier turns some drop the thoughts."""
+        if isinstance(messages, str):
+            return
+        flat = render.without_spaces(text)
+        for message in messages:
+            others = message["role"] != "assistant" and isinstance(message["content"], str)
+            if others and render.end_of_text(message["content"], flat) < 0:
+                raise BadRow(f"the chat template leaves out a message of role {message['role']!r}")
 
     def _picture_tokens(self, text: str, pictures: list) -> int:
         """Tokens of the pictures of a prompt. BadRow, too, if its text has not one placeholder for each."""
@@ -188,8 +216,8 @@ class PromptData:
             columns = {name: render.without_nulls(value) for name, value in record.items()}
             row.environment = columns | {"ground_truth": ground_truth}
         (text,) = render.apply_template([prepared.messages], self.tokenizer)
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
         try:
+            ids = render.encode(self.tokenizer, text)
             row.tools = read_tool_media(prepared.tools, self.media_root)
             row.media = [open_media(picture, self.media_root, self.vision.limits) for picture in prepared.pictures]
             row.prompt_ids = self.vision.expand(ids, row.media) if self.vision else ids
@@ -201,13 +229,22 @@ class PromptData:
         return row
 
 
-class PromptLoader:
-    """Row positions for each step: a fresh permutation per epoch from (seed, epoch). Its state is a count."""
+def steps_of(epochs: float, num_rows: int, rows_per_step: int) -> int:
+    """Steps that pass so many times over the data; the last one, for the last rows, may begin another pass."""
+    return max(1, ceil(round(epochs * num_rows / rows_per_step, 6)))
 
-    def __init__(self, num_rows: int, seed: int):
+
+class PromptLoader:
+    """Row positions for each step: a fresh permutation per epoch from (seed, epoch). Its state is a count.
+
+    fingerprint: of the rows.
+    """
+
+    def __init__(self, num_rows: int, seed: int, fingerprint: str = ""):
         if num_rows < 1:
             raise ValueError("need at least 1 row")
         self.num_rows, self.seed, self.consumed = num_rows, seed, 0
+        self.fingerprint = fingerprint
         self.begun = 0  # consumed before this step
         self._permutation = (-1, np.empty(0, dtype=np.int64))  # (epoch, order)
 
@@ -233,13 +270,15 @@ class PromptLoader:
         """To where the step began."""
         self.consumed = self.begun
 
-    def state_dict(self) -> dict[str, int]:
-        return {"consumed": self.consumed, "seed": self.seed, "num_rows": self.num_rows}
+    def state_dict(self) -> dict[str, int | str]:
+        place = {"consumed": self.consumed, "seed": self.seed, "num_rows": self.num_rows}
+        return place | {"fingerprint": self.fingerprint}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """SystemExit if the saved position belongs to another data set or seed."""
-        for name, now in (("num_rows", self.num_rows), ("seed", self.seed)):
-            if state[name] != now:
+    def load_state_dict(self, state: dict) -> None:
+        """SystemExit if the saved position belongs to another data set or seed. Older ones have no fingerprint."""
+        for name in ("num_rows", "seed", "fingerprint"):
+            now = getattr(self, name)
+            if state.get(name, now) != now:
                 told = f"--resume: {name} of the training data was {state[name]}, now it is {now}"
                 raise SystemExit(f"{told}; go on with the same flags, or give another --output-dir or --resume never")
         self.consumed = state["consumed"]

@@ -2,10 +2,13 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+
+from jinja2 import TemplateError
 
 from common.data.media import MARKS, for_interpreter
 from common.data.templates import native_calls
@@ -17,7 +20,7 @@ from common.torch_repair import transformers
 
 RENDERED_MARKS = ("\nAssistant:", "<|im_start|>assistant")  # TinyZero's templates, stored inside one user message
 NOT_OURS = ("user", "tool", "observation")  # roles whose words are not those of the data set's author
-DEFAULT_SYSTEM = "You are a helpful assistant."  # in front of the tools, where a row has no system message
+DEFAULT_SYSTEM = "You are a helpful assistant."  # in front of the tools, where neither row nor template has one
 
 
 def bare_text(prompt: Prompt) -> str:
@@ -78,30 +81,94 @@ def to_messages(prompt: Prompt, tokenizer, tools: Mapping[str, Tool] | None = No
         raise ValueError(f"{told}: take an instruct model, or data whose `prompt` is an already rendered string")
     schemas = [tool.schema for tool in (tools or {}).values() if tool.schema]
     native = native_calls(tokenizer, str(tokenizer.chat_template)) if schemas else None
-    messages = with_tools(prompt, schemas, native) if schemas else prompt
+    messages = with_tools(prompt, schemas, native, default_system(tokenizer)) if schemas else prompt
     if pictures:
         messages = [message | {"content": split_marks(message["content"])} for message in messages]
     return messages
+
+
+def is_continued(prompt: Prompt) -> bool:
+    """Does it end in words of the assistant, which the model goes on with? Behind a call it begins a new turn."""
+    if isinstance(prompt, str):
+        return False
+    last = prompt[-1]
+    return last["role"] == "assistant" and not last.get("tool_calls")
 
 
 def apply_template(prompts: list[Prompt], tokenizer) -> list[str]:
     """The text of each; together they take half the time that they would take one by one. What the template itself is
     to offer stands in a chat's first message, as "tools"."""
     chats = [prompt for prompt in prompts if not isinstance(prompt, str)]
-    template = partial(tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False)
-    if any("tools" in chat[0] for chat in chats):
-        rendered = iter([template(chat, tools=chat[0].get("tools")) for chat in chats])
+    template = partial(tokenizer.apply_chat_template, tokenize=False)
+    if any("tools" in chat[0] or is_continued(chat) for chat in chats):
+        rendered = []
+        for chat in chats:
+            continued = is_continued(chat)
+            options = {"add_generation_prompt": not continued, "continue_final_message": continued}
+            rendered.append(template(chat, tools=chat[0].get("tools"), **options))
     else:
-        rendered = iter(template(chats) if chats else [])
-    return [prompt if isinstance(prompt, str) else next(rendered) for prompt in prompts]
+        rendered = template(chats, add_generation_prompt=True) if chats else []
+    texts = iter(rendered)
+    return [prompt if isinstance(prompt, str) else next(texts) for prompt in prompts]
 
 
-def with_tools(messages: list[dict], schemas: list[dict], native: object) -> list[dict]:
+def end_of_text(text: str, flat: str, start: int = 0) -> int:
+    """Where a message's text ends in a rendering, from `start` on, both without white space, which templates trim;
+    -1 if the template has left it out. It may be quoted, as Llama-3's template has what tools return."""
+    ends = []
+    for form in (text, json.dumps(text, ensure_ascii=False)):
+        form = without_spaces(form)
+        place = flat.find(form, start)
+        if place >= 0:
+            ends.append(place + len(form))
+    return min(ends, default=-1)
+
+
+def without_spaces(text: str) -> str:
+    return "".join(text.split())
+
+
+def encode(tokenizer, text: str) -> list[int]:
+    """The ids of a text that has its special tokens in it. BadRow if the tokenizer breaks down at it."""
+    with breakdowns_as_bad_rows():
+        return tokenizer.encode(text, add_special_tokens=False)
+
+
+@contextmanager
+def breakdowns_as_bad_rows() -> Iterator[None]:
+    """The package tokenizers panics at millions of blanks in a row, with what is no `Exception`."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise BadRow(f"the tokenizer breaks down at its text: {error}") from error
+
+
+def default_system(tokenizer) -> str:
+    """What the chat template itself says where a chat has no system message, as Qwen2.5's; else DEFAULT_SYSTEM."""
+    return _default_system(tokenizer, str(tokenizer.chat_template))
+
+
+@cache
+def _default_system(tokenizer, chat_template: str) -> str:
+    mark, asked = "\u2603", {"role": "user", "content": "-"}
+    try:
+        alone = tokenizer.apply_chat_template([asked], tokenize=False)
+        whole = tokenizer.apply_chat_template([{"role": "system", "content": mark}, asked], tokenize=False)
+    except (TemplateError, TypeError, ValueError):  # a template without such a role
+        return DEFAULT_SYSTEM
+    before, _, after = whole.partition(mark)
+    has_one = alone.startswith(before) and alone.endswith(after) and len(alone) > len(before) + len(after)
+    return alone[len(before) : len(alone) - len(after)] if has_one else DEFAULT_SYSTEM
+
+
+def with_tools(messages: list[dict], schemas: list[dict], native: object, default: str = DEFAULT_SYSTEM) -> list[dict]:
     """Messages that offer tools: what is native to the template in the first, Hermes' block in the system message,
-    unless that has one."""
+    unless that has one. default: the text of a system message where there is none."""
     if native:
         return [messages[0] | {"tools": schemas}, *messages[1:]]
-    system, rest = {"role": "system", "content": DEFAULT_SYSTEM}, messages
+    system, rest = {"role": "system", "content": default}, messages
     if messages[0]["role"] == "system":
         system, rest = messages[0], messages[1:]
     block = "" if "<tools>" in system["content"] else Hermes.system_block(schemas)
@@ -171,7 +238,11 @@ def after_last_turn(tokenizer) -> str:
 @cache
 def _after_last_turn(tokenizer, chat_template: str, eos_token: str | None) -> str:
     messages = [{"role": "user", "content": "."}, {"role": "assistant", "content": "\u2603"}]
-    return tokenizer.apply_chat_template(messages, tokenize=False).rpartition("\u2603")[2]
+    try:
+        _, said, tail = tokenizer.apply_chat_template(messages, tokenize=False).rpartition("\u2603")
+    except (TemplateError, TypeError, ValueError):  # it wants other messages: what it is given will be told of
+        return ""
+    return tail if said else ""
 
 
 def end_of_turn(tokenizer) -> str:
@@ -180,9 +251,9 @@ def end_of_turn(tokenizer) -> str:
     They differ in base models: Qwen2.5's end token is <|endoftext|>, its template ends turns with <|im_end|>. A policy
     that was trained to say one and is stopped at the other never stops.
     """
-    ids = tokenizer.encode(after_last_turn(tokenizer), add_special_tokens=False)
-    first = tokenizer.convert_ids_to_tokens(ids[0]) if ids else tokenizer.eos_token
-    return first if first in tokenizer.get_added_vocab() else tokenizer.eos_token
+    tail = after_last_turn(tokenizer).lstrip()
+    tokens = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
+    return next((token for token in tokens if tail.startswith(token)), tokenizer.eos_token)
 
 
 def end_turns_properly(tokenizer, processor, notice: Callable[[str], None]) -> None:
@@ -197,4 +268,4 @@ def end_turns_properly(tokenizer, processor, notice: Callable[[str], None]) -> N
         notice(f"turns end with {end_of_turn(tokenizer)}, not {tokenizer.eos_token}: it becomes the end token")
         tokenizer.eos_token = end_of_turn(tokenizer)
     if (tokenizer.eos_token or "") not in after_last_turn(tokenizer):
-        notice(f"warning: the chat template puts no {tokenizer.eos_token} behind a turn: none is trained")
+        notice(f"warning: the chat template puts no {tokenizer.eos_token} behind a turn: none is trained by sft.py")

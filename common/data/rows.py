@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from common.files import shorten
@@ -73,9 +74,14 @@ class RowFiles:
         return next(self.records(columns, [self.tables[file].slice(row, 1)]))
 
     def place(self, index: int) -> str:
-        """File and row of an index. Lines of .jsonl count from 1, rows from 0."""
+        """File and row of an index. Lines of .jsonl count from 1, blank ones too, rows from 0."""
         file, row = self._locate(index)
-        return f"{self.paths[file]} " + (f"line {row + 1}" if self.paths[file].suffix == ".jsonl" else f"row {row}")
+        table = self.tables[file]
+        if self.paths[file].suffix != ".jsonl" or table.column_names != [JSON_LINE]:
+            return f"{self.paths[file]} row {row}"
+        lines = table.slice(0, row + 1).column(0)
+        num_blank = pc.sum(pc.count_substring(lines, b"\n")).as_py()  # each row has those before it
+        return f"{self.paths[file]} line {row + 1 + num_blank}"
 
     def _locate(self, index: int) -> tuple[int, int]:
         file = bisect_right(self.starts, index) - 1
@@ -136,12 +142,24 @@ def open_rows(path: Path, flag: str) -> Iterator[pa.RecordBatchReader]:
             yield pa.RecordBatchReader.from_batches(file.schema_arrow, whole)
             return
         content = path.read_bytes()
-        lines = content.rstrip().splitlines()
+        lines = lines_of(content)
         if path.suffix == ".json" and content.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):  # else lines
             lines = [json.dumps(row).encode() for row in json.loads(content)]
         yield pa.table({JSON_LINE: pa.array(lines, pa.large_binary())}).to_reader()
     except (pa.ArrowException, OSError, RecursionError, ValueError) as error:
         raise ValueError(f"{flag}: {path} is neither .jsonl, .json nor a readable parquet file: {error}") from error
+
+
+def lines_of(content: bytes) -> list[bytes]:
+    """The lines that are not blank, each behind the blank ones before it as newlines: so a row keeps its number."""
+    lines, blank = [], b""
+    for line in content.splitlines():
+        if line.strip():
+            lines.append(blank + line)
+            blank = b""
+        else:
+            blank += b"\n"
+    return lines
 
 
 def download(name: str, flag: str) -> list[str]:
@@ -170,7 +188,7 @@ def records(table: pa.Table) -> Iterator[dict | str]:
             continue
         for line in batch.column(0).to_pylist():
             try:
-                record = json.loads(line)
+                record = json.loads(line.lstrip())
                 if line.count(b"[") + line.count(b"{") > MAX_DEPTH and too_deep(record):
                     raise RecursionError
                 yield record if isinstance(record, dict) else f"a JSON {type(record).__name__}, expected an object"

@@ -1,13 +1,18 @@
 """A look at all rows of a data set before the first step: lengths without tokenising everything, once per machine."""
 
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from common.data.media import MARKS
+from common.data.render import breakdowns_as_bad_rows
 from common.distributed import World, gather_objects
+from common.pictures import BadRow
 
 MAX_WORDS = 500_000  # whose numbers of tokens are remembered
+UNCOUNTED = 10**12  # tokens of a text that the tokenizer breaks down at
 
 
 @dataclass
@@ -22,6 +27,8 @@ class Found:
     told: Counter[str] = field(default_factory=Counter)  # what is worth knowing of rows
     answered: int = 0  # rows with an interaction
     unheeded: Counter[str] = field(default_factory=Counter)  # what rows ask for in vain
+    templated: int = 0  # prompts that the chat template renders
+    rows: str = ""  # fingerprint of them all
 
     def look_at(self, text: str, pictures: list, spelled: bool, tokenizer) -> None:
         """Whether a row is read in another way than it may have been meant. spelled: had it a control token?"""
@@ -30,6 +37,25 @@ class Found:
         if spelled:
             end = tokenizer.eos_token or "<|end|>"
             self.told[f"spell control tokens in a message: read as text ({end} as {end[0]} {end[1:]})"] += 1
+
+
+class Fingerprint:
+    """Of rows in their order, and of all that they hold: of the same number and size others have another one."""
+
+    def __init__(self):
+        self.sum = hashlib.blake2b(digest_size=8)
+
+    def add(self, record: dict | str) -> None:
+        text = json.dumps(record, default=_as_text, separators=(",", ":"))
+        self.sum.update(text.encode() + b"\n")
+
+    def __str__(self) -> str:
+        return self.sum.hexdigest()
+
+
+def _as_text(value: object) -> str:
+    """What JSON does not know: a picture by its own fingerprint; dates, decimals, ... as they print."""
+    return hashlib.blake2b(value, digest_size=8).hexdigest() if isinstance(value, bytes) else str(value)
 
 
 class Lengths:
@@ -57,10 +83,20 @@ class Lengths:
         near = [index for index, count in about.items() if count + count // 16 + 8 > limit]
         exact = zip(near, self._count([texts[index][0] for index in near]))
         lengths = {index: count + texts[index][1] for index, count in exact}
-        return {index: f"{count} tokens" for index, count in lengths.items() if count > limit}
+        too_long = {index: f"{count} tokens" for index, count in lengths.items() if limit < count < UNCOUNTED}
+        broken = [index for index, count in lengths.items() if count >= UNCOUNTED]
+        return too_long | dict.fromkeys(broken, "the tokenizer breaks down at its text")
 
     def _count(self, texts: list[str]) -> list[int]:
-        return list(map(len, self.tokenizer(texts, add_special_tokens=False)["input_ids"])) if texts else []
+        if not texts:
+            return []
+        try:
+            with breakdowns_as_bad_rows():
+                return [len(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]]
+        except BadRow:
+            if len(texts) == 1:
+                return [UNCOUNTED]
+            return [count for text in texts for count in self._count([text])]
 
 
 def shared_ends(texts: list[str]) -> tuple[str, str]:

@@ -1,5 +1,7 @@
 """Rows in verl's columns: what they must have, and what is wrong with one."""
 
+import ast
+import json
 from pathlib import Path
 
 import pyarrow as pa
@@ -37,6 +39,22 @@ def truth_of(record: dict) -> object:
     return truth if (truth := (record.get("reward_model") or {}).get("ground_truth")) == truth else None
 
 
+def is_messages(text: str) -> bool:
+    """Is it a list of messages, or one, that has become a text: as JSON, or as Python prints it?"""
+    if not text.lstrip().startswith(("[", "{")):
+        return False
+    for read in (json.loads, ast.literal_eval):
+        try:
+            value = read(text.strip())
+        except (MemoryError, RecursionError, SyntaxError, TypeError, ValueError):
+            continue
+        if isinstance(value, dict):
+            value = value.get("messages", [value])
+        are_messages = isinstance(value, list) and bool(value)
+        return are_messages and all(isinstance(item, dict) and {"role", "content"} <= item.keys() for item in value)
+    return False
+
+
 def row_problem(record: dict | str, needs_truth: bool = True) -> str | None:
     """Why this record cannot be used, in a few words; None if it can."""
     if isinstance(record, str):
@@ -55,6 +73,8 @@ def row_problem(record: dict | str, needs_truth: bool = True) -> str | None:
         return f"agent_name {agent!r:.40}: known are {', '.join(AGENTS)}; {own}"
     if not isinstance(prompt, list | str):
         return f"prompt is {prompt!r:.80}, expected a list of messages or a string"
+    if isinstance(prompt, str) and is_messages(prompt):
+        return "prompt is the text of a list of messages: write the list itself, json.loads(prompt)"
     for message in prompt if isinstance(prompt, list) else ():
         if not isinstance(message, dict) or not isinstance(message.get("content"), str):
             return f"message {message!r:.80} is not {{role, content}} with a string as content"

@@ -8,10 +8,12 @@ import numpy as np
 import pyarrow as pa
 
 from common.data.prompts import row_problem, to_verl, truth_of
-from common.data.render import apply_template, bare_text, clean_prompt, to_messages
+from common.data.render import apply_template, as_text, bare_text, clean_prompt, to_messages
 from common.data.rows import RowFiles, records
+from common.episodes import Prompt
 from common.files import refuse, shorten
 from common.hub import EMBEDDED, load_tokenizer, resolve_model
+from common.tools.turns import spacing
 
 CONVERSATIONS = ("messages", "conversations", "message_list", "question")
 PROGRAMS = dict.fromkeys(CONVERSATIONS, "sft.py") | {"responses": "python -m common.score"}
@@ -34,14 +36,26 @@ def show(file: Path, tokenizer: str | None = None, rows: int = 2) -> None:
     texts = [bare_text(record["prompt"]) for record in usable]
     if tokenizer and usable:
         encode = tokenizer_of(tokenizer)
-        prompts = apply_template([to_messages(clean_prompt(record["prompt"]), encode) for record in usable], encode)
+        prompts = apply_template([as_given(record, encode) for record in usable], encode)
         texts = encode(prompts, add_special_tokens=False)["input_ids"]
     if usable:
         low, mid, high, top = np.percentile([len(x) for x in texts], [0, 50, 95, 100]).astype(int)
         print(f"prompt {'tokens' if tokenizer else 'characters'}: min {low}, median {mid}, p95 {high}, max {top}")
+    if tokenizer and usable and problems[0][1] is None:
+        with_template = (
+            "by its chat template" if isinstance(clean_prompt(usable[0]["prompt"]), list) else "as it stands"
+        )
+        print(f"--- row 0 as the model sees it, {with_template}\n{encode.decode(texts[0])}")
     for i, (record, problem) in enumerate(problems[:rows]):
         text = json.dumps(record, indent=2, ensure_ascii=False, default=lambda x: f"<{type(x).__name__}>")
         print(f"--- row {i}{f', unusable: {problem}' if problem else ''}\n{shorten(text, 10**9)}")
+
+
+def as_given(record: dict, tokenizer) -> Prompt:
+    """A row's prompt as the chat template gets it, without --tools: pictures, if there are any, as their marks."""
+    prompt = clean_prompt(record["prompt"])
+    messages = prompt if isinstance(prompt, str) else as_text(prompt, spacing(tokenizer))
+    return to_messages(messages, tokenizer)
 
 
 def in_verl_columns(table: pa.Table, path: Path) -> pa.Table:

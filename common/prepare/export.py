@@ -59,6 +59,8 @@ def main(args: Args) -> None:
     answered = any(flags.get(name) for name in ("tools", "interaction", "environment"))
     if vision or manifest.get("script") == "sft" or answered:
         end_turns_properly(tokenizer, vision and vision.processor, print)
+    elif manifest.get("end_token"):
+        tokenizer.eos_token = manifest["end_token"]
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=args.trust_remote_code)
     transformers.utils.logging.disable_progress_bar()
     dtype = DTYPES[args.dtype] if args.dtype else dtype_of(run / "model")

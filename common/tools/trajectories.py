@@ -15,11 +15,12 @@ from common.progress import Progress
 from common.tools import find_tool
 from common.tools.environments import CLOSE, RESET, State
 from common.tools.pools import ToolPool
-from common.tools.turns import Call, Protocol, ToolReply, error_text
+from common.tools.turns import UNSEEN, Call, Protocol, ToolReply, error_text
 from common.torch_repair import transformers
 from common.vision import Vision
 
 OPENING, CLOSING, TALKING = Call(RESET), Call(CLOSE), Call("interaction()")  # no tool is called so
+PROBE = "7 apples"  # a reply that a template must show
 FIRST_ROWS = 100  # among which an interaction finds one to be tried with
 
 
@@ -42,7 +43,9 @@ class Turns:
         self.protocol = self.protocol or self.workers.protocol(self.tokenizer)
         self.threads = ThreadPoolExecutor(cpus_of_rank())  # decode pictures while the engine samples
         for role in {tool.role for tool in tools} | ({"user"} if self.flags.interaction else set()):
-            self.observation_ids([""], role)
+            if PROBE not in self.protocol.observation([PROBE], role, shown=0):
+                raise ValueError(f"tools: the chat template leaves out messages of role {role!r}: {UNSEEN}")
+            self.observation_ids([PROBE], role)
 
     def sample(
         self,
@@ -250,6 +253,16 @@ class Turns:
         return [Media.open("image", [x], limits, is_frame) for x in reply.images if limits]
 
     def observation_ids(self, parts: Sequence[str | Media], role: str, shown: int = 0) -> list[int]:
-        """What stands between an end-of-turn token and the next turn, from the new message alone."""
-        ids = self.tokenizer.encode(self.protocol.observation(parts, role, shown), add_special_tokens=False)
+        """What stands between an end-of-turn token and the next turn, from the new message alone.
+
+        Its ids are those that it has behind that token: by itself a tokenizer may put a space before it. ValueError
+        if they depend on what comes before.
+        """
+        text, end = self.protocol.observation(parts, role, shown), self.tokenizer.eos_token
+        before = self.tokenizer.encode("-" + end, add_special_tokens=False)
+        whole = self.tokenizer.encode("-" + end + text, add_special_tokens=False)
+        ids = whole[len(before) :]
+        if whole != before + ids or before[-1] != self.tokenizer.eos_token_id:
+            told = f"the tokenizer of {self.tokenizer.name_or_path!r} does not keep {end!r} apart from what follows"
+            raise ValueError(f"tools: {told}: take another model")
         return self.vision.expand(ids, [part for part in parts if isinstance(part, Media)]) if self.vision else ids

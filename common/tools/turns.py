@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
+from jinja2 import TemplateError
 from pydantic_core import from_json
 
 from common.pictures import Media
@@ -16,6 +17,7 @@ CODE_OPEN, CODE_CLOSE, FENCE = "<code>", "</code>", "```python"
 BEGIN, END = "<tool_response>\n<interpreter>", "</interpreter>\n\n</tool_response>"
 MAX_TEXT = 4096  # characters of an observation
 CALL_ID = "tool_call"  # Mistral's templates want nine characters
+UNSEEN = "the policy would not see what it is told; take a model whose template shows such messages"
 
 
 @dataclass(slots=True)
@@ -64,8 +66,8 @@ class Protocol:
     def observation(self, parts: Sequence[str | Media], role: str, shown: int = 0) -> str:
         """What stands between an end-of-turn token and the next turn: texts and pictures in a message of `role`.
 
-        A picture is one placeholder; `shown` were seen before. ValueError if the chat template ends the assistant's
-        turns in another way.
+        A picture is one placeholder; `shown` were seen before. ValueError if the chat template refuses the role, or
+        ends the assistant's turns in another way.
         """
         content = [{"type": "text", "text": self.spaced(x)} if isinstance(x, str) else {"type": x.kind} for x in parts]
         if all(part["type"] == "text" for part in content):  # templates of models that read text alone want a string
@@ -73,9 +75,15 @@ class Protocol:
         mark, end = "\u2603\u2603", self.tokenizer.eos_token
         before = [{"role": "user", "content": "-"}, {"role": "assistant", "content": mark}]
         messages = [*before, {"role": role, "content": content, "tool_call_id": CALL_ID}]
-        whole = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        try:
+            whole = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except (TemplateError, TypeError) as error:
+            why = f"{type(error).__name__}: {error!s:.200}"
+            raise ValueError(
+                f"tools: the chat template refuses messages of role {role!r} ({why}): {UNSEEN}"
+            ) from error
         between = whole.partition(mark)[2]  # a text of the tool may hold the mark too
-        if not between.startswith(end):
+        if not end or not between.startswith(end):
             raise ValueError(f"the chat template does not end the assistant's turns with {end!r}: no tools with it")
         return between.removeprefix(end)
 
