@@ -276,9 +276,16 @@ class PromptLoader:
 
     def load_state_dict(self, state: dict) -> None:
         """SystemExit if the saved position belongs to another data set or seed. Older ones have no fingerprint."""
-        for name in ("num_rows", "seed", "fingerprint"):
+        anew = "or give another --output-dir or --resume never"
+        for name in ("num_rows", "seed"):
             now = getattr(self, name)
-            if state.get(name, now) != now:
+            if state[name] != now:
                 told = f"--resume: {name} of the training data was {state[name]}, now it is {now}"
-                raise SystemExit(f"{told}; go on with the same flags, or give another --output-dir or --resume never")
+                raise SystemExit(f"{told}; go on with the same flags, {anew}")
+        saved = state.get("fingerprint", self.fingerprint)
+        if saved != self.fingerprint:
+            told = (
+                f"--resume: the training data has other rows than before (fingerprint {saved}, now {self.fingerprint})"
+            )
+            raise SystemExit(f"{told}; go on with the same files, {anew}")
         self.consumed = state["consumed"]

@@ -43,7 +43,7 @@ class HuggingFaceEngine:
         architecture = transformers.AutoConfig.from_pretrained(config.path, trust_remote_code=trust)
         positions, length = num_positions(architecture.get_text_config()), config.max_model_len
         flags = f"--max-prompt-tokens and --max-response-tokens: {length} tokens together"
-        refuse(length > positions, f"{flags}, and the model has {positions:g} positions (config.json)")
+        refuse(length > positions, f"{flags}, and the model has {positions:.0f} positions (config.json)")
         load = auto_class(architecture).from_pretrained
         self.model = load(config.path, dtype=config.dtype, trust_remote_code=trust).eval().to(config.world.device)
         self.device, self.dtype, self.vision = config.world.device, config.dtype, vision
