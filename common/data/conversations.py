@@ -170,7 +170,7 @@ class Conversations:
             raise ValueError(f"{flag}: no usable row in {paths}")
         for what, count in found.told.items():
             notice(f"{flag}: {count} rows {what}")
-        self.fingerprint = found.rows
+        self.fingerprint = found.fingerprint
         self.positions = np.array(list(found.costs), dtype=np.int64)
         self.costs = np.array(list(found.costs.values()))
 
@@ -191,7 +191,7 @@ class Conversations:
             if self.rule == "auto" and conversation.rule == "last-two-turns":
                 found.told["are Pixel Reasoner's: trained on are their last two turns (--mask)"] += 1
             found.look_at("".join(map(text_of, conversation.messages)), pictures, spelled, self.tokenizer)
-        found.rows = str(fingerprint)
+        found.fingerprint = str(fingerprint)
         return found
 
     def _read(self, record: dict | str) -> tuple[Conversation, bool]:

@@ -78,7 +78,7 @@ class PromptData:
         self.files.refuse(found.bad, "unusable rows", drop := data.bad_rows == "drop", notice)
         too_long = f"prompts longer than --max-prompt-tokens {self.max_prompt_tokens}"
         self.files.refuse(found.too_long, too_long, drop, notice)
-        self.sources, self.fingerprint = found.sources, found.rows
+        self.sources, self.fingerprint = found.sources, found.fingerprint
         self.uses_template = found.templated > 0
         self.positions = np.array([index for index in found.kept if index not in found.too_long], dtype=np.int64)
         if not len(self.positions):
@@ -144,7 +144,7 @@ class PromptData:
                 texts = {}
         found.too_long |= self.lengths.above(texts, self.max_prompt_tokens)
         found.bad = dict(sorted(found.bad.items()))
-        found.rows = str(fingerprint)
+        found.fingerprint = str(fingerprint)
         return found
 
     def _prepare(self, record: dict) -> Prepared:

@@ -28,7 +28,7 @@ class Found:
     answered: int = 0  # rows with an interaction
     unheeded: Counter[str] = field(default_factory=Counter)  # what rows ask for in vain
     templated: int = 0  # prompts that the chat template renders
-    rows: str = ""  # fingerprint of them all
+    fingerprint: str = ""  # of all rows
 
     def look_at(self, text: str, pictures: list, spelled: bool, tokenizer) -> None:
         """Whether a row is read in another way than it may have been meant. spelled: had it a control token?"""

@@ -41,7 +41,7 @@ def truth_of(record: dict) -> object:
 
 def is_messages(text: str) -> bool:
     """Is it a list of messages, or one, that has become a text: as JSON, or as Python prints it?"""
-    if not text.lstrip().startswith(("[", "{")):
+    if not text.lstrip().startswith(("[", "{")) or "role" not in text:
         return False
     for read in (json.loads, ast.literal_eval):
         try:
