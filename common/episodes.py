@@ -16,6 +16,22 @@ Prompt = list[dict] | str
 Watch = Callable[[str], AbstractContextManager]  # what happens in `with watch(NAME)` is timed
 
 
+def is_continued(prompt: Prompt) -> bool:
+    """Does it end in words of the assistant, which the model goes on with? Behind a call it begins a new turn."""
+    if isinstance(prompt, str):
+        return False
+    last = prompt[-1]
+    return last["role"] == "assistant" and not last.get("tool_calls")
+
+
+def with_replies(prompt: list[dict], replies: list[dict]) -> list[dict]:
+    """The messages of a conversation, from the assistant's first reply on, which may go on with the prompt's last."""
+    if not is_continued(prompt) or not replies:
+        return [*prompt, *replies]
+    begun, first = prompt[-1], replies[0]
+    return [*prompt[:-1], begun | {"content": begun["content"] + first["content"]}, *replies[1:]]
+
+
 @dataclass(slots=True)
 class Row:
     """A prompt of a data set, as the engine is given it, and what its reward function is given."""

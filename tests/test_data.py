@@ -28,6 +28,7 @@ from common.data.render import end_token_ids
 from common.data.rows import RowFiles, read_file
 from common.data.scan import Fingerprint, Lengths, shared_ends
 from common.distributed import World
+from common.episodes import with_replies
 from common.flags import Data, Rollout, Run
 from common.look.console import announce
 from common.progress import Progress
@@ -338,6 +339,10 @@ def test_what_the_assistant_has_begun_is_continued(tmp_path, tokenizer):
     assert tokenizer.decode(data[1].prompt_ids) == header + "It is <s> "
     assert tokenizer.decode(data[2].prompt_ids).endswith("<|im_end|>\n<|im_start|>assistant\n")
     assert said == ["--train-data: 1 prompts end in a message of the assistant: the model goes on with it"]
+    reply, answer = {"role": "assistant", "content": "2."}, {"role": "user", "content": "Sure?"}
+    whole = [*asked, {"role": "assistant", "content": "It is <s> 2."}, answer]
+    assert with_replies(data[1].prompt, [reply, answer]) == whole, "as an interaction and a reward model read it"
+    assert with_replies(data[0].prompt, [reply, answer]) == [*asked, reply, answer]
     with pytest.raises(ValueError, match="line 2: ends in a message of the assistant, which an --environment cannot"):
         load(str(tmp_path / "a.jsonl"), tokenizer, environment="f.py:Game")
 

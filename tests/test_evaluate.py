@@ -307,7 +307,12 @@ def test_what_is_only_evaluated_needs_no_rows_of_the_demo(tmp_path, tokenizer):
     path.write_text(json.dumps(row | {"reward_model": {"ground_truth": truth}}))
     world = World(0, 1, 0, torch.device("cpu"))
     job = SimpleNamespace(
-        run=SimpleNamespace(model="tiny"), output_dir=tmp_path / "run", world=world, tokenizer=tokenizer, vision=None
+        run=SimpleNamespace(model="tiny"),
+        output_dir=tmp_path / "run",
+        world=world,
+        tokenizer=tokenizer,
+        vision=None,
+        identity={},
     )
     rollout = Rollout(eval_only=True, max_prompt_tokens=64)
     train, evaluated = read_prompts(job, Data(eval_data=str(path)), rollout, None)

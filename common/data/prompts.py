@@ -16,7 +16,7 @@ from common.data.rows import RowFiles
 from common.data.scan import Fingerprint, Found, Lengths, once_per_machine
 from common.data.verl import OPTIONAL, REQUIRED, row_problem, to_verl, truth_of
 from common.distributed import World
-from common.episodes import Prompt, Row
+from common.episodes import Prompt, Row, is_continued
 from common.flags import Data, Rollout
 from common.pictures import BadRow
 from common.tools import Tool
@@ -131,7 +131,7 @@ class PromptData:
                     found.told["are rendered templates in one message: used without chat template"] += 1
                 elif self.tokenizer.chat_template:
                     found.told[AS_THEY_STAND] += 1
-                if render.is_continued(prompt.messages):
+                if is_continued(prompt.messages):
                     found.told["end in a message of the assistant: the model goes on with it"] += 1
                 found.look_at(render.bare_text(prompt.prompt), prompt.pictures, prompt.spelled, self.tokenizer)
                 found.unheeded[render.unheeded(records[index], self.tools, self.interaction)] += 1
@@ -156,7 +156,7 @@ class PromptData:
         plays = self.environment and record.get("agent_name") != "single_turn_agent"
         if plays and isinstance(prompt, str):
             raise BadRow("is a rendered prompt, which an --environment cannot add to")
-        if plays and render.is_continued(prompt):
+        if plays and is_continued(prompt):
             raise BadRow("ends in a message of the assistant, which an --environment cannot add to")
         if not isinstance(render.row_interaction(record, self.interaction) or {}, dict):
             raise BadRow("extra_info.interaction_kwargs is no object")

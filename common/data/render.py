@@ -12,7 +12,7 @@ from jinja2 import TemplateError
 
 from common.data.media import MARKS, for_interpreter
 from common.data.templates import native_calls
-from common.episodes import Prompt
+from common.episodes import Prompt, is_continued
 from common.pictures import BadRow
 from common.tools import Tool
 from common.tools.turns import Hermes
@@ -85,14 +85,6 @@ def to_messages(prompt: Prompt, tokenizer, tools: Mapping[str, Tool] | None = No
     if pictures:
         messages = [message | {"content": split_marks(message["content"])} for message in messages]
     return messages
-
-
-def is_continued(prompt: Prompt) -> bool:
-    """Does it end in words of the assistant, which the model goes on with? Behind a call it begins a new turn."""
-    if isinstance(prompt, str):
-        return False
-    last = prompt[-1]
-    return last["role"] == "assistant" and not last.get("tool_calls")
 
 
 def apply_template(prompts: list[Prompt], tokenizer) -> list[str]:

@@ -5,7 +5,7 @@ from math import nan
 
 import torch
 
-from common.episodes import Episode, Row
+from common.episodes import Episode, Row, with_replies
 from common.files import DAMAGE
 from common.rewards import MAX_SCORE, sampled_turns, usable
 from common.torch_repair import transformers
@@ -39,7 +39,7 @@ class RewardModel:
         if isinstance(row.prompt, list) and self.tokenizer.chat_template:
             *before, last = row.prompt
             asked = last | {"content": last["content"] + episode.opening}
-            messages = [*before, asked, {"role": "assistant", "content": response}]
+            messages = with_replies([*before, asked], [{"role": "assistant", "content": response}])
             return self.tokenizer.apply_chat_template(messages, tokenize=False)
         return policy_tokenizer.decode(episode.prompt_ids) + response
 

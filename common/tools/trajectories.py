@@ -7,7 +7,7 @@ from itertools import islice
 from math import inf
 
 from common.engine.books import Completion
-from common.episodes import Episode, Row, Watch, add_turn
+from common.episodes import Episode, Row, Watch, add_turn, with_replies
 from common.flags import Rollout
 from common.pictures import Media
 from common.processes import cpus_of_rank
@@ -164,7 +164,7 @@ class Turns:
             said = [*said[:-1], said[-1] | {"content": said[-1]["content"] + episode.opening}]
             truth = {"ground_truth": row.interaction.get("ground_truth", row.ground_truth)}
             given = {name: value for name, value in row.interaction.items() if name not in truth}
-            self.workers.hand_on((key, call.name), (call.name, truth, [*said, *episode.messages], given))
+            self.workers.hand_on((key, call.name), (call.name, truth, with_replies(said, episode.messages), given))
             return
         tool = find_tool({name: self.workers.tools[name] for name in row.tools}, call.name)
         if call is OPENING or call is CLOSING or (tool and tool.stateful):
