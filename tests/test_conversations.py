@@ -386,6 +386,13 @@ def test_formats_are_recognised_by_their_columns(tokenizer, name):
     assert read_conversation(TEXT_ROWS[name]).messages == ANSWER
 
 
+def test_a_solution_goes_on_with_what_the_prompt_has_begun():
+    """As the policy does, when the same row is a prompt."""
+    begun = alternating("q", "Well, ")
+    messages = read_conversation({"prompt": begun, "extra_info": {"answer": "a"}}).messages
+    assert messages == alternating("q", "Well, a")
+
+
 @pytest.fixture(scope="module")
 def vision(tmp_path_factory):
     return load_vision(str(write_tiny_vl(tmp_path_factory.mktemp("tiny-vl"))), LIMITS)

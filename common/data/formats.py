@@ -15,6 +15,7 @@ from typing import Literal
 
 from common.data.media import Picture, picture_sources
 from common.data.render import DEFAULT_SYSTEM, parsed, split_marks, with_arguments, with_tools, without_nulls
+from common.episodes import with_replies
 from common.pictures import BadRow
 from common.tools.turns import CALL_ID, CLOSE, OPEN
 
@@ -114,7 +115,7 @@ def from_marks(
     elif record.get("question") is not None and record.get("answer") is not None:
         rows = [{"role": "user", "content": record["question"]}, {"role": "assistant", "content": record["answer"]}]
     elif isinstance(record.get("prompt"), list) and (record.get("extra_info") or {}).get("answer"):
-        rows = [*record["prompt"], {"role": "assistant", "content": record["extra_info"]["answer"]}]
+        rows = with_replies(record["prompt"], [{"role": "assistant", "content": record["extra_info"]["answer"]}])
     else:
         raise BadRow(f"has the columns {', '.join(record)}; expected {FORMATS}")
     if isinstance(rows, str):
