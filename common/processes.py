@@ -28,7 +28,7 @@ LAUNCHERS = {  # how many processes srun or mpirun has started: which of them th
     "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
     "PMI_SIZE": "PMI_RANK",
 }
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 at_end: list[Callable[[], object]] = []  # called where the run ends, however it does
 reached: dict[str, object] = {}  # {"step": 3, "checkpoint": folder}, for who presses Ctrl-C; at the end the "status"
@@ -71,11 +71,52 @@ def refuse_lone_ranks() -> None:
             raise SystemExit(told if first else 1)
 
 
-def die_with(parent: int) -> None:
-    """The kernel kills this process with the thread that started it; it ends now if that is dead."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with(parent: int, how: signal.Signals = signal.SIGKILL) -> None:
+    """This process gets the signal when the thread that started it ends; it ends now if that is dead."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, how)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """From now on what descends from this process has it as its parent when its own one ends."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def descendants(process: int) -> list[int]:
+    """Process numbers of its children, their children and so on."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdecimal():
+            with suppress(OSError):  # it has ended
+                # after its name, which may hold anything: its state, and its parent
+                fields = Path(f"/proc/{entry}/stat").read_bytes().rpartition(b")")[2].split()
+                children.setdefault(int(fields[1]), []).append(int(entry))
+    found = children.get(process, [])
+    for one in found:  # grows while it is read
+        found += children.get(one, [])
+    return found
+
+
+def end_descendants(of_interest: int) -> int:
+    """Kill all that descends from this process, which must have adopted the orphans, until nothing is left of it.
+
+    Returns the wait status of the child `of_interest`, which may have ended before.
+    """
+    status = 0
+    while True:
+        for process in descendants(os.getpid()):
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(process, signal.SIGKILL)
+        try:
+            ended = (-1, 0)
+            while ended[0]:
+                ended = os.waitpid(-1, os.WNOHANG)
+                if ended[0] == of_interest:
+                    status = ended[1]
+        except ChildProcessError:
+            return status
+        time.sleep(0.005)
 
 
 def watch(stall_minutes: float, break_silence: Callable[[list[str]], object]) -> None:

@@ -4,6 +4,9 @@ A worker is a new Python (the trainer, with CUDA and threads, must not fork) tha
 multiprocessing it would import the running script, and torch with it) and that has a socket of its own: nothing is
 shared that it could lock or corrupt when it is killed. The function can write to that socket, too: what arrives is a
 reply only with the token of the job, which the function is not given.
+
+The process that the trainer starts is a keeper: the worker is its child, and all that a function starts, in whatever
+session, descends from the keeper and ends with the worker. Nothing that a worker does, or does not, holds the trainer.
 """
 
 import importlib
@@ -16,6 +19,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections import deque
@@ -26,12 +30,16 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn
 
-from common.processes import die_with
+from common.processes import adopt_orphans, die_with, end_descendants
 
 ROOT = Path(__file__).resolve().parents[1]
 BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from common.worker import serve; serve(*sys.argv[2:])"
 START_S = 120  # for a worker to start: the function's file may import slow libraries from a slow disk
-TRANSFER_S = 10  # a message that is under way for longer comes from, or goes to, a process that hangs
+LATE_S = 2  # for the rest of a reply whose deadline has passed while the trainer was away
+TRANSFER_S = 10  # in which a keeper has ended all that descends from it
+HOLD_S = 1  # the trainer waits no longer for the end of a process that has to be replaced
+KILL_ALL = signal.SIGUSR1  # to a keeper: end the worker, and what it has started
+ORDERS = {signal.SIGCHLD, signal.SIGTERM, KILL_ALL}
 MAX_ERROR = 500  # characters of a message that are kept
 MAX_REPLY = 2**28  # bytes
 CUT = b"\n... what this worker prints further is not shown\n"
@@ -55,11 +63,12 @@ class Worker:
         self.arguments = [str(memory_gib), make_handler.__module__, make_handler.__name__, spec]
         self.timeout_s, self.close_s, self.printable = timeout_s, close_s, MAX_OUTPUT
         self.queue: deque[tuple[Hashable, Any]] = deque()  # jobs that no other worker may do
+        self.endings: list[threading.Thread] = []  # of its earlier processes
+        self.held_s = 0.0  # how long the trainer has waited for the reply that has begun to come
         self.start()
 
     def start(self) -> None:
         self.socket, theirs = socket.socketpair()
-        self.socket.settimeout(TRANSFER_S)
         self.inbox = bytearray()
         with theirs:
             self.process = subprocess.Popen(
@@ -70,7 +79,7 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 bufsize=0,
-                start_new_session=True,  # Ctrl-C is for the trainer; and a group to kill, with what a function started
+                start_new_session=True,  # Ctrl-C is for the trainer
             )
         os.set_blocking(self.process.stdout.fileno(), False)
         self.sources = [self.socket, self.process.stdout]
@@ -83,25 +92,32 @@ class Worker:
             self.deadline = time.monotonic() + self.close_s
             if self.close_s:
                 self.process.terminate()  # first: it would meet the end of the socket in its own time
-            self.socket.close()
+            close_link(self.socket)
 
-    def stop(self) -> str:
-        """Kill the process and the children it has; returns how it ended, which may have been earlier."""
-        self.hang_up()
+    def stop(self, hold_s: float | None = None) -> str:
+        """End the process and all that it has started; returns how it ended, which may have been earlier.
+
+        Waits until that is done, or for `hold_s`: the rest is then done in a thread.
+        """
+        if self.running:
+            self.hang_up()
         if not self.process.stdout.closed:
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(max(0.0, self.deadline - time.monotonic()))
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            with suppress(subprocess.TimeoutExpired):  # it hangs in the kernel, for example on a dead file system
-                self.process.wait(TRANSFER_S)
             self.show_output()
+            ending = threading.Thread(target=end_keeper, args=[self.process, self.deadline], daemon=True)
+            ending.start()
+            self.endings = [other for other in self.endings if other.is_alive()] + [ending]
+            ending.join(hold_s)
+            if not ending.is_alive():
+                self.show_output()
             self.process.stdout.close()
+        if hold_s is None:
+            for ending in self.endings:
+                ending.join()
         code = self.process.returncode
         return signal.strsignal(-code) if code and code < 0 else f"exit code {code}"
 
     def restart(self) -> None:
-        self.stop()
+        self.stop(HOLD_S)
         self.start()
 
     def expect(self, state: str, key: Hashable = None, timeout_s: float = inf) -> None:
@@ -120,6 +136,7 @@ class Worker:
 
     def take(self, key: Hashable, job: Any) -> None:
         self.expect(self.BUSY, key, self.timeout_s)
+        self.held_s = 0.0
         self.send(job)
 
     def advance(self, readable: list) -> dict | None:
@@ -129,7 +146,7 @@ class Worker:
             return None
         error = reply.get("error", "")
         if was == self.STARTING and error:
-            self.stop()
+            self.stop(HOLD_S)
             raise ValueError(error)
         self.expect(self.IDLE)
         if not self.running or error.startswith("MemoryError"):  # the latter may still hold its memory
@@ -146,8 +163,7 @@ class Worker:
         self.token = os.urandom(16).hex()
         message = pickle.dumps((self.token, job))
         head = struct.pack("!i", len(message)) if len(message) < 2**31 else struct.pack("!iQ", -1, len(message))
-        with suppress(OSError):
-            self.socket.sendall(head + message)  # within TRANSFER_S, all of it
+        send_all(self.socket, head + message)
 
     def show_output(self) -> None:
         """Pass on to stderr what it has printed, until it is enough."""
@@ -175,7 +191,7 @@ class Worker:
             pass
         except (ValueError, RecursionError):
             why = "what came from the worker is no reply to its job"
-        end = self.stop()
+        end = self.stop(0.0 if why else HOLD_S)
         return {"error": why or f"the worker died ({end})"}
 
     def receive(self) -> dict | None:
@@ -183,7 +199,7 @@ class Worker:
         if not (piece := self.socket.recv(2**20)):
             raise ConnectionResetError
         if not self.inbox and time.monotonic() > self.deadline:  # the trainer was away: the rest may come, too
-            self.deadline = time.monotonic() + TRANSFER_S
+            self.deadline = time.monotonic() + LATE_S
         self.inbox += piece
         size = int.from_bytes(self.inbox[:4], "big")
         if size > MAX_REPLY or len(self.inbox) > max(4, 4 + size):
@@ -199,17 +215,127 @@ class Worker:
         raise ValueError("not from serve")
 
 
+def send_all(link: socket.socket, data: bytes) -> None:
+    """To a process that may never read, or that is dead, as its end of the socket will tell: what does not fit into
+    the socket now is sent by a thread, until the link is closed by `close_link`."""
+    try:
+        sent = link.send(data, socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        sent = 0
+    except OSError:
+        return
+    if sent < len(data):
+        threading.Thread(target=send_rest, args=[link.dup(), memoryview(data)[sent:]], daemon=True).start()
+
+
+def send_rest(link: socket.socket, data: memoryview) -> None:
+    with link, suppress(OSError):
+        link.sendall(data)
+
+
+def close_link(link: socket.socket) -> None:
+    """Close a socket, also for a thread that sends what `send_all` has left to it."""
+    with suppress(OSError):
+        link.shutdown(socket.SHUT_RDWR)
+    link.close()
+
+
+def end_keeper(process: subprocess.Popen, deadline: float) -> None:
+    """Wait until the deadline for a worker to end, then have its keeper kill it."""
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(max(0.0, deadline - time.monotonic()))
+    for number in (KILL_ALL, signal.SIGCONT):  # a function may have stopped it
+        process.send_signal(number)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(TRANSFER_S)
+    process.kill()
+    with suppress(subprocess.TimeoutExpired):  # it hangs in the kernel, for example on a dead file system
+        process.wait(TRANSFER_S)
+
+
 class Ended(BaseException):
     """The trainer is done with this worker, whatever that is doing."""
 
 
-def end(*_) -> NoReturn:
-    raise Ended
+def serve(fd: str, trainer: str, *arguments: str) -> None:
+    """What the trainer starts: the keeper, and in a session of its own the worker."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, ORDERS)
+    adopt_orphans()
+    die_with(int(trainer), KILL_ALL)
+    keeper = os.getpid()
+    worker = os.fork()
+    if worker:
+        os.close(int(fd))  # its end is that of the worker's
+        keep(worker)
+    os.setsid()
+    die_with(keeper)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ORDERS)
+    work(fd, *arguments)
 
 
-def serve(fd: str, trainer: str, memory_gib: str, module: str, make_handler: str, spec: str) -> None:
+def keep(worker: int) -> NoReturn:
+    """Wait for the end of the worker, or the order to end it; then end all that it has left, and end as it did."""
+    ended = False
+    while not ended:
+        order = signal.sigwait(ORDERS)
+        if order == signal.SIGTERM:
+            os.kill(worker, signal.SIGTERM)
+        elif order == KILL_ALL:
+            ended = True
+        else:
+            ended = has_ended(worker)
+    code = os.waitstatus_to_exitcode(end_descendants(worker))
+    if code < 0:
+        with suppress(OSError):  # of SIGKILL
+            signal.signal(-code, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def has_ended(worker: int) -> bool:
+    """Has this child? It is left to be waited for, others that have ended are not: they were adopted."""
+    while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        if found.si_pid == worker:
+            return True
+        os.waitpid(found.si_pid, 0)
+    return False
+
+
+def end_by(worker: int) -> Callable:
+    """What SIGTERM does in a worker: it ends by an exception. A child that came to be unseen ends as any other."""
+
+    def end(*_) -> NoReturn:
+        if os.getpid() != worker:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+        raise Ended
+
+    return end
+
+
+def give_children_default_handlers() -> None:
+    """Whatever a function forks, `terminate()` ends. SIGTERM waits while a process forks: the child would forget one
+    that comes before its handler is the default one."""
+    before = threading.local()
+
+    def hold() -> None:
+        before.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def go_on() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before.mask)
+
+    def reset_and_go_on() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        go_on()
+
+    os.register_at_fork(before=hold, after_in_parent=go_on, after_in_child=reset_and_go_on)
+
+
+def work(fd: str, memory_gib: str, module: str, make_handler: str, spec: str) -> None:
     """A worker process: make the handler at the first message, then do one job after the other."""
-    die_with(int(trainer))
     os.set_inheritable(int(fd), False)  # programs that a function starts do not get the socket
     connection, pid = Connection(int(fd)), os.getpid()
 
@@ -219,7 +345,8 @@ def serve(fd: str, trainer: str, memory_gib: str, module: str, make_handler: str
         limit(float(memory_gib))
         return {}
 
-    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGTERM, end_by(pid))
+    give_children_default_handlers()
     handle = first
     with suppress(EOFError, OSError, Ended):  # the trainer is gone, or the function has closed the socket
         while True:
@@ -238,8 +365,7 @@ def serve(fd: str, trainer: str, memory_gib: str, module: str, make_handler: str
 
 
 def limit(memory_gib: float) -> None:
-    """No core dumps, and that much more memory (0: no limit)."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    """That much more memory than now (0: no limit)."""
     if memory_gib:
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         allowed, hard = mapped + int(memory_gib * 2**30), resource.getrlimit(resource.RLIMIT_AS)[1]

@@ -13,9 +13,10 @@ from typing import Any
 
 from common.processes import at_end
 from common.progress import Progress
-from common.worker import TRANSFER_S, USER_MODULE, Worker, describe
+from common.worker import USER_MODULE, Worker, describe
 
 SHARE = 4  # homes that a worker has before there is another one
+PATIENCE_S, BYTES_PER_S = 0.1, 1e8  # how long a reply that has begun to come is waited for, and at which rate
 
 
 class Pool:
@@ -115,11 +116,11 @@ class Pool:
         for worker in waiting:
             key = worker.key
             try:
-                reply, end = worker.advance(readable), time.monotonic() + TRANSFER_S
-                while reply is None and worker.inbox and time.monotonic() < end and (new := wait(worker.sources, 0.1)):
-                    reply = worker.advance(new)  # all of a large one: the trainer may be away next
-                if reply is None and worker.inbox and time.monotonic() > worker.deadline:
-                    reply = worker.advance([])  # a byte now and then does not put it off
+                reply = worker.advance(readable)
+                while reply is None and worker.inbox and comes_fast(worker):
+                    start = time.monotonic()
+                    reply = worker.advance(wait(worker.sources, 0.01))
+                    worker.held_s += time.monotonic() - start
             except ValueError as error:
                 done += self._failed_start(worker, str(error))
                 continue
@@ -141,6 +142,12 @@ class Pool:
         worker.start()
         queue = worker.queue or self.queue
         return [(queue.popleft()[0], {"error": f"no worker starts: {error}"})] if queue else []
+
+
+def comes_fast(worker: Worker) -> bool:
+    """Is the rest of its reply worth waiting for? All of a large one is, for the trainer may be away next; but bytes
+    that drip do not hold the trainer."""
+    return worker.held_s < PATIENCE_S + len(worker.inbox) / BYTES_PER_S
 
 
 def load_function(spec: str, flag: str) -> Callable:

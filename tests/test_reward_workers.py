@@ -16,7 +16,6 @@ from types import SimpleNamespace
 import pytest
 from helpers import ROOT, alive, deadline, wait_until
 
-from common import worker
 from common.episodes import Episode, Row
 from common.hub import FOLDERS
 from common.rewards import RewardWorkers, score_episodes
@@ -25,7 +24,7 @@ from common.torch_repair import transformers
 TIMEOUT = 2.0  # seconds, in all tests that do not say otherwise
 
 FUNCTION = """
-import ctypes, os, signal, struct, subprocess, sys, threading, time
+import ctypes, multiprocessing, os, signal, struct, subprocess, sys, threading, time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,6 +75,57 @@ def fork_and_die():
     time.sleep(600)  # holds the worker's socket
 
 
+def leave_daemon(then):  # two forks, and a session of its own
+    os.fork() or (os.setsid(), os.fork() and os._exit(0), leave_child(lambda: time.sleep(600)))
+    while not os.path.exists(os.environ["CHILD"]):
+        time.sleep(0.01)
+    then()
+
+
+def sleep_on():
+    while True:
+        try:
+            time.sleep(600)
+        except BaseException:
+            pass
+
+
+def fork_by(fork):
+    return fork() or sleep_on()
+
+
+def terminated(start, wait):  # the signal that it ended by
+    child = start()
+    os.kill(child if isinstance(child, int) else child.pid, signal.SIGTERM)
+    return float(wait(child))
+
+
+def started_by(method):
+    process = multiprocessing.get_context(method).Process(target=time.sleep, args=(600,))
+    process.start()
+    return process
+
+
+def wait_for(process):
+    process.join(5) if hasattr(process, "join") else process.wait(5)
+    return -(process.exitcode if hasattr(process, "exitcode") else process.returncode)
+
+
+def wait_for_fork(child):
+    end = time.monotonic() + 5
+    while time.monotonic() < end:
+        if (ended := os.waitpid(child, os.WNOHANG))[0]:
+            return os.WTERMSIG(ended[1])
+    return 0.0
+
+
+def use_pools():
+    for _ in range(40):
+        with multiprocessing.get_context("fork").Pool(3) as pool:
+            assert pool.map(abs, [-1, 2]) == [1, 2]
+    return 1.0
+
+
 def later(seconds, action):
     threading.Timer(seconds, action).start()
     return 1.0
@@ -96,6 +146,16 @@ def forge(*messages, size=None):  # write to the trainer, as the worker does
 def drip():
     forge(b"{", size=1000)
     spin()
+
+
+def trickle():
+    socket = forge(b"{", size=10**6) and [
+        int(number) for number in os.listdir("/proc/self/fd")
+        if "socket:" in os.path.realpath(f"/proc/self/fd/{number}")
+    ][0]
+    while True:
+        os.write(socket, b" ")
+        time.sleep(0.005)
 
 
 def write_much():
@@ -125,6 +185,7 @@ ACTIONS = {
     "forge a negative one": lambda: forge(b"", size=-1),
     "forge half of one": lambda: forge(SCORE, size=1000),
     "drip": drip,
+    "trickle": trickle,
     "forge later": lambda: later(0.1, lambda: forge(SCORE)),
     "write much": write_much,
     "surrogates": lambda: {"score": 1.0, "pred": "\\ud800"},
@@ -147,6 +208,17 @@ ACTIONS = {
     "object": lambda: Result(1.0),
     "fork": lambda: 1.0 if os.fork() else 7.0,
     "leave child": lambda: leave_child(spin),
+    "leave daemon and spin": lambda: leave_daemon(spin),
+    "leave daemon and die": lambda: leave_daemon(lambda: os._exit(3)),
+    "terminate fork": lambda: terminated(lambda: started_by("fork"), wait_for),
+    "terminate spawn": lambda: terminated(lambda: started_by("spawn"), wait_for),
+    "terminate forkserver": lambda: terminated(lambda: started_by("forkserver"), wait_for),
+    "terminate subprocess": lambda: terminated(lambda: subprocess.Popen(["sleep", "600"]), wait_for),
+    "terminate preexec": lambda: terminated(
+        lambda: subprocess.Popen(["sleep", "600"], preexec_fn=os.setsid), wait_for),
+    "terminate os.fork": lambda: terminated(lambda: fork_by(os.fork), wait_for_fork),
+    "terminate fork of C": lambda: terminated(lambda: fork_by(ctypes.CDLL(None).fork), wait_for_fork),
+    "pools": use_pools,
     "fork and die": fork_and_die,
     "die later": lambda: later(0.1, lambda: os._exit(3)),
     "alarm": lambda: signal.setitimer(signal.ITIMER_REAL, 0.1) and 1.0,
@@ -267,6 +339,23 @@ def test_half_a_message_does_not_keep_the_others_waiting(start):
     with deadline(60):
         results = start(count=2).score([job("drip"), *[job(str(number)) for number in range(4)]])
     assert results == [{"error": "timeout after 2 s"}, *[scored(number) for number in range(4)]]
+
+
+def test_bytes_that_trickle_hold_nobody_up(start):
+    """A poll takes no longer than it is asked to, and the deadlines are kept, of all workers."""
+    pool = start(count=3, timeout_s=1.0)
+    pool.score([job("0.5", sleep=0.2)] * 3)
+    began = time.monotonic()
+    for number in range(3):
+        pool.submit(number, job("trickle"))
+    replies, longest = {}, 0.0
+    while pool.pending and time.monotonic() < began + 20:
+        start_of_poll = time.monotonic()
+        replies |= pool.poll(0.0)
+        longest = max(longest, time.monotonic() - start_of_poll)
+        time.sleep(0.02)
+    assert replies == {number: {"error": "timeout after 1 s"} for number in range(3)}
+    assert longest < 0.8 and time.monotonic() - began < 3
 
 
 def test_a_reply_that_waited_for_the_trainer_is_read_to_its_end(start):
@@ -413,13 +502,15 @@ def test_a_death_between_jobs_costs_nothing(start, action):
     assert len(set(pids)) == 2
 
 
-def test_a_worker_that_stops_reading_does_not_block(start, monkeypatch):
+def test_a_worker_that_stops_reading_does_not_block(start):
     """A thread that a function left behind keeps the GIL, and the next text does not fit the socket's buffer."""
-    monkeypatch.setattr(worker, "TRANSFER_S", 1)
     pool = start(count=1, timeout_s=0.5)
     assert pool.score([job("hang later")]) == [{"score": 1.0}]
     time.sleep(0.5)
-    assert pool.score([job("5" + "." * 8 + " " * 4_000_000)]) == [{"error": "timeout after 0.5 s"}]
+    began = time.monotonic()
+    pool.submit("large", job("5" + "." * 8 + " " * 4_000_000))
+    assert time.monotonic() - began < 0.4
+    assert pool.poll(60.0) == [("large", {"error": "timeout after 0.5 s"})]
     assert pool.score([job("5")]) == [scored(5)]
 
 
@@ -436,13 +527,34 @@ def test_a_forked_child_that_comes_back_is_ignored(start):
 
 
 @pytest.mark.parametrize(
-    "action, error", [("leave child", "timeout after 1 s"), ("fork and die", "the worker died (exit code 3)")]
+    "action, error",
+    [
+        ("leave child", "timeout after 1 s"),
+        ("fork and die", "the worker died (exit code 3)"),
+        ("leave daemon and spin", "timeout after 1 s"),
+        ("leave daemon and die", "the worker died (exit code 3)"),
+    ],
 )
 def test_children_die_with_their_worker(start, tmp_path, monkeypatch, action, error):
     monkeypatch.setenv("CHILD", str(tmp_path / "child"))
     assert start(count=1, timeout_s=1.0).score([job(action), job("2")]) == [{"error": error}, scored(2)]
     child = int((tmp_path / "child").read_text())
     wait_until(lambda: not alive(child))
+
+
+WAYS = ["fork", "spawn", "forkserver", "subprocess", "preexec", "os.fork", "fork of C"]
+
+
+def test_terminate_ends_a_child_however_it_was_started(start):
+    """It has no handler of the worker's: what a program does with an exception does not matter."""
+    results = start(count=1, timeout_s=20.0).score([job(f"terminate {way}") for way in WAYS])
+    signals = {way: result.get("score", result) for way, result in zip(WAYS, results)}
+    assert signals == dict.fromkeys(WAYS, float(signal.SIGTERM))
+
+
+def test_a_pool_of_processes_in_a_function_ends(start):
+    """Also where its processes have only just been forked."""
+    assert start(count=1, timeout_s=30.0).score([job("pools")] * 2) == [{"score": 1.0}] * 2
 
 
 def test_a_call_after_an_interrupted_one(start, tmp_path):
@@ -523,15 +635,19 @@ def test_sigkill_of_the_trainer_leaves_no_worker(spec, tmp_path):
         "pool = RewardWorkers(sys.argv[1], 3, 600.0)\n"
         "pool.score([('test', '3', 7, {})] * 3)\n"  # more than one job at a time: all are started
         "print(*(worker.process.pid for worker in pool.workers), flush=True)\n"
-        "pool.score([('test', 'hang', 7, {'file': sys.argv[2]})])\n"
+        "texts = ['leave daemon and spin', 'hang']\n"
+        "pool.score([('test', text, 7, {'file': sys.argv[2]}) for text in texts])\n"
     )
     command = [sys.executable, script, spec, tmp_path / "hangs"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CHILD": str(tmp_path / "child")}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as trainer:
         assert trainer.stdout.readline() == "main\n"
         pids = [int(pid) for pid in trainer.stdout.readline().split()]
         wait_until((tmp_path / "hangs").exists)
+        wait_until((tmp_path / "child").exists)
         assert len(pids) == 3 and all(map(alive, pids))
+        wait_until(lambda: (tmp_path / "child").read_text())
+        pids.append(int((tmp_path / "child").read_text()))
         trainer.send_signal(signal.SIGKILL)
         wait_until(lambda: not any(map(alive, pids)))
         assert trainer.stdout.read() == ""
