@@ -517,17 +517,21 @@ def main(args: Args, demo: bool = False) -> None:
             "data/epoch": rollouts.loader.epoch,
         }
 
+        rollouts.count_unscored(step + 1, metrics)
+
         # 6. eval, checkpoint
         last = step + 1 == end
         if rollouts.can_evaluate and (last or due(step + 1, args.run.eval_every)):
             with watch("eval"):
                 metrics |= rollouts.evaluate(policy, step + 1)
         metrics |= watch.metrics(device)
-        stop = stop_requested()  # during the evaluation, too
+        stop = stop_requested() or rollouts.scores_nothing  # during the evaluation, too
         logger.log(step + 1, metrics)  # before the checkpoint: a step that a resume skips is a step on record
         if not args.rollout.replay and (last or stop or checkpoints.due(step + 1, metrics.get("eval/accuracy"))):
             memory.save(step + 1, job.tokenizer, checkpoints.folder)
             checkpoints.save(step + 1, metrics.get("eval/accuracy"))
+        if rollouts.scores_nothing:
+            rollouts.end_unscored(step + 1)
         if stop and not last:
             logger.event({"event": "stopped", "step": step + 1})
             raise SystemExit(143)  # as a process ended by SIGTERM

@@ -16,6 +16,7 @@ MOST_NUMBERS = 32  # of a reward function, beside the score
 OURS = {"tool_bonus", "curiosity", "call_cost"}  # numbers that scripts add
 TAKEN = {"score", "acc", "judged", "unjudged", "looks", "born", "advantage"}  # names that `rewards` has for our own
 TAKEN |= {"mean", "std", "mean_square", "accuracy", "failed", "zero_variance_groups", "model_mean"}  # other metrics'
+TAKEN |= {"unscored_steps"}
 
 say_once = cache(partial(print, flush=True))
 
@@ -62,11 +63,15 @@ def rollout_means(episodes: list[Episode], seconds: dict[str, float], with_tools
 
 
 def rollout_metrics(metrics: dict[str, float]) -> dict[str, float]:
-    """The reduced means of a step with the spread of its rewards, and without reasons to finish that did not occur."""
-    if "reward/mean" not in metrics:
-        raise RuntimeError("not one response of this step could be scored: see the errors above")
-    mean_square = metrics.pop("reward/mean_square")
-    metrics["reward/std"] = math.sqrt(max(0.0, mean_square - metrics["reward/mean"] ** 2))
+    """The reduced means of a step with the spread of its rewards, and without reasons to finish that did not occur.
+
+    A step of which no response could be scored has no rewards, but reward/unscored_steps.
+    """
+    if "reward/mean" in metrics:
+        mean_square = metrics.pop("reward/mean_square")
+        metrics["reward/std"] = math.sqrt(max(0.0, mean_square - metrics["reward/mean"] ** 2))
+    else:
+        metrics["reward/unscored_steps"] = 1.0
     return {name: x for name, x in metrics.items() if x or name.removeprefix("rollout/") not in RARE_REASONS}
 
 

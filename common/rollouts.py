@@ -6,6 +6,7 @@ from datetime import timedelta
 from functools import partial
 from math import ceil
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -44,6 +45,7 @@ from common.tools.turns import Hermes
 
 AT_ONCE = 256  # samples of an evaluation, on a rank, under way
 PICTURED = 64  # rows of it, of a model that sees: a megapixel is 8 MB
+MAX_UNSCORED_STEPS = 3  # in a row: the run ends
 
 
 class Rollouts:
@@ -68,6 +70,7 @@ class Rollouts:
         oversample: how many times --prompts-per-step a step draws."""
         self.world, self.tokenizer, self.output_dir = job.world, job.tokenizer, job.output_dir
         self.flags, self.run = rollout, run
+        self.unscored_steps = 0  # the last ones in a row of which no response could be scored
         again = bool(rollout.replay) and (job.output_dir / "checkpoints").exists()
         refuse(again, f"--replay: {job.output_dir} has checkpoints of its own; give another --output-dir")
         refuse_idle(rollout, {"max_images": (job.vision is not None, "a vision-language --model")})
@@ -143,6 +146,23 @@ class Rollouts:
         if self.reward_model:
             self.engine.sleep()
             self.reward_model.score_episodes(episodes, rows, self.tokenizer)
+
+    def count_unscored(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Note, from the metrics of all ranks, a step of which no response could be scored: it trains nothing."""
+        if "reward/unscored_steps" not in metrics:
+            self.unscored_steps = 0
+            return
+        self.unscored_steps += 1
+        self.world.print(f"warning: step {step} trains nothing: no response of it could be scored, see above why")
+
+    @property
+    def scores_nothing(self) -> bool:
+        """Is it time to save and to end the run, on all ranks alike?"""
+        return self.unscored_steps >= MAX_UNSCORED_STEPS
+
+    def end_unscored(self, step: int) -> NoReturn:
+        told = f"no response of {self.unscored_steps} steps in a row could be scored, see above why"
+        raise SystemExit(f"{told}: the run ends at step {step}; the same command goes on from its last checkpoint")
 
     def evaluate(self, policy: nn.Module, step: int, report_to: Path | None = None) -> dict[str, float]:
         """eval/* of the policy, whose weights are those of `step`; the same on every rank. Leaves the engine asleep.

@@ -58,3 +58,44 @@ def test_minibatches_that_train_nothing_take_no_step(script, steps, tmp_path):
     options += ["--max-response-tokens", 12, "--no-eval-before", "--eval-every", 0]
     done = run_script(tmp_path / "steps.py", *SMALL, *options, "--output-dir", tmp_path / "run")
     assert done.stdout.splitlines()[-1] == f"optimizer steps: {steps}"
+
+
+REWARD = """
+import pathlib
+
+def fn(data_source, solution_str, ground_truth, extra_info=None):
+    records = pathlib.Path(RECORDS)
+    steps = records.read_text().count('"step":') if records.exists() else 0
+    if SCORED[steps] == "n":
+        raise OSError("the scorer is away")
+    return len(solution_str) % 7
+"""
+
+
+@pytest.mark.parametrize(
+    "script, ranks, steps",  # y: a step's responses are scored; n: none of them
+    [
+        ("grpo.py", 2, "ynnynnn"),
+        pytest.param("ppo.py", 0, "ynnn", marks=pytest.mark.slow),
+        pytest.param("curiosity_rl.py", 0, "ynnn", marks=pytest.mark.slow),
+    ],
+)
+def test_steps_without_a_score_train_nothing_and_three_in_a_row_end_the_run(script, ranks, steps, tmp_path):
+    """With a checkpoint, and in words, on all ranks together."""
+    run = tmp_path / "run"
+    reward = REWARD.replace("RECORDS", repr(str(run / "metrics.jsonl"))).replace("SCORED", repr(steps))
+    (tmp_path / "reward.py").write_text(reward)
+    options = ["--reward-function", f"{tmp_path}/reward.py:fn", "--prompts-per-step", 2, "--samples-per-prompt", 4]
+    options += ["--minibatches", 1, "--no-eval-before", "--eval-every", 0, "--save-every", 0]
+    options += ["--critic-warmup-steps", 0] if script == "ppo.py" else []
+    options += ["--total-steps", len(steps) + 1, "--output-dir", run]
+    done = run_script(script, *SMALL, *options, "--max-response-tokens", 12, ranks=ranks, check=False)
+    assert done.returncode == 1, done.stderr[-3000:]
+    records = [record for record in metrics_of(run) if "event" not in record]
+    assert "".join("n" if "reward/unscored_steps" in record else "y" for record in records) == steps
+    trained = [step for step, record in enumerate(records) if "optim/grad_norm" in record]
+    assert trained == [step for step, letter in enumerate(steps) if letter == "y"]
+    assert (run / "checkpoints" / "latest").read_text() == f"step_{len(steps):06d}"
+    assert done.stdout.count("trains nothing: no response of it could be scored") == steps.count("n")
+    told = f"no response of 3 steps in a row could be scored, see above why: the run ends at step {len(steps)};"
+    assert told in done.stderr

@@ -198,7 +198,10 @@ def test_programs_that_did_something_and_what_they_earned():
     assert metrics["tool/acted"] == 2 / 4 and metrics["reward/tool_bonus"] == pytest.approx(0.1)
 
 
-def test_a_step_of_which_nothing_could_be_scored_ends_the_run_in_words():
+def test_a_step_of_which_nothing_could_be_scored_is_counted():
     sampled = [episode(0, math.nan), episode(0, math.nan)]
-    with pytest.raises(RuntimeError, match="not one response of this step could be scored: see the errors above"):
-        rollout_metrics(rollout_means(sampled, {"rollout": 1.0}).reduce())
+    metrics = rollout_metrics(rollout_means(sampled, {"rollout": 1.0}).reduce())
+    assert (metrics["reward/failed"], metrics["reward/unscored_steps"]) == (2.0, 1.0)
+    assert not {"reward/mean", "reward/mean_square", "reward/std", "reward/accuracy"} & metrics.keys()
+    scored = rollout_metrics(rollout_means([episode(0, 1.0), *sampled], {"rollout": 1.0}).reduce())
+    assert "reward/unscored_steps" not in scored and scored["reward/std"] == 0.0
