@@ -117,7 +117,7 @@ class Pool:
             key = worker.key
             try:
                 reply = worker.advance(readable)
-                while reply is None and worker.inbox and comes_fast(worker):
+                while reply is None and worker.busy and worker.inbox and comes_fast(worker):
                     start = time.monotonic()
                     reply = worker.advance(wait(worker.sources, 0.01))
                     worker.held_s += time.monotonic() - start

@@ -508,6 +508,24 @@ def test_a_figure_that_came_while_the_trainer_was_away_is_read_to_its_end():
     assert all(len(replies[t.key].images[0]) > 2**21 for t in trajectories)
 
 
+def test_bytes_that_trickle_hold_nobody_up(workers):
+    """From two sandboxes, for a second each; the engine is to sample meanwhile."""
+    code = "import os, struct, time\nos.write(3, struct.pack('<QQ', 100, 2**25))\n"
+    code += "for _ in range(100):\n    os.write(3, b'x')\n    time.sleep(0.01)\nos._exit(0)"
+    trajectories = [Trajectory(workers), Trajectory(workers)]
+    for trajectory in trajectories:
+        trajectory.ask(code)
+    replies, longest = {}, 0.0
+    with deadline(60):
+        while len(replies) < 2:
+            start = time.monotonic()
+            replies |= workers.poll(0.0)
+            longest = max(longest, time.monotonic() - start)
+            time.sleep(0.01)
+    assert all("the interpreter died" in replies[trajectory.key].text for trajectory in trajectories)
+    assert longest < 0.6
+
+
 @pytest.mark.slow
 def test_bytes_that_trickle_put_no_deadline_off():
     """While the engine takes a step some arrive, so that there is always something to read."""

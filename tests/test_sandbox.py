@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 
+import psutil
 import pytest
 from helpers import wait_until
 from PIL import Image
@@ -128,6 +129,10 @@ def options(old: str, new: str = "") -> Weaken:
         patch.setattr(sandbox, "bubblewrap", command)
 
     return weaken
+
+
+def every_file_of_proc(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(namespaces, "PROC_SEEN", {*os.listdir("/proc")})
 
 
 def inside(old: str, new: str = "") -> Weaken:
@@ -266,8 +271,23 @@ ATTACKS = [
     ),
     Attack("/proc", options("--remount-ro /proc "), "escaped(open('/proc/self/coredump_filter', 'w').write('0'))"),
     Attack(
-        "/proc/sys", options("--remount-ro /proc "), "escaped(open('/proc/sys/kernel/core_pattern', 'a'))", root=True
+        "/proc/sys",
+        [every_file_of_proc, options("--remount-ro /proc ")],
+        "escaped(open('/proc/sys/kernel/core_pattern', 'a'))",
+        root=True,
     ),
+    *(
+        Attack(
+            name,
+            every_file_of_proc,
+            f"escaped(open('{name}', 'rb').read(8))",
+            root=True,
+            default=name.endswith("flags"),
+        )
+        for name in ("/proc/kpageflags", "/proc/kpagecount", "/proc/keys", "/proc/iomem", "/proc/sys/kernel/hostname")
+        if os.path.exists(name)
+    ),
+    Attack("the kernel's symbols", every_file_of_proc, "escaped(open('/proc/kallsyms').readline())"),
     Attack(
         "the machine's device files",
         no_rule("utimensat"),
@@ -1030,6 +1050,79 @@ def test_processor_time_has_a_limit(monkeypatch):
 
 def test_a_program_has_four_devices_and_no_gpu(pool):
     assert Trajectory(pool)("import os\nprint(*sorted(os.listdir('/dev')))").text == "null random urandom zero"
+
+
+def test_of_proc_a_program_sees_processes_and_what_libraries_need(pool):
+    look = """
+import os
+for name in sorted(os.listdir("/proc")):
+    path = f"/proc/{name}"
+    try:
+        if os.listdir(path) if os.path.isdir(path) else open(path, "rb").read(1):
+            print(name)
+    except OSError:
+        pass
+"""
+    seen = {name for name in Trajectory(pool)(look).text.split() if not name.isdigit()}
+    assert {"cpuinfo", "meminfo", "self"} <= seen <= namespaces.PROC_SEEN
+
+
+def test_a_name_that_is_no_text_ends_nothing(pool):
+    """The server reads the line in which it stands, to count threads."""
+    process = pool.pool.workers[0].process
+    code = "libc.prctl(15, b'\\xff) \\xfe R 1')\ntime.sleep(0.6)\nprint('here')"
+    assert Trajectory(pool)(PRELUDE + code).text == "here"
+    assert pool.pool.workers[0].process is process and process.poll() is None
+
+
+SPIN = """
+def spin():
+    while True:
+        pass
+
+"""
+AT_WORK = {
+    "a thread": "threading.Thread(target=spin, daemon=True).start()",
+    "a block that has forged its reply": "forge(token(), 'done'); spin()",
+    "a thread that lets itself go on": "def go():\n    while True: os.kill(os.getpid(), signal.SIGCONT)\n"
+    "threading.Thread(target=go, daemon=True).start()",
+}
+AT_WORK_OUTSIDE = AT_WORK | {
+    "a process": "import subprocess; subprocess.Popen([sys.executable, '-c', 'while True: pass'])",
+    "processes that let each other go on": "def go():\n    while True: os.killpg(0, signal.SIGCONT)\n"
+    "os.fork() or (os.fork(), go())",
+    "a process in a session of its own": "os.fork() or (os.setsid(), os.fork() and os._exit(0), spin())",
+}
+
+
+def processor_seconds(process: int) -> float:
+    """Of it and of all that descends from it."""
+    family = [psutil.Process(process), *psutil.Process(process).children(recursive=True)]
+    return sum(sum(member.cpu_times()[:2]) for member in family)
+
+
+@pytest.mark.parametrize(
+    "confined, what", [(True, what) for what in AT_WORK] + [(False, what) for what in AT_WORK_OUTSIDE]
+)
+def test_between_blocks_a_sandbox_stands_still(confined, what, pool, unconfined_pool):
+    own = pool if confined else unconfined_pool
+    trajectory = Trajectory(own)
+    assert not trajectory(PRELUDE + SPIN + AT_WORK_OUTSIDE[what]).error
+    process = own.pool.workers[0].process.pid
+    time.sleep(0.3)  # in which the server has stopped it
+    before = processor_seconds(process)
+    time.sleep(0.7)
+    assert processor_seconds(process) - before < 0.1
+    assert Trajectory(own)("print(6 * 7)").text == "42"
+
+
+def test_a_thread_goes_on_with_the_next_block(pool):
+    trajectory = Trajectory(pool)
+    trajectory(
+        "import threading, time\nticks = []\ndef tick():\n    while True:\n        ticks.append(1); time.sleep(0.01)\n"
+        "threading.Thread(target=tick, daemon=True).start()"
+    )
+    assert trajectory("before = len(ticks); time.sleep(0.5); print(len(ticks) > before + 5)").text == "True"
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
 """Bubblewrap's namespaces for the policy's programs. Linux on x86-64.
 
 No network, no GPU, no environment, no files but /usr and Python's own, which cannot be written; a folder of limited
-size; own processes, users, mounts and messages; no capabilities.
+size; own processes, users, mounts and messages; no capabilities. Of /proc its own processes, and little else: the rest
+is the machine's, for root to read in any namespace.
 """
 
 import os
@@ -15,6 +16,10 @@ INSIDE = [Path(__file__).with_name(name) for name in ("server.py", "interpreter.
 SEEN_AT = "/interpreter"  # these two, there
 ENVIRONMENT = {"HOME": FOLDER, "TMPDIR": FOLDER, "MPLCONFIGDIR": FOLDER, "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}
 ENVIRONMENT |= {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+PROC_SEEN = {"cpuinfo", "filesystems", "loadavg", "meminfo", "mounts", "net", "self", "stat", "thread-self"}
+PROC_SEEN |= {"uptime", "version"}  # besides processes: what libraries look at, and what follows from these
 
 
 def python_folders() -> list[str]:
@@ -45,7 +50,16 @@ def bubblewrap(seccomp_fd: int, environment: Mapping[str, str]) -> list[str]:
             command += ["--ro-bind", path, path]
     for path in ("/etc/ld.so.cache", "/etc/fonts", "/etc/localtime", "/etc/alternatives"):
         command += ["--ro-bind-try", path, path]
-    command += ["--proc", "/proc", "--remount-ro", "/proc"]
+    command += ["--proc", "/proc"]
+    for name in sorted(os.listdir("/proc")):
+        path = f"/proc/{name}"
+        if name.isdecimal() or name in PROC_SEEN:
+            continue
+        if os.path.isdir(path):
+            command += ["--size", "4096", "--tmpfs", path, "--remount-ro", path]
+        else:
+            command += ["--ro-bind", "/dev/null", path]
+    command += ["--remount-ro", "/proc"]
     for path in ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"):
         command += ["--dev-bind", path, path]
     command += ["--size", str(FOLDER_BYTES), "--tmpfs", FOLDER]

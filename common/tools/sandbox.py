@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from base64 import b64encode
 from collections import deque
@@ -28,6 +29,7 @@ from common.tools.interpreter import MAX_BYTES, MAX_FIGURES, SIZES, check_size
 from common.tools.namespaces import ENVIRONMENT, FOLDER, INSIDE, SEEN_AT, bubblewrap, python_folders
 from common.tools.seccomp import first_filter, program_filter
 from common.tools.turns import ToolReply, trim
+from common.worker import HOLD_S, LATE_S, close_link, send_all
 
 START_S, CLEAN_S, TRANSFER_S = 60, 5, 10
 MAX_JSON, MAX_HEADERS = 2**16, 2**17  # bytes of a reply without its figures; of what precedes a figure's data
@@ -57,6 +59,8 @@ class Sandbox:
         self.key: Hashable = None
         self.block: Block | None = None  # what it works at
         self.inbox = bytearray()
+        self.held_s = 0.0  # how long the trainer has waited for the reply that has begun to come
+        self.endings: list[threading.Thread] = []  # of its earlier processes
         self.start()
 
     def start(self) -> None:
@@ -91,19 +95,20 @@ class Sandbox:
             self.control.close()
             self.expect(State.ENDING, 0 if self.confined else CLEAN_S)
 
-    def stop(self) -> str:
-        """Wait until it has ended, or kill it; returns what it has said."""
+    def stop(self, hold_s: float | None = None) -> str:
+        """Have it end, or kill it; returns what it has said. Waits until that is done, or for `hold_s`."""
         self.hang_up()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(max(0.0, self.deadline - time.monotonic()))
-        self.process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(TRANSFER_S)
+        arguments = [self.process, self.deadline, self.folder]
+        ending = threading.Thread(target=end_process, args=arguments, daemon=True)
+        ending.start()
+        self.endings = [other for other in self.endings if other.is_alive()] + [ending]
+        ending.join(hold_s)
+        if hold_s is None:
+            for other in self.endings:
+                other.join()
         os.set_blocking(self.process.stderr.fileno(), False)
         said = (self.process.stderr.read() or b"").decode(errors="replace").strip()
         self.process.stderr.close()
-        if self.folder:
-            self.folder.cleanup()
         return said
 
     def expect(self, state: State, timeout_s: float = inf) -> None:
@@ -112,7 +117,7 @@ class Sandbox:
     def unlink(self) -> None:
         """Forget the child, and whatever it may still send."""
         if self.link:
-            self.link.close()
+            close_link(self.link)
         self.link, self.trajectory, self.excess = None, -1, ""
 
     @property
@@ -133,28 +138,33 @@ class Sandbox:
 
     def take(self, key: Hashable, block: Block) -> None:
         self.key = key
+        self.held_s = 0.0
         self.begin(block, self.anew)
 
     def begin(self, block: Block, anew: bool) -> None:
-        self.block, self.token = block, os.urandom(16).hex()
+        self.block, self.token, self.inbox = block, os.urandom(16).hex(), bytearray()
         if not anew and self.holds(block):
+            self.order(b"go")
             self.send(block.earlier[-1][1], [], [])
             return
         self.unlink()
         self.link, theirs = socket.socketpair()
-        self.link.settimeout(TRANSFER_S)
         with theirs, contextlib.suppress(OSError):
             socket.send_fds(self.control, [b"new"], [theirs.fileno()])
         self.expect(State.CLEANING, CLEAN_S)
+
+    def order(self, order: bytes) -> None:
+        """To the server. If that has died just now, the end of its socket will tell."""
+        with contextlib.suppress(OSError):
+            self.control.send(order)
 
     def send(self, shown: int, earlier: list, pictures: list[dict]) -> None:
         """The block to the child. If that died just now, the end of its socket will tell."""
         pictures = [p | {"frames": [b64encode(frame).decode() for frame in p["frames"]]} for p in pictures]
         job = {"token": self.token, "code": self.block.code, "shown": shown, "earlier": earlier, "pictures": pictures}
         data = json.dumps(job).encode(errors="replace")
-        with contextlib.suppress(OSError):
-            self.link.sendall(len(data).to_bytes(8, "big") + data)
-        self.inbox, self.losses = bytearray(), 0
+        send_all(self.link, len(data).to_bytes(8, "big") + data)
+        self.losses = 0
         self.expect(State.REPEATING, self.timeout_s * (1 + len(earlier)))
 
     def advance(self, readable: list) -> ToolReply | None:
@@ -167,7 +177,10 @@ class Sandbox:
         if self.control in readable and (reply := self.on_control(received(self.control).decode())):
             return reply
         if self.link in readable and self.state in (State.REPEATING, State.RUNNING):
-            return self.on_message(received(self.link))
+            if not self.inbox and time.monotonic() > self.deadline:  # the trainer was away: the rest may come, too
+                self.deadline = time.monotonic() + LATE_S
+            if reply := self.on_message(received(self.link)):
+                return reply
         if time.monotonic() < self.deadline:
             return None
         if self.state in (State.CLEANING, State.ENDING, State.STARTING):
@@ -216,6 +229,7 @@ class Sandbox:
             if reply is None:
                 return self.end("what came from the interpreter is no reply")
             self.trajectory, self.blocks = self.block.trajectory, len(self.block.earlier) + 1
+            self.order(b"stop")
             self.expect(State.IDLE)
             return reply
         return None
@@ -224,8 +238,7 @@ class Sandbox:
         """The program is at fault, if one has run, and it is told; what it has started is killed."""
         unread = self.state == State.REPEATING and not self.block.earlier
         self.unlink()
-        with contextlib.suppress(OSError):
-            self.control.send(b"kill")
+        self.order(b"kill")
         self.expect(State.ENDING, CLEAN_S)
         told = f"{why}, before a program has run: can the row's pictures and videos be read?"
         return ToolReply(told, failed=True, role="user") if unread else failed_block(why)
@@ -234,7 +247,7 @@ class Sandbox:
         """The whole sandbox is gone, or hangs: another one in its place, which gets a block that it had not been given
         yet, unless that is lost as well. ValueError if it did not even start."""
         state = self.state
-        why = self.stop() or "no answer"
+        why = self.stop(HOLD_S) or "no answer"
         if state == State.STARTING and not self.block:
             raise ValueError(why)
         self.start()
@@ -245,6 +258,17 @@ class Sandbox:
             if self.losses > 1:
                 return ToolReply(f"no sandbox takes a program: {why}", failed=True, role="user")
         return failed_block("the interpreter died") if state in (State.REPEATING, State.RUNNING) else None
+
+
+def end_process(process: subprocess.Popen, deadline: float, folder: tempfile.TemporaryDirectory | None) -> None:
+    """Wait until the deadline for a sandbox to end, then kill it; remove the folder that was its own."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(max(0.0, deadline - time.monotonic()))
+    process.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(TRANSFER_S)
+    if folder:
+        folder.cleanup()
 
 
 def received(link: socket.socket) -> bytes:

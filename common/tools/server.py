@@ -16,10 +16,12 @@ import signal
 import socket
 import struct
 import sys
+import time
 from pathlib import Path
 
 MAX_FILES, MAX_THREADS = 10_000, 256
 CHECK_S = 0.25  # how often files and threads are counted
+STOP_S = 1.0  # in which all that a trajectory has started stands still
 CPU_S = 600  # of one trajectory
 FILE_BYTES, OPEN_FILES = 2**28, 256
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
@@ -29,6 +31,8 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 def serve(fd: str, folder: str, kept: str, memory_gib: str, program_filter: str) -> None:
     """Answers "new", with a socket, and "kill", by "done"; says why it has killed a child by itself.
+
+    Between "stop" and "go" nothing of a trajectory moves: no thread, nor what has only claimed that it is done.
 
     folder: where a program may write, wiped after each trajectory but for what is mounted there (`kept`).
     program_filter: hexadecimal; none without a sandbox.
@@ -43,9 +47,11 @@ def serve(fd: str, folder: str, kept: str, memory_gib: str, program_filter: str)
     preload()
     control.send(b"done")
     child = 0
+    stopped = False
     while True:
-        readable, _, _ = select.select([control], [], [], CHECK_S if child and confined else None)
-        if child and confined and (excess := too_much(child, folder)):
+        watched = child and confined and not stopped
+        readable, _, _ = select.select([control], [], [], CHECK_S if watched else None)
+        if watched and (excess := too_much(child, folder)):
             control.send(excess.encode())
             end_children(confined)
             child = 0
@@ -54,8 +60,16 @@ def serve(fd: str, folder: str, kept: str, memory_gib: str, program_filter: str)
         message, sockets, _, _ = socket.recv_fds(control, 16, 1)
         if not message:  # the trainer is gone
             break
+        if message in (b"stop", b"go"):
+            stopped = message == b"stop"
+            if stopped:
+                stop_children(confined)
+            else:
+                tell_children(signal.SIGCONT)
+            continue
         end_children(confined)
         wipe(folder, kept)
+        stopped = False
         child = os.fork() if message == b"new" else 0
         if message == b"new" and not child:
             be_child(sockets[0], folder, float(memory_gib), bytes.fromhex(program_filter))
@@ -83,9 +97,47 @@ def too_much(child: int, folder: str) -> str:
     if space.f_files - space.f_ffree > MAX_FILES:
         return f"more than {MAX_FILES} files"
     with contextlib.suppress(OSError):
-        if int(Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[17]) > MAX_THREADS:
+        if int(fields_of(child)[17]) > MAX_THREADS:
             return f"more than {MAX_THREADS} threads"
     return ""
+
+
+def fields_of(process: int | str) -> list[bytes]:
+    """Of its line in /proc, or of that of a thread, from its state on: behind a name, which may be any bytes."""
+    return Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()
+
+
+def moves(process: int) -> bool:
+    """Does a thread of it? Not all have to end with the first one."""
+    with contextlib.suppress(OSError):
+        states = [fields_of(f"{process}/task/{thread}")[0] for thread in os.listdir(f"/proc/{process}/task")]
+        return not set(states) <= {b"T", b"t", b"Z", b"X"}
+    return False
+
+
+def tell_children(number: int) -> bool:
+    """Send a signal to the child and to all that descends from it. Was any of them moving?"""
+    children: dict[int, list[int]] = {}
+    for process in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it has ended
+            children.setdefault(int(fields_of(process)[1]), []).append(int(process))
+    family = children.get(os.getpid(), [])
+    moving = False
+    for process in family:  # grows while it is read
+        family += children.get(process, [])
+        moving = moving or moves(process)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(process, number)
+    return moving
+
+
+def stop_children(confined: bool) -> None:
+    """Again, where one of them has let itself or another one go on, or has started one; what never rests is ended."""
+    end = time.monotonic() + STOP_S
+    while tell_children(signal.SIGSTOP):
+        if time.monotonic() > end:
+            end_children(confined)
+        time.sleep(0.001)
 
 
 def end_children(confined: bool) -> None:
