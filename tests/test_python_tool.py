@@ -38,13 +38,13 @@ class Trajectory:
 
     number = 0
 
-    def __init__(self, pool: PythonWorkers, media=(), **hints):
+    def __init__(self, pool: PythonWorkers, media=(), seed: str = "", **hints):
         Trajectory.number += 1
-        self.pool, self.key, self.hints, self.calls = pool, Trajectory.number, hints, []
+        self.pool, self.key, self.seed, self.hints, self.calls = pool, Trajectory.number, seed, hints, []
         self.media = [{"kind": "image", "frames": [encoded]} for encoded in media]
 
     def ask(self, code: str) -> None:
-        context = {"media": self.media, "num_prompt_media": len(self.media), "calls": self.calls}
+        context = {"media": self.media, "num_prompt_media": len(self.media), "calls": self.calls, "seed": self.seed}
         self.code = code
         self.pool.submit(self.key, Call("python", {"code": code}), context, self.hints)
 
@@ -213,10 +213,23 @@ def test_a_text_model_gets_no_figures_and_its_names_do_not_count_them(workers):
 # --- the state ----------------------------------------------------------------------------------------------------
 
 WALK = [
-    "import random, uuid\nx = [random.random()]\nnamed = uuid.uuid4().hex\nopen('/tmp/kept', 'w').write('here')",
+    "import random\nx = [random.random()]\nopen('/tmp/kept', 'w').write('here')",
     "x.append(np.random.rand())\n1 / 0\nx.append('never')",
     "def f(): return x\nplt.plot(x); plt.show()\nprint(open('/tmp/kept').read())",
-    "print(f(), image_clue_0.size, np.asarray(image_clue_0).sum())",
+    """
+import tempfile, uuid
+class Thing: pass
+def drawn():
+    generators = random.Random(), np.random.RandomState(), np.random.default_rng()
+    random.seed()
+    np.random.seed()
+    names = uuid.uuid4(), tempfile.mktemp(), tempfile.mkdtemp(), random.random(), np.random.rand()
+    things = [Thing() for _ in range(20)]
+    return [generator.random() for generator in generators], names, things, set(things), object(), bytearray(600)
+told = str([*map(str, drawn()), id(bytearray(10**6)), hash(f)])
+print(told)
+""",
+    "print(f(), image_clue_0.size, np.asarray(image_clue_0).sum())\nprint(told)\nprint(drawn(), Thing())",
 ]
 
 
@@ -229,14 +242,15 @@ def walk(pool, blocks=WALK, between=lambda: None) -> list:
 
 
 def test_the_state_lives_on_and_is_made_again_from_the_transcript(workers):
-    """Variables, files and random numbers; others take the sandboxes in between; or each call starts anew."""
+    """Variables, files, random numbers, addresses; others take the sandboxes in between; or each call starts anew."""
     live = walk(workers)
-    assert [error for _, _, error, _ in live] == [False, True, False, False]
-    assert "never" not in live[3][0] and "(640, 480)" in live[3][0] and live[2][0] == "here"
+    assert [error for _, _, error, _ in live] == [False, True, False, False, False]
+    assert "never" not in live[4][0] and "(640, 480)" in live[4][0] and live[2][0] == "here"
 
     def others():
         for _ in range(len(workers.pool.workers)):
-            look = "import os\nprint('x' in globals(), os.path.exists('/tmp/kept'))"
+            look = "import os\nprint('x' in globals(), os.path.exists('/tmp/kept'))\n"
+            look += f"for i in range({Trajectory.number}): open(f'/tmp/{{i}}', 'w')"
             assert Trajectory(workers)(look).text == "False False"
 
     assert walk(workers, between=others) == live
@@ -247,9 +261,42 @@ def test_the_state_lives_on_and_is_made_again_from_the_transcript(workers):
         pool.close()
 
 
-def test_what_a_clock_gave_stays_while_the_interpreter_lives(workers):
+DRAWS = {
+    "the functions": "random.random()",
+    "random.Random": "random.Random().random()",
+    "numpy's functions": "np.random.rand()",
+    "RandomState": "np.random.RandomState().rand()",
+    "default_rng": "np.random.default_rng().random()",
+    "uuid4": "__import__('uuid').uuid4()",
+    "a temporary file": "__import__('tempfile').mktemp()",
+}
+
+
+def test_what_is_drawn_follows_from_trajectory_and_block(workers):
+    code = "import random\n" + "\n".join(f"print({draw})" for draw in DRAWS.values())
+    draws = []
+    for seed in ("0/3/5/0", "0/3/5/0", "0/3/5/1", "1/3/5/0"):
+        trajectory = Trajectory(workers, seed=seed)
+        draws.append([trajectory(code).text.splitlines() for _ in range(2)])
+    assert draws[0] == draws[1]
+    for what, *each in zip(DRAWS, *draws[0], *draws[2], *draws[3]):
+        assert len(set(each)) == 6, what
+
+
+def test_samples_of_a_step_draw_differently_and_a_step_that_is_repeated_the_same(workers):
+    tokenizer = build_tokenizer()
+    the_row = row(tokenizer, tools=["python"])
+    script = [say("print(np.random.default_rng().random(), object())"), "so"]
+    texts = []
+    for _ in range(2):
+        episodes, _ = run([script] * 2, Turns(tokenizer, workers), the_row)
+        texts.append([episode.calls[0]["text"] for episode in episodes])
+    assert texts[0] == texts[1] and len(set(texts[0])) == 2
+
+
+def test_what_the_system_gave_stays_while_the_interpreter_lives(workers):
     trajectory = Trajectory(workers)
-    first = trajectory("import uuid\nnamed = uuid.uuid4().hex\nprint(named)").text
+    first = trajectory("import os\nnamed = os.urandom(16).hex()\nprint(named)").text
     assert trajectory("print(named)").text == first
 
 
@@ -272,7 +319,7 @@ def test_a_trajectory_keeps_its_interpreter_while_others_work():
                         texts[key] = trajectory.got(reply).text
             return [texts[trajectory.key] for trajectory in trajectories]
 
-        all_ask("import uuid\nnamed = uuid.uuid4().hex\nprint(named)")
+        all_ask("import os\nnamed = os.urandom(16).hex()\nprint(named)")
         asked = (all_ask("print(named)") == all_ask("print(named)") for _ in range(20))  # while others start
         assert any(asked) and len(pool.pool.workers) == 3
     finally:

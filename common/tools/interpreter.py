@@ -5,12 +5,14 @@ It runs in a child of server.py, and stands for nothing that it says: the progra
 
 import base64
 import contextlib
+import hashlib
 import io
 import json
 import random
 import socket
 import struct
 import traceback
+import uuid
 
 MAX_TEXT, MAX_ERROR = 3900, 1000  # characters that a block may print, more is cut in the middle; of an exception
 MAX_FIGURES = 8  # of a block
@@ -32,20 +34,20 @@ class Session:
         self.namespace = {"__name__": "__main__", "plt": plt, "np": np, "Image": Image, "io": io, "base64": base64}
         self.drawn: list[bytes] = []
         self.seen = self.blocks = 0  # pictures that the policy has seen; blocks so far
+        self.entropy = Entropy()
         plt.show = lambda *_, **__: self.show([*map(plt.figure, plt.get_fignums())])
         matplotlib.figure.Figure.show = lambda figure, *_, **__: self.show([figure])
-        random.seed(0)
-        np.random.seed(0)
+        self.seed_globals = np.random.seed
 
     def run(self) -> None:
-        self.incoming = self.connection.makefile("rb")
         while job := self.receive():
+            if not self.blocks:
+                self.entropy.begin(job["seed"])
+                random.seed(job["seed"])
+                self.seed_globals(random.getrandbits(32))
             self.number_figures(job["shown"])  # of the block before
             for picture in job["pictures"]:
                 self.bind(picture)
-            for code, shown in job["earlier"]:
-                self.block(code)
-                self.number_figures(shown)
             self.send({"token": job["token"], "begun": True})
             text, error = self.block(job["code"])
             sizes = list(map(len, self.drawn))
@@ -54,6 +56,7 @@ class Session:
     def block(self, code: str) -> tuple[str, str]:
         """(what it has printed, the exception that ended it)."""
         self.drawn, self.blocks, output, error = [], self.blocks + 1, Output(), ""
+        self.entropy.begin_block(self.blocks)
         name = f"<block {self.blocks}>"
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(io.StringIO()):
             try:
@@ -107,12 +110,49 @@ class Session:
         return image.convert("RGB")
 
     def receive(self) -> dict | None:
-        head = self.incoming.read(8)
-        return json.loads(self.incoming.read(int.from_bytes(head, "big"))) if head else None
+        head = self.read(8)
+        return json.loads(self.read(int.from_bytes(head, "big"))) if head else None
+
+    def read(self, size: int) -> bytes:
+        """Nothing at the end. Without a buffer: what comes in one piece or in several leaves memory alike."""
+        data = self.connection.recv(size, socket.MSG_WAITALL)
+        while data and len(data) < size:
+            more = self.connection.recv(size - len(data), socket.MSG_WAITALL)
+            data = data + more if more else b""
+        return data
 
     def send(self, message: dict, figures: bytes = b"") -> None:
         data = json.dumps(message, ensure_ascii=False).encode(errors="replace")
         self.connection.sendall(SIZES.pack(len(data), len(figures)) + data + figures)
+
+
+class Entropy:
+    """In the place of the system's: what is drawn without a seed follows from the trajectory, the block, and how much
+    it has drawn before, so that a block that is run again draws the same. Not os.urandom itself, and what asks it."""
+
+    def __init__(self) -> None:
+        import numpy as np
+
+        self.seed, self.block, self.count = "", 0, 0
+        seed_by = random.Random.seed
+
+        def seed(generator, a=None, version=2):
+            return seed_by(generator, self.draw(32) if a is None else a, version)
+
+        random.Random.seed = seed
+        random.seed = random._inst.seed  # of the functions of the module
+        np.random.bit_generator.randbits = lambda bits: int.from_bytes(self.draw(bits // 8), "big")
+        uuid.uuid4 = lambda: uuid.UUID(bytes=self.draw(16), version=4)
+
+    def begin(self, seed: str) -> None:
+        self.seed = seed
+
+    def begin_block(self, number: int) -> None:
+        self.block, self.count = number, 0
+
+    def draw(self, size: int) -> bytes:
+        self.count += 1
+        return hashlib.shake_128(f"{self.seed}/{self.block}/{self.count}".encode()).digest(size)
 
 
 class Output(io.TextIOBase):

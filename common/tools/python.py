@@ -61,8 +61,8 @@ class PythonWorkers(ToolPool):
             raise ValueError(f"--tools python: {error}. {PROBE['remedy']}") from error
 
     def submit(self, key: Hashable, call: Call, context: Mapping, kwargs: Mapping) -> None:
-        """context: as of `ToolWorkers.submit`, with the trajectory's earlier "calls". kwargs: pictures that the prompt
-        does not show, by their names."""
+        """context: as of `ToolWorkers.submit`, with the trajectory's earlier "calls" and its "seed". kwargs: pictures
+        that the prompt does not show, by their names."""
         if call.error:
             self.answer((key, ""), failed_block(call.error))
             return
@@ -77,7 +77,7 @@ class PythonWorkers(ToolPool):
             told = f"the row gives the tool python {', '.join(kwargs)}, which is no {{kind, frames}}"
             self.answer((key, ""), ToolReply(told, failed=True, role="user"))
             return
-        block = Block(self.numbers[key], call.arguments["code"], earlier, pictures)
+        block = Block(self.numbers[key], call.arguments["code"], earlier, pictures, context.get("seed", ""))
         self.hand_on((key, TOOL.name), block, home=key)
 
 

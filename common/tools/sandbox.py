@@ -4,6 +4,7 @@ What makes it one is in namespaces.py (files, network, processes), seccomp.py (s
 """
 
 import contextlib
+import ctypes
 import io
 import json
 import os
@@ -15,7 +16,7 @@ import threading
 import time
 from base64 import b64encode
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate, pairwise
@@ -32,6 +33,7 @@ from common.tools.turns import ToolReply, trim
 from common.worker import HOLD_S, LATE_S, close_link, send_all
 
 START_S, CLEAN_S, TRANSFER_S = 60, 5, 10
+ADDR_NO_RANDOMIZE = 0x0040000
 MAX_JSON, MAX_HEADERS = 2**16, 2**17  # bytes of a reply without its figures; of what precedes a figure's data
 FIRST_TO_DIE = ["/bin/sh", "-c", 'echo 1000 > /proc/self/oom_score_adj; exec "$@"', "sh"]  # if memory ends
 
@@ -44,6 +46,7 @@ class Block:
     code: str
     earlier: list[tuple[str, int]]  # blocks that ended, and how many figures of each the policy was shown
     pictures: list[dict]  # of the prompt: name, kind, frames (bytes), seen (do they count as shown?)
+    seed: str = ""  # of what programs draw at random
 
 
 State = StrEnum("State", ["STARTING", "IDLE", "CLEANING", "REPEATING", "RUNNING", "ENDING"])
@@ -59,6 +62,7 @@ class Sandbox:
         self.key: Hashable = None
         self.block: Block | None = None  # what it works at
         self.inbox = bytearray()
+        self.repeats = 0  # earlier blocks that are still to be run again
         self.held_s = 0.0  # how long the trainer has waited for the reply that has begun to come
         self.endings: list[threading.Thread] = []  # of its earlier processes
         self.start()
@@ -75,17 +79,18 @@ class Sandbox:
             filters.write(first_filter())
             filters.seek(0)
             server = f"{SEEN_AT}/server.py" if self.confined else str(INSIDE[0])
-            python = [sys.executable, "-P", "-s", "-B", server, str(theirs.fileno()), folder, ":".join(kept)]
+            python = [sys.executable, "-P", "-s", "-B", server, folder, ":".join(kept)]
             python += [str(self.memory_gib), program_filter().hex() if self.confined else ""]
-            self.process = subprocess.Popen(
-                [*FIRST_TO_DIE, *(bubblewrap(filters.fileno(), environment) if self.confined else []), *python],
-                pass_fds=[theirs.fileno(), filters.fileno()],
-                env={} if self.confined else environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,  # what bubblewrap says when it cannot start
-                start_new_session=True,
-            )
+            with without_random_addresses():
+                self.process = subprocess.Popen(
+                    [*FIRST_TO_DIE, *(bubblewrap(filters.fileno(), environment) if self.confined else []), *python],
+                    pass_fds=[filters.fileno()],
+                    env={} if self.confined else environment,
+                    stdin=theirs,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,  # what bubblewrap says when it cannot start
+                    start_new_session=True,
+                )
         self.expect(State.STARTING, self.start_s)
 
     def hang_up(self) -> None:
@@ -159,12 +164,17 @@ class Sandbox:
             self.control.send(order)
 
     def send(self, shown: int, earlier: list, pictures: list[dict]) -> None:
-        """The block to the child. If that died just now, the end of its socket will tell."""
+        """The block to the child, after the earlier ones if they are to be run again: in the messages in which they
+        came the first time, so that they leave the same. If it died just now, the end of its socket will tell."""
         pictures = [p | {"frames": [b64encode(frame).decode() for frame in p["frames"]]} for p in pictures]
-        job = {"token": self.token, "code": self.block.code, "shown": shown, "earlier": earlier, "pictures": pictures}
-        data = json.dumps(job).encode(errors="replace")
-        send_all(self.link, len(data).to_bytes(8, "big") + data)
-        self.losses = 0
+        sent = b""
+        for code, shown_of_block in [*earlier, (self.block.code, 0)]:
+            job = {"token": self.token, "seed": self.block.seed, "code": code, "shown": shown, "pictures": pictures}
+            data = json.dumps(job).encode(errors="replace")
+            sent += len(data).to_bytes(8, "big") + data
+            shown, pictures = shown_of_block, []
+        send_all(self.link, sent)
+        self.losses, self.repeats = 0, len(earlier)
         self.expect(State.REPEATING, self.timeout_s * (1 + len(earlier)))
 
     def advance(self, readable: list) -> ToolReply | None:
@@ -222,8 +232,11 @@ class Sandbox:
             figures = bytes(self.inbox[SIZES.size + size : end])
             del self.inbox[:end]
             begun = message == {"token": self.token, "begun": True}
-            if begun and self.state == State.REPEATING:
-                self.expect(State.RUNNING, self.timeout_s)
+            if self.state == State.REPEATING and (begun or self.repeats):
+                if not begun:  # the policy was told what an earlier block says
+                    self.repeats -= 1
+                elif not self.repeats:
+                    self.expect(State.RUNNING, self.timeout_s)
                 continue
             reply = as_reply(message, figures, self.token) if self.state == State.RUNNING else None
             if reply is None:
@@ -258,6 +271,18 @@ class Sandbox:
             if self.losses > 1:
                 return ToolReply(f"no sandbox takes a program: {why}", failed=True, role="user")
         return failed_block("the interpreter died") if state in (State.REPEATING, State.RUNNING) else None
+
+
+@contextlib.contextmanager
+def without_random_addresses() -> Iterator[None]:
+    """What this thread starts has its memory at the same addresses each time, which programs print and sets go by."""
+    libc = ctypes.CDLL(None)
+    before = libc.personality(0xFFFFFFFF)  # asks
+    libc.personality(before | ADDR_NO_RANDOMIZE)
+    try:
+        yield
+    finally:
+        libc.personality(before)
 
 
 def end_process(process: subprocess.Popen, deadline: float, folder: tempfile.TemporaryDirectory | None) -> None:

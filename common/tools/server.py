@@ -6,6 +6,7 @@ and interpreter.py are all of the project that stands there.
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import io
 import os
@@ -17,6 +18,8 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Iterator
+from itertools import repeat
 from pathlib import Path
 
 MAX_FILES, MAX_THREADS = 10_000, 256
@@ -27,9 +30,10 @@ FILE_BYTES, OPEN_FILES = 2**28, 256
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
 SECCOMP_MODE_FILTER = 2
 libc = ctypes.CDLL(None, use_errno=True)
+BYTES_HEAD = sys.getsizeof(b"")
 
 
-def serve(fd: str, folder: str, kept: str, memory_gib: str, program_filter: str) -> None:
+def serve(folder: str, kept: str, memory_gib: str, program_filter: str) -> None:
     """Answers "new", with a socket, and "kill", by "done"; says why it has killed a child by itself.
 
     Between "stop" and "go" nothing of a trajectory moves: no thread, nor what has only claimed that it is done.
@@ -37,7 +41,7 @@ def serve(fd: str, folder: str, kept: str, memory_gib: str, program_filter: str)
     folder: where a program may write, wiped after each trajectory but for what is mounted there (`kept`).
     program_filter: hexadecimal; none without a sandbox.
     """
-    control, confined = socket.socket(fileno=int(fd)), bool(program_filter)
+    control, confined = socket.socket(fileno=0), bool(program_filter)
     if confined:  # process 1 ignores what its children send, if it does not ask for it
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         prctl(PR_SET_DUMPABLE, 0)  # no child reads or writes its memory
@@ -45,6 +49,14 @@ def serve(fd: str, folder: str, kept: str, memory_gib: str, program_filter: str)
         prctl(PR_SET_CHILD_SUBREAPER, 1)  # what a child has started is ours when that ends, as it is process 1's
     kept = kept.split(":") if kept else []
     preload()
+    for _ in range(20):  # what Python sets up when functions run for the first times, it has set up then
+        too_much(os.getpid(), folder)
+        tell_children(signal.SIGCONT)
+        end_children(confined)
+        wipe(folder, kept=kept)
+    fillers = fillers_of(count_free_blocks(folder))
+    filling = iter(fillers)
+    limits = limits_of_child(float(memory_gib))
     control.send(b"done")
     child = 0
     stopped = False
@@ -72,7 +84,8 @@ def serve(fd: str, folder: str, kept: str, memory_gib: str, program_filter: str)
         stopped = False
         child = os.fork() if message == b"new" else 0
         if message == b"new" and not child:
-            be_child(sockets[0], folder, float(memory_gib), bytes.fromhex(program_filter))
+            fill(filling)
+            be_child(sockets[0], folder, limits, bytes.fromhex(program_filter))
         for number in sockets:
             os.close(number)
         control.send(b"done")
@@ -80,11 +93,17 @@ def serve(fd: str, folder: str, kept: str, memory_gib: str, program_filter: str)
 
 
 def preload() -> None:
-    """What programs use most; a child has it at once."""
+    """What programs use most; a child has it at once. In the same memory each time: the list of fonts, which a second
+    thread watches over where it is made, is made by a child."""
     import matplotlib
 
     matplotlib.use("Agg")
-    for name in ("interpreter", "PIL.ImageDraw", "matplotlib.pyplot"):
+    maker = os.fork()
+    if not maker:
+        importlib.import_module("matplotlib.font_manager")
+        os._exit(0)
+    os.waitpid(maker, 0)
+    for name in ("interpreter", "PIL.ImageDraw", "matplotlib.pyplot", "tempfile", "uuid"):
         importlib.import_module(name)
     plt = sys.modules["matplotlib.pyplot"]
     plt.figure().savefig(io.BytesIO(), format="png")  # reads fonts
@@ -152,17 +171,79 @@ def end_children(confined: bool) -> None:
 
 
 def wipe(folder: str, kept: list[str]) -> None:
-    """Remove what a trajectory has left; the process ends if that fails, and with it goes the folder."""
+    """Remove what a trajectory has left; the process ends if that fails, and with it goes the folder. A child does it,
+    so that the memory of this process does not depend on what was there."""
+    child = os.fork()
+    if not child:
+        try:
+            remove_entries(folder, kept)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    if os.waitpid(child, 0)[1]:
+        raise SystemExit(f"{folder} cannot be wiped")
+
+
+def remove_entries(folder: str, kept: list[str]) -> None:
     os.chmod(folder, 0o700)
     for entry in list(os.scandir(folder)):
         if entry.path in kept:
             continue
         if any(path.startswith(f"{entry.path}/") for path in kept):
-            wipe(entry.path, kept)
+            remove_entries(entry.path, kept)
         elif entry.is_dir(follow_symlinks=False):
             shutil.rmtree(entry.path)
         else:
             os.unlink(entry.path)
+
+
+def count_free_blocks(folder: str) -> dict[int, int]:
+    """{size in bytes: how many} of Python's allocator, and some more, which may become free."""
+    gc.collect()
+    gc.freeze()  # so that `fill` takes no time
+    path = Path(folder, "blocks")
+    with path.open("wb") as file:
+        stderr = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        sys._debugmallocstats()
+        os.dup2(stderr, 2)
+        os.close(stderr)
+    free_blocks = {}
+    for line in path.read_text().splitlines():
+        row = line.split()  # class, size, pools, blocks in use, free blocks
+        if len(row) == 5 and all(map(str.isdecimal, row)):
+            free_blocks[int(row[1])] = int(row[4]) + 100
+    path.unlink()
+    return free_blocks
+
+
+def fillers_of(free_blocks: dict[int, int]) -> list[tuple[list, Iterator]]:
+    """For `fill`, all that it needs, so that it has no objects of its own: (empty list, blocks of a size to come)."""
+    fillers = []
+    for size, count in free_blocks.items():
+        if size == 16:
+            blocks = map(object.__new__, repeat(object, count))
+        elif size == 32:
+            blocks = map(float, repeat("1.5", count))
+        else:
+            blocks = map(bytes, repeat(size - BYTES_HEAD, count))
+        fillers.append(([], blocks))
+    return fillers
+
+
+def fill(fillers: Iterator[tuple[list, Iterator]]) -> None:
+    """Take the free blocks of Python's memory, for good. Which they are is the same at each fork; in which order they
+    would be taken hangs on what the server has done before, and with it the addresses of a program's objects."""
+    gc.collect()  # what Python keeps for its next objects is free as well
+    for kept, blocks in fillers:
+        kept.extend(blocks)
+
+
+def limits_of_child(memory_gib: float) -> dict[str, int]:
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limits = {"RLIMIT_AS": mapped + int(memory_gib * 2**30), "RLIMIT_CPU": CPU_S, "RLIMIT_CORE": 0}
+    limits |= {"RLIMIT_FSIZE": FILE_BYTES, "RLIMIT_NOFILE": OPEN_FILES, "RLIMIT_SIGPENDING": OPEN_FILES}
+    return limits
 
 
 def prctl(*arguments) -> None:
@@ -170,7 +251,7 @@ def prctl(*arguments) -> None:
         raise OSError(ctypes.get_errno(), f"prctl {arguments[0]}")
 
 
-def be_child(fd: int, folder: str, memory_gib: float, program_filter: bytes) -> None:
+def be_child(fd: int, folder: str, limits: dict[str, int], program_filter: bytes) -> None:
     """Never returns: no descriptor but the socket, no terminal, limits, no new process, then block after block."""
     try:
         from interpreter import Session
@@ -184,9 +265,6 @@ def be_child(fd: int, folder: str, memory_gib: float, program_filter: bytes) -> 
         os.closerange(4, 2**16)
         os.chdir(folder)
         os.nice(5)
-        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        limits = {"RLIMIT_AS": mapped + int(memory_gib * 2**30), "RLIMIT_CPU": CPU_S, "RLIMIT_CORE": 0}
-        limits |= {"RLIMIT_FSIZE": FILE_BYTES, "RLIMIT_NOFILE": OPEN_FILES, "RLIMIT_SIGPENDING": OPEN_FILES}
         for name, value in limits.items():
             resource.setrlimit(getattr(resource, name), (value, value))
         if program_filter:

@@ -178,6 +178,7 @@ class Turns:
         media = [{"kind": "frame" if m.is_frame else m.kind, "frames": m.frames} for m in episode.media]
         context = {"media": media, "num_prompt_media": len(row.media), "calls": episode.calls}
         context |= vars(self.vision.limits) if self.vision else {}
+        context["seed"] = f"{seed}/{episode.prompt_index}/{episode.sample_index}"
         self.workers.submit(key, call, context, row.tools[tool.name] if tool else {})
 
     def begin(self, episode: Episode, row: Row, reply: ToolReply) -> None:
