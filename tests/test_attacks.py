@@ -516,7 +516,10 @@ def in_words(reply: dict) -> str:
 
 
 def test_a_reward_function_kills_the_trainer(tmp_path, table):
-    (tmp_path / "f.py").write_text("import os, signal\ndef f(**_):\n    os.kill(os.getppid(), signal.SIGKILL)\n")
+    killer = (
+        "import os, signal, psutil\ndef f(**_):\n    os.kill(psutil.Process(os.getppid()).ppid(), signal.SIGKILL)\n"
+    )
+    (tmp_path / "f.py").write_text(killer)
     code = "import sys; from common.rewards import RewardWorkers; pool = RewardWorkers(sys.argv[1], 2, 60.0); "
     code += "print(pool.workers[0].process.pid, flush=True); pool.score([('test', '3', 7, {})] * 4)"
     command = [sys.executable, "-c", code, f"{tmp_path / 'f.py'}:f"]

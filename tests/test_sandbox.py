@@ -173,6 +173,7 @@ DUMPABLE = inside("        prctl(PR_SET_DUMPABLE, 0)", "        pass")
 WHOLE_OUTPUT = [value("MAX_JSON", 2**40), value("trim", str), inside("MAX_ERROR = 3900,", "MAX_ERROR = 10**9,")]
 RETRY = trainer(Sandbox.lost, "(State.REPEATING", "(State.CLEANING, State.REPEATING")
 ALL_HELD = trainer(Sandbox.holds, "same and not wait(self.sources, 0)", "same")
+STANDS_STILL = trainer(Sandbox.on_message, 'self.order(b"stop")', "pass")
 ANY_TOKEN = trainer(as_reply, " if theirs == token")
 
 # --- attacks ------------------------------------------------------------------------------------------------------
@@ -346,7 +347,7 @@ ATTACKS = [
     ),
     Attack(
         "a thread for the next trajectory",
-        inside("        end_children(confined)\n        wipe(folder, kept)\n"),
+        [STANDS_STILL, inside("        end_children(confined)\n        wipe(folder, kept)\n")],
         "def go():\n    while True:\n        open('/tmp/left', 'w'); time.sleep(0.05)\n"
         "threading.Thread(target=go).start()\n"
         "os._exit = lambda code: time.sleep(100)",
@@ -527,7 +528,7 @@ ATTACKS = [
         "perf_event_open",
         "escaped(call(298, struct.pack('IIQQQQQ', 1, 112, 9, 0, 0, 0, 0x61) + bytes(72), 0, -1, -1, 0))",
     ),
-    rule("personality", "escaped(call(135, 0x0400000) == 0)"),
+    rule("personality", "escaped(call(135, 0x0400000) >= 0)"),
     rule("modify_ldt", "escaped(call(154, 0, " + PTR.format(size=64) + ", 64) >= 0)"),
     rule("get_mempolicy", "escaped(call(239, 0, 0, 0, 0, 0) == 0)"),
     rule("shmget", "escaped(call(29, 0, 4096, 0o1600) >= 0)"),

@@ -34,17 +34,14 @@ class Session:
         self.namespace = {"__name__": "__main__", "plt": plt, "np": np, "Image": Image, "io": io, "base64": base64}
         self.drawn: list[bytes] = []
         self.seen = self.blocks = 0  # pictures that the policy has seen; blocks so far
-        self.entropy = Entropy()
+        self.entropy: Entropy | None = None  # from the first block on
         plt.show = lambda *_, **__: self.show([*map(plt.figure, plt.get_fignums())])
         matplotlib.figure.Figure.show = lambda figure, *_, **__: self.show([figure])
-        self.seed_globals = np.random.seed
 
     def run(self) -> None:
         while job := self.receive():
-            if not self.blocks:
-                self.entropy.begin(job["seed"])
-                random.seed(job["seed"])
-                self.seed_globals(random.getrandbits(32))
+            if self.entropy is None:
+                self.entropy = Entropy(job["seed"])
             self.number_figures(job["shown"])  # of the block before
             for picture in job["pictures"]:
                 self.bind(picture)
@@ -56,7 +53,7 @@ class Session:
     def block(self, code: str) -> tuple[str, str]:
         """(what it has printed, the exception that ended it)."""
         self.drawn, self.blocks, output, error = [], self.blocks + 1, Output(), ""
-        self.entropy.begin_block(self.blocks)
+        self.entropy.begin(self.blocks)
         name = f"<block {self.blocks}>"
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(io.StringIO()):
             try:
@@ -130,25 +127,25 @@ class Entropy:
     """In the place of the system's: what is drawn without a seed follows from the trajectory, the block, and how much
     it has drawn before, so that a block that is run again draws the same. Not os.urandom itself, and what asks it."""
 
-    def __init__(self) -> None:
+    def __init__(self, seed: str):
         import numpy as np
 
-        self.seed, self.block, self.count = "", 0, 0
-        seed_by = random.Random.seed
+        self.seed = seed
+        self.block = self.count = 0
+        seed_with = random.Random.seed
 
-        def seed(generator, a=None, version=2):
-            return seed_by(generator, self.draw(32) if a is None else a, version)
+        def seed_generator(generator, a=None, version=2):
+            seed_with(generator, self.draw(32) if a is None else a, version)
 
-        random.Random.seed = seed
-        random.seed = random._inst.seed  # of the functions of the module
+        random.Random.seed = seed_generator
+        random.seed = random._inst.seed  # _inst is behind the functions of the module
         np.random.bit_generator.randbits = lambda bits: int.from_bytes(self.draw(bits // 8), "big")
         uuid.uuid4 = lambda: uuid.UUID(bytes=self.draw(16), version=4)
+        random.seed()
+        np.random.seed()
 
-    def begin(self, seed: str) -> None:
-        self.seed = seed
-
-    def begin_block(self, number: int) -> None:
-        self.block, self.count = number, 0
+    def begin(self, block: int) -> None:
+        self.block, self.count = block, 0
 
     def draw(self, size: int) -> bytes:
         self.count += 1

@@ -16,8 +16,6 @@ INSIDE = [Path(__file__).with_name(name) for name in ("server.py", "interpreter.
 SEEN_AT = "/interpreter"  # these two, there
 ENVIRONMENT = {"HOME": FOLDER, "TMPDIR": FOLDER, "MPLCONFIGDIR": FOLDER, "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}
 ENVIRONMENT |= {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-
-
 PROC_SEEN = {"cpuinfo", "filesystems", "loadavg", "meminfo", "mounts", "net", "self", "stat", "thread-self"}
 PROC_SEEN |= {"uptime", "version"}  # besides processes: what libraries look at, and what follows from these
 
