@@ -38,9 +38,9 @@ class Trajectory:
 
     number = 0
 
-    def __init__(self, pool: PythonWorkers, media=(), seed: str = "", **hints):
+    def __init__(self, pool: PythonWorkers, media=(), seeded_by: str = "", **hints):
         Trajectory.number += 1
-        self.pool, self.key, self.seed, self.hints, self.calls = pool, Trajectory.number, seed, hints, []
+        self.pool, self.key, self.seed, self.hints, self.calls = pool, Trajectory.number, seeded_by, hints, []
         self.media = [{"kind": "image", "frames": [encoded]} for encoded in media]
 
     def ask(self, code: str) -> None:
@@ -276,7 +276,7 @@ def test_what_is_drawn_follows_from_trajectory_and_block(workers):
     code = "import random\n" + "\n".join(f"print({draw})" for draw in DRAWS.values())
     draws = []
     for seed in ("0/3/5/0", "0/3/5/0", "0/3/5/1", "1/3/5/0"):
-        trajectory = Trajectory(workers, seed=seed)
+        trajectory = Trajectory(workers, seeded_by=seed)
         draws.append([trajectory(code).text.splitlines() for _ in range(2)])
     assert draws[0] == draws[1]
     for what, *each in zip(DRAWS, *draws[0], *draws[2], *draws[3]):
