@@ -17,6 +17,7 @@ import operator
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from torch import nn
 
 from common.distributed import gather_objects, reshard
 from common.files import refuse, replace_file, shorten
-from common.integrity import BEGIN_ANEW, MANIFEST, STEP_NAME, digest
+from common.integrity import BEGIN_ANEW, MANIFEST, STEP_NAME, UNFINISHED_STEP, digest, refuse_links, remove_step
 from common.job import Job
 from common.lora import adapters
 from common.optimizer import GuardedAdamW, make_moments
@@ -113,8 +114,13 @@ class Checkpoints:
         record["loss_scale"] = {name: adamw.loss_scale.state_dict() for name, adamw in self.optimizers.items()}
 
         def make_room() -> None:
+            refuse_links(self.job.output_dir)
             for leftover in folder.glob("tmp_*"):
-                shutil.rmtree(leftover, ignore_errors=leftover != temporary)
+                if UNFINISHED_STEP.fullmatch(leftover.name) and leftover != temporary:
+                    with suppress(OSError):
+                        remove_step(leftover)
+            if os.path.lexists(temporary):
+                remove_step(temporary)
             if (missing := needed - free_bytes(folder)) > 0:
                 raise OSError(f"{missing} bytes missing: lower --keep-checkpoints or free some")
             (temporary / "state").mkdir(parents=True)
@@ -149,7 +155,8 @@ class Checkpoints:
                     digests.update(of_rank)
             if problem := _attempt(part if part is write_shards or world.is_main else None):
                 if world.is_main:
-                    shutil.rmtree(temporary, ignore_errors=True)
+                    with suppress(OSError):
+                        remove_step(temporary)
                     print(f"warning: no checkpoint of step {step} ({problem}; it takes {needed} bytes)", flush=True)
                 return False
         self.best, self.best_step, reached["checkpoint"] = record["best"], record["best_step"], folder / name
@@ -209,4 +216,5 @@ def _prune(folder: Path, keep: int) -> None:
     steps.sort(key=lambda path: (path.name == named.get("latest"), (path / MANIFEST).is_file(), path.stat().st_mtime))
     for path in steps[: -max(keep, 1)]:
         if path.name != named.get("best"):
-            shutil.rmtree(path, ignore_errors=True)  # the next save tries again
+            with suppress(OSError):  # the next save tries again; what a user has put there keeps it
+                remove_step(path)

@@ -1,17 +1,26 @@
-"""Step folders: which there are, and whether they are what their manifests promise. Without torch."""
+"""What a run has written: step folders and their manifests, the files of its model/. Without torch."""
 
 import hashlib
 import json
 import os
 import pickle
 import re
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from common.files import replace_file
 
 MANIFEST = "manifest.json"  # in the step folder, written last: a folder without it is no checkpoint
 BEGIN_ANEW = "--resume never, with another --output-dir, begins anew"
 STEP_NAME = re.compile(r"step_\d{6,20}")
+UNFINISHED_STEP = re.compile(r"tmp_(old_)?step_\d{6,20}")
+SAVED_FILE = re.compile(  # in a step folder, by the path in it
+    r"state(/__\d+_\d+\.distcp|/\.metadata(\.tmp)?)?|\.?(rng_\d+\.safetensors|trainer\.json|manifest\.json)(\.tmp)?"
+)
+UNFINISHED = ".unfinished"  # in a folder that is being written: whoever finds it may remove the folder
 METADATA_TYPES = {  # what torch.distributed.checkpoint writes into its .metadata, and no more
     *(f"torch.distributed.checkpoint.metadata.{kind}StorageMetadata" for kind in ("Tensor", "Bytes", "Chunk")),
     *(f"torch.distributed.checkpoint.metadata.{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta")),
@@ -133,3 +142,85 @@ def target(pointer: Path) -> Path:
         remedy = f"--resume {steps[-1]} goes on from the last one" if steps else "--resume never begins anew"
         raise ValueError(f"{pointer} names {name}, which is not there; {remedy}")
     return folder
+
+
+def remove_step(folder: Path) -> None:
+    """Remove a step folder. OSError if there is anything in it that no save has written: all of it stays."""
+    for path in sorted(folder.rglob("*")):
+        ours = SAVED_FILE.fullmatch(str(path.relative_to(folder))) and not path.is_symlink()
+        if not ours:
+            raise OSError(f"{path} is no file of a checkpoint: move it away, and its folder can be removed")
+    shutil.rmtree(folder)
+
+
+def refuse_links(run_dir: Path) -> None:
+    """OSError if a folder of a run is a link: what lies behind it may be another run's, and would be replaced."""
+    for name in ("checkpoints", "model", "eval", "rollouts", "replay_memory", "profile"):
+        if (run_dir / name).is_symlink():
+            raise OSError(f"{run_dir / name} is a link, behind which files would be replaced: remove it")
+
+
+class WrittenFiles:
+    """Which files of a folder this program has written, by size and hash: they alone may be replaced.
+
+    The list stands beside the folder, so that a folder from elsewhere, put in its place, is nobody's to replace.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.list = folder.with_name(f".{folder.name}.files.json")
+
+    def read(self) -> list[str]:
+        """Paths in the folder of what is there as it was written."""
+        try:
+            listed = dict(json.loads(self.list.read_text())) if self.list.is_file() else {}
+        except (OSError, ValueError, TypeError, RecursionError):
+            listed = {}
+        names = []
+        for name, seen in listed.items():
+            path = self.folder / name
+            is_plain = path.is_file() and path.resolve() == self.folder.resolve() / name  # behind no link
+            if is_plain and fingerprint(path) == seen:
+                names.append(name)
+        return names
+
+    def check(self, names: Iterable[str] = ("config.json",)) -> None:
+        """FileExistsError if files of these names would take the place of a link, of what is not ours, or of what was
+        changed since; and for foreign weights, which vLLM would load with ours."""
+        if self.folder.is_symlink():
+            raise FileExistsError(f"{self.folder} is a link, behind which files would be replaced: remove it")
+        written = self.read()
+        weights = [file.name for kind in ("*.safetensors", "*.bin", "*.pt") for file in self.folder.glob(kind)]
+        for name in [*names, *weights]:
+            path = self.folder / name
+            if path.parent.is_symlink() or (os.path.lexists(path) and name not in written):
+                raise FileExistsError(f"{path} is not as this run has written it, and would be lost: move it away")
+
+    def replace(self, new: Path) -> None:
+        """Move the files of a finished folder here, in the place of those that were written before."""
+        names = [str(file.relative_to(new)) for file in sorted(new.rglob("*")) if file.is_file()]
+        names.remove(UNFINISHED)
+        names.sort(key=lambda name: name == "config.json")  # without it the folder is no model: the last to come
+        self.check(names)
+        for name in reversed(self.read()):  # and the first to go
+            (self.folder / name).unlink()
+            with suppress(OSError):
+                (self.folder / name).parent.rmdir()
+        written = {name: fingerprint(new / name) for name in names}
+        replace_file(self.list, lambda path: path.write_text(json.dumps(written, indent=1)))
+        for name in names:
+            (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(new / name, self.folder / name)
+        shutil.rmtree(new)
+
+
+def make_unfinished(folder: Path) -> Path:
+    """An empty folder to write into, beside `folder`; what a killed process has left there is removed."""
+    unfinished = folder.with_name(f".{folder.name}.tmp")
+    if (unfinished / UNFINISHED).is_file() and not unfinished.is_symlink():
+        shutil.rmtree(unfinished)
+    with suppress(OSError):  # killed before it could say so
+        unfinished.rmdir()
+    unfinished.mkdir(parents=True)
+    (unfinished / UNFINISHED).touch()
+    return unfinished

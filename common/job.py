@@ -24,7 +24,7 @@ from common.distributed import World, broadcast_object, check_same, init_world, 
 from common.files import DAMAGE, HEARTBEAT_S, lock_folder, refuse, user_errors
 from common.flags import ROOT, Data, Machine, Run, refuse_idle, step_range, tracker_names
 from common.hub import HUB_FILES, load_tokenizer, resolve_model
-from common.integrity import fingerprint, model_identity, read_manifest, weights_identity
+from common.integrity import WrittenFiles, fingerprint, model_identity, read_manifest, refuse_links, weights_identity
 from common.lora import Base
 from common.models import Critic, check_model, load_policy
 from common.optimizer import GuardedAdamW
@@ -160,6 +160,9 @@ def describe_run(path: str) -> dict[str, str]:
 def lock_everywhere(output_dir: Path, world: World) -> None:
     """Rank 0 takes the lock of the run folder. All must see it: checkpoints need a folder that all machines share."""
     if world.is_main:
+        with user_errors(f"--output-dir {output_dir}"):
+            refuse_links(output_dir)
+            WrittenFiles(output_dir / "model").check()
         lock = lock_folder(output_dir, world.print, lost=give_way)
         at_end.append(lock.release)
     token = broadcast_object(lock.token if world.is_main else None)

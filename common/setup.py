@@ -59,7 +59,7 @@ def open_logger(job: Job, args: Any, total_steps: int, checkpoints: Checkpoints,
 
 def finish(job: Job, policy: torch.nn.Module, logger: Logger) -> None:
     """Export the model; the curves are drawn, and the trackers end, where the process does."""
-    folder = (job.output_dir / "model").resolve()  # which may be a link to another disk
+    folder = job.output_dir / "model"
     export_hugging_face(policy, job.tokenizer, folder, job.world, job.compute_dtype, job.run.model)
     job.world.print(f"done: {folder} loads in transformers and vLLM; curves.png is beside it")
 

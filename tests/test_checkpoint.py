@@ -22,6 +22,7 @@ from common.checkpoint import Checkpoints
 from common.data.prompts import PromptLoader
 from common.distributed import broadcast_object, gather_objects
 from common.flags import Run
+from common.job import lock_everywhere
 from common.optimizer import GuardedAdamW, make_moments
 from common.shards import find_checkpoint
 
@@ -131,6 +132,38 @@ def test_leftovers_of_a_killed_save_are_removed_and_never_loaded(tmp_path, world
     assert find_checkpoint(tmp_path, "auto", world).name == "step_000010"
     save(tmp_path, 30, world)
     assert not list((tmp_path / "checkpoints").glob("tmp_*"))
+
+
+OF_A_USER = ["step_000010/notes.txt", "step_000010/state/mine/a", "tmp_mine/a", "tmp_step_000010/a", "step_000020/b"]
+
+
+@pytest.mark.parametrize("name", OF_A_USER)
+def test_what_a_user_has_put_beside_or_into_checkpoints_stays(tmp_path, world, name):
+    save(tmp_path, 10, world)
+    file = tmp_path / "checkpoints" / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("mine")
+    for step in (20, 30, 40):
+        save(tmp_path, step, world)
+    found = [path for path in (tmp_path / "checkpoints").rglob(file.name) if path.read_text() == "mine"]
+    assert len(found) == 1, "of step 20 it may have been renamed, when that was written"
+    assert find_checkpoint(tmp_path, "auto", world).name == "step_000040"
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "checkpoints/step_000010", "checkpoints/tmp_step_000020"])
+def test_nothing_behind_a_link_is_removed(tmp_path, world, name):
+    """A run is refused by the name of such a link when it begins; one that is put there in the run costs saves."""
+    save(tmp_path / "other", 10, world)
+    others = tmp_path / "other/checkpoints"
+    link = tmp_path / "run" / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(others if name == "checkpoints" else others / "step_000010")
+    for step in (20, 30):
+        save(tmp_path / "run", step, world)
+    assert link.is_symlink() and find_checkpoint(tmp_path / "other", "auto", world).name == "step_000010"
+    if name == "checkpoints":
+        with pytest.raises(SystemExit, match=rf"{link} is a link, behind which files would be replaced"):
+            lock_everywhere(tmp_path / "run", world)
 
 
 @pytest.mark.parametrize("left", ["tmp_old_step_000010", "tmp_step_000010"])

@@ -1,6 +1,7 @@
 """prepare.export: a checkpoint becomes the folder that its run writes at the end, byte for byte."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from vl import write_tiny_vl
 
 from common.distributed import World
 from common.hub import FOLDERS, load_tokenizer
-from common.integrity import MANIFEST, digest, model_identity
+from common.integrity import MANIFEST, digest, make_unfinished, model_identity
+from common.job import lock_everywhere
 from common.models import Critic, load_policy
 from common.pictures import PixelLimits
 from common.prepare.export import Args, export_hugging_face, main
@@ -151,6 +153,94 @@ def test_nothing_that_a_checkpoint_holds_is_executed(run, tmp_path):
     with pytest.raises(SystemExit, match="cannot be read"):
         main(Args(copy, "tiny", tmp_path / "out"))
     assert not (tmp_path / "done").exists()
+
+
+# --- what is not ours stays ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def exported(tmp_path):
+    """export(): into tmp_path/run/model, as a run does at its end; in words, why it did not."""
+    policy, tokenizer = load_policy(FOLDERS["tiny"], "sdpa"), load_tokenizer(FOLDERS["tiny"])
+
+    def export() -> str:
+        try:
+            export_hugging_face(policy, tokenizer, tmp_path / "run/model", ALONE, torch.float32)
+        except SystemExit as refusal:
+            return str(refusal)
+        return ""
+
+    return export
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize("target", ["a folder", "nothing"])
+def test_a_model_folder_that_is_a_link_is_refused_by_name(tmp_path, exported, world, target):
+    """When the run begins, and if it becomes one in the run. What lies behind it stays."""
+    behind = tmp_path / "behind"
+    if target == "a folder":
+        (behind / "data").mkdir(parents=True)
+        (behind / "config.json").write_text("another model's")
+        (behind / "data/rows.jsonl").write_text("{}")
+    before = contents(behind)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/model").symlink_to(behind)
+    assert re.match(rf"{tmp_path}/run/model not written \({tmp_path}/run/model is a link", exported())
+    with pytest.raises(SystemExit, match=rf"--output-dir {tmp_path}/run: {tmp_path}/run/model is a link"):
+        lock_everywhere(tmp_path / "run", world)
+    assert contents(behind) == before and behind.exists() == (target == "a folder")
+
+
+def test_what_a_user_has_put_into_the_model_folder_stays(tmp_path, exported):
+    """Beside it, too: what a killed export has left has a mark, and goes."""
+    model, named_alike = tmp_path / "run/model", tmp_path / "run/model.tmp"
+    assert exported() == ""
+    written = contents(model)
+    (model / "notes/of mine").mkdir(parents=True)
+    (model / "notes/of mine/a.txt").write_text("mine")
+    named_alike.mkdir()
+    (named_alike / "b.txt").write_text("mine")
+    left = make_unfinished(model)
+    (left / "model.safetensors").write_text("half of it")
+    (model / "generation_config.json").unlink()
+    assert exported() == ""
+    assert contents(model) == written | {"notes/of mine/a.txt": b"mine"}
+    assert contents(named_alike) == {"b.txt": b"mine"} and not left.exists()
+
+
+def moved_from_elsewhere(model: Path) -> None:
+    """Of this program, but not of this run."""
+    shutil.copytree(model, model.with_name("copy"))
+    shutil.rmtree(model)
+    model.with_name(".model.files.json").unlink()
+    model.with_name("copy").rename(model)
+
+
+def moved_behind_a_link(model: Path) -> None:
+    (model / "tokenizer.json").rename(model.parent / "mine.json")
+    (model / "tokenizer.json").symlink_to(model.parent / "mine.json")
+
+
+IN_THE_WAY = {
+    "a changed file": ("config.json", lambda model: (model / "config.json").write_text("{}")),
+    "weights of its own": ("more.safetensors", lambda model: (model / "more.safetensors").touch()),
+    "a folder": ("config.json", lambda model: [(model / "config.json").unlink(), (model / "config.json").mkdir()]),
+    "a link": ("tokenizer.json", moved_behind_a_link),
+    "a model from elsewhere": ("chat_template.jinja", moved_from_elsewhere),
+}
+
+
+@pytest.mark.parametrize("what", IN_THE_WAY)
+def test_what_the_export_would_replace_is_named_and_stays(tmp_path, exported, what):
+    name, put = IN_THE_WAY[what]
+    assert exported() == ""
+    put(tmp_path / "run/model")
+    before = contents(tmp_path / "run")
+    assert f"{tmp_path}/run/model/{name} is not as this run has written it" in exported()
+    assert contents(tmp_path / "run") == before
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ policy is written. The checkpoint's files are verified first, and nothing that t
 """
 
 import json
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,15 @@ from common.distributed import World, repeated_blocks
 from common.files import refuse, user_errors
 from common.flags import Machine
 from common.hub import load_tokenizer, resolve_model
-from common.integrity import damage, model_identity, read_manifest, step_folder, weights_identity
+from common.integrity import (
+    WrittenFiles,
+    damage,
+    make_unfinished,
+    model_identity,
+    read_manifest,
+    step_folder,
+    weights_identity,
+)
 from common.lora import adapters, add_adapters
 from common.models import Policy, full_parameters
 from common.pictures import PixelLimits
@@ -45,7 +54,7 @@ class Args:
 
 def main(args: Args) -> None:
     folder = open_checkpoint(args.checkpoint)
-    refuse(args.out.exists(), f"--out {args.out} is there already: give another one, or remove it")
+    refuse(os.path.lexists(args.out), f"--out {args.out} is there already: give another one, or remove it")
     path = resolve_model(args.model)
     manifest, run = read_manifest(folder), folder.absolute().parents[1]
     other = manifest.get("model") != model_identity(Path(path))
@@ -74,7 +83,9 @@ def main(args: Args) -> None:
         add_adapters(policy.model, readers, Machine(lora_rank=rank, lora_alpha=alpha, lora_targets=targets))
     restore(policy, folder)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    export_hugging_face(policy, tokenizer, args.out.resolve(), World(0, 1, 0, torch.device("cpu")), dtype, args.model)
+    out = args.out.resolve()
+    export_hugging_face(policy, tokenizer, out, World(0, 1, 0, torch.device("cpu")), dtype, args.model)
+    WrittenFiles(out).list.unlink()  # what is there, no export will replace
     print(f"{args.out}: the weights of {folder} in {dtype}")
 
 
@@ -119,6 +130,7 @@ def export_hugging_face(
 ) -> None:
     """Write a folder that transformers and vLLM load as it is; rank 0 writes, all ranks gather.
 
+    Only files that an earlier export has written there are replaced; SystemExit names what is in the way.
     With LoRA folder/adapter has the adapters alone, for the model `base`.
     """
     state = {}
@@ -127,12 +139,13 @@ def export_hugging_face(
             state[name] = tensor.to("cpu", copy=True)
     if not world.is_main:
         return
-    model, temporary = policy.model, folder.with_name(f"{folder.name}.tmp")
+    model = policy.model
     if model.config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
-    shutil.rmtree(temporary, ignore_errors=True)  # of a killed export
     model.generation_config = generation_config(model, tokenizer)
+    temporary = None
     try:
+        temporary = make_unfinished(folder)
         model.save_pretrained(temporary, state_dict=state)
         config = json.loads((temporary / "config.json").read_text())
         config["dtype"] = str(dtype).removeprefix("torch.")  # save_pretrained names the dtype of the master weights
@@ -144,11 +157,11 @@ def export_hugging_face(
                 file.chmod(0o644)  # safetensors writes for the owner alone
         if any(adapters(model)):
             save_adapter(model, base, temporary / "adapter")
-        shutil.rmtree(folder, ignore_errors=True)
-        temporary.replace(folder)
+        WrittenFiles(folder).replace(temporary)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise SystemExit(f"{folder} not written ({error}); the same command writes it when there is room") from error
+        if temporary:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise SystemExit(f"{folder} not written ({error}); the same command writes it once that is mended") from error
 
 
 def generation_config(model: nn.Module, tokenizer) -> "transformers.GenerationConfig":
