@@ -19,7 +19,10 @@ class Server(ThreadingHTTPServer):
 
 class LocalJudge:
     """Says 1 where both answers are the same; `behave(number, answer)` may return another reply: a text, one that was
-    cut (in a tuple), a status code, whose message repeats the key, seconds to hang, or None."""
+    cut (in a tuple), a status code, whose message repeats the key, seconds to hang, what answers by itself (a function
+    of the handler), or None. `models` is what it lists."""
+
+    models = b'{"object": "list", "data": [{"id": "judge-of-tests", "object": "model"}]}'
 
     def __init__(self, behave=lambda number, answer: None, port: int = 0):
         self.behave, self.asked, self.requests, self.lock = behave, [], [], threading.Lock()
@@ -46,7 +49,7 @@ class LocalJudge:
                 self.wfile.write(data)
 
             def do_GET(self):
-                self.send({"object": "list", "data": [{"id": "judge-of-tests", "object": "model"}]})
+                self.send(judge.models)
 
             def do_POST(self):
                 request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -57,6 +60,9 @@ class LocalJudge:
                     judge.requests.append((request, headers))
                     number = len(judge.asked)
                 said = judge.behave(number, answer)
+                if callable(said):
+                    said(self)
+                    return
                 if isinstance(said, float):
                     time.sleep(said)
                     return

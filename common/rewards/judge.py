@@ -11,6 +11,7 @@ import asyncio
 import copy
 import threading
 import time
+import zlib
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -27,6 +28,8 @@ from common.rewards.judge_prompt import PROBES, Case, messages, verdict_of
 IN_FLIGHT = 64  # requests of a rank
 TRIES = 5  # replies that say neither, or failures while others are answered, until a case stays without a verdict
 MAX_TOKENS = 1024  # of a reply: some models think before they answer
+MAX_BODY = 2**20  # bytes of a reply, unpacked
+MAX_NAME = 200  # characters of a model's name
 CACHED = 200_000  # verdicts
 
 
@@ -234,16 +237,18 @@ class Judge:
         """Greedy at first; a reply that says neither would come again, so that later ones are sampled. "" is one that
         was cut: it may quote our question."""
         if not self.model and not server.model:
-            server.model = (await server.client.models.list()).data[0].id
-        completion = await server.client.chat.completions.create(
+            listed = await server.client.models.with_raw_response.list()
+            server.model = first_model(listed.http_response.json())
+        completion = await server.client.chat.completions.with_raw_response.create(
             model=self.model or server.model,
             messages=messages(case),
             temperature=0.5 if attempt else 0.0,
             seed=attempt,
             max_tokens=MAX_TOKENS,
         )
-        choice = completion.choices[0]
-        content = choice.message.content if choice.finish_reason != "length" else ""
+        # as plain JSON: the client would make objects of a million entries, for seconds
+        choice = completion.http_response.json()["choices"][0]
+        content = choice["message"].get("content") if choice.get("finish_reason") != "length" else ""
         if isinstance(content, list):  # of parts, as servers of models that reason may send it
             content = "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
         return content if isinstance(content, str) else ""
@@ -287,9 +292,46 @@ def secrets_of(urls: Iterable[str], api_key: str) -> list[str]:
     return sorted((secret for secret in secrets if len(secret) > 3), key=len, reverse=True)
 
 
+def first_model(listed: object) -> str:
+    """The name of the first model of what /models replies. ValueError if it has none that can be asked for."""
+    try:
+        name = listed["data"][0]["id"]
+    except (LookupError, TypeError):
+        name = None
+    if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= MAX_NAME:
+        raise ValueError(f"/models names no model but {name!r:.40}: set JUDGE_MODEL")
+    return name
+
+
+async def read_body(response) -> None:
+    """Take the body in place of the client, which would keep whatever comes: ValueError above `MAX_BODY`."""
+    import httpx2
+
+    body = bytearray()
+    async for piece in response.stream:
+        body += piece
+        if len(body) > MAX_BODY:
+            raise ValueError(f"a reply of more than {MAX_BODY} bytes")
+    packing = response.headers.pop("Content-Encoding", "identity").lower()
+    if packing == "gzip":
+        body = zlib.decompressobj(zlib.MAX_WBITS | 16).decompress(body, MAX_BODY + 1)
+        if len(body) > MAX_BODY:
+            raise ValueError(f"a reply of more than {MAX_BODY} bytes, unpacked")
+    elif packing != "identity":
+        raise ValueError(f"a reply in the encoding {packing:.40}, which was not asked for")
+    await response.stream.aclose()
+    response.stream = httpx2.ByteStream(bytes(body))
+
+
 def connect(url: str, api_key: str):
-    """A client that takes neither proxies nor anything else from the environment, and leaves retries to the judge."""
+    """A client that takes neither proxies nor anything else from the environment, goes nowhere else, and leaves
+    retries to the judge."""
     import openai
 
-    http = openai.DefaultAsyncHttpxClient(trust_env=False)
+    http = openai.DefaultAsyncHttpxClient(
+        trust_env=False,
+        follow_redirects=False,
+        headers={"Accept-Encoding": "identity"},
+        event_hooks={"response": [read_body]},
+    )
     return openai.AsyncOpenAI(base_url=url, api_key=api_key, http_client=http, max_retries=0)

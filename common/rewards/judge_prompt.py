@@ -43,8 +43,8 @@ def described(question: str, truth: str, answer: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Without control tokens, which a server would read as such, and without what UTF-8 cannot say."""
-    return re.sub(r"<(?=[|\uff5c/\w])|\[(?=/?[A-Z])", r"\g<0> ", text).encode(errors="replace").decode()
+    """Without control tokens and headings as ours, in any letter case, and without what UTF-8 cannot say."""
+    return re.sub(r"<(?=[|\uff5c/\w])|\[(?=/?[^\W\d_])", r"\g<0> ", text).encode(errors="replace").decode()
 
 
 def one_line(text: str) -> str:
@@ -52,17 +52,21 @@ def one_line(text: str) -> str:
     return re.sub(r"(?i)(judge?)(ment)", r"\1-\2", plain(" ".join(text.split())))
 
 
-MARKS = r"[\s*_\"'`(\[{$]*(?:\\boxed\{)?([01])(?:\.0+(?![0-9]))?"
-JUDGEMENT = re.compile(rf"judge?ment[\s*_]*(?:[:=]{MARKS}|([01]))(?![0-9/%]|[.,][0-9]|\s*or\b)", re.IGNORECASE)
-ALONE = re.compile(rf"{MARKS}[*_\"'`)\]}}$.]*(?:\s*\n(?s:.*)|\s*)")  # a reason may follow
+VALUE = r"[\s*_\"'`(\[{$]*(?:\\boxed\{)?([01])(?:\.0+)?[*_\"'`)\]}$]*"
+JUDGEMENT = re.compile(rf"[\s*_#]*judge?ment[\s*_]*[:=]{VALUE}(?:\s*|\.[*_]*(?:\s.*)?)", re.IGNORECASE)
+ALONE = re.compile(rf"{VALUE}\.?[*_]*\s*")
 
 
 def verdict_of(reply: str) -> float | None:
-    """1.0 or 0.0 by a reply that begins with x alone, or the last "Judgement: x"; None if it says neither."""
+    """1.0 or 0.0 by the line "Judgement: x", or x alone in the first line; None without one, or if two disagree.
+
+    Text before it on its line makes it a quotation or a thought; what follows a full stop is a reason.
+    """
     text = reply.rpartition("</think>")[2]
     if "<think>" in text:  # it was cut off
         return None
-    if alone := ALONE.fullmatch(text):  # it goes on with what it was asked, which ends in "Judgement:"
-        return float(alone[1])
-    found = JUDGEMENT.findall(text)
-    return float("".join(found[-1])) if found else None
+    lines = text.strip().split("\n")
+    # the first line may go on with what the judge was asked, which ends in "Judgement:"
+    found = [ALONE.fullmatch(lines[0]), *map(JUDGEMENT.fullmatch, lines)]
+    verdicts = {float(match[1]) for match in found if match}
+    return verdicts.pop() if len(verdicts) == 1 else None
