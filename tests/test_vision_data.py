@@ -1,25 +1,29 @@
 """Rows with pictures: what their tokens are, which of them are refused at start-up, which are left out later."""
 
 import io
+import itertools
 import json
 import os
 import random
 import struct
 import threading
 import zlib
+from contextlib import nullcontext
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from helpers import deadline, prompts_of
+from helpers import deadline, gathering, prompts_of
 from PIL import Image
 from vl import QWEN_VL, picture, write_tiny_vl
 
+from common.data import render
 from common.data.media import count_tokens
 from common.data.render import unheeded
-from common.pictures import Media, PixelLimits
+from common.distributed import World
+from common.pictures import BadRow, Media, PixelLimits
 from common.processes import in_threads
 from common.tools import Tool, call_tool, load_tools
 from common.vision import load_vision
@@ -58,6 +62,37 @@ def saved(tmp_path, name: str, data: bytes) -> str:
 
 def count(ids: list[int], token: int) -> int:
     return sum(i == token for i in ids)
+
+
+ADDRESSES = itertools.count(2**20)
+
+
+@pytest.mark.parametrize("reason", ["as it is", "with an address"])
+def test_machines_agree_on_a_picture_that_none_can_read(tmp_path, vision, monkeypatch, reason):
+    """Held as bytes: what a library says of it may name a place in memory, and does not decide what is usable."""
+    rows = [ask("<image>") | {"images": [{"bytes": data}]} for data in (picture(56, 56), b"no picture", b"")]
+    common = {"data_source": "hiyouga/geometry3k", "reward_model": {"style": "rule", "ground_truth": "1"}}
+    pq.write_table(pa.Table.from_pylist([row | common for row in rows]), tmp_path / "rows.parquet")
+    if reason == "with an address":
+        monkeypatch.setattr(render, "clean_prompt", lambda prompt: refuse_by_address())
+    monkeypatch.setattr("common.data.scan.gather_objects", gathering(lambda: rank, 2))
+    found, told = {}, []
+    for rank in range(2):
+        options = {"world": World(rank, 2, 0, torch.device("cpu")), "notice": told.append, "bad_rows": "drop"}
+        with pytest.raises(ValueError, match="no usable row") if reason != "as it is" else nullcontext():
+            found[rank] = prompts_of(
+                str(tmp_path / "rows.parquet"),
+                tokenizer=vision.processor.tokenizer,
+                vision=vision,
+                max_prompt_tokens=400,
+                **options,
+            ).positions.tolist()
+    assert found == ({0: [0], 1: [0]} if reason == "as it is" else {})
+    assert ("0x" in "".join(told)) == (reason != "as it is")
+
+
+def refuse_by_address():
+    raise BadRow(f"cannot read <object at {next(ADDRESSES):#x}>")
 
 
 def test_tokens_in_the_ids_equal_features_for_any_size(vision):

@@ -7,7 +7,7 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from common.pictures import CELL, FORMATS, BadRow, Media, PixelLimits, check_size
 
@@ -106,6 +106,8 @@ def count_tokens(picture: Picture, root: Path | None, limits: PixelLimits) -> in
             with Image.open(file, formats=FORMATS) as image:
                 check_size(image)
                 width, height = limits.shown_size(kind, *image.size)
+        except UnidentifiedImageError as error:  # its text holds an address in memory
+            raise BadRow(f"no readable picture: none of {', '.join(FORMATS)}") from error
         except (OSError, ValueError, Image.DecompressionBombError) as error:
             raise BadRow(f"no readable picture ({str(error)[:80]})") from error
     return -(-len(frames) // 2) * (width // CELL) * (height // CELL)

@@ -19,7 +19,7 @@ UNCOUNTED = 10**12  # tokens of a text that the tokenizer breaks down at
 class Found:
     """What a look at every row has found: row index -> reason, of those that cannot be used."""
 
-    bad: dict[int, str] = field(default_factory=dict)
+    bad: dict[int, str] = field(default_factory=dict, compare=False)  # machines may word a reason differently
     too_long: dict[int, str] = field(default_factory=dict)
     kept: list[int] = field(default_factory=list)  # indices of the others, and of those that are too long
     costs: dict[int, float] = field(default_factory=dict)  # about the tokens of each of them, to balance ranks by
