@@ -33,7 +33,7 @@ from common.checkpoint import Checkpoints
 from common.data.dumps import load_rollouts
 from common.distributed import World, all_reduce, forward_context, run, stop_requested
 from common.episodes import Episode
-from common.files import refuse
+from common.files import DAMAGE, refuse, user_errors
 from common.flags import Amount, Count, Data, Limit, Machine, Rollout, Run, Share, check_shared, parse, refuse_idle
 from common.hub import load_tokenizer, resolve_model
 from common.job import Job
@@ -437,7 +437,8 @@ def refuse_lonely_critic(args: Args, total_steps: int | None) -> None:
 def critic_path(job: Job, name: str) -> str:
     """Folder of the critic's backbone. SystemExit if it does not read what the policy reads."""
     path, trust = resolve_model(name, "--critic-model"), job.machine.trust_remote_code
-    tokenizer, vision = load_tokenizer(path, trust), load_vision(path, job.limits, trust)
+    with user_errors(f"--critic-model {name}: its files cannot be read (are all there, and whole?)", DAMAGE):
+        tokenizer, vision = load_tokenizer(path, trust), load_vision(path, job.limits, trust)
     refuse(tokenizer.get_vocab() != job.tokenizer.get_vocab(), f"--critic-model {name}: another tokenizer")
     refuse((vision is None) != (job.vision is None), f"--critic-model {name}: of policy and critic one cannot see")
     return path

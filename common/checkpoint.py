@@ -27,8 +27,17 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from common.distributed import gather_objects, reshard
-from common.files import refuse, replace_file, shorten
-from common.integrity import BEGIN_ANEW, MANIFEST, STEP_NAME, UNFINISHED_STEP, digest, refuse_links, remove_step
+from common.files import DAMAGE, refuse, replace_file, shorten, user_errors
+from common.integrity import (
+    BEGIN_ANEW,
+    MANIFEST,
+    STEP_NAME,
+    UNFINISHED_STEP,
+    digest,
+    read_record,
+    refuse_links,
+    remove_step,
+)
 from common.job import Job
 from common.lora import adapters
 from common.optimizer import GuardedAdamW, make_moments
@@ -67,29 +76,27 @@ class Checkpoints:
         """
         if not (folder := self.job.checkpoint):
             return 0
-        states, random_states = {}, folder / f"rng_{self.world.rank}.safetensors"
+        random_states = folder / f"rng_{self.world.rank}.safetensors"
 
         def read() -> None:
             for name, adamw in self.optimizers.items():
                 shards = _shards(adamw.model, None if weights_only else adamw.optimizer)
                 shards.get("optimizer", {}).pop("param_groups", None)  # learning rate, betas ... are those of this run
                 load_shards({name: shards}, folder)
-            states.update(load_file(random_states) if random_states.is_file() else {})
+            if random_states.is_file():
+                restore_random_states(random_states)
 
         problem = _attempt(read)
         refuse(problem is not None, f"{folder} cannot be loaded ({shorten(str(problem), 100)}): {BEGIN_ANEW}")
-        if "cpu" in states:
-            torch.set_rng_state(states["cpu"])
-        if "gpu" in states and torch.cuda.is_available():
-            torch.cuda.set_rng_state(states["gpu"])
-        saved = json.loads((folder / "trainer.json").read_text())
+        saved = read_record(folder)
         self.start = saved["step"]
-        if self.own and (self.folder / saved.get("best_step", "")).is_dir():  # another run's may be of other rows
-            self.best, self.best_step = saved["best"], saved.get("best_step", "")
-        for name, adamw in self.optimizers.items():
-            adamw.loss_scale.load_state_dict(saved["loss_scale"][name])
-        for name, part in self.state.items():
-            part.load_state_dict(saved[name])
+        with user_errors(f"{folder} cannot be loaded ({BEGIN_ANEW}): its trainer.json does not fit", DAMAGE):
+            if self.own and (self.folder / saved.get("best_step", "")).is_dir():  # another run's may be of other rows
+                self.best, self.best_step = float(saved["best"]), saved.get("best_step", "")
+            for name, adamw in self.optimizers.items():
+                adamw.loss_scale.load_state_dict(saved["loss_scale"][name])
+            for name, part in self.state.items():
+                part.load_state_dict(saved[name])
         reached.update({"step": self.start, "checkpoint": folder})
         return self.start
 
@@ -177,6 +184,18 @@ class Checkpoints:
         if free < needed:
             sizes = f"{needed / 1e9:.2f} GB of the {free / 1e9:.2f} GB that are free in {self.job.output_dir}"
             self.world.print(f"warning: checkpoints will take up to {sizes}: lower --keep-checkpoints")
+
+
+def restore_random_states(file: Path) -> None:
+    """torch's, of this rank. OSError for what is none."""
+    states = load_file(file)
+    try:
+        if "cpu" in states:
+            torch.set_rng_state(states["cpu"])
+        if "gpu" in states and torch.cuda.is_available():
+            torch.cuda.set_rng_state(states["gpu"])
+    except (RuntimeError, TypeError) as error:
+        raise OSError(f"{file.name} holds no random states: {error}") from error
 
 
 def free_bytes(folder: Path) -> int:

@@ -11,7 +11,8 @@ from pydantic_core import to_jsonable_python
 from safetensors import SafetensorError
 
 LEASE_S, HEARTBEAT_S = 60.0, 2.0
-DAMAGE = (ValueError, OSError, SafetensorError, LookupError, TypeError)  # what libraries run into in damaged files
+# what libraries run into in damaged files
+DAMAGE = (ValueError, OSError, SafetensorError, LookupError, TypeError, AttributeError, RecursionError)
 jsonable = partial(to_jsonable_python, inf_nan_mode="null", fallback=float)  # paths become strings
 
 
@@ -45,7 +46,10 @@ def user_errors(told: str = "error", kinds=(ValueError, OSError, SafetensorError
     try:
         yield
     except kinds as error:
-        raise SystemExit(f"{told}: {error}") from error
+        text = str(error)
+        if kinds is DAMAGE:  # a library's, in several lines
+            text = " ".join(text.split())
+        raise SystemExit(f"{told}: {text}") from error
 
 
 @contextmanager

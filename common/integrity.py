@@ -83,6 +83,8 @@ def damage(folder: Path, share: slice = slice(None)) -> str | None:
     if different := sorted(present ^ files.keys()):
         return f"{'has no' if different[0] in files else 'has a foreign'} {different[0]}"
     for name in sorted(files)[share]:
+        if (folder / name).is_symlink():
+            return f"has a link in the place of {name}"
         try:
             found = digest(folder / name)
         except OSError as error:
@@ -90,6 +92,17 @@ def damage(folder: Path, share: slice = slice(None)) -> str | None:
         if found != files[name]:
             return f"has a damaged {name} (another {'SHA-256' if found[0] == files[name][0] else 'size'})"
     return None
+
+
+def read_record(folder: Path) -> dict:
+    """trainer.json of a step folder, whose checksums may be right. SystemExit for one that no save has written."""
+    try:
+        saved = json.loads((folder / "trainer.json").read_text())
+        if type(saved["step"]) is int and saved["step"] >= 0 and isinstance(saved.get("best_step", ""), str):
+            return saved
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        pass
+    raise SystemExit(f"{folder} cannot be loaded (its trainer.json is not as a save writes it): {BEGIN_ANEW}")
 
 
 def model_identity(folder: Path) -> str:

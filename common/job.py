@@ -1,6 +1,5 @@
 """A run as one rank sees it, and how its models are made. What a user can get wrong is refused before weights are."""
 
-import json
 import os
 import re
 import socket
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 from filelock import LeaseCompromise
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from common.attention import choose_attention
@@ -24,7 +23,16 @@ from common.distributed import World, broadcast_object, check_same, init_world, 
 from common.files import DAMAGE, HEARTBEAT_S, lock_folder, refuse, user_errors
 from common.flags import ROOT, Data, Machine, Run, refuse_idle, step_range, tracker_names
 from common.hub import HUB_FILES, load_tokenizer, resolve_model
-from common.integrity import WrittenFiles, fingerprint, model_identity, read_manifest, refuse_links, weights_identity
+from common.integrity import (
+    BEGIN_ANEW,
+    WrittenFiles,
+    fingerprint,
+    model_identity,
+    read_manifest,
+    read_record,
+    refuse_links,
+    weights_identity,
+)
 from common.lora import Base
 from common.models import Critic, check_model, load_policy
 from common.optimizer import GuardedAdamW
@@ -71,8 +79,11 @@ class Job:
         self.checkpoint = find_checkpoint(self.output_dir, run.resume, world, self.identity)  # to go on from
         self.limits = PixelLimits(data.min_pixels, data.max_pixels, data.max_frame_pixels)
         with user_errors(f"--model {self.path}: its files cannot be read (are all there, and whole?)", DAMAGE):
-            for file in Path(self.path).glob("*.safetensors"):
-                safe_open(file, "pt")  # its header, and its length: the engine would be the first to run into them
+            for file in sorted(Path(self.path).glob("*.safetensors")):
+                try:
+                    safe_open(file, "pt")  # its header, and its length: the engine would be the first to read them
+                except SafetensorError as error:
+                    raise ValueError(f"{file.name}: {error}") from error
             self.tokenizer = load_tokenizer(self.path, machine.trust_remote_code)
             self.vision = load_vision(self.path, self.limits, machine.trust_remote_code)  # None: it reads text alone
         sees = (self.vision is not None, "a vision-language --model")
@@ -88,7 +99,11 @@ class Job:
         """The order of rows, where the checkpoint has left it. SystemExit if that is of other data."""
         loader = PromptLoader(num_rows, self.run.seed, fingerprint)
         if self.checkpoint:
-            loader.load_state_dict(json.loads((self.checkpoint / "trainer.json").read_text())["loader"])
+            position = read_record(self.checkpoint).get("loader")
+            wrong = f"{self.checkpoint} cannot be loaded (trainer.json has no position in the data): {BEGIN_ANEW}"
+            refuse(not isinstance(position, dict) or {type(part) for part in position.values()} != {int}, wrong)
+            refuse(not position.keys() >= {"consumed", "seed", "num_rows"} or position["consumed"] < 0, wrong)
+            loader.load_state_dict(position)
         return loader
 
     def load_policy(self, from_scratch: bool = False) -> nn.Module:
@@ -154,7 +169,7 @@ def describe_run(path: str) -> dict[str, str]:
         with suppress(metadata.PackageNotFoundError):
             facts[package] = metadata.version(package)
     facts["JUDGE_URLS"] = "given" if os.environ.get("JUDGE_URLS") else "none"
-    return facts | {name: fingerprint(file) for name, file in files.items()}
+    return facts | {name: fingerprint(file) for name, file in files.items() if file.is_file()}
 
 
 def lock_everywhere(output_dir: Path, world: World) -> None:

@@ -79,4 +79,4 @@ class LossScale:
 
     def load_state_dict(self, state: dict) -> None:
         if state.get("dynamic", self.dynamic) == self.dynamic:  # else it is of a run in another dtype
-            self.scale, self.good_steps = state["scale"], state["good_steps"]
+            self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])

@@ -23,7 +23,7 @@ from common.engine.vllm import VllmEngine
 from common.episodes import Episode, Row, Watch, sample_episodes
 from common.files import refuse, user_errors
 from common.flags import Data, Rollout, Run, refuse_idle
-from common.hub import EMBEDDED, resolve_model
+from common.hub import EMBEDDED, require_weights, resolve_model
 from common.job import Job
 from common.look.console import print_samples
 from common.look.logger import Logger
@@ -76,6 +76,8 @@ class Rollouts:
         refuse_idle(rollout, {"max_images": (job.vision is not None, "a vision-language --model")})
         refuse_idle(rollout, {"sleep_level": (job.world.device.type == "cuda", "a GPU")})
         reward_folder = resolve_model(reward_model, "--reward-model") if reward_model and not rollout.replay else None
+        for folder in [job.path, *trained, *frozen]:
+            require_weights(folder)  # the engine, and what reckons with memory, would be the first to miss them
         shared = rollout.engine_parallel  # ranks that share an engine
         timeout = timedelta(minutes=min(run.stall_minutes, 1e6) + 10)  # one may wait for another's rewards
         self.group = new_subgroups(shared, timeout=timeout, backend="gloo")[0] if shared > 1 else None

@@ -1,5 +1,6 @@
 """Where a run goes on from, which weights are saved, and how they are read: nothing in their files is executed."""
 
+import re
 import warnings
 from pathlib import Path
 
@@ -24,7 +25,11 @@ def load_shards(shards: dict, folder: Path) -> None:
     class PlainReader(dcp.FileSystemReader):
         def read_metadata(self, *_, **__) -> dcp.Metadata:
             with (Path(self.path) / ".metadata").open("rb") as file:
-                return MetadataUnpickler(file).load()
+                metadata = MetadataUnpickler(file).load()
+            for stored in metadata.storage_data.values():
+                if not re.fullmatch(r"__\d+_\d+\.distcp", stored.relative_path):
+                    raise ValueError(f"its tensors are to be in {stored.relative_path!r:.60}, which is no shard of it")
+            return metadata
 
     class PlainPlanner(dcp.DefaultLoadPlanner):
         def load_bytes(self, read_item, value) -> None:

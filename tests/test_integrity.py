@@ -10,14 +10,18 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 from filelock import LeaseCompromise
 from helpers import ROOT, deadline, load_checkpoint, save_checkpoint, trained, wait_until
+from safetensors.torch import save_file
 
 from common import files, job
 from common.checkpoint import _shards
@@ -148,6 +152,87 @@ def attack_values(folder: Path) -> None:
 
 def attack_random_states(folder: Path) -> None:
     (folder / "rng_0.safetensors").write_bytes(pickle.dumps(Attack()))
+
+
+def tensors_elsewhere(folder: Path, path: str) -> None:
+    """The same tensors, in a file that no checksum covers."""
+    metadata = pickle.loads((folder / "state/.metadata").read_bytes())
+    for stored in metadata.storage_data.values():
+        stored.relative_path = path.format(folder=folder)
+    (folder / "state/.metadata").write_bytes(pickle.dumps(metadata))
+    shutil.copy(folder / "state/__0_0.distcp", folder.parents[1] / "elsewhere")
+
+
+def a_pipe_as_shard(folder: Path) -> None:
+    os.mkfifo(folder.parents[1] / "pipe")
+    tensors_elsewhere(folder, "../../../pipe")
+
+
+def random_states_of(**states) -> Callable[[Path], None]:
+    return lambda folder: save_file(states, folder / "rng_0.safetensors")
+
+
+def trainer_of(text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / "trainer.json").write_text(text)
+
+
+ODD = {
+    "tensors above the folder": partial(tensors_elsewhere, path="../../../elsewhere"),
+    "tensors at an absolute path": partial(tensors_elsewhere, path="{folder}/../../elsewhere"),
+    "tensors in the manifest's folder": partial(tensors_elsewhere, path="../trainer.json"),
+    "tensors in a shard that is not there": partial(tensors_elsewhere, path="__7_0.distcp"),
+    "tensors in a number": lambda folder: tensors_elsewhere(folder, "__0_0.distcp\n"),
+    "tensors in a pipe": a_pipe_as_shard,
+    "random states of another length": random_states_of(cpu=torch.zeros(3, dtype=torch.uint8)),
+    "random states of another type": random_states_of(cpu=torch.zeros(5056)),
+    "empty random states": random_states_of(cpu=torch.zeros(0, dtype=torch.uint8)),
+    "a text as random states": lambda folder: (folder / "rng_0.safetensors").write_text("{}"),
+    "an empty trainer.json": trainer_of("{}"),
+    "a list as trainer.json": trainer_of("[]"),
+    "deep lists as trainer.json": trainer_of("[" * 10**5),
+    "a text as step": trainer_of('{"step": "2", "loss_scale": {"policy": {"scale": 1, "good_steps": 0}}}'),
+    "a step before the first": trainer_of('{"step": -2, "loss_scale": {"policy": {"scale": 1, "good_steps": 0}}}'),
+    "no loss scale": trainer_of('{"step": 2, "best": 1}'),
+    "a text as loss scale": trainer_of('{"step": 2, "loss_scale": {"policy": "much"}}'),
+    "a loss scale of text": trainer_of('{"step": 2, "loss_scale": {"policy": {"scale": "x", "good_steps": 0}}}'),
+    "a best that is none": trainer_of('{"step": 2, "best_step": "step_000002", "best": [1], "loss_scale": {}}'),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_what_no_save_has_written_is_refused_in_a_line(run, world, kind):
+    """With a manifest that promises it."""
+    folder = run / "checkpoints" / "step_000002"
+    ODD[kind](folder)
+    as_promised(folder)
+    start = time.monotonic()
+    with deadline(20), pytest.raises(SystemExit, match=r"step_000002 cannot be loaded .*--resume never") as refusal:
+        assert find_checkpoint(run, "auto", world, IDENTITY) == folder
+        load_checkpoint(folder, trained(), world)
+    assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 400
+    assert time.monotonic() - start < 15, "nothing is waited for"
+
+
+POSITIONS = ["null", "{}", '{"consumed": "4", "seed": 0, "num_rows": 4}', '{"consumed": -4, "seed": 0, "num_rows": 4}']
+
+
+@pytest.mark.parametrize("position", [*POSITIONS, '{"consumed": 1e300, "seed": 0, "num_rows": 4}'])
+def test_a_position_in_the_data_that_is_none_is_refused(run, position):
+    folder = run / "checkpoints" / "step_000002"
+    trainer_of(f'{{"step": 2, "loader": {position}}}')(folder)
+    resumed = SimpleNamespace(checkpoint=folder, run=SimpleNamespace(seed=0))
+    with pytest.raises(SystemExit, match=r"step_000002 cannot be loaded \(trainer.json has no position in the data\)"):
+        job.Job.open_loader(resumed, 4)
+
+
+@pytest.mark.parametrize("name", ["state/__0_0.distcp", "trainer.json", "rng_0.safetensors"])
+def test_a_link_in_the_place_of_a_file_is_refused(run, world, name):
+    """What it leads to may change after it was verified."""
+    file = run / "checkpoints/step_000002" / name
+    file.rename(run / "elsewhere")
+    file.symlink_to(run / "elsewhere")
+    with pytest.raises(SystemExit, match=f"has a link in the place of {name}: --resume"):
+        find_checkpoint(run, "auto", world)
 
 
 @pytest.mark.parametrize("attack", [attack_metadata, attack_values, attack_random_states])

@@ -1,5 +1,7 @@
 """What is refused as a model, before it would train on log-probs of another one; and what an export leaves behind."""
 
+import json
+import os
 import re
 import shutil
 from contextlib import nullcontext
@@ -7,15 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, deadline
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import grpo
 from common.episodes import Episode
-from common.hub import FOLDERS, load_tokenizer, resolve_model
-from common.job import Job
+from common.hub import FOLDERS, OBJECTS, load_tokenizer, require_weights, resolve_model
+from common.job import Job, describe_run
 from common.models import Critic, load_policy, unsupported
 from common.packing import TokenIndex, pack
 from common.prepare.export import export_hugging_face
@@ -112,6 +114,90 @@ def test_a_damaged_model_is_named_in_a_line(damage, world, tmp_path, monkeypatch
     args.run.model, args.run.output_dir = str(folder), tmp_path / "run"
     with pytest.raises(SystemExit, match=f"^--model {folder}: its {told}"):
         Job("grpo", args.data, args.machine, args.run, demo=False).load_policy()
+
+
+INSTEAD = {
+    "a pipe": os.mkfifo,
+    "a folder": Path.mkdir,
+    "a dangling link": lambda file: file.symlink_to("../../blobs/0123"),
+    "a link to itself": lambda file: file.symlink_to(file.name),
+    "a device": lambda file: file.symlink_to("/dev/zero"),
+}
+NO_OBJECTS = {"nothing": "", "half": '{"a": ', "a list": "[]", "null": "null", "deep lists": "[" * 10**5}
+MODEL_FILES = ["chat_template.jinja", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
+MODEL_FILES += ["tokenizer_config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+MODEL_FILES += ["pytorch_model.bin", "additional_chat_templates/tool_use.jinja"]
+
+
+@pytest.mark.parametrize("name", MODEL_FILES)
+def test_what_is_no_file_of_a_model_is_named_and_not_waited_for(tmp_path, name, monkeypatch):
+    """As a hub's cache has it from which files were removed."""
+    folder = shutil.copytree(FOLDERS["tiny"], tmp_path / "model")
+    file = folder / name
+    file.parent.mkdir(exist_ok=True)
+    for put in INSTEAD.values():
+        file.unlink(missing_ok=True)
+        put(file)
+        with deadline(20), pytest.raises(SystemExit) as refusal:
+            resolve_model(str(folder))
+        said = str(refusal.value)
+        assert said.startswith(f"--model {folder}: its files cannot be read") and f": {file.name} is a " in said
+        monkeypatch.setattr("sys.argv", ["ppo.py", "--critic-model", str(folder)])
+        with deadline(20):
+            describe_run(str(folder))
+        if file.is_dir():
+            file.rmdir()
+
+
+@pytest.mark.parametrize("name", sorted(OBJECTS))
+def test_what_holds_no_json_object_is_named(tmp_path, name):
+    folder = shutil.copytree(FOLDERS["tiny"], tmp_path / "model")
+    for text in NO_OBJECTS.values():
+        (folder / name).write_text(text)
+        with pytest.raises(SystemExit) as refusal:
+            resolve_model(str(folder))
+        said = str(refusal.value)
+        assert f"{name} is no JSON" in said and "\n" not in said
+
+
+@pytest.mark.parametrize("ends", ['"<|end|>"', "[3, null]", "1.5", "[[3]]", "true", "{}"])
+def test_end_tokens_that_are_none_are_named(tmp_path, ends):
+    folder = shutil.copytree(FOLDERS["tiny"], tmp_path / "model")
+    (folder / "generation_config.json").write_text(f'{{"eos_token_id": {ends}}}')
+    if ends == "[3, null]":
+        resolve_model(str(folder))
+        return
+    with pytest.raises(SystemExit, match=r"generation_config\.json has the end token .*, which is no id"):
+        resolve_model(str(folder))
+
+
+def test_missing_weights_are_told_before_the_engine_misses_them(tmp_path):
+    """A part of several, or all; what has its weights in parts needs no other file."""
+    folder = shutil.copytree(FOLDERS["tiny"], tmp_path / "model")
+    require_weights(str(folder))
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    parts = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": parts}))
+    with pytest.raises(SystemExit, match=r"model has no model-00002-of-00002\.safetensors, which its index lists"):
+        require_weights(str(folder))
+    (folder / "model-00002-of-00002.safetensors").touch()
+    require_weights(str(folder))
+    for name in parts.values():
+        (folder / name).unlink()
+    (folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(SystemExit, match=r"model has no weights: neither \*\.safetensors nor"):
+        require_weights(str(folder))
+
+
+@pytest.mark.parametrize("end", ["{% for message in messages %}{{ message", "{% if messages %}x", "{{ 1 +"])
+def test_a_cut_chat_template_is_named_where_it_is_read(tmp_path, end):
+    """Else each row would be told to be unusable."""
+    folder = shutil.copytree(FOLDERS["tiny"], tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(end)
+    with pytest.raises(SystemExit, match=rf"{folder}: its chat template is damaged \(line 1: .*\): fetch"):
+        load_tokenizer(str(folder))
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('it wants a system message') }}")
+    load_tokenizer(str(folder))
 
 
 def test_damaged_weights_are_refused_before_the_engine_reads_them(world, tmp_path, monkeypatch):

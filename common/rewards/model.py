@@ -22,7 +22,9 @@ class RewardModel:
             model, loaded = load.from_pretrained(path, **options)
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
         except DAMAGE as error:
-            raise SystemExit(f"--reward-model {path}: no classifier, or damaged ({str(error)[:300]})") from error
+            raise SystemExit(
+                f"--reward-model {path}: no classifier, or damaged ({' '.join(str(error).split())[:300]})"
+            ) from error
         if missing := loaded["missing_keys"]:  # transformers would draw them
             raise SystemExit(f"--reward-model {path}: its files have no {min(missing)}")
         self.model, self.device = model.eval().requires_grad_(False), device
