@@ -35,7 +35,6 @@ from common.integrity import (
     UNFINISHED_STEP,
     digest,
     read_record,
-    refuse_links,
     remove_step,
 )
 from common.job import Job
@@ -121,7 +120,6 @@ class Checkpoints:
         record["loss_scale"] = {name: adamw.loss_scale.state_dict() for name, adamw in self.optimizers.items()}
 
         def make_room() -> None:
-            refuse_links(self.job.output_dir)
             for leftover in folder.glob("tmp_*"):
                 if UNFINISHED_STEP.fullmatch(leftover.name) and leftover != temporary:
                     with suppress(OSError):

@@ -21,8 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from common import processes
-from common.files import Tolerant, refuse
+from common.files import refuse
 from common.network import find_interface
+from common.printing import guard_output
 from common.progress import Progress, break_silence
 from common.torch_repair import Later
 
@@ -125,9 +126,7 @@ def stop_requested() -> bool:
 
 def run(main: Callable, *args: object) -> None:
     """Run a script's `main` and leave by `os._exit`: a rank that waits in destructors keeps the others waiting."""
-    for stream in (sys.stdout, sys.stderr):  # a full disk, a reader that is gone: what cannot be printed costs itself
-        stream.reconfigure(errors="backslashreplace")
-        stream.write, stream.flush = map(Tolerant(OSError), (stream.write, stream.flush))
+    guard_output()
     gc.set_threshold(50_000)  # objects: at 700 a tenth of the start is spent on looking through what is imported
     try:
         status = _outcome(main, *args)

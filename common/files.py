@@ -2,13 +2,15 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ContextDecorator, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 from filelock import LeaseCompromise, SoftFileLease, Timeout
 from pydantic_core import to_jsonable_python
 from safetensors import SafetensorError
+
+from common.printing import printable
 
 LEASE_S, HEARTBEAT_S = 60.0, 2.0
 # what libraries run into in damaged files
@@ -36,10 +38,6 @@ def shorten(text: str, limit: int) -> str:
     return "".join(c if c.isprintable() or c == "\n" else "�" for c in text)
 
 
-class Tolerant(suppress, ContextDecorator):
-    """Around a function: it raises no errors of these kinds."""
-
-
 @contextmanager
 def user_errors(told: str = "error", kinds=(ValueError, OSError, SafetensorError)) -> Iterator[None]:
     """What the user can put right (a file, a flag) ends the run with its message alone, not with a trace per rank."""
@@ -49,7 +47,7 @@ def user_errors(told: str = "error", kinds=(ValueError, OSError, SafetensorError
         text = str(error)
         if kinds is DAMAGE:  # a library's, in several lines
             text = " ".join(text.split())
-        raise SystemExit(f"{told}: {text}") from error
+        raise SystemExit(printable(f"{told}: {text}")) from error
 
 
 @contextmanager

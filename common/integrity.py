@@ -167,10 +167,17 @@ def remove_step(folder: Path) -> None:
 
 
 def refuse_links(run_dir: Path) -> None:
-    """OSError if a folder of a run is a link: what lies behind it may be another run's, and would be replaced."""
-    for name in ("checkpoints", "model", "eval", "rollouts", "replay_memory", "profile"):
+    """OSError if a folder of a run is a link: what lies behind it may be another run's, and would be replaced.
+
+    checkpoints/ may be one to another disk, unless there are checkpoints there before the run has begun.
+    """
+    for name in ("model", "eval", "rollouts", "replay_memory", "profile"):
         if (run_dir / name).is_symlink():
             raise OSError(f"{run_dir / name} is a link, behind which files would be replaced: remove it")
+    folder = run_dir / "checkpoints"
+    if folder.is_symlink() and not (run_dir / "metrics.jsonl").exists() and complete(folder):
+        told = "--resume goes on from one of them, with an --output-dir of its own"
+        raise OSError(f"{folder} is a link to checkpoints of another run, which would be replaced: {told}")
 
 
 class WrittenFiles:

@@ -20,6 +20,8 @@ from itertools import count
 from pathlib import Path
 from typing import NoReturn
 
+from common.printing import printable
+
 GATHER_S = 60  # until all ranks have come, and are connected; GATHER_SECONDS in the environment
 GRACE_S = 3  # in which the first that failed speaks, and torchrun sees which it was
 INTERRUPTED = "interrupted"
@@ -133,7 +135,7 @@ def watch(stall_minutes: float, break_silence: Callable[[list[str]], object]) ->
         time.sleep(min(1.0, stall_minutes * 60 - idle))
     line = f"[rank {rank}] no progress for {stall_minutes:g} minutes (--stall-minutes):"
     print(line, file=sys.stderr, flush=True)
-    faulthandler.dump_traceback()
+    faulthandler.dump_traceback(2)  # not sys.stderr, which may have been replaced
     time.sleep(10)  # until the other ranks have printed theirs: the first to exit ends them all
     fail(f"{line} the stacks are above")
     os._exit(1)
@@ -194,7 +196,8 @@ def said_once() -> Iterator[None]:
 
 def say(line: str, details: str = "") -> None:
     """Print it, and leave the line to torchrun, which shows it at the end of its report."""
-    print(details or line, file=sys.stderr, flush=True)
+    line = printable(line)
+    print(printable(details) or line, file=sys.stderr, flush=True)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
         with suppress(OSError):
@@ -210,8 +213,9 @@ def leave(status: int) -> NoReturn:
             with suppress(Exception):
                 function()
     finally:  # a second Ctrl-C
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):  # it may have been replaced, by one that is closed
+                stream.flush()
         os._exit(status)
 
 

@@ -3,8 +3,10 @@
 import tyro
 
 from common.files import user_errors
+from common.printing import guard_output
 from common.rewards.offline import Scoring, score_file
 
 if __name__ == "__main__":
+    guard_output()
     with user_errors():
         score_file(tyro.cli(Scoring, prog="python -m common.score", description=__doc__))

@@ -30,6 +30,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn
 
+from common.printing import printable
 from common.processes import adopt_orphans, die_with, end_descendants
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -173,6 +174,7 @@ class Worker:
         if text and self.printable:
             shown, self.printable = text[: self.printable], max(0, self.printable - len(text))
             with suppress(OSError):
+                shown = printable(shown.decode(errors="replace")).encode()
                 os.write(2, shown if self.printable else shown + CUT)
 
     def reply(self, readable: bool) -> dict | None:

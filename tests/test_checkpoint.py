@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import grpo
+from common import processes
 from common.checkpoint import Checkpoints
 from common.data.prompts import PromptLoader
 from common.distributed import broadcast_object, gather_objects
@@ -150,20 +151,34 @@ def test_what_a_user_has_put_beside_or_into_checkpoints_stays(tmp_path, world, n
     assert find_checkpoint(tmp_path, "auto", world).name == "step_000040"
 
 
-@pytest.mark.parametrize("name", ["checkpoints", "checkpoints/step_000010", "checkpoints/tmp_step_000020"])
+@pytest.mark.parametrize("name", ["step_000010", "tmp_step_000020"])
 def test_nothing_behind_a_link_is_removed(tmp_path, world, name):
-    """A run is refused by the name of such a link when it begins; one that is put there in the run costs saves."""
     save(tmp_path / "other", 10, world)
-    others = tmp_path / "other/checkpoints"
-    link = tmp_path / "run" / name
+    link = tmp_path / "run/checkpoints" / name
     link.parent.mkdir(parents=True)
-    link.symlink_to(others if name == "checkpoints" else others / "step_000010")
+    link.symlink_to(tmp_path / "other/checkpoints/step_000010")
     for step in (20, 30):
         save(tmp_path / "run", step, world)
     assert link.is_symlink() and find_checkpoint(tmp_path / "other", "auto", world).name == "step_000010"
-    if name == "checkpoints":
-        with pytest.raises(SystemExit, match=rf"{link} is a link, behind which files would be replaced"):
-            lock_everywhere(tmp_path / "run", world)
+
+
+def test_a_link_to_checkpoints_of_another_run_is_refused(tmp_path, world):
+    """One to another disk, for those of this run, is not."""
+    save(tmp_path / "other", 10, world)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "checkpoints").symlink_to(tmp_path / "other/checkpoints")
+    with pytest.raises(SystemExit, match=rf"{run}/checkpoints is a link to checkpoints of another run"):
+        lock_everywhere(run, world)
+    (run / "checkpoints").unlink()
+    (tmp_path / "disk").mkdir()
+    (run / "checkpoints").symlink_to(tmp_path / "disk")
+    for _ in range(2):
+        lock_everywhere(run, world)
+        processes.at_end.pop()()
+        (run / "metrics.jsonl").touch()
+        save(run, 10, world)
+    assert find_checkpoint(run, "auto", world).name == "step_000010"
 
 
 @pytest.mark.parametrize("left", ["tmp_old_step_000010", "tmp_step_000010"])

@@ -23,7 +23,7 @@ _alive: list[object] = []  # until the process ends: taking vLLM down costs more
 
 def set_environment(on_gpu: bool, dtype: torch.dtype) -> None:
     """What vLLM must find when it is imported."""
-    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_COLOR": "0"}
     if not on_gpu:
         settings |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         # Eager on CPUs: the only compiled function left counts ranks of log-probs, and costs 15 s of C++ compiler.
