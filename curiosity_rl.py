@@ -164,6 +164,11 @@ def shape_rewards(episodes: list[Episode], args: Args) -> None:
             e.rewards["score"] = correctness + bonus + cost + math.fsum(reward for _, reward in e.turn_rewards)
 
 
+def is_replayed(episode: Episode) -> bool:
+    """By its place, as `ReplayMemory.draw` numbers them: a user's rewards may have any name."""
+    return episode.prompt_index >= 10**9
+
+
 @dataclass
 class ReplayMemory:
     """Episodes of earlier steps whose groups were unequal, with their advantages: this rank's share.
@@ -197,7 +202,7 @@ class ReplayMemory:
     def save(self, step: int, tokenizer, checkpoints: Path) -> None:
         """Beside the checkpoint of a step; files whose checkpoint is gone go too."""
         wanted = f"step_{step:06d}" if all_reduce([len(self.episodes)])[0] else None
-        for path in self.folder.glob("step_*") if self.world.is_main else ():
+        for path in self.folder.glob("step_*.parquet") if self.world.is_main else ():
             name = path.name.partition(".")[0]
             if (name == f"step_{step:06d}" and not wanted) or not (checkpoints / name).exists():
                 with suppress(OSError):  # no reason to end a run
@@ -466,9 +471,9 @@ def main(args: Args, demo: bool = False) -> None:
         watch = Stopwatch()
         if args.rollout.replay:
             sampled, episodes = load_rollouts(args.rollout.replay, step + 1, world, job.limits)
-            sampled = [e for e in sampled if "born" not in e.rewards]
-            replayed = [e for e in episodes if "born" in e.rewards]
-            fresh = [e for e in episodes if "born" not in e.rewards]
+            sampled = [e for e in sampled if not is_replayed(e)]
+            replayed = [e for e in episodes if is_replayed(e)]
+            fresh = [e for e in episodes if not is_replayed(e)]
         else:
             with watch("sync"):
                 sync_engine(rollouts.engine, policy, step)

@@ -374,7 +374,7 @@ def critic_backward(
 def estimate(rewards: Tensor, values: Tensor, index: TokenIndex, args: Args) -> tuple[Tensor, Tensor]:
     """Returns [T], the critic's targets, and advantages [T], from rewards and values [T]. All ranks call it."""
     returns = values + gae(rewards, values, index, args.gamma, args.critic_lambda)
-    by_length = 1 - 1 / (args.lambda_length * index.lengths.clamp(min=1))  # [E], -inf if that is off
+    by_length = 1 - 1 / (args.lambda_length * index.lengths.clamp(min=1).double())  # [E], -inf if that is off
     policy_lambda = by_length.clamp(min=0) if args.lambda_length else args.policy_lambda
     advantages = gae(rewards, values, index, args.gamma, policy_lambda)
     return returns, whitened(advantages) if args.whiten else advantages

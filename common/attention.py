@@ -24,7 +24,8 @@ def choose_attention(flag: str, device: torch.device, compile_layers: bool = Fal
     refuse(compile_layers and flag == "sdpa", "--compile needs --attention flex or flash: sdpa compiles each pack")
     if flag == "flash":
         refuse(dtype == torch.float32, "--attention flash needs --dtype bf16 or fp16")
-        refuse(not (find_spec("flash_attn") or find_spec("kernels")), "--attention flash: pip install flash-attn")
+        # transformers would take the package `kernels` in its place, which fetches code from the hub
+        refuse(find_spec("flash_attn") is None, "--attention flash: pip install flash-attn (kernels does not do)")
     return flag
 
 

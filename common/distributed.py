@@ -29,6 +29,7 @@ from common.torch_repair import Later
 
 fsdp = Later("torch.distributed.fsdp")
 _stop = threading.Event()  # SIGTERM has come, or SIGHUP
+stopping = threading.Event()  # ... to some rank, and all have agreed to end
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,8 @@ def init_world(stall_minutes: float = 30.0) -> World:
     threading.Thread(target=processes.watch, args=(stall_minutes, break_silence), daemon=True).start()
     store = meet(rank, size, timeout) if size > 1 else dist.HashStore()
     find_interface(store, rank, size)
-    processes.awaited[:] = [f"the ranks do not connect by {os.environ['GLOO_SOCKET_IFNAME']} (GLOO_SOCKET_IFNAME)"]
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "the interface that gloo has chosen")
+    processes.awaited[:] = [f"the ranks do not connect by {interface} (GLOO_SOCKET_IFNAME)"]
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     processes.awaited.clear()
     return World(rank, size, local_rank, device)
@@ -121,7 +123,9 @@ def handle_sigterm() -> None:
 
 def stop_requested() -> bool:
     """Has any rank got a SIGTERM? All ranks must ask together."""
-    return all_reduce([_stop.is_set()], "max")[0] > 0
+    if all_reduce([_stop.is_set()], "max")[0] > 0:
+        stopping.set()
+    return stopping.is_set()
 
 
 def run(main: Callable, *args: object) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from common.checkpoint import Checkpoints
-from common.distributed import barrier, gather_objects, handle_sigterm
+from common.distributed import barrier, gather_objects, handle_sigterm, stopping
 from common.files import full_disk_is_a_warning
 from common.flags import flag, flat, step_range
 from common.job import Job
@@ -79,17 +79,27 @@ def profiled(steps: range, job: Job) -> Iterator[int]:
         if step in traced[:1]:
             profiler = torch.profiler.profile()
             profiler.start()
-        yield step
+        try:
+            yield step
+        except GeneratorExit:  # the loop is left within these steps
+            if step in traced and stopping.is_set():
+                write_trace(profiler, job)
+            raise
         if step in traced[-1:]:
-            profiler.stop()
-            path = job.output_dir / "profile" / f"rank_{world.rank}.json.gz"
-            with full_disk_is_a_warning(path):
-                path.parent.mkdir(exist_ok=True)
-                profiler.export_chrome_trace(str(path))
-            if world.is_main:
-                print(profiler.key_averages().table(f"self_{world.device.type}_time_total", row_limit=10), flush=True)
+            write_trace(profiler, job)
             del profiler  # gigabytes
             barrier()  # what rank 0 takes for its table is no part of the next step
+
+
+def write_trace(profiler: torch.profiler.profile, job: Job) -> None:
+    profiler.stop()
+    path = job.output_dir / "profile" / f"rank_{job.world.rank}.json.gz"
+    with full_disk_is_a_warning(path):
+        path.parent.mkdir(exist_ok=True)
+        profiler.export_chrome_trace(str(path))
+    if job.world.is_main:
+        table = profiler.key_averages().table(f"self_{job.world.device.type}_time_total", row_limit=10)
+        print(table, flush=True)
 
 
 class Stopwatch:

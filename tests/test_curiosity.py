@@ -250,11 +250,14 @@ def test_a_full_disk_leaves_the_memory_of_a_step_that_is_saved_again(world, tmp_
 
 
 def test_what_is_kept_leaves_the_sample_of_this_step_as_it_was(world, tmp_path):
-    """A dump tells replayed samples by "born"."""
+    """A dump tells replayed samples by their places: a reward function may have used any name for its own."""
     m, new = memory(world, tmp_path), episode(1.0)
+    new.rewards |= {"born": "yesterday", "advantage": "none"}
     m.add([new], [0.5], step=0)
-    assert new.rewards == {"score": 1.0} and new.prompt_index == 0
-    m.draw(1, 1)
+    assert new.rewards == {"score": 1.0, "born": "yesterday", "advantage": "none"} and new.prompt_index == 0
+    (drawn,) = m.draw(1, 1)
+    assert curiosity_rl.is_replayed(drawn) and not curiosity_rl.is_replayed(new)
+    assert drawn.rewards["advantage"] == 0.5
     assert m.episodes[0].prompt_index == 0
 
 

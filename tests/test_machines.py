@@ -425,6 +425,19 @@ def test_the_user_knows_the_interface_better(interfaces, monkeypatch):
     assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("ib0", "=lo")
 
 
+def no_interfaces() -> dict:
+    raise PermissionError(1, "Operation not permitted")
+
+
+@pytest.mark.parametrize("listed", [dict, no_interfaces, lambda: {"eth0": []}])
+def test_where_no_interface_is_listed_gloo_chooses(interfaces, monkeypatch, listed):
+    monkeypatch.setattr("psutil.net_if_addrs", listed)
+    find_interface(dist.HashStore(), 0, 1)
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.2")
+    find_interface(dist.HashStore(), 0, 2)
+    assert "GLOO_SOCKET_IFNAME" not in os.environ and "NCCL_SOCKET_IFNAME" not in os.environ
+
+
 # --- Slurm --------------------------------------------------------------------------------------------------------
 
 SLURM = {

@@ -242,7 +242,9 @@ def test_attention_takes_queries_in_another_dtype_than_values(units):
     assert output.dtype == torch.bfloat16 and torch.equal(output, expected)
 
 
-def test_compiled_layers_serve_packs_of_every_length_under_fsdp(tiny_config, tmp_path, world, eager_compiler):
+def test_compiled_layers_serve_packs_of_every_length_under_fsdp(
+    tiny_config, tmp_path, world, eager_compiler, monkeypatch
+):
     from common.attention import choose_attention
     from common.distributed import forward_context, make_mesh, wrap_model
     from common.models import load_policy
@@ -257,6 +259,8 @@ def test_compiled_layers_serve_packs_of_every_length_under_fsdp(tiny_config, tmp
         choose_attention("sdpa", torch.device("cuda"), compile_layers=True)
     with pytest.raises(SystemExit, match="--attention flash needs --dtype bf16 or fp16"):
         choose_attention("flash", torch.device("cuda"), dtype=torch.float32)
+    # transformers would fetch code from the hub by the other one
+    monkeypatch.setattr("common.attention.find_spec", lambda name: None if name == "flash_attn" else name)
     with pytest.raises(SystemExit, match="pip install flash-attn"):
         choose_attention("flash", torch.device("cuda"), dtype=torch.bfloat16)
     plain, compiled = load_policy(tmp_path, "sdpa"), load_policy(tmp_path, "flex", compile_layers=True)

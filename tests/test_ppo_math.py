@@ -150,8 +150,8 @@ def test_returns_and_advantages_have_lambdas_of_their_own(flags, lambdas):
     for whiten in (False, True):
         args = make_args(ppo, gamma=0.9, critic_lambda=0.4, whiten=whiten, **flags)
         returns, advantages = ppo.estimate(rewards, values, index, args)
-        assert torch.allclose(returns, values + expected[0], atol=1e-6), "1/3 is a float32"
-        assert torch.allclose(advantages, ppo.whitened(expected[1]) if whiten else expected[1], atol=1e-6)
+        assert torch.allclose(returns, values + expected[0], rtol=0, atol=1e-12)
+        assert torch.allclose(advantages, ppo.whitened(expected[1]) if whiten else expected[1], rtol=0, atol=1e-12)
 
 
 # --- value loss -----------------------------------------------------------------------------------------------------

@@ -60,6 +60,14 @@ def test_each_rank_leaves_a_trace_of_the_steps_that_were_asked_for(two_ranks):
     assert shares == sorted(shares, reverse=True)
 
 
+def test_a_run_that_is_stopped_in_these_steps_leaves_its_traces(tmp_path):
+    """SIGTERM reaches one rank of two."""
+    done = run_script(WORKER, tmp_path, "3:4", 2, ranks=2, check=False)
+    assert done.returncode and "Self CPU %" in done.stdout, done.stderr[-2000:]
+    for rank in range(2):
+        assert calls(trace(tmp_path / "profile" / f"rank_{rank}.json.gz"), "update") == 1
+
+
 def test_a_slow_rank_shows(two_ranks):
     for metrics in two_ranks[2]:
         assert metrics["time/rollout_max_s"] >= 0.4 and metrics["time/rollout_s"] >= 0.2

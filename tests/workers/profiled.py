@@ -1,9 +1,11 @@
 """Run by torchrun with a folder and --profile-steps: a loop without a model, one rank slower than the others.
 
-Prints the metrics of its steps, 2 to 4, on rank 0.
+Prints the metrics of its steps, 2 to 4, on rank 0. In the step with the number `stop_at` one rank gets a SIGTERM.
 """
 
 import json
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -11,14 +13,15 @@ from types import SimpleNamespace
 
 import torch
 
-from common.distributed import all_reduce, init_world, run
+from common.distributed import all_reduce, handle_sigterm, init_world, run, stop_requested
 from common.setup import Stopwatch, profiled
 
 SLOW_RANK, SLOW_S = 1, 0.4
 
 
-def main(folder: str, asked: str) -> None:
+def main(folder: str, asked: str, stop_at: str = "") -> None:
     world = init_world()
+    handle_sigterm()
     job = SimpleNamespace(world=world, output_dir=Path(folder), run=SimpleNamespace(profile_steps=asked or None))
     metrics = []
     for step in profiled(range(1, 4), job):
@@ -31,6 +34,10 @@ def main(folder: str, asked: str) -> None:
                 pass
         with watch("update"):  # where the others wait
             all_reduce([1.0])
+        if f"{step}" == stop_at and world.rank == SLOW_RANK:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if stop_requested():
+            raise SystemExit(143)
         metrics.append(watch.metrics(world.device))
     world.print(json.dumps(metrics))
 
