@@ -211,8 +211,19 @@ def _attempt(part: Callable[[], None] | None) -> str | None:
         causes = [error] if isinstance(error, (OSError, SafetensorError)) else [e for e, _ in error.failures.values()]
         if any(isinstance(cause, KeyboardInterrupt) for cause in causes):  # torch has caught it
             raise KeyboardInterrupt from error
-        problem = (str(causes[0]) or repr(causes[0])).splitlines()[0]
+        problem = describe(causes[0])
     return next((p for p in gather_objects(problem) if p), None)
+
+
+def describe(error: BaseException) -> str:
+    """What went wrong, in a line. torch's writer hides the system's word on a full disk behind its own positions."""
+    below = error.__cause__ or error.__context__
+    if isinstance(below, OSError) and not isinstance(error, OSError):
+        error = below
+    text = (str(error) or repr(error)).splitlines()[0]
+    if "inline_container" in text:  # of another rank, whose error came without what lay below it
+        text = "the disk has taken a part only of what was written: is it full, or a quota reached?"
+    return text
 
 
 def _shards(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict:

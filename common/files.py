@@ -81,13 +81,18 @@ def lock_folder(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         owner, beat = lock.owner, modified(path)
-        who = f"process {owner.pid} on {owner.hostname}" if owner else f"what has left no name in {path}"
-        if beat:
-            notice(f"{path} is of {who}: taken over, unless its heart beats within a minute")
+        told = f"another run writes there; {path} has its name"
+        if owner:
+            told = f"process {owner.pid} on {owner.hostname} writes there; end it"
+            notice(
+                f"{path} is of process {owner.pid} on {owner.hostname}: taken over, unless its heart beats in a minute"
+            )
+        elif beat:
+            told = f"{path} names no process, as a full disk leaves it; if no run writes there, delete it"
+            notice(f"{path} names no process: taken over, if it is damaged and no heart beats in a minute")
         lock.acquire(timeout=LEASE_S + 5, cancel_check=lambda: modified(path) not in (beat, None))
     except Timeout as error:
-        told = f"{who} writes there; end it, or give another --output-dir"
-        raise SystemExit(f"--output-dir {folder}: {told}") from error
+        raise SystemExit(f"--output-dir {folder}: {told}, or give another --output-dir") from error
     except OSError as error:
         raise SystemExit(f"--output-dir {folder}: cannot write there ({error})") from error
     return lock

@@ -61,8 +61,10 @@ def fingerprint(file: Path) -> str:
 def read_manifest(folder: Path) -> dict:
     """ValueError for one that is not there, or that is none."""
     if not (folder / MANIFEST).is_file():
-        old = (folder / "trainer.json").is_file()
-        raise ValueError("was written by an earlier version, without checksums" if old else "is incomplete")
+        if (folder / "trainer.json").is_file():
+            earlier = "the checkpoint was written by an earlier version, without checksums"
+            raise ValueError(f"has no {MANIFEST}: it was removed, or {earlier}")
+        raise ValueError(f"is incomplete: it has no {MANIFEST}")
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         if all(isinstance(size, int) and isinstance(sha, str) for size, sha in manifest["files"].values()):
@@ -144,15 +146,15 @@ def step_folder(path: Path, notice: Callable[[str], None]) -> Path | None:
 def target(pointer: Path) -> Path:
     """The step folder that a file names. ValueError for a name that is none's, or of one that is not there."""
     name = pointer.read_text(errors="replace").strip()
+    steps = complete(pointer.parent)
+    remedy = f"--resume {steps[-1]} goes on from the last one" if steps else "--resume never begins anew"
     if not STEP_NAME.fullmatch(name):
-        raise ValueError(f"{pointer} names {name[:60]!r}, which is no step folder")
+        raise ValueError(f"{pointer} is damaged: it names {name[:60]!r}, which is no step folder; {remedy}")
     folder = pointer.parent / name
     for left in (f"tmp_{name}", f"tmp_old_{name}"):  # killed between the renames of a save
         if not folder.exists() and (pointer.parent / left / MANIFEST).is_file():
             os.replace(pointer.parent / left, folder)
     if not folder.is_dir():
-        steps = complete(pointer.parent)
-        remedy = f"--resume {steps[-1]} goes on from the last one" if steps else "--resume never begins anew"
         raise ValueError(f"{pointer} names {name}, which is not there; {remedy}")
     return folder
 

@@ -12,6 +12,12 @@ from common.integrity import BEGIN_ANEW, MANIFEST, MetadataUnpickler, complete, 
 from common.lora import adapters
 from common.torch_repair import Later
 
+REMEDIES = {  # what to do if a checkpoint is of another one
+    "script": "start {}.py, which goes on from it",
+    "model": "its architecture is told by config.json; give the --model of its run",
+    "LoRA": "give --lora-rank, --lora-alpha, --lora-targets of its run",
+    "base": "give the --model of its run, with the same weights",
+}
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one rank shares with nobody
 dcp, state_dict = Later("torch.distributed.checkpoint"), Later("torch.distributed.checkpoint.state_dict")
 
@@ -66,13 +72,14 @@ def find_checkpoint(run_dir: Path, resume: str, world: World, identity: dict | N
     if folder is None:
         return None
     problem = next(filter(None, gather_objects(damage(folder, slice(world.rank, None, world.size)))), None)
-    if problem is None:
-        manifest = read_manifest(folder)
-        other = [name for name, value in (identity or {}).items() if manifest.get(name) != value]
-        differs = [f"is of another {name}, {manifest.get(name)} and not {identity[name]}" for name in other]
-        problem = f"{differs[0]} (give that of its run)" if differs else None
     if problem:
         before = [path for path in complete(folder.parent) if path.name < folder.name]
         remedy = f"--resume {before[-1]} goes on from the one before; " if before else ""
         raise SystemExit(f"{folder} {shorten(problem, 200)}: {remedy}{BEGIN_ANEW}".replace("\n", " "))
+    manifest = read_manifest(folder)
+    for name, value in (identity or {}).items():
+        if manifest.get(name) != value:
+            told = f"{folder} is of another {name}, {shorten(str(manifest.get(name)), 100)} and not {value}"
+            remedy = REMEDIES.get(name, "give the flags of its run").format(manifest.get(name))
+            raise SystemExit(f"{told}: {shorten(remedy, 200)}; {BEGIN_ANEW}".replace("\n", " "))
     return folder

@@ -187,8 +187,9 @@ class Worker:
             if time.monotonic() < self.deadline:
                 return None
             if self.process.poll() is None:  # else its death is unnoticed, since a child of it holds the socket
-                limit_s = START_S if self.state == self.STARTING else self.timeout_s
-                why = f"timeout after {limit_s:g} s"
+                why = f"timeout after {self.timeout_s:g} s"
+                if self.state == self.STARTING:
+                    why = f"its import did not end within {START_S:g} s (what stands at the top of a file runs in it)"
         except OSError:  # EOF, too
             pass
         except (ValueError, RecursionError):

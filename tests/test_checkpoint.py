@@ -121,6 +121,19 @@ def test_what_cannot_be_removed_or_read_beside_checkpoints_costs_none(tmp_path, 
     assert find_checkpoint(tmp_path, "auto", world).name == "step_000020"
 
 
+def test_what_a_full_disk_makes_of_torchs_writer_is_told_as_such(tmp_path, world, monkeypatch, capsys):
+    """Of another rank comes the error alone, without that of the system."""
+    error = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+
+    def fails(*_, **__):
+        raise dcp.api.CheckpointException("save", {1: (error, None)})
+
+    monkeypatch.setattr("common.checkpoint.dcp", SimpleNamespace(save=fails, api=dcp.api))
+    assert not save_checkpoint(tmp_path, 10, trained(0), world)
+    said = capsys.readouterr().out
+    assert "a part only of what was written: is it full" in said and "unexpected pos" not in said
+
+
 def test_a_new_run_in_an_old_folder_does_not_delete_its_own_checkpoint(tmp_path, world):
     save(tmp_path, 300, world)
     save(tmp_path, 60, world)

@@ -425,6 +425,7 @@ def test_a_full_disk_costs_the_checkpoint_and_leaves_no_partial_files(small_disk
     assert not save(small_disk, 2, model_of(6), world)
     warning = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
     assert len(warning) == 1 and "it takes " in warning[0] and ("bytes missing" in warning[0]) == notices
+    assert notices or "No space left on device" in warning[0], "and not where torch's writer stands"
     assert sorted(path.name for path in (small_disk / "checkpoints").iterdir()) == ["latest", "step_000001"]
     assert (small_disk / "checkpoints" / "latest").read_text() == "step_000001"
     assert save(small_disk, 3, model_of(1), world), "there is room again"

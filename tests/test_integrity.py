@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from filelock import LeaseCompromise
+from filelock import LeaseCompromise, Timeout
 from helpers import ROOT, deadline, load_checkpoint, save_checkpoint, trained, wait_until
 from safetensors.torch import save_file
 
@@ -103,7 +103,9 @@ LEADING_OUT = ["../../elsewhere/step_000002", "/etc", "", ".", "step_1/../..", "
 @pytest.mark.parametrize("name", LEADING_OUT)
 def test_latest_leads_nowhere_else(run, world, name):
     (run / "checkpoints/latest").write_text(name)
-    with pytest.raises(SystemExit, match="which is no step folder"):
+    with pytest.raises(
+        SystemExit, match=r"which is no step folder; --resume .*/step_000002 goes on from the last one"
+    ):
         find_checkpoint(run, "auto", world)
 
 
@@ -116,13 +118,20 @@ def test_latest_of_a_step_that_is_gone(run, world):
 @pytest.mark.parametrize("other", [{"script": "ppo"}, {"model": "4567"}])
 def test_a_checkpoint_of_another_script_or_model_is_refused(run, world, other):
     ((name, value),) = other.items()
-    with pytest.raises(SystemExit, match=f"is of another {name}, {IDENTITY[name]} and not {value}"):
+    with pytest.raises(SystemExit, match=f"is of another {name}, {IDENTITY[name]} and not {value}") as refusal:
         find_checkpoint(run, "auto", world, IDENTITY | other)
+    said = str(refusal.value)
+    assert ("start grpo.py" if name == "script" else "give the --model") in said
+    assert "step_000001" not in said, "the one before is of the same run"
 
 
-def test_a_checkpoint_of_an_earlier_version_is_refused(run, world):
+def test_a_checkpoint_without_its_manifest_is_refused(run, world):
+    """It may be of an earlier version; this one has lost it."""
     (run / "checkpoints/step_000002/manifest.json").unlink()
-    with pytest.raises(SystemExit, match="was written by an earlier version, without checksums"):
+    with pytest.raises(SystemExit, match=r"has no manifest\.json: it was removed, or .* by an earlier version"):
+        find_checkpoint(run, "auto", world)
+    (run / "checkpoints/step_000002/trainer.json").unlink()
+    with pytest.raises(SystemExit, match=r"is incomplete: it has no manifest\.json"):
         find_checkpoint(run, "auto", world)
 
 
@@ -333,6 +342,21 @@ def test_a_lock_that_its_run_gives_up_meanwhile_is_free(tmp_path, monkeypatch):
 def test_what_is_no_lock_is_taken_over(tmp_path, text):
     (tmp_path / "lock").write_text(text)
     assert lock_folder(tmp_path, print).is_lock_held_by_us
+
+
+def test_an_empty_lock_is_not_said_to_be_a_process(tmp_path, monkeypatch, capsys):
+    """A full disk leaves it, and filelock, which may have just made it, takes it over from nobody."""
+
+    def acquire(lock, **_):
+        raise Timeout(lock.lock_file)
+
+    monkeypatch.setattr(files.SoftFileLease, "acquire", acquire)
+    (tmp_path / "lock").touch()
+    with pytest.raises(SystemExit) as refusal:
+        lock_folder(tmp_path, print)
+    said = str(refusal.value)
+    assert f"{tmp_path}/lock names no process" in said and "delete it, or give another --output-dir" in said
+    assert "end it" not in said and "names no process" in capsys.readouterr().out
 
 
 def test_a_run_that_another_one_has_taken_over_from_ends(tmp_path, monkeypatch):

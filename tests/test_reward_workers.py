@@ -398,6 +398,13 @@ def test_what_cannot_be_printed_is_replaced(start):
     assert good == {"score": 1.0, "pred": "?"} and bad["error"].startswith("ValueError: ?")
 
 
+def test_an_import_that_hangs_is_told_as_such(tmp_path, monkeypatch):
+    monkeypatch.setattr("common.worker.START_S", 1.0)
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)\n")
+    with pytest.raises(ValueError, match="a reward worker did not start: its import did not end within 1 s"):
+        RewardWorkers(f"{tmp_path / 'slow.py'}:f", 1, timeout_s=9.0)
+
+
 def test_what_a_worker_prints_is_limited(start, capfd):
     """200 MB, twice, and the second in a new process."""
     pool = start(count=1, timeout_s=60.0)
