@@ -21,6 +21,7 @@ jsonable = partial(to_jsonable_python, inf_nan_mode="null", fallback=float)  # p
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """write(temporary path), then rename it: a reader sees the old file or the new one, and no half one stays."""
     temporary = path.with_name(f".{path.name}.tmp")
+    temporary.unlink(missing_ok=True)  # of a killed process; a link would be written through, a pipe waited for
     try:
         write(temporary)
         with temporary.open() as file:

@@ -7,6 +7,7 @@ from common.printing import guard_output
 from common.rewards.offline import Scoring, score_file
 
 if __name__ == "__main__":
+    flags = tyro.cli(Scoring, prog="python -m common.score", description=__doc__)
     guard_output()
     with user_errors():
-        score_file(tyro.cli(Scoring, prog="python -m common.score", description=__doc__))
+        score_file(flags)

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 
 from common import files, job
 from common.checkpoint import _shards
-from common.files import lock_folder
+from common.files import lock_folder, replace_file
 from common.integrity import digest, model_identity
 from common.shards import find_checkpoint
 
@@ -263,6 +263,16 @@ def test_a_models_identity_is_its_architecture(tmp_path):
     assert model_identity(tmp_path) == first
     (tmp_path / "config.json").write_text('{"hidden_size": 8}')
     assert model_identity(tmp_path) != first
+
+
+@pytest.mark.parametrize("left", [os.mkfifo, lambda path: path.symlink_to("of a user")])
+def test_what_stands_in_the_way_of_an_atomic_write_is_removed(tmp_path, left):
+    """A link is not written through, a pipe is not waited for."""
+    (tmp_path / "of a user").write_text("mine")
+    left(tmp_path / ".file.tmp")
+    with deadline(10):
+        replace_file(tmp_path / "file", lambda path: path.write_text("new"))
+    assert (tmp_path / "file").read_text() == "new" and (tmp_path / "of a user").read_text() == "mine"
 
 
 # --- the lock -----------------------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ from common.lora import adapters, add_adapters
 from common.models import Policy, full_parameters
 from common.pictures import PixelLimits
 from common.precision import DTYPES
+from common.printing import guard_output
 from common.shards import dcp, load_shards, saved_weights
 from common.torch_repair import transformers
 from common.vision import auto_class, load_vision
@@ -193,5 +194,7 @@ def save_adapter(model: nn.Module, base: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    arguments = tyro.cli(Args, prog="python -m common.prepare.export", description=__doc__)
+    guard_output()
     with user_errors():
-        main(tyro.cli(Args, prog="python -m common.prepare.export", description=__doc__))
+        main(arguments)
