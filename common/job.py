@@ -101,8 +101,9 @@ class Job:
         if self.checkpoint:
             position = read_record(self.checkpoint).get("loader")
             wrong = f"{self.checkpoint} cannot be loaded (trainer.json has no position in the data): {BEGIN_ANEW}"
-            refuse(not isinstance(position, dict) or {type(part) for part in position.values()} != {int}, wrong)
-            refuse(not position.keys() >= {"consumed", "seed", "num_rows"} or position["consumed"] < 0, wrong)
+            refuse(not isinstance(position, dict), wrong)
+            for name in ("consumed", "seed", "num_rows"):
+                refuse(type(position.get(name)) is not int or position[name] < 0, wrong)
             loader.load_state_dict(position)
         return loader
 

@@ -231,7 +231,7 @@ def test_a_position_in_the_data_that_is_none_is_refused(run, position):
     trainer_of(f'{{"step": 2, "loader": {position}}}')(folder)
     resumed = SimpleNamespace(checkpoint=folder, run=SimpleNamespace(seed=0))
     with pytest.raises(SystemExit, match=r"step_000002 cannot be loaded \(trainer.json has no position in the data\)"):
-        job.Job.open_loader(resumed, 4)
+        job.Job.open_loader(resumed, 4, fingerprint="")
 
 
 @pytest.mark.parametrize("name", ["state/__0_0.distcp", "trainer.json", "rng_0.safetensors"])
