@@ -22,7 +22,7 @@ micro-batch. Everything per token is flat ([T] or [N]): there is no padding to m
 """
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import product
 from typing import Literal
@@ -35,7 +35,21 @@ from common.data.dumps import load_rollouts
 from common.distributed import World, all_reduce, forward_context, gather_objects, run, stop_requested
 from common.episodes import Episode, by_prompt, prompts_of_all_ranks
 from common.files import refuse
-from common.flags import Amount, Count, Data, Limit, Machine, Rollout, Run, Share, check_shared, parse, refuse_idle
+from common.flags import (
+    Amount,
+    Count,
+    Data,
+    Limit,
+    Machine,
+    Rollout,
+    Run,
+    Share,
+    check_shared,
+    flag,
+    given,
+    parse,
+    refuse_idle,
+)
 from common.job import Job
 from common.look.console import announce
 from common.means import Means
@@ -56,10 +70,10 @@ class Args:
 
     objective: Literal["ppo", "gspo", "cispo"] = "ppo"  # what is clipped: a token's ratio, its sequence's, its weight
     advantage: Literal["group-std", "group-mean", "rloo", "batch-std"] = "group-std"  # baseline and scale of scores
-    reduction: Literal["dapo", "grpo", "dr_grpo"] = "dapo"  # mean over tokens; over sequences; constant length
+    reduction: Literal["dapo", "grpo", "dr_grpo"] = "dapo"  # mean over tokens; over sequences (gspo's default); constant length
     loss_length: Count | None = None  # constant length of dr_grpo; default: --max-response-tokens
-    clip_low: Amount = 0.2  # ratio is clipped below 1 - this
-    clip_high: Amount = 0.2  # ratio is clipped above 1 + this (DAPO's clip-higher: 0.28)
+    clip_low: Amount = 0.2  # ratio is clipped below 1 - this; default of gspo: 3e-4
+    clip_high: Amount = 0.2  # ratio is clipped above 1 + this (DAPO's clip-higher: 0.28); default of gspo: 4e-4
     dual_clip: Amount = 3.0  # loss bound for negative advantages, as a ratio; 0 = off
     minibatches: Count = 1  # optimizer steps per rollout and epoch
     epochs_per_step: Count = 1  # passes over a rollout
@@ -100,6 +114,20 @@ DEMO = Args(
     machine=Machine(micro_batch_tokens=4096),
     run=Run(model="tiny", total_steps=40, eval_every=10),
 )
+
+# The mean over a sequence stays so near to 1 that PPO's bounds would never clip it (arXiv 2507.18071 sec. 5.1).
+GSPO_DEFAULTS = {"clip_low": 3e-4, "clip_high": 4e-4, "reduction": "grpo"}
+
+
+def with_objective_defaults(args: Args) -> Args:
+    """With GSPO's own bounds and reduction, for those that the command line does not name."""
+    if args.objective != "gspo":
+        return args
+    defaults = {}
+    for name, value in GSPO_DEFAULTS.items():
+        if flag(name) not in given():
+            defaults[name] = value
+    return replace(args, **defaults)
 
 
 def shaped_scores(episodes: list[Episode], max_response_tokens: int, overlong_buffer: int) -> Tensor:
@@ -434,6 +462,7 @@ def main(args: Args, demo: bool = False) -> None:
     check_args(args)
     job = Job("grpo", args.data, args.machine, args.run, demo, record=not args.rollout.eval_only)
     world, device = job.world, job.world.device
+    args = with_objective_defaults(args)
     frozen = [job.path] if args.kl_in != "none" and not args.rollout.eval_only else []
     rollouts = Rollouts(
         job, args.data, args.rollout, args.run, trained=[job.path], frozen=frozen, oversample=args.oversample

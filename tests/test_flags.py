@@ -147,6 +147,21 @@ def test_a_flag_of_a_group_has_no_prefix_and_leaves_the_others_as_they_are(scrip
     assert flat(args) == flat(script.Args()) | changed
 
 
+@pytest.mark.parametrize(
+    "typed, expected",
+    [
+        ("--objective gspo", (3e-4, 4e-4, "grpo")),
+        ("--objective gspo --model x --train-data x --clip_low=0.2", (0.2, 4e-4, "grpo")),
+        ("--objective gspo --clip-high 0.2 --reduction dapo", (3e-4, 0.2, "dapo")),
+        ("--objective cispo", (0.2, 0.2, "dapo")),
+    ],
+)
+def test_gspo_has_defaults_of_its_own(typed, expected, monkeypatch):
+    """Those of PPO would never clip. What is typed counts, be it PPO's default."""
+    args = grpo.with_objective_defaults(checked_args(grpo, monkeypatch, "--minibatches", "2", *typed.split()))
+    assert (args.clip_low, args.clip_high, args.reduction) == expected
+
+
 def test_the_scripts_differ_in_some_defaults_of_groups():
     assert ppo.Args().rollout.samples_per_prompt == 1 and grpo.Args().rollout.samples_per_prompt == 8
     assert curiosity_rl.Args().rollout.tools == "visual" and grpo.Args().rollout.tools is None

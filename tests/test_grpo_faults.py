@@ -1,5 +1,7 @@
 """grpo.py when memory is full or rewards fail, and with other objectives than its own."""
 
+import json
+
 import pytest
 from helpers import ROOT, run_script, skip_where_no_step_is_repeated, steps_of
 
@@ -10,7 +12,7 @@ FEW += ["--engine", "hf", "--dtype", "fp32", "--eval-rows", 4, "--eval-every", 0
 @pytest.mark.parametrize(
     "flags",
     [
-        "--objective gspo --reduction grpo --advantage rloo --correction sequence --kl-in reward --kl-coef 0.01 "
+        "--objective gspo --advantage rloo --correction sequence --kl-in reward --kl-coef 0.01 "
         "--kl-target 0.1 --minibatches 2 --overlong-buffer 32",
         pytest.param(
             "--objective cispo --minibatches 2 --advantage batch-std --correction truncate --entropy-coef 0.001 "
@@ -24,6 +26,10 @@ def test_other_objectives_run(tmp_path, flags):
     first, second = steps_of(tmp_path)[1], steps_of(tmp_path)[2]
     assert first["policy/kl_to_ref"] == 0 < second["policy/kl_to_ref"] < 1
     assert first["optim/grad_norm"] > 0 and first["policy/rollout_logprob_gap"] < 1e-4
+    if "--objective gspo" in flags:
+        config = json.loads((tmp_path / "config.json").read_text())["args"]
+        assert (config["clip_low"], config["clip_high"], config["reduction"]) == (3e-4, 4e-4, "grpo")
+        assert second["policy/clip_fraction"] > 0
     if "--kl-target" in flags:
         assert second["policy/kl_coef"] < first["policy/kl_coef"] == 0.01
 
