@@ -70,7 +70,7 @@ class Args:
 
     objective: Literal["ppo", "gspo", "cispo"] = "ppo"  # what is clipped: a token's ratio, its sequence's, its weight
     advantage: Literal["group-std", "group-mean", "rloo", "batch-std"] = "group-std"  # baseline and scale of scores
-    reduction: Literal["dapo", "grpo", "dr_grpo"] = "dapo"  # mean over tokens; over sequences (gspo's default); constant length
+    reduction: Literal["dapo", "grpo", "dr_grpo"] = "dapo"  # mean over tokens; sequences (of gspo); constant length
     loss_length: Count | None = None  # constant length of dr_grpo; default: --max-response-tokens
     clip_low: Amount = 0.2  # ratio is clipped below 1 - this; default of gspo: 3e-4
     clip_high: Amount = 0.2  # ratio is clipped above 1 + this (DAPO's clip-higher: 0.28); default of gspo: 4e-4

@@ -40,7 +40,7 @@ class Data:
 
     train_data: str | None = None  # .parquet, .jsonl, .json, comma-separated, or ORG/NAME:CONFIG:SPLIT of the hub
     eval_data: str | None = None  # the same formats; gives eval/*
-    media_root: Path | None = None  # where relative paths of images and videos start; no path may leave this folder
+    media_root: Path | None = None  # where paths of pictures start that are not beside their data file; none may leave
     max_rows: Count | None = None  # use only the first rows of the training data
     bad_rows: Literal["error", "drop"] = "error"  # rows that are unusable or too long: stop, or count and drop them
     min_pixels: Count = 3136  # smaller pictures are enlarged to this area; 28 x 28 pixels are one token

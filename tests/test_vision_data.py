@@ -309,6 +309,63 @@ def test_no_path_leaves_the_media_root(tmp_path, vision):
     assert len(load(tmp_path, vision, anywhere, media_root=None)) == 1, "without it paths are taken as they stand"
 
 
+def asks_of(folder, vision, media_root, *names: str, **options):
+    """Rows of `folder`, each with the picture of a name."""
+    rows = [ask("<image>") | {"images": [name]} for name in names]
+    return load(folder, vision, rows, media_root=media_root, **options)
+
+
+def test_pictures_are_looked_for_beside_their_data_file_then_under_the_media_root(tmp_path, vision, monkeypatch):
+    """What the questions of a benchmark show must not be a picture of the training data that has the same name."""
+    bench, root = tmp_path / "bench", tmp_path / "train"
+    for folder in (bench, root):
+        folder.mkdir()
+    saved(bench, "own.png", picture(60, 60))
+    saved(root, "there.png", picture(90, 60))
+    for folder in (bench, root):
+        saved(folder, "same.png", picture(120, 60))
+    monkeypatch.chdir(tmp_path)
+    for media_root in (root, "train"):
+        data = asks_of(bench, vision, media_root, "own.png", "there.png", "same.png")
+        assert [data[i].media[0].pixels.shape[2] for i in range(3)] == [56, 84, 112]
+    assert len(asks_of(bench, vision, None, "own.png")) == 1
+
+    saved(root, "own.png", picture(60, 60, 7))
+    reason = "(?s)line 1: .*bench/own.png and .*train/own.png differ.* --media-root"
+    with pytest.raises(ValueError, match=reason):
+        asks_of(bench, vision, root, "own.png")
+    monkeypatch.chdir(root)
+    with pytest.raises(ValueError, match=r"bench/own\.png and own\.png differ"):
+        asks_of(bench, vision, None, "own.png")
+    clip = ask("<video>") | {"videos": [["same.png", "own.png"]]}
+    with pytest.raises(ValueError, match=reason):
+        load(bench, vision, [clip], media_root=root)
+    assert len(asks_of(root, vision, root, "own.png", "there.png")) == 2, "one folder is one place"
+    (tmp_path / "alias").symlink_to(root)
+    assert len(asks_of(root, vision, tmp_path / "alias", "own.png")) == 1
+    saved(bench, "own.png", picture(60, 60, 7))
+    data = asks_of(bench, vision, root, "own.png")
+    saved(bench, "own.png", picture(60, 60))
+    assert "differ, and either may be meant" in data[0].problem, "changed since the start"
+
+
+def test_with_a_media_root_no_path_leaves_the_folder_of_its_data_file(tmp_path, vision):
+    bench, root, outside = tmp_path / "bench", tmp_path / "root", tmp_path / "outside"
+    for folder in (bench, root, outside):
+        folder.mkdir()
+    saved(outside, "a.png", picture(60, 60))
+    (bench / "link.png").symlink_to(outside / "a.png")
+    for name in ("link.png", "../outside/a.png", str(outside / "a.png")):
+        with pytest.raises(ValueError, match=r"line 1: .* leads out of"):
+            asks_of(bench, vision, root, name)
+        assert len(asks_of(bench, vision, None, name)) == 1
+    saved(root, "link.png", picture(60, 60, 7))
+    with pytest.raises(ValueError, match="differ, and either may be meant"):
+        asks_of(bench, vision, root, "link.png")
+    saved(root, "link.png", picture(60, 60))
+    assert len(asks_of(bench, vision, root, "link.png")) == 1, "the copy under the root is inside"
+
+
 def test_pictures_count_in_the_length_of_a_prompt(tmp_path, vision):
     big = saved(tmp_path, "big.png", picture(400, 400))
     row = ask("<image>") | {"images": [big]}

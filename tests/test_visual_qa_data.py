@@ -84,6 +84,21 @@ def test_folders_that_pixel_reasoners_script_has_moved(vision, folder):
     assert [len(row.media) for row in rows] == [1, 1, 0]
 
 
+def test_moved_folders_of_one_file_beside_the_pictures_of_another(vision, folder, tmp_path):
+    """bench/vstar_images/ is vstar's, whatever --media-root holds; two candidates in one folder are refused."""
+    bench = folder / "bench"
+    (bench / "vstar_images").mkdir(parents=True)
+    (bench / "vstar_images/q1-0.jpg").write_bytes(picture(120, 60))
+    one = {name: [values[0]] for name, values in pq.read_table(write(folder)).to_pydict().items()}
+    one["image"] = [["images/q1-0.jpg"]]
+    pq.write_table(pa.table(one), bench / "vstar.parquet")
+    row = load(str(bench / "vstar.parquet"), vision, folder)[0]
+    assert row.media[0].pixels.shape[2:0:-1] == (112, 56)
+    (bench / "images").symlink_to(folder / "images")
+    with pytest.raises(ValueError, match=r"bench/images/\S+ and \S+/bench/vstar_images/\S+ differ"):
+        load(str(bench / "vstar.parquet"), vision, folder)
+
+
 @pytest.mark.parametrize(
     "changes, reason",
     [

@@ -182,7 +182,7 @@ class Conversations:
             fingerprint.add(record)
             try:
                 conversation, spelled = self._read(record)
-                pictures = [count_tokens(p, self.media_root, self.vision.limits) for p in conversation.pictures]
+                pictures = self._each_picture(count_tokens, i, conversation)
                 self._check(conversation, pictures)
             except BadRow as error:
                 found.bad[i] = str(error)
@@ -209,6 +209,11 @@ class Conversations:
             raise BadRow(f"spells {spelled[0]}, which stands for a picture: <image> and <video> are its marks")
         messages = as_text(conversation.messages, self.spaced)
         return replace(conversation, messages=messages), messages != conversation.messages
+
+    def _each_picture(self, function: Callable, index: int, conversation: Conversation) -> list:
+        """`open_media` or `count_tokens` of the pictures of row `index`."""
+        beside = self.files.folder(index)
+        return [function(p, self.media_root, self.vision.limits, beside=beside) for p in conversation.pictures]
 
     def _check(self, conversation: Conversation, picture_tokens: list[int]) -> None:
         """BadRow if the template loses a message, or if the cut at `max_tokens` leaves nothing to learn."""
@@ -256,7 +261,7 @@ class Conversations:
         i = int(self.positions[n])
         try:
             conversation, _ = self._read(self.files.row(i))
-            media = [open_media(picture, self.media_root, self.vision.limits) for picture in conversation.pictures]
+            media = self._each_picture(open_media, i, conversation)
             return conversation_episode(conversation, media, self.tokenizer, self.vision, i, self.max_tokens)
         except (BadRow, TemplateError) as error:
             print(f"warning: {self.files.flag}: {self.files.place(i)}: {error}; left out", flush=True)

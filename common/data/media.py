@@ -1,5 +1,6 @@
 """The pictures of a row: which they are, the files that hold them, their tokens. Without torch."""
 
+import filecmp
 import io
 import os
 import re
@@ -47,36 +48,34 @@ def for_interpreter(hint: Mapping, text: str) -> dict:
     return {"python": {"create_kwargs": {name: {"kind": kind, "frames": path if isinstance(path, list) else [path]}}}}
 
 
-def read_tool_media(tools: Mapping[str, Mapping], root: Path | None, size: int = -1) -> dict[str, dict]:
+def read_tool_media(
+    tools: Mapping[str, Mapping], root: Path | None, size: int = -1, *, beside: Path | None = None
+) -> dict[str, dict]:
     """What a row gives to its tools, frames of {"kind", "frames"} as bytes, `size` of each at most. BadRow."""
 
     def read(argument):
         if not isinstance(argument, Mapping) or not {"kind", "frames"} <= argument.keys():
             return argument
-        return argument | {"frames": [media_bytes(item, root, size) for item in argument["frames"]]}
+        return argument | {"frames": [media_bytes(item, root, size, beside=beside) for item in argument["frames"]]}
 
     return {name: {key: read(argument) for key, argument in given.items()} for name, given in tools.items()}
 
 
-def media_bytes(item: object, root: Path | None, size: int = -1) -> bytes:
-    with media_file(item, root) as file:
+def media_bytes(item: object, root: Path | None, size: int = -1, *, beside: Path | None = None) -> bytes:
+    with media_file(item, root, beside=beside) as file:
         return file.read(size)
 
 
-def media_file(item: object, root: Path | None) -> io.BufferedIOBase:
-    """The file that a row's entry stands for: bytes, a path, {bytes, path}. BadRow with the reason.
-
-    With a `root` a relative path starts there, and none may leave it: by "..", through a link, or as an absolute one.
-    """
+def media_file(item: object, root: Path | None, *, beside: Path | None = None) -> io.BufferedIOBase:
+    """The file that a row's entry stands for: bytes, a path, {bytes, path}. BadRow with the reason."""
     held = item.get("bytes") or item.get("path") if isinstance(item, Mapping) else item
     if isinstance(held, bytes):
         return io.BytesIO(held)
     if not isinstance(held, str):
         raise BadRow(f"{item!r:.60} is neither bytes, nor a path, nor {{bytes, path}}")
-    path = os.path.join(root or "", held)
+    path = held
     try:
-        if root and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
-            raise BadRow(f"{path} leads out of --media-root {root}")
+        path = find_media(held, root, beside)
         if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for whoever writes to it
             raise BadRow(f"{path} is no regular file")
         return open(path, "rb")
@@ -84,24 +83,51 @@ def media_file(item: object, root: Path | None) -> io.BufferedIOBase:
         raise
     except (OSError, ValueError) as error:  # the latter: a path with a NUL, or with half a surrogate pair
         why = getattr(error, "strerror", None) or error
-        raise BadRow(f"cannot open {path:.200} ({why}); --media-root is the folder of relative paths") from error
+        folders = f"{beside} or --media-root" if beside else "--media-root"
+        raise BadRow(f"cannot open {path:.200} ({why}); relative paths start in {folders}") from error
 
 
-def open_media(picture: Picture, root: Path | None, limits: PixelLimits) -> Media:
+def find_media(name: str, root: Path | None, beside: Path | None) -> str:
+    """Where a row's path leads: `beside` its data file, else under the `root`. BadRow if these are two pictures.
+
+    Without a `root` the second place is the current folder. With one no path may leave its folder, by "..", through a
+    link, or as an absolute one.
+    """
+    folders = {os.path.join(root or "", name): root}
+    if beside and not os.path.isabs(name):
+        folders = {os.path.join(beside, name): beside} | folders
+    paths = [path for path in folders if os.path.exists(path)]
+    if len(paths) == 2 and not os.path.samefile(*paths) and not filecmp.cmp(*paths, shallow=False):
+        raise BadRow(
+            f"{paths[0]} and {paths[1]} differ, and either may be meant: pictures beside their data files need no "
+            "--media-root; else move one of them away"
+        )
+    if not paths:
+        paths = [os.path.join(root or "", name)]
+    if not root:
+        return paths[0]
+    for path in paths:
+        if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folders[path])):
+            return path
+    folder = f"--media-root {root}" if folders[path] == root else f"{beside}, the folder of its data file"
+    raise BadRow(f"{path} leads out of {folder}")
+
+
+def open_media(picture: Picture, root: Path | None, limits: PixelLimits, *, beside: Path | None = None) -> Media:
     """BadRow for what cannot be read."""
     kind, frames = picture
     try:
-        return Media.open(kind, [media_bytes(item, root) for item in frames], limits)
+        return Media.open(kind, [media_bytes(item, root, beside=beside) for item in frames], limits)
     except (MemoryError, ValueError) as error:
         raise BadRow(str(error) or "not enough memory to decode it") from error
 
 
-def count_tokens(picture: Picture, root: Path | None, limits: PixelLimits) -> int:
+def count_tokens(picture: Picture, root: Path | None, limits: PixelLimits, *, beside: Path | None = None) -> int:
     """Tokens of a picture, from the header of its first frame; the others need only be there. BadRow, too."""
     kind, frames = picture
     for item in frames[1:]:
-        media_file(item, root).close()
-    with media_file(frames[0], root) as file:
+        media_file(item, root, beside=beside).close()
+    with media_file(frames[0], root, beside=beside) as file:
         try:
             with Image.open(file, formats=FORMATS) as image:
                 check_size(image)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from math import ceil
+from pathlib import Path
 
 import numpy as np
 from jinja2 import TemplateError
@@ -105,7 +106,8 @@ class PromptData:
                     if problem:
                         raise BadRow(problem)
                     prepared[index] = prompt = self._prepare(record)
-                    read_tool_media(prompt.tools, self.media_root, size=0)
+                    beside = self.files.folder(index)
+                    read_tool_media(prompt.tools, self.media_root, size=0, beside=beside)
                     if len(prompt.pictures) > self.max_images:
                         raise BadRow(f"{len(prompt.pictures)} pictures are more than --max-images {self.max_images}")
                 except (AttributeError, BadRow, LookupError, TypeError) as error:  # a number for a list, ...
@@ -117,7 +119,7 @@ class PromptData:
                 prompt = prepared[index]
                 try:
                     self._check_whole(prompt.messages, text)
-                    num_tokens = self._picture_tokens(text, prompt.pictures)
+                    num_tokens = self._picture_tokens(text, prompt.pictures, self.files.folder(index))
                     num_bytes = len(text.encode())
                 except (BadRow, UnicodeEncodeError) as error:  # the latter: half a surrogate pair
                     found.bad[index] = str(error) if isinstance(error, BadRow) else f"cannot be rendered: {error}"
@@ -189,13 +191,14 @@ class PromptData:
             if others and render.end_of_text(message["content"], flat) < 0:
                 raise BadRow(f"the chat template leaves out a message of role {message['role']!r}")
 
-    def _picture_tokens(self, text: str, pictures: list) -> int:
+    def _picture_tokens(self, text: str, pictures: list, beside: Path) -> int:
         """Tokens of the pictures of a prompt. BadRow, too, if its text has not one placeholder for each."""
         spelled = sum(map(text.count, self.placeholders))
         if spelled != len(pictures):
             names = " or ".join(self.placeholders)
             raise BadRow(f"{spelled} placeholders of pictures ({names}) in its text, and {len(pictures)} pictures")
-        return sum(count_tokens(picture, self.media_root, self.vision.limits) for picture in pictures)
+        root = self.media_root
+        return sum(count_tokens(picture, root, self.vision.limits, beside=beside) for picture in pictures)
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -218,8 +221,9 @@ class PromptData:
         (text,) = render.apply_template([prepared.messages], self.tokenizer)
         try:
             ids = render.encode(self.tokenizer, text)
-            row.tools = read_tool_media(prepared.tools, self.media_root)
-            row.media = [open_media(picture, self.media_root, self.vision.limits) for picture in prepared.pictures]
+            root, beside = self.media_root, self.files.folder(index)
+            row.tools = read_tool_media(prepared.tools, root, beside=beside)
+            row.media = [open_media(p, root, self.vision.limits, beside=beside) for p in prepared.pictures]
             row.prompt_ids = self.vision.expand(ids, row.media) if self.vision else ids
             if len(row.prompt_ids) > self.max_prompt_tokens:  # what `Lengths` has taken for short
                 raise BadRow(f"{len(row.prompt_ids)} tokens, above --max-prompt-tokens {self.max_prompt_tokens}")

@@ -83,6 +83,11 @@ class RowFiles:
         num_blank = pc.sum(pc.count_substring(lines, b"\n")).as_py()  # each row has those before it
         return f"{self.paths[file]} line {row + 1 + num_blank}"
 
+    def folder(self, index: int) -> Path:
+        """Of the file that has the row of an index."""
+        file, _ = self._locate(index)
+        return self.paths[file].parent
+
     def _locate(self, index: int) -> tuple[int, int]:
         file = bisect_right(self.starts, index) - 1
         return file, index - self.starts[file]

@@ -7,6 +7,7 @@ file's name. The paths of a video are its frames. The question is followed by th
 with.
 """
 
+import filecmp
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -66,9 +67,15 @@ def paths_of(record: Mapping) -> list:
 
 def path_prefix(records: list[dict], path: Path, media_root: Path | None) -> str:
     """ "" where the first picture's path resolves as it stands; else what Pixel Reasoner's script makes of it:
-    that moves images/ to FILE_images/, videos/ to FILE_videos/."""
+    that moves images/ to FILE_images/, videos/ to FILE_videos/. ValueError if both are there and differ."""
     first = next((name for r in records for name in paths_of(r) if name and isinstance(name, str)), "")
-    moved = f"{path.stem}_"
-    root = media_root or Path()
-    there = [os.path.isfile(os.path.join(root, name)) for name in (moved + first, first)]  # False for what is no path
-    return moved if there == [True, False] else ""
+    prefix = f"{path.stem}_"
+    for folder in (path.parent, media_root or Path()):
+        plain = os.path.join(folder, first)
+        moved = os.path.join(folder, prefix + first)
+        plain_exists, moved_exists = os.path.isfile(plain), os.path.isfile(moved)  # False for what is no path
+        if plain_exists and moved_exists and not filecmp.cmp(plain, moved, shallow=False):
+            raise ValueError(f"{path}: {plain} and {moved} differ, and either may be meant: move one of them away")
+        if plain_exists or moved_exists:
+            return "" if plain_exists else prefix
+    return ""

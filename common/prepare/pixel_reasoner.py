@@ -3,7 +3,7 @@
     python -m common.prepare.pixel_reasoner --folder data/pixel_reasoner --repository OWNER/NAME    # resumes
     python -m common.prepare.pixel_reasoner --folder FOLDER                                         # a copy
 
-Nothing is rewritten: rows keep their relative paths, and `--media-root FOLDER` resolves them.
+Nothing is rewritten: rows keep their relative paths, which start in the folder of their file.
 """
 
 import json
@@ -53,7 +53,7 @@ def main(args: Args) -> None:
     if missing:
         shown = "\n  ".join(missing[:MAX_SHOWN])
         raise SystemExit(f"{len(missing)} files are missing in {args.folder}, the first:\n  {shown}")
-    print(f"all there: --media-root {args.folder}")
+    print(f"all there: {args.folder}")
 
 
 def download(repository: str, folder: Path) -> None:
