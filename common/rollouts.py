@@ -109,7 +109,8 @@ class Rollouts:
             self.loader = job.open_loader(num_rows, self.train_data.fingerprint)
         job.at_outage.append(lambda _: self.loader.rewind())
         self.max_gap = rollout.max_logprob_gap or GAP_LIMITS[job.compute_dtype]  # mean |engine - trainer| of log-probs
-        job.world.print(memory_plan(rollout, job.machine, job.world, job.compute_dtype, trained, frozen))
+        plan = memory_plan(rollout, job.machine, job.world, job.compute_dtype, trained, frozen, reward_folder)
+        job.world.print(plan)
         # before the trainer: it loads by itself, and is asleep when the trainer takes its memory
         self.engine = None if rollout.replay else start_engine(job, rollout)
         torch.manual_seed(run.seed + job.world.rank)  # after vLLM, which seeds every rank alike

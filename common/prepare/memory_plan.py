@@ -1,33 +1,35 @@
-"""Memory of a rank: what each phase of a step will need, before any weights are read; and what was used."""
+"""Memory of a rank: what each phase of a step will need, before any weights are read; and what was used.
+
+`memory_phases` is a sum of named terms, in gigabytes: what each counts, and where its constants come from, stands in
+docs/scaling.md ("What is counted"). tests/test_memory.py counts activations, and has the peaks seen on an H100.
+"""
 
 import resource
+from dataclasses import replace
+from math import ceil
 
 import psutil
 import torch
 
-from common.distributed import World, repeated_blocks
-from common.files import refuse
+from common.attention import choose_attention
+from common.distributed import World
+from common.files import DAMAGE, refuse
 from common.flags import Machine, Rollout
-from common.lora import add_adapters
+from common.logprobs import CHUNK_ELEMENTS
+from common.model_shape import ModelShape, TowerShape, count_parameters, model_shape
+from common.prepare.memory_remedies import PHASES, cheapest_change, remedies
 from common.processes import ranks_here
-from common.vision import skeleton
+from common.torch_repair import transformers
 
-# Bytes per token, layer and hidden unit, measured with transformers' Llama in bf16 (its norms compute in float32).
-ACTIVATION_BYTES = {False: 60, True: 8}  # by --gradient-checkpointing
 GIB = 2**30 / 1e9  # in GB
 
+# GB on a GPU beside the tensors (docs/results.md, "On GPUs")
+CUDA_CONTEXT = 1.0
+NCCL = 0.5  # its buffers, on several ranks
+VLLM_GRAPHS = 2.5  # CUDA graphs and work space: what 1.5B took beside its weights and its cache
+VLLM_ASLEEP = 0.7  # what of it stays while the engine sleeps
 
-def model_shape(path: str, machine: Machine) -> tuple[int, int, int]:
-    """(parameters, those that are trained, layers x hidden size) of the model in a folder; no weights are read."""
-    model = skeleton(path, machine.trust_remote_code)
-    text = model.config.get_text_config()
-    size = sum(p.numel() for p in model.parameters())
-    tower = sum(p.numel() for name, p in model.named_parameters() if "visual." in name)
-    trained = size - tower * machine.freeze_vision
-    if machine.lora_rank:
-        add_adapters(model, repeated_blocks(getattr(model.base_model, "language_model", model)), machine)
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return size, trained, text.num_hidden_layers * text.hidden_size
+PATCHES = 4  # of a vision tower, for each token of a picture
 
 
 def cache_gib(rollout: Rollout, on_gpu: bool) -> float:
@@ -35,66 +37,303 @@ def cache_gib(rollout: Rollout, on_gpu: bool) -> float:
     return rollout.engine_memory or (8.0 if on_gpu else 0.5)
 
 
-def memory_phases(
-    rollout: Rollout, machine: Machine, ranks: int, dtype: torch.dtype, trained: list, frozen: list, on_gpu: bool
-) -> dict[str, float]:
-    """Estimated gigabytes of a rank: weights, Adam, engine, KV cache, gradients, activations; and in each phase.
+def longest(rollout: Rollout) -> int:
+    """Tokens of an episode; one that is longer than a micro-batch gets a micro-batch of its own."""
+    return rollout.max_prompt_tokens + rollout.max_response_tokens
 
-    trained, frozen: folders of the models, the policy first; no weights are read. Caches of the allocator come on top.
+
+def layer_bytes(shape: ModelShape, rollout: Rollout, machine: Machine, dtype: torch.dtype) -> float:
+    """What the backward of one layer needs of its forward, for one token.
+
+    In bf16 and with as many heads of keys as of queries 24 hidden + 8 mlp, compiled 16 hidden + 6 mlp.
+    """
+    item = dtype.itemsize
+    keys, outputs = shape.keys, shape.queries
+    if machine.attention == "sdpa":  # of each response the prompt's keys, too, repeated for each head; outputs joined
+        keys = shape.queries * longest(rollout) / rollout.max_response_tokens
+        outputs = 2 * shape.queries
+    elif machine.attention == "flex" and shape.heads & (shape.heads - 1):
+        keys = shape.queries  # transformers repeats them if heads are no power of two
+    attention = item * (shape.queries + 2 * keys + outputs) + 4 * shape.heads
+    experts = item * 2 * shape.experts * shape.hidden  # what goes into each of them, and comes out
+    if machine.compile:  # norms and silu(gate) x up are computed again
+        return attention + experts + item * (2 * shape.norms + shape.head_norms + 3 * shape.mlp)
+    norms = (4 + 2 * item) * shape.norms + (4 + item) * shape.head_norms  # float32 inside
+    return attention + experts + norms + item * 4 * shape.mlp
+
+
+def tower_layer_bytes(tower: TowerShape, dtype: torch.dtype) -> float:
+    """The same for a token of a picture in one layer of a vision tower, whose rotary embedding is float32."""
+    item = dtype.itemsize
+    return PATCHES * (2 * (4 + 2 * item) * tower.hidden + 7.5 * item * tower.hidden + 4 * item * tower.mlp)
+
+
+def activation_bytes(shape: ModelShape, rollout: Rollout, machine: Machine, dtype: torch.dtype) -> float:
+    """What is kept of a token until the backward comes. With a vision tower all tokens are taken for pictures'."""
+    item = dtype.itemsize
+    last_norm = (4 + item) * shape.hidden
+    tower = shape.tower
+    if machine.gradient_checkpointing:
+        kept = item * shape.layers * shape.hidden
+        if tower:
+            kept += PATCHES * item * tower.layers * tower.hidden
+    else:
+        kept = shape.layers * layer_bytes(shape, rollout, machine, dtype)
+        if tower:
+            kept += tower.layers * tower_layer_bytes(tower, dtype)
+    return last_norm + kept
+
+
+def recomputed_bytes(shape: ModelShape, rollout: Rollout, machine: Machine, dtype: torch.dtype) -> float:
+    """With --gradient-checkpointing one layer at a time has all its activations, too."""
+    if not machine.gradient_checkpointing:
+        return 0
+    layer = layer_bytes(shape, rollout, machine, dtype)
+    if shape.tower:
+        layer = max(layer, tower_layer_bytes(shape.tower, dtype))
+    return layer
+
+
+def engine_workspace(shape: ModelShape, rollout: Rollout, dtype: torch.dtype, on_gpu: bool) -> float:
+    """Bytes of an engine beside weights and cache: the forward of a batch of prompts, or float32 logits; graphs."""
+    sequences, tokens = 256, max(longest(rollout), 8192)  # vLLM's on a CPU
+    if rollout.engine == "hf":
+        cached = 2 * shape.layers * shape.keys * dtype.itemsize * longest(rollout)  # of a sequence
+        fitting = int(cache_gib(rollout, on_gpu) * 2**30 / cached)
+        sequences = max(1, min(256, fitting))
+        tokens = sequences * rollout.max_prompt_tokens
+    elif on_gpu:  # vLLM's on an H100; smaller cards get less
+        sequences, tokens = 1024, 16_384
+    forward = dtype.itemsize * tokens * (3 * shape.mlp / rollout.engine_parallel + 6 * shape.hidden)
+    logits = 3 * 4 * sequences * shape.vocabulary
+    graphs = VLLM_GRAPHS * 1e9 if on_gpu and rollout.engine == "vllm" else 0
+    return max(forward, logits) + graphs
+
+
+def memory_phases(
+    rollout: Rollout,
+    machine: Machine,
+    ranks: int,
+    dtype: torch.dtype,
+    trained: list[str],
+    frozen: list[str],
+    on_gpu: bool,
+    reward_parameters: int = 0,
+) -> dict[str, float]:
+    """`phases_of` for the models in these folders, the policy first, then critics; no weights are read."""
+    shapes = {path: model_shape(path, machine) for path in {*trained, *frozen}}
+    models = [shapes[path] for path in trained]
+    references = [shapes[path] for path in frozen]
+    return phases_of(rollout, machine, ranks, dtype, models, references, on_gpu, reward_parameters)
+
+
+def phases_of(
+    rollout: Rollout,
+    machine: Machine,
+    ranks: int,
+    dtype: torch.dtype,
+    trained: list[ModelShape],
+    frozen: list[ModelShape],
+    on_gpu: bool,
+    reward_parameters: int = 0,
+) -> dict[str, float]:
+    """Estimated gigabytes of a rank: named terms, and their sums in the phases "rollout", "scoring" and "update".
+
+    The largest phase decides. The update is the largest of its moments: "backward" where the activations are,
+    "reduction" of what the root has gathered, "step" of the optimizer. On top of each phase come the "context" of
+    CUDA and what the allocator keeps.
     """
     lora = machine.lora_rank > 0
-    frozen = [] if machine.reference_offload or lora else frozen  # with LoRA the policy's base is the reference
-    shapes = {path: model_shape(path, machine) for path in {*trained, *frozen}}
-    keeps_casts = ranks == 1 and not on_gpu  # of the weights, in `forward_context`; of frozen ones it is a copy
-    ranks = 1 if machine.strategy == "ddp" else machine.shard_size or ranks
-    size = {path: shape[0] / 1e9 for path, shape in shapes.items()}
-    learned = {path: shape[1] / 1e9 / (1 if lora else ranks) for path, shape in shapes.items()}  # adapters stay whole
-    weights = sum((dtype.itemsize if lora else 4) * size[path] for path in trained) / ranks
-    reference = sum(dtype.itemsize * size[path] for path in frozen) / ranks
+    item = dtype.itemsize
+    policy = trained[0]
+    models = [policy] if rollout.eval_only else [policy, *(shape.backbone for shape in trained[1:])]
+    if machine.attention == "auto":
+        machine = replace(machine, attention="flex" if on_gpu and dtype != torch.float16 else "sdpa")
+    shards = 1 if machine.strategy == "ddp" else machine.shard_size or ranks
+
+    # what lives through all phases
+    weights = sum((item if lora else 4) * shape.parameters for shape in models) / shards
+    learned = [(shape.parameters - shape.frozen) / shards for shape in models]
+    if lora:  # adapters are whole on each rank
+        learned = [shape.adapters for shape in models]
+        weights += sum(4 * count for count in learned)
+    reference = 0.0
+    if frozen and not (machine.reference_offload or lora):  # with LoRA the policy's base is the reference
+        reference = sum(item * shape.parameters for shape in frozen) / shards
     weights += reference
-    weights += sum(4 * learned[path] for path in trained) if lora else 0
-    adam = sum(8 * learned[path] for path in trained)
-    gradients = max(4 * learned[path] for path in trained)  # of one model at a time
-    widest = max(shapes[path][2] for path in trained)
-    activations = machine.micro_batch_tokens * widest * ACTIVATION_BYTES[machine.gradient_checkpointing] / 1e9
-    engine = dtype.itemsize * size[trained[0]] / rollout.engine_parallel
-    cache = cache_gib(rollout, on_gpu) * GIB
-    asleep = on_gpu and rollout.sleep_level > 0
-    sampling = weights + engine + cache
-    updating = weights + gradients + (0 if asleep else engine + cache)
-    if keeps_casts:
-        updating += dtype.itemsize * max(size[path] for path in trained)
-    if machine.optimizer_offload:  # a model's moments come when the activations are gone
-        updating += max(activations, 2 * gradients)
+    nccl = 1e9 * NCCL if on_gpu and ranks > 1 else 0.0
+    adam = 0.0 if rollout.eval_only else sum(8 * count for count in learned)
+    adam_at_rest = 0.0 if machine.optimizer_offload else adam
+
+    # the rollout
+    engine = cache = workspace = 0.0
+    if not rollout.replay:
+        engine = item * policy.parameters / rollout.engine_parallel
+        cache = cache_gib(rollout, on_gpu) * 2**30
+        workspace = engine_workspace(policy, rollout, dtype, on_gpu)
+    sampling = weights + nccl + adam_at_rest + engine + cache + workspace
+    vllm_on_gpu = on_gpu and rollout.engine == "vllm" and not rollout.replay
+    if on_gpu and rollout.sleep_level > 0:
+        beside = 1e9 * VLLM_ASLEEP if vllm_on_gpu else 0.0
+    elif rollout.engine == "vllm":
+        beside = engine + cache + (1e9 * VLLM_GRAPHS if vllm_on_gpu else 0.0)
     else:
-        sampling += adam
-        updating += activations + adam
-    parts = {"weights": weights, "Adam": adam, "rollout": sampling, "engine": engine, "KV cache": cache}
-    return parts | {"update": updating, "gradients": gradients, "activations": activations, "reference": reference}
+        beside = engine  # whose cache ends with the rollout
+    scoring = weights + nccl + adam_at_rest + item * reward_parameters + beside if reward_parameters else 0.0
+
+    # the update, of one model at a time
+    terms = dict.fromkeys(["gradients", "activations", "gathered", "backward", "reduction", "step"], 0.0)
+    if not rollout.eval_only:
+        for shape, count in zip(models, learned):
+            moments = update_moments(shape, rollout, machine, ranks, shards, dtype, on_gpu)
+            at_rest = weights + nccl + adam_at_rest + 4 * count + beside
+            moments["gradients"] = 4 * count
+            moments["backward"] += at_rest
+            moments["reduction"] += at_rest
+            moments["step"] = at_rest + (8 * count if machine.optimizer_offload else 0)
+            if max(moments.values()) > max(terms.values()):
+                terms = moments
+    terms |= {"weights": weights, "reference": reference, "Adam": adam}
+    terms |= {"engine": engine, "KV cache": cache, "workspace": workspace, "NCCL": nccl}
+    terms |= {"rollout": 0.0 if rollout.replay else sampling, "scoring": scoring}
+    terms["update"] = max(terms["backward"], terms["reduction"], terms["step"])
+    terms["context"] = 1e9 * CUDA_CONTEXT if on_gpu else 0.0
+    return {name: number / 1e9 for name, number in terms.items()}
+
+
+def update_moments(
+    shape: ModelShape,
+    rollout: Rollout,
+    machine: Machine,
+    ranks: int,
+    shards: int,
+    dtype: torch.dtype,
+    on_gpu: bool,
+) -> dict[str, float]:
+    """Bytes of a model's forward and backward beside its weights, moments and gradients in shards.
+
+    FSDP2 has its root gathered, with gradients, while activations are there. A layer is gathered with the one that
+    comes next; its gradients are copied to float32, which is reduced, on a single rank into another copy.
+    """
+    lora = machine.lora_rank > 0
+    item = dtype.itemsize
+    tokens = max(machine.micro_batch_tokens, longest(rollout))
+    activations = tokens * activation_bytes(shape, rollout, machine, dtype)
+    recomputed = tokens * recomputed_bytes(shape, rollout, machine, dtype)
+    # one rank on a CPU keeps all weights gathered between micro-batches
+    gathered = item * (shape.parameters if ranks == 1 and not on_gpu else shape.root)
+    if lora:
+        root_gradients, block = 0, (2 * item + 4) * shape.block  # adapted weights are float32 before they are rounded
+        reduction = gathered
+    else:
+        root_gradients = item * shape.root
+        if shards == 1:
+            block = (3 * item + 8) * shape.block
+            reduction = gathered + 8 * shape.root
+        else:  # what the last layer has reduced waits until the root is done
+            block = (3 * item + 4) * shape.block
+            reduction = gathered + (item + 4) * shape.root + 4 * shape.block
+    # float32 logits of a chunk with what becomes of them, and gradients of the last hidden states
+    chunk = CHUNK_ELEMENTS["cuda" if on_gpu else "cpu"]
+    head = 3 * 4 * chunk + (8 + item) * tokens * shape.hidden
+    backward = gathered + root_gradients + activations + max(head, block + recomputed)
+    moments = {"activations": activations + recomputed, "gathered": gathered + root_gradients}
+    return moments | {"backward": backward, "reduction": reduction}
 
 
 def memory_plan(
-    rollout: Rollout, machine: Machine, world: World, dtype: torch.dtype, trained: list[str], frozen: list[str]
+    rollout: Rollout,
+    machine: Machine,
+    world: World,
+    dtype: torch.dtype,
+    trained: list[str],
+    frozen: list[str],
+    reward_model: str | None = None,
 ) -> str:
-    """`memory_phases` in words, with a warning for what may not fit. SystemExit if the engine alone does not."""
-    if on_gpu := world.device.type == "cuda":
-        there = torch.cuda.mem_get_info(world.device)[0] / 1e9
+    """`memory_phases` in words; for what may not fit, the cheapest change that fits. SystemExit if no engine would.
+
+    reward_model: the folder of one.
+    """
+    on_gpu = world.device.type == "cuda"
+    if on_gpu:
+        there = torch.cuda.mem_get_info(world.device)[0] / 1e9  # context and NCCL are there by now
     else:
         there = psutil.virtual_memory().available / 1e9 / ranks_here()
-    gb = memory_phases(rollout, machine, world.size, dtype, trained, frozen, on_gpu)
-    plan = (
-        "memory of a rank (GB, estimated; {there:.1f} are free): weights {weights:.1f}, of them reference "
-        "{reference:.1f}, Adam {Adam:.1f}; rollout {rollout:.1f}, of it engine {engine:.1f}, KV cache {KV cache:.1f} "
-        "(--engine-memory); update {update:.1f}, of it gradients {gradients:.1f}, activations {activations:.1f}"
-    ).format(there=there, **gb)
+    machine = replace(machine, attention=choose_attention(machine.attention, world.device, machine.compile, dtype))
+    shapes = {path: model_shape(path, machine) for path in {*trained, *frozen}}
+    models = [shapes[path] for path in trained]
+    references = [shapes[path] for path in frozen]
+    reward_parameters = classifier_parameters(reward_model) if reward_model else 0
+
+    def phases(rollout: Rollout, machine: Machine, ranks: int) -> dict[str, float]:
+        return phases_of(rollout, machine, ranks, dtype, models, references, on_gpu, reward_parameters)
+
+    gb = phases(rollout, machine, world.size)
+    text = describe(gb, there, rollout)
     left = max(0.0, there - gb["engine"])
     fits = f"of {there / GIB:.1f} GiB that are free the engine's weights leave {left / GIB:.1f}"
-    refuse(gb["KV cache"] > left and not rollout.replay, f"--engine-memory {gb['KV cache'] / GIB:g}: {fits}")
-    if gb["rollout"] > there:
-        plan += "\nwarning: the rollout may not fit: lower --engine-memory, or shard over more GPUs"
-    if gb["update"] > there:
-        plan += "\nwarning: the update may not fit: lower --micro-batch-tokens, add --gradient-checkpointing or GPUs"
-    return plan
+    refuse(gb["KV cache"] > left, f"--engine-memory {gb['KV cache'] / GIB:g}: {fits}")
+    too_large = [phase for phase in PHASES if gb[phase] > there]
+    if too_large:
+        shares = engine_shares(models[0], rollout)
+        alternatives = list(remedies(rollout, machine, world.size, on_gpu, gb["reference"] > 0, shares))
+        change = cheapest_change(
+            phases,
+            alternatives,
+            rollout,
+            machine,
+            world.size,
+            room=there,
+            cache_gib=cache_gib(rollout, on_gpu),
+            least_cache_gib=least_cache_gib(models[0], rollout, dtype),
+        )
+        advice = f"it would {change}" if change else "nor would it with other flags: a smaller model, or --lora-rank"
+        text += f"\nwarning: the {' and the '.join(too_large)} may not fit; {advice}"
+    return text
+
+
+def engine_shares(shape: ModelShape, rollout: Rollout) -> list[int]:
+    """What --engine-parallel may be beside what it is."""
+    if rollout.engine != "vllm" or rollout.replay:
+        return []
+    key_heads = shape.heads * shape.keys // shape.queries
+    shares = []
+    for share in (2, 4, 8):
+        divides = ranks_here() % share == shape.heads % share == shape.mlp % share == 0
+        if share > rollout.engine_parallel and divides and (key_heads % share == 0 or share % key_heads == 0):
+            shares.append(share)
+    return shares
+
+
+def least_cache_gib(shape: ModelShape, rollout: Rollout, dtype: torch.dtype) -> float:
+    """What holds a single episode."""
+    token = 2 * shape.layers * shape.keys * dtype.itemsize / rollout.engine_parallel
+    return max(0.25, ceil(4 * token * longest(rollout) / 2**30) / 4)
+
+
+def describe(gb: dict[str, float], there: float, rollout: Rollout) -> str:
+    """The plan in a sentence; what a run does not have, or hardly, is left out."""
+    text = f"memory of a rank (GB, estimated; {there:.1f} are free): weights {gb['weights']:.1f}"
+    text += f", of them reference {gb['reference']:.1f}, Adam {gb['Adam']:.1f}"
+    if not rollout.replay:
+        text += f"; rollout {gb['rollout']:.1f}, of it engine {gb['engine']:.1f}"
+        text += f", KV cache {gb['KV cache']:.1f} (--engine-memory), its work space {gb['workspace']:.1f}"
+    if gb["scoring"]:
+        text += f"; reward model {gb['scoring']:.1f}"
+    if not rollout.eval_only:
+        text += f"; update {gb['update']:.1f}, of it gradients {gb['gradients']:.1f}"
+        text += f", activations {gb['activations']:.1f}, gathered {gb['gathered']:.1f}"
+    return text
+
+
+def classifier_parameters(path: str) -> int:
+    """Of a reward model's folder; 0 for what is none, of which `RewardModel` will tell more."""
+    try:
+        config = transformers.AutoConfig.from_pretrained(path)
+        with torch.device("meta"):
+            return count_parameters(transformers.AutoModelForSequenceClassification.from_config(config))
+    except DAMAGE:
+        return 0
 
 
 def peak_memory_gb(device: torch.device) -> float:

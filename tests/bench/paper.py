@@ -58,12 +58,17 @@ class Model:
 
 
 @cache
-def planned(name: str, ranks: int, tokens: int, offload: bool) -> dict[str, float]:
-    """Bytes by part and phase, by the plan that a run prints; the KV cache comes on top."""
+def planned(name: str, ranks: int, tokens: int, offload: bool, engine: int) -> dict[str, float]:
+    """Bytes by part and phase, by the plan that a run prints, with CUDA's context; the KV cache comes on top."""
     machine = Machine(micro_batch_tokens=tokens, gradient_checkpointing=True, optimizer_offload=offload)
     with tempfile.TemporaryDirectory() as folder:
         make_config(name).save_pretrained(folder)
-        gb = memory_phases(Rollout(engine_memory=1e-9), machine, ranks, torch.bfloat16, [folder], [], on_gpu=True)
+        rollout = Rollout(
+            engine_memory=1e-9, engine_parallel=engine, max_prompt_tokens=PROMPT, max_response_tokens=LONGEST
+        )
+        gb = memory_phases(rollout, machine, ranks, torch.bfloat16, [folder], [], on_gpu=True)
+    for phase in ("rollout", "update"):
+        gb[phase] += gb["context"]
     return {part: 1e9 * number for part, number in gb.items()}
 
 
@@ -86,10 +91,9 @@ class Layout:
 def layout(name: str, shard: int, args: Args) -> Layout | None:
     """The first that fits: moments on the GPU before moments on the host, then as few GPUs to an engine as will do."""
     for offload in (False, True):
-        bytes_of = planned(name, shard, args.micro_batch_tokens, offload)
         for engine in (1, 2, 4, 8):
-            rollout = bytes_of["rollout"] - bytes_of["engine"] * (1 - 1 / engine)
-            found = Layout(shard, engine, offload, bytes_of["update"], rollout)
+            bytes_of = planned(name, shard, args.micro_batch_tokens, offload, engine)
+            found = Layout(shard, engine, offload, bytes_of["update"], bytes_of["rollout"])
             if found.cache >= SMALLEST_CACHE and found.update <= ROOM * CARD:
                 return found
     return None
@@ -146,7 +150,7 @@ def update_seconds(model: Model, lay: Layout, gpus: int, args: Args) -> float:
 def row(name: str, gpus: int, shard: int, args: Args) -> list[str]:
     head = [name, str(gpus), "FSDP" if shard == gpus else f"HSDP {shard}"]
     if (lay := layout(name, shard, args)) is None:
-        least = planned(name, shard, args.micro_batch_tokens, True)["update"]
+        least = planned(name, shard, args.micro_batch_tokens, True, 1)["update"]
         return [*head, "-", f"{least / 1e9:.0f}", *["-"] * 8]
     model = Model.named(name)
     sync, update = sync_seconds(model, lay, args), update_seconds(model, lay, gpus, args)
