@@ -61,9 +61,10 @@ def model_shape(path: str, machine: Machine) -> ModelShape:
     tower = sum(p.numel() for name, p in model.named_parameters() if "visual." in name)
     head = model.get_output_embeddings()
     own_head = head is not None and head.weight is not model.get_input_embeddings().weight
-    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    queries = text.num_attention_heads * head_size
-    keys = (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) * head_size
+    heads = getattr(text, "num_attention_heads", None) or 1
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    queries = heads * head_size
+    keys = (getattr(text, "num_key_value_heads", None) or heads) * head_size
     shape = ModelShape(
         parameters=parameters,
         frozen=tower if machine.freeze_vision else 0,
@@ -74,10 +75,10 @@ def model_shape(path: str, machine: Machine) -> ModelShape:
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         vocabulary=text.vocab_size,
-        heads=text.num_attention_heads,
+        heads=heads,
         queries=queries,
         keys=keys,
-        norms=max((width_of_norms(block) for block in blocks_of_text), default=0),
+        norms=max((width_of_norms(block, text.hidden_size) for block in blocks_of_text), default=0),
         head_norms=queries + keys if any(map(has_head_norms, blocks_of_text)) else 0,
         mlp=mlp_width(text),
         experts=getattr(text, "num_experts_per_tok", None) or 0,
@@ -94,12 +95,13 @@ def count_parameters(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def width_of_norms(block: nn.Module) -> int:
+def width_of_norms(block: nn.Module, hidden: int) -> int:
     """Values of a token that the norms of a layer compute, but for those of single heads."""
     width = 0
     for name, module in block.named_modules():
         if type(module).__name__.endswith("Norm") and name.rpartition(".")[2] not in HEAD_NORMS:
-            width += module.weight.numel()
+            weight = getattr(module, "weight", None)
+            width += hidden if weight is None else weight.numel()
     return width
 
 
