@@ -444,6 +444,22 @@ def test_a_reward_model_takes_the_engines_place():
     assert phases_of(Rollout(), *arguments)["scoring"] == 0
 
 
+def test_the_reward_models_folder_is_counted(folder, tmp_path):
+    (tmp_path / "reward").mkdir()
+    LlamaConfig(hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, num_labels=1).save_pretrained(
+        tmp_path / "reward"
+    )
+    world = World(0, 1, 0, torch.device("cpu"))
+    arguments = (Rollout(), Machine(), world, torch.bfloat16, [folder], [])
+    # awake beside it on a CPU: weights, moments, engine and cache
+    resident = (14 * PARAMETERS + 2**29) / 1e9
+    size = 32_000 * 1024 + 8 * (4 * 1024**2 + 3 * 1024 * 4096 + 2 * 1024) + 2 * 1024
+    text = memory_plan(*arguments, reward_model=str(tmp_path / "reward"))
+    found = float(re.search(r"; reward model ([\d.]+);", text)[1])
+    assert found == pytest.approx(resident + 2 * size / 1e9, abs=0.051)
+    assert "reward model" not in memory_plan(*arguments, reward_model=str(tmp_path / "none"))
+
+
 def test_an_episode_that_is_longer_than_a_micro_batch_has_one_of_its_own():
     long = replace(WITHOUT_ENGINE, max_prompt_tokens=9000, max_response_tokens=10_000)
     assert gigabytes("7B", 8, long) == gigabytes("7B", 8, long, micro_batch_tokens=19_000)
