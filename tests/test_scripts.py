@@ -1,4 +1,4 @@
-"""Rules of the code base as tests: sizes, copies held together, flags that are used and explained, banners."""
+"""Rules of the code base as tests: copies held together, flags that are used and explained, banners."""
 
 import ast
 import inspect
@@ -13,7 +13,6 @@ import common.distributed
 
 SCRIPTS = sorted(path.name for path in ROOT.glob("*.py"))
 MODULES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("common/**/*.py"))
-CAPS = {"sft.py": 300, "grpo.py": 540, "ppo.py": 600, "curiosity_rl.py": 600}
 BANNERS = ["1. data", "2. rollout", "3. rewards", "4. update", "5. log", "6. eval, checkpoint"]
 REQUIRED = {"sft.py": ["--model", "nowhere", "--train-data", "nothing.jsonl"]}  # what a script cannot do without
 
@@ -59,20 +58,14 @@ def flag(field: str) -> str:
 
 
 def test_the_scripts_are_found():
-    assert {"sft.py", "grpo.py"} <= set(SCRIPTS) <= set(CAPS), "another file in the root needs a cap"
+    assert {"curiosity_rl.py", "grpo.py", "ppo.py", "sft.py"} <= set(SCRIPTS)
 
 
-# --- size and style -----------------------------------------------------------------------------------------------
-
-
-@every_script
-def test_scripts_stay_within_their_caps(script):
-    assert len(lines(script)) <= CAPS[script]
+# --- style --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SCRIPTS + MODULES)
-def test_no_long_lines_no_noqa_no_bare_except(name):
-    assert [i for i, line in enumerate(lines(name), 1) if len(line) > 119] == [], "lines of more than 119 columns"
+def test_no_noqa_and_no_bare_except(name):
     assert [i for i, line in enumerate(lines(name), 1) if re.search(r"#\s*noqa", line, re.IGNORECASE)] == []
     handlers = [n for n in ast.walk(parsed(source(name))) if isinstance(n, ast.ExceptHandler)]
     assert [n.lineno for n in handlers if n.type is None] == [], "bare except"

@@ -53,7 +53,8 @@ class Session:
     def block(self, code: str) -> tuple[str, str]:
         """(what it has printed, the exception that ended it)."""
         self.drawn, self.blocks, output, error = [], self.blocks + 1, Output(), ""
-        self.entropy.begin(self.blocks)
+        if self.entropy:  # without one the caller's own random numbers stay as they are
+            self.entropy.begin(self.blocks)
         name = f"<block {self.blocks}>"
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(io.StringIO()):
             try:
