@@ -23,27 +23,33 @@ GREEK_NAMES = """
 alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau upsilon phi chi psi omega
 Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega
 """
-SYMBOLS = {
-    **{"−": "-", "–": "-", "—": "-", "°": "^\\circ ", "×": "\\times ", "·": "\\cdot ", "⋅": "\\cdot ", "÷": "\\div "},
-    **{"±": "\\pm ", "∓": "\\mp ", "≤": "\\le ", "⩽": "\\le ", "≥": "\\ge ", "⩾": "\\ge ", "≠": "\\ne "},
-    **{"∪": "\\cup ", "∩": "\\cap ", "∞": "\\infty ", "∅": "\\emptyset ", "∈": "\\in ", "∣": "|", "∶": ":"},
-    **{"√": "\\surd ", "∛": "\\surd[3] ", "∜": "\\surd[4] ", "′": "'", "’": "'", "%": "\\%", "∠": "\\angle "},
-    **{"⟨": "\\langle ", "⟩": "\\rangle ", "⁄": "/"},
-    **{letter: f"\\mathbb{{{name}}}" for letter, name in zip("ℕℤℚℝℂ", "NZQRC")},
-    **{letter: f"\\{name} " for letter, name in zip(GREEK, GREEK_NAMES.split())},
-}
-SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-")
-FULL_WIDTH = {
-    ord(full): unicodedata.normalize("NFKC", full)
-    for full in "，．：；（）［］｛｝＋－＝＜＞／％０１２３４５６７８９｜"
-}
+# symbols as typed, each with its command behind it
+COMMANDS = r"""
+° ^\circ   × \times   · \cdot   ⋅ \cdot   ∙ \cdot   ÷ \div   ± \pm   ∓ \mp   ≈ \approx   → \to
+≤ \le   ⩽ \le   ≥ \ge   ⩾ \ge   ≠ \ne   ∪ \cup   ∩ \cap   ∈ \in   ∉ \notin   ⊂ \subset   ⊆ \subseteq
+∅ \emptyset   ∞ \infty   ℕ \mathbb{N}   ℤ \mathbb{Z}   ℚ \mathbb{Q}   ℝ \mathbb{R}   ℂ \mathbb{C}
+√ \surd   ∛ \surd[3]   ∜ \surd[4]   ∑ \sum   ∏ \prod   ∫ \int   ∠ \angle   △ \triangle   ⊥ \perp
+∥ \parallel   ⟨ \langle   ⟩ \rangle   ⌊ \lfloor   ⌋ \rfloor   ⌈ \lceil   ⌉ \rceil   ‖ \|   … \ldots
+"""
+SYMBOLS = {symbol: f"{command} " for symbol, command in zip(COMMANDS.split()[::2], COMMANDS.split()[1::2])}
+SYMBOLS |= {letter: f"\\{name} " for letter, name in zip(GREEK, GREEK_NAMES.split())}
+SYMBOLS |= {"−": "-", "–": "-", "—": "-", "′": "'", "’": "'", "∣": "|", "∶": ":", "⁄": "/", "%": "\\%"}
+SYMBOLS |= {"、": ", ", "。": ".", "或": " or ", "和": " and "}
+RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
+LOWERED = re.compile("[₀₁₂₃₄₅₆₇₈₉₊₋]+")
+PLAIN = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻₀₁₂₃₄₅₆₇₈₉₊₋", "0123456789+-" * 2)
+STYLED = re.compile("[\uff01-\uff5e\U0001d400-\U0001d7ff]")  # full width, and the mathematical alphabets
 
 UPRIGHT = re.compile(r"\\text\{([^{}]*)\}")
 BRACED = r"\{([^{}]*)\}"
+NESTED = r"((?:[^{}\\]|\\(?!over|choose)|\{[^{}]*\})*)"  # with braces inside; of \over, what stands beside it
 WORD_END = r"(?![a-zA-Z])"
+ARTICLE = re.compile(r"^(?:[Aa]n?|[Tt]he)\s+(?=[A-Za-z]{3,}(?:\s+[A-Za-z]{3,})*$)")
+TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
 FUNCTION = r"sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|sinh|cosh|tanh|ln|log|lg|exp"
 DIGIT_WORDS = "zero one two three four five six seven eight nine ten eleven twelve"
 BASES = {word: str(base) for base, word in enumerate(DIGIT_WORDS.split())}
+BASE_WORD = "|".join(BASES)
 
 # (pattern, replacement), in this order; what each is for stands above it
 TYPESETTING: list[tuple[str, str | Callable[[re.Match], str]]] = [
@@ -56,42 +62,52 @@ TYPESETTING: list[tuple[str, str | Callable[[re.Match], str]]] = [
     # one command for each thing
     (rf"\\(?:[dtc]|nice|s|x)frac{WORD_END}", r"\\frac"),
     (rf"\\[dt]binom{WORD_END}", r"\\binom"),
-    (rf"\\(?:leq|leqslant|leqq){WORD_END}", r"\\le "),
-    (rf"\\(?:geq|geqslant|geqq){WORD_END}", r"\\ge "),
+    (rf"\\(?:leq|leqslant|leqq){WORD_END}|<=", r"\\le "),
+    (rf"\\(?:geq|geqslant|geqq){WORD_END}|>=", r"\\ge "),
     (rf"\\neq{WORD_END}|\\not\s*=", r"\\ne "),
     (rf"\\lt{WORD_END}", "<"),
     (rf"\\gt{WORD_END}", ">"),
     (rf"\\(?:mid|[lr]?vert){WORD_END}", "|"),
     (rf"\\colon{WORD_END}", ":"),
+    (rf"\\overrightarrow{WORD_END}", r"\\vec"),
+    (rf"\\bar{WORD_END}", r"\\overline"),
+    (rf"\\wide(hat|tilde){WORD_END}", r"\\\1"),
     (rf"\\(?:ast|star){WORD_END}", "*"),
+    (rf"\\(?:[lc]dots|dots[cbmio]?){WORD_END}|\.\.\.", r"\\ldots "),
+    (rf"\\var(epsilon|theta|phi|rho|sigma|pi|kappa){WORD_END}", r"\\\1"),
+    (rf"\\degree{WORD_END}|(?<=[0-9])\s*\^\s*(?:o{WORD_END}|\{{\s*o\s*\}})", r"^\\circ "),
     (rf"\\varnothing{WORD_END}|\\emptyset{WORD_END}|\\\{{\s*\\\}}", r"\\emptyset "),
     (rf"\\lbrace{WORD_END}", r"\\{"),
     (rf"\\rbrace{WORD_END}", r"\\}"),
     (r"\^\s*(?:\\prime|\{\s*\\prime\s*\})", "'"),
-    (r"\{([^{}]*)\\over(?![a-zA-Z])([^{}]*)\}", r"\\frac{\1}{\2}"),
-    (r"\{([^{}]*)\\choose(?![a-zA-Z])([^{}]*)\}", r"\\binom{\1}{\2}"),
+    (rf"\{{{NESTED}\\over{WORD_END}{NESTED}\}}", r"\\frac{\1}{\2}"),
+    (rf"\{{{NESTED}\\choose{WORD_END}{NESTED}\}}", r"\\binom{\1}{\2}"),
     # what only changes the look: sizes, styles, dollars, \( \)
     (rf"\\(?:left|right)\s*\.|\\(?:left|right|middle|[bB]igg?[lrm]?){WORD_END}", ""),
     (rf"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits){WORD_END}|\\!", ""),
     (r"(?<!\\)\$|(?<!\\)\\[()\[\]]", ""),
-    (rf"(?<!\\)\\[,;:> ]|\\q?quad{WORD_END}|\\(?:thin|en)space{WORD_END}|~|(?<!\\)\\\n", " "),
+    (rf",?(?: ?\\q?quad{WORD_END})+ ?", lambda m: ", " if is_between_relations(m) else " "),
+    (rf"(?<!\\)\\[,;:> ]|\\(?:thin|en)space{WORD_END}|~", " "),
     # bold and slanted letters are letters: \mathbf{v}, \boldsymbol{5}, \textbf{(C)}; braces keep them from being units
+    (r"(?<![_^])\\(?:mathbf|boldsymbol|bm|pmb|textbf)\s*\{([0-9]+)\}", r"\1"),
     (rf"\\(?:mathbf|boldsymbol|bm|pmb|mathit|textbf|textit|emph)\s*{BRACED}", r"{\1}"),
     (r"\\(?:mathbf|boldsymbol|bm|pmb)\s+([a-zA-Z0-9])", r"{\1}"),
-    # upright text: words, units, and the i and e of ISO 80000-2
+    # upright text: words, units such as \mathrm{cm^{2}}, and the i and e of ISO 80000-2
+    (r"(\\(?:text|math)(?:rm)?\s*\{[^{}]*)\^\{(-?[0-9])\}", r"\1^\2"),
     (
         rf"\\(?:text(?:rm|normal|sf|up)?|(?:math)?(?:rm|sf)|mathnormal|[mh]box|operatorname\*?)\s*{BRACED}",
         r"\\text{\1}",
     ),
     (r"\\(?:mathrm|textrm|text)\s+([a-zA-Z0-9])", r"\\text{\1}"),
-    (r"\{\s*\\(?:rm|bf|it)\s+([^{}]*)\}", r"\\text{\1}"),
+    (r"\{\s*\\rm\s+([^{}]*)\}", r"\\text{\1}"),
+    (r"\{\s*\\(?:bf|it)\s+([^{}]*)\}", r"{\1}"),
     (rf"\\text\{{\s*\\text{BRACED}\s*\}}", r"\\text{\1}"),
     (r"\\text\{\s*\{([^{}]*)\}\s*\}", r"{\1}"),
     (rf"\\text\{{\s*({FUNCTION})\s*\}}", r"\\\1 "),
     (r"\\text\{\s*([ied])\s*\}", r"{\1}"),
     # numbers in other bases: (1011)_2, 52_{\text{eight}}
-    (r"\(([0-9]+)\)_", r"\1_"),
-    (r"_\s*\{?\s*\\text\{\s*([a-z]+)\s*\}\s*\}?", lambda m: f"_{{{BASES.get(m[1], m[1])}}}"),
+    (r"\((?=[A-F]*[0-9])([0-9A-F]+)\)_", r"\1_"),
+    (rf"_\s*\{{?\s*(?:\\text\{{\s*([a-z]+)\s*\}}|({BASE_WORD}))\s*\}}?", lambda m: subscript(m[1] or m[2])),
     # 0.1\overline{6}, 0.\dot{3}, 0.\dot{1}4285\dot{7}
     (r"([0-9]*)\.([0-9]*)\\(?:overline|bar)\s*\{?\s*([0-9]+)\s*\}?", lambda m: repeating(m[1], m[2], m[3])),
     (
@@ -115,28 +131,76 @@ TYPESETTING: list[tuple[str, str | Callable[[re.Match], str]]] = [
     (r"\^(\{[^{}]*\}|[0-9a-zA-Z])_(\{[^{}]*\}|[0-9a-zA-Z])", r"_\2^\1"),
     # 3\text{rd}, 23^{\text{th}}
     (r"(?<=[0-9])\s*\^?\s*\{?\s*\\text\{\s*(?:st|nd|rd|th)\s*\}\s*\}?", ""),
-    # a matrix as an array in brackets
+    # a matrix as an array in brackets, and a system of equations as a list
     (
-        r"\(\s*\\begin\{array\}\s*\{[^{}]*\}(.*?)\\end\{array\}\s*\)",
+        r"[(\[]\s*\\begin\{(?:array\}\s*\{[^{}]*|(?:small)?matrix)\}((?:(?!\\begin|\\end).)*)\\end\{[a-z]+\}\s*[)\]]",
         r"\\begin{pmatrix}\1\\end{pmatrix}",
+    ),
+    (r"\\begin\{(?:cases|aligned)\}((?:(?!\\begin|\\end).)*)\\end\{[a-z]+\}", lambda m: system(m[1])),
+    # k \in Z, and in brackets behind a formula with k
+    (rf"\\in\s*\{{?([NZQRC]){WORD_END}\}}?", r"\\in \\mathbb{\1}"),
+    (r",?\s*\(\s*([a-z]\s*\\in(?![a-zA-Z])[^()]*)\)$", r", \1"),
+    # the product of vectors or sets
+    (
+        r"(\{[A-Za-z]\}|\\vec\s*\{?[A-Za-z]+\}?|(?<![A-Za-z])[A-Z])\s*\\times(?=\s*(?:\{[A-Za-z]\}|\\vec|[A-Z]))",
+        r"\1\\cross ",
     ),
     # degrees inside a formula; at the end of one they are a unit
     (r"\^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\})", "°"),
     # a list in words; "5 or more" and "5 (or 6)" become no 5
-    (r",?\s*(?:\\text\{[\s,]*(?:and|or)\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z]))\s*", ", "),
-    (r"(?:[\s.,;:]|(?<!\\)\\(?=\s*$))+$", ""),
+    (r"\\text\{([^{}]*[a-z.])\s+(and|or)\s*\}", r"\\text{\1}\\text{\2}"),
+    (
+        r",?\s*(?:\\text\{[\s,]*(?:and|or)\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z]))\s*",
+        lambda m: conjunction(m[0], m.string),
+    ),
+    (r"(?<=[①-⑳])[\s,;]+(?=[①-⑳])", ""),
+    (rf"^\s*(?:=|\\approx{WORD_END})|[\s.,;:\\]+$", ""),
 ]
 
 
 def typeset(answer: str) -> str:
     """LaTeX that says the same, with one command for each thing, and without what is only for the eye."""
-    text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+", lambda match: f"^{{{match[0].translate(SUPERSCRIPTS)}}}", answer)
-    text = "".join(map(vulgar_fraction, text)).translate(FULL_WIDTH)
+    text = re.sub(r"(?<!\\\\)\s*\n\s*", r" \\quad ", answer.strip())
+    text = re.sub(r"\s+", " ", text)
+    text = RAISED.sub(lambda match: f"^{{{match[0].translate(PLAIN)}}}", text)
+    text = LOWERED.sub(lambda match: f"_{{{match[0].translate(PLAIN)}}}", text)
+    text = STYLED.sub(lambda match: unicodedata.normalize("NFKC", match[0]), text)
+    text = "".join(map(vulgar_fraction, text))
     text = "".join(SYMBOLS.get(char, char) for char in text.replace("\\%", "%"))
     for pattern, replacement in TYPESETTING:
         text = re.sub(pattern, replacement, text)
-    whole = UPRIGHT.fullmatch(text.strip())  # \text{(1, 2)}
-    return (whole[1] if whole else text).strip()
+    text = text.strip()
+    whole = UPRIGHT.fullmatch(text)  # \text{(1, 2)}
+    if whole:
+        text = whole[1].strip()
+    start, inner, _ = in_brackets(text)
+    if start == "{" and len(inner) > 1:
+        text = inner
+    return ARTICLE.sub("", text)
+
+
+def is_between_relations(match: re.Match) -> bool:
+    """Whether what is matched stands between two equations or inequalities, as in x = 1 \\quad y = 2."""
+    return bool(SIGN.search(match.string[: match.start()]) and SIGN.search(match.string[match.end() :]))
+
+
+def subscript(word: str) -> str:
+    return f"_{{{BASES.get(word, word)}}}"
+
+
+def system(rows: str) -> str:
+    r"""x = 1, y = 2 of the rows x = 1 \\ y = 2 of a system; a function by cases as it is."""
+    if "\\text" in rows or not all("=" in row for row in re.split(r"\\\\", rows) if row.strip()):
+        return rf"\begin{{cases}}{rows}\end{{cases}}"
+    equations = [row.replace("&", "").strip(" ,.;") for row in re.split(r"\\\\", rows)]
+    return ", ".join(filter(None, equations))
+
+
+def conjunction(word: str, text: str) -> str:
+    """A comma for `and` and `or` in a list; but of inequalities they are not the same."""
+    if not re.search(r"[<>]|\\(?:le|ge|ne)(?![a-zA-Z])", text):
+        return ", "
+    return " \\cup " if "or" in word else " \\cap "
 
 
 def vulgar_fraction(char: str) -> str:
@@ -190,15 +254,19 @@ UNITS = {
     "month": "month months",
     "year": "yr yrs year years",
     "degree": "° deg degree degrees",
-    "celsius": "°C C",
-    "fahrenheit": "°F F",
+    "celsius": "°C C celsius",
+    "fahrenheit": "°F F fahrenheit",
     "kelvin": "K",
     "radian": "rad radian radians",
-    "percent": r"\% percent percents",
+    "percent": r"\% percent percents percentage pct",
     "dollar": r"\$ dollar dollars usd",
     "euro": "€ euro euros",
     "pound sterling": "£ gbp",
     "rupee": "₹ rs rupee rupees",
+    "yuan": "元 yuan rmb",
+    "yen": "¥ yen",
+    "won": "₩ won",
+    "ruble": "₽ ruble rubles rouble roubles",
     "cent": "¢ cent cents",
     "newton": "N newton newtons",
     "joule": "J joule joules",
@@ -231,12 +299,13 @@ loss losses profit profits deficit surplus win debt credit debit am pm bc ad nor
 east west before after ago even odd positive negative true false inclusive exclusive minimum
 maximum min max base remainder hundred thousand million billion trillion hundreds thousands
 millions billions trillions dozen dozens minus plus squared cubed is are always never
-sometimes only all none both solutions roots undefined infinite infinity instead
+sometimes only all none both solutions roots undefined infinite infinity instead too twice
 """
 TELLING = set(TELLING_WORDS.split())
 # the same, if nothing is counted behind them: 123 (third graders) are 123
 TELLING_ALONE_WORDS = """
-up down left right half halves third thirds fourths fifths sixths sevenths eighths ninths
+up down left right long short late early faster slower much many double triple wrong correct
+incorrect valid invalid impossible extraneous half halves third thirds fourths fifths sixths sevenths eighths ninths
 tenths hundredths thousandths tens times
 """
 TELLING_ALONE = set(TELLING_ALONE_WORDS.split())
@@ -244,14 +313,14 @@ IRREGULAR_PLURALS = {"people", "children", "men", "women", "sheep", "fish", "dee
 
 POWER = r"(?:\s*\^\s*(?:\{\s*-?[0-9]\s*\}|-?[0-9]))?"
 PIECE = re.compile(
-    rf"(?:\\text\{{[^{{}}]*\}}|(?<![\\A-Za-z])[A-Za-z][A-Za-z'-]+\.?|(?<=/)[A-Za-z]|°|\\%|\\\$|[€£¢₹]){POWER}"
+    rf"(?:\\text\{{[^{{}}]*\}}|(?<![\\A-Za-z])[A-Za-z][A-Za-z'-]+\.?|(?<=/)[A-Za-z]|°|\\%|\\\$|[€£¢₹元¥₩₽]){POWER}"
 )
 MAX_PIECES = 8  # of a unit
-GAP = re.compile(r"\s*(?:/|\\cdot)?\s*")  # between them
+GAP = re.compile(r"\s*(?:/|-|\\cdot)?\s*")  # between them
 RATE_TAIL = re.compile(rf"(?<=[0-9}}\s])\s*(?:km|m|cm|mi|ft)\s*/\s*(?:h|s|hr|min|sec){POWER}$")
-NOUN_TAIL = re.compile(r"\s*\(\s*([^()0-9\\^_=+*]*?)\s*\)[\s.]*$")
-CURRENCY = re.compile(r"^([-+]?)\s*(\\\$|[€£¥₹])\s*(?=[0-9.\\])")
-FACTOR = re.compile(r"\s*(\\%|\\\$|°?[A-Za-z]+|[°€£¢₹])\.?(?:\s*\^\s*\{?\s*(-?[0-9])\s*\}?)?")
+NOUN_TAIL = re.compile(r"\s*\(\s*((?:[^()0-9\\^_=+*]|\\%)*?)\s*\)[\s.]*$")
+CURRENCY = re.compile(r"^([-+]?)\s*(\\\$|[€£¥₹₩₽])\s*(?=[0-9.\\])")
+FACTOR = re.compile(r"\s*(\\%|\\\$|°?[A-Za-z]+|[°€£¢₹元¥₩₽])\.?(?:\s*\^\s*\{?\s*(-?[0-9])\s*\}?)?")
 PLAIN_NUMBER = re.compile(
     r"[-+]?\s*(?:[0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)?\s*(?:\\frac\{[0-9]+\}\{[0-9]+\}|/\s*[0-9]+)?"
 )
@@ -314,48 +383,65 @@ def unit_tails(text: str) -> list[tuple[int, str]]:
 
 def is_quantity(text: str, tail: str) -> bool:
     """Whether a unit may follow a text: a number, a formula with one, or a letter; of one letter only the former."""
-    if not text or text[-1] in "^_/([{,":
+    if not text or text[-1] in "^_/([{,+-*=<>":
         return False
-    letters = re.sub(r"[^A-Za-z°%$]", "", UPRIGHT.sub(r"\1", tail))
+    if tail.startswith("°") and TRIGONOMETRIC.search(text):  # \sin 30°
+        return False
+    letters = re.sub(r"\\cdot|[^A-Za-z°%$]", "", UPRIGHT.sub(r"\1", tail))
     if re.search(r"[0-9]", text):
         return not re.search(r"_\{?$", text)
     return len(letters) > 1 and bool(re.fullmatch(r".*\\[a-z]+.*|\{?[a-zA-Z]\}?", text))
 
 
 def unit_name(text: str) -> str:
-    """ "metre/second^2" of m/s^2, metres per square second; "" of what is no unit."""
-    above, *below = re.split(r"/|(?<![A-Za-z])per(?![A-Za-z])", text.strip().rstrip("."))
-    if len(below) > 1:
+    """ "metre/second^2" of m/s^2, m s^-2, metres per square second; "" of what is no unit."""
+    text = re.sub(r"\\cdot|(?<=[A-Za-z ])-(?=[A-Za-z ])", " ", text.strip().rstrip("."))  # N \cdot m, N-m
+    above, *below = re.split(r"/|(?<![A-Za-z])per(?![A-Za-z])", text)
+    factors = unit_factors(above)
+    if len(below) > 1 or not factors:
         return ""
-    parts = [factors_name(part) for part in (above, *below)]
-    return "/".join(parts) if all(parts) else ""
+    if below:
+        factors_below = unit_factors(below[0])
+        if not factors_below:
+            return ""
+        factors += [(name, -power) for name, power in factors_below]
+    dividends, divisors = [], []
+    for name, power in sorted(factors):
+        size = "" if abs(power) == 1 else f"^{abs(power)}"
+        side = dividends if power > 0 else divisors
+        side.append(name + size)
+    name = " ".join(dividends) or "1"
+    return f"{name}/{' '.join(divisors)}" if divisors else name
 
 
-def factors_name(text: str) -> str:
-    names: list[str] = []
-    power = ""
+def unit_factors(text: str) -> list[tuple[str, int]]:
+    """[("metre", 1), ("second", -2)] of m s^-2; [] of what is no unit."""
+    factors: list[tuple[str, int]] = []
+    next_power = 1
     end = 0
     for match in FACTOR.finditer(text):
-        if text[end : match.start()].replace("\\cdot", "").strip():
-            return ""
+        if text[end : match.start()].strip():
+            return []
         end = match.end()
         word = match[1]
         lower = word.lower()
-        if lower in ("square", "sq", "cubic", "cu"):
-            power = "^3" if lower.startswith("cu") else "^2"
-        elif lower in ("squared", "cubed") and names:
-            names[-1] += "^3" if lower == "cubed" else "^2"
-        elif lower == "old" and names == ["year"]:
+        if lower in ("square", "sq"):
+            next_power = 2
+        elif lower in ("cubic", "cu"):
+            next_power = 3
+        elif lower in ("squared", "cubed") and factors:
+            factors[-1] = (factors[-1][0], 2 if lower == "squared" else 3)
+        elif lower == "old" and factors == [("year", 1)]:
             continue
-        elif lower in ("celsius", "fahrenheit") and names in ([], ["degree"]):
-            names = [lower]
         else:
             unit = UNIT_OF.get(word) or (UNIT_OF.get(lower) if len(word) > 1 else None)
             if not unit:
-                return ""
-            names.append(unit + (f"^{match[2]}" if match[2] else power))
-            power = ""
-    return "" if text[end:].strip() else " ".join(sorted(names)).replace("degree celsius", "celsius")
+                return []
+            if unit in ("celsius", "fahrenheit") and factors == [("degree", 1)]:
+                factors = []
+            factors.append((unit, int(match[2] or next_power)))
+            next_power = 1
+    return [] if text[end:].strip() else factors
 
 
 def noun_name(text: str, noun: str | None) -> str:
@@ -367,6 +453,8 @@ def noun_name(text: str, noun: str | None) -> str:
     if not 1 <= len(words) <= 6 or not all(re.fullmatch(r"[a-z]['a-z]*", word) for word in words):
         return ""
     if TELLING.intersection(words) or words[-1] in TELLING_ALONE or len("".join(words)) < 2:
+        return ""
+    if words[-1].endswith("ed") and len(words[-1]) > 4:  # rejected, excluded
         return ""
     head = words.index("of") - 1 if "of" in words[1:] else len(words) - 1  # pieces of candy
     last = words[head]
@@ -384,15 +472,19 @@ def singular(word: str) -> str:
 
 
 def units_agree(unit: str, other: str) -> bool:
-    """One may be missing. Of two, the last word counts: 9 apples are 9 (red apples)."""
+    """One may be missing. Of two nouns one may tell more: 9 apples are 9 (red apples), 5 pounds 5 pounds of sand."""
     if not unit or not other or unit == other:
         return True
-    return "/" not in unit + other and unit.split()[-1] == other.split()[-1]
+    words = set(unit.split())
+    other_words = set(other.split())
+    if words | other_words <= UNITS.keys() or "/" in unit + other:
+        return False
+    return words <= other_words or other_words <= words
 
 
 # --- one spelling ---
 
-DECIMAL = re.compile(r"[-+]?(?:[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)?(?:\.[0-9]*)?")
+DECIMAL = re.compile(r"[-+]?(?:[0-9]+|[1-9][0-9]{0,2}(?:,[0-9]{3})+)?(?:\.[0-9]*)?")
 SCIENTIFIC = re.compile(  # without spaces: 4.5e-3, 4.5\times10^{-3}, 10^{33}
     r"([-+]?[0-9][0-9,]*(?:\.[0-9]*)?)[eE]([-+]?[0-9]{1,2})"
     r"|(?:([-+]?[0-9][0-9,]*(?:\.[0-9]*)?)(?:\\times|\\cdot|\*))?10\^\{?([-+]?[0-9]{1,2})\}?"
@@ -455,12 +547,20 @@ def spelling(text: str) -> str:
     short = short_form(text)
     value = rational(short)
     if value is None:
-        is_word = short.isalpha() and (len(short) > 2 or short.lower() == "no")
-        return short.lower() if is_word else short
+        return short_form(re.sub("[A-Za-z]+", lower_case, text)) if short.isalpha() else short
     if value.denominator == 1:
         return str(value)
     sign = "-" if value < 0 else ""
     return rf"{sign}\frac{{{abs(value.numerator)}}}{{{value.denominator}}}"
+
+
+def lower_case(word: re.Match) -> str:
+    """Of a word; one or two letters and three capitals are symbols, as A, Ab and ABC."""
+    lower = word[0].lower()
+    if lower in ("no", "yes", "odd"):
+        return lower
+    is_symbol = len(lower) < 3 or (len(lower) == 3 and word[0].isupper())
+    return word[0] if is_symbol else lower
 
 
 def plain_value(text: str) -> str:
@@ -487,18 +587,24 @@ def same(answer: str, truth: str, depth: int) -> bool:
         return False
     if is_option(answer) or is_option(truth):
         return same_option(answer, truth)
+    if same_options(answer, truth):
+        return True
     if same_leaf(answer, truth):
         return True
     if depth <= 0:
         return False
     answer_relation = relation(answer)
     true_relation = relation(truth)
+    if answer_relation and true_relation and (PLUS_MINUS.search(answer) or PLUS_MINUS.search(truth)):
+        return same_items(list_items(answer), list_items(truth), depth)
     if answer_relation and true_relation:
         return same_relation(answer_relation, true_relation, depth)
     if answer_relation:
         return same_as_relation(answer_relation, truth, depth) or is_result(answer_relation, truth, depth)
     if true_relation:
         return same_as_relation(true_relation, answer, depth)
+    if labels_differ(answer, truth):
+        return False
     kind, items = collection(answer)
     true_kind, true_items = collection(truth)
     if kind or true_kind:
@@ -509,7 +615,11 @@ def same(answer: str, truth: str, depth: int) -> bool:
 # --- options ---
 
 NAMED_OPTION = re.compile(r"(?:[Oo]ption|[Cc]hoice)\s+\(?([A-Ka-k])\)?")  # Option B, choice (b)
-OPTION = re.compile(r"\(([A-Ka-k])\)[.:]?|\(([A-K])\)[.:]?\s*(.+)|([A-K])(?:\)|[.:](?=\s))[.:]?\s*(.+)", re.DOTALL)
+OPTION = re.compile(r"\(([A-Ka-k])\)[.:]?|(?:\(([A-K])\)[.:]?|([A-K])(?:\)|[.:](?=\s)))(.+)", re.DOTALL)
+OPTION_TEXT = re.compile(r"\s*(?:[0-9$(\[{.\\]|-[0-9.\\])|\s+[A-Za-z|]")  # (C)12, (C) x; but not (C)x, (C)'
+OPERATOR = re.compile(r"\s*\\(?:cup|cap|cdot|times|div|le|ge|ne|in|to|approx|subset|subseteq|setminus)(?![a-zA-Z])")
+OPTION_MARK = re.compile(r"\(([A-K])\)|(?<![A-Za-z])([A-K])[.:)](?=\s)")
+SEVERAL = re.compile(r"(?:\(?[A-K]\)?[\s,;.&]*){2,}")
 LETTER = re.compile("[A-K]")
 
 
@@ -518,10 +628,16 @@ def option(text: str) -> tuple[str, str]:
     plain = re.sub(r"[{}]", "", UPRIGHT.sub(r"\1", text)).strip()
     if match := NAMED_OPTION.fullmatch(plain):
         return match[1].upper(), ""
-    if match := OPTION.fullmatch(plain):
-        letter = match[1] or match[2] or match[4]
-        return letter.upper(), (match[3] or match[5] or "").strip()
-    return "", ""
+    match = OPTION.fullmatch(plain)
+    if not match:
+        return "", ""
+    if match[1]:
+        return match[1].upper(), ""
+    letter, content = match[2] or match[3], match[4]
+    later_marks = [mark for mark in OPTION_MARK.finditer(content) if (mark[1] or mark[2]) > letter]
+    if later_marks or not OPTION_TEXT.match(content) or OPERATOR.match(content):
+        return "", ""
+    return letter, content.strip()
 
 
 def is_option(text: str) -> bool:
@@ -540,6 +656,16 @@ def same_option(answer: str, truth: str) -> bool:
     if letters[0] != letters[1] or not LETTER.fullmatch(letters[0]):
         return False
     return not all(texts) or same(texts[0], texts[1], MAX_DEPTH)
+
+
+def same_options(answer: str, truth: str) -> bool:
+    """Whether both name the same several options: A, C is AC and (A)(C)."""
+    texts = [re.sub(r"[{}]", "", UPRIGHT.sub(r"\1", text)).strip() for text in (answer, truth)]
+    if not all(SEVERAL.fullmatch(text) for text in texts):
+        return False
+    if all(text.isalpha() for text in texts):  # AC may be a line, and no CA
+        return texts[0] == texts[1]
+    return sorted(LETTER.findall(texts[0])) == sorted(LETTER.findall(texts[1]))
 
 
 # --- numbers, words, clock times ---
@@ -581,18 +707,20 @@ def rounds_to(value: Fraction, decimal: str, min_digits: int) -> bool:
 RATIO = re.compile(r"[0-9a-zA-Z}]\s*:\s*[0-9a-zA-Z\\]")
 OTHER_BASE = re.compile(r"[0-9)]\s*_")
 DERIVATIVE = re.compile(r"\\frac\{\s*d(?![a-zA-Z]{2})[^{}]*\}\s*\{\s*d\s*[a-zA-Z]")
+NTH_DERIVATIVE = re.compile(r"\^\s*\{\s*\(\s*[0-9a-z]\s*\)\s*\}")
+SPELLED_ONLY = (RATIO, OTHER_BASE, DERIVATIVE, NTH_DERIVATIVE)
 MORE_THAN_LETTERS = re.compile(r"[0-9+\-*/^!|()\[\]\\']")
 WORD = re.compile(r"(?<![\\a-zA-Z])(?:[a-zA-Z]{4,}|[a-zA-Z]{3,}(?=\s+[a-zA-Z0-9])|(?<=[a-zA-Z0-9]\s)[a-zA-Z]{3,})")
 
 
 def same_formula(answer: str, truth: str) -> bool:
-    """By value; words, ratios, times and numbers in other bases have only their spelling."""
+    """By value; words, ratios, times, derivatives and numbers in other bases have only their spelling."""
     answer_core, unit, true_core, true_unit = split_units(answer, truth)
     if not units_agree(unit, true_unit):
         return False
     texts = [formula(answer_core), formula(true_core)]
     for text in texts:
-        if RATIO.search(text) or OTHER_BASE.search(text) or WORD.search(text) or DERIVATIVE.search(text):
+        if WORD.search(text) or any(pattern.search(text) for pattern in SPELLED_ONLY):
             return False
     if not any(MORE_THAN_LETTERS.search(text) for text in texts):  # "no" is not "on"
         return False
@@ -607,19 +735,21 @@ def same_formula(answer: str, truth: str) -> bool:
     return value is not None and is_rounded(texts[1], short_form(answer_core))
 
 
-def is_rounded(text: str, decimal: str) -> bool:
+def is_rounded(text: str, decimal: str, min_digits: int = 6) -> bool:
     """Whether 1.414214 is the value of \\sqrt{2}: six digits behind the point, and as many that are not zeros."""
     significant = decimal.replace(".", "").strip("-0")
-    if len(significant) < 6:
+    if len(significant) < min_digits:
         return False
-    value = formulas.decimal_value(text, digits=len(decimal) + 10)
-    return value is not None and rounds_to(value, decimal, 6)
+    value = formulas.real_value(text)
+    return value is not None and rounds_to(value, decimal, min_digits)
 
 
 def formula(text: str) -> str:
     """As common/rewards/formulas.py reads it: without upright letters, degrees, and commas in one large number."""
     text = re.sub(r"\\text\{\s*([A-Za-z])\s*\}", r"{\1}", text)
-    text = text.replace("°", "").replace("\\%", "")
+    text = text.replace("\\%", "")
+    if not TRIGONOMETRIC.search(text):
+        text = text.replace("°", "")
     if DECIMAL.fullmatch(text):
         return text.replace(",", "")
     return re.sub(r"\{([A-Za-z])\}(?=['_])", r"\1", text)
@@ -633,19 +763,32 @@ FLIPPED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le", "=": "=", "\\ne":
 EQUALITY = {"=", "\\in", "\\approx"}
 LESS, GREATER = {"<", "\\le"}, {">", "\\ge"}
 VARIABLE = re.compile(r"\{?[A-Za-z]\}?|\\[a-z]+")
-NAME = re.compile(  # x, x_1, f(x), \angle A, AB, (x, y)
-    r"(?:\\(?:angle|triangle|overline|overrightarrow)\s*)?(?:\{?[A-Z]{1,3}\}?|\{?[a-z]\}?|\\[a-z]+)'?"
-    r"(?:_\s*(?:\{[^{}]*\}|[0-9a-zA-Z]))?(?:\^\s*\{?\s*-1\s*\}?)?(?:\s*\(\s*[A-Za-z0-9]\s*\))?"
-    r"|\|\s*[A-Z]{2}\s*\||\(\s*[a-z](?:\s*,\s*[a-z])+\s*\)"
+LETTERS = (  # x, x_1, AB, \vec{a}, \angle A
+    r"(?:\\(?:overline|vec|hat|angle|triangle)(?![a-z])\s*)?(?:\{?[A-Z]{1,3}\}?|\{?[a-z]\}?|\\[a-z]+)'*"
+    r"(?:_\s*(?:\{[^{}]*\}|[0-9a-zA-Z]))?"
 )
+NAMES = [
+    rf"{LETTERS}(?:\^\s*\{{?\s*-1\s*\}}?)?(?:\s*\(\s*[A-Za-z0-9]\s*\))?",  # x, f^{-1}(x)
+    r"[fghA-Z]'*\s*\([^()]*\)",  # P(X = 2)
+    r"m\s*\\angle\s*[A-Z]+|\\(?:sin|cos|tan)\s*(?:\\angle\s*)?(?:[A-Z]+|\\[a-z]+)",  # m\angle A, \sin A
+    rf"(?:\\complement\s*(?:_\s*\{{?[A-Z]\}}?)?\s*)?{LETTERS}(?:\s*\\c[au]p\s*{LETTERS})?",  # A \cup B
+    r"\|\s*(?:[A-Z]{2}|\\vec\s*\{?[a-zA-Z]+\}?)\s*\|",  # |AB|
+    r"\(\s*[a-z](?:\s*,\s*[a-z])+\s*\)",  # (x, y)
+    r"\\frac\s*\{\s*[A-Z]{2}\s*\}\s*\{\s*[A-Z]{2}\s*\}|[A-Z]{2}\s*[:/]\s*[A-Z]{2}",  # AB : CD
+]
+NAME = re.compile("|".join(NAMES))
 WORDS = re.compile(r"(?:\s|\\text\{[^{}0-9]*\}|[A-Za-z]{3,})+")
 
 
 def relation(text: str) -> Relation | None:
-    """None of a text without a relation outside of all brackets, and of a list."""
+    """None of a text without a relation outside of all brackets, and of a list, a union or the like of them."""
     signs = outside(text, SIGN)
     if not signs or outside(text, SEPARATOR):
         return None
+    for pattern in (UNION, INTERSECTION):
+        parts = split_outside(text, pattern)
+        if len(parts) > 1 and all(outside(part, SIGN) for part in parts):
+            return None
     sides: list[str] = []
     start = 0
     for sign in signs:
@@ -660,7 +803,9 @@ def without_label(text: str) -> str:
     found = relation(text)
     if not found or not set(found[1]) <= EQUALITY:
         return text
-    sides, _ = found
+    sides, signs = found
+    if signs[-1] == "\\in" and VARIABLE.fullmatch(sides[-1]):  # a \in A
+        return text
     if sides[-1] and (NAME.fullmatch(sides[0]) or WORDS.fullmatch(sides[0])):
         return sides[-1]
     if len(sides) == 2 and sides[0] and NAME.fullmatch(sides[1]):
@@ -675,19 +820,42 @@ def unlabelled(answer: str, truth: str) -> tuple[str, str]:
     return without_label(answer), without_label(truth)
 
 
+def label(text: str) -> str:
+    """The x of x = 5, of 5 = x and of x = 5, 6, the Area of Area = 5; "" if there is none."""
+    items = split_outside(text, SEPARATOR)
+    found = relation(items[0])
+    if any(map(relation, items[1:])):
+        return ""
+    if found and len(found[0]) == 2 and set(found[1]) <= EQUALITY:
+        for side in found[0]:
+            if NAME.fullmatch(side) or WORDS.fullmatch(side):
+                return UPRIGHT.sub(r" \1 ", side)
+    return ""
+
+
 def labels_differ(answer: str, truth: str) -> bool:
-    names = []
-    for text in (answer, truth):
-        found = relation(text)
-        if found and len(found[0]) == 2:
-            names += [side for side in found[0] if VARIABLE.fullmatch(side)][:1]
-    return len(names) == 2 and names[0] != names[1]
+    """Whether two labels of one kind differ, as x and y, f(1) and f(2), Area and Perimeter; y is f(x), AB is BA."""
+    name = label(answer)
+    true_name = label(truth)
+    if not name or not true_name or short_form(name) == short_form(true_name):
+        return False
+    is_symbol = NAME.fullmatch(name.strip()) is not None
+    if is_symbol != (NAME.fullmatch(true_name.strip()) is not None) or ("(" in name) != ("(" in true_name):
+        return False
+    if not is_symbol:
+        words = set(name.lower().split())
+        true_words = set(true_name.lower().split())
+        return not (words <= true_words or true_words <= words)
+    return not (name.isupper() and sorted(name) == sorted(true_name))
 
 
 def same_relation(answer: Relation, truth: Relation, depth: int) -> bool:
-    """Side by side, also when turned around; equations and inequalities also by a constant factor."""
+    """Side by side, also when turned around, or as intervals; what has one sign also by a constant factor."""
     sides, signs = answer
     true_sides, true_signs = truth
+    intervals = [interval_of(*found) for found in (answer, truth)]
+    if all(intervals) and intervals[0][0] == intervals[1][0]:  # x \in [0, 1] is 0 \le x \le 1
+        return same(intervals[0][1], intervals[1][1], depth - 1)
     if len(signs) != len(true_signs) or not FLIPPED.keys() >= {*signs, *true_signs}:
         return False
     turned = (sides[::-1], [FLIPPED[sign] for sign in reversed(signs)])
@@ -710,41 +878,51 @@ def same_relation(answer: Relation, truth: Relation, depth: int) -> bool:
 def same_as_relation(found: Relation, other: str, depth: int) -> bool:
     """x = 5 is 5, 2 + 3 = 5 is 5, 2 < x < 5 is (2, 5), x in [0, 1] is [0, 1]."""
     sides, signs = found
+    if signs[-1] == "\\approx" and is_rounded(sides[-2], short_form(sides[-1]), min_digits=1):
+        return any(same(side, other, depth - 1) for side in sides[-2:])
     if set(signs) <= EQUALITY:
         text = without_label(f" {signs[0]} ".join(sides))
         if not relation(text):
             return same(text, other, depth - 1)
-        is_calculation = set(signs) == {"="} and not re.search("[A-Za-z]", "".join(sides))
+        is_calculation = set(signs) == {"="} and not symbols_in("".join(sides))
         return is_calculation and same(sides[0], other, depth - 1) and same(sides[-1], other, depth - 1)
-    interval = as_interval(sides, signs)
-    return interval != "" and same(interval, other, depth - 1)
+    interval = interval_of(sides, signs)
+    return interval is not None and same(interval[1], other, depth - 1)
 
 
 def is_result(found: Relation, truth: str, depth: int) -> bool:
-    """Whether a + b = 7 tells the number that is asked for."""
+    """Whether a + b = 7 or 3 + 4 = 7 tells the number that is asked for; 2x = 6 does not."""
     sides, signs = found
-    is_number = re.search("[0-9]", sides[-1]) and not re.search(r"(?<!\\)\b[A-Za-z]", sides[-1])
-    return set(signs) == {"="} and bool(is_number) and same(sides[-1], truth, depth - 1)
+    is_number = re.search("[0-9]", sides[-1]) and not symbols_in(sides[-1])
+    if set(signs) != {"="} or not is_number or len(symbols_in(sides[0])) == 1:
+        return False
+    return same(sides[-1], truth, depth - 1)
 
 
-def as_interval(sides: list[str], signs: list[str]) -> str:
-    r"""(2, \infty) of x > 2 and of 2 < x, (2, 5] of 2 < x \le 5, a union of x \ne 2; "" if no side is a letter."""
-    if signs == ["\\ne"] and VARIABLE.fullmatch(sides[0]):
-        return reals_without(sides[1])
+def symbols_in(text: str) -> set[str]:
+    return set(re.findall(r"(?<![\\A-Za-z])[A-Za-z](?:_\{?[A-Za-z0-9]+)?", text))
+
+
+def interval_of(sides: list[str], signs: list[str]) -> tuple[str, str] | None:
+    r"""("x", "(2, \infty)") of x > 2 and of 2 < x, a union of x \ne 2; None if no side is a letter."""
+    if signs in (["\\ne"], ["\\in"]) and VARIABLE.fullmatch(sides[0]):
+        return sides[0], reals_without(sides[1]) if signs == ["\\ne"] else sides[1]
     if set(signs) <= GREATER:
         sides = sides[::-1]
         signs = [FLIPPED[sign] for sign in reversed(signs)]
     if not set(signs) <= LESS:
-        return ""
+        return None
     if len(sides) == 2 and VARIABLE.fullmatch(sides[0]):
-        return rf"(-\infty, {sides[1]}" + ("]" if signs[0] == "\\le" else ")")
-    if len(sides) == 2 and VARIABLE.fullmatch(sides[1]):
-        return ("[" if signs[0] == "\\le" else "(") + rf"{sides[0]}, \infty)"
-    if len(sides) == 3 and VARIABLE.fullmatch(sides[1]):
-        start = "[" if signs[0] == "\\le" else "("
-        end = "]" if signs[1] == "\\le" else ")"
-        return f"{start}{sides[0]}, {sides[2]}{end}"
-    return ""
+        sides = ["-\\infty", *sides]
+        signs = ["<", *signs]
+    elif len(sides) == 2:
+        sides = [*sides, "\\infty"]
+        signs = [*signs, "<"]
+    if len(sides) != 3 or not VARIABLE.fullmatch(sides[1]):
+        return None
+    start = "[" if signs[0] == "\\le" else "("
+    end = "]" if signs[1] == "\\le" else ")"
+    return sides[1], f"{start}{sides[0]}, {sides[2]}{end}"
 
 
 def reals_without(number: str) -> str:
@@ -756,11 +934,13 @@ def reals_without(number: str) -> str:
 OPENING = {"\\{": "\\}", "\\langle": "\\rangle", "(": ")", "[": "]", "{": "}", "\\begin": "\\end"}
 BRACKET = re.compile(r"\\[{}]|\\[lr]angle(?![a-zA-Z])|[()\[\]{}]|\\(?:begin|end)(?![a-zA-Z])")
 SEPARATOR = re.compile(r"[,;]")
-REALS = re.compile(r"\\mathbb\s*\{?\s*R\s*\}?|\\R")
+REALS = re.compile(r"\\mathbb\s*\{?\s*R\s*\}?|\\R|\{R\}")
 REALS_WITHOUT = re.compile(rf"(?:{REALS.pattern})\s*(?:\\setminus|\\backslash|-)\s*\\\{{([^,;]*)\\\}}")
 UNION = re.compile(r"\\cup(?![a-zA-Z])")
+INTERSECTION = re.compile(r"\\cap(?![a-zA-Z])")
 SUCH_THAT = re.compile(r"[|:]")
 PLUS_MINUS = re.compile(r"\\(pm|mp)(?![a-zA-Z])")
+UNORDERED = {"list", "set", "union", "intersection"}
 MATRIX = re.compile(r"\\begin\{([a-zA-Z]*)matrix\}(.*)\\end\{\1matrix\}", re.DOTALL)
 
 
@@ -779,33 +959,55 @@ def collection(text: str) -> tuple[str, list[str]]:
         return "()", ["-\\infty", "\\infty"]
     if match := REALS_WITHOUT.fullmatch(text):
         text = reals_without(match[1])
-    parts = split_outside(text, UNION)
-    if len(parts) > 1:
-        return "union", parts
+    for kind, pattern in (("union", UNION), ("intersection", INTERSECTION)):
+        parts = split_outside(text, pattern)
+        if len(parts) > 1:
+            return kind, parts
+    start, inner, end = in_brackets(text)
+    if start == "\\{":
+        return set_of(inner)
     items = list_items(text)
     if len(items) > 1:
         return "list", items
-    start, inner, end = in_brackets(text)
-    if not start:
+    items = items_of(inner)
+    if not start or (len(items) == 1 and start not in ("(", "{")):
         return "", [text]
-    condition = split_outside(inner, SUCH_THAT)
-    if start == "\\{" and len(condition) == 2:
-        return "set-builder", condition
-    items = list_items(inner)
-    if start in ("\\{", "{") or (start == "(" and end == ")" and len(items) == 1):
+    if start == "{" or len(items) == 1 or not outside(inner, SEPARATOR):  # (1 \pm \sqrt{2})
         return "list", items
-    if len(items) == 1:
-        return "", [text]
     return ("()" if start == "\\langle" else start + end), items
 
 
+def set_of(inner: str) -> tuple[str, list[str]]:
+    r"""The collection that \{…\} is: \{x | x > 2\} is (2, \infty), and \{\emptyset\} is no \emptyset."""
+    head, *condition = split_outside(inner, SUCH_THAT, at_most=1)
+    if condition:
+        solution = solution_set(re.sub(rf"\\in\s*(?:{REALS.pattern})$", "", head).strip(), condition[0])
+        return collection(solution) if solution else ("set-builder", [head, *condition])
+    items = items_of(inner)
+    if len(items) == 1 and (items[0] == "\\emptyset" or in_brackets(items[0])[0] == "\\{"):
+        return "set of a set", items
+    return "set", items
+
+
+def solution_set(variable: str, condition: str) -> str:
+    r"""(-\infty, 1)\cup(2, \infty) of x and x < 1 \cup x > 2; "" of what are no inequalities of the variable."""
+    intervals = []
+    for part in split_outside(condition, UNION):
+        found = relation(part)
+        interval = interval_of(*found) if found else None
+        if not interval or interval[0] != variable:
+            return ""
+        intervals.append(interval[1])
+    return " \\cup ".join(intervals)
+
+
 def same_collection(kind: str, items: list[str], true_kind: str, true_items: list[str], depth: int) -> bool:
-    """In any order for lists and unions; (1, 2) is 1, 2 in this order."""
+    """In any order for lists, sets and unions; (1, 2) is 1, 2 in this order, and no \\{1, 2\\}."""
     kinds = {kind or "list", true_kind or "list"}
+    if kinds <= UNORDERED and (len(kinds) == 1 or "list" in kinds):
+        return same_items(items, true_items, depth)
     if len(items) != len(true_items):
         return False
-    if kinds <= {"list", "union"}:  # x < 1 or x > 2 is a union, too
-        return same_items(items, true_items, depth)
     if kinds == {"set-builder"}:
         return short_form(items[0]) == short_form(true_items[0]) and same(items[1], true_items[1], depth - 1)
     if len(kinds) == 1 or kinds == {"list", "()"}:
@@ -815,6 +1017,8 @@ def same_collection(kind: str, items: list[str], true_kind: str, true_items: lis
 
 def same_items(items: list[str], true_items: list[str], depth: int) -> bool:
     """In any order. Of those that are spelled differently all pairs are compared, if they are few."""
+    if len(items) != len(true_items):
+        return False
     rest = [spelling(item) for item in items]
     unmatched = []
     for item in true_items:
@@ -839,8 +1043,12 @@ def same_items(items: list[str], true_items: list[str], depth: int) -> bool:
 
 def list_items(text: str) -> list[str]:
     """The items of a list; of x = 1, 2 without the label, and of \\pm 3 both; [text] of what is no list."""
-    if DECIMAL.fullmatch(text):  # 1,234
+    if DECIMAL.fullmatch(split_unit(text)[0]):  # 1,234 cans
         return [text]
+    return items_of(text)
+
+
+def items_of(text: str) -> list[str]:
     items = split_outside(text, SEPARATOR)
     if len(items) > 1 and relation(items[0]) and not any(map(relation, items[1:])):
         items[0] = without_label(items[0])
@@ -870,11 +1078,11 @@ def in_brackets(text: str) -> tuple[str, str, str]:
     return first[0], text[first.end() : last.start()].strip(), last[0]
 
 
-def split_outside(text: str, pattern: re.Pattern) -> list[str]:
-    """The parts between matches that stand outside of all brackets."""
+def split_outside(text: str, pattern: re.Pattern, at_most: int | None = None) -> list[str]:
+    """The parts between matches that stand outside of all brackets; of so many matches at most."""
     parts: list[str] = []
     start = 0
-    for match in outside(text, pattern):
+    for match in outside(text, pattern)[:at_most]:
         parts.append(text[start : match.start()].strip())
         start = match.end()
     return [*parts, text[start:].strip()]

@@ -12,6 +12,8 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from common.rewards.values import NO_VALUE, Point, agree, exact, is_close, ratio_at, value_at
+
 if TYPE_CHECKING:
     import sympy
 
@@ -25,8 +27,6 @@ MAX_FACTORIAL = 999
 MAX_BINOMIAL = 9999
 MAX_FUNCTIONS = 4  # inside each other
 MAX_BRACKETS = 40  # inside each other
-DIGITS = 15  # of a difference that is not zero
-MAX_DIGITS = 150  # sympy computes with, to tell a small difference from none
 
 FUNCTIONS = {
     **{name: name for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "exp")},
@@ -53,7 +53,7 @@ TOKEN = re.compile(
         (?: _ \s* (?: [A-Za-z0-9] | \{ [A-Za-z0-9\s,+\-]* \} ) )?
         (?: ' | \^\s* (?: \\top | \{\s*\\top\s*\} ) | (?<=[A-Z]) \^\s* (?: T (?![A-Za-z]) | \{\s*T\s*\} ) )* )
     | (?P<command> \\[A-Za-z]+ )
-    | (?P<operator> [-+*/^!()|{}\[\]_] )
+    | (?P<operator> [-+*/^!°()|{}\[\]_] )
     """.replace("ACCENTS", "|".join(ACCENTS.split())).replace("GREEK", "|".join(GREEK.split()))
 )
 
@@ -93,13 +93,10 @@ def same_relation(answer: tuple[str, str], truth: tuple[str, str], direction: in
         return False
 
 
-def decimal_value(text: str, digits: int) -> Fraction | None:
-    """The real number that a formula is, to so many digits; None of all else."""
+def real_value(text: str) -> Fraction | None:
+    """The real number that a formula without symbols is, to 15 digits; None of all else."""
     try:
-        value = read(text)
-        if value.free_symbols or not value.is_real or not value.is_finite:
-            return None
-        return Fraction(str(value.evalf(digits)))
+        return exact(value_at(read(text), {}))
     except NO_VERDICT:
         return None
 
@@ -112,13 +109,13 @@ def is_identity(a: "sympy.Expr", b: "sympy.Expr") -> bool:
         return True
     symbols = sorted(a.free_symbols | b.free_symbols, key=str)
     if not symbols:
-        return is_zero(a - b) is True
+        return agree(a, b, {}) is True
     agreements = 0
-    for point in points(symbols):
-        zero = is_zero(a.xreplace(point) - b.xreplace(point))
-        if zero is False:
+    for point in points_for(symbols, a, b):
+        verdict = agree(a, b, point)
+        if verdict is False:
             return False
-        agreements += zero is True  # it may be undefined at a point
+        agreements += verdict is True  # it may be undefined at a point
     return agreements >= 2
 
 
@@ -126,51 +123,56 @@ def is_multiple(a: "sympy.Expr", b: "sympy.Expr", direction: int) -> bool:
     """Whether a / b is a constant, of the sign of `direction` if that is not 0."""
     if not a.free_symbols or a.free_symbols != b.free_symbols:
         return False
-    values = [(a.xreplace(point), b.xreplace(point)) for point in points(sorted(a.free_symbols, key=str))]
-    values = [pair for pair in values if is_zero(pair[0]) is False and is_zero(pair[1]) is False]
-    if len(values) < 2:
+    ratios = []
+    for point in points_for(sorted(a.free_symbols, key=str), a, b):
+        ratio = ratio_at(a, b, point)
+        if ratio is not None:
+            ratios.append(ratio)
+    if len(ratios) < 2 or (direction and exact(ratios[0]) * direction <= 0):
         return False
-    first_a, first_b = values[0]
-    factor = (first_a / first_b).evalf(DIGITS)
-    if direction and not (factor.is_real and factor * direction > 0):
-        return False
-    return all(is_zero(first_a * other_b - first_b * other_a) is True for other_a, other_b in values[1:])
+    return all(is_close(ratio, ratios[0]) for ratio in ratios[1:])
 
 
-def points(symbols: list) -> list[dict]:
-    """Four points for symbols, all positive, all negative, and mixed; no two symbols are equal at one."""
-    from sympy import Rational
+def points_for(symbols: list["sympy.Symbol"], *expressions: "sympy.Expr") -> list[Point]:
+    """Integers for n! and n choose k, also large numbers for what is rounded."""
+    from sympy import binomial, ceiling, factorial, floor
 
-    found = []
+    if any(expression.has(binomial, factorial) for expression in expressions):
+        return integer_points(symbols)
+    if any(expression.has(floor, ceiling) for expression in expressions):
+        return points(symbols) + points(symbols, scale=101)
+    return points(symbols)
+
+
+def points(symbols: list["sympy.Symbol"], scale: int = 1) -> list[Point]:
+    """Four points, all positive, all negative, and mixed; no two symbols are equal at one."""
+    found: list[Point] = []
     for signs in ((1, 1), (-1, -1), (1, -1), (-1, 1)):
         point = {}
         for i, symbol in enumerate(symbols):
-            magnitude = Rational(7 + 4 * i + len(found), 5 + 2 * len(found))
+            magnitude = scale * Fraction(7 + 4 * i + len(found), 5 + 2 * len(found))
             point[symbol] = signs[i % 2] * magnitude
         found.append(point)
     return found
 
 
-def is_zero(difference: "sympy.Expr") -> bool | None:
-    """Of an expression without symbols; None where it has no value."""
-    from sympy import Float, nan, oo, zoo
+def integer_points(symbols: list["sympy.Symbol"]) -> list[Point]:
+    """Four points, in two the symbols grow from the first to the last, in two they fall."""
+    found: list[Point] = []
+    for order in (symbols, symbols[::-1]):
+        for first in (3, 6):
+            found.append({symbol: Fraction(first + 2 * i) for i, symbol in enumerate(order)})
+    return found
 
-    if difference.has(nan, zoo, oo, -oo):
-        return None
-    if difference.is_Rational:
-        return difference == 0
+
+def check_real(expression: "sympy.Expr") -> None:
+    r"""Of what stands in a function and comes out of it; \arcsin 2 is complex."""
+    if expression.free_symbols:
+        return
     try:
-        value = difference.evalf(DIGITS, maxn=MAX_DIGITS)
-    except NO_VERDICT:
-        return None
-    if value.has(nan, zoo, oo, -oo) or not value.is_number:
-        return None
-    if value == 0:
-        return True
-    floats = value.atoms(Float)
-    if not floats:
-        return None
-    return all(number._prec == 1 for number in floats)  # sympy's mark: no digit of it is certain
+        exact(value_at(expression, {}))
+    except NO_VALUE as error:
+        raise Unreadable("a function of or with a complex value") from error
 
 
 def check_size(expression: "sympy.Expr") -> None:
@@ -183,9 +185,9 @@ def bits_of(expression: "sympy.Expr") -> int:
     if expression.is_Rational:
         return int(expression.p).bit_length() + int(expression.q).bit_length()
     if expression.is_Symbol:
-        return 12
-    if not expression.args:
-        return 64
+        return 20
+    if not expression.args:  # pi, e, i
+        return 16
     total = sum(bits_of(argument) for argument in expression.args)
     if expression.is_Pow and expression.exp.is_Integer:
         total = bits_of(expression.base) * abs(int(expression.exp))
@@ -275,8 +277,8 @@ class Reader:
         is_whole = was_number and self.token.isdecimal()
         value = self.power()
         while self.starts_factor():
-            if self.kind == "number" and was_number:
-                raise Unreadable("two numbers side by side")
+            if self.kind == "number" and (was_number or self.tokens[self.place - 1][0] != "operator"):
+                raise Unreadable("a number behind a number or a letter")
             was_number = self.kind == "number"
             is_fraction = self.token == "\\frac"
             factor = self.power()
@@ -293,9 +295,14 @@ class Reader:
         return self.token in ("(", "{") or (self.token == "|" and not self.bars)
 
     def power(self) -> "sympy.Expr":
+        import sympy
+
         value = self.atom()
-        while self.token in ("^", "!"):
-            if self.take() == "!":
+        while self.token in ("^", "!", "°"):
+            if self.token == "°":
+                self.take()
+                value = value * sympy.pi / 180
+            elif self.take() == "!":
                 if self.token == "!":
                     raise Unreadable("a double factorial")
                 value = factorial(value)
@@ -364,7 +371,8 @@ class Reader:
         if token == "i":
             return sympy.I
         name = re.sub(r"[\s{}]", "", token)
-        if name[0] in NAMES_OF_FUNCTIONS and self.token == "(":
+        follows = [following for _, following in self.tokens[self.place : self.place + 3]]
+        if follows[:1] == ["("] and (name[0] in NAMES_OF_FUNCTIONS or follows[2:] == [")"]):  # y(0), u(t)
             raise Unreadable("the value of a function")
         return sympy.Symbol(name)
 
@@ -422,6 +430,7 @@ class Reader:
         if exponent == -1 and function and f"arc{name}" in FUNCTIONS:
             function = FUNCTIONS[f"arc{name}"]
             exponent = None
+        check_real(value)
         if name in GROWING_FUNCTIONS:
             check_growing(value)
         elif bits_of(value) > MAX_ANGLE_BITS:
@@ -430,6 +439,7 @@ class Reader:
             result = divided(sympy.log(value), sympy.log(base))
         else:
             result = getattr(sympy, function)(value)
+        check_real(result)
         return result if exponent is None else raised(result, exponent)
 
 
@@ -466,8 +476,15 @@ def check_growing(exponent: "sympy.Expr") -> None:
     if bits_of(exponent) > MAX_EXPONENT_BITS:
         raise Unreadable("the exponent is too large")
     for part in preorder_traversal(exponent):
-        if part.is_number and not abs(part.evalf(5)) < MAX_EXPONENT:
+        if part.is_number and not is_below(MAX_EXPONENT, part):
             raise Unreadable("the exponent is too large")
+
+
+def is_below(limit: int, number: "sympy.Expr") -> bool:
+    try:
+        return bool(abs(value_at(number, {})) < limit)
+    except NO_VALUE:
+        return False
 
 
 def grows(expression: "sympy.Expr") -> bool:

@@ -1,0 +1,166 @@
+r"""Values of sympy's expressions at points: exact where they are rational, and else to 300 digits.
+
+Unlike sympy's own `evalf`, which may take for ever where functions of complex numbers stand inside each other, each
+part of an expression is computed once.
+"""
+
+import math
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+import mpmath
+from mpmath.libmp import to_rational
+
+if TYPE_CHECKING:
+    import sympy
+
+Value = Fraction | mpmath.mpf | mpmath.mpc
+Point = Mapping["sympy.Symbol", Fraction]
+
+PRECISION = 1000  # bits
+NOISE = mpmath.ldexp(1, -500)  # relative size of a difference that is none
+MAX_ANGLE = mpmath.ldexp(1, 100)  # of an irrational number in sin and other functions, which need the digits behind it
+PERIODIC = ("sin", "cos", "tan", "cot", "sec", "csc")
+FUNCTIONS = (
+    *("asin", "acos", "atan", "acot", "asec", "acsc", "sinh", "cosh", "tanh", "exp", "log"),
+    *("re", "im", "arg", "sign", "conjugate"),
+)
+ROUNDINGS = {"floor": math.floor, "ceiling": math.ceil}
+COUNTS = {"factorial": math.factorial, "binomial": math.comb}  # of integers
+MAX_COUNTED = 10_000
+
+# what says that there is no value
+NO_VALUE = (ArithmeticError, TypeError, ValueError)
+
+
+def agree(a: "sympy.Expr", b: "sympy.Expr", point: Point) -> bool | None:
+    """Whether two expressions have the same value at a point; None where one has no value."""
+    try:
+        values = values_at(a, b, point, PRECISION)
+        if all(isinstance(value, Fraction) for value in values):
+            return values[0] == values[1]
+        if is_close(*values):
+            return True
+        # of 1 - \cos^2 x - \sin^2 x only noise is left, which more digits make smaller
+        finer_values = values_at(a, b, point, 2 * PRECISION)
+        with mpmath.workprec(2 * PRECISION):
+            return distance(*finer_values) <= NOISE * distance(*values)
+    except NO_VALUE:
+        return None
+
+
+def ratio_at(a: "sympy.Expr", b: "sympy.Expr", point: Point) -> Value | None:
+    """a / b at a point; None where one is zero or has no value."""
+    from sympy import S
+
+    if agree(a, S.Zero, point) is not False or agree(b, S.Zero, point) is not False:
+        return None
+    dividend, divisor = values_at(a, b, point, PRECISION)
+    if isinstance(dividend, Fraction) and isinstance(divisor, Fraction):
+        return dividend / divisor
+    return inexact(dividend) / inexact(divisor)
+
+
+def values_at(a: "sympy.Expr", b: "sympy.Expr", point: Point, precision: int) -> tuple[Value, Value]:
+    with mpmath.workprec(precision):
+        return value_at(a, point), value_at(b, point)
+
+
+def is_close(a: Value, b: Value) -> bool:
+    """Whether two values are equal but for noise; exactly, if both are rational."""
+    if isinstance(a, Fraction) and isinstance(b, Fraction):
+        return a == b
+    with mpmath.workprec(PRECISION):
+        return distance(a, b) <= NOISE * max(distance(a), distance(b))
+
+
+def distance(a: Value, b: Value = Fraction(0)) -> mpmath.mpf:
+    """Absolute value of a - b."""
+    size = abs(inexact(a) - inexact(b))
+    if not mpmath.isfinite(size):
+        raise ValueError("an infinite value")
+    return size
+
+
+def inexact(value: Value) -> mpmath.mpf | mpmath.mpc:
+    if isinstance(value, Fraction):
+        return mpmath.mpf(value.numerator) / value.denominator
+    return value
+
+
+def exact(value: Value) -> Fraction:
+    """ValueError of a complex number."""
+    if isinstance(value, Fraction):
+        return value
+    if isinstance(value, mpmath.mpc) or not mpmath.isfinite(value):
+        raise ValueError("no real number")
+    return Fraction(*to_rational(value._mpf_))
+
+
+def value_at(expression: "sympy.Expr", point: Point) -> Value:
+    """Raises NO_VALUE where there is none, and of what is not known here."""
+    import sympy
+
+    if expression.is_Rational:
+        return Fraction(int(expression.p), int(expression.q))
+    if expression in point:
+        return point[expression]
+    if expression == sympy.I:
+        return mpmath.mpc(0, 1)
+    if expression in (sympy.pi, sympy.E):
+        return +mpmath.pi if expression == sympy.pi else +mpmath.e
+    if not expression.args:
+        raise ValueError(f"{expression} has no value")
+    values = [value_at(argument, point) for argument in expression.args]
+    if expression.is_Add:
+        return sum(values[1:], start=values[0])
+    if expression.is_Mul:
+        return math.prod(values[1:], start=values[0])
+    if expression.is_Pow:
+        return power(*values)
+    return function_value(type(expression).__name__, values)
+
+
+def power(base: Value, exponent: Value) -> Value:
+    if isinstance(base, Fraction) and isinstance(exponent, Fraction) and exponent.denominator == 1:
+        return base ** int(exponent)
+    return mpmath.power(inexact(base), inexact(exponent))
+
+
+def function_value(name: str, values: list[Value]) -> Value:
+    if name == "Abs":
+        return abs(values[0])
+    if name in ROUNDINGS:
+        return Fraction(ROUNDINGS[name](near_integer(exact(values[0]))))
+    if name in COUNTS:
+        return Fraction(COUNTS[name](*map(counted, values)))
+    if name in PERIODIC:
+        return periodic(name, values[0])
+    if name in FUNCTIONS:
+        return getattr(mpmath, name)(*map(inexact, values))
+    raise ValueError(f"{name} is not known")
+
+
+def near_integer(value: Fraction) -> Fraction:
+    """The integer that a value is but for noise, as \\log_2 8 may be; other values as they are."""
+    nearest = round(value)
+    return Fraction(nearest) if abs(value - nearest) < Fraction(1, 2**200) else value
+
+
+def counted(value: Value) -> int:
+    number = exact(value)
+    if number.denominator > 1 or number > MAX_COUNTED:
+        raise ValueError(f"{number} is not counted")
+    return int(number)
+
+
+def periodic(name: str, angle: Value) -> Value:
+    if not isinstance(angle, Fraction):
+        if abs(angle) > MAX_ANGLE:
+            raise ValueError("too large an angle")
+        return getattr(mpmath, name)(angle)
+    digits_before_the_point = angle.numerator.bit_length()
+    with mpmath.extraprec(digits_before_the_point):
+        value = getattr(mpmath, name)(inexact(angle))
+    return +value
