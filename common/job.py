@@ -93,6 +93,7 @@ class Job:
         refuse_idle(machine, dict.fromkeys(["lora_alpha", "lora_targets"], (machine.lora_rank > 0, "--lora-rank")))
         self.summary = f"{script}.py: {run.model}, {world.size} x {world.device.type}, {machine.strategy}, "
         self.summary += f"compute {self.compute_dtype} ({why}) -> {self.output_dir}"
+        self.max_model_len: int | None = None  # of the engine, if there is one
         self.at_outage: list[Callable[[int], object]] = []  # what saves the beginning of a step
 
     def open_loader(self, num_rows: int, fingerprint: str) -> PromptLoader:
@@ -147,6 +148,7 @@ class Job:
         options = {"attention": self.attention, "vision": self.vision, "wrap": wrap}
         options |= {"dtype": torch.float32 if trained and not adapted else self.compute_dtype}
         options |= {"trust_remote_code": machine.trust_remote_code, "freeze_vision": machine.freeze_vision}
+        options["max_model_len"] = self.max_model_len
         if adapted:
             options |= {"lora": machine, "seed": self.run.seed}
         if trained:

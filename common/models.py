@@ -13,8 +13,9 @@ from common.logprobs import is_greedy, token_logprobs
 from common.lora import adapters, add_adapters, merged
 from common.packing import MicroBatch
 from common.pictures import blank
+from common.rotary import length_limits, set_text_lengths
 from common.torch_repair import transformers
-from common.vision import Vision, auto_class, clamped, skeleton
+from common.vision import FAMILY, Vision, auto_class, clamped, skeleton
 
 RESCALED = ["final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier", "lm_head_multiplier"]
 
@@ -96,11 +97,14 @@ def unsupported(model: nn.Module, attention: str) -> str | None:
     others = sorted(kinds - {"full_attention", "sliding_attention"})
     window = "sliding_attention" in kinds or (not kinds and getattr(config, "sliding_window", None))
     mixed = "in which packed conversations would see each other"
+    pictured = model.config.model_type in FAMILY
     problems = {
         f"rescales its logits ({', '.join(scaled)})": scaled,
         "has a head with a bias": getattr(model.get_output_embeddings(), "bias", None) is not None,
         f"has {', '.join(others)} layers, {mixed}": others,
         f"passes its attention no options, {mixed}": config.model_type == "nemotron",  # nor `units`
+        "reads pictures, and has rotary frequencies that depend on a text's length": pictured
+        and length_limits(config),
         "draws its experts at random in training (router_jitter_noise)": getattr(config, "router_jitter_noise", 0),
         f"has recurrent layers, {mixed}": model._is_stateful,
         f"has an attention of its own, {mixed}": not model._supports_attention_backend,
@@ -129,6 +133,7 @@ def load_policy(
     freeze_vision: bool = False,
     lora: Machine | None = None,
     seed: int = 0,
+    max_model_len: int | None = None,
     make: Callable[..., nn.Module] = Policy,
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
 ) -> nn.Module:
@@ -137,6 +142,7 @@ def load_policy(
     `from_scratch` takes the architecture from the folder's config.json and initialises at random. Without dropout.
     `make=Critic` makes a critic of its backbone, a reward model's too. With `lora` the layers of the language model
     get adapters, drawn by `seed`, and all else is frozen. What `wrap` shards is read in shards, never as a whole.
+    max_model_len: of the engine whose samples it is to read, see `set_text_lengths`.
     """
     check_model(path, attention, trust_remote_code)
     register_attention()
@@ -175,6 +181,7 @@ def load_policy(
         add_adapters(policy.model, readers, lora, seed)
     for layer in readers if compile_layers else ():  # not of the tower: every picture has another size
         layer.compile()
+    set_text_lengths(policy, max_model_len)
     return policy.train()
 
 

@@ -71,6 +71,7 @@ class Rollouts:
         self.world, self.tokenizer, self.output_dir = job.world, job.tokenizer, job.output_dir
         self.flags, self.run = rollout, run
         self.unscored_steps = 0  # the last ones in a row of which no response could be scored
+        job.max_model_len = rollout.max_prompt_tokens + rollout.max_response_tokens
         again = bool(rollout.replay) and (job.output_dir / "checkpoints").exists()
         refuse(again, f"--replay: {job.output_dir} has checkpoints of its own; give another --output-dir")
         refuse_idle(rollout, {"max_images": (job.vision is not None, "a vision-language --model")})
@@ -259,7 +260,7 @@ def start_engine(job: Job, rollout: Rollout) -> VllmEngine | HuggingFaceEngine:
         job.compute_dtype,
         job.world,
         end_ids=end_token_ids(job.path, job.tokenizer),
-        max_model_len=rollout.max_prompt_tokens + rollout.max_response_tokens,
+        max_model_len=job.max_model_len,
         memory_gib=cache_gib(rollout, on_gpu=job.world.device.type == "cuda"),
         sleep_level=rollout.sleep_level,
         ranks=rollout.engine_parallel,

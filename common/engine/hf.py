@@ -10,6 +10,7 @@ from torch import Tensor
 from common.engine.books import Completion, EngineConfig, Request, Sampling, WeightBooks, Weights
 from common.files import memory_advice, refuse
 from common.progress import Progress
+from common.rotary import check_lengths
 from common.torch_repair import transformers
 from common.vision import auto_class, clamped
 
@@ -44,6 +45,7 @@ class HuggingFaceEngine:
         positions, length = num_positions(architecture.get_text_config()), config.max_model_len
         flags = f"--max-prompt-tokens and --max-response-tokens: {length} tokens together"
         refuse(length > positions, f"{flags}, and the model has {positions:.0f} positions (config.json)")
+        check_lengths(architecture.get_text_config(), "hf", length)
         load = auto_class(architecture).from_pretrained
         self.model = load(config.path, dtype=config.dtype, trust_remote_code=trust).eval().to(config.world.device)
         self.device, self.dtype, self.vision = config.world.device, config.dtype, vision

@@ -16,6 +16,7 @@ from PIL import Image
 from common.engine.books import Completion, EngineConfig, Request, WeightBooks, Weights
 from common.files import memory_advice, refuse, user_errors
 from common.pictures import Media
+from common.rotary import check_lengths
 from common.vision import skeleton
 
 _alive: list[object] = []  # until the process ends: taking vLLM down costs more than a second
@@ -39,7 +40,7 @@ def set_environment(on_gpu: bool, dtype: torch.dtype) -> None:
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
 
 
-def register_model(path: str, trust_remote_code: bool, ranks: int) -> dict[str, int]:
+def register_model(path: str, trust_remote_code: bool, ranks: int, max_model_len: int) -> dict[str, int]:
     """{name: number of elements} of all that a sync must bring. SystemExit for a model that cannot be synced exactly.
 
     vLLM would inspect a lazily registered class in a subprocess, which lacks our repair of torchvision.
@@ -56,6 +57,7 @@ def register_model(path: str, trust_remote_code: bool, ranks: int) -> dict[str, 
         reason = "transformers fuses experts, vLLM names them apart, and a sync would break them"
         raise SystemExit(f"--model {path}: {architecture} is a mixture of experts: {reason}; --engine hf runs it")
     refuse_uneven(model.config, ranks)
+    check_lengths(model.config.get_text_config(), "vllm", max_model_len)
     ModelRegistry.register_model(architecture, known)
     return {name: parameter.numel() for name, parameter in model.named_parameters(remove_duplicate=False)}
 
@@ -81,7 +83,7 @@ class VllmEngine:
 
         # On CPUs gloo: vLLM's shared memory has one name for all runs of a machine, and outlives them.
         CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
-        sizes = register_model(config.path, config.trust_remote_code, config.ranks)
+        sizes = register_model(config.path, config.trust_remote_code, config.ranks, config.max_model_len)
         # A prompt cut in chunks makes vLLM rewind the request's random generator, which CPU generators cannot do.
         batched = {"max_num_batched_tokens": max(config.max_model_len, 8192)}
         options: dict = {"enable_chunked_prefill": False, "max_num_seqs": 256, **batched}

@@ -1,13 +1,14 @@
 """A reward model: a sequence classifier with one output. It stays on the host, and visits the device to score."""
 
 from collections.abc import Mapping
-from math import nan
+from math import inf, nan
 
 import torch
 
 from common.episodes import Episode, Row, with_replies
 from common.files import DAMAGE
 from common.rewards import MAX_SCORE, sampled_turns, usable
+from common.rotary import length_limits, set_text_lengths
 from common.torch_repair import transformers
 
 CHUNK_TOKENS = 16384  # of one forward, padding included
@@ -28,6 +29,9 @@ class RewardModel:
         if missing := loaded["missing_keys"]:  # transformers would draw them
             raise SystemExit(f"--reward-model {path}: its files have no {min(missing)}")
         self.model, self.device = model.eval().requires_grad_(False), device
+        set_text_lengths(self.model, None)
+        # longer texts do not share a batch, whose longest one would decide for all
+        self.batched_length = min(length_limits(self.model.config).values(), default=inf)
         if self.model.config.num_labels != 1:
             raise SystemExit(f"--reward-model {path} has {self.model.config.num_labels} outputs, expected one")
         self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
@@ -55,7 +59,8 @@ class RewardModel:
         self.model.to(self.device)
         chunk_tokens = CHUNK_TOKENS
         while order:
-            size = max(1, chunk_tokens // max(len(ids[order[-1]]), 1))
+            longest = len(ids[order[-1]])
+            size = max(1, chunk_tokens // max(longest, 1)) if longest <= self.batched_length else 1
             chunk = order[-size:]
             batch = self.tokenizer.pad({"input_ids": [ids[i] for i in chunk]}, return_tensors="pt").to(self.device)
             try:

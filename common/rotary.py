@@ -1,0 +1,107 @@
+"""Rotary frequencies that depend on a text's length (`dynamic`, `longrope`).
+
+transformers takes the longest position of a forward: in a pack, that of the longest text for all. Here each text has
+the frequencies of its own length, or all have those with which an engine samples.
+"""
+
+from itertools import pairwise
+from math import inf
+
+import torch
+from torch import Tensor, nn
+
+from common.torch_repair import transformers
+
+
+def length_limits(config) -> dict[str, int]:
+    """{kind: longest text (tokens) that has the frequencies of short ones}, of kinds whose frequencies change."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    by_layer = [parameters for parameters in rope.values() if isinstance(parameters, dict)]
+    limits = {}
+    for parameters in by_layer or [rope]:
+        kind = parameters.get("rope_type") or ""
+        if kind == "longrope":
+            limits[kind] = parameters["original_max_position_embeddings"]
+        elif "dynamic" in kind:
+            limits[kind] = config.max_position_embeddings
+    return limits
+
+
+def check_lengths(config, engine: str, max_model_len: int) -> None:
+    """SystemExit if an engine would sample by frequencies that no forward of the whole text has.
+
+    transformers changes them while a text grows, and keeps the keys of its beginning. vLLM fixes them at its start,
+    and has none beyond the positions of a `dynamic` model.
+    """
+    for kind, limit in length_limits(config).items():
+        if max_model_len <= limit or (engine == "vllm" and kind == "longrope"):
+            continue
+        lengths = f"--max-prompt-tokens and --max-response-tokens: {max_model_len} tokens together"
+        if engine == "vllm":
+            raise SystemExit(f"{lengths}, and vLLM has {limit} positions for this model ({kind} rotary frequencies)")
+        remedy = "--engine vllm fixes them" if kind == "longrope" else "lower the two"
+        told = f"the model's rotary frequencies ({kind}) change beyond {limit} while --engine hf samples"
+        raise SystemExit(f"{lengths}, and {told}; {remedy}")
+
+
+def set_text_lengths(model: nn.Module, max_model_len: int | None) -> None:
+    """Give all texts the frequencies of one of `max_model_len` tokens, as vLLM does; None: each those of its own."""
+    for module in model.modules():
+        if hasattr(module, "rope_type") and length_limits(module.config):
+            rotary = TextRotary(module)
+            if max_model_len:
+                rotary.set_length(max_model_len)
+            else:
+                module.forward = rotary.forward
+
+
+class TextRotary:
+    """The rotary module of a model of transformers, which no longer follows the longest position of a forward."""
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+        self.embed = module.forward
+        self.limits = length_limits(module.config)
+        rope = module.config.rope_parameters
+        if isinstance(module.rope_type, dict):
+            self.parameters = {layer_type: rope[layer_type] for layer_type in module.rope_type}
+            module.rope_type = dict.fromkeys(module.rope_type, "fixed")
+        else:
+            self.parameters = {None: rope}
+            module.rope_type = "fixed"  # none that transformers would change
+
+    def set_length(self, length: int) -> None:
+        """The frequencies of a text of so many tokens, as transformers computes them in a forward of its own."""
+        for layer_type, parameters in self.parameters.items():
+            prefix = f"{layer_type}_" if layer_type else ""
+            device = getattr(self.module, f"{prefix}inv_freq").device
+            kind = parameters["rope_type"]
+            if length > self.limits.get(kind, inf):
+                compute = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[kind]
+                options = {"seq_len": torch.tensor(length), "layer_type": layer_type}
+                frequencies, _ = compute(self.module.config, device, **options)
+            else:
+                frequencies = getattr(self.module, f"{prefix}original_inv_freq").to(device)
+            self.module.register_buffer(f"{prefix}inv_freq", frequencies, persistent=False)
+
+    def forward(self, hidden: Tensor, position_ids: Tensor, *layer_type: str) -> tuple[Tensor, Tensor]:
+        """(cosines, sines), each [1, L, D], of a pack, in which the positions of each prompt begin at 0."""
+        positions = position_ids[0].tolist()
+        starts = [i for i, position in enumerate(positions) if position == 0]
+        cosines, sines = [], []
+        for start, end in pairwise([*starts, len(positions)]):
+            self.set_length(self._length(positions[start:end]))
+            cosine, sine = self.embed(hidden[:, start:end], position_ids[:, start:end], *layer_type)
+            cosines.append(cosine)
+            sines.append(sine)
+        return torch.cat(cosines, dim=1), torch.cat(sines, dim=1)
+
+    def _length(self, positions: list[int]) -> int:
+        """Of a prompt with its responses, each of which goes on from the prompt's end. ValueError if they differ."""
+        lengths = {positions[-1] + 1}
+        for position, following in pairwise(positions):
+            if following <= position:
+                lengths.add(position + 1)
+        if len(lengths) > 1 and max(lengths) > min(self.limits.values()):
+            raise ValueError("responses of other lengths, and rotary frequencies, share a prompt: pack them apart")
+        return max(lengths)
