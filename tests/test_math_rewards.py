@@ -367,6 +367,7 @@ EQUAL = [  # in both directions
     (r"\text{Yes}", "yes"),
     ("No", r"\text{no}"),
     ("3.1415927", r"\pi"),
+    ("3.14159265358979323846264338328", r"\pi"),
     ("1.414214", r"\sqrt2"),
     (r"4.5\times10^3", "4500"),
     (r"\$1{,}000", "1000"),
@@ -433,6 +434,8 @@ EQUAL = [  # in both directions
     ("x=1或x=2", "1,2"),
     (r"\overrightarrow{AB}", r"\vec{AB}"),
     (r"\boldsymbol{x \in [-2,7]}", r"[-2,7]"),
+    (r"\textcolor{red}{5}", "5"),
+    (r"\mathbb{Z}^+", r"\mathbb{Z}^{+}"),
     (r"\text{an ellipse}", "ellipse"),
     # options
     ("A, C", "AC"),
@@ -447,6 +450,7 @@ EQUAL = [  # in both directions
     (r"-1\leqslant a\leqslant 1", r"a\in[-1,1]"),
     (r"A\cap B", r"B\cap A"),
     (r"16\text{ cm and }12\text{ cm}", "16, 12"),
+    (r"\{(1,2)\}", "(1,2)"),
     (r"3x\pm4y=0", r"y=\pm\frac34x"),
     (r"[k\pi,k\pi+\frac{\pi}{2}](k\in Z)", r"[k\pi,k\pi+\frac{\pi}{2}], k\in\mathbb{Z}"),
     # labels
@@ -458,6 +462,10 @@ EQUAL = [  # in both directions
     (r"\vec{a}=(1,2)", "(1,2)"),
     (r"\frac{NO}{BO}=\frac{1}{\sqrt{6}}", r"\frac{\sqrt6}{6}"),
     (r"\text{The area}=12", r"\text{Area}=12"),
+    (r"m\angle A=40^\circ", r"\angle A=40"),
+    (r"|AB|=5", r"\overline{BA}=5"),
+    (r"S_{\triangle ABC}=6", "S=6"),
+    (r"\frac{abcd}{2}", "abcd/2"),
     (r"\sqrt{29}\approx 5.39", r"\sqrt{29}"),
     # units
     (r"10\mathrm{~m}\cdot\mathrm{s}^{-1}", "10 m/s"),
@@ -470,7 +478,9 @@ EQUAL = [  # in both directions
     ("5 pounds", "5 (pounds of sand)"),
     ("6 (long pieces)", "6 pieces"),
     ("1 (movie)", "1"),
+    ("3 h 20 min", r"3\text{ hours and }20\text{ minutes}"),
     # formulas
+    (r"e^{\sin x}", r"\frac{e^{\sin x+1}}{e}"),
     (r"e^{i\pi/4}", r"\frac{\sqrt2}{2}+\frac{\sqrt2}{2}i"),
     (r"\frac{\sqrt6-\sqrt2}{4}", r"\sin 15^\circ"),
     (r"\tan 45^\circ", "1"),
@@ -601,6 +611,9 @@ DIFFERENT = [  # in both directions
     ("x+1", "x+2"),
     (r"\sqrt{2}", "1.41"),
     ("3.14", r"\pi"),
+    ("3.14159265358979323846264338329", r"\pi"),
+    (r"50\% x", "50x"),
+    ("(A,B)", "(B,A)"),
     ("22/7", r"\pi"),
     ("1.4142", r"\sqrt2"),
     ("f(x)", "g(x)"),
@@ -754,6 +767,13 @@ DIFFERENT = [  # in both directions
     (r"\text{Area}=12", r"\text{Perimeter}=12"),
     (r"x=\frac{\pi}{2},\pi", r"y=\frac{\pi}{2},\pi"),
     ("2x=6", "6"),
+    ("y=x+e^{40}", "y=x+e^{40}+1"),
+    ("1+e^{-400}", "1"),
+    ("x+e^{-999}", "x"),
+    (r"y<x\sqrt2+2^{99}\pi", r"y<x\sqrt2+2^{99}\pi+1"),
+    ("x=5 when y=3", "x=7 when y=3"),
+    ("x=5 when y=3", "3"),
+    ("x=2+3=5", "y=2+3=5"),
     ("x^2=9", "9"),
     (r"\sqrt2\approx 3", r"\sqrt2"),
     # units and nouns
@@ -762,6 +782,8 @@ DIFFERENT = [  # in both directions
     (r"5\mathrm{~s}^{-1}", r"5\mathrm{~s}"),
     ("57 (math books)", "57 (science books)"),
     (r"12\text{ adult tickets}", r"12\text{ child tickets}"),
+    ("$4", "4 cents"),
+    (r"5 \, 6", "56"),
     ("5 (rejected)", "5"),
     ("5 (wrong)", "5"),
     ("5 (too much)", "5"),
@@ -875,9 +897,26 @@ def test_units_are_units_for_dapo_and_geometry():
         (r"7 \text{ billion}", r"7 \text{ million}", False),
         (r"5\text{ cm}", "5", True),
         (r"5\text{ cm}", r"5\text{ m}", False),
+        ("(A), (B)", "A", False),
     ]:
         assert score_dapo(f"Answer: {answer}", truth)["acc"] == right, (answer, truth)
         assert geometry.score_geo3k(rf"\boxed{{{answer}}}", truth)["acc"] == right, (answer, truth)
+    assert not geometry.score_geo3k(r"\boxed{x=5}", "y=5")["acc"]
+
+
+@pytest.mark.parametrize(
+    "answer", [r"3\mathrm{i}", "3x", "3!", "3 million", "not 3", "3/2", "3:30", "3^2", "3 a.m.", "x > 3"]
+)
+def test_what_makes_another_number_for_tir_bench(answer):
+    assert tir_bench.score_tir_bench("math", rf"\boxed{{{answer}}}", "3")["score"] == 0.0
+    assert tir_bench.score_tir_bench("math", r"\boxed{about 3 cups}", "3")["score"] == 1.0
+    assert tir_bench.score_tir_bench("math", r"\boxed{There are 3 cups.}", "3")["score"] == 1.0
+
+
+@pytest.mark.parametrize("answer, truth", [("x'", "x"), ("f''", "f'"), ("5!", "5"), (r"\Omega", r"\omega")])
+def test_marks_and_case_of_symbols_count_for_pictures(answer, truth):
+    assert visual_qa.score_visual_qa(rf"\boxed{{{answer}}}", [truth])["acc"] == 0.0
+    assert visual_qa.score_visual_qa(r"\boxed{'B'}", ["B"])["acc"] == 1.0
 
 
 # --- what is no formula, and what is too large to be computed ---
@@ -972,6 +1011,16 @@ def test_formulas_only_where_needed(monkeypatch):
         ("#### 1e3", "1", False),
         ("#### 5:30", "5", False),
         ("#### 1,23,456", "123456", False),
+        ("#### 0,500", "500", False),
+        ("#### 5!", "5", False),
+        ("#### 5; 6", "5", False),
+        ("#### 5, but 6 if she stays", "5", False),
+        ("#### 5 is not right", "5", False),
+        ("#### 5 hundredths", "5", False),
+        ("#### 5 lakh", "5", False),
+        ("#### 5 K", "5", False),
+        ("#### 5 m", "5", True),
+        ("#### 5, which is odd", "5", True),
         ("#### 72 clips", "72", True),
         ("#### 72 is the answer", "72", True),
         ("#### 72%", "72", True),
@@ -1142,11 +1191,12 @@ def test_megabyte_text_takes_linear_time(name):
 
 def test_longest_answers_take_linear_time():
     """At the limit of 512 characters, where no regex may go astray; each takes a millisecond."""
-    patterns = ("1", "1,", "5 ", " ", ".", "a", "x=", ", and ", "((", "{", "^{", r"\\", r"\frac", r"\text{", r"\sqrt(")
+    patterns = ["1", "1,", "5 ", " ", ".", "a", "oooo", "x=", ", and ", "((", "{", "^{"]
+    patterns += [r"\\", r"\frac", r"\text{", r"\sqrt("]
     for pattern in patterns:
         answer = (pattern * 512)[:512]
         start = time.process_time()
-        for text in (answer, answer + "x", "x" + answer, "1" + answer[:-1]):
+        for text in (answer, answer + "x", "x" + answer, "1" + answer[:-1], f"1={answer[:508]}1"):
             is_equal(text[:512], "x+1")
         assert time.process_time() - start < 0.25, pattern
 

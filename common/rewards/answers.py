@@ -85,7 +85,9 @@ TYPESETTING: list[tuple[str, str | Callable[[re.Match], str]]] = [
     # what only changes the look: sizes, styles, dollars, \( \)
     (rf"\\(?:left|right)\s*\.|\\(?:left|right|middle|[bB]igg?[lrm]?){WORD_END}", ""),
     (rf"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits){WORD_END}|\\!", ""),
-    (r"(?<!\\)\$|(?<!\\)\\[()\[\]]", ""),
+    (rf"\\(?:text)?color\s*\{{[a-zA-Z]+\}}|\\(?:tag|label)\s*{BRACED}", ""),
+    (r"^ ?\$(?=[0-9.][^$]*$)", r"\\$"),  # $5 is five dollars
+    (r"(?<!\\)\$|(?<!\\)\\[()\[\]]", " "),
     (rf",?(?: ?\\q?quad{WORD_END})+ ?", lambda m: ", " if is_between_relations(m) else " "),
     (rf"(?<!\\)\\[,;:> ]|\\(?:thin|en)space{WORD_END}|~", " "),
     # bold and slanted letters are letters: \mathbf{v}, \boldsymbol{5}, \textbf{(C)}; braces keep them from being units
@@ -109,7 +111,7 @@ TYPESETTING: list[tuple[str, str | Callable[[re.Match], str]]] = [
     (r"\((?=[A-F]*[0-9])([0-9A-F]+)\)_", r"\1_"),
     (rf"_\s*\{{?\s*(?:\\text\{{\s*([a-z]+)\s*\}}|({BASE_WORD}))\s*\}}?", lambda m: subscript(m[1] or m[2])),
     # 0.1\overline{6}, 0.\dot{3}, 0.\dot{1}4285\dot{7}
-    (r"([0-9]*)\.([0-9]*)\\(?:overline|bar)\s*\{?\s*([0-9]+)\s*\}?", lambda m: repeating(m[1], m[2], m[3])),
+    (r"([0-9]*)\.([0-9]*)\\overline\s*\{?\s*([0-9]+)\s*\}?", lambda m: repeating(m[1], m[2], m[3])),
     (
         r"([0-9]*)\.([0-9]*)\\dot\s*\{?\s*([0-9])\s*\}?(?:([0-9]*)\\dot\s*\{?\s*([0-9])\s*\}?)?",
         lambda m: repeating(m[1], m[2], m[3] + (m[4] or "") + (m[5] or "")),
@@ -136,7 +138,7 @@ TYPESETTING: list[tuple[str, str | Callable[[re.Match], str]]] = [
         r"[(\[]\s*\\begin\{(?:array\}\s*\{[^{}]*|(?:small)?matrix)\}((?:(?!\\begin|\\end).)*)\\end\{[a-z]+\}\s*[)\]]",
         r"\\begin{pmatrix}\1\\end{pmatrix}",
     ),
-    (r"\\begin\{(?:cases|aligned)\}((?:(?!\\begin|\\end).)*)\\end\{[a-z]+\}", lambda m: system(m[1])),
+    (r"\\begin\{(?:cases|aligned)\}((?:(?!\\begin|\\end).)*)\\end\{[a-z]+\}", lambda m: system(m[1]) or m[0]),
     # k \in Z, and in brackets behind a formula with k
     (rf"\\in\s*\{{?([NZQRC]){WORD_END}\}}?", r"\\in \\mathbb{\1}"),
     (r",?\s*\(\s*([a-z]\s*\\in(?![a-zA-Z])[^()]*)\)$", r", \1"),
@@ -154,7 +156,7 @@ TYPESETTING: list[tuple[str, str | Callable[[re.Match], str]]] = [
         lambda m: conjunction(m[0], m.string),
     ),
     (r"(?<=[①-⑳])[\s,;]+(?=[①-⑳])", ""),
-    (rf"^\s*(?:=|\\approx{WORD_END})|[\s.,;:\\]+$", ""),
+    (rf"^\s*(?:=|\\(?:approx|therefore|implies|Rightarrow){WORD_END})|[\s.,;:\\]+$", ""),
 ]
 
 
@@ -189,11 +191,11 @@ def subscript(word: str) -> str:
 
 
 def system(rows: str) -> str:
-    r"""x = 1, y = 2 of the rows x = 1 \\ y = 2 of a system; a function by cases as it is."""
-    if "\\text" in rows or not all("=" in row for row in re.split(r"\\\\", rows) if row.strip()):
-        return rf"\begin{{cases}}{rows}\end{{cases}}"
-    equations = [row.replace("&", "").strip(" ,.;") for row in re.split(r"\\\\", rows)]
-    return ", ".join(filter(None, equations))
+    r"""x = 1, y = 2 of the rows x = 1 \\ y = 2; "" of what is no system of equations."""
+    equations = [row.replace("&", "").strip(" ,.;") for row in rows.removesuffix("\\\\").split("\\\\")]
+    if "\\text" in rows or not all("=" in equation for equation in equations):
+        return ""
+    return ", ".join(equations)
 
 
 def conjunction(word: str, text: str) -> str:
@@ -342,28 +344,43 @@ def split_unit(text: str, noun: str = "") -> tuple[str, str]:
 
     noun: what counts as a unit although it is no plural, or one letter.
     """
-    core, front = text, ""
+    core = text
+    front = ""
     if match := CURRENCY.match(text):
-        core, front = match[1] + text[match.end() :], UNIT_OF.get(match[2], match[2])
-    for start, tail in unit_tails(core):
-        before = core[:start].rstrip()
+        core = match[1] + text[match.end() :]
+        front = UNIT_OF.get(match[2], match[2])
+    before, unit = unit_behind(core, noun) or unit_in_brackets(core) or (core, front)
+    if front and unit != front:
+        unit = f"{front} {unit}"
+    return before, unit
+
+
+def unit_behind(text: str, noun: str) -> tuple[str, str] | None:
+    for start, tail in unit_tails(text):
+        before = text[:start].rstrip()
         unit = unit_name(UPRIGHT.sub(r" \1 ", tail))
         if unit and is_quantity(before, tail):
-            return before, unit if not front or unit == front else f"{front} {unit}"
+            return before, unit
         counted = noun_name(UPRIGHT.sub(r" \1 ", tail), noun)
         if counted and before and PLAIN_NUMBER.fullmatch(before):
             return before, counted
-    plain = UPRIGHT.sub(r"\1", core)
-    match = NOUN_TAIL.search(plain)
-    if match:
-        before = plain[: match.start()].rstrip()
-        unit = unit_name(match[1]) or noun_name(match[1], noun=None)
-        if unit and before and PLAIN_NUMBER.fullmatch(before):
-            return before, unit
-    match = re.search(r"(?<=[0-9])\s+([A-Za-z])$", plain)
+    match = re.search(r"(?<=[0-9])\s+([A-Za-z])$", text)
     if match and noun and unit_name(match[1]) == noun:  # 7 m is 7 (m)
-        return plain[: match.start()], noun
-    return core, front
+        return text[: match.start()], noun
+    return None
+
+
+def unit_in_brackets(text: str) -> tuple[str, str] | None:
+    """("9", "apple") of 9 (apples)."""
+    text = UPRIGHT.sub(r"\1", text)
+    match = NOUN_TAIL.search(text)
+    if match is None:
+        return None
+    before = text[: match.start()].rstrip()
+    unit = unit_name(match[1]) or noun_name(match[1], noun=None)
+    if unit and before and PLAIN_NUMBER.fullmatch(before):
+        return before, unit
+    return None
 
 
 def unit_tails(text: str) -> list[tuple[int, str]]:
@@ -387,9 +404,9 @@ def is_quantity(text: str, tail: str) -> bool:
         return False
     if tail.startswith("°") and TRIGONOMETRIC.search(text):  # \sin 30°
         return False
+    if re.search("[0-9]", text):
+        return True
     letters = re.sub(r"\\cdot|[^A-Za-z°%$]", "", UPRIGHT.sub(r"\1", tail))
-    if re.search(r"[0-9]", text):
-        return not re.search(r"_\{?$", text)
     return len(letters) > 1 and bool(re.fullmatch(r".*\\[a-z]+.*|\{?[a-zA-Z]\}?", text))
 
 
@@ -475,11 +492,11 @@ def units_agree(unit: str, other: str) -> bool:
     """One may be missing. Of two nouns one may tell more: 9 apples are 9 (red apples), 5 pounds 5 pounds of sand."""
     if not unit or not other or unit == other:
         return True
-    words = set(unit.split())
-    other_words = set(other.split())
-    if words | other_words <= UNITS.keys() or "/" in unit + other:
+    words = unit.split()
+    other_words = other.split()
+    if {*words, *other_words} <= UNITS.keys() or "/" in unit + other:
         return False
-    return words <= other_words or other_words <= words
+    return is_subset(words, other_words)
 
 
 # --- one spelling ---
@@ -495,7 +512,7 @@ MIXED = re.compile(r"(-?)([0-9]+)\\frac\{([0-9]+)\}\{([0-9]+)\}")
 # of a typeset text without spaces
 SHORT_FORMS = [
     (UPRIGHT.pattern, r"\1"),
-    (r"([_^])\{([0-9a-zA-Z])\}", r"\1\2"),
+    (r"([_^])\{([0-9a-zA-Z+*-])\}", r"\1\2"),
     (r"(?<![\\a-zA-Z}\]_^])\{([^{}]*)\}", r"\1"),  # braces that only group
     (r"^([-+]?)([0-9]+)/([0-9]+)$", r"\1\\frac{\2}{\3}"),
     (r"(?<![0-9])\.(?=[0-9])", "0."),
@@ -506,9 +523,8 @@ SHORT_FORMS = [
 
 def short_form(text: str) -> str:
     """A typeset text without spaces, but where two digits would meet, and after the commas of a list of numbers."""
-    text = UPRIGHT.sub(r"\1", text)
-    short = re.sub(r"(?<![0-9])\s+|\s+(?![0-9])", "", text)
-    short = re.sub(r"\s+", " ", short)
+    text = re.sub(r"\s+", " ", UPRIGHT.sub(r"\1", text))
+    short = re.sub("(?<![0-9]) | (?![0-9])", "", text)
     for pattern, replacement in SHORT_FORMS:
         short = re.sub(pattern, replacement, short)
     is_list = re.search(r"[0-9],\s+[0-9]", text) and DECIMAL.fullmatch(short)
@@ -595,18 +611,27 @@ def same(answer: str, truth: str, depth: int) -> bool:
         return False
     answer_relation = relation(answer)
     true_relation = relation(truth)
-    if answer_relation and true_relation and (PLUS_MINUS.search(answer) or PLUS_MINUS.search(truth)):
-        return same_items(list_items(answer), list_items(truth), depth)
+    if answer_relation and true_relation and PLUS_MINUS.search(answer + truth):
+        return same_items(both_signs(answer), both_signs(truth), depth)
     if answer_relation and true_relation:
         return same_relation(answer_relation, true_relation, depth)
     if answer_relation:
-        return same_as_relation(answer_relation, truth, depth) or is_result(answer_relation, truth, depth)
+        return same_as_relation(answer, truth, depth) or is_result(answer_relation, truth, depth)
     if true_relation:
-        return same_as_relation(true_relation, answer, depth)
-    if labels_differ(answer, truth):
+        return same_as_relation(truth, answer, depth)
+    return same_parts(answer, truth, depth)
+
+
+def same_parts(answer: str, truth: str, depth: int) -> bool:
+    """Of two texts that are no relations: part by part if they have parts, else by value."""
+    if labels_differ(answer, truth):  # of x = 1, 2 and y = 1, 2
         return False
     kind, items = collection(answer)
     true_kind, true_items = collection(truth)
+    if kind in ("list", "set") and len(items) == 1:  # \{5\} is 5
+        return same(items[0], truth, depth - 1)
+    if true_kind in ("list", "set") and len(true_items) == 1:
+        return same(answer, true_items[0], depth - 1)
     if kind or true_kind:
         return same_collection(kind, items, true_kind, true_items, depth)
     return same_formula(answer, truth)
@@ -619,7 +644,7 @@ OPTION = re.compile(r"\(([A-Ka-k])\)[.:]?|(?:\(([A-K])\)[.:]?|([A-K])(?:\)|[.:](
 OPTION_TEXT = re.compile(r"\s*(?:[0-9$(\[{.\\]|-[0-9.\\])|\s+[A-Za-z|]")  # (C)12, (C) x; but not (C)x, (C)'
 OPERATOR = re.compile(r"\s*\\(?:cup|cap|cdot|times|div|le|ge|ne|in|to|approx|subset|subseteq|setminus)(?![a-zA-Z])")
 OPTION_MARK = re.compile(r"\(([A-K])\)|(?<![A-Za-z])([A-K])[.:)](?=\s)")
-SEVERAL = re.compile(r"(?:\(?[A-K]\)?[\s,;.&]*){2,}")
+SEVERAL = re.compile(r"(?:(?:[A-K]|\([A-K]\))[\s,;.&]*){2,}")  # (A)(C); but not (A, C)
 LETTER = re.compile("[A-K]")
 
 
@@ -710,7 +735,7 @@ DERIVATIVE = re.compile(r"\\frac\{\s*d(?![a-zA-Z]{2})[^{}]*\}\s*\{\s*d\s*[a-zA-Z
 NTH_DERIVATIVE = re.compile(r"\^\s*\{\s*\(\s*[0-9a-z]\s*\)\s*\}")
 SPELLED_ONLY = (RATIO, OTHER_BASE, DERIVATIVE, NTH_DERIVATIVE)
 MORE_THAN_LETTERS = re.compile(r"[0-9+\-*/^!|()\[\]\\']")
-WORD = re.compile(r"(?<![\\a-zA-Z])(?:[a-zA-Z]{4,}|[a-zA-Z]{3,}(?=\s+[a-zA-Z0-9])|(?<=[a-zA-Z0-9]\s)[a-zA-Z]{3,})")
+WORD = re.compile(r"(?<![\\a-zA-Z])(?:[a-zA-Z]{3,}(?=\s+[a-zA-Z0-9])|(?<=[a-zA-Z0-9]\s)[a-zA-Z]{3,})")
 
 
 def same_formula(answer: str, truth: str) -> bool:
@@ -747,7 +772,6 @@ def is_rounded(text: str, decimal: str, min_digits: int = 6) -> bool:
 def formula(text: str) -> str:
     """As common/rewards/formulas.py reads it: without upright letters, degrees, and commas in one large number."""
     text = re.sub(r"\\text\{\s*([A-Za-z])\s*\}", r"{\1}", text)
-    text = text.replace("\\%", "")
     if not TRIGONOMETRIC.search(text):
         text = text.replace("°", "")
     if DECIMAL.fullmatch(text):
@@ -777,7 +801,7 @@ NAMES = [
     r"\\frac\s*\{\s*[A-Z]{2}\s*\}\s*\{\s*[A-Z]{2}\s*\}|[A-Z]{2}\s*[:/]\s*[A-Z]{2}",  # AB : CD
 ]
 NAME = re.compile("|".join(NAMES))
-WORDS = re.compile(r"(?:\s|\\text\{[^{}0-9]*\}|[A-Za-z]{3,})+")
+WORDS = re.compile(r"(?:\s|\\text\{[^{}0-9]*\}|[A-Za-z]{3,}+)+")
 
 
 def relation(text: str) -> Relation | None:
@@ -806,11 +830,18 @@ def without_label(text: str) -> str:
     sides, signs = found
     if signs[-1] == "\\in" and VARIABLE.fullmatch(sides[-1]):  # a \in A
         return text
+    if has_prose(sides):
+        return text
     if sides[-1] and (NAME.fullmatch(sides[0]) or WORDS.fullmatch(sides[0])):
         return sides[-1]
     if len(sides) == 2 and sides[0] and NAME.fullmatch(sides[1]):
         return sides[0]
     return text
+
+
+def has_prose(sides: list[str]) -> bool:
+    """Whether words stand between two signs, as in x = 5 when y = 3."""
+    return any(re.search(r"\\text|(?<![\\A-Za-z])[A-Za-z]{3,}", side) for side in sides[1:-1])
 
 
 def unlabelled(answer: str, truth: str) -> tuple[str, str]:
@@ -826,10 +857,11 @@ def label(text: str) -> str:
     found = relation(items[0])
     if any(map(relation, items[1:])):
         return ""
-    if found and len(found[0]) == 2 and set(found[1]) <= EQUALITY:
-        for side in found[0]:
+    if found and set(found[1]) <= EQUALITY:
+        sides = found[0]
+        for side in sides if len(sides) == 2 else sides[:1]:
             if NAME.fullmatch(side) or WORDS.fullmatch(side):
-                return UPRIGHT.sub(r" \1 ", side)
+                return UPRIGHT.sub(r" \1 ", side).strip()
     return ""
 
 
@@ -837,16 +869,29 @@ def labels_differ(answer: str, truth: str) -> bool:
     """Whether two labels of one kind differ, as x and y, f(1) and f(2), Area and Perimeter; y is f(x), AB is BA."""
     name = label(answer)
     true_name = label(truth)
-    if not name or not true_name or short_form(name) == short_form(true_name):
+    if not name or not true_name:
         return False
-    is_symbol = NAME.fullmatch(name.strip()) is not None
-    if is_symbol != (NAME.fullmatch(true_name.strip()) is not None) or ("(" in name) != ("(" in true_name):
+    is_symbol = NAME.fullmatch(name) is not None
+    true_is_symbol = NAME.fullmatch(true_name) is not None
+    if is_symbol != true_is_symbol or ("(" in name) != ("(" in true_name):
         return False
     if not is_symbol:
-        words = set(name.lower().split())
-        true_words = set(true_name.lower().split())
-        return not (words <= true_words or true_words <= words)
-    return not (name.isupper() and sorted(name) == sorted(true_name))
+        return not is_subset(name.lower().split(), true_name.lower().split())
+    letters, *index = bare_name(name).split("_")
+    true_letters, *true_index = bare_name(true_name).split("_")
+    if letters.isupper() and sorted(letters) == sorted(true_letters):  # AB and BA
+        letters = true_letters
+    return letters != true_letters or (index != true_index and index != [] and true_index != [])
+
+
+def is_subset(words: list[str], other: list[str]) -> bool:
+    """Of the other, or the other way round."""
+    return {*words} <= {*other} or {*other} <= {*words}
+
+
+def bare_name(name: str) -> str:
+    """AB of |AB|, \\overline{AB} and m\\angle AB."""
+    return re.sub(r"[\s{}|]|^m\s*(?=\\angle)|\\(?:overline|angle|triangle)(?![a-z])", "", name)
 
 
 def same_relation(answer: Relation, truth: Relation, depth: int) -> bool:
@@ -875,17 +920,19 @@ def same_relation(answer: Relation, truth: Relation, depth: int) -> bool:
     return formulas.same_relation((left, right), (true_left, true_right), direction)
 
 
-def same_as_relation(found: Relation, other: str, depth: int) -> bool:
-    """x = 5 is 5, 2 + 3 = 5 is 5, 2 < x < 5 is (2, 5), x in [0, 1] is [0, 1]."""
+def same_as_relation(text: str, other: str, depth: int) -> bool:
+    """x = 5 is 5, 2 + 3 = 5 is 5, 2 < x < 5 is (2, 5), x in [0, 1] is [0, 1]; \\sqrt{2} \\approx 1.41 is either."""
+    found = relation(text)
+    if found is None:
+        return False
     sides, signs = found
     if signs[-1] == "\\approx" and is_rounded(sides[-2], short_form(sides[-1]), min_digits=1):
         return any(same(side, other, depth - 1) for side in sides[-2:])
-    if set(signs) <= EQUALITY:
-        text = without_label(f" {signs[0]} ".join(sides))
-        if not relation(text):
-            return same(text, other, depth - 1)
-        is_calculation = set(signs) == {"="} and not symbols_in("".join(sides))
-        return is_calculation and same(sides[0], other, depth - 1) and same(sides[-1], other, depth - 1)
+    value = without_label(text)
+    if value != text:
+        return same(value, other, depth - 1)
+    if set(signs) == {"="} and not symbols_in(text):
+        return same(sides[0], other, depth - 1) and same(sides[-1], other, depth - 1)
     interval = interval_of(sides, signs)
     return interval is not None and same(interval[1], other, depth - 1)
 
@@ -894,7 +941,7 @@ def is_result(found: Relation, truth: str, depth: int) -> bool:
     """Whether a + b = 7 or 3 + 4 = 7 tells the number that is asked for; 2x = 6 does not."""
     sides, signs = found
     is_number = re.search("[0-9]", sides[-1]) and not symbols_in(sides[-1])
-    if set(signs) != {"="} or not is_number or len(symbols_in(sides[0])) == 1:
+    if set(signs) != {"="} or not is_number or len(symbols_in(sides[0])) == 1 or has_prose(sides):
         return False
     return same(sides[-1], truth, depth - 1)
 
@@ -905,8 +952,10 @@ def symbols_in(text: str) -> set[str]:
 
 def interval_of(sides: list[str], signs: list[str]) -> tuple[str, str] | None:
     r"""("x", "(2, \infty)") of x > 2 and of 2 < x, a union of x \ne 2; None if no side is a letter."""
-    if signs in (["\\ne"], ["\\in"]) and VARIABLE.fullmatch(sides[0]):
-        return sides[0], reals_without(sides[1]) if signs == ["\\ne"] else sides[1]
+    if signs == ["\\ne"] and VARIABLE.fullmatch(sides[0]):
+        return sides[0], reals_without(sides[1])
+    if signs == ["\\in"] and VARIABLE.fullmatch(sides[0]) and not VARIABLE.fullmatch(sides[1]):
+        return sides[0], sides[1]
     if set(signs) <= GREATER:
         sides = sides[::-1]
         signs = [FLIPPED[sign] for sign in reversed(signs)]
@@ -939,7 +988,9 @@ REALS_WITHOUT = re.compile(rf"(?:{REALS.pattern})\s*(?:\\setminus|\\backslash|-)
 UNION = re.compile(r"\\cup(?![a-zA-Z])")
 INTERSECTION = re.compile(r"\\cap(?![a-zA-Z])")
 SUCH_THAT = re.compile(r"[|:]")
-PLUS_MINUS = re.compile(r"\\(pm|mp)(?![a-zA-Z])")
+PLUS_MINUS = re.compile(r"\\[pm][pm](?![a-zA-Z])")
+MEASURE = re.compile(r"([0-9]+)\s*([A-Za-z]+)\.?\s*")
+MEASURES = re.compile(rf"(?:{MEASURE.pattern}){{2,}}")
 UNORDERED = {"list", "set", "union", "intersection"}
 MATRIX = re.compile(r"\\begin\{([a-zA-Z]*)matrix\}(.*)\\end\{\1matrix\}", re.DOTALL)
 
@@ -1019,18 +1070,18 @@ def same_items(items: list[str], true_items: list[str], depth: int) -> bool:
     """In any order. Of those that are spelled differently all pairs are compared, if they are few."""
     if len(items) != len(true_items):
         return False
-    rest = [spelling(item) for item in items]
+    rest = list(items)
+    spellings = [spelling(item) for item in items]
     unmatched = []
-    for item in true_items:
-        if spelling(item) in rest:
-            rest.remove(spelling(item))
+    for true_item in true_items:
+        short = spelling(true_item)
+        if short in spellings:
+            place = spellings.index(short)
+            del spellings[place], rest[place]
         else:
-            unmatched.append(item)
-    if len(unmatched) == 0:
-        return True
+            unmatched.append(true_item)
     if len(unmatched) > MAX_UNMATCHED:
         return False
-    rest = [item for item in items if spelling(item) in rest]
     for true_item in unmatched:
         for item in rest:
             if same(item, true_item, depth - 1):
@@ -1049,16 +1100,35 @@ def list_items(text: str) -> list[str]:
 
 
 def items_of(text: str) -> list[str]:
-    items = split_outside(text, SEPARATOR)
+    """As `list_items`, of what stands in brackets, where 1,234 are two numbers."""
+    items = measures(text) or split_outside(text, SEPARATOR)
     if len(items) > 1 and relation(items[0]) and not any(map(relation, items[1:])):
         items[0] = without_label(items[0])
     found: list[str] = []
     for item in items:
-        if PLUS_MINUS.search(item):
-            for signs in ({"pm": "+", "mp": "-"}, {"pm": "-", "mp": "+"}):
-                found.append(PLUS_MINUS.sub(lambda match, signs=signs: signs[match[1]], item))
-        else:
-            found.append(item)
+        found += both_signs(item)
+    return found
+
+
+def both_signs(text: str) -> list[str]:
+    r"""["1 + x", "1 - x"] of 1 \pm x; [text] of what has no \pm."""
+    if not PLUS_MINUS.search(text):
+        return [text]
+    upper = {"\\pm": "+", "\\mp": "-"}
+    lower = {"\\pm": "-", "\\mp": "+"}
+    return [PLUS_MINUS.sub(lambda match, signs=signs: signs[match[0]], text) for signs in (upper, lower)]
+
+
+def measures(text: str) -> list[str]:
+    """["3 hours", "20 minutes"] of 3 hours 20 minutes; [] of all else."""
+    text = UPRIGHT.sub(r"\1", text)
+    if not MEASURES.fullmatch(text):
+        return []
+    found = []
+    for number, unit in MEASURE.findall(text):
+        if not unit_name(unit):
+            return []
+        found.append(f"{number} {unit}")
     return found
 
 

@@ -12,7 +12,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from common.rewards.values import NO_VALUE, Point, agree, exact, is_close, ratio_at, value_at
+from common.rewards.values import NO_VALUE, Point, agree, exact, is_close, ratio_at, value_of
 
 if TYPE_CHECKING:
     import sympy
@@ -23,6 +23,7 @@ MAX_ROOT_BITS = 256  # of a number under a root, which sympy tries to factor
 MAX_EXPONENT = 10_000  # that is no integer, or of e
 MAX_EXPONENT_BITS = 128  # of one with symbols
 MAX_ANGLE_BITS = 4096  # of a number in sin and other functions, which need as many digits of pi
+MAX_ROUNDED = 10**200  # in floor and ceiling
 MAX_FACTORIAL = 999
 MAX_BINOMIAL = 9999
 MAX_FUNCTIONS = 4  # inside each other
@@ -49,7 +50,7 @@ TOKEN = re.compile(
     r"""(?x)
     (?P<number> [0-9]+ (?: \.[0-9]* )? | \.[0-9]+ )
     | (?P<accent> \\(?:ACCENTS) \s* (?: \{ [A-Za-z0-9\s]* \} | [A-Za-z] ) )
-    | (?P<symbol> (?: [A-Za-z] | \\(?:GREEK)(?![A-Za-z]) )
+    | (?P<symbol> (?: [A-Za-z]{4,} | [A-Za-z] | \\(?:GREEK)(?![A-Za-z]) )
         (?: _ \s* (?: [A-Za-z0-9] | \{ [A-Za-z0-9\s,+\-]* \} ) )?
         (?: ' | \^\s* (?: \\top | \{\s*\\top\s*\} ) | (?<=[A-Z]) \^\s* (?: T (?![A-Za-z]) | \{\s*T\s*\} ) )* )
     | (?P<command> \\[A-Za-z]+ )
@@ -94,9 +95,9 @@ def same_relation(answer: tuple[str, str], truth: tuple[str, str], direction: in
 
 
 def real_value(text: str) -> Fraction | None:
-    """The real number that a formula without symbols is, to 15 digits; None of all else."""
+    """The real number that a formula without symbols is, to 600 digits; None of all else."""
     try:
-        return exact(value_at(read(text), {}))
+        return exact(value_of(read(text)))
     except NO_VERDICT:
         return None
 
@@ -170,7 +171,7 @@ def check_real(expression: "sympy.Expr") -> None:
     if expression.free_symbols:
         return
     try:
-        exact(value_at(expression, {}))
+        exact(value_of(expression))
     except NO_VALUE as error:
         raise Unreadable("a function of or with a complex value") from error
 
@@ -400,7 +401,7 @@ class Reader:
             value = self.sum()
             self.expect(f"\\r{name[1:]}")
             self.brackets -= 1
-            return sympy.floor(value) if name == "lfloor" else sympy.ceiling(value)
+            return rounded(value, "floor" if name == "lfloor" else "ceiling")
         if name in FUNCTIONS or name in LOGARITHMS:
             return self.function(name)
         raise Unreadable(f"\\{name} is not known")
@@ -466,12 +467,22 @@ def raised(base: "sympy.Expr", exponent: "sympy.Expr") -> "sympy.Expr":
     return base**exponent
 
 
+def rounded(value: "sympy.Expr", name: str) -> "sympy.Expr":
+    """The floor or ceiling; of a number at once, which sympy would compute to its last digit."""
+    import sympy
+
+    if value.free_symbols:
+        return getattr(sympy, name)(value)
+    if not is_below(MAX_ROUNDED, value):
+        raise Unreadable("too large a number to round")
+    return sympy.Integer(int(exact(value_of(getattr(sympy, name)(value, evaluate=False)))))
+
+
 def check_growing(exponent: "sympy.Expr") -> None:
     """Of e or of a number: no towers, such as e^{e^{e^x}} and x^{n!}, and no numbers beyond all bounds."""
     from sympy import preorder_traversal
 
-    is_simple = exponent.is_rational_function() or not (exponent.free_symbols or grows(exponent))
-    if not is_simple:
+    if not exponent.is_rational_function() and grows(exponent):
         raise Unreadable("a tower of powers")
     if bits_of(exponent) > MAX_EXPONENT_BITS:
         raise Unreadable("the exponent is too large")
@@ -482,7 +493,7 @@ def check_growing(exponent: "sympy.Expr") -> None:
 
 def is_below(limit: int, number: "sympy.Expr") -> bool:
     try:
-        return bool(abs(value_at(number, {})) < limit)
+        return bool(abs(value_of(number)) < limit)
     except NO_VALUE:
         return False
 

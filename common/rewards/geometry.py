@@ -13,7 +13,7 @@ from common.rewards.answers import (
     split_units,
     typeset,
     units_agree,
-    without_label,
+    unlabelled,
 )
 from common.rewards.math import last_boxed, normalized_truth
 
@@ -49,8 +49,9 @@ def in_format(text: str) -> bool:
 
 def is_same(answer: str, truth: str) -> bool:
     """Equality by mathruler's rules; tuples and intervals by their brackets and, in order, their elements."""
-    brackets, items = elements(without_label(answer))
-    true_brackets, true_items = elements(without_label(truth))
+    answer, truth = unlabelled(answer, truth)
+    brackets, items = elements(answer)
+    true_brackets, true_items = elements(truth)
     if (brackets, len(items)) != (true_brackets, len(true_items)):
         return False
     return all(is_same_element(*pair) for pair in zip(items, true_items))
@@ -77,7 +78,7 @@ def is_same_element(answer: str, truth: str) -> bool:
 
     Fractions only in lowest terms, unless they are spelled like the truth.
     """
-    answer, unit, truth, true_unit = split_units(without_label(answer), without_label(truth))
+    answer, unit, truth, true_unit = split_units(*unlabelled(answer, truth))
     if not units_agree(unit, true_unit):
         return False
     short = short_form(answer)

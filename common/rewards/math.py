@@ -17,13 +17,13 @@ STRICT_BOX_TAIL = 100  # the same of DAPO's boxed mode
 # --- numbers ---
 
 # -72, $72, -$1,234.50, 72. (a full stop), .5; the minus of "10-4" is no sign, the comma of "3,5" no part of 3
-NUMBER = r"(?:(?<![0-9])-)?(?:\$-?)?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
+NUMBER = r"(?:(?<![0-9])-)?(?:\$-?)?(?:(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
 STRICT_ANSWER = re.compile(rf"####[ \t]*\**({NUMBER})([^\n]*)")
 # words behind a number that make another one of it
 CONTINUATION_WORDS = """
 or and to through plus minus times x over out of point half halves third thirds quarter
-quarters tenth tenths mod hundred thousand million billion trillion hundreds thousands
-millions billions dozen squared cubed
+quarters tenth tenths hundredth hundredths mod hundred thousand million billion trillion
+hundreds thousands millions billions dozen lakh crore mil bn squared cubed not
 """
 CONTINUATIONS = set(CONTINUATION_WORDS.split())
 ANY_NUMBER = re.compile(NUMBER)
@@ -55,17 +55,19 @@ def score_gsm8k(solution_str: str, ground_truth: str, mode: Literal["strict", "f
 
 def is_end(rest: str) -> bool:
     """Whether a number ends before the rest of its line: before nothing, a sentence, a unit, or other words."""
-    if re.match(r"\s*(?:\\?%)?[.,;:!?)\]*$]*\s*(?:<|$)", rest):
+    if re.match(r"\s*(?:\\?%)?[.,;:?)\]*$]*\s*(?:<|$)", rest):
         return True
-    if re.match(r"[.;:!?]\s|,\s+(?![0-9]|(?:or|and)\b)", rest):
+    if re.match(r"[.?]\s|[;:,]\s+(?![0-9]|(?:or|and|but)\b)", rest):
         return True
-    words = re.split(r"<|[.,;:!?](?=\s|$)", rest)[0].strip(" \t*$%()")
-    if re.search(r"[0-9+*/=^]", words):
+    words = re.split(r"<|[.,;:?](?=\s|$)", rest)[0].strip(" \t*$%()")
+    if re.search(r"[0-9+*/=^!]|\bnot\b", words):
         return False
     if not rest[0].isspace():
         return unit_name(words) != ""
     first = re.match("[A-Za-z]+", words)
-    return first is not None and first[0].lower() not in CONTINUATIONS
+    if first is None or first[0].lower() in CONTINUATIONS:
+        return False
+    return len(first[0]) > 1 or (first[0].islower() and unit_name(first[0]) != "")  # 5 m, but not 5 K
 
 
 def verl_gsm8k(data_source: str, solution_str: str, ground_truth: str, extra_info=None) -> float:
@@ -83,7 +85,7 @@ def canonical_number(text: str) -> str:
 
     Works on the digits, so that no precision is lost however long the number is.
     """
-    whole_number = r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9]*"
+    whole_number = r"[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]*"
     match = re.fullmatch(rf"(-?)\$?(-?)({whole_number})(?:\.([0-9]*))?", text.strip())
     if match is None or not (match[3] or match[4]) or (match[1] and match[2]):
         return ""

@@ -17,6 +17,10 @@ LINES = re.compile(r"^[^\S\n]*\(?([A-K])(?:[.:)]\s*|\s+)(.*\S)", re.MULTILINE)  
 INLINE = re.compile(r"\(([A-K])\)\s*((?:(?!\([A-K]\)).)*\S)\s*(?=\([A-K]\)|$)")
 INTEGER = re.compile(r"[0-9]+")
 NUMBER = re.compile(r"[-+]?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
+MATHEMATICS = re.compile(r"[\\/^*:=+!<>]|[ap]\.?m\b")
+OTHER_NUMBER = re.compile(  # of "not 3" and "3 million"
+    r"\b(?:not|minus|negative|hundred|thousand|million|billion|trillion|dozen|half|squared|cubed|mod)\b"
+)
 AROUND_LETTERS = re.compile(r"\band\b|[\s,;.&()\[\]]", re.IGNORECASE)
 NEAR = 0.5  # similarity from which on an answer means the option that it resembles most
 
@@ -93,8 +97,14 @@ def similarity(a: str, b: str) -> float:
 
 
 def is_number(answer: str, truth: str) -> bool:
-    """The one number in an answer, by value; an answer with several may be a formula."""
-    numbers = NUMBER.findall(plain(answer))  # four is 4
-    if len(numbers) == 1 and (value := rational(numbers[0])) is not None and value == rational(truth):
-        return True
+    """The one number in an answer, by value; an answer with several, or with signs or words of mathematics by it."""
+    text = plain(answer)  # four is 4
+    numbers = list(NUMBER.finditer(text))
+    if len(numbers) == 1:
+        before = text[: numbers[0].start()]
+        after = text[numbers[0].end() :]
+        around = f"{before} {after}"
+        is_formula = MATHEMATICS.search(around) or re.match("[a-z]", after) or re.search("[0-9]!", answer)
+        if not is_formula and not OTHER_NUMBER.search(around) and rational(numbers[0][0]) == rational(truth):
+            return True
     return is_equal(answer, truth)

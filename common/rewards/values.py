@@ -1,4 +1,4 @@
-r"""Values of sympy's expressions at points: exact where they are rational, and else to 300 digits.
+r"""Values of sympy's expressions at points: exact where they are rational, and else to 600 digits.
 
 Unlike sympy's own `evalf`, which may take for ever where functions of complex numbers stand inside each other, each
 part of an expression is computed once.
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 Value = Fraction | mpmath.mpf | mpmath.mpc
 Point = Mapping["sympy.Symbol", Fraction]
 
-PRECISION = 1000  # bits
-NOISE = mpmath.ldexp(1, -500)  # relative size of a difference that is none
+PRECISION = 2000  # bits
+NOISE = mpmath.ldexp(1, -1600)  # relative size of a difference that is none
 MAX_ANGLE = mpmath.ldexp(1, 100)  # of an irrational number in sin and other functions, which need the digits behind it
 PERIODIC = ("sin", "cos", "tan", "cot", "sec", "csc")
 FUNCTIONS = (
@@ -59,7 +59,8 @@ def ratio_at(a: "sympy.Expr", b: "sympy.Expr", point: Point) -> Value | None:
     dividend, divisor = values_at(a, b, point, PRECISION)
     if isinstance(dividend, Fraction) and isinstance(divisor, Fraction):
         return dividend / divisor
-    return inexact(dividend) / inexact(divisor)
+    with mpmath.workprec(PRECISION):
+        return inexact(dividend) / inexact(divisor)
 
 
 def values_at(a: "sympy.Expr", b: "sympy.Expr", point: Point, precision: int) -> tuple[Value, Value]:
@@ -98,6 +99,12 @@ def exact(value: Value) -> Fraction:
     return Fraction(*to_rational(value._mpf_))
 
 
+def value_of(number: "sympy.Expr") -> Value:
+    """Of an expression without symbols."""
+    with mpmath.workprec(PRECISION):
+        return value_at(number, {})
+
+
 def value_at(expression: "sympy.Expr", point: Point) -> Value:
     """Raises NO_VALUE where there is none, and of what is not known here."""
     import sympy
@@ -129,6 +136,7 @@ def power(base: Value, exponent: Value) -> Value:
 
 
 def function_value(name: str, values: list[Value]) -> Value:
+    """Of a function by its name in sympy."""
     if name == "Abs":
         return abs(values[0])
     if name in ROUNDINGS:

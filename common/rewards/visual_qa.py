@@ -97,8 +97,10 @@ def says_same(answer: str, truth: str) -> bool:
 
 
 def symbols_differ(answer: str, truth: str) -> bool:
-    r"""Whether one of two texts is a formula, and letters of them differ: \Omega is not \omega, R^2 not r^2."""
+    r"""Whether one of two texts is a formula, and letters of them differ: \Omega is not \omega, x' not x, 5! not 5."""
     texts = [typeset(answer), typeset(truth)]
+    if MARKED.findall(texts[0]) != MARKED.findall(texts[1]):
+        return True
     if not any(SYMBOLS.search(text) for text in texts):
         return False
     symbols = [SYMBOL.findall(text) for text in texts]
@@ -175,6 +177,7 @@ def words(text: str) -> str:
 
 # 18-24 and 19-25 are both -6 as formulas. Only these are taken for some:
 SYMBOL = re.compile(r"\\[A-Za-z]+|(?<![A-Za-z])[A-Za-z](?![A-Za-z])")
+MARKED = re.compile(r"(?<![A-Za-z'\"“‘`])[A-Za-z]'+(?![A-Za-z])|[0-9]!+")  # not a letter in quotes
 SYMBOLS = re.compile(r"\\(?:gamma|delta|theta|lambda|xi|pi|sigma|phi|psi|omega)|[a-z0-9})]\s*[\^_=]", re.IGNORECASE)
 FORMULA = re.compile(r"\\frac|\\sqrt|\\pi|[√π^]|[\w)}]\s*[+*]\s*[\w({\\]")
 
