@@ -3,14 +3,17 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import run_script, save_checkpoint
+from helpers import ROOT, run_script, save_checkpoint
 from safetensors.torch import load_file
 from transformers import GenerationConfig
-from vl import write_tiny_vl
+from vl import write_random, write_tiny_vl
 
 from common.distributed import World
 from common.hub import FOLDERS, load_tokenizer
@@ -141,6 +144,117 @@ def test_a_vision_language_model_keeps_the_names_of_its_files(tmp_path, world):
     same_files(tmp_path / "out", tmp_path / "expected")
     names = load_file(tmp_path / "out/model.safetensors").keys()
     assert {"visual.patch_embed.proj.weight", "model.embed_tokens.weight", "lm_head.weight"} <= names
+
+
+def as_published_for_transformers_4(folder: Path) -> Path:
+    """The same model in its spelling: flat, with `rope_theta`; a tokenizer class that it has; files of processors."""
+    config = json.loads((folder / "config.json").read_text())
+    config |= config.pop("text_config", {}) | {"model_type": config["model_type"]}
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["torch_dtype"] = config.pop("dtype")
+    config["rope_scaling"] = rope if rope["rope_type"] != "default" else None
+    if "mrope_section" in rope:
+        config["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    settings["chat_template"] = (folder / "chat_template.jinja").read_text()
+    settings["additional_special_tokens"] = settings.pop("extra_special_tokens", [])
+    del settings["backend"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": settings["eos_token"]}}))
+    if (folder / "processor_config.json").is_file():
+        parts = json.loads((folder / "processor_config.json").read_text())
+        processor = parts["image_processor"] | {"processor_class": parts["processor_class"]}
+        (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+        (folder / "processor_config.json").unlink()
+    return folder
+
+
+LLAMA_3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA_3 |= {"original_max_position_embeddings": 128, "rope_theta": 500000.0}
+PUBLISHED = {
+    "qwen2": {"rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}, "attention_dropout": 0.1},
+    "llama": {"rope_parameters": LLAMA_3},
+    "qwen2_5_vl": {},
+}
+
+
+def export_published(folder: Path, kind: str) -> tuple[Path, Path]:
+    """(a source in the spelling of transformers 4, its export in float16)."""
+    if kind == "qwen2_5_vl":
+        source = write_tiny_vl(folder / "source")
+    else:
+        source = write_random(folder / "source", kind, **deepcopy(PUBLISHED[kind]))
+    as_published_for_transformers_4(source)
+    vision, tokenizer = load_vision(str(source), PixelLimits(784, 7840, 784)), load_tokenizer(str(source))
+    tokenizer.eos_token = tokenizer.pad_token  # as `end_turns_properly` may change it
+    policy = load_policy(str(source), "sdpa", vision=vision)
+    export_hugging_face(policy, tokenizer, folder / "export", ALONE, torch.float16)
+    return source, folder / "export"
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_an_export_keeps_what_its_source_had(kind, tmp_path, capsys):
+    """What transformers 5 alone knows stands beside it, but for a text part that would be read in its place."""
+    source, export = export_published(tmp_path, kind)
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (source, export))
+    assert after["dtype"] == after["torch_dtype"] == "float16"
+    kept = {name: value for name, value in before.items() if name not in ("torch_dtype", "vision_config")}
+    assert {name: after[name] for name in kept} == kept
+    if kind == "qwen2_5_vl":
+        assert "text_config" not in after and after["vision_config"].items() >= {"dtype": "float16"}.items()
+    else:
+        assert after["rope_parameters"]["rope_theta"] == before["rope_theta"]
+    settings = json.loads((export / "tokenizer_config.json").read_text())
+    expected = json.loads((source / "tokenizer_config.json").read_text())
+    expected["eos_token"] = expected["pad_token"]
+    assert settings == expected, "its class, template, and additional_special_tokens"
+    assert json.loads((export / "special_tokens_map.json").read_text())["eos_token"] == settings["eos_token"]
+    missing = {file.name for file in source.iterdir()} - {file.name for file in export.iterdir()}
+    assert not missing
+    shutil.move(source, tmp_path / "elsewhere")
+    again = load_policy(str(export), "sdpa", vision=load_vision(str(export), PixelLimits(784, 7840, 784)))
+    export_hugging_face(again, load_tokenizer(str(export)), tmp_path / "again", ALONE, torch.float16)
+    same_files(export, tmp_path / "again")
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_an_export_whose_source_is_gone_says_so(tmp_path, capsys):
+    folder = shutil.copytree(FOLDERS["tiny"], tmp_path / "source")
+    policy, tokenizer = load_policy(str(folder), "sdpa"), load_tokenizer(str(folder))
+    shutil.rmtree(folder)
+    export_hugging_face(policy, tokenizer, tmp_path / "export", ALONE, torch.float32)
+    assert f"warning: {folder} is gone" in capsys.readouterr().out
+    load_policy(str(tmp_path / "export"), "sdpa")
+
+
+@pytest.mark.slow
+def test_transformers_4_reads_an_export_as_it_reads_the_source(tmp_path):
+    """In an environment of its own, which takes all but transformers from this one."""
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "old"], check=True)
+    python = tmp_path / "old/bin/python"
+    subprocess.run([python, "-m", "pip", "install", "-q", "transformers>=4.57,<4.58"], check=True)
+    (site_packages,) = (tmp_path / "old").glob("lib/python*/site-packages")
+    (site_packages / "zz_beside.pth").write_text(str(Path(torch.__file__).parents[1]))
+    for kind in PUBLISHED:
+        folders = export_published(tmp_path / kind, kind)
+        worker = ROOT / "tests/workers/read_export.py"
+        done = subprocess.run([python, worker, *folders], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        source, export = (json.loads(line) for line in done.stdout.splitlines())
+        assert source["version"].startswith("4.57") and export.pop("dtype") == "torch.float16"
+        theirs, ours = source.pop("logits"), export.pop("logits")
+        del source["dtype"], source["eos_token"]
+        assert export.pop("eos_token") == load_tokenizer(str(folders[1])).eos_token
+        assert export == source
+        assert ours == pytest.approx(theirs, abs=0.05), "in half precision"
+        model = load_policy(str(folders[1]), "sdpa", vision=load_vision(str(folders[1]), PixelLimits(784, 7840, 784)))
+        model.model.set_attn_implementation("sdpa")
+        with torch.no_grad():
+            logits = model.model(torch.tensor([export["ids"] * 20])).logits[0, -1]
+        assert logits.tolist() == pytest.approx(ours, abs=1e-3), "transformers 5"
 
 
 def test_nothing_that_a_checkpoint_holds_is_executed(run, tmp_path):

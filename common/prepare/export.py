@@ -38,6 +38,7 @@ from common.lora import adapters, add_adapters
 from common.models import Policy, full_parameters
 from common.pictures import PixelLimits
 from common.precision import DTYPES
+from common.prepare.source_files import keep_source_files
 from common.printing import guard_output
 from common.shards import dcp, load_shards, saved_weights
 from common.torch_repair import transformers
@@ -148,11 +149,11 @@ def export_hugging_face(
     try:
         temporary = make_unfinished(folder)
         model.save_pretrained(temporary, state_dict=state)
-        config = json.loads((temporary / "config.json").read_text())
-        config["dtype"] = str(dtype).removeprefix("torch.")  # save_pretrained names the dtype of the master weights
-        (temporary / "config.json").write_text(json.dumps(config, indent=2))
         vision = policy.vision
         (vision.processor if vision else tokenizer).save_pretrained(temporary)
+        # save_pretrained names the dtype of the master weights
+        written_dtype = str(dtype).removeprefix("torch.")
+        keep_source_files(temporary, Path(model.config.name_or_path), tokenizer, written_dtype)
         for file in temporary.iterdir():
             if file.is_file():
                 file.chmod(0o644)  # safetensors writes for the owner alone
