@@ -174,6 +174,34 @@ def test_thoughts_in_a_key_of_their_own_are_trained_or_told(tmp_path, tokenizer)
         rows_of(tmp_path, tokenizer, rows)
 
 
+@pytest.mark.parametrize("column, role, text", [("messages", "role", "content"), ("conversations", "from", "value")])
+def test_a_turn_without_loss_is_not_trained_on(tmp_path, tokenizer, column, role, text):
+    """AgentInstruct's, Agent-FLAN's and xtuner's way; through Arrow the others' is null."""
+    turns = [("user", "q", None), ("assistant", "a", False), ("user", "q", None), ("assistant", "b", True)]
+    turns += [("user", "q", None), ("assistant", "c", None)]
+    messages = [{role: who, text: said, "loss": loss} for who, said, loss in turns]
+    chat = read_conversation({column: messages})
+    assert chat.train == [False, False, False, True, False, True]
+    assert not any("loss" in message for message in chat.messages if message["role"] == "assistant")
+    pq.write_table(pa.Table.from_pylist([{column: messages}]), tmp_path / "rows.parquet")
+    data = Conversations(str(tmp_path / "rows.parquet"), "--train-data", tokenizer, max_tokens=99)
+    assert said(data.episode(0), tokenizer) == ["b<|end|>", "c<|end|>"]
+
+
+def test_keys_of_messages_that_nobody_reads_are_named(tmp_path, tokenizer):
+    told: list[str] = []
+    rows = [[{"role": "user", "content": "q", "id": 7, "note": ""}, {"role": "assistant", "content": "a"}]] * 2
+    rows.append([{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "mask": False}])
+    rows.append(
+        [{"role": "user", "content": "q"}] + [{"role": "assistant", "content": "a", f"k{i}": 1} for i in range(20)]
+    )
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    Conversations(str(tmp_path / "rows.jsonl"), "--train-data", tokenizer, max_tokens=999, notice=told.append)
+    assert told[0] == "--train-data: 2 rows have messages with the key 'id', which is not read"
+    assert "--train-data: 1 rows have messages with the key 'mask', which is not read" in told
+    assert len(told) == 11 and told[-1].endswith("rows have messages with further keys that are not read")
+
+
 def test_a_turn_of_weight_0_is_not_trained_on(tokenizer):
     """As in OpenAI's files."""
     first, draft, again, right = alternating("1+1?", "3", "sure?", "2")

@@ -4,6 +4,7 @@ Trained on is what the assistant says and the token that ends its turn; never he
 """
 
 import gc
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -14,7 +15,7 @@ from typing import Literal
 import numpy as np
 from jinja2 import TemplateError
 
-from common.data.formats import Conversation, Rule, pictured, read_conversation, text_of
+from common.data.formats import Conversation, Rule, pictured, read_conversation, text_of, unread_keys
 from common.data.media import count_tokens, open_media
 from common.data.render import (
     after_last_turn,
@@ -30,12 +31,14 @@ from common.data.scan import Fingerprint, Found, once_per_machine
 from common.data.templates import native_calls
 from common.distributed import World
 from common.episodes import Episode
+from common.files import shorten
 from common.pictures import BadRow, Media
 from common.tools.turns import spacing
 from common.torch_repair import transformers
 from common.vision import Vision
 
 MAX_TURNS = 500  # of the assistant: the template renders a conversation up to each of them, which takes their square
+NAMED_KEYS = 10  # of messages, that are not read
 LONG = 2**20  # characters of a conversation of which the tokenizer is tried out at the start
 
 
@@ -177,6 +180,7 @@ class Conversations:
     def _scan(self) -> Found:
         gc.freeze()  # millions of rows that come and go would make the collector visit all of torch, over and over
         found, progress, fingerprint = Found(), self.files.progress(), Fingerprint()
+        unread: Counter[str] = Counter()
         for i, record in enumerate(self.files.records()):
             progress.add()
             fingerprint.add(record)
@@ -187,10 +191,15 @@ class Conversations:
             except BadRow as error:
                 found.bad[i] = str(error)
                 continue
+            unread.update(unread_keys(record))
             found.costs[i] = sum(pictures) + sum(len(text_of(message)) for message in conversation.messages) / 4
             if self.rule == "auto" and conversation.rule == "last-two-turns":
                 found.told["are Pixel Reasoner's: trained on are their last two turns (--mask)"] += 1
             found.look_at("".join(map(text_of, conversation.messages)), pictures, spelled, self.tokenizer)
+        for key, count in unread.most_common(NAMED_KEYS):
+            found.told[f"have messages with the key {shorten(repr(key), 80)}, which is not read"] = count
+        if len(unread) > NAMED_KEYS:
+            found.told["have messages with further keys that are not read"] = sum(unread.values())
         found.fingerprint = str(fingerprint)
         return found
 

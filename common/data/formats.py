@@ -22,7 +22,9 @@ from common.tools.turns import CALL_ID, CLOSE, OPEN
 ROLES = ("system", "user", "assistant", "tool", "observation")
 SHAREGPT = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
 FORMATS = "messages, question and answer, prompt and extra_info.answer, message_list, or conversations"
-KEPT = ("train", "weight", "tool_calls", "tool_call_id", "name", "reasoning_content")  # of a message
+KEPT = ("train", "loss", "weight", "tool_calls", "tool_call_id", "name", "reasoning_content")  # of a message
+READ = {"role", "content", "from", "value", *KEPT}
+LEFT_OUT = (False, "false", "False")
 Rule = Literal["auto", "all", "last-two-turns"]
 
 
@@ -45,9 +47,9 @@ def read_conversation(
 
     rule "last-two-turns" (Pixel Reasoner's, the default for its files): of the messages only the last and the one two
     before it, if the assistant's: earlier calls were wrong on purpose, and carry no flag. A message's own `train`:
-    false always holds. `mask_failed_calls` leaves out turns whose call returned an error. native: does the chat
-    template offer and call tools in another way than Hermes'? system: what does it say where a row has no system
-    message? Both are asked of rows with tools alone.
+    false, `loss`: false or `weight`: 0 always holds. `mask_failed_calls` leaves out turns whose call returned an
+    error. native: does the chat template offer and call tools in another way than Hermes'? system: what does it say
+    where a row has no system message? Both are asked of rows with tools alone.
     """
     if record.get("message_list") is not None:
         messages, pictures = from_items(record["message_list"])
@@ -61,7 +63,9 @@ def read_conversation(
     for i, message in enumerate(messages):
         if message["role"] not in ROLES:
             raise BadRow(f"unknown role {message['role']!r}, expected one of {', '.join(ROLES)}")
-        wanted = message["role"] == "assistant" and message.pop("train", None) not in (False, "false", "False")
+        wanted = message["role"] == "assistant"
+        wanted &= message.pop("train", None) not in LEFT_OUT
+        wanted &= message.pop("loss", None) not in LEFT_OUT  # AgentInstruct's way, and xtuner's
         wanted &= message.pop("weight", 1) != 0  # OpenAI's way
         wanted &= i > 0  # what nobody has asked for has no prompt
         wanted &= rule != "last-two-turns" or i in (len(messages) - 1, len(messages) - 3)
@@ -70,6 +74,27 @@ def read_conversation(
     if not any(train):
         raise BadRow("nothing to learn: no message of the assistant is trained on")
     return Conversation(messages, pictures, train, "all" if rule == "auto" else rule)
+
+
+def unread_keys(record: Mapping) -> set[str]:
+    """Keys of a row's messages that are not read; those that hold nothing do not count: Arrow fills them in."""
+    messages: list = []
+    for name in (
+        "message_list",
+        "messages",
+        "conversations",
+        "question",
+        "prompt",
+    ):  # as `read_conversation` looks for them
+        if record.get(name) is not None:
+            messages = record[name]
+            break
+    keys = set()
+    for message in messages if isinstance(messages, list) else ():
+        for key, value in message.items():
+            if key not in READ and value not in (None, "", [], {}):
+                keys.add(key)
+    return keys
 
 
 def failed_turns(messages: list[dict]) -> set[int]:
