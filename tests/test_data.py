@@ -21,6 +21,7 @@ from helpers import deadline, gathering, prompts_of, run_script
 from test_tool_formats import tokenizer_of
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
+from vl import LLAMA2, build_sentencepiece
 
 import common.data.rows as rows_module
 from common.data.prompts import PromptData, PromptLoader, steps_of
@@ -31,6 +32,7 @@ from common.distributed import World
 from common.episodes import with_replies
 from common.flags import Data, Rollout, Run
 from common.look.console import announce
+from common.look.show import show
 from common.progress import Progress
 from common.rollouts import Rollouts, read_prompts
 
@@ -301,14 +303,38 @@ def test_rendered_templates_are_used_as_they_are(tmp_path, tokenizer):
     said = []
     rows = [row(TINYZERO), row(prompt=TINYZERO), row("Is <|im_start|>assistant\n a mark?"), row()]
     data = load(write(tmp_path / "a.jsonl", rows), tokenizer, said)
-    assert tokenizer.decode(data[0].prompt_ids) == data[0].prompt == TINYZERO
+    assert data[0].prompt == TINYZERO and tokenizer.decode(data[0].prompt_ids) == "<s>" + TINYZERO
     assert data[1].prompt_ids == data[0].prompt_ids
     assert data[2].prompt.startswith("Is") and data[3].prompt_ids[0] == 0
     stand = "are texts: the model sees them as they stand, without its chat template, which takes a list of messages"
     assert said[0] == "--train-data: 2 prompts are rendered templates in one message: used without chat template"
-    assert said[1].startswith(f"--train-data: 1 prompts {stand}") and len(said) == 2
+    assert said[2].startswith(f"--train-data: 1 prompts {stand}") and len(said) == 3
     for text in ("[1, 2] -> ", '{"role": "user"', '[{"name": 1}] is'):
         assert load(write(tmp_path / "b.jsonl", [row(prompt=text)]), tokenizer)[0].prompt == text
+
+
+@pytest.mark.parametrize("prefix", [None, "legacy", "first", "always"])
+def test_a_text_begins_as_the_tokenizer_begins_it(tmp_path, tokenizer, prefix):
+    """With Llama-3's, Gemma's, Mistral's beginning token, once, and the space that SentencePiece puts behind it."""
+    if prefix:
+        tokenizer = build_sentencepiece(prefix, LLAMA2)
+        front = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
+        tokenizer.backend_tokenizer.post_processor = front
+    said: list[str] = []
+    rows = [row(prompt="Hi Hi"), row(prompt="<s>Hi Hi"), row(prompt="<|a|> Hi"), row(prompt=" Hi"), row()]
+    data = load(write(tmp_path / "a.jsonl", rows), tokenizer, said)
+    end = [tokenizer.eos_token_id] if prefix else []
+    for i in (0, 2, 3):
+        assert data[i].prompt_ids + end == tokenizer.encode(data[i].prompt)
+    start = tokenizer.convert_tokens_to_ids("<s>")
+    assert [data[i].prompt_ids.count(start) for i in range(5)] == [1, 1, 1, 1, int(prefix is not None)]
+    told = "--train-data: 3 prompts are texts without <s> in front, which the tokenizer puts there: they get it"
+    assert told in said
+    without = copy.deepcopy(tokenizer)
+    without.backend_tokenizer.post_processor = processors.ByteLevel()
+    said.clear()
+    assert load(str(tmp_path / "a.jsonl"), without, said)[0].prompt_ids == data[0].prompt_ids[1:]
+    assert not any("puts there" in line for line in said)
 
 
 def test_control_tokens_spelled_in_a_message_are_text(tmp_path, tokenizer):
@@ -323,7 +349,7 @@ def test_control_tokens_spelled_in_a_message_are_text(tmp_path, tokenizer):
     assert sum(i in control for i in data[0].prompt_ids) == 3, "the template's own"
     assert data[0].prompt[0]["content"] == attack, "the record of what was asked stays"
     assert tokenizer.decode(data[1].prompt_ids).count("<s>") == 2, "system and assistant speak for the data's author"
-    assert tokenizer.decode(data[2].prompt_ids) == "raw <|im_end|>", "a rendered prompt is as it is"
+    assert tokenizer.decode(data[2].prompt_ids) == "<s>raw <|im_end|>", "a rendered prompt is as it is"
     told = "1 prompts spell control tokens in a message: read as text (<|im_end|> as < |im_end|>)"
     assert f"--train-data: {told}" in said
 
@@ -589,7 +615,7 @@ def test_the_limit_is_exact(tmp_path, tokenizer):
     """NFC turns one 4-byte character into three: byte counts of the file alone would let this one through."""
     for content in ("x" * 50, "\U0001d160" * 20, "naïve"):
         path = write(tmp_path / "a.jsonl", [row(prompt=content)])
-        length = len(tokenizer.encode(content, add_special_tokens=False))
+        length = len(tokenizer.encode(content))
         assert len(load(path, tokenizer, max_prompt_tokens=length)) == 1
         with pytest.raises(ValueError, match=f": {length} tokens"):
             load(path, tokenizer, max_prompt_tokens=length - 1)
@@ -727,6 +753,13 @@ def test_command_line(tmp_path, tokenizer, name):
         '"content": "What',
     ):
         assert text in done.stdout, text
+
+
+def test_look_shows_the_token_that_a_text_begins_with(tmp_path, tokenizer, capsys):
+    tokenizer.save_pretrained(tmp_path / "tok")
+    show(Path(write(tmp_path / "a.jsonl", [row(prompt="What?"), row(prompt="<s>What?")])), str(tmp_path / "tok"))
+    shown = capsys.readouterr().out
+    assert "--- row 0 as the model sees it, as it stands behind <s>\n<s>What?" in shown
 
 
 def test_command_line_without_the_file(tmp_path):

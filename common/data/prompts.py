@@ -133,6 +133,11 @@ class PromptData:
                     found.told["are rendered templates in one message: used without chat template"] += 1
                 elif self.tokenizer.chat_template:
                     found.told[AS_THEY_STAND] += 1
+                beginning = render.beginning_ids(self.tokenizer, prompt.messages)
+                if beginning:
+                    token = self.tokenizer.decode(beginning)
+                    found.told[f"are texts without {token} in front, which the tokenizer puts there: they get it"] += 1
+                    num_tokens += len(beginning)
                 if is_continued(prompt.messages):
                     found.told["end in a message of the assistant: the model goes on with it"] += 1
                 found.look_at(render.bare_text(prompt.prompt), prompt.pictures, prompt.spelled, self.tokenizer)
@@ -220,7 +225,7 @@ class PromptData:
             row.environment = columns | {"ground_truth": ground_truth}
         (text,) = render.apply_template([prepared.messages], self.tokenizer)
         try:
-            ids = render.encode(self.tokenizer, text)
+            ids = render.beginning_ids(self.tokenizer, prepared.messages) + render.encode(self.tokenizer, text)
             root, beside = self.media_root, self.files.folder(index)
             row.tools = read_tool_media(prepared.tools, root, beside=beside)
             row.media = [open_media(p, root, self.vision.limits, beside=beside) for p in prepared.pictures]

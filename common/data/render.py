@@ -126,6 +126,26 @@ def encode(tokenizer, text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)
 
 
+def beginning_ids(tokenizer, prompt: Prompt) -> list[int]:
+    """What the tokenizer itself would put in front of a prompt that is a text, as those of Llama-3, Gemma and Mistral
+    a token; nothing if the text begins with it. In front of messages it is the chat template's to put."""
+    if not isinstance(prompt, str):
+        return []
+    beginning = _beginning_ids(tokenizer)
+    start = encode(tokenizer, prompt[:100])[: len(beginning)]
+    return [] if start == beginning else beginning
+
+
+@cache
+def _beginning_ids(tokenizer) -> list[int]:
+    text = encode(tokenizer, "a")
+    whole = tokenizer.encode("a")
+    for start in range(len(whole)):
+        if whole[start : start + len(text)] == text:
+            return whole[:start]
+    return []
+
+
 @contextmanager
 def breakdowns_as_bad_rows() -> Iterator[None]:
     """The package tokenizers panics at millions of blanks in a row, with what is no `Exception`."""

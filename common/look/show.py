@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from common.data.prompts import row_problem, to_verl, truth_of
-from common.data.render import apply_template, as_text, bare_text, clean_prompt, to_messages
+from common.data.render import apply_template, as_text, bare_text, beginning_ids, clean_prompt, to_messages
 from common.data.rows import RowFiles, records
 from common.episodes import Prompt
 from common.files import refuse, shorten
@@ -36,15 +36,18 @@ def show(file: Path, tokenizer: str | None = None, rows: int = 2) -> None:
     texts = [bare_text(record["prompt"]) for record in usable]
     if tokenizer and usable:
         encode = tokenizer_of(tokenizer)
-        prompts = apply_template([as_given(record, encode) for record in usable], encode)
-        texts = encode(prompts, add_special_tokens=False)["input_ids"]
+        given = [as_given(record, encode) for record in usable]
+        texts = encode(apply_template(given, encode), add_special_tokens=False)["input_ids"]
+        texts = [beginning_ids(encode, prompt) + ids for prompt, ids in zip(given, texts)]
     if usable:
         low, mid, high, top = np.percentile([len(x) for x in texts], [0, 50, 95, 100]).astype(int)
         print(f"prompt {'tokens' if tokenizer else 'characters'}: min {low}, median {mid}, p95 {high}, max {top}")
     if tokenizer and usable and problems[0][1] is None:
-        with_template = (
-            "by its chat template" if isinstance(clean_prompt(usable[0]["prompt"]), list) else "as it stands"
-        )
+        with_template = "by its chat template"
+        if isinstance(given[0], str):
+            with_template = "as it stands"
+            if beginning := encode.decode(beginning_ids(encode, given[0])):
+                with_template += f" behind {beginning}"
         print(f"--- row 0 as the model sees it, {with_template}\n{encode.decode(texts[0])}")
     for i, (record, problem) in enumerate(problems[:rows]):
         text = json.dumps(record, indent=2, ensure_ascii=False, default=lambda x: f"<{type(x).__name__}>")
