@@ -1,6 +1,7 @@
 """Files and messages, without torch: atomic writes, values as JSON, the lock of a run folder, user errors."""
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -113,3 +114,17 @@ def full_disk_is_a_warning(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         print(f"warning: {path} not written ({error})", flush=True)
+
+
+def command_line() -> list[str]:
+    """The arguments of this process, with `~` as the home folder wherever a path may begin: a shell leaves it as it is
+    behind `=`, behind a comma and in quotes. SystemExit where no home folder is known."""
+    arguments = []
+    for argument in sys.argv[1:]:
+        name, equals, value = "", "", argument
+        if argument.startswith("--"):
+            name, equals, value = argument.partition("=")
+        paths = [os.path.expanduser(path) for path in value.split(",")]
+        refuse(any(path == "~" or path.startswith("~/") for path in paths), f"{argument}: there is no home folder")
+        arguments.append(name + equals + ",".join(paths))
+    return arguments

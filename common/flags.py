@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 import tyro
 from annotated_types import Ge, Gt, Le
 
-from common.files import refuse
+from common.files import command_line, refuse
 from common.processes import ranks_here, said_once
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -141,6 +141,7 @@ def parse(args_class: type[Args], demo: Args, doc: str) -> tuple[Args, bool]:
     paragraphs = doc.split("\n\n")
     teaching = [paragraphs[0], *(text for text in paragraphs if text.startswith("    "))]  # the commands
     with said_once():
+        sys.argv[1:] = command_line()
         explain_foreign(sys.argv[1:], args_class)
         parsed = tyro.cli(tyro.conf.OmitArgPrefixes[args_class], default=default, description="\n\n".join(teaching))
         check_ranges(parsed)

@@ -1,18 +1,20 @@
 """How a command line is read: groups, ranges, demo defaults, flags without effect, and names that are not ours."""
 
+import ast
 import math
 from dataclasses import fields, is_dataclass
 from typing import get_args, get_type_hints
+from unittest.mock import Mock
 
 import pytest
-from helpers import checked_args, make_args
+from helpers import ROOT, checked_args, make_args, parsed
 from test_data import row, write
 
 import curiosity_rl
 import grpo
 import ppo
 import sft
-from common import flags
+from common import files, flags
 from common.data.prompts import PromptData
 from common.flags import Data, Rollout, check_ranges, check_shared, flag, flat, parse, refuse_idle
 from common.hub import load_tokenizer, resolve_model
@@ -394,3 +396,34 @@ def test_bad_rows_are_an_error_unless_it_is_said_otherwise(script, monkeypatch, 
     with pytest.raises(SystemExit):
         called(monkeypatch, script, "--bad-rows", "ignore")
     assert "ignore" in "".join(capsys.readouterr())
+
+
+PATHS = ["~/x", "a.parquet,~/b.jsonl", "~/reward.py:score", "visual,~/tools.py:Pen"]
+
+
+@pytest.mark.parametrize("value", PATHS)
+def test_a_home_folder_is_one_wherever_a_path_begins(value, monkeypatch, tmp_path):
+    """A shell leaves it as it is behind an equals sign."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    expected = value.replace("~", str(tmp_path))
+    args, _ = called(monkeypatch, grpo, f"--output-dir={value}", f"--train_data={value}", "--tools", value)
+    assert (str(args.run.output_dir), args.data.train_data, args.rollout.tools) == (expected, expected, expected)
+    monkeypatch.setattr("sys.argv", ["look", value, "a~/b", "--a=b~", "~no-such-user/x"])
+    assert files.command_line() == [expected, "a~/b", "--a=b~", "~no-such-user/x"]
+
+
+def test_without_a_home_folder_none_is_made_of_its_sign(monkeypatch):
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", Mock(side_effect=KeyError))
+    with pytest.raises(SystemExit, match=r"^--output-dir=~/x: there is no home folder$"):
+        called(monkeypatch, sft, "--output-dir=~/x")
+
+
+def test_every_program_reads_its_command_line_like_that():
+    calls = []
+    for file in [*ROOT.glob("common/**/*.py"), *ROOT.glob("*.py")]:
+        for node in ast.walk(parsed(file.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "tyro.cli" and file.name != "flags.py":
+                calls.append((file.name, {word.arg: ast.unparse(word.value) for word in node.keywords}))
+    assert len(calls) > 10
+    assert [name for name, words in calls if words.get("args") != "command_line()"] == []

@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import tyro
 
-from common.files import refuse
+from common.files import command_line, refuse
 from common.look.curves import plot_curves
 from common.look.page import write_page
 from common.look.runs import config_of, write_runs
@@ -94,4 +94,4 @@ def draw_pages(dumps: list[Path], run: Path, tokenizer: str | None) -> None:
 
 
 if __name__ == "__main__":
-    tyro.cli(look, prog="python -m common.look", description=__doc__)
+    tyro.cli(look, args=command_line(), prog="python -m common.look", description=__doc__)

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import tyro
 
-from common.files import user_errors
+from common.files import command_line, user_errors
 from common.prepare.writing import write_splits
 from common.progress import Progress
 
@@ -211,4 +211,4 @@ def prompt_text(problem: Problem, template: str) -> str:
 
 if __name__ == "__main__":
     with user_errors():
-        main(tyro.cli(Args, prog="python -m common.prepare.countdown", description=__doc__))
+        main(tyro.cli(Args, args=command_line(), prog="python -m common.prepare.countdown", description=__doc__))

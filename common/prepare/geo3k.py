@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import tyro
 from huggingface_hub import snapshot_download
 
-from common.files import user_errors
+from common.files import command_line, user_errors
 from common.prepare.gsm8k import SCHEMA as TEXT_SCHEMA
 from common.prepare.writing import downloading, write_splits
 from common.rewards.math import normalized_truth
@@ -89,4 +89,4 @@ def to_row(record: dict, split: str, index: int) -> dict:
 
 if __name__ == "__main__":
     with user_errors():
-        main(tyro.cli(Args, prog="python -m common.prepare.geo3k", description=__doc__))
+        main(tyro.cli(Args, args=command_line(), prog="python -m common.prepare.geo3k", description=__doc__))

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import tyro
 from huggingface_hub import hf_hub_download
 
-from common.files import user_errors
+from common.files import command_line, user_errors
 from common.prepare.writing import downloading, write_splits
 
 REPOSITORY = "openai/gsm8k"
@@ -102,4 +102,4 @@ def final_answer(answer: str) -> str:
 
 if __name__ == "__main__":
     with user_errors():
-        main(tyro.cli(Args, prog="python -m common.prepare.gsm8k", description=__doc__))
+        main(tyro.cli(Args, args=command_line(), prog="python -m common.prepare.gsm8k", description=__doc__))

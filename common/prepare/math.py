@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 import tyro
 from huggingface_hub import hf_hub_download
 
-from common.files import user_errors
+from common.files import command_line, user_errors
 from common.prepare.gsm8k import SCHEMA
 from common.prepare.writing import downloading, write_splits
 from common.rewards import boxed_reward, reward_function
@@ -196,4 +196,4 @@ def right_option(record: dict, options: list[str]) -> str:
 
 if __name__ == "__main__":
     with user_errors():
-        main(tyro.cli(Args, prog="python -m common.prepare.math", description=__doc__))
+        main(tyro.cli(Args, args=command_line(), prog="python -m common.prepare.math", description=__doc__))

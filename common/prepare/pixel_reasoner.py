@@ -19,7 +19,7 @@ import tyro
 from huggingface_hub import snapshot_download
 
 from common.data.visual_qa import paths_of
-from common.files import refuse, user_errors
+from common.files import command_line, refuse, user_errors
 from common.prepare.writing import downloading
 
 MAX_SHOWN = 5  # missing files that are named
@@ -129,4 +129,4 @@ def read_paths(table: Path) -> Iterator[tuple[int, list[str]]]:
 
 if __name__ == "__main__":
     with user_errors():
-        main(tyro.cli(Args, prog="python -m common.prepare.pixel_reasoner", description=__doc__))
+        main(tyro.cli(Args, args=command_line(), prog="python -m common.prepare.pixel_reasoner", description=__doc__))

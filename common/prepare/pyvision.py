@@ -27,7 +27,7 @@ import tyro
 
 from common.data.media import media_file, picture_sources
 from common.data.rows import RowFiles
-from common.files import user_errors
+from common.files import command_line, user_errors
 from common.pictures import BadRow, decode
 from common.prepare.code_prompts import MODES, OWN, Mode, Wording, picture_facts, tagged, video_facts, wordings_like
 from common.prepare.writing import stream_rows
@@ -260,4 +260,4 @@ def look_at_video(video: str | list[str], fps: object, root: Path | None) -> tup
 
 if __name__ == "__main__":
     with user_errors():
-        main(tyro.cli(Args, prog="python -m common.prepare.pyvision", description=__doc__))
+        main(tyro.cli(Args, args=command_line(), prog="python -m common.prepare.pyvision", description=__doc__))

@@ -27,6 +27,7 @@ from pathlib import Path
 import tyro
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from common.files import command_line
 from common.prepare.countdown import Problem, iter_problems, prompt_text, to_table
 from common.prepare.writing import write_splits
 from common.torch_repair import transformers
@@ -201,4 +202,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, prog="python -m common.prepare.tiny", description=__doc__))
+    main(tyro.cli(Args, args=command_line(), prog="python -m common.prepare.tiny", description=__doc__))

@@ -33,6 +33,7 @@ import tyro
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from common.data.render import DEFAULT_SYSTEM
+from common.files import command_line
 from common.hub import FOLDERS
 from common.pictures import encode
 from common.prepare import tiny_vl_python
@@ -237,4 +238,4 @@ def train(args: Args, folder: Path, steps: int, options: list) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, prog="python -m common.prepare.tiny_vl", description=__doc__))
+    main(tyro.cli(Args, args=command_line(), prog="python -m common.prepare.tiny_vl", description=__doc__))

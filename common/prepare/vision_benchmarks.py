@@ -30,7 +30,7 @@ import pyarrow as pa
 import tyro
 
 from common.data.rows import RowFiles
-from common.files import user_errors
+from common.files import command_line, user_errors
 from common.pictures import BadRow
 from common.prepare.code_prompts import OWN, Wording, picture_facts, wordings_like
 from common.prepare.pyvision import answer_of, make_row, read_picture, schema, text_of
@@ -212,4 +212,6 @@ def tir_row(record: dict | str, folder: Path, wording: Wording) -> dict:
 
 if __name__ == "__main__":
     with user_errors():
-        main(tyro.cli(Args, prog="python -m common.prepare.vision_benchmarks", description=__doc__))
+        main(
+            tyro.cli(Args, args=command_line(), prog="python -m common.prepare.vision_benchmarks", description=__doc__)
+        )
