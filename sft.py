@@ -147,6 +147,7 @@ def read_data(args: Args, job: Job) -> tuple[Conversations, Conversations | None
         bad_rows=args.data.bad_rows,
         notice=job.world.print,
         world=job.world,
+        num_embeddings=job.num_embeddings,
     )
     with user_errors():
         end_turns_properly(job.tokenizer, job.vision and job.vision.processor, job.world.print)

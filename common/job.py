@@ -69,7 +69,7 @@ class Job:
         self.mesh = make_mesh(world, machine.strategy, machine.shard_size)  # which ranks share a copy of a model
         if record:
             lock_everywhere(self.output_dir, world)
-        check_model(self.path, self.attention, machine.trust_remote_code)
+        self.num_embeddings = check_model(self.path, self.attention, machine.trust_remote_code)
         # what must be the same in a checkpoint that is resumed
         self.identity = {"script": script, "model": model_identity(Path(self.path)), "LoRA": None}
         if machine.lora_rank:

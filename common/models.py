@@ -113,11 +113,13 @@ def unsupported(model: nn.Module, attention: str) -> str | None:
     return next((problem for problem, found in problems.items() if found), None)
 
 
-def check_model(path: str, attention: str, trust_remote_code: bool) -> None:
-    """SystemExit, by the folder's config.json alone, for a model that would not be trained as it is sampled from."""
+def check_model(path: str, attention: str, trust_remote_code: bool) -> int:
+    """How many tokens have an embedding. SystemExit, by the folder's config.json alone, for a model that would not be
+    trained as it is sampled from."""
     model = skeleton(path, trust_remote_code)
     if problem := unsupported(model, attention):
         raise SystemExit(f"--model {path}: {model.config.model_type} {problem}, not supported here")
+    return model.get_input_embeddings().weight.shape[0]
 
 
 def load_policy(

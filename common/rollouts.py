@@ -242,7 +242,7 @@ def read_prompts(
         barrier()
         eval_files = eval_files or held_out
     options = {"data": data, "rollout": rollout, "tokenizer": job.tokenizer, "vision": job.vision, "world": job.world}
-    options |= {"tools": tools and tools.tools, "notice": job.world.print}
+    options |= {"tools": tools and tools.tools, "notice": job.world.print, "num_embeddings": job.num_embeddings}
     train_data = None if rollout.eval_only else PromptData(train_files, max_rows=data.max_rows, **options)
     eval_data = PromptData(eval_files, flag="--eval-data", **options) if eval_files else None
     templated = any(prompts and prompts.uses_template for prompts in (train_data, eval_data))

@@ -3,7 +3,6 @@
 import tyro
 
 from common.files import command_line, user_errors
-from common.files import user_errors
 from common.printing import guard_output
 from common.rewards.offline import Scoring, score_file
 

@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerFast
 from vl import LLAMA2, build_sentencepiece
 
 import common.data.rows as rows_module
+import sft
 from common.data.prompts import PromptData, PromptLoader, steps_of
 from common.data.render import end_token_ids
 from common.data.rows import RowFiles, read_file
@@ -389,7 +390,7 @@ def test_responses_end_where_the_chat_template_ends_a_turn(tmp_path, tokenizer, 
         write(tmp_path / "a.jsonl", [row(train)]), evaluated and write(tmp_path / "b.jsonl", [row(evaluated)])
     )
     world = SimpleNamespace(rank=0, local_rank=0, size=1, is_main=True, print=said.append)
-    job = SimpleNamespace(tokenizer=base, vision=None, world=world, run=Run(), identity={})
+    job = SimpleNamespace(tokenizer=base, vision=None, world=world, run=Run(), identity={}, num_embeddings=999)
     read_prompts(job, files, Rollout(), None)
     assert (base.eos_token, job.identity) == (end, {"end_token": end})
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 2}))
@@ -397,6 +398,34 @@ def test_responses_end_where_the_chat_template_ends_a_turn(tmp_path, tokenizer, 
     assert any("turns end with <|im_end|>, not <s>: it becomes the end token" in told for told in said) == (
         end != "<s>"
     )
+
+
+def test_tokens_that_have_no_embedding_are_named_with_their_rows(tmp_path, tokenizer):
+    """Some were added, and the embeddings were not resized."""
+    grown = copy.deepcopy(tokenizer)
+    grown.add_tokens(["<think>"])
+    known = len(tokenizer)
+    rows = [row(), row("Say <think>."), row(prompt="<think>"), row("think")]
+    path = write(tmp_path / "a.jsonl", rows)
+    told = rf"2 unusable rows(.|\n)*line 2: has the token '<think>' of number {known}: .* embeddings of {known},"
+    with pytest.raises(ValueError, match=told):
+        load(path, grown, num_embeddings=known)
+    data = load(path, grown, num_embeddings=known, bad_rows="drop")
+    assert [data[i].index for i in range(len(data))] == [0, 3]
+    assert len(load(path, grown, num_embeddings=known + 1)) == len(load(path, grown)) == 4
+    text = tokenizer.decode([known - 1])  # of the vocabulary itself
+    path = write(tmp_path / "b.jsonl", [row(), row(prompt=text)])
+    with pytest.raises(ValueError, match=f"of number {known - 1}: the model has embeddings of {known - 1},"):
+        load(path, tokenizer, num_embeddings=known - 1)
+
+    world = SimpleNamespace(rank=0, local_rank=0, size=1, is_main=True, print=lambda _: None)
+    job = SimpleNamespace(tokenizer=grown, vision=None, world=world, run=Run(), identity={}, num_embeddings=known)
+    with pytest.raises(ValueError, match="has the token '<think>'"):
+        read_prompts(job, Data(str(tmp_path / "a.jsonl")), Rollout(), None)
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "<think>"}]
+    args = sft.Args(data=Data(write(tmp_path / "c.jsonl", [{"messages": messages}])))
+    with pytest.raises(SystemExit, match="has the token '<think>'"):
+        sft.read_data(args, job)
 
 
 def test_a_text_at_which_the_tokenizer_panics_costs_its_row(tmp_path, tokenizer, capsys):

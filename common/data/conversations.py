@@ -27,7 +27,7 @@ from common.data.render import (
     without_spaces,
 )
 from common.data.rows import RowFiles
-from common.data.scan import Fingerprint, Found, once_per_machine
+from common.data.scan import Fingerprint, Found, KnownTokens, once_per_machine
 from common.data.templates import native_calls
 from common.distributed import World
 from common.episodes import Episode
@@ -159,7 +159,9 @@ class Conversations:
         max_rows: int | None = None,
         notice: Callable[[str], None] = print,
         world: World | None = None,
+        num_embeddings: int | None = None,
     ):
+        self.known = KnownTokens(tokenizer, num_embeddings)
         self.tokenizer, self.max_tokens, self.vision, self.media_root = tokenizer, max_tokens, vision, media_root
         self.rule, self.mask_failed_calls = rule, mask_failed_calls
         self.native = partial(native_calls, tokenizer, str(tokenizer.chat_template))
@@ -251,6 +253,7 @@ class Conversations:
             place = end_of_text(text_of(message), flat, place)
             if place < 0:
                 raise BadRow(f"the chat template leaves out a message of role {message['role']!r}, or one before it")
+        self.known.check(text)
         if len(whole) > LONG:
             encode(self.tokenizer, text)
         if first not in turns:

@@ -14,7 +14,7 @@ from jinja2 import TemplateError
 from common.data import render
 from common.data.media import Picture, count_tokens, open_media, picture_sources, read_tool_media
 from common.data.rows import RowFiles
-from common.data.scan import Fingerprint, Found, Lengths, once_per_machine
+from common.data.scan import Fingerprint, Found, KnownTokens, Lengths, once_per_machine
 from common.data.verl import OPTIONAL, REQUIRED, row_problem, to_verl, truth_of
 from common.distributed import World
 from common.episodes import Prompt, Row, is_continued
@@ -63,7 +63,9 @@ class PromptData:
         vision: Vision | None = None,
         tools: Mapping[str, Tool] | None = None,
         world: World | None = None,
+        num_embeddings: int | None = None,
     ):
+        self.known = KnownTokens(tokenizer, num_embeddings)
         self.tokenizer, self.vision, self.tools = tokenizer, vision, tools or {}
         self.max_prompt_tokens, self.max_images = rollout.max_prompt_tokens, rollout.max_images
         self.media_root, self.environment = data.media_root, rollout.environment
@@ -119,6 +121,7 @@ class PromptData:
                 prompt = prepared[index]
                 try:
                     self._check_whole(prompt.messages, text)
+                    self.known.check(text)
                     num_tokens = self._picture_tokens(text, prompt.pictures, self.files.folder(index))
                     num_bytes = len(text.encode())
                 except (BadRow, UnicodeEncodeError) as error:  # the latter: half a surrogate pair

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from common.data.media import MARKS
-from common.data.render import breakdowns_as_bad_rows
+from common.data.render import breakdowns_as_bad_rows, encode
 from common.distributed import World, gather_objects
 from common.pictures import BadRow
 
@@ -56,6 +56,29 @@ class Fingerprint:
 def _as_text(value: object) -> str:
     """What JSON does not know: a picture by its own fingerprint; dates, decimals, ... as they print."""
     return hashlib.blake2b(value, digest_size=8).hexdigest() if isinstance(value, bytes) else str(value)
+
+
+class KnownTokens:
+    """Which tokens of a tokenizer the model has no embedding of: some were added, and its embeddings not resized."""
+
+    def __init__(self, tokenizer, num_embeddings: int | None):
+        self.tokenizer = tokenizer
+        self.num_embeddings = num_embeddings
+        self.unknown: dict[int, str] = {}
+        if num_embeddings is not None:
+            for token, i in tokenizer.get_vocab().items():
+                if i >= num_embeddings:
+                    self.unknown[i] = token
+        self.all_added = self.unknown.keys() <= set(tokenizer.get_added_vocab().values())
+
+    def check(self, text: str) -> None:
+        """BadRow for a text with such a token. Tokenises nothing where a search for those that were added will do."""
+        if not self.unknown or (self.all_added and not any(token in text for token in self.unknown.values())):
+            return
+        for i in encode(self.tokenizer, text):
+            if i in self.unknown:
+                size = f"the model has embeddings of {self.num_embeddings}, and its tokenizer more tokens"
+                raise BadRow(f"has the token {self.unknown[i]!r} of number {i}: {size}")
 
 
 class Lengths:
