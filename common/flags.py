@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from dataclasses import astuple, dataclass, fields, is_dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
@@ -72,7 +73,7 @@ class Rollout:
     max_tool_errors: Limit = 3  # errors that are told to the policy; one more ends the trajectory
     max_images: Count = 16  # pictures in a trajectory, the prompt's included
     deterministic: bool = False  # with tools: turns in lock-step, so that a resume repeats them bit for bit
-    engine: Literal["vllm", "hf"] = "vllm"  # rollout engine; hf: transformers, slow, needs no vLLM
+    engine: Literal["auto", "vllm", "hf"] = "auto"  # of rollouts; hf: transformers, slow; auto: vllm if installed
     engine_parallel: Count = 1  # ranks that share one vLLM, for models too large for one GPU; tools then in lock-step
     engine_memory: Positive | None = None  # KV cache of the engine (GiB per rank); default 8 on GPU, 0.5 on CPU
     sleep_level: Literal[0, 1, 2] = 1  # engine while updating: 1 to host, 2 dropped, 0 stays (if others use the GPU)
@@ -89,6 +90,13 @@ class Rollout:
     def multi_turn(self) -> bool:
         """Does something answer the policy?"""
         return bool(self.tools or self.interaction or self.environment)
+
+    @property
+    def uses_vllm(self) -> bool:
+        """--engine; auto means vLLM wherever it is installed."""
+        if self.engine == "auto":
+            return find_spec("vllm") is not None
+        return self.engine == "vllm"
 
 
 @dataclass
@@ -167,7 +175,7 @@ def check_shared(data: Data, run: Run, rollout: Rollout) -> None:
     check_pixels(data)
     refuse(bool(rollout.replay) and rollout.eval_only, "--replay is of training, --eval-only does none")
     shared, local = rollout.engine_parallel, ranks_here()
-    refuse(shared > 1 and rollout.engine == "hf", f"--engine-parallel {shared} needs --engine vllm")
+    refuse(shared > 1 and not rollout.uses_vllm, f"--engine-parallel {shared} needs --engine vllm")
     refuse(local % shared > 0, f"--engine-parallel {shared}: torchrun's --nproc_per_node {local} is no multiple of it")
     needed, rows = ("--eval-data", data.eval_data) if rollout.eval_only else ("--train-data", data.train_data)
     bare = run.model not in EMBEDDED or bool(data.train_data)

@@ -116,7 +116,10 @@ class Rollouts:
         self.engine = None if rollout.replay else start_engine(job, rollout)
         torch.manual_seed(run.seed + job.world.rank)  # after vLLM, which seeds every rank alike
         self.reward_model = RewardModel(reward_folder, job.compute_dtype, job.world.device) if reward_folder else None
-        job.world.print(f"{job.summary}, rollouts by {rollout.engine}")
+        engine = "vllm" if rollout.uses_vllm else "hf"
+        if rollout.engine == "auto" and engine == "hf":
+            engine = "hf, as vLLM is not installed"
+        job.world.print(f"{job.summary}, rollouts by {engine}")
 
     @property
     def can_evaluate(self) -> bool:
@@ -254,7 +257,7 @@ def read_prompts(
 
 def start_engine(job: Job, rollout: Rollout) -> VllmEngine | HuggingFaceEngine:
     """The engine of --engine, asleep."""
-    make_engine = VllmEngine if rollout.engine == "vllm" else HuggingFaceEngine
+    make_engine = VllmEngine if rollout.uses_vllm else HuggingFaceEngine
     config = EngineConfig(
         job.path,
         job.compute_dtype,

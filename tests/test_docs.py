@@ -177,7 +177,7 @@ def split_commands(script: str) -> list[list[str]]:
 
 def parse_command(words: list[str]) -> tuple[str, str, list[str]] | None:
     """(launcher, script or module, its arguments) of a python, torchrun or pip command; None for others."""
-    launcher, *rest = words
+    launcher, *rest = words[1:] if words[0] == "./with" else words
     if launcher == "pip":
         return launcher, "", rest
     if launcher == "torchrun":
@@ -229,6 +229,8 @@ def check_command(words: list[str]) -> None:
         ("python grpo.py --critic-model tiny", True),
         ("python grpo.py \\\n    --modell tiny", True),
         ("torchrun --nproc-per-nodes 2 grpo.py", True),
+        ("./with torchrun --nproc_per_node 2 grpo.py --total-steps 2", False),
+        ("./with python grpo.py --modell tiny", True),
         ("python -m common.prepare.nothing --out x", True),
         ("python -m common.prepare.gsm8k --outt x  # a remark", True),
         ("cd x && python nothing.py", True),
@@ -251,8 +253,9 @@ def test_commands_exist_and_so_do_their_flags(page):
     for language, content in blocks(page):
         for words in split_commands(content) if language == "bash" else []:
             check_command(words)
+    programs = ("./with ", "python ", "torchrun ", "pip ", "OMP_NUM_THREADS")
     for code in inline_code(page):
-        if code.startswith(("python ", "torchrun ", "pip ", "OMP_NUM_THREADS")) and not code.endswith("..."):
+        if code.startswith(programs) and not code.endswith("..."):
             for words in split_commands(code):
                 check_command(words)
 
@@ -374,10 +377,10 @@ def test_the_chinese_readme_has_the_same_code():
     assert len(anchors(ROOT / "README_zh.md")) == len(anchors(ROOT / "README.md"))
 
 
-def test_the_test_command_stands_alone_and_is_the_one_of_ci():
-    command = "python -m pytest tests -q -n 3 --dist loadfile"
-    assert ("bash", f"{command}\n") in blocks("README.md")
-    assert command in (ROOT / ".ci/run").read_text().splitlines()
+def test_the_two_commands_come_first_and_the_test_command_is_the_one_of_ci():
+    demo, tests = "./with torchrun --nproc_per_node 2 grpo.py", "./with python -m pytest tests -q -n 3 --dist loadfile"
+    assert blocks("README.md")[:2] == [("bash", f"{demo}\n"), ("bash", f"{tests}\n")]
+    assert tests in (ROOT / ".ci/run").read_text().splitlines()
 
 
 def test_the_table_of_rewards_is_the_code():

@@ -4,6 +4,7 @@ pytest tests/test_engine_parallel.py -m slow    # all but the tools and what is 
 """
 
 import json
+import sys
 import time
 
 import pyarrow.parquet as pq
@@ -37,6 +38,17 @@ def test_what_no_ranks_can_share_is_refused(ranks, flags, told, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     with pytest.raises(SystemExit, match=f"^{told}$"):
         checked_args(grpo, monkeypatch, *flags.split())
+
+
+def test_without_vllm_rollouts_are_by_transformers(monkeypatch):
+    """As with requirements-v100.txt: the default works, and what needs vLLM is refused."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert checked_args(grpo, monkeypatch).rollout.uses_vllm
+    monkeypatch.setitem(sys.modules, "vllm", None)  # as if it were not installed
+    assert not checked_args(grpo, monkeypatch).rollout.uses_vllm
+    assert checked_args(grpo, monkeypatch, "--engine", "vllm").rollout.uses_vllm  # which then fails by its name
+    with pytest.raises(SystemExit, match=r"^--engine-parallel 2 needs --engine vllm$"):
+        checked_args(grpo, monkeypatch, "--engine-parallel", "2")
 
 
 def test_what_can_be_shared_is_not_refused(monkeypatch):

@@ -1,6 +1,7 @@
 """grpo.py's engines and ranks against each other: exports, syncs, strategies, half precision."""
 
 import json
+import os
 
 import pyarrow.parquet as pq
 import pytest
@@ -41,6 +42,7 @@ def test_engine_and_trainer_agree_after_each_sync(model, orders, tmp_path):
     gaps = [result["synced"], result["resynced"], result["repeated"], *result["orders"].values()]
     assert len(gaps) == (10 if orders else 3) and max(gaps) < 1e-4, gaps
     assert result["stale"] > 10 * 1e-4, "the policy must move enough for a stale engine to show"
+    assert result["preload"] == os.environ.get("LD_PRELOAD"), "processes that we start load libraries of vLLM"
     assert all(result["refused"].values()), result["refused"]
 
 

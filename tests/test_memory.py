@@ -1,6 +1,7 @@
 """The memory plan, which stands before weights are loaded, against counts, peaks on a card, and arithmetic by hand."""
 
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -396,6 +397,13 @@ def test_on_a_gpu_an_engine_that_sleeps_is_not_beside_the_update():
     assert awake["rollout"] == asleep["rollout"]
     hf = gigabytes("1.5B", rollout=Rollout(engine="hf"))
     assert hf["update"] == gigabytes("1.5B")["update"], "on the host"
+
+
+def test_the_plan_is_of_the_engine_that_auto_means(monkeypatch):
+    plans = [gigabytes("1.5B", rollout=Rollout(engine=engine)) for engine in ("vllm", "hf")]
+    assert gigabytes("1.5B", rollout=Rollout()) == plans[0] != plans[1]
+    monkeypatch.setitem(sys.modules, "vllm", None)  # as if it were not installed
+    assert gigabytes("1.5B", rollout=Rollout()) == plans[1]
 
 
 @pytest.mark.parametrize("name, low, high", [("0.5B", 4, 5), ("1.5B", 4, 5), ("7B", 5, 6)])

@@ -9,6 +9,7 @@ import logging
 import os
 import warnings
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import torch
 from PIL import Image
@@ -80,9 +81,13 @@ class VllmEngine:
         from vllm import LLM
         from vllm.distributed import get_tp_group
         from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+        from vllm.platforms import cpu
 
         # On CPUs gloo: vLLM's shared memory has one name for all runs of a machine, and outlives them.
         CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
+        # It would look for libraries that all processes started from here preload. None is of its own; and of a path
+        # with a space each would complain, half by half.
+        cpu.glob = SimpleNamespace(glob=lambda pattern: [])
         sizes = register_model(config.path, config.trust_remote_code, config.ranks, config.max_model_len)
         # A prompt cut in chunks makes vLLM rewind the request's random generator, which CPU generators cannot do.
         batched = {"max_num_batched_tokens": max(config.max_model_len, 8192)}

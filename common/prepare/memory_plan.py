@@ -97,7 +97,7 @@ def recomputed_bytes(shape: ModelShape, rollout: Rollout, machine: Machine, dtyp
 def engine_workspace(shape: ModelShape, rollout: Rollout, dtype: torch.dtype, on_gpu: bool) -> float:
     """Bytes of an engine beside weights and cache: the forward of a batch of prompts, or float32 logits; graphs."""
     sequences, tokens = 256, max(longest(rollout), 8192)  # vLLM's on a CPU
-    if rollout.engine == "hf":
+    if not rollout.uses_vllm:
         cached = 2 * shape.layers * shape.keys * dtype.itemsize * longest(rollout)  # of a sequence
         fitting = int(cache_gib(rollout, on_gpu) * 2**30 / cached)
         sequences = max(1, min(256, fitting))
@@ -106,7 +106,7 @@ def engine_workspace(shape: ModelShape, rollout: Rollout, dtype: torch.dtype, on
         sequences, tokens = 1024, 16_384
     forward = dtype.itemsize * tokens * (3 * shape.mlp / rollout.engine_parallel + 6 * shape.hidden)
     logits = 3 * 4 * sequences * shape.vocabulary
-    graphs = VLLM_GRAPHS * 1e9 if on_gpu and rollout.engine == "vllm" else 0
+    graphs = VLLM_GRAPHS * 1e9 if on_gpu and rollout.uses_vllm else 0
     return max(forward, logits) + graphs
 
 
@@ -172,10 +172,10 @@ def phases_of(
         cache = cache_gib(rollout, on_gpu) * 2**30
         workspace = engine_workspace(policy, rollout, dtype, on_gpu)
     sampling = weights + nccl + adam_at_rest + engine + cache + workspace
-    vllm_on_gpu = on_gpu and rollout.engine == "vllm" and not rollout.replay
+    vllm_on_gpu = on_gpu and rollout.uses_vllm and not rollout.replay
     if on_gpu and rollout.sleep_level > 0:
         beside = 1e9 * VLLM_ASLEEP if vllm_on_gpu else 0.0
-    elif rollout.engine == "vllm":
+    elif rollout.uses_vllm:
         beside = engine + cache + (1e9 * VLLM_GRAPHS if vllm_on_gpu else 0.0)
     else:
         beside = engine  # whose cache ends with the rollout
@@ -294,7 +294,7 @@ def memory_plan(
 
 def engine_shares(shape: ModelShape, rollout: Rollout) -> list[int]:
     """What --engine-parallel may be beside what it is."""
-    if rollout.engine != "vllm" or rollout.replay:
+    if not rollout.uses_vllm or rollout.replay:
         return []
     key_heads = shape.heads * shape.keys // shape.queries
     shares = []

@@ -7,6 +7,7 @@ which injected faults were refused; and what is mapped of the machine's shared m
 
 import argparse
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -99,7 +100,7 @@ def main(args: argparse.Namespace) -> None:
     def sync(step: int, weights=None) -> None:
         engine.sync_weights(full_parameters(policy, dtype) if weights is None else weights, step)
 
-    result: dict = {}
+    result: dict = {"preload": os.environ.get("LD_PRELOAD")}
     sync(0)
     result["synced"] = gap(0)
     move_policy()
