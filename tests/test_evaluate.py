@@ -313,6 +313,7 @@ def test_what_is_only_evaluated_needs_no_rows_of_the_demo(tmp_path, tokenizer):
         tokenizer=tokenizer,
         vision=None,
         identity={},
+        num_embeddings=len(tokenizer),
     )
     rollout = Rollout(eval_only=True, max_prompt_tokens=64)
     train, evaluated = read_prompts(job, Data(eval_data=str(path)), rollout, None)

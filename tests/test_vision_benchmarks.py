@@ -320,7 +320,7 @@ def test_the_documented_evaluation_reports_each_part(tmp_path, hrbench):
     assert "tir_bench.parquet: 2 rows" in run_script(*command, fresh=True).stdout
     options = ["--model", "tiny-vl", "--engine", "hf", "--eval-data", tmp_path / "out/tir_bench.parquet"]
     options += ["--eval-samples", 2, "--eval-temperature", 0.01, "--max-response-tokens", 4]
-    options += ["--max-prompt-tokens", 4000, "--output-dir", tmp_path / "run"]
+    options += ["--max-prompt-tokens", 2000, "--output-dir", tmp_path / "run"]
     said = run_script("grpo.py", "--eval-only", *options).stdout
     assert "tir_bench/math" in said and "tir_bench/ocr" in said
     assert len(pq.read_table(tmp_path / "run/eval_samples.parquet")) == 4
