@@ -2,20 +2,20 @@
 
 A vision-language policy may look closer (crop an image, pick frames of a video) before it answers in \\boxed{}. At
 first looking may pay less than guessing, and plain GRPO unlearns it. A bonus for trajectories that look, while few of
-their group do, keeps it alive until it pays. Reward and replay are headed "new to curiosity"; of grpo.py's objectives
+their group do, keeps it alive until it pays. The reward is headed "new to curiosity"; of grpo.py's objectives
 there is the clipped loss, without KL, corrections, dual clip and entropy.
 
 Where this differs from the released code:
 1. The paper's bonus by default; the code's variant by name. Correctness is 0 or 1 and what is unparsable scores 0.
 2. What was sampled is trained on: token ids from the engine, M-RoPE positions, crops from the original picture.
 3. One denominator, as in grpo.py; the constant divisor by flag. No clamp hides a loss that explodes.
-4. Groups of equal rewards are left out of the update. By flag replayed samples take their place: of bounded age,
-   with log-probs under the present weights.
+4. Groups of equal rewards are left out of the update: their advantages are 0, and they only dilute the mean. The
+   replay of earlier samples, which the release switches off, is left out.
 
     torchrun --nproc_per_node 2 curiosity_rl.py                      # embedded demo, minutes on a CPU
     torchrun --nproc_per_node 8 curiosity_rl.py --model runs/warm-start/model --train-data release.parquet \\
         --media-root pixel_reasoner --max-prompt-tokens 4096 --max-response-tokens 8192
-    python curiosity_rl.py --eval-only --compare-tools --model runs/curiosity/model --eval-data vstar.parquet \\
+    python curiosity_rl.py --eval-only --model runs/curiosity/model --eval-data vstar.parquet \\
         --max-prompt-tokens 4096 --max-response-tokens 8192
 
 Names: P prompts a step, G samples of a prompt, E episodes on this rank, T their sampled tokens, N those of a
@@ -23,24 +23,17 @@ micro-batch. Everything per token is flat ([T] or [N]): there is no padding to m
 """
 
 import math
-from collections import defaultdict
-from contextlib import suppress
-from copy import copy
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from common.checkpoint import Checkpoints
-from common.data.dumps import dump_rollouts, load_rollouts
-from common.data.prompts import PromptData
-from common.data.rows import RowFiles
-from common.distributed import World, all_reduce, barrier, forward_context, run, stop_requested
+from common.data.dumps import load_rollouts
+from common.distributed import World, all_reduce, forward_context, run, stop_requested
 from common.episodes import Episode, by_prompt, unequal_groups
 from common.files import refuse
 from common.flags import Amount, Count, Data, Limit, Machine, Rollout, Run, Share, check_shared, parse, refuse_idle
@@ -51,11 +44,9 @@ from common.metrics import rollout_means, rollout_metrics
 from common.models import sync_engine
 from common.optimizer import lr_factor
 from common.packing import Minibatch, Packer, TokenIndex
-from common.pictures import PixelLimits
 from common.precision import checked_gap
 from common.progress import Progress
 from common.rewards import is_correct
-from common.rewards.samples import summarize, wilson_interval
 from common.rollouts import Rollouts
 from common.setup import Stopwatch, due, finish, open_logger, profiled
 
@@ -69,15 +60,8 @@ class Args:
     curiosity_target: Amount = 0.3  # H: no bonus where at least this share of a group looks
     call_penalty: Amount = 0.05  # beta: what a call costs, of those above --free-calls
     free_calls: Limit = 1  # N: calls of a trajectory that cost nothing
-    count_calls: Literal["attempted", "successful"] = "attempted"  # which calls bonus and cost count
-    veto_errors: bool = False  # an answer right after a failed call scores 0
-    filter_equal: bool = True  # leave out groups of equal rewards, whose advantages are 0
-    replay_share: Share = 0.0  # of a step's samples, at most, for earlier ones in the place of groups left out
-    replay_max_age: Limit = 8  # steps for which a sample may be replayed
-    compare_tools: bool = False  # with --eval-only: the same rows without tools, too, side by side
     advantage: Literal["group-std", "group-mean", "rloo", "batch-std"] = "group-mean"  # baseline and scale of scores
     reduction: Literal["dapo", "grpo", "dr_grpo"] = "dapo"  # mean over tokens; over sequences; constant length
-    loss_length: Count | None = None  # constant length of dr_grpo; default: --max-response-tokens
     clip_low: Amount = 0.2  # ratio is clipped below 1 - this
     clip_high: Amount = 0.35  # ratio is clipped above 1 + this
     minibatches: Count = 1  # optimizer steps per rollout and epoch
@@ -130,10 +114,8 @@ def curiosity_terms(
     return bonus, penalty * min(free - calls, 0)
 
 
-def num_calls(episode: Episode, count: str) -> int:
-    """Calls of a trajectory. Attempted ones include failed ones, and the one that --max-turns refused."""
-    if count == "successful":
-        return sum(not call["error"] for call in episode.calls)
+def num_calls(episode: Episode) -> int:
+    """Attempted calls of a trajectory: failed ones count, and so does the one that --max-turns refused."""
     return len(episode.calls) + (episode.finish_reason == "max_turns")
 
 
@@ -143,11 +125,10 @@ def shape_rewards(episodes: list[Episode], args: Args) -> None:
     A score counts as the paper's correctness, cut to [0, 1].
     """
     for group in by_prompt(episodes).values():
-        calls = [num_calls(e, args.count_calls) for e in group]
+        calls = [num_calls(e) for e in group]
         rapr = sum(n > 0 for n in calls) / len(group)
         for e, n in zip(group, calls):
-            unfixed = args.veto_errors and bool(e.calls) and e.calls[-1]["error"]
-            correctness = 0.0 if unfixed else min(max(e.rewards["score"], 0.0), 1.0)
+            correctness = min(max(e.rewards["score"], 0.0), 1.0)
             right = float(is_correct(e.rewards))
             is_video = any(m.kind == "video" for m in e.media)
             bonus, cost = curiosity_terms(
@@ -164,77 +145,18 @@ def shape_rewards(episodes: list[Episode], args: Args) -> None:
             e.rewards["score"] = correctness + bonus + cost + math.fsum(reward for _, reward in e.turn_rewards)
 
 
-def is_replayed(episode: Episode) -> bool:
-    """By its place, as `ReplayMemory.draw` numbers them: a user's rewards may have any name."""
-    return episode.prompt_index >= 10**9
-
-
-@dataclass
-class ReplayMemory:
-    """Episodes of earlier steps whose groups were unequal, with their advantages: this rank's share.
-
-    Selective sample replay (VL-Rethinker, arXiv 2504.08837): drawn with probability proportional to |advantage|.
-    """
-
-    folder: Path
-    capacity: int  # episodes
-    max_age: int  # steps
-    seed: int
-    world: World
-    episodes: list[Episode] = field(default_factory=list)
-
-    def add(self, episodes: list[Episode], advantages: list[float], step: int) -> None:
-        for episode, advantage in zip(episodes, advantages):
-            episode = replace(episode, rewards=episode.rewards | {"advantage": advantage, "born": float(step)})
-            self.episodes += [episode] if advantage and any(episode.loss_mask) else []
-        self.episodes = self.episodes[max(0, len(self.episodes) - self.capacity) :]
-
-    def draw(self, count: int, step: int) -> list[Episode]:
-        """At most `count` of those not older than `max_age` steps, each as a prompt of its own."""
-        self.episodes = [e for e in self.episodes if step - e.rewards["born"] <= self.max_age]
-        weights = np.array([abs(e.rewards["advantage"]) for e in self.episodes])
-        rng = np.random.Generator(np.random.PCG64([self.seed, step, self.world.rank]))
-        count = min(count, len(weights))
-        chosen = rng.choice(len(weights), count, replace=False, p=weights / weights.sum()) if count else []
-        first = 10**9 + self.world.rank  # no prompt of this step has such a place
-        return [replace(self.episodes[i], prompt_index=first + k * self.world.size) for k, i in enumerate(chosen)]
-
-    def save(self, step: int, tokenizer, checkpoints: Path) -> None:
-        """Beside the checkpoint of a step; files whose checkpoint is gone go too."""
-        wanted = f"step_{step:06d}" if all_reduce([len(self.episodes)])[0] else None
-        for path in self.folder.glob("step_*.parquet") if self.world.is_main else ():
-            name = path.name.partition(".")[0]
-            if (name == f"step_{step:06d}" and not wanted) or not (checkpoints / name).exists():
-                with suppress(OSError):  # no reason to end a run
-                    path.unlink()
-        barrier()
-        if wanted:
-            dump_rollouts(self.folder, step, self.episodes, [], [], tokenizer, self.world)
-
-    def load(self, checkpoint: Path, step: int, limits: PixelLimits) -> None:
-        """What was saved beside a checkpoint; nothing, after a notice, on another number of ranks."""
-        self.episodes, path = [], checkpoint.absolute().parents[1] / self.folder.name / f"step_{step:06d}.parquet"
-        try:
-            self.episodes = load_rollouts(path, step, self.world, limits)[0] if path.is_file() else []
-        except (SystemExit, LookupError, OSError, ValueError) as reason:
-            print(f"warning: nothing is replayed from before step {step}: {reason}", flush=True)
-
-
-def select(sampled: list[Episode], memory: ReplayMemory, args: Args, step: int) -> tuple[list[Episode], list[Episode]]:
-    """Of a step's episodes those to train on, and earlier ones in the places of groups that teach nothing."""
+def select(sampled: list[Episode], args: Args) -> list[Episode]:
+    """Of a step's episodes those to train on: scored, with bonus and cost, of groups that are not all equal."""
     scored = [e for e in sampled if math.isfinite(e.rewards["score"])]  # scoring the others has failed
     shape_rewards(scored, args)
-    fresh = unequal_groups(scored) if args.filter_equal else scored
-    places = min(len(scored) - len(fresh), round(args.replay_share * len(scored)))
-    return fresh, memory.draw(places, step)
+    return unequal_groups(scored)
 
 
-def curiosity_means(sampled: list[Episode], replayed: list[Episode]) -> Means:
-    """Metrics of looking, over the scored episodes, and of the replay; bonus and cost are among their rewards."""
+def curiosity_means(sampled: list[Episode]) -> Means:
+    """How many of the scored episodes look; bonus and cost are among their rewards."""
     means = Means()
     scored = [e.rewards for e in sampled if math.isfinite(e.rewards["score"])]
     means.add("tool/rapr", math.fsum(r["looks"] for r in scored), count=len(scored))
-    means.add_total("replay/samples", len(replayed))
     return means
 
 
@@ -336,7 +258,7 @@ def backward(
     they are written to `tokens.old_logprobs`, and the ratio is exactly 1.
     """
     num_tokens, num_sequences = minibatch.num_tokens, minibatch.num_sequences
-    constant_length = args.loss_length or args.rollout.max_response_tokens
+    constant_length = args.rollout.max_response_tokens
     total_loss, means = torch.zeros((), device=world.device), Means()
     for i, batch in enumerate(Progress("micro-batch", minibatch.micro_batches)):
         batch = batch.to(world.device)
@@ -375,43 +297,6 @@ def collect(rollouts: Rollouts, num_prompts: int, step: int, watch: Stopwatch, f
     return episodes
 
 
-def compare_without_tools(
-    job: Job, rollouts: Rollouts, args: Args, policy: torch.nn.Module, step: int, with_tools: Path
-) -> None:
-    """Evaluate the same rows without tools, and print both side by side."""
-    options = {"flag": "--eval-data", "tokenizer": job.tokenizer, "vision": job.vision, "notice": job.world.print}
-    rows = PromptData(rollouts.eval_data.files.paths, args.data, args.rollout, **options)
-    without = with_tools.with_stem("eval_samples_without_tools")
-    bare = copy(rollouts)  # the same engine, workers and seeds
-    bare.eval_data, bare.turns = rows, None
-    bare.evaluate(policy, step, without)
-    if job.world.is_main:
-        job.world.print(side_by_side({"with tools": with_tools, "without": without}))
-
-
-def side_by_side(reports: dict[str, Path]) -> str:
-    """A table with one line per source: accuracy with its 95 % interval in each of several files of samples.
-
-    Of the rows with a truth that all of them have: a prompt may be too long with tools, and fit without.
-    """
-    import pandas as pd
-
-    table: dict[str, dict[str, str]] = {}
-    samples_of = {name: list(RowFiles([path], name).records()) for name, path in reports.items()}
-    in_all = set.intersection(*({sample["row"] for sample in samples} for samples in samples_of.values()))
-    for name, of_this in samples_of.items():
-        by_source = defaultdict(list)
-        for sample in of_this:
-            if sample["row"] in in_all and sample["correct"] is not None:
-                by_source[sample["data_source"]].append(sample)
-        for source, samples in sorted(by_source.items()):
-            metrics = summarize(samples)
-            low, high = wilson_interval(metrics["eval/accuracy"], int(metrics["eval/rows"]))
-            line = table.setdefault(source, {"source": source, "rows": str(int(metrics["eval/rows"]))})
-            line[name] = f"{metrics['eval/accuracy']:.3f} ({low:.3f} - {high:.3f})"
-    return pd.DataFrame(list(table.values())).fillna("").to_string(index=False)
-
-
 def check_args(args: Args) -> None:
     """Refuse what cannot work, or has no effect, before anything is loaded."""
     check_shared(args.data, args.run, args.rollout)
@@ -419,22 +304,21 @@ def check_args(args: Args) -> None:
     single = args.rollout.samples_per_prompt < 2 and not args.rollout.eval_only
     refuse(single, "--samples-per-prompt 1: nothing to compare with")
     refuse(P < M, f"--minibatches {M} of --prompts-per-step {P}: a minibatch needs a prompt (groups stay together)")
-    forgets = args.replay_share > 0 and not args.replay_max_age
-    refuse(forgets, "--replay-max-age 0: a sample is replayed in later steps, or not at all: leave out --replay-share")
-    moved = "several --minibatches or --epochs-per-step: on-policy the ratio is 1"
+    off_policy = M * args.epochs_per_step > 1
+    several = "several --minibatches or --epochs-per-step: on-policy the ratio is 1"
     calls = bool(args.rollout.tools or args.rollout.environment)
-    bonus = (args.curiosity != "none" and calls, "--tools or --environment, and --curiosity paper or repo")
-    idle = dict.fromkeys(["clip_low", "clip_high"], (M * args.epochs_per_step > 1, moved))
-    idle |= dict.fromkeys(["curiosity_alpha", "curiosity_target", "call_penalty", "free_calls"], bonus)
-    idle |= dict.fromkeys(["veto_errors", "count_calls"], (calls, "--tools or --environment"))
-    idle |= {
-        "compare_tools": (args.rollout.eval_only and bool(args.rollout.tools), "--eval-only and --tools"),
-        "replay_share": (args.filter_equal, "places that --filter-equal leaves"),
-        "replay_max_age": (args.filter_equal and args.replay_share > 0, "--replay-share"),
-        "loss_length": (args.reduction == "dr_grpo", "--reduction dr_grpo"),
+    looks = args.curiosity != "none" and calls
+    looking = "--tools or --environment, and --curiosity paper or repo"
+    uses = {  # flag: (whether it has an effect, what it needs for one)
+        "curiosity_alpha": (looks, looking),
+        "curiosity_target": (looks, looking),
+        "call_penalty": (looks, looking),
+        "free_calls": (looks, looking),
+        "clip_low": (off_policy, several),
+        "clip_high": (off_policy, several),
         "lr_floor": (args.lr_schedule != "constant", "--lr-schedule linear or cosine"),
     }
-    refuse_idle(args, idle)
+    refuse_idle(args, uses)
     refuse_idle(args.machine, {"reference_offload": (False, "a reference model, which curiosity_rl.py does not have")})
 
 
@@ -450,18 +334,10 @@ def main(args: Args, demo: bool = False) -> None:
     state = {"loader": rollouts.loader}
     checkpoints = Checkpoints(job, optimizers={"policy": optimizer}, state=state)
     start = checkpoints.resume(weights_only=args.rollout.eval_only)
-    samples = args.rollout.prompts_per_step * args.rollout.samples_per_prompt // world.size  # a step's worth
-    capacity = samples if args.filter_equal and args.replay_share else 0
-    memory = ReplayMemory(job.output_dir / "replay_memory", capacity, args.replay_max_age, args.run.seed, world)
-    if job.checkpoint and not args.rollout.eval_only:
-        memory.load(job.checkpoint, start, job.limits)
-    job.at_outage.insert(0, lambda step: memory.save(step, job.tokenizer, checkpoints.folder))  # before its checkpoint
     logger = open_logger(job, args, rollouts.total_steps, checkpoints, record=not args.rollout.eval_only)
 
     if args.rollout.eval_only:
-        samples = rollouts.evaluate_only(policy, start, logger)
-        if args.compare_tools:
-            compare_without_tools(job, rollouts, args, policy, start, with_tools=samples)
+        rollouts.evaluate_only(policy, start, logger)
         return
     announce(rollouts, updates=args.minibatches * args.epochs_per_step)
     if start == 0 and args.run.eval_before and rollouts.can_evaluate:
@@ -471,33 +347,26 @@ def main(args: Args, demo: bool = False) -> None:
         watch = Stopwatch()
         if args.rollout.replay:
             sampled, episodes = load_rollouts(args.rollout.replay, step + 1, world, job.limits)
-            sampled = [e for e in sampled if not is_replayed(e)]
-            replayed = [e for e in episodes if is_replayed(e)]
-            fresh = [e for e in episodes if not is_replayed(e)]
         else:
             with watch("sync"):
                 sync_engine(rollouts.engine, policy, step)
             sampled = collect(rollouts, args.rollout.prompts_per_step, step, watch)
             rollouts.engine.sleep()
-            fresh, replayed = select(sampled, memory, args, step)
+            episodes = select(sampled, args)
 
         # 4. update
-        episodes = fresh + replayed
         index = TokenIndex(episodes)
         tokens = Tokens.of(episodes, index, device)
         minibatches = packer.minibatches(episodes, index, args.minibatches, seed=args.run.seed, step=step)
         with watch("logprob"):
             # the first minibatch gets its old log-probs for free in its own forward
             packer.fill(tokens.old_logprobs, policy, minibatches[1:], args.rollout.temperature)
-        scores = torch.tensor([e.rewards["score"] for e in fresh], dtype=torch.float32)  # [E], of the fresh ones
-        groups = torch.tensor([e.prompt_index for e in fresh], dtype=torch.int64)
-        fresh_advantages = group_advantages(scores, groups, args.advantage)
-        replayed_advantages = torch.tensor([e.rewards["advantage"] for e in replayed], dtype=torch.float32)
-        advantages = torch.cat([fresh_advantages, replayed_advantages])  # [E]
+        scores = torch.tensor([e.rewards["score"] for e in episodes], dtype=torch.float32)  # [E]
+        groups = torch.tensor([e.prompt_index for e in episodes], dtype=torch.int64)  # [E]
+        advantages = group_advantages(scores, groups, args.advantage)  # [E]
         tokens.advantages = advantages[index.episode_of_token].to(device)
-        memory.add(fresh, fresh_advantages.tolist(), step)
         if due(step + 1, args.rollout.dump_rollouts_every):
-            rollouts.dump(step + 1, sampled + replayed, episodes, advantages.tolist())
+            rollouts.dump(step + 1, sampled, episodes, advantages.tolist())
 
         decay = lr_factor(step, rollouts.total_steps, args.warmup_steps, args.lr_schedule, args.lr_floor)
         lr = args.learning_rate * decay
@@ -508,14 +377,13 @@ def main(args: Args, demo: bool = False) -> None:
                 accumulate = partial(backward, policy, minibatch, tokens, args, world, store_old_logprobs=on_policy)
                 means.merge(packer.attempt(policy, accumulate, scale=optimizer.scale))
                 if on_policy:  # and all old log-probs are in
-                    new = (index.episode_of_token < len(fresh)).to(device)  # earlier weights sampled the others
-                    gap = checked_gap(tokens.rollout_logprobs[new], tokens.old_logprobs[new], rollouts.max_gap, step)
-                    means.add("policy/rollout_logprob_gap", gap * new.sum().item(), count=new.sum().item())
+                    gap = checked_gap(tokens.rollout_logprobs, tokens.old_logprobs, rollouts.max_gap, step)
+                    means.add("policy/rollout_logprob_gap", gap)
                 means.merge(optimizer.step(lr))
 
         # 5. log
         means.merge(rollout_means(sampled, watch.seconds, with_tools=rollouts.turns is not None))
-        means.merge(curiosity_means(sampled, replayed))
+        means.merge(curiosity_means(sampled))
         metrics = rollout_metrics(means.reduce()) | {
             "optim/lr": lr,
             "optim/loss_scale": optimizer.scale,
@@ -533,7 +401,6 @@ def main(args: Args, demo: bool = False) -> None:
         stop = stop_requested() or rollouts.scores_nothing  # during the evaluation, too
         logger.log(step + 1, metrics)  # before the checkpoint: a step that a resume skips is a step on record
         if not args.rollout.replay and (last or stop or checkpoints.due(step + 1, metrics.get("eval/accuracy"))):
-            memory.save(step + 1, job.tokenizer, checkpoints.folder)
             checkpoints.save(step + 1, metrics.get("eval/accuracy"))
         if rollouts.scores_nothing:
             rollouts.end_unscored(step + 1)

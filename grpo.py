@@ -71,7 +71,6 @@ class Args:
     objective: Literal["ppo", "gspo", "cispo"] = "ppo"  # what is clipped: a token's ratio, its sequence's, its weight
     advantage: Literal["group-std", "group-mean", "rloo", "batch-std"] = "group-std"  # baseline and scale of scores
     reduction: Literal["dapo", "grpo", "dr_grpo"] = "dapo"  # mean over tokens; sequences (of gspo); constant length
-    loss_length: Count | None = None  # constant length of dr_grpo; default: --max-response-tokens
     clip_low: Amount = 0.2  # ratio is clipped below 1 - this; default of gspo: 3e-4
     clip_high: Amount = 0.2  # ratio is clipped above 1 + this (DAPO's clip-higher: 0.28); default of gspo: 4e-4
     dual_clip: Amount = 3.0  # loss bound for negative advantages, as a ratio; 0 = off
@@ -79,13 +78,10 @@ class Args:
     epochs_per_step: Count = 1  # passes over a rollout
     entropy_coef: float = 0.0  # bonus for entropy
     correction: Literal["none", "truncate", "mask", "sequence"] = "none"  # TIS; IcePop, MIS; by response
-    correction_low: Amount = 0.5  # mask, sequence: below this the weight is 0
-    correction_high: Amount = 2.0  # truncate: largest weight; mask, sequence: above this the weight is 0
-    kl_in: Literal["none", "reward", "loss"] = "none"  # where the KL to the initial policy is charged
-    kl_coef: Amount = 0.0  # its coefficient
-    kl_estimator: Literal["k1", "k2", "k3", "k3-is"] = "k1"  # reward: k1; loss: k2, k3, or k3-is (importance-weighted)
-    kl_target: Amount = 0.0  # adapt the coefficient towards this KL per token; 0: fixed
-    kl_horizon: Count = 10_000  # sequences over which it adapts
+    correction_range: tuple[Amount, Amount] = (0.5, 2.0)  # truncate: the largest weight; mask, sequence: 0 outside
+    kl_reward_coef: Amount = 0.0  # coefficient of the KL to the initial policy in the reward (k1); 0 = off
+    kl_loss_coef: Amount = 0.0  # its coefficient in the loss; 0 = off
+    kl_estimator: Literal["k2", "k3", "k3-is"] = "k3"  # of the loss; k3-is: importance-weighted
     overlong_buffer: Limit = 0  # last tokens of --max-response-tokens in which the score falls, by up to 1 (DAPO)
     mask_truncated: bool = False  # train on no truncated response
     dynamic_sampling: Limit = 0  # replace groups of equal scores, in at most so many rounds of sampling; 0: keep them
@@ -232,27 +228,6 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor, es
     return k3 * (logprobs - old_logprobs).clamp(-20, 20).exp() if estimator == "k3-is" else k3
 
 
-@dataclass
-class KLController:
-    """Coefficient of the KL to the initial policy, adapted towards `target` (arXiv 1909.08593 sec. 2.2); 0: fixed."""
-
-    coef: float
-    target: float
-    horizon: float  # sequences over which it adapts
-
-    def update(self, kl: float, num_sequences: float) -> None:
-        """After a step of so many sequences with a mean KL of `kl` per token."""
-        error = min(max(kl / self.target - 1, -0.2), 0.2) if self.target else 0.0
-        self.coef *= 1 + error * min(num_sequences / self.horizon, 1.0)
-
-    def state_dict(self) -> float:
-        return self.coef
-
-    def load_state_dict(self, coef: float) -> None:
-        if self.target and coef:  # a fixed one is that of the flag
-            self.coef = coef
-
-
 def token_weights(
     reduction: str, lengths: Tensor, num_loss_tokens: float, num_sequences: float, max_response_tokens: int
 ) -> Tensor:
@@ -276,7 +251,7 @@ class Tokens:
     lengths: Tensor  # [T] float: trained tokens of its episode
     rollout_logprobs: Tensor  # [T] float32: the engine's
     old_logprobs: Tensor  # [T] float32: the trainer's, with the weights of the rollout; NaN until computed
-    ref_logprobs: Tensor  # [T] float32: the initial policy's; NaN without --kl-in
+    ref_logprobs: Tensor  # [T] float32: the initial policy's; NaN without a KL
     advantages: Tensor  # [T] float32; NaN until computed
 
     @classmethod
@@ -294,9 +269,7 @@ class Tokens:
         return Tokens(**{name: values[index] for name, values in vars(self).items()})
 
 
-def policy_loss(
-    logprobs: Tensor, entropy: Tensor, tokens: Tokens, args: Args, kl_coef: float
-) -> tuple[Tensor, Tensor]:
+def policy_loss(logprobs: Tensor, entropy: Tensor, tokens: Tokens, args: Args) -> tuple[Tensor, Tensor]:
     """Loss of each token [N], to be averaged, and whether a clip is active [N]."""
     logratio = (logprobs - tokens.old_logprobs).clamp(-20, 20)
     ratio = logratio.exp()
@@ -312,12 +285,13 @@ def policy_loss(
             tokens.old_logprobs,
             tokens.rollout_logprobs,
             tokens.episodes,
-            low=args.correction_low,
-            high=args.correction_high,
+            low=args.correction_range[0],
+            high=args.correction_range[1],
         )
     loss = loss - args.entropy_coef * entropy
-    if args.kl_in == "loss":
-        loss = loss + kl_coef * kl_estimate(logprobs, tokens.ref_logprobs, tokens.old_logprobs, args.kl_estimator)
+    if args.kl_loss_coef:
+        kl = kl_estimate(logprobs, tokens.ref_logprobs, tokens.old_logprobs, args.kl_estimator)
+        loss = loss + args.kl_loss_coef * kl
     return loss, clipped
 
 
@@ -329,7 +303,6 @@ def backward(
     world: World,
     *,
     store_old_logprobs: bool,
-    kl_coef: float = 0.0,
     scale: float = 1.0,
 ) -> Means:
     """Accumulate the gradient of one optimizer step, times `scale`. Returns the step's policy/* metrics.
@@ -338,7 +311,7 @@ def backward(
     they are written to `tokens.old_logprobs`, and the ratio is exactly 1.
     """
     num_tokens, num_sequences = minibatch.num_tokens, minibatch.num_sequences
-    constant_length = args.loss_length or args.rollout.max_response_tokens
+    constant_length = args.rollout.max_response_tokens
     total_loss, means = torch.zeros((), device=world.device), Means()
     for i, batch in enumerate(Progress("micro-batch", minibatch.micro_batches)):
         batch = batch.to(world.device)
@@ -347,7 +320,7 @@ def backward(
             if store_old_logprobs:
                 tokens.old_logprobs[batch.tokens] = logprobs.detach()
             here = tokens[batch.tokens]
-            loss, clipped = policy_loss(logprobs, entropy, here, args, kl_coef)  # [N], [N]
+            loss, clipped = policy_loss(logprobs, entropy, here, args)  # [N], [N]
             weights = token_weights(args.reduction, here.lengths, num_tokens, num_sequences, constant_length)
             # FSDP2 and DDP average gradients over ranks, the denominator is global: hence world.size
             loss = (loss * weights).sum() * world.size
@@ -430,32 +403,32 @@ def check_args(args: Args) -> None:
     refuse(args.rollout.samples_per_prompt < 2 and not args.rollout.eval_only, "--samples-per-prompt 1: no group")
     refuse(P < M, f"--minibatches {M} of --prompts-per-step {P}: a minibatch needs a prompt (groups stay together)")
     refuse(0 < args.dual_clip <= 1, f"--dual-clip {args.dual_clip}: a bound on the ratio must be above 1 (0 = off)")
-    lowest = args.correction_low if args.correction in ("mask", "sequence") else 0.0
-    refuse(args.correction_high <= lowest, f"--correction-high {args.correction_high}: must be above {lowest:g}")
+    low, high = args.correction_range
+    if high <= low:
+        raise SystemExit(f"--correction-range {low:g} {high:g}: the second number must be above the first")
     refuse(args.overlong_buffer >= args.rollout.max_response_tokens, "--overlong-buffer: below --max-response-tokens")
     refuse(not 1 <= args.oversample <= 100, f"--oversample {args.oversample}: must be from 1 to 100")
     refuse(args.dynamic_sampling == 1, "--dynamic-sampling 1 never refills: give a number of rounds, such as 10")
-    charged, estimator = args.kl_in, args.kl_estimator
-    refuse(charged != "none" and not args.kl_coef, f"--kl-in {charged} needs a --kl-coef, such as 0.001")
-    refuse(charged == "reward" and estimator != "k1", f"--kl-in reward with {estimator}: biased there, take k1")
-    refuse(charged == "loss" and estimator == "k1", "--kl-in loss with k1: no gradient on average, take k3-is")
-    noisy = charged == "reward" and (args.advantage == "group-std" or args.mask_truncated)
-    refuse(noisy, "--kl-in reward with --advantage group-std or --mask-truncated: KL would decide equal groups")
+    noisy = args.advantage == "group-std" or args.mask_truncated
+    if args.kl_reward_coef and noisy:
+        raise SystemExit(
+            "--kl-reward-coef with --advantage group-std or --mask-truncated: KL would decide equal groups"
+        )
     off_policy = args.minibatches * args.epochs_per_step > 1
-    moved = "several --minibatches or --epochs-per-step: on-policy the ratio is 1"
-    idle = dict.fromkeys(["objective", "clip_low", "clip_high"], (off_policy, moved))
-    idle |= dict.fromkeys(["kl_coef", "kl_estimator", "kl_target"], (charged != "none", "--kl-in reward or loss"))
-    idle |= {
-        "correction_low": (args.correction in ("mask", "sequence"), "--correction mask or sequence"),
-        "correction_high": (args.correction != "none", "a --correction"),
-        "kl_horizon": (args.kl_target > 0, "--kl-target"),
-        "loss_length": (args.reduction == "dr_grpo", "--reduction dr_grpo"),
-        "dual_clip": (off_policy and args.objective == "ppo", f"--objective ppo, and {moved}"),
+    several = "several --minibatches or --epochs-per-step: on-policy the ratio is 1"
+    uses = {  # flag: (whether it has an effect, what it needs for one)
+        "objective": (off_policy, several),
+        "clip_low": (off_policy, several),
+        "clip_high": (off_policy, several),
+        "dual_clip": (off_policy and args.objective == "ppo", f"--objective ppo, and {several}"),
+        "correction_range": (args.correction != "none", "a --correction"),
+        "kl_estimator": (args.kl_loss_coef > 0, "a --kl-loss-coef"),
         "tool_bonus": (bool(args.rollout.tools or args.rollout.environment), "--tools or --environment"),
         "lr_floor": (args.lr_schedule != "constant", "--lr-schedule linear or cosine"),
     }
-    refuse_idle(args, idle)
-    refuse_idle(args.machine, {"reference_offload": (charged != "none", "--kl-in reward or loss")})
+    refuse_idle(args, uses)
+    has_kl = args.kl_reward_coef > 0 or args.kl_loss_coef > 0
+    refuse_idle(args.machine, {"reference_offload": (has_kl, "a --kl-reward-coef or --kl-loss-coef")})
 
 
 def main(args: Args, demo: bool = False) -> None:
@@ -463,7 +436,8 @@ def main(args: Args, demo: bool = False) -> None:
     job = Job("grpo", args.data, args.machine, args.run, demo, record=not args.rollout.eval_only)
     world, device = job.world, job.world.device
     args = with_objective_defaults(args)
-    frozen = [job.path] if args.kl_in != "none" and not args.rollout.eval_only else []
+    has_kl = args.kl_reward_coef > 0 or args.kl_loss_coef > 0
+    frozen = [job.path] if has_kl and not args.rollout.eval_only else []
     rollouts = Rollouts(
         job, args.data, args.rollout, args.run, trained=[job.path], frozen=frozen, oversample=args.oversample
     )
@@ -472,9 +446,8 @@ def main(args: Args, demo: bool = False) -> None:
     reference = job.load_reference(policy) if frozen else None
     optimizer = job.adamw(policy, args.weight_decay, args.max_grad_norm)
     optimizers = {"policy": optimizer}
-    kl_controller = KLController(args.kl_coef, args.kl_target, args.kl_horizon)
     packer = Packer(job.attention, args.machine.micro_batch_tokens, job.output_dir, world, job.vision)
-    state = {"loader": rollouts.loader, "kl_coef": kl_controller}
+    state = {"loader": rollouts.loader}
     checkpoints = Checkpoints(job, optimizers=optimizers, state=state)
     start = checkpoints.resume(weights_only=args.rollout.eval_only)
     logger = open_logger(job, args, rollouts.total_steps, checkpoints, record=not args.rollout.eval_only)
@@ -504,16 +477,16 @@ def main(args: Args, demo: bool = False) -> None:
         minibatches = packer.minibatches(episodes, index, args.minibatches, seed=args.run.seed, step=step)
         with watch("logprob"):
             # the first minibatch gets its old log-probs for free in its own forward, if nothing needs them before
-            later = minibatches if args.kl_in == "reward" else minibatches[1:]
+            later = minibatches if args.kl_reward_coef else minibatches[1:]
             packer.fill(tokens.old_logprobs, policy, later, args.rollout.temperature)
             if reference:
                 reference.to(device)
                 packer.fill(tokens.ref_logprobs, reference, minibatches, args.rollout.temperature)
                 reference.to("cpu" if args.machine.reference_offload else device)
         scores = shaped_scores(episodes, args.rollout.max_response_tokens, args.overlong_buffer)  # [E]
-        if args.kl_in == "reward":
+        if args.kl_reward_coef:
             kl = kl_estimate(tokens.old_logprobs, tokens.ref_logprobs, tokens.old_logprobs, "k1").cpu()  # [T]
-            scores = scores - kl_controller.coef * index.sums(kl)
+            scores = scores - args.kl_reward_coef * index.sums(kl)
         groups = torch.tensor([e.prompt_index for e in episodes], dtype=torch.int64)  # [E]
         advantages = group_advantages(scores, groups, args.advantage)  # [E]
         tokens.advantages = advantages[index.episode_of_token].to(device)
@@ -527,7 +500,7 @@ def main(args: Args, demo: bool = False) -> None:
             for epoch, minibatch in Progress("update", product(range(args.epochs_per_step), minibatches)):
                 on_policy = epoch == 0 and minibatch is minibatches[0]  # the weights are still the engine's
                 accumulate = partial(backward, policy, minibatch, tokens, args, world, store_old_logprobs=on_policy)
-                means.merge(packer.attempt(policy, accumulate, kl_coef=kl_controller.coef, scale=optimizer.scale))
+                means.merge(packer.attempt(policy, accumulate, scale=optimizer.scale))
                 if on_policy:  # and all old log-probs are in
                     gap = checked_gap(tokens.rollout_logprobs, tokens.old_logprobs, rollouts.max_gap, step)
                     means.add("policy/rollout_logprob_gap", gap)
@@ -538,16 +511,11 @@ def main(args: Args, demo: bool = False) -> None:
         if reference:
             kl = kl_estimate(tokens.old_logprobs, tokens.ref_logprobs, tokens.old_logprobs, "k3")
             means.add("policy/kl_to_ref", kl.sum(), count=len(kl))
-            means.add("policy/kl_coef", kl_controller.coef)
         metrics = rollout_metrics(means.reduce()) | {
             "optim/lr": lr,
             "optim/loss_scale": optimizer.scale,
             "data/epoch": rollouts.loader.epoch,
         }
-        if reference:
-            num_sequences = sum(minibatch.num_sequences for minibatch in minibatches)
-            kl_controller.update(metrics.get("policy/kl_to_ref", 0.0), num_sequences)  # none: of no tokens
-
         rollouts.count_unscored(step + 1, metrics)
 
         # 6. eval, checkpoint

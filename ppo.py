@@ -55,28 +55,20 @@ class Args:
     """PPO's objective, its critic and their optimizers. What scripts share comes in groups: common/flags.py."""
 
     gamma: Share = 1.0  # discount per token
-    critic_lambda: Share = 1.0  # GAE of the returns, the critic's targets; 1: they are the plain returns
-    policy_lambda: Share = 1.0  # GAE of the advantages
-    lambda_length: Amount = 0.0  # VAPO's alpha: the advantages' lambda is 1 - 1 / (alpha * response length); 0: off
-    whiten: bool = True  # advantages to mean 0 and variance 1 over all trained tokens of the step
+    gae_lambda: Share = 1.0  # GAE's lambda, of the advantages; the critic's targets are the plain returns
     reduction: Literal["dapo", "grpo", "dr_grpo"] = "dapo"  # mean over tokens; over sequences; constant length
-    loss_length: Count | None = None  # constant length of dr_grpo; default: --max-response-tokens
     clip_low: Amount = 0.2  # ratio is clipped below 1 - this
     clip_high: Amount = 0.2  # ratio is clipped above 1 + this (DAPO's clip-higher: 0.28)
     dual_clip: Amount = 3.0  # loss bound for negative advantages, as a ratio; 0 = off
     value_clip: Amount = 0.5  # values are clipped this far from the old ones; 0 = off
     minibatches: Count = 4  # optimizer steps per rollout and epoch
     epochs_per_step: Count = 1  # passes over a rollout
-    critic_epochs: Count = 1  # passes of the critic over a rollout
     entropy_coef: float = 0.0  # bonus for entropy
     correction: Literal["none", "truncate", "mask", "sequence"] = "none"  # TIS; IcePop, MIS; by response
-    correction_low: Amount = 0.5  # mask, sequence: below this the weight is 0
-    correction_high: Amount = 2.0  # truncate: largest weight; mask, sequence: above this the weight is 0
-    kl_in: Literal["none", "reward", "loss"] = "none"  # where the KL to the initial policy is charged
-    kl_coef: Amount = 0.0  # its coefficient
-    kl_estimator: Literal["k1", "k2", "k3", "k3-is"] = "k1"  # reward: k1; loss: k2, k3, or k3-is (importance-weighted)
-    kl_target: Amount = 0.0  # adapt the coefficient towards this KL per token; 0: fixed
-    kl_horizon: Count = 10_000  # sequences over which it adapts
+    correction_range: tuple[Amount, Amount] = (0.5, 2.0)  # truncate: the largest weight; mask, sequence: 0 outside
+    kl_reward_coef: Amount = 0.0  # coefficient of the KL to the initial policy in the reward (k1); 0 = off
+    kl_loss_coef: Amount = 0.0  # its coefficient in the loss; 0 = off
+    kl_estimator: Literal["k2", "k3", "k3-is"] = "k3"  # of the loss; k3-is: importance-weighted
     overlong_buffer: Limit = 0  # last tokens of --max-response-tokens in which the score falls, by up to 1 (DAPO)
     mask_truncated: bool = False  # train on no truncated response
     critic_model: str | None = None  # backbone of the critic, with the same tokenizer; default: --model
@@ -103,7 +95,7 @@ DEMO = Args(
     learning_rate=3e-5,
     critic_learning_rate=6e-4,
     critic_warmup_steps=16,
-    policy_lambda=0.99,
+    gae_lambda=0.99,
     lr_schedule="linear",
     warmup_steps=5,
     rollout=Rollout(prompts_per_step=192, samples_per_prompt=1, max_prompt_tokens=64, max_response_tokens=256),
@@ -130,8 +122,8 @@ def token_rewards(scores: Tensor, index: TokenIndex, episodes: list[Episode] | t
     return rewards
 
 
-def gae(rewards: Tensor, values: Tensor, index: TokenIndex, gamma: float, lam: float | Tensor) -> Tensor:
-    """Generalized advantage estimates (arXiv 1506.02438 eq. 16): rewards, values [T], lam a number or [E] -> [T].
+def gae(rewards: Tensor, values: Tensor, index: TokenIndex, gamma: float, lam: float) -> Tensor:
+    """Generalized advantage estimates (arXiv 1506.02438 eq. 16): rewards, values [T] -> [T].
 
     A_t = delta_t + gamma lam A_t+1, delta_t = r_t + gamma V_t+1 - V_t, over an episode's trained tokens; then V = 0.
     """
@@ -224,27 +216,6 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor, es
     return k3 * (logprobs - old_logprobs).clamp(-20, 20).exp() if estimator == "k3-is" else k3
 
 
-@dataclass
-class KLController:
-    """Coefficient of the KL to the initial policy, adapted towards `target` (arXiv 1909.08593 sec. 2.2); 0: fixed."""
-
-    coef: float
-    target: float
-    horizon: float  # sequences over which it adapts
-
-    def update(self, kl: float, num_sequences: float) -> None:
-        """After a step of so many sequences with a mean KL of `kl` per token."""
-        error = min(max(kl / self.target - 1, -0.2), 0.2) if self.target else 0.0
-        self.coef *= 1 + error * min(num_sequences / self.horizon, 1.0)
-
-    def state_dict(self) -> float:
-        return self.coef
-
-    def load_state_dict(self, coef: float) -> None:
-        if self.target and coef:  # a fixed one is that of the flag
-            self.coef = coef
-
-
 def token_weights(
     reduction: str, lengths: Tensor, num_loss_tokens: float, num_sequences: float, max_response_tokens: int
 ) -> Tensor:
@@ -268,7 +239,7 @@ class Tokens:
     lengths: Tensor  # [T] float: trained tokens of its episode
     rollout_logprobs: Tensor  # [T] float32: the engine's
     old_logprobs: Tensor  # [T] float32: the trainer's, with the weights of the rollout; NaN until computed
-    ref_logprobs: Tensor  # [T] float32: the initial policy's; NaN without --kl-in
+    ref_logprobs: Tensor  # [T] float32: the initial policy's; NaN without a KL
     advantages: Tensor  # [T] float32; NaN until computed
     values: Tensor  # [T] float32: the critic's, before the update; NaN until computed
     returns: Tensor  # [T] float32: its targets; NaN until computed
@@ -288,9 +259,7 @@ class Tokens:
         return Tokens(**{name: values[index] for name, values in vars(self).items()})
 
 
-def policy_loss(
-    logprobs: Tensor, entropy: Tensor, tokens: Tokens, args: Args, kl_coef: float
-) -> tuple[Tensor, Tensor]:
+def policy_loss(logprobs: Tensor, entropy: Tensor, tokens: Tokens, args: Args) -> tuple[Tensor, Tensor]:
     """Loss of each token [N], to be averaged, and whether a clip is active [N]."""
     logratio = (logprobs - tokens.old_logprobs).clamp(-20, 20)
     ratio = logratio.exp()
@@ -301,12 +270,13 @@ def policy_loss(
             tokens.old_logprobs,
             tokens.rollout_logprobs,
             tokens.episodes,
-            low=args.correction_low,
-            high=args.correction_high,
+            low=args.correction_range[0],
+            high=args.correction_range[1],
         )
     loss = loss - args.entropy_coef * entropy
-    if args.kl_in == "loss":
-        loss = loss + kl_coef * kl_estimate(logprobs, tokens.ref_logprobs, tokens.old_logprobs, args.kl_estimator)
+    if args.kl_loss_coef:
+        kl = kl_estimate(logprobs, tokens.ref_logprobs, tokens.old_logprobs, args.kl_estimator)
+        loss = loss + args.kl_loss_coef * kl
     return loss, clipped
 
 
@@ -318,7 +288,6 @@ def backward(
     world: World,
     *,
     store_old_logprobs: bool,
-    kl_coef: float = 0.0,
     scale: float = 1.0,
 ) -> Means:
     """Accumulate the gradient of one optimizer step, times `scale`. Returns the step's policy/* metrics.
@@ -327,7 +296,7 @@ def backward(
     they are written to `tokens.old_logprobs`, and the ratio is exactly 1.
     """
     num_tokens, num_sequences = minibatch.num_tokens, minibatch.num_sequences
-    constant_length = args.loss_length or args.rollout.max_response_tokens
+    constant_length = args.rollout.max_response_tokens
     total_loss, means = torch.zeros((), device=world.device), Means()
     for i, batch in enumerate(Progress("micro-batch", minibatch.micro_batches)):
         batch = batch.to(world.device)
@@ -336,7 +305,7 @@ def backward(
             if store_old_logprobs:
                 tokens.old_logprobs[batch.tokens] = logprobs.detach()
             here = tokens[batch.tokens]
-            loss, clipped = policy_loss(logprobs, entropy, here, args, kl_coef)  # [N], [N]
+            loss, clipped = policy_loss(logprobs, entropy, here, args)  # [N], [N]
             weights = token_weights(args.reduction, here.lengths, num_tokens, num_sequences, constant_length)
             # FSDP2 and DDP average gradients over ranks, the denominator is global: hence world.size
             loss = (loss * weights).sum() * world.size
@@ -355,7 +324,7 @@ def critic_backward(
 ) -> Means:
     """Accumulate the critic's gradient of one optimizer step, times `scale`. Returns the step's value/* metrics."""
     num_tokens, num_sequences = minibatch.num_tokens, minibatch.num_sequences
-    constant_length = args.loss_length or args.rollout.max_response_tokens
+    constant_length = args.rollout.max_response_tokens
     total_loss, means = torch.zeros((), device=world.device), Means()
     for i, batch in enumerate(Progress("micro-batch", minibatch.micro_batches)):
         batch = batch.to(world.device)
@@ -372,12 +341,13 @@ def critic_backward(
 
 
 def estimate(rewards: Tensor, values: Tensor, index: TokenIndex, args: Args) -> tuple[Tensor, Tensor]:
-    """Returns [T], the critic's targets, and advantages [T], from rewards and values [T]. All ranks call it."""
-    returns = values + gae(rewards, values, index, args.gamma, args.critic_lambda)
-    by_length = 1 - 1 / (args.lambda_length * index.lengths.clamp(min=1).double())  # [E], -inf if that is off
-    policy_lambda = by_length.clamp(min=0) if args.lambda_length else args.policy_lambda
-    advantages = gae(rewards, values, index, args.gamma, policy_lambda)
-    return returns, whitened(advantages) if args.whiten else advantages
+    """Returns [T], the critic's targets, and whitened advantages [T], from rewards and values [T]. All ranks call it.
+
+    The targets are the plain discounted returns: with a lambda of 1 the values cancel out.
+    """
+    returns = values + gae(rewards, values, index, args.gamma, 1.0)
+    advantages = gae(rewards, values, index, args.gamma, args.gae_lambda)
+    return returns, whitened(advantages)
 
 
 def collect(rollouts: Rollouts, num_prompts: int, step: int, watch: Stopwatch, first: int = 0) -> list[Episode]:
@@ -401,32 +371,29 @@ def check_args(args: Args) -> None:
     P, M = args.rollout.prompts_per_step, args.minibatches
     refuse(P < M, f"--minibatches {M} of --prompts-per-step {P}: a minibatch needs a prompt (groups stay together)")
     refuse(0 < args.dual_clip <= 1, f"--dual-clip {args.dual_clip}: a bound on the ratio must be above 1 (0 = off)")
-    lowest = args.correction_low if args.correction in ("mask", "sequence") else 0.0
-    refuse(args.correction_high <= lowest, f"--correction-high {args.correction_high}: must be above {lowest:g}")
+    low, high = args.correction_range
+    if high <= low:
+        raise SystemExit(f"--correction-range {low:g} {high:g}: the second number must be above the first")
     refuse(args.overlong_buffer >= args.rollout.max_response_tokens, "--overlong-buffer: below --max-response-tokens")
-    charged, estimator = args.kl_in, args.kl_estimator
-    refuse(charged != "none" and not args.kl_coef, f"--kl-in {charged} needs a --kl-coef, such as 0.001")
-    refuse(charged == "reward" and estimator != "k1", f"--kl-in reward with {estimator}: biased there, take k1")
-    refuse(charged == "loss" and estimator == "k1", "--kl-in loss with k1: no gradient on average, take k3-is")
     refuse_lonely_critic(args, args.run.total_steps)
     off_policy = args.minibatches * args.epochs_per_step > 1
-    moved = "several --minibatches or --epochs-per-step: on-policy the ratio is 1"
-    idle = dict.fromkeys(["dual_clip", "clip_low", "clip_high"], (off_policy, moved))
-    idle |= dict.fromkeys(["kl_coef", "kl_estimator", "kl_target"], (charged != "none", "--kl-in reward or loss"))
-    idle |= {
-        "correction_low": (args.correction in ("mask", "sequence"), "--correction mask or sequence"),
-        "correction_high": (args.correction != "none", "a --correction"),
-        "kl_horizon": (args.kl_target > 0, "--kl-target"),
-        "loss_length": (args.reduction == "dr_grpo", "--reduction dr_grpo"),
-        "policy_lambda": (not args.lambda_length, "no --lambda-length"),
-        "value_clip": (M * args.critic_epochs > 1, "several --minibatches or --critic-epochs"),
+    several = "several --minibatches or --epochs-per-step: on-policy the ratio is 1"
+    trains = not args.rollout.eval_only
+    uses = {  # flag: (whether it has an effect, what it needs for one)
+        "clip_low": (off_policy, several),
+        "clip_high": (off_policy, several),
+        "dual_clip": (off_policy, several),
+        "value_clip": (off_policy, "several --minibatches or --epochs-per-step"),
+        "correction_range": (args.correction != "none", "a --correction"),
+        "kl_estimator": (args.kl_loss_coef > 0, "a --kl-loss-coef"),
+        "reward_model": (trains, "training: evaluation takes the rule's score"),
         "reward_model_weight": (bool(args.reward_model), "--reward-model"),
-        "reward_model": (not args.rollout.eval_only, "training: evaluation takes the rule's score"),
-        "critic_model": (not args.rollout.eval_only, "training"),
+        "critic_model": (trains, "training"),
         "lr_floor": (args.lr_schedule != "constant", "--lr-schedule linear or cosine"),
     }
-    refuse_idle(args, idle)
-    refuse_idle(args.machine, {"reference_offload": (charged != "none", "--kl-in reward or loss")})
+    refuse_idle(args, uses)
+    has_kl = args.kl_reward_coef > 0 or args.kl_loss_coef > 0
+    refuse_idle(args.machine, {"reference_offload": (has_kl, "a --kl-reward-coef or --kl-loss-coef")})
 
 
 def refuse_lonely_critic(args: Args, total_steps: int | None) -> None:
@@ -448,7 +415,8 @@ def main(args: Args, demo: bool = False) -> None:
     check_args(args)
     job = Job("ppo", args.data, args.machine, args.run, demo, record=not args.rollout.eval_only)
     world, device = job.world, job.world.device
-    frozen = [job.path] if args.kl_in != "none" and not args.rollout.eval_only else []
+    has_kl = args.kl_reward_coef > 0 or args.kl_loss_coef > 0
+    frozen = [job.path] if has_kl and not args.rollout.eval_only else []
     folders = [job.path, critic_path(job, args.critic_model) if args.critic_model else job.path]
     rollouts = Rollouts(
         job, args.data, args.rollout, args.run, trained=folders, frozen=frozen, reward_model=args.reward_model
@@ -463,9 +431,8 @@ def main(args: Args, demo: bool = False) -> None:
         critic = job.load_critic(folders[1])
         critic_optimizer = job.adamw(critic, args.weight_decay, args.max_grad_norm, prefix="value")
         optimizers["critic"] = critic_optimizer
-    kl_controller = KLController(args.kl_coef, args.kl_target, args.kl_horizon)
     packer = Packer(job.attention, args.machine.micro_batch_tokens, job.output_dir, world, job.vision)
-    state = {"loader": rollouts.loader, "kl_coef": kl_controller}
+    state = {"loader": rollouts.loader}
     checkpoints = Checkpoints(job, optimizers=optimizers, state=state)
     start = checkpoints.resume(weights_only=args.rollout.eval_only)
     logger = open_logger(job, args, rollouts.total_steps, checkpoints, record=not args.rollout.eval_only)
@@ -497,7 +464,7 @@ def main(args: Args, demo: bool = False) -> None:
         warming_up = step < args.critic_warmup_steps  # the critic alone is trained
         with watch("logprob"):
             # the first minibatch gets its old log-probs for free in its own forward, if nothing needs them before
-            later = minibatches if args.kl_in == "reward" or warming_up else minibatches[1:]
+            later = minibatches if args.kl_reward_coef or warming_up else minibatches[1:]
             packer.fill(tokens.old_logprobs, policy, later, args.rollout.temperature)
             if reference:
                 reference.to(device)
@@ -507,9 +474,9 @@ def main(args: Args, demo: bool = False) -> None:
         scores = shaped_scores(episodes, args.rollout.max_response_tokens, args.overlong_buffer)  # [E]
         scores += args.reward_model_weight * torch.tensor([e.model_reward or 0.0 for e in episodes])
         rewards = token_rewards(scores, index, episodes)  # [T]
-        if args.kl_in == "reward":
+        if args.kl_reward_coef:
             kl = kl_estimate(tokens.old_logprobs, tokens.ref_logprobs, tokens.old_logprobs, "k1").cpu()  # [T]
-            rewards = rewards - kl_controller.coef * kl
+            rewards = rewards - args.kl_reward_coef * kl
         returns, advantages = estimate(rewards, tokens.values.cpu(), index, args)  # [T], [T]
         tokens.returns = returns.to(device)
         tokens.advantages = advantages.to(device)
@@ -522,7 +489,7 @@ def main(args: Args, demo: bool = False) -> None:
         lr = args.learning_rate * decay(policy_step, rollouts.total_steps - args.critic_warmup_steps)
         means = Means()
         with watch("update"):
-            for minibatch in Progress("critic update", minibatches * args.critic_epochs):
+            for minibatch in Progress("critic update", minibatches * args.epochs_per_step):
                 accumulate = partial(critic_backward, critic, minibatch, tokens, args, world)
                 means.merge(packer.attempt(critic, accumulate, scale=critic_optimizer.scale))
                 means.merge(critic_optimizer.step(critic_lr))
@@ -533,7 +500,7 @@ def main(args: Args, demo: bool = False) -> None:
             for epoch, minibatch in Progress("update", product(range(epochs), minibatches)):
                 on_policy = epoch == 0 and minibatch is minibatches[0]  # the weights are still the engine's
                 accumulate = partial(backward, policy, minibatch, tokens, args, world, store_old_logprobs=on_policy)
-                means.merge(packer.attempt(policy, accumulate, kl_coef=kl_controller.coef, scale=optimizer.scale))
+                means.merge(packer.attempt(policy, accumulate, scale=optimizer.scale))
                 if on_policy:  # and all old log-probs are in
                     gap = checked_gap(tokens.rollout_logprobs, tokens.old_logprobs, rollouts.max_gap, step)
                     means.add("policy/rollout_logprob_gap", gap)
@@ -544,7 +511,6 @@ def main(args: Args, demo: bool = False) -> None:
         if reference:
             kl = kl_estimate(tokens.old_logprobs, tokens.ref_logprobs, tokens.old_logprobs, "k3")
             means.add("policy/kl_to_ref", kl.sum(), count=len(kl))
-            means.add("policy/kl_coef", kl_controller.coef)
         means.add("value/mean", tokens.values.double().sum(), count=len(tokens.values))
         means.add("value/return_mean", returns.double().sum(), count=len(returns))
         metrics = rollout_metrics(means.reduce()) | {
@@ -555,10 +521,6 @@ def main(args: Args, demo: bool = False) -> None:
             "value/explained_variance": explained_variance(tokens.values, tokens.returns),
             "data/epoch": rollouts.loader.epoch,
         }
-        if reference and not warming_up:
-            num_sequences = sum(minibatch.num_sequences for minibatch in minibatches)
-            kl_controller.update(metrics.get("policy/kl_to_ref", 0.0), num_sequences)  # none: of no tokens
-
         rollouts.count_unscored(step + 1, metrics)
 
         # 6. eval, checkpoint

@@ -14,8 +14,10 @@ What this does that others do not:
 What rows may look like: common/data/formats.py.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -30,6 +32,7 @@ from common.distributed import World, barrier, forward_context, run, stop_reques
 from common.episodes import Episode
 from common.files import refuse, user_errors
 from common.flags import Amount, Count, Data, Machine, Run, Share, check_pixels, parse, refuse_idle
+from common.integrity import WrittenFiles
 from common.job import Job
 from common.means import Means
 from common.optimizer import lr_factor
@@ -45,10 +48,7 @@ from common.setup import Stopwatch, due, finish, open_logger, profiled
 class Args:
     """What is trained on, and the optimizer. What scripts share comes in groups: common/flags.py."""
 
-    from_scratch: bool = False  # random weights of the model's architecture instead of its own
     max_tokens: Count = 1024  # longest conversation (tokens, pictures included); longer ones are cut at the end
-    mask: Literal["auto", "all", "last-two-turns"] = "auto"  # assistant turns trained on; auto: by the row's format
-    mask_failed_calls: bool = False  # do not train on turns whose tool call returned an error
     batch_size: Count = 64  # conversations per optimizer step, over all ranks
     learning_rate: Amount = 1e-5  # peak
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"  # after the warm-up
@@ -56,7 +56,6 @@ class Args:
     lr_floor: Share = 0.0  # learning rate that the decay ends at, behind the last step, as a share of the peak
     weight_decay: Amount = 0.0  # AdamW, decoupled
     max_grad_norm: Amount = 1.0  # global L2 norm; 0 = no clipping
-    save_every_epoch: bool = False  # a checkpoint after each pass over the data, too
     save_weights_only: bool = False  # instead of checkpoints, Hugging Face folders model-step_NNNNNN: no resume
 
     data: Data = field(default_factory=Data)
@@ -66,7 +65,6 @@ class Args:
 
 # What runs without --model: the embedded model learns its task from nothing, on generated solutions.
 DEMO = Args(
-    from_scratch=True,
     learning_rate=1e-3,
     warmup_steps=10,
     machine=Machine(micro_batch_tokens=8192),
@@ -142,8 +140,6 @@ def read_data(args: Args, job: Job) -> tuple[Conversations, Conversations | None
         max_tokens=args.max_tokens,
         vision=job.vision,
         media_root=args.data.media_root,
-        rule=args.mask,
-        mask_failed_calls=args.mask_failed_calls,
         bad_rows=args.data.bad_rows,
         notice=job.world.print,
         world=job.world,
@@ -155,18 +151,33 @@ def read_data(args: Args, job: Job) -> tuple[Conversations, Conversations | None
         return train_data, read(eval_files, "--eval-data") if eval_files else None
 
 
+def save_weights(policy: torch.nn.Module, job: Job, step: int, saved: list[Path]) -> None:
+    """A Hugging Face folder; of those that this run has `saved`, --keep-checkpoints stay. All ranks call it."""
+    folder = job.output_dir / f"model-step_{step:06d}"
+    try:
+        export_hugging_face(policy, job.tokenizer, folder, job.world, job.compute_dtype, job.run.model)
+    except SystemExit as full:  # of the first rank, when all have given it what they hold
+        print(f"warning: {full}; training goes on", flush=True)
+        return
+    saved.append(folder)
+    if job.world.is_main and len(saved) > job.run.keep_checkpoints:
+        with suppress(OSError):  # no reason to end a run
+            WrittenFiles(saved.pop(0)).remove()
+
+
 def check_args(args: Args) -> None:
     """Refuse what cannot work, or has no effect, before anything is loaded."""
     refuse(args.run.model != "tiny" and not args.data.train_data, f"--model {args.run.model} needs --train-data")
     check_pixels(args.data)
-    trained = (args.machine.lora_rank == 0, "no --lora-rank: adapters lie on trained weights")
-    decays = (args.lr_schedule != "constant", "--lr-schedule linear or cosine")
-    refuse_idle(args, {"lr_floor": decays, "from_scratch": trained})
-    evaluated = (bool(args.data.eval_data) or not args.data.train_data, "--eval-data")
-    idle = dict.fromkeys(["eval_every", "eval_before", "eval_rows"], evaluated)
-    idle["total_epochs"] = (args.run.total_steps is None, "--total-steps None")
-    idle["keep_checkpoints"] = (not args.save_weights_only, "checkpoints: all weights are kept")
-    refuse_idle(args.run, idle)
+    evaluates = bool(args.data.eval_data) or not args.data.train_data
+    uses = {  # flag: (whether it has an effect, what it needs for one)
+        "eval_every": (evaluates, "--eval-data"),
+        "eval_before": (evaluates, "--eval-data"),
+        "eval_rows": (evaluates, "--eval-data"),
+        "total_epochs": (args.run.total_steps is None, "--total-steps None"),
+    }
+    refuse_idle(args.run, uses)
+    refuse_idle(args, {"lr_floor": (args.lr_schedule != "constant", "--lr-schedule linear or cosine")})
     refuse_idle(args.machine, {"reference_offload": (False, "a reference model, which sft.py does not have")})
 
 
@@ -182,7 +193,8 @@ def main(args: Args, demo: bool = False) -> None:
     eval_rows = list(range(min(args.run.eval_rows, len(eval_data)))) if eval_data else []
 
     torch.manual_seed(args.run.seed)  # the same random initialisation everywhere
-    policy = job.load_policy(from_scratch=args.from_scratch and not args.machine.lora_rank)
+    from_scratch = demo and args.machine.lora_rank == 0  # adapters lie on trained weights
+    policy = job.load_policy(from_scratch=from_scratch)
     torch.manual_seed(args.run.seed + world.rank)
     optimizer = job.adamw(policy, args.weight_decay, args.max_grad_norm, betas=(0.9, 0.95))
     packer = Packer(job.attention, args.machine.micro_batch_tokens, output_dir, world, job.vision)
@@ -200,12 +212,12 @@ def main(args: Args, demo: bool = False) -> None:
 
     if start == 0 and args.run.eval_before and eval_data:
         logger.log(0, evaluate(policy, eval_data, eval_rows, args, packer))
+    saved_weights: list[Path] = []  # folders, with --save-weights-only
     for step in profiled(range(start, total_steps), job):
         watch = Stopwatch()
 
         # 1. data
         with watch("data"):
-            epochs_before = int(loader.epoch)
             episodes = episodes_of(train_data, loader.next(args.batch_size), world)
             minibatches = packer.minibatches(episodes, TokenIndex(episodes), 1, seed=args.run.seed, step=step)
         refuse(not minibatches, "--train-data: not one row of this step has a token to learn, see the warnings")
@@ -235,15 +247,10 @@ def main(args: Args, demo: bool = False) -> None:
         metrics |= watch.metrics(world.device)
         stop = stop_requested()  # during the evaluation, too
         logger.log(step + 1, metrics)
-        epoch_ends = args.save_every_epoch and int(loader.epoch) > epochs_before
-        loss = None if args.save_weights_only else metrics.get("eval/loss")  # weights alone are all kept, no best
-        is_due = stop or epoch_ends or checkpoints.due(step + 1, loss)
+        loss = None if args.save_weights_only else metrics.get("eval/loss")  # of weights alone there is no best
+        is_due = stop or checkpoints.due(step + 1, loss)
         if args.save_weights_only and is_due and not last:
-            folder = output_dir / f"model-step_{step + 1:06d}"
-            try:
-                export_hugging_face(policy, job.tokenizer, folder, world, job.compute_dtype, args.run.model)
-            except SystemExit as full:  # of the first rank, when all have given it what they hold
-                print(f"warning: {full}; training goes on", flush=True)
+            save_weights(policy, job, step + 1, saved_weights)
         elif not args.save_weights_only and (is_due or last):
             checkpoints.save(step + 1, loss)
         if stop and not last:

@@ -63,6 +63,7 @@ class Checkpoints:
         self.best, self.best_step = math.inf if lowest_is_best else -math.inf, ""
         self.is_better = operator.lt if lowest_is_best else operator.gt
         self.start = 0
+        self.epochs = 0  # that have ended
         own, begun = self.folder.resolve(), job.checkpoint
         self.own = bool(begun) and begun.resolve().parent == own  # does this run's folder hold what it goes on from?
         job.at_outage.append(partial(self.save, metric=None))
@@ -96,13 +97,23 @@ class Checkpoints:
                 adamw.loss_scale.load_state_dict(saved["loss_scale"][name])
             for name, part in self.state.items():
                 part.load_state_dict(saved[name])
+            if "loader" in self.state:
+                self.epochs = int(self.state["loader"].epoch)
         reached.update({"step": self.start, "checkpoint": folder})
         return self.start
 
     def due(self, step: int, metric: float | None) -> bool:
-        """With --save-every N: every N steps, and where an evaluation is the best so far."""
+        """Every --save-every steps, or at the end of an epoch; and where an evaluation is the best so far."""
         every = self.job.run.save_every
-        return every > 0 and (step % every == 0 or self.improves(metric))
+        if every == 0:
+            return False
+        if every == "epoch":
+            epochs = int(self.state["loader"].epoch)
+            ended = epochs > self.epochs
+            self.epochs = epochs
+        else:
+            ended = step % every == 0
+        return ended or self.improves(metric)
 
     def improves(self, metric: float | None) -> bool:
         return metric is not None and self.is_better(metric, self.best)

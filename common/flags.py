@@ -10,6 +10,7 @@ import operator
 import os
 import re
 import sys
+import tomllib
 from dataclasses import astuple, dataclass, fields, is_dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,7 +24,7 @@ from common.processes import ranks_here, said_once
 
 ROOT = Path(__file__).resolve().parents[1]
 EMBEDDED = ("tiny", "tiny-vl", "tiny-vl-python")  # models that bring their own data
-SCRIPTS = ("grpo.py", "ppo.py", "curiosity_rl.py", "sft.py")
+FOREIGN_FLAGS = ROOT / "common" / "foreign_flags.toml"
 LORA_RATE = 10  # times the default learning rate
 BOUNDS = {Gt: (operator.gt, "be above"), Ge: (operator.ge, "not be below"), Le: (operator.le, "not be above")}
 TRACKERS = ("tensorboard", "wandb", "trackio", "swanlab")
@@ -81,7 +82,6 @@ class Rollout:
     eval_samples: Count = 1  # samples per row in evaluation, with --eval-temperature; above 1: pass@k, maj@k
     eval_temperature: Annotated[float, Ge(0), Le(2)] = 0.0  # 0 = greedy; vLLM takes less than 0.01 for 0.01
     eval_top_p: Annotated[float, Gt(0), Le(1)] = 1.0  # nucleus, in evaluation only
-    eval_top_k: Annotated[int, Ge(-1)] = -1  # most likely tokens to choose from, in evaluation only; -1: all
     eval_only: bool = False  # evaluate --eval-data, print the table, write the samples, and stop
     dump_rollouts_every: Limit = 0  # steps between dumps of all episodes to OUTPUT_DIR/rollouts; 0: none
     replay: Path | None = None  # a dump: repeat the update of its step bit for bit, without an engine, and stop
@@ -131,8 +131,8 @@ class Run:
     eval_every: Limit = 20  # steps between evaluations; 0: only before and after
     eval_before: bool = True  # evaluate before the first step
     eval_rows: Count = 512  # so many rows of --eval-data are used, the first ones
-    save_every: Limit = 0  # steps between checkpoints, the best evaluation has one too; 0: only at the end
-    keep_checkpoints: Count = 1  # newest ones kept; the best by evaluation is kept besides
+    save_every: Limit | Literal["epoch"] = 20  # steps between checkpoints, the best has one too; epoch; 0: at the end
+    keep_checkpoints: Count = 2  # newest ones kept; the best by evaluation is kept besides
     resume: str = "auto"  # auto: continue the run in --output-dir if there is one; never; or a path
     stall_minutes: Positive = 60.0  # longest a phase (rollout, rewards, part of an evaluation) may take; then the end
     profile_steps: str | None = None  # A:B, such as 3:5: traces of these steps, OUTPUT_DIR/profile
@@ -189,7 +189,7 @@ def check_shared(data: Data, run: Run, rollout: Rollout) -> None:
     idle = dict.fromkeys(["max_turns", "max_turn_tokens", "max_tool_errors", "deterministic"], called)
     idle |= dict.fromkeys(["tool_workers", "tool_timeout"], called)
     idle |= {"interaction_rows": (bool(rollout.interaction), "--interaction")}
-    idle |= dict.fromkeys(["eval_top_p", "eval_top_k", "eval_samples"], sampled)  # greedy ones are all the same
+    idle |= dict.fromkeys(["eval_top_p", "eval_samples"], sampled)  # greedy ones are all the same
     refuse_idle(rollout, idle | {"eval_temperature": evaluated})
 
 
@@ -227,12 +227,21 @@ def check_ranges(args: Any) -> None:
         value = getattr(args, name)
         if is_dataclass(value):
             check_ranges(value)
+        elif isinstance(value, tuple):
+            for part, hint_of_part in zip(value, get_args(hint), strict=True):
+                check_range(flag(name), part, hint_of_part)
         elif isinstance(value, int | float):
-            refuse(value != value, f"{flag(name)} {value}: must be a number")
-            for bound in (bound for part in (hint, *get_args(hint)) for bound in getattr(part, "__metadata__", ())):
-                holds, words = BOUNDS[type(bound)]
-                (limit,) = astuple(bound)
-                refuse(not holds(value, limit), f"{flag(name)} {value}: must {words} {limit:g}")
+            check_range(flag(name), value, hint)
+
+
+def check_range(shown: str, value: float, hint: Any) -> None:
+    """Refuse a number outside the range that its type names, or one of the types that it may have."""
+    refuse(value != value, f"{shown} {value}: must be a number")
+    for part in (hint, *get_args(hint)):
+        for bound in getattr(part, "__metadata__", ()):
+            holds, words = BOUNDS[type(bound)]
+            (limit,) = astuple(bound)
+            refuse(not holds(value, limit), f"{shown} {value}: must {words} {limit:g}")
 
 
 def given() -> set[str]:
@@ -248,40 +257,34 @@ def refuse_idle(flags: Any, uses: dict[str, tuple[bool, str]]) -> None:
 
 
 def explain_foreign(arguments: list[str], args_class: type) -> None:
-    """SystemExit with our name for a flag of verl's, of TRL's or of another script of ours; for a broken line."""
+    """SystemExit with what a flag of another system or script is here, or one that is gone; for a broken line."""
     blank = any(argument and not argument.strip() for argument in arguments)
     refuse(blank, "a lone space is an argument: a backslash that continues a line must be its last character")
     pairs = (a.split("=", 1) if "=" in a else (a, b) for a, b in zip(arguments, [*arguments[1:], None]))
     if empty := [name for name, value in pairs if value == "" and name.replace("_", "-") not in ("--tools", "--log")]:
         raise SystemExit(f"{empty[0]} is empty: an unset variable?")
-    ours = {flag(name) for name in flat(args_class())}
-    ours |= {known.replace("--", "--no-", 1) for known in ours} | {"--help"}
-    answers = {key: f"{script} has it" for script in reversed(SCRIPTS) for key in script_flags(ROOT / script)}
-    answers |= {flag(item.name): "grpo.py, ppo.py and curiosity_rl.py have it" for item in fields(Rollout)}
-    answers |= foreign_names()
+    ours = {flag(name) for name in flat(args_class())} | {"--help", "--help-all"}
     for argument in arguments:
         name = argument.partition("=")[0].lstrip("+")
         key = flag(name.lstrip("-").removeprefix("no-"))
-        asked = name.startswith("--") or ("=" in argument and "." in name)
-        if asked and key in answers.keys() - ours:
-            script, shown = Path(sys.argv[0]).name, key if name.startswith("--") else name
-            raise SystemExit(f"{script} has no {shown}: {answers[key]}")
+        is_flag = name.startswith("--")
+        is_foreign = is_flag or ("=" in argument and "." in name)  # verl's keys have no dashes
+        if not is_foreign or key in ours:
+            continue
+        answer = foreign_flags().get(key)
+        if answer is not None:
+            raise SystemExit(f"{Path(sys.argv[0]).name} has no {key if is_flag else name}: {answer}")
 
 
-def script_flags(script: Path) -> set[str]:
-    """A script's own flags, read off its text: importing it would take seconds."""
-    text = script.read_text() if script.is_file() else ""
-    body = text.partition("class Args:")[2].partition("\n\n\n")[0]
-    return {flag(name) for name in re.findall(r"^    (\w+): .*#", body, re.MULTILINE)}
-
-
-def foreign_names() -> dict[str, str]:
-    """{another system's key, as a flag: what it is here}, the table of docs/from_verl_trl.md."""
-    page, names = ROOT / "docs" / "from_verl_trl.md", {}
-    for line in page.read_text().splitlines() if page.is_file() else ():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if line.startswith("| `") and len(cells) == 3:
-            for key in re.findall(r"`([^`]+)`", cells[0]):
-                here = f"{cells[1]} ({cells[2]})".replace("`", "")
-                names[flag(key.lstrip("-"))] = f"here {here}; see docs/from_verl_trl.md"
-    return names
+def foreign_flags() -> dict[str, str]:
+    """{a flag that this script may not have: who has it, or what it is here}."""
+    tables = tomllib.loads(FOREIGN_FLAGS.read_text())
+    scripts = tables.pop("scripts")
+    answers = {flag(item.name): "grpo.py, ppo.py and curiosity_rl.py have it" for item in fields(Rollout)}
+    for name, owners in scripts.items():
+        answers[name] = f"{owners} {'have' if ' and ' in owners else 'has'} it"
+    for table in tables.values():
+        for name, (here, note) in table.items():
+            answer = f"here {here} ({note})" if note else f"here {here}"
+            answers[flag(name.lstrip("-"))] = f"{answer}; see docs/from_verl_trl.md".replace("`", "")
+    return answers

@@ -173,7 +173,7 @@ def refuse_links(run_dir: Path) -> None:
 
     checkpoints/ may be one to another disk, unless there are checkpoints there before the run has begun.
     """
-    for name in ("model", "eval", "rollouts", "replay_memory", "profile"):
+    for name in ("model", "eval", "rollouts", "profile"):
         if (run_dir / name).is_symlink():
             raise OSError(f"{run_dir / name} is a link, behind which files would be replaced: remove it")
     folder = run_dir / "checkpoints"
@@ -218,16 +218,23 @@ class WrittenFiles:
             if path.parent.is_symlink() or (os.path.lexists(path) and name not in written):
                 raise FileExistsError(f"{path} is not as this run has written it, and would be lost: move it away")
 
+    def remove(self) -> None:
+        """Take away what is there as it was written, and the folder, unless something else lies in it."""
+        for name in reversed(self.read()):  # config.json, without which it is no model, is the first to go
+            (self.folder / name).unlink()
+            with suppress(OSError):
+                (self.folder / name).parent.rmdir()
+        with suppress(OSError):
+            self.folder.rmdir()
+        self.list.unlink(missing_ok=True)
+
     def replace(self, new: Path) -> None:
         """Move the files of a finished folder here, in the place of those that were written before."""
         names = [str(file.relative_to(new)) for file in sorted(new.rglob("*")) if file.is_file()]
         names.remove(UNFINISHED)
         names.sort(key=lambda name: name == "config.json")  # without it the folder is no model: the last to come
         self.check(names)
-        for name in reversed(self.read()):  # and the first to go
-            (self.folder / name).unlink()
-            with suppress(OSError):
-                (self.folder / name).parent.rmdir()
+        self.remove()
         written = {name: fingerprint(new / name) for name in names}
         replace_file(self.list, lambda path: path.write_text(json.dumps(written, indent=1)))
         for name in names:

@@ -14,7 +14,7 @@ from common.rewards import is_correct
 RARE_REASONS = sorted(FINISH_REASONS.keys() - {"stop", "length"})  # to finish an episode
 MOST_NUMBERS = 32  # of a reward function, beside the score
 OURS = {"tool_bonus", "curiosity", "call_cost"}  # numbers that scripts add
-TAKEN = {"score", "acc", "judged", "unjudged", "looks", "born", "advantage"}  # names that `rewards` has for our own
+TAKEN = {"score", "acc", "judged", "unjudged", "looks"}  # names that `rewards` has for our own
 TAKEN |= {"mean", "std", "mean_square", "accuracy", "failed", "zero_variance_groups", "model_mean"}  # other metrics'
 TAKEN |= {"unscored_steps"}
 

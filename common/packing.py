@@ -68,9 +68,8 @@ def split_minibatches(episodes: Sequence[Episode], prompts: list, count: int, se
     """Episode numbers of each minibatch: runs of all ranks' `prompts`, drawn at random and dealt to ranks in turn."""
     first = np.random.Generator(np.random.PCG64([seed, step])).integers(max(1, len(prompts)))
     minibatch_of: dict[int, int] = {}
-    for replayed in (False, True):  # 10**9 + place: single episodes, of which each minibatch gets as many
-        order = np.roll(sorted(prompt for prompt in prompts if (prompt >= 10**9) == replayed), first)
-        minibatch_of |= {int(prompt): place * count // len(order) for place, prompt in enumerate(order)}
+    for place, prompt in enumerate(np.roll(sorted(prompts), first)):
+        minibatch_of[int(prompt)] = place * count // len(prompts)
     numbers = [minibatch_of[episode.prompt_index] for episode in episodes]
     return [[i for i, own in enumerate(numbers) if own == number] for number in range(count)]
 

@@ -181,7 +181,10 @@ class Rollouts:
         world, data, flags = self.world, self.eval_data, self.flags
         sync_engine(self.engine, policy, step)
         sampling = Sampling(
-            flags.eval_samples, flags.max_response_tokens, flags.eval_temperature, flags.eval_top_p, flags.eval_top_k
+            n=flags.eval_samples,
+            max_tokens=flags.max_response_tokens,
+            temperature=flags.eval_temperature,
+            top_p=flags.eval_top_p,
         )
         at_once = max(1, min(PICTURED if data.vision else AT_ONCE, AT_ONCE // flags.eval_samples)) * world.size
         judge = self.judge and self.judge.for_evaluation()

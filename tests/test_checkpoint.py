@@ -17,7 +17,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import grpo
 from common import processes
 from common.checkpoint import Checkpoints
 from common.data.prompts import PromptLoader
@@ -338,19 +337,19 @@ def same_weights(a: nn.Module, b: nn.Module) -> bool:
 
 
 def test_a_run_goes_on_where_its_checkpoint_is(tmp_path, world):
-    record = {"best": 0.25, "kl_coef": 0.03, "loader": LOADER, "loss_scale": {"policy": SCALE}}
+    record = {"best": 0.25, "loader": LOADER, "loss_scale": {"policy": SCALE}}
     models = save_step_7(tmp_path, world, record)
-    loader, controller = PromptLoader(20, seed=0), grpo.KLController(0.01, target=0.1, horizon=100.0)
-    now = checkpoints(tmp_path, world, state={"loader": loader, "kl_coef": controller})
+    loader = PromptLoader(20, seed=0)
+    now = checkpoints(tmp_path, world, state={"loader": loader})
     assert now.resume() == now.start == 7 and now.job.checkpoint.name == "step_000007"
-    assert now.best == 0.25 and loader.consumed == 9 and controller.coef == 0.03
+    assert now.best == 0.25 and loader.consumed == 9
     optimizer = now.optimizers["policy"]
     assert optimizer.scale == 8.0 and optimizer.loss_scale.good_steps == 3
     assert same_weights(optimizer.model, models["policy"]) and len(optimizer.optimizer.state) == 2
 
 
 def test_each_of_two_models_has_its_own_loss_scale(tmp_path, world):
-    record = {"best": -math.inf, "kl_coef": 0.0, "loader": LOADER, "loss_scale": {"policy": SCALE, "critic": OTHER}}
+    record = {"best": -math.inf, "loader": LOADER, "loss_scale": {"policy": SCALE, "critic": OTHER}}
     models = save_step_7(tmp_path, world, record, names=("policy", "critic"))
     now = checkpoints(tmp_path, world, names=("policy", "critic"), state={"loader": PromptLoader(20, seed=0)})
     assert now.resume() == 7 and now.best == -math.inf
@@ -389,8 +388,9 @@ def test_the_best_is_the_highest_or_the_lowest(tmp_path, world, lowest, metrics,
 
 
 def test_an_evaluation_between_two_saves_can_be_the_best(tmp_path, world):
-    """Every 2nd step is saved, every 3rd evaluated. Without --save-every the end alone is saved."""
+    """Every 2nd step is saved, every 3rd evaluated. With --save-every 0 the end alone is saved."""
     now = checkpoints(tmp_path, world)
+    now.job.run.save_every = 0
     assert not any(now.due(step, metric) for step, metric in enumerate([None, 0.1, 0.9], start=1))
     now.job.run.save_every, saved = 2, []
     for step, metric in enumerate([None, None, 0.5, None, None, 0.7, None, None, 0.6], start=1):
@@ -520,8 +520,7 @@ def test_what_is_saved_and_what_is_left_out(tmp_path, world):
     """A state that is None (no loader with --eval-only) is neither saved nor asked for."""
     loader = PromptLoader(20, seed=0)
     loader.next(13)
-    controller = grpo.KLController(0.5, target=0.1, horizon=100.0)
-    now = checkpoints(tmp_path, world, state={"loader": loader, "kl_coef": controller, "nothing": None})
+    now = checkpoints(tmp_path, world, state={"loader": loader, "nothing": None})
     now.optimizers["policy"].loss_scale.good_steps = 2
     now.save(4, 0.5)
     assert record_of(tmp_path, 4) == {
@@ -530,11 +529,29 @@ def test_what_is_saved_and_what_is_left_out(tmp_path, world):
         "best": 0.5,
         "best_step": "step_000004",
         "loader": {"consumed": 13, "seed": 0, "num_rows": 20, "fingerprint": ""},
-        "kl_coef": 0.5,
         "loss_scale": {"policy": {"scale": 2.0**14, "good_steps": 2, "dynamic": True}},
     }
-    looking = checkpoints(tmp_path, world, state={"loader": None, "kl_coef": None})
+    looking = checkpoints(tmp_path, world, state={"loader": None})
     assert looking.resume() == 4 and looking.state == {}
+
+
+def test_an_epoch_is_saved_where_it_ends(tmp_path, world):
+    """20 rows, 8 a step; after a resume the epochs that ended before it are known."""
+    loader = PromptLoader(20, seed=0)
+    now = checkpoints(tmp_path, world, state={"loader": loader})
+    now.job.run.save_every = "epoch"
+    ends = []
+    for step in range(1, 7):
+        loader.next(8)
+        if now.due(step, None):
+            ends.append(step)
+            assert now.save(step, None)
+    assert ends == [3, 5]
+    again = checkpoints(tmp_path, world, state={"loader": PromptLoader(20, seed=0)})
+    again.job.run.save_every = "epoch"
+    assert again.resume() == 5 and not again.due(5, None)
+    again.state["loader"].next(20)
+    assert again.due(6, None) and not again.due(7, None)
 
 
 def test_a_disk_without_room_for_all_that_will_be_kept_is_told(tmp_path, world, monkeypatch, capsys):
@@ -544,15 +561,3 @@ def test_a_disk_without_room_for_all_that_will_be_kept_is_told(tmp_path, world, 
         monkeypatch.setattr("common.checkpoint.free_bytes", lambda folder, free=free: free)
         now.warn_if_large()
         assert ("lower --keep-checkpoints" in capsys.readouterr().out) == told
-
-
-@pytest.mark.parametrize(
-    "target, saved, coef",
-    [(0.0, 0.9, 0.05), (0.1, 0.9, 0.9), (0.1, 0.0, 0.05), (0.1, None, 0.05), (0.0, None, 0.05)],
-)
-def test_a_fixed_kl_coefficient_is_that_of_the_flag_after_a_resume(tmp_path, world, target, saved, coef):
-    """One that adapts goes on where it was, unless the run before had no KL at all."""
-    save_step_7(tmp_path, world, {"best": 0.0, "kl_coef": saved, "loss_scale": {"policy": SCALE}})
-    controller = grpo.KLController(0.05, target, horizon=100.0)
-    checkpoints(tmp_path, world, state={"kl_coef": controller}).resume()
-    assert controller.coef == controller.state_dict() == coef

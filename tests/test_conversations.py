@@ -4,6 +4,7 @@ import copy
 import json
 from functools import partial
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -17,13 +18,13 @@ from vl import LLAMA2, TOOLS, ZEPHYR, build_sentencepiece, picture, write_tiny_v
 from vl import build_tokenizer as build_vl_tokenizer
 
 from common.data.conversations import Conversations, conversation_episode
-from common.data.formats import called, is_error, read_conversation
+from common.data.formats import called, read_conversation
 from common.data.render import end_turns_properly
 from common.data.rows import RowFiles
 from common.distributed import World
 from common.pictures import BadRow, PixelLimits
 from common.prepare.tiny import build_tokenizer
-from common.tools.turns import CLOSE, OPEN, Call, Code, Hermes, error_text
+from common.tools.turns import CLOSE, OPEN, Call, Hermes
 from common.vision import load_vision
 from sft import balanced
 
@@ -303,51 +304,35 @@ def alternating(*contents: str) -> list[dict]:
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
 
 
-FAILED = alternating("q", "call 1", "\nExecution error:\nno\n", "call 2", "\nHere is", "answer")
+def released(messages: list[dict]) -> dict:
+    """A row of Pixel Reasoner's form."""
+    items = [message | {"content": [{"text": message["content"]}]} for message in messages]
+    return {"message_list": items}
+
+
+CALLS = alternating("q", "call 1", "no", "call 2", "Here is", "answer")
 
 
 @pytest.mark.parametrize(
-    "options,expected",
+    "said_of_1, of_messages, of_the_release",
     [
-        ({}, ["call 1", "call 2", "answer"]),
-        ({"mask_failed_calls": True}, ["call 2", "answer"]),
-        ({"rule": "last-two-turns"}, ["call 2", "answer"]),
-        ({"rule": "last-two-turns", "mask_failed_calls": True}, ["call 2", "answer"]),
+        ({}, [1, 3, 5], [3, 5]),
+        ({"train": True}, [1, 3, 5], [1, 3, 5]),
+        ({"loss": "true"}, [1, 3, 5], [1, 3, 5]),
+        ({"train": None}, [1, 3, 5], [3, 5]),
+        ({"train": True, "loss": False}, [3, 5], [3, 5]),
+        ({"train": True, "weight": 0}, [3, 5], [3, 5]),
     ],
 )
-def test_rules(tokenizer, options, expected):
-    assert said(episode_of(FAILED, tokenizer, **options), tokenizer) == [text + "<|end|>" for text in expected]
-
-
-def test_a_turn_of_several_calls_is_masked_if_one_of_them_failed():
-    roles = ["user", "assistant", "tool", "tool", "assistant", "user", "assistant"]
-    messages = [{"role": role, "content": "x"} for role in roles]
-    for place, train in ((2, [4, 6]), (3, [4, 6])):
-        told = [m | {"content": "Error: no"} if i == place else m for i, m in enumerate(messages)]
-        masked = read_conversation({"messages": copy.deepcopy(told)}, mask_failed_calls=True)
-        assert [i for i, trained in enumerate(masked.train) if trained] == train
-
-
-@pytest.mark.parametrize(
-    "observation, failed",
-    [
-        ("\nExecution error:\nno\n", True),  # Pixel Reasoner's
-        (error_text("no", "user"), True),
-        (error_text("no", "tool"), True),
-        ("<tool_response>\nError: no\n</tool_response>", True),
-        ("<interpreter>Execution error: no</interpreter>", True),  # PyVision's
-        ("<interpreter>NameError: no</interpreter>", True),
-        ("".join(Code.content("Execution error: NameError: no (line 1)", [], 1)), True),
-        ("".join(Code.content("printed\nExecution error: NameError: no (line 2)", [], 1)), True),
-        ("<interpreter>Text Result:\nExecution error: no (line 3)\nImage Result:\n<image></interpreter>", True),
-        ("".join(Code.content("printed\nError: none\n0 Execution errors", [], 1)), False),
-        ("<interpreter>\nImage Result:\n<image></interpreter>", False),
-        ("<tool_response>\nHere is the cropped image.\nError: 0.1 px\n</tool_response>", False),
-        ("What does\nExecution error: 3\nmean?", False),
-    ],
-)
-def test_failed_calls_are_told_by_the_words_of_each_tool(observation, failed):
-    assert is_error(observation) == failed
+def test_a_message_overrules_what_its_format_trains_on(said_of_1, of_messages, of_the_release):
+    """Of Pixel Reasoner's rows the last two turns; of all others, and of what asks for it, each."""
+    messages = copy.deepcopy(CALLS)
+    messages[1] |= said_of_1
+    messages[2] |= {"train": True}  # a user's is never trained on
+    for record, expected in (({"messages": messages}, of_messages), (released(messages), of_the_release)):
+        conversation = read_conversation(copy.deepcopy(record))
+        assert [i for i, trained in enumerate(conversation.train) if trained] == expected
+        assert not any({"train", "loss", "weight"} & message.keys() for message in conversation.messages)
 
 
 @pytest.mark.parametrize("turns,expected", [(1, ["1"]), (2, ["1", "2"]), (4, ["3", "4"])])
@@ -355,7 +340,7 @@ def test_last_two_turns_of_one_two_and_four(tokenizer, turns, expected):
     messages = [{"role": "system", "content": "s"}]
     for turn in range(turns):
         messages += [{"role": "user", "content": "u"}, {"role": "assistant", "content": str(turn + 1)}]
-    episode = episode_of(messages, tokenizer, rule="last-two-turns")
+    episode = conversation_episode(read_conversation(released(messages)), [], tokenizer, None, 0, 10_000)
     assert said(episode, tokenizer) == [text + "<|end|>" for text in expected]
 
 
@@ -505,15 +490,19 @@ def test_a_row_is_cut_before_a_picture_that_does_not_fit(tmp_path, vision):
         "max_tokens": 1000,
         "vision": vision,
         "media_root": tmp_path,
-        "rule": "all",
         "notice": lambda text: None,
     }
-    whole = Conversations(write_pixel_reasoner(tmp_path), "--train-data", tokenizer, **options).episode(0)
+    file = write_pixel_reasoner(tmp_path)
+    rows = json.loads(Path(file).read_text())
+    for message in rows[0]["message_list"]:
+        message["train"] = True  # of the assistant's, the first one, too
+    Path(file).write_text(json.dumps(rows))
+    whole = Conversations(file, "--train-data", tokenizer, **options).episode(0)
     ids = whole.prompt_ids + whole.response_ids
     places = vision.places(ids, whole.media)
     for length in range(places[1] - 3, len(ids) + 2):
         options["max_tokens"] = length
-        cut = Conversations(write_pixel_reasoner(tmp_path), "--train-data", tokenizer, **options).episode(0)
+        cut = Conversations(file, "--train-data", tokenizer, **options).episode(0)
         kept = cut.prompt_ids + cut.response_ids
         assert kept == ids[: len(kept)] and len(kept) <= length
         inside = [p for p, m in zip(places, whole.media) if p < length < p + m.num_tokens]

@@ -22,7 +22,6 @@ SHARED = {
     "clipped_loss": RL,
     "engine_correction": ["grpo.py", "ppo.py"],
     "kl_estimate": ["grpo.py", "ppo.py"],
-    "KLController": ["grpo.py", "ppo.py"],
     "token_weights": RL,
     "backward": ["grpo.py", "ppo.py"],
     "collect": RL,

@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -26,7 +27,7 @@ THEIRS = {
     "docker": {"shm-size", "network", "ipc", "security-opt"},
     "sbatch": {"signal", "requeue"},
 }
-TABLES_OF_OTHERS = ("theirs", "original flag", "earlier")  # whose first column holds flags that are not ours
+TABLES_OF_OTHERS = ("theirs", "original flag", "gone")  # whose first column holds flags that are not ours
 OUTSIDE = {"pytest", "torch", "vllm"}  # modules of `python -m` that are not ours
 
 every_page = pytest.mark.parametrize("page", PAGES)
@@ -327,27 +328,44 @@ def test_links_resolve(page):
 # --- the table of other systems' keys --------------------------------------------------------------------------------
 
 
-def rows_of_keys() -> dict[str, tuple[str, str]]:
-    """Key of another system -> (ours, note), from docs/from_verl_trl.md; what a command line may answer them with."""
-    rows: dict[str, tuple[str, str]] = {}
-    for table in re.findall(r"^\| theirs \| ours \| note \|\n(.*?)\n\n", text("docs/from_verl_trl.md"), re.M | re.S):
-        for line in table.splitlines()[1:]:
-            theirs, ours, note = (cell.strip() for cell in line.strip().strip("|").split("|"))
-            (key,) = re.fullmatch(r"`([\w.-]+)`", theirs).groups()
-            assert key not in rows, f"{key} stands twice"
-            rows[key] = (ours, note)
-    return rows
+def tables_of_keys() -> dict[str, dict[str, list[str]]]:
+    """{heading: {key: [ours, note]}} of the tables of docs/from_verl_trl.md with three columns."""
+    tables: dict[str, dict[str, list[str]]] = {}
+    page = text("docs/from_verl_trl.md")
+    for section in re.split(r"^## ", page, flags=re.M)[1:]:
+        heading = section.partition("\n")[0]
+        for line in section.splitlines():
+            if row := re.fullmatch(r"\| `([\w.-]+)` \| (.*?) \| (.*?) ?\|", line):
+                key, ours, note = row.groups()
+                assert key not in tables.setdefault(heading, {}), f"{key} stands twice"
+                tables[heading][key] = [ours, note.strip()]
+    return tables
+
+
+def foreign_tables() -> dict[str, dict]:
+    return tomllib.loads((ROOT / "common" / "foreign_flags.toml").read_text())
+
+
+def test_the_page_of_other_systems_keys_is_what_a_command_line_answers():
+    tables = foreign_tables()
+    del tables["scripts"]
+    assert tables_of_keys() == tables
 
 
 def test_keys_of_others_have_one_row_each_and_an_answer():
-    rows = rows_of_keys()
-    assert len(rows) > 200
-    for key, (ours, note) in rows.items():
+    tables = foreign_tables()
+    del tables["scripts"]
+    rows = [(key, *row) for table in tables.values() for key, row in table.items()]
+    keys = [key for key, *_ in rows]
+    assert len(rows) > 200 and len(keys) == len(set(keys))
+    for key, ours, note in rows:
         assert key.startswith("--") or "." in key, f"{key}: TRL's with dashes, verl's in full"
         assert ours == "none" or re.fullmatch(r"`[^`]+`(, `[^`]+`)*", ours), f"{key}: {ours}"
         assert ours != "none" or note, f"{key}: no answer and no reason"
     ours_too = set().union(*(flags_of(script) for script in SCRIPTS))
-    assert [key for key in rows if key.removeprefix("--") in ours_too] == [], "needs no translation"
+    assert [key for key in keys if key.removeprefix("--") in ours_too] == [], "needs no translation"
+    named = [flag for _, ours, note in rows for flag in re.findall(r"(?<![\w-])--(?:no-)?([\w-]+)", ours + note)]
+    assert set(named) <= ours_too | THEIRS["torchrun"], "answers with flags that there are"
 
 
 # --- README's blocks run --------------------------------------------------------------------------------------------

@@ -217,7 +217,7 @@ def test_every_rank_comes_to_every_exchange(rollouts, monkeypatch, samples):
 
 
 def test_a_row_keeps_its_seed_where_others_were_dropped(rollouts):
-    """As curiosity_rl.py's --compare-tools needs it: with tools a prompt may be too long that fits without."""
+    """With tools a prompt may be too long that fits without: the other rows can still be compared."""
     rollouts.run.eval_rows = 5
     rollouts.evaluate(None, 20)
     (whole, rollouts.engine.seeds), texts = (rollouts.engine.seeds, {}), [*rollouts.eval_data]

@@ -365,12 +365,12 @@ def test_sigterm_saves_exits_with_its_own_code_and_resumes_exactly(tmp_path):
     assert (tmp_path / "stopped/checkpoints/latest").read_text() == f"step_{stopped['step']:06d}"
     config, left = (tmp_path / "stopped/config.json").read_bytes(), 6 - stopped["step"]
     done = run_script("grpo.py", *options, "--output-dir", tmp_path / "stopped", "--keep-checkpoints", 7)
-    told = f"step {stopped['step']}; {left} of 6 steps left; --keep-checkpoints 7, not 1\n"
+    told = f"step {stopped['step']}; {left} of 6 steps left; --keep-checkpoints 7, not 2\n"
     assert told in done.stdout and "Loading weights" not in done.stderr
     chosen = json.loads(config)["chosen"]
     assert f"compute {chosen['dtype']} (" in done.stdout and chosen["attention"] == "sdpa"
     (event,) = [record for record in metrics_of(tmp_path / "stopped") if record.get("event") == "resumed"]
-    assert event["step"] == stopped["step"] and event["changed"] == {"keep_checkpoints": [1, 7]}
+    assert event["step"] == stopped["step"] and event["changed"] == {"keep_checkpoints": [2, 7]}
     assert (tmp_path / "stopped/config.json").read_bytes() == config, "it tells of the first start"
     whole, resumed = ((tmp_path / name / "model/model.safetensors").read_bytes() for name in ("whole", "stopped"))
     assert whole == resumed

@@ -2,6 +2,8 @@
 
 import ast
 import math
+import re
+import tomllib
 from dataclasses import fields, is_dataclass
 from typing import get_args, get_type_hints
 from unittest.mock import Mock
@@ -23,17 +25,17 @@ SCRIPTS = [grpo, ppo, curiosity_rl, sft]
 every_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 
 # What numbers may be, from before they had types that say so: above 0, at most 1, of any sign; the others 0 or above.
-LENGTHS = ["max_tokens", "max_prompt_tokens", "max_response_tokens", "max_turn_tokens", "loss_length"]
+LENGTHS = ["max_tokens", "max_prompt_tokens", "max_response_tokens", "max_turn_tokens"]
 PICTURES = ["max_images", "min_pixels", "max_pixels", "max_frame_pixels"]
 BATCHES = ["batch_size", "prompts_per_step", "samples_per_prompt", "minibatches", "micro_batch_tokens", "max_turns"]
-PASSES = ["epochs_per_step", "critic_epochs", "total_steps", "total_epochs", "max_rows", "eval_rows", "eval_samples"]
+PASSES = ["epochs_per_step", "total_steps", "total_epochs", "max_rows", "eval_rows", "eval_samples"]
 PROCESSES = ["reward_timeout", "judge_patience", "tool_workers", "tool_timeout", "stall_minutes", "engine_memory"]
 MACHINES = ["shard_size", "lora_alpha", "engine_parallel"]
-OTHERS = ["temperature", "eval_top_p", "kl_horizon", "max_logprob_gap", "keep_checkpoints"]
+OTHERS = ["temperature", "eval_top_p", "max_logprob_gap", "keep_checkpoints"]
 POSITIVE = [*LENGTHS, *PICTURES, *BATCHES, *PASSES, *PROCESSES, *MACHINES, *OTHERS]
-SHARES = ["gamma", "critic_lambda", "policy_lambda", "lr_floor", "eval_top_p", "replay_share"]
+SHARES = ["gamma", "gae_lambda", "lr_floor", "eval_top_p"]
 ANY_SIGN = ["entropy_coef", "reward_model_weight"]
-TEMPERATURES = ["temperature", "eval_temperature"]  # vLLM takes none above 2, and no k of top_k below -1
+TEMPERATURES = ["temperature", "eval_temperature"]  # vLLM takes none above 2
 NUMBERS = [-1e9, -1, -0.5, -1e-9, 0, 0.0, 1e-9, 0.5, 1, 1.0, 1.5, 2, 1e9, math.inf, -math.inf, math.nan]
 
 
@@ -58,9 +60,7 @@ def numeric(script) -> list[str]:
 def was_refused(name: str, value: float, hint: object) -> str | None:
     if value != value:
         return "must be a number"
-    if (
-        value == math.inf and int in {hint, *get_args(hint)} and name != "eval_top_k"
-    ):  # torch and Arrow count in 64 bits
+    if value == math.inf and int in {hint, *get_args(hint)}:  # torch and Arrow count in 64 bits
         return "must not be above 9.0072e+15"
     if name in POSITIVE and not value > 0:
         return "must be above 0"
@@ -72,8 +72,6 @@ def was_refused(name: str, value: float, hint: object) -> str | None:
         return "must not be above 2"
     if name == "total_epochs" and value > 1e6:  # of so many, or of an infinity, no number of steps can be made
         return "must not be above 1e+06"
-    if name == "eval_top_k":
-        return "must not be below -1" if not value >= -1 else None
     if name in SHARES and not value <= 1:
         return "must not be above 1"
     return "must not be below 0" if name not in ANY_SIGN and not value >= 0 else None
@@ -99,9 +97,7 @@ def test_numbers_out_of_their_range_are_refused_by_their_flag(script):
 
 
 def test_the_old_list_names_flags_that_exist():
-    assert {*POSITIVE, *SHARES, *ANY_SIGN, *TEMPERATURES, "eval_top_k"} <= {
-        name for script in SCRIPTS for name in numeric(script)
-    }
+    assert {*POSITIVE, *SHARES, *ANY_SIGN, *TEMPERATURES} <= {name for script in SCRIPTS for name in numeric(script)}
 
 
 @every_script
@@ -232,7 +228,7 @@ def test_what_was_not_typed_is_never_in_vain(monkeypatch):
         ("--total-steps 3 --total-epochs 2", "--total-epochs 2.0 has no effect: needs --total-steps None"),
         ("--tool-timeout 3", "--tool-timeout 3.0 has no effect: needs --tools, --interaction or --environment"),
         ("--deterministic", "--deterministic True has no effect: needs --tools, --interaction or --environment"),
-        ("--eval-top-k 3", "--eval-top-k 3 has no effect: needs an --eval-temperature above 0"),
+        ("--eval-top-p 0.5", "--eval-top-p 0.5 has no effect: needs an --eval-temperature above 0"),
     ],
 )
 def test_what_the_rl_scripts_refuse_of_shared_flags(given, message, monkeypatch):
@@ -266,42 +262,50 @@ def test_an_empty_value_is_an_unset_variable(script, given, monkeypatch):
 @pytest.mark.parametrize(
     "given",
     [
-        ["mask", "--correction-low", "3"],
-        ["sequence", "--correction-high", "0.4"],
-        ["truncate", "--correction-high", "0"],
+        ["mask", "--correction-range", "3", "2"],
+        ["sequence", "--correction-range", "0.5", "0.4"],
+        ["truncate", "--correction-range", "0", "0"],
     ],
 )
 def test_a_correction_that_leaves_nothing_is_refused(script, given, monkeypatch):
-    with pytest.raises(SystemExit, match=r"^--correction-high [\d.]+: must be above [\d.]+$"):
+    with pytest.raises(SystemExit, match=r"^--correction-range [\d. ]+: the second number must be above the first$"):
         checked_args(script, monkeypatch, "--correction", *given)
-    checked_args(script, monkeypatch, "--correction", "truncate", "--correction-high", "0.3")
+    checked_args(script, monkeypatch, "--correction", "truncate", "--correction-range", "0", "0.3")
+    with pytest.raises(SystemExit, match=r"^--correction-range nan: must be a number$"):
+        checked_args(script, monkeypatch, "--correction", "mask", "--correction-range", "0.5", "nan")
+    with pytest.raises(SystemExit, match=r"^--correction-range -1\.0: must not be below 0$"):
+        checked_args(script, monkeypatch, "--correction", "mask", "--correction-range", "-1", "2")
 
 
 @pytest.mark.parametrize(
-    "script, given, name, owner",
+    "script, given, name, answer",
     [
-        (ppo, ["--objective", "gspo"], "--objective", "grpo.py"),
-        (ppo, ["--dynamic_sampling=5"], "--dynamic-sampling", "grpo.py"),
-        (curiosity_rl, ["--kl-coef", "0.1"], "--kl-coef", "grpo.py"),
-        (grpo, ["--gamma", "0.9"], "--gamma", "ppo.py"),
-        (grpo, ["--curiosity-alpha", "1"], "--curiosity-alpha", "curiosity_rl.py"),
-        (grpo, ["--model", "x", "--batch-size", "4"], "--batch-size", "sft.py"),
-        (sft, ["--epochs-per-step", "2"], "--epochs-per-step", "grpo.py"),
-        (curiosity_rl, ["--no-mask-truncated"], "--mask-truncated", "grpo.py"),
+        (ppo, ["--objective", "gspo"], "--objective", "grpo.py has it"),
+        (ppo, ["--dynamic_sampling=5"], "--dynamic-sampling", "grpo.py has it"),
+        (curiosity_rl, ["--kl-loss-coef", "0.1"], "--kl-loss-coef", "grpo.py and ppo.py have it"),
+        (grpo, ["--gamma", "0.9"], "--gamma", "ppo.py has it"),
+        (grpo, ["--curiosity-alpha", "1"], "--curiosity-alpha", "curiosity_rl.py has it"),
+        (grpo, ["--model", "x", "--batch-size", "4"], "--batch-size", "sft.py has it"),
+        (sft, ["--epochs-per-step", "2"], "--epochs-per-step", "grpo.py, ppo.py and curiosity_rl.py have it"),
+        (curiosity_rl, ["--no-mask-truncated"], "--mask-truncated", "grpo.py and ppo.py have it"),
     ],
 )
-def test_a_flag_of_another_script_is_named_with_it(script, given, name, owner, monkeypatch):
+def test_a_flag_of_another_script_is_named_with_it(script, given, name, answer, monkeypatch):
     with pytest.raises(SystemExit) as refusal:
         called(monkeypatch, script, *given)
-    assert str(refusal.value) == f"{script.__name__}.py has no {name}: {owner} has it"
+    assert str(refusal.value) == f"{script.__name__}.py has no {name}: {answer}"
 
 
-@every_script
-def test_a_scripts_own_flags_are_read_off_its_text(script):
-    groups = {name for name, hint in get_type_hints(script.Args).items() if is_dataclass(hint)}
-    own = {flag(item.name) for item in fields(script.Args) if item.name not in groups}
-    assert flags.script_flags(flags.ROOT / f"{script.__name__}.py") == own
-    assert flags.script_flags(flags.ROOT / "no_such_script.py") == set()
+def test_the_table_says_which_scripts_have_a_flag_that_others_have_not():
+    owners: dict[str, list[str]] = {}
+    for script in SCRIPTS:
+        groups = {name for name, hint in get_type_hints(script.Args).items() if is_dataclass(hint)}
+        for item in fields(script.Args):
+            if item.name not in groups:
+                owners.setdefault(flag(item.name), []).append(f"{script.__name__}.py")
+    expected = {name: scripts for name, scripts in owners.items() if len(scripts) < len(SCRIPTS)}
+    table = tomllib.loads(flags.FOREIGN_FLAGS.read_text())["scripts"]
+    assert {name: re.split(", | and ", scripts) for name, scripts in table.items()} == expected
 
 
 def test_a_flag_that_nobody_has_is_an_error_that_names_the_nearest(monkeypatch, capsys):
@@ -311,64 +315,32 @@ def test_a_flag_that_nobody_has_is_an_error_that_names_the_nearest(monkeypatch, 
     assert stop.value.code not in (0, None) and "--learning-rate" in captured.out + captured.err
 
 
-PAGE = """# Coming from verl or TRL
-
-| theirs | ours | note |
-|---|---|---|
-| `actor_rollout_ref.rollout.n`, `--num-generations` | `--samples-per-prompt` | 8 in both |
-| `--beta` | `--kl-in loss --kl-coef X --kl-estimator k3` | off |
-| `--optim` | none | AdamW |
-| `--seed` | `--never` | ours are not looked up |
-| `four` | of them | are another | table |
-"""
-
-
 @pytest.mark.parametrize(
     "given, message",
     [
-        (["actor_rollout_ref.rollout.n=8"], "actor_rollout_ref.rollout.n: here --samples-per-prompt"),
-        (["+actor_rollout_ref.rollout.n=8"], "actor_rollout_ref.rollout.n: here --samples-per-prompt"),
-        (["--num-generations", "8"], "--num-generations: here --samples-per-prompt"),
-        (["--num_generations=8"], "--num-generations: here --samples-per-prompt"),
-        (["--seed", "3", "--beta", "0.1"], "--beta: here --kl-in loss --kl-coef X --kl-estimator k3"),
-        (["--optim=adamw"], "--optim: here none"),
+        (["actor_rollout_ref.rollout.n=8"], "actor_rollout_ref.rollout.n: here --samples-per-prompt;"),
+        (["+actor_rollout_ref.rollout.n=8"], "actor_rollout_ref.rollout.n: here --samples-per-prompt;"),
+        (["--num-generations", "8"], "--num-generations: here --samples-per-prompt ("),
+        (["--num_generations=8"], "--num-generations: here --samples-per-prompt ("),
+        (["--seed", "3", "--beta", "0.1"], "--beta: here --kl-loss-coef ("),
+        (["--optim=adamw"], "--optim: here none ("),
+        (["--kl-in", "loss"], "--kl-in: here --kl-loss-coef, --kl-reward-coef ("),
+        (["--no-whiten"], "--whiten: here none (advantages are always whitened)"),
+        (["--critic_lambda=1"], "--critic-lambda: here none (the second lambda is removed"),
+        (["--save-every-epoch"], "--save-every-epoch: here --save-every epoch ("),
     ],
 )
-def test_keys_of_verl_and_trl_are_translated(given, message, monkeypatch, tmp_path):
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "from_verl_trl.md").write_text(PAGE)
-    monkeypatch.setattr(flags, "ROOT", tmp_path)
+def test_keys_of_verl_and_trl_and_flags_that_are_gone_are_answered(given, message, monkeypatch):
     with pytest.raises(SystemExit) as refusal:
         called(monkeypatch, grpo, *given)
-    assert str(refusal.value).startswith(f"grpo.py has no {message} (") and str(refusal.value).endswith(
-        "; see docs/from_verl_trl.md"
-    )
+    assert str(refusal.value).startswith(f"grpo.py has no {message}")
+    assert str(refusal.value).endswith("; see docs/from_verl_trl.md")
 
 
-@pytest.mark.parametrize("script", [grpo, sft])
-@pytest.mark.parametrize("name", ["--overlong-prompts", "--no-skip-bad-rows"])
-def test_an_earlier_name_is_answered_with_the_new_one(script, name, monkeypatch):
-    with pytest.raises(SystemExit, match="here --bad-rows"):
-        called(monkeypatch, script, name, "drop")
-
-
-def test_values_and_names_of_ours_are_not_looked_up(monkeypatch, tmp_path):
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "from_verl_trl.md").write_text(PAGE)
-    monkeypatch.setattr(flags, "ROOT", tmp_path)
+def test_values_and_names_of_ours_are_not_looked_up(monkeypatch):
     given = ["--seed", "3", "--no-eval-before", "--output-dir", "runs/lr=0.1", "--reward-function", "beta"]
     args, _ = called(monkeypatch, grpo, *given)
     assert (args.run.seed, str(args.run.output_dir), args.rollout.reward_function) == (3, "runs/lr=0.1", "beta")
-    keys = {"--actor-rollout-ref.rollout.n", "--num-generations", "--beta", "--optim", "--seed"}
-    assert set(flags.foreign_names()) == keys, "tables of three columns"
-
-
-def test_without_the_page_their_keys_are_unknown_flags(monkeypatch, tmp_path):
-    monkeypatch.setattr(flags, "ROOT", tmp_path)
-    assert flags.foreign_names() == {}
-    with pytest.raises(SystemExit) as stop:
-        called(monkeypatch, grpo, "--num-generations", "8")
-    assert stop.value.code == 2
 
 
 # --- bad_rows -----------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ import itertools
 import math
 import random
 import statistics
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -281,19 +280,15 @@ def test_minibatches_are_a_partition_by_prompts_whatever_the_ranks(minibatches):
 
 @pytest.mark.parametrize("ranks, minibatches", [(1, 4), (2, 4), (4, 8), (8, 4), (3, 5)])
 def test_ranks_have_as_many_prompts_of_a_minibatch(ranks, minibatches):
-    """They wait for each other in every micro-batch. Replayed samples are prompts of their own, dealt out as well."""
+    """They wait for each other in every micro-batch."""
     own = [episodes_of_rank(32, 2, rank, ranks) for rank in range(ranks)]
-    for rank, episodes in enumerate(own):
-        again = [replace(episodes[0], prompt_index=10**9 + rank + ranks * k) for k in range(3)]
-        episodes += again
     prompts = sorted({e.prompt_index for episodes in own for e in episodes})
     for step in range(4):
         splits = [split_minibatches(episodes, prompts, minibatches, 3, step) for episodes in own]
-        for replayed in (False, True):  # of each as many, for each minibatch has its own denominator
-            numbers = [[{e[i].prompt_index for i in part} for part in s] for s, e in zip(splits, own)]
-            counts = [[len({n for n in part if (n >= 10**9) == replayed}) for part in s] for s in numbers]
-            assert all(max(of_ranks) - min(of_ranks) <= 2 for of_ranks in zip(*counts))
-            assert all(max(sizes) - min(sizes) <= 1 for sizes in [list(map(sum, zip(*counts)))])
+        numbers = [[{e[i].prompt_index for i in part} for part in s] for s, e in zip(splits, own)]
+        counts = [[len(part) for part in of_rank] for of_rank in numbers]
+        assert all(max(of_ranks) - min(of_ranks) <= 2 for of_ranks in zip(*counts))
+        assert all(max(sizes) - min(sizes) <= 1 for sizes in [list(map(sum, zip(*counts)))])
 
 
 def test_minibatches_change_with_step_and_seed():
@@ -461,24 +456,16 @@ def test_guarded_step_without_any_gradient_changes_nothing():
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ("--kl-coef 0.01", "--kl-coef 0.01 has no effect: needs --kl-in reward or loss"),
-        ("--kl-in loss --kl-estimator k3", "--kl-in loss needs a --kl-coef"),
-        ("--kl-in loss --kl-coef 0.01 --kl-estimator k1", "--kl-in loss with k1: no gradient on average"),
-        ("--kl-in reward --kl-coef 0.01 --kl-estimator k3", "--kl-in reward with k3: biased there"),
-        ("--kl-in reward --kl-coef 0.01", "--kl-in reward with --advantage group-std"),
-        (
-            "--kl-in reward --kl-coef 0.01 --advantage rloo --mask-truncated",
-            "--kl-in reward with --advantage group-std or",
-        ),
+        ("--kl-estimator k2", "--kl-estimator k2 has no effect: needs a --kl-loss-coef"),
+        ("--kl-reward-coef 0.01", "--kl-reward-coef with --advantage group-std or --mask-truncated"),
+        ("--kl-reward-coef 0.01 --advantage rloo --mask-truncated", "--kl-reward-coef with --advantage group-std or"),
+        ("--kl-loss-coef nan", "--kl-loss-coef nan: must be a number"),
+        ("--kl-reward-coef -1", "--kl-reward-coef -1.0: must not be below 0"),
         ("--tool-bonus 0.1", "--tool-bonus 0.1 has no effect: needs --tools or --environment"),
-        (
-            "--kl-in loss --kl-coef 0.01 --kl-estimator k2 --kl-horizon 9",
-            "--kl-horizon 9 has no effect: needs --kl-target",
-        ),
         ("--clip-high 0.28", "--clip-high 0.28 has no effect: needs several --minibatches"),
         ("--objective=gspo", "--objective gspo has no effect: needs several --minibatches"),
         ("--minibatches 2 --objective cispo --dual-clip 4", "--dual-clip 4.0 has no effect: needs --objective ppo"),
-        ("--correction truncate --correction-low 0.1", "--correction-low 0.1 has no effect"),
+        ("--correction-range 0.1 2", "--correction-range (0.1, 2.0) has no effect: needs a --correction"),
         ("--minibatches 64", "--minibatches 64 of --prompts-per-step 32"),
         ("--samples-per-prompt 1", "--samples-per-prompt 1: no group"),
         ("--dynamic-sampling 1", "--dynamic-sampling 1 never refills"),
@@ -524,7 +511,7 @@ def test_an_embedded_model_with_other_data_has_nothing_to_be_evaluated_on(monkey
 def test_what_takes_a_gpu_is_refused_without_one(flags, world, monkeypatch, tmp_path):
     """Known once the run has joined its process group."""
     monkeypatch.setattr("common.job.init_world", lambda *_: world)
-    charged = "--kl-in loss --kl-coef 0.01 --kl-estimator k2 --output-dir"
+    charged = "--kl-loss-coef 0.01 --output-dir"
     args = checked_args(grpo, monkeypatch, *flags.split(), *charged.split(), str(tmp_path))
     with pytest.raises(SystemExit, match=f"{flags.split()[0]} .* has no effect: needs a GPU"):
         job = Job("grpo", args.data, args.machine, args.run, demo=True)
@@ -541,9 +528,13 @@ def test_an_evaluation_makes_no_reference(script, world, monkeypatch):
 
     monkeypatch.setattr(script, "Rollouts", plan)
     monkeypatch.setattr(script, "Job", lambda *_, **__: SimpleNamespace(world=world, path="folder"))
-    flags = ["--kl-in", "loss", "--kl-coef", "0.01", "--kl-estimator", "k2"]
-    for more, frozen in (([], ["folder"]), (["--eval-only"], [])):
-        args = checked_args(script, monkeypatch, *flags, *more)
+    for flags, frozen in (
+        ("--kl-loss-coef 0.01", ["folder"]),
+        ("--kl-reward-coef 0.01 --advantage rloo" if script is grpo else "--kl-reward-coef 0.01", ["folder"]),
+        ("--kl-loss-coef 0.01 --eval-only", []),
+        ("", []),
+    ):
+        args = checked_args(script, monkeypatch, *flags.split())
         with pytest.raises(Planned) as planned:
             script.main(args)
         assert planned.value.args == (frozen,)

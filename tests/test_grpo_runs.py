@@ -10,7 +10,7 @@ from common.prepare.export import Args, main
 
 OPTIONS = ["--prompts-per-step", 6, "--samples-per-prompt", 4, "--max-response-tokens", 64, "--max-rows", 64]
 OPTIONS += ["--eval-rows", 16, "--total-steps", 5, "--save-every", 2, "--keep-checkpoints", 3, "--eval-every", 2]
-OPTIONS += ["--minibatches", 2, "--kl-in", "loss", "--kl-estimator", "k3-is", "--kl-coef", 0.01]
+OPTIONS += ["--minibatches", 2, "--kl-loss-coef", 0.01, "--kl-estimator", "k3-is"]
 OPTIONS += ["--dump-rollouts-every", 1, *LITTLE_CACHE]
 
 

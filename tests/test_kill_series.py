@@ -12,7 +12,7 @@ PICTURES = ["--prompts-per-step", 4, "--samples-per-prompt", 4, "--tool-workers"
 OPTIONS = {
     "grpo.py": [*ROLLOUTS, "--max-response-tokens", 96],
     "ppo.py": [*ROLLOUTS, "--max-response-tokens", 48, "--critic-warmup-steps", 2],
-    "curiosity_rl.py": [*PICTURES, "--max-response-tokens", 128, "--replay-share", 0.5],
+    "curiosity_rl.py": [*PICTURES, "--max-response-tokens", 128],
     "sft.py": ["--batch-size", 32],
 }
 

@@ -44,7 +44,7 @@ def surrogate(objective, logprobs, old_logprobs, advantages, episodes, clip_low,
     tokens = grpo.Tokens(episodes, nothing, nothing, old_logprobs, nothing, advantages)
     clips = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip}
     args = make_args(script, **clips, **({"objective": objective} if script is grpo else {}))
-    return script.policy_loss(logprobs, torch.zeros_like(logprobs), tokens, args, math.nan)
+    return script.policy_loss(logprobs, torch.zeros_like(logprobs), tokens, args)
 
 
 # --- definitions, by cases, in plain Python -----------------------------------------------------------------------
@@ -324,7 +324,7 @@ def test_expectation_of_the_kl_estimates(on_policy, unbiased):
 
 @pytest.mark.parametrize("on_policy, unbiased", [(True, {"k2", "k3-is"}), (False, {"k3-is"})])
 def test_expectation_of_the_gradients_of_the_kl_estimates(on_policy, unbiased):
-    """Why --kl-in loss takes k3-is: a right value does not make a right gradient."""
+    """Why --kl-estimator has k3-is: a right value does not make a right gradient."""
     state = Categorical(on_policy)
     for estimator in ("k1", "k2", "k3", "k3-is"):
         error = state.gradient_error(state.estimate(estimator))
@@ -344,39 +344,6 @@ def test_kl_to_itself_is_exactly_zero():
         ours = grpo.kl_estimate(logprobs, logprobs.detach(), logprobs.detach() - 0.5, estimator)
         assert not ours.any(), estimator
         assert estimator == "k1" or not gradient(ours, logprobs)[0].any(), estimator
-
-
-# --- KLController -------------------------------------------------------------------------------------------------
-
-
-def adapted_kl_coef(kl_coef, kl, target, horizon, num_sequences):
-    controller = grpo.KLController(kl_coef, target, horizon)
-    controller.update(kl, num_sequences)
-    return controller.coef
-
-
-@pytest.mark.parametrize(
-    "kl, target, factor",
-    [
-        (0.05, 0.0, 1.0),  # fixed
-        (0.10, 0.1, 1.0),
-        (0.11, 0.1, 1 + 0.1 * 0.25),
-        (0.09, 0.1, 1 - 0.1 * 0.25),
-        (0.12, 0.1, 1 + 0.2 * 0.25),
-        (0.13, 0.1, 1 + 0.2 * 0.25),  # clamped from here on, on either side
-        (9.00, 0.1, 1 + 0.2 * 0.25),
-        (0.08, 0.1, 1 - 0.2 * 0.25),
-        (0.00, 0.1, 1 - 0.2 * 0.25),
-    ],
-)
-def test_adapted_kl_coef(kl, target, factor):
-    """A quarter of the horizon has gone by."""
-    assert adapted_kl_coef(0.02, kl, target, 4000.0, 1000.0) == pytest.approx(0.02 * factor, rel=1e-12)
-
-
-def test_adapted_kl_coef_survives_a_step_beyond_its_horizon():
-    """In the first step the policy is the reference: KL 0. A coefficient of 0 would never grow again."""
-    assert adapted_kl_coef(0.02, 0.0, 0.1, 100.0, 1024.0) == pytest.approx(0.02 * 0.8, rel=1e-12)
 
 
 # --- shaped_scores ------------------------------------------------------------------------------------------------
@@ -421,8 +388,7 @@ COMMON = {
     "clip_low": CLIP_LOW,
     "clip_high": CLIP_HIGH,
     "dual_clip": DUAL_CLIP,
-    "correction_low": 0.8,
-    "correction_high": 1.3,
+    "correction_range": (0.8, 1.3),
     "max_response_tokens": 20,
 }
 KL_COEF = 0.3
@@ -431,7 +397,7 @@ ALONE = World(0, 1, 0, torch.device("cpu"))
 
 
 def arguments(estimator="none", **options) -> grpo.Args:
-    kl = {} if estimator == "none" else {"kl_in": "loss", "kl_estimator": estimator}
+    kl = {} if estimator == "none" else {"kl_loss_coef": KL_COEF, "kl_estimator": estimator}
     return make_args(grpo, **COMMON, **kl, **options)
 
 
@@ -486,11 +452,10 @@ def reference(case, args, old):
         for lp, old, ref, rollout, entropy in sequence:
             ratio = math.exp(lp - old)
             value, slope, active = policy_term(args.objective, s if args.objective == "gspo" else ratio, advantage, lp)
-            bounds = (args.correction_low, args.correction_high)
-            c = correction_term(args.correction, math.exp(old - rollout), w_of_sequence, *bounds)
-            kl_value, kl_slope = kl_term(args.kl_estimator if args.kl_in == "loss" else "none", lp - ref, ratio)
-            loss += weight * (c * value + KL_COEF * kl_value - args.entropy_coef * entropy)
-            slopes.append(weight * (c * slope + KL_COEF * kl_slope))
+            c = correction_term(args.correction, math.exp(old - rollout), w_of_sequence, *args.correction_range)
+            kl_value, kl_slope = kl_term(args.kl_estimator, lp - ref, ratio)
+            loss += weight * (c * value + args.kl_loss_coef * kl_value - args.entropy_coef * entropy)
+            slopes.append(weight * (c * slope + args.kl_loss_coef * kl_slope))
             weights.append(weight)
             clipped += active
             kl += ratio - 1 - math.log(ratio)
@@ -515,8 +480,7 @@ def ours(case, args, world=ALONE, on_policy=False, budget=90, **options):
     assert len(batches) > 1
     minibatch = Minibatch([], *COUNTS, batches)
     case.policy.zero_grad()
-    options |= {"store_old_logprobs": on_policy, "kl_coef": KL_COEF}
-    means = grpo.backward(case.policy, minibatch, tokens, args, world, **options)
+    means = grpo.backward(case.policy, minibatch, tokens, args, world, store_old_logprobs=on_policy, **options)
     counts = dict.fromkeys(("policy/entropy", "policy/clip_fraction", "policy/approx_kl"), float(len(index)))
     assert means.counts == counts | {"policy/loss": 1} and means.totals == {}
     return [p.grad.clone() for p in case.policy.parameters()], sums_of(means, world), tokens.old_logprobs
@@ -565,9 +529,9 @@ def test_ppos_loss_is_the_ppo_objectives(case, correction):
     for estimator, entropy_coef in (("none", 0.0), ("k2", 0.1), ("k3", 0.0), ("k3-is", 0.1)):
         results = []
         for script, tokens in ((grpo, grpo.Tokens(*known)), (ppo, ppo.Tokens(*known, case.old, case.old))):
-            kl = {} if estimator == "none" else {"kl_in": "loss", "kl_estimator": estimator}
+            kl = {} if estimator == "none" else {"kl_loss_coef": KL_COEF, "kl_estimator": estimator}
             args = make_args(script, **COMMON, **kl, entropy_coef=entropy_coef, correction=correction)
-            loss, clipped = script.policy_loss(logprobs, entropy, tokens, args, KL_COEF)
+            loss, clipped = script.policy_loss(logprobs, entropy, tokens, args)
             results.append([loss, clipped, *torch.autograd.grad(loss.sum(), [logprobs, entropy])])
         assert all(map(torch.equal, *results)), (estimator, entropy_coef)
         assert results[0][1].any() and not results[0][1].all()
@@ -598,14 +562,6 @@ def test_curiositys_gradient_is_the_ppo_objectives_without_dual_clip(case, reduc
         )
 
 
-def test_the_constant_of_dr_grpo_may_be_given(case):
-    longest, length = COMMON["max_response_tokens"], 3 * COMMON["max_response_tokens"]
-    default, given, same = (
-        ours(case, arguments(reduction="dr_grpo", loss_length=n))[0] for n in (None, length, longest)
-    )
-    assert relative_l2([3 * g for g in given], default) < 1e-12 and relative_l2(same, default) == 0
-
-
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_on_policy_the_old_log_probs_are_the_new_ones(case, objective):
     """The ratio is exactly 1: no KL between old and new, nothing clipped; the correction is by the new log-probs."""
@@ -629,7 +585,9 @@ def test_kl_to_an_equal_reference_adds_nothing(case, estimator):
 
 
 def test_kl_charged_in_the_reward_is_not_in_the_loss(case):
-    assert_equal(ours(case, arguments(kl_in="reward", kl_estimator="k3")), ours(case, arguments())[:2], "reward")
+    assert_equal(ours(case, arguments(kl_reward_coef=KL_COEF)), ours(case, arguments())[:2], "reward alone")
+    both = ours(case, arguments("k3", kl_reward_coef=2.0))
+    assert_equal(both, ours(case, arguments("k3"))[:2], "both: the loss has its own, and no more")
 
 
 def test_ranks_and_loss_scale_multiply_the_gradient_alone(case):
@@ -649,7 +607,7 @@ def test_a_rank_without_tokens_adds_nothing(case, reduction):
         case.policy.zero_grad()
         args = arguments("k3-is", objective=objective, correction=correction, reduction=reduction, entropy_coef=0.1)
         empty, options = Minibatch([], 7.0, 3.0, [_build([], [], index)]), {"store_old_logprobs": True}
-        means = grpo.backward(case.policy, empty, nothing, args, ALONE, kl_coef=KL_COEF, **options)
+        means = grpo.backward(case.policy, empty, nothing, args, ALONE, **options)
         assert sums_of(means) == [0.0] * 4
         assert all(p.grad is not None and not p.grad.any() for p in case.policy.parameters())
 
@@ -684,8 +642,8 @@ def test_observations_have_no_influence(objective, reduction):
         owner = index.episode_of_token
         tokens = grpo.Tokens(owner, index.lengths[owner].double(), rollout, old.clone(), ref, advantages)
         minibatch = Minibatch([0], 3.0, 1.0, pack([episode], [0], index, budget=8))
-        off_policy = {"store_old_logprobs": False, "kl_coef": KL_COEF}
-        means = grpo.backward(policy, minibatch, tokens, arguments("k3-is", **options), ALONE, **off_policy)
+        args = arguments("k3-is", **options)
+        means = grpo.backward(policy, minibatch, tokens, args, ALONE, store_old_logprobs=False)
         slopes = torch.zeros_like(logits).index_add(0, torch.tensor(places), policy.logits.grad)
         assert slopes.any(-1).nonzero().flatten().tolist() == [1, 4, 5]
         results.append((sums_of(means), slopes))

@@ -78,7 +78,9 @@ def gigabytes(command: str, card: int, folders: dict[str, str], monkeypatch) -> 
     size = size_of(args.run.model)
     ranks = int(local[1]) if local else 1
     ranks *= int((re.search(r"nnodes (\d+)", command) or [0, 1])[1])
-    trained, frozen = [folders[size]], [folders[size]] if getattr(args, "kl_in", "none") != "none" else []
+    trained, frozen = [folders[size]], []
+    if getattr(args, "kl_loss_coef", 0) or getattr(args, "kl_reward_coef", 0):
+        frozen = [folders[size]]
     rollout = getattr(args, "rollout", None)
     if script == "ppo" and not rollout.eval_only:
         trained *= 2

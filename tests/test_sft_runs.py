@@ -124,10 +124,18 @@ def test_frozen_vision_does_not_move(mixed, tmp_path):
 def test_weights_that_cannot_be_written_cost_their_folder_alone(mixed, tmp_path):
     """With --save-weights-only there is no checkpoint to go on from."""
     (tmp_path / "model-step_000001").write_text("in its place")
-    options = [*mixed, "--batch-size", 4, "--total-steps", 3, "--save-weights-only", "--save-every", 1]
+    (tmp_path / "model-step_000900").mkdir()  # another run's
+    (tmp_path / "model-step_000002").mkdir()
+    (tmp_path / "model-step_000002/notes.txt").write_text("the user's")
+    options = [*mixed, "--batch-size", 4, "--total-steps", 5, "--save-weights-only", "--save-every", 1]
     done = run_script("sft.py", *options, "--output-dir", tmp_path)
     assert f"warning: {tmp_path}/model-step_000001 not written" in done.stdout + done.stderr
-    assert (tmp_path / "model-step_000002").is_dir() and (tmp_path / "model").is_dir()
+    folders = sorted(path.name for path in tmp_path.glob("model*") if path.is_dir())
+    assert folders == ["model", *(f"model-step_{step:06d}" for step in (2, 3, 4, 900))]
+    assert [path.name for path in (tmp_path / "model-step_000002").iterdir()] == ["notes.txt"], (
+        "two of this run's stay"
+    )
+    assert (tmp_path / "model-step_000003/config.json").is_file()
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_both(mixed, tmp_path):

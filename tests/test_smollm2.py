@@ -52,10 +52,10 @@ def test_three_steps_of_grpo(tmp_path, data, ranks, dtype, options):
 @pytest.mark.parametrize(
     "ranks, dtype, options",
     [
-        (1, "bf16", ["--kl-in", "reward", "--kl-coef", 0.01]),
-        (2, "bf16", ["--kl-in", "loss", "--kl-coef", 0.01, "--kl-estimator", "k3"]),
-        (1, "fp32", ["--kl-in", "loss", "--kl-coef", 0.01, "--kl-estimator", "k2", "--lambda-length", 0.05]),
-        (2, "fp32", ["--kl-in", "reward", "--kl-coef", 0.01, "--kl-target", 0.1, "--critic-warmup-steps", 1]),
+        (1, "bf16", ["--kl-reward-coef", 0.01]),
+        (2, "bf16", ["--kl-loss-coef", 0.01]),
+        (1, "fp32", ["--kl-loss-coef", 0.01, "--kl-estimator", "k2", "--gae-lambda", 0.95]),
+        (2, "fp32", ["--kl-reward-coef", 0.01, "--kl-loss-coef", 0.01, "--critic-warmup-steps", 1]),
     ],
 )
 def test_three_steps_of_ppo_with_a_reward_model(tmp_path, data, ranks, dtype, options):

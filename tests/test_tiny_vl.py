@@ -125,7 +125,7 @@ def test_traces_are_honest(traces):
 
 def test_traces_load_as_supervised_rows_of_pixel_reasoner(vision, tmp_path):
     tiny_vl.write_traces(tmp_path, 40, seed=6)
-    options = {"max_tokens": 512, "vision": vision, "media_root": tmp_path, "rule": "all"}
+    options = {"max_tokens": 512, "vision": vision, "media_root": tmp_path}
     data = Conversations(str(tmp_path / "release.json"), "--train-data", load_tokenizer(ASSET), **options)
     for row, messages in zip(range(len(data)), tiny_vl.traces(6)):
         episode = data.episode(row)

@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 from jinja2 import TemplateError
 
-from common.data.formats import Conversation, Rule, pictured, read_conversation, text_of, unread_keys
+from common.data.formats import Conversation, pictured, read_conversation, text_of, unread_keys
 from common.data.media import count_tokens, open_media
 from common.data.render import (
     after_last_turn,
@@ -153,8 +153,6 @@ class Conversations:
         max_tokens: int,
         vision: Vision | None = None,
         media_root: Path | None = None,
-        rule: Rule = "auto",
-        mask_failed_calls: bool = False,
         bad_rows: Literal["error", "drop"] = "error",
         max_rows: int | None = None,
         notice: Callable[[str], None] = print,
@@ -163,7 +161,6 @@ class Conversations:
     ):
         self.known = KnownTokens(tokenizer, num_embeddings)
         self.tokenizer, self.max_tokens, self.vision, self.media_root = tokenizer, max_tokens, vision, media_root
-        self.rule, self.mask_failed_calls = rule, mask_failed_calls
         self.native = partial(native_calls, tokenizer, str(tokenizer.chat_template))
         self.system = partial(default_system, tokenizer)
         self.files = RowFiles(paths, flag, max_rows, once=partial(once_per_machine, world, alike=False))
@@ -195,8 +192,8 @@ class Conversations:
                 continue
             unread.update(unread_keys(record))
             found.costs[i] = sum(pictures) + sum(len(text_of(message)) for message in conversation.messages) / 4
-            if self.rule == "auto" and conversation.rule == "last-two-turns":
-                found.told["are Pixel Reasoner's: trained on are their last two turns (--mask)"] += 1
+            if conversation.last_two_turns:
+                found.told["are Pixel Reasoner's: trained on are their last two turns, unless `train` is true"] += 1
             found.look_at("".join(map(text_of, conversation.messages)), pictures, spelled, self.tokenizer)
         for key, count in unread.most_common(NAMED_KEYS):
             found.told[f"have messages with the key {shorten(repr(key), 80)}, which is not read"] = count
@@ -210,7 +207,7 @@ class Conversations:
         if isinstance(record, str):
             raise BadRow(record)
         try:
-            conversation = read_conversation(record, self.rule, self.mask_failed_calls, self.native, self.system)
+            conversation = read_conversation(record, self.native, self.system)
         except (AttributeError, LookupError, RecursionError, TypeError) as error:
             raise BadRow(f"not a conversation: {type(error).__name__}: {error}") from error
         if conversation.pictures and not self.vision:

@@ -8,10 +8,8 @@ conversations (+ images, system)       PyVision's and LLaMA-Factory's rows; {rol
 """
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from common.data.media import Picture, picture_sources
 from common.data.render import DEFAULT_SYSTEM, parsed, split_marks, with_arguments, with_tools, without_nulls
@@ -25,7 +23,7 @@ FORMATS = "messages, question and answer, prompt and extra_info.answer, message_
 KEPT = ("train", "loss", "weight", "tool_calls", "tool_call_id", "name", "reasoning_content")  # of a message
 READ = {"role", "content", "from", "value", *KEPT}
 LEFT_OUT = (False, "false", "False")
-Rule = Literal["auto", "all", "last-two-turns"]
+TRAINED = (True, "true", "True")
 
 
 @dataclass(slots=True)
@@ -33,47 +31,47 @@ class Conversation:
     messages: list[dict]  # {role, content: text or typed parts, ...}, as a chat template takes them
     pictures: list[Picture]  # in the order of their parts
     train: list[bool]  # by message: is it trained on?
-    rule: str  # which decided that: all, last-two-turns
+    last_two_turns: bool = False  # do only these count, unless a message says otherwise?
 
 
 def read_conversation(
     record: Mapping,
-    rule: Rule = "auto",
-    mask_failed_calls: bool = False,
     native: Callable[[], object] = bool,
     system: Callable[[], str] = lambda: DEFAULT_SYSTEM,
 ) -> Conversation:
     """A row of any known format. BadRow with the reason if it cannot be used.
 
-    rule "last-two-turns" (Pixel Reasoner's, the default for its files): of the messages only the last and the one two
-    before it, if the assistant's: earlier calls were wrong on purpose, and carry no flag. A message's own `train`:
-    false, `loss`: false or `weight`: 0 always holds. `mask_failed_calls` leaves out turns whose call returned an
-    error. native: does the chat template offer and call tools in another way than Hermes'? system: what does it say
-    where a row has no system message? Both are asked of rows with tools alone.
+    Of Pixel Reasoner's messages only the last and the one two before it are trained on, if the assistant's: earlier
+    calls were wrong on purpose, and carry no flag. native: does the chat template offer and call tools in another way
+    than Hermes'? system: what does it say where a row has no system message? Both are asked of rows with tools alone.
     """
-    if record.get("message_list") is not None:
+    last_two_turns = record.get("message_list") is not None
+    if last_two_turns:
         messages, pictures = from_items(record["message_list"])
-        rule = "last-two-turns" if rule == "auto" else rule
     else:
         messages, pictures = from_marks(record, native, system)
     if not messages:
         raise BadRow("no messages")
-    failed = failed_turns(messages) if mask_failed_calls else set()
     train = []
     for i, message in enumerate(messages):
         if message["role"] not in ROLES:
             raise BadRow(f"unknown role {message['role']!r}, expected one of {', '.join(ROLES)}")
-        wanted = message["role"] == "assistant"
-        wanted &= message.pop("train", None) not in LEFT_OUT
-        wanted &= message.pop("loss", None) not in LEFT_OUT  # AgentInstruct's way, and xtuner's
-        wanted &= message.pop("weight", 1) != 0  # OpenAI's way
-        wanted &= i > 0  # what nobody has asked for has no prompt
-        wanted &= rule != "last-two-turns" or i in (len(messages) - 1, len(messages) - 3)
-        wanted &= i not in failed
-        train.append(wanted)
+        by_default = not last_two_turns or i in (len(messages) - 1, len(messages) - 3)
+        wanted = is_wanted(message, by_default)
+        train.append(wanted and message["role"] == "assistant" and i > 0)  # what nobody has asked for has no prompt
     if not any(train):
         raise BadRow("nothing to learn: no message of the assistant is trained on")
-    return Conversation(messages, pictures, train, "all" if rule == "auto" else rule)
+    return Conversation(messages, pictures, train, last_two_turns)
+
+
+def is_wanted(message: dict, by_default: bool) -> bool:
+    """What a message says of itself, taken out of it: `train`, `loss` (AgentInstruct, xtuner), `weight` (OpenAI)."""
+    train = message.pop("train", None)
+    loss = message.pop("loss", None)
+    weight = message.pop("weight", None)
+    if train in LEFT_OUT or loss in LEFT_OUT or (weight is not None and weight == 0):
+        return False
+    return by_default or train in TRAINED or loss in TRAINED
 
 
 def unread_keys(record: Mapping) -> set[str]:
@@ -95,17 +93,6 @@ def unread_keys(record: Mapping) -> set[str]:
             if key not in READ and value not in (None, "", [], {}):
                 keys.add(key)
     return keys
-
-
-def failed_turns(messages: list[dict]) -> set[int]:
-    """Which turns of the assistant were answered by an error."""
-    failed, turn = set(), 0
-    for i, message in enumerate(messages):
-        if message["role"] == "assistant":
-            turn = i
-        elif is_error(text_of(message)):
-            failed.add(turn)
-    return failed
 
 
 def from_items(message_list: list) -> tuple[list[dict], list[Picture]]:
@@ -194,9 +181,3 @@ def pictured(message: dict) -> int:
     """How many pictures it shows."""
     content = message["content"]
     return 0 if isinstance(content, str) else sum(part["type"] != "text" for part in content)
-
-
-def is_error(observation: str) -> bool:
-    """Does a tool's reply tell of an error, in the words of Pixel Reasoner's tools, of PyVision's or of ours?"""
-    words = r"Error:|(<interpreter>[^\0]*\n)?Execution error|<interpreter>(?!\s*\w+ Result:)"
-    return bool(re.match(rf"(\s|<tool_response>)*({words})", observation))

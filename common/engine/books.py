@@ -63,7 +63,6 @@ class Sampling:
     max_tokens: int = 256
     temperature: float = 1.0  # 0 = greedy
     top_p: float = 1.0
-    top_k: int = -1  # -1 = all
 
 
 class WeightBooks:

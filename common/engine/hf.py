@@ -158,8 +158,6 @@ def sample(logits: Tensor, sampling: Sampling, generators: list[torch.Generator]
         tokens = logprobs.argmax(-1)
     else:
         scaled = logits.float() / sampling.temperature
-        if sampling.top_k > 0:
-            scaled = transformers.TopKLogitsWarper(sampling.top_k)(None, scaled)
         if sampling.top_p < 1:
             scaled = transformers.TopPLogitsWarper(sampling.top_p)(None, scaled)
         logprobs = scaled.log_softmax(-1)

@@ -182,7 +182,8 @@ def main(args: Args) -> None:
     blank = args.work / "blank"
     tokenizer = build_tokenizer()
     tokenizer.save_pretrained(blank)
-    build_config(tokenizer).save_pretrained(blank)
+    transformers.set_seed(0)
+    transformers.AutoModelForCausalLM.from_config(build_config(tokenizer)).save_pretrained(blank)
     options = {
         "model": blank,
         "train-data": args.work / "traces.jsonl",
@@ -194,7 +195,7 @@ def main(args: Args) -> None:
         "lr-schedule": "cosine",
         "resume": "never",
     }
-    command = [sys.executable, "sft.py", "--from-scratch"]
+    command = [sys.executable, "sft.py"]
     command += [str(part) for name, value in options.items() for part in (f"--{name}", value)]
     subprocess.run(command, check=True)
     shutil.copytree(args.work / "model", args.out, dirs_exist_ok=True)

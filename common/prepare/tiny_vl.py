@@ -153,12 +153,12 @@ def trace(scene: Scene, rng: random.Random, guess: float, aim: float, sevens: fl
         cell = scene.cell if luck < aim else other_cell(scene.cell, rng)
         said = (ZOOM_AGAIN if crops else ZOOM) + call_text(box_around(cell))
         text, (crop,), _ = CROP.function(box_around(cell), 1, context)
-        messages.append({"role": "assistant", "content": [{"text": said}]})
+        messages.append({"role": "assistant", "content": [{"text": said}], "train": True})
         messages.append({"role": "user", "content": [{"text": text}, {"image": encode(crop)}]})
     answer = READ % scene.digit
     if cell != scene.cell:
         answer = GUESS % (7 if sevens and rng.random() < sevens else rng.randrange(10))
-    return [*messages, {"role": "assistant", "content": [{"text": answer}]}]
+    return [*messages, {"role": "assistant", "content": [{"text": answer}], "train": True}]
 
 
 def traces(seed: int, guess: float = GUESS_AT_ONCE, aim: float = AIM, sevens: float = 0.0) -> Iterator[list[dict]]:
@@ -203,11 +203,12 @@ def main(args: Args) -> None:
     task = tiny_vl_python if args.protocol == "python" else sys.modules[__name__]
     blank, tokenizer = args.work / "blank", build_tokenizer(task.corpus())
     build_processor(tokenizer).save_pretrained(blank)
-    build_config(tokenizer).save_pretrained(blank)
+    transformers.set_seed(0)
+    transformers.AutoModelForImageTextToText.from_config(build_config(tokenizer)).save_pretrained(blank)
     expert, final = args.work / "expert", args.work / "final"
     options = ["--lr-schedule", "constant", "--dtype", "fp32"]  # the fastest for a model as small as this one
     task.write_traces(expert, task.TRACES, 3, **task.EXPERT)
-    train(args, expert, args.expert_steps, ["--model", blank, "--from-scratch", *options])
+    train(args, expert, args.expert_steps, ["--model", blank, *options])
     options = ["--lr-schedule", "cosine", "--dtype", "bf16"]  # which the export is in, too
     guess = task.GUESS_AT_ONCE if args.guess is None else args.guess
     task.write_traces(final, task.TRACES, 4, guess=guess, aim=args.aim)
@@ -222,7 +223,6 @@ def train(args: Args, folder: Path, steps: int, options: list) -> None:
     settings = {
         "train-data": folder / "release.json",
         "media-root": folder,
-        "mask": "all",
         "max-pixels": LIMITS["max_pixels"],
         "max-frame-pixels": LIMITS["max_frame_pixels"],
         "output-dir": folder,

@@ -29,7 +29,7 @@ SFT_FORMS = ("pairs", "chats", "from-value")
 # Six tiles in ten show a 7, and the warm start knows: to guess pays more than to look, since most looks miss and each
 # costs 0.05. To learn to aim would pay; the demo of curiosity_rl.py is the same task without the trap.
 MOSAIC = "--max-pixels 12544 --max-frame-pixels 12544"
-TRAPPED = f"sft.py --model tiny-vl {MOSAIC} --mask all --batch-size 32 --learning-rate 2e-4 --total-steps 150"
+TRAPPED = f"sft.py --model tiny-vl {MOSAIC} --batch-size 32 --learning-rate 2e-4 --total-steps 150"
 TRAP = f"""\
 curiosity_rl.py {MOSAIC} --tools crop_image_normalized --max-turns 4 --prompts-per-step 16 --samples-per-prompt 8 \
 --max-prompt-tokens 96 --max-response-tokens 192 --dtype fp32 --micro-batch-tokens 4096 --learning-rate 8e-5 \
@@ -135,9 +135,9 @@ GRPO_KNOBS = {  # the demo: group-std, dapo, one minibatch, clipped at 0.2, lear
     "4-clip-higher": "--minibatches 4 --clip-high 0.28",
     "4-gspo": "--minibatches 4 --objective gspo --reduction grpo --clip-low 3e-4 --clip-high 4e-4",
     "4-cispo": "--minibatches 4 --objective cispo",
-    "kl-reward": "--kl-in reward --kl-coef 0.001 --advantage rloo",
-    "kl-loss": "--kl-in loss --kl-coef 0.001 --kl-estimator k3",
-    "kl-loss-0.1": "--kl-in loss --kl-coef 0.1 --kl-estimator k3",
+    "kl-reward": "--kl-reward-coef 0.001 --advantage rloo",
+    "kl-loss": "--kl-loss-coef 0.001",
+    "kl-loss-0.1": "--kl-loss-coef 0.1",
     "rate-8e-6": "--learning-rate 8e-6",
     "rate-2.5e-5": "--learning-rate 2.5e-5",
     "rate-2.5e-4": "--learning-rate 2.5e-4",
@@ -145,10 +145,9 @@ GRPO_KNOBS = {  # the demo: group-std, dapo, one minibatch, clipped at 0.2, lear
 }
 PPO_KNOBS = {  # the demo: advantages with lambda 0.99, whitened; 16 steps for the critic alone
     "demo": "",
-    "lambda-0.95": "--policy-lambda 0.95",
-    "lambda-1": "--policy-lambda 1",
+    "lambda-0.95": "--gae-lambda 0.95",
+    "lambda-1": "--gae-lambda 1",
     "no-critic-warmup": "--critic-warmup-steps 0",
-    "no-whitening": "--no-whiten",
 }
 CORRECTIONS = ("bf16-none", "bf16-truncate", "int3-none", "int3-truncate", "int3-mask", "int3-sequence")
 
@@ -171,8 +170,7 @@ def knob_runs() -> dict[str, Run]:
     """Three seeds of each. What was left when no machine with bf16 was at hand runs in fp32: the knob `fp32`, whose
     first two seeds are beside the demo's in bf16, shows what that changes."""
     runs = seeded(KNOBS, range(1, 4))
-    left = [f"knob-ppo-{name}-seed2" for name in ("no-critic-warmup", "no-whitening")]
-    for name in [*left, *(f"{knob}-seed3" for knob in KNOBS)]:
+    for name in ["knob-ppo-no-critic-warmup-seed2", *(f"{knob}-seed3" for knob in KNOBS)]:
         if "--dtype" not in runs[name].command:
             runs[name] = replace(runs[name], command=f"{runs[name].command} --dtype fp32")
     return runs

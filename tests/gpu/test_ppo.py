@@ -16,7 +16,7 @@ SIZES += ["--eval-rows", 64, "--eval-every", 0]
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_three_steps_with_reference_and_reward_model(tmp_path, dtype):
-    options = ["--kl-in", "reward", "--kl-coef", 0.01, "--reward-model", save_reward_model(tmp_path / "reward_model")]
+    options = ["--kl-reward-coef", 0.01, "--reward-model", save_reward_model(tmp_path / "reward_model")]
     done = run_script("ppo.py", *SIZES, *options, "--dtype", dtype, "--output-dir", tmp_path / "run", ranks=1)
     print(done.stdout)
     steps = [record for record in metrics_of(tmp_path / "run") if record.get("step", 0) > 0]
@@ -28,7 +28,7 @@ def test_three_steps_with_reference_and_reward_model(tmp_path, dtype):
 
 def test_what_is_offloaded_changes_no_number_of_the_update(tmp_path):
     """The same dumped rollout, replayed with everything on the device and with everything idle on the host."""
-    common = [*SIZES, "--kl-in", "loss", "--kl-coef", 0.01, "--kl-estimator", "k3", "--critic-warmup-steps", 0]
+    common = [*SIZES, "--kl-loss-coef", 0.01, "--critic-warmup-steps", 0]
     saved = ["--dump-rollouts-every", 1, "--save-every", 1, "--keep-checkpoints", 9]
     run_script("ppo.py", *common, *saved, "--output-dir", tmp_path / "run", ranks=1)
     again = ["--replay", tmp_path / "run" / "rollouts" / "step_000003.parquet"]

@@ -55,7 +55,7 @@ def main(args: argparse.Namespace) -> None:
     critic = Critic(random_policy(config, torch.float32).model.base_model, "sdpa")
     critic = wrap_model(critic, make_mesh(world, args.strategy), torch.float32)
     optimizer = GuardedAdamW(critic, torch.float32, weight_decay=0.01, max_grad_norm=1.0)
-    options = make_args(ppo, value_clip=0.5, critic_lambda=args.critic_lambda, whiten=False)
+    options = make_args(ppo, value_clip=0.5)
     with tempfile.TemporaryDirectory() as folder:
         packer = Packer("sdpa", 40, Path(folder), world)
         (minibatch,) = packer.minibatches(episodes, index, 1, seed=0, step=0)
@@ -80,6 +80,5 @@ def main(args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--strategy", default="fsdp")
-    parser.add_argument("--critic-lambda", type=float, default=1.0)
     parser.add_argument("--steps", type=int, default=150)
     run(main, parser.parse_args())

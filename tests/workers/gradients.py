@@ -31,12 +31,12 @@ from common.packing import Minibatch, TokenIndex, pack
 COMMON = {"temperature": 0.9, "clip_high": 0.3, "entropy_coef": 0.1, "max_response_tokens": 20}
 VARIANTS = {
     "dapo": make_args(grpo, **COMMON),
-    "grpo": make_args(grpo, **COMMON, reduction="grpo", kl_in="loss", kl_estimator="k3-is"),
+    "grpo": make_args(grpo, **COMMON, reduction="grpo", kl_loss_coef=0.05, kl_estimator="k3-is"),
     "dr_grpo": make_args(grpo, **COMMON, reduction="dr_grpo", advantage="batch-std", correction="sequence"),
     "gspo": make_args(grpo, **COMMON, reduction="grpo", objective="gspo", advantage="rloo", correction="mask"),
-    "cispo": make_args(grpo, **COMMON, objective="cispo", correction="truncate", kl_in="loss", kl_estimator="k2"),
-    "ppo": make_args(ppo, **COMMON, policy_lambda=0.9),
-    "critic": make_args(ppo, **COMMON, critic_lambda=0.8, reduction="grpo"),
+    "cispo": make_args(grpo, **COMMON, objective="cispo", correction="truncate", kl_loss_coef=0.05),
+    "ppo": make_args(ppo, **COMMON, gae_lambda=0.9),
+    "critic": make_args(ppo, **COMMON, reduction="grpo"),
 }
 
 LAYOUTS = {
@@ -63,8 +63,7 @@ def gradient(models, world, episodes, variant: str, backwards: bool = False, **p
         tokens = grpo.Tokens(*common, advantages.to(dtype))
     else:
         rewards, values = ppo.token_rewards(scores, index), rollout.double().sin()
-        advantages = ppo.whitened(ppo.gae(rewards, values, index, args.gamma, args.policy_lambda))
-        returns = values + ppo.gae(rewards, values, index, args.gamma, args.critic_lambda)
+        returns, advantages = ppo.estimate(rewards, values, index, args)
         tokens = ppo.Tokens(*common, *(x.to(dtype) for x in (advantages, values, returns)))
     batches = pack(episodes, range(len(episodes))[:: -1 if backwards else 1], index, **pack_options)
     minibatch = Minibatch([], *all_reduce([len(index), (index.lengths > 0).sum()]), batches)
@@ -78,7 +77,7 @@ def gradient(models, world, episodes, variant: str, backwards: bool = False, **p
             tokens.old_logprobs[batch.tokens] = near + 0.3 * torch.sin(10 * rollout[batch.tokens])
             tokens.ref_logprobs[batch.tokens] = near + 0.2 * torch.cos(7 * rollout[batch.tokens])
     script = grpo if isinstance(args, grpo.Args) else ppo
-    script.backward(model, minibatch, tokens, args, world, store_old_logprobs=False, kl_coef=0.05)
+    script.backward(model, minibatch, tokens, args, world, store_old_logprobs=False)
     return gradients_of(model)
 
 
