@@ -1,4 +1,4 @@
-"""Curiosity-driven reinforcement learning of visual tool use (Pixel Reasoner, arXiv 2505.15966), in one file.
+"""Curiosity-driven RL of visual tool use (Pixel Reasoner, arXiv 2505.15966).
 
 A vision-language policy may look closer (crop an image, pick frames of a video) before it answers in \\boxed{}. At
 first looking may pay less than guessing, and plain GRPO unlearns it. A bonus for trajectories that look, while few of
@@ -12,11 +12,11 @@ Where this differs from the released code:
 4. Groups of equal rewards are left out of the update: their advantages are 0, and they only dilute the mean. The
    replay of earlier samples, which the release switches off, is left out.
 
-    torchrun --nproc_per_node 2 curiosity_rl.py                      # embedded demo, minutes on a CPU
-    torchrun --nproc_per_node 8 curiosity_rl.py --model runs/warm-start/model --train-data release.parquet \\
-        --media-root pixel_reasoner --max-prompt-tokens 4096 --max-response-tokens 8192
-    python curiosity_rl.py --eval-only --model runs/curiosity/model --eval-data vstar.parquet \\
-        --max-prompt-tokens 4096 --max-response-tokens 8192
+    torchrun --nproc_per_node 2 curiosity_rl.py    # demo, minutes on a CPU
+    torchrun --nproc_per_node 8 curiosity_rl.py --model runs/warm-start/model \\
+        --train-data pixel_rl/release.parquet --max-response-tokens 8192
+    python curiosity_rl.py --eval-only --model runs/curiosity/model \\
+        --eval-data vstar.parquet --max-response-tokens 8192
 
 Names: P prompts a step, G samples of a prompt, E episodes on this rank, T their sampled tokens, N those of a
 micro-batch. Everything per token is flat ([T] or [N]): there is no padding to mask.
@@ -56,9 +56,9 @@ class Args:
     """Pixel Reasoner's reward, objective and optimizer. What scripts share comes in groups: common/flags.py."""
 
     curiosity: Literal["paper", "repo", "none"] = "paper"  # bonus and cost: the paper's, its code's, neither
-    curiosity_alpha: Amount = 0.5  # its weight
-    curiosity_target: Amount = 0.3  # H: no bonus where at least this share of a group looks
-    call_penalty: Amount = 0.05  # beta: what a call costs, of those above --free-calls
+    curiosity_alpha: Amount = 0.5  # weight of the bonus
+    curiosity_target: Amount = 0.3  # H: no bonus where this share of a group looks; or more
+    call_penalty: Amount = 0.05  # beta: what a call above --free-calls costs
     free_calls: Limit = 1  # N: calls of a trajectory that cost nothing
     advantage: Literal["group-std", "group-mean", "rloo", "batch-std"] = "group-mean"  # baseline and scale of scores
     reduction: Literal["dapo", "grpo", "dr_grpo"] = "dapo"  # mean over tokens; over sequences; constant length
@@ -78,6 +78,16 @@ class Args:
     machine: Machine = field(default_factory=Machine)
     run: Run = field(default_factory=Run)
 
+
+# What --help shows; --help-all shows all flags.
+FIRST_SCREEN = """
+model train-data eval-data media-root output-dir bad-rows
+prompts-per-step samples-per-prompt max-prompt-tokens max-response-tokens max-turn-tokens max-turns
+minibatches max-pixels
+curiosity-alpha curiosity-target call-penalty free-calls learning-rate
+total-epochs eval-every eval-rows eval-only save-every resume log
+micro-batch-tokens gradient-checkpointing optimizer-offload engine-memory
+"""
 
 # What runs without --model: a policy of 3 million parameters learns to look (docs/results.md, "curiosity_rl.py").
 DEMO = Args(
@@ -412,4 +422,4 @@ def main(args: Args, demo: bool = False) -> None:
 
 
 if __name__ == "__main__":
-    run(main, *parse(Args, DEMO, __doc__))
+    run(main, *parse(Args, DEMO, __doc__, FIRST_SCREEN))

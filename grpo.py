@@ -1,4 +1,4 @@
-"""Group relative policy optimization (GRPO) for language models, end to end in one file.
+"""Group relative policy optimization (GRPO) for language models.
 
 G answers are sampled to each prompt, scored by a rule, and compared with each other: what is better than the mean of
 its group becomes more likely. No critic. Papers: DeepSeekMath (arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO
@@ -13,9 +13,9 @@ Where this differs from the papers and from most implementations:
    and the trainer's log-probs is measured on every step and stops the run when it is too large.
 4. The prompt of a group is computed once, followed by its G responses (common/packing.py).
 
-    torchrun --nproc_per_node 2 grpo.py                              # embedded demo, minutes on a CPU
-    torchrun --nproc_per_node 4 grpo.py --model Qwen/Qwen2.5-1.5B-Instruct --train-data data/gsm8k/train.parquet \\
-        --eval-data data/gsm8k/test.parquet --prompts-per-step 128 --samples-per-prompt 8
+    torchrun --nproc_per_node 2 grpo.py    # embedded demo, minutes on a CPU
+    torchrun --nproc_per_node 4 grpo.py --model Qwen/Qwen2.5-1.5B-Instruct \\
+        --train-data data/gsm8k/train.parquet --samples-per-prompt 8
 
 Names: P prompts a step, G samples of a prompt, E episodes on this rank, T their sampled tokens, N those of a
 micro-batch. Everything per token is flat ([T] or [N]): there is no padding to mask.
@@ -79,8 +79,8 @@ class Args:
     entropy_coef: float = 0.0  # bonus for entropy
     correction: Literal["none", "truncate", "mask", "sequence"] = "none"  # TIS; IcePop, MIS; by response
     correction_range: tuple[Amount, Amount] = (0.5, 2.0)  # truncate: the largest weight; mask, sequence: 0 outside
-    kl_reward_coef: Amount = 0.0  # coefficient of the KL to the initial policy in the reward (k1); 0 = off
-    kl_loss_coef: Amount = 0.0  # its coefficient in the loss; 0 = off
+    kl_reward_coef: Amount = 0.0  # coefficient of the KL to the initial policy, in the reward (k1); 0 = off
+    kl_loss_coef: Amount = 0.0  # coefficient of the KL to the initial policy, in the loss; 0 = off
     kl_estimator: Literal["k2", "k3", "k3-is"] = "k3"  # of the loss; k3-is: importance-weighted
     overlong_buffer: Limit = 0  # last tokens of --max-response-tokens in which the score falls, by up to 1 (DAPO)
     mask_truncated: bool = False  # train on no truncated response
@@ -99,6 +99,15 @@ class Args:
     machine: Machine = field(default_factory=Machine)
     run: Run = field(default_factory=Run)
 
+
+# What --help shows; --help-all shows all flags.
+FIRST_SCREEN = """
+model train-data eval-data output-dir reward-function tools bad-rows
+prompts-per-step samples-per-prompt max-prompt-tokens max-response-tokens temperature minibatches
+learning-rate advantage kl-loss-coef
+total-steps total-epochs eval-every eval-rows eval-only save-every resume log
+dtype micro-batch-tokens gradient-checkpointing engine-memory engine-parallel lora-rank
+"""
 
 # What runs without --model: a policy of 3 million parameters learns to search (README, "The demo").
 DEMO = Args(
@@ -538,4 +547,4 @@ def main(args: Args, demo: bool = False) -> None:
 
 
 if __name__ == "__main__":
-    run(main, *parse(Args, DEMO, __doc__))
+    run(main, *parse(Args, DEMO, __doc__, FIRST_SCREEN))

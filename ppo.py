@@ -1,8 +1,8 @@
-"""Proximal policy optimization (PPO) with a critic for language models, end to end in one file.
+"""Proximal policy optimization (PPO) with a critic, for language models.
 
 Answers are sampled to each prompt and scored. A second model, the critic, predicts at every token what the score will
 be; a token becomes more likely if things turned out better after it than predicted. Papers: PPO (arXiv 1707.06347),
-GAE (1506.02438), VC-PPO (2503.01491), VAPO (2504.05118), dual clip (1912.09729).
+GAE (1506.02438), VC-PPO (2503.01491), dual clip (1912.09729).
 
 Where this differs from the papers and from most implementations:
 1. The critic's head starts at zero: V = 0 everywhere at first, so the first advantages are the returns, not the noise
@@ -12,9 +12,9 @@ Where this differs from the papers and from most implementations:
 4. Tokens that the policy did not sample have no value, no reward and no place in the trace: it passes over them.
 What stands in grpo.py too is the same there, word for word.
 
-    torchrun --nproc_per_node 2 ppo.py                               # embedded demo, minutes on a CPU
-    torchrun --nproc_per_node 2 ppo.py --model Qwen/Qwen2.5-3B --train-data data/countdown/train.parquet \\
-        --eval-data data/countdown/test.parquet --prompts-per-step 256 --max-response-tokens 1024
+    torchrun --nproc_per_node 2 ppo.py    # embedded demo, minutes on a CPU
+    torchrun --nproc_per_node 2 ppo.py --model Qwen/Qwen2.5-3B \\
+        --train-data data/countdown/train.parquet --max-response-tokens 1024
 
 Names: P prompts a step, G samples of a prompt, E episodes on this rank, T their sampled tokens, N those of a
 micro-batch. Everything per token is flat ([T] or [N]): there is no padding to mask.
@@ -55,7 +55,7 @@ class Args:
     """PPO's objective, its critic and their optimizers. What scripts share comes in groups: common/flags.py."""
 
     gamma: Share = 1.0  # discount per token
-    gae_lambda: Share = 1.0  # GAE's lambda, of the advantages; the critic's targets are the plain returns
+    gae_lambda: Share = 1.0  # GAE's lambda; of the advantages, the critic's targets are the plain returns
     reduction: Literal["dapo", "grpo", "dr_grpo"] = "dapo"  # mean over tokens; over sequences; constant length
     clip_low: Amount = 0.2  # ratio is clipped below 1 - this
     clip_high: Amount = 0.2  # ratio is clipped above 1 + this (DAPO's clip-higher: 0.28)
@@ -66,8 +66,8 @@ class Args:
     entropy_coef: float = 0.0  # bonus for entropy
     correction: Literal["none", "truncate", "mask", "sequence"] = "none"  # TIS; IcePop, MIS; by response
     correction_range: tuple[Amount, Amount] = (0.5, 2.0)  # truncate: the largest weight; mask, sequence: 0 outside
-    kl_reward_coef: Amount = 0.0  # coefficient of the KL to the initial policy in the reward (k1); 0 = off
-    kl_loss_coef: Amount = 0.0  # its coefficient in the loss; 0 = off
+    kl_reward_coef: Amount = 0.0  # coefficient of the KL to the initial policy, in the reward (k1); 0 = off
+    kl_loss_coef: Amount = 0.0  # coefficient of the KL to the initial policy, in the loss; 0 = off
     kl_estimator: Literal["k2", "k3", "k3-is"] = "k3"  # of the loss; k3-is: importance-weighted
     overlong_buffer: Limit = 0  # last tokens of --max-response-tokens in which the score falls, by up to 1 (DAPO)
     mask_truncated: bool = False  # train on no truncated response
@@ -75,7 +75,7 @@ class Args:
     reward_model: str | None = None  # a transformers sequence classifier, scores besides the rule
     reward_model_weight: float = 1.0  # what is trained on is the rule's score + this * the model's
     learning_rate: Amount = 1e-6  # peak
-    critic_learning_rate: Amount = 1e-5  # of the critic, peak
+    critic_learning_rate: Amount = 1e-5  # peak, of the critic
     critic_warmup_steps: Limit = 0  # first steps, in which the critic is trained alone
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
     warmup_steps: Amount = 0.0  # steps of linear warm-up; below 1: share of all steps
@@ -88,6 +88,15 @@ class Args:
     machine: Machine = field(default_factory=Machine)
     run: Run = field(default_factory=Run)
 
+
+# What --help shows; --help-all shows all flags.
+FIRST_SCREEN = """
+model train-data eval-data output-dir reward-function bad-rows
+prompts-per-step max-prompt-tokens max-response-tokens temperature minibatches
+learning-rate critic-learning-rate gae-lambda kl-reward-coef reward-model
+total-steps total-epochs eval-every eval-rows eval-only save-every resume log
+dtype micro-batch-tokens gradient-checkpointing engine-memory engine-parallel lora-rank
+"""
 
 # What runs without --model: a policy of 3 million parameters learns to search (README, "The demo").
 DEMO = Args(
@@ -543,4 +552,4 @@ def main(args: Args, demo: bool = False) -> None:
 
 
 if __name__ == "__main__":
-    run(main, *parse(Args, DEMO, __doc__))
+    run(main, *parse(Args, DEMO, __doc__, FIRST_SCREEN))

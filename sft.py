@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: cross-entropy on the assistant's tokens of conversations, packed, exact over any split.
+"""Supervised fine-tuning on the assistant's tokens of conversations, packed.
 
 What this does that others do not:
 1. One denominator: the loss is the mean over all trained tokens of the global batch, whatever the number of ranks,
@@ -7,9 +7,9 @@ What this does that others do not:
 3. A [tokens, vocabulary] tensor never exists: log-probs come from hidden states in chunks, of trained tokens only.
 4. Conversations with and without pictures share micro-batches, and go to the ranks by their cost.
 
-    torchrun --nproc_per_node 2 sft.py                               # embedded demo: a tiny model, from nothing
-    torchrun --nproc_per_node 4 sft.py --model Qwen/Qwen2.5-0.5B --train-data train.parquet --eval-data test.parquet
-    torchrun --nproc_per_node 8 sft.py --model Qwen/Qwen2.5-VL-7B-Instruct --train-data release.json --media-root .
+    torchrun --nproc_per_node 2 sft.py    # embedded demo: tiny, from nothing
+    torchrun --nproc_per_node 4 sft.py --model Qwen/Qwen2.5-0.5B \\
+        --train-data train.parquet --eval-data test.parquet
 
 What rows may look like: common/data/formats.py.
 """
@@ -62,6 +62,15 @@ class Args:
     machine: Machine = field(default_factory=partial(Machine, micro_batch_tokens=8192))
     run: Run = field(default_factory=partial(Run, eval_every=0))
 
+
+# What --help shows; --help-all shows all flags.
+FIRST_SCREEN = """
+model train-data eval-data media-root output-dir bad-rows
+max-tokens batch-size max-pixels freeze-vision
+learning-rate lr-schedule warmup-steps
+total-steps total-epochs eval-every eval-rows save-every save-weights-only resume log seed
+dtype micro-batch-tokens gradient-checkpointing optimizer-offload lora-rank
+"""
 
 # What runs without --model: the embedded model learns its task from nothing, on generated solutions.
 DEMO = Args(
@@ -261,4 +270,4 @@ def main(args: Args, demo: bool = False) -> None:
 
 
 if __name__ == "__main__":
-    run(main, *parse(Args, DEMO, __doc__))
+    run(main, *parse(Args, DEMO, __doc__, FIRST_SCREEN))

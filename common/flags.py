@@ -10,7 +10,9 @@ import operator
 import os
 import re
 import sys
+import textwrap
 import tomllib
+import warnings
 from dataclasses import astuple, dataclass, fields, is_dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +29,7 @@ EMBEDDED = ("tiny", "tiny-vl", "tiny-vl-python")  # models that bring their own 
 FOREIGN_FLAGS = ROOT / "common" / "foreign_flags.toml"
 LORA_RATE = 10  # times the default learning rate
 BOUNDS = {Gt: (operator.gt, "be above"), Ge: (operator.ge, "not be below"), Le: (operator.le, "not be above")}
+HELP_COLUMN = 32  # where the texts of --help begin
 TRACKERS = ("tensorboard", "wandb", "trackio", "swanlab")
 
 Count = Annotated[int, Gt(0), Le(2**53)]
@@ -40,13 +43,13 @@ Share = Annotated[float, Ge(0), Le(1)]
 class Data:
     """Files of rows, and the pictures in them."""
 
-    train_data: str | None = None  # .parquet, .jsonl, .json, comma-separated, or ORG/NAME:CONFIG:SPLIT of the hub
-    eval_data: str | None = None  # the same formats; gives eval/*
-    media_root: Path | None = None  # where paths of pictures start that are not beside their data file; none may leave
+    train_data: str | None = None  # .parquet, .jsonl or .json files, comma-separated; ORG/NAME:CONFIG:SPLIT of the hub
+    eval_data: str | None = None  # the same, for evaluation; gives eval/*
+    media_root: Path | None = None  # where paths of pictures start; unless beside their data file; none may leave it
     max_rows: Count | None = None  # use only the first rows of the training data
     bad_rows: Literal["error", "drop"] = "error"  # rows that are unusable or too long: stop, or count and drop them
     min_pixels: Count = 3136  # smaller pictures are enlarged to this area; 28 x 28 pixels are one token
-    max_pixels: Annotated[Count, Ge(784)] = 1_003_520  # larger ones are reduced to it; crops are cut from the original
+    max_pixels: Annotated[Count, Ge(784)] = 1_003_520  # largest area of a picture; others are reduced, crops are not
     max_frame_pixels: Annotated[Count, Ge(784)] = 401_408  # the same for a frame of a video
 
 
@@ -57,32 +60,32 @@ class Rollout:
     prompts_per_step: Count = 128  # P: prompts per step, over all ranks
     samples_per_prompt: Count = 8  # G: responses to each prompt
     max_prompt_tokens: Count = 512  # longest prompt (tokens)
-    max_response_tokens: Count = 512  # longest response (tokens), with tools all that follows the prompt
+    max_response_tokens: Count = 512  # longest response (tokens); with tools all that follows the prompt
     temperature: Annotated[float, Gt(0), Ge(0.01), Le(2)] = 1.0  # of sampling; the trainer's log-probs use it too
     reward_function: str | None = None  # FILE.py:NAME, verl's signature; default: by the row's data_source
     reward_timeout: Positive = 10.0  # seconds for one response; one that takes longer, or crashes, is left out
     judge_patience: Positive = 30.0  # minutes without an answer of the judge (JUDGE_URLS); then the run saves and ends
     judge_probe: bool = True  # ask the judge for a right and a wrong pair at the start; --no-judge-probe: take any
-    tools: str | None = None  # what the policy may call: visual (crop, frames), FILE.py:NAME, ...; or python, alone
+    tools: str | None = None  # tools it may call: visual, python, FILE.py:NAME; visual: crop, frames; python: alone
     interaction: str | None = None  # FILE.py:NAME: answers turns that call no tool, as a user does, or rates them
     interaction_rows: Literal["own", "all"] = "own"  # rows that it answers: those with interaction_kwargs, or all
     environment: str | None = None  # FILE.py:CLASS, whose methods are tools: an object for each trajectory, as in TRL
     tool_workers: Count = 64  # processes per rank, at most, that run tools
     tool_timeout: Positive = 30.0  # seconds for one call; more is an error that the policy is told
-    max_turns: Count = 5  # answers in a trajectory, each but the last followed by what its tool returns
+    max_turns: Count = 5  # answers in a trajectory; each but the last is followed by what its tool returns
     max_turn_tokens: Count | None = None  # longest single answer (tokens); default: --max-response-tokens
     max_tool_errors: Limit = 3  # errors that are told to the policy; one more ends the trajectory
     max_images: Count = 16  # pictures in a trajectory, the prompt's included
     deterministic: bool = False  # with tools: turns in lock-step, so that a resume repeats them bit for bit
     engine: Literal["auto", "vllm", "hf"] = "auto"  # of rollouts; hf: transformers, slow; auto: vllm if installed
-    engine_parallel: Count = 1  # ranks that share one vLLM, for models too large for one GPU; tools then in lock-step
+    engine_parallel: Count = 1  # ranks that share one vLLM; for models too large for one GPU; tools then in lock-step
     engine_memory: Positive | None = None  # KV cache of the engine (GiB per rank); default 8 on GPU, 0.5 on CPU
     sleep_level: Literal[0, 1, 2] = 1  # engine while updating: 1 to host, 2 dropped, 0 stays (if others use the GPU)
     max_logprob_gap: Positive | None = None  # stop if |engine - trainer| log-probs exceed this mean; default by dtype
     eval_samples: Count = 1  # samples per row in evaluation, with --eval-temperature; above 1: pass@k, maj@k
     eval_temperature: Annotated[float, Ge(0), Le(2)] = 0.0  # 0 = greedy; vLLM takes less than 0.01 for 0.01
     eval_top_p: Annotated[float, Gt(0), Le(1)] = 1.0  # nucleus, in evaluation only
-    eval_only: bool = False  # evaluate --eval-data, print the table, write the samples, and stop
+    eval_only: bool = False  # evaluate --eval-data, and stop; prints the table, writes the samples
     dump_rollouts_every: Limit = 0  # steps between dumps of all episodes to OUTPUT_DIR/rollouts; 0: none
     replay: Path | None = None  # a dump: repeat the update of its step bit for bit, without an engine, and stop
 
@@ -109,11 +112,11 @@ class Machine:
     attention: Literal["auto", "flash", "flex", "sdpa"] = "auto"  # auto: flex on GPUs with bf16, else sdpa
     micro_batch_tokens: Count = 16384  # tokens of one forward and backward, per rank; no effect on the result
     gradient_checkpointing: bool = False  # recompute activations in backward: less memory, a third more compute
-    optimizer_offload: bool = False  # Adam's moments on the host, but for the optimizer's step
+    optimizer_offload: bool = False  # Adam's moments on the host; but for the optimizer's step
     reference_offload: bool = False  # the reference model on the host, but for its log-probs
     compile: bool = False  # torch.compile the layers, on GPUs: a slow first step, then faster ones
     freeze_vision: bool = False  # train the language model alone
-    lora_rank: Limit = 0  # LoRA: train adapters of this rank (try 16) beside the frozen model; 0: train the model
+    lora_rank: Limit = 0  # train LoRA adapters of this rank (try 16); 0: train the model itself
     lora_alpha: Positive = 32.0  # of LoRA: the product of the adapters counts alpha / rank times
     lora_targets: str = "all"  # of LoRA: linear layers of the language model, such as q_proj,v_proj; all: every one
     trust_remote_code: bool = False  # run code that comes with the model
@@ -123,37 +126,83 @@ class Machine:
 class Run:
     """One run: its model and folder, how long it is, when it evaluates and saves, where it goes on."""
 
-    model: str = "tiny"  # folder, hub id, smollm2, or embedded: tiny, tiny-vl, tiny-vl-python; none given: the demo
+    model: str = "tiny"  # folder or hub id, none given: the demo; smollm2; embedded: tiny, tiny-vl, tiny-vl-python
     output_dir: Path | None = None  # run folder; default runs/SCRIPT-MODEL-TIME
     seed: Limit = 0  # data order, sampling, initialisation
-    total_steps: Count | None = None  # steps; default: from --total-epochs
+    total_steps: Count | None = None  # steps, in place of --total-epochs
     total_epochs: Annotated[float, Gt(0), Le(1e6)] = 1.0  # passes over the data, if no --total-steps; refills on top
     eval_every: Limit = 20  # steps between evaluations; 0: only before and after
     eval_before: bool = True  # evaluate before the first step
-    eval_rows: Count = 512  # so many rows of --eval-data are used, the first ones
+    eval_rows: Count = 512  # how many rows of --eval-data are used; the first ones
     save_every: Limit | Literal["epoch"] = 20  # steps between checkpoints, the best has one too; epoch; 0: at the end
     keep_checkpoints: Count = 2  # newest ones kept; the best by evaluation is kept besides
-    resume: str = "auto"  # auto: continue the run in --output-dir if there is one; never; or a path
+    resume: str = "auto"  # auto (the run in --output-dir), never, or a path
     stall_minutes: Positive = 60.0  # longest a phase (rollout, rewards, part of an evaluation) may take; then the end
     profile_steps: str | None = None  # A:B, such as 3:5: traces of these steps, OUTPUT_DIR/profile
-    log: str = ""  # further trackers, comma-separated: tensorboard, wandb, trackio, swanlab
+    log: str = ""  # trackers: tensorboard, wandb, trackio, swanlab; comma-separated
 
 
 Args = TypeVar("Args")
 
 
-def parse(args_class: type[Args], demo: Args, doc: str) -> tuple[Args, bool]:
-    """(the script's arguments, whether they are the demo's: no --model is given). SystemExit for what is wrong."""
+def parse(args_class: type[Args], demo: Args, doc: str, first_screen: str = "") -> tuple[Args, bool]:
+    """(the script's arguments, whether they are the demo's: no --model is given). SystemExit for what is wrong.
+
+    first_screen: the flags that --help shows, a group a line; without any it shows all, as --help-all does.
+    """
     is_demo = "--model" not in given()
-    default = demo if is_demo and not given() & {"--help", "-h"} else args_class()
-    paragraphs = doc.split("\n\n")
-    teaching = [paragraphs[0], *(text for text in paragraphs if text.startswith("    "))]  # the commands
+    asks_for_help = bool(given() & {"--help", "-h", "--help-all"})
+    default = demo if is_demo and not asks_for_help else args_class()
     with said_once():
         sys.argv[1:] = command_line()
+        if first_screen and given() & {"--help", "-h"}:
+            print(help_screen(args_class, doc, first_screen.strip().splitlines()))
+            raise SystemExit(0)
         explain_foreign(sys.argv[1:], args_class)
-        parsed = tyro.cli(tyro.conf.OmitArgPrefixes[args_class], default=default, description="\n\n".join(teaching))
+        parsed = tyro.cli(
+            tyro.conf.OmitArgPrefixes[args_class],
+            args=["--help" if argument == "--help-all" else argument for argument in sys.argv[1:]],
+            default=default,
+            description=teaching(doc),
+        )
         check_ranges(parsed)
     return with_lora_rates(parsed) if parsed.machine.lora_rank else parsed, is_demo
+
+
+def teaching(doc: str) -> str:
+    """The title of a script, and its commands, from its docstring."""
+    title, *paragraphs = doc.split("\n\n")
+    commands = [text for text in paragraphs if text.startswith("    ")]
+    return "\n\n".join([title.partition("\n")[0], *commands])
+
+
+def help_screen(args_class: type, doc: str, groups: list[str]) -> str:
+    """Title, commands, and groups of flags with their defaults and the first part of their help, in 80 columns."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # requirements.txt pins tyro
+        parser = tyro.extras.get_parser(tyro.conf.OmitArgPrefixes[args_class], default=args_class())
+    actions = {action.option_strings[0]: action for action in parser._actions}
+    defaults = flat(args_class())
+    lines = [teaching(doc)]
+    for group in groups:
+        lines.append("")
+        for name in group.split():
+            action = actions[f"--{name}"]
+            default = defaults[name.replace("-", "_")]
+            shown = f"  --{name}"
+            if isinstance(default, float):
+                shown += f" {default:g}"
+            elif default is None or default == "":
+                shown += f" {action.metavar.removeprefix('{None}|')}"
+            elif not isinstance(default, bool):
+                shown += f" {default}"
+            text = action.help.rpartition(" (default: ")[0].partition("; ")[0]
+            if "," in (action.metavar or ""):  # {one,or,another}
+                text += f" ({action.metavar.strip('{}').replace(',', ', ')})"
+            for part in textwrap.wrap(text, width=80 - HELP_COLUMN, break_on_hyphens=False):
+                lines.append(shown.ljust(HELP_COLUMN) + part)
+                shown = ""
+    return "\n".join([*lines, "", "--help-all: all flags, and all that is to be said of them"])
 
 
 def with_lora_rates(args: Args) -> Args:

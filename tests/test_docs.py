@@ -101,7 +101,7 @@ def flags_of(program: str) -> set[str]:
     """Flags of a script or module: the fields of its Args, groups included, the parameters of what it hands to
     tyro.cli, its add_argument calls. Nothing is imported."""
     path = source_of(program)
-    names = {"help"}
+    names = {"help", "help-all"}
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.ClassDef) and node.name == "Args":
             names |= fields(node)

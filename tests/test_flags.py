@@ -1,6 +1,7 @@
 """How a command line is read: groups, ranges, demo defaults, flags without effect, and names that are not ours."""
 
 import ast
+import inspect
 import math
 import re
 import tomllib
@@ -183,14 +184,45 @@ def test_with_a_model_none_is(script, arguments, monkeypatch):
     assert not demo and flat(args) == flat(script.Args()) | {"model": "x"}
 
 
-@pytest.mark.parametrize("ask", ["--help", "-h"])
-def test_help_shows_the_defaults_of_a_run_and_the_commands(ask, monkeypatch, capsys):
+def shown_by(monkeypatch, capsys, script, ask: str) -> str:
+    monkeypatch.setattr("sys.argv", [f"{script.__name__}.py", ask])
     with pytest.raises(SystemExit) as stop:
-        called(monkeypatch, grpo, ask)
-    shown = capsys.readouterr().out
-    assert stop.value.code == 0 and "1e-06" in shown and "8e-05" not in shown
-    assert grpo.__doc__.partition("\n")[0] in shown and "torchrun --nproc_per_node 2 grpo.py" in shown
-    assert "Where this differs" not in shown
+        parse(script.Args, script.DEMO, script.__doc__, script.FIRST_SCREEN)
+    assert stop.value.code == 0
+    return capsys.readouterr().out
+
+
+def texts_of(script) -> dict[str, str]:
+    """{flag: the comment behind it}, of a script and its groups."""
+    texts = {}
+    for part in [script.Args, *(type(value) for value in vars(script.Args()).values() if is_dataclass(value))]:
+        for name, text in re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(part), re.MULTILINE):
+            texts[flag(name)] = text
+    return texts
+
+
+@every_script
+def test_help_is_one_screen_and_help_all_has_all(script, monkeypatch, capsys):
+    """The first screen has the first part of each text; both have the defaults of a run, and the commands."""
+    lines = shown_by(monkeypatch, capsys, script, "--help").splitlines()
+    assert shown_by(monkeypatch, capsys, script, "-h").splitlines() == lines
+    assert len(lines) <= 50 and max(map(len, lines)) <= 80
+    assert (
+        lines[0] == script.__doc__.partition("\n")[0]
+        and f"torchrun --nproc_per_node 2 {script.__name__}.py" in lines[2]
+    )
+    texts = texts_of(script)
+    assert texts.keys() == {flag(name) for name in flat(script.Args())}
+    first = script.FIRST_SCREEN.split()
+    shown = [line.split()[0] for line in lines if line.startswith("  --")]
+    assert shown == [f"--{name}" for name in first] and len(set(first)) == len(first) <= 30
+    joined = " ".join(" ".join(lines).split())
+    for name in shown:
+        assert texts[name].partition("; ")[0] in joined, name
+    assert "1e-06" in joined or script is sft
+    whole = shown_by(monkeypatch, capsys, script, "--help-all")  # its texts: tests/test_scripts.py
+    assert all(re.search(rf"{name}\b", whole) for name in texts)
+    assert "8e-05" not in whole + joined and "Where this differs" not in whole + joined
 
 
 # --- flags without effect -----------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ def test_a_flag_stands_once():
 
 @every_script
 def test_help_shows_every_flag_and_its_text(script):
-    output = run_script(script, "--help", env={"COLUMNS": "120"}).stdout
+    output = run_script(script, "--help-all", env={"COLUMNS": "120"}).stdout
     entries = re.split(r"^│ (?=-)", output, flags=re.MULTILINE)[1:]  # what a flag says may be wrapped over rows
     entries = [" ".join(entry.replace("│", " ").split()) for entry in entries]
     for name, text in flags_with_help(script).items():
