@@ -47,7 +47,7 @@ from common.packing import Minibatch, Packer, TokenIndex
 from common.precision import checked_gap
 from common.progress import Progress
 from common.rewards import is_correct
-from common.rollouts import Rollouts
+from common.rollouts import Rollouts, has_tools
 from common.setup import Stopwatch, due, finish, open_logger, profiled
 
 
@@ -316,9 +316,8 @@ def check_args(args: Args) -> None:
     refuse(P < M, f"--minibatches {M} of --prompts-per-step {P}: a minibatch needs a prompt (groups stay together)")
     off_policy = M * args.epochs_per_step > 1
     several = "several --minibatches or --epochs-per-step: on-policy the ratio is 1"
-    calls = bool(args.rollout.tools or args.rollout.environment)
-    looks = args.curiosity != "none" and calls
-    looking = "--tools or --environment, and --curiosity paper or repo"
+    looks = args.curiosity != "none" and has_tools(args.rollout)
+    looking = "--tools or a class as --environment, and --curiosity paper or repo"
     uses = {  # flag: (whether it has an effect, what it needs for one)
         "curiosity_alpha": (looks, looking),
         "curiosity_target": (looks, looking),

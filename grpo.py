@@ -60,7 +60,7 @@ from common.packing import Minibatch, Packer, TokenIndex
 from common.precision import checked_gap
 from common.progress import Progress
 from common.rewards import is_correct
-from common.rollouts import Rollouts
+from common.rollouts import Rollouts, has_tools
 from common.setup import Stopwatch, due, finish, open_logger, profiled
 
 
@@ -432,7 +432,7 @@ def check_args(args: Args) -> None:
         "dual_clip": (off_policy and args.objective == "ppo", f"--objective ppo, and {several}"),
         "correction_range": (args.correction != "none", "a --correction"),
         "kl_estimator": (args.kl_loss_coef > 0, "a --kl-loss-coef"),
-        "tool_bonus": (bool(args.rollout.tools or args.rollout.environment), "--tools or --environment"),
+        "tool_bonus": (has_tools(args.rollout), "--tools, or a class as --environment"),
         "lr_floor": (args.lr_schedule != "constant", "--lr-schedule linear or cosine"),
     }
     refuse_idle(args, uses)

@@ -44,8 +44,8 @@ class Row:
     prompt_ids: list[int]
     media: list[Media] = field(default_factory=list)  # in the order of their placeholders in prompt_ids
     tools: dict[str, dict] = field(default_factory=dict)  # on offer: name -> keyword arguments of the row's own
-    interaction: dict | None = None  # keyword arguments of --interaction; None: it has nothing to say to this row
-    environment: dict | None = None  # columns, for `reset` of --environment; None: this row has none
+    interaction: dict | None = None  # what it gives to a function that answers; None: that has nothing to say to it
+    environment: dict | None = None  # columns, for `reset` of an environment; None: this row has none
     messages: Prompt = ""  # what prompt_ids were made of, by the chat template
     problem: str = ""  # why a picture could not be read; prompt_ids are empty then
 

@@ -67,9 +67,7 @@ class Rollout:
     judge_patience: Positive = 30.0  # minutes without an answer of the judge (JUDGE_URLS); then the run saves and ends
     judge_probe: bool = True  # ask the judge for a right and a wrong pair at the start; --no-judge-probe: take any
     tools: str | None = None  # tools it may call: visual, python, FILE.py:NAME; visual: crop, frames; python: alone
-    interaction: str | None = None  # FILE.py:NAME: answers turns that call no tool, as a user does, or rates them
-    interaction_rows: Literal["own", "all"] = "own"  # rows that it answers: those with interaction_kwargs, or all
-    environment: str | None = None  # FILE.py:CLASS, whose methods are tools: an object for each trajectory, as in TRL
+    environment: str | None = None  # FILE.py:NAME; of a class, as in TRL, methods are tools; a function answers turns
     tool_workers: Count = 64  # processes per rank, at most, that run tools
     tool_timeout: Positive = 30.0  # seconds for one call; more is an error that the policy is told
     max_turns: Count = 5  # answers in a trajectory; each but the last is followed by what its tool returns
@@ -92,7 +90,7 @@ class Rollout:
     @property
     def multi_turn(self) -> bool:
         """Does something answer the policy?"""
-        return bool(self.tools or self.interaction or self.environment)
+        return bool(self.tools or self.environment)
 
     @property
     def uses_vllm(self) -> bool:
@@ -233,11 +231,10 @@ def check_shared(data: Data, run: Run, rollout: Rollout) -> None:
     refuse_idle(run, dict.fromkeys(["eval_every", "eval_before", "eval_rows"], evaluated))
     trains = (not rollout.eval_only, "training, and no --eval-only")
     refuse_idle(run, {"total_epochs": (run.total_steps is None, "--total-steps None"), "profile_steps": trains})
-    called = (rollout.multi_turn, "--tools, --interaction or --environment")
+    called = (rollout.multi_turn, "--tools or --environment")
     sampled = (rollout.eval_temperature > 0, "an --eval-temperature above 0")
     idle = dict.fromkeys(["max_turns", "max_turn_tokens", "max_tool_errors", "deterministic"], called)
     idle |= dict.fromkeys(["tool_workers", "tool_timeout"], called)
-    idle |= {"interaction_rows": (bool(rollout.interaction), "--interaction")}
     idle |= dict.fromkeys(["eval_top_p", "eval_samples"], sampled)  # greedy ones are all the same
     refuse_idle(rollout, idle | {"eval_temperature": evaluated})
 

@@ -38,6 +38,7 @@ from common.rewards import RewardWorkers, needs_judge, score_episodes
 from common.rewards.judging import bounded, open_judge, saved_at_outage
 from common.rewards.model import RewardModel
 from common.rewards.samples import as_sample, report, summarize
+from common.tools.environments import is_class
 from common.tools.pools import ToolPool, ToolWorkers
 from common.tools.python import PythonWorkers
 from common.tools.trajectories import Turns
@@ -222,14 +223,21 @@ class Rollouts:
             write_page(path, self.tokenizer)
 
 
+def has_tools(flags: Rollout) -> bool:
+    """May the policy call something? A function as --environment only answers. SystemExit if it cannot be loaded."""
+    if flags.tools or not flags.environment:
+        return bool(flags.tools)
+    with user_errors():
+        return is_class(flags.environment)
+
+
 def open_tools(flags: Rollout, notice: Callable[[str], None], group: ProcessGroup | None = None) -> ToolPool:
     """What answers the policy, in processes. ValueError if they do not start."""
     names = [part.strip() for part in (flags.tools or "").split(",")]
     workers, timeout_s = flags.tool_workers, flags.tool_timeout
     if not {"python", "python_unconfined"} & {*names}:
-        answering = {"interaction": flags.interaction, "environment": flags.environment}
-        return ToolWorkers(flags.tools or "", workers, timeout_s, **answering, group=group)
-    if len(names) > 1 or flags.interaction or flags.environment:
+        return ToolWorkers(flags.tools or "", workers, timeout_s, environment=flags.environment, group=group)
+    if len(names) > 1 or flags.environment:
         raise ValueError(f"--tools {flags.tools}: python is called in a way of its own, and stands alone")
     confined = names == ["python"]
     if not confined:

@@ -228,10 +228,14 @@ def test_flags_without_effect_are_refused(flags, monkeypatch):
         checked_args(curiosity_rl, monkeypatch, "--model", "tiny-vl", *flags)
 
 
-def test_calls_of_an_environment_are_paid_for_like_those_of_tools(monkeypatch):
-    own = ["--tools", "", "--environment", "own.py:Own", "--train-data", "rows.jsonl"]
-    own += ["--curiosity-alpha", "1"]
-    assert checked_args(curiosity_rl, monkeypatch, "--model", "x", *own).curiosity_alpha == 1
+def test_calls_of_an_environment_are_paid_for_like_those_of_tools(monkeypatch, tmp_path):
+    (tmp_path / "own.py").write_text("class Own:\n    def reset(self): ...\n\n\ndef talk(messages, truth): ...\n")
+    own = ["--model", "x", "--train-data", "rows.jsonl", "--tools", "", "--curiosity-alpha", "1", "--environment"]
+    assert checked_args(curiosity_rl, monkeypatch, *own, f"{tmp_path}/own.py:Own").curiosity_alpha == 1
+    with pytest.raises(SystemExit, match=r"--curiosity-alpha 1\.0 has no effect: needs --tools or a class"):
+        checked_args(curiosity_rl, monkeypatch, *own, f"{tmp_path}/own.py:talk")
+    with pytest.raises(SystemExit, match=r"^error: --environment own\.py:Own: there is no file"):
+        checked_args(curiosity_rl, monkeypatch, *own, "own.py:Own")
 
 
 def test_the_constant_divisor_is_that_of_the_released_code():

@@ -370,8 +370,9 @@ def test_what_the_assistant_has_begun_is_continued(tmp_path, tokenizer):
     whole = [*asked, {"role": "assistant", "content": "It is <s> 2."}, answer]
     assert with_replies(data[1].prompt, [reply, answer]) == whole, "as an interaction and a reward model read it"
     assert with_replies(data[0].prompt, [reply, answer]) == [*asked, reply, answer]
+    (tmp_path / "own.py").write_text("class Game:\n    def reset(self): ...\n")
     with pytest.raises(ValueError, match="line 2: ends in a message of the assistant, which an --environment cannot"):
-        load(str(tmp_path / "a.jsonl"), tokenizer, environment="f.py:Game")
+        load(str(tmp_path / "a.jsonl"), tokenizer, environment=f"{tmp_path}/own.py:Game")
 
 
 @pytest.mark.parametrize(
@@ -445,19 +446,26 @@ def test_a_text_at_which_the_tokenizer_panics_costs_its_row(tmp_path, tokenizer,
 
 
 def test_the_flags_say_what_a_row_gets_and_needs(tmp_path, tokenizer):
-    """An interaction for the rows that it answers; no truth where nothing is scored, or by an environment."""
+    """A function answers the rows that have arguments for it, or else all; no truth where nothing is scored, or by a
+    class that plays."""
+    (tmp_path / "own.py").write_text("class Game:\n    def reset(self): ...\n\n\ndef talk(messages, truth): ...\n")
+    talk, game = f"{tmp_path}/own.py:talk", f"{tmp_path}/own.py:Game"
     asks = {"extra_info": {"interaction_kwargs": {"query": "?"}}}
-    path = write(tmp_path / "a.jsonl", [row(**asks), row()])
-    for flags, given in (
-        ({}, [None, None]),
-        ({"interaction_rows": "all"}, [None, None]),
-        ({"interaction": "f.py:talk"}, [{"query": "?"}, None]),
-        ({"interaction": "f.py:talk", "interaction_rows": "all"}, [{"query": "?"}, {}]),
+    for environment, rows, answered in (
+        (None, [row(**asks), row()], [None, None]),
+        (game, [row(**asks), row()], [None, None]),
+        (talk, [row(**asks), row()], [{"query": "?"}, None]),
+        (talk, [row(), row(**asks)], [None, {"query": "?"}]),
+        (talk, [row(), row(extra_info={"interaction_kwargs": {"query": None}})], [{}, {}]),
+        (talk, [row(), row(agent_name="single_turn_agent")], [{}, None]),
     ):
-        data = load(path, tokenizer, **flags)
-        assert [data[i].interaction for i in range(2)] == given, flags
+        said: list[str] = []
+        data = load(write(tmp_path / "a.jsonl", rows), tokenizer, said, environment=environment)
+        assert [data[i].interaction for i in range(2)] == answered
+        told = "--train-data: no row has extra_info.interaction_kwargs: all are answered by --environment"
+        assert (told in said) == ({} in answered)
     path = write(tmp_path / "b.jsonl", [row(truth=None)])
-    (alone,) = [load(path, tokenizer, environment="f.py:Game")[0]]
+    (alone,) = [load(path, tokenizer, environment=game)[0]]
     assert (alone.ground_truth, alone.environment["ground_truth"]) == ("", None)
     (alone,) = [load(path, tokenizer, eval_only=True)[0]]
     assert (alone.ground_truth, alone.environment) == (None, None)
@@ -546,9 +554,10 @@ def test_a_row_that_the_template_does_not_expect_costs_itself(tmp_path, tokenize
 
 
 def test_arguments_of_an_interaction_are_an_object(tmp_path, tokenizer):
+    (tmp_path / "own.py").write_text("def talk(messages, truth): ...\n")
     rows = [row(extra_info={"interaction_kwargs": given}) for given in ({"x": 1}, '{"x": 1}', [1])]
     path, said = write(tmp_path / "a.jsonl", rows), []
-    data = load(path, tokenizer, said, bad_rows="drop", interaction="f.py:talk")
+    data = load(path, tokenizer, said, bad_rows="drop", environment=f"{tmp_path}/own.py:talk")
     assert len(data) == 1 and "a.jsonl line 2: extra_info.interaction_kwargs is no object" in said[0]
 
 

@@ -170,7 +170,7 @@ def test_ctrl_c_closes_what_is_open(files, data, tmp_path):
 def test_an_interaction_in_every_script(script, files, data, tmp_path):
     """Each answers once; its numbers reach the reward of grpo.py and curiosity_rl.py, and in ppo.py their turns."""
     arguments = [script, "--model", "tiny-vl", "--dtype", "fp32", *SIZES, "--tools", "visual", "--max-turns", 9]
-    arguments += ["--interaction", files / "talk.py:talk", "--interaction-rows", "all", *data]
+    arguments += ["--environment", files / "talk.py:talk", *data]
     arguments += ["--total-steps", 2, "--deterministic", "--dump-rollouts-every", 1, "--learning-rate", 1e-4]
     run_script(*arguments, "--output-dir", tmp_path / "run", ranks=2)
     for step in (1, 2):

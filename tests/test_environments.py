@@ -31,21 +31,19 @@ def tokenizer():
 
 @pytest.fixture
 def open_turns(tokenizer, tmp_path):
-    """Turns with an environment or an interaction, closed after the test; a text is written to a file of its own."""
+    """Turns with an environment, which is closed after the test; a text is written to a file of its own."""
     opened = []
 
-    def start(environment=None, interaction=None, tools="", timeout_s=20.0, workers=2, **limits):
+    def start(environment=None, tools="", timeout_s=20.0, workers=2, **limits):
         def file(text, name):
             path = tmp_path / f"{name.lower()}_{len(opened)}.py"
             path.write_text(textwrap.dedent(text))
             return f"{path}:{name}"
 
         if environment and "\n" in environment:
-            environment = file(environment, "Game")
-        if interaction and "\n" in interaction:
-            interaction = file(interaction, "talk")
-        opened.append(ToolWorkers(tools, workers, timeout_s, interaction=interaction, environment=environment))
-        return Turns(tokenizer, opened[-1], flags=Rollout(interaction=interaction, **limits))
+            environment = file(environment, "Game" if "class Game" in environment else "talk")
+        opened.append(ToolWorkers(tools, workers, timeout_s, environment=environment))
+        return Turns(tokenizer, opened[-1], flags=Rollout(environment=environment, **limits))
 
     yield start
     for workers in opened:
@@ -297,15 +295,13 @@ KEYWORD = """
 
 
 def test_a_method_may_have_keyword_arguments_and_any_name(open_turns):
-    """Even that of what else is called: an interaction that speaks, too."""
-    talk = "\ndef talk(messages, truth):\n    return None if messages[-1]['content'] == 'end' else 'go on'\n"
-    turns = open_turns(KEYWORD, interaction=talk, max_turns=9)
+    """Even that of what else is called."""
+    turns = open_turns(KEYWORD, max_turns=9)
     schema = turns.workers.tools["interaction"].schema["function"]["parameters"]
     assert schema["properties"]["word"] == {"type": "string", "description": "it."}
     the_row = game_row(turns)
-    the_row.interaction = {}
-    (episode,), _ = run([[call("interaction", word="a", loud=True), "so", "end"]], turns, the_row, n=1)
-    assert [m["role"] for m in episode.messages] == ["assistant", "tool", "assistant", "user", "assistant"]
+    (episode,), _ = run([[call("interaction", word="a", loud=True), "end"]], turns, the_row, n=1)
+    assert [m["role"] for m in episode.messages] == ["assistant", "tool", "assistant"]
     assert [c["text"] for c in episode.calls] == ["A"] and episode.finish_reason == "stop"
 
 
@@ -366,16 +362,6 @@ def test_what_fails_while_it_is_made_again_is_not_the_policys_error(open_turns, 
     assert episode.finish_reason == "tool_failed" and "FileExistsError" in episode.calls[-1]["text"]
 
 
-def test_an_interaction_hears_what_reset_has_said(open_turns):
-    echo = "\ndef talk(messages, truth):\n    return messages[-2]['content']\n"
-    turns = open_turns(GUESS, interaction=echo, max_turns=2)
-    the_row = game_row(turns, extra_info={"secret": 1})
-    the_row.interaction = {}
-    (episode,), _ = run([["a", "b"]], turns, the_row, n=1)
-    (heard,) = [m["content"] for m in episode.messages if m["role"] == "user"]
-    assert "It is 1 to 7." in heard
-
-
 def test_what_reset_says_must_fit_the_prompt(open_turns):
     turns = open_turns(GUESS, max_prompt_tokens=10)
     (episode,), _ = run([["a"]], turns, game_row(turns, extra_info={"secret": 1}), n=1)
@@ -396,7 +382,6 @@ UNTYPED = """class Game:
 @pytest.mark.parametrize(
     "text, told",
     [
-        ("def Game(): pass", "expected a class with a method reset"),
         ("class Game: pass", "expected a class with a method reset"),
         ("class Game:\n    def reset(self): pass", "no public method with a docstring"),
         (
@@ -446,7 +431,7 @@ def talk_row(turns, **kwargs):
 
 
 def test_an_interaction_answers_until_it_has_nothing_to_say(open_turns):
-    turns = open_turns(interaction=TALK)
+    turns = open_turns(TALK)
     the_row = talk_row(turns, name="x", strict=True)
     scripts = [["2", "roles", "1", "never"], ["words", "1", "never"], ["1"]]
     episodes, _ = run(scripts, turns, the_row)
@@ -463,7 +448,7 @@ def test_an_interaction_answers_until_it_has_nothing_to_say(open_turns):
 
 
 def test_on_the_last_turn_it_is_asked_for_its_number_only(open_turns):
-    turns = open_turns(interaction=TALK, max_turns=2)
+    turns = open_turns(TALK, max_turns=2)
     episodes, _ = run([["2", "roles", "never"], ["2", "1"]], turns, talk_row(turns))
     assert [(e.finish_reason, e.turns, [reward for _, reward in e.turn_rewards]) for e in episodes] == [
         ("unanswered", 2, [0.0, 0.25]),
@@ -476,7 +461,7 @@ FAILS = [("raise", "OSError: no"), ("wrong type", "it returned 3"), ("much", "a 
 
 @pytest.mark.parametrize("said, told", FAILS)
 def test_an_interaction_that_fails_costs_the_sample(open_turns, said, told):
-    turns = open_turns(interaction=TALK)
+    turns = open_turns(TALK)
     (episode,), _ = run([[said, "never"]], turns, talk_row(turns), n=1)
     assert episode.finish_reason == "tool_failed" and told in episode.calls[-1]["text"]
 
@@ -495,12 +480,12 @@ def test_an_interaction_that_fails_costs_the_sample(open_turns, said, told):
     ],
 )
 def test_an_interaction_is_tried_with_a_truth_at_the_start(open_turns, function, why):
-    turns = open_turns(interaction=f"\n{function}\n")
+    turns = open_turns(f"\n{function}\n")
     others = talk_row(turns)
     others.interaction = None
     rows = [others, talk_row(turns, mood="bad")]
     if why:
-        with pytest.raises(ValueError, match=rf"--interaction cannot answer the truth of a row: .*{re.escape(why)}"):
+        with pytest.raises(ValueError, match=rf"--environment cannot answer the truth of a row: .*{re.escape(why)}"):
             turns.try_out(rows)
     else:
         assert turns.try_out(rows) is False, "it has no reward of an environment"
@@ -508,7 +493,7 @@ def test_an_interaction_is_tried_with_a_truth_at_the_start(open_turns, function,
 
 
 def test_a_row_without_kwargs_is_not_answered(open_turns):
-    turns = open_turns(interaction=TALK)
+    turns = open_turns(TALK)
     the_row = talk_row(turns)
     the_row.interaction = None
     (episode,), _ = run([["2", "never"]], turns, the_row, n=1)
@@ -517,7 +502,7 @@ def test_a_row_without_kwargs_is_not_answered(open_turns):
 
 def test_tools_come_before_an_interaction(open_turns, tmp_path):
     (tmp_path / "adds.py").write_text("def add(a: int, b: int) -> int:\n    return a + b\n")
-    turns = open_turns(interaction=TALK, tools=f"{tmp_path / 'adds.py'}:add")
+    turns = open_turns(TALK, tools=f"{tmp_path / 'adds.py'}:add")
     (episode,), _ = run([[call("add", a=1, b=2), "3", "1", "never"]], turns, talk_row(turns, ground_truth="1"), n=1)
     assert [c["text"] for c in episode.calls] == ["3"] and [r for _, r in episode.turn_rewards] == [0.0, 1.0]
 

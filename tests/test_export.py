@@ -117,7 +117,7 @@ def test_generation_ends_where_the_policy_does(tmp_path, listed, own, kept, caps
     assert ("generation_config.json has end tokens alone" in capsys.readouterr().out) == refused
 
 
-@pytest.mark.parametrize("flag, changes", [("model", 0), ("tools", 1), ("interaction", 1), ("environment", 1)])
+@pytest.mark.parametrize("flag, changes", [("model", 0), ("tools", 1), ("environment", 1)])
 def test_the_end_token_is_the_runs(run, tmp_path, monkeypatch, flag, changes):
     """Where somebody answers the policy, a run makes what ends the template's turns the end token."""
     shutil.copytree(run / "checkpoints", tmp_path / "run/checkpoints", symlinks=True)

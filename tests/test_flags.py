@@ -258,8 +258,8 @@ def test_what_was_not_typed_is_never_in_vain(monkeypatch):
         ("--model x --train-data y --eval-rows 3", "--eval-rows 3 has no effect: needs --eval-data"),
         ("--model x --train-data y --eval-temperature 1", "--eval-temperature 1.0 has no effect: needs --eval-data"),
         ("--total-steps 3 --total-epochs 2", "--total-epochs 2.0 has no effect: needs --total-steps None"),
-        ("--tool-timeout 3", "--tool-timeout 3.0 has no effect: needs --tools, --interaction or --environment"),
-        ("--deterministic", "--deterministic True has no effect: needs --tools, --interaction or --environment"),
+        ("--tool-timeout 3", "--tool-timeout 3.0 has no effect: needs --tools or --environment"),
+        ("--deterministic", "--deterministic True has no effect: needs --tools or --environment"),
         ("--eval-top-p 0.5", "--eval-top-p 0.5 has no effect: needs an --eval-temperature above 0"),
     ],
 )

@@ -461,7 +461,7 @@ def test_guarded_step_without_any_gradient_changes_nothing():
         ("--kl-reward-coef 0.01 --advantage rloo --mask-truncated", "--kl-reward-coef with --advantage group-std or"),
         ("--kl-loss-coef nan", "--kl-loss-coef nan: must be a number"),
         ("--kl-reward-coef -1", "--kl-reward-coef -1.0: must not be below 0"),
-        ("--tool-bonus 0.1", "--tool-bonus 0.1 has no effect: needs --tools or --environment"),
+        ("--tool-bonus 0.1", "--tool-bonus 0.1 has no effect: needs --tools, or a class as --environment"),
         ("--clip-high 0.28", "--clip-high 0.28 has no effect: needs several --minibatches"),
         ("--objective=gspo", "--objective gspo has no effect: needs several --minibatches"),
         ("--minibatches 2 --objective cispo --dual-clip 4", "--dual-clip 4.0 has no effect: needs --objective ppo"),

@@ -434,7 +434,7 @@ def test_a_model_without_eyes_refuses_pictures(tmp_path, vision):
         ({"agent_name": "single_turn_agent", "extra_info": {"tools_kwargs": {"select_frames": {}}}}, "", ""),
         ({"agent_name": "tool_agent"}, "no --tools are given", ""),
         ({"extra_info": {"tools_kwargs": {"select_frames": {"a": 1}}}}, "no --tools are given", ""),
-        ({"extra_info": {"interaction_kwargs": {"name": "teacher"}}}, "no --interaction is", "no --interaction is"),
+        ({"extra_info": {"interaction_kwargs": {"name": "teacher"}}}, "no function is", "no function is"),
     ],
 )
 def test_what_a_row_asks_for_and_does_not_get(asks, without, with_tools):
@@ -453,12 +453,12 @@ def test_rows_that_ask_in_vain_are_told_at_the_start(tmp_path, vision):
         ask("w") | {"agent_name": "tool_agent"},
     ]
     load(tmp_path, vision, rows, notice=told.append)
-    assert not unheeded(rows[1], {}, "all"), "an interaction answers it"
+    assert not unheeded(rows[1], {}, "all"), "a function answers it"
     assert told == [
         "warning: --train-data: 2 rows ask in vain for something: "
         "agent_name tool_agent, or extra_info.tools_kwargs: no --tools are given",
         "warning: --train-data: 1 rows ask in vain for something: "
-        "extra_info.interaction_kwargs: no --interaction is given",
+        "extra_info.interaction_kwargs: no function is given as --environment",
     ]
 
 

@@ -21,6 +21,7 @@ from common.episodes import Prompt, Row, is_continued
 from common.flags import Data, Rollout
 from common.pictures import BadRow
 from common.tools import Tool
+from common.tools.environments import is_class
 from common.tools.turns import spacing
 from common.vision import Vision
 
@@ -46,7 +47,7 @@ class PromptData:
 
     What is wrong with the files is said here, at start-up: ValueError with file, row, reason and the flag that helps.
     `max_rows` counts the concatenated files before anything is dropped. Ranks other than 0 pass a silent `notice`.
-    With --eval-only or an --environment a row may lack its truth: then it is sampled, and not scored.
+    With --eval-only or a class as --environment a row may lack its truth: then it is sampled, and not scored.
     With a `world`, in which all ranks come here, the first rank of each machine looks at the rows for the others.
     """
 
@@ -68,9 +69,12 @@ class PromptData:
         self.known = KnownTokens(tokenizer, num_embeddings)
         self.tokenizer, self.vision, self.tools = tokenizer, vision, tools or {}
         self.max_prompt_tokens, self.max_images = rollout.max_prompt_tokens, rollout.max_images
-        self.media_root, self.environment = data.media_root, rollout.environment
-        self.interaction = rollout.interaction_rows if rollout.interaction else "none"
-        self.needs_truth = not (rollout.eval_only or rollout.environment)
+        self.media_root = data.media_root
+        self.plays = bool(rollout.environment) and is_class(rollout.environment)
+        self.interaction = "none"  # which rows a function answers: all, or their own if any has arguments for it
+        if rollout.environment and not self.plays:
+            self.interaction = "own"
+        self.needs_truth = not (rollout.eval_only or self.plays)
         convert = partial(
             to_verl, flag=flag, media_root=data.media_root, with_tools=bool(tools), needs_truth=self.needs_truth
         )
@@ -88,14 +92,19 @@ class PromptData:
             raise ValueError(f"{flag}: no usable row in {', '.join(map(str, self.files.paths))}")
         for what, count in found.told.items():
             notice(f"{flag}: {count} prompts {what}")
-        if self.interaction != "none" and not found.answered:
-            notice(f"warning: {flag}: no row has extra_info.interaction_kwargs; --interaction-rows all answers all")
+        if found.all_answered:
+            self.interaction = "all"
+            notice(f"{flag}: no row has extra_info.interaction_kwargs: all are answered by --environment")
         for what, count in found.unheeded.items():
             if what:
                 notice(f"warning: {flag}: {count} rows ask in vain for something: {what}")
 
     def _scan(self) -> Found:
         found, texts, progress, fingerprint = Found(), {}, self.files.progress(), Fingerprint()
+        if self.interaction == "own":
+            records = (record for record in self.files.records(OPTIONAL) if isinstance(record, dict))
+            found.all_answered = not any(render.interaction_kwargs(record) for record in records)
+            self.interaction = "all" if found.all_answered else "own"
         gc.freeze()  # millions of rows that come and go would make the collector visit all of torch, over and over
         rows = enumerate(self.files.records((*REQUIRED, *OPTIONAL) if self.needs_truth else None))  # what is used
         while batch := list(islice(rows, 1024)):
@@ -145,7 +154,6 @@ class PromptData:
                     found.told["end in a message of the assistant: the model goes on with it"] += 1
                 found.look_at(render.bare_text(prompt.prompt), prompt.pictures, prompt.spelled, self.tokenizer)
                 found.unheeded[render.unheeded(records[index], self.tools, self.interaction)] += 1
-                found.answered += render.row_interaction(records[index], self.interaction) is not None
                 # At most a token per byte, and one for a leading space; NFC can triple the bytes of non-ASCII text.
                 if num_bytes * (1 if text.isascii() else 3) + num_tokens >= self.max_prompt_tokens:
                     texts[index] = text, num_tokens - len(prompt.pictures)  # a placeholder is in the text already
@@ -163,7 +171,7 @@ class PromptData:
         pictures = picture_sources(record, render.bare_text(record["prompt"]))
         if pictures and not self.vision:
             raise BadRow("has pictures, and the model reads text alone")
-        plays = self.environment and record.get("agent_name") != "single_turn_agent"
+        plays = self.plays and record.get("agent_name") != "single_turn_agent"
         if plays and isinstance(prompt, str):
             raise BadRow("is a rendered prompt, which an --environment cannot add to")
         if plays and is_continued(prompt):
@@ -217,12 +225,12 @@ class PromptData:
 
     def __getitem__(self, i: int) -> Row:
         index = int(self.positions[i])
-        record = self.files.row(index, None if self.environment else (*REQUIRED, *OPTIONAL))
+        record = self.files.row(index, None if self.plays else (*REQUIRED, *OPTIONAL))
         prepared = self._prepare(record)
         ground_truth, extra_info = truth_of(record), record.get("extra_info") or {}
         row = Row(index, record["data_source"], prepared.prompt, ground_truth, extra_info, [])
         row.interaction, row.messages = render.row_interaction(record, self.interaction), prepared.messages
-        if self.environment and record.get("agent_name") != "single_turn_agent":
+        if self.plays and record.get("agent_name") != "single_turn_agent":
             row.ground_truth = "" if ground_truth is None else ground_truth  # it may be the environment that knows
             columns = {name: render.without_nulls(value) for name, value in record.items()}
             row.environment = columns | {"ground_truth": ground_truth}

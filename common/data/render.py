@@ -195,9 +195,9 @@ def split_marks(content: str) -> list[dict]:
 
 def unheeded(record: Mapping, tools: Mapping[str, Tool], interaction: str) -> str:
     """What verl's columns ask for in a row and does not happen with these flags; "" if there is nothing."""
-    agent, info = record.get("agent_name") or "", record.get("extra_info") or {}
-    if without_nulls(info.get("interaction_kwargs")) and interaction == "none":
-        return "extra_info.interaction_kwargs: no --interaction is given"
+    agent = record.get("agent_name") or ""
+    if interaction_kwargs(record) and interaction == "none":
+        return "extra_info.interaction_kwargs: no function is given as --environment"
     unanswered = agent == "tool_agent" and row_interaction(record, interaction) is None
     if agent in ("", "tool_agent") and (unanswered or without_nulls(tools_kwargs(record))) and not tools:
         return "agent_name tool_agent, or extra_info.tools_kwargs: no --tools are given"
@@ -225,9 +225,17 @@ def row_tools(record: Mapping, tools: Mapping[str, Tool]) -> dict[str, dict]:
     return {name: {k: v for part in parts for k, v in part.items() if v is not None} for name, parts in given.items()}
 
 
+def interaction_kwargs(record: Mapping) -> dict:
+    """What a row gives to a function that answers."""
+    info = record.get("extra_info")
+    if not isinstance(info, Mapping):
+        return {}
+    return without_nulls(info.get("interaction_kwargs")) or {}
+
+
 def row_interaction(record: Mapping, rows: str) -> dict | None:
-    """What a row gives to the interaction, if that answers it; rows: "own", those that give any, "all" or "none"."""
-    given = without_nulls((record.get("extra_info") or {}).get("interaction_kwargs")) or {}
+    """What a row gives to the function that answers it, if one does; rows: "own" (that give any), "all" or "none"."""
+    given = interaction_kwargs(record)
     wanted = rows == "all" or (rows == "own" and bool(given))
     return given if wanted and record.get("agent_name") != "single_turn_agent" else None
 

@@ -25,7 +25,7 @@ class Found:
     costs: dict[int, float] = field(default_factory=dict)  # about the tokens of each of them, to balance ranks by
     sources: set[str] = field(default_factory=set)  # every data_source of a usable row that is to be scored
     told: Counter[str] = field(default_factory=Counter)  # what is worth knowing of rows
-    answered: int = 0  # rows with an interaction
+    all_answered: bool = False  # of a function that is given as --environment: has no row arguments for it?
     unheeded: Counter[str] = field(default_factory=Counter)  # what rows ask for in vain
     templated: int = 0  # prompts that the chat template renders
     fingerprint: str = ""  # of all rows

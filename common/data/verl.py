@@ -69,7 +69,7 @@ def row_problem(record: dict | str, needs_truth: bool = True) -> str | None:
     if not isinstance(record.get("extra_info"), dict | None):
         return f"extra_info is {record['extra_info']!r:.80}, expected an object"
     if (agent := record.get("agent_name") or AGENTS[1]) not in AGENTS:
-        own = "a loop of your own becomes an --environment or an --interaction (docs/environments.md)"
+        own = "a loop of your own becomes an --environment (docs/environments.md)"
         return f"agent_name {agent!r:.40}: known are {', '.join(AGENTS)}; {own}"
     if not isinstance(prompt, list | str):
         return f"prompt is {prompt!r:.80}, expected a list of messages or a string"

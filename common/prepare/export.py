@@ -67,7 +67,7 @@ def main(args: Args) -> None:
     vision = load_vision(path, PixelLimits(0, 0, 0), args.trust_remote_code)
     tokenizer = load_tokenizer(path, args.trust_remote_code)
     flags = read_json(run / "config.json").get("args", {})
-    answered = any(flags.get(name) for name in ("tools", "interaction", "environment"))
+    answered = any(flags.get(name) for name in ("tools", "environment"))
     if vision or manifest.get("script") == "sft" or answered:
         end_turns_properly(tokenizer, vision and vision.processor, print)
     elif manifest.get("end_token"):

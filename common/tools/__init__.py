@@ -21,7 +21,16 @@ from pydantic import PydanticUserError, TypeAdapter
 
 from common.pictures import encode
 from common.tools import visual
-from common.tools.environments import Live, State, docstring, fitting, interact, load_environment, method_schemas
+from common.tools.environments import (
+    Live,
+    State,
+    docstring,
+    fitting,
+    interact,
+    is_class,
+    load_environment,
+    method_schemas,
+)
 from common.tools.turns import ToolReply, error_text, trim
 from common.worker import describe
 from common.workers import load_function
@@ -50,7 +59,7 @@ BUILT_IN = {CROP.name: [CROP], SELECT.name: [SELECT], "visual": [CROP, SELECT]}
 
 def load_tools(spec: str, environment: str | None = None) -> dict[str, Tool]:
     """The tools of --tools, names of BUILT_IN and FILE.py:NAME, separated by commas, and the methods of --environment
-    FILE.py:CLASS. ValueErrors name the flag."""
+    if that is a class. ValueErrors name the flag."""
     tools = {}
     for part in filter(None, map(str.strip, spec.split(","))):
         if part not in BUILT_IN and ":" not in part:
@@ -59,7 +68,7 @@ def load_tools(spec: str, environment: str | None = None) -> dict[str, Tool]:
             if tool.name in tools:
                 raise ValueError(f"--tools {spec}: {tool.name} is named twice")
             tools[tool.name] = tool
-    if environment:
+    if environment and is_class(environment):
         methods, ours = method_schemas(environment), not getattr(load_environment(environment), "replayable", True)
         if twice := sorted(tools.keys() & methods.keys()):
             raise ValueError(f"--environment {environment}: {', '.join(twice)} is one of --tools, too")
@@ -169,8 +178,12 @@ class Caller:
     def __init__(self, spec: str):
         given = json.loads(spec)
         self.tools, self.methods = load_tools(given["tools"]), given["methods"]
-        self.interaction = given["interaction"] and load_function(given["interaction"], "--interaction")
-        self.live = given["environment"] and Live(given["environment"], self.call_method)
+        self.live, self.interaction = None, None
+        environment = given["environment"]
+        if environment and is_class(environment):
+            self.live = Live(environment, self.call_method)
+        elif environment:
+            self.interaction = load_function(environment, "--environment")
 
     def __call__(self, job: tuple) -> dict:
         name, arguments, context, kwargs = job

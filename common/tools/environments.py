@@ -1,4 +1,4 @@
-"""What answers a policy with a state of its own: environments and interactions, as docs/environments.md has them.
+"""What --environment FILE.py:NAME names: a class that plays, or a function that answers (docs/environments.md).
 
 The transcript is the state, a live object its cache: each job carries what was called before and what came of it. If
 the object has died with its process, another one is led through the same calls, with the same seeds; if it says
@@ -33,10 +33,15 @@ class State:
     calls: list[tuple[str, dict, str]] = field(default_factory=list)  # method, arguments, what came of it
 
 
+def is_class(spec: str) -> bool:
+    """Is NAME of --environment FILE.py:NAME a class, which plays, or a function, which answers?"""
+    return inspect.isclass(load_function(spec, "--environment"))
+
+
 def load_environment(spec: str) -> type:
-    """The class of --environment FILE.py:CLASS. ValueError for one that is none."""
+    """The class of --environment FILE.py:NAME. ValueError for one without a method reset."""
     kind = load_function(spec, "--environment")
-    if not inspect.isclass(kind) or not callable(getattr(kind, "reset", None)):
+    if not callable(getattr(kind, "reset", None)):
         raise ValueError(f"--environment {spec}: expected a class with a method reset")
     return kind
 

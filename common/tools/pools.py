@@ -31,7 +31,7 @@ class ToolPool(SharedPool):
 
 
 class ToolWorkers(ToolPool):
-    """At most `workers` processes a rank that run the tools of --tools, an interaction, an environment. ValueError if
+    """At most `workers` processes a rank that run the tools of --tools, and an environment. ValueError if
     one of them does not load.
 
     Each call has `timeout_s` seconds from when a worker gets it, and `memory_gib` (0: no limit). Exceeding them, or
@@ -44,14 +44,13 @@ class ToolWorkers(ToolPool):
         workers: int,
         timeout_s: float,
         memory_gib: float = 4.0,
-        interaction: str | None = None,
         environment: str | None = None,
         group: ProcessGroup | None = None,
     ):
         self.tools = load_tools(spec, environment)
         methods = {name: tool.schema for name, tool in self.tools.items() if tool.stateful}
-        given = json.dumps({"tools": spec, "interaction": interaction, "environment": environment, "methods": methods})
-        new_worker = partial(Worker, Caller, given, timeout_s, memory_gib, CLOSE_S if environment else 0.0)
+        given = json.dumps({"tools": spec, "environment": environment, "methods": methods})
+        new_worker = partial(Worker, Caller, given, timeout_s, memory_gib, CLOSE_S if methods else 0.0)
         most = workers * (group.size() if group else 1)
         super().__init__(group, "a tool worker did not start", new_worker, most)
 

@@ -13,7 +13,7 @@ from common.pictures import Media
 from common.processes import cpus_of_rank
 from common.progress import Progress
 from common.tools import find_tool
-from common.tools.environments import CLOSE, RESET, State
+from common.tools.environments import CLOSE, RESET, State, is_class
 from common.tools.pools import ToolPool
 from common.tools.turns import UNSEEN, Call, Protocol, ToolReply, error_text
 from common.torch_repair import transformers
@@ -42,7 +42,9 @@ class Turns:
         self.stateful = {tool.name for tool in tools if tool.stateful}
         self.protocol = self.protocol or self.workers.protocol(self.tokenizer)
         self.threads = ThreadPoolExecutor(cpus_of_rank())  # decode pictures while the engine samples
-        for role in {tool.role for tool in tools} | ({"user"} if self.flags.interaction else set()):
+        environment = self.flags.environment
+        self.answers = bool(environment) and not is_class(environment)  # a function that speaks as a user
+        for role in {tool.role for tool in tools} | ({"user"} if self.answers else set()):
             if PROBE not in self.protocol.observation([PROBE], role, shown=0):
                 raise ValueError(f"tools: the chat template leaves out messages of role {role!r}: {UNSEEN}")
             self.observation_ids([PROBE], role)
@@ -119,7 +121,7 @@ class Turns:
     def try_out(self, rows: Iterable[Row]) -> bool:
         """Has the environment, opened for the first row that has one, and closed, a reward? ValueError if that fails,
         or what an interaction says."""
-        if self.flags.interaction:
+        if self.answers:
             self.try_interaction(rows)
         if not self.stateful:
             return False
@@ -143,7 +145,7 @@ class Turns:
         ((_, reply),) = self.workers.poll(inf)
         if reply.failed:
             how = "it is called as NAME(messages, ground_truth, **interaction_kwargs of the row)"
-            raise ValueError(f"--interaction cannot answer the truth of a row: {reply.text}; {how}")
+            raise ValueError(f"--environment cannot answer the truth of a row: {reply.text}; {how}")
 
     def next_call(self, episode: Episode, row: Row, last_turn: list[int]) -> Call | None:
         """The call that the last turn ends in, or that of an interaction; None if the trajectory ends here."""
@@ -161,7 +163,6 @@ class Turns:
         """Hand a call to the workers, with what a tool may know of the trajectory and what the row gives."""
         if call is TALKING:
             said = row.prompt if isinstance(row.prompt, list) else [{"role": "user", "content": row.prompt}]
-            said = [*said[:-1], said[-1] | {"content": said[-1]["content"] + episode.opening}]
             truth = {"ground_truth": row.interaction.get("ground_truth", row.ground_truth)}
             given = {name: value for name, value in row.interaction.items() if name not in truth}
             self.workers.hand_on((key, call.name), (call.name, truth, with_replies(said, episode.messages), given))
