@@ -415,7 +415,7 @@ def main(args: Args, demo: bool = False) -> None:
             rollouts.end_unscored(step + 1)
         if stop and not last:
             logger.event({"event": "stopped", "step": step + 1})
-            raise SystemExit(143)  # as a process ended by SIGTERM
+            raise SystemExit(stop)  # as a process ended by that signal
 
     finish(job, policy, logger)
 

@@ -28,8 +28,9 @@ from common.progress import Progress, break_silence
 from common.torch_repair import Later
 
 fsdp = Later("torch.distributed.fsdp")
-_stop = threading.Event()  # SIGTERM has come, or SIGHUP
-stopping = threading.Event()  # ... to some rank, and all have agreed to end
+_stop = threading.Event()  # a signal has asked this rank to end
+_interrupted = threading.Event()  # ... and it was Ctrl-C
+stopping = threading.Event()  # one has asked some rank, and all have agreed to end
 
 
 @dataclass(frozen=True)
@@ -114,18 +115,33 @@ def meet(rank: int, size: int, timeout: datetime.timedelta) -> dist.Store:
     return dist.PrefixStore(name, store)
 
 
-def handle_sigterm() -> None:
-    """On SIGTERM, or SIGHUP, `stop_requested` becomes true, and the script saves and exits at the end of its step."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
-            signal.signal(number, lambda *_: _stop.set())
+def handle_signals() -> None:
+    """On SIGTERM, SIGHUP or Ctrl-C `stop_requested` becomes true: the script ends its step, saves, and exits. A second
+    Ctrl-C ends it at once, which torchrun passes on as a SIGTERM."""
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it, and what a shell starts with &
+            signal.signal(number, _ask_to_stop)
 
 
-def stop_requested() -> bool:
-    """Has any rank got a SIGTERM? All ranks must ask together."""
-    if all_reduce([_stop.is_set()], "max")[0] > 0:
+def _ask_to_stop(number: int, _frame: object) -> None:
+    if _interrupted.is_set() and number in (signal.SIGINT, signal.SIGTERM):
+        raise KeyboardInterrupt
+    _stop.set()
+    if number == signal.SIGINT:
+        _interrupted.set()
+        if os.environ.get("RANK", "0") == "0":  # not by print, in which the signal may have come
+            os.write(2, b"Ctrl-C: the run ends with this step, and saves; once more ends it at once\n")
+
+
+def stop_requested() -> int:
+    """The exit code to end with, if a signal has asked any rank to end; 0: go on. All ranks must ask together."""
+    status = 0
+    if _stop.is_set():
+        status = 128 + (signal.SIGINT if _interrupted.is_set() else signal.SIGTERM)
+    (status,) = all_reduce([status], "max")
+    if status > 0:
         stopping.set()
-    return stopping.is_set()
+    return int(status)
 
 
 def run(main: Callable, *args: object) -> None:

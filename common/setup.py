@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from common.checkpoint import Checkpoints
-from common.distributed import barrier, gather_objects, handle_sigterm, stopping
+from common.distributed import barrier, gather_objects, handle_signals, stopping
 from common.files import full_disk_is_a_warning
 from common.flags import flag, flat, step_range
 from common.job import Job
@@ -49,7 +49,7 @@ def open_logger(job: Job, args: Any, total_steps: int, checkpoints: Checkpoints,
         world.print(f"a step took {seconds:.3g} s last time ({run}): {duration(seconds * left)} left, and evaluations")
     if world.is_main:
         at_end.append(partial(plot_curves, job.output_dir))
-    handle_sigterm()
+    handle_signals()
     budget = remembered_budget(job.output_dir, job.machine.micro_batch_tokens)
     if budget < job.machine.micro_batch_tokens:
         world.print(f"micro-batches of {budget} tokens, since {job.output_dir}/micro_batch_tokens: more did not fit")

@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import textwrap
+import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -158,7 +159,9 @@ def test_ctrl_c_closes_what_is_open(files, data, tmp_path):
         run = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=said, env=environment, start_new_session=True)
     try:
         wait_until(lambda: log.is_file() and log.read_text().count("reset") > 20, 300)
-        os.killpg(run.pid, signal.SIGINT)
+        for _ in range(2):
+            os.killpg(run.pid, signal.SIGINT)
+            time.sleep(1)
         run.wait(120)
     finally:
         kill_all(run) if run.poll() is None else None

@@ -26,6 +26,7 @@ from helpers import (
     save_checkpoint,
     script_environment,
     torchrun,
+    wait_until,
 )
 from zygote import RANK_VARIABLES
 
@@ -158,11 +159,21 @@ def test_a_group_of_one_listens_to_this_machine_alone(rank):
     assert said.startswith("fault\n") and set(said.split()[1:]) <= {"127.0.0.1", "::1"}, said
 
 
-def test_ctrl_c_is_one_line(rank):
-    process = rank("ctrl-c")
+@pytest.mark.parametrize("fault", ["ctrl-c", "ctrl-c in a step"])
+def test_ctrl_c_is_one_line(rank, fault):
+    """Before training begins the first one ends the run; in a step the second, or what torchrun makes of it."""
+    process = rank(fault)
     assert process.stdout.readline() == "fault\n"
     time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
+    if fault == "ctrl-c in a step":
+        process.send_signal(signal.SIGINT)
+        assert "once more ends it at once" in process.stdout.readline()
+        process.send_signal(signal.SIGHUP)  # which is no second one
+        time.sleep(0.5)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+    else:
+        process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=60)[0] == "interrupted at step 3; last checkpoint: none\n"
     assert process.returncode == 130
 
@@ -278,19 +289,51 @@ def test_all_ranks_die_with_a_killed_torchrun():
         assert len(family) >= 2 and not alive
 
 
+LONG = ["--engine", "hf", "--prompts-per-step", 2, "--samples-per-prompt", 2, "--max-response-tokens", 32]
+LONG += ["--max-rows", 64, "--total-steps", 200, "--eval-every", 0, "--no-eval-before", "--save-every", 3]
+
+
 @pytest.mark.slow
-def test_ctrl_c_of_a_run_tells_step_and_checkpoint(tmp_path):
-    options = ["--engine", "hf", "--prompts-per-step", 2, "--samples-per-prompt", 2, "--max-response-tokens", 32]
-    options += ["--max-rows", 64, "--total-steps", 20, "--eval-every", 0, "--no-eval-before", "--save-every", 1]
-    command = torchrun("grpo.py", *options, "--output-dir", tmp_path / "run")
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_the_first_ctrl_c_saves_the_step_and_the_same_command_goes_on(ranks, tmp_path):
+    """torchrun tells its ranks, whose terminal is another; its own exit code is that of a traceback."""
+    command = torchrun("grpo.py", *LONG, "--output-dir", tmp_path / "run", ranks=ranks)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, cwd=ROOT, env=script_environment(), **pipes)
     for line in process.stdout:
-        if line.startswith("step  3/20"):
+        if line.startswith("step   4/200"):
             process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=60) == 130
-    (line,) = process.stderr.read().splitlines()[-1:]
-    assert line.startswith("interrupted at step ") and f"last checkpoint: {tmp_path}/run/checkpoints/step_0000" in line
+    assert process.wait(timeout=60) == (1 if ranks else 130)
+    assert process.stderr.read().count("once more ends it at once") == 1
+    (stopped,) = [record for record in metrics_of(tmp_path / "run") if record.get("event") == "stopped"]
+    assert 4 <= stopped["step"] < 9
+    assert (tmp_path / "run/checkpoints/latest").read_text() == f"step_{stopped['step']:06d}"
+    assert (tmp_path / "run/curves.png").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_the_second_ctrl_c_ends_a_run_at_once_and_tells_step_and_checkpoint(ranks, tmp_path):
+    """In a step that would last for minutes: a reward sleeps."""
+    (tmp_path / "reward.py").write_text(
+        "import pathlib, time\n\n\ndef score(data_source, solution_str, ground_truth, extra_info):\n"
+        f"    if pathlib.Path({str(tmp_path)!r}, 'run/checkpoints/latest').exists():\n"
+        f"        pathlib.Path({str(tmp_path)!r}, 'asleep').touch()\n        time.sleep(600)\n    return 0.5\n"
+    )
+    options = ["--reward-function", f"{tmp_path}/reward.py:score", "--reward-timeout", 600]
+    command = torchrun("grpo.py", *LONG, *options, "--output-dir", tmp_path / "run", ranks=ranks)
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=ROOT, env=script_environment(), **pipes)
+    wait_until((tmp_path / "asleep").exists, 300)
+    process.send_signal(signal.SIGINT)
+    time.sleep(3)
+    assert process.poll() is None, "the first one waits for the step"
+    process.send_signal(signal.SIGINT)
+    begun = time.monotonic()
+    assert process.wait(timeout=60) == (1 if ranks else 130)
+    assert time.monotonic() - begun < 15
+    told = [line for line in process.stderr.read().splitlines() if line.startswith("interrupted at step ")]
+    assert told == [f"interrupted at step 3; last checkpoint: {tmp_path}/run/checkpoints/step_000003"]
     assert (tmp_path / "run/curves.png").is_file()
 
 
@@ -332,17 +375,18 @@ def test_sigterm_in_an_evaluation_saves_the_step_that_was_evaluated(tmp_path):
 
 @pytest.mark.parametrize("before, stops", [(signal.SIG_DFL, True), (signal.SIG_IGN, False)])
 def test_a_terminal_that_goes_away_is_a_sigterm_but_under_nohup(before, stops, monkeypatch):
-    stop, previous = threading.Event(), [signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)]
+    numbers = (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)
+    stop, previous = threading.Event(), [signal.getsignal(number) for number in numbers]
     monkeypatch.setattr(distributed, "_stop", stop)
     try:
         signal.signal(signal.SIGHUP, before)
-        distributed.handle_sigterm()
+        distributed.handle_signals()
         os.kill(os.getpid(), signal.SIGHUP)
         assert stop.is_set() == stops
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.is_set()
     finally:
-        for number, handler in zip((signal.SIGHUP, signal.SIGTERM), previous):
+        for number, handler in zip(numbers, previous):
             signal.signal(number, handler)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from common.distributed import all_reduce, init_world, run
+from common.distributed import all_reduce, handle_signals, init_world, run
 from common.processes import reached, sign_of_life
 
 
@@ -35,9 +35,11 @@ def main(fault: str) -> None:
     if fault == "once":
         world.print("sum", all_reduce([1.0]), "by", os.environ["GLOO_SOCKET_IFNAME"])
         return
-    if fault == "ctrl-c":
+    if fault.startswith("ctrl-c"):
         reached["step"] = 3
-    while fault in ("elsewhere", "ctrl-c", "sleep") or (fault == "stall" and world.rank == 1):
+    if fault == "ctrl-c in a step":
+        handle_signals()
+    while fault in ("elsewhere", "ctrl-c", "ctrl-c in a step", "sleep") or (fault == "stall" and world.rank == 1):
         time.sleep(1)  # nobody calls sign_of_life
     sign_of_life()
     all_reduce([1.0])

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import torch
 
-from common.distributed import all_reduce, handle_sigterm, init_world, run, stop_requested
+from common.distributed import all_reduce, handle_signals, init_world, run, stop_requested
 from common.setup import Stopwatch, profiled
 
 SLOW_RANK, SLOW_S = 1, 0.4
@@ -21,7 +21,7 @@ SLOW_RANK, SLOW_S = 1, 0.4
 
 def main(folder: str, asked: str, stop_at: str = "") -> None:
     world = init_world()
-    handle_sigterm()
+    handle_signals()
     job = SimpleNamespace(world=world, output_dir=Path(folder), run=SimpleNamespace(profile_steps=asked or None))
     metrics = []
     for step in profiled(range(1, 4), job):
@@ -36,8 +36,8 @@ def main(folder: str, asked: str, stop_at: str = "") -> None:
             all_reduce([1.0])
         if f"{step}" == stop_at and world.rank == SLOW_RANK:
             os.kill(os.getpid(), signal.SIGTERM)
-        if stop_requested():
-            raise SystemExit(143)
+        if status := stop_requested():
+            raise SystemExit(status)
         metrics.append(watch.metrics(world.device))
     world.print(json.dumps(metrics))
 
