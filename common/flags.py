@@ -64,8 +64,6 @@ class Rollout:
     temperature: Annotated[float, Gt(0), Ge(0.01), Le(2)] = 1.0  # of sampling; the trainer's log-probs use it too
     reward_function: str | None = None  # FILE.py:NAME, verl's signature; default: by the row's data_source
     reward_timeout: Positive = 10.0  # seconds for one response; one that takes longer, or crashes, is left out
-    judge_patience: Positive = 30.0  # minutes without an answer of the judge (JUDGE_URLS); then the run saves and ends
-    judge_probe: bool = True  # ask the judge for a right and a wrong pair at the start; --no-judge-probe: take any
     tools: str | None = None  # tools it may call: visual, python, FILE.py:NAME; visual: crop, frames; python: alone
     environment: str | None = None  # FILE.py:NAME; of a class, as in TRL, methods are tools; a function answers turns
     tool_workers: Count = 64  # processes per rank, at most, that run tools

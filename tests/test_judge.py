@@ -31,7 +31,7 @@ from common.rewards.judge_prompt import EXAMPLES, Case, messages, verdict_of
 from common.rewards.judging import bounded, open_judge, saved_at_outage
 from common.rewards.samples import as_sample, summarize
 
-VARIABLES = ("JUDGE_URLS", "JUDGE_MODEL", "JUDGE_API_KEY")
+VARIABLES = ("JUDGE_URLS", "JUDGE_MODEL", "JUDGE_API_KEY", "JUDGE_PATIENCE", "JUDGE_PROBE")
 KEY, PASSWORD = "sk-1234-5678", "pass@word"
 BASIC = b64encode(f"me:{PASSWORD}".encode()).decode()
 SECRETS = (KEY, PASSWORD, "pass%40word", BASIC)
@@ -504,7 +504,7 @@ def test_an_outage_is_waited_for_with_a_line_a_minute(serve, client):
     times, lines = zip(*lines, strict=True)
     assert len(lines) >= 2 and min(b - a for a, b in pairwise(times)) >= Judge.MINUTE_S
     assert f"no answer from {first.url} for 0.00" in lines[0]
-    assert "3 answers" not in lines[0] and "2 answers wait here, --judge-patience is" in lines[0], "two are unknown"
+    assert "3 answers" not in lines[0] and "2 answers wait here, JUDGE_PATIENCE is" in lines[0], "two are unknown"
 
 
 def test_an_outage_in_the_middle_costs_no_case(serve, client):
@@ -600,9 +600,11 @@ def test_the_probe_refuses_a_judge_by_name(serve, monkeypatch):
         server = serve(lambda number, answer, reply=reply: reply)
         with pytest.raises(ValueError) as error:
             opened(monkeypatch, server.url)
-        for words in (f"judge-of-tests at {server.url} cannot judge", said, "--no-judge-probe"):
+        for words in (f"judge-of-tests at {server.url} cannot judge", said, "JUDGE_PROBE=0"):
             assert words in str(error.value)
-        close(opened(monkeypatch, server.url, judge_probe=False))
+        with monkeypatch.context() as taken:
+            taken.setenv("JUDGE_PROBE", "0")
+            close(opened(monkeypatch, server.url))
     close(opened(monkeypatch, serve().url))
 
 
@@ -643,9 +645,33 @@ def test_who_needs_no_judge_asks_for_none(monkeypatch):
     assert opened(monkeypatch, dead_url(), needed=False) is None
     assert opened(monkeypatch, dead_url(), replay="file") is None
     assert opened(monkeypatch, "", reward_function="f.py:f") is None, "it may do without"
-    monkeypatch.setattr("sys.argv", ["grpo.py", "--judge-patience", "5"])
-    with pytest.raises(SystemExit, match=r"--judge-patience 5\.0 has no effect: needs rows that a judge decides"):
-        opened(monkeypatch, dead_url(), needed=False, judge_patience=5.0)
+
+
+@pytest.mark.parametrize(
+    "name, text, told",
+    [
+        ("JUDGE_PATIENCE", "soon", "JUDGE_PATIENCE='soon': expected a number of minutes above 0"),
+        ("JUDGE_PATIENCE", "0", "JUDGE_PATIENCE='0': expected a number of minutes above 0"),
+        ("JUDGE_PATIENCE", "nan", "JUDGE_PATIENCE='nan': expected a number of minutes above 0"),
+        ("JUDGE_PATIENCE", "", "JUDGE_PATIENCE='': expected a number of minutes above 0"),
+        ("JUDGE_PROBE", "no", "JUDGE_PROBE='no': expected 0 (take any judge) or 1 (ask it for two pairs first)"),
+    ],
+)
+def test_what_the_environment_asks_of_the_judge_is_checked(name, text, told, monkeypatch):
+    monkeypatch.setenv(name, text)
+    with pytest.raises(ValueError) as refusal:
+        opened(monkeypatch, dead_url())
+    assert str(refusal.value) == told
+    assert opened(monkeypatch, dead_url(), needed=False) is None, "nobody reads it"
+
+
+def test_the_patience_is_that_of_the_environment(serve, monkeypatch):
+    for text, seconds in ((None, 1800), ("0.5", 30), ("1e3", 60_000)):
+        if text:
+            monkeypatch.setenv("JUDGE_PATIENCE", text)
+        judge = opened(monkeypatch, serve().url)
+        assert judge.patience_s == seconds
+        close(judge)
 
 
 # --- in a run -----------------------------------------------------------------------------------------------------
@@ -758,7 +784,7 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize("ranks, step", [(0, 1), pytest.param(0, 0, marks=slow), pytest.param(2, 1, marks=slow)])
 def test_an_outage_ends_a_run_which_a_resume_repeats_exactly(tmp_path, serve, ranks, step):
     (tmp_path / "reward.py").write_text(ASKS)
-    options = [*RUN, "--reward-function", f"{tmp_path}/reward.py:fn", "--judge-patience", 0.02]
+    options = [*RUN, "--reward-function", f"{tmp_path}/reward.py:fn"]
     whole = serve()
     run_script("grpo.py", *options, "--output-dir", tmp_path / "whole", ranks=ranks, env={"JUDGE_URLS": whole.url})
     assert steps_of(tmp_path / "whole")[1]["reward/judged"] == 16
@@ -774,7 +800,7 @@ def test_an_outage_ends_a_run_which_a_resume_repeats_exactly(tmp_path, serve, ra
         return 500 if recorded or (not step and set(tired.asked) - {"red", "blue"}) else None
 
     metrics, tired = folder / "metrics.jsonl", serve(after_the_step)
-    environment = {"JUDGE_URLS": with_password(tired.url), "JUDGE_API_KEY": KEY}
+    environment = {"JUDGE_URLS": with_password(tired.url), "JUDGE_API_KEY": KEY, "JUDGE_PATIENCE": "0.02"}
     ended = run_script("grpo.py", *command, ranks=ranks, env=environment, check=False)
     assert ended.returncode == (75 if not ranks else 1), ended.stderr[-2000:]
     (saved,) = (folder / "checkpoints").glob("step_*")

@@ -76,9 +76,9 @@ def test_the_probe_refuses_it_by_name_and_a_run_may_take_it_as_it_is(url, tmp_pa
     environment = {"JUDGE_URLS": url}
     refused = run_script("grpo.py", *command, env=environment, check=False)
     assert refused.returncode == 1 and f"the judge judge at {url} cannot judge" in refused.stderr
-    assert "--no-judge-probe" in refused.stderr and not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert "JUDGE_PROBE=0" in refused.stderr and not (tmp_path / "run" / "metrics.jsonl").exists()
 
-    done = run_script("grpo.py", *command, "--no-judge-probe", env=environment, timeout=1500)
+    done = run_script("grpo.py", *command, env=environment | {"JUDGE_PROBE": "0"}, timeout=1500)
     step = steps_of(tmp_path / "run")[1]
     asked = step.get("reward/judged", 0) + step.get("reward/unjudged", 0)
     assert 0 < asked < 8 and step["reward/failed"] == step.get("reward/unjudged", 0), done.stdout[-2000:]

@@ -34,7 +34,7 @@ CACHED = 200_000  # verdicts
 
 
 class JudgeUnavailable(ConnectionError):
-    """No judge has answered for as long as --judge-patience."""
+    """No judge has answered for as long as JUDGE_PATIENCE."""
 
 
 @dataclass
@@ -84,7 +84,7 @@ class Judge:
         threading.Thread(target=self.loop.run_forever, name="judge", daemon=True).start()
 
     def for_evaluation(self) -> "Judge":
-        """The same for one evaluation: it is asked again for --judge-patience in all, and its silence ends no run."""
+        """The same for one evaluation: it is asked again for JUDGE_PATIENCE in all, and its silence ends no run."""
         judge = copy.copy(self)
         judge.evaluates = True
         return judge
@@ -104,7 +104,7 @@ class Judge:
     def settle(self, cases: list[Case]) -> list[float | None]:
         """The verdict of each case, None where there is none. All ranks call it, and leave it, together.
 
-        JudgeUnavailable, on all ranks alike, if on one of them no server has answered for --judge-patience.
+        JudgeUnavailable, on all ranks alike, if on one of them no server has answered for JUDGE_PATIENCE.
         """
         for case in list(self.verdicts)[: max(0, len(self.verdicts) - CACHED)]:
             del self.verdicts[case]
@@ -160,7 +160,7 @@ class Judge:
                 done = len(futures) - len(pending)
             elif now - told >= self.MINUTE_S:
                 told = now
-                patience = f"--judge-patience is {self.patience_s / 60:g}"
+                patience = f"JUDGE_PATIENCE is {self.patience_s / 60:g}"
                 self.notice(f"judge: {self._told(silence)}; {len(pending)} answers wait here, {patience}")
         if not all(future.done() for future in futures):
             self.lost_s += time.monotonic() - began
@@ -269,7 +269,7 @@ class Judge:
                     f"the judge {model} at {server.url} cannot judge: that {case.truth!r} and "
                     f"{case.answer!r} are {'the same' if right else 'different'} it should say by "
                     f'"Judgement: {right:.0f}", and says {said!r}. Serve a better model, or take it as it is with '
-                    "--no-judge-probe"
+                    "JUDGE_PROBE=0"
                 )
         return ""
 

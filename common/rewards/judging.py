@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 from urllib.parse import urlsplit
 
-from common.flags import Rollout, refuse_idle
+from common.flags import Rollout
 from common.processes import fail
 from common.rewards.judge import Judge, JudgeUnavailable
 
@@ -19,7 +19,6 @@ def open_judge(rollout: Rollout, needed: bool, **options) -> Judge | None:
     """
     urls = [url.strip() for url in os.environ.get("JUDGE_URLS", "").split(",") if url.strip()]
     asked = bool(urls) if rollout.reward_function else needed
-    refuse_idle(rollout, dict.fromkeys(["judge_patience", "judge_probe"], (asked, "rows that a judge decides")))
     if rollout.replay or not asked:
         return None
     if not urls:
@@ -28,16 +27,37 @@ def open_judge(rollout: Rollout, needed: bool, **options) -> Judge | None:
         if not is_address(url):  # it may hold a password, so that it is not shown
             raise ValueError(f"JUDGE_URLS: number {number} of {len(urls)} is no http://HOST:PORT/v1")
     model, key = os.environ.get("JUDGE_MODEL", ""), os.environ.get("JUDGE_API_KEY", "").strip() or "EMPTY"
+    patience_s, probes = 60 * patience_minutes(), wants_probe()
     try:
-        judge = Judge(urls, model, key, patience_s=60 * rollout.judge_patience, **options)
+        judge = Judge(urls, model, key, patience_s=patience_s, **options)
     except ImportError as error:
         raise ValueError("a judge needs the package openai: pip install -r requirements.txt") from error
-    if rollout.judge_probe:
+    if probes:
         try:
             judge.probe()
         except JudgeUnavailable as outage:
             end_run(f"no judge answers ({outage}): start it, or set JUDGE_URLS")
     return judge
+
+
+def patience_minutes() -> float:
+    """How long the judge may give no answer, by JUDGE_PATIENCE. ValueError for what is no such time."""
+    text = os.environ.get("JUDGE_PATIENCE", "30")
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = 0.0
+    if not minutes > 0:
+        raise ValueError(f"JUDGE_PATIENCE={text!r:.40}: expected a number of minutes above 0")
+    return minutes
+
+
+def wants_probe() -> bool:
+    """Is the judge asked for a right and a wrong pair at the start? JUDGE_PROBE=0 takes any. ValueError for others."""
+    text = os.environ.get("JUDGE_PROBE", "1")
+    if text not in ("0", "1"):
+        raise ValueError(f"JUDGE_PROBE={text!r:.40}: expected 0 (take any judge) or 1 (ask it for two pairs first)")
+    return text == "1"
 
 
 def is_address(url: str) -> bool:

@@ -32,8 +32,6 @@ class Scoring:
     output: Path | None = None  # .parquet or .jsonl, a row for each response; default: FILE_scored.*, as FILE is
     reward_function: str | None = None  # FILE.py:NAME, verl's signature; default: by the row's data_source
     reward_timeout: Positive = 10.0  # seconds for one response; one that takes longer, or crashes, scores 0
-    judge_patience: Positive = 30.0  # minutes, in all, without an answer of the judge (JUDGE_URLS) until it is left
-    judge_probe: bool = True  # ask the judge for a right and a wrong pair at the start; --no-judge-probe: take any
     bad_rows: Literal["error", "drop"] = "error"  # rows without a response, a truth or a scorer: stop, or drop them
 
 
