@@ -6,6 +6,7 @@ names on the command line carry no prefix. Another default for a fork stands in 
     rollout: Rollout = field(default_factory=partial(Rollout, samples_per_prompt=16))
 """
 
+import argparse
 import operator
 import os
 import re
@@ -45,11 +46,11 @@ class Data:
 
     train_data: str | None = None  # .parquet, .jsonl or .json files, comma-separated; ORG/NAME:CONFIG:SPLIT of the hub
     eval_data: str | None = None  # the same, for evaluation; gives eval/*
-    media_root: Path | None = None  # where paths of pictures start; unless beside their data file; none may leave it
+    media_root: Path | None = None  # where paths of pictures start; or beside their data file; none may leave it
     max_rows: Count | None = None  # use only the first rows of the training data
     bad_rows: Literal["error", "drop"] = "error"  # rows that are unusable or too long: stop, or count and drop them
     min_pixels: Count = 3136  # smaller pictures are enlarged to this area; 28 x 28 pixels are one token
-    max_pixels: Annotated[Count, Ge(784)] = 1_003_520  # largest area of a picture; others are reduced, crops are not
+    max_pixels: Annotated[Count, Ge(784)] = 1_003_520  # largest area of a picture; crops are cut from the original
     max_frame_pixels: Annotated[Count, Ge(784)] = 401_408  # the same for a frame of a video
 
 
@@ -108,7 +109,7 @@ class Machine:
     attention: Literal["auto", "flash", "flex", "sdpa"] = "auto"  # auto: flex on GPUs with bf16, else sdpa
     micro_batch_tokens: Count = 16384  # tokens of one forward and backward, per rank; no effect on the result
     gradient_checkpointing: bool = False  # recompute activations in backward: less memory, a third more compute
-    optimizer_offload: bool = False  # Adam's moments on the host; but for the optimizer's step
+    optimizer_offload: bool = False  # Adam's moments on the host; on the GPU for the optimizer's step
     reference_offload: bool = False  # the reference model on the host, but for its log-probs
     compile: bool = False  # torch.compile the layers, on GPUs: a slow first step, then faster ones
     freeze_vision: bool = False  # train the language model alone
@@ -183,22 +184,24 @@ def help_screen(args_class: type, doc: str, groups: list[str]) -> str:
     for group in groups:
         lines.append("")
         for name in group.split():
-            action = actions[f"--{name}"]
-            default = defaults[name.replace("-", "_")]
-            shown = f"  --{name}"
-            if isinstance(default, float):
-                shown += f" {default:g}"
-            elif default is None or default == "":
-                shown += f" {action.metavar.removeprefix('{None}|')}"
-            elif not isinstance(default, bool):
-                shown += f" {default}"
-            text = action.help.rpartition(" (default: ")[0].partition("; ")[0]
-            if "," in (action.metavar or ""):  # {one,or,another}
-                text += f" ({action.metavar.strip('{}').replace(',', ', ')})"
-            for part in textwrap.wrap(text, width=80 - HELP_COLUMN, break_on_hyphens=False):
-                lines.append(shown.ljust(HELP_COLUMN) + part)
-                shown = ""
+            lines += help_lines(actions[f"--{name}"], defaults[name.replace("-", "_")])
     return "\n".join([*lines, "", "--help-all: all flags, and all that is to be said of them"])
+
+
+def help_lines(action: argparse.Action, default: Any) -> list[str]:
+    """A flag with its default, and what its help says before the first semicolon."""
+    shown = f"  {action.option_strings[0]}"
+    if isinstance(default, float):
+        shown += f" {default:g}"
+    elif default is None or default == "":
+        shown += f" {action.metavar.removeprefix('{None}|')}"
+    elif not isinstance(default, bool):
+        shown += f" {default}"
+    text = action.help.rpartition(" (default: ")[0].partition("; ")[0]
+    if "," in (action.metavar or ""):  # {one,or,another}
+        text += f" ({action.metavar.strip('{}').replace(',', ', ')})"
+    first, *further = textwrap.wrap(text, width=80 - HELP_COLUMN, break_on_hyphens=False)
+    return [shown.ljust(HELP_COLUMN) + first, *(" " * HELP_COLUMN + line for line in further)]
 
 
 def with_lora_rates(args: Args) -> Args:
@@ -225,16 +228,28 @@ def check_shared(data: Data, run: Run, rollout: Rollout) -> None:
     needed, rows = ("--eval-data", data.eval_data) if rollout.eval_only else ("--train-data", data.train_data)
     bare = run.model not in EMBEDDED or bool(data.train_data)
     refuse(not rows and bare, f"--model {run.model} needs {needed}")
-    evaluated = (bool(data.eval_data) or not data.train_data, "--eval-data")
-    refuse_idle(run, dict.fromkeys(["eval_every", "eval_before", "eval_rows"], evaluated))
-    trains = (not rollout.eval_only, "training, and no --eval-only")
-    refuse_idle(run, {"total_epochs": (run.total_steps is None, "--total-steps None"), "profile_steps": trains})
-    called = (rollout.multi_turn, "--tools or --environment")
-    sampled = (rollout.eval_temperature > 0, "an --eval-temperature above 0")
-    idle = dict.fromkeys(["max_turns", "max_turn_tokens", "max_tool_errors", "deterministic"], called)
-    idle |= dict.fromkeys(["tool_workers", "tool_timeout"], called)
-    idle |= dict.fromkeys(["eval_top_p", "eval_samples"], sampled)  # greedy ones are all the same
-    refuse_idle(rollout, idle | {"eval_temperature": evaluated})
+    evaluates = bool(data.eval_data) or not data.train_data
+    uses = {  # flag: (whether it has an effect, what it needs for one)
+        "eval_every": (evaluates, "--eval-data"),
+        "eval_before": (evaluates, "--eval-data"),
+        "eval_rows": (evaluates, "--eval-data"),
+        "total_epochs": (run.total_steps is None, "--total-steps None"),
+        "profile_steps": (not rollout.eval_only, "training, and no --eval-only"),
+    }
+    refuse_idle(run, uses)
+    samples = rollout.eval_temperature > 0  # greedy ones are all the same
+    uses = {
+        "max_turns": (rollout.multi_turn, "--tools or --environment"),
+        "max_turn_tokens": (rollout.multi_turn, "--tools or --environment"),
+        "max_tool_errors": (rollout.multi_turn, "--tools or --environment"),
+        "deterministic": (rollout.multi_turn, "--tools or --environment"),
+        "tool_workers": (rollout.multi_turn, "--tools or --environment"),
+        "tool_timeout": (rollout.multi_turn, "--tools or --environment"),
+        "eval_top_p": (samples, "an --eval-temperature above 0"),
+        "eval_samples": (samples, "an --eval-temperature above 0"),
+        "eval_temperature": (evaluates, "--eval-data"),
+    }
+    refuse_idle(rollout, uses)
 
 
 def flat(args: Any) -> dict[str, Any]:
@@ -330,5 +345,7 @@ def foreign_flags() -> dict[str, str]:
     for table in tables.values():
         for name, (here, note) in table.items():
             answer = f"here {here} ({note})" if note else f"here {here}"
+            if here == "none":
+                answer = note
             answers[flag(name.lstrip("-"))] = f"{answer}; see docs/from_verl_trl.md".replace("`", "")
     return answers
