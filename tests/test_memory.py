@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 from helpers import ROOT, run_script
@@ -44,7 +43,7 @@ TRACKED = [(1, 4096, False, False), (8, 2048, False, True), (4, 128, True, False
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
     """What else runs on this one plays no part."""
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=16e9))
+    monkeypatch.setattr("common.prepare.memory_plan.free_memory", lambda: 16e9)
 
 
 @pytest.fixture

@@ -8,13 +8,13 @@ import resource
 from dataclasses import replace
 from math import ceil
 
-import psutil
 import torch
 
 from common.attention import choose_attention
 from common.distributed import World
 from common.files import DAMAGE, refuse
 from common.flags import Machine, Rollout
+from common.limits import free_memory
 from common.logprobs import CHUNK_ELEMENTS
 from common.model_shape import ModelShape, TowerShape, count_parameters, model_shape
 from common.prepare.memory_remedies import PHASES, cheapest_change, remedies
@@ -258,7 +258,7 @@ def memory_plan(
     if on_gpu:
         there = torch.cuda.mem_get_info(world.device)[0] / 1e9  # context and NCCL are there by now
     else:
-        there = psutil.virtual_memory().available / 1e9 / ranks_here()
+        there = free_memory() / 1e9 / ranks_here()
     machine = replace(machine, attention=choose_attention(machine.attention, world.device, machine.compile, dtype))
     shapes = {path: model_shape(path, machine) for path in {*trained, *frozen}}
     models = [shapes[path] for path in trained]
