@@ -71,6 +71,7 @@ def init_world(stall_minutes: float = 30.0) -> World:
     else:
         device, backend = torch.device("cpu"), "gloo"
         processes.keep_freed_memory()
+    limit_threads()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank must not go on beside a restart
         processes.die_with(processes.PARENT)
     processes.sign_of_life()
@@ -83,6 +84,14 @@ def init_world(stall_minutes: float = 30.0) -> World:
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     processes.awaited.clear()
     return World(rank, size, local_rank, device)
+
+
+def limit_threads() -> None:
+    """As many threads as CPUs, unless the user has said otherwise: torch counts those that a container may not use."""
+    cpus = processes.cpus_of_rank()
+    if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > cpus:
+        torch.set_num_threads(cpus)
+        os.environ["OMP_NUM_THREADS"] = str(cpus)  # for what this process starts
 
 
 def meet(rank: int, size: int, timeout: datetime.timedelta) -> dist.Store:

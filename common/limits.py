@@ -46,11 +46,16 @@ def usable_cpus(root: Path = ROOT) -> int:
     return max(1, int(cpus))
 
 
+def killed_processes(root: Path = ROOT) -> int:
+    """How many processes of this machine, in any of its groups, the kernel has killed for lack of memory."""
+    return int(statistic(root / "proc/vmstat", "oom_kill", 0))
+
+
 def memory_limit(folder: Path) -> float:
     """Bytes, inf without one. Version 1 also knows the least limit of groups that a container does not see."""
     names = ("memory.max", "memory.high", "memory.limit_in_bytes")
     limits = [number(folder / name) for name in names]
-    limits.append(statistic(folder, "hierarchical_memory_limit", inf))
+    limits.append(statistic(folder / "memory.stat", "hierarchical_memory_limit", inf))
     return min(limits)
 
 
@@ -60,8 +65,8 @@ def memory_in_use(folder: Path) -> float:
     if in_use == inf:
         return 0
     # version 1 has a group's own pages under this name, and under the other those of the groups below it, too
-    inactive = statistic(folder, "inactive_file", 0)
-    inactive = statistic(folder, "total_inactive_file", inactive)
+    inactive = statistic(folder / "memory.stat", "inactive_file", 0)
+    inactive = statistic(folder / "memory.stat", "total_inactive_file", inactive)
     return max(0, in_use - inactive)
 
 
@@ -126,9 +131,9 @@ def is_below(group: str, mount: str) -> bool:
     return ".." not in group.split("/") and os.path.commonpath([group, mount]) == mount
 
 
-def statistic(folder: Path, name: str, default: float) -> float:
-    """A number of memory.stat."""
-    found = re.search(rf"^{name} (\d+)$", read(folder / "memory.stat"), re.MULTILINE)
+def statistic(path: Path, name: str, default: float) -> float:
+    """The number in the line NAME NUMBER of a file."""
+    found = re.search(rf"^{name} (\d+)$", read(path), re.MULTILINE)
     return int(found[1]) if found else default
 
 

@@ -20,6 +20,7 @@ from itertools import count
 from pathlib import Path
 from typing import NoReturn
 
+from common.limits import usable_cpus
 from common.printing import printable
 
 GATHER_S = 60  # until all ranks have come, and are connected; GATHER_SECONDS in the environment
@@ -52,8 +53,8 @@ def ranks_here() -> int:
 
 
 def cpus_of_rank() -> int:
-    """Processors of this machine for each of its ranks, at least one."""
-    return max(1, len(os.sched_getaffinity(0)) // ranks_here())
+    """Processors that this machine, or container, has for each of its ranks, at least one."""
+    return max(1, usable_cpus() // ranks_here())
 
 
 def in_threads(function: Callable, items: Iterable) -> list:

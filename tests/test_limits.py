@@ -6,8 +6,11 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 
-from common.limits import free_memory, total_memory, usable_cpus
+from common.distributed import limit_threads
+from common.limits import free_memory, killed_processes, total_memory, usable_cpus
+from common.processes import cpus_of_rank
 
 GB = 10**9
 NONE_V1 = 9223372036854771712  # what version 1 writes for no limit
@@ -109,3 +112,40 @@ def test_what_is_used_up_and_what_is_less_than_one(tmp_path):
 @pytest.mark.parametrize("files", [{"memory.max": "", "memory.stat": "\xff", "cpu.max": "max"}, {"cpu.max": "5 0"}])
 def test_files_that_say_nothing_are_no_limits(tmp_path, files):
     assert numbers(version_2(tmp_path, "/", files)) == (16, 64, 128)
+
+
+# --- what comes of them -------------------------------------------------------------------------------------------
+
+
+def test_ranks_share_the_cpus_of_the_container(monkeypatch):
+    monkeypatch.setattr("common.processes.usable_cpus", lambda: 8)
+    assert cpus_of_rank() == 8
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert cpus_of_rank() == 2
+
+
+@pytest.fixture
+def three_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("cpus, said, threads", [(2, None, 2), (8, None, 3), (2, "5", 3)])
+def test_torch_has_no_more_threads_than_cpus(monkeypatch, three_threads, cpus, said, threads):
+    """In what the process starts, too; unless the user has said how many."""
+    monkeypatch.setattr("common.processes.usable_cpus", lambda: cpus)
+    monkeypatch.setenv("OMP_NUM_THREADS", said or "")
+    if not said:
+        monkeypatch.delenv("OMP_NUM_THREADS")
+    limit_threads()
+    assert torch.get_num_threads() == threads
+    assert os.environ.get("OMP_NUM_THREADS") == (said or ("2" if cpus == 2 else None))
+
+
+def test_processes_that_the_kernel_has_killed_are_counted(tmp_path):
+    assert killed_processes(tmp_path) == 0
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc" / "vmstat").write_text("nr_free_pages 9\noom_kill 3\noom_kill_x 4\n")
+    assert killed_processes(tmp_path) == 3

@@ -18,6 +18,7 @@ from helpers import deadline, run_script
 
 from common import distributed, processes
 from common.episodes import Episode, Row
+from common.limits import usable_cpus
 from common.look import logger, machine, trackers
 from common.look.console import COLUMNS, StatusLine, fitted, print_samples
 from common.look.curves import plot_curves, read_metrics
@@ -470,7 +471,7 @@ def test_config(tmp_path):
     assert config["args"] == {"learning_rate": 1e-6, "output_dir": "runs/x", "clip": None, "names": ["a"]}
     assert config["chosen"] == {"dtype": "torch.float32", "attention": "sdpa"}
     assert config["versions"]["torch"] == torch.__version__ and config["versions"]["transformers"]
-    assert "git" in config and config["hardware"]["cpus"] == os.cpu_count()
+    assert "git" in config and config["hardware"]["cpus"] == usable_cpus()
     assert os.uname().nodename not in (tmp_path / "new" / "config.json").read_text()
 
 

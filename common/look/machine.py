@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from common.files import jsonable, replace_file
+from common.limits import total_memory, usable_cpus
 from common.look.curves import finite, read_metrics
 
 NEAR = 50  # runs that are looked at for the time of their steps
@@ -37,8 +38,8 @@ def describe_machine() -> dict:
         "git": git_commit(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__, **packages},
         "hardware": {
-            "cpus": os.cpu_count(),
-            "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+            "cpus": usable_cpus(),
+            "memory_gb": round(total_memory() / 2**30, 1),
             "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
             "world_size": int(os.environ.get("WORLD_SIZE", "1")),
         },
