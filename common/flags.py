@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 import tyro
 from annotated_types import Ge, Gt, Le
+from tyro.constructors import PrimitiveConstructorSpec
 
 from common.files import command_line, refuse
 from common.processes import ranks_here, said_once
@@ -35,12 +36,31 @@ Amount = Annotated[float, Ge(0)]
 Share = Annotated[float, Ge(0), Le(1)]
 
 
+def joined(names: list[str]) -> str:
+    if not names:
+        raise ValueError("expected a file")
+    return ",".join(names)
+
+
+# Files, or patterns of them, separated by commas; or by spaces, as a shell leaves its pattern.
+Files = Annotated[
+    str,
+    PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="FILES",
+        instance_from_str=joined,
+        is_instance=lambda value: isinstance(value, str),
+        str_from_instance=lambda value: [value],
+    ),
+]
+
+
 @dataclass
 class Data:
     """Files of rows, and the pictures in them."""
 
-    train_data: str | None = None  # .parquet, .jsonl, .json, comma-separated, or ORG/NAME:CONFIG:SPLIT of the hub
-    eval_data: str | None = None  # the same formats; gives eval/*
+    train_data: Files | None = None  # .parquet, .jsonl, .json, .json*.gz, or ORG/NAME:CONFIG:SPLIT of the hub
+    eval_data: Files | None = None  # the same formats; gives eval/*
     media_root: Path | None = None  # where paths of pictures start that are not beside their data file; none may leave
     max_rows: Count | None = None  # use only the first rows of the training data
     bad_rows: Literal["error", "drop"] = "error"  # rows that are unusable or too long: stop, or count and drop them

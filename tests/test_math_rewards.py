@@ -1417,7 +1417,7 @@ def test_prepare_bad_line_is_named(tmp_path, line, reason):
     path = tmp_path / "mine.jsonl"
     good = json.dumps({"problem": "p", "answer": "5"})
     path.write_bytes(f"{good}\n\n{line}\n".encode(errors="surrogateescape"))
-    with pytest.raises(ValueError, match=rf"mine\.jsonl:3: .*{reason}"):
+    with pytest.raises(ValueError, match=rf"mine\.jsonl line 3: .*{reason}"):
         prepare.main(prepare.Args(out=tmp_path / "out", source=str(path)))
     assert not (tmp_path / "out").exists()
 
@@ -1428,7 +1428,7 @@ def test_prepare_drops_bad_rows_if_asked_to(tmp_path, capsys):
     path = write_jsonl(tmp_path / "mine.jsonl", good, *[bad] * 7, good)
     with pytest.raises(ValueError, match=r"^7 unusable rows \(--bad-rows drop drops them\)") as error:
         prepare.main(prepare.Args(out=tmp_path / "out", source=str(path)))
-    assert str(error.value).count("mine.jsonl:") == 5 and not (tmp_path / "out").exists()
+    assert str(error.value).count("mine.jsonl line ") == 5 and not (tmp_path / "out").exists()
     prepare.main(prepare.Args(out=tmp_path / "out", source=str(path), bad_rows="drop"))
     rows = pq.read_table(tmp_path / "out" / "test.parquet").to_pylist()
     assert [row["extra_info"]["index"] for row in rows] == [0, 1]

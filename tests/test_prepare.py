@@ -187,10 +187,10 @@ def test_published_parquet_errors(tmp_path):
         countdown.read_published(tmp_path / "bad.parquet")
     for nums, target in ((None, 3), ([], 3), ([1, None], 3), ([1, 2], None)):
         pq.write_table(pa.table({"nums": [[1, 2], nums], "target": [3, target]}), tmp_path / "bad.parquet")
-        with pytest.raises(ValueError, match=r"--source .*bad.parquet row 1: nums .* expected numbers"):
+        with pytest.raises(ValueError, match=r"--source .*bad.parquet row 1: nums .* expected integers"):
             countdown.read_published(tmp_path / "bad.parquet")
     pq.write_table(pa.table({"nums": [12], "target": [3]}), tmp_path / "bad.parquet")
-    with pytest.raises(ValueError, match=r"--source .*bad.parquet row 0: nums 12 and target 3, expected numbers"):
+    with pytest.raises(ValueError, match=r"--source .*bad.parquet row 0: nums 12 and target 3, expected integers"):
         countdown.read_published(tmp_path / "bad.parquet")
 
 
@@ -290,7 +290,7 @@ def test_gsm8k_bad_files(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"--source .*train\.jsonl"):
         gsm8k.read_split(str(tmp_path), "train")
     (tmp_path / "train.jsonl").write_text(json.dumps({"question": "q", "answer": "#### 1"}) + '\n{"question": "q"}\n')
-    with pytest.raises(ValueError, match=r"train\.jsonl:2: "):
+    with pytest.raises(ValueError, match=r"train\.jsonl line 2: "):
         gsm8k.read_split(str(tmp_path), "train")
     for bad in (
         {"question": "q", "answer": None},
@@ -301,10 +301,10 @@ def test_gsm8k_bad_files(tmp_path):
         {"question": "q\ud800", "answer": "#### 1"},
     ):
         (tmp_path / "train.jsonl").write_text(json.dumps(bad))
-        with pytest.raises(ValueError, match=r"train\.jsonl:1: "):
+        with pytest.raises(ValueError, match=r"train\.jsonl line 1: "):
             gsm8k.read_split(str(tmp_path), "train")
     (tmp_path / "train.jsonl").write_bytes(b'{"question": "\xff", "answer": "#### 1"}')
-    with pytest.raises(ValueError, match=r"train\.jsonl:1: .*utf-8"):
+    with pytest.raises(ValueError, match=r"train\.jsonl line 1: .*utf-8"):
         gsm8k.read_split(str(tmp_path), "train")
     with pytest.raises(ValueError, match="no final answer"):
         gsm8k.final_answer("72")

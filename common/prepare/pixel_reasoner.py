@@ -6,7 +6,6 @@
 Nothing is rewritten: rows keep their relative paths, which start in the folder of their file.
 """
 
-import json
 import shutil
 import zipfile
 import zlib
@@ -14,10 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import tyro
 from huggingface_hub import snapshot_download
 
+from common.data.rows import RowFiles
+from common.data.table_files import files_in
 from common.data.visual_qa import paths_of
 from common.files import command_line, refuse, user_errors
 from common.prepare.writing import downloading
@@ -27,14 +27,14 @@ MAX_SHOWN = 5  # missing files that are named
 
 @dataclass
 class Args:
-    folder: Path  # of the data set: *.json or *.parquet, images.zip, videos.zip
+    folder: Path  # of the data set: *.json, *.jsonl or *.parquet, images.zip, videos.zip
     repository: str | None = None  # data set on the hub (HF_ENDPOINT names a mirror) to download into the folder first
 
 
 def main(args: Args) -> None:
     if args.repository:
         download(args.repository, args.folder)
-    tables = sorted([*args.folder.glob("*.json"), *args.folder.glob("*.parquet")])
+    tables = files_in(args.folder)
     if not tables:
         raise SystemExit(f"--folder {args.folder}: there is no .json or .parquet file; --repository downloads some")
     for archive in sorted(args.folder.glob("*.zip")):
@@ -46,9 +46,9 @@ def main(args: Args) -> None:
     missing: list[str] = []
     for table in tables:
         rows = pictures = 0
-        for row, paths in media_of(table):
+        for place, paths in media_of(table):
             rows, pictures = rows + 1, pictures + len(paths)
-            missing += [f"{table.name} row {row}: {path}" for path in paths if not (args.folder / str(path)).is_file()]
+            missing += [f"{place}: {path}" for path in paths if not (args.folder / str(path)).is_file()]
         print(f"{table}: {rows} rows, {pictures} pictures and frames")
     if missing:
         shown = "\n  ".join(missing[:MAX_SHOWN])
@@ -104,8 +104,8 @@ def is_member(path: Path, member: zipfile.ZipInfo) -> bool:
     return same_size and zlib.crc32(path.read_bytes()) == member.CRC
 
 
-def media_of(table: Path) -> list[tuple[int, list[str]]]:
-    """Row number and the relative paths of its pictures: of release.json's items, of the column image of a parquet.
+def media_of(table: Path) -> list[tuple[str, list[str]]]:
+    """Place of a row and the relative paths of its pictures: of release.json's items, of the column image of others.
 
     SystemExit for a table of another format.
     """
@@ -116,15 +116,18 @@ def media_of(table: Path) -> list[tuple[int, list[str]]]:
         raise SystemExit(f"{table}: not one of Pixel Reasoner's; it belongs elsewhere ({why})") from error
 
 
-def read_paths(table: Path) -> Iterator[tuple[int, list[str]]]:
-    if table.suffix == ".parquet":
-        for row, paths in enumerate(pq.read_table(table, columns=["image"])["image"].to_pylist()):
-            yield row, [path for path in paths_of({"image": paths}) if path]
-        return
-    for row, record in enumerate(json.loads(table.read_bytes())):
-        items = [item for message in record["message_list"] for item in message["content"]]
-        images = [item["image"] for item in items if item.get("image")]
-        yield row, images + [frame for item in items for frame in item.get("video") or []]
+def read_paths(table: Path) -> Iterator[tuple[str, list[str]]]:
+    files = RowFiles([table], "--folder")
+    for index, record in enumerate(files.records(("image", "message_list"))):
+        if isinstance(record, str):
+            raise ValueError(record)
+        if "image" in record:
+            paths = [path for path in paths_of(record) if path]
+        else:
+            items = [item for message in record["message_list"] for item in message["content"]]
+            paths = [item["image"] for item in items if item.get("image")]
+            paths += [frame for item in items for frame in item.get("video") or []]
+        yield files.place(index), paths
 
 
 if __name__ == "__main__":
