@@ -272,9 +272,9 @@ def test_gsm8k_reads_a_snapshot_of_its_source(tmp_path, layout):
 def test_gsm8k_may_write_beside_its_source(tmp_path):
     for layout in ("{split}.jsonl", "main/{split}-00000-of-00001.parquet"):
         source = as_snapshot(tmp_path / layout[:4], layout, GSM8K)
-        for _ in range(2):
-            gsm8k.main(gsm8k.Args(Path(source), source))
-        assert pq.read_table(Path(source) / "train.parquet").column_names[0] == "data_source"
+        for out in ("", "", "data", "data", "main/train"):
+            gsm8k.main(gsm8k.Args(Path(source) / out, source))
+            assert pq.read_table(Path(source) / out / "train.parquet").column_names[0] == "data_source"
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,11 @@
 """Which files of rows a name stands for: a path, a pattern, an address; those of a folder, or of a split in one."""
 
 import re
+from contextlib import suppress
 from glob import glob, has_magic
 from pathlib import Path
+
+import pyarrow.parquet as pq
 
 ROWS_NAME = re.compile(r"\.(parquet|(json|jsonl|ndjson)(\.gz)?)$", re.IGNORECASE)  # ends the name of a file of rows
 PART = re.compile(r"[-_]\d+(-of-\d+)?(-[0-9a-f]{16})?$")  # ends the stem of a part of a split: -00000-of-00002
@@ -76,18 +79,31 @@ def files_in(folder: Path) -> list[Path]:
     return paths
 
 
+def sources_in(folder: Path) -> list[Path]:
+    """The files of rows in a folder, without those that common/prepare has written there."""
+    return [path for path in files_in(folder) if not is_prepared(path)]
+
+
+def is_prepared(path: Path) -> bool:
+    """Has it verl's columns? A damaged file has not."""
+    if kind_of(path) == ".parquet":
+        with suppress(OSError, ValueError):
+            return {"data_source", "prompt"} <= set(pq.read_schema(path).names)
+    return False
+
+
 def split_files(source: str, split: str, flag: str) -> list[Path]:
     """The files of a split in a folder, or in a snapshot of the hub: train.jsonl, data/train-00000-of-00002.parquet,
-    main/train/0000.parquet. Where the same is there twice, text wins. None if there are none; ValueError, OSError."""
+    main/train/0000.parquet. Of two kinds text is taken. None if there are none; ValueError, FileNotFoundError."""
     refuse_address(source, flag)
     folder = Path(source).expanduser()
     if not folder.is_dir():
         remedy = f"; {FETCH.format(source)}" if is_hub_id(folder) else ""
         raise FileNotFoundError(f'{flag} {source}: expected "hub", or a folder that exists{remedy}')
     for config in CONFIGS:
-        inside = files_in(folder / config)
+        inside = sources_in(folder / config)
         named = [path for path in inside if PART.sub("", stem_of(path)).lower() == split]
-        paths = named or files_in(folder / config / split)
+        paths = named or sources_in(folder / config / split)
         texts = [path for path in paths if kind_of(path) != ".parquet"]
         kinds = sorted({kind_of(path) for path in texts or paths})
         if len(kinds) > 1:

@@ -25,7 +25,7 @@ import tyro
 from huggingface_hub import hf_hub_download
 
 from common.data.rows import RowFiles
-from common.data.table_files import FETCH, files_in, find_files, is_hub_id, stem_of
+from common.data.table_files import FETCH, find_files, is_hub_id, sources_in, stem_of
 from common.files import command_line, user_errors
 from common.flags import Files
 from common.prepare.gsm8k import SCHEMA
@@ -54,7 +54,7 @@ def main(args: Args) -> None:
     # read everything first: a bad line leaves no half data set behind
     rows, unusable = {split: [] for split in SPLITS}, []
     is_hub = args.source in ("hub", REPOSITORY)
-    for split, row in read_hub() if is_hub else read_files(args.source, args.out):
+    for split, row in read_hub() if is_hub else read_files(args.source):
         if isinstance(row, str):
             unusable.append(row)
             continue
@@ -81,9 +81,9 @@ def read_hub() -> Iterator[tuple[str, dict | str]]:
             yield split, row
 
 
-def read_files(source: str, out: Path) -> Iterator[tuple[str, dict | str]]:
-    """(split, verl's row or why it is none) of the rows of all files of `source`, but those that `out` is to get."""
-    for path in source_files(source, out):
+def read_files(source: str) -> Iterator[tuple[str, dict | str]]:
+    """(split, verl's row or why it is none) of the rows of the files that --source names."""
+    for path in source_files(source):
         files = RowFiles([path], "--source")
         stem = SHARD.sub("", stem_of(path))
         name, ending = re.fullmatch(r"(.*?)(?:(?:^|[-_])(train|test))?", stem).groups()
@@ -103,15 +103,12 @@ def read_files(source: str, out: Path) -> Iterator[tuple[str, dict | str]]:
             raise ValueError(f"{path}: no rows")
 
 
-def source_files(source: str, out: Path) -> list[Path]:
+def source_files(source: str) -> list[Path]:
     """The files that --source names; of a folder those in it, else in its data/. FileNotFoundError without any."""
-    written = [(out / f"{split}.parquet").absolute() for split in SPLITS]
     paths = []
     for name in source.split(","):
         for path in find_files(name.strip(), "--source"):
-            inside = [path] if path.is_file() else []
-            for folder in (path, path / "data"):
-                inside = inside or [file for file in files_in(folder) if file.absolute() not in written]
+            inside = [path] if path.is_file() else sources_in(path) or sources_in(path / "data")
             if not inside:
                 remedy = f"; {FETCH.format(path)}" if is_hub_id(path) else ""
                 raise FileNotFoundError(
@@ -122,21 +119,22 @@ def source_files(source: str, out: Path) -> list[Path]:
 
 
 def to_rows(files: RowFiles, data_source: str) -> Iterator[dict | str]:
+    """verl's rows without split and index; the place and the reason of those that are unusable."""
     for index, record in enumerate(files.records()):
-        if isinstance(record, str):
-            yield f"{files.place(index)}: {record}"
-        else:
-            yield to_row(record, data_source, files.place(index))
+        try:
+            if isinstance(record, str):
+                raise ValueError(record)
+            row = to_row(record, data_source)
+        except ValueError as error:
+            row = f"{files.place(index)}: {error}"
+        yield row
 
 
-def to_row(record, data_source: str, place: str) -> dict | str:
-    """verl's row without split and index; the place and the reason if it is unusable."""
-    try:
-        question, ground_truth, answer = read_record(record)
-        normalized_truth(ground_truth)
-        f"{question}{answer}".encode()  # half a surrogate pair cannot be written
-    except ValueError as error:
-        return f"{place}: {error}"
+def to_row(record: dict, data_source: str) -> dict:
+    """verl's row without split and index. ValueError with the reason if it is unusable."""
+    question, ground_truth, answer = read_record(record)
+    normalized_truth(ground_truth)
+    f"{question}{answer}".encode()  # half a surrogate pair cannot be written
     return {
         "data_source": data_source,
         "prompt": [{"role": "user", "content": f"{question} {INSTRUCTION}"}],
@@ -146,7 +144,7 @@ def to_row(record, data_source: str, place: str) -> dict | str:
     }
 
 
-def read_record(record) -> tuple[str, str, str]:
+def read_record(record: dict) -> tuple[str, str, str]:
     """(question, ground truth, answer as published: the solution, where there is one). ValueError with the reason."""
     record = {key.lower(): value for key, value in record.items() if value is not None}
     question = next((record[key] for key in ("problem", "question", "input") if key in record), None)

@@ -43,16 +43,19 @@ def main(args: Args) -> None:
         except (RuntimeError, zipfile.BadZipFile, zlib.error) as error:  # encrypted, packed in another way, cut, ...
             raise SystemExit(f"{archive}: cannot be unpacked ({error}): copy or download it again") from error
         print(f"{archive}: {count} files unpacked, the others were there")
-    missing: list[str] = []
+    missing: list[tuple[RowFiles, int, str]] = []  # file, row, path
     for table in tables:
         rows = pictures = 0
-        for place, paths in media_of(table):
+        files, paths_of_rows = media_of(table)
+        for row, paths in enumerate(paths_of_rows):
             rows, pictures = rows + 1, pictures + len(paths)
-            missing += [f"{place}: {path}" for path in paths if not (args.folder / str(path)).is_file()]
+            for path in paths:
+                if not (args.folder / str(path)).is_file():
+                    missing.append((files, row, path))
         print(f"{table}: {rows} rows, {pictures} pictures and frames")
     if missing:
-        shown = "\n  ".join(missing[:MAX_SHOWN])
-        raise SystemExit(f"{len(missing)} files are missing in {args.folder}, the first:\n  {shown}")
+        shown = "".join(f"\n  {files.place(row)}: {path}" for files, row, path in missing[:MAX_SHOWN])
+        raise SystemExit(f"{len(missing)} files are missing in {args.folder}, the first:{shown}")
     print(f"all there: {args.folder}")
 
 
@@ -104,21 +107,21 @@ def is_member(path: Path, member: zipfile.ZipInfo) -> bool:
     return same_size and zlib.crc32(path.read_bytes()) == member.CRC
 
 
-def media_of(table: Path) -> list[tuple[str, list[str]]]:
-    """Place of a row and the relative paths of its pictures: of release.json's items, of the column image of others.
+def media_of(table: Path) -> tuple[RowFiles, list[list[str]]]:
+    """A table, and the relative paths of each row's pictures: of release.json's items, of the column image of others.
 
     SystemExit for a table of another format.
     """
     try:
-        return list(read_paths(table))
+        files = RowFiles([table], "--folder")
+        return files, list(read_paths(files))
     except (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
         why = f"{type(error).__name__}: {error!s:.100}".partition("\n")[0]
         raise SystemExit(f"{table}: not one of Pixel Reasoner's; it belongs elsewhere ({why})") from error
 
 
-def read_paths(table: Path) -> Iterator[tuple[str, list[str]]]:
-    files = RowFiles([table], "--folder")
-    for index, record in enumerate(files.records(("image", "message_list"))):
+def read_paths(files: RowFiles) -> Iterator[list[str]]:
+    for record in files.records(("image", "message_list")):
         if isinstance(record, str):
             raise ValueError(record)
         if "image" in record:
@@ -127,7 +130,7 @@ def read_paths(table: Path) -> Iterator[tuple[str, list[str]]]:
             items = [item for message in record["message_list"] for item in message["content"]]
             paths = [item["image"] for item in items if item.get("image")]
             paths += [frame for item in items for frame in item.get("video") or []]
-        yield files.place(index), paths
+        yield paths
 
 
 if __name__ == "__main__":

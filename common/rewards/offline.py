@@ -28,7 +28,7 @@ TOKENIZER = SimpleNamespace(decode=lambda ids, **_: "".join(ids))  # here a resp
 class Scoring:
     """A file of responses, and what scores them."""
 
-    file: Positional[Files]  # .parquet, .jsonl or .json, with data_source and reward_model.ground_truth, or truth
+    file: Positional[Files]  # of rows with data_source and reward_model.ground_truth, or truth
     response_column: str = "responses"  # of a row: its response, or a list of them; of --eval-only: completion
     output: Path | None = None  # .parquet or .jsonl, a row for each response; default: FILE_scored.*, as FILE is
     reward_function: str | None = None  # FILE.py:NAME, verl's signature; default: by the row's data_source
