@@ -464,7 +464,7 @@ def main(args: Args, demo: bool = False) -> None:
         critic_optimizer = job.adamw(critic, args.weight_decay, args.max_grad_norm, prefix="value")
         optimizers["critic"] = critic_optimizer
     kl_controller = KLController(args.kl_coef, args.kl_target, args.kl_horizon)
-    packer = Packer(job.attention, args.machine.micro_batch_tokens, job.output_dir, world, job.vision)
+    packer = Packer(job.attention, job.micro_batch_tokens, job.output_dir, world, job.vision)
     state = {"loader": rollouts.loader, "kl_coef": kl_controller}
     checkpoints = Checkpoints(job, optimizers=optimizers, state=state)
     start = checkpoints.resume(weights_only=args.rollout.eval_only)

@@ -36,6 +36,7 @@ from common.optimizer import lr_factor
 from common.packing import Minibatch, Packer, TokenIndex
 from common.prepare.embedded import embedded_data
 from common.prepare.export import export_hugging_face
+from common.prepare.memory_plan import no_rollout
 from common.processes import in_threads
 from common.progress import Progress
 from common.setup import Stopwatch, due, finish, open_logger, profiled
@@ -60,7 +61,7 @@ class Args:
     save_weights_only: bool = False  # instead of checkpoints, Hugging Face folders model-step_NNNNNN: no resume
 
     data: Data = field(default_factory=Data)
-    machine: Machine = field(default_factory=partial(Machine, micro_batch_tokens=8192))
+    machine: Machine = field(default_factory=Machine)
     run: Run = field(default_factory=partial(Run, eval_every=0))
 
 
@@ -180,12 +181,13 @@ def main(args: Args, demo: bool = False) -> None:
     if total_steps is None:
         total_steps = steps_of(args.run.total_epochs, len(train_data), args.batch_size)
     eval_rows = list(range(min(args.run.eval_rows, len(eval_data)))) if eval_data else []
+    job.plan_memory(no_rollout(args.max_tokens), trained=[job.path], frozen=[], most_tokens=8192)
 
     torch.manual_seed(args.run.seed)  # the same random initialisation everywhere
     policy = job.load_policy(from_scratch=args.from_scratch and not args.machine.lora_rank)
     torch.manual_seed(args.run.seed + world.rank)
     optimizer = job.adamw(policy, args.weight_decay, args.max_grad_norm, betas=(0.9, 0.95))
-    packer = Packer(job.attention, args.machine.micro_batch_tokens, output_dir, world, job.vision)
+    packer = Packer(job.attention, job.micro_batch_tokens, output_dir, world, job.vision)
     checkpoints = Checkpoints(
         job,
         optimizers={"policy": optimizer},

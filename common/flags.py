@@ -27,6 +27,7 @@ EMBEDDED = ("tiny", "tiny-vl", "tiny-vl-python")  # models that bring their own 
 SCRIPTS = ("grpo.py", "ppo.py", "curiosity_rl.py", "sft.py")
 LORA_RATE = 10  # times the default learning rate
 BOUNDS = {Gt: (operator.gt, "be above"), Ge: (operator.ge, "not be below"), Le: (operator.le, "not be above")}
+MOST_TOKENS = 16_384  # of a micro-batch, unless a number is typed
 TRACKERS = ("tensorboard", "wandb", "trackio", "swanlab")
 
 Count = Annotated[int, Gt(0), Le(2**53)]
@@ -127,7 +128,7 @@ class Machine:
     shard_size: Count | None = None  # ranks that share a copy of the model (HSDP), as those of a machine; default: all
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # trainer and engine; master weights are float32
     attention: Literal["auto", "flash", "flex", "sdpa"] = "auto"  # auto: flex on GPUs with bf16, else sdpa
-    micro_batch_tokens: Count = 16384  # tokens of one forward and backward, per rank; no effect on the result
+    micro_batch_tokens: Count | None = None  # tokens of one forward and backward, per rank; default: what fits
     gradient_checkpointing: bool = False  # recompute activations in backward: less memory, a third more compute
     optimizer_offload: bool = False  # Adam's moments on the host, but for the optimizer's step
     reference_offload: bool = False  # the reference model on the host, but for its log-probs

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -20,8 +21,18 @@ from torch import nn
 from common.attention import choose_attention
 from common.data.prompts import PromptLoader
 from common.distributed import World, broadcast_object, check_same, init_world, make_mesh, wrap_model
-from common.files import DAMAGE, HEARTBEAT_S, lock_folder, refuse, user_errors
-from common.flags import ROOT, Data, Machine, Run, refuse_idle, step_range, tracker_names
+from common.files import DAMAGE, HEARTBEAT_S, lock_folder, refuse, shorten, user_errors
+from common.flags import (
+    MOST_TOKENS,
+    ROOT,
+    Data,
+    Machine,
+    Rollout,
+    Run,
+    refuse_idle,
+    step_range,
+    tracker_names,
+)
 from common.hub import HUB_FILES, load_tokenizer, resolve_model
 from common.integrity import (
     BEGIN_ANEW,
@@ -38,6 +49,7 @@ from common.models import Critic, check_model, load_policy
 from common.optimizer import GuardedAdamW
 from common.pictures import PixelLimits
 from common.precision import check_device, choose_dtype
+from common.prepare.memory_plan import memory_plan
 from common.processes import at_end, fail, leave
 from common.shards import find_checkpoint
 from common.vision import load_vision
@@ -77,6 +89,10 @@ class Job:
             self.identity["base"] = self._base(self.path)
             refuse(machine.reference_offload, "--reference-offload has no effect: with --lora-rank it is the base")
         self.checkpoint = find_checkpoint(self.output_dir, run.resume, world, self.identity)  # to go on from
+        # the number that is typed, else the one that a run has begun with; None: the memory plan will choose one
+        self.micro_batch_tokens = machine.micro_batch_tokens
+        if self.micro_batch_tokens is None and self.checkpoint:
+            self.micro_batch_tokens = read_micro_batch_tokens(self.checkpoint)
         self.limits = PixelLimits(data.min_pixels, data.max_pixels, data.max_frame_pixels)
         with user_errors(f"--model {self.path}: its files cannot be read (are all there, and whole?)", DAMAGE):
             for file in sorted(Path(self.path).glob("*.safetensors")):
@@ -95,6 +111,34 @@ class Job:
         self.summary += f"compute {self.compute_dtype} ({why}) -> {self.output_dir}"
         self.max_model_len: int | None = None  # of the engine, if there is one
         self.at_outage: list[Callable[[int], object]] = []  # what saves the beginning of a step
+
+    def plan_memory(
+        self,
+        rollout: Rollout,
+        trained: list[str],
+        frozen: list[str],
+        *,
+        reward_model: str | None = None,
+        most_tokens: int = MOST_TOKENS,
+    ) -> None:
+        """Print what a step will need, and settle `micro_batch_tokens`. SystemExit if it is no use to begin.
+
+        trained, frozen, reward_model: folders of the models that share the memory, the policy first.
+        """
+        machine = replace(self.machine, micro_batch_tokens=self.micro_batch_tokens)
+        plan = memory_plan(
+            rollout,
+            machine,
+            self.world,
+            self.compute_dtype,
+            trained,
+            frozen,
+            reward_model=reward_model,
+            most_tokens=most_tokens,
+        )
+        self.world.print(plan.text)
+        refuse(bool(plan.refusal), plan.refusal)
+        self.micro_batch_tokens = plan.micro_batch_tokens
 
     def open_loader(self, num_rows: int, fingerprint: str) -> PromptLoader:
         """The order of rows, where the checkpoint has left it. SystemExit if that is of other data."""
@@ -154,6 +198,14 @@ class Job:
         if trained:
             options |= {"gradient_checkpointing": machine.gradient_checkpointing, "compile_layers": machine.compile}
         return options
+
+
+def read_micro_batch_tokens(checkpoint: Path) -> int | None:
+    """That a checkpoint was trained with; None for one of an earlier version. SystemExit for what is none."""
+    tokens = read_record(checkpoint).get("micro_batch_tokens")
+    wrong = f"{checkpoint} cannot be loaded (its micro_batch_tokens are {shorten(repr(tokens), 60)}): {BEGIN_ANEW}"
+    refuse(tokens is not None and (type(tokens) is not int or tokens < 1), wrong)
+    return tokens
 
 
 def describe_run(path: str) -> dict[str, str]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup, new_subgroups
 
-from common.data.dumps import dump_rollouts
+from common.data.dumps import dump_rollouts, replayed_micro_batch_tokens
 from common.data.prompts import PromptData, steps_of
 from common.data.render import end_token_ids, end_turns_properly
 from common.data.templates import protocol_of
@@ -28,10 +28,11 @@ from common.job import Job
 from common.look.console import print_samples
 from common.look.logger import Logger
 from common.look.page import write_page
+from common.memory import remembered_budget
 from common.models import sync_engine
 from common.precision import GAP_LIMITS
 from common.prepare.embedded import embedded_data
-from common.prepare.memory_plan import cache_gib, memory_plan
+from common.prepare.memory_plan import cache_gib
 from common.processes import cpus_of_rank, in_threads, sign_of_life
 from common.progress import Progress
 from common.rewards import RewardWorkers, needs_judge, score_episodes
@@ -69,7 +70,7 @@ class Rollouts:
         """Read the data, start workers and engine. trained, frozen: folders of the models that share the memory;
         oversample: how many times --prompts-per-step a step draws."""
         self.world, self.tokenizer, self.output_dir = job.world, job.tokenizer, job.output_dir
-        self.flags, self.run = rollout, run
+        self.job, self.flags, self.run = job, rollout, run
         self.unscored_steps = 0  # the last ones in a row of which no response could be scored
         job.max_model_len = rollout.max_prompt_tokens + rollout.max_response_tokens
         again = bool(rollout.replay) and (job.output_dir / "checkpoints").exists()
@@ -110,8 +111,9 @@ class Rollouts:
             self.loader = job.open_loader(num_rows, self.train_data.fingerprint)
         job.at_outage.append(lambda _: self.loader.rewind())
         self.max_gap = rollout.max_logprob_gap or GAP_LIMITS[job.compute_dtype]  # mean |engine - trainer| of log-probs
-        plan = memory_plan(rollout, job.machine, job.world, job.compute_dtype, trained, frozen, reward_folder)
-        job.world.print(plan)
+        if rollout.replay and job.machine.micro_batch_tokens is None:
+            job.micro_batch_tokens = replayed_micro_batch_tokens(rollout.replay) or job.micro_batch_tokens
+        job.plan_memory(rollout, trained, frozen, reward_model=reward_folder)
         # before the trainer: it loads by itself, and is asleep when the trainer takes its memory
         self.engine = None if rollout.replay else start_engine(job, rollout)
         torch.manual_seed(run.seed + job.world.rank)  # after vLLM, which seeds every rank alike
@@ -214,7 +216,10 @@ class Rollouts:
     def dump(self, step: int, sampled: list[Episode], trained: list[Episode], advantages: list[float]) -> None:
         """Write the episodes of a step into the run folder, and a page to look at. All ranks call it together."""
         folder = self.output_dir / "rollouts"
-        path = dump_rollouts(folder, step, sampled, trained, advantages, self.tokenizer, self.world)
+        tokens = remembered_budget(self.output_dir, self.job.micro_batch_tokens)
+        path = dump_rollouts(
+            folder, step, sampled, trained, advantages, self.tokenizer, self.world, micro_batch_tokens=tokens
+        )
         if self.world.is_main:
             write_page(path, self.tokenizer)
 

@@ -28,7 +28,7 @@ from common.progress import duration
 
 def open_logger(job: Job, args: Any, total_steps: int, checkpoints: Checkpoints, *, record: bool = True) -> Logger:
     """config.json, unless this is no training, and the logger; tells where the run goes on, and what it will write."""
-    world, config = job.world, flat(args)
+    world, config = job.world, flat(args) | {"micro_batch_tokens": job.micro_batch_tokens}
     if world.is_main and record and not checkpoints.own:  # what a resume changes is an event
         save_config(job.output_dir, config, dtype=str(job.compute_dtype), attention=job.attention)
     trackers = Trackers(job.run.log, job.output_dir, config) if world.is_main else None
@@ -50,8 +50,8 @@ def open_logger(job: Job, args: Any, total_steps: int, checkpoints: Checkpoints,
     if world.is_main:
         at_end.append(partial(plot_curves, job.output_dir))
     handle_sigterm()
-    budget = remembered_budget(job.output_dir, job.machine.micro_batch_tokens)
-    if budget < job.machine.micro_batch_tokens:
+    budget = remembered_budget(job.output_dir, job.micro_batch_tokens)
+    if budget < job.micro_batch_tokens:
         world.print(f"micro-batches of {budget} tokens, since {job.output_dir}/micro_batch_tokens: more did not fit")
     checkpoints.warn_if_large()
     return logger

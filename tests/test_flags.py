@@ -167,7 +167,7 @@ def test_gspo_has_defaults_of_its_own(typed, expected, monkeypatch):
 def test_the_scripts_differ_in_some_defaults_of_groups():
     assert ppo.Args().rollout.samples_per_prompt == 1 and grpo.Args().rollout.samples_per_prompt == 8
     assert curiosity_rl.Args().rollout.tools == "visual" and grpo.Args().rollout.tools is None
-    assert sft.Args().run.eval_every == 0 and sft.Args().machine.micro_batch_tokens == 8192
+    assert sft.Args().run.eval_every == 0
 
 
 # --- the demo -----------------------------------------------------------------------------------------------------

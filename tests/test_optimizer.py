@@ -23,7 +23,9 @@ def make(dtype=torch.float32, **options) -> GuardedAdamW:
 
 def job(folder, world) -> SimpleNamespace:
     found = find_checkpoint(folder, "auto", world)
-    return SimpleNamespace(output_dir=folder, run=Run(), world=world, identity={}, checkpoint=found, at_outage=[])
+    return SimpleNamespace(
+        output_dir=folder, run=Run(), world=world, identity={}, checkpoint=found, at_outage=[], micro_batch_tokens=1024
+    )
 
 
 def give_gradient(model: nn.Module, seed: int, factor: float = 1.0) -> None:

@@ -5,19 +5,27 @@ docs/scaling.md ("What is counted"). tests/test_memory.py counts activations, an
 """
 
 import resource
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import ceil
+from pathlib import Path
 
 import torch
 
 from common.attention import choose_attention
-from common.distributed import World
+from common.distributed import World, all_reduce
 from common.files import DAMAGE, refuse
-from common.flags import Machine, Rollout
+from common.flags import MOST_TOKENS, Machine, Rollout
 from common.limits import free_memory
 from common.logprobs import CHUNK_ELEMENTS
 from common.model_shape import ModelShape, TowerShape, count_parameters, model_shape
-from common.prepare.memory_remedies import PHASES, cheapest_change, remedies
+from common.prepare.memory_remedies import (
+    PHASES,
+    ROOM,
+    cheapest_change,
+    fitting_micro_batch,
+    longest,
+    remedies,
+)
 from common.processes import ranks_here
 from common.torch_repair import transformers
 
@@ -35,11 +43,6 @@ PATCHES = 4  # of a vision tower, for each token of a picture
 def cache_gib(rollout: Rollout, on_gpu: bool) -> float:
     """--engine-memory, or its default; on a CPU all of it is filled with zeros at the start."""
     return rollout.engine_memory or (8.0 if on_gpu else 0.5)
-
-
-def longest(rollout: Rollout) -> int:
-    """Tokens of an episode; one that is longer than a micro-batch gets a micro-batch of its own."""
-    return rollout.max_prompt_tokens + rollout.max_response_tokens
 
 
 def layer_bytes(shape: ModelShape, rollout: Rollout, machine: Machine, dtype: torch.dtype) -> float:
@@ -217,7 +220,7 @@ def update_moments(
     """
     lora = machine.lora_rank > 0
     item = dtype.itemsize
-    tokens = max(machine.micro_batch_tokens, longest(rollout))
+    tokens = max(machine.micro_batch_tokens or MOST_TOKENS, longest(rollout))
     activations = tokens * activation_bytes(shape, rollout, machine, dtype)
     recomputed = tokens * recomputed_bytes(shape, rollout, machine, dtype)
     # one rank on a CPU keeps all weights gathered between micro-batches
@@ -241,6 +244,13 @@ def update_moments(
     return moments | {"backward": backward, "reduction": reduction}
 
 
+@dataclass(frozen=True)
+class MemoryPlan:
+    text: str  # a line, and a warning of what may not fit
+    micro_batch_tokens: int  # as given, or as many as fit
+    refusal: str = ""  # why it is no use to begin
+
+
 def memory_plan(
     rollout: Rollout,
     machine: Machine,
@@ -249,16 +259,20 @@ def memory_plan(
     trained: list[str],
     frozen: list[str],
     reward_model: str | None = None,
-) -> str:
-    """`memory_phases` in words; for what may not fit, the cheapest change that fits. SystemExit if no engine would.
+    most_tokens: int = MOST_TOKENS,
+) -> MemoryPlan:
+    """`memory_phases` in words; for what may not fit, the cheapest change that fits. All ranks call it together.
 
-    reward_model: the folder of one.
+    Without a number of its own a micro-batch has at most `most_tokens`, and what fits into a share of what is free on
+    the tightest rank. Where not even the longest episode does, a run on a CPU is refused, since the kernel would end
+    it without a word. reward_model: the folder of one. SystemExit if no engine would fit.
     """
     on_gpu = world.device.type == "cuda"
     if on_gpu:
         there = torch.cuda.mem_get_info(world.device)[0] / 1e9  # context and NCCL are there by now
     else:
         there = free_memory() / 1e9 / ranks_here()
+    (there,) = all_reduce([there], "min")  # so that all ranks choose alike
     machine = replace(machine, attention=choose_attention(machine.attention, world.device, machine.compile, dtype))
     shapes = {path: model_shape(path, machine) for path in {*trained, *frozen}}
     models = [shapes[path] for path in trained]
@@ -268,28 +282,43 @@ def memory_plan(
     def phases(rollout: Rollout, machine: Machine, ranks: int) -> dict[str, float]:
         return phases_of(rollout, machine, ranks, dtype, models, references, on_gpu, reward_parameters)
 
-    gb = phases(rollout, machine, world.size)
+    chooses = machine.micro_batch_tokens is None and not rollout.eval_only
+    if chooses:
+        room = ROOM * there
+        tokens = fitting_micro_batch(phases, rollout, machine, world.size, room, most_tokens)
+    else:
+        room = there
+        tokens = machine.micro_batch_tokens or most_tokens
+    gb = phases(rollout, replace(machine, micro_batch_tokens=tokens), world.size)
     text = describe(gb, there, rollout)
+    if chooses:
+        text += f"; --micro-batch-tokens {tokens}, chosen by what fits into {ROOM:.0%} of what is free"
     left = max(0.0, there - gb["engine"])
     fits = f"of {there / GIB:.1f} GiB that are free the engine's weights leave {left / GIB:.1f}"
     refuse(gb["KV cache"] > left, f"--engine-memory {gb['KV cache'] / GIB:g}: {fits}")
-    too_large = [phase for phase in PHASES if gb[phase] > there]
-    if too_large:
-        shares = engine_shares(models[0], rollout)
-        alternatives = list(remedies(rollout, machine, world.size, on_gpu, gb["reference"] > 0, shares))
-        change = cheapest_change(
-            phases,
-            alternatives,
-            rollout,
-            machine,
-            world.size,
-            room=there,
-            cache_gib=cache_gib(rollout, on_gpu),
-            least_cache_gib=least_cache_gib(models[0], rollout, dtype),
-        )
-        advice = f"it would {change}" if change else "nor would it with other flags: a smaller model, or --lora-rank"
-        text += f"\nwarning: the {' and the '.join(too_large)} may not fit; {advice}"
-    return text
+    too_large = " and the ".join(phase for phase in PHASES if gb[phase] > room)
+    if not too_large:
+        return MemoryPlan(text, tokens)
+    shares = engine_shares(models[0], rollout)
+    alternatives = list(remedies(rollout, machine, world.size, on_gpu, gb["reference"] > 0, shares))
+    change = cheapest_change(
+        phases,
+        alternatives,
+        rollout,
+        machine,
+        world.size,
+        room=room,
+        most_tokens=tokens,
+        cache_gib=cache_gib(rollout, on_gpu),
+        least_cache_gib=least_cache_gib(models[0], rollout, dtype),
+    )
+    advice = f"it would {change}" if change else "nor would it with other flags: a smaller model, or --lora-rank"
+    if chooses and not on_gpu:
+        episode = f"even with one episode of {longest(rollout)} tokens at a time"
+        by_force = f"--micro-batch-tokens {tokens} tries it all the same"
+        refusal = f"{ROOM:.0%} of what is free are too little for the {too_large}, {episode}; {advice}; {by_force}"
+        return MemoryPlan(text, tokens, refusal)
+    return MemoryPlan(f"{text}\nwarning: the {too_large} may not fit; {advice}", tokens)
 
 
 def engine_shares(shape: ModelShape, rollout: Rollout) -> list[int]:
@@ -324,6 +353,11 @@ def describe(gb: dict[str, float], there: float, rollout: Rollout) -> str:
         text += f"; update {gb['update']:.1f}, of it gradients {gb['gradients']:.1f}"
         text += f", activations {gb['activations']:.1f}, gathered {gb['gathered']:.1f}"
     return text
+
+
+def no_rollout(longest_episode: int) -> Rollout:
+    """Of a script that samples nothing: for the plan alone. The longest episode in tokens."""
+    return Rollout(replay=Path("none"), max_prompt_tokens=0, max_response_tokens=longest_episode)
 
 
 def classifier_parameters(path: str) -> int:

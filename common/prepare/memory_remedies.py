@@ -8,6 +8,7 @@ from typing import Any
 
 from common.flags import Machine, Rollout
 
+ROOM = 0.9  # share of what is free that a run fills by itself
 STEP = 128  # tokens: micro-batches are padded to multiples of it
 PHASES = ("rollout", "scoring", "update")
 
@@ -26,6 +27,11 @@ class Remedy:
     gpus: int = 1  # times as many
 
 
+def longest(rollout: Rollout) -> int:
+    """Tokens of an episode; one that is longer than a micro-batch gets a micro-batch of its own."""
+    return rollout.max_prompt_tokens + rollout.max_response_tokens
+
+
 def largest_micro_batch(phases: Phases, rollout: Rollout, machine: Machine, ranks: int, room: float) -> int:
     """The most tokens, a multiple of 128, whose update takes at most `room` gigabytes; 0 if 128 do not."""
     low, high = 0, 2**13  # in steps; a larger update has more tokens
@@ -37,6 +43,18 @@ def largest_micro_batch(phases: Phases, rollout: Rollout, machine: Machine, rank
         else:
             high = middle - 1
     return STEP * low
+
+
+def fitting_micro_batch(phases: Phases, rollout: Rollout, machine: Machine, ranks: int, room: float, most: int) -> int:
+    """The largest power of two, at most `most`, of tokens whose update takes at most `room` gigabytes.
+
+    An episode is never divided, so it is not less than the longest one, whether that fits or not.
+    """
+    fitting = min(most, largest_micro_batch(phases, rollout, machine, ranks, room))
+    tokens = 1
+    while 2 * tokens <= fitting:
+        tokens *= 2
+    return max(tokens, longest(rollout))
 
 
 def remedies(
@@ -82,14 +100,17 @@ def cheapest_change(
     machine: Machine,
     ranks: int,
     room: float,
+    most_tokens: int,
     cache_gib: float,
     least_cache_gib: float,
 ) -> str:
     """The cheapest remedies with which each phase fits into `room` gigabytes: "with FLAGS on N GPUs"; "" if none does.
 
     Beside the alternatives --micro-batch-tokens may be lowered, and --engine-memory from `cache_gib` to
-    `least_cache_gib`.
+    `least_cache_gib`. Without a number of its own a run lowers the former by itself, from `most_tokens`.
     """
+    chooses_tokens = machine.micro_batch_tokens is None
+    machine = replace(machine, micro_batch_tokens=machine.micro_batch_tokens or most_tokens)
     best_cost, best_words = inf, ""
     combinations = list(product(*alternatives))
     combinations.sort(key=lambda chosen: sum(remedy.cost for remedy in chosen))
@@ -119,7 +140,9 @@ def cheapest_change(
             if whole_cost < best_cost:
                 best_cost = whole_cost
                 smaller = [f"--engine-memory {cache:g}"] if cache < cache_gib else []
-                fewer = [f"--micro-batch-tokens {tokens}"] if tokens < machine.micro_batch_tokens else []
+                fewer = []
+                if tokens < machine.micro_batch_tokens and not chooses_tokens:
+                    fewer = [f"--micro-batch-tokens {tokens}"]
                 flags = [*words, *smaller, *fewer]
                 best_words = f"with {' '.join(flags)}" if flags else ""
                 if all_ranks > ranks:
