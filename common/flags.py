@@ -96,7 +96,7 @@ class Rollout:
     deterministic: bool = False  # with tools: turns in lock-step, so that a resume repeats them bit for bit
     engine: Literal["auto", "vllm", "hf"] = "auto"  # of rollouts; hf: transformers, slow; auto: vllm if installed
     engine_parallel: Count = 1  # ranks that share one vLLM, for models too large for one GPU; tools then in lock-step
-    engine_memory: Positive | None = None  # KV cache of the engine (GiB per rank); default 8 on GPU, 0.5 on CPU
+    engine_memory: Positive | None = None  # KV cache (GiB per rank); default: what a GPU has left, 0.5 on CPUs
     sleep_level: Literal[0, 1, 2] = 1  # engine while updating: 1 to host, 2 dropped, 0 stays (if others use the GPU)
     max_logprob_gap: Positive | None = None  # stop if |engine - trainer| log-probs exceed this mean; default by dtype
     eval_samples: Count = 1  # samples per row in evaluation, with --eval-temperature; above 1: pass@k, maj@k

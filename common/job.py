@@ -110,6 +110,7 @@ class Job:
         self.summary = f"{script}.py: {run.model}, {world.size} x {world.device.type}, {machine.strategy}, "
         self.summary += f"compute {self.compute_dtype} ({why}) -> {self.output_dir}"
         self.max_model_len: int | None = None  # of the engine, if there is one
+        self.engine_memory = 0.0  # GiB of its KV cache
         self.at_outage: list[Callable[[int], object]] = []  # what saves the beginning of a step
 
     def plan_memory(
@@ -121,7 +122,7 @@ class Job:
         reward_model: str | None = None,
         most_tokens: int = MOST_TOKENS,
     ) -> None:
-        """Print what a step will need, and settle `micro_batch_tokens`. SystemExit if it is no use to begin.
+        """Print what a step will need; settle `micro_batch_tokens` and `engine_memory`. SystemExit for what is no use.
 
         trained, frozen, reward_model: folders of the models that share the memory, the policy first.
         """
@@ -139,6 +140,7 @@ class Job:
         self.world.print(plan.text)
         refuse(bool(plan.refusal), plan.refusal)
         self.micro_batch_tokens = plan.micro_batch_tokens
+        self.engine_memory = plan.engine_memory
 
     def open_loader(self, num_rows: int, fingerprint: str) -> PromptLoader:
         """The order of rows, where the checkpoint has left it. SystemExit if that is of other data."""

@@ -32,7 +32,6 @@ from common.memory import remembered_budget
 from common.models import sync_engine
 from common.precision import GAP_LIMITS
 from common.prepare.embedded import embedded_data
-from common.prepare.memory_plan import cache_gib
 from common.processes import cpus_of_rank, in_threads, sign_of_life
 from common.progress import Progress
 from common.rewards import RewardWorkers, needs_judge, score_episodes
@@ -269,7 +268,7 @@ def start_engine(job: Job, rollout: Rollout) -> VllmEngine | HuggingFaceEngine:
         job.world,
         end_ids=end_token_ids(job.path, job.tokenizer),
         max_model_len=job.max_model_len,
-        memory_gib=cache_gib(rollout, on_gpu=job.world.device.type == "cuda"),
+        memory_gib=job.engine_memory,
         sleep_level=rollout.sleep_level,
         ranks=rollout.engine_parallel,
         trust_remote_code=job.machine.trust_remote_code,

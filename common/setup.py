@@ -30,7 +30,14 @@ def open_logger(job: Job, args: Any, total_steps: int, checkpoints: Checkpoints,
     """config.json, unless this is no training, and the logger; tells where the run goes on, and what it will write."""
     world, config = job.world, flat(args) | {"micro_batch_tokens": job.micro_batch_tokens}
     if world.is_main and record and not checkpoints.own:  # what a resume changes is an event
-        save_config(job.output_dir, config, dtype=str(job.compute_dtype), attention=job.attention)
+        save_config(
+            job.output_dir,
+            config,
+            dtype=str(job.compute_dtype),
+            attention=job.attention,
+            micro_batch_tokens=job.micro_batch_tokens,
+            engine_memory=job.engine_memory,
+        )
     trackers = Trackers(job.run.log, job.output_dir, config) if world.is_main else None
     logger = Logger(job.output_dir, StatusLine(total_steps), trackers, world.is_main)
     at_end.append(logger.close)

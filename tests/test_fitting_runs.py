@@ -39,7 +39,7 @@ def whole(tmp_path_factory):
 
 def test_the_tightest_rank_decides_before_the_first_update(whole):
     folder, output = whole
-    assert "--micro-batch-tokens 256, chosen by what fits into 90% of what is free" in output
+    assert "; --micro-batch-tokens 256 chosen to fit into 90% of what is free" in output
     assert json.loads((folder / "config.json").read_text())["args"]["micro_batch_tokens"] == 256
     for step in (1, 2):
         record = json.loads((folder / f"checkpoints/step_{step:06d}/trainer.json").read_text())

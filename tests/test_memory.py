@@ -327,9 +327,9 @@ def changed(advice: str, ranks: int, rollout: Rollout, flags: dict) -> tuple[int
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("free, ranks", [(22, 1), (22, 8), (38, 4), (78, 1), (78, 2)])
 @pytest.mark.parametrize("sleep_level", [0, 1])
-@pytest.mark.parametrize("flags", [{}, {"micro_batch_tokens": 16_384}])
-def test_what_is_advised_fits(name, free, ranks, sleep_level, flags, monkeypatch):
-    rollout = Rollout(sleep_level=sleep_level)
+@pytest.mark.parametrize("flags, cache", [({}, None), ({}, 8), ({"micro_batch_tokens": 16_384}, 8)])
+def test_what_is_advised_fits(name, free, ranks, sleep_level, flags, cache, monkeypatch):
+    rollout = Rollout(sleep_level=sleep_level, engine_memory=cache)
     try:
         text = planned_on_gpus(monkeypatch, name, free, ranks, rollout, **flags).text
     except SystemExit as refusal:
@@ -340,6 +340,7 @@ def test_what_is_advised_fits(name, free, ranks, sleep_level, flags, monkeypatch
         advice = text.partition("may not fit; it would ")[2]
         ranks, rollout, changed_flags = changed(advice, ranks, rollout, flags)
         assert flags or "--micro-batch-tokens" not in advice, "which a run chooses by itself"
+        assert cache or not sleep_level or "--engine-memory" not in advice, "which a run chooses by itself"
         changed_plan = planned_on_gpus(monkeypatch, name, free, ranks, rollout, **changed_flags)
         assert "warning" not in changed_plan.text, advice
 
@@ -374,7 +375,7 @@ def test_what_is_advised_fits(name, free, ranks, sleep_level, flags, monkeypatch
     ],
 )
 def test_the_cheapest_change_is_named(name, free, ranks, flags, advice, monkeypatch):
-    text = planned_on_gpus(monkeypatch, name, free, ranks, Rollout(), **flags).text
+    text = planned_on_gpus(monkeypatch, name, free, ranks, Rollout(engine_memory=8), **flags).text
     found = text.partition("may not fit; it would ")[2]
     assert re.fullmatch(advice, found), found
 
@@ -395,7 +396,7 @@ def test_a_micro_batch_is_what_fits_into_nine_tenths(name, ranks, free, flags, m
     plan = planned_on_gpus(monkeypatch, name, free, ranks, rollout, **flags)
     tokens, room = plan.micro_batch_tokens, 0.9 * free
     assert 1024 <= tokens <= 16_384 and tokens.bit_count() == 1
-    assert f"; --micro-batch-tokens {tokens}, chosen" in plan.text and not plan.refusal
+    assert f"--micro-batch-tokens {tokens} chosen to fit into 90% of what is free" in plan.text and not plan.refusal
     fits = update_of(name, ranks, rollout, tokens, flags) <= room
     assert fits or tokens == 1024
     assert tokens == 16_384 or update_of(name, ranks, rollout, 2 * tokens, flags) > room
@@ -443,7 +444,10 @@ def test_what_a_cpu_has_no_memory_for_is_refused_with_the_cheapest_change(folder
 
     free = 0.999 * needed / 0.9
     refusal = planned_on_a_cpu(monkeypatch, folder, free).refusal
-    assert re.search("for the update, even .* 1024 tokens at a time; it would with --engine-memory 0.25;", refusal)
+    assert refusal.startswith(
+        "the update would not fit into 90% of what is free, even with one episode of 1024 tokens"
+    )
+    assert "; it would with --engine-memory 0.25;" in refusal
     assert refusal.endswith("; --micro-batch-tokens 1024 tries it all the same")
     assert planned_on_a_cpu(monkeypatch, folder, free, engine_memory=0.25).refusal == ""
 
@@ -451,6 +455,40 @@ def test_what_a_cpu_has_no_memory_for_is_refused_with_the_cheapest_change(folder
     assert (typed.micro_batch_tokens, typed.refusal) == (10_000, "") and "the update may not fit" in typed.text
     evaluation = planned_on_a_cpu(monkeypatch, folder, free, eval_only=True)
     assert evaluation.refusal == "" and "warning" not in evaluation.text
+
+
+# --- the KV cache that a run chooses ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, ranks, free, share", [("0.5B", 1, 78, 1), ("1.5B", 1, 38, 1), ("7B", 8, 78, 4)])
+@pytest.mark.parametrize("engine", ["vllm", "hf"])
+def test_a_cache_is_what_sampling_leaves_of_nine_tenths(name, ranks, free, share, engine, monkeypatch):
+    """Beside weights, moments and what the engine takes besides; a quarter of a GiB more would be too much."""
+    rollout = Rollout(engine=engine, engine_parallel=share if engine == "vllm" else 1)
+    plan = planned_on_gpus(monkeypatch, name, free, ranks, rollout)
+    cache = plan.engine_memory
+    assert cache > 4 and cache * 4 % 1 == 0 and f"; --engine-memory {cache:g} and --micro" in plan.text
+    for more, fits in ((0, True), (0.25, False)):
+        found = gigabytes(name, ranks, replace(rollout, engine_memory=cache + more))["rollout"]
+        assert (found <= 0.9 * free) == fits
+    assert (
+        plan.micro_batch_tokens
+        == planned_on_gpus(monkeypatch, name, free, ranks, replace(rollout, engine_memory=1)).micro_batch_tokens
+    ), "the engine sleeps while there is an update"
+
+
+def test_other_caches_are_as_they_are_typed_or_have_a_default(folder, monkeypatch):
+    """An engine that stays awake would leave nothing to the update."""
+    for rollout, expected in ((Rollout(engine_memory=3), 3), (Rollout(sleep_level=0), 8), (WITHOUT_ENGINE, 8)):
+        plan = planned_on_gpus(monkeypatch, "1.5B", 78, 1, rollout)
+        assert plan.engine_memory == expected and "; --engine-memory" not in plan.text
+    monkeypatch.undo()
+    assert planned_on_a_cpu(monkeypatch, folder, 16).engine_memory == 0.5
+
+
+def test_a_cache_of_a_full_card_still_holds_an_episode(monkeypatch):
+    plan = planned_on_gpus(monkeypatch, "7B", 40, 1, Rollout(max_response_tokens=16_000))
+    assert plan.engine_memory == 1 and "warning: the rollout and the update may not fit" in plan.text
 
 
 # --- terms --------------------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def read_dump(path: Path, columns: list[str] | None = None) -> list[dict]:
     refuse(not path.is_file(), f"--replay {path}: no such file")
     try:
         rows = pq.ParquetFile(path).read(columns).to_pylist()
-        for name in ("step", "ranks"):
+        for name in ("step", "ranks"):  # which other tables do not have
             rows[0][name]
     except (LookupError, OSError, pa.ArrowInvalid) as error:
         raise SystemExit(f"--replay {path}: holds no episodes of --dump-rollouts-every ({error!s:.200})") from error

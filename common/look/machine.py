@@ -18,7 +18,7 @@ from common.look.curves import finite, read_metrics
 NEAR = 50  # runs that are looked at for the time of their steps
 
 
-def save_config(run_dir: Path, args: dict, **chosen: str) -> None:
+def save_config(run_dir: Path, args: dict, **chosen: str | float) -> None:
     """Write run_dir/config.json: what is needed to run this again, what `auto` became, and no host name."""
     record = {"args": args, "chosen": chosen, "command": shlex.join(sys.orig_argv), **describe_machine()}
     Path(run_dir).mkdir(parents=True, exist_ok=True)

@@ -22,6 +22,7 @@ from common.prepare.memory_remedies import (
     PHASES,
     ROOM,
     cheapest_change,
+    fitting_cache,
     fitting_micro_batch,
     longest,
     remedies,
@@ -41,7 +42,7 @@ PATCHES = 4  # of a vision tower, for each token of a picture
 
 
 def cache_gib(rollout: Rollout, on_gpu: bool) -> float:
-    """--engine-memory, or its default; on a CPU all of it is filled with zeros at the start."""
+    """--engine-memory, or what it is where the plan does not choose; on a CPU it is filled with zeros at the start."""
     return rollout.engine_memory or (8.0 if on_gpu else 0.5)
 
 
@@ -248,6 +249,7 @@ def update_moments(
 class MemoryPlan:
     text: str  # a line, and a warning of what may not fit
     micro_batch_tokens: int  # as given, or as many as fit
+    engine_memory: float  # GiB of the KV cache
     refusal: str = ""  # why it is no use to begin
 
 
@@ -263,9 +265,10 @@ def memory_plan(
 ) -> MemoryPlan:
     """`memory_phases` in words; for what may not fit, the cheapest change that fits. All ranks call it together.
 
-    Without a number of its own a micro-batch has at most `most_tokens`, and what fits into a share of what is free on
-    the tightest rank. Where not even the longest episode does, a run on a CPU is refused, since the kernel would end
-    it without a word. reward_model: the folder of one. SystemExit if no engine would fit.
+    What no flag says is chosen by what is free on the tightest rank: the KV cache of an engine that sleeps on a GPU
+    takes what the rollout leaves of a share of it; a micro-batch, of at most `most_tokens`, what the update leaves.
+    Where that does not even hold the longest episode, a run on a CPU is refused, since the kernel would end it
+    without a word. reward_model: the folder of one. SystemExit if no engine would fit.
     """
     on_gpu = world.device.type == "cuda"
     if on_gpu:
@@ -282,43 +285,53 @@ def memory_plan(
     def phases(rollout: Rollout, machine: Machine, ranks: int) -> dict[str, float]:
         return phases_of(rollout, machine, ranks, dtype, models, references, on_gpu, reward_parameters)
 
-    chooses = machine.micro_batch_tokens is None and not rollout.eval_only
-    if chooses:
+    chosen = []
+    least_cache = least_cache_gib(models[0], rollout, dtype)
+    most_cache = cache = cache_gib(rollout, on_gpu)
+    fills_card = on_gpu and rollout.engine_memory is None and rollout.sleep_level > 0 and not rollout.replay
+    if fills_card:
+        most_cache = max(least_cache, cache)
+        cache = fitting_cache(phases, rollout, machine, world.size, ROOM * there, least_cache)
+        chosen.append(f"--engine-memory {cache:g}")
+    with_cache = replace(rollout, engine_memory=cache)
+    tokens, room = machine.micro_batch_tokens or most_tokens, there
+    chooses_tokens = machine.micro_batch_tokens is None and not rollout.eval_only
+    if chooses_tokens:
         room = ROOM * there
-        tokens = fitting_micro_batch(phases, rollout, machine, world.size, room, most_tokens)
-    else:
-        room = there
-        tokens = machine.micro_batch_tokens or most_tokens
-    gb = phases(rollout, replace(machine, micro_batch_tokens=tokens), world.size)
+        tokens = fitting_micro_batch(phases, with_cache, machine, world.size, room, most_tokens)
+        chosen.append(f"--micro-batch-tokens {tokens}")
+    gb = phases(with_cache, replace(machine, micro_batch_tokens=tokens), world.size)
     text = describe(gb, there, rollout)
-    if chooses:
-        text += f"; --micro-batch-tokens {tokens}, chosen by what fits into {ROOM:.0%} of what is free"
+    if chosen:
+        text += f"; {' and '.join(chosen)} chosen to fit into {ROOM:.0%} of what is free"
     left = max(0.0, there - gb["engine"])
     fits = f"of {there / GIB:.1f} GiB that are free the engine's weights leave {left / GIB:.1f}"
     refuse(gb["KV cache"] > left, f"--engine-memory {gb['KV cache'] / GIB:g}: {fits}")
     too_large = " and the ".join(phase for phase in PHASES if gb[phase] > room)
     if not too_large:
-        return MemoryPlan(text, tokens)
+        return MemoryPlan(text, tokens, cache)
     shares = engine_shares(models[0], rollout)
-    alternatives = list(remedies(rollout, machine, world.size, on_gpu, gb["reference"] > 0, shares))
     change = cheapest_change(
         phases,
-        alternatives,
-        rollout,
+        list(remedies(rollout, machine, world.size, on_gpu, gb["reference"] > 0, shares)),
+        rollout if fills_card else with_cache,
         machine,
         world.size,
         room=room,
         most_tokens=tokens,
-        cache_gib=cache_gib(rollout, on_gpu),
-        least_cache_gib=least_cache_gib(models[0], rollout, dtype),
+        most_cache_gib=most_cache,
+        least_cache_gib=least_cache,
     )
     advice = f"it would {change}" if change else "nor would it with other flags: a smaller model, or --lora-rank"
-    if chooses and not on_gpu:
-        episode = f"even with one episode of {longest(rollout)} tokens at a time"
-        by_force = f"--micro-batch-tokens {tokens} tries it all the same"
-        refusal = f"{ROOM:.0%} of what is free are too little for the {too_large}, {episode}; {advice}; {by_force}"
-        return MemoryPlan(text, tokens, refusal)
-    return MemoryPlan(f"{text}\nwarning: the {too_large} may not fit; {advice}", tokens)
+    refusal = ""
+    if chooses_tokens and not on_gpu:
+        refusal = f"the {too_large} would not fit into {ROOM:.0%} of what is free"
+        if gb["update"] > room:
+            refusal += f", even with one episode of {longest(rollout)} tokens at a time"
+        refusal += f"; {advice}; --micro-batch-tokens {tokens} tries it all the same"
+    else:
+        text += f"\nwarning: the {too_large} may not fit; {advice}"
+    return MemoryPlan(text, tokens, cache, refusal)
 
 
 def engine_shares(shape: ModelShape, rollout: Rollout) -> list[int]:

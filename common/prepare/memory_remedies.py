@@ -57,6 +57,19 @@ def fitting_micro_batch(phases: Phases, rollout: Rollout, machine: Machine, rank
     return max(tokens, longest(rollout))
 
 
+def fitting_cache(phases: Phases, rollout: Rollout, machine: Machine, ranks: int, room: float, least: float) -> float:
+    """The largest KV cache, in quarters of a GiB, with which a rollout takes at most `room` gigabytes; or `least`."""
+    low, high = 0, int(4 * room * 1e9 / 2**30)
+    while low < high:
+        middle = (low + high + 1) // 2
+        larger = replace(rollout, engine_memory=middle / 4)
+        if phases(larger, machine, ranks)["rollout"] <= room:
+            low = middle
+        else:
+            high = middle - 1
+    return max(least, low / 4)
+
+
 def remedies(
     rollout: Rollout, machine: Machine, ranks: int, on_gpu: bool, has_reference: bool, engine_shares: Sequence[int]
 ) -> Iterator[list[Remedy]]:
@@ -101,15 +114,16 @@ def cheapest_change(
     ranks: int,
     room: float,
     most_tokens: int,
-    cache_gib: float,
+    most_cache_gib: float,
     least_cache_gib: float,
 ) -> str:
     """The cheapest remedies with which each phase fits into `room` gigabytes: "with FLAGS on N GPUs"; "" if none does.
 
-    Beside the alternatives --micro-batch-tokens may be lowered, and --engine-memory from `cache_gib` to
-    `least_cache_gib`. Without a number of its own a run lowers the former by itself, from `most_tokens`.
+    Beside the alternatives --micro-batch-tokens may be lowered from `most_tokens`, and --engine-memory from
+    `most_cache_gib` to `least_cache_gib`. What a run chooses by itself, None so far, is not named.
     """
     chooses_tokens = machine.micro_batch_tokens is None
+    chooses_cache = rollout.engine_memory is None
     machine = replace(machine, micro_batch_tokens=machine.micro_batch_tokens or most_tokens)
     best_cost, best_words = inf, ""
     combinations = list(product(*alternatives))
@@ -124,7 +138,9 @@ def cheapest_change(
             changed_machine = replace(changed_machine, **remedy.machine)
             all_ranks *= remedy.gpus
         words = [remedy.words for remedy in chosen if remedy.words]
-        for cache in caches(phases, changed_rollout, changed_machine, all_ranks, room, cache_gib, least_cache_gib):
+        for cache in caches(
+            phases, changed_rollout, changed_machine, all_ranks, room, most_cache_gib, least_cache_gib
+        ):
             with_cache = replace(changed_rollout, engine_memory=cache)
             gb = phases(with_cache, changed_machine, all_ranks)
             if gb["rollout"] > room or gb["scoring"] > room:
@@ -136,14 +152,14 @@ def cheapest_change(
                 continue
             # weights are gathered and gradients reduced for each micro-batch; a smaller cache holds fewer sequences
             fewer_tokens = 1500 / tokens - 1500 / machine.micro_batch_tokens
-            whole_cost = cost + fewer_tokens + 0.1 * (cache_gib / cache - 1)
+            whole_cost = cost + fewer_tokens + 0.1 * (most_cache_gib / cache - 1)
             if whole_cost < best_cost:
                 best_cost = whole_cost
-                smaller = [f"--engine-memory {cache:g}"] if cache < cache_gib else []
-                fewer = []
+                flags = list(words)
+                if cache < most_cache_gib and not chooses_cache:
+                    flags.append(f"--engine-memory {cache:g}")
                 if tokens < machine.micro_batch_tokens and not chooses_tokens:
-                    fewer = [f"--micro-batch-tokens {tokens}"]
-                flags = [*words, *smaller, *fewer]
+                    flags.append(f"--micro-batch-tokens {tokens}")
                 best_words = f"with {' '.join(flags)}" if flags else ""
                 if all_ranks > ranks:
                     best_words = f"{best_words} on {all_ranks} GPUs".lstrip()
