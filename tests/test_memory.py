@@ -424,7 +424,7 @@ def test_an_engine_that_stays_awake_is_taken_off_first(monkeypatch):
 
 def planned_on_a_cpu(monkeypatch, folder, free: float, trained: int = 1, **flags) -> MemoryPlan:
     """`free`: gigabytes; flags of both groups."""
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1e9 * free))
+    monkeypatch.setattr("common.prepare.memory_plan.free_memory", lambda: 1e9 * free)
     rollout = Rollout(**{name: flags.pop(name) for name in ("engine_memory", "eval_only") if name in flags})
     world = World(0, 1, 0, torch.device("cpu"))
     return memory_plan(rollout, Machine(**flags), world, torch.bfloat16, [folder] * trained, [])
