@@ -272,9 +272,14 @@ def explain_foreign(arguments: list[str], args_class: type) -> None:
     """SystemExit with our name for a flag of verl's, of TRL's or of another script of ours; for a broken line."""
     blank = any(argument and not argument.strip() for argument in arguments)
     refuse(blank, "a lone space is an argument: a backslash that continues a line must be its last character")
-    pairs = (a.split("=", 1) if "=" in a else (a, b) for a, b in zip(arguments, [*arguments[1:], None]))
+    pairs = [a.split("=", 1) if "=" in a else (a, b) for a, b in zip(arguments, [*arguments[1:], None])]
     if empty := [name for name, value in pairs if value == "" and name.replace("_", "-") not in ("--tools", "--log")]:
         raise SystemExit(f"{empty[0]} is empty: an unset variable?")
+    for name, value in pairs:
+        is_bare = value is None or value.startswith("--")
+        refuse(
+            is_bare and name in ("--train-data", "--eval-data"), f"{name} is followed by no file: an unset variable?"
+        )
     ours = {flag(name) for name in flat(args_class())}
     ours |= {known.replace("--", "--no-", 1) for known in ours} | {"--help"}
     answers = {key: f"{script} has it" for script in reversed(SCRIPTS) for key in script_flags(ROOT / script)}

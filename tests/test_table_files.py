@@ -3,6 +3,7 @@
 import codecs
 import gzip
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,6 +15,7 @@ from helpers import ROOT
 from common.data.conversations import Conversations
 from common.data.rows import RowFiles
 from common.data.table_files import ROWS_NAME, is_hub_id, stem_of
+from common.flags import Data, Machine, Run, parse
 from common.look.show import show
 from common.prepare import countdown, geo3k, gsm8k, math, pixel_reasoner, pyvision
 from common.rewards.offline import Scoring, score_file
@@ -148,6 +150,15 @@ def test_what_is_no_file_of_rows_is_one_answer(tmp_path, name, content, what):
         RowFiles(path, "--eval-data")
 
 
+@dataclass
+class Flags:
+    """Of a script."""
+
+    data: Data = field(default_factory=Data)
+    run: Run = field(default_factory=Run)
+    machine: Machine = field(default_factory=Machine)
+
+
 # --- patterns, folders and addresses ------------------------------------------------------------------------------
 
 
@@ -212,7 +223,14 @@ def test_files_are_not_ids_of_the_hub(tmp_path, monkeypatch):
         assert not is_hub_id(Path(name))
 
 
-def test_the_shell_may_have_made_several_arguments_of_a_pattern():
+def test_the_shell_may_have_made_several_arguments_of_a_pattern(monkeypatch):
+    for argv in (["--train-data", "a", "b", "--seed", "1"], ["--train-data=a", "b"], ["--train-data", "a,b"]):
+        monkeypatch.setattr("sys.argv", ["sft.py", "--model", "tiny", *argv])
+        assert parse(Flags, Flags(), "")[0].data.train_data == "a,b"
+    for argv in (["--train-data"], ["--train-data", "--seed", "1"]):
+        monkeypatch.setattr("sys.argv", ["sft.py", "--model", "tiny", *argv])
+        with pytest.raises(SystemExit, match="--train-data is followed by no file"):
+            parse(Flags, Flags(), "")
     flags = tyro.cli(Scoring, args=["a.jsonl", "b.jsonl", "--bad-rows", "drop"])
     assert (flags.file, flags.bad_rows) == ("a.jsonl,b.jsonl", "drop")
     args = tyro.cli(math.Args, args=["--source", "a.jsonl", "b.jsonl", "--out", "x"])
