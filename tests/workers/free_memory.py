@@ -4,10 +4,8 @@ In gigabytes for a rank. As on machines of different sizes, where the number of 
 """
 
 import os
-from types import SimpleNamespace
 
-import psutil
-
+import common.prepare.memory_plan
 import grpo
 from common.distributed import run
 from common.flags import parse
@@ -16,6 +14,6 @@ from common.processes import ranks_here
 if __name__ == "__main__":
     rank = int(os.environ.get("RANK", "0"))
     free_gb = float(os.environ["FREE_GB"].split(",")[rank])
-    psutil.virtual_memory = lambda: SimpleNamespace(available=free_gb * 1e9 * ranks_here())
+    common.prepare.memory_plan.free_memory = lambda: free_gb * 1e9 * ranks_here()
     args, demo = parse(grpo.Args, grpo.DEMO, grpo.__doc__)
     run(grpo.main, args, demo)
