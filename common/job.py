@@ -122,9 +122,10 @@ class Job:
         reward_model: str | None = None,
         most_tokens: int = MOST_TOKENS,
     ) -> None:
-        """Print what a step will need; settle `micro_batch_tokens` and `engine_memory`. SystemExit for what is no use.
+        """Print what a step will need; settle `micro_batch_tokens` and `engine_memory`.
 
-        trained, frozen, reward_model: folders of the models that share the memory, the policy first.
+        trained, frozen, reward_model: folders of the models that share the memory, the policy first. SystemExit if a
+        CPU's memory is too small to begin.
         """
         machine = replace(self.machine, micro_batch_tokens=self.micro_batch_tokens)
         plan = memory_plan(

@@ -247,6 +247,8 @@ def update_moments(
 
 @dataclass(frozen=True)
 class MemoryPlan:
+    """What a run needs, and what it has chosen by it."""
+
     text: str  # a line, and a warning of what may not fit
     micro_batch_tokens: int  # as given, or as many as fit
     engine_memory: float  # GiB of the KV cache
