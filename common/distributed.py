@@ -28,6 +28,7 @@ from common.progress import Progress, break_silence
 from common.torch_repair import Later
 
 fsdp = Later("torch.distributed.fsdp")
+LOST = ("Connection closed by peer", "Connection reset by peer", "remote process exited")  # gloo's words, and NCCL's
 _stop = threading.Event()  # SIGTERM has come, or SIGHUP
 stopping = threading.Event()  # ... to some rank, and all have agreed to end
 
@@ -167,6 +168,8 @@ def _outcome(main: Callable, *args: object) -> int:
         # of ours: users' own files raise ValueErrors
         if isinstance(error, ImportError) or any(word in str(error) for word in ("shared object", "torchvision::")):
             advice = ". Install what requirements.txt (-cpu, -v100) pins; python -m common.doctor says what works"
+        if any(words in str(error) for words in LOST) and not processes.heard():
+            advice = ". A rank that is killed (signal 9) has most often run out of memory: docs/trouble.md"
         line = f"{rank} {type(error).__name__}: {error}{advice}"
         processes.fail(line, f"{rank} failed:\n{traceback.format_exc()}{line}")
         if isinstance(error, RuntimeError) and world_size() > 1:

@@ -14,6 +14,10 @@ from pathlib import Path
 import psutil
 
 ROOT = Path("/")
+# how errors say which memory has run out: torch's allocators, the driver's and cuBLAS's, C++'s, oneDNN's
+GPU_WORDS = ("out of memory", "alloc_failed")
+CPU_WORDS = ("defaultcpuallocator", "bad_alloc", "could not create a memory object")
+NO_KERNEL = "could not create a primitive"  # oneDNN had no memory to compile it in, and will not try again
 
 
 def free_memory(root: Path = ROOT) -> int:
@@ -51,6 +55,17 @@ def killed_processes(root: Path = ROOT) -> int:
     return int(statistic(root / "proc/vmstat", "oom_kill", 0))
 
 
+def exhausted_memory(error: BaseException) -> str:
+    """Which has run out, by what an error says: "GPU memory", "memory" of the machine, or none, ""."""
+    text = str(error).lower()
+    if isinstance(error, MemoryError) or text.endswith(NO_KERNEL) or any(words in text for words in CPU_WORDS):
+        return "memory"
+    # torch's own, which is not imported here
+    if type(error).__name__ == "OutOfMemoryError" or any(words in text for words in GPU_WORDS):
+        return "GPU memory"
+    return ""
+
+
 def memory_limit(folder: Path) -> float:
     """Bytes, inf without one. Version 1 also knows the least limit of groups that a container does not see."""
     names = ("memory.max", "memory.high", "memory.limit_in_bytes")
@@ -79,6 +94,30 @@ def cpu_quota(folder: Path) -> float:
     if not 0 < quota < inf or not 0 < period < inf:  # version 1 writes -1 for none
         return inf
     return quota / period
+
+
+def data_bytes() -> int:
+    """Private data of this process, as RLIMIT_DATA counts it; 0 where /proc does not tell."""
+    found = re.search(r"^VmData:\s*(\d+) kB$", read(Path("/proc/self/status")), re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0
+
+
+def heap_given_back() -> int:
+    """Bytes of this process's heap that the kernel has taken back. They count as its data, and are free as well."""
+    missing = 0
+    in_heap = False
+    with open("/proc/self/smaps") as lines:
+        for line in lines:
+            name, *values = line.split()
+            if not name.endswith(":"):  # a range of addresses
+                if in_heap and values[-1] != "[heap]":
+                    break
+                in_heap = values[-1] == "[heap]"
+            elif in_heap and name == "Size:":
+                missing += int(values[0]) * 1024
+            elif in_heap and name == "Rss:":
+                missing -= int(values[0]) * 1024
+    return missing
 
 
 def control_groups(controller: str, root: Path = ROOT) -> Iterator[Path]:

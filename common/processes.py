@@ -144,7 +144,7 @@ def watch(stall_minutes: float, break_silence: Callable[[list[str]], object]) ->
 
 def listen(rank: str) -> None:
     """Ends this rank if another one has failed; waits for the store, which does not answer through a dead network."""
-    while not (words := _heard()):
+    while not (words := heard()):
         time.sleep(1.0)
     time.sleep(GRACE_S)  # until the main thread has noticed it, too
     if words != INTERRUPTED:
@@ -152,7 +152,7 @@ def listen(rank: str) -> None:
     leave(130 if words == INTERRUPTED else 1)
 
 
-def _heard() -> str:
+def heard() -> str:
     """What another rank has said at its failure."""
     try:
         return group[0].get("failed").decode() if group and group[0].check(["failed"]) else ""
@@ -171,7 +171,7 @@ def fail(line: str, details: str = "") -> None:
     unheard.cancel()
     if not first:
         time.sleep(GRACE_S if group else GATHER_S)  # torchrun ends it before that, if all ranks fail
-    if line != INTERRUPTED and (first or line != _heard()):
+    if line != INTERRUPTED and (first or line != heard()):
         say(line, details)
 
 
