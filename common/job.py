@@ -33,7 +33,7 @@ from common.flags import (
     step_range,
     tracker_names,
 )
-from common.hub import HUB_FILES, load_tokenizer, resolve_model
+from common.hub import HUB_FILES, check_weights, load_tokenizer, resolve_model
 from common.integrity import (
     BEGIN_ANEW,
     WrittenFiles,
@@ -81,7 +81,8 @@ class Job:
         self.mesh = make_mesh(world, machine.strategy, machine.shard_size)  # which ranks share a copy of a model
         if record:
             lock_everywhere(self.output_dir, world)
-        self.num_embeddings = check_model(self.path, self.attention, machine.trust_remote_code)
+        skeleton = check_model(self.path, self.attention, machine.trust_remote_code)
+        self.num_embeddings = skeleton.get_input_embeddings().weight.shape[0]
         # what must be the same in a checkpoint that is resumed
         self.identity = {"script": script, "model": model_identity(Path(self.path)), "LoRA": None}
         if machine.lora_rank:
@@ -154,6 +155,11 @@ class Job:
                 refuse(type(position.get(name)) is not int or position[name] < 0, wrong)
             loader.load_state_dict(position)
         return loader
+
+    def check_weights(self, path: str, flag: str = "--model", headless: bool = False) -> None:
+        """SystemExit if a folder's files have not the weights of its model; see `check_weights` of common/hub.py."""
+        model = check_model(path, self.attention, self.machine.trust_remote_code)
+        check_weights(model, path, flag, headless)
 
     def load_policy(self, from_scratch: bool = False) -> nn.Module:
         """The policy, to be trained: float32 master weights, sharded or replicated; its buffers follow."""

@@ -23,7 +23,7 @@ from common.engine.vllm import VllmEngine
 from common.episodes import Episode, Row, Watch, sample_episodes
 from common.files import refuse, user_errors
 from common.flags import Data, Rollout, Run, refuse_idle
-from common.hub import EMBEDDED, require_weights, resolve_model
+from common.hub import EMBEDDED, resolve_model
 from common.job import Job
 from common.look.console import print_samples
 from common.look.logger import Logger
@@ -36,7 +36,7 @@ from common.processes import cpus_of_rank, in_threads, sign_of_life
 from common.progress import Progress
 from common.rewards import RewardWorkers, needs_judge, score_episodes
 from common.rewards.judging import bounded, open_judge, saved_at_outage
-from common.rewards.model import RewardModel
+from common.rewards.model import RewardModel, check_reward_model
 from common.rewards.samples import as_sample, report, summarize
 from common.tools.pools import ToolPool, ToolWorkers
 from common.tools.python import PythonWorkers
@@ -77,8 +77,12 @@ class Rollouts:
         refuse_idle(rollout, {"max_images": (job.vision is not None, "a vision-language --model")})
         refuse_idle(rollout, {"sleep_level": (job.world.device.type == "cuda", "a GPU")})
         reward_folder = resolve_model(reward_model, "--reward-model") if reward_model and not rollout.replay else None
-        for folder in [job.path, *trained, *frozen]:
-            require_weights(folder)  # the engine, and what reckons with memory, would be the first to miss them
+        # the engine, and what reckons with memory, would be the first to miss any
+        job.check_weights(job.path)
+        for folder in set(trained) - {job.path}:
+            job.check_weights(folder, "--critic-model", headless=True)
+        if reward_folder:
+            check_reward_model(reward_folder)
         shared = rollout.engine_parallel  # ranks that share an engine
         timeout = timedelta(minutes=min(run.stall_minutes, 1e6) + 10)  # one may wait for another's rewards
         self.group = new_subgroups(shared, timeout=timeout, backend="gloo")[0] if shared > 1 else None
