@@ -29,7 +29,7 @@ from common.data.render import end_turns_properly
 from common.distributed import World, barrier, forward_context, run, stop_requested
 from common.episodes import Episode
 from common.files import refuse, user_errors
-from common.flags import Amount, Count, Data, Machine, Run, Share, check_pixels, parse, refuse_idle
+from common.flags import Amount, Count, Data, Machine, Run, Share, check_pixels, given, parse, refuse_idle
 from common.job import Job
 from common.means import Means
 from common.optimizer import lr_factor
@@ -137,10 +137,16 @@ def read_data(args: Args, job: Job) -> tuple[Conversations, Conversations | None
         train_files, held_out = embedded_data("tiny", folder, write=job.world.is_main, supervised=True)
         barrier()
         eval_files = eval_files or held_out
+    max_tokens = args.max_tokens
+    if max_tokens > job.num_positions:
+        told = f"--max-tokens {max_tokens}: the model has {job.num_positions:.0f} positions (config.json)"
+        refuse("--max-tokens" in given(), told)
+        job.world.print(f"{told}; longer conversations are cut there")
+        max_tokens = int(job.num_positions)
     read = partial(
         Conversations,
         tokenizer=job.tokenizer,
-        max_tokens=args.max_tokens,
+        max_tokens=max_tokens,
         vision=job.vision,
         media_root=args.data.media_root,
         rule=args.mask,

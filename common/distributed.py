@@ -29,7 +29,8 @@ from common.torch_repair import Later
 
 fsdp = Later("torch.distributed.fsdp")
 LOST = ("Connection closed by peer", "Connection reset by peer", "remote process exited")  # gloo's words, and NCCL's
-_stop = threading.Event()  # SIGTERM has come, or SIGHUP
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # a scheduler's, a lost terminal's, Slurm's usual one
+_stop = threading.Event()  # one of STOP_SIGNALS has come
 stopping = threading.Event()  # ... to some rank, and all have agreed to end
 
 
@@ -125,14 +126,14 @@ def meet(rank: int, size: int, timeout: datetime.timedelta) -> dist.Store:
 
 
 def handle_sigterm() -> None:
-    """On SIGTERM, or SIGHUP, `stop_requested` becomes true, and the script saves and exits at the end of its step."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    """From now on `stop_requested` becomes true on SIGTERM and its like: the script saves and exits after its step."""
+    for number in STOP_SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
             signal.signal(number, lambda *_: _stop.set())
 
 
 def stop_requested() -> bool:
-    """Has any rank got a SIGTERM? All ranks must ask together."""
+    """Has any rank got one of STOP_SIGNALS? All ranks must ask together."""
     if all_reduce([_stop.is_set()], "max")[0] > 0:
         stopping.set()
     return stopping.is_set()

@@ -167,9 +167,13 @@ def parse(args_class: type[Args], demo: Args, doc: str) -> tuple[Args, bool]:
     """(the script's arguments, whether they are the demo's: no --model is given). SystemExit for what is wrong."""
     is_demo = "--model" not in given()
     default = demo if is_demo and not given() & {"--help", "-h"} else args_class()
-    paragraphs = doc.split("\n\n")
-    teaching = [paragraphs[0], *(text for text in paragraphs if text.startswith("    "))]  # the commands
     with said_once():
+        bare = (
+            "python -OO (PYTHONOPTIMIZE=2) leaves out docstrings, of which --help and what is said of tools are made"
+        )
+        refuse(sys.flags.optimize > 1, f"{bare}: take python, or python -O")
+        paragraphs = doc.split("\n\n")
+        teaching = [paragraphs[0], *(text for text in paragraphs if text.startswith("    "))]  # the commands
         sys.argv[1:] = command_line()
         explain_foreign(sys.argv[1:], args_class)
         parsed = tyro.cli(tyro.conf.OmitArgPrefixes[args_class], default=default, description="\n\n".join(teaching))
@@ -270,6 +274,8 @@ def refuse_idle(flags: Any, uses: dict[str, tuple[bool, str]]) -> None:
 
 def explain_foreign(arguments: list[str], args_class: type) -> None:
     """SystemExit with our name for a flag of verl's, of TRL's or of another script of ours; for a broken line."""
+    old_launcher = any(argument.replace("_", "-").startswith("--local-rank") for argument in arguments)
+    refuse(old_launcher, "--local-rank is what python -m torch.distributed.launch and deepspeed add: take torchrun")
     blank = any(argument and not argument.strip() for argument in arguments)
     refuse(blank, "a lone space is an argument: a backslash that continues a line must be its last character")
     pairs = [a.split("=", 1) if "=" in a else (a, b) for a, b in zip(arguments, [*arguments[1:], None])]

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from jinja2 import TemplateError, TemplateSyntaxError
@@ -217,15 +218,26 @@ def download(name: str, flag: str) -> Path:
 
 
 def cache_folder() -> Path:
-    """Where prepared models are kept: $XDG_CACHE_HOME/minimal-rl, or else ~/.cache/minimal-rl."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "minimal-rl"
+    """Where prepared models are kept: $XDG_CACHE_HOME/minimal-rl, or else ~/.cache/minimal-rl.
+
+    SystemExit where no home folder is known, as for a user whom a container does not know.
+    """
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    refuse(cache.startswith("~"), "there is no home folder to keep a model in: set XDG_CACHE_HOME to a folder")
+    return Path(cache).absolute() / "minimal-rl"
 
 
 def prepared_smollm2(flag: str) -> str:
     """Folder of SmolLM2-135M-Instruct; made on first use by a process of its own. SystemExit with what it said."""
-    folder = cache_folder() / SMOLLM2
+    cache = cache_folder()
+    folder = cache / SMOLLM2
     if not folder.exists():  # appears complete, by rename; ranks that ask at once wait for the first
-        command = [sys.executable, "-m", "common.prepare.smollm2", "--cache", str(cache_folder().parent)]
+        with user_errors(
+            f"{flag} smollm2 is kept in {cache}, which cannot be written (XDG_CACHE_HOME: another place)"
+        ):
+            cache.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=cache).close()
+        command = [sys.executable, "-m", "common.prepare.smollm2", "--cache", str(cache.parent)]
         made = subprocess.run(command, cwd=Path(__file__).parents[1], stderr=subprocess.PIPE, text=True)
         if made.returncode:
             again = "`python -m common.prepare.smollm2` tries again"

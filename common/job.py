@@ -51,6 +51,7 @@ from common.pictures import PixelLimits
 from common.precision import check_device, choose_dtype
 from common.prepare.memory_plan import memory_plan
 from common.processes import at_end, fail, leave
+from common.rotary import num_positions
 from common.shards import find_checkpoint
 from common.vision import load_vision
 
@@ -83,6 +84,7 @@ class Job:
             lock_everywhere(self.output_dir, world)
         skeleton = check_model(self.path, self.attention, machine.trust_remote_code)
         self.num_embeddings = skeleton.get_input_embeddings().weight.shape[0]
+        self.num_positions = num_positions(skeleton.config.get_text_config())
         # what must be the same in a checkpoint that is resumed
         self.identity = {"script": script, "model": model_identity(Path(self.path)), "LoRA": None}
         if machine.lora_rank:
@@ -156,10 +158,11 @@ class Job:
             loader.load_state_dict(position)
         return loader
 
-    def check_weights(self, path: str, flag: str = "--model", headless: bool = False) -> None:
-        """SystemExit if a folder's files have not the weights of its model; see `check_weights` of common/hub.py."""
+    def check_weights(self, path: str, flag: str = "--model", headless: bool = False) -> nn.Module:
+        """The model of a folder without its weights. SystemExit if its files have not those, see common/hub.py."""
         model = check_model(path, self.attention, self.machine.trust_remote_code)
         check_weights(model, path, flag, headless)
+        return model
 
     def load_policy(self, from_scratch: bool = False) -> nn.Module:
         """The policy, to be trained: float32 master weights, sharded or replicated; its buffers follow."""

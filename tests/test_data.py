@@ -101,6 +101,23 @@ def test_rows_of_all_formats(tmp_path, tokenizer, suffix):
         data[2]
 
 
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+@pytest.mark.parametrize(
+    "mark, column, held",
+    [
+        ("<bbox>", "objects", {"bbox": [[1, 2]]}),
+        ("<ref-object>", "objects", {"ref": ["a"]}),
+        ("<audio>", "audios", ["a"]),
+    ],
+)
+def test_marks_that_another_systems_columns_explain_are_refused(tmp_path, tokenizer, suffix, mark, column, held):
+    path = write(tmp_path / f"a{suffix}", [row(**{column: held}), row(f"What is {mark}?", **{column: held})])
+    with pytest.raises(ValueError, match=f"1 unusable rows .*\n.* {mark} stands for what the column {column} holds"):
+        load(path, tokenizer)
+    assert len(load(path, tokenizer, bad_rows="drop")) == 1
+    assert len(load(write(tmp_path / f"b{suffix}", [row(f"What is {mark}?")]), tokenizer)) == 1
+
+
 def test_lines_in_a_file_named_json(tmp_path, tokenizer):
     """As `datasets` writes them."""
     (tmp_path / "a.json").write_text(json.dumps(row()) + "\n" + json.dumps(row(truth="3")) + "\n")

@@ -4,6 +4,7 @@ Ctrl-C is one line, a full disk costs a checkpoint and no more."""
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -332,20 +333,42 @@ def test_sigterm_in_an_evaluation_saves_the_step_that_was_evaluated(tmp_path):
     assert helpers and not any(map(alive, helpers))
 
 
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
 @pytest.mark.parametrize("before, stops", [(signal.SIG_DFL, True), (signal.SIG_IGN, False)])
-def test_a_terminal_that_goes_away_is_a_sigterm_but_under_nohup(before, stops, monkeypatch):
-    stop, previous = threading.Event(), [signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)]
+def test_a_lost_terminal_and_slurms_signal_are_sigterms_unless_ignored(number, before, stops, monkeypatch):
+    """As nohup has it."""
+    stop = threading.Event()
+    previous = {handled: signal.getsignal(handled) for handled in distributed.STOP_SIGNALS}
     monkeypatch.setattr(distributed, "_stop", stop)
     try:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(number, before)
         distributed.handle_sigterm()
-        os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.getsignal(number) != signal.SIG_DFL, "which ends the process"
+        os.kill(os.getpid(), number)
         assert stop.is_set() == stops
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.is_set()
     finally:
-        for number, handler in zip((signal.SIGHUP, signal.SIGTERM), previous):
-            signal.signal(number, handler)
+        for handled, handler in previous.items():
+            signal.signal(handled, handler)
+
+
+@pytest.mark.slow
+def test_slurms_signal_to_torchrun_saves_on_all_ranks(tmp_path):
+    """With the signals of docs/slurm; torchrun hands on what it gets, and waits for its ranks."""
+    sbatch = (ROOT / "docs/slurm/train.sbatch").read_text()
+    handled = re.search(r"--signals-to-handle \S+", sbatch)[0].split()
+    options = ["--engine", "hf", "--prompts-per-step", 4, "--samples-per-prompt", 4, "--max-response-tokens", 32]
+    options += ["--max-rows", 64, "--total-steps", 40, "--eval-every", 0, "--eval-rows", 4, "--no-eval-before"]
+    command = torchrun(*handled, "grpo.py", *options, "--output-dir", tmp_path, ranks=2)
+    process = subprocess.Popen(command, cwd=ROOT, env=script_environment(), stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if line.startswith("step 2/40"):
+            process.send_signal(signal.SIGUSR1)
+    assert process.wait(timeout=60) != 0
+    (stopped,) = [record for record in metrics_of(tmp_path) if record.get("event") == "stopped"]
+    assert 2 <= stopped["step"] < 40
+    assert (tmp_path / "checkpoints/latest").read_text() == f"step_{stopped['step']:06d}"
 
 
 def test_sigterm_saves_exits_with_its_own_code_and_resumes_exactly(tmp_path):

@@ -2,6 +2,9 @@
 
 import ast
 import math
+import os
+import subprocess
+import sys
 from dataclasses import fields, is_dataclass
 from typing import get_args, get_type_hints
 from unittest.mock import Mock
@@ -125,6 +128,26 @@ def test_pictures_cannot_be_larger_than_the_largest(script, monkeypatch):
     args, _ = called(monkeypatch, script, "--min-pixels", "2000000")
     with pytest.raises(SystemExit, match=f"^--min-pixels 2000000: above --max-pixels {args.data.max_pixels}$"):
         script.check_args(args)
+
+
+@every_script
+@pytest.mark.parametrize("given", ["--local-rank=1", "--local_rank=0"])
+def test_the_old_launcher_is_answered_with_torchrun(script, given, monkeypatch):
+    """It puts the rank before all that was typed."""
+    with pytest.raises(
+        SystemExit, match=r"^--local-rank is what python -m torch\.distributed\.launch .*: take torchrun$"
+    ):
+        called(monkeypatch, script, given, "--model", "tiny")
+
+
+def test_without_docstrings_a_run_is_refused():
+    """As `python -OO grpo.py` has it."""
+    call = "from common import flags; flags.parse(object, None, None)"
+    for options, told in (({"PYTHONOPTIMIZE": "2"}, True), ({"PYTHONOPTIMIZE": "1"}, False)):
+        command = [sys.executable, "-c", call]
+        done = subprocess.run(command, cwd=ROOT, env=os.environ | options, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 1 and ("python -OO" in done.stderr) == told
+        assert not told or (done.stderr.count("\n") == 1 and "take python, or python -O" in done.stderr)
 
 
 # --- groups -------------------------------------------------------------------------------------------------------

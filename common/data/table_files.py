@@ -23,7 +23,7 @@ def find_files(name: str, flag: str) -> list[Path]:
     """The file of that name, or those that a pattern matches. What is neither stays as it is: an id of the hub, or
     nothing. FileNotFoundError or ValueError with the `flag` for an address, and for a pattern of no or several kinds.
     """
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.exists():
         return [path]
     refuse_address(name, flag)
