@@ -1,5 +1,6 @@
 """Which files of rows a name stands for: a path, a pattern, an address; those of a folder, or of a split in one."""
 
+import os
 import re
 from contextlib import suppress
 from glob import glob, has_magic
@@ -96,7 +97,7 @@ def split_files(source: str, split: str, flag: str) -> list[Path]:
     """The files of a split in a folder, or in a snapshot of the hub: train.jsonl, data/train-00000-of-00002.parquet,
     main/train/0000.parquet. Of two kinds text is taken. None if there are none; ValueError, FileNotFoundError."""
     refuse_address(source, flag)
-    folder = Path(source).expanduser()
+    folder = Path(os.path.expanduser(source))
     if not folder.is_dir():
         remedy = f"; {FETCH.format(source)}" if is_hub_id(folder) else ""
         raise FileNotFoundError(f'{flag} {source}: expected "hub", or a folder that exists{remedy}')
