@@ -190,9 +190,12 @@ def compare_weights(model: nn.Module, path: str, flag: str) -> tuple[list[str], 
         raise SystemExit(printable(f"{told}: {' '.join(str(error).split()):.300}")) from error
     finally:
         logging.set_verbosity(verbosity)
-    computed = dict(model.named_buffers())  # which older files hold
-    unknown = found["unexpected_keys"] - computed.keys()
-    return sorted(found["missing_keys"]), sorted(unknown), sorted(found["mismatched_keys"])
+    computed = dict(model.named_buffers())
+    unknown = []
+    for name in sorted(found["unexpected_keys"]):
+        if name not in computed and not name.endswith(".masked_bias"):  # which older files hold
+            unknown.append(name)
+    return sorted(found["missing_keys"]), unknown, sorted(found["mismatched_keys"])
 
 
 def in_backbone(model: nn.Module, name: str) -> bool:

@@ -158,11 +158,10 @@ class Job:
             loader.load_state_dict(position)
         return loader
 
-    def check_weights(self, path: str, flag: str = "--model", headless: bool = False) -> nn.Module:
-        """The model of a folder without its weights. SystemExit if its files have not those, see common/hub.py."""
+    def check_weights(self, path: str, flag: str = "--model", headless: bool = False) -> None:
+        """SystemExit if the files of a folder have not the weights of its model, see common/hub.py."""
         model = check_model(path, self.attention, self.machine.trust_remote_code)
         check_weights(model, path, flag, headless)
-        return model
 
     def load_policy(self, from_scratch: bool = False) -> nn.Module:
         """The policy, to be trained: float32 master weights, sharded or replicated; its buffers follow."""

@@ -14,7 +14,7 @@ from common.logprobs import is_greedy, token_logprobs
 from common.lora import adapters, add_adapters, merged
 from common.packing import MicroBatch
 from common.pictures import blank
-from common.rotary import length_limits, set_text_lengths
+from common.rotary import length_limits, num_positions, set_text_lengths
 from common.torch_repair import transformers
 from common.vision import FAMILY, Vision, auto_class, clamped, skeleton
 
@@ -151,6 +151,10 @@ def load_policy(
     if not from_scratch:
         flag = "--model" if make is Policy else "--critic-model"
         check_weights(model, path, flag, headless=make is not Policy)
+    positions = num_positions(model.config.get_text_config())
+    if make is not Policy and (max_model_len or 0) > positions:  # of the policy its engine says so
+        lengths = f"--max-prompt-tokens and --max-response-tokens: {max_model_len} tokens together"
+        raise SystemExit(f"{lengths}, and --critic-model {path} has {positions:.0f} positions (config.json)")
     register_attention()
     implementation = {"flash": "flash_attention_2", "flex": "shared_prompts_flex", "sdpa": "shared_prompts"}[attention]
     if vision:  # whose tower has no prompts to share

@@ -38,7 +38,6 @@ from common.rewards import RewardWorkers, needs_judge, score_episodes
 from common.rewards.judging import bounded, open_judge, saved_at_outage
 from common.rewards.model import RewardModel, check_reward_model
 from common.rewards.samples import as_sample, report, summarize
-from common.rotary import num_positions
 from common.tools.pools import ToolPool, ToolWorkers
 from common.tools.python import PythonWorkers
 from common.tools.trajectories import Turns
@@ -81,11 +80,7 @@ class Rollouts:
         # the engine, and what reckons with memory, would be the first to miss any
         job.check_weights(job.path)
         for folder in set(trained) - {job.path}:
-            critic = job.check_weights(folder, "--critic-model", headless=True)
-            positions = num_positions(critic.config.get_text_config())
-            lengths = f"--max-prompt-tokens and --max-response-tokens: {job.max_model_len} tokens together"
-            too_long = f"{lengths}, and --critic-model {folder} has {positions:.0f} positions (config.json)"
-            refuse(job.max_model_len > positions, too_long)  # of the policy its engine says so
+            job.check_weights(folder, "--critic-model", headless=True)
         if reward_folder:
             check_reward_model(reward_folder)
         shared = rollout.engine_parallel  # ranks that share an engine

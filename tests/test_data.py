@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import os
 import random
 import re
@@ -437,12 +438,33 @@ def test_tokens_that_have_no_embedding_are_named_with_their_rows(tmp_path, token
 
     world = SimpleNamespace(rank=0, local_rank=0, size=1, is_main=True, print=lambda _: None)
     job = SimpleNamespace(tokenizer=grown, vision=None, world=world, run=Run(), identity={}, num_embeddings=known)
+    job.num_positions = math.inf
     with pytest.raises(ValueError, match="has the token '<think>'"):
         read_prompts(job, Data(str(tmp_path / "a.jsonl")), Rollout(), None)
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "<think>"}]
     args = sft.Args(data=Data(write(tmp_path / "c.jsonl", [{"messages": messages}])))
     with pytest.raises(SystemExit, match="has the token '<think>'"):
         sft.read_data(args, job)
+
+
+def test_conversations_end_where_the_models_positions_do(tmp_path, tokenizer, monkeypatch):
+    """--max-tokens must fit; its default is lowered, and that is said."""
+    said: list[str] = []
+    world = SimpleNamespace(rank=0, local_rank=0, size=1, is_main=True, print=said.append)
+    job = SimpleNamespace(tokenizer=copy.deepcopy(tokenizer), vision=None, world=world, num_embeddings=None)
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "word " * 600}]
+    args = sft.Args(data=Data(write(tmp_path / "a.jsonl", [{"messages": messages}])))
+    monkeypatch.setattr("sys.argv", ["sft.py"])
+    for positions, length in ((math.inf, 1024), (1024, 1024), (512.0, 512)):
+        job.num_positions = positions
+        data, _ = sft.read_data(args, job)
+        episode = data.episode(0)
+        assert len(episode.prompt_ids) + len(episode.response_ids) == length
+    assert said == ["--max-tokens 1024: the model has 512 positions (config.json); longer conversations are cut there"]
+    for given in (["--max-tokens", "1024"], ["--max_tokens=1024"]):
+        monkeypatch.setattr("sys.argv", ["sft.py", *given])
+        with pytest.raises(SystemExit, match=r"^--max-tokens 1024: the model has 512 positions \(config\.json\)$"):
+            sft.read_data(args, job)
 
 
 def test_a_text_at_which_the_tokenizer_panics_costs_its_row(tmp_path, tokenizer, capsys):

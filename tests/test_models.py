@@ -400,6 +400,13 @@ def test_a_reward_models_backbone_may_be_the_critics_and_no_policy(tmp_path):
         load_policy(str(tmp_path), "sdpa")
 
 
+def test_a_critic_has_positions_for_what_is_sampled():
+    """Of the policy its engine says so."""
+    with pytest.raises(SystemExit, match=r"2049 tokens together, and --critic-model .* has 2048 positions"):
+        load_policy(str(FOLDERS["tiny"]), "sdpa", make=Critic, max_model_len=2049)
+    load_policy(str(FOLDERS["tiny"]), "sdpa", make=Critic, max_model_len=2048)
+
+
 def test_there_is_no_dropout(tmp_path):
     config = CONFIG_MAPPING["gpt2"](n_embd=64, n_layer=2, n_head=4, vocab_size=128, bos_token_id=0, eos_token_id=0)
     assert config.resid_pdrop == config.attn_pdrop == 0.1
