@@ -1,7 +1,9 @@
 """Runs without --micro-batch-tokens: one number for all ranks, kept by a resume and by a replay."""
 
 import json
+from types import SimpleNamespace
 
+import psutil
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -19,11 +21,13 @@ OPTIONS += ["--max-prompt-tokens", 64, "--max-response-tokens", 64, "--learning-
 OPTIONS += ["--total-steps", 2, "--save-every", 1, "--keep-checkpoints", 9, "--dump-rollouts-every", 1]
 
 
+ROLLOUT = Rollout(max_prompt_tokens=64, max_response_tokens=64, engine="hf", engine_memory=0.02)
+
+
 def free_for(tokens: int) -> float:
     """Gigabytes of which nine tenths are just enough for a micro-batch."""
-    rollout = Rollout(max_prompt_tokens=64, max_response_tokens=64, engine="hf", engine_memory=0.02)
     machine = Machine(micro_batch_tokens=tokens, attention="sdpa")
-    gb = memory_phases(rollout, machine, 2, torch.float32, [str(FOLDERS["tiny"])], [], on_gpu=False)
+    gb = memory_phases(ROLLOUT, machine, 2, torch.float32, [str(FOLDERS["tiny"])], [], on_gpu=False)
     assert gb["rollout"] < gb["update"]
     return 1.001 * gb["update"] / 0.9
 
@@ -58,9 +62,13 @@ def test_a_replay_from_another_folder_takes_it(whole, tmp_path):
     assert steps_of(tmp_path)[2]["policy/loss"] == steps_of(folder)[2]["policy/loss"]
 
 
-def test_a_resume_takes_it_and_a_typed_number_wins(whole, tmp_path):
+def test_a_resume_takes_it_and_a_typed_number_wins(whole, world, tmp_path, monkeypatch):
+    """From another folder, whatever is free there; a run that begins anew chooses anew."""
+    monkeypatch.setattr("common.job.init_world", lambda *_: world)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=16e9))
     checkpoint = str(whole[0] / "checkpoints/step_000001")
-    for resume, typed, expected in ((checkpoint, None, 256), (checkpoint, 64, 64), ("never", None, None)):
+    for resume, typed, expected in ((checkpoint, None, 256), (checkpoint, 64, 64), ("never", None, 16_384)):
         run = Run(model="tiny", output_dir=tmp_path, resume=resume)
         job = Job("grpo", Data(), Machine(micro_batch_tokens=typed), run, demo=False, record=False)
+        job.plan_memory(ROLLOUT, trained=[job.path], frozen=[])
         assert job.micro_batch_tokens == expected
