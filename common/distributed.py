@@ -169,11 +169,12 @@ def _outcome(main: Callable, *args: object) -> int:
         # of ours: users' own files raise ValueErrors
         if isinstance(error, ImportError) or any(word in str(error) for word in ("shared object", "torchvision::")):
             advice = ". Install what requirements.txt (-cpu, -v100) pins; python -m common.doctor says what works"
-        if any(words in str(error) for words in LOST) and not processes.heard():
+        several = isinstance(error, RuntimeError) and world_size() > 1
+        if several and any(words in str(error) for words in LOST) and not processes.heard():
             advice = ". A rank that is killed (signal 9) has most often run out of memory: docs/trouble.md"
         line = f"{rank} {type(error).__name__}: {error}{advice}"
         processes.fail(line, f"{rank} failed:\n{traceback.format_exc()}{line}")
-        if isinstance(error, RuntimeError) and world_size() > 1:
+        if several:
             time.sleep(processes.GRACE_S)  # it may come from another's death, and torchrun should see who was first
         return 1
     return 0

@@ -106,7 +106,7 @@ def heap_given_back() -> int:
     """Bytes of this process's heap that the kernel has taken back. They count as its data, and are free as well."""
     missing = 0
     in_heap = False
-    with open("/proc/self/smaps") as lines:
+    with suppress(OSError), open("/proc/self/smaps") as lines:
         for line in lines:
             name, *values = line.split()
             if not name.endswith(":"):  # a range of addresses

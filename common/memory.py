@@ -1,5 +1,6 @@
 """When the memory of a rank has not sufficed for an update: smaller pieces."""
 
+import gc
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -11,7 +12,9 @@ from torch import nn
 from common.distributed import World, abandon_backward
 from common.files import refuse, replace_file
 from common.limits import NO_KERNEL, data_bytes, exhausted_memory, free_memory, heap_given_back
-from common.processes import ranks_here
+from common.processes import ranks_here, trim_heap
+
+RESERVE = 2**28  # bytes for each rank that an update leaves: what follows it, page tables, other programs
 
 
 @contextmanager
@@ -19,19 +22,20 @@ def limited_memory(device: torch.device) -> Iterator[None]:
     """On a CPU, where the kernel kills who takes the last memory: what does not fit into this rank's share of what is
     free is an exception, as on a GPU.
 
-    The limit is on all private data of the process, what it has now included; before Linux 4.7, or where /proc does
-    not tell, there is none.
+    The limit is on all private data of the process, what it has now included, as Linux counts it since 4.7. The
+    engine's phases have none: it takes what --engine-memory says.
     """
     data = data_bytes()
     if device.type != "cpu" or not data:
         yield
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limits = [int(data - heap_given_back() + free_memory() / ranks_here())]
+    share = free_memory() // ranks_here() - RESERVE
+    limits = [data - heap_given_back() + share]
     for given in (soft, hard):
         if given != resource.RLIM_INFINITY:
             limits.append(given)
-    resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
+    resource.setrlimit(resource.RLIMIT_DATA, (max(0, min(limits)), hard))
     try:
         yield
     finally:
@@ -64,5 +68,12 @@ def halve_budget(budget: int, model: nn.Module, world: World, run_dir: Path, err
     refuse(not alone, f"out of {memory} in the update: --micro-batch-tokens is now {budget}; {remedy}")
     world.print(f"out of {memory}: --micro-batch-tokens is now {budget}, the step is repeated")
     abandon_backward(model)
-    torch.cuda.empty_cache()
     return budget
+
+
+def release_memory() -> None:
+    """Give back what an attempt has left in the caches of torch and malloc, once its exception is gone, and with it
+    what that held."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    trim_heap()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from common.distributed import World, all_reduce, forward_context
 from common.episodes import Episode, prompts_of_all_ranks
 from common.limits import exhausted_memory
-from common.memory import halve_budget, limited_memory, remembered_budget
+from common.memory import halve_budget, limited_memory, release_memory, remembered_budget
 from common.pictures import Media
 from common.progress import Progress
 from common.vision import Vision
@@ -132,6 +132,7 @@ class Packer:
                     raise
                 self.budget = halve_budget(self.budget, model, self.world, self.run_dir, error)
                 self._pack()
+            release_memory()
 
     @torch.no_grad()
     def fill(self, result: Tensor, model: nn.Module, minibatches: Sequence[Minibatch], *inputs: object) -> None:

@@ -227,12 +227,19 @@ def keep_freed_memory() -> None:
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
+def trim_heap() -> None:
+    """With glibc: give back what tensors have freed, and `keep_freed_memory` has kept."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+
+
 def tidy_memory() -> None:
     """With glibc: give back what is kept in pieces, in some steps; move the heap to huge pages, once it has grown."""
     step, libc = next(_steps), ctypes.CDLL(None)
     glibc = hasattr(libc, "malloc_trim")
-    if glibc and step % 16 == 0:  # it takes as long as a small model's step
-        libc.malloc_trim(0)
+    if step % 16 == 0:  # it takes as long as a small model's step
+        trim_heap()
     if glibc and step == 1 and (heap := re.search(r"(\w+)-(\w+) .*\[heap\]", Path("/proc/self/maps").read_text())):
         start, end = (int(address, 16) for address in heap.groups())  # the first step has made it as large as it gets
         for advice in (14, 25):  # MADV_HUGEPAGE, MADV_COLLAPSE
