@@ -1,9 +1,7 @@
 """Runs without --micro-batch-tokens: one number for all ranks, kept by a resume and by a replay."""
 
 import json
-from types import SimpleNamespace
 
-import psutil
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -65,7 +63,7 @@ def test_a_replay_from_another_folder_takes_it(whole, tmp_path):
 def test_a_resume_takes_it_and_a_typed_number_wins(whole, world, tmp_path, monkeypatch):
     """From another folder, whatever is free there; a run that begins anew chooses anew."""
     monkeypatch.setattr("common.job.init_world", lambda *_: world)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=16e9))
+    monkeypatch.setattr("common.prepare.memory_plan.free_memory", lambda: 16e9)
     checkpoint = str(whole[0] / "checkpoints/step_000001")
     for resume, typed, expected in ((checkpoint, None, 256), (checkpoint, 64, 64), ("never", None, 16_384)):
         run = Run(model="tiny", output_dir=tmp_path, resume=resume)
