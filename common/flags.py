@@ -168,10 +168,8 @@ def parse(args_class: type[Args], demo: Args, doc: str) -> tuple[Args, bool]:
     is_demo = "--model" not in given()
     default = demo if is_demo and not given() & {"--help", "-h"} else args_class()
     with said_once():
-        bare = (
-            "python -OO (PYTHONOPTIMIZE=2) leaves out docstrings, of which --help and what is said of tools are made"
-        )
-        refuse(sys.flags.optimize > 1, f"{bare}: take python, or python -O")
+        told = "python -OO (PYTHONOPTIMIZE=2) leaves out the docstrings that --help and tools show"
+        refuse(sys.flags.optimize > 1, f"{told}: take python, or python -O")
         paragraphs = doc.split("\n\n")
         teaching = [paragraphs[0], *(text for text in paragraphs if text.startswith("    "))]  # the commands
         sys.argv[1:] = command_line()

@@ -226,7 +226,7 @@ def cache_folder() -> Path:
     SystemExit where no home folder is known, as for a user whom a container does not know.
     """
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    refuse(cache.startswith("~"), "there is no home folder to keep a model in: set XDG_CACHE_HOME to a folder")
+    refuse(cache.startswith("~"), "smollm2 has no home folder to be kept in: set XDG_CACHE_HOME to a folder")
     return Path(cache).absolute() / "minimal-rl"
 
 

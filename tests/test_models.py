@@ -359,6 +359,7 @@ class Settings(BaseModel):
             "--max-prompt-tokens, --max-response-tokens, --engine-memory: Value error",
         ),
     ],
+    ids=["a value", "a setting", "a name", "a file", "a length"],
 )
 def test_only_what_names_a_length_or_memory_is_put_down_to_their_flags(start, told):
     """pydantic shows all settings in each of its errors, and a folder may be called anything."""

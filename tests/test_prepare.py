@@ -380,7 +380,7 @@ def test_without_a_home_folder_smollm2_wants_another_place(home, tmp_path, monke
     if home == "unknown":
         monkeypatch.delenv("HOME")
         monkeypatch.setattr("pwd.getpwuid", Mock(side_effect=KeyError))
-        told = "there is no home folder to keep a model in: set XDG_CACHE_HOME"
+        told = "smollm2 has no home folder to be kept in: set XDG_CACHE_HOME"
     else:
         monkeypatch.setenv("HOME", places[home])
         told = f"--model smollm2 is kept in {places[home]}/.cache/minimal-rl, which cannot be written .XDG_CACHE_HOME"

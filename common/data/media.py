@@ -13,8 +13,8 @@ from PIL import Image, UnidentifiedImageError
 from common.pictures import CELL, FORMATS, BadRow, Media, PixelLimits, check_size
 
 MARKS = {"<image>": "image", "<video>": "video"}  # placeholders in the prompts of data sets
-# what stands for something else in texts of ms-swift and LLaMA-Factory, and the columns that say for what
-FOREIGN_MARKS = {"<bbox>": ("objects",), "<ref-object>": ("objects",), "<audio>": ("audios", "audio")}
+# placeholders in texts of ms-swift and LLaMA-Factory, and the columns that hold what they stand for
+FOREIGN_MARKS = [("<bbox>", "objects"), ("<ref-object>", "objects"), ("<audio>", "audios"), ("<audio>", "audio")]
 FOREIGN_COLUMNS = ("objects", "audios", "audio")
 Picture = tuple[str, list]  # "image" or "video", and its frames as a row holds them
 
@@ -44,15 +44,13 @@ def picture_sources(record: Mapping, text: str) -> list[Picture]:
 
 def refuse_foreign_marks(record: Mapping, text: str) -> None:
     """BadRow for a text that only another system can complete, from a column that is not read here."""
-    for mark, columns in FOREIGN_MARKS.items():
-        for column in columns:
-            held = record.get(column)
-            if isinstance(held, Mapping):
-                held = [value for value in held.values() if value]
-            if mark in text and held:
-                raise BadRow(
-                    f"{mark} stands for what the column {column} holds, which is not read: write that into the text"
-                )
+    for mark, column in FOREIGN_MARKS:
+        held = record.get(column)
+        if isinstance(held, Mapping):
+            held = any(held.values())  # Arrow fills in what a row lacks
+        if held and mark in text:
+            told = f"{mark} stands for what the column {column} holds, which is not read"
+            raise BadRow(f"{told}: write that into the text")
 
 
 def for_interpreter(hint: Mapping, text: str) -> dict:
