@@ -334,6 +334,12 @@ def test_what_vllm_alone_would_read_is_refused(tmp_path):
     save_file({"a": torch.zeros(1)}, folder / "adapter_model.safetensors")
     with pytest.raises(SystemExit, match=r"vLLM would read adapter_model\.safetensors, too, .*: move it elsewhere"):
         refuse_other_files(str(folder))
+    weights = folder / "model.safetensors"
+    torch.save(load_file(weights), folder / "pytorch_model.bin")
+    weights.rename(tmp_path / weights.name)
+    with pytest.raises(SystemExit, match=r"vLLM would read adapter_model\.safetensors, too"):
+        refuse_other_files(str(folder))  # and nothing else
+    (tmp_path / weights.name).rename(weights)
     cut_into_shards(folder)
     refuse_other_files(str(folder))  # the index tells it apart
 

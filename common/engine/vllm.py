@@ -82,12 +82,12 @@ def refuse_uneven(config, ranks: int) -> None:
 
 
 def refuse_other_files(path: str) -> None:
-    """SystemExit for a file beside a model's weights that transformers leaves alone, and vLLM, without an index, takes
-    for a part of them."""
-    files = require_weights(path)
-    if files[0].name != "model.safetensors" or Path(path, "model.safetensors.index.json").exists():
+    """SystemExit for a file beside a model's weights that transformers leaves alone, and vLLM reads for want of an
+    index."""
+    folder, files = Path(path), require_weights(path)
+    if (folder / "model.safetensors.index.json").exists():
         return
-    others = [file.name for file in sorted(Path(path).glob("*.safetensors")) if file not in files]
+    others = [file.name for file in sorted(folder.glob("*.safetensors")) if file not in files]
     told = f"--model {path}: vLLM would read {' and '.join(others)}, too, which transformers does not"
     refuse(bool(others), f"{told}: move it elsewhere, or --engine hf")
 
