@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from helpers import ROOT, metrics_of, run_script
 
-from common.rewards import REWARD_FUNCTIONS, reward_function
+from common.rewards import reward_function
 from common.workers import load_function
 
 SCRIPTS = sorted(path.name for path in ROOT.glob("*.py"))
@@ -130,25 +130,10 @@ def parameters(path: Path, name: str) -> set[str]:
 def all_flags() -> set[str]:
     """Of all scripts, of what `python -m common...` offers, and of the benchmarks."""
     programs = [*SCRIPTS, *(str(p.relative_to(ROOT)) for p in ROOT.glob("tests/bench/*.py"))]
+    programs += [str(p.relative_to(ROOT)) for p in ROOT.glob("results/notebook/*.py")]
     programs += [f"common.prepare.{p.stem}" for p in ROOT.glob("common/prepare/*.py")]
     programs += ["common.score", *(f"common.{p.parent.name}" for p in ROOT.glob("common/*/__main__.py"))]
     return set().union(*(flags_of(program) for program in programs), *THEIRS.values())
-
-
-def test_flags_are_found_in_the_source():
-    assert {"model", "train-data", "prompts-per-step", "objective", "log"} <= flags_of("grpo.py")
-    assert "critic-model" in flags_of("ppo.py") - flags_of("grpo.py")
-    assert {"out", "template", "operands"} <= flags_of("common.prepare.countdown")
-    assert {"tokenizer", "rows"} <= flags_of("common.look")
-    assert {"model", "dtype"} <= flags_of("tests/workers/engine_gap.py")
-
-
-def test_fields_of_groups_are_flags(monkeypatch):
-    source = "class A(Base):\n  data: Data\n  other: lib.Other\n  x: int = 1\n  y: Positive = 2"
-    groups = "@d\nclass Data:\n  rows: int\n@d\nclass Other:\n  z: str\n@d\nclass Base:\n  b: int"
-    known = {node.name: node for node in ast.parse(groups).body}
-    monkeypatch.setattr(sys.modules[__name__], "classes_of_common", lambda: known)
-    assert fields(ast.parse(source).body[0]) == {"rows", "z", "x", "y", "b"}
 
 
 # --- commands -------------------------------------------------------------------------------------------------------
@@ -307,25 +292,6 @@ def test_functions_that_are_named_as_rewards_or_tools_exist(page):
             assert any(f"def {name}(" in b for b in written), f"no block of {page} is {file} with {name}"
 
 
-def tree_of_files(page: str) -> list[str]:
-    (block,) = [content for language, content in blocks(page) if not language and "common/\n" in content]
-    names, folder = [], ""
-    for line in block.splitlines():
-        folder = folder if line.startswith(" ") else ""
-        for name in re.split(r"\s{3,}", line.strip())[0].split():
-            names.append(folder + name)
-            folder = name if name == "common/" else folder
-    return names
-
-
-def test_the_file_tree_is_that_of_the_repository():
-    names = tree_of_files("README.md")
-    assert missing(names) == []
-    ours = [path for path in (ROOT / "common").iterdir() if not path.name.startswith("_")]
-    ours = {f"common/{path.name}" + "/" * path.is_dir() for path in ours}
-    assert {*SCRIPTS, *ours} <= set(names), "not in the README's tree"
-
-
 def slug(heading: str) -> str:
     """The anchor that GitHub makes of a heading."""
     heading = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").strip().lower()
@@ -358,37 +324,6 @@ def test_links_resolve(page):
     assert broken == []
 
 
-@every_page
-def test_headings_of_a_page_differ(page):
-    found = anchors(ROOT / page)
-    assert len(found) == len(set(found))
-
-
-def test_every_page_is_linked_from_the_readme():
-    linked = set(re.findall(r"\]\((docs/\w+\.md)", text("README.md")))
-    assert linked == {page for page in PAGES if page.startswith("docs/")}
-
-
-# --- form -----------------------------------------------------------------------------------------------------------
-
-
-def test_the_chinese_readme_has_the_same_code():
-    assert blocks("README_zh.md") == blocks("README.md")
-    assert len(anchors(ROOT / "README_zh.md")) == len(anchors(ROOT / "README.md"))
-
-
-def test_the_two_commands_come_first_and_the_test_command_is_the_one_of_ci():
-    demo, tests = "./with torchrun --nproc_per_node 2 grpo.py", "./with python -m pytest tests -q -n 3 --dist loadfile"
-    assert blocks("README.md")[:2] == [("bash", f"{demo}\n"), ("bash", f"{tests}\n")]
-    assert tests in (ROOT / ".ci/run").read_text().splitlines()
-
-
-def test_the_table_of_rewards_is_the_code():
-    (table,) = re.findall(r"\| `data_source` \| reward \|\n(.*?)\n\n", text("docs/recipes.md"), flags=re.DOTALL)
-    told = [name for line in table.splitlines()[1:] for name in re.findall(r"`([^`]+)`", line.split("|")[1])]
-    assert sorted(told) == sorted(REWARD_FUNCTIONS)
-
-
 # --- the table of other systems' keys --------------------------------------------------------------------------------
 
 
@@ -415,7 +350,11 @@ def test_keys_of_others_have_one_row_each_and_an_answer():
     assert [key for key in rows if key.removeprefix("--") in ours_too] == [], "needs no translation"
 
 
-# --- the README's example --------------------------------------------------------------------------------------------
+# --- README's blocks run --------------------------------------------------------------------------------------------
+
+
+def test_the_chinese_readme_has_the_same_code():
+    assert blocks("README_zh.md") == blocks("README.md")
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """Accuracy and pass@k of the samples of an --eval-only run, with 95 % intervals over rows: strict, and lenient.
 
-    python tests/bench/scores.py runs/NAME/eval_samples.parquet
+    python results/notebook/scores.py runs/NAME/eval_samples.parquet
 
 Strict is the reward's own rule. Lenient asks for the answer alone, whatever its format: the last number of a response
 to GSM8K's rows; to Countdown's, any expression in it that makes the target of the numbers. Where some samples call a

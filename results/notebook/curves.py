@@ -1,10 +1,10 @@
 """Learning curves, study by study, run by run: to be interrupted and gone on with.
 
-    python tests/bench/curves.py --list                                 # every curve, its command, and how far it is
-    python tests/bench/curves.py demos                                  # a study
-    python tests/bench/curves.py demos --only grpo-tiny-seed1           # one run of it
-    python tests/bench/curves.py beside-trl --trl /tmp/trl-venv         # made by: step.py --trl ... --make-trl-venv
-    python tests/bench/curves.py one-gpu --gsm8k ../shared/data/gsm8k --minutes 60      # then the same command again
+    python results/notebook/curves.py --list                            # every curve, its command, how far it is
+    python results/notebook/curves.py demos                             # a study
+    python results/notebook/curves.py demos --only grpo-tiny-seed1      # one run of it
+    python results/notebook/curves.py beside-trl --trl /tmp/trl-venv    # made by: step.py --trl ... --make-trl-venv
+    python results/notebook/curves.py one-gpu --gsm8k ../shared/data/gsm8k --minutes 60     # and again, to go on
 
 A run that is done stays done, one of ours that was stopped goes on from its checkpoint, one of TRL's begins again.
 What is worth keeping of each (metrics, flags, versions, hardware, curves) goes to results/RUN at once, finished or
@@ -75,7 +75,7 @@ def our_command(args: Args, run: Run, folder: Path) -> list[str]:
     if script != "sft.py" and args.at_once > 1 and torch.cuda.is_available():
         flags += ["--sleep-level", 0]  # vLLM cannot put an engine to sleep while others take memory
     flags += ["--save-every", args.save_every, "--output-dir", folder.absolute(), *args.flags.split()]
-    program = ["tests/bench/wrong_engine.py", run.engine] if run.engine else [script]
+    program = ["results/notebook/wrong_engine.py", run.engine] if run.engine else [script]
     return [str(part) for part in (sys.executable, *LAUNCHER, run.ranks, *program, *flags)]
 
 
@@ -238,7 +238,7 @@ def start_run(args: Args, study: Study, name: str) -> subprocess.Popen:
 
 def show_list(args: Args) -> None:
     for name, study in STUDIES.items():
-        print(f"\n{name}: {study.question}\n  python tests/bench/curves.py {name} {study.needs}".rstrip())
+        print(f"\n{name}: {study.question}\n  python results/notebook/curves.py {name} {study.needs}".rstrip())
         for run_name, run in study.runs.items():
             seed = "" if run.seed is None else f" --seed {run.seed}"
             model = f" --model {args.runs / run.parent / 'model'}" if run.parent else ""

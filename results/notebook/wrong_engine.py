@@ -1,7 +1,7 @@
 """grpo.py under an engine that is wrong on purpose, for --correction to make good.
 
-    torchrun --nproc_per_node 2 tests/bench/wrong_engine.py bf16 --dtype fp32 --correction truncate
-    torchrun --nproc_per_node 2 tests/bench/wrong_engine.py int3 --dtype fp32 --max-logprob-gap 1
+    torchrun --nproc_per_node 2 results/notebook/wrong_engine.py bf16 --dtype fp32 --correction truncate
+    torchrun --nproc_per_node 2 results/notebook/wrong_engine.py int3 --dtype fp32 --max-logprob-gap 1
 
 bf16: it computes in bf16, whatever the trainer does. int3: and by matrices of 3 bits. Evaluations are of the policy as
 it is: by matrices with all their bits.

@@ -1,0 +1,1 @@
+../../tests/bench/trl_work.py
