@@ -61,9 +61,6 @@ def fingerprint(file: Path) -> str:
 def read_manifest(folder: Path) -> dict:
     """ValueError for one that is not there, or that is none."""
     if not (folder / MANIFEST).is_file():
-        if (folder / "trainer.json").is_file():
-            earlier = "the checkpoint was written by an earlier version, without checksums"
-            raise ValueError(f"has no {MANIFEST}: it was removed, or {earlier}")
         raise ValueError(f"is incomplete: it has no {MANIFEST}")
     try:
         manifest = json.loads((folder / MANIFEST).read_text())

@@ -61,7 +61,7 @@ class Job:
 
     def __init__(self, script: str, data: Data, machine: Machine, run: Run, demo: bool, record: bool = True):
         """Join the process group, lock the run folder (if it is to `record`), find model, tokenizer, checkpoint."""
-        self.script, self.machine, self.run = script, machine, run
+        self.machine, self.run = machine, run
         self.world = world = init_world(run.stall_minutes)
         if demo:
             world.print("no --model given: running the embedded demo")

@@ -17,13 +17,12 @@ from common.job import Job
 from common.look.console import StatusLine
 from common.look.curves import plot_curves
 from common.look.logger import Logger
-from common.look.machine import changed_flags, earlier_step, save_config
+from common.look.machine import changed_flags, save_config
 from common.look.trackers import Trackers
 from common.memory import remembered_budget
 from common.prepare.export import export_hugging_face
 from common.prepare.memory_plan import peak_memory_gb
 from common.processes import at_end, sign_of_life, tidy_memory
-from common.progress import duration
 
 
 def open_logger(job: Job, args: Any, total_steps: int, checkpoints: Checkpoints, *, record: bool = True) -> Logger:
@@ -51,9 +50,6 @@ def open_logger(job: Job, args: Any, total_steps: int, checkpoints: Checkpoints,
         logger.event(resumed | ({"changed": changed} if changed else {}))
         new = "".join(f"; {flag(name)} {value}, not {before}" for name, (before, value) in changed.items())
         world.print(f"resumed: {job.checkpoint}, step {checkpoints.start}; {left} of {total_steps} steps left{new}")
-    if world.is_main and (known := earlier_step(job.output_dir, job.script, job.run.model)):
-        seconds, run = known
-        world.print(f"a step took {seconds:.3g} s last time ({run}): {duration(seconds * left)} left, and evaluations")
     if world.is_main:
         at_end.append(partial(plot_curves, job.output_dir))
     handle_sigterm()

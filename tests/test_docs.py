@@ -26,7 +26,7 @@ THEIRS = {
     "docker": {"shm-size", "network", "ipc", "security-opt"},
     "sbatch": {"signal", "requeue"},
 }
-TABLES_OF_OTHERS = ("theirs", "original flag", "earlier")  # whose first column holds flags that are not ours
+TABLES_OF_OTHERS = ("theirs", "original flag")  # whose first column holds flags that are not ours
 OUTSIDE = {"pytest", "torch", "vllm"}  # modules of `python -m` that are not ours
 
 every_page = pytest.mark.parametrize("page", PAGES)

@@ -368,13 +368,6 @@ def test_keys_of_verl_and_trl_are_translated(given, message, monkeypatch, tmp_pa
     )
 
 
-@pytest.mark.parametrize("script", [grpo, sft])
-@pytest.mark.parametrize("name", ["--overlong-prompts", "--no-skip-bad-rows"])
-def test_an_earlier_name_is_answered_with_the_new_one(script, name, monkeypatch):
-    with pytest.raises(SystemExit, match="here --bad-rows"):
-        called(monkeypatch, script, name, "drop")
-
-
 def test_values_and_names_of_ours_are_not_looked_up(monkeypatch, tmp_path):
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "from_verl_trl.md").write_text(PAGE)

@@ -97,16 +97,6 @@ def test_a_page_shows_row_truth_and_the_end_in_words(tmp_path, tokenizer, world)
     assert f"max_turns: {FINISH_REASONS['max_turns']}" in page and f"stop: {FINISH_REASONS['stop']}" in page
 
 
-def test_dumps_from_before_row_and_truth_can_still_be_read(tmp_path, tokenizer, world):
-    episodes = random_episodes(seed=5, prompts=2, samples=2)
-    path = dump_rollouts(tmp_path, 1, episodes, episodes, [0.5] * 4, tokenizer, world)
-    pq.write_table(pq.read_table(path).drop_columns(["row", "truth", "model_reward"]), path)
-    assert load_rollouts(path, 1, world, LIMITS) == (episodes, episodes)
-    write_page(path, tokenizer)
-    page = path.with_suffix(".html").read_text()
-    assert "<h2>Prompt 1</h2>" in page and "turn truth" not in page
-
-
 def test_what_is_no_run_and_a_run_whose_model_is_not_known(run_dir, tmp_path_factory):
     with pytest.raises(SystemExit, match=r"no metrics\.jsonl and no rollouts"):
         look(tmp_path_factory.mktemp("empty"))
@@ -179,12 +169,6 @@ def test_a_full_disk_costs_the_dump_and_the_page_but_not_the_run(tmp_path, token
     path.write_bytes(path.read_bytes()[:-9])
     write_page(path, tokenizer)
     assert "step_000001.html not written" in capsys.readouterr().out
-
-
-def test_the_old_command_names_the_new_one():
-    done = subprocess.run([sys.executable, "-m", "common.data", "x"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and not done.stdout
-    assert done.stderr.splitlines() == ["it is now: python -m common.look FILE [--tokenizer NAME] [--rows 2]"]
 
 
 # --- data files ---

@@ -93,7 +93,7 @@ def load_rollouts(
     wrong = f"--replay {path}: is of step {made[0]} on {made[1]} ranks, this is step {step} on {world.size}: "
     refuse(made != (step, world.size), f"{wrong}--resume the checkpoint of the step before it, with as many ranks")
     wrong = f"--replay {path}: give the --reward-model of that run, and none if it had none"
-    refuse(any(row.get("model_reward") is not None for row in rows) != bool(reward_model), wrong)
+    refuse(any(row["model_reward"] is not None for row in rows) != bool(reward_model), wrong)
     own = path.with_suffix(f".media_{world.rank}.parquet")
     table = pq.read_table(own).to_pydict() if own.is_file() else {"hash": [], "bytes": []}
     files = dict(zip(table["hash"], table["bytes"]))
@@ -102,7 +102,7 @@ def load_rollouts(
     for row in rows:
         if row["rank"] != world.rank:
             continue
-        row |= {name: json.loads(row[name]) for name in AS_JSON if name in row}  # older dumps lack some fields
+        row |= {name: json.loads(row[name]) for name in AS_JSON}
         for i, m in enumerate(row["media"]):
             key = json.dumps(m)
             if key not in opened:
@@ -112,7 +112,7 @@ def load_rollouts(
             row["media"][i] = opened[key]
             wrong = f"--replay {path}: give --min-pixels, --max-pixels, --max-frame-pixels of that run"
             refuse(list(opened[key].pixels.shape[2:0:-1]) != row["shown"][i], wrong)
-        sampled.append(Episode(**{f.name: row[f.name] for f in fields(Episode) if f.name in row}))
+        sampled.append(Episode(**{f.name: row[f.name] for f in fields(Episode)}))
         if row["advantage"] is not None:
             trained.append(sampled[-1])
     return sampled, trained

@@ -288,14 +288,14 @@ class PromptLoader:
         return place | {"fingerprint": self.fingerprint}
 
     def load_state_dict(self, state: dict) -> None:
-        """SystemExit if the saved position belongs to another data set or seed. Older ones have no fingerprint."""
+        """SystemExit if the saved position belongs to another data set or seed."""
         anew = "or give another --output-dir or --resume never"
         for name in ("num_rows", "seed"):
             now = getattr(self, name)
             if state[name] != now:
                 told = f"--resume: {name} of the training data was {state[name]}, now it is {now}"
                 raise SystemExit(f"{told}; go on with the same flags, {anew}")
-        saved = state.get("fingerprint", self.fingerprint)
+        saved = state["fingerprint"]
         if saved != self.fingerprint:
             told = (
                 f"--resume: the training data has other rows than before (fingerprint {saved}, now {self.fingerprint})"

@@ -9,13 +9,8 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-import numpy as np
-
 from common.files import jsonable, replace_file
 from common.limits import total_memory, usable_cpus
-from common.look.curves import finite, read_metrics
-
-NEAR = 50  # runs that are looked at for the time of their steps
 
 
 def save_config(run_dir: Path, args: dict, **chosen: str | float) -> None:
@@ -44,25 +39,6 @@ def describe_machine() -> dict:
             "world_size": int(os.environ.get("WORLD_SIZE", "1")),
         },
     }
-
-
-def earlier_step(run_dir: Path, script: str, model: str) -> tuple[float, Path] | None:
-    """(median seconds of the last steps, folder) of the newest run with the same script, model and hardware: of
-    `run_dir` itself, or of those beside it."""
-    hardware = describe_machine()["hardware"]
-    beside = [file for file in run_dir.parent.glob("*/config.json") if file.is_file()]
-    beside.sort(key=lambda file: (file.parent == run_dir, file.stat().st_mtime), reverse=True)
-    for file in beside[:NEAR]:
-        try:
-            config = json.loads(file.read_text())
-            same = config["hardware"] == hardware and config["args"]["model"] == model
-            if same and f"{script}.py" in config["command"]:
-                times = finite(read_metrics(file.parent / "metrics.jsonl"), "time/step_s")[1][-20:]
-                if len(times):
-                    return float(np.median(times)), file.parent
-        except (OSError, ValueError, KeyError, TypeError):  # not one of ours, or half of one
-            continue
-    return None
 
 
 def installed(package: str) -> str | None:
