@@ -22,7 +22,6 @@ from common.rewards import (
     dapo_reward,
     formulas,
     geometry,
-    math,
     reward_function,
     score_response,
     tir_bench,
@@ -1096,27 +1095,6 @@ def test_dapo_pred():
     assert score_dapo("nothing", "204")["pred"] == ""
 
 
-@pytest.mark.parametrize(
-    "text, expected",
-    [
-        (r"\boxed{204}", 1),
-        (r"\boxed{204}" + " " * 89, 1),
-        (r"\boxed{204}" + " " * 90, -1),  # the last 100 characters
-        (r"\boxed{ 204}", -1),
-        ("Answer: 204", -1),
-        (r"\boxed{204} \boxed{205}", -1),
-    ],
-)
-def test_dapo_strict_box(text, expected):
-    assert score_dapo(text, "204", mode="boxed")["score"] == expected
-    assert math.dapo_strict_box("aime", text, "204") == score_dapo(text, "204", mode="boxed")
-
-
-def test_dapo_unknown_mode_is_an_error():
-    with pytest.raises(ValueError, match="lenient"):
-        score_dapo("Answer: 1", "1", mode="lenient")
-
-
 # --- choice by data_source ---
 
 
@@ -1150,11 +1128,9 @@ def test_scores_through_the_dispatcher():
 SCORERS = {
     "countdown strict": lambda text: countdown.score(text, {"numbers": [1, 2, 3], "target": 6}),
     "countdown compat": lambda text: countdown.score(text, {"numbers": [1, 2, 3], "target": 6}, "compat"),
-    "gsm8k strict": lambda text: score_gsm8k(text, "72"),
-    "gsm8k flexible": lambda text: score_gsm8k(text, "72", "flexible"),
+    "gsm8k": lambda text: score_gsm8k(text, "72"),
     "boxed": lambda text: score_boxed(text, r"\frac{\sqrt{3}}{2}"),
     "dapo": lambda text: score_dapo(text, "204"),
-    "dapo boxed": lambda text: score_dapo(text, "204", "boxed"),
 }
 MEGABYTES = HOSTILE | {
     "boxes": r"\boxed{" * (MEGA // 7),

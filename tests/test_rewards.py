@@ -282,8 +282,7 @@ def test_megabyte_text_takes_linear_time(name):
     start = time.process_time()
     for mode in ("strict", "compat"):
         countdown.score(HOSTILE[name], {"numbers": [1, 2], "target": 3}, mode)
-    for mode in ("strict", "flexible"):
-        score_gsm8k(HOSTILE[name], "72", mode)
+    score_gsm8k(HOSTILE[name], "72")
     assert time.process_time() - start < 2.0
 
 
@@ -344,57 +343,54 @@ def test_random_garbage_never_raises():
             for response in (text, f"<answer>{text}</answer>"):
                 result = countdown.score(response, {"numbers": [1, 2, 3], "target": 6}, mode)
                 assert result["score"] in (0.0, 0.1, 1.0) and isinstance(result["pred"], str)
-        for mode in ("strict", "flexible"):
-            assert score_gsm8k(text, "72", mode)["score"] in (0.0, 1.0)
+        assert score_gsm8k(text, "72")["score"] in (0.0, 1.0)
 
 
-@pytest.mark.parametrize("scorer, truth", [(countdown.score, {"numbers": [1], "target": 1}), (score_gsm8k, "1")])
-def test_unknown_mode_is_an_error(scorer, truth):
+def test_unknown_mode_is_an_error():
     with pytest.raises(ValueError, match="lenient"):
-        scorer("text", truth, mode="lenient")
+        countdown.score("text", {"numbers": [1], "target": 1}, mode="lenient")
 
 
 # --- GSM8K ---
 
 
 @pytest.mark.parametrize(
-    "text, truth, strict, flexible",
+    "text, truth, expected",
     [
-        ("so\n#### 72", "72", 1, 1),
-        ("#### 72.", "72", 1, 1),
-        ("#### 72.0", "72", 1, 1),
-        ("#### 72.50", "72.5", 1, 1),
-        ("#### $72", "72", 1, 1),
-        ("#### -$72", "-72", 1, 1),
-        ("#### $-72", "-72", 1, 1),
-        ("#### 1,234", "1234", 1, 1),
-        ("#### 1234", "1,234", 1, 1),
-        ("#### 072", "72", 1, 1),
-        ("#### .5", "0.5", 1, 1),
-        ("#### -0", "0", 1, 1),
-        ("####72", "72", 1, 1),
-        ("#### 72 dollars<|im_end|>", "72", 1, 1),
-        ("#### 71\n#### 72", "72", 1, 1),
-        ("#### 72\n#### 71", "72", 0, 0),
-        ("#### 72, because 8 * 9", "72", 1, 0),
-        ("#### 7.2", "72", 0, 0),
-        ("#### -72", "72", 0, 0),
-        ("#### 720", "72", 0, 0),
-        ("the answer is 72", "72", 0, 1),
-        ("from 10-72", "72", 0, 1),
-        ("the answer is -72.", "-72", 0, 1),
-        ("#### none of the 72", "72", 0, 1),
-        ("#### ٧٢", "72", 0, 0),
-        ("####\n72", "72", 0, 1),
-        ("#### ,", "72", 0, 0),
-        ("", "72", 0, 0),
-        ("#### 72" + " " * 293, "72", 1, 1),
-        ("#### 72" + " " * 294, "72", 0, 1),  # strict looks at the last 300 characters
+        ("so\n#### 72", "72", 1),
+        ("#### 72.", "72", 1),
+        ("#### 72.0", "72", 1),
+        ("#### 72.50", "72.5", 1),
+        ("#### $72", "72", 1),
+        ("#### -$72", "-72", 1),
+        ("#### $-72", "-72", 1),
+        ("#### 1,234", "1234", 1),
+        ("#### 1234", "1,234", 1),
+        ("#### 072", "72", 1),
+        ("#### .5", "0.5", 1),
+        ("#### -0", "0", 1),
+        ("####72", "72", 1),
+        ("#### 72 dollars<|im_end|>", "72", 1),
+        ("#### 71\n#### 72", "72", 1),
+        ("#### 72\n#### 71", "72", 0),
+        ("#### 72, because 8 * 9", "72", 1),
+        ("#### 7.2", "72", 0),
+        ("#### -72", "72", 0),
+        ("#### 720", "72", 0),
+        ("the answer is 72", "72", 0),
+        ("from 10-72", "72", 0),
+        ("the answer is -72.", "-72", 0),
+        ("#### none of the 72", "72", 0),
+        ("#### ٧٢", "72", 0),
+        ("####\n72", "72", 0),
+        ("#### ,", "72", 0),
+        ("", "72", 0),
+        ("#### 72" + " " * 293, "72", 1),
+        ("#### 72" + " " * 294, "72", 0),  # the last 300 characters
     ],
 )
-def test_gsm8k(text, truth, strict, flexible):
-    assert score_gsm8k(text, truth)["score"] == strict
-    assert score_gsm8k(text, truth, "flexible")["score"] == flexible
+def test_gsm8k(text, truth, expected):
+    assert score_gsm8k(text, truth)["score"] == expected
 
 
 def test_gsm8k_pred_is_canonical():
@@ -419,7 +415,6 @@ def test_gsm8k_every_published_answer_is_right(split, rows):
         answer = json.loads(line)["answer"]
         truth = answer.split("#### ")[1].replace(",", "")
         assert score_gsm8k(answer, truth) == {"score": 1.0, "pred": canonical_number(truth)}
-        assert score_gsm8k(answer, truth, "flexible")["score"] == 1.0
         assert score_gsm8k(answer, truth + "1")["score"] == 0.0
 
 
