@@ -212,7 +212,7 @@ class Job:
 
 
 def read_micro_batch_tokens(checkpoint: Path) -> int | None:
-    """That a checkpoint was trained with; None for one of an earlier version. SystemExit for what is none."""
+    """That a checkpoint was trained with; None if it does not say. SystemExit for what is no number."""
     tokens = read_record(checkpoint).get("micro_batch_tokens")
     wrong = f"{checkpoint} cannot be loaded (its micro_batch_tokens are {shorten(repr(tokens), 60)}): {BEGIN_ANEW}"
     refuse(tokens is not None and (type(tokens) is not int or tokens < 1), wrong)

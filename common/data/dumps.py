@@ -77,7 +77,7 @@ def read_dump(path: Path, columns: list[str] | None = None) -> list[dict]:
 
 
 def replayed_micro_batch_tokens(path: Path) -> int | None:
-    """That the update of a dump was made with; None if an earlier version has written it."""
+    """That the update of a dump was made with; None if it does not say."""
     tokens = read_dump(path, ["step", "ranks", "micro_batch_tokens"])[0].get("micro_batch_tokens")
     wrong = f"--replay {path}: its micro_batch_tokens are {shorten(repr(tokens), 60)}"
     refuse(tokens is not None and (type(tokens) is not int or tokens < 1), wrong)
