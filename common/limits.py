@@ -96,28 +96,10 @@ def cpu_quota(folder: Path) -> float:
     return quota / period
 
 
-def data_bytes() -> int:
-    """Private data of this process, as RLIMIT_DATA counts it; 0 where /proc does not tell."""
-    found = re.search(r"^VmData:\s*(\d+) kB$", read(Path("/proc/self/status")), re.MULTILINE)
+def status_bytes(name: str) -> int:
+    """A line of this process's /proc/self/status; 0 where there is none."""
+    found = re.search(rf"^{name}:\s*(\d+) kB$", read(Path("/proc/self/status")), re.MULTILINE)
     return int(found[1]) * 1024 if found else 0
-
-
-def heap_given_back() -> int:
-    """Bytes of this process's heap that the kernel has taken back. They count as its data, and are free as well."""
-    missing = 0
-    in_heap = False
-    with suppress(OSError), open("/proc/self/smaps") as lines:
-        for line in lines:
-            name, *values = line.split()
-            if not name.endswith(":"):  # a range of addresses
-                if in_heap and values[-1] != "[heap]":
-                    break
-                in_heap = values[-1] == "[heap]"
-            elif in_heap and name == "Size:":
-                missing += int(values[0]) * 1024
-            elif in_heap and name == "Rss:":
-                missing -= int(values[0]) * 1024
-    return missing
 
 
 def control_groups(controller: str, root: Path = ROOT) -> Iterator[Path]:

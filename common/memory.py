@@ -11,10 +11,11 @@ from torch import nn
 
 from common.distributed import World, abandon_backward
 from common.files import refuse, replace_file
-from common.limits import NO_KERNEL, data_bytes, exhausted_memory, free_memory, heap_given_back
+from common.limits import NO_KERNEL, exhausted_memory, free_memory, status_bytes
 from common.processes import ranks_here, trim_heap
 
 RESERVE = 2**28  # bytes for each rank that an update leaves: what follows it, page tables, other programs
+_untouched = [2**63]  # the fewest bytes that were data, and not in memory
 
 
 @contextmanager
@@ -25,13 +26,16 @@ def limited_memory(device: torch.device) -> Iterator[None]:
     The limit is on all private data of the process, what it has now included, as Linux counts it since 4.7. The
     engine's phases have none: it takes what --engine-memory says.
     """
-    data = data_bytes()
-    if device.type != "cpu" or not data:
+    data = status_bytes("VmData")
+    resident = status_bytes("RssAnon")
+    if device.type != "cpu" or not resident:
         yield
         return
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    # stacks of threads are data that are hardly touched; what malloc has given back are data as well, but free again
+    _untouched[0] = min(_untouched[0], data - resident)
     share = free_memory() // ranks_here() - RESERVE
-    limits = [data - heap_given_back() + share]
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limits = [resident + _untouched[0] + share]
     for given in (soft, hard):
         if given != resource.RLIM_INFINITY:
             limits.append(given)

@@ -1,15 +1,12 @@
 """Memory and CPUs that a process may use, of folders that look like control groups; what comes of them."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
-from helpers import ROOT
 
 from common.distributed import limit_threads
 from common.limits import free_memory, killed_processes, total_memory, usable_cpus
@@ -152,25 +149,3 @@ def test_processes_that_the_kernel_has_killed_are_counted(tmp_path):
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc" / "vmstat").write_text("nr_free_pages 9\noom_kill 3\noom_kill_x 4\n")
     assert killed_processes(tmp_path) == 3
-
-
-def test_what_the_heap_has_given_back_is_free_and_data_alike():
-    """200 MB in pieces, all but the last of them freed."""
-    program = """
-import ctypes
-from common.limits import data_bytes, heap_given_back
-libc = ctypes.CDLL(None)
-libc.malloc.restype = ctypes.c_void_p
-libc.mallopt(-4, 0)
-pieces = [ctypes.c_void_p(libc.malloc(2**20)) for _ in range(200)]
-for piece in pieces:
-    ctypes.memset(piece, 1, 2**20)
-before = data_bytes(), heap_given_back()
-for piece in pieces[:-1]:
-    libc.free(piece)
-libc.malloc_trim(0)
-print(data_bytes() - before[0], heap_given_back() - before[1])
-"""
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    data, given_back = (int(number) >> 20 for number in done.stdout.split())
-    assert abs(data) <= 2 and given_back in range(195, 200)

@@ -1,5 +1,6 @@
 """Packer: minibatches as micro-batches that fit, smaller ones where memory ends, passes that fill in a column."""
 
+import mmap
 import resource
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from vl import write_tied_llama
 
 import grpo
 from common.distributed import abandon_backward, forward_context, make_mesh, wrap_model
-from common.limits import data_bytes
+from common.limits import status_bytes
 from common.memory import RESERVE, halve_budget, limited_memory
 from common.models import load_policy
 from common.packing import Packer, TokenIndex, split_minibatches
@@ -169,11 +170,12 @@ def test_on_a_cpu_a_rank_has_its_share_of_what_is_free(case, monkeypatch, capsys
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr("common.memory.free_memory", lambda: 2**31)
     before = resource.getrlimit(resource.RLIMIT_DATA)
+    monkeypatch.setattr("common.memory._untouched", [2**63])
     sizes = [2**32, 2**28]
     limits = []
 
     def update():
-        limits.append(resource.getrlimit(resource.RLIMIT_DATA)[0] - data_bytes())
+        limits.append(resource.getrlimit(resource.RLIMIT_DATA)[0] - status_bytes("VmData"))
         return torch.empty(sizes.pop(0), dtype=torch.uint8).numel()
 
     assert case.packer.attempt(case.policy, update) == 2**28 and not sizes
@@ -190,7 +192,7 @@ def test_on_a_cpu_a_rank_has_its_share_of_what_is_free(case, monkeypatch, capsys
 def test_a_limit_of_the_users_stays(monkeypatch, free):
     """It may be lower than what is free."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + 2**30, hard))
+    resource.setrlimit(resource.RLIMIT_DATA, (status_bytes("VmData") + 2**30, hard))
     lowered = resource.getrlimit(resource.RLIMIT_DATA)
     monkeypatch.setattr("common.memory.free_memory", lambda: free)
     try:
@@ -201,6 +203,19 @@ def test_a_limit_of_the_users_stays(monkeypatch, free):
         assert resource.getrlimit(resource.RLIMIT_DATA) == lowered
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def test_what_was_given_back_is_not_counted_twice(monkeypatch):
+    """It is data still, and free as well."""
+    monkeypatch.setattr("common.memory.free_memory", lambda: 2**33)
+    monkeypatch.setattr("common.memory._untouched", [2**63])
+    limits = []
+    for _ in range(2):
+        with limited_memory(torch.device("cpu")):
+            limits.append(resource.getrlimit(resource.RLIMIT_DATA)[0])
+        mapped = mmap.mmap(-1, 2**30, flags=mmap.MAP_PRIVATE)  # as after malloc_trim: not in memory
+    mapped.close()
+    assert limits[1] - limits[0] < 2**26
 
 
 def test_where_no_kernel_can_be_made_the_run_leaves(case):
