@@ -363,7 +363,7 @@ def test_slurms_signal_to_torchrun_saves_on_all_ranks(tmp_path):
     command = torchrun(*handled, "grpo.py", *options, "--output-dir", tmp_path, ranks=2)
     process = subprocess.Popen(command, cwd=ROOT, env=script_environment(), stdout=subprocess.PIPE, text=True)
     for line in process.stdout:
-        if line.startswith("step 2/40"):
+        if re.match(r"step +2/40", line):
             process.send_signal(signal.SIGUSR1)
     assert process.wait(timeout=60) != 0
     (stopped,) = [record for record in metrics_of(tmp_path) if record.get("event") == "stopped"]
