@@ -339,7 +339,7 @@ def main(args: Args, demo: bool = False) -> None:
 
     policy = job.load_policy()
     optimizer = job.adamw(policy, args.weight_decay, args.max_grad_norm)
-    packer = Packer(job.attention, args.machine.micro_batch_tokens, job.output_dir, world, job.vision)
+    packer = Packer(job.attention, job.micro_batch_tokens, job.output_dir, world, job.vision)
     state = {"loader": rollouts.loader}
     checkpoints = Checkpoints(job, optimizers={"policy": optimizer}, state=state)
     start = checkpoints.resume(weights_only=args.rollout.eval_only)

@@ -455,7 +455,7 @@ def main(args: Args, demo: bool = False) -> None:
     reference = job.load_reference(policy) if frozen else None
     optimizer = job.adamw(policy, args.weight_decay, args.max_grad_norm)
     optimizers = {"policy": optimizer}
-    packer = Packer(job.attention, args.machine.micro_batch_tokens, job.output_dir, world, job.vision)
+    packer = Packer(job.attention, job.micro_batch_tokens, job.output_dir, world, job.vision)
     state = {"loader": rollouts.loader}
     checkpoints = Checkpoints(job, optimizers=optimizers, state=state)
     start = checkpoints.resume(weights_only=args.rollout.eval_only)

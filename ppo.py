@@ -440,7 +440,7 @@ def main(args: Args, demo: bool = False) -> None:
         critic = job.load_critic(folders[1])
         critic_optimizer = job.adamw(critic, args.weight_decay, args.max_grad_norm, prefix="value")
         optimizers["critic"] = critic_optimizer
-    packer = Packer(job.attention, args.machine.micro_batch_tokens, job.output_dir, world, job.vision)
+    packer = Packer(job.attention, job.micro_batch_tokens, job.output_dir, world, job.vision)
     state = {"loader": rollouts.loader}
     checkpoints = Checkpoints(job, optimizers=optimizers, state=state)
     start = checkpoints.resume(weights_only=args.rollout.eval_only)

@@ -31,7 +31,7 @@ from common.data.render import end_turns_properly
 from common.distributed import World, barrier, forward_context, run, stop_requested
 from common.episodes import Episode
 from common.files import refuse, user_errors
-from common.flags import Amount, Count, Data, Machine, Run, Share, check_pixels, parse, refuse_idle
+from common.flags import Amount, Count, Data, Machine, Run, Share, check_pixels, given, parse, refuse_idle
 from common.integrity import WrittenFiles
 from common.job import Job
 from common.means import Means
@@ -39,6 +39,7 @@ from common.optimizer import lr_factor
 from common.packing import Minibatch, Packer, TokenIndex
 from common.prepare.embedded import embedded_data
 from common.prepare.export import export_hugging_face
+from common.prepare.memory_plan import no_rollout
 from common.processes import in_threads
 from common.progress import Progress
 from common.setup import Stopwatch, due, finish, open_logger, profiled
@@ -59,7 +60,7 @@ class Args:
     save_weights_only: bool = False  # instead of checkpoints, Hugging Face folders model-step_NNNNNN: no resume
 
     data: Data = field(default_factory=Data)
-    machine: Machine = field(default_factory=partial(Machine, micro_batch_tokens=8192))
+    machine: Machine = field(default_factory=Machine)
     run: Run = field(default_factory=partial(Run, eval_every=0))
 
 
@@ -143,10 +144,16 @@ def read_data(args: Args, job: Job) -> tuple[Conversations, Conversations | None
         train_files, held_out = embedded_data("tiny", folder, write=job.world.is_main, supervised=True)
         barrier()
         eval_files = eval_files or held_out
+    max_tokens = args.max_tokens
+    if max_tokens > job.num_positions:
+        told = f"--max-tokens {max_tokens}: the model has {job.num_positions:.0f} positions (config.json)"
+        refuse("--max-tokens" in given(), told)
+        job.world.print(f"{told}; longer conversations are cut there")
+        max_tokens = int(job.num_positions)
     read = partial(
         Conversations,
         tokenizer=job.tokenizer,
-        max_tokens=args.max_tokens,
+        max_tokens=max_tokens,
         vision=job.vision,
         media_root=args.data.media_root,
         bad_rows=args.data.bad_rows,
@@ -194,19 +201,23 @@ def main(args: Args, demo: bool = False) -> None:
     check_args(args)
     job = Job("sft", args.data, args.machine, args.run, demo)
     world, output_dir = job.world, job.output_dir
+    from_scratch = args.from_scratch and not args.machine.lora_rank
+    if not from_scratch:
+        job.check_weights(job.path)  # reading the data may take long
     train_data, eval_data = read_data(args, job)
     loader = job.open_loader(len(train_data), train_data.fingerprint)
     total_steps = args.run.total_steps
     if total_steps is None:
         total_steps = steps_of(args.run.total_epochs, len(train_data), args.batch_size)
     eval_rows = list(range(min(args.run.eval_rows, len(eval_data)))) if eval_data else []
+    job.plan_memory(no_rollout(args.max_tokens), trained=[job.path], frozen=[], most_tokens=8192)
 
     torch.manual_seed(args.run.seed)  # the same random initialisation everywhere
     from_scratch = demo and args.machine.lora_rank == 0  # adapters lie on trained weights
     policy = job.load_policy(from_scratch=from_scratch)
     torch.manual_seed(args.run.seed + world.rank)
     optimizer = job.adamw(policy, args.weight_decay, args.max_grad_norm, betas=(0.9, 0.95))
-    packer = Packer(job.attention, args.machine.micro_batch_tokens, output_dir, world, job.vision)
+    packer = Packer(job.attention, job.micro_batch_tokens, output_dir, world, job.vision)
     checkpoints = Checkpoints(
         job,
         optimizers={"policy": optimizer},

@@ -126,7 +126,8 @@ class Checkpoints:
         folder, world, is_best = self.folder, self.world, self.improves(metric)
         name = f"step_{step:06d}"
         temporary, needed, digests = folder / f"tmp_{name}", self.size(), {}
-        record = {"step": step, "world_size": world.size} | {n: part.state_dict() for n, part in self.state.items()}
+        record = {"step": step, "world_size": world.size, "micro_batch_tokens": self.job.micro_batch_tokens}
+        record |= {n: part.state_dict() for n, part in self.state.items()}
         record["best"], record["best_step"] = (metric, name) if is_best else (self.best, self.best_step)
         record["loss_scale"] = {name: adamw.loss_scale.state_dict() for name, adamw in self.optimizers.items()}
 

@@ -28,9 +28,11 @@ from common.progress import Progress, break_silence
 from common.torch_repair import Later
 
 fsdp = Later("torch.distributed.fsdp")
-_stop = threading.Event()  # a signal has asked this rank to end
+LOST = ("Connection closed by peer", "Connection reset by peer", "remote process exited")  # gloo's words, and NCCL's
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)  # SIGUSR1 is Slurm's usual one
+_stop = threading.Event()  # one of STOP_SIGNALS has come
 _interrupted = threading.Event()  # ... and it was Ctrl-C
-stopping = threading.Event()  # one has asked some rank, and all have agreed to end
+stopping = threading.Event()  # one has come to some rank, and all have agreed to end
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ def init_world(stall_minutes: float = 30.0) -> World:
     else:
         device, backend = torch.device("cpu"), "gloo"
         processes.keep_freed_memory()
+    limit_threads()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank must not go on beside a restart
         processes.die_with(processes.PARENT)
     processes.sign_of_life()
@@ -84,6 +87,14 @@ def init_world(stall_minutes: float = 30.0) -> World:
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     processes.awaited.clear()
     return World(rank, size, local_rank, device)
+
+
+def limit_threads() -> None:
+    """As many threads as CPUs, unless the user has said otherwise: torch counts those that a container may not use."""
+    cpus = processes.cpus_of_rank()
+    if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > cpus:
+        torch.set_num_threads(cpus)
+        os.environ["OMP_NUM_THREADS"] = str(cpus)  # for what this process starts
 
 
 def meet(rank: int, size: int, timeout: datetime.timedelta) -> dist.Store:
@@ -116,9 +127,9 @@ def meet(rank: int, size: int, timeout: datetime.timedelta) -> dist.Store:
 
 
 def handle_signals() -> None:
-    """On SIGTERM, SIGHUP or Ctrl-C `stop_requested` becomes true: the script ends its step, saves, and exits. A second
+    """On one of STOP_SIGNALS `stop_requested` becomes true: the script ends its step, saves, and exits. A second
     Ctrl-C ends it at once, which torchrun passes on as a SIGTERM."""
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+    for number in STOP_SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it, and what a shell starts with &
             signal.signal(number, _ask_to_stop)
 
@@ -174,9 +185,12 @@ def _outcome(main: Callable, *args: object) -> int:
         # of ours: users' own files raise ValueErrors
         if isinstance(error, ImportError) or any(word in str(error) for word in ("shared object", "torchvision::")):
             advice = ". Install what requirements.txt (-cpu, -v100) pins; python -m common.doctor says what works"
+        several = isinstance(error, RuntimeError) and world_size() > 1
+        if several and any(words in str(error) for words in LOST) and not processes.heard():
+            advice = ". A rank that is killed (signal 9) has most often run out of memory: docs/trouble.md"
         line = f"{rank} {type(error).__name__}: {error}{advice}"
         processes.fail(line, f"{rank} failed:\n{traceback.format_exc()}{line}")
-        if isinstance(error, RuntimeError) and world_size() > 1:
+        if several:
             time.sleep(processes.GRACE_S)  # it may come from another's death, and torchrun should see who was first
         return 1
     return 0

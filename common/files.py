@@ -11,6 +11,7 @@ from filelock import LeaseCompromise, SoftFileLease, Timeout
 from pydantic_core import to_jsonable_python
 from safetensors import SafetensorError
 
+from common.limits import exhausted_memory
 from common.printing import printable
 
 LEASE_S, HEARTBEAT_S = 60.0, 2.0
@@ -57,11 +58,14 @@ def memory_advice(phase: str) -> Iterator[None]:
     """Out of memory in a phase that cannot be repeated ends the run with the flags that help."""
     try:
         yield
-    except RuntimeError as error:  # torch.OutOfMemoryError is one; vLLM's allocator raises plain ones
-        if "out of memory" not in str(error).lower():
+    except (RuntimeError, MemoryError) as error:
+        memory = exhausted_memory(error)
+        if not memory:
             raise
-        remedy = "lower --engine-memory, add --optimizer-offload or --reference-offload, or use more GPUs"
-        raise SystemExit(f"out of GPU memory in {phase}: {remedy}; then the same command goes on") from error
+        remedy = "lower --engine-memory, or give it more memory"
+        if memory == "GPU memory":
+            remedy = "lower --engine-memory, add --optimizer-offload or --reference-offload, or use more GPUs"
+        raise SystemExit(f"out of {memory} in {phase}: {remedy}; then the same command goes on") from error
 
 
 def refuse(wrong: bool, message: str) -> None:

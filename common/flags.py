@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 import tyro
 from annotated_types import Ge, Gt, Le
+from tyro.constructors import PrimitiveConstructorSpec
 
 from common.files import command_line, refuse
 from common.processes import ranks_here, said_once
@@ -31,6 +32,7 @@ FOREIGN_FLAGS = ROOT / "common" / "foreign_flags.toml"
 LORA_RATE = 10  # times the default learning rate
 BOUNDS = {Gt: (operator.gt, "be above"), Ge: (operator.ge, "not be below"), Le: (operator.le, "not be above")}
 HELP_COLUMN = 32  # where the texts of --help begin
+MOST_TOKENS = 16_384  # of a micro-batch, unless a number is typed
 TRACKERS = ("tensorboard", "wandb", "trackio", "swanlab")
 
 Count = Annotated[int, Gt(0), Le(2**53)]
@@ -40,13 +42,32 @@ Amount = Annotated[float, Ge(0)]
 Share = Annotated[float, Ge(0), Le(1)]
 
 
+def joined(names: list[str]) -> str:
+    if not names:
+        raise ValueError("expected a file")
+    return ",".join(names)
+
+
+# Files, or patterns of them, separated by commas; or by spaces, as a shell leaves its pattern.
+Files = Annotated[
+    str,
+    PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="FILES",
+        instance_from_str=joined,
+        is_instance=lambda value: isinstance(value, str),
+        str_from_instance=lambda value: [value],
+    ),
+]
+
+
 @dataclass
 class Data:
     """Files of rows, and the pictures in them."""
 
-    train_data: str | None = None  # .parquet, .jsonl or .json files, comma-separated; ORG/NAME:CONFIG:SPLIT of the hub
-    eval_data: str | None = None  # the same, for evaluation; gives eval/*
-    media_root: Path | None = None  # where paths of pictures start; or beside their data file; none may leave it
+    train_data: Files | None = None  # .parquet, .jsonl, .json, .json*.gz, or ORG/NAME:CONFIG:SPLIT of the hub
+    eval_data: Files | None = None  # the same formats; gives eval/*
+    media_root: Path | None = None  # where paths of pictures start that are not beside their data file; none may leave
     max_rows: Count | None = None  # use only the first rows of the training data
     bad_rows: Literal["error", "drop"] = "error"  # rows that are unusable or too long: stop, or count and drop them
     min_pixels: Count = 3136  # smaller pictures are enlarged to this area; 28 x 28 pixels are one token
@@ -76,7 +97,7 @@ class Rollout:
     deterministic: bool = False  # with tools: turns in lock-step, so that a resume repeats them bit for bit
     engine: Literal["auto", "vllm", "hf"] = "auto"  # of rollouts; hf: transformers, slow; auto: vllm if installed
     engine_parallel: Count = 1  # ranks that share one vLLM; for models too large for one GPU; tools then in lock-step
-    engine_memory: Positive | None = None  # KV cache of the engine (GiB per rank); default 8 on GPU, 0.5 on CPU
+    engine_memory: Positive | None = None  # KV cache (GiB per rank); default: what a GPU has left, 0.5 on CPUs
     sleep_level: Literal[0, 1, 2] = 1  # engine while updating: 1 to host, 2 dropped, 0 stays (if others use the GPU)
     max_logprob_gap: Positive | None = None  # stop if |engine - trainer| log-probs exceed this mean; default by dtype
     eval_samples: Count = 1  # samples per row in evaluation, with --eval-temperature; above 1: pass@k, maj@k
@@ -107,7 +128,7 @@ class Machine:
     shard_size: Count | None = None  # ranks that share a copy of the model (HSDP), as those of a machine; default: all
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # trainer and engine; master weights are float32
     attention: Literal["auto", "flash", "flex", "sdpa"] = "auto"  # auto: flex on GPUs with bf16, else sdpa
-    micro_batch_tokens: Count = 16384  # tokens of one forward and backward, per rank; no effect on the result
+    micro_batch_tokens: Count | None = None  # tokens of one forward and backward, per rank; default: what fits
     gradient_checkpointing: bool = False  # recompute activations in backward: less memory, a third more compute
     optimizer_offload: bool = False  # Adam's moments on the host; on the GPU for the optimizer's step
     reference_offload: bool = False  # the reference model on the host, but for its log-probs
@@ -151,6 +172,8 @@ def parse(args_class: type[Args], demo: Args, doc: str, first_screen: str = "") 
     asks_for_help = bool(given() & {"--help", "-h", "--help-all"})
     default = demo if is_demo and not asks_for_help else args_class()
     with said_once():
+        told = "python -OO (PYTHONOPTIMIZE=2) leaves out the docstrings that --help and tools show"
+        refuse(sys.flags.optimize > 1, f"{told}: take python, or python -O")
         sys.argv[1:] = command_line()
         if first_screen and given() & {"--help", "-h"}:
             print(help_screen(args_class, doc, first_screen.strip().splitlines()))
@@ -317,12 +340,20 @@ def refuse_idle(flags: Any, uses: dict[str, tuple[bool, str]]) -> None:
 
 def explain_foreign(arguments: list[str], args_class: type) -> None:
     """SystemExit with what a flag of another system or script is here, or one that is gone; for a broken line."""
+    old_launcher = any(argument.replace("_", "-").startswith("--local-rank") for argument in arguments)
+    refuse(old_launcher, "--local-rank is what python -m torch.distributed.launch and deepspeed add: take torchrun")
     blank = any(argument and not argument.strip() for argument in arguments)
     refuse(blank, "a lone space is an argument: a backslash that continues a line must be its last character")
-    pairs = (a.split("=", 1) if "=" in a else (a, b) for a, b in zip(arguments, [*arguments[1:], None]))
+    pairs = [a.split("=", 1) if "=" in a else (a, b) for a, b in zip(arguments, [*arguments[1:], None])]
     if empty := [name for name, value in pairs if value == "" and name.replace("_", "-") not in ("--tools", "--log")]:
         raise SystemExit(f"{empty[0]} is empty: an unset variable?")
-    ours = {flag(name) for name in flat(args_class())} | {"--help", "--help-all"}
+    for name, value in pairs:
+        is_bare = value is None or value.startswith("--")
+        refuse(
+            is_bare and name in ("--train-data", "--eval-data"), f"{name} is followed by no file: an unset variable?"
+        )
+    ours = {flag(name) for name in flat(args_class())}
+    ours |= {known.replace("--", "--no-", 1) for known in ours} | {"--help", "--help-all"}
     for argument in arguments:
         name = argument.partition("=")[0].lstrip("+")
         key = flag(name.lstrip("-").removeprefix("no-"))

@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from enum import Enum, EnumMeta
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,18 @@ class MetadataUnpickler(pickle.Unpickler):
     """Reads what torch writes; UnpicklingError for any other type or function, before it is called."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):  # as Python 3.11.0 to 3.11.3 write a member of an enum
+            return enum_member
         if f"{module}.{name}" not in METADATA_TYPES:
             raise pickle.UnpicklingError(f"{module}.{name} has no place there")
         return super().find_class(module, name)
+
+
+def enum_member(kind: object, name: object) -> Enum:
+    """What `getattr` makes of an enum and the name of a member. UnpicklingError for anything else."""
+    if not isinstance(kind, EnumMeta) or name not in kind.__members__:
+        raise pickle.UnpicklingError("builtins.getattr has no place there")
+    return kind[name]
 
 
 def digest(file: Path) -> list:
@@ -61,9 +71,6 @@ def fingerprint(file: Path) -> str:
 def read_manifest(folder: Path) -> dict:
     """ValueError for one that is not there, or that is none."""
     if not (folder / MANIFEST).is_file():
-        if (folder / "trainer.json").is_file():
-            earlier = "the checkpoint was written by an earlier version, without checksums"
-            raise ValueError(f"has no {MANIFEST}: it was removed, or {earlier}")
         raise ValueError(f"is incomplete: it has no {MANIFEST}")
     try:
         manifest = json.loads((folder / MANIFEST).read_text())

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -20,9 +21,19 @@ from torch import nn
 from common.attention import choose_attention
 from common.data.prompts import PromptLoader
 from common.distributed import World, broadcast_object, check_same, init_world, make_mesh, wrap_model
-from common.files import DAMAGE, HEARTBEAT_S, lock_folder, refuse, user_errors
-from common.flags import ROOT, Data, Machine, Run, refuse_idle, step_range, tracker_names
-from common.hub import HUB_FILES, load_tokenizer, resolve_model
+from common.files import DAMAGE, HEARTBEAT_S, lock_folder, refuse, shorten, user_errors
+from common.flags import (
+    MOST_TOKENS,
+    ROOT,
+    Data,
+    Machine,
+    Rollout,
+    Run,
+    refuse_idle,
+    step_range,
+    tracker_names,
+)
+from common.hub import HUB_FILES, check_weights, load_tokenizer, resolve_model
 from common.integrity import (
     BEGIN_ANEW,
     WrittenFiles,
@@ -38,7 +49,9 @@ from common.models import Critic, check_model, load_policy
 from common.optimizer import GuardedAdamW
 from common.pictures import PixelLimits
 from common.precision import check_device, choose_dtype
+from common.prepare.memory_plan import memory_plan
 from common.processes import at_end, fail, leave
+from common.rotary import num_positions
 from common.shards import find_checkpoint
 from common.vision import load_vision
 
@@ -48,7 +61,7 @@ class Job:
 
     def __init__(self, script: str, data: Data, machine: Machine, run: Run, demo: bool, record: bool = True):
         """Join the process group, lock the run folder (if it is to `record`), find model, tokenizer, checkpoint."""
-        self.script, self.machine, self.run = script, machine, run
+        self.machine, self.run = machine, run
         self.world = world = init_world(run.stall_minutes)
         if demo:
             world.print("no --model given: running the embedded demo")
@@ -69,7 +82,9 @@ class Job:
         self.mesh = make_mesh(world, machine.strategy, machine.shard_size)  # which ranks share a copy of a model
         if record:
             lock_everywhere(self.output_dir, world)
-        self.num_embeddings = check_model(self.path, self.attention, machine.trust_remote_code)
+        skeleton = check_model(self.path, self.attention, machine.trust_remote_code)
+        self.num_embeddings = skeleton.get_input_embeddings().weight.shape[0]
+        self.num_positions = num_positions(skeleton.config.get_text_config())
         # what must be the same in a checkpoint that is resumed
         self.identity = {"script": script, "model": model_identity(Path(self.path)), "LoRA": None}
         if machine.lora_rank:
@@ -77,6 +92,10 @@ class Job:
             self.identity["base"] = self._base(self.path)
             refuse(machine.reference_offload, "--reference-offload has no effect: with --lora-rank it is the base")
         self.checkpoint = find_checkpoint(self.output_dir, run.resume, world, self.identity)  # to go on from
+        # the number that is typed, else the one that a run has begun with; None: the memory plan will choose one
+        self.micro_batch_tokens = machine.micro_batch_tokens
+        if self.micro_batch_tokens is None and self.checkpoint:
+            self.micro_batch_tokens = read_micro_batch_tokens(self.checkpoint)
         self.limits = PixelLimits(data.min_pixels, data.max_pixels, data.max_frame_pixels)
         with user_errors(f"--model {self.path}: its files cannot be read (are all there, and whole?)", DAMAGE):
             for file in sorted(Path(self.path).glob("*.safetensors")):
@@ -94,7 +113,38 @@ class Job:
         self.summary = f"{script}.py: {run.model}, {world.size} x {world.device.type}, {machine.strategy}, "
         self.summary += f"compute {self.compute_dtype} ({why}) -> {self.output_dir}"
         self.max_model_len: int | None = None  # of the engine, if there is one
+        self.engine_memory = 0.0  # GiB of its KV cache
         self.at_outage: list[Callable[[int], object]] = []  # what saves the beginning of a step
+
+    def plan_memory(
+        self,
+        rollout: Rollout,
+        trained: list[str],
+        frozen: list[str],
+        *,
+        reward_model: str | None = None,
+        most_tokens: int = MOST_TOKENS,
+    ) -> None:
+        """Print what a step will need; settle `micro_batch_tokens` and `engine_memory`.
+
+        trained, frozen, reward_model: folders of the models that share the memory, the policy first. SystemExit if a
+        CPU's memory is too small to begin.
+        """
+        machine = replace(self.machine, micro_batch_tokens=self.micro_batch_tokens)
+        plan = memory_plan(
+            rollout,
+            machine,
+            self.world,
+            self.compute_dtype,
+            trained,
+            frozen,
+            reward_model=reward_model,
+            most_tokens=most_tokens,
+        )
+        self.world.print(plan.text)
+        refuse(bool(plan.refusal), plan.refusal)
+        self.micro_batch_tokens = plan.micro_batch_tokens
+        self.engine_memory = plan.engine_memory
 
     def open_loader(self, num_rows: int, fingerprint: str) -> PromptLoader:
         """The order of rows, where the checkpoint has left it. SystemExit if that is of other data."""
@@ -107,6 +157,11 @@ class Job:
                 refuse(type(position.get(name)) is not int or position[name] < 0, wrong)
             loader.load_state_dict(position)
         return loader
+
+    def check_weights(self, path: str, flag: str = "--model", headless: bool = False) -> None:
+        """SystemExit if the files of a folder have not the weights of its model, see common/hub.py."""
+        model = check_model(path, self.attention, self.machine.trust_remote_code)
+        check_weights(model, path, flag, headless)
 
     def load_policy(self, from_scratch: bool = False) -> nn.Module:
         """The policy, to be trained: float32 master weights, sharded or replicated; its buffers follow."""
@@ -154,6 +209,14 @@ class Job:
         if trained:
             options |= {"gradient_checkpointing": machine.gradient_checkpointing, "compile_layers": machine.compile}
         return options
+
+
+def read_micro_batch_tokens(checkpoint: Path) -> int | None:
+    """That a checkpoint was trained with; None if it does not say. SystemExit for what is no number."""
+    tokens = read_record(checkpoint).get("micro_batch_tokens")
+    wrong = f"{checkpoint} cannot be loaded (its micro_batch_tokens are {shorten(repr(tokens), 60)}): {BEGIN_ANEW}"
+    refuse(tokens is not None and (type(tokens) is not int or tokens < 1), wrong)
+    return tokens
 
 
 def describe_run(path: str) -> dict[str, str]:

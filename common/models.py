@@ -9,11 +9,12 @@ from common.attention import block_mask, register_attention
 from common.distributed import repeated_blocks, reshard, whole
 from common.files import user_errors
 from common.flags import Machine
+from common.hub import check_weights
 from common.logprobs import is_greedy, token_logprobs
 from common.lora import adapters, add_adapters, merged
 from common.packing import MicroBatch
 from common.pictures import blank
-from common.rotary import length_limits, set_text_lengths
+from common.rotary import length_limits, num_positions, set_text_lengths
 from common.torch_repair import transformers
 from common.vision import FAMILY, Vision, auto_class, clamped, skeleton
 
@@ -113,13 +114,13 @@ def unsupported(model: nn.Module, attention: str) -> str | None:
     return next((problem for problem, found in problems.items() if found), None)
 
 
-def check_model(path: str, attention: str, trust_remote_code: bool) -> int:
-    """How many tokens have an embedding. SystemExit, by the folder's config.json alone, for a model that would not be
-    trained as it is sampled from."""
+def check_model(path: str, attention: str, trust_remote_code: bool) -> nn.Module:
+    """The model of a folder without its weights. SystemExit, by the folder's config.json alone, for one that would not
+    be trained as it is sampled from."""
     model = skeleton(path, trust_remote_code)
     if problem := unsupported(model, attention):
         raise SystemExit(f"--model {path}: {model.config.model_type} {problem}, not supported here")
-    return model.get_input_embeddings().weight.shape[0]
+    return model
 
 
 def load_policy(
@@ -146,7 +147,14 @@ def load_policy(
     get adapters, drawn by `seed`, and all else is frozen. What `wrap` shards is read in shards, never as a whole.
     max_model_len: of the engine whose samples it is to read, see `set_text_lengths`.
     """
-    check_model(path, attention, trust_remote_code)
+    model = check_model(path, attention, trust_remote_code)
+    if not from_scratch:
+        flag = "--model" if make is Policy else "--critic-model"
+        check_weights(model, path, flag, headless=make is not Policy)
+    positions = num_positions(model.config.get_text_config())
+    if make is not Policy and (max_model_len or 0) > positions:  # of the policy its engine says so
+        lengths = f"--max-prompt-tokens and --max-response-tokens: {max_model_len} tokens together"
+        raise SystemExit(f"{lengths}, and --critic-model {path} has {positions:.0f} positions (config.json)")
     register_attention()
     implementation = {"flash": "flash_attention_2", "flex": "shared_prompts_flex", "sdpa": "shared_prompts"}[attention]
     if vision:  # whose tower has no prompts to share
@@ -173,9 +181,7 @@ def load_policy(
     if from_scratch:
         policy = assemble(auto_class(config).from_config(config, **options))
     else:
-        policy, missing = read_weights(path, config, assemble, options)
-        if missing := [name for name in missing if make is Policy or not name.startswith("lm_head.")]:
-            raise SystemExit(f"--model {path}: its files have no {min(missing)}")  # transformers would draw them
+        policy = read_weights(path, config, assemble, options)
         head, embeddings = policy.model.get_output_embeddings(), policy.model.get_input_embeddings()
         if make is Policy and config.tie_word_embeddings and head.weight is not embeddings.weight:
             raise SystemExit(f"--model {path}: tie_word_embeddings is true, and its files have a head of their own")
@@ -187,8 +193,8 @@ def load_policy(
     return policy.train()
 
 
-def read_weights(path: str, config, assemble: Callable, options: dict) -> tuple[nn.Module, list[str]]:
-    """(what `assemble` has made of the model, names of weights that are not in its files).
+def read_weights(path: str, config, assemble: Callable, options: dict) -> nn.Module:
+    """What `assemble` has made of the model, with the weights of its files.
 
     transformers makes the model on the meta device, and reads into each parameter what that is: whole or a shard.
     """
@@ -202,10 +208,10 @@ def read_weights(path: str, config, assemble: Callable, options: dict) -> tuple[
     base._load_pretrained_model = staticmethod(assemble_and_read)
     try:
         with user_errors(f"--model {path}: its weights cannot be read (are all files there, and whole?)"):
-            _, loaded = auto_class(config).from_pretrained(path, config=config, output_loading_info=True, **options)
+            auto_class(config).from_pretrained(path, config=config, **options)
     finally:
         base._load_pretrained_model = staticmethod(read)
-    return made[0], loaded["missing_keys"]
+    return made[0]
 
 
 def full_parameters(policy: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:

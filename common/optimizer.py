@@ -8,6 +8,7 @@ from torch import nn
 from common.distributed import average_gradients, whole
 from common.files import memory_advice, refuse
 from common.means import Means
+from common.memory import limited_memory
 from common.precision import LossScale
 
 MAX_SKIPPED = 5
@@ -77,8 +78,9 @@ class GuardedAdamW:
             clip = min(1.0, self.max_grad_norm / (grad_norm + 1e-6)) if self.max_grad_norm > 0 else 1.0
             if gradients and clip / self.scale != 1.0:
                 torch._foreach_mul_(gradients, clip / self.scale)
-            with memory_advice("the optimizer's step"):  # the first one makes the moments
-                move_states(self.optimizer, next(self.model.parameters()).device)
+            device = next(self.model.parameters()).device
+            with memory_advice("the optimizer's step"), limited_memory(device):  # the first one makes the moments
+                move_states(self.optimizer, device)
                 self.optimizer.step()
             if self.offload:
                 move_states(self.optimizer, torch.device("cpu"))

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from common.distributed import World, all_reduce, forward_context
 from common.episodes import Episode, prompts_of_all_ranks
-from common.memory import halve_budget, remembered_budget
+from common.limits import exhausted_memory
+from common.memory import halve_budget, limited_memory, release_memory, remembered_budget
 from common.pictures import Media
 from common.progress import Progress
 from common.vision import Vision
@@ -123,13 +124,14 @@ class Packer:
         """update(...), again from its beginning with half the tokens a micro-batch while memory is too small."""
         while True:
             try:
-                return update(**options)
-            except RuntimeError as error:
-                words = ("out of memory", "ALLOC_FAILED")  # outside torch's allocator: the driver's, cuBLAS's
-                if not isinstance(error, torch.OutOfMemoryError) and not any(word in str(error) for word in words):
+                with limited_memory(self.world.device):
+                    return update(**options)
+            except (RuntimeError, MemoryError) as error:
+                if not exhausted_memory(error):
                     raise
-                self.budget = halve_budget(self.budget, model, self.world, self.run_dir)
+                self.budget = halve_budget(self.budget, model, self.world, self.run_dir, error)
                 self._pack()
+            release_memory()
 
     @torch.no_grad()
     def fill(self, result: Tensor, model: nn.Module, minibatches: Sequence[Minibatch], *inputs: object) -> None:

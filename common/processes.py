@@ -20,6 +20,7 @@ from itertools import count
 from pathlib import Path
 from typing import NoReturn
 
+from common.limits import usable_cpus
 from common.printing import printable
 
 GATHER_S = 60  # until all ranks have come, and are connected; GATHER_SECONDS in the environment
@@ -52,8 +53,8 @@ def ranks_here() -> int:
 
 
 def cpus_of_rank() -> int:
-    """Processors of this machine for each of its ranks, at least one."""
-    return max(1, len(os.sched_getaffinity(0)) // ranks_here())
+    """Processors that this machine, or container, has for each of its ranks, at least one."""
+    return max(1, usable_cpus() // ranks_here())
 
 
 def in_threads(function: Callable, items: Iterable) -> list:
@@ -143,7 +144,7 @@ def watch(stall_minutes: float, break_silence: Callable[[list[str]], object]) ->
 
 def listen(rank: str) -> None:
     """Ends this rank if another one has failed; waits for the store, which does not answer through a dead network."""
-    while not (words := _heard()):
+    while not (words := heard()):
         time.sleep(1.0)
     time.sleep(GRACE_S)  # until the main thread has noticed it, too
     if words != INTERRUPTED:
@@ -151,7 +152,7 @@ def listen(rank: str) -> None:
     leave(130 if words == INTERRUPTED else 1)
 
 
-def _heard() -> str:
+def heard() -> str:
     """What another rank has said at its failure."""
     try:
         return group[0].get("failed").decode() if group and group[0].check(["failed"]) else ""
@@ -170,7 +171,7 @@ def fail(line: str, details: str = "") -> None:
     unheard.cancel()
     if not first:
         time.sleep(GRACE_S if group else GATHER_S)  # torchrun ends it before that, if all ranks fail
-    if line != INTERRUPTED and (first or line != _heard()):
+    if line != INTERRUPTED and (first or line != heard()):
         say(line, details)
 
 
@@ -226,12 +227,19 @@ def keep_freed_memory() -> None:
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
+def trim_heap() -> None:
+    """With glibc: give back what tensors have freed, and `keep_freed_memory` has kept."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+
+
 def tidy_memory() -> None:
     """With glibc: give back what is kept in pieces, in some steps; move the heap to huge pages, once it has grown."""
     step, libc = next(_steps), ctypes.CDLL(None)
     glibc = hasattr(libc, "malloc_trim")
-    if glibc and step % 16 == 0:  # it takes as long as a small model's step
-        libc.malloc_trim(0)
+    if step % 16 == 0:  # it takes as long as a small model's step
+        trim_heap()
     if glibc and step == 1 and (heap := re.search(r"(\w+)-(\w+) .*\[heap\]", Path("/proc/self/maps").read_text())):
         start, end = (int(address, 16) for address in heap.groups())  # the first step has made it as large as it gets
         for advice in (14, 25):  # MADV_HUGEPAGE, MADV_COLLAPSE

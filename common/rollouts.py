@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup, new_subgroups
 
-from common.data.dumps import dump_rollouts
+from common.data.dumps import dump_rollouts, replayed_micro_batch_tokens
 from common.data.prompts import PromptData, steps_of
 from common.data.render import end_token_ids, end_turns_properly
 from common.data.templates import protocol_of
@@ -23,20 +23,20 @@ from common.engine.vllm import VllmEngine
 from common.episodes import Episode, Row, Watch, sample_episodes
 from common.files import refuse, user_errors
 from common.flags import Data, Rollout, Run, refuse_idle
-from common.hub import EMBEDDED, require_weights, resolve_model
+from common.hub import EMBEDDED, resolve_model
 from common.job import Job
 from common.look.console import print_samples
 from common.look.logger import Logger
 from common.look.page import write_page
+from common.memory import remembered_budget
 from common.models import sync_engine
 from common.precision import GAP_LIMITS
 from common.prepare.embedded import embedded_data
-from common.prepare.memory_plan import cache_gib, memory_plan
 from common.processes import cpus_of_rank, in_threads, sign_of_life
 from common.progress import Progress
 from common.rewards import RewardWorkers, needs_judge, score_episodes
 from common.rewards.judging import bounded, open_judge, saved_at_outage
-from common.rewards.model import RewardModel
+from common.rewards.model import RewardModel, check_reward_model
 from common.rewards.samples import as_sample, report, summarize
 from common.tools.environments import is_class
 from common.tools.pools import ToolPool, ToolWorkers
@@ -70,7 +70,7 @@ class Rollouts:
         """Read the data, start workers and engine. trained, frozen: folders of the models that share the memory;
         oversample: how many times --prompts-per-step a step draws."""
         self.world, self.tokenizer, self.output_dir = job.world, job.tokenizer, job.output_dir
-        self.flags, self.run = rollout, run
+        self.job, self.flags, self.run = job, rollout, run
         self.unscored_steps = 0  # the last ones in a row of which no response could be scored
         job.max_model_len = rollout.max_prompt_tokens + rollout.max_response_tokens
         again = bool(rollout.replay) and (job.output_dir / "checkpoints").exists()
@@ -78,8 +78,12 @@ class Rollouts:
         refuse_idle(rollout, {"max_images": (job.vision is not None, "a vision-language --model")})
         refuse_idle(rollout, {"sleep_level": (job.world.device.type == "cuda", "a GPU")})
         reward_folder = resolve_model(reward_model, "--reward-model") if reward_model and not rollout.replay else None
-        for folder in [job.path, *trained, *frozen]:
-            require_weights(folder)  # the engine, and what reckons with memory, would be the first to miss them
+        # the engine, and what reckons with memory, would be the first to miss any
+        job.check_weights(job.path)
+        for folder in set(trained) - {job.path}:
+            job.check_weights(folder, "--critic-model", headless=True)
+        if reward_folder:
+            check_reward_model(reward_folder)
         shared = rollout.engine_parallel  # ranks that share an engine
         timeout = timedelta(minutes=min(run.stall_minutes, 1e6) + 10)  # one may wait for another's rewards
         self.group = new_subgroups(shared, timeout=timeout, backend="gloo")[0] if shared > 1 else None
@@ -111,8 +115,9 @@ class Rollouts:
             self.loader = job.open_loader(num_rows, self.train_data.fingerprint)
         job.at_outage.append(lambda _: self.loader.rewind())
         self.max_gap = rollout.max_logprob_gap or GAP_LIMITS[job.compute_dtype]  # mean |engine - trainer| of log-probs
-        plan = memory_plan(rollout, job.machine, job.world, job.compute_dtype, trained, frozen, reward_folder)
-        job.world.print(plan)
+        if rollout.replay and job.machine.micro_batch_tokens is None:
+            job.micro_batch_tokens = replayed_micro_batch_tokens(rollout.replay) or job.micro_batch_tokens
+        job.plan_memory(rollout, trained, frozen, reward_model=reward_folder)
         # before the trainer: it loads by itself, and is asleep when the trainer takes its memory
         self.engine = None if rollout.replay else start_engine(job, rollout)
         torch.manual_seed(run.seed + job.world.rank)  # after vLLM, which seeds every rank alike
@@ -218,7 +223,10 @@ class Rollouts:
     def dump(self, step: int, sampled: list[Episode], trained: list[Episode], advantages: list[float]) -> None:
         """Write the episodes of a step into the run folder, and a page to look at. All ranks call it together."""
         folder = self.output_dir / "rollouts"
-        path = dump_rollouts(folder, step, sampled, trained, advantages, self.tokenizer, self.world)
+        tokens = remembered_budget(self.output_dir, self.job.micro_batch_tokens)
+        path = dump_rollouts(
+            folder, step, sampled, trained, advantages, self.tokenizer, self.world, micro_batch_tokens=tokens
+        )
         if self.world.is_main:
             write_page(path, self.tokenizer)
 
@@ -275,7 +283,7 @@ def start_engine(job: Job, rollout: Rollout) -> VllmEngine | HuggingFaceEngine:
         job.world,
         end_ids=end_token_ids(job.path, job.tokenizer),
         max_model_len=job.max_model_len,
-        memory_gib=cache_gib(rollout, on_gpu=job.world.device.type == "cuda"),
+        memory_gib=job.engine_memory,
         sleep_level=rollout.sleep_level,
         ranks=rollout.engine_parallel,
         trust_remote_code=job.machine.trust_remote_code,

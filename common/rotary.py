@@ -12,6 +12,24 @@ from torch import Tensor, nn
 
 from common.torch_repair import transformers
 
+LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
+
+
+def num_positions(config) -> float:
+    """How long a sequence a model was made for, as vLLM reads it from the config of its text part; inf: any length."""
+    known = [getattr(config, name) for name in LENGTHS if getattr(config, name, None)]
+    length = getattr(config, "model_max_length", None) or min(known, default=inf)
+    rope = getattr(config, "rope_parameters", None) or {}
+    by_layer = [parameters for parameters in rope.values() if isinstance(parameters, dict)]
+    for parameters in by_layer or [rope]:
+        factor = parameters.get("factor") or 1.0
+        kind = parameters.get("rope_type")
+        if kind in ("linear", "dynamic") and "gemma3" not in config.model_type:  # whose length is the stretched one
+            return length * factor
+        if kind == "yarn":
+            return max(length, factor * (parameters.get("original_max_position_embeddings") or 0))
+    return length
+
 
 def length_limits(config) -> dict[str, int]:
     """{kind: longest text (tokens) that has the frequencies of short ones}, of kinds whose frequencies change."""

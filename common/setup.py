@@ -17,20 +17,26 @@ from common.job import Job
 from common.look.console import StatusLine
 from common.look.curves import plot_curves
 from common.look.logger import Logger
-from common.look.machine import changed_flags, earlier_step, save_config
+from common.look.machine import changed_flags, save_config
 from common.look.trackers import Trackers
 from common.memory import remembered_budget
 from common.prepare.export import export_hugging_face
 from common.prepare.memory_plan import peak_memory_gb
 from common.processes import at_end, sign_of_life, tidy_memory
-from common.progress import duration
 
 
 def open_logger(job: Job, args: Any, total_steps: int, checkpoints: Checkpoints, *, record: bool = True) -> Logger:
     """config.json, unless this is no training, and the logger; tells where the run goes on, and what it will write."""
-    world, config = job.world, flat(args)
+    world, config = job.world, flat(args) | {"micro_batch_tokens": job.micro_batch_tokens}
     if world.is_main and record and not checkpoints.own:  # what a resume changes is an event
-        save_config(job.output_dir, config, dtype=str(job.compute_dtype), attention=job.attention)
+        save_config(
+            job.output_dir,
+            config,
+            dtype=str(job.compute_dtype),
+            attention=job.attention,
+            micro_batch_tokens=job.micro_batch_tokens,
+            engine_memory=job.engine_memory,
+        )
     trackers = Trackers(job.run.log, job.output_dir, config) if world.is_main else None
     logger = Logger(job.output_dir, StatusLine(total_steps), trackers, world.is_main)
     at_end.append(logger.close)
@@ -44,14 +50,11 @@ def open_logger(job: Job, args: Any, total_steps: int, checkpoints: Checkpoints,
         logger.event(resumed | ({"changed": changed} if changed else {}))
         new = "".join(f"; {flag(name)} {value}, not {before}" for name, (before, value) in changed.items())
         world.print(f"resumed: {job.checkpoint}, step {checkpoints.start}; {left} of {total_steps} steps left{new}")
-    if world.is_main and (known := earlier_step(job.output_dir, job.script, job.run.model)):
-        seconds, run = known
-        world.print(f"a step took {seconds:.3g} s last time ({run}): {duration(seconds * left)} left, and evaluations")
     if world.is_main:
         at_end.append(partial(plot_curves, job.output_dir))
     handle_signals()
-    budget = remembered_budget(job.output_dir, job.machine.micro_batch_tokens)
-    if budget < job.machine.micro_batch_tokens:
+    budget = remembered_budget(job.output_dir, job.micro_batch_tokens)
+    if budget < job.micro_batch_tokens:
         world.print(f"micro-batches of {budget} tokens, since {job.output_dir}/micro_batch_tokens: more did not fit")
     checkpoints.warn_if_large()
     return logger

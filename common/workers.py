@@ -1,6 +1,7 @@
 """A user's functions in processes of their own: how they are found, and a pool of workers that run them."""
 
 import importlib.util
+import os
 import sys
 import time
 import zlib
@@ -155,7 +156,7 @@ def load_function(spec: str, flag: str) -> Callable:
     file, _, name = spec.rpartition(":")
     if not file or not name.isidentifier():
         raise ValueError(f"{flag} {spec}: expected FILE.py:NAME")
-    path = Path(file).expanduser().resolve()
+    path = Path(os.path.expanduser(file)).resolve()
     if not path.is_file():
         raise ValueError(f"{flag} {spec}: there is no file {path}")
     module_name = f"{USER_MODULE}{path.stem}_{zlib.crc32(bytes(path)):08x}"

@@ -78,7 +78,7 @@ def checkpoints_of(
         for name, (model, optimizer) in trained.items()
     }
     options = {"run": Run(keep_checkpoints=keep), "identity": identity or {}, "checkpoint": found, "at_outage": []}
-    job = SimpleNamespace(output_dir=folder, world=world, **options)
+    job = SimpleNamespace(output_dir=folder, world=world, micro_batch_tokens=1024, **options)
     parts = {name: SimpleNamespace(state_dict=lambda value=value: value) for name, value in state.items()}
     checkpoints = Checkpoints(job, optimizers, parts)
     checkpoints.best = best

@@ -306,7 +306,9 @@ def checkpoints(folder, world, names=("policy",), state=(), resume="auto", keep=
     optimizers = {name: adamw(seed) for seed, name in enumerate(names, start=5)}
     found = find_checkpoint(folder, resume, world)
     run = Run(resume=resume, keep_checkpoints=keep)
-    job = SimpleNamespace(output_dir=folder, run=run, world=world, identity={}, checkpoint=found, at_outage=[])
+    job = SimpleNamespace(
+        output_dir=folder, run=run, world=world, identity={}, checkpoint=found, at_outage=[], micro_batch_tokens=1024
+    )
     return Checkpoints(job, optimizers=optimizers, state=dict(state), **options)
 
 
@@ -526,6 +528,7 @@ def test_what_is_saved_and_what_is_left_out(tmp_path, world):
     assert record_of(tmp_path, 4) == {
         "step": 4,
         "world_size": 1,
+        "micro_batch_tokens": 1024,
         "best": 0.5,
         "best_step": "step_000004",
         "loader": {"consumed": 13, "seed": 0, "num_rows": 20, "fingerprint": ""},

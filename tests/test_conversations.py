@@ -218,6 +218,27 @@ def test_marks_without_pictures_are_told(tmp_path, tokenizer):
     assert told == [f"--train-data: 1 rows {expected}"]
 
 
+BOX = {"ref": ["dog"], "bbox": [[1, 2, 3, 4]]}
+FOREIGN = [("<bbox>", "objects", BOX), ("<ref-object>", "objects", BOX)]
+FOREIGN += [("<audio>", "audios", ["a.wav"]), ("<audio>", "audio", {"path": "a.wav"})]
+
+
+@pytest.mark.parametrize("mark, column, held", FOREIGN)
+def test_marks_that_another_systems_columns_explain_are_refused(tmp_path, tokenizer, mark, column, held):
+    """In a question or an answer; by itself such a mark is text."""
+    path = tmp_path / "rows.jsonl"
+    for messages in (alternating(f"What is {mark}?", "a dog"), alternating("Where?", f"at {mark}")):
+        path.write_text(json.dumps({"messages": messages, column: held}))
+        with pytest.raises(
+            ValueError, match=f"line 1: {mark} stands for what the column {column} holds, which is not"
+        ):
+            Conversations(str(path), "--train-data", tokenizer, max_tokens=99)
+        path.write_text(
+            json.dumps({"messages": messages, column: dict.fromkeys(held) if column == "objects" else None})
+        )
+        assert len(Conversations(str(path), "--train-data", tokenizer, max_tokens=99)) == 1
+
+
 def test_a_greeting_by_the_assistant_is_read_and_not_trained_on(tmp_path, tokenizer):
     messages = [{"role": "assistant", "content": "hello"}, *alternating("q", "a")]
     assert said(rows_of(tmp_path, tokenizer, messages).episode(0), tokenizer) == ["a<|end|>"]

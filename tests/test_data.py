@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import os
 import random
 import re
@@ -99,6 +100,23 @@ def test_rows_of_all_formats(tmp_path, tokenizer, suffix):
     assert first.prompt_ids[0] == tokenizer.convert_tokens_to_ids("<|im_start|>"), "template marks are single tokens"
     with pytest.raises(IndexError):
         data[2]
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+@pytest.mark.parametrize(
+    "mark, column, held",
+    [
+        ("<bbox>", "objects", {"bbox": [[1, 2]]}),
+        ("<ref-object>", "objects", {"ref": ["a"]}),
+        ("<audio>", "audios", ["a"]),
+    ],
+)
+def test_marks_that_another_systems_columns_explain_are_refused(tmp_path, tokenizer, suffix, mark, column, held):
+    path = write(tmp_path / f"a{suffix}", [row(**{column: held}), row(f"What is {mark}?", **{column: held})])
+    with pytest.raises(ValueError, match=f"1 unusable rows .*\n.* {mark} stands for what the column {column} holds"):
+        load(path, tokenizer)
+    assert len(load(path, tokenizer, bad_rows="drop")) == 1
+    assert len(load(write(tmp_path / f"b{suffix}", [row(f"What is {mark}?")]), tokenizer)) == 1
 
 
 def test_lines_in_a_file_named_json(tmp_path, tokenizer):
@@ -421,12 +439,33 @@ def test_tokens_that_have_no_embedding_are_named_with_their_rows(tmp_path, token
 
     world = SimpleNamespace(rank=0, local_rank=0, size=1, is_main=True, print=lambda _: None)
     job = SimpleNamespace(tokenizer=grown, vision=None, world=world, run=Run(), identity={}, num_embeddings=known)
+    job.num_positions = math.inf
     with pytest.raises(ValueError, match="has the token '<think>'"):
         read_prompts(job, Data(str(tmp_path / "a.jsonl")), Rollout(), None)
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "<think>"}]
     args = sft.Args(data=Data(write(tmp_path / "c.jsonl", [{"messages": messages}])))
     with pytest.raises(SystemExit, match="has the token '<think>'"):
         sft.read_data(args, job)
+
+
+def test_conversations_end_where_the_models_positions_do(tmp_path, tokenizer, monkeypatch):
+    """--max-tokens must fit; its default is lowered, and that is said."""
+    said: list[str] = []
+    world = SimpleNamespace(rank=0, local_rank=0, size=1, is_main=True, print=said.append)
+    job = SimpleNamespace(tokenizer=copy.deepcopy(tokenizer), vision=None, world=world, num_embeddings=None)
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "word " * 600}]
+    args = sft.Args(data=Data(write(tmp_path / "a.jsonl", [{"messages": messages}])))
+    monkeypatch.setattr("sys.argv", ["sft.py"])
+    for positions, length in ((math.inf, 1024), (1024, 1024), (512.0, 512)):
+        job.num_positions = positions
+        data, _ = sft.read_data(args, job)
+        episode = data.episode(0)
+        assert len(episode.prompt_ids) + len(episode.response_ids) == length
+    assert said == ["--max-tokens 1024: the model has 512 positions (config.json); longer conversations are cut there"]
+    for given in (["--max-tokens", "1024"], ["--max_tokens=1024"]):
+        monkeypatch.setattr("sys.argv", ["sft.py", *given])
+        with pytest.raises(SystemExit, match=r"^--max-tokens 1024: the model has 512 positions \(config\.json\)$"):
+            sft.read_data(args, job)
 
 
 def test_a_text_at_which_the_tokenizer_panics_costs_its_row(tmp_path, tokenizer, capsys):
@@ -728,8 +767,6 @@ def test_resume_on_other_rows_of_the_same_number_is_refused(tmp_path, tokenizer)
     PromptLoader(2, 0, same).load_state_dict(state)
     with pytest.raises(SystemExit, match=rf"has other rows than before \(fingerprint {first}, now {other[0]}\)"):
         PromptLoader(2, 0, other[0]).load_state_dict(state)
-    del state["fingerprint"]  # of an older version
-    PromptLoader(2, 0, other[0]).load_state_dict(state)
 
 
 def test_a_picture_is_a_part_of_its_row():
@@ -855,10 +892,10 @@ def test_what_is_no_file_is_a_data_set_of_the_hub(hub, tmp_path, tokenizer, monk
     (tmp_path / "org").mkdir()
     pq.write_table(pa.Table.from_pylist([ROW]), "org/name:test")
     assert len(RowFiles("org/name:test,org/name:test", "--train-data").tables[0]) == 1, "a file wins"
-    for name, once in (("org/nome", lambda load: load()), ("other/name", None)):  # in a folder; in no training
-        with pytest.raises(FileNotFoundError, match="no such file"):
-            RowFiles(name, "--train-data", once=once)
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        RowFiles("org/nome", "--train-data", once=lambda load: load())  # its folder is here
     assert hub == [("org/name", "nope")]
+    assert len(RowFiles(["other/name"], "FILE").tables[0]) == 3, "programs read what training reads"
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match="`pip install datasets`"):
         RowFiles("other/name", "--train-data", once=lambda load: load())

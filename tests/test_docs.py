@@ -22,7 +22,7 @@ EXAMPLE = "## Your data and your reward"  # the section of README.md whose code 
 # Flags of other programs, by the program; and running text that speaks of flags without naming one.
 THEIRS = {
     "torchrun": {"nproc_per_node", "nnodes", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "standalone", "max-restarts"}
-    | {"master-addr", "master-port", "node-rank", "rdzv-conf", "shutdown-timeout", "local-addr"},
+    | {"master-addr", "master-port", "node-rank", "rdzv-conf", "shutdown-timeout", "local-addr", "signals-to-handle"},
     "pip": {"index-url"},
     "docker": {"shm-size", "network", "ipc", "security-opt"},
     "sbatch": {"signal", "requeue"},

@@ -1,6 +1,7 @@
 """What `python -m common.doctor` tells, and what it must not tell; nothing that fails or hangs ends it."""
 
 import getpass
+import os
 import platform
 import re
 import runpy
@@ -53,6 +54,17 @@ def test_every_question_is_a_program():
     for what, item in doctor.ASKED.items():
         compile(item["program"], what, "exec")
         assert item.keys() <= {"program", "remedy"}, what
+
+
+def test_the_doctor_tells_what_the_container_leaves(monkeypatch, capsys):
+    """Not what the machine has."""
+    monkeypatch.setattr("common.limits.free_memory", lambda: 3 * 2**28)
+    monkeypatch.setattr("common.limits.total_memory", lambda: 2**29 * 7)
+    monkeypatch.setattr("common.limits.usable_cpus", lambda: 7)
+    for what in ("CPUs", "memory"):
+        exec(doctor.ASKED[what]["program"], {})
+    cpus, memory = capsys.readouterr().out.splitlines()
+    assert cpus.startswith(f"7 of {os.cpu_count()} ") and memory.startswith("0.8 GiB free of 3.5; the machine has ")
 
 
 def test_what_fails_dies_or_hangs_costs_a_line(monkeypatch, capsys):

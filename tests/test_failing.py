@@ -4,6 +4,7 @@ Ctrl-C is one line, a full disk costs a checkpoint and no more."""
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -66,7 +67,9 @@ def test_a_rank_that_raises_ends_all_and_its_trace_comes_first():
 
 
 def test_a_rank_that_is_killed_ends_all():
-    assert run_fault("sigkill")[1] < 50
+    output, seconds = run_fault("sigkill")
+    assert seconds < 50
+    assert "[rank 0] RuntimeError: " in output and "killed (signal 9) has most often run out of memory" in output
 
 
 def test_a_stall_prints_the_stacks_of_all_ranks_and_ends():
@@ -373,21 +376,42 @@ def test_sigterm_in_an_evaluation_saves_the_step_that_was_evaluated(tmp_path):
     assert helpers and not any(map(alive, helpers))
 
 
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
 @pytest.mark.parametrize("before, stops", [(signal.SIG_DFL, True), (signal.SIG_IGN, False)])
-def test_a_terminal_that_goes_away_is_a_sigterm_but_under_nohup(before, stops, monkeypatch):
-    numbers = (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)
-    stop, previous = threading.Event(), [signal.getsignal(number) for number in numbers]
+def test_a_lost_terminal_and_slurms_signal_are_sigterms_unless_ignored(number, before, stops, monkeypatch):
+    """As nohup has it."""
+    stop = threading.Event()
+    previous = {handled: signal.getsignal(handled) for handled in distributed.STOP_SIGNALS}
     monkeypatch.setattr(distributed, "_stop", stop)
     try:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(number, before)
         distributed.handle_signals()
-        os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.getsignal(number) != signal.SIG_DFL, "which ends the process"
+        os.kill(os.getpid(), number)
         assert stop.is_set() == stops
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.is_set()
     finally:
-        for number, handler in zip(numbers, previous):
-            signal.signal(number, handler)
+        for handled, handler in previous.items():
+            signal.signal(handled, handler)
+
+
+@pytest.mark.slow
+def test_slurms_signal_to_torchrun_saves_on_all_ranks(tmp_path):
+    """With the signals of docs/slurm; torchrun hands on what it gets, and waits for its ranks."""
+    sbatch = (ROOT / "docs/slurm/train.sbatch").read_text()
+    handled = re.search(r"--signals-to-handle \S+", sbatch)[0].split()
+    options = ["--engine", "hf", "--prompts-per-step", 4, "--samples-per-prompt", 4, "--max-response-tokens", 32]
+    options += ["--max-rows", 64, "--total-steps", 40, "--eval-every", 0, "--eval-rows", 4, "--no-eval-before"]
+    command = torchrun(*handled, "grpo.py", *options, "--output-dir", tmp_path, ranks=2)
+    process = subprocess.Popen(command, cwd=ROOT, env=script_environment(), stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if re.match(r"step +2/40", line):
+            process.send_signal(signal.SIGUSR1)
+    assert process.wait(timeout=60) != 0
+    (stopped,) = [record for record in metrics_of(tmp_path) if record.get("event") == "stopped"]
+    assert 2 <= stopped["step"] < 40
+    assert (tmp_path / "checkpoints/latest").read_text() == f"step_{stopped['step']:06d}"
 
 
 def test_sigterm_saves_exits_with_its_own_code_and_resumes_exactly(tmp_path):
@@ -431,8 +455,8 @@ def test_out_of_memory_in_the_rollout_names_the_flag(error):
     engine.sleep_level, engine.llm = 1, SimpleNamespace(wake_up=fail)
     with pytest.raises(SystemExit, match="lower --engine-memory"):
         engine.wake("kv_cache")
-    error.args = ("something else",)
-    with pytest.raises(type(error), match="something else"):
+    error = RuntimeError("something else")
+    with pytest.raises(RuntimeError, match="something else"):
         engine.wake("kv_cache")
 
 

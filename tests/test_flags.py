@@ -3,7 +3,10 @@
 import ast
 import inspect
 import math
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from dataclasses import fields, is_dataclass
 from typing import get_args, get_type_hints
@@ -124,6 +127,26 @@ def test_pictures_cannot_be_larger_than_the_largest(script, monkeypatch):
         script.check_args(args)
 
 
+@every_script
+@pytest.mark.parametrize("given", ["--local-rank=1", "--local_rank=0"])
+def test_the_old_launcher_is_answered_with_torchrun(script, given, monkeypatch):
+    """It puts the rank before all that was typed."""
+    with pytest.raises(
+        SystemExit, match=r"^--local-rank is what python -m torch\.distributed\.launch .*: take torchrun$"
+    ):
+        called(monkeypatch, script, given, "--model", "tiny")
+
+
+def test_without_docstrings_a_run_is_refused():
+    """As `python -OO grpo.py` has it."""
+    call = "from common import flags; flags.parse(object, None, None)"
+    for options, told in (({"PYTHONOPTIMIZE": "2"}, True), ({"PYTHONOPTIMIZE": "1"}, False)):
+        command = [sys.executable, "-c", call]
+        done = subprocess.run(command, cwd=ROOT, env=os.environ | options, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 1 and ("python -OO" in done.stderr) == told
+        assert not told or (done.stderr.count("\n") == 1 and "take python, or python -O" in done.stderr)
+
+
 # --- groups -------------------------------------------------------------------------------------------------------
 
 
@@ -164,7 +187,7 @@ def test_gspo_has_defaults_of_its_own(typed, expected, monkeypatch):
 def test_the_scripts_differ_in_some_defaults_of_groups():
     assert ppo.Args().rollout.samples_per_prompt == 1 and grpo.Args().rollout.samples_per_prompt == 8
     assert curiosity_rl.Args().rollout.tools == "visual" and grpo.Args().rollout.tools is None
-    assert sft.Args().run.eval_every == 0 and sft.Args().machine.micro_batch_tokens == 8192
+    assert sft.Args().run.eval_every == 0
 
 
 # --- the demo -----------------------------------------------------------------------------------------------------

@@ -319,7 +319,7 @@ def test_prepare_names_a_row_of_another_layout(tmp_path, images, why):
     row = {"images": images, "problem": "<image>Find x.", "answer": "65"}
     for split in ("train", "test"):
         pq.write_table(pa.Table.from_pylist([row]), tmp_path / f"{split}.parquet")
-    with pytest.raises(ValueError, match=rf"train.parquet, row 0: .*{why}"):
+    with pytest.raises(ValueError, match=rf"train.parquet row 0: .*{why}"):
         prepare(tmp_path, tmp_path / "out")
 
 
@@ -369,7 +369,7 @@ def test_prepare_several_files_and_validation(tmp_path):
 def test_prepare_names_the_bad_row(tmp_path, row, words):
     write(tmp_path / "train.parquet", published(), published())
     write(tmp_path / "test.parquet", published(), row)
-    with pytest.raises(ValueError, match=rf"test\.parquet, row 1: .*{words}"):
+    with pytest.raises(ValueError, match=rf"test\.parquet row 1: .*{words}"):
         prepare(tmp_path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -379,7 +379,9 @@ def test_prepare_bad_files(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"--source .*test\*\.parquet"):
         prepare(tmp_path, tmp_path / "out")
     pq.write_table(pa.table({"problem": ["p"], "choices": ["c"]}), tmp_path / "test.parquet")
-    with pytest.raises(ValueError, match=r"test\.parquet: lacks answer, images; it has the columns problem, choices"):
+    with pytest.raises(
+        ValueError, match=r"test\.parquet row 0: lacks answer, images; it has the columns problem, choices"
+    ):
         prepare(tmp_path, tmp_path / "out")
 
 

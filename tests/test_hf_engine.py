@@ -12,9 +12,10 @@ from transformers import GPT2Config, MambaConfig, Qwen2Config
 
 from common.distributed import World
 from common.engine.books import EngineConfig, Request, Sampling, WeightBooks
-from common.engine.hf import HuggingFaceEngine, num_positions
+from common.engine.hf import HuggingFaceEngine
 from common.engine.vllm import VllmEngine
 from common.models import full_parameters
+from common.rotary import num_positions
 
 WORLD = World(0, 1, 0, torch.device("cpu"))
 END = 2

@@ -17,7 +17,15 @@ FOLDERS = {"data", "rewards", "tools", "prepare", "look", "engine"}  # of common
 
 HEAVY = {"torch", "transformers", "vllm"}
 BUILDERS = {"tiny", "tiny_vl", "smollm2", "export", "memory_plan"}  # of common/prepare: of models, or tokenise
-LIGHT = ["common.files", "common.flags", "common.pictures", "common.workers", "common.look.page", "common.look.curves"]
+LIGHT = [
+    "common.files",
+    "common.limits",
+    "common.flags",
+    "common.pictures",
+    "common.workers",
+    "common.look.page",
+    "common.look.curves",
+]
 LIGHT += ["common.tools", "common.data.rows", "common.data.visual_qa", "common.rewards"]
 # no programs; wants TRL, which has flags of its own
 WITHOUT_HELP = ["limits", "report", "trl_sft", "trl_step", "trl_work"]

@@ -479,7 +479,7 @@ NO_MODELS += ['{"data": [{"id": "%s"}]}' % ("a" * 1000), '{"data": [{"id": "a\\n
 def test_what_is_no_name_of_a_model_is_not_asked_for(serve, client, models):
     server = serve()
     server.models = models.encode()
-    judge = client(server, patience_s=0.2)
+    judge = client(server, patience_s=1.0)
     with pytest.raises(JudgeUnavailable, match=r"/models names no model but .*: set JUDGE_MODEL"):
         judge.settle(FOUR)
     assert not server.asked and judge.trouble.isprintable() and len(judge.trouble) < 200

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -25,7 +25,7 @@ from common.episodes import FINISH_REASONS
 from common.hub import FOLDERS, load_tokenizer
 from common.look.__main__ import look
 from common.look.page import write_page
-from common.look.runs import POINTS, SAMPLES, samples_page, write_runs
+from common.look.samples import MAX_SAMPLES, samples_page
 from common.pictures import Media, PixelLimits
 
 LIMITS = PixelLimits(784, 16 * 784, 4 * 784)
@@ -57,9 +57,7 @@ def test_a_run_gets_its_curves_and_the_pages_that_it_lacks(run_dir, capsys):
     page = second.read_text()
     assert "step 2" in page and "advantage +0.5" in page and "not trained on" in page
     assert [n for n in range(10) if f"<h2>Prompt {n}</h2>" in page] == list(range(8)), "the first eight groups"
-    assert capsys.readouterr().out.splitlines() == [
-        str(run_dir / name) for name in ("curves.png", second, "look.html")
-    ]
+    assert capsys.readouterr().out.splitlines() == [str(run_dir / "curves.png"), str(second)]
     look(run_dir / "rollouts/step_000001.parquet")
     assert "step 1" in first.read_text(), "a dump that is named gets its page anew"
 
@@ -95,16 +93,6 @@ def test_a_page_shows_row_truth_and_the_end_in_words(tmp_path, tokenizer, world)
     assert "Prompt 0, row 40" in page and "Prompt 1, row 41" in page
     assert page.count(">truth 0<") == page.count(">truth 1<") == 1, "once for a group"
     assert f"max_turns: {FINISH_REASONS['max_turns']}" in page and f"stop: {FINISH_REASONS['stop']}" in page
-
-
-def test_dumps_from_before_row_and_truth_can_still_be_read(tmp_path, tokenizer, world):
-    episodes = random_episodes(seed=5, prompts=2, samples=2)
-    path = dump_rollouts(tmp_path, 1, episodes, episodes, [0.5] * 4, tokenizer, world)
-    pq.write_table(pq.read_table(path).drop_columns(["row", "truth", "model_reward"]), path)
-    assert load_rollouts(path, 1, world, LIMITS) == (episodes, episodes)
-    write_page(path, tokenizer)
-    page = path.with_suffix(".html").read_text()
-    assert "<h2>Prompt 1</h2>" in page and "turn truth" not in page
 
 
 def test_what_is_no_run_and_a_run_whose_model_is_not_known(run_dir, tmp_path_factory):
@@ -181,12 +169,6 @@ def test_a_full_disk_costs_the_dump_and_the_page_but_not_the_run(tmp_path, token
     assert "step_000001.html not written" in capsys.readouterr().out
 
 
-def test_the_old_command_names_the_new_one():
-    done = subprocess.run([sys.executable, "-m", "common.data", "x"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and not done.stdout
-    assert done.stderr.splitlines() == ["it is now: python -m common.look FILE [--tokenizer NAME] [--rows 2]"]
-
-
 # --- data files ---
 
 
@@ -247,7 +229,7 @@ def test_its_help_names_the_command_and_keeps_its_lines(monkeypatch, capsys):
         assert line in said.splitlines()
 
 
-# --- the page where runs meet ---
+# --- folders of runs, and the samples of their evaluations ---
 
 EVIL = "</script><script>document.title = 'OWNED'</script>'\"{{7*7}}\u2028\u202e\x1b"
 EVIL += "<img src=https://evil.test/x onerror=\"document.title = 'OWNED'\">\ud800"
@@ -261,16 +243,7 @@ def make_run(folder: Path, records: list[dict], config: dict | None = None) -> P
     return folder
 
 
-def rising(by: float, steps: int = 20) -> list[dict]:
-    """A run of grpo.py: it evaluates at steps 0 and 10, a step takes two seconds."""
-    records = [{"step": step, "reward/mean": by * step, "time/step_s": 2.0} for step in range(1, steps + 1)]
-    return [{"step": 0, "eval/accuracy": 0.25}, *records, {"step": 10, "eval/accuracy": 0.5, "eval/loss": 0.75}]
-
-
-def drawn_on(page: Path) -> list[dict]:
-    """Of each run, what the page's script draws."""
-    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.S)
-    return json.loads(data, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+RISING = [{"step": step, "reward/mean": 0.1 * step} for step in range(1, 21)]
 
 
 def cells(page: Path) -> list[list[str]]:
@@ -287,69 +260,32 @@ def save_samples(path: Path, count: int, **others) -> None:
     pq.write_table(pa.Table.from_pylist(rows), path)
 
 
-def test_the_page_of_runs_has_their_numbers_and_what_differs(tmp_path, capsys):
-    versions = {"versions": {"torch": "2"}, "git": "abc", "hardware": {"gpus": []}}
-    for name, rate in (("a", 0.1), ("b", 0.3)):
-        config = {"args": {"learning_rate": rate, "seed": 1}} | versions
-        make_run(tmp_path / name, rising(rate), config)
-    look(tmp_path / "a", tmp_path / "b", tmp_path / "a")
-    page = tmp_path / "look.html"
-    assert capsys.readouterr().out.splitlines()[-1] == str(page)
-    first, second = drawn_on(page)
-    assert (first["name"], second["name"]) == ("a", "b")
-    assert first["curves"]["reward/mean"]["steps"] == [*range(1, 21)]
-    assert second["curves"]["reward/mean"]["values"] == pytest.approx([0.3 * step for step in range(1, 21)])
-    assert first["curves"]["eval/accuracy"]["steps"] == [0, 10]
-    rows = cells(page)
-    assert ["reward/mean", "b", "6", "↑ 6", "20", "5.85"] in rows
-    assert ["eval/loss", "a", "0.75", "↓ 0.75", "10", "0.75"] in rows
-    assert ["--learning-rate", "0.1", "0.3"] in rows and ["--seed", "1"] in rows and ["versions torch", "2"] in rows
-    assert "curves.png" in unquote(page.read_text())
-    look(*sorted(tmp_path.glob("*")))  # the shell's runs/*, the second time
-    assert drawn_on(page) == [first, second]
-    look(tmp_path / "a", output=tmp_path / "elsewhere.html")
-    assert len(drawn_on(tmp_path / "elsewhere.html")) == 1 and not (tmp_path / "a/look.html").exists()
-
-
-def test_what_page_of_runs_cannot_be_had(tmp_path):
-    run = make_run(tmp_path / "run", rising(0.1))
-    with pytest.raises(SystemExit, match="--output"):
-        look(tmp_path / "rows.parquet", output=tmp_path / "page.html")
-    data = tmp_path / "train.parquet"
-    data.write_bytes(b"mine")
-    for output in (tmp_path / "nowhere/page.html", data, tmp_path / "page.csv"):
-        with pytest.raises(SystemExit, match=r"--output .* FILE\.html in a folder that exists"):
-            look(run, output=output)
-    assert data.read_bytes() == b"mine" and {path.name for path in tmp_path.iterdir()} == {"run", "train.parquet"}
-    for nothing in ([], [run / "look.html"]):
-        with pytest.raises(SystemExit, match="give the folder"):
-            look(*nothing)
-
-
 def test_a_bad_argument_costs_itself_alone(run_dir, tmp_path_factory, capsys):
-    """A run without anything, files that are no data, a run whose model is gone: its curves are on the page."""
+    """A run without anything, files that are no data, a run whose model is gone: it has its curves."""
     (run_dir / "config.json").write_text(json.dumps({"args": {"model": str(run_dir / "gone")}}))
     others = tmp_path_factory.mktemp("others")
-    good = make_run(others / "good", rising(0.1))
+    good = make_run(others / "good", RISING)
     (others / "none").mkdir()
     (others / "note.txt").write_text("not a table")
     told = {"none": "no metrics.jsonl", "note.txt": "neither .jsonl", "x.jsonl": "no such file"}
     bad = [others / name for name in told]
-    look(run_dir, *bad, good, output=others / "page.html")
+    look(run_dir, *bad, good)
     said = capsys.readouterr().out.splitlines()
     warnings = [line for line in said if line.startswith("warning: ")]
-    assert len(warnings) == 4 and "give --tokenizer" in warnings[0] and said[-1] == str(others / "page.html")
+    assert len(warnings) == 4 and "give --tokenizer" in warnings[0]
+    assert [line for line in said if line not in warnings] == [str(run / "curves.png") for run in (run_dir, good)]
     assert all(str(path) in line and told[path.name] in line for path, line in zip(bad, warnings[1:]))
-    assert [Path(run["name"]).name for run in drawn_on(others / "page.html")] == [run_dir.name, "good"]
     for path in bad:
         with pytest.raises(SystemExit, match=re.escape(told[path.name])):
             look(path)
     with pytest.raises(SystemExit, match="nothing to show"):
         look(*bad)
+    with pytest.raises(SystemExit, match="give the folder"):
+        look()
 
 
 def test_a_damaged_line_is_told_by_its_number(tmp_path, capsys):
-    run = make_run(tmp_path / "run", rising(0.1))
+    run = make_run(tmp_path / "run", RISING)
     look(run)
     assert "warning" not in capsys.readouterr().out
     metrics = run / "metrics.jsonl"
@@ -357,42 +293,24 @@ def test_a_damaged_line_is_told_by_its_number(tmp_path, capsys):
     metrics.write_text("".join([*lines[:2], lines[2][:9] + "\n\n", *lines[3:]]))
     look(run)
     assert f"warning: {metrics}: 1 unreadable lines left out, the first: 3\n" in capsys.readouterr().out
-    assert drawn_on(run / "look.html")[0]["curves"]["reward/mean"]["steps"] == [1, *range(3, 21)]
-
-
-def test_where_the_page_of_runs_is_written(tmp_path, monkeypatch):
-    run, other = make_run(tmp_path / "run", rising(0.1)), make_run(tmp_path / "other", rising(0.1))
-    monkeypatch.chdir(tmp_path)
-    look(run, output=Path("."))
-    assert drawn_on(tmp_path / "look.html")[0]["name"] == "run" and not (run / "look.html").exists()
-    (tmp_path / "look.html").unlink()
-    monkeypatch.setattr("os.path.commonpath", lambda folders: "/")  # as that of /data/run and ~/other
-    look(run, other)
-    assert [drawn["name"] for drawn in drawn_on(tmp_path / "look.html")] == [str(run)[1:], str(other)[1:]]
-    assert "<title>runs<" in (tmp_path / "look.html").read_text()
 
 
 def test_what_cannot_be_written_is_told(run_dir, capsys):
     """Folders stand where files go: so it is root, too, who cannot write them."""
     save_samples(run_dir / "eval_samples.parquet", 1)
-    pages = [run_dir / name for name in ("curves.png", "rollouts/step_000001.html", "eval_samples.html", "look.html")]
+    pages = [run_dir / name for name in ("curves.png", "rollouts/step_000001.html", "eval_samples.html")]
     for page in pages:
         page.mkdir()
         os.utime(page, (1, 1))
     (run_dir / "rollouts/step_000002.html").write_text("there")
-    with pytest.raises(SystemExit, match=rf"{run_dir}/look\.html: not written .*; give --output FILE"):
-        look(run_dir)
-    look(run_dir / "rollouts/step_000001.parquet")
+    look(run_dir, run_dir / "rollouts/step_000001.parquet")
     said = capsys.readouterr().out
-    for page in pages[:-1]:
+    for page in pages:
         assert re.search(rf"^warning: {page} not written", said, re.M) and f"\n{page}\n" not in said, page
-    with pytest.raises(SystemExit, match=r"^/proc/look\.html: not written .*; give --output FILE"):
-        look(run_dir, output=Path("/proc"))
 
 
-def test_hostile_runs_become_one_harmless_page(tmp_path, capsys):
+def test_hostile_runs_become_harmless_pages(tmp_path, capsys):
     odd = {"nan": math.nan, "inf": math.inf, "text": "x", "none": None, "big": 10**400, "list": [1], EVIL: 1.0}
-    odd |= {"__proto__": 1.0, "constructor": 2.0}
     records = [{"step": step, "reward/mean": 0.5} | odd for step in range(5)]
     events = [{"event": EVIL, "step": 3, "x": [math.nan, EVIL]}, {"event": "no step"}, {"event": "x", "step": 10**400}]
     evil = make_run(tmp_path / "evil <b>&'\" #?%", records + events, {"args": {EVIL: EVIL, "x": [math.nan]}, EVIL: {}})
@@ -400,7 +318,7 @@ def test_hostile_runs_become_one_harmless_page(tmp_path, capsys):
         file.write('{"step": 5, "rew\n[1]\n{"step": [1]}\n{"step": NaN}\n{"step": null}\n' + "[" * 100_000 + "\n{")
     save_samples(evil / "eval/step_000001.parquet", 3, prompt=EVIL[:-1], completion=EVIL[:-1] * 50, truth=EVIL[:-1])
     (evil / "eval/step_000002.parquet").write_bytes(b"PAR1")
-    empty, listed = make_run(tmp_path / "empty", []), make_run(tmp_path / "list", rising(0.1))
+    empty, listed = make_run(tmp_path / "empty", []), make_run(tmp_path / "list", RISING)
     (listed / "config.json").write_text("[1]")
     os.mkfifo(listed / "eval_samples.parquet")
     pipes = tmp_path / "pipes"
@@ -408,48 +326,28 @@ def test_hostile_runs_become_one_harmless_page(tmp_path, capsys):
     for name in ("metrics.jsonl", "config.json", "rollouts/step_000001.parquet", "rollouts/step_000002.html"):
         os.mkfifo(pipes / name)
     look(evil, empty, listed, pipes)
-    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
+    page = evil / "eval/step_000001.html"
+    said = capsys.readouterr().out.splitlines()
+    assert str(page) in said and str(evil / "curves.png") in said and str(listed / "curves.png") in said
+    warnings = [line for line in said if line.startswith("warning")]
     assert len(warnings) == 2 and "step_000002.html not written" in warnings[1], "a pipe is nobody's samples"
     assert f"{evil}/metrics.jsonl: 8 unreadable lines left out, the first: 7, 9, 10, 11, 12" in warnings[0]
-    page = tmp_path / "look.html"
-    runs = drawn_on(page)
-    assert [run["name"] for run in runs] == [evil.name, "empty", "list", "pipes"]
-    assert set(runs[0]["curves"]) == {"reward/mean", EVIL, "__proto__", "constructor"}
-    assert [event["step"] for event in runs[0]["events"]] == [3, 2**53]
-    for path in (page, evil / "eval/step_000001.html"):
-        text = path.read_text()
-        policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'nonce-"
-        assert policy in text
-        assert "OWNED" in text and "49" not in re.findall("'\"(..)", html.unescape(text)) and "<img" not in text
-        assert text.count("<script") == text.count("</script>") == (3 if path == page else 1)
-        assert not re.findall(r'(?:src|href)="(?!eval/|curves|evil|rollouts|list)', text) and "@import" not in text
-        assert all(c.isprintable() or c == "\n" for c in text)
-    assert quote(evil.name) + "/eval/step_000001.html" in page.read_text()
-
-
-def test_a_long_run_is_drawn_in_parts_that_keep_its_extremes(tmp_path):
-    steps = 25 * POINTS
-    records = [{"step": step, "reward/mean": step % 2} for step in range(1, steps + 1)]
-    records[3007]["reward/mean"] = 1000.0
-    run = make_run(tmp_path / "run", [*records, {"step": steps, "event": "resumed"}])
-    (drawn,) = drawn_on(write_runs([run]))
-    curve = drawn["curves"]["reward/mean"]
-    assert len(curve["values"]) == POINTS and curve["steps"][-1] == steps
-    assert max(curve["high"]) == 1000 and min(curve["low"]) == 0 and {*sorted(curve["values"])[:-1]} == {0.48, 0.52}
-    assert (curve["best"], curve["best_step"], curve["last"], curve["tail"]) == (1000, 3008, 0, 0.5)
-    assert [event["name"] for event in drawn["events"]] == ["resumed"]
-    assert (run / "look.html").stat().st_size < 100_000
+    text = page.read_text()
+    assert "default-src 'none'; style-src 'unsafe-inline'; script-src 'nonce-" in text
+    assert "OWNED" in text and "49" not in re.findall("'\"(..)", html.unescape(text)) and "<img" not in text
+    assert text.count("<script") == text.count("</script>") == 1
+    assert not re.findall(r'(?:src|href)="', text) and "@import" not in text
+    assert all(c.isprintable() or c == "\n" for c in text)
 
 
 def test_samples_of_an_evaluation_come_wrong_ones_first_and_are_bounded(tmp_path):
-    save_samples(tmp_path / "eval/step_000007.parquet", SAMPLES + 200, prompt="x" * 10_000)
+    save_samples(tmp_path / "eval/step_000007.parquet", MAX_SAMPLES + 200, prompt="x" * 10_000)
     page = samples_page(tmp_path / "eval/step_000007.parquet")
     text = page.read_text()
-    assert len(text) < 5e6 and f"{SAMPLES + 200} samples, 400 of them wrong" in text and "200 are left out" in text
+    assert len(text) < 5e6 and f"{MAX_SAMPLES + 200} samples, 400 of them wrong" in text and "200 are left out" in text
     verdicts = re.findall(r'data-name="verdict"[^>]*>([^<]*)<', text)
-    assert (
-        verdicts[:400] == ["wrong"] * 400 and {*verdicts[400:]} == {"right", "no truth"} and len(verdicts) == SAMPLES
-    )
+    assert len(verdicts) == MAX_SAMPLES
+    assert verdicts[:400] == ["wrong"] * 400 and {*verdicts[400:]} == {"right", "no truth"}
     page.write_text("as it was")
     samples_page(tmp_path / "eval/step_000007.parquet")
     assert page.read_text() == "as it was"
@@ -458,18 +356,19 @@ def test_samples_of_an_evaluation_come_wrong_ones_first_and_are_bounded(tmp_path
     assert page.read_text() != "as it was", "it was older than its samples"
 
 
-def test_samples_of_both_kinds_have_a_page_each(tmp_path):
+def test_samples_of_both_kinds_have_a_page_each(tmp_path, capsys):
     """A run of --eval-only on parquet, and one on .jsonl, in the same folder."""
-    run = make_run(tmp_path / "run", rising(0.1))
-    save_samples(run / "eval_samples.parquet", SAMPLES + 1, completion="of parquet")
+    run = make_run(tmp_path / "run", RISING)
+    save_samples(run / "eval_samples.parquet", MAX_SAMPLES + 1, completion="of parquet")
     lines = [{"row": i, "completion": "of lines", "correct": None, "truth": None, "score": None} for i in range(1002)]
     (run / "eval_samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    linked = unquote(write_runs([run]).read_text())
+    look(run)
+    said = capsys.readouterr().out.splitlines()
     for name, left_out in {"eval_samples.parquet": 1, "eval_samples.jsonl": 2}.items():
         page = samples_page(run / name)
         text = page.read_text()
         assert ("of parquet" in text, "of lines" in text) == (name.endswith("parquet"), name.endswith("jsonl"))
-        assert f"{left_out} are left out here; {name} beside this page" in text and f'"{page.name}"' in linked
+        assert f"{left_out} are left out here; {name} beside this page" in text and str(page) in said
     names, first, *_ = cells(page)
     shown = {name: text for name, text in zip(names, first) if text}
     assert shown == {"row": "0", "completion": "of lines", "verdict": "no truth"}, "nothing where nothing is"
@@ -479,13 +378,14 @@ def test_the_command_of_the_docs_runs(tmp_path):
     """As pasted, in a folder that has the runs it names."""
     shell = [block for language, block in blocks("docs/metrics.md") if language == "bash"]
     (command,) = [words for block in shell for words in split_commands(block) if "runs/b" in words]
-    for name in command[command.index("common.look") + 1 :]:
-        make_run(tmp_path / name, rising(0.1))
+    names = command[command.index("common.look") + 1 :]
+    for name in names:
+        make_run(tmp_path / name, RISING)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, *command[1:]], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
-    assert done.stdout.splitlines()[-1] == str(tmp_path / "runs/look.html"), done.stderr
+    assert done.stdout.splitlines() == [f"{name}/curves.png" for name in names], done.stderr
 
 
 def dom(page: Path, chosen: str, folder: Path) -> str:
@@ -498,29 +398,13 @@ def dom(page: Path, chosen: str, folder: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium")
-def test_a_browser_draws_the_page_and_runs_nothing_else(tmp_path):
-    steps = rising(0.1) + [{"event": EVIL[:-1], "step": 5}]
-    for name, record in (("a", {}), ("b", {EVIL[:-1]: 3.0})):
-        make_run(tmp_path / name, steps + [{"step": 21, "reward/mean": {"a": 9.0, "b": 1.0}[name]} | record])
-    save_samples(tmp_path / "a/eval/step_000001.parquet", 30, completion=EVIL[:-1])
-    page = write_runs([tmp_path / "a", tmp_path / "b"])
-    chosen = ["smooth=1", "smooth=5&sort=last", "smooth=1&run=1&x=seconds"]
-    plain, smooth, seconds = (dom(page, choice, tmp_path) for choice in chosen)
-    assert not [text for text in (plain, smooth, seconds) if "<title>OWNED" in text]
-    lines = [re.findall(r'<path class="mean" d="M([^"]*)"', text) for text in (plain, smooth, seconds)]
-    assert len(lines[0]) == len(lines[1]) == 2 * len(lines[2]) > 0, "one of two runs is hidden"
-    first, averaged = (line[0].split("L") for line in lines[:2])
-    assert len(first) == len(averaged) == 21
-    assert first[9] == averaged[9] and first[20] != averaged[20], "on a straight line, and where it leaves that"
-    assert plain.count('class="event"') == 2 * seconds.count('class="event"') > 0
-    numbers = [re.search(r"<th>reward/mean</th>\s*<td[^>]*>(\w)", text)[1] for text in (plain, smooth)]
-    assert numbers == ["a", "b"], "sorted by the last value"
-    assert ">40</text>" in seconds and ">40</text>" not in plain, "20 steps of two seconds"
-    samples_page = tmp_path / "a/eval/step_000001.html"
-    samples = dom(samples_page, "sort=row", tmp_path)
-    assert (
-        re.findall(r'data-name="row">(\d+)<', samples) == [str(i) for i in range(30)] and "<title>OWNED" not in samples
-    )
+def test_a_browser_sorts_the_samples_and_runs_nothing_else(tmp_path):
+    save_samples(tmp_path / "eval/step_000001.parquet", 30, completion=EVIL[:-1])
+    page = samples_page(tmp_path / "eval/step_000001.parquet")
+    as_written, by_row = (dom(page, chosen, tmp_path) for chosen in ("", "sort=row"))
+    assert re.findall(r'data-name="row">(\d+)<', as_written)[:3] == ["1", "4", "7"], "wrong ones first"
+    assert re.findall(r'data-name="row">(\d+)<', by_row) == [str(i) for i in range(30)]
+    assert "<title>OWNED" not in as_written and "<title>OWNED" not in by_row
     requests = set(re.findall(r'"url":"(\w+:[^"]*)"', (tmp_path / "log.json").read_text()))
-    assert {url for url in requests if url.startswith("file:")} <= {samples_page.as_uri()}, "and chromium's own"
+    assert {url for url in requests if url.startswith("file:")} <= {page.as_uri()}, "and chromium's own"
     assert not [url for url in requests if "evil.test" in url]

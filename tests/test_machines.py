@@ -480,6 +480,8 @@ def test_the_jobs_of_slurm(slurm, tmp_path):
             assert (known.nnodes, known.node_rank, known.nproc_per_node) == ("2", number, "8")
             assert (known.master_addr, known.master_port, known.shutdown_timeout) == ("node0", 23456, 540)
             assert [known.training_script, *known.training_script_args] == script and urls == address
+            by_default = torchrun_arguments().get_default("signals_to_handle").split(",")
+            assert {*known.signals_to_handle.split(",")} == {*by_default, "SIGUSR1"}
         assert number == 1
         judge.terminate()
         assert judge.wait(timeout=60) == 143 and not (tmp_path / "judge.url").exists()

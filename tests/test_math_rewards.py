@@ -22,7 +22,6 @@ from common.rewards import (
     dapo_reward,
     formulas,
     geometry,
-    math,
     reward_function,
     score_response,
     tir_bench,
@@ -1096,27 +1095,6 @@ def test_dapo_pred():
     assert score_dapo("nothing", "204")["pred"] == ""
 
 
-@pytest.mark.parametrize(
-    "text, expected",
-    [
-        (r"\boxed{204}", 1),
-        (r"\boxed{204}" + " " * 89, 1),
-        (r"\boxed{204}" + " " * 90, -1),  # the last 100 characters
-        (r"\boxed{ 204}", -1),
-        ("Answer: 204", -1),
-        (r"\boxed{204} \boxed{205}", -1),
-    ],
-)
-def test_dapo_strict_box(text, expected):
-    assert score_dapo(text, "204", mode="boxed")["score"] == expected
-    assert math.dapo_strict_box("aime", text, "204") == score_dapo(text, "204", mode="boxed")
-
-
-def test_dapo_unknown_mode_is_an_error():
-    with pytest.raises(ValueError, match="lenient"):
-        score_dapo("Answer: 1", "1", mode="lenient")
-
-
 # --- choice by data_source ---
 
 
@@ -1150,11 +1128,9 @@ def test_scores_through_the_dispatcher():
 SCORERS = {
     "countdown strict": lambda text: countdown.score(text, {"numbers": [1, 2, 3], "target": 6}),
     "countdown compat": lambda text: countdown.score(text, {"numbers": [1, 2, 3], "target": 6}, "compat"),
-    "gsm8k strict": lambda text: score_gsm8k(text, "72"),
-    "gsm8k flexible": lambda text: score_gsm8k(text, "72", "flexible"),
+    "gsm8k": lambda text: score_gsm8k(text, "72"),
     "boxed": lambda text: score_boxed(text, r"\frac{\sqrt{3}}{2}"),
     "dapo": lambda text: score_dapo(text, "204"),
-    "dapo boxed": lambda text: score_dapo(text, "204", "boxed"),
 }
 MEGABYTES = HOSTILE | {
     "boxes": r"\boxed{" * (MEGA // 7),
@@ -1417,7 +1393,7 @@ def test_prepare_bad_line_is_named(tmp_path, line, reason):
     path = tmp_path / "mine.jsonl"
     good = json.dumps({"problem": "p", "answer": "5"})
     path.write_bytes(f"{good}\n\n{line}\n".encode(errors="surrogateescape"))
-    with pytest.raises(ValueError, match=rf"mine\.jsonl:3: .*{reason}"):
+    with pytest.raises(ValueError, match=rf"mine\.jsonl line 3: .*{reason}"):
         prepare.main(prepare.Args(out=tmp_path / "out", source=str(path)))
     assert not (tmp_path / "out").exists()
 
@@ -1428,7 +1404,7 @@ def test_prepare_drops_bad_rows_if_asked_to(tmp_path, capsys):
     path = write_jsonl(tmp_path / "mine.jsonl", good, *[bad] * 7, good)
     with pytest.raises(ValueError, match=r"^7 unusable rows \(--bad-rows drop drops them\)") as error:
         prepare.main(prepare.Args(out=tmp_path / "out", source=str(path)))
-    assert str(error.value).count("mine.jsonl:") == 5 and not (tmp_path / "out").exists()
+    assert str(error.value).count("mine.jsonl line ") == 5 and not (tmp_path / "out").exists()
     prepare.main(prepare.Args(out=tmp_path / "out", source=str(path), bad_rows="drop"))
     rows = pq.read_table(tmp_path / "out" / "test.parquet").to_pylist()
     assert [row["extra_info"]["index"] for row in rows] == [0, 1]

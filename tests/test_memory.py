@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 from helpers import ROOT, run_script
@@ -31,7 +30,15 @@ from common.hub import FOLDERS
 from common.memory import remembered_budget
 from common.model_shape import ModelShape, TowerShape, model_shape
 from common.optimizer import move_states
-from common.prepare.memory_plan import GIB, activation_bytes, memory_phases, memory_plan, phases_of
+from common.prepare.memory_plan import (
+    GIB,
+    MemoryPlan,
+    activation_bytes,
+    memory_phases,
+    memory_plan,
+    no_rollout,
+    phases_of,
+)
 from common.prepare.memory_remedies import largest_micro_batch
 
 HIDDEN, LAYERS, VOCAB, MLP = 512, 3, 100_000, 1024
@@ -44,7 +51,7 @@ TRACKED = [(1, 4096, False, False), (8, 2048, False, True), (4, 128, True, False
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
     """What else runs on this one plays no part."""
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=16e9))
+    monkeypatch.setattr("common.prepare.memory_plan.free_memory", lambda: 16e9)
 
 
 @pytest.fixture
@@ -291,15 +298,16 @@ def test_the_largest_micro_batch_fits_and_a_larger_one_does_not(name, ranks, che
     assert largest_micro_batch(phases, Rollout(), machine, ranks, room=2.0) == 0
 
 
-def planned_on_gpus(monkeypatch, tmp_path, name: str, free: float, ranks: int, rollout: Rollout, **flags) -> str:
-    """What a run on GPUs prints; `free`: gigabytes."""
+def planned_on_gpus(monkeypatch, name: str, free: float, ranks: int, rollout: Rollout, **flags) -> MemoryPlan:
+    """The plan of a run on GPUs; `free`: gigabytes."""
     shape = SHAPES[name]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (int(free * 1e9), int(80e9)))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr("common.prepare.memory_plan.model_shape", lambda *_: shape)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     world = World(0, ranks, 0, torch.device("cuda"))
-    return memory_plan(rollout, Machine(**flags), world, torch.bfloat16, ["folder"], [])
+    options = {"most_tokens": flags.pop("most_tokens")} if "most_tokens" in flags else {}
+    return memory_plan(rollout, Machine(**flags), world, torch.bfloat16, ["folder"], [], **options)
 
 
 def changed(advice: str, ranks: int, rollout: Rollout, flags: dict) -> tuple[int, Rollout, dict]:
@@ -319,41 +327,168 @@ def changed(advice: str, ranks: int, rollout: Rollout, flags: dict) -> tuple[int
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("free, ranks", [(22, 1), (22, 8), (38, 4), (78, 1), (78, 2)])
 @pytest.mark.parametrize("sleep_level", [0, 1])
-def test_what_is_advised_fits(name, free, ranks, sleep_level, monkeypatch, tmp_path):
-    rollout, flags = Rollout(sleep_level=sleep_level), {}
+@pytest.mark.parametrize("flags, cache", [({}, None), ({}, 8), ({"micro_batch_tokens": 16_384}, 8)])
+def test_what_is_advised_fits(name, free, ranks, sleep_level, flags, cache, monkeypatch):
+    rollout = Rollout(sleep_level=sleep_level, engine_memory=cache)
     try:
-        text = planned_on_gpus(monkeypatch, tmp_path, name, free, ranks, rollout)
+        text = planned_on_gpus(monkeypatch, name, free, ranks, rollout, **flags).text
     except SystemExit as refusal:
         assert "--engine-memory" in str(refusal)
         return
     assert ("warning" in text) == (" may not fit; " in text)
     if "it would " in text:
         advice = text.partition("may not fit; it would ")[2]
-        ranks, rollout, flags = changed(advice, ranks, rollout, flags)
-        assert "warning" not in planned_on_gpus(monkeypatch, tmp_path, name, free, ranks, rollout, **flags), advice
+        ranks, rollout, changed_flags = changed(advice, ranks, rollout, flags)
+        assert flags or "--micro-batch-tokens" not in advice, "which a run chooses by itself"
+        assert cache or not sleep_level or "--engine-memory" not in advice, "which a run chooses by itself"
+        changed_plan = planned_on_gpus(monkeypatch, name, free, ranks, rollout, **changed_flags)
+        assert "warning" not in changed_plan.text, advice
 
 
 @pytest.mark.parametrize(
     "name, free, ranks, flags, advice",
     [
-        ("1.5B", 70, 1, {}, "with --compile"),
+        ("1.5B", 70, 1, {"micro_batch_tokens": 16_384}, "with --compile"),
         ("1.5B", 70, 1, {"compile": True, "micro_batch_tokens": 24_576}, r"with --micro-batch-tokens 1[89]\d{3}"),
         (
             "7B",
             72,
             2,
-            {"compile": True},
+            {"compile": True, "micro_batch_tokens": 16_384},
             r"with --gradient-checkpointing --engine-memory 5 .*",
         ),
         ("7B", 64, 2, {"gradient_checkpointing": True, "micro_batch_tokens": 4096}, "with --optimizer-offload"),
-        ("7B", 40, 1, {}, "with --gradient-checkpointing --optimizer-offload on 4 GPUs"),
-        ("0.5B", 12, 8, {"compile": True, "strategy": "ddp"}, "with --strategy fsdp .*"),
+        (
+            "7B",
+            40,
+            1,
+            {"micro_batch_tokens": 16_384},
+            "with --gradient-checkpointing --optimizer-offload on 4 GPUs",
+        ),
+        (
+            "0.5B",
+            12,
+            8,
+            {"compile": True, "strategy": "ddp", "micro_batch_tokens": 16_384},
+            "with --strategy fsdp .*",
+        ),
     ],
 )
-def test_the_cheapest_change_is_named(name, free, ranks, flags, advice, monkeypatch, tmp_path):
-    text = planned_on_gpus(monkeypatch, tmp_path, name, free, ranks, Rollout(), **flags)
+def test_the_cheapest_change_is_named(name, free, ranks, flags, advice, monkeypatch):
+    text = planned_on_gpus(monkeypatch, name, free, ranks, Rollout(engine_memory=8), **flags).text
     found = text.partition("may not fit; it would ")[2]
     assert re.fullmatch(advice, found), found
+
+
+# --- the micro-batch that a run chooses ---------------------------------------------------------------------------
+
+
+def update_of(name: str, ranks: int, rollout: Rollout, tokens: int, flags: dict) -> float:
+    return gigabytes(name, ranks, rollout, micro_batch_tokens=tokens, **flags)["update"]
+
+
+@pytest.mark.parametrize("free", [38, 50, 78])
+@pytest.mark.parametrize("name, ranks", [("0.5B", 1), ("1.5B", 1), ("3B", 4), ("7B", 8)])
+@pytest.mark.parametrize("flags", [{}, {"gradient_checkpointing": True}])
+def test_a_micro_batch_is_what_fits_into_nine_tenths(name, ranks, free, flags, monkeypatch):
+    """A power of two: the next one would be too much, or more than 16,384. The longest episode fits into any."""
+    rollout = Rollout()
+    plan = planned_on_gpus(monkeypatch, name, free, ranks, rollout, **flags)
+    tokens, room = plan.micro_batch_tokens, 0.9 * free
+    assert 1024 <= tokens <= 16_384 and tokens.bit_count() == 1
+    assert f"--micro-batch-tokens {tokens} chosen to fit into 90% of what is free" in plan.text and not plan.refusal
+    fits = update_of(name, ranks, rollout, tokens, flags) <= room
+    assert fits or tokens == 1024
+    assert tokens == 16_384 or update_of(name, ranks, rollout, 2 * tokens, flags) > room
+    assert ("the update may not fit" in plan.text or "and the update may not" in plan.text) == (not fits)
+
+
+def test_a_micro_batch_holds_the_longest_episode(monkeypatch):
+    """Which is never divided, and may be no power of two; that of a script may be less than 16,384."""
+    flags = {"name": "0.5B", "ranks": 1, "attention": "flex"}
+    for longest, free, expected in ((20_000, 78, 20_000), (3000, 18, 4096), (3000, 16, 3000), (1500, 13.2, 1500)):
+        rollout = Rollout(max_prompt_tokens=500, max_response_tokens=longest - 500, engine_memory=0.5)
+        plan = planned_on_gpus(monkeypatch, free=free, rollout=rollout, **flags)
+        assert plan.micro_batch_tokens == expected and "warning" not in plan.text, (longest, plan)
+    for longest, expected in ((1024, 8192), (10_000, 10_000)):
+        plan = planned_on_gpus(monkeypatch, free=78, rollout=no_rollout(longest), most_tokens=8192, **flags)
+        assert plan.micro_batch_tokens == expected and "rollout" not in plan.text
+
+
+def test_an_engine_that_stays_awake_is_taken_off_first(monkeypatch):
+    asleep, awake = (
+        planned_on_gpus(monkeypatch, "1.5B", 50, 1, Rollout(sleep_level=level)).micro_batch_tokens for level in (1, 0)
+    )
+    assert awake < asleep
+
+
+def planned_on_a_cpu(monkeypatch, folder, free: float, trained: int = 1, **flags) -> MemoryPlan:
+    """`free`: gigabytes; flags of both groups."""
+    monkeypatch.setattr("common.prepare.memory_plan.free_memory", lambda: 1e9 * free)
+    rollout = Rollout(**{name: flags.pop(name) for name in ("engine_memory", "eval_only") if name in flags})
+    world = World(0, 1, 0, torch.device("cpu"))
+    return memory_plan(rollout, Machine(**flags), world, torch.bfloat16, [folder] * trained, [])
+
+
+def test_a_critic_is_taken_off_first(folder, monkeypatch):
+    alone, with_critic = (planned_on_a_cpu(monkeypatch, folder, 4, trained).micro_batch_tokens for trained in (1, 2))
+    assert 1024 < with_critic < alone
+
+
+def test_what_a_cpu_has_no_memory_for_is_refused_with_the_cheapest_change(folder, monkeypatch):
+    """There the kernel would end it. A number that is typed is tried, and an evaluation has no update."""
+    machine = Machine(micro_batch_tokens=1024, attention="sdpa")  # the longest episode, alone
+    needed = memory_phases(Rollout(), machine, 1, torch.bfloat16, [folder], [], on_gpu=False)["update"]
+    plan = planned_on_a_cpu(monkeypatch, folder, 1.001 * needed / 0.9)
+    assert plan.micro_batch_tokens >= 1024 and plan.refusal == "" and "warning" not in plan.text
+
+    free = 0.999 * needed / 0.9
+    refusal = planned_on_a_cpu(monkeypatch, folder, free).refusal
+    assert refusal.startswith(
+        "the update would not fit into 90% of what is free, even with one episode of 1024 tokens"
+    )
+    assert "; it would with --engine-memory 0.25;" in refusal
+    assert refusal.endswith("; --micro-batch-tokens 1024 tries it all the same")
+    assert planned_on_a_cpu(monkeypatch, folder, free, engine_memory=0.25).refusal == ""
+
+    typed = planned_on_a_cpu(monkeypatch, folder, free, micro_batch_tokens=10_000)
+    assert (typed.micro_batch_tokens, typed.refusal) == (10_000, "") and "the update may not fit" in typed.text
+    evaluation = planned_on_a_cpu(monkeypatch, folder, free, eval_only=True)
+    assert evaluation.refusal == "" and "warning" not in evaluation.text
+
+
+# --- the KV cache that a run chooses ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, ranks, free, share", [("0.5B", 1, 78, 1), ("1.5B", 1, 38, 1), ("7B", 8, 78, 4)])
+@pytest.mark.parametrize("engine", ["vllm", "hf"])
+def test_a_cache_is_what_sampling_leaves_of_nine_tenths(name, ranks, free, share, engine, monkeypatch):
+    """Beside weights, moments and what the engine takes besides; a quarter of a GiB more would be too much."""
+    rollout = Rollout(engine=engine, engine_parallel=share if engine == "vllm" else 1)
+    plan = planned_on_gpus(monkeypatch, name, free, ranks, rollout)
+    cache = plan.engine_memory
+    assert cache > 4 and cache * 4 % 1 == 0 and f"; --engine-memory {cache:g} and --micro" in plan.text
+    for more, fits in ((0, True), (0.25, False)):
+        found = gigabytes(name, ranks, replace(rollout, engine_memory=cache + more))["rollout"]
+        assert (found <= 0.9 * free) == fits
+    assert (
+        plan.micro_batch_tokens
+        == planned_on_gpus(monkeypatch, name, free, ranks, replace(rollout, engine_memory=1)).micro_batch_tokens
+    ), "the engine sleeps while there is an update"
+
+
+def test_other_caches_are_as_they_are_typed_or_have_a_default(folder, monkeypatch):
+    """An engine that stays awake would leave nothing to the update."""
+    for rollout, expected in ((Rollout(engine_memory=3), 3), (Rollout(sleep_level=0), 8), (WITHOUT_ENGINE, 8)):
+        plan = planned_on_gpus(monkeypatch, "1.5B", 78, 1, rollout)
+        assert plan.engine_memory == expected and "; --engine-memory" not in plan.text
+    monkeypatch.undo()
+    assert planned_on_a_cpu(monkeypatch, folder, 16).engine_memory == 0.5
+
+
+def test_a_cache_of_a_full_card_still_holds_an_episode(monkeypatch):
+    plan = planned_on_gpus(monkeypatch, "7B", 40, 1, Rollout(max_response_tokens=16_000))
+    assert plan.engine_memory == 1 and "warning: the rollout and the update may not fit" in plan.text
 
 
 # --- terms --------------------------------------------------------------------------------------------------------
@@ -364,7 +499,7 @@ def plan(folder, ranks=1, trained=1, frozen=0, **changes) -> tuple[dict[str, flo
     rollout = Rollout(engine_memory=changes.pop("engine_memory", 2.0), engine_parallel=changes.pop("share", 1))
     machine = Machine(**{"micro_batch_tokens": 10_000} | changes)
     world = World(0, ranks, 0, torch.device("cpu"))
-    text = memory_plan(rollout, machine, world, torch.bfloat16, [folder] * trained, [folder] * frozen)
+    text = memory_plan(rollout, machine, world, torch.bfloat16, [folder] * trained, [folder] * frozen).text
     items = ("weights", "reference", "Adam", "rollout", "engine", "KV cache", "update", "gradients", "activations")
     return {item: float(re.search(rf"{item} ([\d.]+)", text)[1]) for item in items}, text
 
@@ -462,10 +597,10 @@ def test_the_reward_models_folder_is_counted(folder, tmp_path):
     # awake beside it on a CPU: weights, moments, engine and cache
     resident = (14 * PARAMETERS + 2**29) / 1e9
     size = 32_000 * 1024 + 8 * (4 * 1024**2 + 3 * 1024 * 4096 + 2 * 1024) + 2 * 1024
-    text = memory_plan(*arguments, reward_model=str(tmp_path / "reward"))
+    text = memory_plan(*arguments, reward_model=str(tmp_path / "reward")).text
     found = float(re.search(r"; reward model ([\d.]+);", text)[1])
     assert found == pytest.approx(resident + 2 * size / 1e9, abs=0.051)
-    assert "reward model" not in memory_plan(*arguments, reward_model=str(tmp_path / "none"))
+    assert "reward model" not in memory_plan(*arguments, reward_model=str(tmp_path / "none")).text
 
 
 def test_an_episode_that_is_longer_than_a_micro_batch_has_one_of_its_own():
@@ -558,7 +693,7 @@ def test_a_cache_that_cannot_fit_is_refused_before_the_engine_starts(folder, tmp
     with pytest.raises(SystemExit, match=r"^--engine-memory 10000: of [\d.]+ GiB that are free .* leave [\d.]+$"):
         plan(folder, engine_memory=10_000.0)
     world, folders = World(0, 1, 0, torch.device("cpu")), [[folder], []]
-    told = memory_plan(Rollout(engine_memory=1e4, replay=tmp_path), Machine(), world, torch.bfloat16, *folders)
+    told = memory_plan(Rollout(engine_memory=1e4, replay=tmp_path), Machine(), world, torch.bfloat16, *folders).text
     assert "rollout" not in told and "warning" not in told
 
 

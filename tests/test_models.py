@@ -4,21 +4,24 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import ROOT, deadline
+from pydantic import BaseModel, field_validator
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import grpo
+from common.engine.vllm import refuse_other_files, start_errors
 from common.episodes import Episode
 from common.hub import FOLDERS, OBJECTS, load_tokenizer, require_weights, resolve_model
 from common.job import Job, describe_run
-from common.models import Critic, load_policy, unsupported
+from common.models import Critic, Policy, load_policy, unsupported
 from common.packing import TokenIndex, pack
 from common.prepare.export import export_hugging_face
 from common.torch_repair import check_version
@@ -95,7 +98,7 @@ def cut_in_half(file: Path) -> None:
 DAMAGE = {
     "half of the weights": (lambda folder: cut_in_half(folder / "model.safetensors"), "files cannot be read"),
     "Git LFS's pointer": (lambda folder: (folder / "model.safetensors").write_text("oid sha256:1"), "files cannot be"),
-    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "weights cannot be read .*no file named"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "files hold no weights: neither model"),
     "half of a tokenizer": (lambda folder: cut_in_half(folder / "tokenizer.json"), "files cannot be read"),
     "no vocabulary": (lambda folder: (folder / "tokenizer.json").write_text("{}"), "files cannot be read"),
     "half of a processor": (lambda f: cut_in_half(f / "processor_config.json"), "files cannot be read"),
@@ -171,22 +174,204 @@ def test_end_tokens_that_are_none_are_named(tmp_path, ends):
         resolve_model(str(folder))
 
 
-def test_missing_weights_are_told_before_the_engine_misses_them(tmp_path):
-    """A part of several, or all; what has its weights in parts needs no other file."""
+def cut_into_shards(folder: Path) -> None:
+    """The weights in two files and an index."""
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    listed = {}
+    for number, name in enumerate(sorted(weights)):
+        listed[name] = f"model-0000{1 + number % 2}-of-00002.safetensors"
+    for shard in set(listed.values()):
+        save_file({name: weights[name] for name in listed if listed[name] == shard}, folder / shard, {"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": listed}))
+
+
+def rewrite_index(text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / "model.safetensors.index.json").write_text(text)
+
+
+FILES = {  # what is done to a model in two shards, and what is told of it
+    "nothing": (lambda folder: None, None),
+    "a shard is missing": (
+        lambda folder: (folder / "model-00002-of-00002.safetensors").unlink(),
+        r" has no model-00002-of-00002\.safetensors, which its index lists",
+    ),
+    "no index": (
+        lambda folder: (folder / "model.safetensors.index.json").unlink(),
+        ": its files hold no weights: neither model.safetensors nor model.safetensors.index.json nor",
+    ),
+    "an empty index": (rewrite_index(""), r": its files cannot be read .*index\.json is no JSON"),
+    "half an index": (rewrite_index('{"weight_map": {'), r": its files cannot be read .*index\.json is no JSON"),
+    "an index without weights": (rewrite_index("{}"), ": model.safetensors.index.json lists no files of weights"),
+    "an index of none": (rewrite_index('{"weight_map": {}}'), ": model.safetensors.index.json lists no files"),
+    "an index of no files": (
+        rewrite_index('{"weight_map": {"a": 1}}'),
+        ": model.safetensors.index.json lists no files",
+    ),
+    "an index without metadata": (
+        rewrite_index('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}'),
+        ': model.safetensors.index.json has no object "metadata"',
+    ),
+    "a model in one file, too": (
+        lambda folder: shutil.copy(FOLDERS["tiny"] / "model.safetensors", folder),
+        r" has its weights twice: in model\.safetensors, and in model-00001-of-00002\.safetensors, model-00002-of",
+    ),
+    "a shard lacks what the index lists": (
+        lambda folder: save_file({"a": torch.zeros(1)}, folder / "model-00001-of-00002.safetensors"),
+        r": its files have no lm_head\.weight, but a, for which Qwen2ForCausalLM has no place",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_the_files_of_weights_are_looked_at_before_any_is_read(case, tmp_path):
+    """By --critic-model, too; transformers and vLLM would fail late, or read one set of weights each."""
+    change, told = FILES[case]
     folder = shutil.copytree(FOLDERS["tiny"], tmp_path / "model")
-    require_weights(str(folder))
-    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
-    parts = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": parts}))
-    with pytest.raises(SystemExit, match=r"model has no model-00002-of-00002\.safetensors, which its index lists"):
-        require_weights(str(folder))
-    (folder / "model-00002-of-00002.safetensors").touch()
-    require_weights(str(folder))
-    for name in parts.values():
-        (folder / name).unlink()
-    (folder / "model.safetensors.index.json").unlink()
-    with pytest.raises(SystemExit, match=r"model has no weights: neither \*\.safetensors nor"):
-        require_weights(str(folder))
+    cut_into_shards(folder)
+    change(folder)
+    for flag, make in (("--model", Policy), ("--critic-model", Critic)):
+        if told is None:
+            load_policy(str(folder), "sdpa", make=make)
+        elif make is Policy or case != "a shard lacks what the index lists":
+            with pytest.raises(SystemExit, match=f"^{flag} {folder}{told}"):
+                load_policy(str(folder), "sdpa", make=make)
+
+
+def test_an_index_of_a_single_file_is_no_second_model(tmp_path):
+    folder = shutil.copytree(FOLDERS["tiny"], tmp_path / "model")
+    rewrite_index('{"metadata": {}, "weight_map": {"lm_head.weight": "model.safetensors"}}')(folder)
+    assert require_weights(str(folder)) == [folder / "model.safetensors"]
+
+
+WRAPPED = "a wrapper was saved"
+NAMES = {  # how weights are named, and what is told of it
+    "compiled": (lambda name: f"_orig_mod.{name}", rf"no lm_head\.weight, but _orig_mod\.lm_head\.weight: {WRAPPED}"),
+    "parallel": (lambda name: f"module.{name}", rf"no lm_head\.weight, but module\.lm_head\.weight: {WRAPPED}"),
+    "both": (lambda name: f"module._orig_mod.{name}", rf"no lm_head\.weight, but module\._orig_mod\..*: {WRAPPED}"),
+    "PEFT's": (lambda name: f"base_model.model.{name}", rf"no lm_head\.weight, but base_model\.model\..*: {WRAPPED}"),
+    "checkpointed": (
+        lambda name: name.replace("mlp", "mlp._checkpoint_wrapped_module"),
+        r"no model\.layers\.0\.mlp\.down_proj\.weight, but model\.layers\.0\.mlp\._check.*, for which",
+    ),
+    "of another layer": (
+        lambda name: name.replace("layers.0", "layers.9"),
+        r"no model\.layers\.0\..*, but model\.layers\.9\..*, for which Qwen2ForCausalLM has no place",
+    ),
+}
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "bin"])
+@pytest.mark.parametrize("kind", NAMES)
+def test_names_that_are_not_the_models_are_refused(kind, ending, tmp_path):
+    """transformers would go on from random weights."""
+    rename, told = NAMES[kind]
+    folder = shutil.copytree(FOLDERS["tiny"], tmp_path / "model")
+    weights = {rename(name): tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    if ending == "bin":
+        (folder / "model.safetensors").unlink()
+        torch.save(weights, folder / "pytorch_model.bin")
+    else:
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(SystemExit, match=f"^--model {folder}: its files have {told}"):
+        load_policy(str(folder), "sdpa")
+    if kind != "of another layer":
+        backbone = told.replace(r"lm_head\.weight", r"model\.embed_tokens\.weight")
+        with pytest.raises(SystemExit, match=f"^--critic-model {folder}: its files have {backbone}"):
+            load_policy(str(folder), "sdpa", make=Critic)
+
+
+def test_weights_that_a_config_has_no_place_for_are_refused(tmp_path):
+    """transformers would leave a layer out, or a bias; a head is the critic's to leave out."""
+    folder = shutil.copytree(FOLDERS["tiny"], tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    for name, also_for_critics in (("model.layers.4.mlp.up_proj.weight", True), ("v_head.summary.weight", False)):
+        save_file(weights | {name: torch.zeros(2)}, folder / "model.safetensors", {"format": "pt"})
+        with pytest.raises(SystemExit, match=f"^--model {folder}: its files have {name}, for which Qwen2ForCausalLM"):
+            load_policy(str(folder), "sdpa")
+        told = f"^--critic-model {folder}: its files have {name}, for which"
+        with pytest.raises(SystemExit, match=told) if also_for_critics else nullcontext():
+            load_policy(str(folder), "sdpa", make=Critic)
+    save_file(weights | {"model.norm.weight": torch.zeros(2)}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        SystemExit, match=r"its files have model\.norm\.weight with shape \[2\], and its config\.json wants"
+    ):
+        load_policy(str(folder), "sdpa")
+    # older files hold what a model computes by itself
+    computed = {
+        "model.rotary_emb.inv_freq": torch.zeros(2),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2),
+    }
+    save_file(weights | computed, folder / "model.safetensors", {"format": "pt"})
+    load_policy(str(folder), "sdpa")
+
+
+@pytest.mark.parametrize("flag", ["--model", "--critic-model", "--reward-model"])
+def test_an_adapter_is_refused_beside_a_model_and_alone(flag, tmp_path):
+    """transformers would add it to the model, and vLLM not."""
+    folder = shutil.copytree(FOLDERS["tiny"], tmp_path / "model")
+    adapter = folder / "adapter_config.json"
+    adapter.write_text('{"peft_type": "LORA", "base_model_name_or_path": "org/base"}')
+    with pytest.raises(
+        SystemExit, match=f"^{flag} {folder}: an adapter lies beside the model .adapter_config.json.: "
+    ):
+        resolve_model(str(folder), flag)
+    (folder / "config.json").unlink()
+    with pytest.raises(SystemExit, match=f"^{flag} {folder}: an adapter of org/base: merge the two"):
+        resolve_model(str(folder), flag)
+    adapter.write_text('{"base_model_name_or_path": null}')
+    with pytest.raises(SystemExit, match=f"^{flag} {folder}: an adapter of a model that it does not name: "):
+        resolve_model(str(folder), flag)
+    for text in NO_OBJECTS.values():
+        adapter.write_text(text)
+        with pytest.raises(SystemExit, match=f"^{flag} {folder}: .*adapter_config.json is no JSON"):
+            resolve_model(str(folder), flag)
+
+
+def test_what_vllm_alone_would_read_is_refused(tmp_path):
+    folder = shutil.copytree(FOLDERS["tiny"], tmp_path / "model")
+    refuse_other_files(str(folder))
+    save_file({"a": torch.zeros(1)}, folder / "adapter_model.safetensors")
+    with pytest.raises(SystemExit, match=r"vLLM would read adapter_model\.safetensors, too, .*: move it elsewhere"):
+        refuse_other_files(str(folder))
+    weights = folder / "model.safetensors"
+    torch.save(load_file(weights), folder / "pytorch_model.bin")
+    weights.rename(tmp_path / weights.name)
+    with pytest.raises(SystemExit, match=r"vLLM would read adapter_model\.safetensors, too"):
+        refuse_other_files(str(folder))  # and nothing else
+    (tmp_path / weights.name).rename(weights)
+    cut_into_shards(folder)
+    refuse_other_files(str(folder))  # the index tells it apart
+
+
+class Settings(BaseModel):
+    max_model_len: int
+
+    @field_validator("max_model_len")
+    @classmethod
+    def check(cls, value: int) -> int:
+        raise ValueError("the head size 16 is unknown" if value else "max_model_len (0) is too small")
+
+
+@pytest.mark.parametrize(
+    "start, told",
+    [
+        (lambda: int("x"), "--model /memory/max_model_len: vLLM does not take it: invalid literal"),
+        (lambda: Settings(max_model_len=1), "--model /.*: vLLM does not take it: Value error, the head size 16 is"),
+        (lambda: {}["a.weight"], "--model /.*: vLLM does not take it: KeyError: 'a.weight'"),
+        (lambda: Path("/memory/max_model_len/x").read_text(), "--model /.*: vLLM does not take it: .*No such file"),
+        (
+            lambda: Settings(max_model_len=0),
+            "--max-prompt-tokens, --max-response-tokens, --engine-memory: Value error",
+        ),
+    ],
+    ids=["a value", "a setting", "a name", "a file", "a length"],
+)
+def test_only_what_names_a_length_or_memory_is_put_down_to_their_flags(start, told):
+    """pydantic shows all settings in each of its errors, and a folder may be called anything."""
+    with pytest.raises(SystemExit, match=f"^{told}") as refusal, start_errors("/memory/max_model_len"):
+        start()
+    assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("end", ["{% for message in messages %}{{ message", "{% if messages %}x", "{{ 1 +"])
@@ -220,6 +405,13 @@ def test_a_reward_models_backbone_may_be_the_critics_and_no_policy(tmp_path):
     assert torch.equal(critic.model.layers[1].mlp.up_proj.weight, scorer.model.layers[1].mlp.up_proj.weight)
     with pytest.raises(SystemExit, match=r"its files have no lm_head\.weight"):
         load_policy(str(tmp_path), "sdpa")
+
+
+def test_a_critic_has_positions_for_what_is_sampled():
+    """Of the policy its engine says so."""
+    with pytest.raises(SystemExit, match=r"2049 tokens together, and --critic-model .* has 2048 positions"):
+        load_policy(str(FOLDERS["tiny"]), "sdpa", make=Critic, max_model_len=2049)
+    load_policy(str(FOLDERS["tiny"]), "sdpa", make=Critic, max_model_len=2048)
 
 
 def test_there_is_no_dropout(tmp_path):

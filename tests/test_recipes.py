@@ -3,7 +3,7 @@
 import importlib
 import re
 import shlex
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,8 +11,9 @@ from helpers import ROOT, checked_args
 from test_docs import split_commands, text, without_heredocs
 from transformers import Qwen2_5_VLConfig, Qwen2Config
 
-from common.flags import EMBEDDED, Rollout
-from common.prepare.memory_plan import memory_phases
+from common.flags import EMBEDDED
+from common.prepare.memory_plan import memory_phases, no_rollout
+from common.prepare.memory_remedies import longest
 
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
 ROOM = 0.92  # share of a card that may be planned with, as in docs/scaling.md
@@ -85,9 +86,12 @@ def gigabytes(command: str, card: int, folders: dict[str, str], monkeypatch) -> 
     if script == "ppo" and not rollout.eval_only:
         trained *= 2
     if rollout is None:
-        rollout = Rollout(replay=Path("no engine"), max_response_tokens=args.max_tokens)
+        rollout = no_rollout(args.max_tokens)
     dtype = torch.float16 if card == 32 else torch.bfloat16
-    phases = memory_phases(rollout, args.machine, ranks, dtype, trained, frozen, on_gpu=True)
+    machine = args.machine
+    if machine.micro_batch_tokens is None:  # the run lowers it by itself, but not below its longest episode
+        machine = replace(machine, micro_batch_tokens=longest(rollout))
+    phases = memory_phases(rollout, machine, ranks, dtype, trained, frozen, on_gpu=True)
     return phases["context"] + max(phases["rollout"], phases["update"])
 
 

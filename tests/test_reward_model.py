@@ -3,16 +3,18 @@
 import json
 import math
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
 
 from common.episodes import Episode, Row
 from common.hub import FOLDERS
 from common.rewards import model as reward_model
-from common.rewards.model import RewardModel
+from common.rewards.model import RewardModel, check_reward_model
 from common.rollouts import Rollouts
 
 
@@ -147,10 +149,29 @@ def test_a_model_without_a_head_or_a_damaged_one_is_refused(tmp_path):
         RewardModel(str(folder), torch.float32, torch.device("cpu"))
     with pytest.raises(SystemExit, match=r"--reward-model .*: no classifier, or damaged"):
         RewardModel(str(FOLDERS["tiny-vl"]), torch.float32, torch.device("cpu"))
-    for damaged in ("tokenizer.json", "model.safetensors"):
-        (folder / damaged).write_text("{")
-        with pytest.raises(SystemExit, match=r"--reward-model .*: .* or damaged \("):
-            RewardModel(str(folder), torch.float32, torch.device("cpu"))
+    folder = save_reward_model(tmp_path / "whole")
+    for damaged, told in (
+        ("tokenizer.json", r"no classifier, or damaged \("),
+        ("model.safetensors", "its weights cannot"),
+    ):
+        Path(folder, damaged).write_text("{")
+        with pytest.raises(SystemExit, match=f"^--reward-model {folder}: {told}"):
+            RewardModel(folder, torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("rename", ["_orig_mod.{}", "module.{}", "base_model.model.{}"])
+def test_weights_that_are_not_the_classifiers_are_refused(rename, tmp_path):
+    folder = save_reward_model(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    renamed = {rename.format(name): tensor for name, tensor in weights.items()}
+    save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(SystemExit, match=f"^--reward-model {folder}: its files have no model.*: a wrapper was saved"):
+        check_reward_model(folder)
+    save_file(weights | {"v_head.weight": torch.ones(2)}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        SystemExit, match=f"^--reward-model {folder}: its files have v_head.weight, for which Qwen2For"
+    ):
+        check_reward_model(folder)
 
 
 def test_it_takes_the_engines_place(monkeypatch):

@@ -3,7 +3,6 @@
 pytest tests/test_rewards.py
 """
 
-import ast
 import json
 import math
 import random
@@ -191,33 +190,18 @@ def test_strict_extraction(text, expected):
 
 
 def strict_oracle(answer: str, numbers: list[int], target: int) -> float:
-    """Python's own parser, exact fractions, and nothing but + - * / and a minus sign."""
-
-    def value(node):
-        match node:
-            case ast.BinOp(left, ast.Add(), right):
-                return value(left) + value(right)
-            case ast.BinOp(left, ast.Sub(), right):
-                return value(left) - value(right)
-            case ast.BinOp(left, ast.Mult(), right):
-                return value(left) * value(right)
-            case ast.BinOp(left, ast.Div(), right):
-                return value(left) / value(right)
-            case ast.UnaryOp(ast.USub(), operand):
-                return -value(operand)
-            case ast.Constant(int() as number):
-                used.append(number)
-                return Fraction(number)
-        raise SyntaxError
-
-    used = []
+    """Python evaluates it in exact fractions, unless there is an operator besides + - * / or a unary plus."""
+    if re.search(r"\*\*|//|(?:^|[-+*/(])\+", answer.replace(" ", "")):
+        return 0.1
+    if sorted(int(n) for n in re.findall(r"[0-9]+", answer)) != sorted(numbers):
+        return 0.1
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            result = value(ast.parse(answer.strip(), mode="eval").body)
-    except (SyntaxError, ZeroDivisionError):
+            value = eval(re.sub(r"[0-9]+", r"Fraction(\g<0>)", answer), {"Fraction": Fraction})
+    except (SyntaxError, TypeError, ZeroDivisionError):
         return 0.1
-    return 1.0 if sorted(used) == sorted(numbers) and result == target else 0.1
+    return 1.0 if value == target else 0.1
 
 
 def test_strict_equals_oracle_on_random_expressions():
@@ -298,16 +282,31 @@ def test_megabyte_text_takes_linear_time(name):
     start = time.process_time()
     for mode in ("strict", "compat"):
         countdown.score(HOSTILE[name], {"numbers": [1, 2], "target": 3}, mode)
-    for mode in ("strict", "flexible"):
-        score_gsm8k(HOSTILE[name], "72", mode)
+    score_gsm8k(HOSTILE[name], "72")
     assert time.process_time() - start < 2.0
 
 
-@pytest.mark.parametrize("depth", [10, 49, 50, 100, 128, 250])
+@pytest.mark.parametrize("opening, closing, levels", [("(", ")", 1), ("-", "", 1), ("-(", ")", 2), ("1**", "", 1)])
+def test_nesting_deeper_than_50_is_wrong(opening, closing, levels):
+    """The number is a level itself. Where Python's parser gives up is far beyond."""
+    for times in (24, 25, 49, 50, 100, 170):
+        answer = opening * times + "1" + closing * times
+        value = countdown.evaluate(answer, [1] * answer.count("1"), "compat")
+        assert (value is not None) == (times * levels < 50), times
+
+
 @pytest.mark.parametrize("mode", ["strict", "compat"])
-def test_nesting_never_exhausts_the_stack(depth, mode):
-    assert countdown_score("(" * depth + "3" + ")" * depth, [3], 3, mode) in (0.1, 1.0)
-    assert countdown_score("-(" * (depth // 2) + "3" + ")" * (depth // 2), [3], 3, mode) in (0.1, 1.0)
+@pytest.mark.parametrize(
+    "answer",
+    ["1_2", "0x12", "0b1+2", "1e2", "1j+2", "1+...+2", "()+1+2", "1,2", "(x:=1)+2", "1 if 2 else x", "1+2 # 3"]
+    + ["1+2\0", "1;2", "lambda: 1+2", "*1,2", "1+\\\n2", "1\v+2", "1\x1c+2", "1\u3000+2", "1+2\ufeff", "'1'+'2'"]
+    + ["1 .real+2", "f'{1+2}'", "1<2", "~1+2", "1%2", "1@2", "1|2", "not 1-2", "1 and 2", "[1+2][0]", "{1+2}"]
+    + ["(" * 100 + "1 2", "(" * 250 + "1+2", "1+2)+(" * 40, "(1)(2)", "1+2" + "()" * 200],
+)
+def test_what_else_python_can_read_is_wrong(answer, mode):
+    """Expressions of Python's, texts that its parser refuses, and some that it gives up on."""
+    assert countdown.score(f"<answer>{answer}</answer>", {"numbers": [1, 2], "target": 3}, mode)["score"] <= 0.1
+    assert countdown.evaluate(answer, [int(n) for n in re.findall(r"[0-9]+", answer)], mode) is None
 
 
 @pytest.mark.parametrize(
@@ -344,57 +343,54 @@ def test_random_garbage_never_raises():
             for response in (text, f"<answer>{text}</answer>"):
                 result = countdown.score(response, {"numbers": [1, 2, 3], "target": 6}, mode)
                 assert result["score"] in (0.0, 0.1, 1.0) and isinstance(result["pred"], str)
-        for mode in ("strict", "flexible"):
-            assert score_gsm8k(text, "72", mode)["score"] in (0.0, 1.0)
+        assert score_gsm8k(text, "72")["score"] in (0.0, 1.0)
 
 
-@pytest.mark.parametrize("scorer, truth", [(countdown.score, {"numbers": [1], "target": 1}), (score_gsm8k, "1")])
-def test_unknown_mode_is_an_error(scorer, truth):
+def test_unknown_mode_is_an_error():
     with pytest.raises(ValueError, match="lenient"):
-        scorer("text", truth, mode="lenient")
+        countdown.score("text", {"numbers": [1], "target": 1}, mode="lenient")
 
 
 # --- GSM8K ---
 
 
 @pytest.mark.parametrize(
-    "text, truth, strict, flexible",
+    "text, truth, expected",
     [
-        ("so\n#### 72", "72", 1, 1),
-        ("#### 72.", "72", 1, 1),
-        ("#### 72.0", "72", 1, 1),
-        ("#### 72.50", "72.5", 1, 1),
-        ("#### $72", "72", 1, 1),
-        ("#### -$72", "-72", 1, 1),
-        ("#### $-72", "-72", 1, 1),
-        ("#### 1,234", "1234", 1, 1),
-        ("#### 1234", "1,234", 1, 1),
-        ("#### 072", "72", 1, 1),
-        ("#### .5", "0.5", 1, 1),
-        ("#### -0", "0", 1, 1),
-        ("####72", "72", 1, 1),
-        ("#### 72 dollars<|im_end|>", "72", 1, 1),
-        ("#### 71\n#### 72", "72", 1, 1),
-        ("#### 72\n#### 71", "72", 0, 0),
-        ("#### 72, because 8 * 9", "72", 1, 0),
-        ("#### 7.2", "72", 0, 0),
-        ("#### -72", "72", 0, 0),
-        ("#### 720", "72", 0, 0),
-        ("the answer is 72", "72", 0, 1),
-        ("from 10-72", "72", 0, 1),
-        ("the answer is -72.", "-72", 0, 1),
-        ("#### none of the 72", "72", 0, 1),
-        ("#### ٧٢", "72", 0, 0),
-        ("####\n72", "72", 0, 1),
-        ("#### ,", "72", 0, 0),
-        ("", "72", 0, 0),
-        ("#### 72" + " " * 293, "72", 1, 1),
-        ("#### 72" + " " * 294, "72", 0, 1),  # strict looks at the last 300 characters
+        ("so\n#### 72", "72", 1),
+        ("#### 72.", "72", 1),
+        ("#### 72.0", "72", 1),
+        ("#### 72.50", "72.5", 1),
+        ("#### $72", "72", 1),
+        ("#### -$72", "-72", 1),
+        ("#### $-72", "-72", 1),
+        ("#### 1,234", "1234", 1),
+        ("#### 1234", "1,234", 1),
+        ("#### 072", "72", 1),
+        ("#### .5", "0.5", 1),
+        ("#### -0", "0", 1),
+        ("####72", "72", 1),
+        ("#### 72 dollars<|im_end|>", "72", 1),
+        ("#### 71\n#### 72", "72", 1),
+        ("#### 72\n#### 71", "72", 0),
+        ("#### 72, because 8 * 9", "72", 1),
+        ("#### 7.2", "72", 0),
+        ("#### -72", "72", 0),
+        ("#### 720", "72", 0),
+        ("the answer is 72", "72", 0),
+        ("from 10-72", "72", 0),
+        ("the answer is -72.", "-72", 0),
+        ("#### none of the 72", "72", 0),
+        ("#### ٧٢", "72", 0),
+        ("####\n72", "72", 0),
+        ("#### ,", "72", 0),
+        ("", "72", 0),
+        ("#### 72" + " " * 293, "72", 1),
+        ("#### 72" + " " * 294, "72", 0),  # the last 300 characters
     ],
 )
-def test_gsm8k(text, truth, strict, flexible):
-    assert score_gsm8k(text, truth)["score"] == strict
-    assert score_gsm8k(text, truth, "flexible")["score"] == flexible
+def test_gsm8k(text, truth, expected):
+    assert score_gsm8k(text, truth)["score"] == expected
 
 
 def test_gsm8k_pred_is_canonical():
@@ -419,7 +415,6 @@ def test_gsm8k_every_published_answer_is_right(split, rows):
         answer = json.loads(line)["answer"]
         truth = answer.split("#### ")[1].replace(",", "")
         assert score_gsm8k(answer, truth) == {"score": 1.0, "pred": canonical_number(truth)}
-        assert score_gsm8k(answer, truth, "flexible")["score"] == 1.0
         assert score_gsm8k(answer, truth + "1")["score"] == 0.0
 
 

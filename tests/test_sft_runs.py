@@ -84,8 +84,14 @@ def test_packing_ranks_and_strategy_play_no_part_with_pictures(mixed, tmp_path):
         ("two ddp", 2, ["--strategy", "ddp", "--gradient-checkpointing"]),
     ):
         options = [*mixed, "--batch-size", 8, "--total-steps", 2, "--dtype", "fp32", "--learning-rate", 1e-3, *extra]
-        run_script("sft.py", *options, "--output-dir", tmp_path / name, ranks=ranks)
+        done = run_script("sft.py", *options, "--output-dir", tmp_path / name, ranks=ranks)
         records[name] = steps_of(tmp_path / name)
+        tokens = json.loads((tmp_path / name / "config.json").read_text())["args"]["micro_batch_tokens"]
+        assert "memory of a rank (GB, estimated; " in done.stdout and "; update " in done.stdout
+        if name == "one":
+            assert tokens == 64 and "chosen" not in done.stdout
+        else:
+            assert f"; --micro-batch-tokens {tokens} chosen to fit" in done.stdout and tokens <= 8192
     for name, steps in records.items():
         for step in (1, 2):
             for metric in ("policy/loss", "optim/grad_norm", "data/tokens"):

@@ -338,11 +338,6 @@ def test_some_answers_that_nothing_matches():
     assert is_right("B", ["", "1" * 513, "B"]) and not is_right("", ["", "B"])
 
 
-def test_unknown_metric_is_an_error():
-    with pytest.raises(ValueError, match="metric is 'bleu'"):
-        score_visual_qa(r"\boxed{B}", "B", "bleu")
-
-
 def test_sympy_is_asked_only_where_it_is_needed(monkeypatch):
     asked = []
     monkeypatch.setattr(formulas, "same_value", lambda *texts: asked.append(texts) or False)
@@ -408,17 +403,13 @@ def test_edit_distance_is_its_definition():
     ],
 )
 def test_anls(answer, truth, expected):
-    result = score_visual_qa(rf"\boxed{{{answer}}}", truth, "anls")
-    assert result["score"] == result["anls"] == pytest.approx(expected)
-    assert result["acc"] == is_right(answer, truth)
+    assert score_visual_qa(rf"\boxed{{{answer}}}", truth)["anls"] == pytest.approx(expected)
 
 
-def test_metric_chooses_the_score():
+def test_similarity_is_no_score():
     close, far = (r"\boxed{the year 1980}", "the year 1981"), (r"\boxed{B}", "B. dark blue")
     assert score_visual_qa(*close) == {"score": 0.0, "acc": 0.0, "pred": "the year 1980", "anls": 12 / 13}
-    assert score_visual_qa(*close, metric="anls")["score"] == 12 / 13
-    assert score_visual_qa(*far)["score"] == 1.0
-    assert score_visual_qa(*far, metric="anls") == {"score": 0.0, "acc": 1.0, "pred": "b. dark blue", "anls": 0.0}
+    assert score_visual_qa(*far) == {"score": 1.0, "acc": 1.0, "pred": "b. dark blue", "anls": 0.0}
 
 
 # --- hostile text ---
@@ -493,15 +484,14 @@ def fuzz(seed: int, count: int) -> None:
     for _ in range(count):
         text, other = ("".join(rng.choices(PIECES, k=rng.choice((1, 2, 4, 8, 30)))) for _ in range(2))
         solution = rng.choice((text, rf"\boxed{{{text}}}", rf"\boxed{{{text}}}", r"\boxed{" * 20 + text + "}" * 20))
-        metric = rng.choice(("accuracy", "anls"))
         try:
-            result = score_visual_qa(solution, [rng.choice(TRUTHS), rng.choice((text, other))], metric)
+            result = score_visual_qa(solution, [rng.choice(TRUTHS), rng.choice((text, other))])
         except Exception as error:
             raise AssertionError(f"raised on {solution!r}") from error
         assert list(result) == ["score", "acc", "pred", "anls"], solution
         assert result["acc"] in (0.0, 1.0) and isinstance(result["pred"], str), solution
         assert result["anls"] == 0.0 or 0.5 <= result["anls"] <= 1.0, solution
-        assert result["score"] == result["acc" if metric == "accuracy" else "anls"], solution
+        assert result["score"] == result["acc"], solution
         assert all(type(result[key]) is float for key in ("score", "acc", "anls")), solution
 
 

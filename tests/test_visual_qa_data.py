@@ -1,5 +1,7 @@
 """Pixel Reasoner's published rows as prompts: images, videos, several answers, moved folders, bad rows."""
 
+import json
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -57,6 +59,27 @@ def test_published_rows(vision, folder):
     assert [(m.kind, len(m.frames)) for m in video.media] == [("video", 3)]
     assert video.ground_truth == ["left", "the left one"] and video.extra_info["qid"] == "mvbench-order-3"
     assert text.media == [] and list(text.tools) == ["crop_image_normalized", "select_frames"]
+
+
+@pytest.mark.parametrize("suffix, place", [("jsonl", "line 4"), ("json", "row 2")])
+def test_published_rows_as_json(vision, folder, suffix, place):
+    """Named as those of parquet are; a row that is none keeps its number."""
+    records = pq.read_table(path := write(folder)).to_pylist()
+    as_parquet = load(path, vision, folder)
+    lines = [*map(json.dumps, records[:2]), '{"question": 5}', json.dumps(records[2])]
+    text = "\n" + "\n".join(lines) if suffix == "jsonl" else f"[{','.join(lines)}]"
+    (folder / f"release.{suffix}").write_text(text)
+    with pytest.raises(ValueError, match=f"1 unusable rows(.|\n)*{suffix} {place}: data_source is None"):
+        load(str(folder / f"release.{suffix}"), vision, folder)
+    rows = load(str(folder / f"release.{suffix}"), vision, folder, bad_rows="drop")
+    for i in range(3):
+        ours, theirs = rows[i], as_parquet[i]
+        assert (ours.prompt, ours.ground_truth, ours.data_source) == (
+            theirs.prompt,
+            theirs.ground_truth,
+            theirs.data_source,
+        )
+        assert len(ours.media) == len(theirs.media)
 
 
 def test_the_guideline_speaks_of_tools_only_where_there_are_some(vision, folder):

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from common.distributed import World, gather_objects
 from common.episodes import Episode
-from common.files import full_disk_is_a_warning, refuse, replace_file
+from common.files import full_disk_is_a_warning, refuse, replace_file, shorten
 from common.pictures import Media, PixelLimits
 from common.torch_repair import transformers
 
@@ -25,8 +25,11 @@ def dump_rollouts(
     advantages: list[float],
     tokenizer: "transformers.PreTrainedTokenizerBase",
     world: World,
+    micro_batch_tokens: int | None = None,
 ) -> Path:
     """Write folder/step_NNNNNN.parquet: all episodes of all ranks; advantage is null where none was trained on.
+
+    micro_batch_tokens: of the update, whose last bits depend on them.
 
     Beside it, and there before it: each rank's pictures, .media_RANK.parquet: {hash, bytes}. Returns its path.
     """
@@ -45,6 +48,7 @@ def dump_rollouts(
             row["media"].append({"kind": m.kind, "frames": names, "is_frame": m.is_frame, "number": number})
         row |= {name: json.dumps(row[name]) for name in AS_JSON}
         row |= {"step": step, "ranks": world.size, "rank": world.rank, "advantage": advantage_of.get(id(e))}
+        row |= {"micro_batch_tokens": micro_batch_tokens}
         row |= {"prompt": tokenizer.decode(e.prompt_ids), "completion": tokenizer.decode(e.response_ids)}
         rows.append(row | {"score": e.rewards["score"], "shown": [list(m.pixels.shape[2:0:-1]) for m in e.media]})
     with full_disk_is_a_warning(path):
@@ -60,20 +64,36 @@ def dump_rollouts(
     return path
 
 
+def read_dump(path: Path, columns: list[str] | None = None) -> list[dict]:
+    """Its rows, at least one; of `columns` those that it has, or all. SystemExit for what is no dump."""
+    refuse(not path.is_file(), f"--replay {path}: no such file")
+    try:
+        rows = pq.ParquetFile(path).read(columns).to_pylist()
+        for name in ("step", "ranks"):  # which other tables do not have
+            rows[0][name]
+    except (LookupError, OSError, pa.ArrowInvalid) as error:
+        raise SystemExit(f"--replay {path}: holds no episodes of --dump-rollouts-every ({error!s:.200})") from error
+    return rows
+
+
+def replayed_micro_batch_tokens(path: Path) -> int | None:
+    """That the update of a dump was made with; None if it does not say."""
+    tokens = read_dump(path, ["step", "ranks", "micro_batch_tokens"])[0].get("micro_batch_tokens")
+    wrong = f"--replay {path}: its micro_batch_tokens are {shorten(repr(tokens), 60)}"
+    refuse(tokens is not None and (type(tokens) is not int or tokens < 1), wrong)
+    return tokens
+
+
 def load_rollouts(
     path: Path, step: int, world: World, limits: PixelLimits, reward_model: str | None = None
 ) -> tuple[list[Episode], list[Episode]]:
     """(all episodes of this rank, those that were trained on) of a dump of `step` by as many ranks."""
-    refuse(not path.is_file(), f"--replay {path}: no such file")
-    try:
-        rows = pq.read_table(path).to_pylist()
-        made = rows[0]["step"], rows[0]["ranks"]
-    except (LookupError, OSError, pa.ArrowInvalid) as error:
-        raise SystemExit(f"--replay {path}: holds no episodes of --dump-rollouts-every ({error!s:.200})") from error
+    rows = read_dump(path)
+    made = rows[0]["step"], rows[0]["ranks"]
     wrong = f"--replay {path}: is of step {made[0]} on {made[1]} ranks, this is step {step} on {world.size}: "
     refuse(made != (step, world.size), f"{wrong}--resume the checkpoint of the step before it, with as many ranks")
     wrong = f"--replay {path}: give the --reward-model of that run, and none if it had none"
-    refuse(any(row.get("model_reward") is not None for row in rows) != bool(reward_model), wrong)
+    refuse(any(row["model_reward"] is not None for row in rows) != bool(reward_model), wrong)
     own = path.with_suffix(f".media_{world.rank}.parquet")
     table = pq.read_table(own).to_pydict() if own.is_file() else {"hash": [], "bytes": []}
     files = dict(zip(table["hash"], table["bytes"]))
@@ -82,7 +102,7 @@ def load_rollouts(
     for row in rows:
         if row["rank"] != world.rank:
             continue
-        row |= {name: json.loads(row[name]) for name in AS_JSON if name in row}  # older dumps lack some fields
+        row |= {name: json.loads(row[name]) for name in AS_JSON}
         for i, m in enumerate(row["media"]):
             key = json.dumps(m)
             if key not in opened:
@@ -92,7 +112,7 @@ def load_rollouts(
             row["media"][i] = opened[key]
             wrong = f"--replay {path}: give --min-pixels, --max-pixels, --max-frame-pixels of that run"
             refuse(list(opened[key].pixels.shape[2:0:-1]) != row["shown"][i], wrong)
-        sampled.append(Episode(**{f.name: row[f.name] for f in fields(Episode) if f.name in row}))
+        sampled.append(Episode(**{f.name: row[f.name] for f in fields(Episode)}))
         if row["advantage"] is not None:
             trained.append(sampled[-1])
     return sampled, trained

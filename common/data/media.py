@@ -13,6 +13,9 @@ from PIL import Image, UnidentifiedImageError
 from common.pictures import CELL, FORMATS, BadRow, Media, PixelLimits, check_size
 
 MARKS = {"<image>": "image", "<video>": "video"}  # placeholders in the prompts of data sets
+# placeholders in texts of ms-swift and LLaMA-Factory, and the columns that hold what they stand for
+FOREIGN_MARKS = [("<bbox>", "objects"), ("<ref-object>", "objects"), ("<audio>", "audios"), ("<audio>", "audio")]
+FOREIGN_COLUMNS = ("objects", "audios", "audio")
 Picture = tuple[str, list]  # "image" or "video", and its frames as a row holds them
 
 
@@ -22,6 +25,7 @@ def picture_sources(record: Mapping, text: str) -> list[Picture]:
     PyVision's rows have one, as `image`, or as a path in `mm_hint`, which counts if the prompt has a mark for it;
     else it is `for_interpreter`.
     """
+    refuse_foreign_marks(record, text)
     hint = record.get("mm_hint")
     one = record.get("image") or (hint.get("hint_path") if isinstance(hint, Mapping) and "<image>" in text else None)
     images = record.get("images") or one or []
@@ -36,6 +40,17 @@ def picture_sources(record: Mapping, text: str) -> list[Picture]:
     if any(not isinstance(frames, list) or not frames for frames in left["video"]):
         raise BadRow("a video is given as the list of its frames")
     return [(kind, left[kind].pop(0)) for kind in kinds]
+
+
+def refuse_foreign_marks(record: Mapping, text: str) -> None:
+    """BadRow for a text that only another system can complete, from a column that is not read here."""
+    for mark, column in FOREIGN_MARKS:
+        held = record.get(column)
+        if isinstance(held, Mapping):
+            held = any(held.values())  # Arrow fills in what a row lacks
+        if held and mark in text:
+            told = f"{mark} stands for what the column {column} holds, which is not read"
+            raise BadRow(f"{told}: write that into the text")
 
 
 def for_interpreter(hint: Mapping, text: str) -> dict:

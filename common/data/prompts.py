@@ -12,7 +12,7 @@ import numpy as np
 from jinja2 import TemplateError
 
 from common.data import render
-from common.data.media import Picture, count_tokens, open_media, picture_sources, read_tool_media
+from common.data.media import FOREIGN_COLUMNS, Picture, count_tokens, open_media, picture_sources, read_tool_media
 from common.data.rows import RowFiles
 from common.data.scan import Fingerprint, Found, KnownTokens, Lengths, once_per_machine
 from common.data.verl import OPTIONAL, REQUIRED, row_problem, to_verl, truth_of
@@ -106,7 +106,8 @@ class PromptData:
             found.all_answered = not any(render.interaction_kwargs(record) for record in records)
             self.interaction = "all" if found.all_answered else "own"
         gc.freeze()  # millions of rows that come and go would make the collector visit all of torch, over and over
-        rows = enumerate(self.files.records((*REQUIRED, *OPTIONAL) if self.needs_truth else None))  # what is used
+        read = (*REQUIRED, *OPTIONAL, *FOREIGN_COLUMNS)  # what is used, and what tells of another system
+        rows = enumerate(self.files.records(read if self.needs_truth else None))
         while batch := list(islice(rows, 1024)):
             progress.add(len(batch))
             prepared = {}
@@ -295,14 +296,14 @@ class PromptLoader:
         return place | {"fingerprint": self.fingerprint}
 
     def load_state_dict(self, state: dict) -> None:
-        """SystemExit if the saved position belongs to another data set or seed. Older ones have no fingerprint."""
+        """SystemExit if the saved position belongs to another data set or seed."""
         anew = "or give another --output-dir or --resume never"
         for name in ("num_rows", "seed"):
             now = getattr(self, name)
             if state[name] != now:
                 told = f"--resume: {name} of the training data was {state[name]}, now it is {now}"
                 raise SystemExit(f"{told}; go on with the same flags, {anew}")
-        saved = state.get("fingerprint", self.fingerprint)
+        saved = state["fingerprint"]
         if saved != self.fingerprint:
             told = (
                 f"--resume: the training data has other rows than before (fingerprint {saved}, now {self.fingerprint})"

@@ -1,13 +1,14 @@
-"""Files of rows (.parquet, .jsonl, .json), packed in Arrow; whatever is dropped, a row keeps its place.
+"""Files of rows (parquet, JSON), packed in Arrow; whatever is dropped, a row keeps its place.
 
 In training one rank of a machine reads them, and all map what it has written: memory that the system may take back.
 """
 
 import codecs
+import gzip
 import json
 import os
-import re
 import tempfile
+import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,32 +19,45 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from common.data.table_files import files_in, find_files, is_hub_id, kind_of
 from common.files import shorten
 from common.progress import Progress
 
 JSON_LINE = "json line"  # the only column of a table whose rows are texts
-HUB_ID = re.compile(r"(?!.*\.(?:parquet|jsonl?)$)[\w-][\w.-]*/[\w.-]+(:[\w.-]+){0,2}")  # of a data set
+LINES = {b"place": b"line"}  # metadata of a table each of whose rows was a line of its file
+LISTS = ("data", "rows", "instances", "examples", "samples", "items", "records", "train", "validation", "test")
+GZIP, PARQUET = b"\x1f\x8b", b"PAR1"  # what such files begin with
+NO_ROWS = {  # what a file begins with that was meant to be another one -> what it is
+    b"version https://git-lfs": "a pointer of Git LFS, which `git lfs pull` replaces by the file",
+    b"<!doctype html": "a web page: download the file that it shows",
+    b"<html": "a web page: download the file that it shows",
+}
 MAX_DEPTH = 32  # of what a row of JSON nests: pickling, printing and rendering it recurse
 
 
 class RowFiles:
-    """The rows of several files, one after the other: an index counts them all. Paths may be separated by commas.
+    """The rows of several files, one after the other: an index counts them all.
 
-    `flag` is where the paths come from: FileNotFoundError and ValueError name it and the file. `max_rows` of them are
-    taken; `convert` may make another table of a file's. With `once`, by which one of several ranks does something for
-    all, what is no file may be a data set of the hub (`download`).
+    Paths may be separated by commas, be patterns, or ids of data sets of the hub (`download`). `flag` is where they
+    come from: FileNotFoundError and ValueError name it and the file. `max_rows` of them are taken; `convert` may make
+    another table of a file's; by `once` one of several ranks reads for all.
     """
 
     def __init__(
         self,
-        paths: str | list[str],
+        paths: str | Path | list[str | Path],
         flag: str,
         max_rows: int | None = None,
         convert: Callable[[pa.Table, Path], pa.Table] = lambda table, path: table,
         once: Callable[[Callable], list[str]] | None = None,
     ):
-        names = paths.split(",") if isinstance(paths, str) else paths
-        self.paths = [Path(str(name).strip()).expanduser() for name in names]
+        if isinstance(paths, list):
+            names = [str(path) for path in paths]
+        elif os.path.exists(paths):  # commas and all
+            names = [str(paths)]
+        else:
+            names = [name for name in str(paths).split(",") if name.strip()] or [str(paths)]
+        self.paths = [path for name in names for path in find_files(name.strip(), flag)]
         self.flag, self.tables, self.starts, end = flag, [], [], 0
         for path in self.paths:
             table = convert(read_file(path, flag, once), path)
@@ -74,10 +88,10 @@ class RowFiles:
         return next(self.records(columns, [self.tables[file].slice(row, 1)]))
 
     def place(self, index: int) -> str:
-        """File and row of an index. Lines of .jsonl count from 1, blank ones too, rows from 0."""
+        """File and row. Lines of JSON count from 1, blank ones too; rows of a list, or of parquet, from 0."""
         file, row = self._locate(index)
         table = self.tables[file]
-        if self.paths[file].suffix != ".jsonl" or table.column_names != [JSON_LINE]:
+        if table.schema.metadata != LINES or table.column_names != [JSON_LINE]:
             return f"{self.paths[file]} row {row}"
         lines = table.slice(0, row + 1).column(0)
         num_blank = pc.sum(pc.count_substring(lines, b"\n")).as_py()  # each row has those before it
@@ -105,7 +119,12 @@ class RowFiles:
 
 def read_file(path: Path, flag: str, once: Callable[[Callable], list[str]] | None) -> pa.Table:
     """A file as a table. FileNotFoundError, ValueError."""
-    if names := once(partial(arrow_files, path, flag)) if once else []:
+    names = []
+    if once:
+        names = once(partial(arrow_files, path, flag))
+    elif is_hub_id(path):
+        names = download(str(path), flag)
+    if names:
         return pa.concat_tables(pa.ipc.open_stream(pa.memory_map(name)).read_all() for name in names)
     with open_rows(path, flag) as rows:
         return rows.read_all()
@@ -113,7 +132,7 @@ def read_file(path: Path, flag: str, once: Callable[[Callable], list[str]] | Non
 
 def arrow_files(path: Path, flag: str) -> list[str]:
     """Arrow files of the rows; none where there is no room for them (TMPDIR), and for what cannot be read."""
-    if not path.exists() and not path.parent.exists() and HUB_ID.fullmatch(str(path)):
+    if is_hub_id(path):
         return download(str(path), flag)
     try:
         with tempfile.TemporaryFile(prefix="rows-") as file, open_rows(path, flag) as rows:
@@ -132,27 +151,97 @@ def arrow_files(path: Path, flag: str) -> list[str]:
 def open_rows(path: Path, flag: str) -> Iterator[pa.RecordBatchReader]:
     """Rows in batches; those of JSON stay text: Arrow wants one type per key, and makes timestamps of dates."""
     if path.is_dir():
-        inside = next((p for kind in ("parquet", "jsonl", "json") for p in sorted(path.glob(f"*.{kind}"))), None)
-        raise ValueError(f"{flag}: {path} is a folder: name its files" + f", such as {inside}" * bool(inside))
+        inside = [file for folder in (path, *sorted(path.glob("*/"))) for file in files_in(folder)]
+        example = f", such as {inside[0]}" if inside else ""
+        raise ValueError(f"{flag}: {path} is a folder: name its files{example}")
     if not path.exists():
         raise FileNotFoundError(f"{flag}: no such file: {path}")
     if not path.is_file():  # opening a pipe would wait for whoever writes to it
         raise ValueError(f"{flag}: {path} is no regular file")
     try:
-        if path.suffix not in (".json", ".jsonl"):
+        with path.open("rb") as file:
+            start = file.read(1024)
+        if start.startswith(PARQUET):
             file = pq.ParquetFile(path, buffer_size=2**20, pre_buffer=False)
             # batch by batch: Arrow reads no nested column of more than 2 GiB at once
             batches = file.iter_batches(batch_size(file.schema_arrow.names))
             whole = (batch.validate(full=True) or batch for batch in batches)  # or texts that are no UTF-8 come later
             yield pa.RecordBatchReader.from_batches(file.schema_arrow, whole)
             return
-        content = path.read_bytes()
-        lines = lines_of(content)
-        if path.suffix == ".json" and content.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):  # else lines
-            lines = [json.dumps(row).encode() for row in json.loads(content)]
-        yield pa.table({JSON_LINE: pa.array(lines, pa.large_binary())}).to_reader()
-    except (pa.ArrowException, OSError, RecursionError, ValueError) as error:
+        refuse_other_kinds(path, start)
+        lines, metadata = json_rows(json_text(path), are_lines=kind_of(path).startswith((".jsonl", ".ndjson")))
+        yield pa.table({JSON_LINE: pa.array(lines, pa.large_binary())}, metadata=metadata).to_reader()
+    except (pa.ArrowException, EOFError, OSError, RecursionError, ValueError, zlib.error) as error:
         raise ValueError(f"{flag}: {path} is neither .jsonl, .json nor a readable parquet file: {error}") from error
+
+
+def refuse_other_kinds(path: Path, start: bytes) -> None:
+    """ValueError, with what it is, for a file that is no JSON by what it begins with, and by its name."""
+    text = start.removeprefix(codecs.BOM_UTF8).lstrip()
+    for beginning, what in NO_ROWS.items():
+        if text.lower().startswith(beginning):
+            raise ValueError(f"it is {what}")
+    if kind_of(path) in ("", ".parquet") and not text.startswith((b"[", b"{")):
+        raise ValueError(f"it begins with {start[:20]!r}")
+
+
+def json_text(path: Path) -> bytes:
+    """What a file holds, unpacked, in UTF-8 without a mark of that."""
+    content = path.read_bytes()
+    if content.startswith(GZIP):
+        content = gzip.decompress(content)
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # what PowerShell writes
+        content = content.decode("utf-16").encode()
+    return content.removeprefix(codecs.BOM_UTF8)
+
+
+def json_rows(content: bytes, are_lines: bool) -> tuple[list[bytes], dict[bytes, bytes] | None]:
+    """The rows of a text of JSON, and LINES if each is a line of it: else it is a list of them, or has one as "data".
+
+    `are_lines` says the name of the file: then an object is a row. ValueError for a list that is broken, and for an
+    object that has its rows elsewhere.
+    """
+    lines = lines_of(content)
+    if len(lines) > 1 and is_json(lines[0]):
+        return lines, LINES
+    try:
+        value = json.loads(content)
+    except (RecursionError, ValueError):
+        is_list = bool(lines) and lines[0].lstrip().startswith(b"[")
+        if is_list and not (len(lines) > 1 and is_json(lines[1])):
+            raise
+        return lines, LINES  # of which each will tell what is wrong with it
+    rows = value
+    if isinstance(value, dict) and not (are_lines and len(lines) == 1):
+        rows = rows_within(value, is_line=len(lines) == 1)
+    if not isinstance(rows, list):
+        return lines, LINES
+    return [json.dumps(row).encode() for row in rows], None
+
+
+def rows_within(value: dict, is_line: bool) -> list | None:
+    """The rows of an object that is a whole file; None if it is in one line, and looks like the only row."""
+    lists = [name for name in LISTS if is_list_of_objects(value.get(name))]
+    if lists == ["data"]:
+        return value["data"]
+    if is_line and not lists:
+        return None
+    keys = shorten(", ".join(map(repr, value)), 200)
+    raise ValueError(
+        f'it is one object with the keys {keys}: write its rows as lines, as a list or as {{"data": [...]}}'
+    )
+
+
+def is_list_of_objects(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
+
+
+def is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (RecursionError, ValueError):
+        return False
+    return True
 
 
 def lines_of(content: bytes) -> list[bytes]:

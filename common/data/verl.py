@@ -24,9 +24,11 @@ def to_verl(
     table: pa.Table, path: Path, flag: str, media_root: Path | None, with_tools: bool, needs_truth: bool = True
 ) -> pa.Table:
     """The table of a file, in verl's columns or Pixel Reasoner's, in verl's. ValueError if it has neither."""
-    if set(table.column_names) >= visual_qa.COLUMNS and not set(REQUIRED) <= set(table.column_names):
+    columns = table.column_names
+    if columns == [JSON_LINE]:
+        columns = next(records(table), REQUIRED)
+    if set(columns) >= visual_qa.COLUMNS and not set(REQUIRED) <= set(columns):
         return visual_qa.to_verl(table, path, media_root, with_tools)
-    columns = next(records(table), REQUIRED) if table.column_names == [JSON_LINE] else table.column_names
     missing = [name for name in REQUIRED if name not in columns and (needs_truth or name != "reward_model")]
     if missing and not isinstance(columns, str):  # a first line that is no JSON object is reported as a bad row
         has = ", ".join(columns)

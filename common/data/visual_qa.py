@@ -8,11 +8,15 @@ with.
 """
 
 import filecmp
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
 import pyarrow as pa
+
+from common.data.rows import JSON_LINE, records
+from common.data.table_files import stem_of
 
 COLUMNS = {"question", "answer", "qid", "image"}
 # Appended to a question, as in the paper's appendix E.1 (arXiv 2505.15966); that the tool's name is longer is theirs.
@@ -27,10 +31,24 @@ WITHOUT_TOOLS = "\n\nPlease think step by step, and put your final answer within
 
 def to_verl(table: pa.Table, path: Path, media_root: Path | None, with_tools: bool) -> pa.Table:
     """The table of a file in verl's columns, row by row; a row without a question or an answer is found to be bad."""
-    records = table.select(sorted(COLUMNS | {"is_video"} & set(table.column_names))).to_pylist()
-    prefix = path_prefix(records, path, media_root)
-    rows = [convert(record, path.stem, prefix, with_tools) for record in records]
+    if table.column_names == [JSON_LINE]:
+        return lines_to_verl(table, path, media_root, with_tools)
+    rows = table.select(sorted(COLUMNS | {"is_video"} & set(table.column_names))).to_pylist()
+    prefix = path_prefix(rows, path, media_root)
+    rows = [convert(row, stem_of(path), prefix, with_tools) for row in rows]
     return pa.Table.from_pylist(rows, pa.schema(FIELDS))
+
+
+def lines_to_verl(table: pa.Table, path: Path, media_root: Path | None, with_tools: bool) -> pa.Table:
+    """The same of rows of JSON. What lacks a column stays as it is, and so do the blank lines before a row."""
+    rows = [row if isinstance(row, dict) and row.keys() >= COLUMNS else None for row in records(table)]
+    prefix = path_prefix([row for row in rows if row], path, media_root)
+    lines = table.column(0).to_pylist()
+    for i, row in enumerate(rows):
+        if row:
+            blank = b"\n" * lines[i].count(b"\n")
+            lines[i] = blank + json.dumps(convert(row, stem_of(path), prefix, with_tools)).encode()
+    return pa.table({JSON_LINE: pa.array(lines, pa.large_binary())}, metadata=table.schema.metadata)
 
 
 TEXT, TEXTS = pa.string(), pa.list_(pa.string())
@@ -69,7 +87,7 @@ def path_prefix(records: list[dict], path: Path, media_root: Path | None) -> str
     """ "" where the first picture's path resolves as it stands; else what Pixel Reasoner's script makes of it:
     that moves images/ to FILE_images/, videos/ to FILE_videos/. ValueError if both are there and differ."""
     first = next((name for r in records for name in paths_of(r) if name and isinstance(name, str)), "")
-    prefix = f"{path.stem}_"
+    prefix = f"{stem_of(path)}_"
     for folder in (path.parent, media_root or Path()):
         plain = os.path.join(folder, first)
         moved = os.path.join(folder, prefix + first)

@@ -1,7 +1,6 @@
 """The rollout engine's twin on transformers alone: for machines without vLLM, and as an independent check of it."""
 
 from dataclasses import replace
-from math import inf
 
 import numpy as np
 import torch
@@ -10,30 +9,11 @@ from torch import Tensor
 from common.engine.books import Completion, EngineConfig, Request, Sampling, WeightBooks, Weights
 from common.files import memory_advice, refuse
 from common.progress import Progress
-from common.rotary import check_lengths
+from common.rotary import check_lengths, num_positions
 from common.torch_repair import transformers
 from common.vision import auto_class, clamped
 
 MAX_SEQUENCES = 256  # of a batch
-
-
-LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
-
-
-def num_positions(config) -> float:
-    """How long a sequence a model was made for, as vLLM reads it from the config of its text part; inf: any length."""
-    known = [getattr(config, name) for name in LENGTHS if getattr(config, name, None)]
-    length = getattr(config, "model_max_length", None) or min(known, default=inf)
-    rope = getattr(config, "rope_parameters", None) or {}
-    by_layer = [parameters for parameters in rope.values() if isinstance(parameters, dict)]
-    for parameters in by_layer or [rope]:
-        factor = parameters.get("factor") or 1.0
-        kind = parameters.get("rope_type")
-        if kind in ("linear", "dynamic") and "gemma3" not in config.model_type:  # whose length is the stretched one
-            return length * factor
-        if kind == "yarn":
-            return max(length, factor * (parameters.get("original_max_position_embeddings") or 0))
-    return length
 
 
 class HuggingFaceEngine:

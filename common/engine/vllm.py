@@ -7,19 +7,28 @@ The vLLM attribute chain stands in this file alone. Tested with vLLM 0.32.0 and 
 
 import logging
 import os
+import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from PIL import Image
+from pydantic import ValidationError
+from safetensors import SafetensorError
 
 from common.engine.books import Completion, EngineConfig, Request, WeightBooks, Weights
-from common.files import memory_advice, refuse, user_errors
+from common.files import memory_advice, refuse
+from common.hub import require_weights
 from common.pictures import Media
+from common.printing import printable
 from common.rotary import check_lengths
 from common.vision import skeleton
 
+LIMITS = re.compile("max_model_len|max_num_batched_tokens|max.seq.len|memory", re.IGNORECASE)
 _alive: list[object] = []  # until the process ends: taking vLLM down costs more than a second
 
 
@@ -72,6 +81,33 @@ def refuse_uneven(config, ranks: int) -> None:
             refuse(size % ranks > 0 and not copied, f"--engine-parallel {ranks}: the model's {name} is {size}")
 
 
+def refuse_other_files(path: str) -> None:
+    """SystemExit for a file beside a model's weights that transformers leaves alone, and vLLM reads for want of an
+    index."""
+    folder, files = Path(path), require_weights(path)
+    if (folder / "model.safetensors.index.json").exists():
+        return
+    others = [file.name for file in sorted(folder.glob("*.safetensors")) if file not in files]
+    told = f"--model {path}: vLLM would read {' and '.join(others)}, too, which transformers does not"
+    refuse(bool(others), f"{told}: move it elsewhere, or --engine hf")
+
+
+@contextmanager
+def start_errors(path: str) -> Iterator[None]:
+    """What vLLM refuses at its start ends the run in a line, with the flags that it may depend on."""
+    try:
+        yield
+    except (ValueError, OSError, LookupError, SafetensorError) as error:
+        if isinstance(error, ValidationError):  # its text shows all settings, those of lengths among them
+            reason = "; ".join(problem["msg"] for problem in error.errors())
+        else:
+            reason = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else str(error)
+        flags = f"--model {path}: vLLM does not take it"
+        if LIMITS.search(reason.replace(path, "")):
+            flags = "--max-prompt-tokens, --max-response-tokens, --engine-memory"
+        raise SystemExit(printable(f"{flags}: {' '.join(reason.split()):.500}")) from error
+
+
 class VllmEngine:
     """vLLM in this process, weights replaced in place; consecutive `ranks` share it (tensor parallel), doing alike."""
 
@@ -101,7 +137,8 @@ class VllmEngine:
             most = dict.fromkeys(["image", "video"], config.max_images)
             options |= {"mm_processor_kwargs": unchanged, "limit_mm_per_prompt": most, "skip_mm_profiling": True}
             options |= batched  # no picture may exceed one
-        with memory_advice("the rollout"), user_errors("--max-prompt-tokens, --max-response-tokens, --engine-memory"):
+        refuse_other_files(config.path)
+        with memory_advice("the rollout"), start_errors(config.path):
             self.llm = LLM(
                 config.path,
                 skip_tokenizer_init=config.vision is None,

@@ -1,10 +1,11 @@
 """python -m common.look FILE|RUN: a data file in words, a dump as a page, run folders as curves and pages.
 
 - data.parquet [--tokenizer NAME] [--rows 2]: columns, sources, prompt lengths, some rows
-- runs/NAME [runs/OTHER ...]: look.html of all; each one's curves.png and pages
+- runs/NAME [runs/OTHER ...]: each one's curves.png, and pages of its dumps and of its evaluations' samples
 - runs/NAME/rollouts/step_000012.parquet: its page anew
 """
 
+import json
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -13,33 +14,25 @@ import tyro
 from common.files import command_line, refuse
 from common.look.curves import plot_curves
 from common.look.page import write_page
-from common.look.runs import config_of, write_runs
+from common.look.samples import sample_files, samples_page
 
 
-def look(
-    *paths: tyro.conf.Positional[Path], output: Path | None = None, tokenizer: str | None = None, rows: int = 2
-) -> None:
+def look(*paths: tyro.conf.Positional[Path], tokenizer: str | None = None, rows: int = 2) -> None:
     """Show what runs have left, or what is in data files.
 
     Args:
         paths: folders of runs, data files, dumps in the rollouts/ of a run
-        output: the page of runs (.html), or a folder for it; look.html in the folder that they share, if not given
         tokenizer: name or folder; of a data file, to count tokens; of a dump, if its run's model is gone
         rows: of a data file, how many are printed
     """
-    wanted = list(dict.fromkeys(path for path in paths if path.name != "look.html"))  # which runs/* names, too
-    refuse(not wanted, "give the folder of a run, or a data file; look.html is what is made of them")
+    wanted = list(dict.fromkeys(paths))
+    refuse(not wanted, "give the folder of a run, or a data file")
     refuse(rows < 0, f"--rows {rows}: 0 or more")
-    is_idle = output is not None and not any(path.is_dir() for path in wanted)
-    is_page = output is None or output.is_dir() or (output.suffix == ".html" and output.parent.is_dir())
-    refuse(is_idle or not is_page, f"--output {output}: is for the page of runs, FILE.html in a folder that exists")
-    runs, failed = [], []
+    failed = []
     for path in wanted:
         try:
             if path.is_dir():
-                dumps = draw_curves(path)
-                runs.append(path)
-                draw_pages(dumps, path, tokenizer)
+                draw_run(path, tokenizer)
             elif is_dump(path):
                 draw_pages([path], path.parent.parent, tokenizer)
             else:
@@ -50,21 +43,23 @@ def look(
             refuse(len(wanted) == 1, str(error))
             print(f"warning: {error}", flush=True)
             failed.append(path)
-    refuse(not runs and failed == wanted, "nothing to show")
-    if runs:
-        print(write_runs(runs, output))
+    refuse(failed == wanted, "nothing to show")
 
 
-def draw_curves(run: Path) -> list[Path]:
-    """Its curves.png; returns the dumps that have no page."""
+def draw_run(run: Path, tokenizer: str | None) -> None:
+    """Its curves.png, the pages of its samples, and those of the dumps that have none."""
     metrics, dumps = run / "metrics.jsonl", sorted(run.glob("rollouts/step_??????.parquet"))
     is_bare = not metrics.is_file() and not dumps
     refuse(is_bare and (run / "config.json").is_file(), f"{run}: the run has ended before its first step, or is in it")
     refuse(is_bare, f"{run}: no metrics.jsonl and no rollouts/ in it; its runs: {run}/* ?")
     if metrics.is_file():
-        plot_curves(run)
+        plot_curves(run, warn=True)
         print(run / "curves.png" if (run / "curves.png").is_file() else f"{metrics}: no curves.png of it so far")
-    return [dump for dump in dumps if dump.is_file() and not dump.with_suffix(".html").exists()]
+    for page in map(samples_page, sample_files(run)):
+        if page.is_file():
+            print(page)
+    without_page = [dump for dump in dumps if dump.is_file() and not dump.with_suffix(".html").exists()]
+    draw_pages(without_page, run, tokenizer)
 
 
 def is_dump(path: Path) -> bool:
@@ -81,7 +76,7 @@ def draw_pages(dumps: list[Path], run: Path, tokenizer: str | None) -> None:
         return
     from common.look.show import tokenizer_of
 
-    name = tokenizer or config_of(run).get("--model")
+    name = tokenizer or model_of(run)
     refuse(not isinstance(name, str), f"{run}: no config.json that names the model; give --tokenizer")
     try:
         decoder = tokenizer_of(name)
@@ -91,6 +86,15 @@ def draw_pages(dumps: list[Path], run: Path, tokenizer: str | None) -> None:
         write_page(dump, decoder)
         if dump.with_suffix(".html").is_file():
             print(dump.with_suffix(".html"))
+
+
+def model_of(run: Path) -> object:
+    """--model in its config.json; None if that cannot be read."""
+    path = run / "config.json"
+    try:
+        return json.loads(path.read_text())["args"]["model"] if path.is_file() else None  # a pipe would be waited for
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
 
 
 if __name__ == "__main__":

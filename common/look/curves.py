@@ -12,12 +12,12 @@ from common.files import full_disk_is_a_warning, replace_file
 PANELS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))  # title -> {metric: label}
 
 
-def read_run(path: Path, warn: bool = False) -> tuple[list[dict], list[dict]]:
-    """(steps in order, events), without torn lines, and without what came after a step that was repeated."""
+def read_metrics(path: Path, warn: bool = False) -> list[dict]:
+    """Steps in order, without torn lines, and without what came after a step that was repeated."""
     steps: dict[int, dict] = {}
-    events, torn = [], []
+    torn = []
     if not Path(path).is_file():  # a device or a pipe never ends
-        return [], []
+        return []
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
@@ -27,18 +27,13 @@ def read_run(path: Path, warn: bool = False) -> tuple[list[dict], list[dict]]:
                 torn += [str(number)] if line.strip() else []
                 continue
             if "event" in record:
-                events.append(record | {"step": step})
                 continue
             if steps.get(step, {}).keys() & record.keys() - {"step"}:  # it went back here: what came after is void
                 steps = {earlier: values for earlier, values in steps.items() if earlier < step}
             steps.setdefault(step, {}).update(record, step=step)
     if torn and warn:
         print(f"warning: {path}: {len(torn)} unreadable lines left out, the first: {', '.join(torn[:5])}", flush=True)
-    return [steps[step] for step in sorted(steps)], events
-
-
-def read_metrics(path: Path) -> list[dict]:
-    return read_run(path)[0]
+    return [steps[step] for step in sorted(steps)]
 
 
 def finite(records: list[dict], key: str) -> tuple[np.ndarray, np.ndarray]:
@@ -55,15 +50,15 @@ def panels_of(measured: set[str]) -> dict[str, dict[str, str]]:
     return {title: keys for title, keys in found.items() if keys}
 
 
-def plot_curves(run_dir: Path) -> None:
-    """Draw run_dir/curves.png from metrics.jsonl: small multiples, only of what was measured."""
+def plot_curves(run_dir: Path, warn: bool = False) -> None:
+    """Draw run_dir/curves.png from metrics.jsonl: small multiples, only of what was measured. warn: of torn lines."""
     try:
         from matplotlib.figure import Figure  # takes a second; without pyplot it draws by Agg, not to a screen
         from matplotlib.ticker import MaxNLocator
     except ImportError as error:
         print(f"warning: curves.png not drawn ({error})", flush=True)
         return
-    records = read_metrics(Path(run_dir) / "metrics.jsonl")
+    records = read_metrics(Path(run_dir) / "metrics.jsonl", warn)
     numbers = {key: finite(records, key) for keys in PANELS.values() for key in keys}
     panels = panels_of({key for key, (steps, _) in numbers.items() if len(steps)})
     if not panels:

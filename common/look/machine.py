@@ -9,15 +9,11 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-import numpy as np
-
 from common.files import jsonable, replace_file
-from common.look.curves import finite, read_metrics
-
-NEAR = 50  # runs that are looked at for the time of their steps
+from common.limits import total_memory, usable_cpus
 
 
-def save_config(run_dir: Path, args: dict, **chosen: str) -> None:
+def save_config(run_dir: Path, args: dict, **chosen: str | float) -> None:
     """Write run_dir/config.json: what is needed to run this again, what `auto` became, and no host name."""
     record = {"args": args, "chosen": chosen, "command": shlex.join(sys.orig_argv), **describe_machine()}
     Path(run_dir).mkdir(parents=True, exist_ok=True)
@@ -37,31 +33,12 @@ def describe_machine() -> dict:
         "git": git_commit(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__, **packages},
         "hardware": {
-            "cpus": os.cpu_count(),
-            "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+            "cpus": usable_cpus(),
+            "memory_gb": round(total_memory() / 2**30, 1),
             "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
             "world_size": int(os.environ.get("WORLD_SIZE", "1")),
         },
     }
-
-
-def earlier_step(run_dir: Path, script: str, model: str) -> tuple[float, Path] | None:
-    """(median seconds of the last steps, folder) of the newest run with the same script, model and hardware: of
-    `run_dir` itself, or of those beside it."""
-    hardware = describe_machine()["hardware"]
-    beside = [file for file in run_dir.parent.glob("*/config.json") if file.is_file()]
-    beside.sort(key=lambda file: (file.parent == run_dir, file.stat().st_mtime), reverse=True)
-    for file in beside[:NEAR]:
-        try:
-            config = json.loads(file.read_text())
-            same = config["hardware"] == hardware and config["args"]["model"] == model
-            if same and f"{script}.py" in config["command"]:
-                times = finite(read_metrics(file.parent / "metrics.jsonl"), "time/step_s")[1][-20:]
-                if len(times):
-                    return float(np.median(times)), file.parent
-        except (OSError, ValueError, KeyError, TypeError):  # not one of ours, or half of one
-            continue
-    return None
 
 
 def installed(package: str) -> str | None:

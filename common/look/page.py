@@ -136,8 +136,7 @@ def page_episodes(rows: list[dict], files: dict[str, bytes], tokenizer) -> list[
             added = 0 if sampled else media_of_turn.get(turn, 0)  # an interaction answers without a call
             numbers = [next(shown) for _ in range(added)]
             segments.append({"role": "policy" if sampled else "observation", "text": text, "media": numbers})
-        model_reward = row.get("model_reward")  # which older dumps lack
-        judged = {} if model_reward is None else {"--reward-model": model_reward}
+        judged = {} if row["model_reward"] is None else {"--reward-model": row["model_reward"]}
         episode = row | {"rewards": json.loads(row["rewards"]) | judged, "calls": calls, "media": media}
         episodes.append(episode | {"segments": segments, "finish": FINISH_REASONS.get(row["finish_reason"])})
     return episodes

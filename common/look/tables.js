@@ -1,5 +1,5 @@
 "use strict";
-// Tables of class "sortable": a click on a column's button sorts each body by it, as does #sort=COLUMN in the address.
+// Tables of class "sortable": a click on a column's button sorts them by it, as does #sort=COLUMN in the address.
 
 function sortable(cell) {
   return cell.dataset.value ?? cell.textContent.trim();
@@ -18,14 +18,13 @@ function sortBy(table, header) {
   const descending = header.ariaSort === "ascending";
   for (const other of table.tHead.rows[0].cells) other.removeAttribute("aria-sort");
   header.ariaSort = descending ? "descending" : "ascending";
-  for (const body of table.tBodies) {
-    const key = row => sortable(row.cells[column]);
-    const rows = [...body.rows].sort((a, b) => {
-      if (key(a) === "" || key(b) === "") return compare(key(a), key(b));
-      return descending ? compare(key(b), key(a)) : compare(key(a), key(b));
-    });
-    body.append(...rows);
-  }
+  const [body] = table.tBodies;
+  const key = row => sortable(row.cells[column]);
+  const rows = [...body.rows].sort((a, b) => {
+    if (key(a) === "" || key(b) === "") return compare(key(a), key(b));
+    return descending ? compare(key(b), key(a)) : compare(key(a), key(b));
+  });
+  body.append(...rows);
 }
 
 function sortAsAddressed() {

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import tyro
 
+from common.data.rows import RowFiles
+from common.data.table_files import split_files
 from common.files import command_line, user_errors
+from common.flags import Files
 from common.prepare.writing import write_splits
 from common.progress import Progress
 
@@ -56,7 +58,7 @@ class Args:
     train_size: int = 327_680  # rows in train
     test_size: int = 1_024  # rows in test
     template: Literal["base", "qwen-instruct", "compact"] = "base"  # prompt text
-    source: Path | None = None  # published parquet (target, nums): take its rows in order instead of generating
+    source: Files | None = None  # published files (target, nums): take their rows in order instead of generating
     seed: int = 42  # of the generator
     min_number: int = 1  # smallest given number
     max_number: int = 99  # largest given number
@@ -164,18 +166,26 @@ def render(tree) -> str:
     return str(tree) if isinstance(tree, int) else f"({render(tree[0])} {tree[1]} {render(tree[2])})"
 
 
-def read_published(path: Path) -> list[Problem]:
-    """Rows of Jiayi-Pan/Countdown-Tasks-3to4 (target: int64, nums: list<int64>), in their order."""
-    if not path.is_file():
-        raise FileNotFoundError(f"--source {path}: no such file")
-    columns = pq.read_schema(path).names
-    if not {"target", "nums"} <= set(columns):
-        raise ValueError(f"--source {path}: expected the columns target and nums, found {', '.join(columns)}")
-    table = pq.read_table(path, columns=["nums", "target"]).to_pydict()
-    for row, (nums, target) in enumerate(zip(*table.values())):
-        if not isinstance(nums, list) or not nums or None in (*nums, target):
-            raise ValueError(f"--source {path} row {row}: nums {nums} and target {target}, expected numbers")
-    return [Problem(tuple(nums), target, "") for nums, target in zip(table["nums"], table["target"])]
+def read_published(source: str) -> list[Problem]:
+    """Rows of Jiayi-Pan/Countdown-Tasks-3to4 (target: int64, nums: list<int64>), in their order; or its snapshot's."""
+    paths = source
+    if Path(source).is_dir():
+        paths = split_files(source, "train", "--source")
+        if not paths:
+            raise FileNotFoundError(f"--source {source}: no train.parquet in it, nor data/train-*.parquet")
+    files = RowFiles(paths, "--source")
+    problems = []
+    for index, record in enumerate(files.records()):
+        if isinstance(record, str):
+            raise ValueError(f"--source {files.place(index)}: {record}")
+        if not {"target", "nums"} <= record.keys():
+            columns = ", ".join(record)
+            raise ValueError(f"--source {files.place(index)}: expected the columns target and nums, found {columns}")
+        nums, target = record["nums"], record["target"]
+        if not isinstance(nums, list) or not nums or not all(type(number) is int for number in (*nums, target)):
+            raise ValueError(f"--source {files.place(index)}: nums {nums} and target {target}, expected integers")
+        problems.append(Problem(tuple(nums), target, ""))
+    return problems
 
 
 def split_published(rows: list[Problem], train_size: int, test_size: int) -> tuple[list[Problem], list[Problem]]:

@@ -2,12 +2,14 @@
 
 import argparse
 import getpass
+import os
 import platform
 import re
 import subprocess
 import sys
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]  # nothing of ours is imported: it may be what does not work
@@ -42,7 +44,12 @@ def asked(program: str, remedy: str = "") -> str:
 
 def anonymous(text: str) -> str:
     """Of addresses nothing, of paths the last part; no name of this host or user."""
-    text = re.sub(r"(/[^/\s'\":]+)+/", ".../", re.sub(r"\w+://\S+", "URL", text.replace(str(Path.home()), "~")))
-    for name, word in {platform.node(): "HOST", getpass.getuser(): "USER"}.items():
+    home, user = os.path.expanduser("~"), ""
+    with suppress(KeyError, OSError):  # a container may not know its user
+        user = getpass.getuser()
+    if home != "/":
+        text = text.replace(home, "~")
+    text = re.sub(r"(/[^/\s'\":]+)+/", ".../", re.sub(r"\w+://\S+", "URL", text))
+    for name, word in {platform.node(): "HOST", user: "USER"}.items():
         text = re.sub(rf"(?<!\w){re.escape(name or chr(0))}(?!\w)", word, text)
     return text

@@ -1,7 +1,7 @@
 """Geometry3K as verl's parquet: train.parquet, test.parquet and, if it is published, validation.parquet.
 
     python -m common.prepare.geo3k --out data/geo3k
-    python -m common.prepare.geo3k --out data/geo3k --source FOLDER    # with data/train-*.parquet or train*.parquet, …
+    python -m common.prepare.geo3k --out data/geo3k --source FOLDER    # a snapshot of the hub; train*.parquet, …
 
 Rows as published: problem, with one <image> for each of its images; answer; images, a list of {bytes, path}. The
 diagrams are embedded as bytes, so that the files need no --media-root.
@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import tyro
 from huggingface_hub import snapshot_download
 
+from common.data.rows import RowFiles
+from common.data.table_files import split_files
 from common.files import command_line, user_errors
 from common.prepare.gsm8k import SCHEMA as TEXT_SCHEMA
 from common.prepare.writing import downloading, write_splits
@@ -25,7 +26,7 @@ INSTRUCTION = (
     "You FIRST think about the reasoning process as an internal monologue and then provide the final answer. The "
     "reasoning process MUST BE enclosed within <think> </think> tags. The final answer MUST BE put in \\boxed{}."
 )
-COLUMNS = ["problem", "answer", "images"]
+COLUMNS = ("problem", "answer", "images")
 SPLITS = {"train": True, "validation": False, "test": True}  # split: whether it must be there
 
 IMAGES = pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()}))
@@ -35,13 +36,13 @@ SCHEMA = TEXT_SCHEMA.insert(2, pa.field("images", IMAGES))
 @dataclass
 class Args:
     out: Path  # folder for train.parquet, test.parquet and, if it is published, validation.parquet
-    source: str = "hub"  # "hub" (hiyouga/geometry3k, from HF_ENDPOINT) or a folder with the published parquet files
+    source: str = "hub"  # "hub" (hiyouga/geometry3k, from HF_ENDPOINT) or a folder with the published files
 
 
 def main(args: Args) -> None:
     # read everything first: a bad row leaves no half data set behind
-    folder = download() if args.source == "hub" else Path(args.source)
-    rows = {split: read_split(folder, split) for split in SPLITS}
+    source = str(download()) if args.source in ("hub", REPOSITORY) else args.source
+    rows = {split: read_split(source, split) for split in SPLITS}
     write_splits(args.out, {split: pa.Table.from_pylist(rows[split], schema=SCHEMA) for split in SPLITS})
 
 
@@ -51,21 +52,22 @@ def download() -> Path:
         return Path(snapshot_download(REPOSITORY, repo_type="dataset", allow_patterns="*.parquet"))
 
 
-def read_split(folder: Path, split: str) -> list[dict]:
+def read_split(source: str, split: str) -> list[dict]:
     """verl's rows of a split, in order; none if it is optional and not there."""
-    name = f"{split}*.parquet"
-    paths = sorted(folder.glob(f"data/{name}")) or sorted(folder.glob(name))
+    paths = split_files(source, split, "--source")
     if SPLITS[split] and not paths:
-        raise FileNotFoundError(f'--source {folder}: expected "hub", or a folder with {name} or data/{name}')
+        raise FileNotFoundError(f'--source {source}: expected "hub", or a folder with {split}*.parquet')
+    files = RowFiles(paths, "--source")
     rows = []
-    for path in paths:
-        if missing := set(COLUMNS) - set(columns := pq.read_schema(path).names):
-            raise ValueError(f"{path}: lacks {', '.join(sorted(missing))}; it has the columns {', '.join(columns)}")
-        for number, record in enumerate(pq.read_table(path, columns=COLUMNS).to_pylist()):
-            try:
-                rows.append(to_row(record, split, len(rows)))
-            except (AttributeError, LookupError, TypeError, ValueError) as error:
-                raise ValueError(f"{path}, row {number}: {error}") from error
+    for index, record in enumerate(files.records()):
+        try:
+            if isinstance(record, str):
+                raise ValueError(record)
+            if missing := set(COLUMNS) - set(record):
+                raise ValueError(f"lacks {', '.join(sorted(missing))}; it has the columns {', '.join(record)}")
+            rows.append(to_row(record, split, len(rows)))
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise ValueError(f"{files.place(index)}: {error}") from error
     return rows
 
 

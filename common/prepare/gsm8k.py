@@ -1,19 +1,19 @@
 """GSM8K as verl's parquet: train.parquet and test.parquet.
 
 python -m common.prepare.gsm8k --out data/gsm8k
-python -m common.prepare.gsm8k --out data/gsm8k --source FOLDER    # with train.jsonl and test.jsonl
+python -m common.prepare.gsm8k --out data/gsm8k --source FOLDER    # a snapshot of the hub; train.jsonl and test.jsonl
 """
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import tyro
 from huggingface_hub import hf_hub_download
 
+from common.data.rows import RowFiles
+from common.data.table_files import split_files
 from common.files import command_line, user_errors
 from common.prepare.writing import downloading, write_splits
 
@@ -37,7 +37,7 @@ SCHEMA = pa.schema(
 @dataclass
 class Args:
     out: Path  # folder for train.parquet and test.parquet
-    source: str = "hub"  # "hub" (openai/gsm8k, from HF_ENDPOINT) or a folder with train.jsonl and test.jsonl
+    source: str = "hub"  # "hub" (openai/gsm8k, from HF_ENDPOINT) or a folder with the files of both splits
 
 
 def main(args: Args) -> None:
@@ -48,30 +48,33 @@ def main(args: Args) -> None:
 
 def read_split(source: str, split: str) -> list[dict[str, str]]:
     """Rows with the keys question and answer, as published."""
-    if source == "hub":
-        return download_split(split)
-    path = Path(source) / f"{split}.jsonl"
-    if not path.is_file():
-        raise FileNotFoundError(f'--source {source}: {path} does not exist (expected a folder with it, or "hub")')
+    if source in ("hub", REPOSITORY):
+        paths = [download_split(split)]
+    else:
+        paths = split_files(source, split, "--source")
+    if not paths:
+        raise FileNotFoundError(
+            f'--source {source}: no {split}.jsonl in it, .json or .parquet (expected it, or "hub")'
+        )
+    files = RowFiles(paths, "--source")
     rows = []
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
-        if not line.strip():
-            continue
+    for index, record in enumerate(files.records()):
         try:
-            row = json.loads(line)
-            "".join([row["question"], row["answer"]]).encode()  # raises for what is no text, or no Unicode
-            final_answer(row["answer"])
-            rows.append({"question": row["question"], "answer": row["answer"]})
-        except (KeyError, RecursionError, TypeError, ValueError) as error:
-            raise ValueError(f"{path}:{number}: not an object with question and answer: {error!r}") from error
+            if isinstance(record, str):
+                raise ValueError(record)
+            "".join([record["question"], record["answer"]]).encode()  # raises for what is no text, or no Unicode
+            final_answer(record["answer"])
+            rows.append({"question": record["question"], "answer": record["answer"]})
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{files.place(index)}: not an object with question and answer: {error!r}") from error
     return rows
 
 
-def download_split(split: str) -> list[dict[str, str]]:
-    """The split from the hub's parquet file (or from its local cache)."""
-    with downloading(REPOSITORY, "give --source FOLDER with train.jsonl and test.jsonl"):
-        path = hf_hub_download(REPOSITORY, f"main/{split}-00000-of-00001.parquet", repo_type="dataset")
-    return pq.read_table(path, columns=["question", "answer"]).to_pylist()
+def download_split(split: str) -> Path:
+    """The split's parquet file on the hub, in its local cache."""
+    with downloading(REPOSITORY, "give --source FOLDER with train.jsonl and test.jsonl, or with a snapshot of it"):
+        name = f"main/{split}-00000-of-00001.parquet"
+        return Path(hf_hub_download(REPOSITORY, name, repo_type="dataset"))
 
 
 def to_table(rows: list[dict[str, str]], split: str) -> pa.Table:

@@ -1,17 +1,17 @@
 r"""MATH-style problems as verl's parquet: train.parquet and test.parquet, answers in \boxed{}.
 
     python -m common.prepare.math --out data/math
-    python -m common.prepare.math --out data/math --source FOLDER           # MATH as train.jsonl and test.jsonl
+    python -m common.prepare.math --out data/math --source FOLDER           # its snapshot; train.jsonl and test.jsonl
     python -m common.prepare.math --out data/benchmarks --source FOLDER     # aime24_test.jsonl, amc23_test.jsonl, …
     python -m common.prepare.math --out data/aime24 --source aime24_test.jsonl
 
-One JSON object a line: problem, question or input (SVAMP: Body and Question); answer or target, or else a solution
-with a \boxed{}. Options or choices (sat_math, mmlu_stem, AGIEval) go into the prompt, and the truth is their letter.
+Files are .jsonl, .json or .parquet, their columns problem, question or input (SVAMP: Body and Question); answer or
+target, or else a solution with a \boxed{}. Options or choices (sat_math, mmlu_stem, AGIEval) go into the prompt, and
+the truth is their letter.
 Files whose name ends in "train" make train.parquet, all others test.parquet; "aime24_test.jsonl" becomes the
 data_source "math/aime24", so that an evaluation of a whole folder lists its files.
 """
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,35 +21,40 @@ from typing import Literal
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import tyro
 from huggingface_hub import hf_hub_download
 
+from common.data.rows import RowFiles
+from common.data.table_files import FETCH, find_files, is_hub_id, sources_in, stem_of
 from common.files import command_line, user_errors
+from common.flags import Files
 from common.prepare.gsm8k import SCHEMA
 from common.prepare.writing import downloading, write_splits
 from common.rewards import boxed_reward, reward_function
 from common.rewards.math import last_boxed, normalized_truth
 
 REPOSITORY = "DigitalLearningGmbH/MATH-lighteval"
+PUBLISHED = {"problem", "level", "type", "solution"}  # columns of its parquet files
 INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
 SPLITS = ("train", "test")
 CHOICE = "Answer with the letter of the right option."
 LETTERS = "ABCDEFGHIJK"
+SHARD = re.compile(r"-\d{5}-of-\d{5}(-[0-9a-f]{16})?$")
 OPTION_MARK = re.compile(r"(?:^|\s)\(?([A-K])[).:]\s*")
 
 
 @dataclass
 class Args:
     out: Path  # folder for train.parquet and test.parquet
-    source: str = "hub"  # "hub" (DigitalLearningGmbH/MATH-lighteval, from HF_ENDPOINT), or a .jsonl file or folder
+    source: Files = "hub"  # "hub" (DigitalLearningGmbH/MATH-lighteval, from HF_ENDPOINT), or files or folders of them
     bad_rows: Literal["error", "drop"] = "error"  # rows that are unusable: stop, or count and drop them
 
 
 def main(args: Args) -> None:
     # read everything first: a bad line leaves no half data set behind
     rows, unusable = {split: [] for split in SPLITS}, []
-    for split, row in read_hub() if args.source == "hub" else read_files(Path(args.source)):
+    is_hub = args.source in ("hub", REPOSITORY)
+    for split, row in read_hub() if is_hub else read_files(args.source):
         if isinstance(row, str):
             unusable.append(row)
             continue
@@ -70,44 +75,66 @@ def read_hub() -> Iterator[tuple[str, dict | str]]:
     """(split, verl's row or why it is none) of MATH's 7,500 training and 5,000 test problems, from hub or cache."""
     for split in SPLITS:
         name = f"data/{split}-00000-of-00001.parquet"
-        with downloading(REPOSITORY, "give --source with a .jsonl file or a folder of them"):
+        with downloading(REPOSITORY, "give --source with a file of rows or a folder of them"):
             path = hf_hub_download(REPOSITORY, name, repo_type="dataset")
-        for number, record in enumerate(pq.read_table(path, columns=["problem", "solution"]).to_pylist()):
-            yield split, to_row(record, REPOSITORY, f"{REPOSITORY}/{name}, row {number}")
+        for row in to_rows(RowFiles([path], "--source"), REPOSITORY):
+            yield split, row
 
 
-def read_files(source: Path) -> Iterator[tuple[str, dict | str]]:
-    """(split, verl's row or why it is none) of the lines of a .jsonl file, or of all in a folder, by name."""
-    paths = sorted(source.glob("*.jsonl")) if source.is_dir() else [source]
-    if not paths or not all(path.is_file() for path in paths):
-        raise FileNotFoundError(f'--source {source}: expected a .jsonl file, a folder with some, or "hub"')
-    for path in paths:
-        name, ending = re.fullmatch(r"(.*?)(?:(?:^|[-_])(train|test))?", path.stem).groups()
-        data_source = f"math/{name or path.resolve().parent.name}"
+def read_files(source: str) -> Iterator[tuple[str, dict | str]]:
+    """(split, verl's row or why it is none) of the rows of the files that --source names."""
+    for path in source_files(source):
+        files = RowFiles([path], "--source")
+        stem = SHARD.sub("", stem_of(path))
+        name, ending = re.fullmatch(r"(.*?)(?:(?:^|[-_])(train|test))?", stem).groups()
+        folder = path.resolve().parent
+        if folder.name == "data":  # of a snapshot
+            folder = folder.parent
+        data_source = f"math/{name or folder.name}"
+        if stem != stem_of(path) and set(files.tables[0].column_names) == PUBLISHED:
+            data_source = REPOSITORY
         if reward_function(data_source) is not boxed_reward:
             raise ValueError(f"{path}: the data_source {data_source} is not scored by its box; rename file or folder")
         count = 0
-        for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
-            if line.strip():
-                place = f"{path}:{number}"
-                try:
-                    row = to_row(json.loads(line), data_source, place)
-                except (RecursionError, ValueError) as error:  # nested too deep, bad JSON and bad UTF-8 alike
-                    row = f"{place}: invalid JSON: {error}"
-                yield ending or "test", row
-                count += 1
+        for row in to_rows(files, data_source):
+            yield ending or "test", row
+            count += 1
         if not count:
             raise ValueError(f"{path}: no rows")
 
 
-def to_row(record, data_source: str, place: str) -> dict | str:
-    """verl's row without split and index; the place and the reason if it is unusable."""
-    try:
-        question, ground_truth, answer = read_record(record)
-        normalized_truth(ground_truth)
-        f"{question}{answer}".encode()  # half a surrogate pair cannot be written
-    except ValueError as error:
-        return f"{place}: {error}"
+def source_files(source: str) -> list[Path]:
+    """The files that --source names; of a folder those in it, else in its data/. FileNotFoundError without any."""
+    paths = []
+    for name in source.split(","):
+        for path in find_files(name.strip(), "--source"):
+            inside = [path] if path.is_file() else sources_in(path) or sources_in(path / "data")
+            if not inside:
+                remedy = f"; {FETCH.format(path)}" if is_hub_id(path) else ""
+                raise FileNotFoundError(
+                    f'--source {path}: expected "hub", or files of rows or a folder of them{remedy}'
+                )
+            paths += inside
+    return paths
+
+
+def to_rows(files: RowFiles, data_source: str) -> Iterator[dict | str]:
+    """verl's rows without split and index; the place and the reason of those that are unusable."""
+    for index, record in enumerate(files.records()):
+        try:
+            if isinstance(record, str):
+                raise ValueError(record)
+            row = to_row(record, data_source)
+        except ValueError as error:
+            row = f"{files.place(index)}: {error}"
+        yield row
+
+
+def to_row(record: dict, data_source: str) -> dict:
+    """verl's row without split and index. ValueError with the reason if it is unusable."""
+    question, ground_truth, answer = read_record(record)
+    normalized_truth(ground_truth)
+    f"{question}{answer}".encode()  # half a surrogate pair cannot be written
     return {
         "data_source": data_source,
         "prompt": [{"role": "user", "content": f"{question} {INSTRUCTION}"}],
@@ -117,10 +144,8 @@ def to_row(record, data_source: str, place: str) -> dict | str:
     }
 
 
-def read_record(record) -> tuple[str, str, str]:
+def read_record(record: dict) -> tuple[str, str, str]:
     """(question, ground truth, answer as published: the solution, where there is one). ValueError with the reason."""
-    if not isinstance(record, dict):
-        raise ValueError(f"a JSON {type(record).__name__}, expected an object")
     record = {key.lower(): value for key, value in record.items() if value is not None}
     question = next((record[key] for key in ("problem", "question", "input") if key in record), None)
     if not isinstance(question, str) or not question.strip():

@@ -5,19 +5,28 @@ docs/scaling.md ("What is counted"). tests/test_memory.py counts activations, an
 """
 
 import resource
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import ceil
+from pathlib import Path
 
-import psutil
 import torch
 
 from common.attention import choose_attention
-from common.distributed import World
+from common.distributed import World, all_reduce
 from common.files import DAMAGE, refuse
-from common.flags import Machine, Rollout
+from common.flags import MOST_TOKENS, Machine, Rollout
+from common.limits import free_memory
 from common.logprobs import CHUNK_ELEMENTS
 from common.model_shape import ModelShape, TowerShape, count_parameters, model_shape
-from common.prepare.memory_remedies import PHASES, cheapest_change, remedies
+from common.prepare.memory_remedies import (
+    PHASES,
+    ROOM,
+    cheapest_change,
+    fitting_cache,
+    fitting_micro_batch,
+    longest,
+    remedies,
+)
 from common.processes import ranks_here
 from common.torch_repair import transformers
 
@@ -33,13 +42,8 @@ PATCHES = 4  # of a vision tower, for each token of a picture
 
 
 def cache_gib(rollout: Rollout, on_gpu: bool) -> float:
-    """--engine-memory, or its default; on a CPU all of it is filled with zeros at the start."""
+    """--engine-memory, or what it is where the plan does not choose; on a CPU it is filled with zeros at the start."""
     return rollout.engine_memory or (8.0 if on_gpu else 0.5)
-
-
-def longest(rollout: Rollout) -> int:
-    """Tokens of an episode; one that is longer than a micro-batch gets a micro-batch of its own."""
-    return rollout.max_prompt_tokens + rollout.max_response_tokens
 
 
 def layer_bytes(shape: ModelShape, rollout: Rollout, machine: Machine, dtype: torch.dtype) -> float:
@@ -217,7 +221,7 @@ def update_moments(
     """
     lora = machine.lora_rank > 0
     item = dtype.itemsize
-    tokens = max(machine.micro_batch_tokens, longest(rollout))
+    tokens = max(machine.micro_batch_tokens or MOST_TOKENS, longest(rollout))
     activations = tokens * activation_bytes(shape, rollout, machine, dtype)
     recomputed = tokens * recomputed_bytes(shape, rollout, machine, dtype)
     # one rank on a CPU keeps all weights gathered between micro-batches
@@ -241,6 +245,16 @@ def update_moments(
     return moments | {"backward": backward, "reduction": reduction}
 
 
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What a run needs, and what it has chosen by it."""
+
+    text: str  # a line, and a warning of what may not fit
+    micro_batch_tokens: int  # as given, or as many as fit
+    engine_memory: float  # GiB of the KV cache
+    refusal: str = ""  # why it is no use to begin
+
+
 def memory_plan(
     rollout: Rollout,
     machine: Machine,
@@ -249,16 +263,21 @@ def memory_plan(
     trained: list[str],
     frozen: list[str],
     reward_model: str | None = None,
-) -> str:
-    """`memory_phases` in words; for what may not fit, the cheapest change that fits. SystemExit if no engine would.
+    most_tokens: int = MOST_TOKENS,
+) -> MemoryPlan:
+    """`memory_phases` in words; for what may not fit, the cheapest change that fits. All ranks call it together.
 
-    reward_model: the folder of one.
+    What no flag says is chosen by what is free on the tightest rank: the KV cache of an engine that sleeps on a GPU
+    takes what the rollout leaves of a share of it; a micro-batch, of at most `most_tokens`, what the update leaves.
+    Where that does not even hold the longest episode, a run on a CPU is refused, since the kernel would end it
+    without a word. reward_model: the folder of one. SystemExit if no engine would fit.
     """
     on_gpu = world.device.type == "cuda"
     if on_gpu:
         there = torch.cuda.mem_get_info(world.device)[0] / 1e9  # context and NCCL are there by now
     else:
-        there = psutil.virtual_memory().available / 1e9 / ranks_here()
+        there = free_memory() / 1e9 / ranks_here()
+    (there,) = all_reduce([there], "min")  # so that all ranks choose alike
     machine = replace(machine, attention=choose_attention(machine.attention, world.device, machine.compile, dtype))
     shapes = {path: model_shape(path, machine) for path in {*trained, *frozen}}
     models = [shapes[path] for path in trained]
@@ -268,28 +287,53 @@ def memory_plan(
     def phases(rollout: Rollout, machine: Machine, ranks: int) -> dict[str, float]:
         return phases_of(rollout, machine, ranks, dtype, models, references, on_gpu, reward_parameters)
 
-    gb = phases(rollout, machine, world.size)
+    chosen = []
+    least_cache = least_cache_gib(models[0], rollout, dtype)
+    most_cache = cache = cache_gib(rollout, on_gpu)
+    fills_card = on_gpu and rollout.engine_memory is None and rollout.sleep_level > 0 and not rollout.replay
+    if fills_card:
+        most_cache = max(least_cache, cache)
+        cache = fitting_cache(phases, rollout, machine, world.size, ROOM * there, least_cache)
+        chosen.append(f"--engine-memory {cache:g}")
+    with_cache = replace(rollout, engine_memory=cache)
+    tokens, room = machine.micro_batch_tokens or most_tokens, there
+    chooses_tokens = machine.micro_batch_tokens is None and not rollout.eval_only
+    if chooses_tokens:
+        room = ROOM * there
+        tokens = fitting_micro_batch(phases, with_cache, machine, world.size, room, most_tokens)
+        chosen.append(f"--micro-batch-tokens {tokens}")
+    gb = phases(with_cache, replace(machine, micro_batch_tokens=tokens), world.size)
     text = describe(gb, there, rollout)
+    if chosen:
+        text += f"; {' and '.join(chosen)} chosen to fit into {ROOM:.0%} of what is free"
     left = max(0.0, there - gb["engine"])
     fits = f"of {there / GIB:.1f} GiB that are free the engine's weights leave {left / GIB:.1f}"
     refuse(gb["KV cache"] > left, f"--engine-memory {gb['KV cache'] / GIB:g}: {fits}")
-    too_large = [phase for phase in PHASES if gb[phase] > there]
-    if too_large:
-        shares = engine_shares(models[0], rollout)
-        alternatives = list(remedies(rollout, machine, world.size, on_gpu, gb["reference"] > 0, shares))
-        change = cheapest_change(
-            phases,
-            alternatives,
-            rollout,
-            machine,
-            world.size,
-            room=there,
-            cache_gib=cache_gib(rollout, on_gpu),
-            least_cache_gib=least_cache_gib(models[0], rollout, dtype),
-        )
-        advice = f"it would {change}" if change else "nor would it with other flags: a smaller model, or --lora-rank"
-        text += f"\nwarning: the {' and the '.join(too_large)} may not fit; {advice}"
-    return text
+    too_large = " and the ".join(phase for phase in PHASES if gb[phase] > room)
+    if not too_large:
+        return MemoryPlan(text, tokens, cache)
+    shares = engine_shares(models[0], rollout)
+    change = cheapest_change(
+        phases,
+        list(remedies(rollout, machine, world.size, on_gpu, gb["reference"] > 0, shares)),
+        rollout if fills_card else with_cache,
+        machine,
+        world.size,
+        room=room,
+        most_tokens=tokens,
+        most_cache_gib=most_cache,
+        least_cache_gib=least_cache,
+    )
+    advice = f"it would {change}" if change else "nor would it with other flags: a smaller model, or --lora-rank"
+    refusal = ""
+    if chooses_tokens and not on_gpu:
+        refusal = f"the {too_large} would not fit into {ROOM:.0%} of what is free"
+        if gb["update"] > room:
+            refusal += f", even with one episode of {longest(rollout)} tokens at a time"
+        refusal += f"; {advice}; --micro-batch-tokens {tokens} tries it all the same"
+    else:
+        text += f"\nwarning: the {too_large} may not fit; {advice}"
+    return MemoryPlan(text, tokens, cache, refusal)
 
 
 def engine_shares(shape: ModelShape, rollout: Rollout) -> list[int]:
@@ -324,6 +368,11 @@ def describe(gb: dict[str, float], there: float, rollout: Rollout) -> str:
         text += f"; update {gb['update']:.1f}, of it gradients {gb['gradients']:.1f}"
         text += f", activations {gb['activations']:.1f}, gathered {gb['gathered']:.1f}"
     return text
+
+
+def no_rollout(longest_episode: int) -> Rollout:
+    """Of a script that samples nothing: for the plan alone. The longest episode in tokens."""
+    return Rollout(replay=Path("none"), max_prompt_tokens=0, max_response_tokens=longest_episode)
 
 
 def classifier_parameters(path: str) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 from common.flags import Machine, Rollout
 
+ROOM = 0.9  # share of what is free that a run fills by itself
 STEP = 128  # tokens: micro-batches are padded to multiples of it
 PHASES = ("rollout", "scoring", "update")
 
@@ -26,6 +27,11 @@ class Remedy:
     gpus: int = 1  # times as many
 
 
+def longest(rollout: Rollout) -> int:
+    """Tokens of an episode; one that is longer than a micro-batch gets a micro-batch of its own."""
+    return rollout.max_prompt_tokens + rollout.max_response_tokens
+
+
 def largest_micro_batch(phases: Phases, rollout: Rollout, machine: Machine, ranks: int, room: float) -> int:
     """The most tokens, a multiple of 128, whose update takes at most `room` gigabytes; 0 if 128 do not."""
     low, high = 0, 2**13  # in steps; a larger update has more tokens
@@ -37,6 +43,31 @@ def largest_micro_batch(phases: Phases, rollout: Rollout, machine: Machine, rank
         else:
             high = middle - 1
     return STEP * low
+
+
+def fitting_micro_batch(phases: Phases, rollout: Rollout, machine: Machine, ranks: int, room: float, most: int) -> int:
+    """The largest power of two, at most `most`, of tokens whose update takes at most `room` gigabytes.
+
+    An episode is never divided, so it is not less than the longest one, whether that fits or not.
+    """
+    fitting = min(most, largest_micro_batch(phases, rollout, machine, ranks, room))
+    tokens = 1
+    while 2 * tokens <= fitting:
+        tokens *= 2
+    return max(tokens, longest(rollout))
+
+
+def fitting_cache(phases: Phases, rollout: Rollout, machine: Machine, ranks: int, room: float, least: float) -> float:
+    """The largest KV cache, in quarters of a GiB, with which a rollout takes at most `room` gigabytes; or `least`."""
+    low, high = 0, int(4 * room * 1e9 / 2**30)
+    while low < high:
+        middle = (low + high + 1) // 2
+        larger = replace(rollout, engine_memory=middle / 4)
+        if phases(larger, machine, ranks)["rollout"] <= room:
+            low = middle
+        else:
+            high = middle - 1
+    return max(least, low / 4)
 
 
 def remedies(
@@ -82,14 +113,18 @@ def cheapest_change(
     machine: Machine,
     ranks: int,
     room: float,
-    cache_gib: float,
+    most_tokens: int,
+    most_cache_gib: float,
     least_cache_gib: float,
 ) -> str:
     """The cheapest remedies with which each phase fits into `room` gigabytes: "with FLAGS on N GPUs"; "" if none does.
 
-    Beside the alternatives --micro-batch-tokens may be lowered, and --engine-memory from `cache_gib` to
-    `least_cache_gib`.
+    Beside the alternatives --micro-batch-tokens may be lowered from `most_tokens`, and --engine-memory from
+    `most_cache_gib` to `least_cache_gib`. What a run chooses by itself, None so far, is not named.
     """
+    chooses_tokens = machine.micro_batch_tokens is None
+    chooses_cache = rollout.engine_memory is None
+    machine = replace(machine, micro_batch_tokens=machine.micro_batch_tokens or most_tokens)
     best_cost, best_words = inf, ""
     combinations = list(product(*alternatives))
     combinations.sort(key=lambda chosen: sum(remedy.cost for remedy in chosen))
@@ -103,7 +138,9 @@ def cheapest_change(
             changed_machine = replace(changed_machine, **remedy.machine)
             all_ranks *= remedy.gpus
         words = [remedy.words for remedy in chosen if remedy.words]
-        for cache in caches(phases, changed_rollout, changed_machine, all_ranks, room, cache_gib, least_cache_gib):
+        for cache in caches(
+            phases, changed_rollout, changed_machine, all_ranks, room, most_cache_gib, least_cache_gib
+        ):
             with_cache = replace(changed_rollout, engine_memory=cache)
             gb = phases(with_cache, changed_machine, all_ranks)
             if gb["rollout"] > room or gb["scoring"] > room:
@@ -115,12 +152,14 @@ def cheapest_change(
                 continue
             # weights are gathered and gradients reduced for each micro-batch; a smaller cache holds fewer sequences
             fewer_tokens = 1500 / tokens - 1500 / machine.micro_batch_tokens
-            whole_cost = cost + fewer_tokens + 0.1 * (cache_gib / cache - 1)
+            whole_cost = cost + fewer_tokens + 0.1 * (most_cache_gib / cache - 1)
             if whole_cost < best_cost:
                 best_cost = whole_cost
-                smaller = [f"--engine-memory {cache:g}"] if cache < cache_gib else []
-                fewer = [f"--micro-batch-tokens {tokens}"] if tokens < machine.micro_batch_tokens else []
-                flags = [*words, *smaller, *fewer]
+                flags = list(words)
+                if cache < most_cache_gib and not chooses_cache:
+                    flags.append(f"--engine-memory {cache:g}")
+                if tokens < machine.micro_batch_tokens and not chooses_tokens:
+                    flags.append(f"--micro-batch-tokens {tokens}")
                 best_words = f"with {' '.join(flags)}" if flags else ""
                 if all_ranks > ranks:
                     best_words = f"{best_words} on {all_ranks} GPUs".lstrip()

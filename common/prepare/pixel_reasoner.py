@@ -6,7 +6,6 @@
 Nothing is rewritten: rows keep their relative paths, which start in the folder of their file.
 """
 
-import json
 import shutil
 import zipfile
 import zlib
@@ -14,10 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import tyro
 from huggingface_hub import snapshot_download
 
+from common.data.rows import RowFiles
+from common.data.table_files import files_in
 from common.data.visual_qa import paths_of
 from common.files import command_line, refuse, user_errors
 from common.prepare.writing import downloading
@@ -27,14 +27,14 @@ MAX_SHOWN = 5  # missing files that are named
 
 @dataclass
 class Args:
-    folder: Path  # of the data set: *.json or *.parquet, images.zip, videos.zip
+    folder: Path  # of the data set: *.json, *.jsonl or *.parquet, images.zip, videos.zip
     repository: str | None = None  # data set on the hub (HF_ENDPOINT names a mirror) to download into the folder first
 
 
 def main(args: Args) -> None:
     if args.repository:
         download(args.repository, args.folder)
-    tables = sorted([*args.folder.glob("*.json"), *args.folder.glob("*.parquet")])
+    tables = files_in(args.folder)
     if not tables:
         raise SystemExit(f"--folder {args.folder}: there is no .json or .parquet file; --repository downloads some")
     for archive in sorted(args.folder.glob("*.zip")):
@@ -43,16 +43,19 @@ def main(args: Args) -> None:
         except (RuntimeError, zipfile.BadZipFile, zlib.error) as error:  # encrypted, packed in another way, cut, ...
             raise SystemExit(f"{archive}: cannot be unpacked ({error}): copy or download it again") from error
         print(f"{archive}: {count} files unpacked, the others were there")
-    missing: list[str] = []
+    missing: list[tuple[RowFiles, int, str]] = []  # file, row, path
     for table in tables:
         rows = pictures = 0
-        for row, paths in media_of(table):
+        files, paths_of_rows = media_of(table)
+        for row, paths in enumerate(paths_of_rows):
             rows, pictures = rows + 1, pictures + len(paths)
-            missing += [f"{table.name} row {row}: {path}" for path in paths if not (args.folder / str(path)).is_file()]
+            for path in paths:
+                if not (args.folder / str(path)).is_file():
+                    missing.append((files, row, path))
         print(f"{table}: {rows} rows, {pictures} pictures and frames")
     if missing:
-        shown = "\n  ".join(missing[:MAX_SHOWN])
-        raise SystemExit(f"{len(missing)} files are missing in {args.folder}, the first:\n  {shown}")
+        shown = "".join(f"\n  {files.place(row)}: {path}" for files, row, path in missing[:MAX_SHOWN])
+        raise SystemExit(f"{len(missing)} files are missing in {args.folder}, the first:{shown}")
     print(f"all there: {args.folder}")
 
 
@@ -104,27 +107,30 @@ def is_member(path: Path, member: zipfile.ZipInfo) -> bool:
     return same_size and zlib.crc32(path.read_bytes()) == member.CRC
 
 
-def media_of(table: Path) -> list[tuple[int, list[str]]]:
-    """Row number and the relative paths of its pictures: of release.json's items, of the column image of a parquet.
+def media_of(table: Path) -> tuple[RowFiles, list[list[str]]]:
+    """A table, and the relative paths of each row's pictures: of release.json's items, of the column image of others.
 
     SystemExit for a table of another format.
     """
     try:
-        return list(read_paths(table))
+        files = RowFiles([table], "--folder")
+        return files, list(read_paths(files))
     except (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
         why = f"{type(error).__name__}: {error!s:.100}".partition("\n")[0]
         raise SystemExit(f"{table}: not one of Pixel Reasoner's; it belongs elsewhere ({why})") from error
 
 
-def read_paths(table: Path) -> Iterator[tuple[int, list[str]]]:
-    if table.suffix == ".parquet":
-        for row, paths in enumerate(pq.read_table(table, columns=["image"])["image"].to_pylist()):
-            yield row, [path for path in paths_of({"image": paths}) if path]
-        return
-    for row, record in enumerate(json.loads(table.read_bytes())):
-        items = [item for message in record["message_list"] for item in message["content"]]
-        images = [item["image"] for item in items if item.get("image")]
-        yield row, images + [frame for item in items for frame in item.get("video") or []]
+def read_paths(files: RowFiles) -> Iterator[list[str]]:
+    for record in files.records(("image", "message_list")):
+        if isinstance(record, str):
+            raise ValueError(record)
+        if "image" in record:
+            paths = [path for path in paths_of(record) if path]
+        else:
+            items = [item for message in record["message_list"] for item in message["content"]]
+            paths = [item["image"] for item in items if item.get("image")]
+            paths += [frame for item in items for frame in item.get("video") or []]
+        yield paths
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ import tyro
 from common.data.media import media_file, picture_sources
 from common.data.rows import RowFiles
 from common.files import command_line, user_errors
+from common.flags import Files
 from common.pictures import BadRow, decode
 from common.prepare.code_prompts import MODES, OWN, Mode, Wording, picture_facts, tagged, video_facts, wordings_like
 from common.prepare.writing import stream_rows
@@ -60,7 +61,7 @@ def schema(ground_truth: pa.DataType) -> pa.Schema:
 
 @dataclass
 class Args:
-    source: str  # files of rows, comma-separated
+    source: Files  # files of rows
     out: Path  # parquet file
     media_root: Path | None = None  # folder of the rows' relative paths
     like: str | None = None  # file of the release: rows without a prompt get the wording of its first rows

@@ -1,9 +1,10 @@
 """Countdown: reach the target with + - * / and parentheses, every given number used exactly once.
 
 Reward as in TinyZero: 1.0 for a right answer, 0.1 for a complete <answer> tag with anything else in it, 0 without one.
-Model text is parsed here by recursive descent, in bounded time and memory, and is never given to `eval`.
+Model text is parsed by Python's own parser, never evaluated by it: a walk over the tree knows a few operators.
 """
 
+import ast
 import operator
 import re
 from collections.abc import Mapping
@@ -13,13 +14,12 @@ from typing import Literal
 RIGHT, WRONG, NO_TAG = 1.0, 0.1, 0.0
 MAX_CHARACTERS = 512  # of an expression; longer ones are wrong
 MAX_DIGITS = 6  # of a number
-MAX_DEPTH = 50  # nested parentheses and signs; about four Python frames each
+MAX_DEPTH = 50  # of nested parentheses, signs and powers
 MAX_POWER_BITS = 4096  # compat only: of the value of an integer power
 
-STRICT_TOKEN = re.compile(r"[0-9]+|[-+*/()]")
-COMPAT_TOKEN = re.compile(r"[0-9]+\.?[0-9]*|\.[0-9]+|\*\*|//|[-+*/()]")
-PRODUCTS = {"*": operator.mul, "/": operator.truediv, "//": operator.floordiv}
-EVALUATION_ERRORS = (ZeroDivisionError, OverflowError, TypeError, ValueError)
+CHARACTERS = re.compile(r"[-+*/(). \t\r\n\f0-9]*")  # of expressions
+# what Python's parser raises, for texts that are too deep for it, too; and what arithmetic does
+ERRORS = (SyntaxError, MemoryError, RecursionError, ZeroDivisionError, OverflowError, TypeError, ValueError)
 
 
 def score(solution_str: str, ground_truth: Mapping, mode: Literal["strict", "compat"] = "strict") -> dict:
@@ -70,94 +70,37 @@ def last_line_answer(text: str) -> str | None:
 
 def evaluate(text: str, numbers: list[int], mode: str) -> Fraction | float | None:
     """Value of the expression; None if it is malformed, too long, or does not use `numbers` exactly once each."""
-    if len(text) > MAX_CHARACTERS:
+    if len(text) > MAX_CHARACTERS or not CHARACTERS.fullmatch(text):
         return None
-    pattern = STRICT_TOKEN if mode == "strict" else COMPAT_TOKEN
-    if pattern.sub("", text).strip(" \t\r\n\f"):  # a character that belongs to no token
-        return None
-    tokens = pattern.findall(text)
     used = [int(digits) for digits in re.findall(r"[0-9]+", text)]  # 1.5 uses 1 and 5, as in TinyZero
     if sorted(used) != sorted(numbers) or max(used, default=0) >= 10**MAX_DIGITS:
         return None
+    line = " ".join(text.split())
     try:
-        value = Parser(tokens, mode).parse()
+        value = compute(ast.parse(line, mode="eval").body, line, mode)
         return value if abs(value) < 2**MAX_POWER_BITS else None  # a longer one could not even be printed
-    except EVALUATION_ERRORS:
+    except ERRORS:
         return None
 
 
-class Parser:
-    """Evaluates while it parses. Grammar (Python's precedence; `//`, `**` and unary plus in compat mode only):
+def compute(node: ast.expr, line: str, mode: str, depth: int = 1) -> Fraction | float:
+    """Value of a node of the tree of `line`. ValueError for what is no number and no operation of the mode.
 
-    sum: product (("+" | "-") product)*      product: signed (("*" | "/" | "//") signed)*
-    signed: ("-" | "+") signed | power       power: atom ["**" signed]       atom: NUMBER | "(" sum ")"
+    depth: 1, and one for each sign around the node, and for each power in whose exponent it is.
     """
-
-    def __init__(self, tokens: list[str], mode: str):
-        self.tokens = [*tokens, "end"]
-        self.position = 0
-        self.depth = 0
-        self.compat = mode == "compat"
-
-    def parse(self):
-        value = self.sum()
-        self.expect("end")
-        return value
-
-    def take(self, *wanted: str) -> str | None:
-        """The next token if it is one of `wanted`, else None."""
-        token = self.tokens[self.position]
-        if token not in wanted:
-            return None
-        self.position += 1
-        return token
-
-    def expect(self, wanted: str) -> None:
-        if self.take(wanted) is None:
-            raise ValueError(f"expected {wanted!r}, found {self.tokens[self.position]!r}")
-
-    def sum(self):
-        value = self.product()
-        while sign := self.take("+", "-"):
-            term = self.product()
-            value = value + term if sign == "+" else value - term
-        return value
-
-    def product(self):
-        value = self.signed()
-        while symbol := self.take(*PRODUCTS):
-            value = PRODUCTS[symbol](value, self.signed())
-        return value
-
-    def signed(self):
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
-            raise ValueError(f"nested deeper than {MAX_DEPTH}")
-        if self.take("-"):
-            value = -self.signed()
-        elif self.compat and self.take("+"):
-            value = +self.signed()
-        else:
-            value = self.atom()
-            if self.take("**"):
-                value = bounded_power(value, self.signed())
-        self.depth -= 1
-        return value
-
-    def atom(self):
-        if self.take("("):
-            value = self.sum()
-            self.expect(")")
-            return value
-        token = self.tokens[self.position]
-        if not token[0].isdigit() and token[0] != ".":
-            raise ValueError(f"expected a number, found {token!r}")
-        self.position += 1
-        if "." in token:
-            return float(token)
-        if token[0] == "0" and token.strip("0"):
-            raise ValueError(f"leading zero in {token!r}")  # as in Python: 07 is an error, 0 and 00 are not
-        return int(token) if self.compat else Fraction(token)
+    operation = OPERATIONS[mode].get(type(getattr(node, "op", None)))
+    if isinstance(node, ast.BinOp) and operation:
+        left = compute(node.left, line, mode, depth)
+        right = compute(node.right, line, mode, depth + isinstance(node.op, ast.Pow))
+        return operation(left, right)
+    if isinstance(node, ast.UnaryOp) and operation:
+        return operation(compute(node.operand, line, mode, depth + 1))
+    if not isinstance(node, ast.Constant) or type(node.value) not in NUMBERS[mode]:
+        raise ValueError(f"no number and no operation of {mode}")
+    before = line[: node.col_offset]
+    if depth + before.count("(") - before.count(")") > MAX_DEPTH:
+        raise ValueError(f"nested deeper than {MAX_DEPTH}")
+    return Fraction(node.value) if mode == "strict" else node.value
 
 
 def bounded_power(base, exponent):
@@ -165,3 +108,15 @@ def bounded_power(base, exponent):
     if {type(base), type(exponent)} == {int} and abs(base) > 1 and base.bit_length() * exponent > MAX_POWER_BITS:
         raise ValueError(f"{base} ** {exponent} is too large")
     return base**exponent
+
+
+FOUR = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.USub: operator.neg,
+}
+SEVEN = FOUR | {ast.FloorDiv: operator.floordiv, ast.Pow: bounded_power, ast.UAdd: operator.pos}
+OPERATIONS = {"strict": FOUR, "compat": SEVEN}
+NUMBERS = {"strict": (int,), "compat": (int, float)}

@@ -7,18 +7,16 @@ When two answers are equal stands in common/rewards/answers.py.
 import re
 from math import inf
 from numbers import Real
-from typing import Literal
 
 from common.rewards.answers import MAX_CHARACTERS, is_equal, normalize, unit_name
 
-TAIL = 300  # characters of the response in which GSM8K's strict mode and DAPO look for the answer, as in verl
-STRICT_BOX_TAIL = 100  # the same of DAPO's boxed mode
+TAIL = 300  # characters of the response in which GSM8K and DAPO look for the answer, as in verl
 
 # --- numbers ---
 
 # -72, $72, -$1,234.50, 72. (a full stop), .5; the minus of "10-4" is no sign, the comma of "3,5" no part of 3
 NUMBER = r"(?:(?<![0-9])-)?(?:\$-?)?(?:(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
-STRICT_ANSWER = re.compile(rf"####[ \t]*\**({NUMBER})([^\n]*)")
+ANSWER = re.compile(rf"####[ \t]*\**({NUMBER})([^\n]*)")
 # words behind a number that make another one of it
 CONTINUATION_WORDS = """
 or and to through plus minus times x over out of point half halves third thirds quarter
@@ -26,29 +24,21 @@ quarters tenth tenths hundredth hundredths mod hundred thousand million billion 
 hundreds thousands millions billions dozen lakh crore mil bn squared cubed not
 """
 CONTINUATIONS = set(CONTINUATION_WORDS.split())
-ANY_NUMBER = re.compile(NUMBER)
 VERL_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
 
 
-def score_gsm8k(solution_str: str, ground_truth: str, mode: Literal["strict", "flexible"] = "strict") -> dict:
+def score_gsm8k(solution_str: str, ground_truth: str) -> dict:
     """{"score": 0 | 1, "pred": canonical number or ""} of one response.
 
-    strict: the last `#### x` in the last 300 characters, x being a number that ends there: `5 or 6`, `1/2`, `3,5` are
-    none. flexible: the last number in the whole text. Numbers are compared as decimals: `72.`, `72.0`, `$72` are 72,
-    and `1,234` is 1234.
+    The answer is the last `#### x` in the last 300 characters, x being a number that ends there: `5 or 6`, `1/2`,
+    `3,5` are none. Numbers are compared as decimals: `72.`, `72.0`, `$72` are 72, and `1,234` is 1234.
     """
-    if mode not in ("strict", "flexible"):
-        raise ValueError(f"mode is {mode!r}, expected 'strict' or 'flexible'")
     truth = canonical_number(str(ground_truth))
     if not truth:
         raise ValueError(f"the GSM8K ground truth {ground_truth!r} is not a number")
     found = ""
-    if mode == "strict":
-        for match in STRICT_ANSWER.finditer(solution_str[-TAIL:]):
-            found = match[1] if is_end(match[2]) else ""
-    else:
-        for match in ANY_NUMBER.finditer(solution_str):
-            found = match[0]
+    for match in ANSWER.finditer(solution_str[-TAIL:]):
+        found = match[1] if is_end(match[2]) else ""
     pred = canonical_number(found)
     return {"score": float(pred == truth), "pred": pred}
 
@@ -116,35 +106,23 @@ def score_boxed(solution_str: str, ground_truth: str) -> dict:
     return {"score": float(is_right), "pred": truth if is_right else normalize(answer)}
 
 
-def score_dapo(solution_str: str, ground_truth: str, mode: Literal["answer", "boxed"] = "answer") -> dict:
+def score_dapo(solution_str: str, ground_truth: str) -> dict:
     r"""{"score": -1 | 1, "acc": whether it is right, "pred": answer or ""} of one response, as DAPO trains on AIME.
 
-    answer: what follows the last `Answer:` on its line, in the last 300 characters; of that what follows the last `=`,
-    and its first $...$, if there is one. Right by spelling or as a number; formulas are not computed.
-    boxed: the last \boxed{…} in the last 100 characters, to the letter.
+    The answer is what follows the last `Answer:` on its line, in the last 300 characters; of that what follows the
+    last `=`, and its first $...$, if there is one. Right by spelling or as a number; formulas are not computed.
     """
-    if mode not in ("answer", "boxed"):
-        raise ValueError(f"mode is {mode!r}, expected 'answer' or 'boxed'")
     truth = normalized_truth(ground_truth)
-    if mode == "boxed":
-        pred = last_boxed(solution_str[-STRICT_BOX_TAIL:]) or ""
-        is_right = pred == str(ground_truth)
-    else:
-        tail, answer = solution_str[-TAIL:], ""
-        for match in ANSWER_LINE.finditer(tail):
-            answer = tail[match.end() :].partition("\n")[0]
-        left, _, right = answer.rpartition("=")
-        inline = INLINE_MATH.search(answer if left.count("$") % 2 else right)  # is the last "=" in math, or before it?
-        answer = last_boxed(answer) or (inline[1] if inline else right)
-        answer = answer.rpartition("=")[2].strip("* ")
-        is_right = is_equal(answer, str(ground_truth), with_formulas=False)
-        pred = truth if is_right else normalize(answer)
+    tail, answer = solution_str[-TAIL:], ""
+    for match in ANSWER_LINE.finditer(tail):
+        answer = tail[match.end() :].partition("\n")[0]
+    left, _, right = answer.rpartition("=")
+    inline = INLINE_MATH.search(answer if left.count("$") % 2 else right)  # is the last "=" in math, or before it?
+    answer = last_boxed(answer) or (inline[1] if inline else right)
+    answer = answer.rpartition("=")[2].strip("* ")
+    is_right = is_equal(answer, str(ground_truth), with_formulas=False)
+    pred = truth if is_right else normalize(answer)
     return {"score": 1.0 if is_right else -1.0, "acc": is_right, "pred": pred}
-
-
-def dapo_strict_box(data_source: str, solution_str: str, ground_truth: str, extra_info=None) -> dict:
-    """DAPO's boxed mode for `--reward-function common/rewards/math.py:dapo_strict_box`."""
-    return score_dapo(solution_str, ground_truth, mode="boxed")
 
 
 def last_boxed(text: str) -> str | None:

@@ -7,6 +7,7 @@ import torch
 
 from common.episodes import Episode, Row, with_replies
 from common.files import DAMAGE
+from common.hub import check_weights
 from common.rewards import MAX_SCORE, sampled_turns, usable
 from common.rotary import length_limits, set_text_lengths
 from common.torch_repair import transformers
@@ -14,20 +15,32 @@ from common.torch_repair import transformers
 CHUNK_TOKENS = 16384  # of one forward, padding included
 
 
+def check_reward_model(path: str) -> None:
+    """SystemExit, before anything is loaded, for what is no classifier, or lacks weights of one."""
+    try:
+        config = transformers.AutoConfig.from_pretrained(path)
+        with torch.device("meta"):
+            model = transformers.AutoModelForSequenceClassification.from_config(config)
+    except DAMAGE as error:
+        raise unreadable(path, error) from error
+    check_weights(model, path, "--reward-model")
+
+
+def unreadable(path: str, error: Exception) -> SystemExit:
+    reason = " ".join(str(error).split())[:300]
+    return SystemExit(f"--reward-model {path}: no classifier, or damaged ({reason})")
+
+
 class RewardModel:
     """The model of a folder. SystemExit if it has more outputs than one, or its tokenizer no end or padding token."""
 
     def __init__(self, path: str, dtype: torch.dtype, device: torch.device):
-        options, load = {"dtype": dtype, "output_loading_info": True}, transformers.AutoModelForSequenceClassification
+        check_reward_model(path)
         try:
-            model, loaded = load.from_pretrained(path, **options)
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+            model = transformers.AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype)
         except DAMAGE as error:
-            raise SystemExit(
-                f"--reward-model {path}: no classifier, or damaged ({' '.join(str(error).split())[:300]})"
-            ) from error
-        if missing := loaded["missing_keys"]:  # transformers would draw them
-            raise SystemExit(f"--reward-model {path}: its files have no {min(missing)}")
+            raise unreadable(path, error) from error
         self.model, self.device = model.eval().requires_grad_(False), device
         set_text_lengths(self.model, None)
         # longer texts do not share a batch, whose longest one would decide for all

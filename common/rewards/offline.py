@@ -13,8 +13,9 @@ from typing import Literal
 from tyro.conf import Positional
 
 from common.data.rows import RowFiles
+from common.data.table_files import is_hub_id, stem_of
 from common.files import modified, refuse
-from common.flags import Positive, Rollout, check_ranges
+from common.flags import Files, Positive, Rollout, check_ranges
 from common.processes import cpus_of_rank
 from common.rewards import RewardWorkers, needs_judge, reward_function, score_episodes, score_response
 from common.rewards.judging import bounded, open_judge
@@ -27,7 +28,7 @@ TOKENIZER = SimpleNamespace(decode=lambda ids, **_: "".join(ids))  # here a resp
 class Scoring:
     """A file of responses, and what scores them."""
 
-    file: Positional[Path]  # .parquet, .jsonl or .json, with data_source and reward_model.ground_truth, or truth
+    file: Positional[Files]  # of rows with data_source and reward_model.ground_truth, or truth
     response_column: str = "responses"  # of a row: its response, or a list of them; of --eval-only: completion
     output: Path | None = None  # .parquet or .jsonl, a row for each response; default: FILE_scored.*, as FILE is
     reward_function: str | None = None  # FILE.py:NAME, verl's signature; default: by the row's data_source
@@ -50,11 +51,16 @@ def score_file(flags: Scoring) -> None:
     """Print the table, write a row for each response. ValueError, SystemExit for what is wrong with file or flags."""
     rollout = Rollout(**{name: value for name, value in vars(flags).items() if name in vars(Rollout())})
     check_ranges(rollout)
-    files = RowFiles([flags.file], "FILE")
+    files = RowFiles(flags.file, "FILE")
     rows, bad = {}, {}
-    output = flags.output or flags.file.with_name(f"{flags.file.stem}_scored{files.suffix}")
+    output = flags.output
+    if output is None:
+        first = files.paths[0]
+        refuse(is_hub_id(first), f"{first} is a data set of the hub: give --output for the verdicts")
+        output = first.with_name(f"{stem_of(first)}_scored{files.suffix}")
     refuse(output.suffix not in (".jsonl", ".parquet"), f"--output {output}: neither .parquet nor .jsonl")
-    refuse(output.exists() and output.samefile(flags.file), f"--output {output} is FILE itself")
+    for path in files.paths:
+        refuse(output.exists() and path.exists() and output.samefile(path), f"--output {output} is FILE itself")
     for index, record in enumerate(files.records()):
         try:
             rows[index] = read_row(record, index, flags)

@@ -13,20 +13,17 @@ from collections.abc import Mapping
 from fractions import Fraction
 from numbers import Real
 from pathlib import Path
-from typing import Literal
 
 from common.rewards.answers import MAX_CHARACTERS, is_equal, normalize, rational, typeset
 from common.rewards.math import last_boxed, truth_text
 
 
-def score_visual_qa(solution: str, answers: list[str] | str, metric: Literal["accuracy", "anls"] = "accuracy") -> dict:
-    r"""{"score": acc or anls, "acc": 0 | 1, "pred": short form or "", "anls": 0 or 0.5 to 1} of one response.
+def score_visual_qa(solution: str, answers: list[str] | str) -> dict:
+    r"""{"score": 0 | 1, "acc": the same, "pred": short form or "", "anls": 0 or 0.5 to 1} of one response.
 
-    acc: whether the last complete \boxed{…} is `same` as, or mathematically equal to, any of the answers, which may be
-    boxed too. "pred" of a right one is the first answer, so that votes agree. anls: how close the spelling is.
+    score: whether the last complete \boxed{…} is `same` as, or mathematically equal to, any of the answers, which may
+    be boxed too. "pred" of a right one is the first answer, so that votes agree. anls: how close the spelling is.
     """
-    if metric not in ("accuracy", "anls"):
-        raise ValueError(f"metric is {metric!r}, expected 'accuracy' or 'anls'")
     several = [answers] if isinstance(answers, str | Real | Mapping) else answers
     truths = [unboxed(truth_text(answer)) for answer in several]
     truths = [truth for truth in truths if len(truth) <= MAX_CHARACTERS and plain(truth)]
@@ -38,7 +35,7 @@ def score_visual_qa(solution: str, answers: list[str] | str, metric: Literal["ac
     acc = float(any(says_same(answer, truth) or same_formula(answer, truth) for truth in truths))
     anls = max(similarity(readable(answer), readable(truth)) for truth in truths)
     pred = plain(truths[0] if acc else answer)
-    return {"score": acc if metric == "accuracy" else anls, "acc": acc, "pred": pred, "anls": anls}
+    return {"score": acc, "acc": acc, "pred": pred, "anls": anls}
 
 
 def unboxed(answer: str) -> str:

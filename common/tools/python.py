@@ -6,7 +6,6 @@ where its sandbox holds another trajectory by now, they are run again, silently.
 ended.
 """
 
-import os
 import tomllib
 from collections import Counter
 from collections.abc import Hashable, Mapping
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from torch.distributed import ProcessGroup
 
+from common.limits import total_memory
 from common.processes import cpus_of_rank, ranks_here
 from common.tools import Tool
 from common.tools.namespaces import ENVIRONMENT
@@ -50,7 +50,7 @@ class PythonWorkers(ToolPool):
         ranks = group.size() if group else 1
         workers, cpus = workers * ranks, cpus_of_rank() * ranks
         at_once = min(workers, 2 * cpus)  # programs compute: more would wait for each other
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * ranks / ranks_here()
+        memory = total_memory() * ranks / ranks_here()
         most = min(workers, max(at_once, int(SHARE_OF_MEMORY * memory / RESTING_BYTES)))
         new = partial(Sandbox, timeout_s, memory_gib, confined, anew, START_S + START_CPU_S * most / cpus)
         try:

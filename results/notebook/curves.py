@@ -35,6 +35,7 @@ from studies import STUDIES, Run, Study
 from study_data import Request, write_rows
 from study_results import RECORD, SCORES, is_complete, models_of, read_record, show, state_of
 
+from common.limits import usable_cpus
 from common.look.curves import plot_curves
 from common.precision import DTYPES, choose_dtype
 
@@ -177,7 +178,7 @@ def hash_of(model: Path) -> str:
 
 
 def launch(command: list[str], processes: int, log: Path | None) -> subprocess.Popen:
-    threads = max(1, (os.cpu_count() or 1) // processes)
+    threads = max(1, usable_cpus() // processes)
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
     print(" ".join(command), f"> {log}" if log else "", flush=True)
     with log.open("a") if log else nullcontext() as output:

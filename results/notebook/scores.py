@@ -21,10 +21,11 @@ import tyro
 from report import table
 
 from common.rewards.countdown import MAX_CHARACTERS, evaluate
-from common.rewards.math import score_gsm8k
+from common.rewards.math import NUMBER, canonical_number
 from common.rewards.samples import pass_at_k, wilson_interval
 
 EXPRESSION = re.compile(r"[0-9+\-*/() ]+")
+ANY_NUMBER = re.compile(NUMBER)
 
 
 @dataclass
@@ -39,7 +40,8 @@ def lenient(sample: dict) -> bool:
     text, truth = sample["completion"], sample["truth"]
     truth = json.loads(truth) if isinstance(truth, str) and truth.startswith("{") else truth
     if not isinstance(truth, dict):
-        return score_gsm8k(text, truth, mode="flexible")["score"] == 1
+        found = ANY_NUMBER.findall(text)
+        return bool(found) and canonical_number(found[-1]) == canonical_number(str(truth))
     numbers, target = [int(number) for number in truth["numbers"]], int(truth["target"])
     found = (match.strip() for match in EXPRESSION.findall(text) if len(match) <= MAX_CHARACTERS)
     return any(evaluate(expression, numbers, "strict") == target for expression in found if expression)

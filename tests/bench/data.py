@@ -8,7 +8,6 @@ else the embedded policy's, whose tokens are single bytes.
 """
 
 import json
-import os
 import resource
 import subprocess
 import sys
@@ -23,6 +22,7 @@ import tyro
 from report import ROOT, header, table
 
 from common.hub import load_tokenizer, resolve_model
+from common.limits import usable_cpus
 
 
 @dataclass
@@ -36,7 +36,7 @@ def main(args: Args) -> None:
     if args.file:
         print(json.dumps(measure(args)))
         return
-    header("From a file of rows to a data set", threads=os.cpu_count())
+    header("From a file of rows to a data set", threads=usable_cpus())
     rows = [["file", "rows", "wall (s)", "CPU (s)", "peak memory (GB)"]]
     with tempfile.TemporaryDirectory() as folder:
         for path in write_files(Path(folder), args.rows):

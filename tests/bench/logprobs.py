@@ -18,12 +18,12 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
-import psutil
 import torch
 import tyro
 from report import header, table
 from torch import Tensor
 
+from common.limits import free_memory
 from common.logprobs import token_logprobs
 from common.precision import DTYPES
 
@@ -100,7 +100,7 @@ def measure(args: Args) -> dict[str, float]:
 
 
 def fits(args: Args, tokens: int) -> bool:
-    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else psutil.virtual_memory().available
+    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else free_memory()
     needed = tokens * args.vocab * DENSE_BYTES
     if needed > free:
         print(f"dense, {tokens} tokens: left out, needs {needed / 1e9:.0f} GB of {free / 1e9:.0f} GB free\n")

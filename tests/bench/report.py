@@ -11,6 +11,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.g
 import torch  # noqa: E402
 
 import common.torch_repair  # noqa: E402, F401  (before a benchmark imports transformers)
+from common.limits import total_memory, usable_cpus  # noqa: E402
 from common.look.machine import git_commit  # noqa: E402
 
 
@@ -18,9 +19,9 @@ def header(title: str, threads: int) -> None:
     """Print the title, the commit and the hardware: without them a number means nothing."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    memory = total_memory() / 2**30
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    hardware = [*names[:1], f"{os.cpu_count()} cores", f"{threads} threads", f"{memory:.0f} GiB", *gpus]
+    hardware = [*names[:1], f"{usable_cpus()} cores", f"{threads} threads", f"{memory:.0f} GiB", *gpus]
     print(title)
     print(f"commit {git_commit()}; torch {torch.__version__}; {', '.join(hardware)}\n")
 

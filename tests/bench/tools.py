@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 import tyro
 from report import ROOT, header, table
 
+from common.limits import usable_cpus
 from common.tools.python import PythonWorkers
 from common.tools.sandbox import Sandbox, State
 from common.tools.turns import Call
@@ -119,7 +120,7 @@ def measure_python(args: Args) -> None:
         middle, last = (ranked[ceil(share * len(ranked)) - 1] for share in (0.5, 0.99))
         rows.append([name, str(len(ranked)), f"{1000 * middle:.0f}", f"{1000 * last:.0f}"])
     table(*rows)
-    per_core = rate / (os.cpu_count() or 1)
+    per_core = rate / usable_cpus()
     print(f"{args.trajectories} trajectories: {rate:.1f} calls a second, {per_core:.1f} a second and core")
 
 
