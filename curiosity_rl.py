@@ -86,7 +86,7 @@ prompts-per-step samples-per-prompt max-prompt-tokens max-response-tokens max-tu
 minibatches max-pixels
 curiosity-alpha curiosity-target call-penalty free-calls learning-rate
 total-epochs eval-every eval-rows eval-only save-every resume log
-micro-batch-tokens gradient-checkpointing optimizer-offload engine-memory
+micro-batch-tokens gradient-checkpointing offload engine-memory
 """
 
 # What runs without --model: a policy of 3 million parameters learns to look (docs/results.md, "curiosity_rl.py").
@@ -328,7 +328,7 @@ def check_args(args: Args) -> None:
         "lr_floor": (args.lr_schedule != "constant", "--lr-schedule linear or cosine"),
     }
     refuse_idle(args, uses)
-    refuse_idle(args.machine, {"reference_offload": (False, "a reference model, which curiosity_rl.py does not have")})
+    refuse("reference" in args.machine.offload, "--offload reference: curiosity_rl.py has no reference model")
 
 
 def main(args: Args, demo: bool = False) -> None:

@@ -437,7 +437,8 @@ def check_args(args: Args) -> None:
     }
     refuse_idle(args, uses)
     has_kl = args.kl_reward_coef > 0 or args.kl_loss_coef > 0
-    refuse_idle(args.machine, {"reference_offload": (has_kl, "a --kl-reward-coef or --kl-loss-coef")})
+    idle = "reference" in args.machine.offload and not has_kl
+    refuse(idle, "--offload reference has no effect: needs a --kl-reward-coef or --kl-loss-coef")
 
 
 def main(args: Args, demo: bool = False) -> None:
@@ -491,7 +492,7 @@ def main(args: Args, demo: bool = False) -> None:
             if reference:
                 reference.to(device)
                 packer.fill(tokens.ref_logprobs, reference, minibatches, args.rollout.temperature)
-                reference.to("cpu" if args.machine.reference_offload else device)
+                reference.to("cpu" if "reference" in args.machine.offload else device)
         scores = shaped_scores(episodes, args.rollout.max_response_tokens, args.overlong_buffer)  # [E]
         if args.kl_reward_coef:
             kl = kl_estimate(tokens.old_logprobs, tokens.ref_logprobs, tokens.old_logprobs, "k1").cpu()  # [T]

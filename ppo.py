@@ -402,7 +402,8 @@ def check_args(args: Args) -> None:
     }
     refuse_idle(args, uses)
     has_kl = args.kl_reward_coef > 0 or args.kl_loss_coef > 0
-    refuse_idle(args.machine, {"reference_offload": (has_kl, "a --kl-reward-coef or --kl-loss-coef")})
+    idle = "reference" in args.machine.offload and not has_kl
+    refuse(idle, "--offload reference has no effect: needs a --kl-reward-coef or --kl-loss-coef")
 
 
 def refuse_lonely_critic(args: Args, total_steps: int | None) -> None:
@@ -478,7 +479,7 @@ def main(args: Args, demo: bool = False) -> None:
             if reference:
                 reference.to(device)
                 packer.fill(tokens.ref_logprobs, reference, minibatches, args.rollout.temperature)
-                reference.to("cpu" if args.machine.reference_offload else device)
+                reference.to("cpu" if "reference" in args.machine.offload else device)
             packer.fill(tokens.values, critic, minibatches)
         scores = shaped_scores(episodes, args.rollout.max_response_tokens, args.overlong_buffer)  # [E]
         scores += args.reward_model_weight * torch.tensor([e.model_reward or 0.0 for e in episodes])

@@ -70,7 +70,7 @@ model train-data eval-data media-root output-dir bad-rows
 max-tokens batch-size max-pixels freeze-vision
 learning-rate lr-schedule warmup-steps
 total-steps total-epochs eval-every eval-rows save-every save-weights-only resume log seed
-dtype micro-batch-tokens gradient-checkpointing optimizer-offload lora-rank
+dtype micro-batch-tokens gradient-checkpointing offload lora-rank
 """
 
 # What runs without --model: the embedded model learns its task from nothing, on generated solutions.
@@ -194,7 +194,7 @@ def check_args(args: Args) -> None:
     }
     refuse_idle(args.run, uses)
     refuse_idle(args, {"lr_floor": (args.lr_schedule != "constant", "--lr-schedule linear or cosine")})
-    refuse_idle(args.machine, {"reference_offload": (False, "a reference model, which sft.py does not have")})
+    refuse("reference" in args.machine.offload, "--offload reference: sft.py has no reference model")
 
 
 def main(args: Args, demo: bool = False) -> None:

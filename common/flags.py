@@ -60,6 +60,29 @@ Files = Annotated[
     ),
 ]
 
+OFFLOADS = ("optimizer", "reference")
+
+
+def offload_of(texts: list[str]) -> str:
+    names = texts[0].split(",")
+    for name in names:
+        if name not in OFFLOADS:
+            raise ValueError(f"{name!r} is not one of {', '.join(OFFLOADS)}")
+    return texts[0]
+
+
+# Names of OFFLOADS, separated by commas.
+Offload = Annotated[
+    str,
+    PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=",".join(OFFLOADS),
+        instance_from_str=offload_of,
+        is_instance=lambda value: isinstance(value, str),
+        str_from_instance=lambda value: [value],
+    ),
+]
+
 
 @dataclass
 class Data:
@@ -130,8 +153,7 @@ class Machine:
     attention: Literal["auto", "flash", "flex", "sdpa"] = "auto"  # auto: flex on GPUs with bf16, else sdpa
     micro_batch_tokens: Count | None = None  # tokens of one forward and backward, per rank; default: what fits
     gradient_checkpointing: bool = False  # recompute activations in backward: less memory, a third more compute
-    optimizer_offload: bool = False  # Adam's moments on the host; on the GPU for the optimizer's step
-    reference_offload: bool = False  # the reference model on the host, but for its log-probs
+    offload: Offload = ""  # kept on the host while idle: optimizer (Adam's moments), reference; or both, with a comma
     compile: bool = False  # torch.compile the layers, on GPUs: a slow first step, then faster ones
     freeze_vision: bool = False  # train the language model alone
     lora_rank: Limit = 0  # train LoRA adapters of this rank (try 16); 0: train the model itself

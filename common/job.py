@@ -70,7 +70,7 @@ class Job:
         shared = machine.shard_size or 1
         refuse(world.size % shared > 0, f"--shard-size {shared}: {world.size} ranks are no multiple of it")
         sharded, gpu = (machine.strategy == "fsdp", "--strategy fsdp"), (world.device.type == "cuda", "a GPU")
-        refuse_idle(machine, {"shard_size": sharded, "optimizer_offload": gpu, "reference_offload": gpu})
+        refuse_idle(machine, {"shard_size": sharded, "offload": gpu})
         with user_errors():
             tracker_names(run.log)
             check_device(world.device)
@@ -90,7 +90,7 @@ class Job:
         if machine.lora_rank:
             self.identity["LoRA"] = [machine.lora_rank, machine.lora_alpha, machine.lora_targets]
             self.identity["base"] = self._base(self.path)
-            refuse(machine.reference_offload, "--reference-offload has no effect: with --lora-rank it is the base")
+            refuse("reference" in machine.offload, "--offload reference has no effect: with LoRA it is the base")
         self.checkpoint = find_checkpoint(self.output_dir, run.resume, world, self.identity)  # to go on from
         # the number that is typed, else the one that a run has begun with; None: the memory plan will choose one
         self.micro_batch_tokens = machine.micro_batch_tokens
@@ -179,12 +179,12 @@ class Job:
             return Base(policy)
         self._keep("reference", self.path, "another reference")
         reference = load_policy(self.path, **self._options(trained=False)).requires_grad_(False)
-        return reference.to("cpu" if self.machine.reference_offload else self.world.device)
+        return reference.to("cpu" if "reference" in self.machine.offload else self.world.device)
 
     def adamw(self, model: nn.Module, weight_decay: float, max_grad_norm: float, **options) -> GuardedAdamW:
         """Its optimizer, with loss scale and offload as the machine asks for; options as for `GuardedAdamW`."""
         options |= {"weight_decay": weight_decay, "max_grad_norm": max_grad_norm}
-        return GuardedAdamW(model, self.compute_dtype, offload=self.machine.optimizer_offload, **options)
+        return GuardedAdamW(model, self.compute_dtype, offload="optimizer" in self.machine.offload, **options)
 
     def _base(self, path: str) -> str:
         """Identity of the frozen weights in a folder; rank 0 reads them."""

@@ -507,7 +507,7 @@ def test_an_embedded_model_with_other_data_has_nothing_to_be_evaluated_on(monkey
         checked_args(grpo, monkeypatch, "--train-data", "x.jsonl", "--eval-every", "5")
 
 
-@pytest.mark.parametrize("flags", ["--sleep-level 2", "--optimizer-offload", "--reference-offload"])
+@pytest.mark.parametrize("flags", ["--sleep-level 2", "--offload optimizer", "--offload optimizer,reference"])
 def test_what_takes_a_gpu_is_refused_without_one(flags, world, monkeypatch, tmp_path):
     """Known once the run has joined its process group."""
     monkeypatch.setattr("common.job.init_world", lambda *_: world)
@@ -544,6 +544,6 @@ def test_with_lora_a_reference_on_the_host_is_refused_as_a_forks_default_too(wor
     """It would be the policy that goes there."""
     monkeypatch.setattr("common.job.init_world", lambda *_: world)
     args = checked_args(grpo, monkeypatch, "--lora-rank", "4", "--output-dir", str(tmp_path))
-    args.machine.reference_offload = True
-    with pytest.raises(SystemExit, match="--reference-offload has no effect: with --lora-rank"):
+    args.machine.offload = "reference"
+    with pytest.raises(SystemExit, match="--offload reference has no effect: with LoRA"):
         Job("grpo", args.data, args.machine, args.run, demo=True)

@@ -132,7 +132,7 @@ def test_gradients_that_stay_infinite_end_the_run(dtype, first):
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_moments_that_a_resume_has_left_on_the_host_come_for_the_step(offload):
-    """To the device before it, back to the host after it only with --optimizer-offload."""
+    """To the device before it, back to the host after it only with --offload optimizer."""
     adamw = make(offload=offload)
     give_gradient(adamw.model, 1)
     make_moments(adamw.optimizer)
@@ -158,7 +158,7 @@ def test_out_of_memory_in_the_step_names_the_flags(monkeypatch):
     adamw = make()
     give_gradient(adamw.model, 1)
     monkeypatch.setattr(adamw.optimizer, "step", fail)
-    with pytest.raises(SystemExit, match=r"out of GPU memory in the optimizer's step: .*--optimizer-offload"):
+    with pytest.raises(SystemExit, match=r"out of GPU memory in the optimizer's step: .*--offload optimizer"):
         adamw.step(0.1)
     monkeypatch.setattr("common.memory.free_memory", lambda: 2**20)
     monkeypatch.setattr(adamw.optimizer, "step", lambda: torch.empty(2**32, dtype=torch.uint8))

@@ -162,12 +162,12 @@ def phases_of(
         learned = [shape.adapters for shape in models]
         weights += sum(4 * count for count in learned)
     reference = 0.0
-    if frozen and not (machine.reference_offload or lora):  # with LoRA the policy's base is the reference
+    if frozen and not ("reference" in machine.offload or lora):  # with LoRA the policy's base is the reference
         reference = sum(item * shape.parameters for shape in frozen) / shards
     weights += reference
     nccl = 1e9 * NCCL if on_gpu and ranks > 1 else 0.0
     adam = 0.0 if rollout.eval_only else sum(8 * count for count in learned)
-    adam_at_rest = 0.0 if machine.optimizer_offload else adam
+    adam_at_rest = 0.0 if "optimizer" in machine.offload else adam
 
     # the rollout
     engine = cache = workspace = 0.0
@@ -194,7 +194,7 @@ def phases_of(
             moments["gradients"] = 4 * count
             moments["backward"] += at_rest
             moments["reduction"] += at_rest
-            moments["step"] = at_rest + (8 * count if machine.optimizer_offload else 0)
+            moments["step"] = at_rest + (8 * count if "optimizer" in machine.offload else 0)
             if max(moments.values()) > max(terms.values()):
                 terms = moments
     terms |= {"weights": weights, "reference": reference, "Adam": adam}

@@ -86,10 +86,12 @@ def remedies(
         yield [as_it_is, Remedy("--compile", 0.01, machine={"compile": True})]
     if rollout.sleep_level == 0:
         yield [as_it_is, Remedy("--sleep-level 1", 0.1, rollout={"sleep_level": 1})]
-    if has_reference and not machine.reference_offload:
-        yield [as_it_is, Remedy("--reference-offload", 0.1, machine={"reference_offload": True})]
-    if not machine.optimizer_offload:
-        yield [as_it_is, Remedy("--optimizer-offload", 0.4, machine={"optimizer_offload": True})]
+    offloads = [as_it_is]
+    for names, cost in (("reference", 0.1), ("optimizer", 0.4), ("optimizer,reference", 0.5)):
+        helps = has_reference or "reference" not in names
+        if helps and set(machine.offload.split(",")) - {""} < set(names.split(",")):
+            offloads.append(Remedy(f"--offload {names}", cost, machine={"offload": names}))
+    yield offloads
     if machine.strategy == "ddp" and ranks > 1:
         yield [as_it_is, Remedy("--strategy fsdp", 0.1, machine={"strategy": "fsdp"})]
     if machine.shard_size and machine.shard_size < ranks:

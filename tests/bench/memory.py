@@ -67,7 +67,7 @@ def main(args: Args) -> None:
                         micro_batch_tokens=tokens,
                         gradient_checkpointing=args.checkpointing,
                         compile=args.compile,
-                        optimizer_offload=offload,
+                        offload="optimizer" if offload else "",
                         lora_rank=args.lora_rank,
                     )
                     needs[gpus, offload] = gigabytes(shape, machine, gpus, args)
@@ -77,7 +77,7 @@ def main(args: Args) -> None:
                 cells.append(f"{fits[0][0]}{' offload' * fits[0][1]}" if fits else "-")
             rows.append([name, str(tokens), *cells])
     table(*rows)
-    print(f"In brackets: with --optimizer-offload. Last columns: fewest GPUs of a size, {ROOM:.0%} of it being used.")
+    print(f"In brackets: with --offload optimizer. Last columns: fewest GPUs of a size, {ROOM:.0%} of it being used.")
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ class Model:
 @cache
 def planned(name: str, ranks: int, tokens: int, offload: bool, engine: int) -> dict[str, float]:
     """Bytes by part and phase, by the plan that a run prints, with CUDA's context; the KV cache comes on top."""
-    machine = Machine(micro_batch_tokens=tokens, gradient_checkpointing=True, optimizer_offload=offload)
+    machine = Machine(micro_batch_tokens=tokens, gradient_checkpointing=True, offload="optimizer" if offload else "")
     with tempfile.TemporaryDirectory() as folder:
         make_config(name).save_pretrained(folder)
         rollout = Rollout(

@@ -34,7 +34,7 @@ def test_what_is_offloaded_changes_no_number_of_the_update(tmp_path):
     again = ["--replay", tmp_path / "run" / "rollouts" / "step_000003.parquet"]
     again += ["--resume", tmp_path / "run" / "checkpoints" / "step_000002"]
     steps, peaks = {}, {}
-    for name, offload in (("on device", []), ("offloaded", ["--optimizer-offload", "--reference-offload"])):
+    for name, offload in (("on device", []), ("offloaded", ["--offload", "optimizer,reference"])):
         run_script("ppo.py", *common, *again, *offload, "--output-dir", tmp_path / name, ranks=1)
         step = steps_of(tmp_path / name)[3]
         steps[name] = {key: step[key] for key in step if key.startswith(("policy/", "value/", "optim/", "reward/"))}

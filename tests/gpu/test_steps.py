@@ -42,7 +42,7 @@ def test_grpo(tmp_path, dtype, sleep_level):
     [
         ("bf16", "flex", []),
         ("bf16", "flex", ["--compile", "--gradient-checkpointing"]),
-        ("bf16", "sdpa", ["--optimizer-offload", "--strategy", "ddp"]),
+        ("bf16", "sdpa", ["--offload", "optimizer", "--strategy", "ddp"]),
         ("fp16", "sdpa", []),
     ],
 )
