@@ -314,13 +314,16 @@ def changed(advice: str, ranks: int, rollout: Rollout, flags: dict) -> tuple[int
     """(ranks, rollout, flags) when one does what the plan advises."""
     if more := re.search(r"(\d+) GPUs", advice):
         ranks = int(more[1])
-    for name, value in re.findall(r"--([\w-]+)(?: ([\d.]+|[a-z]+er\b))?", advice):
+    for name, value in re.findall(r"--([\w-]+)(?: ([\d.]+|[a-z,]+))?", advice.partition(" on ")[0]):
         name = name.replace("-", "_")
-        value = {"": True}.get(value) or float(value)
-        if name in vars(rollout):
-            rollout = replace(rollout, **{name: value if name == "engine_memory" else int(value)})
+        if name == "offload":
+            flags = flags | {name: value}
+        elif name == "engine_memory":
+            rollout = replace(rollout, engine_memory=float(value))
+        elif name in vars(rollout):
+            rollout = replace(rollout, **{name: int(value)})
         else:
-            flags = flags | {name: value if value is True else int(value)}
+            flags = flags | {name: int(value) if value else True}
     return ranks, rollout, flags
 
 
@@ -711,7 +714,7 @@ def test_out_of_memory_in_an_engine_names_its_phase(engine, phase, monkeypatch):
     arguments = {"sync_weights": ((), 1), "wake": ("weights",), "step": ()}[phase]
     expected = "the rollout" if phase == "step" else "the weight sync"
     with pytest.raises(
-        SystemExit, match=f"out of GPU memory in {expected}: lower --engine-memory, add --optimizer-off"
+        SystemExit, match=f"out of GPU memory in {expected}: lower --engine-memory, add --offload optimizer,reference"
     ):
         getattr(own, phase)(*arguments)
 
