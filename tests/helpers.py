@@ -252,7 +252,8 @@ def kill_all(process: subprocess.Popen) -> None:
     """torchrun gives its workers sessions of their own: killing its group would miss them."""
     family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
     for member in family:
-        member.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):  # what dies with its parent
+            member.kill()
     psutil.wait_procs(family)
     process.wait()
 
