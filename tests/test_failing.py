@@ -357,10 +357,13 @@ def test_a_console_on_a_full_disk_costs_its_lines(tmp_path):
 def test_sigterm_in_an_evaluation_saves_the_step_that_was_evaluated(tmp_path):
     """And does no other first, for which torchrun's patience may be too short. What a reward has started ends too."""
     (tmp_path / "reward.py").write_text(
-        "import os, pathlib, signal, subprocess\n\nhelper = subprocess.Popen(['sleep', '600'])\n"
+        "import pathlib, subprocess\n\nimport psutil\n\nhelper = subprocess.Popen(['sleep', '600'])\n"
         f"pathlib.Path({str(tmp_path)!r}, f'helper{{helper.pid}}').touch()\n\n\n"
         "def score(data_source, solution_str, ground_truth, extra_info):\n"
-        "    if extra_info['split'] == 'test':\n        os.kill(os.getppid(), signal.SIGTERM)\n    return 0.5\n"
+        "    if extra_info['split'] == 'test':\n"
+        "        ranks = [process for process in psutil.Process().parents() if 'grpo.py' in process.cmdline()]\n"
+        "        ranks[-1].terminate()\n"
+        "    return 0.5\n"
     )
     options = ["--engine", "hf", "--prompts-per-step", 2, "--samples-per-prompt", 2, "--max-response-tokens", 8]
     options += ["--max-rows", 8, "--total-steps", 6, "--eval-every", 2, "--eval-rows", 2, "--no-eval-before"]
