@@ -4,7 +4,6 @@ import getpass
 import os
 import platform
 import re
-import runpy
 import sys
 import time
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 from helpers import deadline, run_script
 from test_docs import blocks
 
-from common.prepare import doctor
+from common import doctor
 
 
 def pasted() -> list[str]:
@@ -41,12 +40,12 @@ def test_the_command_teaches_before_it_runs(monkeypatch, capsys, asked, code):
     monkeypatch.setattr(doctor, "ASKED", {"anything": {"program": "print('asked')"}})
     monkeypatch.setattr(sys, "argv", ["doctor.py", asked])
     with pytest.raises(SystemExit) as ended:
-        runpy.run_module("common.doctor", run_name="__main__")
+        doctor.main()
     said = capsys.readouterr()
     assert ended.value.code == code and "usage: python -m common.doctor" in said.out + said.err
     assert "asked" not in said.out, "it has not run"
     monkeypatch.setattr(sys, "argv", ["doctor.py"])
-    runpy.run_module("common.doctor", run_name="__main__")
+    doctor.main()
     assert capsys.readouterr().out == "anything: asked\n"
 
 
@@ -78,9 +77,10 @@ def test_what_fails_dies_or_hangs_costs_a_line(monkeypatch, capsys):
     }
     monkeypatch.setattr(doctor, "ASKED", bad)
     monkeypatch.setattr(doctor, "SECONDS", 2)
+    monkeypatch.setattr(sys, "argv", ["doctor.py"])
     start = time.monotonic()
     with deadline(60):
-        doctor.doctor()
+        doctor.main()
     assert time.monotonic() - start < 30
     lines = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
     assert lines["fails"] == "ModuleNotFoundError: No module named 'no_such_package' (exit code 1) install it"

@@ -16,11 +16,11 @@ import pytest
 import torch
 from helpers import run_script
 
+from common.doctor import anonymous
 from common.files import user_errors
 from common.hub import resolve_model
 from common.prepare import countdown, gsm8k, smollm2, writing
 from common.prepare.countdown import Args, Problem, iter_problems, to_table
-from common.prepare.doctor import anonymous
 from common.rewards import reward_function, score_response
 
 # of TinyZero's template texts, taken from its data script
