@@ -347,19 +347,17 @@ def test_the_policy_cannot_call_what_is_not_its(open_turns):
 
 def test_a_call_that_is_written_like_one_of_ours_is_the_policys(open_turns, tmp_path):
     """What opens, closes and talks are calls of our own, told by identity: the policy may write an equal one."""
-    talk = "\ndef talk(messages, truth):\n    return None if messages[-1]['content'] == 'end' else 'go on'\n"
-    turns = open_turns(RANDOM, interaction=talk, max_turns=9, max_tool_errors=9)
+    turns = open_turns(RANDOM, max_turns=9, max_tool_errors=9)
     ours = [OPENING, CLOSING, TALKING]
     script = [call(one.name, **one.arguments) for one in ours]
     assert [turns.protocol.find_call(text) for text in script] == ours
     the_row = game_row(turns, log=str(tmp_path / "log"))
-    the_row.interaction = {}
-    (episode,), _ = run([[*script, call("roll"), "so", "end"]], turns, the_row, n=1)
+    (episode,), _ = run([[*script, call("roll"), "end"]], turns, the_row, n=1)
     *strange, rolled = episode.calls
     assert [(c["name"], c["error"]) for c in strange] == [(one.name, True) for one in ours]
     assert all(f"there is no tool '{c['name']}'" in c["text"] for c in strange) and not rolled["error"]
     assert (tmp_path / "log").read_text().split() == ["reset", "roll", "close"]
-    assert [m["role"] for m in episode.messages[1::2]] == ["tool"] * 4 + ["user"]
+    assert [m["role"] for m in episode.messages[1::2]] == ["tool"] * 4
     assert (episode.finish_reason, episode.environment_reward) == ("stop", 3.0)
 
 
