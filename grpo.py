@@ -58,7 +58,7 @@ from common.models import sync_engine
 from common.optimizer import lr_factor
 from common.packing import Minibatch, Packer, TokenIndex
 from common.precision import checked_gap
-from common.progress import Progress
+from common.progress import Progress, say
 from common.rewards import is_correct
 from common.rollouts import Rollouts, has_tools
 from common.setup import Stopwatch, due, finish, open_logger, profiled
@@ -401,7 +401,7 @@ def collect_groups(rollouts: Rollouts, args: Args, step: int, watch: Stopwatch) 
             break
     if missing and (args.dynamic_sampling or args.oversample > 1):
         told = f"trains on {wanted - missing} groups, not on {wanted}: no more of {drawn} have unequal scores"
-        rollouts.world.print(f"step {step + 1} {told}")
+        say(f"step {step + 1} {told}")
     return sampled, episodes
 
 

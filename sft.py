@@ -41,7 +41,7 @@ from common.prepare.embedded import embedded_data
 from common.prepare.export import export_hugging_face
 from common.prepare.memory_plan import no_rollout
 from common.processes import in_threads
-from common.progress import Progress
+from common.progress import Progress, say
 from common.setup import Stopwatch, due, finish, open_logger, profiled
 
 
@@ -148,7 +148,7 @@ def read_data(args: Args, job: Job) -> tuple[Conversations, Conversations | None
     if max_tokens > job.num_positions:
         told = f"--max-tokens {max_tokens}: the model has {job.num_positions:.0f} positions (config.json)"
         refuse("--max-tokens" in given(), told)
-        job.world.print(f"{told}; longer conversations are cut there")
+        say(f"{told}; longer conversations are cut there")
         max_tokens = int(job.num_positions)
     read = partial(
         Conversations,
@@ -157,12 +157,11 @@ def read_data(args: Args, job: Job) -> tuple[Conversations, Conversations | None
         vision=job.vision,
         media_root=args.data.media_root,
         bad_rows=args.data.bad_rows,
-        notice=job.world.print,
         world=job.world,
         num_embeddings=job.num_embeddings,
     )
     with user_errors():
-        end_turns_properly(job.tokenizer, job.vision and job.vision.processor, job.world.print)
+        end_turns_properly(job.tokenizer, job.vision and job.vision.processor)
         train_data = read(train_files, "--train-data", max_rows=args.data.max_rows)
         return train_data, read(eval_files, "--eval-data") if eval_files else None
 
@@ -225,9 +224,9 @@ def main(args: Args, demo: bool = False) -> None:
     )
     start = checkpoints.resume()
     logger = open_logger(job, args, total_steps, checkpoints)
-    world.print(job.summary)
+    say(job.summary)
     millions = sum(p.numel() for p in policy.parameters()) / 1e6
-    world.print(f"{millions:.1f} M parameters; {len(train_data)} rows, {args.batch_size} a step, {total_steps} steps")
+    say(f"{millions:.1f} M parameters; {len(train_data)} rows, {args.batch_size} a step, {total_steps} steps")
 
     if start == 0 and args.run.eval_before and eval_data:
         logger.log(0, evaluate(policy, eval_data, eval_rows, args, packer))

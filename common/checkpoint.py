@@ -41,6 +41,7 @@ from common.job import Job
 from common.lora import adapters
 from common.optimizer import GuardedAdamW, make_moments
 from common.processes import reached
+from common.progress import say
 from common.shards import dcp, load_shards, saved_weights, state_dict
 
 
@@ -193,7 +194,7 @@ class Checkpoints:
         needed, free = kept * self.size(), free_bytes(self.folder)
         if free < needed:
             sizes = f"{needed / 1e9:.2f} GB of the {free / 1e9:.2f} GB that are free in {self.job.output_dir}"
-            self.world.print(f"warning: checkpoints will take up to {sizes}: lower --keep-checkpoints")
+            say(f"warning: checkpoints will take up to {sizes}: lower --keep-checkpoints")
 
 
 def restore_random_states(file: Path) -> None:

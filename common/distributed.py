@@ -24,7 +24,7 @@ from common import processes
 from common.files import refuse
 from common.network import find_interface
 from common.printing import guard_output
-from common.progress import Progress, break_silence
+from common.progress import break_silence, say
 from common.torch_repair import Later
 
 fsdp = Later("torch.distributed.fsdp")
@@ -47,11 +47,6 @@ class World:
     @property
     def is_main(self) -> bool:
         return self.rank == 0
-
-    def print(self, *values: object) -> None:
-        if self.is_main:
-            print(*values, flush=True)
-            Progress.said = time.monotonic()
 
 
 def init_world(stall_minutes: float = 30.0) -> World:
@@ -316,7 +311,7 @@ def check_same(world: World, facts: dict[str, str]) -> None:
     host = f"{socket.gethostname()} by {os.environ.get('GLOO_SOCKET_IFNAME')}"
     (first, expected), *others = filter(None, gather_objects((host, facts) if world.local_rank == 0 else None))
     if others:
-        world.print(f"{1 + len(others)} machines: {first}, {', '.join(other for other, _ in others)}")
+        say(f"{1 + len(others)} machines: {first}, {', '.join(other for other, _ in others)}")
     for other, theirs in others:
         names = [name for name in expected | theirs if expected.get(name) != theirs.get(name)]
         told = "; ".join(f"{name}: {expected.get(name)}, {theirs.get(name)}" for name in names[:5])

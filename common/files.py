@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 
 from common.limits import exhausted_memory
 from common.printing import printable
+from common.progress import say
 
 LEASE_S, HEARTBEAT_S = 60.0, 2.0
 # what libraries run into in damaged files
@@ -73,9 +74,7 @@ def refuse(wrong: bool, message: str) -> None:
         raise SystemExit(message)
 
 
-def lock_folder(
-    folder: Path, notice: Callable[[str], None], lost: Callable[[LeaseCompromise], None] | None = None
-) -> SoftFileLease:
+def lock_folder(folder: Path, lost: Callable[[LeaseCompromise], None] | None = None) -> SoftFileLease:
     """FOLDER/lock: who writes into a run folder (flock is not to be trusted on network file systems).
 
     SystemExit if the heart of another run beats there. One left behind is taken over: on this machine at once when its
@@ -90,12 +89,12 @@ def lock_folder(
         told = f"another run writes there; {path} has its name"
         if owner:
             told = f"process {owner.pid} on {owner.hostname} writes there; end it"
-            notice(
+            say(
                 f"{path} is of process {owner.pid} on {owner.hostname}: taken over, unless its heart beats in a minute"
             )
         elif beat:
             told = f"{path} names no process, as a full disk leaves it; if no run writes there, delete it"
-            notice(f"{path} names no process: taken over, if it is damaged and no heart beats in a minute")
+            say(f"{path} names no process: taken over, if it is damaged and no heart beats in a minute")
         lock.acquire(timeout=LEASE_S + 5, cancel_check=lambda: modified(path) not in (beat, None))
     except Timeout as error:
         raise SystemExit(f"--output-dir {folder}: {told}, or give another --output-dir") from error

@@ -8,7 +8,6 @@ names on the command line carry no prefix. Another default for a fork stands in 
 
 import argparse
 import operator
-import os
 import re
 import sys
 import textwrap
@@ -25,6 +24,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from common.files import command_line, refuse
 from common.processes import ranks_here, said_once
+from common.progress import say
 
 ROOT = Path(__file__).resolve().parents[1]
 EMBEDDED = ("tiny", "tiny-vl", "tiny-vl-python")  # models that bring their own data
@@ -253,9 +253,9 @@ def with_lora_rates(args: Args) -> Args:
     """With the learning rates of adapters, by default ten times those of full training; says so."""
     rates = {name: rate for name, rate in vars(args).items() if name.endswith("learning_rate")}
     rates |= {name: LORA_RATE * rate for name, rate in rates.items() if flag(name) not in given()}
-    for name, rate in rates.items() if os.environ.get("RANK", "0") == "0" else ():
+    for name, rate in rates.items():
         low = ": low, ten times that of full training is usual" if rate < 0.99e-5 else ""
-        print(f"{'warning: ' if low else ''}LoRA of rank {args.machine.lora_rank}, {flag(name)} {rate:g}{low}")
+        say(f"{'warning: ' if low else ''}LoRA of rank {args.machine.lora_rank}, {flag(name)} {rate:g}{low}")
     return replace(args, **rates)
 
 

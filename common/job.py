@@ -51,6 +51,7 @@ from common.pictures import PixelLimits
 from common.precision import check_device, choose_dtype
 from common.prepare.memory_plan import memory_plan
 from common.processes import at_end, fail, leave
+from common.progress import say
 from common.rotary import num_positions
 from common.shards import find_checkpoint
 from common.vision import load_vision
@@ -64,7 +65,7 @@ class Job:
         self.machine, self.run = machine, run
         self.world = world = init_world(run.stall_minutes)
         if demo:
-            world.print("no --model given: running the embedded demo")
+            say("no --model given: running the embedded demo")
         stamp = broadcast_object(f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")  # rank 0's, for all
         self.output_dir = run.output_dir or Path("runs") / f"{script}-{Path(run.model).name}-{stamp}"
         shared = machine.shard_size or 1
@@ -141,7 +142,7 @@ class Job:
             reward_model=reward_model,
             most_tokens=most_tokens,
         )
-        self.world.print(plan.text)
+        say(plan.text)
         refuse(bool(plan.refusal), plan.refusal)
         self.micro_batch_tokens = plan.micro_batch_tokens
         self.engine_memory = plan.engine_memory
@@ -244,7 +245,7 @@ def lock_everywhere(output_dir: Path, world: World) -> None:
         with user_errors(f"--output-dir {output_dir}"):
             refuse_links(output_dir)
             WrittenFiles(output_dir / "model").check()
-        lock = lock_folder(output_dir, world.print, lost=give_way)
+        lock = lock_folder(output_dir, lost=give_way)
         at_end.append(lock.release)
     token = broadcast_object(lock.token if world.is_main else None)
     for _ in range(700):  # a network file system may take a minute to show a new file

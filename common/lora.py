@@ -4,7 +4,6 @@ W = W0 + alpha / rank · B · A is computed in float32, and rounded once, wherev
 the engine, in an export. So all of them have the same bits, and W0 is never written to.
 """
 
-import os
 from collections.abc import Iterator
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from common.flags import Machine
+from common.progress import say
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -71,8 +71,8 @@ def add_adapters(model: nn.Module, layers: list[nn.Module], machine: Machine, se
             there.add(kind := name.rpartition(".")[2])
             if kind in targets or "all" in targets:
                 LoraLinear.adapt(module, machine, generator)
-    if os.environ.get("RANK", "0") == "0" and any(p.dim() > 2 for layer in layers for p in layer.parameters()):
-        print("warning: --lora-rank: experts, which are no linear layers here, are not adapted", flush=True)
+    if any(p.dim() > 2 for layer in layers for p in layer.parameters()):
+        say("warning: --lora-rank: experts, which are no linear layers here, are not adapted")
     missing = set(targets) - there - {"all"}
     if missing or not there:
         known = f"its layers have {', '.join(sorted(there))}" if there else "it has no linear layers"

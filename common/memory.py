@@ -13,6 +13,7 @@ from common.distributed import World, abandon_backward
 from common.files import refuse, replace_file
 from common.limits import NO_KERNEL, exhausted_memory, free_memory, status_bytes
 from common.processes import ranks_here, trim_heap
+from common.progress import say
 
 RESERVE = 2**28  # bytes for each rank that an update leaves: what follows it, page tables, other programs
 _untouched = [2**63]  # the fewest bytes that were data, and not in memory
@@ -70,7 +71,7 @@ def halve_budget(budget: int, model: nn.Module, world: World, run_dir: Path, err
     remedy = f"the same command with --output-dir {run_dir} goes on (torchrun --max-restarts 9 repeats it)"
     alone = world.size == 1 and not str(error).endswith(NO_KERNEL)
     refuse(not alone, f"out of {memory} in the update: --micro-batch-tokens is now {budget}; {remedy}")
-    world.print(f"out of {memory}: --micro-batch-tokens is now {budget}, the step is repeated")
+    say(f"out of {memory}: --micro-batch-tokens is now {budget}, the step is repeated")
     abandon_backward(model)
     return budget
 

@@ -1,14 +1,14 @@
 """Metrics of a step's episodes and of its critic."""
 
 import math
-import os
-from functools import cache, partial
+from functools import cache
 
 from torch import Tensor
 
 from common.distributed import all_reduce, world_size
 from common.episodes import FINISH_REASONS, Episode, by_prompt, unequal_groups
 from common.means import Means
+from common.progress import say
 from common.rewards import is_correct
 
 RARE_REASONS = sorted(FINISH_REASONS.keys() - {"stop", "length"})  # to finish an episode
@@ -18,7 +18,7 @@ TAKEN = {"score", "acc", "judged", "unjudged", "looks"}  # names that `rewards` 
 TAKEN |= {"mean", "std", "mean_square", "accuracy", "failed", "zero_variance_groups", "model_mean"}  # other metrics'
 TAKEN |= {"unscored_steps"}
 
-say_once = cache(partial(print, flush=True))
+say_once = cache(say)
 
 
 def rollout_means(episodes: list[Episode], seconds: dict[str, float], with_tools: bool = False) -> Means:
@@ -39,7 +39,7 @@ def rollout_means(episodes: list[Episode], seconds: dict[str, float], with_tools
     numbers = [(name, x) for name, x in numbers if isinstance(x, float) and math.isfinite(x)]
     own = {name for name, _ in numbers} - OURS
     (most,) = all_reduce([len(own)], "max")
-    if most > MOST_NUMBERS and os.environ.get("RANK", "0") == "0":  # made up, one for each response?
+    if most > MOST_NUMBERS:  # made up, one for each response?
         say_once(f"warning: rewards have {most:g} numbers beside the score: none of them is logged")
     for name, number in numbers:
         if name in OURS or most <= MOST_NUMBERS:

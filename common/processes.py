@@ -148,7 +148,7 @@ def listen(rank: str) -> None:
         time.sleep(1.0)
     time.sleep(GRACE_S)  # until the main thread has noticed it, too
     if words != INTERRUPTED:
-        say(f"[rank {rank}] ends: {words}")
+        last_words(f"[rank {rank}] ends: {words}")
     leave(130 if words == INTERRUPTED else 1)
 
 
@@ -163,7 +163,7 @@ def heard() -> str:
 def fail(line: str, details: str = "") -> None:
     """Tell the other ranks and the user; who is not the first to fail lets the first speak, and adds what differs."""
     first = os.environ.get("LOCAL_RANK", "0") == "0"
-    unheard = threading.Timer(5 * GRACE_S, lambda: (say(line, details), os._exit(1)))  # the network is dead
+    unheard = threading.Timer(5 * GRACE_S, lambda: (last_words(line, details), os._exit(1)))  # the network is dead
     unheard.start()
     with suppress(RuntimeError):
         if group and (first := group[0].add("failures", 1) == 1):
@@ -172,7 +172,7 @@ def fail(line: str, details: str = "") -> None:
     if not first:
         time.sleep(GRACE_S if group else GATHER_S)  # torchrun ends it before that, if all ranks fail
     if line != INTERRUPTED and (first or line != heard()):
-        say(line, details)
+        last_words(line, details)
 
 
 @contextmanager
@@ -195,7 +195,7 @@ def said_once() -> Iterator[None]:
         raise
 
 
-def say(line: str, details: str = "") -> None:
+def last_words(line: str, details: str = "") -> None:
     """Print it, and leave the line to torchrun, which shows it at the end of its report."""
     line = printable(line)
     print(printable(details) or line, file=sys.stderr, flush=True)

@@ -54,6 +54,13 @@ class Progress:
         Progress.said = now
 
 
+def say(text: str) -> None:
+    """A line of the run, which rank 0 alone prints."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, flush=True)
+        Progress.said = time.monotonic()
+
+
 def break_silence(awaited: Sequence[str] = ()) -> None:
     """Say what is waited for, or else which function of ours the main thread is in, if nothing was said for long."""
     if time.monotonic() > Progress.said + SILENCE:

@@ -1,6 +1,6 @@
 """What the RL scripts sample from, score with and evaluate by: prompts, engine, tools, rewards."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -33,7 +33,7 @@ from common.models import sync_engine
 from common.precision import GAP_LIMITS
 from common.prepare.embedded import embedded_data
 from common.processes import cpus_of_rank, in_threads, sign_of_life
-from common.progress import Progress
+from common.progress import Progress, say
 from common.rewards import RewardWorkers, needs_judge, score_episodes
 from common.rewards.judging import bounded, open_judge, saved_at_outage
 from common.rewards.model import RewardModel, check_reward_model
@@ -89,8 +89,8 @@ class Rollouts:
         self.group = new_subgroups(shared, timeout=timeout, backend="gloo")[0] if shared > 1 else None
         with user_errors():
             if job.vision or rollout.multi_turn:
-                end_turns_properly(job.tokenizer, job.vision and job.vision.processor, job.world.print)
-            tools = open_tools(rollout, job.world.print, self.group) if rollout.multi_turn else None
+                end_turns_properly(job.tokenizer, job.vision and job.vision.processor)
+            tools = open_tools(rollout, self.group) if rollout.multi_turn else None
             self.train_data, self.eval_data = read_prompts(job, data, rollout, tools)
             schemas = [tool.schema for tool in tools.tools.values()] if tools else []
             protocol = protocol_of(job.tokenizer, schemas) if schemas and tools.protocol is Hermes else None
@@ -105,7 +105,7 @@ class Rollouts:
             if rollout.reward_function and not rollout.replay and (row := next(known, None)):
                 self.workers.try_out(rollout.reward_function, row)  # now, not after the first rollout
             options = {"agree": partial(all_reduce, op="max"), "stopping": stop_requested}
-            options |= {"notice": job.world.print, "at_outage": job.at_outage}
+            options |= {"notice": say, "at_outage": job.at_outage}
             self.judge = open_judge(rollout, needs_judge(sources), **options)
         self.draws = ceil(round(rollout.prompts_per_step * oversample, 6))  # prompts of a step, without refills
         self.total_steps, self.loader = run.total_steps or 0, None
@@ -125,7 +125,7 @@ class Rollouts:
         engine = "vllm" if rollout.uses_vllm else "hf"
         if rollout.engine == "auto" and engine == "hf":
             engine = "hf, as vLLM is not installed"
-        job.world.print(f"{job.summary}, rollouts by {engine}")
+        say(f"{job.summary}, rollouts by {engine}")
 
     @property
     def can_evaluate(self) -> bool:
@@ -166,7 +166,7 @@ class Rollouts:
             self.unscored_steps = 0
             return
         self.unscored_steps += 1
-        self.world.print(f"warning: step {step} trains nothing: no response of it could be scored, see above why")
+        say(f"warning: step {step} trains nothing: no response of it could be scored, see above why")
 
     @property
     def scores_nothing(self) -> bool:
@@ -210,9 +210,9 @@ class Rollouts:
             path = report_to or self.output_dir / "eval" / f"step_{step:06d}.parquet"
             table = report(samples, path, data.record if report_to else None)
             if report_to:
-                world.print(f"{table}\nsamples: {path}, of the first {count} of {len(data)} rows (--eval-rows)")
+                say(f"{table}\nsamples: {path}, of the first {count} of {len(data)} rows (--eval-rows)")
             print_samples(step, samples)
-        return bounded(summarize, samples, world.print)
+        return bounded(summarize, samples, say)
 
     def evaluate_only(self, policy: nn.Module, step: int, logger: Logger) -> Path:
         """--eval-only: the table on the console, all samples in the run folder; returns their file."""
@@ -239,7 +239,7 @@ def has_tools(flags: Rollout) -> bool:
         return is_class(flags.environment)
 
 
-def open_tools(flags: Rollout, notice: Callable[[str], None], group: ProcessGroup | None = None) -> ToolPool:
+def open_tools(flags: Rollout, group: ProcessGroup | None = None) -> ToolPool:
     """What answers the policy, in processes. ValueError if they do not start."""
     names = [part.strip() for part in (flags.tools or "").split(",")]
     workers, timeout_s = flags.tool_workers, flags.tool_timeout
@@ -249,7 +249,7 @@ def open_tools(flags: Rollout, notice: Callable[[str], None], group: ProcessGrou
         raise ValueError(f"--tools {flags.tools}: python is called in a way of its own, and stands alone")
     confined = names == ["python"]
     if not confined:
-        notice("warning: --tools python_unconfined: the policy's programs run as you, with your files and network")
+        say("warning: --tools python_unconfined: the policy's programs run as you, with your files and network")
     return PythonWorkers(workers, timeout_s, confined=confined, anew=flags.deterministic, group=group)
 
 
@@ -264,12 +264,12 @@ def read_prompts(
         barrier()
         eval_files = eval_files or held_out
     options = {"data": data, "rollout": rollout, "tokenizer": job.tokenizer, "vision": job.vision, "world": job.world}
-    options |= {"tools": tools and tools.tools, "notice": job.world.print, "num_embeddings": job.num_embeddings}
+    options |= {"tools": tools and tools.tools, "num_embeddings": job.num_embeddings}
     train_data = None if rollout.eval_only else PromptData(train_files, max_rows=data.max_rows, **options)
     eval_data = PromptData(eval_files, flag="--eval-data", **options) if eval_files else None
     templated = any(prompts and prompts.uses_template for prompts in (train_data, eval_data))
     if templated and not (job.vision or rollout.multi_turn):  # with those it was done before
-        end_turns_properly(job.tokenizer, None, job.world.print)
+        end_turns_properly(job.tokenizer, None)
     job.identity["end_token"] = job.tokenizer.eos_token  # which an export of a checkpoint cannot know
     return train_data, eval_data
 

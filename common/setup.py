@@ -23,6 +23,7 @@ from common.memory import remembered_budget
 from common.prepare.export import export_hugging_face
 from common.prepare.memory_plan import peak_memory_gb
 from common.processes import at_end, sign_of_life, tidy_memory
+from common.progress import say
 
 
 def open_logger(job: Job, args: Any, total_steps: int, checkpoints: Checkpoints, *, record: bool = True) -> Logger:
@@ -41,7 +42,7 @@ def open_logger(job: Job, args: Any, total_steps: int, checkpoints: Checkpoints,
     logger = Logger(job.output_dir, StatusLine(total_steps), trackers, world.is_main)
     at_end.append(logger.close)
     if not record:
-        world.print(f"evaluates {job.checkpoint or job.run.model}")
+        say(f"evaluates {job.checkpoint or job.run.model}")
         return logger
     left = max(0, total_steps - checkpoints.start)
     if job.checkpoint:
@@ -49,13 +50,13 @@ def open_logger(job: Job, args: Any, total_steps: int, checkpoints: Checkpoints,
         resumed = {"event": "resumed", "step": checkpoints.start, "checkpoint": str(job.checkpoint)}
         logger.event(resumed | ({"changed": changed} if changed else {}))
         new = "".join(f"; {flag(name)} {value}, not {before}" for name, (before, value) in changed.items())
-        world.print(f"resumed: {job.checkpoint}, step {checkpoints.start}; {left} of {total_steps} steps left{new}")
+        say(f"resumed: {job.checkpoint}, step {checkpoints.start}; {left} of {total_steps} steps left{new}")
     if world.is_main:
         at_end.append(partial(plot_curves, job.output_dir))
     handle_signals()
     budget = remembered_budget(job.output_dir, job.micro_batch_tokens)
     if budget < job.micro_batch_tokens:
-        world.print(f"micro-batches of {budget} tokens, since {job.output_dir}/micro_batch_tokens: more did not fit")
+        say(f"micro-batches of {budget} tokens, since {job.output_dir}/micro_batch_tokens: more did not fit")
     checkpoints.warn_if_large()
     return logger
 
@@ -64,7 +65,7 @@ def finish(job: Job, policy: torch.nn.Module, logger: Logger) -> None:
     """Export the model; the curves are drawn, and the trackers end, where the process does."""
     folder = job.output_dir / "model"
     export_hugging_face(policy, job.tokenizer, folder, job.world, job.compute_dtype, job.run.model)
-    job.world.print(f"done: {folder} loads in transformers and vLLM; curves.png is beside it")
+    say(f"done: {folder} loads in transformers and vLLM; curves.png is beside it")
 
 
 def due(step: int, every: int) -> bool:
@@ -74,10 +75,10 @@ def due(step: int, every: int) -> bool:
 
 def profiled(steps: range, job: Job) -> Iterator[int]:
     """`steps`; those of --profile-steps leave a trace of each rank, and a table of rank 0 on the console."""
-    asked, world = step_range(job.run.profile_steps), job.world
+    asked = step_range(job.run.profile_steps)
     traced = range(max(asked.start - 1, steps.start), min(asked.stop - 1, steps.stop))
     if asked and not traced:
-        world.print(f"warning: --profile-steps {job.run.profile_steps}: the run has {steps.start + 1} to {steps.stop}")
+        say(f"warning: --profile-steps {job.run.profile_steps}: the run has {steps.start + 1} to {steps.stop}")
     for step in steps:
         if step in traced[:1]:
             profiler = torch.profiler.profile()

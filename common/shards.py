@@ -10,6 +10,7 @@ from common.distributed import World, broadcast_object, gather_objects, world_si
 from common.files import refuse, shorten
 from common.integrity import BEGIN_ANEW, MANIFEST, MetadataUnpickler, complete, damage, read_manifest, step_folder
 from common.lora import adapters
+from common.progress import say
 from common.torch_repair import Later
 
 REMEDIES = {  # what to do if a checkpoint is of another one
@@ -62,7 +63,7 @@ def find_checkpoint(run_dir: Path, resume: str, world: World, identity: dict | N
     folder = None
     if world.is_main:
         try:
-            folder = step_folder(run_dir if resume == "auto" else Path(resume), world.print)
+            folder = step_folder(run_dir if resume == "auto" else Path(resume), say)
             if folder is None and resume != "auto":
                 raise ValueError(f"no checkpoint there (a step folder has a {MANIFEST} in it)")
         except (ValueError, OSError) as error:

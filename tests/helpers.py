@@ -133,7 +133,7 @@ def prompts_of(files, **options):
     """Rows of files as prompts; options: flags of the groups Data and Rollout, and what PromptData itself takes."""
     from common.data.prompts import PromptData
 
-    own = {"tokenizer", "flag", "max_rows", "notice", "vision", "tools", "world", "num_embeddings"}
+    own = {"tokenizer", "flag", "max_rows", "vision", "tools", "world", "num_embeddings"}
     groups = [Data(), Rollout()]
     for name in options.keys() - own:
         (group,) = [group for group in groups if name in vars(group)]

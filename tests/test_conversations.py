@@ -125,7 +125,7 @@ def test_a_template_that_ends_a_whole_chat_with_one_more_end_token(tokenizer):
     )
     for end_token in (phi.pad_token, "<|end|>"):  # Phi-3's is another one, before it ends turns properly
         phi.eos_token = end_token
-        end_turns_properly(phi, None, lambda said: None)
+        end_turns_properly(phi, None)
         assert said(episode_of(TURNS[:2], phi), phi) == [TURNS[1]["content"] + "<|end|>"]
         assert said(episode_of(TURNS, phi), phi) == [TURNS[1]["content"] + "<|end|>", "yes<|end|>"]
 
@@ -133,16 +133,16 @@ def test_a_template_that_ends_a_whole_chat_with_one_more_end_token(tokenizer):
 def test_a_tokenizer_may_have_several_templates(tokenizer):
     several = copy.deepcopy(tokenizer)
     several.chat_template = {"default": tokenizer.chat_template, "tool_use": tokenizer.chat_template}
-    end_turns_properly(several, None, lambda said: None)
+    end_turns_properly(several, None)
     assert said(episode_of(TURNS, several), several) == [TURNS[1]["content"] + "<|end|>", "yes<|end|>"]
 
 
-def test_a_template_that_ends_no_turn_is_told(tokenizer):
-    told = []
-    end_turns_properly(tokenizer_of("glm-4.6"), None, told.append)
-    assert "the chat template puts no" in told[-1] and "none is trained" in told[-1]
-    end_turns_properly(tokenizer, None, told.append)
-    assert len(told) == 1
+def test_a_template_that_ends_no_turn_is_told(tokenizer, capsys):
+    end_turns_properly(tokenizer_of("glm-4.6"), None)
+    told = capsys.readouterr().out
+    assert "the chat template puts no" in told and "none is trained" in told
+    end_turns_properly(tokenizer, None)
+    assert capsys.readouterr().out == ""
 
 
 def rows_of(tmp_path, tokenizer, *rows: list[dict]) -> Conversations:
@@ -189,15 +189,15 @@ def test_a_turn_without_loss_is_not_trained_on(tmp_path, tokenizer, column, role
     assert said(data.episode(0), tokenizer) == ["b<|end|>", "c<|end|>"]
 
 
-def test_keys_of_messages_that_nobody_reads_are_named(tmp_path, tokenizer):
-    told: list[str] = []
+def test_keys_of_messages_that_nobody_reads_are_named(tmp_path, tokenizer, capsys):
     rows = [[{"role": "user", "content": "q", "id": 7, "note": ""}, {"role": "assistant", "content": "a"}]] * 2
     rows.append([{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "mask": False}])
     rows.append(
         [{"role": "user", "content": "q"}] + [{"role": "assistant", "content": "a", f"k{i}": 1} for i in range(20)]
     )
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
-    Conversations(str(tmp_path / "rows.jsonl"), "--train-data", tokenizer, max_tokens=999, notice=told.append)
+    Conversations(str(tmp_path / "rows.jsonl"), "--train-data", tokenizer, max_tokens=999)
+    told = capsys.readouterr().out.splitlines()
     assert told[0] == "--train-data: 2 rows have messages with the key 'id', which is not read"
     assert "--train-data: 1 rows have messages with the key 'mask', which is not read" in told
     assert len(told) == 11 and told[-1].endswith("rows have messages with further keys that are not read")
@@ -210,12 +210,11 @@ def test_a_turn_of_weight_0_is_not_trained_on(tokenizer):
     assert chat.train == [False, False, False, True] and not any("weight" in message for message in chat.messages)
 
 
-def test_marks_without_pictures_are_told(tmp_path, tokenizer):
+def test_marks_without_pictures_are_told(tmp_path, tokenizer, capsys):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": alternating("<image>What?", "7"), "img": ["1.png"]}))
-    told: list[str] = []
-    Conversations(str(tmp_path / "rows.jsonl"), "--train-data", tokenizer, max_tokens=99, notice=told.append)
+    Conversations(str(tmp_path / "rows.jsonl"), "--train-data", tokenizer, max_tokens=99)
     expected = "have <image> or <video>, and no column images, image or videos: read as text"
-    assert told == [f"--train-data: 1 rows {expected}"]
+    assert capsys.readouterr().out == f"--train-data: 1 rows {expected}\n"
 
 
 BOX = {"ref": ["dog"], "bbox": [[1, 2, 3, 4]]}
@@ -376,15 +375,13 @@ def test_a_message_may_ask_not_to_be_trained_on(tokenizer):
         episode_of(messages, tokenizer)
 
 
-def test_control_tokens_spelled_by_a_user_are_text(tmp_path, tokenizer):
+def test_control_tokens_spelled_by_a_user_are_text(tmp_path, tokenizer, capsys):
     turns = [{"role": "user", "content": "3 4 = 7<|end|><|assistant|>no"}, TURNS[1]]
     taught = [TURNS[0], {"role": "assistant", "content": "a<|system|>b"}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": m}) + "\n" for m in (turns, taught)))
-    notices: list[str] = []
-    options = {"max_tokens": 200, "notice": notices.append}
-    data = Conversations(str(tmp_path / "a.jsonl"), "--train-data", tokenizer, **options)
+    data = Conversations(str(tmp_path / "a.jsonl"), "--train-data", tokenizer, max_tokens=200)
     told = "1 rows spell control tokens in a message: read as text (<|end|> as < |end|>)"
-    assert notices == [f"--train-data: {told}"]
+    assert capsys.readouterr().out == f"--train-data: {told}\n"
     prompt = tokenizer.decode(data.episode(0).prompt_ids)
     assert prompt == "<|user|>3 4 = 7< |end|>< |assistant|>no<|end|><|assistant|>"
     assert said(data.episode(1), tokenizer) == ["a<|system|>b<|end|>"], "what is taught may be a token"
@@ -461,13 +458,13 @@ def write_pixel_reasoner(folder) -> str:
     return str(path)
 
 
-def test_pixel_reasoner_with_pictures_between_turns(tmp_path, vision):
+def test_pixel_reasoner_with_pictures_between_turns(tmp_path, vision, capsys):
     """Ids, mask and pictures of both rows, written down by hand."""
-    said_to_user: list[str] = []
     tokenizer = build_vl_tokenizer()
-    options = {"max_tokens": 1000, "vision": vision, "media_root": tmp_path, "notice": said_to_user.append}
+    options = {"max_tokens": 1000, "vision": vision, "media_root": tmp_path}
     data = Conversations(write_pixel_reasoner(tmp_path), "--train-data", tokenizer, **options)
-    assert len(said_to_user) == 1 and "2 rows are Pixel Reasoner's" in said_to_user[0]
+    (told,) = capsys.readouterr().out.splitlines()
+    assert "2 rows are Pixel Reasoner's" in told
     mark = "<|vision_start|><|{}_pad|><|vision_end|>".format
 
     def turn(role, text):
@@ -511,7 +508,6 @@ def test_a_row_is_cut_before_a_picture_that_does_not_fit(tmp_path, vision):
         "max_tokens": 1000,
         "vision": vision,
         "media_root": tmp_path,
-        "notice": lambda text: None,
     }
     file = write_pixel_reasoner(tmp_path)
     rows = json.loads(Path(file).read_text())
@@ -686,16 +682,15 @@ def test_arguments_of_a_function_call_may_be_a_text(native):
         ({"messages": alternating("q", "a"), "tools": "[" * 200_000}, "not a conversation: RecursionError"),
     ],
 )
-def test_bad_rows_are_told_with_file_row_and_reason(tmp_path, vision, row, reason):
+def test_bad_rows_are_told_with_file_row_and_reason(tmp_path, vision, row, reason, capsys):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(r) + "\n" for r in (TEXT_ROWS["messages"], row)))
     options = {"max_tokens": 100, "vision": vision, "media_root": tmp_path}
     with pytest.raises(ValueError, match=rf"(?s)--train-data: 1 unusable rows.*rows.jsonl line 2: .*{reason}"):
         Conversations(str(path), "--train-data", build_vl_tokenizer(), **options)
-    notices: list[str] = []
-    options |= {"bad_rows": "drop", "notice": notices.append}
+    options["bad_rows"] = "drop"
     assert len(Conversations(str(path), "--train-data", build_vl_tokenizer(), **options)) == 1
-    assert "1 unusable rows (dropped)" in notices[0]
+    assert "1 unusable rows (dropped)" in capsys.readouterr().out
 
 
 def test_files_of_several_formats_go_together(tmp_path, tokenizer):
@@ -703,7 +698,7 @@ def test_files_of_several_formats_go_together(tmp_path, tokenizer):
     (tmp_path / "b.jsonl").write_text(json.dumps(TEXT_ROWS["messages"]) + "\nno json\n")
     (tmp_path / "c.json").write_text(json.dumps([TEXT_ROWS["conversations"]]))
     paths = ",".join(str(tmp_path / name) for name in ("a.parquet", "b.jsonl", "c.json"))
-    options = {"max_tokens": 50, "bad_rows": "drop", "notice": lambda text: None}
+    options = {"max_tokens": 50, "bad_rows": "drop"}
     data = Conversations(paths, "--train-data", tokenizer, **options)
     assert len(data) == 3
     assert len({tuple(data.episode(n).prompt_ids) for n in range(3)}) == 1

@@ -402,17 +402,17 @@ def test_values_and_names_of_ours_are_not_looked_up(monkeypatch):
 
 
 @pytest.mark.parametrize("bad, reason", [(row(prompt=[]), "unusable"), (row("long " * 99), "--max-prompt-tokens 64")])
-def test_bad_rows_stop_a_run_or_are_counted_and_dropped(bad, reason, tmp_path):
+def test_bad_rows_stop_a_run_or_are_counted_and_dropped(bad, reason, tmp_path, capsys):
     """Unusable and too long alike: one flag for both."""
     file = write(tmp_path / "rows.jsonl", [row("one"), bad, row("two")])
-    told: list[str] = []
-    options = {"tokenizer": load_tokenizer(resolve_model("tiny")), "notice": told.append}
+    options = {"tokenizer": load_tokenizer(resolve_model("tiny"))}
     rollout = Rollout(max_prompt_tokens=64)
     with pytest.raises(ValueError, match=rf"(?s)1 .*{reason}.*--bad-rows drop drops them.*rows\.jsonl line 2: "):
         PromptData(file, Data(), rollout, **options)
     data = PromptData(file, Data(bad_rows="drop"), rollout, **options)
     assert [data[i].index for i in range(len(data))] == [0, 2]
-    assert len(told) == 1 and "1 " in told[0] and reason in told[0] and "dropped" in told[0]
+    told = capsys.readouterr().out
+    assert told.count("warning: ") == 1 and "1 " in told and reason in told and "dropped" in told
 
 
 @every_script

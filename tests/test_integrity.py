@@ -301,7 +301,7 @@ def test_what_stands_in_the_way_of_an_atomic_write_is_removed(tmp_path, left):
 # --- the lock -----------------------------------------------------------------------------------------------------
 
 HOLDER = "import sys, time; from pathlib import Path; from common import files; files.HEARTBEAT_S = 0.1; "
-HOLDER += "lock = files.lock_folder(Path(sys.argv[1]), print); print('held', flush=True); time.sleep(600)"
+HOLDER += "lock = files.lock_folder(Path(sys.argv[1])); print('held', flush=True); time.sleep(600)"
 
 
 @pytest.fixture
@@ -315,11 +315,11 @@ def holder(tmp_path):
 
 def test_a_second_run_is_refused_and_a_killed_one_taken_over_at_once(tmp_path, holder, capsys):
     with pytest.raises(SystemExit, match=rf"--output-dir .*: process {holder.pid} on .* writes there"):
-        lock_folder(tmp_path, print)
+        lock_folder(tmp_path)
     holder.kill()
     holder.wait()
     start = time.monotonic()
-    lock = lock_folder(tmp_path, print)
+    lock = lock_folder(tmp_path)
     assert time.monotonic() - start < 5 and lock.is_lock_held_by_us
     assert f"is of process {holder.pid} on" in capsys.readouterr().out
     lock.release()
@@ -328,7 +328,7 @@ def test_a_second_run_is_refused_and_a_killed_one_taken_over_at_once(tmp_path, h
 
 def foreign(tmp_path, old: str, new: str) -> str:
     """The lock of a run that was killed, with a line changed."""
-    lock = lock_folder(tmp_path, print)
+    lock = lock_folder(tmp_path)
     text = (tmp_path / "lock").read_text()
     lock.release()
     assert old in text
@@ -339,7 +339,7 @@ def foreign(tmp_path, old: str, new: str) -> str:
 def test_a_process_that_has_the_number_of_a_dead_one_holds_nothing(tmp_path):
     foreign(tmp_path, "start=", "start=1")
     start = time.monotonic()
-    assert lock_folder(tmp_path, print).is_lock_held_by_us and time.monotonic() - start < 5
+    assert lock_folder(tmp_path).is_lock_held_by_us and time.monotonic() - start < 5
 
 
 @pytest.mark.parametrize("beats", [True, False])
@@ -350,10 +350,10 @@ def test_a_lock_from_elsewhere_lives_while_its_heart_beats(tmp_path, monkeypatch
     if beats:
         threading.Timer(0.3, os.utime, [tmp_path / "lock"]).start()
         with pytest.raises(SystemExit, match=r"process \d+ on another-.* writes there"):
-            lock_folder(tmp_path, print)
+            lock_folder(tmp_path)
         return
     start = time.monotonic()
-    assert lock_folder(tmp_path, print).is_lock_held_by_us and time.monotonic() - start >= 1
+    assert lock_folder(tmp_path).is_lock_held_by_us and time.monotonic() - start >= 1
 
 
 def test_a_lock_that_its_run_gives_up_meanwhile_is_free(tmp_path, monkeypatch):
@@ -368,13 +368,13 @@ def test_a_lock_that_its_run_gives_up_meanwhile_is_free(tmp_path, monkeypatch):
         return beat
 
     monkeypatch.setattr(files, "modified", modified)
-    assert lock_folder(tmp_path, print).is_lock_held_by_us
+    assert lock_folder(tmp_path).is_lock_held_by_us
 
 
 @pytest.mark.parametrize("text", ["{", "filelock/2\npid=1\n"])
 def test_what_is_no_lock_is_taken_over(tmp_path, text):
     (tmp_path / "lock").write_text(text)
-    assert lock_folder(tmp_path, print).is_lock_held_by_us
+    assert lock_folder(tmp_path).is_lock_held_by_us
 
 
 def test_an_empty_lock_is_not_said_to_be_a_process(tmp_path, monkeypatch, capsys):
@@ -386,7 +386,7 @@ def test_an_empty_lock_is_not_said_to_be_a_process(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(files.SoftFileLease, "acquire", acquire)
     (tmp_path / "lock").touch()
     with pytest.raises(SystemExit) as refusal:
-        lock_folder(tmp_path, print)
+        lock_folder(tmp_path)
     said = str(refusal.value)
     assert f"{tmp_path}/lock names no process" in said and "delete it, or give another --output-dir" in said
     assert "end it" not in said and "names no process" in capsys.readouterr().out
@@ -398,7 +398,7 @@ def test_a_run_that_another_one_has_taken_over_from_ends(tmp_path, monkeypatch):
     ended = []
     monkeypatch.setattr(job, "fail", ended.append)
     monkeypatch.setattr(job, "leave", ended.append)
-    first = lock_folder(tmp_path, print, lost=job.give_way)
+    first = lock_folder(tmp_path, lost=job.give_way)
     theirs = tmp_path / "theirs"
     theirs.write_text((tmp_path / "lock").read_text().replace("token=", "token=1"))
     theirs.replace(tmp_path / "lock")
@@ -430,7 +430,7 @@ def test_a_heart_beats_on_when_the_disk_is_back(tmp_path, monkeypatch):
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_node_that_does_not_see_the_run_folder_is_named(tmp_path, monkeypatch, shared):
     """Rank 0 has its lock, which each rank must find where it writes itself."""
-    lock, slept = lock_folder(tmp_path / "of rank 0", print), []
+    lock, slept = lock_folder(tmp_path / "of rank 0"), []
     monkeypatch.setattr(job, "broadcast_object", lambda value: lock.token)
     monkeypatch.setattr(job, "time", SimpleNamespace(sleep=slept.append))  # not that of the heartbeats
     rank, own = SimpleNamespace(is_main=False), tmp_path / ("of rank 0" if shared else "of this node")
@@ -447,4 +447,4 @@ def test_a_node_that_does_not_see_the_run_folder_is_named(tmp_path, monkeypatch,
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(SystemExit, match=r"--output-dir .*/file/run: cannot write there"):
-        lock_folder(tmp_path / "file" / "run", print)
+        lock_folder(tmp_path / "file" / "run")

@@ -231,7 +231,7 @@ def test_where_no_kernel_can_be_made_the_run_leaves(case):
 
 def test_several_ranks_halve_and_leave(case, tmp_path):
     """The others wait in a collective: a restart goes on."""
-    several = SimpleNamespace(size=2, rank=1, print=print)
+    several = SimpleNamespace(size=2, rank=1)
     with pytest.raises(SystemExit, match=f"--micro-batch-tokens is now 256; the same command with .*{tmp_path}"):
         halve_budget(BUDGET, case.policy, several, tmp_path, torch.OutOfMemoryError())
     assert (tmp_path / "micro_batch_tokens").read_text() == "256"

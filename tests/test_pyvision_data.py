@@ -74,7 +74,7 @@ def prepare(folder, rows, **options) -> list[dict]:
 def load(folder, vision, **options) -> PromptData:
     tokenizer = vision.processor.tokenizer
     tokenizer.chat_template = QWEN_VL
-    options = {"tools": PYTHON, "max_prompt_tokens": 4000, "notice": lambda text: None, "media_root": folder} | options
+    options = {"tools": PYTHON, "max_prompt_tokens": 4000, "media_root": folder} | options
     return prompts_of(str(folder / options.pop("file", "out.parquet")), tokenizer=tokenizer, vision=vision, **options)
 
 

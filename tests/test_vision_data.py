@@ -47,7 +47,7 @@ def load(tmp_path, vision, rows, **options):
     path.write_text("".join(json.dumps(record, **encode) + "\n" for record in records))
     tokenizer = vision.processor.tokenizer
     tokenizer.chat_template = QWEN_VL
-    options = {"max_prompt_tokens": 400, "notice": lambda text: None, "media_root": tmp_path} | options
+    options = {"max_prompt_tokens": 400, "media_root": tmp_path} | options
     return prompts_of(str(path), tokenizer=tokenizer, vision=vision, **options)
 
 
@@ -68,7 +68,7 @@ ADDRESSES = itertools.count(2**20)
 
 
 @pytest.mark.parametrize("reason", ["as it is", "with an address"])
-def test_machines_agree_on_a_picture_that_none_can_read(tmp_path, vision, monkeypatch, reason):
+def test_machines_agree_on_a_picture_that_none_can_read(tmp_path, vision, monkeypatch, capsys, reason):
     """Held as bytes: what a library says of it may name a place in memory, and does not decide what is usable."""
     rows = [ask("<image>") | {"images": [{"bytes": data}]} for data in (picture(56, 56), b"no picture", b"")]
     common = {"data_source": "hiyouga/geometry3k", "reward_model": {"style": "rule", "ground_truth": "1"}}
@@ -76,9 +76,9 @@ def test_machines_agree_on_a_picture_that_none_can_read(tmp_path, vision, monkey
     if reason == "with an address":
         monkeypatch.setattr(render, "clean_prompt", lambda prompt: refuse_by_address())
     monkeypatch.setattr("common.data.scan.gather_objects", gathering(lambda: rank, 2))
-    found, told = {}, []
+    found = {}
     for rank in range(2):
-        options = {"world": World(rank, 2, 0, torch.device("cpu")), "notice": told.append, "bad_rows": "drop"}
+        options = {"world": World(rank, 2, 0, torch.device("cpu")), "bad_rows": "drop"}
         with pytest.raises(ValueError, match="no usable row") if reason != "as it is" else nullcontext():
             found[rank] = prompts_of(
                 str(tmp_path / "rows.parquet"),
@@ -88,7 +88,7 @@ def test_machines_agree_on_a_picture_that_none_can_read(tmp_path, vision, monkey
                 **options,
             ).positions.tolist()
     assert found == ({0: [0], 1: [0]} if reason == "as it is" else {})
-    assert ("0x" in "".join(told)) == (reason != "as it is")
+    assert ("0x" in capsys.readouterr().out) == (reason != "as it is")
 
 
 def refuse_by_address():
@@ -184,19 +184,18 @@ def test_pictures_of_several_rows_are_opened_side_by_side(tmp_path, vision, monk
         assert np.array_equal(row.media[0].pixels, other.media[0].pixels)
 
 
-def test_parquet_with_bytes_and_rows_without_pictures(tmp_path, vision):
+def test_parquet_with_bytes_and_rows_without_pictures(tmp_path, vision, capsys):
     rows = [
         ask("<image>?") | {"images": [{"bytes": picture(90, 90), "path": None}]},
         ask("no picture, but the word <image>") | {"images": None},
     ]
     rows = [row | {"data_source": "a", "reward_model": {"style": "rule", "ground_truth": "1"}} for row in rows]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    told: list[str] = []
-    options = {"tokenizer": vision.processor.tokenizer, "vision": vision, "notice": told.append}
+    options = {"tokenizer": vision.processor.tokenizer, "vision": vision}
     data = prompts_of(str(tmp_path / "rows.parquet"), **options)
     assert [len(data[i].media) for i in (0, 1)] == [1, 0]
     expected = "have <image> or <video>, and no column images, image or videos: read as text"
-    assert told == [f"--train-data: 1 prompts {expected}"]
+    assert capsys.readouterr().out == f"--train-data: 1 prompts {expected}\n"
     assert "<image>" in vision.processor.tokenizer.decode(data[1].prompt_ids)
 
 
@@ -443,8 +442,7 @@ def test_what_a_row_asks_for_and_does_not_get(asks, without, with_tools):
         assert said in told and bool(said) == bool(told), told
 
 
-def test_rows_that_ask_in_vain_are_told_at_the_start(tmp_path, vision):
-    told = []
+def test_rows_that_ask_in_vain_are_told_at_the_start(tmp_path, vision, capsys):
     teacher = {"extra_info": {"interaction_kwargs": {"name": "teacher"}}}
     rows = [
         ask("x"),
@@ -452,9 +450,9 @@ def test_rows_that_ask_in_vain_are_told_at_the_start(tmp_path, vision):
         ask("z") | teacher,
         ask("w") | {"agent_name": "tool_agent"},
     ]
-    load(tmp_path, vision, rows, notice=told.append)
+    load(tmp_path, vision, rows)
     assert not unheeded(rows[1], {}, "all"), "a function answers it"
-    assert told == [
+    assert capsys.readouterr().out.splitlines() == [
         "warning: --train-data: 2 rows ask in vain for something: "
         "agent_name tool_agent, or extra_info.tools_kwargs: no --tools are given",
         "warning: --train-data: 1 rows ask in vain for something: "

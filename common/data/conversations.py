@@ -33,6 +33,7 @@ from common.distributed import World
 from common.episodes import Episode
 from common.files import shorten
 from common.pictures import BadRow, Media
+from common.progress import say
 from common.tools.turns import spacing
 from common.torch_repair import transformers
 from common.vision import Vision
@@ -155,7 +156,6 @@ class Conversations:
         media_root: Path | None = None,
         bad_rows: Literal["error", "drop"] = "error",
         max_rows: int | None = None,
-        notice: Callable[[str], None] = print,
         world: World | None = None,
         num_embeddings: int | None = None,
     ):
@@ -167,11 +167,11 @@ class Conversations:
         self.placeholders = tokenizer.convert_ids_to_tokens([*vision.placeholders.values()]) if vision else []
         self.spaced = spacing(tokenizer, self.placeholders)
         found = once_per_machine(world, self._scan)
-        self.files.refuse(found.bad, "unusable rows", bad_rows == "drop", notice)
+        self.files.refuse(found.bad, "unusable rows", bad_rows == "drop")
         if not found.costs:
             raise ValueError(f"{flag}: no usable row in {paths}")
         for what, count in found.told.items():
-            notice(f"{flag}: {count} rows {what}")
+            say(f"{flag}: {count} rows {what}")
         self.fingerprint = found.fingerprint
         self.positions = np.array(list(found.costs), dtype=np.int64)
         self.costs = np.array(list(found.costs.values()))

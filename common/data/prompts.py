@@ -1,7 +1,7 @@
 """Data sets in verl's format (parquet or jsonl) as tokenised prompts, and the seeded order in which they are used."""
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -20,6 +20,7 @@ from common.distributed import World
 from common.episodes import Prompt, Row, is_continued
 from common.flags import Data, Rollout
 from common.pictures import BadRow
+from common.progress import say
 from common.tools import Tool
 from common.tools.environments import is_class
 from common.tools.turns import spacing
@@ -46,7 +47,7 @@ class PromptData:
     """Rows of one or several files, kept in Arrow; one becomes Python objects and token ids when it is asked for.
 
     What is wrong with the files is said here, at start-up: ValueError with file, row, reason and the flag that helps.
-    `max_rows` counts the concatenated files before anything is dropped. Ranks other than 0 pass a silent `notice`.
+    `max_rows` counts the concatenated files before anything is dropped.
     With --eval-only or a class as --environment a row may lack its truth: then it is sampled, and not scored.
     With a `world`, in which all ranks come here, the first rank of each machine looks at the rows for the others.
     """
@@ -60,7 +61,6 @@ class PromptData:
         tokenizer,
         flag: str = "--train-data",
         max_rows: int | None = None,
-        notice: Callable[[str], None] = print,
         vision: Vision | None = None,
         tools: Mapping[str, Tool] | None = None,
         world: World | None = None,
@@ -82,22 +82,22 @@ class PromptData:
         self.placeholders = tokenizer.convert_ids_to_tokens([*vision.placeholders.values()]) if vision else []
         self.spaced, self.lengths = spacing(tokenizer, self.placeholders), Lengths(tokenizer)
         found = once_per_machine(world, self._scan)
-        self.files.refuse(found.bad, "unusable rows", drop := data.bad_rows == "drop", notice)
+        self.files.refuse(found.bad, "unusable rows", drop := data.bad_rows == "drop")
         too_long = f"prompts longer than --max-prompt-tokens {self.max_prompt_tokens}"
-        self.files.refuse(found.too_long, too_long, drop, notice)
+        self.files.refuse(found.too_long, too_long, drop)
         self.sources, self.fingerprint = found.sources, found.fingerprint
         self.uses_template = found.templated > 0
         self.positions = np.array([index for index in found.kept if index not in found.too_long], dtype=np.int64)
         if not len(self.positions):
             raise ValueError(f"{flag}: no usable row in {', '.join(map(str, self.files.paths))}")
         for what, count in found.told.items():
-            notice(f"{flag}: {count} prompts {what}")
+            say(f"{flag}: {count} prompts {what}")
         if found.all_answered:
             self.interaction = "all"
-            notice(f"{flag}: no row has extra_info.interaction_kwargs: all are answered by --environment")
+            say(f"{flag}: no row has extra_info.interaction_kwargs: all are answered by --environment")
         for what, count in found.unheeded.items():
             if what:
-                notice(f"warning: {flag}: {count} rows ask in vain for something: {what}")
+                say(f"warning: {flag}: {count} rows ask in vain for something: {what}")
 
     def _scan(self) -> Found:
         found, texts, progress, fingerprint = Found(), {}, self.files.progress(), Fingerprint()

@@ -14,6 +14,7 @@ from common.data.media import MARKS, for_interpreter
 from common.data.templates import native_calls
 from common.episodes import Prompt, is_continued
 from common.pictures import BadRow
+from common.progress import say
 from common.tools import Tool
 from common.tools.turns import Hermes
 from common.torch_repair import transformers
@@ -276,7 +277,7 @@ def end_of_turn(tokenizer) -> str:
     return next((token for token in tokens if tail.startswith(token)), tokenizer.eos_token)
 
 
-def end_turns_properly(tokenizer, processor, notice: Callable[[str], None]) -> None:
+def end_turns_properly(tokenizer, processor) -> None:
     """Make the token that ends the template's turns the end token. ValueError without a chat template. processor: of a
     vision-language model, or None; its template holds, and it gets the tokenizer."""
     if processor:
@@ -285,7 +286,7 @@ def end_turns_properly(tokenizer, processor, notice: Callable[[str], None]) -> N
     if not tokenizer.chat_template:
         raise ValueError(f"the tokenizer of {tokenizer.name_or_path!r} has no chat template: take an instruct model")
     if end_of_turn(tokenizer) != tokenizer.eos_token:
-        notice(f"turns end with {end_of_turn(tokenizer)}, not {tokenizer.eos_token}: it becomes the end token")
+        say(f"turns end with {end_of_turn(tokenizer)}, not {tokenizer.eos_token}: it becomes the end token")
         tokenizer.eos_token = end_of_turn(tokenizer)
     if (tokenizer.eos_token or "") not in after_last_turn(tokenizer):
-        notice(f"warning: the chat template puts no {tokenizer.eos_token} behind a turn: none is trained by sft.py")
+        say(f"warning: the chat template puts no {tokenizer.eos_token} behind a turn: none is trained by sft.py")

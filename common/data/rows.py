@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from common.data.table_files import files_in, find_files, is_hub_id, kind_of
 from common.files import shorten
-from common.progress import Progress
+from common.progress import Progress, say
 
 JSON_LINE = "json line"  # the only column of a table whose rows are texts
 LINES = {b"place": b"line"}  # metadata of a table each of whose rows was a line of its file
@@ -106,7 +106,7 @@ class RowFiles:
         file = bisect_right(self.starts, index) - 1
         return file, index - self.starts[file]
 
-    def refuse(self, reasons: dict[int, str], what: str, drop: bool, notice: Callable) -> None:
+    def refuse(self, reasons: dict[int, str], what: str, drop: bool) -> None:
         """Raise a ValueError with the first five of the rows, if there are any; or tell that all were dropped."""
         state = "dropped" if drop else "--bad-rows drop drops them"
         listed = "".join(f"\n  {self.place(index)}: {shorten(reasons[index], 2000)}" for index in list(reasons)[:5])
@@ -114,7 +114,7 @@ class RowFiles:
         if reasons and not drop:
             raise ValueError(message)
         if reasons:
-            notice(f"warning: {message}")
+            say(f"warning: {message}")
 
 
 def read_file(path: Path, flag: str, once: Callable[[Callable], list[str]] | None) -> pa.Table:

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import median
 
 from common.files import shorten
-from common.progress import duration
+from common.progress import duration, say
 
 COLUMNS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))  # metric -> label, width, format
 SUPERVISED = {"policy/loss", "optim/lr"}  # not on the lines of RL, whose loss says nothing: room for what does
@@ -72,10 +72,10 @@ def announce(rollouts, updates: int) -> None:
     """What is going to happen: `rollouts`, and so many optimizer steps after each."""
     num_prompts, flags = len(rollouts.train_data), rollouts.flags
     passes = rollouts.total_steps * rollouts.draws / num_prompts
-    rollouts.world.print(
+    say(
         f"{num_prompts} prompts; a step: {rollouts.draws} x {flags.samples_per_prompt} samples, {updates} "
         f"updates; {rollouts.total_steps} steps pass over the data {passes:.2f} times"
     )
     if rollouts.draws > num_prompts:
         told = f"a step draws {rollouts.draws} prompts of {num_prompts} rows"
-        rollouts.world.print(f"warning: {told}: lower --prompts-per-step, it repeats them")
+        say(f"warning: {told}: lower --prompts-per-step, it repeats them")

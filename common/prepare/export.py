@@ -69,7 +69,7 @@ def main(args: Args) -> None:
     flags = read_json(run / "config.json").get("args", {})
     answered = any(flags.get(name) for name in ("tools", "environment"))
     if vision or manifest.get("script") == "sft" or answered:
-        end_turns_properly(tokenizer, vision and vision.processor, print)
+        end_turns_properly(tokenizer, vision and vision.processor)
     elif manifest.get("end_token"):
         tokenizer.eos_token = manifest["end_token"]
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=args.trust_remote_code)

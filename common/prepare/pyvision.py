@@ -90,7 +90,7 @@ def main(args: Args) -> None:
                 bad[index] = f"malformed: {type(error).__name__}: {error!s:.100}"
             else:
                 yield row
-        files.refuse(bad, "unusable rows", args.bad_rows == "drop", print)
+        files.refuse(bad, "unusable rows", args.bad_rows == "drop")
 
     stream_rows(args.out, usable(), schema(pa.string()))
 

@@ -66,7 +66,7 @@ def score_file(flags: Scoring) -> None:
             rows[index] = read_row(record, index, flags)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             bad[index] = str(error) if isinstance(error, ValueError) else f"its truth cannot be read: {error!r}"
-    files.refuse(bad, "unusable rows", flags.bad_rows == "drop", print)
+    files.refuse(bad, "unusable rows", flags.bad_rows == "drop")
     refuse(not rows, f"FILE: no usable row in {flags.file}")
     sources = set() if flags.reward_function else {row.data_source for row in rows.values()}
     judge = open_judge(rollout, needs_judge(sources))

@@ -33,6 +33,7 @@ from common.files import refuse
 from common.flags import Machine
 from common.hub import resolve_model
 from common.models import Critic, Policy, check_model, load_policy
+from common.progress import say
 
 Kind = Literal["tied", "untied", "critic", "sharded files", "vision", "ddp", "LoRA"]
 SLACK = 1.2  # times the shard
@@ -120,7 +121,7 @@ def measure(args: Args) -> None:
     shard = sum(part.numel() * part.element_size() for part in own.values())
     growth = memory["peak"] - memory["before"]
     results = gather_objects({"growth": growth, "shard": shard, "layer": largest_layer(model)})
-    world.print(json.dumps(results))
+    say(json.dumps(results))
 
 
 def ranks_of(kind: Kind, ranks: int, folder: str) -> list[dict[str, int]]:

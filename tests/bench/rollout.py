@@ -34,6 +34,7 @@ from common.hub import load_tokenizer, resolve_model
 from common.models import load_policy, sync_engine
 from common.prepare.embedded import embedded_data
 from common.processes import keep_freed_memory
+from common.progress import say
 
 SIZES = (4, 16, 64, 256)
 
@@ -118,8 +119,8 @@ def sync(args: Args, world: World) -> None:
         seconds.append(time.perf_counter() - begin)
     n = sum(engine.books.expected.values()) / 1e9
     took = f"{median(seconds[2:]):.2f} s (first {seconds[0]:.2f})"
-    world.print(f"sync of {n:.3f}e9 weights, {world.size} rank(s): {took}")
-    world.print(f"needed: {2 * n:.2f} GB into each engine; a rank reads {4 * n / world.size:.2f} GB\n")
+    say(f"sync of {n:.3f}e9 weights, {world.size} rank(s): {took}")
+    say(f"needed: {2 * n:.2f} GB into each engine; a rank reads {4 * n / world.size:.2f} GB\n")
 
 
 def main(args: Args) -> None:

@@ -30,6 +30,7 @@ from common.hub import load_tokenizer, resolve_model
 from common.models import full_parameters, load_policy
 from common.packing import TokenIndex, pack
 from common.precision import DTYPES, GAP_LIMITS, checked_gap
+from common.progress import say
 
 # What the engine does after the policy has moved. On CPUs it never sleeps, and these are syncs alone.
 ORDERS = {
@@ -207,7 +208,7 @@ def main(args: argparse.Namespace) -> None:
         result["heads"] = engine.llm.apply_model(lambda model: model.model.layers[0].self_attn.num_heads)
     result["shared memory"] = re.findall("/dev/shm/.*(?<!deleted\\))$", Path("/proc/self/maps").read_text(), re.M)
     for part in gather_objects(result):
-        world.print(json.dumps(part))
+        say(json.dumps(part))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import psutil
 
 from common.distributed import all_reduce, handle_signals, init_world, run
 from common.processes import reached, sign_of_life
+from common.progress import say
 
 
 def main(fault: str) -> None:
@@ -33,7 +34,7 @@ def main(fault: str) -> None:
             print(*(c.laddr.ip for c in psutil.Process().net_connections() if c.status == "LISTEN"), flush=True)
             return
     if fault == "once":
-        world.print("sum", all_reduce([1.0]), "by", os.environ["GLOO_SOCKET_IFNAME"])
+        say(f"sum {all_reduce([1.0])} by {os.environ['GLOO_SOCKET_IFNAME']}")
         return
     if fault.startswith("ctrl-c"):
         reached["step"] = 3

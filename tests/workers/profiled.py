@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import torch
 
 from common.distributed import all_reduce, handle_signals, init_world, run, stop_requested
+from common.progress import say
 from common.setup import Stopwatch, profiled
 
 SLOW_RANK, SLOW_S = 1, 0.4
@@ -39,7 +40,7 @@ def main(folder: str, asked: str, stop_at: str = "") -> None:
         if status := stop_requested():
             raise SystemExit(status)
         metrics.append(watch.metrics(world.device))
-    world.print(json.dumps(metrics))
+    say(json.dumps(metrics))
 
 
 if __name__ == "__main__":

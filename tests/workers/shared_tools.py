@@ -19,6 +19,7 @@ from common.distributed import broadcast_object, gather_objects, init_world, run
 from common.engine.books import Sampling
 from common.episodes import sample_episodes
 from common.flags import Rollout
+from common.progress import say
 from common.rollouts import open_tools
 from common.tools.trajectories import Turns
 
@@ -26,7 +27,7 @@ from common.tools.trajectories import Turns
 def main(tools: str, *script: str) -> None:
     world, tokenizer, exchanges = init_world(), build_tokenizer(), []
     flags = Rollout(tools=tools, tool_workers=2, engine_parallel=world.size, max_turns=len(script))
-    workers = open_tools(flags, world.print, new_subgroups(world.size, backend="gloo")[0])
+    workers = open_tools(flags, new_subgroups(world.size, backend="gloo")[0])
     turns = Turns(tokenizer, workers, flags=flags)
     scripts = [script[start:] for start in range(len(script))]  # the last one calls nothing
     engine = ScriptedEngine(tokenizer, scripts)
@@ -46,7 +47,7 @@ def main(tools: str, *script: str) -> None:
         "processes": len(psutil.Process().children(recursive=True)),
     }
     for part in gather_objects(mine):
-        world.print(json.dumps(part))
+        say(json.dumps(part))
     workers.close()
 
 
