@@ -3,36 +3,28 @@
 fn(data_source, solution_str, ground_truth, extra_info=None) -> number, or a mapping with the key "score"
 
 It may be an `async def`, of which up to 64 calls are under way at once; fn.timeout_s is the deadline of a call.
-
-One that cannot tell asks a judge (common/rewards/judge.py), whose verdict becomes the score, by the mapping
-{"score": nan, "judge": one of EXAMPLES, "question": text, "truth": text, "pred": the answer to compare with it}.
 """
 
 import asyncio
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import partial
 from itertools import groupby
 from math import fsum, inf, isnan, nan
 
 from common.processes import sign_of_life
 from common.progress import Progress
-from common.rewards import countdown, geometry, math, pyvision, tir_bench, visual_qa
-from common.rewards.judge_prompt import EXAMPLES, Case
+from common.rewards import countdown, geometry, math, visual_qa
 from common.worker import Worker, describe
 from common.workers import Pool, load_function
 
 RewardFunction = Callable[..., float | Mapping]
 Job = tuple[str, str, object, Mapping | None]  # data_source, text, ground_truth, extra_info
-NO_JUDGE = "the reward function asks a judge: set JUDGE_URLS (docs/pyvision.md)"
 FULL_MARKS = 1.0 - 1e-6
 AT_ONCE = 64  # calls of an `async def` that are under way together
 CANCEL_S = 1.0  # for calls that are over their deadline to close what they hold
 SLACK_S = 10.0  # of a batch beyond the deadline of its calls
-CASE = ("judge", "question", "truth", "pred")  # what a mapping that asks a judge has besides
 MAX_SCORE = 1e6  # in magnitude: the square of a larger one, or its gradient, would ruin the run
 
 
@@ -47,11 +39,8 @@ geo3k_reward, visual_qa_reward = with_signature(geometry.score_geo3k), with_sign
 
 # data_source pattern -> function; the first that matches is taken
 REWARD_FUNCTIONS: dict[str, RewardFunction] = {
-    **dict.fromkeys(pyvision.MEASURED, pyvision.score_measured),
-    **{pattern: partial(pyvision.score_judged, family) for pattern, family in pyvision.FAMILY.items()},
     "visual_qa/*": visual_qa_reward,  # Pixel Reasoner's rows: common.data.visual_qa
     "tiny-vl": visual_qa_reward,
-    "tir_bench/*": tir_bench.tir_bench_reward,  # what common.prepare.vision_benchmarks writes
     "*countdown*": countdown_reward,
     "*gsm8k": gsm8k_reward,
     # math/*: what common.prepare.math writes; *MATH*: lighteval/MATH, HuggingFaceH4/MATH-500, ...
@@ -75,16 +64,10 @@ def reward_function(data_source: str) -> RewardFunction:
     )
 
 
-def needs_judge(data_sources: Iterable[str]) -> bool:
-    """Whether the built-in function of any may ask a judge. ValueError for a data_source that is not known."""
-    functions = [reward_function(name) for name in sorted(data_sources)]
-    return any(getattr(function, "func", None) is pyvision.score_judged for function in functions)
-
-
 def score_response(
     fn: RewardFunction, data_source: str, solution_str: str, ground_truth, extra_info: Mapping | None = None
 ) -> dict[str, float | str]:
-    """What fn returns, as a dict with a `usable` "score" or one that `asks_judge`; values are floats or strings."""
+    """What fn returns, as a dict with a `usable` "score"; values are floats or strings."""
     result = fn(data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info)
     return read_result(result, fn, data_source)
 
@@ -97,12 +80,8 @@ def read_result(result: object, fn: RewardFunction, data_source: str) -> dict[st
     if "score" not in result:
         raise ValueError(f'{label} returned a mapping without the key "score": {sorted(map(str, result))}')
     values = {str(key): float_or_str(value) for key, value in result.items()}
-    if "judge" in values:
-        values |= {name: str(result[name]) for name in CASE if name in result}
-    if not usable(values["score"]) and not asks_judge(values):
+    if not usable(values["score"]):
         expected = f"expected a finite number of at most {MAX_SCORE:g} in magnitude"
-        asks = f", or with it {', '.join(CASE)}: judge is one of {', '.join(EXAMPLES)}"
-        expected += asks if "judge" in values else ""
         raise ValueError(f"{label} returned the score {result['score']!r:.80}, {expected}")
     return values
 
@@ -110,13 +89,6 @@ def read_result(result: object, fn: RewardFunction, data_source: str) -> dict[st
 def usable(score) -> bool:
     """Whether a score can be trained on; NaN cannot."""
     return isinstance(score, float) and abs(score) <= MAX_SCORE
-
-
-def asks_judge(rewards: Mapping) -> bool:
-    """Whether a judge has to decide; NaN, the score until then, is not equal to itself."""
-    texts = [rewards.get(name) for name in CASE]
-    score = rewards.get("score")
-    return score != score and all(isinstance(text, str) for text in texts) and texts[0] in EXAMPLES
 
 
 def is_correct(rewards: Mapping[str, float | str]) -> bool:
@@ -279,12 +251,8 @@ async def await_score(
     return read_result(result, fn, data_source)
 
 
-def score_episodes(
-    episodes: list, rows: Mapping, workers: RewardWorkers, tokenizer, judge=None, watch=nullcontext
-) -> None:
+def score_episodes(episodes: list, rows: Mapping, workers: RewardWorkers, tokenizer) -> None:
     """Fill `rewards` of each episode from what the policy said in it; rows: prompt index -> Row.
-
-    With a judge all ranks call it together: it decides what its reward function cannot, timed by `watch("judge")`.
 
     What tools said is in extra_info["trajectory"] alone, the last turn in extra_info["last_turn"]. If scoring fails
     (an exception, a timeout, a dead worker, a score that is not `usable`), they are {"score": nan, "error": why}.
@@ -309,10 +277,7 @@ def score_episodes(
         jobs.append((row.data_source, "\n".join(turns), row.ground_truth, row.extra_info | more))
     for episode, result in zip(answered, workers.score(jobs), strict=True):
         why = result.get("error", f"the worker sent {result!r:.80}")  # a user's function may forge what is sent
-        scored = usable(result.get("score")) or asks_judge(result)
-        episode.rewards = result if scored else {"score": nan, "error": why}
-    with watch("judge") if judge else nullcontext():
-        take_verdicts([episode for episode in answered if asks_judge(episode.rewards)], judge)
+        episode.rewards = result if usable(result.get("score")) else {"score": nan, "error": why}
     for episode in episodes:
         if turns := [reward for _, reward in episode.turn_rewards]:
             # scripts add them to the score: a right answer stays one
@@ -322,20 +287,6 @@ def score_episodes(
     errors = [str(e.rewards["error"]) for e in episodes if isnan(e.rewards["score"])]
     if errors:
         print(f"rewards: {len(errors)} of {len(episodes)} responses not scored, the first: {errors[0]}", flush=True)
-
-
-def take_verdicts(episodes: list, judge) -> None:
-    """Put a judge's verdicts into the rewards of episodes that ask for one, with "judged", or "unjudged" if there is
-    none, as 1. A right "pred" is the truth, so that votes agree."""
-    asking, verdicts, why = [episode.rewards for episode in episodes], [None] * len(episodes), NO_JUDGE
-    if judge:
-        verdicts = judge.settle([Case(*(rewards[name] for name in CASE)) for rewards in asking])
-        why = f"no verdict by the judge ({judge.trouble or 'its replies say neither 1 nor 0'})"
-    for episode, asked, verdict in zip(episodes, asking, verdicts, strict=True):
-        own = {name: value for name, value in asked.items() if name not in CASE}
-        own["pred"] = asked["truth"] if verdict else asked["pred"]
-        judged = {"score": verdict, "acc": verdict, "judged": 1.0}
-        episode.rewards = own | (judged if verdict is not None else {"score": nan, "error": why, "unjudged": 1.0})
 
 
 def sampled_turns(episode, tokenizer) -> list[str]:

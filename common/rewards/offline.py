@@ -17,9 +17,8 @@ from common.data.table_files import is_hub_id, stem_of
 from common.files import modified, refuse
 from common.flags import Files, Positive, Rollout, check_ranges
 from common.processes import cpus_of_rank
-from common.rewards import RewardWorkers, needs_judge, reward_function, score_episodes, score_response
-from common.rewards.judging import bounded, open_judge
-from common.rewards.samples import report, summarize, verdict
+from common.rewards import RewardWorkers, reward_function, score_episodes, score_response
+from common.rewards.samples import bounded, report, verdict
 
 TOKENIZER = SimpleNamespace(decode=lambda ids, **_: "".join(ids))  # here a response is a single token
 
@@ -69,7 +68,6 @@ def score_file(flags: Scoring) -> None:
     files.refuse(bad, "unusable rows", flags.bad_rows == "drop", print)
     refuse(not rows, f"FILE: no usable row in {flags.file}")
     sources = set() if flags.reward_function else {row.data_source for row in rows.values()}
-    judge = open_judge(rollout, needs_judge(sources))
     workers = RewardWorkers(flags.reward_function, max(1, cpus_of_rank() - 1), flags.reward_timeout, sources=sources)
     if flags.reward_function:
         workers.try_out(flags.reward_function, next(iter(rows.values())))
@@ -77,14 +75,14 @@ def score_file(flags: Scoring) -> None:
     if not all(isinstance(episode.columns["group"], int | str) for episode in episodes):  # a row is a group
         for episode in episodes:
             episode.columns["group"] = episode.prompt_index
-    score_episodes(episodes, rows, workers, TOKENIZER, judge and judge.for_evaluation())
+    score_episodes(episodes, rows, workers, TOKENIZER)
     failed = sum(isnan(episode.rewards["score"]) for episode in episodes)
     refuse(failed == len(episodes), f"none of the {failed} responses could be scored; {output} is not written")
     samples = [episode.columns | verdict(episode.rewards) for episode in episodes]
     before = modified(output)
     print(report(samples, output))
     prompts = [sample | {"group": (sample["data_source"], sample["group"])} for sample in samples]
-    bounded(summarize, prompts, print)
+    bounded(prompts, print)
     refuse(modified(output) == before, f"{output} is not written")
     told = f", {failed} of them not scored, which count as wrong" if failed else ""
     print(f"{len(samples)} responses to {len({s['group'] for s in prompts})} prompts{told}: {output}")
