@@ -36,9 +36,9 @@ from common.progress import Progress
 from common.rewards import RewardWorkers, score_episodes
 from common.rewards.model import RewardModel, check_reward_model
 from common.rewards.samples import as_sample, bounded, report
+from common.sandbox.python import PythonWorkers
 from common.tools.environments import is_class
 from common.tools.pools import ToolPool, ToolWorkers
-from common.tools.python import PythonWorkers
 from common.tools.trajectories import Turns
 from common.tools.turns import Hermes
 

@@ -13,7 +13,8 @@ from helpers import ROOT, parsed, run_script, script_environment
 
 Graph = dict[str, set[str]]  # module -> modules that it imports
 
-FOLDERS = {"data", "rewards", "tools", "prepare", "look", "engine"}  # of common/, each one node of the graph
+# Of common/, each one node of the graph.
+FOLDERS = {"data", "rewards", "tools", "sandbox", "prepare", "look", "engine"}
 
 HEAVY = {"torch", "transformers", "vllm"}
 BUILDERS = {"tiny", "tiny_vl", "smollm2", "export", "memory_plan"}  # of common/prepare: of models, or tokenise

@@ -18,9 +18,9 @@ from common.flags import Rollout
 from common.packing import TokenIndex, pack
 from common.pictures import Media, decode
 from common.rewards import make_scorer, score_episodes
-from common.tools import sandbox
-from common.tools.python import RESTING_BYTES, PythonWorkers
-from common.tools.sandbox import Sandbox
+from common.sandbox import sandbox
+from common.sandbox.python import RESTING_BYTES, PythonWorkers
+from common.sandbox.sandbox import Sandbox
 from common.tools.trajectories import Turns
 from common.tools.turns import Call, Code
 from common.vision import load_vision
@@ -177,7 +177,7 @@ def test_errors_end_a_trajectory_or_are_told(workers, most, ending, score):
     tokenizer = build_tokenizer()
     script = [say("1 / 0"), say("print('again')"), "<answer>\n\\boxed{1}\n</answer>"]
     the_row = row(tokenizer, tools=["python"])
-    the_row.data_source = "vstar"
+    the_row.data_source = "tiny-vl"
     (episode,), _ = run([script], Turns(tokenizer, workers, flags=Rollout(max_tool_errors=most)), the_row)
     assert (episode.finish_reason, episode.turns) == ending and episode.calls[0]["error"]
     told = [token for token, sampled in zip(episode.response_ids, episode.loss_mask) if not sampled]
@@ -402,8 +402,8 @@ def test_a_block_that_does_not_end_is_told_and_undone(code, limit, told):
 def test_sandboxes_that_start_at_once_have_time_for_all(monkeypatch):
     """One takes two seconds of a processor: forty on one of them, beside an engine, take more than a minute. How many
     there are is bounded by the memory of the container."""
-    monkeypatch.setattr("common.tools.python.cpus_of_rank", lambda: 1)
-    monkeypatch.setattr("common.tools.python.total_memory", lambda: 8 * 5 * RESTING_BYTES)
+    monkeypatch.setattr("common.sandbox.python.cpus_of_rank", lambda: 1)
+    monkeypatch.setattr("common.sandbox.python.total_memory", lambda: 8 * 5 * RESTING_BYTES)
     pool = PythonWorkers(8, 20.0)
     try:
         box = pool.pool.new_worker()
@@ -418,7 +418,7 @@ def test_a_sandbox_that_does_not_start_later_costs_its_block_and_not_the_run(mon
     try:
         trajectory = Trajectory(pool)
         assert trajectory("x = 1\nprint(x)").text == "1"
-        monkeypatch.setattr("common.tools.sandbox.bubblewrap", lambda *_: ["false"])
+        monkeypatch.setattr("common.sandbox.sandbox.bubblewrap", lambda *_: ["false"])
         pool.pool.workers[0].process.kill()
         with deadline(60):  # the kernel ends what is in it soon, not at once
             while not (reply := trajectory("print(x)")).failed:

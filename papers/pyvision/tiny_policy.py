@@ -42,7 +42,7 @@ from common.files import command_line
 from common.prepare.mosaic import CELLS, SIDE, Scene, center, other_cell, scenes
 from common.prepare.tiny_vl import Args, build
 from common.prepare.tiny_vl_python import QUESTION
-from common.tools.interpreter import Session
+from common.sandbox.interpreter import Session
 from common.tools.turns import Code
 
 LOOK, AGAIN, REPAIR = "I look at the tile.", "The tile is not here, I look elsewhere.", "I write it again."

@@ -14,7 +14,7 @@ from common.hub import load_tokenizer
 from common.pictures import PixelLimits
 from common.prepare import mosaic, tiny_vl, tiny_vl_python
 from common.rewards import reward_function, score_response
-from common.tools.python import PythonWorkers
+from common.sandbox.python import PythonWorkers
 from common.tools.trajectories import Turns
 from common.tools.turns import Code
 from common.vision import load_vision

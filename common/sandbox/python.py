@@ -17,10 +17,10 @@ from torch.distributed import ProcessGroup
 
 from common.limits import total_memory
 from common.processes import cpus_of_rank, ranks_here
+from common.sandbox.namespaces import ENVIRONMENT
+from common.sandbox.sandbox import START_S, Block, Sandbox, failed_block
 from common.tools import Tool
-from common.tools.namespaces import ENVIRONMENT
 from common.tools.pools import ToolPool
-from common.tools.sandbox import START_S, Block, Sandbox, failed_block
 from common.tools.turns import Call, Code, ToolReply
 
 PROBE = tomllib.loads(Path(__file__).with_name("forbidden.toml").read_text())  # of what programs must not do
