@@ -40,7 +40,7 @@ from common.sandbox.python import PythonWorkers
 from common.tools.environments import is_class
 from common.tools.pools import ToolPool, ToolWorkers
 from common.tools.trajectories import Turns
-from common.tools.turns import Hermes
+from common.tools.turns import Code, Protocol
 
 AT_ONCE = 256  # samples of an evaluation, on a rank, under way
 PICTURED = 64  # rows of it, of a model that sees: a megapixel is 8 MB
@@ -90,9 +90,9 @@ class Rollouts:
                 end_turns_properly(job.tokenizer, job.vision and job.vision.processor, job.world.print)
             tools = open_tools(rollout, job.world.print, self.group) if rollout.multi_turn else None
             self.train_data, self.eval_data = read_prompts(job, data, rollout, tools)
-            schemas = [tool.schema for tool in tools.tools.values()] if tools else []
-            protocol = protocol_of(job.tokenizer, schemas) if schemas and tools.protocol is Hermes else None
-            self.turns = Turns(job.tokenizer, tools, job.vision, rollout, protocol) if tools else None
+            self.turns = None
+            if tools:
+                self.turns = Turns(job.tokenizer, tools, job.vision, rollout, open_protocol(job.tokenizer, tools))
             rewarded = self.turns and self.turns.try_out(self.train_data or self.eval_data)
             scored = [] if rollout.reward_function or rewarded else [self.train_data, self.eval_data]
             sources = {name for prompts in scored if prompts for name in prompts.sources}
@@ -238,11 +238,23 @@ def open_tools(flags: Rollout, notice: Callable[[str], None], group: ProcessGrou
     if not {"python", "python_unconfined"} & {*names}:
         return ToolWorkers(flags.tools or "", workers, timeout_s, environment=flags.environment, group=group)
     if len(names) > 1 or flags.environment:
-        raise ValueError(f"--tools {flags.tools}: python is called in a way of its own, and stands alone")
+        raise ValueError(f"--tools {flags.tools}: python has sandboxes of its own, and stands alone")
     confined = names == ["python"]
     if not confined:
         notice("warning: --tools python_unconfined: the policy's programs run as you, with your files and network")
     return PythonWorkers(workers, timeout_s, confined=confined, anew=flags.deterministic, group=group)
+
+
+def open_protocol(tokenizer, tools: ToolPool) -> Protocol | None:
+    """How the policy calls tools by its chat template; None if it has none, or only prompts can teach it. ValueError
+    for a template that calls them in a way that is not known."""
+    schemas = [tool.schema for tool in tools.tools.values()]
+    try:
+        return protocol_of(tokenizer, schemas) if schemas else None
+    except ValueError:
+        if tools.protocol is Code:
+            return None
+        raise
 
 
 def read_prompts(

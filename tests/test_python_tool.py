@@ -196,13 +196,6 @@ def test_all_errors_of_a_trajectory_count_not_those_in_a_row(workers):
     assert (episode.finish_reason, episode.turns) == ("max_tool_errors", 3)
 
 
-def test_the_prompt_tells_of_the_tool_and_no_schema_does(workers):
-    from common.data.render import to_messages
-
-    tokenizer, prompt = build_tokenizer(), [{"role": "user", "content": "look"}]
-    assert to_messages(prompt, tokenizer, workers.tools) == to_messages(prompt, tokenizer)
-
-
 def test_a_text_model_gets_no_figures_and_its_names_do_not_count_them(workers):
     tokenizer = build_tokenizer()
     script = [say("plt.plot([1]); plt.show(); print('drawn')"), say("print('image_clue_0' in globals())"), "so"]
