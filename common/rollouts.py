@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from contextlib import nullcontext
 from datetime import timedelta
-from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import NoReturn
@@ -16,7 +15,7 @@ from common.data.dumps import dump_rollouts, replayed_micro_batch_tokens
 from common.data.prompts import PromptData, steps_of
 from common.data.render import end_token_ids, end_turns_properly
 from common.data.templates import protocol_of
-from common.distributed import all_reduce, barrier, gather_objects, stop_requested
+from common.distributed import barrier, gather_objects
 from common.engine.books import EngineConfig, Sampling
 from common.engine.hf import HuggingFaceEngine
 from common.engine.vllm import VllmEngine
@@ -34,15 +33,14 @@ from common.precision import GAP_LIMITS
 from common.prepare.embedded import embedded_data
 from common.processes import cpus_of_rank, in_threads, sign_of_life
 from common.progress import Progress, say
-from common.rewards import RewardWorkers, needs_judge, score_episodes
-from common.rewards.judging import bounded, open_judge, saved_at_outage
+from common.rewards import RewardWorkers, score_episodes
 from common.rewards.model import RewardModel, check_reward_model
-from common.rewards.samples import as_sample, report, summarize
+from common.rewards.samples import as_sample, bounded, report
+from common.sandbox.python import PythonWorkers
 from common.tools.environments import is_class
 from common.tools.pools import ToolPool, ToolWorkers
-from common.tools.python import PythonWorkers
 from common.tools.trajectories import Turns
-from common.tools.turns import Hermes
+from common.tools.turns import Code, Protocol
 
 AT_ONCE = 256  # samples of an evaluation, on a rank, under way
 PICTURED = 64  # rows of it, of a model that sees: a megapixel is 8 MB
@@ -52,7 +50,7 @@ MAX_UNSCORED_STEPS = 3  # in a row: the run ends
 class Rollouts:
     """What the RL scripts sample from, score with and evaluate by.
 
-    None may be the engine (--replay), `turns` (no tools), `judge` (none needed), `train_data`, `loader` (--eval-only).
+    None may be the engine (--replay), `turns` (no tools), `train_data`, `loader` (--eval-only).
     """
 
     def __init__(
@@ -92,9 +90,9 @@ class Rollouts:
                 end_turns_properly(job.tokenizer, job.vision and job.vision.processor)
             tools = open_tools(rollout, self.group) if rollout.multi_turn else None
             self.train_data, self.eval_data = read_prompts(job, data, rollout, tools)
-            schemas = [tool.schema for tool in tools.tools.values()] if tools else []
-            protocol = protocol_of(job.tokenizer, schemas) if schemas and tools.protocol is Hermes else None
-            self.turns = Turns(job.tokenizer, tools, job.vision, rollout, protocol) if tools else None
+            self.turns = None
+            if tools:
+                self.turns = Turns(job.tokenizer, tools, job.vision, rollout, open_protocol(job.tokenizer, tools))
             rewarded = self.turns and self.turns.try_out(self.train_data or self.eval_data)
             scored = [] if rollout.reward_function or rewarded else [self.train_data, self.eval_data]
             sources = {name for prompts in scored if prompts for name in prompts.sources}
@@ -104,16 +102,12 @@ class Rollouts:
             known = (row for row in map(rows.__getitem__, range(len(rows))) if row.ground_truth is not None)
             if rollout.reward_function and not rollout.replay and (row := next(known, None)):
                 self.workers.try_out(rollout.reward_function, row)  # now, not after the first rollout
-            options = {"agree": partial(all_reduce, op="max"), "stopping": stop_requested}
-            options |= {"notice": say, "at_outage": job.at_outage}
-            self.judge = open_judge(rollout, needs_judge(sources), **options)
         self.draws = ceil(round(rollout.prompts_per_step * oversample, 6))  # prompts of a step, without refills
         self.total_steps, self.loader = run.total_steps or 0, None
         if self.train_data:
             num_rows = len(self.train_data)
             self.total_steps = run.total_steps or steps_of(run.total_epochs, num_rows, self.draws)
             self.loader = job.open_loader(num_rows, self.train_data.fingerprint)
-        job.at_outage.append(lambda _: self.loader.rewind())
         self.max_gap = rollout.max_logprob_gap or GAP_LIMITS[job.compute_dtype]  # mean |engine - trainer| of log-probs
         if rollout.replay and job.machine.micro_batch_tokens is None:
             job.micro_batch_tokens = replayed_micro_batch_tokens(rollout.replay) or job.micro_batch_tokens
@@ -133,7 +127,7 @@ class Rollouts:
 
     def draw(self, count: int, first: int = 0) -> dict[int, Row]:
         """This rank's share of the next `count` prompts, by their place in the step; the first of all has `first`."""
-        places = list(enumerate(self.loader.next(count, first), start=first))[self.world.rank :: self.world.size]
+        places = list(enumerate(self.loader.next(count), start=first))[self.world.rank :: self.world.size]
         return dict(in_threads(lambda drawn: (drawn[0], self.train_data[drawn[1]]), places))
 
     def sample(self, prompts: Mapping[int, Row], step: int, watch: Watch = nullcontext) -> list[Episode]:
@@ -152,10 +146,9 @@ class Rollouts:
                 raise RuntimeError("the ranks that share an engine have sampled different tokens")
         return [e for e in episodes if e.prompt_index in prompts]
 
-    def score(self, episodes: list[Episode], rows: Mapping[int, Row], step: int, watch: Watch = nullcontext) -> None:
-        """Fill their rewards. A reward model takes the engine's place; a judge's outage ends the run."""
-        with saved_at_outage(self.judge, step):
-            score_episodes(episodes, rows, self.workers, self.tokenizer, self.judge, watch)
+    def score(self, episodes: list[Episode], rows: Mapping[int, Row]) -> None:
+        """Fill their rewards. A reward model takes the engine's place."""
+        score_episodes(episodes, rows, self.workers, self.tokenizer)
         if self.reward_model:
             self.engine.sleep()
             self.reward_model.score_episodes(episodes, rows, self.tokenizer)
@@ -193,14 +186,13 @@ class Rollouts:
             top_p=flags.eval_top_p,
         )
         at_once = max(1, min(PICTURED if data.vision else AT_ONCE, AT_ONCE // flags.eval_samples)) * world.size
-        judge = self.judge and self.judge.for_evaluation()
         count, samples = min(self.run.eval_rows, len(data)), []
         for start in Progress("evaluation", range(0, count, at_once)):
             own = range(start + world.rank, min(start + at_once, count), world.size)
             rows = {row.index: row for row in in_threads(data.__getitem__, own)}
             episodes = self.sample_with(sampling, rows, step=-1, weights_step=step)
             scored = [e for e in episodes if rows[e.prompt_index].ground_truth is not None]
-            score_episodes(scored, rows, self.workers, self.tokenizer, judge)
+            score_episodes(scored, rows, self.workers, self.tokenizer)
             new = [as_sample(e, rows[e.prompt_index], self.tokenizer, bool(self.turns)) for e in episodes]
             samples += [sample for part in gather_objects(new) for sample in part]
             sign_of_life()
@@ -212,7 +204,7 @@ class Rollouts:
             if report_to:
                 say(f"{table}\nsamples: {path}, of the first {count} of {len(data)} rows (--eval-rows)")
             print_samples(step, samples)
-        return bounded(summarize, samples, say)
+        return bounded(samples)
 
     def evaluate_only(self, policy: nn.Module, step: int, logger: Logger) -> Path:
         """--eval-only: the table on the console, all samples in the run folder; returns their file."""
@@ -246,11 +238,23 @@ def open_tools(flags: Rollout, group: ProcessGroup | None = None) -> ToolPool:
     if not {"python", "python_unconfined"} & {*names}:
         return ToolWorkers(flags.tools or "", workers, timeout_s, environment=flags.environment, group=group)
     if len(names) > 1 or flags.environment:
-        raise ValueError(f"--tools {flags.tools}: python is called in a way of its own, and stands alone")
+        raise ValueError(f"--tools {flags.tools}: python has sandboxes of its own, and stands alone")
     confined = names == ["python"]
     if not confined:
         say("warning: --tools python_unconfined: the policy's programs run as you, with your files and network")
     return PythonWorkers(workers, timeout_s, confined=confined, anew=flags.deterministic, group=group)
+
+
+def open_protocol(tokenizer, tools: ToolPool) -> Protocol | None:
+    """How the policy calls tools by its chat template; None if it has none, or only prompts can teach it. ValueError
+    for a template that calls them in a way that is not known."""
+    schemas = [tool.schema for tool in tools.tools.values()]
+    try:
+        return protocol_of(tokenizer, schemas) if schemas else None
+    except ValueError:
+        if tools.protocol is Code:
+            return None
+        raise
 
 
 def read_prompts(

@@ -66,6 +66,7 @@ class Worker:
         self.queue: deque[tuple[Hashable, Any]] = deque()  # jobs that no other worker may do
         self.endings: list[threading.Thread] = []  # of its earlier processes
         self.held_s = 0.0  # how long the trainer has waited for the reply that has begun to come
+        self.facts: dict = {}  # what its handler says of itself, once it has started
         self.start()
 
     def start(self) -> None:
@@ -149,6 +150,8 @@ class Worker:
         if was == self.STARTING and error:
             self.stop(HOLD_S)
             raise ValueError(error)
+        if was == self.STARTING:
+            self.facts = reply["result"]
         self.expect(self.IDLE)
         if not self.running or error.startswith("MemoryError"):  # the latter may still hold its memory
             self.restart()
@@ -346,7 +349,7 @@ def work(fd: str, memory_gib: str, module: str, make_handler: str, spec: str) ->
         nonlocal handle
         handle = getattr(importlib.import_module(module), make_handler)(spec)
         limit(float(memory_gib))
-        return {}
+        return getattr(handle, "facts", {})
 
     signal.signal(signal.SIGTERM, end_by(pid))
     give_children_default_handlers()

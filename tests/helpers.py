@@ -77,7 +77,7 @@ def checkpoints_of(
         name: SimpleNamespace(model=model, optimizer=optimizer, loss_scale=LossScale(**scales.get(name, {})))
         for name, (model, optimizer) in trained.items()
     }
-    options = {"run": Run(keep_checkpoints=keep), "identity": identity or {}, "checkpoint": found, "at_outage": []}
+    options = {"run": Run(keep_checkpoints=keep), "identity": identity or {}, "checkpoint": found}
     job = SimpleNamespace(output_dir=folder, world=world, micro_batch_tokens=1024, **options)
     parts = {name: SimpleNamespace(state_dict=lambda value=value: value) for name, value in state.items()}
     checkpoints = Checkpoints(job, optimizers, parts)

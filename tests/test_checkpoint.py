@@ -307,7 +307,7 @@ def checkpoints(folder, world, names=("policy",), state=(), resume="auto", keep=
     found = find_checkpoint(folder, resume, world)
     run = Run(resume=resume, keep_checkpoints=keep)
     job = SimpleNamespace(
-        output_dir=folder, run=run, world=world, identity={}, checkpoint=found, at_outage=[], micro_batch_tokens=1024
+        output_dir=folder, run=run, world=world, identity={}, checkpoint=found, micro_batch_tokens=1024
     )
     return Checkpoints(job, optimizers=optimizers, state=dict(state), **options)
 

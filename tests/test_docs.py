@@ -16,7 +16,8 @@ from common.rewards import reward_function
 from common.workers import load_function
 
 SCRIPTS = sorted(path.name for path in ROOT.glob("*.py"))
-PAGES = ["README.md", "README_zh.md", *sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
+PAGES = [*ROOT.glob("README*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("papers/*/README.md")]
+PAGES = sorted(str(path.relative_to(ROOT)) for path in PAGES)
 EXAMPLE = "## Your data and your reward"  # the section of README.md whose code blocks are run
 
 # Flags of other programs, by the program; and running text that speaks of flags without naming one.
@@ -129,10 +130,11 @@ def parameters(path: Path, name: str) -> set[str]:
 
 @cache
 def all_flags() -> set[str]:
-    """Of all scripts, of what `python -m common...` offers, and of the benchmarks."""
+    """Of all scripts, of what `python -m` offers, and of the benchmarks."""
     programs = [*SCRIPTS, *(str(p.relative_to(ROOT)) for p in ROOT.glob("tests/bench/*.py"))]
     programs += [str(p.relative_to(ROOT)) for p in ROOT.glob("results/notebook/*.py")]
     programs += [f"common.prepare.{p.stem}" for p in ROOT.glob("common/prepare/*.py")]
+    programs += [str(p.relative_to(ROOT)) for p in ROOT.glob("papers/*/*.py")]
     programs += ["common.score", *(f"common.{p.parent.name}" for p in ROOT.glob("common/*/__main__.py"))]
     return set().union(*(flags_of(program) for program in programs), *THEIRS.values())
 
@@ -264,7 +266,7 @@ def test_flags_in_running_text_exist(page):
 
 def paths_in(code: str) -> list[str]:
     """What looks like a file or folder of the repository in a code span or a line of a shell block."""
-    inside = r"(?<![\w/.-])((?:common|tests|docs|results)/[\w./*-]*|requirements[\w*-]*\.txt|\.ci/run)"
+    inside = r"(?<![\w/.-])((?:common|papers|tests|docs|results)/[\w./*-]*|requirements[\w*-]*\.txt|\.ci/run)"
     return re.findall(inside, code) + [name for name in re.findall(r"(?<![\w/.-])(\w+\.py)\b", code) if name in NAMED]
 
 

@@ -18,7 +18,7 @@ from common.engine.hf import HuggingFaceEngine
 from common.flags import Data, Rollout
 from common.hub import load_tokenizer, resolve_model
 from common.rewards import is_correct
-from common.rewards.samples import format_table, maj_at_k, pass_at_k, summarize, wilson_interval
+from common.rewards.samples import bounded, format_table, maj_at_k, pass_at_k, summarize, wilson_interval
 from common.rollouts import Rollouts, read_prompts
 
 
@@ -82,6 +82,17 @@ def test_summarize_lists_powers_of_two_and_n():
     assert not any("maj" in key or key.count("/") > 1 for key in single)
     with pytest.raises(ValueError, match="no samples"):
         summarize([])
+
+
+def test_samples_without_a_score_leave_bounds(capsys):
+    """In the place of the accuracy, so that no checkpoint is the best by it."""
+    samples = [sample(i, float(i == 0)) | {"failed": i == 3} for i in range(4)]
+    metrics = bounded(samples)
+    assert "eval/accuracy" not in metrics and metrics["eval/rows"] == 4
+    assert (metrics["eval/accuracy_low"], metrics["eval/accuracy_high"], metrics["eval/failed"]) == (0.25, 0.5, 1)
+    told = capsys.readouterr().out
+    assert "INCOMPLETE: 1 of 4 samples could not be scored" in told and "between 0.2500 and 0.5000" in told
+    assert bounded(samples[:3]) == summarize(samples[:3]) and not capsys.readouterr().out
 
 
 def test_wilson_interval():
@@ -184,7 +195,6 @@ def rollouts(tmp_path, tokenizer, monkeypatch):
         engine=Engine(),
         turns=None,
         workers=score,
-        judge=None,
         group=None,
         eval_data=Rows(texts, tokenizer),
     )

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 from helpers import checked_args, make_args
-from test_pyvision_rewards import boxed, score
 
 import grpo
 from common.episodes import Episode
@@ -32,7 +31,7 @@ def rollouts_of(world, groups=group) -> SimpleNamespace:
         rollouts.drawn.append((first, count))
         return list(range(first, first + count))
 
-    rollouts.draw, rollouts.score = draw, lambda episodes, prompts, step, watch: None
+    rollouts.draw, rollouts.score = draw, lambda episodes, prompts: None
     rollouts.sample = lambda prompts, step, watch: [e for prompt in prompts for e in groups(prompt)]
     return rollouts
 
@@ -155,15 +154,6 @@ def test_as_many_calls_of_all_make_no_group_unequal(world, bonus, kept):
     args = make_args(grpo, oversample=1.5, prompts_per_step=2, tool_bonus=bonus)
     sampled, episodes = grpo.collect_groups(rollouts, args, 0, Stopwatch())
     assert [(e.prompt_index, e.rewards["score"]) for e in episodes] == kept and len(sampled) == 6
-
-
-@pytest.mark.parametrize("answer, earned", [("red", 1.1), ("red " * 400, 0.0), ("red}</answer><answer>{", 0.0)])
-def test_an_answer_that_is_too_long_or_broken_earns_nothing_for_its_calls(answer, earned):
-    """The release pays the bonus, for it takes such an answer for right."""
-    (episode,) = group(0, [0.0], [call(acted=True)])
-    episode.rewards = score(boxed(answer), "red")
-    grpo.add_tool_bonus([episode], 0.1)
-    assert episode.rewards["score"] == earned
 
 
 def test_an_epoch_counts_the_prompts_that_are_drawn(world, capsys):

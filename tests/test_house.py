@@ -13,7 +13,8 @@ from helpers import ROOT, parsed, run_script, script_environment
 
 Graph = dict[str, set[str]]  # module -> modules that it imports
 
-FOLDERS = {"data", "rewards", "tools", "prepare", "look", "engine"}  # of common/, each one node of the graph
+# Of common/, each one node of the graph.
+FOLDERS = {"data", "rewards", "tools", "sandbox", "prepare", "look", "engine"}
 
 HEAVY = {"torch", "transformers", "vllm"}
 BUILDERS = {"tiny", "tiny_vl", "smollm2", "export", "memory_plan"}  # of common/prepare: of models, or tokenise
@@ -41,8 +42,9 @@ def module_name(path: Path) -> str:
 
 
 def house() -> dict[str, Path]:
-    """{module: file} of scripts and common/."""
-    return {module_name(path): path for path in [*ROOT.glob("*.py"), *ROOT.glob("common/**/*.py")]}
+    """{module: file} of scripts, common/ and papers/."""
+    files = [*ROOT.glob("*.py"), *ROOT.glob("common/**/*.py"), *ROOT.glob("papers/**/*.py")]
+    return {module_name(path): path for path in files}
 
 
 def imported(text: str) -> Iterator[str]:
@@ -92,6 +94,15 @@ def test_imports_have_no_circles():
     graph = import_graph()
     assert circle(graph) == []
     assert circle(contracted(graph)) == []
+
+
+def test_papers_are_users():
+    """Of common/ alone, which does not know them; nor do the scripts."""
+    for module, imports in import_graph().items():
+        if module.startswith("papers."):
+            assert {name.partition(".")[0] for name in imports} <= {"common", "papers"}, module
+        else:
+            assert not any(name.startswith("papers") for name in imports), module
 
 
 def test_circles_are_found():
@@ -171,6 +182,8 @@ def test_the_ground_is_light():
     modules = [*LIGHT, *(f"common.rewards.{name}" for name in stems("common/rewards") - {"model"})]
     programs = [[name] for name in modules]
     programs += [[f"common.prepare.{name}", "--help"] for name in stems("common/prepare") - BUILDERS]
+    programs += [["papers.pyvision.rewards"], ["papers.pyvision.rows", "--help"]]
+    programs += [["papers.pyvision.benchmarks", "--help"]]
     assert {name: said for name, said in probe(programs, HEAVY).items() if said != ["", []]} == {}
 
 
@@ -190,7 +203,7 @@ def test_help_waits_for_torch_alone():
 @pytest.mark.slow
 def test_every_module_can_be_the_first_to_be_imported():
     """In an interpreter that knows torch alone: transformers is repaired by whoever needs that."""
-    modules = [name for name in house() if name.startswith("common.")]
+    modules = [name for name in house() if name.startswith(("common.", "papers."))]
     programs = [[name] for name in modules if not name.endswith("__main__")]
     assert {name: said for name, said in probe(programs, preload=["torch"]).items() if said != ["", []]} == {}
 

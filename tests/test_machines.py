@@ -355,10 +355,9 @@ def test_a_run_is_described_by_all_that_decides_what_it_does(monkeypatch, tmp_pa
     assert models == {"model config.json", "model model.safetensors", "model tokenizer.json"}
     for path in (tmp_path / "model.safetensors", rows):
         path.write_text(path.read_text() + " ")
-    monkeypatch.setenv("JUDGE_URLS", "http://user:password@host/v1")  # ranks wait for each other where there is one
     after = describe_run(str(tmp_path))
     changed = {name for name in facts if facts[name] != after[name]}
-    assert changed == {"model model.safetensors", str(rows), "JUDGE_URLS"} and "password" not in str(after)
+    assert changed == {"model model.safetensors", str(rows)}
 
 
 @pytest.mark.parametrize("place", [0, 2**20 - 1, 2**22, 2**22 + 2**20 - 1])

@@ -6,7 +6,6 @@ pytest tests/test_math_rewards.py            # pytest tests/test_math_rewards.py
 import json
 import random
 import time
-from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -24,7 +23,6 @@ from common.rewards import (
     geometry,
     reward_function,
     score_response,
-    tir_bench,
     visual_qa,
 )
 from common.rewards.answers import is_equal, normalize
@@ -844,7 +842,7 @@ def test_a_list_is_no_number():
 
 @pytest.mark.parametrize("truth", [["5"], {"answer": "5"}, None, float("nan"), float("inf")], ids=repr)
 def test_what_no_answer_can_be_is_no_truth(truth):
-    for scorer in (score_boxed, score_dapo, geometry.score_geo3k, partial(tir_bench.score_tir_bench, "math")):
+    for scorer in (score_boxed, score_dapo, geometry.score_geo3k):
         with pytest.raises(ValueError, match="is neither a text nor a finite number"):
             scorer(r"\boxed{5} Answer: 5", truth)
     several = [truth] if truth == ["5"] else truth if isinstance(truth, dict) else ["4", truth]
@@ -901,15 +899,6 @@ def test_units_are_units_for_dapo_and_geometry():
         assert score_dapo(f"Answer: {answer}", truth)["acc"] == right, (answer, truth)
         assert geometry.score_geo3k(rf"\boxed{{{answer}}}", truth)["acc"] == right, (answer, truth)
     assert not geometry.score_geo3k(r"\boxed{x=5}", "y=5")["acc"]
-
-
-@pytest.mark.parametrize(
-    "answer", [r"3\mathrm{i}", "3x", "3!", "3 million", "not 3", "3/2", "3:30", "3^2", "3 a.m.", "x > 3"]
-)
-def test_what_makes_another_number_for_tir_bench(answer):
-    assert tir_bench.score_tir_bench("math", rf"\boxed{{{answer}}}", "3")["score"] == 0.0
-    assert tir_bench.score_tir_bench("math", r"\boxed{about 3 cups}", "3")["score"] == 1.0
-    assert tir_bench.score_tir_bench("math", r"\boxed{There are 3 cups.}", "3")["score"] == 1.0
 
 
 @pytest.mark.parametrize("answer, truth", [("x'", "x"), ("f''", "f'"), ("5!", "5"), (r"\Omega", r"\omega")])

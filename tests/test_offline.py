@@ -88,7 +88,6 @@ BAD = [
         row(1, data_source="countdown", reward_model=None, truth='{"numbers": [1], "target": "1e999999999"}'),
         "unusable",
     ),
-    (row(1, data_source="vstar", extra_info={"last_turn": 5}), "its truth cannot be read: AttributeError"),
     (row(1, data_source=None), "data_source is None"),
     (row(1, data_source="unheard"), "no built-in reward function for data_source 'unheard'"),
     (row(1, extra_info="text"), "extra_info 'text'"),

@@ -24,7 +24,7 @@ def make(dtype=torch.float32, **options) -> GuardedAdamW:
 def job(folder, world) -> SimpleNamespace:
     found = find_checkpoint(folder, "auto", world)
     return SimpleNamespace(
-        output_dir=folder, run=Run(), world=world, identity={}, checkpoint=found, at_outage=[], micro_batch_tokens=1024
+        output_dir=folder, run=Run(), world=world, identity={}, checkpoint=found, micro_batch_tokens=1024
     )
 
 

@@ -18,9 +18,9 @@ from common.flags import Rollout
 from common.packing import TokenIndex, pack
 from common.pictures import Media, decode
 from common.rewards import make_scorer, score_episodes
-from common.tools import sandbox
-from common.tools.python import RESTING_BYTES, PythonWorkers
-from common.tools.sandbox import Sandbox
+from common.sandbox import sandbox
+from common.sandbox.python import RESTING_BYTES, PythonWorkers
+from common.sandbox.sandbox import Sandbox
 from common.tools.trajectories import Turns
 from common.tools.turns import Call, Code
 from common.vision import load_vision
@@ -177,7 +177,7 @@ def test_errors_end_a_trajectory_or_are_told(workers, most, ending, score):
     tokenizer = build_tokenizer()
     script = [say("1 / 0"), say("print('again')"), "<answer>\n\\boxed{1}\n</answer>"]
     the_row = row(tokenizer, tools=["python"])
-    the_row.data_source = "vstar"
+    the_row.data_source = "tiny-vl"
     (episode,), _ = run([script], Turns(tokenizer, workers, flags=Rollout(max_tool_errors=most)), the_row)
     assert (episode.finish_reason, episode.turns) == ending and episode.calls[0]["error"]
     told = [token for token, sampled in zip(episode.response_ids, episode.loss_mask) if not sampled]
@@ -194,13 +194,6 @@ def test_all_errors_of_a_trajectory_count_not_those_in_a_row(workers):
         [script], Turns(tokenizer, workers, flags=Rollout(max_tool_errors=1)), row(tokenizer, tools=["python"])
     )
     assert (episode.finish_reason, episode.turns) == ("max_tool_errors", 3)
-
-
-def test_the_prompt_tells_of_the_tool_and_no_schema_does(workers):
-    from common.data.render import to_messages
-
-    tokenizer, prompt = build_tokenizer(), [{"role": "user", "content": "look"}]
-    assert to_messages(prompt, tokenizer, workers.tools) == to_messages(prompt, tokenizer)
 
 
 def test_a_text_model_gets_no_figures_and_its_names_do_not_count_them(workers):
@@ -402,8 +395,8 @@ def test_a_block_that_does_not_end_is_told_and_undone(code, limit, told):
 def test_sandboxes_that_start_at_once_have_time_for_all(monkeypatch):
     """One takes two seconds of a processor: forty on one of them, beside an engine, take more than a minute. How many
     there are is bounded by the memory of the container."""
-    monkeypatch.setattr("common.tools.python.cpus_of_rank", lambda: 1)
-    monkeypatch.setattr("common.tools.python.total_memory", lambda: 8 * 5 * RESTING_BYTES)
+    monkeypatch.setattr("common.sandbox.python.cpus_of_rank", lambda: 1)
+    monkeypatch.setattr("common.sandbox.python.total_memory", lambda: 8 * 5 * RESTING_BYTES)
     pool = PythonWorkers(8, 20.0)
     try:
         box = pool.pool.new_worker()
@@ -418,7 +411,7 @@ def test_a_sandbox_that_does_not_start_later_costs_its_block_and_not_the_run(mon
     try:
         trajectory = Trajectory(pool)
         assert trajectory("x = 1\nprint(x)").text == "1"
-        monkeypatch.setattr("common.tools.sandbox.bubblewrap", lambda *_: ["false"])
+        monkeypatch.setattr("common.sandbox.sandbox.bubblewrap", lambda *_: ["false"])
         pool.pool.workers[0].process.kill()
         with deadline(60):  # the kernel ends what is in it soon, not at once
             while not (reply := trajectory("print(x)")).failed:

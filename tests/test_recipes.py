@@ -7,15 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import ROOT, checked_args
-from test_docs import split_commands, text, without_heredocs
+from helpers import checked_args
+from test_docs import PAGES, split_commands, text, without_heredocs
 from transformers import Qwen2_5_VLConfig, Qwen2Config
 
 from common.flags import EMBEDDED
 from common.prepare.memory_plan import memory_phases, no_rollout
 from common.prepare.memory_remedies import longest
 
-PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
 ROOM = 0.92  # share of a card that may be planned with, as in docs/scaling.md
 SHAPES = {  # hidden, MLP, layers, heads, key-value heads, vocabulary, tied
     "0.5B": (896, 4864, 24, 14, 2, 151_936, True),

@@ -180,8 +180,8 @@ def test_it_takes_the_engines_place(monkeypatch):
     monkeypatch.setattr("common.rollouts.score_episodes", lambda *_: done.append("rule"))
     model = SimpleNamespace(score_episodes=lambda *_: done.append("model"))
     engine = SimpleNamespace(sleep=lambda: done.append("sleep"))
-    rollouts = SimpleNamespace(engine=engine, reward_model=model, workers=None, judge=None, tokenizer=None)
-    Rollouts.score(rollouts, [], {}, step=0)
+    rollouts = SimpleNamespace(engine=engine, reward_model=model, workers=None, tokenizer=None)
+    Rollouts.score(rollouts, [], {})
     assert done == ["rule", "sleep", "model"]
-    Rollouts.score(SimpleNamespace(**vars(rollouts) | {"reward_model": None}), [], {}, step=0)
+    Rollouts.score(SimpleNamespace(**vars(rollouts) | {"reward_model": None}), [], {})
     assert done[3:] == ["rule"], "without one it goes on"

@@ -33,9 +33,9 @@ from helpers import wait_until
 from PIL import Image
 from test_python_tool import Trajectory
 
-from common.tools import namespaces, python, sandbox, seccomp
-from common.tools.python import PythonWorkers
-from common.tools.sandbox import Sandbox, as_reply, can_be_shown
+from common.sandbox import namespaces, python, sandbox, seccomp
+from common.sandbox.python import PythonWorkers
+from common.sandbox.sandbox import Sandbox, as_reply, can_be_shown
 
 SECRET = "the truth is 42"
 PRELUDE = """

@@ -17,8 +17,9 @@ from common.data.rows import RowFiles
 from common.data.table_files import ROWS_NAME, is_hub_id, stem_of
 from common.flags import Data, Machine, Run, parse
 from common.look.show import show
-from common.prepare import countdown, geo3k, gsm8k, math, pixel_reasoner, pyvision
+from common.prepare import countdown, geo3k, gsm8k, math, pixel_reasoner
 from common.rewards.offline import Scoring, score_file
+from papers.pyvision import rows
 
 ROWS = [{"question": f"{i} + {i}?", "answer": f"It is \\boxed{{{2 * i}}}. #### {2 * i}", "é": [i]} for i in range(5)]
 LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)
@@ -199,7 +200,7 @@ def test_an_address_is_answered_in_each_place(tmp_path, address, told):
         "math": lambda: math.main(math.Args(tmp_path / "out", address)),
         "geo3k": lambda: geo3k.main(geo3k.Args(tmp_path / "out", address)),
         "countdown": lambda: countdown.read_published(address),
-        "pyvision": lambda: pyvision.main(pyvision.Args(address, tmp_path / "out")),
+        "pyvision": lambda: rows.main(rows.Args(address, tmp_path / "out")),
         "look": lambda: show(Path(address)),
     }
     for place in places.values():

@@ -266,16 +266,14 @@ class PromptLoader:
             raise ValueError("need at least 1 row")
         self.num_rows, self.seed, self.consumed = num_rows, seed, 0
         self.fingerprint = fingerprint
-        self.begun = 0  # consumed before this step
         self._permutation = (-1, np.empty(0, dtype=np.int64))  # (epoch, order)
 
     @property
     def epoch(self) -> float:
         return self.consumed / self.num_rows
 
-    def next(self, count: int, first: int = 0) -> list[int]:
-        """The next `count` positions; at the end of an epoch the next permutation goes on. first 0: a step begins."""
-        self.begun = self.begun if first else self.consumed
+    def next(self, count: int) -> list[int]:
+        """The next `count` positions; at the end of an epoch the next permutation goes on."""
         positions = []
         while len(positions) < count:
             epoch, start = divmod(self.consumed, self.num_rows)
@@ -286,10 +284,6 @@ class PromptLoader:
             positions += taken.tolist()
             self.consumed += len(taken)
         return positions
-
-    def rewind(self) -> None:
-        """To where the step began."""
-        self.consumed = self.begun
 
     def state_dict(self) -> dict[str, int | str]:
         place = {"consumed": self.consumed, "seed": self.seed, "num_rows": self.num_rows}

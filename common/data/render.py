@@ -80,7 +80,10 @@ def to_messages(prompt: Prompt, tokenizer, tools: Mapping[str, Tool] | None = No
     if not tokenizer.chat_template:
         told = f"prompts are lists of messages, but the tokenizer of {tokenizer.name_or_path!r} has no chat template"
         raise ValueError(f"{told}: take an instruct model, or data whose `prompt` is an already rendered string")
-    schemas = [tool.schema for tool in (tools or {}).values() if tool.schema]
+    schemas = []
+    for tool in (tools or {}).values():
+        if tool.schema and not tool.is_taught(bare_text(prompt)):
+            schemas.append(tool.schema)
     native = native_calls(tokenizer, str(tokenizer.chat_template)) if schemas else None
     messages = with_tools(prompt, schemas, native, default_system(tokenizer)) if schemas else prompt
     if pictures:

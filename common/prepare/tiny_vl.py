@@ -1,7 +1,6 @@
 r"""Rebuild the embedded `tiny-vl` policy from nothing: tokenizer, scenes, traces with crops, supervised warm start.
 
     python -m common.prepare.tiny_vl --out common/assets/tiny-vl        # under 30 minutes on 2 CPU cores
-    python -m common.prepare.tiny_vl --protocol python --out common/assets/tiny-vl-python
 
 A Qwen2.5-VL of 3 million parameters looks for a white tile on a mosaic. The digit on it is too small for it to read
 where the picture is shown, at 112 x 112 pixels; a crop brings it back.
@@ -27,7 +26,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from types import ModuleType
 
 import tyro
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -36,7 +35,6 @@ from common.data.render import DEFAULT_SYSTEM
 from common.files import command_line
 from common.hub import FOLDERS
 from common.pictures import encode
-from common.prepare import tiny_vl_python
 from common.prepare.mosaic import LIMITS, Scene, center, other_cell, scenes, write_rows
 from common.tools import CROP
 from common.tools.turns import CLOSE, OPEN, Hermes
@@ -188,19 +186,18 @@ def write_demo_data(folder: Path) -> None:
 
 @dataclass
 class Args:
-    protocol: Literal["crops", "python"] = "crops"  # how it looks: by calls of the crop tool, or by programs
     out: Path | None = None  # folder of the finished policy; default: its own in common/assets
     work: Path = Path("runs/prepare-tiny-vl")  # folder for traces, the untrained model and the supervised runs
     expert_steps: int = 450  # optimizer steps on traces that look at the tile at once: to learn to see
     steps: int = 300  # optimizer steps on the others, from there
-    guess: float | None = None  # probability, in the others, to guess without looking; default by protocol
+    guess: float | None = None  # probability, in the others, to guess without looking; default: the builder's
     aim: float = AIM  # probability, in the others, that it looks at the tile
     batch_size: int = 32  # traces a step
     learning_rate: float = 4e-4  # at 1e-3 the vision tower does not learn to read
 
 
-def main(args: Args) -> None:
-    task = tiny_vl_python if args.protocol == "python" else sys.modules[__name__]
+def build(args: Args, task: ModuleType, name: str) -> None:
+    """The embedded policy of a name. task: what has its traces and how many, this module or one like it."""
     blank, tokenizer = args.work / "blank", build_tokenizer(task.corpus())
     build_processor(tokenizer).save_pretrained(blank)
     transformers.set_seed(0)
@@ -213,7 +210,7 @@ def main(args: Args) -> None:
     guess = task.GUESS_AT_ONCE if args.guess is None else args.guess
     task.write_traces(final, task.TRACES, 4, guess=guess, aim=args.aim)
     train(args, final, args.steps, ["--model", expert / "model", *options])
-    out = args.out or FOLDERS["tiny-vl-python" if args.protocol == "python" else "tiny-vl"]
+    out = args.out or FOLDERS[name]
     shutil.copytree(final / "model", out, dirs_exist_ok=True)
     build_processor(tokenizer).save_pretrained(out)  # as built, not as transformers loads a Qwen2 tokenizer
 
@@ -238,4 +235,5 @@ def train(args: Args, folder: Path, steps: int, options: list) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, args=command_line(), prog="python -m common.prepare.tiny_vl", description=__doc__))
+    flags = tyro.cli(Args, args=command_line(), prog="python -m common.prepare.tiny_vl", description=__doc__)
+    build(flags, sys.modules[__name__], "tiny-vl")

@@ -2,28 +2,29 @@
 
 fn(data_source, solution_str, ground_truth, extra_info=None) -> number, or a mapping with the key "score"
 
-One that cannot tell asks a judge (common/rewards/judge.py), whose verdict becomes the score, by the mapping
-{"score": nan, "judge": one of EXAMPLES, "question": text, "truth": text, "pred": the answer to compare with it}.
+It may be an `async def`, of which up to 64 calls are under way at once; fn.timeout_s is the deadline of a call.
 """
 
+import asyncio
 import importlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import partial
 from itertools import groupby
-from math import fsum, isnan, nan
+from math import fsum, inf, isnan, nan
 
-from common.rewards import countdown, geometry, math, pyvision, tir_bench, visual_qa
-from common.rewards.judge_prompt import EXAMPLES, Case
-from common.worker import Worker
+from common.processes import sign_of_life
+from common.progress import Progress
+from common.rewards import countdown, geometry, math, visual_qa
+from common.worker import Worker, describe
 from common.workers import Pool, load_function
 
 RewardFunction = Callable[..., float | Mapping]
 Job = tuple[str, str, object, Mapping | None]  # data_source, text, ground_truth, extra_info
-NO_JUDGE = "the reward function asks a judge: set JUDGE_URLS (docs/pyvision.md)"
 FULL_MARKS = 1.0 - 1e-6
-CASE = ("judge", "question", "truth", "pred")  # what a mapping that asks a judge has besides
+AT_ONCE = 64  # calls of an `async def` that are under way together
+CANCEL_S = 1.0  # for calls that are over their deadline to close what they hold
+SLACK_S = 10.0  # of a batch beyond the deadline of its calls
 MAX_SCORE = 1e6  # in magnitude: the square of a larger one, or its gradient, would ruin the run
 
 
@@ -38,11 +39,8 @@ geo3k_reward, visual_qa_reward = with_signature(geometry.score_geo3k), with_sign
 
 # data_source pattern -> function; the first that matches is taken
 REWARD_FUNCTIONS: dict[str, RewardFunction] = {
-    **dict.fromkeys(pyvision.MEASURED, pyvision.score_measured),
-    **{pattern: partial(pyvision.score_judged, family) for pattern, family in pyvision.FAMILY.items()},
     "visual_qa/*": visual_qa_reward,  # Pixel Reasoner's rows: common.data.visual_qa
     "tiny-vl": visual_qa_reward,
-    "tir_bench/*": tir_bench.tir_bench_reward,  # what common.prepare.vision_benchmarks writes
     "*countdown*": countdown_reward,
     "*gsm8k": gsm8k_reward,
     # math/*: what common.prepare.math writes; *MATH*: lighteval/MATH, HuggingFaceH4/MATH-500, ...
@@ -66,29 +64,24 @@ def reward_function(data_source: str) -> RewardFunction:
     )
 
 
-def needs_judge(data_sources: Iterable[str]) -> bool:
-    """Whether the built-in function of any may ask a judge. ValueError for a data_source that is not known."""
-    functions = [reward_function(name) for name in sorted(data_sources)]
-    return any(getattr(function, "func", None) is pyvision.score_judged for function in functions)
-
-
 def score_response(
     fn: RewardFunction, data_source: str, solution_str: str, ground_truth, extra_info: Mapping | None = None
 ) -> dict[str, float | str]:
-    """What fn returns, as a dict with a `usable` "score" or one that `asks_judge`; values are floats or strings."""
+    """What fn returns, as a dict with a `usable` "score"; values are floats or strings."""
     result = fn(data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info)
+    return read_result(result, fn, data_source)
+
+
+def read_result(result: object, fn: RewardFunction, data_source: str) -> dict[str, float | str]:
+    """ValueError if `score_response` may not return it."""
     label = f"reward function {getattr(fn, '__name__', fn)} on data_source {data_source!r}"
     if not isinstance(result, Mapping):
         result = {"score": result}
     if "score" not in result:
         raise ValueError(f'{label} returned a mapping without the key "score": {sorted(map(str, result))}')
     values = {str(key): float_or_str(value) for key, value in result.items()}
-    if "judge" in values:
-        values |= {name: str(result[name]) for name in CASE if name in result}
-    if not usable(values["score"]) and not asks_judge(values):
+    if not usable(values["score"]):
         expected = f"expected a finite number of at most {MAX_SCORE:g} in magnitude"
-        asks = f", or with it {', '.join(CASE)}: judge is one of {', '.join(EXAMPLES)}"
-        expected += asks if "judge" in values else ""
         raise ValueError(f"{label} returned the score {result['score']!r:.80}, {expected}")
     return values
 
@@ -96,13 +89,6 @@ def score_response(
 def usable(score) -> bool:
     """Whether a score can be trained on; NaN cannot."""
     return isinstance(score, float) and abs(score) <= MAX_SCORE
-
-
-def asks_judge(rewards: Mapping) -> bool:
-    """Whether a judge has to decide; NaN, the score until then, is not equal to itself."""
-    texts = [rewards.get(name) for name in CASE]
-    score = rewards.get("score")
-    return score != score and all(isinstance(text, str) for text in texts) and texts[0] in EXAMPLES
 
 
 def is_correct(rewards: Mapping[str, float | str]) -> bool:
@@ -114,22 +100,37 @@ def is_correct(rewards: Mapping[str, float | str]) -> bool:
 class RewardWorkers(Pool):
     """`workers` processes that score with the function FILE.py:NAME, or without one with the built-in functions.
 
-    Deadline, memory limit and errors are those of `Pool`; a missing file or an error in it shows as a ValueError.
+    Memory limit and errors are those of `Pool`, and so is the deadline of a call: the function's `timeout_s`, or else
+    `timeout_s` here. A missing file or an error in it shows as a ValueError.
+    An `async def` has one process, with up to `AT_ONCE` calls under way in it.
     sources: data_sources that are known to come; what their functions import then takes none of a deadline.
     """
 
     def __init__(self, function_spec: str | None, workers: int, timeout_s: float, memory_gib: float = 4.0, sources=()):
         built_in = SYMBOLIC if {*map(reward_function, sorted(sources))} - WITHOUT_IMPORTS else ""
-        new_worker = partial(Worker, make_scorer, function_spec or built_in, timeout_s, memory_gib)
+        self.worker_timeout_s = timeout_s
+
+        def new_worker() -> Worker:
+            return Worker(make_scorer, function_spec or built_in, self.worker_timeout_s, memory_gib)
+
         super().__init__("a reward worker did not start", new_worker, workers)
         self.own_function = bool(function_spec)
-        self.timeout_s = timeout_s
+        (first,) = self.workers
+        self.timeout_s = first.facts["timeout_s"] or timeout_s
+        self.is_async = first.facts["is_async"]
+        self.worker_timeout_s = self.timeout_s
+        if self.is_async:
+            self.most = 1
+            self.worker_timeout_s += SLACK_S
+        first.timeout_s = self.worker_timeout_s
 
     def score(self, jobs: Sequence[Job]) -> list[dict[str, float | str]]:
         """What `score_response` makes of each job, in their order; if it failed, {"error": why} without a "score".
 
         An answer that a built-in function cannot compare within its deadline is wrong: the policy caused it.
         """
+        if self.is_async:
+            return self.score_at_once(jobs)
         results = self.run(jobs, "rewards")
         if self.own_function:
             return results
@@ -140,6 +141,27 @@ class RewardWorkers(Pool):
                 num_slow += 1
         if num_slow:
             print(f"rewards: {num_slow} answers took longer than {self.timeout_s:g} s to compare: wrong", flush=True)
+        return results
+
+    def score_at_once(self, jobs: Sequence[Job]) -> list[dict[str, float | str]]:
+        """`score` by an `async def`."""
+        results = []
+        for start in Progress("rewards", range(0, len(jobs), AT_ONCE)):
+            results += self.score_batch(jobs[start : start + AT_ONCE])
+            sign_of_life()  # a judge that is away may take each batch its whole deadline
+        return results
+
+    def score_batch(self, jobs: Sequence[Job]) -> list[dict[str, float | str]]:
+        """Of calls that are under way together. If one of them blocks the others or ends the process, each is made
+        again alone, so that it costs its own response."""
+        (reply,) = self.run([(self.timeout_s, jobs)], "responses")
+        if "results" in reply:
+            return reply["results"]
+        if len(jobs) == 1:
+            return [reply]
+        results = []
+        for job in jobs:
+            results += self.score_batch([job])
         return results
 
     def try_out(self, function_spec: str, row) -> None:
@@ -165,19 +187,72 @@ def score_as_wrong(job: Job) -> dict[str, float | str]:
     return score_response(reward_function(data_source), data_source, "", ground_truth, nothing)
 
 
-def make_scorer(function_spec: str) -> Callable[[Job], dict]:
-    function = None if function_spec in ("", SYMBOLIC) else load_function(function_spec, "--reward-function")
-    if function_spec == SYMBOLIC:
-        importlib.import_module(SYMBOLIC)
-    return lambda job: score_response(function or reward_function(job[0]), *job)
+class Scorer:
+    """What a worker does with a job: one response, or as (deadline, responses) those of a batch for an `async def`."""
+
+    def __init__(self, function: RewardFunction | None):
+        self.function = function  # None: the built-in ones
+        is_async = inspect.iscoroutinefunction(function)
+        self.runner = asyncio.Runner() if is_async else None  # one loop for all batches: clients are bound to theirs
+        self.facts = {"timeout_s": deadline_of(function), "is_async": is_async}
+
+    def __call__(self, job) -> dict:
+        if self.runner:
+            return {"results": self.runner.run(score_together(self.function, *job))}
+        return score_response(self.function or reward_function(job[0]), *job)
 
 
-def score_episodes(
-    episodes: list, rows: Mapping, workers: RewardWorkers, tokenizer, judge=None, watch=nullcontext
-) -> None:
+def deadline_of(function: RewardFunction | None) -> float | None:
+    """The function's own `timeout_s`, in seconds. ValueError for what is no such time."""
+    timeout_s = getattr(function, "timeout_s", None)
+    if timeout_s is not None and (not isinstance(timeout_s, int | float) or not 0 < timeout_s < inf):
+        raise ValueError(f"the reward function's timeout_s is {timeout_s!r:.40}, expected seconds above 0")
+    return timeout_s
+
+
+def make_scorer(function_spec: str) -> Scorer:
+    if function_spec in ("", SYMBOLIC):
+        if function_spec:
+            importlib.import_module(function_spec)
+        return Scorer(None)
+    return Scorer(load_function(function_spec, "--reward-function"))
+
+
+async def score_together(function: RewardFunction, timeout_s: float, jobs: Sequence[Job]) -> list[dict]:
+    """What `score_response` makes of each job, or {"error": why}; the calls are under way together."""
+    calls = [asyncio.create_task(await_score(function, *job)) for job in jobs]
+    _, late = await asyncio.wait(calls, timeout=timeout_s)
+    for call in late:
+        call.cancel()
+    if late:
+        await asyncio.wait(late, timeout=CANCEL_S)
+    results = []
+    for call in calls:
+        if call in late:
+            results.append({"error": f"timeout after {timeout_s:g} s"})
+        elif call.cancelled():
+            results.append({"error": "the call was cancelled"})
+        elif error := call.exception():
+            if isinstance(error, MemoryError):  # the process may still hold that memory: it has to end
+                raise error
+            results.append({"error": describe(error)})
+        else:
+            results.append(call.result())
+    return results
+
+
+async def await_score(
+    fn: RewardFunction, data_source: str, solution_str: str, ground_truth, extra_info: Mapping | None = None
+) -> dict[str, float | str]:
+    """`score_response` for an `async def`."""
+    result = await fn(
+        data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info
+    )
+    return read_result(result, fn, data_source)
+
+
+def score_episodes(episodes: list, rows: Mapping, workers: RewardWorkers, tokenizer) -> None:
     """Fill `rewards` of each episode from what the policy said in it; rows: prompt index -> Row.
-
-    With a judge all ranks call it together: it decides what its reward function cannot, timed by `watch("judge")`.
 
     What tools said is in extra_info["trajectory"] alone, the last turn in extra_info["last_turn"]. If scoring fails
     (an exception, a timeout, a dead worker, a score that is not `usable`), they are {"score": nan, "error": why}.
@@ -201,34 +276,29 @@ def score_episodes(
         answered.append(episode)
         jobs.append((row.data_source, "\n".join(turns), row.ground_truth, row.extra_info | more))
     for episode, result in zip(answered, workers.score(jobs), strict=True):
-        why = result.get("error", f"the worker sent {result!r:.80}")  # a user's function may forge what is sent
-        scored = usable(result.get("score")) or asks_judge(result)
-        episode.rewards = result if scored else {"score": nan, "error": why}
-    with watch("judge") if judge else nullcontext():
-        take_verdicts([episode for episode in answered if asks_judge(episode.rewards)], judge)
+        episode.rewards = checked(result)
     for episode in episodes:
         if turns := [reward for _, reward in episode.turn_rewards]:
             # scripts add them to the score: a right answer stays one
             episode.rewards |= {"acc": float(is_correct(episode.rewards)), "turns": fsum(turns)}
             episode.rewards["first_turn_accuracy"] = float(turns[0] >= FULL_MARKS)
             episode.rewards["last_turn_accuracy"] = float(turns[-1] >= FULL_MARKS)
-    errors = [str(e.rewards["error"]) for e in episodes if isnan(e.rewards["score"])]
+    tell_errors([episode.rewards for episode in episodes])
+
+
+def checked(result: Mapping) -> Mapping:
+    """What a worker has sent, if its score is `usable`; else {"score": nan, "error": why}."""
+    if usable(result.get("score")):
+        return result
+    why = result.get("error", f"the worker sent {result!r:.80}")  # a user's function may forge what is sent
+    return {"score": nan, "error": why}
+
+
+def tell_errors(rewards: Sequence[Mapping]) -> None:
+    """How many responses could not be scored, and why the first could not."""
+    errors = [str(item["error"]) for item in rewards if isnan(item["score"])]
     if errors:
-        print(f"rewards: {len(errors)} of {len(episodes)} responses not scored, the first: {errors[0]}", flush=True)
-
-
-def take_verdicts(episodes: list, judge) -> None:
-    """Put a judge's verdicts into the rewards of episodes that ask for one, with "judged", or "unjudged" if there is
-    none, as 1. A right "pred" is the truth, so that votes agree."""
-    asking, verdicts, why = [episode.rewards for episode in episodes], [None] * len(episodes), NO_JUDGE
-    if judge:
-        verdicts = judge.settle([Case(*(rewards[name] for name in CASE)) for rewards in asking])
-        why = f"no verdict by the judge ({judge.trouble or 'its replies say neither 1 nor 0'})"
-    for episode, asked, verdict in zip(episodes, asking, verdicts, strict=True):
-        own = {name: value for name, value in asked.items() if name not in CASE}
-        own["pred"] = asked["truth"] if verdict else asked["pred"]
-        judged = {"score": verdict, "acc": verdict, "judged": 1.0}
-        episode.rewards = own | (judged if verdict is not None else {"score": nan, "error": why, "unjudged": 1.0})
+        print(f"rewards: {len(errors)} of {len(rewards)} responses not scored, the first: {errors[0]}", flush=True)
 
 
 def sampled_turns(episode, tokenizer) -> list[str]:

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isnan
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Literal
 
 from tyro.conf import Positional
@@ -17,11 +16,8 @@ from common.data.table_files import is_hub_id, stem_of
 from common.files import modified, refuse
 from common.flags import Files, Positive, Rollout, check_ranges
 from common.processes import cpus_of_rank
-from common.rewards import RewardWorkers, needs_judge, reward_function, score_episodes, score_response
-from common.rewards.judging import bounded, open_judge
-from common.rewards.samples import report, summarize, verdict
-
-TOKENIZER = SimpleNamespace(decode=lambda ids, **_: "".join(ids))  # here a response is a single token
+from common.rewards import RewardWorkers, checked, reward_function, score_response, tell_errors
+from common.rewards.samples import bounded, report, verdict
 
 
 @dataclass
@@ -34,6 +30,19 @@ class Scoring:
     reward_function: str | None = None  # FILE.py:NAME, verl's signature; default: by the row's data_source
     reward_timeout: Positive = 10.0  # seconds for one response; one that takes longer, or crashes, scores 0
     bad_rows: Literal["error", "drop"] = "error"  # rows without a response, a truth or a scorer: stop, or drop them
+
+
+@dataclass
+class Response:
+    """A response, and what scores it."""
+
+    row: int
+    text: str
+    data_source: str
+    ground_truth: object
+    truth: str  # the same as a text
+    extra_info: dict
+    columns: dict  # of the row that is written
 
 
 @contextmanager
@@ -52,7 +61,8 @@ def score_file(flags: Scoring) -> None:
     rollout = Rollout(**{name: value for name, value in vars(flags).items() if name in vars(Rollout())})
     check_ranges(rollout)
     files = RowFiles(flags.file, "FILE")
-    rows, bad = {}, {}
+    responses: list[Response] = []
+    bad: dict[int, str] = {}
     output = flags.output
     if output is None:
         first = files.paths[0]
@@ -63,35 +73,35 @@ def score_file(flags: Scoring) -> None:
         refuse(output.exists() and path.exists() and output.samefile(path), f"--output {output} is FILE itself")
     for index, record in enumerate(files.records()):
         try:
-            rows[index] = read_row(record, index, flags)
+            responses += read_row(record, index, flags)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             bad[index] = str(error) if isinstance(error, ValueError) else f"its truth cannot be read: {error!r}"
     files.refuse(bad, "unusable rows", flags.bad_rows == "drop")
-    refuse(not rows, f"FILE: no usable row in {flags.file}")
-    sources = set() if flags.reward_function else {row.data_source for row in rows.values()}
-    judge = open_judge(rollout, needs_judge(sources))
+    refuse(not responses, f"FILE: no usable row in {flags.file}")
+    sources = set() if flags.reward_function else {response.data_source for response in responses}
     workers = RewardWorkers(flags.reward_function, max(1, cpus_of_rank() - 1), flags.reward_timeout, sources=sources)
     if flags.reward_function:
-        workers.try_out(flags.reward_function, next(iter(rows.values())))
-    episodes = [episode for row in rows.values() for episode in row.episodes]
-    if not all(isinstance(episode.columns["group"], int | str) for episode in episodes):  # a row is a group
-        for episode in episodes:
-            episode.columns["group"] = episode.prompt_index
-    score_episodes(episodes, rows, workers, TOKENIZER, judge and judge.for_evaluation())
-    failed = sum(isnan(episode.rewards["score"]) for episode in episodes)
-    refuse(failed == len(episodes), f"none of the {failed} responses could be scored; {output} is not written")
-    samples = [episode.columns | verdict(episode.rewards) for episode in episodes]
+        workers.try_out(flags.reward_function, responses[0])
+    if not all(isinstance(response.columns["group"], int | str) for response in responses):  # a row is a group
+        for response in responses:
+            response.columns["group"] = response.row
+    jobs = [(item.data_source, item.text, item.ground_truth, item.extra_info) for item in responses]
+    rewards = [checked(result) for result in workers.score(jobs)]
+    tell_errors(rewards)
+    failed = sum(isnan(item["score"]) for item in rewards)
+    refuse(failed == len(responses), f"none of the {failed} responses could be scored; {output} is not written")
+    samples = [response.columns | verdict(item) for response, item in zip(responses, rewards, strict=True)]
     before = modified(output)
     print(report(samples, output))
     prompts = [sample | {"group": (sample["data_source"], sample["group"])} for sample in samples]
-    bounded(summarize, prompts, print)
+    bounded(prompts)
     refuse(modified(output) == before, f"{output} is not written")
     told = f", {failed} of them not scored, which count as wrong" if failed else ""
     print(f"{len(samples)} responses to {len({s['group'] for s in prompts})} prompts{told}: {output}")
 
 
-def read_row(record: dict | str, index: int, flags: Scoring) -> SimpleNamespace:
-    """A row, as scoring takes it, with an episode for each response. ValueError if it cannot be scored."""
+def read_row(record: dict | str, index: int, flags: Scoring) -> list[Response]:
+    """The responses of a row. ValueError if they cannot be scored."""
     if isinstance(record, str):
         raise ValueError(record)
     column = flags.response_column
@@ -116,12 +126,20 @@ def read_row(record: dict | str, index: int, flags: Scoring) -> SimpleNamespace:
         score_response(reward_function(source), source, "", truth, extra)  # can it read the truth?
     group = record.get("group") if isinstance(said, str) else None
     group = int(group) if isinstance(group, float) and group.is_integer() else group  # pandas: beside a null
-    columns = [record | {column: text, "group": group} for text in texts]
-    own = {"prompt_index": index, "loss_mask": [1], "finish_reason": "", "rewards": {}}
-    own |= {"environment_reward": None, "turn_rewards": []}
-    episodes = [SimpleNamespace(response_ids=[new[column]], columns=new, **own) for new in columns]
-    text = truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False, default=str)
-    return SimpleNamespace(data_source=source, ground_truth=truth, truth=text, extra_info=extra, episodes=episodes)
+    truth_text = truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False, default=str)
+    responses = []
+    for text in texts:
+        response = Response(
+            row=index,
+            text=text,
+            data_source=source,
+            ground_truth=truth,
+            truth=truth_text,
+            extra_info=extra | {"last_turn": text, "trajectory": text},  # as in training
+            columns=record | {column: text, "group": group},
+        )
+        responses.append(response)
+    return responses
 
 
 def unpacked(value: object) -> object:

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from common.files import full_disk_is_a_warning, jsonable, replace_file, shorten
+from common.progress import say
 from common.rewards import is_correct, sampled_turns
 
 OF_TURNS = ("first_turn_accuracy", "last_turn_accuracy")  # by an interaction
@@ -46,11 +47,26 @@ def verdict(rewards: dict) -> dict:
         "score": rewards["score"] if math.isfinite(rewards["score"]) else 0.0,
         "correct": is_correct(rewards),
         "pred": str(rewards.get("pred", "")),
-        "unjudged": "unjudged" in rewards,  # counts as wrong
+        "failed": not math.isfinite(rewards["score"]),  # counts as wrong
         "anls": anls if isinstance(anls, float) else None,  # a user's function may mean something else by it
         "rewards": json.dumps(jsonable(rewards)),  # all that was returned
         **{name: rewards[name] for name in OF_TURNS if name in rewards},
     }
+
+
+def bounded(samples: list[dict]) -> dict[str, float]:
+    """The summary of an evaluation. If samples could not be scored, it says so, and has a lower and an upper bound in
+    the place of the accuracy."""
+    metrics = summarize(samples)
+    failed = sum(sample["failed"] for sample in samples)
+    if not failed:
+        return metrics
+    best = summarize([sample | {"correct": True} if sample["failed"] else sample for sample in samples])
+    low = metrics.pop("eval/accuracy")
+    high = best["eval/accuracy"]
+    missing = f"{failed} of {len(samples)} samples could not be scored, and count as wrong"
+    say(f"evaluation INCOMPLETE: {missing}; the accuracy is between {low:.4f} and {high:.4f}")
+    return metrics | {"eval/failed": failed, "eval/accuracy_low": low, "eval/accuracy_high": high}
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:

@@ -42,11 +42,15 @@ NO_WORKER = "no worker starts"  # how common.workers begins what it says of a jo
 class Tool:
     name: str
     function: Callable
-    schema: dict  # {"type": "function", "function": {name, description, parameters}}; {}: prompts tell of it
+    schema: dict  # {"type": "function", "function": {name, description, parameters}}; {}: none is offered
     aliases: tuple[str, ...] = ()
     role: str = "tool"  # of the message that holds the observation: "tool" or "user"
     ours: bool = False  # whether a hang or a crash is our fault, whatever the policy has asked for
     stateful: bool = False  # a method of an environment
+    taught_by: tuple[str, ...] = ()  # what stands in prompts that say themselves how it is called
+
+    def is_taught(self, prompt: str) -> bool:
+        return any(mark in prompt for mark in self.taught_by)
 
 
 CROP_NAMES = ("crop_image", "zoom_in")

@@ -15,7 +15,7 @@ from common.progress import Progress
 from common.tools import find_tool
 from common.tools.environments import CLOSE, RESET, State, is_class
 from common.tools.pools import ToolPool
-from common.tools.turns import UNSEEN, Call, Protocol, ToolReply, error_text
+from common.tools.turns import UNSEEN, Call, Code, Protocol, ToolReply, error_text
 from common.torch_repair import transformers
 from common.vision import Vision
 
@@ -40,6 +40,7 @@ class Turns:
         # all wait for the slowest: the engine's batches, and so the last bits, are repeatable; ranks submit alike
         self.lockstep = self.flags.deterministic or self.flags.engine_parallel > 1
         self.stateful = {tool.name for tool in tools if tool.stateful}
+        self.code = Code(self.tokenizer) if self.protocol and self.workers.protocol is Code else None
         self.protocol = self.protocol or self.workers.protocol(self.tokenizer)
         self.threads = ThreadPoolExecutor(cpus_of_rank())  # decode pictures while the engine samples
         environment = self.flags.environment
@@ -48,6 +49,23 @@ class Turns:
             if PROBE not in self.protocol.observation([PROBE], role, shown=0):
                 raise ValueError(f"tools: the chat template leaves out messages of role {role!r}: {UNSEEN}")
             self.observation_ids([PROBE], role)
+        self.program_role = "tool" if self.code and self.shows("tool") else "user"
+
+    def shows(self, role: str) -> bool:
+        """Does the chat template show messages of a role?"""
+        try:
+            return PROBE in self.protocol.observation([PROBE], role) and bool(self.observation_ids([PROBE], role))
+        except ValueError:
+            return False
+
+    def protocol_of(self, row: Row) -> Protocol:
+        """That of programs between tags, where the prompt teaches it."""
+        prompt = row.prompt
+        if not isinstance(prompt, str):
+            prompt = "\n".join(message["content"] for message in prompt)
+        if self.code and any(self.workers.tools[name].is_taught(prompt) for name in row.tools):
+            return self.code
+        return self.protocol
 
     def sample(
         self,
@@ -107,11 +125,12 @@ class Turns:
         """What happens in one: yields None and is sent what was sampled, or a call and is sent its reply."""
         if row.environment is not None:
             self.begin(episode, row, (yield OPENING))
+        protocol = self.protocol_of(row)
         goes_on = not episode.finish_reason
         while goes_on:
             add_turn(episode, turn := (yield None), max_tokens)
             call = self.next_call(episode, row, turn.token_ids)
-            goes_on = call is not None and self.observe(episode, call, (yield call), max_tokens)
+            goes_on = call is not None and self.observe(episode, call, (yield call), max_tokens, protocol)
         if row.environment is not None:
             reply = yield CLOSING
             episode.environment_reward = reply.info.get("reward")
@@ -153,7 +172,8 @@ class Turns:
             return None
         text = self.tokenizer.decode(last_turn, skip_special_tokens=True)
         episode.messages.append({"role": "assistant", "content": text})
-        call = self.protocol.find_call(self.protocol.read(last_turn)) if row.tools else None
+        protocol = self.protocol_of(row)
+        call = protocol.find_call(protocol.read(last_turn)) if row.tools else None
         if call and episode.turns >= self.flags.max_turns:
             episode.finish_reason = "max_turns"
             return None
@@ -208,8 +228,12 @@ class Turns:
         known = {"turn": episode.turns - 1, "name": call.name, "arguments": call.arguments, "text": reply.text}
         episode.calls.append(known | {"error": reply.error or reply.failed, "info": reply.info, "media": 0})
 
-    def observe(self, episode: Episode, call: Call, reply: ToolReply, max_tokens: int) -> bool:
+    def observe(
+        self, episode: Episode, call: Call, reply: ToolReply, max_tokens: int, protocol: Protocol | None = None
+    ) -> bool:
         """Append what came of a call. False, with its finish_reason, if the trajectory ends instead."""
+        if self.code and call is not TALKING and protocol is not self.code:
+            reply = replace(reply, role=self.program_role)
         try:
             media = reply.opened.result() if reply.opened else self.open_pictures(reply)
         except ValueError as error:  # what a tool has written past `call_tool`
@@ -225,7 +249,7 @@ class Turns:
                 return False
         else:
             self.record(episode, call, reply)
-        ids = self.observation_ids([reply.text, *media], reply.role, shown=len(episode.media))
+        ids = self.observation_ids([reply.text, *media], reply.role, len(episode.media), protocol)
         if episode.response_ids[-1] != self.tokenizer.eos_token_id:  # the policy has sampled another end token
             ids = [self.tokenizer.eos_token_id, *ids]
         if call is TALKING and episode.turns >= self.flags.max_turns:
@@ -254,13 +278,16 @@ class Turns:
         limits, is_frame = self.vision and self.vision.limits, "frames" in reply.info
         return [Media.open("image", [x], limits, is_frame) for x in reply.images if limits]
 
-    def observation_ids(self, parts: Sequence[str | Media], role: str, shown: int = 0) -> list[int]:
+    def observation_ids(
+        self, parts: Sequence[str | Media], role: str, shown: int = 0, protocol: Protocol | None = None
+    ) -> list[int]:
         """What stands between an end-of-turn token and the next turn, from the new message alone.
 
         Its ids are those that it has behind that token: by itself a tokenizer may put a space before it. ValueError
         if they depend on what comes before.
         """
-        text, end = self.protocol.observation(parts, role, shown), self.tokenizer.eos_token
+        text = (protocol or self.protocol).observation(parts, role, shown)
+        end = self.tokenizer.eos_token
         before = self.tokenizer.encode("-" + end, add_special_tokens=False)
         whole = self.tokenizer.encode("-" + end + text, add_special_tokens=False)
         ids = whole[len(before) :]

@@ -15,6 +15,7 @@ from common.pictures import Media
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 CODE_OPEN, CODE_CLOSE, FENCE = "<code>", "</code>", "```python"
 BEGIN, END = "<tool_response>\n<interpreter>", "</interpreter>\n\n</tool_response>"
+CODE_TAUGHT = (CODE_OPEN, "<image_clue_0>")  # in prompts that teach programs between tags
 MAX_TEXT = 4096  # characters of an observation
 CALL_ID = "tool_call"  # Mistral's templates want nine characters
 UNSEEN = "the policy would not see what it is told; take a model whose template shows such messages"

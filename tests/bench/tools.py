@@ -24,8 +24,8 @@ import tyro
 from report import ROOT, header, table
 
 from common.limits import usable_cpus
-from common.tools.python import PythonWorkers
-from common.tools.sandbox import Sandbox, State
+from common.sandbox.python import PythonWorkers
+from common.sandbox.sandbox import Sandbox, State
 from common.tools.turns import Call
 
 TOOL = """

@@ -3,20 +3,24 @@ r"""Rewards of PyVision-RL (arXiv 2602.20739): the boxed answer by rules, and wh
 The answer is the \boxed{…} in the last `<answer>…</answer>` of the last turn, on one line or several. Tags that do not
 pair up, no box or several, and 1,000 characters and more are wrong, and "acc" says so, too: they earn no bonus. Rules
 come first, in the order same option or same words, equal formulas, two different whole numbers, and for numbers of
-VSI-Bench the mean relative accuracy; so a judge is asked for few rows, and by the mapping that the scorer returns:
-`common.rewards.asks_judge`.
+VSI-Bench the mean relative accuracy; so a judge is asked for few rows:
+
+    JUDGE_URLS=http://HOST:18901/v1 python grpo.py --reward-function papers/pyvision/rewards.py:score ...
 """
 
 import re
 import tomllib
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from fractions import Fraction
-from math import nan
 from pathlib import Path
 
 from common.rewards.answers import MAX_CHARACTERS, normalize
 from common.rewards.math import last_boxed, truth_text
 from common.rewards.visual_qa import option, plain, quantity, same, same_formula, says_same, unboxed
+from papers.pyvision.judge import Judge, open_judge
+from papers.pyvision.judge_prompt import Case
+from papers.pyvision.tir_bench import tir_bench_reward
 
 LONGEST_ANSWER = 1000  # characters; this many are too many
 
@@ -25,10 +29,33 @@ FAMILY = {pattern: family for family, patterns in FAMILIES.items() for pattern i
 MEASURED = ("vsi_numerical", "*_rule_verifiable")
 
 
-def score_judged(
-    family: str, data_source: str, solution_str: str, ground_truth: object, extra_info: Mapping | None = None
+async def score(data_source: str, solution_str: str, ground_truth: object, extra_info: Mapping | None = None) -> dict:
+    """The reward of a row of PyVision-RL's data or benchmarks. ValueError for another row."""
+    if data_source.startswith("tir_bench/"):
+        return tir_bench_reward(data_source, solution_str, ground_truth, extra_info)
+    if any(fnmatchcase(data_source, pattern) for pattern in MEASURED):
+        return score_measured(data_source, solution_str, ground_truth, extra_info)
+    family = family_of(data_source)
+    judge = open_judge()
+    await judge.probe()  # also if rules decide: a run without a judge ends at its first row
+    return await score_judged(family, judge, solution_str, ground_truth, extra_info)
+
+
+score.timeout_s = 600  # a judge that is away for longer leaves responses without a score
+
+
+def family_of(data_source: str) -> str:
+    """Whose examples a judge is shown."""
+    for pattern, family in FAMILY.items():
+        if fnmatchcase(data_source, pattern):
+            return family
+    raise ValueError(f"no reward of PyVision-RL for data_source {data_source!r}; known are {', '.join(FAMILY)}")
+
+
+async def score_judged(
+    family: str, judge: Judge, solution_str: str, ground_truth: object, extra_info: Mapping | None = None
 ) -> dict:
-    """{"score": 0 | 1, "acc": the same, "pred": answer or truth}, or what a judge of `family` is asked.
+    """{"score": 0 | 1, "acc": the same, "pred": answer or truth, "judged": whether the judge was asked}.
 
     ground_truth: a text, or {"answer": "B", "options": [texts]}. The question is extra_info["question"].
     """
@@ -36,12 +63,14 @@ def score_judged(
     truth, options = reference(ground_truth)
     answer = final_answer(extra.get("last_turn", solution_str))
     verdict = by_rules(answer, truth, options) if answer else 0.0
-    if verdict is not None:
-        return {"score": verdict, "acc": verdict, "pred": truth if verdict else answer}
-    question = extra.get("question")
-    if not isinstance(question, str) or not question.strip():
-        raise ValueError(f"the judge needs a text in extra_info['question'], which is {question!r:.80}")
-    return {"score": nan, "judge": family, "question": question, "truth": truth, "pred": answer}
+    is_open = verdict is None
+    if is_open:
+        question = extra.get("question")
+        if not isinstance(question, str) or not question.strip():
+            raise ValueError(f"the judge needs a text in extra_info['question'], which is {question!r:.80}")
+        verdict = await judge.verdict(Case(family, question, truth, answer))
+    pred = truth if verdict else answer  # so that votes agree
+    return {"score": verdict, "acc": verdict, "pred": pred, "judged": float(is_open)}
 
 
 def score_measured(

@@ -26,9 +26,9 @@ from typing import Any
 
 from PIL import Image
 
-from common.tools.interpreter import MAX_BYTES, MAX_FIGURES, SIZES, check_size
-from common.tools.namespaces import ENVIRONMENT, FOLDER, INSIDE, SEEN_AT, bubblewrap, python_folders
-from common.tools.seccomp import first_filter, program_filter
+from common.sandbox.interpreter import MAX_BYTES, MAX_FIGURES, SIZES, check_size
+from common.sandbox.namespaces import ENVIRONMENT, FOLDER, INSIDE, SEEN_AT, bubblewrap, python_folders
+from common.sandbox.seccomp import first_filter, program_filter
 from common.tools.turns import ToolReply, trim
 from common.worker import HOLD_S, LATE_S, close_link, send_all
 

@@ -1,8 +1,8 @@
 """PyVision-RL's rows in verl's columns: pictures as bytes, in the prompt or for the interpreter alone.
 
-    python -m common.prepare.pyvision --source train.json --media-root FOLDER --out data/pyvision.parquet
-    python -m common.prepare.pyvision --source train_1.parquet,train_2.parquet --out data/pyvision.parquet
-    python -m common.prepare.pyvision --source val.json --media-root FOLDER --like train.json --out data/val.parquet
+    python -m papers.pyvision.rows --source train.json --media-root FOLDER --out data/pyvision.parquet
+    python -m papers.pyvision.rows --source train_1.parquet,train_2.parquet --out data/pyvision.parquet
+    python -m papers.pyvision.rows --source val.json --media-root FOLDER --like train.json --out data/val.parquet
 
 Rows (.parquet, .json, .jsonl) are told apart by their columns:
 
@@ -30,8 +30,8 @@ from common.data.rows import RowFiles
 from common.files import command_line, user_errors
 from common.flags import Files
 from common.pictures import BadRow, decode
-from common.prepare.code_prompts import MODES, OWN, Mode, Wording, picture_facts, tagged, video_facts, wordings_like
 from common.prepare.writing import stream_rows
+from papers.pyvision.prompts import MODES, OWN, Mode, Wording, picture_facts, tagged, video_facts, wordings_like
 
 SHOWN = ("", "pyvision_gym", "pyvision_gym_w_image_hint")  # env_name of rows whose prompts have their pictures
 # What PyAV may open: playlists, which ffmpeg reads too, name other files and hosts.
@@ -261,4 +261,4 @@ def look_at_video(video: str | list[str], fps: object, root: Path | None) -> tup
 
 if __name__ == "__main__":
     with user_errors():
-        main(tyro.cli(Args, args=command_line(), prog="python -m common.prepare.pyvision", description=__doc__))
+        main(tyro.cli(Args, args=command_line(), prog="python -m papers.pyvision.rows", description=__doc__))

@@ -1,9 +1,10 @@
-"""A judge that is a model: SmolLM2, served by vLLM on the CPU as docs/pyvision.md says. Slow: minutes to start.
+"""A judge that is a model: SmolLM2, served by vLLM on the CPU as its page says. Slow: minutes to start.
 
 It judges badly. What is tested is that it is asked, that its replies are read and counted, and that the probe refuses
 it.
 """
 
+import asyncio
 import os
 import socket
 import subprocess
@@ -15,18 +16,27 @@ import pytest
 from helpers import ROOT, kill_all, run_script, steps_of, wait_until
 
 from common.prepare.smollm2 import smollm2_path
-from common.rewards.judge import Judge
-from common.rewards.judge_prompt import Case, verdict_of
+from papers.pyvision.judge import Judge
+from papers.pyvision.judge_prompt import Case
 
 pytestmark = pytest.mark.slow
 RUN = ["--engine", "hf", "--dtype", "fp32", "--prompts-per-step", 2, "--samples-per-prompt", 4, "--total-steps", 1]
 RUN += ["--max-response-tokens", 12, "--max-rows", 16, "--eval-every", 0, "--no-eval-before", "--eval-rows", 1]
 ASKS = """
-def fn(data_source, solution_str, ground_truth, extra_info=None):
+from papers.pyvision.judge import open_judge
+from papers.pyvision.judge_prompt import Case
+
+
+async def fn(data_source, solution_str, ground_truth, extra_info=None):
+    judge = open_judge()
+    await judge.probe()
     if sum(map(ord, solution_str)) % 2:
-        return {"score": 0.0}
-    question, truth = "Which animal is in the picture?", "a dog"
-    return {"score": float("nan"), "judge": "visual_search", "question": question, "truth": truth, "pred": "a puppy"}
+        return {"score": 0.0, "asked": 0.0}
+    case = Case("visual_search", "Which animal is in the picture?", "a dog", "a puppy")
+    return {"score": await judge.verdict(case), "asked": 1.0}
+
+
+fn.timeout_s = 600
 """
 
 
@@ -58,16 +68,19 @@ def url(tmp_path_factory):
 
 
 def test_a_small_model_is_asked_and_its_replies_are_read(url):
-    judge = Judge([url], patience_s=600)
-    cases = [
-        Case("visual_search", "Which animal is it?", "a dog", answer) for answer in ("a dog", "a cat", "two birds")
-    ]
-    verdicts = judge.settle(cases)
-    assert set(verdicts) <= {0.0, 1.0, None} and judge.servers[0].model == "judge"
-    assert not judge.trouble and judge.servers[0].used >= 3, "each request was answered"
-    assert judge.verdicts == {case: verdict for case, verdict in zip(cases, verdicts) if verdict is not None}
-    reply = judge._start(judge._reply(judge.servers[0], cases[0], 0)).result()
-    assert reply and verdict_of(reply) in {verdicts[0], None}
+    judge = Judge([url])
+    answers = ("a dog", "a cat", "two birds")
+    cases = [Case("visual_search", "Which animal is it?", "a dog", answer) for answer in answers]
+
+    async def ask() -> list:
+        return await asyncio.gather(*map(judge.verdict, cases), return_exceptions=True)
+
+    verdicts = asyncio.run(ask())
+    (server,) = judge.servers
+    assert server.listed == "judge" and len(verdicts) == 3
+    for case, verdict in zip(cases, verdicts):
+        assert verdict in (0.0, 1.0) or "no verdict by the judge" in str(verdict)
+        assert judge.verdicts.get(case, str(verdict)) in (verdict, str(verdict))
 
 
 def test_the_probe_refuses_it_by_name_and_a_run_may_take_it_as_it_is(url, tmp_path):
@@ -75,10 +88,10 @@ def test_the_probe_refuses_it_by_name_and_a_run_may_take_it_as_it_is(url, tmp_pa
     command = [*RUN, "--reward-function", f"{tmp_path}/reward.py:fn", "--output-dir", tmp_path / "run"]
     environment = {"JUDGE_URLS": url}
     refused = run_script("grpo.py", *command, env=environment, check=False)
-    assert refused.returncode == 1 and f"the judge judge at {url} cannot judge" in refused.stderr
+    host = url.removeprefix("http://").removesuffix("/v1")
+    assert refused.returncode == 1 and f"the judge at {host} cannot judge" in refused.stderr
     assert "JUDGE_PROBE=0" in refused.stderr and not (tmp_path / "run" / "metrics.jsonl").exists()
 
     done = run_script("grpo.py", *command, env=environment | {"JUDGE_PROBE": "0"}, timeout=1500)
     step = steps_of(tmp_path / "run")[1]
-    asked = step.get("reward/judged", 0) + step.get("reward/unjudged", 0)
-    assert 0 < asked < 8 and step["reward/failed"] == step.get("reward/unjudged", 0), done.stdout[-2000:]
+    assert step["reward/failed"] > 0 or 0 < step["reward/asked"] < 1, done.stdout[-2000:]

@@ -17,10 +17,10 @@ from vl import QWEN_VL, picture, write_tiny_vl
 from common.data.prompts import PromptData
 from common.data.render import row_tools, unheeded
 from common.pictures import PixelLimits
-from common.prepare.code_prompts import OWN
-from common.prepare.pyvision import Args, main
 from common.tools import Tool
 from common.vision import load_vision
+from papers.pyvision.prompts import OWN
+from papers.pyvision.rows import Args, main
 
 PYTHON = {"python": Tool("python", exec, {"type": "function", "function": {"name": "python", "parameters": {}}})}
 ASKED = "What is it?"
@@ -345,7 +345,7 @@ def test_a_video_file_without_a_decoder_names_the_package(media, monkeypatch):
 @pytest.mark.slow
 def test_from_the_command_line(media):
     (media / "rows.json").write_text(json.dumps([published(), {}]))
-    command = ["-m", "common.prepare.pyvision", "--source", media / "rows.json", "--media-root", media]
+    command = ["-m", "papers.pyvision.rows", "--source", media / "rows.json", "--media-root", media]
     command += ["--out", media / "out/train.parquet"]
     failed = run_script(*command, check=False, fresh=True)
     assert (

@@ -1,18 +1,22 @@
 """Rewards of PyVision-RL: which answer counts, what rules decide, what a judge is asked; the release's defects.
 
-pytest tests/test_pyvision_rewards.py
+pytest tests/papers/test_pyvision_rewards.py
 """
 
-import math
+import asyncio
 import time
 from fractions import Fraction
 
 import pytest
+from test_groups import call, group
 
-from common.rewards import asks_judge, is_correct, needs_judge, reward_function, score_response
-from common.rewards.judge_prompt import EXAMPLES
-from common.rewards.pyvision import FAMILIES, LONGEST_ANSWER, final_answer, number, relative_accuracy
+import grpo
+from common.rewards import is_correct
 from common.tools.turns import Code
+from papers.pyvision import rewards as pyvision
+from papers.pyvision.judge import open_judge
+from papers.pyvision.judge_prompt import EXAMPLES, Case
+from papers.pyvision.rewards import FAMILIES, FAMILY, LONGEST_ANSWER, final_answer, number, relative_accuracy
 
 QUESTION = {"question": "Which one? (A) red (B) blue", "index": 3}
 
@@ -21,8 +25,29 @@ def boxed(answer: str) -> str:
     return f"I see it.\n<answer>\n\\boxed{{{answer}}}\n</answer>"
 
 
+class Agreeable:
+    """A judge that notes what it is asked, and finds everything right."""
+
+    def __init__(self):
+        self.asked = []
+
+    async def probe(self) -> None:
+        pass
+
+    async def verdict(self, case: Case) -> float:
+        self.asked.append(case)
+        return 1.0
+
+
+@pytest.fixture(autouse=True)
+def judge(monkeypatch) -> Agreeable:
+    judge = Agreeable()
+    monkeypatch.setattr(pyvision, "open_judge", lambda: judge)
+    return judge
+
+
 def score(text: str, truth, source: str = "vstar", **extra) -> dict:
-    return score_response(reward_function(source), source, text, truth, QUESTION | extra)
+    return asyncio.run(pyvision.score(source, text, truth, QUESTION | extra))
 
 
 # --- the answer ---------------------------------------------------------------------------------------------------
@@ -55,12 +80,12 @@ ANSWERS = {
 def test_which_answer_counts(text):
     assert final_answer(text) == ANSWERS[text]
     rewards = score(text, "no such thing")
-    assert asks_judge(rewards) == bool(ANSWERS[text])
+    assert rewards["judged"] == bool(ANSWERS[text])
     program = "\n<code>\n```python\nprint(1)\n```\n</code>"
     if ANSWERS[text]:
         assert Code.find_call(text + program) is None, "what is scored as an answer ends the trajectory"
     if not ANSWERS[text]:
-        assert rewards == {"score": 0.0, "acc": 0.0, "pred": ""}, "and no judge is asked"
+        assert rewards == {"score": 0.0, "acc": 0.0, "pred": "", "judged": 0.0}
 
 
 @pytest.mark.parametrize("text", [boxed("red " * 400), boxed("red") + "<answer>"])
@@ -78,6 +103,15 @@ def test_the_answer_is_that_of_the_last_turn():
     trajectory = f"<code>...</code><interpreter>{boxed('red')}</interpreter>{given_up}"
     rewards = score(f"<code>...</code>\n{given_up}", "red", last_turn=given_up, trajectory=trajectory)
     assert rewards["score"] == 0.0
+
+
+@pytest.mark.parametrize("answer, earned", [("red", 1.1), ("red " * 400, 0.0), ("red}</answer><answer>{", 0.0)])
+def test_an_answer_that_is_too_long_or_broken_earns_nothing_for_its_calls(answer, earned):
+    """The release pays the bonus, for it takes such an answer for right."""
+    (episode,) = group(0, [0.0], [call(acted=True)])
+    episode.rewards = score(boxed(answer), "red")
+    grpo.add_tool_bonus([episode], 0.1)
+    assert episode.rewards["score"] == earned
 
 
 # --- rules, and what they leave to a judge ------------------------------------------------------------------------
@@ -126,21 +160,27 @@ CASES = [  # answer, truth, verdict (None: the judge's)
 @pytest.mark.parametrize("answer, truth, verdict", CASES)
 def test_rules_come_first(answer, truth, verdict):
     rewards = score(boxed(answer), truth, source="wemath-pro")
-    assert asks_judge(rewards) == (verdict is None)
+    assert rewards["judged"] == (verdict is None)
     if verdict is not None:
         assert (rewards["score"], rewards["acc"]) == (verdict, verdict)
         assert is_correct(rewards) == bool(verdict)
 
 
-def test_what_a_judge_is_asked():
+def test_what_a_judge_is_asked(judge):
+    """Its verdict is the score; a right answer votes as the truth."""
     rewards = score(boxed("a puppy"), OPTIONS)
-    assert math.isnan(rewards.pop("score"))
-    assert rewards == {
-        "judge": "visual_search",
-        "question": QUESTION["question"],
-        "truth": "B. a dog",
-        "pred": "a puppy",
-    }
+    assert judge.asked == [Case("visual_search", QUESTION["question"], "B. a dog", "a puppy")]
+    assert rewards == {"score": 1.0, "acc": 1.0, "pred": "B. a dog", "judged": 1.0}
+
+
+def test_without_a_judge_the_first_row_is_refused(monkeypatch):
+    """Also if rules decide it; rows that none can come to need none."""
+    monkeypatch.setattr(pyvision, "open_judge", open_judge)
+    monkeypatch.delenv("JUDGE_URLS", raising=False)
+    with pytest.raises(ValueError, match="set JUDGE_URLS"):
+        score(boxed("red"), "red")
+    assert score(boxed("2"), "2", source="vsi_numerical")["score"] == 1.0
+    assert score(boxed("2"), "2", source="tir_bench/math")["score"] == 1.0
 
 
 @pytest.mark.parametrize("question", [None, "", 7])
@@ -214,16 +254,12 @@ def test_every_source_of_the_release_has_a_scorer():
     judged += " wemath-pro v-interaction mathvision vsi longvila vl_agent chart zebra_cot vigorl math_8k_verified barc"
     judged += " geoguessr thinklite_eureka xince"
     for source in judged.split():
-        assert needs_judge([source]) and asks_judge(score(boxed("x y"), "a b c", source=source)), source
+        assert score(boxed("x y"), "a b c", source=source)["judged"], source
     for source in ("vsi_numerical", "vsi_rule_verifiable", "aime_rule_verifiable"):
-        assert not needs_judge([source]) and score(boxed("2"), "2", source=source)["score"] == 1.0
-    rules = ["openai/gsm8k", "lighteval/MATH", "math_dapo", "aime24", "numina_cn", "hiyouga/geometry3k"]
-    assert not needs_judge(rules)
-    said = "<think>one and one</think>\n#### 2\n" + boxed("2") + "\nAnswer: 2"
-    assert [score(said, "2", source=source)["score"] for source in rules] == [1.0] * len(rules)
-    assert set(FAMILIES) == set(EXAMPLES)
-    with pytest.raises(ValueError, match="no built-in reward function"):
-        needs_judge(["frozenlake"])
+        assert score(boxed("2"), "2", source=source) == {"score": 1.0, "acc": 1.0, "pred": "2"}
+    assert set(FAMILIES) == set(EXAMPLES) == {*FAMILY.values()}
+    with pytest.raises(ValueError, match="no reward of PyVision-RL for data_source 'frozenlake'"):
+        score(boxed("x"), "x", source="frozenlake")
 
 
 # --- hostile text -------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""prepare.vision_benchmarks on small copies of the published layouts, and the scores of TIR-Bench."""
+"""papers.pyvision.benchmarks on small copies of the published layouts, and the scores of TIR-Bench."""
 
 import base64
 import csv
@@ -13,10 +13,10 @@ from vl import picture
 
 from common.data.verl import row_problem
 from common.episodes import Episode
-from common.prepare.vision_benchmarks import TIR_TASKS, Args, main
-from common.rewards import is_correct, reward_function, score_episodes, score_response
+from common.rewards import is_correct, score_episodes, score_response
 from common.rewards.samples import as_sample, report, summarize
-from common.rewards.tir_bench import letter_of, options_of
+from papers.pyvision.benchmarks import TIR_TASKS, Args, main
+from papers.pyvision.tir_bench import letter_of, options_of, score_tir_bench, tir_bench_reward
 
 OPTIONS = ["The cup is red.", "The cup is blue.", "The cup is green.", "The cup is white."]
 COLUMNS = ["index", "image", "question", "answer", "category", "A", "B", "C", "D", "cycle_category"]
@@ -143,8 +143,6 @@ def test_tir_bench_as_published_and_as_pyvision_has_it(tmp_path):
     assert "image_clue_0: Image Width: 60; Image Height: 40\nimage_clue_1: Image Width" in two
     truths = [row["reward_model"]["ground_truth"] for row in rows[13:]]
     assert truths == ["[2, 3]", "mobi", "x"]
-    for row in rows:
-        assert reward_function(row["data_source"])
 
 
 BAD = {
@@ -238,7 +236,7 @@ SCORES = [  # task, question, truth, answers and their scores
 
 @pytest.mark.parametrize("task, question, truth, answers", SCORES)
 def test_the_rules_of_the_tasks(task, question, truth, answers):
-    source, fn = f"tir_bench/{task}", reward_function(f"tir_bench/{task}")
+    source, fn = f"tir_bench/{task}", tir_bench_reward
     for answer, score in answers.items():
         said = f"<answer>\n\\boxed{{1}}\n</answer> no: <answer>\n\\boxed{{{answer}}}\n</answer>"
         rewards = score_response(fn, source, said, truth, {"question": question})
@@ -257,20 +255,35 @@ def test_an_answer_that_resembles_no_option_is_not_a():
 
 def test_numbers_in_an_answer_are_not_run_together():
     """Without its letters "12 of 15" is 1215 for the released scorer."""
-    fn = reward_function("tir_bench/math")
+    fn = tir_bench_reward
     assert score_response(fn, "tir_bench/math", "<answer>12 of 15</answer>", "1215")["score"] == 0
+
+
+@pytest.mark.parametrize(
+    "answer", [r"3\mathrm{i}", "3x", "3!", "3 million", "not 3", "3/2", "3:30", "3^2", "3 a.m.", "x > 3"]
+)
+def test_what_makes_another_number(answer):
+    assert score_tir_bench("math", rf"\boxed{{{answer}}}", "3")["score"] == 0.0
+    assert score_tir_bench("math", r"\boxed{about 3 cups}", "3")["score"] == 1.0
+    assert score_tir_bench("math", r"\boxed{There are 3 cups.}", "3")["score"] == 1.0
+
+
+@pytest.mark.parametrize("truth", [["5"], {"answer": "5"}, None, float("nan"), float("inf")], ids=repr)
+def test_what_no_answer_can_be_is_no_truth(truth):
+    with pytest.raises(ValueError, match="is neither a text nor a finite number"):
+        score_tir_bench("math", r"\boxed{5}", truth)
 
 
 def test_an_ocr_text_counts_in_the_answer_alone():
     """The released scorer looks for it in all that was said."""
-    fn = reward_function("tir_bench/ocr")
+    fn = tir_bench_reward
     said = "Is it mobi? <answer>\\boxed{nothing}</answer>"
     assert score_response(fn, "tir_bench/ocr", said, "mobi")["score"] == 0
 
 
 @pytest.mark.parametrize("task", TIR_TASKS)
 def test_no_response_is_an_exception(task):
-    fn = reward_function(f"tir_bench/{task}")
+    fn = tir_bench_reward
     hostile = [
         "",
         "</answer><answer>",
@@ -316,11 +329,12 @@ def test_an_evaluation_tells_the_parts_apart_and_counts_what_could_not_be_scored
 def test_the_documented_evaluation_reports_each_part(tmp_path, hrbench):
     """Without the interpreter; a response that no rule can read scores 0, and stays in the mean."""
     folder = write_tir(tmp_path, [{"task": task} for task in ("math", "ocr")])
-    command = ["-m", "common.prepare.vision_benchmarks", "--tir", folder, "--out", tmp_path / "out"]
+    command = ["-m", "papers.pyvision.benchmarks", "--tir", folder, "--out", tmp_path / "out"]
     assert "tir_bench.parquet: 2 rows" in run_script(*command, fresh=True).stdout
     options = ["--model", "tiny-vl", "--engine", "hf", "--eval-data", tmp_path / "out/tir_bench.parquet"]
     options += ["--eval-samples", 2, "--eval-temperature", 0.01, "--max-response-tokens", 4]
     options += ["--max-prompt-tokens", 2000, "--output-dir", tmp_path / "run"]
+    options += ["--reward-function", "papers/pyvision/rewards.py:score"]
     said = run_script("grpo.py", "--eval-only", *options).stdout
     assert "tir_bench/math" in said and "tir_bench/ocr" in said
     assert len(pq.read_table(tmp_path / "run/eval_samples.parquet")) == 4

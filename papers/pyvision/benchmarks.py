@@ -1,6 +1,6 @@
-r"""V*, HR-Bench and TIR-Bench in verl's columns, from local copies, with the prompts of common.prepare.pyvision.
+r"""V*, HR-Bench and TIR-Bench in verl's columns, from local copies, with the prompts of papers.pyvision.rows.
 
-    python -m common.prepare.vision_benchmarks --out data/benchmarks --vstar FOLDER --hrbench FOLDER --tir FOLDER
+    python -m papers.pyvision.benchmarks --out data/benchmarks --vstar FOLDER --hrbench FOLDER --tir FOLDER
 
     --vstar    craigwu/vstar_bench: direct_attributes/ and relative_position/, a .json beside each picture
     --hrbench  DreamMr/HR-Bench: hr_bench_4k.tsv and hr_bench_8k.tsv, or one of them
@@ -32,9 +32,9 @@ import tyro
 from common.data.rows import RowFiles
 from common.files import command_line, user_errors
 from common.pictures import BadRow
-from common.prepare.code_prompts import OWN, Wording, picture_facts, wordings_like
-from common.prepare.pyvision import answer_of, make_row, read_picture, schema, text_of
 from common.prepare.writing import stream_rows
+from papers.pyvision.prompts import OWN, Wording, picture_facts, wordings_like
+from papers.pyvision.rows import answer_of, make_row, read_picture, schema, text_of
 
 VSTAR_PARTS = ("direct_attributes", "relative_position")
 HRBENCH_FILES = {"hrbench-4k": "hr_bench_4k.tsv", "hrbench-8k": "hr_bench_8k.tsv"}
@@ -212,6 +212,4 @@ def tir_row(record: dict | str, folder: Path, wording: Wording) -> dict:
 
 if __name__ == "__main__":
     with user_errors():
-        main(
-            tyro.cli(Args, args=command_line(), prog="python -m common.prepare.vision_benchmarks", description=__doc__)
-        )
+        main(tyro.cli(Args, args=command_line(), prog="python -m papers.pyvision.benchmarks", description=__doc__))

@@ -17,16 +17,24 @@ from torch.distributed import ProcessGroup
 
 from common.limits import total_memory
 from common.processes import cpus_of_rank, ranks_here
+from common.sandbox.namespaces import ENVIRONMENT
+from common.sandbox.sandbox import START_S, Block, Sandbox, failed_block
 from common.tools import Tool
-from common.tools.namespaces import ENVIRONMENT
 from common.tools.pools import ToolPool
-from common.tools.sandbox import START_S, Block, Sandbox, failed_block
-from common.tools.turns import Call, Code, ToolReply
+from common.tools.turns import CODE_TAUGHT, Call, Code, ToolReply
 
 PROBE = tomllib.loads(Path(__file__).with_name("forbidden.toml").read_text())  # of what programs must not do
 SHARE_OF_MEMORY = 1 / 8  # for sandboxes whose trajectories wait for their next block
 RESTING_BYTES, START_CPU_S = 67e6, 5.0  # of one of them: measured; with slack (2 measured), for all may start at once
-TOOL = Tool("python", function=exec, schema={}, role="user")
+ABOUT = """Run a program. What it prints comes back, and the figures that plt.show() shows. Variables stay for the \
+next program. np, plt and PIL's Image are there; the pictures so far are image_clue_0, image_clue_1 and so on."""
+PARAMETERS = {
+    "type": "object",
+    "properties": {"code": {"type": "string", "description": "The program, in Python."}},
+    "required": ["code"],
+}
+SCHEMA = {"type": "function", "function": {"name": "python", "description": ABOUT, "parameters": PARAMETERS}}
+TOOL = Tool("python", function=exec, schema=SCHEMA, role="user", taught_by=CODE_TAUGHT)
 
 
 class PythonWorkers(ToolPool):
@@ -63,8 +71,9 @@ class PythonWorkers(ToolPool):
     def submit(self, key: Hashable, call: Call, context: Mapping, kwargs: Mapping) -> None:
         """context: as of `ToolWorkers.submit`, with the trajectory's earlier "calls" and its "seed". kwargs: pictures
         that the prompt does not show, by their names."""
-        if call.error:
-            self.answer((key, ""), failed_block(call.error))
+        code = call.arguments.get("code")
+        if call.error or not isinstance(code, str):
+            self.answer((key, ""), failed_block(call.error or "expected a text as the argument code"))
             return
         if not context["calls"]:
             self.last_number += 1
@@ -77,7 +86,7 @@ class PythonWorkers(ToolPool):
             told = f"the row gives the tool python {', '.join(kwargs)}, which is no {{kind, frames}}"
             self.answer((key, ""), ToolReply(told, failed=True, role="user"))
             return
-        block = Block(self.numbers[key], call.arguments["code"], earlier, pictures, context.get("seed", ""))
+        block = Block(self.numbers[key], code, earlier, pictures, context.get("seed", ""))
         self.hand_on((key, TOOL.name), block, home=key)
 
 

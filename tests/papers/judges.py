@@ -6,7 +6,7 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from common.rewards.judge_prompt import PROBES
+from papers.pyvision.judge_prompt import PROBES
 
 RIGHT = re.compile(r"\[Reference answer\] (.*)\n\[Model's answer\] (.*)\nJudgement:$")
 SYNONYMS = {(case.truth, case.answer) for case, verdict in PROBES.items() if verdict}

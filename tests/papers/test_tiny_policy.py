@@ -14,17 +14,18 @@ from common.hub import load_tokenizer
 from common.pictures import PixelLimits
 from common.prepare import mosaic, tiny_vl, tiny_vl_python
 from common.rewards import reward_function, score_response
-from common.tools.python import PythonWorkers
+from common.sandbox.python import PythonWorkers
 from common.tools.trajectories import Turns
 from common.tools.turns import Code
 from common.vision import load_vision
+from papers.pyvision import tiny_policy
 
 
 @pytest.fixture(scope="module")
 def blank(tmp_path_factory):
     """The policy before any training."""
     folder = tmp_path_factory.mktemp("blank")
-    tokenizer = tiny_vl.build_tokenizer(tiny_vl_python.corpus())
+    tokenizer = tiny_vl.build_tokenizer(tiny_policy.corpus())
     tiny_vl.build_processor(tokenizer).save_pretrained(folder)
     tiny_vl.build_config(tokenizer).save_pretrained(folder)
     return str(folder)
@@ -44,7 +45,7 @@ def workers():
 
 def test_what_programs_show_in_traces_is_what_the_sandbox_shows(workers):
     texts = set()
-    for messages, pictures in islice(tiny_vl_python.traces(5, guess=0.0), 12):
+    for messages, pictures in islice(tiny_policy.traces(5, guess=0.0), 12):
         trajectory, left = Trajectory(workers, pictures[:1]), pictures[1:]
         for turn, observation in zip(messages[1::2], messages[2::2]):
             reply = trajectory(Code.find_call(turn["content"]).arguments["code"])
@@ -61,23 +62,23 @@ def test_what_programs_show_in_traces_is_what_the_sandbox_shows(workers):
 def test_traces_are_honest():
     """Who has seen the tile reads its digit, and nobody else does."""
     read = guessed = 0
-    for (messages, _), scene in zip(tiny_vl_python.traces(6), islice(mosaic.scenes(6), 50)):
+    for (messages, _), scene in zip(tiny_policy.traces(6), islice(mosaic.scenes(6), 50)):
         answer, looks = messages[-1]["content"], [Code.find_call(m["content"]) for m in messages[1:-1:2]]
-        at_tile = looks and tiny_vl_python.program(scene.cell) == looks[-1].arguments["code"]
-        assert (answer == tiny_vl_python.READ % scene.digit) == bool(at_tile)
+        at_tile = looks and tiny_policy.program(scene.cell) == looks[-1].arguments["code"]
+        assert (answer == tiny_policy.READ % scene.digit) == bool(at_tile)
         assert Code.find_call(answer) is None
         score = score_response(reward_function("tiny-vl"), "tiny-vl", answer, str(scene.digit))["score"]
         read, guessed = read + (score == 1.0 and bool(at_tile)), guessed + (not at_tile)
     assert read > 6 and guessed > 20
-    experts = tiny_vl_python.traces(7, **tiny_vl_python.EXPERT)
+    experts = tiny_policy.traces(7, **tiny_policy.EXPERT)
     assert all(len(messages) == 4 and len(pictures) == 2 for messages, pictures in islice(experts, 5))
 
 
 def test_a_cold_start_is_what_reinforcement_learning_asks_and_answers(vision, blank, workers, tmp_path):
     """The same turns: sft.py's ids, mask and pictures of a trace are those of a trajectory with the real tool."""
     tokenizer = load_tokenizer(blank)
-    tiny_vl_python.write_traces(tmp_path, 5, seed=4)
-    traces = list(islice(tiny_vl_python.traces(4), 5))
+    tiny_policy.write_traces(tmp_path, 5, seed=4)
+    traces = list(islice(tiny_policy.traces(4), 5))
     options = {"vision": vision, "media_root": tmp_path}
     taught = Conversations(str(tmp_path / "release.json"), "--train-data", tokenizer, max_tokens=2048, **options)
     rest = {"data_source": "tiny-vl", "reward_model": {"style": "rule", "ground_truth": "0"}}

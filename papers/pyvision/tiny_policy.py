@@ -1,0 +1,125 @@
+r"""Rebuild the embedded `tiny-vl-python` policy from nothing: the tiny-vl that looks by programs.
+
+    python -m papers.pyvision.tiny_policy --out common/assets/tiny-vl-python
+
+    user:      <image_clue_0><image></image_clue_0>Which digit is on the white tile? Answer in \boxed{}.
+    assistant: I look at the tile.
+               <code>
+               ```python
+               tile = image_clue_0.crop((116, 60, 164, 108))
+               plt.figure(figsize=(2, 2))
+               plt.imshow(tile)
+               plt.show()
+               ```
+               </code>
+    user:      <tool_response>
+               <interpreter>Text Result:
+
+               Image Result:
+               <image_clue_1><image></image_clue_1></interpreter>
+
+               </tool_response>
+    assistant: I can read it.
+               <answer>
+               \boxed{7}
+               </answer>
+
+Most traces guess at once; of the programs some aim badly, some do not run, some show nothing. What pays is left for
+reinforcement learning to find out. Rows, tags and observations are PyVision-RL's (arXiv 2602.20739).
+"""
+
+import base64
+import json
+import random
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import tyro
+
+from common.files import command_line
+from common.prepare.mosaic import CELLS, SIDE, Scene, center, other_cell, scenes
+from common.prepare.tiny_vl import Args, build
+from common.prepare.tiny_vl_python import QUESTION
+from common.sandbox.interpreter import Session
+from common.tools.turns import Code
+
+LOOK, AGAIN, REPAIR = "I look at the tile.", "The tile is not here, I look elsewhere.", "I write it again."
+READ = "I can read it.\n<answer>\n\\boxed{%d}\n</answer>"
+GUESS = "I can only guess.\n<answer>\n\\boxed{%d}\n</answer>"
+PROGRAM = "tile = image_clue_0.crop((%d, %d, %d, %d))\nplt.figure(figsize=(2, 2))\nplt.imshow(tile)\nplt.show()"
+BUGS = (("image_clue_0", "image_clue"), ("))", ")"), ("plt.show()", "plt.close()"))  # no name, no syntax, no figure
+HALF = 24  # pixels: half the side of what is cut out
+GUESS_AT_ONCE, GUESS_LATER = 0.5, 0.3  # probability to guess without looking, and after a program that did not help
+AIM = 0.85  # probability that a program looks at the tile
+BUG = 0.4  # probability that it has a mistake
+EXPERT = {"guess": 0.0, "aim": 1.0, "bug": 0.0}
+MAX_LOOKS = 3
+TRACES = 4000
+
+
+def program(cell: tuple[int, int]) -> str:
+    x, y = (int(SIDE * center(index)) for index in cell)
+    return PROGRAM % (x - HALF, y - HALF, x + HALF, y + HALF)
+
+
+def trace(scene: Scene, rng: random.Random, guess: float, aim: float, bug: float) -> tuple[list[dict], list[bytes]]:
+    """(messages, encoded pictures). guess: probability to guess without looking; aim: to look at the tile; bug: that a
+    program has a mistake."""
+    messages, pictures, session = [{"role": "user", "content": QUESTION}], [scene.png], Session(None)
+    session.bind({"name": "image_clue_0", "kind": "image", "frames": [base64.b64encode(scene.png)], "seen": 1})
+    cell, said = None, LOOK  # the cell that was seen last
+    for looks in range(MAX_LOOKS + 1):
+        patience, luck, mistake = rng.random(), rng.random(), rng.random()
+        if cell == scene.cell or looks == MAX_LOOKS or patience < (GUESS_LATER if looks else guess):
+            break
+        aimed = scene.cell if luck < aim else other_cell(scene.cell, rng)
+        code = program(aimed)
+        if mistake < bug:
+            code = code.replace(*rng.choice(BUGS), 1)
+        printed, error = session.block(code)
+        text = f"Execution error: {error}" if error else printed
+        content = Code.content(text, ["<image>"] * len(session.drawn), shown=len(pictures))
+        messages.append({"role": "assistant", "content": f"{said}\n<code>\n```python\n{code}\n```\n</code>"})
+        messages.append({"role": "user", "content": "".join(content)})
+        pictures += session.drawn
+        cell = aimed if session.drawn else None
+        said = AGAIN if session.drawn else REPAIR
+    answer = READ % scene.digit if cell == scene.cell else GUESS % rng.randrange(10)
+    return [*messages, {"role": "assistant", "content": answer}], pictures
+
+
+def traces(
+    seed: int, guess: float = GUESS_AT_ONCE, aim: float = AIM, bug: float = BUG
+) -> Iterator[tuple[list[dict], list[bytes]]]:
+    rng = random.Random(f"traces {seed}")
+    for scene in scenes(seed):
+        yield trace(scene, rng, guess, aim, bug)
+
+
+def corpus() -> Iterator[str]:
+    """What stands between special tokens, and all numbers of pixels."""
+    numbers = [int(SIDE * center(index)) + side for index in range(CELLS) for side in (-HALF, HALF)]
+    yield from [f"{number}" for number in numbers] * 60
+    for messages, _ in islice(traces(0), 60):
+        for message in messages:
+            yield f"{message['role']}\n"
+            yield from filter(None, message["content"].split("<image>"))
+
+
+def write_traces(folder: Path, rows: int, seed: int, **chances: float) -> None:
+    """release.json and images/, as PyVision's cold start data are published."""
+    (folder / "images").mkdir(parents=True, exist_ok=True)
+    records = []
+    for i, (messages, pictures) in enumerate(islice(traces(seed, **chances), rows)):
+        paths = [f"images/{i}-{k}.png" for k in range(len(pictures))]
+        for path, picture in zip(paths, pictures):
+            (folder / path).write_bytes(picture)
+        records.append({"conversations": messages, "images": paths})
+    (folder / "release.json").write_text(json.dumps(records))
+
+
+if __name__ == "__main__":
+    flags = tyro.cli(Args, args=command_line(), prog="python -m papers.pyvision.tiny_policy", description=__doc__)
+    build(flags, sys.modules[__name__], "tiny-vl-python")
