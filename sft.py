@@ -201,7 +201,7 @@ def main(args: Args, demo: bool = False) -> None:
     check_args(args)
     job = Job("sft", args.data, args.machine, args.run, demo)
     world, output_dir = job.world, job.output_dir
-    from_scratch = args.from_scratch and not args.machine.lora_rank
+    from_scratch = demo and args.machine.lora_rank == 0  # adapters lie on trained weights
     if not from_scratch:
         job.check_weights(job.path)  # reading the data may take long
     train_data, eval_data = read_data(args, job)
@@ -213,7 +213,6 @@ def main(args: Args, demo: bool = False) -> None:
     job.plan_memory(no_rollout(args.max_tokens), trained=[job.path], frozen=[], most_tokens=8192)
 
     torch.manual_seed(args.run.seed)  # the same random initialisation everywhere
-    from_scratch = demo and args.machine.lora_rank == 0  # adapters lie on trained weights
     policy = job.load_policy(from_scratch=from_scratch)
     optimizer = job.adamw(policy, args.weight_decay, args.max_grad_norm, betas=(0.9, 0.95))
     packer = Packer(job.attention, job.micro_batch_tokens, output_dir, world, job.vision)
