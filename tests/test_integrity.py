@@ -18,7 +18,7 @@ import pytest
 import torch
 from filelock import LeaseCompromise, Timeout
 from helpers import ROOT, deadline, load_checkpoint, save_checkpoint, trained, wait_until
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from common import files, job
 from common.files import lock_folder, replace_file
@@ -150,20 +150,22 @@ def as_promised(folder: Path) -> None:
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
-def no_shards(folder: Path) -> None:
-    """None at all: the manifest promises none."""
-    (folder / SHARD).unlink()
-
-
 def header_of(text: bytes) -> Callable[[Path], object]:
     """A shard that begins with this text as its header, behind its length."""
     return lambda folder: (folder / SHARD).write_bytes(len(text).to_bytes(8, "little") + text + bytes(64))
 
 
-def shard_of(offsets: object, **tensors: torch.Tensor) -> Callable[[Path], object]:
-    """A shard of these tensors, which says that they begin there."""
-    metadata = {"DCP_SHARDING_INFO": json.dumps({name: {"saved_offsets": offsets} for name in tensors})}
-    return lambda folder: save_file(tensors, folder / SHARD, metadata)
+def bias_at(offset: object, size: int = 3) -> Callable[[Path], None]:
+    """All tensors are there, and this one is said to begin there in the whole one."""
+
+    def write(folder: Path) -> None:
+        tensors = load_file(folder / SHARD)
+        tensors["policy.model.bias"] = torch.zeros(size)
+        places = {name: {"saved_offsets": [0] * tensor.dim()} for name, tensor in tensors.items()}
+        places["policy.model.bias"]["saved_offsets"] = offset
+        save_file(tensors, folder / SHARD, {"DCP_SHARDING_INFO": json.dumps(places)})
+
+    return write
 
 
 def trainer_of(text: str) -> Callable[[Path], object]:
@@ -171,17 +173,19 @@ def trainer_of(text: str) -> Callable[[Path], object]:
 
 
 ODD = {
-    "no shards": no_shards,
+    "no shards": lambda folder: (folder / SHARD).unlink(),
     "an empty shard": lambda folder: (folder / SHARD).write_bytes(b""),
     "a text as shard": lambda folder: (folder / SHARD).write_text("{}"),
     "a pickle as shard": lambda folder: (folder / SHARD).write_bytes(pickle.dumps(Attack())),
     "a longer header than file": lambda folder: (folder / SHARD).write_bytes(b"\xff" * 64),
     "a header that is nested": header_of(b"[" * 10**6),
     "a header of more than there is": header_of(b'{"x": {"dtype": "F32", "shape": [9], "data_offsets": [0, 36]}}'),
-    "tensors of other names": shard_of([0], other=torch.zeros(3)),
-    "tensors of another shape": shard_of([0], **{"policy.model.bias": torch.zeros(2)}),
-    "tensors that begin nowhere": shard_of("x", **{"policy.model.bias": torch.zeros(3)}),
-    "tensors that begin before the first": shard_of([-3], **{"policy.model.bias": torch.zeros(3)}),
+    "tensors of other names": lambda folder: save_file({"other": torch.zeros(3)}, folder / SHARD),
+    "a tensor of another shape": bias_at([0], size=2),
+    "a tensor that begins nowhere": bias_at("x"),
+    "a tensor that begins before the first": bias_at([-3]),
+    "a tensor that begins behind the last": bias_at([3]),
+    "a tensor with too few beginnings": bias_at([]),
     "an empty trainer.json": trainer_of("{}"),
     "a list as trainer.json": trainer_of("[]"),
     "deep lists as trainer.json": trainer_of("[" * 10**5),

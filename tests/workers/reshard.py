@@ -20,7 +20,7 @@ from common.flags import Machine, Run
 from common.hub import FOLDERS
 from common.models import load_policy
 from common.optimizer import GuardedAdamW
-from common.shards import find_checkpoint, saved_tensors
+from common.shards import find_checkpoint
 
 shards.FILE_BYTES = 100  # each rank has several files
 
@@ -59,7 +59,12 @@ def train(model: nn.Module, adamw: GuardedAdamW) -> None:
         adamw.step(0.1)
 
 
-def hash_of(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+def hashes_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Of weights, buffers and moments."""
+    tensors = dict(model.state_dict())
+    for name, parameter in model.named_parameters():
+        for key, tensor in optimizer.state[parameter].items():
+            tensors[f"{name}.{key}"] = tensor
     hashes = {}
     for name, tensor in tensors.items():
         data = whole(tensor).detach().contiguous().numpy().tobytes()
@@ -89,7 +94,7 @@ def main(_: None) -> None:
         loader.next(13)
     else:
         checkpoints.resume()
-    result = {"loader": loader.state_dict(), **hash_of(saved_tensors("policy", model, adamw.optimizer))}
+    result = {"loader": loader.state_dict(), **hashes_of(model, adamw.optimizer)}
     assert checkpoints.save(1, None)
     if world.is_main:
         print(json.dumps(result))
