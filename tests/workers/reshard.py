@@ -63,7 +63,7 @@ def hashes_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, s
     """Of weights, buffers and moments."""
     tensors = dict(model.state_dict())
     for name, parameter in model.named_parameters():
-        for key, tensor in optimizer.state[parameter].items():
+        for key, tensor in optimizer.state.get(parameter, {}).items():
             tensors[f"{name}.{key}"] = tensor
     hashes = {}
     for name, tensor in tensors.items():
