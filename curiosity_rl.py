@@ -48,7 +48,7 @@ from common.precision import checked_gap
 from common.progress import Progress
 from common.rewards import is_correct
 from common.rollouts import Rollouts, has_tools
-from common.setup import Stopwatch, due, finish, open_logger, profiled
+from common.setup import Stopwatch, due, finish, open_logger, profiled, seed_step
 
 
 @dataclass
@@ -354,6 +354,7 @@ def main(args: Args, demo: bool = False) -> None:
     end = start + 1 if args.rollout.replay else rollouts.total_steps
     for step in profiled(range(start, end), job):
         watch = Stopwatch()
+        seed_step(args.run.seed, step, world.rank)
         if args.rollout.replay:
             sampled, episodes = load_rollouts(args.rollout.replay, step + 1, world, job.limits)
         else:

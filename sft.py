@@ -42,7 +42,7 @@ from common.prepare.export import export_hugging_face
 from common.prepare.memory_plan import no_rollout
 from common.processes import in_threads
 from common.progress import Progress, say
-from common.setup import Stopwatch, due, finish, open_logger, profiled
+from common.setup import Stopwatch, due, finish, open_logger, profiled, seed_step
 
 
 @dataclass
@@ -213,7 +213,6 @@ def main(args: Args, demo: bool = False) -> None:
 
     torch.manual_seed(args.run.seed)  # the same random initialisation everywhere
     policy = job.load_policy(from_scratch=from_scratch)
-    torch.manual_seed(args.run.seed + world.rank)
     optimizer = job.adamw(policy, args.weight_decay, args.max_grad_norm, betas=(0.9, 0.95))
     packer = Packer(job.attention, job.micro_batch_tokens, output_dir, world, job.vision)
     checkpoints = Checkpoints(
@@ -233,6 +232,7 @@ def main(args: Args, demo: bool = False) -> None:
     saved_weights: list[Path] = []  # folders, with --save-weights-only
     for step in profiled(range(start, total_steps), job):
         watch = Stopwatch()
+        seed_step(args.run.seed, step, world.rank)
 
         # 1. data
         with watch("data"):

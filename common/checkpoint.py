@@ -1,16 +1,16 @@
 """Atomic sharded checkpoints (torch.distributed.checkpoint), exact resume, retention.
 
-    checkpoints/step_000100/state/             model and optimizer shards, any number of ranks can load them
-    checkpoints/step_000100/trainer.json       step, data position, loss scale, best metric ...
-    checkpoints/step_000100/rng_0.safetensors  random states of rank 0, 1, ...
-    checkpoints/step_000100/manifest.json      size and SHA-256 of each of them, script and model; written last
-    checkpoints/latest, checkpoints/best       names of step folders
+    checkpoints/step_000100/state/         model and optimizer shards, as safetensors; any number of ranks loads them
+    checkpoints/step_000100/trainer.json   step, data position, loss scale, best metric ...
+    checkpoints/step_000100/manifest.json  size and SHA-256 of each of them, script and model; written last
+    checkpoints/latest, checkpoints/best   names of step folders
 
 A folder is written under a temporary name and renamed when it is complete: a kill at any moment leaves the previous
 checkpoint in place. A save that fails (full disk, read-only) is a warning: training goes on. What was changed since is
-refused, before anything is loaded, and nothing that a checkpoint holds is ever executed.
+refused, before anything is loaded; in none of the files is anything that could be executed.
 """
 
+import errno
 import json
 import math
 import operator
@@ -19,14 +19,12 @@ import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import nn
 
-from common.distributed import gather_objects, reshard
-from common.files import DAMAGE, refuse, replace_file, shorten, user_errors
+from common.distributed import gather_objects
+from common.files import DAMAGE, replace_file, shorten, user_errors
 from common.integrity import (
     BEGIN_ANEW,
     MANIFEST,
@@ -38,10 +36,12 @@ from common.integrity import (
 )
 from common.job import Job
 from common.lora import adapters
-from common.optimizer import GuardedAdamW, make_moments
+from common.optimizer import GuardedAdamW
 from common.processes import reached
 from common.progress import say
-from common.shards import dcp, load_shards, saved_weights, state_dict
+from common.shards import dcp, load_shards, save_shards, saved_tensors
+
+T = TypeVar("T")
 
 
 class Checkpoints:
@@ -58,40 +58,40 @@ class Checkpoints:
         state: dict[str, "dcp.stateful.Stateful | None"],
         lowest_is_best: bool = False,
     ):
-        self.job, self.folder, self.world, self.optimizers = job, job.output_dir / "checkpoints", job.world, optimizers
+        self.job = job
+        self.folder = job.output_dir / "checkpoints"
+        self.world = job.world
+        self.optimizers = optimizers
         self.state = {name: part for name, part in state.items() if part is not None}
-        self.best, self.best_step = math.inf if lowest_is_best else -math.inf, ""
+        self.best = math.inf if lowest_is_best else -math.inf
+        self.best_step = ""
         self.is_better = operator.lt if lowest_is_best else operator.gt
         self.start = 0
         self.epochs = 0  # that have ended
-        own, begun = self.folder.resolve(), job.checkpoint
-        self.own = bool(begun) and begun.resolve().parent == own  # does this run's folder hold what it goes on from?
+        self.own = False  # does this run's folder hold what it goes on from?
+        if job.checkpoint:
+            self.own = job.checkpoint.resolve().parent == self.folder.resolve()
 
     def resume(self, weights_only: bool = False) -> int:
-        """Load what --resume names, or its weights alone; the step that training goes on from. All ranks call it.
+        """Load what --resume names, or its weights alone; the step that training goes on from.
 
-        Works on another number of ranks too; a rank that has no saved random state then keeps its own. It takes less
-        memory than training: one model at a time, no gradients, moments on the host.
+        All ranks call it, as many as there are now. It takes less memory than training: one model at a time, no
+        gradients, moments on the host.
         """
-        if not (folder := self.job.checkpoint):
+        folder = self.job.checkpoint
+        if folder is None:
             return 0
-        random_states = folder / f"rng_{self.world.rank}.safetensors"
-
-        def read() -> None:
-            for name, adamw in self.optimizers.items():
-                shards = _shards(adamw.model, None if weights_only else adamw.optimizer)
-                shards.get("optimizer", {}).pop("param_groups", None)  # learning rate, betas ... are those of this run
-                load_shards({name: shards}, folder)
-            if random_states.is_file():
-                restore_random_states(random_states)
-
-        problem = _attempt(read)
-        refuse(problem is not None, f"{folder} cannot be loaded ({shorten(str(problem), 100)}): {BEGIN_ANEW}")
+        try:
+            on_all_ranks(self._load_models, folder, weights_only)
+        except CheckpointError as error:
+            raise SystemExit(f"{folder} cannot be loaded ({shorten(str(error), 100)}): {BEGIN_ANEW}") from error
         saved = read_record(folder)
         self.start = saved["step"]
+        best_step = saved.get("best_step", "")
         with user_errors(f"{folder} cannot be loaded ({BEGIN_ANEW}): its trainer.json does not fit", DAMAGE):
-            if self.own and (self.folder / saved.get("best_step", "")).is_dir():  # another run's may be of other rows
-                self.best, self.best_step = float(saved["best"]), saved.get("best_step", "")
+            if self.own and (self.folder / best_step).is_dir():  # another run's may be of other rows
+                self.best = float(saved["best"])
+                self.best_step = best_step
             for name, adamw in self.optimizers.items():
                 adamw.loss_scale.load_state_dict(saved["loss_scale"][name])
             for name, part in self.state.items():
@@ -100,6 +100,11 @@ class Checkpoints:
                 self.epochs = int(self.state["loader"].epoch)
         reached.update({"step": self.start, "checkpoint": folder})
         return self.start
+
+    def _load_models(self, folder: Path, weights_only: bool) -> None:
+        for name, adamw in self.optimizers.items():
+            optimizer = None if weights_only else adamw.optimizer
+            load_shards(saved_tensors(name, adamw.model, optimizer), folder)
 
     def due(self, step: int, metric: float | None) -> bool:
         """Every --save-every steps, or at the end of an epoch; and where an evaluation is the best so far."""
@@ -122,61 +127,81 @@ class Checkpoints:
 
         All ranks call it together. False, after a warning, if the disk refused.
         """
-        folder, world, is_best = self.folder, self.world, self.improves(metric)
         name = f"step_{step:06d}"
-        temporary, needed, digests = folder / f"tmp_{name}", self.size(), {}
-        record = {"step": step, "world_size": world.size, "micro_batch_tokens": self.job.micro_batch_tokens}
-        record |= {n: part.state_dict() for n, part in self.state.items()}
-        record["best"], record["best_step"] = (metric, name) if is_best else (self.best, self.best_step)
-        record["loss_scale"] = {name: adamw.loss_scale.state_dict() for name, adamw in self.optimizers.items()}
-
-        def make_room() -> None:
-            for leftover in folder.glob("tmp_*"):
-                if UNFINISHED_STEP.fullmatch(leftover.name) and leftover != temporary:
-                    with suppress(OSError):
-                        remove_step(leftover)
-            if os.path.lexists(temporary):
-                remove_step(temporary)
-            if (missing := needed - free_bytes(folder)) > 0:
-                raise OSError(f"{missing} bytes missing: lower --keep-checkpoints or free some")
-            (temporary / "state").mkdir(parents=True)
-
-        def write_shards() -> None:
-            shards = {name: _shards(adamw.model, adamw.optimizer) for name, adamw in self.optimizers.items()}
-            dcp.save(shards, checkpoint_id=temporary / "state", no_dist=world.size == 1)
-            states = {"cpu": torch.get_rng_state()}  # all else is drawn from generators that are seeded by the step
-            states |= {"gpu": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
-            rng = temporary / f"rng_{world.rank}.safetensors"
-            replace_file(rng, lambda path: (save_file(states, path), path.chmod(0o644)))  # else its owner's alone
-            if world.is_main:
-                replace_file(temporary / "trainer.json", lambda path: path.write_text(json.dumps(record, indent=1)))
-            own = [*temporary.glob(f"state/__{world.rank}_*"), rng]
-            own += [temporary / "state" / ".metadata", temporary / "trainer.json"] if world.is_main else []
-            digests.update({str(file.relative_to(temporary)): digest(file) for file in own})
-
-        def publish() -> None:
-            manifest = json.dumps({**self.job.identity, "world_size": world.size, "files": digests}, indent=1)
-            replace_file(temporary / MANIFEST, lambda path: path.write_text(manifest))
-            if (folder / name).exists():  # the same step again, after a resume from an earlier one
-                os.replace(folder / name, folder / f"tmp_old_{name}")  # which the next save removes
-            os.replace(temporary, folder / name)
-            if best := record["best_step"]:  # each time: an abandoned branch may have had another
-                replace_file(folder / "best", lambda path: path.write_text(best))
-            replace_file(folder / "latest", lambda path: path.write_text(name))
-            _prune(folder, self.job.run.keep_checkpoints)
-
-        for part in (make_room, write_shards, publish):
-            if part is publish:
-                for of_rank in gather_objects(digests):
-                    digests.update(of_rank)
-            if problem := _attempt(part if part is write_shards or world.is_main else None):
-                if world.is_main:
-                    with suppress(OSError):
-                        remove_step(temporary)
-                    print(f"warning: no checkpoint of step {step} ({problem}; it takes {needed} bytes)", flush=True)
-                return False
-        self.best, self.best_step, reached["checkpoint"] = record["best"], record["best_step"], folder / name
+        temporary = self.folder / f"tmp_{name}"
+        best = self.best
+        best_step = self.best_step
+        if self.improves(metric):
+            best = metric
+            best_step = name
+        record = {
+            "step": step,
+            "world_size": self.world.size,
+            "micro_batch_tokens": self.job.micro_batch_tokens,
+            "best": best,
+            "best_step": best_step,
+            "loss_scale": {name: adamw.loss_scale.state_dict() for name, adamw in self.optimizers.items()},
+        }
+        for key, part in self.state.items():
+            record[key] = part.state_dict()
+        try:
+            on_all_ranks(self._make_folder, temporary)
+            digests = on_all_ranks(self._write_files, temporary, record)
+            digests_of_ranks = gather_objects(digests)
+            on_all_ranks(self._publish, temporary, name, best_step, digests_of_ranks)
+        except CheckpointError as error:
+            if self.world.is_main:
+                with suppress(OSError):
+                    remove_step(temporary)
+                reason = f"{error}; it takes {self.size()} bytes"
+                print(f"warning: no checkpoint of step {step} ({reason})", flush=True)
+            return False
+        self.best = best
+        self.best_step = best_step
+        reached["checkpoint"] = self.folder / name
         return True
+
+    def _make_folder(self, temporary: Path) -> None:
+        """Its folder, after what killed saves have left is gone."""
+        if not self.world.is_main:
+            return
+        for leftover in self.folder.glob("tmp_*"):
+            if UNFINISHED_STEP.fullmatch(leftover.name) and leftover != temporary:
+                with suppress(OSError):
+                    remove_step(leftover)
+        if os.path.lexists(temporary):
+            remove_step(temporary)
+        (temporary / "state").mkdir(parents=True)
+
+    def _write_files(self, temporary: Path, record: dict) -> dict[str, list]:
+        """This rank's files; {path in the folder: digest}."""
+        tensors = {}
+        for name, adamw in self.optimizers.items():
+            tensors |= saved_tensors(name, adamw.model, adamw.optimizer)
+        save_shards(tensors, temporary / "state")
+        files = list(temporary.glob(f"state/shard-{self.world.rank + 1:05d}-*"))
+        if self.world.is_main:
+            trainer = temporary / "trainer.json"
+            replace_text(trainer, json.dumps(record, indent=1))
+            files.append(trainer)
+        return {str(file.relative_to(temporary)): digest(file) for file in files}
+
+    def _publish(self, temporary: Path, name: str, best_step: str, digests_of_ranks: list[dict]) -> None:
+        """Write the manifest, then give the folder its name, and point to it."""
+        if not self.world.is_main:
+            return
+        files = {}
+        for digests in digests_of_ranks:
+            files |= digests
+        manifest = {**self.job.identity, "world_size": self.world.size, "files": files}
+        replace_text(temporary / MANIFEST, json.dumps(manifest, indent=1))
+        if (self.folder / name).exists():  # the same step again, after a resume from an earlier one
+            os.replace(self.folder / name, self.folder / f"tmp_old_{name}")  # which the next save removes
+        os.replace(temporary, self.folder / name)
+        if best_step:  # each time: an abandoned branch may have had another
+            replace_text(self.folder / "best", best_step)
+        replace_text(self.folder / "latest", name)
+        _prune(self.folder, self.job.run.keep_checkpoints)
 
     def size(self) -> int:
         """Bytes of a checkpoint: weights, and two moments of each trained parameter, as they are in memory."""
@@ -195,57 +220,44 @@ class Checkpoints:
             say(f"warning: checkpoints will take up to {sizes}: lower --keep-checkpoints")
 
 
-def restore_random_states(file: Path) -> None:
-    """torch's, of this rank. OSError for what is none."""
-    states = load_file(file)
-    try:
-        if "cpu" in states:
-            torch.set_rng_state(states["cpu"])
-        if "gpu" in states and torch.cuda.is_available():
-            torch.cuda.set_rng_state(states["gpu"])
-    except (RuntimeError, TypeError) as error:
-        raise OSError(f"{file.name} holds no random states: {error}") from error
-
-
 def free_bytes(folder: Path) -> int:
     """Free space where `folder` is, or will be."""
     return shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.exists())).free
 
 
-def _attempt(part: Callable[[], None] | None) -> str | None:
-    """Run `part`, if this rank has one; what went wrong on the first rank that failed. All ranks call it together."""
-    problem = None
+class CheckpointError(Exception):
+    """What went wrong on the first rank that failed, in a line."""
+
+
+def on_all_ranks(function: Callable[..., T], *arguments) -> T:
+    """function(...) on this rank; CheckpointError on all of them if it fails on one. All ranks call it together."""
+    result = None
+    problem = ""
     try:
-        if part:
-            part()
+        result = function(*arguments)
     except (OSError, SafetensorError, dcp.api.CheckpointException) as error:
-        causes = [error] if isinstance(error, (OSError, SafetensorError)) else [e for e, _ in error.failures.values()]
-        if any(isinstance(cause, KeyboardInterrupt) for cause in causes):  # torch has caught it
-            raise KeyboardInterrupt from error
-        problem = describe(causes[0])
-    return next((p for p in gather_objects(problem) if p), None)
+        problem = describe(error)
+    for problem_of_rank in gather_objects(problem):
+        if problem_of_rank:
+            raise CheckpointError(problem_of_rank)
+    return result
 
 
 def describe(error: BaseException) -> str:
-    """What went wrong, in a line. torch's writer hides the system's word on a full disk behind its own positions."""
-    below = error.__cause__ or error.__context__
-    if isinstance(below, OSError) and not isinstance(error, OSError):
-        error = below
-    text = (str(error) or repr(error)).splitlines()[0]
-    if "inline_container" in text:  # of another rank, whose error came without what lay below it
-        text = "the disk has taken a part only of what was written: is it full, or a quota reached?"
+    """What went wrong, in a line."""
+    causes = [error]
+    if isinstance(error, dcp.api.CheckpointException):
+        causes = [cause for cause, _ in error.failures.values()]
+    if any(isinstance(cause, KeyboardInterrupt) for cause in causes):  # torch has caught it
+        raise KeyboardInterrupt from error
+    text = (str(causes[0]) or repr(causes[0])).splitlines()[0]
+    if getattr(causes[0], "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+        text += ": lower --keep-checkpoints or free some"
     return text
 
 
-def _shards(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict:
-    """What a checkpoint has of a model: the tensors themselves, which loading fills in place; with LoRA no base."""
-    reshard(model)
-    shards = {"model": saved_weights(model)}
-    if optimizer:
-        make_moments(optimizer)  # else torch would take a step of zero gradients, and count it
-        options = state_dict.StateDictOptions(ignore_frozen_params=any(adapters(model)))
-        shards["optimizer"] = state_dict.get_optimizer_state_dict(model, optimizer, options=options)
-    return shards
+def replace_text(path: Path, text: str) -> None:
+    replace_file(path, lambda temporary: temporary.write_text(text))
 
 
 def _prune(folder: Path, keep: int) -> None:

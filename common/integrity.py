@@ -3,55 +3,23 @@
 import hashlib
 import json
 import os
-import pickle
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
-from enum import Enum, EnumMeta
 from pathlib import Path
-from typing import Any
 
 from common.files import replace_file
+from common.progress import say
 
 MANIFEST = "manifest.json"  # in the step folder, written last: a folder without it is no checkpoint
 BEGIN_ANEW = "--resume never, with another --output-dir, begins anew"
 STEP_NAME = re.compile(r"step_\d{6,20}")
 UNFINISHED_STEP = re.compile(r"tmp_(old_)?step_\d{6,20}")
 SAVED_FILE = re.compile(  # in a step folder, by the path in it
-    r"state(/__\d+_\d+\.distcp|/\.metadata(\.tmp)?)?|\.?(rng_\d+\.safetensors|trainer\.json|manifest\.json)(\.tmp)?"
+    r"state(/shard-\d+-model-\d+-of-\d+\.safetensors)?|\.?(trainer|manifest)\.json(\.tmp)?"
 )
 UNFINISHED = ".unfinished"  # in a folder that is being written: whoever finds it may remove the folder
-METADATA_TYPES = {  # what torch.distributed.checkpoint writes into its .metadata, and no more
-    *(f"torch.distributed.checkpoint.metadata.{kind}StorageMetadata" for kind in ("Tensor", "Bytes", "Chunk")),
-    *(f"torch.distributed.checkpoint.metadata.{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta")),
-    "torch.distributed.checkpoint.metadata.TensorProperties",
-    "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
-    "torch.distributed.checkpoint.filesystem._StorageInfo",
-    "torch.serialization._get_layout",
-    "torch.Size",
-    *(f"torch.{dtype}" for dtype in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8", "bool")),
-    "collections.OrderedDict",
-    "pathlib.PosixPath",
-}
-
-
-class MetadataUnpickler(pickle.Unpickler):
-    """Reads what torch writes; UnpicklingError for any other type or function, before it is called."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):  # as Python 3.11.0 to 3.11.3 write a member of an enum
-            return enum_member
-        if f"{module}.{name}" not in METADATA_TYPES:
-            raise pickle.UnpicklingError(f"{module}.{name} has no place there")
-        return super().find_class(module, name)
-
-
-def enum_member(kind: object, name: object) -> Enum:
-    """What `getattr` makes of an enum and the name of a member. UnpicklingError for anything else."""
-    if not isinstance(kind, EnumMeta) or name not in kind.__members__:
-        raise pickle.UnpicklingError("builtins.getattr has no place there")
-    return kind[name]
 
 
 def digest(file: Path) -> list:
@@ -81,26 +49,32 @@ def read_manifest(folder: Path) -> dict:
     raise ValueError(f"has a damaged {MANIFEST}")
 
 
-def damage(folder: Path, share: slice = slice(None)) -> str | None:
-    """What is wrong with the files of a step folder, in words; None if nothing is. share: which of them to hash."""
-    try:
-        files = read_manifest(folder)["files"]
-    except ValueError as error:
-        return str(error)
-    there = (file for file in folder.rglob("*") if file.is_file())  # pipes and devices never end
-    present = {str(file.relative_to(folder)) for file in there} - {MANIFEST}
-    if different := sorted(present ^ files.keys()):
-        return f"{'has no' if different[0] in files else 'has a foreign'} {different[0]}"
+def verify(folder: Path, share: slice = slice(None)) -> dict:
+    """The manifest of a step folder whose files are as it says; share: which of them to hash. ValueError if not."""
+    manifest = read_manifest(folder)
+    files = manifest["files"]
+    present: set[str] = set()
+    for path in folder.rglob("*"):
+        if path.is_symlink() or not path.is_dir():
+            present.add(str(path.relative_to(folder)))
+    present.discard(MANIFEST)
+    for name in sorted(present | files.keys()):
+        if name not in present:
+            raise ValueError(f"has no {name}")
+        if name not in files or not SAVED_FILE.fullmatch(name):
+            raise ValueError(f"has a foreign {name}")
     for name in sorted(files)[share]:
-        if (folder / name).is_symlink():
-            return f"has a link in the place of {name}"
+        path = folder / name
+        if path.is_symlink() or not path.is_file():  # a pipe or a device would never end
+            raise ValueError(f"has a link or a pipe in the place of {name}")
         try:
-            found = digest(folder / name)
+            found = digest(path)
         except OSError as error:
-            return f"has an unreadable {name} ({error.strerror})"
+            raise ValueError(f"has an unreadable {name} ({error.strerror})") from error
         if found != files[name]:
-            return f"has a damaged {name} (another {'SHA-256' if found[0] == files[name][0] else 'size'})"
-    return None
+            kind = "SHA-256" if found[0] == files[name][0] else "size"
+            raise ValueError(f"has a damaged {name} (another {kind})")
+    return manifest
 
 
 def read_record(folder: Path) -> dict:
@@ -123,8 +97,8 @@ def model_identity(folder: Path) -> str:
 
 
 def weights_identity(folder: Path) -> str:
-    """What must be the same of the frozen model of a resumed run: its weights, as a short hash of their files."""
-    files = [digest(file) for kind in ("*.safetensors", "*.bin") for file in sorted(folder.glob(kind))]
+    """What must be the same of the frozen model of a resumed run: its files of weights, as a short hash."""
+    files = [fingerprint(file) for kind in ("*.safetensors", "*.bin") for file in sorted(folder.glob(kind))]
     return hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]
 
 
@@ -134,7 +108,7 @@ def complete(folder: Path) -> list[Path]:
     return sorted((path for path in steps if (path / MANIFEST).is_file()), key=lambda path: int(path.name[5:]))
 
 
-def step_folder(path: Path, notice: Callable[[str], None]) -> Path | None:
+def step_folder(path: Path) -> Path | None:
     """The step folder that a path means: itself, what a file `latest` or `best` names, or the last one of a run.
 
     None if there is none. ValueError as `target`.
@@ -146,7 +120,7 @@ def step_folder(path: Path, notice: Callable[[str], None]) -> Path | None:
         return target(pointer)
     steps = complete(path) or complete(path / "checkpoints")
     if steps:
-        notice(f"{steps[-1].parent}/latest is missing: going on from {steps[-1].name}")
+        say(f"{steps[-1].parent}/latest is missing: going on from {steps[-1].name}")
     return steps[-1] if steps else None
 
 

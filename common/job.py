@@ -89,7 +89,7 @@ class Job:
         self.identity = {"script": script, "model": model_identity(Path(self.path)), "LoRA": None}
         if machine.lora_rank:
             self.identity["LoRA"] = [machine.lora_rank, machine.lora_alpha, machine.lora_targets]
-            self.identity["base"] = self._base(self.path)
+            self.identity["base"] = weights_identity(Path(self.path))
             refuse("reference" in machine.offload, "--offload reference has no effect: with LoRA it is the base")
         self.checkpoint = find_checkpoint(self.output_dir, run.resume, world, self.identity)  # to go on from
         # the number that is typed, else the one that a run has begun with; None: the memory plan will choose one
@@ -185,13 +185,10 @@ class Job:
         options |= {"weight_decay": weight_decay, "max_grad_norm": max_grad_norm}
         return GuardedAdamW(model, self.compute_dtype, offload="optimizer" in self.machine.offload, **options)
 
-    def _base(self, path: str) -> str:
-        """Identity of the frozen weights in a folder; rank 0 reads them."""
-        return broadcast_object(weights_identity(Path(path)) if self.world.is_main else None)
-
     def _keep(self, name: str, path: str, other: str) -> None:
         """A checkpoint goes on beside the frozen weights that it began with."""
-        self.identity[name] = base = self._base(path)
+        base = weights_identity(Path(path))
+        self.identity[name] = base
         saved = read_manifest(self.checkpoint).get(name, base) if self.checkpoint else base
         refuse(saved != base, f"{self.checkpoint} is of {other}, {saved} and not {base}")
 

@@ -7,7 +7,6 @@ from math import ceil
 from pathlib import Path
 from typing import NoReturn
 
-import torch
 from torch import nn
 from torch.distributed import ProcessGroup, new_subgroups
 
@@ -114,7 +113,6 @@ class Rollouts:
         job.plan_memory(rollout, trained, frozen, reward_model=reward_folder)
         # before the trainer: it loads by itself, and is asleep when the trainer takes its memory
         self.engine = None if rollout.replay else start_engine(job, rollout)
-        torch.manual_seed(run.seed + job.world.rank)  # after vLLM, which seeds every rank alike
         self.reward_model = RewardModel(reward_folder, job.compute_dtype, job.world.device) if reward_folder else None
         engine = "vllm" if rollout.uses_vllm else "hf"
         if rollout.engine == "auto" and engine == "hf":

@@ -7,6 +7,7 @@ from functools import partial
 from statistics import mean
 from typing import Any
 
+import numpy as np
 import torch
 
 from common.checkpoint import Checkpoints
@@ -71,6 +72,15 @@ def finish(job: Job, policy: torch.nn.Module, logger: Logger) -> None:
 def due(step: int, every: int) -> bool:
     """Is it this step's turn? 0: never."""
     return every > 0 and step % every == 0
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Seed torch's global generators, by the run's seed: a resume draws what an uninterrupted run does.
+
+    Nothing here draws from them in a step; what a fork adds may.
+    """
+    (number,) = np.random.SeedSequence([seed, step, rank]).generate_state(1)
+    torch.manual_seed(int(number))
 
 
 def profiled(steps: range, job: Job) -> Iterator[int]:

@@ -1,16 +1,16 @@
-"""Where a run goes on from, which weights are saved, and how they are read: nothing in their files is executed."""
+"""Where a run goes on from, which weights are saved, and how: as safetensors, in which nothing can be executed."""
 
-import re
 import warnings
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
-from common.distributed import World, broadcast_object, gather_objects, world_size
+from common.distributed import World, broadcast_object, gather_objects, reshard, world_size
 from common.files import refuse, shorten
-from common.integrity import BEGIN_ANEW, MANIFEST, MetadataUnpickler, complete, damage, read_manifest, step_folder
+from common.integrity import BEGIN_ANEW, MANIFEST, complete, step_folder, verify
 from common.lora import adapters
-from common.progress import say
+from common.optimizer import make_moments
 from common.torch_repair import Later
 
 REMEDIES = {  # what to do if a checkpoint is of another one
@@ -19,36 +19,63 @@ REMEDIES = {  # what to do if a checkpoint is of another one
     "LoRA": "give --lora-rank, --lora-alpha, --lora-targets of its run",
     "base": "give the --model of its run, with the same weights",
 }
+FILE_BYTES = 2**28  # of a file of a rank, or a tensor more: the writer has it three times in memory
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one rank shares with nobody
 dcp, state_dict = Later("torch.distributed.checkpoint"), Later("torch.distributed.checkpoint.state_dict")
 
 
-def load_shards(shards: dict, folder: Path) -> None:
-    """Fill the tensors in place from a step folder. All ranks call it together.
+def save_shards(tensors: dict[str, Tensor], folder: Path) -> None:
+    """Write each rank's shards of the tensors into files of its own. All ranks call it together."""
+    numbers = file_numbers(tensors)
+    writer = dcp.HuggingFaceStorageWriter(str(folder), numbers, save_distributed=True)
+    dcp.save(tensors, storage_writer=writer, no_dist=world_size() == 1)
 
-    torch's reader would unpickle anything in .metadata, its planner anything that is no tensor: we ask for tensors.
+
+def file_numbers(tensors: dict[str, Tensor]) -> dict[str, int]:
+    """{name: which of a rank's files it stands in}, from 1, so that none is much larger than FILE_BYTES."""
+    numbers: dict[str, int] = {}
+    num_bytes = 0  # of all ranks
+    for name, tensor in tensors.items():
+        numbers[name] = 1 + num_bytes // (FILE_BYTES * world_size())
+        num_bytes += tensor.numel() * tensor.element_size()
+    return numbers
+
+
+def load_shards(tensors: dict[str, Tensor], folder: Path) -> None:
+    """Fill the tensors in place from a step folder. All ranks call it together."""
+    reader = dcp.HuggingFaceStorageReader(str(folder / "state"))
+    dcp.load(tensors, storage_reader=reader, no_dist=world_size() == 1)
+
+
+def saved_tensors(name: str, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:
+    """What a checkpoint has of a model: the tensors themselves, which loading fills in place.
+
+    Their names are `name`.model.PARAMETER and `name`.optimizer.PARAMETER.exp_avg.
     """
-
-    class PlainReader(dcp.FileSystemReader):
-        def read_metadata(self, *_, **__) -> dcp.Metadata:
-            with (Path(self.path) / ".metadata").open("rb") as file:
-                metadata = MetadataUnpickler(file).load()
-            for stored in metadata.storage_data.values():
-                if not re.fullmatch(r"__\d+_\d+\.distcp", stored.relative_path):
-                    raise ValueError(f"its tensors are to be in {stored.relative_path!r:.60}, which is no shard of it")
-            return metadata
-
-    class PlainPlanner(dcp.DefaultLoadPlanner):
-        def load_bytes(self, read_item, value) -> None:
-            raise ValueError(f"{read_item.dest_index.fqn} is no tensor")
-
-    dcp.load(shards, storage_reader=PlainReader(folder / "state"), planner=PlainPlanner(), no_dist=world_size() == 1)
+    reshard(model)
+    tensors = {f"{name}.model.{path}": tensor for path, tensor in saved_weights(model).items()}
+    if optimizer:
+        make_moments(optimizer)  # else torch would take a step of zero gradients, and count it
+        options = state_dict.StateDictOptions(ignore_frozen_params=any(adapters(model)))
+        moments = state_dict.get_optimizer_state_dict(model, optimizer, options=options)
+        # not its param_groups: learning rate, betas ... are those of this run
+        for path, state in moments["state"].items():
+            for key, tensor in state.items():
+                tensors[f"{name}.optimizer.{path}.{key}"] = tensor
+    return tensors
 
 
 def saved_weights(model: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint has of a model's weights, the tensors themselves: all, or with LoRA those that are trained."""
-    state, lora = state_dict.get_model_state_dict(model), any(adapters(model))
-    return {name: state[name] for name, p in model.named_parameters() if p.requires_grad} if lora else state
+    """What a checkpoint has of a model's weights, the tensors themselves: all, tied ones once; with LoRA those that
+    are trained."""
+    state = state_dict.get_model_state_dict(model)
+    if any(adapters(model)):
+        return {name: state[name] for name, p in model.named_parameters() if p.requires_grad}
+    names = {name for name, _ in model.named_parameters()}
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        if name not in names:  # tied to one of them
+            del state[name]
+    return state
 
 
 def find_checkpoint(run_dir: Path, resume: str, world: World, identity: dict | None = None) -> Path | None:
@@ -63,7 +90,7 @@ def find_checkpoint(run_dir: Path, resume: str, world: World, identity: dict | N
     folder = None
     if world.is_main:
         try:
-            folder = step_folder(run_dir if resume == "auto" else Path(resume), say)
+            folder = step_folder(run_dir if resume == "auto" else Path(resume))
             if folder is None and resume != "auto":
                 raise ValueError(f"no checkpoint there (a step folder has a {MANIFEST} in it)")
         except (ValueError, OSError) as error:
@@ -72,12 +99,18 @@ def find_checkpoint(run_dir: Path, resume: str, world: World, identity: dict | N
     refuse(isinstance(folder, str), folder)
     if folder is None:
         return None
-    problem = next(filter(None, gather_objects(damage(folder, slice(world.rank, None, world.size)))), None)
-    if problem:
+    manifest: dict = {}
+    problem = ""
+    try:
+        manifest = verify(folder, slice(world.rank, None, world.size))
+    except ValueError as error:
+        problem = str(error)
+    problems = [text for text in gather_objects(problem) if text]
+    if problems:
         before = [path for path in complete(folder.parent) if path.name < folder.name]
         remedy = f"--resume {before[-1]} goes on from the one before; " if before else ""
-        raise SystemExit(f"{folder} {shorten(problem, 200)}: {remedy}{BEGIN_ANEW}".replace("\n", " "))
-    manifest = read_manifest(folder)
+        told = f"{folder} {shorten(problems[0], 200)}: {remedy}{BEGIN_ANEW}"
+        raise SystemExit(told.replace("\n", " "))
     for name, value in (identity or {}).items():
         if manifest.get(name) != value:
             told = f"{folder} is of another {name}, {shorten(str(manifest.get(name)), 100)} and not {value}"

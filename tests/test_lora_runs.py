@@ -49,7 +49,7 @@ def test_adapters_are_trained_sampled_from_saved_and_exported(whole):
         assert steps[step]["policy/rollout_logprob_gap"] < 1e-5
     assert steps[1]["policy/kl_to_ref"] == 0 < 1e-5 < steps[4]["policy/kl_to_ref"], "the reference is the base"
     base = load_file(FOLDERS["tiny"] / "model.safetensors")
-    state = sum(file.stat().st_size for file in (folder / "checkpoints/step_000004/state").glob("*.distcp"))
+    state = sum(file.stat().st_size for file in (folder / "checkpoints/step_000004/state").glob("*.safetensors"))
     adapter = load_file(folder / "model" / "adapter" / "adapter_model.safetensors")
     assert state < 3 * sum(4 * t.numel() for t in adapter.values()) + 2e6 < sum(4 * t.numel() for t in base.values())
     model = load_file(folder / "model" / "model.safetensors")

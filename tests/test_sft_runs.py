@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -58,13 +59,26 @@ def test_the_demo_learns_and_its_export_is_the_same_model_in_vllm(tmp_path):
     assert result["synced"] < 1e-4, "transformers and vLLM disagree about the exported folder"
 
 
+def write_drawing_fork(path: Path) -> Path:
+    """A copy of sft.py which draws from torch's generator in each step: a factor of the learning rate."""
+    line = "        lr = args.learning_rate * decay\n"
+    source = (ROOT / "sft.py").read_text()
+    assert line in source
+    path.write_text(source.replace(line, f"{line}        lr *= torch.rand(()).item()\n"))
+    return path
+
+
 @pytest.mark.parametrize("ranks, dtype", [(2, "fp32"), pytest.param(1, "fp16", marks=pytest.mark.slow)])
 def test_kill_and_resume_with_pictures_equals_an_uninterrupted_run(mixed, tmp_path, ranks, dtype):
+    """Of a fork that draws numbers, too: a step is seeded."""
+    script = write_drawing_fork(tmp_path / "my_sft.py")
     options = [*mixed, "--batch-size", 4, "--total-steps", 4, "--save-every", 2, "--eval-every", 2, "--dtype", dtype]
-    run_script("sft.py", *options, "--output-dir", tmp_path / "whole", ranks=ranks)
-    kill_once("sft.py", *options, "--output-dir", tmp_path / "killed", ranks=ranks, after_step=3)
-    run_script("sft.py", *options, "--output-dir", tmp_path / "killed", ranks=ranks, fresh=ranks == 1)
+    run_script(script, *options, "--output-dir", tmp_path / "whole", ranks=ranks)
+    kill_once(script, *options, "--output-dir", tmp_path / "killed", ranks=ranks, after_step=3)
+    run_script(script, *options, "--output-dir", tmp_path / "killed", ranks=ranks, fresh=ranks == 1)
     assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "whole")
+    rates = [record["optim/lr"] for step, record in steps_of(tmp_path / "whole").items() if step]
+    assert len(set(rates)) == 4, "each step draws another one"
     weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("whole", "killed")]
     assert weights[0] == weights[1]
     best = (tmp_path / "whole" / "checkpoints" / "best").read_text()

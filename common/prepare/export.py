@@ -4,7 +4,7 @@
     python -m common.prepare.export runs/NAME/checkpoints/step_000100 --model BASE --out FOLDER
 
 On a CPU, without an engine, in memory for the model in float32. A run's folder means its last checkpoint; of PPO's the
-policy is written. The checkpoint's files are verified first, and nothing that they hold is executed.
+policy is written. The checkpoint's files are verified first, and none of them holds what could be executed.
 """
 
 import json
@@ -27,11 +27,10 @@ from common.flags import Machine
 from common.hub import load_tokenizer, resolve_model
 from common.integrity import (
     WrittenFiles,
-    damage,
     make_unfinished,
     model_identity,
-    read_manifest,
     step_folder,
+    verify,
     weights_identity,
 )
 from common.lora import adapters, add_adapters
@@ -40,7 +39,7 @@ from common.pictures import PixelLimits
 from common.precision import DTYPES
 from common.prepare.source_files import keep_source_files
 from common.printing import guard_output
-from common.shards import dcp, load_shards, saved_weights
+from common.shards import dcp, load_shards, saved_tensors
 from common.torch_repair import transformers
 from common.vision import auto_class, load_vision
 
@@ -55,10 +54,10 @@ class Args:
 
 
 def main(args: Args) -> None:
-    folder = open_checkpoint(args.checkpoint)
+    folder, manifest = open_checkpoint(args.checkpoint)
     refuse(os.path.lexists(args.out), f"--out {args.out} is there already: give another one, or remove it")
     path = resolve_model(args.model)
-    manifest, run = read_manifest(folder), folder.absolute().parents[1]
+    run = folder.absolute().parents[1]
     other = manifest.get("model") != model_identity(Path(path))
     refuse(other, f"{folder} is of another architecture than --model {args.model}")
     base = manifest.get("base")
@@ -91,23 +90,23 @@ def main(args: Args) -> None:
     print(f"{args.out}: the weights of {folder} in {dtype}")
 
 
-def open_checkpoint(path: Path) -> Path:
-    """Its step folder, whose files are what its manifest says. SystemExit if there is none."""
+def open_checkpoint(path: Path) -> tuple[Path, dict]:
+    """Its step folder, and its manifest, which its files are as. SystemExit if there is none."""
     try:
-        folder = step_folder(path, print)
+        folder = step_folder(path)
     except ValueError as error:
         raise SystemExit(str(error)) from error
     refuse(folder is None, f"{path}: no checkpoint there; give a run folder, or a step folder in its checkpoints/")
-    problem = damage(folder)
-    refuse(problem is not None, f"{folder} {problem}: export another one")
-    return folder
+    try:
+        return folder, verify(folder)
+    except ValueError as error:
+        raise SystemExit(f"{folder} {error}: export another one") from error
 
 
 def restore(policy: Policy, folder: Path) -> None:
     """The weights of a checkpoint, in place. SystemExit if it has not all of them."""
-    state = {"policy": {"model": saved_weights(policy)}}
     try:
-        load_shards(state, folder)
+        load_shards(saved_tensors("policy", policy), folder)
     except dcp.api.CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
         raise SystemExit(f"{folder} cannot be read: {cause}") from error
