@@ -15,6 +15,7 @@ import time
 
 under_way = most = 0
 loops = set()
+hoard = []
 
 
 async def meet():
@@ -51,6 +52,11 @@ async def act(data_source, solution_str, ground_truth, extra_info=None):
         os._exit(3)
     if solution_str == "memory":
         return len(bytearray(10 * 2**30))
+    if solution_str == "hoard":
+        while True:
+            hoard.append(bytearray(2**25))
+    if solution_str == "need":
+        return len(bytearray(2**28)) / 2**28
     if solution_str == "cancel":
         raise asyncio.CancelledError
     if solution_str == "raise":
@@ -127,6 +133,13 @@ def test_a_failure_costs_its_own_response(start, text):
     assert failed.keys() == {"error"} and failed["error"].startswith(FAILURES[text])
     assert (before, after) == (scored(1), scored(2))
     assert pool.score([job("3")]) == [scored(3)]
+
+
+def test_after_memory_error_the_worker_is_new(start):
+    pool = start()
+    before, failed = pool.score([job("1"), job("hoard")])
+    assert before == scored(1) and failed["error"].startswith("MemoryError")
+    assert pool.score([job("need")]) == [{"score": 1.0}]
 
 
 def test_calls_that_hang_take_one_deadline_together(start):

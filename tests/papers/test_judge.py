@@ -197,7 +197,7 @@ ONCE = {  # what the server does at its first two requests
     "a hang": 1.0,
     "neither": "maybe",
     "an empty reply": "",
-    "a cut one that quotes the question": ('I am to say "Judgement: 1" or "Judgement: 0". Maroon is',),
+    "a cut one": ("Judgement: 0\nor shall I say",),
     "no JSON": b"<html>502 Bad Gateway</html>",
     "another object": b'{"choices": []}',
     "a list": b"[]",

@@ -30,9 +30,10 @@ class Agreeable:
 
     def __init__(self):
         self.asked = []
+        self.probes = 0
 
     async def probe(self) -> None:
-        pass
+        self.probes += 1
 
     async def verdict(self, case: Case) -> float:
         self.asked.append(case)
@@ -171,6 +172,8 @@ def test_what_a_judge_is_asked(judge):
     rewards = score(boxed("a puppy"), OPTIONS)
     assert judge.asked == [Case("visual_search", QUESTION["question"], "B. a dog", "a puppy")]
     assert rewards == {"score": 1.0, "acc": 1.0, "pred": "B. a dog", "judged": 1.0}
+    assert score(boxed("B"), OPTIONS)["judged"] == 0 and len(judge.asked) == 1
+    assert judge.probes == 2, "also where rules decide"
 
 
 def test_without_a_judge_the_first_row_is_refused(monkeypatch):
