@@ -360,8 +360,9 @@ def test_a_run_is_described_by_all_that_decides_what_it_does(monkeypatch, tmp_pa
     assert changed == {"model model.safetensors", str(rows)}
 
 
-@pytest.mark.parametrize("place", [0, 2**20 - 1, 2**22, 2**22 + 2**20 - 1])
+@pytest.mark.parametrize("place", [0, 2**20 - 1, 2**21, 2**22, 2**22 + 2**20 - 1])
 def test_both_ends_of_a_large_file_count(tmp_path, place):
+    """Its middle by samples."""
     content = bytearray(2**22 + 2**20)
     (tmp_path / "file").write_bytes(content)
     before = fingerprint(tmp_path / "file")
