@@ -23,7 +23,7 @@ from common.look.trackers import Trackers
 from common.memory import remembered_budget
 from common.prepare.export import export_hugging_face
 from common.prepare.memory_plan import peak_memory_gb
-from common.processes import at_end, sign_of_life, tidy_memory
+from common.processes import at_end, sign_of_life
 from common.progress import say
 
 
@@ -120,7 +120,6 @@ class Stopwatch:
     """Seconds of a step by phase: `with watch("rollout"): ...`; a phase entered twice adds up."""
 
     def __init__(self) -> None:
-        tidy_memory()
         self.start, self.seconds = time.perf_counter(), {}
 
     @contextmanager
