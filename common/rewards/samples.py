@@ -55,18 +55,18 @@ def verdict(rewards: dict) -> dict:
 
 
 def bounded(samples: list[dict]) -> dict[str, float]:
-    """The summary of an evaluation. If samples could not be scored, it says so, and has a lower and an upper bound in
-    the place of the accuracy."""
+    """The summary of an evaluation. Samples that could not be scored count as wrong; how many they are stands beside,
+    and the accuracy if they were right."""
     metrics = summarize(samples)
     failed = sum(sample["failed"] for sample in samples)
     if not failed:
         return metrics
     best = summarize([sample | {"correct": True} if sample["failed"] else sample for sample in samples])
-    low = metrics.pop("eval/accuracy")
+    low = metrics["eval/accuracy"]
     high = best["eval/accuracy"]
     missing = f"{failed} of {len(samples)} samples could not be scored, and count as wrong"
     say(f"evaluation INCOMPLETE: {missing}; the accuracy is between {low:.4f} and {high:.4f}")
-    return metrics | {"eval/failed": failed, "eval/accuracy_low": low, "eval/accuracy_high": high}
+    return metrics | {"eval/failed": failed, "eval/accuracy_high": high}
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
