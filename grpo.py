@@ -421,7 +421,8 @@ def check_args(args: Args) -> None:
     noisy = args.advantage == "group-std" or args.mask_truncated
     if args.kl_reward_coef and noisy:
         raise SystemExit(
-            "--kl-reward-coef with --advantage group-std or --mask-truncated: KL would decide equal groups"
+            "--kl-reward-coef with --advantage group-std or --mask-truncated: KL would decide equal groups; take "
+            "--advantage group-mean or rloo, or --kl-loss-coef"
         )
     off_policy = args.minibatches * args.epochs_per_step > 1
     several = "several --minibatches or --epochs-per-step: on-policy the ratio is 1"
@@ -545,7 +546,7 @@ def main(args: Args, demo: bool = False) -> None:
             logger.event({"event": "stopped", "step": step + 1})
             raise SystemExit(stop)  # as a process ended by that signal
 
-    finish(job, policy, logger)
+    finish(job, policy)
 
 
 if __name__ == "__main__":

@@ -550,7 +550,7 @@ def main(args: Args, demo: bool = False) -> None:
             logger.event({"event": "stopped", "step": step + 1})
             raise SystemExit(stop)  # as a process ended by that signal
 
-    finish(job, policy, logger)
+    finish(job, policy)
 
 
 if __name__ == "__main__":

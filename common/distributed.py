@@ -30,8 +30,7 @@ from common.torch_repair import Later
 fsdp = Later("torch.distributed.fsdp")
 LOST = ("Connection closed by peer", "Connection reset by peer", "remote process exited")  # gloo's words, and NCCL's
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)  # SIGUSR1 is Slurm's usual one
-_stop = threading.Event()  # one of STOP_SIGNALS has come
-_interrupted = threading.Event()  # ... and it was Ctrl-C
+received: list[int] = []  # those that have come; an Event's lock may be held where a handler runs
 stopping = threading.Event()  # one has come to some rank, and all have agreed to end
 
 
@@ -130,20 +129,21 @@ def handle_signals() -> None:
 
 
 def _ask_to_stop(number: int, _frame: object) -> None:
-    if _interrupted.is_set() and number in (signal.SIGINT, signal.SIGTERM):
+    if signal.SIGINT in received and number in (signal.SIGINT, signal.SIGTERM):
         raise KeyboardInterrupt
-    _stop.set()
-    if number == signal.SIGINT:
-        _interrupted.set()
-        if os.environ.get("RANK", "0") == "0":  # not by print, in which the signal may have come
-            os.write(2, b"Ctrl-C: the run ends with this step, and saves; once more ends it at once\n")
+    received.append(number)
+    if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
+        line = b"Ctrl-C: the run ends with this step, and saves; once more ends it at once"
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            line += b". torchrun waits for 30 s, or its --shutdown-timeout"
+        os.write(2, line + b"\n")  # not by print, in which the signal may have come
 
 
 def stop_requested() -> int:
     """The exit code to end with, if a signal has asked any rank to end; 0: go on. All ranks must ask together."""
     status = 0
-    if _stop.is_set():
-        status = 128 + (signal.SIGINT if _interrupted.is_set() else signal.SIGTERM)
+    if received:
+        status = 128 + (signal.SIGINT if signal.SIGINT in received else signal.SIGTERM)
     (status,) = all_reduce([status], "max")
     if status > 0:
         stopping.set()

@@ -90,12 +90,12 @@ FINISH_REASONS = {
     "length": "--max-response-tokens, or an observation that would exceed it",
     "turn_length": "--max-turn-tokens",
     "max_turns": "--max-turns: a tool was called in the last one",
-    "unanswered": "--max-turns: an interaction had more to say",
+    "unanswered": "--max-turns: the function of --environment had more to say",
     "done": "the environment's `done`",
     "max_images": "--max-images: a tool returned more",
     "max_tool_errors": "--max-tool-errors",
     "vision_token": "the policy sampled a vision placeholder: the trajectory ends before it",
-    "tool_failed": "through our fault: a tool's `ours`, an environment, an interaction, no worker; not trained on",
+    "tool_failed": "through our fault: a tool's `ours`, an environment, no worker; not trained on",
     "unreadable": "a picture of the prompt could not be read: nothing was sampled, not trained on",
 }
 

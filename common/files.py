@@ -65,7 +65,7 @@ def memory_advice(phase: str) -> Iterator[None]:
             raise
         remedy = "lower --engine-memory, or give it more memory"
         if memory == "GPU memory":
-            remedy = "lower --engine-memory, add --offload optimizer,reference, or use more GPUs"
+            remedy = "lower --engine-memory, add --offload optimizer (of a KL the reference, too), or use more GPUs"
         raise SystemExit(f"out of {memory} in {phase}: {remedy}; then the same command goes on") from error
 
 

@@ -174,7 +174,7 @@ class Run:
     eval_every: Limit = 20  # steps between evaluations; 0: only before and after
     eval_before: bool = True  # evaluate before the first step
     eval_rows: Count = 512  # how many rows of --eval-data are used; the first ones
-    save_every: Limit | Literal["epoch"] = 20  # steps between checkpoints, the best has one too; epoch; 0: at the end
+    save_every: Limit | Literal["epoch"] = 20  # steps between checkpoints, or epoch; 0: at the end alone
     keep_checkpoints: Count = 2  # newest ones kept; the best by evaluation is kept besides
     resume: str = "auto"  # auto (the run in --output-dir), never, or a path
     stall_minutes: Positive = 60.0  # longest a phase (rollout, rewards, part of an evaluation) may take; then the end

@@ -219,7 +219,7 @@ def describe_run(path: str) -> dict[str, str]:
     """Flags, versions; by size and hash, code, files that flags name, those of a model's folder."""
     texts = " ".join(["", *sys.argv[1:]]).split(" --")[1:]
     facts = dict([*re.split("[ =]", text, maxsplit=1), ""][:2] for text in texts)
-    kinds = ("*.py", "common/**/*.py", "common/*/*.json", "common/*/*.toml")
+    kinds = ("*.py", "common/**/*.py", "common/*/*.json", "common/*/*.toml", "papers/**/*.py", "papers/**/*.toml")
     files = {str(file.relative_to(ROOT)): file for kind in kinds for file in ROOT.glob(kind)}
     # not of the run folder: some network file systems would remember for a while that it is not there
     named = [name for flag in facts.keys() - {"output-dir"} for name in re.split("[ ,:]", facts[flag])]

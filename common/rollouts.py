@@ -97,6 +97,9 @@ class Rollouts:
             sources = {name for prompts in scored if prompts for name in prompts.sources}
             count = max(1, cpus_of_rank() - 1)
             self.workers = RewardWorkers(rollout.reward_function, count, rollout.reward_timeout, sources=sources)
+            is_deadline = self.workers.timeout_s == rollout.reward_timeout
+            needed = "a --reward-function without a timeout_s of its own"
+            refuse_idle(rollout, {"reward_timeout": (is_deadline, needed)})
             rows = self.train_data or self.eval_data
             known = (row for row in map(rows.__getitem__, range(len(rows))) if row.ground_truth is not None)
             if rollout.reward_function and not rollout.replay and (row := next(known, None)):

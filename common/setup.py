@@ -62,7 +62,7 @@ def open_logger(job: Job, args: Any, total_steps: int, checkpoints: Checkpoints,
     return logger
 
 
-def finish(job: Job, policy: torch.nn.Module, logger: Logger) -> None:
+def finish(job: Job, policy: torch.nn.Module) -> None:
     """Export the model; the curves are drawn, and the trackers end, where the process does."""
     folder = job.output_dir / "model"
     export_hugging_face(policy, job.tokenizer, folder, job.world, job.compute_dtype, job.run.model)

@@ -162,3 +162,8 @@ def test_a_functions_own_deadline_counts(start, is_async):
 def test_what_is_no_deadline_is_refused(start, timeout_s):
     with pytest.raises(ValueError, match=r"timeout_s is .*, expected seconds above 0"):
         start(f"\nact.timeout_s = {timeout_s}\n")
+
+
+def test_an_async_function_behind_a_decorator_is_told(start):
+    (result,) = start("\n\nplain = act\n\n\ndef act(**row):\n    return plain(**row)\n").score([job("1")])
+    assert "returned a coroutine: write it as a plain `async def`" in result["error"]

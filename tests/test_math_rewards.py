@@ -31,7 +31,6 @@ from common.rewards.math import last_boxed, score_boxed, score_dapo, score_gsm8k
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "math"
 PAIRS = DATA.parent / "math_pairs.jsonl"
-REPOSITORY = Path(__file__).parents[1]
 
 
 def boxed_score(answer: str, truth: str) -> float:

@@ -313,3 +313,14 @@ def test_the_documented_command_runs(tmp_path, capsys, monkeypatch):
             write(Path(flags.file), [row(0, completion="#### 1", responses=None)])
         score_file(flags)
         assert "rows accuracy 95 % interval" in capsys.readouterr().out
+
+
+def test_a_deadline_that_the_function_has_itself_is_not_given_in_vain(tmp_path, monkeypatch):
+    (tmp_path / "own.py").write_text("def score(**_):\n    return 1.0\n\n\nscore.timeout_s = 60\n")
+    flags = Scoring(write(tmp_path / "a.jsonl", [row(0)]), reward_function=f"{tmp_path}/own.py:score")
+    monkeypatch.setattr(sys, "argv", ["score", "--reward-timeout", "10"])
+    with pytest.raises(SystemExit, match=r"--reward-timeout 10\.0 has no effect: .* a timeout_s of its own"):
+        score_file(flags)
+    monkeypatch.setattr(sys, "argv", ["score"])
+    score_file(flags)
+    assert [sample["score"] for sample in read(tmp_path / "a_scored.jsonl")] == [1.0, 1.0]

@@ -180,8 +180,6 @@ wrong.schema = {"name": "wrong"}
 LIMIT = 3
 '''
 
-QUICK = Call("act", {"action": "times"})
-
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory) -> str:

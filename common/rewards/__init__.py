@@ -75,6 +75,9 @@ def score_response(
 def read_result(result: object, fn: RewardFunction, data_source: str) -> dict[str, float | str]:
     """ValueError if `score_response` may not return it."""
     label = f"reward function {getattr(fn, '__name__', fn)} on data_source {data_source!r}"
+    if inspect.iscoroutine(result):
+        result.close()
+        raise ValueError(f"{label} returned a coroutine: write it as a plain `async def`, without a decorator")
     if not isinstance(result, Mapping):
         result = {"score": result}
     if "score" not in result:
@@ -161,6 +164,7 @@ class RewardWorkers(Pool):
             return [reply]
         results = []
         for job in jobs:
+            sign_of_life()
             results += self.score_batch([job])
         return results
 

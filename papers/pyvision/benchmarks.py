@@ -10,7 +10,8 @@ r"""V*, HR-Bench and TIR-Bench in verl's columns, from local copies, with the pr
 for each of its parts, which an evaluation tells apart (vstar/direct_attributes, hrbench-4k/single, tir_bench/maze, …):
 
     python grpo.py --eval-only --model MODEL --eval-data data/benchmarks/vstar.parquet --eval-rows 2000 \
-        --tools python --eval-samples 32 --eval-temperature 0.01 --max-turns 30 --max-images 32
+        --reward-function papers/pyvision/rewards.py:score --tools python --eval-samples 32 \
+        --eval-temperature 0.01 --max-turns 30 --max-images 32
 
 Of V*'s options the right one is always the first as published: here they are shuffled, --keep-order leaves them.
 """

@@ -34,10 +34,10 @@ async def score(data_source: str, solution_str: str, ground_truth: object, extra
     if data_source.startswith("tir_bench/"):
         return tir_bench_reward(data_source, solution_str, ground_truth, extra_info)
     if any(fnmatchcase(data_source, pattern) for pattern in MEASURED):
-        return score_measured(data_source, solution_str, ground_truth, extra_info)
+        return score_measured(solution_str, ground_truth, extra_info)
     family = family_of(data_source)
     judge = open_judge()
-    await judge.probe()  # also if rules decide: a run without a judge ends at its first row
+    await judge.probe()  # also if rules decide: a run without a judge is to end at its first row
     return await score_judged(family, judge, solution_str, ground_truth, extra_info)
 
 
@@ -73,9 +73,7 @@ async def score_judged(
     return {"score": verdict, "acc": verdict, "pred": pred, "judged": float(is_open)}
 
 
-def score_measured(
-    data_source: str, solution_str: str, ground_truth: object, extra_info: Mapping | None = None
-) -> dict:
+def score_measured(solution_str: str, ground_truth: object, extra_info: Mapping | None = None) -> dict:
     """{"score": mean relative accuracy, "acc": whether it is at least a half, "pred"}. No judge is asked."""
     truth, options = reference(ground_truth)
     answer = final_answer((extra_info or {}).get("last_turn", solution_str))

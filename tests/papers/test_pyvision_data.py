@@ -1,4 +1,4 @@
-"""PyVision-RL's rows: prepare.pyvision, and what the policy and its interpreter get of them."""
+"""PyVision-RL's rows: papers.pyvision.rows, and what the policy and its interpreter get of them."""
 
 import json
 import re
