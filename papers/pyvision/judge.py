@@ -16,6 +16,7 @@ from functools import cache
 from itertools import count
 from urllib.parse import urlsplit
 
+import httpx2
 import openai
 
 from papers.pyvision.judge_prompt import PROBES, Case, messages, verdict_of
@@ -25,6 +26,7 @@ RETRIES = 4  # by the client, which waits longer each time
 PAUSE_S = 1.0  # then, before another server is asked
 TRIES = 5  # unclear replies, or failures while other cases are answered, until a case has no verdict
 MAX_TOKENS = 1024  # of a reply: some models think before they answer
+MAX_BODY = 2**20  # bytes of a reply
 CACHED = 200_000  # verdicts
 MINUTE_S = 60.0  # between two lines about servers that do not answer
 
@@ -158,9 +160,32 @@ def connect(url: str, model: str, api_key: str) -> Server:
         parts = None
     if parts is None or parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.path:
         raise ValueError("JUDGE_URLS: one of them is no http://HOST:PORT/v1")  # it may hold a password
-    http = openai.DefaultAsyncHttpxClient(trust_env=False, follow_redirects=False)
+    http = openai.DefaultAsyncHttpxClient(
+        trust_env=False,
+        follow_redirects=False,
+        headers={"Accept-Encoding": "identity"},
+        event_hooks={"response": [take_body]},
+    )
     options = {"http_client": http, "timeout": REQUEST_S, "max_retries": RETRIES}
     return Server(host, openai.AsyncOpenAI(base_url=url, api_key=api_key, **options), model)
+
+
+async def take_body(response: httpx2.Response) -> None:
+    """Read the body in place of the client, which would keep whatever comes. One that is larger than MAX_BODY, or
+    packed, which was not asked for, becomes a refusal: no verdict."""
+    body = b""
+    is_refused = response.headers.pop("Content-Encoding", "identity").lower() != "identity"
+    if not is_refused:
+        async for piece in response.stream:
+            body += piece
+            is_refused = len(body) > MAX_BODY
+            if is_refused:
+                break
+    await response.stream.aclose()
+    if is_refused:
+        response.status_code = 422
+        body = b""
+    response.stream = httpx2.ByteStream(body)
 
 
 @cache

@@ -4,6 +4,8 @@ Against a small server on this machine; a real model judges in test_real_judge.p
 """
 
 import asyncio
+import contextlib
+import gzip
 import re
 import socket
 import threading
@@ -214,6 +216,34 @@ def test_a_fault_that_passes_costs_nothing(fault, serve, monkeypatch):
     assert len(server.asked) == 3 + 2, "three cases, and two repeated"
     for request, _ in server.requests:
         assert request["temperature"] == (0.5 if request["seed"] else 0.0), "a reply that came greedily comes again"
+
+
+def endless(handler) -> None:
+    """1 GB, or as much as is taken."""
+    handler.send_response(200)
+    handler.end_headers()
+    handler.server.sent = 0
+    with contextlib.suppress(OSError):
+        while handler.server.sent < 2**30:
+            handler.server.sent += handler.wfile.write(bytes(2**16))
+
+
+def packed(handler) -> None:
+    """64 MB in 64 kB."""
+    handler.send_response(200)
+    handler.send_header("Content-Encoding", "gzip")
+    handler.end_headers()
+    handler.wfile.write(gzip.compress(bytes(2**26)))
+
+
+@pytest.mark.parametrize("body", [endless, packed])
+def test_a_body_is_bounded(body, serve):
+    """It costs its case, no memory, and not the time of the others."""
+    server = serve(lambda number, answer: body if answer == "other" else None)
+    *judged, error = verdicts(judge_of(server), THREE)
+    assert judged == VERDICTS[:2] and isinstance(error, ValueError)
+    assert getattr(server.server, "sent", 0) < 2**24, "it has hung up"
+    assert server.asked.count("other") == TRIES
 
 
 @pytest.mark.parametrize("fault", ["maybe", 500, 400, b"[]"])
