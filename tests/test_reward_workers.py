@@ -374,13 +374,13 @@ def test_a_reply_that_waited_for_the_trainer_is_read_to_its_end(start):
 
 def test_replies_of_several_workers_wait_for_the_trainer(start):
     """It may be away after each look: what has begun to come is read to its end at once."""
-    pool = start(count=2, timeout_s=1.0)
+    pool = start(count=2, timeout_s=2.0)
     pool.score([job("1"), job("2")])
     for number in range(2):
         pool.submit(number, job("write much"))
     replies: dict = {}
     for _ in range(3):
-        time.sleep(1.5)
+        time.sleep(2.5)
         replies |= pool.poll(0.0)
     assert replies == {number: {"score": 1.0, "pred": "x" * 2**22} for number in range(2)}
 
