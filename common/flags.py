@@ -360,6 +360,12 @@ def refuse_idle(flags: Any, uses: dict[str, tuple[bool, str]]) -> None:
         refuse(not used and bool(said), f"{flag(name)} {getattr(flags, name)} has no effect: needs {needs}")
 
 
+def check_reward_timeout(flags: Any, deadline_s: float) -> None:
+    """Stop if --reward-timeout is given beside a function that has another deadline of its own."""
+    is_deadline = deadline_s == flags.reward_timeout
+    refuse_idle(flags, {"reward_timeout": (is_deadline, "a --reward-function without a timeout_s of its own")})
+
+
 def explain_foreign(arguments: list[str], args_class: type) -> None:
     """SystemExit with what a flag of another system or script is here, or one that is gone; for a broken line."""
     old_launcher = any(argument.replace("_", "-").startswith("--local-rank") for argument in arguments)

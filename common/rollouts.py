@@ -20,7 +20,7 @@ from common.engine.hf import HuggingFaceEngine
 from common.engine.vllm import VllmEngine
 from common.episodes import Episode, Row, Watch, sample_episodes
 from common.files import refuse, user_errors
-from common.flags import Data, Rollout, Run, refuse_idle
+from common.flags import Data, Rollout, Run, check_reward_timeout, refuse_idle
 from common.hub import EMBEDDED, resolve_model
 from common.job import Job
 from common.look.console import print_samples
@@ -97,9 +97,7 @@ class Rollouts:
             sources = {name for prompts in scored if prompts for name in prompts.sources}
             count = max(1, cpus_of_rank() - 1)
             self.workers = RewardWorkers(rollout.reward_function, count, rollout.reward_timeout, sources=sources)
-            is_deadline = self.workers.timeout_s == rollout.reward_timeout
-            needed = "a --reward-function without a timeout_s of its own"
-            refuse_idle(rollout, {"reward_timeout": (is_deadline, needed)})
+            check_reward_timeout(rollout, self.workers.timeout_s)
             rows = self.train_data or self.eval_data
             known = (row for row in map(rows.__getitem__, range(len(rows))) if row.ground_truth is not None)
             if rollout.reward_function and not rollout.replay and (row := next(known, None)):

@@ -14,7 +14,7 @@ from tyro.conf import Positional
 from common.data.rows import RowFiles
 from common.data.table_files import is_hub_id, stem_of
 from common.files import modified, refuse
-from common.flags import Files, Positive, Rollout, check_ranges, refuse_idle
+from common.flags import Files, Positive, Rollout, check_ranges, check_reward_timeout
 from common.processes import cpus_of_rank
 from common.rewards import RewardWorkers, checked, reward_function, score_response, tell_errors
 from common.rewards.samples import bounded, report, verdict
@@ -80,9 +80,7 @@ def score_file(flags: Scoring) -> None:
     refuse(not responses, f"FILE: no usable row in {flags.file}")
     sources = set() if flags.reward_function else {response.data_source for response in responses}
     workers = RewardWorkers(flags.reward_function, max(1, cpus_of_rank() - 1), flags.reward_timeout, sources=sources)
-    is_deadline = workers.timeout_s == flags.reward_timeout
-    needed = "a --reward-function without a timeout_s of its own"
-    refuse_idle(flags, {"reward_timeout": (is_deadline, needed)})
+    check_reward_timeout(flags, workers.timeout_s)
     if flags.reward_function:
         workers.try_out(flags.reward_function, responses[0])
     if not all(isinstance(response.columns["group"], int | str) for response in responses):  # a row is a group
