@@ -24,6 +24,7 @@ from typing import TypeVar
 from safetensors import SafetensorError
 
 from common.distributed import gather_objects
+from common.ending import reached
 from common.files import DAMAGE, replace_file, shorten, user_errors
 from common.integrity import (
     BEGIN_ANEW,
@@ -37,7 +38,6 @@ from common.integrity import (
 from common.job import Job
 from common.lora import adapters
 from common.optimizer import GuardedAdamW
-from common.processes import reached
 from common.progress import say
 from common.shards import dcp, load_shards, save_shards, saved_tensors
 

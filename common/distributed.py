@@ -1,6 +1,5 @@
 """torchrun process group, sharding by FSDP2, reductions; how a script begins and ends on every rank."""
 
-import datetime
 import gc
 import os
 import signal
@@ -9,10 +8,10 @@ import sys
 import threading
 import time
 import traceback
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -20,11 +19,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from common import processes
+from common import ending
+from common.ending import sign_of_life, watch
 from common.files import refuse
-from common.network import find_interface
 from common.printing import guard_output
-from common.progress import break_silence, say
+from common.processes import PARENT, cpus_of_rank, die_with, keep_freed_memory, refuse_lone_ranks
+from common.progress import say
+from common.rendezvous import connect, find_interface, meet
 from common.torch_repair import Later
 
 fsdp = Later("torch.distributed.fsdp")
@@ -54,11 +55,10 @@ def init_world(stall_minutes: float = 30.0) -> World:
     From its start on a rank ends with any other that fails, and with its torchrun; one that shows no `sign_of_life`
     for `stall_minutes` prints its stacks and ends the run.
     """
-    processes.refuse_lone_ranks()
+    refuse_lone_ranks()
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         os.environ.setdefault(name, value)
     rank, size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    refuse(not os.environ.get("GATHER_SECONDS", "60").isdecimal(), "GATHER_SECONDS: expected a number of seconds")
     if torch.cuda.is_available():
         gpus, ranks = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
         refuse(ranks > gpus, f"{ranks} ranks, but {gpus} GPUs on this machine: torchrun --nproc_per_node {gpus}")
@@ -67,57 +67,28 @@ def init_world(stall_minutes: float = 30.0) -> World:
         backend = "cpu:gloo,cuda:nccl"  # gloo: objects and CPU tensors (checkpoints, metrics) do not touch the GPU
     else:
         device, backend = torch.device("cpu"), "gloo"
-        processes.keep_freed_memory()
+        keep_freed_memory()
     limit_threads()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank must not go on beside a restart
-        processes.die_with(processes.PARENT)
-    processes.sign_of_life()
-    timeout = datetime.timedelta(minutes=min(stall_minutes, 1e6) + 10)
-    threading.Thread(target=processes.watch, args=(stall_minutes, break_silence), daemon=True).start()
-    store = meet(rank, size, timeout) if size > 1 else dist.HashStore()
+        die_with(PARENT)
+    timeout = timedelta(minutes=min(stall_minutes, 1e6) + 10)
+    if size > 1:
+        store = meet(rank, size, timeout)
+        watch(store.clone(), stall_minutes)  # the main thread's connection may be waiting
+    else:
+        store = dist.HashStore()
+        watch(None, stall_minutes)
     find_interface(store, rank, size)
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "the interface that gloo has chosen")
-    processes.awaited[:] = [f"the ranks do not connect by {interface} (GLOO_SOCKET_IFNAME)"]
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    processes.awaited.clear()
+    connect(backend, store, rank, size, timeout)
     return World(rank, size, local_rank, device)
 
 
 def limit_threads() -> None:
     """As many threads as CPUs, unless the user has said otherwise: torch counts those that a container may not use."""
-    cpus = processes.cpus_of_rank()
+    cpus = cpus_of_rank()
     if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > cpus:
         torch.set_num_threads(cpus)
         os.environ["OMP_NUM_THREADS"] = str(cpus)  # for what this process starts
-
-
-def meet(rank: int, size: int, timeout: datetime.timedelta) -> dist.Store:
-    """Wait for all ranks; a store of this attempt alone.
-
-    torchrun's outlives its restarts, and each of its agents counts these by itself. So rank 0 makes up a name, and
-    tells it to whoever has come, until all have got it: what an earlier attempt has left behind, nobody reads.
-    """
-    address, own = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), uuid.uuid4().hex
-    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    processes.awaited[:] = [f"no answer from {address[0]}:{address[1]}"]
-    store = dist.TCPStore(*address, is_master=hosts, timeout=timeout, wait_for_workers=False)
-    store.set(f"rank/{rank}", own)
-    processes.awaited[:] = ["no answer from rank 0"]
-    while rank and not store.check([own]):
-        time.sleep(0.1)
-    name = store.get(own).decode() if rank else own
-    store.set(f"{name}/{rank}", "")
-    missing = set(range(1, size)) if rank == 0 else set()
-    while missing:
-        places = (f"{other} (machine {other // processes.ranks_here()})" for other in sorted(missing))
-        processes.awaited[:] = [f"no sign of rank {', '.join(places)}"]
-        for other in missing:
-            if store.check([f"rank/{other}"]):
-                store.set(store.get(f"rank/{other}").decode(), own)
-        time.sleep(0.1)
-        missing = {other for other in missing if not store.check([f"{own}/{other}"])}
-    processes.group.append(dist.PrefixStore(name, store.clone()))
-    return dist.PrefixStore(name, store)
 
 
 def handle_signals() -> None:
@@ -157,13 +128,13 @@ def run(main: Callable, *args: object) -> None:
     try:
         status = _outcome(main, *args)
     except KeyboardInterrupt:
-        processes.fail(processes.INTERRUPTED)
+        ending.fail(ending.INTERRUPTED)
         if os.environ.get("RANK", "0") == "0":
-            step, checkpoint = (processes.reached.get(name) for name in ("step", "checkpoint"))
-            where = f" at step {step}; last checkpoint: {checkpoint or 'none'}" if processes.reached else ""
-            print(f"{processes.INTERRUPTED}{where}", file=sys.stderr, flush=True)
+            step, checkpoint = (ending.reached.get(name) for name in ("step", "checkpoint"))
+            where = f" at step {step}; last checkpoint: {checkpoint or 'none'}" if ending.reached else ""
+            print(f"{ending.INTERRUPTED}{where}", file=sys.stderr, flush=True)
         status = 130
-    processes.leave(status)
+    ending.leave(status)
 
 
 def _outcome(main: Callable, *args: object) -> int:
@@ -173,7 +144,7 @@ def _outcome(main: Callable, *args: object) -> int:
         barrier()
     except SystemExit as stop:
         if isinstance(stop.code, str):
-            processes.fail(stop.code)
+            ending.fail(stop.code)
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except Exception as error:
         rank, advice = f"[rank {os.environ.get('RANK', '0')}]", ""
@@ -181,12 +152,14 @@ def _outcome(main: Callable, *args: object) -> int:
         if isinstance(error, ImportError) or any(word in str(error) for word in ("shared object", "torchvision::")):
             advice = ". Install what requirements.txt (-cpu, -v100) pins; python -m common.doctor says what works"
         several = isinstance(error, RuntimeError) and world_size() > 1
-        if several and any(words in str(error) for words in LOST) and not processes.heard():
-            advice = ". A rank that is killed (signal 9) has most often run out of memory: docs/trouble.md"
+        if several and any(words in str(error) for words in LOST) and not ending.heard():
+            advice = (
+                ". A rank is gone: one that was killed (signal 9) has most often run out of memory: docs/trouble.md"
+            )
         line = f"{rank} {type(error).__name__}: {error}{advice}"
-        processes.fail(line, f"{rank} failed:\n{traceback.format_exc()}{line}")
+        ending.fail(line, f"{rank} failed:\n{traceback.format_exc()}{line}")
         if several:
-            time.sleep(processes.GRACE_S)  # it may come from another's death, and torchrun should see who was first
+            time.sleep(ending.GRACE_S)  # it may come from another's death, and torchrun should see who was first
         return 1
     return 0
 
@@ -269,7 +242,7 @@ def forward_context(model: nn.Module, last: bool = True) -> Iterator[None]:
 
     Without gradients a forward leaves nothing gathered behind: the head of a reference model is large.
     """
-    processes.sign_of_life()
+    sign_of_life()
     if isinstance(model, fsdp.FSDPModule):
         model.set_requires_all_reduce(last)
         if world_size() == 1 and not torch.cuda.is_available():  # where casting the weights is dear: once a step

@@ -22,8 +22,9 @@ import tyro
 from annotated_types import Ge, Gt, Le
 from tyro.constructors import PrimitiveConstructorSpec
 
+from common.ending import said_once
 from common.files import command_line, refuse
-from common.processes import ranks_here, said_once
+from common.processes import ranks_here
 from common.progress import say
 
 ROOT = Path(__file__).resolve().parents[1]

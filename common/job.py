@@ -20,6 +20,7 @@ from torch import nn
 from common.attention import choose_attention
 from common.data.prompts import PromptLoader
 from common.distributed import World, broadcast_object, check_same, init_world, make_mesh, wrap_model
+from common.ending import at_end, fail, leave
 from common.files import DAMAGE, HEARTBEAT_S, lock_folder, refuse, shorten, user_errors
 from common.flags import (
     MOST_TOKENS,
@@ -49,7 +50,6 @@ from common.optimizer import GuardedAdamW
 from common.pictures import PixelLimits
 from common.precision import check_device, choose_dtype
 from common.prepare.memory_plan import memory_plan
-from common.processes import at_end, fail, leave
 from common.progress import say
 from common.rotary import num_positions
 from common.shards import find_checkpoint
@@ -240,7 +240,7 @@ def lock_everywhere(output_dir: Path, world: World) -> None:
             refuse_links(output_dir)
             WrittenFiles(output_dir / "model").check()
         lock = lock_folder(output_dir, lost=give_way)
-        at_end.append(lock.release)
+        at_end.callback(lock.release)
     token = broadcast_object(lock.token if world.is_main else None)
     for _ in range(700):  # a network file system may take a minute to show a new file
         with suppress(OSError):

@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import ClassVar
 
@@ -61,13 +61,13 @@ def say(text: str) -> None:
         Progress.said = time.monotonic()
 
 
-def break_silence(awaited: Sequence[str] = ()) -> None:
-    """Say what is waited for, or else which function of ours the main thread is in, if nothing was said for long."""
-    if time.monotonic() > Progress.said + SILENCE:
+def break_silence(what: str = "") -> None:
+    """If rank 0 has said nothing for long: what it waits for, or else in which of our functions its main thread is."""
+    if os.environ.get("RANK", "0") == "0" and time.monotonic() > Progress.said + SILENCE:
         frames = traceback.walk_stack(sys._current_frames()[threading.main_thread().ident])
         calls = (frame.f_code for frame, _ in frames if frame.f_code.co_filename.startswith(ROOT))
         where = (f"{call.co_name}, {call.co_filename.removeprefix(ROOT)}" for call in calls)
-        print("...", *awaited[:1] or [next(where, "busy")], flush=True)
+        print("...", what or next(where, "busy"), flush=True)
         Progress.said = time.monotonic()
 
 

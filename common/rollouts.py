@@ -15,6 +15,7 @@ from common.data.prompts import PromptData, steps_of
 from common.data.render import end_token_ids, end_turns_properly
 from common.data.templates import protocol_of
 from common.distributed import barrier, gather_objects
+from common.ending import sign_of_life
 from common.engine.books import EngineConfig, Sampling
 from common.engine.hf import HuggingFaceEngine
 from common.engine.vllm import VllmEngine
@@ -30,7 +31,7 @@ from common.memory import remembered_budget
 from common.models import sync_engine
 from common.precision import GAP_LIMITS
 from common.prepare.embedded import embedded_data
-from common.processes import cpus_of_rank, in_threads, sign_of_life
+from common.processes import cpus_of_rank, in_threads
 from common.progress import Progress, say
 from common.rewards import RewardWorkers, score_episodes
 from common.rewards.model import RewardModel, check_reward_model

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from statistics import mean
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 
 from common.checkpoint import Checkpoints
 from common.distributed import barrier, gather_objects, handle_signals, stopping
+from common.ending import at_end, sign_of_life
 from common.files import full_disk_is_a_warning
 from common.flags import flag, flat, step_range
 from common.job import Job
@@ -23,7 +23,6 @@ from common.look.trackers import Trackers
 from common.memory import remembered_budget
 from common.prepare.export import export_hugging_face
 from common.prepare.memory_plan import peak_memory_gb
-from common.processes import at_end, sign_of_life
 from common.progress import say
 
 
@@ -41,7 +40,7 @@ def open_logger(job: Job, args: Any, total_steps: int, checkpoints: Checkpoints,
         )
     trackers = Trackers(job.run.log, job.output_dir, config) if world.is_main else None
     logger = Logger(job.output_dir, StatusLine(total_steps), trackers, world.is_main)
-    at_end.append(logger.close)
+    at_end.callback(logger.close)
     if not record:
         say(f"evaluates {job.checkpoint or job.run.model}")
         return logger
@@ -53,7 +52,7 @@ def open_logger(job: Job, args: Any, total_steps: int, checkpoints: Checkpoints,
         new = "".join(f"; {flag(name)} {value}, not {before}" for name, (before, value) in changed.items())
         say(f"resumed: {job.checkpoint}, step {checkpoints.start}; {left} of {total_steps} steps left{new}")
     if world.is_main:
-        at_end.append(partial(plot_curves, job.output_dir))
+        at_end.callback(plot_curves, job.output_dir)
     handle_signals()
     budget = remembered_budget(job.output_dir, job.micro_batch_tokens)
     if budget < job.micro_batch_tokens:

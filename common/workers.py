@@ -12,7 +12,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from common.processes import at_end
+from common.ending import at_end
 from common.progress import Progress
 from common.worker import USER_MODULE, Worker, describe
 
@@ -43,7 +43,7 @@ class Pool:
         while self.workers[0].state == Worker.STARTING:
             self._collect(inf)
         self.works = True
-        at_end.append(self.close)  # and with it what is under way, or was started
+        at_end.callback(self.close)  # and with it what is under way, or was started
 
     @property
     def pending(self) -> int:

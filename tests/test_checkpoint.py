@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from common import processes, shards
+from common import ending, shards
 from common.checkpoint import Checkpoints
 from common.data.prompts import PromptLoader
 from common.distributed import broadcast_object, gather_objects
@@ -223,7 +223,7 @@ def test_a_link_to_checkpoints_of_another_run_is_refused(tmp_path, world):
     (run / "checkpoints").symlink_to(tmp_path / "disk")
     for _ in range(2):
         lock_everywhere(run, world)
-        processes.at_end.pop()()
+        ending.at_end.pop_all().close()
         (run / "metrics.jsonl").touch()
         save(run, 10, world)
     assert find_checkpoint(run, "auto", world).name == "step_000010"

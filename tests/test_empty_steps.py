@@ -6,11 +6,11 @@ from helpers import metrics_of, run_script
 STEPS = """
 import SCRIPT as script
 import torch
-from common import distributed, flags, processes
+from common import distributed, ending, flags
 
 real, steps = torch.optim.AdamW.step, []
 torch.optim.AdamW.step = lambda *a, **k: (steps.append(1), real(*a, **k))[1]
-processes.at_end.append(lambda: print("optimizer steps:", len(steps)))
+ending.at_end.callback(lambda: print("optimizer steps:", len(steps)))
 distributed.run(script.main, *flags.parse(script.Args, script.DEMO, script.__doc__))
 """
 SMALL = ["--engine", "hf", "--dtype", "fp32", "--eval-rows", 4, "--max-response-tokens", 2]

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import types
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ import pytest
 import torch
 from helpers import deadline, run_script
 
-from common import distributed, processes
+from common import distributed, ending
 from common.episodes import Episode, Row
 from common.limits import usable_cpus
 from common.look import logger, machine, trackers
@@ -189,7 +189,7 @@ class FakeRun:
 
 
 def test_tracker_receives_numbers(tmp_path, monkeypatch):
-    monkeypatch.delitem(processes.reached, "status", raising=False)
+    monkeypatch.delitem(ending.reached, "status", raising=False)
     run, received = FakeRun(), {}
     fake_wandb(monkeypatch, lambda **options: received.update(options) or run)
     started = trackers.Trackers(" wandb, ", tmp_path / "mine", {"lr": 1e-6, "path": Path("/x")})
@@ -212,7 +212,7 @@ def test_a_resume_has_the_id_of_its_folder_and_a_failure_is_told(tmp_path, monke
         return runs[-1]
 
     fake_wandb(monkeypatch, init)
-    monkeypatch.setitem(processes.reached, "status", 130)
+    monkeypatch.setitem(ending.reached, "status", 130)
     for folder in ("a", "a", "b"):
         make(tmp_path / folder, names="wandb").close()
     assert ids[0] == ids[1] != ids[2] and ids[0][1] == "allow" and len(ids[0][0]) == 20
@@ -539,10 +539,12 @@ def test_what_is_to_be_done_at_the_end_is_done_however_a_run_ends(end, status, m
     def leave(status):
         raise Left(status)
 
-    done = []
-    monkeypatch.setattr(processes, "at_end", [lambda: done.append("curves"), lambda: 1 / 0])
-    monkeypatch.setattr(processes, "_leaving", threading.Lock())
-    monkeypatch.setattr(processes.os, "_exit", leave)
+    done, at_end = [], ExitStack()
+    at_end.callback(done.append, "curves")
+    at_end.callback(lambda: 1 / 0)
+    monkeypatch.setattr(ending, "at_end", at_end)
+    monkeypatch.setattr(ending, "_leaving", threading.Lock())
+    monkeypatch.setattr(ending.os, "_exit", leave)
     monkeypatch.setattr(distributed.dist, "is_initialized", lambda: False)
     with pytest.raises(Left) as left:
         distributed.run(main)

@@ -3,11 +3,12 @@
 import io
 import json
 import sys
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
 
-from common import processes
+from common import ending
 from common.distributed import _outcome
 from common.files import user_errors
 from common.printing import guard_output, printable
@@ -65,13 +66,13 @@ def test_streams_that_were_replaced_do(monkeypatch, make):
 
 def test_a_run_leaves_by_replaced_streams(monkeypatch):
     ended = []
-    monkeypatch.setattr(processes.os, "_exit", ended.append)
+    monkeypatch.setattr(ending.os, "_exit", ended.append)
     for stream in (None, SimpleNamespace(), Plain()):
-        monkeypatch.setattr(processes, "_leaving", SimpleNamespace(acquire=lambda: None))
+        monkeypatch.setattr(ending, "_leaving", SimpleNamespace(acquire=lambda: None))
         monkeypatch.setattr(sys, "stdout", stream)
         monkeypatch.setattr(sys, "stderr", stream)
-        monkeypatch.setattr(processes, "at_end", [])
-        processes.leave(3)
+        monkeypatch.setattr(ending, "at_end", ExitStack())
+        ending.leave(3)
     assert ended == [3, 3, 3]
 
 

@@ -106,10 +106,10 @@ def test_durations_have_five_columns(seconds, text):
 
 
 def test_silence_is_broken_by_what_is_waited_for_or_by_where_the_run_is(clock, capsys):
-    def said(*awaited) -> list[str]:
-        watch = Thread(target=break_silence, args=(awaited,))
-        watch.start()
-        watch.join()
+    def said(*missing) -> list[str]:
+        thread = Thread(target=break_silence, args=missing)
+        thread.start()
+        thread.join()
         return lines(capsys)
 
     here = "... said, tests/test_progress.py"  # where this thread waits

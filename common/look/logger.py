@@ -4,8 +4,8 @@ import json
 import time
 from pathlib import Path
 
+from common.ending import reached
 from common.files import jsonable
-from common.processes import reached
 from common.progress import Progress
 
 

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from itertools import groupby
 from math import fsum, inf, isnan, nan
 
-from common.processes import sign_of_life
+from common.ending import sign_of_life
 from common.progress import Progress
 from common.rewards import countdown, geometry, math, visual_qa
 from common.worker import Worker, describe

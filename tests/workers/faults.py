@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from common.distributed import all_reduce, handle_signals, init_world, run
-from common.processes import reached, sign_of_life
+from common.ending import reached, sign_of_life
 from common.progress import say
 
 
@@ -38,7 +38,7 @@ def main(fault: str) -> None:
         return
     if fault.startswith("ctrl-c"):
         reached["step"] = 3
-    if fault == "ctrl-c in a step":
+    if fault in ("ctrl-c in a step", "stall"):
         handle_signals()
     while fault in ("elsewhere", "ctrl-c", "ctrl-c in a step", "sleep") or (fault == "stall" and world.rank == 1):
         time.sleep(1)  # nobody calls sign_of_life
