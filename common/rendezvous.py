@@ -86,7 +86,8 @@ def connect(backend: str, store: dist.Store, rank: int, size: int, timeout: time
     except RuntimeError as error:
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "the interface that gloo has chosen")
         reason = str(error).partition("\n")[0]
-        raise too_late(f"the ranks do not connect by {interface} (GLOO_SOCKET_IFNAME; {reason})") from error
+        line = f"[rank {rank}] the ranks do not connect by {interface} (GLOO_SOCKET_IFNAME): {reason}"
+        raise SystemExit(line) from error
     dist.distributed_c10d._set_pg_timeout(timeout)
 
 

@@ -309,6 +309,14 @@ def test_names_and_addresses_of_the_first_machine(cluster, tmp_path, address):
     assert "sum [2.0] by eth0" in cluster.said(0) + cluster.said(1)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lo", "eth7"])
+def test_an_interface_that_does_not_lead_to_the_others_is_named(cluster, name):
+    assert both(cluster, FAULTS, "sleep", GLOO_SOCKET_IFNAME=name, GATHER_SECONDS="5") == [1, 1]
+    output = cluster.said(0) + cluster.said(1)
+    assert f"the ranks do not connect by {name} (GLOO_SOCKET_IFNAME): " in output
+
+
 # --- what needs no network ----------------------------------------------------------------------------------------
 
 
