@@ -201,12 +201,18 @@ def parse(args_class: type[Args], demo: Args, doc: str, first_screen: str = "") 
             print(help_screen(args_class, doc, first_screen.strip().splitlines()))
             raise SystemExit(0)
         explain_foreign(sys.argv[1:], args_class)
-        parsed = tyro.cli(
-            tyro.conf.OmitArgPrefixes[args_class],
-            args=["--help" if argument == "--help-all" else argument for argument in sys.argv[1:]],
-            default=default,
-            description=teaching(doc),
-        )
+        try:
+            parsed = tyro.cli(
+                tyro.conf.OmitArgPrefixes[args_class],
+                args=["--help" if argument == "--help-all" else argument for argument in sys.argv[1:]],
+                default=default,
+                description=teaching(doc),
+                add_help=asks_for_help,  # its errors would name --help, which has not all flags
+            )
+        except SystemExit as stop:
+            if stop.code:
+                print(f"all flags: python {sys.argv[0]} --help-all", file=sys.stderr)
+            raise
         check_ranges(parsed)
     return with_lora_rates(parsed) if parsed.machine.lora_rank else parsed, is_demo
 

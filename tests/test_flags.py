@@ -363,11 +363,19 @@ def test_the_table_says_which_scripts_have_a_flag_that_others_have_not():
     assert {name: re.split(", | and ", scripts) for name, scripts in table.items()} == expected
 
 
-def test_a_flag_that_nobody_has_is_an_error_that_names_the_nearest(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "given, told",
+    [("--learning-rte 1e-5", "--learning-rate"), ("--minibatches x", "'x'"), ("--bad-rows x", "'drop'")],
+)
+def test_a_flag_or_value_that_is_wrong_is_an_error_that_names_the_nearest_and_where_all_are(
+    given, told, monkeypatch, capsys
+):
     with pytest.raises(SystemExit) as stop:
-        called(monkeypatch, grpo, "--learning-rte", "1e-5")
+        called(monkeypatch, grpo, *given.split())
     captured = capsys.readouterr()
-    assert stop.value.code not in (0, None) and "--learning-rate" in captured.out + captured.err
+    assert stop.value.code not in (0, None) and told in captured.err
+    assert captured.err.endswith("\nall flags: python grpo.py --help-all\n")
+    assert "--help " not in captured.out + captured.err
 
 
 @pytest.mark.parametrize(
