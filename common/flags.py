@@ -76,7 +76,7 @@ Offload = Annotated[
     str,
     PrimitiveConstructorSpec(
         nargs=1,
-        metavar=",".join(OFFLOADS),
+        metavar="NAMES",
         instance_from_str=offload_of,
         is_instance=lambda value: isinstance(value, str),
         str_from_instance=lambda value: [value],
@@ -153,7 +153,7 @@ class Machine:
     attention: Literal["auto", "flash", "flex", "sdpa"] = "auto"  # auto: flex on GPUs with bf16, else sdpa
     micro_batch_tokens: Count | None = None  # tokens of one forward and backward, per rank; default: what fits
     gradient_checkpointing: bool = False  # recompute activations in backward: less memory, a third more compute
-    offload: Offload = ""  # kept on the host while idle: optimizer (Adam's moments), reference; or both, with a comma
+    offload: Offload = ""  # on the host while idle: optimizer (Adam's moments); reference (of a KL); both with a comma
     compile: bool = False  # torch.compile the layers, on GPUs: a slow first step, then faster ones
     freeze_vision: bool = False  # train the language model alone
     lora_rank: Limit = 0  # train LoRA adapters of this rank (try 16); 0: train the model itself

@@ -333,6 +333,14 @@ def test_a_correction_that_leaves_nothing_is_refused(script, given, monkeypatch)
         checked_args(script, monkeypatch, "--correction", "mask", "--correction-range", "-1", "2")
 
 
+@pytest.mark.parametrize("script", [curiosity_rl, sft], ids=["curiosity_rl", "sft"])
+def test_a_script_without_a_reference_model_neither_shows_nor_takes_one(script, monkeypatch, capsys):
+    screen = shown_by(monkeypatch, capsys, script, "--help")
+    assert "--offload NAMES" in screen and "reference" not in screen
+    with pytest.raises(SystemExit, match=rf"--offload reference: {script.__name__}\.py has no reference model"):
+        checked_args(script, monkeypatch, "--offload", "optimizer,reference")
+
+
 @pytest.mark.parametrize(
     "script, given, name, answer",
     [
