@@ -105,7 +105,7 @@ class Rollout:
     prompts_per_step: Count = 128  # P: prompts per step, over all ranks
     samples_per_prompt: Count = 8  # G: responses to each prompt
     max_prompt_tokens: Count = 512  # longest prompt (tokens)
-    max_response_tokens: Count = 512  # longest response (tokens); with tools all that follows the prompt
+    max_response_tokens: Count = 512  # longest response (tokens), of all turns together; what tools return counts
     temperature: Annotated[float, Gt(0), Ge(0.01), Le(2)] = 1.0  # of sampling; the trainer's log-probs use it too
     reward_function: str | None = None  # FILE.py:NAME, verl's signature; default: by the row's data_source
     reward_timeout: Positive = 10.0  # seconds for one response; one that takes longer, or crashes, is left out
@@ -149,7 +149,7 @@ class Machine:
 
     strategy: Literal["fsdp", "ddp"] = "fsdp"  # shard the model over the ranks (FSDP2), or a copy on each
     shard_size: Count | None = None  # ranks that share a copy of the model (HSDP), as those of a machine; default: all
-    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # trainer and engine; master weights are float32
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # compute type; engine too; master weights are float32
     attention: Literal["auto", "flash", "flex", "sdpa"] = "auto"  # auto: flex on GPUs with bf16, else sdpa
     micro_batch_tokens: Count | None = None  # tokens of one forward and backward, per rank; default: what fits
     gradient_checkpointing: bool = False  # recompute activations in backward: less memory, a third more compute
@@ -171,7 +171,7 @@ class Run:
     seed: Limit = 0  # data order, sampling, initialisation
     total_steps: Count | None = None  # steps, in place of --total-epochs
     total_epochs: Annotated[float, Gt(0), Le(1e6)] = 1.0  # passes over the data, if no --total-steps; refills on top
-    eval_every: Limit = 20  # steps between evaluations; 0: only before and after
+    eval_every: Limit = 20  # steps between evaluations (0: none in between); those before and after besides
     eval_before: bool = True  # evaluate before the first step
     eval_rows: Count = 512  # how many rows of --eval-data are used; the first ones
     save_every: Limit | Literal["epoch"] = 20  # steps between checkpoints, or epoch; 0: at the end alone
