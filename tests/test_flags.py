@@ -327,6 +327,9 @@ def test_a_correction_that_leaves_nothing_is_refused(script, given, monkeypatch)
     with pytest.raises(SystemExit, match=r"^--correction-range [\d. ]+: the second number must be above the first$"):
         checked_args(script, monkeypatch, "--correction", *given)
     checked_args(script, monkeypatch, "--correction", "truncate", "--correction-range", "0", "0.3")
+    checked_args(script, monkeypatch, "--correction", "truncate")
+    with pytest.raises(SystemExit, match=r"^--correction-range 0\.5 3: truncate has no lower bound, give 0 3$"):
+        checked_args(script, monkeypatch, "--correction", "truncate", "--correction-range", "0.5", "3")
     with pytest.raises(SystemExit, match=r"^--correction-range nan: must be a number$"):
         checked_args(script, monkeypatch, "--correction", "mask", "--correction-range", "0.5", "nan")
     with pytest.raises(SystemExit, match=r"^--correction-range -1\.0: must not be below 0$"):
