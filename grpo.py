@@ -387,7 +387,7 @@ def collect_groups(rollouts: Rollouts, args: Args, step: int, watch: Stopwatch) 
     for _ in range(max(args.dynamic_sampling, 1)):
         num_prompts = math.ceil(round(missing * args.oversample, 6))
         new = collect(rollouts, num_prompts, step, watch, first=drawn)
-        for episode in new:  # what an interaction gave to its turns
+        for episode in new:  # what an environment gave to its turns
             episode.rewards["score"] += math.fsum(reward for _, reward in episode.turn_rewards)
         if args.tool_bonus:
             add_tool_bonus(new, args.tool_bonus)

@@ -139,7 +139,7 @@ def token_rewards(scores: Tensor, index: TokenIndex, episodes: list[Episode] | t
     rewards, trained = torch.zeros(len(index)), index.lengths > 0
     rewards[index.offsets[1:][trained] - 1] = scores[trained].float()
     for first, some, episode in zip(index.offsets, trained, episodes):
-        for count, reward in episode.turn_rewards if some else ():  # by an interaction, after so many sampled tokens
+        for count, reward in episode.turn_rewards if some else ():  # by an environment, after so many sampled tokens
             rewards[first + count - 1] += reward
     return rewards
 
