@@ -13,6 +13,7 @@ import sys
 import textwrap
 import tomllib
 import warnings
+from collections.abc import Callable
 from dataclasses import astuple, dataclass, fields, is_dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -183,6 +184,7 @@ class Run:
 
 
 Args = TypeVar("Args")
+Result = TypeVar("Result")
 
 
 def parse(args_class: type[Args], demo: Args, doc: str, first_screen: str = "") -> tuple[Args, bool]:
@@ -215,6 +217,14 @@ def parse(args_class: type[Args], demo: Args, doc: str, first_screen: str = "") 
             raise
         check_ranges(parsed)
     return with_lora_rates(parsed) if parsed.machine.lora_rank else parsed, is_demo
+
+
+def call_program(function: Callable[..., Result], module: str, doc: str) -> Result:
+    """function(...) with the command line of `python -m MODULE`, whose --help begins with its docstring as it stands:
+    tyro would fold commands into a paragraph."""
+    if given() & {"--help", "-h"}:
+        print(f"{doc.strip()}\n")
+    return tyro.cli(function, args=command_line(), prog=f"python -m {module}", description="")
 
 
 def teaching(doc: str) -> str:

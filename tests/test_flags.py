@@ -466,11 +466,26 @@ def test_without_a_home_folder_none_is_made_of_its_sign(monkeypatch):
         called(monkeypatch, sft, "--output-dir=~/x")
 
 
-def test_every_program_reads_its_command_line_like_that():
-    calls = []
-    for file in [*ROOT.glob("common/**/*.py"), *ROOT.glob("*.py")]:
-        for node in ast.walk(parsed(file.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "tyro.cli" and file.name != "flags.py":
-                calls.append((file.name, {word.arg: ast.unparse(word.value) for word in node.keywords}))
-    assert len(calls) > 10
-    assert [name for name, words in calls if words.get("args") != "command_line()"] == []
+def test_every_program_reads_its_command_line_like_that_and_shows_its_docstring(monkeypatch, capsys):
+    """Line by line: commands that stand below each other are no paragraph."""
+    programs = {}
+    for file in [*ROOT.glob("common/**/*.py"), *ROOT.glob("papers/**/*.py"), *ROOT.glob("*.py")]:
+        tree = parsed(file.read_text())
+        for node in ast.walk(tree):
+            called_name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            assert called_name != "tyro.cli" or file == ROOT / "common/flags.py"
+            if called_name == "call_program":
+                _, module, doc = map(ast.unparse, node.args)
+                name = str(file.relative_to(ROOT)).removesuffix(".py").removesuffix("/__main__").replace("/", ".")
+                assert (module, doc) == (repr(name), "__doc__")
+                programs[name] = ast.get_docstring(tree, clean=False)
+    assert len(programs) > 10
+
+    def nothing() -> None: ...
+
+    for name, doc in programs.items():
+        monkeypatch.setattr("sys.argv", [name, "--help"])
+        with pytest.raises(SystemExit):
+            flags.call_program(nothing, name, doc)
+        shown = capsys.readouterr().out.splitlines()
+        assert set(doc.strip().splitlines()) <= set(shown) and f"usage: python -m {name} [-h]" in shown
