@@ -76,7 +76,7 @@ class Args:
     data: Data = field(default_factory=Data)
     rollout: Rollout = field(default_factory=partial(Rollout, tools="visual"))
     machine: Machine = field(default_factory=Machine)
-    run: Run = field(default_factory=Run)
+    run: Run = field(default_factory=partial(Run, model="tiny-vl"))
 
 
 # What --help shows; --help-all shows all flags.

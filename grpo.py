@@ -78,7 +78,7 @@ class Args:
     epochs_per_step: Count = 1  # passes over a rollout
     entropy_coef: float = 0.0  # bonus for entropy
     correction: Literal["none", "truncate", "mask", "sequence"] = "none"  # TIS; IcePop, MIS; by response
-    correction_range: tuple[Amount, Amount] = (0.5, 2.0)  # truncate: the largest weight; mask, sequence: 0 outside
+    correction_range: tuple[Amount, Amount] = (0.5, 2.0)  # truncate: 0, the largest weight; mask, sequence: 0 outside
     kl_reward_coef: Amount = 0.0  # coefficient of the KL to the initial policy, in the reward (k1); 0 = off
     kl_loss_coef: Amount = 0.0  # coefficient of the KL to the initial policy, in the loss; 0 = off
     kl_estimator: Literal["k2", "k3", "k3-is"] = "k3"  # of the loss; k3-is: importance-weighted
@@ -387,7 +387,7 @@ def collect_groups(rollouts: Rollouts, args: Args, step: int, watch: Stopwatch) 
     for _ in range(max(args.dynamic_sampling, 1)):
         num_prompts = math.ceil(round(missing * args.oversample, 6))
         new = collect(rollouts, num_prompts, step, watch, first=drawn)
-        for episode in new:  # what an interaction gave to its turns
+        for episode in new:  # what an environment gave to its turns
             episode.rewards["score"] += math.fsum(reward for _, reward in episode.turn_rewards)
         if args.tool_bonus:
             add_tool_bonus(new, args.tool_bonus)
@@ -415,6 +415,8 @@ def check_args(args: Args) -> None:
     low, high = args.correction_range
     if high <= low:
         raise SystemExit(f"--correction-range {low:g} {high:g}: the second number must be above the first")
+    if args.correction == "truncate" and low > 0 and "--correction-range" in given():
+        raise SystemExit(f"--correction-range {low:g} {high:g}: truncate has no lower bound, give 0 {high:g}")
     refuse(args.overlong_buffer >= args.rollout.max_response_tokens, "--overlong-buffer: below --max-response-tokens")
     refuse(not 1 <= args.oversample <= 100, f"--oversample {args.oversample}: must be from 1 to 100")
     refuse(args.dynamic_sampling == 1, "--dynamic-sampling 1 never refills: give a number of rounds, such as 10")

@@ -34,7 +34,20 @@ from common.data.dumps import load_rollouts
 from common.distributed import World, all_reduce, forward_context, run, stop_requested
 from common.episodes import Episode
 from common.files import DAMAGE, refuse, user_errors
-from common.flags import Amount, Count, Data, Limit, Machine, Rollout, Run, Share, check_shared, parse, refuse_idle
+from common.flags import (
+    Amount,
+    Count,
+    Data,
+    Limit,
+    Machine,
+    Rollout,
+    Run,
+    Share,
+    check_shared,
+    given,
+    parse,
+    refuse_idle,
+)
 from common.hub import load_tokenizer, resolve_model
 from common.job import Job
 from common.look.console import announce
@@ -65,7 +78,7 @@ class Args:
     epochs_per_step: Count = 1  # passes over a rollout
     entropy_coef: float = 0.0  # bonus for entropy
     correction: Literal["none", "truncate", "mask", "sequence"] = "none"  # TIS; IcePop, MIS; by response
-    correction_range: tuple[Amount, Amount] = (0.5, 2.0)  # truncate: the largest weight; mask, sequence: 0 outside
+    correction_range: tuple[Amount, Amount] = (0.5, 2.0)  # truncate: 0, the largest weight; mask, sequence: 0 outside
     kl_reward_coef: Amount = 0.0  # coefficient of the KL to the initial policy, in the reward (k1); 0 = off
     kl_loss_coef: Amount = 0.0  # coefficient of the KL to the initial policy, in the loss; 0 = off
     kl_estimator: Literal["k2", "k3", "k3-is"] = "k3"  # of the loss; k3-is: importance-weighted
@@ -126,7 +139,7 @@ def token_rewards(scores: Tensor, index: TokenIndex, episodes: list[Episode] | t
     rewards, trained = torch.zeros(len(index)), index.lengths > 0
     rewards[index.offsets[1:][trained] - 1] = scores[trained].float()
     for first, some, episode in zip(index.offsets, trained, episodes):
-        for count, reward in episode.turn_rewards if some else ():  # by an interaction, after so many sampled tokens
+        for count, reward in episode.turn_rewards if some else ():  # by an environment, after so many sampled tokens
             rewards[first + count - 1] += reward
     return rewards
 
@@ -383,6 +396,8 @@ def check_args(args: Args) -> None:
     low, high = args.correction_range
     if high <= low:
         raise SystemExit(f"--correction-range {low:g} {high:g}: the second number must be above the first")
+    if args.correction == "truncate" and low > 0 and "--correction-range" in given():
+        raise SystemExit(f"--correction-range {low:g} {high:g}: truncate has no lower bound, give 0 {high:g}")
     refuse(args.overlong_buffer >= args.rollout.max_response_tokens, "--overlong-buffer: below --max-response-tokens")
     refuse_lonely_critic(args, args.run.total_steps)
     off_policy = args.minibatches * args.epochs_per_step > 1

@@ -44,7 +44,7 @@ class Row:
     prompt_ids: list[int]
     media: list[Media] = field(default_factory=list)  # in the order of their placeholders in prompt_ids
     tools: dict[str, dict] = field(default_factory=dict)  # on offer: name -> keyword arguments of the row's own
-    interaction: dict | None = None  # what it gives to a function that answers; None: that has nothing to say to it
+    answer_kwargs: dict | None = None  # what it gives to a function that answers; None: that has nothing to say to it
     environment: dict | None = None  # columns, for `reset` of an environment; None: this row has none
     messages: Prompt = ""  # what prompt_ids were made of, by the chat template
     problem: str = ""  # why a picture could not be read; prompt_ids are empty then
@@ -75,7 +75,7 @@ class Episode:
     messages: list[dict] = field(default_factory=list)  # with tools: the turns and what answered them, as a chat
     opening: str = ""  # what an environment's `reset` has said, at the end of the prompt
     environment_reward: float | None = None
-    turn_rewards: list[tuple[int, float]] = field(default_factory=list)  # an interaction's: tokens sampled by then, it
+    turn_rewards: list[tuple[int, float]] = field(default_factory=list)  # an environment's: tokens sampled by then, it
     model_reward: float | None = None  # of --reward-model
     row: int | None = None  # `Row.index` of its prompt
     truth: str = ""  # its ground truth: a text, or JSON

@@ -13,6 +13,7 @@ import sys
 import textwrap
 import tomllib
 import warnings
+from collections.abc import Callable
 from dataclasses import astuple, dataclass, fields, is_dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -77,7 +78,7 @@ Offload = Annotated[
     str,
     PrimitiveConstructorSpec(
         nargs=1,
-        metavar=",".join(OFFLOADS),
+        metavar="NAMES",
         instance_from_str=offload_of,
         is_instance=lambda value: isinstance(value, str),
         str_from_instance=lambda value: [value],
@@ -106,7 +107,7 @@ class Rollout:
     prompts_per_step: Count = 128  # P: prompts per step, over all ranks
     samples_per_prompt: Count = 8  # G: responses to each prompt
     max_prompt_tokens: Count = 512  # longest prompt (tokens)
-    max_response_tokens: Count = 512  # longest response (tokens); with tools all that follows the prompt
+    max_response_tokens: Count = 512  # longest response (tokens), of all turns together; what tools return counts
     temperature: Annotated[float, Gt(0), Ge(0.01), Le(2)] = 1.0  # of sampling; the trainer's log-probs use it too
     reward_function: str | None = None  # FILE.py:NAME, verl's signature; default: by the row's data_source
     reward_timeout: Positive = 10.0  # seconds for one response; one that takes longer, or crashes, is left out
@@ -150,11 +151,11 @@ class Machine:
 
     strategy: Literal["fsdp", "ddp"] = "fsdp"  # shard the model over the ranks (FSDP2), or a copy on each
     shard_size: Count | None = None  # ranks that share a copy of the model (HSDP), as those of a machine; default: all
-    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # trainer and engine; master weights are float32
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # compute type; engine too; master weights are float32
     attention: Literal["auto", "flash", "flex", "sdpa"] = "auto"  # auto: flex on GPUs with bf16, else sdpa
     micro_batch_tokens: Count | None = None  # tokens of one forward and backward, per rank; default: what fits
     gradient_checkpointing: bool = False  # recompute activations in backward: less memory, a third more compute
-    offload: Offload = ""  # kept on the host while idle: optimizer (Adam's moments), reference; or both, with a comma
+    offload: Offload = ""  # on the host while idle: optimizer (Adam's moments); reference (of a KL); both with a comma
     compile: bool = False  # torch.compile the layers, on GPUs: a slow first step, then faster ones
     freeze_vision: bool = False  # train the language model alone
     lora_rank: Limit = 0  # train LoRA adapters of this rank (try 16); 0: train the model itself
@@ -172,7 +173,7 @@ class Run:
     seed: Limit = 0  # data order, sampling, initialisation
     total_steps: Count | None = None  # steps, in place of --total-epochs
     total_epochs: Annotated[float, Gt(0), Le(1e6)] = 1.0  # passes over the data, if no --total-steps; refills on top
-    eval_every: Limit = 20  # steps between evaluations; 0: only before and after
+    eval_every: Limit = 20  # steps between evaluations (0: none in between); those before and after besides
     eval_before: bool = True  # evaluate before the first step
     eval_rows: Count = 512  # how many rows of --eval-data are used; the first ones
     save_every: Limit | Literal["epoch"] = 20  # steps between checkpoints, or epoch; 0: at the end alone
@@ -184,6 +185,7 @@ class Run:
 
 
 Args = TypeVar("Args")
+Result = TypeVar("Result")
 
 
 def parse(args_class: type[Args], demo: Args, doc: str, first_screen: str = "") -> tuple[Args, bool]:
@@ -202,14 +204,28 @@ def parse(args_class: type[Args], demo: Args, doc: str, first_screen: str = "") 
             print(help_screen(args_class, doc, first_screen.strip().splitlines()))
             raise SystemExit(0)
         explain_foreign(sys.argv[1:], args_class)
-        parsed = tyro.cli(
-            tyro.conf.OmitArgPrefixes[args_class],
-            args=["--help" if argument == "--help-all" else argument for argument in sys.argv[1:]],
-            default=default,
-            description=teaching(doc),
-        )
+        try:
+            parsed = tyro.cli(
+                tyro.conf.OmitArgPrefixes[args_class],
+                args=["--help" if argument == "--help-all" else argument for argument in sys.argv[1:]],
+                default=default,
+                description=teaching(doc),
+                add_help=asks_for_help,  # its errors would name --help, which has not all flags
+            )
+        except SystemExit as stop:
+            if stop.code:
+                print(f"all flags: python {sys.argv[0]} --help-all", file=sys.stderr)
+            raise
         check_ranges(parsed)
     return with_lora_rates(parsed) if parsed.machine.lora_rank else parsed, is_demo
+
+
+def call_program(function: Callable[..., Result], module: str, doc: str) -> Result:
+    """function(...) with the command line of `python -m MODULE`, whose --help begins with its docstring as it stands:
+    tyro would fold commands into a paragraph."""
+    if given() & {"--help", "-h"}:
+        print(f"{doc.strip()}\n")
+    return tyro.cli(function, args=command_line(), prog=f"python -m {module}", description="")
 
 
 def teaching(doc: str) -> str:

@@ -91,7 +91,7 @@ def test_a_worked_group():
     assert sum(is_correct(e.rewards) for e in group) == 3
 
 
-def test_what_an_interaction_gives_is_added_to_the_shaped_reward():
+def test_what_an_environment_gives_is_added_to_the_shaped_reward():
     group = [episode(1.0, turn_rewards=[(1, 0.25), (3, -0.5)]), *(episode(0.0) for _ in range(3))]
     shape_rewards(group, args())
     assert [e.rewards["score"] for e in group] == [0.75, 0, 0, 0] and is_correct(group[0].rewards)

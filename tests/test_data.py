@@ -392,7 +392,7 @@ def test_what_the_assistant_has_begun_is_continued(tmp_path, tokenizer, said):
     assert said == ["--train-data: 1 prompts end in a message of the assistant: the model goes on with it"]
     reply, answer = {"role": "assistant", "content": "2."}, {"role": "user", "content": "Sure?"}
     whole = [*asked, {"role": "assistant", "content": "It is <s> 2."}, answer]
-    assert with_replies(data[1].prompt, [reply, answer]) == whole, "as an interaction and a reward model read it"
+    assert with_replies(data[1].prompt, [reply, answer]) == whole, "as an environment and a reward model read it"
     assert with_replies(data[0].prompt, [reply, answer]) == [*asked, reply, answer]
     (tmp_path / "own.py").write_text("class Game:\n    def reset(self): ...\n")
     with pytest.raises(ValueError, match="line 2: ends in a message of the assistant, which an --environment cannot"):
@@ -505,7 +505,7 @@ def test_the_flags_say_what_a_row_gets_and_needs(tmp_path, tokenizer, said):
     ):
         said.clear()
         data = load(write(tmp_path / "a.jsonl", rows), tokenizer, environment=environment)
-        assert [data[i].interaction for i in range(2)] == answered
+        assert [data[i].answer_kwargs for i in range(2)] == answered
         told = "--train-data: no row has extra_info.interaction_kwargs: all are answered by --environment"
         assert (told in said) == ({} in answered)
     path = write(tmp_path / "b.jsonl", [row(truth=None)])
@@ -597,7 +597,7 @@ def test_a_row_that_the_template_does_not_expect_costs_itself(tmp_path, tokenize
     assert [data[i].index for i in range(len(data))] == [0, 2] and "a.jsonl line 2: cannot be rendered: can" in said[0]
 
 
-def test_arguments_of_an_interaction_are_an_object(tmp_path, tokenizer, said):
+def test_arguments_of_a_function_are_an_object(tmp_path, tokenizer, said):
     (tmp_path / "own.py").write_text("def talk(messages, truth): ...\n")
     rows = [row(extra_info={"interaction_kwargs": given}) for given in ({"x": 1}, '{"x": 1}', [1])]
     path = write(tmp_path / "a.jsonl", rows)

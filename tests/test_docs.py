@@ -97,10 +97,13 @@ def source_of(program: str) -> Path:
     return path if path.is_file() else path.with_suffix("") / "__main__.py"
 
 
+CALLS = ("call_program", "tyro.cli")  # their first argument has the flags
+
+
 @cache
 def flags_of(program: str) -> set[str]:
     """Flags of a script or module: the fields of its Args, groups included, the parameters of what it hands to
-    tyro.cli, its add_argument calls. Nothing is imported."""
+    one of CALLS, its add_argument calls. Nothing is imported."""
     path = source_of(program)
     names = {"help", "help-all"}
     for node in ast.walk(tree(path)):
@@ -108,7 +111,7 @@ def flags_of(program: str) -> set[str]:
             names |= fields(node)
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("add_argument"):
             names |= {a.value.lstrip("-") for a in node.args if isinstance(a, ast.Constant)}
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "tyro.cli" and isinstance(node.args[0], ast.Name):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in CALLS and isinstance(node.args[0], ast.Name):
             names |= parameters(path, node.args[0].id)
     return {name.replace("_", "-") for name in names}
 

@@ -1,4 +1,4 @@
-"""Environments and interactions as users run them: real torchrun ranks, real vLLM, real workers."""
+"""Environments as users run them: real torchrun ranks, real vLLM, real workers."""
 
 import json
 import os
@@ -170,7 +170,7 @@ def test_ctrl_c_closes_what_is_open(files, data, tmp_path):
 
 
 @pytest.mark.parametrize("script", ["grpo.py", "ppo.py", "curiosity_rl.py"])
-def test_an_interaction_in_every_script(script, files, data, tmp_path):
+def test_a_function_in_every_script(script, files, data, tmp_path):
     """Each answers once; its numbers reach the reward of grpo.py and curiosity_rl.py, and in ppo.py their turns."""
     arguments = [script, "--model", "tiny-vl", "--dtype", "fp32", *SIZES, "--tools", "visual", "--max-turns", 9]
     arguments += ["--environment", files / "talk.py:talk", *data]

@@ -1,4 +1,4 @@
-"""Environments and interactions: what the policy is told, what is scored, what becomes of it when a process dies."""
+"""Environments: what the policy is told, what is scored, what becomes of it when a process dies."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from common.flags import Rollout
 from common.tools import load_tools
 from common.tools.environments import read
 from common.tools.pools import ToolWorkers
-from common.tools.trajectories import CLOSING, OPENING, TALKING, Turns
+from common.tools.trajectories import ANSWERING, CLOSING, OPENING, Turns
 
 GUESS = f"{ROOT}/docs/examples/guess.py:Guess"
 
@@ -282,7 +282,7 @@ KEYWORD = """
         def reset(self, **row):
             self.heard = []
 
-        def interaction(self, *, word: str, loud: bool = False) -> str:
+        def answer(self, *, word: str, loud: bool = False) -> str:
             \"\"\"Say a word.
 
             Args:
@@ -297,10 +297,10 @@ KEYWORD = """
 def test_a_method_may_have_keyword_arguments_and_any_name(open_turns):
     """Even that of what else is called."""
     turns = open_turns(KEYWORD, max_turns=9)
-    schema = turns.workers.tools["interaction"].schema["function"]["parameters"]
+    schema = turns.workers.tools["answer"].schema["function"]["parameters"]
     assert schema["properties"]["word"] == {"type": "string", "description": "it."}
     the_row = game_row(turns)
-    (episode,), _ = run([[call("interaction", word="a", loud=True), "end"]], turns, the_row, n=1)
+    (episode,), _ = run([[call("answer", word="a", loud=True), "end"]], turns, the_row, n=1)
     assert [m["role"] for m in episode.messages] == ["assistant", "tool", "assistant"]
     assert [c["text"] for c in episode.calls] == ["A"] and episode.finish_reason == "stop"
 
@@ -334,7 +334,7 @@ def test_names_in_an_environment_are_its_own(open_turns):
 
 def test_the_policy_cannot_call_what_is_not_its(open_turns):
     turns = open_turns(GUESS, max_tool_errors=9)
-    script = [call(name) for name in ("reset", "close", "get_reward", "__init__", "interaction")] + ["end"]
+    script = [call(name) for name in ("reset", "close", "get_reward", "__init__", "answer")] + ["end"]
     (episode,), _ = run(
         [script],
         Turns(turns.tokenizer, turns.workers, flags=Rollout(max_turns=9, max_tool_errors=9)),
@@ -346,9 +346,9 @@ def test_the_policy_cannot_call_what_is_not_its(open_turns):
 
 
 def test_a_call_that_is_written_like_one_of_ours_is_the_policys(open_turns, tmp_path):
-    """What opens, closes and talks are calls of our own, told by identity: the policy may write an equal one."""
+    """What opens, closes and answers are calls of our own, told by identity: the policy may write an equal one."""
     turns = open_turns(RANDOM, max_turns=9, max_tool_errors=9)
-    ours = [OPENING, CLOSING, TALKING]
+    ours = [OPENING, CLOSING, ANSWERING]
     script = [call(one.name, **one.arguments) for one in ours]
     assert [turns.protocol.find_call(text) for text in script] == ours
     the_row = game_row(turns, log=str(tmp_path / "log"))
@@ -421,7 +421,7 @@ def test_a_class_that_is_no_environment_is_refused_by_name(tmp_path, text, told)
         load_tools("", f"{tmp_path / 'game.py'}:Game")
 
 
-# --- interactions -------------------------------------------------------------------------------------------------
+# --- functions that answer -----------------------------------------------------------------------------------------
 
 TALK = """
     def talk(messages, ground_truth, strict=False, **others):
@@ -442,11 +442,11 @@ TALK = """
 
 def talk_row(turns, **kwargs):
     the_row = row(turns.tokenizer, tools=list(turns.workers.tools))
-    the_row.interaction = kwargs
+    the_row.answer_kwargs = kwargs
     return the_row
 
 
-def test_an_interaction_answers_until_it_has_nothing_to_say(open_turns):
+def test_a_function_answers_until_it_has_nothing_to_say(open_turns):
     turns = open_turns(TALK)
     the_row = talk_row(turns, name="x", strict=True)
     scripts = [["2", "roles", "1", "never"], ["words", "1", "never"], ["1"]]
@@ -476,7 +476,7 @@ FAILS = [("raise", "OSError: no"), ("wrong type", "it returned 3"), ("much", "a 
 
 
 @pytest.mark.parametrize("said, told", FAILS)
-def test_an_interaction_that_fails_costs_the_sample(open_turns, said, told):
+def test_a_function_that_fails_costs_the_sample(open_turns, said, told):
     turns = open_turns(TALK)
     (episode,), _ = run([[said, "never"]], turns, talk_row(turns), n=1)
     assert episode.finish_reason == "tool_failed" and told in episode.calls[-1]["text"]
@@ -495,10 +495,10 @@ def test_an_interaction_that_fails_costs_the_sample(open_turns, said, told):
         ("def talk(messages, truth):\n    return None, 1.0 * (messages[-1]['content'] == truth)", ""),
     ],
 )
-def test_an_interaction_is_tried_with_a_truth_at_the_start(open_turns, function, why):
+def test_a_function_is_tried_with_a_truth_at_the_start(open_turns, function, why):
     turns = open_turns(f"\n{function}\n")
     others = talk_row(turns)
-    others.interaction = None
+    others.answer_kwargs = None
     rows = [others, talk_row(turns, mood="bad")]
     if why:
         with pytest.raises(ValueError, match=rf"--environment cannot answer the truth of a row: .*{re.escape(why)}"):
@@ -511,12 +511,12 @@ def test_an_interaction_is_tried_with_a_truth_at_the_start(open_turns, function,
 def test_a_row_without_kwargs_is_not_answered(open_turns):
     turns = open_turns(TALK)
     the_row = talk_row(turns)
-    the_row.interaction = None
+    the_row.answer_kwargs = None
     (episode,), _ = run([["2", "never"]], turns, the_row, n=1)
     assert (episode.finish_reason, episode.turns, episode.turn_rewards) == ("stop", 1, [])
 
 
-def test_tools_come_before_an_interaction(open_turns, tmp_path):
+def test_tools_come_before_a_function(open_turns, tmp_path):
     (tmp_path / "adds.py").write_text("def add(a: int, b: int) -> int:\n    return a + b\n")
     turns = open_turns(TALK, tools=f"{tmp_path / 'adds.py'}:add")
     (episode,), _ = run([[call("add", a=1, b=2), "3", "1", "never"]], turns, talk_row(turns, ground_truth="1"), n=1)

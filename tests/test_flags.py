@@ -243,6 +243,7 @@ def test_help_is_one_screen_and_help_all_has_all(script, monkeypatch, capsys):
     for name in shown:
         assert texts[name].partition("; ")[0] in joined, name
     assert "1e-06" in joined or script is sft
+    assert f"--model {script.DEMO.run.model} " in joined
     whole = shown_by(monkeypatch, capsys, script, "--help-all")  # its texts: tests/test_scripts.py
     assert all(re.search(rf"{name}\b", whole) for name in texts)
     assert "8e-05" not in whole + joined and "Where this differs" not in whole + joined
@@ -326,10 +327,21 @@ def test_a_correction_that_leaves_nothing_is_refused(script, given, monkeypatch)
     with pytest.raises(SystemExit, match=r"^--correction-range [\d. ]+: the second number must be above the first$"):
         checked_args(script, monkeypatch, "--correction", *given)
     checked_args(script, monkeypatch, "--correction", "truncate", "--correction-range", "0", "0.3")
+    checked_args(script, monkeypatch, "--correction", "truncate")
+    with pytest.raises(SystemExit, match=r"^--correction-range 0\.5 3: truncate has no lower bound, give 0 3$"):
+        checked_args(script, monkeypatch, "--correction", "truncate", "--correction-range", "0.5", "3")
     with pytest.raises(SystemExit, match=r"^--correction-range nan: must be a number$"):
         checked_args(script, monkeypatch, "--correction", "mask", "--correction-range", "0.5", "nan")
     with pytest.raises(SystemExit, match=r"^--correction-range -1\.0: must not be below 0$"):
         checked_args(script, monkeypatch, "--correction", "mask", "--correction-range", "-1", "2")
+
+
+@pytest.mark.parametrize("script", [curiosity_rl, sft], ids=["curiosity_rl", "sft"])
+def test_a_script_without_a_reference_model_neither_shows_nor_takes_one(script, monkeypatch, capsys):
+    screen = shown_by(monkeypatch, capsys, script, "--help")
+    assert "--offload NAMES" in screen and "reference" not in screen
+    with pytest.raises(SystemExit, match=rf"--offload reference: {script.__name__}\.py has no reference model"):
+        checked_args(script, monkeypatch, "--offload", "optimizer,reference")
 
 
 @pytest.mark.parametrize(
@@ -363,11 +375,19 @@ def test_the_table_says_which_scripts_have_a_flag_that_others_have_not():
     assert {name: re.split(", | and ", scripts) for name, scripts in table.items()} == expected
 
 
-def test_a_flag_that_nobody_has_is_an_error_that_names_the_nearest(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "given, told",
+    [("--learning-rte 1e-5", "--learning-rate"), ("--minibatches x", "'x'"), ("--bad-rows x", "'drop'")],
+)
+def test_a_flag_or_value_that_is_wrong_is_an_error_that_names_the_nearest_and_where_all_are(
+    given, told, monkeypatch, capsys
+):
     with pytest.raises(SystemExit) as stop:
-        called(monkeypatch, grpo, "--learning-rte", "1e-5")
+        called(monkeypatch, grpo, *given.split())
     captured = capsys.readouterr()
-    assert stop.value.code not in (0, None) and "--learning-rate" in captured.out + captured.err
+    assert stop.value.code not in (0, None) and told in captured.err
+    assert captured.err.endswith("\nall flags: python grpo.py --help-all\n")
+    assert "--help " not in captured.out + captured.err
 
 
 @pytest.mark.parametrize(
@@ -446,11 +466,26 @@ def test_without_a_home_folder_none_is_made_of_its_sign(monkeypatch):
         called(monkeypatch, sft, "--output-dir=~/x")
 
 
-def test_every_program_reads_its_command_line_like_that():
-    calls = []
-    for file in [*ROOT.glob("common/**/*.py"), *ROOT.glob("*.py")]:
-        for node in ast.walk(parsed(file.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "tyro.cli" and file.name != "flags.py":
-                calls.append((file.name, {word.arg: ast.unparse(word.value) for word in node.keywords}))
-    assert len(calls) > 10
-    assert [name for name, words in calls if words.get("args") != "command_line()"] == []
+def test_every_program_reads_its_command_line_like_that_and_shows_its_docstring(monkeypatch, capsys):
+    """Line by line: commands that stand below each other are no paragraph."""
+    programs = {}
+    for file in [*ROOT.glob("common/**/*.py"), *ROOT.glob("papers/**/*.py"), *ROOT.glob("*.py")]:
+        tree = parsed(file.read_text())
+        for node in ast.walk(tree):
+            called_name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            assert called_name != "tyro.cli" or file == ROOT / "common/flags.py"
+            if called_name == "call_program":
+                _, module, doc = map(ast.unparse, node.args)
+                name = str(file.relative_to(ROOT)).removesuffix(".py").removesuffix("/__main__").replace("/", ".")
+                assert (module, doc) == (repr(name), "__doc__")
+                programs[name] = ast.get_docstring(tree, clean=False)
+    assert len(programs) > 10
+
+    def nothing() -> None: ...
+
+    for name, doc in programs.items():
+        monkeypatch.setattr("sys.argv", [name, "--help"])
+        with pytest.raises(SystemExit):
+            flags.call_program(nothing, name, doc)
+        shown = capsys.readouterr().out.splitlines()
+        assert set(doc.strip().splitlines()) <= set(shown) and f"usage: python -m {name} [-h]" in shown

@@ -71,7 +71,7 @@ def test_the_deviation_is_that_of_the_scored_samples(world):
     assert [(e.prompt_index, e.rewards["score"]) for e in episodes] == [(1, 1.0), (1, 0.0)] and len(sampled) == 9
 
 
-def test_what_an_interaction_gives_is_part_of_the_score(world):
+def test_what_an_environment_gives_is_part_of_the_score(world):
     """Once, and before groups are compared: without it these are equal."""
 
     def answered(prompt: int) -> list:

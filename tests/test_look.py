@@ -224,7 +224,7 @@ def test_its_help_names_the_command_and_keeps_its_lines(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         runpy.run_module("common.look", run_name="__main__")
     said = capsys.readouterr().out
-    assert said.startswith("usage: python -m common.look ")
+    assert "\nusage: python -m common.look " in said
     for line in common.look.__main__.__doc__.strip().splitlines():
         assert line in said.splitlines()
 

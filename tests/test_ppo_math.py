@@ -40,7 +40,7 @@ def test_the_score_stands_at_the_last_trained_token():
     assert rewards.tolist() == [0.0, 0.0, 0.0, 1.0, 0.125]
 
 
-def test_what_an_interaction_gives_stands_at_the_last_token_of_its_turn():
+def test_what_an_environment_gives_stands_at_the_last_token_of_its_turn():
     episodes = [episode(0, [1, 1, 0, 1, 1]), episode(1, [0, 0]), episode(2, [1, 1])]
     for each, turns in zip(episodes, ([(2, 0.5), (4, 0.25)], [(0, 9.0)], [(1, -1.0)])):
         each.turn_rewards = turns  # after so many sampled tokens

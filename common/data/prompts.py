@@ -71,9 +71,9 @@ class PromptData:
         self.max_prompt_tokens, self.max_images = rollout.max_prompt_tokens, rollout.max_images
         self.media_root = data.media_root
         self.plays = bool(rollout.environment) and is_class(rollout.environment)
-        self.interaction = "none"  # which rows a function answers: all, or their own if any has arguments for it
+        self.answered = "none"  # which rows a function answers: all, or their own if any has arguments for it
         if rollout.environment and not self.plays:
-            self.interaction = "own"
+            self.answered = "own"
         self.needs_truth = not (rollout.eval_only or self.plays)
         convert = partial(
             to_verl, flag=flag, media_root=data.media_root, with_tools=bool(tools), needs_truth=self.needs_truth
@@ -93,7 +93,7 @@ class PromptData:
         for what, count in found.told.items():
             say(f"{flag}: {count} prompts {what}")
         if found.all_answered:
-            self.interaction = "all"
+            self.answered = "all"
             say(f"{flag}: no row has extra_info.interaction_kwargs: all are answered by --environment")
         for what, count in found.unheeded.items():
             if what:
@@ -101,10 +101,10 @@ class PromptData:
 
     def _scan(self) -> Found:
         found, texts, progress, fingerprint = Found(), {}, self.files.progress(), Fingerprint()
-        if self.interaction == "own":
+        if self.answered == "own":
             records = (record for record in self.files.records(OPTIONAL) if isinstance(record, dict))
             found.all_answered = not any(render.interaction_kwargs(record) for record in records)
-            self.interaction = "all" if found.all_answered else "own"
+            self.answered = "all" if found.all_answered else "own"
         gc.freeze()  # millions of rows that come and go would make the collector visit all of torch, over and over
         read = (*REQUIRED, *OPTIONAL, *FOREIGN_COLUMNS)  # what is used, and what tells of another system
         rows = enumerate(self.files.records(read if self.needs_truth else None))
@@ -154,7 +154,7 @@ class PromptData:
                 if is_continued(prompt.messages):
                     found.told["end in a message of the assistant: the model goes on with it"] += 1
                 found.look_at(render.bare_text(prompt.prompt), prompt.pictures, prompt.spelled, self.tokenizer)
-                found.unheeded[render.unheeded(records[index], self.tools, self.interaction)] += 1
+                found.unheeded[render.unheeded(records[index], self.tools, self.answered)] += 1
                 # At most a token per byte, and one for a leading space; NFC can triple the bytes of non-ASCII text.
                 if num_bytes * (1 if text.isascii() else 3) + num_tokens >= self.max_prompt_tokens:
                     texts[index] = text, num_tokens - len(prompt.pictures)  # a placeholder is in the text already
@@ -177,7 +177,7 @@ class PromptData:
             raise BadRow("is a rendered prompt, which an --environment cannot add to")
         if plays and is_continued(prompt):
             raise BadRow("ends in a message of the assistant, which an --environment cannot add to")
-        if not isinstance(render.row_interaction(record, self.interaction) or {}, dict):
+        if not isinstance(render.answer_kwargs(record, self.answered) or {}, dict):
             raise BadRow("extra_info.interaction_kwargs is no object")
         offered = render.row_tools(record, self.tools) if self.tools else {}
         messages = prompt if isinstance(prompt, str) else render.as_text(prompt, self.spaced)
@@ -230,7 +230,7 @@ class PromptData:
         prepared = self._prepare(record)
         ground_truth, extra_info = truth_of(record), record.get("extra_info") or {}
         row = Row(index, record["data_source"], prepared.prompt, ground_truth, extra_info, [])
-        row.interaction, row.messages = render.row_interaction(record, self.interaction), prepared.messages
+        row.answer_kwargs, row.messages = render.answer_kwargs(record, self.answered), prepared.messages
         if self.plays and record.get("agent_name") != "single_turn_agent":
             row.ground_truth = "" if ground_truth is None else ground_truth  # it may be the environment that knows
             columns = {name: render.without_nulls(value) for name, value in record.items()}

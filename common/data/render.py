@@ -197,12 +197,12 @@ def split_marks(content: str) -> list[dict]:
     return [{"type": MARKS[part]} if part in MARKS else {"type": "text", "text": part} for part in parts]
 
 
-def unheeded(record: Mapping, tools: Mapping[str, Tool], interaction: str) -> str:
+def unheeded(record: Mapping, tools: Mapping[str, Tool], answered: str) -> str:
     """What verl's columns ask for in a row and does not happen with these flags; "" if there is nothing."""
     agent = record.get("agent_name") or ""
-    if interaction_kwargs(record) and interaction == "none":
+    if interaction_kwargs(record) and answered == "none":
         return "extra_info.interaction_kwargs: no function is given as --environment"
-    unanswered = agent == "tool_agent" and row_interaction(record, interaction) is None
+    unanswered = agent == "tool_agent" and answer_kwargs(record, answered) is None
     if agent in ("", "tool_agent") and (unanswered or without_nulls(tools_kwargs(record))) and not tools:
         return "agent_name tool_agent, or extra_info.tools_kwargs: no --tools are given"
     return ""
@@ -237,10 +237,11 @@ def interaction_kwargs(record: Mapping) -> dict:
     return without_nulls(info.get("interaction_kwargs")) or {}
 
 
-def row_interaction(record: Mapping, rows: str) -> dict | None:
-    """What a row gives to the function that answers it, if one does; rows: "own" (that give any), "all" or "none"."""
+def answer_kwargs(record: Mapping, answered: str) -> dict | None:
+    """What a row gives to the function that answers it, if one does; answered: which rows are, "own" (that give any),
+    "all" or "none"."""
     given = interaction_kwargs(record)
-    wanted = rows == "all" or (rows == "own" and bool(given))
+    wanted = answered == "all" or (answered == "own" and bool(given))
     return given if wanted and record.get("agent_name") != "single_turn_agent" else None
 
 

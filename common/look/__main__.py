@@ -11,7 +11,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import tyro
 
-from common.files import command_line, refuse
+from common.files import refuse
+from common.flags import call_program
 from common.look.curves import plot_curves
 from common.look.page import write_page
 from common.look.samples import sample_files, samples_page
@@ -98,4 +99,4 @@ def model_of(run: Path) -> object:
 
 
 if __name__ == "__main__":
-    tyro.cli(look, args=command_line(), prog="python -m common.look", description=__doc__)
+    call_program(look, "common.look", __doc__)

@@ -133,7 +133,7 @@ def page_episodes(rows: list[dict], files: dict[str, bytes], tokenizer) -> list[
         for sampled, part in groupby(row["loss_mask"]):
             text = tokenizer.decode([next(ids) for _ in part])
             turn += sampled
-            added = 0 if sampled else media_of_turn.get(turn, 0)  # an interaction answers without a call
+            added = 0 if sampled else media_of_turn.get(turn, 0)  # a function answers without a call
             numbers = [next(shown) for _ in range(added)]
             segments.append({"role": "policy" if sampled else "observation", "text": text, "media": numbers})
         judged = {} if row["model_reward"] is None else {"--reward-model": row["model_reward"]}

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import pyarrow as pa
-import tyro
 
 from common.data.rows import RowFiles
 from common.data.table_files import split_files
-from common.files import command_line, user_errors
-from common.flags import Files
+from common.files import user_errors
+from common.flags import Files, call_program
 from common.prepare.writing import write_splits
 from common.progress import Progress
 
@@ -221,4 +220,4 @@ def prompt_text(problem: Problem, template: str) -> str:
 
 if __name__ == "__main__":
     with user_errors():
-        main(tyro.cli(Args, args=command_line(), prog="python -m common.prepare.countdown", description=__doc__))
+        main(call_program(Args, "common.prepare.countdown", __doc__))

@@ -22,8 +22,8 @@ from torch import nn
 
 from common.data.render import end_turns_properly
 from common.distributed import World, repeated_blocks
-from common.files import command_line, refuse, user_errors
-from common.flags import Machine
+from common.files import refuse, user_errors
+from common.flags import Machine, call_program
 from common.hub import load_tokenizer, resolve_model
 from common.integrity import (
     WrittenFiles,
@@ -194,7 +194,7 @@ def save_adapter(model: nn.Module, base: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    arguments = tyro.cli(Args, args=command_line(), prog="python -m common.prepare.export", description=__doc__)
+    arguments = call_program(Args, "common.prepare.export", __doc__)
     guard_output()
     with user_errors():
         main(arguments)

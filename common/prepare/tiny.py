@@ -24,10 +24,9 @@ from functools import cache
 from itertools import islice
 from pathlib import Path
 
-import tyro
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from common.files import command_line
+from common.flags import call_program
 from common.prepare.countdown import Problem, iter_problems, prompt_text, to_table
 from common.prepare.writing import write_splits
 from common.torch_repair import transformers
@@ -203,4 +202,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, args=command_line(), prog="python -m common.prepare.tiny", description=__doc__))
+    main(call_program(Args, "common.prepare.tiny", __doc__))

@@ -28,11 +28,10 @@ from itertools import islice
 from pathlib import Path
 from types import ModuleType
 
-import tyro
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from common.data.render import DEFAULT_SYSTEM
-from common.files import command_line
+from common.flags import call_program
 from common.hub import FOLDERS
 from common.pictures import encode
 from common.prepare.mosaic import LIMITS, Scene, center, other_cell, scenes, write_rows
@@ -235,5 +234,5 @@ def train(args: Args, folder: Path, steps: int, options: list) -> None:
 
 
 if __name__ == "__main__":
-    flags = tyro.cli(Args, args=command_line(), prog="python -m common.prepare.tiny_vl", description=__doc__)
+    flags = call_program(Args, "common.prepare.tiny_vl", __doc__)
     build(flags, sys.modules[__name__], "tiny-vl")

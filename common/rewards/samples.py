@@ -14,7 +14,7 @@ from common.files import full_disk_is_a_warning, jsonable, replace_file, shorten
 from common.progress import say
 from common.rewards import is_correct, sampled_turns
 
-OF_TURNS = ("first_turn_accuracy", "last_turn_accuracy")  # by an interaction
+OF_TURNS = ("first_turn_accuracy", "last_turn_accuracy")  # by an environment that answers
 PICTURES = {"image", "images", "videos"}
 
 

@@ -24,9 +24,9 @@ from common.tools import visual
 from common.tools.environments import (
     Live,
     State,
+    ask_function,
     docstring,
     fitting,
-    interact,
     is_class,
     load_environment,
     method_schemas,
@@ -182,12 +182,12 @@ class Caller:
     def __init__(self, spec: str):
         given = json.loads(spec)
         self.tools, self.methods = load_tools(given["tools"]), given["methods"]
-        self.live, self.interaction = None, None
+        self.live, self.function = None, None
         environment = given["environment"]
         if environment and is_class(environment):
             self.live = Live(environment, self.call_method)
         elif environment:
-            self.interaction = load_function(environment, "--environment")
+            self.function = load_function(environment, "--environment")
 
     def __call__(self, job: tuple) -> dict:
         name, arguments, context, kwargs = job
@@ -200,7 +200,7 @@ class Caller:
                 self.live.end(context.trajectory)  # the sample is lost
                 return {"text": describe(error), "failed": True}
         if isinstance(context, list):
-            return interact(self.interaction, context, arguments["ground_truth"], kwargs)
+            return ask_function(self.function, context, arguments["ground_truth"], kwargs)
         return call_tool(self.tools[name], arguments, context, kwargs)
 
     def call_method(self, name: str, method: Callable, arguments: Mapping) -> dict:

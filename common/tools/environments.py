@@ -161,8 +161,8 @@ def seed(state: State, step: int) -> None:
     np.random.seed(random.getrandbits(32))
 
 
-def interact(function: Callable, messages: list[dict], ground_truth: object, kwargs: Mapping) -> dict:
-    """Fields of the reply of an interaction; info: {"ends": has it nothing to say, "reward": of the turn or None}."""
+def ask_function(function: Callable, messages: list[dict], ground_truth: object, kwargs: Mapping) -> dict:
+    """Fields of what a function answers; info: {"ends": has it nothing to say, "reward": of the turn or None}."""
     result = function(messages, ground_truth, **fitting(function, kwargs))
     text, reward = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(text, str | None) or not (reward is None or abs(reward := float(reward)) <= LARGEST):

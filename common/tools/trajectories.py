@@ -19,9 +19,9 @@ from common.tools.turns import UNSEEN, Call, Code, Protocol, ToolReply, error_te
 from common.torch_repair import transformers
 from common.vision import Vision
 
-OPENING, CLOSING, TALKING = Call(RESET), Call(CLOSE), Call("interaction()")  # no tool is called so
+OPENING, CLOSING, ANSWERING = Call(RESET), Call(CLOSE), Call("answer()")  # no tool is called so
 PROBE = "7 apples"  # a reply that a template must show
-FIRST_ROWS = 100  # among which an interaction finds one to be tried with
+FIRST_ROWS = 100  # among which a function that answers finds one to be tried with
 
 
 @dataclass
@@ -139,9 +139,9 @@ class Turns:
 
     def try_out(self, rows: Iterable[Row]) -> bool:
         """Has the environment, opened for the first row that has one, and closed, a reward? ValueError if that fails,
-        or what an interaction says."""
+        or what a function answers."""
         if self.answers:
-            self.try_interaction(rows)
+            self.try_answer(rows)
         if not self.stateful:
             return False
         state = State(-1, "", next((row.environment for row in rows if row.environment is not None), {}))
@@ -154,21 +154,21 @@ class Turns:
             state = replace(state, opening=reply.text)
         return reply.info["reward"] is not None
 
-    def try_interaction(self, rows: Iterable[Row]) -> None:
+    def try_answer(self, rows: Iterable[Row]) -> None:
         """Have it answer the truth of a row, as if the policy had said it. ValueError if it cannot."""
-        row = next((row for row in islice(rows, FIRST_ROWS) if row.interaction is not None), None)
+        row = next((row for row in islice(rows, FIRST_ROWS) if row.answer_kwargs is not None), None)
         if row is None:
             return
         episode = Episode(0, 0, [], [], [], [], messages=[{"role": "assistant", "content": row.truth}])
-        self.ask(-1, TALKING, episode, row, "")
+        self.ask(-1, ANSWERING, episode, row, "")
         ((_, reply),) = self.workers.poll(inf)
         if reply.failed:
             how = "it is called as NAME(messages, ground_truth, **interaction_kwargs of the row)"
             raise ValueError(f"--environment cannot answer the truth of a row: {reply.text}; {how}")
 
     def next_call(self, episode: Episode, row: Row, last_turn: list[int]) -> Call | None:
-        """The call that the last turn ends in, or that of an interaction; None if the trajectory ends here."""
-        if episode.finish_reason != "stop" or not (row.tools or row.interaction is not None):
+        """The call that the last turn ends in, or that for a function to answer; None if the trajectory ends here."""
+        if episode.finish_reason != "stop" or not (row.tools or row.answer_kwargs is not None):
             return None
         text = self.tokenizer.decode(last_turn, skip_special_tokens=True)
         episode.messages.append({"role": "assistant", "content": text})
@@ -177,14 +177,14 @@ class Turns:
         if call and episode.turns >= self.flags.max_turns:
             episode.finish_reason = "max_turns"
             return None
-        return call or (TALKING if row.interaction is not None else None)
+        return call or (ANSWERING if row.answer_kwargs is not None else None)
 
     def ask(self, key: int, call: Call, episode: Episode, row: Row, seed: str) -> None:
         """Hand a call to the workers, with what a tool may know of the trajectory and what the row gives."""
-        if call is TALKING:
+        if call is ANSWERING:
             said = row.prompt if isinstance(row.prompt, list) else [{"role": "user", "content": row.prompt}]
-            truth = {"ground_truth": row.interaction.get("ground_truth", row.ground_truth)}
-            given = {name: value for name, value in row.interaction.items() if name not in truth}
+            truth = {"ground_truth": row.answer_kwargs.get("ground_truth", row.ground_truth)}
+            given = {name: value for name, value in row.answer_kwargs.items() if name not in truth}
             self.workers.hand_on((key, call.name), (call.name, truth, with_replies(said, episode.messages), given))
             return
         tool = find_tool({name: self.workers.tools[name] for name in row.tools}, call.name)
@@ -232,7 +232,7 @@ class Turns:
         self, episode: Episode, call: Call, reply: ToolReply, max_tokens: int, protocol: Protocol | None = None
     ) -> bool:
         """Append what came of a call. False, with its finish_reason, if the trajectory ends instead."""
-        if self.code and call is not TALKING and protocol is not self.code:
+        if self.code and call is not ANSWERING and protocol is not self.code:
             reply = replace(reply, role=self.program_role)
         try:
             media = reply.opened.result() if reply.opened else self.open_pictures(reply)
@@ -242,7 +242,7 @@ class Turns:
         if reply.failed:
             self.fail(episode, call, reply.text)
             return False
-        if call is TALKING:
+        if call is ANSWERING:
             if (reward := reply.info["reward"]) is not None:
                 episode.turn_rewards.append((sum(episode.loss_mask), reward))
             if reply.info["ends"]:
@@ -252,7 +252,7 @@ class Turns:
         ids = self.observation_ids([reply.text, *media], reply.role, len(episode.media), protocol)
         if episode.response_ids[-1] != self.tokenizer.eos_token_id:  # the policy has sampled another end token
             ids = [self.tokenizer.eos_token_id, *ids]
-        if call is TALKING and episode.turns >= self.flags.max_turns:
+        if call is ANSWERING and episode.turns >= self.flags.max_turns:
             episode.finish_reason = "unanswered"
         elif sum(call["error"] for call in episode.calls) > self.flags.max_tool_errors:
             episode.finish_reason = "max_tool_errors"
@@ -268,7 +268,7 @@ class Turns:
             episode.logprobs += [0.0] * len(ids)
             episode.media += media
             episode.messages.append({"role": reply.role, "content": reply.text})
-            if call is not TALKING:
+            if call is not ANSWERING:
                 episode.calls[-1]["media"] = len(media)
             return True
         return False

@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow as pa
-import tyro
 
 from common.data.rows import RowFiles
-from common.files import command_line, user_errors
+from common.files import user_errors
+from common.flags import call_program
 from common.pictures import BadRow
 from common.prepare.writing import stream_rows
 from papers.pyvision.prompts import OWN, Wording, picture_facts, wordings_like
@@ -213,4 +213,4 @@ def tir_row(record: dict | str, folder: Path, wording: Wording) -> dict:
 
 if __name__ == "__main__":
     with user_errors():
-        main(tyro.cli(Args, args=command_line(), prog="python -m papers.pyvision.benchmarks", description=__doc__))
+        main(call_program(Args, "papers.pyvision.benchmarks", __doc__))

@@ -23,12 +23,11 @@ from pathlib import Path
 from typing import Literal
 
 import pyarrow as pa
-import tyro
 
 from common.data.media import media_file, picture_sources
 from common.data.rows import RowFiles
-from common.files import command_line, user_errors
-from common.flags import Files
+from common.files import user_errors
+from common.flags import Files, call_program
 from common.pictures import BadRow, decode
 from common.prepare.writing import stream_rows
 from papers.pyvision.prompts import MODES, OWN, Mode, Wording, picture_facts, tagged, video_facts, wordings_like
@@ -261,4 +260,4 @@ def look_at_video(video: str | list[str], fps: object, root: Path | None) -> tup
 
 if __name__ == "__main__":
     with user_errors():
-        main(tyro.cli(Args, args=command_line(), prog="python -m papers.pyvision.rows", description=__doc__))
+        main(call_program(Args, "papers.pyvision.rows", __doc__))

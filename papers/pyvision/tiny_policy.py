@@ -36,9 +36,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-import tyro
-
-from common.files import command_line
+from common.flags import call_program
 from common.prepare.mosaic import CELLS, SIDE, Scene, center, other_cell, scenes
 from common.prepare.tiny_vl import Args, build
 from common.prepare.tiny_vl_python import QUESTION
@@ -121,5 +119,5 @@ def write_traces(folder: Path, rows: int, seed: int, **chances: float) -> None:
 
 
 if __name__ == "__main__":
-    flags = tyro.cli(Args, args=command_line(), prog="python -m papers.pyvision.tiny_policy", description=__doc__)
+    flags = call_program(Args, "papers.pyvision.tiny_policy", __doc__)
     build(flags, sys.modules[__name__], "tiny-vl-python")
