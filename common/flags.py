@@ -110,7 +110,7 @@ class Rollout:
     max_response_tokens: Count = 512  # longest response (tokens), of all turns together; what tools return counts
     temperature: Annotated[float, Gt(0), Ge(0.01), Le(2)] = 1.0  # of sampling; the trainer's log-probs use it too
     reward_function: str | None = None  # FILE.py:NAME, verl's signature; default: by the row's data_source
-    reward_timeout: Positive = 10.0  # seconds for one response; one that takes longer, or crashes, is left out
+    reward_timeout: Positive = 10.0  # seconds for one response; slower: wrong by a built-in rule, left out by yours
     tools: str | None = None  # tools it may call: visual, python, FILE.py:NAME; visual: crop, frames; python: alone
     environment: str | None = None  # FILE.py:NAME; of a class, as in TRL, methods are tools; a function answers turns
     tool_workers: Count = 64  # processes per rank, at most, that run tools

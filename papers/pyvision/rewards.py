@@ -41,7 +41,7 @@ async def score(data_source: str, solution_str: str, ground_truth: object, extra
     return await score_judged(family, judge, solution_str, ground_truth, extra_info)
 
 
-score.timeout_s = 600  # a judge that is away for longer leaves responses without a score
+score.timeout_s = 600  # a little more than the PATIENCE_S of a judge that is away
 
 
 def family_of(data_source: str) -> str:

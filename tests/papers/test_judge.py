@@ -6,7 +6,9 @@ Against a small server on this machine; a real model judges in test_real_judge.p
 import asyncio
 import contextlib
 import gzip
+import os
 import re
+import signal
 import socket
 import threading
 import time
@@ -14,6 +16,7 @@ from base64 import b64encode
 
 import openai
 import pytest
+from filelock import SoftFileLease
 from helpers import ROOT, deadline, run_script, steps_of
 from judges import LocalJudge
 
@@ -419,10 +422,11 @@ def workers(monkeypatch, tmp_path):
     """RewardWorkers that score by a judge, within a deadline; closed after the test."""
     started = []
 
-    def start(server, timeout_s: float = 60) -> RewardWorkers:
+    def start(server, timeout_s: float = 60, patience_s: float = 60) -> RewardWorkers:
         monkeypatch.setenv("JUDGE_URLS", server.url)
         function = "from papers.pyvision import judge\nfrom papers.pyvision.rewards import score\n"
-        function += f"judge.RETRIES = 0\nscore.timeout_s = {timeout_s}\n"
+        function += f"judge.RETRIES = 0\njudge.MINUTE_S = 1\njudge.PATIENCE_S = {patience_s}\n"
+        function += f"score.timeout_s = {timeout_s}\n"
         (tmp_path / "judged.py").write_text(function)
         started.append(RewardWorkers(f"{tmp_path}/judged.py:score", 2, timeout_s=1))
         return started[-1]
@@ -469,6 +473,29 @@ def test_an_outage_beyond_the_deadline_leaves_responses_without_a_score(serve, w
     assert f"warning: a judge does not answer: {host_of(server)}: InternalServerError 503" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("fault", ["hangs", 503])
+def test_an_outage_holds_all_responses_of_a_step_up_once(fault, serve, workers):
+    """Four times 64 calls take the time of 64. In the next step it is back."""
+    is_back = threading.Event()
+
+    def behave(number, answer):
+        if answer in ("red", "blue") or is_back.is_set():
+            return None
+        if fault == "hangs":
+            is_back.wait(60)
+        return 503
+
+    pool = workers(serve(behave), timeout_s=2, patience_s=1)
+    began = time.monotonic()
+    results = pool.score([job(f"number {i}") for i in range(4 * AT_ONCE)])
+    assert time.monotonic() - began < 3 * 2
+    why = "ConnectionError: no judge has answered for 1 s"
+    assert [result["error"] for result in results[AT_ONCE:]] == [why] * 3 * AT_ONCE
+    is_back.set()
+    time.sleep(1)
+    assert [result["score"] for result in pool.score([job("number 1"), job("number 2")])] == [0.0, 0.0]
+
+
 RUN = ["--engine", "hf", "--dtype", "fp32", "--prompts-per-step", 4, "--samples-per-prompt", 4, "--total-steps", 2]
 RUN += ["--max-response-tokens", 8, "--max-rows", 16, "--eval-rows", 4, "--eval-every", 0, "--no-eval-before"]
 ASKS = """
@@ -509,3 +536,26 @@ def test_an_outage_in_a_run_costs_its_responses(tmp_path, serve, ranks):
     written = [path.read_bytes() for path in run.rglob("*") if path.is_file()]
     for told in (done.stdout.encode(), done.stderr.encode(), *written):
         assert not any(secret.encode() in told for secret in SECRETS)
+
+
+@pytest.mark.slow
+def test_a_signal_in_an_outage_ends_the_run_with_its_step(tmp_path, serve):
+    """The judge never answers from the second step on, in which the run is told to end."""
+    (tmp_path / "reward.py").write_text(ASKS)
+    run = tmp_path / "run"
+    metrics = run / "metrics.jsonl"
+    is_over, signalled = threading.Event(), []
+
+    def behave(number, answer):
+        if metrics.is_file() and '"step": 1,' in metrics.read_text():
+            if not signalled:
+                signalled.append(SoftFileLease(run / "lock").owner.pid)
+                os.kill(signalled[0], signal.SIGTERM)
+            is_over.wait(60)
+
+    options = [*RUN, "--total-steps", 20, "--reward-function", f"{tmp_path}/reward.py:fn", "--output-dir", run]
+    done = run_script("grpo.py", *options, env={"JUDGE_URLS": serve(behave).url}, check=False)
+    is_over.set()
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    assert list(steps_of(run)) == [1, 2] and (run / "checkpoints/step_000002").is_dir()
+    assert "timeout after 2 s" in done.stdout + done.stderr
