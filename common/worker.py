@@ -154,10 +154,6 @@ class Worker:
         self.deadline = time.monotonic() + timeout_s
 
     @property
-    def starting(self) -> bool:
-        return self.state == self.STARTING
-
-    @property
     def busy(self) -> bool:
         return self.state == self.BUSY
 
@@ -190,12 +186,12 @@ class Worker:
         if message is None:
             if time.monotonic() < self.deadline:
                 return None
-            if self.starting:
+            if self.state == self.STARTING:
                 why = f"its import did not end within {START_S:g} s (what stands at the top of a file runs in it)"
                 return self._fail(why)
             return self._fail(f"timeout after {self.timeout_s:g} s")
         error = reply.get("error", "")
-        if self.starting:
+        if self.state == self.STARTING:
             if error:
                 return self._fail(error)
             self.facts = reply["result"]
@@ -208,7 +204,7 @@ class Worker:
 
     def _fail(self, error: str) -> dict:
         """The process has failed; another one is started for the next job."""
-        was_starting = self.starting
+        was_starting = self.state == self.STARTING
         self.kill()
         if was_starting:
             raise ValueError(error)

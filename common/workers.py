@@ -45,7 +45,7 @@ class Pool:
         self.homes: dict[Hashable, Worker] = {}
         self.works = False
         self.workers = [self.new_worker()]
-        while self.workers[0].starting:
+        while not self.workers[0].ready():
             self._collect(inf)
         self.works = True
         at_end.append(self.close)  # and with it what is under way, or was started
@@ -109,8 +109,8 @@ class Pool:
             if queue and free > 0 and worker.ready():
                 worker.take(*queue.popleft())
                 free -= 1
-        starting = sum(worker.starting for worker in self.workers)
-        for _ in range(min(self.most - len(self.workers), len(self.queue) - starting)):
+        num_free = sum(not worker.busy for worker in self.workers)  # they start, or `at_once` work already
+        for _ in range(min(self.most - len(self.workers), len(self.queue) - num_free)):
             self.workers.append(self.new_worker())
 
     def _collect(self, until: float) -> list[tuple[Hashable, Any]]:

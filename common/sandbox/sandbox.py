@@ -139,10 +139,6 @@ class Sandbox:
         return same and not self.link.inbox and not wait(self.sources, 0)
 
     @property
-    def starting(self) -> bool:
-        return self.state == State.STARTING
-
-    @property
     def busy(self) -> bool:
         return self.block is not None
 
