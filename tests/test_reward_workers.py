@@ -329,6 +329,12 @@ def test_replies_of_several_workers_wait_for_the_trainer(start):
     assert replies == {number: {"score": 1.0, "pred": "x" * 2**22} for number in range(2)}
 
 
+def test_a_reply_that_is_too_large_costs_its_sample(start, monkeypatch):
+    monkeypatch.setattr("common.worker.MAX_REPLY", 2**20)
+    large, after = start(count=1).score([job("write much"), job("2")])
+    assert large["error"].startswith("its reply cannot be read: it has 41943") and after == scored(2)
+
+
 def test_what_cannot_be_printed_is_replaced(start):
     good, bad = start(count=1).score([job("surrogates"), job("raise surrogates")])
     assert good == {"score": 1.0, "pred": "?"} and bad["error"].startswith("ValueError: ?")
