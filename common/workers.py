@@ -17,7 +17,6 @@ from common.progress import Progress
 from common.worker import USER_MODULE, Worker, describe
 
 SHARE = 4  # homes that a worker has before there is another one
-PATIENCE_S, BYTES_PER_S = 0.1, 1e8  # how long a reply that has begun to come is waited for, and at which rate
 
 
 class Pool:
@@ -25,7 +24,8 @@ class Pool:
 
     One is started at once, to see whether it starts; the others when there is a job for them. Jobs with the same
     `home` go to the same worker, which may keep something for the next; one gets `share` homes before there is
-    another. A job that fails has the reply {"error": why}. ValueError if the workers do not start.
+    another. A job that fails has the reply {"error": why}. ValueError if the first worker does not start; if a later
+    one does not, that costs the job it would have got, and it is tried again with the next.
 
     A worker is a `Worker`, or has what is used of one here.
     """
@@ -36,11 +36,16 @@ class Pool:
         """trouble: what is said of a worker that does not start."""
         if most < 1:
             raise ValueError(f"workers: got {most}")
-        self.trouble, self.new_worker, self.most, self.share, self.at_once = trouble, new_worker, most, share, at_once
+        self.trouble = trouble
+        self.new_worker = new_worker
+        self.most = most
+        self.share = share
+        self.at_once = at_once
         self.queue: deque[tuple[Hashable, Any]] = deque()
         self.homes: dict[Hashable, Worker] = {}
-        self.workers, self.works = [self.new_worker()], False
-        while self.workers[0].state == Worker.STARTING:
+        self.works = False
+        self.workers = [self.new_worker()]
+        while not self.workers[0].ready():
             self._collect(inf)
         self.works = True
         at_end.callback(self.close)  # and with it what is under way, or was started
@@ -70,13 +75,15 @@ class Pool:
         for worker in self.workers:
             worker.queue.clear()
             if worker.busy:
-                worker.restart()
+                worker.kill()
         for number, job in enumerate(jobs):
             self.submit(number, job)
-        replies, progress = {}, Progress(label, len(jobs))
+        replies: dict[Hashable, dict] = {}
+        progress = Progress(label, len(jobs))
         while self.pending:
-            replies.update(new := self.poll(inf))
-            progress.add(len(new))
+            done = self.poll(inf)
+            replies.update(done)
+            progress.add(len(done))
         return [replies[number] for number in range(len(jobs))]
 
     def close(self) -> None:
@@ -102,26 +109,23 @@ class Pool:
             if queue and free > 0 and worker.ready():
                 worker.take(*queue.popleft())
                 free -= 1
-        starting = sum(worker.state == Worker.STARTING for worker in self.workers)
-        for _ in range(min(self.most - len(self.workers), len(self.queue) - starting)):
+        num_free = sum(not worker.busy for worker in self.workers)  # they start, or `at_once` work already
+        for _ in range(min(self.most - len(self.workers), len(self.queue) - num_free)):
             self.workers.append(self.new_worker())
 
     def _collect(self, until: float) -> list[tuple[Hashable, Any]]:
         """Wait for the next reply or deadline, but not longer than `until`, and take what there is."""
-        waiting = [worker for worker in self.workers if worker.state != Worker.IDLE]
+        waiting = [worker for worker in self.workers if worker.deadline < inf]
+        sources = [source for worker in waiting for source in worker.sources]
         patience = min([until, *(worker.deadline for worker in waiting)]) - time.monotonic()
         patience = min(max(0.0, patience), 3600.0)  # what asks, asks again; the system call takes no week
-        sources = [source for worker in waiting for source in worker.sources]
-        readable = wait(sources, patience) if sources else []
+        if sources:
+            wait(sources, patience)
         done = []
         for worker in waiting:
             key = worker.key
             try:
-                reply = worker.advance(readable)
-                while reply is None and worker.busy and worker.inbox and comes_fast(worker):
-                    start = time.monotonic()
-                    reply = worker.advance(wait(worker.sources, 0.01))
-                    worker.held_s += time.monotonic() - start
+                reply = worker.poll()
             except ValueError as error:
                 done += self._failed_start(worker, str(error))
                 continue
@@ -130,25 +134,15 @@ class Pool:
         return done
 
     def _failed_start(self, worker: Worker, error: str) -> list[tuple[Hashable, Any]]:
-        """ValueError for the first one ever; later ones cost a worker, and the last one a job each time."""
+        """The reply to the job that the worker would have got. ValueError if none has started so far."""
         if not self.works:
             raise ValueError(f"{self.trouble}: {error}")
         print(f"warning: {self.trouble}: {error}", flush=True)
-        if len(self.workers) > 1:
-            self.workers.remove(worker)
-            self.most -= 1
-            self.homes = {home: own for home, own in self.homes.items() if own is not worker}
-            self.queue += worker.queue
-            return []
-        worker.start()
         queue = worker.queue or self.queue
-        return [(queue.popleft()[0], {"error": f"no worker starts: {error}"})] if queue else []
-
-
-def comes_fast(worker: Worker) -> bool:
-    """Is the rest of its reply worth waiting for? All of a large one is, for the trainer may be away next; but bytes
-    that drip do not hold the trainer."""
-    return worker.held_s < PATIENCE_S + len(worker.inbox) / BYTES_PER_S
+        if not queue:
+            return []
+        key, _ = queue.popleft()
+        return [(key, {"error": f"no worker starts: {error}"})]
 
 
 def load_function(spec: str, flag: str) -> Callable:

@@ -236,13 +236,6 @@ def throw(error):
     raise error
 
 
-def own_token():
-    frame = sys._getframe()
-    while "token" not in frame.f_locals:
-        frame = frame.f_back
-    return forge(json.dumps({"token": frame.f_locals["token"], "result": {"score": 9.0}}).encode())
-
-
 def shut():
     for number in os.listdir("/proc/self/fd"):
         if os.path.exists(f"/proc/self/fd/{number}") and "socket:" in os.readlink(f"/proc/self/fd/{number}"):
@@ -281,8 +274,6 @@ def deep():
 
 
 ACTIONS |= {
-    "forge its own token": own_token,
-    "forge 1000 guesses": lambda: forge(*[b'{"token": "%032x", "result": {"score": 9.0}}' % i for i in range(1000)]),
     "SIGSTOP itself": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "SIGKILL its group": lambda: os.killpg(0, signal.SIGKILL),
     "SIGSTOP its group": lambda: os.killpg(0, signal.SIGSTOP),
@@ -338,7 +329,7 @@ def pool(tmp_path, monkeypatch):
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_reward_function(pool, table, attack):
     """It costs its sample, and the next job works within seconds."""
-    patience = 60.0 if attack in ("chat", "a million keys", "a giant text", "a giant message") else 1.0
+    patience = 60.0 if attack in ("a million keys", "a giant text", "a giant message") else 1.0
     outcomes = []
     for _ in range(3):
         pool.timeout_s = patience

@@ -94,11 +94,10 @@ def test_what_a_failure_says_steers_neither_our_terminal_nor_torchruns(monkeypat
 
 
 REWARD = """
-import os, sys
+import sys
 HOSTILE = {hostile!r}
 def print_all(**_):
     print(HOSTILE)
-    os.write(1, HOSTILE.encode() + b"\\xff\\xc2")
     print(HOSTILE, file=sys.stderr)
     return 1.0
 def raise_it(**_):
@@ -122,7 +121,7 @@ def test_what_a_reward_function_prints_or_raises(monkeypatch, tmp_path, capfd, n
     workers.close()
     sys.stdout.flush()
     out, err = capfd.readouterr()
-    assert (out + err).count("title") == (3 if name == "print_all" else 1) and not steers(out + err)
+    assert (out + err).count("title") == (2 if name == "print_all" else 1) and not steers(out + err)
 
 
 def test_what_a_reward_function_says_when_it_is_imported(tmp_path):

@@ -552,7 +552,7 @@ def test_a_figure_that_came_while_the_trainer_was_away_is_read_to_its_end():
 
 def test_bytes_that_trickle_hold_nobody_up(workers):
     """From two sandboxes, for a second each; the engine is to sample meanwhile."""
-    code = "import os, struct, time\nos.write(3, struct.pack('<QQ', 100, 2**25))\n"
+    code = "import os, time\nos.write(3, (2**25).to_bytes(8, 'big'))\n"
     code += "for _ in range(100):\n    os.write(3, b'x')\n    time.sleep(0.01)\nos._exit(0)"
     trajectories = [Trajectory(workers), Trajectory(workers)]
     for trajectory in trajectories:
@@ -571,7 +571,7 @@ def test_bytes_that_trickle_hold_nobody_up(workers):
 @pytest.mark.slow
 def test_bytes_that_trickle_put_no_deadline_off():
     """While the engine takes a step some arrive, so that there is always something to read."""
-    code = "import os, struct, time\nos.write(3, struct.pack('<QQ', 100, 2**25))\n"
+    code = "import os, time\nos.write(3, (2**25).to_bytes(8, 'big'))\n"
     with contextlib.closing(PythonWorkers(1, 2.0)) as workers:
         trajectory = Trajectory(workers)
         trajectory.ask(code + "while True:\n    os.write(3, b'x')\n    time.sleep(0.01)")

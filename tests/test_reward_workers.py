@@ -24,7 +24,7 @@ from common.torch_repair import transformers
 TIMEOUT = 2.0  # seconds, in all tests that do not say otherwise
 
 FUNCTION = """
-import ctypes, multiprocessing, os, signal, struct, subprocess, sys, threading, time
+import ctypes, multiprocessing, os, signal, subprocess, sys, threading, time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -135,26 +135,21 @@ def fail(key="answer"):
     {}[key]
 
 
-def forge(*messages, size=None):  # write to the trainer, as the worker does
+def write_to_trainer(data):  # as the worker does
     links = {number: os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")}
     (number,) = [int(number) for number, link in links.items() if "socket:" in link]
-    for message in messages:
-        os.write(number, struct.pack("!i", len(message) if size is None else size) + message)
-    return 1.0
+    os.write(number, data)
 
 
 def drip():
-    forge(b"{", size=1000)
+    write_to_trainer((1000).to_bytes(8, "big") + b"{")
     spin()
 
 
 def trickle():
-    socket = forge(b"{", size=10**6) and [
-        int(number) for number in os.listdir("/proc/self/fd")
-        if "socket:" in os.path.realpath(f"/proc/self/fd/{number}")
-    ][0]
+    write_to_trainer((10**6).to_bytes(8, "big"))
     while True:
-        os.write(socket, b" ")
+        write_to_trainer(b" ")
         time.sleep(0.005)
 
 
@@ -162,35 +157,12 @@ def write_much():
     return {"score": 1.0, "pred": "x" * 2**22}
 
 
-def chat():
-    for _ in range(200):
-        print("x" * 10**6)
-    return 2.0
-
-
-SCORE = b'{"result": {"score": 9.0, "truth": 7.0}}'
-
 ACTIONS = {
-    "forge a score": lambda: forge(SCORE),
-    "forge an error": lambda: forge(b'{"error": 5}'),
-    "forge a message": lambda: forge(b'{"token": null, "error": "from the function"}'),
-    "forge a token": lambda: forge(b'{"token": null, "result": {"score": 9.0}}'),
-    "forge a list": lambda: forge(b"[1]"),
-    "forge a number": lambda: forge(b"7"),
-    "forge no JSON": lambda: forge(b"\\xff\\xfe"),
-    "forge nothing": lambda: forge(b""),
-    "forge a deep one": lambda: forge(b"[" * 10**5),
-    "forge two": lambda: forge(SCORE, SCORE),
-    "forge a huge one": lambda: forge(b"", size=2**31 - 1),
-    "forge a negative one": lambda: forge(b"", size=-1),
-    "forge half of one": lambda: forge(SCORE, size=1000),
     "drip": drip,
     "trickle": trickle,
-    "forge later": lambda: later(0.1, lambda: forge(SCORE)),
     "write much": write_much,
     "surrogates": lambda: {"score": 1.0, "pred": "\\ud800"},
     "raise surrogates": lambda: (_ for _ in ()).throw(ValueError("\\ud800")),
-    "chat": chat,
     "spin": spin,
     "stubborn": stubborn,
     "swallow": swallow_everything,
@@ -312,29 +284,6 @@ def test_each_failure_costs_its_own_sample(start):
                 assert result == scored(float(text))
 
 
-FORGERIES = [
-    "a score",
-    "an error",
-    "a message",
-    "a token",
-    "a list",
-    "a number",
-    "no JSON",
-    "nothing",
-    "a deep one",
-    "two",
-]
-FORGERIES += ["a huge one", "a negative one", "half of one"]
-
-
-@pytest.mark.parametrize("forgery", FORGERIES)
-def test_what_a_function_writes_to_the_trainer_is_no_reply(start, forgery):
-    """It costs its sample: nobody gets a score that `serve` has not sent, and the run goes on."""
-    first, forged, last = start(count=1).score([job("1"), job(f"forge {forgery}"), job("2")])
-    assert (first, last) == (scored(1), scored(2))
-    assert forged["error"] in ("what came from the worker is no reply to its job", "timeout after 2 s")
-
-
 def test_half_a_message_does_not_keep_the_others_waiting(start):
     with deadline(60):
         results = start(count=2).score([job("drip"), *[job(str(number)) for number in range(4)]])
@@ -361,14 +310,9 @@ def test_bytes_that_trickle_hold_nobody_up(start):
 def test_a_reply_that_waited_for_the_trainer_is_read_to_its_end(start):
     """As under --engine hf, whose step takes longer than a tool may: a large reply fits into no socket."""
     (worker,) = start(count=1, timeout_s=1.0).workers
-    while not worker.ready():
-        wait(worker.sources)
-        worker.advance(worker.sources)
     worker.take("job", job("write much"))
     time.sleep(2.0)
-    reply, end = None, time.monotonic() + 10
-    while reply is None and time.monotonic() < end:
-        reply = worker.advance(wait([worker.socket], 0.1))
+    reply = worker.poll()
     assert reply == {"score": 1.0, "pred": "x" * 2**22}
 
 
@@ -385,12 +329,10 @@ def test_replies_of_several_workers_wait_for_the_trainer(start):
     assert replies == {number: {"score": 1.0, "pred": "x" * 2**22} for number in range(2)}
 
 
-def test_a_message_between_jobs_costs_a_worker_and_no_sample(start):
-    pool = start(count=1)
-    assert pool.score([job("forge later")]) == [{"score": 1.0}]
-    before = pool.workers[0].process.pid
-    time.sleep(0.5)
-    assert pool.score([job("5")]) == [scored(5)] and pool.workers[0].process.pid != before
+def test_a_reply_that_is_too_large_costs_its_sample(start, monkeypatch):
+    monkeypatch.setattr("common.worker.MAX_REPLY", 2**20)
+    large, after = start(count=1).score([job("write much"), job("2")])
+    assert large["error"].startswith("its reply cannot be read: it has 41943") and after == scored(2)
 
 
 def test_what_cannot_be_printed_is_replaced(start):
@@ -405,42 +347,33 @@ def test_an_import_that_hangs_is_told_as_such(tmp_path, monkeypatch):
         RewardWorkers(f"{tmp_path / 'slow.py'}:f", 1, timeout_s=9.0)
 
 
-def test_what_a_worker_prints_is_limited(start, capfd):
-    """200 MB, twice, and the second in a new process."""
-    pool = start(count=1, timeout_s=60.0)
-    assert [result["score"] for result in pool.score([job("chat")])] == [2.0]
-    pool.workers[0].restart()
-    assert [result["score"] for result in pool.score([job("chat")])] == [2.0]
-    err = capfd.readouterr().err
-    assert 10_000 < len(err) < 20_000 and err.count("what this worker prints further is not shown") == 1
-
-
-def test_a_worker_that_does_not_start_later_does_not_end_the_run(start, tmp_path, capfd):
+def test_a_worker_that_does_not_start_later_costs_its_job_and_is_tried_with_the_next(start, tmp_path, capfd):
     file = tmp_path / "flaky.py"
     file.write_text(
-        f"import os, time\nif os.path.exists({str(tmp_path / 'broken')!r}):\n    os._exit(4)\n"
-        "def f(data_source, solution_str, ground_truth, extra_info=None):\n    time.sleep(0.2)\n"
+        f"import os\nif os.path.exists({str(tmp_path / 'broken')!r}):\n    os._exit(4)\n"
+        "def f(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    return float(solution_str) if solution_str.isdigit() else os._exit(0)\n"
     )
-    pool = start(f"{file}:f", count=3)
+    pool = start(f"{file}:f", count=1)
     (tmp_path / "broken").touch()
     with deadline(60):
-        assert pool.score([job(str(i)) for i in range(6)]) == [{"score": float(i)} for i in range(6)]
-        died, lost = pool.score([job("die"), job("3")])
+        died, *lost = pool.score([job("die"), job("3"), job("4")])
         assert died == {"error": "the worker died (exit code 0)"}
-        assert lost == {"error": "no worker starts: the worker died (exit code 4)"}
+        assert lost == [{"error": "no worker starts: the worker died (exit code 4)"}] * 2
         (tmp_path / "broken").unlink()
-        wait_until(lambda: pool.score([job("3")]) == [{"score": 3.0}])
+        assert pool.score([job("3")]) == [{"score": 3.0}]
     assert "warning: a reward worker did not start: the worker died (exit code 4)" in capfd.readouterr().out
 
 
-def test_no_trace_after_the_end(start):
+def test_no_trace_after_the_end(start, capfd):
     """The trainer leaves with a reply unread: the worker's socket is reset."""
     pool = start(count=1)
     pool.submit("unread", job("1"))
-    process, _ = pool.workers[0].process, wait([pool.workers[0].socket], 60.0)
-    pool.workers[0].socket.close()
-    assert process.wait(60.0) == 0 and process.stdout.read() == b"scored 1\n"
+    (worker,) = pool.workers
+    wait(worker.sources, 60.0)
+    worker.link.close()
+    assert worker.process.wait(60.0) == 0
+    assert capfd.readouterr().err == "loaded\nscored 1\n"
 
 
 def test_a_deadline_beyond_what_the_system_waits(start):
@@ -680,26 +613,14 @@ def test_what_a_tool_says_earns_nothing(start):
 
 
 class Recorded:
-    """In a worker's place: what it is asked, and what it sends."""
+    """In a worker's place: what it is asked."""
 
-    def __init__(self, result=None):
-        self.seen, self.result = [], result or {"score": 1.0}
+    def __init__(self):
+        self.seen = []
 
     def score(self, jobs):
         self.seen += jobs
-        return [self.result] * len(jobs)
-
-
-@pytest.mark.parametrize("score", [1e300, -1.1e6, math.nan, None, "1", True])
-def test_a_score_that_would_ruin_the_run_costs_its_sample(score, capsys):
-    """Also where it comes from the worker's socket, which a user's function can write to."""
-    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "text")
-    rows = {0: SimpleNamespace(data_source="x", ground_truth="7", extra_info={})}
-    good, bad = (Episode(0, i, [1], [2], [1], [0.0], "stop") for i in range(2))
-    score_episodes([good], rows, Recorded({"score": -1e6}), tokenizer)
-    score_episodes([bad], rows, Recorded({"score": score}), tokenizer)
-    assert good.rewards == {"score": -1e6} and math.isnan(bad.rewards["score"])
-    assert "rewards: 1 of 1 responses not scored, the first: " in capsys.readouterr().out
+        return [{"score": 1.0}] * len(jobs)
 
 
 VERL = "lambda data_source, solution_str, ground_truth, extra_info=None:"

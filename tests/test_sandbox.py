@@ -36,6 +36,7 @@ from test_python_tool import Trajectory
 from common.sandbox import namespaces, python, sandbox, seccomp
 from common.sandbox.python import PythonWorkers
 from common.sandbox.sandbox import Sandbox, as_reply, can_be_shown
+from common.worker import Link
 
 SECRET = "the truth is 42"
 PRELUDE = """
@@ -56,19 +57,16 @@ def ends(process):
 def escaped(evidence=True):
     print("ESCAPED" if evidence else "nothing")
 
-def token():
-    frame = sys._getframe()
-    while "job" not in frame.f_locals:
-        frame = frame.f_back
-    return frame.f_locals["job"]["token"]
-
-def forge(token, text="", figures=(), error="", sizes=None):
+def forge(text, figures=(), error="", sizes=None):
     sizes = list(map(len, figures)) if sizes is None else sizes
-    send({"token": token, "text": text, "error": error, "figures": sizes}, b"".join(figures))
+    reply = json.dumps({"text": text, "error": error, "figures": sizes}).encode()
+    send(b"\\n".join([reply, b"".join(figures)]))
 
-def send(message, figures=b""):
-    head = json.dumps(message).encode()
-    socket.socket(fileno=os.dup(3)).sendall(struct.pack("<QQ", len(head), len(figures)) + head + figures)
+def send(message):
+    write(len(message).to_bytes(8, "big") + message)
+
+def write(data):
+    socket.socket(fileno=os.dup(3)).sendall(data)
 
 def png(width, height, *more):
     import io, zlib
@@ -172,9 +170,7 @@ NESTED = options("--disable-userns ")
 DUMPABLE = inside("        prctl(PR_SET_DUMPABLE, 0)", "        pass")
 WHOLE_OUTPUT = [value("MAX_JSON", 2**40), value("trim", str), inside("MAX_ERROR = 3900,", "MAX_ERROR = 10**9,")]
 RETRY = trainer(Sandbox.lost, "(State.REPEATING", "(State.CLEANING, State.REPEATING")
-ALL_HELD = trainer(Sandbox.holds, "same and not wait(self.sources, 0)", "same")
 STANDS_STILL = trainer(Sandbox.on_message, 'self.order(b"stop")', "pass")
-ANY_TOKEN = trainer(as_reply, " if theirs == token")
 
 # --- attacks ------------------------------------------------------------------------------------------------------
 
@@ -386,8 +382,8 @@ ATTACKS = [
         "another program in its place",
         no_program_filter,
         "os.set_inheritable(3, True)\n"
-        "head = json.dumps({'token': token(), 'text': 'ESCAPED', 'error': '', 'figures': []})\n"
-        "import base64; data = base64.b64encode(struct.pack('<QQ', len(head), 0) + head.encode()).decode()\n"
+        "reply = json.dumps({'text': 'ESCAPED', 'error': '', 'figures': []}).encode()\n"
+        "import base64; data = base64.b64encode(len(reply).to_bytes(8, 'big') + reply).decode()\n"
         "os.execv(sys.executable, ['python', '-c', f'import os, base64; os.write(3, base64.b64decode(\"{data}\"))'])",
     ),
     rule("memfd_create", "escaped(os.memfd_create('x'))"),
@@ -595,58 +591,46 @@ ATTACKS = [
         succeeded=long,
     ),
     # the reply, forged
-    Attack("a reply to another call", ANY_TOKEN, "forge('0' * 32, 'ESCAPED'); time.sleep(0.5)"),
-    Attack(
-        "an early reply to the next call",
-        [ANY_TOKEN, ALL_HELD],
-        "threading.Thread(target=lambda: (time.sleep(0.3), forge(T, 'ESCAPED')), daemon=True).start(); T = token()\n"
-        "#----\ntime.sleep(1)\nprint('mine')",
-    ),
-    Attack(
-        "a reward for blanks", trainer(as_reply, "text.strip()", "text"), "forge(token(), '\\n \\n')", succeeded=earns
-    ),
-    Attack("a GIF", value("can_be_shown", bool), "forge(token(), figures=[b'GIF89a' + bytes(20)])", succeeded=draws),
+    Attack("a reward for blanks", trainer(as_reply, "text.strip()", "text"), "forge('\\n \\n')", succeeded=earns),
+    Attack("a GIF", value("can_be_shown", bool), "forge('', figures=[b'GIF89a' + bytes(20)])", succeeded=draws),
     Attack(
         "PostScript",
         value("can_be_shown", bool),
-        "forge(token(), figures=[b'%!PS-Adobe-3.0 EPSF-3.0'])",
+        "forge('', figures=[b'%!PS-Adobe-3.0 EPSF-3.0'])",
         succeeded=draws,
     ),
-    Attack("no picture", value("can_be_shown", bool), "forge(token(), figures=[b'x'])", succeeded=draws),
+    Attack("no picture", value("can_be_shown", bool), "forge('', figures=[b'x'])", succeeded=draws),
     Attack(
         "a picture of 60,000 x 60,000",
         value("can_be_shown", bool),
-        "forge(token(), figures=[png(60000, 60000)])",
+        "forge('', figures=[png(60000, 60000)])",
         succeeded=draws,
     ),
     Attack(
         "a picture with two headers",
         value("can_be_shown", lambda png: struct.unpack(">II", png[16:24]) == (4, 4)),
-        "forge(token(), figures=[png(4, 4, (9000, 9000))])",
+        "forge('', figures=[png(4, 4, (9000, 9000))])",
         succeeded=draws,
         default=True,
     ),
-    Attack(
-        "a picture of 1 x 300", value("can_be_shown", bool), "forge(token(), figures=[png(1, 300)])", succeeded=draws
-    ),
-    Attack("nine pictures", value("MAX_FIGURES", 100), "forge(token(), figures=[png(4, 4)] * 9)", succeeded=draws),
+    Attack("a picture of 1 x 300", value("can_be_shown", bool), "forge('', figures=[png(1, 300)])", succeeded=draws),
+    Attack("nine pictures", value("MAX_FIGURES", 100), "forge('', figures=[png(4, 4)] * 9)", succeeded=draws),
     Attack(
         "a picture of 40 MB",
         value("MAX_BYTES", 2**40),
-        "forge(token(), figures=[png(4, 4) + bytes(40 * 2**20)])",
+        "forge('', figures=[png(4, 4) + bytes(40 * 2**20)])",
         succeeded=draws,
     ),
     Attack(
         "pictures that are not there",
         trainer(as_reply, "sum(sizes) != len(figures) or "),
-        "forge(token(), figures=[png(4, 4)], sizes=[2**62])",
+        "forge('', figures=[png(4, 4)], sizes=[2**62])",
         succeeded=draws,
     ),
     Attack(
         "a reply without an end",
         [value("MAX_JSON", 2**40)],
-        "s = socket.socket(fileno=os.dup(3)); s.sendall(struct.pack('<QQ', 2**39, 0))\n"
-        "for _ in range(48): s.sendall(bytes(2**20))\ntime.sleep(60)",
+        "write((2**39).to_bytes(8, 'big'))\nfor _ in range(48): write(bytes(2**20))\ntime.sleep(60)",
         succeeded=floods,
         timeout_s=2.0,
     ),
@@ -690,13 +674,29 @@ def open_pool(attack: Attack, **kwargs) -> PythonWorkers:
     return PythonWorkers(1, **{"timeout_s": attack.timeout_s, "memory_gib": 0.5, **kwargs})
 
 
+class Watched(Link):
+    """Tells how many bytes the trainer held of a message that did not end."""
+
+    held = 0
+
+    def close(self) -> None:
+        Watched.held = max(Watched.held, len(self.inbox))
+        super().close()
+
+
+@pytest.fixture(autouse=True)
+def watch_links(monkeypatch):
+    monkeypatch.setattr(sandbox, "Link", Watched)
+
+
 def attempt(attack: Attack, pool: PythonWorkers, outside: str) -> Result:
+    Watched.held = 0
     process = pool.pool.workers[0].process
     trajectory = Trajectory(pool)
     replies = [trajectory(f"{PRELUDE}{outside}\n{block}") for block in attack.code.split("#----\n")]
     if attack.then:
         replies.append(Trajectory(pool)(f"{PRELUDE}{attack.then}"))
-    return Result(replies, pool, process, len(pool.pool.workers[0].inbox))
+    return Result(replies, pool, process, Watched.held)
 
 
 def weakened(attack: Attack, patch: pytest.MonkeyPatch) -> PythonWorkers:
@@ -975,13 +975,14 @@ HOSTILE = {
     "a stop later": "threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGSTOP)).start()",
     "kill": "os.kill(os.getpid(), signal.SIGKILL)",
     "every signal to itself": "for n in range(1, 65):\n    n in (9, 19, 32, 33) or os.kill(os.getpid(), n)",
-    "half a reply": "os.write(3, struct.pack('<QQ', 100, 0) + b'{'); time.sleep(60)",
-    "a reply of 2^63 bytes": "os.write(3, struct.pack('<QQ', 2**63, 2**63))",
-    "an empty reply": "os.write(3, struct.pack('<QQ', 0, 0))",
-    "another beginning": "send({'token': token(), 'begun': True})",
-    "nested JSON": "os.write(3, struct.pack('<QQ', 60000, 0) + b'[' * 60000)",
-    "a reply with a surrogate": "forge(token(), '\\ud800' * 100)",
-    "figures of sizes that are none": "forge(token(), sizes=[True, -1, 0.5, None])",
+    "half a reply": "write((100).to_bytes(8, 'big') + b'{'); time.sleep(60)",
+    "a reply of 2^63 bytes": "write((2**63).to_bytes(8, 'big'))",
+    "an empty reply": "send(b'')",
+    "another beginning": "send(b'begun')",
+    "beginnings without end": "while True: send(b'begun')",
+    "nested JSON": "send(b'[' * 60000)",
+    "a reply with a surrogate": "forge('\\ud800' * 100)",
+    "figures of sizes that are none": "forge('', sizes=[True, -1, 0.5, None])",
     "its stack": "ctypes.memset(id(sys.modules), 0, 4096)",
     "all of its memory": "keep = [b'x' * 10**6 for _ in iter(int, 1)]",
     "its limits": "for name in dir(resource):\n"
@@ -1084,7 +1085,7 @@ def spin():
 """
 AT_WORK = {
     "a thread": "threading.Thread(target=spin, daemon=True).start()",
-    "a block that has forged its reply": "forge(token(), 'done'); spin()",
+    "a block that has forged its reply": "forge('done'); spin()",
     "a thread that lets itself go on": "def go():\n    while True: os.kill(os.getpid(), signal.SIGCONT)\n"
     "threading.Thread(target=go, daemon=True).start()",
 }

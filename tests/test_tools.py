@@ -16,7 +16,7 @@ from helpers import deadline
 from PIL import Image
 
 from common.pictures import decode, encode, shown_size
-from common.tools import CROP, as_reply, find_tool, load_tools, visual
+from common.tools import find_tool, load_tools, visual
 from common.tools.pools import ToolWorkers
 from common.tools.turns import CLOSE, MAX_TEXT, OPEN, Call, Hermes, ToolReply
 from common.tools.visual import crop_image_normalized, select_frames
@@ -575,25 +575,6 @@ def test_a_call_that_no_worker_could_take_is_not_the_policys_fault(start, monkey
     tools.pending = 1
     monkeypatch.setattr(tools.pool, "poll", lambda timeout_s: [(("key", "act"), reply)])
     assert tools.poll() == [("key", ToolReply(reply["error"], failed=True))]
-
-
-@pytest.mark.parametrize(
-    "sent",
-    [
-        {"text": 5, "images": [], "info": {}},
-        {"text": "x", "images": 5, "info": {}},
-        {"text": "x", "images": [5], "info": {}},
-        {"text": "x", "images": ["?"], "info": {}},
-        {"text": "x", "images": [], "info": []},
-        {"text": "x", "role": "system"},
-        {"error": 5},
-        {},
-    ],
-)
-def test_a_reply_that_no_tool_call_gives_is_an_error(sent):
-    """A tool runs where its reply is written, and may write another."""
-    reply = as_reply(sent, CROP)
-    assert reply.error and not reply.failed and not reply.images and reply.role == "user"
 
 
 def test_poll_waits_for_the_first_and_not_for_the_slow(start, tmp_path):

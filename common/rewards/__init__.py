@@ -280,7 +280,7 @@ def score_episodes(episodes: list, rows: Mapping, workers: RewardWorkers, tokeni
         answered.append(episode)
         jobs.append((row.data_source, "\n".join(turns), row.ground_truth, row.extra_info | more))
     for episode, result in zip(answered, workers.score(jobs), strict=True):
-        episode.rewards = checked(result)
+        episode.rewards = with_score(result)
     for episode in episodes:
         if turns := [reward for _, reward in episode.turn_rewards]:
             # scripts add them to the score: a right answer stays one
@@ -290,12 +290,11 @@ def score_episodes(episodes: list, rows: Mapping, workers: RewardWorkers, tokeni
     tell_errors([episode.rewards for episode in episodes])
 
 
-def checked(result: Mapping) -> Mapping:
-    """What a worker has sent, if its score is `usable`; else {"score": nan, "error": why}."""
-    if usable(result.get("score")):
+def with_score(result: Mapping) -> Mapping:
+    """A result of `RewardWorkers.score`; the score of what failed is NaN."""
+    if "score" in result:
         return result
-    why = result.get("error", f"the worker sent {result!r:.80}")  # a user's function may forge what is sent
-    return {"score": nan, "error": why}
+    return {"score": nan, "error": result["error"]}
 
 
 def tell_errors(rewards: Sequence[Mapping]) -> None:

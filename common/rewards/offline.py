@@ -16,7 +16,7 @@ from common.data.table_files import is_hub_id, stem_of
 from common.files import modified, refuse
 from common.flags import Files, Positive, Rollout, check_ranges, check_reward_timeout
 from common.processes import cpus_of_rank
-from common.rewards import RewardWorkers, checked, reward_function, score_response, tell_errors
+from common.rewards import RewardWorkers, reward_function, score_response, tell_errors, with_score
 from common.rewards.samples import bounded, report, verdict
 
 
@@ -87,7 +87,7 @@ def score_file(flags: Scoring) -> None:
         for response in responses:
             response.columns["group"] = response.row
     jobs = [(item.data_source, item.text, item.ground_truth, item.extra_info) for item in responses]
-    rewards = [checked(result) for result in workers.score(jobs)]
+    rewards = [with_score(result) for result in workers.score(jobs)]
     tell_errors(rewards)
     failed = sum(isnan(item["score"]) for item in rewards)
     refuse(failed == len(responses), f"none of the {failed} responses could be scored; {output} is not written")

@@ -10,7 +10,6 @@ import io
 import json
 import random
 import socket
-import struct
 import traceback
 import uuid
 
@@ -18,7 +17,6 @@ MAX_TEXT, MAX_ERROR = 3900, 1000  # characters that a block may print, more is c
 MAX_FIGURES = 8  # of a block
 MAX_PIXELS, MAX_RATIO = 4_000_000, 200  # of a figure; of its sides, which no image processor takes
 MAX_BYTES = 2**25  # of a block's figures together, as PNG
-SIZES = struct.Struct("<QQ")  # before what is sent: bytes of its JSON, and of the figures that follow
 
 
 class Session:
@@ -45,10 +43,11 @@ class Session:
             self.number_figures(job["shown"])  # of the block before
             for picture in job["pictures"]:
                 self.bind(picture)
-            self.send({"token": job["token"], "begun": True})
+            self.send(b"begun")
             text, error = self.block(job["code"])
-            sizes = list(map(len, self.drawn))
-            self.send({"token": job["token"], "text": text, "error": error, "figures": sizes}, b"".join(self.drawn))
+            reply = {"text": text, "error": error, "figures": list(map(len, self.drawn))}
+            head = json.dumps(reply, ensure_ascii=False).encode(errors="replace")
+            self.send(b"\n".join([head, b"".join(self.drawn)]))
 
     def block(self, code: str) -> tuple[str, str]:
         """(what it has printed, the exception that ended it)."""
@@ -119,9 +118,8 @@ class Session:
             data = data + more if more else b""
         return data
 
-    def send(self, message: dict, figures: bytes = b"") -> None:
-        data = json.dumps(message, ensure_ascii=False).encode(errors="replace")
-        self.connection.sendall(SIZES.pack(len(data), len(figures)) + data + figures)
+    def send(self, message: bytes) -> None:
+        self.connection.sendall(len(message).to_bytes(8, "big") + message)
 
 
 class Entropy:

@@ -22,19 +22,21 @@ from enum import StrEnum
 from itertools import accumulate, pairwise
 from math import inf
 from multiprocessing.connection import wait
-from typing import Any
 
 from PIL import Image
 
-from common.sandbox.interpreter import MAX_BYTES, MAX_FIGURES, SIZES, check_size
+from common.sandbox.interpreter import MAX_BYTES, MAX_FIGURES, check_size
 from common.sandbox.namespaces import ENVIRONMENT, FOLDER, INSIDE, SEEN_AT, bubblewrap, python_folders
 from common.sandbox.seccomp import first_filter, program_filter
 from common.tools.turns import ToolReply, trim
-from common.worker import HOLD_S, LATE_S, close_link, send_all
+from common.worker import SIZE_BYTES, Link
 
 START_S, CLEAN_S, TRANSFER_S = 60, 5, 10
+HOLD_S = 1  # the trainer waits no longer for the end of a process that has to be replaced
 ADDR_NO_RANDOMIZE = 0x0040000
 MAX_JSON, MAX_HEADERS = 2**16, 2**17  # bytes of a reply without its figures; of what precedes a figure's data
+BEGUN = b"begun"  # what a child says before each block, once it has read it and its pictures
+NO_REPLY = "what came from the interpreter is no reply"
 FIRST_TO_DIE = ["/bin/sh", "-c", 'echo 1000 > /proc/self/oom_score_adj; exec "$@"', "sh"]  # if memory ends
 
 
@@ -49,7 +51,7 @@ class Block:
     seed: str = ""  # of what programs draw at random
 
 
-State = StrEnum("State", ["STARTING", "IDLE", "CLEANING", "REPEATING", "RUNNING", "ENDING"])
+State = StrEnum("State", ["STOPPED", "STARTING", "IDLE", "CLEANING", "REPEATING", "RUNNING", "ENDING"])
 
 
 class Sandbox:
@@ -61,21 +63,19 @@ class Sandbox:
         self.queue: deque[tuple[Hashable, Block]] = deque()
         self.key: Hashable = None
         self.block: Block | None = None  # what it works at
-        self.inbox = bytearray()
-        self.repeats = 0  # earlier blocks that are still to be run again
-        self.held_s = 0.0  # how long the trainer has waited for the reply that has begun to come
+        self.messages_before = 0  # of earlier blocks that are run again, and that the block itself begins
         self.endings: list[threading.Thread] = []  # of its earlier processes
         self.start()
 
     def start(self) -> None:
-        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.link: socket.socket | None = None  # to the child of a trajectory
+        self.control, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.link: Link | None = None  # to the child of a trajectory
         self.trajectory, self.blocks = -1, 0  # whose it is, and how many of its blocks have ended
         self.folder = None if self.confined else tempfile.TemporaryDirectory("", "python-", ignore_cleanup_errors=True)
         folder = FOLDER if self.confined else self.folder.name
         environment = {name: folder if value == FOLDER else value for name, value in ENVIRONMENT.items()}
         kept = [path for path in python_folders() if path.startswith(f"{FOLDER}/")] if self.confined else []
-        with theirs, os.fdopen(os.memfd_create("filters"), "w+b") as filters:
+        with child_end, os.fdopen(os.memfd_create("filters"), "w+b") as filters:
             filters.write(first_filter())
             filters.seek(0)
             server = f"{SEEN_AT}/server.py" if self.confined else str(INSIDE[0])
@@ -86,7 +86,7 @@ class Sandbox:
                     [*FIRST_TO_DIE, *(bubblewrap(filters.fileno(), environment) if self.confined else []), *python],
                     pass_fds=[filters.fileno()],
                     env={} if self.confined else environment,
-                    stdin=theirs,
+                    stdin=child_end,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.PIPE,  # what bubblewrap says when it cannot start
                     start_new_session=True,
@@ -103,17 +103,20 @@ class Sandbox:
     def stop(self, hold_s: float | None = None) -> str:
         """Have it end, or kill it; returns what it has said. Waits until that is done, or for `hold_s`."""
         self.hang_up()
-        arguments = [self.process, self.deadline, self.folder]
-        ending = threading.Thread(target=end_process, args=arguments, daemon=True)
-        ending.start()
-        self.endings = [other for other in self.endings if other.is_alive()] + [ending]
-        ending.join(hold_s)
+        said = ""
+        if self.state != State.STOPPED:
+            arguments = [self.process, self.deadline, self.folder]
+            ending = threading.Thread(target=end_process, args=arguments, daemon=True)
+            ending.start()
+            self.endings = [other for other in self.endings if other.is_alive()] + [ending]
+            ending.join(hold_s)
+            os.set_blocking(self.process.stderr.fileno(), False)
+            said = (self.process.stderr.read() or b"").decode(errors="replace").strip()
+            self.process.stderr.close()
+            self.expect(State.STOPPED)
         if hold_s is None:
-            for other in self.endings:
-                other.join()
-        os.set_blocking(self.process.stderr.fileno(), False)
-        said = (self.process.stderr.read() or b"").decode(errors="replace").strip()
-        self.process.stderr.close()
+            for ending in self.endings:
+                ending.join()
         return said
 
     def expect(self, state: State, timeout_s: float = inf) -> None:
@@ -122,40 +125,43 @@ class Sandbox:
     def unlink(self) -> None:
         """Forget the child, and whatever it may still send."""
         if self.link:
-            close_link(self.link)
+            self.link.close()
         self.link, self.trajectory, self.excess = None, -1, ""
 
     @property
     def sources(self) -> list[socket.socket]:
-        return [self.control, *([self.link] if self.link else [])]
+        """What becomes readable when there is something for `poll`."""
+        return [self.control, self.link.socket] if self.link else [self.control]
 
     def holds(self, block: Block) -> bool:
         """Is its state that before this block? The child may have ended by itself since."""
         same = (self.trajectory, self.blocks) == (block.trajectory, len(block.earlier))
-        return same and not wait(self.sources, 0)
+        return same and not self.link.inbox and not wait(self.sources, 0)
 
     @property
     def busy(self) -> bool:
         return self.block is not None
 
     def ready(self) -> bool:
+        if self.state == State.STOPPED:
+            self.start()
         return self.state == State.IDLE and not self.busy
 
     def take(self, key: Hashable, block: Block) -> None:
         self.key = key
-        self.held_s = 0.0
         self.begin(block, self.anew)
 
     def begin(self, block: Block, anew: bool) -> None:
-        self.block, self.token, self.inbox = block, os.urandom(16).hex(), bytearray()
+        self.block = block
         if not anew and self.holds(block):
             self.order(b"go")
             self.send(block.earlier[-1][1], [], [])
             return
         self.unlink()
-        self.link, theirs = socket.socketpair()
-        with theirs, contextlib.suppress(OSError):
-            socket.send_fds(self.control, [b"new"], [theirs.fileno()])
+        end, child_end = socket.socketpair()
+        self.link = Link(end, MAX_JSON + MAX_BYTES)
+        with child_end, contextlib.suppress(OSError):
+            socket.send_fds(self.control, [b"new"], [child_end.fileno()])
         self.expect(State.CLEANING, CLEAN_S)
 
     def order(self, order: bytes) -> None:
@@ -169,27 +175,36 @@ class Sandbox:
         pictures = [p | {"frames": [b64encode(frame).decode() for frame in p["frames"]]} for p in pictures]
         sent = b""
         for code, shown_of_block in [*earlier, (self.block.code, 0)]:
-            job = {"token": self.token, "seed": self.block.seed, "code": code, "shown": shown, "pictures": pictures}
+            job = {"seed": self.block.seed, "code": code, "shown": shown, "pictures": pictures}
             data = json.dumps(job).encode(errors="replace")
-            sent += len(data).to_bytes(8, "big") + data
+            sent += len(data).to_bytes(SIZE_BYTES, "big") + data
             shown, pictures = shown_of_block, []
-        send_all(self.link, sent)
-        self.losses, self.repeats = 0, len(earlier)
+        self.link.send(sent)
+        self.losses = 0
+        self.messages_before = 2 * len(earlier) + 1
         self.expect(State.REPEATING, self.timeout_s * (1 + len(earlier)))
 
-    def advance(self, readable: list) -> ToolReply | None:
+    def poll(self) -> ToolReply | None:
         """What has come of the block, once it has; it may be cleaning up after that. ValueError if it cannot start."""
-        reply = self.come(readable)
-        self.block = None if reply else self.block
+        reply = self.come()
+        if reply:
+            self.block = None
         return reply
 
-    def come(self, readable: list) -> ToolReply | None:
-        if self.control in readable and (reply := self.on_control(received(self.control).decode())):
+    def come(self) -> ToolReply | None:
+        message = received(self.control)
+        if message is not None and (reply := self.on_control(message.decode())):
             return reply
-        if self.link in readable and self.state in (State.REPEATING, State.RUNNING):
-            if not self.inbox and time.monotonic() > self.deadline:  # the trainer was away: the rest may come, too
-                self.deadline = time.monotonic() + LATE_S
-            if reply := self.on_message(received(self.link)):
+        while self.state in (State.REPEATING, State.RUNNING):
+            try:
+                message = self.link.receive()
+            except ConnectionError:
+                return self.end(f"the interpreter died ({self.excess or 'killed, or out of memory'})")
+            except ValueError:
+                return self.end(NO_REPLY)
+            if message is None:
+                break
+            if reply := self.on_message(message):
                 return reply
         if time.monotonic() < self.deadline:
             return None
@@ -214,38 +229,23 @@ class Sandbox:
             self.expect(State.IDLE)
         return None
 
-    def on_message(self, piece: bytes) -> ToolReply | None:
+    def on_message(self, message: bytes) -> ToolReply | None:
         """What the child says, or the program, which can write there, too: it may claim what it could have printed."""
-        if not piece:
-            return self.end(f"the interpreter died ({self.excess or 'killed, or out of memory'})")
-        self.inbox += piece
-        while len(self.inbox) >= SIZES.size:
-            size, more = SIZES.unpack_from(self.inbox)
-            possible = size <= MAX_JSON and more <= MAX_BYTES
-            end = SIZES.size + size + more
-            if possible and len(self.inbox) < end:
+        if self.state == State.REPEATING:
+            self.messages_before -= 1  # the policy was told what earlier blocks say
+            if self.messages_before > 0:
                 return None
-            try:
-                message = json.loads(self.inbox[SIZES.size : SIZES.size + size]) if possible else None
-            except (ValueError, RecursionError):
-                message = None
-            figures = bytes(self.inbox[SIZES.size + size : end])
-            del self.inbox[:end]
-            begun = message == {"token": self.token, "begun": True}
-            if self.state == State.REPEATING and (begun or self.repeats):
-                if not begun:  # the policy was told what an earlier block says
-                    self.repeats -= 1
-                elif not self.repeats:
-                    self.expect(State.RUNNING, self.timeout_s)
-                continue
-            reply = as_reply(message, figures, self.token) if self.state == State.RUNNING else None
-            if reply is None:
-                return self.end("what came from the interpreter is no reply")
-            self.trajectory, self.blocks = self.block.trajectory, len(self.block.earlier) + 1
-            self.order(b"stop")
-            self.expect(State.IDLE)
-            return reply
-        return None
+            if message != BEGUN:
+                return self.end(NO_REPLY)
+            self.expect(State.RUNNING, self.timeout_s)
+            return None
+        reply = as_reply(message)
+        if reply is None:
+            return self.end(NO_REPLY)
+        self.trajectory, self.blocks = self.block.trajectory, len(self.block.earlier) + 1
+        self.order(b"stop")
+        self.expect(State.IDLE)
+        return reply
 
     def end(self, why: str) -> ToolReply:
         """The program is at fault, if one has run, and it is told; what it has started is killed."""
@@ -296,10 +296,12 @@ def end_process(process: subprocess.Popen, deadline: float, folder: tempfile.Tem
         folder.cleanup()
 
 
-def received(link: socket.socket) -> bytes:
-    """What has come; nothing from a process that is gone, and had not read all."""
+def received(control: socket.socket) -> bytes | None:
+    """What a server says, None if it says nothing so far; b"" if it is gone."""
     try:
-        return link.recv(2**20)
+        return control.recv(100, socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return None
     except ConnectionResetError:
         return b""
 
@@ -310,10 +312,17 @@ def failed_block(why: str) -> ToolReply:
     return ToolReply(text, error=True, role="user", info={"ended": False, "acted": False})
 
 
-def as_reply(message: Any, figures: bytes, token: str) -> ToolReply | None:
-    """What a child has sent; None if it is none."""
-    match message:
-        case {"token": str(theirs), "text": str(text), "error": str(error), "figures": list(sizes)} if theirs == token:
+def as_reply(message: bytes) -> ToolReply | None:
+    """What a child has sent: JSON, then a line feed and its figures. None if it is no reply."""
+    head, _, figures = message.partition(b"\n")
+    if len(head) > MAX_JSON:
+        return None
+    try:
+        reply = json.loads(head)
+    except (ValueError, RecursionError):
+        return None
+    match reply:
+        case {"text": str(text), "error": str(error), "figures": list(sizes)}:
             if len(sizes) > MAX_FIGURES or any(type(size) is not int or size < 1 for size in sizes):
                 return None
             pngs = [figures[start:end] for start, end in pairwise(accumulate(sizes, initial=0))]

@@ -12,7 +12,6 @@ import inspect
 import json
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import get_type_hints
@@ -160,20 +159,21 @@ def call_tool(tool: Tool, arguments: Mapping, context: Mapping, kwargs: Mapping)
 
 
 def as_reply(sent: dict, tool: Tool) -> ToolReply:
-    """What a worker has sent. A tool may have forged it: what `call_tool` would not send is an error."""
-    match sent:
-        case {"text": str(text), "failed": True}:
-            return ToolReply(text, failed=True, role=tool.role)
-        case {"text": str(text), "error": True}:
-            return ToolReply(trim(text), error=True, info=sent.get("info") or {}, role=tool.role)
-        case {"text": str(text), "images": list(images), "info": dict(info)}:
-            with suppress(TypeError, ValueError):
-                decoded = [b64decode(image, validate=True) for image in images]
-                return ToolReply(trim(text), decoded, info=info, role=tool.role)
-        case {"error": str(why)} if tool.ours or why.startswith(NO_WORKER):
-            return ToolReply(why, failed=True, role=tool.role)
-    why = sent.get("error", "its reply cannot be read")
-    return ToolReply(error_text(str(why), tool.role), error=True, role=tool.role)
+    """From the fields that `Caller` gives, or {"error": why} of a worker that failed."""
+    if "text" in sent:
+        images = [b64decode(image) for image in sent.get("images", [])]
+        return ToolReply(
+            sent["text"],
+            images,
+            error=sent.get("error", False),
+            failed=sent.get("failed", False),
+            info=sent.get("info", {}),
+            role=tool.role,
+        )
+    why = sent["error"]
+    if tool.ours or why.startswith(NO_WORKER):
+        return ToolReply(why, failed=True, role=tool.role)
+    return ToolReply(error_text(why, tool.role), error=True, role=tool.role)
 
 
 class Caller:
