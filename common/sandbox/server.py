@@ -151,9 +151,16 @@ def tell_children(number: int) -> bool:
 
 
 def stop_children(confined: bool) -> None:
-    """Again, where one of them has let itself or another one go on, or has started one; what never rests is ended."""
+    """Again, where one of them has let itself or another one go on, or has started one; what never rests is ended.
+
+    Nothing may move in two looks in a row: in one, a process whose parent ends meanwhile is nobody's child.
+    """
     end = time.monotonic() + STOP_S
-    while tell_children(signal.SIGSTOP):
+    num_still = 0
+    while num_still < 2:
+        num_still += 1
+        if tell_children(signal.SIGSTOP):
+            num_still = 0
         if time.monotonic() > end:
             end_children(confined)
         time.sleep(0.001)
