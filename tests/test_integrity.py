@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -28,12 +29,19 @@ from common.shards import find_checkpoint
 IDENTITY = {"script": "grpo", "model": "0123"}
 
 
-@pytest.fixture
-def run(tmp_path, world):
-    """A run folder with checkpoints of steps 1 and 2."""
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, world):
+    folder = tmp_path_factory.mktemp("saved")
     for step in (1, 2):
         state = {"loader": {"consumed": 4}}
-        assert save_checkpoint(tmp_path, step, trained(), world, state=state, keep=2, identity=IDENTITY)
+        assert save_checkpoint(folder, step, trained(), world, state=state, keep=2, identity=IDENTITY)
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path, saved):
+    """A run folder with checkpoints of steps 1 and 2."""
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     return tmp_path
 
 
@@ -54,11 +62,10 @@ def pipe(file: Path) -> None:
 
 DAMAGES = {"flip": flip, "cut": cut, "empty": lambda file: file.write_bytes(b""), "remove": Path.unlink, "pipe": pipe}
 SHARD = "state/shard-00001-model-00001-of-00001.safetensors"
-FILES = [SHARD, "trainer.json", "manifest.json"]
+DAMAGED = [*((SHARD, kind) for kind in DAMAGES), ("trainer.json", "flip"), ("manifest.json", "pipe")]
 
 
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name, damage", DAMAGED)
 def test_a_damaged_file_is_named_with_the_step_before(run, world, name, damage):
     folder = run / "checkpoints" / "step_000002"
     DAMAGES[damage](folder / name)
@@ -89,7 +96,7 @@ def test_a_foreign_file_is_refused(run, world, name):
         find_checkpoint(run, "auto", world)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"files": 3}', '{"files": {"a": 1}}', "[" * 100_000])
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"files": 3}', '{"files": {"a": [1, 2]}}', "[" * 100_000])
 def test_a_manifest_that_is_none(run, world, content):
     (run / "checkpoints/step_000002/manifest.json").write_text(content)
     with pytest.raises(SystemExit, match=r"step_000002 has a damaged manifest\.json"):
@@ -103,8 +110,8 @@ def test_without_latest_the_last_complete_step_goes_on(run, world, capsys):
     assert "latest is missing: going on from step_000002" in capsys.readouterr().out
 
 
-LEADING_OUT = ["../../elsewhere/step_000002", "/etc", "", ".", "step_1/../..", "\x00", "latest", "step_" + "9" * 300]
-LEADING_OUT += ["~", "step_\0", "step_000002 " * 10**6, "step_\u0663", "\x1b[2J", "\nstep_000002\nx"]
+LEADING_OUT = ["../../elsewhere/step_000002", "", "\0", "latest", "step_" + "9" * 300, "step_000002 " * 10**6]
+LEADING_OUT += ["\x1b[2J", "\nstep_000002\nx"]
 
 
 @pytest.mark.parametrize("name", LEADING_OUT)
@@ -130,6 +137,14 @@ def test_a_checkpoint_of_another_script_or_model_is_refused(run, world, other):
     said = str(refusal.value)
     assert ("start grpo.py" if name == "script" else "give the --model") in said
     assert "step_000001" not in said, "the one before is of the same run"
+
+
+def test_a_text_in_a_manifest_does_not_garble_the_terminal(run, world):
+    manifest = run / "checkpoints/step_000002/manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"script": "a\n\x1b[2J" * 1000}))
+    with pytest.raises(SystemExit, match="is of another script, a") as refusal:
+        find_checkpoint(run, "auto", world, IDENTITY)
+    assert str(refusal.value).isprintable() and len(str(refusal.value)) < 1000
 
 
 def test_a_checkpoint_without_its_manifest_is_refused(run, world):
@@ -175,24 +190,17 @@ def trainer_of(text: str) -> Callable[[Path], object]:
 ODD = {
     "no shards": lambda folder: (folder / SHARD).unlink(),
     "an empty shard": lambda folder: (folder / SHARD).write_bytes(b""),
-    "a text as shard": lambda folder: (folder / SHARD).write_text("{}"),
-    "a pickle as shard": lambda folder: (folder / SHARD).write_bytes(pickle.dumps(Attack())),
-    "a longer header than file": lambda folder: (folder / SHARD).write_bytes(b"\xff" * 64),
     "a header that is nested": header_of(b"[" * 10**6),
-    "a header of more than there is": header_of(b'{"x": {"dtype": "F32", "shape": [9], "data_offsets": [0, 36]}}'),
     "tensors of other names": lambda folder: save_file({"other": torch.zeros(3)}, folder / SHARD),
     "a tensor of another shape": bias_at([0], size=2),
     "a tensor that begins nowhere": bias_at("x"),
-    "a tensor that begins before the first": bias_at([-3]),
     "a tensor that begins behind the last": bias_at([3]),
-    "a tensor with too few beginnings": bias_at([]),
     "an empty trainer.json": trainer_of("{}"),
     "a list as trainer.json": trainer_of("[]"),
     "deep lists as trainer.json": trainer_of("[" * 10**5),
     "a text as step": trainer_of('{"step": "2", "loss_scale": {"policy": {"scale": 1, "good_steps": 0}}}'),
     "a step before the first": trainer_of('{"step": -2, "loss_scale": {"policy": {"scale": 1, "good_steps": 0}}}'),
     "no loss scale": trainer_of('{"step": 2, "best": 1}'),
-    "a text as loss scale": trainer_of('{"step": 2, "loss_scale": {"policy": "much"}}'),
     "a loss scale of text": trainer_of('{"step": 2, "loss_scale": {"policy": {"scale": "x", "good_steps": 0}}}'),
     "a best that is none": trainer_of('{"step": 2, "best_step": "step_000002", "best": [1], "loss_scale": {}}'),
 }
@@ -212,10 +220,10 @@ def test_what_no_save_has_written_is_refused_in_a_line(run, world, kind):
     assert time.monotonic() - start < 15, "nothing is waited for"
 
 
-POSITIONS = ["null", "{}", '{"consumed": "4", "seed": 0, "num_rows": 4}', '{"consumed": -4, "seed": 0, "num_rows": 4}']
+POSITIONS = ["null", "{}", '{"consumed": 4.0, "seed": 0, "num_rows": 4}', '{"consumed": -4, "seed": 0, "num_rows": 4}']
 
 
-@pytest.mark.parametrize("position", [*POSITIONS, '{"consumed": 1e300, "seed": 0, "num_rows": 4}'])
+@pytest.mark.parametrize("position", POSITIONS)
 def test_a_position_in_the_data_that_is_none_is_refused(run, position):
     folder = run / "checkpoints" / "step_000002"
     trainer_of(f'{{"step": 2, "loader": {position}}}')(folder)
@@ -245,15 +253,14 @@ def test_no_file_of_a_checkpoint_is_a_pickle(run):
         assert json.loads(text)
 
 
-@pytest.mark.parametrize("name", [SHARD, "state/.metadata", "rng_0.safetensors", "trainer.json"])
+@pytest.mark.parametrize("name", [SHARD, "state/.metadata"])
 def test_a_pickle_in_a_checkpoint_is_refused(run, world, name, monkeypatch):
-    """In the place of a file, or beside them as checkpoints once had them; with a manifest that promises it."""
+    """In the place of a shard, or where torch's own checkpoints have one; with a manifest that promises it."""
     folder = run / "checkpoints" / "step_000002"
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["files"][name] = []
-    (folder / "manifest.json").write_text(json.dumps(manifest))
     (folder / name).write_bytes(pickle.dumps(Attack()))
-    as_promised(folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"][name] = digest(folder / name)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
     monkeypatch.chdir(run)
     with pytest.raises(SystemExit, match=r"step_000002 (cannot be loaded|has a foreign) .*--resume") as refusal:
         find_checkpoint(run, "auto", world, IDENTITY)
@@ -353,9 +360,8 @@ def test_a_lock_that_its_run_gives_up_meanwhile_is_free(tmp_path, monkeypatch):
     assert lock_folder(tmp_path).is_lock_held_by_us
 
 
-@pytest.mark.parametrize("text", ["{", "filelock/2\npid=1\n"])
-def test_what_is_no_lock_is_taken_over(tmp_path, text):
-    (tmp_path / "lock").write_text(text)
+def test_what_is_no_lock_is_taken_over(tmp_path):
+    (tmp_path / "lock").write_text("filelock/2\npid=1\n")
     assert lock_folder(tmp_path).is_lock_held_by_us
 
 

@@ -15,8 +15,7 @@ from urllib.parse import quote
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers import ROOT, random_episodes
-from test_docs import blocks, split_commands
+from helpers import random_episodes
 from vl import build_tokenizer, picture
 
 import common.look.__main__
@@ -191,7 +190,6 @@ def test_rows_of_training_without_a_truth_are_shown(tmp_path, capsys):
 @pytest.mark.parametrize(
     "row, told",
     [
-        ({"messages": PROMPT}, "is for sft.py"),
         ({"data_source": "mine", "messages": PROMPT}, "is for sft.py"),
         ({"question": "1+1?", "answer": "2"}, "is for sft.py"),
         ({"conversations": PROMPT}, "is for sft.py"),
@@ -372,20 +370,6 @@ def test_samples_of_both_kinds_have_a_page_each(tmp_path, capsys):
     names, first, *_ = cells(page)
     shown = {name: text for name, text in zip(names, first) if text}
     assert shown == {"row": "0", "completion": "of lines", "verdict": "no truth"}, "nothing where nothing is"
-
-
-def test_the_command_of_the_docs_runs(tmp_path):
-    """As pasted, in a folder that has the runs it names."""
-    shell = [block for language, block in blocks("docs/metrics.md") if language == "bash"]
-    (command,) = [words for block in shell for words in split_commands(block) if "runs/b" in words]
-    names = command[command.index("common.look") + 1 :]
-    for name in names:
-        make_run(tmp_path / name, RISING)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, *command[1:]], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-    assert done.stdout.splitlines() == [f"{name}/curves.png" for name in names], done.stderr
 
 
 def dom(page: Path, chosen: str, folder: Path) -> str:

@@ -1,8 +1,10 @@
 """The memory plan, which stands before weights are loaded, against counts, peaks on a card, and arithmetic by hand."""
 
+import random
 import re
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -327,11 +329,15 @@ def changed(advice: str, ranks: int, rollout: Rollout, flags: dict) -> tuple[int
     return ranks, rollout, flags
 
 
-@pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("free, ranks", [(22, 1), (22, 8), (38, 4), (78, 1), (78, 2)])
-@pytest.mark.parametrize("sleep_level", [0, 1])
-@pytest.mark.parametrize("flags, cache", [({}, None), ({}, 8), ({"micro_batch_tokens": 16_384}, 8)])
-def test_what_is_advised_fits(name, free, ranks, sleep_level, flags, cache, monkeypatch):
+CARDS = [(22, 1), (22, 8), (38, 4), (78, 1), (78, 2)]  # GB, ranks
+TYPED = [({}, None), ({}, 8), ({"micro_batch_tokens": 16_384}, 8)]  # flags, cache
+ADVISED = random.Random(0).sample(list(product(SHAPES, CARDS, [0, 1], TYPED)), 30)
+
+
+@pytest.mark.parametrize("name, card, sleep_level, typed", ADVISED)
+def test_what_is_advised_fits(name, card, sleep_level, typed, monkeypatch):
+    free, ranks = card
+    flags, cache = typed
     rollout = Rollout(sleep_level=sleep_level, engine_memory=cache)
     try:
         text = planned_on_gpus(monkeypatch, name, free, ranks, rollout, **flags).text

@@ -71,22 +71,14 @@ BAD = [
     (row(1, responses=[]), "responses is [], expected"),
     (row(1, responses=None), "responses is None, expected a text or a list of texts; --response-column names one of"),
     (row(1, responses=["a", 5]), "responses is ['a', 5], expected"),
-    (row(1, responses={"a": 1}), "responses is {'a': 1}, expected"),
     ({"said": "x"}, "--response-column names one of said"),
-    (row(1, reward_model=None), "neither reward_model.ground_truth nor truth"),
     (row(1, reward_model={"style": "rule"}), "neither reward_model.ground_truth nor truth"),
     (row(1, reward_model=None, truth=math.nan), "neither reward_model.ground_truth nor truth"),
     (row(1, reward_model=None, truth="five"), "the GSM8K ground truth 'five' is not a number"),
-    (row(1, data_source="countdown", reward_model=None, truth="5"), "its truth cannot be read: TypeError"),
     (row(1, data_source="countdown", reward_model=None, truth='{"target": 5}'), "its truth cannot be read: KeyError"),
     (
         row(1, data_source="countdown", reward_model=None, truth='{"numbers": [1, 1e400], "target": 1}'),
         "OverflowError",
-    ),
-    (row(1, data_source="countdown", reward_model=None, truth='{"numbers": [1], "target": "1/0"}'), "unusable"),
-    (
-        row(1, data_source="countdown", reward_model=None, truth='{"numbers": [1], "target": "1e999999999"}'),
-        "unusable",
     ),
     (row(1, data_source=None), "data_source is None"),
     (row(1, data_source="unheard"), "no built-in reward function for data_source 'unheard'"),
@@ -139,7 +131,7 @@ def test_a_truth_that_an_evaluation_has_written_as_json_is_read(tmp_path):
     assert [sample["score"] for sample in read(tmp_path / "a_scored.parquet")] == [1.0] * 4
 
 
-@pytest.mark.parametrize("empty", [{}, {"index": {}}, [{}], [{"a": [{}]}]])
+@pytest.mark.parametrize("empty", [{}, [{"a": [{}]}]])
 def test_what_parquet_cannot_hold_is_kept_as_json(tmp_path, empty):
     rows = [row(0, extra_info={}, odd=empty), row(1, extra_info={}, odd=empty), row(2, extra_info={}, odd=None)]
     score_file(Scoring(write(tmp_path / "a.jsonl", rows), output=tmp_path / "a.parquet"))
