@@ -530,8 +530,8 @@ def test_one_rank(folder):
     assert_gigabytes(found, rollout=weights + engine + cache + logits)
     # on a CPU the engine does not sleep, and one rank keeps the weights' casts for all micro-batches
     casts, root_gradients, head = 2 * PARAMETERS, 2 * VOCAB * HIDDEN, 12 * 2**23 + 10 * 10_000 * HIDDEN
-    update = weights + casts + root_gradients + head + 4 * PARAMETERS + activations + engine + cache
-    assert_gigabytes(found, update=update)
+    update = weights + casts + root_gradients + head + 4 * PARAMETERS + activations
+    assert_gigabytes(found, update=1.2 * update + engine + cache)  # a fifth is malloc's
 
 
 def test_on_a_gpu_an_engine_that_sleeps_is_not_beside_the_update():
