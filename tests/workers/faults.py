@@ -19,6 +19,8 @@ from common.progress import say
 def main(fault: str) -> None:
     world = init_world(stall_minutes=3 / 60 if fault == "stall" else 30)
     all_reduce([1.0])
+    if fault in ("ctrl-c in a step", "sigkill", "stall"):
+        handle_signals()  # as scripts do: torchrun's SIGTERM does not end a rank at once
     if world.rank == world.size - 1:
         print("fault", flush=True)
         if fault == "raise":
@@ -38,8 +40,6 @@ def main(fault: str) -> None:
         return
     if fault.startswith("ctrl-c"):
         reached["step"] = 3
-    if fault in ("ctrl-c in a step", "stall"):
-        handle_signals()
     while fault in ("elsewhere", "ctrl-c", "ctrl-c in a step", "sleep") or (fault == "stall" and world.rank == 1):
         time.sleep(1)  # nobody calls sign_of_life
     sign_of_life()
