@@ -1,16 +1,20 @@
 """Curiosity-driven RL of visual tool use (Pixel Reasoner, arXiv 2505.15966).
 
-A vision-language policy may look closer (crop an image, pick frames of a video) before it answers in \\boxed{}. At
-first looking may pay less than guessing, and plain GRPO unlearns it. A bonus for trajectories that look, while few of
-their group do, keeps it alive until it pays. The reward is headed "new to curiosity"; of grpo.py's objectives
-there is the clipped loss, without KL, corrections, dual clip and entropy.
+A vision-language policy may look closer (crop an image, pick frames of a video) before it answers
+in \\boxed{}. At first looking may pay less than guessing, and plain GRPO unlearns it. A bonus for
+trajectories that look, while few of their group do, keeps it alive until it pays. The reward is
+headed "new to curiosity"; of grpo.py's objectives there is the clipped loss, without KL,
+corrections, dual clip and entropy.
 
 Where this differs from the released code:
-1. The paper's bonus by default; the code's variant by name. Correctness is 0 or 1 and what is unparsable scores 0.
-2. What was sampled is trained on: token ids from the engine, M-RoPE positions, crops from the original picture.
-3. One denominator, as in grpo.py; the constant divisor by flag. No clamp hides a loss that explodes.
-4. Groups of equal rewards are left out of the update: their advantages are 0, and they only dilute the mean. The
-   replay of earlier samples, which the release switches off, is left out.
+   1. The paper's bonus by default; the code's variant by name. Correctness is 0 or 1 and what is
+   unparsable scores 0.
+   2. What was sampled is trained on: token ids from the engine, M-RoPE positions, crops from the
+   original picture.
+   3. One denominator, as in grpo.py; the constant divisor by flag. No clamp hides a loss that
+   explodes.
+   4. Groups of equal rewards are left out of the update: their advantages are 0, and they only
+   dilute the mean. The replay of earlier samples, which the release switches off, is left out.
 
     torchrun --nproc_per_node 2 curiosity_rl.py    # demo, minutes on a CPU
     torchrun --nproc_per_node 8 curiosity_rl.py --model runs/warm-start/model \\
@@ -18,8 +22,8 @@ Where this differs from the released code:
     python curiosity_rl.py --eval-only --model runs/curiosity/model \\
         --eval-data vstar.parquet --max-response-tokens 8192
 
-Names: P prompts a step, G samples of a prompt, E episodes on this rank, T their sampled tokens, N those of a
-micro-batch. Everything per token is flat ([T] or [N]): there is no padding to mask.
+Names: P prompts a step, G samples of a prompt, E episodes on this rank, T their sampled tokens, N
+those of a micro-batch. Everything per token is flat ([T] or [N]): there is no padding to mask.
 """
 
 import math
@@ -36,7 +40,19 @@ from common.data.dumps import load_rollouts
 from common.distributed import World, all_reduce, forward_context, run, stop_requested
 from common.episodes import Episode, by_prompt, unequal_groups
 from common.files import refuse
-from common.flags import Amount, Count, Data, Limit, Machine, Rollout, Run, Share, check_shared, parse, refuse_idle
+from common.flags import (
+    Amount,
+    Count,
+    Data,
+    Limit,
+    Machine,
+    Rollout,
+    Run,
+    Share,
+    check_shared,
+    parse,
+    refuse_idle,
+)
 from common.job import Job
 from common.look.console import announce
 from common.means import Means
@@ -53,15 +69,19 @@ from common.setup import Stopwatch, due, finish, open_logger, profiled, seed_ste
 
 @dataclass
 class Args:
-    """Pixel Reasoner's reward, objective and optimizer. What scripts share comes in groups: common/flags.py."""
+    """Pixel Reasoner's reward, objective and optimizer. What scripts share comes in groups:
+    common/flags.py."""
 
-    curiosity: Literal["paper", "repo", "none"] = "paper"  # bonus and cost: the paper's, its code's, neither
+    # bonus and cost: the paper's, its code's, neither
+    curiosity: Literal["paper", "repo", "none"] = "paper"
     curiosity_alpha: Amount = 0.5  # weight of the bonus
     curiosity_target: Amount = 0.3  # H: no bonus where this share of a group looks; or more
     call_penalty: Amount = 0.05  # beta: what a call above --free-calls costs
     free_calls: Limit = 1  # N: calls of a trajectory that cost nothing
-    advantage: Literal["group-std", "group-mean", "rloo", "batch-std"] = "group-mean"  # baseline and scale of scores
-    reduction: Literal["dapo", "grpo", "dr_grpo"] = "dapo"  # mean over tokens; over sequences; constant length
+    # baseline and scale of scores
+    advantage: Literal["group-std", "group-mean", "rloo", "batch-std"] = "group-mean"
+    # mean over tokens; over sequences; constant length
+    reduction: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
     clip_low: Amount = 0.2  # ratio is clipped below 1 - this
     clip_high: Amount = 0.35  # ratio is clipped above 1 + this
     minibatches: Count = 1  # optimizer steps per rollout and epoch
@@ -69,7 +89,8 @@ class Args:
     learning_rate: Amount = 1e-6  # peak
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
     warmup_steps: Amount = 0.0  # steps of linear warm-up; below 1: share of all steps
-    lr_floor: Share = 0.0  # learning rate that the decay ends at, behind the last step, as a share of the peak
+    # learning rate that the decay ends at, behind the last step, as a share of the peak
+    lr_floor: Share = 0.0
     weight_decay: Amount = 0.0  # AdamW, decoupled
     max_grad_norm: Amount = 1.0  # global L2 norm; 0 = no clipping
 
@@ -89,7 +110,8 @@ total-epochs eval-every eval-rows eval-only save-every resume log
 micro-batch-tokens gradient-checkpointing offload engine-memory
 """
 
-# What runs without --model: a policy of 3 million parameters learns to look (docs/results.md, "curiosity_rl.py").
+# What runs without --model: a policy of 3 million parameters learns to look (docs/results.md,
+# "curiosity_rl.py").
 DEMO = Args(
     learning_rate=8e-5,
     lr_schedule="linear",
@@ -111,26 +133,41 @@ DEMO = Args(
 
 # new to curiosity: the reward
 def curiosity_terms(
-    variant: str, calls: int, rapr: float, is_video: bool, alpha: float, target: float, penalty: float, free: int
+    variant: str,
+    calls: int,
+    rapr: float,
+    is_video: bool,
+    alpha: float,
+    target: float,
+    penalty: float,
+    free: int,
 ) -> tuple[float, float]:
-    """(bonus, cost) of a trajectory with so many calls; rapr is the share of its group that looks, H the target.
+    """(bonus, cost) of a trajectory with so many calls; rapr is the share of its group that looks,
+    H the target.
 
-    paper (arXiv 2505.15966 eq. 3): alpha * max(H - rapr, 0) if it looks; penalty * min(free - calls, 0). repo: the
-    bonus divided by 4 rapr for images, 3 rapr for videos. Both hold whether the answer is right or not.
+    paper (arXiv 2505.15966 eq. 3): alpha * max(H - rapr, 0) if it looks; penalty * min(free -
+    calls, 0). repo: the bonus divided by 4 rapr for images, 3 rapr for videos. Both hold whether
+    the answer is right or not.
     """
     if variant == "none" or not calls:
         return 0.0, 0.0
-    bonus = alpha * max(target - rapr, 0.0) / (1.0 if variant == "paper" else (3 if is_video else 4) * rapr)
+    bonus = (
+        alpha
+        * max(target - rapr, 0.0)
+        / (1.0 if variant == "paper" else (3 if is_video else 4) * rapr)
+    )
     return bonus, penalty * min(free - calls, 0)
 
 
 def num_calls(episode: Episode) -> int:
-    """Attempted calls of a trajectory: failed ones count, and so does the one that --max-turns refused."""
+    """Attempted calls of a trajectory: failed ones count, and so does the one that --max-turns
+    refused."""
     return len(episode.calls) + (episode.finish_reason == "max_turns")
 
 
 def shape_rewards(episodes: list[Episode], args: Args) -> None:
-    """Add bonus and cost to the scores of whole groups, in place; "acc" is whether the scorer found it right.
+    """Add bonus and cost to the scores of whole groups, in place; "acc" is whether the scorer found
+    it right.
 
     A score counts as the paper's correctness, cut to [0, 1].
     """
@@ -151,13 +188,22 @@ def shape_rewards(episodes: list[Episode], args: Args) -> None:
                 penalty=args.call_penalty,
                 free=args.free_calls,
             )
-            e.rewards |= {"acc": right, "curiosity": bonus, "call_cost": cost, "looks": float(n > 0)}
-            e.rewards["score"] = correctness + bonus + cost + math.fsum(reward for _, reward in e.turn_rewards)
+            e.rewards |= {
+                "acc": right,
+                "curiosity": bonus,
+                "call_cost": cost,
+                "looks": float(n > 0),
+            }
+            e.rewards["score"] = (
+                correctness + bonus + cost + math.fsum(reward for _, reward in e.turn_rewards)
+            )
 
 
 def select(sampled: list[Episode], args: Args) -> list[Episode]:
-    """Of a step's episodes those to train on: scored, with bonus and cost, of groups that are not all equal."""
-    scored = [e for e in sampled if math.isfinite(e.rewards["score"])]  # scoring the others has failed
+    """Of a step's episodes those to train on: scored, with bonus and cost, of groups that are not
+    all equal."""
+    # scoring the others has failed
+    scored = [e for e in sampled if math.isfinite(e.rewards["score"])]
     shape_rewards(scored, args)
     return unequal_groups(scored)
 
@@ -171,13 +217,16 @@ def curiosity_means(sampled: list[Episode]) -> Means:
 
 
 def group_advantages(scores: Tensor, groups: Tensor, advantage: str) -> Tensor:
-    """Score minus a baseline from its group, scaled. scores [E] float, groups [E] int64 -> [E]. All ranks call it.
+    """Score minus a baseline from its group, scaled. scores [E] float, groups [E] int64 -> [E]. All
+    ranks call it.
 
-    group-std: (r - mean) / std, unbiased (DeepSeekMath eq. 3). group-mean: r - mean (Dr. GRPO). rloo: r - mean of the
-    others (arXiv 2402.14740). batch-std: (r - mean) / std over all episodes of the step (REINFORCE++-baseline,
-    2501.03262). A group of one, or one whose scores are all equal, has advantage 0: there is nothing to compare.
+    group-std: (r - mean) / std, unbiased (DeepSeekMath eq. 3). group-mean: r - mean (Dr. GRPO).
+    rloo: r - mean of the others (arXiv 2402.14740). batch-std: (r - mean) / std over all episodes
+    of the step (REINFORCE++-baseline, 2501.03262). A group of one, or one whose scores are all
+    equal, has advantage 0: there is nothing to compare.
     """
-    exact = scores.double()  # in float32 the mean of eight times 0.1 is not 0.1, and the division blows up the rest
+    # in float32 the mean of eight times 0.1 is not 0.1, and the division blows up the rest
+    exact = scores.double()
     advantages = torch.zeros_like(exact)
     for group in groups.unique():
         members = groups == group
@@ -197,10 +246,11 @@ def group_advantages(scores: Tensor, groups: Tensor, advantage: str) -> Tensor:
 def clipped_loss(
     ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """PPO's loss of each token [N], and whether a clip is active [N]; `ratio` [N] is p / p at the time of the rollout.
+    """PPO's loss of each token [N], and whether a clip is active [N]; `ratio` [N] is p / p at the
+    time of the rollout.
 
-    max(-A r, -A clip(r, 1 - low, 1 + high)) (arXiv 1707.06347 eq. 7); with a dual clip above 0 at most -A * dual_clip
-    where A < 0 (1912.09729 eq. 5).
+    max(-A r, -A clip(r, 1 - low, 1 + high)) (arXiv 1707.06347 eq. 7); with a dual clip above 0 at
+    most -A * dual_clip where A < 0 (1912.09729 eq. 5).
     """
     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)
@@ -213,12 +263,17 @@ def clipped_loss(
 
 
 def token_weights(
-    reduction: str, lengths: Tensor, num_loss_tokens: float, num_sequences: float, max_response_tokens: int
+    reduction: str,
+    lengths: Tensor,
+    num_loss_tokens: float,
+    num_sequences: float,
+    max_response_tokens: int,
 ) -> Tensor:
-    """Weight of each token in the loss [N], from the number of trained tokens of its episode, `lengths` [N].
+    """Weight of each token in the loss [N], from the number of trained tokens of its episode,
+    `lengths` [N].
 
-    dapo: 1 / all tokens. grpo: 1 / (tokens of its sequence * sequences). dr_grpo: 1 / (a constant * sequences).
-    The counts are those of the whole optimizer step on all ranks: the one denominator.
+    dapo: 1 / all tokens. grpo: 1 / (tokens of its sequence * sequences). dr_grpo: 1 / (a constant *
+    sequences). The counts are those of the whole optimizer step on all ranks: the one denominator.
     """
     if reduction == "dapo":
         return torch.full_like(lengths, 1.0 / num_loss_tokens)
@@ -234,7 +289,8 @@ class Tokens:
     episodes: Tensor  # [T] int64: whose token
     lengths: Tensor  # [T] float: trained tokens of its episode
     rollout_logprobs: Tensor  # [T] float32: the engine's
-    old_logprobs: Tensor  # [T] float32: the trainer's, with the weights of the rollout; NaN until computed
+    # [T] float32: the trainer's, with the weights of the rollout; NaN until computed
+    old_logprobs: Tensor
     advantages: Tensor  # [T] float32; NaN until computed
 
     @classmethod
@@ -243,9 +299,15 @@ class Tokens:
         known = {
             "episodes": index.episode_of_token,
             "lengths": index.lengths[index.episode_of_token].float(),
-            "rollout_logprobs": torch.tensor([lp for e in episodes for lp, m in zip(e.logprobs, e.loss_mask) if m]),
+            "rollout_logprobs": torch.tensor(
+                [lp for e in episodes for lp, m in zip(e.logprobs, e.loss_mask) if m]
+            ),
         }
-        unknown = {item.name: torch.full((len(index),), math.nan) for item in fields(cls) if item.name not in known}
+        unknown = {
+            item.name: torch.full((len(index),), math.nan)
+            for item in fields(cls)
+            if item.name not in known
+        }
         return cls(**{name: values.to(device) for name, values in (known | unknown).items()})
 
     def __getitem__(self, index: Tensor) -> "Tokens":
@@ -262,10 +324,11 @@ def backward(
     store_old_logprobs: bool,
     scale: float = 1.0,
 ) -> Means:
-    """Accumulate the gradient of one optimizer step, times `scale`. Returns the step's policy/* metrics.
+    """Accumulate the gradient of one optimizer step, times `scale`. Returns the step's policy/*
+    metrics.
 
-    store_old_logprobs: the weights are still those of the rollout, so the log-probs of this forward are the old ones:
-    they are written to `tokens.old_logprobs`, and the ratio is exactly 1.
+    store_old_logprobs: the weights are still those of the rollout, so the log-probs of this forward
+    are the old ones: they are written to `tokens.old_logprobs`, and the ratio is exactly 1.
     """
     num_tokens, num_sequences = minibatch.num_tokens, minibatch.num_sequences
     constant_length = args.rollout.max_response_tokens
@@ -278,22 +341,30 @@ def backward(
                 tokens.old_logprobs[batch.tokens] = logprobs.detach()
             here = tokens[batch.tokens]
             ratio = (logprobs - here.old_logprobs).clamp(-20, 20).exp()
-            loss, clipped = clipped_loss(ratio, here.advantages, args.clip_low, args.clip_high)  # [N], [N]
-            weights = token_weights(args.reduction, here.lengths, num_tokens, num_sequences, constant_length)
-            # FSDP2 and DDP average gradients over ranks, the denominator is global: hence world.size
+            # [N], [N]
+            loss, clipped = clipped_loss(ratio, here.advantages, args.clip_low, args.clip_high)
+            weights = token_weights(
+                args.reduction, here.lengths, num_tokens, num_sequences, constant_length
+            )
+            # FSDP2 and DDP average gradients over ranks, the denominator is global: hence
+            # world.size
             loss = (loss * weights).sum() * world.size
             (loss * scale).backward()
         total_loss += loss.detach()
         logratio = logprobs.detach() - here.old_logprobs
         means.add("policy/entropy", entropy.sum(), count=len(entropy))
         means.add("policy/clip_fraction", clipped.sum(), count=len(clipped))
-        means.add("policy/approx_kl", (logratio.exp() - 1 - logratio).sum(), count=len(logratio))  # k3
+        # k3
+        means.add("policy/approx_kl", (logratio.exp() - 1 - logratio).sum(), count=len(logratio))
     means.add("policy/loss", total_loss)
     return means
 
 
-def collect(rollouts: Rollouts, num_prompts: int, step: int, watch: Stopwatch, first: int = 0) -> list[Episode]:
-    """This rank's episodes of the next prompts, sampled and scored; `first` is the place of the first in the step."""
+def collect(
+    rollouts: Rollouts, num_prompts: int, step: int, watch: Stopwatch, first: int = 0
+) -> list[Episode]:
+    """This rank's episodes of the next prompts, sampled and scored; `first` is the place of the
+    first in the step."""
     # 1. data
     prompts = rollouts.draw(num_prompts, first)
 
@@ -313,7 +384,11 @@ def check_args(args: Args) -> None:
     P, M = args.rollout.prompts_per_step, args.minibatches
     single = args.rollout.samples_per_prompt < 2 and not args.rollout.eval_only
     refuse(single, "--samples-per-prompt 1: nothing to compare with")
-    refuse(P < M, f"--minibatches {M} of --prompts-per-step {P}: a minibatch needs a prompt (groups stay together)")
+    refuse(
+        P < M,
+        f"--minibatches {M} of --prompts-per-step {P}: a minibatch needs a prompt (groups "
+        "stay together)",
+    )
     off_policy = M * args.epochs_per_step > 1
     several = "several --minibatches or --epochs-per-step: on-policy the ratio is 1"
     looks = args.curiosity != "none" and has_tools(args.rollout)
@@ -328,12 +403,17 @@ def check_args(args: Args) -> None:
         "lr_floor": (args.lr_schedule != "constant", "--lr-schedule linear or cosine"),
     }
     refuse_idle(args, uses)
-    refuse("reference" in args.machine.offload, "--offload reference: curiosity_rl.py has no reference model")
+    refuse(
+        "reference" in args.machine.offload,
+        "--offload reference: curiosity_rl.py has no reference model",
+    )
 
 
 def main(args: Args, demo: bool = False) -> None:
     check_args(args)
-    job = Job("curiosity_rl", args.data, args.machine, args.run, demo, record=not args.rollout.eval_only)
+    job = Job(
+        "curiosity_rl", args.data, args.machine, args.run, demo, record=not args.rollout.eval_only
+    )
     world, device = job.world, job.world.device
     rollouts = Rollouts(job, args.data, args.rollout, args.run, trained=[job.path], frozen=[])
 
@@ -343,7 +423,9 @@ def main(args: Args, demo: bool = False) -> None:
     state = {"loader": rollouts.loader}
     checkpoints = Checkpoints(job, optimizers={"policy": optimizer}, state=state)
     start = checkpoints.resume(weights_only=args.rollout.eval_only)
-    logger = open_logger(job, args, rollouts.total_steps, checkpoints, record=not args.rollout.eval_only)
+    logger = open_logger(
+        job, args, rollouts.total_steps, checkpoints, record=not args.rollout.eval_only
+    )
 
     if args.rollout.eval_only:
         rollouts.evaluate_only(policy, start, logger)
@@ -367,7 +449,9 @@ def main(args: Args, demo: bool = False) -> None:
         # 4. update
         index = TokenIndex(episodes)
         tokens = Tokens.of(episodes, index, device)
-        minibatches = packer.minibatches(episodes, index, args.minibatches, seed=args.run.seed, step=step)
+        minibatches = packer.minibatches(
+            episodes, index, args.minibatches, seed=args.run.seed, step=step
+        )
         with watch("logprob"):
             # the first minibatch gets its old log-probs for free in its own forward
             packer.fill(tokens.old_logprobs, policy, minibatches[1:], args.rollout.temperature)
@@ -378,16 +462,25 @@ def main(args: Args, demo: bool = False) -> None:
         if due(step + 1, args.rollout.dump_rollouts_every):
             rollouts.dump(step + 1, sampled, episodes, advantages.tolist())
 
-        decay = lr_factor(step, rollouts.total_steps, args.warmup_steps, args.lr_schedule, args.lr_floor)
+        decay = lr_factor(
+            step, rollouts.total_steps, args.warmup_steps, args.lr_schedule, args.lr_floor
+        )
         lr = args.learning_rate * decay
         means = Means()
         with watch("update"):
-            for epoch, minibatch in Progress("update", product(range(args.epochs_per_step), minibatches)):
-                on_policy = epoch == 0 and minibatch is minibatches[0]  # the weights are still the engine's
-                accumulate = partial(backward, policy, minibatch, tokens, args, world, store_old_logprobs=on_policy)
+            for epoch, minibatch in Progress(
+                "update", product(range(args.epochs_per_step), minibatches)
+            ):
+                # the weights are still the engine's
+                on_policy = epoch == 0 and minibatch is minibatches[0]
+                accumulate = partial(
+                    backward, policy, minibatch, tokens, args, world, store_old_logprobs=on_policy
+                )
                 means.merge(packer.attempt(policy, accumulate, scale=optimizer.scale))
                 if on_policy:  # and all old log-probs are in
-                    gap = checked_gap(tokens.rollout_logprobs, tokens.old_logprobs, rollouts.max_gap, step)
+                    gap = checked_gap(
+                        tokens.rollout_logprobs, tokens.old_logprobs, rollouts.max_gap, step
+                    )
                     means.add("policy/rollout_logprob_gap", gap)
                 means.merge(optimizer.step(lr))
 
@@ -409,8 +502,11 @@ def main(args: Args, demo: bool = False) -> None:
                 metrics |= rollouts.evaluate(policy, step + 1)
         metrics |= watch.metrics(device)
         stop = stop_requested() or rollouts.scores_nothing  # during the evaluation, too
-        logger.log(step + 1, metrics)  # before the checkpoint: a step that a resume skips is a step on record
-        if not args.rollout.replay and (last or stop or checkpoints.due(step + 1, metrics.get("eval/accuracy"))):
+        # before the checkpoint: a step that a resume skips is a step on record
+        logger.log(step + 1, metrics)
+        if not args.rollout.replay and (
+            last or stop or checkpoints.due(step + 1, metrics.get("eval/accuracy"))
+        ):
             checkpoints.save(step + 1, metrics.get("eval/accuracy"))
         if rollouts.scores_nothing:
             rollouts.end_unscored(step + 1)

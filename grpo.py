@@ -1,24 +1,27 @@
 """Group relative policy optimization (GRPO) for language models.
 
-G answers are sampled to each prompt, scored by a rule, and compared with each other: what is better than the mean of
-its group becomes more likely. No critic. Papers: DeepSeekMath (arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO
-(2503.20783), dual clip (1912.09729).
+G answers are sampled to each prompt, scored by a rule, and compared with each other: what is better
+than the mean of its group becomes more likely. No critic. Papers: DeepSeekMath (arXiv 2402.03300),
+DAPO (2503.14476), Dr. GRPO (2503.20783), dual clip (1912.09729).
 
 Where this differs from the papers and from most implementations:
-1. One denominator: the loss is divided by a count over the whole optimizer step, all ranks and micro-batches, so the
-   gradient does not depend on how a batch is split (DAPO's token mean is the default; GRPO's and Dr. GRPO's by flag).
-2. Strictly on-policy steps (one minibatch, one epoch) spend no pass on old log-probs: they are the new ones, detached,
-   and the ratio is exactly 1. With several minibatches only those after the first need the pass.
-3. Rollouts come from a vLLM engine inside each rank; the weight sync keeps books, and the gap between the engine's
-   and the trainer's log-probs is measured on every step and stops the run when it is too large.
+   1. One denominator: the loss is divided by a count over the whole optimizer step, all ranks and
+   micro-batches, so the gradient does not depend on how a batch is split (DAPO's token mean is the
+   default; GRPO's and Dr. GRPO's by flag).
+   2. Strictly on-policy steps (one minibatch, one epoch) spend no pass on old log-probs: they are
+   the new ones, detached, and the ratio is exactly 1. With several minibatches only those after the
+   first need the pass.
+   3. Rollouts come from a vLLM engine inside each rank; the weight sync keeps books, and the gap
+   between the engine's and the trainer's log-probs is measured on every step and stops the run when
+   it is too large.
 4. The prompt of a group is computed once, followed by its G responses (common/packing.py).
 
     torchrun --nproc_per_node 2 grpo.py    # embedded demo, minutes on a CPU
     torchrun --nproc_per_node 4 grpo.py --model Qwen/Qwen2.5-1.5B-Instruct \\
         --train-data data/gsm8k/train.parquet --samples-per-prompt 8
 
-Names: P prompts a step, G samples of a prompt, E episodes on this rank, T their sampled tokens, N those of a
-micro-batch. Everything per token is flat ([T] or [N]): there is no padding to mask.
+Names: P prompts a step, G samples of a prompt, E episodes on this rank, T their sampled tokens, N
+those of a micro-batch. Everything per token is flat ([T] or [N]): there is no padding to mask.
 """
 
 import math
@@ -32,7 +35,14 @@ from torch import Tensor
 
 from common.checkpoint import Checkpoints
 from common.data.dumps import load_rollouts
-from common.distributed import World, all_reduce, forward_context, gather_objects, run, stop_requested
+from common.distributed import (
+    World,
+    all_reduce,
+    forward_context,
+    gather_objects,
+    run,
+    stop_requested,
+)
 from common.episodes import Episode, by_prompt, prompts_of_all_ranks
 from common.files import refuse
 from common.flags import (
@@ -68,29 +78,41 @@ from common.setup import Stopwatch, due, finish, open_logger, profiled, seed_ste
 class Args:
     """GRPO's objective and its optimizer. What scripts share comes in groups: common/flags.py."""
 
-    objective: Literal["ppo", "gspo", "cispo"] = "ppo"  # what is clipped: a token's ratio, its sequence's, its weight
-    advantage: Literal["group-std", "group-mean", "rloo", "batch-std"] = "group-std"  # baseline and scale of scores
-    reduction: Literal["dapo", "grpo", "dr_grpo"] = "dapo"  # mean over tokens; sequences (of gspo); constant length
+    # what is clipped: a token's ratio, its sequence's, its weight
+    objective: Literal["ppo", "gspo", "cispo"] = "ppo"
+    # baseline and scale of scores
+    advantage: Literal["group-std", "group-mean", "rloo", "batch-std"] = "group-std"
+    # mean over tokens; sequences (of gspo); constant length
+    reduction: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
     clip_low: Amount = 0.2  # ratio is clipped below 1 - this; default of gspo: 3e-4
-    clip_high: Amount = 0.2  # ratio is clipped above 1 + this (DAPO's clip-higher: 0.28); default of gspo: 4e-4
+    # ratio is clipped above 1 + this (DAPO's clip-higher: 0.28); default of gspo: 4e-4
+    clip_high: Amount = 0.2
     dual_clip: Amount = 3.0  # loss bound for negative advantages, as a ratio; 0 = off
     minibatches: Count = 1  # optimizer steps per rollout and epoch
     epochs_per_step: Count = 1  # passes over a rollout
     entropy_coef: float = 0.0  # bonus for entropy
-    correction: Literal["none", "truncate", "mask", "sequence"] = "none"  # TIS; IcePop, MIS; by response
-    correction_range: tuple[Amount, Amount] = (0.5, 2.0)  # truncate: 0, the largest weight; mask, sequence: 0 outside
-    kl_reward_coef: Amount = 0.0  # coefficient of the KL to the initial policy, in the reward (k1); 0 = off
+    # TIS; IcePop, MIS; by response
+    correction: Literal["none", "truncate", "mask", "sequence"] = "none"
+    # truncate: 0, the largest weight; mask, sequence: 0 outside
+    correction_range: tuple[Amount, Amount] = (0.5, 2.0)
+    # coefficient of the KL to the initial policy, in the reward (k1); 0 = off
+    kl_reward_coef: Amount = 0.0
     kl_loss_coef: Amount = 0.0  # coefficient of the KL to the initial policy, in the loss; 0 = off
     kl_estimator: Literal["k2", "k3", "k3-is"] = "k3"  # of the loss; k3-is: importance-weighted
-    overlong_buffer: Limit = 0  # last tokens of --max-response-tokens in which the score falls, by up to 1 (DAPO)
+    # last tokens of --max-response-tokens in which the score falls, by up to 1 (DAPO)
+    overlong_buffer: Limit = 0
     mask_truncated: bool = False  # train on no truncated response
-    dynamic_sampling: Limit = 0  # replace groups of equal scores, in at most so many rounds of sampling; 0: keep them
-    oversample: Amount = 1.0  # draw so many times the prompts, train on the groups whose scores deviate most
-    tool_bonus: Amount = 0.0  # added to the score of a right answer, for each tool call that did something
+    # replace groups of equal scores, in at most so many rounds of sampling; 0: keep them
+    dynamic_sampling: Limit = 0
+    # draw so many times the prompts, train on the groups whose scores deviate most
+    oversample: Amount = 1.0
+    # added to the score of a right answer, for each tool call that did something
+    tool_bonus: Amount = 0.0
     learning_rate: Amount = 1e-6  # peak
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
     warmup_steps: Amount = 0.0  # steps of linear warm-up; below 1: share of all steps
-    lr_floor: Share = 0.0  # learning rate that the decay ends at, behind the last step, as a share of the peak
+    # learning rate that the decay ends at, behind the last step, as a share of the peak
+    lr_floor: Share = 0.0
     weight_decay: Amount = 0.0  # AdamW, decoupled
     max_grad_norm: Amount = 1.0  # global L2 norm; 0 = no clipping
 
@@ -115,12 +137,15 @@ DEMO = Args(
     lr_schedule="linear",
     lr_floor=0.1,
     warmup_steps=5,
-    rollout=Rollout(prompts_per_step=32, samples_per_prompt=8, max_prompt_tokens=64, max_response_tokens=256),
+    rollout=Rollout(
+        prompts_per_step=32, samples_per_prompt=8, max_prompt_tokens=64, max_response_tokens=256
+    ),
     machine=Machine(micro_batch_tokens=4096),
     run=Run(model="tiny", total_steps=40, eval_every=10),
 )
 
-# The mean over a sequence stays so near to 1 that PPO's bounds would never clip it (arXiv 2507.18071 sec. 5.1).
+# The mean over a sequence stays so near to 1 that PPO's bounds would never clip it (arXiv
+# 2507.18071 sec. 5.1).
 GSPO_DEFAULTS = {"clip_low": 3e-4, "clip_high": 4e-4, "reduction": "grpo"}
 
 
@@ -135,23 +160,31 @@ def with_objective_defaults(args: Args) -> Args:
     return replace(args, **defaults)
 
 
-def shaped_scores(episodes: list[Episode], max_response_tokens: int, overlong_buffer: int) -> Tensor:
-    """Scores [E], with DAPO's soft overlong punishment (eq. 13): up to -1 over the last `overlong_buffer` tokens."""
+def shaped_scores(
+    episodes: list[Episode], max_response_tokens: int, overlong_buffer: int
+) -> Tensor:
+    """Scores [E], with DAPO's soft overlong punishment (eq. 13): up to -1 over the last
+    `overlong_buffer` tokens."""
     scores = torch.tensor([e.rewards["score"] for e in episodes], dtype=torch.float32)
     if not overlong_buffer:
         return scores
     lengths = torch.tensor([len(e.response_ids) for e in episodes])
-    return scores + ((max_response_tokens - overlong_buffer - lengths) / overlong_buffer).clamp(-1, 0)
+    return scores + ((max_response_tokens - overlong_buffer - lengths) / overlong_buffer).clamp(
+        -1, 0
+    )
 
 
 def group_advantages(scores: Tensor, groups: Tensor, advantage: str) -> Tensor:
-    """Score minus a baseline from its group, scaled. scores [E] float, groups [E] int64 -> [E]. All ranks call it.
+    """Score minus a baseline from its group, scaled. scores [E] float, groups [E] int64 -> [E]. All
+    ranks call it.
 
-    group-std: (r - mean) / std, unbiased (DeepSeekMath eq. 3). group-mean: r - mean (Dr. GRPO). rloo: r - mean of the
-    others (arXiv 2402.14740). batch-std: (r - mean) / std over all episodes of the step (REINFORCE++-baseline,
-    2501.03262). A group of one, or one whose scores are all equal, has advantage 0: there is nothing to compare.
+    group-std: (r - mean) / std, unbiased (DeepSeekMath eq. 3). group-mean: r - mean (Dr. GRPO).
+    rloo: r - mean of the others (arXiv 2402.14740). batch-std: (r - mean) / std over all episodes
+    of the step (REINFORCE++-baseline, 2501.03262). A group of one, or one whose scores are all
+    equal, has advantage 0: there is nothing to compare.
     """
-    exact = scores.double()  # in float32 the mean of eight times 0.1 is not 0.1, and the division blows up the rest
+    # in float32 the mean of eight times 0.1 is not 0.1, and the division blows up the rest
+    exact = scores.double()
     advantages = torch.zeros_like(exact)
     for group in groups.unique():
         members = groups == group
@@ -169,7 +202,8 @@ def group_advantages(scores: Tensor, groups: Tensor, advantage: str) -> Tensor:
 
 
 def sequence_mean(values: Tensor, episodes: Tensor) -> Tensor:
-    """Mean of values [N] over the tokens of the same episode, at each of them. episodes [N] int64 -> [N]."""
+    """Mean of values [N] over the tokens of the same episode, at each of them. episodes [N] int64
+    -> [N]."""
     _, place, count = episodes.unique(return_inverse=True, return_counts=True)
     return (values.new_zeros(len(count)).index_add(0, place, values) / count)[place]
 
@@ -177,10 +211,11 @@ def sequence_mean(values: Tensor, episodes: Tensor) -> Tensor:
 def clipped_loss(
     ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """PPO's loss of each token [N], and whether a clip is active [N]; `ratio` [N] is p / p at the time of the rollout.
+    """PPO's loss of each token [N], and whether a clip is active [N]; `ratio` [N] is p / p at the
+    time of the rollout.
 
-    max(-A r, -A clip(r, 1 - low, 1 + high)) (arXiv 1707.06347 eq. 7); with a dual clip above 0 at most -A * dual_clip
-    where A < 0 (1912.09729 eq. 5).
+    max(-A r, -A clip(r, 1 - low, 1 + high)) (arXiv 1707.06347 eq. 7); with a dual clip above 0 at
+    most -A * dual_clip where A < 0 (1912.09729 eq. 5).
     """
     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)
@@ -193,26 +228,34 @@ def clipped_loss(
 
 
 def sequence_ratio(logprobs: Tensor, logratio: Tensor, episodes: Tensor) -> Tensor:
-    """GSPO's ratio [N]: the geometric mean over the sequence, with the token's gradient (arXiv 2507.18071 eq. 14)."""
+    """GSPO's ratio [N]: the geometric mean over the sequence, with the token's gradient (arXiv
+    2507.18071 eq. 14)."""
     return (logprobs - logprobs.detach() + sequence_mean(logratio, episodes).detach()).exp()
 
 
 def cispo_loss(
     logprobs: Tensor, ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """-A clip(r) log p [N], the clipped ratio a constant weight: no token loses its gradient (2506.13585 eq. 4)."""
+    """-A clip(r) log p [N], the clipped ratio a constant weight: no token loses its gradient
+    (2506.13585 eq. 4)."""
     weight = ratio.clamp(1 - clip_low, 1 + clip_high).detach()
     return -advantages * weight * logprobs, weight != ratio
 
 
 def engine_correction(
-    correction: str, old_logprobs: Tensor, rollout_logprobs: Tensor, episodes: Tensor, low: float, high: float
+    correction: str,
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    episodes: Tensor,
+    low: float,
+    high: float,
 ) -> Tensor:
-    """Constant weight of each token [N] for having been sampled by the engine, w = trainer's / engine's probability.
+    """Constant weight of each token [N] for having been sampled by the engine, w = trainer's /
+    engine's probability.
 
-    truncate: min(w, high) (TIS, fengyao.notion.site/off-policy-rl). mask: w if low <= w <= high, else 0 (IcePop,
-    arXiv 2510.18855; MIS: low 0). sequence: 1 if low <= geometric mean of w over the sequence <= high, else 0. What is
-    masked stays in the denominator.
+    truncate: min(w, high) (TIS, fengyao.notion.site/off-policy-rl). mask: w if low <= w <= high,
+    else 0 (IcePop, arXiv 2510.18855; MIS: low 0). sequence: 1 if low <= geometric mean of w over
+    the sequence <= high, else 0. What is masked stays in the denominator.
     """
     logratio = (old_logprobs - rollout_logprobs).detach().clamp(-20, 20)
     if correction == "truncate":
@@ -222,11 +265,15 @@ def engine_correction(
     return inside.to(weight.dtype) * (1.0 if correction == "sequence" else weight)
 
 
-def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor, estimator: str) -> Tensor:
-    """Per-token estimate [N] of KL(policy || reference), d = log policy - log reference (joschu.net/blog/kl-approx).
+def kl_estimate(
+    logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor, estimator: str
+) -> Tensor:
+    """Per-token estimate [N] of KL(policy || reference), d = log policy - log reference
+    (joschu.net/blog/kl-approx).
 
-    k1: d. k2: d^2 / 2. k3: exp(-d) - 1 + d. k3-is: k3 times the ratio policy / old, gradient through both: the one
-    that is right off-policy as well (DeepSeek-V3.2, arXiv 2512.02556 sec. 3.1).
+    k1: d. k2: d^2 / 2. k3: exp(-d) - 1 + d. k3-is: k3 times the ratio policy / old, gradient
+    through both: the one that is right off-policy as well (DeepSeek-V3.2, arXiv 2512.02556 sec.
+    3.1).
     """
     d = (logprobs - ref_logprobs).clamp(-20, 20)
     if estimator == "k1":
@@ -238,12 +285,17 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor, es
 
 
 def token_weights(
-    reduction: str, lengths: Tensor, num_loss_tokens: float, num_sequences: float, max_response_tokens: int
+    reduction: str,
+    lengths: Tensor,
+    num_loss_tokens: float,
+    num_sequences: float,
+    max_response_tokens: int,
 ) -> Tensor:
-    """Weight of each token in the loss [N], from the number of trained tokens of its episode, `lengths` [N].
+    """Weight of each token in the loss [N], from the number of trained tokens of its episode,
+    `lengths` [N].
 
-    dapo: 1 / all tokens. grpo: 1 / (tokens of its sequence * sequences). dr_grpo: 1 / (a constant * sequences).
-    The counts are those of the whole optimizer step on all ranks: the one denominator.
+    dapo: 1 / all tokens. grpo: 1 / (tokens of its sequence * sequences). dr_grpo: 1 / (a constant *
+    sequences). The counts are those of the whole optimizer step on all ranks: the one denominator.
     """
     if reduction == "dapo":
         return torch.full_like(lengths, 1.0 / num_loss_tokens)
@@ -259,7 +311,8 @@ class Tokens:
     episodes: Tensor  # [T] int64: whose token
     lengths: Tensor  # [T] float: trained tokens of its episode
     rollout_logprobs: Tensor  # [T] float32: the engine's
-    old_logprobs: Tensor  # [T] float32: the trainer's, with the weights of the rollout; NaN until computed
+    # [T] float32: the trainer's, with the weights of the rollout; NaN until computed
+    old_logprobs: Tensor
     ref_logprobs: Tensor  # [T] float32: the initial policy's; NaN without a KL
     advantages: Tensor  # [T] float32; NaN until computed
 
@@ -269,16 +322,24 @@ class Tokens:
         known = {
             "episodes": index.episode_of_token,
             "lengths": index.lengths[index.episode_of_token].float(),
-            "rollout_logprobs": torch.tensor([lp for e in episodes for lp, m in zip(e.logprobs, e.loss_mask) if m]),
+            "rollout_logprobs": torch.tensor(
+                [lp for e in episodes for lp, m in zip(e.logprobs, e.loss_mask) if m]
+            ),
         }
-        unknown = {item.name: torch.full((len(index),), math.nan) for item in fields(cls) if item.name not in known}
+        unknown = {
+            item.name: torch.full((len(index),), math.nan)
+            for item in fields(cls)
+            if item.name not in known
+        }
         return cls(**{name: values.to(device) for name, values in (known | unknown).items()})
 
     def __getitem__(self, index: Tensor) -> "Tokens":
         return Tokens(**{name: values[index] for name, values in vars(self).items()})
 
 
-def policy_loss(logprobs: Tensor, entropy: Tensor, tokens: Tokens, args: Args) -> tuple[Tensor, Tensor]:
+def policy_loss(
+    logprobs: Tensor, entropy: Tensor, tokens: Tokens, args: Args
+) -> tuple[Tensor, Tensor]:
     """Loss of each token [N], to be averaged, and whether a clip is active [N]."""
     logratio = (logprobs - tokens.old_logprobs).clamp(-20, 20)
     ratio = logratio.exp()
@@ -287,7 +348,9 @@ def policy_loss(logprobs: Tensor, entropy: Tensor, tokens: Tokens, args: Args) -
     dual_clip = args.dual_clip if args.objective == "ppo" else 0.0
     loss, clipped = clipped_loss(ratio, tokens.advantages, args.clip_low, args.clip_high, dual_clip)
     if args.objective == "cispo":
-        loss, clipped = cispo_loss(logprobs, ratio, tokens.advantages, args.clip_low, args.clip_high)
+        loss, clipped = cispo_loss(
+            logprobs, ratio, tokens.advantages, args.clip_low, args.clip_high
+        )
     if args.correction != "none":
         loss = loss * engine_correction(
             args.correction,
@@ -314,10 +377,11 @@ def backward(
     store_old_logprobs: bool,
     scale: float = 1.0,
 ) -> Means:
-    """Accumulate the gradient of one optimizer step, times `scale`. Returns the step's policy/* metrics.
+    """Accumulate the gradient of one optimizer step, times `scale`. Returns the step's policy/*
+    metrics.
 
-    store_old_logprobs: the weights are still those of the rollout, so the log-probs of this forward are the old ones:
-    they are written to `tokens.old_logprobs`, and the ratio is exactly 1.
+    store_old_logprobs: the weights are still those of the rollout, so the log-probs of this forward
+    are the old ones: they are written to `tokens.old_logprobs`, and the ratio is exactly 1.
     """
     num_tokens, num_sequences = minibatch.num_tokens, minibatch.num_sequences
     constant_length = args.rollout.max_response_tokens
@@ -330,21 +394,28 @@ def backward(
                 tokens.old_logprobs[batch.tokens] = logprobs.detach()
             here = tokens[batch.tokens]
             loss, clipped = policy_loss(logprobs, entropy, here, args)  # [N], [N]
-            weights = token_weights(args.reduction, here.lengths, num_tokens, num_sequences, constant_length)
-            # FSDP2 and DDP average gradients over ranks, the denominator is global: hence world.size
+            weights = token_weights(
+                args.reduction, here.lengths, num_tokens, num_sequences, constant_length
+            )
+            # FSDP2 and DDP average gradients over ranks, the denominator is global: hence
+            # world.size
             loss = (loss * weights).sum() * world.size
             (loss * scale).backward()
         total_loss += loss.detach()
         logratio = logprobs.detach() - here.old_logprobs
         means.add("policy/entropy", entropy.sum(), count=len(entropy))
         means.add("policy/clip_fraction", clipped.sum(), count=len(clipped))
-        means.add("policy/approx_kl", (logratio.exp() - 1 - logratio).sum(), count=len(logratio))  # k3
+        # k3
+        means.add("policy/approx_kl", (logratio.exp() - 1 - logratio).sum(), count=len(logratio))
     means.add("policy/loss", total_loss)
     return means
 
 
-def collect(rollouts: Rollouts, num_prompts: int, step: int, watch: Stopwatch, first: int = 0) -> list[Episode]:
-    """This rank's episodes of the next prompts, sampled and scored; `first` is the place of the first in the step."""
+def collect(
+    rollouts: Rollouts, num_prompts: int, step: int, watch: Stopwatch, first: int = 0
+) -> list[Episode]:
+    """This rank's episodes of the next prompts, sampled and scored; `first` is the place of the
+    first in the step."""
     # 1. data
     prompts = rollouts.draw(num_prompts, first)
 
@@ -359,27 +430,47 @@ def collect(rollouts: Rollouts, num_prompts: int, step: int, watch: Stopwatch, f
 
 
 def add_tool_bonus(episodes: list[Episode], bonus: float) -> None:
-    """A right answer earns `bonus` for each call before it that ran and showed something (arXiv 2602.20739)."""
+    """A right answer earns `bonus` for each call before it that ran and showed something (arXiv
+    2602.20739)."""
     for e in episodes:
-        useful = sum(not c["error"] and bool(c["info"].get("acted", True)) for c in e.calls if c["turn"] < e.turns - 1)
+        useful = sum(
+            not c["error"] and bool(c["info"].get("acted", True))
+            for c in e.calls
+            if c["turn"] < e.turns - 1
+        )
         e.rewards["tool_bonus"] = bonus * useful * is_correct(e.rewards)
         e.rewards["score"] += e.rewards["tool_bonus"]
 
 
 def widest_groups(episodes: list[Episode], count: int) -> list[Episode]:
-    """The `count` groups, over all ranks, whose scores deviate most, unbiased, above 1e-9; of equal ones the first."""
-    groups = {prompt: [e.rewards["score"] for e in group] for prompt, group in by_prompt(episodes).items()}
-    spread = {p: round(torch.tensor(own).double().std().item(), 9) for p, own in groups.items() if len(own) > 1}
-    order = sorted((-width, prompt) for part in gather_objects(spread) for prompt, width in part.items() if width)
+    """The `count` groups, over all ranks, whose scores deviate most, unbiased, above 1e-9; of equal
+    ones the first."""
+    groups = {
+        prompt: [e.rewards["score"] for e in group] for prompt, group in by_prompt(episodes).items()
+    }
+    spread = {
+        p: round(torch.tensor(own).double().std().item(), 9)
+        for p, own in groups.items()
+        if len(own) > 1
+    }
+    order = sorted(
+        (-width, prompt)
+        for part in gather_objects(spread)
+        for prompt, width in part.items()
+        if width
+    )
     kept = {prompt for _, prompt in order[:count]}
     return [e for e in episodes if e.prompt_index in kept]
 
 
-def collect_groups(rollouts: Rollouts, args: Args, step: int, watch: Stopwatch) -> tuple[list[Episode], list[Episode]]:
+def collect_groups(
+    rollouts: Rollouts, args: Args, step: int, watch: Stopwatch
+) -> tuple[list[Episode], list[Episode]]:
     """The episodes of a step: all that were sampled, and those to train on.
 
-    With --dynamic-sampling groups of equal scores are replaced, round by round, by those of further prompts. After
-    its last round the groups that there are have to do, even if there are none: a task may be solved.
+    With --dynamic-sampling groups of equal scores are replaced, round by round, by those of further
+    prompts. After its last round the groups that there are have to do, even if there are none: a
+    task may be solved.
     """
     sampled: list[Episode] = []
     wanted = missing = args.rollout.prompts_per_step  # prompts, over all ranks
@@ -392,7 +483,8 @@ def collect_groups(rollouts: Rollouts, args: Args, step: int, watch: Stopwatch) 
         if args.tool_bonus:
             add_tool_bonus(new, args.tool_bonus)
         sampled += new
-        episodes = [e for e in sampled if math.isfinite(e.rewards["score"])]  # scoring the others has failed
+        # scoring the others has failed
+        episodes = [e for e in sampled if math.isfinite(e.rewards["score"])]
         if args.dynamic_sampling or args.oversample > 1:
             episodes = widest_groups(episodes, wanted)
         drawn += num_prompts
@@ -400,7 +492,10 @@ def collect_groups(rollouts: Rollouts, args: Args, step: int, watch: Stopwatch) 
         if not missing:
             break
     if missing and (args.dynamic_sampling or args.oversample > 1):
-        told = f"trains on {wanted - missing} groups, not on {wanted}: no more of {drawn} have unequal scores"
+        told = (
+            f"trains on {wanted - missing} groups, not on {wanted}: no more of {drawn} "
+            "have unequal scores"
+        )
         say(f"step {step + 1} {told}")
     return sampled, episodes
 
@@ -409,21 +504,44 @@ def check_args(args: Args) -> None:
     """Refuse what cannot work, or has no effect, before anything is loaded."""
     check_shared(args.data, args.run, args.rollout)
     P, M = args.rollout.prompts_per_step, args.minibatches
-    refuse(args.rollout.samples_per_prompt < 2 and not args.rollout.eval_only, "--samples-per-prompt 1: no group")
-    refuse(P < M, f"--minibatches {M} of --prompts-per-step {P}: a minibatch needs a prompt (groups stay together)")
-    refuse(0 < args.dual_clip <= 1, f"--dual-clip {args.dual_clip}: a bound on the ratio must be above 1 (0 = off)")
+    refuse(
+        args.rollout.samples_per_prompt < 2 and not args.rollout.eval_only,
+        "--samples-per-prompt 1: no group",
+    )
+    refuse(
+        P < M,
+        f"--minibatches {M} of --prompts-per-step {P}: a minibatch needs a prompt (groups "
+        "stay together)",
+    )
+    refuse(
+        0 < args.dual_clip <= 1,
+        f"--dual-clip {args.dual_clip}: a bound on the ratio must be above 1 (0 = off)",
+    )
     low, high = args.correction_range
     if high <= low:
-        raise SystemExit(f"--correction-range {low:g} {high:g}: the second number must be above the first")
+        raise SystemExit(
+            f"--correction-range {low:g} {high:g}: the second number must be above the first"
+        )
     if args.correction == "truncate" and low > 0 and "--correction-range" in given():
-        raise SystemExit(f"--correction-range {low:g} {high:g}: truncate has no lower bound, give 0 {high:g}")
-    refuse(args.overlong_buffer >= args.rollout.max_response_tokens, "--overlong-buffer: below --max-response-tokens")
-    refuse(not 1 <= args.oversample <= 100, f"--oversample {args.oversample}: must be from 1 to 100")
-    refuse(args.dynamic_sampling == 1, "--dynamic-sampling 1 never refills: give a number of rounds, such as 10")
+        raise SystemExit(
+            f"--correction-range {low:g} {high:g}: truncate has no lower bound, give 0 {high:g}"
+        )
+    refuse(
+        args.overlong_buffer >= args.rollout.max_response_tokens,
+        "--overlong-buffer: below --max-response-tokens",
+    )
+    refuse(
+        not 1 <= args.oversample <= 100, f"--oversample {args.oversample}: must be from 1 to 100"
+    )
+    refuse(
+        args.dynamic_sampling == 1,
+        "--dynamic-sampling 1 never refills: give a number of rounds, such as 10",
+    )
     noisy = args.advantage == "group-std" or args.mask_truncated
     if args.kl_reward_coef and noisy:
         raise SystemExit(
-            "--kl-reward-coef with --advantage group-std or --mask-truncated: KL would decide equal groups; take "
+            "--kl-reward-coef with --advantage group-std or --mask-truncated: KL would decide "
+            "equal groups; take "
             "--advantage group-mean or rloo, or --kl-loss-coef"
         )
     off_policy = args.minibatches * args.epochs_per_step > 1
@@ -452,7 +570,13 @@ def main(args: Args, demo: bool = False) -> None:
     has_kl = args.kl_reward_coef > 0 or args.kl_loss_coef > 0
     frozen = [job.path] if has_kl and not args.rollout.eval_only else []
     rollouts = Rollouts(
-        job, args.data, args.rollout, args.run, trained=[job.path], frozen=frozen, oversample=args.oversample
+        job,
+        args.data,
+        args.rollout,
+        args.run,
+        trained=[job.path],
+        frozen=frozen,
+        oversample=args.oversample,
     )
 
     policy = job.load_policy()
@@ -463,7 +587,9 @@ def main(args: Args, demo: bool = False) -> None:
     state = {"loader": rollouts.loader}
     checkpoints = Checkpoints(job, optimizers=optimizers, state=state)
     start = checkpoints.resume(weights_only=args.rollout.eval_only)
-    logger = open_logger(job, args, rollouts.total_steps, checkpoints, record=not args.rollout.eval_only)
+    logger = open_logger(
+        job, args, rollouts.total_steps, checkpoints, record=not args.rollout.eval_only
+    )
 
     if args.rollout.eval_only:
         rollouts.evaluate_only(policy, start, logger)
@@ -488,18 +614,25 @@ def main(args: Args, demo: bool = False) -> None:
         # 4. update
         index = TokenIndex(episodes)
         tokens = Tokens.of(episodes, index, device)
-        minibatches = packer.minibatches(episodes, index, args.minibatches, seed=args.run.seed, step=step)
+        minibatches = packer.minibatches(
+            episodes, index, args.minibatches, seed=args.run.seed, step=step
+        )
         with watch("logprob"):
-            # the first minibatch gets its old log-probs for free in its own forward, if nothing needs them before
+            # the first minibatch gets its old log-probs for free in its own forward, if nothing
+            # needs them before
             later = minibatches if args.kl_reward_coef else minibatches[1:]
             packer.fill(tokens.old_logprobs, policy, later, args.rollout.temperature)
             if reference:
                 reference.to(device)
                 packer.fill(tokens.ref_logprobs, reference, minibatches, args.rollout.temperature)
                 reference.to("cpu" if "reference" in args.machine.offload else device)
-        scores = shaped_scores(episodes, args.rollout.max_response_tokens, args.overlong_buffer)  # [E]
+        # [E]
+        scores = shaped_scores(episodes, args.rollout.max_response_tokens, args.overlong_buffer)
         if args.kl_reward_coef:
-            kl = kl_estimate(tokens.old_logprobs, tokens.ref_logprobs, tokens.old_logprobs, "k1").cpu()  # [T]
+            # [T]
+            kl = kl_estimate(
+                tokens.old_logprobs, tokens.ref_logprobs, tokens.old_logprobs, "k1"
+            ).cpu()
             scores = scores - args.kl_reward_coef * index.sums(kl)
         groups = torch.tensor([e.prompt_index for e in episodes], dtype=torch.int64)  # [E]
         advantages = group_advantages(scores, groups, args.advantage)  # [E]
@@ -507,16 +640,28 @@ def main(args: Args, demo: bool = False) -> None:
         if due(step + 1, args.rollout.dump_rollouts_every):
             rollouts.dump(step + 1, sampled, episodes, advantages.tolist())
 
-        decay = partial(lr_factor, warmup_steps=args.warmup_steps, schedule=args.lr_schedule, floor=args.lr_floor)
+        decay = partial(
+            lr_factor,
+            warmup_steps=args.warmup_steps,
+            schedule=args.lr_schedule,
+            floor=args.lr_floor,
+        )
         lr = args.learning_rate * decay(step, rollouts.total_steps)
         means = Means()
         with watch("update"):
-            for epoch, minibatch in Progress("update", product(range(args.epochs_per_step), minibatches)):
-                on_policy = epoch == 0 and minibatch is minibatches[0]  # the weights are still the engine's
-                accumulate = partial(backward, policy, minibatch, tokens, args, world, store_old_logprobs=on_policy)
+            for epoch, minibatch in Progress(
+                "update", product(range(args.epochs_per_step), minibatches)
+            ):
+                # the weights are still the engine's
+                on_policy = epoch == 0 and minibatch is minibatches[0]
+                accumulate = partial(
+                    backward, policy, minibatch, tokens, args, world, store_old_logprobs=on_policy
+                )
                 means.merge(packer.attempt(policy, accumulate, scale=optimizer.scale))
                 if on_policy:  # and all old log-probs are in
-                    gap = checked_gap(tokens.rollout_logprobs, tokens.old_logprobs, rollouts.max_gap, step)
+                    gap = checked_gap(
+                        tokens.rollout_logprobs, tokens.old_logprobs, rollouts.max_gap, step
+                    )
                     means.add("policy/rollout_logprob_gap", gap)
                 means.merge(optimizer.step(lr))
 
@@ -539,8 +684,11 @@ def main(args: Args, demo: bool = False) -> None:
                 metrics |= rollouts.evaluate(policy, step + 1)
         metrics |= watch.metrics(device)
         stop = stop_requested() or rollouts.scores_nothing  # during the evaluation, too
-        logger.log(step + 1, metrics)  # before the checkpoint: a step that a resume skips is a step on record
-        if not args.rollout.replay and (last or stop or checkpoints.due(step + 1, metrics.get("eval/accuracy"))):
+        # before the checkpoint: a step that a resume skips is a step on record
+        logger.log(step + 1, metrics)
+        if not args.rollout.replay and (
+            last or stop or checkpoints.due(step + 1, metrics.get("eval/accuracy"))
+        ):
             checkpoints.save(step + 1, metrics.get("eval/accuracy"))
         if rollouts.scores_nothing:
             rollouts.end_unscored(step + 1)

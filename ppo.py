@@ -1,23 +1,28 @@
 """Proximal policy optimization (PPO) with a critic, for language models.
 
-Answers are sampled to each prompt and scored. A second model, the critic, predicts at every token what the score will
-be; a token becomes more likely if things turned out better after it than predicted. Papers: PPO (arXiv 1707.06347),
-GAE (1506.02438), VC-PPO (2503.01491), dual clip (1912.09729).
+Answers are sampled to each prompt and scored. A second model, the critic, predicts at every token
+what the score will be; a token becomes more likely if things turned out better after it than
+predicted. Papers: PPO (arXiv 1707.06347), GAE (1506.02438), VC-PPO (2503.01491), dual clip
+(1912.09729).
 
 Where this differs from the papers and from most implementations:
-1. The critic's head starts at zero: V = 0 everywhere at first, so the first advantages are the returns, not the noise
-   of a random head. --critic-warmup-steps trains it alone, on returns of the policy as it was.
-2. One denominator for both losses, of the whole optimizer step: gradients do not depend on how a batch is split.
-3. Advantages are whitened over all trained tokens of the step on all ranks, after the returns have been taken.
-4. Tokens that the policy did not sample have no value, no reward and no place in the trace: it passes over them.
+   1. The critic's head starts at zero: V = 0 everywhere at first, so the first advantages are the
+   returns, not the noise of a random head. --critic-warmup-steps trains it alone, on returns of the
+   policy as it was.
+   2. One denominator for both losses, of the whole optimizer step: gradients do not depend on how a
+   batch is split.
+   3. Advantages are whitened over all trained tokens of the step on all ranks, after the returns
+   have been taken.
+   4. Tokens that the policy did not sample have no value, no reward and no place in the trace: it
+   passes over them.
 What stands in grpo.py too is the same there, word for word.
 
     torchrun --nproc_per_node 2 ppo.py    # embedded demo, minutes on a CPU
     torchrun --nproc_per_node 2 ppo.py --model Qwen/Qwen2.5-3B \\
         --train-data data/countdown/train.parquet --max-response-tokens 1024
 
-Names: P prompts a step, G samples of a prompt, E episodes on this rank, T their sampled tokens, N those of a
-micro-batch. Everything per token is flat ([T] or [N]): there is no padding to mask.
+Names: P prompts a step, G samples of a prompt, E episodes on this rank, T their sampled tokens, N
+those of a micro-batch. Everything per token is flat ([T] or [N]): there is no padding to mask.
 """
 
 import math
@@ -65,11 +70,14 @@ from common.vision import load_vision
 
 @dataclass
 class Args:
-    """PPO's objective, its critic and their optimizers. What scripts share comes in groups: common/flags.py."""
+    """PPO's objective, its critic and their optimizers. What scripts share comes in groups:
+    common/flags.py."""
 
     gamma: Share = 1.0  # discount per token
-    gae_lambda: Share = 1.0  # GAE's lambda; of the advantages, the critic's targets are the plain returns
-    reduction: Literal["dapo", "grpo", "dr_grpo"] = "dapo"  # mean over tokens; over sequences; constant length
+    # GAE's lambda; of the advantages, the critic's targets are the plain returns
+    gae_lambda: Share = 1.0
+    # mean over tokens; over sequences; constant length
+    reduction: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
     clip_low: Amount = 0.2  # ratio is clipped below 1 - this
     clip_high: Amount = 0.2  # ratio is clipped above 1 + this (DAPO's clip-higher: 0.28)
     dual_clip: Amount = 3.0  # loss bound for negative advantages, as a ratio; 0 = off
@@ -77,14 +85,19 @@ class Args:
     minibatches: Count = 4  # optimizer steps per rollout and epoch
     epochs_per_step: Count = 1  # passes over a rollout
     entropy_coef: float = 0.0  # bonus for entropy
-    correction: Literal["none", "truncate", "mask", "sequence"] = "none"  # TIS; IcePop, MIS; by response
-    correction_range: tuple[Amount, Amount] = (0.5, 2.0)  # truncate: 0, the largest weight; mask, sequence: 0 outside
-    kl_reward_coef: Amount = 0.0  # coefficient of the KL to the initial policy, in the reward (k1); 0 = off
+    # TIS; IcePop, MIS; by response
+    correction: Literal["none", "truncate", "mask", "sequence"] = "none"
+    # truncate: 0, the largest weight; mask, sequence: 0 outside
+    correction_range: tuple[Amount, Amount] = (0.5, 2.0)
+    # coefficient of the KL to the initial policy, in the reward (k1); 0 = off
+    kl_reward_coef: Amount = 0.0
     kl_loss_coef: Amount = 0.0  # coefficient of the KL to the initial policy, in the loss; 0 = off
     kl_estimator: Literal["k2", "k3", "k3-is"] = "k3"  # of the loss; k3-is: importance-weighted
-    overlong_buffer: Limit = 0  # last tokens of --max-response-tokens in which the score falls, by up to 1 (DAPO)
+    # last tokens of --max-response-tokens in which the score falls, by up to 1 (DAPO)
+    overlong_buffer: Limit = 0
     mask_truncated: bool = False  # train on no truncated response
-    critic_model: str | None = None  # backbone of the critic, with the same tokenizer; default: --model
+    # backbone of the critic, with the same tokenizer; default: --model
+    critic_model: str | None = None
     reward_model: str | None = None  # a transformers sequence classifier, scores besides the rule
     reward_model_weight: float = 1.0  # what is trained on is the rule's score + this * the model's
     learning_rate: Amount = 1e-6  # peak
@@ -92,7 +105,8 @@ class Args:
     critic_warmup_steps: Limit = 0  # first steps, in which the critic is trained alone
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
     warmup_steps: Amount = 0.0  # steps of linear warm-up; below 1: share of all steps
-    lr_floor: Share = 0.0  # learning rate that the decay ends at, behind the last step, as a share of the peak
+    # learning rate that the decay ends at, behind the last step, as a share of the peak
+    lr_floor: Share = 0.0
     weight_decay: Amount = 0.0  # AdamW, decoupled
     max_grad_norm: Amount = 1.0  # global L2 norm; 0 = no clipping
 
@@ -120,26 +134,37 @@ DEMO = Args(
     gae_lambda=0.99,
     lr_schedule="linear",
     warmup_steps=5,
-    rollout=Rollout(prompts_per_step=192, samples_per_prompt=1, max_prompt_tokens=64, max_response_tokens=256),
+    rollout=Rollout(
+        prompts_per_step=192, samples_per_prompt=1, max_prompt_tokens=64, max_response_tokens=256
+    ),
     run=Run(model="tiny", total_steps=56),
 )
 
 
-def shaped_scores(episodes: list[Episode], max_response_tokens: int, overlong_buffer: int) -> Tensor:
-    """Scores [E], with DAPO's soft overlong punishment (eq. 13): up to -1 over the last `overlong_buffer` tokens."""
+def shaped_scores(
+    episodes: list[Episode], max_response_tokens: int, overlong_buffer: int
+) -> Tensor:
+    """Scores [E], with DAPO's soft overlong punishment (eq. 13): up to -1 over the last
+    `overlong_buffer` tokens."""
     scores = torch.tensor([e.rewards["score"] for e in episodes], dtype=torch.float32)
     if not overlong_buffer:
         return scores
     lengths = torch.tensor([len(e.response_ids) for e in episodes])
-    return scores + ((max_response_tokens - overlong_buffer - lengths) / overlong_buffer).clamp(-1, 0)
+    return scores + ((max_response_tokens - overlong_buffer - lengths) / overlong_buffer).clamp(
+        -1, 0
+    )
 
 
-def token_rewards(scores: Tensor, index: TokenIndex, episodes: list[Episode] | tuple = ()) -> Tensor:
-    """Rewards [T]: the score [E] at the last trained token of its episode, a turn's at its last one, 0 elsewhere."""
+def token_rewards(
+    scores: Tensor, index: TokenIndex, episodes: list[Episode] | tuple = ()
+) -> Tensor:
+    """Rewards [T]: the score [E] at the last trained token of its episode, a turn's at its last
+    one, 0 elsewhere."""
     rewards, trained = torch.zeros(len(index)), index.lengths > 0
     rewards[index.offsets[1:][trained] - 1] = scores[trained].float()
     for first, some, episode in zip(index.offsets, trained, episodes):
-        for count, reward in episode.turn_rewards if some else ():  # by an environment, after so many sampled tokens
+        # by an environment, after so many sampled tokens
+        for count, reward in episode.turn_rewards if some else ():
             rewards[first + count - 1] += reward
     return rewards
 
@@ -147,7 +172,8 @@ def token_rewards(scores: Tensor, index: TokenIndex, episodes: list[Episode] | t
 def gae(rewards: Tensor, values: Tensor, index: TokenIndex, gamma: float, lam: float) -> Tensor:
     """Generalized advantage estimates (arXiv 1506.02438 eq. 16): rewards, values [T] -> [T].
 
-    A_t = delta_t + gamma lam A_t+1, delta_t = r_t + gamma V_t+1 - V_t, over an episode's trained tokens; then V = 0.
+    A_t = delta_t + gamma lam A_t+1, delta_t = r_t + gamma V_t+1 - V_t, over an episode's trained
+    tokens; then V = 0.
     """
     places = torch.arange(len(index)) - index.offsets[index.episode_of_token]
     shape = (2, len(index.lengths), int(index.lengths.max()) if len(index) else 0)
@@ -163,7 +189,8 @@ def gae(rewards: Tensor, values: Tensor, index: TokenIndex, gamma: float, lam: f
 
 
 def whitened(values: Tensor) -> Tensor:
-    """values [T], shifted and scaled to mean 0 and unbiased variance 1 over the tokens of all ranks (all call it)."""
+    """values [T], shifted and scaled to mean 0 and unbiased variance 1 over the tokens of all ranks
+    (all call it)."""
     exact = values.double()
     total, count = all_reduce([exact.sum().item(), len(exact)])
     centered = exact - total / max(count, 1)
@@ -171,19 +198,24 @@ def whitened(values: Tensor) -> Tensor:
     return (centered / math.sqrt(squares / max(count - 1, 1) + 1e-8)).to(values.dtype)
 
 
-def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """max((V - R)^2, (clip(V) - R)^2) / 2 per token [N], V at most `clip` from its old value, and whether that counts;
-    clip 0: (V - R)^2 / 2. The critic's counterpart of the clipped surrogate, from the code of arXiv 1707.06347.
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, clip: float
+) -> tuple[Tensor, Tensor]:
+    """max((V - R)^2, (clip(V) - R)^2) / 2 per token [N], V at most `clip` from its old value, and
+    whether that counts; clip 0: (V - R)^2 / 2. The critic's counterpart of the clipped surrogate,
+    from the code of arXiv 1707.06347.
     """
     error = (values - returns).square()
     if not clip:
         return 0.5 * error, torch.zeros_like(error, dtype=torch.bool)
-    clipped_error = (values.clamp(old_values - clip, old_values + clip) - returns).square()  # inside: exactly V's
+    # inside: exactly V's
+    clipped_error = (values.clamp(old_values - clip, old_values + clip) - returns).square()
     return 0.5 * torch.maximum(error, clipped_error), clipped_error > error
 
 
 def sequence_mean(values: Tensor, episodes: Tensor) -> Tensor:
-    """Mean of values [N] over the tokens of the same episode, at each of them. episodes [N] int64 -> [N]."""
+    """Mean of values [N] over the tokens of the same episode, at each of them. episodes [N] int64
+    -> [N]."""
     _, place, count = episodes.unique(return_inverse=True, return_counts=True)
     return (values.new_zeros(len(count)).index_add(0, place, values) / count)[place]
 
@@ -191,10 +223,11 @@ def sequence_mean(values: Tensor, episodes: Tensor) -> Tensor:
 def clipped_loss(
     ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """PPO's loss of each token [N], and whether a clip is active [N]; `ratio` [N] is p / p at the time of the rollout.
+    """PPO's loss of each token [N], and whether a clip is active [N]; `ratio` [N] is p / p at the
+    time of the rollout.
 
-    max(-A r, -A clip(r, 1 - low, 1 + high)) (arXiv 1707.06347 eq. 7); with a dual clip above 0 at most -A * dual_clip
-    where A < 0 (1912.09729 eq. 5).
+    max(-A r, -A clip(r, 1 - low, 1 + high)) (arXiv 1707.06347 eq. 7); with a dual clip above 0 at
+    most -A * dual_clip where A < 0 (1912.09729 eq. 5).
     """
     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)
@@ -207,13 +240,19 @@ def clipped_loss(
 
 
 def engine_correction(
-    correction: str, old_logprobs: Tensor, rollout_logprobs: Tensor, episodes: Tensor, low: float, high: float
+    correction: str,
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    episodes: Tensor,
+    low: float,
+    high: float,
 ) -> Tensor:
-    """Constant weight of each token [N] for having been sampled by the engine, w = trainer's / engine's probability.
+    """Constant weight of each token [N] for having been sampled by the engine, w = trainer's /
+    engine's probability.
 
-    truncate: min(w, high) (TIS, fengyao.notion.site/off-policy-rl). mask: w if low <= w <= high, else 0 (IcePop,
-    arXiv 2510.18855; MIS: low 0). sequence: 1 if low <= geometric mean of w over the sequence <= high, else 0. What is
-    masked stays in the denominator.
+    truncate: min(w, high) (TIS, fengyao.notion.site/off-policy-rl). mask: w if low <= w <= high,
+    else 0 (IcePop, arXiv 2510.18855; MIS: low 0). sequence: 1 if low <= geometric mean of w over
+    the sequence <= high, else 0. What is masked stays in the denominator.
     """
     logratio = (old_logprobs - rollout_logprobs).detach().clamp(-20, 20)
     if correction == "truncate":
@@ -223,11 +262,15 @@ def engine_correction(
     return inside.to(weight.dtype) * (1.0 if correction == "sequence" else weight)
 
 
-def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor, estimator: str) -> Tensor:
-    """Per-token estimate [N] of KL(policy || reference), d = log policy - log reference (joschu.net/blog/kl-approx).
+def kl_estimate(
+    logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor, estimator: str
+) -> Tensor:
+    """Per-token estimate [N] of KL(policy || reference), d = log policy - log reference
+    (joschu.net/blog/kl-approx).
 
-    k1: d. k2: d^2 / 2. k3: exp(-d) - 1 + d. k3-is: k3 times the ratio policy / old, gradient through both: the one
-    that is right off-policy as well (DeepSeek-V3.2, arXiv 2512.02556 sec. 3.1).
+    k1: d. k2: d^2 / 2. k3: exp(-d) - 1 + d. k3-is: k3 times the ratio policy / old, gradient
+    through both: the one that is right off-policy as well (DeepSeek-V3.2, arXiv 2512.02556 sec.
+    3.1).
     """
     d = (logprobs - ref_logprobs).clamp(-20, 20)
     if estimator == "k1":
@@ -239,12 +282,17 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor, es
 
 
 def token_weights(
-    reduction: str, lengths: Tensor, num_loss_tokens: float, num_sequences: float, max_response_tokens: int
+    reduction: str,
+    lengths: Tensor,
+    num_loss_tokens: float,
+    num_sequences: float,
+    max_response_tokens: int,
 ) -> Tensor:
-    """Weight of each token in the loss [N], from the number of trained tokens of its episode, `lengths` [N].
+    """Weight of each token in the loss [N], from the number of trained tokens of its episode,
+    `lengths` [N].
 
-    dapo: 1 / all tokens. grpo: 1 / (tokens of its sequence * sequences). dr_grpo: 1 / (a constant * sequences).
-    The counts are those of the whole optimizer step on all ranks: the one denominator.
+    dapo: 1 / all tokens. grpo: 1 / (tokens of its sequence * sequences). dr_grpo: 1 / (a constant *
+    sequences). The counts are those of the whole optimizer step on all ranks: the one denominator.
     """
     if reduction == "dapo":
         return torch.full_like(lengths, 1.0 / num_loss_tokens)
@@ -260,7 +308,8 @@ class Tokens:
     episodes: Tensor  # [T] int64: whose token
     lengths: Tensor  # [T] float: trained tokens of its episode
     rollout_logprobs: Tensor  # [T] float32: the engine's
-    old_logprobs: Tensor  # [T] float32: the trainer's, with the weights of the rollout; NaN until computed
+    # [T] float32: the trainer's, with the weights of the rollout; NaN until computed
+    old_logprobs: Tensor
     ref_logprobs: Tensor  # [T] float32: the initial policy's; NaN without a KL
     advantages: Tensor  # [T] float32; NaN until computed
     values: Tensor  # [T] float32: the critic's, before the update; NaN until computed
@@ -272,20 +321,30 @@ class Tokens:
         known = {
             "episodes": index.episode_of_token,
             "lengths": index.lengths[index.episode_of_token].float(),
-            "rollout_logprobs": torch.tensor([lp for e in episodes for lp, m in zip(e.logprobs, e.loss_mask) if m]),
+            "rollout_logprobs": torch.tensor(
+                [lp for e in episodes for lp, m in zip(e.logprobs, e.loss_mask) if m]
+            ),
         }
-        unknown = {item.name: torch.full((len(index),), math.nan) for item in fields(cls) if item.name not in known}
+        unknown = {
+            item.name: torch.full((len(index),), math.nan)
+            for item in fields(cls)
+            if item.name not in known
+        }
         return cls(**{name: values.to(device) for name, values in (known | unknown).items()})
 
     def __getitem__(self, index: Tensor) -> "Tokens":
         return Tokens(**{name: values[index] for name, values in vars(self).items()})
 
 
-def policy_loss(logprobs: Tensor, entropy: Tensor, tokens: Tokens, args: Args) -> tuple[Tensor, Tensor]:
+def policy_loss(
+    logprobs: Tensor, entropy: Tensor, tokens: Tokens, args: Args
+) -> tuple[Tensor, Tensor]:
     """Loss of each token [N], to be averaged, and whether a clip is active [N]."""
     logratio = (logprobs - tokens.old_logprobs).clamp(-20, 20)
     ratio = logratio.exp()
-    loss, clipped = clipped_loss(ratio, tokens.advantages, args.clip_low, args.clip_high, args.dual_clip)
+    loss, clipped = clipped_loss(
+        ratio, tokens.advantages, args.clip_low, args.clip_high, args.dual_clip
+    )
     if args.correction != "none":
         loss = loss * engine_correction(
             args.correction,
@@ -312,10 +371,11 @@ def backward(
     store_old_logprobs: bool,
     scale: float = 1.0,
 ) -> Means:
-    """Accumulate the gradient of one optimizer step, times `scale`. Returns the step's policy/* metrics.
+    """Accumulate the gradient of one optimizer step, times `scale`. Returns the step's policy/*
+    metrics.
 
-    store_old_logprobs: the weights are still those of the rollout, so the log-probs of this forward are the old ones:
-    they are written to `tokens.old_logprobs`, and the ratio is exactly 1.
+    store_old_logprobs: the weights are still those of the rollout, so the log-probs of this forward
+    are the old ones: they are written to `tokens.old_logprobs`, and the ratio is exactly 1.
     """
     num_tokens, num_sequences = minibatch.num_tokens, minibatch.num_sequences
     constant_length = args.rollout.max_response_tokens
@@ -328,23 +388,34 @@ def backward(
                 tokens.old_logprobs[batch.tokens] = logprobs.detach()
             here = tokens[batch.tokens]
             loss, clipped = policy_loss(logprobs, entropy, here, args)  # [N], [N]
-            weights = token_weights(args.reduction, here.lengths, num_tokens, num_sequences, constant_length)
-            # FSDP2 and DDP average gradients over ranks, the denominator is global: hence world.size
+            weights = token_weights(
+                args.reduction, here.lengths, num_tokens, num_sequences, constant_length
+            )
+            # FSDP2 and DDP average gradients over ranks, the denominator is global: hence
+            # world.size
             loss = (loss * weights).sum() * world.size
             (loss * scale).backward()
         total_loss += loss.detach()
         logratio = logprobs.detach() - here.old_logprobs
         means.add("policy/entropy", entropy.sum(), count=len(entropy))
         means.add("policy/clip_fraction", clipped.sum(), count=len(clipped))
-        means.add("policy/approx_kl", (logratio.exp() - 1 - logratio).sum(), count=len(logratio))  # k3
+        # k3
+        means.add("policy/approx_kl", (logratio.exp() - 1 - logratio).sum(), count=len(logratio))
     means.add("policy/loss", total_loss)
     return means
 
 
 def critic_backward(
-    critic: torch.nn.Module, minibatch: Minibatch, tokens: Tokens, args: Args, world: World, *, scale: float = 1.0
+    critic: torch.nn.Module,
+    minibatch: Minibatch,
+    tokens: Tokens,
+    args: Args,
+    world: World,
+    *,
+    scale: float = 1.0,
 ) -> Means:
-    """Accumulate the critic's gradient of one optimizer step, times `scale`. Returns the step's value/* metrics."""
+    """Accumulate the critic's gradient of one optimizer step, times `scale`. Returns the step's
+    value/* metrics."""
     num_tokens, num_sequences = minibatch.num_tokens, minibatch.num_sequences
     constant_length = args.rollout.max_response_tokens
     total_loss, means = torch.zeros((), device=world.device), Means()
@@ -352,8 +423,11 @@ def critic_backward(
         batch = batch.to(world.device)
         with forward_context(critic, last=i == len(minibatch.micro_batches) - 1):
             here = tokens[batch.tokens]
-            loss, clipped = value_loss(critic(batch), here.values, here.returns, args.value_clip)  # [N], [N]
-            weights = token_weights(args.reduction, here.lengths, num_tokens, num_sequences, constant_length)
+            # [N], [N]
+            loss, clipped = value_loss(critic(batch), here.values, here.returns, args.value_clip)
+            weights = token_weights(
+                args.reduction, here.lengths, num_tokens, num_sequences, constant_length
+            )
             loss = (loss * weights).sum() * world.size
             (loss * scale).backward()
         total_loss += loss.detach()
@@ -362,8 +436,11 @@ def critic_backward(
     return means
 
 
-def estimate(rewards: Tensor, values: Tensor, index: TokenIndex, args: Args) -> tuple[Tensor, Tensor]:
-    """Returns [T], the critic's targets, and whitened advantages [T], from rewards and values [T]. All ranks call it.
+def estimate(
+    rewards: Tensor, values: Tensor, index: TokenIndex, args: Args
+) -> tuple[Tensor, Tensor]:
+    """Returns [T], the critic's targets, and whitened advantages [T], from rewards and values [T].
+    All ranks call it.
 
     The targets are the plain discounted returns: with a lambda of 1 the values cancel out.
     """
@@ -372,8 +449,11 @@ def estimate(rewards: Tensor, values: Tensor, index: TokenIndex, args: Args) -> 
     return returns, whitened(advantages)
 
 
-def collect(rollouts: Rollouts, num_prompts: int, step: int, watch: Stopwatch, first: int = 0) -> list[Episode]:
-    """This rank's episodes of the next prompts, sampled and scored; `first` is the place of the first in the step."""
+def collect(
+    rollouts: Rollouts, num_prompts: int, step: int, watch: Stopwatch, first: int = 0
+) -> list[Episode]:
+    """This rank's episodes of the next prompts, sampled and scored; `first` is the place of the
+    first in the step."""
     # 1. data
     prompts = rollouts.draw(num_prompts, first)
 
@@ -391,14 +471,28 @@ def check_args(args: Args) -> None:
     """Refuse what cannot work, or has no effect, before anything is loaded."""
     check_shared(args.data, args.run, args.rollout)
     P, M = args.rollout.prompts_per_step, args.minibatches
-    refuse(P < M, f"--minibatches {M} of --prompts-per-step {P}: a minibatch needs a prompt (groups stay together)")
-    refuse(0 < args.dual_clip <= 1, f"--dual-clip {args.dual_clip}: a bound on the ratio must be above 1 (0 = off)")
+    refuse(
+        P < M,
+        f"--minibatches {M} of --prompts-per-step {P}: a minibatch needs a prompt (groups "
+        "stay together)",
+    )
+    refuse(
+        0 < args.dual_clip <= 1,
+        f"--dual-clip {args.dual_clip}: a bound on the ratio must be above 1 (0 = off)",
+    )
     low, high = args.correction_range
     if high <= low:
-        raise SystemExit(f"--correction-range {low:g} {high:g}: the second number must be above the first")
+        raise SystemExit(
+            f"--correction-range {low:g} {high:g}: the second number must be above the first"
+        )
     if args.correction == "truncate" and low > 0 and "--correction-range" in given():
-        raise SystemExit(f"--correction-range {low:g} {high:g}: truncate has no lower bound, give 0 {high:g}")
-    refuse(args.overlong_buffer >= args.rollout.max_response_tokens, "--overlong-buffer: below --max-response-tokens")
+        raise SystemExit(
+            f"--correction-range {low:g} {high:g}: truncate has no lower bound, give 0 {high:g}"
+        )
+    refuse(
+        args.overlong_buffer >= args.rollout.max_response_tokens,
+        "--overlong-buffer: below --max-response-tokens",
+    )
     refuse_lonely_critic(args, args.run.total_steps)
     off_policy = args.minibatches * args.epochs_per_step > 1
     several = "several --minibatches or --epochs-per-step: on-policy the ratio is 1"
@@ -422,17 +516,32 @@ def check_args(args: Args) -> None:
 
 
 def refuse_lonely_critic(args: Args, total_steps: int | None) -> None:
-    alone = total_steps is not None and args.critic_warmup_steps >= total_steps and not args.rollout.eval_only
-    refuse(alone, f"--critic-warmup-steps {args.critic_warmup_steps} of {total_steps}: none for the policy")
+    alone = (
+        total_steps is not None
+        and args.critic_warmup_steps >= total_steps
+        and not args.rollout.eval_only
+    )
+    refuse(
+        alone,
+        f"--critic-warmup-steps {args.critic_warmup_steps} of {total_steps}: none for the policy",
+    )
 
 
 def critic_path(job: Job, name: str) -> str:
     """Folder of the critic's backbone. SystemExit if it does not read what the policy reads."""
     path, trust = resolve_model(name, "--critic-model"), job.machine.trust_remote_code
-    with user_errors(f"--critic-model {name}: its files cannot be read (are all there, and whole?)", DAMAGE):
+    with user_errors(
+        f"--critic-model {name}: its files cannot be read (are all there, and whole?)", DAMAGE
+    ):
         tokenizer, vision = load_tokenizer(path, trust), load_vision(path, job.limits, trust)
-    refuse(tokenizer.get_vocab() != job.tokenizer.get_vocab(), f"--critic-model {name}: another tokenizer")
-    refuse((vision is None) != (job.vision is None), f"--critic-model {name}: of policy and critic one cannot see")
+    refuse(
+        tokenizer.get_vocab() != job.tokenizer.get_vocab(),
+        f"--critic-model {name}: another tokenizer",
+    )
+    refuse(
+        (vision is None) != (job.vision is None),
+        f"--critic-model {name}: of policy and critic one cannot see",
+    )
     return path
 
 
@@ -444,7 +553,13 @@ def main(args: Args, demo: bool = False) -> None:
     frozen = [job.path] if has_kl and not args.rollout.eval_only else []
     folders = [job.path, critic_path(job, args.critic_model) if args.critic_model else job.path]
     rollouts = Rollouts(
-        job, args.data, args.rollout, args.run, trained=folders, frozen=frozen, reward_model=args.reward_model
+        job,
+        args.data,
+        args.rollout,
+        args.run,
+        trained=folders,
+        frozen=frozen,
+        reward_model=args.reward_model,
     )
     refuse_lonely_critic(args, rollouts.total_steps)  # which the data may decide
 
@@ -460,7 +575,9 @@ def main(args: Args, demo: bool = False) -> None:
     state = {"loader": rollouts.loader}
     checkpoints = Checkpoints(job, optimizers=optimizers, state=state)
     start = checkpoints.resume(weights_only=args.rollout.eval_only)
-    logger = open_logger(job, args, rollouts.total_steps, checkpoints, record=not args.rollout.eval_only)
+    logger = open_logger(
+        job, args, rollouts.total_steps, checkpoints, record=not args.rollout.eval_only
+    )
 
     if args.rollout.eval_only:
         rollouts.evaluate_only(policy, start, logger)
@@ -473,23 +590,29 @@ def main(args: Args, demo: bool = False) -> None:
         watch = Stopwatch()
         seed_step(args.run.seed, step, world.rank)
         if args.rollout.replay:
-            sampled, episodes = load_rollouts(args.rollout.replay, step + 1, world, job.limits, args.reward_model)
+            sampled, episodes = load_rollouts(
+                args.rollout.replay, step + 1, world, job.limits, args.reward_model
+            )
         else:
             with watch("sync"):
                 sync_engine(rollouts.engine, policy, step)
             sampled = collect(rollouts, args.rollout.prompts_per_step, step, watch)
             rollouts.engine.sleep()
-            episodes = [e for e in sampled if math.isfinite(e.rewards["score"])]  # scoring the others has failed
+            # scoring the others has failed
+            episodes = [e for e in sampled if math.isfinite(e.rewards["score"])]
         for episode in episodes if args.mask_truncated else ():
             episode.loss_mask = [mask * (not episode.truncated) for mask in episode.loss_mask]
 
         # 4. update
         index = TokenIndex(episodes)
         tokens = Tokens.of(episodes, index, device)
-        minibatches = packer.minibatches(episodes, index, args.minibatches, seed=args.run.seed, step=step)
+        minibatches = packer.minibatches(
+            episodes, index, args.minibatches, seed=args.run.seed, step=step
+        )
         warming_up = step < args.critic_warmup_steps  # the critic alone is trained
         with watch("logprob"):
-            # the first minibatch gets its old log-probs for free in its own forward, if nothing needs them before
+            # the first minibatch gets its old log-probs for free in its own forward, if nothing
+            # needs them before
             later = minibatches if args.kl_reward_coef or warming_up else minibatches[1:]
             packer.fill(tokens.old_logprobs, policy, later, args.rollout.temperature)
             if reference:
@@ -497,22 +620,39 @@ def main(args: Args, demo: bool = False) -> None:
                 packer.fill(tokens.ref_logprobs, reference, minibatches, args.rollout.temperature)
                 reference.to("cpu" if "reference" in args.machine.offload else device)
             packer.fill(tokens.values, critic, minibatches)
-        scores = shaped_scores(episodes, args.rollout.max_response_tokens, args.overlong_buffer)  # [E]
+        # [E]
+        scores = shaped_scores(episodes, args.rollout.max_response_tokens, args.overlong_buffer)
         scores += args.reward_model_weight * torch.tensor([e.model_reward or 0.0 for e in episodes])
         rewards = token_rewards(scores, index, episodes)  # [T]
         if args.kl_reward_coef:
-            kl = kl_estimate(tokens.old_logprobs, tokens.ref_logprobs, tokens.old_logprobs, "k1").cpu()  # [T]
+            # [T]
+            kl = kl_estimate(
+                tokens.old_logprobs, tokens.ref_logprobs, tokens.old_logprobs, "k1"
+            ).cpu()
             rewards = rewards - args.kl_reward_coef * kl
         returns, advantages = estimate(rewards, tokens.values.cpu(), index, args)  # [T], [T]
         tokens.returns = returns.to(device)
         tokens.advantages = advantages.to(device)
         if due(step + 1, args.rollout.dump_rollouts_every):
-            rollouts.dump(step + 1, sampled, episodes, (index.sums(advantages) / index.lengths.clamp(min=1)).tolist())
+            rollouts.dump(
+                step + 1,
+                sampled,
+                episodes,
+                (index.sums(advantages) / index.lengths.clamp(min=1)).tolist(),
+            )
 
-        decay = partial(lr_factor, warmup_steps=args.warmup_steps, schedule=args.lr_schedule, floor=args.lr_floor)
+        decay = partial(
+            lr_factor,
+            warmup_steps=args.warmup_steps,
+            schedule=args.lr_schedule,
+            floor=args.lr_floor,
+        )
         critic_lr = args.critic_learning_rate * decay(step, rollouts.total_steps)
-        policy_step = step - args.critic_warmup_steps  # the policy's schedule begins with its training
-        lr = args.learning_rate * decay(policy_step, rollouts.total_steps - args.critic_warmup_steps)
+        # the policy's schedule begins with its training
+        policy_step = step - args.critic_warmup_steps
+        lr = args.learning_rate * decay(
+            policy_step, rollouts.total_steps - args.critic_warmup_steps
+        )
         means = Means()
         with watch("update"):
             for minibatch in Progress("critic update", minibatches * args.epochs_per_step):
@@ -520,15 +660,22 @@ def main(args: Args, demo: bool = False) -> None:
                 means.merge(packer.attempt(critic, accumulate, scale=critic_optimizer.scale))
                 means.merge(critic_optimizer.step(critic_lr))
             if warming_up and minibatches:
-                gap = checked_gap(tokens.rollout_logprobs, tokens.old_logprobs, rollouts.max_gap, step)
+                gap = checked_gap(
+                    tokens.rollout_logprobs, tokens.old_logprobs, rollouts.max_gap, step
+                )
                 means.add("policy/rollout_logprob_gap", gap)
             epochs = 0 if warming_up else args.epochs_per_step
             for epoch, minibatch in Progress("update", product(range(epochs), minibatches)):
-                on_policy = epoch == 0 and minibatch is minibatches[0]  # the weights are still the engine's
-                accumulate = partial(backward, policy, minibatch, tokens, args, world, store_old_logprobs=on_policy)
+                # the weights are still the engine's
+                on_policy = epoch == 0 and minibatch is minibatches[0]
+                accumulate = partial(
+                    backward, policy, minibatch, tokens, args, world, store_old_logprobs=on_policy
+                )
                 means.merge(packer.attempt(policy, accumulate, scale=optimizer.scale))
                 if on_policy:  # and all old log-probs are in
-                    gap = checked_gap(tokens.rollout_logprobs, tokens.old_logprobs, rollouts.max_gap, step)
+                    gap = checked_gap(
+                        tokens.rollout_logprobs, tokens.old_logprobs, rollouts.max_gap, step
+                    )
                     means.add("policy/rollout_logprob_gap", gap)
                 means.merge(optimizer.step(lr))
 
@@ -556,8 +703,11 @@ def main(args: Args, demo: bool = False) -> None:
                 metrics |= rollouts.evaluate(policy, step + 1)
         metrics |= watch.metrics(device)
         stop = stop_requested() or rollouts.scores_nothing  # during the evaluation, too
-        logger.log(step + 1, metrics)  # before the checkpoint: a step that a resume skips is a step on record
-        if not args.rollout.replay and (last or stop or checkpoints.due(step + 1, metrics.get("eval/accuracy"))):
+        # before the checkpoint: a step that a resume skips is a step on record
+        logger.log(step + 1, metrics)
+        if not args.rollout.replay and (
+            last or stop or checkpoints.due(step + 1, metrics.get("eval/accuracy"))
+        ):
             checkpoints.save(step + 1, metrics.get("eval/accuracy"))
         if rollouts.scores_nothing:
             rollouts.end_unscored(step + 1)

@@ -1,10 +1,12 @@
 """Supervised fine-tuning on the assistant's tokens of conversations, packed.
 
 What this does that others do not:
-1. One denominator: the loss is the mean over all trained tokens of the global batch, whatever the number of ranks,
-   the micro-batches and the packing (a test compares gradients).
-2. Masks follow the rule "said by the assistant", the end-of-turn token included: never headers, other roles, pictures.
-3. A [tokens, vocabulary] tensor never exists: log-probs come from hidden states in chunks, of trained tokens only.
+   1. One denominator: the loss is the mean over all trained tokens of the global batch, whatever
+   the number of ranks, the micro-batches and the packing (a test compares gradients).
+   2. Masks follow the rule "said by the assistant", the end-of-turn token included: never headers,
+   other roles, pictures.
+   3. A [tokens, vocabulary] tensor never exists: log-probs come from hidden states in chunks, of
+   trained tokens only.
 4. Conversations with and without pictures share micro-batches, and go to the ranks by their cost.
 
     torchrun --nproc_per_node 2 sft.py    # embedded demo: tiny, from nothing
@@ -31,7 +33,18 @@ from common.data.render import end_turns_properly
 from common.distributed import World, barrier, forward_context, run, stop_requested
 from common.episodes import Episode
 from common.files import refuse, user_errors
-from common.flags import Amount, Count, Data, Machine, Run, Share, check_pixels, given, parse, refuse_idle
+from common.flags import (
+    Amount,
+    Count,
+    Data,
+    Machine,
+    Run,
+    Share,
+    check_pixels,
+    given,
+    parse,
+    refuse_idle,
+)
 from common.integrity import WrittenFiles
 from common.job import Job
 from common.means import Means
@@ -47,17 +60,21 @@ from common.setup import Stopwatch, due, finish, open_logger, profiled, seed_ste
 
 @dataclass
 class Args:
-    """What is trained on, and the optimizer. What scripts share comes in groups: common/flags.py."""
+    """What is trained on, and the optimizer. What scripts share comes in groups:
+    common/flags.py."""
 
-    max_tokens: Count = 1024  # longest conversation (tokens, pictures included); longer ones are cut at the end
+    # longest conversation (tokens, pictures included); longer ones are cut at the end
+    max_tokens: Count = 1024
     batch_size: Count = 64  # conversations per optimizer step, over all ranks
     learning_rate: Amount = 1e-5  # peak
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"  # after the warm-up
     warmup_steps: Amount = 0.0  # optimizer steps of linear warm-up; below 1: share of all steps
-    lr_floor: Share = 0.0  # learning rate that the decay ends at, behind the last step, as a share of the peak
+    # learning rate that the decay ends at, behind the last step, as a share of the peak
+    lr_floor: Share = 0.0
     weight_decay: Amount = 0.0  # AdamW, decoupled
     max_grad_norm: Amount = 1.0  # global L2 norm; 0 = no clipping
-    save_weights_only: bool = False  # instead of checkpoints, Hugging Face folders model-step_NNNNNN: no resume
+    # instead of checkpoints, Hugging Face folders model-step_NNNNNN: no resume
+    save_weights_only: bool = False
 
     data: Data = field(default_factory=Data)
     machine: Machine = field(default_factory=Machine)
@@ -73,7 +90,8 @@ total-steps total-epochs eval-every eval-rows save-every save-weights-only resum
 dtype micro-batch-tokens gradient-checkpointing offload lora-rank
 """
 
-# What runs without --model: the embedded model learns its task from nothing, on generated solutions.
+# What runs without --model: the embedded model learns its task from nothing, on generated
+# solutions.
 DEMO = Args(
     learning_rate=1e-3,
     warmup_steps=10,
@@ -90,8 +108,11 @@ def cross_entropy(logprobs: Tensor, num_loss_tokens: float, world_size: int) -> 
     return -logprobs.sum() * world_size / num_loss_tokens
 
 
-def backward(policy: torch.nn.Module, minibatch: Minibatch, world: World, *, scale: float = 1.0) -> Means:
-    """Accumulate the gradient of one optimizer step, times `scale`. Returns the step's policy/* metrics."""
+def backward(
+    policy: torch.nn.Module, minibatch: Minibatch, world: World, *, scale: float = 1.0
+) -> Means:
+    """Accumulate the gradient of one optimizer step, times `scale`. Returns the step's policy/*
+    metrics."""
     means = Means()
     for i, batch in enumerate(Progress("micro-batch", minibatch.micro_batches)):
         with forward_context(policy, last=i == len(minibatch.micro_batches) - 1):
@@ -104,12 +125,18 @@ def backward(policy: torch.nn.Module, minibatch: Minibatch, world: World, *, sca
 
 
 @torch.no_grad()
-def evaluate(policy: torch.nn.Module, data: Conversations, rows: list[int], args: Args, packer: Packer) -> dict:
-    """eval/loss (nats a token) and eval/token_accuracy: how often the right token is the most likely one."""
+def evaluate(
+    policy: torch.nn.Module, data: Conversations, rows: list[int], args: Args, packer: Packer
+) -> dict:
+    """eval/loss (nats a token) and eval/token_accuracy: how often the right token is the most
+    likely one."""
     means = Means()
-    for start in Progress("evaluation", range(0, len(rows), args.batch_size)):  # that many rows' pictures in memory
+    # that many rows' pictures in memory
+    for start in Progress("evaluation", range(0, len(rows), args.batch_size)):
         episodes = episodes_of(data, rows[start : start + args.batch_size], packer.world)
-        minibatches = packer.minibatches(episodes, TokenIndex(episodes), 1, seed=args.run.seed, step=start)
+        minibatches = packer.minibatches(
+            episodes, TokenIndex(episodes), 1, seed=args.run.seed, step=start
+        )
         for batch in (batch for minibatch in minibatches for batch in minibatch.micro_batches):
             with forward_context(policy):
                 logprobs, _, greedy = policy(batch.to(packer.world.device), with_greedy=True)
@@ -121,13 +148,15 @@ def evaluate(policy: torch.nn.Module, data: Conversations, rows: list[int], args
 
 
 def episodes_of(data: Conversations, rows: list[int], world: World) -> list[Episode]:
-    """This rank's share of some rows, by their cost; without those that turn out to be unreadable."""
+    """This rank's share of some rows, by their cost; without those that turn out to be
+    unreadable."""
     mine = balanced(rows, data.costs, world.size)[world.rank]
     return [episode for episode in in_threads(data.episode, mine) if episode]
 
 
 def balanced(rows: list[int], costs: np.ndarray, parts: int) -> list[list[int]]:
-    """The rows in `parts` lists of about the same sum of costs, the same on every rank: costly ones go first."""
+    """The rows in `parts` lists of about the same sum of costs, the same on every rank: costly ones
+    go first."""
     lists, loads = [[] for _ in range(parts)], [0.0] * parts
     for row in sorted(rows, key=lambda row: (-costs[row], row)):
         lightest = loads.index(min(loads))
@@ -137,16 +166,22 @@ def balanced(rows: list[int], costs: np.ndarray, parts: int) -> list[list[int]]:
 
 
 def read_data(args: Args, job: Job) -> tuple[Conversations, Conversations | None]:
-    """Conversations to train on and to evaluate on; the embedded model's own without --train-data."""
+    """Conversations to train on and to evaluate on; the embedded model's own without
+    --train-data."""
     train_files, eval_files = args.data.train_data, args.data.eval_data
     if not train_files:
         folder = job.output_dir / "data"
-        train_files, held_out = embedded_data("tiny", folder, write=job.world.is_main, supervised=True)
+        train_files, held_out = embedded_data(
+            "tiny", folder, write=job.world.is_main, supervised=True
+        )
         barrier()
         eval_files = eval_files or held_out
     max_tokens = args.max_tokens
     if max_tokens > job.num_positions:
-        told = f"--max-tokens {max_tokens}: the model has {job.num_positions:.0f} positions (config.json)"
+        told = (
+            f"--max-tokens {max_tokens}: the model has {job.num_positions:.0f} positions "
+            "(config.json)"
+        )
         refuse("--max-tokens" in given(), told)
         say(f"{told}; longer conversations are cut there")
         max_tokens = int(job.num_positions)
@@ -167,10 +202,13 @@ def read_data(args: Args, job: Job) -> tuple[Conversations, Conversations | None
 
 
 def save_weights(policy: torch.nn.Module, job: Job, step: int, saved: list[Path]) -> None:
-    """A Hugging Face folder; of those that this run has `saved`, --keep-checkpoints stay. All ranks call it."""
+    """A Hugging Face folder; of those that this run has `saved`, --keep-checkpoints stay. All ranks
+    call it."""
     folder = job.output_dir / f"model-step_{step:06d}"
     try:
-        export_hugging_face(policy, job.tokenizer, folder, job.world, job.compute_dtype, job.run.model)
+        export_hugging_face(
+            policy, job.tokenizer, folder, job.world, job.compute_dtype, job.run.model
+        )
     except SystemExit as full:  # of the first rank, when all have given it what they hold
         print(f"warning: {full}; training goes on", flush=True)
         return
@@ -182,7 +220,10 @@ def save_weights(policy: torch.nn.Module, job: Job, step: int, saved: list[Path]
 
 def check_args(args: Args) -> None:
     """Refuse what cannot work, or has no effect, before anything is loaded."""
-    refuse(args.run.model != "tiny" and not args.data.train_data, f"--model {args.run.model} needs --train-data")
+    refuse(
+        args.run.model != "tiny" and not args.data.train_data,
+        f"--model {args.run.model} needs --train-data",
+    )
     check_pixels(args.data)
     evaluates = bool(args.data.eval_data) or not args.data.train_data
     uses = {  # flag: (whether it has an effect, what it needs for one)
@@ -192,8 +233,12 @@ def check_args(args: Args) -> None:
         "total_epochs": (args.run.total_steps is None, "--total-steps None"),
     }
     refuse_idle(args.run, uses)
-    refuse_idle(args, {"lr_floor": (args.lr_schedule != "constant", "--lr-schedule linear or cosine")})
-    refuse("reference" in args.machine.offload, "--offload reference: sft.py has no reference model")
+    refuse_idle(
+        args, {"lr_floor": (args.lr_schedule != "constant", "--lr-schedule linear or cosine")}
+    )
+    refuse(
+        "reference" in args.machine.offload, "--offload reference: sft.py has no reference model"
+    )
 
 
 def main(args: Args, demo: bool = False) -> None:
@@ -225,7 +270,10 @@ def main(args: Args, demo: bool = False) -> None:
     logger = open_logger(job, args, total_steps, checkpoints)
     say(job.summary)
     millions = sum(p.numel() for p in policy.parameters()) / 1e6
-    say(f"{millions:.1f} M parameters; {len(train_data)} rows, {args.batch_size} a step, {total_steps} steps")
+    say(
+        f"{millions:.1f} M parameters; {len(train_data)} rows, {args.batch_size} a step, "
+        f"{total_steps} steps"
+    )
 
     if start == 0 and args.run.eval_before and eval_data:
         logger.log(0, evaluate(policy, eval_data, eval_rows, args, packer))
@@ -237,15 +285,22 @@ def main(args: Args, demo: bool = False) -> None:
         # 1. data
         with watch("data"):
             episodes = episodes_of(train_data, loader.next(args.batch_size), world)
-            minibatches = packer.minibatches(episodes, TokenIndex(episodes), 1, seed=args.run.seed, step=step)
-        refuse(not minibatches, "--train-data: not one row of this step has a token to learn, see the warnings")
+            minibatches = packer.minibatches(
+                episodes, TokenIndex(episodes), 1, seed=args.run.seed, step=step
+            )
+        refuse(
+            not minibatches,
+            "--train-data: not one row of this step has a token to learn, see the warnings",
+        )
         (minibatch,) = minibatches
 
         # 4. update
         decay = lr_factor(step, total_steps, args.warmup_steps, args.lr_schedule, args.lr_floor)
         lr = args.learning_rate * decay
         with watch("update"):
-            means = packer.attempt(policy, partial(backward, policy, minibatch, world), scale=optimizer.scale)
+            means = packer.attempt(
+                policy, partial(backward, policy, minibatch, world), scale=optimizer.scale
+            )
             means.merge(optimizer.step(lr))
 
         # 5. log
@@ -265,7 +320,8 @@ def main(args: Args, demo: bool = False) -> None:
         metrics |= watch.metrics(world.device)
         stop = stop_requested()  # during the evaluation, too
         logger.log(step + 1, metrics)
-        loss = None if args.save_weights_only else metrics.get("eval/loss")  # of weights alone there is no best
+        # of weights alone there is no best
+        loss = None if args.save_weights_only else metrics.get("eval/loss")
         is_due = stop or checkpoints.due(step + 1, loss)
         if args.save_weights_only and is_due and not last:
             save_weights(policy, job, step + 1, saved_weights)

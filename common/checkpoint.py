@@ -1,13 +1,14 @@
 """Atomic sharded checkpoints (torch.distributed.checkpoint), exact resume, retention.
 
-    checkpoints/step_000100/state/         model and optimizer shards, as safetensors; any number of ranks loads them
-    checkpoints/step_000100/trainer.json   step, data position, loss scale, best metric ...
-    checkpoints/step_000100/manifest.json  size and SHA-256 of each of them, script and model; written last
-    checkpoints/latest, checkpoints/best   names of step folders
+    checkpoints/step_000100/state/         model and optimizer shards, as safetensors; any number of
+    ranks loads them checkpoints/step_000100/trainer.json   step, data position, loss scale, best
+    metric ... checkpoints/step_000100/manifest.json  size and SHA-256 of each of them, script and
+    model; written last checkpoints/latest, checkpoints/best   names of step folders
 
-A folder is written under a temporary name and renamed when it is complete: a kill at any moment leaves the previous
-checkpoint in place. A save that fails (full disk, read-only) is a warning: training goes on. What was changed since is
-refused, before anything is loaded; in none of the files is anything that could be executed.
+A folder is written under a temporary name and renamed when it is complete: a kill at any moment
+leaves the previous checkpoint in place. A save that fails (full disk, read-only) is a warning:
+training goes on. What was changed since is refused, before anything is loaded; in none of the files
+is anything that could be executed.
 """
 
 import errno
@@ -47,8 +48,9 @@ T = TypeVar("T")
 class Checkpoints:
     """The checkpoints of a run: what they hold, where training goes on, which is the best.
 
-    `job.checkpoint` is what to go on from. `optimizers` by the name of their models; `state`, in JSON, by its name in
-    trainer.json, None being left out. The best is the one with the highest metric, or the lowest.
+    `job.checkpoint` is what to go on from. `optimizers` by the name of their models; `state`, in
+    JSON, by its name in trainer.json, None being left out. The best is the one with the highest
+    metric, or the lowest.
     """
 
     def __init__(
@@ -75,8 +77,8 @@ class Checkpoints:
     def resume(self, weights_only: bool = False) -> int:
         """Load what --resume names, or its weights alone; the step that training goes on from.
 
-        All ranks call it, as many as there are now. It takes less memory than training: one model at a time, no
-        gradients, moments on the host.
+        All ranks call it, as many as there are now. It takes less memory than training: one model
+        at a time, no gradients, moments on the host.
         """
         folder = self.job.checkpoint
         if folder is None:
@@ -84,12 +86,17 @@ class Checkpoints:
         try:
             on_all_ranks(self._load_models, folder, weights_only)
         except CheckpointError as error:
-            raise SystemExit(f"{folder} cannot be loaded ({shorten(str(error), 100)}): {BEGIN_ANEW}") from error
+            raise SystemExit(
+                f"{folder} cannot be loaded ({shorten(str(error), 100)}): {BEGIN_ANEW}"
+            ) from error
         saved = read_record(folder)
         self.start = saved["step"]
         best_step = saved.get("best_step", "")
-        with user_errors(f"{folder} cannot be loaded ({BEGIN_ANEW}): its trainer.json does not fit", DAMAGE):
-            if self.own and (self.folder / best_step).is_dir():  # another run's may be of other rows
+        with user_errors(
+            f"{folder} cannot be loaded ({BEGIN_ANEW}): its trainer.json does not fit", DAMAGE
+        ):
+            # another run's may be of other rows
+            if self.own and (self.folder / best_step).is_dir():
                 self.best = float(saved["best"])
                 self.best_step = best_step
             for name, adamw in self.optimizers.items():
@@ -107,7 +114,8 @@ class Checkpoints:
             load_shards(saved_tensors(name, adamw.model, optimizer), folder)
 
     def due(self, step: int, metric: float | None) -> bool:
-        """Every --save-every steps, or at the end of an epoch; and where an evaluation is the best so far."""
+        """Every --save-every steps, or at the end of an epoch; and where an evaluation is the best
+        so far."""
         every = self.job.run.save_every
         if every == 0:
             return False
@@ -123,7 +131,8 @@ class Checkpoints:
         return metric is not None and self.is_better(metric, self.best)
 
     def save(self, step: int, metric: float | None) -> bool:
-        """Write `step_NNNNNN`, and drop all but the newest and the best; `metric` is None if it was not evaluated.
+        """Write `step_NNNNNN`, and drop all but the newest and the best; `metric` is None if it was
+        not evaluated.
 
         All ranks call it together. False, after a warning, if the disk refused.
         """
@@ -140,7 +149,9 @@ class Checkpoints:
             "micro_batch_tokens": self.job.micro_batch_tokens,
             "best": best,
             "best_step": best_step,
-            "loss_scale": {name: adamw.loss_scale.state_dict() for name, adamw in self.optimizers.items()},
+            "loss_scale": {
+                name: adamw.loss_scale.state_dict() for name, adamw in self.optimizers.items()
+            },
         }
         for key, part in self.state.items():
             record[key] = part.state_dict()
@@ -186,7 +197,9 @@ class Checkpoints:
             files.append(trainer)
         return {str(file.relative_to(temporary)): digest(file) for file in files}
 
-    def _publish(self, temporary: Path, name: str, best_step: str, digests_of_ranks: list[dict]) -> None:
+    def _publish(
+        self, temporary: Path, name: str, best_step: str, digests_of_ranks: list[dict]
+    ) -> None:
         """Write the manifest, then give the folder its name, and point to it."""
         if not self.world.is_main:
             return
@@ -196,7 +209,8 @@ class Checkpoints:
         manifest = {**self.job.identity, "world_size": self.world.size, "files": files}
         replace_text(temporary / MANIFEST, json.dumps(manifest, indent=1))
         if (self.folder / name).exists():  # the same step again, after a resume from an earlier one
-            os.replace(self.folder / name, self.folder / f"tmp_old_{name}")  # which the next save removes
+            # which the next save removes
+            os.replace(self.folder / name, self.folder / f"tmp_old_{name}")
         os.replace(temporary, self.folder / name)
         if best_step:  # each time: an abandoned branch may have had another
             replace_text(self.folder / "best", best_step)
@@ -204,11 +218,15 @@ class Checkpoints:
         _prune(self.folder, self.job.run.keep_checkpoints)
 
     def size(self) -> int:
-        """Bytes of a checkpoint: weights, and two moments of each trained parameter, as they are in memory."""
+        """Bytes of a checkpoint: weights, and two moments of each trained parameter, as they are in
+        memory."""
         size = 0
         for model in (adamw.model for adamw in self.optimizers.values()):
             frozen = int(not any(adapters(model)))
-            size += sum((3 if p.requires_grad else frozen) * p.numel() * p.element_size() for p in model.parameters())
+            size += sum(
+                (3 if p.requires_grad else frozen) * p.numel() * p.element_size()
+                for p in model.parameters()
+            )
         return size
 
     def warn_if_large(self) -> None:
@@ -216,13 +234,18 @@ class Checkpoints:
         kept = self.job.run.keep_checkpoints + 2  # the best, and the one being written
         needed, free = kept * self.size(), free_bytes(self.folder)
         if free < needed:
-            sizes = f"{needed / 1e9:.2f} GB of the {free / 1e9:.2f} GB that are free in {self.job.output_dir}"
+            sizes = (
+                f"{needed / 1e9:.2f} GB of the {free / 1e9:.2f} GB that are free in "
+                f"{self.job.output_dir}"
+            )
             say(f"warning: checkpoints will take up to {sizes}: lower --keep-checkpoints")
 
 
 def free_bytes(folder: Path) -> int:
     """Free space where `folder` is, or will be."""
-    return shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.exists())).free
+    return shutil.disk_usage(
+        next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    ).free
 
 
 class CheckpointError(Exception):
@@ -230,7 +253,8 @@ class CheckpointError(Exception):
 
 
 def on_all_ranks(function: Callable[..., T], *arguments) -> T:
-    """function(...) on this rank; CheckpointError on all of them if it fails on one. All ranks call it together."""
+    """function(...) on this rank; CheckpointError on all of them if it fails on one. All ranks call
+    it together."""
     result = None
     problem = ""
     try:
@@ -261,10 +285,23 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def _prune(folder: Path, keep: int) -> None:
-    named = {p.name: p.read_text("latin-1").strip() for p in (folder / "best", folder / "latest") if p.is_file()}
-    steps = [path for path in folder.glob("step_*") if STEP_NAME.fullmatch(path.name) and path.is_dir()]
-    # By age, since higher numbers may belong to an abandoned run; what could not be removed altogether comes first.
-    steps.sort(key=lambda path: (path.name == named.get("latest"), (path / MANIFEST).is_file(), path.stat().st_mtime))
+    named = {
+        p.name: p.read_text("latin-1").strip()
+        for p in (folder / "best", folder / "latest")
+        if p.is_file()
+    }
+    steps = [
+        path for path in folder.glob("step_*") if STEP_NAME.fullmatch(path.name) and path.is_dir()
+    ]
+    # By age, since higher numbers may belong to an abandoned run; what could not be removed
+    # altogether comes first.
+    steps.sort(
+        key=lambda path: (
+            path.name == named.get("latest"),
+            (path / MANIFEST).is_file(),
+            path.stat().st_mtime,
+        )
+    )
     for path in steps[: -max(keep, 1)]:
         if path.name != named.get("best"):
             with suppress(OSError):  # the next save tries again; what a user has put there keeps it

@@ -1,4 +1,5 @@
-"""torchrun process group, sharding by FSDP2, reductions; how a script begins and ends on every rank."""
+"""torchrun process group, sharding by FSDP2, reductions; how a script begins and ends on every
+rank."""
 
 import gc
 import os
@@ -29,8 +30,10 @@ from common.rendezvous import connect, find_interface, meet
 from common.torch_repair import Later
 
 fsdp = Later("torch.distributed.fsdp")
-LOST = ("Connection closed by peer", "Connection reset by peer", "remote process exited")  # gloo's words, and NCCL's
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)  # SIGUSR1 is Slurm's usual one
+# gloo's words, and NCCL's
+LOST = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
+# SIGUSR1 is Slurm's usual one
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
 received: list[int] = []  # those that have come; an Event's lock may be held where a handler runs
 stopping = threading.Event()  # one has come to some rank, and all have agreed to end
 
@@ -50,21 +53,32 @@ class World:
 
 
 def init_world(stall_minutes: float = 30.0) -> World:
-    """Join torchrun's process group (nccl on GPUs, gloo on CPUs); a plain `python script.py` is a group of one.
+    """Join torchrun's process group (nccl on GPUs, gloo on CPUs); a plain `python script.py` is a
+    group of one.
 
-    From its start on a rank ends with any other that fails, and with its torchrun; one that shows no `sign_of_life`
+    From its start on a rank ends with any other that fails, and with its torchrun; one that shows
+    no `sign_of_life`
     for `stall_minutes` prints its stacks and ends the run.
     """
     refuse_lone_ranks()
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         os.environ.setdefault(name, value)
-    rank, size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    rank, size, local_rank = (
+        int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    )
     if torch.cuda.is_available():
-        gpus, ranks = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
-        refuse(ranks > gpus, f"{ranks} ranks, but {gpus} GPUs on this machine: torchrun --nproc_per_node {gpus}")
+        gpus, ranks = (
+            torch.cuda.device_count(),
+            int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1)),
+        )
+        refuse(
+            ranks > gpus,
+            f"{ranks} ranks, but {gpus} GPUs on this machine: torchrun --nproc_per_node {gpus}",
+        )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-        backend = "cpu:gloo,cuda:nccl"  # gloo: objects and CPU tensors (checkpoints, metrics) do not touch the GPU
+        # gloo: objects and CPU tensors (checkpoints, metrics) do not touch the GPU
+        backend = "cpu:gloo,cuda:nccl"
     else:
         device, backend = torch.device("cpu"), "gloo"
         keep_freed_memory()
@@ -84,7 +98,8 @@ def init_world(stall_minutes: float = 30.0) -> World:
 
 
 def limit_threads() -> None:
-    """As many threads as CPUs, unless the user has said otherwise: torch counts those that a container may not use."""
+    """As many threads as CPUs, unless the user has said otherwise: torch counts those that a
+    container may not use."""
     cpus = cpus_of_rank()
     if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > cpus:
         torch.set_num_threads(cpus)
@@ -92,10 +107,11 @@ def limit_threads() -> None:
 
 
 def handle_signals() -> None:
-    """On one of STOP_SIGNALS `stop_requested` becomes true: the script ends its step, saves, and exits. A second
-    Ctrl-C ends it at once, which torchrun passes on as a SIGTERM."""
+    """On one of STOP_SIGNALS `stop_requested` becomes true: the script ends its step, saves, and
+    exits. A second Ctrl-C ends it at once, which torchrun passes on as a SIGTERM."""
     for number in STOP_SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it, and what a shell starts with &
+        # as nohup has it, and what a shell starts with &
+        if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _ask_to_stop)
 
 
@@ -111,7 +127,8 @@ def _ask_to_stop(number: int, _frame: object) -> None:
 
 
 def stop_requested() -> int:
-    """The exit code to end with, if a signal has asked any rank to end; 0: go on. All ranks must ask together."""
+    """The exit code to end with, if a signal has asked any rank to end; 0: go on. All ranks must
+    ask together."""
     status = 0
     if received:
         status = 128 + (signal.SIGINT if signal.SIGINT in received else signal.SIGTERM)
@@ -122,23 +139,30 @@ def stop_requested() -> int:
 
 
 def run(main: Callable, *args: object) -> None:
-    """Run a script's `main` and leave by `os._exit`: a rank that waits in destructors keeps the others waiting."""
+    """Run a script's `main` and leave by `os._exit`: a rank that waits in destructors keeps the
+    others waiting."""
     guard_output()
-    gc.set_threshold(50_000)  # objects: at 700 a tenth of the start is spent on looking through what is imported
+    # objects: at 700 a tenth of the start is spent on looking through what is imported
+    gc.set_threshold(50_000)
     try:
         status = _outcome(main, *args)
     except KeyboardInterrupt:
         ending.fail(ending.INTERRUPTED)
         if os.environ.get("RANK", "0") == "0":
             step, checkpoint = (ending.reached.get(name) for name in ("step", "checkpoint"))
-            where = f" at step {step}; last checkpoint: {checkpoint or 'none'}" if ending.reached else ""
+            where = (
+                f" at step {step}; last checkpoint: {checkpoint or 'none'}"
+                if ending.reached
+                else ""
+            )
             print(f"{ending.INTERRUPTED}{where}", file=sys.stderr, flush=True)
         status = 130
     ending.leave(status)
 
 
 def _outcome(main: Callable, *args: object) -> int:
-    """The exit code. Ctrl-C may come anywhere in here, also while another rank's end raises an exception."""
+    """The exit code. Ctrl-C may come anywhere in here, also while another rank's end raises an
+    exception."""
     try:
         main(*args)
         barrier()
@@ -149,44 +173,65 @@ def _outcome(main: Callable, *args: object) -> int:
     except Exception as error:
         rank, advice = f"[rank {os.environ.get('RANK', '0')}]", ""
         # of ours: users' own files raise ValueErrors
-        if isinstance(error, ImportError) or any(word in str(error) for word in ("shared object", "torchvision::")):
-            advice = ". Install what requirements.txt (-cpu, -v100) pins; python -m common.doctor says what works"
+        if isinstance(error, ImportError) or any(
+            word in str(error) for word in ("shared object", "torchvision::")
+        ):
+            advice = (
+                ". Install what requirements.txt (-cpu, -v100) pins; python -m "
+                "common.doctor says what works"
+            )
         several = isinstance(error, RuntimeError) and world_size() > 1
         if several and any(words in str(error) for words in LOST) and not ending.heard():
             advice = (
-                ". A rank is gone: one that was killed (signal 9) has most often run out of memory: docs/trouble.md"
+                ". A rank is gone: one that was killed (signal 9) has most often run out "
+                "of memory: docs/trouble.md"
             )
         line = f"{rank} {type(error).__name__}: {error}{advice}"
         ending.fail(line, f"{rank} failed:\n{traceback.format_exc()}{line}")
         if several:
-            time.sleep(ending.GRACE_S)  # it may come from another's death, and torchrun should see who was first
+            # it may come from another's death, and torchrun should see who was first
+            time.sleep(ending.GRACE_S)
         return 1
     return 0
 
 
 def make_mesh(world: World, strategy: str, shard_size: int | None = None) -> DeviceMesh:
-    """Which ranks share a copy of a model (axis "shard"): all; `shard_size` consecutive ones (HSDP); with "ddp" none.
+    """Which ranks share a copy of a model (axis "shard"): all; `shard_size` consecutive ones
+    (HSDP); with "ddp" none.
 
-    SystemExit if sums over an axis are wrong: there are builds of libraries that do nothing, and say nothing.
+    SystemExit if sums over an axis are wrong: there are builds of libraries that do nothing, and
+    say nothing.
     """
     shard_size = 1 if strategy == "ddp" else shard_size or world.size
     replicas = {"replicate": world.size // shard_size} if shard_size < world.size else {}
     axes = replicas | {"shard": shard_size}
     mesh = init_device_mesh(world.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     for group in mesh.get_all_groups():
-        ranks, sums = dist.get_process_group_ranks(group), torch.tensor([1.0, world.rank], device=world.device)
+        ranks, sums = (
+            dist.get_process_group_ranks(group),
+            torch.tensor([1.0, world.rank], device=world.device),
+        )
         dist.all_reduce(sums, group=group)
-        found = f"an all-reduce over ranks {ranks} gives {sums.tolist()}, not {[len(ranks), sum(ranks)]}"
-        refuse(sums.tolist() != [len(ranks), sum(ranks)], f"{found}: these libraries or drivers cannot train")
+        found = (
+            f"an all-reduce over ranks {ranks} gives {sums.tolist()}, not "
+            f"{[len(ranks), sum(ranks)]}"
+        )
+        refuse(
+            sums.tolist() != [len(ranks), sum(ranks)],
+            f"{found}: these libraries or drivers cannot train",
+        )
     return mesh
 
 
-def wrap_model(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype, whole: bool = False) -> nn.Module:
+def wrap_model(
+    model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype, whole: bool = False
+) -> nn.Module:
     """Shard `model` (FSDP2), whose float32 parameters stay the master weights, as the mesh says.
 
-    Each of `repeated_blocks` is a unit; the root holds the embeddings, the last norm and the head. FSDP2 computes with
-    parameters cast to `compute_dtype` and reduces gradients in float32. A model on the meta device gets its weights
-    later, in shards. `whole` leaves a critic's head as it is on each rank, like adapters: `average_gradients`.
+    Each of `repeated_blocks` is a unit; the root holds the embeddings, the last norm and the head.
+    FSDP2 computes with parameters cast to `compute_dtype` and reduces gradients in float32. A model
+    on the meta device gets its weights later, in shards. `whole` leaves a critic's head as it is on
+    each rank, like adapters: `average_gradients`.
     """
     policy = fsdp.MixedPrecisionPolicy()
     if compute_dtype != next(model.parameters()).dtype:
@@ -202,13 +247,19 @@ def wrap_model(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype, w
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """The layers of what is not sharded yet, by what transformers knows of the models in it."""
-    names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    names = {
+        name
+        for module in model.modules()
+        for name in getattr(module, "_no_split_modules", None) or ()
+    }
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def average_gradients(model: nn.Module) -> None:
     """Over all ranks, of what FSDP2 was told to leave whole."""
-    gradients = [p.grad for p in model.parameters() if p.grad is not None and not hasattr(p, "full_tensor")]
+    gradients = [
+        p.grad for p in model.parameters() if p.grad is not None and not hasattr(p, "full_tensor")
+    ]
     if isinstance(model, fsdp.FSDPModule) and gradients:
         flat = parameters_to_vector(gradients)
         dist.all_reduce(flat)
@@ -221,31 +272,41 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def reshard(model: nn.Module) -> None:
-    """FSDP2's root stays gathered after a forward; its parameters are DTensors again only after this."""
+    """FSDP2's root stays gathered after a forward; its parameters are DTensors again only after
+    this."""
     for module in model.modules():
         if isinstance(module, fsdp.FSDPModule):
             module.reshard()
 
 
 def abandon_backward(model: nn.Module) -> None:
-    """After an exception inside a forward or backward, on one rank: no gradients, as if none had been under way."""
+    """After an exception inside a forward or backward, on one rank: no gradients, as if none had
+    been under way."""
     model.zero_grad()  # of gathered parameters
-    if root := next((module for module in model.modules() if isinstance(module, fsdp.FSDPModule)), None):
-        refuse(not hasattr(root, "reset_iter_state"), "torch below 2.13 repeats no step: the same command goes on")
+    if root := next(
+        (module for module in model.modules() if isinstance(module, fsdp.FSDPModule)), None
+    ):
+        refuse(
+            not hasattr(root, "reset_iter_state"),
+            "torch below 2.13 repeats no step: the same command goes on",
+        )
         root.reset_iter_state()
     model.zero_grad()  # of shards
 
 
 @contextmanager
 def forward_context(model: nn.Module, last: bool = True) -> Iterator[None]:
-    """Around one forward and backward: copies of a model reduce their gradients only at the `last` micro-batch.
+    """Around one forward and backward: copies of a model reduce their gradients only at the `last`
+    micro-batch.
 
-    Without gradients a forward leaves nothing gathered behind: the head of a reference model is large.
+    Without gradients a forward leaves nothing gathered behind: the head of a reference model is
+    large.
     """
     sign_of_life()
     if isinstance(model, fsdp.FSDPModule):
         model.set_requires_all_reduce(last)
-        if world_size() == 1 and not torch.cuda.is_available():  # where casting the weights is dear: once a step
+        # where casting the weights is dear: once a step
+        if world_size() == 1 and not torch.cuda.is_available():
             model.set_reshard_after_forward(False)
             model.set_reshard_after_backward(last)
     yield
@@ -272,7 +333,8 @@ def all_reduce(values: list[float] | torch.Tensor, op: str = "sum") -> list[floa
 
 def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> list:
     """`value` of every rank (of the group), in rank order, on every rank."""
-    if world_size() == 1:  # gloo's threads would compute, too, and OpenMP's wait for all: half as fast, from then on
+    # gloo's threads would compute, too, and OpenMP's wait for all: half as fast, from then on
+    if world_size() == 1:
         return [value]
     gathered: list = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group)
@@ -280,15 +342,22 @@ def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> lis
 
 
 def check_same(world: World, facts: dict[str, str]) -> None:
-    """SystemExit, on all ranks, with what differs between machines; the first rank of each tells its facts."""
+    """SystemExit, on all ranks, with what differs between machines; the first rank of each tells
+    its facts."""
     host = f"{socket.gethostname()} by {os.environ.get('GLOO_SOCKET_IFNAME')}"
-    (first, expected), *others = filter(None, gather_objects((host, facts) if world.local_rank == 0 else None))
+    (first, expected), *others = filter(
+        None, gather_objects((host, facts) if world.local_rank == 0 else None)
+    )
     if others:
         say(f"{1 + len(others)} machines: {first}, {', '.join(other for other, _ in others)}")
     for other, theirs in others:
         names = [name for name in expected | theirs if expected.get(name) != theirs.get(name)]
         told = "; ".join(f"{name}: {expected.get(name)}, {theirs.get(name)}" for name in names[:5])
-        refuse(bool(names), f"{first} and {other} need the same code, flags, files and versions, and differ in {told}")
+        refuse(
+            bool(names),
+            f"{first} and {other} need the same code, flags, files and versions, and differ "
+            f"in {told}",
+        )
 
 
 def broadcast_object(value: object, group: dist.ProcessGroup | None = None) -> object:

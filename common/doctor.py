@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]  # nothing of ours is imported: it may be what does not work
+# nothing of ours is imported: it may be what does not work
+ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 50  # for an answer
 ASKED = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 
@@ -34,8 +35,13 @@ def asked(program: str, remedy: str = "") -> str:
     command = [sys.executable, "-c", program]
     failed = ""
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace", timeout=SECONDS)
-        *_, last = ["no word", *filter(str.strip, (done.stderr if done.returncode else done.stdout).splitlines())]
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, errors="replace", timeout=SECONDS
+        )
+        *_, last = [
+            "no word",
+            *filter(str.strip, (done.stderr if done.returncode else done.stdout).splitlines()),
+        ]
         failed = f" (exit code {done.returncode}) {remedy}" if done.returncode else ""
     except subprocess.TimeoutExpired:
         last = f"no answer within {SECONDS} s (is the machine busy?) {remedy}"

@@ -1,8 +1,9 @@
-"""How the ranks of a run end together: what the first that fails says is printed at once, and ends the others.
+"""How the ranks of a run end together: what the first that fails says is printed at once, and ends
+the others.
 
-torchrun ends the ranks of a machine when one of them has ended. On another machine a thread hears of it: a rank that
-samples or scores is in no collective that could fail. What moves no more, or waits for a dead network, is ended by
-the timer of faulthandler, which needs neither.
+torchrun ends the ranks of a machine when one of them has ended. On another machine a thread hears
+of it: a rank that samples or scores is in no collective that could fail. What moves no more, or
+waits for a dead network, is ended by the timer of faulthandler, which needs neither.
 """
 
 import faulthandler
@@ -26,14 +27,16 @@ GRACE_S = 3  # in which the first that failed speaks, and torchrun sees which it
 INTERRUPTED = "interrupted"
 
 at_end = ExitStack()  # closed where the run ends, however it does
-reached: dict[str, object] = {}  # {"step": 3, "checkpoint": folder}, for who presses Ctrl-C; at the end the "status"
+# {"step": 3, "checkpoint": folder}, for who presses Ctrl-C; at the end the "status"
+reached: dict[str, object] = {}
 _leaving = threading.Lock()
 _store: "Store | None" = None  # of the group, through a connection of its own
 _stall_s = 0.0  # 0: nothing is watched
 
 
 def watch(store: "Store | None", stall_minutes: float) -> None:
-    """From now on this rank ends with any other that fails, and when it shows no sign of life for so long.
+    """From now on this rank ends with any other that fails, and when it shows no sign of life for
+    so long.
 
     store: what the ranks share; None for a group of one.
     """
@@ -44,9 +47,11 @@ def watch(store: "Store | None", stall_minutes: float) -> None:
 
 
 def sign_of_life() -> None:
-    """Wind the timer up again. When it runs out it prints the stacks of all threads, and ends the process."""
+    """Wind the timer up again. When it runs out it prints the stacks of all threads, and ends the
+    process."""
     if _stall_s:
-        faulthandler.dump_traceback_later(_stall_s, file=2, exit=True)  # sys.stderr may have been replaced
+        # sys.stderr may have been replaced
+        faulthandler.dump_traceback_later(_stall_s, file=2, exit=True)
 
 
 def listen() -> None:
@@ -70,10 +75,11 @@ def heard() -> str:
 
 
 def fail(line: str, details: str = "") -> None:
-    """Tell the other ranks and the user. Who is not the first to fail lets the first speak, and adds a line if that
-    differs."""
+    """Tell the other ranks and the user. Who is not the first to fail lets the first speak, and
+    adds a line if that differs."""
     first = os.environ.get("LOCAL_RANK", "0") == "0"
-    unheard = threading.Timer(5 * GRACE_S, lambda: (last_words(line, details), os._exit(1)))  # the network is dead
+    # the network is dead
+    unheard = threading.Timer(5 * GRACE_S, lambda: (last_words(line, details), os._exit(1)))
     unheard.start()
     with suppress(RuntimeError):
         if _store and (first := _store.add("failures", 1) == 1):
@@ -97,7 +103,8 @@ def last_words(line: str, details: str = "") -> None:
 
 
 def leave(status: int, words: str = "") -> NoReturn:
-    """The end of this process, by the first thread that comes here; what was opened last is closed first."""
+    """The end of this process, by the first thread that comes here; what was opened last is closed
+    first."""
     _leaving.acquire()
     if words:
         last_words(words)
@@ -114,7 +121,8 @@ def leave(status: int, words: str = "") -> NoReturn:
 
 @contextmanager
 def said_once() -> Iterator[None]:
-    """Around what prints, and ends, on every rank alike: on a machine the first does, the others are quiet."""
+    """Around what prints, and ends, on every rank alike: on a machine the first does, the others
+    are quiet."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         yield
         return

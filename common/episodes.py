@@ -1,4 +1,5 @@
-"""Sampling trajectories of one or several turns with an engine: token ids in, token ids out. Their statistics."""
+"""Sampling trajectories of one or several turns with an engine: token ids in, token ids out. Their
+statistics."""
 
 import hashlib
 import json
@@ -17,7 +18,8 @@ Watch = Callable[[str], AbstractContextManager]  # what happens in `with watch(N
 
 
 def is_continued(prompt: Prompt) -> bool:
-    """Does it end in words of the assistant, which the model goes on with? Behind a call it begins a new turn."""
+    """Does it end in words of the assistant, which the model goes on with? Behind a call it begins
+    a new turn."""
     if isinstance(prompt, str):
         return False
     last = prompt[-1]
@@ -25,7 +27,8 @@ def is_continued(prompt: Prompt) -> bool:
 
 
 def with_replies(prompt: list[dict], replies: list[dict]) -> list[dict]:
-    """The messages of a conversation, from the assistant's first reply on, which may go on with the prompt's last."""
+    """The messages of a conversation, from the assistant's first reply on, which may go on with the
+    prompt's last."""
     if not is_continued(prompt) or not replies:
         return [*prompt, *replies]
     begun, first = prompt[-1], replies[0]
@@ -36,16 +39,21 @@ def with_replies(prompt: list[dict], replies: list[dict]) -> list[dict]:
 class Row:
     """A prompt of a data set, as the engine is given it, and what its reward function is given."""
 
-    index: int  # position in the concatenated files, whatever was dropped: the prompt's identity for seeds
+    # position in the concatenated files, whatever was dropped: the prompt's identity for seeds
+    index: int
     data_source: str
     prompt: Prompt
     ground_truth: Any
     extra_info: dict
     prompt_ids: list[int]
-    media: list[Media] = field(default_factory=list)  # in the order of their placeholders in prompt_ids
-    tools: dict[str, dict] = field(default_factory=dict)  # on offer: name -> keyword arguments of the row's own
-    answer_kwargs: dict | None = None  # what it gives to a function that answers; None: that has nothing to say to it
-    environment: dict | None = None  # columns, for `reset` of an environment; None: this row has none
+    # in the order of their placeholders in prompt_ids
+    media: list[Media] = field(default_factory=list)
+    # on offer: name -> keyword arguments of the row's own
+    tools: dict[str, dict] = field(default_factory=dict)
+    # what it gives to a function that answers; None: that has nothing to say to it
+    answer_kwargs: dict | None = None
+    # columns, for `reset` of an environment; None: this row has none
+    environment: dict | None = None
     messages: Prompt = ""  # what prompt_ids were made of, by the chat template
     problem: str = ""  # why a picture could not be read; prompt_ids are empty then
 
@@ -53,29 +61,40 @@ class Row:
     def truth(self) -> str:
         """The ground truth as a text."""
         known = self.ground_truth
-        text = known if isinstance(known, str) else json.dumps(known, ensure_ascii=False, default=str)
+        text = (
+            known if isinstance(known, str) else json.dumps(known, ensure_ascii=False, default=str)
+        )
         return text.encode(errors="replace").decode()
 
 
 @dataclass(slots=True)
 class Episode:
-    """One trajectory. Trained on is exactly `response_ids` where `loss_mask` is 1; text is never re-encoded."""
+    """One trajectory. Trained on is exactly `response_ids` where `loss_mask` is 1; text is never
+    re-encoded."""
 
-    prompt_index: int  # place in the step's global batch, or Row.index: episodes that share it share `prompt_ids`
+    # place in the step's global batch, or Row.index: episodes that share it share `prompt_ids`
+    prompt_index: int
     sample_index: int  # which of the prompt's samples
     prompt_ids: list[int]
-    response_ids: list[int]  # all that follows the prompt: sampled tokens and, with tools, observations
-    loss_mask: list[int]  # 1 = sampled by the policy (the end-of-turn token too), 0 = observation or template
+    # all that follows the prompt: sampled tokens and, with tools, observations
+    response_ids: list[int]
+    # 1 = sampled by the policy (the end-of-turn token too), 0 = observation or template
+    loss_mask: list[int]
     logprobs: list[float]  # the engine's, at the sampling temperature; 0.0 where loss_mask is 0
     finish_reason: str = ""  # one of FINISH_REASONS
-    rewards: dict[str, float | str] = field(default_factory=dict)  # components; "score" is what is trained on
-    media: list[Media] = field(default_factory=list)  # in the order of their placeholders: the prompt's, then others
+    # components; "score" is what is trained on
+    rewards: dict[str, float | str] = field(default_factory=dict)
+    # in the order of their placeholders: the prompt's, then others
+    media: list[Media] = field(default_factory=list)
     turns: int = 0  # sampled so far
-    calls: list[dict] = field(default_factory=list)  # of tools: turn, name, arguments, text, error, info; media added
-    messages: list[dict] = field(default_factory=list)  # with tools: the turns and what answered them, as a chat
+    # of tools: turn, name, arguments, text, error, info; media added
+    calls: list[dict] = field(default_factory=list)
+    # with tools: the turns and what answered them, as a chat
+    messages: list[dict] = field(default_factory=list)
     opening: str = ""  # what an environment's `reset` has said, at the end of the prompt
     environment_reward: float | None = None
-    turn_rewards: list[tuple[int, float]] = field(default_factory=list)  # an environment's: tokens sampled by then, it
+    # an environment's: tokens sampled by then, it
+    turn_rewards: list[tuple[int, float]] = field(default_factory=list)
     model_reward: float | None = None  # of --reward-model
     row: int | None = None  # `Row.index` of its prompt
     truth: str = ""  # its ground truth: a text, or JSON
@@ -101,7 +120,8 @@ FINISH_REASONS = {
 
 
 def request_seed(seed: int, step: int, prompt_index: int, turn: int = 0) -> int:
-    """31 bits from (run seed, step, prompt, turn), the same on any number of ranks; plus the sample index."""
+    """31 bits from (run seed, step, prompt, turn), the same on any number of ranks; plus the sample
+    index."""
     text = f"{seed}/{step}/{prompt_index}" + (f"/{turn}" if turn else "")
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") >> 1
 
@@ -117,13 +137,25 @@ def sample_episodes(
     turns=None,
     watch: Watch = nullcontext,
 ) -> list[Episode]:
-    """`sampling.n` episodes of each prompt index, prompt by prompt; `sampling.max_tokens` is for all after a prompt.
+    """`sampling.n` episodes of each prompt index, prompt by prompt; `sampling.max_tokens` is for
+    all after a prompt.
 
-    Without `turns` an episode is one answer. With it requests proceed on their own: while tools run in their workers,
-    the engine samples for the others; `watch` counts what it and, when it has nothing to do, the tools take.
+    Without `turns` an episode is one answer. With it requests proceed on their own: while tools run
+    in their workers, the engine samples for the others; `watch` counts what it and, when it has
+    nothing to do, the tools take.
     """
     episodes = [
-        Episode(index, j, row.prompt_ids, [], [], [], media=list(row.media), row=row.index, truth=row.truth)
+        Episode(
+            index,
+            j,
+            row.prompt_ids,
+            [],
+            [],
+            [],
+            media=list(row.media),
+            row=row.index,
+            truth=row.truth,
+        )
         for index, row in prompts.items()
         for j in range(sampling.n)
     ]
@@ -138,10 +170,21 @@ def sample_episodes(
         room = min(sampling.max_tokens - len(e.response_ids), turn_tokens or sampling.max_tokens)
         turn_seed = request_seed(seed, step, e.prompt_index, e.turns) + e.sample_index
         limited = replace(sampling, n=n, max_tokens=room)
-        engine.submit(Request(key, e.prompt_ids + e.response_ids, limited, turn_seed, weights_step, e.media))
+        engine.submit(
+            Request(key, e.prompt_ids + e.response_ids, limited, turn_seed, weights_step, e.media)
+        )
 
     if turns is not None:
-        turns.sample(engine, episodes, prompts, sampling.max_tokens, submit, progress, watch, seed=f"{seed}/{step}")
+        turns.sample(
+            engine,
+            episodes,
+            prompts,
+            sampling.max_tokens,
+            submit,
+            progress,
+            watch,
+            seed=f"{seed}/{step}",
+        )
         return episodes
     for key in readable[:: sampling.n]:  # one request for a group
         submit(key, sampling.n)
@@ -174,7 +217,9 @@ def by_prompt(episodes: list[Episode]) -> dict[int, list[Episode]]:
 
 
 def prompts_of_all_ranks(episodes: list[Episode]) -> list[int]:
-    return sorted({prompt for part in gather_objects([e.prompt_index for e in episodes]) for prompt in part})
+    return sorted(
+        {prompt for part in gather_objects([e.prompt_index for e in episodes]) for prompt in part}
+    )
 
 
 def unequal_groups(episodes: list[Episode]) -> list[Episode]:

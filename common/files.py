@@ -1,4 +1,5 @@
-"""Files and messages, without torch: atomic writes, values as JSON, the lock of a run folder, user errors."""
+"""Files and messages, without torch: atomic writes, values as JSON, the lock of a run folder, user
+errors."""
 
 import os
 import sys
@@ -17,14 +18,24 @@ from common.progress import say
 
 LEASE_S, HEARTBEAT_S = 60.0, 2.0
 # what libraries run into in damaged files
-DAMAGE = (ValueError, OSError, SafetensorError, LookupError, TypeError, AttributeError, RecursionError)
+DAMAGE = (
+    ValueError,
+    OSError,
+    SafetensorError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+)
 jsonable = partial(to_jsonable_python, inf_nan_mode="null", fallback=float)  # paths become strings
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """write(temporary path), then rename it: a reader sees the old file or the new one, and no half one stays."""
+    """write(temporary path), then rename it: a reader sees the old file or the new one, and no half
+    one stays."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.unlink(missing_ok=True)  # of a killed process; a link would be written through, a pipe waited for
+    # of a killed process; a link would be written through, a pipe waited for
+    temporary.unlink(missing_ok=True)
     try:
         write(temporary)
         with temporary.open() as file:
@@ -35,7 +46,8 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def shorten(text: str, limit: int) -> str:
-    """At most `limit` characters, cut in the middle; control characters would garble the terminal."""
+    """At most `limit` characters, cut in the middle; control characters would garble the
+    terminal."""
     if len(text) > limit:
         left_out = f" …[{len(text) - 2 * (limit // 2)} characters]… "
         text = text[: limit // 2] + left_out + text[-(limit // 2) :]
@@ -43,8 +55,11 @@ def shorten(text: str, limit: int) -> str:
 
 
 @contextmanager
-def user_errors(told: str = "error", kinds=(ValueError, OSError, SafetensorError)) -> Iterator[None]:
-    """What the user can put right (a file, a flag) ends the run with its message alone, not with a trace per rank."""
+def user_errors(
+    told: str = "error", kinds=(ValueError, OSError, SafetensorError)
+) -> Iterator[None]:
+    """What the user can put right (a file, a flag) ends the run with its message alone, not with a
+    trace per rank."""
     try:
         yield
     except kinds as error:
@@ -65,8 +80,13 @@ def memory_advice(phase: str) -> Iterator[None]:
             raise
         remedy = "lower --engine-memory, or give it more memory"
         if memory == "GPU memory":
-            remedy = "lower --engine-memory, add --offload optimizer (of a KL the reference, too), or use more GPUs"
-        raise SystemExit(f"out of {memory} in {phase}: {remedy}; then the same command goes on") from error
+            remedy = (
+                "lower --engine-memory, add --offload optimizer (of a KL the reference, "
+                "too), or use more GPUs"
+            )
+        raise SystemExit(
+            f"out of {memory} in {phase}: {remedy}; then the same command goes on"
+        ) from error
 
 
 def refuse(wrong: bool, message: str) -> None:
@@ -74,11 +94,15 @@ def refuse(wrong: bool, message: str) -> None:
         raise SystemExit(message)
 
 
-def lock_folder(folder: Path, lost: Callable[[LeaseCompromise], None] | None = None) -> SoftFileLease:
-    """FOLDER/lock: who writes into a run folder (flock is not to be trusted on network file systems).
+def lock_folder(
+    folder: Path, lost: Callable[[LeaseCompromise], None] | None = None
+) -> SoftFileLease:
+    """FOLDER/lock: who writes into a run folder (flock is not to be trusted on network file
+    systems).
 
-    SystemExit if the heart of another run beats there. One left behind is taken over: on this machine at once when its
-    process is gone, else after a minute without a heartbeat. `lost` is called when that happens to this one.
+    SystemExit if the heart of another run beats there. One left behind is taken over: on this
+    machine at once when its process is gone, else after a minute without a heartbeat. `lost` is
+    called when that happens to this one.
     """
     path = folder / "lock"
     options = {"lease_duration": LEASE_S, "heartbeat_interval": HEARTBEAT_S, "on_compromise": lost}
@@ -90,11 +114,18 @@ def lock_folder(folder: Path, lost: Callable[[LeaseCompromise], None] | None = N
         if owner:
             told = f"process {owner.pid} on {owner.hostname} writes there; end it"
             say(
-                f"{path} is of process {owner.pid} on {owner.hostname}: taken over, unless its heart beats in a minute"
+                f"{path} is of process {owner.pid} on {owner.hostname}: taken over, unless "
+                "its heart beats in a minute"
             )
         elif beat:
-            told = f"{path} names no process, as a full disk leaves it; if no run writes there, delete it"
-            say(f"{path} names no process: taken over, if it is damaged and no heart beats in a minute")
+            told = (
+                f"{path} names no process, as a full disk leaves it; if no run writes "
+                "there, delete it"
+            )
+            say(
+                f"{path} names no process: taken over, if it is damaged and no heart beats in "
+                "a minute"
+            )
         lock.acquire(timeout=LEASE_S + 5, cancel_check=lambda: modified(path) not in (beat, None))
     except Timeout as error:
         raise SystemExit(f"--output-dir {folder}: {told}, or give another --output-dir") from error
@@ -120,14 +151,18 @@ def full_disk_is_a_warning(path: Path) -> Iterator[None]:
 
 
 def command_line() -> list[str]:
-    """The arguments of this process, with `~` as the home folder wherever a path may begin: a shell leaves it as it is
-    behind `=`, behind a comma and in quotes. SystemExit where no home folder is known."""
+    """The arguments of this process, with `~` as the home folder wherever a path may begin: a shell
+    leaves it as it is behind `=`, behind a comma and in quotes. SystemExit where no home folder is
+    known."""
     arguments = []
     for argument in sys.argv[1:]:
         name, equals, value = "", "", argument
         if argument.startswith("--"):
             name, equals, value = argument.partition("=")
         paths = [os.path.expanduser(path) for path in value.split(",")]
-        refuse(any(path == "~" or path.startswith("~/") for path in paths), f"{argument}: there is no home folder")
+        refuse(
+            any(path == "~" or path.startswith("~/") for path in paths),
+            f"{argument}: there is no home folder",
+        )
         arguments.append(name + equals + ",".join(paths))
     return arguments

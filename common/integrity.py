@@ -1,4 +1,5 @@
-"""What a run has written: step folders and their manifests, the files of its model/. Without torch."""
+"""What a run has written: step folders and their manifests, the files of its model/. Without
+torch."""
 
 import hashlib
 import json
@@ -20,7 +21,8 @@ UNFINISHED_STEP = re.compile(r"tmp_(old_)?step_\d{6,20}")
 SAVED_FILE = re.compile(  # in a step folder, by the path in it
     r"state(/shard-\d+-model-\d+-of-\d+\.safetensors)?|\.?(trainer|manifest)\.json(\.tmp)?"
 )
-UNFINISHED = ".unfinished"  # in a folder that is being written: whoever finds it may remove the folder
+# in a folder that is being written: whoever finds it may remove the folder
+UNFINISHED = ".unfinished"
 
 
 def digest(file: Path) -> list:
@@ -30,8 +32,9 @@ def digest(file: Path) -> list:
 
 
 def fingerprint(file: Path) -> str:
-    """Size, and short SHA-256 of the first MiB, of the last, and of 4 KiB at PLACES between them: training changes
-    weights everywhere in a file, but may leave its ends, such as a vision tower that is frozen."""
+    """Size, and short SHA-256 of the first MiB, of the last, and of 4 KiB at PLACES between them:
+    training changes weights everywhere in a file, but may leave its ends, such as a vision tower
+    that is frozen."""
     with file.open("rb") as opened:
         size = os.fstat(opened.fileno()).st_size
         last = max(0, size - 2**20)
@@ -49,7 +52,10 @@ def read_manifest(folder: Path) -> dict:
         raise ValueError(f"is incomplete: it has no {MANIFEST}")
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
-        if all(isinstance(size, int) and isinstance(sha, str) for size, sha in manifest["files"].values()):
+        if all(
+            isinstance(size, int) and isinstance(sha, str)
+            for size, sha in manifest["files"].values()
+        ):
             return manifest
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
@@ -57,7 +63,8 @@ def read_manifest(folder: Path) -> dict:
 
 
 def verify(folder: Path, share: slice = slice(None)) -> dict:
-    """The manifest of a step folder whose files are as it says; share: which of them to hash. ValueError if not."""
+    """The manifest of a step folder whose files are as it says; share: which of them to hash.
+    ValueError if not."""
     manifest = read_manifest(folder)
     files = manifest["files"]
     present: set[str] = set()
@@ -85,18 +92,26 @@ def verify(folder: Path, share: slice = slice(None)) -> dict:
 
 
 def read_record(folder: Path) -> dict:
-    """trainer.json of a step folder, whose checksums may be right. SystemExit for one that no save has written."""
+    """trainer.json of a step folder, whose checksums may be right. SystemExit for one that no save
+    has written."""
     try:
         saved = json.loads((folder / "trainer.json").read_text())
-        if type(saved["step"]) is int and saved["step"] >= 0 and isinstance(saved.get("best_step", ""), str):
+        if (
+            type(saved["step"]) is int
+            and saved["step"] >= 0
+            and isinstance(saved.get("best_step", ""), str)
+        ):
             return saved
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         pass
-    raise SystemExit(f"{folder} cannot be loaded (its trainer.json is not as a save writes it): {BEGIN_ANEW}")
+    raise SystemExit(
+        f"{folder} cannot be loaded (its trainer.json is not as a save writes it): {BEGIN_ANEW}"
+    )
 
 
 def model_identity(folder: Path) -> str:
-    """What must be the same of the model of a resumed run: its architecture, as a short hash of config.json."""
+    """What must be the same of the model of a resumed run: its architecture, as a short hash of
+    config.json."""
     config = json.loads((folder / "config.json").read_text())
     for passing in ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache"):
         config.pop(passing, None)
@@ -104,19 +119,27 @@ def model_identity(folder: Path) -> str:
 
 
 def weights_identity(folder: Path) -> str:
-    """What must be the same of the frozen model of a resumed run: its files of weights, as a short hash."""
-    files = [fingerprint(file) for kind in ("*.safetensors", "*.bin") for file in sorted(folder.glob(kind))]
+    """What must be the same of the frozen model of a resumed run: its files of weights, as a short
+    hash."""
+    files = [
+        fingerprint(file)
+        for kind in ("*.safetensors", "*.bin")
+        for file in sorted(folder.glob(kind))
+    ]
     return hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]
 
 
 def complete(folder: Path) -> list[Path]:
     """Step folders with a manifest, in their order."""
     steps = [path for path in folder.glob("step_*") if STEP_NAME.fullmatch(path.name)]
-    return sorted((path for path in steps if (path / MANIFEST).is_file()), key=lambda path: int(path.name[5:]))
+    return sorted(
+        (path for path in steps if (path / MANIFEST).is_file()), key=lambda path: int(path.name[5:])
+    )
 
 
 def step_folder(path: Path) -> Path | None:
-    """The step folder that a path means: itself, what a file `latest` or `best` names, or the last one of a run.
+    """The step folder that a path means: itself, what a file `latest` or `best` names, or the last
+    one of a run.
 
     None if there is none. ValueError as `target`.
     """
@@ -132,12 +155,17 @@ def step_folder(path: Path) -> Path | None:
 
 
 def target(pointer: Path) -> Path:
-    """The step folder that a file names. ValueError for a name that is none's, or of one that is not there."""
+    """The step folder that a file names. ValueError for a name that is none's, or of one that is
+    not there."""
     name = pointer.read_text(errors="replace").strip()
     steps = complete(pointer.parent)
-    remedy = f"--resume {steps[-1]} goes on from the last one" if steps else "--resume never begins anew"
+    remedy = (
+        f"--resume {steps[-1]} goes on from the last one" if steps else "--resume never begins anew"
+    )
     if not STEP_NAME.fullmatch(name):
-        raise ValueError(f"{pointer} is damaged: it names {name[:60]!r}, which is no step folder; {remedy}")
+        raise ValueError(
+            f"{pointer} is damaged: it names {name[:60]!r}, which is no step folder; {remedy}"
+        )
     folder = pointer.parent / name
     for left in (f"tmp_{name}", f"tmp_old_{name}"):  # killed between the renames of a save
         if not folder.exists() and (pointer.parent / left / MANIFEST).is_file():
@@ -148,32 +176,43 @@ def target(pointer: Path) -> Path:
 
 
 def remove_step(folder: Path) -> None:
-    """Remove a step folder. OSError if there is anything in it that no save has written: all of it stays."""
+    """Remove a step folder. OSError if there is anything in it that no save has written: all of it
+    stays."""
     for path in sorted(folder.rglob("*")):
         ours = SAVED_FILE.fullmatch(str(path.relative_to(folder))) and not path.is_symlink()
         if not ours:
-            raise OSError(f"{path} is no file of a checkpoint: move it away, and its folder can be removed")
+            raise OSError(
+                f"{path} is no file of a checkpoint: move it away, and its folder can be removed"
+            )
     shutil.rmtree(folder)
 
 
 def refuse_links(run_dir: Path) -> None:
-    """OSError if a folder of a run is a link: what lies behind it may be another run's, and would be replaced.
+    """OSError if a folder of a run is a link: what lies behind it may be another run's, and would
+    be replaced.
 
-    checkpoints/ may be one to another disk, unless there are checkpoints there before the run has begun.
+    checkpoints/ may be one to another disk, unless there are checkpoints there before the run has
+    begun.
     """
     for name in ("model", "eval", "rollouts", "profile"):
         if (run_dir / name).is_symlink():
-            raise OSError(f"{run_dir / name} is a link, behind which files would be replaced: remove it")
+            raise OSError(
+                f"{run_dir / name} is a link, behind which files would be replaced: remove it"
+            )
     folder = run_dir / "checkpoints"
     if folder.is_symlink() and not (run_dir / "metrics.jsonl").exists() and complete(folder):
         told = "--resume goes on from one of them, with an --output-dir of its own"
-        raise OSError(f"{folder} is a link to checkpoints of another run, which would be replaced: {told}")
+        raise OSError(
+            f"{folder} is a link to checkpoints of another run, which would be replaced: {told}"
+        )
 
 
 class WrittenFiles:
-    """Which files of a folder this program has written, by size and hash: they alone may be replaced.
+    """Which files of a folder this program has written, by size and hash: they alone may be
+    replaced.
 
-    The list stands beside the folder, so that a folder from elsewhere, put in its place, is nobody's to replace.
+    The list stands beside the folder, so that a folder from elsewhere, put in its place, is
+    nobody's to replace.
     """
 
     def __init__(self, folder: Path):
@@ -189,26 +228,38 @@ class WrittenFiles:
         names = []
         for name, seen in listed.items():
             path = self.folder / name
-            is_plain = path.is_file() and path.resolve() == self.folder.resolve() / name  # behind no link
+            # behind no link
+            is_plain = path.is_file() and path.resolve() == self.folder.resolve() / name
             if is_plain and fingerprint(path) == seen:
                 names.append(name)
         return names
 
     def check(self, names: Iterable[str] = ("config.json",)) -> None:
-        """FileExistsError if files of these names would take the place of a link, of what is not ours, or of what was
-        changed since; and for foreign weights, which vLLM would load with ours."""
+        """FileExistsError if files of these names would take the place of a link, of what is not
+        ours, or of what was changed since; and for foreign weights, which vLLM would load with
+        ours."""
         if self.folder.is_symlink():
-            raise FileExistsError(f"{self.folder} is a link, behind which files would be replaced: remove it")
+            raise FileExistsError(
+                f"{self.folder} is a link, behind which files would be replaced: remove it"
+            )
         written = self.read()
-        weights = [file.name for kind in ("*.safetensors", "*.bin", "*.pt") for file in self.folder.glob(kind)]
+        weights = [
+            file.name
+            for kind in ("*.safetensors", "*.bin", "*.pt")
+            for file in self.folder.glob(kind)
+        ]
         for name in [*names, *weights]:
             path = self.folder / name
             if path.parent.is_symlink() or (os.path.lexists(path) and name not in written):
-                raise FileExistsError(f"{path} is not as this run has written it, and would be lost: move it away")
+                raise FileExistsError(
+                    f"{path} is not as this run has written it, and would be lost: move it away"
+                )
 
     def remove(self) -> None:
-        """Take away what is there as it was written, and the folder, unless something else lies in it."""
-        for name in reversed(self.read()):  # config.json, without which it is no model, is the first to go
+        """Take away what is there as it was written, and the folder, unless something else lies in
+        it."""
+        # config.json, without which it is no model, is the first to go
+        for name in reversed(self.read()):
             (self.folder / name).unlink()
             with suppress(OSError):
                 (self.folder / name).parent.rmdir()
@@ -217,10 +268,12 @@ class WrittenFiles:
         self.list.unlink(missing_ok=True)
 
     def replace(self, new: Path) -> None:
-        """Move the files of a finished folder here, in the place of those that were written before."""
+        """Move the files of a finished folder here, in the place of those that were written
+        before."""
         names = [str(file.relative_to(new)) for file in sorted(new.rglob("*")) if file.is_file()]
         names.remove(UNFINISHED)
-        names.sort(key=lambda name: name == "config.json")  # without it the folder is no model: the last to come
+        # without it the folder is no model: the last to come
+        names.sort(key=lambda name: name == "config.json")
         self.check(names)
         self.remove()
         written = {name: fingerprint(new / name) for name in names}
@@ -232,7 +285,8 @@ class WrittenFiles:
 
 
 def make_unfinished(folder: Path) -> Path:
-    """An empty folder to write into, beside `folder`; what a killed process has left there is removed."""
+    """An empty folder to write into, beside `folder`; what a killed process has left there is
+    removed."""
     unfinished = folder.with_name(f".{folder.name}.tmp")
     if (unfinished / UNFINISHED).is_file() and not unfinished.is_symlink():
         shutil.rmtree(unfinished)

@@ -1,7 +1,8 @@
-"""What a process may use of its machine: memory and CPUs, by the machine itself and by its control groups (cgroups).
+"""What a process may use of its machine: memory and CPUs, by the machine itself and by its control
+groups (cgroups).
 
-A container, a job of Slurm or a service of systemd is a control group, whose limits hold for all that runs in it.
-/proc/meminfo and os.cpu_count() do not know of them. Without torch.
+A container, a job of Slurm or a service of systemd is a control group, whose limits hold for all
+that runs in it. /proc/meminfo and os.cpu_count() do not know of them. Without torch.
 """
 
 import os
@@ -14,16 +15,20 @@ from pathlib import Path
 import psutil
 
 ROOT = Path("/")
-# how errors say which memory has run out: torch's allocators, the driver's and cuBLAS's, C++'s, oneDNN's
+# how errors say which memory has run out: torch's allocators, the driver's and cuBLAS's, C++'s,
+# oneDNN's
 GPU_WORDS = ("out of memory", "alloc_failed")
 CPU_WORDS = ("defaultcpuallocator", "bad_alloc", "could not create a memory object")
-NO_KERNEL = "could not create a primitive"  # oneDNN had no memory to compile it in, and will not try again
+# oneDNN had no memory to compile it in, and will not try again
+NO_KERNEL = "could not create a primitive"
 
 
 def free_memory(root: Path = ROOT) -> int:
-    """Bytes that may still be taken: the least of what the machine and its control groups have left.
+    """Bytes that may still be taken: the least of what the machine and its control groups have
+    left.
 
-    Pages of files that have not been used lately count as free: the kernel drops them when memory is asked for.
+    Pages of files that have not been used lately count as free: the kernel drops them when memory
+    is asked for.
     """
     free = psutil.virtual_memory().available
     for folder in control_groups("memory", root):
@@ -40,9 +45,11 @@ def total_memory(root: Path = ROOT) -> int:
 
 
 def usable_cpus(root: Path = ROOT) -> int:
-    """CPUs that this process may keep busy: of those that it may run on, the share that its control groups grant.
+    """CPUs that this process may keep busy: of those that it may run on, the share that its control
+    groups grant.
 
-    A share such as 2.5 is 2: threads that wait for each other would all stand still when it is used up.
+    A share such as 2.5 is 2: threads that wait for each other would all stand still when it is used
+    up.
     """
     cpus = len(os.sched_getaffinity(0))
     for folder in control_groups("cpu", root):
@@ -51,14 +58,20 @@ def usable_cpus(root: Path = ROOT) -> int:
 
 
 def killed_processes(root: Path = ROOT) -> int:
-    """How many processes of this machine, in any of its groups, the kernel has killed for lack of memory."""
+    """How many processes of this machine, in any of its groups, the kernel has killed for lack of
+    memory."""
     return int(statistic(root / "proc/vmstat", "oom_kill", 0))
 
 
 def exhausted_memory(error: BaseException) -> str:
-    """Which has run out, by what an error says: "GPU memory", "memory" of the machine, or none, ""."""
+    """Which has run out, by what an error says: "GPU memory", "memory" of the machine, or none,
+    ""."""
     text = str(error).lower()
-    if isinstance(error, MemoryError) or text.endswith(NO_KERNEL) or any(words in text for words in CPU_WORDS):
+    if (
+        isinstance(error, MemoryError)
+        or text.endswith(NO_KERNEL)
+        or any(words in text for words in CPU_WORDS)
+    ):
         return "memory"
     # torch's own, which is not imported here
     if type(error).__name__ == "OutOfMemoryError" or any(words in text for words in GPU_WORDS):
@@ -67,7 +80,8 @@ def exhausted_memory(error: BaseException) -> str:
 
 
 def memory_limit(folder: Path) -> float:
-    """Bytes, inf without one. Version 1 also knows the least limit of groups that a container does not see."""
+    """Bytes, inf without one. Version 1 also knows the least limit of groups that a container does
+    not see."""
     names = ("memory.max", "memory.high", "memory.limit_in_bytes")
     limits = [number(folder / name) for name in names]
     limits.append(statistic(folder / "memory.stat", "hierarchical_memory_limit", inf))
@@ -75,11 +89,13 @@ def memory_limit(folder: Path) -> float:
 
 
 def memory_in_use(folder: Path) -> float:
-    """Bytes of a control group and those below it, without pages of files that have not been used lately."""
+    """Bytes of a control group and those below it, without pages of files that have not been used
+    lately."""
     in_use = min(number(folder / name) for name in ("memory.current", "memory.usage_in_bytes"))
     if in_use == inf:
         return 0
-    # version 1 has a group's own pages under this name, and under the other those of the groups below it, too
+    # version 1 has a group's own pages under this name, and under the other those of the groups
+    # below it, too
     inactive = statistic(folder / "memory.stat", "inactive_file", 0)
     inactive = statistic(folder / "memory.stat", "total_inactive_file", inactive)
     return max(0, in_use - inactive)
@@ -103,11 +119,13 @@ def status_bytes(name: str) -> int:
 
 
 def control_groups(controller: str, root: Path = ROOT) -> Iterator[Path]:
-    """Folders of the control group of this process and of those above it, as far as they are mounted here."""
+    """Folders of the control group of this process and of those above it, as far as they are
+    mounted here."""
     for kind, group in memberships(controller, root):
         folders = mounted(kind, controller, root)
         inside = [(mount, place) for mount, place in folders if is_below(group, mount)]
-        # in a container /proc may name a group by a path that is not seen from there: its own is what is mounted
+        # in a container /proc may name a group by a path that is not seen from there: its own is
+        # what is mounted
         for mount, place in inside or folders:
             folder = place
             if is_below(group, mount):
@@ -119,7 +137,8 @@ def control_groups(controller: str, root: Path = ROOT) -> Iterator[Path]:
 
 
 def memberships(controller: str, root: Path) -> Iterator[tuple[str, str]]:
-    """(type of file system, path) of this process's groups, of /proc/self/cgroup: ID:CONTROLLERS:PATH.
+    """(type of file system, path) of this process's groups, of /proc/self/cgroup:
+    ID:CONTROLLERS:PATH.
 
     Version 2 has one hierarchy without a list of controllers; version 1 one for each list.
     """

@@ -15,24 +15,26 @@ from common.limits import NO_KERNEL, exhausted_memory, free_memory, status_bytes
 from common.processes import ranks_here, trim_heap
 from common.progress import say
 
-RESERVE = 2**28  # bytes for each rank that an update leaves: what follows it, page tables, other programs
+# bytes for each rank that an update leaves: what follows it, page tables, other programs
+RESERVE = 2**28
 _untouched = [2**63]  # the fewest bytes that were data, and not in memory
 
 
 @contextmanager
 def limited_memory(device: torch.device) -> Iterator[None]:
-    """On a CPU, where the kernel kills who takes the last memory: what does not fit into this rank's share of what is
-    free is an exception, as on a GPU.
+    """On a CPU, where the kernel kills who takes the last memory: what does not fit into this
+    rank's share of what is free is an exception, as on a GPU.
 
-    The limit is on all private data of the process, what it has now included, as Linux counts it since 4.7. The
-    engine's phases have none: it takes what --engine-memory says.
+    The limit is on all private data of the process, what it has now included, as Linux counts it
+    since 4.7. The engine's phases have none: it takes what --engine-memory says.
     """
     data = status_bytes("VmData")
     resident = status_bytes("RssAnon")
     if device.type != "cpu" or not resident:
         yield
         return
-    # stacks of threads are data that are hardly touched; what malloc has given back are data as well, but free again
+    # stacks of threads are data that are hardly touched; what malloc has given back are data as
+    # well, but free again
     _untouched[0] = min(_untouched[0], data - resident)
     share = free_memory() // ranks_here() - RESERVE
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -44,7 +46,8 @@ def limited_memory(device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))  # what is started later is not to inherit it
+        # what is started later is not to inherit it
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def remembered_budget(run_dir: Path, budget: int) -> int:
@@ -54,11 +57,15 @@ def remembered_budget(run_dir: Path, budget: int) -> int:
     return budget
 
 
-def halve_budget(budget: int, model: nn.Module, world: World, run_dir: Path, error: Exception) -> int:
-    """Half the tokens of a micro-batch, which the run folder remembers; `model` forgets its gradients.
+def halve_budget(
+    budget: int, model: nn.Module, world: World, run_dir: Path, error: Exception
+) -> int:
+    """Half the tokens of a micro-batch, which the run folder remembers; `model` forgets its
+    gradients.
 
-    SystemExit on several ranks, since the others are in a collective by now: a restart goes on from the last
-    checkpoint in smaller pieces, with the same gradients. So it does where `error` says that no kernels can be made.
+    SystemExit on several ranks, since the others are in a collective by now: a restart goes on from
+    the last checkpoint in smaller pieces, with the same gradients. So it does where `error` says
+    that no kernels can be made.
     """
     budget //= 2
     memory = exhausted_memory(error)
@@ -68,17 +75,22 @@ def halve_budget(budget: int, model: nn.Module, world: World, run_dir: Path, err
     with suppress(OSError):  # on a full disk it is forgotten; several ranks may write the same
         run_dir.mkdir(parents=True, exist_ok=True)
         replace_file(run_dir / "micro_batch_tokens", lambda path: path.write_text(str(budget)))
-    remedy = f"the same command with --output-dir {run_dir} goes on (torchrun --max-restarts 9 repeats it)"
+    remedy = (
+        f"the same command with --output-dir {run_dir} goes on (torchrun --max-restarts "
+        "9 repeats it)"
+    )
     alone = world.size == 1 and not str(error).endswith(NO_KERNEL)
-    refuse(not alone, f"out of {memory} in the update: --micro-batch-tokens is now {budget}; {remedy}")
+    refuse(
+        not alone, f"out of {memory} in the update: --micro-batch-tokens is now {budget}; {remedy}"
+    )
     say(f"out of {memory}: --micro-batch-tokens is now {budget}, the step is repeated")
     abandon_backward(model)
     return budget
 
 
 def release_memory() -> None:
-    """Give back what an attempt has left in the caches of torch and malloc, once its exception is gone, and with it
-    what that held."""
+    """Give back what an attempt has left in the caches of torch and malloc, once its exception is
+    gone, and with it what that held."""
     gc.collect()
     torch.cuda.empty_cache()
     trim_heap()

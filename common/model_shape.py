@@ -47,7 +47,9 @@ class ModelShape:
     @property
     def backbone(self) -> "ModelShape":
         """A critic's: its own head is a vector."""
-        return replace(self, parameters=self.parameters - self.head, root=self.root - self.head, head=0)
+        return replace(
+            self, parameters=self.parameters - self.head, root=self.root - self.head, head=0
+        )
 
 
 def model_shape(path: str, machine: Machine) -> ModelShape:
@@ -82,7 +84,9 @@ def model_shape(path: str, machine: Machine) -> ModelShape:
         head_norms=queries + keys if any(map(has_head_norms, blocks_of_text)) else 0,
         mlp=mlp_width(text),
         experts=getattr(text, "num_experts_per_tok", None) or 0,
-        tower=tower_shape(model.config) if tower and not (machine.freeze_vision or machine.lora_rank) else None,
+        tower=tower_shape(model.config)
+        if tower and not (machine.freeze_vision or machine.lora_rank)
+        else None,
     )
     if machine.lora_rank:
         add_adapters(model, blocks_of_text, machine)
@@ -123,6 +127,9 @@ def mlp_width(text: Any) -> int:
 
 def tower_shape(config: Any) -> TowerShape:
     vision = config.vision_config
-    hidden = getattr(vision, "embed_dim", None) or vision.hidden_size  # Qwen2-VL's hidden_size is the output's
-    mlp = getattr(vision, "intermediate_size", None) or int(hidden * getattr(vision, "mlp_ratio", 4))
+    # Qwen2-VL's hidden_size is the output's
+    hidden = getattr(vision, "embed_dim", None) or vision.hidden_size
+    mlp = getattr(vision, "intermediate_size", None) or int(
+        hidden * getattr(vision, "mlp_ratio", 4)
+    )
     return TowerShape(vision.depth, hidden, mlp)

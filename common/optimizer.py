@@ -1,4 +1,5 @@
-"""AdamW with what protects it: loss scale, clipping to a global norm, no step where a gradient is not finite."""
+"""AdamW with what protects it: loss scale, clipping to a global norm, no step where a gradient is
+not finite."""
 
 import math
 
@@ -13,15 +14,21 @@ from common.precision import LossScale
 
 MAX_SKIPPED = 5
 NOT_FINITE = (
-    "had gradients that are not finite: weights or scores have exploded. Lower --learning-rate; --dump-rollouts-every "
-    "1 shows scores and texts, --dtype fp32 whether the number format is to blame; --resume goes on from a checkpoint"
+    "had gradients that are not finite: weights or scores have exploded. Lower "
+    "--learning-rate; --dump-rollouts-every "
+    "1 shows scores and texts, --dtype fp32 whether the number format is to blame; --resume "
+    "goes on from a checkpoint"
 )
 
 
-def lr_factor(step: int, total_steps: int, warmup_steps: float, schedule: str, floor: float) -> float:
-    """Share of the peak learning rate at step 0, 1, ...; the first step is never 0, what comes before it is.
+def lr_factor(
+    step: int, total_steps: int, warmup_steps: float, schedule: str, floor: float
+) -> float:
+    """Share of the peak learning rate at step 0, 1, ...; the first step is never 0, what comes
+    before it is.
 
-    Linear warm-up (step + 1) / warmup, then constant, or linear or cosine decay to `floor`. A warm-up < 1 is a share.
+    Linear warm-up (step + 1) / warmup, then constant, or linear or cosine decay to `floor`. A
+    warm-up < 1 is a share.
     """
     warmup = round(warmup_steps * total_steps) if warmup_steps < 1 else int(warmup_steps)
     if step < 0:
@@ -36,7 +43,8 @@ def lr_factor(step: int, total_steps: int, warmup_steps: float, schedule: str, f
 
 
 class GuardedAdamW:
-    """AdamW over a model that is trained, with its loss scale. Metrics are named `prefix`/grad_norm."""
+    """AdamW over a model that is trained, with its loss scale. Metrics are named
+    `prefix`/grad_norm."""
 
     def __init__(
         self,
@@ -50,7 +58,10 @@ class GuardedAdamW:
         prefix: str = "optim",
     ):
         trained = [p for p in model.parameters() if p.requires_grad]
-        self.model, self.optimizer = model, torch.optim.AdamW(trained, lr=0.0, betas=betas, fused=True)
+        self.model, self.optimizer = (
+            model,
+            torch.optim.AdamW(trained, lr=0.0, betas=betas, fused=True),
+        )
         self.loss_scale = LossScale.for_dtype(compute_dtype)
         self.weight_decay, self.max_grad_norm = weight_decay, max_grad_norm
         self.offload, self.prefix = offload, prefix
@@ -62,11 +73,13 @@ class GuardedAdamW:
         return self.loss_scale.scale
 
     def step(self, lr: float) -> Means:
-        """Unscale, clip to the global norm and step, or skip the step if any gradient of any rank is not finite.
+        """Unscale, clip to the global norm and step, or skip the step if any gradient of any rank
+        is not finite.
 
-        The norm is that of all shards: every rank takes the same decision without a further collective. Clears the
-        gradients. With `offload` Adam's moments visit the device for the step, and are on the host otherwise.
-        SystemExit when too many steps in a row had to be skipped.
+        The norm is that of all shards: every rank takes the same decision without a further
+        collective. Clears the gradients. With `offload` Adam's moments visit the device for the
+        step, and are on the host otherwise. SystemExit when too many steps in a row had to be
+        skipped.
         """
         for group in self.optimizer.param_groups:  # of this run, not of the checkpoint
             group["lr"], group["weight_decay"] = lr, self.weight_decay
@@ -75,11 +88,14 @@ class GuardedAdamW:
         norm = whole(torch.nn.utils.get_total_norm(gradients))
         grad_norm, finite = norm.item() / self.scale, bool(torch.isfinite(norm))
         if finite:
-            clip = min(1.0, self.max_grad_norm / (grad_norm + 1e-6)) if self.max_grad_norm > 0 else 1.0
+            clip = (
+                min(1.0, self.max_grad_norm / (grad_norm + 1e-6)) if self.max_grad_norm > 0 else 1.0
+            )
             if gradients and clip / self.scale != 1.0:
                 torch._foreach_mul_(gradients, clip / self.scale)
             device = next(self.model.parameters()).device
-            with memory_advice("the optimizer's step"), limited_memory(device):  # the first one makes the moments
+            # the first one makes the moments
+            with memory_advice("the optimizer's step"), limited_memory(device):
                 move_states(self.optimizer, device)
                 self.optimizer.step()
             if self.offload:
@@ -96,7 +112,8 @@ class GuardedAdamW:
 
 
 def make_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Adam's moments before its first step: zeros, on the host, for a checkpoint to save or to fill."""
+    """Adam's moments before its first step: zeros, on the host, for a checkpoint to save or to
+    fill."""
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if not (state := optimizer.state[parameter]):
             state["step"] = torch.zeros((), device=parameter.device)

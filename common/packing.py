@@ -1,9 +1,11 @@
-"""Episodes -> micro-batches under a token budget; a group's prompt stands once, followed by its G responses.
+"""Episodes -> micro-batches under a token budget; a group's prompt stands once, followed by its G
+responses.
 
     prompt A | response A1 | response A2 | prompt B | response B1 | ... | padding
 
-A response token sees its prompt and itself, never a sibling; its positions continue from the prompt's end. Only the
-tokens that are trained on have a target: they are addressed by flat indices, so no padded mask is ever multiplied.
+A response token sees its prompt and itself, never a sibling; its positions continue from the
+prompt's end. Only the tokens that are trained on have a target: they are addressed by flat indices,
+so no padded mask is ever multiplied.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,24 +34,31 @@ class MicroBatch:
     """One forward and backward: a row of L tokens, N of them trained."""
 
     input_ids: Tensor  # [1, L] int64
-    position_ids: Tensor  # [1, L] int64, from 0 at the start of each prompt; with vision [4, 1, L]: these, M-RoPE's
+    # [1, L] int64, from 0 at the start of each prompt; with vision [4, 1, L]: these, M-RoPE's
+    position_ids: Tensor
     hidden_index: Tensor  # [N] int64: where in the row a trained token is predicted
     targets: Tensor  # [N] int64: the token's id
     tokens: Tensor  # [N] int64: the token's place in the flat per-token arrays of `TokenIndex`
     slots: Tensor  # [S] int64: where in the row the placeholders of pictures stand
-    features: Tensor  # [S] int64: which of the features of `media`, one after the other, belongs there
+    # [S] int64: which of the features of `media`, one after the other, belongs there
+    features: Tensor
     media: list[Media]  # distinct pictures: each is encoded once, however many episodes show it
-    units: list[list[int]]  # what the row is made of, lengths in tokens: [prompt, response, response, ...], ...
+    # what the row is made of, lengths in tokens: [prompt, response, response, ...], ...
+    units: list[list[int]]
 
     def to(self, device: torch.device) -> "MicroBatch":
         parts = (getattr(self, name) for name in self.__slots__)
-        return MicroBatch(*(p.to(device, non_blocking=True) if isinstance(p, Tensor) else p for p in parts))
+        return MicroBatch(
+            *(p.to(device, non_blocking=True) if isinstance(p, Tensor) else p for p in parts)
+        )
 
 
 class TokenIndex:
-    """Flat coordinates of all trained tokens of a list of episodes, in episode order: T tokens in all.
+    """Flat coordinates of all trained tokens of a list of episodes, in episode order: T tokens in
+    all.
 
-    `offsets[i]:offsets[i+1]` are the tokens of episode i; `lengths[i]` their number; `episode_of_token` [T].
+    `offsets[i]:offsets[i+1]` are the tokens of episode i; `lengths[i]` their number;
+    `episode_of_token` [T].
     """
 
     def __init__(self, episodes: Sequence[Episode]):
@@ -62,11 +71,16 @@ class TokenIndex:
 
     def sums(self, values: Tensor) -> Tensor:
         """Sum of values [T] over the tokens of each episode, [E]; on the CPU."""
-        return torch.zeros(len(self.lengths), dtype=values.dtype).index_add(0, self.episode_of_token, values)
+        return torch.zeros(len(self.lengths), dtype=values.dtype).index_add(
+            0, self.episode_of_token, values
+        )
 
 
-def split_minibatches(episodes: Sequence[Episode], prompts: list, count: int, seed: int, step: int) -> list[list[int]]:
-    """Episode numbers of each minibatch: runs of all ranks' `prompts`, drawn at random and dealt to ranks in turn."""
+def split_minibatches(
+    episodes: Sequence[Episode], prompts: list, count: int, seed: int, step: int
+) -> list[list[int]]:
+    """Episode numbers of each minibatch: runs of all ranks' `prompts`, drawn at random and dealt to
+    ranks in turn."""
     first = np.random.Generator(np.random.PCG64([seed, step])).integers(max(1, len(prompts)))
     minibatch_of: dict[int, int] = {}
     for place, prompt in enumerate(np.roll(sorted(prompts), first)):
@@ -86,31 +100,43 @@ class Minibatch:
 
 
 class Packer:
-    """Minibatches as micro-batches that fit into memory: where one does not, all get smaller, with the same gradient.
+    """Minibatches as micro-batches that fit into memory: where one does not, all get smaller, with
+    the same gradient.
 
-    Flash attention reads sequence boundaries off the position ids, so each response repeats its prompt. For flex
-    attention the length is a multiple of 128: few shapes have to be compiled.
+    Flash attention reads sequence boundaries off the position ids, so each response repeats its
+    prompt. For flex attention the length is a multiple of 128: few shapes have to be compiled.
     """
 
-    def __init__(self, attention: str, budget: int, run_dir: Path, world: World, vision: Vision | None = None):
+    def __init__(
+        self, attention: str, budget: int, run_dir: Path, world: World, vision: Vision | None = None
+    ):
         self.budget, self.run_dir, self.world = remembered_budget(run_dir, budget), run_dir, world
         multiple = 128 if attention == "flex" else 1
-        self.pack = partial(pack, share_prompts=attention != "flash", multiple=multiple, vision=vision)
-        self.step: tuple[Sequence[Episode], TokenIndex, list[Minibatch]] | None = None  # what is being trained on
+        self.pack = partial(
+            pack, share_prompts=attention != "flash", multiple=multiple, vision=vision
+        )
+        # what is being trained on
+        self.step: tuple[Sequence[Episode], TokenIndex, list[Minibatch]] | None = None
 
     def minibatches(
         self, episodes: Sequence[Episode], index: TokenIndex, count: int, *, seed: int, step: int
     ) -> list[Minibatch]:
-        """A step's episodes in `count` minibatches, the same on any number of ranks. All ranks call it together.
+        """A step's episodes in `count` minibatches, the same on any number of ranks. All ranks call
+        it together.
 
-        Those without a trained token are left out: Adam would move the weights by its momentum alone.
+        Those without a trained token are left out: Adam would move the weights by its momentum
+        alone.
         """
         split = split_minibatches(episodes, prompts_of_all_ranks(episodes), count, seed, step)
         lengths = [index.lengths[numbers] for numbers in split]
         num_tokens = all_reduce([float(x.sum()) for x in lengths])
         num_sequences = all_reduce([float((x > 0).sum()) for x in lengths])
         counted = zip(split, num_tokens, num_sequences)
-        minibatches = [Minibatch(numbers, tokens, sequences, []) for numbers, tokens, sequences in counted if tokens]
+        minibatches = [
+            Minibatch(numbers, tokens, sequences, [])
+            for numbers, tokens, sequences in counted
+            if tokens
+        ]
         self.step = episodes, index, minibatches
         self._pack()
         return minibatches
@@ -118,10 +144,13 @@ class Packer:
     def _pack(self) -> None:
         episodes, index, minibatches = self.step
         for minibatch in minibatches:
-            minibatch.micro_batches = self.pack(episodes, minibatch.episodes, index, budget=self.budget)
+            minibatch.micro_batches = self.pack(
+                episodes, minibatch.episodes, index, budget=self.budget
+            )
 
     def attempt(self, model: nn.Module, update: Callable[..., T], **options) -> T:
-        """update(...), again from its beginning with half the tokens a micro-batch while memory is too small."""
+        """update(...), again from its beginning with half the tokens a micro-batch while memory is
+        too small."""
         while True:
             try:
                 with limited_memory(self.world.device):
@@ -134,15 +163,20 @@ class Packer:
             release_memory()
 
     @torch.no_grad()
-    def fill(self, result: Tensor, model: nn.Module, minibatches: Sequence[Minibatch], *inputs: object) -> None:
-        """Write into `result` [T] what `model(micro_batch, *inputs)` gives first for each of the trained tokens."""
+    def fill(
+        self, result: Tensor, model: nn.Module, minibatches: Sequence[Minibatch], *inputs: object
+    ) -> None:
+        """Write into `result` [T] what `model(micro_batch, *inputs)` gives first for each of the
+        trained tokens."""
 
         def forward() -> None:
             batches = (batch for minibatch in minibatches for batch in minibatch.micro_batches)
             for batch in Progress("log-probs", batches):
                 with forward_context(model):
                     output = model(batch.to(self.world.device), *inputs)
-                result[batch.tokens.to(result.device)] = output[0] if isinstance(output, tuple) else output
+                result[batch.tokens.to(result.device)] = (
+                    output[0] if isinstance(output, tuple) else output
+                )
 
         self.attempt(model, forward)
 
@@ -157,23 +191,31 @@ def pack(
     multiple: int = 1,
     vision: Vision | None = None,
 ) -> list[MicroBatch]:
-    """Micro-batches of at most `budget` tokens that hold the episodes `selected`, padded to a `multiple` of tokens.
+    """Micro-batches of at most `budget` tokens that hold the episodes `selected`, padded to a
+    `multiple` of tokens.
 
-    An episode longer than the budget gets a micro-batch of its own; one that trains nothing is left out. All ranks
-    must call this together: those with fewer micro-batches get empty ones, so that all run the same collectives.
+    An episode longer than the budget gets a micro-batch of its own; one that trains nothing is left
+    out. All ranks must call this together: those with fewer micro-batches get empty ones, so that
+    all run the same collectives.
     """
     selected = [i for i in selected if index.lengths[i]]
-    bins = _first_fit_decreasing(episodes, _units(episodes, selected, budget, share_prompts), budget)
+    bins = _first_fit_decreasing(
+        episodes, _units(episodes, selected, budget, share_prompts), budget
+    )
     count = int(all_reduce([len(bins)], "max")[0])
     bins += [[] for _ in range(count - len(bins))]
     return [_build(episodes, units, index, multiple, vision) for units in bins]
 
 
-def _units(episodes: Sequence[Episode], selected: Sequence[int], budget: int, share_prompts: bool) -> list[list[int]]:
-    """Lists of episodes that share a prompt; a group that exceeds the budget is split and repeats its prompt."""
+def _units(
+    episodes: Sequence[Episode], selected: Sequence[int], budget: int, share_prompts: bool
+) -> list[list[int]]:
+    """Lists of episodes that share a prompt; a group that exceeds the budget is split and repeats
+    its prompt."""
     by_prompt: dict[object, list[int]] = {}
     for i in selected:
-        episode = episodes[i]  # what an environment says at its beginning stands in the prompt, and may differ
+        # what an environment says at its beginning stands in the prompt, and may differ
+        episode = episodes[i]
         key = (episode.prompt_index, *episode.prompt_ids) if share_prompts else ("single", i)
         by_prompt.setdefault(key, []).append(i)
     units = []
@@ -191,24 +233,43 @@ def _units(episodes: Sequence[Episode], selected: Sequence[int], budget: int, sh
     return units
 
 
-def _first_fit_decreasing(episodes: Sequence[Episode], units: list[list[int]], budget: int) -> list[list[list[int]]]:
-    """Bins of at most `budget` tokens: each unit, longest first, goes into the first bin with room for it."""
-    sizes = [len(episodes[unit[0]].prompt_ids) + sum(len(episodes[i].response_ids) for i in unit) for unit in units]
+def _first_fit_decreasing(
+    episodes: Sequence[Episode], units: list[list[int]], budget: int
+) -> list[list[list[int]]]:
+    """Bins of at most `budget` tokens: each unit, longest first, goes into the first bin with room
+    for it."""
+    sizes = [
+        len(episodes[unit[0]].prompt_ids) + sum(len(episodes[i].response_ids) for i in unit)
+        for unit in units
+    ]
     bins: list[list[list[int]]] = [[] for _ in units]
     room = [budget] * len(units)
     for size, unit in sorted(zip(sizes, units), key=lambda pair: -pair[0]):
-        place = next(b for b, free in enumerate(room) if free >= min(size, budget))  # too long: one of its own
+        # too long: one of its own
+        place = next(b for b, free in enumerate(room) if free >= min(size, budget))
         bins[place].append(unit)
         room[place] -= size
     return [units for units in bins if units]
 
 
 def _build(
-    episodes: Sequence[Episode], bin_: list, index: TokenIndex, multiple: int = 1, vision: Vision | None = None
+    episodes: Sequence[Episode],
+    bin_: list,
+    index: TokenIndex,
+    multiple: int = 1,
+    vision: Vision | None = None,
 ) -> MicroBatch:
     """Tensors of one micro-batch; without units, a padding token that trains nothing."""
     none = torch.zeros(0, dtype=torch.int64)
-    input_ids, positions, rope, hidden_index, targets, tokens, units = [none], [none], [], [none], [none], [none], []
+    input_ids, positions, rope, hidden_index, targets, tokens, units = (
+        [none],
+        [none],
+        [],
+        [none],
+        [none],
+        [none],
+        [],
+    )
     pictures: dict[Media, list[int]] = {}  # distinct ones -> where they begin in the row
     end = 0
     for unit in bin_:
@@ -226,18 +287,22 @@ def _build(
             units[-1].append(len(response))
             trained = torch.tensor(episode.loss_mask).nonzero().flatten()
             before = end + trained - 1  # the hidden state before a token predicts it
-            before[trained == 0] = prompt_end - 1  # the first response token is predicted by the prompt's last
+            # the first response token is predicted by the prompt's last
+            before[trained == 0] = prompt_end - 1
             hidden_index.append(before)
             targets.append(response[trained])
             tokens.append(index.offsets[i] + torch.arange(len(trained)))
             if vision:
                 ids = episode.prompt_ids + episode.response_ids
                 trajectory = torch.from_numpy(vision.positions(ids, episode.media))
-                rope.append(trajectory if i == unit[0] else trajectory[:, len(prompt) :])  # a prompt stands once
+                # a prompt stands once
+                rope.append(trajectory if i == unit[0] else trajectory[:, len(prompt) :])
                 for media, place in zip(episode.media, vision.places(ids, episode.media)):
                     in_prompt = place < len(prompt)
                     if not in_prompt or i == unit[0]:
-                        pictures.setdefault(media, []).append(place + (start if in_prompt else end - len(prompt)))
+                        pictures.setdefault(media, []).append(
+                            place + (start if in_prompt else end - len(prompt))
+                        )
             end += len(response)
     if padding := max(-(-end // multiple), 1) * multiple - end:
         input_ids.append(none.new_zeros(padding))

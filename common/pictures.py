@@ -1,6 +1,8 @@
-"""Pictures without torch: opened, checked, resized. One rule says how large anything is shown, to policy and trainer.
+"""Pictures without torch: opened, checked, resized. One rule says how large anything is shown, to
+policy and trainer.
 
-A picture is decoded and resized once (`Media.open`), for trainer and engine; tools cut from the encoded originals.
+A picture is decoded and resized once (`Media.open`), for trainer and engine; tools cut from the
+encoded originals.
 """
 
 import hashlib
@@ -20,7 +22,8 @@ CELL = 28  # side, in pixels, of what becomes one visual token: 2 x 2 patches of
 MAX_RATIO = 200  # of the sides: Qwen2-VL's image processor refuses more
 MAX_SOURCE_PIXELS = 89_478_485  # where Pillow begins to warn of a decompression bomb
 MAX_SIDE = 100_000  # pixels: Pillow's decoders run out of numbers beyond, and call it memory
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # some of Pillow's others start programs
+# some of Pillow's others start programs
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 
 
 class BadRow(ValueError):
@@ -30,14 +33,17 @@ class BadRow(ValueError):
 def shown_size(width: int, height: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
     """(width, height) at which a picture is shown: multiples of 28, at least 28, at most 1:200.
 
-    It is what Qwen2-VL's `smart_resize` gives, if that accepts the picture and would accept its own result again.
-    Otherwise sides below 28, and then the shorter one up to a 200th of the longer, are enlarged first; and the result
-    is cut to 1:200. Area, as of `smart_resize`: at most max_pixels, if that is at least 784 * (ratio of the sides + 1)
-    and 4 * min_pixels; rounding up may exceed it below that.
-    ValueError if max_pixels is below 784 or min_pixels.
+    It is what Qwen2-VL's `smart_resize` gives, if that accepts the picture and would accept its own
+    result again. Otherwise sides below 28, and then the shorter one up to a 200th of the longer,
+    are enlarged first; and the result is cut to 1:200. Area, as of `smart_resize`: at most
+    max_pixels, if that is at least 784 * (ratio of the sides + 1) and 4 * min_pixels; rounding up
+    may exceed it below that. ValueError if max_pixels is below 784 or min_pixels.
     """
     if max_pixels < CELL**2 or min_pixels > max_pixels:
-        raise ValueError(f"shown_size: got min_pixels {min_pixels}, max_pixels {max_pixels}; the latter is the larger")
+        raise ValueError(
+            f"shown_size: got min_pixels {min_pixels}, max_pixels {max_pixels}; the latter is "
+            "the larger"
+        )
     acceptable = 0 < max(width, height) <= MAX_RATIO * min(width, height)
     size = smart_resize(width, height, min_pixels, max_pixels) if acceptable else (0, 0)
     if min(size) < CELL:
@@ -53,7 +59,9 @@ def smart_resize(width: float, height: float, min_pixels: int, max_pixels: int) 
     nearest = round(width / CELL) * CELL, round(height / CELL) * CELL
     if nearest[0] * nearest[1] > max_pixels:
         scale = sqrt(width * height / max_pixels)
-        return max(CELL, floor(width / scale / CELL) * CELL), max(CELL, floor(height / scale / CELL) * CELL)
+        return max(CELL, floor(width / scale / CELL) * CELL), max(
+            CELL, floor(height / scale / CELL) * CELL
+        )
     if nearest[0] * nearest[1] < min_pixels:
         scale = sqrt(min_pixels / (width * height))
         return ceil(width * scale / CELL) * CELL, ceil(height * scale / CELL) * CELL
@@ -61,7 +69,8 @@ def smart_resize(width: float, height: float, min_pixels: int, max_pixels: int) 
 
 
 def decode(data: bytes) -> Image.Image:
-    """The picture in RGB, upright, at its own resolution. ValueError with a short reason if it cannot be read."""
+    """The picture in RGB, upright, at its own resolution. ValueError with a short reason if it
+    cannot be read."""
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
         check_size(image)
@@ -70,21 +79,27 @@ def decode(data: bytes) -> Image.Image:
         raise
     except UnidentifiedImageError as error:  # its text holds an address in memory
         raise ValueError(f"unreadable image: none of {', '.join(FORMATS)}") from error
-    except Exception as error:  # on broken files Pillow's decoders raise what they happen to run into
+    except Exception as error:
+        # on broken files Pillow's decoders raise what they happen to run into
         raise ValueError(f"unreadable image: {error!s:.200}") from error
 
 
 def check_size(image: Image.Image) -> None:
     """ValueError for a picture that is empty or too large to be read."""
     if not 0 < image.width * image.height <= MAX_SOURCE_PIXELS:
-        raise ValueError(f"{image.width}x{image.height} pixels, at most {MAX_SOURCE_PIXELS} are read")
+        raise ValueError(
+            f"{image.width}x{image.height} pixels, at most {MAX_SOURCE_PIXELS} are read"
+        )
     if max(image.size) > MAX_SIDE:
         raise ValueError(f"{image.width}x{image.height} pixels: no side may exceed {MAX_SIDE}")
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Transparency becomes white, 16 bits become 8. ValueError for numbers of which none is known to be white."""
-    if image.mode in ("I", "F") and ((most := max(map(abs, image.getextrema()))) > 255 or 0 < most <= 1):
+    """Transparency becomes white, 16 bits become 8. ValueError for numbers of which none is known
+    to be white."""
+    if image.mode in ("I", "F") and (
+        (most := max(map(abs, image.getextrema()))) > 255 or 0 < most <= 1
+    ):
         raise ValueError("a picture of 32-bit numbers, not of 0 to 255: which of them is white?")
     if image.mode.startswith("I;16"):
         image = image.convert("I").point(lambda value: value / 256).convert("L")
@@ -95,7 +110,8 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def encode(image: Image.Image | bytes) -> bytes:
-    """PNG, little compressed: ten times as fast. Bytes stay what they are; ValueError if `decode` cannot read them."""
+    """PNG, little compressed: ten times as fast. Bytes stay what they are; ValueError if `decode`
+    cannot read them."""
     if isinstance(image, bytes):
         decode(image)
         return image
@@ -106,7 +122,8 @@ def encode(image: Image.Image | bytes) -> bytes:
 
 
 def shown(size: tuple[int, int], kind: str, context: dict) -> tuple[int, int]:
-    """How large a picture is shown: `kind` "image", which crops are too, or "video" for frames, selected or not."""
+    """How large a picture is shown: `kind` "image", which crops are too, or "video" for frames,
+    selected or not."""
     max_pixels = context["max_pixels"] if kind == "image" else context["max_frame_pixels"]
     return shown_size(*size, min(context["min_pixels"], max_pixels), max_pixels)
 
@@ -129,19 +146,25 @@ class Media:
 
     kind: str  # "image" or "video"
     frames: list[bytes]  # encoded, original resolution; an image has one
-    pixels: "np.ndarray"  # [F, H, W, 3] uint8, resized: multiples of 28; what trainer and engine see
+    # [F, H, W, 3] uint8, resized: multiples of 28; what trainer and engine see
+    pixels: "np.ndarray"
     is_frame: bool = False  # an image that was a frame of a video, and is shown as large as one
 
     @classmethod
-    def open(cls, kind: str, frames: Sequence[bytes], limits: PixelLimits, is_frame: bool = False) -> "Media":
-        """ValueError, with a short reason, for frames that cannot be decoded. All get the size of the first."""
+    def open(
+        cls, kind: str, frames: Sequence[bytes], limits: PixelLimits, is_frame: bool = False
+    ) -> "Media":
+        """ValueError, with a short reason, for frames that cannot be decoded. All get the size of
+        the first."""
         import numpy as np  # not for the workers of tools, which only decode
 
         size, shown = None, []
         for data in frames:
             picture = decode(data)
             size = size or limits.shown_size("video" if is_frame else kind, *picture.size)
-            shown.append(np.asarray(picture.resize(size, resample=3) if picture.size != size else picture))
+            shown.append(
+                np.asarray(picture.resize(size, resample=3) if picture.size != size else picture)
+            )
         return cls(kind, list(frames), np.stack(shown), is_frame)
 
     @property
@@ -163,7 +186,8 @@ class Media:
 
 
 def blank() -> Media:
-    """The smallest picture: a rank without any runs the vision tower on it, as the others run it on theirs."""
+    """The smallest picture: a rank without any runs the vision tower on it, as the others run it on
+    theirs."""
     import numpy as np
 
     return Media("image", [], np.zeros((1, CELL, CELL, 3), dtype=np.uint8))

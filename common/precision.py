@@ -1,4 +1,5 @@
-"""One choice of number format for trainer, engine and weight sync; the gap between them; loss scaling."""
+"""One choice of number format for trainer, engine and weight sync; the gap between them; loss
+scaling."""
 
 from dataclasses import dataclass
 
@@ -8,11 +9,13 @@ from torch import Tensor
 from common.distributed import all_reduce
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-GAP_LIMITS = {torch.bfloat16: 0.1, torch.float16: 0.03, torch.float32: 1e-3}  # above: a broken sync, not rounding
+# above: a broken sync, not rounding
+GAP_LIMITS = {torch.bfloat16: 0.1, torch.float16: 0.03, torch.float32: 1e-3}
 
 
 def check_device(device: torch.device) -> None:
-    """Run a small kernel: ValueError, with the remedy, if torch is built without code for this GPU."""
+    """Run a small kernel: ValueError, with the remedy, if torch is built without code for this
+    GPU."""
     try:
         torch.ones(8, device=device).square().sum().item()
     except RuntimeError as error:
@@ -20,19 +23,27 @@ def check_device(device: torch.device) -> None:
             raise
         old = torch.cuda.get_device_capability(device)[0] < 8
         remedy = "requirements-v100.txt (CUDA 12.6 wheels)" if old else "torch for a newer CUDA"
-        gap = f"is built for {torch.cuda.get_arch_list()}, not for {torch.cuda.get_device_name(device)}"
+        gap = (
+            f"is built for {torch.cuda.get_arch_list()}, not for "
+            f"{torch.cuda.get_device_name(device)}"
+        )
         raise ValueError(f"torch {torch.__version__} {gap}: install {remedy}") from error
 
 
 def choose_dtype(flag: str, device: torch.device) -> tuple[torch.dtype, str]:
-    """(compute dtype, reason) for `--dtype` (docs/scaling.md). ValueError for bf16 on a GPU below sm_80."""
+    """(compute dtype, reason) for `--dtype` (docs/scaling.md). ValueError for bf16 on a GPU below
+    sm_80."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         if flag == "bf16" and major < 8:
             gpu = f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})"
             raise ValueError(f"--dtype bf16: {gpu} has no bf16; use --dtype fp16")
         if flag == "auto":
-            return (torch.bfloat16, "bf16 GPU") if major >= 8 else (torch.float16, f"sm_{major}{minor} has no bf16")
+            return (
+                (torch.bfloat16, "bf16 GPU")
+                if major >= 8
+                else (torch.float16, f"sm_{major}{minor} has no bf16")
+            )
     elif flag == "auto":
         capability = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
         if capability.get("avx512_bf16") or capability.get("amx_bf16"):
@@ -42,19 +53,23 @@ def choose_dtype(flag: str, device: torch.device) -> tuple[torch.dtype, str]:
 
 
 def checked_gap(rollout_logprobs: Tensor, logprobs: Tensor, limit: float, step: int) -> float:
-    """Mean |engine - trainer| over the tokens of all ranks, [T] each here. RuntimeError above the limit, for NaN."""
+    """Mean |engine - trainer| over the tokens of all ranks, [T] each here. RuntimeError above the
+    limit, for NaN."""
     total, count = all_reduce([(rollout_logprobs - logprobs).abs().sum().item(), len(logprobs)])
     gap = total / max(count, 1.0)
     if not gap <= limit:
         found = f"the engine's log-probs differ from the trainer's by {gap:.2g} on average"
         cause = "stale or damaged weights, or a cache that outlived the sync"
-        raise RuntimeError(f"step {step}: {found}, more than --max-logprob-gap {limit:.2g}: {cause}")
+        raise RuntimeError(
+            f"step {step}: {found}, more than --max-logprob-gap {limit:.2g}: {cause}"
+        )
     return gap
 
 
 @dataclass
 class LossScale:
-    """Dynamic loss scale (arXiv 1710.03740, sec. 3.2), for fp16: doubles after 400 good steps, halves on overflow."""
+    """Dynamic loss scale (arXiv 1710.03740, sec. 3.2), for fp16: doubles after 400 good steps,
+    halves on overflow."""
 
     scale: float = 1.0
     dynamic: bool = False
@@ -78,5 +93,6 @@ class LossScale:
         return {"scale": self.scale, "good_steps": self.good_steps, "dynamic": self.dynamic}
 
     def load_state_dict(self, state: dict) -> None:
-        if state.get("dynamic", self.dynamic) == self.dynamic:  # else it is of a run in another dtype
+        # else it is of a run in another dtype
+        if state.get("dynamic", self.dynamic) == self.dynamic:
             self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])

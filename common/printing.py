@@ -1,4 +1,5 @@
-"""The door through which everything goes that a run prints: what others have written steers no terminal there."""
+"""The door through which everything goes that a run prints: what others have written steers no
+terminal there."""
 
 import sys
 from collections.abc import Callable
@@ -11,14 +12,16 @@ REPLACED = dict.fromkeys(STEERING, "\ufffd")
 
 
 def printable(text: str) -> str:
-    """Without characters that steer a terminal or turn the direction of writing: who has written the text, a reward
-    function, a tool or a server, could hide other lines by them. Lines and tabs stay."""
+    """Without characters that steer a terminal or turn the direction of writing: who has written
+    the text, a reward function, a tool or a server, could hide other lines by them. Lines and tabs
+    stay."""
     return text.translate(REPLACED)
 
 
 def guard_output() -> None:
-    """From now on what this process prints is `printable`, and costs itself alone where it cannot be written: on a
-    full disk, to a reader that is gone. A notebook or a harness may have put streams of its own in the place."""
+    """From now on what this process prints is `printable`, and costs itself alone where it cannot
+    be written: on a full disk, to a reader that is gone. A notebook or a harness may have put
+    streams of its own in the place."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")

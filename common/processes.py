@@ -1,4 +1,5 @@
-"""Processes and processors: what a rank may use of its machine, and how what it has started ends with it."""
+"""Processes and processors: what a rank may use of its machine, and how what it has started ends
+with it."""
 
 import ctypes
 import os
@@ -29,22 +30,29 @@ def cpus_of_rank() -> int:
 
 
 def in_threads(function: Callable, items: Iterable) -> list:
-    """function(item) of each, side by side: for what reads pictures, which Pillow decodes without Python's lock."""
+    """function(item) of each, side by side: for what reads pictures, which Pillow decodes without
+    Python's lock."""
     with ThreadPoolExecutor(cpus_of_rank()) as threads:
         return list(threads.map(function, items))
 
 
 def refuse_lone_ranks() -> None:
-    """SystemExit if srun or mpirun has started several processes: each would be a run of its own."""
+    """SystemExit if srun or mpirun has started several processes: each would be a run of its
+    own."""
     for variable in LAUNCHERS:
         ranks = os.environ.get(variable, "1")
         if "RANK" not in os.environ and ranks.isdecimal() and int(ranks) > 1:
-            command = f"start one per machine, with torchrun --nproc_per_node N {' '.join(sys.argv)}"
-            raise SystemExit(f"{variable}={ranks}, and each process would be a run of its own: {command}")
+            command = (
+                f"start one per machine, with torchrun --nproc_per_node N {' '.join(sys.argv)}"
+            )
+            raise SystemExit(
+                f"{variable}={ranks}, and each process would be a run of its own: {command}"
+            )
 
 
 def die_with(parent: int, how: signal.Signals = signal.SIGKILL) -> None:
-    """This process gets the signal when the thread that started it ends; it ends now if that is dead."""
+    """This process gets the signal when the thread that started it ends; it ends now if that is
+    dead."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, how)
     if os.getppid() != parent:
         os._exit(1)
@@ -71,7 +79,8 @@ def descendants(process: int) -> list[int]:
 
 
 def end_descendants(of_interest: int) -> int:
-    """Kill all that descends from this process, which must have adopted the orphans, until nothing is left of it.
+    """Kill all that descends from this process, which must have adopted the orphans, until nothing
+    is left of it.
 
     Returns the wait status of the child `of_interest`, which may have ended before.
     """
@@ -94,7 +103,8 @@ def end_descendants(of_interest: int) -> int:
 def keep_freed_memory() -> None:
     """On CPUs with glibc: reuse what tensors free, in place of new pages of the kernel's.
 
-    An update of SmolLM2 takes 0.9 of its time, and a tenth more memory (docs/results.md, "A step beside the machine").
+    An update of SmolLM2 takes 0.9 of its time, and a tenth more memory (docs/results.md, "A step
+    beside the machine").
     """
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(-4, 0)  # M_MMAP_MAX

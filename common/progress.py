@@ -15,9 +15,11 @@ SILENCE = 20.0  # seconds, at most
 
 
 class Progress:
-    """Lines of rank 0, such as "... update, micro-batch 5/12, 2m left", after `first` seconds; inner loops share them.
+    """Lines of rank 0, such as "... update, micro-batch 5/12, 2m left", after `first` seconds;
+    inner loops share them.
 
-    for batch in Progress("micro-batch", batches): ...    or    progress = Progress("rewards", 256); progress.add(8)
+    for batch in Progress("micro-batch", batches): ...    or    progress = Progress("rewards", 256);
+    progress.add(8)
     """
 
     loops: ClassVar[dict[str, "Progress"]] = {}  # under way, the outermost first
@@ -48,8 +50,14 @@ class Progress:
             share = (loop.done + share) / max(len(loop.items), 1)
         if share >= 1:
             return
-        counts = [f"{p.what} {p.done}/{len(p.items)}" if len(p.items) > 1 else p.what for p in loops]
-        left = duration((now - loops[0].start) * (1 - share) / share) + " left" if share else "nothing is done yet"
+        counts = [
+            f"{p.what} {p.done}/{len(p.items)}" if len(p.items) > 1 else p.what for p in loops
+        ]
+        left = (
+            duration((now - loops[0].start) * (1 - share) / share) + " left"
+            if share
+            else "nothing is done yet"
+        )
         print(f"... {', '.join(counts)}, {left}", flush=True)
         Progress.said = now
 
@@ -62,7 +70,8 @@ def say(text: str) -> None:
 
 
 def break_silence(what: str = "") -> None:
-    """If rank 0 has said nothing for long: what it waits for, or else in which of our functions its main thread is."""
+    """If rank 0 has said nothing for long: what it waits for, or else in which of our functions its
+    main thread is."""
     if os.environ.get("RANK", "0") == "0" and time.monotonic() > Progress.said + SILENCE:
         frames = traceback.walk_stack(sys._current_frames()[threading.main_thread().ident])
         calls = (frame.f_code for frame, _ in frames if frame.f_code.co_filename.startswith(ROOT))

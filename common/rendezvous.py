@@ -1,4 +1,5 @@
-"""How the ranks of a run find each other: a store that all of them reach, and the network interface between them."""
+"""How the ranks of a run find each other: a store that all of them reach, and the network interface
+between them."""
 
 import os
 import socket
@@ -18,7 +19,8 @@ LOOPBACK = ("127.", "::1")
 
 
 def patience() -> float:
-    """Seconds until all ranks have come, or have connected: GATHER_SECONDS in the environment, or a minute."""
+    """Seconds until all ranks have come, or have connected: GATHER_SECONDS in the environment, or a
+    minute."""
     seconds = os.environ.get("GATHER_SECONDS", "60")
     refuse(not seconds.isdecimal(), "GATHER_SECONDS: expected a number of seconds")
     return float(seconds)
@@ -32,8 +34,9 @@ def too_late(missing: str) -> SystemExit:
 def meet(rank: int, size: int, timeout: timedelta) -> dist.Store:
     """Wait for all ranks; a store of this attempt alone. SystemExit if some do not come.
 
-    torchrun's outlives its restarts, and each of its agents counts these by itself. So rank 0 makes up a name, and
-    tells it to whoever has come, until all have got it: what an earlier attempt has left behind, nobody reads.
+    torchrun's outlives its restarts, and each of its agents counts these by itself. So rank 0 makes
+    up a name, and tells it to whoever has come, until all have got it: what an earlier attempt has
+    left behind, nobody reads.
 
     timeout: for what the store is asked from then on.
     """
@@ -86,13 +89,16 @@ def connect(backend: str, store: dist.Store, rank: int, size: int, timeout: time
     except RuntimeError as error:
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "the interface that gloo has chosen")
         reason = str(error).partition("\n")[0]
-        line = f"[rank {rank}] the ranks do not connect by {interface} (GLOO_SOCKET_IFNAME): {reason}"
+        line = (
+            f"[rank {rank}] the ranks do not connect by {interface} (GLOO_SOCKET_IFNAME): {reason}"
+        )
         raise SystemExit(line) from error
     dist.distributed_c10d._set_pg_timeout(timeout)
 
 
 def find_interface(store: dist.Store, rank: int, size: int) -> None:
-    """gloo and NCCL take the one that reaches MASTER_ADDR, unless the user knows better, or none is known.
+    """gloo and NCCL take the one that reaches MASTER_ADDR, unless the user knows better, or none is
+    known.
 
     gloo would resolve the host name, often to 127.0.0.1. So may MASTER_ADDR be, on its own machine.
     """
@@ -100,7 +106,9 @@ def find_interface(store: dist.Store, rank: int, size: int) -> None:
     store.set(f"address/{rank}", own)
     if own.startswith(LOOPBACK):
         addresses = (store.get(f"address/{other}").decode() for other in range(size))
-        own = next((address_towards(other) for other in addresses if not other.startswith(LOOPBACK)), own)
+        own = next(
+            (address_towards(other) for other in addresses if not other.startswith(LOOPBACK)), own
+        )
     name = interface_of(own)
     if name:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -108,7 +116,8 @@ def find_interface(store: dist.Store, rank: int, size: int) -> None:
 
 
 def interface_of(address: str) -> str | None:
-    """The interface that has this address; None where the system does not list it, as in some sandboxes."""
+    """The interface that has this address; None where the system does not list it, as in some
+    sandboxes."""
     try:
         interfaces = psutil.net_if_addrs()
     except OSError:

@@ -1,7 +1,8 @@
 """Rotary frequencies that depend on a text's length (`dynamic`, `longrope`).
 
-transformers takes the longest position of a forward: in a pack, that of the longest text for all. Here each text has
-the frequencies of its own length, or all have those with which an engine samples.
+transformers takes the longest position of a forward: in a pack, that of the longest text for all.
+Here each text has the frequencies of its own length, or all have those with which an engine
+samples.
 """
 
 from itertools import pairwise
@@ -12,11 +13,18 @@ from torch import Tensor, nn
 
 from common.torch_repair import transformers
 
-LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
+LENGTHS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "max_sequence_length",
+)
 
 
 def num_positions(config) -> float:
-    """How long a sequence a model was made for, as vLLM reads it from the config of its text part; inf: any length."""
+    """How long a sequence a model was made for, as vLLM reads it from the config of its text part;
+    inf: any length."""
     known = [getattr(config, name) for name in LENGTHS if getattr(config, name, None)]
     length = getattr(config, "model_max_length", None) or min(known, default=inf)
     rope = getattr(config, "rope_parameters", None) or {}
@@ -24,7 +32,8 @@ def num_positions(config) -> float:
     for parameters in by_layer or [rope]:
         factor = parameters.get("factor") or 1.0
         kind = parameters.get("rope_type")
-        if kind in ("linear", "dynamic") and "gemma3" not in config.model_type:  # whose length is the stretched one
+        # whose length is the stretched one
+        if kind in ("linear", "dynamic") and "gemma3" not in config.model_type:
             return length * factor
         if kind == "yarn":
             return max(length, factor * (parameters.get("original_max_position_embeddings") or 0))
@@ -32,7 +41,8 @@ def num_positions(config) -> float:
 
 
 def length_limits(config) -> dict[str, int]:
-    """{kind: longest text (tokens) that has the frequencies of short ones}, of kinds whose frequencies change."""
+    """{kind: longest text (tokens) that has the frequencies of short ones}, of kinds whose
+    frequencies change."""
     rope = getattr(config, "rope_parameters", None) or {}
     by_layer = [parameters for parameters in rope.values() if isinstance(parameters, dict)]
     limits = {}
@@ -48,22 +58,29 @@ def length_limits(config) -> dict[str, int]:
 def check_lengths(config, engine: str, max_model_len: int) -> None:
     """SystemExit if an engine would sample by frequencies that no forward of the whole text has.
 
-    transformers changes them while a text grows, and keeps the keys of its beginning. vLLM fixes them at its start,
-    and has none beyond the positions of a `dynamic` model.
+    transformers changes them while a text grows, and keeps the keys of its beginning. vLLM fixes
+    them at its start, and has none beyond the positions of a `dynamic` model.
     """
     for kind, limit in length_limits(config).items():
         if max_model_len <= limit or (engine == "vllm" and kind == "longrope"):
             continue
         lengths = f"--max-prompt-tokens and --max-response-tokens: {max_model_len} tokens together"
         if engine == "vllm":
-            raise SystemExit(f"{lengths}, and vLLM has {limit} positions for this model ({kind} rotary frequencies)")
+            raise SystemExit(
+                f"{lengths}, and vLLM has {limit} positions for this model ({kind} rotary "
+                "frequencies)"
+            )
         remedy = "--engine vllm fixes them" if kind == "longrope" else "lower the two"
-        told = f"the model's rotary frequencies ({kind}) change beyond {limit} while --engine hf samples"
+        told = (
+            f"the model's rotary frequencies ({kind}) change beyond {limit} while --engine "
+            "hf samples"
+        )
         raise SystemExit(f"{lengths}, and {told}; {remedy}")
 
 
 def set_text_lengths(model: nn.Module, max_model_len: int | None) -> None:
-    """Give all texts the frequencies of one of `max_model_len` tokens, as vLLM does; None: each those of its own."""
+    """Give all texts the frequencies of one of `max_model_len` tokens, as vLLM does; None: each
+    those of its own."""
     for module in model.modules():
         if hasattr(module, "rope_type") and length_limits(module.config):
             rotary = TextRotary(module)
@@ -74,7 +91,8 @@ def set_text_lengths(model: nn.Module, max_model_len: int | None) -> None:
 
 
 class TextRotary:
-    """The rotary module of a model of transformers, which no longer follows the longest position of a forward."""
+    """The rotary module of a model of transformers, which no longer follows the longest position of
+    a forward."""
 
     def __init__(self, module: nn.Module):
         self.module = module
@@ -89,7 +107,8 @@ class TextRotary:
             module.rope_type = "fixed"  # none that transformers would change
 
     def set_length(self, length: int) -> None:
-        """The frequencies of a text of so many tokens, as transformers computes them in a forward of its own."""
+        """The frequencies of a text of so many tokens, as transformers computes them in a forward
+        of its own."""
         for layer_type, parameters in self.parameters.items():
             prefix = f"{layer_type}_" if layer_type else ""
             device = getattr(self.module, f"{prefix}inv_freq").device
@@ -102,8 +121,11 @@ class TextRotary:
                 frequencies = getattr(self.module, f"{prefix}original_inv_freq").to(device)
             self.module.register_buffer(f"{prefix}inv_freq", frequencies, persistent=False)
 
-    def forward(self, hidden: Tensor, position_ids: Tensor, *layer_type: str) -> tuple[Tensor, Tensor]:
-        """(cosines, sines), each [1, L, D], of a pack, in which the positions of each prompt begin at 0."""
+    def forward(
+        self, hidden: Tensor, position_ids: Tensor, *layer_type: str
+    ) -> tuple[Tensor, Tensor]:
+        """(cosines, sines), each [1, L, D], of a pack, in which the positions of each prompt begin
+        at 0."""
         positions = position_ids[0].tolist()
         starts = [i for i, position in enumerate(positions) if position == 0]
         cosines, sines = [], []
@@ -115,11 +137,15 @@ class TextRotary:
         return torch.cat(cosines, dim=1), torch.cat(sines, dim=1)
 
     def _length(self, positions: list[int]) -> int:
-        """Of a prompt with its responses, each of which goes on from the prompt's end. ValueError if they differ."""
+        """Of a prompt with its responses, each of which goes on from the prompt's end. ValueError
+        if they differ."""
         lengths = {positions[-1] + 1}
         for position, following in pairwise(positions):
             if following <= position:
                 lengths.add(position + 1)
         if len(lengths) > 1 and max(lengths) > min(self.limits.values()):
-            raise ValueError("responses of other lengths, and rotary frequencies, share a prompt: pack them apart")
+            raise ValueError(
+                "responses of other lengths, and rotary frequencies, share a prompt: pack "
+                "them apart"
+            )
         return max(lengths)

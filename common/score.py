@@ -1,4 +1,5 @@
-"""python -m common.score FILE: scores responses that stand in a file; prints a table, writes a verdict on each."""
+"""python -m common.score FILE: scores responses that stand in a file; prints a table, writes a
+verdict on each."""
 
 from common.files import user_errors
 from common.flags import call_program

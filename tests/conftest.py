@@ -14,13 +14,17 @@ import zygote
 from zygote import WARM, ZYGOTE, script_environment
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: processes of tests share the cores
-for number in (signal.SIGINT, signal.SIGHUP):  # ignored by a shell's `&` and nohup; what the tests start inherits that
+# ignored by a shell's `&` and nohup; what the tests start inherits that
+for number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(number) is signal.SIG_IGN:
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        signal.signal(
+            number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        )
 
 
 def pytest_configure(config) -> None:
-    config.option.loadscopereorder = False  # pytest-xdist would begin with the files that have the most tests
+    # pytest-xdist would begin with the files that have the most tests
+    config.option.loadscopereorder = False
     if WARM and ZYGOTE not in os.environ:
         config.zygote = zygote.Zygote(script_environment())
         os.environ[ZYGOTE] = config.zygote.address
@@ -29,8 +33,20 @@ def pytest_configure(config) -> None:
 
 
 # The files that take longest come first, so that the workers are done at the same time.
-LONGEST = ["test_kill_series", "test_curiosity_runs", "test_grpo_runs", "test_ppo_runs", "test_sft_runs"]
-LONGEST += ["test_failing", "test_tiny_vl", "test_grpo_engines", "test_grpo_faults", "test_vision_runs"]
+LONGEST = [
+    "test_kill_series",
+    "test_curiosity_runs",
+    "test_grpo_runs",
+    "test_ppo_runs",
+    "test_sft_runs",
+]
+LONGEST += [
+    "test_failing",
+    "test_tiny_vl",
+    "test_grpo_engines",
+    "test_grpo_faults",
+    "test_vision_runs",
+]
 LONGEST += ["test_ppo_math", "test_invariance"]
 LONGEST += ["test_math_rewards", "test_reward_workers", "test_house", "test_zygote"]
 
@@ -42,16 +58,21 @@ def pytest_collection_modifyitems(items: list) -> None:
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
-    """The table of attacks, if any were run: what `record_property("attack", (attack, outcomes))` has noted."""
+    """The table of attacks, if any were run: what `record_property("attack", (attack, outcomes))`
+    has noted."""
     table: dict[str, Counter] = {}
     for report in terminalreporter.getreports("passed"):
         for name, value in report.user_properties:
             if name == "attack":
                 table.setdefault(value[0], Counter()).update(value[1])
     if table:
-        terminalreporter.section(f"{sum(map(Counter.total, table.values()))} attacks: attack, n, outcome")
+        terminalreporter.section(
+            f"{sum(map(Counter.total, table.values()))} attacks: attack, n, outcome"
+        )
     for attack, outcomes in table.items():
-        words = "; ".join(f"{n} x {what}" if len(outcomes) > 1 else what for what, n in outcomes.items())
+        words = "; ".join(
+            f"{n} x {what}" if len(outcomes) > 1 else what for what, n in outcomes.items()
+        )
         terminalreporter.write_line(f"{attack:66} {outcomes.total():4}  {words}")
 
 
@@ -92,10 +113,13 @@ def tiny_config():
 
 @pytest.fixture
 def eager_compiler(monkeypatch):
-    """Compiled layers run as they were traced: flex attention has no backward to compile on a CPU."""
+    """Compiled layers run as they were traced: flex attention has no backward to compile on a
+    CPU."""
     import torch
 
-    monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="eager"))
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="eager")
+    )
     torch._dynamo.reset()
     with torch._dynamo.config.patch(disable=False):  # an engine in this process may have set it
         yield

@@ -41,7 +41,9 @@ def random_policy(config, dtype=torch.float64, seed: int = 0):
     from common.models import Policy
 
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="shared_prompts")
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=dtype, attn_implementation="shared_prompts"
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -54,11 +56,14 @@ def random_policy(config, dtype=torch.float64, seed: int = 0):
 
 
 def rms_norm(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.rms_norm(x, module.weight.shape, module.weight, module.variance_epsilon)
+    return torch.nn.functional.rms_norm(
+        x, module.weight.shape, module.weight, module.variance_epsilon
+    )
 
 
 def trained(seed: int = 1) -> dict:
-    """A model of 15 parameters with its AdamW, a step behind them, as `checkpoints_of` takes them."""
+    """A model of 15 parameters with its AdamW, a step behind them, as `checkpoints_of` takes
+    them."""
     torch.manual_seed(seed)
     model = torch.nn.Linear(4, 3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -70,22 +75,29 @@ def trained(seed: int = 1) -> dict:
 def checkpoints_of(
     folder: Path, trained: dict, world, *, state=None, keep=1, identity=None, found=None
 ) -> Checkpoints:
-    """The checkpoints of a run with these (model, optimizer) by name; `found`: the one that it goes on from."""
+    """The checkpoints of a run with these (model, optimizer) by name; `found`: the one that it goes
+    on from."""
     state = dict(state or {})
     best, scales = state.pop("best", -math.inf), state.pop("loss_scale", {})
     optimizers = {
-        name: SimpleNamespace(model=model, optimizer=optimizer, loss_scale=LossScale(**scales.get(name, {})))
+        name: SimpleNamespace(
+            model=model, optimizer=optimizer, loss_scale=LossScale(**scales.get(name, {}))
+        )
         for name, (model, optimizer) in trained.items()
     }
     options = {"run": Run(keep_checkpoints=keep), "identity": identity or {}, "checkpoint": found}
     job = SimpleNamespace(output_dir=folder, world=world, micro_batch_tokens=1024, **options)
-    parts = {name: SimpleNamespace(state_dict=lambda value=value: value) for name, value in state.items()}
+    parts = {
+        name: SimpleNamespace(state_dict=lambda value=value: value) for name, value in state.items()
+    }
     checkpoints = Checkpoints(job, optimizers, parts)
     checkpoints.best = best
     return checkpoints
 
 
-def save_checkpoint(folder: Path, step: int, trained: dict, world, *, best: bool = False, **options) -> bool:
+def save_checkpoint(
+    folder: Path, step: int, trained: dict, world, *, best: bool = False, **options
+) -> bool:
     """Of a run folder; options as for `checkpoints_of`."""
     return checkpoints_of(folder, trained, world, **options).save(step, math.inf if best else None)
 
@@ -96,8 +108,11 @@ def load_checkpoint(checkpoint: Path, trained: dict, world, weights_only: bool =
     return json.loads((checkpoint / "trainer.json").read_text())
 
 
-def random_episodes(seed: int, prompts: int = 3, samples: int = 4, vocab: int = 97) -> list[Episode]:
-    """Groups of ragged episodes; some tokens in the middle are observations, and one episode trains nothing."""
+def random_episodes(
+    seed: int, prompts: int = 3, samples: int = 4, vocab: int = 97
+) -> list[Episode]:
+    """Groups of ragged episodes; some tokens in the middle are observations, and one episode trains
+    nothing."""
     rng = random.Random(seed)
     episodes = []
     for p in range(prompts):
@@ -109,7 +124,11 @@ def random_episodes(seed: int, prompts: int = 3, samples: int = 4, vocab: int = 
                 mask = [0] * length
             ids = [rng.randrange(3, vocab) for _ in range(length)]
             logprobs = [-rng.random() * m for m in mask]
-            episodes.append(Episode(p, s, prompt, ids, mask, logprobs, "stop", {"score": float(rng.random() < 0.4)}))
+            episodes.append(
+                Episode(
+                    p, s, prompt, ids, mask, logprobs, "stop", {"score": float(rng.random() < 0.4)}
+                )
+            )
     return episodes
 
 
@@ -123,14 +142,19 @@ def make_args(script, **flags):
     """Args of a script (the module), each flag in the group that has it."""
     args = script.Args()
     for name, value in flags.items():
-        groups = [part for part in (args, *vars(args).values()) if is_dataclass(part) and name in vars(part)]
+        groups = [
+            part
+            for part in (args, *vars(args).values())
+            if is_dataclass(part) and name in vars(part)
+        ]
         assert len(groups) == 1, f"{script.__name__}.py has no flag {name}"
         setattr(groups[0], name, value)
     return args
 
 
 def prompts_of(files, **options):
-    """Rows of files as prompts; options: flags of the groups Data and Rollout, and what PromptData itself takes."""
+    """Rows of files as prompts; options: flags of the groups Data and Rollout, and what PromptData
+    itself takes."""
     from common.data.prompts import PromptData
 
     own = {"tokenizer", "flag", "max_rows", "vision", "tools", "world", "num_embeddings"}
@@ -142,14 +166,17 @@ def prompts_of(files, **options):
 
 
 def checked_args(script, monkeypatch, *arguments: str):
-    """Args of a script (the module) that is called with these arguments, after it has checked them."""
+    """Args of a script (the module) that is called with these arguments, after it has checked
+    them."""
     monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *arguments])
     args, _ = parse(script.Args, script.DEMO, script.__doc__)
     script.check_args(args)
     return args
 
 
-def generate(engine, prompts: list[list[int]], sampling: Sampling, seeds: list[int], weights_step: int):
+def generate(
+    engine, prompts: list[list[int]], sampling: Sampling, seeds: list[int], weights_step: int
+):
     """Completions of each prompt, all requests submitted at once."""
     for key, (ids, seed) in enumerate(zip(prompts, seeds)):
         engine.submit(Request(key, ids, sampling, seed, weights_step))
@@ -168,7 +195,8 @@ def alive(pid: int) -> bool:
 
 @contextlib.contextmanager
 def deadline(seconds: float):
-    """Against what would take hours, or never end. Not by TimeoutError, which code that catches OSError would hide."""
+    """Against what would take hours, or never end. Not by TimeoutError, which code that catches
+    OSError would hide."""
 
     def late(*_):
         raise AssertionError(f"not done after {seconds} s")
@@ -190,7 +218,8 @@ def wait_until(condition, seconds: float = 60.0) -> None:
 
 
 def gathering(rank: Callable[[], int], size: int) -> Callable[[object], list]:
-    """What `gather_objects` is for ranks that a test runs one after the other: a rank sees what came before it."""
+    """What `gather_objects` is for ranks that a test runs one after the other: a rank sees what
+    came before it."""
     gathered, calls = defaultdict(lambda: [None] * size), Counter()
 
     def gather(value: object) -> list:
@@ -210,7 +239,9 @@ def relative_l2(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
 
 def torchrun(*arguments: object, ranks: int = 0) -> list[str]:
     """The command `python SCRIPT ...`, or torchrun with `ranks` processes."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks] if ranks else []
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks] if ranks else []
+    )
     return [str(part) for part in (sys.executable, *launcher, *arguments)]
 
 
@@ -222,15 +253,23 @@ def run_script(
     env: dict[str, str] | None = None,
     fresh: bool = not WARM,
 ):
-    """Run a script to its end, forked from the warm process or, `fresh`, by torchrun; fails with the output's end."""
+    """Run a script to its end, forked from the warm process or, `fresh`, by torchrun; fails with
+    the output's end."""
     command, environment = torchrun(*arguments, ranks=ranks), script_environment(**(env or {}))
     if fresh:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, env=environment)
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, env=environment
+        )
     else:
-        done = zygote.run(os.environ[ZYGOTE], [str(part) for part in arguments], environment, ROOT, ranks, timeout)
+        done = zygote.run(
+            os.environ[ZYGOTE], [str(part) for part in arguments], environment, ROOT, ranks, timeout
+        )
     if check and done.returncode:
         first, last = done.stderr[:4000], done.stderr[4000:][-6000:]  # the cause, and who followed
-        pytest.fail(f"{' '.join(command)}\nexit code {done.returncode}\n{done.stdout[-3000:]}\n{first}\n...\n{last}")
+        pytest.fail(
+            f"{' '.join(command)}\nexit code {done.returncode}\n{done.stdout[-3000:]}\n"
+            f"{first}\n...\n{last}"
+        )
     return done
 
 
@@ -238,14 +277,17 @@ def metrics_of(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-LITTLE_CACHE = ["--engine-memory", 0.25]  # for runs with vLLM: filling the default's gigabyte takes a second a rank
+# for runs with vLLM: filling the default's gigabyte takes a second a rank
+LITTLE_CACHE = ["--engine-memory", 0.25]
 UNEQUAL = ("time/", "memory/", "rollout/tokens_per_s")  # what an interruption may change
 
 
 def steps_of(run_dir: Path) -> dict[int, dict]:
     """The last record of each step, without timings."""
     records = {r["step"]: r for r in metrics_of(run_dir) if "step" in r and "event" not in r}
-    return {s: {k: v for k, v in r.items() if not k.startswith(UNEQUAL)} for s, r in records.items()}
+    return {
+        s: {k: v for k, v in r.items() if not k.startswith(UNEQUAL)} for s, r in records.items()
+    }
 
 
 def kill_all(process: subprocess.Popen) -> None:
@@ -269,13 +311,16 @@ def skip_where_no_step_is_repeated(strategy: str) -> None:
 
 
 def kill_once(*arguments: object, ranks: int, after_step: int, fresh: bool = not WARM) -> None:
-    """Start a script, and kill all its processes when the metrics of a step are written; the output goes to a file."""
+    """Start a script, and kill all its processes when the metrics of a step are written; the output
+    goes to a file."""
     run_dir = Path(arguments[arguments.index("--output-dir") + 1])
     metrics, log = run_dir / "metrics.jsonl", run_dir.with_suffix(".log")
     with log.open("w") as file:
         if fresh:
             command = torchrun(*arguments, ranks=ranks)
-            process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, env=script_environment())
+            process = subprocess.Popen(
+                command, cwd=ROOT, stdout=file, stderr=file, env=script_environment()
+            )
         else:
             command, address = [str(part) for part in arguments], os.environ[ZYGOTE]
             process = zygote.Forked(address, command, script_environment(), ROOT, ranks, file, file)

@@ -1,4 +1,5 @@
-"""Every causal language model of transformers: our packed log-probs are its own, or it is refused in one line."""
+"""Every causal language model of transformers: our packed log-probs are its own, or it is refused
+in one line."""
 
 import pytest
 import torch
@@ -11,44 +12,67 @@ from common.packing import TokenIndex, pack
 from common.vision import skeleton
 
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
-SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 128, **HEADS}
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "vocab_size": 128,
+    **HEADS,
+}
 SIZES |= {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0, "max_position_embeddings": 256}
 # where a configuration has them
-EXPERTS = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2}
+EXPERTS = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+}
 EXPERTS |= {"moe_intermediate_size": 32, "n_group": 1, "topk_group": 1, "sliding_window": None}
 WINDOW = {"sliding_window": 8}
-OWN = dict.fromkeys(("cwm", "deepseek_v4", "exaone_moe", "gemma3n_text", "gemma4_text", "laguna"), WINDOW)
+OWN = dict.fromkeys(
+    ("cwm", "deepseek_v4", "exaone_moe", "gemma3n_text", "gemma4_text", "laguna"), WINDOW
+)
 OWN |= dict.fromkeys(("gemma4_unified_text", "mimo_v2_flash", "ministral", "moshi"), WINDOW)
 OWN |= {kind: {"head_dim": 32} for kind in ("helium", "hunyuan_v1_dense", "hunyuan_v1_moe")}
 OWN |= {"exaone4": {**WINDOW, "sliding_window_pattern": 2}, "jetmoe": {"num_key_value_heads": 1}}
-OWN |= {"gpt_neo": {"attention_types": [[["global"], 2]]}, "lfm2_moe": {"layer_types": ["conv", "full_attention"]}}
-OWN |= {"mamba2": {"num_heads": 2, "head_dim": 64}, "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 0}}
-OWN |= {"zaya": {"num_experts_per_tok": 1}, "reformer": {"is_decoder": True}, "ministral": {**WINDOW, "head_dim": 32}}
+OWN |= {
+    "gpt_neo": {"attention_types": [[["global"], 2]]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+}
+OWN |= {
+    "mamba2": {"num_heads": 2, "head_dim": 64},
+    "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 0},
+}
+OWN |= {
+    "zaya": {"num_experts_per_tok": 1},
+    "reformer": {"is_decoder": True},
+    "ministral": {**WINDOW, "head_dim": 32},
+}
 
 # What is tried with the sizes above; a newer transformers has more.
 OUTCOMES = {
     "exact": """
         apertus arcee aria_text axk1 bitnet deepseek_v2 deepseek_v3 diffllama doge dots1 ernie4_5
-        ernie4_5_moe flex_olmo fuyu gemma glm glm4 glm4_moe glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode gpt_neox
-        granite granitemoe granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3
-        hyperclovax jais2 jetmoe laguna lfm2 llama mellum minimax_m2 minimax_m3_vl_text ministral3 mistral
-        mixtral olmo olmo2 olmoe opt persimmon phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3
-        solar_open starcoder2 youtu
+        ernie4_5_moe flex_olmo fuyu gemma glm glm4 glm4_moe glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode
+        gpt_neox granite granitemoe granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe
+        hy_v3 hyperclovax jais2 jetmoe laguna lfm2 llama mellum minimax_m2 minimax_m3_vl_text
+        ministral3 mistral mixtral olmo olmo2 olmoe opt persimmon phi3 qwen2 qwen2_moe qwen3
+        qwen3_moe seed_oss smollm3 solar_open starcoder2 youtu
     """,
     "head with a bias": """
-        bert bert-generation big_bird camembert codegen ctrl data2vec-text electra ernie git gptj megatron-bert
-        modernbert-decoder phi rembert roberta roberta-prelayernorm roc_bert roformer xlm xlm-roberta
-        xlm-roberta-xl xmod
+        bert bert-generation big_bird camembert codegen ctrl data2vec-text electra ernie git gptj
+        megatron-bert modernbert-decoder phi rembert roberta roberta-prelayernorm roc_bert roformer
+        xlm xlm-roberta xlm-roberta-xl xmod
     """,
     "attention of its own": """
         bart bigbird_pegasus biogpt blenderbot blenderbot-small bloom blt cpmant falcon gpt_neo
         gpt_neox_japanese marian mbart mpt mvp openai-gpt pegasus stablelm trocr xglm
     """,
     "layers, in which": """
-        axk2 bamba deepseek_v32 deepseek_v4 falcon_h1 falcon_mamba glm_moe_dsa granitemoehybrid hy_v4
-        inkling_text jamba kimi_linear lfm2_moe llama4 llama4_text mamba mamba2 minimax nemotron_h
-        olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp_text
-        recurrent_gemma rwkv xlstm zaya
+        axk2 bamba deepseek_v32 deepseek_v4 falcon_h1 falcon_mamba glm_moe_dsa granitemoehybrid
+        hy_v4 inkling_text jamba kimi_linear lfm2_moe llama4 llama4_text mamba mamba2 minimax
+        nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next
+        qwen4_exp_text recurrent_gemma rwkv xlstm zaya
     """,
     "sliding windows": """
         afmoe cwm exaone4 exaone_moe gemma3 gemma3_text gemma4 gemma4_text gemma4_unified
@@ -64,16 +88,27 @@ OUTCOMES = {
         phimoe
     """,
     "no causal language model": """
-        cohere_compass_text dbrx gemma3n gemma3n_text gemma4_assistant gemma4_unified_assistant plbart
-        qwen4_exp reformer whisper
+        cohere_compass_text dbrx gemma3n gemma3n_text gemma4_assistant gemma4_unified_assistant
+        plbart qwen4_exp reformer whisper
     """,
     "untried": """
-        emu3 got_ocr2 longcat_flash mllama musicgen musicgen_melody phi4_multimodal prophetnet xlnet zamba
-        zamba2
+        emu3 got_ocr2 longcat_flash mllama musicgen musicgen_melody phi4_multimodal prophetnet xlnet
+        zamba zamba2
     """,
 }
 ALL = {kind: found for found, kinds in OUTCOMES.items() for kind in kinds.split()}
-EVERY_TIME = ["llama", "gpt2", "gpt_neox", "smollm3", "qwen3_moe", "falcon", "gptj", "nemotron", "phimoe", "whisper"]
+EVERY_TIME = [
+    "llama",
+    "gpt2",
+    "gpt_neox",
+    "smollm3",
+    "qwen3_moe",
+    "falcon",
+    "gptj",
+    "nemotron",
+    "phimoe",
+    "whisper",
+]
 
 
 def little(kind: str):
@@ -116,9 +151,15 @@ def outcome(kind: str, folder) -> str:
         model.set_attn_implementation("eager")
         for i, sample in enumerate(samples):
             ids = torch.tensor(sample.response_ids)
-            logits = model(torch.tensor([sample.prompt_ids + sample.response_ids]), use_cache=False).logits[0]
-            expected = logits.log_softmax(-1)[len(sample.prompt_ids) - 1 : -1].gather(-1, ids[:, None])[:, 0]
-            assert (logprobs[owners == i] - expected).abs().max() < 1e-4, "our log-probs are another model's"
+            logits = model(
+                torch.tensor([sample.prompt_ids + sample.response_ids]), use_cache=False
+            ).logits[0]
+            expected = logits.log_softmax(-1)[len(sample.prompt_ids) - 1 : -1].gather(
+                -1, ids[:, None]
+            )[:, 0]
+            assert (logprobs[owners == i] - expected).abs().max() < 1e-4, (
+                "our log-probs are another model's"
+            )
     return "exact"
 
 

@@ -1,4 +1,5 @@
-"""Reward functions that are `async def`: calls that overlap in one process, each with its deadline."""
+"""Reward functions that are `async def`: calls that overlap in one process, each with its
+deadline."""
 
 import time
 
@@ -122,7 +123,9 @@ def test_results_are_in_the_order_of_the_responses(start):
     pool = start()
     assert pool.score([]) == []
     assert pool.score([job(str(i)) for i in range(150)]) == [scored(i) for i in range(150)]
-    assert pool.score([job("loops")]) == [{"score": 1.0}], "a client keeps its loop from batch to batch"
+    assert pool.score([job("loops")]) == [{"score": 1.0}], (
+        "a client keeps its loop from batch to batch"
+    )
 
 
 @pytest.mark.parametrize("text", FAILURES)
@@ -154,7 +157,10 @@ def test_calls_that_hang_take_one_deadline_together(start):
 def test_a_functions_own_deadline_counts(start, is_async):
     more = "\nact.timeout_s = 0.3\n"
     if not is_async:
-        more = "\ndef act(data_source, solution_str, ground_truth, extra_info=None):\n    time.sleep(600)\n" + more
+        more = (
+            "\ndef act(data_source, solution_str, ground_truth, extra_info=None):\n    "
+            "time.sleep(600)\n" + more
+        )
     assert start(more, timeout_s=600).score([job("hang")]) == [{"error": "timeout after 0.3 s"}]
 
 
@@ -165,5 +171,7 @@ def test_what_is_no_deadline_is_refused(start, timeout_s):
 
 
 def test_an_async_function_behind_a_decorator_is_told(start):
-    (result,) = start("\n\nplain = act\n\n\ndef act(**row):\n    return plain(**row)\n").score([job("1")])
+    (result,) = start("\n\nplain = act\n\n\ndef act(**row):\n    return plain(**row)\n").score(
+        [job("1")]
+    )
     assert "returned a coroutine: write it as a plain `async def`" in result["error"]

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 IDENTITY = {"script": "grpo", "model": "0123"}
 
 
-# --- checkpoints --------------------------------------------------------------------------------------------------
+# --- checkpoints ----------------------------------------------------------------------------------
 
 FILES = ["state/shard-00001-model-00001-of-00001.safetensors", "trainer.json", "manifest.json"]
 POINTERS = ["../latest", "../best"]
@@ -86,9 +86,20 @@ INSTEAD = {
     "a link to nothing": lambda file: file.symlink_to("nowhere"),
     "a link to a file": lambda file: file.symlink_to("/etc/passwd"),
 }
-DAMAGES = {"flipped": flipped, "scribbled": scribbled, "cut": cut, "grown": grown, "swapped": swapped}
+DAMAGES = {
+    "flipped": flipped,
+    "scribbled": scribbled,
+    "cut": cut,
+    "grown": grown,
+    "swapped": swapped,
+}
 DAMAGES |= {kind: partial(replaced, by=by) for kind, by in INSTEAD.items()}
-PAIRS = [(name, kind) for name in FILES + POINTERS for kind in DAMAGES if name in FILES or kind != "swapped"]
+PAIRS = [
+    (name, kind)
+    for name in FILES + POINTERS
+    for kind in DAMAGES
+    if name in FILES or kind != "swapped"
+]
 
 
 @pytest.mark.parametrize("name, kind", random.Random(1).sample(PAIRS, 40))
@@ -116,7 +127,7 @@ def test_a_damage(saved, world, tmp_path, name, kind):
     assert all(torch.equal(expected[key], got[key]) for key in expected), "other weights in silence"
 
 
-# --- workers: besides what test_reward_workers has its functions do -------------------------------------------------
+# --- workers: besides what test_reward_workers has its functions do -------------------------------
 
 MORE = """
 import json, resource, socket
@@ -133,7 +144,8 @@ def throw(error):
 
 def shut():
     for number in os.listdir("/proc/self/fd"):
-        if os.path.exists(f"/proc/self/fd/{number}") and "socket:" in os.readlink(f"/proc/self/fd/{number}"):
+        path = f"/proc/self/fd/{number}"
+        if os.path.exists(path) and "socket:" in os.readlink(path):
             socket.socket(fileno=int(number)).shutdown(socket.SHUT_RDWR)
 
 
@@ -166,7 +178,11 @@ def pool(tmp_path):
     pool = RewardWorkers(f"{tmp_path / 'function.py'}:act", 1, timeout_s=1.0, memory_gib=1.0)
     yield pool
     pool.close()
-    wait_until(lambda: not any(alive(p.pid) for p in set(psutil.Process().children(recursive=True)) - before))
+    wait_until(
+        lambda: (
+            not any(alive(p.pid) for p in set(psutil.Process().children(recursive=True)) - before)
+        )
+    )
 
 
 @pytest.mark.parametrize("attack", re.findall(r'^    "([^"]+)": ', MORE, re.MULTILINE))
@@ -186,7 +202,7 @@ def test_a_reward_function(pool, attack):
         assert reply[0].keys() == {"error"} and time.monotonic() - start < 20, reply
 
 
-# --- disks: what a reward function does to the run folder while the first of three steps is on record ---------------
+# --- disks: what a reward function does to the run folder while the first of three steps is on reco
 
 SABOTEUR = """
 import os, shutil, subprocess
@@ -194,7 +210,8 @@ from pathlib import Path
 
 run, name = Path(os.environ["RUN"]), os.environ["ATTACK"]
 what, _, how = name.partition(": ")
-BY = {"a folder": Path.mkdir, "a FIFO": os.mkfifo, "a file": Path.touch, "removed": lambda file: None}
+BY = {"a folder": Path.mkdir, "a FIFO": os.mkfifo, "a file": Path.touch}
+BY["removed"] = lambda file: None
 
 
 def attack():
@@ -220,7 +237,14 @@ def fn(data_source, solution_str, ground_truth, extra_info=None):
             pass
     return float(len(solution_str) % 3)
 """
-DISKS = ["full", "read-only", ".: removed", "checkpoints: removed", "lock: removed", "checkpoints/latest: a folder"]
+DISKS = [
+    "full",
+    "read-only",
+    ".: removed",
+    "checkpoints: removed",
+    "lock: removed",
+    "checkpoints/latest: a folder",
+]
 DISKS += ["metrics.jsonl: a FIFO", "curves.png: a folder"]
 DISKS += [f"{name}: a file" for name in ("checkpoints", "rollouts", "eval", "model")]
 
@@ -230,7 +254,10 @@ def disk(tmp_path):
     """A file system of 256 MB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256m", "tmpfs", folder]).returncode:
+    if (
+        os.geteuid()
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256m", "tmpfs", folder]).returncode
+    ):
         pytest.skip("mounting a tmpfs needs root")
     yield folder
     subprocess.run(["umount", "-l", folder], check=True)
@@ -240,8 +267,28 @@ def disk(tmp_path):
 def test_a_run_folder(disk, tmp_path, attack):
     """All steps, and no trace; what cannot be written at the end is one line."""
     (tmp_path / "saboteur.py").write_text(SABOTEUR)
-    options = ["--engine", "hf", "--prompts-per-step", 2, "--samples-per-prompt", 2, "--max-response-tokens", 16]
-    options += ["--max-rows", 8, "--total-steps", 3, "--eval-every", 1, "--eval-rows", 2, "--save-every", 1]
+    options = [
+        "--engine",
+        "hf",
+        "--prompts-per-step",
+        2,
+        "--samples-per-prompt",
+        2,
+        "--max-response-tokens",
+        16,
+    ]
+    options += [
+        "--max-rows",
+        8,
+        "--total-steps",
+        3,
+        "--eval-every",
+        1,
+        "--eval-rows",
+        2,
+        "--save-every",
+        1,
+    ]
     options += ["--no-eval-before", "--dump-rollouts-every", 1]
     options += ["--reward-function", f"{tmp_path / 'saboteur.py'}:fn", "--output-dir", disk / "run"]
     environment = {"RUN": str(disk / "run"), "ATTACK": attack, "MARK": str(tmp_path / "mark")}

@@ -1,4 +1,5 @@
-"""Retention and pointers of checkpoints; exactness of a resume is tested by the scripts' own runs."""
+"""Retention and pointers of checkpoints; exactness of a resume is tested by the scripts' own
+runs."""
 
 import errno
 import json
@@ -47,7 +48,9 @@ def test_two_ranks_then_one_then_two_have_the_same_bits(tmp_path, kind):
     assert results[0] == results[1] == results[2] and results[0]["loader"]["consumed"] == 13
     names = [path.name for path in (tmp_path / "2/checkpoints/step_000001/state").iterdir()]
     of_ranks = [sum(name.startswith(f"shard-0000{rank}-") for name in names) for rank in (1, 2)]
-    assert min(of_ranks) > 1 and sum(of_ranks) == len(names), "each rank writes several files of its own"
+    assert min(of_ranks) > 1 and sum(of_ranks) == len(names), (
+        "each rank writes several files of its own"
+    )
 
 
 def test_each_step_of_each_rank_has_random_numbers_of_its_own():
@@ -55,7 +58,9 @@ def test_each_step_of_each_rank_has_random_numbers_of_its_own():
     for seed, step, rank in ((3, 7, 0), (3, 7, 1), (3, 8, 0), (4, 7, 0), (3, 7, 0)):
         seed_step(seed, step, rank)
         draws.append(torch.rand(8).tolist())
-    assert draws[0] == draws[4] and all(draw not in draws[:place] for place, draw in enumerate(draws[:4]))
+    assert draws[0] == draws[4] and all(
+        draw not in draws[:place] for place, draw in enumerate(draws[:4])
+    )
 
 
 def test_tied_weights_are_saved_once_and_loaded_into_both(tmp_path, world):
@@ -66,14 +71,17 @@ def test_tied_weights_are_saved_once_and_loaded_into_both(tmp_path, world):
 
     before, after = tied(), tied()
     assert list(saved_weights(before)) == ["0.weight"]
-    save_checkpoint(tmp_path, 1, {"policy": (before, torch.optim.AdamW(before.parameters()))}, world)
+    save_checkpoint(
+        tmp_path, 1, {"policy": (before, torch.optim.AdamW(before.parameters()))}, world
+    )
     folder = find_checkpoint(tmp_path, "auto", world)
     load_checkpoint(folder, {"policy": (after, torch.optim.AdamW(after.parameters()))}, world)
     assert torch.equal(before[0].weight, after[1].weight) and after[0].weight is after[1].weight
 
 
 def test_files_hold_no_more_than_torchs_writer_may_have_in_memory(monkeypatch):
-    """Tensors of 40 bytes, a large one, and a small one behind it; of two ranks each has half of them."""
+    """Tensors of 40 bytes, a large one, and a small one behind it; of two ranks each has half of
+    them."""
     tensors = {str(i): torch.empty(10 if i != 4 else 1000) for i in range(6)}
     monkeypatch.setattr(shards, "FILE_BYTES", 80)
     numbers = file_numbers(tensors)
@@ -83,7 +91,8 @@ def test_files_hold_no_more_than_torchs_writer_may_have_in_memory(monkeypatch):
 
 
 def test_a_save_before_the_first_update_does_not_change_it(tmp_path, world):
-    """torch's helper takes a step to make Adam's moments; counted, it would shrink all updates that follow."""
+    """torch's helper takes a step to make Adam's moments; counted, it would shrink all updates that
+    follow."""
 
     def three_updates(saved: bool) -> torch.Tensor:
         torch.manual_seed(3)
@@ -103,9 +112,15 @@ def test_a_save_before_the_first_update_does_not_change_it(tmp_path, world):
 
 
 def test_one_rank_exchanges_no_objects(tmp_path, world, monkeypatch):
-    """Large ones take gloo's thread several threads to copy, and OpenMP's then sleep between all later operations."""
+    """Large ones take gloo's thread several threads to copy, and OpenMP's then sleep between all
+    later operations."""
     assert dist.is_initialized() and world.size == 1
-    for name in ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"):
+    for name in (
+        "all_gather_object",
+        "broadcast_object_list",
+        "gather_object",
+        "scatter_object_list",
+    ):
         monkeypatch.setattr(dist, name, None)
     save(tmp_path, 10, world)
     load_checkpoint(find_checkpoint(tmp_path, "auto", world), trained(2), world)
@@ -168,7 +183,13 @@ def test_leftovers_of_a_killed_save_are_removed_and_never_loaded(tmp_path, world
     assert not list((tmp_path / "checkpoints").glob("tmp_*"))
 
 
-OF_A_USER = ["step_000010/notes.txt", "step_000010/state/mine/a", "tmp_mine/a", "tmp_step_000010/a", "step_000020/b"]
+OF_A_USER = [
+    "step_000010/notes.txt",
+    "step_000010/state/mine/a",
+    "tmp_mine/a",
+    "tmp_step_000010/a",
+    "step_000020/b",
+]
 
 
 @pytest.mark.parametrize("name", OF_A_USER)
@@ -179,7 +200,9 @@ def test_what_a_user_has_put_beside_or_into_checkpoints_stays(tmp_path, world, n
     file.write_text("mine")
     for step in (20, 30, 40):
         save(tmp_path, step, world)
-    found = [path for path in (tmp_path / "checkpoints").rglob(file.name) if path.read_text() == "mine"]
+    found = [
+        path for path in (tmp_path / "checkpoints").rglob(file.name) if path.read_text() == "mine"
+    ]
     assert len(found) == 1, "of step 20 it may have been renamed, when that was written"
     assert find_checkpoint(tmp_path, "auto", world).name == "step_000040"
 
@@ -192,7 +215,10 @@ def test_nothing_behind_a_link_is_removed(tmp_path, world, name):
     link.symlink_to(tmp_path / "other/checkpoints/step_000010")
     for step in (20, 30):
         save(tmp_path / "run", step, world)
-    assert link.is_symlink() and find_checkpoint(tmp_path / "other", "auto", world).name == "step_000010"
+    assert (
+        link.is_symlink()
+        and find_checkpoint(tmp_path / "other", "auto", world).name == "step_000010"
+    )
 
 
 def test_a_link_to_checkpoints_of_another_run_is_refused(tmp_path, world):
@@ -201,7 +227,9 @@ def test_a_link_to_checkpoints_of_another_run_is_refused(tmp_path, world):
     run = tmp_path / "run"
     run.mkdir()
     (run / "checkpoints").symlink_to(tmp_path / "other/checkpoints")
-    with pytest.raises(SystemExit, match=rf"{run}/checkpoints is a link to checkpoints of another run"):
+    with pytest.raises(
+        SystemExit, match=rf"{run}/checkpoints is a link to checkpoints of another run"
+    ):
         lock_everywhere(run, world)
     (run / "checkpoints").unlink()
     (tmp_path / "disk").mkdir()
@@ -216,7 +244,8 @@ def test_a_link_to_checkpoints_of_another_run_is_refused(tmp_path, world):
 
 @pytest.mark.parametrize("left", ["tmp_old_step_000010", "tmp_step_000010"])
 def test_a_kill_while_a_step_is_replaced_loses_nothing(tmp_path, world, left):
-    """Saved again, after a resume from an earlier one: between the renames only the old or the new one is there."""
+    """Saved again, after a resume from an earlier one: between the renames only the old or the new
+    one is there."""
     save(tmp_path, 10, world)
     step = tmp_path / "checkpoints" / "step_000010"
     step.rename(step.with_name(left))
@@ -244,7 +273,8 @@ def test_resume_by_path_and_its_errors(tmp_path, world):
 
 @pytest.mark.parametrize("method", ["write_data", "finish"])
 def test_ctrl_c_while_saving_is_no_failed_save(tmp_path, world, monkeypatch, method):
-    """torch's checkpoints take it for a rank's failure, which would be a warning: training would go on."""
+    """torch's checkpoints take it for a rank's failure, which would be a warning: training would go
+    on."""
 
     def interrupted(*_, **__):
         raise KeyboardInterrupt
@@ -256,15 +286,19 @@ def test_ctrl_c_while_saving_is_no_failed_save(tmp_path, world, monkeypatch, met
     assert find_checkpoint(tmp_path, "auto", world).name == "step_000010"
 
 
-# --- what a resume takes of the memory ----------------------------------------------------------------------------
+# --- what a resume takes of the memory ------------------------------------------------------------
 
 
 class Peak(TorchDispatchMode):
-    """The largest number of bytes that tensors have had at one time, those of the models not counted."""
+    """The largest number of bytes that tensors have had at one time, those of the models not
+    counted."""
 
     def __init__(self, *models: nn.Module):
         super().__init__()
-        self.alive, self.peak = {p.untyped_storage()._cdata: 0 for model in models for p in model.parameters()}, 0
+        self.alive, self.peak = (
+            {p.untyped_storage()._cdata: 0 for model in models for p in model.parameters()},
+            0,
+        )
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         result = function(*arguments, **(options or {}))
@@ -280,12 +314,19 @@ class Peak(TorchDispatchMode):
 
 def two_models() -> dict:
     """A policy and a critic of a million bytes each, whose largest parameter has 90 kB."""
-    models = {name: nn.Sequential(*(nn.Linear(150, 150) for _ in range(11))) for name in ("policy", "critic")}
-    return {name: (model, torch.optim.AdamW(model.parameters(), fused=True)) for name, model in models.items()}
+    models = {
+        name: nn.Sequential(*(nn.Linear(150, 150) for _ in range(11)))
+        for name in ("policy", "critic")
+    }
+    return {
+        name: (model, torch.optim.AdamW(model.parameters(), fused=True))
+        for name, model in models.items()
+    }
 
 
 def test_a_resume_makes_the_moments_and_no_gradients(tmp_path, world):
-    """Training has gradients besides: there its peak is. What only evaluates takes the weights alone."""
+    """Training has gradients besides: there its peak is. What only evaluates takes the weights
+    alone."""
     size = sum(p.numel() * 4 for p in two_models()["policy"][0].parameters())
     save_checkpoint(tmp_path, 1, two_models(), world)
     folder = find_checkpoint(tmp_path, "auto", world)
@@ -307,20 +348,29 @@ def test_moments_are_made_on_the_host():
         assert state["exp_avg"].shape == parameter.shape and state["step"].is_meta
 
 
-# --- Checkpoints: what a run saves, and goes on with --------------------------------------------------------------
+# --- Checkpoints: what a run saves, and goes on with ----------------------------------------------
 
 
 def adamw(seed: int, dtype=torch.float16, **options) -> GuardedAdamW:
     torch.manual_seed(seed)
-    return GuardedAdamW(nn.Linear(4, 3), dtype, **({"weight_decay": 0.0, "max_grad_norm": 0.0} | options))
+    return GuardedAdamW(
+        nn.Linear(4, 3), dtype, **({"weight_decay": 0.0, "max_grad_norm": 0.0} | options)
+    )
 
 
-def checkpoints(folder, world, names=("policy",), state=(), resume="auto", keep=1, **options) -> Checkpoints:
+def checkpoints(
+    folder, world, names=("policy",), state=(), resume="auto", keep=1, **options
+) -> Checkpoints:
     optimizers = {name: adamw(seed) for seed, name in enumerate(names, start=5)}
     found = find_checkpoint(folder, resume, world)
     run = Run(resume=resume, keep_checkpoints=keep)
     job = SimpleNamespace(
-        output_dir=folder, run=run, world=world, identity={}, checkpoint=found, micro_batch_tokens=1024
+        output_dir=folder,
+        run=run,
+        world=world,
+        identity={},
+        checkpoint=found,
+        micro_batch_tokens=1024,
     )
     return Checkpoints(job, optimizers=optimizers, state=dict(state), **options)
 
@@ -366,7 +416,9 @@ def test_without_a_checkpoint_a_run_begins(tmp_path, world):
     for resume in ("auto", "never"):
         now = checkpoints(tmp_path, world, resume=resume)
         before = [p.clone() for p in now.optimizers["policy"].model.parameters()]
-        assert now.resume() == 0 == now.start and now.job.checkpoint is None and now.best == -math.inf
+        assert (
+            now.resume() == 0 == now.start and now.job.checkpoint is None and now.best == -math.inf
+        )
         assert all(map(torch.equal, before, now.optimizers["policy"].model.parameters()))
 
 
@@ -384,7 +436,9 @@ def test_the_best_is_the_highest_or_the_lowest(tmp_path, world, lowest, metrics,
         assert now.resume() == step - 1
         now.save(step, metric)
         assert now.best == record_of(tmp_path, step)["best"] == expected
-        assert (tmp_path / "checkpoints" / "best").read_text() == f"step_{1 + best.index(expected):06d}"
+        assert (
+            tmp_path / "checkpoints" / "best"
+        ).read_text() == f"step_{1 + best.index(expected):06d}"
     kept = {path.name for path in (tmp_path / "checkpoints").glob("step_*")}
     assert kept == {f"step_{len(metrics):06d}", f"step_{1 + best.index(best[-1]):06d}"}
 
@@ -410,7 +464,10 @@ def test_what_a_user_has_put_aside_stays(tmp_path, world):
     for step in (20, 30):
         save(tmp_path, step, world)
     assert sorted(path.name for path in kept.glob("step_*")) == ["step_000010_good", "step_000030"]
-    assert find_checkpoint(tmp_path / "new", str(kept / "step_000010_good"), world).name == "step_000010_good"
+    assert (
+        find_checkpoint(tmp_path / "new", str(kept / "step_000010_good"), world).name
+        == "step_000010_good"
+    )
 
 
 def test_a_branch_has_a_best_of_its_own(tmp_path, world):
@@ -550,7 +607,9 @@ def test_an_epoch_is_saved_where_it_ends(tmp_path, world):
     assert again.due(6, None) and not again.due(7, None)
 
 
-def test_a_disk_without_room_for_all_that_will_be_kept_is_told(tmp_path, world, monkeypatch, capsys):
+def test_a_disk_without_room_for_all_that_will_be_kept_is_told(
+    tmp_path, world, monkeypatch, capsys
+):
     now = checkpoints(tmp_path, world, keep=3)
     needed = 5 * now.size()  # besides the three, the best and the one being written
     for free, told in ((needed, False), (needed - 1, True)):

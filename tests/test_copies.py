@@ -1,4 +1,5 @@
-"""The mathematics that scripts share is the same text in each of them: a script can be read by itself."""
+"""The mathematics that scripts share is the same text in each of them: a script can be read by
+itself."""
 
 import ast
 from functools import cache
@@ -12,7 +13,8 @@ RL = SCRIPTS[:3]
 OWN = {"Args", "Tokens", "check_args", "main"}
 OWN_OF = {
     "policy_loss": {"grpo.py", "ppo.py"},  # ppo.py's has one objective
-    "backward": {"curiosity_rl.py", "sft.py"},  # without and with the loss written out; grpo.py's is ppo.py's
+    # without and with the loss written out; grpo.py's is ppo.py's
+    "backward": {"curiosity_rl.py", "sft.py"},
     "evaluate": {"sft.py"},
 }
 SHARED = {

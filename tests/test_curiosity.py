@@ -17,10 +17,20 @@ PAPER = {"alpha": 0.5, "target": 0.3, "penalty": 0.05, "free": 1}
 
 
 def call(error: bool = False) -> dict:
-    return {"turn": 0, "name": "crop", "arguments": {}, "text": "", "error": error, "info": {}, "media": 0}
+    return {
+        "turn": 0,
+        "name": "crop",
+        "arguments": {},
+        "text": "",
+        "error": error,
+        "info": {},
+        "media": 0,
+    }
 
 
-def episode(score: float, calls: list[dict] = (), prompt: int = 0, reason: str = "stop", **more) -> Episode:
+def episode(
+    score: float, calls: list[dict] = (), prompt: int = 0, reason: str = "stop", **more
+) -> Episode:
     sampled = [5, 6, 7]
     rest = {"finish_reason": reason, "rewards": {"score": score}, "calls": list(calls)}
     return Episode(prompt, 0, [1, 2], sampled, [1] * 3, [-0.1] * 3, **rest, **more)
@@ -39,7 +49,9 @@ def args(**options) -> Args:
 
 
 # spec/pixel_reasoner.md 5.3: groups of 8
-@pytest.mark.parametrize("looking, paper, image, video", [(1, 0.0875, 0.175, 0.233333), (2, 0.025, 0.025, 0.033333)])
+@pytest.mark.parametrize(
+    "looking, paper, image, video", [(1, 0.0875, 0.175, 0.233333), (2, 0.025, 0.025, 0.033333)]
+)
 def test_bonus_of_the_table(looking, paper, image, video):
     rapr = looking / 8
     assert curiosity_terms("paper", 1, rapr, False, **PAPER) == pytest.approx((paper, 0.0))
@@ -59,7 +71,9 @@ def test_no_bonus_where_enough_of_a_group_look(variant, looking):
 def test_calls_above_the_free_ones_cost_whether_they_help_or_not(variant):
     costs = [curiosity_terms(variant, n, 1.0, False, **PAPER)[1] for n in range(6)]
     assert costs == pytest.approx([0, 0, -0.05, -0.1, -0.15, -0.2])
-    assert curiosity_terms(variant, 4, 1.0, False, **(PAPER | {"free": 3, "penalty": 0.2}))[1] == pytest.approx(-0.2)
+    assert curiosity_terms(variant, 4, 1.0, False, **(PAPER | {"free": 3, "penalty": 0.2}))[
+        1
+    ] == pytest.approx(-0.2)
 
 
 def test_without_curiosity_and_without_a_call_there_is_neither():
@@ -70,10 +84,14 @@ def test_without_curiosity_and_without_a_call_there_is_neither():
 
 
 def test_calls_below_the_free_ones_are_no_gain():
-    assert [curiosity_terms("paper", n, 1.0, False, **(PAPER | {"free": 3})) for n in (1, 2, 3)] == [(0.0, 0.0)] * 3
+    assert [
+        curiosity_terms("paper", n, 1.0, False, **(PAPER | {"free": 3})) for n in (1, 2, 3)
+    ] == [(0.0, 0.0)] * 3
 
 
-@pytest.mark.parametrize("variant, bonus", [("paper", 0.5 * (0.3 - 1 / 16)), ("repo", 0.125 * (0.3 - 1 / 16) * 16)])
+@pytest.mark.parametrize(
+    "variant, bonus", [("paper", 0.5 * (0.3 - 1 / 16)), ("repo", 0.125 * (0.3 - 1 / 16) * 16)]
+)
 def test_the_share_is_of_the_group_whatever_its_size(variant, bonus):
     group = [episode(0.0, [call()]), *(episode(0.0) for _ in range(15))]
     shape_rewards(group, args(curiosity=variant))
@@ -124,7 +142,8 @@ def test_failed_and_refused_calls_count():
 
 
 def test_the_frames_of_a_video_decide_the_variant_of_the_code():
-    for media, divisor in (([Video()], 3), ([Video(), Image()], 3), ([Image()], 4)):  # selected frames are images
+    # selected frames are images
+    for media, divisor in (([Video()], 3), ([Video(), Image()], 3), ([Image()], 4)):
         group = [episode(0.0, [call()], media=media), *(episode(0.0) for _ in range(7))]
         shape_rewards(group, args(curiosity="repo"))
         assert group[0].rewards["curiosity"] == pytest.approx(0.7 / divisor)
@@ -141,21 +160,32 @@ def test_the_formula_is_the_papers_unless_the_codes_is_asked_for():
     """Defect: the released code's bonus is not the paper's."""
     assert Args().curiosity == "paper"
     defaults = Args()
-    assert (defaults.curiosity_alpha, defaults.call_penalty, defaults.curiosity_target, defaults.free_calls) == (
-        0.5, 0.05, 0.3, 1,
-    )  # fmt: skip
+    assert defaults.curiosity_alpha == 0.5 and defaults.call_penalty == 0.05
+    assert defaults.curiosity_target == 0.3 and defaults.free_calls == 1
     assert (defaults.clip_low, defaults.clip_high, defaults.advantage) == (0.2, 0.35, "group-mean")
-    assert not {"kl_loss_coef", "kl_reward_coef", "entropy_coef", "dual_clip"} & vars(defaults).keys(), (
-        "nothing besides the clip"
+    assert (
+        not {"kl_loss_coef", "kl_reward_coef", "entropy_coef", "dual_clip"} & vars(defaults).keys()
+    ), "nothing besides the clip"
+
+
+# --- evaluation -----------------------------------------------------------------------------------
+
+
+def sample(
+    group: int, correct: bool = False, calls: int = 0, errors: int = 0, source: str = "a", **more
+) -> dict:
+    rest = {
+        "data_source": source,
+        "group": group,
+        "score": float(correct),
+        "correct": correct,
+        "pred": "",
+    }
+    return (
+        rest
+        | {"length": 1, "truncated": False, "calls": calls, "call_errors": errors, "anls": None}
+        | more
     )
-
-
-# --- evaluation ---------------------------------------------------------------------------------------------------
-
-
-def sample(group: int, correct: bool = False, calls: int = 0, errors: int = 0, source: str = "a", **more) -> dict:
-    rest = {"data_source": source, "group": group, "score": float(correct), "correct": correct, "pred": ""}
-    return rest | {"length": 1, "truncated": False, "calls": calls, "call_errors": errors, "anls": None} | more
 
 
 def test_rates_of_calls():
@@ -174,11 +204,17 @@ def test_anls_is_a_mean_over_prompts_and_a_failure_is_0():
     assert summarize(samples)["eval/anls"] == pytest.approx((0.5 + 0.8) / 2)
 
 
-# --- published rows -----------------------------------------------------------------------------------------------
+# --- published rows -------------------------------------------------------------------------------
 
 
 def published(**changes) -> dict:
-    row = {"question": "Which?", "answer": ["left"], "qid": "tallyqa-1", "image": ["images/a.jpg"], "is_video": None}
+    row = {
+        "question": "Which?",
+        "answer": ["left"],
+        "qid": "tallyqa-1",
+        "image": ["images/a.jpg"],
+        "is_video": None,
+    }
     return visual_qa.convert(row | changes, "file", "", True)
 
 
@@ -186,11 +222,19 @@ def test_rows_by_example():
     nothing = ([""], None), (None, None), (math.nan, None), ([math.nan], None)
     for answer, truths in (("left", ["left"]), (0, ["0"]), ([None, " ", "B"], ["B"]), *nothing):
         assert published(answer=answer)["reward_model"]["ground_truth"] == truths
-    assert published(question=" ")["prompt"] is None and published(image=[{"path": "a"}])["prompt"] is None
+    assert (
+        published(question=" ")["prompt"] is None
+        and published(image=[{"path": "a"}])["prompt"] is None
+    )
     assert published(image=5)["prompt"] is None
-    assert published(image="a")["images"] == ["a"] and published(qid="000123")["data_source"] == "visual_qa/file"
+    assert (
+        published(image="a")["images"] == ["a"]
+        and published(qid="000123")["data_source"] == "visual_qa/file"
+    )
     asked = published(question="<video>Which <image>?", image=["a", "b"], is_video=True)
-    assert asked["prompt"][0]["content"] == "<video>Which ?" + visual_qa.WITH_TOOLS and asked["videos"] == [["a", "b"]]
+    assert asked["prompt"][0]["content"] == "<video>Which ?" + visual_qa.WITH_TOOLS and asked[
+        "videos"
+    ] == [["a", "b"]]
     for benchmark in ("tallyqa", "infographics", "mvbench", "MATHVista", "gsm8k"):
         source = published(qid=f"{benchmark}-a-1")["data_source"]
         assert source == f"visual_qa/{benchmark}" and reward_function(source) is visual_qa_reward
@@ -209,7 +253,7 @@ def test_folders_count_as_moved_only_if_the_picture_is_there_and_nowhere_else(tm
         assert prefix() == expected
 
 
-# --- flags --------------------------------------------------------------------------------------------------------
+# --- flags ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -229,17 +273,34 @@ def test_flags_without_effect_are_refused(flags, monkeypatch):
 
 
 def test_calls_of_an_environment_are_paid_for_like_those_of_tools(monkeypatch, tmp_path):
-    (tmp_path / "own.py").write_text("class Own:\n    def reset(self): ...\n\n\ndef talk(messages, truth): ...\n")
-    own = ["--model", "x", "--train-data", "rows.jsonl", "--tools", "", "--curiosity-alpha", "1", "--environment"]
-    assert checked_args(curiosity_rl, monkeypatch, *own, f"{tmp_path}/own.py:Own").curiosity_alpha == 1
-    with pytest.raises(SystemExit, match=r"--curiosity-alpha 1\.0 has no effect: needs --tools or a class"):
+    (tmp_path / "own.py").write_text(
+        "class Own:\n    def reset(self): ...\n\n\ndef talk(messages, truth): ...\n"
+    )
+    own = [
+        "--model",
+        "x",
+        "--train-data",
+        "rows.jsonl",
+        "--tools",
+        "",
+        "--curiosity-alpha",
+        "1",
+        "--environment",
+    ]
+    assert (
+        checked_args(curiosity_rl, monkeypatch, *own, f"{tmp_path}/own.py:Own").curiosity_alpha == 1
+    )
+    with pytest.raises(
+        SystemExit, match=r"--curiosity-alpha 1\.0 has no effect: needs --tools or a class"
+    ):
         checked_args(curiosity_rl, monkeypatch, *own, f"{tmp_path}/own.py:talk")
     with pytest.raises(SystemExit, match=r"^error: --environment own\.py:Own: there is no file"):
         checked_args(curiosity_rl, monkeypatch, *own, "own.py:Own")
 
 
 def test_the_constant_divisor_is_that_of_the_released_code():
-    """Sum of token losses / 200 for each sequence, which is --reduction dr_grpo where --max-response-tokens is 200."""
+    """Sum of token losses / 200 for each sequence, which is --reduction dr_grpo where
+    --max-response-tokens is 200."""
     weights = curiosity_rl.token_weights("dr_grpo", torch.tensor([3.0, 7.0]), 10.0, 4.0, 200)
     assert weights.tolist() == pytest.approx([1 / 800] * 2)
     assert not math.isnan(weights.sum())

@@ -1,4 +1,5 @@
-"""curiosity_rl.py as its users run it, on the embedded vision policy: real torchrun ranks, real vLLM, real crops."""
+"""curiosity_rl.py as its users run it, on the embedded vision policy: real torchrun ranks, real
+vLLM, real crops."""
 
 import json
 
@@ -8,7 +9,17 @@ from helpers import LITTLE_CACHE, kill_once, metrics_of, run_script, steps_of
 
 SIZES = ["--prompts-per-step", 8, "--samples-per-prompt", 4, "--eval-rows", 8, "--tool-workers", 2]
 SIZES += LITTLE_CACHE
-STEPS = ["--total-steps", 3, "--deterministic", "--dump-rollouts-every", 1, "--save-every", 1, "--keep-checkpoints", 9]
+STEPS = [
+    "--total-steps",
+    3,
+    "--deterministic",
+    "--dump-rollouts-every",
+    1,
+    "--save-every",
+    1,
+    "--keep-checkpoints",
+    9,
+]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +44,10 @@ def test_the_demo_looks_and_is_rewarded(whole):
     for step in range(1, 4):
         record = steps[step]
         assert 0 < record["policy/rollout_logprob_gap"] < 1e-4
-        assert 0 < record["tool/rapr"] < 1 and record["reward/call_cost"] <= 0 <= record["reward/curiosity"]
+        assert (
+            0 < record["tool/rapr"] < 1
+            and record["reward/call_cost"] <= 0 <= record["reward/curiosity"]
+        )
         shaped = record["reward/accuracy"] + record["reward/curiosity"] + record["reward/call_cost"]
         assert record["reward/mean"] == pytest.approx(shaped)
     for step in range(1, 4):
@@ -50,19 +64,38 @@ def test_the_demo_looks_and_is_rewarded(whole):
 
 
 def test_kill_and_resume_equals_an_uninterrupted_run(whole, tmp_path):
-    arguments = ["curiosity_rl.py", *SIZES, *STEPS, *data_of(whole), "--output-dir", tmp_path / "killed"]
+    arguments = [
+        "curiosity_rl.py",
+        *SIZES,
+        *STEPS,
+        *data_of(whole),
+        "--output-dir",
+        tmp_path / "killed",
+    ]
     kill_once(*arguments, ranks=2, after_step=2)
     run_script(*arguments, ranks=2)
     assert any(record.get("event") == "resumed" for record in metrics_of(tmp_path / "killed"))
     assert steps_of(tmp_path / "killed") == steps_of(whole)
-    weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (whole, tmp_path / "killed")]
+    weights = [
+        (folder / "model" / "model.safetensors").read_bytes()
+        for folder in (whole, tmp_path / "killed")
+    ]
     assert weights[0] == weights[1]
 
 
 @pytest.mark.slow  # by default test_grpo_runs.py and test_ppo_runs.py start by torchrun
 def test_by_torchrun(whole, tmp_path):
-    """As its users start it; that a forked run is such a run, test_grpo_runs.py compares bit by bit."""
-    few = ["--prompts-per-step", 4, "--samples-per-prompt", 4, "--total-steps", 1, "--no-eval-before"]
+    """As its users start it; that a forked run is such a run, test_grpo_runs.py compares bit by
+    bit."""
+    few = [
+        "--prompts-per-step",
+        4,
+        "--samples-per-prompt",
+        4,
+        "--total-steps",
+        1,
+        "--no-eval-before",
+    ]
     few += ["--eval-rows", 2, "--max-response-tokens", 96]
     few += ["--engine", "hf", "--tool-workers", 1, *data_of(whole), "--output-dir", tmp_path]
     run_script("curiosity_rl.py", *few, ranks=1, fresh=True)

@@ -1,4 +1,5 @@
-"""The docs as tests: what they name exists, their links lead somewhere, and the README's own example runs."""
+"""The docs as tests: what they name exists, their links lead somewhere, and the README's own
+example runs."""
 
 import ast
 import re
@@ -22,13 +23,30 @@ EXAMPLE = "## Your data and your reward"  # the section of README.md whose code 
 
 # Flags of other programs, by the program; and running text that speaks of flags without naming one.
 THEIRS = {
-    "torchrun": {"nproc_per_node", "nnodes", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "standalone", "max-restarts"}
-    | {"master-addr", "master-port", "node-rank", "rdzv-conf", "shutdown-timeout", "local-addr", "signals-to-handle"},
+    "torchrun": {
+        "nproc_per_node",
+        "nnodes",
+        "rdzv-backend",
+        "rdzv-endpoint",
+        "rdzv-id",
+        "standalone",
+        "max-restarts",
+    }
+    | {
+        "master-addr",
+        "master-port",
+        "node-rank",
+        "rdzv-conf",
+        "shutdown-timeout",
+        "local-addr",
+        "signals-to-handle",
+    },
     "pip": {"index-url"},
     "docker": {"shm-size", "network", "ipc", "security-opt"},
     "sbatch": {"signal", "requeue"},
 }
-TABLES_OF_OTHERS = ("theirs", "original flag", "gone")  # whose first column holds flags that are not ours
+# whose first column holds flags that are not ours
+TABLES_OF_OTHERS = ("theirs", "original flag", "gone")
 OUTSIDE = {"pytest", "torch", "vllm"}  # modules of `python -m` that are not ours
 
 every_page = pytest.mark.parametrize("page", PAGES)
@@ -47,7 +65,9 @@ def blocks(page: str) -> list[tuple[str, str]]:
 def prose(page: str) -> str:
     """A page without its fenced blocks, and without what its tables say of other systems."""
     lines, exempt = [], False
-    for line in re.sub(r"^ *```\w*\n.*?^ *```$", "", text(page), flags=re.MULTILINE | re.DOTALL).splitlines():
+    for line in re.sub(
+        r"^ *```\w*\n.*?^ *```$", "", text(page), flags=re.MULTILINE | re.DOTALL
+    ).splitlines():
         if not line.lstrip().startswith("|"):
             exempt = False
         elif line.removeprefix("| ").startswith(TABLES_OF_OTHERS):
@@ -60,7 +80,7 @@ def inline_code(page: str) -> list[str]:
     return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose(page))]
 
 
-# --- the flags of a program, from its source ------------------------------------------------------------------------
+# --- the flags of a program, from its source ------------------------------------------------------
 
 
 @cache
@@ -71,14 +91,22 @@ def tree(path: Path) -> ast.Module:
 @cache
 def classes_of_common() -> dict[str, ast.ClassDef]:
     paths = sorted((ROOT / "common").rglob("*.py"))
-    return {node.name: node for path in paths for node in tree(path).body if isinstance(node, ast.ClassDef)}
+    return {
+        node.name: node
+        for path in paths
+        for node in tree(path).body
+        if isinstance(node, ast.ClassDef)
+    }
 
 
 def fields(node: ast.ClassDef) -> set[str]:
-    """Names of the fields of a dataclass; those of a field whose type is a class of common/ too, and of its bases."""
+    """Names of the fields of a dataclass; those of a field whose type is a class of common/ too,
+    and of its bases."""
     found, classes = set(), classes_of_common()
     for base in node.bases:
-        found |= fields(classes[base.id]) if isinstance(base, ast.Name) and base.id in classes else set()
+        found |= (
+            fields(classes[base.id]) if isinstance(base, ast.Name) and base.id in classes else set()
+        )
     for item in node.body:
         if not isinstance(item, ast.AnnAssign) or not isinstance(item.target, ast.Name):
             continue
@@ -102,8 +130,8 @@ CALLS = ("call_program", "tyro.cli")  # their first argument has the flags
 
 @cache
 def flags_of(program: str) -> set[str]:
-    """Flags of a script or module: the fields of its Args, groups included, the parameters of what it hands to
-    one of CALLS, its add_argument calls. Nothing is imported."""
+    """Flags of a script or module: the fields of its Args, groups included, the parameters of what
+    it hands to one of CALLS, its add_argument calls. Nothing is imported."""
     path = source_of(program)
     names = {"help", "help-all"}
     for node in ast.walk(tree(path)):
@@ -111,13 +139,18 @@ def flags_of(program: str) -> set[str]:
             names |= fields(node)
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("add_argument"):
             names |= {a.value.lstrip("-") for a in node.args if isinstance(a, ast.Constant)}
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in CALLS and isinstance(node.args[0], ast.Name):
+        if (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func) in CALLS
+            and isinstance(node.args[0], ast.Name)
+        ):
             names |= parameters(path, node.args[0].id)
     return {name.replace("_", "-") for name in names}
 
 
 def parameters(path: Path, name: str) -> set[str]:
-    """Parameters of a function that a file defines or imports from common/, or fields of such a class."""
+    """Parameters of a function that a file defines or imports from common/, or fields of such a
+    class."""
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.ClassDef) and node.name == name:
             return fields(node)
@@ -138,11 +171,14 @@ def all_flags() -> set[str]:
     programs += [str(p.relative_to(ROOT)) for p in ROOT.glob("results/notebook/*.py")]
     programs += [f"common.prepare.{p.stem}" for p in ROOT.glob("common/prepare/*.py")]
     programs += [str(p.relative_to(ROOT)) for p in ROOT.glob("papers/*/*.py")]
-    programs += ["common.score", *(f"common.{p.parent.name}" for p in ROOT.glob("common/*/__main__.py"))]
+    programs += [
+        "common.score",
+        *(f"common.{p.parent.name}" for p in ROOT.glob("common/*/__main__.py")),
+    ]
     return set().union(*(flags_of(program) for program in programs), *THEIRS.values())
 
 
-# --- commands -------------------------------------------------------------------------------------------------------
+# --- commands -------------------------------------------------------------------------------------
 
 
 def without_heredocs(script: str) -> str:
@@ -150,7 +186,8 @@ def without_heredocs(script: str) -> str:
 
 
 def split_commands(script: str) -> list[list[str]]:
-    """The simple commands of a shell text as lists of words; loops and assignments are looked through."""
+    """The simple commands of a shell text as lists of words; loops and assignments are looked
+    through."""
     script = re.sub(r"\$\([^()]*\)", "SUBSTITUTED", without_heredocs(script).replace("\\\n", " "))
     commands: list[list[str]] = []
     for line in script.splitlines():
@@ -167,7 +204,8 @@ def split_commands(script: str) -> list[list[str]]:
 
 
 def parse_command(words: list[str]) -> tuple[str, str, list[str]] | None:
-    """(launcher, script or module, its arguments) of a python, torchrun or pip command; None for others."""
+    """(launcher, script or module, its arguments) of a python, torchrun or pip command; None for
+    others."""
     launcher, *rest = words[1:] if words[0] == "./with" else words
     if launcher == "pip":
         return launcher, "", rest
@@ -188,7 +226,9 @@ def check_flags(words: list[str], known: set[str], program: str) -> None:
     for word in words:
         if re.match(r"--\w", word):
             flag = word[2:].partition("=")[0]
-            assert flag in known or flag.removeprefix("no-") in known, f"--{flag} is no flag of {program}"
+            assert flag in known or flag.removeprefix("no-") in known, (
+                f"--{flag} is no flag of {program}"
+            )
 
 
 def check_command(words: list[str]) -> None:
@@ -253,13 +293,17 @@ def test_flags_in_running_text_exist(page):
     assert problems == []
 
 
-# --- files and links ------------------------------------------------------------------------------------------------
+# --- files and links ------------------------------------------------------------------------------
 
 
 def paths_in(code: str) -> list[str]:
-    """What looks like a file or folder of the repository in a code span or a line of a shell block."""
-    inside = r"(?<![\w/.-])((?:common|papers|tests|docs|results)/[\w./*-]*|requirements[\w*-]*\.txt|\.ci/run)"
-    return re.findall(inside, code) + [name for name in re.findall(r"(?<![\w/.-])(\w+\.py)\b", code) if name in NAMED]
+    """What looks like a file or folder of the repository in a code span or a line of a shell
+    block."""
+    folders = "common|papers|tests|docs|results"
+    inside = rf"(?<![\w/.-])((?:{folders})/[\w./*-]*|requirements[\w*-]*\.txt|\.ci/run)"
+    return re.findall(inside, code) + [
+        name for name in re.findall(r"(?<![\w/.-])(\w+\.py)\b", code) if name in NAMED
+    ]
 
 
 NAMED = {path.name for path in ROOT.glob("*.py")}
@@ -271,7 +315,9 @@ def missing(names: list[str]) -> list[str]:
 
 @every_page
 def test_files_that_are_named_exist(page):
-    spans = inline_code(page) + [line for language, content in blocks(page) for line in content.splitlines()]
+    spans = inline_code(page) + [
+        line for language, content in blocks(page) for line in content.splitlines()
+    ]
     assert missing([path for span in spans for path in paths_in(span)]) == []
 
 
@@ -284,7 +330,9 @@ def test_functions_that_are_named_as_rewards_or_tools_exist(page):
             assert callable(load_function(f"{ROOT / file}:{name}", "")), f"{file}:{name}"
         else:
             written = [b for _, b in blocks(page) if re.match(rf"(# {file}|cat > {file})\b", b)]
-            assert any(f"def {name}(" in b for b in written), f"no block of {page} is {file} with {name}"
+            assert any(f"def {name}(" in b for b in written), (
+                f"no block of {page} is {file} with {name}"
+            )
 
 
 def slug(heading: str) -> str:
@@ -302,7 +350,9 @@ def anchors(path: Path) -> list[str]:
 def test_tests_that_are_named_exist(page):
     sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     defined = set(re.findall(r"^def (test_\w+)\(", sources, flags=re.MULTILINE))
-    named = {name for code in inline_code(page) for name in re.findall(r"\btest_\w+\b(?!\.py|/)", code)}
+    named = {
+        name for code in inline_code(page) for name in re.findall(r"\btest_\w+\b(?!\.py|/)", code)
+    }
     assert named <= defined, sorted(named - defined)
 
 
@@ -319,7 +369,7 @@ def test_links_resolve(page):
     assert broken == []
 
 
-# --- the table of other systems' keys --------------------------------------------------------------------------------
+# --- the table of other systems' keys -------------------------------------------------------------
 
 
 def tables_of_keys() -> dict[str, dict[str, list[str]]]:
@@ -358,11 +408,15 @@ def test_keys_of_others_have_one_row_each_and_an_answer():
         assert ours != "none" or note, f"{key}: no answer and no reason"
     ours_too = set().union(*(flags_of(script) for script in SCRIPTS))
     assert [key for key in keys if key.removeprefix("--") in ours_too] == [], "needs no translation"
-    named = [flag for _, ours, note in rows for flag in re.findall(r"(?<![\w-])--(?:no-)?([\w-]+)", ours + note)]
+    named = [
+        flag
+        for _, ours, note in rows
+        for flag in re.findall(r"(?<![\w-])--(?:no-)?([\w-]+)", ours + note)
+    ]
     assert set(named) <= ours_too | THEIRS["torchrun"], "answers with flags that there are"
 
 
-# --- README's blocks run --------------------------------------------------------------------------------------------
+# --- README's blocks run --------------------------------------------------------------------------
 
 
 def test_the_chinese_readme_has_the_same_code():
@@ -371,15 +425,20 @@ def test_the_chinese_readme_has_the_same_code():
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory) -> tuple[Path, list[str]]:
-    """The folder in which the README's snippets have been pasted, and the command that follows them."""
+    """The folder in which the README's snippets have been pasted, and the command that follows
+    them."""
     folder = tmp_path_factory.mktemp("mine")
     section = text("README.md").partition(EXAMPLE)[2].partition("\n## ")[0]
     commands = re.findall(r"^```bash\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL)
     for command in commands:
         if "<<'EOF'" in command:
             environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}
-            subprocess.run(["bash", "-euc", command], cwd=folder, env=environment, check=True, timeout=60)
-    (words,) = [words for command in commands for words in split_commands(command) if "grpo.py" in words]
+            subprocess.run(
+                ["bash", "-euc", command], cwd=folder, env=environment, check=True, timeout=60
+            )
+    (words,) = [
+        words for command in commands for words in split_commands(command) if "grpo.py" in words
+    ]
     return folder, words
 
 
@@ -387,12 +446,17 @@ def test_the_example_of_the_readme_runs(example):
     """As pasted, but for the number of steps, and an engine that every machine has."""
     folder, words = example
     assert words[:2] == ["python", "grpo.py"]
-    arguments = [re.sub(r"^(rows\.jsonl|rewards\.py:.*|runs/mine)$", rf"{folder}/\1", word) for word in words[1:]]
+    arguments = [
+        re.sub(r"^(rows\.jsonl|rewards\.py:.*|runs/mine)$", rf"{folder}/\1", word)
+        for word in words[1:]
+    ]
     arguments[arguments.index("--total-steps") + 1] = "1"
     run_script(*arguments, "--engine", "hf")
     records = [record for record in metrics_of(folder / "runs/mine") if record.get("step")]
     assert [record["step"] for record in records] == [1]
-    assert all(record["reward/failed"] == 0 and 0.1 < record["reward/mean"] < 1 for record in records)
+    assert all(
+        record["reward/failed"] == 0 and 0.1 < record["reward/mean"] < 1 for record in records
+    )
     assert (folder / "runs/mine/model/model.safetensors").is_file()
 
 
@@ -401,8 +465,27 @@ def test_the_reward_of_the_readme_cannot_be_cheated(example):
     truth = {"numbers": [19, 7, 5], "target": 31}
     for right in ("19+7+5", "(5 + 19) + 7", "19+(7+5)"):
         assert reward("mine", f"<think>19+7=26</think><answer>{right}</answer>", truth) == 1
-    wrong = ["31", "19+7", "19+7+5+0", "19+7+5-5+5", "19-7-5", "19+7+5.0", "9+10+7+5", "19**1+7+5", "+19+7+5", ""]
-    wrong += ["__import__('os')", "19+7+5 if 1 else 2", "(" * 60, "\0", "1e9+7+5", "19+7+int('5')", "19+7+5\n31"]
+    wrong = [
+        "31",
+        "19+7",
+        "19+7+5+0",
+        "19+7+5-5+5",
+        "19-7-5",
+        "19+7+5.0",
+        "9+10+7+5",
+        "19**1+7+5",
+        "+19+7+5",
+        "",
+    ]
+    wrong += [
+        "__import__('os')",
+        "19+7+5 if 1 else 2",
+        "(" * 60,
+        "\0",
+        "1e9+7+5",
+        "19+7+int('5')",
+        "19+7+5\n31",
+    ]
     for answer in wrong:
         assert reward("mine", f"<answer>{answer}</answer>", truth) == 0, answer
     assert reward("mine", "19+7+5", truth) == 0
@@ -412,11 +495,21 @@ def test_the_reward_of_the_readme_cannot_be_cheated(example):
 def test_the_other_examples_load(tmp_path):
     """The reward and the tool of docs/recipes.md, and what they say of their own data_source."""
     for file in ("number.py", "tools.py"):
-        (block,) = [content for _, content in blocks("docs/recipes.md") if content.startswith(f"# {file}")]
+        (block,) = [
+            content for _, content in blocks("docs/recipes.md") if content.startswith(f"# {file}")
+        ]
         (tmp_path / file).write_text(block)
     number = load_function(f"{tmp_path}/number.py:number", "--reward-function")
-    assert number("sums", "<answer>7</answer> no, <answer> 42 </answer>", 42) == {"score": 1.0, "pred": "42"}
-    for wrong in ("42", "<answer>41 or 42</answer>", "<answer>42</answer><answer>43</answer>", "<answer></answer>"):
+    assert number("sums", "<answer>7</answer> no, <answer> 42 </answer>", 42) == {
+        "score": 1.0,
+        "pred": "42",
+    }
+    for wrong in (
+        "42",
+        "<answer>41 or 42</answer>",
+        "<answer>42</answer><answer>43</answer>",
+        "<answer></answer>",
+    ):
         assert number("sums", wrong, 42)["score"] == 0
     assert load_function(f"{tmp_path}/tools.py:add", "--tools")(2.0, 5.0) == "7"
     with pytest.raises(ValueError, match="--reward-function"):

@@ -1,4 +1,5 @@
-"""What `python -m common.doctor` tells, and what it must not tell; nothing that fails or hangs ends it."""
+"""What `python -m common.doctor` tells, and what it must not tell; nothing that fails or hangs ends
+it."""
 
 import getpass
 import os
@@ -28,9 +29,16 @@ def test_the_doctor_as_pasted():
     done = run_script(*arguments, env=secrets, fresh=True)
     answers = dict(line.split(": ", 1) for line in done.stdout.splitlines())
     assert list(answers) == list(doctor.ASKED)
-    assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?|None", answers["commit"]) and "torch 2" in answers["packages"]
+    assert (
+        re.fullmatch(r"[0-9a-f]{40}(-dirty)?|None", answers["commit"])
+        and "torch 2" in answers["packages"]
+    )
     assert answers["--tools python"] and answers["--engine vllm"]
-    assert "torch.bfloat16" in done.stdout or "torch.float32" in done.stdout or "no answer" in done.stdout
+    assert (
+        "torch.bfloat16" in done.stdout
+        or "torch.float32" in done.stdout
+        or "no answer" in done.stdout
+    )
     for name in (str(Path.home()), f"/{getpass.getuser()}/", platform.node(), "sesame"):
         assert not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", done.stdout), name
 
@@ -63,7 +71,9 @@ def test_the_doctor_tells_what_the_container_leaves(monkeypatch, capsys):
     for what in ("CPUs", "memory"):
         exec(doctor.ASKED[what]["program"], {})
     cpus, memory = capsys.readouterr().out.splitlines()
-    assert cpus.startswith(f"7 of {os.cpu_count()} ") and memory.startswith("0.8 GiB free of 3.5; the machine has ")
+    assert cpus.startswith(f"7 of {os.cpu_count()} ") and memory.startswith(
+        "0.8 GiB free of 3.5; the machine has "
+    )
 
 
 def test_what_fails_dies_or_hangs_costs_a_line(monkeypatch, capsys):
@@ -83,7 +93,12 @@ def test_what_fails_dies_or_hangs_costs_a_line(monkeypatch, capsys):
         doctor.main()
     assert time.monotonic() - start < 30
     lines = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
-    assert lines["fails"] == "ModuleNotFoundError: No module named 'no_such_package' (exit code 1) install it"
-    assert lines["dies"].endswith("(exit code -6) tell us") and lines["hangs"].startswith("no answer within 2 s")
+    assert (
+        lines["fails"]
+        == "ModuleNotFoundError: No module named 'no_such_package' (exit code 1) install it"
+    )
+    assert lines["dies"].endswith("(exit code -6) tell us") and lines["hangs"].startswith(
+        "no answer within 2 s"
+    )
     assert lines["silent"] == "no word" and lines["works"] == "yes"
     assert lines["names"] == "OSError: .../x.so of HOST: cannot open (exit code 1) "

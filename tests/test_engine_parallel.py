@@ -1,4 +1,5 @@
-"""--engine-parallel: ranks that share an engine sample what each would alone. Real ranks, vLLM on CPUs, real tools.
+"""--engine-parallel: ranks that share an engine sample what each would alone. Real ranks, vLLM on
+CPUs, real tools.
 
 pytest tests/test_engine_parallel.py -m slow    # all but the tools and what is refused
 """
@@ -9,7 +10,16 @@ import time
 
 import pyarrow.parquet as pq
 import pytest
-from helpers import LITTLE_CACHE, ROOT, checked_args, is_emulated, kill_once, metrics_of, run_script, steps_of
+from helpers import (
+    LITTLE_CACHE,
+    ROOT,
+    checked_args,
+    is_emulated,
+    kill_once,
+    metrics_of,
+    run_script,
+    steps_of,
+)
 from transformers import LlamaConfig, Qwen2_5_VLConfig
 from vl import write_rows, write_tiny_vl
 
@@ -17,20 +27,41 @@ import grpo
 from common.engine.vllm import refuse_uneven
 
 WORKERS = ROOT / "tests" / "workers"
-SIZES = ["--prompts-per-step", 5, "--samples-per-prompt", 4, "--max-response-tokens", 64, "--max-rows", 64]
+SIZES = [
+    "--prompts-per-step",
+    5,
+    "--samples-per-prompt",
+    4,
+    "--max-response-tokens",
+    64,
+    "--max-rows",
+    64,
+]
 SIZES += ["--eval-rows", 7, "--dtype", "fp32", "--learning-rate", 1e-3, *LITTLE_CACHE]
 STEPS = ["--total-steps", 3, "--save-every", 1, "--keep-checkpoints", 9, "--dump-rollouts-every", 1]
 
 
-# --- what is refused ----------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "ranks, flags, told",
     [
-        (1, "--engine-parallel 2", "--engine-parallel 2: torchrun's --nproc_per_node 1 is no multiple of it"),
-        (4, "--engine-parallel 3", "--engine-parallel 3: torchrun's --nproc_per_node 4 is no multiple of it"),
-        (2, "--engine-parallel 4", "--engine-parallel 4: torchrun's --nproc_per_node 2 is no multiple of it"),
+        (
+            1,
+            "--engine-parallel 2",
+            "--engine-parallel 2: torchrun's --nproc_per_node 1 is no multiple of it",
+        ),
+        (
+            4,
+            "--engine-parallel 3",
+            "--engine-parallel 3: torchrun's --nproc_per_node 4 is no multiple of it",
+        ),
+        (
+            2,
+            "--engine-parallel 4",
+            "--engine-parallel 4: torchrun's --nproc_per_node 2 is no multiple of it",
+        ),
         (2, "--engine-parallel 2 --engine hf", "--engine-parallel 2 needs --engine vllm"),
     ],
 )
@@ -46,7 +77,8 @@ def test_without_vllm_rollouts_are_by_transformers(monkeypatch):
     assert checked_args(grpo, monkeypatch).rollout.uses_vllm
     monkeypatch.setitem(sys.modules, "vllm", None)  # as if it were not installed
     assert not checked_args(grpo, monkeypatch).rollout.uses_vllm
-    assert checked_args(grpo, monkeypatch, "--engine", "vllm").rollout.uses_vllm  # which then fails by its name
+    # which then fails by its name
+    assert checked_args(grpo, monkeypatch, "--engine", "vllm").rollout.uses_vllm
     with pytest.raises(SystemExit, match=r"^--engine-parallel 2 needs --engine vllm$"):
         checked_args(grpo, monkeypatch, "--engine-parallel", "2")
 
@@ -54,23 +86,39 @@ def test_without_vllm_rollouts_are_by_transformers(monkeypatch):
 def test_what_can_be_shared_is_not_refused(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     for ranks in (1, 2, 4):
-        assert checked_args(grpo, monkeypatch, "--engine-parallel", str(ranks)).rollout.engine_parallel == ranks
+        assert (
+            checked_args(grpo, monkeypatch, "--engine-parallel", str(ranks)).rollout.engine_parallel
+            == ranks
+        )
     checked_args(grpo, monkeypatch, "--engine", "hf")
 
 
 def test_a_model_that_cannot_be_divided_is_refused():
-    sizes = {"hidden_size": 36, "num_attention_heads": 12, "num_key_value_heads": 2, "intermediate_size": 96}
+    sizes = {
+        "hidden_size": 36,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "intermediate_size": 96,
+    }
     for ranks in (1, 2, 4, 12):  # the last two with copies of keys and values
         refuse_uneven(LlamaConfig(**sizes), ranks)
-    uneven = {"num_attention_heads": (9, 2), "num_key_value_heads": (2, 3), "intermediate_size": (98, 4)}
+    uneven = {
+        "num_attention_heads": (9, 2),
+        "num_key_value_heads": (2, 3),
+        "intermediate_size": (98, 4),
+    }
     for name, (size, ranks) in uneven.items():
-        with pytest.raises(SystemExit, match=f"^--engine-parallel {ranks}: the model's {name} is {size}$"):
+        with pytest.raises(
+            SystemExit, match=f"^--engine-parallel {ranks}: the model's {name} is {size}$"
+        ):
             refuse_uneven(LlamaConfig(**sizes | {name: size}), ranks)
-    with pytest.raises(SystemExit, match=r"^--engine-parallel 4: the model's num_(attention_)?heads is 6$"):
+    with pytest.raises(
+        SystemExit, match=r"^--engine-parallel 4: the model's num_(attention_)?heads is 6$"
+    ):
         refuse_uneven(Qwen2_5_VLConfig(text_config=sizes, vision_config={"num_heads": 6}), 4)
 
 
-# --- tools --------------------------------------------------------------------------------------------------------
+# --- tools ----------------------------------------------------------------------------------------
 
 
 def shared_tools(*arguments: str) -> list[dict]:
@@ -80,46 +128,83 @@ def shared_tools(*arguments: str) -> list[dict]:
 
 
 def test_tools_run_on_the_first_rank_and_all_read_the_same_replies(tmp_path):
-    """A die, which would fall differently on each; a call that none takes, one that is no JSON, a tool that dies."""
-    body = "    time.sleep(random.random() / 20)\n    return random.random() if sides else os.abort()\n"
+    """A die, which would fall differently on each; a call that none takes, one that is no JSON, a
+    tool that dies."""
+    body = (
+        "    time.sleep(random.random() / 20)\n    return random.random() if sides else "
+        "os.abort()\n"
+    )
     (tmp_path / "tools.py").write_text(f"import os, random, time\n\ndef die(sides: int):\n{body}")
     call = '<tool_call>{"name": "%s", "arguments": {"sides": %d}}</tool_call>'
-    script = [call % ("die", 6), call % ("dice", 6), call % ("die", 0), "<tool_call>{</tool_call>", "three"]
+    script = [
+        call % ("die", 6),
+        call % ("dice", 6),
+        call % ("die", 0),
+        "<tool_call>{</tool_call>",
+        "three",
+    ]
     first, second = shared_tools(f"{tmp_path}/tools.py:die", *script)
     assert first["trajectories"] == second["trajectories"]
     replies = [texts for _, _, texts in first["trajectories"]]
     assert [len(texts) for texts in replies] == [4, 3, 2, 1, 0]
-    assert 0 < float(replies[0][0]) < 1 and "no tool 'dice'" in replies[1][0] and "JSON" not in replies[2][0]
-    assert first["exchanges"] == second["exchanges"] > 0 == first["while sampling"] == second["while sampling"]
+    assert (
+        0 < float(replies[0][0]) < 1
+        and "no tool 'dice'" in replies[1][0]
+        and "JSON" not in replies[2][0]
+    )
+    assert (
+        first["exchanges"]
+        == second["exchanges"]
+        > 0
+        == first["while sampling"]
+        == second["while sampling"]
+    )
     assert first["processes"] > 0 == second["processes"]
 
 
 @pytest.mark.slow
 def test_sandboxes_are_those_of_the_first_rank(tmp_path):
     code = "<code>\n```python\n%s\n```\n</code>"
-    first, second = shared_tools("python", code % "import os; x = os.urandom(9)", code % "print(x)", "done")
+    first, second = shared_tools(
+        "python", code % "import os; x = os.urandom(9)", code % "print(x)", "done"
+    )
     assert first["trajectories"] == second["trajectories"]
     texts = [texts for _, _, texts in first["trajectories"]]
     assert texts[0][1].startswith("b'") and "NameError" in texts[1][0]
     assert first["processes"] > 0 == second["processes"]
 
 
-# --- engines ------------------------------------------------------------------------------------------------------
+# --- engines --------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype, limit, options", [("fp32", 1e-5, ["--orders"]), ("bf16", 0.02, [])])
+@pytest.mark.parametrize(
+    "dtype, limit, options", [("fp32", 1e-5, ["--orders"]), ("bf16", 0.02, [])]
+)
 def test_each_sync_reaches_both_halves_and_a_stale_one_is_caught(dtype, limit, options):
     """In bf16 by the books alone: the gap has a limit there that these moves stay below."""
     worker = [WORKERS / "engine_gap.py", "--dtype", dtype, "--ranks", 2, *options]
     lines = run_script(*worker, ranks=2, timeout=500).stdout.splitlines()[-2:]
     for result in map(json.loads, lines):
         assert result["heads"] == [2], "of 4"
-        gaps = [result["synced"], result["resynced"], result["repeated"], *result["orders"].values()]
+        gaps = [
+            result["synced"],
+            result["resynced"],
+            result["repeated"],
+            *result["orders"].values(),
+        ]
         # Without bf16 instructions it is 0.015 to 0.021 with an engine for each rank, too.
-        assert max(gaps) < (result["stale"] / 2 if is_emulated(dtype) else limit) < result["stale"], result
-        damage = ("weights reloaded from disk", "prefix cache kept in silence", "rotary buffer perturbed")
-        assert all(why for what, why in result["refused"].items() if dtype == "fp32" or what not in damage), result
+        assert (
+            max(gaps) < (result["stale"] / 2 if is_emulated(dtype) else limit) < result["stale"]
+        ), result
+        damage = (
+            "weights reloaded from disk",
+            "prefix cache kept in silence",
+            "rotary buffer perturbed",
+        )
+        assert all(
+            why for what, why in result["refused"].items() if dtype == "fp32" or what not in damage
+        ), result
         assert result["shared memory"] == [], "its names would be those of another run"
 
 
@@ -139,7 +224,10 @@ def assert_same_rollouts(run, other, step: int) -> None:
 
 
 def assert_same_evaluation(run, other, step: int) -> None:
-    samples = [pq.read_table(folder / f"eval/step_{step:06d}.parquet").to_pylist() for folder in (run, other)]
+    samples = [
+        pq.read_table(folder / f"eval/step_{step:06d}.parquet").to_pylist()
+        for folder in (run, other)
+    ]
     assert [s["completion"] for s in samples[0]] == [s["completion"] for s in samples[1]]
 
 
@@ -207,11 +295,24 @@ def test_kill_and_resume_equals_an_uninterrupted_run(together, tmp_path):
 @pytest.mark.slow
 def test_replay_and_evaluation_alone(together, tmp_path):
     shared = [*SIZES, "--engine-parallel", 2]
-    replay = ["--resume", together / "checkpoints/step_000002", "--replay", together / "rollouts/step_000003.parquet"]
+    replay = [
+        "--resume",
+        together / "checkpoints/step_000002",
+        "--replay",
+        together / "rollouts/step_000003.parquet",
+    ]
     run_script("grpo.py", *shared, *STEPS, *replay, "--output-dir", tmp_path / "replay", ranks=2)
-    weights = [(run / "model/model.safetensors").read_bytes() for run in (together, tmp_path / "replay")]
+    weights = [
+        (run / "model/model.safetensors").read_bytes() for run in (together, tmp_path / "replay")
+    ]
     assert weights[0] == weights[1]
-    data = ["--eval-only", "--model", together / "model", "--eval-data", together / "data/eval.parquet"]
+    data = [
+        "--eval-only",
+        "--model",
+        together / "model",
+        "--eval-data",
+        together / "data/eval.parquet",
+    ]
     run_script("grpo.py", *shared, *data, "--output-dir", tmp_path / "eval", ranks=2)
     samples = pq.read_table(tmp_path / "eval/eval_samples.parquet").to_pylist()
     accuracy = sum(sample["correct"] for sample in samples) / len(samples)
@@ -220,13 +321,40 @@ def test_replay_and_evaluation_alone(together, tmp_path):
 
 @pytest.mark.slow
 def test_turns_with_pictures_and_tools(tmp_path):
-    """Two attention heads and one of keys and values, of which each rank has a copy; a vision tower of two heads."""
+    """Two attention heads and one of keys and values, of which each rank has a copy; a vision tower
+    of two heads."""
     write_tiny_vl(tmp_path / "model", taught=True)
     data = write_rows(tmp_path / "rows.parquet", videos=False)
-    options = ["--model", tmp_path / "model", "--train-data", data, "--eval-data", data, "--media-root", tmp_path]
-    options += ["--min-pixels", 784, "--max-pixels", 16 * 784, "--max-frame-pixels", 4 * 784, *SIZES, *STEPS]
+    options = [
+        "--model",
+        tmp_path / "model",
+        "--train-data",
+        data,
+        "--eval-data",
+        data,
+        "--media-root",
+        tmp_path,
+    ]
+    options += [
+        "--min-pixels",
+        784,
+        "--max-pixels",
+        16 * 784,
+        "--max-frame-pixels",
+        4 * 784,
+        *SIZES,
+        *STEPS,
+    ]
     options += ["--max-prompt-tokens", 400, "--max-response-tokens", 400, "--max-turn-tokens", 80]
-    options += ["--learning-rate", 1e-4, "--tools", "visual", "--tool-workers", 2, "--deterministic"]
+    options += [
+        "--learning-rate",
+        1e-4,
+        "--tools",
+        "visual",
+        "--tool-workers",
+        2,
+        "--deterministic",
+    ]
     alone, together, killed = (tmp_path / name for name in ("alone", "together", "killed"))
     run_script("grpo.py", *options, "--output-dir", alone, ranks=2)
     options += ["--engine-parallel", 2]
@@ -237,8 +365,18 @@ def test_turns_with_pictures_and_tools(tmp_path):
     assert_same_evaluation(alone, together, 0)
     assert_same_rollouts(alone, together, 1)
     rows = dumps(together, 1).values()
-    assert max(row["turns"] for row in rows) > 2 and max(len(json.loads(row["media"])) for row in rows) > 2
-    assert max(record["policy/rollout_logprob_gap"] for step, record in steps_of(together).items() if step) < 1e-4
+    assert (
+        max(row["turns"] for row in rows) > 2
+        and max(len(json.loads(row["media"])) for row in rows) > 2
+    )
+    assert (
+        max(
+            record["policy/rollout_logprob_gap"]
+            for step, record in steps_of(together).items()
+            if step
+        )
+        < 1e-4
+    )
     assert steps_of(killed) == steps_of(together)
     weights = [(run / "model/model.safetensors").read_bytes() for run in (killed, together)]
     assert weights[0] == weights[1]
@@ -249,10 +387,24 @@ def test_turns_with_pictures_and_tools(tmp_path):
 def test_a_rank_that_is_lost_in_a_rollout_ends_its_group(fault, tmp_path):
     """And the other one, which has only rank 0's word for it."""
     start = time.monotonic()
-    options = [*SIZES, *STEPS, "--no-eval-before", "--engine-parallel", 2, "--output-dir", tmp_path / "run"]
-    done = run_script(WORKERS / "lost_rank.py", fault, *options, ranks=2, check=False, fresh=True, timeout=300)
+    options = [
+        *SIZES,
+        *STEPS,
+        "--no-eval-before",
+        "--engine-parallel",
+        2,
+        "--output-dir",
+        tmp_path / "run",
+    ]
+    done = run_script(
+        WORKERS / "lost_rank.py", fault, *options, ranks=2, check=False, fresh=True, timeout=300
+    )
     assert done.returncode != 0 and "fault" in done.stdout and time.monotonic() - start < 150
-    told = {"raise": "ValueError: the sky has fallen", "token": "have sampled different tokens", "sigkill": ""}
+    told = {
+        "raise": "ValueError: the sky has fallen",
+        "token": "have sampled different tokens",
+        "sigkill": "",
+    }
     assert told[fault] in done.stderr
     run_script("grpo.py", *options, ranks=2)
     assert len(steps_of(tmp_path / "run")) == 3, "nothing that was left behind is in the way"

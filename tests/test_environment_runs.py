@@ -33,7 +33,8 @@ from common.tools.turns import Hermes
 
 pytestmark = pytest.mark.slow
 
-# The embedded policy that sees calls a tool of this name, of which it reads as it was taught: an environment has it.
+# The embedded policy that sees calls a tool of this name, of which it reads as it was taught: an
+# environment has it.
 LOOKS = """
     import os
     import random
@@ -73,10 +74,42 @@ TALK = """
         said = any(m["content"] == "Look again." for m in messages)
         return (None, 1.0) if said else ("Look again.", 0.25)
 """
-SIZES = ["--prompts-per-step", 4, "--samples-per-prompt", 4, "--eval-rows", 4, "--tool-workers", 2, *LITTLE_CACHE]
+SIZES = [
+    "--prompts-per-step",
+    4,
+    "--samples-per-prompt",
+    4,
+    "--eval-rows",
+    4,
+    "--tool-workers",
+    2,
+    *LITTLE_CACHE,
+]
 SIZES += ["--max-pixels", 12_544, "--max-frame-pixels", 12_544]
-STEPS = ["--total-steps", 3, "--deterministic", "--dump-rollouts-every", 1, "--save-every", 1, "--keep-checkpoints", 9]
-GRPO = ["grpo.py", "--model", "tiny-vl", "--dtype", "fp32", "--learning-rate", 1e-4, "--max-turns", 4, *SIZES, *STEPS]
+STEPS = [
+    "--total-steps",
+    3,
+    "--deterministic",
+    "--dump-rollouts-every",
+    1,
+    "--save-every",
+    1,
+    "--keep-checkpoints",
+    9,
+]
+GRPO = [
+    "grpo.py",
+    "--model",
+    "tiny-vl",
+    "--dtype",
+    "fp32",
+    "--learning-rate",
+    1e-4,
+    "--max-turns",
+    4,
+    *SIZES,
+    *STEPS,
+]
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +136,9 @@ def data(tmp_path_factory):
 @pytest.fixture(scope="module")
 def whole(files, data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "whole"
-    run_script(*GRPO, *data, "--environment", files / "looks.py:Looks", "--output-dir", folder, ranks=2)
+    run_script(
+        *GRPO, *data, "--environment", files / "looks.py:Looks", "--output-dir", folder, ranks=2
+    )
     return folder
 
 
@@ -117,15 +152,28 @@ def rows_of(folder, step: int) -> list[dict]:
 
 def test_an_environment_is_played_and_scores(whole):
     steps = steps_of(whole)
-    assert sorted(steps) == [0, 1, 2, 3] and any(steps[step].get("rollout/done") for step in (1, 2, 3))
+    assert sorted(steps) == [0, 1, 2, 3] and any(
+        steps[step].get("rollout/done") for step in (1, 2, 3)
+    )
     for step in (1, 2, 3):
-        assert 0 < steps[step]["policy/rollout_logprob_gap"] < 1e-4 and steps[step]["optim/grad_norm"] > 0
+        assert (
+            0 < steps[step]["policy/rollout_logprob_gap"] < 1e-4
+            and steps[step]["optim/grad_norm"] > 0
+        )
         for row in rows_of(whole, step):
             calls = calls_of(row)
-            assert json.loads(row["rewards"])["score"] == row["environment_reward"] == len(calls) / 2
+            assert (
+                json.loads(row["rewards"])["score"] == row["environment_reward"] == len(calls) / 2
+            )
             assert (row["finish_reason"] == "done") == (len(calls) == 2)
-        first = {(row["prompt_index"], call["text"]) for row in rows_of(whole, step) for call in calls_of(row)[:1]}
-        assert len(first) == len({group for group, _ in first}), "samples of a group meet the same chances"
+        first = {
+            (row["prompt_index"], call["text"])
+            for row in rows_of(whole, step)
+            for call in calls_of(row)[:1]
+        }
+        assert len(first) == len({group for group, _ in first}), (
+            "samples of a group meet the same chances"
+        )
 
 
 def test_kill_resume_and_replay(whole, files, data, tmp_path):
@@ -134,12 +182,26 @@ def test_kill_resume_and_replay(whole, files, data, tmp_path):
     run_script(*arguments, "--output-dir", tmp_path / "killed", ranks=2)
     assert any(record.get("event") == "resumed" for record in metrics_of(tmp_path / "killed"))
     assert steps_of(tmp_path / "killed") == steps_of(whole)
-    weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (whole, tmp_path / "killed")]
+    weights = [
+        (folder / "model" / "model.safetensors").read_bytes()
+        for folder in (whole, tmp_path / "killed")
+    ]
     assert weights[0] == weights[1]
     dump, before = whole / "rollouts/step_000003.parquet", whole / "checkpoints/step_000002"
-    run_script(*arguments, "--replay", dump, "--resume", before, "--output-dir", tmp_path / "replay", ranks=2)
+    run_script(
+        *arguments,
+        "--replay",
+        dump,
+        "--resume",
+        before,
+        "--output-dir",
+        tmp_path / "replay",
+        ranks=2,
+    )
     names = ("policy/loss", "optim/grad_norm", "policy/rollout_logprob_gap", "reward/mean")
-    assert [steps_of(tmp_path / "replay")[3][n] for n in names] == [steps_of(whole)[3][n] for n in names]
+    assert [steps_of(tmp_path / "replay")[3][n] for n in names] == [
+        steps_of(whole)[3][n] for n in names
+    ]
 
 
 def test_ctrl_c_closes_what_is_open(files, data, tmp_path):
@@ -156,7 +218,9 @@ def test_ctrl_c_closes_what_is_open(files, data, tmp_path):
     environment = script_environment() | {"LOG": str(log)}
     with open(tmp_path / "said", "w") as said:
         command = torchrun(*arguments, ranks=2)
-        run = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=said, env=environment, start_new_session=True)
+        run = subprocess.Popen(
+            command, cwd=ROOT, stdout=said, stderr=said, env=environment, start_new_session=True
+        )
     try:
         wait_until(lambda: log.is_file() and log.read_text().count("reset") > 20, 300)
         for _ in range(2):
@@ -171,36 +235,69 @@ def test_ctrl_c_closes_what_is_open(files, data, tmp_path):
 
 @pytest.mark.parametrize("script", ["grpo.py", "ppo.py", "curiosity_rl.py"])
 def test_a_function_in_every_script(script, files, data, tmp_path):
-    """Each answers once; its numbers reach the reward of grpo.py and curiosity_rl.py, and in ppo.py their turns."""
-    arguments = [script, "--model", "tiny-vl", "--dtype", "fp32", *SIZES, "--tools", "visual", "--max-turns", 9]
+    """Each answers once; its numbers reach the reward of grpo.py and curiosity_rl.py, and in ppo.py
+    their turns."""
+    arguments = [
+        script,
+        "--model",
+        "tiny-vl",
+        "--dtype",
+        "fp32",
+        *SIZES,
+        "--tools",
+        "visual",
+        "--max-turns",
+        9,
+    ]
     arguments += ["--environment", files / "talk.py:talk", *data]
-    arguments += ["--total-steps", 2, "--deterministic", "--dump-rollouts-every", 1, "--learning-rate", 1e-4]
+    arguments += [
+        "--total-steps",
+        2,
+        "--deterministic",
+        "--dump-rollouts-every",
+        1,
+        "--learning-rate",
+        1e-4,
+    ]
     run_script(*arguments, "--output-dir", tmp_path / "run", ranks=2)
     for step in (1, 2):
         record = steps_of(tmp_path / "run")[step]
         assert record["reward/first_turn_accuracy"] == 0.0 and record["reward/turns"] > 0
         for row in rows_of(tmp_path / "run", step):
             mask, given = row["loss_mask"], json.loads(row["turn_rewards"])
-            places = [sum(mask[: i + 1]) for i in range(len(mask)) if mask[i] and not [*mask, 0][i + 1]]
+            places = [
+                sum(mask[: i + 1]) for i in range(len(mask)) if mask[i] and not [*mask, 0][i + 1]
+            ]
             assert [reward for _, reward in given] == [0.25, 1.0][: len(given)]
             assert {count for count, _ in given} <= {*places}, "at the end of a turn"
     assert steps_of(tmp_path / "run")[2]["eval/last_turn_accuracy"] > 0
 
 
-FEWER = {"--total-steps": "2", "--warmup-steps": "1", "--prompts-per-step": "2", "--samples-per-prompt": "2"}
+FEWER = {
+    "--total-steps": "2",
+    "--warmup-steps": "1",
+    "--prompts-per-step": "2",
+    "--samples-per-prompt": "2",
+}
 FEWER |= {"--eval-rows": "2", "--batch-size": "2", "--max-turns": "2", "--max-turn-tokens": "24"}
 
 
 def test_the_commands_of_the_docs(tmp_path):
-    """docs/environments.md, as pasted, but for sizes; the user of GSM8K answers the embedded model here."""
-    question = {"data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": "What is 2 + 3?"}]}
+    """docs/environments.md, as pasted, but for sizes; the user of GSM8K answers the embedded model
+    here."""
+    question = {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": "What is 2 + 3?"}],
+    }
     (tmp_path / "data/gsm8k").mkdir(parents=True)
     for part in ("train", "test"):
         rows = [question | {"reward_model": {"style": "rule", "ground_truth": "5"}}] * 4
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / "data/gsm8k" / f"{part}.parquet")
     page, commands = (ROOT / "docs" / "environments.md").read_text(), []
     for block in re.findall(r"^```bash\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL):
-        commands += [shlex.split(line) for line in block.replace("\\\n", " ").splitlines() if line.strip()]
+        commands += [
+            shlex.split(line) for line in block.replace("\\\n", " ").splitlines() if line.strip()
+        ]
     assert len(commands) >= 4
     for words in commands:
         ranks = int(words[2]) if words[0] == "torchrun" else 0

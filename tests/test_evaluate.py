@@ -1,4 +1,5 @@
-"""Evaluation: statistics against enumeration, the table; rows some at a time, samples in the run folder."""
+"""Evaluation: statistics against enumeration, the table; rows some at a time, samples in the run
+folder."""
 
 import json
 import weakref
@@ -17,12 +18,25 @@ from common.engine.hf import HuggingFaceEngine
 from common.flags import Data, Rollout
 from common.hub import load_tokenizer, resolve_model
 from common.rewards import is_correct
-from common.rewards.samples import bounded, format_table, maj_at_k, pass_at_k, summarize, wilson_interval
+from common.rewards.samples import (
+    bounded,
+    format_table,
+    maj_at_k,
+    pass_at_k,
+    summarize,
+    wilson_interval,
+)
 from common.rollouts import Rollouts, read_prompts
 
 
 def sample(group, score, pred="", source="a", length=10, truncated=False):
-    rest = {"data_source": source, "group": group, "pred": pred, "length": length, "truncated": truncated}
+    rest = {
+        "data_source": source,
+        "group": group,
+        "pred": pred,
+        "length": length,
+        "truncated": truncated,
+    }
     return rest | {"score": score, "correct": is_correct({"score": score})}
 
 
@@ -31,7 +45,9 @@ def test_pass_at_k_equals_all_subsets(n):
     for c in range(n + 1):
         for k in range(1, n + 1):
             subsets = list(combinations([i < c for i in range(n)], k))
-            assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
+            assert pass_at_k(n, c, k) == pytest.approx(
+                sum(map(any, subsets)) / len(subsets), abs=1e-12
+            )
 
 
 def test_pass_at_k_is_stable_and_checks_its_arguments():
@@ -60,7 +76,8 @@ def test_accuracy_means_full_marks():
 
 def test_summarize_averages_over_prompts_first():
     samples = [sample(0, 1.0, "7"), sample(0, 0.1, "8"), sample(0, 1.0, "7", truncated=True)]
-    samples += [sample(1, 0.1, "1", "b", 20), sample(1, 0.1, "1", "b", 20)]  # has lost its third sample
+    # has lost its third sample
+    samples += [sample(1, 0.1, "1", "b", 20), sample(1, 0.1, "1", "b", 20)]
     metrics = summarize(samples)
     assert metrics["eval/accuracy"] == pytest.approx((2 / 3 + 0) / 2)
     assert metrics["eval/reward"] == pytest.approx((2.1 / 3 + 0.1) / 2)
@@ -68,7 +85,11 @@ def test_summarize_averages_over_prompts_first():
     assert metrics["eval/pass@1"] == pytest.approx(metrics["eval/accuracy"])
     assert metrics["eval/pass@2"] == pytest.approx(0.5)
     assert metrics["eval/maj@2"] == pytest.approx(0.5)
-    assert metrics["eval/response_length"] == 14 and metrics["eval/truncated"] == 0.2 and metrics["eval/rows"] == 2
+    assert (
+        metrics["eval/response_length"] == 14
+        and metrics["eval/truncated"] == 0.2
+        and metrics["eval/rows"] == 2
+    )
 
 
 def test_summarize_lists_powers_of_two_and_n():
@@ -88,9 +109,16 @@ def test_samples_without_a_score_leave_bounds(capsys):
     samples = [sample(i, float(i == 0)) | {"failed": i == 3} for i in range(4)]
     metrics = bounded(samples)
     assert metrics["eval/rows"] == 4
-    assert (metrics["eval/accuracy"], metrics["eval/accuracy_high"], metrics["eval/failed"]) == (0.25, 0.5, 1)
+    assert (metrics["eval/accuracy"], metrics["eval/accuracy_high"], metrics["eval/failed"]) == (
+        0.25,
+        0.5,
+        1,
+    )
     told = capsys.readouterr().out
-    assert "INCOMPLETE: 1 of 4 samples could not be scored" in told and "between 0.2500 and 0.5000" in told
+    assert (
+        "INCOMPLETE: 1 of 4 samples could not be scored" in told
+        and "between 0.2500 and 0.5000" in told
+    )
     assert bounded(samples[:3]) == summarize(samples[:3]) and not capsys.readouterr().out
 
 
@@ -105,16 +133,23 @@ def test_wilson_interval():
 def test_table_is_aligned():
     by_source = {
         "openai/gsm8k": summarize([sample(i, float(i % 2), str(i)) for i in range(1000)]),
-        "aime": summarize([sample(i, 0.0, str(j), length=12345) for i in range(3) for j in range(2)]),
+        "aime": summarize(
+            [sample(i, 0.0, str(j), length=12345) for i in range(3) for j in range(2)]
+        ),
     }
     header, *lines = format_table(by_source).splitlines()
     assert len({len(line) for line in (header, *lines)}) == 1
     assert [line.split()[0] for line in lines] == ["openai/gsm8k", "aime"]
-    assert "0.500" in lines[0] and "0.469 - 0.531" in lines[0] and "pass@2" in header and "maj@2" in header
+    assert (
+        "0.500" in lines[0]
+        and "0.469 - 0.531" in lines[0]
+        and "pass@2" in header
+        and "maj@2" in header
+    )
     assert lines[0].index("0.500") + 5 == header.index("accuracy") + len("accuracy")
 
 
-# --- rows some at a time ------------------------------------------------------------------------------------------
+# --- rows some at a time --------------------------------------------------------------------------
 
 
 class Rows(list):
@@ -124,8 +159,16 @@ class Rows(list):
     files = SimpleNamespace(suffix=".parquet")
 
     def record(self, i: int) -> dict:
-        extra = {"index": i, "tools_kwargs": {"python": {"create_kwargs": {"image_hint_0": b"large"}}}}
-        return {"id": f"own {i}", "prompt": "another", "images": [b"large"], "extra_info": extra if i else None}
+        extra = {
+            "index": i,
+            "tools_kwargs": {"python": {"create_kwargs": {"image_hint_0": b"large"}}},
+        }
+        return {
+            "id": f"own {i}",
+            "prompt": "another",
+            "images": [b"large"],
+            "extra_info": extra if i else None,
+        }
 
     def __init__(self, texts: list, tokenizer):
         super().__init__(texts)
@@ -148,7 +191,8 @@ class OpenRow:
 
 
 class Engine:
-    """Answers each request with the prompt's own ids, and notes how long the watchdog has waited."""
+    """Answers each request with the prompt's own ids, and notes how long the watchdog has
+    waited."""
 
     def __init__(self):
         self.requests, self.steps, self.seeds = [], 0, {}
@@ -182,8 +226,13 @@ def tokenizer():
 @pytest.fixture
 def rollouts(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr("common.rollouts.sync_engine", lambda *_: None)
-    texts = [(f"{i} {i + 1} = {2 * i + 1}", {"numbers": [i, i + 1], "target": 2 * i + 1}) for i in range(700)]
-    score = SimpleNamespace(score=lambda jobs: [{"score": float(job[2]["target"] % 4 == 1)} for job in jobs])
+    texts = [
+        (f"{i} {i + 1} = {2 * i + 1}", {"numbers": [i, i + 1], "target": 2 * i + 1})
+        for i in range(700)
+    ]
+    score = SimpleNamespace(
+        score=lambda jobs: [{"score": float(job[2]["target"] % 4 == 1)} for job in jobs]
+    )
     rollouts = object.__new__(Rollouts)
     vars(rollouts).update(
         world=World(0, 1, 0, torch.device("cpu")),
@@ -228,14 +277,17 @@ def test_every_rank_comes_to_every_exchange(rollouts, monkeypatch, samples):
 
 
 def test_a_row_keeps_its_seed_where_others_were_dropped(rollouts):
-    """With tools a prompt may be too long that fits without: the other rows can still be compared."""
+    """With tools a prompt may be too long that fits without: the other rows can still be
+    compared."""
     rollouts.run.eval_rows = 5
     rollouts.evaluate(None, 20)
     (whole, rollouts.engine.seeds), texts = (rollouts.engine.seeds, {}), [*rollouts.eval_data]
     rollouts.eval_data = Rows(texts[:5:2], rollouts.tokenizer)
     rollouts.eval_data.apart = 2
     rollouts.evaluate(None, 20, path := rollouts.output_dir / "samples.parquet")
-    assert [(s["row"], s["id"]) for s in pq.read_table(path).to_pylist()] == [(i, f"own {i}") for i in (0, 2, 4)]
+    assert [(s["row"], s["id"]) for s in pq.read_table(path).to_pylist()] == [
+        (i, f"own {i}") for i in (0, 2, 4)
+    ]
     assert len(whole) == 5 and len(rollouts.engine.seeds) == 3
     assert all(whole[prompt] == seed for prompt, seed in rollouts.engine.seeds.items())
 
@@ -243,16 +295,24 @@ def test_a_row_keeps_its_seed_where_others_were_dropped(rollouts):
 def test_samples_of_each_evaluation_stay(rollouts, tmp_path, capsys):
     for step in (0, 20):
         rollouts.evaluate(None, step)
-    first, later = (pq.read_table(tmp_path / f"eval/step_{step:06d}.parquet").to_pylist() for step in (0, 20))
+    first, later = (
+        pq.read_table(tmp_path / f"eval/step_{step:06d}.parquet").to_pylist() for step in (0, 20)
+    )
     assert len(later) == 600 and first == later and [s["row"] for s in later] == list(range(600))
     assert json.loads(later[7]["truth"]) == {"numbers": [7, 8], "target": 15}
-    assert {s["correct"] for s in later} == {True, False} and "samples:" not in capsys.readouterr().out
+    assert {s["correct"] for s in later} == {
+        True,
+        False,
+    } and "samples:" not in capsys.readouterr().out
 
 
 def test_samples_that_cannot_be_written_are_a_warning(rollouts, tmp_path, capsys):
     (tmp_path / "eval").write_text("in the way")
     assert rollouts.evaluate(None, 20)["eval/rows"] == 600
-    assert "warning: " in (said := capsys.readouterr().out) and "step_000020.parquet not written" in said
+    assert (
+        "warning: " in (said := capsys.readouterr().out)
+        and "step_000020.parquet not written" in said
+    )
 
 
 def test_rows_without_a_truth_are_sampled_and_not_scored(rollouts, tmp_path, capsys):
@@ -261,15 +321,21 @@ def test_rows_without_a_truth_are_sampled_and_not_scored(rollouts, tmp_path, cap
     events = SimpleNamespace(event=lambda record: events.said.append(record), said=[])
     path = rollouts.evaluate_only(None, 20, events)
     samples, (metrics,) = pq.read_table(path).to_pylist(), events.said
-    assert [s["correct"] is None and s["score"] is None and s["truth"] is None for s in samples] == [
-        i % 3 == 0 for i in range(9)
-    ]
+    assert [
+        s["correct"] is None and s["score"] is None and s["truth"] is None for s in samples
+    ] == [i % 3 == 0 for i in range(9)]
     assert [(s["id"], s["prompt"], "images" in s, s["extra_info"]) for s in samples] == [
         (f"own {i}", text, False, {"index": i} if i else None) for i, (text, _) in enumerate(texts)
     ], "the row's own columns, but what a sample has already, and pictures, those for programs, too"
     assert metrics["eval/rows"] == 6 and metrics["eval/unscored"] == 3
-    assert metrics["eval/accuracy"] == sum(s["correct"] for s in samples if s["correct"] is not None) / 6
-    assert "3 of 9 rows have no truth: not scored" in (said := capsys.readouterr().out) and "score none" in said
+    assert (
+        metrics["eval/accuracy"]
+        == sum(s["correct"] for s in samples if s["correct"] is not None) / 6
+    )
+    assert (
+        "3 of 9 rows have no truth: not scored" in (said := capsys.readouterr().out)
+        and "score none" in said
+    )
     rollouts.eval_data = Rows([("1 2 = 3", None)] * 4, rollouts.tokenizer)
     rollouts.evaluate_only(None, 20, events)
     assert events.said[1]["eval/unscored"] == 4 and "eval/accuracy" not in events.said[1]
@@ -277,7 +343,9 @@ def test_rows_without_a_truth_are_sampled_and_not_scored(rollouts, tmp_path, cap
 
 def test_truths_may_lack_in_what_is_only_evaluated(tmp_path, tokenizer):
     rows = [{"data_source": "unknown", "prompt": [{"role": "user", "content": "1 2 = 3"}]}]
-    rows += [rows[0] | {"data_source": "countdown", "reward_model": {"ground_truth": {"target": 3}}}]
+    rows += [
+        rows[0] | {"data_source": "countdown", "reward_model": {"ground_truth": {"target": 3}}}
+    ]
     rows += [rows[0] | {"reward_model": {"ground_truth": None}}, rows[0] | {"reward_model": None}]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -288,20 +356,27 @@ def test_truths_may_lack_in_what_is_only_evaluated(tmp_path, tokenizer):
     with pytest.raises(ValueError, match="lacks reward_model"):
         prompts_of(str(path), **options)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
-    with pytest.raises(ValueError, match=r"2 unusable rows.*\n.*line 2: reward_model.ground_truth is missing"):
+    with pytest.raises(
+        ValueError, match=r"2 unusable rows.*\n.*line 2: reward_model.ground_truth is missing"
+    ):
         prompts_of(str(path), **options)
 
 
 @pytest.mark.parametrize("temperature, samples", [(0.0, 1), (1.0, 2)])
 def test_results_are_those_of_one_batch(rollouts, tmp_path, monkeypatch, temperature, samples):
-    """The Hugging Face engine in float32; vLLM in bf16 may round otherwise in a batch of another size."""
+    """The Hugging Face engine in float32; vLLM in bf16 may round otherwise in a batch of another
+    size."""
     ids = end_token_ids(TINY, rollouts.tokenizer)
-    rollouts.engine = HuggingFaceEngine(EngineConfig(TINY, torch.float32, rollouts.world, ids, max_model_len=128))
+    rollouts.engine = HuggingFaceEngine(
+        EngineConfig(TINY, torch.float32, rollouts.world, ids, max_model_len=128)
+    )
     rollouts.engine.books.step = 20
     rollouts.run.eval_rows, rollouts.flags.max_response_tokens = 12, 24
     rollouts.flags.eval_temperature, rollouts.flags.eval_samples = temperature, samples
     chat = rollouts.tokenizer.apply_chat_template
-    texts = [chat([{"role": "user", "content": f"{i} {i * i} = 9"}], tokenize=False) for i in range(12)]
+    texts = [
+        chat([{"role": "user", "content": f"{i} {i * i} = 9"}], tokenize=False) for i in range(12)
+    ]
     rollouts.eval_data = Rows([(text, {"target": 9}) for text in texts], rollouts.tokenizer)
     results = []
     for at_once in (10_000, 5 * samples):
@@ -330,4 +405,6 @@ def test_what_is_only_evaluated_needs_no_rows_of_the_demo(tmp_path, tokenizer):
     train, evaluated = read_prompts(job, Data(eval_data=str(path)), rollout, None)
     assert train is None and len(evaluated) == 1 and not job.output_dir.exists()
     _, evaluated = read_prompts(job, Data(), rollout, None)
-    assert len(evaluated) == 1024 and (job.output_dir / "data").is_dir(), "without rows of one's own it is the demo's"
+    assert len(evaluated) == 1024 and (job.output_dir / "data").is_dir(), (
+        "without rows of one's own it is the demo's"
+    )

@@ -24,7 +24,16 @@ from common.pictures import PixelLimits
 from common.prepare.export import Args, export_hugging_face, main
 from common.vision import load_vision
 
-SIZES = ["--prompts-per-step", 2, "--samples-per-prompt", 2, "--max-response-tokens", 8, "--engine", "hf"]
+SIZES = [
+    "--prompts-per-step",
+    2,
+    "--samples-per-prompt",
+    2,
+    "--max-response-tokens",
+    8,
+    "--engine",
+    "hf",
+]
 SIZES += ["--minibatches", 1, "--no-eval-before", "--eval-rows", 1, "--max-rows", 8]
 ALONE = World(0, 1, 0, torch.device("cpu"))
 
@@ -37,15 +46,21 @@ def same_files(a: Path, b: Path) -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, world):
-    """A checkpoint of a policy and a critic, as PPO's; those of whole runs are exported in test_grpo_runs.py."""
+    """A checkpoint of a policy and a critic, as PPO's; those of whole runs are exported in
+    test_grpo_runs.py."""
     folder, policy = tmp_path_factory.mktemp("runs") / "ppo", load_policy(FOLDERS["tiny"], "sdpa")
-    trained = {"policy": (policy, None), "critic": (load_policy(FOLDERS["tiny"], "sdpa", make=Critic), None)}
+    trained = {
+        "policy": (policy, None),
+        "critic": (load_policy(FOLDERS["tiny"], "sdpa", make=Critic), None),
+    }
     identity = {"script": "ppo", "model": model_identity(FOLDERS["tiny"])}
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(0.01)
     save_checkpoint(folder, 1, trained, world, identity=identity)
-    export_hugging_face(policy, load_tokenizer(FOLDERS["tiny"]), folder / "model", ALONE, torch.float32)
+    export_hugging_face(
+        policy, load_tokenizer(FOLDERS["tiny"]), folder / "model", ALONE, torch.float32
+    )
     return folder
 
 
@@ -100,9 +115,14 @@ def test_from_within_the_folder_of_checkpoints(run, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "listed, own, kept",
     [
-        ({"eos_token_id": 3, "top_p": 0.6, "do_sample": True}, 5, {"eos_token_id": [3, 5], "top_p": 0.6}),
+        (
+            {"eos_token_id": 3, "top_p": 0.6, "do_sample": True},
+            5,
+            {"eos_token_id": [3, 5], "top_p": 0.6},
+        ),
         ({"eos_token_id": [3, 5]}, 5, {"eos_token_id": [3, 5]}),
-        ({"temperature": 0.9, "top_p": 0.6}, 5, {"eos_token_id": [5]}),  # as Vicuna's: transformers would not save it
+        # as Vicuna's: transformers would not save it
+        ({"temperature": 0.9, "top_p": 0.6}, 5, {"eos_token_id": [5]}),
         ({"eos_token_id": 3, "pad_token_id": -1}, 5, {"eos_token_id": [3, 5]}),
     ],
 )
@@ -112,27 +132,37 @@ def test_generation_ends_where_the_policy_does(tmp_path, listed, own, kept, caps
     policy.model.generation_config = GenerationConfig.from_dict(listed)
     export_hugging_face(policy, tokenizer, tmp_path / "model", ALONE, torch.float32)
     saved = json.loads((tmp_path / "model/generation_config.json").read_text())
-    assert {name: saved.get(name) for name in ("temperature", *kept)} == {"temperature": None, **kept}
+    assert {name: saved.get(name) for name in ("temperature", *kept)} == {
+        "temperature": None,
+        **kept,
+    }
     refused = bool(listed.keys() & {"temperature", "pad_token_id"})
     assert ("generation_config.json has end tokens alone" in capsys.readouterr().out) == refused
 
 
 @pytest.mark.parametrize("flag, changes", [("model", 0), ("tools", 1), ("environment", 1)])
 def test_the_end_token_is_the_runs(run, tmp_path, monkeypatch, flag, changes):
-    """Where somebody answers the policy, a run makes what ends the template's turns the end token."""
+    """Where somebody answers the policy, a run makes what ends the template's turns the end
+    token."""
     shutil.copytree(run / "checkpoints", tmp_path / "run/checkpoints", symlinks=True)
     (tmp_path / "run/config.json").write_text(json.dumps({"args": {flag: "game.py:Game"}}))
     asked: list[tuple] = []
-    monkeypatch.setattr("common.prepare.export.end_turns_properly", lambda *given: asked.append(given))
+    monkeypatch.setattr(
+        "common.prepare.export.end_turns_properly", lambda *given: asked.append(given)
+    )
     main(Args(tmp_path / "run", "tiny", tmp_path / "out"))
     assert len(asked) == changes
 
 
 def test_a_vision_language_model_keeps_the_names_of_its_files(tmp_path, world):
-    """Published ones name the tower otherwise than transformers does. How it is sampled from stays the base's, too."""
+    """Published ones name the tower otherwise than transformers does. How it is sampled from stays
+    the base's, too."""
     base = write_tiny_vl(tmp_path / "base")
     (base / "generation_config.json").write_text('{"do_sample": true, "top_p": 0.9}')
-    vision, tokenizer = load_vision(str(base), PixelLimits(784, 7840, 784)), load_tokenizer(str(base))
+    vision, tokenizer = (
+        load_vision(str(base), PixelLimits(784, 7840, 784)),
+        load_tokenizer(str(base)),
+    )
     policy = load_policy(str(base), "sdpa", vision=vision)
     with torch.no_grad():
         for parameter in policy.parameters():
@@ -143,11 +173,16 @@ def test_a_vision_language_model_keeps_the_names_of_its_files(tmp_path, world):
     main(Args(tmp_path / "run", str(base), tmp_path / "out"))
     same_files(tmp_path / "out", tmp_path / "expected")
     names = load_file(tmp_path / "out/model.safetensors").keys()
-    assert {"visual.patch_embed.proj.weight", "model.embed_tokens.weight", "lm_head.weight"} <= names
+    assert {
+        "visual.patch_embed.proj.weight",
+        "model.embed_tokens.weight",
+        "lm_head.weight",
+    } <= names
 
 
 def as_published_for_transformers_4(folder: Path) -> Path:
-    """The same model in its spelling: flat, with `rope_theta`; a tokenizer class that it has; files of processors."""
+    """The same model in its spelling: flat, with `rope_theta`; a tokenizer class that it has; files
+    of processors."""
     config = json.loads((folder / "config.json").read_text())
     config |= config.pop("text_config", {}) | {"model_type": config["model_type"]}
     rope = config.pop("rope_parameters")
@@ -163,7 +198,9 @@ def as_published_for_transformers_4(folder: Path) -> Path:
     settings["additional_special_tokens"] = settings.pop("extra_special_tokens", [])
     del settings["backend"]
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": settings["eos_token"]}}))
+    (folder / "special_tokens_map.json").write_text(
+        json.dumps({"eos_token": {"content": settings["eos_token"]}})
+    )
     if (folder / "processor_config.json").is_file():
         parts = json.loads((folder / "processor_config.json").read_text())
         processor = parts["image_processor"] | {"processor_class": parts["processor_class"]}
@@ -175,7 +212,10 @@ def as_published_for_transformers_4(folder: Path) -> Path:
 LLAMA_3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA_3 |= {"original_max_position_embeddings": 128, "rope_theta": 500000.0}
 PUBLISHED = {
-    "qwen2": {"rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}, "attention_dropout": 0.1},
+    "qwen2": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        "attention_dropout": 0.1,
+    },
     "llama": {"rope_parameters": LLAMA_3},
     "qwen2_5_vl": {},
 }
@@ -188,7 +228,10 @@ def export_published(folder: Path, kind: str) -> tuple[Path, Path]:
     else:
         source = write_random(folder / "source", kind, **deepcopy(PUBLISHED[kind]))
     as_published_for_transformers_4(source)
-    vision, tokenizer = load_vision(str(source), PixelLimits(784, 7840, 784)), load_tokenizer(str(source))
+    vision, tokenizer = (
+        load_vision(str(source), PixelLimits(784, 7840, 784)),
+        load_tokenizer(str(source)),
+    )
     tokenizer.eos_token = tokenizer.pad_token  # as `end_turns_properly` may change it
     policy = load_policy(str(source), "sdpa", vision=vision)
     export_hugging_face(policy, tokenizer, folder / "export", ALONE, torch.float16)
@@ -197,26 +240,43 @@ def export_published(folder: Path, kind: str) -> tuple[Path, Path]:
 
 @pytest.mark.parametrize("kind", PUBLISHED)
 def test_an_export_keeps_what_its_source_had(kind, tmp_path, capsys):
-    """What transformers 5 alone knows stands beside it, but for a text part that would be read in its place."""
+    """What transformers 5 alone knows stands beside it, but for a text part that would be read in
+    its place."""
     source, export = export_published(tmp_path, kind)
-    before, after = (json.loads((folder / "config.json").read_text()) for folder in (source, export))
+    before, after = (
+        json.loads((folder / "config.json").read_text()) for folder in (source, export)
+    )
     assert after["dtype"] == after["torch_dtype"] == "float16"
-    kept = {name: value for name, value in before.items() if name not in ("torch_dtype", "vision_config")}
+    kept = {
+        name: value
+        for name, value in before.items()
+        if name not in ("torch_dtype", "vision_config")
+    }
     assert {name: after[name] for name in kept} == kept
     if kind == "qwen2_5_vl":
-        assert "text_config" not in after and after["vision_config"].items() >= {"dtype": "float16"}.items()
+        assert (
+            "text_config" not in after
+            and after["vision_config"].items() >= {"dtype": "float16"}.items()
+        )
     else:
         assert after["rope_parameters"]["rope_theta"] == before["rope_theta"]
     settings = json.loads((export / "tokenizer_config.json").read_text())
     expected = json.loads((source / "tokenizer_config.json").read_text())
     expected["eos_token"] = expected["pad_token"]
     assert settings == expected, "its class, template, and additional_special_tokens"
-    assert json.loads((export / "special_tokens_map.json").read_text())["eos_token"] == settings["eos_token"]
+    assert (
+        json.loads((export / "special_tokens_map.json").read_text())["eos_token"]
+        == settings["eos_token"]
+    )
     missing = {file.name for file in source.iterdir()} - {file.name for file in export.iterdir()}
     assert not missing
     shutil.move(source, tmp_path / "elsewhere")
-    again = load_policy(str(export), "sdpa", vision=load_vision(str(export), PixelLimits(784, 7840, 784)))
-    export_hugging_face(again, load_tokenizer(str(export)), tmp_path / "again", ALONE, torch.float16)
+    again = load_policy(
+        str(export), "sdpa", vision=load_vision(str(export), PixelLimits(784, 7840, 784))
+    )
+    export_hugging_face(
+        again, load_tokenizer(str(export)), tmp_path / "again", ALONE, torch.float16
+    )
     same_files(export, tmp_path / "again")
     assert "warning" not in capsys.readouterr().out
 
@@ -250,7 +310,11 @@ def test_transformers_4_reads_an_export_as_it_reads_the_source(tmp_path):
         assert export.pop("eos_token") == load_tokenizer(str(folders[1])).eos_token
         assert export == source
         assert ours == pytest.approx(theirs, abs=0.05), "in half precision"
-        model = load_policy(str(folders[1]), "sdpa", vision=load_vision(str(folders[1]), PixelLimits(784, 7840, 784)))
+        model = load_policy(
+            str(folders[1]),
+            "sdpa",
+            vision=load_vision(str(folders[1]), PixelLimits(784, 7840, 784)),
+        )
         model.model.set_attn_implementation("sdpa")
         with torch.no_grad():
             logits = model.model(torch.tensor([export["ids"] * 20])).logits[0, -1]
@@ -271,7 +335,7 @@ def test_a_pickle_in_a_checkpoint_is_not_exported(run, tmp_path):
     assert not (tmp_path / "done").exists()
 
 
-# --- what is not ours stays ---------------------------------------------------------------------------------------
+# --- what is not ours stays -----------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -290,7 +354,11 @@ def exported(tmp_path):
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in folder.rglob("*")
+        if file.is_file()
+    }
 
 
 @pytest.mark.parametrize("target", ["a folder", "nothing"])
@@ -304,8 +372,12 @@ def test_a_model_folder_that_is_a_link_is_refused_by_name(tmp_path, exported, wo
     before = contents(behind)
     (tmp_path / "run").mkdir()
     (tmp_path / "run/model").symlink_to(behind)
-    assert re.match(rf"{tmp_path}/run/model not written \({tmp_path}/run/model is a link", exported())
-    with pytest.raises(SystemExit, match=rf"--output-dir {tmp_path}/run: {tmp_path}/run/model is a link"):
+    assert re.match(
+        rf"{tmp_path}/run/model not written \({tmp_path}/run/model is a link", exported()
+    )
+    with pytest.raises(
+        SystemExit, match=rf"--output-dir {tmp_path}/run: {tmp_path}/run/model is a link"
+    ):
         lock_everywhere(tmp_path / "run", world)
     assert contents(behind) == before and behind.exists() == (target == "a folder")
 
@@ -343,7 +415,10 @@ def moved_behind_a_link(model: Path) -> None:
 IN_THE_WAY = {
     "a changed file": ("config.json", lambda model: (model / "config.json").write_text("{}")),
     "weights of its own": ("more.safetensors", lambda model: (model / "more.safetensors").touch()),
-    "a folder": ("config.json", lambda model: [(model / "config.json").unlink(), (model / "config.json").mkdir()]),
+    "a folder": (
+        "config.json",
+        lambda model: [(model / "config.json").unlink(), (model / "config.json").mkdir()],
+    ),
     "a link": ("tokenizer.json", moved_behind_a_link),
     "a model from elsewhere": ("chat_template.jinja", moved_from_elsewhere),
 }
@@ -361,12 +436,24 @@ def test_what_the_export_would_replace_is_named_and_stays(tmp_path, exported, wh
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "script, options", [("grpo.py", ["--strategy", "ddp"]), ("ppo.py", ["--critic-warmup-steps", 0]), ("sft.py", [])]
+    "script, options",
+    [("grpo.py", ["--strategy", "ddp"]), ("ppo.py", ["--critic-warmup-steps", 0]), ("sft.py", [])],
 )
 def test_of_any_script_and_strategy(tmp_path, script, options):
-    """The run's model/ taken away, as of one that was interrupted: the dtype is then to be given."""
+    """The run's model/ taken away, as of one that was interrupted: the dtype is then to be
+    given."""
     options += [] if script == "sft.py" else SIZES
-    run_script(script, *options, "--total-steps", 1, "--dtype", "fp32", "--output-dir", tmp_path / "run", ranks=2)
+    run_script(
+        script,
+        *options,
+        "--total-steps",
+        1,
+        "--dtype",
+        "fp32",
+        "--output-dir",
+        tmp_path / "run",
+        ranks=2,
+    )
     (tmp_path / "run/model").rename(tmp_path / "expected")
     main(Args(tmp_path / "run", "tiny", tmp_path / "out", dtype="fp32"))
     same_files(tmp_path / "out", tmp_path / "expected")

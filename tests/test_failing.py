@@ -1,5 +1,5 @@
-"""Failing well: one rank ends all, torchrun starts them again, its own end is theirs; a stall is shown, SIGTERM saves,
-Ctrl-C is one line, a full disk costs a checkpoint and no more."""
+"""Failing well: one rank ends all, torchrun starts them again, its own end is theirs; a stall is
+shown, SIGTERM saves, Ctrl-C is one line, a full disk costs a checkpoint and no more."""
 
 import contextlib
 import json
@@ -63,13 +63,18 @@ def test_a_rank_that_raises_ends_all_and_its_trace_comes_first():
     first = output.index("] failed:")
     assert output.startswith("[rank 1", first - len("[rank 1")), output
     *_, last, frame = output.splitlines()
-    assert last.endswith("[rank 1] RuntimeError: the sky has fallen") and set(frame) == {"="}, output[-3000:]
+    assert last.endswith("[rank 1] RuntimeError: the sky has fallen") and set(frame) == {"="}, (
+        output[-3000:]
+    )
 
 
 def test_a_rank_that_is_killed_ends_all():
     output, seconds = run_fault("sigkill")
     assert seconds < 50
-    assert "[rank 0] RuntimeError: " in output and "killed (signal 9) has most often run out of memory" in output
+    assert (
+        "[rank 0] RuntimeError: " in output
+        and "killed (signal 9) has most often run out of memory" in output
+    )
 
 
 def test_a_stall_prints_the_stacks_of_all_ranks_and_ends():
@@ -84,7 +89,7 @@ def test_a_stall_prints_the_stacks_of_all_ranks_and_ends():
     assert seconds < 5 * (3 + 10)
 
 
-# --- ranks without torchrun, which costs 10 processor seconds ----------------------------------------------------
+# --- ranks without torchrun, which costs 10 processor seconds -------------------------------------
 
 
 def free_port() -> int:
@@ -98,12 +103,22 @@ def rank():
     """rank(FAULT, 1, of=2, port=PORT): a rank of faults.py, as if on a machine of its own."""
     started = []
 
-    def start(fault: str, number: int = 0, of: int = 1, port: int = 0, **extra: str) -> subprocess.Popen:
-        own = {"RANK": number, "WORLD_SIZE": of, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    def start(
+        fault: str, number: int = 0, of: int = 1, port: int = 0, **extra: str
+    ) -> subprocess.Popen:
+        own = {
+            "RANK": number,
+            "WORLD_SIZE": of,
+            "LOCAL_RANK": 0,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
         own = {name: str(value) for name, value in own.items()} if of > 1 else {}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         environment = script_environment(**own, **extra)
-        started.append(subprocess.Popen([sys.executable, FAULTS, fault], cwd=ROOT, env=environment, **pipes))
+        started.append(
+            subprocess.Popen([sys.executable, FAULTS, fault], cwd=ROOT, env=environment, **pipes)
+        )
         return started[-1]
 
     yield start
@@ -137,17 +152,24 @@ def test_a_rank_that_does_not_come_is_named(rank, number, missing):
 
 def test_a_wait_that_is_no_number_of_seconds_is_refused(rank):
     process = rank("raise", 0, of=1, GATHER_SECONDS="10m")
-    assert process.communicate(timeout=60)[0].splitlines()[-1] == "GATHER_SECONDS: expected a number of seconds"
+    assert (
+        process.communicate(timeout=60)[0].splitlines()[-1]
+        == "GATHER_SECONDS: expected a number of seconds"
+    )
 
 
 def test_a_rank_dies_with_its_torchrun(rank, tmp_path):
-    """By SIGKILL, which leaves torchrun no time to end its ranks; here something else has started the rank."""
+    """By SIGKILL, which leaves torchrun no time to end its ranks; here something else has started
+    the rank."""
     code = (
-        "import subprocess, sys, time; p = subprocess.Popen(sys.argv[1:]); print(p.pid, flush=True); time.sleep(600)"
+        "import subprocess, sys, time; p = subprocess.Popen(sys.argv[1:]); print(p.pid, "
+        "flush=True); time.sleep(600)"
     )
     command = [sys.executable, "-c", code, sys.executable, FAULTS, "sleep"]
     environment = script_environment(TORCHELASTIC_RUN_ID="none")
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as launcher:
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+    ) as launcher:
         orphan = psutil.Process(int(launcher.stdout.readline()))
         assert launcher.stdout.readline() == "fault\n"
         launcher.kill()
@@ -165,7 +187,8 @@ def test_a_group_of_one_listens_to_this_machine_alone(rank):
 
 @pytest.mark.parametrize("fault", ["ctrl-c", "ctrl-c in a step"])
 def test_ctrl_c_is_one_line(rank, fault):
-    """Before training begins the first one ends the run; in a step the second, or what torchrun makes of it."""
+    """Before training begins the first one ends the run; in a step the second, or what torchrun
+    makes of it."""
     process = rank(fault)
     assert process.stdout.readline() == "fault\n"
     time.sleep(0.5)
@@ -182,7 +205,7 @@ def test_ctrl_c_is_one_line(rank, fault):
     assert process.returncode == 130
 
 
-# --- how it is started --------------------------------------------------------------------------------------------
+# --- how it is started ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
@@ -191,7 +214,9 @@ def test_srun_without_torchrun_is_refused(monkeypatch, count):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "argv", ["grpo.py", "--model", "x"])
     monkeypatch.setenv(count, "4")
-    with pytest.raises(SystemExit, match=f"{count}=4.* torchrun --nproc_per_node N grpo.py --model x"):
+    with pytest.raises(
+        SystemExit, match=f"{count}=4.* torchrun --nproc_per_node N grpo.py --model x"
+    ):
         init_world()
 
 
@@ -200,11 +225,15 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for name, value in {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 4}.items():
         monkeypatch.setenv(name, str(value))
-    with pytest.raises(SystemExit, match="4 ranks, but 2 GPUs on this machine: torchrun --nproc_per_node 2"):
+    with pytest.raises(
+        SystemExit, match="4 ranks, but 2 GPUs on this machine: torchrun --nproc_per_node 2"
+    ):
         init_world()
 
 
-@pytest.mark.parametrize("flag", ["--no-such-flag", "--num-generations", "--help"], ids=["tyro", "ours", "help"])
+@pytest.mark.parametrize(
+    "flag", ["--no-such-flag", "--num-generations", "--help"], ids=["tyro", "ours", "help"]
+)
 def test_what_the_command_line_is_answered_is_said_once(monkeypatch, capsys, flag):
     """By the first rank of a machine; the others wait until torchrun ends them."""
     waits = []
@@ -218,16 +247,19 @@ def test_what_the_command_line_is_answered_is_said_once(monkeypatch, capsys, fla
         assert (flag in output) == (number == 0) and waits == [GRACE_S]
 
 
-# --- torchrun's restarts ------------------------------------------------------------------------------------------
+# --- torchrun's restarts --------------------------------------------------------------------------
 
 
 def comes_up_again(tmp_path: Path, *launchers: list) -> None:
-    """All ranks of one or several torchruns, of which the last rank is killed in the first attempt."""
+    """All ranks of one or several torchruns, of which the last rank is killed in the first
+    attempt."""
     environment = script_environment(MARK=str(tmp_path / "mark"))
     command = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "1"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     running = [
-        subprocess.Popen([*command, *map(str, options), FAULTS, "once"], cwd=ROOT, env=environment, **pipes)
+        subprocess.Popen(
+            [*command, *map(str, options), FAULTS, "once"], cwd=ROOT, env=environment, **pipes
+        )
         for options in launchers
     ]
     try:
@@ -253,11 +285,19 @@ def test_torchrun_starts_all_ranks_again_without_standalone(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("rendezvous", ["c10d", "static"])
 def test_two_torchruns_start_all_ranks_again(tmp_path, rendezvous):
-    """Each counts the restarts by itself: the one whose rank was killed counts one more than the other, or as many."""
+    """Each counts the restarts by itself: the one whose rank was killed counts one more than the
+    other, or as many."""
     port = free_port()
     options = ["--nnodes", 2, "--nproc_per_node", 1]
     if rendezvous == "c10d":
-        options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "test"]
+        options += [
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-endpoint",
+            f"localhost:{port}",
+            "--rdzv-id",
+            "test",
+        ]
         comes_up_again(tmp_path, options, options)
     else:
         options += ["--master-addr", "localhost", "--master-port", port, "--node-rank"]
@@ -267,7 +307,9 @@ def test_two_torchruns_start_all_ranks_again(tmp_path, rendezvous):
 @pytest.mark.slow
 def test_all_ranks_die_with_a_killed_torchrun():
     command = torchrun(FAULTS, "sleep", ranks=2)
-    with subprocess.Popen(command, cwd=ROOT, env=script_environment(), stdout=subprocess.PIPE, text=True) as launcher:
+    with subprocess.Popen(
+        command, cwd=ROOT, env=script_environment(), stdout=subprocess.PIPE, text=True
+    ) as launcher:
         assert launcher.stdout.readline() == "fault\n"
         family = psutil.Process(launcher.pid).children(recursive=True)
         launcher.kill()
@@ -277,14 +319,34 @@ def test_all_ranks_die_with_a_killed_torchrun():
         assert len(family) >= 2 and not alive
 
 
-LONG = ["--engine", "hf", "--prompts-per-step", 2, "--samples-per-prompt", 2, "--max-response-tokens", 32]
-LONG += ["--max-rows", 64, "--total-steps", 200, "--eval-every", 0, "--no-eval-before", "--save-every", 3]
+LONG = [
+    "--engine",
+    "hf",
+    "--prompts-per-step",
+    2,
+    "--samples-per-prompt",
+    2,
+    "--max-response-tokens",
+    32,
+]
+LONG += [
+    "--max-rows",
+    64,
+    "--total-steps",
+    200,
+    "--eval-every",
+    0,
+    "--no-eval-before",
+    "--save-every",
+    3,
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_the_first_ctrl_c_saves_the_step_and_the_same_command_goes_on(ranks, tmp_path):
-    """torchrun tells its ranks, whose terminal is another; its own exit code is that of a traceback."""
+    """torchrun tells its ranks, whose terminal is another; its own exit code is that of a
+    traceback."""
     command = torchrun("grpo.py", *LONG, "--output-dir", tmp_path / "run", ranks=ranks)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, cwd=ROOT, env=script_environment(), **pipes)
@@ -293,7 +355,9 @@ def test_the_first_ctrl_c_saves_the_step_and_the_same_command_goes_on(ranks, tmp
             process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == (1 if ranks else 130)
     assert process.stderr.read().count("once more ends it at once") == 1
-    (stopped,) = [record for record in metrics_of(tmp_path / "run") if record.get("event") == "stopped"]
+    (stopped,) = [
+        record for record in metrics_of(tmp_path / "run") if record.get("event") == "stopped"
+    ]
     assert 4 <= stopped["step"] < 9
     assert (tmp_path / "run/checkpoints/latest").read_text() == f"step_{stopped['step']:06d}"
     assert (tmp_path / "run/curves.png").is_file()
@@ -304,9 +368,11 @@ def test_the_first_ctrl_c_saves_the_step_and_the_same_command_goes_on(ranks, tmp
 def test_the_second_ctrl_c_ends_a_run_at_once_and_tells_step_and_checkpoint(ranks, tmp_path):
     """In a step that would last for minutes: a reward sleeps."""
     (tmp_path / "reward.py").write_text(
-        "import pathlib, time\n\n\ndef score(data_source, solution_str, ground_truth, extra_info):\n"
+        "import pathlib, time\n\n\ndef score(data_source, solution_str, ground_truth, "
+        "extra_info):\n"
         f"    if pathlib.Path({str(tmp_path)!r}, 'run/checkpoints/latest').exists():\n"
-        f"        pathlib.Path({str(tmp_path)!r}, 'asleep').touch()\n        time.sleep(600)\n    return 0.5\n"
+        f"        pathlib.Path({str(tmp_path)!r}, 'asleep').touch()\n        time.sleep(600)\n"
+        "    return 0.5\n"
     )
     options = ["--reward-function", f"{tmp_path}/reward.py:score", "--reward-timeout", 600]
     command = torchrun("grpo.py", *LONG, *options, "--output-dir", tmp_path / "run", ranks=ranks)
@@ -320,8 +386,14 @@ def test_the_second_ctrl_c_ends_a_run_at_once_and_tells_step_and_checkpoint(rank
     begun = time.monotonic()
     assert process.wait(timeout=60) == (1 if ranks else 130)
     assert time.monotonic() - begun < 15
-    told = [line for line in process.stderr.read().splitlines() if line.startswith("interrupted at step ")]
-    assert told == [f"interrupted at step 3; last checkpoint: {tmp_path}/run/checkpoints/step_000003"]
+    told = [
+        line
+        for line in process.stderr.read().splitlines()
+        if line.startswith("interrupted at step ")
+    ]
+    assert told == [
+        f"interrupted at step 3; last checkpoint: {tmp_path}/run/checkpoints/step_000003"
+    ]
     assert (tmp_path / "run/curves.png").is_file()
 
 
@@ -329,32 +401,83 @@ def test_the_second_ctrl_c_ends_a_run_at_once_and_tells_step_and_checkpoint(rank
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_console_on_a_full_disk_costs_its_lines(tmp_path):
     """As of `python grpo.py ... > log.txt`."""
-    options = ["--engine", "hf", "--prompts-per-step", 2, "--samples-per-prompt", 2, "--max-response-tokens", 8]
-    options += ["--max-rows", 8, "--total-steps", 2, "--eval-every", 0, "--eval-rows", 2, "--output-dir", tmp_path]
+    options = [
+        "--engine",
+        "hf",
+        "--prompts-per-step",
+        2,
+        "--samples-per-prompt",
+        2,
+        "--max-response-tokens",
+        8,
+    ]
+    options += [
+        "--max-rows",
+        8,
+        "--total-steps",
+        2,
+        "--eval-every",
+        0,
+        "--eval-rows",
+        2,
+        "--output-dir",
+        tmp_path,
+    ]
     with open("/dev/full", "w") as full:
         pipes = {"stdout": full, "stderr": full, "timeout": 300}
-        done = subprocess.run(torchrun("grpo.py", *options), cwd=ROOT, env=script_environment(), **pipes)
+        done = subprocess.run(
+            torchrun("grpo.py", *options), cwd=ROOT, env=script_environment(), **pipes
+        )
     assert done.returncode == 0 and [r["step"] for r in metrics_of(tmp_path)] == [0, 1, 2]
     assert (tmp_path / "model/model.safetensors").is_file()
 
 
 @pytest.mark.slow
 def test_sigterm_in_an_evaluation_saves_the_step_that_was_evaluated(tmp_path):
-    """And does no other first, for which torchrun's patience may be too short. What a reward has started ends too."""
+    """And does no other first, for which torchrun's patience may be too short. What a reward has
+    started ends too."""
     (tmp_path / "reward.py").write_text(
-        "import pathlib, subprocess\n\nimport psutil\n\nhelper = subprocess.Popen(['sleep', '600'])\n"
+        "import pathlib, subprocess\n\nimport psutil\n\nhelper = subprocess.Popen(['sleep', "
+        "'600'])\n"
         f"pathlib.Path({str(tmp_path)!r}, f'helper{{helper.pid}}').touch()\n\n\n"
         "def score(data_source, solution_str, ground_truth, extra_info):\n"
         "    if extra_info['split'] == 'test':\n"
-        "        ranks = [process for process in psutil.Process().parents() if 'grpo.py' in process.cmdline()]\n"
+        "        ranks = [process for process in psutil.Process().parents() if 'grpo.py' in "
+        "process.cmdline()]\n"
         "        ranks[-1].terminate()\n"
         "    return 0.5\n"
     )
-    options = ["--engine", "hf", "--prompts-per-step", 2, "--samples-per-prompt", 2, "--max-response-tokens", 8]
-    options += ["--max-rows", 8, "--total-steps", 6, "--eval-every", 2, "--eval-rows", 2, "--no-eval-before"]
-    options += ["--reward-function", f"{tmp_path}/reward.py:score", "--output-dir", tmp_path / "run"]
+    options = [
+        "--engine",
+        "hf",
+        "--prompts-per-step",
+        2,
+        "--samples-per-prompt",
+        2,
+        "--max-response-tokens",
+        8,
+    ]
+    options += [
+        "--max-rows",
+        8,
+        "--total-steps",
+        6,
+        "--eval-every",
+        2,
+        "--eval-rows",
+        2,
+        "--no-eval-before",
+    ]
+    options += [
+        "--reward-function",
+        f"{tmp_path}/reward.py:score",
+        "--output-dir",
+        tmp_path / "run",
+    ]
     pipes = {"capture_output": True, "text": True, "timeout": 300}
-    done = subprocess.run(torchrun("grpo.py", *options), cwd=ROOT, env=script_environment(), **pipes)
+    done = subprocess.run(
+        torchrun("grpo.py", *options), cwd=ROOT, env=script_environment(), **pipes
+    )
     assert done.returncode == 128 + signal.SIGTERM, done.stderr
     *_, evaluated, stopped = metrics_of(tmp_path / "run")
     assert evaluated["step"] == 2 and "eval/accuracy" in evaluated
@@ -366,7 +489,9 @@ def test_sigterm_in_an_evaluation_saves_the_step_that_was_evaluated(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
 @pytest.mark.parametrize("before, stops", [(signal.SIG_DFL, True), (signal.SIG_IGN, False)])
-def test_a_lost_terminal_and_slurms_signal_are_sigterms_unless_ignored(number, before, stops, monkeypatch):
+def test_a_lost_terminal_and_slurms_signal_are_sigterms_unless_ignored(
+    number, before, stops, monkeypatch
+):
     """As nohup has it."""
     received: list[int] = []
     previous = {handled: signal.getsignal(handled) for handled in distributed.STOP_SIGNALS}
@@ -389,10 +514,31 @@ def test_slurms_signal_to_torchrun_saves_on_all_ranks(tmp_path):
     """With the signals of docs/slurm; torchrun hands on what it gets, and waits for its ranks."""
     sbatch = (ROOT / "docs/slurm/train.sbatch").read_text()
     handled = re.search(r"--signals-to-handle \S+", sbatch)[0].split()
-    options = ["--engine", "hf", "--prompts-per-step", 4, "--samples-per-prompt", 4, "--max-response-tokens", 32]
-    options += ["--max-rows", 64, "--total-steps", 40, "--eval-every", 0, "--eval-rows", 4, "--no-eval-before"]
+    options = [
+        "--engine",
+        "hf",
+        "--prompts-per-step",
+        4,
+        "--samples-per-prompt",
+        4,
+        "--max-response-tokens",
+        32,
+    ]
+    options += [
+        "--max-rows",
+        64,
+        "--total-steps",
+        40,
+        "--eval-every",
+        0,
+        "--eval-rows",
+        4,
+        "--no-eval-before",
+    ]
     command = torchrun(*handled, "grpo.py", *options, "--output-dir", tmp_path, ranks=2)
-    process = subprocess.Popen(command, cwd=ROOT, env=script_environment(), stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=script_environment(), stdout=subprocess.PIPE, text=True
+    )
     for line in process.stdout:
         if re.match(r"step +2/40", line):
             process.send_signal(signal.SIGUSR1)
@@ -403,32 +549,61 @@ def test_slurms_signal_to_torchrun_saves_on_all_ranks(tmp_path):
 
 
 def test_sigterm_saves_exits_with_its_own_code_and_resumes_exactly(tmp_path):
-    options = ["--engine", "hf", "--prompts-per-step", 4, "--samples-per-prompt", 4, "--max-response-tokens", 32]
-    options += ["--max-rows", 64, "--total-steps", 6, "--eval-every", 0, "--eval-rows", 4, "--no-eval-before"]
+    options = [
+        "--engine",
+        "hf",
+        "--prompts-per-step",
+        4,
+        "--samples-per-prompt",
+        4,
+        "--max-response-tokens",
+        32,
+    ]
+    options += [
+        "--max-rows",
+        64,
+        "--total-steps",
+        6,
+        "--eval-every",
+        0,
+        "--eval-rows",
+        4,
+        "--no-eval-before",
+    ]
     run_script("grpo.py", *options, "--output-dir", tmp_path / "whole")
     for folder in ("stopped", "disk"):
         (tmp_path / folder).mkdir()
     (tmp_path / "stopped/checkpoints").symlink_to(tmp_path / "disk")
     command = torchrun("grpo.py", *options, "--output-dir", tmp_path / "stopped")
-    process = subprocess.Popen(command, cwd=ROOT, env=script_environment(), stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=script_environment(), stdout=subprocess.PIPE, text=True
+    )
     for line in process.stdout:
         if line.startswith("step 2/6"):
             process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 128 + signal.SIGTERM
     assert (tmp_path / "stopped/curves.png").is_file()
-    (stopped,) = [record for record in metrics_of(tmp_path / "stopped") if record.get("event") == "stopped"]
+    (stopped,) = [
+        record for record in metrics_of(tmp_path / "stopped") if record.get("event") == "stopped"
+    ]
     assert stopped["step"] < 6
     assert (tmp_path / "stopped/checkpoints/latest").read_text() == f"step_{stopped['step']:06d}"
     config, left = (tmp_path / "stopped/config.json").read_bytes(), 6 - stopped["step"]
-    done = run_script("grpo.py", *options, "--output-dir", tmp_path / "stopped", "--keep-checkpoints", 7)
+    done = run_script(
+        "grpo.py", *options, "--output-dir", tmp_path / "stopped", "--keep-checkpoints", 7
+    )
     told = f"step {stopped['step']}; {left} of 6 steps left; --keep-checkpoints 7, not 2\n"
     assert told in done.stdout and "Loading weights" not in done.stderr
     chosen = json.loads(config)["chosen"]
     assert f"compute {chosen['dtype']} (" in done.stdout and chosen["attention"] == "sdpa"
-    (event,) = [record for record in metrics_of(tmp_path / "stopped") if record.get("event") == "resumed"]
+    (event,) = [
+        record for record in metrics_of(tmp_path / "stopped") if record.get("event") == "resumed"
+    ]
     assert event["step"] == stopped["step"] and event["changed"] == {"keep_checkpoints": [2, 7]}
     assert (tmp_path / "stopped/config.json").read_bytes() == config, "it tells of the first start"
-    whole, resumed = ((tmp_path / name / "model/model.safetensors").read_bytes() for name in ("whole", "stopped"))
+    whole, resumed = (
+        (tmp_path / name / "model/model.safetensors").read_bytes() for name in ("whole", "stopped")
+    )
     assert whole == resumed
 
 
@@ -448,13 +623,16 @@ def test_out_of_memory_in_the_rollout_names_the_flag(error):
         engine.wake("kv_cache")
 
 
-# --- disk ---------------------------------------------------------------------------------------------------------
+# --- disk -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def small_disk(tmp_path):
     """A file system of 4 MB."""
-    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", tmp_path]).returncode:
+    if (
+        os.geteuid()
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", tmp_path]).returncode
+    ):
         pytest.skip("mounting a tmpfs needs root")
     yield tmp_path
     subprocess.run(["umount", "-l", tmp_path], check=True)
@@ -475,10 +653,18 @@ def save(folder: Path, step: int, trained, world: World) -> bool:
 def test_a_full_disk_costs_the_checkpoint_and_leaves_no_partial_files(small_disk, world, capsys):
     assert save(small_disk, 1, model_of(1), world)
     assert not save(small_disk, 2, model_of(6), world)
-    warning = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
-    assert len(warning) == 1 and "No space left on device: lower --keep-checkpoints or free some" in warning[0]
+    warning = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")
+    ]
+    assert (
+        len(warning) == 1
+        and "No space left on device: lower --keep-checkpoints or free some" in warning[0]
+    )
     assert "it takes 6" in warning[0], "bytes"
-    assert sorted(path.name for path in (small_disk / "checkpoints").iterdir()) == ["latest", "step_000001"]
+    assert sorted(path.name for path in (small_disk / "checkpoints").iterdir()) == [
+        "latest",
+        "step_000001",
+    ]
     assert (small_disk / "checkpoints" / "latest").read_text() == "step_000001"
     assert save(small_disk, 3, model_of(1), world), "there is room again"
 
@@ -493,13 +679,37 @@ def test_a_read_only_disk_costs_the_checkpoint(small_disk, world, capsys):
 
 def test_training_goes_on_when_the_disk_is_full(small_disk):
     """The run folder on a disk too small for checkpoint and model: warnings, and all steps."""
-    options = ["--engine", "hf", "--prompts-per-step", 2, "--samples-per-prompt", 2, "--max-response-tokens", 16]
-    options += ["--max-rows", 8, "--total-steps", 3, "--eval-every", 0, "--eval-rows", 2, "--save-every", 1]
+    options = [
+        "--engine",
+        "hf",
+        "--prompts-per-step",
+        2,
+        "--samples-per-prompt",
+        2,
+        "--max-response-tokens",
+        16,
+    ]
+    options += [
+        "--max-rows",
+        8,
+        "--total-steps",
+        3,
+        "--eval-every",
+        0,
+        "--eval-rows",
+        2,
+        "--save-every",
+        1,
+    ]
     done = run_script("grpo.py", *options, "--output-dir", small_disk / "run", check=False)
     assert "warning: checkpoints will take up to" in done.stdout
     assert done.stdout.count("warning: no checkpoint of step") == 3, done.stdout + done.stderr
     assert [record["step"] for record in metrics_of(small_disk / "run")] == [0, 1, 2, 3]
-    assert done.returncode == 1 and "model not written" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        done.returncode == 1
+        and "model not written" in done.stderr
+        and "Traceback" not in done.stderr
+    )
     assert not list((small_disk / "run").glob("model*"))
 
 
@@ -507,15 +717,25 @@ def test_training_goes_on_when_the_disk_is_full(small_disk):
     "error, advised",
     [
         (ModuleNotFoundError("No module named 'flash_attn'"), True),
-        (OSError("libcudart.so.13: cannot open shared object file: No such file or directory"), True),
-        (ValueError("--reward-function mine.py:f: ModuleNotFoundError: No module named 'x'"), False),
+        (
+            OSError("libcudart.so.13: cannot open shared object file: No such file or directory"),
+            True,
+        ),
+        (
+            ValueError("--reward-function mine.py:f: ModuleNotFoundError: No module named 'x'"),
+            False,
+        ),
         (FileNotFoundError("no such file: a.source"), False),
     ],
 )
-def test_a_package_that_cannot_be_imported_names_the_requirements_and_the_doctor(error, advised, capfd):
+def test_a_package_that_cannot_be_imported_names_the_requirements_and_the_doctor(
+    error, advised, capfd
+):
     def main():
         raise error
 
     assert distributed._outcome(main) == 1
     said = capfd.readouterr().err
-    assert ("requirements.txt" in said and "python -m common.doctor" in said) == advised and str(error) in said
+    assert ("requirements.txt" in said and "python -m common.doctor" in said) == advised and str(
+        error
+    ) in said

@@ -13,10 +13,38 @@ from common.job import Job
 from common.prepare.memory_plan import memory_phases
 
 WORKER = ROOT / "tests" / "workers" / "free_memory.py"
-OPTIONS = ["--model", "tiny", "--engine", "hf", "--engine-memory", 0.02, "--dtype", "fp32", "--eval-every", 0]
-OPTIONS += ["--no-eval-before", "--eval-rows", 4, "--prompts-per-step", 8, "--samples-per-prompt", 4]
+OPTIONS = [
+    "--model",
+    "tiny",
+    "--engine",
+    "hf",
+    "--engine-memory",
+    0.02,
+    "--dtype",
+    "fp32",
+    "--eval-every",
+    0,
+]
+OPTIONS += [
+    "--no-eval-before",
+    "--eval-rows",
+    4,
+    "--prompts-per-step",
+    8,
+    "--samples-per-prompt",
+    4,
+]
 OPTIONS += ["--max-prompt-tokens", 64, "--max-response-tokens", 64, "--learning-rate", 1e-3]
-OPTIONS += ["--total-steps", 2, "--save-every", 1, "--keep-checkpoints", 9, "--dump-rollouts-every", 1]
+OPTIONS += [
+    "--total-steps",
+    2,
+    "--save-every",
+    1,
+    "--keep-checkpoints",
+    9,
+    "--dump-rollouts-every",
+    1,
+]
 
 
 ROLLOUT = Rollout(max_prompt_tokens=64, max_response_tokens=64, engine="hf", engine_memory=0.02)
@@ -46,14 +74,33 @@ def test_the_tightest_rank_decides_before_the_first_update(whole):
     for step in (1, 2):
         record = json.loads((folder / f"checkpoints/step_{step:06d}/trainer.json").read_text())
         dump = pq.read_table(folder / f"rollouts/step_{step:06d}.parquet")
-        assert record["micro_batch_tokens"] == 256 and set(dump["micro_batch_tokens"].to_pylist()) == {256}
+        assert record["micro_batch_tokens"] == 256 and set(
+            dump["micro_batch_tokens"].to_pylist()
+        ) == {256}
 
 
 def test_a_replay_from_another_folder_takes_it(whole, tmp_path):
     folder, _ = whole
-    replay = ["--resume", folder / "checkpoints/step_000001", "--replay", folder / "rollouts/step_000002.parquet"]
-    data = [f"--train-data={folder / 'data' / 'train.parquet'}", f"--eval-data={folder / 'data' / 'eval.parquet'}"]
-    run_script(WORKER, *OPTIONS, *data, *replay, "--output-dir", tmp_path, ranks=2, env={"FREE_GB": "16,16"})
+    replay = [
+        "--resume",
+        folder / "checkpoints/step_000001",
+        "--replay",
+        folder / "rollouts/step_000002.parquet",
+    ]
+    data = [
+        f"--train-data={folder / 'data' / 'train.parquet'}",
+        f"--eval-data={folder / 'data' / 'eval.parquet'}",
+    ]
+    run_script(
+        WORKER,
+        *OPTIONS,
+        *data,
+        *replay,
+        "--output-dir",
+        tmp_path,
+        ranks=2,
+        env={"FREE_GB": "16,16"},
+    )
     assert json.loads((tmp_path / "config.json").read_text())["args"]["micro_batch_tokens"] == 256
     weights = [(run / "model" / "model.safetensors").read_bytes() for run in (folder, tmp_path)]
     assert weights[0] == weights[1]
@@ -65,7 +112,11 @@ def test_a_resume_takes_it_and_a_typed_number_wins(whole, world, tmp_path, monke
     monkeypatch.setattr("common.job.init_world", lambda *_: world)
     monkeypatch.setattr("common.prepare.memory_plan.free_memory", lambda: 16e9)
     checkpoint = str(whole[0] / "checkpoints/step_000001")
-    for resume, typed, expected in ((checkpoint, None, 256), (checkpoint, 64, 64), ("never", None, 16_384)):
+    for resume, typed, expected in (
+        (checkpoint, None, 256),
+        (checkpoint, 64, 64),
+        ("never", None, 16_384),
+    ):
         run = Run(model="tiny", output_dir=tmp_path, resume=resume)
         job = Job("grpo", Data(), Machine(micro_batch_tokens=typed), run, demo=False, record=False)
         job.plan_memory(ROLLOUT, trained=[job.path], frozen=[])

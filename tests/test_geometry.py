@@ -138,13 +138,17 @@ def test_last_box_counts(text, pred):
 
 
 def test_votes_agree_on_what_is_right_only():
-    assert [score_geo3k(rf"\boxed{{{a}}}", "1/2")["pred"] for a in ("0.5", r"\frac12", "1/2")] == [r"\frac{1}{2}"] * 3
+    assert [score_geo3k(rf"\boxed{{{a}}}", "1/2")["pred"] for a in ("0.5", r"\frac12", "1/2")] == [
+        r"\frac{1}{2}"
+    ] * 3
     assert score_geo3k(r"\boxed{2/4}", "1/2")["pred"] == r"\frac{2}{4}"
 
 
 def test_sympy_is_asked_only_where_it_is_needed_and_bounded(monkeypatch):
     asked = []
-    monkeypatch.setattr("common.rewards.formulas.same_value", lambda *texts: asked.append(texts) or False)
+    monkeypatch.setattr(
+        "common.rewards.formulas.same_value", lambda *texts: asked.append(texts) or False
+    )
     for answer, truth in WRONG[:13]:
         assert not is_right(answer, truth)
     assert asked == []
@@ -237,7 +241,9 @@ def test_hostile_text_takes_linear_time(name):
     score_geo3k(r"\boxed{x+1}", "1+x")  # imports sympy
     start = time.process_time()
     for truth in ("5", r"2\sqrt{221}", "(1, 2)", "(" + "1," * 200 + "1)"):
-        assert score_geo3k(HOSTILE[name], truth)["acc"] == (name in ("boxes", "spaces") and truth == "5")
+        assert score_geo3k(HOSTILE[name], truth)["acc"] == (
+            name in ("boxes", "spaces") and truth == "5"
+        )
     assert time.process_time() - start < 2.0
 
 
@@ -246,7 +252,11 @@ def test_no_response_raises():
     pieces = [*"{}()[],^_1./-√x°\\$%= \n\0\ud800", "25", "5 1/2", "<think>", "</think>"]
     pieces += [r"\boxed{", r"\frac", r"\sqrt", r"\pi", r"\text{"]
     for truth in ("5", r"\frac{\sqrt{3}}{2}", "(1, 2)") * 200:
-        text = "\\boxed{" + "".join(rng.choices(pieces, k=rng.randint(0, 12))) + "}" * rng.randint(0, 3)
+        text = (
+            "\\boxed{"
+            + "".join(rng.choices(pieces, k=rng.randint(0, 12)))
+            + "}" * rng.randint(0, 3)
+        )
         assert set(score_geo3k(text, truth)) == {"score", "acc", "format", "pred"}
 
 
@@ -269,7 +279,10 @@ def write(path: Path, *rows: dict) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(
         pa.Table.from_pylist(
-            list(rows), schema=pa.schema({"images": geo3k.IMAGES, "problem": pa.string(), "answer": pa.string()})
+            list(rows),
+            schema=pa.schema(
+                {"images": geo3k.IMAGES, "problem": pa.string(), "answer": pa.string()}
+            ),
         ),
         path,
     )
@@ -292,8 +305,10 @@ def test_prepare_row(tmp_path):
         "prompt": [
             {
                 "role": "user",
-                "content": "<image>Find x <image> there. You FIRST think about the reasoning process as an internal "
-                "monologue and then provide the final answer. The reasoning process MUST BE enclosed within <think> "
+                "content": "<image>Find x <image> there. You FIRST think about the reasoning "
+                "process as an internal "
+                "monologue and then provide the final answer. The reasoning process MUST BE "
+                "enclosed within <think> "
                 "</think> tags. The final answer MUST BE put in \\boxed{}.",
             }
         ],
@@ -313,7 +328,11 @@ def test_prepare_row(tmp_path):
 
 @pytest.mark.parametrize(
     "images, why",
-    [(["a.png"], "'str' object"), ([{"path": "a.png"}], "without its bytes"), ([b"P"], "'bytes' object")],
+    [
+        (["a.png"], "'str' object"),
+        ([{"path": "a.png"}], "without its bytes"),
+        ([b"P"], "'bytes' object"),
+    ],
 )
 def test_prepare_names_a_row_of_another_layout(tmp_path, images, why):
     row = {"images": images, "problem": "<image>Find x.", "answer": "65"}
@@ -336,8 +355,17 @@ def test_prepare_schema_is_verls(tmp_path):
         write(tmp_path / f"{split}.parquet", published())
     prepare(tmp_path, tmp_path / "out")
     schema = pq.read_schema(tmp_path / "out" / "train.parquet")
-    assert schema.names == ["data_source", "prompt", "images", "ability", "reward_model", "extra_info"]
-    assert schema.field("images").type == pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()}))
+    assert schema.names == [
+        "data_source",
+        "prompt",
+        "images",
+        "ability",
+        "reward_model",
+        "extra_info",
+    ]
+    assert schema.field("images").type == pa.list_(
+        pa.struct({"bytes": pa.binary(), "path": pa.string()})
+    )
 
 
 def test_prepare_several_files_and_validation(tmp_path):
@@ -380,7 +408,8 @@ def test_prepare_bad_files(tmp_path):
         prepare(tmp_path, tmp_path / "out")
     pq.write_table(pa.table({"problem": ["p"], "choices": ["c"]}), tmp_path / "test.parquet")
     with pytest.raises(
-        ValueError, match=r"test\.parquet row 0: lacks answer, images; it has the columns problem, choices"
+        ValueError,
+        match=r"test\.parquet row 0: lacks answer, images; it has the columns problem, choices",
     ):
         prepare(tmp_path, tmp_path / "out")
 
@@ -389,10 +418,17 @@ def test_prepare_from_hub(tmp_path, monkeypatch):
     for split in ("train", "test"):
         write(tmp_path / "hub" / "data" / f"{split}-00000-of-00001.parquet", published())
     asked = []
-    monkeypatch.setattr(geo3k, "snapshot_download", lambda *a, **k: asked.append((a, k)) or tmp_path / "hub")
+    monkeypatch.setattr(
+        geo3k, "snapshot_download", lambda *a, **k: asked.append((a, k)) or tmp_path / "hub"
+    )
     geo3k.main(geo3k.Args(out=tmp_path / "out"))
-    assert asked == [(("hiyouga/geometry3k",), {"repo_type": "dataset", "allow_patterns": "*.parquet"})]
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["test.parquet", "train.parquet"]
+    assert asked == [
+        (("hiyouga/geometry3k",), {"repo_type": "dataset", "allow_patterns": "*.parquet"})
+    ]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "test.parquet",
+        "train.parquet",
+    ]
 
 
 def test_prepare_offline_says_what_to_do(tmp_path, monkeypatch):

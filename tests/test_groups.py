@@ -1,4 +1,5 @@
-"""Which groups grpo.py trains on: those that are replaced, those that are ranked, and what tool calls earn."""
+"""Which groups grpo.py trains on: those that are replaced, those that are ranked, and what tool
+calls earn."""
 
 import math
 from types import SimpleNamespace
@@ -12,13 +13,21 @@ from common.look.console import announce
 from common.rollouts import Rollouts
 from common.setup import Stopwatch
 
-UNEQUAL = {1: (1.0, 0.0, 0.0), 4: (2.0, 0.0, 0.0), 5: (0.0, 1.0, 1.0), 7: (0.5, 0.5, 0.0), 8: (2.0, 0.0, 0.0)}
+UNEQUAL = {
+    1: (1.0, 0.0, 0.0),
+    4: (2.0, 0.0, 0.0),
+    5: (0.0, 1.0, 1.0),
+    7: (0.5, 0.5, 0.0),
+    8: (2.0, 0.0, 0.0),
+}
 
 
 def group(prompt: int, scores=None, calls=()) -> list[Episode]:
     scores = scores or UNEQUAL.get(prompt, (1.0, 1.0, 1.0))
     return [
-        Episode(prompt, i, [1], [2], [1], [0.0], "stop", {"score": score}, calls=list(calls), turns=2)
+        Episode(
+            prompt, i, [1], [2], [1], [0.0], "stop", {"score": score}, calls=list(calls), turns=2
+        )
         for i, score in enumerate(scores)
     ]
 
@@ -44,14 +53,24 @@ def rollouts_of(world, groups=group) -> SimpleNamespace:
         ({"oversample": 1.5, "prompts_per_step": 4}, [(0, 6)], [1, 4, 5]),
         ({"oversample": 3.0, "prompts_per_step": 3}, [(0, 9)], [1, 4, 8]),
         ({"oversample": 3.0, "prompts_per_step": 1}, [(0, 3)], [1]),
-        ({"oversample": 1.12, "prompts_per_step": 25}, [(0, 28)], [1, 4, 5, 7, 8]),  # 1.12 * 25 is a bit above 28
-        ({"oversample": 1.5, "prompts_per_step": 3, "dynamic_sampling": 9}, [(0, 5), (5, 2)], [1, 4, 5]),
-        ({"oversample": 2.0, "prompts_per_step": 2, "dynamic_sampling": 9}, [(0, 4), (4, 2)], [1, 4]),
+        # 1.12 * 25 is a bit above 28
+        ({"oversample": 1.12, "prompts_per_step": 25}, [(0, 28)], [1, 4, 5, 7, 8]),
+        (
+            {"oversample": 1.5, "prompts_per_step": 3, "dynamic_sampling": 9},
+            [(0, 5), (5, 2)],
+            [1, 4, 5],
+        ),
+        (
+            {"oversample": 2.0, "prompts_per_step": 2, "dynamic_sampling": 9},
+            [(0, 4), (4, 2)],
+            [1, 4],
+        ),
         ({"prompts_per_step": 3}, [(0, 3)], [0, 1, 2]),
     ],
 )
 def test_groups_are_replaced_and_ranked(world, capsys, flags, drawn, trained):
-    """A round draws ceil(missing x F); the widest unequal groups are kept whole, of equal ones the first."""
+    """A round draws ceil(missing x F); the widest unequal groups are kept whole, of equal ones the
+    first."""
     rollouts = rollouts_of(world)
     sampled, episodes = grpo.collect_groups(rollouts, make_args(grpo, **flags), 4, Stopwatch())
     assert rollouts.drawn == drawn
@@ -63,12 +82,15 @@ def test_groups_are_replaced_and_ranked(world, capsys, flags, drawn, trained):
 
 
 def test_the_deviation_is_that_of_the_scored_samples(world):
-    """Unbiased: over two samples it is wider than over three; a sample that could not be scored is none."""
+    """Unbiased: over two samples it is wider than over three; a sample that could not be scored is
+    none."""
     scores = {0: (1.0, 0.0, 0.0), 1: (1.0, 0.0, math.nan), 2: (1.0, 1.0, math.nan)}
     rollouts = rollouts_of(world, groups=lambda prompt: group(prompt, scores[prompt]))
     args = make_args(grpo, oversample=3.0, prompts_per_step=1)
     sampled, episodes = grpo.collect_groups(rollouts, args, 0, Stopwatch())
-    assert [(e.prompt_index, e.rewards["score"]) for e in episodes] == [(1, 1.0), (1, 0.0)] and len(sampled) == 9
+    assert [(e.prompt_index, e.rewards["score"]) for e in episodes] == [(1, 1.0), (1, 0.0)] and len(
+        sampled
+    ) == 9
 
 
 def test_what_an_environment_gives_is_part_of_the_score(world):
@@ -85,8 +107,13 @@ def test_what_an_environment_gives_is_part_of_the_score(world):
 
 
 def test_equal_widths_are_equal_whatever_their_rounding(world):
-    """One right of eight deviates as seven do, whichever it is; 0.1 + 0.2 is 0.3, whose advantages would be 0."""
-    scores = {0: (0.1 + 0.2,) + (0.3,) * 7, 1: (1.0,) + (0.1,) * 7, 2: (0.1,) * 5 + (1.0,) + (0.1,) * 2}
+    """One right of eight deviates as seven do, whichever it is; 0.1 + 0.2 is 0.3, whose advantages
+    would be 0."""
+    scores = {
+        0: (0.1 + 0.2,) + (0.3,) * 7,
+        1: (1.0,) + (0.1,) * 7,
+        2: (0.1,) * 5 + (1.0,) + (0.1,) * 2,
+    }
     scores |= {3: (1.0,) * 7 + (0.1,)}
     episodes = [e for prompt in scores for e in group(prompt, scores[prompt])]
     for count, kept in ((1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (4, [1, 2, 3])):
@@ -94,7 +121,8 @@ def test_equal_widths_are_equal_whatever_their_rounding(world):
 
 
 def test_ranks_choose_together(monkeypatch):
-    """Prompts 0, 2, 4 ... are one rank's, the others another's; together they keep what one rank alone would."""
+    """Prompts 0, 2, 4 ... are one rank's, the others another's; together they keep what one rank
+    alone would."""
     episodes = [e for prompt in UNEQUAL for e in group(prompt)]
     parts = [[e for e in episodes if e.prompt_index % 2 == rank] for rank in (0, 1)]
     told: list[dict] = []
@@ -107,7 +135,9 @@ def test_ranks_choose_together(monkeypatch):
         monkeypatch.setattr(grpo, "gather_objects", lambda own: told)
         together = [e for part in parts for e in grpo.widest_groups(part, count)]
         monkeypatch.undo()
-        assert sorted(map(id, together)) == sorted(map(id, alone)) and len(alone) == 3 * min(count, len(UNEQUAL))
+        assert sorted(map(id, together)) == sorted(map(id, alone)) and len(alone) == 3 * min(
+            count, len(UNEQUAL)
+        )
 
 
 def call(error: bool = False, turn: int = 0, **info) -> dict:
@@ -121,7 +151,8 @@ def call(error: bool = False, turn: int = 0, **info) -> dict:
         (0.0, [call(acted=True)], 0.0),
         (1.0, [], 0.0),
         (1.0, [call(acted=False), call(True, acted=True), call(acted=True)], 0.1),
-        (1.0, [call(acted="clicked"), call(acted=3), call(acted=""), call(acted=None)], 0.2),  # whatever a tool says
+        # whatever a tool says
+        (1.0, [call(acted="clicked"), call(acted=3), call(acted=""), call(acted=None)], 0.2),
         (1.0, [call(), call(True)], 0.1),  # other tools: what was no error
         (1.0, [call(), call(turn=1)], 0.1),  # after the second there was no room for what it showed
         (math.nan, [call(acted=True)], 0.0),
@@ -137,7 +168,9 @@ def test_calls_earn_something_if_the_answer_is_right(score, calls, earned):
 def test_the_bonus_decides_which_groups_are_unequal(world):
     rollouts = rollouts_of(world, groups=lambda prompt: group(prompt, [1.0, 1.0]))
     rollouts.sample = lambda prompts, step, watch: [
-        e for prompt in prompts for e in [*group(prompt, [1.0]), *group(prompt, [1.0], [call(acted=True)])]
+        e
+        for prompt in prompts
+        for e in [*group(prompt, [1.0]), *group(prompt, [1.0], [call(acted=True)])]
     ]
     args = make_args(grpo, oversample=2.0, prompts_per_step=1, tool_bonus=0.5)
     _, episodes = grpo.collect_groups(rollouts, args, 0, Stopwatch())
@@ -146,10 +179,14 @@ def test_the_bonus_decides_which_groups_are_unequal(world):
 
 @pytest.mark.parametrize("bonus, kept", [(0.5, [(1, 1.5), (1, 2.0)]), (0.0, [])])
 def test_as_many_calls_of_all_make_no_group_unequal(world, bonus, kept):
-    """All answers are right: with one call each the group is dropped, with one and two it is trained on."""
+    """All answers are right: with one call each the group is dropped, with one and two it is
+    trained on."""
     calls = {0: (1, 1), 1: (1, 2), 2: (3, 3)}
     rollouts = rollouts_of(
-        world, groups=lambda prompt: [e for n in calls[prompt] for e in group(prompt, [1.0], [call(acted=True)] * n)]
+        world,
+        groups=lambda prompt: [
+            e for n in calls[prompt] for e in group(prompt, [1.0], [call(acted=True)] * n)
+        ],
     )
     args = make_args(grpo, oversample=1.5, prompts_per_step=2, tool_bonus=bonus)
     sampled, episodes = grpo.collect_groups(rollouts, args, 0, Stopwatch())
@@ -158,7 +195,12 @@ def test_as_many_calls_of_all_make_no_group_unequal(world, bonus, kept):
 
 def test_an_epoch_counts_the_prompts_that_are_drawn(world, capsys):
     rollouts = Rollouts.__new__(Rollouts)
-    rollouts.world, rollouts.train_data, rollouts.total_steps, rollouts.draws = world, range(30), 10, 6
+    rollouts.world, rollouts.train_data, rollouts.total_steps, rollouts.draws = (
+        world,
+        range(30),
+        10,
+        6,
+    )
     rollouts.flags = grpo.Rollout(prompts_per_step=4, samples_per_prompt=2)
     announce(rollouts, updates=1)
     assert (

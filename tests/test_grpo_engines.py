@@ -12,7 +12,16 @@ from vl import write_random, write_tied_llama
 
 from common.prepare.tiny import write_demo_data
 
-SMALL = ["--prompts-per-step", 6, "--samples-per-prompt", 4, "--max-response-tokens", 96, "--max-rows", 64]
+SMALL = [
+    "--prompts-per-step",
+    6,
+    "--samples-per-prompt",
+    4,
+    "--max-response-tokens",
+    96,
+    "--max-rows",
+    64,
+]
 SMALL += ["--eval-rows", 16]
 
 
@@ -25,60 +34,113 @@ def test_export_scores_the_same_in_vllm_and_transformers(tmp_path):
     data = tmp_path / "run" / "data" / "eval.parquet"
     for engine in ("vllm", "hf"):
         folder = tmp_path / engine
-        again = ["--eval-only", "--model", tmp_path / "run" / "model", "--eval-data", data, "--engine", engine]
+        again = [
+            "--eval-only",
+            "--model",
+            tmp_path / "run" / "model",
+            "--eval-data",
+            data,
+            "--engine",
+            engine,
+        ]
         run_script("grpo.py", *again, *options, "--output-dir", folder)
         samples = pq.read_table(folder / "eval_samples.parquet").to_pylist()
         assert sum(s["correct"] for s in samples) / len(samples) == trained, engine
 
 
 @pytest.mark.parametrize(
-    "model, orders", [("tiny", ["--orders"]), ("tied", []), pytest.param("smollm2", [], marks=pytest.mark.slow)]
+    "model, orders",
+    [("tiny", ["--orders"]), ("tied", []), pytest.param("smollm2", [], marks=pytest.mark.slow)],
 )
 def test_engine_and_trainer_agree_after_each_sync(model, orders, tmp_path):
-    """Real vLLM, fp32. SmolLM2 ties its head to the embeddings, which a careless sync leaves stale."""
+    """Real vLLM, fp32. SmolLM2 ties its head to the embeddings, which a careless sync leaves
+    stale."""
     model = write_tied_llama(tmp_path) if model == "tied" else model
-    done = run_script(ROOT / "tests" / "workers" / "engine_gap.py", "--model", model, "--dtype", "fp32", *orders)
+    done = run_script(
+        ROOT / "tests" / "workers" / "engine_gap.py", "--model", model, "--dtype", "fp32", *orders
+    )
     result = json.loads(done.stdout.strip().splitlines()[-1])
     gaps = [result["synced"], result["resynced"], result["repeated"], *result["orders"].values()]
     assert len(gaps) == (10 if orders else 3) and max(gaps) < 1e-4, gaps
     assert result["stale"] > 10 * 1e-4, "the policy must move enough for a stale engine to show"
-    assert result["preload"] == os.environ.get("LD_PRELOAD"), "processes that we start load libraries of vLLM"
+    assert result["preload"] == os.environ.get("LD_PRELOAD"), (
+        "processes that we start load libraries of vLLM"
+    )
     assert all(result["refused"].values()), result["refused"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype, limit", [("fp32", 1e-4), ("bf16", 0.05), ("fp16", 1e-2)])
 def test_engine_and_adapters_agree_after_each_sync(dtype, limit):
-    """Adapters that do not reach the engine would show: the policy has moved by more than the gap."""
+    """Adapters that do not reach the engine would show: the policy has moved by more than the
+    gap."""
     options = ["--lora-rank", 4, "--dtype", dtype, "--orders"]
     done = run_script(ROOT / "tests" / "workers" / "engine_gap.py", *options)
     result = json.loads(done.stdout.strip().splitlines()[-1])
     gaps = [result["synced"], result["resynced"], result["repeated"], *result["orders"].values()]
-    assert len(gaps) == 10 and max(gaps) < limit and result["stale"] > 10 * limit, (gaps, result["stale"])
-    assert all(result["refused"].values()) and "adapters left out" in result["refused"], result["refused"]
+    assert len(gaps) == 10 and max(gaps) < limit and result["stale"] > 10 * limit, (
+        gaps,
+        result["stale"],
+    )
+    assert all(result["refused"].values()) and "adapters left out" in result["refused"], result[
+        "refused"
+    ]
 
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 REFUSED = {  # by vLLM alone
     "qwen3_moe": ({"num_experts": 4, **EXPERTS}, "Qwen3MoeForCausalLM is a mixture of experts"),
-    "olmoe": ({"num_experts": 4, "num_experts_per_tok": 2}, "OlmoeForCausalLM is a mixture of experts"),
-    "mixtral": ({"num_local_experts": 4, "sliding_window": None}, "MixtralForCausalLM is a mixture of experts"),
+    "olmoe": (
+        {"num_experts": 4, "num_experts_per_tok": 2},
+        "OlmoeForCausalLM is a mixture of experts",
+    ),
+    "mixtral": (
+        {"num_local_experts": 4, "sliding_window": None},
+        "MixtralForCausalLM is a mixture of experts",
+    ),
     "smollm3": ({}, "vLLM has no SmolLM3ForCausalLM of its own"),
     "gpt_neox": ({}, "vLLM has no GPTNeoXForCausalLM of its own"),
     "olmo2": ({}, "vLLM has no Olmo2ForCausalLM of its own"),
 }
-SEVERAL = [pytest.param(kind, marks=[] if kind in ("qwen3_moe", "smollm3") else pytest.mark.slow) for kind in REFUSED]
+SEVERAL = [
+    pytest.param(kind, marks=[] if kind in ("qwen3_moe", "smollm3") else pytest.mark.slow)
+    for kind in REFUSED
+]
 
 
 @pytest.mark.parametrize("kind", SEVERAL)
-def test_what_vllm_cannot_be_synced_with_is_refused_by_name_and_exact_in_the_other_engine(kind, tmp_path):
+def test_what_vllm_cannot_be_synced_with_is_refused_by_name_and_exact_in_the_other_engine(
+    kind, tmp_path
+):
     """Before anything is loaded. On two ranks, from a sync after a large step to the export."""
     options, reason = REFUSED[kind]
-    model, data = write_random(tmp_path / "model", kind, **options), tmp_path / "data" / "train.parquet"
+    model, data = (
+        write_random(tmp_path / "model", kind, **options),
+        tmp_path / "data" / "train.parquet",
+    )
     write_demo_data(data.parent)
-    (tmp_path / "reward.py").write_text("def kinds(solution_str, **_):\n    return len(set(solution_str))\n")
-    command = ["grpo.py", "--model", model, "--train-data", data, "--max-rows", 8, "--dtype", "fp32"]
-    command += ["--reward-function", f"{tmp_path}/reward.py:kinds", "--learning-rate", 1e-2, "--total-steps", 2]
+    (tmp_path / "reward.py").write_text(
+        "def kinds(solution_str, **_):\n    return len(set(solution_str))\n"
+    )
+    command = [
+        "grpo.py",
+        "--model",
+        model,
+        "--train-data",
+        data,
+        "--max-rows",
+        8,
+        "--dtype",
+        "fp32",
+    ]
+    command += [
+        "--reward-function",
+        f"{tmp_path}/reward.py:kinds",
+        "--learning-rate",
+        1e-2,
+        "--total-steps",
+        2,
+    ]
     command += ["--prompts-per-step", 2, "--samples-per-prompt", 2, "--max-response-tokens", 16]
     command += ["--max-prompt-tokens", 512]
     run = tmp_path / "run"
@@ -96,15 +158,28 @@ def test_what_vllm_cannot_be_synced_with_is_refused_by_name_and_exact_in_the_oth
 
 
 def test_ranks_and_strategies_take_the_same_first_step(tmp_path):
-    """fp32, Hugging Face engine: rollouts depend on seeds alone, so loss and gradient norm must agree."""
+    """fp32, Hugging Face engine: rollouts depend on seeds alone, so loss and gradient norm must
+    agree."""
     records = {}
-    minibatches = ["--minibatches", 2, "--learning-rate", 0]  # the second one needs the pass for old log-probs
+    # the second one needs the pass for old log-probs
+    minibatches = ["--minibatches", 2, "--learning-rate", 0]
     for name, ranks, options in (
         ("one rank", 0, []),
         ("two ranks", 2, ["--micro-batch-tokens", 700]),
         ("two ranks ddp", 2, ["--strategy", "ddp"]),
     ):
-        common = [*SMALL, "--dtype", "fp32", "--engine", "hf", "--total-steps", 1, "--eval-rows", 8, *minibatches]
+        common = [
+            *SMALL,
+            "--dtype",
+            "fp32",
+            "--engine",
+            "hf",
+            "--total-steps",
+            1,
+            "--eval-rows",
+            8,
+            *minibatches,
+        ]
         common += ["--max-response-tokens", 64, "--eval-every", 0, "--no-eval-before"]
         run_script("grpo.py", *common, *options, "--output-dir", tmp_path / name, ranks=ranks)
         records[name] = steps_of(tmp_path / name)[1]
@@ -116,24 +191,52 @@ def test_ranks_and_strategies_take_the_same_first_step(tmp_path):
             "optim/grad_norm",
             "policy/rollout_logprob_gap",
         ):
-            assert record[metric] == pytest.approx(records["one rank"][metric], rel=1e-4, abs=1e-6), (name, metric)
+            assert record[metric] == pytest.approx(
+                records["one rank"][metric], rel=1e-4, abs=1e-6
+            ), (name, metric)
         assert record["policy/rollout_logprob_gap"] < 1e-4 and record["optim/grad_norm"] > 0
-        assert record["policy/clip_fraction"] == record["policy/approx_kl"] == 0  # the ratio is exactly 1
+        # the ratio is exactly 1
+        assert record["policy/clip_fraction"] == record["policy/approx_kl"] == 0
 
 
-ON_4 = [([], ["--shard-size", 2]), (["--shard-size", 2], []), (["--shard-size", 2], ["--shard-size", 1])]
+ON_4 = [
+    ([], ["--shard-size", 2]),
+    (["--shard-size", 2], []),
+    (["--shard-size", 2], ["--shard-size", 1]),
+]
 RANKS = [(2, 0, [], []), (0, 2, [], []), *((4, 4, *shards) for shards in ON_4)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first, then, sharded, again", RANKS)
 def test_a_run_goes_on_on_another_number_of_ranks(first, then, sharded, again, tmp_path):
-    """Its last step, again from the checkpoint before it: the same rows, and Adam still has its moments.
+    """Its last step, again from the checkpoint before it: the same rows, and Adam still has its
+    moments.
 
     On as many ranks, and another mesh, too.
     """
-    options = [*SMALL, "--dtype", "fp32", "--engine", "hf", "--total-steps", 3, "--eval-rows", 2, "--eval-every", 0]
-    options += ["--save-every", 1, "--keep-checkpoints", 3, "--dump-rollouts-every", 1, "--no-eval-before"]
+    options = [
+        *SMALL,
+        "--dtype",
+        "fp32",
+        "--engine",
+        "hf",
+        "--total-steps",
+        3,
+        "--eval-rows",
+        2,
+        "--eval-every",
+        0,
+    ]
+    options += [
+        "--save-every",
+        1,
+        "--keep-checkpoints",
+        3,
+        "--dump-rollouts-every",
+        1,
+        "--no-eval-before",
+    ]
     options += ["--learning-rate", 1e-3, "--max-response-tokens", 64]
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     run_script("grpo.py", *options, *sharded, "--output-dir", whole, ranks=first)
@@ -143,10 +246,20 @@ def test_a_run_goes_on_on_another_number_of_ranks(first, then, sharded, again, t
     (event,) = [record for record in metrics_of(resumed) if record.get("event") == "resumed"]
     assert event["step"] == 2 and sorted(steps_of(resumed)) == [3]
     expected, record = (steps_of(folder)[3] for folder in (whole, resumed))
-    for metric in ("data/epoch", "reward/mean", "policy/loss", "policy/entropy", "optim/grad_norm", "optim/lr"):
+    for metric in (
+        "data/epoch",
+        "reward/mean",
+        "policy/loss",
+        "policy/entropy",
+        "optim/grad_norm",
+        "optim/lr",
+    ):
         assert record[metric] == pytest.approx(expected[metric], rel=1e-4, abs=1e-6), metric
     assert expected["optim/grad_norm"] > 0
-    dumps = [pq.read_table(folder / "rollouts" / "step_000003.parquet").to_pylist() for folder in (whole, resumed)]
+    dumps = [
+        pq.read_table(folder / "rollouts" / "step_000003.parquet").to_pylist()
+        for folder in (whole, resumed)
+    ]
     rows = [{row["prompt_index"]: row["row"] for row in dump} for dump in dumps]
     assert rows[0] == rows[1] and len(rows[0]) == 6
     weights = [load_file(folder / "model" / "model.safetensors") for folder in (resumed, whole)]
@@ -154,7 +267,17 @@ def test_a_run_goes_on_on_another_number_of_ranks(first, then, sharded, again, t
 
 
 def test_fp16_with_an_overflow_on_one_rank_skips_the_step_on_both(tmp_path):
-    options = [*SMALL, "--dtype", "fp16", "--engine", "hf", "--total-steps", 2, "--max-response-tokens", 24]
+    options = [
+        *SMALL,
+        "--dtype",
+        "fp16",
+        "--engine",
+        "hf",
+        "--total-steps",
+        2,
+        "--max-response-tokens",
+        24,
+    ]
     options += ["--eval-every", 0, "--no-eval-before", "--prompts-per-step", 3]
     run_script("grpo.py", *options, "--eval-rows", 8, "--output-dir", tmp_path / "plain", ranks=2)
     record = steps_of(tmp_path / "plain")[2]
@@ -163,4 +286,9 @@ def test_fp16_with_an_overflow_on_one_rank_skips_the_step_on_both(tmp_path):
     worker = ROOT / "tests" / "workers" / "overflow.py"
     done = run_script(worker, ranks=2)
     result = json.loads(done.stdout.strip().splitlines()[-1])
-    assert result == {"stepped": [False, False], "unchanged": True, "scale": [2.0**13] * 2, "then": [True, True]}
+    assert result == {
+        "stepped": [False, False],
+        "unchanged": True,
+        "scale": [2.0**13] * 2,
+        "then": [True, True],
+    }

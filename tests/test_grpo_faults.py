@@ -5,8 +5,27 @@ import json
 import pytest
 from helpers import ROOT, run_script, skip_where_no_step_is_repeated, steps_of
 
-FEW = ["--prompts-per-step", 6, "--samples-per-prompt", 4, "--max-response-tokens", 48, "--max-rows", 64]
-FEW += ["--engine", "hf", "--dtype", "fp32", "--eval-rows", 4, "--eval-every", 0, "--no-eval-before"]
+FEW = [
+    "--prompts-per-step",
+    6,
+    "--samples-per-prompt",
+    4,
+    "--max-response-tokens",
+    48,
+    "--max-rows",
+    64,
+]
+FEW += [
+    "--engine",
+    "hf",
+    "--dtype",
+    "fp32",
+    "--eval-rows",
+    4,
+    "--eval-every",
+    0,
+    "--no-eval-before",
+]
 
 
 @pytest.mark.parametrize(
@@ -15,36 +34,69 @@ FEW += ["--engine", "hf", "--dtype", "fp32", "--eval-rows", 4, "--eval-every", 0
         "--objective gspo --advantage rloo --correction sequence --kl-reward-coef 0.01 "
         "--kl-loss-coef 0.01 --minibatches 2 --overlong-buffer 32",
         pytest.param(
-            "--objective cispo --minibatches 2 --advantage batch-std --correction truncate --entropy-coef 0.001 "
-            "--dynamic-sampling 6 --mask-truncated --kl-loss-coef 0.01 --kl-estimator k2 --strategy ddp",
+            "--objective cispo --minibatches 2 --advantage batch-std --correction truncate "
+            "--entropy-coef 0.001 "
+            "--dynamic-sampling 6 --mask-truncated --kl-loss-coef 0.01 --kl-estimator k2 "
+            "--strategy ddp",
             marks=pytest.mark.slow,
         ),
     ],
 )
 def test_other_objectives_run(tmp_path, flags):
-    run_script("grpo.py", *FEW, *flags.split(), "--total-steps", 2, "--output-dir", tmp_path, ranks=1)
+    run_script(
+        "grpo.py", *FEW, *flags.split(), "--total-steps", 2, "--output-dir", tmp_path, ranks=1
+    )
     first, second = steps_of(tmp_path)[1], steps_of(tmp_path)[2]
     assert first["policy/kl_to_ref"] == 0 < second["policy/kl_to_ref"] < 1
     assert first["optim/grad_norm"] > 0 and first["policy/rollout_logprob_gap"] < 1e-4
     if "--objective gspo" in flags:
         config = json.loads((tmp_path / "config.json").read_text())["args"]
-        assert (config["clip_low"], config["clip_high"], config["reduction"]) == (3e-4, 4e-4, "grpo")
+        assert (config["clip_low"], config["clip_high"], config["reduction"]) == (
+            3e-4,
+            4e-4,
+            "grpo",
+        )
         assert second["policy/clip_fraction"] > 0
 
 
 def test_a_reward_that_can_score_nothing_is_found_before_the_engine_starts(tmp_path):
-    (tmp_path / "reward.py").write_text("def trl(completions, **kwargs): return [1.0 for _ in completions]")
-    options = ["--reward-function", f"{tmp_path}/reward.py:trl", "--total-steps", 1, "--output-dir", tmp_path / "run"]
+    (tmp_path / "reward.py").write_text(
+        "def trl(completions, **kwargs): return [1.0 for _ in completions]"
+    )
+    options = [
+        "--reward-function",
+        f"{tmp_path}/reward.py:trl",
+        "--total-steps",
+        1,
+        "--output-dir",
+        tmp_path / "run",
+    ]
     done = run_script("grpo.py", *FEW, *options, check=False)
-    assert done.returncode == 1 and "Traceback" not in done.stderr and "rollouts by hf" not in done.stdout
-    assert f"error: --reward-function {tmp_path}/reward.py:trl cannot score the first row:" in done.stderr
+    assert (
+        done.returncode == 1
+        and "Traceback" not in done.stderr
+        and "rollouts by hf" not in done.stdout
+    )
+    assert (
+        f"error: --reward-function {tmp_path}/reward.py:trl cannot score the first row:"
+        in done.stderr
+    )
     assert "TypeError: trl() missing 1 required positional argument: 'completions'" in done.stderr
 
 
 def test_dynamic_sampling_of_a_solved_task_ends_as_any_run_does(tmp_path):
     """No group has unequal scores: the step trains nothing, and what was learnt before is kept."""
-    (tmp_path / "reward.py").write_text("def flat(data_source, solution_str, ground_truth, extra_info=None): return 1")
-    options = ["--reward-function", f"{tmp_path}/reward.py:flat", "--dynamic-sampling", 2, "--total-steps", 1]
+    (tmp_path / "reward.py").write_text(
+        "def flat(data_source, solution_str, ground_truth, extra_info=None): return 1"
+    )
+    options = [
+        "--reward-function",
+        f"{tmp_path}/reward.py:flat",
+        "--dynamic-sampling",
+        2,
+        "--total-steps",
+        1,
+    ]
     done = run_script("grpo.py", *FEW, *options, "--output-dir", tmp_path / "run")
     assert "step 1 trains on 0 groups, not on 6: no more of 12 have unequal scores" in done.stdout
     record = steps_of(tmp_path / "run")[1]
@@ -55,11 +107,14 @@ def test_dynamic_sampling_of_a_solved_task_ends_as_any_run_does(tmp_path):
 
 @pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_out_of_memory_repeats_the_step_with_the_same_gradient(tmp_path, strategy):
-    """Step 2 fails inside a backward; with fewer tokens a micro-batch it is what it would have been, and so is 3."""
+    """Step 2 fails inside a backward; with fewer tokens a micro-batch it is what it would have
+    been, and so is 3."""
     skip_where_no_step_is_repeated(strategy)
     options = [*FEW, "--total-steps", 3, "--micro-batch-tokens", 2048, "--strategy", strategy]
     run_script("grpo.py", *options, "--output-dir", tmp_path / "plain")
-    done = run_script(ROOT / "tests/workers/out_of_memory.py", *options, "--output-dir", tmp_path / "short")
+    done = run_script(
+        ROOT / "tests/workers/out_of_memory.py", *options, "--output-dir", tmp_path / "short"
+    )
     assert "--micro-batch-tokens is now 1024, the step is repeated" in done.stdout
     assert_same_updates(tmp_path / "plain", tmp_path / "short")
 
@@ -67,19 +122,33 @@ def test_out_of_memory_repeats_the_step_with_the_same_gradient(tmp_path, strateg
 def assert_same_updates(*runs) -> None:
     for step in (2, 3):
         plain, short = (steps_of(run)[step] for run in runs)
-        for metric in ("policy/loss", "policy/entropy", "optim/grad_norm", "policy/rollout_logprob_gap"):
+        for metric in (
+            "policy/loss",
+            "policy/entropy",
+            "optim/grad_norm",
+            "policy/rollout_logprob_gap",
+        ):
             assert short[metric] == pytest.approx(plain[metric], rel=1e-4, abs=1e-6), (step, metric)
         assert short["reward/mean"] == plain["reward/mean"]
 
 
 @pytest.mark.slow
 def test_out_of_memory_on_one_of_two_ranks_is_remembered_by_the_run(tmp_path):
-    """The others wait for it in a collective, so the run ends; the same command goes on in smaller pieces."""
+    """The others wait for it in a collective, so the run ends; the same command goes on in smaller
+    pieces."""
     options = [*FEW, "--total-steps", 3, "--save-every", 1, "--micro-batch-tokens", 2048]
     run_script("grpo.py", *options, "--output-dir", tmp_path / "plain", ranks=2)
-    command = [ROOT / "tests/workers/out_of_memory.py", *options, "--output-dir", tmp_path / "short"]
+    command = [
+        ROOT / "tests/workers/out_of_memory.py",
+        *options,
+        "--output-dir",
+        tmp_path / "short",
+    ]
     ended = run_script(*command, ranks=2, check=False)
-    assert ended.returncode != 0 and "--micro-batch-tokens is now 1024; the same command" in ended.stderr
+    assert (
+        ended.returncode != 0
+        and "--micro-batch-tokens is now 1024; the same command" in ended.stderr
+    )
     done = run_script(*command, ranks=2)
     assert "micro-batches of 1024 tokens" in done.stdout
     assert_same_updates(tmp_path / "plain", tmp_path / "short")
@@ -87,7 +156,10 @@ def test_out_of_memory_on_one_of_two_ranks_is_remembered_by_the_run(tmp_path):
 
 def test_a_failed_reward_costs_its_sample(tmp_path):
     """A third of the texts cannot be scored; their groups go on without them."""
-    body = "n = sum(map(ord, solution_str))\n    if n % 3 == 0: raise KeyError('thirds')\n    return n % 7"
+    body = (
+        "n = sum(map(ord, solution_str))\n    if n % 3 == 0: raise KeyError('thirds')\n    "
+        "return n % 7"
+    )
     signature = "def fn(data_source, solution_str, ground_truth, extra_info=None):"
     (tmp_path / "reward.py").write_text(f"{signature}\n    {body}\n")
     options = ["--reward-function", f"{tmp_path}/reward.py:fn", "--total-steps", 1]
@@ -95,13 +167,17 @@ def test_a_failed_reward_costs_its_sample(tmp_path):
     record = steps_of(tmp_path / "run")[1]
     assert 0 < record["reward/failed"] < 24 and record["optim/grad_norm"] > 0
     assert (
-        f"rewards: {record['reward/failed']:.0f} of 24 responses not scored, the first: KeyError: 'thirds'"
-        in done.stdout
+        f"rewards: {record['reward/failed']:.0f} of 24 responses not scored, the first: "
+        "KeyError: 'thirds'" in done.stdout
     )
 
 
 @pytest.mark.parametrize("flags", [["--max-response-tokens", 5000], ["--engine-memory", 0.001]])
 def test_what_the_engine_has_no_room_for_is_told_by_its_flags(tmp_path, flags):
-    done = run_script("grpo.py", *flags, "--total-steps", 1, "--output-dir", tmp_path, ranks=1, check=False)
+    done = run_script(
+        "grpo.py", *flags, "--total-steps", 1, "--output-dir", tmp_path, ranks=1, check=False
+    )
     assert done.returncode != 0 and "Traceback" not in done.stderr
-    assert "--max-prompt-tokens, --max-response-tokens, --engine-memory: " in done.stdout + done.stderr
+    assert (
+        "--max-prompt-tokens, --max-response-tokens, --engine-memory: " in done.stdout + done.stderr
+    )

@@ -1,4 +1,5 @@
-"""The mathematics in the scripts against independent derivations: advantages, surrogate, weights, schedules, masks."""
+"""The mathematics in the scripts against independent derivations: advantages, surrogate, weights,
+schedules, masks."""
 
 import copy
 import itertools
@@ -22,7 +23,7 @@ from common.packing import split_minibatches
 from common.precision import LossScale, checked_gap
 from common.rollouts import Rollouts
 
-# --- group_advantages ---------------------------------------------------------------------------------------------
+# --- group_advantages -----------------------------------------------------------------------------
 
 
 def advantages_of(scores, groups, advantage, dtype=torch.float64):
@@ -33,7 +34,9 @@ def test_group_advantages_by_hand():
     """(0, 0, 0, 1): mean 1/4, unbiased variance (3/16 + 9/16) / 3 = 1/4, standard deviation 1/2."""
     expected = torch.tensor([-0.25, -0.25, -0.25, 0.75], dtype=torch.float64)
     assert torch.equal(advantages_of([0.0, 0, 0, 1], [0] * 4, "group-mean"), expected)
-    assert torch.allclose(advantages_of([0.0, 0, 0, 1], [0] * 4, "group-std"), expected / (0.5 + 1e-6), rtol=1e-14)
+    assert torch.allclose(
+        advantages_of([0.0, 0, 0, 1], [0] * 4, "group-std"), expected / (0.5 + 1e-6), rtol=1e-14
+    )
 
 
 def reference_advantages(scores, groups, advantage):
@@ -48,14 +51,17 @@ def reference_advantages(scores, groups, advantage):
 
 @pytest.mark.parametrize("advantage", ["group-std", "group-mean"])
 def test_ragged_interleaved_groups_in_any_order(advantage):
-    """Sizes 1 to 6, numbers with gaps (a rank holds every other prompt), members apart from each other."""
+    """Sizes 1 to 6, numbers with gaps (a rank holds every other prompt), members apart from each
+    other."""
     rng = random.Random(0)
     episodes = [(rng.gauss(0, 1), 2 * g + 1) for g in range(6) for _ in range(g + 1)]
     for _ in range(5):
         rng.shuffle(episodes)
         scores, groups = map(list, zip(*episodes))
         ours = advantages_of(scores, groups, advantage)
-        expected = torch.tensor(reference_advantages(scores, groups, advantage), dtype=torch.float64)
+        expected = torch.tensor(
+            reference_advantages(scores, groups, advantage), dtype=torch.float64
+        )
         assert torch.allclose(ours, expected, rtol=1e-10, atol=1e-12)
 
 
@@ -69,14 +75,17 @@ def test_singletons_and_empty_batches(advantage):
 @pytest.mark.parametrize("advantage", ["group-std", "group-mean"])
 @pytest.mark.parametrize("score", [0.0, 1.0, 0.1, 0.7, -0.9, 1 / 3])
 def test_equal_scores_have_advantage_exactly_zero(advantage, score):
-    """In float32, as in the script: a rounded mean would become a push of all samples in the same direction."""
+    """In float32, as in the script: a rounded mean would become a push of all samples in the same
+    direction."""
     for size in (2, 3, 5, 7, 8, 16, 64):
-        ours = advantages_of([score] * size + [0.0, 1.0], [0] * size + [1, 1], advantage, torch.float32)
+        ours = advantages_of(
+            [score] * size + [0.0, 1.0], [0] * size + [1, 1], advantage, torch.float32
+        )
         assert not ours[:size].any(), f"{size} scores of {score}: {ours[0].item()}"
         assert ours[size:].all()
 
 
-# --- surrogate ----------------------------------------------------------------------------------------------------
+# --- surrogate ------------------------------------------------------------------------------------
 
 LOW, HIGH = 0.2, 0.28
 LOGRATIOS = [
@@ -104,7 +113,8 @@ GRID = list(itertools.product(LOGRATIOS, ADVANTAGES))
 
 
 def surrogate_by_cases(logratio, advantage, dual_clip):
-    """(loss, its derivative by the log-prob, is a clip active), case by case instead of by min and max."""
+    """(loss, its derivative by the log-prob, is a clip active), case by case instead of by min and
+    max."""
     inside = -20 < logratio < 20
     ratio = math.exp(min(max(logratio, -20.0), 20.0))
     if advantage > 0 and ratio > 1 + HIGH:
@@ -117,7 +127,9 @@ def surrogate_by_cases(logratio, advantage, dual_clip):
 
 
 def surrogate(logprobs, old_logprobs, advantages, dual_clip):
-    return objective_surrogate("ppo", logprobs, old_logprobs, advantages, None, LOW, HIGH, dual_clip)
+    return objective_surrogate(
+        "ppo", logprobs, old_logprobs, advantages, None, LOW, HIGH, dual_clip
+    )
 
 
 def grid_tensors():
@@ -134,14 +146,18 @@ def test_surrogate_equals_the_derivation_by_cases(dual_clip):
     for i, (logratio, advantage) in enumerate(GRID):
         value, slope, active = surrogate_by_cases(logratio, advantage, dual_clip)
         assert loss[i].item() == pytest.approx(value, rel=1e-10, abs=1e-300), (logratio, advantage)
-        assert gradient[i].item() == pytest.approx(slope, rel=1e-10, abs=1e-300), (logratio, advantage)
+        assert gradient[i].item() == pytest.approx(slope, rel=1e-10, abs=1e-300), (
+            logratio,
+            advantage,
+        )
         assert bool(clipped[i]) == active, (logratio, advantage)
     assert not gradient[clipped].any(), "what is clipped has no gradient"
 
 
 @pytest.mark.parametrize("dual_clip", [0.0, 3.0])
 def test_surrogate_gradient_by_finite_differences(dual_clip):
-    """No point of the grid is within 1e-3 of a kink. Relative to the larger of the loss and its slope."""
+    """No point of the grid is within 1e-3 of a kink. Relative to the larger of the loss and its
+    slope."""
     logprobs, old_logprobs, advantages = grid_tensors()
     loss, _ = surrogate(logprobs.requires_grad_(), old_logprobs, advantages, dual_clip)
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
@@ -162,7 +178,7 @@ def test_ratio_of_exactly_one_gives_minus_the_advantage():
     assert not clipped.any()
 
 
-# --- token_weights ------------------------------------------------------------------------------------------------
+# --- token_weights --------------------------------------------------------------------------------
 
 LENGTHS = [5, 1, 0, 12, 3, 7, 2]  # trained tokens of each episode; one has none
 L_MAX = 16
@@ -185,20 +201,31 @@ def definition(reduction, losses):
 def weighted(reduction, losses, selected):
     """The script's sum over the episodes `selected`, with the counts of all episodes."""
     per_token = torch.cat([losses[i] for i in selected])
-    lengths = torch.cat([torch.full((LENGTHS[i],), float(LENGTHS[i]), dtype=torch.float64) for i in selected])
+    lengths = torch.cat(
+        [torch.full((LENGTHS[i],), float(LENGTHS[i]), dtype=torch.float64) for i in selected]
+    )
     num_sequences = sum(length > 0 for length in LENGTHS)
-    weights = grpo.token_weights(reduction, lengths, float(sum(LENGTHS)), float(num_sequences), L_MAX)
+    weights = grpo.token_weights(
+        reduction, lengths, float(sum(LENGTHS)), float(num_sequences), L_MAX
+    )
     assert weights.shape == per_token.shape
     return (per_token * weights).sum()
 
 
 @pytest.mark.parametrize("reduction", ["dapo", "grpo", "dr_grpo"])
 def test_token_weights_equal_the_definitions_for_any_split(reduction):
-    """Ranks of several micro-batches: the mean over ranks of (sum over micro-batches) * world size."""
+    """Ranks of several micro-batches: the mean over ranks of (sum over micro-batches) * world
+    size."""
     losses = losses_of_episodes()
     expected = definition(reduction, losses)
-    for ranks in ([[[0, 1, 2, 3, 4, 5, 6]]], [[[0], [3, 1]], [[6, 5, 4, 2]]], [[[6], [5], [4]], [[3]], [[0, 1], [2]]]):
-        per_rank = [sum(weighted(reduction, losses, s) for s in batches) * len(ranks) for batches in ranks]
+    for ranks in (
+        [[[0, 1, 2, 3, 4, 5, 6]]],
+        [[[0], [3, 1]], [[6, 5, 4, 2]]],
+        [[[6], [5], [4]], [[3]], [[0, 1], [2]]],
+    ):
+        per_rank = [
+            sum(weighted(reduction, losses, s) for s in batches) * len(ranks) for batches in ranks
+        ]
         assert torch.allclose(torch.stack(per_rank).mean(), expected, rtol=1e-12), ranks
 
 
@@ -214,7 +241,7 @@ def test_weights_are_constants_in_the_dtype_of_the_script():
     assert grpo.token_weights("dr_grpo", lengths, 8.0, 2.0, L_MAX).tolist() == [1 / 32] * 3
 
 
-# --- lr_factor ----------------------------------------------------------------------------------------------------
+# --- lr_factor ------------------------------------------------------------------------------------
 
 SCHEDULES = ["constant", "linear", "cosine"]
 
@@ -231,7 +258,10 @@ def test_first_step_trains_and_no_factor_exceeds_one():
 def test_warmup_in_steps_and_as_a_share(schedule):
     ramp = [0.25, 0.5, 0.75, 1.0]
     for warmup, total in ((4, 40), (4.0, 400), (0.1, 40), (0.2, 20), (0.1, 42)):
-        assert [lr_factor(step, total, warmup, schedule, 0.0) for step in range(4)] == ramp, (warmup, total)
+        assert [lr_factor(step, total, warmup, schedule, 0.0) for step in range(4)] == ramp, (
+            warmup,
+            total,
+        )
     assert lr_factor(0, 40, 1.0, schedule, 0.0) == 1.0, "1 is one step, not all steps"
 
 
@@ -239,18 +269,26 @@ def test_closed_forms_after_the_warmup():
     """10 steps of warm-up, 40 of decay to a floor of 0.1; a quarter, a half and all of the way."""
     cosine = {10: 1.0, 20: 0.1 + 0.9 * (2 + math.sqrt(2)) / 4, 30: 0.55, 50: 0.1}
     linear = {10: 1.0, 20: 0.775, 30: 0.55, 50: 0.1}
-    for schedule, points in (("cosine", cosine), ("linear", linear), ("constant", dict.fromkeys(linear, 1.0))):
+    for schedule, points in (
+        ("cosine", cosine),
+        ("linear", linear),
+        ("constant", dict.fromkeys(linear, 1.0)),
+    ):
         for step, factor in points.items():
-            assert lr_factor(step, 50, 10, schedule, 0.1) == pytest.approx(factor, rel=1e-12), (schedule, step)
+            assert lr_factor(step, 50, 10, schedule, 0.1) == pytest.approx(factor, rel=1e-12), (
+                schedule,
+                step,
+            )
     falling = [lr_factor(step, 50, 10, "cosine", 0.0) for step in range(10, 50)]
     assert falling == sorted(falling, reverse=True) and falling[-1] > 0
 
 
-# --- split_minibatches --------------------------------------------------------------------------------------------
+# --- split_minibatches ----------------------------------------------------------------------------
 
 
 def episodes_of_rank(num_prompts, samples, rank, size):
-    """As the script deals them: prompt p goes to rank p % size. Sample counts are ragged: one prompt lost a sample."""
+    """As the script deals them: prompt p goes to rank p % size. Sample counts are ragged: one
+    prompt lost a sample."""
     return [
         Episode(p, s, [1], [2], [1], [0.0], "stop")
         for p in range(num_prompts)[rank::size]
@@ -298,7 +336,7 @@ def test_minibatches_change_with_step_and_seed():
     assert split[0] != split[1] and split[0] != split[2] and split[0] == split[3]
 
 
-# --- sft ----------------------------------------------------------------------------------------------------------
+# --- sft ------------------------------------------------------------------------------------------
 
 
 def test_cross_entropy_is_the_mean_over_the_global_batch():
@@ -306,13 +344,16 @@ def test_cross_entropy_is_the_mean_over_the_global_batch():
     whole = logprobs.clone().requires_grad_()
     loss = sft.cross_entropy(whole, 12, 1)
     loss.backward()
-    assert torch.allclose(loss, -logprobs.mean()) and torch.allclose(whole.grad, torch.full_like(logprobs, -1 / 12))
-    ranks = [[logprobs[:1], logprobs[1:7]], [logprobs[7:7], logprobs[7:]]]  # micro-batches, one without tokens
+    assert torch.allclose(loss, -logprobs.mean()) and torch.allclose(
+        whole.grad, torch.full_like(logprobs, -1 / 12)
+    )
+    # micro-batches, one without tokens
+    ranks = [[logprobs[:1], logprobs[1:7]], [logprobs[7:7], logprobs[7:]]]
     averaged = sum(sum(sft.cross_entropy(part, 12, 2) for part in rank) for rank in ranks) / 2
     assert torch.allclose(averaged, loss)
 
 
-# --- LossScale and GuardedAdamW's step ----------------------------------------------------------------------------
+# --- LossScale and GuardedAdamW's step ------------------------------------------------------------
 
 
 def test_loss_scale_halves_on_overflow_and_doubles_after_the_interval():
@@ -362,17 +403,22 @@ def test_loss_scale_is_one_without_fp16(dtype):
 
 def test_the_gap_is_a_mean_over_the_tokens_of_all_ranks(monkeypatch):
     """Three tokens here, with gaps of 0.1, 0.2 and 0; one on another rank, with 0.5."""
-    monkeypatch.setattr("common.precision.all_reduce", lambda values: [values[0] + 0.5, values[1] + 1])
+    monkeypatch.setattr(
+        "common.precision.all_reduce", lambda values: [values[0] + 0.5, values[1] + 1]
+    )
     engine, trainer = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.1, -1.8, -3.0])
     assert checked_gap(engine, trainer, 0.21, step=3) == pytest.approx(0.2)
-    with pytest.raises(RuntimeError, match=r"^step 3: .* by 0.2 on average, more than --max-logprob-gap 0.19"):
+    with pytest.raises(
+        RuntimeError, match=r"^step 3: .* by 0.2 on average, more than --max-logprob-gap 0.19"
+    ):
         checked_gap(engine, trainer, 0.19, step=3)
     with pytest.raises(RuntimeError, match="by nan on average"):
         checked_gap(engine, trainer * math.nan, 1e9, step=3)
 
 
 def linear_with_gradient(scale=1.0):
-    """A layer with an AdamW that has already made one step, and gradients (times `scale`) for the next."""
+    """A layer with an AdamW that has already made one step, and gradients (times `scale`) for the
+    next."""
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 3).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -388,7 +434,11 @@ def linear_with_gradient(scale=1.0):
 def guarded_step(model, optimizer, max_grad_norm, loss_scale, offload=False) -> tuple[float, bool]:
     """(norm of the gradients, stepped) of a GuardedAdamW that has this optimizer and scale."""
     (group,) = optimizer.param_groups
-    options = {"weight_decay": group["weight_decay"], "max_grad_norm": max_grad_norm, "offload": offload}
+    options = {
+        "weight_decay": group["weight_decay"],
+        "max_grad_norm": max_grad_norm,
+        "offload": offload,
+    }
     adamw = GuardedAdamW(model, torch.float32, **options)
     adamw.optimizer, adamw.loss_scale = optimizer, loss_scale
     metrics = adamw.step(group["lr"]).reduce()
@@ -407,8 +457,12 @@ def test_guarded_step_unscales_and_clips(scale, max_grad_norm):
     before = [parameter.detach().clone() for parameter in model.parameters()]
     norm = math.sqrt(sum((gradient**2).sum().item() for gradient in gradients))
     assert norm > 0.5
-    grad_norm, stepped = guarded_step(model, optimizer, max_grad_norm, LossScale(scale, dynamic=scale > 1))
-    assert stepped and grad_norm == pytest.approx(norm, rel=1e-12), "the norm before clipping, unscaled"
+    grad_norm, stepped = guarded_step(
+        model, optimizer, max_grad_norm, LossScale(scale, dynamic=scale > 1)
+    )
+    assert stepped and grad_norm == pytest.approx(norm, rel=1e-12), (
+        "the norm before clipping, unscaled"
+    )
     assert all(parameter.grad is None for parameter in model.parameters())
     used = [(old - new) / 0.25 for old, new in zip(before, model.parameters())]
     clip = 0.5 / norm if max_grad_norm == 0.5 else 1.0
@@ -429,7 +483,9 @@ def test_guarded_step_skips_what_is_not_finite(poison, max_grad_norm):
     assert not stepped and not math.isfinite(grad_norm)
     assert (loss_scale.scale, loss_scale.good_steps) == (512.0, 0)
     torch.testing.assert_close(snapshot(model, optimizer), before, rtol=0, atol=0)
-    assert all(parameter.grad is None for parameter in model.parameters()), "the next backward starts from nothing"
+    assert all(parameter.grad is None for parameter in model.parameters()), (
+        "the next backward starts from nothing"
+    )
 
 
 def test_guarded_step_without_clipping_is_the_optimizers_own_step():
@@ -437,7 +493,9 @@ def test_guarded_step_without_clipping_is_the_optimizers_own_step():
     twin, twin_optimizer, _ = linear_with_gradient()
     guarded_step(model, optimizer, 0.0, LossScale())
     twin_optimizer.step()
-    torch.testing.assert_close(snapshot(model, optimizer), snapshot(twin, twin_optimizer), rtol=0, atol=0)
+    torch.testing.assert_close(
+        snapshot(model, optimizer), snapshot(twin, twin_optimizer), rtol=0, atol=0
+    )
 
 
 def test_guarded_step_without_any_gradient_changes_nothing():
@@ -450,22 +508,37 @@ def test_guarded_step_without_any_gradient_changes_nothing():
     torch.testing.assert_close(snapshot(model, optimizer), before, rtol=0, atol=0)
 
 
-# --- check_args -------------------------------------------------------------------------------------------------
+# --- check_args -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "flags, message",
     [
         ("--kl-estimator k2", "--kl-estimator k2 has no effect: needs a --kl-loss-coef"),
-        ("--kl-reward-coef 0.01", "--kl-reward-coef with --advantage group-std or --mask-truncated"),
-        ("--kl-reward-coef 0.01 --advantage rloo --mask-truncated", "--kl-reward-coef with --advantage group-std or"),
+        (
+            "--kl-reward-coef 0.01",
+            "--kl-reward-coef with --advantage group-std or --mask-truncated",
+        ),
+        (
+            "--kl-reward-coef 0.01 --advantage rloo --mask-truncated",
+            "--kl-reward-coef with --advantage group-std or",
+        ),
         ("--kl-loss-coef nan", "--kl-loss-coef nan: must be a number"),
         ("--kl-reward-coef -1", "--kl-reward-coef -1.0: must not be below 0"),
-        ("--tool-bonus 0.1", "--tool-bonus 0.1 has no effect: needs --tools, or a class as --environment"),
+        (
+            "--tool-bonus 0.1",
+            "--tool-bonus 0.1 has no effect: needs --tools, or a class as --environment",
+        ),
         ("--clip-high 0.28", "--clip-high 0.28 has no effect: needs several --minibatches"),
         ("--objective=gspo", "--objective gspo has no effect: needs several --minibatches"),
-        ("--minibatches 2 --objective cispo --dual-clip 4", "--dual-clip 4.0 has no effect: needs --objective ppo"),
-        ("--correction-range 0.1 2", "--correction-range (0.1, 2.0) has no effect: needs a --correction"),
+        (
+            "--minibatches 2 --objective cispo --dual-clip 4",
+            "--dual-clip 4.0 has no effect: needs --objective ppo",
+        ),
+        (
+            "--correction-range 0.1 2",
+            "--correction-range (0.1, 2.0) has no effect: needs a --correction",
+        ),
         ("--minibatches 64", "--minibatches 64 of --prompts-per-step 32"),
         ("--samples-per-prompt 1", "--samples-per-prompt 1: no group"),
         ("--dynamic-sampling 1", "--dynamic-sampling 1 never refills"),
@@ -486,7 +559,12 @@ def test_what_cannot_work_or_has_no_effect_is_refused(flags, message, monkeypatc
 
 @pytest.mark.parametrize(
     "flags",
-    ["", "--lr-schedule constant", "--minibatches 2 --clip-high 0.28 --objective gspo", "--entropy-coef -0.01"],
+    [
+        "",
+        "--lr-schedule constant",
+        "--minibatches 2 --clip-high 0.28 --objective gspo",
+        "--entropy-coef -0.01",
+    ],
 )
 def test_what_works_is_not_refused(flags, monkeypatch):
     """The demo sets flags of its own: only what was typed can be idle."""
@@ -507,7 +585,9 @@ def test_an_embedded_model_with_other_data_has_nothing_to_be_evaluated_on(monkey
         checked_args(grpo, monkeypatch, "--train-data", "x.jsonl", "--eval-every", "5")
 
 
-@pytest.mark.parametrize("flags", ["--sleep-level 2", "--offload optimizer", "--offload optimizer,reference"])
+@pytest.mark.parametrize(
+    "flags", ["--sleep-level 2", "--offload optimizer", "--offload optimizer,reference"]
+)
 def test_what_takes_a_gpu_is_refused_without_one(flags, world, monkeypatch, tmp_path):
     """Known once the run has joined its process group."""
     monkeypatch.setattr("common.job.init_world", lambda *_: world)
@@ -530,7 +610,10 @@ def test_an_evaluation_makes_no_reference(script, world, monkeypatch):
     monkeypatch.setattr(script, "Job", lambda *_, **__: SimpleNamespace(world=world, path="folder"))
     for flags, frozen in (
         ("--kl-loss-coef 0.01", ["folder"]),
-        ("--kl-reward-coef 0.01 --advantage rloo" if script is grpo else "--kl-reward-coef 0.01", ["folder"]),
+        (
+            "--kl-reward-coef 0.01 --advantage rloo" if script is grpo else "--kl-reward-coef 0.01",
+            ["folder"],
+        ),
         ("--kl-loss-coef 0.01 --eval-only", []),
         ("", []),
     ):
@@ -540,7 +623,9 @@ def test_an_evaluation_makes_no_reference(script, world, monkeypatch):
         assert planned.value.args == (frozen,)
 
 
-def test_with_lora_a_reference_on_the_host_is_refused_as_a_forks_default_too(world, monkeypatch, tmp_path):
+def test_with_lora_a_reference_on_the_host_is_refused_as_a_forks_default_too(
+    world, monkeypatch, tmp_path
+):
     """It would be the policy that goes there."""
     monkeypatch.setattr("common.job.init_world", lambda *_: world)
     args = checked_args(grpo, monkeypatch, "--lora-rank", "4", "--output-dir", str(tmp_path))

@@ -1,4 +1,5 @@
-"""grpo.py as its users run it: ranks, real vLLM, the embedded policy; kill, resume and replay of one whole run."""
+"""grpo.py as its users run it: ranks, real vLLM, the embedded policy; kill, resume and replay of
+one whole run."""
 
 import pyarrow.parquet as pq
 import pytest
@@ -10,8 +11,28 @@ from test_lora_runs import other_weights
 from common.hub import FOLDERS
 from common.prepare.export import Args, main
 
-OPTIONS = ["--prompts-per-step", 6, "--samples-per-prompt", 4, "--max-response-tokens", 64, "--max-rows", 64]
-OPTIONS += ["--eval-rows", 16, "--total-steps", 5, "--save-every", 2, "--keep-checkpoints", 3, "--eval-every", 2]
+OPTIONS = [
+    "--prompts-per-step",
+    6,
+    "--samples-per-prompt",
+    4,
+    "--max-response-tokens",
+    64,
+    "--max-rows",
+    64,
+]
+OPTIONS += [
+    "--eval-rows",
+    16,
+    "--total-steps",
+    5,
+    "--save-every",
+    2,
+    "--keep-checkpoints",
+    3,
+    "--eval-every",
+    2,
+]
 OPTIONS += ["--minibatches", 2, "--kl-loss-coef", 0.01, "--kl-estimator", "k3-is"]
 OPTIONS += ["--dump-rollouts-every", 1, *LITTLE_CACHE]
 
@@ -37,14 +58,22 @@ def killed_and_resumed(whole, folder, ranks: int) -> None:
 
 
 def test_kill_and_resume_equals_an_uninterrupted_run(whole, tmp_path):
-    """And so a forked run, the whole one, equals one by torchrun: samples, metrics, checkpoints, bit for bit."""
+    """And so a forked run, the whole one, equals one by torchrun: samples, metrics, checkpoints,
+    bit for bit."""
     folder = tmp_path / "killed"
     killed_and_resumed(whole, folder, ranks=2)
     for step in range(1, 6):
-        dumps = [pq.read_table(run / f"rollouts/step_{step:06d}.parquet") for run in (whole, folder)]
+        dumps = [
+            pq.read_table(run / f"rollouts/step_{step:06d}.parquet") for run in (whole, folder)
+        ]
         assert dumps[0].equals(dumps[1]) and len(dumps[0]) == 24
-    files = [{f.relative_to(run) for f in (run / "checkpoints").rglob("*") if f.is_file()} for run in (whole, folder)]
-    assert files[0] == files[1] and len([f for f in files[0] if f.suffix == ".safetensors"]) == 2 * 3
+    files = [
+        {f.relative_to(run) for f in (run / "checkpoints").rglob("*") if f.is_file()}
+        for run in (whole, folder)
+    ]
+    assert (
+        files[0] == files[1] and len([f for f in files[0] if f.suffix == ".safetensors"]) == 2 * 3
+    )
     for file in files[0]:
         if file.suffix == ".safetensors":  # whose header has its entries in any order
             tensors, others = (load_file(run / file) for run in (whole, folder))
@@ -55,13 +84,16 @@ def test_kill_and_resume_equals_an_uninterrupted_run(whole, tmp_path):
 
 
 def test_a_resume_with_another_reference_is_refused(whole, tmp_path):
-    """The policy's weights come from the checkpoint, those that KL is charged against from --model."""
+    """The policy's weights come from the checkpoint, those that KL is charged against from
+    --model."""
     data = [f"--{part}-data={whole / 'data' / part}.parquet" for part in ("train", "eval")]
     options = [*OPTIONS, "--engine", "hf", *data, "--resume", whole / "checkpoints" / "step_000004"]
     for model, code in ((FOLDERS["tiny"], 0), (other_weights(tmp_path / "model"), 1)):
         run = ["--model", model, "--output-dir", tmp_path / f"run{code}"]
         done = run_script("grpo.py", *options, *run, ranks=2, check=False)
-        assert done.returncode == code and ("is of another reference, " in done.stderr) == bool(code), done.stderr
+        assert done.returncode == code and ("is of another reference, " in done.stderr) == bool(
+            code
+        ), done.stderr
 
 
 def test_the_export_of_a_checkpoint_of_two_ranks_is_the_runs_model(whole, tmp_path):
@@ -80,11 +112,15 @@ def test_replay_repeats_an_update_bit_for_bit(whole, tmp_path):
     replay = ["--resume", whole / "checkpoints/step_000004", "--output-dir", tmp_path / "replay"]
     replay += ["--replay", whole / "rollouts/step_000005.parquet"]
     run_script("grpo.py", *OPTIONS, *replay, ranks=2)
-    weights = [(run / "model" / "model.safetensors").read_bytes() for run in (whole, tmp_path / "replay")]
+    weights = [
+        (run / "model" / "model.safetensors").read_bytes() for run in (whole, tmp_path / "replay")
+    ]
     assert weights[0] == weights[1]
     ran, replayed = (steps_of(run)[5] for run in (whole, tmp_path / "replay"))
     del replayed["data/epoch"]  # nothing is drawn
     assert replayed.items() <= ran.items(), "eval/* aside"
     replay[-1] = whole / "rollouts/step_000003.parquet"
     refused = run_script("grpo.py", *OPTIONS, *replay, ranks=2, check=False)
-    assert refused.returncode == 1 and "is of step 3 on 2 ranks, this is step 5 on 2" in refused.stderr
+    assert (
+        refused.returncode == 1 and "is of step 3 on 2 ranks, this is step 5 on 2" in refused.stderr
+    )

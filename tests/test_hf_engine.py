@@ -1,4 +1,5 @@
-"""The engine on transformers alone: exact log-probs, seeds that ignore the neighbours, a sync that keeps its books."""
+"""The engine on transformers alone: exact log-probs, seeds that ignore the neighbours, a sync that
+keeps its books."""
 
 import copy
 import math
@@ -19,7 +20,8 @@ from common.rotary import num_positions
 
 WORLD = World(0, 1, 0, torch.device("cpu"))
 END = 2
-PROMPTS = [[5, 9, 17, 33, 60, 4, 81], [7], [11, 12, 13], [40, 41, 42, 43, 44]]  # ragged: all but one are padded
+# ragged: all but one are padded
+PROMPTS = [[5, 9, 17, 33, 60, 4, 81], [7], [11, 12, 13], [40, 41, 42, 43, 44]]
 SEEDS = [100, 200, 300, 400]
 
 
@@ -71,7 +73,9 @@ def worst_gap(policy, completions, prompts, temperature):
     for prompt, samples in zip(prompts, completions, strict=True):
         for sample in samples:
             ids = torch.tensor(sample.token_ids)
-            expected = plain_logprobs(policy, prompt, sample.token_ids, temperature).gather(-1, ids[:, None])[:, 0]
+            expected = plain_logprobs(policy, prompt, sample.token_ids, temperature).gather(
+                -1, ids[:, None]
+            )[:, 0]
             gaps.append((torch.tensor(sample.logprobs, dtype=torch.float64) - expected).abs().max())
     return max(gaps).item()
 
@@ -84,7 +88,8 @@ def test_logprobs_are_the_models_own_at_the_temperature(engine, policy, temperat
 
 
 def test_samples_follow_the_distribution(engine, policy):
-    """4,000 first tokens: no frequency is further than 5 standard deviations from the model's probability."""
+    """4,000 first tokens: no frequency is further than 5 standard deviations from the model's
+    probability."""
     n, temperature = 4000, 1.3
     (samples,) = generate(engine, [PROMPTS[2]], Sampling(n, 1, temperature), [0], 0)
     counts = torch.bincount(torch.tensor([s.token_ids[0] for s in samples]), minlength=97)
@@ -94,7 +99,9 @@ def test_samples_follow_the_distribution(engine, policy):
 
 def test_a_sample_depends_on_its_seed_alone(engine, make_engine):
     sampling = Sampling(3, 20, 1.0)
-    together = [[s.token_ids for s in samples] for samples in generate(engine, PROMPTS, sampling, SEEDS, 0)]
+    together = [
+        [s.token_ids for s in samples] for samples in generate(engine, PROMPTS, sampling, SEEDS, 0)
+    ]
     for i in (0, 1):
         (alone,) = generate(engine, [PROMPTS[i]], sampling, [SEEDS[i]], 0)
         assert [s.token_ids for s in alone] == together[i]
@@ -107,13 +114,16 @@ def test_a_sample_depends_on_its_seed_alone(engine, make_engine):
         engine.max_sequences = max_sequences
         few = generate(engine, PROMPTS, sampling, SEEDS, 0)
         assert [[s.token_ids for s in samples] for samples in few] == together
-    assert all(len({tuple(ids) for ids in samples}) == 3 for samples in together), "samples of a prompt differ"
+    assert all(len({tuple(ids) for ids in samples}) == 3 for samples in together), (
+        "samples of a prompt differ"
+    )
     (other,) = generate(engine, PROMPTS[:1], sampling, [SEEDS[0] + 50], 0)
     assert other[0].token_ids != together[0][0]
 
 
 def test_a_longer_neighbour_does_not_shorten_a_sample(make_engine):
-    """`max_model_len` bounds prompt + response of each request, as in vLLM, not of the padded batch."""
+    """`max_model_len` bounds prompt + response of each request, as in vLLM, not of the padded
+    batch."""
     engine = make_engine(max_model_len=16, end_ids=[])
     sampling = Sampling(1, 12, 1.0)
     (alone,), _ = generate(engine, [[7], [8]], sampling, [1, 2], 0)
@@ -124,7 +134,9 @@ def test_a_longer_neighbour_does_not_shorten_a_sample(make_engine):
 
 
 def test_greedy_is_the_argmax_of_the_plain_model(engine, policy):
-    for prompt, (sample,) in zip(PROMPTS, generate(engine, PROMPTS, Sampling(1, 12, 0.0), SEEDS, 0)):
+    for prompt, (sample,) in zip(
+        PROMPTS, generate(engine, PROMPTS, Sampling(1, 12, 0.0), SEEDS, 0)
+    ):
         ids = []
         while len(ids) < 12 and END not in ids:
             ids.append(policy.model(torch.tensor([prompt + ids])).logits[0, -1].argmax().item())
@@ -137,7 +149,9 @@ def test_truncated_sampling(engine, policy):
     greedy = [s[0].token_ids for s in generate(engine, PROMPTS, Sampling(1, 12, 0.0), SEEDS, 0)]
     samples = list(generate(engine, PROMPTS, Sampling(2, 12, 1.5, top_p=1e-6), SEEDS, 0))
     assert [[s.token_ids for s in pair] for pair in samples] == [[ids, ids] for ids in greedy]
-    assert all(abs(lp) < 1e-6 for pair in samples for s in pair for lp in s.logprobs), "certain, then"
+    assert all(abs(lp) < 1e-6 for pair in samples for s in pair for lp in s.logprobs), (
+        "certain, then"
+    )
 
 
 def test_truncated_sampling_keeps_the_right_tokens(engine, policy):
@@ -146,7 +160,9 @@ def test_truncated_sampling_keeps_the_right_tokens(engine, policy):
     size = next(i + 1 for i, mass in enumerate(p.cumsum(0)) if mass >= 0.5)
     kept = order[:size].tolist()
     assert 1 < size < 30
-    assert {s.token_ids[0] for s in samples} <= set(kept) and len({s.token_ids[0] for s in samples}) > 1
+    assert {s.token_ids[0] for s in samples} <= set(kept) and len(
+        {s.token_ids[0] for s in samples}
+    ) > 1
     for sample in samples:
         expected = (p[kept.index(sample.token_ids[0])] / p[:size].sum()).log()
         assert sample.logprobs[0] == pytest.approx(expected.item(), abs=1e-5)
@@ -155,7 +171,9 @@ def test_truncated_sampling_keeps_the_right_tokens(engine, policy):
 def test_stops_at_an_end_token_and_includes_it(make_engine):
     ends = set(range(0, 97, 5))  # many, so that samples stop at different places
     engine = make_engine(end_ids=sorted(ends))
-    samples = [s for group in generate(engine, PROMPTS, Sampling(8, 10, 1.5), SEEDS, 0) for s in group]
+    samples = [
+        s for group in generate(engine, PROMPTS, Sampling(8, 10, 1.5), SEEDS, 0) for s in group
+    ]
     reasons = set()
     for sample in samples:
         assert len(sample.token_ids) == len(sample.logprobs) <= 10
@@ -167,7 +185,9 @@ def test_stops_at_an_end_token_and_includes_it(make_engine):
 
 
 def test_a_length_beyond_the_models_positions_is_refused(make_engine, folder):
-    with pytest.raises(SystemExit, match=r"513 tokens together, and the model has 512 positions \(config.json\)"):
+    with pytest.raises(
+        SystemExit, match=r"513 tokens together, and the model has 512 positions \(config.json\)"
+    ):
         make_engine(max_model_len=513)
     make_engine(synced=False, max_model_len=512)
 
@@ -178,8 +198,26 @@ def test_a_length_beyond_the_models_positions_is_refused(make_engine, folder):
         ({}, 1024),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, 2048),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}}, 4096),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}}, 4096),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512}}, 1024),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 1024,
+                }
+            },
+            4096,
+        ),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "factor": 2.0,
+                    "original_max_position_embeddings": 512,
+                }
+            },
+            1024,
+        ),
         ({"model_max_length": 3000}, 3000),
     ],
 )
@@ -196,12 +234,22 @@ def test_no_prompts_are_no_work(engine):
     assert generate(engine, [], Sampling(2), [], 0) == []
 
 
-# --- the books ----------------------------------------------------------------------------------------------------
+# --- the books ------------------------------------------------------------------------------------
 
-FAULTS = {  # which name the message must hold, and what is done to the list of (name, tensor) that is sent
-    "missing": ("model.layers.1.mlp.up_proj.weight", lambda name, sent: [x for x in sent if x[0] != name]),
-    "unknown": ("model.layers.7.nonsense.weight", lambda name, sent: [*sent, (name, torch.zeros(3))]),
-    "sent twice": ("model.norm.weight", lambda name, sent: [*sent, *[x for x in sent if x[0] == name]]),
+# which name the message must hold, and what is done to the list of (name, tensor) that is sent
+FAULTS = {
+    "missing": (
+        "model.layers.1.mlp.up_proj.weight",
+        lambda name, sent: [x for x in sent if x[0] != name],
+    ),
+    "unknown": (
+        "model.layers.7.nonsense.weight",
+        lambda name, sent: [*sent, (name, torch.zeros(3))],
+    ),
+    "sent twice": (
+        "model.norm.weight",
+        lambda name, sent: [*sent, *[x for x in sent if x[0] == name]],
+    ),
     "wrong size": (
         "model.layers.0.self_attn.q_proj.bias",
         lambda name, sent: [(n, t[: t.numel() // 2] if n == name else t) for n, t in sent],
@@ -261,9 +309,15 @@ def test_stale_weights_are_refused(make_engine, policy):
 
 @pytest.mark.parametrize("sleep_level, kept", [(1, True), (2, False)])
 def test_what_sleep_has_dropped_is_not_generated_with(sleep_level, kept):
-    """The sync after it is forgotten. CPUs have no sleep: nothing stands for vLLM here, the books alone are asked."""
+    """The sync after it is forgotten. CPUs have no sleep: nothing stands for vLLM here, the books
+    alone are asked."""
     engine = object.__new__(VllmEngine)
-    engine.llm, engine.books, engine.sleep_level, engine.asleep = Mock(), WeightBooks({}), sleep_level, False
+    engine.llm, engine.books, engine.sleep_level, engine.asleep = (
+        Mock(),
+        WeightBooks({}),
+        sleep_level,
+        False,
+    )
     engine.books.step = 7
     engine.sleep()
     engine.wake("weights")
@@ -276,12 +330,16 @@ def test_what_sleep_has_dropped_is_not_generated_with(sleep_level, kept):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_sync_changes_the_samples_to_those_of_the_new_weights(make_engine, tiny_config, tied, tmp_path):
+def test_sync_changes_the_samples_to_those_of_the_new_weights(
+    make_engine, tiny_config, tied, tmp_path
+):
     config = copy.deepcopy(tiny_config)
     config.tie_word_embeddings = tied
     old, new = (plain_policy(config, seed) for seed in (3, 4))
     old.model.save_pretrained(tmp_path)
-    engine = HuggingFaceEngine(EngineConfig(str(tmp_path), torch.float32, WORLD, [END], max_model_len=64))
+    engine = HuggingFaceEngine(
+        EngineConfig(str(tmp_path), torch.float32, WORLD, [END], max_model_len=64)
+    )
     engine.sync_weights(full_parameters(old), 0)
     before = generate(engine, PROMPTS, Sampling(2, 12), SEEDS, 0)
     engine.sleep()
@@ -289,18 +347,26 @@ def test_sync_changes_the_samples_to_those_of_the_new_weights(make_engine, tiny_
     engine.sync_weights(full_parameters(new), 1)
     engine.wake("kv_cache")
     after = generate(engine, PROMPTS, Sampling(2, 12), SEEDS, 1)
-    assert worst_gap(old, before, PROMPTS, 1.0) < 1e-5 and worst_gap(new, after, PROMPTS, 1.0) < 1e-5
+    assert (
+        worst_gap(old, before, PROMPTS, 1.0) < 1e-5 and worst_gap(new, after, PROMPTS, 1.0) < 1e-5
+    )
     assert worst_gap(new, before, PROMPTS, 1.0) > 0.1, "the two differ, or this test shows nothing"
 
 
 def test_as_many_requests_at_once_as_fit_into_the_cache(make_engine, tiny_config):
-    """Of the longest: 64 tokens, in each of two layers a key and a value of one head of 32 numbers in float32."""
+    """Of the longest: 64 tokens, in each of two layers a key and a value of one head of 32 numbers
+    in float32."""
     sequence = 64 * 2 * 2 * 32 * 4
     for memory, most in ((5.5 * sequence, 5), (0.5 * sequence, 1), (2**30, 256)):
         assert make_engine(memory_gib=memory / 2**30).max_sequences == most
     few = make_engine(memory_gib=2.5 * sequence / 2**30, end_ids=[])
     batches, generate_batch = [], few._generate_batch
-    few._generate_batch = lambda requests: (batches.append(len(requests)), generate_batch(requests))[1]
+    few._generate_batch = lambda requests: (
+        batches.append(len(requests)),
+        generate_batch(requests),
+    )[1]
     (samples,) = generate(few, [PROMPTS[1]], Sampling(5, 4), [3], 0)
     (together,) = generate(make_engine(end_ids=[]), [PROMPTS[1]], Sampling(5, 4), [3], 0)
-    assert batches == [2, 2, 1] and [s.token_ids for s in samples] == [s.token_ids for s in together]
+    assert batches == [2, 2, 1] and [s.token_ids for s in samples] == [
+        s.token_ids for s in together
+    ]

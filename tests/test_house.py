@@ -17,7 +17,8 @@ Graph = dict[str, set[str]]  # module -> modules that it imports
 FOLDERS = {"data", "rewards", "tools", "sandbox", "prepare", "look", "engine"}
 
 HEAVY = {"torch", "transformers", "vllm"}
-BUILDERS = {"tiny", "tiny_vl", "smollm2", "export", "memory_plan"}  # of common/prepare: of models, or tokenise
+# of common/prepare: of models, or tokenise
+BUILDERS = {"tiny", "tiny_vl", "smollm2", "export", "memory_plan"}
 LIGHT = [
     "common.files",
     "common.limits",
@@ -33,12 +34,14 @@ WITHOUT_HELP = ["limits", "report", "trl_sft", "trl_step", "trl_work"]
 WITHOUT_HELP = {f"tests/bench/{name}.py" for name in WITHOUT_HELP}
 
 
-# --- who imports whom ---------------------------------------------------------------------------------------------
+# --- who imports whom -----------------------------------------------------------------------------
 
 
 def module_name(path: Path) -> str:
     """The dotted name of a file of the repository."""
-    return str(path.relative_to(ROOT)).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    return (
+        str(path.relative_to(ROOT)).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    )
 
 
 def house() -> dict[str, Path]:
@@ -48,7 +51,8 @@ def house() -> dict[str, Path]:
 
 
 def imported(text: str) -> Iterator[str]:
-    """What a text imports anywhere, in functions and for type checking too: of `from a import b` it is a.b."""
+    """What a text imports anywhere, in functions and for type checking too: of `from a import b` it
+    is a.b."""
     for node in ast.walk(parsed(text)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -108,7 +112,11 @@ def test_papers_are_users():
 def test_circles_are_found():
     graph = import_graph() | {"common.files": {"common.checkpoint"}}
     assert {"common.files", "common.checkpoint"} <= set(circle(graph))
-    assert circle(contracted({"common.data.a": {"common.x"}, "common.x": {"common.data.b"}, "common.data.b": set()}))
+    assert circle(
+        contracted(
+            {"common.data.a": {"common.x"}, "common.x": {"common.data.b"}, "common.data.b": set()}
+        )
+    )
 
 
 def test_vllm_stays_in_the_engine():
@@ -119,7 +127,7 @@ def test_vllm_stays_in_the_engine():
     assert found == {"common.engine.vllm"}
 
 
-# --- the light ground ---------------------------------------------------------------------------------------------
+# --- the light ground -----------------------------------------------------------------------------
 
 # Each program in a child of its own: [what went wrong, which of some packages it has imported].
 PROBE = """
@@ -145,7 +153,8 @@ for program, *arguments in programs:
             problem = f"exit code {stop.code}" if stop.code else ""
         except BaseException as error:
             problem = repr(error)[:1000]
-        os.write(writer, json.dumps([problem, [name for name in packages if name in sys.modules]]).encode())
+        found = [name for name in packages if name in sys.modules]
+        os.write(writer, json.dumps([problem, found]).encode())
         os._exit(0)
     os.close(writer)
     os.wait()
@@ -153,14 +162,19 @@ for program, *arguments in programs:
 """
 
 
-def probe(programs: list[list[str]], packages: Iterable[str] = (), preload: Iterable[str] = ()) -> dict[str, list]:
-    """{program: [what went wrong, those of `packages` that it has imported]}; nothing is imported but `preload`.
+def probe(
+    programs: list[list[str]], packages: Iterable[str] = (), preload: Iterable[str] = ()
+) -> dict[str, list]:
+    """{program: [what went wrong, those of `packages` that it has imported]}; nothing is imported
+    but `preload`.
 
     programs: a module to import, or a module or file to run with arguments.
     """
     asked = [json.dumps(list(x)) for x in (programs, packages, preload)]
     command = [sys.executable, "-c", PROBE, *asked]
-    done = subprocess.run(command, cwd=ROOT, env=script_environment(), capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=ROOT, env=script_environment(), capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return {program: said for program, *said in map(json.loads, done.stdout.splitlines())}
 
@@ -172,16 +186,24 @@ def stems(folder: str) -> set[str]:
 def test_a_probe_tells_what_a_program_imports_and_how_it_fails(tmp_path):
     program = tmp_path / "program.py"
     program.write_text("import sys, wave\nsys.exit(3 if sys.argv[1:] else 0)\n")
-    found = probe([[str(program), "x"], ["common.nothing"], ["decimal"]], ["wave", "colorsys"], ["colorsys"])
+    found = probe(
+        [[str(program), "x"], ["common.nothing"], ["decimal"]], ["wave", "colorsys"], ["colorsys"]
+    )
     assert found.pop("common.nothing")[0].startswith("ModuleNotFoundError")
-    assert found == {str(program): ["exit code 3", ["wave", "colorsys"]], "decimal": ["", ["colorsys"]]}
+    assert found == {
+        str(program): ["exit code 3", ["wave", "colorsys"]],
+        "decimal": ["", ["colorsys"]],
+    }
 
 
 def test_the_ground_is_light():
-    """Files at the bottom, scorers, viewers, and the programs that prepare data (as --help) load no torch."""
+    """Files at the bottom, scorers, viewers, and the programs that prepare data (as --help) load no
+    torch."""
     modules = [*LIGHT, *(f"common.rewards.{name}" for name in stems("common/rewards") - {"model"})]
     programs = [[name] for name in modules]
-    programs += [[f"common.prepare.{name}", "--help"] for name in stems("common/prepare") - BUILDERS]
+    programs += [
+        [f"common.prepare.{name}", "--help"] for name in stems("common/prepare") - BUILDERS
+    ]
     programs += [["papers.pyvision.rewards"], ["papers.pyvision.rows", "--help"]]
     programs += [["papers.pyvision.benchmarks", "--help"]]
     assert {name: said for name, said in probe(programs, HEAVY).items() if said != ["", []]} == {}
@@ -195,7 +217,14 @@ def test_a_process_group_opens_without_pictures():
 
 
 def test_help_waits_for_torch_alone():
-    later = ["transformers", "vllm", "sympy", "pandas", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
+    later = [
+        "transformers",
+        "vllm",
+        "sympy",
+        "pandas",
+        "torch.distributed.fsdp",
+        "torch.distributed.checkpoint",
+    ]
     scripts = [[str(ROOT / f"{name}.py"), "--help"] for name in sorted(stems(""))]
     assert list(probe(scripts, later, preload=["torch"]).values()) == [["", []]] * len(scripts)
 
@@ -205,7 +234,9 @@ def test_every_module_can_be_the_first_to_be_imported():
     """In an interpreter that knows torch alone: transformers is repaired by whoever needs that."""
     modules = [name for name in house() if name.startswith(("common.", "papers."))]
     programs = [[name] for name in modules if not name.endswith("__main__")]
-    assert {name: said for name, said in probe(programs, preload=["torch"]).items() if said != ["", []]} == {}
+    assert {
+        name: said for name, said in probe(programs, preload=["torch"]).items() if said != ["", []]
+    } == {}
 
 
 def test_every_benchmark_answers_help():

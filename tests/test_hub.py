@@ -1,4 +1,5 @@
-"""Models of a hub: its subfolders, and what is fetched at all. A hub of our own, on this machine."""
+"""Models of a hub: its subfolders, and what is fetched at all. A hub of our own, on this
+machine."""
 
 import json
 import shutil
@@ -17,20 +18,33 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Handler(BaseHTTPRequestHandler):
-    """The three addresses that huggingface_hub asks: the repository, the list of its files, and each of them."""
+    """The three addresses that huggingface_hub asks: the repository, the list of its files, and
+    each of them."""
 
     def do_GET(self, body: bool = True) -> None:
         root, path = self.server.root, self.path.partition("?")[0]
-        files = {str(file.relative_to(root / "org/warm-start")): file for file in root.rglob("*") if file.is_file()}
+        files = {
+            str(file.relative_to(root / "org/warm-start")): file
+            for file in root.rglob("*")
+            if file.is_file()
+        }
         headers, content, status = {}, b"", 200
         if path == "/api/models/org/warm-start/revision/main":
             siblings = [{"rfilename": name} for name in files]
-            content = json.dumps({"id": "org/warm-start", "sha": COMMIT, "siblings": siblings}).encode()
+            content = json.dumps(
+                {"id": "org/warm-start", "sha": COMMIT, "siblings": siblings}
+            ).encode()
         elif path.startswith("/api/models/org/warm-start/tree/"):
-            entries = [{"type": "file", "path": n, "size": f.stat().st_size, "oid": n} for n, f in files.items()]
+            entries = [
+                {"type": "file", "path": n, "size": f.stat().st_size, "oid": n}
+                for n, f in files.items()
+            ]
             content = json.dumps(entries).encode()
         elif (name := path.removeprefix(f"/org/warm-start/resolve/{COMMIT}/")) in files:
-            content, headers = files[name].read_bytes(), {"ETag": f'"{hash(name)}"', "X-Repo-Commit": COMMIT}
+            content, headers = (
+                files[name].read_bytes(),
+                {"ETag": f'"{hash(name)}"', "X-Repo-Commit": COMMIT},
+            )
             self.server.fetched.add(name)
         else:
             status, headers = 404, {"X-Error-Code": "RepoNotFound"}
@@ -49,7 +63,8 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A repository with checkpoints in subfolders, and none at its root; `fetched` is what was asked of it."""
+    """A repository with checkpoints in subfolders, and none at its root; `fetched` is what was
+    asked of it."""
     repository = tmp_path / "hub" / "org" / "warm-start"
     for name in ("checkpoint-123", "checkpoint-246"):
         shutil.copytree(FOLDERS["tiny"], repository / name)
@@ -61,7 +76,11 @@ def hub(tmp_path, monkeypatch):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}"
     monkeypatch.setattr(constants, "ENDPOINT", address)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(
+        constants,
+        "HUGGINGFACE_CO_URL_TEMPLATE",
+        address + "/{repo_id}/resolve/{revision}/{filename}",
+    )
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     yield server
@@ -69,7 +88,8 @@ def hub(tmp_path, monkeypatch):
 
 
 def test_a_tokenizer_that_truncates_is_ready_for_threads(tmp_path):
-    """Its file says so; the first call would change that, in several threads at once: "Already borrowed"."""
+    """Its file says so; the first call would change that, in several threads at once: "Already
+    borrowed"."""
     folder = shutil.copytree(FOLDERS["tiny"], tmp_path / "tiny")
     file, texts = folder / "tokenizer.json", ["word " * 20_000] * 64
     truncation = {"direction": "Right", "max_length": 7, "strategy": "LongestFirst", "stride": 0}
@@ -77,7 +97,9 @@ def test_a_tokenizer_that_truncates_is_ready_for_threads(tmp_path):
     for _ in range(5):
         tokenizer = load_tokenizer(str(folder))
         with ThreadPoolExecutor(8) as threads:
-            assert {len(ids) for ids in threads.map(tokenizer.encode, texts)} == {len(tokenizer.encode(texts[0]))}
+            assert {len(ids) for ids in threads.map(tokenizer.encode, texts)} == {
+                len(tokenizer.encode(texts[0]))
+            }
     assert len(tokenizer.encode(texts[0])) > 7
 
 
@@ -85,7 +107,9 @@ def test_a_tokenizer_that_makes_nothing_of_texts_is_refused(tmp_path):
     """transformers makes one of two tokens of a folder whose tokenizer.json is not there."""
     folder = shutil.copytree(FOLDERS["tiny"], tmp_path / "tiny")
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(SystemExit, match=r"tiny: its tokenizer makes nothing of texts: are tokenizer\.json"):
+    with pytest.raises(
+        SystemExit, match=r"tiny: its tokenizer makes nothing of texts: are tokenizer\.json"
+    ):
         load_tokenizer(resolve_model(str(folder)))
 
 
@@ -105,10 +129,15 @@ def test_without_a_model_at_its_root_the_subfolders_are_named(hub, monkeypatch):
         (line,) = str(stop.value).splitlines()
         assert line.startswith("--model org/warm-start: no config.json or no tokenizer in it; ")
         assert line.endswith("take org/warm-start/checkpoint-123, org/warm-start/checkpoint-246")
-        assert hub.fetched == {"README.json", "checkpoint-123/config.json", "checkpoint-246/config.json"}
+        assert hub.fetched == {
+            "README.json",
+            "checkpoint-123/config.json",
+            "checkpoint-246/config.json",
+        }
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(
-        SystemExit, match="--model org/nothing: no folder, none of tiny, tiny-vl, tiny-vl-python, smollm2"
+        SystemExit,
+        match="--model org/nothing: no folder, none of tiny, tiny-vl, tiny-vl-python, smollm2",
     ):
         resolve_model("org/nothing")
 

@@ -34,7 +34,9 @@ def saved(tmp_path_factory, world):
     folder = tmp_path_factory.mktemp("saved")
     for step in (1, 2):
         state = {"loader": {"consumed": 4}}
-        assert save_checkpoint(folder, step, trained(), world, state=state, keep=2, identity=IDENTITY)
+        assert save_checkpoint(
+            folder, step, trained(), world, state=state, keep=2, identity=IDENTITY
+        )
     return folder
 
 
@@ -60,9 +62,19 @@ def pipe(file: Path) -> None:
     os.mkfifo(file)
 
 
-DAMAGES = {"flip": flip, "cut": cut, "empty": lambda file: file.write_bytes(b""), "remove": Path.unlink, "pipe": pipe}
+DAMAGES = {
+    "flip": flip,
+    "cut": cut,
+    "empty": lambda file: file.write_bytes(b""),
+    "remove": Path.unlink,
+    "pipe": pipe,
+}
 SHARD = "state/shard-00001-model-00001-of-00001.safetensors"
-DAMAGED = [*((SHARD, kind) for kind in DAMAGES), ("trainer.json", "flip"), ("manifest.json", "pipe")]
+DAMAGED = [
+    *((SHARD, kind) for kind in DAMAGES),
+    ("trainer.json", "flip"),
+    ("manifest.json", "pipe"),
+]
 
 
 @pytest.mark.parametrize("name, damage", DAMAGED)
@@ -96,7 +108,9 @@ def test_a_foreign_file_is_refused(run, world, name):
         find_checkpoint(run, "auto", world)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"files": 3}', '{"files": {"a": [1, 2]}}', "[" * 100_000])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"files": 3}', '{"files": {"a": [1, 2]}}', "[" * 100_000]
+)
 def test_a_manifest_that_is_none(run, world, content):
     (run / "checkpoints/step_000002/manifest.json").write_text(content)
     with pytest.raises(SystemExit, match=r"step_000002 has a damaged manifest\.json"):
@@ -110,7 +124,14 @@ def test_without_latest_the_last_complete_step_goes_on(run, world, capsys):
     assert "latest is missing: going on from step_000002" in capsys.readouterr().out
 
 
-LEADING_OUT = ["../../elsewhere/step_000002", "", "\0", "latest", "step_" + "9" * 300, "step_000002 " * 10**6]
+LEADING_OUT = [
+    "../../elsewhere/step_000002",
+    "",
+    "\0",
+    "latest",
+    "step_" + "9" * 300,
+    "step_000002 " * 10**6,
+]
 LEADING_OUT += ["\x1b[2J", "\nstep_000002\nx"]
 
 
@@ -118,21 +139,26 @@ LEADING_OUT += ["\x1b[2J", "\nstep_000002\nx"]
 def test_latest_leads_nowhere_else(run, world, name):
     (run / "checkpoints/latest").write_text(name)
     with pytest.raises(
-        SystemExit, match=r"which is no step folder; --resume .*/step_000002 goes on from the last one"
+        SystemExit,
+        match=r"which is no step folder; --resume .*/step_000002 goes on from the last one",
     ):
         find_checkpoint(run, "auto", world)
 
 
 def test_latest_of_a_step_that_is_gone(run, world):
     (run / "checkpoints/latest").write_text("step_000009")
-    with pytest.raises(SystemExit, match=r"step_000009, which is not there; --resume .*/step_000002 goes on"):
+    with pytest.raises(
+        SystemExit, match=r"step_000009, which is not there; --resume .*/step_000002 goes on"
+    ):
         find_checkpoint(run, "auto", world)
 
 
 @pytest.mark.parametrize("other", [{"script": "ppo"}, {"model": "4567"}])
 def test_a_checkpoint_of_another_script_or_model_is_refused(run, world, other):
     ((name, value),) = other.items()
-    with pytest.raises(SystemExit, match=f"is of another {name}, {IDENTITY[name]} and not {value}") as refusal:
+    with pytest.raises(
+        SystemExit, match=f"is of another {name}, {IDENTITY[name]} and not {value}"
+    ) as refusal:
         find_checkpoint(run, "auto", world, IDENTITY | other)
     said = str(refusal.value)
     assert ("start grpo.py" if name == "script" else "give the --model") in said
@@ -141,7 +167,9 @@ def test_a_checkpoint_of_another_script_or_model_is_refused(run, world, other):
 
 def test_a_text_in_a_manifest_does_not_garble_the_terminal(run, world):
     manifest = run / "checkpoints/step_000002/manifest.json"
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"script": "a\n\x1b[2J" * 1000}))
+    manifest.write_text(
+        json.dumps(json.loads(manifest.read_text()) | {"script": "a\n\x1b[2J" * 1000})
+    )
     with pytest.raises(SystemExit, match="is of another script, a") as refusal:
         find_checkpoint(run, "auto", world, IDENTITY)
     assert str(refusal.value).isprintable() and len(str(refusal.value)) < 1000
@@ -161,13 +189,17 @@ class Attack:
 def as_promised(folder: Path) -> None:
     """An attacker writes the manifest, too."""
     manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["files"] = {name: digest(folder / name) for name in manifest["files"] if (folder / name).exists()}
+    manifest["files"] = {
+        name: digest(folder / name) for name in manifest["files"] if (folder / name).exists()
+    }
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
 def header_of(text: bytes) -> Callable[[Path], object]:
     """A shard that begins with this text as its header, behind its length."""
-    return lambda folder: (folder / SHARD).write_bytes(len(text).to_bytes(8, "little") + text + bytes(64))
+    return lambda folder: (folder / SHARD).write_bytes(
+        len(text).to_bytes(8, "little") + text + bytes(64)
+    )
 
 
 def bias_at(offset: object, size: int = 3) -> Callable[[Path], None]:
@@ -198,11 +230,19 @@ ODD = {
     "an empty trainer.json": trainer_of("{}"),
     "a list as trainer.json": trainer_of("[]"),
     "deep lists as trainer.json": trainer_of("[" * 10**5),
-    "a text as step": trainer_of('{"step": "2", "loss_scale": {"policy": {"scale": 1, "good_steps": 0}}}'),
-    "a step before the first": trainer_of('{"step": -2, "loss_scale": {"policy": {"scale": 1, "good_steps": 0}}}'),
+    "a text as step": trainer_of(
+        '{"step": "2", "loss_scale": {"policy": {"scale": 1, "good_steps": 0}}}'
+    ),
+    "a step before the first": trainer_of(
+        '{"step": -2, "loss_scale": {"policy": {"scale": 1, "good_steps": 0}}}'
+    ),
     "no loss scale": trainer_of('{"step": 2, "best": 1}'),
-    "a loss scale of text": trainer_of('{"step": 2, "loss_scale": {"policy": {"scale": "x", "good_steps": 0}}}'),
-    "a best that is none": trainer_of('{"step": 2, "best_step": "step_000002", "best": [1], "loss_scale": {}}'),
+    "a loss scale of text": trainer_of(
+        '{"step": 2, "loss_scale": {"policy": {"scale": "x", "good_steps": 0}}}'
+    ),
+    "a best that is none": trainer_of(
+        '{"step": 2, "best_step": "step_000002", "best": [1], "loss_scale": {}}'
+    ),
 }
 
 
@@ -213,14 +253,24 @@ def test_what_no_save_has_written_is_refused_in_a_line(run, world, kind):
     ODD[kind](folder)
     as_promised(folder)
     start = time.monotonic()
-    with deadline(20), pytest.raises(SystemExit, match=r"step_000002 cannot be loaded .*--resume never") as refusal:
+    with (
+        deadline(20),
+        pytest.raises(
+            SystemExit, match=r"step_000002 cannot be loaded .*--resume never"
+        ) as refusal,
+    ):
         assert find_checkpoint(run, "auto", world, IDENTITY) == folder
         load_checkpoint(folder, trained(), world)
     assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 400
     assert time.monotonic() - start < 15, "nothing is waited for"
 
 
-POSITIONS = ["null", "{}", '{"consumed": 4.0, "seed": 0, "num_rows": 4}', '{"consumed": -4, "seed": 0, "num_rows": 4}']
+POSITIONS = [
+    "null",
+    "{}",
+    '{"consumed": 4.0, "seed": 0, "num_rows": 4}',
+    '{"consumed": -4, "seed": 0, "num_rows": 4}',
+]
 
 
 @pytest.mark.parametrize("position", POSITIONS)
@@ -228,7 +278,10 @@ def test_a_position_in_the_data_that_is_none_is_refused(run, position):
     folder = run / "checkpoints" / "step_000002"
     trainer_of(f'{{"step": 2, "loader": {position}}}')(folder)
     resumed = SimpleNamespace(checkpoint=folder, run=SimpleNamespace(seed=0))
-    with pytest.raises(SystemExit, match=r"step_000002 cannot be loaded \(trainer.json has no position in the data\)"):
+    with pytest.raises(
+        SystemExit,
+        match=r"step_000002 cannot be loaded \(trainer.json has no position in the data\)",
+    ):
         job.Job.open_loader(resumed, 4, fingerprint="")
 
 
@@ -255,21 +308,26 @@ def test_no_file_of_a_checkpoint_is_a_pickle(run):
 
 @pytest.mark.parametrize("name", [SHARD, "state/.metadata"])
 def test_a_pickle_in_a_checkpoint_is_refused(run, world, name, monkeypatch):
-    """In the place of a shard, or where torch's own checkpoints have one; with a manifest that promises it."""
+    """In the place of a shard, or where torch's own checkpoints have one; with a manifest that
+    promises it."""
     folder = run / "checkpoints" / "step_000002"
     (folder / name).write_bytes(pickle.dumps(Attack()))
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["files"][name] = digest(folder / name)
     (folder / "manifest.json").write_text(json.dumps(manifest))
     monkeypatch.chdir(run)
-    with pytest.raises(SystemExit, match=r"step_000002 (cannot be loaded|has a foreign) .*--resume") as refusal:
+    with pytest.raises(
+        SystemExit, match=r"step_000002 (cannot be loaded|has a foreign) .*--resume"
+    ) as refusal:
         find_checkpoint(run, "auto", world, IDENTITY)
         load_checkpoint(folder, trained(), world)
     assert "\n" not in str(refusal.value) and not (run / "attacked").exists()
 
 
 def test_a_models_identity_is_its_architecture(tmp_path):
-    (tmp_path / "config.json").write_text('{"hidden_size": 4, "transformers_version": "5.0", "dtype": "float32"}')
+    (tmp_path / "config.json").write_text(
+        '{"hidden_size": 4, "transformers_version": "5.0", "dtype": "float32"}'
+    )
     first = model_identity(tmp_path)
     (tmp_path / "config.json").write_text('{"transformers_version": "5.1", "hidden_size": 4}')
     assert model_identity(tmp_path) == first
@@ -284,26 +342,35 @@ def test_what_stands_in_the_way_of_an_atomic_write_is_removed(tmp_path, left):
     left(tmp_path / ".file.tmp")
     with deadline(10):
         replace_file(tmp_path / "file", lambda path: path.write_text("new"))
-    assert (tmp_path / "file").read_text() == "new" and (tmp_path / "of a user").read_text() == "mine"
+    assert (tmp_path / "file").read_text() == "new" and (
+        tmp_path / "of a user"
+    ).read_text() == "mine"
 
 
-# --- the lock -----------------------------------------------------------------------------------------------------
+# --- the lock -------------------------------------------------------------------------------------
 
-HOLDER = "import sys, time; from pathlib import Path; from common import files; files.HEARTBEAT_S = 0.1; "
+HOLDER = (
+    "import sys, time; from pathlib import Path; from common import files; "
+    "files.HEARTBEAT_S = 0.1; "
+)
 HOLDER += "lock = files.lock_folder(Path(sys.argv[1])); print('held', flush=True); time.sleep(600)"
 
 
 @pytest.fixture
 def holder(tmp_path):
     """A process that holds the lock of tmp_path."""
-    with subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path], cwd=ROOT, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, tmp_path], cwd=ROOT, stdout=subprocess.PIPE
+    ) as process:
         assert process.stdout.readline() == b"held\n"
         yield process
         process.kill()
 
 
 def test_a_second_run_is_refused_and_a_killed_one_taken_over_at_once(tmp_path, holder, capsys):
-    with pytest.raises(SystemExit, match=rf"--output-dir .*: process {holder.pid} on .* writes there"):
+    with pytest.raises(
+        SystemExit, match=rf"--output-dir .*: process {holder.pid} on .* writes there"
+    ):
         lock_folder(tmp_path)
     holder.kill()
     holder.wait()
@@ -366,7 +433,8 @@ def test_what_is_no_lock_is_taken_over(tmp_path):
 
 
 def test_an_empty_lock_is_not_said_to_be_a_process(tmp_path, monkeypatch, capsys):
-    """A full disk leaves it, and filelock, which may have just made it, takes it over from nobody."""
+    """A full disk leaves it, and filelock, which may have just made it, takes it over from
+    nobody."""
 
     def acquire(lock, **_):
         raise Timeout(lock.lock_file)
@@ -376,7 +444,10 @@ def test_an_empty_lock_is_not_said_to_be_a_process(tmp_path, monkeypatch, capsys
     with pytest.raises(SystemExit) as refusal:
         lock_folder(tmp_path)
     said = str(refusal.value)
-    assert f"{tmp_path}/lock names no process" in said and "delete it, or give another --output-dir" in said
+    assert (
+        f"{tmp_path}/lock names no process" in said
+        and "delete it, or give another --output-dir" in said
+    )
     assert "end it" not in said and "names no process" in capsys.readouterr().out
 
 
@@ -420,15 +491,21 @@ def test_a_node_that_does_not_see_the_run_folder_is_named(tmp_path, monkeypatch,
     """Rank 0 has its lock, which each rank must find where it writes itself."""
     lock, slept = lock_folder(tmp_path / "of rank 0"), []
     monkeypatch.setattr(job, "broadcast_object", lambda value: lock.token)
-    monkeypatch.setattr(job, "time", SimpleNamespace(sleep=slept.append))  # not that of the heartbeats
-    rank, own = SimpleNamespace(is_main=False), tmp_path / ("of rank 0" if shared else "of this node")
+    # not that of the heartbeats
+    monkeypatch.setattr(job, "time", SimpleNamespace(sleep=slept.append))
+    rank, own = (
+        SimpleNamespace(is_main=False),
+        tmp_path / ("of rank 0" if shared else "of this node"),
+    )
     with nullcontext() if shared else pytest.raises(SystemExit) as refusal:
         job.lock_everywhere(own, rank)
     lock.release()
     if shared:
         assert slept == []
     else:
-        assert f"{own}: {socket.gethostname()} does not see what rank 0 writes" in str(refusal.value)
+        assert f"{own}: {socket.gethostname()} does not see what rank 0 writes" in str(
+            refusal.value
+        )
         assert 5 < sum(slept) < 90, "a network file system is given time"
 
 

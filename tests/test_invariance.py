@@ -1,4 +1,5 @@
-"""The gradient is the same however a batch is split: ranks, FSDP2 or DDP, micro-batches, packing, an empty rank."""
+"""The gradient is the same however a batch is split: ranks, FSDP2 or DDP, micro-batches, packing,
+an empty rank."""
 
 import json
 
@@ -9,7 +10,10 @@ WORKER = ROOT / "tests" / "workers" / "gradients.py"
 BOUNDS = {"float64": 1e-10, "float32": 1e-5}
 
 
-CASES = [("float64", 2, ["--pairs"]), ("float64", 2, ["--lora", "--budgets", 45, "--variants", "grpo", "critic"])]
+CASES = [
+    ("float64", 2, ["--pairs"]),
+    ("float64", 2, ["--lora", "--budgets", 45, "--variants", "grpo", "critic"]),
+]
 SLOW = [(dtype, ranks, more) for dtype in BOUNDS for ranks in (1, 2) for more in ([], ["--lora"])]
 SLOW += [("float64", 4, [*more, "--shard-sizes", 1, 2, 4]) for more in ([], ["--lora"])]
 
@@ -25,7 +29,13 @@ def test_gradient_is_independent_of_the_split(dtype, ranks, more, tmp_path):
     distances = json.loads(done.stdout.strip().splitlines()[-1])
     strategies = 4 if ranks == 4 else 2
     everything = strategies * 2 * 2 * 5 * 7
-    some = everything // 4 if "--pairs" in more else 2 * 2 * 5 * 2 if "--variants" in more else everything
+    some = (
+        everything // 4
+        if "--pairs" in more
+        else 2 * 2 * 5 * 2
+        if "--variants" in more
+        else everything
+    )
     assert len(distances) == some
     worst = max(distances, key=distances.get)
     assert distances[worst] < BOUNDS[dtype], f"{worst}: {distances[worst]:.2g}"

@@ -1,4 +1,5 @@
-"""Memory and CPUs that a process may use, of folders that look like control groups; what comes of them."""
+"""Memory and CPUs that a process may use, of folders that look like control groups; what comes of
+them."""
 
 import os
 from pathlib import Path
@@ -28,7 +29,10 @@ def machine(monkeypatch):
 
 def tree(root: Path, cgroup: str, mounts: str, files: dict[str, object]) -> Path:
     """A root folder with /proc/self/cgroup, /proc/self/mountinfo, and files of /sys/fs/cgroup."""
-    texts = {"proc/self/cgroup": cgroup, "proc/self/mountinfo": f"22 1 0:21 / / rw - ext4 /dev/vda rw\n{mounts}\n"}
+    texts = {
+        "proc/self/cgroup": cgroup,
+        "proc/self/mountinfo": f"22 1 0:21 / / rw - ext4 /dev/vda rw\n{mounts}\n",
+    }
     for name, content in files.items():
         texts[f"sys/fs/cgroup/{name}"] = f"{content}\n"
     for name, text in texts.items():
@@ -56,13 +60,16 @@ def test_without_limits_the_machine_decides(tmp_path):
     without = {"a/memory.max": "max", "a/memory.current": 3 * GB, "a/cpu.max": "max 100000"}
     assert numbers(version_2(tmp_path / "2", "/a", without)) == (16, 64, 128)
     without = {"memory/a/memory.limit_in_bytes": NONE_V1, "memory/a/memory.usage_in_bytes": 3 * GB}
-    without["memory/a/memory.stat"] = f"cache 1\nhierarchical_memory_limit {NONE_V1}\ntotal_inactive_file 7"
+    without["memory/a/memory.stat"] = (
+        f"cache 1\nhierarchical_memory_limit {NONE_V1}\ntotal_inactive_file 7"
+    )
     without |= {"cpu,cpuacct/a/cpu.cfs_quota_us": -1, "cpu,cpuacct/a/cpu.cfs_period_us": 100_000}
     assert numbers(version_1(tmp_path / "1", "/a", without)) == (16, 64, 128)
 
 
 def test_a_container_of_version_2(tmp_path):
-    """Its path is `/` in a namespace of its own; one that joined from outside has a path that leads out of it."""
+    """Its path is `/` in a namespace of its own; one that joined from outside has a path that leads
+    out of it."""
     files = {"memory.max": 5 * GB, "memory.current": 4 * GB, "cpu.max": "800000 100000"}
     files["memory.stat"] = f"anon 1\ninactive_anon 5\ninactive_file {GB}\nactive_file 5"
     for number, group in enumerate(["/", "/../..", "/docker/abc"]):
@@ -76,7 +83,9 @@ def test_a_container_of_version_1(tmp_path):
     files = {"memory/memory.limit_in_bytes": 5 * GB, "memory/memory.usage_in_bytes": 4 * GB}
     files["memory/memory.stat"] = f"inactive_file 3\ntotal_inactive_file {GB}"
     files |= {"cpu,cpuacct/cpu.cfs_quota_us": 800_000, "cpu,cpuacct/cpu.cfs_period_us": 100_000}
-    for number, (group, mount) in enumerate([("/docker/a b", r"/docker/a\040b"), ("/", "/"), ("/x/y", "/docker/a")]):
+    for number, (group, mount) in enumerate(
+        [("/docker/a b", r"/docker/a\040b"), ("/", "/"), ("/x/y", "/docker/a")]
+    ):
         assert numbers(version_1(tmp_path / f"{number}", group, files, mount)) == (2, 5, 8)
 
 
@@ -88,11 +97,21 @@ def test_the_least_of_all_groups_above(tmp_path):
         "job/memory.current": 8 * GB,
         "job/cpu.max": "650000 100000",
     }
-    files |= {"job/step/memory.max": 8 * GB, "job/step/memory.current": GB, "job/step/cpu.max": "max 100000"}
+    files |= {
+        "job/step/memory.max": 8 * GB,
+        "job/step/memory.current": GB,
+        "job/step/cpu.max": "max 100000",
+    }
     assert numbers(version_2(tmp_path / "2", "/job/step/task", files)) == (1, 8, 6)
     files = {"memory/job/memory.limit_in_bytes": 9 * GB, "memory/job/memory.usage_in_bytes": 8 * GB}
-    files |= {"memory/job/step/memory.limit_in_bytes": 8 * GB, "memory/job/step/memory.usage_in_bytes": GB}
-    files |= {"cpu,cpuacct/job/cpu.cfs_quota_us": 650_000, "cpu,cpuacct/job/cpu.cfs_period_us": 100_000}
+    files |= {
+        "memory/job/step/memory.limit_in_bytes": 8 * GB,
+        "memory/job/step/memory.usage_in_bytes": GB,
+    }
+    files |= {
+        "cpu,cpuacct/job/cpu.cfs_quota_us": 650_000,
+        "cpu,cpuacct/job/cpu.cfs_period_us": 100_000,
+    }
     assert numbers(version_1(tmp_path / "1", "/job/step", files)) == (1, 8, 6)
 
 
@@ -109,12 +128,14 @@ def test_what_is_used_up_and_what_is_less_than_one(tmp_path):
     assert numbers(version_2(tmp_path, "/", files)) == (0, 1, 1)
 
 
-@pytest.mark.parametrize("files", [{"memory.max": "", "memory.stat": "\xff", "cpu.max": "max"}, {"cpu.max": "5 0"}])
+@pytest.mark.parametrize(
+    "files", [{"memory.max": "", "memory.stat": "\xff", "cpu.max": "max"}, {"cpu.max": "5 0"}]
+)
 def test_files_that_say_nothing_are_no_limits(tmp_path, files):
     assert numbers(version_2(tmp_path, "/", files)) == (16, 64, 128)
 
 
-# --- what comes of them -------------------------------------------------------------------------------------------
+# --- what comes of them ---------------------------------------------------------------------------
 
 
 def test_ranks_share_the_cpus_of_the_container(monkeypatch):

@@ -41,14 +41,19 @@ def test_records_are_appended_by_a_resumed_run(tmp_path, capsys):
         second.log(step, {"reward/mean": step * 10.0})
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 7, "nothing is truncated"
     records = read_metrics(tmp_path / "metrics.jsonl")
-    assert records == [{"step": i, "reward/mean": value} for i, value in ((1, 0.1), (2, 20.0), (3, 30.0), (4, 40.0))]
+    assert records == [
+        {"step": i, "reward/mean": value}
+        for i, value in ((1, 0.1), (2, 20.0), (3, 30.0), (4, 40.0))
+    ]
 
 
 def test_evaluation_logged_apart_joins_its_step(tmp_path):
     log = make(tmp_path)
     log.log(1, {"reward/mean": 0.5})
     log.log(1, {"eval/accuracy": 0.25})
-    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "reward/mean": 0.5, "eval/accuracy": 0.25}]
+    assert read_metrics(tmp_path / "metrics.jsonl") == [
+        {"step": 1, "reward/mean": 0.5, "eval/accuracy": 0.25}
+    ]
 
 
 def test_of_a_repeated_step_nothing_stays_of_the_first_time(tmp_path):
@@ -67,7 +72,14 @@ def test_torn_line_costs_one_record(tmp_path):
 
 
 def test_file_stays_valid_json(tmp_path):
-    values = {"a": math.nan, "b": -math.inf, "c": np.float32(0.5), "d": torch.tensor(2.0), "e": np.int64(3), "f": True}
+    values = {
+        "a": math.nan,
+        "b": -math.inf,
+        "c": np.float32(0.5),
+        "d": torch.tensor(2.0),
+        "e": np.int64(3),
+        "f": True,
+    }
     make(tmp_path).log(1, values)
 
     def reject(name):
@@ -99,12 +111,16 @@ def test_full_disk_costs_one_warning(tmp_path, monkeypatch, capsys):
     log.log(4, {"a": 4.0})
     output = capsys.readouterr().out
     assert output.count("No space left on device") == 1 and "metrics.jsonl" in output
-    assert [f"step {' ' * 2}{step}/100" in output for step in (1, 2, 3, 4)] == [True] * 4, "the console line goes on"
+    assert [f"step {' ' * 2}{step}/100" in output for step in (1, 2, 3, 4)] == [True] * 4, (
+        "the console line goes on"
+    )
     assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [1, 4]
 
 
 @pytest.mark.parametrize("instead", [Path.mkdir, os.mkfifo], ids=["a folder", "a pipe"])
-def test_what_stands_in_the_place_of_the_records_costs_them_and_not_the_run(tmp_path, capsys, instead):
+def test_what_stands_in_the_place_of_the_records_costs_them_and_not_the_run(
+    tmp_path, capsys, instead
+):
     for name in ("metrics.jsonl", "config.json"):
         instead(tmp_path / name)
     with deadline(30):  # nothing waits for a reader
@@ -114,7 +130,9 @@ def test_what_stands_in_the_place_of_the_records_costs_them_and_not_the_run(tmp_
         machine.save_config(tmp_path, {"seed": 1})
     said = capsys.readouterr().out
     assert f"warning: cannot write {tmp_path}/metrics.jsonl" in said and "step   1/100" in said
-    assert (tmp_path / "config.json").is_file() or f"warning: {tmp_path}/config.json not written" in said
+    assert (
+        tmp_path / "config.json"
+    ).is_file() or f"warning: {tmp_path}/config.json not written" in said
 
 
 def test_records_that_cannot_be_read_or_made_cost_themselves(tmp_path, monkeypatch, capsys):
@@ -128,7 +146,11 @@ def test_records_that_cannot_be_read_or_made_cost_themselves(tmp_path, monkeypat
     (tmp_path / "file").write_text("")
     make(tmp_path / "file" / "run").log(2, {"a": 1.0})
     said = capsys.readouterr().out
-    assert said.count("warning: cannot write") == 2 and "another user's" in said and "step   2/100" in said
+    assert (
+        said.count("warning: cannot write") == 2
+        and "another user's" in said
+        and "step   2/100" in said
+    )
 
 
 @pytest.mark.parametrize("text", ["null", '{"args": 5}', '{"args": [3]}', "{"])
@@ -146,7 +168,9 @@ def test_other_ranks_do_nothing(tmp_path, capsys):
 
 
 def fake_wandb(monkeypatch, init, patience_s=60.0):
-    module = types.SimpleNamespace(Settings=lambda **settings: settings, init=init, teardown=lambda: None)
+    module = types.SimpleNamespace(
+        Settings=lambda **settings: settings, init=init, teardown=lambda: None
+    )
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setitem(sys.modules, "wandb", module)
     monkeypatch.setattr(trackers, "TRACKER_SECONDS", patience_s)
@@ -182,7 +206,10 @@ def test_tracker_receives_numbers(tmp_path, monkeypatch):
     log.close()
     assert run.logged == [{"step": 1, "reward/mean": 0.5}, {"step": 1, "eval/accuracy": 0.25}]
     assert run.exit_code == 0 and received["name"] == "mine", "named after its folder"
-    assert received["config"] == {"lr": 1e-6, "path": "/x"} and received["settings"]["init_timeout"] == 6
+    assert (
+        received["config"] == {"lr": 1e-6, "path": "/x"}
+        and received["settings"]["init_timeout"] == 6
+    )
 
 
 def test_a_resume_has_the_id_of_its_folder_and_a_failure_is_told(tmp_path, monkeypatch):
@@ -219,8 +246,15 @@ def test_a_tracker_without_its_server_goes_on_offline(online, tmp_path, monkeypa
     released.set()
     said = capsys.readouterr().out
     why = "ConnectionError: no route to host" if online == "raises" else "no answer within 2 s"
-    assert f"--log wandb stays offline ({why}); later: wandb sync --append {tmp_path}/wandb/*run-*" in said
-    assert modes == [None, "offline"] and run.logged == [{"step": 1, "a": 1.0}] and "dropped" not in said
+    assert (
+        f"--log wandb stays offline ({why}); later: wandb sync --append {tmp_path}/wandb/*run-*"
+        in said
+    )
+    assert (
+        modes == [None, "offline"]
+        and run.logged == [{"step": 1, "a": 1.0}]
+        and "dropped" not in said
+    )
 
 
 def test_tracker_that_fails_to_start(tmp_path, monkeypatch, capsys):
@@ -232,7 +266,11 @@ def test_tracker_that_fails_to_start(tmp_path, monkeypatch, capsys):
     log.log(1, {"a": 1.0})
     log.close()
     warnings = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
-    assert len(warnings) == 1 and "--log wandb" in warnings[0] and "api_key not configured" in warnings[0]
+    assert (
+        len(warnings) == 1
+        and "--log wandb" in warnings[0]
+        and "api_key not configured" in warnings[0]
+    )
     assert "pip install" not in warnings[0]
 
 
@@ -253,7 +291,10 @@ def test_tracker_that_fails_later(tmp_path, monkeypatch, capsys):
     for step in (1, 2, 3):
         log.log(step, {"a": 1.0})
     log.close()
-    assert run.logged == [{"step": 1, "a": 1.0}] and capsys.readouterr().out.count("network is down") == 1
+    assert (
+        run.logged == [{"step": 1, "a": 1.0}]
+        and capsys.readouterr().out.count("network is down") == 1
+    )
     assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
 
 
@@ -276,10 +317,25 @@ def test_console_lines_are_aligned(tmp_path, capsys):
     log = make(tmp_path, total_steps=1000)
     steps = [
         {"reward/mean": 0.5, "policy/entropy": 0.01, "optim/grad_norm": 0.7, "time/step_s": 3.0},
-        {"reward/mean": -0.25, "policy/entropy": math.nan, "optim/grad_norm": 1.2e9, "time/step_s": 333.0},
+        {
+            "reward/mean": -0.25,
+            "policy/entropy": math.nan,
+            "optim/grad_norm": 1.2e9,
+            "time/step_s": 333.0,
+        },
         {"reward/mean": 0.5, "optim/grad_norm": 0.7, "time/step_s": 3.0, "eval/accuracy": 0.125},
-        {"reward/mean": 0.5, "policy/entropy": -12345.678, "optim/grad_norm": 0.7, "time/step_s": 3.0},
-        {"reward/mean": 0.5, "policy/entropy": 1e-9, "optim/grad_norm": math.inf, "eval/accuracy": 1.0},
+        {
+            "reward/mean": 0.5,
+            "policy/entropy": -12345.678,
+            "optim/grad_norm": 0.7,
+            "time/step_s": 3.0,
+        },
+        {
+            "reward/mean": 0.5,
+            "policy/entropy": 1e-9,
+            "optim/grad_norm": math.inf,
+            "eval/accuracy": 1.0,
+        },
     ]
     for step, metrics in zip((1, 22, 333, 999, 1000), steps):
         log.log(step, metrics)
@@ -322,7 +378,10 @@ def test_the_line_of_a_long_run_has_150_columns():
 
 def test_supervised_training_shows_its_loss_and_rate():
     status = StatusLine(100)
-    line = status.line(1, {"policy/loss": 12.3456, "optim/lr": 1e-4, "optim/grad_norm": 0.1, "optim/loss_scale": 1.0})
+    line = status.line(
+        1,
+        {"policy/loss": 12.3456, "optim/lr": 1e-4, "optim/grad_norm": 0.1, "optim/loss_scale": 1.0},
+    )
     assert "loss 12.3456  grad 0.100  lr 1.0e-04" in line
     assert status.line(1, {"eval/loss": 9.99996}).endswith("eval loss 10.000")
     assert status.line(1, {"eval/loss": 123.4567}).endswith("eval loss 123.46")
@@ -349,11 +408,18 @@ def test_a_large_number_has_fewer_decimals(value, width, spec, text):
 def test_a_step_that_trained_nothing_says_so():
     status = StatusLine(100)
     no_token = {key: value for key, value in ONE_STEP.items() if key != "optim/grad_norm"}
-    lines = [status.line(1, metrics) for metrics in (no_token, ONE_STEP, ONE_STEP | {"optim/grad_norm": 0.0})]
+    lines = [
+        status.line(1, metrics)
+        for metrics in (no_token, ONE_STEP, ONE_STEP | {"optim/grad_norm": 0.0})
+    ]
     assert ["untrained" in line for line in lines] == [True, False, True]
     assert len({line.index(" s ") for line in lines}) == 1, "in the place of the gradient's norm"
-    assert "untrained" not in status.line(1, no_token | {"value/grad_norm": 0.5}), "the critic alone is trained"
-    assert "untrained" not in status.line(1, ONE_STEP | {"optim/grad_norm": math.nan}), "a skipped step"
+    assert "untrained" not in status.line(1, no_token | {"value/grad_norm": 0.5}), (
+        "the critic alone is trained"
+    )
+    assert "untrained" not in status.line(1, ONE_STEP | {"optim/grad_norm": math.nan}), (
+        "a skipped step"
+    )
     assert "untrained" not in status.line(0, {"eval/accuracy": 0.5})
 
 
@@ -376,13 +442,25 @@ def test_eta_is_the_median_step_times_the_rest(tmp_path, capsys):
 
 
 def test_two_shortened_samples(tmp_path, capsys):
-    texts = [("PROMPT", "start" + "x" * 5000 + "\x1b[2Jend", 1.0), ("b", "c", 0.1), ("third", "", 0.0)]
-    samples = [{"prompt": p, "completion": c, "score": s, "truth": "t" * 999, "truncated": not s} for p, c, s in texts]
+    texts = [
+        ("PROMPT", "start" + "x" * 5000 + "\x1b[2Jend", 1.0),
+        ("b", "c", 0.1),
+        ("third", "", 0.0),
+    ]
+    samples = [
+        {"prompt": p, "completion": c, "score": s, "truth": "t" * 999, "truncated": not s}
+        for p, c, s in texts
+    ]
     print_samples(7, samples)
     output = capsys.readouterr().out
     for words in ("step 7, score 1, truth tttt", "start", "end", "score 0.1"):
         assert words in output
-    assert "[cut off]" not in output and len(output) < 1300 and "third" not in output and "\x1b" not in output
+    assert (
+        "[cut off]" not in output
+        and len(output) < 1300
+        and "third" not in output
+        and "\x1b" not in output
+    )
 
 
 def test_a_sample_tells_the_truth_and_that_it_was_cut_off(tmp_path, capsys):
@@ -406,37 +484,75 @@ def test_a_sample_tells_the_truth_and_that_it_was_cut_off(tmp_path, capsys):
 def test_the_truth_of_a_row_is_a_text(ground_truth, text):
     row = Row(3, "x", "p", ground_truth, {}, [5])
     assert row.truth == text
-    episode = Episode(0, 0, [5], [6], [1], [-0.5], "length", {"score": math.nan}, row=row.index, truth=row.truth)
+    episode = Episode(
+        0, 0, [5], [6], [1], [-0.5], "length", {"score": math.nan}, row=row.index, truth=row.truth
+    )
     tokenizer = types.SimpleNamespace(decode=lambda ids, **_: str(ids))
     sample = as_sample(episode, row, tokenizer, with_tools=False)
-    truth, score = (None, None) if ground_truth is None else (text, 0.0)  # without one it is not scored
-    assert (sample["row"], sample["truth"], sample["truncated"], sample["score"]) == (3, truth, True, score)
+    # without one it is not scored
+    truth, score = (None, None) if ground_truth is None else (text, 0.0)
+    assert (sample["row"], sample["truth"], sample["truncated"], sample["score"]) == (
+        3,
+        truth,
+        True,
+        score,
+    )
 
 
 @pytest.mark.parametrize("anls, mean", [("high", None), (0.75, 0.75)])
 def test_a_users_anls_may_be_a_text(anls, mean):
     row = Row(3, "x", "p", "a", {}, [5])
-    episode = Episode(0, 0, [5], [6], [1], [-0.5], "stop", {"score": 1.0, "anls": anls}, row=3, truth="a")
-    sample = as_sample(episode, row, types.SimpleNamespace(decode=lambda ids, **_: str(ids)), with_tools=False)
+    episode = Episode(
+        0, 0, [5], [6], [1], [-0.5], "stop", {"score": 1.0, "anls": anls}, row=3, truth="a"
+    )
+    sample = as_sample(
+        episode, row, types.SimpleNamespace(decode=lambda ids, **_: str(ids)), with_tools=False
+    )
     assert summarize([sample]).get("eval/anls") == mean
 
 
 @pytest.mark.slow
 def test_nothing_but_ours_is_printed(tmp_path):
     """With real vLLM and pictures: Triton, NUMA, transformers and torch have nothing to say."""
-    sizes = ["--prompts-per-step", 4, "--samples-per-prompt", 4, "--eval-rows", 4, "--tool-workers", 1]
+    sizes = [
+        "--prompts-per-step",
+        4,
+        "--samples-per-prompt",
+        4,
+        "--eval-rows",
+        4,
+        "--tool-workers",
+        1,
+    ]
     done = run_script(
-        "curiosity_rl.py", *sizes, "--total-steps", 1, "--output-dir", tmp_path / "run", ranks=2, fresh=True
+        "curiosity_rl.py",
+        *sizes,
+        "--total-steps",
+        1,
+        "--output-dir",
+        tmp_path / "run",
+        ranks=2,
+        fresh=True,
     )
-    assert done.stdout.startswith("no --model given: running the embedded demo\n") and done.stderr == ""
+    assert (
+        done.stdout.startswith("no --model given: running the embedded demo\n")
+        and done.stderr == ""
+    )
 
 
 def test_config(tmp_path):
     args = {"learning_rate": 1e-6, "output_dir": Path("runs/x"), "clip": math.inf, "names": ("a",)}
     save_config(tmp_path / "new", args, dtype="torch.float32", attention="sdpa")
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["config.json"], "no temporary file stays"
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["config.json"], (
+        "no temporary file stays"
+    )
     config = json.loads((tmp_path / "new" / "config.json").read_text())
-    assert config["args"] == {"learning_rate": 1e-6, "output_dir": "runs/x", "clip": None, "names": ["a"]}
+    assert config["args"] == {
+        "learning_rate": 1e-6,
+        "output_dir": "runs/x",
+        "clip": None,
+        "names": ["a"],
+    }
     assert config["chosen"] == {"dtype": "torch.float32", "attention": "sdpa"}
     assert config["versions"]["torch"] == torch.__version__ and config["versions"]["transformers"]
     assert "git" in config and config["hardware"]["cpus"] == usable_cpus()
@@ -445,7 +561,9 @@ def test_config(tmp_path):
 
 def git(folder, *command):
     identity = ("-c", "user.name=t", "-c", "user.email=t@example.org")
-    return subprocess.run(["git", "-C", str(folder), *identity, *command], check=True, capture_output=True, text=True)
+    return subprocess.run(
+        ["git", "-C", str(folder), *identity, *command], check=True, capture_output=True, text=True
+    )
 
 
 def test_git_commit(tmp_path, monkeypatch):
@@ -470,7 +588,14 @@ def test_curves(tmp_path, capsys):
     log = make(tmp_path)
     log.log(0, {"eval/accuracy": 0.1})
     for step in range(1, 41):
-        log.log(step, {"reward/mean": step / 50, "policy/entropy": math.nan if step == 3 else 1.0, "time/step_s": 1.0})
+        log.log(
+            step,
+            {
+                "reward/mean": step / 50,
+                "policy/entropy": math.nan if step == 3 else 1.0,
+                "time/step_s": 1.0,
+            },
+        )
     plot_curves(tmp_path)
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["curves.png", "metrics.jsonl"]
@@ -481,7 +606,9 @@ def test_curves_are_over_whole_steps(tmp_path, monkeypatch, capsys):
     for step in (1, 2, 3):
         log.log(step, {"reward/mean": 0.5, "rollout/truncated": 0.1 * step})
     figures = []
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **_: figures.append(figure))
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig", lambda figure, path, **_: figures.append(figure)
+    )
     monkeypatch.setattr("common.look.curves.replace_file", lambda path, write: write(path))
     plot_curves(tmp_path)
     panels = {axes.get_title("left"): axes for axes in figures[0].axes}
@@ -497,7 +624,8 @@ class Left(Exception):
 
 
 @pytest.mark.parametrize(
-    "end, status", [(None, 0), (SystemExit(143), 143), (KeyboardInterrupt(), 130), (ValueError("x"), 1)]
+    "end, status",
+    [(None, 0), (SystemExit(143), 143), (KeyboardInterrupt(), 130), (ValueError("x"), 1)],
 )
 def test_what_is_to_be_done_at_the_end_is_done_however_a_run_ends(end, status, monkeypatch, capsys):
     def main():
@@ -516,4 +644,6 @@ def test_what_is_to_be_done_at_the_end_is_done_however_a_run_ends(end, status, m
     monkeypatch.setattr(distributed.dist, "is_initialized", lambda: False)
     with pytest.raises(Left) as left:
         distributed.run(main)
-    assert left.value.args == (status,) and done == ["curves"], "and an error in it changes no exit status"
+    assert left.value.args == (status,) and done == ["curves"], (
+        "and an error in it changes no exit status"
+    )

@@ -1,4 +1,5 @@
-"""`python -m common.look`: what a run has left, drawn from its files; and what is written beside a dump in a run."""
+"""`python -m common.look`: what a run has left, drawn from its files; and what is written beside a
+dump in a run."""
 
 import html
 import json
@@ -40,7 +41,9 @@ def run_dir(tmp_path, tokenizer, world):
     """Two dumps of 10 prompts, two steps of metrics, no pages and no curves."""
     episodes = random_episodes(seed=1, prompts=10, samples=2)
     for step in (1, 2):
-        dump_rollouts(tmp_path / "rollouts", step, episodes, episodes[::2], [0.5] * 10, tokenizer, world)
+        dump_rollouts(
+            tmp_path / "rollouts", step, episodes, episodes[::2], [0.5] * 10, tokenizer, world
+        )
     records = [json.dumps({"step": step, "reward/mean": 0.1}) for step in (1, 2)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(records))
     (tmp_path / "config.json").write_text(json.dumps({"args": {"model": "tiny"}}))
@@ -55,7 +58,9 @@ def test_a_run_gets_its_curves_and_the_pages_that_it_lacks(run_dir, capsys):
     assert first.read_text() == "as it was"
     page = second.read_text()
     assert "step 2" in page and "advantage +0.5" in page and "not trained on" in page
-    assert [n for n in range(10) if f"<h2>Prompt {n}</h2>" in page] == list(range(8)), "the first eight groups"
+    assert [n for n in range(10) if f"<h2>Prompt {n}</h2>" in page] == list(range(8)), (
+        "the first eight groups"
+    )
     assert capsys.readouterr().out.splitlines() == [str(run_dir / "curves.png"), str(second)]
     look(run_dir / "rollouts/step_000001.parquet")
     assert "step 1" in first.read_text(), "a dump that is named gets its page anew"
@@ -72,10 +77,15 @@ def test_pages_link_to_their_neighbours_whenever_they_are_written(run_dir, token
     write_page(one, tokenizer)
     assert links(pages[0]) == []
     write_page(three, tokenizer)
-    assert links(pages[0]) == [("step_000003.html", "next: step 3")], "which was not there when it was written"
+    assert links(pages[0]) == [("step_000003.html", "next: step 3")], (
+        "which was not there when it was written"
+    )
     write_page(two, tokenizer)
     assert links(pages[0]) == [("step_000002.html", "next: step 2")]
-    assert links(pages[1]) == [("step_000001.html", "previous: step 1"), ("step_000003.html", "next: step 3")]
+    assert links(pages[1]) == [
+        ("step_000001.html", "previous: step 1"),
+        ("step_000003.html", "next: step 3"),
+    ]
     assert links(pages[2]) == [("step_000002.html", "previous: step 2")]
     assert f"<h1>{run_dir.name}, step 1</h1>" in pages[0].read_text()
 
@@ -91,7 +101,10 @@ def test_a_page_shows_row_truth_and_the_end_in_words(tmp_path, tokenizer, world)
     page = path.with_suffix(".html").read_text()
     assert "Prompt 0, row 40" in page and "Prompt 1, row 41" in page
     assert page.count(">truth 0<") == page.count(">truth 1<") == 1, "once for a group"
-    assert f"max_turns: {FINISH_REASONS['max_turns']}" in page and f"stop: {FINISH_REASONS['stop']}" in page
+    assert (
+        f"max_turns: {FINISH_REASONS['max_turns']}" in page
+        and f"stop: {FINISH_REASONS['stop']}" in page
+    )
 
 
 def test_what_is_no_run_and_a_run_whose_model_is_not_known(run_dir, tmp_path_factory):
@@ -99,7 +112,9 @@ def test_what_is_no_run_and_a_run_whose_model_is_not_known(run_dir, tmp_path_fac
         look(tmp_path_factory.mktemp("empty"))
     early = make_run(tmp_path_factory.mktemp("runs") / "early", [], {"args": {}})
     (early / "metrics.jsonl").unlink()
-    with pytest.raises(SystemExit, match=r"early: the run has ended before its first step, or is in it$"):
+    with pytest.raises(
+        SystemExit, match=r"early: the run has ended before its first step, or is in it$"
+    ):
         look(early)
     (run_dir / "config.json").unlink()
     with pytest.raises(SystemExit, match="give --tokenizer"):
@@ -126,13 +141,16 @@ def test_pictures_come_from_the_files_beside_a_dump(tmp_path, world):
 
 
 def test_pictures_are_shared_as_they_were(tmp_path, world):
-    """Not because they are equal: the packer encodes each object once, and a replay is to round as the step did."""
+    """Not because they are equal: the packer encodes each object once, and a replay is to round as
+    the step did."""
     episodes = random_episodes(seed=2, prompts=2, samples=2)
     shared, equal = (Media.open("image", [picture(56, 56, 1)], LIMITS) for _ in range(2))
     for episode, media in zip(episodes, ([shared], [shared, equal], [equal], [])):
         episode.media = media
     path = dump_rollouts(tmp_path, 3, episodes, [], [], build_tokenizer(), world)
-    (first,), (second, other), (third,), none = (episode.media for episode in load_rollouts(path, 3, world, LIMITS)[0])
+    (first,), (second, other), (third,), none = (
+        episode.media for episode in load_rollouts(path, 3, world, LIMITS)[0]
+    )
     assert first is second and other is third and first is not other and none == []
 
 
@@ -141,17 +159,23 @@ def test_what_is_no_dump_or_has_lost_its_pictures_cannot_be_replayed(tmp_path, w
     pq.write_table(pa.table({"step": [], "ranks": []}), empty := tmp_path / "empty.parquet")
     pq.write_table(pa.table({"prompt": ["a row"]}), other := tmp_path / "other.parquet")
     for path in (torn, empty, other):
-        with pytest.raises(SystemExit, match=rf"^--replay {path}: holds no episodes of --dump-rollouts-every \("):
+        with pytest.raises(
+            SystemExit, match=rf"^--replay {path}: holds no episodes of --dump-rollouts-every \("
+        ):
             load_rollouts(path, 1, world, LIMITS)
     episodes = random_episodes(seed=2, prompts=1, samples=1)
     episodes[0].media = [Media.open("image", [picture(56, 56, 1)], LIMITS)]
     path = dump_rollouts(tmp_path, 3, episodes, [], [], build_tokenizer(), world)
     (pictures := path.with_suffix(".media_0.parquet")).unlink()
-    with pytest.raises(SystemExit, match=rf"^--replay {path}: needs its pictures beside it, {pictures}$"):
+    with pytest.raises(
+        SystemExit, match=rf"^--replay {path}: needs its pictures beside it, {pictures}$"
+    ):
         load_rollouts(path, 3, world, LIMITS)
 
 
-def test_a_full_disk_costs_the_dump_and_the_page_but_not_the_run(tmp_path, tokenizer, world, monkeypatch, capsys):
+def test_a_full_disk_costs_the_dump_and_the_page_but_not_the_run(
+    tmp_path, tokenizer, world, monkeypatch, capsys
+):
     def full(path, write):
         raise OSError("No space left on device")
 
@@ -179,7 +203,11 @@ def test_rows_of_training_without_a_truth_are_shown(tmp_path, capsys):
     file = tmp_path / "rows.jsonl"
     bare = {"data_source": "mine", "prompt": PROMPT}
     full = bare | {"reward_model": {"ground_truth": "2"}}
-    for rows, told in ([bare, bare], "2 rows have no reward_model."), ([full, bare], "1 rows have no"), ([full], ""):
+    for rows, told in (
+        ([bare, bare], "2 rows have no reward_model."),
+        ([full, bare], "1 rows have no"),
+        ([full], ""),
+    ):
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         look(file)
         said = capsys.readouterr().out
@@ -194,8 +222,14 @@ def test_rows_of_training_without_a_truth_are_shown(tmp_path, capsys):
         ({"question": "1+1?", "answer": "2"}, "is for sft.py"),
         ({"conversations": PROMPT}, "is for sft.py"),
         ({"message_list": PROMPT}, "is for sft.py"),
-        ({"data_source": "mine", "truth": "2", "responses": ["2"]}, "is for python -m common.score"),
-        ({"data_source": "mine", "prompts": PROMPT}, "lacks prompt; it has the columns data_source, prompts"),
+        (
+            {"data_source": "mine", "truth": "2", "responses": ["2"]},
+            "is for python -m common.score",
+        ),
+        (
+            {"data_source": "mine", "prompts": PROMPT},
+            "lacks prompt; it has the columns data_source, prompts",
+        ),
     ],
 )
 def test_a_file_of_other_rows_is_named_by_what_reads_it(tmp_path, row, told):
@@ -253,13 +287,23 @@ def cells(page: Path) -> list[list[str]]:
 
 def save_samples(path: Path, count: int, **others) -> None:
     path.parent.mkdir(exist_ok=True)
-    plain = {"data_source": "sums", "prompt": "1+1", "completion": "2", "truth": "2", "score": 1.0, "length": 3}
-    rows = [plain | {"row": i, "correct": [True, False, None][i % 3]} | others for i in range(count)]
+    plain = {
+        "data_source": "sums",
+        "prompt": "1+1",
+        "completion": "2",
+        "truth": "2",
+        "score": 1.0,
+        "length": 3,
+    }
+    rows = [
+        plain | {"row": i, "correct": [True, False, None][i % 3]} | others for i in range(count)
+    ]
     pq.write_table(pa.Table.from_pylist(rows), path)
 
 
 def test_a_bad_argument_costs_itself_alone(run_dir, tmp_path_factory, capsys):
-    """A run without anything, files that are no data, a run whose model is gone: it has its curves."""
+    """A run without anything, files that are no data, a run whose model is gone: it has its
+    curves."""
     (run_dir / "config.json").write_text(json.dumps({"args": {"model": str(run_dir / "gone")}}))
     others = tmp_path_factory.mktemp("others")
     good = make_run(others / "good", RISING)
@@ -271,8 +315,12 @@ def test_a_bad_argument_costs_itself_alone(run_dir, tmp_path_factory, capsys):
     said = capsys.readouterr().out.splitlines()
     warnings = [line for line in said if line.startswith("warning: ")]
     assert len(warnings) == 4 and "give --tokenizer" in warnings[0]
-    assert [line for line in said if line not in warnings] == [str(run / "curves.png") for run in (run_dir, good)]
-    assert all(str(path) in line and told[path.name] in line for path, line in zip(bad, warnings[1:]))
+    assert [line for line in said if line not in warnings] == [
+        str(run / "curves.png") for run in (run_dir, good)
+    ]
+    assert all(
+        str(path) in line and told[path.name] in line for path, line in zip(bad, warnings[1:])
+    )
     for path in bad:
         with pytest.raises(SystemExit, match=re.escape(told[path.name])):
             look(path)
@@ -290,13 +338,18 @@ def test_a_damaged_line_is_told_by_its_number(tmp_path, capsys):
     lines = metrics.read_text().splitlines(keepends=True)
     metrics.write_text("".join([*lines[:2], lines[2][:9] + "\n\n", *lines[3:]]))
     look(run)
-    assert f"warning: {metrics}: 1 unreadable lines left out, the first: 3\n" in capsys.readouterr().out
+    assert (
+        f"warning: {metrics}: 1 unreadable lines left out, the first: 3\n"
+        in capsys.readouterr().out
+    )
 
 
 def test_what_cannot_be_written_is_told(run_dir, capsys):
     """Folders stand where files go: so it is root, too, who cannot write them."""
     save_samples(run_dir / "eval_samples.parquet", 1)
-    pages = [run_dir / name for name in ("curves.png", "rollouts/step_000001.html", "eval_samples.html")]
+    pages = [
+        run_dir / name for name in ("curves.png", "rollouts/step_000001.html", "eval_samples.html")
+    ]
     for page in pages:
         page.mkdir()
         os.utime(page, (1, 1))
@@ -304,35 +357,81 @@ def test_what_cannot_be_written_is_told(run_dir, capsys):
     look(run_dir, run_dir / "rollouts/step_000001.parquet")
     said = capsys.readouterr().out
     for page in pages:
-        assert re.search(rf"^warning: {page} not written", said, re.M) and f"\n{page}\n" not in said, page
+        assert (
+            re.search(rf"^warning: {page} not written", said, re.M) and f"\n{page}\n" not in said
+        ), page
 
 
 def test_hostile_runs_become_harmless_pages(tmp_path, capsys):
-    odd = {"nan": math.nan, "inf": math.inf, "text": "x", "none": None, "big": 10**400, "list": [1], EVIL: 1.0}
+    odd = {
+        "nan": math.nan,
+        "inf": math.inf,
+        "text": "x",
+        "none": None,
+        "big": 10**400,
+        "list": [1],
+        EVIL: 1.0,
+    }
     records = [{"step": step, "reward/mean": 0.5} | odd for step in range(5)]
-    events = [{"event": EVIL, "step": 3, "x": [math.nan, EVIL]}, {"event": "no step"}, {"event": "x", "step": 10**400}]
-    evil = make_run(tmp_path / "evil <b>&'\" #?%", records + events, {"args": {EVIL: EVIL, "x": [math.nan]}, EVIL: {}})
+    events = [
+        {"event": EVIL, "step": 3, "x": [math.nan, EVIL]},
+        {"event": "no step"},
+        {"event": "x", "step": 10**400},
+    ]
+    evil = make_run(
+        tmp_path / "evil <b>&'\" #?%",
+        records + events,
+        {"args": {EVIL: EVIL, "x": [math.nan]}, EVIL: {}},
+    )
     with open(evil / "metrics.jsonl", "a") as file:
-        file.write('{"step": 5, "rew\n[1]\n{"step": [1]}\n{"step": NaN}\n{"step": null}\n' + "[" * 100_000 + "\n{")
-    save_samples(evil / "eval/step_000001.parquet", 3, prompt=EVIL[:-1], completion=EVIL[:-1] * 50, truth=EVIL[:-1])
+        file.write(
+            '{"step": 5, "rew\n[1]\n{"step": [1]}\n{"step": NaN}\n{"step": null}\n'
+            + "[" * 100_000
+            + "\n{"
+        )
+    save_samples(
+        evil / "eval/step_000001.parquet",
+        3,
+        prompt=EVIL[:-1],
+        completion=EVIL[:-1] * 50,
+        truth=EVIL[:-1],
+    )
     (evil / "eval/step_000002.parquet").write_bytes(b"PAR1")
     empty, listed = make_run(tmp_path / "empty", []), make_run(tmp_path / "list", RISING)
     (listed / "config.json").write_text("[1]")
     os.mkfifo(listed / "eval_samples.parquet")
     pipes = tmp_path / "pipes"
     (pipes / "rollouts").mkdir(parents=True)
-    for name in ("metrics.jsonl", "config.json", "rollouts/step_000001.parquet", "rollouts/step_000002.html"):
+    for name in (
+        "metrics.jsonl",
+        "config.json",
+        "rollouts/step_000001.parquet",
+        "rollouts/step_000002.html",
+    ):
         os.mkfifo(pipes / name)
     look(evil, empty, listed, pipes)
     page = evil / "eval/step_000001.html"
     said = capsys.readouterr().out.splitlines()
-    assert str(page) in said and str(evil / "curves.png") in said and str(listed / "curves.png") in said
+    assert (
+        str(page) in said
+        and str(evil / "curves.png") in said
+        and str(listed / "curves.png") in said
+    )
     warnings = [line for line in said if line.startswith("warning")]
-    assert len(warnings) == 2 and "step_000002.html not written" in warnings[1], "a pipe is nobody's samples"
-    assert f"{evil}/metrics.jsonl: 8 unreadable lines left out, the first: 7, 9, 10, 11, 12" in warnings[0]
+    assert len(warnings) == 2 and "step_000002.html not written" in warnings[1], (
+        "a pipe is nobody's samples"
+    )
+    assert (
+        f"{evil}/metrics.jsonl: 8 unreadable lines left out, the first: 7, 9, 10, 11, 12"
+        in warnings[0]
+    )
     text = page.read_text()
     assert "default-src 'none'; style-src 'unsafe-inline'; script-src 'nonce-" in text
-    assert "OWNED" in text and "49" not in re.findall("'\"(..)", html.unescape(text)) and "<img" not in text
+    assert (
+        "OWNED" in text
+        and "49" not in re.findall("'\"(..)", html.unescape(text))
+        and "<img" not in text
+    )
     assert text.count("<script") == text.count("</script>") == 1
     assert not re.findall(r'(?:src|href)="', text) and "@import" not in text
     assert all(c.isprintable() or c == "\n" for c in text)
@@ -342,7 +441,11 @@ def test_samples_of_an_evaluation_come_wrong_ones_first_and_are_bounded(tmp_path
     save_samples(tmp_path / "eval/step_000007.parquet", MAX_SAMPLES + 200, prompt="x" * 10_000)
     page = samples_page(tmp_path / "eval/step_000007.parquet")
     text = page.read_text()
-    assert len(text) < 5e6 and f"{MAX_SAMPLES + 200} samples, 400 of them wrong" in text and "200 are left out" in text
+    assert (
+        len(text) < 5e6
+        and f"{MAX_SAMPLES + 200} samples, 400 of them wrong" in text
+        and "200 are left out" in text
+    )
     verdicts = re.findall(r'data-name="verdict"[^>]*>([^<]*)<', text)
     assert len(verdicts) == MAX_SAMPLES
     assert verdicts[:400] == ["wrong"] * 400 and {*verdicts[400:]} == {"right", "no truth"}
@@ -358,24 +461,45 @@ def test_samples_of_both_kinds_have_a_page_each(tmp_path, capsys):
     """A run of --eval-only on parquet, and one on .jsonl, in the same folder."""
     run = make_run(tmp_path / "run", RISING)
     save_samples(run / "eval_samples.parquet", MAX_SAMPLES + 1, completion="of parquet")
-    lines = [{"row": i, "completion": "of lines", "correct": None, "truth": None, "score": None} for i in range(1002)]
+    lines = [
+        {"row": i, "completion": "of lines", "correct": None, "truth": None, "score": None}
+        for i in range(1002)
+    ]
     (run / "eval_samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     look(run)
     said = capsys.readouterr().out.splitlines()
     for name, left_out in {"eval_samples.parquet": 1, "eval_samples.jsonl": 2}.items():
         page = samples_page(run / name)
         text = page.read_text()
-        assert ("of parquet" in text, "of lines" in text) == (name.endswith("parquet"), name.endswith("jsonl"))
-        assert f"{left_out} are left out here; {name} beside this page" in text and str(page) in said
+        assert ("of parquet" in text, "of lines" in text) == (
+            name.endswith("parquet"),
+            name.endswith("jsonl"),
+        )
+        assert (
+            f"{left_out} are left out here; {name} beside this page" in text and str(page) in said
+        )
     names, first, *_ = cells(page)
     shown = {name: text for name, text in zip(names, first) if text}
-    assert shown == {"row": "0", "completion": "of lines", "verdict": "no truth"}, "nothing where nothing is"
+    assert shown == {"row": "0", "completion": "of lines", "verdict": "no truth"}, (
+        "nothing where nothing is"
+    )
 
 
 def dom(page: Path, chosen: str, folder: Path) -> str:
-    """What chromium has made of a page, with the requests that it wanted to make in folder/log.json."""
-    command = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}/profile"]
-    command += ["--window-size=1200,900", "--virtual-time-budget=3000", f"--log-net-log={folder}/log.json"]
+    """What chromium has made of a page, with the requests that it wanted to make in
+    folder/log.json."""
+    command = [
+        "chromium",
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={folder}/profile",
+    ]
+    command += [
+        "--window-size=1200,900",
+        "--virtual-time-budget=3000",
+        f"--log-net-log={folder}/log.json",
+    ]
     command += ["--dump-dom", f"file://{quote(str(page))}#{chosen}"]
     return subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
 
@@ -386,9 +510,13 @@ def test_a_browser_sorts_the_samples_and_runs_nothing_else(tmp_path):
     save_samples(tmp_path / "eval/step_000001.parquet", 30, completion=EVIL[:-1])
     page = samples_page(tmp_path / "eval/step_000001.parquet")
     as_written, by_row = (dom(page, chosen, tmp_path) for chosen in ("", "sort=row"))
-    assert re.findall(r'data-name="row">(\d+)<', as_written)[:3] == ["1", "4", "7"], "wrong ones first"
+    assert re.findall(r'data-name="row">(\d+)<', as_written)[:3] == ["1", "4", "7"], (
+        "wrong ones first"
+    )
     assert re.findall(r'data-name="row">(\d+)<', by_row) == [str(i) for i in range(30)]
     assert "<title>OWNED" not in as_written and "<title>OWNED" not in by_row
     requests = set(re.findall(r'"url":"(\w+:[^"]*)"', (tmp_path / "log.json").read_text()))
-    assert {url for url in requests if url.startswith("file:")} <= {page.as_uri()}, "and chromium's own"
+    assert {url for url in requests if url.startswith("file:")} <= {page.as_uri()}, (
+        "and chromium's own"
+    )
     assert not [url for url in requests if "evil.test" in url]

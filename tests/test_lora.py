@@ -1,4 +1,5 @@
-"""LoRA: exact gradients, one set of merged weights for trainer, engine and export, a base that nothing writes to."""
+"""LoRA: exact gradients, one set of merged weights for trainer, engine and export, a base that
+nothing writes to."""
 
 import json
 
@@ -62,7 +63,9 @@ def test_gradients_are_those_of_explicit_adapters():
     loss.backward()
     leaves, weights = {}, {}
     for name, layer in adapters(policy):
-        leaves[name] = a, b = [part.detach().clone().requires_grad_() for part in (layer.lora_A, layer.lora_B)]
+        leaves[name] = a, b = [
+            part.detach().clone().requires_grad_() for part in (layer.lora_A, layer.lora_B)
+        ]
         weights[f"{name}.weight"] = layer.weight + 2.0 * b @ a
     logprobs, entropy = functional_call(plain, weights, (batch,))
     expected = (logprobs * pull).sum() + entropy.sum()
@@ -88,7 +91,9 @@ def test_a_fresh_adapter_changes_nothing_and_the_base_stays_what_it_was():
             sent = dict(full_parameters(policy))
         moved = policy(batch)[0]
         assert (moved - original).abs().mean() > 0.1
-        assert torch.equal(Base(policy)(batch)[0], original) and torch.equal(policy(batch)[0], moved)
+        assert torch.equal(Base(policy)(batch)[0], original) and torch.equal(
+            policy(batch)[0], moved
+        )
     now = policy.model.state_dict()
     assert all(torch.equal(now[name], tensor) for name, tensor in before.items())
     assert any(not torch.equal(sent[name], before[name]) for name in sent)
@@ -107,7 +112,10 @@ def test_what_is_sent_has_the_bits_of_the_forward(dtype):
 
 def test_merging_rounds_once():
     weight, a, b = torch.randn(64, 32).bfloat16(), torch.randn(4, 32), 1e-3 * torch.randn(64, 4)
-    assert torch.equal(merged(weight, a, b, 2.0), (weight.double() + 2 * b.double() @ a.double()).float().bfloat16())
+    assert torch.equal(
+        merged(weight, a, b, 2.0),
+        (weight.double() + 2 * b.double() @ a.double()).float().bfloat16(),
+    )
 
 
 def test_an_adapted_critic_trains_its_head_too():
@@ -115,7 +123,9 @@ def test_an_adapted_critic_trains_its_head_too():
     critic = Critic(backbone, "sdpa")
     critic(packed()).sum().backward()
     assert critic.head.dtype == torch.float32 and critic.head.grad.abs().sum() > 0
-    assert {name.rpartition(".")[2] for name, p in critic.named_parameters() if p.requires_grad} == {
+    assert {
+        name.rpartition(".")[2] for name, p in critic.named_parameters() if p.requires_grad
+    } == {
         "head",
         "lora_A",
         "lora_B",
@@ -125,7 +135,10 @@ def test_an_adapted_critic_trains_its_head_too():
 @pytest.mark.parametrize(
     "targets, told",
     [
-        ("q_proj,nonsense", "--lora-targets nonsense: its layers have down_proj, gate_proj, k_proj"),
+        (
+            "q_proj,nonsense",
+            "--lora-targets nonsense: its layers have down_proj, gate_proj, k_proj",
+        ),
         ("lm_head", "head and embeddings are not adapted"),
         ("embed_tokens", "head and embeddings are not adapted"),
     ],
@@ -142,14 +155,23 @@ def test_targets_are_layers_by_name():
 
 def test_experts_are_told_not_to_be_adapted(capsys):
     """transformers has them in one parameter, which is no linear layer."""
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 1}
-    config = Qwen3MoeConfig(**sizes, num_experts=4, vocab_size=97, num_attention_heads=2, num_key_value_heads=1)
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 16,
+        "num_hidden_layers": 1,
+    }
+    config = Qwen3MoeConfig(
+        **sizes, num_experts=4, vocab_size=97, num_attention_heads=2, num_key_value_heads=1
+    )
     for model, told in (
         (AutoModelForCausalLM.from_config(config), True),
         (AutoModelForCausalLM.from_config(CONFIG), False),
     ):
         add_adapters(model, repeated_blocks(model), Machine(lora_rank=2))
-        assert ("experts, which are no linear layers here, are not adapted" in capsys.readouterr().out) == told
+        assert (
+            "experts, which are no linear layers here, are not adapted" in capsys.readouterr().out
+        ) == told
 
 
 def test_all_may_be_named_among_others():
@@ -167,13 +189,19 @@ def test_a_checkpoint_holds_adapters_alone(tmp_path):
 def test_peft_loads_the_adapter_to_the_same_logits(tmp_path, world):
     policy = load_policy(TINY, "sdpa", lora=lora())
     move_adapters(policy)
-    export_hugging_face(policy, load_tokenizer(TINY), tmp_path / "model", world, torch.float32, base=TINY)
+    export_hugging_face(
+        policy, load_tokenizer(TINY), tmp_path / "model", world, torch.float32, base=TINY
+    )
     ids = torch.arange(3, 40)[None]
     base = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
     with torch.no_grad():
         original = base(ids).logits
         theirs = peft.PeftModel.from_pretrained(base, tmp_path / "model" / "adapter")(ids).logits
-        ours = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)(ids).logits
+        ours = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)(
+            ids
+        ).logits
     assert (theirs - original).abs().max() > 0.1
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    assert json.loads((tmp_path / "model" / "adapter" / "adapter_config.json").read_text())["r"] == 3
+    assert (
+        json.loads((tmp_path / "model" / "adapter" / "adapter_config.json").read_text())["r"] == 3
+    )

@@ -14,7 +14,15 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import LITTLE_CACHE, ROOT, metrics_of, run_script, script_environment, steps_of, wait_until
+from helpers import (
+    LITTLE_CACHE,
+    ROOT,
+    metrics_of,
+    run_script,
+    script_environment,
+    steps_of,
+    wait_until,
+)
 from torch.distributed.run import get_args_parser as torchrun_arguments
 
 from common.distributed import World, check_same, make_mesh
@@ -23,7 +31,16 @@ from common.job import describe_run
 from common.rendezvous import find_interface
 
 FAULTS = ROOT / "tests" / "workers" / "faults.py"
-FEW = ["--prompts-per-step", 4, "--samples-per-prompt", 4, "--max-response-tokens", 32, "--max-rows", 64]
+FEW = [
+    "--prompts-per-step",
+    4,
+    "--samples-per-prompt",
+    4,
+    "--max-response-tokens",
+    32,
+    "--max-rows",
+    64,
+]
 FEW += ["--eval-every", 0, "--no-eval-before", "--eval-rows", 4]
 ADDRESS = "10.77.0.{}"
 
@@ -33,7 +50,8 @@ def ip(*words: object) -> None:
 
 
 class Cluster:
-    """Two machines, as far as a network can tell: each has a name, a loopback and an eth0 of its own."""
+    """Two machines, as far as a network can tell: each has a name, a loopback and an eth0 of its
+    own."""
 
     def __init__(self, folder: Path):
         self.folder, self.running = folder, []
@@ -53,13 +71,34 @@ class Cluster:
     def start(
         self, number: int, *arguments: object, before: str = "true", launcher=(), **extra: str
     ) -> subprocess.Popen:
-        """torchrun with one rank on a machine, after a shell command there; its output goes to a file."""
+        """torchrun with one rank on a machine, after a shell command there; its output goes to a
+        file."""
         options = ["--nnodes", 2, "--nproc_per_node", 1, "--node-rank", number, *launcher]
         if "--master-addr" not in options:
             options += ["--master-addr", ADDRESS.format(1)]
-        command = [sys.executable, "-m", "torch.distributed.run", *options, "--master-port", 29500, *arguments]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            *options,
+            "--master-port",
+            29500,
+            *arguments,
+        ]
         shell = f'hostname node{number} && {before} && exec "$@"'
-        inside = ["ip", "netns", "exec", self.spaces[number], "unshare", "--uts", "--mount", "sh", "-c", shell, "sh"]
+        inside = [
+            "ip",
+            "netns",
+            "exec",
+            self.spaces[number],
+            "unshare",
+            "--uts",
+            "--mount",
+            "sh",
+            "-c",
+            shell,
+            "sh",
+        ]
         with self.log(number).open("a") as log:
             environment = script_environment(**extra)
             process = subprocess.Popen(
@@ -81,7 +120,9 @@ class Cluster:
 
     def members(self, number: int) -> list[psutil.Process]:
         """All processes on a machine."""
-        done = subprocess.run(["ip", "netns", "pids", self.spaces[number]], capture_output=True, text=True)
+        done = subprocess.run(
+            ["ip", "netns", "pids", self.spaces[number]], capture_output=True, text=True
+        )
         found = []
         for pid in done.stdout.split():
             with suppress(psutil.NoSuchProcess):
@@ -132,7 +173,16 @@ def ended(*processes: subprocess.Popen, seconds: float = 400) -> list[int]:
 
 def forever(cluster: Cluster, *options: object) -> list[subprocess.Popen]:
     """A run that has many steps before it, on both machines."""
-    options = [*FEW, "--engine", "hf", "--total-steps", 10_000, "--output-dir", cluster.folder / "run", *options]
+    options = [
+        *FEW,
+        "--engine",
+        "hf",
+        "--total-steps",
+        10_000,
+        "--output-dir",
+        cluster.folder / "run",
+        *options,
+    ]
     return [cluster.start(number, "grpo.py", *options) for number in range(2)]
 
 
@@ -140,7 +190,7 @@ def has_done(run_dir: Path, step: int) -> bool:
     return (run_dir / "metrics.jsonl").is_file() and step in steps_of(run_dir)
 
 
-# --- equal to two ranks -------------------------------------------------------------------------------------------
+# --- equal to two ranks ---------------------------------------------------------------------------
 
 REWARD = """
 import os, time
@@ -172,7 +222,9 @@ def assert_same_run(a: Path, b: Path) -> None:
 @pytest.mark.slow
 def test_two_machines_are_two_ranks(cluster, local, tmp_path):
     options, reference = local
-    assert both(cluster, "grpo.py", *options, "--output-dir", tmp_path / "run") == [0, 0], cluster.said(0)
+    assert both(cluster, "grpo.py", *options, "--output-dir", tmp_path / "run") == [0, 0], (
+        cluster.said(0)
+    )
     assert "2 machines: node0 by eth0, node1 by eth0\n" in cluster.said(0)
     assert_same_run(tmp_path / "run", reference)
 
@@ -182,10 +234,14 @@ def test_a_slow_machine_changes_nothing_but_time(cluster, local, tmp_path):
     """Three seconds for each of its 8 responses of a step."""
     options, reference = local
     options = [*options, "--output-dir", tmp_path / "run"]
-    processes = [cluster.start(number, "grpo.py", *options, SLEEP=str(3 * number)) for number in range(2)]
+    processes = [
+        cluster.start(number, "grpo.py", *options, SLEEP=str(3 * number)) for number in range(2)
+    ]
     assert ended(*processes) == [0, 0], cluster.said(0) + cluster.said(1)
     assert_same_run(tmp_path / "run", reference)
-    seconds = [record["time/step_s"] for record in metrics_of(tmp_path / "run") if "time/step_s" in record]
+    seconds = [
+        record["time/step_s"] for record in metrics_of(tmp_path / "run") if "time/step_s" in record
+    ]
     assert min(seconds) > 3
 
 
@@ -193,35 +249,51 @@ def test_a_slow_machine_changes_nothing_but_time(cluster, local, tmp_path):
 def test_a_killed_rank_is_started_again_on_all_machines(cluster, local, tmp_path):
     options, reference = local
     options = [*options, "--output-dir", tmp_path / "run"]
-    processes = [cluster.start(n, "grpo.py", *options, launcher=["--max-restarts", 1]) for n in range(2)]
+    processes = [
+        cluster.start(n, "grpo.py", *options, launcher=["--max-restarts", 1]) for n in range(2)
+    ]
     wait_until(lambda: has_done(tmp_path / "run", 2), 300)
     ranks = [member for member in cluster.members(1) if "TORCHELASTIC_RUN_ID" in member.environ()]
     min(ranks, key=lambda member: member.create_time()).kill()  # the others are its children
     assert ended(*processes) == [0, 0], cluster.said(0) + cluster.said(1)
-    assert [record["step"] >= 1 for record in metrics_of(tmp_path / "run") if record.get("event") == "resumed"] == [
-        True
-    ]
+    assert [
+        record["step"] >= 1
+        for record in metrics_of(tmp_path / "run")
+        if record.get("event") == "resumed"
+    ] == [True]
     assert_same_run(tmp_path / "run", reference)
 
 
-# --- refused ------------------------------------------------------------------------------------------------------
+# --- refused --------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_other_code_flags_and_models_are_refused_by_name(cluster, tmp_path):
-    places = {"code": ROOT / "common" / "means.py", "model": ROOT / "common" / "assets" / "tiny" / "model.safetensors"}
+    places = {
+        "code": ROOT / "common" / "means.py",
+        "model": ROOT / "common" / "assets" / "tiny" / "model.safetensors",
+    }
     for name, place in places.items():
         (tmp_path / name).write_bytes(place.read_bytes() + b"\n")
-    before = " && ".join(f"mount --bind {tmp_path / name} {place}" for name, place in places.items())
+    before = " && ".join(
+        f"mount --bind {tmp_path / name} {place}" for name, place in places.items()
+    )
     options = [*FEW, "--engine", "hf", "--output-dir", tmp_path / "run"]
     processes = [
         cluster.start(0, "grpo.py", *options, "--seed", 3),
         cluster.start(1, "grpo.py", *options, "--seed", 4, before=before),
     ]
     assert ended(*processes) == [1, 1]
-    line = "node0 by eth0 and node1 by eth0 need the same code, flags, files and versions, and differ in "
+    line = (
+        "node0 by eth0 and node1 by eth0 need the same code, flags, files and versions, "
+        "and differ in "
+    )
     # the first machine that ends says it, its torchrun repeats it
-    told = {text.partition(line)[2] for text in (cluster.said(0) + cluster.said(1)).splitlines() if line in text}
+    told = {
+        text.partition(line)[2]
+        for text in (cluster.said(0) + cluster.said(1)).splitlines()
+        if line in text
+    }
     (differing,) = told
     named = [item.partition(":")[0] for item in differing.split("; ")]
     assert named == ["seed", "common/means.py", "model model.safetensors"]
@@ -234,13 +306,16 @@ def test_a_run_folder_that_is_not_shared_is_refused(cluster, tmp_path):
     (tmp_path / "runs").mkdir()
     options = [*FEW, "--engine", "hf", "--output-dir", tmp_path / "runs" / "a"]
     befores = ["true", f"mount -t tmpfs none {tmp_path / 'runs'}"]
-    processes = [cluster.start(number, "grpo.py", *options, before=before) for number, before in enumerate(befores)]
+    processes = [
+        cluster.start(number, "grpo.py", *options, before=before)
+        for number, before in enumerate(befores)
+    ]
     assert ended(*processes) == [1, 1]
     told = f"--output-dir {tmp_path}/runs/a: node1 does not see what rank 0 writes there"
     assert told in cluster.said(0) + cluster.said(1)
 
 
-# --- failing ------------------------------------------------------------------------------------------------------
+# --- failing --------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -288,7 +363,7 @@ def test_a_machine_that_is_never_started_is_told_by_torchrun(cluster):
     assert "1/2 clients joined" in cluster.said(0)
 
 
-# --- interfaces ---------------------------------------------------------------------------------------------------
+# --- interfaces -----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -301,7 +376,9 @@ def test_names_and_addresses_of_the_first_machine(cluster, tmp_path, address):
         launcher = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "node0:29500", "--rdzv-id", "test"]
     processes = []
     for number, own in enumerate(["127.0.1.1", ADDRESS.format(1)]):
-        (tmp_path / f"hosts{number}").write_text(f"127.0.0.1 localhost\n{own} node0\n{ADDRESS.format(2)} node1\n")
+        (tmp_path / f"hosts{number}").write_text(
+            f"127.0.0.1 localhost\n{own} node0\n{ADDRESS.format(2)} node1\n"
+        )
         before = f"mount --bind {tmp_path}/hosts{number} /etc/hosts"
         options = {"before": before, "launcher": launcher, "MARK": str(tmp_path / "mark")}
         processes.append(cluster.start(number, FAULTS, "once", **options))
@@ -317,7 +394,7 @@ def test_an_interface_that_does_not_lead_to_the_others_is_named(cluster, name):
     assert f"the ranks do not connect by {name} (GLOO_SOCKET_IFNAME): " in output
 
 
-# --- what needs no network ----------------------------------------------------------------------------------------
+# --- what needs no network ------------------------------------------------------------------------
 
 
 def told_by(*machines: dict[str, str]):
@@ -327,12 +404,16 @@ def told_by(*machines: dict[str, str]):
 
 def test_what_differs_is_named_with_both_values(monkeypatch, capsys):
     world = World(0, 3, 0, torch.device("cpu"))
-    monkeypatch.setattr("common.distributed.gather_objects", told_by({"a": "1"}, {"a": "1"}, {"a": "1"}))
+    monkeypatch.setattr(
+        "common.distributed.gather_objects", told_by({"a": "1"}, {"a": "1"}, {"a": "1"})
+    )
     check_same(world, {})
     assert capsys.readouterr().out == "3 machines: node0 by eth0, node1 by eth0, node2 by eth0\n"
     here = {"a": "1", "b": ""}
     monkeypatch.setattr("common.distributed.gather_objects", told_by(here, here, {"a": "2"}))
-    with pytest.raises(SystemExit, match=r"^node0 by eth0 and node2 by eth0 .* differ in a: 1, 2; b: , None$"):
+    with pytest.raises(
+        SystemExit, match=r"^node0 by eth0 and node2 by eth0 .* differ in a: 1, 2; b: , None$"
+    ):
         check_same(world, {})
     many = {f"flag-{number}": "x" for number in range(50)}
     monkeypatch.setattr("common.distributed.gather_objects", told_by(many, {}))
@@ -354,11 +435,20 @@ def test_a_run_is_described_by_all_that_decides_what_it_does(monkeypatch, tmp_pa
         (tmp_path / name).write_text(name)
     rows = tmp_path / "rows.jsonl"
     rows.write_text("{}")
-    command = f"grpo.py --seed=3 --no-compile --train-data {rows},gone --reward-function {__file__}:f".split()
+    command = (
+        f"grpo.py --seed=3 --no-compile --train-data {rows},gone --reward-function {__file__}:f"
+    ).split()
     monkeypatch.setattr(sys, "argv", [*command, "--output-dir", "x y"])
     facts = describe_run(str(tmp_path))
     assert facts["seed"] == "3" and facts["no-compile"] == "" and facts["output-dir"] == "x y"
-    assert {"grpo.py", "common/setup.py", "common/engine/vllm.py", "torch", __file__, str(rows)} <= set(facts)
+    assert {
+        "grpo.py",
+        "common/setup.py",
+        "common/engine/vllm.py",
+        "torch",
+        __file__,
+        str(rows),
+    } <= set(facts)
     models = {name for name in facts if name.startswith("model ")}
     assert models == {"model config.json", "model model.safetensors", "model tokenizer.json"}
     for path in (tmp_path / "model.safetensors", rows):
@@ -385,7 +475,9 @@ def test_a_collective_that_does_nothing_is_noticed(world, monkeypatch):
     """A group of one says that it has two ranks: what it sums is what it was given."""
     assert make_mesh(world, "fsdp").size() == 1
     monkeypatch.setattr("torch.distributed.get_process_group_ranks", lambda group: [0, 1])
-    with pytest.raises(SystemExit, match=r"an all-reduce over ranks \[0, 1\] gives \[1.0, 0.0\], not \[2, 1\]"):
+    with pytest.raises(
+        SystemExit, match=r"an all-reduce over ranks \[0, 1\] gives \[1.0, 0.0\], not \[2, 1\]"
+    ):
         make_mesh(world, "fsdp")
 
 
@@ -418,13 +510,18 @@ def interfaces(monkeypatch) -> None:
     ],
     ids=["by address", "this machine alone", "a name for 127.0.0.1", "a name for ::1"],
 )
-def test_the_interface_is_the_one_that_leads_to_the_others(interfaces, monkeypatch, master, others, found):
+def test_the_interface_is_the_one_that_leads_to_the_others(
+    interfaces, monkeypatch, master, others, found
+):
     store = dist.HashStore()
     for number, address in enumerate(others):
         store.set(f"address/{number + 1}", address)
     monkeypatch.setenv("MASTER_ADDR", master)
     find_interface(store, 0, 1 + len(others))
-    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == (found, f"={found}")
+    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == (
+        found,
+        f"={found}",
+    )
 
 
 def test_the_user_knows_the_interface_better(interfaces, monkeypatch):
@@ -446,7 +543,7 @@ def test_where_no_interface_is_listed_gloo_chooses(interfaces, monkeypatch, list
     assert "GLOO_SOCKET_IFNAME" not in os.environ and "NCCL_SOCKET_IFNAME" not in os.environ
 
 
-# --- Slurm --------------------------------------------------------------------------------------------------------
+# --- Slurm ----------------------------------------------------------------------------------------
 
 SLURM = {
     "scontrol": 'echo "$*" >&2; printf "node0\\nnode1\\n"',
@@ -468,7 +565,12 @@ def slurm(tmp_path) -> dict[str, str]:
     known = {"NNODES": "2", "GPUS_ON_NODE": "8", "JOB_ID": "123456", "JOB_NODELIST": "node[0-1]"}
     known |= {"CPUS_PER_TASK": "64", "SUBMIT_DIR": str(ROOT)}
     own = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "JUDGE_FILE": f"{tmp_path}/judge.url"}
-    return {**os.environ, **own, "STARTED": f"{tmp_path}/started", **{f"SLURM_{k}": v for k, v in known.items()}}
+    return {
+        **os.environ,
+        **own,
+        "STARTED": f"{tmp_path}/started",
+        **{f"SLURM_{k}": v for k, v in known.items()},
+    }
 
 
 def test_the_jobs_of_slurm(slurm, tmp_path):
@@ -486,8 +588,15 @@ def test_the_jobs_of_slurm(slurm, tmp_path):
             *words, urls = line.split("\0")
             known = torchrun_arguments().parse_args(words)
             assert (known.nnodes, known.node_rank, known.nproc_per_node) == ("2", number, "8")
-            assert (known.master_addr, known.master_port, known.shutdown_timeout) == ("node0", 23456, 540)
-            assert [known.training_script, *known.training_script_args] == script and urls == address
+            assert (known.master_addr, known.master_port, known.shutdown_timeout) == (
+                "node0",
+                23456,
+                540,
+            )
+            assert [
+                known.training_script,
+                *known.training_script_args,
+            ] == script and urls == address
             by_default = torchrun_arguments().get_default("signals_to_handle").split(",")
             assert {*known.signals_to_handle.split(",")} == {*by_default, "SIGUSR1"}
         assert number == 1

@@ -1,6 +1,8 @@
-r"""Boxed answers and DAPO: tables of equal and unequal answers, hostile text, a fuzz of all scorers; prepare.math.
+r"""Boxed answers and DAPO: tables of equal and unequal answers, hostile text, a fuzz of all
+scorers; prepare.math.
 
-pytest tests/test_math_rewards.py            # pytest tests/test_math_rewards.py -m slow    # with 100,000
+pytest tests/test_math_rewards.py            # pytest tests/test_math_rewards.py -m slow    # with
+100,000
 """
 
 import json
@@ -51,7 +53,10 @@ def boxed_score(answer: str, truth: str) -> float:
         (r"\boxed{\frac{1}{\sqrt{2}}}", r"\frac{1}{\sqrt{2}}"),
         (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
         (r"\boxed{[0, 1\}}", r"[0, 1\}"),
-        (r"\boxed{\begin{pmatrix} 1 \\{2} \end{pmatrix}}", r"\begin{pmatrix} 1 \\{2} \end{pmatrix}"),
+        (
+            r"\boxed{\begin{pmatrix} 1 \\{2} \end{pmatrix}}",
+            r"\begin{pmatrix} 1 \\{2} \end{pmatrix}",
+        ),
         (r"\boxed{x = \boxed{5}}", "5"),
         (r"\boxed {5}", "5"),
         ("\\boxed\n{5}", "5"),
@@ -828,18 +833,25 @@ def test_no_box_no_point():
 
 
 def test_numbers_as_ground_truth():
-    assert score_boxed(r"\boxed{27}", 27.0)["score"] == score_dapo("Answer: 27", 27.0)["score"] == 1.0
+    assert (
+        score_boxed(r"\boxed{27}", 27.0)["score"] == score_dapo("Answer: 27", 27.0)["score"] == 1.0
+    )
 
 
 def test_a_list_is_no_number():
     """Thousands are separated by a comma alone."""
-    assert score_dapo("Answer: 2, 100", "2,  100")["acc"] and not score_dapo("Answer: 2100", "2, 100")["acc"]
+    assert (
+        score_dapo("Answer: 2, 100", "2,  100")["acc"]
+        and not score_dapo("Answer: 2100", "2, 100")["acc"]
+    )
     assert geometry.score_geo3k(r"\boxed{2, 100}", "2, 100")["acc"]
     assert not geometry.score_geo3k(r"\boxed{2100}", "2, 100")["acc"]
     assert score_dapo("Answer: (1,234)", "(1, 234)")["acc"]
 
 
-@pytest.mark.parametrize("truth", [["5"], {"answer": "5"}, None, float("nan"), float("inf")], ids=repr)
+@pytest.mark.parametrize(
+    "truth", [["5"], {"answer": "5"}, None, float("nan"), float("inf")], ids=repr
+)
 def test_what_no_answer_can_be_is_no_truth(truth):
     for scorer in (score_boxed, score_dapo, geometry.score_geo3k):
         with pytest.raises(ValueError, match="is neither a text nor a finite number"):
@@ -900,7 +912,9 @@ def test_units_are_units_for_dapo_and_geometry():
     assert not geometry.score_geo3k(r"\boxed{x=5}", "y=5")["acc"]
 
 
-@pytest.mark.parametrize("answer, truth", [("x'", "x"), ("f''", "f'"), ("5!", "5"), (r"\Omega", r"\omega")])
+@pytest.mark.parametrize(
+    "answer, truth", [("x'", "x"), ("f''", "f'"), ("5!", "5"), (r"\Omega", r"\omega")]
+)
 def test_marks_and_case_of_symbols_count_for_pictures(answer, truth):
     assert visual_qa.score_visual_qa(rf"\boxed{{{answer}}}", [truth])["acc"] == 0.0
     assert visual_qa.score_visual_qa(r"\boxed{'B'}", ["B"])["acc"] == 1.0
@@ -972,7 +986,14 @@ def test_large_formulas_are_compared(answer, truth):
 def test_formulas_only_where_needed(monkeypatch):
     asked = []
     monkeypatch.setattr(formulas, "same_value", lambda *texts: asked.append(texts) or False)
-    pairs = [("5", "5"), ("6", "5"), ("0.25", r"\frac{1}{3}"), ("Adam", "Eve"), ("", "5"), ("1" * 600, "5")]
+    pairs = [
+        ("5", "5"),
+        ("6", "5"),
+        ("0.25", r"\frac{1}{3}"),
+        ("Adam", "Eve"),
+        ("", "5"),
+        ("1" * 600, "5"),
+    ]
     assert [boxed_score(*pair) for pair in pairs] == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     assert asked == []
     boxed_score(r"1 + x\text{ cm}", "$x + 1$")
@@ -1023,7 +1044,8 @@ def test_a_number_of_gsm8k_ends_where_it_ends(text, truth, right):
 
 
 @pytest.mark.parametrize(
-    "text, truth, score", [("#### 3,5", "35", 1), ("#### 1/2", "1", 1), ("#### 72.", "72", 0), ("72", "72", 0)]
+    "text, truth, score",
+    [("#### 3,5", "35", 1), ("#### 1/2", "1", 1), ("#### 72.", "72", 0), ("72", "72", 0)],
 )
 def test_the_rule_of_verl_is_there(text, truth, score):
     assert verl_gsm8k("openai/gsm8k", text, truth) == score
@@ -1091,7 +1113,8 @@ def test_dapo_pred():
     [
         (
             boxed_reward,
-            "lighteval/MATH DigitalLearningGmbH/MATH-lighteval HuggingFaceH4/MATH-500 math/aime24 math/amc23 "
+            "lighteval/MATH DigitalLearningGmbH/MATH-lighteval HuggingFaceH4/MATH-500 "
+            "math/aime24 math/amc23 "
             "math/svamp amc23 svamp mawps_addsub numina_olympiads",
         ),
         (dapo_reward, "math_dapo math_dapo_reasoning math aime aime2024 aime_2025"),
@@ -1115,7 +1138,9 @@ def test_scores_through_the_dispatcher():
 
 SCORERS = {
     "countdown strict": lambda text: countdown.score(text, {"numbers": [1, 2, 3], "target": 6}),
-    "countdown compat": lambda text: countdown.score(text, {"numbers": [1, 2, 3], "target": 6}, "compat"),
+    "countdown compat": lambda text: countdown.score(
+        text, {"numbers": [1, 2, 3], "target": 6}, "compat"
+    ),
     "gsm8k": lambda text: score_gsm8k(text, "72"),
     "boxed": lambda text: score_boxed(text, r"\frac{\sqrt{3}}{2}"),
     "dapo": lambda text: score_dapo(text, "204"),
@@ -1146,7 +1171,8 @@ MEGABYTES = HOSTILE | {
 
 @pytest.mark.parametrize("name", MEGABYTES)
 def test_megabyte_text_takes_linear_time(name):
-    """The slowest takes 0.4 s of CPU time for all the scorers together; what is quadratic takes minutes."""
+    """The slowest takes 0.4 s of CPU time for all the scorers together; what is quadratic takes
+    minutes."""
     start = time.process_time()
     for scorer in SCORERS.values():
         scorer(MEGABYTES[name])
@@ -1167,26 +1193,94 @@ def test_longest_answers_take_linear_time():
 
 PIECES = [
     *"0123456789+-*/(){}[]<>^_=|!,.;:$%&~#' \n\t\r\0\\xyzie",
-    *("٣", "５", "²", "½", "−", "×", "π", "√", "∞", "°", "é", "好", "\u202e", "\ud800", "\U0001d7d9"),
-    *("<answer>", "</answer>", "####", "Answer:", "answer :", "Assistant:", "**", "//", " and ", " cm", "inf", "NaN"),
-    *(r"\boxed{", r"\fbox{", r"\boxed ", r"\frac", r"\frac{1}{2}", r"\sqrt", r"\sqrt{2}", r"\text{", r"\text{ cm}"),
-    *(r"\left(", r"\right)", r"\{", r"\}", r"\\", r"\pi", r"\infty", r"\cup", r"\log", r"\sin", r"\circ", r"\%"),
-    *(r"\begin{pmatrix}", r"\end{pmatrix}", r"\binom{9}{4}", r"\sum_{k=1}^{99}", "^{9^{9^9}}", "^{99999999}", "9!"),
+    *(
+        "٣",
+        "５",
+        "²",
+        "½",
+        "−",
+        "×",
+        "π",
+        "√",
+        "∞",
+        "°",
+        "é",
+        "好",
+        "\u202e",
+        "\ud800",
+        "\U0001d7d9",
+    ),
+    *(
+        "<answer>",
+        "</answer>",
+        "####",
+        "Answer:",
+        "answer :",
+        "Assistant:",
+        "**",
+        "//",
+        " and ",
+        " cm",
+        "inf",
+        "NaN",
+    ),
+    *(
+        r"\boxed{",
+        r"\fbox{",
+        r"\boxed ",
+        r"\frac",
+        r"\frac{1}{2}",
+        r"\sqrt",
+        r"\sqrt{2}",
+        r"\text{",
+        r"\text{ cm}",
+    ),
+    *(
+        r"\left(",
+        r"\right)",
+        r"\{",
+        r"\}",
+        r"\\",
+        r"\pi",
+        r"\infty",
+        r"\cup",
+        r"\log",
+        r"\sin",
+        r"\circ",
+        r"\%",
+    ),
+    *(
+        r"\begin{pmatrix}",
+        r"\end{pmatrix}",
+        r"\binom{9}{4}",
+        r"\sum_{k=1}^{99}",
+        "^{9^{9^9}}",
+        "^{99999999}",
+        "9!",
+    ),
 ]
 
 
 def fuzzed(rng: random.Random) -> str:
-    """Random pieces, at times repeated, nested or cut; half of them where the scorers look for an answer."""
+    """Random pieces, at times repeated, nested or cut; half of them where the scorers look for an
+    answer."""
     text = "".join(rng.choices(PIECES, k=rng.choice((1, 3, 8, 20, 60))))
     if rng.random() < 0.2:
         piece, bracket = rng.choice(PIECES), rng.choice("})]")
-        text = rng.choice((piece * rng.choice((10, 100, 700)) + text, f"{piece * 30}{text}{bracket * 30}"))
+        text = rng.choice(
+            (piece * rng.choice((10, 100, 700)) + text, f"{piece * 30}{text}{bracket * 30}")
+        )
     if rng.random() < 0.5:
         text = f"<answer>{text}</answer>\n#### {text}\n\\boxed{{{text}}} Answer: {text}"
     return text[: rng.randrange(len(text))] if rng.random() < 0.1 else text
 
 
-POSSIBLE = {"countdown": (0.0, 0.1, 1.0), "gsm8k": (0.0, 1.0), "boxed": (0.0, 1.0), "dapo": (-1.0, 1.0)}
+POSSIBLE = {
+    "countdown": (0.0, 0.1, 1.0),
+    "gsm8k": (0.0, 1.0),
+    "boxed": (0.0, 1.0),
+    "dapo": (-1.0, 1.0),
+}
 
 
 def fuzz(seed: int, count: int) -> None:
@@ -1227,10 +1321,16 @@ def test_benchmarks_from_file_to_score(tmp_path):
         counts[source] = counts.get(source, 0) + 1
         function = reward_function(source)
         assert function is boxed_reward
-        assert score_response(function, source, rf"so $\boxed{{{truth}}}$", truth)["score"] == 1.0, row
-        assert score_response(function, source, rf"so $\boxed{{1{truth}}}$", truth)["score"] == 0.0, row
+        assert (
+            score_response(function, source, rf"so $\boxed{{{truth}}}$", truth)["score"] == 1.0
+        ), row
+        assert (
+            score_response(function, source, rf"so $\boxed{{1{truth}}}$", truth)["score"] == 0.0
+        ), row
         assert score_dapo(f"Answer: {truth}", truth)["score"] == 1.0, row
-        assert row["prompt"][0]["content"] == f"{row['extra_info']['question']} {prepare.INSTRUCTION}"
+        assert (
+            row["prompt"][0]["content"] == f"{row['extra_info']['question']} {prepare.INSTRUCTION}"
+        )
     mawps = {"math/mawps_addsub": 395, "math/mawps_multiarith": 600, "math/mawps_singleop": 562}
     assert counts == {"math/aime24": 30, "math/amc23": 40, "math/svamp": 1000, **mawps}
     assert [row["extra_info"]["index"] for row in rows] == list(range(len(rows)))
@@ -1254,7 +1354,9 @@ def write_jsonl(path: Path, *records) -> Path:
 
 def prepared(tmp_path: Path, source: Path) -> dict[str, list[dict]]:
     prepare.main(prepare.Args(out=tmp_path / "out", source=str(source)))
-    return {path.stem: pq.read_table(path).to_pylist() for path in sorted((tmp_path / "out").iterdir())}
+    return {
+        path.stem: pq.read_table(path).to_pylist() for path in sorted((tmp_path / "out").iterdir())
+    }
 
 
 def test_prepare_row_content(tmp_path, capsys):
@@ -1265,7 +1367,8 @@ def test_prepare_row_content(tmp_path, capsys):
         "prompt": [
             {
                 "role": "user",
-                "content": f"{PROBLEM} Let's think step by step and output the final answer within \\boxed{{}}.",
+                "content": f"{PROBLEM} Let's think step by step and output the final answer "
+                f"within \\boxed{{}}.",
             }
         ],
         "ability": "math",
@@ -1286,8 +1389,18 @@ def test_prepare_row_content(tmp_path, capsys):
         ({"input": "i", "target": 43.0}, "i", "43", "43"),
         ({"input": "i", "target": 0.6666666667}, "i", "0.6666666667", "0.6666666667"),
         ({"input": "i", "target": -1e20}, "i", "-100000000000000000000", "-100000000000000000000"),
-        ({"Body": "Two apples", "Question": "How many?", "Answer": 2.0}, "Two apples. How many?", "2", "2"),
-        ({"Body": "Two apples. ", "Question": "How many?", "Answer": 2}, "Two apples. How many?", "2", "2"),
+        (
+            {"Body": "Two apples", "Question": "How many?", "Answer": 2.0},
+            "Two apples. How many?",
+            "2",
+            "2",
+        ),
+        (
+            {"Body": "Two apples. ", "Question": "How many?", "Answer": 2},
+            "Two apples. How many?",
+            "2",
+            "2",
+        ),
         ({"problem": "p", "answer": None, "solution": SOLUTION}, "p", r"\frac{1}{2}", SOLUTION),
     ],
 )
@@ -1300,10 +1413,26 @@ def test_prepare_reads_the_usual_keys(record, question, truth, answer):
     [
         {"question": "q", "options": "A) 10 B) 12 C) 14 D) 16", "Answer": "B"},  # sat_math
         {"question": "q", "choices": ["10", "12", "14", "16"], "answer": 1},  # mmlu_stem
-        {"passage": None, "question": "q", "options": ["(A)10", "(B)12", "(C)14", "(D)16"], "label": "B"},  # AGIEval
-        {"question": "q", "options": ["A)10", "B)12", "C)14", "D)16"], "rationale": "r", "correct": "B"},  # AQuA
+        # AGIEval
+        {
+            "passage": None,
+            "question": "q",
+            "options": ["(A)10", "(B)12", "(C)14", "(D)16"],
+            "label": "B",
+        },
+        # AQuA
+        {
+            "question": "q",
+            "options": ["A)10", "B)12", "C)14", "D)16"],
+            "rationale": "r",
+            "correct": "B",
+        },
         {"question": "q", "A": 10, "B": 12, "C": 14, "D": 16, "answer": "B"},
-        {"question": "q", "choices": {"text": ["10", "12", "14", "16"], "label": ["A", "B", "C", "D"]}, "answer": "B"},
+        {
+            "question": "q",
+            "choices": {"text": ["10", "12", "14", "16"], "label": ["A", "B", "C", "D"]},
+            "answer": "B",
+        },
         {"question": "q", "options": {"A": "10", "B": "12", "C": "14", "D": "16"}, "answer": "(b)"},
         {"question": "q", "options": ["10", "12", "14", "16"], "answer": "12"},
         {"question": "q", "options": ["10", "12", "14", "16"], "solution": r"\boxed{B}"},
@@ -1323,7 +1452,10 @@ def test_options_stand_in_the_prompt_and_their_letter_is_the_truth(record):
         ({"question": "q", "options": ["10"], "answer": "A"}, "options that are no list"),
         ({"question": "q", "options": [["10"], ["12"]], "answer": "A"}, "options that are no list"),
         ({"question": "q", "options": ["10", "12"], "answer": 2}, "no right option: .* found 2"),
-        ({"question": "q", "options": ["10", "12"], "answer": "C"}, "no right option: .* found 'C'"),
+        (
+            {"question": "q", "options": ["10", "12"], "answer": "C"},
+            "no right option: .* found 'C'",
+        ),
         ({"question": "q", "options": ["10", "12"]}, "no right option: .* found None"),
     ],
 )
@@ -1362,7 +1494,10 @@ def test_prepare_folder_by_split_and_source(tmp_path):
         ('{"answer": "5"}', "no question: expected text as problem, question or input, found None"),
         ('{"problem": 5, "answer": "5"}', "no question: .* found 5"),
         ('{"problem": " ", "answer": "5"}', "no question"),
-        ('{"problem": "p"}', "no answer: expected text or a number as answer, target or solution, found None"),
+        (
+            '{"problem": "p"}',
+            "no answer: expected text or a number as answer, target or solution, found None",
+        ),
         ('{"problem": "p", "answer": ["5"]}', r"no answer: .* found \['5'\]"),
         ('{"problem": "p", "answer": true}', "no answer: .* found True"),
         ('{"problem": "p", "answer": NaN}', "no answer: .* found nan"),
@@ -1374,7 +1509,10 @@ def test_prepare_folder_by_split_and_source(tmp_path):
         ('{"problem": "p", "answer": "' + "x" * 600 + '"}', "is no answer of 1 to 512 characters"),
         ('{"problem": "p", "solution": "It is 5."}', "the solution has no complete"),
         (r'{"problem": "p", "solution": "It is \\boxed{5"}', "the solution has no complete"),
-        ('{"question": "q", "answer": "So 8 * 9 = 72.\\n#### 72"}', "GSM8K's format: python -m common.prepare.gsm8k"),
+        (
+            '{"question": "q", "answer": "So 8 * 9 = 72.\\n#### 72"}',
+            "GSM8K's format: python -m common.prepare.gsm8k",
+        ),
     ],
 )
 def test_prepare_bad_line_is_named(tmp_path, line, reason):
@@ -1390,7 +1528,9 @@ def test_prepare_drops_bad_rows_if_asked_to(tmp_path, capsys):
     """All of them are counted, and the first five named."""
     good, bad = {"problem": "p", "answer": "5"}, {"problem": "p", "answer": ""}
     path = write_jsonl(tmp_path / "mine.jsonl", good, *[bad] * 7, good)
-    with pytest.raises(ValueError, match=r"^7 unusable rows \(--bad-rows drop drops them\)") as error:
+    with pytest.raises(
+        ValueError, match=r"^7 unusable rows \(--bad-rows drop drops them\)"
+    ) as error:
         prepare.main(prepare.Args(out=tmp_path / "out", source=str(path)))
     assert str(error.value).count("mine.jsonl line ") == 5 and not (tmp_path / "out").exists()
     prepare.main(prepare.Args(out=tmp_path / "out", source=str(path), bad_rows="drop"))
@@ -1415,18 +1555,29 @@ def test_prepare_bad_source(tmp_path):
 
 def test_prepare_from_hub(tmp_path, monkeypatch):
     published = tmp_path / "published.parquet"
-    pq.write_table(pa.table({"problem": [PROBLEM], "level": ["1"], "solution": [SOLUTION], "type": ["x"]}), published)
+    pq.write_table(
+        pa.table({"problem": [PROBLEM], "level": ["1"], "solution": [SOLUTION], "type": ["x"]}),
+        published,
+    )
     asked = []
-    monkeypatch.setattr(prepare, "hf_hub_download", lambda *args, **kwargs: asked.append((args, kwargs)) or published)
+    monkeypatch.setattr(
+        prepare,
+        "hf_hub_download",
+        lambda *args, **kwargs: asked.append((args, kwargs)) or published,
+    )
     prepare.main(prepare.Args(out=tmp_path / "out"))
     name = "DigitalLearningGmbH/MATH-lighteval"
     assert asked == [
-        ((name, f"data/{split}-00000-of-00001.parquet"), {"repo_type": "dataset"}) for split in ("train", "test")
+        ((name, f"data/{split}-00000-of-00001.parquet"), {"repo_type": "dataset"})
+        for split in ("train", "test")
     ]
     for split in ("train", "test"):
         (row,) = pq.read_table(tmp_path / "out" / f"{split}.parquet").to_pylist()
         assert (row["data_source"], row["extra_info"]["split"]) == (name, split)
-        assert reward_function(name)(name, SOLUTION, row["reward_model"]["ground_truth"])["score"] == 1.0
+        assert (
+            reward_function(name)(name, SOLUTION, row["reward_model"]["ground_truth"])["score"]
+            == 1.0
+        )
 
 
 def test_prepare_hub_offline_says_what_to_do(tmp_path, monkeypatch):

@@ -1,4 +1,5 @@
-"""The memory plan, which stands before weights are loaded, against counts, peaks on a card, and arithmetic by hand."""
+"""The memory plan, which stands before weights are loaded, against counts, peaks on a card, and
+arithmetic by hand."""
 
 import random
 import re
@@ -45,9 +46,12 @@ from common.prepare.memory_remedies import largest_micro_batch
 
 HIDDEN, LAYERS, VOCAB, MLP = 512, 3, 100_000, 1024
 # tied embeddings; per layer q, k, v with biases, o, three MLP matrices, two norms; the last norm
-PARAMETERS = VOCAB * HIDDEN + LAYERS * (2 * HIDDEN**2 + 2 * (HIDDEN * 128) + 512 + 256 + 3 * HIDDEN * MLP + 2 * HIDDEN)
+PARAMETERS = VOCAB * HIDDEN + LAYERS * (
+    2 * HIDDEN**2 + 2 * (HIDDEN * 128) + 512 + 256 + 3 * HIDDEN * MLP + 2 * HIDDEN
+)
 PARAMETERS += HIDDEN
-TRACKED = [(1, 4096, False, False), (8, 2048, False, True), (4, 128, True, False)]  # of torch's tracker
+# of torch's tracker
+TRACKED = [(1, 4096, False, False), (8, 2048, False, True), (4, 128, True, False)]
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +76,9 @@ def folder(tmp_path) -> str:
     return str(tmp_path)
 
 
-def qwen(hidden: int, mlp: int, layers: int, heads: int, key_heads: int, vocabulary: int, tied: bool) -> ModelShape:
+def qwen(
+    hidden: int, mlp: int, layers: int, heads: int, key_heads: int, vocabulary: int, tied: bool
+) -> ModelShape:
     """A Qwen2.5 by hand."""
     keys = hidden // heads * key_heads
     block = 2 * hidden * (hidden + keys) + hidden + 2 * keys + 3 * hidden * mlp + 2 * hidden
@@ -109,19 +115,24 @@ WITHOUT_ENGINE = Rollout(replay=Path("dump"))
 ON_A_CARD = {"dtype": torch.bfloat16, "on_gpu": True}
 
 
-def gigabytes(name: str, ranks: int = 1, rollout: Rollout = WITHOUT_ENGINE, critic=False, frozen=(), **flags):
+def gigabytes(
+    name: str, ranks: int = 1, rollout: Rollout = WITHOUT_ENGINE, critic=False, frozen=(), **flags
+):
     """The phases of a Qwen2.5 on GPUs."""
     trained = [SHAPES[name]] * (2 if critic else 1)
     models = {"trained": trained, "frozen": [SHAPES[name] for _ in frozen]}
     return phases_of(rollout, Machine(**flags), ranks, **models, **ON_A_CARD)
 
 
-# --- what was seen, and what can be counted -----------------------------------------------------------------------
+# --- what was seen, and what can be counted -------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, flags, seen", [("1.5B", {}, 54.6), ("3B", {"gradient_checkpointing": True}, 54.5)])
+@pytest.mark.parametrize(
+    "name, flags, seen", [("1.5B", {}, 54.6), ("3B", {"gradient_checkpointing": True}, 54.5)]
+)
 def test_peaks_that_were_seen_on_an_h100(name, flags, seen):
-    """Of an update by tests/bench/gpu.py, docs/results.md: compiled, micro-batches of 12,800 tokens, no engine."""
+    """Of an update by tests/bench/gpu.py, docs/results.md: compiled, micro-batches of 12,800
+    tokens, no engine."""
     found = gigabytes(name, micro_batch_tokens=12_800, compile=True, **flags)
     assert found["update"] == pytest.approx(seen, rel=0.03)
 
@@ -144,10 +155,14 @@ def test_the_shape_of_a_folder_is_that_by_hand(name, tmp_path):
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_activations_by_formula(name):
-    """24 hidden + 8 mlp a layer, compiled 16 + 6, and less where the heads are a power of two: 3B."""
+    """24 hidden + 8 mlp a layer, compiled 16 + 6, and less where the heads are a power of two:
+    3B."""
     shape = SHAPES[name]
     native = 4 * (shape.queries - shape.keys) if name == "3B" else 0
-    for compiled, layer in ((False, 24.3 * shape.hidden + 8 * shape.mlp), (True, 16.4 * shape.hidden + 6 * shape.mlp)):
+    for compiled, layer in (
+        (False, 24.3 * shape.hidden + 8 * shape.mlp),
+        (True, 16.4 * shape.hidden + 6 * shape.mlp),
+    ):
         machine = Machine(compile=compiled, attention="flex")
         found = activation_bytes(shape, Rollout(), machine, torch.bfloat16)
         assert found == pytest.approx(shape.layers * (layer - native), rel=0.015)
@@ -162,11 +177,15 @@ class Opaque(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         output = torch.empty_like(query)
-        ctx.save_for_backward(query, key, value, output, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        ctx.save_for_backward(
+            query, key, value, output, query.new_empty(query.shape[:-1], dtype=torch.float32)
+        )
         return output
 
 
-def flex_like(_, query: Tensor, key: Tensor, value: Tensor, mask: None, **options) -> tuple[Tensor, None]:
+def flex_like(
+    _, query: Tensor, key: Tensor, value: Tensor, mask: None, **options
+) -> tuple[Tensor, None]:
     heads = query.shape[1]
     query, key = query.to(value.dtype), key.to(value.dtype)
     if heads & (heads - 1):  # as transformers does it for flex attention
@@ -181,7 +200,9 @@ def kept_bytes(
     AttentionInterface.register("flex_like", flex_like)
     kind = {"flex": "flex_like", "sdpa": "shared_prompts"}[attention]
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=kind).train()
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=kind
+        ).train()
         num_tokens = sum(map(sum, units))
         ids = torch.zeros(1, num_tokens, dtype=torch.int64)
         positions = torch.arange(num_tokens)[None]
@@ -198,14 +219,26 @@ def kept_bytes(
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         options = {"units": units} if attention == "sdpa" else {}
-        model.base_model(input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False, **options)
+        model.base_model(
+            input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False, **options
+        )
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) / num_tokens
 
 
 SMALL = {"hidden_size": 512, "num_hidden_layers": 4, "vocab_size": 512}
 GROUPED = SMALL | {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 1536}
-ODD = SMALL | {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 768, "intermediate_size": 2048}
-SPARSE = GROUPED | {"head_dim": 64, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256}
+ODD = SMALL | {
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+}
+SPARSE = GROUPED | {
+    "head_dim": 64,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 256,
+}
 
 
 @pytest.mark.parametrize(
@@ -221,28 +254,37 @@ SPARSE = GROUPED | {"head_dim": 64, "num_experts": 16, "num_experts_per_tok": 4,
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_activations_are_those_that_autograd_keeps(config, device, dtype, tmp_path, monkeypatch):
-    """Eager; with flex attention and SDPA, whose kernels keep their inputs, outputs and a sum for each head."""
+    """Eager; with flex attention and SDPA, whose kernels keep their inputs, outputs and a sum for
+    each head."""
     config.save_pretrained(tmp_path)
     shape = model_shape(str(tmp_path), Machine())
     rollout = Rollout(max_prompt_tokens=64, max_response_tokens=96)
     units = [[64, 96]]
-    monkeypatch.setattr(common.attention, "scaled_dot_product_attention", lambda q, k, v, **_: Opaque.apply(q, k, v))
+    monkeypatch.setattr(
+        common.attention, "scaled_dot_product_attention", lambda q, k, v, **_: Opaque.apply(q, k, v)
+    )
     ways = [("flex", False), ("flex", True)]
     if device == "meta":  # on a CPU short segments do not reach SDPA
         ways.append(("sdpa", False))
     for attention, checkpointing in ways:
         machine = Machine(attention=attention, gradient_checkpointing=checkpointing)
         expected = activation_bytes(shape, rollout, machine, dtype)
-        if attention == "sdpa":  # by the plan a response and its prompt for each response, here of one response
-            expected = activation_bytes(shape, replace(rollout, max_response_tokens=120), machine, dtype)
+        # by the plan a response and its prompt for each response, here of one response
+        if attention == "sdpa":
+            expected = activation_bytes(
+                shape, replace(rollout, max_response_tokens=120), machine, dtype
+            )
         found = kept_bytes(config, attention, dtype, checkpointing, units, device)
         assert found == pytest.approx(expected, rel=0.05), (attention, checkpointing)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks, tokens, tied, checkpointing", TRACKED)
-def test_what_fsdp2_gathers_is_what_torchs_tracker_counts(ranks, tokens, tied, checkpointing, tmp_path):
-    """It counts neither moments nor the head's chunk; the plan may say somewhat more, and never less."""
+def test_what_fsdp2_gathers_is_what_torchs_tracker_counts(
+    ranks, tokens, tied, checkpointing, tmp_path
+):
+    """It counts neither moments nor the head's chunk; the plan may say somewhat more, and never
+    less."""
     Qwen2Config(
         hidden_size=2048,
         intermediate_size=11_008,
@@ -253,7 +295,9 @@ def test_what_fsdp2_gathers_is_what_torchs_tracker_counts(ranks, tokens, tied, c
         tie_word_embeddings=tied,
     ).save_pretrained(tmp_path)
     arguments = [ranks, tokens, tmp_path, *["checkpointing"] * checkpointing]
-    tracked = float(run_script("tests/workers/tracked_memory.py", *arguments, fresh=True).stdout.split()[-1])
+    tracked = float(
+        run_script("tests/workers/tracked_memory.py", *arguments, fresh=True).stdout.split()[-1]
+    )
     rollout = replace(WITHOUT_ENGINE, max_prompt_tokens=1, max_response_tokens=1)
     machine = Machine(micro_batch_tokens=tokens, gradient_checkpointing=checkpointing)
     found = memory_phases(rollout, machine, ranks, trained=[str(tmp_path)], frozen=[], **ON_A_CARD)
@@ -261,10 +305,12 @@ def test_what_fsdp2_gathers_is_what_torchs_tracker_counts(ranks, tokens, tied, c
     assert 0.999 * tracked <= planned <= 1.35 * tracked
 
 
-# --- what fits ----------------------------------------------------------------------------------------------------
+# --- what fits ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("gpus, card, flags", [(2, 80, {}), (1, 141, {}), (4, 40, {"offload": "optimizer"})])
+@pytest.mark.parametrize(
+    "gpus, card, flags", [(2, 80, {}), (1, 141, {}), (4, 40, {"offload": "optimizer"})]
+)
 def test_7b_does_not_fit(gpus, card, flags):
     """At 92 % of the card, with the defaults of an engine beside it."""
     flags |= {"gradient_checkpointing": True, "micro_batch_tokens": 4096}
@@ -272,7 +318,9 @@ def test_7b_does_not_fit(gpus, card, flags):
     assert max(found["rollout"], found["update"]) > 0.92 * card
 
 
-@pytest.mark.parametrize("options", [[], ["--lora-rank", "16", "--engine-memory", "4", "--tokens", "4096"]])
+@pytest.mark.parametrize(
+    "options", [[], ["--lora-rank", "16", "--engine-memory", "4", "--tokens", "4096"]]
+)
 def test_the_tables_of_what_fits_are_what_their_commands_print(options, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "bench"))
     import memory
@@ -300,7 +348,9 @@ def test_the_largest_micro_batch_fits_and_a_larger_one_does_not(name, ranks, che
     assert largest_micro_batch(phases, Rollout(), machine, ranks, room=2.0) == 0
 
 
-def planned_on_gpus(monkeypatch, name: str, free: float, ranks: int, rollout: Rollout, **flags) -> MemoryPlan:
+def planned_on_gpus(
+    monkeypatch, name: str, free: float, ranks: int, rollout: Rollout, **flags
+) -> MemoryPlan:
     """The plan of a run on GPUs; `free`: gigabytes."""
     shape = SHAPES[name]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (int(free * 1e9), int(80e9)))
@@ -349,7 +399,9 @@ def test_what_is_advised_fits(name, card, sleep_level, typed, monkeypatch):
         advice = text.partition("may not fit; it would ")[2]
         ranks, rollout, changed_flags = changed(advice, ranks, rollout, flags)
         assert flags or "--micro-batch-tokens" not in advice, "which a run chooses by itself"
-        assert cache or not sleep_level or "--engine-memory" not in advice, "which a run chooses by itself"
+        assert cache or not sleep_level or "--engine-memory" not in advice, (
+            "which a run chooses by itself"
+        )
         changed_plan = planned_on_gpus(monkeypatch, name, free, ranks, rollout, **changed_flags)
         assert "warning" not in changed_plan.text, advice
 
@@ -358,7 +410,13 @@ def test_what_is_advised_fits(name, card, sleep_level, typed, monkeypatch):
     "name, free, ranks, flags, advice",
     [
         ("1.5B", 70, 1, {"micro_batch_tokens": 16_384}, "with --compile"),
-        ("1.5B", 70, 1, {"compile": True, "micro_batch_tokens": 24_576}, r"with --micro-batch-tokens 1[89]\d{3}"),
+        (
+            "1.5B",
+            70,
+            1,
+            {"compile": True, "micro_batch_tokens": 24_576},
+            r"with --micro-batch-tokens 1[89]\d{3}",
+        ),
         (
             "7B",
             72,
@@ -366,7 +424,13 @@ def test_what_is_advised_fits(name, card, sleep_level, typed, monkeypatch):
             {"compile": True, "micro_batch_tokens": 16_384},
             r"with --gradient-checkpointing --engine-memory 5 .*",
         ),
-        ("7B", 64, 2, {"gradient_checkpointing": True, "micro_batch_tokens": 4096}, "with --offload optimizer"),
+        (
+            "7B",
+            64,
+            2,
+            {"gradient_checkpointing": True, "micro_batch_tokens": 4096},
+            "with --offload optimizer",
+        ),
         (
             "7B",
             40,
@@ -389,7 +453,7 @@ def test_the_cheapest_change_is_named(name, free, ranks, flags, advice, monkeypa
     assert re.fullmatch(advice, found), found
 
 
-# --- the micro-batch that a run chooses ---------------------------------------------------------------------------
+# --- the micro-batch that a run chooses -----------------------------------------------------------
 
 
 def update_of(name: str, ranks: int, rollout: Rollout, tokens: int, flags: dict) -> float:
@@ -400,33 +464,50 @@ def update_of(name: str, ranks: int, rollout: Rollout, tokens: int, flags: dict)
 @pytest.mark.parametrize("name, ranks", [("0.5B", 1), ("1.5B", 1), ("3B", 4), ("7B", 8)])
 @pytest.mark.parametrize("flags", [{}, {"gradient_checkpointing": True}])
 def test_a_micro_batch_is_what_fits_into_nine_tenths(name, ranks, free, flags, monkeypatch):
-    """A power of two: the next one would be too much, or more than 16,384. The longest episode fits into any."""
+    """A power of two: the next one would be too much, or more than 16,384. The longest episode fits
+    into any."""
     rollout = Rollout()
     plan = planned_on_gpus(monkeypatch, name, free, ranks, rollout, **flags)
     tokens, room = plan.micro_batch_tokens, 0.9 * free
     assert 1024 <= tokens <= 16_384 and tokens.bit_count() == 1
-    assert f"--micro-batch-tokens {tokens} chosen to fit into 90% of what is free" in plan.text and not plan.refusal
+    assert (
+        f"--micro-batch-tokens {tokens} chosen to fit into 90% of what is free" in plan.text
+        and not plan.refusal
+    )
     fits = update_of(name, ranks, rollout, tokens, flags) <= room
     assert fits or tokens == 1024
     assert tokens == 16_384 or update_of(name, ranks, rollout, 2 * tokens, flags) > room
-    assert ("the update may not fit" in plan.text or "and the update may not" in plan.text) == (not fits)
+    assert ("the update may not fit" in plan.text or "and the update may not" in plan.text) == (
+        not fits
+    )
 
 
 def test_a_micro_batch_holds_the_longest_episode(monkeypatch):
-    """Which is never divided, and may be no power of two; that of a script may be less than 16,384."""
+    """Which is never divided, and may be no power of two; that of a script may be less than
+    16,384."""
     flags = {"name": "0.5B", "ranks": 1, "attention": "flex"}
-    for longest, free, expected in ((20_000, 78, 20_000), (3000, 18, 4096), (3000, 16, 3000), (1500, 13.2, 1500)):
-        rollout = Rollout(max_prompt_tokens=500, max_response_tokens=longest - 500, engine_memory=0.5)
+    for longest, free, expected in (
+        (20_000, 78, 20_000),
+        (3000, 18, 4096),
+        (3000, 16, 3000),
+        (1500, 13.2, 1500),
+    ):
+        rollout = Rollout(
+            max_prompt_tokens=500, max_response_tokens=longest - 500, engine_memory=0.5
+        )
         plan = planned_on_gpus(monkeypatch, free=free, rollout=rollout, **flags)
         assert plan.micro_batch_tokens == expected and "warning" not in plan.text, (longest, plan)
     for longest, expected in ((1024, 8192), (10_000, 10_000)):
-        plan = planned_on_gpus(monkeypatch, free=78, rollout=no_rollout(longest), most_tokens=8192, **flags)
+        plan = planned_on_gpus(
+            monkeypatch, free=78, rollout=no_rollout(longest), most_tokens=8192, **flags
+        )
         assert plan.micro_batch_tokens == expected and "rollout" not in plan.text
 
 
 def test_an_engine_that_stays_awake_is_taken_off_first(monkeypatch):
     asleep, awake = (
-        planned_on_gpus(monkeypatch, "1.5B", 50, 1, Rollout(sleep_level=level)).micro_batch_tokens for level in (1, 0)
+        planned_on_gpus(monkeypatch, "1.5B", 50, 1, Rollout(sleep_level=level)).micro_batch_tokens
+        for level in (1, 0)
     )
     assert awake < asleep
 
@@ -434,20 +515,27 @@ def test_an_engine_that_stays_awake_is_taken_off_first(monkeypatch):
 def planned_on_a_cpu(monkeypatch, folder, free: float, trained: int = 1, **flags) -> MemoryPlan:
     """`free`: gigabytes; flags of both groups."""
     monkeypatch.setattr("common.prepare.memory_plan.free_memory", lambda: 1e9 * free)
-    rollout = Rollout(**{name: flags.pop(name) for name in ("engine_memory", "eval_only") if name in flags})
+    rollout = Rollout(
+        **{name: flags.pop(name) for name in ("engine_memory", "eval_only") if name in flags}
+    )
     world = World(0, 1, 0, torch.device("cpu"))
     return memory_plan(rollout, Machine(**flags), world, torch.bfloat16, [folder] * trained, [])
 
 
 def test_a_critic_is_taken_off_first(folder, monkeypatch):
-    alone, with_critic = (planned_on_a_cpu(monkeypatch, folder, 4, trained).micro_batch_tokens for trained in (1, 2))
+    alone, with_critic = (
+        planned_on_a_cpu(monkeypatch, folder, 4, trained).micro_batch_tokens for trained in (1, 2)
+    )
     assert 1024 < with_critic < alone
 
 
 def test_what_a_cpu_has_no_memory_for_is_refused_with_the_cheapest_change(folder, monkeypatch):
-    """There the kernel would end it. A number that is typed is tried, and an evaluation has no update."""
+    """There the kernel would end it. A number that is typed is tried, and an evaluation has no
+    update."""
     machine = Machine(micro_batch_tokens=1024, attention="sdpa")  # the longest episode, alone
-    needed = memory_phases(Rollout(), machine, 1, torch.bfloat16, [folder], [], on_gpu=False)["update"]
+    needed = memory_phases(Rollout(), machine, 1, torch.bfloat16, [folder], [], on_gpu=False)[
+        "update"
+    ]
     plan = planned_on_a_cpu(monkeypatch, folder, 1.001 * needed / 0.9)
     assert plan.micro_batch_tokens >= 1024 and plan.refusal == "" and "warning" not in plan.text
 
@@ -461,34 +549,50 @@ def test_what_a_cpu_has_no_memory_for_is_refused_with_the_cheapest_change(folder
     assert planned_on_a_cpu(monkeypatch, folder, free, engine_memory=0.25).refusal == ""
 
     typed = planned_on_a_cpu(monkeypatch, folder, free, micro_batch_tokens=10_000)
-    assert (typed.micro_batch_tokens, typed.refusal) == (10_000, "") and "the update may not fit" in typed.text
+    assert (typed.micro_batch_tokens, typed.refusal) == (
+        10_000,
+        "",
+    ) and "the update may not fit" in typed.text
     evaluation = planned_on_a_cpu(monkeypatch, folder, free, eval_only=True)
     assert evaluation.refusal == "" and "warning" not in evaluation.text
 
 
-# --- the KV cache that a run chooses ------------------------------------------------------------------------------
+# --- the KV cache that a run chooses --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, ranks, free, share", [("0.5B", 1, 78, 1), ("1.5B", 1, 38, 1), ("7B", 8, 78, 4)])
+@pytest.mark.parametrize(
+    "name, ranks, free, share", [("0.5B", 1, 78, 1), ("1.5B", 1, 38, 1), ("7B", 8, 78, 4)]
+)
 @pytest.mark.parametrize("engine", ["vllm", "hf"])
-def test_a_cache_is_what_sampling_leaves_of_nine_tenths(name, ranks, free, share, engine, monkeypatch):
-    """Beside weights, moments and what the engine takes besides; a quarter of a GiB more would be too much."""
+def test_a_cache_is_what_sampling_leaves_of_nine_tenths(
+    name, ranks, free, share, engine, monkeypatch
+):
+    """Beside weights, moments and what the engine takes besides; a quarter of a GiB more would be
+    too much."""
     rollout = Rollout(engine=engine, engine_parallel=share if engine == "vllm" else 1)
     plan = planned_on_gpus(monkeypatch, name, free, ranks, rollout)
     cache = plan.engine_memory
-    assert cache > 4 and cache * 4 % 1 == 0 and f"; --engine-memory {cache:g} and --micro" in plan.text
+    assert (
+        cache > 4 and cache * 4 % 1 == 0 and f"; --engine-memory {cache:g} and --micro" in plan.text
+    )
     for more, fits in ((0, True), (0.25, False)):
         found = gigabytes(name, ranks, replace(rollout, engine_memory=cache + more))["rollout"]
         assert (found <= 0.9 * free) == fits
     assert (
         plan.micro_batch_tokens
-        == planned_on_gpus(monkeypatch, name, free, ranks, replace(rollout, engine_memory=1)).micro_batch_tokens
+        == planned_on_gpus(
+            monkeypatch, name, free, ranks, replace(rollout, engine_memory=1)
+        ).micro_batch_tokens
     ), "the engine sleeps while there is an update"
 
 
 def test_other_caches_are_as_they_are_typed_or_have_a_default(folder, monkeypatch):
     """An engine that stays awake would leave nothing to the update."""
-    for rollout, expected in ((Rollout(engine_memory=3), 3), (Rollout(sleep_level=0), 8), (WITHOUT_ENGINE, 8)):
+    for rollout, expected in (
+        (Rollout(engine_memory=3), 3),
+        (Rollout(sleep_level=0), 8),
+        (WITHOUT_ENGINE, 8),
+    ):
         plan = planned_on_gpus(monkeypatch, "1.5B", 78, 1, rollout)
         assert plan.engine_memory == expected and "; --engine-memory" not in plan.text
     monkeypatch.undo()
@@ -497,19 +601,35 @@ def test_other_caches_are_as_they_are_typed_or_have_a_default(folder, monkeypatc
 
 def test_a_cache_of_a_full_card_still_holds_an_episode(monkeypatch):
     plan = planned_on_gpus(monkeypatch, "7B", 40, 1, Rollout(max_response_tokens=16_000))
-    assert plan.engine_memory == 1 and "warning: the rollout and the update may not fit" in plan.text
+    assert (
+        plan.engine_memory == 1 and "warning: the rollout and the update may not fit" in plan.text
+    )
 
 
-# --- terms --------------------------------------------------------------------------------------------------------
+# --- terms ----------------------------------------------------------------------------------------
 
 
 def plan(folder, ranks=1, trained=1, frozen=0, **changes) -> tuple[dict[str, float], str]:
     """({item: GB}, the text) on a CPU."""
-    rollout = Rollout(engine_memory=changes.pop("engine_memory", 2.0), engine_parallel=changes.pop("share", 1))
+    rollout = Rollout(
+        engine_memory=changes.pop("engine_memory", 2.0), engine_parallel=changes.pop("share", 1)
+    )
     machine = Machine(**{"micro_batch_tokens": 10_000} | changes)
     world = World(0, ranks, 0, torch.device("cpu"))
-    text = memory_plan(rollout, machine, world, torch.bfloat16, [folder] * trained, [folder] * frozen).text
-    items = ("weights", "reference", "Adam", "rollout", "engine", "KV cache", "update", "gradients", "activations")
+    text = memory_plan(
+        rollout, machine, world, torch.bfloat16, [folder] * trained, [folder] * frozen
+    ).text
+    items = (
+        "weights",
+        "reference",
+        "Adam",
+        "rollout",
+        "engine",
+        "KV cache",
+        "update",
+        "gradients",
+        "activations",
+    )
     return {item: float(re.search(rf"{item} ([\d.]+)", text)[1]) for item in items}, text
 
 
@@ -521,15 +641,21 @@ def assert_gigabytes(found: dict[str, float], **expected: float) -> None:
 def test_one_rank(folder):
     found, text = plan(folder)
     weights, engine, cache = 12 * PARAMETERS, 2 * PARAMETERS, 2 * 2**30
-    # norms in float32, queries, keys of prompt and response for each head, outputs twice, MLP; the last norm
+    # norms in float32, queries, keys of prompt and response for each head, outputs twice, MLP; the
+    # last norm
     layer = 16 * HIDDEN + 2 * HIDDEN + 4 * 2 * HIDDEN + 4 * HIDDEN + 4 * 8 + 8 * MLP
     activations = 10_000 * (LAYERS * layer + 6 * HIDDEN)
     assert_gigabytes(found, engine=engine, gradients=4 * PARAMETERS, activations=activations)
     assert found["KV cache"] == pytest.approx(2.1) and "warning" not in text
     logits = 3 * 4 * 256 * VOCAB
     assert_gigabytes(found, rollout=weights + engine + cache + logits)
-    # on a CPU the engine does not sleep, and one rank keeps the weights' casts for all micro-batches
-    casts, root_gradients, head = 2 * PARAMETERS, 2 * VOCAB * HIDDEN, 12 * 2**23 + 10 * 10_000 * HIDDEN
+    # on a CPU the engine does not sleep, and one rank keeps the weights' casts for all
+    # micro-batches
+    casts, root_gradients, head = (
+        2 * PARAMETERS,
+        2 * VOCAB * HIDDEN,
+        12 * 2**23 + 10 * 10_000 * HIDDEN,
+    )
     update = weights + casts + root_gradients + head + 4 * PARAMETERS + activations
     assert_gigabytes(found, update=1.2 * update + engine + cache)  # a fifth is malloc's
 
@@ -537,7 +663,9 @@ def test_one_rank(folder):
 def test_on_a_gpu_an_engine_that_sleeps_is_not_beside_the_update():
     asleep, awake = (gigabytes("1.5B", rollout=Rollout(sleep_level=level)) for level in (1, 0))
     parameters = SHAPES["1.5B"].parameters
-    assert awake["update"] - asleep["update"] == pytest.approx(2 * parameters / 1e9 + 8 * GIB + 2.5 - 0.7)
+    assert awake["update"] - asleep["update"] == pytest.approx(
+        2 * parameters / 1e9 + 8 * GIB + 2.5 - 0.7
+    )
     assert awake["rollout"] == asleep["rollout"]
     hf = gigabytes("1.5B", rollout=Rollout(engine="hf"))
     assert hf["update"] == gigabytes("1.5B")["update"], "on the host"
@@ -556,7 +684,8 @@ def test_vllm_takes_some_gigabytes_beside_weights_and_cache(name, low, high):
 
 
 def test_what_the_root_has_gathered():
-    """4 bytes a parameter of embeddings and head beside the activations, 8 at the end, and 10 without other ranks."""
+    """4 bytes a parameter of embeddings and head beside the activations, 8 at the end, and 10
+    without other ranks."""
     root = SHAPES["7B"].root / 1e9
     apart = gigabytes("7B", 8, gradient_checkpointing=True)
     assert apart["gathered"] == pytest.approx(4 * root)
@@ -565,7 +694,9 @@ def test_what_the_root_has_gathered():
     states = 16 * SHAPES["7B"].parameters / 1e9
     assert gigabytes("7B")["reduction"] - states == pytest.approx(10 * root)
     copies = gigabytes("7B", 8, strategy="ddp")
-    assert copies["reduction"] - states - copies["NCCL"] == pytest.approx(10 * root), "a shard of one rank is a copy"
+    assert copies["reduction"] - states - copies["NCCL"] == pytest.approx(10 * root), (
+        "a shard of one rank is a copy"
+    )
 
 
 def test_with_lora_the_base_has_no_gradients():
@@ -586,7 +717,11 @@ def test_a_critic_has_no_head():
     assert both["weights"] - alone["weights"] == pytest.approx(4 * backbone / 4 / 1e9)
     assert both["update"] - alone["update"] == pytest.approx(12 * backbone / 4 / 1e9)
     evaluated = gigabytes("7B", 4, Rollout(eval_only=True), critic=True)
-    assert (evaluated["weights"], evaluated["Adam"], evaluated["update"]) == (alone["weights"], 0, 0)
+    assert (evaluated["weights"], evaluated["Adam"], evaluated["update"]) == (
+        alone["weights"],
+        0,
+        0,
+    )
 
 
 def test_a_reward_model_takes_the_engines_place():
@@ -598,9 +733,9 @@ def test_a_reward_model_takes_the_engines_place():
 
 def test_the_reward_models_folder_is_counted(folder, tmp_path):
     (tmp_path / "reward").mkdir()
-    LlamaConfig(hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, num_labels=1).save_pretrained(
-        tmp_path / "reward"
-    )
+    LlamaConfig(
+        hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, num_labels=1
+    ).save_pretrained(tmp_path / "reward")
     world = World(0, 1, 0, torch.device("cpu"))
     arguments = (Rollout(), Machine(), world, torch.bfloat16, [folder], [])
     # awake beside it on a CPU: weights, moments, engine and cache
@@ -630,8 +765,13 @@ def test_a_frozen_tower_is_not_trained():
 
 def test_a_trained_tower_keeps_activations_of_its_own():
     seen = replace(SHAPES["7B"], tower=TowerShape(layers=32, hidden=1280, mlp=3420))
-    for machine in (Machine(attention="flex"), Machine(attention="flex", gradient_checkpointing=True)):
-        text, pictures = (activation_bytes(s, Rollout(), machine, torch.bfloat16) for s in (SHAPES["7B"], seen))
+    for machine in (
+        Machine(attention="flex"),
+        Machine(attention="flex", gradient_checkpointing=True),
+    ):
+        text, pictures = (
+            activation_bytes(s, Rollout(), machine, torch.bfloat16) for s in (SHAPES["7B"], seen)
+        )
         patch = 2 * 1280 if machine.gradient_checkpointing else 31 * 1280 + 8 * 3420
         assert pictures - text == pytest.approx(4 * 32 * patch)
 
@@ -656,7 +796,8 @@ def test_ranks_that_share_an_engine_divide_its_weights_and_have_caches_of_their_
 
 
 def test_a_reference_on_the_host_takes_no_room(folder):
-    """It visits the device while it computes log-probs, where there are no gradients and activations."""
+    """It visits the device while it computes log-probs, where there are no gradients and
+    activations."""
     found, _ = plan(folder, frozen=1)
     assert_gigabytes(found, weights=(4 + 2) * PARAMETERS)
     found, _ = plan(folder, frozen=1, offload="reference")
@@ -681,28 +822,46 @@ def test_moving_the_moments_changes_nothing_but_their_place():
     before = {name: value.clone() for name, value in optimizer.state[model.weight].items()}
     move_states(optimizer, torch.device("meta"))
     state = optimizer.state[model.weight]
-    assert state["exp_avg"].is_meta and state["exp_avg_sq"].is_meta and torch.equal(state["step"], before["step"])
+    assert (
+        state["exp_avg"].is_meta
+        and state["exp_avg_sq"].is_meta
+        and torch.equal(state["step"], before["step"])
+    )
     optimizer.state[model.weight] = before
     move_states(optimizer, torch.device("cpu"))
     assert optimizer.state[model.weight].keys() == before.keys()
-    assert all(torch.equal(value, before[name]) for name, value in optimizer.state[model.weight].items())
+    assert all(
+        torch.equal(value, before[name]) for name, value in optimizer.state[model.weight].items()
+    )
 
 
 def test_what_may_not_fit_on_a_cpu_is_named(folder):
     _, text = plan(folder, micro_batch_tokens=10**6)
-    assert re.search(r"\nwarning: the update may not fit; it would with --micro-batch-tokens \d+$", text)
+    assert re.search(
+        r"\nwarning: the update may not fit; it would with --micro-batch-tokens \d+$", text
+    )
     _, text = plan(folder, engine_memory=0.95 * 16 / GIB)
-    assert re.search(r"\nwarning: the rollout and the update may not fit; it would with --engine-memory [\d.]+$", text)
+    assert re.search(
+        r"\nwarning: the rollout and the update may not fit; it would with --engine-memory [\d.]+$",
+        text,
+    )
     _, text = plan(folder, trained=1 + int(16 / (4 * PARAMETERS / 1e9)))
-    assert text.endswith("may not fit; nor would it with other flags: a smaller model, or --lora-rank")
+    assert text.endswith(
+        "may not fit; nor would it with other flags: a smaller model, or --lora-rank"
+    )
 
 
 def test_a_cache_that_cannot_fit_is_refused_before_the_engine_starts(folder, tmp_path):
-    """On two ranks each has half of the machine. A replay has no engine, and no rollout that could not fit."""
-    with pytest.raises(SystemExit, match=r"^--engine-memory 10000: of [\d.]+ GiB that are free .* leave [\d.]+$"):
+    """On two ranks each has half of the machine. A replay has no engine, and no rollout that could
+    not fit."""
+    with pytest.raises(
+        SystemExit, match=r"^--engine-memory 10000: of [\d.]+ GiB that are free .* leave [\d.]+$"
+    ):
         plan(folder, engine_memory=10_000.0)
     world, folders = World(0, 1, 0, torch.device("cpu")), [[folder], []]
-    told = memory_plan(Rollout(engine_memory=1e4, replay=tmp_path), Machine(), world, torch.bfloat16, *folders).text
+    told = memory_plan(
+        Rollout(engine_memory=1e4, replay=tmp_path), Machine(), world, torch.bfloat16, *folders
+    ).text
     assert "rollout" not in told and "warning" not in told
 
 
@@ -712,15 +871,25 @@ def test_out_of_memory_in_an_engine_names_its_phase(engine, phase, monkeypatch):
     def fail(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    broken = SimpleNamespace(to=fail, record=fail, wake_up=fail, llm_engine=SimpleNamespace(step=fail))
+    broken = SimpleNamespace(
+        to=fail, record=fail, wake_up=fail, llm_engine=SimpleNamespace(step=fail)
+    )
     own = engine.__new__(engine)
-    own.sleep_level, own.model, own.llm, own.books, own.dtype, own.device = 1, broken, broken, broken, None, None
+    own.sleep_level, own.model, own.llm, own.books, own.dtype, own.device = (
+        1,
+        broken,
+        broken,
+        broken,
+        None,
+        None,
+    )
     own.requests, own.max_sequences, own._generate_batch = [1], 1, fail
 
     arguments = {"sync_weights": ((), 1), "wake": ("weights",), "step": ()}[phase]
     expected = "the rollout" if phase == "step" else "the weight sync"
     with pytest.raises(
-        SystemExit, match=f"out of GPU memory in {expected}: lower --engine-memory, add --offload optimizer "
+        SystemExit,
+        match=f"out of GPU memory in {expected}: lower --engine-memory, add --offload optimizer ",
     ):
         getattr(own, phase)(*arguments)
 
@@ -752,7 +921,9 @@ def test_the_table_on_paper_is_what_its_benchmark_prints():
     assert printed.count("\n") == 19 and printed in (ROOT / "docs" / "scaling.md").read_text()
 
 
-@pytest.mark.parametrize("text, budget", [("512", 512), ("99999", 1024), ("", 1024), ("\udcff1k", 1024), (None, 1024)])
+@pytest.mark.parametrize(
+    "text, budget", [("512", 512), ("99999", 1024), ("", 1024), ("\udcff1k", 1024), (None, 1024)]
+)
 def test_what_is_no_budget_is_not_remembered(tmp_path, text, budget):
     if text is not None:
         (tmp_path / "micro_batch_tokens").write_text(text, errors="surrogateescape")

@@ -19,7 +19,7 @@ def of_two_ranks() -> list[dict]:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-# --- Means --------------------------------------------------------------------------------------------------------
+# --- Means ----------------------------------------------------------------------------------------
 
 
 def test_means_over_ranks_that_hold_different_names(of_two_ranks):
@@ -52,7 +52,8 @@ def test_sums_add_up_and_a_mean_of_nothing_is_left_out():
 
 
 def test_tensors_are_summed_in_float64_without_their_graph():
-    """2^24 + 1 is not a float32; and a graph that is kept would keep a micro-batch's activations."""
+    """2^24 + 1 is not a float32; and a graph that is kept would keep a micro-batch's
+    activations."""
     means, x = Means(), torch.ones(1, requires_grad=True)
     for value in (2.0**24, 1.0, 1.0, 1.0):
         means.add("x", (x * value).sum(), count=1)
@@ -74,7 +75,7 @@ def test_merged_means_are_those_of_all():
     assert other.reduce() == {"a": 2.5, "b": 1.0, "t": 2.0}, "as it was"
 
 
-# --- counts of a step over ranks ----------------------------------------------------------------------------------
+# --- counts of a step over ranks ------------------------------------------------------------------
 
 
 def test_the_denominators_of_a_minibatch_are_those_of_all_ranks(of_two_ranks):
@@ -91,9 +92,14 @@ def test_the_denominators_of_a_minibatch_are_those_of_all_ranks(of_two_ranks):
 def test_ranks_share_a_minibatchs_prompts_and_have_as_many_micro_batches(of_two_ranks):
     """A collective that one rank enters and the other does not would wait for ever."""
     one, other = of_two_ranks
-    assert [c[2] for c in one["counts"]] == [c[2] for c in other["counts"]] and min(c[2] for c in one["counts"]) > 0
+    assert [c[2] for c in one["counts"]] == [c[2] for c in other["counts"]] and min(
+        c[2] for c in one["counts"]
+    ) > 0
     split = split_minibatches(random_episodes(5, prompts=7), list(range(7)), 3, seed=1, step=2)
-    every = [sorted({random_episodes(5, prompts=7)[i].prompt_index for i in selected}) for selected in split]
+    every = [
+        sorted({random_episodes(5, prompts=7)[i].prompt_index for i in selected})
+        for selected in split
+    ]
     assert [sorted(a + b) for a, b in zip(one["prompts"], other["prompts"])] == every
     assert all(p % 3 == 0 for part in one["prompts"] for p in part), "each what is its own"
     assert one["nothing"] == other["nothing"] == [], "a minibatch without a trained token is none"
@@ -102,10 +108,12 @@ def test_ranks_share_a_minibatchs_prompts_and_have_as_many_micro_batches(of_two_
 def test_explained_variance_is_of_the_tokens_of_all_ranks(of_two_ranks):
     values, returns = torch.randn(2, 50, generator=torch.Generator().manual_seed(0)).double()
     expected = 1 - (returns - values).var(correction=0) / returns.var(correction=0)
-    assert [rank["explained"] for rank in of_two_ranks] == pytest.approx([expected.item()] * 2, rel=1e-6)
+    assert [rank["explained"] for rank in of_two_ranks] == pytest.approx(
+        [expected.item()] * 2, rel=1e-6
+    )
 
 
-# --- rollout metrics ----------------------------------------------------------------------------------------------
+# --- rollout metrics ------------------------------------------------------------------------------
 
 
 def test_a_rank_without_episodes_has_a_part_in_the_seconds_alone(of_two_ranks):
@@ -116,17 +124,37 @@ def test_a_rank_without_episodes_has_a_part_in_the_seconds_alone(of_two_ranks):
     tokens = sum(len(e.response_ids) for e in mine)
     assert metrics["rollout/tokens_per_s"] == pytest.approx(tokens / 2.0)
     assert metrics["rollout/response_length"] == pytest.approx(tokens / len(mine))
-    assert metrics["reward/mean"] == pytest.approx(sum(e.rewards["score"] for e in mine) / len(mine))
+    assert metrics["reward/mean"] == pytest.approx(
+        sum(e.rewards["score"] for e in mine) / len(mine)
+    )
 
 
-def episode(prompt: int, score: float, reason: str = "stop", calls: int = 0, errors: int = 0) -> Episode:
+def episode(
+    prompt: int, score: float, reason: str = "stop", calls: int = 0, errors: int = 0
+) -> Episode:
     made = [{"error": i < errors, "info": {}} for i in range(calls)]
-    return Episode(prompt, 0, [1], [2] * 4, [1] * 4, [0.0] * 4, reason, {"score": score}, calls=made, turns=calls + 1)
+    return Episode(
+        prompt,
+        0,
+        [1],
+        [2] * 4,
+        [1] * 4,
+        [0.0] * 4,
+        reason,
+        {"score": score},
+        calls=made,
+        turns=calls + 1,
+    )
 
 
 def test_rollout_metrics_by_hand():
     """Two groups and a half: the failed one counts as an episode, and not as a score."""
-    episodes = [episode(0, 1.0, "length"), episode(0, 0.0), episode(1, 0.5), episode(1, 0.5, "max_turns", 3, 1)]
+    episodes = [
+        episode(0, 1.0, "length"),
+        episode(0, 0.0),
+        episode(1, 0.5),
+        episode(1, 0.5, "max_turns", 3, 1),
+    ]
     episodes += [episode(2, math.nan, "tool_failed"), episode(2, 1.0, calls=1)]
     metrics = rollout_metrics(rollout_means(episodes, {"rollout": 2.0}, with_tools=True).reduce())
     assert metrics == pytest.approx({
@@ -146,20 +174,35 @@ def test_rollout_metrics_by_hand():
         "tool/error_rate": 1 / 4,
     })  # fmt: skip
     plain = rollout_metrics(rollout_means(episodes[:1], {}).reduce())
-    assert not [name for name in plain if name.startswith("tool/")] and "rollout/tokens_per_s" not in plain
+    assert (
+        not [name for name in plain if name.startswith("tool/")]
+        and "rollout/tokens_per_s" not in plain
+    )
 
 
 def test_what_a_tool_says_of_its_call_is_counted_whatever_it_is():
     episodes = [episode(0, 1.0, calls=3)]
     for call, acted in zip(episodes[0].calls, ("clicked the button", False, True), strict=True):
         call["info"] = {"acted": acted}
-    assert rollout_metrics(rollout_means(episodes, {}, with_tools=True).reduce())["tool/acted"] == 2 / 3
+    assert (
+        rollout_metrics(rollout_means(episodes, {}, with_tools=True).reduce())["tool/acted"]
+        == 2 / 3
+    )
 
 
 def test_numbers_of_the_reward_function_are_metrics():
-    """Means over the scored episodes that have them; texts, what is no number, and names of other metrics are not."""
+    """Means over the scored episodes that have them; texts, what is no number, and names of other
+    metrics are not."""
     episodes = [episode(0, 1.0), episode(0, 0.0), episode(0, math.nan)]
-    own = {"format": 1.0, "a/b": -2.0, "pred": "7", "mean": 9.0, "failed": 9.0, "std": 9.0, "worst": math.nan}
+    own = {
+        "format": 1.0,
+        "a/b": -2.0,
+        "pred": "7",
+        "mean": 9.0,
+        "failed": 9.0,
+        "std": 9.0,
+        "worst": math.nan,
+    }
     episodes[0].rewards |= own | {"accuracy": 9.0, "model_mean": 9.0, "judge_s": math.inf}
     episodes[1].rewards |= {"format": 0.5, "pred": 7.0}
     episodes[2].rewards |= {"format": 100.0, "error": "why"}
@@ -180,7 +223,9 @@ def test_a_reward_function_that_makes_up_a_key_for_each_response(capsys):
     """Its numbers are left out, on all ranks alike; those that scripts add are not."""
     episodes = [episode(0, 1.0), episode(0, 0.0)]
     for count in (32, 33):
-        episodes[0].rewards = {"score": 1.0, "tool_bonus": 0.5} | {f"made_up_{i}": 2e6 for i in range(count)}
+        episodes[0].rewards = {"score": 1.0, "tool_bonus": 0.5} | {
+            f"made_up_{i}": 2e6 for i in range(count)
+        }
         metrics = rollout_metrics(rollout_means(episodes, {}).reduce())
         found = {name: x for name, x in metrics.items() if "made_up" in name}
         assert len(found) == (count if count == 32 else 0) and {*found.values()} <= {2e6}
@@ -202,6 +247,8 @@ def test_a_step_of_which_nothing_could_be_scored_is_counted():
     sampled = [episode(0, math.nan), episode(0, math.nan)]
     metrics = rollout_metrics(rollout_means(sampled, {"rollout": 1.0}).reduce())
     assert (metrics["reward/failed"], metrics["reward/unscored_steps"]) == (2.0, 1.0)
-    assert not {"reward/mean", "reward/mean_square", "reward/std", "reward/accuracy"} & metrics.keys()
+    assert (
+        not {"reward/mean", "reward/mean_square", "reward/std", "reward/accuracy"} & metrics.keys()
+    )
     scored = rollout_metrics(rollout_means([episode(0, 1.0), *sampled], {"rollout": 1.0}).reduce())
     assert "reward/unscored_steps" not in scored and scored["reward/std"] == 0.0

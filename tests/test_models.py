@@ -1,4 +1,5 @@
-"""What is refused as a model, before it would train on log-probs of another one; and what an export leaves behind."""
+"""What is refused as a model, before it would train on log-probs of another one; and what an export
+leaves behind."""
 
 import json
 import os
@@ -26,7 +27,13 @@ from common.packing import TokenIndex, pack
 from common.prepare.export import export_hugging_face
 from common.torch_repair import check_version
 
-SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 128, "pad_token_id": 0}
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "vocab_size": 128,
+    "pad_token_id": 0,
+}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 0}
 
 
@@ -39,7 +46,12 @@ SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 0,
         ("mistral", {"sliding_window": None}, None, None),
         ("mistral", {"sliding_window": 8}, "sliding windows", None),
         ("mixtral", {"sliding_window": 8}, "sliding windows", None),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "sliding windows", None),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+            "sliding windows",
+            None,
+        ),
         ("lfm2", {"layer_types": ["conv", "full_attention"]}, "conv layers", "conv layers"),
         (
             "qwen3_next",
@@ -49,16 +61,26 @@ SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 0,
         ),
         ("bloom", {}, "attention of its own", "attention of its own"),
         ("rwkv", {}, "recurrent layers", "recurrent layers"),
-        ("granite", {"logits_scaling": 8.0}, "rescales its logits (logits_scaling)", "rescales its logits"),
+        (
+            "granite",
+            {"logits_scaling": 8.0},
+            "rescales its logits (logits_scaling)",
+            "rescales its logits",
+        ),
         ("phi", {}, "head with a bias", "head with a bias"),
     ],
 )
-def test_models_that_packs_masks_or_log_probs_do_not_express_are_refused(kind, options, problem, with_flash):
+def test_models_that_packs_masks_or_log_probs_do_not_express_are_refused(
+    kind, options, problem, with_flash
+):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**(SIZES | options)))
     for attention, expected in (("sdpa", problem), ("flex", problem), ("flash", with_flash)):
         found = unsupported(model, attention)
-        assert (found is None) == (expected is None) and (expected or "") in (found or ""), (attention, found)
+        assert (found is None) == (expected is None) and (expected or "") in (found or ""), (
+            attention,
+            found,
+        )
 
 
 def test_a_tied_model_with_a_head_of_its_own_is_refused(tmp_path):
@@ -66,10 +88,17 @@ def test_a_tied_model_with_a_head_of_its_own_is_refused(tmp_path):
     config = CONFIG_MAPPING["qwen2"](**(SIZES | {"tie_word_embeddings": True}))
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
-    for own, refused in ((weights["model.embed_tokens.weight"].clone(), False), (torch.zeros(1), True)):
+    for own, refused in (
+        (weights["model.embed_tokens.weight"].clone(), False),
+        (torch.zeros(1), True),
+    ):
         weights["lm_head.weight"] = own.expand_as(weights["model.embed_tokens.weight"]).contiguous()
         save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-        with pytest.raises(SystemExit, match="have a head of their own") if refused else nullcontext():
+        with (
+            pytest.raises(SystemExit, match="have a head of their own")
+            if refused
+            else nullcontext()
+        ):
             load_policy(str(tmp_path), "sdpa")
 
 
@@ -86,7 +115,9 @@ def test_a_checkpoint_without_one_of_its_tensors_is_refused_by_name(tmp_path):
     weights = load_file(tmp_path / "model" / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, tmp_path / "model" / "model.safetensors", {"format": "pt"})
-    with pytest.raises(SystemExit, match=r"model: its files have no model\.layers\.1\.mlp\.up_proj\.weight"):
+    with pytest.raises(
+        SystemExit, match=r"model: its files have no model\.layers\.1\.mlp\.up_proj\.weight"
+    ):
         load_policy(str(tmp_path / "model"), "sdpa")
     load_policy(str(tmp_path / "model"), "sdpa", from_scratch=True)
 
@@ -96,12 +127,30 @@ def cut_in_half(file: Path) -> None:
 
 
 DAMAGE = {
-    "half of the weights": (lambda folder: cut_in_half(folder / "model.safetensors"), "files cannot be read"),
-    "Git LFS's pointer": (lambda folder: (folder / "model.safetensors").write_text("oid sha256:1"), "files cannot be"),
-    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "files hold no weights: neither model"),
-    "half of a tokenizer": (lambda folder: cut_in_half(folder / "tokenizer.json"), "files cannot be read"),
-    "no vocabulary": (lambda folder: (folder / "tokenizer.json").write_text("{}"), "files cannot be read"),
-    "half of a processor": (lambda f: cut_in_half(f / "processor_config.json"), "files cannot be read"),
+    "half of the weights": (
+        lambda folder: cut_in_half(folder / "model.safetensors"),
+        "files cannot be read",
+    ),
+    "Git LFS's pointer": (
+        lambda folder: (folder / "model.safetensors").write_text("oid sha256:1"),
+        "files cannot be",
+    ),
+    "no weights": (
+        lambda folder: (folder / "model.safetensors").unlink(),
+        "files hold no weights: neither model",
+    ),
+    "half of a tokenizer": (
+        lambda folder: cut_in_half(folder / "tokenizer.json"),
+        "files cannot be read",
+    ),
+    "no vocabulary": (
+        lambda folder: (folder / "tokenizer.json").write_text("{}"),
+        "files cannot be read",
+    ),
+    "half of a processor": (
+        lambda f: cut_in_half(f / "processor_config.json"),
+        "files cannot be read",
+    ),
 }
 
 
@@ -126,9 +175,25 @@ INSTEAD = {
     "a link to itself": lambda file: file.symlink_to(file.name),
     "a device": lambda file: file.symlink_to("/dev/zero"),
 }
-NO_OBJECTS = {"nothing": "", "half": '{"a": ', "a list": "[]", "null": "null", "deep lists": "[" * 10**5}
-MODEL_FILES = ["chat_template.jinja", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
-MODEL_FILES += ["tokenizer_config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+NO_OBJECTS = {
+    "nothing": "",
+    "half": '{"a": ',
+    "a list": "[]",
+    "null": "null",
+    "deep lists": "[" * 10**5,
+}
+MODEL_FILES = [
+    "chat_template.jinja",
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+]
+MODEL_FILES += [
+    "tokenizer_config.json",
+    "model-00001-of-00002.safetensors",
+    "model.safetensors.index.json",
+]
 MODEL_FILES += ["pytorch_model.bin", "additional_chat_templates/tool_use.jinja"]
 
 
@@ -144,7 +209,10 @@ def test_what_is_no_file_of_a_model_is_named_and_not_waited_for(tmp_path, name, 
         with deadline(20), pytest.raises(SystemExit) as refusal:
             resolve_model(str(folder))
         said = str(refusal.value)
-        assert said.startswith(f"--model {folder}: its files cannot be read") and f": {file.name} is a " in said
+        assert (
+            said.startswith(f"--model {folder}: its files cannot be read")
+            and f": {file.name} is a " in said
+        )
         monkeypatch.setattr("sys.argv", ["ppo.py", "--critic-model", str(folder)])
         with deadline(20):
             describe_run(str(folder))
@@ -170,7 +238,9 @@ def test_end_tokens_that_are_none_are_named(tmp_path, ends):
     if ends == "[3, null]":
         resolve_model(str(folder))
         return
-    with pytest.raises(SystemExit, match=r"generation_config\.json has the end token .*, which is no id"):
+    with pytest.raises(
+        SystemExit, match=r"generation_config\.json has the end token .*, which is no id"
+    ):
         resolve_model(str(folder))
 
 
@@ -182,8 +252,14 @@ def cut_into_shards(folder: Path) -> None:
     for number, name in enumerate(sorted(weights)):
         listed[name] = f"model-0000{1 + number % 2}-of-00002.safetensors"
     for shard in set(listed.values()):
-        save_file({name: weights[name] for name in listed if listed[name] == shard}, folder / shard, {"format": "pt"})
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": listed}))
+        save_file(
+            {name: weights[name] for name in listed if listed[name] == shard},
+            folder / shard,
+            {"format": "pt"},
+        )
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": listed})
+    )
 
 
 def rewrite_index(text: str) -> Callable[[Path], object]:
@@ -198,12 +274,22 @@ FILES = {  # what is done to a model in two shards, and what is told of it
     ),
     "no index": (
         lambda folder: (folder / "model.safetensors.index.json").unlink(),
-        ": its files hold no weights: neither model.safetensors nor model.safetensors.index.json nor",
+        ": its files hold no weights: neither model.safetensors nor "
+        "model.safetensors.index.json nor",
     ),
     "an empty index": (rewrite_index(""), r": its files cannot be read .*index\.json is no JSON"),
-    "half an index": (rewrite_index('{"weight_map": {'), r": its files cannot be read .*index\.json is no JSON"),
-    "an index without weights": (rewrite_index("{}"), ": model.safetensors.index.json lists no files of weights"),
-    "an index of none": (rewrite_index('{"weight_map": {}}'), ": model.safetensors.index.json lists no files"),
+    "half an index": (
+        rewrite_index('{"weight_map": {'),
+        r": its files cannot be read .*index\.json is no JSON",
+    ),
+    "an index without weights": (
+        rewrite_index("{}"),
+        ": model.safetensors.index.json lists no files of weights",
+    ),
+    "an index of none": (
+        rewrite_index('{"weight_map": {}}'),
+        ": model.safetensors.index.json lists no files",
+    ),
     "an index of no files": (
         rewrite_index('{"weight_map": {"a": 1}}'),
         ": model.safetensors.index.json lists no files",
@@ -214,10 +300,13 @@ FILES = {  # what is done to a model in two shards, and what is told of it
     ),
     "a model in one file, too": (
         lambda folder: shutil.copy(FOLDERS["tiny"] / "model.safetensors", folder),
-        r" has its weights twice: in model\.safetensors, and in model-00001-of-00002\.safetensors, model-00002-of",
+        r" has its weights twice: in model\.safetensors, and in "
+        r"model-00001-of-00002\.safetensors, model-00002-of",
     ),
     "a shard lacks what the index lists": (
-        lambda folder: save_file({"a": torch.zeros(1)}, folder / "model-00001-of-00002.safetensors"),
+        lambda folder: save_file(
+            {"a": torch.zeros(1)}, folder / "model-00001-of-00002.safetensors"
+        ),
         r": its files have no lm_head\.weight, but a, for which Qwen2ForCausalLM has no place",
     ),
 }
@@ -225,7 +314,8 @@ FILES = {  # what is done to a model in two shards, and what is told of it
 
 @pytest.mark.parametrize("case", FILES)
 def test_the_files_of_weights_are_looked_at_before_any_is_read(case, tmp_path):
-    """By --critic-model, too; transformers and vLLM would fail late, or read one set of weights each."""
+    """By --critic-model, too; transformers and vLLM would fail late, or read one set of weights
+    each."""
     change, told = FILES[case]
     folder = shutil.copytree(FOLDERS["tiny"], tmp_path / "model")
     cut_into_shards(folder)
@@ -246,17 +336,31 @@ def test_an_index_of_a_single_file_is_no_second_model(tmp_path):
 
 WRAPPED = "a wrapper was saved"
 NAMES = {  # how weights are named, and what is told of it
-    "compiled": (lambda name: f"_orig_mod.{name}", rf"no lm_head\.weight, but _orig_mod\.lm_head\.weight: {WRAPPED}"),
-    "parallel": (lambda name: f"module.{name}", rf"no lm_head\.weight, but module\.lm_head\.weight: {WRAPPED}"),
-    "both": (lambda name: f"module._orig_mod.{name}", rf"no lm_head\.weight, but module\._orig_mod\..*: {WRAPPED}"),
-    "PEFT's": (lambda name: f"base_model.model.{name}", rf"no lm_head\.weight, but base_model\.model\..*: {WRAPPED}"),
+    "compiled": (
+        lambda name: f"_orig_mod.{name}",
+        rf"no lm_head\.weight, but _orig_mod\.lm_head\.weight: {WRAPPED}",
+    ),
+    "parallel": (
+        lambda name: f"module.{name}",
+        rf"no lm_head\.weight, but module\.lm_head\.weight: {WRAPPED}",
+    ),
+    "both": (
+        lambda name: f"module._orig_mod.{name}",
+        rf"no lm_head\.weight, but module\._orig_mod\..*: {WRAPPED}",
+    ),
+    "PEFT's": (
+        lambda name: f"base_model.model.{name}",
+        rf"no lm_head\.weight, but base_model\.model\..*: {WRAPPED}",
+    ),
     "checkpointed": (
         lambda name: name.replace("mlp", "mlp._checkpoint_wrapped_module"),
-        r"no model\.layers\.0\.mlp\.down_proj\.weight, but model\.layers\.0\.mlp\._check.*, for which",
+        r"no model\.layers\.0\.mlp\.down_proj\.weight, but model\.layers\.0\.mlp\._check.*, "
+        r"for which",
     ),
     "of another layer": (
         lambda name: name.replace("layers.0", "layers.9"),
-        r"no model\.layers\.0\..*, but model\.layers\.9\..*, for which Qwen2ForCausalLM has no place",
+        r"no model\.layers\.0\..*, but model\.layers\.9\..*, for which Qwen2ForCausalLM has "
+        r"no place",
     ),
 }
 
@@ -267,7 +371,9 @@ def test_names_that_are_not_the_models_are_refused(kind, ending, tmp_path):
     """transformers would go on from random weights."""
     rename, told = NAMES[kind]
     folder = shutil.copytree(FOLDERS["tiny"], tmp_path / "model")
-    weights = {rename(name): tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    weights = {
+        rename(name): tensor for name, tensor in load_file(folder / "model.safetensors").items()
+    }
     if ending == "bin":
         (folder / "model.safetensors").unlink()
         torch.save(weights, folder / "pytorch_model.bin")
@@ -277,7 +383,9 @@ def test_names_that_are_not_the_models_are_refused(kind, ending, tmp_path):
         load_policy(str(folder), "sdpa")
     if kind != "of another layer":
         backbone = told.replace(r"lm_head\.weight", r"model\.embed_tokens\.weight")
-        with pytest.raises(SystemExit, match=f"^--critic-model {folder}: its files have {backbone}"):
+        with pytest.raises(
+            SystemExit, match=f"^--critic-model {folder}: its files have {backbone}"
+        ):
             load_policy(str(folder), "sdpa", make=Critic)
 
 
@@ -285,16 +393,27 @@ def test_weights_that_a_config_has_no_place_for_are_refused(tmp_path):
     """transformers would leave a layer out, or a bias; a head is the critic's to leave out."""
     folder = shutil.copytree(FOLDERS["tiny"], tmp_path / "model")
     weights = load_file(folder / "model.safetensors")
-    for name, also_for_critics in (("model.layers.4.mlp.up_proj.weight", True), ("v_head.summary.weight", False)):
+    for name, also_for_critics in (
+        ("model.layers.4.mlp.up_proj.weight", True),
+        ("v_head.summary.weight", False),
+    ):
         save_file(weights | {name: torch.zeros(2)}, folder / "model.safetensors", {"format": "pt"})
-        with pytest.raises(SystemExit, match=f"^--model {folder}: its files have {name}, for which Qwen2ForCausalLM"):
+        with pytest.raises(
+            SystemExit,
+            match=f"^--model {folder}: its files have {name}, for which Qwen2ForCausalLM",
+        ):
             load_policy(str(folder), "sdpa")
         told = f"^--critic-model {folder}: its files have {name}, for which"
         with pytest.raises(SystemExit, match=told) if also_for_critics else nullcontext():
             load_policy(str(folder), "sdpa", make=Critic)
-    save_file(weights | {"model.norm.weight": torch.zeros(2)}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        weights | {"model.norm.weight": torch.zeros(2)},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
     with pytest.raises(
-        SystemExit, match=r"its files have model\.norm\.weight with shape \[2\], and its config\.json wants"
+        SystemExit,
+        match=r"its files have model\.norm\.weight with shape \[2\], and its config\.json wants",
     ):
         load_policy(str(folder), "sdpa")
     # older files hold what a model computes by itself
@@ -313,14 +432,19 @@ def test_an_adapter_is_refused_beside_a_model_and_alone(flag, tmp_path):
     adapter = folder / "adapter_config.json"
     adapter.write_text('{"peft_type": "LORA", "base_model_name_or_path": "org/base"}')
     with pytest.raises(
-        SystemExit, match=f"^{flag} {folder}: an adapter lies beside the model .adapter_config.json.: "
+        SystemExit,
+        match=f"^{flag} {folder}: an adapter lies beside the model .adapter_config.json.: ",
     ):
         resolve_model(str(folder), flag)
     (folder / "config.json").unlink()
-    with pytest.raises(SystemExit, match=f"^{flag} {folder}: an adapter of org/base: merge the two"):
+    with pytest.raises(
+        SystemExit, match=f"^{flag} {folder}: an adapter of org/base: merge the two"
+    ):
         resolve_model(str(folder), flag)
     adapter.write_text('{"base_model_name_or_path": null}')
-    with pytest.raises(SystemExit, match=f"^{flag} {folder}: an adapter of a model that it does not name: "):
+    with pytest.raises(
+        SystemExit, match=f"^{flag} {folder}: an adapter of a model that it does not name: "
+    ):
         resolve_model(str(folder), flag)
     for text in NO_OBJECTS.values():
         adapter.write_text(text)
@@ -332,7 +456,9 @@ def test_what_vllm_alone_would_read_is_refused(tmp_path):
     folder = shutil.copytree(FOLDERS["tiny"], tmp_path / "model")
     refuse_other_files(str(folder))
     save_file({"a": torch.zeros(1)}, folder / "adapter_model.safetensors")
-    with pytest.raises(SystemExit, match=r"vLLM would read adapter_model\.safetensors, too, .*: move it elsewhere"):
+    with pytest.raises(
+        SystemExit, match=r"vLLM would read adapter_model\.safetensors, too, .*: move it elsewhere"
+    ):
         refuse_other_files(str(folder))
     weights = folder / "model.safetensors"
     torch.save(load_file(weights), folder / "pytorch_model.bin")
@@ -350,16 +476,24 @@ class Settings(BaseModel):
     @field_validator("max_model_len")
     @classmethod
     def check(cls, value: int) -> int:
-        raise ValueError("the head size 16 is unknown" if value else "max_model_len (0) is too small")
+        raise ValueError(
+            "the head size 16 is unknown" if value else "max_model_len (0) is too small"
+        )
 
 
 @pytest.mark.parametrize(
     "start, told",
     [
         (lambda: int("x"), "--model /memory/max_model_len: vLLM does not take it: invalid literal"),
-        (lambda: Settings(max_model_len=1), "--model /.*: vLLM does not take it: Value error, the head size 16 is"),
+        (
+            lambda: Settings(max_model_len=1),
+            "--model /.*: vLLM does not take it: Value error, the head size 16 is",
+        ),
         (lambda: {}["a.weight"], "--model /.*: vLLM does not take it: KeyError: 'a.weight'"),
-        (lambda: Path("/memory/max_model_len/x").read_text(), "--model /.*: vLLM does not take it: .*No such file"),
+        (
+            lambda: Path("/memory/max_model_len/x").read_text(),
+            "--model /.*: vLLM does not take it: .*No such file",
+        ),
         (
             lambda: Settings(max_model_len=0),
             "--max-prompt-tokens, --max-response-tokens, --engine-memory: Value error",
@@ -369,19 +503,28 @@ class Settings(BaseModel):
 )
 def test_only_what_names_a_length_or_memory_is_put_down_to_their_flags(start, told):
     """pydantic shows all settings in each of its errors, and a folder may be called anything."""
-    with pytest.raises(SystemExit, match=f"^{told}") as refusal, start_errors("/memory/max_model_len"):
+    with (
+        pytest.raises(SystemExit, match=f"^{told}") as refusal,
+        start_errors("/memory/max_model_len"),
+    ):
         start()
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("end", ["{% for message in messages %}{{ message", "{% if messages %}x", "{{ 1 +"])
+@pytest.mark.parametrize(
+    "end", ["{% for message in messages %}{{ message", "{% if messages %}x", "{{ 1 +"]
+)
 def test_a_cut_chat_template_is_named_where_it_is_read(tmp_path, end):
     """Else each row would be told to be unusable."""
     folder = shutil.copytree(FOLDERS["tiny"], tmp_path / "model")
     (folder / "chat_template.jinja").write_text(end)
-    with pytest.raises(SystemExit, match=rf"{folder}: its chat template is damaged \(line 1: .*\): fetch"):
+    with pytest.raises(
+        SystemExit, match=rf"{folder}: its chat template is damaged \(line 1: .*\): fetch"
+    ):
         load_tokenizer(str(folder))
-    (folder / "chat_template.jinja").write_text("{{ raise_exception('it wants a system message') }}")
+    (folder / "chat_template.jinja").write_text(
+        "{{ raise_exception('it wants a system message') }}"
+    )
     load_tokenizer(str(folder))
 
 
@@ -397,25 +540,33 @@ def test_damaged_weights_are_refused_before_the_engine_reads_them(world, tmp_pat
 
 def test_a_reward_models_backbone_may_be_the_critics_and_no_policy(tmp_path):
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 97}
-    config = CONFIG_MAPPING["qwen2"](**sizes, num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=False)
+    config = CONFIG_MAPPING["qwen2"](
+        **sizes, num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=False
+    )
     config.num_labels = 1
     scorer = AutoModelForSequenceClassification.from_config(config)
     scorer.save_pretrained(tmp_path)
     critic = load_policy(str(tmp_path), "sdpa", make=Critic)
-    assert torch.equal(critic.model.layers[1].mlp.up_proj.weight, scorer.model.layers[1].mlp.up_proj.weight)
+    assert torch.equal(
+        critic.model.layers[1].mlp.up_proj.weight, scorer.model.layers[1].mlp.up_proj.weight
+    )
     with pytest.raises(SystemExit, match=r"its files have no lm_head\.weight"):
         load_policy(str(tmp_path), "sdpa")
 
 
 def test_a_critic_has_positions_for_what_is_sampled():
     """Of the policy its engine says so."""
-    with pytest.raises(SystemExit, match=r"2049 tokens together, and --critic-model .* has 2048 positions"):
+    with pytest.raises(
+        SystemExit, match=r"2049 tokens together, and --critic-model .* has 2048 positions"
+    ):
         load_policy(str(FOLDERS["tiny"]), "sdpa", make=Critic, max_model_len=2049)
     load_policy(str(FOLDERS["tiny"]), "sdpa", make=Critic, max_model_len=2048)
 
 
 def test_there_is_no_dropout(tmp_path):
-    config = CONFIG_MAPPING["gpt2"](n_embd=64, n_layer=2, n_head=4, vocab_size=128, bos_token_id=0, eos_token_id=0)
+    config = CONFIG_MAPPING["gpt2"](
+        n_embd=64, n_layer=2, n_head=4, vocab_size=128, bos_token_id=0, eos_token_id=0
+    )
     assert config.resid_pdrop == config.attn_pdrop == 0.1
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     episode = Episode(0, 0, list(range(30)), list(range(30, 60)), [1] * 30, [0.0] * 30)
@@ -446,9 +597,14 @@ def test_an_export_with_several_chat_templates_is_readable_and_can_be_repeated(t
 
 
 def test_another_version_of_transformers_is_named(capsys):
-    (pinned,) = re.findall(r"^transformers==(.*)$", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
+    (pinned,) = re.findall(
+        r"^transformers==(.*)$", (ROOT / "requirements.txt").read_text(), re.MULTILINE
+    )
     check_version(pinned)
     assert not capsys.readouterr().err
     for version in ("5.15.0", "5.20.0", "6.0.dev0"):
         check_version(version)
-        assert f"warning: transformers {version} is installed, tested is 5.16.1 to" in capsys.readouterr().err
+        assert (
+            f"warning: transformers {version} is installed, tested is 5.16.1 to"
+            in capsys.readouterr().err
+        )

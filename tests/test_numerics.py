@@ -1,4 +1,5 @@
-"""Chunked log-probs and entropies equal the dense computation; shared prompts equal unshared ones."""
+"""Chunked log-probs and entropies equal the dense computation; shared prompts equal unshared
+ones."""
 
 import random
 
@@ -42,7 +43,8 @@ def test_chunked_logprobs_gradient_by_finite_differences():
     hidden, weight = torch.randn(5, 4, dtype=torch.float64), torch.randn(7, 4, dtype=torch.float64)
     targets = torch.randint(7, (5,))
     torch.autograd.gradcheck(
-        lambda h, w: token_logprobs(h, w, targets, 1.3), (hidden.requires_grad_(), weight.requires_grad_())
+        lambda h, w: token_logprobs(h, w, targets, 1.3),
+        (hidden.requires_grad_(), weight.requires_grad_()),
     )
 
 
@@ -59,14 +61,20 @@ def test_low_precision_inputs_accumulate_in_float32():
 def test_no_tensor_of_tokens_times_vocabulary_is_saved(monkeypatch):
     monkeypatch.setitem(common.logprobs.CHUNK_ELEMENTS, "cpu", 8 * 1000)
     saved = []
-    hidden, weight = torch.randn(512, 4, requires_grad=True), torch.randn(1000, 4, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+    hidden, weight = (
+        torch.randn(512, 4, requires_grad=True),
+        torch.randn(1000, 4, requires_grad=True),
+    )
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: saved.append(t.numel()) or t, lambda t: t
+    ):
         token_logprobs(hidden, weight, torch.zeros(512, dtype=torch.int64))
     assert max(saved) <= weight.numel()
 
 
 def losses_and_gradients(policy, episodes, order=None, **options):
-    """Log-probs in flat order, and the gradient of a fixed random combination of log-probs and entropies."""
+    """Log-probs in flat order, and the gradient of a fixed random combination of log-probs and
+    entropies."""
     index = TokenIndex(episodes)
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(2, len(index), generator=generator, dtype=torch.float64)
@@ -85,7 +93,8 @@ def losses_and_gradients(policy, episodes, order=None, **options):
 def test_packing_variants_give_the_same_logprobs_and_gradients(tiny_config, dtype):
     policy = random_policy(tiny_config, dtype)
     episodes = random_episodes(3)
-    reference = losses_and_gradients(policy, episodes, budget=1, share_prompts=False)  # one episode, no padding
+    # one episode, no padding
+    reference = losses_and_gradients(policy, episodes, budget=1, share_prompts=False)
     variants = {
         "shared, one micro-batch": {"budget": 10_000},
         "shared, small budget": {"budget": 40},
@@ -100,7 +109,8 @@ def test_packing_variants_give_the_same_logprobs_and_gradients(tiny_config, dtyp
 
 
 def test_packed_logprobs_equal_the_plain_model(tiny_config):
-    """The reference is transformers' own forward on prompt + response, one by one, without any mask of ours."""
+    """The reference is transformers' own forward on prompt + response, one by one, without any mask
+    of ours."""
     policy = random_policy(tiny_config)
     episodes = random_episodes(4)
     packed, _ = losses_and_gradients(policy, episodes, budget=100)
@@ -119,12 +129,16 @@ def test_shared_prompts_save_tokens():
     episodes = random_episodes(5, prompts=4, samples=8)
     index = TokenIndex(episodes)
     tokens = {
-        share: sum(b.input_ids.numel() for b in pack(episodes, range(32), index, budget=500, share_prompts=share))
+        share: sum(
+            b.input_ids.numel()
+            for b in pack(episodes, range(32), index, budget=500, share_prompts=share)
+        )
         for share in (True, False)
     }
     repeated = {e.prompt_index: 0 for e in episodes}
     for e in episodes:
-        repeated[e.prompt_index] += len(e.prompt_ids) * any(e.loss_mask)  # one that trains nothing is in no pack
+        # one that trains nothing is in no pack
+        repeated[e.prompt_index] += len(e.prompt_ids) * any(e.loss_mask)
     once = sum({e.prompt_index: len(e.prompt_ids) for e in episodes}.values())
     assert tokens[False] - tokens[True] == sum(repeated.values()) - once
 
@@ -132,7 +146,8 @@ def test_shared_prompts_save_tokens():
 def test_budget_holds_and_an_empty_selection_is_one_padding_token(tiny_config):
     episodes = random_episodes(6, prompts=6)
     index = TokenIndex(episodes)
-    for budget in (30, 90):  # a prompt and its longest response fit, the whole group does not, or does
+    # a prompt and its longest response fit, the whole group does not, or does
+    for budget in (30, 90):
         for batch in pack(episodes, range(len(episodes)), index, budget=budget):
             assert batch.input_ids.numel() <= budget
     policy = random_policy(tiny_config)
@@ -159,21 +174,32 @@ def test_the_block_mask_is_that_of_the_dense_mask(seed):
     mask = block_mask(units, torch.device("cpu"))
     dense = create_block_mask(mask.mask_mod, None, None, length, length, device="cpu")
     for kind in ("", "full_"):
-        counts, places = (getattr(mask, f"{kind}kv_{name}")[0, 0].tolist() for name in ("num_blocks", "indices"))
-        expected, of_dense = (getattr(dense, f"{kind}kv_{name}")[0, 0].tolist() for name in ("num_blocks", "indices"))
+        counts, places = (
+            getattr(mask, f"{kind}kv_{name}")[0, 0].tolist() for name in ("num_blocks", "indices")
+        )
+        expected, of_dense = (
+            getattr(dense, f"{kind}kv_{name}")[0, 0].tolist() for name in ("num_blocks", "indices")
+        )
         assert counts == expected
-        assert [row[:n] for row, n in zip(places, counts)] == [row[:n] for row, n in zip(of_dense, counts)]
+        assert [row[:n] for row, n in zip(places, counts)] == [
+            row[:n] for row, n in zip(of_dense, counts)
+        ]
 
 
 @pytest.mark.parametrize(
-    "option", [{"softcap": 30.0}, {"s_aux": torch.ones(1)}, {"sliding_window": 64}, {"dropout": 0.1}]
+    "option",
+    [{"softcap": 30.0}, {"s_aux": torch.ones(1)}, {"sliding_window": 64}, {"dropout": 0.1}],
 )
 def test_an_option_that_packs_do_not_express_is_refused(option):
     query, key, value = (torch.randn(1, 2, 5, 4) for _ in range(3))
     harmless = {"dropout": 0.0, "softcap": None, "is_causal": True}
-    shared_prompt_attention(torch.nn.Identity(), query, key, value, None, units=[[3, 2]], **harmless)
+    shared_prompt_attention(
+        torch.nn.Identity(), query, key, value, None, units=[[3, 2]], **harmless
+    )
     with pytest.raises(TypeError, match=f"Identity wants {next(iter(option))}, not supported"):
-        shared_prompt_attention(torch.nn.Identity(), query, key, value, None, units=[[3, 2]], **option)
+        shared_prompt_attention(
+            torch.nn.Identity(), query, key, value, None, units=[[3, 2]], **option
+        )
 
 
 def test_layout_by_hand():
@@ -181,10 +207,14 @@ def test_layout_by_hand():
     from common.episodes import Episode
 
     episodes = [
-        Episode(0, s, [5, 6], ids, [1] * len(ids), [0.0] * len(ids), "stop") for s, ids in ((0, [7, 8]), (1, [9]))
+        Episode(0, s, [5, 6], ids, [1] * len(ids), [0.0] * len(ids), "stop")
+        for s, ids in ((0, [7, 8]), (1, [9]))
     ]
     (batch,) = pack(episodes, [0, 1], TokenIndex(episodes), budget=100, multiple=4)
-    assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9, 0, 0, 0]] and batch.units == [[2, 2, 1], [3]]
+    assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9, 0, 0, 0]] and batch.units == [
+        [2, 2, 1],
+        [3],
+    ]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 2, 0, 1, 2]]
     assert batch.hidden_index.tolist() == [1, 2, 1] and batch.targets.tolist() == [7, 8, 9]
     seen = (
@@ -201,12 +231,14 @@ def test_layout_by_hand():
     "units", [[[3, 4, 1], [2, 5], [6]], [[530, 530, 7], [600], [1200, 300]]], ids=["short", "long"]
 )
 def test_attention_by_segments_is_attention_under_the_dense_mask(units):
-    """Values and gradients; short segments take matrix products of our own, long ones torch's kernel: without a mask
-    where the response is as long as its prompt."""
+    """Values and gradients; short segments take matrix products of our own, long ones torch's
+    kernel: without a mask where the response is as long as its prompt."""
     length = sum(map(sum, units))
     generator = torch.Generator().manual_seed(0)
     inputs = [
-        torch.randn(1, heads, length, 8, dtype=torch.float64, generator=generator, requires_grad=True)
+        torch.randn(
+            1, heads, length, 8, dtype=torch.float64, generator=generator, requires_grad=True
+        )
         for heads in (4, 2, 2)
     ]
     upstream = torch.randn(1, length, 4, 8, dtype=torch.float64, generator=generator)
@@ -236,7 +268,10 @@ def test_attention_by_segments_is_attention_under_the_dense_mask(units):
 def test_attention_takes_queries_in_another_dtype_than_values(units):
     """Rotary embeddings may leave query and key in float32; torch's kernel refuses to mix."""
     length = sum(units[0])
-    mixed = [torch.randn(1, 2, length, 8, dtype=dtype) for dtype in (torch.float32, torch.float32, torch.bfloat16)]
+    mixed = [
+        torch.randn(1, 2, length, 8, dtype=dtype)
+        for dtype in (torch.float32, torch.float32, torch.bfloat16)
+    ]
     output, _ = shared_prompt_attention(None, *mixed, None, units=units)
     expected, _ = shared_prompt_attention(None, *(x.bfloat16() for x in mixed), None, units=units)
     assert output.dtype == torch.bfloat16 and torch.equal(output, expected)
@@ -260,10 +295,15 @@ def test_compiled_layers_serve_packs_of_every_length_under_fsdp(
     with pytest.raises(SystemExit, match="--attention flash needs --dtype bf16 or fp16"):
         choose_attention("flash", torch.device("cuda"), dtype=torch.float32)
     # transformers would fetch code from the hub by the other one
-    monkeypatch.setattr("common.attention.find_spec", lambda name: None if name == "flash_attn" else name)
+    monkeypatch.setattr(
+        "common.attention.find_spec", lambda name: None if name == "flash_attn" else name
+    )
     with pytest.raises(SystemExit, match="pip install flash-attn"):
         choose_attention("flash", torch.device("cuda"), dtype=torch.bfloat16)
-    plain, compiled = load_policy(tmp_path, "sdpa"), load_policy(tmp_path, "flex", compile_layers=True)
+    plain, compiled = (
+        load_policy(tmp_path, "sdpa"),
+        load_policy(tmp_path, "flex", compile_layers=True),
+    )
     compiled = wrap_model(compiled, make_mesh(world, "fsdp"), torch.float32)
     episodes = random_episodes(5, prompts=12, samples=5)
     index, lengths = TokenIndex(episodes), set()
@@ -274,6 +314,10 @@ def test_compiled_layers_serve_packs_of_every_length_under_fsdp(
             for batch in pack(episodes, range(len(episodes)), index, budget=budget, multiple=128):
                 lengths.add(batch.input_ids.shape[1])
                 with forward_context(compiled):
-                    torch.testing.assert_close(compiled(batch)[0], plain(batch)[0], rtol=1e-4, atol=1e-5)
-    assert len(lengths) >= 4 and counters["stats"]["unique_graphs"] - before <= 3, "a graph for each length"
+                    torch.testing.assert_close(
+                        compiled(batch)[0], plain(batch)[0], rtol=1e-4, atol=1e-5
+                    )
+    assert len(lengths) >= 4 and counters["stats"]["unique_graphs"] - before <= 3, (
+        "a graph for each length"
+    )
     assert not counters["graph_break"]

@@ -1,7 +1,9 @@
-"""Objectives, corrections, KL estimates and `backward`, in float64 against definitions by cases and a dense reference.
+"""Objectives, corrections, KL estimates and `backward`, in float64 against definitions by cases and
+a dense reference.
 
-The reference gradient needs no autograd of ours: every term of the loss depends on the policy through log p and the
-entropy alone, so its slope is written down by hand, in plain Python, and only log p and entropy are differentiated.
+The reference gradient needs no autograd of ours: every term of the loss depends on the policy
+through log p and the entropy alone, so its slope is written down by hand, in plain Python, and only
+log p and entropy are differentiated.
 """
 
 import itertools
@@ -38,8 +40,19 @@ def gradient(loss, *inputs) -> list[torch.Tensor]:
     return list(torch.autograd.grad(loss.sum(), inputs, retain_graph=True))
 
 
-def surrogate(objective, logprobs, old_logprobs, advantages, episodes, clip_low, clip_high, dual_clip, script=grpo):
-    """(loss [N], is a clip active [N]): an objective by the script's `policy_loss`, with nothing besides."""
+def surrogate(
+    objective,
+    logprobs,
+    old_logprobs,
+    advantages,
+    episodes,
+    clip_low,
+    clip_high,
+    dual_clip,
+    script=grpo,
+):
+    """(loss [N], is a clip active [N]): an objective by the script's `policy_loss`, with nothing
+    besides."""
     nothing = torch.full_like(advantages, math.nan)
     tokens = grpo.Tokens(episodes, nothing, nothing, old_logprobs, nothing, advantages)
     clips = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip}
@@ -47,11 +60,12 @@ def surrogate(objective, logprobs, old_logprobs, advantages, episodes, clip_low,
     return script.policy_loss(logprobs, torch.zeros_like(logprobs), tokens, args)
 
 
-# --- definitions, by cases, in plain Python -----------------------------------------------------------------------
+# --- definitions, by cases, in plain Python -------------------------------------------------------
 
 
 def policy_term(objective, ratio, advantage, logprob):
-    """(loss, its derivative by the log-prob, is its clip active); gspo: with the ratio of the sequence."""
+    """(loss, its derivative by the log-prob, is its clip active); gspo: with the ratio of the
+    sequence."""
     low, high = 1 - CLIP_LOW, 1 + CLIP_HIGH
     if objective == "cispo":
         weight = low if ratio < low else high if ratio > high else ratio
@@ -88,7 +102,7 @@ def kl_term(estimator, d, ratio):
     }[estimator]
 
 
-# --- group_advantages ---------------------------------------------------------------------------------------------
+# --- group_advantages -----------------------------------------------------------------------------
 
 
 def ragged_scores(seed):
@@ -100,7 +114,9 @@ def ragged_scores(seed):
 
 
 def advantages_of(scores, groups, advantage, dtype=torch.float64):
-    return grpo.group_advantages(torch.tensor(scores, dtype=dtype), torch.tensor(groups, dtype=torch.int64), advantage)
+    return grpo.group_advantages(
+        torch.tensor(scores, dtype=dtype), torch.tensor(groups, dtype=torch.int64), advantage
+    )
 
 
 def test_rloo_is_the_score_minus_the_mean_of_the_others():
@@ -109,22 +125,30 @@ def test_rloo_is_the_score_minus_the_mean_of_the_others():
     for i in range(len(scores)):
         others = [scores[j] for j in range(len(scores)) if groups[j] == groups[i] and j != i]
         expected.append(scores[i] - statistics.fmean(others) if others else 0.0)
-    assert torch.allclose(advantages_of(scores, groups, "rloo"), double(expected), rtol=1e-12, atol=1e-14)
+    assert torch.allclose(
+        advantages_of(scores, groups, "rloo"), double(expected), rtol=1e-12, atol=1e-14
+    )
 
 
 def centered_scores(scores, groups):
-    return [s - statistics.fmean(x for x, h in zip(scores, groups) if h == g) for s, g in zip(scores, groups)]
+    return [
+        s - statistics.fmean(x for x, h in zip(scores, groups) if h == g)
+        for s, g in zip(scores, groups)
+    ]
 
 
 def test_batch_std_divides_by_one_deviation_for_all_groups():
     scores, groups = ragged_scores(1)
     centered = centered_scores(scores, groups)
     expected = double(centered) / (statistics.stdev(centered) + 1e-6)
-    assert torch.allclose(advantages_of(scores, groups, "batch-std"), expected, rtol=1e-12, atol=1e-14)
+    assert torch.allclose(
+        advantages_of(scores, groups, "batch-std"), expected, rtol=1e-12, atol=1e-14
+    )
 
 
 def test_batch_std_counts_the_episodes_of_all_ranks(monkeypatch):
-    """Two ranks, one prompt in two each; `all_reduce` is played: asked once for its share, then given the sum."""
+    """Two ranks, one prompt in two each; `all_reduce` is played: asked once for its share, then
+    given the sum."""
     scores, groups = ragged_scores(2)
     shares = []
     ranks = [[(s, g) for s, g in zip(scores, groups) if g % 2 == parity] for parity in (0, 1)]
@@ -136,7 +160,9 @@ def test_batch_std_counts_the_episodes_of_all_ranks(monkeypatch):
     deviation = statistics.stdev(centered_scores(scores, groups))
     for rank in ranks:
         expected = double(centered_scores(*zip(*rank))) / (deviation + 1e-6)
-        assert torch.allclose(advantages_of(*zip(*rank), "batch-std"), expected, rtol=1e-12, atol=1e-14)
+        assert torch.allclose(
+            advantages_of(*zip(*rank), "batch-std"), expected, rtol=1e-12, atol=1e-14
+        )
 
 
 @pytest.mark.parametrize("advantage", ["rloo", "batch-std"])
@@ -147,7 +173,7 @@ def test_nothing_to_compare_is_exactly_zero(advantage):
     assert advantages_of([], [], advantage).shape == (0,)
 
 
-# --- sequence_mean ------------------------------------------------------------------------------------------------
+# --- sequence_mean --------------------------------------------------------------------------------
 
 
 def test_sequence_mean_of_interleaved_tokens():
@@ -161,14 +187,15 @@ def test_sequence_mean_of_interleaved_tokens():
     assert grpo.sequence_mean(values[:0], torch.tensor([], dtype=torch.int64)).shape == (0,)
 
 
-# --- surrogate ----------------------------------------------------------------------------------------------------
+# --- surrogate ------------------------------------------------------------------------------------
 
 LOGRATIOS = [-3.0, -0.5, -0.23, -0.21, -0.1, 0.0, 0.1, 0.24, 0.26, 0.5, 1.05, 1.15, 3.0]
 GRID = list(itertools.product(LOGRATIOS, [-2.5, -0.3, 0.0, 1.0]))
 
 
 def test_gspo_is_the_objective_of_whole_sequences():
-    """mean over sequences of max(-A s, -A clip(s)), s the geometric mean of the ratios, differentiated by autograd."""
+    """mean over sequences of max(-A s, -A clip(s)), s the geometric mean of the ratios,
+    differentiated by autograd."""
     generator = torch.Generator().manual_seed(0)
     episodes = torch.tensor([i for i in range(len(GRID)) for _ in range(1 + i % 5)])
     episodes = episodes[torch.randperm(len(episodes), generator=generator)]
@@ -186,7 +213,9 @@ def test_gspo_is_the_objective_of_whole_sequences():
     definition = 0.0
     for members, (_, advantage) in zip(sequences, GRID):
         s = (logprobs[members].sum() - old[members].sum()).div(members.sum()).exp()
-        definition = definition + torch.maximum(-advantage * s, -advantage * s.clamp(0.8, 1.28)) / len(GRID)
+        definition = definition + torch.maximum(
+            -advantage * s, -advantage * s.clamp(0.8, 1.28)
+        ) / len(GRID)
     assert torch.allclose(weighted, definition, rtol=1e-12)
     assert relative_l2(gradient(weighted, logprobs), gradient(definition, logprobs)) < 1e-12
     for members, (logratio, advantage) in zip(sequences, GRID):
@@ -203,12 +232,18 @@ def test_cispo_is_a_constant_weight_on_the_log_prob():
     (slope,) = gradient(loss, logprobs)
     for i, (logratio, advantage) in enumerate(GRID):
         expected = policy_term("cispo", math.exp(logratio), advantage, logprobs[i].item())
-        assert (loss[i].item(), slope[i].item()) == pytest.approx(expected[:2], rel=1e-12), (logratio, advantage)
+        assert (loss[i].item(), slope[i].item()) == pytest.approx(expected[:2], rel=1e-12), (
+            logratio,
+            advantage,
+        )
         assert bool(clipped[i]) == expected[2], (logratio, advantage)
     assert slope[advantages != 0].all(), "no token loses its gradient"
     # moving the old log-probs along holds the ratio, and with it the weight
     with torch.no_grad():
-        ahead, behind = (surrogate("cispo", logprobs + h, old + h, advantages, None, *CLIP)[0] for h in (1e-4, -1e-4))
+        ahead, behind = (
+            surrogate("cispo", logprobs + h, old + h, advantages, None, *CLIP)[0]
+            for h in (1e-4, -1e-4)
+        )
     assert torch.allclose((ahead - behind) / 2e-4, slope, rtol=1e-8, atol=1e-10)
 
 
@@ -221,9 +256,10 @@ def test_ratio_of_one_gives_the_plain_policy_gradient(objective):
     assert torch.equal(slope, -advantages) and not clipped.any()
 
 
-# --- engine_correction --------------------------------------------------------------------------------------------
+# --- engine_correction ----------------------------------------------------------------------------
 
-# Log-ratios of three sequences: tokens outside the bounds that cancel; one token that takes its sequence along; small.
+# Log-ratios of three sequences: tokens outside the bounds that cancel; one token that takes its
+# sequence along; small.
 SEQUENCES = [[1.5, -1.5, 0.1, -0.1], [0.1, 0.0, 4.0], [-0.3, 0.3]]
 
 
@@ -234,7 +270,9 @@ def test_engine_correction_equals_the_definition(correction, low, high):
     for logratios in SEQUENCES:
         w_of_sequence = math.prod(math.exp(x) for x in logratios) ** (1 / len(logratios))
         # the product above is not exactly 1 where it should be; no bound is within 1e-3 of it
-        weights += [correction_term(correction, math.exp(x), w_of_sequence, low, high) for x in logratios]
+        weights += [
+            correction_term(correction, math.exp(x), w_of_sequence, low, high) for x in logratios
+        ]
     episodes = torch.tensor([i for i, logratios in enumerate(SEQUENCES) for _ in logratios])
     logratios = double(list(itertools.chain(*SEQUENCES)))
     rollout = -torch.arange(len(logratios), dtype=torch.float64)
@@ -247,15 +285,23 @@ def test_engine_correction_equals_the_definition(correction, low, high):
 
 
 def test_correction_bounds_are_inclusive():
-    old, rollout, episodes = double([-1.0, -1.001, -0.999]), double([-1.0] * 3), torch.tensor([0, 1, 2])
+    old, rollout, episodes = (
+        double([-1.0, -1.001, -0.999]),
+        double([-1.0] * 3),
+        torch.tensor([0, 1, 2]),
+    )
     for correction, low, high, expected in (
         ("mask", 1.0, 1.0, [1, 0, 0]),
         ("sequence", 1.0, 1.0, [1, 0, 0]),
         ("sequence", 1.0, 2.0, [1, 0, 1]),
         ("sequence", 0.5, 1.0, [1, 1, 0]),
     ):
-        assert grpo.engine_correction(correction, old, rollout, episodes, low, high).tolist() == expected
-    truncated = grpo.engine_correction("truncate", old, rollout, episodes, 9.0, 1.0)  # its low bound has no meaning
+        assert (
+            grpo.engine_correction(correction, old, rollout, episodes, low, high).tolist()
+            == expected
+        )
+    # its low bound has no meaning
+    truncated = grpo.engine_correction("truncate", old, rollout, episodes, 9.0, 1.0)
     assert truncated.tolist() == pytest.approx([1, math.exp(-0.001), 1], rel=1e-12)
 
 
@@ -267,7 +313,7 @@ def test_far_log_ratios_are_finite():
         assert ours.tolist() == pytest.approx([math.exp(20), math.exp(-20)], rel=1e-12)
 
 
-# --- kl_estimate --------------------------------------------------------------------------------------------------
+# --- kl_estimate ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "k3-is"])
@@ -275,14 +321,17 @@ def test_kl_estimates_by_definition(estimator):
     points = list(itertools.product([-5.0, -3.0, -0.2, 0.0, 1e-3, 0.7, 9.0], [-2.0, 0.0, 0.4]))
     d, logratio = map(double, zip(*points))
     logprobs = (-torch.arange(len(points), dtype=torch.float64) - 20).requires_grad_()
-    ours = grpo.kl_estimate(logprobs, logprobs.detach() - d, logprobs.detach() - logratio, estimator)
+    ours = grpo.kl_estimate(
+        logprobs, logprobs.detach() - d, logprobs.detach() - logratio, estimator
+    )
     expected = [kl_term(estimator, d, math.exp(logratio)) for d, logratio in points]
     assert torch.allclose(ours, double(expected)[:, 0], rtol=1e-10, atol=1e-12)
     assert torch.allclose(*gradient(ours, logprobs), double(expected)[:, 1], rtol=1e-10, atol=1e-12)
 
 
 def test_far_kl_estimates_are_clamped():
-    """d and the log-ratio count as 20 at most: no estimate overflows float32, and what is clamped has no gradient."""
+    """d and the log-ratio count as 20 at most: no estimate overflows float32, and what is clamped
+    has no gradient."""
     logprobs = double([-40.0, -80.0]).requires_grad_()
     ref, old = double([-70.0, -50.0]), double([-70.0, -80.0])
     k3 = [math.exp(-20) + 19, math.exp(20) - 21]
@@ -290,7 +339,8 @@ def test_far_kl_estimates_are_clamped():
     for estimator, values in expected.items():
         ours = grpo.kl_estimate(logprobs, ref, old, estimator)
         assert ours.tolist() == pytest.approx(values, rel=1e-12), estimator
-        slope = [0.0, k3[1] if estimator == "k3-is" else 0.0]  # the ratio of the second is 1, and is differentiated
+        # the ratio of the second is 1, and is differentiated
+        slope = [0.0, k3[1] if estimator == "k3-is" else 0.0]
         assert gradient(ours, logprobs)[0].tolist() == pytest.approx(slope, rel=1e-12), estimator
 
 
@@ -301,7 +351,9 @@ class Categorical:
         generator = torch.Generator().manual_seed(0)
         logits = torch.randn(3, 6, generator=generator, dtype=torch.float64)
         self.logits = logits[0].requires_grad_()
-        self.logp, self.ref, old = torch.log_softmax(torch.stack([self.logits, logits[1], logits[2]]), -1)
+        self.logp, self.ref, old = torch.log_softmax(
+            torch.stack([self.logits, logits[1], logits[2]]), -1
+        )
         self.old = self.logp.detach() if on_policy else old.detach()
         self.ref = self.ref.detach()
         self.kl = (self.logp.exp() * (self.logp - self.ref)).sum()
@@ -346,7 +398,7 @@ def test_kl_to_itself_is_exactly_zero():
         assert estimator == "k1" or not gradient(ours, logprobs)[0].any(), estimator
 
 
-# --- shaped_scores ------------------------------------------------------------------------------------------------
+# --- shaped_scores --------------------------------------------------------------------------------
 
 
 def punishment(length, limit, buffer):
@@ -360,28 +412,36 @@ def punishment(length, limit, buffer):
 def test_soft_overlong_punishment(limit, buffer):
     """At every length, one above the limit included; observations count as the response does."""
     lengths = range(limit + 2)
-    episodes = [Episode(0, n, [1], [2] * n, [n % 2] * n, [0.0] * n, "stop", {"score": n / 4}) for n in lengths]
+    episodes = [
+        Episode(0, n, [1], [2] * n, [n % 2] * n, [0.0] * n, "stop", {"score": n / 4})
+        for n in lengths
+    ]
     expected = [n / 4 + punishment(n, limit, buffer) for n in lengths]
-    assert grpo.shaped_scores(episodes, limit, buffer).tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    assert grpo.shaped_scores(episodes, limit, buffer).tolist() == pytest.approx(
+        expected, rel=1e-6, abs=1e-6
+    )
     assert grpo.shaped_scores(episodes, limit, 0).tolist() == [n / 4 for n in lengths]
 
 
-# --- what is known of each token ----------------------------------------------------------------------------------
+# --- what is known of each token ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("script", [grpo, ppo, curiosity_rl], ids=lambda script: script.__name__)
 def test_a_token_knows_its_episode_and_the_engine_before_the_update(script):
-    """Observations have no place, and no part in the length; what is not computed yet is no number."""
+    """Observations have no place, and no part in the length; what is not computed yet is no
+    number."""
     episodes = random_episodes(8)
     tokens_of = [[lp for lp, m in zip(e.logprobs, e.loss_mask) if m] for e in episodes]
     trained = [(i, len(mine), lp) for i, mine in enumerate(tokens_of) for lp in mine]
     tokens = vars(script.Tokens.of(episodes, TokenIndex(episodes), torch.device("cpu")))
     columns = [tokens.pop(name) for name in ("episodes", "lengths", "rollout_logprobs")]
-    assert [x.tolist() for x in columns] == [pytest.approx(column) for column in zip(*trained, strict=True)]
+    assert [x.tolist() for x in columns] == [
+        pytest.approx(column) for column in zip(*trained, strict=True)
+    ]
     assert all(len(x) == len(trained) and x.isnan().all() for x in tokens.values())
 
 
-# --- backward -----------------------------------------------------------------------------------------------------
+# --- backward -------------------------------------------------------------------------------------
 
 COMMON = {
     "temperature": 0.8,
@@ -402,25 +462,41 @@ def arguments(estimator="none", **options) -> grpo.Args:
 
 
 def dense_pass(policy, episodes):
-    """(log p, entropy) of the trained tokens, episode by episode: transformers' own forward, padded on the right."""
-    ids = pad_sequence([torch.tensor(e.prompt_ids + e.response_ids) for e in episodes], batch_first=True)
+    """(log p, entropy) of the trained tokens, episode by episode: transformers' own forward, padded
+    on the right."""
+    ids = pad_sequence(
+        [torch.tensor(e.prompt_ids + e.response_ids) for e in episodes], batch_first=True
+    )
     policy.model.set_attn_implementation("sdpa")
     logp = torch.log_softmax(policy.model(ids).logits / COMMON["temperature"], -1)
     policy.model.set_attn_implementation("shared_prompts")
     entropy = -(logp.exp() * logp).sum(-1)
-    places = [(i, t) for i, e in enumerate(episodes) for t, m in enumerate(e.loss_mask, start=len(e.prompt_ids)) if m]
-    return [torch.stack(x) for x in zip(*((logp[i, t - 1, ids[i, t]], entropy[i, t - 1]) for i, t in places))]
+    places = [
+        (i, t)
+        for i, e in enumerate(episodes)
+        for t, m in enumerate(e.loss_mask, start=len(e.prompt_ids))
+        if m
+    ]
+    return [
+        torch.stack(x)
+        for x in zip(*((logp[i, t - 1, ids[i, t]], entropy[i, t - 1]) for i, t in places))
+    ]
 
 
 @pytest.fixture(scope="module")
 def case(tiny_config):
-    """A policy, ragged episodes with observations, and log-probs of old, reference and engine around its own."""
+    """A policy, ragged episodes with observations, and log-probs of old, reference and engine
+    around its own."""
     policy, episodes = random_policy(tiny_config), random_episodes(8)
     logprobs, entropy = dense_pass(policy, episodes)
-    noise = torch.randn(3, len(logprobs), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    noise = torch.randn(
+        3, len(logprobs), generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     old = logprobs.detach() + 0.8 * noise[0]
     rollout, ref = old + 0.5 * noise[1], logprobs.detach() + 0.5 * noise[2]
-    advantages = torch.randn(len(episodes), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    advantages = torch.randn(
+        len(episodes), generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     return SimpleNamespace(
         policy=policy,
         episodes=episodes,
@@ -448,13 +524,21 @@ def reference(case, args, old):
         }[args.reduction]
         if sequence:
             s = math.exp(statistics.fmean(lp - old for lp, old, *_ in sequence))
-            w_of_sequence = math.exp(statistics.fmean(old - rollout for _, old, _, rollout, _ in sequence))
+            w_of_sequence = math.exp(
+                statistics.fmean(old - rollout for _, old, _, rollout, _ in sequence)
+            )
         for lp, old, ref, rollout, entropy in sequence:
             ratio = math.exp(lp - old)
-            value, slope, active = policy_term(args.objective, s if args.objective == "gspo" else ratio, advantage, lp)
-            c = correction_term(args.correction, math.exp(old - rollout), w_of_sequence, *args.correction_range)
+            value, slope, active = policy_term(
+                args.objective, s if args.objective == "gspo" else ratio, advantage, lp
+            )
+            c = correction_term(
+                args.correction, math.exp(old - rollout), w_of_sequence, *args.correction_range
+            )
             kl_value, kl_slope = kl_term(args.kl_estimator, lp - ref, ratio)
-            loss += weight * (c * value + args.kl_loss_coef * kl_value - args.entropy_coef * entropy)
+            loss += weight * (
+                c * value + args.kl_loss_coef * kl_value - args.entropy_coef * entropy
+            )
             slopes.append(weight * (c * slope + args.kl_loss_coef * kl_slope))
             weights.append(weight)
             clipped += active
@@ -464,26 +548,40 @@ def reference(case, args, old):
 
 
 def sums_of(means: Means, world: World = ALONE) -> list[float]:
-    """[loss, entropy, clipped, KL] of this rank, summed over its tokens. The loss is one value per rank, their mean
-    that of all: hence its factor."""
-    sums = [float(means.sums[f"policy/{name}"]) for name in ("loss", "entropy", "clip_fraction", "approx_kl")]
+    """[loss, entropy, clipped, KL] of this rank, summed over its tokens. The loss is one value per
+    rank, their mean that of all: hence its factor."""
+    sums = [
+        float(means.sums[f"policy/{name}"])
+        for name in ("loss", "entropy", "clip_fraction", "approx_kl")
+    ]
     return [sums[0] / world.size, *sums[1:]]
 
 
 def ours(case, args, world=ALONE, on_policy=False, budget=90, **options):
-    """(gradient, sums, old log-probs afterwards) of `backward`; on-policy it is to fill in the old log-probs."""
+    """(gradient, sums, old log-probs afterwards) of `backward`; on-policy it is to fill in the old
+    log-probs."""
     index = TokenIndex(case.episodes)
     owner = index.episode_of_token
     old = torch.full_like(case.old, math.nan) if on_policy else case.old.clone()
-    tokens = grpo.Tokens(owner, index.lengths[owner].double(), case.rollout, old, case.ref, case.advantages[owner])
+    tokens = grpo.Tokens(
+        owner, index.lengths[owner].double(), case.rollout, old, case.ref, case.advantages[owner]
+    )
     batches = pack(case.episodes, range(len(case.episodes)), index, budget=budget)
     assert len(batches) > 1
     minibatch = Minibatch([], *COUNTS, batches)
     case.policy.zero_grad()
-    means = grpo.backward(case.policy, minibatch, tokens, args, world, store_old_logprobs=on_policy, **options)
-    counts = dict.fromkeys(("policy/entropy", "policy/clip_fraction", "policy/approx_kl"), float(len(index)))
+    means = grpo.backward(
+        case.policy, minibatch, tokens, args, world, store_old_logprobs=on_policy, **options
+    )
+    counts = dict.fromkeys(
+        ("policy/entropy", "policy/clip_fraction", "policy/approx_kl"), float(len(index))
+    )
     assert means.counts == counts | {"policy/loss": 1} and means.totals == {}
-    return [p.grad.clone() for p in case.policy.parameters()], sums_of(means, world), tokens.old_logprobs
+    return (
+        [p.grad.clone() for p in case.policy.parameters()],
+        sums_of(means, world),
+        tokens.old_logprobs,
+    )
 
 
 def assert_equal(got, expected, name):
@@ -495,7 +593,9 @@ def assert_equal(got, expected, name):
 def test_the_case_reaches_every_branch(case):
     """Otherwise the comparison below would not see a branch that is missing."""
     for objective in OBJECTIVES:
-        assert 5 < reference(case, arguments(objective=objective), case.old)[1][2] < len(case.old) - 5, objective
+        assert (
+            5 < reference(case, arguments(objective=objective), case.old)[1][2] < len(case.old) - 5
+        ), objective
     ratio = (case.logprobs - case.old).detach().exp()
     token_advantages = case.advantages[TokenIndex(case.episodes).episode_of_token]
     assert ((ratio > DUAL_CLIP) & (token_advantages < 0)).any(), "dual clip"
@@ -513,7 +613,13 @@ def test_the_case_reaches_every_branch(case):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_backward_equals_the_dense_reference(case, objective, reduction, correction):
-    for estimator, entropy_coef in (("none", 0.0), ("none", 0.1), ("k2", 0.1), ("k3", 0.0), ("k3-is", 0.1)):
+    for estimator, entropy_coef in (
+        ("none", 0.0),
+        ("none", 0.1),
+        ("k2", 0.1),
+        ("k3", 0.0),
+        ("k3-is", 0.1),
+    ):
         options = {"objective": objective, "reduction": reduction, "correction": correction}
         args = arguments(estimator, entropy_coef=entropy_coef, **options)
         assert_equal(ours(case, args), reference(case, args, case.old), (estimator, entropy_coef))
@@ -524,13 +630,25 @@ def test_ppos_loss_is_the_ppo_objectives(case, correction):
     """Its `policy_loss` is written without the other objectives."""
     index = TokenIndex(case.episodes)
     owner = index.episode_of_token
-    known = (owner, index.lengths[owner].double(), case.rollout, case.old, case.ref, case.advantages[owner])
+    known = (
+        owner,
+        index.lengths[owner].double(),
+        case.rollout,
+        case.old,
+        case.ref,
+        case.advantages[owner],
+    )
     logprobs, entropy = (x.detach().clone().requires_grad_() for x in (case.logprobs, case.entropy))
     for estimator, entropy_coef in (("none", 0.0), ("k2", 0.1), ("k3", 0.0), ("k3-is", 0.1)):
         results = []
-        for script, tokens in ((grpo, grpo.Tokens(*known)), (ppo, ppo.Tokens(*known, case.old, case.old))):
+        for script, tokens in (
+            (grpo, grpo.Tokens(*known)),
+            (ppo, ppo.Tokens(*known, case.old, case.old)),
+        ):
             kl = {} if estimator == "none" else {"kl_loss_coef": KL_COEF, "kl_estimator": estimator}
-            args = make_args(script, **COMMON, **kl, entropy_coef=entropy_coef, correction=correction)
+            args = make_args(
+                script, **COMMON, **kl, entropy_coef=entropy_coef, correction=correction
+            )
             loss, clipped = script.policy_loss(logprobs, entropy, tokens, args)
             results.append([loss, clipped, *torch.autograd.grad(loss.sum(), [logprobs, entropy])])
         assert all(map(torch.equal, *results)), (estimator, entropy_coef)
@@ -542,7 +660,10 @@ def test_curiositys_gradient_is_the_ppo_objectives_without_dual_clip(case, reduc
     """Its `backward` is written without corrections, entropy and KL."""
     index = TokenIndex(case.episodes)
     owner = index.episode_of_token
-    common = {name: COMMON[name] for name in ("temperature", "clip_low", "clip_high", "max_response_tokens")}
+    common = {
+        name: COMMON[name]
+        for name in ("temperature", "clip_low", "clip_high", "max_response_tokens")
+    }
     args = make_args(curiosity_rl, **common, reduction=reduction)
     world = World(0, 3, 0, torch.device("cpu"))
     for on_policy in (False, True):
@@ -552,7 +673,9 @@ def test_curiositys_gradient_is_the_ppo_objectives_without_dual_clip(case, reduc
         old = torch.full_like(case.old, math.nan) if on_policy else case.old.clone()
         lengths = index.lengths[owner].double()
         tokens = curiosity_rl.Tokens(owner, lengths, case.rollout, old, case.advantages[owner])
-        minibatch = Minibatch([], *COUNTS, pack(case.episodes, range(len(case.episodes)), index, budget=90))
+        minibatch = Minibatch(
+            [], *COUNTS, pack(case.episodes, range(len(case.episodes)), index, budget=90)
+        )
         case.policy.zero_grad()
         options = {"store_old_logprobs": on_policy, "scale": 8.0}
         means = curiosity_rl.backward(case.policy, minibatch, tokens, args, world, **options)
@@ -564,7 +687,8 @@ def test_curiositys_gradient_is_the_ppo_objectives_without_dual_clip(case, reduc
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_on_policy_the_old_log_probs_are_the_new_ones(case, objective):
-    """The ratio is exactly 1: no KL between old and new, nothing clipped; the correction is by the new log-probs."""
+    """The ratio is exactly 1: no KL between old and new, nothing clipped; the correction is by the
+    new log-probs."""
     for correction, estimator in zip(CORRECTIONS, ["none", "k2", "k3", "k3-is"]):
         args = arguments(estimator, objective=objective, correction=correction)
         got = ours(case, args, on_policy=True)
@@ -574,7 +698,9 @@ def test_on_policy_the_old_log_probs_are_the_new_ones(case, objective):
 
 
 def test_on_policy_all_objectives_are_the_same(case):
-    gradients = [ours(case, arguments(objective=objective), on_policy=True)[0] for objective in OBJECTIVES]
+    gradients = [
+        ours(case, arguments(objective=objective), on_policy=True)[0] for objective in OBJECTIVES
+    ]
     assert all(relative_l2(other, gradients[0]) < 1e-12 for other in gradients[1:])
 
 
@@ -585,15 +711,20 @@ def test_kl_to_an_equal_reference_adds_nothing(case, estimator):
 
 
 def test_kl_charged_in_the_reward_is_not_in_the_loss(case):
-    assert_equal(ours(case, arguments(kl_reward_coef=KL_COEF)), ours(case, arguments())[:2], "reward alone")
+    assert_equal(
+        ours(case, arguments(kl_reward_coef=KL_COEF)), ours(case, arguments())[:2], "reward alone"
+    )
     both = ours(case, arguments("k3", kl_reward_coef=2.0))
     assert_equal(both, ours(case, arguments("k3"))[:2], "both: the loss has its own, and no more")
 
 
 def test_ranks_and_loss_scale_multiply_the_gradient_alone(case):
-    """Gradients are averaged over ranks and unscaled afterwards; the sums that are logged are neither."""
+    """Gradients are averaged over ranks and unscaled afterwards; the sums that are logged are
+    neither."""
     plain, sums, _ = ours(case, arguments())
-    multiplied, same_sums, _ = ours(case, arguments(), World(0, 3, 0, torch.device("cpu")), scale=1024.0)
+    multiplied, same_sums, _ = ours(
+        case, arguments(), World(0, 3, 0, torch.device("cpu")), scale=1024.0
+    )
     assert relative_l2([g / 3072 for g in multiplied], plain) < 1e-12
     assert same_sums[1:] == sums[1:] and same_sums[0] == pytest.approx(sums[0], rel=1e-6)
 
@@ -605,15 +736,25 @@ def test_a_rank_without_tokens_adds_nothing(case, reduction):
     nothing = grpo.Tokens(index.episode_of_token[:0], *[case.old[:0].clone() for _ in range(5)])
     for objective, correction in itertools.product(OBJECTIVES, ["truncate", "sequence"]):
         case.policy.zero_grad()
-        args = arguments("k3-is", objective=objective, correction=correction, reduction=reduction, entropy_coef=0.1)
-        empty, options = Minibatch([], 7.0, 3.0, [_build([], [], index)]), {"store_old_logprobs": True}
+        args = arguments(
+            "k3-is",
+            objective=objective,
+            correction=correction,
+            reduction=reduction,
+            entropy_coef=0.1,
+        )
+        empty, options = (
+            Minibatch([], 7.0, 3.0, [_build([], [], index)]),
+            {"store_old_logprobs": True},
+        )
         means = grpo.backward(case.policy, empty, nothing, args, ALONE, **options)
         assert sums_of(means) == [0.0] * 4
         assert all(p.grad is not None and not p.grad.any() for p in case.policy.parameters())
 
 
 class LogitTable(torch.nn.Module):
-    """A policy whose logits at each place of a single row are free parameters: none depends on another's input."""
+    """A policy whose logits at each place of a single row are free parameters: none depends on
+    another's input."""
 
     def __init__(self, logits):
         super().__init__()
@@ -627,10 +768,18 @@ class LogitTable(torch.nn.Module):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_observations_have_no_influence(objective, reduction):
-    """Between and after trained tokens, whatever they are; the loss is that of the response without them."""
+    """Between and after trained tokens, whatever they are; the loss is that of the response without
+    them."""
     logits = torch.randn(8, 11, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    old, rollout, ref, advantages = double([[-2.0, -3, -2.5], [-2, -2.2, -2.6], [-1, -2, -3], [0.7] * 3])
-    options = {"objective": objective, "reduction": reduction, "correction": "mask", "entropy_coef": 0.1}
+    old, rollout, ref, advantages = double(
+        [[-2.0, -3, -2.5], [-2, -2.2, -2.6], [-1, -2, -3], [0.7] * 3]
+    )
+    options = {
+        "objective": objective,
+        "reduction": reduction,
+        "correction": "mask",
+        "entropy_coef": 0.1,
+    }
     results = []
     for ids, mask, places in (  # the prompt, then the response; each place predicts the next
         ([3, 4, 5, 6, 7, 8], [1, 0, 0, 1, 1, 0], [0, 1, 2, 3, 4, 5, 6, 7]),
@@ -640,7 +789,9 @@ def test_observations_have_no_influence(objective, reduction):
         episode = Episode(0, 0, [1, 2], ids, mask, [0.0] * len(ids), "stop")
         index, policy = TokenIndex([episode]), LogitTable(logits[places])
         owner = index.episode_of_token
-        tokens = grpo.Tokens(owner, index.lengths[owner].double(), rollout, old.clone(), ref, advantages)
+        tokens = grpo.Tokens(
+            owner, index.lengths[owner].double(), rollout, old.clone(), ref, advantages
+        )
         minibatch = Minibatch([0], 3.0, 1.0, pack([episode], [0], index, budget=8))
         args = arguments("k3-is", **options)
         means = grpo.backward(policy, minibatch, tokens, args, ALONE, store_old_logprobs=False)

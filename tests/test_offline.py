@@ -1,4 +1,5 @@
-"""`python -m common.score`: a file of responses in, a table and verdicts out; what was there stays until then."""
+"""`python -m common.score`: a file of responses in, a table and verdicts out; what was there stays
+until then."""
 
 import json
 import math
@@ -28,8 +29,17 @@ def row(i: int, **changes) -> dict:
     """A row as verl's generation leaves it."""
     truth = {"style": "rule", "ground_truth": str(i + 1)}
     prompt = [{"role": "user", "content": f"{i} + 1?"}]
-    base = {"data_source": "openai/gsm8k", "prompt": prompt, "reward_model": truth, "extra_info": {"index": i}}
-    return base | {"responses": SAID[i % 3], "images": [{"bytes": b"\xff" * 5, "path": None}]} | changes
+    base = {
+        "data_source": "openai/gsm8k",
+        "prompt": prompt,
+        "reward_model": truth,
+        "extra_info": {"index": i},
+    }
+    return (
+        base
+        | {"responses": SAID[i % 3], "images": [{"bytes": b"\xff" * 5, "path": None}]}
+        | changes
+    )
 
 
 def write(path: Path, rows: list) -> Path:
@@ -60,7 +70,8 @@ def test_each_response_gets_its_verdict_and_keeps_its_row(tmp_path, capsys, suff
         assert {name: here[name] for name in kept} == {name: whole[name] for name in kept}
         assert json.loads(sample["rewards"])["score"] == sample["score"] == float(sample["correct"])
     said = capsys.readouterr().out
-    assert "openai/gsm8k" in said and "0.278" in said and "6 responses to 3 prompts" in said  # (1/2 + 0 + 1/3) / 3
+    # (1/2 + 0 + 1/3) / 3
+    assert "openai/gsm8k" in said and "0.278" in said and "6 responses to 3 prompts" in said
     assert summarize(samples)["eval/accuracy"] == pytest.approx((1 / 2 + 0 + 1 / 3) / 3)
     score_file(Scoring(tmp_path / f"verl_scored{suffix}", output=tmp_path / f"again{suffix}"))
     assert read(tmp_path / f"again{suffix}") == samples, "scored again it is the same"
@@ -69,15 +80,26 @@ def test_each_response_gets_its_verdict_and_keeps_its_row(tmp_path, capsys, suff
 
 BAD = [
     (row(1, responses=[]), "responses is [], expected"),
-    (row(1, responses=None), "responses is None, expected a text or a list of texts; --response-column names one of"),
+    (
+        row(1, responses=None),
+        "responses is None, expected a text or a list of texts; --response-column names one of",
+    ),
     (row(1, responses=["a", 5]), "responses is ['a', 5], expected"),
     ({"said": "x"}, "--response-column names one of said"),
     (row(1, reward_model={"style": "rule"}), "neither reward_model.ground_truth nor truth"),
     (row(1, reward_model=None, truth=math.nan), "neither reward_model.ground_truth nor truth"),
     (row(1, reward_model=None, truth="five"), "the GSM8K ground truth 'five' is not a number"),
-    (row(1, data_source="countdown", reward_model=None, truth='{"target": 5}'), "its truth cannot be read: KeyError"),
     (
-        row(1, data_source="countdown", reward_model=None, truth='{"numbers": [1, 1e400], "target": 1}'),
+        row(1, data_source="countdown", reward_model=None, truth='{"target": 5}'),
+        "its truth cannot be read: KeyError",
+    ),
+    (
+        row(
+            1,
+            data_source="countdown",
+            reward_model=None,
+            truth='{"numbers": [1, 1e400], "target": 1}',
+        ),
         "OverflowError",
     ),
     (row(1, data_source=None), "data_source is None"),
@@ -92,30 +114,48 @@ def test_a_bad_row_is_told_or_dropped(tmp_path, capsys, bad, reason):
     file = write(tmp_path / "a.jsonl", [row(0), bad])
     with pytest.raises(ValueError) as told:
         score_file(Scoring(file))
-    assert f"{file} line 2: " in str(told.value) and reason in str(told.value) and "--bad-rows drop" in str(told.value)
+    assert (
+        f"{file} line 2: " in str(told.value)
+        and reason in str(told.value)
+        and "--bad-rows drop" in str(told.value)
+    )
     assert not (tmp_path / "a_scored.jsonl").exists()
     if reason.startswith("data_source is"):
         return
     score_file(Scoring(file, bad_rows="drop"))
-    assert {s["group"] for s in read(tmp_path / "a_scored.jsonl")} == {0} and reason in capsys.readouterr().out
+    assert {s["group"] for s in read(tmp_path / "a_scored.jsonl")} == {
+        0
+    } and reason in capsys.readouterr().out
 
 
 def test_a_truth_that_stands_alone_counts_where_reward_model_has_none(tmp_path):
     one = {"data_source": "openai/gsm8k", "truth": "5", "responses": "#### 5"}
-    rows = [one | {"reward_model": {"style": "rule"}}, one | {"reward_model": {"ground_truth": "6"}}]
+    rows = [
+        one | {"reward_model": {"style": "rule"}},
+        one | {"reward_model": {"ground_truth": "6"}},
+    ]
     score_file(Scoring(write(tmp_path / "a.jsonl", rows)))
     assert [sample["score"] for sample in read(tmp_path / "a_scored.jsonl")] == [1.0, 0.0]
 
 
 def test_odd_columns_are_kept(tmp_path, capsys):
     """Of rows that differ, of types that Arrow does not find by itself, of names that are taken."""
-    one = {"data_source": "openai/gsm8k", "truth": "5", "responses": ["#### 5", "6"], "score": "mine"}
+    one = {
+        "data_source": "openai/gsm8k",
+        "truth": "5",
+        "responses": ["#### 5", "6"],
+        "score": "mine",
+    }
     rows = [one | {"more": 1, "text": "\ud800"}, one | {"more": ["x"], "late": 2**70}]
     score_file(Scoring(write(tmp_path / "a.jsonl", rows), output=tmp_path / "a.parquet"))
     samples = read(tmp_path / "a.parquet")
-    assert [s["more"] for s in samples] == ["1", "1", '["x"]', '["x"]'] and samples[0]["text"] == '"\\ud800"'
+    assert [s["more"] for s in samples] == ["1", "1", '["x"]', '["x"]'] and samples[0][
+        "text"
+    ] == '"\\ud800"'
     assert [s["score"] for s in samples] == [1, 0, 1, 0] and samples[2]["late"] == str(2**70)
-    table = pa.Table.from_pylist([one] * 2).append_column("m", pa.array([[("k", 1)]] * 2, pa.map_("string", "int8")))
+    table = pa.Table.from_pylist([one] * 2).append_column(
+        "m", pa.array([[("k", 1)]] * 2, pa.map_("string", "int8"))
+    )
     pq.write_table(table, tmp_path / "map.parquet")
     score_file(Scoring(tmp_path / "map.parquet"))
     assert [s["m"] for s in read(tmp_path / "map_scored.parquet")] == ['[["k", 1]]'] * 4
@@ -126,27 +166,41 @@ def test_a_truth_that_an_evaluation_has_written_as_json_is_read(tmp_path):
     countdown, answer = {"numbers": [5, 2], "target": 3}, "<answer>5 - 2</answer>"
     told = [("countdown", json.dumps(countdown), answer), ("tiny-vl", '["4", "5"]', r"\boxed{5}")]
     told += [("math/x", "[1,2]", r"\boxed{[1,2]}"), ("openai/gsm8k", "5", "#### 5")]
-    rows = [{"data_source": source, "truth": truth, "responses": said} for source, truth, said in told]
+    rows = [
+        {"data_source": source, "truth": truth, "responses": said} for source, truth, said in told
+    ]
     score_file(Scoring(write(tmp_path / "a.parquet", rows)))
     assert [sample["score"] for sample in read(tmp_path / "a_scored.parquet")] == [1.0] * 4
 
 
 @pytest.mark.parametrize("empty", [{}, [{"a": [{}]}]])
 def test_what_parquet_cannot_hold_is_kept_as_json(tmp_path, empty):
-    rows = [row(0, extra_info={}, odd=empty), row(1, extra_info={}, odd=empty), row(2, extra_info={}, odd=None)]
+    rows = [
+        row(0, extra_info={}, odd=empty),
+        row(1, extra_info={}, odd=empty),
+        row(2, extra_info={}, odd=None),
+    ]
     score_file(Scoring(write(tmp_path / "a.jsonl", rows), output=tmp_path / "a.parquet"))
     samples = read(tmp_path / "a.parquet")
     assert {s["extra_info"] for s in samples} == {"{}"}
     assert [s["odd"] for s in samples] == [json.dumps(empty)] * 3 + [None] * 3
-    assert [s["reward_model"]["ground_truth"] for s in samples] == ["1", "1", "2", "3", "3", "3"], "as it was"
+    assert [s["reward_model"]["ground_truth"] for s in samples] == ["1", "1", "2", "3", "3", "3"], (
+        "as it was"
+    )
     score_file(Scoring(tmp_path / "a.parquet"))
-    assert [s["score"] for s in read(tmp_path / "a_scored.parquet")] == [s["score"] for s in samples], "once more"
+    assert [s["score"] for s in read(tmp_path / "a_scored.parquet")] == [
+        s["score"] for s in samples
+    ], "once more"
 
 
 def test_single_responses_are_grouped_by_their_group_alone(tmp_path, capsys):
-    """As --eval-only writes them, with a truth that stands alone; lengths are told where they are numbers."""
+    """As --eval-only writes them, with a truth that stands alone; lengths are told where they are
+    numbers."""
     one = {"data_source": "openai/gsm8k", "truth": "5", "length": 7, "truncated": False}
-    rows = [one | {"completion": f"#### {n}", "group": group} for n, group in [(5, 0), (4, 0), (5, 1), (5, 1)]]
+    rows = [
+        one | {"completion": f"#### {n}", "group": group}
+        for n, group in [(5, 0), (4, 0), (5, 1), (5, 1)]
+    ]
     file = write(tmp_path / "samples.parquet", rows)
     score_file(Scoring(file, response_column="completion"))
     header, line, last = capsys.readouterr().out.splitlines()
@@ -154,17 +208,25 @@ def test_single_responses_are_grouped_by_their_group_alone(tmp_path, capsys):
     assert "4 responses to 2 prompts" in last and "pass@2" in shown and "7.000" in line
     write(file, [*rows[:2], {name: x for name, x in rows[2].items() if name != "group"}])
     score_file(Scoring(file, response_column="completion"))
-    assert "3 responses to 3 prompts" in capsys.readouterr().out, "a group of some rows is no number of others"
+    assert "3 responses to 3 prompts" in capsys.readouterr().out, (
+        "a group of some rows is no number of others"
+    )
     write(file, [row | {"group": float(row["group"])} for row in rows])  # as pandas has it
     score_file(Scoring(file, response_column="completion"))
     assert "4 responses to 2 prompts" in (said := capsys.readouterr().out) and "pass@2" in said
-    write(file, [*rows, *({**row, "data_source": "math/x", "completion": r"\boxed{5}"} for row in rows)])
+    write(
+        file,
+        [*rows, *({**row, "data_source": "math/x", "completion": r"\boxed{5}"} for row in rows)],
+    )
     score_file(Scoring(file, response_column="completion"))
     assert "8 responses to 4 prompts" in capsys.readouterr().out, "two evaluations in a file"
     for odd in (None, "long", [1]):
         write(file, [row | {"length": odd, "calls": odd, "group": None} for row in rows])
         score_file(Scoring(file, response_column="completion"))
-        assert "response_length" not in (said := capsys.readouterr().out) and "4 responses to 4 prompts" in said
+        assert (
+            "response_length" not in (said := capsys.readouterr().out)
+            and "4 responses to 4 prompts" in said
+        )
 
 
 def test_what_a_function_of_ones_own_does_costs_its_response(tmp_path, capsys):
@@ -175,7 +237,8 @@ def test_what_a_function_of_ones_own_does_costs_its_response(tmp_path, capsys):
         "    if solution_str == 'die': os._exit(1)\n"
         "    if solution_str == 'hang': time.sleep(60)\n"
         "    if solution_str == 'raise': raise KeyError('x')\n"
-        "    return {'score': 2.5, 'acc': 1, 'pred': None, 'odd': float('inf'), 'at': extra_info['index']}\n"
+        "    return {'score': 2.5, 'acc': 1, 'pred': None, 'odd': float('inf'), 'at': "
+        "extra_info['index']}\n"
     )
     texts = ["die", "hang", "raise", "fine \ud800", "x" * 100_000]
     file = write(tmp_path / "a.jsonl", [row(0, data_source="mine", responses=texts)])
@@ -186,19 +249,29 @@ def test_what_a_function_of_ones_own_does_costs_its_response(tmp_path, capsys):
     assert "KeyError" in samples[2]["rewards"] and json.loads(samples[4]["rewards"])["odd"] is None
     said = capsys.readouterr().out
     assert "3 of 5 responses not scored" in said
-    assert "5 responses to 1 prompts, 3 of them not scored, which count as wrong: " in said.splitlines()[-1]
+    assert (
+        "5 responses to 1 prompts, 3 of them not scored, which count as wrong: "
+        in said.splitlines()[-1]
+    )
 
 
 @pytest.mark.parametrize(
     "body, reason",
     [
         ("raise KeyError('x')", "cannot score the first row"),
-        ("return 1 / (solution_str in ('', '1'))", "none of the 2 responses could be scored; .* is not written"),
+        (
+            "return 1 / (solution_str in ('', '1'))",
+            "none of the 2 responses could be scored; .* is not written",
+        ),
     ],
 )
-def test_a_function_that_fails_on_every_response_is_no_accuracy_of_0(tmp_path, capsys, body, reason):
+def test_a_function_that_fails_on_every_response_is_no_accuracy_of_0(
+    tmp_path, capsys, body, reason
+):
     function = tmp_path / "mine.py"
-    function.write_text(f"def mine(data_source, solution_str, ground_truth, extra_info=None):\n    {body}\n")
+    function.write_text(
+        f"def mine(data_source, solution_str, ground_truth, extra_info=None):\n    {body}\n"
+    )
     file = write(tmp_path / "a.jsonl", [row(0, data_source="mine")])
     with pytest.raises((ValueError, SystemExit), match=reason):
         score_file(Scoring(file, reward_function=f"{function}:mine"))
@@ -215,25 +288,39 @@ def test_what_would_be_lost_is_refused(tmp_path, monkeypatch):
             score_file(Scoring(file, output=tmp_path / name))
     with pytest.raises(SystemExit, match="neither "):
         score_file(Scoring(file, output=tmp_path / "a.csv"))
-    for name, content in {"empty.parquet": b"", "half.parquet": file.read_bytes()[:-9], "empty.jsonl": b""}.items():
+    for name, content in {
+        "empty.parquet": b"",
+        "half.parquet": file.read_bytes()[:-9],
+        "empty.jsonl": b"",
+    }.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises((ValueError, SystemExit), match=name):
             score_file(Scoring(tmp_path / name))
     output = tmp_path / "a_scored.parquet"
     output.write_text("old")
-    monkeypatch.setattr("common.rewards.samples.write_samples", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+    monkeypatch.setattr(
+        "common.rewards.samples.write_samples",
+        lambda *_: (_ for _ in ()).throw(OSError(28, "full")),
+    )
     with pytest.raises(SystemExit, match="is not written"):
         score_file(Scoring(file))
     assert output.read_text() == "old"
 
 
-@pytest.mark.parametrize("end", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "end", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
+)
 def test_one_that_is_ended_leaves_what_was_there(tmp_path, end):
     function = tmp_path / "slow.py"
-    function.write_text(f"import time\ndef slow(**_):\n    open({str(tmp_path / 'on')!r}, 'w')\n    time.sleep(60)\n")
+    function.write_text(
+        f"import time\ndef slow(**_):\n    open({str(tmp_path / 'on')!r}, 'w')\n    "
+        "time.sleep(60)\n"
+    )
     file, output = write(tmp_path / "a.jsonl", [row(0)]), tmp_path / "a_scored.jsonl"
     output.write_text("old")
-    command = torchrun("-m", "common.score", file, "--reward-function", f"{function}:slow", "--reward-timeout", 60)
+    command = torchrun(
+        "-m", "common.score", file, "--reward-function", f"{function}:slow", "--reward-timeout", 60
+    )
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     wait_until(lambda: (tmp_path / "on").exists())
     process.send_signal(end)
@@ -241,7 +328,13 @@ def test_one_that_is_ended_leaves_what_was_there(tmp_path, end):
     assert output.read_text() == "old" and "Traceback" not in told
     assert process.returncode == (130 if end == signal.SIGINT else -signal.SIGKILL)
     assert ("interrupted: no verdict is written" in told) == (end == signal.SIGINT)
-    assert {path.name for path in tmp_path.iterdir()} <= {"slow.py", "on", "a.jsonl", "a_scored.jsonl", "__pycache__"}
+    assert {path.name for path in tmp_path.iterdir()} <= {
+        "slow.py",
+        "on",
+        "a.jsonl",
+        "a_scored.jsonl",
+        "__pycache__",
+    }
 
 
 def test_neither_torch_nor_vllm_is_loaded(tmp_path):
@@ -261,42 +354,69 @@ def test_its_help_names_the_command(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script, ranks, suffix", [("grpo.py", 2, ".jsonl"), ("ppo.py", 0, ".parquet")])
+@pytest.mark.parametrize(
+    "script, ranks, suffix", [("grpo.py", 2, ".jsonl"), ("ppo.py", 0, ".parquet")]
+)
 def test_the_table_of_an_evaluation_is_that_of_its_samples(tmp_path, script, ranks, suffix):
     """And rows without truths are sampled: their file is scored when they have some."""
     truth = {"numbers": [17, 8, 1], "target": 24}
     prompt = [{"role": "user", "content": "17 8 1 = 24"}]
     rows = [{"id": f"x{i}", "data_source": "countdown", "prompt": prompt} for i in range(3)]
-    options = ["--eval-only", "--model", "tiny", "--engine", "hf", "--max-prompt-tokens", 64, "--eval-samples", 3]
+    options = [
+        "--eval-only",
+        "--model",
+        "tiny",
+        "--engine",
+        "hf",
+        "--max-prompt-tokens",
+        64,
+        "--eval-samples",
+        3,
+    ]
     options += ["--eval-temperature", 1.0, "--max-response-tokens", 100]
     bare = write(tmp_path / f"bare{suffix}", rows)
-    (tmp_path / "own.py").write_text("def fn(ground_truth, **_):\n    return float(ground_truth['target'])\n")
+    (tmp_path / "own.py").write_text(
+        "def fn(ground_truth, **_):\n    return float(ground_truth['target'])\n"
+    )
     own = ["--reward-function", f"{tmp_path}/own.py:fn"]  # there is no truth to try it out with
-    run_script(script, *options, *own, "--eval-data", bare, "--output-dir", tmp_path / "bare", ranks=ranks)
+    run_script(
+        script, *options, *own, "--eval-data", bare, "--output-dir", tmp_path / "bare", ranks=ranks
+    )
     samples = read(tmp_path / f"bare/eval_samples{suffix}")
     assert [s["id"] for s in samples] == [f"x{i}" for i in range(3) for _ in range(3)]
     known = [row | {"reward_model": {"ground_truth": truth}} for row in rows]
     full = write(tmp_path / f"full{suffix}", known)
-    said = run_script(script, *options, "--eval-data", full, "--output-dir", tmp_path / "full", ranks=ranks).stdout
+    said = run_script(
+        script, *options, "--eval-data", full, "--output-dir", tmp_path / "full", ranks=ranks
+    ).stdout
     for folder in ("full", "bare"):
         file = tmp_path / folder / f"eval_samples{suffix}"
         if folder == "bare":  # with truths that come later
             write(file, [s | {"reward_model": {"ground_truth": truth}} for s in samples])
-        table = run_script("-m", "common.score", file, "--response-column", "completion", fresh=True).stdout
-        assert all(line in said for line in table.splitlines()[:2]), "the same responses: the same table"
+        table = run_script(
+            "-m", "common.score", file, "--response-column", "completion", fresh=True
+        ).stdout
+        assert all(line in said for line in table.splitlines()[:2]), (
+            "the same responses: the same table"
+        )
     assert not math.isnan(read(file)[0]["length"])
 
 
 def test_the_documented_command_runs(tmp_path, capsys, monkeypatch):
     """docs/recipes.md, as pasted, but for the file, which is made here."""
     page = (ROOT / "docs/recipes.md").read_text()
-    (block,) = [b for b in re.findall(r"^```bash\n(.*?)^```$", page, re.M | re.S) if "common.score" in b]
+    (block,) = [
+        b for b in re.findall(r"^```bash\n(.*?)^```$", page, re.M | re.S) if "common.score" in b
+    ]
     commands = [shlex.split(line) for line in block.replace("\\\n", " ").splitlines()]
     assert [words[:3] for words in commands] == [["python", "-m", "common.score"]] * len(commands)
     numbers = re.search(r"```python\n(# number\.py.*?)```", page, re.S)[1]
     (tmp_path / "number.py").write_text(numbers)
     said = ["<answer>1</answer>", "#### 1"]
-    write(tmp_path / "responses.parquet", [row(0, responses=said), row(1, data_source="sums", responses=said)])
+    write(
+        tmp_path / "responses.parquet",
+        [row(0, responses=said), row(1, data_source="sums", responses=said)],
+    )
     monkeypatch.chdir(tmp_path)
     for words in commands:
         flags = tyro.cli(Scoring, args=words[3:])
@@ -309,9 +429,13 @@ def test_the_documented_command_runs(tmp_path, capsys, monkeypatch):
 
 def test_a_deadline_that_the_function_has_itself_is_not_given_in_vain(tmp_path, monkeypatch):
     (tmp_path / "own.py").write_text("def score(**_):\n    return 1.0\n\n\nscore.timeout_s = 60\n")
-    flags = Scoring(write(tmp_path / "a.jsonl", [row(0)]), reward_function=f"{tmp_path}/own.py:score")
+    flags = Scoring(
+        write(tmp_path / "a.jsonl", [row(0)]), reward_function=f"{tmp_path}/own.py:score"
+    )
     monkeypatch.setattr(sys, "argv", ["score", "--reward-timeout", "10"])
-    with pytest.raises(SystemExit, match=r"--reward-timeout 10\.0 has no effect: .* a timeout_s of its own"):
+    with pytest.raises(
+        SystemExit, match=r"--reward-timeout 10\.0 has no effect: .* a timeout_s of its own"
+    ):
         score_file(flags)
     monkeypatch.setattr(sys, "argv", ["score"])
     score_file(flags)

@@ -1,5 +1,6 @@
-"""GuardedAdamW: a run's own learning rate and decay, skipped steps that are counted, what is frozen. The step itself
-is tested in test_grpo_math.py, its overflow on several ranks in test_grpo_runs.py."""
+"""GuardedAdamW: a run's own learning rate and decay, skipped steps that are counted, what is
+frozen. The step itself is tested in test_grpo_math.py, its overflow on several ranks in
+test_grpo_runs.py."""
 
 import copy
 import math
@@ -18,13 +19,20 @@ from common.shards import find_checkpoint
 
 def make(dtype=torch.float32, **options) -> GuardedAdamW:
     torch.manual_seed(0)
-    return GuardedAdamW(nn.Linear(4, 3), dtype, **({"weight_decay": 0.0, "max_grad_norm": 0.0} | options))
+    return GuardedAdamW(
+        nn.Linear(4, 3), dtype, **({"weight_decay": 0.0, "max_grad_norm": 0.0} | options)
+    )
 
 
 def job(folder, world) -> SimpleNamespace:
     found = find_checkpoint(folder, "auto", world)
     return SimpleNamespace(
-        output_dir=folder, run=Run(), world=world, identity={}, checkpoint=found, micro_batch_tokens=1024
+        output_dir=folder,
+        run=Run(),
+        world=world,
+        identity={},
+        checkpoint=found,
+        micro_batch_tokens=1024,
     )
 
 
@@ -52,7 +60,8 @@ def test_learning_rate_and_weight_decay_are_of_this_run_after_a_resume(tmp_path,
     plain = copy.deepcopy(before.model)
     twin = torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0.02)
     twin.load_state_dict({
-        "state": before.optimizer.state_dict()["state"], "param_groups": twin.state_dict()["param_groups"]
+        "state": before.optimizer.state_dict()["state"],
+        "param_groups": twin.state_dict()["param_groups"],
     })  # fmt: skip
     for model in (plain, now.model):
         give_gradient(model, 2)
@@ -69,7 +78,9 @@ def test_each_step_has_the_learning_rate_that_it_is_given():
         start = weights(adamw.model)
         give_gradient(adamw.model, 3)
         adamw.step(lr)
-        assert (weights(adamw.model) - start).abs().tolist() == pytest.approx([lr] * len(start), rel=1e-3)
+        assert (weights(adamw.model) - start).abs().tolist() == pytest.approx(
+            [lr] * len(start), rel=1e-3
+        )
 
 
 def test_skipped_steps_are_counted_and_their_scale_halved():
@@ -81,7 +92,9 @@ def test_skipped_steps_are_counted_and_their_scale_halved():
         adamw.model.weight.grad[0, 0] += poison
         own = adamw.step(0.1)
         assert own.reduce()["optim/skipped_steps"] == (1.0 if poison else 0.0)
-        assert torch.equal(weights(adamw.model), start) == bool(poison), "nothing moves in a skipped step"
+        assert torch.equal(weights(adamw.model), start) == bool(poison), (
+            "nothing moves in a skipped step"
+        )
         means.merge(own)
     assert adamw.scale == 2.0**12 and means.reduce()["optim/skipped_steps"] == 2.0
     assert not math.isfinite(means.reduce()["optim/grad_norm"]), "it is told, too"
@@ -100,13 +113,17 @@ def test_what_is_frozen_has_no_moments_and_the_betas_are_those_that_are_asked_fo
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     model[0].requires_grad_(False)
-    adamw = GuardedAdamW(model, torch.float32, weight_decay=0.1, max_grad_norm=1.0, betas=(0.9, 0.95))
+    adamw = GuardedAdamW(
+        model, torch.float32, weight_decay=0.1, max_grad_norm=1.0, betas=(0.9, 0.95)
+    )
     start = weights(model[0])
     model(torch.ones(2, 4)).sum().backward()
     adamw.step(0.1)
     (group,) = adamw.optimizer.param_groups
     assert group["params"] == list(model[1].parameters()) and group["betas"] == (0.9, 0.95)
-    assert set(adamw.optimizer.state) == set(model[1].parameters()) and torch.equal(weights(model[0]), start)
+    assert set(adamw.optimizer.state) == set(model[1].parameters()) and torch.equal(
+        weights(model[0]), start
+    )
     assert all(p.grad is None for p in model.parameters()) and adamw.scale == 1.0
 
 
@@ -125,7 +142,8 @@ def test_gradients_that_stay_infinite_end_the_run(dtype, first):
         adamw.step(0.1)
     give_gradient(adamw.model, 0, factor=math.nan)
     with pytest.raises(
-        SystemExit, match=r"5 optimizer steps in a row had gradients that are not finite.*--learning-rate"
+        SystemExit,
+        match=r"5 optimizer steps in a row had gradients that are not finite.*--learning-rate",
     ):
         adamw.step(0.1)
 
@@ -158,17 +176,23 @@ def test_out_of_memory_in_the_step_names_the_flags(monkeypatch):
     adamw = make()
     give_gradient(adamw.model, 1)
     monkeypatch.setattr(adamw.optimizer, "step", fail)
-    with pytest.raises(SystemExit, match=r"out of GPU memory in the optimizer's step: .*--offload optimizer"):
+    with pytest.raises(
+        SystemExit, match=r"out of GPU memory in the optimizer's step: .*--offload optimizer"
+    ):
         adamw.step(0.1)
     monkeypatch.setattr("common.memory.free_memory", lambda: 2**20)
     monkeypatch.setattr(adamw.optimizer, "step", lambda: torch.empty(2**32, dtype=torch.uint8))
     give_gradient(adamw.model, 1)
-    with pytest.raises(SystemExit, match="out of memory in the optimizer's step: lower --engine-memory, or give it m"):
+    with pytest.raises(
+        SystemExit,
+        match="out of memory in the optimizer's step: lower --engine-memory, or give it m",
+    ):
         adamw.step(0.1)
 
 
 @pytest.mark.parametrize("warmup_steps", [0.0, 0.1, 5])
 def test_before_its_schedule_begins_the_rate_is_zero(warmup_steps):
-    """As the policy's is while ppo.py trains the critic alone; with no warm-up this was a division by zero."""
+    """As the policy's is while ppo.py trains the critic alone; with no warm-up this was a division
+    by zero."""
     assert [lr_factor(step, 3, warmup_steps, "linear", 0.1) for step in (-2, -1)] == [0.0, 0.0]
     assert lr_factor(0, 3, warmup_steps, "linear", 0.1) > 0

@@ -1,6 +1,8 @@
-"""One test for each defect of the released Pixel Reasoner that concerns a trainer like this one, named after it.
+"""One test for each defect of the released Pixel Reasoner that concerns a trainer like this one,
+named after it.
 
-The reward's (bonus, -1, veto, memory, divisor) are in test_curiosity.py, the scorer's in test_visual_qa.py.
+The reward's (bonus, -1, veto, memory, divisor) are in test_curiosity.py, the scorer's in
+test_visual_qa.py.
 """
 
 import numpy as np
@@ -41,7 +43,8 @@ def context(*media: tuple[str, list[bytes]]) -> dict:
 
 
 def test_the_mask_is_not_off_by_one(turns):
-    """The first token of each turn was not trained on; newlines and headers of the template were."""
+    """The first token of each turn was not trained on; newlines and headers of the template
+    were."""
     said = [CROP.format([0.1, 0.1, 0.5, 0.5], 1), "\\boxed{1}"]
     ((episode,), _) = run([said], turns, image_row(turns))
     trained = [token for token, mask in zip(episode.response_ids, episode.loss_mask) if mask]
@@ -63,7 +66,9 @@ WHOLE = "You are a helpful assistant."  # one token of the test's tokenizer
 def test_sampled_ids_are_not_text_that_is_tokenised_again(turns):
     engine = OddTokens(turns.tokenizer, [])
     ((episode,), _) = run([[""]], turns, image_row(turns), engine=engine)
-    again = turns.tokenizer.encode(turns.tokenizer.decode(episode.response_ids), add_special_tokens=False)
+    again = turns.tokenizer.encode(
+        turns.tokenizer.decode(episode.response_ids), add_special_tokens=False
+    )
     assert len(again) == 1 and len(episode.response_ids) == len(WHOLE)
 
 
@@ -77,20 +82,26 @@ def test_positions_are_those_of_the_engine_in_three_rows(turns, vision):
     """M-RoPE was left out in training: three equal rows."""
     the_row = image_row(turns)
     positions = vision.positions(the_row.prompt_ids, the_row.media)
-    assert positions.shape == (3, len(the_row.prompt_ids)) and not np.array_equal(positions[1], positions[2])
+    assert positions.shape == (3, len(the_row.prompt_ids)) and not np.array_equal(
+        positions[1], positions[2]
+    )
 
 
 @pytest.mark.parametrize("size", [(30, 30), (40, 200), (60, 35), (900, 31)])
 def test_small_crops_have_one_size_for_all(turns, vision, size):
     """Engine and trainer had other smallest sizes, hence other numbers of tokens."""
-    text, (crop,), _ = crop_image_normalized([0.0, 0.0, 1.0, 1.0], 1, context(("image", [picture(*size)])))
+    text, (crop,), _ = crop_image_normalized(
+        [0.0, 0.0, 1.0, 1.0], 1, context(("image", [picture(*size)]))
+    )
     medium = Media.open("image", [picture(*size)], LIMITS)
     assert "{}x{}".format(*medium.pixels.shape[2:0:-1]) in text and crop.size == size
     assert len(vision.expand([vision.placeholders["image"]], [medium])) == medium.num_tokens
 
 
 def test_crops_are_cut_from_the_original_and_not_from_what_was_shown(turns):
-    ((episode,), _) = run([[CROP.format([0.4, 0.4, 0.6, 0.6], 1), "done"]], turns, image_row(turns, 1600, 1200))
+    ((episode,), _) = run(
+        [[CROP.format([0.4, 0.4, 0.6, 0.6], 1), "done"]], turns, image_row(turns, 1600, 1200)
+    )
     shown, crop = episode.media
     assert shown.pixels.shape[2] < 1600 and decode(crop.frames[0]).size == (640, 480)
 
@@ -104,7 +115,9 @@ def test_a_box_that_touches_the_edge_is_not_in_pixels(box):
 @pytest.mark.parametrize("number", [0, -1, 3, 1.5, True, "1"])
 def test_numbers_of_pictures_do_not_wrap(number):
     with pytest.raises(ValueError, match="target_image"):
-        crop_image_normalized([0.1, 0.1, 0.5, 0.5], number, context(("image", [picture(100, 90)] * 2)))
+        crop_image_normalized(
+            [0.1, 0.1, 0.5, 0.5], number, context(("image", [picture(100, 90)] * 2))
+        )
 
 
 @pytest.mark.parametrize("frames", [[0], [-1], [4], []])
@@ -135,7 +148,10 @@ def test_too_many_pictures_end_a_trajectory_without_losing_its_turn(vision, turn
 def test_all_turns_have_the_temperature_of_the_first(turns):
     """Later turns were sampled at 0.9, whatever was asked for."""
     _, engine = run([[CROP.format([0.1, 0.1, 0.5, 0.5], 1), "done"]], turns, image_row(turns))
-    assert len(engine.asked) == 2 and len({sampling.temperature for _, _, sampling, _, _ in engine.asked}) == 1
+    assert (
+        len(engine.asked) == 2
+        and len({sampling.temperature for _, _, sampling, _, _ in engine.asked}) == 1
+    )
 
 
 def test_the_filter_leaves_groups_out_and_repeats_none(turns):

@@ -1,4 +1,5 @@
-"""Packer: minibatches as micro-batches that fit, smaller ones where memory ends, passes that fill in a column."""
+"""Packer: minibatches as micro-batches that fit, smaller ones where memory ends, passes that fill
+in a column."""
 
 import mmap
 import resource
@@ -8,7 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import make_args, random_episodes, random_policy, relative_l2, skip_where_no_step_is_repeated
+from helpers import (
+    make_args,
+    random_episodes,
+    random_policy,
+    relative_l2,
+    skip_where_no_step_is_repeated,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from vl import write_tied_llama
 
@@ -24,14 +31,21 @@ BUDGET = 512
 
 @pytest.fixture
 def case(tiny_config, tmp_path, world):
-    """Two minibatches of a step, each of several micro-batches of at most 512 tokens; what its tokens know."""
+    """Two minibatches of a step, each of several micro-batches of at most 512 tokens; what its
+    tokens know."""
     episodes = random_episodes(7, prompts=60, samples=6)
     index = TokenIndex(episodes)
     packer = Packer("sdpa", BUDGET, tmp_path / "run", world)
     minibatches = packer.minibatches(episodes, index, 2, seed=3, step=4)
     tokens = grpo.Tokens.of(episodes, index, world.device)
-    noise = torch.randn(3, len(index), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    tokens.old_logprobs, tokens.advantages, tokens.lengths = -3 + 0.1 * noise[0], noise[1], tokens.lengths.double()
+    noise = torch.randn(
+        3, len(index), generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
+    tokens.old_logprobs, tokens.advantages, tokens.lengths = (
+        -3 + 0.1 * noise[0],
+        noise[1],
+        tokens.lengths.double(),
+    )
     return SimpleNamespace(
         policy=random_policy(tiny_config),
         episodes=episodes,
@@ -48,7 +62,7 @@ def sizes(minibatch) -> list[int]:
     return [batch.input_ids.numel() for batch in minibatch.micro_batches]
 
 
-# --- minibatches --------------------------------------------------------------------------------------------------
+# --- minibatches ----------------------------------------------------------------------------------
 
 
 def test_minibatches_hold_every_trained_token_once_and_know_their_counts(case):
@@ -57,7 +71,9 @@ def test_minibatches_hold_every_trained_token_once_and_know_their_counts(case):
     seen = []
     for minibatch, selected in zip(case.minibatches, split, strict=True):
         lengths = case.index.lengths[selected]
-        assert minibatch.num_tokens == lengths.sum() and minibatch.num_sequences == (lengths > 0).sum()
+        assert (
+            minibatch.num_tokens == lengths.sum() and minibatch.num_sequences == (lengths > 0).sum()
+        )
         here = torch.cat([batch.tokens for batch in minibatch.micro_batches])
         assert set(case.index.episode_of_token[here].tolist()) <= set(selected)
         assert len(sizes(minibatch)) > 1 and max(sizes(minibatch)) <= BUDGET
@@ -69,7 +85,8 @@ def test_minibatches_hold_every_trained_token_once_and_know_their_counts(case):
     "attention, repeats, multiple", [("sdpa", False, 1), ("flex", False, 128), ("flash", True, 1)]
 )
 def test_each_attention_gets_the_packs_that_it_reads(attention, repeats, multiple, world):
-    """Flash attention knows no prompt that several responses share; flex attention compiles for each length."""
+    """Flash attention knows no prompt that several responses share; flex attention compiles for
+    each length."""
     episodes = [e for e in random_episodes(7, prompts=6, samples=6) if any(e.loss_mask)]
     packer = Packer(attention, BUDGET, Path("nowhere"), world)
     (minibatch,) = packer.minibatches(episodes, TokenIndex(episodes), 1, seed=0, step=0)
@@ -78,11 +95,12 @@ def test_each_attention_gets_the_packs_that_it_reads(attention, repeats, multipl
     assert len(units) == (len(episodes) if repeats else 6)
 
 
-# --- attempt ------------------------------------------------------------------------------------------------------
+# --- attempt --------------------------------------------------------------------------------------
 
 
 def update(case, minibatch, failures: list[int]):
-    """`backward`, but memory ends before micro-batch number `failures[0]`, at the next attempt `failures[1]`, ..."""
+    """`backward`, but memory ends before micro-batch number `failures[0]`, at the next attempt
+    `failures[1]`, ..."""
     attempts, plain = [], case.policy.forward
 
     def run(**options):
@@ -118,7 +136,9 @@ def test_an_attempt_is_repeated_with_half_the_tokens_and_the_same_gradient(case,
     assert [max(attempt) <= BUDGET // 2**i for i, attempt in enumerate(repeated)] == [True] * 3
     assert len(repeated[0]) < len(repeated[1]) < len(repeated[2])
     assert relative_l2(same, plain) < 1e-12 and same_means == pytest.approx(means, rel=1e-6)
-    assert case.packer.budget == BUDGET // 4 and max(sizes(second)) <= BUDGET // 4, "the other minibatch, too"
+    assert case.packer.budget == BUDGET // 4 and max(sizes(second)) <= BUDGET // 4, (
+        "the other minibatch, too"
+    )
     told = capsys.readouterr().out
     assert "--micro-batch-tokens is now 256, the step is repeated" in told and "is now 128" in told
 
@@ -127,12 +147,17 @@ def test_the_run_folder_remembers_what_fitted(case, world):
     gradients(case, case.minibatches[0], [0])
     folder = case.packer.run_dir
     assert (folder / "micro_batch_tokens").read_text() == "256"
-    assert Packer("sdpa", BUDGET, folder, world).budget == 256 and Packer("sdpa", 64, folder, world).budget == 64
+    assert (
+        Packer("sdpa", BUDGET, folder, world).budget == 256
+        and Packer("sdpa", 64, folder, world).budget == 64
+    )
     assert Packer("sdpa", BUDGET, folder.parent, world).budget == BUDGET, "of this run alone"
 
 
 def test_an_attempt_ends_where_half_is_too_little_and_at_other_errors(case):
-    with pytest.raises(SystemExit, match="out of GPU memory in the update with 128 tokens: add --gradient-check"):
+    with pytest.raises(
+        SystemExit, match="out of GPU memory in the update with 128 tokens: add --gradient-check"
+    ):
         gradients(case, case.minibatches[0], [0] * 9)
 
     def broken():
@@ -147,7 +172,10 @@ def test_an_attempt_ends_where_half_is_too_little_and_at_other_errors(case):
     "error, told",
     [
         (RuntimeError("CUDA error: out of memory"), "out of GPU memory: "),
-        (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), "out of GPU memory: "),
+        (
+            RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
+            "out of GPU memory: ",
+        ),
         (RuntimeError("std::bad_alloc"), "out of memory: "),
         (RuntimeError("could not create a memory object"), "out of memory: "),
         (MemoryError(), "out of memory: "),
@@ -180,10 +208,16 @@ def test_on_a_cpu_a_rank_has_its_share_of_what_is_free(case, monkeypatch, capsys
 
     assert case.packer.attempt(case.policy, update) == 2**28 and not sizes
     assert (
-        limits[0] == pytest.approx(2**30 - RESERVE, abs=2**26) and resource.getrlimit(resource.RLIMIT_DATA) == before
+        limits[0] == pytest.approx(2**30 - RESERVE, abs=2**26)
+        and resource.getrlimit(resource.RLIMIT_DATA) == before
     )
-    assert "out of memory: --micro-batch-tokens is now 256, the step is repeated" in capsys.readouterr().out
-    case.packer.fill(torch.zeros(len(case.index), dtype=torch.float64), case.policy, case.minibatches, 0.8)
+    assert (
+        "out of memory: --micro-batch-tokens is now 256, the step is repeated"
+        in capsys.readouterr().out
+    )
+    case.packer.fill(
+        torch.zeros(len(case.index), dtype=torch.float64), case.policy, case.minibatches, 0.8
+    )
     with limited_memory(torch.device("cuda")):
         assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
@@ -224,7 +258,9 @@ def test_where_no_kernel_can_be_made_the_run_leaves(case):
     def update():
         raise RuntimeError("could not create a primitive")
 
-    with pytest.raises(SystemExit, match="out of memory in the update: --micro-batch-tokens is now 256; the same"):
+    with pytest.raises(
+        SystemExit, match="out of memory in the update: --micro-batch-tokens is now 256; the same"
+    ):
         case.packer.attempt(case.policy, update)
     assert (case.packer.run_dir / "micro_batch_tokens").read_text() == "256"
 
@@ -232,7 +268,9 @@ def test_where_no_kernel_can_be_made_the_run_leaves(case):
 def test_several_ranks_halve_and_leave(case, tmp_path):
     """The others wait in a collective: a restart goes on."""
     several = SimpleNamespace(size=2, rank=1)
-    with pytest.raises(SystemExit, match=f"--micro-batch-tokens is now 256; the same command with .*{tmp_path}"):
+    with pytest.raises(
+        SystemExit, match=f"--micro-batch-tokens is now 256; the same command with .*{tmp_path}"
+    ):
         halve_budget(BUDGET, case.policy, several, tmp_path, torch.OutOfMemoryError())
     assert (tmp_path / "micro_batch_tokens").read_text() == "256"
 
@@ -252,9 +290,12 @@ class Casts(TorchDispatchMode):
 
 
 def test_on_one_cpu_rank_weights_are_cast_once_a_step(case, tiny_config):
-    """Each step anew, since they have changed; gradients add up, and those of an abandoned attempt do not count."""
+    """Each step anew, since they have changed; gradients add up, and those of an abandoned attempt
+    do not count."""
     torch.manual_seed(0)
-    policy = wrap_model(random_policy(tiny_config, torch.float32), make_mesh(case.world, "fsdp"), torch.bfloat16)
+    policy = wrap_model(
+        random_policy(tiny_config, torch.float32), make_mesh(case.world, "fsdp"), torch.bfloat16
+    )
     weights = policy.model.get_input_embeddings().weight
     batches = case.minibatches[0].micro_batches
     for _ in range(2):
@@ -264,7 +305,8 @@ def test_on_one_cpu_rank_weights_are_cast_once_a_step(case, tiny_config):
                 policy(batch)[0].sum().backward()
             each.append(weights.grad.full_tensor().clone())
             policy.zero_grad()
-        if hasattr(policy, "reset_iter_state"):  # of torch 2.13: a first attempt has ended after one of them
+        # of torch 2.13: a first attempt has ended after one of them
+        if hasattr(policy, "reset_iter_state"):
             with forward_context(policy, last=False):
                 policy(batches[1])[0].sum().backward()
             abandon_backward(policy)
@@ -288,11 +330,12 @@ def test_a_head_tied_to_the_embeddings_is_gathered_with_them_once(case, tmp_path
     assert embeddings.weight is policy.model.get_output_embeddings().weight
 
 
-# --- fill ---------------------------------------------------------------------------------------------------------
+# --- fill -----------------------------------------------------------------------------------------
 
 
 def test_fill_writes_what_a_model_says_of_each_token_and_nothing_else(case):
-    """Of two outputs the first; inputs are handed on; the other minibatch's places stay as they are."""
+    """Of two outputs the first; inputs are handed on; the other minibatch's places stay as they
+    are."""
     result = torch.full((len(case.index),), torch.nan, dtype=torch.float64)
     first, second = case.minibatches
     case.packer.fill(result, case.policy, [first], 0.8)
@@ -331,12 +374,19 @@ def test_fill_goes_on_in_smaller_pieces_where_memory_ends(case, world, strategy,
             raise torch.OutOfMemoryError("injected")
 
     case.policy.model.model.layers[1].register_forward_pre_hook(fail_once)
-    policy = case.policy if strategy == "plain" else wrap_model(case.policy, make_mesh(world, strategy), torch.float64)
+    policy = (
+        case.policy
+        if strategy == "plain"
+        else wrap_model(case.policy, make_mesh(world, strategy), torch.float64)
+    )
     result = torch.full_like(expected, torch.nan)
     case.packer.fill(result, policy, case.minibatches, 0.8)
     assert (result - expected).abs().max() < 1e-12 and case.packer.budget == BUDGET // 2
     assert max(max(sizes(minibatch)) for minibatch in case.minibatches) <= BUDGET // 2
-    assert "out of GPU memory: --micro-batch-tokens is now 256, the step is repeated" in capsys.readouterr().out
+    assert (
+        "out of GPU memory: --micro-batch-tokens is now 256, the step is repeated"
+        in capsys.readouterr().out
+    )
     _, run = update(case, case.minibatches[0], [])
     run(store_old_logprobs=False, scale=1.0)
     assert all(p.grad is not None for p in policy.parameters()), "and an update can follow"

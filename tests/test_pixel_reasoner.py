@@ -23,12 +23,18 @@ def folder(tmp_path):
     def message(role, *items):
         return {"role": role, "content": list(items)}
 
-    look = [message("user", {"text": "?"}, {"image": names[0][0]}), message("assistant", {"text": "crop"})]
+    look = [
+        message("user", {"text": "?"}, {"image": names[0][0]}),
+        message("assistant", {"text": "crop"}),
+    ]
     look += [
         message("user", {"text": "here", "image": None}, {"image": names[0][1]}),
         message("assistant", {"text": "b"}),
     ]
-    clip = [message("user", {"text": "?"}, {"video": names[1]}), message("assistant", {"text": "a"})]
+    clip = [
+        message("user", {"text": "?"}, {"video": names[1]}),
+        message("assistant", {"text": "a"}),
+    ]
     rows = [{"qid": "7", "message_list": look}, {"qid": "9", "message_list": clip}]
     (tmp_path / "release.json").write_text(json.dumps(rows))
     columns = {
@@ -46,7 +52,9 @@ def test_unzips_once_checks_and_rewrites_nothing(folder, capsys):
     main(Args(folder))
     said = capsys.readouterr().out
     assert "images.zip: 2 files unpacked" in said and "videos.zip: 3 files unpacked" in said
-    assert "release.json: 2 rows, 5 pictures" in said and "release.parquet: 2 rows, 4 pictures" in said
+    assert (
+        "release.json: 2 rows, 5 pictures" in said and "release.parquet: 2 rows, 4 pictures" in said
+    )
     (folder / "images/7-0.jpg").unlink()
     main(Args(folder))
     assert "images.zip: 1 files unpacked" in capsys.readouterr().out
@@ -61,9 +69,12 @@ def test_two_data_sets_in_one_folder_are_refused(folder):
     main(Args(folder))
     path = folder / "images/7-0.jpg"
     ours = path.read_bytes()
-    for other in (ours + b"x", ours[:-1] + b"x", b"half"):  # of another size, of the same, a broken copy
+    # of another size, of the same, a broken copy
+    for other in (ours + b"x", ours[:-1] + b"x", b"half"):
         path.write_bytes(other)
-        with pytest.raises(SystemExit, match=r"images/7-0\.jpg is there already, .* not that of images.zip") as stop:
+        with pytest.raises(
+            SystemExit, match=r"images/7-0\.jpg is there already, .* not that of images.zip"
+        ) as stop:
             main(Args(folder))
         assert "\n" not in str(stop.value) and path.read_bytes() == other
     path.write_bytes(ours)
@@ -76,7 +87,9 @@ def test_two_data_sets_in_one_folder_are_refused(folder):
 
 def test_another_repository_in_the_same_folder_is_refused(folder, monkeypatch):
     fetched = []
-    monkeypatch.setattr("common.prepare.pixel_reasoner.snapshot_download", lambda name, **_: fetched.append(name))
+    monkeypatch.setattr(
+        "common.prepare.pixel_reasoner.snapshot_download", lambda name, **_: fetched.append(name)
+    )
     for _ in range(2):
         main(Args(folder, "some/data"))
     with pytest.raises(SystemExit, match="holds some/data: give other/data another --folder"):
@@ -118,7 +131,9 @@ def test_missing_files_are_named(folder):
     main(Args(folder))
     (folder / "images.zip").unlink()
     (folder / "images/7-1.jpg").unlink()
-    with pytest.raises(SystemExit, match=r"(?s)1 files are missing in .*release.json row 0: images/7-1.jpg"):
+    with pytest.raises(
+        SystemExit, match=r"(?s)1 files are missing in .*release.json row 0: images/7-1.jpg"
+    ):
         main(Args(folder))
 
 
@@ -136,24 +151,34 @@ def damaged(archive: bytes, damage: str) -> bytes:
     if damage == "no archive":
         return b"<html>404</html>"
     start = archive.index(b"PK\x01\x02")  # the directory's first entry
-    place, value = {"encrypted": (8, 1), "packed otherwise": (10, 99), "another checksum": (16, 7)}[damage]
+    place, value = {"encrypted": (8, 1), "packed otherwise": (10, 99), "another checksum": (16, 7)}[
+        damage
+    ]
     return archive[: start + place] + bytes([value]) + archive[start + place + 1 :]
 
 
-@pytest.mark.parametrize("damage", ["cut", "no archive", "encrypted", "packed otherwise", "another checksum"])
+@pytest.mark.parametrize(
+    "damage", ["cut", "no archive", "encrypted", "packed otherwise", "another checksum"]
+)
 def test_a_damaged_archive_is_one_line(folder, damage):
     with zipfile.ZipFile(folder / "more.zip", "w") as file:
         file.writestr("images/more.jpg", b"a picture" * 100)
     (folder / "more.zip").write_bytes(damaged((folder / "more.zip").read_bytes(), damage))
-    with pytest.raises(SystemExit, match=r"more\.zip: cannot be unpacked \(.+\): copy or download it again") as stop:
+    with pytest.raises(
+        SystemExit, match=r"more\.zip: cannot be unpacked \(.+\): copy or download it again"
+    ) as stop:
         main(Args(folder))
     assert "\n" not in str(stop.value) and not (folder / "images/more.jpg").exists()
 
 
 def test_without_data_and_without_the_hub(tmp_path, monkeypatch):
-    with pytest.raises(SystemExit, match=r"no \.json or \.parquet file; --repository downloads some"):
+    with pytest.raises(
+        SystemExit, match=r"no \.json or \.parquet file; --repository downloads some"
+    ):
         main(Args(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConnectionError, match="HF_ENDPOINT"):
         main(Args(tmp_path, "nobody/nothing"))
-    assert not list(tmp_path.iterdir()), "the hub's client takes a folder with anything in it for a download"
+    assert not list(tmp_path.iterdir()), (
+        "the hub's client takes a folder with anything in it for a download"
+    )

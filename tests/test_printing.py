@@ -1,4 +1,5 @@
-"""What others have written steers no terminal: reward functions, tools, servers, files. One door for all output."""
+"""What others have written steers no terminal: reward functions, tools, servers, files. One door
+for all output."""
 
 import io
 import json
@@ -59,7 +60,10 @@ def test_streams_that_were_replaced_do(monkeypatch, make):
     guard_output()
     print(HOSTILE, flush=True)
     print("\r50%", end="", file=sys.stderr, flush=True)  # a progress bar
-    said = [stream.getvalue() if isinstance(stream, io.StringIO) else stream and stream.text for stream in (out, err)]
+    said = [
+        stream.getvalue() if isinstance(stream, io.StringIO) else stream and stream.text
+        for stream in (out, err)
+    ]
     if make in (Plain, io.StringIO):
         assert said == [f"{TAME}\n", "\r50%"]
 
@@ -80,8 +84,12 @@ def fail(error: BaseException) -> None:
     raise error
 
 
-@pytest.mark.parametrize("error", [ValueError(HOSTILE), SystemExit(HOSTILE), ImportError(HOSTILE), OSError(HOSTILE)])
-def test_what_a_failure_says_steers_neither_our_terminal_nor_torchruns(monkeypatch, tmp_path, capfd, error):
+@pytest.mark.parametrize(
+    "error", [ValueError(HOSTILE), SystemExit(HOSTILE), ImportError(HOSTILE), OSError(HOSTILE)]
+)
+def test_what_a_failure_says_steers_neither_our_terminal_nor_torchruns(
+    monkeypatch, tmp_path, capfd, error
+):
     """torchrun prints once more what stands in its file."""
     report = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
@@ -109,11 +117,18 @@ def raise_it(**_):
 def test_what_a_reward_function_prints_or_raises(monkeypatch, tmp_path, capfd, name):
     (tmp_path / "reward.py").write_text(REWARD.format(hostile=HOSTILE))
     for stream in ("stdout", "stderr"):  # of this test: guarded, and given back
-        monkeypatch.setattr(sys, stream, io.TextIOWrapper(io.FileIO(2 - (stream == "stdout"), "w", closefd=False)))
+        monkeypatch.setattr(
+            sys, stream, io.TextIOWrapper(io.FileIO(2 - (stream == "stdout"), "w", closefd=False))
+        )
     guard_output()
     workers = RewardWorkers(f"{tmp_path / 'reward.py'}:{name}", 1, 10.0)
     episode = SimpleNamespace(
-        prompt_index=0, response_ids=[1], loss_mask=[1], finish_reason="stop", environment_reward=None, turn_rewards=[]
+        prompt_index=0,
+        response_ids=[1],
+        loss_mask=[1],
+        finish_reason="stop",
+        environment_reward=None,
+        turn_rewards=[],
     )
     row = SimpleNamespace(data_source="x", ground_truth="7", extra_info={})
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens=True: "7")

@@ -31,17 +31,24 @@ NO_STEPS = ["3", "0:2", "4:3", "1:2:3", "a:b", "-1:2", "1:", ":2", "", "1.5:2", 
 
 @pytest.mark.parametrize("text", NO_STEPS)
 def test_what_names_no_steps_is_refused(text):
-    with pytest.raises(SystemExit, match=f"^--profile-steps {re.escape(text)}: give the first and the last step"):
+    with pytest.raises(
+        SystemExit, match=f"^--profile-steps {re.escape(text)}: give the first and the last step"
+    ):
         step_range(text)
 
 
 def test_steps_are_counted_from_one_and_both_ends_are_in():
-    assert list(step_range("3:5")) == [3, 4, 5] and list(step_range("1:1")) == [1] and not step_range(None)
+    assert (
+        list(step_range("3:5")) == [3, 4, 5]
+        and list(step_range("1:1")) == [1]
+        and not step_range(None)
+    )
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    """(folder, output, metrics of each step) of a run whose rank 1 is slow; steps 3 and 4 are traced."""
+    """(folder, output, metrics of each step) of a run whose rank 1 is slow; steps 3 and 4 are
+    traced."""
     folder = tmp_path_factory.mktemp("profiled")
     done = run_script(WORKER, folder, "3:4", ranks=2)
     return folder, done.stdout, json.loads(done.stdout.splitlines()[-1])
@@ -49,10 +56,14 @@ def two_ranks(tmp_path_factory):
 
 def test_each_rank_leaves_a_trace_of_the_steps_that_were_asked_for(two_ranks):
     folder, output, _ = two_ranks
-    assert sorted(path.name for path in (folder / "profile").iterdir()) == ["rank_0.json.gz", "rank_1.json.gz"]
+    assert sorted(path.name for path in (folder / "profile").iterdir()) == [
+        "rank_0.json.gz",
+        "rank_1.json.gz",
+    ]
     for rank in range(2):
         events = trace(folder / "profile" / f"rank_{rank}.json.gz")
-        assert calls(events, "aten::cumsum") == calls(events, "update") == 2  # phases have their names in it
+        # phases have their names in it
+        assert calls(events, "aten::cumsum") == calls(events, "update") == 2
     table = output[output.index("Self CPU %") :]
     rows = re.findall(r"^ +(\S.*?)  +[\d.]+%  ", table, re.MULTILINE)
     assert len(rows) == 10 and "rollout" in rows
@@ -71,7 +82,8 @@ def test_a_run_that_is_stopped_in_these_steps_leaves_its_traces(tmp_path):
 def test_a_slow_rank_shows(two_ranks):
     for metrics in two_ranks[2]:
         assert metrics["time/rollout_max_s"] >= 0.4 and metrics["time/rollout_s"] >= 0.2
-        assert metrics["time/step_max_s"] >= max(metrics["time/step_s"], 0.4)  # rank 0 may start later
+        # rank 0 may start later
+        assert metrics["time/step_max_s"] >= max(metrics["time/step_s"], 0.4)
         only_there = metrics["time/judge_max_s"]  # a phase that rank 0 did not have
         assert only_there > 0 and metrics["time/judge_s"] == pytest.approx(only_there / 2)
         assert metrics["memory/peak_gb"] >= metrics["memory/peak_mean_gb"] > 0
@@ -119,7 +131,16 @@ def test_a_full_disk_costs_the_traces_alone(tmp_path, world, capsys):
         os.system(f"umount {tmp_path}/profile")
 
 
-SMALL = ["--prompts-per-step", 8, "--samples-per-prompt", 2, "--max-response-tokens", 24, "--max-rows", 16]
+SMALL = [
+    "--prompts-per-step",
+    8,
+    "--samples-per-prompt",
+    2,
+    "--max-response-tokens",
+    24,
+    "--max-rows",
+    16,
+]
 SMALL += ["--no-eval-before", "--eval-every", 0, "--eval-rows", 2, *LITTLE_CACHE]
 
 
@@ -135,5 +156,6 @@ def test_every_script_on_two_ranks_with_vllm(tmp_path, script):
         for rank in range(2):
             events = trace(tmp_path / "profile" / f"rank_{rank}.json.gz")
             assert calls(events, "update") == traced
-            sampled = sum("cpu_attention" in event.get("name", "") for event in events)  # vLLM's own
+            # vLLM's own
+            sampled = sum("cpu_attention" in event.get("name", "") for event in events)
             assert bool(sampled) == (script != "sft.py")

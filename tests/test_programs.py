@@ -1,4 +1,5 @@
-"""--tools python in a model's own format of calls, as its published chat template has it. Real sandboxes."""
+"""--tools python in a model's own format of calls, as its published chat template has it. Real
+sandboxes."""
 
 import pytest
 from test_tool_formats import tokenizer_of
@@ -13,8 +14,10 @@ from common.tools.trajectories import Turns
 CALLS = {  # a program that is run by "code"
     "qwen2.5": '<tool_call>\n{"name": "python", "arguments": {"code": CODE}}\n</tool_call>',
     "llama-3.1": '{"name": "python", "parameters": {"code": CODE}}',
-    "qwen3-coder": "<tool_call>\n<function=python>\n<parameter=code>\nTEXT\n</parameter>\n</function>\n</tool_call>",
-    "mistral-nemo": '[TOOL_CALLS][{"name": "python", "arguments": {"code": CODE}, "id": "123456789"}]',
+    "qwen3-coder": "<tool_call>\n<function=python>\n<parameter=code>\nTEXT\n</parameter>\n"
+    "</function>\n</tool_call>",
+    "mistral-nemo": '[TOOL_CALLS][{"name": "python", "arguments": {"code": CODE}, "id": '
+    '"123456789"}]',
     "devstral": '[TOOL_CALLS]python[ARGS]{"code": CODE}',
 }
 FENCED = "It is so:\n```python\nx = 1\n```"
@@ -42,7 +45,8 @@ def episode_of(name: str, workers, script: list[str], question: str = "How many?
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_policy_runs_programs_in_its_own_format(name, workers):
-    """It is told of the tool, variables stay, and the reply is a message of its template. A fence is no call."""
+    """It is told of the tool, variables stay, and the reply is a message of its template. A fence
+    is no call."""
     call = CALLS[name]
     script = [
         call.replace("CODE", '"x = 6"').replace("TEXT", "x = 6"),
@@ -58,12 +62,17 @@ def test_a_policy_runs_programs_in_its_own_format(name, workers):
     assert (episode.finish_reason, episode.turns) == ("stop", 3)
     told = [token for token, sampled in zip(episode.response_ids, episode.loss_mask) if not sampled]
     assert "42" in tokenizer.decode(told) and "<interpreter>" not in tokenizer.decode(told)
-    assert [message["role"] for message in episode.messages] == ["assistant", "tool"] * 2 + ["assistant"]
+    assert [message["role"] for message in episode.messages] == ["assistant", "tool"] * 2 + [
+        "assistant"
+    ]
 
 
 @pytest.mark.parametrize("arguments", ["{}", '{"code": 7}', '{"program": "1"}'])
 def test_a_call_without_a_program_is_told(workers, arguments):
-    script = [f'<tool_call>\n{{"name": "python", "arguments": {arguments}}}\n</tool_call>', "So be it."]
+    script = [
+        f'<tool_call>\n{{"name": "python", "arguments": {arguments}}}\n</tool_call>',
+        "So be it.",
+    ]
     _, episode, _ = episode_of("qwen2.5", workers, script)
     (call,) = episode.calls
     assert call["error"] and "expected a text as the argument code" in call["text"]
@@ -72,7 +81,10 @@ def test_a_call_without_a_program_is_told(workers, arguments):
 @pytest.mark.parametrize("mark", ["<code>", "<image_clue_0>"])
 def test_a_prompt_that_teaches_tags_is_left_as_it_is(workers, mark):
     """And is answered by PyVision-RL's protocol, whatever the template has."""
-    script = ["I look.\n<code>\n```python\nprint(6 * 7)\n```\n</code>", "<answer>\n\\boxed{42}\n</answer>"]
+    script = [
+        "I look.\n<code>\n```python\nprint(6 * 7)\n```\n</code>",
+        "<answer>\n\\boxed{42}\n</answer>",
+    ]
     prompt, episode, tokenizer = episode_of("qwen2.5", workers, script, f"{mark} How many?")
     assert "Run a program" not in prompt
     (call,) = episode.calls

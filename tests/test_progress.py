@@ -1,4 +1,5 @@
-"""How far a long phase is: lines at most every 20 seconds, of rank 0; counted is what each phase does."""
+"""How far a long phase is: lines at most every 20 seconds, of rank 0; counted is what each phase
+does."""
 
 from threading import Thread
 
@@ -99,7 +100,15 @@ def test_counting_without_a_loop(clock, capsys):
 
 @pytest.mark.parametrize(
     "seconds, text",
-    [(0, "0s"), (99.4, "99s"), (100, "1m"), (5999, "99m"), (6000, "1h40"), (359_999, "99h59"), (360_000, "4d04h")],
+    [
+        (0, "0s"),
+        (99.4, "99s"),
+        (100, "1m"),
+        (5999, "99m"),
+        (6000, "1h40"),
+        (359_999, "99h59"),
+        (360_000, "4d04h"),
+    ],
 )
 def test_durations_have_five_columns(seconds, text):
     assert duration(seconds) == text and len(text) <= 5
@@ -122,7 +131,7 @@ def test_silence_is_broken_by_what_is_waited_for_or_by_where_the_run_is(clock, c
     assert said() == [here]
 
 
-# --- what is counted ----------------------------------------------------------------------------------------------
+# --- what is counted ------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -146,7 +155,11 @@ def test_every_trajectory_is_counted_once_however_it_ends(made):
         bad = CROP.format([0.1], 1)
         scripts = [["done"], [bad, "done"], [bad] * 9, [bad, bad, "done"]]
         run(scripts, Turns(tokenizer, workers, flags=Rollout(max_turns=3)), row(tokenizer))
-        run([[bad], ["b"]], Turns(tokenizer, workers, flags=Rollout(max_tool_errors=0)), row(tokenizer))
+        run(
+            [[bad], ["b"]],
+            Turns(tokenizer, workers, flags=Rollout(max_tool_errors=0)),
+            row(tokenizer),
+        )
     finally:
         workers.close()
     assert [(p.what, p.done, len(p.items)) for p in made] == [

@@ -1,4 +1,5 @@
-"""grpo.py with programs of the embedded policy that writes them: real ranks, real vLLM, real sandboxes."""
+"""grpo.py with programs of the embedded policy that writes them: real ranks, real vLLM, real
+sandboxes."""
 
 import json
 import re
@@ -19,18 +20,58 @@ POLICY = [
     "--learning-rate",
     1e-4,
 ]
-SIZES = ["--prompts-per-step", 4, "--samples-per-prompt", 4, "--max-prompt-tokens", 64, "--max-response-tokens", 320]
-SIZES += ["--max-pixels", 12_544, "--max-frame-pixels", 12_544, "--eval-rows", 4, "--tool-workers", 2, *LITTLE_CACHE]
-GROUPS = ["--tool-bonus", 0.1, "--oversample", 1.5, "--dynamic-sampling", 2, "--advantage", "group-mean"]
+SIZES = [
+    "--prompts-per-step",
+    4,
+    "--samples-per-prompt",
+    4,
+    "--max-prompt-tokens",
+    64,
+    "--max-response-tokens",
+    320,
+]
+SIZES += [
+    "--max-pixels",
+    12_544,
+    "--max-frame-pixels",
+    12_544,
+    "--eval-rows",
+    4,
+    "--tool-workers",
+    2,
+    *LITTLE_CACHE,
+]
+GROUPS = [
+    "--tool-bonus",
+    0.1,
+    "--oversample",
+    1.5,
+    "--dynamic-sampling",
+    2,
+    "--advantage",
+    "group-mean",
+]
 GROUPS += ["--learning-rate", 1e-4]
-STEPS = ["--total-steps", 3, "--deterministic", "--dump-rollouts-every", 1, "--save-every", 1, "--keep-checkpoints", 9]
+STEPS = [
+    "--total-steps",
+    3,
+    "--deterministic",
+    "--dump-rollouts-every",
+    1,
+    "--save-every",
+    1,
+    "--keep-checkpoints",
+    9,
+]
 
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory):
     """What the run of `whole` prints."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
-    return folder, run_script("grpo.py", *POLICY, *SIZES, *GROUPS, *STEPS, "--output-dir", folder, ranks=2)
+    return folder, run_script(
+        "grpo.py", *POLICY, *SIZES, *GROUPS, *STEPS, "--output-dir", folder, ranks=2
+    )
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +86,9 @@ OURS = ("memory of a rank", "grpo.py: ", "2048 prompts; ", "step ", "done: ", ".
 def test_nothing_but_ours_is_printed(printed):
     folder, done = printed
     lines = SAMPLE.sub("", done.stdout).splitlines()
-    assert [line for line in lines if not line.startswith((*OURS, f"{folder}/data/"))] == [] and done.stderr == ""
+    assert [
+        line for line in lines if not line.startswith((*OURS, f"{folder}/data/"))
+    ] == [] and done.stderr == ""
     assert len(lines) >= 10 and lines[-1].startswith("done: ")
 
 
@@ -69,12 +112,17 @@ def test_programs_are_run_rewarded_and_trained_on(whole):
     assert sorted(steps) == [0, 1, 2, 3]
     timed = [record for record in metrics_of(whole) if "time/rollout_s" in record]
     busy = [(record["time/engine_s"], record["time/tools_s"]) for record in timed]
-    assert all(min(both) > 0 and sum(both) < timed["time/rollout_s"] for both, timed in zip(busy, timed, strict=True))
+    assert all(
+        min(both) > 0 and sum(both) < timed["time/rollout_s"]
+        for both, timed in zip(busy, timed, strict=True)
+    )
     for step in (1, 2, 3):
         record = steps[step]
         assert 0 < record["policy/rollout_logprob_gap"] < 1e-4 and record["optim/grad_norm"] > 0
         assert 0 < record["tool/acted"] < 1 and 0 < record["tool/error_rate"] < 1
-        assert record["reward/mean"] == pytest.approx(record["reward/accuracy"] + record["reward/tool_bonus"])
+        assert record["reward/mean"] == pytest.approx(
+            record["reward/accuracy"] + record["reward/tool_bonus"]
+        )
         rows = pq.read_table(whole / f"rollouts/step_{step:06d}.parquet").to_pylist()
         trained = {row["prompt_index"] for row in rows if row["advantage"] is not None}
         assert len(trained) <= 4 < len({row["prompt_index"] for row in rows}) and len(rows) % 4 == 0
@@ -84,20 +132,43 @@ def test_programs_are_run_rewarded_and_trained_on(whole):
             right = rewards["score"] - rewards["tool_bonus"] == 1.0
             assert rewards["tool_bonus"] == pytest.approx(0.1 * useful * right)
             for call in calls:
-                assert "code" in call["arguments"] and call["error"] == ("Execution error" in call["text"])
+                assert "code" in call["arguments"] and call["error"] == (
+                    "Execution error" in call["text"]
+                )
 
 
 @pytest.mark.slow  # by default test_curiosity_runs.py does, with pictures and tools
 def test_kill_and_resume_and_replay(whole, tmp_path):
-    """With --deterministic each block starts from the transcript, so that a resume repeats a step bit for bit."""
+    """With --deterministic each block starts from the transcript, so that a resume repeats a step
+    bit for bit."""
     arguments = ["grpo.py", *POLICY, *SIZES, *GROUPS, *STEPS, *data_of(whole)]
     kill_once(*arguments, "--output-dir", tmp_path / "killed", ranks=2, after_step=2)
     run_script(*arguments, "--output-dir", tmp_path / "killed", ranks=2)
     assert any(record.get("event") == "resumed" for record in metrics_of(tmp_path / "killed"))
     assert steps_of(tmp_path / "killed") == steps_of(whole)
-    weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (whole, tmp_path / "killed")]
+    weights = [
+        (folder / "model" / "model.safetensors").read_bytes()
+        for folder in (whole, tmp_path / "killed")
+    ]
     assert weights[0] == weights[1]
     dump, before = whole / "rollouts/step_000003.parquet", whole / "checkpoints/step_000002"
-    run_script(*arguments, "--replay", dump, "--resume", before, "--output-dir", tmp_path / "replay", ranks=2)
-    names = ("policy/loss", "optim/grad_norm", "policy/rollout_logprob_gap", "reward/mean", "reward/tool_bonus")
-    assert [steps_of(tmp_path / "replay")[3][n] for n in names] == [steps_of(whole)[3][n] for n in names]
+    run_script(
+        *arguments,
+        "--replay",
+        dump,
+        "--resume",
+        before,
+        "--output-dir",
+        tmp_path / "replay",
+        ranks=2,
+    )
+    names = (
+        "policy/loss",
+        "optim/grad_norm",
+        "policy/rollout_logprob_gap",
+        "reward/mean",
+        "reward/tool_bonus",
+    )
+    assert [steps_of(tmp_path / "replay")[3][n] for n in names] == [
+        steps_of(whole)[3][n] for n in names
+    ]

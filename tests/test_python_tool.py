@@ -1,4 +1,5 @@
-"""The tool `python`: its protocol, the state of a trajectory, what goes wrong in a program. Real sandboxes."""
+"""The tool `python`: its protocol, the state of a trajectory, what goes wrong in a program. Real
+sandboxes."""
 
 import contextlib
 import io
@@ -40,16 +41,29 @@ class Trajectory:
 
     def __init__(self, pool: PythonWorkers, media=(), seeded_by: str = "", **hints):
         Trajectory.number += 1
-        self.pool, self.key, self.seed, self.hints, self.calls = pool, Trajectory.number, seeded_by, hints, []
+        self.pool, self.key, self.seed, self.hints, self.calls = (
+            pool,
+            Trajectory.number,
+            seeded_by,
+            hints,
+            [],
+        )
         self.media = [{"kind": "image", "frames": [encoded]} for encoded in media]
 
     def ask(self, code: str) -> None:
-        context = {"media": self.media, "num_prompt_media": len(self.media), "calls": self.calls, "seed": self.seed}
+        context = {
+            "media": self.media,
+            "num_prompt_media": len(self.media),
+            "calls": self.calls,
+            "seed": self.seed,
+        }
         self.code = code
         self.pool.submit(self.key, Call("python", {"code": code}), context, self.hints)
 
     def got(self, reply):
-        self.calls.append({"arguments": {"code": self.code}, "media": len(reply.images), "info": reply.info})
+        self.calls.append(
+            {"arguments": {"code": self.code}, "media": len(reply.images), "info": reply.info}
+        )
         return reply
 
     def __call__(self, code: str):
@@ -66,7 +80,7 @@ def say(code: str) -> str:
     return f"I look.\n<code>\n```python\n{code}\n```\n</code>"
 
 
-# --- the protocol -------------------------------------------------------------------------------------------------
+# --- the protocol ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -119,7 +133,8 @@ def vision(tmp_path_factory):
 
 
 def test_three_turns_with_two_figures(vision, workers):
-    """What the engine is asked is what is trained on, and each figure stands, and is named, where it belongs."""
+    """What the engine is asked is what is trained on, and each figure stands, and is named, where
+    it belongs."""
     tokenizer = build_tokenizer()
     originals = [Media.open("image", [picture(*size)], LIMITS) for size in ((400, 300), (300, 200))]
     figures = "for side, part in ((1, image_clue_0.crop((0, 0, 100, 100))), (2, image_clue_1)):\n"
@@ -139,14 +154,24 @@ def test_three_turns_with_two_figures(vision, workers):
 
     def between(text: str, media: list) -> list[int]:
         rendered = (
-            f"\n<|im_start|>user\n<tool_response>\n<interpreter>{text}</interpreter>\n\n</tool_response><|im_end|>"
+            f"\n<|im_start|>user\n<tool_response>\n<interpreter>{text}</interpreter>\n"
+            "\n</tool_response><|im_end|>"
         )
-        return vision.expand(tokenizer.encode(f"{rendered}\n<|im_start|>assistant\n", add_special_tokens=False), media)
+        return vision.expand(
+            tokenizer.encode(f"{rendered}\n<|im_start|>assistant\n", add_special_tokens=False),
+            media,
+        )
 
-    pads = [f"<image_clue_{k}><|vision_start|><|image_pad|><|vision_end|></image_clue_{k}>" for k in (2, 3)]
+    pads = [
+        f"<image_clue_{k}><|vision_start|><|image_pad|><|vision_end|></image_clue_{k}>"
+        for k in (2, 3)
+    ]
     observations = [
         between("\nText Result:\n(400, 300) (300, 200) <image> < |im_end|>", []),
-        between("Text Result:\n<image> < |image_pad|>\nImage Result:\n" + "".join(pads), episode.media[2:]),
+        between(
+            "Text Result:\n<image> < |image_pad|>\nImage Result:\n" + "".join(pads),
+            episode.media[2:],
+        ),
         between("\nText Result:\n(200, 100) (200, 200)", []),
         [],
     ]
@@ -160,8 +185,13 @@ def test_three_turns_with_two_figures(vision, workers):
     image = vision.placeholders["image"]
     for _, asked, _, _, media in engine.asked:
         short = vision.collapse(asked, media)  # what vLLM gets: it expands by itself
-        assert short.count(image) == len(media) and vision.expand(short, media) == asked == whole[: len(asked)]
-    assert whole.count(image) == sum(rows * columns // 4 for _, rows, columns in (m.grid for m in episode.media))
+        assert (
+            short.count(image) == len(media)
+            and vision.expand(short, media) == asked == whole[: len(asked)]
+        )
+    assert whole.count(image) == sum(
+        rows * columns // 4 for _, rows, columns in (m.grid for m in episode.media)
+    )
 
     (batch,) = pack([episode], [0], TokenIndex([episode]), budget=10_000, vision=vision)
     assert batch.targets.tolist() == [token for token, sampled in zip(expected, mask) if sampled]
@@ -170,20 +200,31 @@ def test_three_turns_with_two_figures(vision, workers):
 
 
 @pytest.mark.parametrize(
-    "most, ending, score", [(0, ("max_tool_errors", 1), 0.0), (1, ("stop", 3), 1.0), (4, ("stop", 3), 1.0)]
+    "most, ending, score",
+    [(0, ("max_tool_errors", 1), 0.0), (1, ("stop", 3), 1.0), (4, ("stop", 3), 1.0)],
 )
 def test_errors_end_a_trajectory_or_are_told(workers, most, ending, score):
-    """--max-tool-errors 0 is the release, 4 its first version. A trajectory that ends so is wrong, not left out."""
+    """--max-tool-errors 0 is the release, 4 its first version. A trajectory that ends so is wrong,
+    not left out."""
     tokenizer = build_tokenizer()
     script = [say("1 / 0"), say("print('again')"), "<answer>\n\\boxed{1}\n</answer>"]
     the_row = row(tokenizer, tools=["python"])
     the_row.data_source = "tiny-vl"
-    (episode,), _ = run([script], Turns(tokenizer, workers, flags=Rollout(max_tool_errors=most)), the_row)
+    (episode,), _ = run(
+        [script], Turns(tokenizer, workers, flags=Rollout(max_tool_errors=most)), the_row
+    )
     assert (episode.finish_reason, episode.turns) == ending and episode.calls[0]["error"]
     told = [token for token, sampled in zip(episode.response_ids, episode.loss_mask) if not sampled]
-    assert ("Execution error: ZeroDivisionError: division by zero (line 1)" in tokenizer.decode(told)) == (most > 0)
+    assert (
+        "Execution error: ZeroDivisionError: division by zero (line 1)" in tokenizer.decode(told)
+    ) == (most > 0)
     assert bool(told) == (most > 0) and episode.loss_mask[-1] == 1
-    score_episodes([episode], {0: the_row}, SimpleNamespace(score=lambda jobs: map(make_scorer(""), jobs)), tokenizer)
+    score_episodes(
+        [episode],
+        {0: the_row},
+        SimpleNamespace(score=lambda jobs: map(make_scorer(""), jobs)),
+        tokenizer,
+    )
     assert episode.rewards["score"] == score
 
 
@@ -191,19 +232,25 @@ def test_all_errors_of_a_trajectory_count_not_those_in_a_row(workers):
     tokenizer = build_tokenizer()
     script = [say("1 / 0"), say("print(1)"), say("1 / 0"), "so"]
     (episode,), _ = run(
-        [script], Turns(tokenizer, workers, flags=Rollout(max_tool_errors=1)), row(tokenizer, tools=["python"])
+        [script],
+        Turns(tokenizer, workers, flags=Rollout(max_tool_errors=1)),
+        row(tokenizer, tools=["python"]),
     )
     assert (episode.finish_reason, episode.turns) == ("max_tool_errors", 3)
 
 
 def test_a_text_model_gets_no_figures_and_its_names_do_not_count_them(workers):
     tokenizer = build_tokenizer()
-    script = [say("plt.plot([1]); plt.show(); print('drawn')"), say("print('image_clue_0' in globals())"), "so"]
+    script = [
+        say("plt.plot([1]); plt.show(); print('drawn')"),
+        say("print('image_clue_0' in globals())"),
+        "so",
+    ]
     (episode,), _ = run([script], Turns(tokenizer, workers), row(tokenizer, tools=["python"]))
     assert [call["text"] for call in episode.calls] == ["drawn", "False"] and not episode.media
 
 
-# --- the state ----------------------------------------------------------------------------------------------------
+# --- the state ------------------------------------------------------------------------------------
 
 WALK = [
     "import random\nx = [random.random()]\nopen('/tmp/kept', 'w').write('here')",
@@ -218,11 +265,13 @@ def drawn():
     np.random.seed()
     names = uuid.uuid4(), tempfile.mktemp(), tempfile.mkdtemp(), random.random(), np.random.rand()
     things = [Thing() for _ in range(20)]
-    return [generator.random() for generator in generators], names, things, set(things), object(), bytearray(600)
+    numbers = [generator.random() for generator in generators]
+    return numbers, names, things, set(things), object(), bytearray(600)
 told = str([*map(str, drawn()), id(bytearray(10**6)), hash(f)])
 print(told)
 """,
-    "print(f(), image_clue_0.size, np.asarray(image_clue_0).sum())\nprint(told)\nprint(drawn(), Thing())",
+    "print(f(), image_clue_0.size, np.asarray(image_clue_0).sum())\nprint(told)\n"
+    "print(drawn(), Thing())",
 ]
 
 
@@ -235,7 +284,8 @@ def walk(pool, blocks=WALK, between=lambda: None) -> list:
 
 
 def test_the_state_lives_on_and_is_made_again_from_the_transcript(workers):
-    """Variables, files, random numbers, addresses; others take the sandboxes in between; or each call starts anew."""
+    """Variables, files, random numbers, addresses; others take the sandboxes in between; or each
+    call starts anew."""
     live = walk(workers)
     assert [error for _, _, error, _ in live] == [False, True, False, False, False]
     assert "never" not in live[4][0] and "(640, 480)" in live[4][0] and live[2][0] == "here"
@@ -294,7 +344,8 @@ def test_what_the_system_gave_stays_while_the_interpreter_lives(workers):
 
 
 def test_a_trajectory_keeps_its_interpreter_while_others_work():
-    """One works at a time, but there are soon as many interpreters as trajectories that take turns."""
+    """One works at a time, but there are soon as many interpreters as trajectories that take
+    turns."""
     pool = PythonWorkers(3, 20.0)
     try:
         pool.pool.at_once = 1
@@ -313,7 +364,8 @@ def test_a_trajectory_keeps_its_interpreter_while_others_work():
             return [texts[trajectory.key] for trajectory in trajectories]
 
         all_ask("import os\nnamed = os.urandom(16).hex()\nprint(named)")
-        asked = (all_ask("print(named)") == all_ask("print(named)") for _ in range(20))  # while others start
+        # while others start
+        asked = (all_ask("print(named)") == all_ask("print(named)") for _ in range(20))
         assert any(asked) and len(pool.pool.workers) == 3
     finally:
         pool.close()
@@ -345,7 +397,9 @@ def test_pictures_are_sent_once_while_the_interpreter_lives(workers, monkeypatch
     sent, encoded = [], []
     send, encode = Sandbox.send, sandbox.b64encode
     monkeypatch.setattr(Sandbox, "send", lambda *given: sent.append(len(given[-1])) or send(*given))
-    monkeypatch.setattr(sandbox, "b64encode", lambda data: encoded.append(len(data)) or encode(data))
+    monkeypatch.setattr(
+        sandbox, "b64encode", lambda data: encoded.append(len(data)) or encode(data)
+    )
     pictures = [picture(90, 70), picture(30, 40)]
     trajectory = Trajectory(workers, pictures)
     for _ in range(3):
@@ -362,7 +416,10 @@ def test_trajectories_do_not_see_each_other(workers):
     for _ in range(4):
         trajectory = Trajectory(workers)
         assert (
-            trajectory("print('secret' in globals(), __import__('os').path.exists('/tmp/mine'))").text == "False False"
+            trajectory(
+                "print('secret' in globals(), __import__('os').path.exists('/tmp/mine'))"
+            ).text
+            == "False False"
         )
         trajectory("secret = 1\nopen('/tmp/mine', 'w').write('x')")
 
@@ -374,9 +431,17 @@ def test_trajectories_do_not_see_each_other(workers):
         ("x = 2\nwhile True: pass", 2.0, "took longer than 2 s"),
         ("x = 2\n10 ** 10 ** 10", 2.0, "took longer than 2 s"),
         ("import os\nx = 2\nos._exit(0)", 60.0, "the interpreter died"),
-        ("import os, signal\nx = 2\nos.kill(os.getpid(), signal.SIGKILL)", 60.0, "the interpreter died"),
+        (
+            "import os, signal\nx = 2\nos.kill(os.getpid(), signal.SIGKILL)",
+            60.0,
+            "the interpreter died",
+        ),
         ("import ctypes\nx = 2\nctypes.string_at(0)", 60.0, "the interpreter died"),
-        ("x = 2\nfor i in range(20000): open(f'/tmp/{i}', 'w')\nwhile True: pass", 60.0, "more than 10000 files"),
+        (
+            "x = 2\nfor i in range(20000): open(f'/tmp/{i}', 'w')\nwhile True: pass",
+            60.0,
+            "more than 10000 files",
+        ),
     ],
 )
 def test_a_block_that_does_not_end_is_told_and_undone(code, limit, told):
@@ -385,7 +450,12 @@ def test_a_block_that_does_not_end_is_told_and_undone(code, limit, told):
         trajectory = Trajectory(pool)
         trajectory("x = 1")
         reply = trajectory(code)
-        assert reply.error and not reply.failed and told in reply.text and "as before this block" in reply.text
+        assert (
+            reply.error
+            and not reply.failed
+            and told in reply.text
+            and "as before this block" in reply.text
+        )
         assert reply.info == {"ended": False, "acted": False}
         assert trajectory("print(x)").text == "1"
     finally:
@@ -393,14 +463,17 @@ def test_a_block_that_does_not_end_is_told_and_undone(code, limit, told):
 
 
 def test_sandboxes_that_start_at_once_have_time_for_all(monkeypatch):
-    """One takes two seconds of a processor: forty on one of them, beside an engine, take more than a minute. How many
-    there are is bounded by the memory of the container."""
+    """One takes two seconds of a processor: forty on one of them, beside an engine, take more than
+    a minute. How many there are is bounded by the memory of the container."""
     monkeypatch.setattr("common.sandbox.python.cpus_of_rank", lambda: 1)
     monkeypatch.setattr("common.sandbox.python.total_memory", lambda: 8 * 5 * RESTING_BYTES)
     pool = PythonWorkers(8, 20.0)
     try:
         box = pool.pool.new_worker()
-        assert box.deadline - time.monotonic() > sandbox.START_S + 4 * pool.pool.most and pool.pool.most == 5
+        assert (
+            box.deadline - time.monotonic() > sandbox.START_S + 4 * pool.pool.most
+            and pool.pool.most == 5
+        )
         assert box.stop() == ""
     finally:
         pool.close()
@@ -426,7 +499,7 @@ def test_a_sandbox_that_does_not_start_later_costs_its_block_and_not_the_run(mon
         pool.close()
 
 
-# --- what a block shows -------------------------------------------------------------------------------------------
+# --- what a block shows ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -436,7 +509,8 @@ def test_a_sandbox_that_does_not_start_later_costs_its_block_and_not_the_run(mon
         ("1 + 1", ""),
         (
             "print('seen')\nint('x')",
-            "seen\nExecution error: ValueError: invalid literal for int() with base 10: 'x' (line 2)",
+            "seen\nExecution error: ValueError: invalid literal for int() with base 10: 'x' "
+            "(line 2)",
         ),
         ("x = (", "Execution error: SyntaxError: '(' was never closed (line 1)"),
         ("import sys\nprint('a')\nsys.exit(3)", "a\nExecution error: SystemExit: 3 (line 3)"),
@@ -445,7 +519,10 @@ def test_a_sandbox_that_does_not_start_later_costs_its_block_and_not_the_run(mon
         ("import sys\nprint('no', file=sys.stderr)", ""),
         ("import os\nos.write(1, b'no')", ""),
         ("print('\\ud800')", "?"),
-        ("raise ValueError('x' * 10**7)", "Execution error: ValueError: " + "x" * 1000 + " (line 1)"),
+        (
+            "raise ValueError('x' * 10**7)",
+            "Execution error: ValueError: " + "x" * 1000 + " (line 1)",
+        ),
     ],
 )
 def test_what_a_block_says(workers, code, text):
@@ -454,7 +531,11 @@ def test_what_a_block_says(workers, code, text):
 
 def test_long_output_keeps_its_ends(workers):
     text = Trajectory(workers)("for i in range(10**5): print(i)\nprint('end')").text
-    assert text.startswith("0\n1\n2\n") and text.endswith("99999\nend") and "characters are left out" in text
+    assert (
+        text.startswith("0\n1\n2\n")
+        and text.endswith("99999\nend")
+        and "characters are left out" in text
+    )
     assert len(text) < 4096
 
 
@@ -465,7 +546,11 @@ AS_DRAWN = (640, 480)  # matplotlib's, where nothing else is asked for
     "code, sizes, told",
     [
         ("plt.plot([1]); plt.show()", [AS_DRAWN], ""),
-        ("plt.figure(); plt.figure(figsize=(3, 2)); plt.show(block=True)", [AS_DRAWN, (300, 200)], ""),
+        (
+            "plt.figure(); plt.figure(figsize=(3, 2)); plt.show(block=True)",
+            [AS_DRAWN, (300, 200)],
+            "",
+        ),
         ("f = plt.figure(dpi=50); f.show()", [(320, 240)], ""),
         ("plt.plot([1])", [], ""),
         ("for _ in range(9): plt.figure()\nplt.show()", [AS_DRAWN] * 8, "at most 8 figures"),
@@ -473,17 +558,21 @@ AS_DRAWN = (640, 480)  # matplotlib's, where nothing else is asked for
         ("plt.figure(figsize=(100, 0.3)); plt.show()", [], "10000 x 30 pixels"),
         ("plt.rcParams['savefig.dpi'] = 2000; plt.figure(); plt.show()", [AS_DRAWN], ""),
         (
-            "plt.rcParams.update({'savefig.bbox': 'tight', 'savefig.pad_inches': 20})\nplt.plot(1); plt.show()",
+            "plt.rcParams.update({'savefig.bbox': 'tight', 'savefig.pad_inches': 20})\n"
+            "plt.plot(1); plt.show()",
             [],
             " x ",
         ),
     ],
 )
 def test_figures(workers, code, sizes, told):
-    """They have the size that the program gives them, whatever the picture has that is drawn in them."""
+    """They have the size that the program gives them, whatever the picture has that is drawn in
+    them."""
     reply = Trajectory(workers)(code)
     figures = [Image.open(io.BytesIO(png)) for png in reply.images]
-    assert [figure.size for figure in figures] == sizes and {figure.format for figure in figures} <= {"PNG"}
+    assert [figure.size for figure in figures] == sizes and {
+        figure.format for figure in figures
+    } <= {"PNG"}
     assert told in reply.text and reply.error == bool(told)
 
 
@@ -492,7 +581,9 @@ def test_a_figure_that_cannot_be_shown_is_in_no_later_ones_way(workers):
     for fails in ("plt.figure(figsize=(100, 100))", "plt.title('$\\\\nothing$')"):
         assert trajectory(f"{fails}; plt.show()").error
         reply = trajectory("plt.figure(figsize=(3, 2)); plt.show()")
-        assert not reply.error and [Image.open(io.BytesIO(png)).size for png in reply.images] == [(300, 200)]
+        assert not reply.error and [Image.open(io.BytesIO(png)).size for png in reply.images] == [
+            (300, 200)
+        ]
 
 
 def test_a_figure_is_shown_again_by_itself(workers):
@@ -504,7 +595,14 @@ def test_a_figure_is_shown_again_by_itself(workers):
 
 
 @pytest.mark.parametrize(
-    "code, acted", [("print(1)", True), ("x = 1", False), ("print()", False), ("plt.show()", False), ("1 / 0", False)]
+    "code, acted",
+    [
+        ("print(1)", True),
+        ("x = 1", False),
+        ("print()", False),
+        ("plt.show()", False),
+        ("1 / 0", False),
+    ],
 )
 def test_a_block_that_shows_nothing_has_not_acted(workers, code, acted):
     assert Trajectory(workers)(code).info == {"ended": True, "acted": acted}
@@ -530,13 +628,16 @@ def test_programs_see_what_the_policy_sees(workers, mode):
         image.putalpha(Image.fromarray(shades.T.astype(np.uint8)))
         image.convert(mode).save(file, "PNG", **({"transparency": 0} if mode == "P" else {}))
     seen = np.asarray(decode(file.getvalue()))
-    look = Trajectory(workers, [file.getvalue()])("a = np.asarray(image_clue_0)\nprint(a.shape, a.sum())")
+    look = Trajectory(workers, [file.getvalue()])(
+        "a = np.asarray(image_clue_0)\nprint(a.shape, a.sum())"
+    )
     assert look.text == f"{seen.shape} {seen.sum()}"
 
 
 @pytest.mark.slow
 def test_a_figure_that_came_while_the_trainer_was_away_is_read_to_its_end():
-    """As under --engine hf: the deadline has passed, and what is larger than a socket waits in the child."""
+    """As under --engine hf: the deadline has passed, and what is larger than a socket waits in the
+    child."""
     noise = "plt.figure(figsize=(16, 12)); plt.figimage(np.random.rand(1200, 1600, 3)); plt.show()"
     with contextlib.closing(PythonWorkers(2, 8.0)) as workers:
         trajectories = [Trajectory(workers) for _ in range(2)]
@@ -564,7 +665,9 @@ def test_bytes_that_trickle_hold_nobody_up(workers):
             replies |= workers.poll(0.0)
             longest = max(longest, time.monotonic() - start)
             time.sleep(0.01)
-    assert all("the interpreter died" in replies[trajectory.key].text for trajectory in trajectories)
+    assert all(
+        "the interpreter died" in replies[trajectory.key].text for trajectory in trajectories
+    )
     assert longest < 0.6
 
 
@@ -588,7 +691,9 @@ def test_a_video_file_is_read_frame_by_frame(workers):
         stream = container.add_stream("mpeg4", rate=5)
         stream.width, stream.height = 64, 48
         for shade in range(0, 240, 20):
-            frame = av.VideoFrame.from_ndarray(np.full((48, 64, 3), shade, np.uint8), format="rgb24")
+            frame = av.VideoFrame.from_ndarray(
+                np.full((48, 64, 3), shade, np.uint8), format="rgb24"
+            )
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
     trajectory = Trajectory(workers, video_clue_0={"kind": "file", "frames": [file.getvalue()]})
@@ -600,7 +705,10 @@ def test_a_video_file_is_read_frame_by_frame(workers):
 @pytest.mark.parametrize(
     "given",
     [{"seed": 3}, {"image_hint_0": {"kind": "image"}}, {"x": {"kind": "image", "frames": 3}}]
-    + [{"x": {"kind": "image", "frames": ["a text"]}}, {"x": {"kind": "video", "frames": [b""], "fps": 10**400}}],
+    + [
+        {"x": {"kind": "image", "frames": ["a text"]}},
+        {"x": {"kind": "video", "frames": [b""], "fps": 10**400}},
+    ],
 )
 def test_what_a_row_gives_and_is_no_picture_costs_its_sample(workers, given):
     reply = Trajectory(workers, **given)("print(1)")
@@ -609,27 +717,41 @@ def test_what_a_row_gives_and_is_no_picture_costs_its_sample(workers, given):
 
 @pytest.mark.parametrize(
     "kind, frames",
-    [("image", [b"<html>404"]), ("file", [b"no film"]), ("video", [picture(30, 40), picture(30, 40)[:200]])],
+    [
+        ("image", [b"<html>404"]),
+        ("file", [b"no film"]),
+        ("video", [picture(30, 40), picture(30, 40)[:200]]),
+    ],
 )
-def test_what_cannot_be_read_costs_the_sample_and_is_not_blamed_on_the_policy(workers, kind, frames):
+def test_what_cannot_be_read_costs_the_sample_and_is_not_blamed_on_the_policy(
+    workers, kind, frames
+):
     trajectory = Trajectory(workers, clue={"kind": kind, "frames": frames})
     for _ in range(2):
         reply = trajectory("print(1)")
-        assert reply.failed and not reply.error and "can the row's pictures and videos be read?" in reply.text
+        assert (
+            reply.failed
+            and not reply.error
+            and "can the row's pictures and videos be read?" in reply.text
+        )
     assert Trajectory(workers)("print(2)").text == "2", "the next one gets a sandbox"
 
 
 def test_pictures_have_their_names(workers):
-    """Those of the prompt at full resolution, what it does not show by other names, and figures as they come."""
+    """Those of the prompt at full resolution, what it does not show by other names, and figures as
+    they come."""
     hint = {"kind": "image", "frames": [picture(70, 50)], "source": b"what no JSON can hold"}
     video = {"kind": "video", "frames": [picture(60, 40, seed) for seed in range(3)], "fps": 2.0}
-    trajectory = Trajectory(workers, [picture(900, 700), picture(30, 40, 1)], image_hint_0=hint, video_clue_0=video)
+    trajectory = Trajectory(
+        workers, [picture(900, 700), picture(30, 40, 1)], image_hint_0=hint, video_clue_0=video
+    )
     assert (
         trajectory("print(image_clue_0.size, image_clue_1.size, image_hint_0.size)").text
         == "(900, 700) (30, 40) (70, 50)"
     )
     said = trajectory(
-        "v = video_clue_0\nprint(len(v), v[1].asnumpy().shape, v.get_batch([0, 2]).asnumpy().shape, v.get_avg_fps())"
+        "v = video_clue_0\nprint(len(v), v[1].asnumpy().shape, v.get_batch([0, "
+        "2]).asnumpy().shape, v.get_avg_fps())"
     )
     assert said.text == "3 (40, 60, 3) (2, 40, 60, 3) 2.0"
     trajectory("plt.figure(figsize=(2, 1)); plt.show()")

@@ -1,4 +1,5 @@
-"""The commands of README and docs fit on the cards that they name, by the estimate that each run prints first."""
+"""The commands of README and docs fit on the cards that they name, by the estimate that each run
+prints first."""
 
 import importlib
 import re
@@ -23,7 +24,11 @@ SHAPES = {  # hidden, MLP, layers, heads, key-value heads, vocabulary, tied
     "7B": (3584, 18_944, 28, 28, 4, 152_064, False),
     "32B": (5120, 27_648, 64, 40, 8, 152_064, False),
 }
-MADE = {"runs/gsm8k/model": "0.5B", "runs/warm-start/model": "VL-7B", "runs/curiosity/model": "VL-7B"}
+MADE = {
+    "runs/gsm8k/model": "0.5B",
+    "runs/warm-start/model": "VL-7B",
+    "runs/curiosity/model": "VL-7B",
+}
 MADE |= {"runs/pyvision-sft/model": "VL-7B", "runs/pyvision-image/model": "VL-7B"}
 ON_A_CPU = (*EMBEDDED, "smollm2", "runs/guess-form/model", "runs/grid-form/model")
 
@@ -42,8 +47,15 @@ def folders(tmp_path_factory) -> dict[str, str]:
             "vocab_size": vocabulary,
             "tie_word_embeddings": tied,
         }
-        tower = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": hidden}
-        pair = Qwen2_5_VLConfig(text_config=text_config, vision_config=tower, tie_word_embeddings=tied)
+        tower = {
+            "depth": 32,
+            "hidden_size": 1280,
+            "intermediate_size": 3420,
+            "out_hidden_size": hidden,
+        }
+        pair = Qwen2_5_VLConfig(
+            text_config=text_config, vision_config=tower, tie_word_embeddings=tied
+        )
         for name, config in ((size, Qwen2Config(**text_config)), (f"VL-{size}", pair)):
             found[name] = str(tmp_path_factory.mktemp(name))
             config.save_pretrained(found[name])
@@ -51,7 +63,8 @@ def folders(tmp_path_factory) -> dict[str, str]:
 
 
 def recipes(page: str) -> list[tuple[int, str]]:
-    """(GB of a card, command) of each training or evaluation: 32 where a V100 is spoken of, else 80."""
+    """(GB of a card, command) of each training or evaluation: 32 where a V100 is spoken of, else
+    80."""
     found, content = [], text(page)
     for block in re.finditer(r"^```bash\n(.*?)^```$", content, flags=re.MULTILINE | re.DOTALL):
         section = content[: block.start()].rpartition("\n#")[2]
@@ -59,14 +72,20 @@ def recipes(page: str) -> list[tuple[int, str]]:
         for words in split_commands(without_heredocs(block[1])):
             command = " ".join(words)
             if re.search(r"\b(grpo|ppo|curiosity_rl|sft)\.py .*--model", command):
-                sizes = re.search(r"for size in ([^;]+);", block[1])[1].split() if "$size" in command else [""]
+                sizes = (
+                    re.search(r"for size in ([^;]+);", block[1])[1].split()
+                    if "$size" in command
+                    else [""]
+                )
                 card = 32 if "V100" in spoken_of else 80
                 found += [(card, command.replace("$size", size)) for size in sizes]
     return found
 
 
 def size_of(model: str) -> str:
-    return MADE.get(model) or "".join(re.search(r"Qwen2\.5-(VL-|)(?:Math-)?([\d.]+B)", model).groups())
+    return MADE.get(model) or "".join(
+        re.search(r"Qwen2\.5-(VL-|)(?:Math-)?([\d.]+B)", model).groups()
+    )
 
 
 def gigabytes(command: str, card: int, folders: dict[str, str], monkeypatch) -> float:
@@ -88,7 +107,8 @@ def gigabytes(command: str, card: int, folders: dict[str, str], monkeypatch) -> 
         rollout = no_rollout(args.max_tokens)
     dtype = torch.float16 if card == 32 else torch.bfloat16
     machine = args.machine
-    if machine.micro_batch_tokens is None:  # the run lowers it by itself, but not below its longest episode
+    # the run lowers it by itself, but not below its longest episode
+    if machine.micro_batch_tokens is None:
         machine = replace(machine, micro_batch_tokens=longest(rollout))
     phases = memory_phases(rollout, machine, ranks, dtype, trained, frozen, on_gpu=True)
     return phases["context"] + max(phases["rollout"], phases["update"])
@@ -107,13 +127,24 @@ def test_recipes_and_their_cards_are_found():
     found = {page: recipes(page) for page in PAGES}
     assert sum(map(len, found.values())) > 20
     (on_v100s,) = [command for card, command in found["docs/curiosity.md"] if card == 32]
-    assert "curiosity-v100" in on_v100s and [card for card, _ in found["docs/scaling.md"]] == [80, 80, 80, 80, 32]
-    assert any("Qwen2.5-1.5B --output-dir runs/tinyzero-1.5B" in command for _, command in found["docs/recipes.md"])
+    assert "curiosity-v100" in on_v100s and [card for card, _ in found["docs/scaling.md"]] == [
+        80,
+        80,
+        80,
+        80,
+        32,
+    ]
+    assert any(
+        "Qwen2.5-1.5B --output-dir runs/tinyzero-1.5B" in command
+        for _, command in found["docs/recipes.md"]
+    )
 
 
 def test_a_recipe_that_does_not_fit_is_found(folders, monkeypatch):
     """The one for V100s as it was."""
     (command,) = [command for card, command in recipes("docs/curiosity.md") if card == 32]
-    before = command.replace("nproc_per_node 8", "nproc_per_node 4").replace("--engine-memory 3 ", "")
+    before = command.replace("nproc_per_node 8", "nproc_per_node 4").replace(
+        "--engine-memory 3 ", ""
+    )
     assert gigabytes(before, 32, folders, monkeypatch) == pytest.approx(42.7, abs=0.1)
     assert gigabytes(command, 32, folders, monkeypatch) < ROOM * 32

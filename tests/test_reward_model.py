@@ -1,4 +1,5 @@
-"""The reward model: batched and padded scores are those of one text at a time, in its own template."""
+"""The reward model: batched and padded scores are those of one text at a time, in its own
+template."""
 
 import json
 import math
@@ -52,11 +53,17 @@ def test_scores_in_chunks_are_those_of_single_texts(folder, chunk, monkeypatch):
         {"1 2 3 = 6": ["1+2+3", "6"], "7 8 = 15": ["7+8=15 because it is so", ""]}.items()
     ):
         prompt = [{"role": "user", "content": question}]
-        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
+        ids = tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
         rows[p] = Row(p, "x", prompt if p == 0 else question, None, {}, list(ids))
         for s, answer in enumerate(answers):
             response = tokenizer.encode(answer, add_special_tokens=False)
-            episodes.append(Episode(p, s, list(ids), response, [1] * len(response), [0.0] * len(response), "stop"))
+            episodes.append(
+                Episode(
+                    p, s, list(ids), response, [1] * len(response), [0.0] * len(response), "stop"
+                )
+            )
             episodes[-1].opening = " or not" * (p == 0)  # what an environment has said
     scorer.score_episodes(episodes, rows, tokenizer)
 
@@ -77,11 +84,17 @@ def test_scores_in_chunks_are_those_of_single_texts(folder, chunk, monkeypatch):
 
 
 def short_episodes(count: int) -> list[Episode]:
-    return [Episode(0, n, [65, 66], [67] * n, [1] * n, [0.0] * n, "stop", {"score": 1.0}) for n in range(count)]
+    return [
+        Episode(0, n, [65, 66], [67] * n, [1] * n, [0.0] * n, "stop", {"score": 1.0})
+        for n in range(count)
+    ]
 
 
 def test_out_of_memory_halves_the_chunks_until_one_text_is_left(folder, monkeypatch):
-    scorer, rows = RewardModel(folder, torch.float32, torch.device("cpu")), {0: Row(0, "x", "AB", None, {}, [65, 66])}
+    scorer, rows = (
+        RewardModel(folder, torch.float32, torch.device("cpu")),
+        {0: Row(0, "x", "AB", None, {}, [65, 66])},
+    )
     expected = short_episodes(5)
     scorer.score_episodes(expected, rows, scorer.tokenizer)
     forward, largest = scorer.model.forward, 2
@@ -102,7 +115,10 @@ def test_out_of_memory_halves_the_chunks_until_one_text_is_left(folder, monkeypa
 
 
 def test_a_score_that_is_not_finite_costs_its_episode(folder):
-    scorer, rows = RewardModel(folder, torch.float32, torch.device("cpu")), {0: Row(0, "x", "AB", None, {}, [65, 66])}
+    scorer, rows = (
+        RewardModel(folder, torch.float32, torch.device("cpu")),
+        {0: Row(0, "x", "AB", None, {}, [65, 66])},
+    )
     with torch.no_grad():
         scorer.model.score.weight.fill_(float("inf"))
     episodes = short_episodes(2)
@@ -111,11 +127,18 @@ def test_a_score_that_is_not_finite_costs_its_episode(folder):
 
 
 def test_what_a_tool_says_is_not_read_as_the_answer(folder):
-    scorer, rows = RewardModel(folder, torch.float32, torch.device("cpu")), {0: Row(0, "x", "AB", None, {}, [65, 66])}
+    scorer, rows = (
+        RewardModel(folder, torch.float32, torch.device("cpu")),
+        {0: Row(0, "x", "AB", None, {}, [65, 66])},
+    )
     tokenizer = scorer.tokenizer
-    said, seen, more = (tokenizer.encode(text, add_special_tokens=False) for text in ("1+2", "3 is right", "= 3"))
+    said, seen, more = (
+        tokenizer.encode(text, add_special_tokens=False) for text in ("1+2", "3 is right", "= 3")
+    )
     mask = [1] * len(said) + [0] * len(seen) + [1] * len(more)
-    with_tool = Episode(0, 0, [65, 66], said + seen + more, mask, [0.0] * len(mask), "stop", {"score": 1.0})
+    with_tool = Episode(
+        0, 0, [65, 66], said + seen + more, mask, [0.0] * len(mask), "stop", {"score": 1.0}
+    )
     ids = tokenizer.encode("1+2\n= 3", add_special_tokens=False)
     without = Episode(0, 1, [65, 66], ids, [1] * len(ids), [0.0] * len(ids), "stop", {"score": 1.0})
     scorer.score_episodes([with_tool, without], rows, tokenizer)
@@ -124,14 +147,19 @@ def test_what_a_tool_says_is_not_read_as_the_answer(folder):
 
 @pytest.mark.parametrize("size, kept", [(1e5, True), (1e15, False)])
 def test_a_large_score_costs_its_episode_and_is_told(folder, capsys, size, kept):
-    scorer, rows = RewardModel(folder, torch.float32, torch.device("cpu")), {0: Row(0, "x", "AB", None, {}, [65, 66])}
+    scorer, rows = (
+        RewardModel(folder, torch.float32, torch.device("cpu")),
+        {0: Row(0, "x", "AB", None, {}, [65, 66])},
+    )
     episodes = short_episodes(2)
     scorer.score_episodes(episodes, rows, scorer.tokenizer)
     with torch.no_grad():
         scorer.model.score.weight.mul_(size / max(abs(e.model_reward) for e in episodes))
     scorer.score_episodes(episodes, rows, scorer.tokenizer)
     assert [math.isfinite(e.rewards["score"]) for e in episodes] == [kept] * 2
-    assert ("--reward-model: 2 of 2 scores are not finite or above 1e+06" in capsys.readouterr().out) != kept
+    assert (
+        "--reward-model: 2 of 2 scores are not finite or above 1e+06" in capsys.readouterr().out
+    ) != kept
 
 
 def test_a_classifier_with_several_outputs_is_refused(tmp_path):
@@ -165,11 +193,17 @@ def test_weights_that_are_not_the_classifiers_are_refused(rename, tmp_path):
     weights = load_file(tmp_path / "model.safetensors")
     renamed = {rename.format(name): tensor for name, tensor in weights.items()}
     save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(SystemExit, match=f"^--reward-model {folder}: its files have no model.*: a wrapper was saved"):
-        check_reward_model(folder)
-    save_file(weights | {"v_head.weight": torch.ones(2)}, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(
-        SystemExit, match=f"^--reward-model {folder}: its files have v_head.weight, for which Qwen2For"
+        SystemExit,
+        match=f"^--reward-model {folder}: its files have no model.*: a wrapper was saved",
+    ):
+        check_reward_model(folder)
+    save_file(
+        weights | {"v_head.weight": torch.ones(2)}, tmp_path / "model.safetensors", {"format": "pt"}
+    )
+    with pytest.raises(
+        SystemExit,
+        match=f"^--reward-model {folder}: its files have v_head.weight, for which Qwen2For",
     ):
         check_reward_model(folder)
 

@@ -1,4 +1,5 @@
-"""Reward workers: whatever a function does costs its own sample, in bounded time, and no process is left over.
+"""Reward workers: whatever a function does costs its own sample, in bounded time, and no process is
+left over.
 
 pytest tests/test_reward_workers.py
 """
@@ -136,7 +137,9 @@ def fail(key="answer"):
 
 
 def write_to_trainer(data):  # as the worker does
-    links = {number: os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")}
+    links = {}
+    for number in os.listdir("/proc/self/fd"):
+        links[number] = os.path.realpath(f"/proc/self/fd/{number}")
     (number,) = [int(number) for number, link in links.items() if "socket:" in link]
     os.write(number, data)
 
@@ -185,11 +188,15 @@ ACTIONS = {
     "terminate fork": lambda: terminated(lambda: started_by("fork"), wait_for),
     "terminate spawn": lambda: terminated(lambda: started_by("spawn"), wait_for),
     "terminate forkserver": lambda: terminated(lambda: started_by("forkserver"), wait_for),
-    "terminate subprocess": lambda: terminated(lambda: subprocess.Popen(["sleep", "600"]), wait_for),
+    "terminate subprocess": lambda: terminated(
+        lambda: subprocess.Popen(["sleep", "600"]), wait_for
+    ),
     "terminate preexec": lambda: terminated(
         lambda: subprocess.Popen(["sleep", "600"], preexec_fn=os.setsid), wait_for),
     "terminate os.fork": lambda: terminated(lambda: fork_by(os.fork), wait_for_fork),
-    "terminate fork of C": lambda: terminated(lambda: fork_by(ctypes.CDLL(None).fork), wait_for_fork),
+    "terminate fork of C": lambda: terminated(
+        lambda: fork_by(ctypes.CDLL(None).fork), wait_for_fork
+    ),
     "pools": use_pools,
     "fork and die": fork_and_die,
     "die later": lambda: later(0.1, lambda: os._exit(3)),
@@ -234,8 +241,10 @@ FAILURES = {
     "recurse": "RecursionError: maximum recursion depth exceeded",
     "none": "ValueError: reward function act on data_source 'test' returned the score None",
     "nan": "ValueError: reward function act on data_source 'test' returned the score nan",
-    "no score": "ValueError: reward function act on data_source 'test' returned a mapping without the key \"score\"",
-    "object": "ValueError: reward function act on data_source 'test' returned the score Result(score=1.0)",
+    "no score": "ValueError: reward function act on data_source 'test' returned a mapping "
+    'without the key "score"',
+    "object": "ValueError: reward function act on data_source 'test' returned the score "
+    "Result(score=1.0)",
 }
 
 
@@ -274,12 +283,17 @@ def test_each_failure_costs_its_own_sample(start):
     pool = start(count=4)
     quick = [name for name in FAILURES if not FAILURES[name].startswith("timeout")]
     for names in (FAILURES, quick):
-        texts = [text for i, name in enumerate(names) for text in (f"{2 * i}", name, f"{2 * i + 1}")]
+        texts = [
+            text for i, name in enumerate(names) for text in (f"{2 * i}", name, f"{2 * i + 1}")
+        ]
         results = pool.score([job(text) for text in texts])
         assert len(results) == len(texts)
         for text, result in zip(texts, results):
             if text in FAILURES:
-                assert result.keys() == {"error"} and result["error"].startswith(FAILURES[text]), (text, result)
+                assert result.keys() == {"error"} and result["error"].startswith(FAILURES[text]), (
+                    text,
+                    result,
+                )
             else:
                 assert result == scored(float(text))
 
@@ -308,7 +322,8 @@ def test_bytes_that_trickle_hold_nobody_up(start):
 
 
 def test_a_reply_that_waited_for_the_trainer_is_read_to_its_end(start):
-    """As under --engine hf, whose step takes longer than a tool may: a large reply fits into no socket."""
+    """As under --engine hf, whose step takes longer than a tool may: a large reply fits into no
+    socket."""
     (worker,) = start(count=1, timeout_s=1.0).workers
     worker.take("job", job("write much"))
     time.sleep(2.0)
@@ -332,7 +347,9 @@ def test_replies_of_several_workers_wait_for_the_trainer(start):
 def test_a_reply_that_is_too_large_costs_its_sample(start, monkeypatch):
     monkeypatch.setattr("common.worker.MAX_REPLY", 2**20)
     large, after = start(count=1).score([job("write much"), job("2")])
-    assert large["error"].startswith("its reply cannot be read: it has 41943") and after == scored(2)
+    assert large["error"].startswith("its reply cannot be read: it has 41943") and after == scored(
+        2
+    )
 
 
 def test_what_cannot_be_printed_is_replaced(start):
@@ -343,11 +360,15 @@ def test_what_cannot_be_printed_is_replaced(start):
 def test_an_import_that_hangs_is_told_as_such(tmp_path, monkeypatch):
     monkeypatch.setattr("common.worker.START_S", 1.0)
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)\n")
-    with pytest.raises(ValueError, match="a reward worker did not start: its import did not end within 1 s"):
+    with pytest.raises(
+        ValueError, match="a reward worker did not start: its import did not end within 1 s"
+    ):
         RewardWorkers(f"{tmp_path / 'slow.py'}:f", 1, timeout_s=9.0)
 
 
-def test_a_worker_that_does_not_start_later_costs_its_job_and_is_tried_with_the_next(start, tmp_path, capfd):
+def test_a_worker_that_does_not_start_later_costs_its_job_and_is_tried_with_the_next(
+    start, tmp_path, capfd
+):
     file = tmp_path / "flaky.py"
     file.write_text(
         f"import os\nif os.path.exists({str(tmp_path / 'broken')!r}):\n    os._exit(4)\n"
@@ -362,7 +383,10 @@ def test_a_worker_that_does_not_start_later_costs_its_job_and_is_tried_with_the_
         assert lost == [{"error": "no worker starts: the worker died (exit code 4)"}] * 2
         (tmp_path / "broken").unlink()
         assert pool.score([job("3")]) == [{"score": 3.0}]
-    assert "warning: a reward worker did not start: the worker died (exit code 4)" in capfd.readouterr().out
+    assert (
+        "warning: a reward worker did not start: the worker died (exit code 4)"
+        in capfd.readouterr().out
+    )
 
 
 def test_no_trace_after_the_end(start, capfd):
@@ -400,14 +424,20 @@ def test_deadline(start):
 def test_a_slow_import_is_not_part_of_the_deadline(start, tmp_path):
     file = tmp_path / "slow.py"
     file.write_text(
-        "import os, time\ntime.sleep(1.2)\ndef f(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "import os, time\ntime.sleep(1.2)\ndef f(data_source, solution_str, ground_truth, "
+        "extra_info=None):\n"
         "    return float(solution_str) if solution_str.isdigit() else os._exit(0)\n"
     )
     pool = start(f"{file}:f", count=1, timeout_s=1.0)
-    assert pool.score([job("die"), job("3")]) == [{"error": "the worker died (exit code 0)"}, {"score": 3.0}]
+    assert pool.score([job("die"), job("3")]) == [
+        {"error": "the worker died (exit code 0)"},
+        {"score": 3.0},
+    ]
 
 
-@pytest.mark.parametrize("sources, before", [(["math/x"], True), (["countdown", "openai/gsm8k"], False), ([], False)])
+@pytest.mark.parametrize(
+    "sources, before", [(["math/x"], True), (["countdown", "openai/gsm8k"], False), ([], False)]
+)
 def test_what_built_in_functions_import_is_no_part_of_the_deadline(sources, before):
     """sympy takes seconds; data that never compare formulas do not wait for it."""
     pool = RewardWorkers(None, 1, timeout_s=60, sources=sources)
@@ -422,7 +452,10 @@ def test_what_built_in_functions_import_is_no_part_of_the_deadline(sources, befo
 def test_an_answer_that_a_built_in_function_cannot_compare_in_time_is_wrong(capsys):
     pool = RewardWorkers(None, 1, timeout_s=0.5, sources=["math/x"])
     try:
-        jobs = [("math/x", r"\boxed{" * 3_000_000, "5", None), ("aime", "Answer: " * 3_000_000, "5", None)]
+        jobs = [
+            ("math/x", r"\boxed{" * 3_000_000, "5", None),
+            ("aime", "Answer: " * 3_000_000, "5", None),
+        ]
         slow, slow_dapo, quick = pool.score([*jobs, ("math/x", r"\boxed{5}", "5", None)])
     finally:
         pool.close()
@@ -436,14 +469,16 @@ def test_a_death_between_jobs_costs_nothing(start, action):
     pids = []
     for number in range(2):
         pids.append(pool.workers[0].process.pid)
-        assert "score" in pool.score([job(action)])[0] or action == "alarm"  # which may be early on a busy machine
+        # which may be early on a busy machine
+        assert "score" in pool.score([job(action)])[0] or action == "alarm"
         wait_until(lambda: not alive(pids[-1]))
         assert pool.score([job(str(number))]) == [scored(number)]
     assert len(set(pids)) == 2
 
 
 def test_a_worker_that_stops_reading_does_not_block(start):
-    """A thread that a function left behind keeps the GIL, and the next text does not fit the socket's buffer."""
+    """A thread that a function left behind keeps the GIL, and the next text does not fit the
+    socket's buffer."""
     pool = start(count=1, timeout_s=0.5)
     assert pool.score([job("hang later")]) == [{"score": 1.0}]
     time.sleep(0.5)
@@ -477,7 +512,10 @@ def test_a_forked_child_that_comes_back_is_ignored(start):
 )
 def test_children_die_with_their_worker(start, tmp_path, monkeypatch, action, error):
     monkeypatch.setenv("CHILD", str(tmp_path / "child"))
-    assert start(count=1, timeout_s=1.0).score([job(action), job("2")]) == [{"error": error}, scored(2)]
+    assert start(count=1, timeout_s=1.0).score([job(action), job("2")]) == [
+        {"error": error},
+        scored(2),
+    ]
     child = int((tmp_path / "child").read_text())
     wait_until(lambda: not alive(child))
 
@@ -526,7 +564,10 @@ def test_workers_are_light(start):
 
 def test_many_short_jobs(start):
     pool = start(None)
-    jobs = [("countdown", f"<answer>{i}+1</answer>", {"numbers": [i, 1], "target": i + 1}, {}) for i in range(1000)]
+    jobs = [
+        ("countdown", f"<answer>{i}+1</answer>", {"numbers": [i, 1], "target": i + 1}, {})
+        for i in range(1000)
+    ]
     jobs[500] = ("countdown", "no tag", *jobs[500][2:])
     jobs[501] = ("my/chess", *jobs[501][1:])
     with deadline(60):  # 0.2 s on a quiet machine
@@ -598,7 +639,10 @@ def test_what_a_tool_says_earns_nothing(start):
     tokenizer = transformers.AutoTokenizer.from_pretrained(FOLDERS["tiny"])
     said, seen = ["Let me ask", "I do not know"], "result: \\boxed{7}"
     parts = [tokenizer.encode(text, add_special_tokens=False) for text in (said[0], seen, said[1])]
-    ids, mask = [i for part in parts for i in part], [m for m, part in zip((1, 0, 1), parts) for _ in part]
+    ids, mask = (
+        [i for part in parts for i in part],
+        [m for m, part in zip((1, 0, 1), parts) for _ in part],
+    )
     episodes = [Episode(0, 0, [1], ids, mask, [0.0] * len(mask), "stop") for _ in range(2)]
     rows = {0: SimpleNamespace(data_source="math/x", ground_truth="7", extra_info={"index": 3})}
     score_episodes(episodes[:1], rows, start(None), tokenizer)
@@ -646,7 +690,13 @@ def test_a_function_that_can_score_nothing_is_refused_at_the_start(start, tmp_pa
         return
     with pytest.raises(ValueError) as error:
         workers.try_out(spec, row)
-    for words in (f"--reward-function {spec}", TRIALS[function], "its truth as", "empty", "solution_str=..."):
+    for words in (
+        f"--reward-function {spec}",
+        TRIALS[function],
+        "its truth as",
+        "empty",
+        "solution_str=...",
+    ):
         assert words in str(error.value), words
 
 
@@ -654,9 +704,14 @@ def test_score_episodes(start):
     texts = ["3", "raise", "4", "own error"]
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: texts[ids[0]])
     episodes = [Episode(p, 0, [1], [i], [1], [0.0], "stop") for i, p in enumerate((8, 8, 9, 9))]
-    rows = {p: SimpleNamespace(data_source="test", ground_truth=10 * p, extra_info={}) for p in (8, 9)}
+    rows = {
+        p: SimpleNamespace(data_source="test", ground_truth=10 * p, extra_info={}) for p in (8, 9)
+    }
     score_episodes(episodes, rows, start(), tokenizer)
     rewards = [episode.rewards for episode in episodes]
-    assert rewards[0] == {"score": 3.0, "truth": 80.0} and rewards[2] == {"score": 4.0, "truth": 90.0}
+    assert rewards[0] == {"score": 3.0, "truth": 80.0} and rewards[2] == {
+        "score": 4.0,
+        "truth": 90.0,
+    }
     assert math.isnan(rewards[1]["score"]) and rewards[1]["error"].startswith("KeyError: 'answer'")
     assert rewards[3] == {"score": 0.5, "error": 3.0}  # the function's own key, and no failure

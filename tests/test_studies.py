@@ -21,10 +21,14 @@ def test_the_command_of_every_run_is_one_that_its_script_takes(monkeypatch, tmp_
     import curves
     from studies import STUDIES
 
-    monkeypatch.setattr(curves, "write_rows", lambda rows, request: ["--train-data", rows, "--eval-data", rows])
+    monkeypatch.setattr(
+        curves, "write_rows", lambda rows, request: ["--train-data", rows, "--eval-data", rows]
+    )
     seen = set()
     for study in STUDIES.values():
-        for name, run in ((name, run) for name, run in study.runs.items() if not run.command.startswith("trl")):
+        for name, run in (
+            (name, run) for name, run in study.runs.items() if not run.command.startswith("trl")
+        ):
             if run.parent:
                 (tmp_path / run.parent / "model").mkdir(parents=True, exist_ok=True)
             command = curves.our_command(curves.Args(runs=tmp_path), run, tmp_path / name)
@@ -32,7 +36,9 @@ def test_the_command_of_every_run_is_one_that_its_script_takes(monkeypatch, tmp_
             script = run.command.split()[0]
             program = command[command.index("--nproc_per_node") + 2 :]
             assert program[:2] == (
-                ["results/notebook/wrong_engine.py", run.engine] if run.engine else [script, program[1]]
+                ["results/notebook/wrong_engine.py", run.engine]
+                if run.engine
+                else [script, program[1]]
             )
             arguments = program[2 if run.engine else 1 :]
             module = importlib.import_module(script.removesuffix(".py"))

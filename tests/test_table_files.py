@@ -21,7 +21,10 @@ from common.prepare import countdown, geo3k, gsm8k, math, pixel_reasoner
 from common.rewards.offline import Scoring, score_file
 from papers.pyvision import rows
 
-ROWS = [{"question": f"{i} + {i}?", "answer": f"It is \\boxed{{{2 * i}}}. #### {2 * i}", "é": [i]} for i in range(5)]
+ROWS = [
+    {"question": f"{i} + {i}?", "answer": f"It is \\boxed{{{2 * i}}}. #### {2 * i}", "é": [i]}
+    for i in range(5)
+]
 LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)
 AS_LIST = json.dumps(ROWS)
 
@@ -84,7 +87,9 @@ def test_the_fingerprint_is_that_of_the_rows_in_each_format(tmp_path, sft_tokeni
     fingerprints = set()
     for number, (name, content, _) in enumerate(FORMATS.values()):
         path = written(tmp_path / str(number), name, content)
-        fingerprints.add(Conversations(path, "--train-data", sft_tokenizer, max_tokens=500).fingerprint)
+        fingerprints.add(
+            Conversations(path, "--train-data", sft_tokenizer, max_tokens=500).fingerprint
+        )
     assert len(fingerprints) == 1
 
 
@@ -109,7 +114,8 @@ def test_rows_under_another_key_are_answered_with_the_keys(tmp_path, value, inde
     path = written(tmp_path, "a.json", json.dumps(value, indent=indent).encode())
     keys = ", ".join(map(repr, value))
     with pytest.raises(
-        ValueError, match=f"--train-data: {path} .* it is one object with the keys {keys}: write its rows"
+        ValueError,
+        match=f"--train-data: {path} .* it is one object with the keys {keys}: write its rows",
     ):
         RowFiles(path, "--train-data")
 
@@ -117,10 +123,19 @@ def test_rows_under_another_key_are_answered_with_the_keys(tmp_path, value, inde
 def test_the_only_row_of_a_file_is_a_row(tmp_path):
     """As `head -1` leaves it, whatever its columns are called."""
     row = {"prompt": "a", "data": [{"x": 1}], "test": [{"x": 1}]}
-    assert list(RowFiles(written(tmp_path, "a.jsonl", json.dumps(row).encode()), "FILE").records()) == [row]
-    assert list(RowFiles(written(tmp_path, "a.json", json.dumps(ROWS[0]).encode()), "FILE").records()) == [ROWS[0]]
-    with pytest.raises(ValueError, match="it is one object with the keys 'question', 'answer', 'é'"):
-        RowFiles(written(tmp_path, "b.json", json.dumps(ROWS[0], indent=1, ensure_ascii=False).encode()), "FILE")
+    assert list(
+        RowFiles(written(tmp_path, "a.jsonl", json.dumps(row).encode()), "FILE").records()
+    ) == [row]
+    assert list(
+        RowFiles(written(tmp_path, "a.json", json.dumps(ROWS[0]).encode()), "FILE").records()
+    ) == [ROWS[0]]
+    with pytest.raises(
+        ValueError, match="it is one object with the keys 'question', 'answer', 'é'"
+    ):
+        RowFiles(
+            written(tmp_path, "b.json", json.dumps(ROWS[0], indent=1, ensure_ascii=False).encode()),
+            "FILE",
+        )
 
 
 BROKEN = {
@@ -137,17 +152,31 @@ BROKEN = {
     "a web page": ("a.jsonl", b"\n<!DOCTYPE html><html>", "a web page"),
     "a table with commas": ("a.csv", b"question,answer\n", "it begins with b'question,answer"),
     "half a packed file": ("a.jsonl.gz", gzip.compress(LINES.encode())[:40], "end-of-stream"),
-    "a damaged packed file": ("a.jsonl.gz", gzip.compress(LINES.encode())[:-8] + b"12345678", "CRC"),
+    "a damaged packed file": (
+        "a.jsonl.gz",
+        gzip.compress(LINES.encode())[:-8] + b"12345678",
+        "CRC",
+    ),
     "half a list": ("a.json", AS_LIST[:200].encode(), "Unterminated|Expecting"),
-    "half a list over lines": ("a.json", json.dumps(ROWS, indent=1)[:200].encode(), "Unterminated|Expecting"),
-    "half a parquet file": ("a.parquet", parquet(ROWS)[:500], "Parquet magic bytes not found|magic"),
+    "half a list over lines": (
+        "a.json",
+        json.dumps(ROWS, indent=1)[:200].encode(),
+        "Unterminated|Expecting",
+    ),
+    "half a parquet file": (
+        "a.parquet",
+        parquet(ROWS)[:500],
+        "Parquet magic bytes not found|magic",
+    ),
 }
 
 
 @pytest.mark.parametrize("name, content, what", BROKEN.values(), ids=BROKEN)
 def test_what_is_no_file_of_rows_is_one_answer(tmp_path, name, content, what):
     path = written(tmp_path, name, content)
-    with pytest.raises(ValueError, match=f"--eval-data: {path} is neither .jsonl, .json nor .*({what})"):
+    with pytest.raises(
+        ValueError, match=f"--eval-data: {path} is neither .jsonl, .json nor .*({what})"
+    ):
         RowFiles(path, "--eval-data")
 
 
@@ -160,7 +189,7 @@ class Flags:
     machine: Machine = field(default_factory=Machine)
 
 
-# --- patterns, folders and addresses ------------------------------------------------------------------------------
+# --- patterns, folders and addresses --------------------------------------------------------------
 
 
 def test_a_pattern_is_its_files_by_name(tmp_path, monkeypatch):
@@ -169,14 +198,30 @@ def test_a_pattern_is_its_files_by_name(tmp_path, monkeypatch):
     written(tmp_path / "x", "README.md", b"# rows")
     written(tmp_path / "x", "test[1].jsonl", b'{"n": 5}')
     monkeypatch.chdir(tmp_path)
-    for pattern in ("x/train-*.parquet", str(tmp_path / "x/train-*"), "**/train*.parquet", "x/train-0000[01]-*"):
+    for pattern in (
+        "x/train-*.parquet",
+        str(tmp_path / "x/train-*"),
+        "**/train*.parquet",
+        "x/train-0000[01]-*",
+    ):
         assert [record["n"] for record in RowFiles(pattern, "--train-data").records()] == [0, 1]
-    assert [record["n"] for record in RowFiles("x/train-*,x/test[1].jsonl,", "FILE").records()] == [0, 1, 5]
-    with pytest.raises(FileNotFoundError, match=r"--train-data: no file matches x/none-\*\.parquet"):
+    assert [record["n"] for record in RowFiles("x/train-*,x/test[1].jsonl,", "FILE").records()] == [
+        0,
+        1,
+        5,
+    ]
+    with pytest.raises(
+        FileNotFoundError, match=r"--train-data: no file matches x/none-\*\.parquet"
+    ):
         RowFiles("x/none-*.parquet", "--train-data")
-    with pytest.raises(ValueError, match=r"x/\* matches files of several kinds, such as x/README\.md and x/test\[1\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"x/\* matches files of several kinds, such as x/README\.md and x/test\[1\]",
+    ):
         RowFiles("x/*", "--train-data")
-    with pytest.raises(ValueError, match=r"x is a folder: name its files, such as x/test\[1\]\.jsonl"):
+    with pytest.raises(
+        ValueError, match=r"x is a folder: name its files, such as x/test\[1\]\.jsonl"
+    ):
         RowFiles("x", "--train-data")
     with pytest.raises(ValueError, match=r"is a folder: name its files, such as .*x/test"):
         RowFiles(str(tmp_path), "--train-data")
@@ -185,8 +230,14 @@ def test_a_pattern_is_its_files_by_name(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "address, told",
     [
-        ("hf://datasets/openai/gsm8k/main/train.parquet", "`hf download openai/gsm8k --repo-type dataset"),
-        ("hf://datasets/openai/gsm8k@main/*.parquet", "`hf download openai/gsm8k --repo-type dataset"),
+        (
+            "hf://datasets/openai/gsm8k/main/train.parquet",
+            "`hf download openai/gsm8k --repo-type dataset",
+        ),
+        (
+            "hf://datasets/openai/gsm8k@main/*.parquet",
+            "`hf download openai/gsm8k --repo-type dataset",
+        ),
         ("https://huggingface.co/datasets/openai/gsm8k", "also take openai/gsm8k:CONFIG:SPLIT"),
         ("https://example.org/datasets/a/rows.jsonl?x=1", "is an address, not a path: download it"),
         ("s3://bucket/rows.jsonl", "is an address, not a path: download it"),
@@ -213,7 +264,9 @@ def test_an_address_is_answered_in_each_place(tmp_path, address, told):
 def test_an_id_of_the_hub_is_answered_where_a_folder_is_expected(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for program in (gsm8k, math, geo3k):
-        with pytest.raises(FileNotFoundError, match=r"--source no/such: .*`hf download no/such --repo-type dataset"):
+        with pytest.raises(
+            FileNotFoundError, match=r"--source no/such: .*`hf download no/such --repo-type dataset"
+        ):
             program.main(program.Args(tmp_path / "out", "no/such"))
 
 
@@ -225,7 +278,11 @@ def test_files_are_not_ids_of_the_hub(tmp_path, monkeypatch):
 
 
 def test_the_shell_may_have_made_several_arguments_of_a_pattern(monkeypatch):
-    for argv in (["--train-data", "a", "b", "--seed", "1"], ["--train-data=a", "b"], ["--train-data", "a,b"]):
+    for argv in (
+        ["--train-data", "a", "b", "--seed", "1"],
+        ["--train-data=a", "b"],
+        ["--train-data", "a,b"],
+    ):
         monkeypatch.setattr("sys.argv", ["sft.py", "--model", "tiny", *argv])
         assert parse(Flags, Flags(), "")[0].data.train_data == "a,b"
     for argv in (["--train-data"], ["--train-data", "--seed", "1"]):
@@ -242,7 +299,7 @@ def test_the_shell_may_have_made_several_arguments_of_a_pattern(monkeypatch):
             tyro.cli(math.Args, args=argv)
 
 
-# --- programs that prepare data -----------------------------------------------------------------------------------
+# --- programs that prepare data -------------------------------------------------------------------
 
 GSM8K = [{"question": "1 + 1?", "answer": "#### 2"}, {"question": "1 + 2?", "answer": "#### 3"}]
 MATH = [{"problem": "1 + 1?", "level": "Level 1", "type": "Algebra", "solution": r"\boxed{2}"}] * 2
@@ -257,7 +314,11 @@ def as_snapshot(folder: Path, layout: str, rows: list) -> str:
         name = layout.format(split=split)
         kind = ROWS_NAME.search(name)[0].lower()
         lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
-        content = {".parquet": parquet(rows), ".json": json.dumps(rows).encode(), ".jsonl.gz": gzip.compress(lines)}
+        content = {
+            ".parquet": parquet(rows),
+            ".json": json.dumps(rows).encode(),
+            ".jsonl.gz": gzip.compress(lines),
+        }
         written((folder / name).parent, Path(name).name, content.get(kind, lines))
     return str(folder)
 
@@ -278,7 +339,11 @@ SNAPSHOTS = [
 @pytest.mark.parametrize("layout", SNAPSHOTS)
 def test_gsm8k_reads_a_snapshot_of_its_source(tmp_path, layout):
     source = as_snapshot(tmp_path / "gsm8k", layout, GSM8K)
-    written(tmp_path / "gsm8k/socratic", "train-00000-of-00001.parquet", parquet([{"question": "no", "answer": "no"}]))
+    written(
+        tmp_path / "gsm8k/socratic",
+        "train-00000-of-00001.parquet",
+        parquet([{"question": "no", "answer": "no"}]),
+    )
     written(tmp_path / "gsm8k", "train_socratic.jsonl", b"{}")
     for _ in range(2):  # what the first one has written is no source of the second one
         gsm8k.main(gsm8k.Args(tmp_path / "out", source))
@@ -293,53 +358,77 @@ def test_gsm8k_may_write_beside_its_source(tmp_path):
         source = as_snapshot(tmp_path / layout[:4], layout, GSM8K)
         for out in ("", "", "data", "data", "main/train"):
             gsm8k.main(gsm8k.Args(Path(source) / out, source))
-            assert pq.read_table(Path(source) / out / "train.parquet").column_names[0] == "data_source"
+            assert (
+                pq.read_table(Path(source) / out / "train.parquet").column_names[0] == "data_source"
+            )
 
 
 @pytest.mark.parametrize(
-    "layout", ["data/{split}-00000-of-00001.parquet", "data/{split}-00000-of-00001-0123456789abcdef.parquet"]
+    "layout",
+    ["data/{split}-00000-of-00001.parquet", "data/{split}-00000-of-00001-0123456789abcdef.parquet"],
 )
 def test_math_reads_a_snapshot_of_its_source_as_the_hub(tmp_path, monkeypatch, layout):
     source = as_snapshot(tmp_path / "snapshot", layout, MATH)
     for out in ("out", "snapshot", "snapshot"):
         math.main(math.Args(tmp_path / out, source))
-    parts = {f"data/{split}-00000-of-00001.parquet": layout.format(split=split) for split in ("train", "test")}
+    parts = {
+        f"data/{split}-00000-of-00001.parquet": layout.format(split=split)
+        for split in ("train", "test")
+    }
     monkeypatch.setattr(math, "hf_hub_download", lambda _, name, **__: f"{source}/{parts[name]}")
     math.main(math.Args(tmp_path / "hub", "DigitalLearningGmbH/MATH-lighteval"))
     for split in ("train", "test"):
-        here, there = (pq.read_table(tmp_path / f"{out}/{split}.parquet").to_pylist() for out in ("out", "hub"))
+        here, there = (
+            pq.read_table(tmp_path / f"{out}/{split}.parquet").to_pylist() for out in ("out", "hub")
+        )
         assert here == there and here[1]["data_source"] == "DigitalLearningGmbH/MATH-lighteval"
 
 
 def test_math_reads_benchmarks_in_each_format(tmp_path):
     """By their names, without what they are packed in; a second time beside its own output."""
-    rows = [{"question": row["question"], "answer": row["answer"].partition(". ####")[0]} for row in ROWS]
+    rows = [
+        {"question": row["question"], "answer": row["answer"].partition(". ####")[0]}
+        for row in ROWS
+    ]
     for number, (name, *_) in enumerate(FORMATS.values()):
         if "." in name:
             benchmark = f"bench{number}_test{ROWS_NAME.search(name)[0]}"
             text = "".join(json.dumps(row) + "\n" for row in rows).encode()
             is_packed, is_parquet = name.endswith(".gz"), name.lower().endswith(".parquet")
-            written(tmp_path, benchmark, parquet(rows) if is_parquet else gzip.compress(text) if is_packed else text)
+            written(
+                tmp_path,
+                benchmark,
+                parquet(rows) if is_parquet else gzip.compress(text) if is_packed else text,
+            )
     for _ in range(2):
         math.main(math.Args(tmp_path, str(tmp_path)))
         table = pq.read_table(tmp_path / "test.parquet").to_pylist()
         sources = {row["data_source"] for row in table}
-        expected = {f"math/bench{n}" for n, (name, *_) in enumerate(FORMATS.values()) if "." in name}
+        expected = {
+            f"math/bench{n}" for n, (name, *_) in enumerate(FORMATS.values()) if "." in name
+        }
         assert sources == expected and len(table) == len(expected) * len(ROWS)
-    math.main(math.Args(tmp_path / "out", f"{tmp_path}/bench*_test.jsonl,{tmp_path}/bench*_test.json"))
+    math.main(
+        math.Args(tmp_path / "out", f"{tmp_path}/bench*_test.jsonl,{tmp_path}/bench*_test.json")
+    )
     assert pq.read_table(tmp_path / "out/test.parquet").num_rows < len(table)
 
 
 @pytest.mark.parametrize("name, content, place", FORMATS.values(), ids=FORMATS)
 def test_countdown_reads_published_rows_in_each_format(tmp_path, name, content, place):
-    rows = [{"target": 6, "nums": [1, 2, 3]}, {"target": 7, "nums": [3, 4]}, {"target": None, "nums": [3, 4]}]
+    rows = [
+        {"target": 6, "nums": [1, 2, 3]},
+        {"target": 7, "nums": [3, 4]},
+        {"target": None, "nums": [3, 4]},
+    ]
     is_list, lines = place == "row 2", "".join(json.dumps(row) + "\n" for row in rows)
     content = json.dumps(rows).encode() if is_list else lines.encode()
     if "parquet" in name.lower():
         content = parquet(rows)
     source = written(tmp_path, name, content)
     with pytest.raises(
-        ValueError, match=r"--source .* (row 2|line 3): nums \[3, 4\] and target None, expected integers"
+        ValueError,
+        match=r"--source .* (row 2|line 3): nums \[3, 4\] and target None, expected integers",
     ):
         countdown.read_published(source)
     source = written(tmp_path / "data", "train-00000-of-00001.parquet", parquet(rows[:2]))
@@ -353,7 +442,8 @@ def test_pixel_reasoner_checks_rows_in_each_format(tmp_path):
     written(tmp_path, "a.jsonl", b"\n" + "".join(json.dumps(row) + "\n" for row in rows).encode())
     written(tmp_path, "b.json.gz", gzip.compress(json.dumps({"data": rows}).encode()))
     with pytest.raises(
-        SystemExit, match=r"(?s)6 files are missing in .*a.jsonl line 2: a.jpg.*b.json.gz row 0: a.jpg"
+        SystemExit,
+        match=r"(?s)6 files are missing in .*a.jsonl line 2: a.jpg.*b.json.gz row 0: a.jpg",
     ):
         pixel_reasoner.main(pixel_reasoner.Args(tmp_path))
     written(tmp_path, "a.jpg", b"x")
@@ -361,10 +451,17 @@ def test_pixel_reasoner_checks_rows_in_each_format(tmp_path):
 
 
 def test_verdicts_stand_beside_the_first_file(tmp_path, capsys):
-    row = {"data_source": "openai/gsm8k", "reward_model": {"ground_truth": "1"}, "responses": ["#### 1", "#### 2"]}
+    row = {
+        "data_source": "openai/gsm8k",
+        "reward_model": {"ground_truth": "1"},
+        "responses": ["#### 1", "#### 2"],
+    }
     for name in ("part-0.jsonl.gz", "part-1.jsonl.gz"):
         written(tmp_path, name, gzip.compress(json.dumps(row).encode()))
     score_file(Scoring(f"{tmp_path}/part-*.jsonl.gz"))
     assert len((tmp_path / "part-0_scored.jsonl").read_text().splitlines()) == 4
     assert "4 responses to 2 prompts" in capsys.readouterr().out
-    assert stem_of(Path("x/aime.2024_test.jsonl.gz")) == "aime.2024_test" and stem_of(Path("rows.txt")) == "rows"
+    assert (
+        stem_of(Path("x/aime.2024_test.jsonl.gz")) == "aime.2024_test"
+        and stem_of(Path("rows.txt")) == "rows"
+    )

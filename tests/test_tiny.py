@@ -1,4 +1,5 @@
-"""The embedded policy's data and files: honest traces, disjoint splits, a tokenizer that loses nothing."""
+"""The embedded policy's data and files: honest traces, disjoint splits, a tokenizer that loses
+nothing."""
 
 import json
 import random
@@ -30,7 +31,9 @@ def test_traces_calculate_correctly_and_answer_with_their_last_line(problems):
         text = tiny.trace(problem, rng)
         verdicts = text.removeprefix("<think>").partition("</think>")[0].split("\n")
         lines = [line.rstrip("0123456789")[:-1] for line in verdicts]
-        assert lines == [line for line, _, _ in tiny.tries(problem.numbers)][: len(lines)], "one order for all"
+        assert lines == [line for line, _, _ in tiny.tries(problem.numbers)][: len(lines)], (
+            "one order for all"
+        )
         for step in " ".join(lines).split():
             left, operator, right, value = STEP.fullmatch(step).groups()
             assert int(value) == int(left) + int(right) * (1 if operator == "+" else -1) >= 0, step
@@ -38,7 +41,9 @@ def test_traces_calculate_correctly_and_answer_with_their_last_line(problems):
         for line in verdicts:
             value, relation, target = VERDICT.search(line).groups()
             assert int(target) == problem.target
-            assert {"<": int.__lt__, "=": int.__eq__, ">": int.__gt__}[relation](int(value), int(target)), line
+            assert {"<": int.__lt__, "=": int.__eq__, ">": int.__gt__}[relation](
+                int(value), int(target)
+            ), line
             relations.append(relation)
         hit = relations[-1] == "="
         result = score(text, {"numbers": list(problem.numbers), "target": problem.target})
@@ -47,15 +52,21 @@ def test_traces_calculate_correctly_and_answer_with_their_last_line(problems):
         hits += hit
         gave_up_at_once += not hit and len(lines) == 1
         gave_up_later += not hit and len(lines) > 1
-    assert min(hits, gave_up_at_once) > 100 and gave_up_later > 10, "impatience is part of the design"
+    assert min(hits, gave_up_at_once) > 100 and gave_up_later > 10, (
+        "impatience is part of the design"
+    )
 
 
 def test_tries_are_all_sums_and_differences():
     """Each once up to the sign, and what an expression says is what its line calculates."""
     numbers = (3, 5, 9, 16)
     found = list(tiny.tries(numbers))
-    assert [value for _, expression, value in found] == [abs(eval(expression)) for _, expression, _ in found]
-    signed = {abs(sum(n * s for n, s in zip(numbers, signs))) for signs in product((1, -1), repeat=4)}
+    assert [value for _, expression, value in found] == [
+        abs(eval(expression)) for _, expression, _ in found
+    ]
+    signed = {
+        abs(sum(n * s for n, s in zip(numbers, signs))) for signs in product((1, -1), repeat=4)
+    }
     assert {value for _, _, value in found} == signed and len(found) == 8
     assert found[0] == ("3+5=8 8+9=17 17+16=33", "((3+5)+9)+16", 33)
     assert ("3+5=8 9+16=25 25-8=17", "(9+16)-(3+5)", 17) in found
@@ -70,9 +81,15 @@ def test_splits_are_disjoint():
     assert {len(p.numbers) for p in held_out[:512]} == {3, 4}
 
 
-@pytest.mark.parametrize("tokenizer", [tiny.build_tokenizer(), load_tokenizer(str(FOLDERS["tiny"]))])
+@pytest.mark.parametrize(
+    "tokenizer", [tiny.build_tokenizer(), load_tokenizer(str(FOLDERS["tiny"]))]
+)
 def test_tokenizer_round_trip_and_prompt_length(tokenizer):
-    for text in ("24 19 5 = 38", "<think>24+19=43</think><answer>(24+19)-5</answer>", "déjà vu, 数学 🙂\n\t "):
+    for text in (
+        "24 19 5 = 38",
+        "<think>24+19=43</think><answer>(24+19)-5</answer>",
+        "déjà vu, 数学 🙂\n\t ",
+    ):
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert tokenizer.decode(ids) == text
     rendered = tokenizer.apply_chat_template(
@@ -106,7 +123,8 @@ def test_without_a_generation_config_it_ends_as_the_models_own_says(tmp_path):
 
 
 def test_end_of_turn_is_what_the_template_says():
-    """A base model whose end token is not the one that ends its turns would never stop after fine-tuning."""
+    """A base model whose end token is not the one that ends its turns would never stop after
+    fine-tuning."""
     tokenizer = tiny.build_tokenizer()
     assert end_of_turn(tokenizer) == "<|end|>"
     tokenizer.eos_token = "<|endoftext|>"

@@ -1,6 +1,7 @@
 """The embedded vision policy: honest traces and crops, rows that load, and what the policy can do.
 
-Its numbers in docs/results.md: python -m pytest tests/test_tiny_vl.py -m "slow or not slow" -k knows -s
+Its numbers in docs/results.md: python -m pytest tests/test_tiny_vl.py -m "slow or not slow" -k
+knows -s
 """
 
 import json
@@ -25,7 +26,14 @@ from common.vision import load_vision
 ASSET = str(FOLDERS["tiny-vl"])
 LIMITS = PixelLimits(**tiny_vl.LIMITS)
 TOOLS = load_tools(CROP.name)
-FLAGS = ["--model", "tiny-vl", "--max-pixels", LIMITS.max_pixels, "--max-frame-pixels", LIMITS.max_frame_pixels]
+FLAGS = [
+    "--model",
+    "tiny-vl",
+    "--max-pixels",
+    LIMITS.max_pixels,
+    "--max-frame-pixels",
+    LIMITS.max_frame_pixels,
+]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +63,11 @@ def images_of(messages: list[dict]) -> list[bytes]:
 
 def reply_to(turn: str, scene: mosaic.Scene) -> dict:
     """What the tool returns for the call at the end of a turn; its images decoded from base64."""
-    context = {"media": [{"kind": "image", "frames": [scene.png]}], "num_prompt_media": 1, **vars(LIMITS)}
+    context = {
+        "media": [{"kind": "image", "frames": [scene.png]}],
+        "num_prompt_media": 1,
+        **vars(LIMITS),
+    }
     reply = call_tool(CROP, Hermes.find_call(turn).arguments, context, {})
     return reply | {"images": [b64decode(image) for image in reply.get("images", [])]}
 
@@ -67,7 +79,9 @@ def look_at(cell: tuple[int, int]) -> str:
 def holds(crop: list[float], cell: tuple[int, int]) -> bool:
     """Whether a crop, as the tool cuts it, shows the digit on the tile of a cell."""
     half = [dots * mosaic.DOT / 2 / mosaic.SIDE for dots in (5, 7)]
-    ends = [mosaic.center(index) + sign * size for sign in (-1, 1) for index, size in zip(cell, half)]
+    ends = [
+        mosaic.center(index) + sign * size for sign in (-1, 1) for index, size in zip(cell, half)
+    ]
     return all(crop[i] <= ends[i] and ends[i + 2] <= crop[i + 2] for i in range(2))
 
 
@@ -82,7 +96,9 @@ def test_everything_follows_from_the_seed(traces):
 
 def test_habits_are_as_asked():
     """An expert looks once, unless it sees already, and reads; who always guesses never looks."""
-    for messages, scene in zip(islice(tiny_vl.traces(3, guess=0.0, aim=1.0), 60), tiny_vl.scenes(3)):
+    for messages, scene in zip(
+        islice(tiny_vl.traces(3, guess=0.0, aim=1.0), 60), tiny_vl.scenes(3)
+    ):
         assert len(messages) in (3, 5) and text_of(messages[-1]) == tiny_vl.READ % scene.digit
     assert {len(messages) for messages in islice(tiny_vl.traces(3, guess=1.0), 60)} == {3}
     blind = [m for m in islice(tiny_vl.traces(3, guess=0.0, aim=0.0), 60) if len(m) > 3]
@@ -113,7 +129,10 @@ def test_traces_are_honest(traces):
         for turn, observation in zip(messages[2:-1:2], messages[3::2]):
             assert (turn["role"], observation["role"]) == ("assistant", "user") and not seen
             reply = reply_to(text_of(turn), scene)
-            assert (text_of(observation), images_of([observation])) == (reply["text"], reply["images"])
+            assert (text_of(observation), images_of([observation])) == (
+                reply["text"],
+                reply["images"],
+            )
             seen = holds(reply["info"]["box"], scene.cell)
         answer = text_of(messages[-1])
         assert Hermes.find_call(answer) is None
@@ -126,7 +145,9 @@ def test_traces_are_honest(traces):
 def test_traces_load_as_supervised_rows_of_pixel_reasoner(vision, tmp_path):
     tiny_vl.write_traces(tmp_path, 40, seed=6)
     options = {"max_tokens": 512, "vision": vision, "media_root": tmp_path}
-    data = Conversations(str(tmp_path / "release.json"), "--train-data", load_tokenizer(ASSET), **options)
+    data = Conversations(
+        str(tmp_path / "release.json"), "--train-data", load_tokenizer(ASSET), **options
+    )
     for row, messages in zip(range(len(data)), tiny_vl.traces(6)):
         episode = data.episode(row)
         assert len(episode.media) == len(images_of(messages)) and len(episode.prompt_ids) < 100
@@ -138,7 +159,12 @@ def test_traces_load_as_supervised_rows_of_pixel_reasoner(vision, tmp_path):
 def test_rows_of_training_and_evaluation_load_and_share_no_scene(vision, demo):
     pictures = {}
     for split, rows in (("train", mosaic.RL_ROWS), ("eval", mosaic.EVAL_ROWS)):
-        options = {"max_prompt_tokens": 128, "vision": vision, "tools": TOOLS, "tokenizer": load_tokenizer(ASSET)}
+        options = {
+            "max_prompt_tokens": 128,
+            "vision": vision,
+            "tools": TOOLS,
+            "tokenizer": load_tokenizer(ASSET),
+        }
         data = prompts_of(str(demo / f"{split}.parquet"), **options)
         assert len(data) == rows and data.sources == {"tiny-vl"}
         records = pq.read_table(demo / f"{split}.parquet").to_pylist()
@@ -146,7 +172,9 @@ def test_rows_of_training_and_evaluation_load_and_share_no_scene(vision, demo):
         for record, scene in zip(records[:20], tiny_vl.scenes(1 if split == "train" else 2)):
             truth = record["reward_model"]["ground_truth"]
             for digit in range(10):
-                said = score_response(reward_function("tiny-vl"), "tiny-vl", tiny_vl.READ % digit, truth)
+                said = score_response(
+                    reward_function("tiny-vl"), "tiny-vl", tiny_vl.READ % digit, truth
+                )
                 assert said["score"] == float(digit == scene.digit)
     assert not pictures["train"] & pictures["eval"]
 
@@ -155,7 +183,11 @@ def test_asset_is_small_and_complete(vision):
     assert sum(file.stat().st_size for file in FOLDERS["tiny-vl"].iterdir()) < 10e6
     config = json.loads((FOLDERS["tiny-vl"] / "config.json").read_text())
     assert config["architectures"] == ["Qwen2_5_VLForConditionalGeneration"]
-    assert load_tokenizer(ASSET).chat_template == tiny_vl.CHAT_TEMPLATE == vision.processor.chat_template
+    assert (
+        load_tokenizer(ASSET).chat_template
+        == tiny_vl.CHAT_TEMPLATE
+        == vision.processor.chat_template
+    )
 
 
 def given_crops(path, rows: int) -> None:
@@ -171,14 +203,27 @@ def given_crops(path, rows: int) -> None:
         ]
         images = [{"bytes": image, "path": None} for image in (scene.png, *reply["images"])]
         truth = {"style": "rule", "ground_truth": str(scene.digit)}
-        record = {"data_source": "tiny-vl", "prompt": prompt, "images": images, "reward_model": truth}
+        record = {
+            "data_source": "tiny-vl",
+            "prompt": prompt,
+            "images": images,
+            "reward_model": truth,
+        }
         records.append(record | {"extra_info": {"index": i}})
     pq.write_table(pa.Table.from_pylist(records), path)
 
 
 def evaluated(folder, *options) -> list[dict]:
     """Samples of grpo.py --eval-only at temperature 1."""
-    shared = ["--eval-only", "--eval-temperature", 1.0, "--max-prompt-tokens", 256, "--max-response-tokens", 256]
+    shared = [
+        "--eval-only",
+        "--eval-temperature",
+        1.0,
+        "--max-prompt-tokens",
+        256,
+        "--max-response-tokens",
+        256,
+    ]
     run_script("grpo.py", *FLAGS, *LITTLE_CACHE, *shared, *options, "--output-dir", folder)
     return pq.read_table(folder / "eval_samples.parquet").to_pylist()
 
@@ -190,7 +235,10 @@ def test_what_the_policy_knows(demo, tmp_path):
     given_crops(tmp_path / "given.parquet", rows)
     data = f"{tmp_path / 'given.parquet'},{demo / 'eval.parquet'}"
     samples = evaluated(tmp_path / "blind", "--eval-data", data, "--eval-rows", 2 * rows)
-    given, blind = (sum(sample["correct"] for sample in part) / rows for part in (samples[:rows], samples[rows:]))
+    given, blind = (
+        sum(sample["correct"] for sample in part) / rows
+        for part in (samples[:rows], samples[rows:])
+    )
     options = ["--eval-data", demo / "eval.parquet", "--eval-rows", rows, "--tools", CROP.name]
     samples, scenes = evaluated(tmp_path / "tools", *options), list(islice(tiny_vl.scenes(2), rows))
     looking = sum(sample["correct"] for sample in samples) / rows
@@ -204,8 +252,10 @@ def test_what_the_policy_knows(demo, tmp_path):
                 reply = reply_to(turn, scene)
                 right += "info" in reply and holds(reply["info"]["box"], scene.cell)
     print(
-        f"\n{rows} rows: accuracy {given:.1%} with the right crop given, {blind:.1%} without tools, {looking:.1%} "
-        f"with them; {attempts} calls, {parsed / attempts:.1%} parse, {right / parsed:.1%} of these hold the digit"
+        f"\n{rows} rows: accuracy {given:.1%} with the right crop given, {blind:.1%} without "
+        f"tools, {looking:.1%} "
+        f"with them; {attempts} calls, {parsed / attempts:.1%} parse, {right / parsed:.1%} of "
+        "these hold the digit"
     )
     assert given >= 0.9 and blind <= 0.3
     assert parsed >= 0.9 * attempts > 0.2 * rows and right > 0.5 * parsed

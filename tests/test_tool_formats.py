@@ -1,4 +1,5 @@
-"""How models call tools, read from the chat templates of published ones: Hermes', Llama-3, Qwen3-Coder, Mistral."""
+"""How models call tools, read from the chat templates of published ones: Hermes', Llama-3,
+Qwen3-Coder, Mistral."""
 
 import json
 from dataclasses import replace
@@ -20,7 +21,15 @@ from common.tools.turns import Call, Hermes
 
 TEMPLATES = ROOT / "tests" / "templates"
 END = {"llama-3.1": "<|eot_id|>", "mistral-nemo": "</s>", "devstral": "</s>"}
-SPECIAL = ["<|python_tag|>", "<|eom_id|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"]
+SPECIAL = [
+    "<|python_tag|>",
+    "<|eom_id|>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "[CALL_ID]",
+    "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]",
+]
 ADD = """
 def add(a: int, b: int = 0, note: str = "") -> str:
     '''Add two numbers.
@@ -49,18 +58,23 @@ def workers(tmp_path_factory):
 
 
 CALLS = {
-    "qwen2.5": 'So:\n<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4, "note": "7"}}\n</tool_call>',
+    "qwen2.5": 'So:\n<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4, "note": '
+    '"7"}}\n</tool_call>',
     "llama-3.1": '{"name": "add", "parameters": {"a": 3, "b": 4, "note": "7"}}',
-    "qwen3-coder": "So:\n<tool_call>\n<function=add>\n<parameter=a>\n3\n</parameter>\n<parameter=b>\n4\n</parameter>\n"
+    "qwen3-coder": "So:\n<tool_call>\n<function=add>\n<parameter=a>\n3\n</parameter>\n"
+    "<parameter=b>\n4\n</parameter>\n"
     "<parameter=note>\n7\n</parameter>\n</function>\n</tool_call>",
-    "mistral-nemo": '[TOOL_CALLS][{"name": "add", "arguments": {"a": 3, "b": 4, "note": "7"}, "id": "123456789"}]',
+    "mistral-nemo": '[TOOL_CALLS][{"name": "add", "arguments": {"a": 3, "b": 4, "note": "7"}, '
+    '"id": "123456789"}]',
     "devstral": 'So:[TOOL_CALLS]add[ARGS]{"a": 3, "b": 4, "note": "7"}',
 }
 REPLIES = {
-    "qwen2.5": "\n<|im_start|>user\n<tool_response>\n7 '7'\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
+    "qwen2.5": "\n<|im_start|>user\n<tool_response>\n7 '7'\n</tool_response><|im_end|>\n"
+    "<|im_start|>assistant\n",
     "llama-3.1": "<|start_header_id|>ipython<|end_header_id|>\n\n\"7 '7'\"<|eot_id|>"
     "<|start_header_id|>assistant<|end_header_id|>\n\n",
-    "qwen3-coder": "\n<|im_start|>user\n<tool_response>\n7 '7'\n</tool_response>\n<|im_end|>\n<|im_start|>assistant\n",
+    "qwen3-coder": "\n<|im_start|>user\n<tool_response>\n7 '7'\n</tool_response>\n<|im_end|>\n"
+    "<|im_start|>assistant\n",
     "mistral-nemo": '[TOOL_RESULTS]{"content": 7 \'7\', "call_id": "tool_call"}[/TOOL_RESULTS]',
     "devstral": "[TOOL_RESULTS]7 '7'[/TOOL_RESULTS]",
 }
@@ -68,7 +82,8 @@ REPLIES = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_and_its_reply_go_as_the_template_has_them(name, workers):
-    """What the policy is told, how it calls, what it sees: in the template's own words; "7" is a text as asked for."""
+    """What the policy is told, how it calls, what it sees: in the template's own words; "7" is a
+    text as asked for."""
     tokenizer = tokenizer_of(name)
     messages = to_messages([{"role": "user", "content": "Add."}], tokenizer, workers.tools)
     (prompt,) = apply_template([messages], tokenizer)
@@ -92,15 +107,22 @@ def test_a_call_and_its_reply_go_as_the_template_has_them(name, workers):
     ]
     assert (episode.finish_reason, episode.turns) == ("stop", 2)
     whole = tokenizer.decode(episode.response_ids)
-    assert whole == CALLS[name] + tokenizer.eos_token + REPLIES[name] + "It is 7." + tokenizer.eos_token
+    assert (
+        whole
+        == CALLS[name] + tokenizer.eos_token + REPLIES[name] + "It is 7." + tokenizer.eos_token
+    )
 
 
 def test_llamas_python_tag_and_the_last_of_several_calls():
     llama = protocol_of(tokenizer_of("llama-3.1"))
-    assert llama.find_call('<|python_tag|>{"name": "f", "parameters": {}}<|eom_id|>') == Call("f", {})
+    assert llama.find_call('<|python_tag|>{"name": "f", "parameters": {}}<|eom_id|>') == Call(
+        "f", {}
+    )
     assert llama.find_call('I say {"name": "f", "parameters": {}}') is None
     devstral = protocol_of(tokenizer_of("devstral"))
-    assert devstral.find_call('[TOOL_CALLS]f[ARGS]{}[TOOL_CALLS]g[CALL_ID]1[ARGS]{"x": 1}</s>') == Call("g", {"x": 1})
+    assert devstral.find_call(
+        '[TOOL_CALLS]f[ARGS]{}[TOOL_CALLS]g[CALL_ID]1[ARGS]{"x": 1}</s>'
+    ) == Call("g", {"x": 1})
 
 
 NO_CALLS = [
@@ -110,8 +132,15 @@ NO_CALLS = [
     ("qwen3-coder", "<tool_call>\n<function=f>\n<parameter=x>\n3\n<|im_end|>"),
     ("qwen3-coder", "<tool_call>\n<function=f>\n</function>\n</tool_call> So the answer is 5"),
     ("qwen3-coder", "<tool_call><function=f>" + "<parameter=s>" * 10_000),
-    ("qwen3-coder", "<tool_call>\n<function=f>\n</function>\n</tool_call> The answer is \\boxed{5}<|im_end|>"),
-    ("qwen3-coder", "<think><tool_call>\n<function=f>\n</function>\n</tool_call></think>The set is {5}<|im_end|>"),
+    (
+        "qwen3-coder",
+        "<tool_call>\n<function=f>\n</function>\n</tool_call> The answer is \\boxed{5}<|im_end|>",
+    ),
+    (
+        "qwen3-coder",
+        "<think><tool_call>\n<function=f>\n</function>\n</tool_call></think>The set is "
+        "{5}<|im_end|>",
+    ),
 ]
 
 
@@ -125,24 +154,44 @@ def test_spaces_within_a_call_cost_no_time():
     """The trainer reads calls itself, and nothing else goes on meanwhile."""
     text = '{"name": "f", "parameters": {"x": [1]' + " " * 40_000 + ', "y": 2}}'
     with deadline(3):
-        assert protocol_of(tokenizer_of("llama-3.1")).find_call(text) == Call("f", {"x": [1], "y": 2})
+        assert protocol_of(tokenizer_of("llama-3.1")).find_call(text) == Call(
+            "f", {"x": [1], "y": 2}
+        )
 
 
 def test_of_several_templates_the_names_are_asked_for():
     tokenizer = build_tokenizer()
-    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": tokenizer.chat_template}
+    tokenizer.chat_template = {
+        "default": tokenizer.chat_template,
+        "tool_use": tokenizer.chat_template,
+    }
     assert isinstance(protocol_of(tokenizer), Hermes)
 
 
 BROKEN = {
-    "llama-3.1": ['{"name": "f"}', '{"name": 3, "parameters": {}}', '{"name": "f", "parameters": [1]}']
+    "llama-3.1": [
+        '{"name": "f"}',
+        '{"name": 3, "parameters": {}}',
+        '{"name": "f", "parameters": [1]}',
+    ]
     + ['{"name": "f", "parameters": {"x": NaN}}', '{"name": "f", "parameters": ' + "[" * 100_000],
-    "mistral-nemo": ["[TOOL_CALLS]", "[TOOL_CALLS][3]", '[TOOL_CALLS]{"name": "f"}', '[TOOL_CALLS][{"name": "f"}]'],
-    "devstral": ["[TOOL_CALLS]f[ARGS]", "[TOOL_CALLS]f[ARGS][]", '[TOOL_CALLS]f[ARGS]{"x": 1} and more'],
+    "mistral-nemo": [
+        "[TOOL_CALLS]",
+        "[TOOL_CALLS][3]",
+        '[TOOL_CALLS]{"name": "f"}',
+        '[TOOL_CALLS][{"name": "f"}]',
+    ],
+    "devstral": [
+        "[TOOL_CALLS]f[ARGS]",
+        "[TOOL_CALLS]f[ARGS][]",
+        '[TOOL_CALLS]f[ARGS]{"x": 1} and more',
+    ],
 }
 
 
-@pytest.mark.parametrize("name, text", [(name, text) for name, texts in BROKEN.items() for text in texts])
+@pytest.mark.parametrize(
+    "name, text", [(name, text) for name, texts in BROKEN.items() for text in texts]
+)
 def test_a_malformed_call_is_told_to_the_policy(name, text):
     call = protocol_of(tokenizer_of(name)).find_call(text)
     assert call.error.startswith("Not a valid tool call: ") and call == Call(error=call.error)
@@ -155,7 +204,9 @@ def test_what_no_call_is_ends_the_trajectory():
 
 def test_another_way_of_calling_is_refused_by_name(workers):
     tokenizer = tokenizer_of("glm-4.6")
-    with pytest.raises(ValueError, match="tools: the chat template calls them in another way than Hermes, Qwen3"):
+    with pytest.raises(
+        ValueError, match="tools: the chat template calls them in another way than Hermes, Qwen3"
+    ):
         to_messages([{"role": "user", "content": "Add."}], tokenizer, workers.tools)
     assert to_messages([{"role": "user", "content": "Add."}], tokenizer), "without tools it serves"
 
@@ -164,40 +215,57 @@ def test_another_way_of_calling_is_refused_by_name(workers):
     "template", [PHI.replace("<|end|>", "<|im_end|>"), ZEPHYR, OLMO], ids=["Phi", "Zephyr", "OLMo"]
 )
 def test_a_template_that_shows_no_replies_of_tools_is_refused(template, workers):
-    with pytest.raises(ValueError, match="tools: the chat template leaves out messages of role 'tool': the policy"):
+    with pytest.raises(
+        ValueError, match="tools: the chat template leaves out messages of role 'tool': the policy"
+    ):
         Turns(build_tokenizer(template), workers)
     silent = template.replace("message['content']", "''")  # knows a role, and shows nothing of it
     with pytest.raises(ValueError, match=r"leaves out messages of role|does not end"):
         Turns(build_tokenizer(silent), workers)
     headed = template.replace("['role'] == 'user'", "['role'] in ('user', 'tool')")
-    headed = headed.replace("message['content']", "('' if message['role'] == 'tool' else message['content'])")
+    headed = headed.replace(
+        "message['content']", "('' if message['role'] == 'tool' else message['content'])"
+    )
     with pytest.raises(ValueError, match="leaves out messages of role 'tool'"):
         Turns(build_tokenizer(headed), workers)
-    of_users = SimpleNamespace(tools={"add": replace(workers.tools["add"], role="user")}, protocol=Hermes)
+    of_users = SimpleNamespace(
+        tools={"add": replace(workers.tools["add"], role="user")}, protocol=Hermes
+    )
     Turns(build_tokenizer(template), of_users)  # whose replies come as a user's
 
 
 @pytest.mark.parametrize(
     "refusal, told",
     [
-        ("raise_exception('Only user and assistant roles are supported!')", "Only user and assistant"),
+        (
+            "raise_exception('Only user and assistant roles are supported!')",
+            "Only user and assistant",
+        ),
         ("1 + 'x'", "unsup"),
     ],
 )
 def test_a_template_that_refuses_replies_of_tools_is_one_line(refusal, told, workers):
-    refusing = "{% for m in messages %}{% if m['role'] == 'tool' %}{{ REFUSAL }}{% endif %}{% endfor %}" + TOOLS
-    with pytest.raises(ValueError, match=f"refuses messages of role 'tool' .*{told}.*: the policy would not") as error:
+    refusing = (
+        "{% for m in messages %}{% if m['role'] == 'tool' %}{{ REFUSAL }}{% endif %}{% endfor %}"
+        + TOOLS
+    )
+    with pytest.raises(
+        ValueError, match=f"refuses messages of role 'tool' .*{told}.*: the policy would not"
+    ) as error:
         Turns(build_tokenizer(refusing.replace("REFUSAL", refusal)), workers)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("prefix", ["legacy", "first", "always"])
 def test_a_reply_has_the_ids_that_it_has_behind_the_text_so_far(prefix, workers):
-    """A tokenizer that puts a space before a text puts none before what goes on with it; sampled ids stay."""
+    """A tokenizer that puts a space before a text puts none before what goes on with it; sampled
+    ids stay."""
     llama = build_sentencepiece(prefix, TOOLS)
     turns = Turns(llama, workers)
     prompt = apply_template([[{"role": "user", "content": "Hi"}]], llama)[0]
-    the_row = Row(0, "x", [], "1", {}, llama.encode(prompt, add_special_tokens=False), [], {"add": {}})
+    the_row = Row(
+        0, "x", [], "1", {}, llama.encode(prompt, add_special_tokens=False), [], {"add": {}}
+    )
     call = '<tool_call>{"name": "add", "arguments": {"a": 3, "b": 4}}</tool_call>'
     (episode,), _ = run([[call, "two"]], turns, the_row, n=1)
     sampled = [*llama.encode(call, add_special_tokens=False), llama.eos_token_id]
@@ -205,7 +273,10 @@ def test_a_reply_has_the_ids_that_it_has_behind_the_text_so_far(prefix, workers)
     observation = episode.response_ids[len(sampled) : len(sampled) + episode.loss_mask.count(0)]
     assert set(episode.loss_mask[len(sampled) :][: len(observation)]) == {0}
     text = prompt + call + "</s>\n<|tool|>\n7 ''</s>\n<|assistant|>\n"
-    assert llama.encode(text, add_special_tokens=False)[-len(observation) - 1 :] == [llama.eos_token_id, *observation]
+    assert llama.encode(text, add_special_tokens=False)[-len(observation) - 1 :] == [
+        llama.eos_token_id,
+        *observation,
+    ]
 
 
 def test_a_tokenizer_that_does_not_keep_turns_apart_is_refused(workers):
@@ -216,7 +287,8 @@ def test_a_tokenizer_that_does_not_keep_turns_apart_is_refused(workers):
     llama.add_tokens([AddedToken("<end>", single_word=True, special=True)], special_tokens=True)
     llama.eos_token = AddedToken("<end>", single_word=True, special=True)
     with pytest.raises(
-        ValueError, match=r"tools: the tokenizer of '.*' does not keep '<end>' apart from what follows"
+        ValueError,
+        match=r"tools: the tokenizer of '.*' does not keep '<end>' apart from what follows",
     ):
         Turns(llama, workers)
 
@@ -256,9 +328,13 @@ def test_a_tokenizers_own_response_template_comes_first():
                 "repeats": True,
                 "content": "xml-inline",
                 "content_args": {
-                    "tag_pattern": r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
+                    "tag_pattern": r"<arg_key>(?P<key>.*?)</arg_key>"
+                    r"\s*<arg_value>(?P<value>.*?)</arg_value>"
                 },
-                "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+                "transform": {
+                    "type": "function",
+                    "function": {"name": "{name}", "arguments": "{content}"},
+                },
             },
             "content": {"content": "text"},
         },
@@ -271,10 +347,16 @@ def test_a_tokenizers_own_response_template_comes_first():
 
 def test_a_template_without_tools_is_given_hermes():
     tokenizer = build_tokenizer()
-    assert "tool_calls" not in tokenizer.chat_template and isinstance(protocol_of(tokenizer), Hermes)
+    assert "tool_calls" not in tokenizer.chat_template and isinstance(
+        protocol_of(tokenizer), Hermes
+    )
 
 
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "note": {"type": "string"}}, "required": ["a"]}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "note": {"type": "string"}},
+    "required": ["a"],
+}
 SCHEMA = {"name": "add", "description": "Add two numbers.", "parameters": SCHEMA}
 ASKED, REPLY = {"name": "add", "arguments": {"a": 3, "note": "7"}}, 'the "sum"'
 AS_LLAMA_FACTORY = {
@@ -301,19 +383,26 @@ AS_TRANSFORMERS = {
 }
 
 
-@pytest.mark.parametrize("row", [AS_LLAMA_FACTORY, AS_TRANSFORMERS], ids=["llama-factory", "transformers"])
+@pytest.mark.parametrize(
+    "row", [AS_LLAMA_FACTORY, AS_TRANSFORMERS], ids=["llama-factory", "transformers"]
+)
 @pytest.mark.parametrize("name", CALLS)
 def test_supervised_rows_call_as_a_policy_has_to(name, row, tmp_path):
-    """What sft.py teaches is what the RL scripts read as a call; the tools are offered once, in the same place."""
+    """What sft.py teaches is what the RL scripts read as a call; the tools are offered once, in the
+    same place."""
     tokenizer = tokenizer_of(name)
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    episode = Conversations(str(tmp_path / "rows.jsonl"), "--t", tokenizer, max_tokens=9000).episode(0)
+    episode = Conversations(
+        str(tmp_path / "rows.jsonl"), "--t", tokenizer, max_tokens=9000
+    ).episode(0)
     prompt = tokenizer.decode(episode.prompt_ids)
     assert prompt.count("Add two numbers.") == 1
     schemas = [{"type": "function", "function": SCHEMA}]
     options = {"add_generation_prompt": True, "tokenize": False}
     if name != "qwen2.5" or row is AS_TRANSFORMERS:
-        own = tokenizer.apply_chat_template([{"role": "user", "content": "Add."}], tools=schemas, **options)
+        own = tokenizer.apply_chat_template(
+            [{"role": "user", "content": "Add."}], tools=schemas, **options
+        )
         assert tokenizer.encode(own, add_special_tokens=False) == episode.prompt_ids
     said = [token for token, trained in zip(episode.response_ids, episode.loss_mask) if trained]
     text = tokenizer.decode(said)

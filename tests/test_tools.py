@@ -1,4 +1,5 @@
-"""Tools: what the policy is told of them, its calls, their replies; hangs and crashes; crops, frames, sizes, decoding.
+"""Tools: what the policy is told of them, its calls, their replies; hangs and crashes; crops,
+frames, sizes, decoding.
 
 pytest tests/test_tools.py
 pytest tests/test_tools.py -m slow    # more strings, sizes and broken files
@@ -56,7 +57,9 @@ ACTIONS = {
     "object": object,
     "long": lambda: "a" * 50_000 + "b" * 50_000,
     "surrogate": lambda: "x\\ud800y",
-    "picture": lambda: ("seen", [Image.new("CMYK", (40, 30)), Image.new("RGBA", (5, 6))], {"box": [0, 0.5]}),
+    "picture": lambda: (
+        "seen", [Image.new("CMYK", (40, 30)), Image.new("RGBA", (5, 6))], {"box": [0, 0.5]}
+    ),
     "no picture": lambda: ("seen", [b"GIF89a"]),
     "bad info": lambda: ("seen", [], {"x": object()}),
 }
@@ -169,7 +172,8 @@ def own(x):
     return x
 
 
-own.schema = {"type": "function", "function": {"name": "mine", "parameters": {"properties": {"x": {}}}}}
+parameters = {"properties": {"x": {}}}
+own.schema = {"type": "function", "function": {"name": "mine", "parameters": parameters}}
 
 
 def wrong():
@@ -195,7 +199,10 @@ def start(file):
     started = []
 
     def start(*names, count=1, timeout_s=20.0, memory_gib=1.0) -> ToolWorkers:
-        spec = ",".join(name if name in ("visual", "crop_image_normalized") else f"{file}:{name}" for name in names)
+        spec = ",".join(
+            name if name in ("visual", "crop_image_normalized") else f"{file}:{name}"
+            for name in names
+        )
         started.append(ToolWorkers(spec, count, timeout_s, memory_gib))
         return started[-1]
 
@@ -237,9 +244,11 @@ QWEN = r"""
         {{- "\n" }}
         {{- tool | tojson }}
     {%- endfor %}
-    {{- "\n</tools>\n\nFor each function call, return a json object with function name and arguments " }}
+    {{- "\n</tools>\n\nFor each function call, return a json object " }}
+    {{- "with function name and arguments " }}
     {{- "within <tool_call></tool_call> XML tags:\n<tool_call>\n" }}
-    {{- "{\"name\": <function-name>, \"arguments\": <args-json-object>}\n</tool_call><|im_end|>\n" }}
+    {{- "{\"name\": <function-name>, \"arguments\": <args-json-object>}\n" }}
+    {{- "</tool_call><|im_end|>\n" }}
 {%- endif %}"""
 
 
@@ -250,8 +259,13 @@ def test_tool_block_is_that_of_the_chat_template(file):
     tools["search"].schema["function"]["description"] += ' <b>été & "日本"</b>\''
     messages = [{"role": "system", "content": "You are a helpful assistant."}]
     schemas = [tool.schema for tool in tools.values()]
-    rendered = render_jinja_template(conversations=[messages], tools=schemas, chat_template=QWEN)[0][0]
-    assert rendered == f"<|im_start|>system\nYou are a helpful assistant.{Hermes.system_block(schemas)}<|im_end|>\n"
+    rendered = render_jinja_template(conversations=[messages], tools=schemas, chat_template=QWEN)[
+        0
+    ][0]
+    assert (
+        rendered == "<|im_start|>system\nYou are a helpful "
+        f"assistant.{Hermes.system_block(schemas)}<|im_end|>\n"
+    )
     assert "日本" in rendered
 
 
@@ -291,7 +305,11 @@ def test_schema_from_signature(file):
                         "items": {"type": "string"},
                         "description": "all must occur: in any order",
                     },
-                    "where": {"type": "string", "enum": ["title", "text"], "description": "which part"},
+                    "where": {
+                        "type": "string",
+                        "enum": ["title", "text"],
+                        "description": "which part",
+                    },
                     "limit": {"type": "integer"},
                     "exact": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
                 },
@@ -330,7 +348,8 @@ def test_bad_specs(file, tmp_path):
         (f"{file}:unknown", "name 'Missing' is not defined"),
         (f"{file}:wrong", "KeyError: 'function'"),
         (f"{broken}:f", "NameError: name 'y' is not defined (line 2 of broken.py)"),
-        (f"{broken}:f", "NameError: name 'y' is not defined (line 2 of broken.py)"),  # no half-made module is kept
+        # no half-made module is kept
+        (f"{broken}:f", "NameError: name 'y' is not defined (line 2 of broken.py)"),
     ]:
         with pytest.raises(ValueError) as error:
             load_tools(spec)
@@ -352,11 +371,15 @@ CROP_CALL = '{"name": "crop", "arguments": {"bbox_2d": [0.1, 0.2, 0.5, 1], "targ
         f"{OPEN}{{}}{CLOSE} and {OPEN}\n{CROP_CALL}\n{CLOSE}",
         f"{OPEN}{OPEN}{CROP_CALL}{CLOSE}",
         f"{OPEN}{CROP_CALL}{CLOSE}{CLOSE}",
-        OPEN + json.dumps({"name": "crop", "arguments": json.dumps(json.loads(CROP_CALL)["arguments"])}) + CLOSE,
+        OPEN
+        + json.dumps({"name": "crop", "arguments": json.dumps(json.loads(CROP_CALL)["arguments"])})
+        + CLOSE,
     ],
 )
 def test_calls(text):
-    assert Hermes.find_call(text) == Call("crop", {"bbox_2d": [0.1, 0.2, 0.5, 1], "target_image": 1})
+    assert Hermes.find_call(text) == Call(
+        "crop", {"bbox_2d": [0.1, 0.2, 0.5, 1], "target_image": 1}
+    )
 
 
 @pytest.mark.parametrize(
@@ -396,9 +419,35 @@ def test_malformed_calls(body, error):
     assert Hermes.find_call(body + CLOSE).error == f"{CLOSE} without {OPEN}"
 
 
-PIECES = [OPEN, CLOSE, OPEN[:-1], CLOSE[1:], " ", "\n", "\0", "\ud800", "\x85", "\x1f", "\u2028", "\ufeff", "é", "𝄞"]
+PIECES = [
+    OPEN,
+    CLOSE,
+    OPEN[:-1],
+    CLOSE[1:],
+    " ",
+    "\n",
+    "\0",
+    "\ud800",
+    "\x85",
+    "\x1f",
+    "\u2028",
+    "\ufeff",
+    "é",
+    "𝄞",
+]
 PIECES += ['{"name": "f", "arguments": ', '"arguments": "{}"', "9" * 5000]
-PIECES += ['"name"', '"arguments"', "\\ud800", "NaN", "Infinity", "1e999", "-0", "null", "[[[[", *'{}[]":,\\<>/']
+PIECES += [
+    '"name"',
+    '"arguments"',
+    "\\ud800",
+    "NaN",
+    "Infinity",
+    "1e999",
+    "-0",
+    "null",
+    "[[[[",
+    *'{}[]":,\\<>/',
+]
 
 
 def check_strings(count: int, seed: int) -> None:
@@ -407,7 +456,10 @@ def check_strings(count: int, seed: int) -> None:
     for _ in range(count):
         body = "".join(rng.choices(PIECES, k=rng.randrange(12)))
         if rng.random() < 0.3:
-            name, arguments = "".join(rng.choices(PIECES, k=2)), {rng.choice(PIECES): rng.choice([1, -0.5, None, "x"])}
+            name, arguments = (
+                "".join(rng.choices(PIECES, k=2)),
+                {rng.choice(PIECES): rng.choice([1, -0.5, None, "x"])},
+            )
             body += f"{OPEN}{json.dumps({'name': name, 'arguments': arguments})}"
         text = body + rng.choice([CLOSE, CLOSE, f"{CLOSE}\n", ""])
         call = Hermes.find_call(text)
@@ -431,10 +483,12 @@ def test_many_strings_made_to_break_the_parser(seed):
 
 
 @pytest.mark.parametrize(
-    "pieces", [OPEN, OPEN + "{", OPEN + CLOSE, CLOSE, OPEN[:-1], CLOSE[:-1], *" [9\\", '{"a":', '"\\']
+    "pieces",
+    [OPEN, OPEN + "{", OPEN + CLOSE, CLOSE, OPEN[:-1], CLOSE[:-1], *" [9\\", '{"a":', '"\\'],
 )
 def test_parsing_takes_linear_time(pieces):
-    """A deadline that quadratic time would miss by hours; `pieces` at either end, inside a call and before it."""
+    """A deadline that quadratic time would miss by hours; `pieces` at either end, inside a call and
+    before it."""
     with deadline(10):
         for size in (2**18, 2**20):
             filling = pieces * (size // len(pieces))
@@ -467,7 +521,12 @@ def test_results(start):
     assert len(long) == MAX_TEXT and "[... cut: the whole has 100000 characters ...]" in long
     assert long.startswith("a" * 2000) and long.endswith("b" * 2000)
     reply = answer(tools, Call("act", {"action": "picture"}))
-    assert (reply.text, reply.info, reply.error, reply.failed) == ("seen", {"box": [0, 0.5]}, False, False)
+    assert (reply.text, reply.info, reply.error, reply.failed) == (
+        "seen",
+        {"box": [0, 0.5]},
+        False,
+        False,
+    )
     assert [decode(image).size for image in reply.images] == [(40, 30), (5, 6)]
     assert decode(reply.images[1]).getpixel((0, 0)) == (255, 255, 255)
 
@@ -503,10 +562,17 @@ def test_no_such_tool_and_no_valid_call(start, names, role, message):
     tools = start(*names)
     unknown = answer(tools, Call("crop", {}))
     offered = ", ".join(names)
-    assert unknown == ToolReply(message.format(f"there is no tool 'crop', but {offered}"), error=True, role=role)
+    assert unknown == ToolReply(
+        message.format(f"there is no tool 'crop', but {offered}"), error=True, role=role
+    )
     malformed = answer(tools, Hermes.find_call(f"{OPEN}{{}}{CLOSE}"))
-    assert malformed.error and malformed.role == role and "Not a valid tool call: expected" in malformed.text
-    assert answer(tools, Call("act", {})).text == "Error: act: missing arguments: action"  # a tool's own role
+    assert (
+        malformed.error
+        and malformed.role == role
+        and "Not a valid tool call: expected" in malformed.text
+    )
+    # a tool's own role
+    assert answer(tools, Call("act", {})).text == "Error: act: missing arguments: action"
     if role == "user":
         text = "\nExecution error:\ncrop_image_normalized: missing arguments: bbox_2d\n"
         reply = answer(tools, Call("zoom_in", {"target_image": 1}), {"media": []})
@@ -520,22 +586,34 @@ def test_what_the_row_gives(start):
     assert answer(tools, call, ground_truth="4", scale=0.5).text == "0.5"
     assert answer(tools, call, ground_truth="4", scale=None).text == "1.0"  # Arrow's nulls
     missing = answer(tools, call)
-    assert missing.failed and "the row gives grade no ground_truth in extra_info.tools_kwargs" in missing.text
+    assert (
+        missing.failed
+        and "the row gives grade no ground_truth in extra_info.tools_kwargs" in missing.text
+    )
     cheat = Call("grade", {"answer": "5", "ground_truth": "5"})
-    assert answer(tools, cheat, ground_truth="4").text == "Error: grade: unexpected arguments: ground_truth"
+    assert (
+        answer(tools, cheat, ground_truth="4").text
+        == "Error: grade: unexpected arguments: ground_truth"
+    )
     context = {"media": [1, 2, 3]}
     assert json.loads(answer(tools, Call("see", {"number": 1}), context, number=2, a=3).text) == {
         "media": 3,
         "rest": {"a": 3},
         "number": 1,  # the policy's, where both give one
     }
-    assert json.loads(answer(tools, Call("see", {}), context, number=2, context=0).text)["number"] == 2
+    assert (
+        json.loads(answer(tools, Call("see", {}), context, number=2, context=0).text)["number"] == 2
+    )
     assert answer(tools, Call("count", {}), context, a=1).text == "1"
 
 
 def test_functions_of_one_file_share_it(start):
     tools = start("count", "counted")
-    assert [answer(tools, Call(name, {})).text for name in ("count", "count", "counted")] == ["1", "2", "2"]
+    assert [answer(tools, Call(name, {})).text for name in ("count", "count", "counted")] == [
+        "1",
+        "2",
+        "2",
+    ]
 
 
 # ---------------------------------------------------------------- workers
@@ -552,7 +630,8 @@ FAILURES = {
 
 @pytest.mark.parametrize("name", ["act", "our_act"])
 def test_each_failure_costs_its_own_call_and_others_go_on(start, name):
-    """The policy wrote the call, and reads what came of it; if the tool says that it is ours, the sample is lost."""
+    """The policy wrote the call, and reads what came of it; if the tool says that it is ours, the
+    sample is lost."""
     tools = start(name, count=2, timeout_s=8.0)
     for action in FAILURES:
         submit(tools, action, action, name=name)
@@ -593,9 +672,14 @@ def test_poll_waits_for_the_first_and_not_for_the_slow(start, tmp_path):
 
 
 def meeting(tools: ToolWorkers, folder, jobs: int, at_once: int) -> list:
-    """When each job began and ended; of every `at_once` all are under way before one of them is done."""
+    """When each job began and ended; of every `at_once` all are under way before one of them is
+    done."""
     for number in range(jobs):
-        arguments = {"folder": str(folder), "name": str(number), "number": number // at_once * at_once + at_once}
+        arguments = {
+            "folder": str(folder),
+            "name": str(number),
+            "number": number // at_once * at_once + at_once,
+        }
         tools.submit(number, Call("meet", arguments), {}, {})
     assert tools.pending == jobs
     replies = collect(tools)
@@ -649,21 +733,29 @@ def test_media_of_many_megabytes(start):
 
 # ---------------------------------------------------------------- sizes
 
-LIMITS = {"num_prompt_media": 1, "min_pixels": 3136, "max_pixels": 784_000, "max_frame_pixels": 313_600}
+LIMITS = {
+    "num_prompt_media": 1,
+    "min_pixels": 3136,
+    "max_pixels": 784_000,
+    "max_frame_pixels": 313_600,
+}
 
 
 @pytest.mark.parametrize(
     "size, limits, expected",
     [
-        ((1000, 800), (3136, 784_000), (980, 784)),  # 36 x 29 = 1044 cells > 1000: scaled by 0.98995, rounded down
+        # 36 x 29 = 1044 cells > 1000: scaled by 0.98995, rounded down
+        ((1000, 800), (3136, 784_000), (980, 784)),
         ((600, 480), (3136, 784_000), (588, 476)),  # 21.4 x 17.1 cells
-        ((20, 30), (3136, 784_000), (56, 84)),  # 1 x 1 cell < 4: scaled by 2.286 to 1.63 x 2.45 cells, rounded up
+        # 1 x 1 cell < 4: scaled by 2.286 to 1.63 x 2.45 cells, rounded up
+        ((20, 30), (3136, 784_000), (56, 84)),
         ((1, 1), (0, 784), (28, 28)),
         ((10, 100), (0, 784_000), (28, 112)),
         ((1, 300), (0, 784_000), (28, 308)),
         ((5000, 20), (3136, 784_000), (5012, 28)),  # 20 becomes 28: 178.6 x 1 cells
         ((41, 8200), (3136, 784_000), (28, 5600)),  # 1.46 x 292.9 cells
-        ((100_000, 1), (784, 784_000), (11_200, 56)),  # 1 becomes 500: scaled to 447 x 2 cells, 400 of them left
+        # 1 becomes 500: scaled to 447 x 2 cells, 400 of them left
+        ((100_000, 1), (784, 784_000), (11_200, 56)),
     ],
 )
 def test_shown_size(size, limits, expected):
@@ -684,7 +776,10 @@ def check_sizes(count: int, seed: int) -> None:
         assert all(side % 28 == 0 and side >= 28 for side in size) and ratio <= 200
         enlarged = max(width, height, 28) / max(min(width, height), 28)
         true_ratio = max(width, height) / min(width, height)
-        if max_pixels >= 784 * (min(200, max(enlarged, true_ratio)) + 1) and max_pixels >= 4 * min_pixels:
+        if (
+            max_pixels >= 784 * (min(200, max(enlarged, true_ratio)) + 1)
+            and max_pixels >= 4 * min_pixels
+        ):
             assert size[0] * size[1] <= max_pixels, (width, height, min_pixels, max_pixels, size)
         if true_ratio > 200:
             continue
@@ -757,7 +852,11 @@ RED = (200, 10, 20)
         (encoded(Image.new("I;16", (3, 2), 100 * 256)), (3, 2), {(0, 0): (100, 100, 100)}),
         (encoded(Image.new("I;16", (3, 2), 65535)), (3, 2), {(0, 0): (255, 255, 255)}),
         (encoded(Image.new("I;16B", (3, 2), 100 * 256), "TIFF"), (3, 2), {(0, 0): (100, 100, 100)}),
-        (encoded(Image.new("CMYK", (16, 8), (0, 255, 255, 0)), "TIFF"), (16, 8), {(0, 0): (255, 0, 0)}),
+        (
+            encoded(Image.new("CMYK", (16, 8), (0, 255, 255, 0)), "TIFF"),
+            (16, 8),
+            {(0, 0): (255, 0, 0)},
+        ),
         (encoded(Image.new("RGB", (3, 2), RED), "GIF"), (3, 2), {(0, 0): RED}),
         (encoded(Image.new("RGB", (3, 2), RED), "BMP"), (3, 2), {(0, 0): RED}),
         (encoded(Image.new("RGB", (3, 2), RED), "WEBP", lossless=True), (3, 2), {(0, 0): RED}),
@@ -772,7 +871,10 @@ def test_decode(data, size, pixels):
 
 
 def test_decode_jpegs():
-    assert decode(encoded(Image.new("CMYK", (16, 8), (0, 255, 255, 0)), "JPEG")).getpixel((3, 3))[0] > 250
+    assert (
+        decode(encoded(Image.new("CMYK", (16, 8), (0, 255, 255, 0)), "JPEG")).getpixel((3, 3))[0]
+        > 250
+    )
     image = Image.new("RGB", (32, 16), "black")
     image.paste("white", (0, 0, 8, 8))
     exif = Image.Exif()
@@ -791,13 +893,28 @@ def test_unreadable_images():
     gif[6:10] = bytes(4)  # 0 x 0
     place = gif.index(b",\0\0\0\0")
     gif[place : place + 9] = b"," + bytes(8)
-    other = encoded(NOISE, "PCX")  # Pillow reads it; but it also reads PostScript, with an interpreter
+    # Pillow reads it; but it also reads PostScript, with an interpreter
+    other = encoded(NOISE, "PCX")
     bomb = b"P6 100000 100000 255\n"
-    for data in (b"", b"no image", bytes(1000), jpeg[:-100], png[:-100], jpeg[:30], png[:20], gif, other, bomb):
+    for data in (
+        b"",
+        b"no image",
+        bytes(1000),
+        jpeg[:-100],
+        png[:-100],
+        jpeg[:30],
+        png[:20],
+        gif,
+        other,
+        bomb,
+    ):
         with pytest.raises(ValueError, match=r"^unreadable image: ") as error:
             decode(bytes(data))
         assert len(str(error.value)) < 250 and " at 0x" not in str(error.value)
-    with pytest.raises(ValueError, match="10000x10000 pixels"), pytest.warns(Image.DecompressionBombWarning):
+    with (
+        pytest.raises(ValueError, match="10000x10000 pixels"),
+        pytest.warns(Image.DecompressionBombWarning),
+    ):
         decode(b"P6 10000 10000 255\n")
 
 
@@ -825,7 +942,8 @@ def scene(width: int, height: int, kind: str = "image") -> dict:
     across.putdata([100 * x // width for x in range(width)])
     down.putdata([100 * y // height for y in range(height)])
     image = Image.merge(
-        "RGB", [band.resize((width, height), Image.Resampling.NEAREST) for band in (across, down, down)]
+        "RGB",
+        [band.resize((width, height), Image.Resampling.NEAREST) for band in (across, down, down)],
     )
     return {"kind": kind, "frames": [encode(image)]}
 
@@ -854,27 +972,33 @@ def where(image: Image.Image) -> tuple:
 @pytest.mark.parametrize(
     "box, percent, size, shown",
     [
-        ([0.5, 0.5, 1, 1], (40, 40, 100, 100), (600, 480), "588x476"),  # Pixel Reasoner took 1 for a pixel
+        # Pixel Reasoner took 1 for a pixel
+        ([0.5, 0.5, 1, 1], (40, 40, 100, 100), (600, 480), "588x476"),
         ([0.5, 0.5, 1.0, 1.0], (40, 40, 100, 100), (600, 480), "588x476"),
         ([0, 0, 1, 1], (0, 0, 100, 100), (1000, 800), "980x784"),
         ([0.05, 0.1, 0.2, 0.3], (0, 0, 30, 40), (300, 320), "308x308"),
         ([0.4, 0.5, 0.6, 0.7], (30, 40, 70, 80), (400, 320), "392x308"),
-        ([490, 392, 980, 784], (40, 40, 100, 100), (600, 480), "588x476"),  # pixels of the 980 x 784 that it saw
+        # pixels of the 980 x 784 that it saw
+        ([490, 392, 980, 784], (40, 40, 100, 100), (600, 480), "588x476"),
         ([98, 392, 2000, 2000], (0, 40, 100, 100), (1000, 480), "1008x476"),
-        ([0.5, 0.5, 1.02, 1.0], (40, 40, 100, 100), (600, 480), "588x476"),  # past the edge, and no pixel
+        # past the edge, and no pixel
+        ([0.5, 0.5, 1.02, 1.0], (40, 40, 100, 100), (600, 480), "588x476"),
     ],
 )
 def test_crop(box, percent, size, shown):
     text, image, info = crop(box, [scene(1000, 800)])
     assert text == f"\nHere is the cropped image (Image Size: {shown}):"
     assert where(image) == percent and image.size == size
-    assert (info["target"], info["frame"]) == (0, 1) and info["box"] == pytest.approx([p / 100 for p in percent])
+    assert (info["target"], info["frame"]) == (0, 1) and info["box"] == pytest.approx(
+        [p / 100 for p in percent]
+    )
 
 
 def test_crops_have_the_resolution_of_the_original():
     _, image, _ = crop([0.5, 0.5, 1, 1], [scene(1500, 1200)], max_pixels=784 * 16)
     assert image.size == (900, 720)
-    text, image, _ = crop([56, 56, 112, 84], [scene(1500, 1200)], max_pixels=784 * 16)  # it saw 112 x 84
+    # it saw 112 x 84
+    text, image, _ = crop([56, 56, 112, 84], [scene(1500, 1200)], max_pixels=784 * 16)
     assert where(image) == (40, 56, 100, 100) and text.endswith("(Image Size: 140x84):")
 
 
@@ -892,10 +1016,10 @@ def test_small_crops(box, size, message):
     assert crop([0.5, 0.5, 0.500001, 0.500001], [scene(145, 145)])[1].size == (29, 29)
 
 
-BAD_BOXES = """[] [0.1,0.2,0.3] [0.1,0.2,0.3,0.4,0.5] "[0.1,0.2,0.3,0.4]" null 0.5 {"x1":0.1} [[0.1],0.2,0.3,0.4]
-[0.5,0.1,0.2,0.4] [0.1,0.4,0.3,0.2] [0.1,0.2,0.1,0.4] [0.1,0.2,0.3,0.2] [-0.1,0.2,0.3,0.4] [0.1,-5,0.3,0.4]
-[0.1,0.2,"0.3",0.4] [0.1,0.2,null,0.4] [false,false,true,true] [0.1,0.2,NaN,0.4] [0.1,0.2,0.3,Infinity]
-[0,0,1,1e999]"""
+BAD_BOXES = """[] [0.1,0.2,0.3] [0.1,0.2,0.3,0.4,0.5] "[0.1,0.2,0.3,0.4]" null 0.5 {"x1":0.1}
+[[0.1],0.2,0.3,0.4] [0.5,0.1,0.2,0.4] [0.1,0.4,0.3,0.2] [0.1,0.2,0.1,0.4] [0.1,0.2,0.3,0.2]
+[-0.1,0.2,0.3,0.4] [0.1,-5,0.3,0.4] [0.1,0.2,"0.3",0.4] [0.1,0.2,null,0.4] [false,false,true,true]
+[0.1,0.2,NaN,0.4] [0.1,0.2,0.3,Infinity] [0,0,1,1e999]"""
 
 
 @pytest.mark.parametrize("box", [*map(json.loads, BAD_BOXES.split()), [0, 0, 1, 10**400]], ids=repr)
@@ -939,7 +1063,8 @@ def test_crops_of_several_images_and_of_crops():
     _, image, _ = crop([0.6, 0.6, 1, 1], media, 2)
     media.append({"kind": "image", "frames": [encode(image)]})
     _, image, info = crop([0.5, 0.5, 1, 1], media, 3)
-    assert where(image) == (70, 70, 100, 100) and info["target"] == 2  # 40 % of the half to its lower right
+    # 40 % of the half to its lower right
+    assert where(image) == (70, 70, 100, 100) and info["target"] == 2
 
 
 def test_a_broken_image_is_told_to_the_policy():
@@ -951,11 +1076,13 @@ def test_a_broken_image_is_told_to_the_policy():
 
 
 def test_frames_and_their_numbers():
-    """The number that an observation prints is the target_image that the crop tool takes, and stays so."""
+    """The number that an observation prints is the target_image that the crop tool takes, and stays
+    so."""
     media = [film(16)]
     context = {**LIMITS, "media": media}
     text, images, info = select_frames([3, 16, 3], context)
-    assert text == "\nHere are the selected frames (Frame Size: 644x364, Numbered 17 to 19):"  # 22.9 x 12.9 cells
+    # 22.9 x 12.9 cells
+    assert text == "\nHere are the selected frames (Frame Size: 644x364, Numbered 17 to 19):"
     assert [decode(image).getpixel((0, 0))[0] for image in images] == [30, 160, 30]
     assert info == {"target": 0, "frames": [3, 16, 3]}
     assert images[0] is media[0]["frames"][2]
@@ -1005,7 +1132,9 @@ def test_bad_frames(frames, message):
 def test_frames_of_an_image():
     with pytest.raises(ValueError, match=r"There is no video .* crop_image_normalized"):
         select_frames([1], {**LIMITS, "media": [scene(100, 100)]})
-    assert len(select_frames([1] * 8, {**LIMITS, "media": [film(1, 32, 32)]})[1]) == visual.MAX_FRAMES
+    assert (
+        len(select_frames([1] * 8, {**LIMITS, "media": [film(1, 32, 32)]})[1]) == visual.MAX_FRAMES
+    )
 
 
 def test_any_arguments():
@@ -1036,13 +1165,27 @@ def test_any_arguments():
     done = 0
     for _ in range(4000):
         box = rng.choice(
-            [rng.choice(values), rng.choices(values, k=rng.randrange(7)), sorted(rng.random() for _ in "1234")]
+            [
+                rng.choice(values),
+                rng.choices(values, k=rng.randrange(7)),
+                sorted(rng.random() for _ in "1234"),
+            ]
         )
-        target, frames = rng.choice(values), rng.choice([rng.choice(values), rng.choices(values, k=rng.randrange(10))])
-        for function, arguments in ((crop_image_normalized, (box, target)), (select_frames, (frames,))):
+        target, frames = (
+            rng.choice(values),
+            rng.choice([rng.choice(values), rng.choices(values, k=rng.randrange(10))]),
+        )
+        for function, arguments in (
+            (crop_image_normalized, (box, target)),
+            (select_frames, (frames,)),
+        ):
             with contextlib.suppress(ValueError):
                 text, images, info = function(*arguments, context)
-                assert text.startswith("\nHere ") and 1 <= len(images) <= 8 and json.dumps(info, allow_nan=False)
+                assert (
+                    text.startswith("\nHere ")
+                    and 1 <= len(images) <= 8
+                    and json.dumps(info, allow_nan=False)
+                )
                 done += 1
     assert done > 100
 
@@ -1052,6 +1195,12 @@ def test_a_broken_frame_is_told_to_the_policy(start):
     video["frames"][1] = b"broken"
     context, tools = {**LIMITS, "media": [video]}, start("visual")
     reply = answer(tools, Call("select_frames", {"target_frames": [1, 2]}), context)
-    assert reply.text.startswith("\nExecution error:\nunreadable image: ") and reply.error and reply.role == "user"
+    assert (
+        reply.text.startswith("\nExecution error:\nunreadable image: ")
+        and reply.error
+        and reply.role == "user"
+    )
     reply = answer(tools, Call("select_frames", {"target_frames": [1, 3]}), context)
-    assert reply.images == [video["frames"][0], video["frames"][2]] and "Numbered 4 to 5" in reply.text
+    assert (
+        reply.images == [video["frames"][0], video["frames"][2]] and "Numbered 4 to 5" in reply.text
+    )

@@ -1,4 +1,5 @@
-"""The multi-turn loop with a scripted engine: what is appended, in which order, and how trajectories end."""
+"""The multi-turn loop with a scripted engine: what is appended, in which order, and how
+trajectories end."""
 
 import threading
 import time
@@ -26,11 +27,15 @@ from common.tools.turns import Call, Hermes, ToolReply, spacing
 from common.vision import load_vision
 
 LIMITS = PixelLimits(784, 64 * 784, 16 * 784)
-CROP = '<tool_call>{{"name": "crop_image_normalized", "arguments": {{"bbox_2d": {}, "target_image": {}}}}}</tool_call>'
+CROP = (
+    '<tool_call>{{"name": "crop_image_normalized", "arguments": {{"bbox_2d": {}, '
+    '"target_image": {}}}}}</tool_call>'
+)
 
 
 class ScriptedEngine:
-    """Answers the n-th turn of sample j with the n-th text of `scripts[j]`; one request a step, the latest first."""
+    """Answers the n-th turn of sample j with the n-th text of `scripts[j]`; one request a step, the
+    latest first."""
 
     def __init__(self, tokenizer, scripts, end: bool = True):
         self.tokenizer, self.scripts, self.end = tokenizer, scripts, end
@@ -38,7 +43,13 @@ class ScriptedEngine:
 
     def submit(self, request):
         self.requests.append((request.key, request.sampling.max_tokens))
-        asked = (request.key, list(request.prompt_ids), request.sampling, request.seed, list(request.media))
+        asked = (
+            request.key,
+            list(request.prompt_ids),
+            request.sampling,
+            request.seed,
+            list(request.media),
+        )
         self.asked.append(asked)
 
     @property
@@ -77,7 +88,10 @@ def render(prompt, tokenizer, pictures=False):
 
 
 def row(tokenizer, vision=None, media=(), tools=("crop_image_normalized",), text="look"):
-    prompt = [{"role": "system", "content": "<tools>"}, {"role": "user", "content": "<image>" * len(media) + text}]
+    prompt = [
+        {"role": "system", "content": "<tools>"},
+        {"role": "user", "content": "<image>" * len(media) + text},
+    ]
     ids = tokenizer.encode(render(prompt, tokenizer, bool(media)), add_special_tokens=False)
     ids = vision.expand(ids, media) if vision else ids
     return Row(0, "x", prompt, "1", {}, ids, list(media), {name: {} for name in tools})
@@ -94,7 +108,9 @@ def test_a_picture_that_cannot_be_read_is_told_to_the_policy(vision, workers):
     """`call_tool` sends none; a tool that writes its reply itself may."""
     tokenizer = build_tokenizer()
     turns, the_row = Turns(tokenizer, workers, vision), row(tokenizer, vision)
-    episode = Episode(0, 0, the_row.prompt_ids, [5, tokenizer.eos_token_id], [1, 1], [-0.5, -0.5], "stop", turns=1)
+    episode = Episode(
+        0, 0, the_row.prompt_ids, [5, tokenizer.eos_token_id], [1, 1], [-0.5, -0.5], "stop", turns=1
+    )
     assert turns.observe(episode, Call("forged", {}), ToolReply("see", [b"no picture"]), 4000)
     assert "unreadable image" in tokenizer.decode(episode.response_ids) and not episode.media
     assert episode.calls[0]["error"] and "see" not in tokenizer.decode(episode.response_ids)
@@ -110,7 +126,9 @@ def test_three_turns_with_two_crops_and_an_error(vision, workers):
         CROP.format([0.2, 0.2, 0.9, 1.0], 2),  # of the first crop
         "\\boxed{3}",
     ]
-    (episode,), engine = run([script], Turns(tokenizer, workers, vision), row(tokenizer, vision, [original]))
+    (episode,), engine = run(
+        [script], Turns(tokenizer, workers, vision), row(tokenizer, vision, [original])
+    )
     assert (episode.finish_reason, episode.turns, len(episode.media)) == ("stop", 4, 3)
     assert [call["error"] for call in episode.calls] == [False, True, False]
     assert [call["media"] for call in episode.calls] == [1, 0, 1]
@@ -123,10 +141,15 @@ def test_three_turns_with_two_crops_and_an_error(vision, workers):
     second = first.crop((20, 18, 200, 180))
     assert np.array_equal(np.asarray(decode(episode.media[2].frames[0])), np.asarray(second))
     sizes = [m.pixels.shape[2:0:-1] for m in episode.media]
-    assert sizes == [LIMITS.shown_size("image", *size) for size in ((400, 300), (200, 180), (180, 162))]
+    assert sizes == [
+        LIMITS.shown_size("image", *size) for size in ((400, 300), (200, 180), (180, 162))
+    ]
 
     def between(text: str, media: tuple = ()) -> list[int]:
-        rendered = f"\n<|im_start|>user\n{text}" + "<|vision_start|><|image_pad|><|vision_end|>" * len(media)
+        rendered = (
+            f"\n<|im_start|>user\n{text}"
+            + "<|vision_start|><|image_pad|><|vision_end|>" * len(media)
+        )
         rendered += "<|im_end|>\n<|im_start|>assistant\n"
         return vision.expand(tokenizer.encode(rendered, add_special_tokens=False), media)
 
@@ -134,7 +157,12 @@ def test_three_turns_with_two_crops_and_an_error(vision, workers):
     assert texts[0] == "\nHere is the cropped image (Image Size: {}x{}):".format(*sizes[1])
     assert texts[1].startswith("\nExecution error:\n")
     expected, mask, logprobs = [], [], []
-    observations = [between(texts[0], episode.media[1:2]), between(texts[1]), between(texts[2], episode.media[2:]), []]
+    observations = [
+        between(texts[0], episode.media[1:2]),
+        between(texts[1]),
+        between(texts[2], episode.media[2:]),
+        [],
+    ]
     for said, observation in zip(script, observations):
         ids = [*tokenizer.encode(said, add_special_tokens=False), tokenizer.eos_token_id]
         expected += ids + observation
@@ -143,10 +171,13 @@ def test_three_turns_with_two_crops_and_an_error(vision, workers):
     assert episode.response_ids == expected
     assert episode.loss_mask == mask and episode.logprobs == logprobs
     whole = [*episode.prompt_ids, *expected]
-    assert [asked[1] for asked in engine.asked] == [whole[: len(whole) - n] for n in remaining(mask)]
+    assert [asked[1] for asked in engine.asked] == [
+        whole[: len(whole) - n] for n in remaining(mask)
+    ]
     assert len({asked[3] for asked in engine.asked}) == 4, "each turn has a seed of its own"
 
-    # Positions: text counts on; a picture's rows and columns begin where the text ended, all at one time.
+    # Positions: text counts on; a picture's rows and columns begin where the text ended, all at one
+    # time.
     positions, start, places = vision.positions(whole, episode.media), 0, iter(episode.media)
     i = 0
     while i < len(whole):
@@ -176,12 +207,15 @@ def remaining(mask: list[int]) -> list[int]:
 
 
 def test_every_turn_of_every_sample_has_random_numbers_of_its_own(workers):
-    """Samples of a prompt with one seed would be one answer, G times; a step with another's, its rollouts again."""
+    """Samples of a prompt with one seed would be one answer, G times; a step with another's, its
+    rollouts again."""
     tokenizer = build_tokenizer()
     bad = CROP.format([0.1], 1)
     _, engine = run([[bad, "a"], [bad, bad, "b"]], Turns(tokenizer, workers), row(tokenizer))
     seeds = [[asked[3] for asked in engine.asked if asked[0] == j] for j in (0, 1)]
-    assert seeds == [[request_seed(1, 2, 0, turn) + j for turn in range(turns)] for j, turns in ((0, 2), (1, 3))]
+    assert seeds == [
+        [request_seed(1, 2, 0, turn) + j for turn in range(turns)] for j, turns in ((0, 2), (1, 3))
+    ]
     places = list(product((0, 1), (2, 3), (0, 1), (0, 1)))  # run, step, prompt, turn
     assert len({request_seed(*place) for place in places}) == len(places)
 
@@ -197,10 +231,13 @@ def test_the_tags_of_a_call_may_be_special_tokens(workers, special):
     assert [call["name"] for call in episode.calls] == ["zoom"] and episode.turns == 2
 
 
-@pytest.mark.parametrize("template", [QWEN, QWEN_VL, SMOLLM], ids=["Qwen2.5", "Qwen2.5-VL", "SmolLM2"])
+@pytest.mark.parametrize(
+    "template", [QWEN, QWEN_VL, SMOLLM], ids=["Qwen2.5", "Qwen2.5-VL", "SmolLM2"]
+)
 @pytest.mark.parametrize("role", ["user", "tool"])
 def test_ids_are_those_of_the_whole_conversation(template, role, workers):
-    """Prompt, sampled turns and observations together are the template's rendering of all messages."""
+    """Prompt, sampled turns and observations together are the template's rendering of all
+    messages."""
     tokenizer = build_tokenizer(template)
     turns = Turns(tokenizer, workers)
     messages = [{"role": "user", "content": "how many?"}]
@@ -210,7 +247,9 @@ def test_ids_are_those_of_the_whole_conversation(template, role, workers):
         ids += turns.observation_ids([seen], role)
         messages += [{"role": "assistant", "content": said}, {"role": role, "content": seen}]
     whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert tokenizer.decode(ids) == whole and ids == tokenizer.encode(whole, add_special_tokens=False)
+    assert tokenizer.decode(ids) == whole and ids == tokenizer.encode(
+        whole, add_special_tokens=False
+    )
 
 
 class OtherEnd(ScriptedEngine):
@@ -223,8 +262,12 @@ class OtherEnd(ScriptedEngine):
         return [(key, [completion])]
 
 
-@pytest.mark.parametrize("template", [QWEN, QWEN_VL, SMOLLM], ids=["Qwen2.5", "Qwen2.5-VL", "SmolLM2"])
-def test_a_turn_that_ends_in_another_end_token_is_closed_as_the_template_closes_turns(template, workers):
+@pytest.mark.parametrize(
+    "template", [QWEN, QWEN_VL, SMOLLM], ids=["Qwen2.5", "Qwen2.5-VL", "SmolLM2"]
+)
+def test_a_turn_that_ends_in_another_end_token_is_closed_as_the_template_closes_turns(
+    template, workers
+):
     """What was sampled stays; the template's token follows it, not trained on."""
     tokenizer = build_tokenizer(template)
     turns, the_row, call = Turns(tokenizer, workers), row(tokenizer), CROP.format([0, 0, 1, 1], 1)
@@ -232,8 +275,13 @@ def test_a_turn_that_ends_in_another_end_token_is_closed_as_the_template_closes_
     assert episode.turns == 2 and len(episode.calls) == 1
     said, last = (tokenizer.encode(text, add_special_tokens=False) for text in (call, "two"))
     seen = turns.observation_ids([episode.calls[0]["text"]], "user")
-    assert tokenizer.convert_ids_to_tokens(episode.response_ids[len(said) :][:2]) == ["<|endoftext|>", "<|im_end|>"]
-    assert episode.loss_mask == [1] * (len(said) + 1) + [0] * (1 + len(seen)) + [1] * (len(last) + 1)
+    assert tokenizer.convert_ids_to_tokens(episode.response_ids[len(said) :][:2]) == [
+        "<|endoftext|>",
+        "<|im_end|>",
+    ]
+    assert episode.loss_mask == [1] * (len(said) + 1) + [0] * (1 + len(seen)) + [1] * (
+        len(last) + 1
+    )
     sampled = [-0.5 - i for i in range(len(said) + 1)], [-0.5 - i for i in range(len(last) + 1)]
     assert episode.logprobs == [*sampled[0], *[0.0] * (1 + len(seen)), *sampled[1]]
     messages = [*the_row.prompt, {"role": "assistant", "content": call}]
@@ -251,7 +299,9 @@ def test_texts_and_pictures_of_an_observation_keep_their_order(vision):
     expected = "a" + mark("image") + "b <|c" + mark("video") + "d"
     assert expected in hermes.observation(["a", image, "b <|c", video, "d"], "user")
     hostile = hermes.observation(["<|im_end|>", image, "<|image_pad|>"], "user")
-    assert hostile.count("<|im_end|>") == 1 and hostile.count("<|image_pad|>") == 1, "the template's own"
+    assert hostile.count("<|im_end|>") == 1 and hostile.count("<|image_pad|>") == 1, (
+        "the template's own"
+    )
 
 
 class Tags:
@@ -276,7 +326,10 @@ def test_another_protocol_needs_nothing_of_the_loop(vision, workers):
     film = Media.open("video", [picture(56, 56), picture(56, 56, seed=1)], LIMITS)
     turns = Turns(tokenizer, workers, vision, protocol=Tags(tokenizer))
     the_row = row(tokenizer, tools=("select_frames",))
-    the_row.prompt_ids, the_row.media = vision.expand([vision.placeholders["video"]], [film]), [film]
+    the_row.prompt_ids, the_row.media = (
+        vision.expand([vision.placeholders["video"]], [film]),
+        [film],
+    )
     ((episode,), _) = run([["<look>2</look>", "two"]], turns, the_row)
     assert episode.finish_reason == "stop" and episode.turns == 2
     (call,) = episode.calls
@@ -294,12 +347,21 @@ def test_every_ending_has_its_reason(vision, workers):
     the_row = row(tokenizer, vision, media)
 
     def end(script, max_tokens=4000, **limits):
-        (episode,), _ = run([script], Turns(tokenizer, workers, vision, Rollout(**limits)), the_row, max_tokens)
+        (episode,), _ = run(
+            [script], Turns(tokenizer, workers, vision, Rollout(**limits)), the_row, max_tokens
+        )
         assert episode.finish_reason in FINISH_REASONS
-        assert len(episode.response_ids) == len(episode.loss_mask) == len(episode.logprobs) <= max_tokens
+        assert (
+            len(episode.response_ids)
+            == len(episode.loss_mask)
+            == len(episode.logprobs)
+            <= max_tokens
+        )
         assert episode.loss_mask[-1] == 1, "a trajectory ends with what the policy said"
         placeholders = episode.prompt_ids + episode.response_ids
-        assert vision.collapse(placeholders, episode.media).count(vision.placeholders["image"]) == len(episode.media)
+        assert vision.collapse(placeholders, episode.media).count(
+            vision.placeholders["image"]
+        ) == len(episode.media)
         return episode.finish_reason, episode.turns
 
     assert end(["done"]) == ("stop", 1)
@@ -310,16 +372,25 @@ def test_every_ending_has_its_reason(vision, workers):
     assert end(["long" * 100], 30, max_turn_tokens=40) == ("length", 1)
     (whole,), _ = run([[call, "x"]], Turns(tokenizer, workers, vision), the_row)
     before_the_answer = len(whole.response_ids) - 2  # x and its end token
-    assert end([call, "x"], before_the_answer) == ("length", 1), "no room for an answer: the observation is left out"
+    assert end([call, "x"], before_the_answer) == ("length", 1), (
+        "no room for an answer: the observation is left out"
+    )
     assert end([call, "x"], before_the_answer + 1) == ("length", 2), "room for one token"
 
 
-@pytest.mark.parametrize("forbidden", ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"])
-def test_a_sampled_placeholder_ends_the_trajectory_before_it(forbidden, folder, vision, workers, monkeypatch):
-    """A real engine, whose tokens are dictated. The call that stands before the placeholder is not made."""
+@pytest.mark.parametrize(
+    "forbidden", ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
+)
+def test_a_sampled_placeholder_ends_the_trajectory_before_it(
+    forbidden, folder, vision, workers, monkeypatch
+):
+    """A real engine, whose tokens are dictated. The call that stands before the placeholder is not
+    made."""
     tokenizer, world = build_tokenizer(), World(0, 1, 0, torch.device("cpu"))
     end, forbidden = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(forbidden)
-    engine = HuggingFaceEngine(EngineConfig(folder, torch.float32, world, [end], max_model_len=4000, vision=vision))
+    engine = HuggingFaceEngine(
+        EngineConfig(folder, torch.float32, world, [end], max_model_len=4000, vision=vision)
+    )
     engine.books.step = 2  # of the weights, as `run` asks for
     call = tokenizer.encode(CROP.format(BOXES[0], 1), add_special_tokens=False)
     dictated = enumerate([*call, end, *call, forbidden, end])
@@ -336,7 +407,9 @@ def test_a_sampled_placeholder_ends_the_trajectory_before_it(forbidden, folder, 
     assert len(episode.calls) == 1 and len(episode.media) == 2
     assert episode.response_ids[-len(call) :] == call
     assert episode.loss_mask[-len(call) - 1 :] == [0] + [1] * len(call)
-    assert episode.logprobs[-len(call) :] == [-1.0 - place for place in range(len(call) + 1, 2 * len(call) + 1)]
+    assert episode.logprobs[-len(call) :] == [
+        -1.0 - place for place in range(len(call) + 1, 2 * len(call) + 1)
+    ]
     assert len(episode.response_ids) == len(episode.loss_mask) == len(episode.logprobs)
     ids = episode.prompt_ids + episode.response_ids
     assert vision.collapse(ids, episode.media).count(vision.placeholders["image"]) == 2
@@ -346,7 +419,8 @@ def test_a_sampled_placeholder_ends_the_trajectory_before_it(forbidden, folder, 
 
 @pytest.mark.parametrize("seen", [[1, 2], [1, 2, 2]])
 def test_what_vllm_has_sampled(vision, seen):
-    """It ends before a placeholder, too; and what vLLM made of the prompt must be what the trainer has."""
+    """It ends before a placeholder, too; and what vLLM made of the prompt must be what the trainer
+    has."""
     ids, logprobs = [5, 6, min(vision.forbidden_ids)], SimpleNamespace(logprobs=[-1.0, -2.0, -3.0])
     output = SimpleNamespace(token_ids=ids, logprobs=logprobs, finish_reason="stop")
     done = SimpleNamespace(request_id="3", finished=True, prompt_token_ids=seen, outputs=[output])
@@ -361,9 +435,13 @@ def test_what_vllm_has_sampled(vision, seen):
 
 
 def test_special_tokens_that_a_text_spells_are_spaced():
-    """Also those that hold others; regular expressions mean nothing, and what is no special token stays."""
+    """Also those that hold others; regular expressions mean nothing, and what is no special token
+    stays."""
     names = {"<|a|><|a|>": True, "<|a|>": True, "<|a|>b": True, "[a-z]": True, "<plain>": False}
-    added = {i: SimpleNamespace(content=name, special=special) for i, (name, special) in enumerate(names.items())}
+    added = {
+        i: SimpleNamespace(content=name, special=special)
+        for i, (name, special) in enumerate(names.items())
+    }
     tokenizer = SimpleNamespace(added_tokens_decoder=added)
     text = "<|a|>b<|a|><|a|>\n[a-z] x <plain> < |a|>"
     assert spacing(tokenizer)(text) == "< |a|>b< |a|>< |a|>\n[ a-z] x <plain> < |a|>"
@@ -375,7 +453,10 @@ def test_special_tokens_that_a_text_spells_are_spaced():
 def test_special_tokens_that_a_call_spells_mean_nothing_in_its_error(vision, workers):
     """From ordinary tokens a policy can spell a placeholder, and the error repeats it."""
     tokenizer = build_tokenizer()
-    spelled = '<tool_call>{"name": "crop_image_normalized", "arguments": {"bbox_2d": ["<|image_pad|><|im_end|>"], '
+    spelled = (
+        '<tool_call>{"name": "crop_image_normalized", "arguments": {"bbox_2d": '
+        '["<|image_pad|><|im_end|>"], '
+    )
     spelled += '"target_image": 1}}</tool_call>'
     media = [Media.open("image", [picture(400, 300)], LIMITS)]
     engine = ScriptedEngine(tokenizer, [[spelled, "x"]])
@@ -384,7 +465,9 @@ def test_special_tokens_that_a_call_spells_mean_nothing_in_its_error(vision, wor
         encode=lambda text, **_: plain(text, split_special_tokens=True, add_special_tokens=False),
         eos_token_id=tokenizer.eos_token_id,
     )
-    (episode,), _ = run(None, Turns(tokenizer, workers, vision), row(tokenizer, vision, media), n=1, engine=engine)
+    (episode,), _ = run(
+        None, Turns(tokenizer, workers, vision), row(tokenizer, vision, media), n=1, engine=engine
+    )
     assert "< |image_pad|>< |im_end|>" in tokenizer.decode(episode.response_ids)
     assert (episode.finish_reason, episode.turns, len(episode.media)) == ("stop", 2, 1)
     ids = episode.prompt_ids + episode.response_ids
@@ -394,12 +477,18 @@ def test_special_tokens_that_a_call_spells_mean_nothing_in_its_error(vision, wor
 def test_selected_frames_are_shown_as_large_as_the_text_says(vision, workers):
     tokenizer = build_tokenizer()
     clip = Media.open("video", [picture(300, 200, i) for i in range(4)], LIMITS)
-    prompt = "<|im_start|>user\n<|vision_start|><|video_pad|><|vision_end|>?<|im_end|>\n<|im_start|>assistant\n"
+    prompt = (
+        "<|im_start|>user\n<|vision_start|><|video_pad|><|vision_end|>?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
     ids = vision.expand(tokenizer.encode(prompt, add_special_tokens=False), [clip])
     names = ("select_frames", "crop_image_normalized")
     the_row = Row(0, "x", "", "1", {}, ids, [clip], {name: {} for name in names})
-    select = '<tool_call>{"name": "select_frames", "arguments": {"target_frames": [3, 1]}}</tool_call>'
-    crop_pixels = CROP.format([0, 0, 56, 56], 5)  # of the first selected frame, in pixels of what is shown
+    select = (
+        '<tool_call>{"name": "select_frames", "arguments": {"target_frames": [3, 1]}}</tool_call>'
+    )
+    # of the first selected frame, in pixels of what is shown
+    crop_pixels = CROP.format([0, 0, 56, 56], 5)
     (episode,), _ = run([[select, crop_pixels, "x"]], Turns(tokenizer, workers, vision), the_row)
     width, height = LIMITS.shown_size("video", 300, 200)
     assert f"(Frame Size: {width}x{height}, Numbered 5 to 6)" in episode.calls[0]["text"]
@@ -412,7 +501,10 @@ def test_a_row_offers_no_other_tools_and_aliases_get_its_arguments(own_tools):
     tokenizer = build_tokenizer()
     script = [own_call("crash"), own_call("wait", seconds=0), "x"]
     (episode,), _ = run([script], Turns(tokenizer, own_tools), row(tokenizer, tools=("wait",)))
-    assert episode.finish_reason == "stop" and [call["error"] for call in episode.calls] == [True, False]
+    assert episode.finish_reason == "stop" and [call["error"] for call in episode.calls] == [
+        True,
+        False,
+    ]
     assert "there is no tool 'crash', but wait" in episode.calls[0]["text"]
 
 
@@ -426,11 +518,15 @@ def test_a_template_that_renders_the_last_turn_differently(workers):
     """As Qwen3's, which shows the thoughts of the last turn alone."""
     thinking = QWEN.replace(
         "{{ message['content'] }}<|im_end|>\n{% endif %}{% endfor %}",
-        "{% if loop.last %}<think>{% endif %}{{ message['content'] }}<|im_end|>\n{% endif %}{% endfor %}",
+        "{% if loop.last %}<think>{% endif %}{{ message['content'] }}<|im_end|>\n{% endif "
+        "%}{% endfor %}",
     )
     assert thinking != QWEN
     turns = Turns(build_tokenizer(thinking), workers)
-    expected = "\n<|im_start|>user\n<tool_response>\nhi\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    expected = (
+        "\n<|im_start|>user\n<tool_response>\nhi\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
     assert turns.tokenizer.decode(turns.observation_ids(["hi"], "tool")) == expected
 
 
@@ -516,10 +612,17 @@ def test_a_call_that_hangs_crashes_or_eats_memory_is_told_to_the_policy(own_tool
         [own_call("wait", seconds=0), "x"],
     ]
     episodes, _ = run(
-        scripts, Turns(tokenizer, own_tools, flags=Rollout(max_tool_errors=1)), row(tokenizer, tools=names)
+        scripts,
+        Turns(tokenizer, own_tools, flags=Rollout(max_tool_errors=1)),
+        row(tokenizer, tools=names),
     )
     assert [e.finish_reason for e in episodes] == ["stop", "stop", "max_tool_errors", "stop"]
-    assert [[call["error"] for call in e.calls] for e in episodes] == [[True], [True], [True, True], [False]]
+    assert [[call["error"] for call in e.calls] for e in episodes] == [
+        [True],
+        [True],
+        [True, True],
+        [False],
+    ]
     assert "Error: timeout after 3 s" in tokenizer.decode(episodes[0].response_ids)
     assert "Error: the worker died (exit code 3)" in tokenizer.decode(episodes[1].response_ids)
 
@@ -527,8 +630,13 @@ def test_a_call_that_hangs_crashes_or_eats_memory_is_told_to_the_policy(own_tool
 def test_a_tool_that_is_ours_costs_its_sample_when_it_crashes(own_tools, monkeypatch):
     tokenizer = build_tokenizer()
     monkeypatch.setattr(own_tools.tools["crash"], "ours", True)
-    (episode,), _ = run([[own_call("crash")]], Turns(tokenizer, own_tools), row(tokenizer, tools=("crash",)))
-    assert episode.finish_reason == "tool_failed" and episode.calls[0]["text"] == "the worker died (exit code 3)"
+    (episode,), _ = run(
+        [[own_call("crash")]], Turns(tokenizer, own_tools), row(tokenizer, tools=("crash",))
+    )
+    assert (
+        episode.finish_reason == "tool_failed"
+        and episode.calls[0]["text"] == "the worker died (exit code 3)"
+    )
 
 
 class Announcing(ScriptedEngine):
@@ -542,7 +650,8 @@ class Announcing(ScriptedEngine):
 
 
 def test_a_slow_tool_holds_nobody_up(patient_tools, tmp_path):
-    """The tool of sample 0 is done when sample 1 has taken all its turns: who waits for it waits for ever."""
+    """The tool of sample 0 is done when sample 1 has taken all its turns: who waits for it waits
+    for ever."""
     tokenizer, file = build_tokenizer(), tmp_path / "last"
     scripts = [[own_call("wait_for", path=str(file), then=0), "slow"]]
     scripts += [[own_call("touch", path=str(tmp_path / "any"))] * 3 + ["quick"]]
@@ -572,15 +681,23 @@ def test_the_engine_samples_while_pictures_are_decoded(vision, workers, monkeypa
     monkeypatch.setattr(Media, "open", slowly)
     crop, refused = CROP.format([0.1, 0.1, 0.4, 0.5], 1), CROP.format([0.5, 0.1, 0.4, 0.5], 1)
     turns = Turns(tokenizer, workers, vision, Rollout(max_tool_errors=9))
-    engine = type("Engine", (ScriptedEngine,), {"step": step})(tokenizer, [[crop, "3"], [refused] * 3 + ["4"]])
+    engine = type("Engine", (ScriptedEngine,), {"step": step})(
+        tokenizer, [[crop, "3"], [refused] * 3 + ["4"]]
+    )
     episodes, _ = run(engine.scripts, turns, row(tokenizer, vision, [original]), engine=engine)
-    assert [(e.finish_reason, e.turns, len(e.media)) for e in episodes] == [("stop", 2, 2), ("stop", 4, 1)]
+    assert [(e.finish_reason, e.turns, len(e.media)) for e in episodes] == [
+        ("stop", 2, 2),
+        ("stop", 4, 1),
+    ]
 
 
 def test_in_lockstep_turns_go_together(patient_tools, tmp_path):
     """The tool of sample 0 is done long after that of sample 1, which waits for it."""
     tokenizer, file = build_tokenizer(), str(tmp_path / "first")
-    scripts = [[own_call("wait_for", path=file, then=0.3), "slow"], [own_call("touch", path=file)] * 3 + ["quick"]]
+    scripts = [
+        [own_call("wait_for", path=file, then=0.3), "slow"],
+        [own_call("touch", path=file)] * 3 + ["quick"],
+    ]
     turns = Turns(tokenizer, patient_tools, flags=Rollout(deterministic=True))
     episodes, engine = run(scripts, turns, row(tokenizer, tools=("touch", "wait_for")))
     assert [asked[0] for asked in engine.asked] == [0, 1, 0, 1, 1, 1]
@@ -603,11 +720,14 @@ class SlowForOne(ScriptedEngine):
 
 
 def test_a_long_answer_holds_nobody_up(own_tools):
-    """While the engine is still at sample 0, the tools of sample 1 run and its next turns are sampled."""
+    """While the engine is still at sample 0, the tools of sample 1 run and its next turns are
+    sampled."""
     tokenizer = build_tokenizer()
     engine = SlowForOne(tokenizer, [["long"], [own_call("wait", seconds=0)] * 3 + ["quick"]])
     engine.end_by = time.monotonic() + 60
-    episodes, _ = run(engine.scripts, Turns(tokenizer, own_tools), row(tokenizer, tools=("wait",)), engine=engine)
+    episodes, _ = run(
+        engine.scripts, Turns(tokenizer, own_tools), row(tokenizer, tools=("wait",)), engine=engine
+    )
     assert time.monotonic() < engine.end_by, "sample 1 was not heard before sample 0 had ended"
     assert [asked[0] for asked in engine.asked] == [0, 1, 1, 1, 1]
     assert [e.turns for e in episodes] == [1, 4]

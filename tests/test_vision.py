@@ -1,4 +1,5 @@
-"""Pictures: tokens, positions and log-probs of packed trajectories against transformers' own forward, one by one."""
+"""Pictures: tokens, positions and log-probs of packed trajectories against transformers' own
+forward, one by one."""
 
 import io
 import random
@@ -46,7 +47,8 @@ def video(seed: int, frames: int) -> Media:
 
 
 def trajectories(vision, seed: int = 0, prompts: int = 4, samples: int = 3) -> list[Episode]:
-    """Groups that share 0 to 2 pictures of their prompt; responses of several turns with up to 2 crops in between."""
+    """Groups that share 0 to 2 pictures of their prompt; responses of several turns with up to 2
+    crops in between."""
     rng, tokenizer = random.Random(seed), build_tokenizer()
     marks = {
         "image": "<|vision_start|><|image_pad|><|vision_end|>",
@@ -67,10 +69,18 @@ def trajectories(vision, seed: int = 0, prompts: int = 4, samples: int = 3) -> l
                 if turn:
                     crops = [image(rng.randrange(100)) for _ in range(rng.randint(0, 2))]
                     observation = encode(crops)
-                    ids, mask, media = ids + observation, mask + [0] * len(observation), media + crops
+                    ids, mask, media = (
+                        ids + observation,
+                        mask + [0] * len(observation),
+                        media + crops,
+                    )
                 sampled = [rng.randrange(200) for _ in range(rng.randint(1, 6))]
                 ids, mask = ids + sampled, mask + [1] * len(sampled)
-            episodes.append(Episode(p, s, prompt, ids, mask, [0.0] * len(ids), "stop", {"score": 0.0}, media=media))
+            episodes.append(
+                Episode(
+                    p, s, prompt, ids, mask, [0.0] * len(ids), "stop", {"score": 0.0}, media=media
+                )
+            )
     return episodes
 
 
@@ -92,18 +102,29 @@ def reference_logprobs(policy, episodes, vision) -> torch.Tensor:
             if media := [m for m in e.media if m.kind == kind]:
                 patches, grids = vision.patches(media, torch.device("cpu"))
                 arguments |= {f"pixel_values{suffix}": patches, f"{kind}_grid_thw": grids}
-        logits = policy.model(input_ids=torch.tensor([ids]), units=[[len(ids)]], **arguments).logits[0] / 0.9
+        logits = (
+            policy.model(input_ids=torch.tensor([ids]), units=[[len(ids)]], **arguments).logits[0]
+            / 0.9
+        )
         places = torch.tensor([len(e.prompt_ids) + i for i, m in enumerate(e.loss_mask) if m])
-        results.append(logits.log_softmax(-1)[places - 1].gather(1, torch.tensor(ids)[places, None])[:, 0])
+        results.append(
+            logits.log_softmax(-1)[places - 1].gather(1, torch.tensor(ids)[places, None])[:, 0]
+        )
     return torch.cat(results)
 
 
-@pytest.mark.parametrize("budget,share,multiple", [(4096, True, 1), (300, True, 128), (1, True, 1), (900, False, 64)])
-def test_packed_trajectories_have_the_logprobs_of_single_ones(policy, vision, budget, share, multiple):
+@pytest.mark.parametrize(
+    "budget,share,multiple", [(4096, True, 1), (300, True, 128), (1, True, 1), (900, False, 64)]
+)
+def test_packed_trajectories_have_the_logprobs_of_single_ones(
+    policy, vision, budget, share, multiple
+):
     episodes = trajectories(vision)
     assert {len(e.media) for e in episodes} >= {0, 1, 2, 3, 4}
     with torch.no_grad():
-        packed = packed_logprobs(policy, episodes, vision, budget=budget, share_prompts=share, multiple=multiple)
+        packed = packed_logprobs(
+            policy, episodes, vision, budget=budget, share_prompts=share, multiple=multiple
+        )
         single = reference_logprobs(policy, episodes, vision)
     assert relative_l2([packed], [single]) < 1e-5
 
@@ -113,7 +134,9 @@ def test_flex_attention_reads_pictures_too(policy, folder, vision, eager_compile
     """Under its own name transformers would refuse it to Qwen2.5-VL."""
     options = {"dtype": torch.float32, "vision": vision, "compile_layers": True}
     flex, episodes = load_policy(folder, "flex", **options), trajectories(vision)
-    logprobs = [packed_logprobs(p, episodes, vision, budget=300, multiple=128) for p in (flex, policy)]
+    logprobs = [
+        packed_logprobs(p, episodes, vision, budget=300, multiple=128) for p in (flex, policy)
+    ]
     assert relative_l2(*([x] for x in logprobs)) < 1e-5
 
 
@@ -132,12 +155,21 @@ def test_gradients_of_packed_trajectories_are_those_of_single_ones(policy, visio
 
 def test_a_picture_of_a_group_is_encoded_once(policy, vision, monkeypatch):
     episodes = [e for e in trajectories(vision) if e.prompt_index == 1]
-    (batch,) = pack(episodes, range(len(episodes)), TokenIndex(episodes), budget=10_000, vision=vision)
+    (batch,) = pack(
+        episodes, range(len(episodes)), TokenIndex(episodes), budget=10_000, vision=vision
+    )
     assert (
-        len(batch.media) == len({m for e in episodes for m in e.media}) == sum(len(e.media) - 1 for e in episodes) + 1
+        len(batch.media)
+        == len({m for e in episodes for m in e.media})
+        == sum(len(e.media) - 1 for e in episodes) + 1
     )
     (apart,) = pack(
-        episodes, range(len(episodes)), TokenIndex(episodes), budget=10_000, share_prompts=False, vision=vision
+        episodes,
+        range(len(episodes)),
+        TokenIndex(episodes),
+        budget=10_000,
+        share_prompts=False,
+        vision=vision,
     )
     assert len(apart.media) == len(batch.media) and len(apart.slots) > len(batch.slots)
 
@@ -148,7 +180,9 @@ def test_a_tower_that_overflows_in_fp16_is_cut_as_vllm_cuts_it(model, folder, vi
     if model == "policy":
         loaded = load_policy(folder, "sdpa", dtype=torch.float16, vision=vision).model
     else:
-        loaded = HuggingFaceEngine(EngineConfig(folder, torch.float16, world, [], 64, vision=vision)).model
+        loaded = HuggingFaceEngine(
+            EngineConfig(folder, torch.float16, world, [], 64, vision=vision)
+        ).model
     tower, seen = loaded.base_model.visual, []
     tower.merger.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     patches, grids = vision.patches([image(1)], torch.device("cpu"))
@@ -170,7 +204,8 @@ def test_positions_of_images_are_those_of_transformers(vision):
 
 
 def test_positions_of_a_video_are_those_of_its_paper(vision):
-    """Two pairs of frames of 2 x 2 cells: 4 positions a second, a pair lasts one; what follows begins behind all."""
+    """Two pairs of frames of 2 x 2 cells: 4 positions a second, a pair lasts one; what follows
+    begins behind all."""
     clip = Media("video", [], np.zeros((3, 56, 56, 3), np.uint8))
     token = vision.placeholders["video"]
     ids = vision.expand([5, token, 6, 7], [clip])
@@ -186,7 +221,9 @@ def test_positions_of_a_video_are_those_of_its_paper(vision):
 
 def test_pictures_are_resized_once_by_the_cubic_filter():
     data = picture(100, 70)
-    expected = Image.open(io.BytesIO(data)).convert("RGB").resize((112, 56), Image.Resampling.BICUBIC)
+    expected = (
+        Image.open(io.BytesIO(data)).convert("RGB").resize((112, 56), Image.Resampling.BICUBIC)
+    )
     assert np.array_equal(Media.open("image", [data], LIMITS).pixels[0], np.asarray(expected))
 
 

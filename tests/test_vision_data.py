@@ -1,4 +1,5 @@
-"""Rows with pictures: what their tokens are, which of them are refused at start-up, which are left out later."""
+"""Rows with pictures: what their tokens are, which of them are refused at start-up, which are left
+out later."""
 
 import io
 import itertools
@@ -38,7 +39,11 @@ def vision(tmp_path_factory):
 
 def load(tmp_path, vision, rows, **options):
     records = [
-        {"data_source": "hiyouga/geometry3k", "reward_model": {"style": "rule", "ground_truth": "1"}, "images": []}
+        {
+            "data_source": "hiyouga/geometry3k",
+            "reward_model": {"style": "rule", "ground_truth": "1"},
+            "images": [],
+        }
         | row
         for row in rows
     ]
@@ -68,10 +73,19 @@ ADDRESSES = itertools.count(2**20)
 
 
 @pytest.mark.parametrize("reason", ["as it is", "with an address"])
-def test_machines_agree_on_a_picture_that_none_can_read(tmp_path, vision, monkeypatch, capsys, reason):
-    """Held as bytes: what a library says of it may name a place in memory, and does not decide what is usable."""
-    rows = [ask("<image>") | {"images": [{"bytes": data}]} for data in (picture(56, 56), b"no picture", b"")]
-    common = {"data_source": "hiyouga/geometry3k", "reward_model": {"style": "rule", "ground_truth": "1"}}
+def test_machines_agree_on_a_picture_that_none_can_read(
+    tmp_path, vision, monkeypatch, capsys, reason
+):
+    """Held as bytes: what a library says of it may name a place in memory, and does not decide what
+    is usable."""
+    rows = [
+        ask("<image>") | {"images": [{"bytes": data}]}
+        for data in (picture(56, 56), b"no picture", b"")
+    ]
+    common = {
+        "data_source": "hiyouga/geometry3k",
+        "reward_model": {"style": "rule", "ground_truth": "1"},
+    }
     pq.write_table(pa.Table.from_pylist([row | common for row in rows]), tmp_path / "rows.parquet")
     if reason == "with an address":
         monkeypatch.setattr(render, "clean_prompt", lambda prompt: refuse_by_address())
@@ -79,7 +93,11 @@ def test_machines_agree_on_a_picture_that_none_can_read(tmp_path, vision, monkey
     found = {}
     for rank in range(2):
         options = {"world": World(rank, 2, 0, torch.device("cpu")), "bad_rows": "drop"}
-        with pytest.raises(ValueError, match="no usable row") if reason != "as it is" else nullcontext():
+        with (
+            pytest.raises(ValueError, match="no usable row")
+            if reason != "as it is"
+            else nullcontext()
+        ):
             found[rank] = prompts_of(
                 str(tmp_path / "rows.parquet"),
                 tokenizer=vision.processor.tokenizer,
@@ -96,14 +114,17 @@ def refuse_by_address():
 
 
 def test_tokens_in_the_ids_equal_features_for_any_size(vision):
-    """200 random sizes and shapes and the extremes, through the model's own vision tower for some."""
+    """200 random sizes and shapes and the extremes, through the model's own vision tower for
+    some."""
     from common.models import load_policy
 
     rng = random.Random(0)
     sizes = [(1, 1), (5000, 20), (20, 5000), (1, 3000), (27, 29), (28, 28), (4000, 3000)]
     sizes += [(int(10 ** rng.uniform(0, 3.3)), int(10 ** rng.uniform(0, 3.3))) for _ in range(200)]
     text = vision.processor.tokenizer.encode("<|vision_start|><|image_pad|><|vision_end|>")
-    tower = load_policy(vision.processor.tokenizer.name_or_path, "sdpa", vision=vision).model.base_model.visual
+    tower = load_policy(
+        vision.processor.tokenizer.name_or_path, "sdpa", vision=vision
+    ).model.base_model.visual
     for i, (width, height) in enumerate(sizes):
         file = io.BytesIO()
         Image.new("L", (width, height), i % 256).save(file, "PNG")
@@ -112,7 +133,9 @@ def test_tokens_in_the_ids_equal_features_for_any_size(vision):
         patches, grids = vision.patches([media], torch.device("cpu"))
         tokens = count(ids, vision.placeholders["image"])
         assert tokens == media.num_tokens == int(grids.prod()) // 4 == len(patches) // 4
-        assert tokens == count_tokens(("image", [file.getvalue()]), None, LIMITS), "the header tells as much"
+        assert tokens == count_tokens(("image", [file.getvalue()]), None, LIMITS), (
+            "the header tells as much"
+        )
         assert 1 <= tokens <= 48 or max(width, height) > 48 * min(width, height)
         assert vision.collapse(ids, [media]) == text
         if i < 20:
@@ -129,27 +152,40 @@ def test_modes(vision, mode, format_):
     else:
         Image.open(io.BytesIO(picture(60, 50))).convert(mode).save(file, format_)
     media = Media.open("image", [file.getvalue()], LIMITS)
-    assert media.pixels.shape == (1, 56, 56, 3) and media.pixels.dtype == np.uint8 and media.pixels.std() > 0
+    assert (
+        media.pixels.shape == (1, 56, 56, 3)
+        and media.pixels.dtype == np.uint8
+        and media.pixels.std() > 0
+    )
 
 
 @pytest.mark.parametrize(
-    "mode, format_, most", [("I", "TIFF", 6e4), ("F", "TIFF", 6e4), ("I", "PPM", 6e4), ("F", "TIFF", 1)]
+    "mode, format_, most",
+    [("I", "TIFF", 6e4), ("F", "TIFF", 6e4), ("I", "PPM", 6e4), ("F", "TIFF", 1)],
 )
 def test_pictures_of_numbers_without_a_white_are_refused(mode, format_, most):
     """They would be cut at 255, a depth map would be white; or all of 0 to 1 would be black."""
     file = io.BytesIO()
     numbers = np.linspace(0, most, 3000, dtype=np.float32).reshape(50, 60)
     Image.fromarray(numbers).convert(mode).save(file, format_)
-    with pytest.raises(ValueError, match="unreadable image: a picture of 32-bit numbers, not of 0 to 255"):
+    with pytest.raises(
+        ValueError, match="unreadable image: a picture of 32-bit numbers, not of 0 to 255"
+    ):
         Media.open("image", [file.getvalue()], LIMITS)
 
 
 def test_a_row_is_its_template_with_pictures_in_place(tmp_path, vision):
-    one, two = saved(tmp_path, "1.png", picture(100, 60, 1)), saved(tmp_path, "2.png", picture(60, 200, 2))
+    one, two = (
+        saved(tmp_path, "1.png", picture(100, 60, 1)),
+        saved(tmp_path, "2.png", picture(60, 200, 2)),
+    )
     data = load(
         tmp_path,
         vision,
-        [ask("<image>which of <video> and<image>?") | {"images": [one, {"path": two}], "videos": [[one, two, one]]}],
+        [
+            ask("<image>which of <video> and<image>?")
+            | {"images": [one, {"path": two}], "videos": [[one, two, one]]}
+        ],
     )
     row = data[0]
     assert [m.kind for m in row.media] == ["image", "video", "image"]
@@ -163,7 +199,9 @@ def test_a_row_is_its_template_with_pictures_in_place(tmp_path, vision):
         f"{said}<|im_end|>\n<|im_start|>assistant\n"
     )
     for kind, token in vision.placeholders.items():
-        assert count(row.prompt_ids, token) == sum(m.num_tokens for m in row.media if m.kind == kind)
+        assert count(row.prompt_ids, token) == sum(
+            m.num_tokens for m in row.media if m.kind == kind
+        )
 
 
 def test_pictures_of_several_rows_are_opened_side_by_side(tmp_path, vision, monkeypatch):
@@ -189,7 +227,10 @@ def test_parquet_with_bytes_and_rows_without_pictures(tmp_path, vision, capsys):
         ask("<image>?") | {"images": [{"bytes": picture(90, 90), "path": None}]},
         ask("no picture, but the word <image>") | {"images": None},
     ]
-    rows = [row | {"data_source": "a", "reward_model": {"style": "rule", "ground_truth": "1"}} for row in rows]
+    rows = [
+        row | {"data_source": "a", "reward_model": {"style": "rule", "ground_truth": "1"}}
+        for row in rows
+    ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     options = {"tokenizer": vision.processor.tokenizer, "vision": vision}
     data = prompts_of(str(tmp_path / "rows.parquet"), **options)
@@ -206,8 +247,14 @@ def test_parquet_with_bytes_and_rows_without_pictures(tmp_path, vision, capsys):
         (ask("<image><image>") | {"images": ["good.png"]}, "1 images, and <image> stands 2 times"),
         (ask("look") | {"images": ["good.png"]}, "1 images, and <image> stands 0 times"),
         (ask("<image>") | {"images": [7]}, "7 is neither bytes, nor a path"),
-        (ask("<image>") | {"images": [{"image": "good.png"}]}, "{'image': 'good.png'} is neither bytes, nor a path"),
-        (ask("<image>" * 17) | {"images": ["good.png"] * 17}, "17 pictures are more than --max-images 16"),
+        (
+            ask("<image>") | {"images": [{"image": "good.png"}]},
+            "{'image': 'good.png'} is neither bytes, nor a path",
+        ),
+        (
+            ask("<image>" * 17) | {"images": ["good.png"] * 17},
+            "17 pictures are more than --max-images 16",
+        ),
         (ask("<image>") | {"images": ["rows.jsonl"]}, "no readable picture"),
         (ask("<video>") | {"videos": ["clip.mp4"]}, "a video is given as the list of its frames"),
         (ask("<video>") | {"videos": [["good.png", "missing.png"]]}, "cannot open"),
@@ -215,7 +262,9 @@ def test_parquet_with_bytes_and_rows_without_pictures(tmp_path, vision, capsys):
 )
 def test_bad_rows_are_told_at_start_up(tmp_path, vision, row, reason):
     saved(tmp_path, "good.png", picture(60, 60))
-    assert len(load(tmp_path, vision, [ask("<image>") | {"images": "good.png"}])) == 1, "one may stand without a list"
+    assert len(load(tmp_path, vision, [ask("<image>") | {"images": "good.png"}])) == 1, (
+        "one may stand without a list"
+    )
     with pytest.raises(ValueError, match=rf"(?s)1 unusable rows.*rows.jsonl line 2: .*{reason}"):
         load(tmp_path, vision, [ask("fine"), row])
     assert len(load(tmp_path, vision, [ask("fine"), row], bad_rows="drop")) == 1
@@ -226,7 +275,9 @@ def long_picture(width: int) -> bytes:
     lines = zlib.compress(bytes(1 + 4 * min(width, 10**6)))
 
     def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, 1, 8, 6, 0, 0, 0))
     return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", lines) + chunk(b"IEND", b"")
@@ -234,15 +285,23 @@ def long_picture(width: int) -> bytes:
 
 def test_a_picture_too_long_for_pillow_costs_its_row(tmp_path, vision):
     saved(tmp_path, "long.png", long_picture(80_000_000))
-    for row in (ask("<image>") | {"images": ["long.png"]}, ask("<video>") | {"videos": [["good.png", "long.png"]]}):
+    for row in (
+        ask("<image>") | {"images": ["long.png"]},
+        ask("<video>") | {"videos": [["good.png", "long.png"]]},
+    ):
         saved(tmp_path, "good.png", picture(60, 60))
         data = load(tmp_path, vision, [ask("fine"), row], bad_rows="drop")
         problem = data[1].problem if len(data) == 2 else "80000000x1 pixels: no side may exceed"
-        assert len(data) == 1 + ("videos" in row) and "80000000x1 pixels: no side may exceed" in problem
+        assert (
+            len(data) == 1 + ("videos" in row)
+            and "80000000x1 pixels: no side may exceed" in problem
+        )
 
 
 def test_what_ends_in_no_memory_costs_its_row(tmp_path, vision, monkeypatch):
-    data = load(tmp_path, vision, [ask("<image>") | {"images": [saved(tmp_path, "a.png", picture(60, 60))]}])
+    data = load(
+        tmp_path, vision, [ask("<image>") | {"images": [saved(tmp_path, "a.png", picture(60, 60))]}]
+    )
 
     def no_memory(*_):
         raise MemoryError
@@ -270,8 +329,14 @@ def test_paths_that_are_no_files(tmp_path, vision):
         "folder.png": "folder.png is no regular file",
     }
     for name, reason in reasons.items():
-        for row in (ask("<image>") | {"images": [name]}, ask("<video>") | {"videos": [["good.png", name]]}):
-            with deadline(5), pytest.raises(ValueError, match=rf"(?s)1 unusable rows.*line 2: .*{reason}"):
+        for row in (
+            ask("<image>") | {"images": [name]},
+            ask("<video>") | {"videos": [["good.png", name]]},
+        ):
+            with (
+                deadline(5),
+                pytest.raises(ValueError, match=rf"(?s)1 unusable rows.*line 2: .*{reason}"),
+            ):
                 load(tmp_path, vision, [ask("fine"), row])
 
 
@@ -298,14 +363,18 @@ def test_no_path_leaves_the_media_root(tmp_path, vision):
     (tmp_path / "alias").symlink_to(root)
     for name in ("../outside/a.png", "link.png", "folder/a.png", str(outside / "a.png")):
         row = ask("<image>") | {"images": [name]}
-        with pytest.raises(ValueError, match=r"(?s)line 2: .*a.png leads out of --media-root|link.png leads out of"):
+        with pytest.raises(
+            ValueError, match=r"(?s)line 2: .*a.png leads out of --media-root|link.png leads out of"
+        ):
             load(tmp_path, vision, [ask("fine"), row], media_root=root)
     allowed = ["b.png", "inside.png", "../root/b.png", str(root / "b.png")]
     rows = [ask("<image>") | {"images": [name]} for name in allowed]
     for media_root in (root, tmp_path / "alias"):
         assert len(load(tmp_path, vision, rows, media_root=media_root)) == len(rows)
     anywhere = [ask("<image>") | {"images": [str(outside / "a.png")]}]
-    assert len(load(tmp_path, vision, anywhere, media_root=None)) == 1, "without it paths are taken as they stand"
+    assert len(load(tmp_path, vision, anywhere, media_root=None)) == 1, (
+        "without it paths are taken as they stand"
+    )
 
 
 def asks_of(folder, vision, media_root, *names: str, **options):
@@ -314,8 +383,11 @@ def asks_of(folder, vision, media_root, *names: str, **options):
     return load(folder, vision, rows, media_root=media_root, **options)
 
 
-def test_pictures_are_looked_for_beside_their_data_file_then_under_the_media_root(tmp_path, vision, monkeypatch):
-    """What the questions of a benchmark show must not be a picture of the training data that has the same name."""
+def test_pictures_are_looked_for_beside_their_data_file_then_under_the_media_root(
+    tmp_path, vision, monkeypatch
+):
+    """What the questions of a benchmark show must not be a picture of the training data that has
+    the same name."""
     bench, root = tmp_path / "bench", tmp_path / "train"
     for folder in (bench, root):
         folder.mkdir()
@@ -371,13 +443,18 @@ def test_pictures_count_in_the_length_of_a_prompt(tmp_path, vision):
     length = len(load(tmp_path, vision, [row])[0].prompt_ids)
     assert length > 48
     assert len(load(tmp_path, vision, [row], max_prompt_tokens=length)) == 1
-    with pytest.raises(ValueError, match=f"(?s)longer than --max-prompt-tokens {length - 1}.*{length} tokens"):
+    with pytest.raises(
+        ValueError, match=f"(?s)longer than --max-prompt-tokens {length - 1}.*{length} tokens"
+    ):
         load(tmp_path, vision, [row], max_prompt_tokens=length - 1)
 
 
 def test_a_file_that_is_truncated_or_gone_later_costs_its_row(tmp_path, vision, capsys):
     whole = picture(300, 300)
-    names = [saved(tmp_path, "cut.png", whole[: len(whole) // 2]), saved(tmp_path, "gone.png", whole)]
+    names = [
+        saved(tmp_path, "cut.png", whole[: len(whole) // 2]),
+        saved(tmp_path, "gone.png", whole),
+    ]
     data = load(tmp_path, vision, [ask("<image>") | {"images": [name]} for name in names])
     (tmp_path / "gone.png").unlink()
     for i, reason in enumerate(("unreadable image", "cannot open")):
@@ -387,13 +464,22 @@ def test_a_file_that_is_truncated_or_gone_later_costs_its_row(tmp_path, vision, 
 
 
 def test_a_placeholder_written_into_a_prompt_is_a_bad_row(tmp_path, vision):
-    """Whoever wrote it, and where: no picture belongs to it, and the row would be lost at every use."""
+    """Whoever wrote it, and where: no picture belongs to it, and the row would be lost at every
+    use."""
     one = {"images": [saved(tmp_path, "a.png", picture(60, 60))]}
-    system = [{"role": "system", "content": "<|video_pad|>"}, {"role": "user", "content": "<image>"}]
+    system = [
+        {"role": "system", "content": "<|video_pad|>"},
+        {"role": "user", "content": "<image>"},
+    ]
     rows = [ask("say <|image_pad|>"), ask("<image> <|image_pad|>") | one, {"prompt": system} | one]
-    rows += [{"prompt": "<|vision_start|><|image_pad|><|vision_end|>"}, {"prompt": "rendered, with an <image>"} | one]
+    rows += [
+        {"prompt": "<|vision_start|><|image_pad|><|vision_end|>"},
+        {"prompt": "rendered, with an <image>"} | one,
+    ]
     for row in rows:
-        with pytest.raises(ValueError, match=r"(?s)1 unusable rows.*line 2: [012] placeholders of pictures"):
+        with pytest.raises(
+            ValueError, match=r"(?s)1 unusable rows.*line 2: [012] placeholders of pictures"
+        ):
             load(tmp_path, vision, [ask("fine"), row])
         assert len(load(tmp_path, vision, [ask("fine"), row], bad_rows="drop")) == 1
     rendered = {"prompt": "<|vision_start|><|image_pad|><|vision_end|> of <image>?"} | one
@@ -403,9 +489,14 @@ def test_a_placeholder_written_into_a_prompt_is_a_bad_row(tmp_path, vision):
 
 def test_the_single_picture_of_pyvisions_rows(tmp_path, vision):
     path = saved(tmp_path, "a.png", picture(60, 60))
-    for columns in ({"image": path}, {"image": [path]}, {"mm_hint": {"hint_path": path, "hint_type": "image"}}):
+    for columns in (
+        {"image": path},
+        {"image": [path]},
+        {"mm_hint": {"hint_path": path, "hint_type": "image"}},
+    ):
         assert len(load(tmp_path, vision, [ask("<image>?") | columns])[0].media) == 1, columns
-    no_mark = ask("?") | {"mm_hint": {"hint_path": path, "hint_type": "image"}}  # for its tools alone
+    # for its tools alone
+    no_mark = ask("?") | {"mm_hint": {"hint_path": path, "hint_type": "image"}}
     assert load(tmp_path, vision, [no_mark])[0].media == []
     both = ask("<image>?") | {"images": [path], "mm_hint": "a text of somebody's own"}
     assert len(load(tmp_path, vision, [both])[0].media) == 1
@@ -425,15 +516,32 @@ def test_a_model_without_eyes_refuses_pictures(tmp_path, vision):
     [
         ({}, "", ""),
         (
-            {"agent_name": None, "extra_info": {"tools_kwargs": {"crop": None}, "interaction_kwargs": {"name": None}}},
+            {
+                "agent_name": None,
+                "extra_info": {
+                    "tools_kwargs": {"crop": None},
+                    "interaction_kwargs": {"name": None},
+                },
+            },
             "",
             "",
         ),
         ({"agent_name": "single_turn_agent"}, "", ""),
-        ({"agent_name": "single_turn_agent", "extra_info": {"tools_kwargs": {"select_frames": {}}}}, "", ""),
+        (
+            {
+                "agent_name": "single_turn_agent",
+                "extra_info": {"tools_kwargs": {"select_frames": {}}},
+            },
+            "",
+            "",
+        ),
         ({"agent_name": "tool_agent"}, "no --tools are given", ""),
         ({"extra_info": {"tools_kwargs": {"select_frames": {"a": 1}}}}, "no --tools are given", ""),
-        ({"extra_info": {"interaction_kwargs": {"name": "teacher"}}}, "no function is", "no function is"),
+        (
+            {"extra_info": {"interaction_kwargs": {"name": "teacher"}}},
+            "no function is",
+            "no function is",
+        ),
     ],
 )
 def test_what_a_row_asks_for_and_does_not_get(asks, without, with_tools):
@@ -462,15 +570,29 @@ def test_rows_that_ask_in_vain_are_told_at_the_start(tmp_path, vision, capsys):
 
 def test_rows_choose_tools_as_in_verl(tmp_path, vision):
     tools = load_tools("visual")
-    named = {"tools_kwargs": {"select_frames": {"create_kwargs": {"a": 1, "b": None}, "execute_kwargs": {"c": 2}}}}
+    named = {
+        "tools_kwargs": {
+            "select_frames": {"create_kwargs": {"a": 1, "b": None}, "execute_kwargs": {"c": 2}}
+        }
+    }
     rows = [
         ask("all"),
         ask("none") | {"agent_name": "single_turn_agent"},
         ask("named") | {"agent_name": "tool_agent", "extra_info": named},
-        {"prompt": [{"role": "system", "content": "Own <tools>"}, {"role": "user", "content": "x"}]},
+        {
+            "prompt": [
+                {"role": "system", "content": "Own <tools>"},
+                {"role": "user", "content": "x"},
+            ]
+        },
     ]
     data = load(tmp_path, vision, rows, tools=tools, max_prompt_tokens=4000)
-    assert [list(data[i].tools) for i in range(4)] == [list(tools), [], ["select_frames"], list(tools)]
+    assert [list(data[i].tools) for i in range(4)] == [
+        list(tools),
+        [],
+        ["select_frames"],
+        list(tools),
+    ]
     assert data[2].tools == {"select_frames": {"a": 1, "c": 2}}
     texts = [vision.processor.tokenizer.decode(data[i].prompt_ids) for i in range(4)]
     assert ["# Tools" in text for text in texts] == [True, False, True, False]

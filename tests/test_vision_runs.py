@@ -12,9 +12,38 @@ from vl import vllm_knows_times, write_rows, write_tiny_vl
 from common.prepare.export import Args, main
 
 PIXELS = ["--min-pixels", 784, "--max-pixels", 16 * 784, "--max-frame-pixels", 4 * 784]
-SIZES = ["--max-prompt-tokens", 400, "--max-response-tokens", 400, "--max-turn-tokens", 80, "--prompts-per-step", 6]
-STEPS = ["--samples-per-prompt", 4, "--total-steps", 3, "--eval-rows", 6, "--learning-rate", 1e-4, "--dtype", "fp32"]
-TOOLS = ["--tools", "visual", "--tool-workers", 2, "--deterministic", "--dump-rollouts-every", 1, "--mask-truncated"]
+SIZES = [
+    "--max-prompt-tokens",
+    400,
+    "--max-response-tokens",
+    400,
+    "--max-turn-tokens",
+    80,
+    "--prompts-per-step",
+    6,
+]
+STEPS = [
+    "--samples-per-prompt",
+    4,
+    "--total-steps",
+    3,
+    "--eval-rows",
+    6,
+    "--learning-rate",
+    1e-4,
+    "--dtype",
+    "fp32",
+]
+TOOLS = [
+    "--tools",
+    "visual",
+    "--tool-workers",
+    2,
+    "--deterministic",
+    "--dump-rollouts-every",
+    1,
+    "--mask-truncated",
+]
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +51,16 @@ def options(tmp_path_factory):
     folder = tmp_path_factory.mktemp("vl")
     write_tiny_vl(folder / "model", taught=True)
     data = write_rows(folder / "rows.parquet", videos=vllm_knows_times())
-    files = ["--model", folder / "model", "--train-data", data, "--eval-data", data, "--media-root", folder]
+    files = [
+        "--model",
+        folder / "model",
+        "--train-data",
+        data,
+        "--eval-data",
+        data,
+        "--media-root",
+        folder,
+    ]
     return [*files, *PIXELS, *SIZES, *STEPS, *TOOLS]
 
 
@@ -30,7 +68,16 @@ def options(tmp_path_factory):
 def whole(options, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "whole"
     run_script(
-        "grpo.py", *options, *LITTLE_CACHE, "--save-every", 1, "--keep-checkpoints", 9, "--output-dir", folder, ranks=2
+        "grpo.py",
+        *options,
+        *LITTLE_CACHE,
+        "--save-every",
+        1,
+        "--keep-checkpoints",
+        9,
+        "--output-dir",
+        folder,
+        ranks=2,
     )
     return folder
 
@@ -42,7 +89,9 @@ def test_several_turns_with_pictures_and_text_only_rows_in_one_batch(whole):
         assert 0 < steps[step]["policy/rollout_logprob_gap"] < 1e-4
         assert steps[step]["optim/grad_norm"] > 0
     rows = [
-        row for step in (1, 2, 3) for row in pq.read_table(whole / f"rollouts/step_{step:06d}.parquet").to_pylist()
+        row
+        for step in (1, 2, 3)
+        for row in pq.read_table(whole / f"rollouts/step_{step:06d}.parquet").to_pylist()
     ]
     media = [len(json.loads(row["media"])) for row in rows]
     assert 0 in media and max(media) >= 3, "text alone, and crops beside two pictures of the prompt"
@@ -77,12 +126,23 @@ def test_the_page_of_a_dump_shows_pictures_and_crops(whole):
 
 @pytest.mark.slow  # by default test_curiosity_runs.py does, with pictures and tools
 def test_kill_and_resume_with_pictures_equals_an_uninterrupted_run(options, whole, tmp_path):
-    arguments = ["grpo.py", *options, *LITTLE_CACHE, "--save-every", 1, "--output-dir", tmp_path / "killed"]
+    arguments = [
+        "grpo.py",
+        *options,
+        *LITTLE_CACHE,
+        "--save-every",
+        1,
+        "--output-dir",
+        tmp_path / "killed",
+    ]
     kill_once(*arguments, ranks=2, after_step=2)
     run_script(*arguments, ranks=2)
     assert any(record.get("event") == "resumed" for record in metrics_of(tmp_path / "killed"))
     assert steps_of(tmp_path / "killed") == steps_of(whole)
-    weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (whole, tmp_path / "killed")]
+    weights = [
+        (folder / "model" / "model.safetensors").read_bytes()
+        for folder in (whole, tmp_path / "killed")
+    ]
     assert weights[0] == weights[1]
 
 
@@ -108,11 +168,19 @@ def test_the_export_of_a_model_that_sees_is_the_runs_model(whole, exported):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script,extra", [("grpo.py", ["--engine", "hf"]), ("ppo.py", ["--freeze-vision"])])
+@pytest.mark.parametrize(
+    "script,extra", [("grpo.py", ["--engine", "hf"]), ("ppo.py", ["--freeze-vision"])]
+)
 def test_other_ways_take_a_step_with_pictures(options, exported, tmp_path, script, extra):
     """Of a folder that was exported, which both engines open, sample from and evaluate."""
     extra = ["--model", exported, *extra]
-    run_script(script, *options, *extra, "--total-steps", 1, "--no-eval-before", "--output-dir", tmp_path)
+    run_script(
+        script, *options, *extra, "--total-steps", 1, "--no-eval-before", "--output-dir", tmp_path
+    )
     (step,) = steps_of(tmp_path).values()
-    assert step["policy/rollout_logprob_gap"] < 1e-4 and step["optim/grad_norm"] > 0 and step["tool/calls"] > 0
+    assert (
+        step["policy/rollout_logprob_gap"] < 1e-4
+        and step["optim/grad_norm"] > 0
+        and step["tool/calls"] > 0
+    )
     assert step["eval/rows"] == 6

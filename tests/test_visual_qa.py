@@ -1,4 +1,5 @@
-r"""Pixel Reasoner's answers: tables of right and wrong ones, the released scorer's defects, ANLS, a fuzz.
+r"""Pixel Reasoner's answers: tables of right and wrong ones, the released scorer's defects, ANLS, a
+fuzz.
 
 pytest tests/test_visual_qa.py            # with 20,000 random strings
 pytest tests/test_visual_qa.py -m slow    # with 100,000
@@ -243,7 +244,9 @@ def test_wrong(answer, truth):
     assert not is_right(answer, truth)
 
 
-@pytest.mark.parametrize("truth", sorted({truth for _, truth in RIGHT + WRONG if "boxed" not in truth}))
+@pytest.mark.parametrize(
+    "truth", sorted({truth for _, truth in RIGHT + WRONG if "boxed" not in truth})
+)
 def test_the_truth_is_right_boxed_or_not(truth):
     expected = {"score": 1.0, "acc": 1.0, "anls": 1.0}
     for answers in (truth, [truth], [rf"\boxed{{{truth}}}"]):
@@ -253,7 +256,9 @@ def test_the_truth_is_right_boxed_or_not(truth):
 # --- what the released scorer does wrong ---
 
 
-@pytest.mark.parametrize("solution", ["", "B", "The answer is B.", "Answer: B", r"\boxed{B", r"boxed{B}", r"\boxed B"])
+@pytest.mark.parametrize(
+    "solution", ["", "B", "The answer is B.", "Answer: B", r"\boxed{B", r"boxed{B}", r"\boxed B"]
+)
 def test_no_boxed_does_not_raise(solution):
     assert score_visual_qa(solution, ["B"]) == {"score": 0.0, "acc": 0.0, "pred": "", "anls": 0.0}
 
@@ -270,7 +275,9 @@ def test_multi_span_is_not_substring():
     assert not score_visual_qa(r"\boxed{green}, not red and not blue", "red, blue")["acc"]
 
 
-@pytest.mark.parametrize("answer", ["", " ", "{", r"\frac{1}{", r"\frac", "}{", "^^^", r"\sqrt{", "1/0", r"\text{}"])
+@pytest.mark.parametrize(
+    "answer", ["", " ", "{", r"\frac{1}{", r"\frac", "}{", "^^^", r"\sqrt{", "1/0", r"\text{}"]
+)
 def test_unparsable_is_zero_not_minus_one(answer):
     for truth in ("B", r"\frac{1}{2}", "1, 2", r"\frac{1}{", "^_^", "blue"):
         assert score_visual_qa(rf"\boxed{{{answer}}}", truth)["score"] == 0.0
@@ -318,13 +325,21 @@ def test_best_of_several_answers():
 
 
 def test_votes_agree_on_what_is_right_only():
-    preds = [score_visual_qa(rf"\boxed{{{a}}}", ["B. blue", "Navy"])["pred"] for a in ("B", "(B) Blue", "navy")]
+    preds = [
+        score_visual_qa(rf"\boxed{{{a}}}", ["B. blue", "Navy"])["pred"]
+        for a in ("B", "(B) Blue", "navy")
+    ]
     assert preds == ["b. blue"] * 3
     assert score_visual_qa(r"\boxed{(C) Red}", "B. blue")["pred"] == "(c) red"
 
 
 def test_answers_that_are_no_strings():
-    assert is_right("five", 5) and is_right("5.0", [7, 5]) and is_right("2.50", 2.5) and is_right("True", [True])
+    assert (
+        is_right("five", 5)
+        and is_right("5.0", [7, 5])
+        and is_right("2.50", 2.5)
+        and is_right("True", [True])
+    )
     assert is_right("b", ("a", "b"))
 
 
@@ -373,7 +388,9 @@ def test_edit_distance_is_its_definition():
     def defined(a: str, b: str) -> int:
         if not a or not b:
             return len(a) + len(b)
-        return min(defined(a[1:], b) + 1, defined(a, b[1:]) + 1, defined(a[1:], b[1:]) + (a[0] != b[0]))
+        return min(
+            defined(a[1:], b) + 1, defined(a, b[1:]) + 1, defined(a[1:], b[1:]) + (a[0] != b[0])
+        )
 
     rng = random.Random(0)
     for _ in range(300):
@@ -408,13 +425,29 @@ def test_anls(answer, truth, expected):
 
 def test_similarity_is_no_score():
     close, far = (r"\boxed{the year 1980}", "the year 1981"), (r"\boxed{B}", "B. dark blue")
-    assert score_visual_qa(*close) == {"score": 0.0, "acc": 0.0, "pred": "the year 1980", "anls": 12 / 13}
+    assert score_visual_qa(*close) == {
+        "score": 0.0,
+        "acc": 0.0,
+        "pred": "the year 1980",
+        "anls": 12 / 13,
+    }
     assert score_visual_qa(*far) == {"score": 1.0, "acc": 1.0, "pred": "b. dark blue", "anls": 0.0}
 
 
 # --- hostile text ---
 
-TRUTHS = ["B", "B. blue", "1,234", "12%", "a, b, c", r"\frac{\sqrt{3}}{2}", "dark blue", "5 cm", "(1, 2)", "0"]
+TRUTHS = [
+    "B",
+    "B. blue",
+    "1,234",
+    "12%",
+    "a, b, c",
+    r"\frac{\sqrt{3}}{2}",
+    "dark blue",
+    "5 cm",
+    "(1, 2)",
+    "0",
+]
 
 
 def hostile(n: int) -> dict[str, str]:
@@ -473,17 +506,42 @@ def test_longest_answers_take_bounded_time(piece):
     assert time.process_time() - start < 2.0
 
 
-PIECES = [*'}{,()[].:%$°-+/^_&*"\\\n\0\ud800é猫٣İ\u202e😀 ', ", ", " and ", "the ", "A", "B", "(B)", "b. blue"]
-PIECES += [r"\boxed{", r"\boxed{", r"\frac{", r"\sqrt{", r"\text{", r"\\", r"\{", r"\}", r"\,", r"\%"]
+PIECES = [
+    *'}{,()[].:%$°-+/^_&*"\\\n\0\ud800é猫٣İ\u202e😀 ',
+    ", ",
+    " and ",
+    "the ",
+    "A",
+    "B",
+    "(B)",
+    "b. blue",
+]
+PIECES += [
+    r"\boxed{",
+    r"\boxed{",
+    r"\frac{",
+    r"\sqrt{",
+    r"\text{",
+    r"\\",
+    r"\{",
+    r"\}",
+    r"\,",
+    r"\%",
+]
 PIECES += ["12", "1,234", "0.5", "five", "5 cm"]
 
 
 def fuzz(seed: int, count: int) -> None:
-    """Random pieces, most of them in a box, against a fixed answer and one that is made in the same way."""
+    """Random pieces, most of them in a box, against a fixed answer and one that is made in the same
+    way."""
     rng = random.Random(seed)
     for _ in range(count):
-        text, other = ("".join(rng.choices(PIECES, k=rng.choice((1, 2, 4, 8, 30)))) for _ in range(2))
-        solution = rng.choice((text, rf"\boxed{{{text}}}", rf"\boxed{{{text}}}", r"\boxed{" * 20 + text + "}" * 20))
+        text, other = (
+            "".join(rng.choices(PIECES, k=rng.choice((1, 2, 4, 8, 30)))) for _ in range(2)
+        )
+        solution = rng.choice(
+            (text, rf"\boxed{{{text}}}", rf"\boxed{{{text}}}", r"\boxed{" * 20 + text + "}" * 20)
+        )
         try:
             result = score_visual_qa(solution, [rng.choice(TRUTHS), rng.choice((text, other))])
         except Exception as error:

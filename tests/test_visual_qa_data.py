@@ -1,4 +1,5 @@
-"""Pixel Reasoner's published rows as prompts: images, videos, several answers, moved folders, bad rows."""
+"""Pixel Reasoner's published rows as prompts: images, videos, several answers, moved folders, bad
+rows."""
 
 import json
 
@@ -24,14 +25,24 @@ def vision(tmp_path_factory):
 
 @pytest.fixture
 def folder(tmp_path):
-    for name in ("images/q1-0.jpg", "images/q1-1.jpg", "videos/a/0.jpg", "videos/a/1.jpg", "videos/a/2.jpg"):
+    for name in (
+        "images/q1-0.jpg",
+        "images/q1-1.jpg",
+        "videos/a/0.jpg",
+        "videos/a/1.jpg",
+        "videos/a/2.jpg",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(picture(90, 60, hash(name) % 100, format_="JPEG"))
     return tmp_path
 
 
 def write(folder, name: str = "release.parquet", **changes):
-    images = [["images/q1-0.jpg", "", "images/q1-1.jpg"], ["videos/a/0.jpg", "videos/a/1.jpg", "videos/a/2.jpg"], []]
+    images = [
+        ["images/q1-0.jpg", "", "images/q1-1.jpg"],
+        ["videos/a/0.jpg", "videos/a/1.jpg", "videos/a/2.jpg"],
+        [],
+    ]
     columns = {
         "question": [QUESTION, "Which comes first?", "1 + 1?"],
         "answer": [["\\boxed{B}"], ["left", "the left one"], ["2"]],
@@ -45,7 +56,9 @@ def write(folder, name: str = "release.parquet", **changes):
 
 def load(path, vision, folder, tools: str = "visual", **options) -> PromptData:
     shared = {"max_prompt_tokens": 10_000, "vision": vision, "media_root": folder}
-    return prompts_of(path, tokenizer=build_tokenizer(), tools=load_tools(tools), **shared, **options)
+    return prompts_of(
+        path, tokenizer=build_tokenizer(), tools=load_tools(tools), **shared, **options
+    )
 
 
 def test_published_rows(vision, folder):
@@ -55,9 +68,14 @@ def test_published_rows(vision, folder):
     assert images.prompt == [
         {"role": "user", "content": "<image><image>" + QUESTION.replace("<image>", "") + WITH_TOOLS}
     ]
-    assert [m.kind for m in images.media] == ["image", "image"] and images.ground_truth == ["\\boxed{B}"]
+    assert [m.kind for m in images.media] == ["image", "image"] and images.ground_truth == [
+        "\\boxed{B}"
+    ]
     assert [(m.kind, len(m.frames)) for m in video.media] == [("video", 3)]
-    assert video.ground_truth == ["left", "the left one"] and video.extra_info["qid"] == "mvbench-order-3"
+    assert (
+        video.ground_truth == ["left", "the left one"]
+        and video.extra_info["qid"] == "mvbench-order-3"
+    )
     assert text.media == [] and list(text.tools) == ["crop_image_normalized", "select_frames"]
 
 
@@ -69,7 +87,9 @@ def test_published_rows_as_json(vision, folder, suffix, place):
     lines = [*map(json.dumps, records[:2]), '{"question": 5}', json.dumps(records[2])]
     text = "\n" + "\n".join(lines) if suffix == "jsonl" else f"[{','.join(lines)}]"
     (folder / f"release.{suffix}").write_text(text)
-    with pytest.raises(ValueError, match=f"1 unusable rows(.|\n)*{suffix} {place}: data_source is None"):
+    with pytest.raises(
+        ValueError, match=f"1 unusable rows(.|\n)*{suffix} {place}: data_source is None"
+    ):
         load(str(folder / f"release.{suffix}"), vision, folder)
     rows = load(str(folder / f"release.{suffix}"), vision, folder, bad_rows="drop")
     for i in range(3):
@@ -98,7 +118,9 @@ def test_an_answer_may_be_a_string_and_is_video_may_be_missing(vision, folder):
 def test_folders_that_pixel_reasoners_script_has_moved(vision, folder):
     (folder / "images").rename(folder / "release_images")
     (folder / "videos").rename(folder / "release_videos")
-    assert [len(row.media) for row in map(load(write(folder), vision, folder).__getitem__, range(3))] == [2, 1, 0]
+    assert [
+        len(row.media) for row in map(load(write(folder), vision, folder).__getitem__, range(3))
+    ] == [2, 1, 0]
     alone = {
         "image": ["images/q1-0.jpg", "images/q1-1.jpg", ""],
         "is_video": [False] * 3,
@@ -108,7 +130,8 @@ def test_folders_that_pixel_reasoners_script_has_moved(vision, folder):
 
 
 def test_moved_folders_of_one_file_beside_the_pictures_of_another(vision, folder, tmp_path):
-    """bench/vstar_images/ is vstar's, whatever --media-root holds; two candidates in one folder are refused."""
+    """bench/vstar_images/ is vstar's, whatever --media-root holds; two candidates in one folder are
+    refused."""
     bench = folder / "bench"
     (bench / "vstar_images").mkdir(parents=True)
     (bench / "vstar_images/q1-0.jpg").write_bytes(picture(120, 60))
@@ -140,5 +163,7 @@ def test_bad_rows_are_named(vision, folder, changes, reason):
 def test_rows_are_scored_by_the_rule(vision, folder):
     row = load(write(folder), vision, folder)[0]
     for said, score in (("\\boxed{B. dog}", 1.0), ("\\boxed{A}", 0.0), ("no box", 0.0)):
-        result = score_response(reward_function(row.data_source), row.data_source, said, row.ground_truth)
+        result = score_response(
+            reward_function(row.data_source), row.data_source, said, row.ground_truth
+        )
         assert result["score"] == result["acc"] == score

@@ -1,7 +1,8 @@
-"""./with: which requirements it chooses, when it makes .venv, what it leaves after a failure, how it runs a command.
+"""./with: which requirements it chooses, when it makes .venv, what it leaves after a failure, how
+it runs a command.
 
-Python and nvidia-smi are fakes here: a virtual environment is a folder, and pip writes down what it is asked for.
-.ci/run goes through the real ones, and so does the last test.
+Python and nvidia-smi are fakes here: a virtual environment is a folder, and pip writes down what it
+is asked for. .ci/run goes through the real ones, and so does the last test.
 """
 
 import os
@@ -17,7 +18,8 @@ import pytest
 from helpers import ROOT
 
 CPU, V100, CUDA = "requirements-cpu.txt", "requirements-v100.txt", "requirements.txt"
-# One that stands in PATH, and in each .venv that it makes. What is asked of pip, and goes wrong with it, is in files.
+# One that stands in PATH, and in each .venv that it makes. What is asked of pip, and goes wrong
+# with it, is in files.
 PYTHON = f"""#!/bin/sh
 here=$FAKES
 case "$*" in
@@ -42,7 +44,8 @@ esac
 
 
 class Machine:
-    """A fresh clone in a folder whose name has a space, on a machine with these programs first in PATH."""
+    """A fresh clone in a folder whose name has a space, on a machine with these programs first in
+    PATH."""
 
     def __init__(self, folder: Path, programs: Path):
         self.clone, self.fakes = folder / "a clone", folder / "fakes"
@@ -54,7 +57,11 @@ class Machine:
         self.program("python3", PYTHON)
         for name, text in {"installs": "", "pip": "", "pip.conf": "", "version": "3.11\n"}.items():
             (self.fakes / name).write_text(text)
-        self.environment = {**os.environ, "FAKES": str(self.fakes), "PATH": f"{self.fakes}:{programs}"}
+        self.environment = {
+            **os.environ,
+            "FAKES": str(self.fakes),
+            "PATH": f"{self.fakes}:{programs}",
+        }
 
     def program(self, name: str, text: str) -> None:
         path = self.fakes / name
@@ -65,7 +72,12 @@ class Machine:
         self.program("nvidia-smi", f"#!/bin/sh\ncat <<'END'\n{answer}\nEND\nexit {code}\n")
 
     def start(self, *command: str, **options) -> subprocess.Popen:
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+        pipes = {
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            "text": True,
+            "start_new_session": True,
+        }
         words = [self.clone / "with", *command]
         return subprocess.Popen(words, env=self.environment, **{"cwd": "/", **pipes, **options})
 
@@ -104,7 +116,7 @@ def wait_for(condition, seconds: float = 30) -> None:
         time.sleep(0.01)
 
 
-# --- which requirements -------------------------------------------------------------------------------------------
+# --- which requirements ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -128,7 +140,9 @@ def test_the_requirements_are_those_of_the_lowest_card(answer, file, index, mach
     assert code == 0 and f" {file} " in line and " GB" in line and " minutes" in line
     *first, last = machine.installs()
     assert last[-2:] == ["-r", f"./{file}"]
-    pinned = [package for package in (ROOT / file).read_text().splitlines() if package.startswith("torch")]
+    pinned = [
+        package for package in (ROOT / file).read_text().splitlines() if package.startswith("torch")
+    ]
     url = f"https://download.pytorch.org/whl/{index}"
     assert first == ([["-q", "--no-compile", "--index-url", url, *pinned]] if index else [])
 
@@ -136,7 +150,11 @@ def test_the_requirements_are_those_of_the_lowest_card(answer, file, index, mach
 @pytest.mark.parametrize(
     "answer, code, told",
     [
-        ("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.", 9, "couldn't communicate"),
+        (
+            "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.",
+            9,
+            "couldn't communicate",
+        ),
         ("No devices were found", 6, "No devices were found"),
         ("[N/A], [N/A]", 0, "[N/A]"),
         ("6.1, 560.35.03", 0, "6.1"),
@@ -181,7 +199,7 @@ def test_torch_is_of_the_index_that_pip_is_configured_with(config, has_index, ma
         assert (first == []) == has_index and last[-1] == f"./{file}"
 
 
-# --- what a machine lacks -----------------------------------------------------------------------------------------
+# --- what a machine lacks -------------------------------------------------------------------------
 
 
 def old_python(machine):
@@ -239,7 +257,12 @@ def test_what_a_machine_lacks_is_one_line(lack, told, machine):
     lack(machine)
     code, output, said = machine.run("echo", "ran")
     (line,) = said.splitlines()
-    assert code == 1 and output == "" and all(part in line for part in told) and machine.installs() == []
+    assert (
+        code == 1
+        and output == ""
+        and all(part in line for part in told)
+        and machine.installs() == []
+    )
 
 
 def test_without_a_command_it_says_how_it_is_used(machine):
@@ -249,7 +272,7 @@ def test_without_a_command_it_says_how_it_is_used(machine):
         assert process.returncode == 1 and "./with CMD" in said and machine.installs() == []
 
 
-# --- when .venv is made -------------------------------------------------------------------------------------------
+# --- when .venv is made ---------------------------------------------------------------------------
 
 
 def test_it_is_made_once_and_again_when_its_requirements_its_python_or_its_place_change(machine):
@@ -266,11 +289,13 @@ def test_it_is_made_once_and_again_when_its_requirements_its_python_or_its_place
     machine.run()
     assert machine.installs()
 
-    (machine.fakes / "version").write_text("3.12\n")  # the system's Python, that of .venv too, has become another
+    # the system's Python, that of .venv too, has become another
+    (machine.fakes / "version").write_text("3.12\n")
     machine.run()
     assert machine.installs()
 
-    moved = machine.clone.rename(machine.clone.with_name("moved"))  # its programs name their interpreter by its path
+    # its programs name their interpreter by its path
+    moved = machine.clone.rename(machine.clone.with_name("moved"))
     machine.clone, machine.venv = moved, moved / ".venv"
     machine.run()
     assert machine.installs() and machine.run()[2] == ""
@@ -287,7 +312,8 @@ def test_another_python_in_path_does_not_replace_a_finished_one(machine):
 def test_a_failure_is_one_line_and_the_next_call_mends_it(when, machine):
     condition = "--index-url" if when == "first" else "requirements-cpu"
     (machine.fakes / "pip").write_text(
-        f"case \"$*\" in *{condition}*) touch half; echo 'ERROR: No space left' >&2; exit 1 ;; esac\n"
+        f"case \"$*\" in *{condition}*) touch half; echo 'ERROR: No space left' >&2; exit 1 "
+        ";; esac\n"
     )
     code, output, said = machine.run("echo", "ran", cwd=machine.fakes)
     assert code == 1 and output == ""
@@ -303,7 +329,9 @@ def test_a_failure_is_one_line_and_the_next_call_mends_it(when, machine):
 
 
 def test_ctrl_c_is_said_and_the_next_call_begins_anew(machine):
-    (machine.fakes / "pip").write_text("touch $VIRTUAL_ENV/half; exec sleep 60\n".replace("$VIRTUAL_ENV", "$here"))
+    (machine.fakes / "pip").write_text(
+        "touch $VIRTUAL_ENV/half; exec sleep 60\n".replace("$VIRTUAL_ENV", "$here")
+    )
     process = machine.start("echo", "ran")
     wait_for((machine.fakes / "half").exists)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
@@ -313,7 +341,7 @@ def test_ctrl_c_is_said_and_the_next_call_begins_anew(machine):
     assert machine.run("echo", "ran")[:2] == (0, "ran\n")
 
 
-# --- the lock -----------------------------------------------------------------------------------------------------
+# --- the lock -------------------------------------------------------------------------------------
 
 
 def test_a_second_call_waits_and_installs_nothing(machine):
@@ -361,13 +389,17 @@ def test_nothing_is_taken_from_under_a_command_that_runs(machine):
     assert machine.run("echo", "beside it")[:2] == (0, "beside it\n")
     (machine.fakes / "nvidia-smi").unlink()
     other = machine.start("echo", "ran")
-    assert "waits" in other.stderr.readline() and machine.installs() == [] and (machine.venv / "stamp").exists()
+    assert (
+        "waits" in other.stderr.readline()
+        and machine.installs() == []
+        and (machine.venv / "stamp").exists()
+    )
     training.kill()
     training.communicate(timeout=30)
     assert other.communicate(timeout=30)[0] == "ran\n" and machine.installs()[-1][-1] == f"./{CPU}"
 
 
-# --- how it runs a command ----------------------------------------------------------------------------------------
+# --- how it runs a command ------------------------------------------------------------------------
 
 
 def test_a_command_is_itself(machine, tmp_path):
@@ -396,11 +428,21 @@ def test_what_makes_the_environment_neither_reads_the_input_nor_writes_the_outpu
 def test_the_environment_is_first_even_inside_another(machine, tmp_path):
     other = tmp_path / "other"
     (other / "bin").mkdir(parents=True)
-    machine.environment |= {"VIRTUAL_ENV": str(other), "PYTHONHOME": str(other), "PYTHONPATH": "mine", "PIP_USER": "1"}
+    machine.environment |= {
+        "VIRTUAL_ENV": str(other),
+        "PYTHONHOME": str(other),
+        "PYTHONPATH": "mine",
+        "PIP_USER": "1",
+    }
     machine.environment["PATH"] = f"{other}/bin:{machine.environment['PATH']}"
     (machine.fakes / "pip").write_text('echo "${PYTHONPATH-unset} $PIP_USER"\n')
-    code, output, said = machine.run("sh", "-c", 'command -v python; echo "$VIRTUAL_ENV $PYTHONPATH ${PYTHONHOME-no}"')
-    assert code == 0 and output.splitlines() == [f"{machine.venv}/bin/python", f"{machine.venv} mine no"]
+    code, output, said = machine.run(
+        "sh", "-c", 'command -v python; echo "$VIRTUAL_ENV $PYTHONPATH ${PYTHONHOME-no}"'
+    )
+    assert code == 0 and output.splitlines() == [
+        f"{machine.venv}/bin/python",
+        f"{machine.venv} mine no",
+    ]
     assert said.splitlines()[1:] == ["unset 0", "unset 0"]
 
 
@@ -409,16 +451,25 @@ def test_it_is_found_through_a_link_and_from_its_own_folder(machine, tmp_path):
     machine.installs()
     link = tmp_path / "link"
     link.symlink_to(machine.clone / "with")
-    for words, folder in (([link], "/"), (["./with"], machine.clone), (["sh", "with"], machine.clone)):
+    for words, folder in (
+        ([link], "/"),
+        (["./with"], machine.clone),
+        (["sh", "with"], machine.clone),
+    ):
         done = subprocess.run(
-            [*words, "printenv", "VIRTUAL_ENV"], cwd=folder, env=machine.environment, capture_output=True, text=True
+            [*words, "printenv", "VIRTUAL_ENV"],
+            cwd=folder,
+            env=machine.environment,
+            capture_output=True,
+            text=True,
         )
         assert done.stdout == f"{machine.venv}\n" and machine.installs() == []
 
 
 @pytest.mark.slow
 def test_a_real_environment(machine):
-    """By Python, venv and pip themselves, with a package that comes with them; inside another environment."""
+    """By Python, venv and pip themselves, with a package that comes with them; inside another
+    environment."""
     (machine.clone / CPU).write_text("pip\n")
     machine.environment |= {"PIP_FIND_LINKS": str(machine.clone), "PYTHONPATH": str(machine.fakes)}
     (machine.fakes / "python3").unlink()
@@ -433,4 +484,8 @@ def test_a_real_environment(machine):
     machine.environment["PIP_NO_INDEX"] = "1"
     code, _, said = machine.run()
     last = said.splitlines()[-1]
-    assert code == 1 and "No matching distribution" in said and f"-r {CPU} from the index that pip is" in last
+    assert (
+        code == 1
+        and "No matching distribution" in said
+        and f"-r {CPU} from the index that pip is" in last
+    )

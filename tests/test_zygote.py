@@ -1,4 +1,5 @@
-"""The warm process of the tests: a run that it forks is the run that torchrun starts, and ends as that does."""
+"""The warm process of the tests: a run that it forks is the run that torchrun starts, and ends as
+that does."""
 
 import json
 import subprocess
@@ -15,12 +16,16 @@ pytestmark = [
     pytest.mark.skipif(not WARM, reason="CUDA does not survive a fork: all runs are fresh"),
 ]
 PROBE = ROOT / "tests" / "workers" / "probe.py"
-ALONE = "import json, os, sys, time; open(sys.argv[1] + os.environ.get('RANK', ''), 'w').write(str(os.getpid())); "
+ALONE = (
+    "import json, os, sys, time; open(sys.argv[1] + os.environ.get('RANK', ''), "
+    "'w').write(str(os.getpid())); "
+)
 
 
 @pytest.fixture
 def script(tmp_path):
-    """script(text) is a script whose ranks first write their process ids into the files pid0, pid1 ..."""
+    """script(text) is a script whose ranks first write their process ids into the files pid0, pid1
+    ..."""
 
     def write(text: str) -> list:
         (tmp_path / "script.py").write_text(ALONE + text)
@@ -42,20 +47,40 @@ def probe(*arguments, fresh: bool) -> tuple[subprocess.CompletedProcess, dict, l
 @pytest.mark.parametrize("ending, code", [(None, 0), ("text", 1), ("raise", 1)])
 def test_a_forked_process_sees_what_a_fresh_one_sees(ending, code):
     arguments = [ending] if ending else []
-    (forked, seen, numbers), (fresh, expected, other) = (probe(*arguments, fresh=f) for f in (False, True))
+    (forked, seen, numbers), (fresh, expected, other) = (
+        probe(*arguments, fresh=f) for f in (False, True)
+    )
     path = expected["path"]
-    assert seen | {"path": seen["path"][: len(path)]} == expected, "imports may have put more behind the path"
+    assert seen | {"path": seen["path"][: len(path)]} == expected, (
+        "imports may have put more behind the path"
+    )
     assert seen["environment"]["OWN"] == "1" and seen["argv"] == [str(PROBE), *arguments]
-    assert not set(numbers) & {*other, *probe(fresh=False)[2]}, "random numbers that nobody has seeded"
+    assert not set(numbers) & {*other, *probe(fresh=False)[2]}, (
+        "random numbers that nobody has seeded"
+    )
     assert forked.returncode == fresh.returncode == code
     assert forked.stderr.splitlines()[-1:] == fresh.stderr.splitlines()[-1:]
 
 
 def test_ranks_are_numbered_as_by_torchrun(script):
-    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS"]
-    code = f"os.write(1, (json.dumps([os.environ[name] for name in {names}]) + chr(10)).encode())"  # at one go
-    said = [sorted(run_script(*script(code), ranks=2, fresh=f).stdout.splitlines()) for f in (False, True)]
-    assert said[0] == [line.replace("localhost", "127.0.0.1") for line in said[1]] and len(said[0]) == 2
+    names = [
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "OMP_NUM_THREADS",
+    ]
+    # at one go
+    code = f"os.write(1, (json.dumps([os.environ[name] for name in {names}]) + chr(10)).encode())"
+    said = [
+        sorted(run_script(*script(code), ranks=2, fresh=f).stdout.splitlines())
+        for f in (False, True)
+    ]
+    assert (
+        said[0] == [line.replace("localhost", "127.0.0.1") for line in said[1]]
+        and len(said[0]) == 2
+    )
 
 
 def test_one_rank_that_fails_ends_the_others(script, tmp_path):
@@ -74,7 +99,9 @@ def test_a_run_that_takes_too_long_is_killed(script, tmp_path):
     code = "os.fork(); open(f'{sys.argv[1]}-{os.getpid()}', 'w').write(str(os.getpid())); "
     run_script(*script("pass"), ranks=2)  # the first one imports
     with pytest.raises(TimeoutError, match="so far"):
-        run_script(*script(code + "print('so far', flush=True); time.sleep(600)"), ranks=2, timeout=10.0)
+        run_script(
+            *script(code + "print('so far', flush=True); time.sleep(600)"), ranks=2, timeout=10.0
+        )
     assert len(set(pids(tmp_path))) == 4
     wait_until(lambda: not any(map(alive, pids(tmp_path))))
 
@@ -97,9 +124,14 @@ def test_no_fork_beside_a_thread():
 
 
 def test_the_warm_process_dies_with_who_started_it(tmp_path):
-    code = "import sys, time, zygote; z = zygote.Zygote({}); print(z.process.pid, flush=True); time.sleep(600)"
+    code = (
+        "import sys, time, zygote; z = zygote.Zygote({}); print(z.process.pid, "
+        "flush=True); time.sleep(600)"
+    )
     command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, env=script_environment(), stdout=subprocess.PIPE, text=True) as starter:
+    with subprocess.Popen(
+        command, env=script_environment(), stdout=subprocess.PIPE, text=True
+    ) as starter:
         pid = int(starter.stdout.readline())
         assert alive(pid)
         starter.kill()

@@ -1,4 +1,5 @@
-"""A random Qwen2.5-VL of a few hundred thousand parameters as a Hugging Face folder, and pictures to show it.
+"""A random Qwen2.5-VL of a few hundred thousand parameters as a Hugging Face folder, and pictures
+to show it.
 
 python tests/vl.py FOLDER
 """
@@ -21,22 +22,29 @@ from common.prepare.tiny_vl import SPECIAL
 
 # The layout of the published templates: Qwen2.5's (which has tools too), SmolLM2-Instruct's.
 QWEN = (
-    "{% if messages[0]['role'] == 'system' %}<|im_start|>system\n{{ messages[0]['content'] }}<|im_end|>\n{% else %}"
-    "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n{% endif %}"
+    "{% if messages[0]['role'] == 'system' %}<|im_start|>system\n{{ messages[0]['content'] "
+    "}}<|im_end|>\n{% else %}"
+    "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful "
+    "assistant.<|im_end|>\n{% endif %}"
     "{% for message in messages %}{% if message['role'] == 'tool' %}{% if loop.index0 == 0 or "
-    "messages[loop.index0 - 1]['role'] != 'tool' %}<|im_start|>user{% endif %}{{ '\\n<tool_response>\\n' }}"
-    "{{ message['content'] }}\n</tool_response>{% if loop.last or messages[loop.index0 + 1]['role'] != 'tool' %}"
+    "messages[loop.index0 - 1]['role'] != 'tool' %}<|im_start|>user{% endif %}{{ '\\n"
+    "<tool_response>\\n' }}"
+    "{{ message['content'] }}\n</tool_response>{% if loop.last or messages[loop.index0 + "
+    "1]['role'] != 'tool' %}"
     "<|im_end|>\n{% endif %}{% elif not (loop.first and message['role'] == 'system') %}<|im_start|>"
     "{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 SMOLLM = (
-    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}<|im_start|>system\n"
-    "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n{% endif %}<|im_start|>"
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' "
+    "%}<|im_start|>system\n"
+    "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n{% endif "
+    "%}<|im_start|>"
     "{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# Templates that know no role `tool`, and say nothing: Phi-3.5's, Zephyr's (TinyLlama's, too), OLMo-2's.
+# Templates that know no role `tool`, and say nothing: Phi-3.5's, Zephyr's (TinyLlama's, too),
+# OLMo-2's.
 PHI = (
     "{% for message in messages %}{% if message['role'] == 'system' and message['content'] %}"
     "{{ '<|system|>\n' + message['content'] + '<|end|>\n' }}{% elif message['role'] == 'user' %}"
@@ -47,7 +55,8 @@ PHI = (
 ZEPHYR = (
     "{% for message in messages %}\n{% if message['role'] == 'user' %}\n"
     "{{ '<|user|>\n' + message['content'] + eos_token }}\n{% elif message['role'] == 'system' %}\n"
-    "{{ '<|system|>\n' + message['content'] + eos_token }}\n{% elif message['role'] == 'assistant' %}\n"
+    "{{ '<|system|>\n' + message['content'] + eos_token }}\n{% elif message['role'] == "
+    "'assistant' %}\n"
     "{{ '<|assistant|>\n'  + message['content'] + eos_token }}\n{% endif %}\n"
     "{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n{% endfor %}"
 )
@@ -55,20 +64,25 @@ OLMO = (
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'system' %}"
     "{{ '<|system|>\n' + message['content'] + '\n' }}{% elif message['role'] == 'user' %}"
     "{{ '<|user|>\n' + message['content'] + '\n' }}{% elif message['role'] == 'assistant' %}"
-    "{{ '<|assistant|>\n' + message['content'] + eos_token }}{% if not loop.last %}{{ '\n' }}{% endif %}{% endif %}"
+    "{{ '<|assistant|>\n' + message['content'] + eos_token }}{% if not loop.last %}{{ '\n' "
+    "}}{% endif %}{% endif %}"
     "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}{% endfor %}"
 )
-# Llama-2's, and Mistral-7B's before it knew tools: they write a space before what the assistant says
+# Llama-2's, and Mistral-7B's before it knew tools: they write a space before what the assistant
+# says
 LLAMA2 = (
-    "{% for m in messages %}{% if m['role'] == 'user' %}{{ bos_token + '[INST] ' + m['content'] + ' [/INST]' }}"
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ bos_token + '[INST] ' + "
+    "m['content'] + ' [/INST]' }}"
     "{% elif m['role'] == 'assistant' %}{{ ' ' + m['content'] + ' ' + eos_token }}"
-    "{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}"
+    "{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif "
+    "%}{% endfor %}"
 )
 TOOLS = (  # with a role for tools
     "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}{{ eos_token }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
-BOXES = ([0.1, 0.1, 0.5, 0.5], [0.4, 0.2, 0.9, 0.8], [0.9, 0.1, 0.2, 0.3])  # the last one is refused
+# the last one is refused
+BOXES = ([0.1, 0.1, 0.5, 0.5], [0.4, 0.2, 0.9, 0.8], [0.9, 0.1, 0.2, 0.3])
 WHOLE = [  # tokens of their own: byte by byte a tiny model would need minutes to learn a call
     '<tool_call>{"name": "crop_image_normalized", "arguments": {"bbox_2d": ',
     ', "target_image": ',
@@ -99,13 +113,23 @@ def build_tokenizer(template: str = QWEN_VL):
 
 
 def build_sentencepiece(prefix: str, template: str):
-    """As SentencePiece models come: byte fallback, and a space put before a text. prefix: "legacy", as in Llama-2's
-    tokenizer.json a normalizer's; "first", "always": a pre-tokenizer's."""
+    """As SentencePiece models come: byte fallback, and a space put before a text. prefix: "legacy",
+    as in Llama-2's tokenizer.json a normalizer's; "first", "always": a pre-tokenizer's."""
     from transformers import PreTrainedTokenizerFast
 
     text_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
     letters = [chr(code) for code in range(33, 127)]
-    words = ["Hi", "\u2581Hi", "\u2581is", "\u2581two", "user", "assistant", "tool", "\u2581[", "INST"]
+    words = [
+        "Hi",
+        "\u2581Hi",
+        "\u2581is",
+        "\u2581two",
+        "user",
+        "assistant",
+        "tool",
+        "\u2581[",
+        "INST",
+    ]
     pieces = ["\u2581", *letters]
     vocab = ["<unk>", "<s>", "</s>", *text_bytes, *pieces]
     merges = []
@@ -117,13 +141,20 @@ def build_sentencepiece(prefix: str, template: str):
                 vocab.append(known + letter)
             known += letter
     ids = {piece: i for i, piece in enumerate(dict.fromkeys(vocab))}
-    tokenizer = Tokenizer(models.BPE(ids, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer = Tokenizer(
+        models.BPE(ids, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
     if prefix == "legacy":
         parts = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
         tokenizer.normalizer = normalizers.Sequence(parts)
     else:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prefix, split=False)
-    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    steps = [
+        decoders.Replace("\u2581", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
     tokenizer.decoder = decoders.Sequence(steps)
     special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, **special)
@@ -141,7 +172,11 @@ def build_config(tokenizer):
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
         "max_position_embeddings": 4096,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [4, 6, 6],
+        },
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": None,
@@ -195,7 +230,8 @@ def write_tiny_vl(folder: Path, seed: int = 0, taught: bool = False) -> Path:
 
 
 def write_tied_llama(folder: Path) -> Path:
-    """SmolLM2 at a thousandth of its size: its architecture and template, its head tied to the embeddings."""
+    """SmolLM2 at a thousandth of its size: its architecture and template, its head tied to the
+    embeddings."""
     return write_random(folder, "llama", tie_word_embeddings=True)
 
 
@@ -206,9 +242,22 @@ def write_random(folder: Path, kind: str, **options) -> Path:
 
     tokenizer = build_tokenizer(SMOLLM)
     torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 2}
-    sizes |= {"num_key_value_heads": 1, "vocab_size": len(tokenizer), "max_position_embeddings": 1024}
-    ids = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": 0, "pad_token_id": tokenizer.pad_token_id}
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    sizes |= {
+        "num_key_value_heads": 1,
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": 1024,
+    }
+    ids = {
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": 0,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**(sizes | ids | options)))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -219,11 +268,15 @@ def write_random(folder: Path, kind: str, **options) -> Path:
     return folder
 
 
-CROP = '<tool_call>{{"name": "crop_image_normalized", "arguments": {{"bbox_2d": {}, "target_image": {}}}}}</tool_call>'
+CROP = (
+    '<tool_call>{{"name": "crop_image_normalized", "arguments": {{"bbox_2d": {}, '
+    '"target_image": {}}}}}</tool_call>'
+)
 
 
 def teach(folder: Path, steps: int = 60) -> None:
-    """A few seconds of supervised training, so that the model's samples are calls, some of them bad, and answers."""
+    """A few seconds of supervised training, so that the model's samples are calls, some of them
+    bad, and answers."""
     from test_turns import ScriptedEngine, row
 
     from common.engine.books import Sampling
@@ -235,15 +288,25 @@ def teach(folder: Path, steps: int = 60) -> None:
     from common.tools.trajectories import Turns
     from common.vision import load_vision
 
-    vision, tokenizer, workers = load_vision(str(folder), SMALL), build_tokenizer(), ToolWorkers("visual", 2, 20.0)
+    vision, tokenizer, workers = (
+        load_vision(str(folder), SMALL),
+        build_tokenizer(),
+        ToolWorkers("visual", 2, 20.0),
+    )
     policy = load_policy(str(folder), "sdpa", vision=vision)
     episodes = []
     for i in range(12):
-        media = [Media.open("image", [picture(120, 90, i + j)], SMALL) for j in range(i % 3)] * (i % 4 > 0)
-        script = [CROP.format(BOXES[(i + t) % 3], 1) for t in range(i % 4 * bool(media))] + [f"\\boxed{{{i % 3}}}"]
+        media = [Media.open("image", [picture(120, 90, i + j)], SMALL) for j in range(i % 3)] * (
+            i % 4 > 0
+        )
+        script = [CROP.format(BOXES[(i + t) % 3], 1) for t in range(i % 4 * bool(media))] + [
+            f"\\boxed{{{i % 3}}}"
+        ]
         turns, the_row = Turns(tokenizer, workers, vision), row(tokenizer, vision, media)
         options = {"seed": 0, "step": 0, "weights_step": 0, "turns": turns}
-        episodes += sample_episodes(ScriptedEngine(tokenizer, [script]), {i: the_row}, Sampling(1, 4000), **options)
+        episodes += sample_episodes(
+            ScriptedEngine(tokenizer, [script]), {i: the_row}, Sampling(1, 4000), **options
+        )
     workers.close()
     index = TokenIndex(episodes)
     optimizer = torch.optim.Adam(policy.parameters(), lr=3e-3)
@@ -266,11 +329,15 @@ def reference_positions(ids: list[int], media: list) -> torch.Tensor:
         model = Qwen2_5_VLModel(config)
     tokens = torch.tensor([ids])
     kinds = (tokens == config.image_token_id).int()  # 0 text, 1 image
-    positions, _ = model.get_rope_index(tokens, kinds, image_grid_thw=torch.tensor([m.grid for m in media]))
+    positions, _ = model.get_rope_index(
+        tokens, kinds, image_grid_thw=torch.tensor([m.grid for m in media])
+    )
     return positions[:, 0]
 
 
-def picture(width: int, height: int, seed: int = 0, mode: str = "RGB", format_: str = "PNG") -> bytes:
+def picture(
+    width: int, height: int, seed: int = 0, mode: str = "RGB", format_: str = "PNG"
+) -> bytes:
     """An encoded picture of noise over a gradient: no two places look alike."""
     noise = np.random.Generator(np.random.PCG64(seed)).integers(0, 96, (height, width, 3))
     slope = np.linspace(0, 159, width)[None, :, None] + np.zeros((height, 1, 3))
@@ -286,7 +353,8 @@ def vllm_knows_times() -> bool:
 
 
 def write_rows(path: Path, rows: int = 12, videos: bool = True) -> Path:
-    """Geometry-like rows: text alone, one picture as bytes, two (one of them a path), a video; one is a long strip."""
+    """Geometry-like rows: text alone, one picture as bytes, two (one of them a path), a video; one
+    is a long strip."""
     records = []
     for i in range(rows):
         data, name = picture(2000, 20, i) if i == 5 else picture(100 + 10 * i, 90, i), f"{i}.png"
@@ -303,7 +371,10 @@ def write_rows(path: Path, rows: int = 12, videos: bool = True) -> Path:
         records.append(
             {
                 "data_source": "hiyouga/geometry3k",
-                "prompt": [{"role": "system", "content": "<tools>"}, {"role": "user", "content": text}],
+                "prompt": [
+                    {"role": "system", "content": "<tools>"},
+                    {"role": "user", "content": text},
+                ],
                 "images": images[kind],
                 "videos": [video] * (kind == 3),
                 "reward_model": {"style": "rule", "ground_truth": str(kind)},

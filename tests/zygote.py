@@ -1,11 +1,14 @@
-"""A warm process that has imported what the scripts import, and forks their ranks: most of a short run is imports.
+"""A warm process that has imported what the scripts import, and forks their ranks: most of a short
+run is imports.
 
-`python tests/zygote.py SOCKET` listens at once, and imports when the first run is asked for. It runs nothing itself:
-no kernel, no thread, no process group, so that a forked rank has what a fresh interpreter has after the same imports
-(test_zygote.py compares a run of each, bit by bit). For each run a launcher is forked, which stands for torchrun: it
-forks the ranks, and ends them all when one fails or when the test that asked has gone.
+`python tests/zygote.py SOCKET` listens at once, and imports when the first run is asked for. It
+runs nothing itself: no kernel, no thread, no process group, so that a forked rank has what a fresh
+interpreter has after the same imports (test_zygote.py compares a run of each, bit by bit). For each
+run a launcher is forked, which stands for torchrun: it forks the ranks, and ends them all when one
+fails or when the test that asked has gone.
 
-What a fork cannot show stays with real launches (helpers.py: `torchrun`): what imports do, faults, signals and kills.
+What a fork cannot show stays with real launches (helpers.py: `torchrun`): what imports do, faults,
+signals and kills.
 """
 
 import ctypes
@@ -28,37 +31,42 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 WARM = not Path("/dev/nvidiactl").exists()  # CUDA does not survive a fork
 ZYGOTE = "TESTS_ZYGOTE"  # where to find it: in the environment, for pytest's workers
-# A test that joins a process group of one leaves these behind; a script must not think it is part of it.
+# A test that joins a process group of one leaves these behind; a script must not think it is part
+# of it.
 RANK_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
 RANK_VARIABLES |= {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
-# What libraries read when they are imported: what common/engine sets for vLLM, and that no threads are started.
+# What libraries read when they are imported: what common/engine sets for vLLM, and that no threads
+# are started.
 AT_IMPORT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
 AT_IMPORT |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OPENBLAS_NUM_THREADS": "1"}
 AT_IMPORT |= {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
-# Beside all of common: what that, transformers, vLLM, tyro and matplotlib leave for their first use.
+# Beside all of common: what that, transformers, vLLM, tyro and matplotlib leave for their first
+# use.
 MODULES = """
-compressed_tensors fsspec jsonschema loguru matplotlib.backends.backend_agg matplotlib.pyplot mpl_toolkits.mplot3d
-pandas psutil pyarrow.compute pyarrow.pandas_compat pytest tyro._backends._tyro_backend typeguard
-torch.distributed.checkpoint._fsspec_filesystem torch.distributed.checkpoint.state_dict torch.distributed.fsdp
-torch.nn.attention.bias torch.testing torchvision.transforms.v2
-transformers.generation.utils transformers.masking_utils
+compressed_tensors fsspec jsonschema loguru matplotlib.backends.backend_agg matplotlib.pyplot
+mpl_toolkits.mplot3d pandas psutil pyarrow.compute pyarrow.pandas_compat pytest
+tyro._backends._tyro_backend typeguard torch.distributed.checkpoint._fsspec_filesystem
+torch.distributed.checkpoint.state_dict torch.distributed.fsdp torch.nn.attention.bias torch.testing
+torchvision.transforms.v2 transformers.generation.utils transformers.masking_utils
 transformers.models.llama.modeling_llama transformers.models.qwen2.modeling_qwen2
 transformers.models.qwen2.tokenization_qwen2 transformers.models.qwen2_5_vl.modeling_qwen2_5_vl
-transformers.models.qwen2_5_vl.processing_qwen2_5_vl
-vllm vllm.distributed.elastic_ep.elastic_execute vllm.entrypoints.launchers.cli_args vllm.entrypoints.llm
+transformers.models.qwen2_5_vl.processing_qwen2_5_vl vllm
+vllm.distributed.elastic_ep.elastic_execute vllm.entrypoints.launchers.cli_args vllm.entrypoints.llm
 vllm.model_executor.layers.quantization.compressed_tensors.utils
 vllm.model_executor.layers.quantization.online.base vllm.model_executor.model_loader.default_loader
-vllm.model_executor.models.llama vllm.model_executor.models.qwen2 vllm.model_executor.models.qwen2_5_vl
-vllm.plugins.lora_resolvers.filesystem_resolver vllm.plugins.lora_resolvers.hf_hub_resolver
-vllm.utils.cpu_triton_utils vllm.v1.attention.backends.cpu_attn vllm.v1.core.sched.scheduler
-vllm.v1.executor.uniproc_executor vllm.v1.worker.cpu_worker
+vllm.model_executor.models.llama vllm.model_executor.models.qwen2
+vllm.model_executor.models.qwen2_5_vl vllm.plugins.lora_resolvers.filesystem_resolver
+vllm.plugins.lora_resolvers.hf_hub_resolver vllm.utils.cpu_triton_utils
+vllm.v1.attention.backends.cpu_attn vllm.v1.core.sched.scheduler vllm.v1.executor.uniproc_executor
+vllm.v1.worker.cpu_worker
 """
-COSTS = "TESTS_ZYGOTE_COSTS"  # a file in which each run gets a line: processor seconds of its ranks, test, script
+# a file in which each run gets a line: processor seconds of its ranks, test, script
+COSTS = "TESTS_ZYGOTE_COSTS"
 PR_SET_PDEATHSIG = 1
 PATIENCE_S = 30  # between SIGTERM and SIGKILL, as torchrun has it
 
 
-# --- the tests' side ----------------------------------------------------------------------------------------------
+# --- the tests' side ------------------------------------------------------------------------------
 
 
 def script_environment(**extra: str) -> dict[str, str]:
@@ -76,7 +84,9 @@ class Zygote:
         self.log = Path(self.folder.name, "log")
         with self.log.open("w") as log:
             command = [sys.executable, __file__, self.address, str(os.getpid())]
-            self.process = subprocess.Popen(command, env=environment | AT_IMPORT, stdout=log, stderr=log)
+            self.process = subprocess.Popen(
+                command, env=environment | AT_IMPORT, stdout=log, stderr=log
+            )
 
     def close(self) -> None:
         self.process.kill()
@@ -85,10 +95,20 @@ class Zygote:
 
 
 class Forked:
-    """A run under way, as `subprocess.Popen` has it. `arguments` are what would follow `python`; `ranks` = 0 is a
-    process without torchrun. It is killed when nobody holds this object any more."""
+    """A run under way, as `subprocess.Popen` has it. `arguments` are what would follow `python`;
+    `ranks` = 0 is a process without torchrun. It is killed when nobody holds this object any
+    more."""
 
-    def __init__(self, address: str, arguments: list[str], environment: dict, cwd: Path, ranks: int, stdout, stderr):
+    def __init__(
+        self,
+        address: str,
+        arguments: list[str],
+        environment: dict,
+        cwd: Path,
+        ranks: int,
+        stdout,
+        stderr,
+    ):
         self.address, self.arguments, self.returncode = Path(address), arguments, None
         self.connection = socket.socket(socket.AF_UNIX)
         end = time.monotonic() + PATIENCE_S
@@ -134,7 +154,10 @@ def run(
     address: str, arguments: list[str], environment: dict, cwd: Path, ranks: int, timeout: float
 ) -> subprocess.CompletedProcess:
     """As `subprocess.run` of a `Forked`, with its output."""
-    with tempfile.TemporaryFile("w+", errors="replace") as out, tempfile.TemporaryFile("w+", errors="replace") as err:
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as out,
+        tempfile.TemporaryFile("w+", errors="replace") as err,
+    ):
         process, late = Forked(address, arguments, environment, cwd, ranks, out, err), False
         try:
             process.wait(timeout)
@@ -146,11 +169,13 @@ def run(
         err.seek(0)
         done = subprocess.CompletedProcess(arguments, process.returncode, out.read(), err.read())
     if late:
-        raise TimeoutError(f"{arguments}: not done after {timeout} s\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
+        raise TimeoutError(
+            f"{arguments}: not done after {timeout} s\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+        )
     return done
 
 
-# --- the warm process ---------------------------------------------------------------------------------------------
+# --- the warm process -----------------------------------------------------------------------------
 
 
 def serve(address: str, parent: str) -> None:
@@ -193,7 +218,8 @@ def import_all() -> None:
     for path in sorted(ROOT.glob("common/**/[!_]*.py")):
         importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
     for name in MODULES.split():
-        with suppress(ModuleNotFoundError):  # of another version, or without vLLM: that costs time, no more
+        # of another version, or without vLLM: that costs time, no more
+        with suppress(ModuleNotFoundError):
             importlib.import_module(name)
     importlib.import_module(
         "common.prepare.tiny"
@@ -209,7 +235,8 @@ def die_with_parent(parent: int) -> None:
 
 
 def leave(function, *arguments) -> None:
-    """Call it in a forked process, which ends as an interpreter would: nothing may return into `serve`."""
+    """Call it in a forked process, which ends as an interpreter would: nothing may return into
+    `serve`."""
     code = 1
     try:
         function(*arguments)
@@ -227,7 +254,8 @@ def leave(function, *arguments) -> None:
 
 
 def lead(connection: socket.socket) -> None:
-    """Fork the ranks of one run, and send its exit code: that of the process, or 1 if one of several has failed."""
+    """Fork the ranks of one run, and send its exit code: that of the process, or 1 if one of
+    several has failed."""
     head, files, *_ = socket.recv_fds(connection, 8, 2)
     size, request = int.from_bytes(head, "big"), b""
     while len(request) < size:
@@ -241,7 +269,13 @@ def lead(connection: socket.socket) -> None:
         port = probe.getsockname()[1]
     running, launcher = {}, os.getpid()
     for rank in range(ranks or 1):
-        own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0}
+        own = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "GROUP_RANK": 0,
+        }
         own |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "TORCHELASTIC_RESTART_COUNT": 0}
         added = {name: str(value) for name, value in own.items()} if ranks else {}
         if not (pid := os.fork()):
@@ -274,7 +308,8 @@ def lead(connection: socket.socket) -> None:
 
 
 def kill_family(pid: int) -> None:
-    """A rank leads a session; workers that it started have sessions of their own, and die with it."""
+    """A rank leads a session; workers that it started have sessions of their own, and die with
+    it."""
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
     with suppress(ProcessLookupError):

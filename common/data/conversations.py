@@ -1,6 +1,8 @@
-"""Supervised data as token ids, masks and pictures; the formats of rows are in common/data/formats.py.
+"""Supervised data as token ids, masks and pictures; the formats of rows are in
+common/data/formats.py.
 
-Trained on is what the assistant says and the token that ends its turn; never headers, other roles, pictures, padding.
+Trained on is what the assistant says and the token that ends its turn; never headers, other roles,
+pictures, padding.
 """
 
 import gc
@@ -38,19 +40,28 @@ from common.tools.turns import spacing
 from common.torch_repair import transformers
 from common.vision import Vision
 
-MAX_TURNS = 500  # of the assistant: the template renders a conversation up to each of them, which takes their square
+# of the assistant: the template renders a conversation up to each of them, which takes their square
+MAX_TURNS = 500
 NAMED_KEYS = 10  # of messages, that are not read
 LONG = 2**20  # characters of a conversation of which the tokenizer is tried out at the start
 
 
-def read_turns(messages: list[dict], tokenizer, max_tokens: int) -> tuple[str, dict[int, tuple[int, int]]]:
-    """The text of a conversation up to the end of the assistant's last turn, and its turns: number -> (start, end).
+def read_turns(
+    messages: list[dict], tokenizer, max_tokens: int
+) -> tuple[str, dict[int, tuple[int, int]]]:
+    """The text of a conversation up to the end of the assistant's last turn, and its turns: number
+    -> (start, end).
 
-    Between start and end stand the characters that it says, its end token included. Of very many turns those are
-    left out that begin behind the cut at `max_tokens`. BadRow if the template changes earlier turns.
+    Between start and end stand the characters that it says, its end token included. Of very many
+    turns those are left out that begin behind the cut at `max_tokens`. BadRow if the template
+    changes earlier turns.
     """
-    numbers = [turn for turn, message in enumerate(messages) if turn and message["role"] == "assistant"]
-    template = partial(tokenizer.apply_chat_template, tools=messages[0].get("tools"), tokenize=False)
+    numbers = [
+        turn for turn, message in enumerate(messages) if turn and message["role"] == "assistant"
+    ]
+    template = partial(
+        tokenizer.apply_chat_template, tools=messages[0].get("tools"), tokenize=False
+    )
     end_token, tail = tokenizer.eos_token, after_last_turn(tokenizer)
     text = template(messages[: numbers[-1] + 1])
     cut = len(text)
@@ -62,23 +73,36 @@ def read_turns(messages: list[dict], tokenizer, max_tokens: int) -> tuple[str, d
         if len(header) >= cut:
             break
         if len(turns) == MAX_TURNS:
-            raise BadRow(f"more than {MAX_TURNS} turns of the assistant: split it, or lower --max-tokens")
+            raise BadRow(
+                f"more than {MAX_TURNS} turns of the assistant: split it, or lower --max-tokens"
+            )
         full = text if turn == numbers[-1] else template(messages[: turn + 1])
         rewritten = not full.startswith(header) or len(header) < end
-        end = full.find(end_token, len(full) - len(tail)) if full.endswith(tail) else full.rfind(end_token)
+        end = (
+            full.find(end_token, len(full) - len(tail))
+            if full.endswith(tail)
+            else full.rfind(end_token)
+        )
         end = end + len(end_token) if end >= len(header) else len(full)
         if rewritten or not text.startswith(full[:end]):
-            raise BadRow("the chat template rewrites earlier turns: masks cannot be derived turn by turn")
+            raise BadRow(
+                "the chat template rewrites earlier turns: masks cannot be derived turn by turn"
+            )
         turns[turn] = len(header), end
     return text[:end], turns
 
 
-def tokens_of(text: str, stretches: list[tuple[int, int]], tokenizer) -> tuple[list[int], list[int]]:
-    """The ids of a text, and which of them hold a character of one of the stretches (start, end): 1, else 0.
+def tokens_of(
+    text: str, stretches: list[tuple[int, int]], tokenizer
+) -> tuple[list[int], list[int]]:
+    """The ids of a text, and which of them hold a character of one of the stretches (start, end):
+    1, else 0.
 
-    The text is tokenised whole: a piece by itself would have other ids where the tokenizer puts a space before it.
+    The text is tokenised whole: a piece by itself would have other ids where the tokenizer puts a
+    space before it.
     """
-    if not tokenizer.is_fast:  # knows no offsets: the tokens before a character are those of the text before it
+    # knows no offsets: the tokens before a character are those of the text before it
+    if not tokenizer.is_fast:
         ids = encode(tokenizer, text)
         mask = [0] * len(ids)
         for start, end in stretches:
@@ -98,7 +122,9 @@ def tokens_of(text: str, stretches: list[tuple[int, int]], tokenizer) -> tuple[l
 
 def num_shared(ids: list[int], others: list[int]) -> int:
     """How many tokens both begin with."""
-    return next((i for i, (a, b) in enumerate(zip(ids, others)) if a != b), min(len(ids), len(others)))
+    return next(
+        (i for i, (a, b) in enumerate(zip(ids, others)) if a != b), min(len(ids), len(others))
+    )
 
 
 def offsets_of(text: str, tokenizer) -> tuple[list[int], np.ndarray]:
@@ -109,9 +135,15 @@ def offsets_of(text: str, tokenizer) -> tuple[list[int], np.ndarray]:
 
 
 def conversation_episode(
-    conversation: Conversation, media: list[Media], tokenizer, vision: Vision | None, index: int, max_tokens: int
+    conversation: Conversation,
+    media: list[Media],
+    tokenizer,
+    vision: Vision | None,
+    index: int,
+    max_tokens: int,
 ) -> Episode:
-    """Token ids and loss mask, cut at `max_tokens` (before a picture that does not fit). BadRow: nothing to learn.
+    """Token ids and loss mask, cut at `max_tokens` (before a picture that does not fit). BadRow:
+    nothing to learn.
 
     What stands before the first trained token is the prompt.
     """
@@ -121,28 +153,42 @@ def conversation_episode(
     end = max_tokens
     if vision:
         placeholders = vision.placeholders.values()
-        media = media[: sum(token in placeholders for token in ids)]  # the others are of later turns
+        # the others are of later turns
+        media = media[: sum(token in placeholders for token in ids)]
         shown, expanded_mask = iter(media), []
         expanded_ids = vision.expand(ids, media)
         for token, trained in zip(ids, mask):
             repeats = next(shown).num_tokens if token in placeholders else 1
             expanded_mask += [int(trained and token not in vision.forbidden_ids)] * repeats
         ids, mask = expanded_ids, expanded_mask
-        spans = [(place, place + m.num_tokens) for place, m in zip(vision.places(ids, media), media)]
+        spans = [
+            (place, place + m.num_tokens) for place, m in zip(vision.places(ids, media), media)
+        ]
         end = min([end, *(start for start, stop in spans if stop > max_tokens)])
         media = [m for m, (_, stop) in zip(media, spans) if stop <= end]
     ids, mask = ids[:end], mask[:end]
     if 1 not in mask:
         raise BadRow(f"nothing to learn in its first {max_tokens} tokens")
     first = mask.index(1)
-    return Episode(index, 0, ids[:first], ids[first:], mask[first:], [0.0] * (len(ids) - first), "stop", media=media)
+    return Episode(
+        index,
+        0,
+        ids[:first],
+        ids[first:],
+        mask[first:],
+        [0.0] * (len(ids) - first),
+        "stop",
+        media=media,
+    )
 
 
 class Conversations:
-    """Rows of .parquet, .jsonl and .json files (a list of rows); they stay packed until they are asked for.
+    """Rows of .parquet, .jsonl and .json files (a list of rows); they stay packed until they are
+    asked for.
 
-    ValueError at start-up for files, rows and pictures that cannot be used, with file, row and reason.
-    With a `world`, in which all ranks come here, the first rank of each machine looks at the rows for the others.
+    ValueError at start-up for files, rows and pictures that cannot be used, with file, row and
+    reason. With a `world`, in which all ranks come here, the first rank of each machine looks at
+    the rows for the others.
     """
 
     def __init__(
@@ -160,11 +206,20 @@ class Conversations:
         num_embeddings: int | None = None,
     ):
         self.known = KnownTokens(tokenizer, num_embeddings)
-        self.tokenizer, self.max_tokens, self.vision, self.media_root = tokenizer, max_tokens, vision, media_root
+        self.tokenizer, self.max_tokens, self.vision, self.media_root = (
+            tokenizer,
+            max_tokens,
+            vision,
+            media_root,
+        )
         self.native = partial(native_calls, tokenizer, str(tokenizer.chat_template))
         self.system = partial(default_system, tokenizer)
-        self.files = RowFiles(paths, flag, max_rows, once=partial(once_per_machine, world, alike=False))
-        self.placeholders = tokenizer.convert_ids_to_tokens([*vision.placeholders.values()]) if vision else []
+        self.files = RowFiles(
+            paths, flag, max_rows, once=partial(once_per_machine, world, alike=False)
+        )
+        self.placeholders = (
+            tokenizer.convert_ids_to_tokens([*vision.placeholders.values()]) if vision else []
+        )
         self.spaced = spacing(tokenizer, self.placeholders)
         found = once_per_machine(world, self._scan)
         self.files.refuse(found.bad, "unusable rows", bad_rows == "drop")
@@ -177,7 +232,9 @@ class Conversations:
         self.costs = np.array(list(found.costs.values()))
 
     def _scan(self) -> Found:
-        gc.freeze()  # millions of rows that come and go would make the collector visit all of torch, over and over
+        # millions of rows that come and go would make the collector visit all of torch, over and
+        # over
+        gc.freeze()
         found, progress, fingerprint = Found(), self.files.progress(), Fingerprint()
         unread: Counter[str] = Counter()
         for i, record in enumerate(self.files.records()):
@@ -191,12 +248,21 @@ class Conversations:
                 found.bad[i] = str(error)
                 continue
             unread.update(unread_keys(record))
-            found.costs[i] = sum(pictures) + sum(len(text_of(message)) for message in conversation.messages) / 4
+            found.costs[i] = (
+                sum(pictures) + sum(len(text_of(message)) for message in conversation.messages) / 4
+            )
             if conversation.last_two_turns:
-                found.told["are Pixel Reasoner's: trained on are their last two turns, unless `train` is true"] += 1
-            found.look_at("".join(map(text_of, conversation.messages)), pictures, spelled, self.tokenizer)
+                found.told[
+                    "are Pixel Reasoner's: trained on are their last two turns, unless "
+                    "`train` is true"
+                ] += 1
+            found.look_at(
+                "".join(map(text_of, conversation.messages)), pictures, spelled, self.tokenizer
+            )
         for key, count in unread.most_common(NAMED_KEYS):
-            found.told[f"have messages with the key {shorten(repr(key), 80)}, which is not read"] = count
+            found.told[
+                f"have messages with the key {shorten(repr(key), 80)}, which is not read"
+            ] = count
         if len(unread) > NAMED_KEYS:
             found.told["have messages with further keys that are not read"] = sum(unread.values())
         found.fingerprint = str(fingerprint)
@@ -212,66 +278,102 @@ class Conversations:
             raise BadRow(f"not a conversation: {type(error).__name__}: {error}") from error
         if conversation.pictures and not self.vision:
             raise BadRow("has pictures, and the model reads text alone")
-        spelled = [mark for mark in self.placeholders if any(mark in text_of(m) for m in conversation.messages)]
+        spelled = [
+            mark
+            for mark in self.placeholders
+            if any(mark in text_of(m) for m in conversation.messages)
+        ]
         if spelled:
-            raise BadRow(f"spells {spelled[0]}, which stands for a picture: <image> and <video> are its marks")
+            raise BadRow(
+                f"spells {spelled[0]}, which stands for a picture: <image> and <video> are "
+                "its marks"
+            )
         messages = as_text(conversation.messages, self.spaced)
         return replace(conversation, messages=messages), messages != conversation.messages
 
     def _each_picture(self, function: Callable, index: int, conversation: Conversation) -> list:
         """`open_media` or `count_tokens` of the pictures of row `index`."""
         beside = self.files.folder(index)
-        return [function(p, self.media_root, self.vision.limits, beside=beside) for p in conversation.pictures]
+        return [
+            function(p, self.media_root, self.vision.limits, beside=beside)
+            for p in conversation.pictures
+        ]
 
     def _check(self, conversation: Conversation, picture_tokens: list[int]) -> None:
-        """BadRow if the template loses a message, or if the cut at `max_tokens` leaves nothing to learn."""
+        """BadRow if the template loses a message, or if the cut at `max_tokens` leaves nothing to
+        learn."""
         messages, first = conversation.messages, conversation.train.index(True)
-        render = partial(self.tokenizer.apply_chat_template, tools=messages[0].get("tools"), tokenize=False)
+        render = partial(
+            self.tokenizer.apply_chat_template, tools=messages[0].get("tools"), tokenize=False
+        )
         try:
             whole = render(messages)
             text, turns = read_turns(messages, self.tokenizer, self.max_tokens)
             whole.encode()
         except BadRow:
             raise
-        except (TemplateError, TypeError, ValueError) as error:  # half a surrogate pair, a tool call without a name
+        except (TemplateError, TypeError, ValueError) as error:
+            # half a surrogate pair, a tool call without a name
             raise BadRow(f"cannot be rendered: {error}") from error
         bare = [{key: value for key, value in m.items() if key != "tool_calls"} for m in messages]
-        with suppress(TemplateError, TypeError):  # one that refuses replies without calls does look at them
+        # one that refuses replies without calls does look at them
+        with suppress(TemplateError, TypeError):
             if any(m.get("tool_calls") for m in messages) and render(bare) == whole:
-                raise BadRow("the chat template leaves out tool_calls: write them as <tool_call> into the contents")
+                raise BadRow(
+                    "the chat template leaves out tool_calls: write them as <tool_call> into "
+                    "the contents"
+                )
         flat = without_spaces(whole)  # a template may set a turn's thoughts apart
-        thoughts = [without_spaces(str(m["reasoning_content"])) for m in messages if m.get("reasoning_content")]
+        thoughts = [
+            without_spaces(str(m["reasoning_content"]))
+            for m in messages
+            if m.get("reasoning_content")
+        ]
         if thoughts and not any(thought in flat for thought in thoughts):
-            raise BadRow("the chat template leaves out reasoning_content: write it as <think> into the contents")
+            raise BadRow(
+                "the chat template leaves out reasoning_content: write it as <think> into the "
+                "contents"
+            )
         place = 0  # one behind the other: the text of a message may stand in another one, too
         for message in messages:
             if pictured(message):
                 continue
             place = end_of_text(text_of(message), flat, place)
             if place < 0:
-                raise BadRow(f"the chat template leaves out a message of role {message['role']!r}, or one before it")
+                raise BadRow(
+                    f"the chat template leaves out a message of role {message['role']!r}, or "
+                    "one before it"
+                )
         self.known.check(text)
         if len(whole) > LONG:
             encode(self.tokenizer, text)
         if first not in turns:
             raise BadRow(f"nothing to learn in its first {self.max_tokens} tokens")
         header = text[: turns[first][0]]
-        if len(header.encode()) + sum(picture_tokens) >= self.max_tokens:  # a token has at least a byte
+        # a token has at least a byte
+        if len(header.encode()) + sum(picture_tokens) >= self.max_tokens:
             before = picture_tokens[: sum(map(pictured, messages[:first]))]
             tokens = len(encode(self.tokenizer, header)) + sum(before) - len(before)
             if tokens >= self.max_tokens:
-                raise BadRow(f"nothing to learn in its first {self.max_tokens} tokens: {tokens} come before")
+                raise BadRow(
+                    f"nothing to learn in its first {self.max_tokens} tokens: {tokens} come before"
+                )
 
     def __len__(self) -> int:
         return len(self.positions)
 
     def episode(self, n: int) -> Episode | None:
-        """Row n as an episode; None, after a warning, for one whose pictures turn out to be unreadable."""
+        """Row n as an episode; None, after a warning, for one whose pictures turn out to be
+        unreadable."""
         i = int(self.positions[n])
         try:
             conversation, _ = self._read(self.files.row(i))
             media = self._each_picture(open_media, i, conversation)
-            return conversation_episode(conversation, media, self.tokenizer, self.vision, i, self.max_tokens)
+            return conversation_episode(
+                conversation, media, self.tokenizer, self.vision, i, self.max_tokens
+            )
         except (BadRow, TemplateError) as error:
-            print(f"warning: {self.files.flag}: {self.files.place(i)}: {error}; left out", flush=True)
+            print(
+                f"warning: {self.files.flag}: {self.files.place(i)}: {error}; left out", flush=True
+            )
             return None

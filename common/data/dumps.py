@@ -1,4 +1,5 @@
-"""Dumps of the episodes of a step, from which `--replay` repeats the update; common/look makes pages of them."""
+"""Dumps of the episodes of a step, from which `--replay` repeats the update; common/look makes
+pages of them."""
 
 import hashlib
 import json
@@ -27,16 +28,19 @@ def dump_rollouts(
     world: World,
     micro_batch_tokens: int | None = None,
 ) -> Path:
-    """Write folder/step_NNNNNN.parquet: all episodes of all ranks; advantage is null where none was trained on.
+    """Write folder/step_NNNNNN.parquet: all episodes of all ranks; advantage is null where none was
+    trained on.
 
     micro_batch_tokens: of the update, whose last bits depend on them.
 
-    Beside it, and there before it: each rank's pictures, .media_RANK.parquet: {hash, bytes}. Returns its path.
+    Beside it, and there before it: each rank's pictures, .media_RANK.parquet: {hash, bytes}.
+    Returns its path.
     """
     path = folder / f"step_{step:06d}.parquet"
     advantage_of = {id(episode): advantage for episode, advantage in zip(trained, advantages)}
     files: dict[str, bytes] = {}
-    numbers: dict[Media, int] = {}  # equal ones that tools cut for two episodes are two: that decides how sums round
+    # equal ones that tools cut for two episodes are two: that decides how sums round
+    numbers: dict[Media, int] = {}
     rows = []
     for e in sampled:
         row = {f.name: getattr(e, f.name) for f in fields(e)}
@@ -45,12 +49,28 @@ def dump_rollouts(
             names = [hashlib.blake2b(frame, digest_size=16).hexdigest() for frame in m.frames]
             files |= zip(names, m.frames)
             number = numbers.setdefault(m, len(numbers))
-            row["media"].append({"kind": m.kind, "frames": names, "is_frame": m.is_frame, "number": number})
+            row["media"].append(
+                {"kind": m.kind, "frames": names, "is_frame": m.is_frame, "number": number}
+            )
         row |= {name: json.dumps(row[name]) for name in AS_JSON}
-        row |= {"step": step, "ranks": world.size, "rank": world.rank, "advantage": advantage_of.get(id(e))}
+        row |= {
+            "step": step,
+            "ranks": world.size,
+            "rank": world.rank,
+            "advantage": advantage_of.get(id(e)),
+        }
         row |= {"micro_batch_tokens": micro_batch_tokens}
-        row |= {"prompt": tokenizer.decode(e.prompt_ids), "completion": tokenizer.decode(e.response_ids)}
-        rows.append(row | {"score": e.rewards["score"], "shown": [list(m.pixels.shape[2:0:-1]) for m in e.media]})
+        row |= {
+            "prompt": tokenizer.decode(e.prompt_ids),
+            "completion": tokenizer.decode(e.response_ids),
+        }
+        rows.append(
+            row
+            | {
+                "score": e.rewards["score"],
+                "shown": [list(m.pixels.shape[2:0:-1]) for m in e.media],
+            }
+        )
     with full_disk_is_a_warning(path):
         folder.mkdir(parents=True, exist_ok=True)
         if files:
@@ -60,19 +80,24 @@ def dump_rollouts(
     rows = [row for part in gather_objects(rows) for row in part]
     with full_disk_is_a_warning(path):
         if world.is_main:
-            replace_file(path, lambda temporary: pq.write_table(pa.Table.from_pylist(rows), temporary))
+            replace_file(
+                path, lambda temporary: pq.write_table(pa.Table.from_pylist(rows), temporary)
+            )
     return path
 
 
 def read_dump(path: Path, columns: list[str] | None = None) -> list[dict]:
-    """Its rows, at least one; of `columns` those that it has, or all. SystemExit for what is no dump."""
+    """Its rows, at least one; of `columns` those that it has, or all. SystemExit for what is no
+    dump."""
     refuse(not path.is_file(), f"--replay {path}: no such file")
     try:
         rows = pq.ParquetFile(path).read(columns).to_pylist()
         for name in ("step", "ranks"):  # which other tables do not have
             rows[0][name]
     except (LookupError, OSError, pa.ArrowInvalid) as error:
-        raise SystemExit(f"--replay {path}: holds no episodes of --dump-rollouts-every ({error!s:.200})") from error
+        raise SystemExit(
+            f"--replay {path}: holds no episodes of --dump-rollouts-every ({error!s:.200})"
+        ) from error
     return rows
 
 
@@ -87,11 +112,18 @@ def replayed_micro_batch_tokens(path: Path) -> int | None:
 def load_rollouts(
     path: Path, step: int, world: World, limits: PixelLimits, reward_model: str | None = None
 ) -> tuple[list[Episode], list[Episode]]:
-    """(all episodes of this rank, those that were trained on) of a dump of `step` by as many ranks."""
+    """(all episodes of this rank, those that were trained on) of a dump of `step` by as many
+    ranks."""
     rows = read_dump(path)
     made = rows[0]["step"], rows[0]["ranks"]
-    wrong = f"--replay {path}: is of step {made[0]} on {made[1]} ranks, this is step {step} on {world.size}: "
-    refuse(made != (step, world.size), f"{wrong}--resume the checkpoint of the step before it, with as many ranks")
+    wrong = (
+        f"--replay {path}: is of step {made[0]} on {made[1]} ranks, this is step {step} "
+        f"on {world.size}: "
+    )
+    refuse(
+        made != (step, world.size),
+        f"{wrong}--resume the checkpoint of the step before it, with as many ranks",
+    )
     wrong = f"--replay {path}: give the --reward-model of that run, and none if it had none"
     refuse(any(row["model_reward"] is not None for row in rows) != bool(reward_model), wrong)
     own = path.with_suffix(f".media_{world.rank}.parquet")
@@ -106,11 +138,16 @@ def load_rollouts(
         for i, m in enumerate(row["media"]):
             key = json.dumps(m)
             if key not in opened:
-                refuse(not files.keys() >= {*m["frames"]}, f"--replay {path}: needs its pictures beside it, {own}")
+                refuse(
+                    not files.keys() >= {*m["frames"]},
+                    f"--replay {path}: needs its pictures beside it, {own}",
+                )
                 frames = [files[name] for name in m["frames"]]
                 opened[key] = Media.open(m["kind"], frames, limits, m["is_frame"])
             row["media"][i] = opened[key]
-            wrong = f"--replay {path}: give --min-pixels, --max-pixels, --max-frame-pixels of that run"
+            wrong = (
+                f"--replay {path}: give --min-pixels, --max-pixels, --max-frame-pixels of that run"
+            )
             refuse(list(opened[key].pixels.shape[2:0:-1]) != row["shown"][i], wrong)
         sampled.append(Episode(**{f.name: row[f.name] for f in fields(Episode)}))
         if row["advantage"] is not None:

@@ -1,4 +1,5 @@
-"""Data sets in verl's format (parquet or jsonl) as tokenised prompts, and the seeded order in which they are used."""
+"""Data sets in verl's format (parquet or jsonl) as tokenised prompts, and the seeded order in which
+they are used."""
 
 import gc
 from collections.abc import Mapping
@@ -12,7 +13,14 @@ import numpy as np
 from jinja2 import TemplateError
 
 from common.data import render
-from common.data.media import FOREIGN_COLUMNS, Picture, count_tokens, open_media, picture_sources, read_tool_media
+from common.data.media import (
+    FOREIGN_COLUMNS,
+    Picture,
+    count_tokens,
+    open_media,
+    picture_sources,
+    read_tool_media,
+)
 from common.data.rows import RowFiles
 from common.data.scan import Fingerprint, Found, KnownTokens, Lengths, once_per_machine
 from common.data.verl import OPTIONAL, REQUIRED, row_problem, to_verl, truth_of
@@ -27,8 +35,10 @@ from common.tools.turns import spacing
 from common.vision import Vision
 
 AS_THEY_STAND = (
-    "are texts: the model sees them as they stand, without its chat template, which takes a list of messages, "
-    '[{"role": "user", "content": TEXT}]; `python -m common.look FILE --tokenizer MODEL` shows what it sees'
+    "are texts: the model sees them as they stand, without its chat template, which takes a "
+    "list of messages, "
+    '[{"role": "user", "content": TEXT}]; `python -m common.look FILE --tokenizer MODEL` '
+    "shows what it sees"
 )
 
 
@@ -44,12 +54,14 @@ class Prepared:
 
 
 class PromptData:
-    """Rows of one or several files, kept in Arrow; one becomes Python objects and token ids when it is asked for.
+    """Rows of one or several files, kept in Arrow; one becomes Python objects and token ids when it
+    is asked for.
 
-    What is wrong with the files is said here, at start-up: ValueError with file, row, reason and the flag that helps.
-    `max_rows` counts the concatenated files before anything is dropped.
-    With --eval-only or a class as --environment a row may lack its truth: then it is sampled, and not scored.
-    With a `world`, in which all ranks come here, the first rank of each machine looks at the rows for the others.
+    What is wrong with the files is said here, at start-up: ValueError with file, row, reason and
+    the flag that helps. `max_rows` counts the concatenated files before anything is dropped. With
+    --eval-only or a class as --environment a row may lack its truth: then it is sampled, and not
+    scored. With a `world`, in which all ranks come here, the first rank of each machine looks at
+    the rows for the others.
     """
 
     def __init__(
@@ -71,15 +83,24 @@ class PromptData:
         self.max_prompt_tokens, self.max_images = rollout.max_prompt_tokens, rollout.max_images
         self.media_root = data.media_root
         self.plays = bool(rollout.environment) and is_class(rollout.environment)
-        self.answered = "none"  # which rows a function answers: all, or their own if any has arguments for it
+        # which rows a function answers: all, or their own if any has arguments for it
+        self.answered = "none"
         if rollout.environment and not self.plays:
             self.answered = "own"
         self.needs_truth = not (rollout.eval_only or self.plays)
         convert = partial(
-            to_verl, flag=flag, media_root=data.media_root, with_tools=bool(tools), needs_truth=self.needs_truth
+            to_verl,
+            flag=flag,
+            media_root=data.media_root,
+            with_tools=bool(tools),
+            needs_truth=self.needs_truth,
         )
-        self.files = RowFiles(files, flag, max_rows, convert, partial(once_per_machine, world, alike=False))
-        self.placeholders = tokenizer.convert_ids_to_tokens([*vision.placeholders.values()]) if vision else []
+        self.files = RowFiles(
+            files, flag, max_rows, convert, partial(once_per_machine, world, alike=False)
+        )
+        self.placeholders = (
+            tokenizer.convert_ids_to_tokens([*vision.placeholders.values()]) if vision else []
+        )
         self.spaced, self.lengths = spacing(tokenizer, self.placeholders), Lengths(tokenizer)
         found = once_per_machine(world, self._scan)
         self.files.refuse(found.bad, "unusable rows", drop := data.bad_rows == "drop")
@@ -87,14 +108,19 @@ class PromptData:
         self.files.refuse(found.too_long, too_long, drop)
         self.sources, self.fingerprint = found.sources, found.fingerprint
         self.uses_template = found.templated > 0
-        self.positions = np.array([index for index in found.kept if index not in found.too_long], dtype=np.int64)
+        self.positions = np.array(
+            [index for index in found.kept if index not in found.too_long], dtype=np.int64
+        )
         if not len(self.positions):
             raise ValueError(f"{flag}: no usable row in {', '.join(map(str, self.files.paths))}")
         for what, count in found.told.items():
             say(f"{flag}: {count} prompts {what}")
         if found.all_answered:
             self.answered = "all"
-            say(f"{flag}: no row has extra_info.interaction_kwargs: all are answered by --environment")
+            say(
+                f"{flag}: no row has extra_info.interaction_kwargs: all are answered by "
+                "--environment"
+            )
         for what, count in found.unheeded.items():
             if what:
                 say(f"warning: {flag}: {count} rows ask in vain for something: {what}")
@@ -102,11 +128,16 @@ class PromptData:
     def _scan(self) -> Found:
         found, texts, progress, fingerprint = Found(), {}, self.files.progress(), Fingerprint()
         if self.answered == "own":
-            records = (record for record in self.files.records(OPTIONAL) if isinstance(record, dict))
+            records = (
+                record for record in self.files.records(OPTIONAL) if isinstance(record, dict)
+            )
             found.all_answered = not any(render.interaction_kwargs(record) for record in records)
             self.answered = "all" if found.all_answered else "own"
-        gc.freeze()  # millions of rows that come and go would make the collector visit all of torch, over and over
-        read = (*REQUIRED, *OPTIONAL, *FOREIGN_COLUMNS)  # what is used, and what tells of another system
+        # millions of rows that come and go would make the collector visit all of torch, over and
+        # over
+        gc.freeze()
+        # what is used, and what tells of another system
+        read = (*REQUIRED, *OPTIONAL, *FOREIGN_COLUMNS)
         rows = enumerate(self.files.records(read if self.needs_truth else None))
         while batch := list(islice(rows, 1024)):
             progress.add(len(batch))
@@ -121,10 +152,16 @@ class PromptData:
                     beside = self.files.folder(index)
                     read_tool_media(prompt.tools, self.media_root, size=0, beside=beside)
                     if len(prompt.pictures) > self.max_images:
-                        raise BadRow(f"{len(prompt.pictures)} pictures are more than --max-images {self.max_images}")
-                except (AttributeError, BadRow, LookupError, TypeError) as error:  # a number for a list, ...
+                        raise BadRow(
+                            f"{len(prompt.pictures)} pictures are more than --max-images "
+                            f"{self.max_images}"
+                        )
+                except (AttributeError, BadRow, LookupError, TypeError) as error:
+                    # a number for a list, ...
                     prepared.pop(index, None)
-                    kind = "" if isinstance(error, BadRow) else f"malformed: {type(error).__name__}: "
+                    kind = (
+                        "" if isinstance(error, BadRow) else f"malformed: {type(error).__name__}: "
+                    )
                     found.bad[index] = f"{kind}{error}"
             records = dict(batch)
             for index, text in self._render(prepared, found.bad).items():
@@ -132,10 +169,14 @@ class PromptData:
                 try:
                     self._check_whole(prompt.messages, text)
                     self.known.check(text)
-                    num_tokens = self._picture_tokens(text, prompt.pictures, self.files.folder(index))
+                    num_tokens = self._picture_tokens(
+                        text, prompt.pictures, self.files.folder(index)
+                    )
                     num_bytes = len(text.encode())
                 except (BadRow, UnicodeEncodeError) as error:  # the latter: half a surrogate pair
-                    found.bad[index] = str(error) if isinstance(error, BadRow) else f"cannot be rendered: {error}"
+                    found.bad[index] = (
+                        str(error) if isinstance(error, BadRow) else f"cannot be rendered: {error}"
+                    )
                     continue
                 found.kept.append(index)
                 if truth_of(records[index]) is not None:
@@ -143,21 +184,30 @@ class PromptData:
                 if not isinstance(prompt.prompt, str):
                     found.templated += 1
                 elif isinstance(records[index]["prompt"], list):
-                    found.told["are rendered templates in one message: used without chat template"] += 1
+                    found.told[
+                        "are rendered templates in one message: used without chat template"
+                    ] += 1
                 elif self.tokenizer.chat_template:
                     found.told[AS_THEY_STAND] += 1
                 beginning = render.beginning_ids(self.tokenizer, prompt.messages)
                 if beginning:
                     token = self.tokenizer.decode(beginning)
-                    found.told[f"are texts without {token} in front, which the tokenizer puts there: they get it"] += 1
+                    found.told[
+                        f"are texts without {token} in front, which the tokenizer puts there: "
+                        "they get it"
+                    ] += 1
                     num_tokens += len(beginning)
                 if is_continued(prompt.messages):
                     found.told["end in a message of the assistant: the model goes on with it"] += 1
-                found.look_at(render.bare_text(prompt.prompt), prompt.pictures, prompt.spelled, self.tokenizer)
+                found.look_at(
+                    render.bare_text(prompt.prompt), prompt.pictures, prompt.spelled, self.tokenizer
+                )
                 found.unheeded[render.unheeded(records[index], self.tools, self.answered)] += 1
-                # At most a token per byte, and one for a leading space; NFC can triple the bytes of non-ASCII text.
+                # At most a token per byte, and one for a leading space; NFC can triple the bytes of
+                # non-ASCII text.
                 if num_bytes * (1 if text.isascii() else 3) + num_tokens >= self.max_prompt_tokens:
-                    texts[index] = text, num_tokens - len(prompt.pictures)  # a placeholder is in the text already
+                    # a placeholder is in the text already
+                    texts[index] = text, num_tokens - len(prompt.pictures)
             if len(texts) >= 1024:
                 found.too_long |= self.lengths.above(texts, self.max_prompt_tokens)
                 texts = {}
@@ -191,7 +241,8 @@ class PromptData:
         try:
             texts = render.apply_template([p.messages for p in prepared.values()], self.tokenizer)
             return dict(zip(prepared, texts))
-        except (TemplateError, TypeError, ValueError) as error:  # a role that it refuses, a tool call without a name
+        except (TemplateError, TypeError, ValueError) as error:
+            # a role that it refuses, a tool call without a name
             if len(prepared) == 1:
                 bad |= dict.fromkeys(prepared, f"cannot be rendered: {error}")
                 return {}
@@ -199,7 +250,8 @@ class PromptData:
             return {index: text for one in alone for index, text in self._render(one, bad).items()}
 
     def _check_whole(self, messages: Prompt, text: str) -> None:
-        """BadRow if the template has left out a message. Of the assistant's earlier turns some drop the thoughts."""
+        """BadRow if the template has left out a message. Of the assistant's earlier turns some drop
+        the thoughts."""
         if isinstance(messages, str):
             return
         flat = render.without_spaces(text)
@@ -209,13 +261,19 @@ class PromptData:
                 raise BadRow(f"the chat template leaves out a message of role {message['role']!r}")
 
     def _picture_tokens(self, text: str, pictures: list, beside: Path) -> int:
-        """Tokens of the pictures of a prompt. BadRow, too, if its text has not one placeholder for each."""
+        """Tokens of the pictures of a prompt. BadRow, too, if its text has not one placeholder for
+        each."""
         spelled = sum(map(text.count, self.placeholders))
         if spelled != len(pictures):
             names = " or ".join(self.placeholders)
-            raise BadRow(f"{spelled} placeholders of pictures ({names}) in its text, and {len(pictures)} pictures")
+            raise BadRow(
+                f"{spelled} placeholders of pictures ({names}) in its text, and "
+                f"{len(pictures)} pictures"
+            )
         root = self.media_root
-        return sum(count_tokens(picture, root, self.vision.limits, beside=beside) for picture in pictures)
+        return sum(
+            count_tokens(picture, root, self.vision.limits, beside=beside) for picture in pictures
+        )
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -230,33 +288,50 @@ class PromptData:
         prepared = self._prepare(record)
         ground_truth, extra_info = truth_of(record), record.get("extra_info") or {}
         row = Row(index, record["data_source"], prepared.prompt, ground_truth, extra_info, [])
-        row.answer_kwargs, row.messages = render.answer_kwargs(record, self.answered), prepared.messages
+        row.answer_kwargs, row.messages = (
+            render.answer_kwargs(record, self.answered),
+            prepared.messages,
+        )
         if self.plays and record.get("agent_name") != "single_turn_agent":
-            row.ground_truth = "" if ground_truth is None else ground_truth  # it may be the environment that knows
+            # it may be the environment that knows
+            row.ground_truth = "" if ground_truth is None else ground_truth
             columns = {name: render.without_nulls(value) for name, value in record.items()}
             row.environment = columns | {"ground_truth": ground_truth}
         (text,) = render.apply_template([prepared.messages], self.tokenizer)
         try:
-            ids = render.beginning_ids(self.tokenizer, prepared.messages) + render.encode(self.tokenizer, text)
+            ids = render.beginning_ids(self.tokenizer, prepared.messages) + render.encode(
+                self.tokenizer, text
+            )
             root, beside = self.media_root, self.files.folder(index)
             row.tools = read_tool_media(prepared.tools, root, beside=beside)
-            row.media = [open_media(p, root, self.vision.limits, beside=beside) for p in prepared.pictures]
+            row.media = [
+                open_media(p, root, self.vision.limits, beside=beside) for p in prepared.pictures
+            ]
             row.prompt_ids = self.vision.expand(ids, row.media) if self.vision else ids
             if len(row.prompt_ids) > self.max_prompt_tokens:  # what `Lengths` has taken for short
-                raise BadRow(f"{len(row.prompt_ids)} tokens, above --max-prompt-tokens {self.max_prompt_tokens}")
+                raise BadRow(
+                    f"{len(row.prompt_ids)} tokens, above --max-prompt-tokens "
+                    f"{self.max_prompt_tokens}"
+                )
         except BadRow as error:
-            row.media, row.prompt_ids, row.problem = [], [], f"{self.files.flag}: {self.files.place(index)}: {error}"
+            row.media, row.prompt_ids, row.problem = (
+                [],
+                [],
+                f"{self.files.flag}: {self.files.place(index)}: {error}",
+            )
             print(f"warning: {row.problem}; left out", flush=True)
         return row
 
 
 def steps_of(epochs: float, num_rows: int, rows_per_step: int) -> int:
-    """Steps that pass so many times over the data; the last one, for the last rows, may begin another pass."""
+    """Steps that pass so many times over the data; the last one, for the last rows, may begin
+    another pass."""
     return max(1, ceil(round(epochs * num_rows / rows_per_step, 6)))
 
 
 class PromptLoader:
-    """Row positions for each step: a fresh permutation per epoch from (seed, epoch). Its state is a count.
+    """Row positions for each step: a fresh permutation per epoch from (seed, epoch). Its state is a
+    count.
 
     fingerprint: of the rows.
     """
@@ -278,7 +353,9 @@ class PromptLoader:
         while len(positions) < count:
             epoch, start = divmod(self.consumed, self.num_rows)
             if self._permutation[0] != epoch:
-                order = np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(self.num_rows)
+                order = np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(
+                    self.num_rows
+                )
                 self._permutation = (epoch, order)
             taken = self._permutation[1][start : start + count - len(positions)]
             positions += taken.tolist()
@@ -300,7 +377,8 @@ class PromptLoader:
         saved = state["fingerprint"]
         if saved != self.fingerprint:
             told = (
-                f"--resume: the training data has other rows than before (fingerprint {saved}, now {self.fingerprint})"
+                "--resume: the training data has other rows than before (fingerprint "
+                f"{saved}, now {self.fingerprint})"
             )
             raise SystemExit(f"{told}; go on with the same files, {anew}")
         self.consumed = state["consumed"]

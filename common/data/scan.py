@@ -1,4 +1,5 @@
-"""A look at all rows of a data set before the first step: lengths without tokenising everything, once per machine."""
+"""A look at all rows of a data set before the first step: lengths without tokenising everything,
+once per machine."""
 
 import hashlib
 import json
@@ -19,28 +20,39 @@ UNCOUNTED = 10**12  # tokens of a text that the tokenizer breaks down at
 class Found:
     """What a look at every row has found: row index -> reason, of those that cannot be used."""
 
-    bad: dict[int, str] = field(default_factory=dict, compare=False)  # machines may word a reason differently
+    # machines may word a reason differently
+    bad: dict[int, str] = field(default_factory=dict, compare=False)
     too_long: dict[int, str] = field(default_factory=dict)
-    kept: list[int] = field(default_factory=list)  # indices of the others, and of those that are too long
-    costs: dict[int, float] = field(default_factory=dict)  # about the tokens of each of them, to balance ranks by
-    sources: set[str] = field(default_factory=set)  # every data_source of a usable row that is to be scored
+    # indices of the others, and of those that are too long
+    kept: list[int] = field(default_factory=list)
+    # about the tokens of each of them, to balance ranks by
+    costs: dict[int, float] = field(default_factory=dict)
+    # every data_source of a usable row that is to be scored
+    sources: set[str] = field(default_factory=set)
     told: Counter[str] = field(default_factory=Counter)  # what is worth knowing of rows
-    all_answered: bool = False  # of a function that is given as --environment: has no row arguments for it?
+    # of a function that is given as --environment: has no row arguments for it?
+    all_answered: bool = False
     unheeded: Counter[str] = field(default_factory=Counter)  # what rows ask for in vain
     templated: int = 0  # prompts that the chat template renders
     fingerprint: str = ""  # of all rows
 
     def look_at(self, text: str, pictures: list, spelled: bool, tokenizer) -> None:
-        """Whether a row is read in another way than it may have been meant. spelled: had it a control token?"""
+        """Whether a row is read in another way than it may have been meant. spelled: had it a
+        control token?"""
         if not pictures and any(mark in text for mark in MARKS):
-            self.told["have <image> or <video>, and no column images, image or videos: read as text"] += 1
+            self.told[
+                "have <image> or <video>, and no column images, image or videos: read as text"
+            ] += 1
         if spelled:
             end = tokenizer.eos_token or "<|end|>"
-            self.told[f"spell control tokens in a message: read as text ({end} as {end[0]} {end[1:]})"] += 1
+            self.told[
+                f"spell control tokens in a message: read as text ({end} as {end[0]} {end[1:]})"
+            ] += 1
 
 
 class Fingerprint:
-    """Of rows in their order, and of all that they hold: of the same number and size others have another one."""
+    """Of rows in their order, and of all that they hold: of the same number and size others have
+    another one."""
 
     def __init__(self):
         self.sum = hashlib.blake2b(digest_size=8)
@@ -54,12 +66,18 @@ class Fingerprint:
 
 
 def _as_text(value: object) -> str:
-    """What JSON does not know: a picture by its own fingerprint; dates, decimals, ... as they print."""
-    return hashlib.blake2b(value, digest_size=8).hexdigest() if isinstance(value, bytes) else str(value)
+    """What JSON does not know: a picture by its own fingerprint; dates, decimals, ... as they
+    print."""
+    return (
+        hashlib.blake2b(value, digest_size=8).hexdigest()
+        if isinstance(value, bytes)
+        else str(value)
+    )
 
 
 class KnownTokens:
-    """Which tokens of a tokenizer the model has no embedding of: some were added, and its embeddings not resized."""
+    """Which tokens of a tokenizer the model has no embedding of: some were added, and its
+    embeddings not resized."""
 
     def __init__(self, tokenizer, num_embeddings: int | None):
         self.tokenizer = tokenizer
@@ -72,20 +90,27 @@ class KnownTokens:
         self.all_added = self.unknown.keys() <= set(tokenizer.get_added_vocab().values())
 
     def check(self, text: str) -> None:
-        """BadRow for a text with such a token. Tokenises nothing where a search for those that were added will do."""
-        if not self.unknown or (self.all_added and not any(token in text for token in self.unknown.values())):
+        """BadRow for a text with such a token. Tokenises nothing where a search for those that were
+        added will do."""
+        if not self.unknown or (
+            self.all_added and not any(token in text for token in self.unknown.values())
+        ):
             return
         for i in encode(self.tokenizer, text):
             if i in self.unknown:
-                size = f"the model has embeddings of {self.num_embeddings}, and its tokenizer more tokens"
+                size = (
+                    f"the model has embeddings of {self.num_embeddings}, and its tokenizer "
+                    "more tokens"
+                )
                 raise BadRow(f"has the token {self.unknown[i]!r} of number {i}: {size}")
 
 
 class Lengths:
-    """Numbers of tokens. A word is tokenised once: rows of a data set share most of theirs, or their template.
+    """Numbers of tokens. A word is tokenised once: rows of a data set share most of theirs, or
+    their template.
 
-    Tokenizers cut at spaces before they merge, so that the sum over words is the number of tokens. Where that is not
-    quite so it is near: a text near the limit is tokenised as a whole.
+    Tokenizers cut at spaces before they merge, so that the sum over words is the number of tokens.
+    Where that is not quite so it is near: a text near the limit is tokenised as a whole.
     """
 
     def __init__(self, tokenizer):
@@ -93,20 +118,31 @@ class Lengths:
         self.words: dict[str, int] = {}
 
     def above(self, texts: dict[int, tuple[str, int]], limit: int) -> dict[int, str]:
-        """Row index -> "123 tokens" of the texts with more than `limit`. texts: row index -> text, further tokens."""
+        """Row index -> "123 tokens" of the texts with more than `limit`. texts: row index -> text,
+        further tokens."""
         start, end = shared_ends([text for text, _ in texts.values()])
-        words = {index: text[len(start) : len(text) - len(end)].split(" ") for index, (text, _) in texts.items()}
+        words = {
+            index: text[len(start) : len(text) - len(end)].split(" ")
+            for index, (text, _) in texts.items()
+        }
         ends = [*start.split(" "), *end.split(" ")]
         if len(self.words) > MAX_WORDS:
             self.words.clear()
         new = sorted(set(ends).union(*words.values()) - self.words.keys())
         self.words |= zip(new, self._count([" " + word for word in new]))
         shared = sum(map(self.words.get, ends))
-        about = {index: shared + sum(map(self.words.get, words[index])) + more for index, (_, more) in texts.items()}
+        about = {
+            index: shared + sum(map(self.words.get, words[index])) + more
+            for index, (_, more) in texts.items()
+        }
         near = [index for index, count in about.items() if count + count // 16 + 8 > limit]
         exact = zip(near, self._count([texts[index][0] for index in near]))
         lengths = {index: count + texts[index][1] for index, count in exact}
-        too_long = {index: f"{count} tokens" for index, count in lengths.items() if limit < count < UNCOUNTED}
+        too_long = {
+            index: f"{count} tokens"
+            for index, count in lengths.items()
+            if limit < count < UNCOUNTED
+        }
         broken = [index for index, count in lengths.items() if count >= UNCOUNTED]
         return too_long | dict.fromkeys(broken, "the tokenizer breaks down at its text")
 
@@ -115,7 +151,9 @@ class Lengths:
             return []
         try:
             with breakdowns_as_bad_rows():
-                return [len(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]]
+                return [
+                    len(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+                ]
         except BadRow:
             if len(texts) == 1:
                 return [UNCOUNTED]
@@ -132,12 +170,19 @@ def shared_ends(texts: list[str]) -> tuple[str, str]:
 
 def common_start(texts: list[str]) -> str:
     first, last = min(texts, default=""), max(texts, default="")
-    return first[: next((i for i, (a, b) in enumerate(zip(first, last)) if a != b), min(len(first), len(last)))]
+    return first[
+        : next(
+            (i for i, (a, b) in enumerate(zip(first, last)) if a != b), min(len(first), len(last))
+        )
+    ]
 
 
-def once_per_machine(world: World | None, compute: Callable[[], object], alike: bool = True) -> object:
-    """compute() of the first rank of a machine, on all of its ranks; of this one alone without a `world`. A ValueError
-    of it is raised on all of them, and another one if machines that are to be `alike` differ in it."""
+def once_per_machine(
+    world: World | None, compute: Callable[[], object], alike: bool = True
+) -> object:
+    """compute() of the first rank of a machine, on all of its ranks; of this one alone without a
+    `world`. A ValueError of it is raised on all of them, and another one if machines that are to be
+    `alike` differ in it."""
     if world is None:
         return compute()
     result = None
@@ -151,5 +196,8 @@ def once_per_machine(world: World | None, compute: Callable[[], object], alike: 
     if isinstance(result, ValueError):
         raise result
     if alike and any(other not in (None, result) for other in results):
-        raise ValueError("the machines find different rows usable: are files and pictures the same on all of them?")
+        raise ValueError(
+            "the machines find different rows usable: are files and pictures the same on all "
+            "of them?"
+        )
     return result

@@ -1,4 +1,5 @@
-"""Which files of rows a name stands for: a path, a pattern, an address; those of a folder, or of a split in one."""
+"""Which files of rows a name stands for: a path, a pattern, an address; those of a folder, or of a
+split in one."""
 
 import os
 import re
@@ -8,21 +9,30 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-ROWS_NAME = re.compile(r"\.(parquet|(json|jsonl|ndjson)(\.gz)?)$", re.IGNORECASE)  # ends the name of a file of rows
-PART = re.compile(r"[-_]\d+(-of-\d+)?(-[0-9a-f]{16})?$")  # ends the stem of a part of a split: -00000-of-00002
+# ends the name of a file of rows
+ROWS_NAME = re.compile(r"\.(parquet|(json|jsonl|ndjson)(\.gz)?)$", re.IGNORECASE)
+# ends the stem of a part of a split: -00000-of-00002
+PART = re.compile(r"[-_]\d+(-of-\d+)?(-[0-9a-f]{16})?$")
 ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+):/+", re.IGNORECASE)  # a Path has made one slash of two
 ADDRESS_OF_HUB = re.compile(
-    r"(?:hf:/+|https?:/+(?:www\.)?(?:huggingface\.co|hf\.co|hf-mirror\.com)/)datasets/([\w.-]+/[\w.-]+)", re.IGNORECASE
+    r"(?:hf:/+|https?:/+(?:www\.)?(?:huggingface\.co|hf\.co|hf-mirror\.com)/)datasets/([\w.-]+/[\w.-]+)",
+    re.IGNORECASE,
 )
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(:[\w.-]+){0,2}")  # of a data set
-ABOUT_THE_ROWS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")  # of a data set
-CONFIGS = ("data", "main", "default", "")  # folders of a snapshot that may have its files; "": itself
-FETCH = "`hf download {} --repo-type dataset --local-dir FOLDER` fetches the files of a data set of the hub"
+# of a data set
+ABOUT_THE_ROWS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
+# folders of a snapshot that may have its files; "": itself
+CONFIGS = ("data", "main", "default", "")
+FETCH = (
+    "`hf download {} --repo-type dataset --local-dir FOLDER` fetches the files of a data "
+    "set of the hub"
+)
 
 
 def find_files(name: str, flag: str) -> list[Path]:
-    """The file of that name, or those that a pattern matches. What is neither stays as it is: an id of the hub, or
-    nothing. FileNotFoundError or ValueError with the `flag` for an address, and for a pattern of no or several kinds.
+    """The file of that name, or those that a pattern matches. What is neither stays as it is: an id
+    of the hub, or nothing. FileNotFoundError or ValueError with the `flag` for an address, and for
+    a pattern of no or several kinds.
     """
     path = Path(os.path.expanduser(name))
     if path.exists():
@@ -30,7 +40,9 @@ def find_files(name: str, flag: str) -> list[Path]:
     refuse_address(name, flag)
     if not has_magic(name):
         return [path]
-    paths = [Path(found) for found in sorted(glob(str(path), recursive=True)) if Path(found).is_file()]
+    paths = [
+        Path(found) for found in sorted(glob(str(path), recursive=True)) if Path(found).is_file()
+    ]
     if not paths:
         raise FileNotFoundError(f"{flag}: no file matches {name}")
     examples: dict[str, Path] = {}
@@ -38,7 +50,10 @@ def find_files(name: str, flag: str) -> list[Path]:
         examples.setdefault(kind_of(path), path)
     if len(examples) > 1:
         listed = " and ".join(str(path) for path in list(examples.values())[:2])
-        raise ValueError(f"{flag}: {name} matches files of several kinds, such as {listed}: give a pattern for each")
+        raise ValueError(
+            f"{flag}: {name} matches files of several kinds, such as {listed}: give a pattern "
+            "for each"
+        )
     return paths
 
 
@@ -50,12 +65,16 @@ def refuse_address(name: str, flag: str) -> None:
     shown = f"{address[1]}://{name[address.end() :]}"
     remedy = "download it, and give the path of the file"
     if on_hub := ADDRESS_OF_HUB.match(name):
-        remedy = f"{FETCH.format(on_hub[1])}; --train-data and --eval-data also take {on_hub[1]}:CONFIG:SPLIT"
+        remedy = (
+            f"{FETCH.format(on_hub[1])}; --train-data and --eval-data also take "
+            f"{on_hub[1]}:CONFIG:SPLIT"
+        )
     raise ValueError(f"{flag}: {shown} is an address, not a path: {remedy}")
 
 
 def is_hub_id(path: Path) -> bool:
-    """May it be ORG/NAME[:CONFIG][:SPLIT]? Neither it nor ORG is here, and files of rows are called otherwise."""
+    """May it be ORG/NAME[:CONFIG][:SPLIT]? Neither it nor ORG is here, and files of rows are called
+    otherwise."""
     is_here = path.exists() or path.parent.exists()
     return not is_here and not ROWS_NAME.search(path.name) and bool(HUB_ID.fullmatch(str(path)))
 
@@ -72,10 +91,16 @@ def stem_of(path: Path) -> str:
 
 
 def files_in(folder: Path) -> list[Path]:
-    """The files of rows in a folder, by name: not what a data set says about itself, nor what is hidden."""
+    """The files of rows in a folder, by name: not what a data set says about itself, nor what is
+    hidden."""
     paths = []
     for path in sorted(folder.glob("*")):
-        if kind_of(path) and path.is_file() and path.name not in ABOUT_THE_ROWS and not path.name.startswith("."):
+        if (
+            kind_of(path)
+            and path.is_file()
+            and path.name not in ABOUT_THE_ROWS
+            and not path.name.startswith(".")
+        ):
             paths.append(path)
     return paths
 
@@ -94,8 +119,9 @@ def is_prepared(path: Path) -> bool:
 
 
 def split_files(source: str, split: str, flag: str) -> list[Path]:
-    """The files of a split in a folder, or in a snapshot of the hub: train.jsonl, data/train-00000-of-00002.parquet,
-    main/train/0000.parquet. Of two kinds text is taken. None if there are none; ValueError, FileNotFoundError."""
+    """The files of a split in a folder, or in a snapshot of the hub: train.jsonl,
+    data/train-00000-of-00002.parquet, main/train/0000.parquet. Of two kinds text is taken. None if
+    there are none; ValueError, FileNotFoundError."""
     refuse_address(source, flag)
     folder = Path(os.path.expanduser(source))
     if not folder.is_dir():
@@ -108,7 +134,10 @@ def split_files(source: str, split: str, flag: str) -> list[Path]:
         texts = [path for path in paths if kind_of(path) != ".parquet"]
         kinds = sorted({kind_of(path) for path in texts or paths})
         if len(kinds) > 1:
-            raise ValueError(f"{flag} {source}: the split {split} is there as {' and as '.join(kinds)}: delete one")
+            raise ValueError(
+                f"{flag} {source}: the split {split} is there as {' and as '.join(kinds)}: "
+                "delete one"
+            )
         if paths:
             return texts or paths
     return []

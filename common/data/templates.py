@@ -1,4 +1,5 @@
-"""How a chat template has tools called: like Hermes, or in another way that transformers' `parse_response` reads."""
+"""How a chat template has tools called: like Hermes, or in another way that transformers'
+`parse_response` reads."""
 
 import json
 import re
@@ -29,7 +30,9 @@ class Native(Protocol):
         """The last call in a turn; None if there is none. A malformed one has an `error`."""
         try:
             said = self.tokenizer.parse_response(text, self.template, prefix="", tools=self.schemas)
-            if not said.get("tool_calls") or not re.search((CLOSE if CLOSE in text else r"[\]}]") + LAST, text):
+            if not said.get("tool_calls") or not re.search(
+                (CLOSE if CLOSE in text else r"[\]}]") + LAST, text
+            ):
                 return None
             call = from_json(json.dumps(said["tool_calls"][-1]["function"]), allow_inf_nan=False)
             if not isinstance(call["arguments"], dict) or not isinstance(call["name"], str):
@@ -47,24 +50,37 @@ def protocol_of(tokenizer, schemas: Iterable[dict] = ()) -> Protocol:
 
 @cache
 def native_calls(tokenizer, chat_template: str) -> dict | None:
-    """Of `FORMATS` the one in which the template writes a call; None for Hermes' or none. ValueError for others."""
+    """Of `FORMATS` the one in which the template writes a call; None for Hermes' or none.
+    ValueError for others."""
     call = Call("f", {"x": "y"})
     function = {"name": call.name, "arguments": call.arguments}
     parameters = {"type": "object", "properties": {"x": {"type": "string", "description": "-"}}}
-    schema = {"type": "function", "function": {"name": call.name, "description": "-", "parameters": parameters}}
+    schema = {
+        "type": "function",
+        "function": {"name": call.name, "description": "-", "parameters": parameters},
+    }
     template = partial(tokenizer.apply_chat_template, tools=[schema], tokenize=False)
     asked = [{"role": "user", "content": "-"}]
-    calls = {"role": "assistant", "content": "", "tool_calls": [{"id": CALL_ID, "function": function}]}
+    calls = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": CALL_ID, "function": function}],
+    }
     try:
         template(asked, tools=None)  # as with Hermes, whose tools stand in the system message
         before = template(asked, add_generation_prompt=True)
         said = template([*asked, calls]).removeprefix(before)
     except (TemplateError, TypeError):
         said = ""
-    if "tool_calls" not in chat_template or Hermes.find_call(said.rpartition(tokenizer.eos_token)[0]) == call:
+    if (
+        "tool_calls" not in chat_template
+        or Hermes.find_call(said.rpartition(tokenizer.eos_token)[0]) == call
+    ):
         return None
     own = (getattr(tokenizer, "response_template", None) or {}).get("fields", {}).get("tool_calls")
     for known in filter(None, [own, *FORMATS.values()]):
         if Native(tokenizer, [], known).find_call(said) == call:
             return known
-    raise ValueError(f"tools: the chat template calls them in another way than Hermes, {', '.join(FORMATS)}")
+    raise ValueError(
+        f"tools: the chat template calls them in another way than Hermes, {', '.join(FORMATS)}"
+    )

@@ -13,32 +13,50 @@ from common.data.rows import JSON_LINE, records
 REQUIRED = ("data_source", "prompt", "reward_model")
 OPTIONAL = ("extra_info", "images", "videos", "image", "mm_hint", "agent_name")
 FORMAT = (
-    "data_source (string), prompt (list of {role, content}, or an already rendered string), reward_model "
-    "({style, ground_truth}), optionally extra_info, images, videos, agent_name; as common.prepare.gsm8k writes it"
+    "data_source (string), prompt (list of {role, content}, or an already rendered string), "
+    "reward_model "
+    "({style, ground_truth}), optionally extra_info, images, videos, agent_name; as "
+    "common.prepare.gsm8k writes it"
 )
 AGENTS = ("single_turn_agent", "tool_agent")  # of the column agent_name
 ROLES = ("system", "user", "assistant", "tool")
 
 
 def to_verl(
-    table: pa.Table, path: Path, flag: str, media_root: Path | None, with_tools: bool, needs_truth: bool = True
+    table: pa.Table,
+    path: Path,
+    flag: str,
+    media_root: Path | None,
+    with_tools: bool,
+    needs_truth: bool = True,
 ) -> pa.Table:
-    """The table of a file, in verl's columns or Pixel Reasoner's, in verl's. ValueError if it has neither."""
+    """The table of a file, in verl's columns or Pixel Reasoner's, in verl's. ValueError if it has
+    neither."""
     columns = table.column_names
     if columns == [JSON_LINE]:
         columns = next(records(table), REQUIRED)
     if set(columns) >= visual_qa.COLUMNS and not set(REQUIRED) <= set(columns):
         return visual_qa.to_verl(table, path, media_root, with_tools)
-    missing = [name for name in REQUIRED if name not in columns and (needs_truth or name != "reward_model")]
-    if missing and not isinstance(columns, str):  # a first line that is no JSON object is reported as a bad row
+    missing = [
+        name for name in REQUIRED if name not in columns and (needs_truth or name != "reward_model")
+    ]
+    # a first line that is no JSON object is reported as a bad row
+    if missing and not isinstance(columns, str):
         has = ", ".join(columns)
-        raise ValueError(f"{flag}: {path} lacks {', '.join(missing)}; it has the columns {has}. Expected: {FORMAT}.")
+        raise ValueError(
+            f"{flag}: {path} lacks {', '.join(missing)}; it has the columns {has}. Expected: "
+            f"{FORMAT}."
+        )
     return table
 
 
 def truth_of(record: dict) -> object:
     """The ground truth of a row; None if it has none, or NaN."""
-    return truth if (truth := (record.get("reward_model") or {}).get("ground_truth")) == truth else None
+    return (
+        truth
+        if (truth := (record.get("reward_model") or {}).get("ground_truth")) == truth
+        else None
+    )
 
 
 def is_messages(text: str) -> bool:
@@ -53,7 +71,9 @@ def is_messages(text: str) -> bool:
         if isinstance(value, dict):
             value = value.get("messages", [value])
         are_messages = isinstance(value, list) and bool(value)
-        return are_messages and all(isinstance(item, dict) and {"role", "content"} <= item.keys() for item in value)
+        return are_messages and all(
+            isinstance(item, dict) and {"role", "content"} <= item.keys() for item in value
+        )
     return False
 
 

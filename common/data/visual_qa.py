@@ -1,10 +1,12 @@
-r"""Rows as Pixel Reasoner publishes them for reinforcement learning and evaluation, in verl's format.
+r"""Rows as Pixel Reasoner publishes them for reinforcement learning and evaluation, in verl's
+format.
 
-    question, answer (list of acceptable ones, \boxed{} or not), qid, image (list of paths), is_video (or null)
+    question, answer (list of acceptable ones, \boxed{} or not), qid, image (list of paths),
+    is_video (or null)
 
-A row's data_source is visual_qa/BENCHMARK, the benchmark being what stands before the first "-" of its qid, else the
-file's name. The paths of a video are its frames. The question is followed by the guideline that the policy was trained
-with.
+A row's data_source is visual_qa/BENCHMARK, the benchmark being what stands before the first "-" of
+its qid, else the file's name. The paths of a video are its frames. The question is followed by the
+guideline that the policy was trained with.
 """
 
 import filecmp
@@ -19,18 +21,23 @@ from common.data.rows import JSON_LINE, records
 from common.data.table_files import stem_of
 
 COLUMNS = {"question", "answer", "qid", "image"}
-# Appended to a question, as in the paper's appendix E.1 (arXiv 2505.15966); that the tool's name is longer is theirs.
+# Appended to a question, as in the paper's appendix E.1 (arXiv 2505.15966); that the tool's name is
+# longer is theirs.
 WITH_TOOLS = (
-    "\n\n\n\nGuidelines: Understand the given visual information and the user query. Determine if it is beneficial to "
-    "employ the given visual operations (tools). For a video, we can look closer by `select_frames`. For an image, we "
-    "can look closer by `crop_image`. Reason with the visual information step by step, and put your final answer "
+    "\n\n\n\nGuidelines: Understand the given visual information and the user query. "
+    "Determine if it is beneficial to "
+    "employ the given visual operations (tools). For a video, we can look closer by "
+    "`select_frames`. For an image, we "
+    "can look closer by `crop_image`. Reason with the visual information step by step, and "
+    "put your final answer "
     "within \\boxed{}."
 )
 WITHOUT_TOOLS = "\n\nPlease think step by step, and put your final answer within \\boxed{}."
 
 
 def to_verl(table: pa.Table, path: Path, media_root: Path | None, with_tools: bool) -> pa.Table:
-    """The table of a file in verl's columns, row by row; a row without a question or an answer is found to be bad."""
+    """The table of a file in verl's columns, row by row; a row without a question or an answer is
+    found to be bad."""
     if table.column_names == [JSON_LINE]:
         return lines_to_verl(table, path, media_root, with_tools)
     rows = table.select(sorted(COLUMNS | {"is_video"} & set(table.column_names))).to_pylist()
@@ -39,9 +46,14 @@ def to_verl(table: pa.Table, path: Path, media_root: Path | None, with_tools: bo
     return pa.Table.from_pylist(rows, pa.schema(FIELDS))
 
 
-def lines_to_verl(table: pa.Table, path: Path, media_root: Path | None, with_tools: bool) -> pa.Table:
-    """The same of rows of JSON. What lacks a column stays as it is, and so do the blank lines before a row."""
-    rows = [row if isinstance(row, dict) and row.keys() >= COLUMNS else None for row in records(table)]
+def lines_to_verl(
+    table: pa.Table, path: Path, media_root: Path | None, with_tools: bool
+) -> pa.Table:
+    """The same of rows of JSON. What lacks a column stays as it is, and so do the blank lines
+    before a row."""
+    rows = [
+        row if isinstance(row, dict) and row.keys() >= COLUMNS else None for row in records(table)
+    ]
     prefix = path_prefix([row for row in rows if row], path, media_root)
     lines = table.column(0).to_pylist()
     for i, row in enumerate(rows):
@@ -54,11 +66,18 @@ def lines_to_verl(table: pa.Table, path: Path, media_root: Path | None, with_too
 TEXT, TEXTS = pa.string(), pa.list_(pa.string())
 FIELDS = {"data_source": TEXT, "prompt": pa.list_(pa.struct({"role": TEXT, "content": TEXT}))}
 FIELDS |= {"images": TEXTS, "videos": pa.list_(TEXTS)}
-FIELDS |= {"reward_model": pa.struct({"style": TEXT, "ground_truth": TEXTS}), "extra_info": pa.struct({"qid": TEXT})}
+FIELDS |= {
+    "reward_model": pa.struct({"style": TEXT, "ground_truth": TEXTS}),
+    "extra_info": pa.struct({"qid": TEXT}),
+}
 
 
 def convert(record: Mapping, file: str, prefix: str, with_tools: bool) -> dict:
-    answers, question, qid = record["answer"], str(record["question"] or ""), str(record["qid"] or "")
+    answers, question, qid = (
+        record["answer"],
+        str(record["question"] or ""),
+        str(record["qid"] or ""),
+    )
     listed = answers if isinstance(answers, list) else [answers]
     answers = [str(x) for x in listed if x is not None and x == x and str(x).strip()]
     paths = paths_of(record)
@@ -84,16 +103,23 @@ def paths_of(record: Mapping) -> list:
 
 
 def path_prefix(records: list[dict], path: Path, media_root: Path | None) -> str:
-    """ "" where the first picture's path resolves as it stands; else what Pixel Reasoner's script makes of it:
-    that moves images/ to FILE_images/, videos/ to FILE_videos/. ValueError if both are there and differ."""
-    first = next((name for r in records for name in paths_of(r) if name and isinstance(name, str)), "")
+    """ "" where the first picture's path resolves as it stands; else what Pixel Reasoner's script
+    makes of it: that moves images/ to FILE_images/, videos/ to FILE_videos/. ValueError if both are
+    there and differ."""
+    first = next(
+        (name for r in records for name in paths_of(r) if name and isinstance(name, str)), ""
+    )
     prefix = f"{stem_of(path)}_"
     for folder in (path.parent, media_root or Path()):
         plain = os.path.join(folder, first)
         moved = os.path.join(folder, prefix + first)
-        plain_exists, moved_exists = os.path.isfile(plain), os.path.isfile(moved)  # False for what is no path
+        # False for what is no path
+        plain_exists, moved_exists = os.path.isfile(plain), os.path.isfile(moved)
         if plain_exists and moved_exists and not filecmp.cmp(plain, moved, shallow=False):
-            raise ValueError(f"{path}: {plain} and {moved} differ, and either may be meant: move one of them away")
+            raise ValueError(
+                f"{path}: {plain} and {moved} differ, and either may be meant: move one of "
+                "them away"
+            )
         if plain_exists or moved_exists:
             return "" if plain_exists else prefix
     return ""

@@ -1,1 +1,2 @@
-"""The rollout engines, one in each rank: vLLM, and its twin on transformers alone, with the same methods."""
+"""The rollout engines, one in each rank: vLLM, and its twin on transformers alone, with the same
+methods."""

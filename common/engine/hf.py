@@ -1,4 +1,5 @@
-"""The rollout engine's twin on transformers alone: for machines without vLLM, and as an independent check of it."""
+"""The rollout engine's twin on transformers alone: for machines without vLLM, and as an independent
+check of it."""
 
 from dataclasses import replace
 
@@ -17,17 +18,25 @@ MAX_SEQUENCES = 256  # of a batch
 
 
 class HuggingFaceEngine:
-    """The methods of `VllmEngine`; batches of as many requests as fit into the KV cache, one token a forward."""
+    """The methods of `VllmEngine`; batches of as many requests as fit into the KV cache, one token
+    a forward."""
 
     def __init__(self, config: EngineConfig):
         trust, vision = config.trust_remote_code, config.vision
         architecture = transformers.AutoConfig.from_pretrained(config.path, trust_remote_code=trust)
         positions, length = num_positions(architecture.get_text_config()), config.max_model_len
         flags = f"--max-prompt-tokens and --max-response-tokens: {length} tokens together"
-        refuse(length > positions, f"{flags}, and the model has {positions:.0f} positions (config.json)")
+        refuse(
+            length > positions,
+            f"{flags}, and the model has {positions:.0f} positions (config.json)",
+        )
         check_lengths(architecture.get_text_config(), "hf", length)
         load = auto_class(architecture).from_pretrained
-        self.model = load(config.path, dtype=config.dtype, trust_remote_code=trust).eval().to(config.world.device)
+        self.model = (
+            load(config.path, dtype=config.dtype, trust_remote_code=trust)
+            .eval()
+            .to(config.world.device)
+        )
         self.device, self.dtype, self.vision = config.world.device, config.dtype, vision
         if vision:
             self.model.base_model.visual.merger.register_forward_pre_hook(clamped)
@@ -35,13 +44,19 @@ class HuggingFaceEngine:
         self.end_ids = [*config.end_ids, *(vision.forbidden_ids if vision else ())]
         text = architecture.get_text_config()
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        width = 2 * heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+        width = (
+            2
+            * heads
+            * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+        )
         token_bytes = text.num_hidden_layers * width * self.dtype.itemsize
         fitting = int(config.memory_gib * 2**30 / (self.max_model_len * token_bytes))
         self.max_sequences = max(1, min(MAX_SEQUENCES, fitting))
         self.requests: list[Request] = []
         self.parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        self.books = WeightBooks({name: parameter.numel() for name, parameter in self.parameters.items()})
+        self.books = WeightBooks(
+            {name: parameter.numel() for name, parameter in self.parameters.items()}
+        )
 
     @memory_advice("the weight sync")
     def wake(self, part: str) -> None:
@@ -60,9 +75,12 @@ class HuggingFaceEngine:
         self.books.close(step)
 
     def submit(self, request: Request) -> None:
-        """As `VllmEngine.submit`; a sample's random numbers depend on its seed alone, not on its neighbours."""
+        """As `VllmEngine.submit`; a sample's random numbers depend on its seed alone, not on its
+        neighbours."""
         self.books.check(request.weights_step)
-        self.requests += [replace(request, seed=request.seed + j) for j in range(request.sampling.n)]
+        self.requests += [
+            replace(request, seed=request.seed + j) for j in range(request.sampling.n)
+        ]
 
     @property
     def busy(self) -> bool:
@@ -77,7 +95,9 @@ class HuggingFaceEngine:
         for start in Progress("sampling", range(0, len(requests), self.max_sequences)):
             batch = requests[start : start + self.max_sequences]
             for request, completion in zip(batch, self._generate_batch(batch)):
-                completions.setdefault(request.key, []).append(completion.without_placeholder(self.vision))
+                completions.setdefault(request.key, []).append(
+                    completion.without_placeholder(self.vision)
+                )
         return list(completions.items())
 
     def _pictures(self, requests: list[Request], width: int) -> tuple[dict, Tensor]:
@@ -96,22 +116,36 @@ class HuggingFaceEngine:
     def _generate_batch(self, requests: list[Request]) -> list[Completion]:
         prompts = [request.prompt_ids for request in requests]
         width = max(len(prompt) for prompt in prompts)
-        ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=self.device)  # left-padded
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self.device)
+        # left-padded
+        ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=self.device)
+        mask = torch.tensor(
+            [[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self.device
+        )
         positions, pictures = (mask.cumsum(-1) - 1).clamp(min=0), {}
         if self.vision:
             pictures, positions = self._pictures(requests, width)
-        generators = [torch.Generator(self.device).manual_seed(request.seed) for request in requests]
+        generators = [
+            torch.Generator(self.device).manual_seed(request.seed) for request in requests
+        ]
         results = [Completion([], [], "length") for _ in requests]
         running = list(range(len(requests)))
         cache = transformers.DynamicCache(config=self.model.config)
-        limits = [min(r.sampling.max_tokens, self.max_model_len - len(r.prompt_ids)) for r in requests]
+        limits = [
+            min(r.sampling.max_tokens, self.max_model_len - len(r.prompt_ids)) for r in requests
+        ]
         sampling = requests[0].sampling  # of a batch only max_tokens differ
         for length in Progress("token", range(1, max(limits) + 1)):
-            inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, **pictures}
+            inputs = {
+                "input_ids": ids,
+                "attention_mask": mask,
+                "position_ids": positions,
+                **pictures,
+            }
             output = self.model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
             pictures = {}
-            tokens, logprobs = sample(output.logits[:, -1], sampling, [generators[i] for i in running])
+            tokens, logprobs = sample(
+                output.logits[:, -1], sampling, [generators[i] for i in running]
+            )
             keep = []
             for row, i in enumerate(running):
                 results[i].token_ids.append(tokens[row].item())
@@ -131,7 +165,9 @@ class HuggingFaceEngine:
         return results
 
 
-def sample(logits: Tensor, sampling: Sampling, generators: list[torch.Generator]) -> tuple[Tensor, Tensor]:
+def sample(
+    logits: Tensor, sampling: Sampling, generators: list[torch.Generator]
+) -> tuple[Tensor, Tensor]:
     """Next tokens [B] and their log-probs [B] from logits [B, V], row b with its own generator."""
     if sampling.temperature == 0:
         logprobs = logits.float().log_softmax(-1)
@@ -141,6 +177,9 @@ def sample(logits: Tensor, sampling: Sampling, generators: list[torch.Generator]
         if sampling.top_p < 1:
             scaled = transformers.TopPLogitsWarper(sampling.top_p)(None, scaled)
         logprobs = scaled.log_softmax(-1)
-        noise = [torch.empty_like(row).exponential_(generator=g) for row, g in zip(logprobs, generators)]
-        tokens = (logprobs.exp() / torch.stack(noise)).argmax(-1)  # the exponential form of Gumbel-max
+        noise = [
+            torch.empty_like(row).exponential_(generator=g) for row, g in zip(logprobs, generators)
+        ]
+        # the exponential form of Gumbel-max
+        tokens = (logprobs.exp() / torch.stack(noise)).argmax(-1)
     return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1)

@@ -8,16 +8,20 @@ from statistics import median
 from common.files import shorten
 from common.progress import duration, say
 
-COLUMNS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))  # metric -> label, width, format
-SUPERVISED = {"policy/loss", "optim/lr"}  # not on the lines of RL, whose loss says nothing: room for what does
+# metric -> label, width, format
+COLUMNS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+# not on the lines of RL, whose loss says nothing: room for what does
+SUPERVISED = {"policy/loss", "optim/lr"}
 
 
 class StatusLine:
-    """Cells of fixed width, blank where a metric is absent; what is left to do by the time of the last steps."""
+    """Cells of fixed width, blank where a metric is absent; what is left to do by the time of the
+    last steps."""
 
     def __init__(self, total_steps: int):
         self.total_steps = total_steps
-        self.columns: list[str] = []  # in order of first appearance, so that a late metric shifts no other
+        # in order of first appearance, so that a late metric shifts no other
+        self.columns: list[str] = []
         self.step_times: deque[float] = deque(maxlen=20)
 
     def line(self, step: int, metrics: dict[str, float]) -> str:
@@ -32,7 +36,11 @@ class StatusLine:
         if skipped := metrics.get("optim/skipped_steps"):
             cells["optim/grad_norm"] = f"skipped {skipped:.0f}"
         self.columns += [key for key in cells if key not in self.columns]
-        shown = [key for key in self.columns if key not in SUPERVISED or "reward/mean" not in self.columns]
+        shown = [
+            key
+            for key in self.columns
+            if key not in SUPERVISED or "reward/mean" not in self.columns
+        ]
         for key in sorted(shown, key=lambda key: key.startswith("eval/")):
             label, width, _ = COLUMNS[key]
             text += f"  {cells.get(key, ''):{len(label) + 1 + width}}"
@@ -45,20 +53,23 @@ def cell(key: str, value: float) -> str:
 
 
 def fitted(value: float, width: int, spec: str) -> str:
-    """A number in so many columns; one that is too large with fewer decimals than `spec` has, or in thousands."""
+    """A number in so many columns; one that is too large with fewer decimals than `spec` has, or in
+    thousands."""
     texts = [f"{value:{spec}}", *(f"{value:.{decimals}f}" for decimals in (3, 2, 1, 0))]
     texts += [f"{value / 1000**power:.0f}{unit}" for power, unit in enumerate("kMGT", 1)]
     return next((text for text in texts if len(text) <= width), f"{value:.0e}").rjust(width)
 
 
 def untrained(metrics: dict[str, float]) -> bool:
-    """Is it a step of training that had no gradient? All groups were equal, or no token was left to train on."""
+    """Is it a step of training that had no gradient? All groups were equal, or no token was left to
+    train on."""
     norms = [metrics.get(f"{model}/grad_norm") for model in ("optim", "value")]
     return "optim/loss_scale" in metrics and not any(norms)
 
 
 def print_samples(step: int, samples: list[dict]) -> None:
-    """The first two of {prompt, completion, score, truth, truncated}, shortened in the middle; None: not scored."""
+    """The first two of {prompt, completion, score, truth, truncated}, shortened in the middle;
+    None: not scored."""
     for sample in samples[:2]:
         said = sample.get("trajectory", sample["completion"])
         prompt, completion = shorten(sample["prompt"], 300), shorten(said, 600)
@@ -73,7 +84,8 @@ def announce(rollouts, updates: int) -> None:
     num_prompts, flags = len(rollouts.train_data), rollouts.flags
     passes = rollouts.total_steps * rollouts.draws / num_prompts
     say(
-        f"{num_prompts} prompts; a step: {rollouts.draws} x {flags.samples_per_prompt} samples, {updates} "
+        f"{num_prompts} prompts; a step: {rollouts.draws} x {flags.samples_per_prompt} "
+        f"samples, {updates} "
         f"updates; {rollouts.total_steps} steps pass over the data {passes:.2f} times"
     )
     if rollouts.draws > num_prompts:

@@ -1,4 +1,5 @@
-"""The HTML templates of this folder; whatever they are given is escaped, shortened, and never raises."""
+"""The HTML templates of this folder; whatever they are given is escaped, shortened, and never
+raises."""
 
 import json
 import re
@@ -20,7 +21,9 @@ def shown(value, limit: int = MAX_TEXT) -> str:
     """A text, shortened; the JSON of anything else."""
     try:
         value = f"{value:.5g}" if isinstance(value, float) else value
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        text = (
+            value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        )
     except (TypeError, ValueError, RecursionError) as error:
         text = f"({error})"
     text = REPEATED.sub(lambda match: f"{match[1]} × {len(match[0]) // len(match[1])}", text)
@@ -32,7 +35,12 @@ def marked(text: str) -> Markup:
     return Markup(MARKUP.sub(r"<i>\g<0></i>", str(escape(shown(text)))))
 
 
-OPTIONS = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True, "undefined": StrictUndefined}
+OPTIONS = {
+    "autoescape": True,
+    "trim_blocks": True,
+    "lstrip_blocks": True,
+    "undefined": StrictUndefined,
+}
 TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).parent), **OPTIONS)
 TEMPLATES.filters |= {"shown": shown, "marked": marked, "g": "{:g}".format}
 
@@ -43,4 +51,6 @@ def render(template: str, **values) -> str:
 
 
 def save_page(page: Path, text: str) -> None:
-    replace_file(page, lambda temporary: temporary.write_text(text, encoding="utf-8", errors="replace"))
+    replace_file(
+        page, lambda temporary: temporary.write_text(text, encoding="utf-8", errors="replace")
+    )

@@ -10,14 +10,20 @@ from common.progress import Progress
 
 
 class Logger:
-    """Console line and metrics.jsonl always, trackers if they work: nothing in here may end or delay a run.
+    """Console line and metrics.jsonl always, trackers if they work: nothing in here may end or
+    delay a run.
 
-    `status` makes the line of a step, `trackers` (or None) log it, too: common/look. On ranks other than 0
-    (`is_main=False`) every method does nothing.
+    `status` makes the line of a step, `trackers` (or None) log it, too: common/look. On ranks other
+    than 0 (`is_main=False`) every method does nothing.
     """
 
     def __init__(self, run_dir: Path, status, trackers=None, is_main: bool = True):
-        self.path, self.status, self.trackers, self.is_main = run_dir / "metrics.jsonl", status, trackers, is_main
+        self.path, self.status, self.trackers, self.is_main = (
+            run_dir / "metrics.jsonl",
+            status,
+            trackers,
+            is_main,
+        )
         self.write_failed, self.torn = False, None
 
     def _append(self, record: dict) -> None:
@@ -25,16 +31,22 @@ class Logger:
         try:
             if self.path.is_fifo():
                 raise OSError("a pipe, which would wait for a reader")
-            if self.torn is None:  # a killed run leaves half a line; the next record must not be glued to it
+            # a killed run leaves half a line; the next record must not be glued to it
+            if self.torn is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self.torn = self.path.is_file() and self.path.read_bytes()[-1:] not in (b"", b"\n")
-            with open(self.path, "a") as file:  # opened each time: what could not be flushed is not kept and retried
+            # opened each time: what could not be flushed is not kept and retried
+            with open(self.path, "a") as file:
                 file.write("\n" * self.torn + line)
             self.torn = False
         except OSError as error:  # a full disk costs records, not the run
             self.torn = True
             if not self.write_failed:
-                print(f"warning: cannot write {self.path} ({error}); records are lost while this lasts", flush=True)
+                print(
+                    f"warning: cannot write {self.path} ({error}); records are lost while "
+                    "this lasts",
+                    flush=True,
+                )
             self.write_failed = True
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -48,13 +60,16 @@ class Logger:
         self._track(step, metrics)
 
     def event(self, record: dict) -> None:
-        """Append a record that is not a step, such as {"event": "resumed", "step": 12}; trackers get its metrics."""
+        """Append a record that is not a step, such as {"event": "resumed", "step": 12}; trackers
+        get its metrics."""
         if self.is_main:
             self._append(record)
             self._track(record["step"], {key: value for key, value in record.items() if "/" in key})
 
     def _track(self, step: int, metrics: dict) -> None:
-        numbers = {key: value for key, value in jsonable(metrics).items() if isinstance(value, int | float)}
+        numbers = {
+            key: value for key, value in jsonable(metrics).items() if isinstance(value, int | float)
+        }
         if self.trackers and numbers:
             self.trackers.log(step, numbers)
 

@@ -14,8 +14,14 @@ from common.limits import total_memory, usable_cpus
 
 
 def save_config(run_dir: Path, args: dict, **chosen: str | float) -> None:
-    """Write run_dir/config.json: what is needed to run this again, what `auto` became, and no host name."""
-    record = {"args": args, "chosen": chosen, "command": shlex.join(sys.orig_argv), **describe_machine()}
+    """Write run_dir/config.json: what is needed to run this again, what `auto` became, and no host
+    name."""
+    record = {
+        "args": args,
+        "chosen": chosen,
+        "command": shlex.join(sys.orig_argv),
+        **describe_machine(),
+    }
     Path(run_dir).mkdir(parents=True, exist_ok=True)
     text = json.dumps(jsonable(record), indent=2) + "\n"
     try:
@@ -50,9 +56,16 @@ def installed(package: str) -> str | None:
 
 
 def git_commit() -> str | None:
-    """Commit of the checkout that this file is in, with "-dirty" if tracked files are changed; None outside of one."""
+    """Commit of the checkout that this file is in, with "-dirty" if tracked files are changed; None
+    outside of one."""
     command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
-    options = {"cwd": Path(__file__).parent, "capture_output": True, "text": True, "timeout": 20, "check": True}
+    options = {
+        "cwd": Path(__file__).parent,
+        "capture_output": True,
+        "text": True,
+        "timeout": 20,
+        "check": True,
+    }
     try:
         return subprocess.run(command, **options).stdout.strip()
     except (OSError, subprocess.SubprocessError):
@@ -69,4 +82,6 @@ def changed_flags(run_dir: Path, args: dict) -> dict[str, list]:
     except (OSError, TypeError, ValueError, KeyError):
         return {}
     now = jsonable(args)
-    return {name: [before.get(name), now.get(name)] for name in now if before.get(name) != now[name]}
+    return {
+        name: [before.get(name), now.get(name)] for name in now if before.get(name) != now[name]
+    }

@@ -3,8 +3,9 @@
     python -m common.prepare.countdown --out data/countdown
     python -m common.prepare.countdown --out data/countdown --source countdown_tasks_3to4.parquet
 
-Generated rows are solvable by construction: a random expression over the numbers that comes out at the target. Test
-problems never occur in train, whatever the order of their numbers. The same seed and sizes give the same files.
+Generated rows are solvable by construction: a random expression over the numbers that comes out at
+the target. Test problems never occur in train, whatever the order of their numbers. The same seed
+and sizes give the same files.
 """
 
 import random
@@ -57,7 +58,8 @@ class Args:
     train_size: int = 327_680  # rows in train
     test_size: int = 1_024  # rows in test
     template: Literal["base", "qwen-instruct", "compact"] = "base"  # prompt text
-    source: Files | None = None  # published files (target, nums): take their rows in order instead of generating
+    # published files (target, nums): take their rows in order instead of generating
+    source: Files | None = None
     seed: int = 42  # of the generator
     min_number: int = 1  # smallest given number
     max_number: int = 99  # largest given number
@@ -67,15 +69,35 @@ class Args:
 
     def __post_init__(self):
         if self.train_size < 1 or self.test_size < 1:
-            raise ValueError(f"--train-size {self.train_size} and --test-size {self.test_size} must be at least 1")
-        if not 1 <= self.min_number <= self.max_number <= 999_999:  # the scorer reads at most six digits
-            raise ValueError(f"--min-number {self.min_number} --max-number {self.max_number}: expected 1 … 999999")
+            raise ValueError(
+                f"--train-size {self.train_size} and --test-size {self.test_size} must be at "
+                "least 1"
+            )
+        # the scorer reads at most six digits
+        if not 1 <= self.min_number <= self.max_number <= 999_999:
+            raise ValueError(
+                f"--min-number {self.min_number} --max-number {self.max_number}: expected 1 … "
+                "999999"
+            )
         if self.min_target > self.max_target:
-            raise ValueError(f"--min-target {self.min_target} is above --max-target {self.max_target}")
+            raise ValueError(
+                f"--min-target {self.min_target} is above --max-target {self.max_target}"
+            )
         if not self.operands or min(self.operands) < 2:
             raise ValueError(f"--operands {self.operands}: expected counts of at least 2")
-        generator_flags = ("seed", "min_number", "max_number", "min_target", "max_target", "operands")
-        changed = [f.name for f in fields(self) if f.name in generator_flags and getattr(self, f.name) != f.default]
+        generator_flags = (
+            "seed",
+            "min_number",
+            "max_number",
+            "min_target",
+            "max_target",
+            "operands",
+        )
+        changed = [
+            f.name
+            for f in fields(self)
+            if f.name in generator_flags and getattr(self, f.name) != f.default
+        ]
         if self.source and changed:
             flags = " ".join("--" + name.replace("_", "-") for name in changed)
             raise ValueError(f"{flags} steer the generator and have no effect with --source")
@@ -84,10 +106,15 @@ class Args:
 def main(args: Args) -> None:
     if args.source:
         train, test = split_published(read_published(args.source), args.train_size, args.test_size)
-        print(f"{args.source}: dropped {args.train_size - len(train)} train rows that occur in test")
+        print(
+            f"{args.source}: dropped {args.train_size - len(train)} train rows that occur in test"
+        )
     else:
         test, train = [], []
-        for split, size, rows in (("test", args.test_size, test), ("train", args.train_size, train)):
+        for split, size, rows in (
+            ("test", args.test_size, test),
+            ("train", args.train_size, train),
+        ):
             problems = iter_problems(
                 seed=f"{args.seed}/{split}",
                 operands=args.operands,
@@ -97,7 +124,9 @@ def main(args: Args) -> None:
             )
             rows.extend(next(problems) for _ in Progress(f"{split} rows", size))
     splits = {"train": train, "test": test}
-    write_splits(args.out, {split: to_table(rows, args.template, split) for split, rows in splits.items()})
+    write_splits(
+        args.out, {split: to_table(rows, args.template, split) for split, rows in splits.items()}
+    )
 
 
 def iter_problems(
@@ -108,7 +137,8 @@ def iter_problems(
     targets: tuple[int, int] = (10, 100),
     exclude: Collection[tuple] = frozenset(),
 ) -> Iterator[Problem]:
-    """Solvable problems without end, no two with the same key, none with a key in `exclude`. Ranges are inclusive.
+    """Solvable problems without end, no two with the same key, none with a key in `exclude`. Ranges
+    are inclusive.
 
     The numbers of operands take turns.
     """
@@ -123,16 +153,21 @@ def iter_problems(
                 break
         else:
             raise ValueError(
-                f"no new problem in {MAX_TRIES} tries after the first {found}: {count} numbers in {numbers} and a "
-                f"target in {targets} allow too few ({len(exclude)} excluded). Ask for fewer rows or widen the ranges"
+                f"no new problem in {MAX_TRIES} tries after the first {found}: {count} "
+                f"numbers in {numbers} and a "
+                f"target in {targets} allow too few ({len(exclude)} excluded). Ask for fewer "
+                "rows or widen the ranges"
             )
         seen.add(problem.key)
         found += 1
         yield problem
 
 
-def try_problem(rng: random.Random, count: int, numbers: tuple[int, int], targets: tuple[int, int]) -> Problem | None:
-    """Joins random numbers by random operations; None unless the value is an integer within `targets`.
+def try_problem(
+    rng: random.Random, count: int, numbers: tuple[int, int], targets: tuple[int, int]
+) -> Problem | None:
+    """Joins random numbers by random operations; None unless the value is an integer within
+    `targets`.
 
     Values are exact: (numerator, denominator) pairs, several times faster than Fraction.
     """
@@ -162,16 +197,21 @@ def try_problem(rng: random.Random, count: int, numbers: tuple[int, int], target
 
 def render(tree) -> str:
     """Fully parenthesised: ((44 - 19) * 35)."""
-    return str(tree) if isinstance(tree, int) else f"({render(tree[0])} {tree[1]} {render(tree[2])})"
+    return (
+        str(tree) if isinstance(tree, int) else f"({render(tree[0])} {tree[1]} {render(tree[2])})"
+    )
 
 
 def read_published(source: str) -> list[Problem]:
-    """Rows of Jiayi-Pan/Countdown-Tasks-3to4 (target: int64, nums: list<int64>), in their order; or its snapshot's."""
+    """Rows of Jiayi-Pan/Countdown-Tasks-3to4 (target: int64, nums: list<int64>), in their order; or
+    its snapshot's."""
     paths = source
     if Path(source).is_dir():
         paths = split_files(source, "train", "--source")
         if not paths:
-            raise FileNotFoundError(f"--source {source}: no train.parquet in it, nor data/train-*.parquet")
+            raise FileNotFoundError(
+                f"--source {source}: no train.parquet in it, nor data/train-*.parquet"
+            )
     files = RowFiles(paths, "--source")
     problems = []
     for index, record in enumerate(files.records()):
@@ -179,18 +219,32 @@ def read_published(source: str) -> list[Problem]:
             raise ValueError(f"--source {files.place(index)}: {record}")
         if not {"target", "nums"} <= record.keys():
             columns = ", ".join(record)
-            raise ValueError(f"--source {files.place(index)}: expected the columns target and nums, found {columns}")
+            raise ValueError(
+                f"--source {files.place(index)}: expected the columns target and nums, found "
+                f"{columns}"
+            )
         nums, target = record["nums"], record["target"]
-        if not isinstance(nums, list) or not nums or not all(type(number) is int for number in (*nums, target)):
-            raise ValueError(f"--source {files.place(index)}: nums {nums} and target {target}, expected integers")
+        if (
+            not isinstance(nums, list)
+            or not nums
+            or not all(type(number) is int for number in (*nums, target))
+        ):
+            raise ValueError(
+                f"--source {files.place(index)}: nums {nums} and target {target}, expected integers"
+            )
         problems.append(Problem(tuple(nums), target, ""))
     return problems
 
 
-def split_published(rows: list[Problem], train_size: int, test_size: int) -> tuple[list[Problem], list[Problem]]:
-    """TinyZero's rows: the first train_size train, the next test_size test; train loses what occurs in test."""
+def split_published(
+    rows: list[Problem], train_size: int, test_size: int
+) -> tuple[list[Problem], list[Problem]]:
+    """TinyZero's rows: the first train_size train, the next test_size test; train loses what occurs
+    in test."""
     if len(rows) < train_size + test_size:
-        raise ValueError(f"--source has {len(rows)} rows, fewer than {train_size} train + {test_size} test")
+        raise ValueError(
+            f"--source has {len(rows)} rows, fewer than {train_size} train + {test_size} test"
+        )
     test = rows[train_size : train_size + test_size]
     test_keys = {problem.key for problem in test}
     return [problem for problem in rows[:train_size] if problem.key not in test_keys], test
@@ -205,7 +259,10 @@ def to_table(problems: list[Problem], template: str, split: str) -> pa.Table:
             "data_source": "countdown",
             "prompt": [{"role": "user", "content": prompt_text(problem, template)}],
             "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": {"numbers": problem.numbers, "target": problem.target}},
+            "reward_model": {
+                "style": "rule",
+                "ground_truth": {"numbers": problem.numbers, "target": problem.target},
+            },
             "extra_info": {"split": split, "index": index},
         }
         for index, problem in enumerate(problems)
@@ -215,7 +272,9 @@ def to_table(problems: list[Problem], template: str, split: str) -> pa.Table:
 
 def prompt_text(problem: Problem, template: str) -> str:
     spaced = " ".join(map(str, problem.numbers))
-    return TEMPLATES[template].format(numbers=list(problem.numbers), spaced_numbers=spaced, target=problem.target)
+    return TEMPLATES[template].format(
+        numbers=list(problem.numbers), spaced_numbers=spaced, target=problem.target
+    )
 
 
 if __name__ == "__main__":

@@ -4,8 +4,11 @@ import importlib
 from pathlib import Path
 
 
-def embedded_data(name: str, folder: Path, write: bool, supervised: bool = False) -> tuple[str, str]:
-    """(training file, evaluation file) of a model's task; one rank is to `write` them, the others wait for it."""
+def embedded_data(
+    name: str, folder: Path, write: bool, supervised: bool = False
+) -> tuple[str, str]:
+    """(training file, evaluation file) of a model's task; one rank is to `write` them, the others
+    wait for it."""
     if write:
         generator = importlib.import_module(f"common.prepare.{name.replace('-', '_')}")
         (generator.write_supervised_data if supervised else generator.write_demo_data)(folder)

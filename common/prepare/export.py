@@ -1,10 +1,12 @@
-"""A Hugging Face folder from a checkpoint, of whatever number of ranks, as its run writes model/ when it ends.
+"""A Hugging Face folder from a checkpoint, of whatever number of ranks, as its run writes model/
+when it ends.
 
     python -m common.prepare.export runs/NAME --model Qwen/Qwen2.5-VL-7B-Instruct --out FOLDER
     python -m common.prepare.export runs/NAME/checkpoints/step_000100 --model BASE --out FOLDER
 
-On a CPU, without an engine, in memory for the model in float32. A run's folder means its last checkpoint; of PPO's the
-policy is written. The checkpoint's files are verified first, and none of them holds what could be executed.
+On a CPU, without an engine, in memory for the model in float32. A run's folder means its last
+checkpoint; of PPO's the policy is written. The checkpoint's files are verified first, and none of
+them holds what could be executed.
 """
 
 import json
@@ -46,16 +48,21 @@ from common.vision import auto_class, load_vision
 
 @dataclass
 class Args:
-    checkpoint: tyro.conf.Positional[Path]  # run folder, step folder, or the file `latest` or `best` in checkpoints/
+    # run folder, step folder, or the file `latest` or `best` in checkpoints/
+    checkpoint: tyro.conf.Positional[Path]
     model: str  # what the run was started from, as its --model
     out: Path  # folder to write
-    dtype: Literal["bf16", "fp16", "fp32"] | None = None  # of the weights; default: as the run's model/, or bf16
+    # of the weights; default: as the run's model/, or bf16
+    dtype: Literal["bf16", "fp16", "fp32"] | None = None
     trust_remote_code: bool = False  # run code that comes with the model
 
 
 def main(args: Args) -> None:
     folder, manifest = open_checkpoint(args.checkpoint)
-    refuse(os.path.lexists(args.out), f"--out {args.out} is there already: give another one, or remove it")
+    refuse(
+        os.path.lexists(args.out),
+        f"--out {args.out} is there already: give another one, or remove it",
+    )
     path = resolve_model(args.model)
     run = folder.absolute().parents[1]
     other = manifest.get("model") != model_identity(Path(path))
@@ -75,17 +82,26 @@ def main(args: Args) -> None:
     transformers.utils.logging.disable_progress_bar()
     dtype = DTYPES[args.dtype] if args.dtype else dtype_of(run / "model")
     # adapters lie on a base in the run's dtype
-    options = {"dtype": dtype if manifest.get("LoRA") else torch.float32, "trust_remote_code": args.trust_remote_code}
+    options = {
+        "dtype": dtype if manifest.get("LoRA") else torch.float32,
+        "trust_remote_code": args.trust_remote_code,
+    }
     # its weights are not needed; how they are named in its files is
-    policy = Policy(auto_class(config).from_pretrained(path, config=config, **options), "sdpa", vision)
+    policy = Policy(
+        auto_class(config).from_pretrained(path, config=config, **options), "sdpa", vision
+    )
     if manifest.get("LoRA"):
         readers = repeated_blocks(getattr(policy.model.base_model, "language_model", policy.model))
         rank, alpha, targets = manifest["LoRA"]
-        add_adapters(policy.model, readers, Machine(lora_rank=rank, lora_alpha=alpha, lora_targets=targets))
+        add_adapters(
+            policy.model, readers, Machine(lora_rank=rank, lora_alpha=alpha, lora_targets=targets)
+        )
     restore(policy, folder)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     out = args.out.resolve()
-    export_hugging_face(policy, tokenizer, out, World(0, 1, 0, torch.device("cpu")), dtype, args.model)
+    export_hugging_face(
+        policy, tokenizer, out, World(0, 1, 0, torch.device("cpu")), dtype, args.model
+    )
     WrittenFiles(out).list.unlink()  # what is there, no export will replace
     print(f"{args.out}: the weights of {folder} in {dtype}")
 
@@ -96,7 +112,10 @@ def open_checkpoint(path: Path) -> tuple[Path, dict]:
         folder = step_folder(path)
     except ValueError as error:
         raise SystemExit(str(error)) from error
-    refuse(folder is None, f"{path}: no checkpoint there; give a run folder, or a step folder in its checkpoints/")
+    refuse(
+        folder is None,
+        f"{path}: no checkpoint there; give a run folder, or a step folder in its checkpoints/",
+    )
     try:
         return folder, verify(folder)
     except ValueError as error:
@@ -131,8 +150,8 @@ def export_hugging_face(
 ) -> None:
     """Write a folder that transformers and vLLM load as it is; rank 0 writes, all ranks gather.
 
-    Only files that an earlier export has written there are replaced; SystemExit names what is in the way.
-    With LoRA folder/adapter has the adapters alone, for the model `base`.
+    Only files that an earlier export has written there are replaced; SystemExit names what is in
+    the way. With LoRA folder/adapter has the adapters alone, for the model `base`.
     """
     state = {}
     for name, tensor in full_parameters(policy, dtype):
@@ -162,19 +181,26 @@ def export_hugging_face(
     except (OSError, SafetensorError) as error:
         if temporary:
             shutil.rmtree(temporary, ignore_errors=True)
-        raise SystemExit(f"{folder} not written ({error}); the same command writes it once that is mended") from error
+        raise SystemExit(
+            f"{folder} not written ({error}); the same command writes it once that is mended"
+        ) from error
 
 
 def generation_config(model: nn.Module, tokenizer) -> "transformers.GenerationConfig":
-    """The model's, which also ends where the tokenizer does: `end_turns_properly` may have changed that. Without its
-    ways to sample where transformers would not save it: some published ones contradict themselves."""
+    """The model's, which also ends where the tokenizer does: `end_turns_properly` may have changed
+    that. Without its ways to sample where transformers would not save it: some published ones
+    contradict themselves."""
     config = model.generation_config
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     config.eos_token_id = sorted({tokenizer.eos_token_id, *ends} - {None})
     try:
         config.validate(strict=True)
     except ValueError as error:
-        print(f"warning: generation_config.json has end tokens alone, since its own is refused: {error}", flush=True)
+        print(
+            "warning: generation_config.json has end tokens alone, since its own is refused: "
+            f"{error}",
+            flush=True,
+        )
         config = transformers.GenerationConfig(eos_token_id=config.eos_token_id)
     return config
 
@@ -184,9 +210,20 @@ def save_adapter(model: nn.Module, base: str, folder: Path) -> None:
     tensors, layers = {}, dict(adapters(model))
     for name, layer in layers.items():
         for part in ("lora_A", "lora_B"):
-            tensors[f"base_model.model.{name}.{part}.weight"] = getattr(layer, part).detach().cpu().contiguous()
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "bias": "none"}
-    config |= {"r": len(layer.lora_A), "lora_alpha": layer.scale * len(layer.lora_A), "target_modules": [*layers]}
+            tensors[f"base_model.model.{name}.{part}.weight"] = (
+                getattr(layer, part).detach().cpu().contiguous()
+            )
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "bias": "none",
+    }
+    config |= {
+        "r": len(layer.lora_A),
+        "lora_alpha": layer.scale * len(layer.lora_A),
+        "target_modules": [*layers],
+    }
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
     (folder / "adapter_model.safetensors").chmod(0o644)

@@ -1,10 +1,12 @@
-"""Geometry3K as verl's parquet: train.parquet, test.parquet and, if it is published, validation.parquet.
+"""Geometry3K as verl's parquet: train.parquet, test.parquet and, if it is published,
+validation.parquet.
 
     python -m common.prepare.geo3k --out data/geo3k
-    python -m common.prepare.geo3k --out data/geo3k --source FOLDER    # a snapshot of the hub; train*.parquet, …
+    python -m common.prepare.geo3k --out data/geo3k --source FOLDER    # a snapshot of the hub;
+    train*.parquet, …
 
-Rows as published: problem, with one <image> for each of its images; answer; images, a list of {bytes, path}. The
-diagrams are embedded as bytes, so that the files need no --media-root.
+Rows as published: problem, with one <image> for each of its images; answer; images, a list of
+{bytes, path}. The diagrams are embedded as bytes, so that the files need no --media-root.
 """
 
 from dataclasses import dataclass
@@ -23,8 +25,10 @@ from common.rewards.math import normalized_truth
 
 REPOSITORY = "hiyouga/geometry3k"
 INSTRUCTION = (
-    "You FIRST think about the reasoning process as an internal monologue and then provide the final answer. The "
-    "reasoning process MUST BE enclosed within <think> </think> tags. The final answer MUST BE put in \\boxed{}."
+    "You FIRST think about the reasoning process as an internal monologue and then provide "
+    "the final answer. The "
+    "reasoning process MUST BE enclosed within <think> </think> tags. The final answer MUST "
+    "BE put in \\boxed{}."
 )
 COLUMNS = ("problem", "answer", "images")
 SPLITS = {"train": True, "validation": False, "test": True}  # split: whether it must be there
@@ -36,14 +40,17 @@ SCHEMA = TEXT_SCHEMA.insert(2, pa.field("images", IMAGES))
 @dataclass
 class Args:
     out: Path  # folder for train.parquet, test.parquet and, if it is published, validation.parquet
-    source: str = "hub"  # "hub" (hiyouga/geometry3k, from HF_ENDPOINT) or a folder with the published files
+    # "hub" (hiyouga/geometry3k, from HF_ENDPOINT) or a folder with the published files
+    source: str = "hub"
 
 
 def main(args: Args) -> None:
     # read everything first: a bad row leaves no half data set behind
     source = str(download()) if args.source in ("hub", REPOSITORY) else args.source
     rows = {split: read_split(source, split) for split in SPLITS}
-    write_splits(args.out, {split: pa.Table.from_pylist(rows[split], schema=SCHEMA) for split in SPLITS})
+    write_splits(
+        args.out, {split: pa.Table.from_pylist(rows[split], schema=SCHEMA) for split in SPLITS}
+    )
 
 
 def download() -> Path:
@@ -56,7 +63,9 @@ def read_split(source: str, split: str) -> list[dict]:
     """verl's rows of a split, in order; none if it is optional and not there."""
     paths = split_files(source, split, "--source")
     if SPLITS[split] and not paths:
-        raise FileNotFoundError(f'--source {source}: expected "hub", or a folder with {split}*.parquet')
+        raise FileNotFoundError(
+            f'--source {source}: expected "hub", or a folder with {split}*.parquet'
+        )
     files = RowFiles(paths, "--source")
     rows = []
     for index, record in enumerate(files.records()):
@@ -64,7 +73,9 @@ def read_split(source: str, split: str) -> list[dict]:
             if isinstance(record, str):
                 raise ValueError(record)
             if missing := set(COLUMNS) - set(record):
-                raise ValueError(f"lacks {', '.join(sorted(missing))}; it has the columns {', '.join(record)}")
+                raise ValueError(
+                    f"lacks {', '.join(sorted(missing))}; it has the columns {', '.join(record)}"
+                )
             rows.append(to_row(record, split, len(rows)))
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise ValueError(f"{files.place(index)}: {error}") from error
@@ -75,7 +86,9 @@ def to_row(record: dict, split: str, index: int) -> dict:
     """verl's row. ValueError with the reason if text, answer or images do not fit."""
     problem, answer, images = record["problem"] or "", record["answer"], record["images"] or []
     if problem.count("<image>") != len(images):
-        raise ValueError(f"{problem.count('<image>')} times <image> in the problem, but {len(images)} images")
+        raise ValueError(
+            f"{problem.count('<image>')} times <image> in the problem, but {len(images)} images"
+        )
     if any(not image or not image.get("bytes") for image in images):
         raise ValueError("an image without its bytes")
     normalized_truth(answer or "")

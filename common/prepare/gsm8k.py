@@ -1,7 +1,8 @@
 """GSM8K as verl's parquet: train.parquet and test.parquet.
 
 python -m common.prepare.gsm8k --out data/gsm8k
-python -m common.prepare.gsm8k --out data/gsm8k --source FOLDER    # a snapshot of the hub; train.jsonl and test.jsonl
+python -m common.prepare.gsm8k --out data/gsm8k --source FOLDER    # a snapshot of the hub;
+train.jsonl and test.jsonl
 """
 
 import re
@@ -28,7 +29,12 @@ SCHEMA = pa.schema(
         "ability": pa.string(),
         "reward_model": pa.struct({"ground_truth": pa.string(), "style": pa.string()}),
         "extra_info": pa.struct(
-            {"answer": pa.string(), "index": pa.int64(), "question": pa.string(), "split": pa.string()}
+            {
+                "answer": pa.string(),
+                "index": pa.int64(),
+                "question": pa.string(),
+                "split": pa.string(),
+            }
         ),
     }
 )
@@ -37,7 +43,8 @@ SCHEMA = pa.schema(
 @dataclass
 class Args:
     out: Path  # folder for train.parquet and test.parquet
-    source: str = "hub"  # "hub" (openai/gsm8k, from HF_ENDPOINT) or a folder with the files of both splits
+    # "hub" (openai/gsm8k, from HF_ENDPOINT) or a folder with the files of both splits
+    source: str = "hub"
 
 
 def main(args: Args) -> None:
@@ -62,17 +69,22 @@ def read_split(source: str, split: str) -> list[dict[str, str]]:
         try:
             if isinstance(record, str):
                 raise ValueError(record)
-            "".join([record["question"], record["answer"]]).encode()  # raises for what is no text, or no Unicode
+            # raises for what is no text, or no Unicode
+            "".join([record["question"], record["answer"]]).encode()
             final_answer(record["answer"])
             rows.append({"question": record["question"], "answer": record["answer"]})
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{files.place(index)}: not an object with question and answer: {error!r}") from error
+            raise ValueError(
+                f"{files.place(index)}: not an object with question and answer: {error!r}"
+            ) from error
     return rows
 
 
 def download_split(split: str) -> Path:
     """The split's parquet file on the hub, in its local cache."""
-    with downloading(REPOSITORY, "give --source FOLDER with train.jsonl and test.jsonl, or with a snapshot of it"):
+    with downloading(
+        REPOSITORY, "give --source FOLDER with train.jsonl and test.jsonl, or with a snapshot of it"
+    ):
         name = f"main/{split}-00000-of-00001.parquet"
         return Path(hf_hub_download(REPOSITORY, name, repo_type="dataset"))
 

@@ -1,15 +1,17 @@
 r"""MATH-style problems as verl's parquet: train.parquet and test.parquet, answers in \boxed{}.
 
     python -m common.prepare.math --out data/math
-    python -m common.prepare.math --out data/math --source FOLDER           # its snapshot; train.jsonl and test.jsonl
-    python -m common.prepare.math --out data/benchmarks --source FOLDER     # aime24_test.jsonl, amc23_test.jsonl, …
+    python -m common.prepare.math --out data/math --source FOLDER           # its snapshot;
+    train.jsonl and test.jsonl
+    python -m common.prepare.math --out data/benchmarks --source FOLDER     # aime24_test.jsonl,
+    amc23_test.jsonl, …
     python -m common.prepare.math --out data/aime24 --source aime24_test.jsonl
 
-Files are .jsonl, .json or .parquet, their columns problem, question or input (SVAMP: Body and Question); answer or
-target, or else a solution with a \boxed{}. Options or choices (sat_math, mmlu_stem, AGIEval) go into the prompt, and
-the truth is their letter.
-Files whose name ends in "train" make train.parquet, all others test.parquet; "aime24_test.jsonl" becomes the
-data_source "math/aime24", so that an evaluation of a whole folder lists its files.
+Files are .jsonl, .json or .parquet, their columns problem, question or input (SVAMP: Body and
+Question); answer or target, or else a solution with a \boxed{}. Options or choices (sat_math,
+mmlu_stem, AGIEval) go into the prompt, and the truth is their letter. Files whose name ends in
+"train" make train.parquet, all others test.parquet; "aime24_test.jsonl" becomes the data_source
+"math/aime24", so that an evaluation of a whole folder lists its files.
 """
 
 import re
@@ -45,8 +47,10 @@ OPTION_MARK = re.compile(r"(?:^|\s)\(?([A-K])[).:]\s*")
 @dataclass
 class Args:
     out: Path  # folder for train.parquet and test.parquet
-    source: Files = "hub"  # "hub" (DigitalLearningGmbH/MATH-lighteval, from HF_ENDPOINT), or files or folders of them
-    bad_rows: Literal["error", "drop"] = "error"  # rows that are unusable: stop, or count and drop them
+    # "hub" (DigitalLearningGmbH/MATH-lighteval, from HF_ENDPOINT), or files or folders of them
+    source: Files = "hub"
+    # rows that are unusable: stop, or count and drop them
+    bad_rows: Literal["error", "drop"] = "error"
 
 
 def main(args: Args) -> None:
@@ -67,11 +71,14 @@ def main(args: Args) -> None:
         if not drop or not any(rows.values()):
             raise ValueError(message)
         print(f"warning: {message}")
-    write_splits(args.out, {split: pa.Table.from_pylist(rows[split], schema=SCHEMA) for split in SPLITS})
+    write_splits(
+        args.out, {split: pa.Table.from_pylist(rows[split], schema=SCHEMA) for split in SPLITS}
+    )
 
 
 def read_hub() -> Iterator[tuple[str, dict | str]]:
-    """(split, verl's row or why it is none) of MATH's 7,500 training and 5,000 test problems, from hub or cache."""
+    """(split, verl's row or why it is none) of MATH's 7,500 training and 5,000 test problems, from
+    hub or cache."""
     for split in SPLITS:
         name = f"data/{split}-00000-of-00001.parquet"
         with downloading(REPOSITORY, "give --source with a file of rows or a folder of them"):
@@ -93,7 +100,10 @@ def read_files(source: str) -> Iterator[tuple[str, dict | str]]:
         if stem != stem_of(path) and set(files.tables[0].column_names) == PUBLISHED:
             data_source = REPOSITORY
         if reward_function(data_source) is not boxed_reward:
-            raise ValueError(f"{path}: the data_source {data_source} is not scored by its box; rename file or folder")
+            raise ValueError(
+                f"{path}: the data_source {data_source} is not scored by its box; rename file "
+                "or folder"
+            )
         count = 0
         for row in to_rows(files, data_source):
             yield ending or "test", row
@@ -103,7 +113,8 @@ def read_files(source: str) -> Iterator[tuple[str, dict | str]]:
 
 
 def source_files(source: str) -> list[Path]:
-    """The files that --source names; of a folder those in it, else in its data/. FileNotFoundError without any."""
+    """The files that --source names; of a folder those in it, else in its data/. FileNotFoundError
+    without any."""
     paths = []
     for name in source.split(","):
         for path in find_files(name.strip(), "--source"):
@@ -144,11 +155,16 @@ def to_row(record: dict, data_source: str) -> dict:
 
 
 def read_record(record: dict) -> tuple[str, str, str]:
-    """(question, ground truth, answer as published: the solution, where there is one). ValueError with the reason."""
+    """(question, ground truth, answer as published: the solution, where there is one). ValueError
+    with the reason."""
     record = {key.lower(): value for key, value in record.items() if value is not None}
-    question = next((record[key] for key in ("problem", "question", "input") if key in record), None)
+    question = next(
+        (record[key] for key in ("problem", "question", "input") if key in record), None
+    )
     if not isinstance(question, str) or not question.strip():
-        raise ValueError(f"no question: expected text as problem, question or input, found {question!r:.80}")
+        raise ValueError(
+            f"no question: expected text as problem, question or input, found {question!r:.80}"
+        )
     if "body" in record:  # SVAMP's story, often without its full stop
         body = str(record["body"]).strip()
         question = f"{body} {question}" if body.endswith((".", "?", "!")) else f"{body}. {question}"
@@ -159,11 +175,15 @@ def read_record(record: dict) -> tuple[str, str, str]:
         return f"{question.strip()}{lines}\n{CHOICE}", letter, str(record.get("solution", letter))
     answer = next((record[key] for key in ("answer", "target", "solution") if key in record), None)
     if type(answer) is int or (type(answer) is float and isfinite(answer)):
-        text = str(answer) if type(answer) is int else np.format_float_positional(answer, trim="-")  # 27.0 is 27
+        # 27.0 is 27
+        text = str(answer) if type(answer) is int else np.format_float_positional(answer, trim="-")
     elif isinstance(answer, str):
         text = answer
     else:
-        raise ValueError(f"no answer: expected text or a number as answer, target or solution, found {answer!r:.80}")
+        raise ValueError(
+            "no answer: expected text or a number as answer, target or solution, found "
+            f"{answer!r:.80}"
+        )
     ground_truth = last_boxed(text)
     if ground_truth is None and not {"answer", "target"} & set(record):
         raise ValueError("the solution has no complete \\boxed{…}")
@@ -177,20 +197,24 @@ def read_record(record: dict) -> tuple[str, str, str]:
 
 
 def read_options(record: dict) -> list[str]:
-    """The texts of the options without their letters; [] of a question that has none. ValueError for other shapes."""
+    """The texts of the options without their letters; [] of a question that has none. ValueError
+    for other shapes."""
     found = record.get("options", record.get("choices"))
     if found is None and {"a", "b"} <= record.keys():  # a column for each
         found = [record[letter.lower()] for letter in LETTERS if letter.lower() in record]
     if found is None:
         return []
-    if isinstance(found, dict) and isinstance(found.get("text"), list):  # ARC: {"text": [...], "label": [...]}
+    # ARC: {"text": [...], "label": [...]}
+    if isinstance(found, dict) and isinstance(found.get("text"), list):
         found = found["text"]
     elif isinstance(found, dict) and list(found) == list(LETTERS[: len(found)]):
         found = list(found.values())
     elif isinstance(found, str):  # sat_math: A) 10 B) 12 C) 14 D) 16
         parts = OPTION_MARK.split(found)
         marks = [match[1] for match in OPTION_MARK.finditer(found)]
-        found = parts[2::2] if marks == list(LETTERS[: len(marks)]) and not parts[0].strip() else None
+        found = (
+            parts[2::2] if marks == list(LETTERS[: len(marks)]) and not parts[0].strip() else None
+        )
     is_list = isinstance(found, list) and 2 <= len(found) <= len(LETTERS)
     if not is_list or not all(type(text) in (str, int, float) for text in found):
         raise ValueError(f"options that are no list of 2 to {len(LETTERS)} texts: {found!r:.80}")
@@ -203,7 +227,14 @@ def read_options(record: dict) -> list[str]:
 
 def right_option(record: dict, options: list[str]) -> str:
     """Its letter: given as such, as an index from 0 (MMLU), or as the option's text."""
-    found = next((record[key] for key in ("answer", "target", "label", "correct", "solution") if key in record), None)
+    found = next(
+        (
+            record[key]
+            for key in ("answer", "target", "label", "correct", "solution")
+            if key in record
+        ),
+        None,
+    )
     letters = LETTERS[: len(options)]
     if type(found) is int and 0 <= found < len(options):
         return letters[found]
@@ -215,7 +246,9 @@ def right_option(record: dict, options: list[str]) -> str:
         letter = text.strip("().: ").upper()
         if len(letter) == 1 and letter in letters:
             return letter
-    raise ValueError(f"no right option: expected a letter, an index or the text of one, found {found!r:.80}")
+    raise ValueError(
+        f"no right option: expected a letter, an index or the text of one, found {found!r:.80}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Memory of a rank: what each phase of a step will need, before any weights are read; and what was used.
+"""Memory of a rank: what each phase of a step will need, before any weights are read; and what was
+used.
 
-`memory_phases` is a sum of named terms, in gigabytes: what each counts, and where its constants come from, stands in
-docs/scaling.md ("What is counted"). tests/test_memory.py counts activations, and has the peaks seen on an H100.
+`memory_phases` is a sum of named terms, in gigabytes: what each counts, and where its constants
+come from, stands in docs/scaling.md ("What is counted"). tests/test_memory.py counts activations,
+and has the peaks seen on an H100.
 """
 
 import resource
@@ -45,18 +47,21 @@ PATCHES = 4  # of a vision tower, for each token of a picture
 
 
 def cache_gib(rollout: Rollout, on_gpu: bool) -> float:
-    """--engine-memory, or what it is where the plan does not choose; on a CPU it is filled with zeros at the start."""
+    """--engine-memory, or what it is where the plan does not choose; on a CPU it is filled with
+    zeros at the start."""
     return rollout.engine_memory or (8.0 if on_gpu else 0.5)
 
 
 def layer_bytes(shape: ModelShape, rollout: Rollout, machine: Machine, dtype: torch.dtype) -> float:
     """What the backward of one layer needs of its forward, for one token.
 
-    In bf16 and with as many heads of keys as of queries 24 hidden + 8 mlp, compiled 16 hidden + 6 mlp.
+    In bf16 and with as many heads of keys as of queries 24 hidden + 8 mlp, compiled 16 hidden + 6
+    mlp.
     """
     item = dtype.itemsize
     keys, outputs = shape.keys, shape.queries
-    if machine.attention == "sdpa":  # of each response the prompt's keys, too, repeated for each head; outputs joined
+    # of each response the prompt's keys, too, repeated for each head; outputs joined
+    if machine.attention == "sdpa":
         keys = shape.queries * longest(rollout) / rollout.max_response_tokens
         outputs = 2 * shape.queries
     elif machine.attention == "flex" and shape.heads & (shape.heads - 1):
@@ -70,13 +75,19 @@ def layer_bytes(shape: ModelShape, rollout: Rollout, machine: Machine, dtype: to
 
 
 def tower_layer_bytes(tower: TowerShape, dtype: torch.dtype) -> float:
-    """The same for a token of a picture in one layer of a vision tower, whose rotary embedding is float32."""
+    """The same for a token of a picture in one layer of a vision tower, whose rotary embedding is
+    float32."""
     item = dtype.itemsize
-    return PATCHES * (2 * (4 + 2 * item) * tower.hidden + 7.5 * item * tower.hidden + 4 * item * tower.mlp)
+    return PATCHES * (
+        2 * (4 + 2 * item) * tower.hidden + 7.5 * item * tower.hidden + 4 * item * tower.mlp
+    )
 
 
-def activation_bytes(shape: ModelShape, rollout: Rollout, machine: Machine, dtype: torch.dtype) -> float:
-    """What is kept of a token until the backward comes. With a vision tower all tokens are taken for pictures'."""
+def activation_bytes(
+    shape: ModelShape, rollout: Rollout, machine: Machine, dtype: torch.dtype
+) -> float:
+    """What is kept of a token until the backward comes. With a vision tower all tokens are taken
+    for pictures'."""
     item = dtype.itemsize
     last_norm = (4 + item) * shape.hidden
     tower = shape.tower
@@ -91,7 +102,9 @@ def activation_bytes(shape: ModelShape, rollout: Rollout, machine: Machine, dtyp
     return last_norm + kept
 
 
-def recomputed_bytes(shape: ModelShape, rollout: Rollout, machine: Machine, dtype: torch.dtype) -> float:
+def recomputed_bytes(
+    shape: ModelShape, rollout: Rollout, machine: Machine, dtype: torch.dtype
+) -> float:
     """With --gradient-checkpointing one layer at a time has all its activations, too."""
     if not machine.gradient_checkpointing:
         return 0
@@ -101,8 +114,11 @@ def recomputed_bytes(shape: ModelShape, rollout: Rollout, machine: Machine, dtyp
     return layer
 
 
-def engine_workspace(shape: ModelShape, rollout: Rollout, dtype: torch.dtype, on_gpu: bool) -> float:
-    """Bytes of an engine beside weights and cache: the forward of a batch of prompts, or float32 logits; graphs."""
+def engine_workspace(
+    shape: ModelShape, rollout: Rollout, dtype: torch.dtype, on_gpu: bool
+) -> float:
+    """Bytes of an engine beside weights and cache: the forward of a batch of prompts, or float32
+    logits; graphs."""
     sequences, tokens = 256, max(longest(rollout), 8192)  # vLLM's on a CPU
     if not rollout.uses_vllm:
         cached = 2 * shape.layers * shape.keys * dtype.itemsize * longest(rollout)  # of a sequence
@@ -127,7 +143,8 @@ def memory_phases(
     on_gpu: bool,
     reward_parameters: int = 0,
 ) -> dict[str, float]:
-    """`phases_of` for the models in these folders, the policy first, then critics; no weights are read."""
+    """`phases_of` for the models in these folders, the policy first, then critics; no weights are
+    read."""
     shapes = {path: model_shape(path, machine) for path in {*trained, *frozen}}
     models = [shapes[path] for path in trained]
     references = [shapes[path] for path in frozen]
@@ -144,18 +161,21 @@ def phases_of(
     on_gpu: bool,
     reward_parameters: int = 0,
 ) -> dict[str, float]:
-    """Estimated gigabytes of a rank: named terms, and their sums in the phases "rollout", "scoring" and "update".
+    """Estimated gigabytes of a rank: named terms, and their sums in the phases "rollout", "scoring"
+    and "update".
 
-    The largest phase decides. The update is the largest of its moments: "backward" where the activations are,
-    "reduction" of what the root has gathered, "step" of the optimizer. On top of each phase come the "context" of
-    CUDA and what the allocator keeps.
+    The largest phase decides. The update is the largest of its moments: "backward" where the
+    activations are, "reduction" of what the root has gathered, "step" of the optimizer. On top of
+    each phase come the "context" of CUDA and what the allocator keeps.
     """
     lora = machine.lora_rank > 0
     item = dtype.itemsize
     policy = trained[0]
     models = [policy] if rollout.eval_only else [policy, *(shape.backbone for shape in trained[1:])]
     if machine.attention == "auto":
-        machine = replace(machine, attention="flex" if on_gpu and dtype != torch.float16 else "sdpa")
+        machine = replace(
+            machine, attention="flex" if on_gpu and dtype != torch.float16 else "sdpa"
+        )
     shards = 1 if machine.strategy == "ddp" else machine.shard_size or ranks
 
     # what lives through all phases
@@ -165,7 +185,8 @@ def phases_of(
         learned = [shape.adapters for shape in models]
         weights += sum(4 * count for count in learned)
     reference = 0.0
-    if frozen and not ("reference" in machine.offload or lora):  # with LoRA the policy's base is the reference
+    # with LoRA the policy's base is the reference
+    if frozen and not ("reference" in machine.offload or lora):
         reference = sum(item * shape.parameters for shape in frozen) / shards
     weights += reference
     nccl = 1e9 * NCCL if on_gpu and ranks > 1 else 0.0
@@ -186,10 +207,16 @@ def phases_of(
         beside = engine + cache + (1e9 * VLLM_GRAPHS if vllm_on_gpu else 0.0)
     else:
         beside = engine  # whose cache ends with the rollout
-    scoring = weights + nccl + adam_at_rest + item * reward_parameters + beside if reward_parameters else 0.0
+    scoring = (
+        weights + nccl + adam_at_rest + item * reward_parameters + beside
+        if reward_parameters
+        else 0.0
+    )
 
     # the update, of one model at a time
-    terms = dict.fromkeys(["gradients", "activations", "gathered", "backward", "reduction", "step"], 0.0)
+    terms = dict.fromkeys(
+        ["gradients", "activations", "gathered", "backward", "reduction", "step"], 0.0
+    )
     if not rollout.eval_only:
         for shape, count in zip(models, learned):
             moments = update_moments(shape, rollout, machine, ranks, shards, dtype, on_gpu)
@@ -221,8 +248,9 @@ def update_moments(
 ) -> dict[str, float]:
     """Bytes of a model's forward and backward beside its weights, moments and gradients in shards.
 
-    FSDP2 has its root gathered, with gradients, while activations are there. A layer is gathered with the one that
-    comes next; its gradients are copied to float32, which is reduced, on a single rank into another copy.
+    FSDP2 has its root gathered, with gradients, while activations are there. A layer is gathered
+    with the one that comes next; its gradients are copied to float32, which is reduced, on a single
+    rank into another copy.
     """
     lora = machine.lora_rank > 0
     item = dtype.itemsize
@@ -232,7 +260,8 @@ def update_moments(
     # one rank on a CPU keeps all weights gathered between micro-batches
     gathered = item * (shape.parameters if ranks == 1 and not on_gpu else shape.root)
     if lora:
-        root_gradients, block = 0, (2 * item + 4) * shape.block  # adapted weights are float32 before they are rounded
+        # adapted weights are float32 before they are rounded
+        root_gradients, block = 0, (2 * item + 4) * shape.block
         reduction = gathered
     else:
         root_gradients = item * shape.root
@@ -270,12 +299,14 @@ def memory_plan(
     reward_model: str | None = None,
     most_tokens: int = MOST_TOKENS,
 ) -> MemoryPlan:
-    """`memory_phases` in words; for what may not fit, the cheapest change that fits. All ranks call it together.
+    """`memory_phases` in words; for what may not fit, the cheapest change that fits. All ranks call
+    it together.
 
-    What no flag says is chosen by what is free on the tightest rank: the KV cache of an engine that sleeps on a GPU
-    takes what the rollout leaves of a share of it; a micro-batch, of at most `most_tokens`, what the update leaves.
-    Where that does not even hold the longest episode, a run on a CPU is refused, since the kernel would end it
-    without a word. reward_model: the folder of one. SystemExit if no engine would fit.
+    What no flag says is chosen by what is free on the tightest rank: the KV cache of an engine that
+    sleeps on a GPU takes what the rollout leaves of a share of it; a micro-batch, of at most
+    `most_tokens`, what the update leaves. Where that does not even hold the longest episode, a run
+    on a CPU is refused, since the kernel would end it without a word. reward_model: the folder of
+    one. SystemExit if no engine would fit.
     """
     on_gpu = world.device.type == "cuda"
     if on_gpu:
@@ -283,19 +314,25 @@ def memory_plan(
     else:
         there = free_memory() / 1e9 / ranks_here()
     (there,) = all_reduce([there], "min")  # so that all ranks choose alike
-    machine = replace(machine, attention=choose_attention(machine.attention, world.device, machine.compile, dtype))
+    machine = replace(
+        machine, attention=choose_attention(machine.attention, world.device, machine.compile, dtype)
+    )
     shapes = {path: model_shape(path, machine) for path in {*trained, *frozen}}
     models = [shapes[path] for path in trained]
     references = [shapes[path] for path in frozen]
     reward_parameters = classifier_parameters(reward_model) if reward_model else 0
 
     def phases(rollout: Rollout, machine: Machine, ranks: int) -> dict[str, float]:
-        return phases_of(rollout, machine, ranks, dtype, models, references, on_gpu, reward_parameters)
+        return phases_of(
+            rollout, machine, ranks, dtype, models, references, on_gpu, reward_parameters
+        )
 
     chosen = []
     least_cache = least_cache_gib(models[0], rollout, dtype)
     most_cache = cache = cache_gib(rollout, on_gpu)
-    fills_card = on_gpu and rollout.engine_memory is None and rollout.sleep_level > 0 and not rollout.replay
+    fills_card = (
+        on_gpu and rollout.engine_memory is None and rollout.sleep_level > 0 and not rollout.replay
+    )
     if fills_card:
         most_cache = max(least_cache, cache)
         cache = fitting_cache(phases, rollout, machine, world.size, ROOM * there, least_cache)
@@ -329,7 +366,11 @@ def memory_plan(
         most_cache_gib=most_cache,
         least_cache_gib=least_cache,
     )
-    advice = f"it would {change}" if change else "nor would it with other flags: a smaller model, or --lora-rank"
+    advice = (
+        f"it would {change}"
+        if change
+        else "nor would it with other flags: a smaller model, or --lora-rank"
+    )
     refusal = ""
     if chooses_tokens and not on_gpu:
         refusal = f"the {too_large} would not fit into {ROOM:.0%} of what is free"
@@ -349,7 +390,11 @@ def engine_shares(shape: ModelShape, rollout: Rollout) -> list[int]:
     shares = []
     for share in (2, 4, 8):
         divides = ranks_here() % share == shape.heads % share == shape.mlp % share == 0
-        if share > rollout.engine_parallel and divides and (key_heads % share == 0 or share % key_heads == 0):
+        if (
+            share > rollout.engine_parallel
+            and divides
+            and (key_heads % share == 0 or share % key_heads == 0)
+        ):
             shares.append(share)
     return shares
 
@@ -366,7 +411,10 @@ def describe(gb: dict[str, float], there: float, rollout: Rollout) -> str:
     text += f", of them reference {gb['reference']:.1f}, Adam {gb['Adam']:.1f}"
     if not rollout.replay:
         text += f"; rollout {gb['rollout']:.1f}, of it engine {gb['engine']:.1f}"
-        text += f", KV cache {gb['KV cache']:.1f} (--engine-memory), its work space {gb['workspace']:.1f}"
+        text += (
+            f", KV cache {gb['KV cache']:.1f} (--engine-memory), its work space "
+            f"{gb['workspace']:.1f}"
+        )
     if gb["scoring"]:
         text += f"; reward model {gb['scoring']:.1f}"
     if not rollout.eval_only:
@@ -385,7 +433,9 @@ def classifier_parameters(path: str) -> int:
     try:
         config = transformers.AutoConfig.from_pretrained(path)
         with torch.device("meta"):
-            return count_parameters(transformers.AutoModelForSequenceClassification.from_config(config))
+            return count_parameters(
+                transformers.AutoModelForSequenceClassification.from_config(config)
+            )
     except DAMAGE:
         return 0
 

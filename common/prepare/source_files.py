@@ -1,7 +1,8 @@
-"""What an export keeps of the folder that its model was read from: what was not trained, as it was read.
+"""What an export keeps of the folder that its model was read from: what was not trained, as it was
+read.
 
-transformers 5 writes other keys than transformers 4. Engines and harnesses that pin 4 would not find theirs, and most
-would go on with defaults.
+transformers 5 writes other keys than transformers 4. Engines and harnesses that pin 4 would not
+find theirs, and most would go on with defaults.
 """
 
 import json
@@ -12,12 +13,15 @@ TEXT_FILES += ("special_tokens_map.json", "*processor_config.json", "chat_templa
 
 
 def keep_source_files(export: Path, source: Path, tokenizer, dtype: str) -> None:
-    """Bring the files of an export, of weights in `dtype`, together with those of its source, if that is there."""
+    """Bring the files of an export, of weights in `dtype`, together with those of its source, if
+    that is there."""
     config = read_json(export / "config.json")
     if (source / "config.json").is_file():
         config = merge_configs(config, read_json(source / "config.json"))
     else:
-        print(f"warning: {source} is gone: {export} is written for transformers 5 alone", flush=True)
+        print(
+            f"warning: {source} is gone: {export} is written for transformers 5 alone", flush=True
+        )
     config["dtype"] = dtype
     for part in (config, *parts_of(config).values()):
         for name in ("dtype", "torch_dtype"):
@@ -39,7 +43,8 @@ def keep_source_files(export: Path, source: Path, tokenizer, dtype: str) -> None
 def merge_configs(written: dict, read: dict) -> dict:
     """A config.json with the keys of the source, and those of the export that the source has not.
 
-    A source whose text part has no dict of its own (Qwen2.5-VL's) gets none: it would be read in place of the others.
+    A source whose text part has no dict of its own (Qwen2.5-VL's) gets none: it would be read in
+    place of the others.
     """
     merged = dict(read)
     if "quantization_config" not in written:
@@ -56,7 +61,11 @@ def merge_configs(written: dict, read: dict) -> dict:
 
 def parts_of(config: dict) -> dict[str, dict]:
     """Configurations within a configuration, by name."""
-    return {name: value for name, value in config.items() if name.endswith("_config") and isinstance(value, dict)}
+    return {
+        name: value
+        for name, value in config.items()
+        if name.endswith("_config") and isinstance(value, dict)
+    }
 
 
 def keep_changes(values: dict, tokenizer) -> None:

@@ -1,16 +1,17 @@
-"""Rebuild the embedded `tiny` policy from nothing: tokenizer, Countdown traces, supervised warm start.
+"""Rebuild the embedded `tiny` policy from nothing: tokenizer, Countdown traces, supervised warm
+start.
 
     python -m common.prepare.tiny --out common/assets/tiny        # under 10 minutes on 2 CPU cores
 
-A byte-level Qwen2 of 3 million parameters learns to search: it subtracts some of the numbers from the others, compares
-with the target, one try a line, and answers with its last try.
+A byte-level Qwen2 of 3 million parameters learns to search: it subtracts some of the numbers from
+the others, compares with the target, one try a line, and answers with its last try.
 
     user:      24 19 5 = 38
     assistant: <think>24+19=43 43+5=48>38
                24+19=43 43-5=38=38</think><answer>(24+19)-5</answer>
 
-The searches are systematic, but impatient: most of them give up after a first line that missed, some later. What pays,
-to go on until a line hits, is left for reinforcement learning to find out.
+The searches are systematic, but impatient: most of them give up after a first line that missed,
+some later. What pays, to go on until a line hits, is left for reinforcement learning to find out.
 """
 
 import json
@@ -32,15 +33,18 @@ from common.prepare.writing import write_splits
 from common.torch_repair import transformers
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% "
+    "endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 SPECIAL = ["<|endoftext|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 WORDS = ["<think>", "</think>", "<answer>", "</answer>"]
-RANGES = {"numbers": (1, 20), "targets": (5, 40)}  # small, so that a few minutes suffice to learn the arithmetic
+# small, so that a few minutes suffice to learn the arithmetic
+RANGES = {"numbers": (1, 20), "targets": (5, 40)}
 EVAL_ROWS, RL_ROWS, SFT_ROWS = 1024, 2048, 5_000
 TRACES_PER_ROW = 12
-GIVE_UP_AT_ONCE, GIVE_UP_LATER = 0.65, 0.2  # probability that a line which missed, the first or another, is the last
+# probability that a line which missed, the first or another, is the last
+GIVE_UP_AT_ONCE, GIVE_UP_LATER = 0.65, 0.2
 
 
 def build_tokenizer() -> "transformers.PreTrainedTokenizerFast":
@@ -77,21 +81,28 @@ def build_config(tokenizer: "transformers.PreTrainedTokenizerFast") -> "transfor
 
 
 def write_demo_data(folder: Path) -> None:
-    """train.parquet and eval.parquet of the demo that `grpo.py` and `ppo.py` run without --model."""
+    """train.parquet and eval.parquet of the demo that `grpo.py` and `ppo.py` run without
+    --model."""
     held_out, training = rl_problems()
-    tables = {"train": to_table(training, "compact", "train"), "eval": to_table(held_out, "compact", "test")}
+    tables = {
+        "train": to_table(training, "compact", "train"),
+        "eval": to_table(held_out, "compact", "test"),
+    }
     write_splits(folder, tables)
 
 
 def write_supervised_data(folder: Path) -> None:
-    """train.jsonl and eval.jsonl of the demo that `sft.py` runs without --model: searches on problems of their own."""
+    """train.jsonl and eval.jsonl of the demo that `sft.py` runs without --model: searches on
+    problems of their own."""
     folder.mkdir(parents=True, exist_ok=True)
     problems = sums_and_differences(3000, seed=2)
     write_traces(folder / "eval.jsonl", problems[:256], 1, random.Random(2))
     write_traces(folder / "train.jsonl", problems[256:], 3, random.Random(3))
 
 
-def write_traces(path: Path, problems: list[Problem], traces_per_row: int, rng: random.Random) -> None:
+def write_traces(
+    path: Path, problems: list[Problem], traces_per_row: int, rng: random.Random
+) -> None:
     with path.open("w") as file:
         for problem in problems:
             for _ in range(traces_per_row):
@@ -101,7 +112,8 @@ def write_traces(path: Path, problems: list[Problem], traces_per_row: int, rng: 
 
 
 def write_warm_start(path: Path) -> None:
-    """The traces that a policy is warmed up with, on problems that are in none of the demo's files."""
+    """The traces that a policy is warmed up with, on problems that are in none of the demo's
+    files."""
     held_out, training = rl_problems()
     problems = sums_and_differences(SFT_ROWS, seed=1, exclude={p.key for p in held_out + training})
     write_traces(path, problems, TRACES_PER_ROW, random.Random(1))
@@ -112,13 +124,16 @@ def sums_and_differences(count: int, **options) -> list[Problem]:
     by_size: list[list[Problem]] = []
     for operands in (3, 4):
         stream = iter_problems(operands=(operands,), **RANGES, **options)
-        by_size.append(list(islice((p for p in stream if not set("*/") & set(p.expression)), count // 2)))
+        by_size.append(
+            list(islice((p for p in stream if not set("*/") & set(p.expression)), count // 2))
+        )
     return [problem for pair in zip(*by_size) for problem in pair]
 
 
 @cache
 def rl_problems() -> tuple[list[Problem], list[Problem]]:
-    """(held-out, training) rows of the demo; no row of one is in the other, nor in the traces of the warm start."""
+    """(held-out, training) rows of the demo; no row of one is in the other, nor in the traces of
+    the warm start."""
     problems = sums_and_differences(EVAL_ROWS + RL_ROWS, seed=0)
     return problems[:EVAL_ROWS], problems[EVAL_ROWS:]
 
@@ -137,18 +152,26 @@ def join(left: str, operator: str, right: str) -> str:
 
 
 def tries(numbers: tuple[int, ...]) -> Iterator[tuple[str, str, int]]:
-    """(line, expression, value) of all sums and differences of the numbers, up to the sign, in a fixed order.
+    """(line, expression, value) of all sums and differences of the numbers, up to the sign, in a
+    fixed order.
 
-    One for each subset of the numbers but the first: its sum and the sum of the rest, the smaller subtracted from the
-    larger.
+    One for each subset of the numbers but the first: its sum and the sum of the rest, the smaller
+    subtracted from the larger.
     """
     for subset in range(2 ** (len(numbers) - 1)):
         subtract = [bool(subset >> (len(numbers) - 1 - i) & 1) for i in range(len(numbers))]
         steps, expression, value = add_up([n for n, minus in zip(numbers, subtract) if not minus])
         if subset:
-            more_steps, other_expression, other_value = add_up([n for n, minus in zip(numbers, subtract) if minus])
+            more_steps, other_expression, other_value = add_up(
+                [n for n, minus in zip(numbers, subtract) if minus]
+            )
             if value < other_value:
-                expression, value, other_expression, other_value = other_expression, other_value, expression, value
+                expression, value, other_expression, other_value = (
+                    other_expression,
+                    other_value,
+                    expression,
+                    value,
+                )
             steps += [*more_steps, f"{value}-{other_value}={value - other_value}"]
             expression, value = join(expression, "-", other_expression), value - other_value
         yield " ".join(steps), expression, value
@@ -169,7 +192,8 @@ def trace(problem: Problem, rng: random.Random) -> str:
 @dataclass
 class Args:
     out: Path = Path("common/assets/tiny")  # folder of the finished policy
-    work: Path = Path("runs/prepare-tiny")  # folder for traces, the untrained model and the supervised run
+    # folder for traces, the untrained model and the supervised run
+    work: Path = Path("runs/prepare-tiny")
     steps: int = 1400  # optimizer steps of the supervised run
     batch_size: int = 32  # traces a step
     learning_rate: float = 1.5e-3  # peak
@@ -198,7 +222,8 @@ def main(args: Args) -> None:
     command += [str(part) for name, value in options.items() for part in (f"--{name}", value)]
     subprocess.run(command, check=True)
     shutil.copytree(args.work / "model", args.out, dirs_exist_ok=True)
-    tokenizer.save_pretrained(args.out)  # as built: the export wrote it as transformers loads one of a Qwen2
+    # as built: the export wrote it as transformers loads one of a Qwen2
+    tokenizer.save_pretrained(args.out)
 
 
 if __name__ == "__main__":

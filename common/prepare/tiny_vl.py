@@ -1,19 +1,23 @@
-r"""Rebuild the embedded `tiny-vl` policy from nothing: tokenizer, scenes, traces with crops, supervised warm start.
+r"""Rebuild the embedded `tiny-vl` policy from nothing: tokenizer, scenes, traces with crops,
+supervised warm start.
 
-    python -m common.prepare.tiny_vl --out common/assets/tiny-vl        # under 30 minutes on 2 CPU cores
+    python -m common.prepare.tiny_vl --out common/assets/tiny-vl        # under 30 minutes on 2 CPU
+    cores
 
-A Qwen2.5-VL of 3 million parameters looks for a white tile on a mosaic. The digit on it is too small for it to read
-where the picture is shown, at 112 x 112 pixels; a crop brings it back.
+A Qwen2.5-VL of 3 million parameters looks for a white tile on a mosaic. The digit on it is too
+small for it to read where the picture is shown, at 112 x 112 pixels; a crop brings it back.
 
     user:      <image>Which digit is on the white tile? Answer in \boxed{}.
-    assistant: I will zoom in on the tile.<tool_call>{"name": "crop_image_normalized", "arguments": {"bbox_2d":
+    assistant: I will zoom in on the tile.<tool_call>{"name": "crop_image_normalized", "arguments":
+    {"bbox_2d":
                [0.43, 0.30, 0.45, 0.32], "target_image": 1}}</tool_call>
     user:      Here is the cropped image (Image Size: 112x112):<image>
     assistant: I can read it: \boxed{7}
 
-Most traces guess at once, some aim badly, and then guess or aim again. What pays, to look, to aim well and to go on
-until the tile is seen, is left for reinforcement learning to find out. The traces' format is Pixel Reasoner's; but a
-question follows its picture, as in the rows of reinforcement learning.
+Most traces guess at once, some aim badly, and then guess or aim again. What pays, to look, to aim
+well and to go on until the tile is seen, is left for reinforcement learning to find out. The
+traces' format is Pixel Reasoner's; but a question follows its picture, as in the rows of
+reinforcement learning.
 """
 
 import json
@@ -40,12 +44,16 @@ from common.tools.turns import CLOSE, OPEN, Hermes
 from common.torch_repair import transformers
 
 CHAT_TEMPLATE = (  # the layout of Qwen2.5-VL's
-    "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}<|im_start|>system\n"
+    "{% for message in messages %}{% if loop.first and message['role'] != 'system' "
+    "%}<|im_start|>system\n"
     f"{DEFAULT_SYSTEM}<|im_end|>\n"
     "{% endif %}<|im_start|>{{ message['role'] }}\n"
-    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% elif part['type'] == 'video' %}"
-    "<|vision_start|><|video_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in "
+    "message['content'] %}"
+    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% elif "
+    "part['type'] == 'video' %}"
+    "<|vision_start|><|video_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}{% "
+    "endfor %}{% endif %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"]
@@ -56,8 +64,10 @@ HALF_BOX = 0.01  # of the side of the picture, which the crop tool pads by 0.1 o
 QUESTION = "Which digit is on the white tile? Answer in \\boxed{}."
 ZOOM, ZOOM_AGAIN = "I will zoom in on the tile.", "The tile is not here, I will zoom in elsewhere."
 READ, GUESS = "I can read it: \\boxed{%d}", "I can only guess: \\boxed{%d}"
-CLOSE_UPS = 0.3  # share of traces whose picture is a close-up of the tile already: no tool is needed
-GUESS_AT_ONCE, GUESS_LATER = 0.6, 0.3  # probability to guess without any crop, and after one that missed
+# share of traces whose picture is a close-up of the tile already: no tool is needed
+CLOSE_UPS = 0.3
+# probability to guess without any crop, and after one that missed
+GUESS_AT_ONCE, GUESS_LATER = 0.6, 0.3
 AIM = 0.85  # probability that a crop is the tile's
 EXPERT = {"guess": 0.0, "aim": 1.0}
 MAX_CROPS = 3
@@ -67,10 +77,16 @@ Box = list[float]  # left, top, right, bottom, in 0..1
 
 
 def build_tokenizer(said: Iterable[str]) -> "transformers.PreTrainedTokenizerFast":
-    """Byte-level BPE that merges across words, trained on what is said here. Numbers are tokens of their own."""
-    alone, bytes_ = Regex(r"\d+(?:\.\d+)?"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    """Byte-level BPE that merges across words, trained on what is said here. Numbers are tokens of
+    their own."""
+    alone, bytes_ = (
+        Regex(r"\d+(?:\.\d+)?"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    )
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(alone, "isolated"), bytes_])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(alone, "isolated"), bytes_]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     options = {"vocab_size": VOCABULARY, "special_tokens": SPECIAL, "initial_alphabet": alphabet}
@@ -93,13 +109,36 @@ def corpus() -> Iterator[str]:
             yield from (part["text"] for part in message["content"] if "text" in part)
 
 
-def build_config(tokenizer: "transformers.PreTrainedTokenizerFast") -> "transformers.Qwen2_5_VLConfig":
+def build_config(
+    tokenizer: "transformers.PreTrainedTokenizerFast",
+) -> "transformers.Qwen2_5_VLConfig":
     ids, init = tokenizer.convert_tokens_to_ids, {"initializer_range": 0.03}
-    text = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": len(tokenizer)}
+    text = {
+        "hidden_size": 192,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "vocab_size": len(tokenizer),
+    }
     text |= {"num_attention_heads": 3, "num_key_value_heads": 3, "max_position_embeddings": 2048}
-    text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [8, 12, 12]}}
-    text |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
-    vision = {"depth": 3, "hidden_size": 128, "intermediate_size": 256, "num_heads": 4, "out_hidden_size": 192}
+    text |= {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 100.0,
+            "mrope_section": [8, 12, 12],
+        }
+    }
+    text |= {
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+    }
+    vision = {
+        "depth": 3,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_heads": 4,
+        "out_hidden_size": 192,
+    }
     vision |= {"patch_size": 14, "window_size": 112, "fullatt_block_indexes": [2]}
     return transformers.Qwen2_5_VLConfig(
         text_config=text | init,
@@ -114,7 +153,9 @@ def build_config(tokenizer: "transformers.PreTrainedTokenizerFast") -> "transfor
     )
 
 
-def build_processor(tokenizer: "transformers.PreTrainedTokenizerFast") -> "transformers.Qwen2_5_VLProcessor":
+def build_processor(
+    tokenizer: "transformers.PreTrainedTokenizerFast",
+) -> "transformers.Qwen2_5_VLProcessor":
     image, video = transformers.Qwen2VLImageProcessor(), transformers.Qwen2VLVideoProcessor()
     return transformers.Qwen2_5_VLProcessor(image, tokenizer, video, chat_template=CHAT_TEMPLATE)
 
@@ -125,21 +166,27 @@ def box_around(cell: tuple[int, int]) -> Box:
 
 def call_text(box: Box) -> str:
     numbers = ", ".join(f"{value:.2f}" for value in box)
-    return f'{OPEN}{{"name": "{CROP.name}", "arguments": {{"bbox_2d": [{numbers}], "target_image": 1}}}}{CLOSE}'
+    arguments = f'{{"bbox_2d": [{numbers}], "target_image": 1}}'
+    return f'{OPEN}{{"name": "{CROP.name}", "arguments": {arguments}}}{CLOSE}'
 
 
-def trace(scene: Scene, rng: random.Random, guess: float, aim: float, sevens: float = 0.0) -> list[dict]:
+def trace(
+    scene: Scene, rng: random.Random, guess: float, aim: float, sevens: float = 0.0
+) -> list[dict]:
     """Messages in Pixel Reasoner's format, with encoded images for paths.
 
-    guess: probability to guess without any crop. aim: that a crop is the tile's; otherwise it is of any other cell.
-    sevens: that a guess is 7; otherwise it is any digit.
+    guess: probability to guess without any crop. aim: that a crop is the tile's; otherwise it is of
+    any other cell. sevens: that a guess is 7; otherwise it is any digit.
     """
     context = {"media": [{"kind": "image", "frames": [scene.png]}], **LIMITS}
     cell, shown = None, scene.png  # the cell that was looked at last
     if rng.random() < CLOSE_UPS:
         cell, shown = scene.cell, encode(CROP.function(box_around(scene.cell), 1, context)[1][0])
     messages = [
-        {"role": "system", "content": [{"text": DEFAULT_SYSTEM + Hermes.system_block([CROP.schema])}]},
+        {
+            "role": "system",
+            "content": [{"text": DEFAULT_SYSTEM + Hermes.system_block([CROP.schema])}],
+        },
         {"role": "user", "content": [{"image": shown}, {"text": QUESTION}]},
     ]
     for crops in range(MAX_CROPS + 1):
@@ -158,14 +205,17 @@ def trace(scene: Scene, rng: random.Random, guess: float, aim: float, sevens: fl
     return [*messages, {"role": "assistant", "content": [{"text": answer}], "train": True}]
 
 
-def traces(seed: int, guess: float = GUESS_AT_ONCE, aim: float = AIM, sevens: float = 0.0) -> Iterator[list[dict]]:
+def traces(
+    seed: int, guess: float = GUESS_AT_ONCE, aim: float = AIM, sevens: float = 0.0
+) -> Iterator[list[dict]]:
     rng = random.Random(f"traces {seed}")
     for scene in scenes(seed):
         yield trace(scene, rng, guess, aim, sevens)
 
 
 def write_traces(folder: Path, rows: int, seed: int, **habits: float) -> None:
-    """release.json and images/, as Pixel Reasoner publishes them; `habits` are those of `traces`."""
+    """release.json and images/, as Pixel Reasoner publishes them; `habits` are those of
+    `traces`."""
     (folder / "images").mkdir(parents=True, exist_ok=True)
     records = []
     for i, messages in enumerate(islice(traces(seed, **habits), rows)):
@@ -179,30 +229,38 @@ def write_traces(folder: Path, rows: int, seed: int, **habits: float) -> None:
 
 
 def write_demo_data(folder: Path) -> None:
-    """train.parquet and eval.parquet in verl's format. Of tools they say nothing: the scripts add what is on offer."""
+    """train.parquet and eval.parquet in verl's format. Of tools they say nothing: the scripts add
+    what is on offer."""
     write_rows(folder, f"<image>{QUESTION}")
 
 
 @dataclass
 class Args:
     out: Path | None = None  # folder of the finished policy; default: its own in common/assets
-    work: Path = Path("runs/prepare-tiny-vl")  # folder for traces, the untrained model and the supervised runs
-    expert_steps: int = 450  # optimizer steps on traces that look at the tile at once: to learn to see
+    # folder for traces, the untrained model and the supervised runs
+    work: Path = Path("runs/prepare-tiny-vl")
+    # optimizer steps on traces that look at the tile at once: to learn to see
+    expert_steps: int = 450
     steps: int = 300  # optimizer steps on the others, from there
-    guess: float | None = None  # probability, in the others, to guess without looking; default: the builder's
+    # probability, in the others, to guess without looking; default: the builder's
+    guess: float | None = None
     aim: float = AIM  # probability, in the others, that it looks at the tile
     batch_size: int = 32  # traces a step
     learning_rate: float = 4e-4  # at 1e-3 the vision tower does not learn to read
 
 
 def build(args: Args, task: ModuleType, name: str) -> None:
-    """The embedded policy of a name. task: what has its traces and how many, this module or one like it."""
+    """The embedded policy of a name. task: what has its traces and how many, this module or one
+    like it."""
     blank, tokenizer = args.work / "blank", build_tokenizer(task.corpus())
     build_processor(tokenizer).save_pretrained(blank)
     transformers.set_seed(0)
-    transformers.AutoModelForImageTextToText.from_config(build_config(tokenizer)).save_pretrained(blank)
+    transformers.AutoModelForImageTextToText.from_config(build_config(tokenizer)).save_pretrained(
+        blank
+    )
     expert, final = args.work / "expert", args.work / "final"
-    options = ["--lr-schedule", "constant", "--dtype", "fp32"]  # the fastest for a model as small as this one
+    # the fastest for a model as small as this one
+    options = ["--lr-schedule", "constant", "--dtype", "fp32"]
     task.write_traces(expert, task.TRACES, 3, **task.EXPERT)
     train(args, expert, args.expert_steps, ["--model", blank, *options])
     options = ["--lr-schedule", "cosine", "--dtype", "bf16"]  # which the export is in, too
@@ -211,7 +269,8 @@ def build(args: Args, task: ModuleType, name: str) -> None:
     train(args, final, args.steps, ["--model", expert / "model", *options])
     out = args.out or FOLDERS[name]
     shutil.copytree(final / "model", out, dirs_exist_ok=True)
-    build_processor(tokenizer).save_pretrained(out)  # as built, not as transformers loads a Qwen2 tokenizer
+    # as built, not as transformers loads a Qwen2 tokenizer
+    build_processor(tokenizer).save_pretrained(out)
 
 
 def train(args: Args, folder: Path, steps: int, options: list) -> None:
@@ -229,7 +288,15 @@ def train(args: Args, folder: Path, steps: int, options: list) -> None:
         "resume": "never",
     }
     options += [part for name, value in settings.items() for part in (f"--{name}", value)]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "sft.py", *map(str, options)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        "sft.py",
+        *map(str, options),
+    ]
     subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 

@@ -1,10 +1,13 @@
-"""Rows of the demo with the embedded policy that looks by programs; papers/pyvision/tiny_policy.py builds it."""
+"""Rows of the demo with the embedded policy that looks by programs; papers/pyvision/tiny_policy.py
+builds it."""
 
 from pathlib import Path
 
 from common.prepare.mosaic import write_rows
 
-QUESTION = "<image_clue_0><image></image_clue_0>Which digit is on the white tile? Answer in \\boxed{}."
+QUESTION = (
+    "<image_clue_0><image></image_clue_0>Which digit is on the white tile? Answer in \\boxed{}."
+)
 
 
 def write_demo_data(folder: Path) -> None:

@@ -14,7 +14,8 @@ AT_ONCE = 32  # rows with pictures: those of 8K have 10 MB
 
 
 def write_splits(out: Path, tables: dict[str, pa.Table]) -> None:
-    """Write OUT/SPLIT.parquet of each split that has rows; a reader sees the old file or the whole new one."""
+    """Write OUT/SPLIT.parquet of each split that has rows; a reader sees the old file or the whole
+    new one."""
     out.mkdir(parents=True, exist_ok=True)
     for split, table in tables.items():
         if len(table):
@@ -28,13 +29,15 @@ def downloading(repository: str, otherwise: str) -> Iterator[None]:
     """ConnectionError, with what else to do, if the hub cannot be reached or refuses."""
     try:
         yield
-    except OSError as error:  # huggingface_hub's network, HTTP and offline errors all derive from it
+    except OSError as error:
+        # huggingface_hub's network, HTTP and offline errors all derive from it
         remedy = f"Set HF_ENDPOINT to a mirror that you can reach, or {otherwise}"
         raise ConnectionError(f"could not download {repository}: {error}\n{remedy}") from error
 
 
 def stream_rows(path: Path, rows: Iterable[dict], schema: pa.Schema) -> None:
-    """Write rows as they come to a parquet file, which appears when all are there: pictures need not fit in memory.
+    """Write rows as they come to a parquet file, which appears when all are there: pictures need
+    not fit in memory.
 
     ValueError without any.
     """

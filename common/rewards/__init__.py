@@ -1,8 +1,10 @@
 """Reward functions, chosen by a row's `data_source`. All have verl's signature:
 
-fn(data_source, solution_str, ground_truth, extra_info=None) -> number, or a mapping with the key "score"
+fn(data_source, solution_str, ground_truth, extra_info=None) -> number, or a mapping with the key
+"score"
 
-It may be an `async def`, of which up to 64 calls are under way at once; fn.timeout_s is the deadline of a call.
+It may be an `async def`, of which up to 64 calls are under way at once; fn.timeout_s is the
+deadline of a call.
 """
 
 import asyncio
@@ -30,12 +32,17 @@ MAX_SCORE = 1e6  # in magnitude: the square of a larger one, or its gradient, wo
 
 def with_signature(scorer: Callable[..., dict]) -> RewardFunction:
     """A scorer of (response, ground truth) with verl's signature."""
-    return lambda data_source, solution_str, ground_truth, extra_info=None: scorer(solution_str, ground_truth)
+    return lambda data_source, solution_str, ground_truth, extra_info=None: scorer(
+        solution_str, ground_truth
+    )
 
 
 countdown_reward, gsm8k_reward = with_signature(countdown.score), with_signature(math.score_gsm8k)
 boxed_reward, dapo_reward = with_signature(math.score_boxed), with_signature(math.score_dapo)
-geo3k_reward, visual_qa_reward = with_signature(geometry.score_geo3k), with_signature(visual_qa.score_visual_qa)
+geo3k_reward, visual_qa_reward = (
+    with_signature(geometry.score_geo3k),
+    with_signature(visual_qa.score_visual_qa),
+)
 
 # data_source pattern -> function; the first that matches is taken
 REWARD_FUNCTIONS: dict[str, RewardFunction] = {
@@ -59,16 +66,26 @@ def reward_function(data_source: str) -> RewardFunction:
         if fnmatchcase(data_source, pattern):
             return function
     raise ValueError(
-        f"no built-in reward function for data_source {data_source!r}; known are {', '.join(REWARD_FUNCTIONS)}. "
+        f"no built-in reward function for data_source {data_source!r}; known are "
+        f"{', '.join(REWARD_FUNCTIONS)}. "
         "Give your own with --reward-function FILE.py:NAME"
     )
 
 
 def score_response(
-    fn: RewardFunction, data_source: str, solution_str: str, ground_truth, extra_info: Mapping | None = None
+    fn: RewardFunction,
+    data_source: str,
+    solution_str: str,
+    ground_truth,
+    extra_info: Mapping | None = None,
 ) -> dict[str, float | str]:
     """What fn returns, as a dict with a `usable` "score"; values are floats or strings."""
-    result = fn(data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info)
+    result = fn(
+        data_source=data_source,
+        solution_str=solution_str,
+        ground_truth=ground_truth,
+        extra_info=extra_info,
+    )
     return read_result(result, fn, data_source)
 
 
@@ -77,11 +94,15 @@ def read_result(result: object, fn: RewardFunction, data_source: str) -> dict[st
     label = f"reward function {getattr(fn, '__name__', fn)} on data_source {data_source!r}"
     if inspect.iscoroutine(result):
         result.close()
-        raise ValueError(f"{label} returned a coroutine: write it as a plain `async def`, without a decorator")
+        raise ValueError(
+            f"{label} returned a coroutine: write it as a plain `async def`, without a decorator"
+        )
     if not isinstance(result, Mapping):
         result = {"score": result}
     if "score" not in result:
-        raise ValueError(f'{label} returned a mapping without the key "score": {sorted(map(str, result))}')
+        raise ValueError(
+            f'{label} returned a mapping without the key "score": {sorted(map(str, result))}'
+        )
     values = {str(key): float_or_str(value) for key, value in result.items()}
     if not usable(values["score"]):
         expected = f"expected a finite number of at most {MAX_SCORE:g} in magnitude"
@@ -95,21 +116,30 @@ def usable(score) -> bool:
 
 
 def is_correct(rewards: Mapping[str, float | str]) -> bool:
-    """Full marks, partial credit being none; or what the reward function says itself by "acc", as in verl."""
+    """Full marks, partial credit being none; or what the reward function says itself by "acc", as
+    in verl."""
     said = rewards.get("acc")
     return (said if isinstance(said, float) else rewards["score"]) >= FULL_MARKS
 
 
 class RewardWorkers(Pool):
-    """`workers` processes that score with the function FILE.py:NAME, or without one with the built-in functions.
+    """`workers` processes that score with the function FILE.py:NAME, or without one with the
+    built-in functions.
 
-    Memory limit and errors are those of `Pool`, and so is the deadline of a call: the function's `timeout_s`, or else
-    `timeout_s` here. A missing file or an error in it shows as a ValueError.
-    An `async def` has one process, with up to `AT_ONCE` calls under way in it.
-    sources: data_sources that are known to come; what their functions import then takes none of a deadline.
+    Memory limit and errors are those of `Pool`, and so is the deadline of a call: the function's
+    `timeout_s`, or else `timeout_s` here. A missing file or an error in it shows as a ValueError.
+    An `async def` has one process, with up to `AT_ONCE` calls under way in it. sources:
+    data_sources that are known to come; what their functions import then takes none of a deadline.
     """
 
-    def __init__(self, function_spec: str | None, workers: int, timeout_s: float, memory_gib: float = 4.0, sources=()):
+    def __init__(
+        self,
+        function_spec: str | None,
+        workers: int,
+        timeout_s: float,
+        memory_gib: float = 4.0,
+        sources=(),
+    ):
         built_in = SYMBOLIC if {*map(reward_function, sorted(sources))} - WITHOUT_IMPORTS else ""
         self.worker_timeout_s = timeout_s
 
@@ -128,9 +158,11 @@ class RewardWorkers(Pool):
         first.timeout_s = self.worker_timeout_s
 
     def score(self, jobs: Sequence[Job]) -> list[dict[str, float | str]]:
-        """What `score_response` makes of each job, in their order; if it failed, {"error": why} without a "score".
+        """What `score_response` makes of each job, in their order; if it failed, {"error": why}
+        without a "score".
 
-        An answer that a built-in function cannot compare within its deadline is wrong: the policy caused it.
+        An answer that a built-in function cannot compare within its deadline is wrong: the policy
+        caused it.
         """
         if self.is_async:
             return self.score_at_once(jobs)
@@ -143,7 +175,11 @@ class RewardWorkers(Pool):
                 results[i] = score_as_wrong(jobs[i])
                 num_slow += 1
         if num_slow:
-            print(f"rewards: {num_slow} answers took longer than {self.timeout_s:g} s to compare: wrong", flush=True)
+            print(
+                f"rewards: {num_slow} answers took longer than {self.timeout_s:g} s to "
+                "compare: wrong",
+                flush=True,
+            )
         return results
 
     def score_at_once(self, jobs: Sequence[Job]) -> list[dict[str, float | str]]:
@@ -155,8 +191,8 @@ class RewardWorkers(Pool):
         return results
 
     def score_batch(self, jobs: Sequence[Job]) -> list[dict[str, float | str]]:
-        """Of calls that are under way together. If one of them blocks the others or ends the process, each is made
-        again alone, so that it costs its own response."""
+        """Of calls that are under way together. If one of them blocks the others or ends the
+        process, each is made again alone, so that it costs its own response."""
         (reply,) = self.run([(self.timeout_s, jobs)], "responses")
         if "results" in reply:
             return reply["results"]
@@ -169,7 +205,8 @@ class RewardWorkers(Pool):
         return results
 
     def try_out(self, function_spec: str, row) -> None:
-        """Score the truth of a row, as if it were a response, and an empty one. ValueError if both fail."""
+        """Score the truth of a row, as if it were a response, and an empty one. ValueError if both
+        fail."""
         failures, texts = "", {"its truth as the response": row.truth, "an empty response": ""}
         for what, text in texts.items():
             extra_info = row.extra_info | {"last_turn": text, "trajectory": text}
@@ -178,8 +215,10 @@ class RewardWorkers(Pool):
                 return
             failures += f"\n  with {what}: {reply['error']}"
         raise ValueError(
-            f"--reward-function {function_spec} cannot score the first row:{failures}\nIt is called as "
-            "NAME(data_source=..., solution_str=..., ground_truth=..., extra_info=...), for one response, and "
+            f"--reward-function {function_spec} cannot score the first row:{failures}\nIt is "
+            "called as "
+            "NAME(data_source=..., solution_str=..., ground_truth=..., extra_info=...), for "
+            "one response, and "
             'returns a finite number or a dict with the key "score"'
         )
 
@@ -192,12 +231,14 @@ def score_as_wrong(job: Job) -> dict[str, float | str]:
 
 
 class Scorer:
-    """What a worker does with a job: one response, or as (deadline, responses) those of a batch for an `async def`."""
+    """What a worker does with a job: one response, or as (deadline, responses) those of a batch for
+    an `async def`."""
 
     def __init__(self, function: RewardFunction | None):
         self.function = function  # None: the built-in ones
         is_async = inspect.iscoroutinefunction(function)
-        self.runner = asyncio.Runner() if is_async else None  # one loop for all batches: clients are bound to theirs
+        # one loop for all batches: clients are bound to theirs
+        self.runner = asyncio.Runner() if is_async else None
         self.facts = {"timeout_s": deadline_of(function), "is_async": is_async}
 
     def __call__(self, job) -> dict:
@@ -209,8 +250,12 @@ class Scorer:
 def deadline_of(function: RewardFunction | None) -> float | None:
     """The function's own `timeout_s`, in seconds. ValueError for what is no such time."""
     timeout_s = getattr(function, "timeout_s", None)
-    if timeout_s is not None and (not isinstance(timeout_s, int | float) or not 0 < timeout_s < inf):
-        raise ValueError(f"the reward function's timeout_s is {timeout_s!r:.40}, expected seconds above 0")
+    if timeout_s is not None and (
+        not isinstance(timeout_s, int | float) or not 0 < timeout_s < inf
+    ):
+        raise ValueError(
+            f"the reward function's timeout_s is {timeout_s!r:.40}, expected seconds above 0"
+        )
     return timeout_s
 
 
@@ -222,8 +267,11 @@ def make_scorer(function_spec: str) -> Scorer:
     return Scorer(load_function(function_spec, "--reward-function"))
 
 
-async def score_together(function: RewardFunction, timeout_s: float, jobs: Sequence[Job]) -> list[dict]:
-    """What `score_response` makes of each job, or {"error": why}; the calls are under way together."""
+async def score_together(
+    function: RewardFunction, timeout_s: float, jobs: Sequence[Job]
+) -> list[dict]:
+    """What `score_response` makes of each job, or {"error": why}; the calls are under way
+    together."""
     calls = [asyncio.create_task(await_score(function, *job)) for job in jobs]
     _, late = await asyncio.wait(calls, timeout=timeout_s)
     for call in late:
@@ -237,7 +285,8 @@ async def score_together(function: RewardFunction, timeout_s: float, jobs: Seque
         elif call.cancelled():
             results.append({"error": "the call was cancelled"})
         elif error := call.exception():
-            if isinstance(error, MemoryError):  # the process may still hold that memory: it has to end
+            # the process may still hold that memory: it has to end
+            if isinstance(error, MemoryError):
                 raise error
             results.append({"error": describe(error)})
         else:
@@ -246,11 +295,18 @@ async def score_together(function: RewardFunction, timeout_s: float, jobs: Seque
 
 
 async def await_score(
-    fn: RewardFunction, data_source: str, solution_str: str, ground_truth, extra_info: Mapping | None = None
+    fn: RewardFunction,
+    data_source: str,
+    solution_str: str,
+    ground_truth,
+    extra_info: Mapping | None = None,
 ) -> dict[str, float | str]:
     """`score_response` for an `async def`."""
     result = await fn(
-        data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info
+        data_source=data_source,
+        solution_str=solution_str,
+        ground_truth=ground_truth,
+        extra_info=extra_info,
     )
     return read_result(result, fn, data_source)
 
@@ -258,8 +314,9 @@ async def await_score(
 def score_episodes(episodes: list, rows: Mapping, workers: RewardWorkers, tokenizer) -> None:
     """Fill `rewards` of each episode from what the policy said in it; rows: prompt index -> Row.
 
-    What tools said is in extra_info["trajectory"] alone, the last turn in extra_info["last_turn"]. If scoring fails
-    (an exception, a timeout, a dead worker, a score that is not `usable`), they are {"score": nan, "error": why}.
+    What tools said is in extra_info["trajectory"] alone, the last turn in extra_info["last_turn"].
+    If scoring fails (an exception, a timeout, a dead worker, a score that is not `usable`), they
+    are {"score": nan, "error": why}.
     """
     answered, jobs = [], []
     for episode in episodes:
@@ -270,13 +327,23 @@ def score_episodes(episodes: list, rows: Mapping, workers: RewardWorkers, tokeni
         if episode.environment_reward is not None and not workers.own_function:
             fits = usable(episode.environment_reward)
             told = f"the environment's reward {episode.environment_reward:g} is above {MAX_SCORE:g}"
-            episode.rewards = {"score": episode.environment_reward} if fits else {"score": nan, "error": told}
+            episode.rewards = (
+                {"score": episode.environment_reward} if fits else {"score": nan, "error": told}
+            )
             continue
         row, turns = rows[episode.prompt_index], sampled_turns(episode, tokenizer)
         more = {"last_turn": turns[-1] if turns else ""}
         more["trajectory"] = tokenizer.decode(episode.response_ids, skip_special_tokens=True)
-        more |= {"turn_rewards": [reward for _, reward in episode.turn_rewards]} if episode.turn_rewards else {}
-        more |= {} if episode.environment_reward is None else {"environment_reward": episode.environment_reward}
+        more |= (
+            {"turn_rewards": [reward for _, reward in episode.turn_rewards]}
+            if episode.turn_rewards
+            else {}
+        )
+        more |= (
+            {}
+            if episode.environment_reward is None
+            else {"environment_reward": episode.environment_reward}
+        )
         answered.append(episode)
         jobs.append((row.data_source, "\n".join(turns), row.ground_truth, row.extra_info | more))
     for episode, result in zip(answered, workers.score(jobs), strict=True):
@@ -301,11 +368,16 @@ def tell_errors(rewards: Sequence[Mapping]) -> None:
     """How many responses could not be scored, and why the first could not."""
     errors = [str(item["error"]) for item in rewards if isnan(item["score"])]
     if errors:
-        print(f"rewards: {len(errors)} of {len(rewards)} responses not scored, the first: {errors[0]}", flush=True)
+        print(
+            f"rewards: {len(errors)} of {len(rewards)} responses not scored, the first: "
+            f"{errors[0]}",
+            flush=True,
+        )
 
 
 def sampled_turns(episode, tokenizer) -> list[str]:
-    """The text of each turn that the policy sampled, without special tokens, and without what tools said."""
+    """The text of each turn that the policy sampled, without special tokens, and without what tools
+    said."""
     runs, start = [], 0
     for sampled, run in groupby(episode.loss_mask):
         end = start + len(list(run))

@@ -1,8 +1,10 @@
-r"""Equality of mathematical answers: 0.5 is \frac{1}{2}, 5 cm is 5, \{1, 2\} is 2, 1 and y = 2x is 2x - y = 0.
+r"""Equality of mathematical answers: 0.5 is \frac{1}{2}, 5 cm is 5, \{1, 2\} is 2, 1 and y = 2x is
+2x - y = 0.
 
-`is_equal` looks at an answer from the outside in: its typesetting, options, lists, intervals and matrices, equations,
-units. What is left are numbers, words, and formulas (common/rewards/formulas.py). None raises, all take linear time,
-or in a list of few items quadratic.
+`is_equal` looks at an answer from the outside in: its typesetting, options, lists, intervals and
+matrices, equations, units. What is left are numbers, words, and formulas
+(common/rewards/formulas.py). None raises, all take linear time, or in a list of few items
+quadratic.
 """
 
 import re
@@ -20,8 +22,8 @@ MAX_DEPTH = 8  # of lists in lists
 
 GREEK = "αβγδεζηθικλμνξπρστυφχψωΓΔΘΛΞΠΣΦΨΩ"
 GREEK_NAMES = """
-alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau upsilon phi chi psi omega
-Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega
+alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau upsilon
+phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega
 """
 # symbols as typed, each with its command behind it
 COMMANDS = r"""
@@ -31,18 +33,32 @@ COMMANDS = r"""
 √ \surd   ∛ \surd[3]   ∜ \surd[4]   ∑ \sum   ∏ \prod   ∫ \int   ∠ \angle   △ \triangle   ⊥ \perp
 ∥ \parallel   ⟨ \langle   ⟩ \rangle   ⌊ \lfloor   ⌋ \rfloor   ⌈ \lceil   ⌉ \rceil   ‖ \|   … \ldots
 """
-SYMBOLS = {symbol: f"{command} " for symbol, command in zip(COMMANDS.split()[::2], COMMANDS.split()[1::2])}
+SYMBOLS = {
+    symbol: f"{command} " for symbol, command in zip(COMMANDS.split()[::2], COMMANDS.split()[1::2])
+}
 SYMBOLS |= {letter: f"\\{name} " for letter, name in zip(GREEK, GREEK_NAMES.split())}
-SYMBOLS |= {"−": "-", "–": "-", "—": "-", "′": "'", "’": "'", "∣": "|", "∶": ":", "⁄": "/", "%": "\\%"}
+SYMBOLS |= {
+    "−": "-",
+    "–": "-",
+    "—": "-",
+    "′": "'",
+    "’": "'",
+    "∣": "|",
+    "∶": ":",
+    "⁄": "/",
+    "%": "\\%",
+}
 SYMBOLS |= {"、": ", ", "。": ".", "或": " or ", "和": " and "}
 RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
 LOWERED = re.compile("[₀₁₂₃₄₅₆₇₈₉₊₋]+")
 PLAIN = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻₀₁₂₃₄₅₆₇₈₉₊₋", "0123456789+-" * 2)
-STYLED = re.compile("[\uff01-\uff5e\U0001d400-\U0001d7ff]")  # full width, and the mathematical alphabets
+# full width, and the mathematical alphabets
+STYLED = re.compile("[\uff01-\uff5e\U0001d400-\U0001d7ff]")
 
 UPRIGHT = re.compile(r"\\text\{([^{}]*)\}")
 BRACED = r"\{([^{}]*)\}"
-NESTED = r"((?:[^{}\\]|\\(?!over|choose)|\{[^{}]*\})*)"  # with braces inside; of \over, what stands beside it
+# with braces inside; of \over, what stands beside it
+NESTED = r"((?:[^{}\\]|\\(?!over|choose)|\{[^{}]*\})*)"
 WORD_END = r"(?![a-zA-Z])"
 ARTICLE = re.compile(r"^(?:[Aa]n?|[Tt]he)\s+(?=[A-Za-z]{3,}(?:\s+[A-Za-z]{3,})*$)")
 TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
@@ -90,7 +106,8 @@ TYPESETTING: list[tuple[str, str | Callable[[re.Match], str]]] = [
     (r"(?<!\\)\$|(?<!\\)\\[()\[\]]", " "),
     (rf",?(?: ?\\q?quad{WORD_END})+ ?", lambda m: ", " if is_between_relations(m) else " "),
     (rf"(?<!\\)\\[,;:> ]|\\(?:thin|en)space{WORD_END}|~", " "),
-    # bold and slanted letters are letters: \mathbf{v}, \boldsymbol{5}, \textbf{(C)}; braces keep them from being units
+    # bold and slanted letters are letters: \mathbf{v}, \boldsymbol{5}, \textbf{(C)}; braces keep
+    # them from being units
     (r"(?<![_^])\\(?:mathbf|boldsymbol|bm|pmb|textbf)\s*\{([0-9]+)\}", r"\1"),
     (rf"\\(?:mathbf|boldsymbol|bm|pmb|mathit|textbf|textit|emph)\s*{BRACED}", r"{\1}"),
     (r"\\(?:mathbf|boldsymbol|bm|pmb)\s+([a-zA-Z0-9])", r"{\1}"),
@@ -109,7 +126,10 @@ TYPESETTING: list[tuple[str, str | Callable[[re.Match], str]]] = [
     (r"\\text\{\s*([ied])\s*\}", r"{\1}"),
     # numbers in other bases: (1011)_2, 52_{\text{eight}}
     (r"\((?=[A-F]*[0-9])([0-9A-F]+)\)_", r"\1_"),
-    (rf"_\s*\{{?\s*(?:\\text\{{\s*([a-z]+)\s*\}}|({BASE_WORD}))\s*\}}?", lambda m: subscript(m[1] or m[2])),
+    (
+        rf"_\s*\{{?\s*(?:\\text\{{\s*([a-z]+)\s*\}}|({BASE_WORD}))\s*\}}?",
+        lambda m: subscript(m[1] or m[2]),
+    ),
     # 0.1\overline{6}, 0.\dot{3}, 0.\dot{1}4285\dot{7}
     (r"([0-9]*)\.([0-9]*)\\overline\s*\{?\s*([0-9]+)\s*\}?", lambda m: repeating(m[1], m[2], m[3])),
     (
@@ -117,7 +137,10 @@ TYPESETTING: list[tuple[str, str | Callable[[re.Match], str]]] = [
         lambda m: repeating(m[1], m[2], m[3] + (m[4] or "") + (m[5] or "")),
     ),
     # pi, infty and sqrt as typed without LaTeX; a root of all the digits that follow
-    (rf"(?<![\\a-zA-Z])(pi|infty|infinity){WORD_END}", lambda m: "\\pi " if m[1] == "pi" else "\\infty "),
+    (
+        rf"(?<![\\a-zA-Z])(pi|infty|infinity){WORD_END}",
+        lambda m: "\\pi " if m[1] == "pi" else "\\infty ",
+    ),
     (r"(?<![\\a-zA-Z])sqrt(?=\s*[({0-9])", r"\\surd "),
     (r"\\surd(\[[0-9]\])?\s*([0-9]+(?:\.[0-9]+)?|[a-zA-Z])", r"\\sqrt\1{\2}"),
     (r"\\surd", r"\\sqrt"),
@@ -138,7 +161,10 @@ TYPESETTING: list[tuple[str, str | Callable[[re.Match], str]]] = [
         r"[(\[]\s*\\begin\{(?:array\}\s*\{[^{}]*|(?:small)?matrix)\}((?:(?!\\begin|\\end).)*)\\end\{[a-z]+\}\s*[)\]]",
         r"\\begin{pmatrix}\1\\end{pmatrix}",
     ),
-    (r"\\begin\{(?:cases|aligned)\}((?:(?!\\begin|\\end).)*)\\end\{[a-z]+\}", lambda m: system(m[1]) or m[0]),
+    (
+        r"\\begin\{(?:cases|aligned)\}((?:(?!\\begin|\\end).)*)\\end\{[a-z]+\}",
+        lambda m: system(m[1]) or m[0],
+    ),
     # k \in Z, and in brackets behind a formula with k
     (rf"\\in\s*\{{?([NZQRC]){WORD_END}\}}?", r"\\in \\mathbb{\1}"),
     (r",?\s*\(\s*([a-z]\s*\\in(?![a-zA-Z])[^()]*)\)$", r", \1"),
@@ -161,7 +187,8 @@ TYPESETTING: list[tuple[str, str | Callable[[re.Match], str]]] = [
 
 
 def typeset(answer: str) -> str:
-    """LaTeX that says the same, with one command for each thing, and without what is only for the eye."""
+    """LaTeX that says the same, with one command for each thing, and without what is only for the
+    eye."""
     text = re.sub(r"(?<!\\\\)\s*\n\s*", r" \\quad ", answer.strip())
     text = re.sub(r"\s+", " ", text)
     text = RAISED.sub(lambda match: f"^{{{match[0].translate(PLAIN)}}}", text)
@@ -182,8 +209,11 @@ def typeset(answer: str) -> str:
 
 
 def is_between_relations(match: re.Match) -> bool:
-    """Whether what is matched stands between two equations or inequalities, as in x = 1 \\quad y = 2."""
-    return bool(SIGN.search(match.string[: match.start()]) and SIGN.search(match.string[match.end() :]))
+    """Whether what is matched stands between two equations or inequalities, as in x = 1 \\quad y =
+    2."""
+    return bool(
+        SIGN.search(match.string[: match.start()]) and SIGN.search(match.string[match.end() :])
+    )
 
 
 def subscript(word: str) -> str:
@@ -192,7 +222,9 @@ def subscript(word: str) -> str:
 
 def system(rows: str) -> str:
     r"""x = 1, y = 2 of the rows x = 1 \\ y = 2; "" of what is no system of equations."""
-    equations = [row.replace("&", "").strip(" ,.;") for row in rows.removesuffix("\\\\").split("\\\\")]
+    equations = [
+        row.replace("&", "").strip(" ,.;") for row in rows.removesuffix("\\\\").split("\\\\")
+    ]
     if "\\text" in rows or not all("=" in equation for equation in equations):
         return ""
     return ", ".join(equations)
@@ -223,7 +255,8 @@ def repeating(whole: str, digits: str, period: str) -> str:
 
 # --- units ---
 
-# of each, the spellings behind a number; single letters only if they are upright, as in 5\,\mathrm{m}
+# of each, the spellings behind a number; single letters only if they are upright, as in
+# 5\,\mathrm{m}
 UNITS = {
     "metre": "m meter meters metre metres",
     "millimetre": "mm millimeter millimeters millimetre millimetres",
@@ -293,7 +326,8 @@ UNITS = {
     "time": "time times",
 }
 UNIT_OF = {spelling: unit for unit, spellings in UNITS.items() for spelling in spellings.split()}
-# words that make another answer of the number before them: 7 million, 5 or more, 20 (loss), 3 (mod 5)
+# words that make another answer of the number before them: 7 million, 5 or more, 20 (loss), 3 (mod
+# 5)
 TELLING_WORDS = """
 or and not no if mod modulo more less fewer than least most about approximately over under
 above below increase decrease increases decreases increased decreased rise fall gain gains
@@ -307,11 +341,23 @@ TELLING = set(TELLING_WORDS.split())
 # the same, if nothing is counted behind them: 123 (third graders) are 123
 TELLING_ALONE_WORDS = """
 up down left right long short late early faster slower much many double triple wrong correct
-incorrect valid invalid impossible extraneous half halves third thirds fourths fifths sixths sevenths eighths ninths
-tenths hundredths thousandths tens times
+incorrect valid invalid impossible extraneous half halves third thirds fourths fifths sixths
+sevenths eighths ninths tenths hundredths thousandths tens times
 """
 TELLING_ALONE = set(TELLING_ALONE_WORDS.split())
-IRREGULAR_PLURALS = {"people", "children", "men", "women", "sheep", "fish", "deer", "feet", "mice", "geese", "teeth"}
+IRREGULAR_PLURALS = {
+    "people",
+    "children",
+    "men",
+    "women",
+    "sheep",
+    "fish",
+    "deer",
+    "feet",
+    "mice",
+    "geese",
+    "teeth",
+}
 
 POWER = r"(?:\s*\^\s*(?:\{\s*-?[0-9]\s*\}|-?[0-9]))?"
 PIECE = re.compile(
@@ -329,7 +375,8 @@ PLAIN_NUMBER = re.compile(
 
 
 def split_units(answer: str, truth: str) -> tuple[str, str, str, str]:
-    """(answer, its unit, truth, its unit); a noun that only one of them marks as a unit is one of the other, too."""
+    """(answer, its unit, truth, its unit); a noun that only one of them marks as a unit is one of
+    the other, too."""
     answer_core, unit = split_unit(answer)
     true_core, true_unit = split_unit(truth)
     if unit and not true_unit:
@@ -340,7 +387,8 @@ def split_units(answer: str, truth: str) -> tuple[str, str, str, str]:
 
 
 def split_unit(text: str, noun: str = "") -> tuple[str, str]:
-    r"""("5", "centimetre^2") of 5\text{ cm}^2, ("9", "apple") of 9 (apples), (text, "") if there is no unit.
+    r"""("5", "centimetre^2") of 5\text{ cm}^2, ("9", "apple") of 9 (apples), (text, "") if there is
+    no unit.
 
     noun: what counts as a unit although it is no plural, or one letter.
     """
@@ -399,7 +447,8 @@ def unit_tails(text: str) -> list[tuple[int, str]]:
 
 
 def is_quantity(text: str, tail: str) -> bool:
-    """Whether a unit may follow a text: a number, a formula with one, or a letter; of one letter only the former."""
+    """Whether a unit may follow a text: a number, a formula with one, or a letter; of one letter
+    only the former."""
     if not text or text[-1] in "^_/([{,+-*=<>":
         return False
     if tail.startswith("°") and TRIGONOMETRIC.search(text):  # \sin 30°
@@ -412,7 +461,8 @@ def is_quantity(text: str, tail: str) -> bool:
 
 def unit_name(text: str) -> str:
     """ "metre/second^2" of m/s^2, m s^-2, metres per square second; "" of what is no unit."""
-    text = re.sub(r"\\cdot|(?<=[A-Za-z ])-(?=[A-Za-z ])", " ", text.strip().rstrip("."))  # N \cdot m, N-m
+    # N \cdot m, N-m
+    text = re.sub(r"\\cdot|(?<=[A-Za-z ])-(?=[A-Za-z ])", " ", text.strip().rstrip("."))
     above, *below = re.split(r"/|(?<![A-Za-z])per(?![A-Za-z])", text)
     factors = unit_factors(above)
     if len(below) > 1 or not factors:
@@ -477,19 +527,29 @@ def noun_name(text: str, noun: str | None) -> str:
     last = words[head]
     words[head] = singular(last)
     name = " ".join(words)
-    is_plural = last in IRREGULAR_PLURALS or (last.endswith("s") and not last.endswith(("ss", "us", "is")))
+    is_plural = last in IRREGULAR_PLURALS or (
+        last.endswith("s") and not last.endswith(("ss", "us", "is"))
+    )
     return name if is_plural or noun is None or name == noun else ""
 
 
 def singular(word: str) -> str:
-    for ending, replacement in (("ies", "y"), ("ches", "ch"), ("shes", "sh"), ("xes", "x"), ("sses", "ss"), ("s", "")):
+    for ending, replacement in (
+        ("ies", "y"),
+        ("ches", "ch"),
+        ("shes", "sh"),
+        ("xes", "x"),
+        ("sses", "ss"),
+        ("s", ""),
+    ):
         if word.endswith(ending) and len(word) > len(ending) + 1:
             return word[: -len(ending)] + replacement
     return word
 
 
 def units_agree(unit: str, other: str) -> bool:
-    """One may be missing. Of two nouns one may tell more: 9 apples are 9 (red apples), 5 pounds 5 pounds of sand."""
+    """One may be missing. Of two nouns one may tell more: 9 apples are 9 (red apples), 5 pounds 5
+    pounds of sand."""
     if not unit or not other or unit == other:
         return True
     words = unit.split()
@@ -522,7 +582,8 @@ SHORT_FORMS = [
 
 
 def short_form(text: str) -> str:
-    """A typeset text without spaces, but where two digits would meet, and after the commas of a list of numbers."""
+    """A typeset text without spaces, but where two digits would meet, and after the commas of a
+    list of numbers."""
     text = re.sub(r"\s+", " ", UPRIGHT.sub(r"\1", text))
     short = re.sub("(?<![0-9]) | (?![0-9])", "", text)
     for pattern, replacement in SHORT_FORMS:
@@ -548,10 +609,11 @@ def rational(text: str) -> Fraction | None:
 
 
 def normalize(answer: str) -> str:
-    r"""The one spelling of an answer: without spaces, units and `x =`; "0.5" and "2/4" are \frac{1}{2}, 4.5e3 is 4500.
+    r"""The one spelling of an answer: without spaces, units and `x =`; "0.5" and "2/4" are
+    \frac{1}{2}, 4.5e3 is 4500.
 
-    After Hendrycks et al. 2021 (arXiv 2103.03874). "" for more than 512 characters. Equal spellings may have different
-    units: `is_equal` compares them, too.
+    After Hendrycks et al. 2021 (arXiv 2103.03874). "" for more than 512 characters. Equal spellings
+    may have different units: `is_equal` compares them, too.
     """
     if len(answer) > MAX_CHARACTERS:
         return ""
@@ -591,14 +653,16 @@ def plain_value(text: str) -> str:
 
 
 def is_equal(answer: str, truth: str, with_formulas: bool = True) -> bool:
-    """Whether two answers are equal, however they are spelled; without formulas by spelling and numbers alone."""
+    """Whether two answers are equal, however they are spelled; without formulas by spelling and
+    numbers alone."""
     if max(len(answer), len(truth)) > MAX_CHARACTERS:
         return False
     return same(typeset(answer), typeset(truth), MAX_DEPTH if with_formulas else 0)
 
 
 def same(answer: str, truth: str, depth: int) -> bool:
-    """Of two typeset texts. depth: how many collections may still be opened; 0 compares no formulas either."""
+    """Of two typeset texts. depth: how many collections may still be opened; 0 compares no formulas
+    either."""
     if not answer or not truth:
         return False
     if is_option(answer) or is_option(truth):
@@ -640,16 +704,22 @@ def same_parts(answer: str, truth: str, depth: int) -> bool:
 # --- options ---
 
 NAMED_OPTION = re.compile(r"(?:[Oo]ption|[Cc]hoice)\s+\(?([A-Ka-k])\)?")  # Option B, choice (b)
-OPTION = re.compile(r"\(([A-Ka-k])\)[.:]?|(?:\(([A-K])\)[.:]?|([A-K])(?:\)|[.:](?=\s)))(.+)", re.DOTALL)
-OPTION_TEXT = re.compile(r"\s*(?:[0-9$(\[{.\\]|-[0-9.\\])|\s+[A-Za-z|]")  # (C)12, (C) x; but not (C)x, (C)'
-OPERATOR = re.compile(r"\s*\\(?:cup|cap|cdot|times|div|le|ge|ne|in|to|approx|subset|subseteq|setminus)(?![a-zA-Z])")
+OPTION = re.compile(
+    r"\(([A-Ka-k])\)[.:]?|(?:\(([A-K])\)[.:]?|([A-K])(?:\)|[.:](?=\s)))(.+)", re.DOTALL
+)
+# (C)12, (C) x; but not (C)x, (C)'
+OPTION_TEXT = re.compile(r"\s*(?:[0-9$(\[{.\\]|-[0-9.\\])|\s+[A-Za-z|]")
+OPERATOR = re.compile(
+    r"\s*\\(?:cup|cap|cdot|times|div|le|ge|ne|in|to|approx|subset|subseteq|setminus)(?![a-zA-Z])"
+)
 OPTION_MARK = re.compile(r"\(([A-K])\)|(?<![A-Za-z])([A-K])[.:)](?=\s)")
 SEVERAL = re.compile(r"(?:(?:[A-K]|\([A-K]\))[\s,;.&]*){2,}")  # (A)(C); but not (A, C)
 LETTER = re.compile("[A-K]")
 
 
 def option(text: str) -> tuple[str, str]:
-    """("C", "12") of (C) 12 or C. 12, ("C", "") of (C), (c) or Option c; ("", "") of what is no option."""
+    """("C", "12") of (C) 12 or C. 12, ("C", "") of (C), (c) or Option c; ("", "") of what is no
+    option."""
     plain = re.sub(r"[{}]", "", UPRIGHT.sub(r"\1", text)).strip()
     if match := NAMED_OPTION.fullmatch(plain):
         return match[1].upper(), ""
@@ -699,12 +769,16 @@ CLOCK = re.compile(r"(.*?[0-9])\s*([apAP])\.?\s*[mM]\.?(.*)")
 
 
 def same_leaf(answer: str, truth: str) -> bool:
-    """Whether two texts are the same number, or are spelled alike; and in the same unit, if both have one."""
+    """Whether two texts are the same number, or are spelled alike; and in the same unit, if both
+    have one."""
     answer, truth = unlabelled(answer, truth)
     answer_time = CLOCK.fullmatch(UPRIGHT.sub(r"\1", answer))
     true_time = CLOCK.fullmatch(UPRIGHT.sub(r"\1", truth))
     if answer_time and true_time:
-        times = [(short_form(time[1]), time[2].lower(), short_form(time[3])) for time in (answer_time, true_time)]
+        times = [
+            (short_form(time[1]), time[2].lower(), short_form(time[3]))
+            for time in (answer_time, true_time)
+        ]
         return times[0] == times[1]
     answer_core, unit, true_core, true_unit = split_units(answer, truth)
     if not units_agree(unit, true_unit):
@@ -715,11 +789,14 @@ def same_leaf(answer: str, truth: str) -> bool:
         return short != ""
     value = rational(short)
     true_value = rational(true_short)
-    return value is not None and true_value is not None and rounds_to(value, short_form(true_core), 5)
+    return (
+        value is not None and true_value is not None and rounds_to(value, short_form(true_core), 5)
+    )
 
 
 def rounds_to(value: Fraction, decimal: str, min_digits: int) -> bool:
-    """Whether a decimal is the value rounded, with enough digits behind the point: MAWPS has 0.6666666667 for 2/3."""
+    """Whether a decimal is the value rounded, with enough digits behind the point: MAWPS has
+    0.6666666667 for 2/3."""
     digits = decimal.partition(".")[2]
     true_value = rational(decimal)
     if true_value is None or not digits.isdecimal() or len(digits) < min_digits:
@@ -735,11 +812,14 @@ DERIVATIVE = re.compile(r"\\frac\{\s*d(?![a-zA-Z]{2})[^{}]*\}\s*\{\s*d\s*[a-zA-Z
 NTH_DERIVATIVE = re.compile(r"\^\s*\{\s*\(\s*[0-9a-z]\s*\)\s*\}")
 SPELLED_ONLY = (RATIO, OTHER_BASE, DERIVATIVE, NTH_DERIVATIVE)
 MORE_THAN_LETTERS = re.compile(r"[0-9+\-*/^!|()\[\]\\']")
-WORD = re.compile(r"(?<![\\a-zA-Z])(?:[a-zA-Z]{3,}(?=\s+[a-zA-Z0-9])|(?<=[a-zA-Z0-9]\s)[a-zA-Z]{3,})")
+WORD = re.compile(
+    r"(?<![\\a-zA-Z])(?:[a-zA-Z]{3,}(?=\s+[a-zA-Z0-9])|(?<=[a-zA-Z0-9]\s)[a-zA-Z]{3,})"
+)
 
 
 def same_formula(answer: str, truth: str) -> bool:
-    """By value; words, ratios, times, derivatives and numbers in other bases have only their spelling."""
+    """By value; words, ratios, times, derivatives and numbers in other bases have only their
+    spelling."""
     answer_core, unit, true_core, true_unit = split_units(answer, truth)
     if not units_agree(unit, true_unit):
         return False
@@ -761,7 +841,8 @@ def same_formula(answer: str, truth: str) -> bool:
 
 
 def is_rounded(text: str, decimal: str, min_digits: int = 6) -> bool:
-    """Whether 1.414214 is the value of \\sqrt{2}: six digits behind the point, and as many that are not zeros."""
+    """Whether 1.414214 is the value of \\sqrt{2}: six digits behind the point, and as many that are
+    not zeros."""
     significant = decimal.replace(".", "").strip("-0")
     if len(significant) < min_digits:
         return False
@@ -770,7 +851,8 @@ def is_rounded(text: str, decimal: str, min_digits: int = 6) -> bool:
 
 
 def formula(text: str) -> str:
-    """As common/rewards/formulas.py reads it: without upright letters, degrees, and commas in one large number."""
+    """As common/rewards/formulas.py reads it: without upright letters, degrees, and commas in one
+    large number."""
     text = re.sub(r"\\text\{\s*([A-Za-z])\s*\}", r"{\1}", text)
     if not TRIGONOMETRIC.search(text):
         text = text.replace("°", "")
@@ -794,8 +876,10 @@ LETTERS = (  # x, x_1, AB, \vec{a}, \angle A
 NAMES = [
     rf"{LETTERS}(?:\^\s*\{{?\s*-1\s*\}}?)?(?:\s*\(\s*[A-Za-z0-9]\s*\))?",  # x, f^{-1}(x)
     r"[fghA-Z]'*\s*\([^()]*\)",  # P(X = 2)
-    r"m\s*\\angle\s*[A-Z]+|\\(?:sin|cos|tan)\s*(?:\\angle\s*)?(?:[A-Z]+|\\[a-z]+)",  # m\angle A, \sin A
-    rf"(?:\\complement\s*(?:_\s*\{{?[A-Z]\}}?)?\s*)?{LETTERS}(?:\s*\\c[au]p\s*{LETTERS})?",  # A \cup B
+    # m\angle A, \sin A
+    r"m\s*\\angle\s*[A-Z]+|\\(?:sin|cos|tan)\s*(?:\\angle\s*)?(?:[A-Z]+|\\[a-z]+)",
+    # A \cup B
+    rf"(?:\\complement\s*(?:_\s*\{{?[A-Z]\}}?)?\s*)?{LETTERS}(?:\s*\\c[au]p\s*{LETTERS})?",
     r"\|\s*(?:[A-Z]{2}|\\vec\s*\{?[a-zA-Z]+\}?)\s*\|",  # |AB|
     r"\(\s*[a-z](?:\s*,\s*[a-z])+\s*\)",  # (x, y)
     r"\\frac\s*\{\s*[A-Z]{2}\s*\}\s*\{\s*[A-Z]{2}\s*\}|[A-Z]{2}\s*[:/]\s*[A-Z]{2}",  # AB : CD
@@ -805,7 +889,8 @@ WORDS = re.compile(r"(?:\s|\\text\{[^{}0-9]*\}|[A-Za-z]{3,}+)+")
 
 
 def relation(text: str) -> Relation | None:
-    """None of a text without a relation outside of all brackets, and of a list, a union or the like of them."""
+    """None of a text without a relation outside of all brackets, and of a list, a union or the like
+    of them."""
     signs = outside(text, SIGN)
     if not signs or outside(text, SEPARATOR):
         return None
@@ -823,7 +908,8 @@ def relation(text: str) -> Relation | None:
 
 
 def without_label(text: str) -> str:
-    """5 of x = 5, of 5 = x, of Area = 5 and of x = 2 + 3 = 5; [0,1] of x in [0,1]; other texts as they are."""
+    """5 of x = 5, of 5 = x, of Area = 5 and of x = 2 + 3 = 5; [0,1] of x in [0,1]; other texts as
+    they are."""
     found = relation(text)
     if not found or not set(found[1]) <= EQUALITY:
         return text
@@ -866,7 +952,8 @@ def label(text: str) -> str:
 
 
 def labels_differ(answer: str, truth: str) -> bool:
-    """Whether two labels of one kind differ, as x and y, f(1) and f(2), Area and Perimeter; y is f(x), AB is BA."""
+    """Whether two labels of one kind differ, as x and y, f(1) and f(2), Area and Perimeter; y is
+    f(x), AB is BA."""
     name = label(answer)
     true_name = label(truth)
     if not name or not true_name:
@@ -895,7 +982,8 @@ def bare_name(name: str) -> str:
 
 
 def same_relation(answer: Relation, truth: Relation, depth: int) -> bool:
-    """Side by side, also when turned around, or as intervals; what has one sign also by a constant factor."""
+    """Side by side, also when turned around, or as intervals; what has one sign also by a constant
+    factor."""
     sides, signs = answer
     true_sides, true_signs = truth
     intervals = [interval_of(*found) for found in (answer, truth)]
@@ -905,9 +993,13 @@ def same_relation(answer: Relation, truth: Relation, depth: int) -> bool:
         return False
     turned = (sides[::-1], [FLIPPED[sign] for sign in reversed(signs)])
     for some_sides, some_signs in (answer, turned):
-        if some_signs == true_signs and all(same(a, b, depth - 1) for a, b in zip(some_sides, true_sides)):
+        if some_signs == true_signs and all(
+            same(a, b, depth - 1) for a, b in zip(some_sides, true_sides)
+        ):
             return True
-    if len(signs) > 1 or any(RATIO.search(side) or WORD.search(side) for side in (*sides, *true_sides)):
+    if len(signs) > 1 or any(
+        RATIO.search(side) or WORD.search(side) for side in (*sides, *true_sides)
+    ):
         return False
     sign, true_sign = signs[0], true_signs[0]
     if true_sign not in (sign, FLIPPED[sign]):
@@ -921,7 +1013,8 @@ def same_relation(answer: Relation, truth: Relation, depth: int) -> bool:
 
 
 def same_as_relation(text: str, other: str, depth: int) -> bool:
-    """x = 5 is 5, 2 + 3 = 5 is 5, 2 < x < 5 is (2, 5), x in [0, 1] is [0, 1]; \\sqrt{2} \\approx 1.41 is either."""
+    """x = 5 is 5, 2 + 3 = 5 is 5, 2 < x < 5 is (2, 5), x in [0, 1] is [0, 1]; \\sqrt{2} \\approx
+    1.41 is either."""
     found = relation(text)
     if found is None:
         return False
@@ -951,7 +1044,8 @@ def symbols_in(text: str) -> set[str]:
 
 
 def interval_of(sides: list[str], signs: list[str]) -> tuple[str, str] | None:
-    r"""("x", "(2, \infty)") of x > 2 and of 2 < x, a union of x \ne 2; None if no side is a letter."""
+    r"""("x", "(2, \infty)") of x > 2 and of 2 < x, a union of x \ne 2; None if no side is a
+    letter."""
     if signs == ["\\ne"] and VARIABLE.fullmatch(sides[0]):
         return sides[0], reals_without(sides[1])
     if signs == ["\\in"] and VARIABLE.fullmatch(sides[0]) and not VARIABLE.fullmatch(sides[1]):
@@ -984,7 +1078,9 @@ OPENING = {"\\{": "\\}", "\\langle": "\\rangle", "(": ")", "[": "]", "{": "}", "
 BRACKET = re.compile(r"\\[{}]|\\[lr]angle(?![a-zA-Z])|[()\[\]{}]|\\(?:begin|end)(?![a-zA-Z])")
 SEPARATOR = re.compile(r"[,;]")
 REALS = re.compile(r"\\mathbb\s*\{?\s*R\s*\}?|\\R|\{R\}")
-REALS_WITHOUT = re.compile(rf"(?:{REALS.pattern})\s*(?:\\setminus|\\backslash|-)\s*\\\{{([^,;]*)\\\}}")
+REALS_WITHOUT = re.compile(
+    rf"(?:{REALS.pattern})\s*(?:\\setminus|\\backslash|-)\s*\\\{{([^,;]*)\\\}}"
+)
 UNION = re.compile(r"\\cup(?![a-zA-Z])")
 INTERSECTION = re.compile(r"\\cap(?![a-zA-Z])")
 SUCH_THAT = re.compile(r"[|:]")
@@ -996,8 +1092,8 @@ MATRIX = re.compile(r"\\begin\{([a-zA-Z]*)matrix\}(.*)\\end\{\1matrix\}", re.DOT
 
 
 def collection(text: str) -> tuple[str, list[str]]:
-    r"""(kind, items): "list" of what has no order, brackets such as "(]" of what has one, "union", "matrix 2x2", and
-    "set-builder"; ("", [text]) of what is no collection.
+    r"""(kind, items): "list" of what has no order, brackets such as "(]" of what has one, "union",
+    "matrix 2x2", and "set-builder"; ("", [text]) of what is no collection.
 
     A set is a list: \{1, 2\} is 1, 2. What has \pm is a list of two.
     """
@@ -1029,10 +1125,13 @@ def collection(text: str) -> tuple[str, list[str]]:
 
 
 def set_of(inner: str) -> tuple[str, list[str]]:
-    r"""The collection that \{…\} is: \{x | x > 2\} is (2, \infty), and \{\emptyset\} is no \emptyset."""
+    r"""The collection that \{…\} is: \{x | x > 2\} is (2, \infty), and \{\emptyset\} is no
+    \emptyset."""
     head, *condition = split_outside(inner, SUCH_THAT, at_most=1)
     if condition:
-        solution = solution_set(re.sub(rf"\\in\s*(?:{REALS.pattern})$", "", head).strip(), condition[0])
+        solution = solution_set(
+            re.sub(rf"\\in\s*(?:{REALS.pattern})$", "", head).strip(), condition[0]
+        )
         return collection(solution) if solution else ("set-builder", [head, *condition])
     items = items_of(inner)
     if len(items) == 1 and (items[0] == "\\emptyset" or in_brackets(items[0])[0] == "\\{"):
@@ -1041,7 +1140,8 @@ def set_of(inner: str) -> tuple[str, list[str]]:
 
 
 def solution_set(variable: str, condition: str) -> str:
-    r"""(-\infty, 1)\cup(2, \infty) of x and x < 1 \cup x > 2; "" of what are no inequalities of the variable."""
+    r"""(-\infty, 1)\cup(2, \infty) of x and x < 1 \cup x > 2; "" of what are no inequalities of the
+    variable."""
     intervals = []
     for part in split_outside(condition, UNION):
         found = relation(part)
@@ -1052,7 +1152,9 @@ def solution_set(variable: str, condition: str) -> str:
     return " \\cup ".join(intervals)
 
 
-def same_collection(kind: str, items: list[str], true_kind: str, true_items: list[str], depth: int) -> bool:
+def same_collection(
+    kind: str, items: list[str], true_kind: str, true_items: list[str], depth: int
+) -> bool:
     """In any order for lists, sets and unions; (1, 2) is 1, 2 in this order, and no \\{1, 2\\}."""
     kinds = {kind or "list", true_kind or "list"}
     if kinds <= UNORDERED and (len(kinds) == 1 or "list" in kinds):
@@ -1060,14 +1162,17 @@ def same_collection(kind: str, items: list[str], true_kind: str, true_items: lis
     if len(items) != len(true_items):
         return False
     if kinds == {"set-builder"}:
-        return short_form(items[0]) == short_form(true_items[0]) and same(items[1], true_items[1], depth - 1)
+        return short_form(items[0]) == short_form(true_items[0]) and same(
+            items[1], true_items[1], depth - 1
+        )
     if len(kinds) == 1 or kinds == {"list", "()"}:
         return all(same(item, true_item, depth - 1) for item, true_item in zip(items, true_items))
     return False
 
 
 def same_items(items: list[str], true_items: list[str], depth: int) -> bool:
-    """In any order. Of those that are spelled differently all pairs are compared, if they are few."""
+    """In any order. Of those that are spelled differently all pairs are compared, if they are
+    few."""
     if len(items) != len(true_items):
         return False
     rest = list(items)
@@ -1093,7 +1198,8 @@ def same_items(items: list[str], true_items: list[str], depth: int) -> bool:
 
 
 def list_items(text: str) -> list[str]:
-    """The items of a list; of x = 1, 2 without the label, and of \\pm 3 both; [text] of what is no list."""
+    """The items of a list; of x = 1, 2 without the label, and of \\pm 3 both; [text] of what is no
+    list."""
     if DECIMAL.fullmatch(split_unit(text)[0]):  # 1,234 cans
         return [text]
     return items_of(text)
@@ -1116,7 +1222,9 @@ def both_signs(text: str) -> list[str]:
         return [text]
     upper = {"\\pm": "+", "\\mp": "-"}
     lower = {"\\pm": "-", "\\mp": "+"}
-    return [PLUS_MINUS.sub(lambda match, signs=signs: signs[match[0]], text) for signs in (upper, lower)]
+    return [
+        PLUS_MINUS.sub(lambda match, signs=signs: signs[match[0]], text) for signs in (upper, lower)
+    ]
 
 
 def measures(text: str) -> list[str]:

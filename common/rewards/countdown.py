@@ -1,7 +1,8 @@
 """Countdown: reach the target with + - * / and parentheses, every given number used exactly once.
 
-Reward as in TinyZero: 1.0 for a right answer, 0.1 for a complete <answer> tag with anything else in it, 0 without one.
-Model text is parsed by Python's own parser, never evaluated by it: a walk over the tree knows a few operators.
+Reward as in TinyZero: 1.0 for a right answer, 0.1 for a complete <answer> tag with anything else in
+it, 0 without one. Model text is parsed by Python's own parser, never evaluated by it: a walk over
+the tree knows a few operators.
 """
 
 import ast
@@ -19,23 +20,36 @@ MAX_POWER_BITS = 4096  # compat only: of the value of an integer power
 
 CHARACTERS = re.compile(r"[-+*/(). \t\r\n\f0-9]*")  # of expressions
 # what Python's parser raises, for texts that are too deep for it, too; and what arithmetic does
-ERRORS = (SyntaxError, MemoryError, RecursionError, ZeroDivisionError, OverflowError, TypeError, ValueError)
+ERRORS = (
+    SyntaxError,
+    MemoryError,
+    RecursionError,
+    ZeroDivisionError,
+    OverflowError,
+    TypeError,
+    ValueError,
+)
 
 
-def score(solution_str: str, ground_truth: Mapping, mode: Literal["strict", "compat"] = "strict") -> dict:
+def score(
+    solution_str: str, ground_truth: Mapping, mode: Literal["strict", "compat"] = "strict"
+) -> dict:
     """{"score": 0 | 0.1 | 1, "pred": value, "format": 1 if there is an answer tag} of one response.
 
-    ground_truth: {"numbers": [int, …], "target": int}. "pred" is for majority votes: the value of a valid answer, ""
+    ground_truth: {"numbers": [int, …], "target": int}. "pred" is for majority votes: the value of a
+    valid answer, ""
     for one that does not parse or does not use every number exactly once.
-    strict: last complete <answer>…</answer> anywhere in the response; exact fractions.
-    compat: TinyZero's rule, to compare curves with it. The tag must stand on the last line; `**`, `//`, decimals (1.5
-    made of 1 and 5) and a unary plus count; Python's floats, within 1e-5. Where TinyZero may evaluate for ever, this
-    does not: a power of more than 4096 bits, nesting deeper than 50 or more than 512 characters are wrong.
+    strict: last complete <answer>…</answer> anywhere in the response; exact fractions. compat:
+    TinyZero's rule, to compare curves with it. The tag must stand on the last line; `**`, `//`,
+    decimals (1.5 made of 1 and 5) and a unary plus count; Python's floats, within 1e-5. Where
+    TinyZero may evaluate for ever, this does not: a power of more than 4096 bits, nesting deeper
+    than 50 or more than 512 characters are wrong.
     """
     if mode not in ("strict", "compat"):
         raise ValueError(f"mode is {mode!r}, expected 'strict' or 'compat'")
     numbers, target = [int(number) for number in ground_truth["numbers"]], ground_truth["target"]
-    target = Fraction(int(target) if isinstance(target, str) else target)  # 1e999999999 as a text would never end
+    # 1e999999999 as a text would never end
+    target = Fraction(int(target) if isinstance(target, str) else target)
     answer = last_answer(solution_str) if mode == "strict" else last_line_answer(solution_str)
     if answer is None:
         return {"score": NO_TAG, "pred": "", "format": 0.0}
@@ -43,48 +57,64 @@ def score(solution_str: str, ground_truth: Mapping, mode: Literal["strict", "com
     if value is None:
         return {"score": WRONG, "pred": "", "format": 1.0}
     is_right = value == target if mode == "strict" else abs(value - target) < 1e-5
-    return {"score": RIGHT if is_right else WRONG, "pred": str(target if is_right else value), "format": 1.0}
+    return {
+        "score": RIGHT if is_right else WRONG,
+        "pred": str(target if is_right else value),
+        "format": 1.0,
+    }
 
 
-def tinyzero(data_source: str, solution_str: str, ground_truth: Mapping, extra_info: Mapping | None = None) -> dict:
+def tinyzero(
+    data_source: str, solution_str: str, ground_truth: Mapping, extra_info: Mapping | None = None
+) -> dict:
     """The compat mode for `--reward-function common/rewards/countdown.py:tinyzero`."""
     return score(solution_str, ground_truth, mode="compat")
 
 
 def last_answer(text: str) -> str | None:
-    """Content of the last complete <answer>…</answer>. Linear: a lazy regex is quadratic over unclosed tags."""
+    """Content of the last complete <answer>…</answer>. Linear: a lazy regex is quadratic over
+    unclosed tags."""
     start = text.rfind("<answer>", 0, max(text.rfind("</answer>"), 0))
-    return None if start < 0 else text[start + len("<answer>") : text.find("</answer>", start)].strip()
+    return (
+        None if start < 0 else text[start + len("<answer>") : text.find("</answer>", start)].strip()
+    )
 
 
 def last_line_answer(text: str) -> str | None:
-    """TinyZero's extraction: drop the prompt if it is there, keep the last line, take tags pairwise from the left."""
+    """TinyZero's extraction: drop the prompt if it is there, keep the last line, take tags pairwise
+    from the left."""
     marker = "Assistant:" if "Assistant:" in text else "<|im_start|>assistant"
     text = text.partition(marker)[2] if marker in text else text
     line = text[text.rfind("\n") + 1 :]
     answer, position = None, 0
-    while (start := line.find("<answer>", position)) >= 0 and (end := line.find("</answer>", start)) >= 0:
+    while (start := line.find("<answer>", position)) >= 0 and (
+        end := line.find("</answer>", start)
+    ) >= 0:
         answer, position = line[start + len("<answer>") : end].strip(), end + len("</answer>")
     return answer
 
 
 def evaluate(text: str, numbers: list[int], mode: str) -> Fraction | float | None:
-    """Value of the expression; None if it is malformed, too long, or does not use `numbers` exactly once each."""
+    """Value of the expression; None if it is malformed, too long, or does not use `numbers` exactly
+    once each."""
     if len(text) > MAX_CHARACTERS or not CHARACTERS.fullmatch(text):
         return None
-    used = [int(digits) for digits in re.findall(r"[0-9]+", text)]  # 1.5 uses 1 and 5, as in TinyZero
+    # 1.5 uses 1 and 5, as in TinyZero
+    used = [int(digits) for digits in re.findall(r"[0-9]+", text)]
     if sorted(used) != sorted(numbers) or max(used, default=0) >= 10**MAX_DIGITS:
         return None
     line = " ".join(text.split())
     try:
         value = compute(ast.parse(line, mode="eval").body, line, mode)
-        return value if abs(value) < 2**MAX_POWER_BITS else None  # a longer one could not even be printed
+        # a longer one could not even be printed
+        return value if abs(value) < 2**MAX_POWER_BITS else None
     except ERRORS:
         return None
 
 
 def compute(node: ast.expr, line: str, mode: str, depth: int = 1) -> Fraction | float:
-    """Value of a node of the tree of `line`. ValueError for what is no number and no operation of the mode.
+    """Value of a node of the tree of `line`. ValueError for what is no number and no operation of
+    the mode.
 
     depth: 1, and one for each sign around the node, and for each power in whose exponent it is.
     """
@@ -104,8 +134,13 @@ def compute(node: ast.expr, line: str, mode: str, depth: int = 1) -> Fraction | 
 
 
 def bounded_power(base, exponent):
-    """base ** exponent; ValueError where an integer power would exceed MAX_POWER_BITS bits (99**98**97 never ends)."""
-    if {type(base), type(exponent)} == {int} and abs(base) > 1 and base.bit_length() * exponent > MAX_POWER_BITS:
+    """base ** exponent; ValueError where an integer power would exceed MAX_POWER_BITS bits
+    (99**98**97 never ends)."""
+    if (
+        {type(base), type(exponent)} == {int}
+        and abs(base) > 1
+        and base.bit_length() * exponent > MAX_POWER_BITS
+    ):
         raise ValueError(f"{base} ** {exponent} is too large")
     return base**exponent
 

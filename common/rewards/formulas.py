@@ -1,9 +1,11 @@
-r"""Equality of formulas: LaTeX is read token by token into sympy's expressions, which are compared at points.
+r"""Equality of formulas: LaTeX is read token by token into sympy's expressions, which are compared
+at points.
 
-A formula is read whole or not at all: what is not known here (an operator, a command, two numbers side by side) is
-`Unreadable`, and then only its spelling tells. Two formulas are equal if they agree at random points, to more digits
-than a coincidence has; constants are compared exactly if both are rational, and else relatively, however small.
-Sizes are bounded before sympy computes anything.
+A formula is read whole or not at all: what is not known here (an operator, a command, two numbers
+side by side) is `Unreadable`, and then only its spelling tells. Two formulas are equal if they
+agree at random points, to more digits than a coincidence has; constants are compared exactly if
+both are rational, and else relatively, however small. Sizes are bounded before sympy computes
+anything.
 """
 
 import re
@@ -30,7 +32,10 @@ MAX_FUNCTIONS = 4  # inside each other
 MAX_BRACKETS = 40  # inside each other
 
 FUNCTIONS = {
-    **{name: name for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "exp")},
+    **{
+        name: name
+        for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "exp")
+    },
     **{f"arc{name}": f"a{name}" for name in ("sin", "cos", "tan", "cot", "sec", "csc")},
 }
 GROWING_FUNCTIONS = ("exp", "sinh", "cosh", "tanh")
@@ -52,7 +57,8 @@ TOKEN = re.compile(
     | (?P<accent> \\(?:ACCENTS) \s* (?: \{ [A-Za-z0-9\s]* \} | [A-Za-z] ) )
     | (?P<symbol> (?: [A-Za-z]{4,} | [A-Za-z] | \\(?:GREEK)(?![A-Za-z]) )
         (?: _ \s* (?: [A-Za-z0-9] | \{ [A-Za-z0-9\s,+\-]* \} ) )?
-        (?: ' | \^\s* (?: \\top | \{\s*\\top\s*\} ) | (?<=[A-Z]) \^\s* (?: T (?![A-Za-z]) | \{\s*T\s*\} ) )* )
+        (?: ' | \^\s* (?: \\top | \{\s*\\top\s*\} )
+            | (?<=[A-Z]) \^\s* (?: T (?![A-Za-z]) | \{\s*T\s*\} ) )* )
     | (?P<command> \\[A-Za-z]+ )
     | (?P<operator> [-+*/^!°()|{}\[\]_] )
     """.replace("ACCENTS", "|".join(ACCENTS.split())).replace("GREEK", "|".join(GREEK.split()))
@@ -60,7 +66,14 @@ TOKEN = re.compile(
 
 
 # what sympy raises where it has no answer, Unreadable among them
-NO_VERDICT = (ArithmeticError, AttributeError, NotImplementedError, RecursionError, TypeError, ValueError)
+NO_VERDICT = (
+    ArithmeticError,
+    AttributeError,
+    NotImplementedError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 
 
 class Unreadable(ValueError):
@@ -78,7 +91,8 @@ def same_value(answer: str, truth: str) -> bool:
 def same_relation(answer: tuple[str, str], truth: tuple[str, str], direction: int) -> bool:
     """Whether left - right of two equations or inequalities agree up to a constant factor.
 
-    direction: 0 for equations, with any factor; 1 for inequalities that point the same way, whose factor is positive;
+    direction: 0 for equations, with any factor; 1 for inequalities that point the same way, whose
+    factor is positive;
     -1 for those that point in opposite ways.
     """
     from sympy import together
@@ -212,7 +226,8 @@ def read(text: str) -> "sympy.Expr":
 
 
 class Reader:
-    """Recursive descent, a method for each level of precedence. `kind`, `token`: of the next token, "" at the end."""
+    """Recursive descent, a method for each level of precedence. `kind`, `token`: of the next token,
+    "" at the end."""
 
     def __init__(self, text: str):
         self.tokens: list[tuple[str, str]] = []
@@ -278,7 +293,9 @@ class Reader:
         is_whole = was_number and self.token.isdecimal()
         value = self.power()
         while self.starts_factor():
-            if self.kind == "number" and (was_number or self.tokens[self.place - 1][0] != "operator"):
+            if self.kind == "number" and (
+                was_number or self.tokens[self.place - 1][0] != "operator"
+            ):
                 raise Unreadable("a number behind a number or a letter")
             was_number = self.kind == "number"
             is_fraction = self.token == "\\frac"
@@ -322,7 +339,12 @@ class Reader:
                 return self.group("(", ")")
             self.take()
             return -self.argument()
-        if self.kind in ("number", "symbol") or self.token in ("\\pi", "\\frac", "\\sqrt", "\\infty"):
+        if self.kind in ("number", "symbol") or self.token in (
+            "\\pi",
+            "\\frac",
+            "\\sqrt",
+            "\\infty",
+        ):
             return self.atom()
         raise Unreadable(f"no argument: {self.token!r}")
 
@@ -373,7 +395,8 @@ class Reader:
             return sympy.I
         name = re.sub(r"[\s{}]", "", token)
         follows = [following for _, following in self.tokens[self.place : self.place + 3]]
-        if follows[:1] == ["("] and (name[0] in NAMES_OF_FUNCTIONS or follows[2:] == [")"]):  # y(0), u(t)
+        # y(0), u(t)
+        if follows[:1] == ["("] and (name[0] in NAMES_OF_FUNCTIONS or follows[2:] == [")"]):
             raise Unreadable("the value of a function")
         return sympy.Symbol(name)
 
@@ -407,7 +430,8 @@ class Reader:
         raise Unreadable(f"\\{name} is not known")
 
     def function(self, name: str) -> "sympy.Expr":
-        r"""\sin(x), \sin 2x, \sin^2 x, \log_2 8: of a bracket, or of the factors up to another function."""
+        r"""\sin(x), \sin 2x, \sin^2 x, \log_2 8: of a bracket, or of the factors up to another
+        function."""
         import sympy
 
         self.functions += 1
@@ -424,7 +448,10 @@ class Reader:
             value = self.group("(", ")")
         else:
             value = self.power()
-            while self.starts_factor() and self.token.removeprefix("\\") not in (*FUNCTIONS, *LOGARITHMS):
+            while self.starts_factor() and self.token.removeprefix("\\") not in (
+                *FUNCTIONS,
+                *LOGARITHMS,
+            ):
                 value = value * self.power()
         self.functions -= 1
         function = FUNCTIONS.get(name)
@@ -479,7 +506,8 @@ def rounded(value: "sympy.Expr", name: str) -> "sympy.Expr":
 
 
 def check_growing(exponent: "sympy.Expr") -> None:
-    """Of e or of a number: no towers, such as e^{e^{e^x}} and x^{n!}, and no numbers beyond all bounds."""
+    """Of e or of a number: no towers, such as e^{e^{e^x}} and x^{n!}, and no numbers beyond all
+    bounds."""
     from sympy import preorder_traversal
 
     if not exponent.is_rational_function() and grows(exponent):
@@ -518,7 +546,8 @@ def binomial(above: "sympy.Expr", below: "sympy.Expr") -> "sympy.Expr":
 
 
 def bounded(name: str, largest: int, *arguments: "sympy.Expr") -> "sympy.Expr":
-    """A factorial or binomial of small numbers, or of symbols with + - * alone, as n!, (2n+1)! and n choose k."""
+    """A factorial or binomial of small numbers, or of symbols with + - * alone, as n!, (2n+1)! and
+    n choose k."""
     import sympy
 
     for argument in arguments:

@@ -1,6 +1,8 @@
-r"""Reward of Geometry3K in verl's form: 0.9 for the right \boxed{…}, and 0.1 for <think> … </think> before it.
+r"""Reward of Geometry3K in verl's form: 0.9 for the right \boxed{…}, and 0.1 for <think> … </think>
+before it.
 
-Linear time and no exception, whatever the response; a ground truth that no response could match is an error.
+Linear time and no exception, whatever the response; a ground truth that no response could match is
+an error.
 """
 
 from common.rewards.answers import (
@@ -21,10 +23,11 @@ FORMAT = ("<think>", "</think>", "\\boxed{", "}")
 
 
 def score_geo3k(solution_str: str, ground_truth: str) -> dict:
-    r"""{"score": 0.9 acc + 0.1 format, "acc": whether it is right, "format": 0 | 1, "pred": answer or ""}.
+    r"""{"score": 0.9 acc + 0.1 format, "acc": whether it is right, "format": 0 | 1, "pred": answer
+    or ""}.
 
-    The answer is the content of the last complete \boxed{…}. "pred" is its short form, and of a right one the ground
-    truth, so that votes agree.
+    The answer is the content of the last complete \boxed{…}. "pred" is its short form, and of a
+    right one the ground truth, so that votes agree.
     """
     truth = normalized_truth(ground_truth)
     answer = last_boxed(solution_str) or ""
@@ -33,13 +36,20 @@ def score_geo3k(solution_str: str, ground_truth: str) -> dict:
     is_right = is_same(typeset(answer), typeset(str(ground_truth)))
     has_format = float(in_format(solution_str))
     pred = truth if is_right else short_form(plain_value(typeset(answer)))
-    return {"score": 0.9 * is_right + 0.1 * has_format, "acc": is_right, "format": has_format, "pred": pred}
+    return {
+        "score": 0.9 * is_right + 0.1 * has_format,
+        "acc": is_right,
+        "format": has_format,
+        "pred": pred,
+    }
 
 
 def in_format(text: str) -> bool:
-    r"""Whether all of the text matches <think>.*</think>.*\boxed{.*}.*, where a dot is any character."""
+    r"""Whether all of the text matches <think>.*</think>.*\boxed{.*}.*, where a dot is any
+    character."""
     end = 0
-    for mark in FORMAT:  # the first one after the mark before it: if any match exists, this one does
+    # the first one after the mark before it: if any match exists, this one does
+    for mark in FORMAT:
         start = text.find(mark, end)
         if start < 0 or (start and not end):
             return False
@@ -48,7 +58,8 @@ def in_format(text: str) -> bool:
 
 
 def is_same(answer: str, truth: str) -> bool:
-    """Equality by mathruler's rules; tuples and intervals by their brackets and, in order, their elements."""
+    """Equality by mathruler's rules; tuples and intervals by their brackets and, in order, their
+    elements."""
     answer, truth = unlabelled(answer, truth)
     brackets, items = elements(answer)
     true_brackets, true_items = elements(truth)
@@ -58,7 +69,8 @@ def is_same(answer: str, truth: str) -> bool:
 
 
 def elements(text: str) -> tuple[str, list[str]]:
-    """("(]", ["1", "2"]) of "(1,2]"; ("", [text]) of what is no tuple, without its brackets if it has a pair."""
+    """("(]", ["1", "2"]) of "(1,2]"; ("", [text]) of what is no tuple, without its brackets if it
+    has a pair."""
     if text[:1] not in ("(", "[") or text[-1:] not in (")", "]"):
         return "", [text]
     items, depth = [""], 0
@@ -74,7 +86,8 @@ def elements(text: str) -> tuple[str, list[str]]:
 
 
 def is_same_element(answer: str, truth: str) -> bool:
-    r"""Numbers by value, all else as `is_equal` has it; but an integer is a number without \sqrt, \frac or powers.
+    r"""Numbers by value, all else as `is_equal` has it; but an integer is a number without \sqrt,
+    \frac or powers.
 
     Fractions only in lowest terms, unless they are spelled like the truth.
     """

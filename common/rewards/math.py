@@ -1,7 +1,8 @@
-r"""Rewards for mathematical answers: `#### 72` (GSM8K), \boxed{\frac{1}{2}} (MATH) and `Answer: 204` (DAPO).
+r"""Rewards for mathematical answers: `#### 72` (GSM8K), \boxed{\frac{1}{2}} (MATH) and `Answer:
+204` (DAPO).
 
-All take linear time and none raises, whatever the response; a ground truth that no response could match is an error.
-When two answers are equal stands in common/rewards/answers.py.
+All take linear time and none raises, whatever the response; a ground truth that no response could
+match is an error. When two answers are equal stands in common/rewards/answers.py.
 """
 
 import re
@@ -14,8 +15,10 @@ TAIL = 300  # characters of the response in which GSM8K and DAPO look for the an
 
 # --- numbers ---
 
-# -72, $72, -$1,234.50, 72. (a full stop), .5; the minus of "10-4" is no sign, the comma of "3,5" no part of 3
-NUMBER = r"(?:(?<![0-9])-)?(?:\$-?)?(?:(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
+# -72, $72, -$1,234.50, 72. (a full stop), .5; the minus of "10-4" is no sign, the comma of "3,5" no
+# part of 3
+INTEGER = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
+NUMBER = rf"(?:(?<![0-9])-)?(?:\$-?)?(?:{INTEGER}(?:\.[0-9]*)?|\.[0-9]+)"
 ANSWER = re.compile(rf"####[ \t]*\**({NUMBER})([^\n]*)")
 # words behind a number that make another one of it
 CONTINUATION_WORDS = """
@@ -30,8 +33,9 @@ VERL_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
 def score_gsm8k(solution_str: str, ground_truth: str) -> dict:
     """{"score": 0 | 1, "pred": canonical number or ""} of one response.
 
-    The answer is the last `#### x` in the last 300 characters, x being a number that ends there: `5 or 6`, `1/2`,
-    `3,5` are none. Numbers are compared as decimals: `72.`, `72.0`, `$72` are 72, and `1,234` is 1234.
+    The answer is the last `#### x` in the last 300 characters, x being a number that ends there: `5
+    or 6`, `1/2`, `3,5` are none. Numbers are compared as decimals: `72.`, `72.0`, `$72` are 72, and
+    `1,234` is 1234.
     """
     truth = canonical_number(str(ground_truth))
     if not truth:
@@ -44,7 +48,8 @@ def score_gsm8k(solution_str: str, ground_truth: str) -> dict:
 
 
 def is_end(rest: str) -> bool:
-    """Whether a number ends before the rest of its line: before nothing, a sentence, a unit, or other words."""
+    """Whether a number ends before the rest of its line: before nothing, a sentence, a unit, or
+    other words."""
     if re.match(r"\s*(?:\\?%)?[.,;:?)\]*$]*\s*(?:<|$)", rest):
         return True
     if re.match(r"[.?]\s|[;:,]\s+(?![0-9]|(?:or|and|but)\b)", rest):
@@ -57,12 +62,14 @@ def is_end(rest: str) -> bool:
     first = re.match("[A-Za-z]+", words)
     if first is None or first[0].lower() in CONTINUATIONS:
         return False
-    return len(first[0]) > 1 or (first[0].islower() and unit_name(first[0]) != "")  # 5 m, but not 5 K
+    # 5 m, but not 5 K
+    return len(first[0]) > 1 or (first[0].islower() and unit_name(first[0]) != "")
 
 
 def verl_gsm8k(data_source: str, solution_str: str, ground_truth: str, extra_info=None) -> float:
-    """verl's own rule, for `--reward-function common/rewards/math.py:verl_gsm8k`: the last `#### x` in the last 300
-    characters, without commas and dollars, is the truth to the letter. `#### 3,5` is 35 for it, `#### 1/2` is 1.
+    """verl's own rule, for `--reward-function common/rewards/math.py:verl_gsm8k`: the last `#### x`
+    in the last 300 characters, without commas and dollars, is the truth to the letter. `#### 3,5`
+    is 35 for it, `#### 1/2` is 1.
     """
     found = VERL_ANSWER.findall(solution_str[-TAIL:])
     if not found:
@@ -71,7 +78,8 @@ def verl_gsm8k(data_source: str, solution_str: str, ground_truth: str, extra_inf
 
 
 def canonical_number(text: str) -> str:
-    """The one spelling of a decimal number: "-$1,234.50" -> "-1234.5", "-0." -> "0"; "" if it is not a number.
+    """The one spelling of a decimal number: "-$1,234.50" -> "-1234.5", "-0." -> "0"; "" if it is
+    not a number.
 
     Works on the digits, so that no precision is lost however long the number is.
     """
@@ -88,8 +96,11 @@ def canonical_number(text: str) -> str:
 # --- \boxed{…} and `Answer: …` ---
 
 BOX = r"(?:boxed|fbox|framebox)"
-# a box that opens; a box around one word, as in $\boxed 5$; \{ \} and line breaks, to step over them; a brace
-BOX_OR_BRACE = re.compile(rf"\\{BOX}(?:\s*+(?P<open>\{{)|\s(?P<word>[^\s$]{{1,40}}+)\$)|\\[{{}}]|\\\\(?!{BOX})|[{{}}]")
+# a box that opens; a box around one word, as in $\boxed 5$; \{ \} and line breaks, to step over
+# them; a brace
+BOX_OR_BRACE = re.compile(
+    rf"\\{BOX}(?:\s*+(?P<open>\{{)|\s(?P<word>[^\s$]{{1,40}}+)\$)|\\[{{}}]|\\\\(?!{BOX})|[{{}}]"
+)
 ANSWER_LINE = re.compile(r"answer\s*:\s*(?=\S)", re.IGNORECASE | re.ASCII)
 INLINE_MATH = re.compile(r"\$+([^$]+)\$")
 
@@ -97,8 +108,8 @@ INLINE_MATH = re.compile(r"\$+([^$]+)\$")
 def score_boxed(solution_str: str, ground_truth: str) -> dict:
     r"""{"score": 0 | 1, "pred": normalised answer or ""} of one response to a MATH-style problem.
 
-    The answer is the content of the last complete \boxed{…} anywhere in the response. "pred" of a right one is the
-    ground truth, so that votes agree.
+    The answer is the content of the last complete \boxed{…} anywhere in the response. "pred" of a
+    right one is the ground truth, so that votes agree.
     """
     truth = normalized_truth(ground_truth)
     answer = last_boxed(solution_str) or ""
@@ -107,17 +118,20 @@ def score_boxed(solution_str: str, ground_truth: str) -> dict:
 
 
 def score_dapo(solution_str: str, ground_truth: str) -> dict:
-    r"""{"score": -1 | 1, "acc": whether it is right, "pred": answer or ""} of one response, as DAPO trains on AIME.
+    r"""{"score": -1 | 1, "acc": whether it is right, "pred": answer or ""} of one response, as DAPO
+    trains on AIME.
 
-    The answer is what follows the last `Answer:` on its line, in the last 300 characters; of that what follows the
-    last `=`, and its first $...$, if there is one. Right by spelling or as a number; formulas are not computed.
+    The answer is what follows the last `Answer:` on its line, in the last 300 characters; of that
+    what follows the last `=`, and its first $...$, if there is one. Right by spelling or as a
+    number; formulas are not computed.
     """
     truth = normalized_truth(ground_truth)
     tail, answer = solution_str[-TAIL:], ""
     for match in ANSWER_LINE.finditer(tail):
         answer = tail[match.end() :].partition("\n")[0]
     left, _, right = answer.rpartition("=")
-    inline = INLINE_MATH.search(answer if left.count("$") % 2 else right)  # is the last "=" in math, or before it?
+    # is the last "=" in math, or before it?
+    inline = INLINE_MATH.search(answer if left.count("$") % 2 else right)
     answer = last_boxed(answer) or (inline[1] if inline else right)
     answer = answer.rpartition("=")[2].strip("* ")
     is_right = is_equal(answer, str(ground_truth), with_formulas=False)
@@ -126,7 +140,8 @@ def score_dapo(solution_str: str, ground_truth: str) -> dict:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the complete \boxed{…}, \fbox{…} or \framebox{…} that begins last; None if there is none."""
+    r"""Content of the complete \boxed{…}, \fbox{…} or \framebox{…} that begins last; None if there
+    is none."""
     answer, answer_start = None, -1
     open_braces = []  # of each: where the content begins if it belongs to a box, else -1
     for match in BOX_OR_BRACE.finditer(text):
@@ -144,14 +159,24 @@ def last_boxed(text: str) -> str | None:
 
 
 def truth_text(ground_truth: object) -> str:
-    """As a text. ValueError for what is neither a text nor a finite number: no answer is a list, or NaN."""
-    if not isinstance(ground_truth, str | Real) or ground_truth != ground_truth or ground_truth in (inf, -inf):
-        raise ValueError(f"the ground truth {ground_truth!r:.80} is neither a text nor a finite number")
+    """As a text. ValueError for what is neither a text nor a finite number: no answer is a list, or
+    NaN."""
+    if (
+        not isinstance(ground_truth, str | Real)
+        or ground_truth != ground_truth
+        or ground_truth in (inf, -inf)
+    ):
+        raise ValueError(
+            f"the ground truth {ground_truth!r:.80} is neither a text nor a finite number"
+        )
     return str(ground_truth)
 
 
 def normalized_truth(ground_truth: object) -> str:
     truth = normalize(truth_text(ground_truth))
     if not truth:
-        raise ValueError(f"the ground truth {ground_truth!r:.80} is no answer of 1 to {MAX_CHARACTERS} characters")
+        raise ValueError(
+            f"the ground truth {ground_truth!r:.80} is no answer of 1 to {MAX_CHARACTERS} "
+            "characters"
+        )
     return truth

@@ -1,4 +1,5 @@
-"""A reward model: a sequence classifier with one output. It stays on the host, and visits the device to score."""
+"""A reward model: a sequence classifier with one output. It stays on the host, and visits the
+device to score."""
 
 from collections.abc import Mapping
 from math import inf, nan
@@ -32,13 +33,16 @@ def unreadable(path: str, error: Exception) -> SystemExit:
 
 
 class RewardModel:
-    """The model of a folder. SystemExit if it has more outputs than one, or its tokenizer no end or padding token."""
+    """The model of a folder. SystemExit if it has more outputs than one, or its tokenizer no end or
+    padding token."""
 
     def __init__(self, path: str, dtype: torch.dtype, device: torch.device):
         check_reward_model(path)
         try:
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-            model = transformers.AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype)
+            model = transformers.AutoModelForSequenceClassification.from_pretrained(
+                path, dtype=dtype
+            )
         except DAMAGE as error:
             raise unreadable(path, error) from error
         self.model, self.device = model.eval().requires_grad_(False), device
@@ -46,15 +50,21 @@ class RewardModel:
         # longer texts do not share a batch, whose longest one would decide for all
         self.batched_length = min(length_limits(self.model.config).values(), default=inf)
         if self.model.config.num_labels != 1:
-            raise SystemExit(f"--reward-model {path} has {self.model.config.num_labels} outputs, expected one")
+            raise SystemExit(
+                f"--reward-model {path} has {self.model.config.num_labels} outputs, expected one"
+            )
         self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
         if self.tokenizer.pad_token is None:
-            raise SystemExit(f"--reward-model {path}: its tokenizer has neither a padding nor an end token")
+            raise SystemExit(
+                f"--reward-model {path}: its tokenizer has neither a padding nor an end token"
+            )
         self.tokenizer.padding_side = "right"
-        self.model.config.pad_token_id = self.tokenizer.pad_token_id  # the output is read at the last other token
+        # the output is read at the last other token
+        self.model.config.pad_token_id = self.tokenizer.pad_token_id
 
     def text(self, row: Row, episode: Episode, response: str, policy_tokenizer) -> str:
-        """The conversation in the reward model's template; plain text where prompt or tokenizer have none."""
+        """The conversation in the reward model's template; plain text where prompt or tokenizer
+        have none."""
         if isinstance(row.prompt, list) and self.tokenizer.chat_template:
             *before, last = row.prompt
             asked = last | {"content": last["content"] + episode.opening}
@@ -63,10 +73,16 @@ class RewardModel:
         return policy_tokenizer.decode(episode.prompt_ids) + response
 
     @torch.no_grad()
-    def score_episodes(self, episodes: list[Episode], prompts: Mapping[int, Row], policy_tokenizer) -> None:
-        """Fill `model_reward` of each episode, from what the policy said; one without a usable score has failed."""
+    def score_episodes(
+        self, episodes: list[Episode], prompts: Mapping[int, Row], policy_tokenizer
+    ) -> None:
+        """Fill `model_reward` of each episode, from what the policy said; one without a usable
+        score has failed."""
         responses = ["\n".join(sampled_turns(e, policy_tokenizer)) for e in episodes]
-        texts = [self.text(prompts[e.prompt_index], e, r, policy_tokenizer) for e, r in zip(episodes, responses)]
+        texts = [
+            self.text(prompts[e.prompt_index], e, r, policy_tokenizer)
+            for e, r in zip(episodes, responses)
+        ]
         ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
         order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
         self.model.to(self.device)
@@ -75,12 +91,16 @@ class RewardModel:
             longest = len(ids[order[-1]])
             size = max(1, chunk_tokens // max(longest, 1)) if longest <= self.batched_length else 1
             chunk = order[-size:]
-            batch = self.tokenizer.pad({"input_ids": [ids[i] for i in chunk]}, return_tensors="pt").to(self.device)
+            batch = self.tokenizer.pad(
+                {"input_ids": [ids[i] for i in chunk]}, return_tensors="pt"
+            ).to(self.device)
             try:
                 scores = self.model(**batch).logits[:, 0].float().tolist()
             except torch.OutOfMemoryError as error:
                 if size == 1:
-                    raise SystemExit("out of GPU memory in --reward-model: take a smaller one") from error
+                    raise SystemExit(
+                        "out of GPU memory in --reward-model: take a smaller one"
+                    ) from error
                 chunk_tokens //= 2
                 torch.cuda.empty_cache()
                 continue
@@ -92,5 +112,8 @@ class RewardModel:
         for episode in failed:
             episode.rewards["score"] = nan
         if failed:
-            what = f"not finite or above {MAX_SCORE:g} in magnitude, the first: {failed[0].model_reward}"
+            what = (
+                f"not finite or above {MAX_SCORE:g} in magnitude, the first: "
+                f"{failed[0].model_reward}"
+            )
             print(f"--reward-model: {len(failed)} of {len(episodes)} scores are {what}", flush=True)

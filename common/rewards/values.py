@@ -1,7 +1,7 @@
 r"""Values of sympy's expressions at points: exact where they are rational, and else to 600 digits.
 
-Unlike sympy's own `evalf`, which may take for ever where functions of complex numbers stand inside each other, each
-part of an expression is computed once.
+Unlike sympy's own `evalf`, which may take for ever where functions of complex numbers stand inside
+each other, each part of an expression is computed once.
 """
 
 import math
@@ -20,7 +20,8 @@ Point = Mapping["sympy.Symbol", Fraction]
 
 PRECISION = 2000  # bits
 NOISE = mpmath.ldexp(1, -1600)  # relative size of a difference that is none
-MAX_ANGLE = mpmath.ldexp(1, 100)  # of an irrational number in sin and other functions, which need the digits behind it
+# of an irrational number in sin and other functions, which need the digits behind it
+MAX_ANGLE = mpmath.ldexp(1, 100)
 PERIODIC = ("sin", "cos", "tan", "cot", "sec", "csc")
 FUNCTIONS = (
     *("asin", "acos", "atan", "acot", "asec", "acsc", "sinh", "cosh", "tanh", "exp", "log"),
@@ -63,7 +64,9 @@ def ratio_at(a: "sympy.Expr", b: "sympy.Expr", point: Point) -> Value | None:
         return inexact(dividend) / inexact(divisor)
 
 
-def values_at(a: "sympy.Expr", b: "sympy.Expr", point: Point, precision: int) -> tuple[Value, Value]:
+def values_at(
+    a: "sympy.Expr", b: "sympy.Expr", point: Point, precision: int
+) -> tuple[Value, Value]:
     with mpmath.workprec(precision):
         return value_at(a, point), value_at(b, point)
 

@@ -1,10 +1,13 @@
-r"""Reward of Pixel Reasoner (arXiv 2505.15966): the last \boxed{…} against one or more short answers.
+r"""Reward of Pixel Reasoner (arXiv 2505.15966): the last \boxed{…} against one or more short
+answers.
 
-The released scorer raises if there is no box, which ends the run; gives -1 for what it cannot parse, which shifts the
-advantages; looks for upper-case options in lower-cased text, so that `B. blue` is never B; and takes any text in which
-the parts of "a, b" occur for that list. Here the right answer is 1, all else is 0, and `same` says what is right.
+The released scorer raises if there is no box, which ends the run; gives -1 for what it cannot
+parse, which shifts the advantages; looks for upper-case options in lower-cased text, so that `B.
+blue` is never B; and takes any text in which the parts of "a, b" occur for that list. Here the
+right answer is 1, all else is 0, and `same` says what is right.
 
-Linear time and no exception, whatever the response; answers that no response could match are an error.
+Linear time and no exception, whatever the response; answers that no response could match are an
+error.
 """
 
 import re
@@ -19,16 +22,20 @@ from common.rewards.math import last_boxed, truth_text
 
 
 def score_visual_qa(solution: str, answers: list[str] | str) -> dict:
-    r"""{"score": 0 | 1, "acc": the same, "pred": short form or "", "anls": 0 or 0.5 to 1} of one response.
+    r"""{"score": 0 | 1, "acc": the same, "pred": short form or "", "anls": 0 or 0.5 to 1} of one
+    response.
 
-    score: whether the last complete \boxed{…} is `same` as, or mathematically equal to, any of the answers, which may
-    be boxed too. "pred" of a right one is the first answer, so that votes agree. anls: how close the spelling is.
+    score: whether the last complete \boxed{…} is `same` as, or mathematically equal to, any of the
+    answers, which may be boxed too. "pred" of a right one is the first answer, so that votes agree.
+    anls: how close the spelling is.
     """
     several = [answers] if isinstance(answers, str | Real | Mapping) else answers
     truths = [unboxed(truth_text(answer)) for answer in several]
     truths = [truth for truth in truths if len(truth) <= MAX_CHARACTERS and plain(truth)]
     if not truths:
-        raise ValueError(f"none of the answers {answers!r:.80} has 1 to {MAX_CHARACTERS} characters")
+        raise ValueError(
+            f"none of the answers {answers!r:.80} has 1 to {MAX_CHARACTERS} characters"
+        )
     answer = (last_boxed(solution) or "").strip()
     if len(answer) > MAX_CHARACTERS:
         answer = ""
@@ -50,7 +57,8 @@ EDGES = " \"'`*“”‘’,;:!?…"
 NUMBER_WORD = re.compile(  # the number of the group is its value and 1
     r"\b(?:(zero)|(one)|(two)|(three)|(four)|(five)|(six)|(seven)|(eight)|(nine)|(ten)|(eleven)|(twelve))\b"
 )
-OPTION_WORD = re.compile(r"^(?:option|choice) (?=[(\[]?[a-k](?:[)\].:]|$))")  # option b, choice (b): blue
+# option b, choice (b): blue
+OPTION_WORD = re.compile(r"^(?:option|choice) (?=[(\[]?[a-k](?:[)\].:]|$))")
 IN_BRACKETS = re.compile(r"[(\[]([^()\[\],]*)[)\]]")
 
 
@@ -65,12 +73,14 @@ def readable(answer: str) -> str:
 
 
 def plain(answer: str) -> str:
-    """The readable answer without quotes, punctuation or brackets around it, and with digits for zero to twelve."""
+    """The readable answer without quotes, punctuation or brackets around it, and with digits for
+    zero to twelve."""
     text = readable(answer)
     core = OPTION_WORD.sub("", trimmed(text))
     if match := IN_BRACKETS.fullmatch(core):
         core = trimmed(match[1])
-    return NUMBER_WORD.sub(lambda word: str(word.lastindex - 1), core or text)  # "?" stays what it is
+    # "?" stays what it is
+    return NUMBER_WORD.sub(lambda word: str(word.lastindex - 1), core or text)
 
 
 def trimmed(text: str) -> str:
@@ -79,9 +89,11 @@ def trimmed(text: str) -> str:
 
 # --- equality ---
 
-# "b", "(b)", "b. blue", "(b) blue", "b:blue"; but not "b blue", "a.m", nor the beginning of "(a) and (b)"
+# "b", "(b)", "b. blue", "(b) blue", "b:blue"; but not "b blue", "a.m", nor the beginning of "(a)
+# and (b)"
 OPTION = re.compile(r"[(\[]?([a-k])(?:[)\]][.:]?|[.:](?=\s|\w\w)|$)\s*+(?!(?:and|or)\b|[,;/&])(.*)")
-ANOTHER_OPTION = re.compile(r"[\s,;](?:[a-k][.:)]|\([a-k]\)(?!\s(?:and|or)\b))\s")  # not "d. both (a) and (b)"
+# not "d. both (a) and (b)"
+ANOTHER_OPTION = re.compile(r"[\s,;](?:[a-k][.:)]|\([a-k]\)(?!\s(?:and|or)\b))\s")
 LETTERS = re.compile(r"(?:[(\[]?[a-k][)\]][\s,;.]*)+")  # what stands behind "(a)" in "(a) (b)"
 COMMA = r"(?:(?<![0-9]),|,(?![0-9]{3}(?![0-9])))"  # but not that of 1,234
 SEPARATOR = re.compile(rf"{COMMA}|&|\band\b")
@@ -94,7 +106,8 @@ def says_same(answer: str, truth: str) -> bool:
 
 
 def symbols_differ(answer: str, truth: str) -> bool:
-    r"""Whether one of two texts is a formula, and letters of them differ: \Omega is not \omega, x' not x, 5! not 5."""
+    r"""Whether one of two texts is a formula, and letters of them differ: \Omega is not \omega, x'
+    not x, 5! not 5."""
     texts = [typeset(answer), typeset(truth)]
     if MARKED.findall(texts[0]) != MARKED.findall(texts[1]):
         return True
@@ -108,9 +121,10 @@ def symbols_differ(answer: str, truth: str) -> bool:
 def same(answer: str, truth: str) -> bool:
     """Whether two plain answers say the same, by the kind of the truth.
 
-    An option, A to K: by its letter; if both have the option's text, that too; by the text alone if the truth has one.
-    A list, with commas: the same items in any order, no other ones; (3, 4) is no list. A number: by value, and by unit
-    if both have one: 12% is 12 and not 0.12, 5 cm is 5 and not 5 kg. Else the same words, but for a, an and the.
+    An option, A to K: by its letter; if both have the option's text, that too; by the text alone if
+    the truth has one. A list, with commas: the same items in any order, no other ones; (3, 4) is no
+    list. A number: by value, and by unit if both have one: 12% is 12 and not 0.12, 5 cm is 5 and
+    not 5 kg. Else the same words, but for a, an and the.
     """
     (letter, text), (true_letter, true_text) = option(answer), option(truth)
     if letter and true_letter:
@@ -127,7 +141,8 @@ def same(answer: str, truth: str) -> bool:
 
 
 def option(text: str) -> tuple[str, str]:
-    """("b", "blue") of "(b) blue", ("b", "") of "b"; ("", "") if the text is no option, or names several."""
+    """("b", "blue") of "(b) blue", ("b", "") of "b"; ("", "") if the text is no option, or names
+    several."""
     match = OPTION.fullmatch(text)
     several = match is None or ANOTHER_OPTION.search(text) or LETTERS.fullmatch(match[2])
     return ("", "") if several else (match[1], trimmed(match[2]))
@@ -153,11 +168,17 @@ QUANTITY = re.compile(
     r"(?P<sign>[-+]?)\s*(?P<currency>[$€£]?)\s*"
     r"(?P<number>[0-9][0-9,]*(?:\.[0-9]*|/[0-9]+)?|\.[0-9]+|\\frac\{[0-9]+\}\{[0-9]+\})\s*(?P<unit>[^0-9\s].*)?"
 )
-UNIT = {spelling + s: unit.split()[0] for unit in SPELLINGS["units"] for spelling in unit.split() for s in ("", "s")}
+UNIT = {
+    spelling + s: unit.split()[0]
+    for unit in SPELLINGS["units"]
+    for spelling in unit.split()
+    for s in ("", "s")
+}
 
 
 def quantity(text: str) -> tuple[Fraction, str] | None:
-    """(1234, "%") of "1,234.0 percent", (5, "$") of "$5", (5, "") of "5"; None if that is not all of the text."""
+    """(1234, "%") of "1,234.0 percent", (5, "$") of "$5", (5, "") of "5"; None if that is not all
+    of the text."""
     match = QUANTITY.fullmatch(text)
     value = match and rational(normalize(match["number"]))
     if value is None:
@@ -175,14 +196,17 @@ def words(text: str) -> str:
 # 18-24 and 19-25 are both -6 as formulas. Only these are taken for some:
 SYMBOL = re.compile(r"\\[A-Za-z]+|(?<![A-Za-z])[A-Za-z](?![A-Za-z])")
 MARKED = re.compile(r"(?<![A-Za-z'\"“‘`])[A-Za-z]'+(?![A-Za-z])|[0-9]!+")  # not a letter in quotes
-SYMBOLS = re.compile(r"\\(?:gamma|delta|theta|lambda|xi|pi|sigma|phi|psi|omega)|[a-z0-9})]\s*[\^_=]", re.IGNORECASE)
+SYMBOLS = re.compile(
+    r"\\(?:gamma|delta|theta|lambda|xi|pi|sigma|phi|psi|omega)|[a-z0-9})]\s*[\^_=]", re.IGNORECASE
+)
 FORMULA = re.compile(r"\\frac|\\sqrt|\\pi|[√π^]|[\w)}]\s*[+*]\s*[\w({\\]")
 
 
 def same_formula(answer: str, truth: str) -> bool:
     if option(plain(truth))[0] or (quantity(plain(answer)) and quantity(plain(truth))):
         return False  # `same` has decided
-    is_formula = FORMULA.search(readable(answer)) or FORMULA.search(readable(truth))  # 5^\circ is none
+    # 5^\circ is none
+    is_formula = FORMULA.search(readable(answer)) or FORMULA.search(readable(truth))
     return bool(is_formula) and is_equal(answer, truth)
 
 
@@ -190,7 +214,8 @@ def same_formula(answer: str, truth: str) -> bool:
 
 
 def similarity(answer: str, truth: str) -> float:
-    """Of ANLS (ST-VQA, arXiv 1905.13648): 1 - edit distance / length of the longer one; 0 if below a half.
+    """Of ANLS (ST-VQA, arXiv 1905.13648): 1 - edit distance / length of the longer one; 0 if below
+    a half.
 
     A half itself counts, as in the evaluation scripts in use; the paper has 0 there.
     """

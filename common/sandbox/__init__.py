@@ -1,1 +1,2 @@
-"""Programs of the policy: an interpreter for each trajectory, which has nothing of this machine (docs/sandbox.md)."""
+"""Programs of the policy: an interpreter for each trajectory, which has nothing of this machine
+(docs/sandbox.md)."""

@@ -1,6 +1,8 @@
-"""The interpreter of one trajectory: blocks come in by a socket, what they have printed and drawn goes out.
+"""The interpreter of one trajectory: blocks come in by a socket, what they have printed and drawn
+goes out.
 
-It runs in a child of server.py, and stands for nothing that it says: the program can change all of it.
+It runs in a child of server.py, and stands for nothing that it says: the program can change all of
+it.
 """
 
 import base64
@@ -13,7 +15,8 @@ import socket
 import traceback
 import uuid
 
-MAX_TEXT, MAX_ERROR = 3900, 1000  # characters that a block may print, more is cut in the middle; of an exception
+# characters that a block may print, more is cut in the middle; of an exception
+MAX_TEXT, MAX_ERROR = 3900, 1000
 MAX_FIGURES = 8  # of a block
 MAX_PIXELS, MAX_RATIO = 4_000_000, 200  # of a figure; of its sides, which no image processor takes
 MAX_BYTES = 2**25  # of a block's figures together, as PNG
@@ -29,7 +32,14 @@ class Session:
         from PIL import Image, ImageOps
 
         self.connection, self.plt, self.Image, self.ImageOps = connection, plt, Image, ImageOps
-        self.namespace = {"__name__": "__main__", "plt": plt, "np": np, "Image": Image, "io": io, "base64": base64}
+        self.namespace = {
+            "__name__": "__main__",
+            "plt": plt,
+            "np": np,
+            "Image": Image,
+            "io": io,
+            "base64": base64,
+        }
         self.drawn: list[bytes] = []
         self.seen = self.blocks = 0  # pictures that the policy has seen; blocks so far
         self.entropy: Entropy | None = None  # from the first block on
@@ -68,7 +78,8 @@ class Session:
             if len(self.drawn) >= MAX_FIGURES:
                 raise ValueError(f"a block shows at most {MAX_FIGURES} figures")
             try:
-                check_size(*(round(inches * figure.dpi) for inches in figure.get_size_inches()))  # before memory
+                # before memory
+                check_size(*(round(inches * figure.dpi) for inches in figure.get_size_inches()))
                 figure.savefig(buffer := io.BytesIO(), format="png", dpi="figure")
                 check_size(*self.Image.open(buffer).size)  # a margin may have been added
             except BaseException:  # it would stand in the way of all later ones
@@ -80,7 +91,8 @@ class Session:
             self.plt.close(figure)
 
     def number_figures(self, count: int) -> None:
-        """The first `count` figures of a block become image_clue_k, as the policy was shown them."""
+        """The first `count` figures of a block become image_clue_k, as the policy was shown
+        them."""
         for png in self.drawn[:count]:
             self.namespace[f"image_clue_{self.seen}"] = self.picture(png)
             self.seen += 1
@@ -92,12 +104,17 @@ class Session:
             value = VideoFile(frames[0])
         else:
             pictures = [self.picture(frame) for frame in frames]
-            value = pictures[0] if picture["kind"] == "image" else Frames(pictures, picture.get("fps") or 1.0)
+            value = (
+                pictures[0]
+                if picture["kind"] == "image"
+                else Frames(pictures, picture.get("fps") or 1.0)
+            )
         self.namespace[picture["name"]] = value
         self.seen += picture["seen"]
 
     def picture(self, encoded: bytes):
-        """Upright, without transparency, of 8 bits: as the policy sees it (`to_rgb` of common.pictures)."""
+        """Upright, without transparency, of 8 bits: as the policy sees it (`to_rgb` of
+        common.pictures)."""
         image = self.ImageOps.exif_transpose(self.Image.open(io.BytesIO(encoded)))
         if image.mode.startswith("I;16"):
             image = image.convert("I").point(lambda value: value / 256).convert("L")
@@ -111,7 +128,8 @@ class Session:
         return json.loads(self.read(int.from_bytes(head, "big"))) if head else None
 
     def read(self, size: int) -> bytes:
-        """Nothing at the end. Without a buffer: what comes in one piece or in several leaves memory alike."""
+        """Nothing at the end. Without a buffer: what comes in one piece or in several leaves memory
+        alike."""
         data = self.connection.recv(size, socket.MSG_WAITALL)
         while data and len(data) < size:
             more = self.connection.recv(size - len(data), socket.MSG_WAITALL)
@@ -123,8 +141,9 @@ class Session:
 
 
 class Entropy:
-    """In the place of the system's: what is drawn without a seed follows from the trajectory, the block, and how much
-    it has drawn before, so that a block that is run again draws the same. Not os.urandom itself, and what asks it."""
+    """In the place of the system's: what is drawn without a seed follows from the trajectory, the
+    block, and how much it has drawn before, so that a block that is run again draws the same. Not
+    os.urandom itself, and what asks it."""
 
     def __init__(self, seed: str):
         import numpy as np
@@ -174,7 +193,8 @@ class Output(io.TextIOBase):
 
 
 class Frames:
-    """A video as decord's reader shows it: frames as arrays [height, width, 3] of uint8, with `asnumpy`."""
+    """A video as decord's reader shows it: frames as arrays [height, width, 3] of uint8, with
+    `asnumpy`."""
 
     def __init__(self, pictures: list, fps: float):
         self.pictures, self.fps = pictures, fps
@@ -200,7 +220,9 @@ class VideoFile(Frames):
 
         self.container = av.open(io.BytesIO(data))
         self.stream = self.container.streams.video[0]
-        self.times = sorted(packet.pts for packet in self.container.demux(self.stream) if packet.pts is not None)
+        self.times = sorted(
+            packet.pts for packet in self.container.demux(self.stream) if packet.pts is not None
+        )
         super().__init__([], float(self.stream.average_rate or 1))
 
     def __len__(self) -> int:
@@ -226,12 +248,18 @@ def array_of(values):
 
 def check_size(width: int, height: int) -> None:
     if width * height > MAX_PIXELS or max(width, height) >= MAX_RATIO * min(width, height):
-        raise ValueError(f"a figure of {width} x {height} pixels cannot be shown: at most {MAX_PIXELS} pixels")
+        raise ValueError(
+            f"a figure of {width} x {height} pixels cannot be shown: at most {MAX_PIXELS} pixels"
+        )
 
 
 def describe(error: BaseException, name: str) -> str:
     """Type, text and line of an exception in a block."""
-    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == name]
+    lines = [
+        line
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if frame.f_code.co_filename == name
+    ]
     lines = [error.lineno] if isinstance(error, SyntaxError) else lines
     try:
         text = str(error.msg if isinstance(error, SyntaxError) else error)[:MAX_ERROR]

@@ -1,6 +1,8 @@
-"""A sandbox of the policy's programs, as the trainer sees it: what it is doing, until when, and what comes back.
+"""A sandbox of the policy's programs, as the trainer sees it: what it is doing, until when, and
+what comes back.
 
-What makes it one is in namespaces.py (files, network, processes), seccomp.py (system calls), server.py (limits).
+What makes it one is in namespaces.py (files, network, processes), seccomp.py (system calls),
+server.py (limits).
 """
 
 import contextlib
@@ -26,7 +28,14 @@ from multiprocessing.connection import wait
 from PIL import Image
 
 from common.sandbox.interpreter import MAX_BYTES, MAX_FIGURES, check_size
-from common.sandbox.namespaces import ENVIRONMENT, FOLDER, INSIDE, SEEN_AT, bubblewrap, python_folders
+from common.sandbox.namespaces import (
+    ENVIRONMENT,
+    FOLDER,
+    INSIDE,
+    SEEN_AT,
+    bubblewrap,
+    python_folders,
+)
 from common.sandbox.seccomp import first_filter, program_filter
 from common.tools.turns import ToolReply, trim
 from common.worker import SIZE_BYTES, Link
@@ -34,10 +43,12 @@ from common.worker import SIZE_BYTES, Link
 START_S, CLEAN_S, TRANSFER_S = 60, 5, 10
 HOLD_S = 1  # the trainer waits no longer for the end of a process that has to be replaced
 ADDR_NO_RANDOMIZE = 0x0040000
-MAX_JSON, MAX_HEADERS = 2**16, 2**17  # bytes of a reply without its figures; of what precedes a figure's data
+# bytes of a reply without its figures; of what precedes a figure's data
+MAX_JSON, MAX_HEADERS = 2**16, 2**17
 BEGUN = b"begun"  # what a child says before each block, once it has read it and its pictures
 NO_REPLY = "what came from the interpreter is no reply"
-FIRST_TO_DIE = ["/bin/sh", "-c", 'echo 1000 > /proc/self/oom_score_adj; exec "$@"', "sh"]  # if memory ends
+# if memory ends
+FIRST_TO_DIE = ["/bin/sh", "-c", 'echo 1000 > /proc/self/oom_score_adj; exec "$@"', "sh"]
 
 
 @dataclass(slots=True)
@@ -46,24 +57,38 @@ class Block:
 
     trajectory: int
     code: str
-    earlier: list[tuple[str, int]]  # blocks that ended, and how many figures of each the policy was shown
-    pictures: list[dict]  # of the prompt: name, kind, frames (bytes), seen (do they count as shown?)
+    # blocks that ended, and how many figures of each the policy was shown
+    earlier: list[tuple[str, int]]
+    # of the prompt: name, kind, frames (bytes), seen (do they count as shown?)
+    pictures: list[dict]
     seed: str = ""  # of what programs draw at random
 
 
-State = StrEnum("State", ["STOPPED", "STARTING", "IDLE", "CLEANING", "REPEATING", "RUNNING", "ENDING"])
+State = StrEnum(
+    "State", ["STOPPED", "STARTING", "IDLE", "CLEANING", "REPEATING", "RUNNING", "ENDING"]
+)
 
 
 class Sandbox:
-    """One interpreter: whose trajectory it holds, what it is doing, until when it has time. A worker of a `Pool`."""
+    """One interpreter: whose trajectory it holds, what it is doing, until when it has time. A
+    worker of a `Pool`."""
 
-    def __init__(self, timeout_s: float, memory_gib: float, confined: bool, anew: bool = False, start_s=START_S):
+    def __init__(
+        self,
+        timeout_s: float,
+        memory_gib: float,
+        confined: bool,
+        anew: bool = False,
+        start_s=START_S,
+    ):
         self.timeout_s, self.start_s, self.memory_gib = timeout_s, start_s, memory_gib
-        self.confined, self.anew, self.losses = confined, anew, 0  # losses in a row, without a program in it
+        # losses in a row, without a program in it
+        self.confined, self.anew, self.losses = confined, anew, 0
         self.queue: deque[tuple[Hashable, Block]] = deque()
         self.key: Hashable = None
         self.block: Block | None = None  # what it works at
-        self.messages_before = 0  # of earlier blocks that are run again, and that the block itself begins
+        # of earlier blocks that are run again, and that the block itself begins
+        self.messages_before = 0
         self.endings: list[threading.Thread] = []  # of its earlier processes
         self.start()
 
@@ -71,10 +96,20 @@ class Sandbox:
         self.control, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.link: Link | None = None  # to the child of a trajectory
         self.trajectory, self.blocks = -1, 0  # whose it is, and how many of its blocks have ended
-        self.folder = None if self.confined else tempfile.TemporaryDirectory("", "python-", ignore_cleanup_errors=True)
+        self.folder = (
+            None
+            if self.confined
+            else tempfile.TemporaryDirectory("", "python-", ignore_cleanup_errors=True)
+        )
         folder = FOLDER if self.confined else self.folder.name
-        environment = {name: folder if value == FOLDER else value for name, value in ENVIRONMENT.items()}
-        kept = [path for path in python_folders() if path.startswith(f"{FOLDER}/")] if self.confined else []
+        environment = {
+            name: folder if value == FOLDER else value for name, value in ENVIRONMENT.items()
+        }
+        kept = (
+            [path for path in python_folders() if path.startswith(f"{FOLDER}/")]
+            if self.confined
+            else []
+        )
         with child_end, os.fdopen(os.memfd_create("filters"), "w+b") as filters:
             filters.write(first_filter())
             filters.seek(0)
@@ -83,7 +118,11 @@ class Sandbox:
             python += [str(self.memory_gib), program_filter().hex() if self.confined else ""]
             with without_random_addresses():
                 self.process = subprocess.Popen(
-                    [*FIRST_TO_DIE, *(bubblewrap(filters.fileno(), environment) if self.confined else []), *python],
+                    [
+                        *FIRST_TO_DIE,
+                        *(bubblewrap(filters.fileno(), environment) if self.confined else []),
+                        *python,
+                    ],
                     pass_fds=[filters.fileno()],
                     env={} if self.confined else environment,
                     stdin=child_end,
@@ -101,7 +140,8 @@ class Sandbox:
             self.expect(State.ENDING, 0 if self.confined else CLEAN_S)
 
     def stop(self, hold_s: float | None = None) -> str:
-        """Have it end, or kill it; returns what it has said. Waits until that is done, or for `hold_s`."""
+        """Have it end, or kill it; returns what it has said. Waits until that is done, or for
+        `hold_s`."""
         self.hang_up()
         said = ""
         if self.state != State.STOPPED:
@@ -170,9 +210,12 @@ class Sandbox:
             self.control.send(order)
 
     def send(self, shown: int, earlier: list, pictures: list[dict]) -> None:
-        """The block to the child, after the earlier ones if they are to be run again: in the messages in which they
-        came the first time, so that they leave the same. If it died just now, the end of its socket will tell."""
-        pictures = [p | {"frames": [b64encode(frame).decode() for frame in p["frames"]]} for p in pictures]
+        """The block to the child, after the earlier ones if they are to be run again: in the
+        messages in which they came the first time, so that they leave the same. If it died just
+        now, the end of its socket will tell."""
+        pictures = [
+            p | {"frames": [b64encode(frame).decode() for frame in p["frames"]]} for p in pictures
+        ]
         sent = b""
         for code, shown_of_block in [*earlier, (self.block.code, 0)]:
             job = {"seed": self.block.seed, "code": code, "shown": shown, "pictures": pictures}
@@ -185,7 +228,8 @@ class Sandbox:
         self.expect(State.REPEATING, self.timeout_s * (1 + len(earlier)))
 
     def poll(self) -> ToolReply | None:
-        """What has come of the block, once it has; it may be cleaning up after that. ValueError if it cannot start."""
+        """What has come of the block, once it has; it may be cleaning up after that. ValueError if
+        it cannot start."""
         reply = self.come()
         if reply:
             self.block = None
@@ -199,7 +243,9 @@ class Sandbox:
             try:
                 message = self.link.receive()
             except ConnectionError:
-                return self.end(f"the interpreter died ({self.excess or 'killed, or out of memory'})")
+                return self.end(
+                    f"the interpreter died ({self.excess or 'killed, or out of memory'})"
+                )
             except ValueError:
                 return self.end(NO_REPLY)
             if message is None:
@@ -211,7 +257,11 @@ class Sandbox:
         if self.state in (State.CLEANING, State.ENDING, State.STARTING):
             return self.lost()
         repeated = self.state == State.REPEATING and self.block.earlier
-        why = "the earlier blocks hang" if repeated else f"the block took longer than {self.timeout_s:g} s"
+        why = (
+            "the earlier blocks hang"
+            if repeated
+            else f"the block took longer than {self.timeout_s:g} s"
+        )
         return self.end(f"Execution timeout: {why}")
 
     def on_control(self, message: str) -> ToolReply | None:
@@ -223,14 +273,16 @@ class Sandbox:
         elif self.state == State.CLEANING:
             self.excess = ""
             self.send(0, self.block.earlier, self.block.pictures)
-        elif self.block:  # the sandbox before this one was lost on what an earlier trajectory had left
+        elif self.block:
+            # the sandbox before this one was lost on what an earlier trajectory had left
             self.begin(self.block, anew=True)
         else:
             self.expect(State.IDLE)
         return None
 
     def on_message(self, message: bytes) -> ToolReply | None:
-        """What the child says, or the program, which can write there, too: it may claim what it could have printed."""
+        """What the child says, or the program, which can write there, too: it may claim what it
+        could have printed."""
         if self.state == State.REPEATING:
             self.messages_before -= 1  # the policy was told what earlier blocks say
             if self.messages_before > 0:
@@ -248,7 +300,8 @@ class Sandbox:
         return reply
 
     def end(self, why: str) -> ToolReply:
-        """The program is at fault, if one has run, and it is told; what it has started is killed."""
+        """The program is at fault, if one has run, and it is told; what it has started is
+        killed."""
         unread = self.state == State.REPEATING and not self.block.earlier
         self.unlink()
         self.order(b"kill")
@@ -257,8 +310,8 @@ class Sandbox:
         return ToolReply(told, failed=True, role="user") if unread else failed_block(why)
 
     def lost(self) -> ToolReply | None:
-        """The whole sandbox is gone, or hangs: another one in its place, which gets a block that it had not been given
-        yet, unless that is lost as well. ValueError if it did not even start."""
+        """The whole sandbox is gone, or hangs: another one in its place, which gets a block that it
+        had not been given yet, unless that is lost as well. ValueError if it did not even start."""
         state = self.state
         why = self.stop(HOLD_S) or "no answer"
         if state == State.STARTING and not self.block:
@@ -270,12 +323,17 @@ class Sandbox:
             self.losses += 1
             if self.losses > 1:
                 return ToolReply(f"no sandbox takes a program: {why}", failed=True, role="user")
-        return failed_block("the interpreter died") if state in (State.REPEATING, State.RUNNING) else None
+        return (
+            failed_block("the interpreter died")
+            if state in (State.REPEATING, State.RUNNING)
+            else None
+        )
 
 
 @contextlib.contextmanager
 def without_random_addresses() -> Iterator[None]:
-    """What this thread starts has its memory at the same addresses each time, which programs print and sets go by."""
+    """What this thread starts has its memory at the same addresses each time, which programs print
+    and sets go by."""
     libc = ctypes.CDLL(None)
     before = libc.personality(0xFFFFFFFF)  # asks
     libc.personality(before | ADDR_NO_RANDOMIZE)
@@ -285,8 +343,11 @@ def without_random_addresses() -> Iterator[None]:
         libc.personality(before)
 
 
-def end_process(process: subprocess.Popen, deadline: float, folder: tempfile.TemporaryDirectory | None) -> None:
-    """Wait until the deadline for a sandbox to end, then kill it; remove the folder that was its own."""
+def end_process(
+    process: subprocess.Popen, deadline: float, folder: tempfile.TemporaryDirectory | None
+) -> None:
+    """Wait until the deadline for a sandbox to end, then kill it; remove the folder that was its
+    own."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(max(0.0, deadline - time.monotonic()))
     process.kill()

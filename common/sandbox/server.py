@@ -1,7 +1,7 @@
 """Process 1 of a sandbox: forks a child for each trajectory, and clears up after it.
 
-It holds no program and no result, since a child is its copy: each gets a socket of its own, to the trainer. This file
-and interpreter.py are all of the project that stands there.
+It holds no program and no result, since a child is its copy: each gets a socket of its own, to the
+trainer. This file and interpreter.py are all of the project that stands there.
 """
 
 import contextlib
@@ -27,29 +27,39 @@ CHECK_S = 0.25  # how often files and threads are counted
 STOP_S = 1.0  # in which all that a trajectory has started stands still
 CPU_S = 600  # of one trajectory
 FILE_BYTES, OPEN_FILES = 2**28, 256
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = (
+    1,
+    4,
+    22,
+    36,
+    38,
+)
 SECCOMP_MODE_FILTER = 2
 libc = ctypes.CDLL(None, use_errno=True)
 BYTES_HEAD = sys.getsizeof(b"")
 
 
 def serve(folder: str, kept: str, memory_gib: str, program_filter: str) -> None:
-    """Answers "new", with a socket, and "kill", by "done"; says why it has killed a child by itself.
+    """Answers "new", with a socket, and "kill", by "done"; says why it has killed a child by
+    itself.
 
-    Between "stop" and "go" nothing of a trajectory moves: no thread, nor what has only claimed that it is done.
+    Between "stop" and "go" nothing of a trajectory moves: no thread, nor what has only claimed that
+    it is done.
 
-    folder: where a program may write, wiped after each trajectory but for what is mounted there (`kept`).
-    program_filter: hexadecimal; none without a sandbox.
+    folder: where a program may write, wiped after each trajectory but for what is mounted there
+    (`kept`). program_filter: hexadecimal; none without a sandbox.
     """
     control, confined = socket.socket(fileno=0), bool(program_filter)
     if confined:  # process 1 ignores what its children send, if it does not ask for it
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         prctl(PR_SET_DUMPABLE, 0)  # no child reads or writes its memory
     else:
-        prctl(PR_SET_CHILD_SUBREAPER, 1)  # what a child has started is ours when that ends, as it is process 1's
+        # what a child has started is ours when that ends, as it is process 1's
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
     kept = kept.split(":") if kept else []
     preload()
-    for _ in range(20):  # what Python sets up when functions run for the first times, it has set up then
+    # what Python sets up when functions run for the first times, it has set up then
+    for _ in range(20):
         too_much(os.getpid(), folder)
         tell_children(signal.SIGCONT)
         end_children(confined)
@@ -93,8 +103,8 @@ def serve(folder: str, kept: str, memory_gib: str, program_filter: str) -> None:
 
 
 def preload() -> None:
-    """What programs use most; a child has it at once. In the same memory each time: the list of fonts, which a second
-    thread watches over where it is made, is made by a child."""
+    """What programs use most; a child has it at once. In the same memory each time: the list of
+    fonts, which a second thread watches over where it is made, is made by a child."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -122,14 +132,18 @@ def too_much(child: int, folder: str) -> str:
 
 
 def fields_of(process: int | str) -> list[bytes]:
-    """Of its line in /proc, or of that of a thread, from its state on: behind a name, which may be any bytes."""
+    """Of its line in /proc, or of that of a thread, from its state on: behind a name, which may be
+    any bytes."""
     return Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()
 
 
 def moves(process: int) -> bool:
     """Does a thread of it? Not all have to end with the first one."""
     with contextlib.suppress(OSError):
-        states = [fields_of(f"{process}/task/{thread}")[0] for thread in os.listdir(f"/proc/{process}/task")]
+        states = [
+            fields_of(f"{process}/task/{thread}")[0]
+            for thread in os.listdir(f"/proc/{process}/task")
+        ]
         return not set(states) <= {b"T", b"t", b"Z", b"X"}
     return False
 
@@ -151,9 +165,11 @@ def tell_children(number: int) -> bool:
 
 
 def stop_children(confined: bool) -> None:
-    """Again, where one of them has let itself or another one go on, or has started one; what never rests is ended.
+    """Again, where one of them has let itself or another one go on, or has started one; what never
+    rests is ended.
 
-    Nothing may move in two looks in a row: in one, a process whose parent ends meanwhile is nobody's child.
+    Nothing may move in two looks in a row: in one, a process whose parent ends meanwhile is
+    nobody's child.
     """
     end = time.monotonic() + STOP_S
     num_still = 0
@@ -178,8 +194,9 @@ def end_children(confined: bool) -> None:
 
 
 def wipe(folder: str, kept: list[str]) -> None:
-    """Remove what a trajectory has left; the process ends if that fails, and with it goes the folder. A child does it,
-    so that the memory of this process does not depend on what was there."""
+    """Remove what a trajectory has left; the process ends if that fails, and with it goes the
+    folder. A child does it, so that the memory of this process does not depend on what was
+    there."""
     child = os.fork()
     if not child:
         try:
@@ -225,7 +242,8 @@ def count_free_blocks(folder: str) -> dict[int, int]:
 
 
 def fillers_of(free_blocks: dict[int, int]) -> list[tuple[list, Iterator]]:
-    """For `fill`, all that it needs, so that it has no objects of its own: (empty list, blocks of a size to come)."""
+    """For `fill`, all that it needs, so that it has no objects of its own: (empty list, blocks of a
+    size to come)."""
     fillers = []
     for size, count in free_blocks.items():
         if size == 16:
@@ -239,8 +257,9 @@ def fillers_of(free_blocks: dict[int, int]) -> list[tuple[list, Iterator]]:
 
 
 def fill(fillers: Iterator[tuple[list, Iterator]]) -> None:
-    """Take the free blocks of Python's memory, for good. Which they are is the same at each fork; in which order they
-    would be taken hangs on what the server has done before, and with it the addresses of a program's objects."""
+    """Take the free blocks of Python's memory, for good. Which they are is the same at each fork;
+    in which order they would be taken hangs on what the server has done before, and with it the
+    addresses of a program's objects."""
     gc.collect()  # what Python keeps for its next objects is free as well
     for kept, blocks in fillers:
         kept.extend(blocks)
@@ -249,7 +268,11 @@ def fill(fillers: Iterator[tuple[list, Iterator]]) -> None:
 def limits_of_child(memory_gib: float) -> dict[str, int]:
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     limits = {"RLIMIT_AS": mapped + int(memory_gib * 2**30), "RLIMIT_CPU": CPU_S, "RLIMIT_CORE": 0}
-    limits |= {"RLIMIT_FSIZE": FILE_BYTES, "RLIMIT_NOFILE": OPEN_FILES, "RLIMIT_SIGPENDING": OPEN_FILES}
+    limits |= {
+        "RLIMIT_FSIZE": FILE_BYTES,
+        "RLIMIT_NOFILE": OPEN_FILES,
+        "RLIMIT_SIGPENDING": OPEN_FILES,
+    }
     return limits
 
 
@@ -259,7 +282,8 @@ def prctl(*arguments) -> None:
 
 
 def be_child(fd: int, folder: str, limits: dict[str, int], program_filter: bytes) -> None:
-    """Never returns: no descriptor but the socket, no terminal, limits, no new process, then block after block."""
+    """Never returns: no descriptor but the socket, no terminal, limits, no new process, then block
+    after block."""
     try:
         from interpreter import Session
 
@@ -276,7 +300,9 @@ def be_child(fd: int, folder: str, limits: dict[str, int], program_filter: bytes
             resource.setrlimit(getattr(resource, name), (value, value))
         if program_filter:
             instructions = ctypes.create_string_buffer(program_filter)
-            program = struct.pack("HxxxxxxP", len(program_filter) // 8, ctypes.addressof(instructions))
+            program = struct.pack(
+                "HxxxxxxP", len(program_filter) // 8, ctypes.addressof(instructions)
+            )
             program = ctypes.create_string_buffer(program)
             prctl(PR_SET_NO_NEW_PRIVS, 1, 0)
             prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(program))

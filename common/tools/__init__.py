@@ -1,10 +1,12 @@
-"""Tools that the policy calls between its turns: which there are, and how they are called in a worker.
+"""Tools that the policy calls between its turns: which there are, and how they are called in a
+worker.
 
-A tool is a plain function. It returns text (numbers, booleans, dicts and lists become JSON), or (text, images), or
-(text, images, info): images as PIL or encoded, info a dict for pictures of what happened, in which "frames" says that
-the images are frames of a video, and "acted", if false, that the call earns no --tool-bonus. An exception is what the
-policy reads, and so is a timeout, a crash or a lack of memory: it wrote the call. A function (or `Tool`) with the
-attribute `ours` says that these are not the policy's fault: they cost the sample. A parameter named `context` gets the
+A tool is a plain function. It returns text (numbers, booleans, dicts and lists become JSON), or
+(text, images), or (text, images, info): images as PIL or encoded, info a dict for pictures of what
+happened, in which "frames" says that the images are frames of a video, and "acted", if false, that
+the call earns no --tool-bonus. An exception is what the policy reads, and so is a timeout, a crash
+or a lack of memory: it wrote the call. A function (or `Tool`) with the attribute `ours` says that
+these are not the policy's fault: they cost the sample. A parameter named `context` gets the
 pictures seen so far; keyword-only ones are for the row.
 """
 
@@ -34,14 +36,16 @@ from common.tools.turns import ToolReply, error_text, trim
 from common.worker import describe
 from common.workers import load_function
 
-NO_WORKER = "no worker starts"  # how common.workers begins what it says of a job that no process could take
+# how common.workers begins what it says of a job that no process could take
+NO_WORKER = "no worker starts"
 
 
 @dataclass(slots=True)
 class Tool:
     name: str
     function: Callable
-    schema: dict  # {"type": "function", "function": {name, description, parameters}}; {}: none is offered
+    # {"type": "function", "function": {name, description, parameters}}; {}: none is offered
+    schema: dict
     aliases: tuple[str, ...] = ()
     role: str = "tool"  # of the message that holds the observation: "tool" or "user"
     ours: bool = False  # whether a hang or a crash is our fault, whatever the policy has asked for
@@ -54,28 +58,44 @@ class Tool:
 
 CROP_NAMES = ("crop_image", "zoom_in")
 CROP = Tool(
-    "crop_image_normalized", visual.crop_image_normalized, visual.SCHEMAS["crop"], CROP_NAMES, role="user", ours=True
+    "crop_image_normalized",
+    visual.crop_image_normalized,
+    visual.SCHEMAS["crop"],
+    CROP_NAMES,
+    role="user",
+    ours=True,
 )
-SELECT = Tool("select_frames", visual.select_frames, visual.SCHEMAS["select"], role="user", ours=True)
+SELECT = Tool(
+    "select_frames", visual.select_frames, visual.SCHEMAS["select"], role="user", ours=True
+)
 BUILT_IN = {CROP.name: [CROP], SELECT.name: [SELECT], "visual": [CROP, SELECT]}
 
 
 def load_tools(spec: str, environment: str | None = None) -> dict[str, Tool]:
-    """The tools of --tools, names of BUILT_IN and FILE.py:NAME, separated by commas, and the methods of --environment
-    if that is a class. ValueErrors name the flag."""
+    """The tools of --tools, names of BUILT_IN and FILE.py:NAME, separated by commas, and the
+    methods of --environment if that is a class. ValueErrors name the flag."""
     tools = {}
     for part in filter(None, map(str.strip, spec.split(","))):
         if part not in BUILT_IN and ":" not in part:
-            raise ValueError(f"--tools {part}: expected FILE.py:NAME or one of {', '.join(BUILT_IN)}, python")
+            raise ValueError(
+                f"--tools {part}: expected FILE.py:NAME or one of {', '.join(BUILT_IN)}, python"
+            )
         for tool in BUILT_IN.get(part) or [user_tool(part)]:
             if tool.name in tools:
                 raise ValueError(f"--tools {spec}: {tool.name} is named twice")
             tools[tool.name] = tool
     if environment and is_class(environment):
-        methods, ours = method_schemas(environment), not getattr(load_environment(environment), "replayable", True)
+        methods, ours = (
+            method_schemas(environment),
+            not getattr(load_environment(environment), "replayable", True),
+        )
         if twice := sorted(tools.keys() & methods.keys()):
-            raise ValueError(f"--environment {environment}: {', '.join(twice)} is one of --tools, too")
-        tools |= {name: Tool(name, print, methods[name], ours=ours, stateful=True) for name in methods}
+            raise ValueError(
+                f"--environment {environment}: {', '.join(twice)} is one of --tools, too"
+            )
+        tools |= {
+            name: Tool(name, print, methods[name], ours=ours, stateful=True) for name in methods
+        }
     return tools
 
 
@@ -84,32 +104,50 @@ def find_tool(tools: Mapping[str, Tool], name: str) -> Tool | None:
 
 
 def user_tool(spec: str) -> Tool:
-    """FILE.py:NAME, with the function's attributes `schema`, or one made from its signature, and `ours`."""
+    """FILE.py:NAME, with the function's attributes `schema`, or one made from its signature, and
+    `ours`."""
     function = load_function(spec, "--tools")
     try:
-        if any(kind(function) for kind in (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isclass)):
+        if any(
+            kind(function)
+            for kind in (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isclass)
+        ):
             raise ValueError("is called as it stands, and must be a plain function")
         schema = getattr(function, "schema", None) or make_schema(function, spec.rpartition(":")[2])
         json.dumps(schema)
         parameters = schema["function"].get("parameters", {})
-        known = isinstance(parameters.get("properties", {}), dict) and isinstance(schema["function"]["name"], str)
+        known = isinstance(parameters.get("properties", {}), dict) and isinstance(
+            schema["function"]["name"], str
+        )
         if schema["type"] != "function" or not known:
-            raise ValueError('its schema is not {"type": "function", "function": {name, description, parameters}}')
+            raise ValueError(
+                'its schema is not {"type": "function", "function": {name, description, '
+                "parameters}}"
+            )
     except (AttributeError, KeyError, NameError, TypeError, ValueError) as error:
         raise ValueError(f"--tools {spec}: {type(error).__name__}: {error}") from error
-    return Tool(schema["function"]["name"], function, schema, ours=bool(getattr(function, "ours", False)))
+    return Tool(
+        schema["function"]["name"], function, schema, ours=bool(getattr(function, "ours", False))
+    )
 
 
 def make_schema(function: Callable, name: str) -> dict:
-    """From type hints and docstring: its first paragraph, and the lines "name: text" for parameters."""
+    """From type hints and docstring: its first paragraph, and the lines "name: text" for
+    parameters."""
     hints, parameters = get_type_hints(function), inspect.signature(function).parameters
     lines = [line.strip() for line in docstring(function).splitlines()]
-    about = {key: text.strip() for key, colon, text in (line.partition(":") for line in lines) if key in parameters}
+    about = {
+        key: text.strip()
+        for key, colon, text in (line.partition(":") for line in lines)
+        if key in parameters
+    }
     description = [line for line in takewhile(bool, lines) if line.partition(":")[0] not in about]
     properties: dict[str, dict] = {}
     for parameter in parameters.values():
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
-            raise ValueError(f"parameter {parameter.name} is positional-only, but arguments are named")
+            raise ValueError(
+                f"parameter {parameter.name} is positional-only, but arguments are named"
+            )
         if parameter.kind != parameter.POSITIONAL_OR_KEYWORD or parameter.name == "context":
             continue
         if parameter.name not in hints:
@@ -127,18 +165,28 @@ def make_schema(function: Callable, name: str) -> dict:
 
 
 def call_tool(tool: Tool, arguments: Mapping, context: Mapping, kwargs: Mapping) -> dict:
-    """Fields of the reply, as JSON. What the row must give, and does not, is no error of the policy: `failed`."""
+    """Fields of the reply, as JSON. What the row must give, and does not, is no error of the
+    policy: `failed`."""
     parameters = inspect.signature(tool.function).parameters
-    given = {name: value for name, value in fitting(tool.function, kwargs).items() if value is not None}
+    given = {
+        name: value for name, value in fitting(tool.function, kwargs).items() if value is not None
+    }
     offered = tool.schema["function"].get("parameters", {})
     if "context" in parameters and "context" not in offered.get("properties", {}):
         given["context"] = context
     for name, parameter in parameters.items():
         needed = parameter.kind == parameter.KEYWORD_ONLY and parameter.default is parameter.empty
         if needed and name not in given and name not in offered.get("properties", {}):
-            return {"text": f"the row gives {tool.name} no {name} in extra_info.tools_kwargs", "failed": True}
+            return {
+                "text": f"the row gives {tool.name} no {name} in extra_info.tools_kwargs",
+                "failed": True,
+            }
     try:
-        missing = [name for name in offered.get("required", ()) if name not in arguments and name not in given]
+        missing = [
+            name
+            for name in offered.get("required", ())
+            if name not in arguments and name not in given
+        ]
         unexpected = [name for name in arguments if name not in offered.get("properties", {})]
         for problem, names in (("missing", missing), ("unexpected", unexpected)):
             if names:
@@ -196,7 +244,8 @@ class Caller:
                 return self.live.answer(name, arguments, context)
             except MemoryError:
                 raise
-            except Exception as error:  # not of the method that the policy has called: `call_tool` tells of that
+            except Exception as error:
+                # not of the method that the policy has called: `call_tool` tells of that
                 self.live.end(context.trajectory)  # the sample is lost
                 return {"text": describe(error), "failed": True}
         if isinstance(context, list):

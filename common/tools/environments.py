@@ -1,8 +1,9 @@
-"""What --environment FILE.py:NAME names: a class that plays, or a function that answers (docs/environments.md).
+"""What --environment FILE.py:NAME names: a class that plays, or a function that answers
+(docs/environments.md).
 
-The transcript is the state, a live object its cache: each job carries what was called before and what came of it. If
-the object has died with its process, another one is led through the same calls, with the same seeds; if it says
-something else, or has `replayable = False`, the sample is lost.
+The transcript is the state, a live object its cache: each job carries what was called before and
+what came of it. If the object has died with its process, another one is led through the same calls,
+with the same seeds; if it says something else, or has `replayable = False`, the sample is lost.
 """
 
 import inspect
@@ -30,7 +31,8 @@ class State:
     seed: str
     columns: dict[str, Any]  # of its row
     opening: str = ""  # what `reset` has said
-    calls: list[tuple[str, dict, str]] = field(default_factory=list)  # method, arguments, what came of it
+    # method, arguments, what came of it
+    calls: list[tuple[str, dict, str]] = field(default_factory=list)
 
 
 def is_class(spec: str) -> bool:
@@ -47,7 +49,8 @@ def load_environment(spec: str) -> type:
 
 
 def method_schemas(spec: str) -> dict[str, dict]:
-    """{method: schema} of the tools of an environment. ValueError for one that lacks a type or a description."""
+    """{method: schema} of the tools of an environment. ValueError for one that lacks a type or a
+    description."""
     from common.torch_repair import transformers  # not in workers: it takes seconds
 
     kind = load_environment(spec)
@@ -64,7 +67,9 @@ def method_schemas(spec: str) -> dict[str, dict]:
             raise ValueError(f"--environment {spec}: {name}: {error}") from error
         schemas[name]["function"].pop("return", None)
     if not schemas:
-        raise ValueError(f"--environment {spec}: no public method with a docstring, which the policy could call")
+        raise ValueError(
+            f"--environment {spec}: no public method with a docstring, which the policy could call"
+        )
     return schemas
 
 
@@ -81,15 +86,21 @@ def fitting(function: Callable, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read(thing: object, *names: str) -> Any:
-    """The first of these attributes that there is, called if it is a method; None if there is none."""
+    """The first of these attributes that there is, called if it is a method; None if there is
+    none."""
     # a property that raises an AttributeError is there, whatever hasattr says
-    there = (name for name in names if inspect.getattr_static(thing, name, read) is not read or hasattr(thing, name))
+    there = (
+        name
+        for name in names
+        if inspect.getattr_static(thing, name, read) is not read or hasattr(thing, name)
+    )
     value = next((getattr(thing, name) for name in there), None)
     return value() if callable(value) else value
 
 
 class Live:
-    """The objects of a worker, by their trajectories. `call(name, method, arguments)` gives the fields of a reply."""
+    """The objects of a worker, by their trajectories. `call(name, method, arguments)` gives the
+    fields of a reply."""
 
     def __init__(self, spec: str, call: Callable[[str, Callable, dict], dict]):
         self.kind, self.call = load_environment(spec), call
@@ -138,7 +149,9 @@ class Live:
         if not getattr(self.kind, "replayable", True):
             return "the environment has died, and is not replayable"
         same = self.reset(state) == state.opening
-        same = same and all(self.step(name, given, state)["text"] == text for name, given, text in state.calls)
+        same = same and all(
+            self.step(name, given, state)["text"] == text for name, given, text in state.calls
+        )
         return "" if same else "the environment has died, and repeats itself differently"
 
     def end(self, number: int) -> None:
@@ -154,17 +167,30 @@ class Live:
 
 
 def seed(state: State, step: int) -> None:
-    """Random numbers depend on the row and the call alone: the same in all samples of a group, and in a repetition."""
+    """Random numbers depend on the row and the call alone: the same in all samples of a group, and
+    in a repetition."""
     import numpy as np  # tools need none
 
     random.seed(f"{state.seed}/{step}")
     np.random.seed(random.getrandbits(32))
 
 
-def ask_function(function: Callable, messages: list[dict], ground_truth: object, kwargs: Mapping) -> dict:
-    """Fields of what a function answers; info: {"ends": has it nothing to say, "reward": of the turn or None}."""
+def ask_function(
+    function: Callable, messages: list[dict], ground_truth: object, kwargs: Mapping
+) -> dict:
+    """Fields of what a function answers; info: {"ends": has it nothing to say, "reward": of the
+    turn or None}."""
     result = function(messages, ground_truth, **fitting(function, kwargs))
     text, reward = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
-    if not isinstance(text, str | None) or not (reward is None or abs(reward := float(reward)) <= LARGEST):
-        raise TypeError(f"it returned {result!r:.80}, expected a text or None, or (that, a number up to {LARGEST:g})")
-    return {"text": trim(text or ""), "images": [], "info": {"ends": text is None, "reward": reward}}
+    if not isinstance(text, str | None) or not (
+        reward is None or abs(reward := float(reward)) <= LARGEST
+    ):
+        raise TypeError(
+            f"it returned {result!r:.80}, expected a text or None, or (that, a number up to "
+            f"{LARGEST:g})"
+        )
+    return {
+        "text": trim(text or ""),
+        "images": [],
+        "info": {"ends": text is None, "reward": reward},
+    }

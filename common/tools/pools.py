@@ -1,4 +1,5 @@
-"""The processes that answer a policy: one pool of them for each rank, or for all ranks that share an engine."""
+"""The processes that answer a policy: one pool of them for each rank, or for all ranks that share
+an engine."""
 
 import inspect
 import json
@@ -17,25 +18,31 @@ OTHER = Tool("", print, {}, role="user", ours=True)  # what is no tool of the po
 
 
 class ToolPool(SharedPool):
-    """Workers whose replies are `ToolReply`s. A job has the key (that of its call, the name of the tool)."""
+    """Workers whose replies are `ToolReply`s. A job has the key (that of its call, the name of the
+    tool)."""
 
     protocol: type[Protocol] = Hermes  # of the policies that call them
     tools: dict[str, Tool]
 
     def poll(self, timeout_s: float = 0.0) -> list[tuple[Hashable, ToolReply]]:
-        """(key, reply) of what has finished; waits that long for the first, but not if nothing is pending."""
+        """(key, reply) of what has finished; waits that long for the first, but not if nothing is
+        pending."""
         return [
-            (key, as_reply(reply, self.tools.get(name, OTHER)) if isinstance(reply, dict) else reply)
+            (
+                key,
+                as_reply(reply, self.tools.get(name, OTHER)) if isinstance(reply, dict) else reply,
+            )
             for (key, name), reply in super().poll(timeout_s)
         ]
 
 
 class ToolWorkers(ToolPool):
-    """At most `workers` processes a rank that run the tools of --tools, and an environment. ValueError if
-    one of them does not load.
+    """At most `workers` processes a rank that run the tools of --tools, and an environment.
+    ValueError if one of them does not load.
 
-    Each call has `timeout_s` seconds from when a worker gets it, and `memory_gib` (0: no limit). Exceeding them, or
-    ending the worker, is an error that the policy reads; a failure if the tool is `ours`, or if no worker takes it.
+    Each call has `timeout_s` seconds from when a worker gets it, and `memory_gib` (0: no limit).
+    Exceeding them, or ending the worker, is an error that the policy reads; a failure if the tool
+    is `ours`, or if no worker takes it.
     """
 
     def __init__(
@@ -50,13 +57,16 @@ class ToolWorkers(ToolPool):
         self.tools = load_tools(spec, environment)
         methods = {name: tool.schema for name, tool in self.tools.items() if tool.stateful}
         given = json.dumps({"tools": spec, "environment": environment, "methods": methods})
-        new_worker = partial(Worker, Caller, given, timeout_s, memory_gib, CLOSE_S if methods else 0.0)
+        new_worker = partial(
+            Worker, Caller, given, timeout_s, memory_gib, CLOSE_S if methods else 0.0
+        )
         most = workers * (group.size() if group else 1)
         super().__init__(group, "a tool worker did not start", new_worker, most)
 
     def submit(self, key: Hashable, call: Call, context: Mapping, kwargs: Mapping) -> None:
-        """context: {"media": [{"kind": "image" or "video", "frames": [encoded, ...]}, ...] in the order in which they
-        were seen, "num_prompt_media", "min_pixels", "max_pixels", "max_frame_pixels"}; kwargs: what the row gives.
+        """context: {"media": [{"kind": "image" or "video", "frames": [encoded, ...]}, ...] in the
+        order in which they were seen, "num_prompt_media", "min_pixels", "max_pixels",
+        "max_frame_pixels"}; kwargs: what the row gives.
         """
         tool = find_tool(self.tools, call.name)
         if call.error or tool is None:

@@ -32,29 +32,39 @@ class Turns:
     workers: ToolPool
     vision: Vision | None = None
     flags: Rollout = field(default_factory=Rollout)
-    protocol: Protocol | None = None  # how the policy calls, and sees replies; None: that of the workers
+    # how the policy calls, and sees replies; None: that of the workers
+    protocol: Protocol | None = None
 
     def __post_init__(self) -> None:
         """ValueError for a chat template that cannot show what a tool returns."""
         tools = self.workers.tools.values()
-        # all wait for the slowest: the engine's batches, and so the last bits, are repeatable; ranks submit alike
+        # all wait for the slowest: the engine's batches, and so the last bits, are repeatable;
+        # ranks submit alike
         self.lockstep = self.flags.deterministic or self.flags.engine_parallel > 1
         self.stateful = {tool.name for tool in tools if tool.stateful}
-        self.code = Code(self.tokenizer) if self.protocol and self.workers.protocol is Code else None
+        self.code = (
+            Code(self.tokenizer) if self.protocol and self.workers.protocol is Code else None
+        )
         self.protocol = self.protocol or self.workers.protocol(self.tokenizer)
-        self.threads = ThreadPoolExecutor(cpus_of_rank())  # decode pictures while the engine samples
+        # decode pictures while the engine samples
+        self.threads = ThreadPoolExecutor(cpus_of_rank())
         environment = self.flags.environment
-        self.answers = bool(environment) and not is_class(environment)  # a function that speaks as a user
+        # a function that speaks as a user
+        self.answers = bool(environment) and not is_class(environment)
         for role in {tool.role for tool in tools} | ({"user"} if self.answers else set()):
             if PROBE not in self.protocol.observation([PROBE], role, shown=0):
-                raise ValueError(f"tools: the chat template leaves out messages of role {role!r}: {UNSEEN}")
+                raise ValueError(
+                    f"tools: the chat template leaves out messages of role {role!r}: {UNSEEN}"
+                )
             self.observation_ids([PROBE], role)
         self.program_role = "tool" if self.code and self.shows("tool") else "user"
 
     def shows(self, role: str) -> bool:
         """Does the chat template show messages of a role?"""
         try:
-            return PROBE in self.protocol.observation([PROBE], role) and bool(self.observation_ids([PROBE], role))
+            return PROBE in self.protocol.observation([PROBE], role) and bool(
+                self.observation_ids([PROBE], role)
+            )
         except ValueError:
             return False
 
@@ -78,8 +88,9 @@ class Turns:
         watch: Watch,
         seed: str,
     ) -> None:
-        """Turn after turn, until all episodes have ended; those that have a finish_reason are left alone. A key is an
-        episode's number. `submit` asks the engine for the next turn; `seed` is that of environments."""
+        """Turn after turn, until all episodes have ended; those that have a finish_reason are left
+        alone. A key is an episode's number. `submit` asks the engine for the next turn; `seed` is
+        that of environments."""
         rows = [prompts[episode.prompt_index] for episode in episodes]
         running = {
             key: self.trajectory(episode, rows[key], max_tokens)
@@ -114,15 +125,19 @@ class Turns:
                     reply.opened = self.threads.submit(self.open_pictures, reply)
                     replies[key] = reply
                 if not engine.busy:
-                    wait([reply.opened for reply in replies.values()], 0.01, FIRST_COMPLETED)  # a tool may be first
+                    # a tool may be first
+                    wait([reply.opened for reply in replies.values()], 0.01, FIRST_COMPLETED)
             if not (self.lockstep and (engine.busy or self.workers.pending)):
-                for key in [key for key in sorted(replies) if self.lockstep or replies[key].opened.done()]:
+                for key in [
+                    key for key in sorted(replies) if self.lockstep or replies[key].opened.done()
+                ]:
                     go_on(key, replies.pop(key))
 
     def trajectory(
         self, episode: Episode, row: Row, max_tokens: int
     ) -> Generator[Call | None, Completion | ToolReply, None]:
-        """What happens in one: yields None and is sent what was sampled, or a call and is sent its reply."""
+        """What happens in one: yields None and is sent what was sampled, or a call and is sent its
+        reply."""
         if row.environment is not None:
             self.begin(episode, row, (yield OPENING))
         protocol = self.protocol_of(row)
@@ -130,7 +145,9 @@ class Turns:
         while goes_on:
             add_turn(episode, turn := (yield None), max_tokens)
             call = self.next_call(episode, row, turn.token_ids)
-            goes_on = call is not None and self.observe(episode, call, (yield call), max_tokens, protocol)
+            goes_on = call is not None and self.observe(
+                episode, call, (yield call), max_tokens, protocol
+            )
         if row.environment is not None:
             reply = yield CLOSING
             episode.environment_reward = reply.info.get("reward")
@@ -138,13 +155,15 @@ class Turns:
                 self.fail(episode, CLOSING, reply.text)
 
     def try_out(self, rows: Iterable[Row]) -> bool:
-        """Has the environment, opened for the first row that has one, and closed, a reward? ValueError if that fails,
-        or what a function answers."""
+        """Has the environment, opened for the first row that has one, and closed, a reward?
+        ValueError if that fails, or what a function answers."""
         if self.answers:
             self.try_answer(rows)
         if not self.stateful:
             return False
-        state = State(-1, "", next((row.environment for row in rows if row.environment is not None), {}))
+        state = State(
+            -1, "", next((row.environment for row in rows if row.environment is not None), {})
+        )
         for call in (OPENING, CLOSING):
             self.workers.hand_on((-1, call.name), (call.name, {}, state, {}), home=-1)
             ((_, reply),) = self.workers.poll(inf)
@@ -155,11 +174,14 @@ class Turns:
         return reply.info["reward"] is not None
 
     def try_answer(self, rows: Iterable[Row]) -> None:
-        """Have it answer the truth of a row, as if the policy had said it. ValueError if it cannot."""
+        """Have it answer the truth of a row, as if the policy had said it. ValueError if it
+        cannot."""
         row = next((row for row in islice(rows, FIRST_ROWS) if row.answer_kwargs is not None), None)
         if row is None:
             return
-        episode = Episode(0, 0, [], [], [], [], messages=[{"role": "assistant", "content": row.truth}])
+        episode = Episode(
+            0, 0, [], [], [], [], messages=[{"role": "assistant", "content": row.truth}]
+        )
         self.ask(-1, ANSWERING, episode, row, "")
         ((_, reply),) = self.workers.poll(inf)
         if reply.failed:
@@ -167,7 +189,8 @@ class Turns:
             raise ValueError(f"--environment cannot answer the truth of a row: {reply.text}; {how}")
 
     def next_call(self, episode: Episode, row: Row, last_turn: list[int]) -> Call | None:
-        """The call that the last turn ends in, or that for a function to answer; None if the trajectory ends here."""
+        """The call that the last turn ends in, or that for a function to answer; None if the
+        trajectory ends here."""
         if episode.finish_reason != "stop" or not (row.tools or row.answer_kwargs is not None):
             return None
         text = self.tokenizer.decode(last_turn, skip_special_tokens=True)
@@ -180,23 +203,34 @@ class Turns:
         return call or (ANSWERING if row.answer_kwargs is not None else None)
 
     def ask(self, key: int, call: Call, episode: Episode, row: Row, seed: str) -> None:
-        """Hand a call to the workers, with what a tool may know of the trajectory and what the row gives."""
+        """Hand a call to the workers, with what a tool may know of the trajectory and what the row
+        gives."""
         if call is ANSWERING:
-            said = row.prompt if isinstance(row.prompt, list) else [{"role": "user", "content": row.prompt}]
+            said = (
+                row.prompt
+                if isinstance(row.prompt, list)
+                else [{"role": "user", "content": row.prompt}]
+            )
             truth = {"ground_truth": row.answer_kwargs.get("ground_truth", row.ground_truth)}
             given = {name: value for name, value in row.answer_kwargs.items() if name not in truth}
-            self.workers.hand_on((key, call.name), (call.name, truth, with_replies(said, episode.messages), given))
+            self.workers.hand_on(
+                (key, call.name), (call.name, truth, with_replies(said, episode.messages), given)
+            )
             return
         tool = find_tool({name: self.workers.tools[name] for name in row.tools}, call.name)
         if call is OPENING or call is CLOSING or (tool and tool.stateful):
             calls = [c for c in episode.calls if c["name"] in self.stateful and "step" in c["info"]]
             calls = [(c["name"], c["arguments"], c["text"]) for c in calls]
-            state = State(key, f"{seed}/{episode.prompt_index}", row.environment, episode.opening, calls)
+            state = State(
+                key, f"{seed}/{episode.prompt_index}", row.environment, episode.opening, calls
+            )
             self.workers.hand_on((key, call.name), (call.name, call.arguments, state, {}), home=key)
             return
         if tool is None and not call.error:
             call = Call(error=f"there is no tool {call.name!r:.100}, but {', '.join(row.tools)}")
-        media = [{"kind": "frame" if m.is_frame else m.kind, "frames": m.frames} for m in episode.media]
+        media = [
+            {"kind": "frame" if m.is_frame else m.kind, "frames": m.frames} for m in episode.media
+        ]
         context = {"media": media, "num_prompt_media": len(row.media), "calls": episode.calls}
         context |= vars(self.vision.limits) if self.vision else {}
         context["seed"] = f"{seed}/{episode.prompt_index}/{episode.sample_index}"
@@ -215,7 +249,11 @@ class Turns:
         ids = self.tokenizer.encode(self.protocol.prompt(messages), add_special_tokens=False)
         ids = self.vision.expand(ids, row.media) if self.vision else ids
         if len(ids) > self.flags.max_prompt_tokens:
-            self.fail(episode, OPENING, f"the prompt then has {len(ids)} tokens: raise --max-prompt-tokens")
+            self.fail(
+                episode,
+                OPENING,
+                f"the prompt then has {len(ids)} tokens: raise --max-prompt-tokens",
+            )
             return
         episode.prompt_ids = ids
 
@@ -225,13 +263,26 @@ class Turns:
         episode.finish_reason = "tool_failed"
 
     def record(self, episode: Episode, call: Call, reply: ToolReply) -> None:
-        known = {"turn": episode.turns - 1, "name": call.name, "arguments": call.arguments, "text": reply.text}
-        episode.calls.append(known | {"error": reply.error or reply.failed, "info": reply.info, "media": 0})
+        known = {
+            "turn": episode.turns - 1,
+            "name": call.name,
+            "arguments": call.arguments,
+            "text": reply.text,
+        }
+        episode.calls.append(
+            known | {"error": reply.error or reply.failed, "info": reply.info, "media": 0}
+        )
 
     def observe(
-        self, episode: Episode, call: Call, reply: ToolReply, max_tokens: int, protocol: Protocol | None = None
+        self,
+        episode: Episode,
+        call: Call,
+        reply: ToolReply,
+        max_tokens: int,
+        protocol: Protocol | None = None,
     ) -> bool:
-        """Append what came of a call. False, with its finish_reason, if the trajectory ends instead."""
+        """Append what came of a call. False, with its finish_reason, if the trajectory ends
+        instead."""
         if self.code and call is not ANSWERING and protocol is not self.code:
             reply = replace(reply, role=self.program_role)
         try:
@@ -250,7 +301,8 @@ class Turns:
         else:
             self.record(episode, call, reply)
         ids = self.observation_ids([reply.text, *media], reply.role, len(episode.media), protocol)
-        if episode.response_ids[-1] != self.tokenizer.eos_token_id:  # the policy has sampled another end token
+        # the policy has sampled another end token
+        if episode.response_ids[-1] != self.tokenizer.eos_token_id:
             ids = [self.tokenizer.eos_token_id, *ids]
         if call is ANSWERING and episode.turns >= self.flags.max_turns:
             episode.finish_reason = "unanswered"
@@ -260,7 +312,8 @@ class Turns:
             episode.finish_reason = "max_images"
         elif call.name in self.stateful and reply.info.get("done"):
             episode.finish_reason = "done"
-        elif len(episode.response_ids) + len(ids) >= max_tokens:  # not one token would be left for the answer
+        elif len(episode.response_ids) + len(ids) >= max_tokens:
+            # not one token would be left for the answer
             episode.finish_reason = "length"
         else:
             episode.response_ids += ids
@@ -279,12 +332,16 @@ class Turns:
         return [Media.open("image", [x], limits, is_frame) for x in reply.images if limits]
 
     def observation_ids(
-        self, parts: Sequence[str | Media], role: str, shown: int = 0, protocol: Protocol | None = None
+        self,
+        parts: Sequence[str | Media],
+        role: str,
+        shown: int = 0,
+        protocol: Protocol | None = None,
     ) -> list[int]:
         """What stands between an end-of-turn token and the next turn, from the new message alone.
 
-        Its ids are those that it has behind that token: by itself a tokenizer may put a space before it. ValueError
-        if they depend on what comes before.
+        Its ids are those that it has behind that token: by itself a tokenizer may put a space
+        before it. ValueError if they depend on what comes before.
         """
         text = (protocol or self.protocol).observation(parts, role, shown)
         end = self.tokenizer.eos_token
@@ -292,6 +349,13 @@ class Turns:
         whole = self.tokenizer.encode("-" + end + text, add_special_tokens=False)
         ids = whole[len(before) :]
         if whole != before + ids or before[-1] != self.tokenizer.eos_token_id:
-            told = f"the tokenizer of {self.tokenizer.name_or_path!r} does not keep {end!r} apart from what follows"
+            told = (
+                f"the tokenizer of {self.tokenizer.name_or_path!r} does not keep {end!r} "
+                "apart from what follows"
+            )
             raise ValueError(f"tools: {told}: take another model")
-        return self.vision.expand(ids, [part for part in parts if isinstance(part, Media)]) if self.vision else ids
+        return (
+            self.vision.expand(ids, [part for part in parts if isinstance(part, Media)])
+            if self.vision
+            else ids
+        )

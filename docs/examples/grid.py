@@ -6,7 +6,8 @@ SIDE = 3
 class Grid:
     """Walk to the goal on a shortest way: the first move that comes no nearer ends the game.
 
-    The row gives where (extra_info: start and goal, as [x, y]). The reward is the share of the way that was walked.
+    The row gives where (extra_info: start and goal, as [x, y]). The reward is the share of the way
+    that was walked.
     """
 
     def reset(self, extra_info: dict, **row) -> str:

@@ -1,7 +1,7 @@
 """verl's GSM8K interaction: a user who says whether the last answer is right.
 
---environment docs/examples/gsm8k_user.py:reply, for rows with extra_info.interaction_kwargs (name, query,
-ground_truth), or for all rows if none has any
+--environment docs/examples/gsm8k_user.py:reply, for rows with extra_info.interaction_kwargs (name,
+query, ground_truth), or for all rows if none has any
 """
 
 from common.rewards.math import score_gsm8k

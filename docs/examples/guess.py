@@ -1,6 +1,8 @@
-"""A number-guessing game of several turns, as an environment: --environment docs/examples/guess.py:Guess"""
+"""A number-guessing game of several turns, as an environment: --environment
+docs/examples/guess.py:Guess"""
 
-LAST, GUESSES = 7, 3  # numbers go from 1 to 7: three guesses find any of them, each in the middle of what is left
+# numbers go from 1 to 7: three guesses find any of them, each in the middle of what is left
+LAST, GUESSES = 7, 3
 
 
 class Guess:

@@ -1,4 +1,5 @@
-"""Rows for the example games, and conversations in which a mediocre player plays them, for sft.py to learn from.
+"""Rows for the example games, and conversations in which a mediocre player plays them, for sft.py
+to learn from.
 
 python docs/examples/play.py guess data/guess        # or: grid data/grid
 """
@@ -15,8 +16,8 @@ from guess import LAST, Guess
 from tyro.conf import Positional
 
 CELLS = [list(cell) for cell in product(range(SIDE), repeat=2)]
-# Of each game: its class, the tools in few words (a small model reads them anew in every game), the task, and all
-# that there is to play.
+# Of each game: its class, the tools in few words (a small model reads them anew in every game), the
+# task, and all that there is to play.
 GAMES = {
     "guess": (Guess, "guess(n)", "Guess my number.", [{"secret": n} for n in range(1, LAST + 1)]),
     "grid": (
@@ -30,7 +31,10 @@ GAMES = {
 
 def to_row(name: str, extra: dict) -> dict:
     _, tools, task, _ = GAMES[name]
-    prompt = [{"role": "system", "content": f"<tools>{tools}</tools>"}, {"role": "user", "content": task}]
+    prompt = [
+        {"role": "system", "content": f"<tools>{tools}</tools>"},
+        {"role": "user", "content": task},
+    ]
     return {"data_source": name, "prompt": prompt, "extra_info": extra}
 
 
@@ -51,11 +55,14 @@ def sensible(game: Guess | Grid) -> list[tuple[str, dict]]:
 
 
 def played(name: str, row: dict, skill: float) -> dict:
-    """A conversation in which the calls are right in form, and sensible as often as `skill` says."""
+    """A conversation in which the calls are right in form, and sensible as often as `skill`
+    says."""
     game, (system, user) = GAMES[name][0](), row["prompt"]
     messages = [system, user | {"content": user["content"] + game.reset(**row)}]
     while not game.done:
-        method, arguments = random.choice(sensible(game) if random.random() < skill else legal(game))
+        method, arguments = random.choice(
+            sensible(game) if random.random() < skill else legal(game)
+        )
         call = json.dumps({"name": method, "arguments": arguments}, separators=(",", ":"))
         messages.append({"role": "assistant", "content": f"<tool_call>{call}</tool_call>"})
         messages.append({"role": "tool", "content": getattr(game, method)(**arguments)})
@@ -63,9 +70,13 @@ def played(name: str, row: dict, skill: float) -> dict:
 
 
 def main(
-    game: Positional[Literal["guess", "grid"]], folder: Positional[Path], rows: int = 6000, skill: float = 0.9
+    game: Positional[Literal["guess", "grid"]],
+    folder: Positional[Path],
+    rows: int = 6000,
+    skill: float = 0.9,
 ) -> None:
-    """Write them. rows: of training; skill: the probability that the player thinks before a move."""
+    """Write them. rows: of training; skill: the probability that the player thinks before a
+    move."""
     random.seed(0)
     folder.mkdir(parents=True, exist_ok=True)
     games = GAMES[game][-1]

@@ -1,19 +1,26 @@
-r"""V*, HR-Bench and TIR-Bench in verl's columns, from local copies, with the prompts of papers.pyvision.rows.
+r"""V*, HR-Bench and TIR-Bench in verl's columns, from local copies, with the prompts of
+papers.pyvision.rows.
 
-    python -m papers.pyvision.benchmarks --out data/benchmarks --vstar FOLDER --hrbench FOLDER --tir FOLDER
+    python -m papers.pyvision.benchmarks --out data/benchmarks --vstar FOLDER --hrbench FOLDER --tir
+    FOLDER
 
-    --vstar    craigwu/vstar_bench: direct_attributes/ and relative_position/, a .json beside each picture
+    --vstar    craigwu/vstar_bench: direct_attributes/ and relative_position/, a .json beside each
+    picture
     --hrbench  DreamMr/HR-Bench: hr_bench_4k.tsv and hr_bench_8k.tsv, or one of them
     --tir      Agents-X/TIR-Bench: TIR-Bench.json, and data.zip unpacked
 
-(names on the hub: `hf download NAME --repo-type dataset --local-dir FOLDER`). Each gives a file, with a data_source
-for each of its parts, which an evaluation tells apart (vstar/direct_attributes, hrbench-4k/single, tir_bench/maze, …):
+(names on the hub: `hf download NAME --repo-type dataset --local-dir FOLDER`). Each gives a file,
+with a data_source
+for each of its parts, which an evaluation tells apart (vstar/direct_attributes, hrbench-4k/single,
+tir_bench/maze, …):
 
-    python grpo.py --eval-only --model MODEL --eval-data data/benchmarks/vstar.parquet --eval-rows 2000 \
+    python grpo.py --eval-only --model MODEL --eval-data data/benchmarks/vstar.parquet --eval-rows
+    2000 \
         --reward-function papers/pyvision/rewards.py:score --tools python --eval-samples 32 \
         --eval-temperature 0.01 --max-turns 30 --max-images 32
 
-Of V*'s options the right one is always the first as published: here they are shuffled, --keep-order leaves them.
+Of V*'s options the right one is always the first as published: here they are shuffled, --keep-order
+leaves them.
 """
 
 import base64
@@ -41,7 +48,10 @@ VSTAR_PARTS = ("direct_attributes", "relative_position")
 HRBENCH_FILES = {"hrbench-4k": "hr_bench_4k.tsv", "hrbench-8k": "hr_bench_8k.tsv"}
 LETTERS = "ABCDEFGHIJ"
 PICTURE_ENDINGS = (".jpg", ".jpeg", ".png")
-TIR_TASKS = "maze color word_search jigsaw rotation_game ocr refcoco spot_difference visual_search symbolic math"
+TIR_TASKS = (
+    "maze color word_search jigsaw rotation_game ocr refcoco spot_difference "
+    "visual_search symbolic math"
+)
 TIR_TASKS = (*TIR_TASKS.split(), "contrast", "instrument")
 # Two OCR truths that the benchmark's own evaluation puts right, by the end of the picture's name.
 OCR_TRUTHS = {"60.jpg": "mobi", "62.jpg": "aires"}
@@ -57,7 +67,8 @@ class Args:
     seed: int = 0  # of the order of V*'s options
     keep_order: bool = False  # V*'s options as published: the right one is A
     like: str | None = None  # file of PyVision-RL's release: its wording, instead of ours
-    bad_rows: Literal["error", "drop"] = "error"  # rows that are unusable: stop, or count and drop them
+    # rows that are unusable: stop, or count and drop them
+    bad_rows: Literal["error", "drop"] = "error"
 
 
 def main(args: Args) -> None:
@@ -68,25 +79,54 @@ def main(args: Args) -> None:
         raise ValueError(f"--like {args.like}: no row with the env_name pyvision_gym_w_image_hint")
     choice = pa.struct({"answer": pa.string(), "options": pa.list_(pa.string())})
 
-    def write(name: str, items: Iterator[tuple[str, Any]], convert: Callable[[Any], dict], truth: pa.DataType) -> None:
-        stream_rows(args.out / f"{name}.parquet", usable(items, convert, args.bad_rows == "drop"), schema(truth))
+    def write(
+        name: str,
+        items: Iterator[tuple[str, Any]],
+        convert: Callable[[Any], dict],
+        truth: pa.DataType,
+    ) -> None:
+        stream_rows(
+            args.out / f"{name}.parquet",
+            usable(items, convert, args.bad_rows == "drop"),
+            schema(truth),
+        )
 
     if args.vstar:
         order = None if args.keep_order else args.seed
-        write("vstar", vstar_items(args.vstar), partial(vstar_row, wording=wording, seed=order), choice)
+        write(
+            "vstar",
+            vstar_items(args.vstar),
+            partial(vstar_row, wording=wording, seed=order),
+            choice,
+        )
     if args.hrbench:
         write("hrbench", hrbench_items(args.hrbench), partial(hrbench_row, wording=wording), choice)
     if args.tir:
-        write("tir_bench", tir_items(args.tir), partial(tir_row, folder=args.tir, wording=wording), pa.string())
+        write(
+            "tir_bench",
+            tir_items(args.tir),
+            partial(tir_row, folder=args.tir, wording=wording),
+            pa.string(),
+        )
 
 
-def usable(items: Iterator[tuple[str, Any]], convert: Callable[[Any], dict], drop: bool) -> Iterator[dict]:
-    """The rows of (place, item); at the end a ValueError with the first unusable ones, unless they are dropped."""
+def usable(
+    items: Iterator[tuple[str, Any]], convert: Callable[[Any], dict], drop: bool
+) -> Iterator[dict]:
+    """The rows of (place, item); at the end a ValueError with the first unusable ones, unless they
+    are dropped."""
     bad = []
     for index, (place, item) in enumerate(items):
         try:
             row = convert(item)
-        except (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
+        except (
+            AttributeError,
+            LookupError,
+            OSError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
             kind = "" if isinstance(error, BadRow) else f"malformed: {type(error).__name__}: "
             bad.append(f"\n  {place}: {kind}{error!s:.200}")
             continue
@@ -101,7 +141,13 @@ def usable(items: Iterator[tuple[str, Any]], convert: Callable[[Any], dict], dro
 
 
 def choice_row(
-    data_source: str, picture: object, question: object, options: list, right: int, wording: Wording, name: str
+    data_source: str,
+    picture: object,
+    question: object,
+    options: list,
+    right: int,
+    wording: Wording,
+    name: str,
 ) -> dict:
     """The row of a multiple-choice question; options[right] is the answer."""
     data, size = read_picture(picture, None)
@@ -112,14 +158,17 @@ def choice_row(
     asked = "\n".join([text_of(question, "question").strip(), *lines])
     messages = wording.messages(f"{asked}\n{CHOOSE}", picture_facts([size]), 1)
     truth = {"answer": LETTERS[right], "options": options}
-    return make_row(data_source, messages, truth, asked, images=[data], info={"id": name, "split": "test"})
+    return make_row(
+        data_source, messages, truth, asked, images=[data], info={"id": name, "split": "test"}
+    )
 
 
-# --- V* -----------------------------------------------------------------------------------------------------------
+# --- V* -------------------------------------------------------------------------------------------
 
 
 def vstar_items(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Each item's path, without the ending of its .json and its picture; one without the other is found to be bad."""
+    """Each item's path, without the ending of its .json and its picture; one without the other is
+    found to be bad."""
     for part in VSTAR_PARTS:
         files = [file for file in (folder / part).glob("*.*") if not file.name.startswith(".")]
         if not files:
@@ -129,7 +178,8 @@ def vstar_items(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def vstar_row(stem: Path, wording: Wording, seed: int | None) -> dict:
-    """seed: of the options' order, which an item has whatever its neighbours are; None: as published."""
+    """seed: of the options' order, which an item has whatever its neighbours are; None: as
+    published."""
     record = json.loads(stem.with_name(f"{stem.name}.json").read_bytes())
     pictures = [stem.with_name(stem.name + ending) for ending in PICTURE_ENDINGS]
     picture = next((path for path in pictures if path.is_file()), pictures[0])
@@ -139,19 +189,32 @@ def vstar_row(stem: Path, wording: Wording, seed: int | None) -> dict:
         random.Random(f"{seed} {name}").shuffle(order)
     options = [record["options"][i] for i in order]
     return choice_row(
-        f"vstar/{stem.parent.name}", str(picture), record["question"], options, order.index(0), wording, name
+        f"vstar/{stem.parent.name}",
+        str(picture),
+        record["question"],
+        options,
+        order.index(0),
+        wording,
+        name,
     )
 
 
-# --- HR-Bench -----------------------------------------------------------------------------------------------------
+# --- HR-Bench -------------------------------------------------------------------------------------
 
 
 def hrbench_items(folder: Path) -> Iterator[tuple[str, dict]]:
-    """The lines of its files. Texts stay texts: pandas would read the option "None" as a missing one."""
+    """The lines of its files. Texts stay texts: pandas would read the option "None" as a missing
+    one."""
     csv.field_size_limit(2**31 - 1)  # pictures
-    found = {benchmark: folder / name for benchmark, name in HRBENCH_FILES.items() if (folder / name).is_file()}
+    found = {
+        benchmark: folder / name
+        for benchmark, name in HRBENCH_FILES.items()
+        if (folder / name).is_file()
+    }
     if not found:
-        raise FileNotFoundError(f"--hrbench {folder}: expected {' or '.join(HRBENCH_FILES.values())} there")
+        raise FileNotFoundError(
+            f"--hrbench {folder}: expected {' or '.join(HRBENCH_FILES.values())} there"
+        )
     for benchmark, path in found.items():
         try:
             with path.open(newline="", encoding="utf-8-sig") as file:
@@ -164,14 +227,18 @@ def hrbench_items(folder: Path) -> Iterator[tuple[str, dict]]:
 def hrbench_row(line: dict, wording: Wording) -> dict:
     category, letter = line["category"], line["answer"]
     if category not in ("single", "cross") or letter not in ("A", "B", "C", "D"):
-        raise BadRow(f"category {category!r:.40}, answer {letter!r:.40}: expected single or cross, A to D")
+        raise BadRow(
+            f"category {category!r:.40}, answer {letter!r:.40}: expected single or cross, A to D"
+        )
     options = [line[name] for name in "ABCD"]
     picture = base64.b64decode(text_of(line["image"], "image"), validate=True)
     source, right = f"{line['benchmark']}/{category}", "ABCD".index(letter)
-    return choice_row(source, picture, line["question"], options, right, wording, str(line["index"]))
+    return choice_row(
+        source, picture, line["question"], options, right, wording, str(line["index"])
+    )
 
 
-# --- TIR-Bench ----------------------------------------------------------------------------------------------------
+# --- TIR-Bench ------------------------------------------------------------------------------------
 
 
 def tir_items(folder: Path) -> Iterator[tuple[str, dict | str]]:
@@ -181,7 +248,8 @@ def tir_items(folder: Path) -> Iterator[tuple[str, dict | str]]:
 
 
 def tir_row(record: dict | str, folder: Path, wording: Wording) -> dict:
-    """Of the published file (image_1, image_2, prompt, answer), or of PyVision-RL's copy (images, problem, solution).
+    """Of the published file (image_1, image_2, prompt, answer), or of PyVision-RL's copy (images,
+    problem, solution).
 
     Two pictures stay two, where PyVision-RL pastes them side by side.
     """
@@ -195,11 +263,19 @@ def tir_row(record: dict | str, folder: Path, wording: Wording) -> dict:
     pictures = [read_picture(name, folder) for name in names]
     if not pictures:
         raise BadRow("no picture: expected image_1, or images")
-    question = text_of(record.get("prompt") or record.get("problem"), "prompt").replace("<image>", "").strip()
+    question = (
+        text_of(record.get("prompt") or record.get("problem"), "prompt")
+        .replace("<image>", "")
+        .strip()
+    )
     answer = record.get("answer", record.get("solution"))
     truth = json.dumps(answer) if isinstance(answer, list) else answer_of(answer)
     if task == "ocr":
-        corrected = (right for end, right in OCR_TRUTHS.items() if re.search(rf"(?<!\d){re.escape(end)}$", names[0]))
+        corrected = (
+            right
+            for end, right in OCR_TRUTHS.items()
+            if re.search(rf"(?<!\d){re.escape(end)}$", names[0])
+        )
         truth = next(corrected, truth)
     return make_row(
         f"tir_bench/{task}",

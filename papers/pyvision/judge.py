@@ -1,10 +1,11 @@
-"""A language model as judge, behind any server that speaks OpenAI's protocol: it decides what rules cannot.
+"""A language model as judge, behind any server that speaks OpenAI's protocol: it decides what rules
+cannot.
 
     JUDGE_URLS=http://node7:18901/v1,http://node8:18901/v1 torchrun ... grpo.py ...
 
-JUDGE_MODEL is what each server calls it (default: what it serves), JUDGE_API_KEY its key. Proxies are
-ignored: a judge stands in the cluster. A case that the judge does not answer has no verdict: none is ever
-taken for wrong. No message repeats what a server says, which may hold the key.
+JUDGE_MODEL is what each server calls it (default: what it serves), JUDGE_API_KEY its key. Proxies
+are ignored: a judge stands in the cluster. A case that the judge does not answer has no verdict:
+none is ever taken for wrong. No message repeats what a server says, which may hold the key.
 """
 
 import asyncio
@@ -25,11 +26,13 @@ from papers.pyvision.judge_prompt import PROBES, Case, messages, verdict_of
 REQUEST_S = 60.0  # without a byte of the reply
 RETRIES = 4  # by the client, which waits longer each time
 PAUSE_S = 1.0  # then, before another server is asked
-TRIES = 5  # unclear replies, or failures while other cases are answered, until a case has no verdict
+# unclear replies, or failures while other cases are answered, until a case has no verdict
+TRIES = 5
 MAX_TOKENS = 1024  # of a reply: some models think before they answer
 MAX_BODY = 2**20  # bytes of a reply
 CACHED = 200_000  # verdicts
-MINUTE_S = 60.0  # between two lines about servers that do not answer; a failure that old is tried anew
+# between two lines about servers that do not answer; a failure that old is tried anew
+MINUTE_S = 60.0
 PATIENCE_S = 540.0  # after so long without any answer nothing waits any more
 
 
@@ -41,7 +44,8 @@ class Server:
     listed: str = ""
 
     async def judge(self, case: Case, attempt: int) -> float | None:
-        """1.0 or 0.0; None if the reply says neither, or the case is refused. ConnectionError without a reply.
+        """1.0 or 0.0; None if the reply says neither, or the case is refused. ConnectionError
+        without a reply.
 
         The first reply is greedy; since it would come again, later ones are sampled.
         """
@@ -59,12 +63,15 @@ class Server:
             (choice,) = completion.choices
             text = choice.message.content
             is_cut = choice.finish_reason == "length"  # then it may quote the question
-        except (openai.BadRequestError, openai.UnprocessableEntityError):  # too long for its context, ...
+        except (openai.BadRequestError, openai.UnprocessableEntityError):
+            # too long for its context, ...
             return None
         except Exception as error:  # whatever a server sends, or does not
             self.listed = ""
             status = getattr(error, "status_code", "")
-            raise ConnectionError(f"{self.host}: {type(error).__name__} {status}".rstrip()) from None
+            raise ConnectionError(
+                f"{self.host}: {type(error).__name__} {status}".rstrip()
+            ) from None
         if is_cut or not isinstance(text, str):
             return None
         return verdict_of(text)
@@ -73,7 +80,9 @@ class Server:
 class Judge:
     """Verdicts of one or several servers, which are taken in turn."""
 
-    def __init__(self, urls: Iterable[str], model: str = "", api_key: str = "EMPTY", probes: bool = True):
+    def __init__(
+        self, urls: Iterable[str], model: str = "", api_key: str = "EMPTY", probes: bool = True
+    ):
         self.servers = [connect(url, model, api_key) for url in urls]
         self.numbers = count()  # of cases: the first server of each
         self.verdicts: dict[Case, float] = {}
@@ -84,8 +93,8 @@ class Judge:
         self.trusted = not probes
 
     async def probe(self) -> None:
-        """Ask each server for a right and a wrong pair, once. ValueError for one that judges badly, or if all are
-        silent."""
+        """Ask each server for a right and a wrong pair, once. ValueError for one that judges badly,
+        or if all are silent."""
         async with self.lock:
             if self.trusted:
                 return
@@ -96,7 +105,9 @@ class Judge:
                 except ConnectionError as failure:
                     silent.append(str(failure))
             if len(silent) == len(self.servers):
-                raise ValueError(f"no judge answers ({'; '.join(silent)}): start it, or set JUDGE_URLS")
+                raise ValueError(
+                    f"no judge answers ({'; '.join(silent)}): start it, or set JUDGE_URLS"
+                )
             for failure in silent:
                 print(f"warning: a judge does not answer: {failure}", flush=True)
             self.trusted = True
@@ -104,9 +115,10 @@ class Judge:
     async def verdict(self, case: Case) -> float:
         """1.0 or 0.0. Servers that do not answer are waited for.
 
-        ConnectionError if none has answered for PATIENCE_S, which is at once for all cases that come within a minute
-        of the last failure; later ones, as those of the next step, ask again. ValueError if the replies say neither,
-        or if the case fails again and again while others are answered.
+        ConnectionError if none has answered for PATIENCE_S, which is at once for all cases that
+        come within a minute of the last failure; later ones, as those of the next step, ask again.
+        ValueError if the replies say neither, or if the case fails again and again while others are
+        answered.
         """
         if case in self.verdicts:
             return self.verdicts[case]
@@ -138,7 +150,9 @@ class Judge:
                 self.verdicts[case] = verdict
                 return verdict
             unclear += 1
-        raise ValueError("no verdict by the judge: its replies say neither 1 nor 0, or fail for this case alone")
+        raise ValueError(
+            "no verdict by the judge: its replies say neither 1 nor 0, or fail for this case alone"
+        )
 
     def tell(self, failure: ConnectionError) -> None:
         """Once a minute."""
@@ -158,20 +172,28 @@ async def probe(server: Server) -> None:
         if verdict != right:
             relation = "the same" if right else "different"
             raise ValueError(
-                f"the judge at {server.host} cannot judge: {case.truth!r} and {case.answer!r} are {relation}, which "
+                f"the judge at {server.host} cannot judge: {case.truth!r} and {case.answer!r} "
+                f"are {relation}, which "
                 "it does not say. Serve a better model, or take it as it is with JUDGE_PROBE=0"
             )
 
 
 def connect(url: str, model: str, api_key: str) -> Server:
-    """A client that takes no proxy from the environment and goes nowhere else. ValueError for what is no address."""
+    """A client that takes no proxy from the environment and goes nowhere else. ValueError for what
+    is no address."""
     try:
         parts = urlsplit(url)
         host = f"{parts.hostname}:{parts.port}" if parts.port else f"{parts.hostname}"
     except ValueError:
         parts = None
-    if parts is None or parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.path:
-        raise ValueError("JUDGE_URLS: one of them is no http://HOST:PORT/v1")  # it may hold a password
+    if (
+        parts is None
+        or parts.scheme not in ("http", "https")
+        or not parts.hostname
+        or "@" in parts.path
+    ):
+        # it may hold a password
+        raise ValueError("JUDGE_URLS: one of them is no http://HOST:PORT/v1")
     http = openai.DefaultAsyncHttpxClient(
         trust_env=False,
         follow_redirects=False,
@@ -183,8 +205,8 @@ def connect(url: str, model: str, api_key: str) -> Server:
 
 
 async def take_body(response: httpx2.Response) -> None:
-    """Read the body in place of the client, which would keep whatever comes. One that is larger than MAX_BODY, or
-    packed, which was not asked for, becomes a refusal: no verdict."""
+    """Read the body in place of the client, which would keep whatever comes. One that is larger
+    than MAX_BODY, or packed, which was not asked for, becomes a refusal: no verdict."""
     body = b""
     is_refused = response.headers.pop("Content-Encoding", "identity").lower() != "identity"
     if not is_refused:
@@ -205,7 +227,9 @@ def open_judge() -> Judge:
     """The one that the environment names. ValueError if it names none."""
     urls = [url.strip() for url in os.environ.get("JUDGE_URLS", "").split(",") if url.strip()]
     if not urls:
-        raise ValueError("a judge decides rows of this data: set JUDGE_URLS (papers/pyvision/README.md)")
+        raise ValueError(
+            "a judge decides rows of this data: set JUDGE_URLS (papers/pyvision/README.md)"
+        )
     return Judge(
         urls,
         model=os.environ.get("JUDGE_MODEL", ""),

@@ -1,4 +1,5 @@
-"""Prompts that teach PyVision-RL's protocol, programs between <code> tags: ours, or those of a published row.
+"""Prompts that teach PyVision-RL's protocol, programs between <code> tags: ours, or those of a
+published row.
 
 A picture in a prompt stands between <image_clue_i> tags, i being the name that programs know it by.
 """
@@ -49,7 +50,11 @@ OWN: dict[Mode, Wording] = {
 def picture_facts(sizes: Sequence[tuple[int, int]]) -> str:
     """sizes: (width, height) of each picture in its file."""
     lines = [f"Image Width: {width}; Image Height: {height}" for width, height in sizes]
-    return lines[0] if len(lines) == 1 else "\n".join(f"image_clue_{i}: {line}" for i, line in enumerate(lines))
+    return (
+        lines[0]
+        if len(lines) == 1
+        else "\n".join(f"image_clue_{i}: {line}" for i, line in enumerate(lines))
+    )
 
 
 def video_facts(size: tuple[int, int], length: int, fps: float) -> str:
@@ -70,7 +75,8 @@ def tagged(messages: list[dict]) -> list[dict]:
 
 
 def wordings_like(path: str) -> dict[Mode, Wording]:
-    """Of each mode, the wording of the first row that shows where its question stands. ValueError if no row does."""
+    """Of each mode, the wording of the first row that shows where its question stands. ValueError
+    if no row does."""
     found: dict[Mode, Wording] = {}
     for record in RowFiles(path, "--like").records():
         mode = MODES.get(str(record.get("env_name"))) if isinstance(record, Mapping) else None
@@ -79,7 +85,10 @@ def wordings_like(path: str) -> dict[Mode, Wording]:
         if len(found) == len(OWN):
             break
     if not found:
-        expected = 'with an env_name, extra_info.question in its prompt, and "Image Width: W; Image Height: H" or so'
+        expected = (
+            'with an env_name, extra_info.question in its prompt, and "Image Width: W; '
+            'Image Height: H" or so'
+        )
         raise ValueError(f"--like {path}: no row {expected}")
     return found
 
@@ -88,8 +97,17 @@ def wording_of(record: Mapping) -> Wording | None:
     """None for a row whose prompt has its question not just once, or no `FACTS`."""
     prompt, info = record.get("prompt"), record.get("extra_info")
     question = info.get("question") if isinstance(info, Mapping) else None
-    content = prompt[0].get("content") if isinstance(prompt, list) and [*map(type, prompt)] == [dict] else None
-    if not isinstance(content, str) or not isinstance(question, str) or not question or content.count(question) != 1:
+    content = (
+        prompt[0].get("content")
+        if isinstance(prompt, list) and [*map(type, prompt)] == [dict]
+        else None
+    )
+    if (
+        not isinstance(content, str)
+        or not isinstance(question, str)
+        or not question
+        or content.count(question) != 1
+    ):
         return None
     before, _, after = content.partition(question)
     wording = Wording(MARK.sub("", before).lstrip("\n"), after)

@@ -1,18 +1,24 @@
-"""PyVision-RL's rows in verl's columns: pictures as bytes, in the prompt or for the interpreter alone.
+"""PyVision-RL's rows in verl's columns: pictures as bytes, in the prompt or for the interpreter
+alone.
 
-    python -m papers.pyvision.rows --source train.json --media-root FOLDER --out data/pyvision.parquet
-    python -m papers.pyvision.rows --source train_1.parquet,train_2.parquet --out data/pyvision.parquet
-    python -m papers.pyvision.rows --source val.json --media-root FOLDER --like train.json --out data/val.parquet
+    python -m papers.pyvision.rows --source train.json --media-root FOLDER --out
+    data/pyvision.parquet
+    python -m papers.pyvision.rows --source train_1.parquet,train_2.parquet --out
+    data/pyvision.parquet
+    python -m papers.pyvision.rows --source val.json --media-root FOLDER --like train.json --out
+    data/val.parquet
 
 Rows (.parquet, .json, .jsonl) are told apart by their columns:
 
-    prompt, image {bytes, path}, data_source, reward_model, extra_info, env_name       the first version
-    the same with mm_hint {hint_path, hint_type} for image                             the release
-    question, answer, data_source, image_path or video_path, id, ability               without a prompt
+    prompt, image {bytes, path}, data_source, reward_model, extra_info, env_name       the first
+    version the same with mm_hint {hint_path, hint_type} for image                             the
+    release question, answer, data_source, image_path or video_path, id, ability
+    without a prompt
 
-With an env_name that ends in _wo_image_hint or _wo_video_hint the prompt does not show it, and programs have it as
-image_hint_0 or video_clue_0; without any the row is a single turn without tools. A row without a prompt gets ours, or
-that of a published row (--like). A video_path may be the list of its frames; videos stay files: train with the same
+With an env_name that ends in _wo_image_hint or _wo_video_hint the prompt does not show it, and
+programs have it as image_hint_0 or video_clue_0; without any the row is a single turn without
+tools. A row without a prompt gets ours, or that of a published row (--like). A video_path may be
+the list of its frames; videos stay files: train with the same
 --media-root.
 """
 
@@ -30,9 +36,19 @@ from common.files import user_errors
 from common.flags import Files, call_program
 from common.pictures import BadRow, decode
 from common.prepare.writing import stream_rows
-from papers.pyvision.prompts import MODES, OWN, Mode, Wording, picture_facts, tagged, video_facts, wordings_like
+from papers.pyvision.prompts import (
+    MODES,
+    OWN,
+    Mode,
+    Wording,
+    picture_facts,
+    tagged,
+    video_facts,
+    wordings_like,
+)
 
-SHOWN = ("", "pyvision_gym", "pyvision_gym_w_image_hint")  # env_name of rows whose prompts have their pictures
+# env_name of rows whose prompts have their pictures
+SHOWN = ("", "pyvision_gym", "pyvision_gym_w_image_hint")
 # What PyAV may open: playlists, which ffmpeg reads too, name other files and hosts.
 VIDEO_FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegts,flv"
 MEDIA = pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()}))
@@ -63,9 +79,12 @@ class Args:
     source: Files  # files of rows
     out: Path  # parquet file
     media_root: Path | None = None  # folder of the rows' relative paths
-    like: str | None = None  # file of the release: rows without a prompt get the wording of its first rows
-    show_images: bool = True  # in rows without a prompt: it shows their images; else the interpreter alone has them
-    bad_rows: Literal["error", "drop"] = "error"  # rows that are unusable: stop, or count and drop them
+    # file of the release: rows without a prompt get the wording of its first rows
+    like: str | None = None
+    # in rows without a prompt: it shows their images; else the interpreter alone has them
+    show_images: bool = True
+    # rows that are unusable: stop, or count and drop them
+    bad_rows: Literal["error", "drop"] = "error"
 
 
 def main(args: Args) -> None:
@@ -96,20 +115,33 @@ def main(args: Args) -> None:
 
 def convert(record: Mapping, index: int, root: Path | None) -> dict:
     """The row of one that has its prompt, in the words that stand there."""
-    env, hint, info = record.get("env_name") or "", record.get("mm_hint") or {}, record.get("extra_info") or {}
+    env, hint, info = (
+        record.get("env_name") or "",
+        record.get("mm_hint") or {},
+        record.get("extra_info") or {},
+    )
     if env not in (*SHOWN, *MODES):
         raise BadRow(f"env_name {env!r:.60}: known are {', '.join(filter(None, {*SHOWN, *MODES}))}")
-    messages = [{name: text_of(m[name], f"a {name}") for name in ("role", "content")} for m in record["prompt"]]
+    messages = [
+        {name: text_of(m[name], f"a {name}") for name in ("role", "content")}
+        for m in record["prompt"]
+    ]
     text, pictures, gets = "\n".join(message["content"] for message in messages), [], {}
     is_video = hint.get("hint_type") == "video"
     if env in SHOWN:
         pictures = [read_picture(item, root)[0] for _, (item,) in picture_sources(record, text)]
         if (hint and not pictures) or is_video:
-            raise BadRow(f"its {hint.get('hint_type')} is not in the prompt, as its env_name {env!r} says")
+            raise BadRow(
+                f"its {hint.get('hint_type')} is not in the prompt, as its env_name {env!r} says"
+            )
     elif is_video:
         gets = {"video_clue_0": video_argument(hint["hint_path"], root)}
     else:
-        gets = {"image_hint_0": image_argument(read_picture(hint.get("hint_path") or record.get("image"), root)[0])}
+        gets = {
+            "image_hint_0": image_argument(
+                read_picture(hint.get("hint_path") or record.get("image"), root)[0]
+            )
+        }
     return make_row(
         text_of(record["data_source"], "data_source"),
         tagged(messages),
@@ -128,25 +160,42 @@ def convert(record: Mapping, index: int, root: Path | None) -> dict:
 
 
 def compose(
-    record: Mapping, index: int, root: Path | None, wordings: Mapping[Mode, Wording], show_images: bool
+    record: Mapping,
+    index: int,
+    root: Path | None,
+    wordings: Mapping[Mode, Wording],
+    show_images: bool,
 ) -> dict:
     """The row of a question without a prompt."""
     image, video = record.get("image_path"), record.get("video_path")
     if "question" not in record or bool(image) == bool(video):
-        raise BadRow(f"has the columns {', '.join(record)}; expected prompt, or question and image_path or video_path")
+        raise BadRow(
+            f"has the columns {', '.join(record)}; expected prompt, or question and "
+            "image_path or video_path"
+        )
     mode: Mode = "video" if video else "shown" if show_images else "hidden"
     if mode not in wordings:
         env = next(env for env in MODES if MODES[env] == mode)
         raise BadRow(f"--like has no row with the env_name {env} to take the wording from")
-    question = text_of(record["question"], "question").replace("<image>", "").replace("<video>", "").strip()
+    question = (
+        text_of(record["question"], "question")
+        .replace("<image>", "")
+        .replace("<video>", "")
+        .strip()
+    )
     pictures, gets = [], {}
     if mode == "video":
         size, length, fps = look_at_video(video, record.get("fps"), root)
-        gets, facts = {"video_clue_0": video_argument(video, root, fps)}, video_facts(size, length, fps)
+        gets, facts = (
+            {"video_clue_0": video_argument(video, root, fps)},
+            video_facts(size, length, fps),
+        )
     else:
         data, size = read_picture(image, root)
         facts = picture_facts([size])
-        pictures, gets = ([data], {}) if show_images else ([], {"image_hint_0": image_argument(data)})
+        pictures, gets = (
+            ([data], {}) if show_images else ([], {"image_hint_0": image_argument(data)})
+        )
     return make_row(
         text_of(record.get("data_source"), "data_source"),
         wordings[mode].messages(question, facts, len(pictures)),
@@ -171,7 +220,8 @@ def make_row(
     ability: str = "",
     agent_name: str = "tool_agent",
 ) -> dict:
-    """A row of `schema`; gets: what the interpreter has that the prompt does not show. BadRow for what no file holds.
+    """A row of `schema`; gets: what the interpreter has that the prompt does not show. BadRow for
+    what no file holds.
 
     truth: a text, or a mapping with the text as "answer".
     """
@@ -208,7 +258,7 @@ def answer_of(value: object) -> str:
     return str(value) if is_number else text_of(value, "the answer")
 
 
-# --- pictures and videos ------------------------------------------------------------------------------------------
+# --- pictures and videos --------------------------------------------------------------------------
 
 
 def read_picture(item: object, root: Path | None) -> tuple[bytes, tuple[int, int]]:
@@ -234,8 +284,11 @@ def video_argument(video: str | list[str], root: Path | None, fps: float | None 
     return {"kind": kind, "frames": [{"bytes": None, "path": path} for path in paths], "fps": fps}
 
 
-def look_at_video(video: str | list[str], fps: object, root: Path | None) -> tuple[tuple[int, int], int, float]:
-    """((width, height), number of frames, frames a second); these are 1 of a list of frames, unless its row says."""
+def look_at_video(
+    video: str | list[str], fps: object, root: Path | None
+) -> tuple[tuple[int, int], int, float]:
+    """((width, height), number of frames, frames a second); these are 1 of a list of frames, unless
+    its row says."""
     if isinstance(video, list):
         rate = float(fps or 1)
         if not (isfinite(rate) and rate > 0):
@@ -247,7 +300,10 @@ def look_at_video(video: str | list[str], fps: object, root: Path | None) -> tup
         told = f"{video}: a video file needs PyAV: pip install av (see requirements.txt)"
         raise SystemExit(f"{told}; the list of its frames needs nothing") from error
     try:
-        with media_file(video, root) as file, av.open(file, options={"format_whitelist": VIDEO_FORMATS}) as container:
+        with (
+            media_file(video, root) as file,
+            av.open(file, options={"format_whitelist": VIDEO_FORMATS}) as container,
+        ):
             stream = container.streams.video[0]
             size, rate = (stream.width, stream.height), float(stream.average_rate or 1)
             length = sum(packet.pts is not None for packet in container.demux(stream))

@@ -2,8 +2,8 @@ r"""Rebuild the embedded `tiny-vl-python` policy from nothing: the tiny-vl that 
 
     python -m papers.pyvision.tiny_policy --out common/assets/tiny-vl-python
 
-    user:      <image_clue_0><image></image_clue_0>Which digit is on the white tile? Answer in \boxed{}.
-    assistant: I look at the tile.
+    user:      <image_clue_0><image></image_clue_0>Which digit is on the white tile? Answer in
+    \boxed{}. assistant: I look at the tile.
                <code>
                ```python
                tile = image_clue_0.crop((116, 60, 164, 108))
@@ -24,8 +24,9 @@ r"""Rebuild the embedded `tiny-vl-python` policy from nothing: the tiny-vl that 
                \boxed{7}
                </answer>
 
-Most traces guess at once; of the programs some aim badly, some do not run, some show nothing. What pays is left for
-reinforcement learning to find out. Rows, tags and observations are PyVision-RL's (arXiv 2602.20739).
+Most traces guess at once; of the programs some aim badly, some do not run, some show nothing. What
+pays is left for reinforcement learning to find out. Rows, tags and observations are PyVision-RL's
+(arXiv 2602.20739).
 """
 
 import base64
@@ -43,13 +44,22 @@ from common.prepare.tiny_vl_python import QUESTION
 from common.sandbox.interpreter import Session
 from common.tools.turns import Code
 
-LOOK, AGAIN, REPAIR = "I look at the tile.", "The tile is not here, I look elsewhere.", "I write it again."
+LOOK, AGAIN, REPAIR = (
+    "I look at the tile.",
+    "The tile is not here, I look elsewhere.",
+    "I write it again.",
+)
 READ = "I can read it.\n<answer>\n\\boxed{%d}\n</answer>"
 GUESS = "I can only guess.\n<answer>\n\\boxed{%d}\n</answer>"
-PROGRAM = "tile = image_clue_0.crop((%d, %d, %d, %d))\nplt.figure(figsize=(2, 2))\nplt.imshow(tile)\nplt.show()"
-BUGS = (("image_clue_0", "image_clue"), ("))", ")"), ("plt.show()", "plt.close()"))  # no name, no syntax, no figure
+PROGRAM = (
+    "tile = image_clue_0.crop((%d, %d, %d, %d))\nplt.figure(figsize=(2, 2))\n"
+    "plt.imshow(tile)\nplt.show()"
+)
+# no name, no syntax, no figure
+BUGS = (("image_clue_0", "image_clue"), ("))", ")"), ("plt.show()", "plt.close()"))
 HALF = 24  # pixels: half the side of what is cut out
-GUESS_AT_ONCE, GUESS_LATER = 0.5, 0.3  # probability to guess without looking, and after a program that did not help
+# probability to guess without looking, and after a program that did not help
+GUESS_AT_ONCE, GUESS_LATER = 0.5, 0.3
 AIM = 0.85  # probability that a program looks at the tile
 BUG = 0.4  # probability that it has a mistake
 EXPERT = {"guess": 0.0, "aim": 1.0, "bug": 0.0}
@@ -62,11 +72,24 @@ def program(cell: tuple[int, int]) -> str:
     return PROGRAM % (x - HALF, y - HALF, x + HALF, y + HALF)
 
 
-def trace(scene: Scene, rng: random.Random, guess: float, aim: float, bug: float) -> tuple[list[dict], list[bytes]]:
-    """(messages, encoded pictures). guess: probability to guess without looking; aim: to look at the tile; bug: that a
-    program has a mistake."""
-    messages, pictures, session = [{"role": "user", "content": QUESTION}], [scene.png], Session(None)
-    session.bind({"name": "image_clue_0", "kind": "image", "frames": [base64.b64encode(scene.png)], "seen": 1})
+def trace(
+    scene: Scene, rng: random.Random, guess: float, aim: float, bug: float
+) -> tuple[list[dict], list[bytes]]:
+    """(messages, encoded pictures). guess: probability to guess without looking; aim: to look at
+    the tile; bug: that a program has a mistake."""
+    messages, pictures, session = (
+        [{"role": "user", "content": QUESTION}],
+        [scene.png],
+        Session(None),
+    )
+    session.bind(
+        {
+            "name": "image_clue_0",
+            "kind": "image",
+            "frames": [base64.b64encode(scene.png)],
+            "seen": 1,
+        }
+    )
     cell, said = None, LOOK  # the cell that was seen last
     for looks in range(MAX_LOOKS + 1):
         patience, luck, mistake = rng.random(), rng.random(), rng.random()
@@ -79,7 +102,9 @@ def trace(scene: Scene, rng: random.Random, guess: float, aim: float, bug: float
         printed, error = session.block(code)
         text = f"Execution error: {error}" if error else printed
         content = Code.content(text, ["<image>"] * len(session.drawn), shown=len(pictures))
-        messages.append({"role": "assistant", "content": f"{said}\n<code>\n```python\n{code}\n```\n</code>"})
+        messages.append(
+            {"role": "assistant", "content": f"{said}\n<code>\n```python\n{code}\n```\n</code>"}
+        )
         messages.append({"role": "user", "content": "".join(content)})
         pictures += session.drawn
         cell = aimed if session.drawn else None

@@ -1,8 +1,10 @@
-r"""Scores of TIR-Bench (arXiv 2511.01833): 13 tasks, each answer against its truth by the rule of its task.
+r"""Scores of TIR-Bench (arXiv 2511.01833): 13 tasks, each answer against its truth by the rule of
+its task.
 
-The released scripts have a language model find the answer in the response; here it is what stands in the last \boxed{}
-of the last <answer> … </answer>, or all that stands there. They give the option A to an answer that resembles none,
-read "12 of 15" as 1215, and find an OCR text anywhere in the response, reasoning included: not so here.
+The released scripts have a language model find the answer in the response; here it is what stands
+in the last \boxed{} of the last <answer> … </answer>, or all that stands there. They give the
+option A to an answer that resembles none, read "12 of 15" as 1215, and find an OCR text anywhere in
+the response, reasoning included: not so here.
 """
 
 import re
@@ -13,7 +15,8 @@ from common.rewards.math import last_boxed, truth_text
 from common.rewards.visual_qa import edit_distance, option, plain, symbols_differ, trimmed
 
 MAX_CHARACTERS = 1000  # of an answer; longer ones are wrong
-LINES = re.compile(r"^[^\S\n]*\(?([A-K])(?:[.:)]\s*|\s+)(.*\S)", re.MULTILINE)  # options of a question, one a line
+# options of a question, one a line
+LINES = re.compile(r"^[^\S\n]*\(?([A-K])(?:[.:)]\s*|\s+)(.*\S)", re.MULTILINE)
 INLINE = re.compile(r"\(([A-K])\)\s*((?:(?!\([A-K]\)).)*\S)\s*(?=\([A-K]\)|$)")
 INTEGER = re.compile(r"[0-9]+")
 NUMBER = re.compile(r"[-+]?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
@@ -25,16 +28,20 @@ AROUND_LETTERS = re.compile(r"\band\b|[\s,;.&()\[\]]", re.IGNORECASE)
 NEAR = 0.5  # similarity from which on an answer means the option that it resembles most
 
 
-def tir_bench_reward(data_source: str, solution_str: str, ground_truth, extra_info: Mapping | None = None) -> dict:
+def tir_bench_reward(
+    data_source: str, solution_str: str, ground_truth, extra_info: Mapping | None = None
+) -> dict:
     """`score_tir_bench` with verl's signature, for the data_source tir_bench/TASK."""
     question = str((extra_info or {}).get("question") or "")
     return score_tir_bench(data_source.rpartition("/")[2], solution_str, ground_truth, question)
 
 
 def score_tir_bench(task: str, solution: str, ground_truth: object, question: str = "") -> dict:
-    """{"score": 0 to 1, "acc": the same, "pred": answer or ""} of one response; the options stand in the question.
+    """{"score": 0 to 1, "acc": the same, "pred": answer or ""} of one response; the options stand
+    in the question.
 
-    Partial scores are those of jigsaw, pieces in their places, and spot_difference, intersection over union.
+    Partial scores are those of jigsaw, pieces in their places, and spot_difference, intersection
+    over union.
     """
     truth = truth_text(ground_truth).strip()
     if not truth:
@@ -63,7 +70,9 @@ def score_answer(task: str, answer: str, truth: str, question: str) -> float:
             return len({*said} & {*true}) / len({*said} | {*true})
         if task == "word_search":  # row and column
             return float(said == true)
-        return sum(a == b for a, b in zip(said, true)) / len(true) if len(said) == len(true) else 0.0
+        return (
+            sum(a == b for a, b in zip(said, true)) / len(true) if len(said) == len(true) else 0.0
+        )
     if re.fullmatch("[A-K]", truth):
         return float(letter_of(answer, question) == truth)
     if re.fullmatch("[A-K]+", truth):  # several options
@@ -74,7 +83,8 @@ def score_answer(task: str, answer: str, truth: str, question: str) -> float:
 
 
 def letter_of(answer: str, question: str) -> str:
-    """The option that an answer names, or that it resembles most; "" if that is none, or several."""
+    """The option that an answer names, or that it resembles most; "" if that is none, or
+    several."""
     letter, _ = option(plain(answer))
     if letter:
         return letter.upper()
@@ -97,14 +107,21 @@ def similarity(a: str, b: str) -> float:
 
 
 def is_number(answer: str, truth: str) -> bool:
-    """The one number in an answer, by value; an answer with several, or with signs or words of mathematics by it."""
+    """The one number in an answer, by value; an answer with several, or with signs or words of
+    mathematics by it."""
     text = plain(answer)  # four is 4
     numbers = list(NUMBER.finditer(text))
     if len(numbers) == 1:
         before = text[: numbers[0].start()]
         after = text[numbers[0].end() :]
         around = f"{before} {after}"
-        is_formula = MATHEMATICS.search(around) or re.match("[a-z]", after) or re.search("[0-9]!", answer)
-        if not is_formula and not OTHER_NUMBER.search(around) and rational(numbers[0][0]) == rational(truth):
+        is_formula = (
+            MATHEMATICS.search(around) or re.match("[a-z]", after) or re.search("[0-9]!", answer)
+        )
+        if (
+            not is_formula
+            and not OTHER_NUMBER.search(around)
+            and rational(numbers[0][0]) == rational(truth)
+        ):
             return True
     return is_equal(answer, truth)

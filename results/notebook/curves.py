@@ -1,15 +1,19 @@
 """Learning curves, study by study, run by run: to be interrupted and gone on with.
 
-    python results/notebook/curves.py --list                            # every curve, its command, how far it is
+    python results/notebook/curves.py --list                            # every curve, its command,
+    how far it is
     python results/notebook/curves.py demos                             # a study
     python results/notebook/curves.py demos --only grpo-tiny-seed1      # one run of it
-    python results/notebook/curves.py beside-trl --trl /tmp/trl-venv    # made by: step.py --trl ... --make-trl-venv
-    python results/notebook/curves.py one-gpu --gsm8k ../shared/data/gsm8k --minutes 60     # and again, to go on
+    python results/notebook/curves.py beside-trl --trl /tmp/trl-venv    # made by: step.py --trl ...
+    --make-trl-venv
+    python results/notebook/curves.py one-gpu --gsm8k ../shared/data/gsm8k --minutes 60     # and
+    again, to go on
 
-A run that is done stays done, one of ours that was stopped goes on from its checkpoint, one of TRL's begins again.
-What is worth keeping of each (metrics, flags, versions, hardware, curves) goes to results/RUN at once, finished or
-not; the study's figure, over samples and over seconds, to results/STUDY.png. Seconds are those of training:
-evaluations, which both programs do between steps, and loading do not count.
+A run that is done stays done, one of ours that was stopped goes on from its checkpoint, one of
+TRL's begins again. What is worth keeping of each (metrics, flags, versions, hardware, curves) goes
+to results/RUN at once, finished or not; the study's figure, over samples and over seconds, to
+results/STUDY.png. Seconds are those of training: evaluations, which both programs do between steps,
+and loading do not count.
 """
 
 import hashlib
@@ -41,7 +45,8 @@ from common.precision import DTYPES, choose_dtype
 
 KEPT = ("config.json", "metrics.jsonl")
 SAMPLES = "eval_samples.parquet"  # of a run that only evaluates; their scores are kept
-# A step has to end before a run can be saved: torchrun would give it half a minute; before 2.13 nothing changes that.
+# A step has to end before a run can be saved: torchrun would give it half a minute; before 2.13
+# nothing changes that.
 PATIENCE = ("--shutdown-timeout", 600) if Version(torch.__version__) >= Version("2.13") else ()
 LAUNCHER = ("-m", "torch.distributed.run", "--standalone", *PATIENCE, "--nproc_per_node")
 
@@ -50,14 +55,16 @@ LAUNCHER = ("-m", "torch.distributed.run", "--standalone", *PATIENCE, "--nproc_p
 class Args:
     study: Annotated[str, tyro.conf.Positional] = ""  # which one to run; --list names them
     list: bool = False  # show studies, runs and commands, and stop
-    only: tuple[str, ...] = ()  # runs of the study, in this order; one that starts from another needs it done
+    # runs of the study, in this order; one that starts from another needs it done
+    only: tuple[str, ...] = ()
     gsm8k: str = "hub"  # folder with train.jsonl and test.jsonl of GSM8K, or "hub"
     math: Path | None = None  # folder with mawps_*.jsonl
     trl: Path | None = None  # virtual environment with TRL
     runs: Path = Path("runs/curves")  # folder of data, checkpoints and models
     results: Path = Path("results")  # folder of what is kept
     minutes: float = 1e5  # after which what is under way is told to save and stop
-    at_once: int = 1  # runs at a time, each after the one it starts from: for a GPU that one does not fill
+    # runs at a time, each after the one it starts from: for a GPU that one does not fill
+    at_once: int = 1
     save_every: int = 20  # steps between checkpoints
     flags: str = ""  # further flags for every run of ours: "--flags=--total-steps 2"
 
@@ -67,46 +74,67 @@ def our_command(args: Args, run: Run, folder: Path) -> list[str]:
     if run.parent:
         model = (args.runs / run.parent / "model").absolute()
         if not model.is_dir():
-            raise SystemExit(f"{folder.name} starts from {run.parent}, which is not there: --only {run.parent} first")
+            raise SystemExit(
+                f"{folder.name} starts from {run.parent}, which is not there: --only "
+                f"{run.parent} first"
+            )
         flags += ["--model", model]
     if run.data:
         flags += rows_of(args, run, script)
     flags += ["--seed", run.seed] if run.seed is not None else []
     if script != "sft.py" and args.at_once > 1 and torch.cuda.is_available():
         flags += ["--sleep-level", 0]  # vLLM cannot put an engine to sleep while others take memory
-    flags += ["--save-every", args.save_every, "--output-dir", folder.absolute(), *args.flags.split()]
+    flags += [
+        "--save-every",
+        args.save_every,
+        "--output-dir",
+        folder.absolute(),
+        *args.flags.split(),
+    ]
     program = ["results/notebook/wrong_engine.py", run.engine] if run.engine else [script]
     return [str(part) for part in (sys.executable, *LAUNCHER, run.ranks, *program, *flags)]
 
 
 def check_dtype(args: Args, study: Study, name: str) -> None:
-    """SystemExit where --dtype auto is another one than in the study's kept runs: they would not compare."""
+    """SystemExit where --dtype auto is another one than in the study's kept runs: they would not
+    compare."""
     if not study.dtype or "--dtype" in f"{study.runs[name].command} {args.flags}":
         return
-    dtype, reason = choose_dtype("auto", torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype, reason = choose_dtype(
+        "auto", torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    )
     if dtype != DTYPES[study.dtype]:
         raise SystemExit(
-            f"{name}: --dtype auto is {dtype} here ({reason}), and was {study.dtype} in the kept runs. Run it "
-            'where it is, or the whole study in another one: --flags="--dtype fp32" --results another-folder'
+            f"{name}: --dtype auto is {dtype} here ({reason}), and was {study.dtype} in the "
+            "kept runs. Run it "
+            'where it is, or the whole study in another one: --flags="--dtype fp32" --results '
+            "another-folder"
         )
 
 
 def trl_command(args: Args, run: Run, folder: Path) -> list[str]:
     """GRPOTrainer or SFTTrainer on the same rows."""
     if not args.trl:
-        raise SystemExit("this study needs --trl FOLDER, a virtual environment with TRL (step.py --make-trl-venv)")
+        raise SystemExit(
+            "this study needs --trl FOLDER, a virtual environment with TRL (step.py "
+            "--make-trl-venv)"
+        )
     if run.command == "trl_sft":
         rows_of(args, run, "sft.py")
         work = trl_work.write_sft(folder, run.seed, run.ranks, rows=data_folder(args, run))
     else:
         work = trl_work.write_grpo(folder, run.seed, run.ranks)
     python = args.trl.absolute() / "bin/python"
-    return [str(part) for part in (python, *LAUNCHER, run.ranks, f"tests/bench/{run.command}.py", work)]
+    return [
+        str(part) for part in (python, *LAUNCHER, run.ranks, f"tests/bench/{run.command}.py", work)
+    ]
 
 
 def rows_of(args: Args, run: Run, script: str) -> list:
     """The rows of a run, as flags of a script."""
-    return write_rows(run.data, Request(data_folder(args, run), script == "sft.py", args.gsm8k, args.math))
+    return write_rows(
+        run.data, Request(data_folder(args, run), script == "sft.py", args.gsm8k, args.math)
+    )
 
 
 def data_folder(args: Args, run: Run) -> Path:
@@ -114,10 +142,14 @@ def data_folder(args: Args, run: Run) -> Path:
 
 
 def is_done(args: Args, study: Study, name: str) -> bool:
-    """By what is kept of it; a model that other runs have yet to start from has to be there, too."""
+    """By what is kept of it; a model that other runs have yet to start from has to be there,
+    too."""
     if not is_complete(study, args.results, name, args.flags):
         return False
-    wanted = any(other.parent == name and not is_done(args, study, child) for child, other in study.runs.items())
+    wanted = any(
+        other.parent == name and not is_done(args, study, child)
+        for child, other in study.runs.items()
+    )
     return not wanted or (args.runs / name / "model").is_dir()
 
 
@@ -132,7 +164,8 @@ def keep(args: Args, study: Study, name: str) -> None:
         return
     is_parent = any(other.parent == name for other in study.runs.values())
     record, before = identity(args, study, name), read_record(results)
-    # Made once more, as where its model was not kept, it differs in its rounding; what started from that stays done.
+    # Made once more, as where its model was not kept, it differs in its rounding; what started from
+    # that stays done.
     same = before | record == before
     earlier = models_of(args.results, name) if same else []
     if not same:  # nothing of another run stays beside what there is of this one
@@ -160,7 +193,8 @@ def identity(args: Args, study: Study, name: str) -> dict:
 
 
 def begin(args: Args, study: Study, name: str) -> None:
-    """Remove what is left in its folder of a run that was another one: it must not go on from there."""
+    """Remove what is left in its folder of a run that was another one: it must not go on from
+    there."""
     started, record = args.runs / f"{name}.json", json.dumps(identity(args, study, name))
     if not started.is_file() or started.read_text() != record:
         shutil.rmtree(args.runs / name, ignore_errors=True)
@@ -186,7 +220,8 @@ def launch(command: list[str], processes: int, log: Path | None) -> subprocess.P
 
 
 def run_all(args: Args, study: Study) -> int:
-    """The exit code of a run that failed, if one did: others go on, but for those that start from it."""
+    """The exit code of a run that failed, if one did: others go on, but for those that start from
+    it."""
     deadline, status = time.monotonic() + 60 * args.minutes, 0
     left = [name for name in args.only or study.runs if not is_done(args, study, name)]
     failed: set[str] = set()
@@ -204,11 +239,16 @@ def run_all(args: Args, study: Study) -> int:
             if parent in failed:
                 left.remove(name)
                 failed.add(name)
-            elif parent not in {*left, *under_way} and time.monotonic() < deadline and len(under_way) < args.at_once:
+            elif (
+                parent not in {*left, *under_way}
+                and time.monotonic() < deadline
+                and len(under_way) < args.at_once
+            ):
                 left.remove(name)
                 try:
                     under_way[name] = start_run(args, study, name)
-                except (SystemExit, OSError, ValueError) as error:  # the latter: of rows that are not to be had
+                except (SystemExit, OSError, ValueError) as error:
+                    # the latter: of rows that are not to be had
                     print(error, flush=True)
                     failed.add(name)
                     status = 1
@@ -218,10 +258,14 @@ def run_all(args: Args, study: Study) -> int:
                 del under_way[name]
                 keep(args, study, name)
                 if process.returncode:
-                    print(f"{name}: exit code {process.returncode}; the same command goes on", flush=True)
+                    print(
+                        f"{name}: exit code {process.returncode}; the same command goes on",
+                        flush=True,
+                    )
                     failed.add(name)
                     status = process.returncode
-            elif time.monotonic() > deadline and name not in told:  # the scripts save after the step under way
+            elif time.monotonic() > deadline and name not in told:
+                # the scripts save after the step under way
                 told.add(name)
                 process.send_signal(signal.SIGTERM)
     return status
@@ -238,7 +282,10 @@ def start_run(args: Args, study: Study, name: str) -> subprocess.Popen:
 
 def show_list(args: Args) -> None:
     for name, study in STUDIES.items():
-        print(f"\n{name}: {study.question}\n  python results/notebook/curves.py {name} {study.needs}".rstrip())
+        print(
+            f"\n{name}: {study.question}\n  python results/notebook/curves.py {name} "
+            f"{study.needs}".rstrip()
+        )
         for run_name, run in study.runs.items():
             seed = "" if run.seed is None else f" --seed {run.seed}"
             model = f" --model {args.runs / run.parent / 'model'}" if run.parent else ""
@@ -246,7 +293,10 @@ def show_list(args: Args) -> None:
             state = state_of(args.results / run_name) if same else "what is kept is another run"
             rows = f", rows of {run.data}" if run.data else ""
             wrong = f", engine in {run.engine}" if run.engine else ""
-            print(f"    {run_name} [{state}]: {run.command}{model}{seed} ({run.ranks} ranks{rows}{wrong})")
+            print(
+                f"    {run_name} [{state}]: {run.command}{model}{seed} ({run.ranks} "
+                f"ranks{rows}{wrong})"
+            )
 
 
 def main(args: Args) -> None:

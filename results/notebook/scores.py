@@ -1,10 +1,11 @@
-"""Accuracy and pass@k of the samples of an --eval-only run, with 95 % intervals over rows: strict, and lenient.
+"""Accuracy and pass@k of the samples of an --eval-only run, with 95 % intervals over rows: strict,
+and lenient.
 
     python results/notebook/scores.py runs/NAME/eval_samples.parquet
 
-Strict is the reward's own rule. Lenient asks for the answer alone, whatever its format: the last number of a response
-to GSM8K's rows; to Countdown's, any expression in it that makes the target of the numbers. Where some samples call a
-tool: how many, how often, and how they do beside the others.
+Strict is the reward's own rule. Lenient asks for the answer alone, whatever its format: the last
+number of a response to GSM8K's rows; to Countdown's, any expression in it that makes the target of
+the numbers. Where some samples call a tool: how many, how often, and how they do beside the others.
 """
 
 import json
@@ -44,7 +45,9 @@ def lenient(sample: dict) -> bool:
         return bool(found) and canonical_number(found[-1]) == canonical_number(str(truth))
     numbers, target = [int(number) for number in truth["numbers"]], int(truth["target"])
     found = (match.strip() for match in EXPRESSION.findall(text) if len(match) <= MAX_CHARACTERS)
-    return any(evaluate(expression, numbers, "strict") == target for expression in found if expression)
+    return any(
+        evaluate(expression, numbers, "strict") == target for expression in found if expression
+    )
 
 
 def scores(path: Path) -> dict[str, float | int | list[float]]:
@@ -56,8 +59,11 @@ def scores(path: Path) -> dict[str, float | int | list[float]]:
     found: dict[str, float | int | list[float]] = {"rows": len(by_row), "samples": n}
     for rule, name in enumerate(("strict", "lenient")):
         for k in sorted({1, n}):
-            values = [pass_at_k(len(own), sum(one[rule] for one in own), k) for own in by_row.values()]
-            low, high = wilson_interval(mean(values), len(values))  # of single samples, which may all be alike
+            values = [
+                pass_at_k(len(own), sum(one[rule] for one in own), k) for own in by_row.values()
+            ]
+            # of single samples, which may all be alike
+            low, high = wilson_interval(mean(values), len(values))
             alike = n == 1 or len(set(values)) == 1  # what does not deviate is no sign of certainty
             half = (high - low) / 2 if alike else 1.96 * stdev(values) / len(values) ** 0.5
             found[f"{name}, pass@{k}"] = [mean(values), half]
@@ -79,7 +85,8 @@ def by_calls(samples: list[dict]) -> dict[str, list[float]]:
 
 
 def mean_over_rows(samples: list[dict], value: Callable[[dict], float]) -> list[float]:
-    """[mean, half the interval]; samples of a row are alike: what they deviate by is summed, then squared."""
+    """[mean, half the interval]; samples of a row are alike: what they deviate by is summed, then
+    squared."""
     center, deviations = mean(value(sample) for sample in samples), defaultdict(float)
     for sample in samples:
         deviations[sample["row"]] += value(sample) - center
@@ -89,7 +96,10 @@ def mean_over_rows(samples: list[dict], value: Callable[[dict], float]) -> list[
 def main(args: Args) -> None:
     found = scores(args.samples)
     print(f"{found.pop('rows')} rows, {found.pop('samples')} samples each")
-    table(["", "share", "±"], *([name, f"{x:.3f}", f"{half:.3f}"] for name, (x, half) in found.items()))
+    table(
+        ["", "share", "±"],
+        *([name, f"{x:.3f}", f"{half:.3f}"] for name, (x, half) in found.items()),
+    )
 
 
 if __name__ == "__main__":

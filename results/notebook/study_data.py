@@ -14,7 +14,8 @@ from common.prepare import gsm8k, mosaic, tiny, tiny_vl
 from common.prepare.math import read_record
 from common.prepare.writing import write_splits
 
-TRAP = {"rows": 4000, "guess": 0.8, "aim": 0.15, "sevens": 1.0}  # a warm start that guesses well and aims badly
+# a warm start that guesses well and aims badly
+TRAP = {"rows": 4000, "guess": 0.8, "aim": 0.15, "sevens": 1.0}
 GSM8K_SPLITS = {"train": "train", "eval": "test"}
 
 
@@ -26,7 +27,12 @@ class Request:
     math: Path | None  # a folder with mawps_*.jsonl
 
     def flags(self, ending: str) -> list:
-        return ["--train-data", self.folder / f"train.{ending}", "--eval-data", self.folder / f"eval.{ending}"]
+        return [
+            "--train-data",
+            self.folder / f"train.{ending}",
+            "--eval-data",
+            self.folder / f"eval.{ending}",
+        ]
 
 
 def countdown(request: Request) -> list:
@@ -56,23 +62,32 @@ def mostly_sevens(seed: int) -> Iterator[mosaic.Scene]:
 
 def gsm8k_rows(request: Request) -> list:
     """verl's rows: prompts with their solutions, for any script."""
-    tables = {n: gsm8k.to_table(gsm8k.read_split(request.gsm8k, split), split) for n, split in GSM8K_SPLITS.items()}
+    tables = {
+        n: gsm8k.to_table(gsm8k.read_split(request.gsm8k, split), split)
+        for n, split in GSM8K_SPLITS.items()
+    }
     write_splits(request.folder, tables)
     return request.flags("parquet")
 
 
 def gsm8k_as(form: Callable[[list[dict]], dict], problems: int, request: Request) -> list:
-    """Supervised rows in a format that TRL reads, too (trl_work.py), with so many problems in each."""
+    """Supervised rows in a format that TRL reads, too (trl_work.py), with so many problems in
+    each."""
     for name, split in GSM8K_SPLITS.items():
         solved = gsm8k.read_split(request.gsm8k, split)
-        rows = [form(solved[i : i + problems]) for i in range(0, len(solved) - problems + 1, problems)]
-        (request.folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        rows = [
+            form(solved[i : i + problems]) for i in range(0, len(solved) - problems + 1, problems)
+        ]
+        (request.folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
     return request.flags("jsonl")
 
 
 def mawps(request: Request) -> list:
-    """Its problems as GSM8K's rows, without solutions; 400 of them held out. It has many that differ in their numbers
-    alone, or in nothing: the first of each stays, so that none is trained on under another number."""
+    """Its problems as GSM8K's rows, without solutions; 400 of them held out. It has many that
+    differ in their numbers alone, or in nothing: the first of each stays, so that none is trained
+    on under another number."""
     lines = []
     for path in sorted(request.math.glob("mawps_*.jsonl")) if request.math else []:
         lines += path.read_text().splitlines()
@@ -85,7 +100,10 @@ def mawps(request: Request) -> list:
         distinct.setdefault(words, {"question": question, "answer": f"#### {truth}"})
     rows = list(distinct.values())
     random.Random("mawps").shuffle(rows)
-    tables = {"train": gsm8k.to_table(rows[400:], "train"), "eval": gsm8k.to_table(rows[:400], "test")}
+    tables = {
+        "train": gsm8k.to_table(rows[400:], "train"),
+        "eval": gsm8k.to_table(rows[:400], "test"),
+    }
     write_splits(request.folder, tables)
     return request.flags("parquet")
 
@@ -100,12 +118,21 @@ def pair(solved: list[dict]) -> dict:
 def chat(solved: list[dict]) -> dict:
     """One conversation, {role, content}."""
     turns = [("user", "question"), ("assistant", "answer")]
-    return {"messages": [{"role": role, "content": problem[key]} for problem in solved for role, key in turns]}
+    return {
+        "messages": [
+            {"role": role, "content": problem[key]} for problem in solved for role, key in turns
+        ]
+    }
 
 
 def from_value(solved: list[dict]) -> dict:
-    """One conversation, {from, value}. LLaMA-Factory's human and gpt TRL would not take for user and assistant."""
-    return {"conversations": [{"from": m["role"], "value": m["content"]} for m in chat(solved)["messages"]]}
+    """One conversation, {from, value}. LLaMA-Factory's human and gpt TRL would not take for user
+    and assistant."""
+    return {
+        "conversations": [
+            {"from": m["role"], "value": m["content"]} for m in chat(solved)["messages"]
+        ]
+    }
 
 
 DATA: dict[str, Callable[[Request], list]] = {

@@ -17,20 +17,30 @@ RECORD = "run.json"  # which run it was, by which weights
 # The median of a deviation that is taken from so many values, in true ones: from chi-squared's.
 MEDIAN_DEVIATION = {2: 0.674, 3: 0.833}
 Runs = dict[str, dict[int, list[dict]]]  # {variant: {seed: records of metrics.jsonl}}
-MEASURES: dict[str, Callable[[list[dict]], float]] = {  # of a run, where the question is how much, not when
+# of a run, where the question is how much, not when
+MEASURES: dict[str, Callable[[list[dict]], float]] = {
     "greedy, after": lambda records: curve(records)[-1]["value"],
-    "greedy, mean of the evaluations": lambda records: mean(point["value"] for point in curve(records)[1:]),
-    "sampled, last 5 steps": lambda records: mean(p["value"] for p in values_of(records, "reward/accuracy")[-5:]),
+    "greedy, mean of the evaluations": lambda records: mean(
+        point["value"] for point in curve(records)[1:]
+    ),
+    "sampled, last 5 steps": lambda records: mean(
+        p["value"] for p in values_of(records, "reward/accuracy")[-5:]
+    ),
 }
 
 
 def read_record(kept: Path) -> dict:
-    """{"run": as in studies.py, "flags": further ones, "from", "model": hashes of weights}; None each without one.
+    """{"run": as in studies.py, "flags": further ones, "from", "model": hashes of weights}; None
+    each without one.
 
     A run that was made more than once gave more than one model: their hashes, the last one's last.
     """
     path = kept / RECORD
-    return json.loads(path.read_text()) if path.is_file() else dict.fromkeys(("run", "flags", "from", "model"))
+    return (
+        json.loads(path.read_text())
+        if path.is_file()
+        else dict.fromkeys(("run", "flags", "from", "model"))
+    )
 
 
 def models_of(results: Path, name: str) -> list[str]:
@@ -39,7 +49,8 @@ def models_of(results: Path, name: str) -> list[str]:
 
 
 def is_complete(study: Study, results: Path, name: str, flags: str = "") -> bool:
-    """Is what is kept of this very run, with these further flags, from a model of its parent, and up to its end?"""
+    """Is what is kept of this very run, with these further flags, from a model of its parent, and
+    up to its end?"""
     run, kept, record = study.runs[name], results / name, read_record(results / name)
     if record["run"] != asdict(run) or record["flags"] != flags:
         return False
@@ -49,15 +60,23 @@ def is_complete(study: Study, results: Path, name: str, flags: str = "") -> bool
         return True
     if not (kept / "metrics.jsonl").is_file() or not (kept / "config.json").is_file():
         return False
-    config, steps = json.loads((kept / "config.json").read_text()), read_metrics(kept / "metrics.jsonl")
-    return bool(steps) and steps[-1]["step"] == config.get("args", config).get("total_steps", config.get("steps"))
+    config, steps = (
+        json.loads((kept / "config.json").read_text()),
+        read_metrics(kept / "metrics.jsonl"),
+    )
+    return bool(steps) and steps[-1]["step"] == config.get("args", config).get(
+        "total_steps", config.get("steps")
+    )
 
 
 def curve(records: list[dict]) -> list[dict]:
-    """The evaluations of a run: step, value, and until then seconds of training and tokens of a response, summed."""
+    """The evaluations of a run: step, value, and until then seconds of training and tokens of a
+    response, summed."""
     points, seconds, tokens = [], 0.0, 0.0
     for record in records:
-        seconds += record.get("time/step_s", 0.0) - record.get("time/eval_s", 0.0) * ("time/step_s" in record)
+        seconds += record.get("time/step_s", 0.0) - record.get("time/eval_s", 0.0) * (
+            "time/step_s" in record
+        )
         tokens += record.get("rollout/response_length", 0.0)
         key = next((key for key in ("eval/accuracy", "eval/loss") if key in record), None)
         if key:
@@ -69,7 +88,9 @@ def curve(records: list[dict]) -> list[dict]:
 def state_of(results: Path) -> str:
     """In a few words: how far a run is, and how good."""
     if (results / SCORES).is_file():
-        return f"strict, pass@1: {json.loads((results / SCORES).read_text())['strict, pass@1'][0]:.3f}"
+        return (
+            f"strict, pass@1: {json.loads((results / SCORES).read_text())['strict, pass@1'][0]:.3f}"
+        )
     path = results / "metrics.jsonl"
     records = read_metrics(path) if path.is_file() else []
     if points := curve(records):
@@ -86,7 +107,10 @@ def smoothed(points: list[dict]) -> list[dict]:
     """Means over a twentieth of a run's steps."""
     width = max(1, len(points) // 20)
     groups = [points[i : i + width] for i in range(0, len(points), width)]
-    return [{"step": mean(p["step"] for p in group), "value": mean(p["value"] for p in group)} for group in groups]
+    return [
+        {"step": mean(p["step"] for p in group), "value": mean(p["value"] for p in group)}
+        for group in groups
+    ]
 
 
 def read_study(study: Study, results: Path, flags: str = "") -> Runs:
@@ -97,18 +121,26 @@ def read_study(study: Study, results: Path, flags: str = "") -> Runs:
         if run.seed is None or (kept / SCORES).is_file():
             continue
         if is_complete(study, results, name, flags):
-            found.setdefault(name.partition("-seed")[0], {})[run.seed] = read_metrics(kept / "metrics.jsonl")
+            found.setdefault(name.partition("-seed")[0], {})[run.seed] = read_metrics(
+                kept / "metrics.jsonl"
+            )
     return found
 
 
 def read_scores(study: Study, results: Path, flags: str = "") -> list[list[str]]:
     """A head, and a row for each run that only evaluated; nothing without one."""
-    paths = {name: results / name / SCORES for name in study.runs if is_complete(study, results, name, flags)}
+    paths = {
+        name: results / name / SCORES
+        for name in study.runs
+        if is_complete(study, results, name, flags)
+    }
     found = {name: json.loads(path.read_text()) for name, path in paths.items() if path.is_file()}
     shares = ["strict, pass@1", "lenient, pass@1", "strict, pass@8", "lenient, pass@8"]
     rows = [["model", "rows", "samples", *shares]]
     for name, one in found.items():
-        cells = [f"{one[share][0]:.3f} ± {one[share][1]:.3f}" if share in one else "" for share in shares]
+        cells = [
+            f"{one[share][0]:.3f} ± {one[share][1]:.3f}" if share in one else "" for share in shares
+        ]
         rows.append([name, str(one["rows"]), str(one["samples"]), *cells])
     return rows if found else []
 
@@ -134,14 +166,18 @@ def show(name: str, study: Study, results: Path, flags: str = "") -> None:
         return
     if not found:
         return
-    rows = [["variant", "seeds", "steps", "measured", "before", "after", "mean over steps", "seconds"]]
+    rows = [
+        ["variant", "seeds", "steps", "measured", "before", "after", "mean over steps", "seconds"]
+    ]
     rows[0] += [f"{metric}, last 5 steps" for metric in study.also]
     for variant, seeds in found.items():
         curves = [curve(records) for records in seeds.values()]
         steps = sorted({points[-1]["step"] for points in curves})
         cells = [variant, str(len(curves)), ", ".join(map(str, steps)), curves[0][0]["key"]]
         cells += [spread([points[end]["value"] for points in curves]) for end in (0, -1)]
-        cells += [spread([mean(point["value"] for point in points[1:] or points) for points in curves])]
+        cells += [
+            spread([mean(point["value"] for point in points[1:] or points) for points in curves])
+        ]
         cells += [spread([points[-1]["seconds"] for points in curves], 0)]
         for metric in study.also:
             tails = [values_of(records, metric)[-5:] for records in seeds.values()]
@@ -160,23 +196,39 @@ def base_of(study: Study, found: Runs, variant: str) -> str:
 
 
 def noise(study: Study, found: Runs, measure: Callable[[list[dict]], float], variant: str) -> float:
-    """By how much this variant and its base would differ in one of twenty cases if they were the same.
+    """By how much this variant and its base would differ in one of twenty cases if they were the
+    same.
 
-    From the scatter of seeds: the median of deviations over all variants of a script, or that of these two if it is
-    larger, as where one breaks.
+    From the scatter of seeds: the median of deviations over all variants of a script, or that of
+    these two if it is larger, as where one breaks.
     """
-    pair = [[*map(measure, found[name].values())] for name in {variant, base_of(study, found, variant)}]
+    pair = [
+        [*map(measure, found[name].values())] for name in {variant, base_of(study, found, variant)}
+    ]
     script = study.script(variant)
-    family = [[*map(measure, seeds.values())] for other, seeds in found.items() if study.script(other) == script]
-    scatters = [stdev(values) / MEDIAN_DEVIATION[len(values)] for values in family if len(values) in MEDIAN_DEVIATION]
+    family = [
+        [*map(measure, seeds.values())]
+        for other, seeds in found.items()
+        if study.script(other) == script
+    ]
+    scatters = [
+        stdev(values) / MEDIAN_DEVIATION[len(values)]
+        for values in family
+        if len(values) in MEDIAN_DEVIATION
+    ]
     if not scatters:
         return inf
     own = sqrt(mean([variance(values) for values in pair if len(values) > 1] or [0.0]))
-    return 1.96 * max(median(scatters), own) * sqrt(sum(2 / len(pair) / len(values) for values in pair))
+    return (
+        1.96
+        * max(median(scatters), own)
+        * sqrt(sum(2 / len(pair) / len(values) for values in pair))
+    )
 
 
 def effects(study: Study, found: Runs) -> list[list[str]]:
-    """A row a variant: means over seeds, in brackets how far from its base, with a star if that is beyond noise."""
+    """A row a variant: means over seeds, in brackets how far from its base, with a star if that is
+    beyond noise."""
     rows = [["variant", "beside", "seeds", *MEASURES]]
     for variant, seeds in found.items():
         base = base_of(study, found, variant)
@@ -191,7 +243,8 @@ def effects(study: Study, found: Runs) -> list[list[str]]:
 
 
 def draw_dots(study: Study, found: Runs, path: Path) -> None:
-    """A dot for each seed, a line for their mean, and behind them what cannot be told from the base."""
+    """A dot for each seed, a line for their mean, and behind them what cannot be told from the
+    base."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 1 + 0.24 * len(found)), layout="constrained")
@@ -203,10 +256,14 @@ def draw_dots(study: Study, found: Runs, path: Path) -> None:
             axes.plot([mean(values)], [row], "|", color="black", markersize=9)
             base = mean(map(measure, found[base_of(study, found, variant)].values()))
             if isfinite(limit := noise(study, found, measure, variant)):
-                axes.fill_betweenx([row - 0.5, row + 0.5], base - limit, base + limit, color="C7", alpha=0.2, lw=0)
+                axes.fill_betweenx(
+                    [row - 0.5, row + 0.5], base - limit, base + limit, color="C7", alpha=0.2, lw=0
+                )
         axes.set_title(title, fontsize=10)
         axes.grid(alpha=0.2)
-    all_axes[0].set_yticks(range(len(found)), [name.removeprefix("knob-") for name in found], fontsize=8)
+    all_axes[0].set_yticks(
+        range(len(found)), [name.removeprefix("knob-") for name in found], fontsize=8
+    )
     all_axes[0].invert_yaxis()
     figure.savefig(path, dpi=120)
 
@@ -241,18 +298,32 @@ def reach(points: list[dict], goal: float) -> float | None:
 
 
 def draw(study: Study, found: Runs, path: Path) -> None:
-    """Evaluations over steps, seconds and tokens; the other metrics over steps, smoothed. Losses and accuracies do not
-    go together: the variants that are measured as the first one is."""
+    """Evaluations over steps, seconds and tokens; the other metrics over steps, smoothed. Losses
+    and accuracies do not go together: the variants that are measured as the first one is."""
     from matplotlib.figure import Figure
 
     curves = {variant: curve(next(iter(seeds.values()))) for variant, seeds in found.items()}
     first = next(iter(curves.values()))
-    found = {variant: found[variant] for variant, points in curves.items() if points[0]["key"] == first[0]["key"]}
-    panels = [(curve, "step", "steps", first[0]["key"]), (curve, "seconds", "seconds of training", first[0]["key"])]
+    found = {
+        variant: found[variant]
+        for variant, points in curves.items()
+        if points[0]["key"] == first[0]["key"]
+    }
+    panels = [
+        (curve, "step", "steps", first[0]["key"]),
+        (curve, "seconds", "seconds of training", first[0]["key"]),
+    ]
     if first[-1]["tokens"]:
         panels.append((curve, "tokens", "tokens of a response, summed over steps", first[0]["key"]))
     for metric in study.also:
-        panels.append((lambda records, metric=metric: smoothed(values_of(records, metric)), "step", "steps", metric))
+        panels.append(
+            (
+                lambda records, metric=metric: smoothed(values_of(records, metric)),
+                "step",
+                "steps",
+                metric,
+            )
+        )
     lines = -(-len(panels) // 3)
     figure = Figure(figsize=(12, 3.4 * lines), layout="constrained")
     grid = figure.subplots(lines, 3, squeeze=False).flat
@@ -271,6 +342,17 @@ def draw_panel(axes, found: Runs, points_of: Callable[[list[dict]], list[dict]],
     for number, (variant, seeds) in enumerate(found.items()):
         columns = list(zip(*map(points_of, seeds.values())))  # the same step of each seed
         values = [[point["value"] for point in column] for column in columns]
-        positions, color = [mean(point[x] for point in column) for column in columns], f"C{number % 10}"
-        axes.plot(positions, [mean(v) for v in values], color=color, marker=".", label=f"{variant} ({len(seeds)})")
-        axes.fill_between(positions, list(map(min, values)), list(map(max, values)), color=color, alpha=0.15, lw=0)
+        positions, color = (
+            [mean(point[x] for point in column) for column in columns],
+            f"C{number % 10}",
+        )
+        axes.plot(
+            positions,
+            [mean(v) for v in values],
+            color=color,
+            marker=".",
+            label=f"{variant} ({len(seeds)})",
+        )
+        axes.fill_between(
+            positions, list(map(min, values)), list(map(max, values)), color=color, alpha=0.15, lw=0
+        )

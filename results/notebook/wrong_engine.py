@@ -1,10 +1,12 @@
 """grpo.py under an engine that is wrong on purpose, for --correction to make good.
 
-    torchrun --nproc_per_node 2 results/notebook/wrong_engine.py bf16 --dtype fp32 --correction truncate
-    torchrun --nproc_per_node 2 results/notebook/wrong_engine.py int3 --dtype fp32 --max-logprob-gap 1
+    torchrun --nproc_per_node 2 results/notebook/wrong_engine.py bf16 --dtype fp32 --correction
+    truncate
+    torchrun --nproc_per_node 2 results/notebook/wrong_engine.py int3 --dtype fp32 --max-logprob-gap
+    1
 
-bf16: it computes in bf16, whatever the trainer does. int3: and by matrices of 3 bits. Evaluations are of the policy as
-it is: by matrices with all their bits.
+bf16: it computes in bf16, whatever the trainer does. int3: and by matrices of 3 bits. Evaluations
+are of the policy as it is: by matrices with all their bits.
 """
 
 import sys
@@ -22,7 +24,8 @@ from common.flags import parse
 
 
 def in_three_bits(tensor: Tensor) -> Tensor:
-    """What is left of a matrix in whole numbers from -3 to 3, a scale a row; vectors, as norms, stay as they are."""
+    """What is left of a matrix in whole numbers from -3 to 3, a scale a row; vectors, as norms,
+    stay as they are."""
     if tensor.dim() < 2:
         return tensor
     scale = tensor.abs().amax(dim=-1, keepdim=True).clamp(min=1e-30) / 3
@@ -52,7 +55,11 @@ class Rollouts(common.rollouts.Rollouts):
 if __name__ == "__main__":
     if sys.argv[1:2] not in (["bf16"], ["int3"]):
         print(f"usage: wrong_engine.py bf16|int3 [flags of grpo.py]\n\n{__doc__}")
-        raise SystemExit(None if "--help" in sys.argv else "how is the engine wrong? bf16 or int3, before all flags")
+        raise SystemExit(
+            None
+            if "--help" in sys.argv
+            else "how is the engine wrong? bf16 or int3, before all flags"
+        )
     WrongEngine.rounding = sys.argv.pop(1) == "int3"
     common.rollouts.VllmEngine, grpo.Rollouts = WrongEngine, Rollouts
     run(grpo.main, *parse(grpo.Args, grpo.DEMO, grpo.__doc__))

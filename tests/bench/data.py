@@ -1,10 +1,12 @@
-"""Seconds and memory from a file of rows to a data set that is ready to train on: what each start of a run pays.
+"""Seconds and memory from a file of rows to a data set that is ready to train on: what each start
+of a run pays.
 
-    python tests/bench/data.py                       # 327,680 Countdown rows and a .jsonl of as many chat rows
+    python tests/bench/data.py                       # 327,680 Countdown rows and a .jsonl of as
+    many chat rows
     python tests/bench/data.py --rows 1000000
 
-Each in a process of its own. The tokenizer is SmolLM2's, if that is prepared (`python -m common.prepare.smollm2`),
-else the embedded policy's, whose tokens are single bytes.
+Each in a process of its own. The tokenizer is SmolLM2's, if that is prepared (`python -m
+common.prepare.smollm2`), else the embedded policy's, whose tokens are single bytes.
 """
 
 import json
@@ -44,7 +46,13 @@ def main(args: Args) -> None:
             command = [sys.executable, __file__, *map(str, options)]
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT)
             found = json.loads(done.stdout.splitlines()[-1])
-            rows.append([path.name, f"{found['rows']}", *(f"{found[key]:.1f}" for key in ("wall", "cpu", "memory"))])
+            rows.append(
+                [
+                    path.name,
+                    f"{found['rows']}",
+                    *(f"{found[key]:.1f}" for key in ("wall", "cpu", "memory")),
+                ]
+            )
     table(*rows)
 
 
@@ -59,7 +67,9 @@ def write_files(folder: Path, count: int) -> list[Path]:
     pq.write_table(rows, rendered)
     with chats.open("w") as file:
         for row in rows.to_pylist():
-            question = row["prompt"][0]["content"].partition("User: ")[2].partition("\nAssistant")[0]
+            question = (
+                row["prompt"][0]["content"].partition("User: ")[2].partition("\nAssistant")[0]
+            )
             file.write(json.dumps(row | {"prompt": [{"role": "user", "content": question}]}) + "\n")
     return [rendered, chats]
 
@@ -73,7 +83,10 @@ def measure(args: Args) -> dict[str, float]:
     rollout = Rollout(max_prompt_tokens=args.max_prompt_tokens)
     data = PromptData(str(args.file), Data(bad_rows="drop"), rollout, tokenizer=tokenizer)
     used = {"wall": time.perf_counter() - begin, "cpu": cpu_seconds() - before}
-    return used | {"rows": len(data), "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6}
+    return used | {
+        "rows": len(data),
+        "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
+    }
 
 
 def cpu_seconds() -> float:

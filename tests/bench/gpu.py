@@ -1,18 +1,23 @@
-"""What a GPU makes of this trainer: update, log-probs, weight sync, sleep and wake, and a whole step by phase.
+"""What a GPU makes of this trainer: update, log-probs, weight sync, sleep and wake, and a whole
+step by phase.
 
-    python tests/bench/gpu.py                                       # three sizes of Qwen2.5, everything
+    python tests/bench/gpu.py                                       # three sizes of Qwen2.5,
+    everything
     python tests/bench/gpu.py --models 7B --parts update sync       # some of it
     python tests/bench/gpu.py --only "update:7B, checkpointing"     # one measurement
-    python tests/bench/gpu.py --models 1.5B --parts update --profile        # and where the time goes
+    python tests/bench/gpu.py --models 1.5B --parts update --profile        # and where the time
+    goes
     python tests/bench/gpu.py --models smoke --threads 2            # that it works, on a CPU too
 
-Weights are random, in the shapes of Qwen2.5 (0.1B: of SmolLM2), since their values play no part in speed. Every
-measurement is a process of its own, so that none inherits the memory of another.
+Weights are random, in the shapes of Qwen2.5 (0.1B: of SmolLM2), since their values play no part in
+speed. Every measurement is a process of its own, so that none inherits the memory of another.
 
-update: backward of grpo.py and AdamW's step, no engine beside it; groups of 8 responses of 768 tokens, prompts of 256.
-MFU counts the model's arithmetic (6 per weight and token, 12 x layers x width per pair of tokens that attend; the head
-for trained tokens), not what is recomputed, against the peak of dense bf16. sync: all weights, float32 to engine.
-step: `grpo.py` as it is run, generating up to 512 tokens, medians without the first step.
+update: backward of grpo.py and AdamW's step, no engine beside it; groups of 8 responses of 768
+tokens, prompts of 256. MFU counts the model's arithmetic (6 per weight and token, 12 x layers x
+width per pair of tokens that attend; the head
+for trained tokens), not what is recomputed, against the peak of dense bf16. sync: all weights,
+float32 to engine. step: `grpo.py` as it is run, generating up to 512 tokens, medians without the
+first step.
 """
 
 import json
@@ -62,7 +67,8 @@ SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, vocabulary, 
     "32B": (5120, 27_648, 64, 40, 8, 152_064, False),
     "72B": (8192, 29_568, 80, 64, 8, 152_064, False),
 }
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # dense bf16, without sparsity, of the SXM boards
+# dense bf16, without sparsity, of the SXM boards
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 LARGE = ("7B", "14B", "32B", "72B")  # whose activations do not fit beside Adam
 PROMPT, RESPONSE, GROUP = 256, 768, 8  # tokens, tokens, samples of a prompt
 STEPS = 4  # of grpo.py
@@ -78,7 +84,8 @@ class Args:
     repeats: int = 5  # timed repetitions, after two that are not
     threads: int = 16  # of a CPU
     profile: bool = False  # which kernels an update spends its time in
-    only: str | None = None  # one measurement in this process, as JSON: what the benchmark itself calls
+    # one measurement in this process, as JSON: what the benchmark itself calls
+    only: str | None = None
 
 
 def make_config(name: str):
@@ -100,7 +107,8 @@ def make_config(name: str):
 
 
 def save_model(name: str, folder: Path, device: torch.device) -> None:
-    """Random bf16 weights that vLLM and the scripts load, with the bytes of `tiny` as a tokenizer."""
+    """Random bf16 weights that vLLM and the scripts load, with the bytes of `tiny` as a
+    tokenizer."""
     with device:
         model = AutoModelForCausalLM.from_config(make_config(name), dtype=torch.bfloat16)
     model.generation_config.eos_token_id = None
@@ -134,7 +142,11 @@ def make_episodes(prompts: int, vocabulary: int) -> list[Episode]:
         prompt = torch.randint(1, vocabulary, (PROMPT,), generator=generator).tolist()
         for s in range(GROUP):
             ids = torch.randint(1, vocabulary, (RESPONSE,), generator=generator).tolist()
-            episodes.append(Episode(p, s, prompt, ids, [1] * RESPONSE, [-1.0] * RESPONSE, "stop", {"score": s % 2}))
+            episodes.append(
+                Episode(
+                    p, s, prompt, ids, [1] * RESPONSE, [-1.0] * RESPONSE, "stop", {"score": s % 2}
+                )
+            )
     return episodes
 
 
@@ -146,20 +158,30 @@ def model_flops(config, batches: list[MicroBatch], num_parameters: int) -> float
     for prompt, *responses in (unit for batch in batches for unit in batch.units):
         pairs += prompt * (prompt + 1) // 2 + sum(n * prompt + n * (n + 1) // 2 for n in responses)
     attention = 12 * config.num_hidden_layers * config.hidden_size * pairs
-    return 6 * num_parameters * rows + 6 * config.vocab_size * config.hidden_size * trained + attention
+    return (
+        6 * num_parameters * rows + 6 * config.vocab_size * config.hidden_size * trained + attention
+    )
 
 
-def measure_update(name: str, args: Args, compiled: bool, shared: bool, checkpointing: bool) -> dict[str, float]:
+def measure_update(
+    name: str, args: Args, compiled: bool, shared: bool, checkpointing: bool
+) -> dict[str, float]:
     world = init_world()
     device = world.device
     attention = choose_attention("auto", device)
     with tempfile.TemporaryDirectory() as folder:
         make_config(name).save_pretrained(folder)
         with device:
-            options = {"gradient_checkpointing": checkpointing, "compile_layers": compiled, "from_scratch": True}
+            options = {
+                "gradient_checkpointing": checkpointing,
+                "compile_layers": compiled,
+                "from_scratch": True,
+            }
             policy = load_policy(folder, attention, **options)
         config = AutoConfig.from_pretrained(folder)
-    embeddings = policy.model.get_input_embeddings().weight.numel() * (1 if config.tie_word_embeddings else 2)
+    embeddings = policy.model.get_input_embeddings().weight.numel() * (
+        1 if config.tie_word_embeddings else 2
+    )
     num_parameters = sum(p.numel() for p in policy.parameters()) - embeddings
     policy = wrap_model(policy, make_mesh(world, "fsdp"), torch.bfloat16)
     optimizer = GuardedAdamW(policy, torch.bfloat16, weight_decay=0.01, max_grad_norm=1.0)
@@ -169,7 +191,10 @@ def measure_update(name: str, args: Args, compiled: bool, shared: bool, checkpoi
     if not shared:
         packer.pack = partial(packer.pack, share_prompts=False)
     (minibatch,) = packer.minibatches(episodes, index, 1, seed=0, step=0)
-    flat = [torch.full((len(index),), value, device=device) for value in (float(RESPONSE), -1.0, -1.0, -1.0, 0.0)]
+    flat = [
+        torch.full((len(index),), value, device=device)
+        for value in (float(RESPONSE), -1.0, -1.0, -1.0, 0.0)
+    ]
     tokens = grpo.Tokens(index.episode_of_token.to(device), *flat)
     tokens.advantages = (index.episode_of_token % 2).to(device) - 0.5
     script_args = grpo.Args(rollout=Rollout(max_response_tokens=RESPONSE))
@@ -177,7 +202,9 @@ def measure_update(name: str, args: Args, compiled: bool, shared: bool, checkpoi
     def update() -> None:
         grpo.backward(policy, minibatch, tokens, script_args, world, store_old_logprobs=True)
         metrics = optimizer.step(1e-6).reduce()
-        assert not metrics["optim/skipped_steps"] and metrics["optim/grad_norm"] > 0, "zeros are faster"
+        assert not metrics["optim/skipped_steps"] and metrics["optim/grad_norm"] > 0, (
+            "zeros are faster"
+        )
 
     took = seconds(update, args.repeats, device)
     if args.profile:
@@ -185,19 +212,29 @@ def measure_update(name: str, args: Args, compiled: bool, shared: bool, checkpoi
             update()
             synchronize(device)
         order = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
-        print(profile.key_averages().table(sort_by=order, row_limit=30, max_name_column_width=70), file=sys.stderr)
+        print(
+            profile.key_averages().table(sort_by=order, row_limit=30, max_name_column_width=70),
+            file=sys.stderr,
+        )
     result = {"s": took, "trained tokens/s": len(index) / took, "peak GB": 0.0}
     flops = model_flops(config, minibatch.micro_batches, num_parameters) / took
     if device.type == "cuda":
         result["peak GB"] = torch.cuda.max_memory_allocated() / 1e9
-        peak = next((x for board, x in PEAK_FLOPS.items() if board in torch.cuda.get_device_name()), None)
+        peak = next(
+            (x for board, x in PEAK_FLOPS.items() if board in torch.cuda.get_device_name()), None
+        )
         result |= {"MFU %": 100 * flops / peak} if peak else {}
     return result | {"TFLOP/s": flops / 1e12}
 
 
 def measure_logprob(name: str, args: Args) -> dict[str, float]:
     hidden, vocabulary = SHAPES[name][0], SHAPES[name][5]
-    options = {"tokens": (args.micro_batch_tokens,), "vocab": vocabulary, "hidden": hidden, "threads": args.threads}
+    options = {
+        "tokens": (args.micro_batch_tokens,),
+        "vocab": vocabulary,
+        "hidden": hidden,
+        "threads": args.threads,
+    }
     got = logprobs.measure(logprobs.Args(dtypes=("bf16",), only="chunked", **options))
     extra = got["both MB"] - got["gradients MB"]
     return {"s": got["both s"], "MB a token": extra / args.micro_batch_tokens}
@@ -210,7 +247,11 @@ def measure_sync(name: str, args: Args) -> dict[str, float]:
         folder = Path(temporary)
         save_model(name, folder, device)
         before = held_gb()
-        options = {"end_ids": [0], "max_model_len": 512, "memory_gib": 8.0 if device.type == "cuda" else 0.5}
+        options = {
+            "end_ids": [0],
+            "max_model_len": 512,
+            "memory_gib": 8.0 if device.type == "cuda" else 0.5,
+        }
         engine = VllmEngine(EngineConfig(str(folder), torch.bfloat16, world, **options))
         policy = load_policy(str(folder), choose_attention("auto", device))
     policy = wrap_model(policy, make_mesh(world, "fsdp"), torch.bfloat16)
@@ -227,7 +268,9 @@ def measure_sync(name: str, args: Args) -> dict[str, float]:
             awake = gpu_bytes() / 1e9
             times["sleep"].append(seconds_of(engine.sleep, device))
             asleep = gpu_bytes() / 1e9
-            times["wake"].append(seconds_of(lambda: (engine.wake("weights"), engine.wake("kv_cache")), device))
+            times["wake"].append(
+                seconds_of(lambda: (engine.wake("weights"), engine.wake("kv_cache")), device)
+            )
             sync_engine()
         result |= {f"{what} {level} s": median(x[1:]) for what, x in times.items()}
         result |= {f"freed by {level} GB": awake - asleep}
@@ -244,7 +287,9 @@ def held_gb() -> float:
 
 def copy_bandwidth(device: torch.device) -> float:
     """GB/s of a copy from device memory to device memory, counted once as a sync's bytes are."""
-    source = torch.ones(2**30 if device.type == "cuda" else 2**26, device=device, dtype=torch.bfloat16)
+    source = torch.ones(
+        2**30 if device.type == "cuda" else 2**26, device=device, dtype=torch.bfloat16
+    )
     target = torch.empty_like(source)
     return source.nbytes / 1e9 / seconds(lambda: target.copy_(source), 10, device)
 
@@ -262,32 +307,68 @@ def measure_step(name: str, args: Args, compiled: bool) -> dict[str, float]:
             for i in range(4 * args.prompts)
         ]
         pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
-        command = [sys.executable, "grpo.py", "--model", folder / "model", "--train-data", folder / "train.parquet"]
-        command += ["--output-dir", folder / "run", "--total-steps", STEPS + 1, "--prompts-per-step", args.prompts]
-        command += ["--samples-per-prompt", GROUP, "--max-prompt-tokens", PROMPT, "--max-response-tokens", 512]
+        command = [
+            sys.executable,
+            "grpo.py",
+            "--model",
+            folder / "model",
+            "--train-data",
+            folder / "train.parquet",
+        ]
+        command += [
+            "--output-dir",
+            folder / "run",
+            "--total-steps",
+            STEPS + 1,
+            "--prompts-per-step",
+            args.prompts,
+        ]
+        command += [
+            "--samples-per-prompt",
+            GROUP,
+            "--max-prompt-tokens",
+            PROMPT,
+            "--max-response-tokens",
+            512,
+        ]
         tokens = args.micro_batch_tokens // 2 if name in LARGE else args.micro_batch_tokens
         command += ["--micro-batch-tokens", tokens, "--dtype", "bf16", "--max-logprob-gap", 1.0]
         command += ["--gradient-checkpointing"] if name in LARGE else []
         command += ["--compile"] if compiled else []
         steps = first_steps(list(map(str, command)), folder)[1:]
-    names = {"rollout_s": "rollout", "sync_s": "sync", "logprob_s": "logprob", "update_s": "update", "step_s": "step"}
-    result = {f"{label} s": median(step[f"time/{key}"] for step in steps) for key, label in names.items()}
+    names = {
+        "rollout_s": "rollout",
+        "sync_s": "sync",
+        "logprob_s": "logprob",
+        "update_s": "update",
+        "step_s": "step",
+    }
+    result = {
+        f"{label} s": median(step[f"time/{key}"] for step in steps) for key, label in names.items()
+    }
     result["rollout tokens/s"] = median(step["rollout/tokens_per_s"] for step in steps)
     return result | {"gap": median(step["policy/rollout_logprob_gap"] for step in steps)}
 
 
 def first_steps(command: list[str], folder: Path) -> list[dict[str, float]]:
-    """Metrics of the first STEPS steps of a run into folder/run, which is then killed: no checkpoint, no export."""
+    """Metrics of the first STEPS steps of a run into folder/run, which is then killed: no
+    checkpoint, no export."""
     metrics, steps = folder / "run" / "metrics.jsonl", []
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the run must not outlive this process
     with open(folder / "log", "w") as log:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True
+        )
     try:
         while len(steps) < STEPS:
             if process.poll() is not None:
                 raise SystemExit((folder / "log").read_text()[-6000:])
             time.sleep(0.2)
-            steps = [record for record in read_metrics(metrics) if record.get("step")] if metrics.is_file() else []
+            steps = (
+                [record for record in read_metrics(metrics) if record.get("step")]
+                if metrics.is_file()
+                else []
+            )
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -304,8 +385,12 @@ def cases(args: Args) -> dict[str, dict[str, Callable[[], dict[str, float]]]]:
             found["step"][how] = partial(measure_step, name, args, compiled)
             ways = ((True, False), (False, False), (True, True))  # shared prompts, checkpointing
             for shared, checkpointing in ways[2:] if name in LARGE else ways:
-                label = how + ", prompts repeated" * (not shared) + ", checkpointing" * checkpointing
-                found["update"][label] = partial(measure_update, name, args, compiled, shared, checkpointing)
+                label = (
+                    how + ", prompts repeated" * (not shared) + ", checkpointing" * checkpointing
+                )
+                found["update"][label] = partial(
+                    measure_update, name, args, compiled, shared, checkpointing
+                )
         found["logprob"][name] = partial(measure_logprob, name, args)
         found["sync"][name] = partial(measure_sync, name, args)
     return {part: found[part] for part in args.parts}
@@ -327,12 +412,16 @@ def main(args: Args) -> None:
             command = [sys.executable, *sys.argv, "--only", f"{part}:{label}"]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
-                print(f"{part}, {label}: failed\n{done.stdout[-500:]}{done.stderr[-1500:]}", flush=True)
+                print(
+                    f"{part}, {label}: failed\n{done.stdout[-500:]}{done.stderr[-1500:]}",
+                    flush=True,
+                )
                 continue
             results[label] = json.loads(done.stdout.strip().splitlines()[-1])
             if args.profile:
                 print(done.stderr, flush=True)
-            print(f"{part}, {label}: {json.dumps(results[label])}", flush=True)  # the tables come last
+            # the tables come last
+            print(f"{part}, {label}: {json.dumps(results[label])}", flush=True)
         columns = list(dict.fromkeys(key for result in results.values() for key in result))
         if results:
             cells = [[f"{r[c]:.4g}" if c in r else "-" for c in columns] for r in results.values()]

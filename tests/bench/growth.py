@@ -1,17 +1,21 @@
-"""What a cost grows with: each at three sizes, with the exponent by which it grows between the two largest.
+"""What a cost grows with: each at three sizes, with the exponent by which it grows between the two
+largest.
 
-    python tests/bench/growth.py                          # ten minutes on two cores; all but --only ranks steps
+    python tests/bench/growth.py                          # ten minutes on two cores; all but --only
+    ranks steps
     python tests/bench/growth.py --only sequence vocabulary
 
-1 is in proportion to the size, 2 with its square, 0 not at all. Each size is measured in a process of its own, whose
-peak memory counts from before the work; seconds are the faster of two (of files, runs: of one).
+1 is in proportion to the size, 2 with its square, 0 not at all. Each size is measured in a process
+of its own, whose peak memory counts from before the work; seconds are the faster of two (of files,
+runs: of one).
 
-rows: of a .jsonl of chats, until they are prompts. pictured rows: the same of a parquet file with pictures of 0.36 MB.
-pictures: of 4 megapixels, decoded and resized as for one step. trajectories: of a rank; scored, counted, packed and
-dumped, which is what Python does with them beside the engine. sequence: tokens of one, forward and backward of `tiny`.
-vocabulary: log-probs of 512 tokens, forward and backward. calls: of a tool, in flight at once. ranks: of the demo's
-training on this machine. steps: of the demo, at a learning rate of 0, with a checkpoint every 50: the last ones, the
-tokens of their responses, the last checkpoint's seconds, and what the rank holds then.
+rows: of a .jsonl of chats, until they are prompts. pictured rows: the same of a parquet file with
+pictures of 0.36 MB. pictures: of 4 megapixels, decoded and resized as for one step. trajectories:
+of a rank; scored, counted, packed and dumped, which is what Python does with them beside the
+engine. sequence: tokens of one, forward and backward of `tiny`. vocabulary: log-probs of 512
+tokens, forward and backward. calls: of a tool, in flight at once. ranks: of the demo's training on
+this machine. steps: of the demo, at a learning rate of 0, with a checkpoint every 50: the last
+ones, the tokens of their responses, the last checkpoint's seconds, and what the rank holds then.
 """
 
 import io
@@ -40,10 +44,26 @@ from PIL import Image
 from report import ROOT, header, table
 
 Kind = Literal[
-    "rows", "pictured rows", "pictures", "trajectories", "sequence", "vocabulary", "calls", "ranks", "steps"
+    "rows",
+    "pictured rows",
+    "pictures",
+    "trajectories",
+    "sequence",
+    "vocabulary",
+    "calls",
+    "ranks",
+    "steps",
 ]
-SIZES = {"rows": (10_000, 100_000, 1_000_000), "pictured rows": (250, 500, 1000), "pictures": (4, 16, 64)}
-SIZES |= {"trajectories": (128, 512, 2048), "sequence": (2048, 8192, 32_768), "vocabulary": (16_384, 65_536, 262_144)}
+SIZES = {
+    "rows": (10_000, 100_000, 1_000_000),
+    "pictured rows": (250, 500, 1000),
+    "pictures": (4, 16, 64),
+}
+SIZES |= {
+    "trajectories": (128, 512, 2048),
+    "sequence": (2048, 8192, 32_768),
+    "vocabulary": (16_384, 65_536, 262_144),
+}
 SIZES |= {"calls": (64, 256, 1024), "ranks": (1, 2, 4), "steps": (50, 150, 450)}
 
 
@@ -74,7 +94,11 @@ def read_rows(path: Path, model: str = "smollm2") -> object:
     folder = resolve_model(model)
     vision = load_vision(folder, PixelLimits(784, 200_000, 200_000))
     return PromptData(
-        str(path), Data(), Rollout(max_prompt_tokens=4096), tokenizer=load_tokenizer(folder), vision=vision
+        str(path),
+        Data(),
+        Rollout(max_prompt_tokens=4096),
+        tokenizer=load_tokenizer(folder),
+        vision=vision,
     )
 
 
@@ -87,7 +111,11 @@ def noise(width: int, height: int, seed: int) -> bytes:
 
 
 def pictured_rows(size: int, folder: Path) -> Work:
-    row = {"data_source": "geo3k", "prompt": [{"role": "user", "content": "<image>What?"}], "extra_info": {"index": 0}}
+    row = {
+        "data_source": "geo3k",
+        "prompt": [{"role": "user", "content": "<image>What?"}],
+        "extra_info": {"index": 0},
+    }
     row |= {"reward_model": {"style": "rule", "ground_truth": "1"}}
     rows = [row | {"images": [{"bytes": noise(400, 300, i), "path": None}]} for i in range(size)]
     path = folder / "rows.parquet"
@@ -115,11 +143,16 @@ def trajectories(size: int, folder: Path) -> Work:
     rng, world = random.Random(0), init_world()
     tokenizer = load_tokenizer(resolve_model("smollm2"))
     truth = {"numbers": [1, 2, 3], "target": 6}
-    prompts = {p: Row(p, "countdown", "-", truth, {}, rng.choices(range(1000), k=150)) for p in range(size // 8)}
+    prompts = {
+        p: Row(p, "countdown", "-", truth, {}, rng.choices(range(1000), k=150))
+        for p in range(size // 8)
+    }
     episodes = []
     for p, s in ((p, s) for p in prompts for s in range(8)):
         ids = rng.choices(range(1000), k=rng.randint(100, 300))
-        episodes.append(Episode(p, s, prompts[p].prompt_ids, ids, [1] * len(ids), [-1.0] * len(ids), "stop"))
+        episodes.append(
+            Episode(p, s, prompts[p].prompt_ids, ids, [1] * len(ids), [-1.0] * len(ids), "stop")
+        )
     workers, packer = RewardWorkers(None, 1, 10.0), Packer("sdpa", 16_384, folder, world)
 
     def work() -> None:
@@ -140,7 +173,15 @@ def sequence(size: int, folder: Path) -> Work:
     policy = load_policy(resolve_model("tiny"), "sdpa")
     ids = random.Random(0).choices(range(32, 127), k=size)
     episodes = [Episode(0, 0, ids[:64], ids[64:], [1] * (size - 64), [0.0] * (size - 64), "stop")]
-    (batch,) = pack(episodes, [0], TokenIndex(episodes), budget=2 * size, share_prompts=True, multiple=1, vision=None)
+    (batch,) = pack(
+        episodes,
+        [0],
+        TokenIndex(episodes),
+        budget=2 * size,
+        share_prompts=True,
+        multiple=1,
+        vision=None,
+    )
     return lambda: policy(batch)[0].sum().backward()
 
 
@@ -171,12 +212,22 @@ def calls(size: int, folder: Path) -> Work:
     return work
 
 
-def run_demo(ranks: int, steps: int, *flags: object, folder: Path) -> tuple[list[dict], list[tuple[float, int]]]:
+def run_demo(
+    ranks: int, steps: int, *flags: object, folder: Path
+) -> tuple[list[dict], list[tuple[float, int]]]:
     """(metrics of a run, (GB resident, open descriptors) of one of its ranks every second)."""
     from common.look.curves import read_metrics
 
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    command = [sys.executable, *launcher, "grpo.py", "--total-steps", str(steps), "--output-dir", str(folder / "run")]
+    command = [
+        sys.executable,
+        *launcher,
+        "grpo.py",
+        "--total-steps",
+        str(steps),
+        "--output-dir",
+        str(folder / "run"),
+    ]
     process = subprocess.Popen([*command, *map(str, flags)], cwd=ROOT, stdout=subprocess.DEVNULL)
     seen = []
     while process.poll() is None:
@@ -206,14 +257,27 @@ def ranks(size: int, folder: Path) -> dict[str, float]:
 
 
 def steps(size: int, folder: Path) -> dict[str, float]:
-    still = ("--prompts-per-step", 4, "--learning-rate", 1e-12)  # the same policy: the same work in every step
+    # the same policy: the same work in every step
+    still = ("--prompts-per-step", 4, "--learning-rate", 1e-12)
     metrics, seen = run_demo(1, size, *SMALL, *still, "--save-every", 50, folder=folder)
     last = [record for record in metrics if record.get("step", 0) > size - 40]
-    tokens, seconds = (median(record[name] for record in last) for name in ("rollout/response_length", "time/step_s"))
+    tokens, seconds = (
+        median(record[name] for record in last)
+        for name in ("rollout/response_length", "time/step_s")
+    )
     checkpoints = folder / "run" / "checkpoints"
-    begun = subprocess.check_output(["stat", "-c", "%.W", checkpoints / f"step_{size:06d}"], text=True)  # its birth
+    # its birth
+    begun = subprocess.check_output(
+        ["stat", "-c", "%.W", checkpoints / f"step_{size:06d}"], text=True
+    )
     saving = (checkpoints / "latest").stat().st_mtime - float(begun)
-    return {"seconds": seconds, "tokens": tokens, "saving": saving, "GB": seen[-2][0], "descriptors": seen[-2][1]}
+    return {
+        "seconds": seconds,
+        "tokens": tokens,
+        "saving": saving,
+        "GB": seen[-2][0],
+        "descriptors": seen[-2][1],
+    }
 
 
 def measure(kind: str, size: int, threads: int) -> dict[str, float]:
@@ -230,11 +294,18 @@ def measure(kind: str, size: int, threads: int) -> dict[str, float]:
             work()
             seconds.append(time.perf_counter() - start)
         status = Path("/proc/self/status").read_text()
-        return {"seconds": min(seconds), "GB": int(re.search(r"VmHWM:\s+(\d+)", status)[1]) * 1024 / 1e9 - before}
+        return {
+            "seconds": min(seconds),
+            "GB": int(re.search(r"VmHWM:\s+(\d+)", status)[1]) * 1024 / 1e9 - before,
+        }
 
 
 def exponent(sizes: tuple[int, ...], values: list[float]) -> str:
-    return f"{math.log(values[-1] / values[-2]) / math.log(sizes[-1] / sizes[-2]):.2f}" if min(values) > 0 else "-"
+    return (
+        f"{math.log(values[-1] / values[-2]) / math.log(sizes[-1] / sizes[-2]):.2f}"
+        if min(values) > 0
+        else "-"
+    )
 
 
 def main(args: Args) -> None:
@@ -246,13 +317,22 @@ def main(args: Args) -> None:
     for kind in args.only:
         found = []
         for size in SIZES[kind]:
-            command = [sys.executable, __file__, "--one", f"{kind}:{size}", "--threads", str(args.threads)]
+            command = [
+                sys.executable,
+                __file__,
+                "--one",
+                f"{kind}:{size}",
+                "--threads",
+                str(args.threads),
+            ]
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT)
             found.append(json.loads(done.stdout.splitlines()[-1]))
         lines = [[kind, *(f"{size:,}" for size in SIZES[kind]), "exponent"]]
         for what in found[0]:
             values = [one[what] for one in found]
-            lines.append([what, *(f"{value:.3g}" for value in values), exponent(SIZES[kind], values)])
+            lines.append(
+                [what, *(f"{value:.3g}" for value in values), exponent(SIZES[kind], values)]
+            )
         table(*lines)
 
 

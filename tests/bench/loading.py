@@ -1,11 +1,14 @@
-"""Memory of a host while a model is loaded: growth of each rank's anonymous memory up to its peak, against its shard.
+"""Memory of a host while a model is loaded: growth of each rank's anonymous memory up to its peak,
+against its shard.
 
-    python tests/bench/loading.py                              # all kinds of models on 2 and 4 ranks, minutes on a CPU
+    python tests/bench/loading.py                              # all kinds of models on 2 and 4
+    ranks, minutes on a CPU
     python tests/bench/loading.py --kinds tied ddp --ranks 2
 
-A rank that read more than its own shard would show: the bound is 1.2 times the shard, and the largest layer (the
-embedding counts as one), which FSDP2 may have to hold whole. Models are SmolLM2's, and random weights for the vision
-model. RssAnon is read by a process of its own every 2 ms; what the file system caches of files is not in it.
+A rank that read more than its own shard would show: the bound is 1.2 times the shard, and the
+largest layer (the embedding counts as one), which FSDP2 may have to hold whole. Models are
+SmolLM2's, and random weights for the vision model. RssAnon is read by a process of its own every 2
+ms; what the file system caches of files is not in it.
 """
 
 import json
@@ -57,7 +60,8 @@ print(peak)
 class Args:
     kinds: tuple[Kind, ...] = get_args(Kind)
     ranks: tuple[int, ...] = (2, 4)
-    only: Kind | None = None  # one measurement by the ranks of a torchrun: what the benchmark itself calls
+    # one measurement by the ranks of a torchrun: what the benchmark itself calls
+    only: Kind | None = None
     folder: str = ""  # of its model
 
 
@@ -65,10 +69,21 @@ def write_model(kind: Kind, folder: Path) -> str:
     """A folder with a model of this kind: SmolLM2's own, or one that is written."""
     smollm2 = resolve_model("smollm2")
     if kind == "vision":
-        sizes = {"hidden_size": 640, "intermediate_size": 1728, "num_hidden_layers": 12, "num_attention_heads": 10}
+        sizes = {
+            "hidden_size": 640,
+            "intermediate_size": 1728,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 10,
+        }
         rope = {"rope_type": "default", "mrope_section": [8, 12, 12], "rope_theta": 1e6}
         text = sizes | {"num_key_value_heads": 2, "vocab_size": 60_000, "rope_parameters": rope}
-        tower = {"depth": 12, "hidden_size": 640, "intermediate_size": 1728, "num_heads": 10, "out_hidden_size": 640}
+        tower = {
+            "depth": 12,
+            "hidden_size": 640,
+            "intermediate_size": 1728,
+            "num_heads": 10,
+            "out_hidden_size": 640,
+        }
         ids = {"bos_token_id": 0, "eos_token_id": 1}
         config = Qwen2_5_VLConfig(text_config=text | ids, vision_config=tower)
         Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
@@ -103,19 +118,22 @@ def largest_layer(model: nn.Module) -> int:
 
 
 def measure(args: Args) -> None:
-    """Load the model as the scripts do, and print {growth, shard, layer} of each rank, as JSON, on rank 0."""
+    """Load the model as the scripts do, and print {growth, shard, layer} of each rank, as JSON, on
+    rank 0."""
     world, kind = init_world(), args.only
     mesh = make_mesh(world, "ddp" if kind == "ddp" else "fsdp")
     wrap = partial(wrap_model, mesh=mesh, compute_dtype=torch.bfloat16, whole=kind == "LoRA")
     options: dict = {"wrap": wrap, "make": Critic if kind == "critic" else Policy}
     if kind == "LoRA":
         options |= {"lora": Machine(lora_rank=16), "dtype": torch.bfloat16}
-    check_model(args.folder, "sdpa", False)  # which imports what the model needs, here as in the scripts
+    # which imports what the model needs, here as in the scripts
+    check_model(args.folder, "sdpa", False)
     with anonymous_memory() as memory:
         model = load_policy(args.folder, "sdpa", **options)
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.mul_(1)  # float32 files are mapped: their pages become ours when they are written to
+                # float32 files are mapped: their pages become ours when they are written to
+                parameter.mul_(1)
         time.sleep(0.1)
     own = {p: p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()}
     shard = sum(part.numel() * part.element_size() for part in own.values())
@@ -126,7 +144,14 @@ def measure(args: Args) -> None:
 
 def ranks_of(kind: Kind, ranks: int, folder: str) -> list[dict[str, int]]:
     """What `measure` says of each rank."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        str(ranks),
+    ]
     command = [*torchrun, __file__, "--only", kind, "--folder", folder]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.strip().splitlines()[-1])
@@ -142,15 +167,26 @@ def main(args: Args) -> None:
         return
     header("Growth of anonymous memory while loading", threads=1)
     above = []
-    rows = [["model", "ranks", "shard (MB)", "layer (MB)", "bound (MB)", "growth (MB)", "of the bound"]]
+    rows = [
+        ["model", "ranks", "shard (MB)", "layer (MB)", "bound (MB)", "growth (MB)", "of the bound"]
+    ]
     for kind in args.kinds:
         with tempfile.TemporaryDirectory() as folder:
             path = write_model(kind, Path(folder))
             for ranks in args.ranks:
-                worst = max(ranks_of(kind, ranks, path), key=lambda result: result["growth"] / bound(result))
+                worst = max(
+                    ranks_of(kind, ranks, path), key=lambda result: result["growth"] / bound(result)
+                )
                 share = worst["growth"] / bound(worst)
                 numbers = (worst["shard"], worst["layer"], bound(worst), worst["growth"])
-                rows.append([kind, str(ranks), *(f"{number / 1e6:.0f}" for number in numbers), f"{share:.0%}"])
+                rows.append(
+                    [
+                        kind,
+                        str(ranks),
+                        *(f"{number / 1e6:.0f}" for number in numbers),
+                        f"{share:.0%}",
+                    ]
+                )
                 above += [f"{kind} on {ranks} ranks"] if share > 1 else []
                 print(*rows[-1], flush=True)
     print()

@@ -1,12 +1,14 @@
-"""Memory and time of common.logprobs.token_logprobs against log-probs and entropies from all logits at once.
+"""Memory and time of common.logprobs.token_logprobs against log-probs and entropies from all logits
+at once.
 
-    python tests/bench/logprobs.py                                  # the size of Qwen2.5-0.5B's head, bf16 and fp32
+    python tests/bench/logprobs.py                                  # the size of Qwen2.5-0.5B's
+    head, bf16 and fp32
     python tests/bench/logprobs.py --tokens 64 --vocab 5000 --repeats 1
 
-Every measurement is a process of its own, since memory once resident often stays so. Memory is the peak minus what
-was resident before the forward (inputs, code), and again minus the gradients, which somebody has to hold. Each round
-measures all variants; time ratios are taken within a round, per token, against the largest dense computation that
-fits.
+Every measurement is a process of its own, since memory once resident often stays so. Memory is the
+peak minus what was resident before the forward (inputs, code), and again minus the gradients, which
+somebody has to hold. Each round measures all variants; time ratios are taken within a round, per
+token, against the largest dense computation that fits.
 """
 
 import json
@@ -38,7 +40,8 @@ class Args:
     hidden: int = 896  # its columns
     repeats: int = 3  # rounds over all variants
     threads: int = 2  # of a CPU
-    only: Literal["chunked", "dense"] | None = None  # measure one variant in this process, print JSON
+    # measure one variant in this process, print JSON
+    only: Literal["chunked", "dense"] | None = None
 
 
 def dense(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,11 +60,14 @@ class Peak:
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
         else:
-            Path("/proc/self/clear_refs").write_text("5")  # ru_maxrss alone would remember the imports, and the parent
+            # ru_maxrss alone would remember the imports, and the parent
+            Path("/proc/self/clear_refs").write_text("5")
         self.before = torch.cuda.memory_allocated() if self.cuda else self._resident("VmRSS")
 
     def exceeded(self) -> int:
-        return (torch.cuda.max_memory_allocated() if self.cuda else self._resident("VmHWM")) - self.before
+        return (
+            torch.cuda.max_memory_allocated() if self.cuda else self._resident("VmHWM")
+        ) - self.before
 
     @staticmethod
     def _resident(key: str) -> int:
@@ -81,7 +87,10 @@ def measure(args: Args) -> dict[str, float]:
     upstream = torch.randn(2, len(hidden), device=device)
 
     def forward(rows: int) -> Tensor:
-        return (torch.stack(VARIANTS[args.only](hidden[:rows], weight, targets[:rows])) * upstream[:, :rows]).sum()
+        return (
+            torch.stack(VARIANTS[args.only](hidden[:rows], weight, targets[:rows]))
+            * upstream[:, :rows]
+        ).sum()
 
     def timed(what: str, function) -> dict[str, float]:
         peak, start = Peak(device), time.perf_counter()
@@ -103,7 +112,10 @@ def fits(args: Args, tokens: int) -> bool:
     free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else free_memory()
     needed = tokens * args.vocab * DENSE_BYTES
     if needed > free:
-        print(f"dense, {tokens} tokens: left out, needs {needed / 1e9:.0f} GB of {free / 1e9:.0f} GB free\n")
+        print(
+            f"dense, {tokens} tokens: left out, needs {needed / 1e9:.0f} GB of "
+            f"{free / 1e9:.0f} GB free\n"
+        )
     return needed <= free
 
 
@@ -119,12 +131,23 @@ def main(args: Args) -> None:
         print(json.dumps(measure(args)))
         return
     header(f"log-probs and entropies, vocabulary {args.vocab}, hidden {args.hidden}", args.threads)
-    sizes = {"chunked": args.tokens, "dense": [tokens for tokens in args.tokens if fits(args, tokens)]}
-    cases = [(d, n, variant) for d in args.dtypes for n in args.tokens for variant in sizes if n in sizes[variant]]
+    sizes = {
+        "chunked": args.tokens,
+        "dense": [tokens for tokens in args.tokens if fits(args, tokens)],
+    }
+    cases = [
+        (d, n, variant)
+        for d in args.dtypes
+        for n in args.tokens
+        for variant in sizes
+        if n in sizes[variant]
+    ]
     rounds = [{case: in_new_process(args, *case) for case in cases} for _ in range(args.repeats)]
 
     largest = max(sizes["dense"], default=None)
-    rows = [["", "forward: MB", "s", "x dense", "and backward: MB", "without gradients", "s", "x dense"]]
+    rows = [
+        ["", "forward: MB", "s", "x dense", "and backward: MB", "without gradients", "s", "x dense"]
+    ]
     for dtype, tokens, variant in cases:
         runs = [r[dtype, tokens, variant] for r in rounds]
         cells = [f"{dtype}, {tokens} tokens, {variant}"]
@@ -134,13 +157,17 @@ def main(args: Args) -> None:
                 cells.append(f"{median(run['both MB'] - run['gradients MB'] for run in runs):.0f}")
             cells.append(f"{median(run[f'{what} s'] for run in runs):.2f}")
             dense_runs = [r[dtype, largest, "dense"] for r in rounds] if largest else []
-            ratios = [a[f"{what} s"] / tokens / (b[f"{what} s"] / largest) for a, b in zip(runs, dense_runs)]
+            ratios = [
+                a[f"{what} s"] / tokens / (b[f"{what} s"] / largest)
+                for a, b in zip(runs, dense_runs)
+            ]
             cells.append(f"{median(ratios):.2f}" if ratios else "")
         rows.append(cells)
     table(*rows)
     print(
         "Medians. MB: peak beyond the inputs; without gradients: beyond both. x dense: time.\n"
-        "Targets for chunked at 8192 tokens: less than 300 MB without gradients, at most 1.3 x dense."
+        "Targets for chunked at 8192 tokens: less than 300 MB without gradients, at most 1.3 "
+        "x dense."
     )
 
 

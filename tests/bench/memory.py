@@ -1,12 +1,15 @@
-"""Which model fits on which GPUs: the estimate that the scripts print before they load anything, as a table.
+"""Which model fits on which GPUs: the estimate that the scripts print before they load anything, as
+a table.
 
-    python tests/bench/memory.py                                        # Qwen2.5, up to 8 GPUs, one process each
+    python tests/bench/memory.py                                        # Qwen2.5, up to 8 GPUs, one
+    process each
     python tests/bench/memory.py --tokens 4096 16384 --models 7B --no-checkpointing --compile
     python tests/bench/memory.py --lora-rank 16 --tokens 4096 --engine-memory 2
 
-One policy, AdamW, bf16, FSDP, engine asleep during the update; prompts and responses of at most 512 tokens. The
-largest phase of a step, with CUDA's context. Not counted: what the allocator keeps beyond what lives, a reference (2
-bytes a parameter), a critic (12 bytes a parameter), both shared by the GPUs.
+One policy, AdamW, bf16, FSDP, engine asleep during the update; prompts and responses of at most 512
+tokens. The largest phase of a step, with CUDA's context. Not counted: what the allocator keeps
+beyond what lives, a reference (2 bytes a parameter), a critic (12 bytes a parameter), both shared
+by the GPUs.
 """
 
 import tempfile
@@ -54,8 +57,15 @@ def gigabytes(shape: ModelShape, machine: Machine, gpus: int, args: Args) -> flo
 
 def main(args: Args) -> None:
     if any(gpus % args.engine_parallel for gpus in args.gpus):
-        raise SystemExit(f"--engine-parallel {args.engine_parallel} does not divide --gpus {args.gpus}")
-    head = ["model", "tokens", *(f"{n} GPU{'s' * (n > 1)}: GB" for n in args.gpus), *(f"{c} GB" for c in CARDS)]
+        raise SystemExit(
+            f"--engine-parallel {args.engine_parallel} does not divide --gpus {args.gpus}"
+        )
+    head = [
+        "model",
+        "tokens",
+        *(f"{n} GPU{'s' * (n > 1)}: GB" for n in args.gpus),
+        *(f"{c} GB" for c in CARDS),
+    ]
     rows = [head]
     for name in args.models:
         shape = shape_of(name, Machine(lora_rank=args.lora_rank))
@@ -73,11 +83,19 @@ def main(args: Args) -> None:
                     needs[gpus, offload] = gigabytes(shape, machine, gpus, args)
             cells = [f"{needs[gpus, False]:.0f} ({needs[gpus, True]:.0f})" for gpus in args.gpus]
             for card in CARDS:
-                fits = [(gpus, off) for gpus in args.gpus for off in (False, True) if needs[gpus, off] <= ROOM * card]
+                fits = [
+                    (gpus, off)
+                    for gpus in args.gpus
+                    for off in (False, True)
+                    if needs[gpus, off] <= ROOM * card
+                ]
                 cells.append(f"{fits[0][0]}{' offload' * fits[0][1]}" if fits else "-")
             rows.append([name, str(tokens), *cells])
     table(*rows)
-    print(f"In brackets: with --offload optimizer. Last columns: fewest GPUs of a size, {ROOM:.0%} of it being used.")
+    print(
+        "In brackets: with --offload optimizer. Last columns: fewest GPUs of a size, "
+        f"{ROOM:.0%} of it being used."
+    )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
-"""Seconds of one update (forward and backward of the policy) for the same episodes, laid out in different ways.
+"""Seconds of one update (forward and backward of the policy) for the same episodes, laid out in
+different ways.
 
     python tests/bench/packing.py                                                    # SmolLM2, bf16
-    python tests/bench/packing.py --model tiny --prompts 32 --prompt-tokens 20 --response-tokens 60 120 --budget 4096
+    python tests/bench/packing.py --model tiny --prompts 32 --prompt-tokens 20 --response-tokens 60
+    120 --budget 4096
 
-padded: every sequence is filled up to the longest, as in a rectangular batch. packed: sequences one behind the other,
-each with its prompt. shared: the prompt of a group once, followed by its responses. Attention is the same in all
-three, segment by segment. Episodes are random, so are their tokens.
+padded: every sequence is filled up to the longest, as in a rectangular batch. packed: sequences one
+behind the other, each with its prompt. shared: the prompt of a group once, followed by its
+responses. Attention is the same in all three, segment by segment. Episodes are random, so are their
+tokens.
 """
 
 import random
@@ -35,7 +38,8 @@ class Args:
     prompts: int = 8  # groups
     samples: int = 8  # responses of a group
     prompt_tokens: int = 140  # of every prompt
-    response_tokens: tuple[int, int] = (30, 128)  # shortest and longest response; uniform between them
+    # shortest and longest response; uniform between them
+    response_tokens: tuple[int, int] = (30, 128)
     budget: int = 2048  # tokens of a micro-batch
     dtype: Literal["bf16", "fp32"] = "bf16"  # of the computation; weights are float32
     repeats: int = 5  # rounds over all layouts
@@ -50,7 +54,11 @@ def random_episodes(args: Args, vocab: int) -> list[Episode]:
         prompt = rng.choices(range(vocab), k=args.prompt_tokens)
         for s in range(args.samples):
             response = rng.choices(range(vocab), k=rng.randint(*args.response_tokens))
-            episodes.append(Episode(p, s, prompt, response, [1] * len(response), [0.0] * len(response), "stop", {}))
+            episodes.append(
+                Episode(
+                    p, s, prompt, response, [1] * len(response), [0.0] * len(response), "stop", {}
+                )
+            )
     return episodes
 
 
@@ -83,8 +91,11 @@ def side_by_side(batches: list[MicroBatch]) -> MicroBatch:
     )
 
 
-def update(policy: torch.nn.Module, batches: list[MicroBatch], device: torch.device) -> tuple[float, float]:
-    """Seconds of forward and backward over all micro-batches, and the sum of log-probs: the same for every layout."""
+def update(
+    policy: torch.nn.Module, batches: list[MicroBatch], device: torch.device
+) -> tuple[float, float]:
+    """Seconds of forward and backward over all micro-batches, and the sum of log-probs: the same
+    for every layout."""
     total, start = torch.zeros((), device=device), time.perf_counter()
     for i, batch in enumerate(batches):
         with forward_context(policy, last=i == len(batches) - 1):
@@ -117,14 +128,19 @@ def main(args: Args) -> None:
         assert not wrong, f"log-probs summed to {sums['padded']} when padded, but {wrong}"
 
     low, high = args.response_tokens
-    title = f"update of {args.model}: {args.prompts} prompts of {args.prompt_tokens} tokens x {args.samples} responses"
+    title = (
+        f"update of {args.model}: {args.prompts} prompts of {args.prompt_tokens} tokens x "
+        f"{args.samples} responses"
+    )
     title += f" of {low}-{high}, budget {args.budget}, {attention}, {args.dtype}"
     header(title, args.threads)
     rows = [["layout", "micro-batches", "tokens computed", "seconds", "x padded"]]
     for name, times in seconds.items():
         computed = sum(b.input_ids.numel() for b in batches[name])
         ratio = median(a / b for a, b in zip(times, seconds["padded"]))
-        rows.append([name, str(len(batches[name])), str(computed), f"{median(times):.3f}", f"{ratio:.2f}"])
+        rows.append(
+            [name, str(len(batches[name])), str(computed), f"{median(times):.3f}", f"{ratio:.2f}"]
+        )
     table(*rows)
     print(f"medians of {args.repeats} interleaved rounds; ratios are taken within a round")
 

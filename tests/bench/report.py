@@ -1,4 +1,5 @@
-"""What the benchmarks share: the repository on the import path, on which machine they ran, and tables."""
+"""What the benchmarks share: the repository on the import path, on which machine they ran, and
+tables."""
 
 import os
 import sys
@@ -6,7 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # of processes
+# of processes
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 import torch  # noqa: E402
 
@@ -21,7 +23,13 @@ def header(title: str, threads: int) -> None:
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     memory = total_memory() / 2**30
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    hardware = [*names[:1], f"{usable_cpus()} cores", f"{threads} threads", f"{memory:.0f} GiB", *gpus]
+    hardware = [
+        *names[:1],
+        f"{usable_cpus()} cores",
+        f"{threads} threads",
+        f"{memory:.0f} GiB",
+        *gpus,
+    ]
     print(title)
     print(f"commit {git_commit()}; torch {torch.__version__}; {', '.join(hardware)}\n")
 
@@ -35,9 +43,16 @@ def gpu_bytes() -> int:
 
 
 def table(*rows: list[str]) -> None:
-    """Print rows of cells as a markdown table; the first row is its head, the first column is set to the left."""
+    """Print rows of cells as a markdown table; the first row is its head, the first column is set
+    to the left."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     rule = ["-" * widths[0]] + ["-" * (width - 1) + ":" for width in widths[1:]]
     for row in [rows[0], rule, *rows[1:]]:
-        print("| " + " | ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))]) + " |")
+        print(
+            "| "
+            + " | ".join(
+                [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))]
+            )
+            + " |"
+        )
     print(flush=True)

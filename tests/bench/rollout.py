@@ -1,13 +1,15 @@
-"""The engine by itself: how far a batch is from the machine's limit, how long a rollout's tail is, what a sync takes.
+"""The engine by itself: how far a batch is from the machine's limit, how long a rollout's tail is,
+what a sync takes.
 
     python tests/bench/rollout.py --what batches --model smollm2
     python tests/bench/rollout.py --what tail --model tiny
     torchrun --nproc_per_node 2 tests/bench/rollout.py --what sync --model smollm2 --threads 1
 
-batches: so many sequences of 64 tokens at once, none of which ends before; the limit is the time of their matrix
-products alone at the rate of a large square one. tail: Countdown's prompts, 8 samples each, which end where the model
-ends them; how long the last tenth of them keeps the engine, with so many at once, prompts in the order of the file or
-the longest first. sync: the weights from the trainer's float32 shards into the engine, one rank or several.
+batches: so many sequences of 64 tokens at once, none of which ends before; the limit is the time of
+their matrix products alone at the rate of a large square one. tail: Countdown's prompts, 8 samples
+each, which end where the model ends them; how long the last tenth of them keeps the engine, with so
+many at once, prompts in the order of the file or the longest first. sync: the weights from the
+trainer's float32 shards into the engine, one rank or several.
 """
 
 import time
@@ -60,11 +62,15 @@ def trainer(world: World, model: str) -> torch.nn.Module:
     return load_policy(resolve_model(model), "sdpa", wrap=wrap).to(world.device)
 
 
-def sample(engine: VllmEngine, prompts: list[list[int]], sampling: Sampling, step: int) -> list[tuple[float, int]]:
-    """(seconds until it was done, its tokens) of each trajectory, in the order of their ends, group by group."""
+def sample(
+    engine: VllmEngine, prompts: list[list[int]], sampling: Sampling, step: int
+) -> list[tuple[float, int]]:
+    """(seconds until it was done, its tokens) of each trajectory, in the order of their ends, group
+    by group."""
     start, ends = time.perf_counter(), []
     for key, ids in enumerate(prompts):
-        for j in range(sampling.n):  # one by one, since an answer comes when all samples of a request are done
+        # one by one, since an answer comes when all samples of a request are done
+        for j in range(sampling.n):
             seed = request_seed(0, step, key) + j
             one = Sampling(1, sampling.max_tokens, sampling.temperature)
             engine.submit(Request(key * sampling.n + j, ids, one, seed, weights_step=step))
@@ -84,7 +90,14 @@ def batches(args: Args, world: World) -> None:
         sample(engine, prompts[:4], Sampling(1, 8), 0)
         seconds = median(sample(engine, prompts, Sampling(1, 64), 0)[-1][0] for _ in range(3))
         needed = size * (72 * shapes.per_token + 64 * shapes.per_logits) / limit
-        rows.append([str(size), f"{seconds:.2f}", f"{64 * size / seconds:.0f}", f"{100 * needed / seconds:.0f} %"])
+        rows.append(
+            [
+                str(size),
+                f"{seconds:.2f}",
+                f"{64 * size / seconds:.0f}",
+                f"{100 * needed / seconds:.0f} %",
+            ]
+        )
     table(*rows)
 
 
@@ -92,21 +105,35 @@ def tail(args: Args, world: World) -> None:
     path = resolve_model(args.model)
     with TemporaryDirectory() as folder:
         file, _ = embedded_data("tiny", Path(folder), write=True)
-        data = PromptData(file, Data(), Rollout(), tokenizer=load_tokenizer(path), max_rows=args.trajectories // 8)
+        data = PromptData(
+            file, Data(), Rollout(), tokenizer=load_tokenizer(path), max_rows=args.trajectories // 8
+        )
         prompts = [data[i].prompt_ids for i in range(len(data))]
     engine, policy = start(world, args.model, 1024, ends=True), trainer(world, args.model)
     sync_engine(engine, policy, 0)
     sampling = Sampling(8, args.response_tokens)
-    rows = [["at once, order", "seconds", "half are done", "nine tenths", "last tenth takes", "tokens: mean, longest"]]
+    rows = [
+        [
+            "at once, order",
+            "seconds",
+            "half are done",
+            "nine tenths",
+            "last tenth takes",
+            "tokens: mean, longest",
+        ]
+    ]
     orders = {"as drawn": prompts, "longest first": sorted(prompts, key=len, reverse=True)}
-    cases = [(at_once, order) for at_once in (64, 256) for order in orders]  # 256: most that our engine takes on a CPU
+    # 256: most that our engine takes on a CPU
+    cases = [(at_once, order) for at_once in (64, 256) for order in orders]
     for at_once, order in cases * 2:
         engine.llm.llm_engine.engine_core.engine_core.scheduler.max_num_active_reqs = at_once
         ends = sample(engine, orders[order], sampling, 0)
         total, tokens = ends[-1][0], [n for _, n in ends]
         half, most = (ends[int(len(ends) * part) - 1][0] for part in (0.5, 0.9))
         cells = [f"{total:.1f}", f"{half:.1f}", f"{most:.1f}", f"{100 * (1 - most / total):.0f} %"]
-        rows.append([f"{at_once}, {order}", *cells, f"{sum(tokens) / len(tokens):.0f}, {max(tokens)}"])
+        rows.append(
+            [f"{at_once}, {order}", *cells, f"{sum(tokens) / len(tokens):.0f}, {max(tokens)}"]
+        )
     table(*rows)
 
 

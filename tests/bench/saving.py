@@ -1,11 +1,12 @@
-"""What a rank needs of the host's memory while it saves its shards of a 7B: growth of its peak, and seconds.
+"""What a rank needs of the host's memory while it saves its shards of a 7B: growth of its peak, and
+seconds.
 
     python tests/bench/saving.py  # an eighth of 7 of Qwen2.5-7B's 28 layers: 4 GB, and as much disk
     python tests/bench/saving.py --layers 1 --ways "one file"   # three times as much memory
 
-Interleaved, each in a process of its own: `pickled` is torch's default format, which checkpoints had before; `ours` is
-`save_shards`; `one file` the same without a bound on the size of a file. Tensors are parts of larger storages: the
-writer copies what it saves, as it does from a GPU.
+Interleaved, each in a process of its own: `pickled` is torch's default format, which checkpoints
+had before; `ours` is `save_shards`; `one file` the same without a bound on the size of a file.
+Tensors are parts of larger storages: the writer copies what it saves, as it does from a GPU.
 """
 
 import resource
@@ -84,15 +85,30 @@ def main(args: Args) -> None:
         measure(args)
         return
     header("saving a rank's shards", threads=torch.get_num_threads())
-    columns = ["way, round", "GB before", "GB more at the peak", "seconds", "files", "GB of the largest"]
+    columns = [
+        "way, round",
+        "GB before",
+        "GB more at the peak",
+        "seconds",
+        "files",
+        "GB of the largest",
+    ]
     rows = [columns]
     for repeat in range(args.repeats):
         for way in args.ways:
             command = [sys.executable, __file__, "--only", way, "--layers", args.layers]
             command += ["--ranks", args.ranks, "--folder", args.folder]
-            done = subprocess.run([str(part) for part in command], stdout=subprocess.PIPE, text=True, check=True)
+            done = subprocess.run(
+                [str(part) for part in command], stdout=subprocess.PIPE, text=True, check=True
+            )
             before, growth, seconds, files, largest = map(float, done.stdout.split())
-            numbers = [f"{before:.2f}", f"{growth:.2f}", f"{seconds:.1f}", f"{files:.0f}", f"{largest:.2f}"]
+            numbers = [
+                f"{before:.2f}",
+                f"{growth:.2f}",
+                f"{seconds:.1f}",
+                f"{files:.0f}",
+                f"{largest:.2f}",
+            ]
             rows.append([f"{way}, {repeat + 1}", *numbers])
             print(*rows[-1], flush=True)
     table(*rows)

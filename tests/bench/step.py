@@ -1,16 +1,23 @@
-r"""One whole GRPO step of SmolLM2-135M on Countdown, by phase: seconds and peak memory; optionally beside TRL's.
+r"""One whole GRPO step of SmolLM2-135M on Countdown, by phase: seconds and peak memory; optionally
+beside TRL's.
 
     python tests/bench/step.py                                                # grpo.py alone
-    python tests/bench/step.py --limits                                       # and what the machine could do
-    python tests/bench/step.py "--beside=--lora-rank 16"                      # grpo.py with further flags beside it
-    python tests/bench/step.py --trl /tmp/trl-venv --make-trl-venv            # the first time: installs TRL there
+    python tests/bench/step.py --limits                                       # and what the machine
+    could do
+    python tests/bench/step.py "--beside=--lora-rank 16"                      # grpo.py with further
+    flags beside it
+    python tests/bench/step.py --trl /tmp/trl-venv --make-trl-venv            # the first time:
+    installs TRL there
     python tests/bench/step.py --trl /tmp/trl-venv
-    python tests/bench/step.py --trl $(python -c "import sys; print(sys.prefix)") --trl-vllm --prompts 32 \
-        --response-tokens 512 --micro-batch-tokens 32768 --trl-batch 32 --steps 8 --repeats 3    # on a GPU with TRL
+    python tests/bench/step.py --trl $(python -c "import sys; print(sys.prefix)") --trl-vllm
+    --prompts 32 \
+        --response-tokens 512 --micro-batch-tokens 32768 --trl-batch 32 --steps 8 --repeats 3    #
+        on a GPU with TRL
 
-grpo.py runs as its users run it, in a process of its own; TRL's GRPOTrainer does the same work in the same way
-(trl_step.py): same model folder, same prompts in the same order, same reward, one optimizer step for the same number
-of completions, bf16 over float32 weights, AdamW. Runs take turns (grpo, TRL, grpo, TRL, ...), since machines drift.
+grpo.py runs as its users run it, in a process of its own; TRL's GRPOTrainer does the same work in
+the same way (trl_step.py): same model folder, same prompts in the same order, same reward, one
+optimizer step for the same number of completions, bf16 over float32 weights, AdamW. Runs take turns
+(grpo, TRL, grpo, TRL, ...), since machines drift.
 """
 
 import json
@@ -41,11 +48,12 @@ from common.look.curves import read_metrics
 
 TRL = "trl==1.16.*"
 COUNTED = """\
-Counted in a step: weight sync (grpo.py; TRL generates with the weights that it trains), rollout, scoring, forward,
-backward, clipping, optimizer. Not counted: loading, checkpoints, the first {warmup} of a run's {steps} steps.
-Sampling differs, so look at the response lengths. TRL's rollout includes decoding, which is in our reward; its update
-is its step without what precedes the first forward. Memory, 5 samples a second until a run's last step is done: on a
-GPU all that is in use there, on a CPU the sum of resident memory over all processes; and the peak of the main process
+Counted in a step: weight sync (grpo.py; TRL generates with the weights that it trains), rollout,
+scoring, forward, backward, clipping, optimizer. Not counted: loading, checkpoints, the first
+{warmup} of a run's {steps} steps. Sampling differs, so look at the response lengths. TRL's rollout
+includes decoding, which is in our reward; its update is its step without what precedes the first
+forward. Memory, 5 samples a second until a run's last step is done: on a GPU all that is in use
+there, on a CPU the sum of resident memory over all processes; and the peak of the main process
 (torch's allocator, getrusage)."""
 
 
@@ -61,14 +69,18 @@ class Args:
     repeats: int = 2  # runs of each
     threads: int = 2  # OMP_NUM_THREADS
     flags: str = ""  # further flags of grpo.py, such as "--engine-memory 0.5"
-    limits: bool = False  # of grpo.py alone: how far each phase is from the machine's own rates (limits.py)
+    # of grpo.py alone: how far each phase is from the machine's own rates (limits.py)
+    limits: bool = False
     beside: str = ""  # compare with grpo.py that has these flags besides
     trl: Path | None = None  # virtual environment with TRL: compare with its GRPOTrainer
     make_trl_venv: bool = False  # create that environment first (pip, about 1.5 GB)
     trl_batch: int = 8  # TRL: sequences of one forward and backward
-    trl_checkpointing: bool = False  # TRL: gradient checkpointing (its default; less memory, more time)
-    trl_weights: Literal["float32", "bfloat16"] = "float32"  # TRL: of weights and Adam; bfloat16 is faster and inexact
-    trl_vllm: bool = False  # TRL: generate with vLLM in the same process, on a GPU; else with transformers
+    # TRL: gradient checkpointing (its default; less memory, more time)
+    trl_checkpointing: bool = False
+    # TRL: of weights and Adam; bfloat16 is faster and inexact
+    trl_weights: Literal["float32", "bfloat16"] = "float32"
+    # TRL: generate with vLLM in the same process, on a GPU; else with transformers
+    trl_vllm: bool = False
     trl_vllm_memory: float = 0.1  # TRL: share of the GPU for that vLLM
 
 
@@ -77,12 +89,22 @@ def make_venv(folder: Path) -> None:
     lines = (ROOT / "requirements-cpu.txt").read_text().splitlines()
     pins = [line for line in lines if line.startswith(("torch==", "transformers=="))]
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    subprocess.run([folder / "bin/python", "-m", "pip", "install", "--quiet", TRL, *pins], check=True)
+    subprocess.run(
+        [folder / "bin/python", "-m", "pip", "install", "--quiet", TRL, *pins], check=True
+    )
 
 
 def prepare_rows(args: Args, folder: Path) -> Path:
     """A parquet file of as many Countdown problems as a run takes."""
-    command = [sys.executable, "-m", "common.prepare.countdown", "--template", "qwen-instruct", "--operands", "3"]
+    command = [
+        sys.executable,
+        "-m",
+        "common.prepare.countdown",
+        "--template",
+        "qwen-instruct",
+        "--operands",
+        "3",
+    ]
     command += ["--out", folder, "--train-size", str(args.steps * args.prompts), "--test-size", "8"]
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     return folder / "train.parquet"
@@ -90,33 +112,71 @@ def prepare_rows(args: Args, folder: Path) -> Path:
 
 def grpo_command(args: Args, data: Path, folder: Path, flags: str = "") -> list:
     return [
-        *(sys.executable, "grpo.py", "--model", args.model, "--train-data", data, "--output-dir", folder),
-        *("--prompts-per-step", args.prompts, "--samples-per-prompt", args.samples, "--max-prompt-tokens", 256),
-        *("--max-response-tokens", args.response_tokens, "--micro-batch-tokens", args.micro_batch_tokens),
+        *(
+            sys.executable,
+            "grpo.py",
+            "--model",
+            args.model,
+            "--train-data",
+            data,
+            "--output-dir",
+            folder,
+        ),
+        *(
+            "--prompts-per-step",
+            args.prompts,
+            "--samples-per-prompt",
+            args.samples,
+            "--max-prompt-tokens",
+            256,
+        ),
+        *(
+            "--max-response-tokens",
+            args.response_tokens,
+            "--micro-batch-tokens",
+            args.micro_batch_tokens,
+        ),
         *("--total-steps", args.steps, "--dtype", "bf16", *args.flags.split(), *flags.split()),
     ]
 
 
 def trl_command(args: Args, data: Path, folder: Path) -> list:
     records = pq.read_table(data).to_pylist()
-    order = PromptLoader(len(records), seed=0).next(args.steps * args.prompts)  # as grpo.py --seed 0
-    rows = [(clean_prompt(records[i]["prompt"]), records[i]["reward_model"]["ground_truth"]) for i in order]
-    work = {name: getattr(args, name) for name in ("prompts", "samples", "response_tokens", "steps")}
-    work |= {"batch": args.trl_batch, "checkpointing": args.trl_checkpointing, "weights": args.trl_weights}
+    # as grpo.py --seed 0
+    order = PromptLoader(len(records), seed=0).next(args.steps * args.prompts)
+    rows = [
+        (clean_prompt(records[i]["prompt"]), records[i]["reward_model"]["ground_truth"])
+        for i in order
+    ]
+    work = {
+        name: getattr(args, name) for name in ("prompts", "samples", "response_tokens", "steps")
+    }
+    work |= {
+        "batch": args.trl_batch,
+        "checkpointing": args.trl_checkpointing,
+        "weights": args.trl_weights,
+    }
     work |= {"vllm": args.trl_vllm, "vllm_memory": args.trl_vllm_memory}
-    work |= {"model": resolve_model(args.model), "metrics": str(folder / "metrics.jsonl"), "output_dir": str(folder)}
+    work |= {
+        "model": resolve_model(args.model),
+        "metrics": str(folder / "metrics.jsonl"),
+        "output_dir": str(folder),
+    }
     work["rows"] = [{"prompt": prompt, "ground_truth": truth} for prompt, truth in rows]
     (folder / "work.json").write_text(json.dumps(work))
     return [args.trl.absolute() / "bin/python", "tests/bench/trl_step.py", folder / "work.json"]
 
 
 def measure(command: list, folder: Path, args: Args) -> list[dict]:
-    """Metrics of every step of a run, each with the peak memory of the run until its last step is done, "tree_gb"."""
+    """Metrics of every step of a run, each with the peak memory of the run until its last step is
+    done, "tree_gb"."""
     environment = os.environ | {"OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1"}
     metrics, output, peak = folder / "metrics.jsonl", folder / "output.txt", 0
     with output.open("w") as file:
         streams = {"stdout": file, "stderr": subprocess.STDOUT}
-        process = subprocess.Popen([str(part) for part in command], cwd=ROOT, env=environment, **streams)
+        process = subprocess.Popen(
+            [str(part) for part in command], cwd=ROOT, env=environment, **streams
+        )
         while process.poll() is None:
             if not metrics.exists() or len(read_metrics(metrics)) < args.steps:
                 peak = max(peak, gpu_bytes() or tree_memory(process.pid))
@@ -138,20 +198,25 @@ def tree_memory(pid: int) -> int:
 
 
 def show_limits(args: Args) -> None:
-    """The machine's rates, and a step beside them: its operations are those of a step of another run, traced."""
+    """The machine's rates, and a step beside them: its operations are those of a step of another
+    run, traced."""
     torch.set_num_threads(args.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shapes, limit = machine_table(resolve_model(args.model), args.micro_batch_tokens, device)
     with tempfile.TemporaryDirectory() as temporary:
         data = prepare_rows(args, Path(temporary))
         folders = [Path(temporary) / name for name in ("run", "traced")]
-        for folder, flags in zip(folders, ("--dump-rollouts-every 1", f"--profile-steps {args.steps}:{args.steps}")):
+        for folder, flags in zip(
+            folders, ("--dump-rollouts-every 1", f"--profile-steps {args.steps}:{args.steps}")
+        ):
             folder.mkdir()
             records = measure(grpo_command(args, data, folder, flags), folder, args)
             print("steps of", *(f"{r['time/step_s']:.1f}" for r in records), "s", flush=True)
             if folder is folders[0]:
                 timed = records[args.warmup :]
-        works = [Work.of(dump) for dump in sorted((folders[0] / "rollouts").glob("step_*[0-9].parquet"))]
+        works = [
+            Work.of(dump) for dump in sorted((folders[0] / "rollouts").glob("step_*[0-9].parquet"))
+        ]
         trace = folders[1] / "profile" / "rank_0.json.gz"
         print()
         step_table(timed, works[args.warmup :], shapes, limit, trace, args.micro_batch_tokens)
@@ -166,7 +231,10 @@ def main(args: Args) -> None:
     if args.beside:
         commands |= {f"grpo.py {args.beside}": partial(grpo_command, flags=args.beside)}
     title = f"one step of {args.model}: {args.prompts} prompts x {args.samples} samples, at most"
-    title += f" {args.response_tokens} new tokens, bf16, one rank; medians (extremes) of {args.repeats} runs of each"
+    title += (
+        f" {args.response_tokens} new tokens, bf16, one rank; medians (extremes) of "
+        f"{args.repeats} runs of each"
+    )
     header(title, args.threads)
     if args.limits:
         show_limits(args)
@@ -181,18 +249,29 @@ def main(args: Args) -> None:
                 run = measure(make_command(args, data, folder), folder, args)
                 records[name] += run[args.warmup :]
                 shutil.rmtree(folder)  # our checkpoint takes 1.6 GB
-                print(f"{name}: steps of", *(f"{r['time/step_s']:.1f}" for r in run), "s", flush=True)
+                print(
+                    f"{name}: steps of", *(f"{r['time/step_s']:.1f}" for r in run), "s", flush=True
+                )
 
     phases = ("sync", "rollout", "reward", "logprob", "update", "step")
     lines = {f"{phase} (s)": f"time/{phase}_s" for phase in phases}
     lines |= {"response length (tokens)": "rollout/response_length"}
-    lines |= {"peak memory, all processes (GB)": "tree_gb", "peak memory, main process (GB)": "memory/peak_gb"}
+    lines |= {
+        "peak memory, all processes (GB)": "tree_gb",
+        "peak memory, main process (GB)": "memory/peak_gb",
+    }
     rows = [["", *commands, *(["TRL / grpo.py"] if args.trl else [])]]
     for label, key in lines.items():
         values = {name: [r[key] for r in records[name] if key in r] for name in commands}
-        cells = [f"{median(v):.2f} ({min(v):.2f}-{max(v):.2f})" if v else "-" for v in values.values()]
+        cells = [
+            f"{median(v):.2f} ({min(v):.2f}-{max(v):.2f})" if v else "-" for v in values.values()
+        ]
         if args.trl:
-            cells.append(f"{median(values['TRL']) / median(values['grpo.py']):.2f}" if all(values.values()) else "")
+            cells.append(
+                f"{median(values['TRL']) / median(values['grpo.py']):.2f}"
+                if all(values.values())
+                else ""
+            )
         rows.append([label, *cells])
     print()
     table(*rows)

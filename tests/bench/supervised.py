@@ -1,10 +1,13 @@
-"""Tokens per second of supervised training: sft.py's update against a plain padded loop, over the same rows.
+"""Tokens per second of supervised training: sft.py's update against a plain padded loop, over the
+same rows.
 
-    python tests/bench/supervised.py --data ../shared/data/gsm8k/train.parquet       # 200 rows, SmolLM2, bf16
+    python tests/bench/supervised.py --data ../shared/data/gsm8k/train.parquet       # 200 rows,
+    SmolLM2, bf16
     python tests/bench/supervised.py --data rows.jsonl --model tiny --rows 64
 
-The plain loop: conversations in the order of the file, so many at a time, padded to the longest of them; logits of all
-positions, transformers' own loss over the assistant's tokens. Both do forward, backward and AdamW of the same batches.
+The plain loop: conversations in the order of the file, so many at a time, padded to the longest of
+them; logits of all positions, transformers' own loss over the assistant's tokens. Both do forward,
+backward and AdamW of the same batches.
 """
 
 import json
@@ -44,7 +47,8 @@ class Args:
     dtype: Literal["bf16", "fp32"] = "bf16"  # of the computation; weights are float32
     repeats: int = 3  # rounds over both
     threads: int = 2  # of a CPU
-    only: Literal["padded", "packed"] | None = None  # one of the two, in this process: what the benchmark itself calls
+    # one of the two, in this process: what the benchmark itself calls
+    only: Literal["padded", "packed"] | None = None
 
 
 def padded(episodes: list[Episode], device: torch.device) -> dict[str, torch.Tensor]:
@@ -53,7 +57,9 @@ def padded(episodes: list[Episode], device: torch.device) -> dict[str, torch.Ten
     columns = {"input_ids": [], "attention_mask": [], "labels": []}
     for e in episodes:
         ids = e.prompt_ids + e.response_ids
-        labels = [-100] * len(e.prompt_ids) + [i if m else -100 for i, m in zip(e.response_ids, e.loss_mask)]
+        labels = [-100] * len(e.prompt_ids) + [
+            i if m else -100 for i, m in zip(e.response_ids, e.loss_mask)
+        ]
         for name, row, fill in zip(columns, (ids, [1] * len(ids), labels), (0, 0, -100)):
             columns[name].append(row + [fill] * (longest - len(row)))
     return {name: torch.tensor(rows, device=device) for name, rows in columns.items()}
@@ -74,7 +80,9 @@ class Plain:
         count = len(TokenIndex(episodes))
         for start in range(0, len(episodes), rows):
             batch = padded(episodes[start : start + rows], self.device)
-            with torch.autocast(self.device.type, DTYPES[self.args.dtype], enabled=self.args.dtype != "fp32"):
+            with torch.autocast(
+                self.device.type, DTYPES[self.args.dtype], enabled=self.args.dtype != "fp32"
+            ):
                 loss = self.model(**batch, num_items_in_batch=count, use_cache=False).loss
             loss.backward()
             total += loss.item()
@@ -92,7 +100,9 @@ class Packed:
         policy = load_policy(resolve_model(args.model), attention)
         self.world, self.packer = world, Packer(attention, args.budget, Path("nowhere"), world)
         self.model = wrap_model(policy, make_mesh(world, "fsdp"), DTYPES[args.dtype])
-        self.optimizer = GuardedAdamW(self.model, DTYPES[args.dtype], weight_decay=0.01, max_grad_norm=1.0)
+        self.optimizer = GuardedAdamW(
+            self.model, DTYPES[args.dtype], weight_decay=0.01, max_grad_norm=1.0
+        )
 
     def step(self, episodes: list[Episode]) -> float:
         (minibatch,) = self.packer.minibatches(episodes, TokenIndex(episodes), 1, seed=0, step=0)
@@ -117,7 +127,9 @@ def measure(args: Args) -> None:
     losses = [loop.step(step) for step in steps]  # .item() of the losses waits for the device
     seconds = time.perf_counter() - start
     tokens = sum(len(e.prompt_ids) + len(e.response_ids) for e in episodes)
-    print(json.dumps({"seconds": seconds, "losses": losses, "tokens": tokens, "rows": len(episodes)}))
+    print(
+        json.dumps({"seconds": seconds, "losses": losses, "tokens": tokens, "rows": len(episodes)})
+    )
 
 
 def main(args: Args) -> None:
@@ -136,14 +148,20 @@ def main(args: Args) -> None:
         worst = max(abs(a / b - 1) for a, b in zip(*losses))
         assert worst < 0.02, f"the two do not compute the same loss: {results}"
 
-    result, title = results["packed"], f"supervised training of {args.model}: {Path(args.data).name}"
+    result, title = (
+        results["packed"],
+        f"supervised training of {args.model}: {Path(args.data).name}",
+    )
     header(f"{title}, {result['rows']} rows, {args.batch_size} a step, {args.dtype}", args.threads)
     rows = [["loop", "tokens/s", "x padded"]]
     for name, times in seconds.items():
         ratio = median(b / a for a, b in zip(times, seconds["padded"]))
         rows.append([name, f"{result['tokens'] / median(times):,.0f}", f"{ratio:.2f}"])
     table(*rows)
-    print(f"{result['tokens']} tokens without padding; medians of {args.repeats} rounds that take turns")
+    print(
+        f"{result['tokens']} tokens without padding; medians of {args.repeats} rounds that "
+        "take turns"
+    )
 
 
 if __name__ == "__main__":

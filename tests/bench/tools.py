@@ -1,10 +1,12 @@
 """Seconds of a step with tools, and with the same tools delayed; and what the tool python takes.
 
-    python tests/bench/tools.py            # 2 minutes; a tiny Qwen2.5-VL that has been taught to crop
+    python tests/bench/tools.py            # 2 minutes; a tiny Qwen2.5-VL that has been taught to
+    crop
     python tests/bench/tools.py --python   # 2 minutes; sandboxes alone, without a model
 
-The two runs of the first take the same steps with the same seeds: a trajectory with n calls must wait n delays, the
-others must not. The second starts sandboxes and calls them, and then lets many trajectories draw figure after figure.
+The two runs of the first take the same steps with the same seeds: a trajectory with n calls must
+wait n delays, the others must not. The second starts sandboxes and calls them, and then lets many
+trajectories draw figure after figure.
 """
 
 import json
@@ -75,7 +77,9 @@ class Trajectories:
 
         def ask(key: int) -> None:
             started[key] = time.perf_counter()
-            self.pool.submit(key, Call("python", {"code": code}), {**context, "calls": self.calls[key]}, {})
+            self.pool.submit(
+                key, Call("python", {"code": code}), {**context, "calls": self.calls[key]}, {}
+            )
 
         for key in self.calls:
             ask(key)
@@ -83,7 +87,11 @@ class Trajectories:
             for key, reply in self.pool.poll(60.0):
                 seconds.append(time.perf_counter() - started[key])
                 assert reply.info.get("acted"), reply.text
-                record = {"arguments": {"code": code}, "media": len(reply.images), "info": reply.info}
+                record = {
+                    "arguments": {"code": code},
+                    "media": len(reply.images),
+                    "info": reply.info,
+                }
                 self.calls[key].append(record)
                 if len(self.calls[key]) < turns:
                     ask(key)
@@ -123,7 +131,10 @@ def measure_python(args: Args) -> None:
         rows.append([name, str(len(ranked)), f"{1000 * middle:.0f}", f"{1000 * last:.0f}"])
     table(*rows)
     per_core = rate / usable_cpus()
-    print(f"{args.trajectories} trajectories: {rate:.1f} calls a second, {per_core:.1f} a second and core")
+    print(
+        f"{args.trajectories} trajectories: {rate:.1f} calls a second, {per_core:.1f} a "
+        "second and core"
+    )
 
 
 def main(args: Args) -> None:
@@ -142,27 +153,57 @@ def main(args: Args) -> None:
         steps, chains, calls = {}, {}, {}
         for delay in (0.0, args.delay):
             run_dir = folder / f"run-{delay}"
-            command = f"""grpo.py --model {folder / "model"} --train-data {data} --media-root {folder} --min-pixels 784
-                --max-pixels 12544 --max-prompt-tokens 400 --max-response-tokens 600 --max-turn-tokens 80 --dtype fp32
-                --prompts-per-step {args.prompts} --samples-per-prompt {args.samples} --total-steps {args.steps}
+            command = f"""grpo.py --model {folder / "model"} --train-data {data}
+                --media-root {folder} --min-pixels 784 --max-pixels 12544 --max-prompt-tokens 400
+                --max-response-tokens 600 --max-turn-tokens 80 --dtype fp32
+                --prompts-per-step {args.prompts} --samples-per-prompt {args.samples}
+                --total-steps {args.steps}
                 --learning-rate 1e-9 --tools {folder / "tool.py"}:crop_image_normalized
                 --tool-workers {args.tool_workers} --dump-rollouts-every 1 --output-dir {run_dir}"""
             environment = {**os.environ, "DELAY": str(delay), "PYTHONPATH": str(ROOT)}
-            subprocess.run([sys.executable, *command.split()], cwd=ROOT, env=environment, check=True, stdout=2)
-            records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+            subprocess.run(
+                [sys.executable, *command.split()], cwd=ROOT, env=environment, check=True, stdout=2
+            )
+            records = [
+                json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()
+            ]
             steps[delay] = [r["time/step_s"] for r in records if "time/step_s" in r][1:]
             dumps = sorted((run_dir / "rollouts").glob("step_??????.parquet"))[1:]
             texts = [pq.read_table(dump)["calls"].to_pylist() for dump in dumps]
-            by_step = [[sum(bool(call["name"]) for call in json.loads(t)) for t in column] for column in texts]
-            chains[delay], calls[delay] = [max(counts) for counts in by_step], [sum(counts) for counts in by_step]
+            by_step = [
+                [sum(bool(call["name"]) for call in json.loads(t)) for t in column]
+                for column in texts
+            ]
+            chains[delay], calls[delay] = (
+                [max(counts) for counts in by_step],
+                [sum(counts) for counts in by_step],
+            )
     plain = median(steps[0.0])
-    rows = [["delay of a call (s)", "step (s), median", "calls in a step", "longest chain of calls", "bound (s)"]]
+    rows = [
+        [
+            "delay of a call (s)",
+            "step (s), median",
+            "calls in a step",
+            "longest chain of calls",
+            "bound (s)",
+        ]
+    ]
     for delay in steps:
         chain = median(chains[delay])
         bound = f"{1.3 * plain + chain * delay:.2f}" if delay else ""
-        rows.append([f"{delay:g}", f"{median(steps[delay]):.2f}", f"{median(calls[delay]):g}", f"{chain:g}", bound])
+        rows.append(
+            [
+                f"{delay:g}",
+                f"{median(steps[delay]):.2f}",
+                f"{median(calls[delay]):g}",
+                f"{chain:g}",
+                bound,
+            ]
+        )
     table(*rows)
-    print("bound: 1.3 times the step without delay, and one delay for each call of the longest chain")
+    print(
+        "bound: 1.3 times the step without delay, and one delay for each call of the longest chain"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""TRL's SFTTrainer, in an environment of its own, on the work that curves.py writes down: WORK.json.
+"""TRL's SFTTrainer, in an environment of its own, on the work that curves.py writes down:
+WORK.json.
 
-Appends one JSON object a step to the file WORK names, with the keys of sft.py's metrics.jsonl. The trainer's code is
-untouched: a callback reads the clock around each optimizer step, and evaluates between steps.
+Appends one JSON object a step to the file WORK names, with the keys of sft.py's metrics.jsonl. The
+trainer's code is untouched: a callback reads the clock around each optimizer step, and evaluates
+between steps.
 """
 
 import json
@@ -20,10 +22,12 @@ from trl.data_utils import maybe_convert_to_chatml
 # SmolLM2's template with marks around what the assistant says and the token that ends its turn
 TEMPLATE = """\
 {% for message in messages %}\
-{% if loop.first and message['role'] != 'system' %}{{ '<|im_start|>system\nYou are a helpful AI assistant named \
+{% if loop.first and message['role'] != 'system' %}\
+{{ '<|im_start|>system\nYou are a helpful AI assistant named \
 SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}\
 {{ '<|im_start|>' + message['role'] + '\n' }}\
-{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}\
+{% if message['role'] == 'assistant' %}\
+{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}\
 {% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}\
 {% endfor %}\
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
@@ -44,7 +48,9 @@ class Clock(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         seconds = time.perf_counter() - self.start
         rows = self.work["rows_of_a_step"]
-        labels = self.trainer.train_dataset[(state.global_step - 1) * rows : state.global_step * rows]["labels"]
+        labels = self.trainer.train_dataset[
+            (state.global_step - 1) * rows : state.global_step * rows
+        ]["labels"]
         tokens = sum(label != -100 for row in labels for label in row[1:])
         self.record = {"step": state.global_step, "time/step_s": seconds, "data/tokens": tokens}
         if state.global_step % self.work["eval_every"] == 0:
@@ -52,7 +58,9 @@ class Clock(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "loss" in logs:  # of a step; at the end there is another
-            self.write(self.record | {"policy/loss": logs["loss"], "optim/lr": logs["learning_rate"]})
+            self.write(
+                self.record | {"policy/loss": logs["loss"], "optim/lr": logs["learning_rate"]}
+            )
 
     def write(self, record: dict) -> None:
         if self.trainer.accelerator.is_main_process:
@@ -79,7 +87,9 @@ def main(work: dict) -> None:
     tokenizer = AutoTokenizer.from_pretrained(work["model"])
     chat = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
     given = tokenizer.apply_chat_template(chat, tokenize=False)
-    assert given == tokenizer.apply_chat_template(chat, tokenize=False, chat_template=TEMPLATE), given
+    assert given == tokenizer.apply_chat_template(chat, tokenize=False, chat_template=TEMPLATE), (
+        given
+    )
     chats = "prompt" not in work["rows"][0]
     if chats:
         tokenizer.chat_template = TEMPLATE
@@ -93,7 +103,8 @@ def main(work: dict) -> None:
         use_cpu=not torch.cuda.is_available(),
         model_init_kwargs={"dtype": "float32"},
         gradient_checkpointing=False,
-        train_sampling_strategy="sequential",  # the rows stand in the order in which sft.py takes them
+        # the rows stand in the order in which sft.py takes them
+        train_sampling_strategy="sequential",
         output_dir=work["output_dir"],
         save_strategy="no",
         logging_steps=1,
@@ -101,10 +112,15 @@ def main(work: dict) -> None:
         disable_tqdm=True,
         **work["options"],
     )
-    # SFTTrainer does this, too, but refuses assistant_only_loss for conversations of {from, value} before
-    rows, held_out = ([maybe_convert_to_chatml(row) for row in work[name]] for name in ("rows", "eval_rows"))
+    # SFTTrainer does this, too, but refuses assistant_only_loss for conversations of {from, value}
+    # before
+    rows, held_out = (
+        [maybe_convert_to_chatml(row) for row in work[name]] for name in ("rows", "eval_rows")
+    )
     data = {"train_dataset": Dataset.from_list(rows), "eval_dataset": Dataset.from_list(held_out)}
-    trainer = SFTTrainer(work["model"], args=config, processing_class=tokenizer, callbacks=[clock], **data)
+    trainer = SFTTrainer(
+        work["model"], args=config, processing_class=tokenizer, callbacks=[clock], **data
+    )
     clock.trainer = trainer
     factors, optimizer = work["lr_factors"], trainer.create_optimizer()
     trainer.lr_scheduler = LambdaLR(optimizer, lambda step: factors[min(step, len(factors) - 1)])

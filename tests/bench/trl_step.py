@@ -1,10 +1,13 @@
-"""TRL's GRPOTrainer, in an environment of its own, on the work that step.py or curves.py writes down: WORK.json.
+"""TRL's GRPOTrainer, in an environment of its own, on the work that step.py or curves.py writes
+down: WORK.json.
 
-It generates with transformers, or, if "vllm" says so, with vLLM in its own process, asleep during the update.
+It generates with transformers, or, if "vllm" says so, with vLLM in its own process, asleep during
+the update.
 
-Appends one JSON object a step to the file WORK names, with the keys of our metrics.jsonl. The trainer's own code is
-untouched: three of its methods are timed from outside, a callback reads the clock around each optimizer step, and
-tries the policy between steps: "eval_rows", every "eval_every" steps.
+Appends one JSON object a step to the file WORK names, with the keys of our metrics.jsonl. The
+trainer's own code is untouched: three of its methods are timed from outside, a callback reads the
+clock around each optimizer step, and tries the policy between steps: "eval_rows", every
+"eval_every" steps.
 """
 
 import json
@@ -28,7 +31,8 @@ TIMED = {"prepare": "_prepare_inputs", "rollout": "_generate", "reward": "_calcu
 
 
 class Clock(TrainerCallback):
-    """Seconds by phase from the first micro-batch of a step to the end of its optimizer step; accuracy in between."""
+    """Seconds by phase from the first micro-batch of a step to the end of its optimizer step;
+    accuracy in between."""
 
     def __init__(self, work: dict):
         self.work, self.metrics, self.trainer = work, Path(work["metrics"]), None
@@ -52,10 +56,17 @@ class Clock(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         step = time.perf_counter() - self.start
-        phases = {"rollout": self.seconds["rollout"], "reward": self.seconds["reward"], "step": step}
+        phases = {
+            "rollout": self.seconds["rollout"],
+            "reward": self.seconds["reward"],
+            "step": step,
+        }
         phases["update"] = step - self.seconds["prepare"]
         record = {"step": state.global_step} | {f"time/{phase}_s": x for phase, x in phases.items()}
-        record |= {"rollout/response_length": self.response_length, "reward/accuracy": self.accuracy}
+        record |= {
+            "rollout/response_length": self.response_length,
+            "reward/accuracy": self.accuracy,
+        }
         record["memory/peak_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
         if torch.cuda.is_available():
             record["memory/peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
@@ -75,14 +86,24 @@ def greedy_accuracy(trainer: GRPOTrainer, work: dict) -> float:
     accelerator, tokenizer = trainer.accelerator, trainer.processing_class
     model, rows = accelerator.unwrap_model(trainer.model), work["eval_rows"]
     own, right = rows[accelerator.process_index :: accelerator.num_processes], 0
-    limits = {"do_sample": False, "max_new_tokens": work["response_tokens"], "pad_token_id": tokenizer.pad_token_id}
+    limits = {
+        "do_sample": False,
+        "max_new_tokens": work["response_tokens"],
+        "pad_token_id": tokenizer.pad_token_id,
+    }
     model.eval()
     for start in range(0, len(own), 128):
         batch = own[start : start + 128]
-        prompts = tokenizer([row["prompt"] for row in batch], return_tensors="pt", padding=True, padding_side="left")
+        prompts = tokenizer(
+            [row["prompt"] for row in batch], return_tensors="pt", padding=True, padding_side="left"
+        )
         ids = model.generate(prompts.input_ids, attention_mask=prompts.attention_mask, **limits)
-        texts = tokenizer.batch_decode(ids[:, prompts.input_ids.shape[1] :], skip_special_tokens=True)
-        right += sum(score(text, row["ground_truth"])["score"] >= 1 for text, row in zip(texts, batch))
+        texts = tokenizer.batch_decode(
+            ids[:, prompts.input_ids.shape[1] :], skip_special_tokens=True
+        )
+        right += sum(
+            score(text, row["ground_truth"])["score"] >= 1 for text, row in zip(texts, batch)
+        )
     model.train()
     return sum(gather_object([right])) / len(rows)
 
@@ -90,14 +111,18 @@ def greedy_accuracy(trainer: GRPOTrainer, work: dict) -> float:
 def main(work: dict) -> None:
     clock = Clock(work)
 
-    def reward(completions: list[str], completion_ids: list[list[int]], ground_truth: list[dict], **_) -> list[float]:
+    def reward(
+        completions: list[str], completion_ids: list[list[int]], ground_truth: list[dict], **_
+    ) -> list[float]:
         clock.response_length = sum(map(len, completion_ids)) / len(completion_ids)
         scores = [score(text, truth)["score"] for text, truth in zip(completions, ground_truth)]
         clock.accuracy = sum(one >= 1 for one in scores) / len(scores)
         return scores
 
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    options = {"learning_rate": 1e-6, "lr_scheduler_type": "constant", "bf16": True} | work.get("options", {})
+    options = {"learning_rate": 1e-6, "lr_scheduler_type": "constant", "bf16": True} | work.get(
+        "options", {}
+    )
     config = GRPOConfig(
         num_generations=work["samples"],
         per_device_train_batch_size=work["batch"],  # sequences of one forward and backward
@@ -123,11 +148,15 @@ def main(work: dict) -> None:
         **options,
     )
     rows = Dataset.from_list(work["rows"])
-    trainer = GRPOTrainer(work["model"], reward_funcs=reward, args=config, train_dataset=rows, callbacks=[clock])
+    trainer = GRPOTrainer(
+        work["model"], reward_funcs=reward, args=config, train_dataset=rows, callbacks=[clock]
+    )
     clock.trainer = trainer
     if factors := work.get("lr_factors"):  # of the learning rate, by step
         optimizer = trainer.create_optimizer()
-        trainer.lr_scheduler = LambdaLR(optimizer, lambda step: factors[min(step, len(factors) - 1)])
+        trainer.lr_scheduler = LambdaLR(
+            optimizer, lambda step: factors[min(step, len(factors) - 1)]
+        )
     for phase, name in TIMED.items():
         setattr(trainer, name, clock.timed(phase, getattr(trainer, name)))
     trainer.train()

@@ -1,6 +1,8 @@
-"""The engine on a real GPU: log-probs after every order of sleep, wake and sync, and the memory that sleep gives back.
+"""The engine on a real GPU: log-probs after every order of sleep, wake and sync, and the memory
+that sleep gives back.
 
-python -m pytest tests/gpu/test_engine.py -q -s        # with nothing else on the GPU: its whole memory is read
+python -m pytest tests/gpu/test_engine.py -q -s        # with nothing else on the GPU: its whole
+memory is read
 """
 
 import json
@@ -22,13 +24,25 @@ CACHE_GB = 2 * 2**30 / 1e9  # of the worker's engine
 def test_every_order_of_sleep_wake_and_sync(model, dtype, sleep_level):
     """SmolLM2 ties its head to the embeddings: a head that is not in sync would open the gap."""
     worker = ROOT / "tests" / "workers" / "engine_gap.py"
-    options = ["--model", model, "--dtype", dtype, "--sleep-level", sleep_level, "--orders", "--temperature", 1.0]
+    options = [
+        "--model",
+        model,
+        "--dtype",
+        dtype,
+        "--sleep-level",
+        sleep_level,
+        "--orders",
+        "--temperature",
+        1.0,
+    ]
     done = run_script(worker, *options)
     result = json.loads(done.stdout.strip().splitlines()[-1])
     print(f"\n{model}, {dtype}, sleep level {sleep_level}, CUDA graphs {result['cuda_graphs']}")
     print(f"gaps: stale {result['stale']:.4f},", result["orders"])
     print("memory of the device in use (GB):", json.dumps(result["memory"], indent=1))
-    assert all(refusal for name, refusal in result["refused"].items() if name not in BY_GAP), result["refused"]
+    assert all(refusal for name, refusal in result["refused"].items() if name not in BY_GAP), (
+        result["refused"]
+    )
     assert "NONE" not in result["cuda_graphs"]
     gaps = [result["synced"], result["resynced"], result["repeated"], *result["orders"].values()]
     assert len(gaps) == (9 if sleep_level == 2 else 10)

@@ -12,12 +12,46 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 def test_three_steps_with_pictures_and_tools(tmp_path, dtype, attention):
     write_tiny_vl(tmp_path / "model", taught=True)
     data = write_rows(tmp_path / "rows.parquet", videos=vllm_knows_times())
-    options = ["--model", tmp_path / "model", "--train-data", data, "--media-root", tmp_path, "--tools", "visual"]
-    options += ["--min-pixels", 784, "--max-pixels", 16 * 784, "--max-frame-pixels", 4 * 784, "--engine-memory", 2]
+    options = [
+        "--model",
+        tmp_path / "model",
+        "--train-data",
+        data,
+        "--media-root",
+        tmp_path,
+        "--tools",
+        "visual",
+    ]
+    options += [
+        "--min-pixels",
+        784,
+        "--max-pixels",
+        16 * 784,
+        "--max-frame-pixels",
+        4 * 784,
+        "--engine-memory",
+        2,
+    ]
     options += ["--max-prompt-tokens", 400, "--max-response-tokens", 400, "--max-turn-tokens", 80]
-    options += ["--prompts-per-step", 8, "--samples-per-prompt", 4, "--total-steps", 3, "--learning-rate", 1e-4]
+    options += [
+        "--prompts-per-step",
+        8,
+        "--samples-per-prompt",
+        4,
+        "--total-steps",
+        3,
+        "--learning-rate",
+        1e-4,
+    ]
     done = run_script(
-        "grpo.py", *options, "--dtype", dtype, "--attention", attention, "--output-dir", tmp_path / "run"
+        "grpo.py",
+        *options,
+        "--dtype",
+        dtype,
+        "--attention",
+        attention,
+        "--output-dir",
+        tmp_path / "run",
     )
     print(done.stdout)
     steps = steps_of(tmp_path / "run")

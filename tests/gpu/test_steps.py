@@ -1,4 +1,5 @@
-"""Each script for three steps on a real GPU: vLLM on CUDA, sleep and wake, engine and trainer in agreement.
+"""Each script for three steps on a real GPU: vLLM on CUDA, sleep and wake, engine and trainer in
+agreement.
 
 python -m pytest tests/gpu/test_steps.py -q -s
 """
@@ -14,7 +15,16 @@ from common.hub import resolve_model
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 GAP = {"bf16": 0.05, "fp16": 0.01}
-SIZES = ["--total-steps", 3, "--prompts-per-step", 8, "--samples-per-prompt", 4, "--engine-memory", 2]
+SIZES = [
+    "--total-steps",
+    3,
+    "--prompts-per-step",
+    8,
+    "--samples-per-prompt",
+    4,
+    "--engine-memory",
+    2,
+]
 SIZES += ["--eval-rows", 64, "--eval-every", 0]
 
 
@@ -48,8 +58,17 @@ def test_grpo(tmp_path, dtype, sleep_level):
 )
 def test_grpo_of_smollm2(tmp_path, dtype, attention, options):
     sizes = ["--train-size", 64, "--test-size", 64]
-    run_script("-m", "common.prepare.countdown", "--out", tmp_path, "--template", "qwen-instruct", *sizes)
-    options = [*options, "--model", resolve_model("smollm2"), "--train-data", tmp_path / "train.parquet", *SIZES[:-4]]
+    run_script(
+        "-m", "common.prepare.countdown", "--out", tmp_path, "--template", "qwen-instruct", *sizes
+    )
+    options = [
+        *options,
+        "--model",
+        resolve_model("smollm2"),
+        "--train-data",
+        tmp_path / "train.parquet",
+        *SIZES[:-4],
+    ]
     options += ["--max-prompt-tokens", 300, "--max-response-tokens", 256, "--learning-rate", 1e-5]
     options += ["--dtype", dtype, "--attention", attention, "--output-dir", tmp_path / "run"]
     print(run_script("grpo.py", *options).stdout)
@@ -61,7 +80,16 @@ def test_grpo_of_smollm2(tmp_path, dtype, attention, options):
     [("bf16", "flex", 1, ["--compile"]), ("bf16", "sdpa", 2, []), ("fp16", "sdpa", 1, [])],
 )
 def test_curiosity_rl_of_tiny_vl(tmp_path, dtype, attention, sleep_level, options):
-    options = [*SIZES, *options, "--dtype", dtype, "--attention", attention, "--sleep-level", sleep_level]
+    options = [
+        *SIZES,
+        *options,
+        "--dtype",
+        dtype,
+        "--attention",
+        attention,
+        "--sleep-level",
+        sleep_level,
+    ]
     print(run_script("curiosity_rl.py", *options, "--output-dir", tmp_path).stdout)
     steps = check_three_steps(tmp_path, dtype)
     assert all(steps[step]["tool/calls"] > 0 for step in (1, 2, 3))

@@ -1,4 +1,5 @@
-"""The update on a real GPU: attention that skips a group's prompts, out of memory, an overflow, an exact resume.
+"""The update on a real GPU: attention that skips a group's prompts, out of memory, an overflow, an
+exact resume.
 
 python -m pytest tests/gpu/test_update.py -q -s
 """
@@ -24,22 +25,38 @@ from common.packing import TokenIndex, pack
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
-DEMO = ["--prompts-per-step", 8, "--samples-per-prompt", 4, "--eval-every", 0, "--eval-rows", 32, "--engine-memory", 2]
+DEMO = [
+    "--prompts-per-step",
+    8,
+    "--samples-per-prompt",
+    4,
+    "--eval-every",
+    0,
+    "--eval-rows",
+    32,
+    "--engine-memory",
+    2,
+]
 
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
     """Heads of 64, grouped queries: what the kernels of flex attention are made for."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 97}
-    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.1)
+    config = LlamaConfig(
+        **sizes, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.1
+    )
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("model")
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 
 
-def values_and_gradients(policy: Policy, episodes, **options) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Log-probs and entropies [T, 2] of all trained tokens, and the gradients of a weighted sum of them."""
+def values_and_gradients(
+    policy: Policy, episodes, **options
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Log-probs and entropies [T, 2] of all trained tokens, and the gradients of a weighted sum of
+    them."""
     index = TokenIndex(episodes)
     values = torch.zeros(len(index), 2, device="cuda")
     upstream = torch.randn(len(index), 2, generator=torch.Generator().manual_seed(1)).cuda()
@@ -66,7 +83,10 @@ def test_packs_in_flex_attention_and_sdpa_are_single_samples(model_folder, dtype
     for name, (policy, options) in cases.items():
         values, gradients = values_and_gradients(policy, episodes, **options)
         distances = relative_l2([values], [expected[0]]), relative_l2(gradients, expected[1])
-        print(f"{dtype}, {name}: values {distances[0]:.2g}, gradients {distances[1]:.2g} from single samples")
+        print(
+            f"{dtype}, {name}: values {distances[0]:.2g}, gradients {distances[1]:.2g} from "
+            "single samples"
+        )
         assert max(distances) < bound, name
 
 
@@ -74,11 +94,15 @@ def test_packs_in_flex_attention_and_sdpa_are_single_samples(model_folder, dtype
 def test_packs_in_flash_attention_are_single_samples(model_folder):
     """It reads off the position ids where a sequence begins: each response repeats its prompt."""
     episodes = random_episodes(5, prompts=6, samples=5)
-    flash, sdpa = (load_policy(model_folder, name, dtype=torch.bfloat16).cuda() for name in ("flash", "sdpa"))
+    flash, sdpa = (
+        load_policy(model_folder, name, dtype=torch.bfloat16).cuda() for name in ("flash", "sdpa")
+    )
     expected = values_and_gradients(sdpa, episodes, budget=1, share_prompts=False)
     values, gradients = values_and_gradients(flash, episodes, budget=512, share_prompts=False)
     distances = relative_l2([values], [expected[0]]), relative_l2(gradients, expected[1])
-    print(f"bf16, flash: values {distances[0]:.2g}, gradients {distances[1]:.2g} from single samples")
+    print(
+        f"bf16, flash: values {distances[0]:.2g}, gradients {distances[1]:.2g} from single samples"
+    )
     assert max(distances) < 0.03
 
 
@@ -86,10 +110,22 @@ def test_packs_in_flash_attention_are_single_samples(model_folder):
 def test_out_of_memory_repeats_the_step_with_the_same_gradient(tmp_path, strategy):
     """The allocator itself refuses, in a backward of step 2."""
     skip_where_no_step_is_repeated(strategy)
-    options = [*DEMO, "--dtype", "fp32", "--attention", "sdpa", "--total-steps", 3, "--micro-batch-tokens", 2048]
+    options = [
+        *DEMO,
+        "--dtype",
+        "fp32",
+        "--attention",
+        "sdpa",
+        "--total-steps",
+        3,
+        "--micro-batch-tokens",
+        2048,
+    ]
     options += ["--strategy", strategy]
     run_script("grpo.py", *options, "--output-dir", tmp_path / "plain")
-    done = run_script(ROOT / "tests/workers/out_of_memory.py", *options, "--output-dir", tmp_path / "short")
+    done = run_script(
+        ROOT / "tests/workers/out_of_memory.py", *options, "--output-dir", tmp_path / "short"
+    )
     assert "--micro-batch-tokens is now 1024, the step is repeated" in done.stdout
     plain, short = (steps_of(tmp_path / name)[2] for name in ("plain", "short"))
     for metric in ("policy/loss", "policy/entropy", "optim/grad_norm"):
@@ -112,5 +148,8 @@ def test_kill_and_resume_equals_an_uninterrupted_run(tmp_path, script):
     kill_once(*command, tmp_path / "killed", ranks=1, after_step=2)
     run_script(*command, tmp_path / "killed", ranks=1)
     assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "whole")
-    weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("killed", "whole")]
+    weights = [
+        (tmp_path / name / "model" / "model.safetensors").read_bytes()
+        for name in ("killed", "whole")
+    ]
     assert weights[0] == weights[1]

@@ -1,4 +1,5 @@
-"""Judges for tests: an HTTP server on this machine that speaks as much of OpenAI's protocol as is needed."""
+"""Judges for tests: an HTTP server on this machine that speaks as much of OpenAI's protocol as is
+needed."""
 
 import json
 import re
@@ -18,9 +19,9 @@ class Server(ThreadingHTTPServer):
 
 
 class LocalJudge:
-    """Says 1 where both answers are the same; `behave(number, answer)` may return another reply: a text, one that was
-    cut (in a tuple), a status code, whose message repeats the key, seconds to hang, what answers by itself (a function
-    of the handler), or None. `models` is what it lists."""
+    """Says 1 where both answers are the same; `behave(number, answer)` may return another reply: a
+    text, one that was cut (in a tuple), a status code, whose message repeats the key, seconds to
+    hang, what answers by itself (a function of the handler), or None. `models` is what it lists."""
 
     models = b'{"object": "list", "data": [{"id": "judge-of-tests", "object": "model"}]}'
 
@@ -67,7 +68,14 @@ class LocalJudge:
                     time.sleep(said)
                     return
                 if isinstance(said, int):
-                    self.send({"error": {"message": f"as the test wants it for {headers['authorization']}"}}, said)
+                    self.send(
+                        {
+                            "error": {
+                                "message": f"as the test wants it for {headers['authorization']}"
+                            }
+                        },
+                        said,
+                    )
                     return
                 same = truth == answer or (truth, answer) in SYNONYMS
                 reply = f"Judgement: {same:d}" if said is None else said
@@ -75,7 +83,19 @@ class LocalJudge:
                     self.send(reply)
                     return
                 reason, reply = ("length", *reply) if isinstance(reply, tuple) else ("stop", reply)
-                choice = {"index": 0, "finish_reason": reason, "message": {"role": "assistant", "content": reply}}
-                self.send({"id": "x", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]})
+                choice = {
+                    "index": 0,
+                    "finish_reason": reason,
+                    "message": {"role": "assistant", "content": reply},
+                }
+                self.send(
+                    {
+                        "id": "x",
+                        "object": "chat.completion",
+                        "created": 0,
+                        "model": "m",
+                        "choices": [choice],
+                    }
+                )
 
         return Handler

@@ -22,13 +22,19 @@ from common.vision import load_vision
 from papers.pyvision.prompts import OWN
 from papers.pyvision.rows import Args, main
 
-PYTHON = {"python": Tool("python", exec, {"type": "function", "function": {"name": "python", "parameters": {}}})}
+PYTHON = {
+    "python": Tool(
+        "python", exec, {"type": "function", "function": {"name": "python", "parameters": {}}}
+    )
+}
 ASKED = "What is it?"
 
 
 @pytest.fixture(scope="module")
 def vision(tmp_path_factory):
-    return load_vision(str(write_tiny_vl(tmp_path_factory.mktemp("tiny-vl"))), PixelLimits(784, 48 * 784, 784))
+    return load_vision(
+        str(write_tiny_vl(tmp_path_factory.mktemp("tiny-vl"))), PixelLimits(784, 48 * 784, 784)
+    )
 
 
 @pytest.fixture
@@ -45,7 +51,8 @@ def published(env_name: str = "pyvision_gym_w_image_hint", **changes) -> dict:
     name = "image_hint_0" if "wo" in env_name else "image_clue_0"
     mark = "<image>\n" * (name == "image_clue_0")
     content = (
-        f"{mark}Use {name}.\n*image resolution:*\nImage Width: 100; Image Height: 60\n*user question:*\n{ASKED}\nGo."
+        f"{mark}Use {name}.\n*image resolution:*\nImage Width: 100; Image Height: 60\n"
+        f"*user question:*\n{ASKED}\nGo."
     )
     return {
         "prompt": [{"role": "user", "content": content}],
@@ -59,7 +66,13 @@ def published(env_name: str = "pyvision_gym_w_image_hint", **changes) -> dict:
 
 
 def short(**changes) -> dict:
-    known = {"id": "a12", "question": ASKED, "answer": "a dog", "ability": "vqa", "data_source": "vstar"}
+    known = {
+        "id": "a12",
+        "question": ASKED,
+        "answer": "a dog",
+        "ability": "vqa",
+        "data_source": "vstar",
+    }
     return known | {"image_path": "a.png"} | changes
 
 
@@ -75,14 +88,20 @@ def load(folder, vision, **options) -> PromptData:
     tokenizer = vision.processor.tokenizer
     tokenizer.chat_template = QWEN_VL
     options = {"tools": PYTHON, "max_prompt_tokens": 4000, "media_root": folder} | options
-    return prompts_of(str(folder / options.pop("file", "out.parquet")), tokenizer=tokenizer, vision=vision, **options)
+    return prompts_of(
+        str(folder / options.pop("file", "out.parquet")),
+        tokenizer=tokenizer,
+        vision=vision,
+        **options,
+    )
 
 
-# --- where pictures go --------------------------------------------------------------------------------------------
+# --- where pictures go ----------------------------------------------------------------------------
 
 
 def test_the_first_version_and_the_release_become_the_same_row(media, vision):
-    """One with the picture's bytes in a parquet, one with its path in JSON; policy and interpreter get the file's."""
+    """One with the picture's bytes in a parquet, one with its path in JSON; policy and interpreter
+    get the file's."""
     (released,) = prepare(media, [published()])
     data = (media / "a.png").read_bytes()
     old = {k: v for k, v in published("pyvision_gym").items() if k != "mm_hint"} | {
@@ -92,17 +111,27 @@ def test_the_first_version_and_the_release_become_the_same_row(media, vision):
     main(Args(str(media / "old.parquet"), media / "out.parquet"))
     (first,) = pq.read_table(media / "out.parquet").to_pylist()
     assert first == released
-    assert first["images"] == [{"bytes": data, "path": None}] and first["agent_name"] == "tool_agent"
-    assert first["prompt"][0]["content"].startswith("<image_clue_0><image></image_clue_0>\nUse image_clue_0.\n")
+    assert (
+        first["images"] == [{"bytes": data, "path": None}] and first["agent_name"] == "tool_agent"
+    )
+    assert first["prompt"][0]["content"].startswith(
+        "<image_clue_0><image></image_clue_0>\nUse image_clue_0.\n"
+    )
     row = load(media, vision, media_root=None)[0]
-    assert not row.problem and row.tools == {"python": {}} and [m.frames for m in row.media] == [[data]]
+    assert (
+        not row.problem
+        and row.tools == {"python": {}}
+        and [m.frames for m in row.media] == [[data]]
+    )
     assert row.extra_info["question"] == ASKED and row.ground_truth == "a dog"
 
 
 def test_tags_count_the_pictures_whatever_the_row_says(media):
     """The release puts number 0 around every picture."""
     content = "<image_clue_0><image></image_clue_0> and <image>, " + ASKED
-    row = published("pyvision_gym", prompt=[{"role": "user", "content": content}], images=["a.png", "0.png"])
+    row = published(
+        "pyvision_gym", prompt=[{"role": "user", "content": content}], images=["a.png", "0.png"]
+    )
     (row,) = prepare(media, [row])
     tags = "<image_clue_0><image></image_clue_0> and <image_clue_1><image></image_clue_1>, "
     assert row["prompt"][0]["content"] == tags + ASKED and len(row["images"]) == 2
@@ -123,13 +152,18 @@ def test_pictures_that_the_prompt_does_not_show_go_to_the_interpreter(media, vis
     data = load(media, vision)
     assert [len(data[i].media) for i in range(3)] == [1, 0, 0]
     assert data[0].tools == {"python": {}}
-    assert data[1].tools == {"python": {"image_hint_0": {"kind": "image", "frames": [read["a.png"]]}}}
+    assert data[1].tools == {
+        "python": {"image_hint_0": {"kind": "image", "frames": [read["a.png"]]}}
+    }
     frames = [read["0.png"], read["1.png"]]
-    assert data[2].tools == {"python": {"video_clue_0": {"kind": "video", "frames": frames, "fps": 2.0}}}
+    assert data[2].tools == {
+        "python": {"video_clue_0": {"kind": "video", "frames": frames, "fps": 2.0}}
+    }
     assert row_tools(data.record(0), PYTHON) == {"python": {}}
     text = vision.processor.tokenizer.decode(data[2].prompt_ids)
     assert (
-        "Frame Width: 50; Frame Height: 40;\nVideo Length: 2; Sample FPS: 2.00" in text and "<|video_pad|>" not in text
+        "Frame Width: 50; Frame Height: 40;\nVideo Length: 2; Sample FPS: 2.00" in text
+        and "<|video_pad|>" not in text
     )
     with pytest.raises(ValueError, match="tools_kwargs names python, which --tools does not offer"):
         load(media, vision, tools={"other": PYTHON["python"]})
@@ -143,7 +177,13 @@ def test_a_row_can_be_read_again(media, vision, file):
     data = load(media, vision, file=file)
 
     def contents(row) -> list:
-        return [row.prompt, row.prompt_ids, row.tools, row.extra_info, [m.pixels.tolist() for m in row.media]]
+        return [
+            row.prompt,
+            row.prompt_ids,
+            row.tools,
+            row.extra_info,
+            [m.pixels.tolist() for m in row.media],
+        ]
 
     for i in range(2):
         record, row = deepcopy(data.record(i)), data[i]
@@ -160,16 +200,23 @@ def test_a_row_can_be_read_again(media, vision, file):
 
 
 def test_the_same_rows_are_read_directly(media, vision):
-    """As published, without being prepared: the file in mm_hint goes where the prompt does not show it."""
+    """As published, without being prepared: the file in mm_hint goes where the prompt does not show
+    it."""
     rows = [published(), published("pyvision_gym_wo_image_hint")]
-    hints = [{"hint_path": "clip.mp4", "hint_type": "video"}, {"hint_path": ["0.png"], "hint_type": "video"}]
+    hints = [
+        {"hint_path": "clip.mp4", "hint_type": "video"},
+        {"hint_path": ["0.png"], "hint_type": "video"},
+    ]
     rows += [published("pyvision_gym_wo_video_hint", mm_hint=hint) for hint in hints]
     (media / "clip.mp4").write_bytes(b"any")
     (media / "rows.json").write_text(json.dumps(rows))
     data = load(media, vision, file="rows.json")
     given = [data[i].tools["python"] for i in range(4)]
     frame, png = (media / "0.png").read_bytes(), (media / "a.png").read_bytes()
-    assert given[:2] == [{}, {"image_hint_0": {"kind": "image", "frames": [png]}}] and len(data[0].media) == 1
+    assert (
+        given[:2] == [{}, {"image_hint_0": {"kind": "image", "frames": [png]}}]
+        and len(data[0].media) == 1
+    )
     assert given[2] == {"video_clue_0": {"kind": "file", "frames": [b"any"]}}
     assert given[3] == {"video_clue_0": {"kind": "video", "frames": [frame]}}
     assert "no --tools are given" in unheeded(rows[1], {}, "none")
@@ -192,7 +239,7 @@ def test_a_file_that_goes_away_during_a_run_costs_its_rows_alone(media, vision, 
     assert not data[0].problem
 
 
-# --- prompts ------------------------------------------------------------------------------------------------------
+# --- prompts --------------------------------------------------------------------------------------
 
 
 def test_our_prompt_teaches_the_protocol_and_tells_the_size_of_the_file(media):
@@ -203,7 +250,9 @@ def test_our_prompt_teaches_the_protocol_and_tells_the_size_of_the_file(media):
         exif=b"Exif\x00\x00MM\x00*\x00\x00\x00\x08\x00\x01\x01\x12\x00\x03\x00\x00\x00\x01\x00\x06\x00\x00\x00\x00\x00\x00",
     )
     asked = r"Which of {facts}, \1, {0} or Image Width: 1; Image Height: 1?"
-    shown, sideways = prepare(media, [short(question=f"<image>\n{asked}"), short(image_path="turned.jpg")])
+    shown, sideways = prepare(
+        media, [short(question=f"<image>\n{asked}"), short(image_path="turned.jpg")]
+    )
     text = shown["prompt"][0]["content"]
     assert text.startswith("<image_clue_0><image></image_clue_0>\n") and text.count(asked) == 1
     assert "\nImage Width: 100; Image Height: 60\n" in text
@@ -211,7 +260,9 @@ def test_our_prompt_teaches_the_protocol_and_tells_the_size_of_the_file(media):
     for mode, wording in OWN.items():
         text = wording.before + wording.after
         assert re.search(r"<code>\n```python\n.*plt\.show\(\)\n```\n</code>", text, re.DOTALL)
-        assert "<answer>\n\\boxed{the answer}\n</answer>" in text and "{" not in text.replace("\\boxed{", "")
+        assert "<answer>\n\\boxed{the answer}\n</answer>" in text and "{" not in text.replace(
+            "\\boxed{", ""
+        )
         names = {"shown": "image_clue_0", "hidden": "image_hint_0", "video": "video_clue_0"}
         assert names[mode] in text
     assert shown["extra_info"]["question"] == asked and shown["extra_info"]["id"] == "a12"
@@ -221,45 +272,77 @@ def test_our_prompt_teaches_the_protocol_and_tells_the_size_of_the_file(media):
 
 def test_the_wording_of_a_published_row(media):
     like = media / "train.json"
-    unclear = published(prompt=[{"role": "user", "content": f"Image Width: 1; Image Height: 2 {ASKED} {ASKED}"}])
+    unclear = published(
+        prompt=[{"role": "user", "content": f"Image Width: 1; Image Height: 2 {ASKED} {ASKED}"}]
+    )
     like.write_text(json.dumps([unclear, published(), published("pyvision_gym_wo_image_hint")]))
     (row,) = prepare(media, [short(image_path="0.png", question="Where?")], like=str(like))
-    wanted = published()["prompt"][0]["content"].replace("100; Image Height: 60", "50; Image Height: 40")
-    wanted = wanted.replace(ASKED, "Where?").replace("<image>", "<image_clue_0><image></image_clue_0>")
+    wanted = published()["prompt"][0]["content"].replace(
+        "100; Image Height: 60", "50; Image Height: 40"
+    )
+    wanted = wanted.replace(ASKED, "Where?").replace(
+        "<image>", "<image_clue_0><image></image_clue_0>"
+    )
     assert row["prompt"] == [{"role": "user", "content": wanted}]
     (row,) = prepare(media, [short()], like=str(like), show_images=False)
     assert row["prompt"] == published("pyvision_gym_wo_image_hint")["prompt"]
-    with pytest.raises(ValueError, match="--like has no row with the env_name pyvision_gym_wo_video_hint"):
+    with pytest.raises(
+        ValueError, match="--like has no row with the env_name pyvision_gym_wo_video_hint"
+    ):
         prepare(media, [short(video_path=["0.png"], image_path=None)], like=str(like))
-    strange = [published() | change for change in ({"prompt": ["x"]}, {"env_name": ["x"]}, {"extra_info": [1]})]
+    strange = [
+        published() | change
+        for change in ({"prompt": ["x"]}, {"env_name": ["x"]}, {"extra_info": [1]})
+    ]
     like.write_text(json.dumps([unclear, "no row", *strange]))
     with pytest.raises(ValueError, match=r"--like .*train\.json: no row"):
         prepare(media, [short()], like=str(like))
 
 
-# --- bad rows -----------------------------------------------------------------------------------------------------
+# --- bad rows -------------------------------------------------------------------------------------
 
 
 BAD = {
-    "no picture": (published(mm_hint={"hint_path": "gone.png", "hint_type": "image"}), "cannot open"),
+    "no picture": (
+        published(mm_hint={"hint_path": "gone.png", "hint_type": "image"}),
+        "cannot open",
+    ),
     "half a picture": (short(image_path="bad.png"), "unreadable image"),
     "outside": (short(image_path="../a.png"), "leads out of --media-root"),
     "no file": (short(image_path="."), "is no regular file"),
     "a number for a path": (short(image_path=7), "neither bytes, nor a path"),
     "NUL in a path": (short(image_path="a\0.png"), "cannot open"),
-    "another environment": (published("visual_toolbox_v2"), "env_name 'visual_toolbox_v2': known are"),
-    "two marks": (published(prompt=[{"role": "user", "content": "<image><image>?"}]), "stands 2 times"),
-    "no mark": (published(prompt=[{"role": "user", "content": "?"}]), "its image is not in the prompt"),
+    "another environment": (
+        published("visual_toolbox_v2"),
+        "env_name 'visual_toolbox_v2': known are",
+    ),
+    "two marks": (
+        published(prompt=[{"role": "user", "content": "<image><image>?"}]),
+        "stands 2 times",
+    ),
+    "no mark": (
+        published(prompt=[{"role": "user", "content": "?"}]),
+        "its image is not in the prompt",
+    ),
     "no truth": (published(reward_model={"style": "model"}), "the answer is None"),
     "NaN": (short(answer=float("nan")), "the answer is nan"),
     "a list for an answer": (short(answer=["a"]), "the answer is ['a']"),
-    "no question": (published(extra_info={"index": 1}), "extra_info.question, which a judge reads, is None"),
+    "no question": (
+        published(extra_info={"index": 1}),
+        "extra_info.question, which a judge reads, is None",
+    ),
     "prompt is a text": (published(prompt="rendered"), "malformed: TypeError"),
     "no role": (published(prompt=[{"content": "<image>?"}]), "malformed: KeyError: 'role'"),
     "no columns": ({"text": "?"}, "has the columns text; expected prompt, or question"),
-    "image and video": (short(video_path="0.mp4"), "expected prompt, or question and image_path or video_path"),
+    "image and video": (
+        short(video_path="0.mp4"),
+        "expected prompt, or question and image_path or video_path",
+    ),
     "half a surrogate pair": (short(question="\ud800"), "a text that is no Unicode"),
-    "too many frames a second": (short(video_path=["0.png"], image_path=None, fps=10**400), "OverflowError"),
+    "too many frames a second": (
+        short(video_path=["0.png"], image_path=None, fps=10**400),
+        "OverflowError",
+    ),
     "frames a second": (short(video_path=["0.png"], image_path=None, fps=-1), "fps is -1"),
     "no frames": (short(video_path=[{}], image_path=None), "neither bytes, nor a path"),
     "a list": ([1], "a JSON list, expected an object"),
@@ -270,7 +353,9 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_row_is_told_by_file_row_and_reason(media, name, capsys):
     row, why = BAD[name]
-    with pytest.raises(ValueError, match=r"(?s)1 unusable rows.*rows\.json row 1: .*" + re.escape(why)):
+    with pytest.raises(
+        ValueError, match=r"(?s)1 unusable rows.*rows\.json row 1: .*" + re.escape(why)
+    ):
         prepare(media, [short(), row, short()])
     assert not (media / "out.parquet").exists() and not list(media.glob(".*tmp"))
     rows = prepare(media, [short(), row, short()], bad_rows="drop")
@@ -281,7 +366,8 @@ def test_a_bad_row_is_told_by_file_row_and_reason(media, name, capsys):
 
 
 def test_what_was_written_is_no_cache(media):
-    """The release takes rows that it converted once for those of a file that has changed since, and by their name."""
+    """The release takes rows that it converted once for those of a file that has changed since, and
+    by their name."""
     first = prepare(media, [short(answer="a dog")])
     second = prepare(media, [short(answer="a cat"), short(id=3)])
     assert first[0]["reward_model"]["ground_truth"] == "a dog" and len(second) == 2
@@ -293,7 +379,7 @@ def test_numbers_are_answers(media):
     assert [row["reward_model"]["ground_truth"] for row in rows] == ["3", "2.5", "-4"]
 
 
-# --- videos -------------------------------------------------------------------------------------------------------
+# --- videos ---------------------------------------------------------------------------------------
 
 
 def write_video(path, frames: int = 10) -> None:
@@ -303,7 +389,9 @@ def write_video(path, frames: int = 10) -> None:
         stream = container.add_stream("mpeg4", rate=25)
         stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
         for i in range(frames):
-            frame = av.VideoFrame.from_ndarray(np.full((48, 64, 3), i * 20, np.uint8), format="rgb24")
+            frame = av.VideoFrame.from_ndarray(
+                np.full((48, 64, 3), i * 20, np.uint8), format="rgb24"
+            )
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
 
@@ -337,7 +425,8 @@ def test_a_video_file_without_a_decoder_names_the_package(media, monkeypatch):
     monkeypatch.setitem(sys.modules, "av", None)
     (media / "clip.mp4").touch()
     with pytest.raises(
-        SystemExit, match=r"clip\.mp4: a video file needs PyAV: pip install av \(see requirements\.txt\)"
+        SystemExit,
+        match=r"clip\.mp4: a video file needs PyAV: pip install av \(see requirements\.txt\)",
     ):
         prepare(media, [short(video_path="clip.mp4", image_path=None)])
 
@@ -349,6 +438,8 @@ def test_from_the_command_line(media):
     command += ["--out", media / "out/train.parquet"]
     failed = run_script(*command, check=False, fresh=True)
     assert (
-        failed.returncode == 1 and "--bad-rows drop drops them" in failed.stderr and "Traceback" not in failed.stderr
+        failed.returncode == 1
+        and "--bad-rows drop drops them" in failed.stderr
+        and "Traceback" not in failed.stderr
     )
     assert "1 rows" in run_script(*command, "--bad-rows", "drop", fresh=True).stdout

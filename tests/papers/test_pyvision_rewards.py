@@ -1,4 +1,5 @@
-"""Rewards of PyVision-RL: which answer counts, what rules decide, what a judge is asked; the release's defects.
+"""Rewards of PyVision-RL: which answer counts, what rules decide, what a judge is asked; the
+release's defects.
 
 pytest tests/papers/test_pyvision_rewards.py
 """
@@ -16,7 +17,14 @@ from common.tools.turns import Code
 from papers.pyvision import rewards as pyvision
 from papers.pyvision.judge import open_judge
 from papers.pyvision.judge_prompt import EXAMPLES, Case
-from papers.pyvision.rewards import FAMILIES, FAMILY, LONGEST_ANSWER, final_answer, number, relative_accuracy
+from papers.pyvision.rewards import (
+    FAMILIES,
+    FAMILY,
+    LONGEST_ANSWER,
+    final_answer,
+    number,
+    relative_accuracy,
+)
 
 QUESTION = {"question": "Which one? (A) red (B) blue", "index": 3}
 
@@ -51,7 +59,7 @@ def score(text: str, truth, source: str = "vstar", **extra) -> dict:
     return asyncio.run(pyvision.score(source, text, truth, QUESTION | extra))
 
 
-# --- the answer ---------------------------------------------------------------------------------------------------
+# --- the answer -----------------------------------------------------------------------------------
 
 ANSWERS = {
     boxed("A"): "A",
@@ -84,7 +92,9 @@ def test_which_answer_counts(text):
     assert rewards["judged"] == bool(ANSWERS[text])
     program = "\n<code>\n```python\nprint(1)\n```\n</code>"
     if ANSWERS[text]:
-        assert Code.find_call(text + program) is None, "what is scored as an answer ends the trajectory"
+        assert Code.find_call(text + program) is None, (
+            "what is scored as an answer ends the trajectory"
+        )
     if not ANSWERS[text]:
         assert rewards == {"score": 0.0, "acc": 0.0, "pred": "", "judged": 0.0}
 
@@ -97,16 +107,21 @@ def test_what_is_too_long_or_broken_earns_no_bonus(text):
 
 
 def test_the_answer_is_that_of_the_last_turn():
-    """A tag in the code of an earlier turn is no answer, and breaks none; nor is one that a tool printed."""
+    """A tag in the code of an earlier turn is no answer, and breaks none; nor is one that a tool
+    printed."""
     turns = ["<code>print('<answer>')</code>", boxed("red")]
     assert score("\n".join(turns), "red", last_turn=turns[-1])["score"] == 1.0
     given_up = "I do not know"
     trajectory = f"<code>...</code><interpreter>{boxed('red')}</interpreter>{given_up}"
-    rewards = score(f"<code>...</code>\n{given_up}", "red", last_turn=given_up, trajectory=trajectory)
+    rewards = score(
+        f"<code>...</code>\n{given_up}", "red", last_turn=given_up, trajectory=trajectory
+    )
     assert rewards["score"] == 0.0
 
 
-@pytest.mark.parametrize("answer, earned", [("red", 1.1), ("red " * 400, 0.0), ("red}</answer><answer>{", 0.0)])
+@pytest.mark.parametrize(
+    "answer, earned", [("red", 1.1), ("red " * 400, 0.0), ("red}</answer><answer>{", 0.0)]
+)
 def test_an_answer_that_is_too_long_or_broken_earns_nothing_for_its_calls(answer, earned):
     """The release pays the bonus, for it takes such an answer for right."""
     (episode,) = group(0, [0.0], [call(acted=True)])
@@ -115,7 +130,7 @@ def test_an_answer_that_is_too_long_or_broken_earns_nothing_for_its_calls(answer
     assert episode.rewards["score"] == earned
 
 
-# --- rules, and what they leave to a judge ------------------------------------------------------------------------
+# --- rules, and what they leave to a judge --------------------------------------------------------
 
 OPTIONS = {"answer": "B", "options": ["a cat", "a dog", "2 dogs"]}
 CASES = [  # answer, truth, verdict (None: the judge's)
@@ -136,7 +151,8 @@ CASES = [  # answer, truth, verdict (None: the judge's)
     ("2 dogs", OPTIONS, 0.0),
     ("a puppy", OPTIONS, None),
     ("a dog", {"answer": "a dog", "options": ["a cat", "a dog"]}, 1.0),
-    ("B", {"answer": "B", "options": ["B", "A", "C"]}, 1.0),  # by its letter: the text of option A is "B"
+    # by its letter: the text of option A is "B"
+    ("B", {"answer": "B", "options": ["B", "A", "C"]}, 1.0),
     ("A", {"answer": "B", "options": ["B", "A", "C"]}, 0.0),
     ("a dog", {"answer": "a dog", "options": None}, 1.0),
     ("Red.", "red", 1.0),
@@ -200,7 +216,7 @@ def test_an_empty_truth_is_an_error(truth):
             score(boxed("a"), truth, source=source)
 
 
-# --- mean relative accuracy ---------------------------------------------------------------------------------------
+# --- mean relative accuracy -----------------------------------------------------------------------
 
 MEASURED = [  # answer, truth, score
     ("10", "10", 1.0),
@@ -227,7 +243,9 @@ MEASURED = [  # answer, truth, score
 @pytest.mark.parametrize("source", ["vsi_numerical", "gsm8k_rule_verifiable"])
 def test_mean_relative_accuracy(answer, truth, expected, source):
     rewards = score(f"frame 3 of 7\n{boxed(answer)}", truth, source=source)
-    assert rewards["score"] == expected, "of the boxed answer; the release takes the first number of the response"
+    assert rewards["score"] == expected, (
+        "of the boxed answer; the release takes the first number of the response"
+    )
     assert is_correct(rewards) == (expected >= 0.5)
 
 
@@ -244,17 +262,27 @@ def test_relative_accuracy_is_that_of_its_formula():
 
 
 def test_numbers():
-    found = [number(text) for text in ("3/2", r"\frac{3}{2}", "1.5", "$1,500", "-2", "nan", "inf", "", "1, 2", "²")]
+    found = [
+        number(text)
+        for text in ("3/2", r"\frac{3}{2}", "1.5", "$1,500", "-2", "nan", "inf", "", "1, 2", "²")
+    ]
     assert found == [Fraction(3, 2)] * 3 + [1500, -2] + [None] * 5
 
 
-# --- routes -------------------------------------------------------------------------------------------------------
+# --- routes ---------------------------------------------------------------------------------------
 
 
 def test_every_source_of_the_release_has_a_scorer():
-    """Also those for which it has no examples and raises, and those whose scores it cannot index."""
-    judged = "vstar vstar/direct deepeyes minio3 hrbench-4k hrbench-4k/single hrbench-8k/cross ecd wemath-standard"
-    judged += " wemath-pro v-interaction mathvision vsi longvila vl_agent chart zebra_cot vigorl math_8k_verified barc"
+    """Also those for which it has no examples and raises, and those whose scores it cannot
+    index."""
+    judged = (
+        "vstar vstar/direct deepeyes minio3 hrbench-4k hrbench-4k/single "
+        "hrbench-8k/cross ecd wemath-standard"
+    )
+    judged += (
+        " wemath-pro v-interaction mathvision vsi longvila vl_agent chart zebra_cot "
+        "vigorl math_8k_verified barc"
+    )
     judged += " geoguessr thinklite_eureka xince"
     for source in judged.split():
         assert score(boxed("x y"), "a b c", source=source)["judged"], source
@@ -265,7 +293,7 @@ def test_every_source_of_the_release_has_a_scorer():
         score(boxed("x"), "x", source="frozenlake")
 
 
-# --- hostile text -------------------------------------------------------------------------------------------------
+# --- hostile text ---------------------------------------------------------------------------------
 
 HOSTILE = [
     "<answer>" * 200_000,

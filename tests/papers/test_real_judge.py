@@ -1,7 +1,8 @@
-"""A judge that is a model: SmolLM2, served by vLLM on the CPU as its page says. Slow: minutes to start.
+"""A judge that is a model: SmolLM2, served by vLLM on the CPU as its page says. Slow: minutes to
+start.
 
-It judges badly. What is tested is that it is asked, that its replies are read and counted, and that the probe refuses
-it.
+It judges badly. What is tested is that it is asked, that its replies are read and counted, and that
+the probe refuses it.
 """
 
 import asyncio
@@ -20,8 +21,29 @@ from papers.pyvision.judge import Judge
 from papers.pyvision.judge_prompt import Case
 
 pytestmark = pytest.mark.slow
-RUN = ["--engine", "hf", "--dtype", "fp32", "--prompts-per-step", 2, "--samples-per-prompt", 4, "--total-steps", 1]
-RUN += ["--max-response-tokens", 12, "--max-rows", 16, "--eval-every", 0, "--no-eval-before", "--eval-rows", 1]
+RUN = [
+    "--engine",
+    "hf",
+    "--dtype",
+    "fp32",
+    "--prompts-per-step",
+    2,
+    "--samples-per-prompt",
+    4,
+    "--total-steps",
+    1,
+]
+RUN += [
+    "--max-response-tokens",
+    12,
+    "--max-rows",
+    16,
+    "--eval-every",
+    0,
+    "--no-eval-before",
+    "--eval-rows",
+    1,
+]
 ASKS = """
 from papers.pyvision.judge import open_judge
 from papers.pyvision.judge_prompt import Case
@@ -45,13 +67,32 @@ def url(tmp_path_factory):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", smollm2_path()]
-    command += ["--served-model-name", "judge", "--port", port, "--max-model-len", 2048, "--enforce-eager"]
-    environment = os.environ | {"PYTHONPATH": "tests/workers/serving", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        smollm2_path(),
+    ]
+    command += [
+        "--served-model-name",
+        "judge",
+        "--port",
+        port,
+        "--max-model-len",
+        2048,
+        "--enforce-eager",
+    ]
+    environment = os.environ | {
+        "PYTHONPATH": "tests/workers/serving",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+    }
     environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     log = tmp_path_factory.mktemp("judge") / "log"
     with log.open("w") as file:
-        process = subprocess.Popen([*map(str, command)], cwd=ROOT, stdout=file, stderr=file, env=environment)
+        process = subprocess.Popen(
+            [*map(str, command)], cwd=ROOT, stdout=file, stderr=file, env=environment
+        )
     address = f"http://127.0.0.1:{port}/v1"
 
     def is_up() -> bool:
@@ -85,7 +126,13 @@ def test_a_small_model_is_asked_and_its_replies_are_read(url):
 
 def test_the_probe_refuses_it_by_name_and_a_run_may_take_it_as_it_is(url, tmp_path):
     (tmp_path / "reward.py").write_text(ASKS)
-    command = [*RUN, "--reward-function", f"{tmp_path}/reward.py:fn", "--output-dir", tmp_path / "run"]
+    command = [
+        *RUN,
+        "--reward-function",
+        f"{tmp_path}/reward.py:fn",
+        "--output-dir",
+        tmp_path / "run",
+    ]
     environment = {"JUDGE_URLS": url}
     refused = run_script("grpo.py", *command, env=environment, check=False)
     host = url.removeprefix("http://").removesuffix("/v1")

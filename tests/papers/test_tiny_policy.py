@@ -1,4 +1,5 @@
-"""The embedded policy that looks by programs: what it was taught is what the sandbox and the protocol give."""
+"""The embedded policy that looks by programs: what it was taught is what the sandbox and the
+protocol give."""
 
 from itertools import islice
 
@@ -54,35 +55,53 @@ def test_what_programs_show_in_traces_is_what_the_sandbox_shows(workers):
             assert "".join(content) == observation["content"]
             assert reply.images == left[: len(reply.images)]
             left = left[len(reply.images) :]
-            texts.add(reply.text.partition(":")[0] if reply.error else f"{len(reply.images)} figures")
+            texts.add(
+                reply.text.partition(":")[0] if reply.error else f"{len(reply.images)} figures"
+            )
         assert not left
-    assert texts == {"Execution error", "0 figures", "1 figures"}, "each kind of program is among them"
+    assert texts == {"Execution error", "0 figures", "1 figures"}, (
+        "each kind of program is among them"
+    )
 
 
 def test_traces_are_honest():
     """Who has seen the tile reads its digit, and nobody else does."""
     read = guessed = 0
     for (messages, _), scene in zip(tiny_policy.traces(6), islice(mosaic.scenes(6), 50)):
-        answer, looks = messages[-1]["content"], [Code.find_call(m["content"]) for m in messages[1:-1:2]]
+        answer, looks = (
+            messages[-1]["content"],
+            [Code.find_call(m["content"]) for m in messages[1:-1:2]],
+        )
         at_tile = looks and tiny_policy.program(scene.cell) == looks[-1].arguments["code"]
         assert (answer == tiny_policy.READ % scene.digit) == bool(at_tile)
         assert Code.find_call(answer) is None
-        score = score_response(reward_function("tiny-vl"), "tiny-vl", answer, str(scene.digit))["score"]
+        score = score_response(reward_function("tiny-vl"), "tiny-vl", answer, str(scene.digit))[
+            "score"
+        ]
         read, guessed = read + (score == 1.0 and bool(at_tile)), guessed + (not at_tile)
     assert read > 6 and guessed > 20
     experts = tiny_policy.traces(7, **tiny_policy.EXPERT)
-    assert all(len(messages) == 4 and len(pictures) == 2 for messages, pictures in islice(experts, 5))
+    assert all(
+        len(messages) == 4 and len(pictures) == 2 for messages, pictures in islice(experts, 5)
+    )
 
 
-def test_a_cold_start_is_what_reinforcement_learning_asks_and_answers(vision, blank, workers, tmp_path):
-    """The same turns: sft.py's ids, mask and pictures of a trace are those of a trajectory with the real tool."""
+def test_a_cold_start_is_what_reinforcement_learning_asks_and_answers(
+    vision, blank, workers, tmp_path
+):
+    """The same turns: sft.py's ids, mask and pictures of a trace are those of a trajectory with the
+    real tool."""
     tokenizer = load_tokenizer(blank)
     tiny_policy.write_traces(tmp_path, 5, seed=4)
     traces = list(islice(tiny_policy.traces(4), 5))
     options = {"vision": vision, "media_root": tmp_path}
-    taught = Conversations(str(tmp_path / "release.json"), "--train-data", tokenizer, max_tokens=2048, **options)
+    taught = Conversations(
+        str(tmp_path / "release.json"), "--train-data", tokenizer, max_tokens=2048, **options
+    )
     rest = {"data_source": "tiny-vl", "reward_model": {"style": "rule", "ground_truth": "0"}}
-    rows = [{"prompt": messages[:1], "images": pictures[:1], **rest} for messages, pictures in traces]
+    rows = [
+        {"prompt": messages[:1], "images": pictures[:1], **rest} for messages, pictures in traces
+    ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     options = {"max_prompt_tokens": 64, "vision": vision, "tools": workers.tools}
     asked = prompts_of(str(tmp_path / "rows.parquet"), tokenizer=tokenizer, **options)

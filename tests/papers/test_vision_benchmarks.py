@@ -1,4 +1,5 @@
-"""papers.pyvision.benchmarks on small copies of the published layouts, and the scores of TIR-Bench."""
+"""papers.pyvision.benchmarks on small copies of the published layouts, and the scores of
+TIR-Bench."""
 
 import base64
 import csv
@@ -29,7 +30,11 @@ def vstar(tmp_path):
         for i in range(count):
             stem = tmp_path / "vstar" / part / f"sa_{i}"
             stem.with_suffix(".jpg").write_bytes(picture(100, 60 + i, i, format_="JPEG"))
-            known = {"question": "What color is the cup?", "options": OPTIONS[: 4 if count > 1 else 2], "bbox": []}
+            known = {
+                "question": "What color is the cup?",
+                "options": OPTIONS[: 4 if count > 1 else 2],
+                "bbox": [],
+            }
             stem.with_suffix(".json").write_text(json.dumps(known))
         (tmp_path / "vstar" / part / "._sa_0.json").write_text("of a Mac")
     return tmp_path / "vstar"
@@ -42,8 +47,18 @@ def hrbench(tmp_path):
 
 
 def write_tsv(folder, rows: list[dict], name: str = "hr_bench_4k.tsv") -> None:
-    line = dict.fromkeys(COLUMNS, "") | {"question": "How many?", "answer": "C", "category": "single"}
-    line |= {"image": base64.b64encode(picture(80, 60)).decode(), "A": "None", "B": "N/A", "C": "A", "D": "3\t4"}
+    line = dict.fromkeys(COLUMNS, "") | {
+        "question": "How many?",
+        "answer": "C",
+        "category": "single",
+    }
+    line |= {
+        "image": base64.b64encode(picture(80, 60)).decode(),
+        "A": "None",
+        "B": "N/A",
+        "C": "A",
+        "D": "3\t4",
+    }
     with (folder / name).open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, delimiter="\t")
         writer.writeheader()
@@ -54,8 +69,16 @@ def write_tir(tmp_path, rows: list):
     folder = tmp_path / "tir"
     (folder / "data").mkdir(parents=True, exist_ok=True)
     for name in ("1.png", "160.jpg", "60.jpg"):
-        (folder / "data" / name).write_bytes(picture(60, 40, format_="PNG" if name == "1.png" else "JPEG"))
-    known = {"image_1": "data/1.png", "image_2": None, "prompt": "How many?", "answer": "3", "task": "math"}
+        (folder / "data" / name).write_bytes(
+            picture(60, 40, format_="PNG" if name == "1.png" else "JPEG")
+        )
+    known = {
+        "image_1": "data/1.png",
+        "image_2": None,
+        "prompt": "How many?",
+        "answer": "3",
+        "task": "math",
+    }
     rows = [known | {"id": i} | row if isinstance(row, dict) else row for i, row in enumerate(rows)]
     (folder / "TIR-Bench.json").write_text(json.dumps(rows))
     return folder
@@ -81,7 +104,7 @@ def test_blank_lines_of_a_question_take_linear_time():
     assert time.process_time() - start < 2.0
 
 
-# --- rows ---------------------------------------------------------------------------------------------------------
+# --- rows -----------------------------------------------------------------------------------------
 
 
 def test_vstars_options_are_shuffled_and_the_truth_moves_along(tmp_path, vstar):
@@ -95,51 +118,87 @@ def test_vstars_options_are_shuffled_and_the_truth_moves_along(tmp_path, vstar):
         truth, text = row["reward_model"]["ground_truth"], row["prompt"][0]["content"]
         letters.append(truth["answer"])
         assert truth["options"]["ABCD".index(truth["answer"])] == OPTIONS[0]
-        listed = "\n".join(f"{letter}. {option}" for letter, option in zip("ABCD", truth["options"]))
+        listed = "\n".join(
+            f"{letter}. {option}" for letter, option in zip("ABCD", truth["options"])
+        )
         assert row["extra_info"]["question"] == f"What color is the cup?\n{listed}"
-        assert f"{listed}\nAnswer with the letter" in text and "Image Width: 100; Image Height: 6" in text
+        assert (
+            f"{listed}\nAnswer with the letter" in text
+            and "Image Width: 100; Image Height: 6" in text
+        )
     assert len(set(letters)) > 1
     main(Args(tmp_path / "out", vstar=vstar))
     assert written(tmp_path, "vstar") == rows, "the same seed"
     (vstar / "direct_attributes/sa_0.json").unlink()
     (vstar / "direct_attributes/sa_0.jpg").unlink()
     main(Args(tmp_path / "out", vstar=vstar))
-    assert [row["prompt"] for row in written(tmp_path, "vstar")] == [row["prompt"] for row in rows[1:]]
+    assert [row["prompt"] for row in written(tmp_path, "vstar")] == [
+        row["prompt"] for row in rows[1:]
+    ]
     main(Args(tmp_path / "out", vstar=vstar, seed=1))
-    assert [row["prompt"] for row in written(tmp_path, "vstar")] != [row["prompt"] for row in rows[1:]]
+    assert [row["prompt"] for row in written(tmp_path, "vstar")] != [
+        row["prompt"] for row in rows[1:]
+    ]
     main(Args(tmp_path / "out", vstar=vstar, keep_order=True))
-    assert {row["reward_model"]["ground_truth"]["answer"] for row in written(tmp_path, "vstar")} == {"A"}
+    assert {
+        row["reward_model"]["ground_truth"]["answer"] for row in written(tmp_path, "vstar")
+    } == {"A"}
 
 
 def test_hrbenchs_texts_stay_what_they_are(tmp_path, hrbench):
-    """pandas reads None and N/A as missing values; the pictures are larger than the csv module's usual limit."""
+    """pandas reads None and N/A as missing values; the pictures are larger than the csv module's
+    usual limit."""
     large = base64.b64encode(picture(400, 300)).decode()
     assert len(large) > 131_072
     write_tsv(hrbench, [{}, {"category": "cross", "image": large}])
     write_tsv(hrbench, [{}], "hr_bench_8k.tsv")
     main(Args(tmp_path / "out", hrbench=hrbench))
     rows = written(tmp_path, "hrbench")
-    assert [row["data_source"] for row in rows] == ["hrbench-4k/single", "hrbench-4k/cross", "hrbench-8k/single"]
-    assert rows[0]["reward_model"]["ground_truth"] == {"answer": "C", "options": ["None", "N/A", "A", "3\t4"]}
+    assert [row["data_source"] for row in rows] == [
+        "hrbench-4k/single",
+        "hrbench-4k/cross",
+        "hrbench-8k/single",
+    ]
+    assert rows[0]["reward_model"]["ground_truth"] == {
+        "answer": "C",
+        "options": ["None", "N/A", "A", "3\t4"],
+    }
     assert "Image Width: 400; Image Height: 300" in rows[1]["prompt"][0]["content"]
 
 
 def test_tir_bench_as_published_and_as_pyvision_has_it(tmp_path):
-    """Two pictures stay two; two OCR truths are put right, as the benchmark's own evaluation does."""
-    copy = {"image_1": None, "images": ["data/1.png", "data/60.jpg"], "prompt": None, "answer": None, "task": None}
-    copy |= {"problem": "<image>\n<image>\nWhich patches?", "solution": [2, 3], "category": "spot_difference"}
+    """Two pictures stay two; two OCR truths are put right, as the benchmark's own evaluation
+    does."""
+    copy = {
+        "image_1": None,
+        "images": ["data/1.png", "data/60.jpg"],
+        "prompt": None,
+        "answer": None,
+        "task": None,
+    }
+    copy |= {
+        "problem": "<image>\n<image>\nWhich patches?",
+        "solution": [2, 3],
+        "category": "spot_difference",
+    }
     del copy["answer"]
     rows = [{"task": task} for task in TIR_TASKS] + [copy]
-    rows += [{"task": "ocr", "image_1": f"data/{name}", "answer": "x"} for name in ("60.jpg", "160.jpg")]
+    rows += [
+        {"task": "ocr", "image_1": f"data/{name}", "answer": "x"} for name in ("60.jpg", "160.jpg")
+    ]
     folder = write_tir(tmp_path, rows)
     table = json.loads((folder / "TIR-Bench.json").read_text())
     del table[13]["answer"]
     (folder / "TIR-Bench.json").write_text(json.dumps(table))
     main(Args(tmp_path / "out", tir=folder))
     rows = written(tmp_path, "tir_bench")
-    assert len(TIR_TASKS) == 13 and [row["data_source"] for row in rows[:13]] == [f"tir_bench/{t}" for t in TIR_TASKS]
+    assert len(TIR_TASKS) == 13 and [row["data_source"] for row in rows[:13]] == [
+        f"tir_bench/{t}" for t in TIR_TASKS
+    ]
     two = rows[13]["prompt"][0]["content"]
-    assert two.startswith("<image_clue_0><image></image_clue_0><image_clue_1><image></image_clue_1>\n")
+    assert two.startswith(
+        "<image_clue_0><image></image_clue_0><image_clue_1><image></image_clue_1>\n"
+    )
     assert "image_clue_0: Image Width: 60; Image Height: 40\nimage_clue_1: Image Width" in two
     truths = [row["reward_model"]["ground_truth"] for row in rows[13:]]
     assert truths == ["[2, 3]", "mobi", "x"]
@@ -170,7 +229,11 @@ def test_a_bad_row_is_told_by_file_row_and_reason(tmp_path, hrbench, name, capsy
         options = {"hrbench": hrbench}
     with pytest.raises(ValueError, match="1 unusable rows") as raised:
         main(Args(tmp_path / "out", **options))
-    assert why in str(raised.value) and " row 1: " in str(raised.value) and not list((tmp_path / "out").glob("*"))
+    assert (
+        why in str(raised.value)
+        and " row 1: " in str(raised.value)
+        and not list((tmp_path / "out").glob("*"))
+    )
     main(Args(tmp_path / "out", **options, bad_rows="drop"))
     assert "warning: 1 unusable rows (dropped)" in capsys.readouterr().out
 
@@ -180,10 +243,13 @@ def test_what_is_not_there_is_named(tmp_path, vstar, hrbench):
     (vstar / "direct_attributes/sa_2.jpg").unlink()
     (vstar / "direct_attributes/sa_3.json").write_text('{"question": "?", "options": ["one"]}')
     with pytest.raises(
-        ValueError, match=r"(?s)3 unusable rows.*sa_1: .*No such file.*sa_2: cannot open.*sa_3: 1 options"
+        ValueError,
+        match=r"(?s)3 unusable rows.*sa_1: .*No such file.*sa_2: cannot open.*sa_3: 1 options",
     ):
         main(Args(tmp_path / "out", vstar=vstar))
-    with pytest.raises(FileNotFoundError, match=r"--hrbench .*: expected hr_bench_4k\.tsv or hr_bench_8k\.tsv"):
+    with pytest.raises(
+        FileNotFoundError, match=r"--hrbench .*: expected hr_bench_4k\.tsv or hr_bench_8k\.tsv"
+    ):
         main(Args(tmp_path / "out", hrbench=hrbench))
     with pytest.raises(FileNotFoundError, match=r"--vstar .*there is no direct_attributes/"):
         main(Args(tmp_path / "out", vstar=hrbench))
@@ -196,13 +262,18 @@ def test_what_is_not_there_is_named(tmp_path, vstar, hrbench):
         main(Args(tmp_path / "out"))
 
 
-# --- scores of TIR-Bench ------------------------------------------------------------------------------------------
+# --- scores of TIR-Bench --------------------------------------------------------------------------
 
 MAZE = "Which way?\nA. DLDRDD\nB. ULUUDD\nC. RRRRRR\nF. No answer"
 COLOR = "Which proportion is closest? (A) 9% (B) 13% (C) 17% (D) 21%"
 READING = "The reading is:\nA 4.6\nB 4.8\nC 5\nD 5.2"
 SCORES = [  # task, question, truth, answers and their scores
-    ("maze", MAZE, "B", {"B": 1, "(B)": 1, "B. ULUUDD": 1, "ULUUDD": 1, "\\text{B}": 1, "Option B": 1, "A": 0}),
+    (
+        "maze",
+        MAZE,
+        "B",
+        {"B": 1, "(B)": 1, "B. ULUUDD": 1, "ULUUDD": 1, "\\text{B}": 1, "Option B": 1, "A": 0},
+    ),
     ("maze", MAZE, "F", {"No answer": 1, "F": 1, "none": 0, "A, B": 0}),
     ("color", COLOR, "B", {"13%": 1, "(B) 13%": 1, "B": 1, "9%": 0}),
     ("instrument", READING, "D", {"5.2": 1, "D 5.2": 1, "5": 0}),
@@ -212,7 +283,15 @@ SCORES = [  # task, question, truth, answers and their scores
         "math",
         "",
         "12",
-        {"12": 1, "12.0": 1, "\\frac{24}{2}": 1, "twelve": 1, "12 minutes": 1, "-12": 0, "12 of 15": 0},
+        {
+            "12": 1,
+            "12.0": 1,
+            "\\frac{24}{2}": 1,
+            "twelve": 1,
+            "12 minutes": 1,
+            "-12": 0,
+            "12 of 15": 0,
+        },
     ),
     ("visual_search", "", "970", {"970 yen": 1, "970円": 1, "**970**": 1, "9700": 0}),
     ("contrast", "", "4", {"four": 1, "4 vehicles": 1, "14": 0}),
@@ -223,9 +302,19 @@ SCORES = [  # task, question, truth, answers and their scores
         {"[17, 1]": 1, "row 17, column 1": 1, "第 17 行，第 1 列": 1, "[1, 17]": 0, "17": 0},
     ),
     ("word_search", "", "4", {"4": 1, "5": 0}),
-    ("spot_difference", "", "[2, 6, 7, 11]", {'{"different_patches": [11, 7, 2, 6]}': 1, "2, 3": 0.2, "none": 0}),
+    (
+        "spot_difference",
+        "",
+        "[2, 6, 7, 11]",
+        {'{"different_patches": [11, 7, 2, 6]}': 1, "2, 3": 0.2, "none": 0},
+    ),
     ("spot_difference", "", "6", {"6": 1, "6 places": 1, "5": 0}),
-    ("jigsaw", "", "1, 2, 3, 4", {"1, 2, 3, 4": 1, "1,2,4,3": 0.5, "1 2 3": 0, "1, 2, 3, 4, 5": 0, "none": 0}),
+    (
+        "jigsaw",
+        "",
+        "1, 2, 3, 4",
+        {"1, 2, 3, 4": 1, "1,2,4,3": 0.5, "1 2 3": 0, "1, 2, 3, 4, 5": 0, "none": 0},
+    ),
     ("jigsaw", "", "1,2,3,4", {"1,2,3,4": 1, "1, 2, 4, 3": 0.5, "4,3,2,1": 0}),
     ("word_search", "", "17,1", {"17,1": 1, "row 17, column 1": 1, "9,9": 0}),
     ("spot_difference", "", "1,2", {"2,1": 1, "1,3": 1 / 3, "9,9": 0}),
@@ -242,15 +331,26 @@ def test_the_rules_of_the_tasks(task, question, truth, answers):
         rewards = score_response(fn, source, said, truth, {"question": question})
         assert rewards["score"] == score, answer
         assert is_correct(rewards) is (score == 1)
-        assert score_response(fn, source, f"it is <answer>{answer}</answer>", truth, {"question": question}) == rewards
-        assert score_response(fn, source, f"it is {answer}", truth, {"question": question})["score"] == 0, "no answer"
+        assert (
+            score_response(
+                fn, source, f"it is <answer>{answer}</answer>", truth, {"question": question}
+            )
+            == rewards
+        )
+        assert (
+            score_response(fn, source, f"it is {answer}", truth, {"question": question})["score"]
+            == 0
+        ), "no answer"
 
 
 def test_an_answer_that_resembles_no_option_is_not_a():
-    """The released scorer takes the letter that is nearest to a text by edit distance: A, of all that are far."""
+    """The released scorer takes the letter that is nearest to a text by edit distance: A, of all
+    that are far."""
     assert letter_of("it cannot be seen", MAZE) == "" and letter_of("", MAZE) == ""
     assert letter_of("13 or 17 percent", COLOR) == "", "two are as near"
-    assert options_of("How many A and B are there?") == {} and letter_of("A and B", "How many?") == ""
+    assert (
+        options_of("How many A and B are there?") == {} and letter_of("A and B", "How many?") == ""
+    )
 
 
 def test_numbers_in_an_answer_are_not_run_together():
@@ -260,7 +360,8 @@ def test_numbers_in_an_answer_are_not_run_together():
 
 
 @pytest.mark.parametrize(
-    "answer", [r"3\mathrm{i}", "3x", "3!", "3 million", "not 3", "3/2", "3:30", "3^2", "3 a.m.", "x > 3"]
+    "answer",
+    [r"3\mathrm{i}", "3x", "3!", "3 million", "not 3", "3/2", "3:30", "3^2", "3 a.m.", "x > 3"],
 )
 def test_what_makes_another_number(answer):
     assert score_tir_bench("math", rf"\boxed{{{answer}}}", "3")["score"] == 0.0
@@ -268,7 +369,9 @@ def test_what_makes_another_number(answer):
     assert score_tir_bench("math", r"\boxed{There are 3 cups.}", "3")["score"] == 1.0
 
 
-@pytest.mark.parametrize("truth", [["5"], {"answer": "5"}, None, float("nan"), float("inf")], ids=repr)
+@pytest.mark.parametrize(
+    "truth", [["5"], {"answer": "5"}, None, float("nan"), float("inf")], ids=repr
+)
 def test_what_no_answer_can_be_is_no_truth(truth):
     with pytest.raises(ValueError, match="is neither a text nor a finite number"):
         score_tir_bench("math", r"\boxed{5}", truth)
@@ -299,7 +402,13 @@ def test_no_response_is_an_exception(task):
     ]
     for truth in ("B", "CD", "3", "[1, 2]", "-0.5", "mobi"):
         for said in hostile:
-            assert 0 <= score_response(fn, f"tir_bench/{task}", said, truth, {"question": COLOR})["score"] < 1
+            assert (
+                0
+                <= score_response(fn, f"tir_bench/{task}", said, truth, {"question": COLOR})[
+                    "score"
+                ]
+                < 1
+            )
     with pytest.raises(ValueError, match="is empty"):
         score_response(fn, f"tir_bench/{task}", "x", " ")
 
@@ -310,7 +419,8 @@ def test_an_evaluation_tells_the_parts_apart_and_counts_what_could_not_be_scored
     endings = ["stop", "stop", "tool_failed", "unreadable", "stop"]
     parts = ["tir_bench/jigsaw"] * 4 + ["vstar/direct_attributes"]
     rows = {
-        i: SimpleNamespace(data_source=part, ground_truth="1", extra_info={}, index=i) for i, part in enumerate(parts)
+        i: SimpleNamespace(data_source=part, ground_truth="1", extra_info={}, index=i)
+        for i, part in enumerate(parts)
     }
     episodes = [Episode(i, 0, [1], [2], [1], [0.0], ending) for i, ending in enumerate(endings)]
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens=False: "text")
@@ -331,7 +441,14 @@ def test_the_documented_evaluation_reports_each_part(tmp_path, hrbench):
     folder = write_tir(tmp_path, [{"task": task} for task in ("math", "ocr")])
     command = ["-m", "papers.pyvision.benchmarks", "--tir", folder, "--out", tmp_path / "out"]
     assert "tir_bench.parquet: 2 rows" in run_script(*command, fresh=True).stdout
-    options = ["--model", "tiny-vl", "--engine", "hf", "--eval-data", tmp_path / "out/tir_bench.parquet"]
+    options = [
+        "--model",
+        "tiny-vl",
+        "--engine",
+        "hf",
+        "--eval-data",
+        tmp_path / "out/tir_bench.parquet",
+    ]
     options += ["--eval-samples", 2, "--eval-temperature", 0.01, "--max-response-tokens", 4]
     options += ["--max-prompt-tokens", 2000, "--output-dir", tmp_path / "run"]
     options += ["--reward-function", "papers/pyvision/rewards.py:score"]

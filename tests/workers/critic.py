@@ -1,7 +1,8 @@
 """Run by torchrun: ppo.py's critic on an environment whose values are known in closed form.
 
-Two prompts, responses of three fair coins with an observation token between them, every response once a step, so the
-value of a state is the mean score of the responses that begin like it. Prints the largest error over all states.
+Two prompts, responses of three fair coins with an observation token between them, every response
+once a step, so the value of a state is the mean score of the responses that begin like it. Prints
+the largest error over all states.
 """
 
 import argparse
@@ -28,13 +29,18 @@ OBSERVATION = 7
 def score(prompt: int, coins: tuple[int, ...]) -> float:
     """Any function will do; this one is not linear in the coins."""
     heads = [coin == COINS[1] for coin in coins]
-    return float(heads[0] and not heads[2]) + 0.5 * float(sum(heads) == 2) - 0.25 * prompt * float(heads[1])
+    return (
+        float(heads[0] and not heads[2])
+        + 0.5 * float(sum(heads) == 2)
+        - 0.25 * prompt * float(heads[1])
+    )
 
 
 def main(args: argparse.Namespace) -> None:
     world = init_world()
     config = Qwen2Config(
-        vocab_size=16, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=16, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=2,
         num_key_value_heads=1, tie_word_embeddings=True,
     )  # fmt: skip
     episodes, truth = [], []
@@ -44,7 +50,9 @@ def main(args: argparse.Namespace) -> None:
         response = [coins[0], OBSERVATION, coins[1], coins[2]]
         mask = [1, 0, 1, 1]
         rewards = {"score": score(prompt, coins)}
-        episodes.append(Episode(prompt, place, [1, 2 + prompt], response, mask, [0.0] * 4, "stop", rewards))
+        episodes.append(
+            Episode(prompt, place, [1, 2 + prompt], response, mask, [0.0] * 4, "stop", rewards)
+        )
         for known in range(3):
             rest = product(COINS, repeat=3 - known)
             completions = [score(prompt, coins[:known] + tail) for tail in rest]
@@ -72,7 +80,9 @@ def main(args: argparse.Namespace) -> None:
         tokens.values, (tokens.returns, _) = old, ppo.estimate(rewards, old, index, options)
         ppo.critic_backward(critic, minibatch, tokens, options, world)
         optimizer.step(2e-3 * (1 - step / args.steps))
-    errors["at the end"] = max(all_reduce([(values() - torch.tensor(truth)).abs().max().item()], "max"))
+    errors["at the end"] = max(
+        all_reduce([(values() - torch.tensor(truth)).abs().max().item()], "max")
+    )
     if world.is_main:
         print(json.dumps(errors))
 

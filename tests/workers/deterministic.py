@@ -1,4 +1,5 @@
-"""A script with its flags, on kernels that add in one order: `deterministic.py grpo.py --flags ...`."""
+"""A script with its flags, on kernels that add in one order: `deterministic.py grpo.py --flags
+...`."""
 
 import os
 import runpy

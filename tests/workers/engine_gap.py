@@ -1,8 +1,10 @@
-"""A real engine beside a real policy; what the trainer says of what the engine sampled. By torchrun with --ranks.
+"""A real engine beside a real policy; what the trainer says of what the engine sampled. By torchrun
+with --ranks.
 
-Prints a JSON object for each rank: mean |log-prob gap| right after a sync, after the policy has moved without one,
-after the next sync, with --orders after each order of sleep, wake and sync, with the memory of the device in use;
-which injected faults were refused; and what is mapped of the machine's shared memory.
+Prints a JSON object for each rank: mean |log-prob gap| right after a sync, after the policy has
+moved without one, after the next sync, with --orders after each order of sleep, wake and sync, with
+the memory of the device in use; which injected faults were refused; and what is mapped of the
+machine's shared memory.
 """
 
 import argparse
@@ -20,7 +22,15 @@ from torch.distributed.tensor import DTensor
 
 from common import models
 from common.data.render import end_token_ids
-from common.distributed import World, gather_objects, init_world, make_mesh, reshard, run, wrap_model
+from common.distributed import (
+    World,
+    gather_objects,
+    init_world,
+    make_mesh,
+    reshard,
+    run,
+    wrap_model,
+)
 from common.engine.books import EngineConfig, Sampling
 from common.engine.hf import HuggingFaceEngine
 from common.engine.vllm import VllmEngine
@@ -32,14 +42,16 @@ from common.packing import TokenIndex, pack
 from common.precision import DTYPES, GAP_LIMITS, checked_gap
 from common.progress import say
 
-# What the engine does after the policy has moved. On CPUs it never sleeps, and these are syncs alone.
+# What the engine does after the policy has moved. On CPUs it never sleeps, and these are syncs
+# alone.
 ORDERS = {
     "as in a step": "sleep weights sync kv_cache",
     "told twice to sleep": "sleep sleep weights sync kv_cache",
     "all awake before the sync": "sleep weights kv_cache sync",
     "synced without sleep": "sync",
     "synced twice": "sleep weights sync sync kv_cache",
-    "slept after the sync": "sync sleep weights kv_cache",  # at level 2 the weights are gone: see `refused`
+    # at level 2 the weights are gone: see `refused`
+    "slept after the sync": "sync sleep weights kv_cache",
     "once more as in a step": "sleep weights sync kv_cache",
 }
 
@@ -63,19 +75,35 @@ def main(args: argparse.Namespace) -> None:
     path = resolve_model(args.model)
     tokenizer = load_tokenizer(path)
     make = VllmEngine if args.engine == "vllm" else HuggingFaceEngine
-    options = {"end_ids": end_token_ids(path, tokenizer), "max_model_len": 512, "sleep_level": args.sleep_level}
+    options = {
+        "end_ids": end_token_ids(path, tokenizer),
+        "max_model_len": 512,
+        "sleep_level": args.sleep_level,
+    }
     options["ranks"] = args.ranks
-    engine = make(EngineConfig(path, dtype, world, **options, memory_gib=2.0 if world.device.type == "cuda" else 1.0))
+    engine = make(
+        EngineConfig(
+            path, dtype, world, **options, memory_gib=2.0 if world.device.type == "cuda" else 1.0
+        )
+    )
     lora = Machine(lora_rank=args.lora_rank) if args.lora_rank else None
     wrap = partial(wrap_model, mesh=make_mesh(world, "fsdp"), compute_dtype=dtype)
     policy = load_policy(path, "sdpa", dtype=dtype if lora else torch.float32, wrap=wrap, lora=lora)
     sampling = Sampling(n=2, max_tokens=args.tokens, temperature=args.temperature)
     # long enough for several blocks of KV cache: a prefix cache that outlives a sync would show
-    text = "12 34 56 = 78 " * 20 if args.model == "tiny" else "The quick brown fox jumps over the lazy dog. " * 30
-    prompts = {p: prompt(tokenizer.encode(f"{p} {text}", add_special_tokens=False)[:280]) for p in range(2)}
+    text = (
+        "12 34 56 = 78 " * 20
+        if args.model == "tiny"
+        else "The quick brown fox jumps over the lazy dog. " * 30
+    )
+    prompts = {
+        p: prompt(tokenizer.encode(f"{p} {text}", add_special_tokens=False)[:280]) for p in range(2)
+    }
 
     def gap(step: int) -> float:
-        episodes = sample_episodes(engine, prompts, sampling, seed=0, step=step, weights_step=engine.books.step)
+        episodes = sample_episodes(
+            engine, prompts, sampling, seed=0, step=step, weights_step=engine.books.step
+        )
         index = TokenIndex(episodes)
         rollout = torch.tensor([lp for e in episodes for lp in e.logprobs])
         total = 0.0
@@ -85,18 +113,23 @@ def main(args: argparse.Namespace) -> None:
                 total += (logprobs - rollout[batch.tokens]).abs().sum().item()
         return total / len(index)
 
-    own = [p.to_local() if isinstance(p, DTensor) else p.data for p in policy.parameters() if p.requires_grad]
+    own = [
+        p.to_local() if isinstance(p, DTensor) else p.data
+        for p in policy.parameters()
+        if p.requires_grad
+    ]
     initial, moves = [parameter.clone() for parameter in own], count(1)
 
     def move_policy() -> None:
-        """Stands for optimizer steps that are large enough to see. Always as far from the first weights: bf16 is
-        coarser where log-probs are wild."""
+        """Stands for optimizer steps that are large enough to see. Always as far from the first
+        weights: bf16 is coarser where log-probs are wild."""
         reshard(policy)
         generator = torch.Generator().manual_seed(next(moves))
         with torch.no_grad():
             for parameter, start in zip(own, initial):
                 noise = torch.randn(parameter.shape, generator=generator).to(start.device)
-                parameter.copy_(start + 0.05 * (start.std(correction=0) or 1.0) * noise)  # lora_B begins as 0
+                # lora_B begins as 0
+                parameter.copy_(start + 0.05 * (start.std(correction=0) or 1.0) * noise)
 
     def sync(step: int, weights=None) -> None:
         engine.sync_weights(full_parameters(policy, dtype) if weights is None else weights, step)
@@ -111,7 +144,9 @@ def main(args: argparse.Namespace) -> None:
     result["repeated"] = gap(2)  # the same requests again, now out of the prefix cache
     result |= {"orders": {}, "memory": {}}
     if args.engine == "vllm":
-        result["cuda_graphs"] = str(engine.llm.llm_engine.vllm_config.compilation_config.cudagraph_mode)
+        result["cuda_graphs"] = str(
+            engine.llm.llm_engine.vllm_config.compilation_config.cudagraph_mode
+        )
     for name, actions in ORDERS.items() if args.orders else ():
         if engine.sleep_level == 2 and actions.endswith("sleep weights kv_cache"):
             continue
@@ -129,7 +164,11 @@ def main(args: argparse.Namespace) -> None:
         result["memory"][name] = used | {"awake again": device_gb(world)}
 
     def damaged(change) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, changed) for name, t in full_parameters(policy) if (changed := change(name, t)) is not None)
+        return (
+            (name, changed)
+            for name, t in full_parameters(policy)
+            if (changed := change(name, t)) is not None
+        )
 
     # What the books cannot know shows in the log-probs: the gap is the second line.
     result["refused"] = {}
@@ -176,12 +215,20 @@ def main(args: argparse.Namespace) -> None:
     if args.engine == "vllm":
         caught_by_the_gap("weights reloaded from disk", reload_from_disk, lambda: sync(1))
         caught_by_the_gap("prefix cache kept in silence", keep_prefix_cache, lambda: sync(1))
-        caught_by_the_gap("rotary buffer perturbed", lambda: scale_rotary(1.1), lambda: scale_rotary(1 / 1.1))
+        caught_by_the_gap(
+            "rotary buffer perturbed", lambda: scale_rotary(1.1), lambda: scale_rotary(1 / 1.1)
+        )
 
     faults = {
-        "stale step": lambda: sample_episodes(engine, prompts, sampling, seed=0, step=3, weights_step=2),
-        "a tensor skipped": lambda: sync(2, damaged(lambda name, t: None if "layers.1.mlp.up" in name else t)),
-        "half a fused module": lambda: sync(2, damaged(lambda name, t: None if "k_proj" in name else t)),
+        "stale step": lambda: sample_episodes(
+            engine, prompts, sampling, seed=0, step=3, weights_step=2
+        ),
+        "a tensor skipped": lambda: sync(
+            2, damaged(lambda name, t: None if "layers.1.mlp.up" in name else t)
+        ),
+        "half a fused module": lambda: sync(
+            2, damaged(lambda name, t: None if "k_proj" in name else t)
+        ),
         "head not sent": lambda: sync(2, damaged(lambda name, t: None if "lm_head" in name else t)),
     }
     for name, fault in faults.items():
@@ -205,8 +252,12 @@ def main(args: argparse.Namespace) -> None:
         except RuntimeError as error:
             result["refused"]["generate without what sleep has dropped"] = str(error)[:200]
     if args.ranks > 1:
-        result["heads"] = engine.llm.apply_model(lambda model: model.model.layers[0].self_attn.num_heads)
-    result["shared memory"] = re.findall("/dev/shm/.*(?<!deleted\\))$", Path("/proc/self/maps").read_text(), re.M)
+        result["heads"] = engine.llm.apply_model(
+            lambda model: model.model.layers[0].self_attn.num_heads
+        )
+    result["shared memory"] = re.findall(
+        "/dev/shm/.*(?<!deleted\\))$", Path("/proc/self/maps").read_text(), re.M
+    )
     for part in gather_objects(result):
         say(json.dumps(part))
 

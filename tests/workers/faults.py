@@ -27,25 +27,33 @@ def main(fault: str) -> None:
             raise RuntimeError("the sky has fallen")
         if fault == "sigkill":
             os.kill(os.getpid(), signal.SIGKILL)
-        if fault == "once" and not (mark := Path(os.environ["MARK"])).exists():  # in the first attempt
+        # in the first attempt
+        if fault == "once" and not (mark := Path(os.environ["MARK"])).exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        if fault == "elsewhere":  # what would end other machines' ranks if these were in a collective
+        # what would end other machines' ranks if these were in a collective
+        if fault == "elsewhere":
             raise ValueError("a full disk")
         if fault == "sockets":
-            print(*(c.laddr.ip for c in psutil.Process().net_connections() if c.status == "LISTEN"), flush=True)
+            print(
+                *(c.laddr.ip for c in psutil.Process().net_connections() if c.status == "LISTEN"),
+                flush=True,
+            )
             return
     if fault == "once":
         say(f"sum {all_reduce([1.0])} by {os.environ['GLOO_SOCKET_IFNAME']}")
         return
     if fault.startswith("ctrl-c"):
         reached["step"] = 3
-    while fault in ("elsewhere", "ctrl-c", "ctrl-c in a step", "sleep") or (fault == "stall" and world.rank == 1):
+    while fault in ("elsewhere", "ctrl-c", "ctrl-c in a step", "sleep") or (
+        fault == "stall" and world.rank == 1
+    ):
         time.sleep(1)  # nobody calls sign_of_life
     sign_of_life()
     all_reduce([1.0])
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what a shell has started with &
+    # ignored by what a shell has started with &
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     run(main, sys.argv[1])

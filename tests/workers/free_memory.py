@@ -1,6 +1,8 @@
-"""grpo.py with its flags, on ranks each of which finds another machine's memory free: FREE_GB=rank 0's,rank 1's.
+"""grpo.py with its flags, on ranks each of which finds another machine's memory free: FREE_GB=rank
+0's,rank 1's.
 
-In gigabytes for a rank. As on machines of different sizes, where the number of tokens of a micro-batch must be one.
+In gigabytes for a rank. As on machines of different sizes, where the number of tokens of a
+micro-batch must be one.
 """
 
 import os

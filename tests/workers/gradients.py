@@ -1,6 +1,8 @@
-"""Run by torchrun: gradients of fixed episodes, of policy and critic, split over ranks and micro-batches in many ways.
+"""Run by torchrun: gradients of fixed episodes, of policy and critic, split over ranks and
+micro-batches in many ways.
 
-Prints one JSON object on rank 0: {variant: relative L2 distance from the one-process, one-episode-at-a-time gradient}.
+Prints one JSON object on rank 0: {variant: relative L2 distance from the one-process,
+one-episode-at-a-time gradient}.
 """
 
 import argparse
@@ -32,8 +34,12 @@ COMMON = {"temperature": 0.9, "clip_high": 0.3, "entropy_coef": 0.1, "max_respon
 VARIANTS = {
     "dapo": make_args(grpo, **COMMON),
     "grpo": make_args(grpo, **COMMON, reduction="grpo", kl_loss_coef=0.05, kl_estimator="k3-is"),
-    "dr_grpo": make_args(grpo, **COMMON, reduction="dr_grpo", advantage="batch-std", correction="sequence"),
-    "gspo": make_args(grpo, **COMMON, reduction="grpo", objective="gspo", advantage="rloo", correction="mask"),
+    "dr_grpo": make_args(
+        grpo, **COMMON, reduction="dr_grpo", advantage="batch-std", correction="sequence"
+    ),
+    "gspo": make_args(
+        grpo, **COMMON, reduction="grpo", objective="gspo", advantage="rloo", correction="mask"
+    ),
     "cispo": make_args(grpo, **COMMON, objective="cispo", correction="truncate", kl_loss_coef=0.05),
     "ppo": make_args(ppo, **COMMON, gae_lambda=0.9),
     "critic": make_args(ppo, **COMMON, reduction="grpo"),
@@ -48,13 +54,18 @@ LAYOUTS = {
 }
 
 
-def gradient(models, world, episodes, variant: str, backwards: bool = False, **pack_options) -> list[torch.Tensor]:
-    """By the scripts' own `backward` and `critic_backward`: local episodes, global counts, factor world.size."""
+def gradient(
+    models, world, episodes, variant: str, backwards: bool = False, **pack_options
+) -> list[torch.Tensor]:
+    """By the scripts' own `backward` and `critic_backward`: local episodes, global counts, factor
+    world.size."""
     args, model = VARIANTS[variant], models["critic" if variant == "critic" else "policy"]
     dtype = next(model.parameters()).dtype
     index = TokenIndex(episodes)
     scores = torch.tensor([e.rewards["score"] for e in episodes], dtype=torch.float64)
-    rollout = torch.tensor([lp for e in episodes for lp, m in zip(e.logprobs, e.loss_mask) if m], dtype=dtype)
+    rollout = torch.tensor(
+        [lp for e in episodes for lp, m in zip(e.logprobs, e.loss_mask) if m], dtype=dtype
+    )
     lengths = index.lengths[index.episode_of_token].to(dtype)
     common = (index.episode_of_token, lengths, rollout, rollout.clone(), rollout.clone())
     if isinstance(args, grpo.Args):
@@ -70,7 +81,8 @@ def gradient(models, world, episodes, variant: str, backwards: bool = False, **p
     if variant == "critic":
         ppo.critic_backward(model, minibatch, tokens, args, world)
         return gradients_of(model)
-    with torch.no_grad():  # old log-probs near the current ones, so that some ratios are clipped and most are not
+    # old log-probs near the current ones, so that some ratios are clipped and most are not
+    with torch.no_grad():
         for batch in batches:
             with forward_context(model):
                 near = model(batch, args.rollout.temperature)[0]
@@ -111,13 +123,15 @@ def main(args: argparse.Namespace) -> None:
     world = init_world()
     dtype = getattr(torch, args.dtype)
     config = Qwen2Config(
-        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=2,
         num_key_value_heads=1, tie_word_embeddings=True,
     )  # fmt: skip
     episodes = random_episodes(11, prompts=5)
     for episode in episodes:
         if episode.prompt_index == 2:
-            episode.rewards["score"] = 1.0  # a zero-variance group: no gradient, but its tokens count
+            # a zero-variance group: no gradient, but its tokens count
+            episode.rewards["score"] = 1.0
     owners = {
         "even": lambda e: e.prompt_index % world.size,
         "rank 0 has all": lambda e: 0,
@@ -125,14 +139,22 @@ def main(args: argparse.Namespace) -> None:
     if args.single:
         for variant in args.variants:
             reference = gradient(
-                make_models(config, dtype, args.lora), world, episodes, variant, budget=1, share_prompts=False
+                make_models(config, dtype, args.lora),
+                world,
+                episodes,
+                variant,
+                budget=1,
+                share_prompts=False,
             )
             torch.save(reference, f"{args.folder}/{variant}.pt")
         return
     distances = {}
     for strategy in ("ddp", *args.shard_sizes):
         mesh = make_mesh(world, "ddp") if strategy == "ddp" else make_mesh(world, "fsdp", strategy)
-        models = {name: wrap_model(m, mesh, dtype) for name, m in make_models(config, dtype, args.lora).items()}
+        models = {
+            name: wrap_model(m, mesh, dtype)
+            for name, m in make_models(config, dtype, args.lora).items()
+        }
         for name, owner in owners.items():
             mine = [e for e in episodes if owner(e) == world.rank]
             for budget in args.budgets:
@@ -140,9 +162,14 @@ def main(args: argparse.Namespace) -> None:
                     checkpointing = layout == "checkpointing"
                     for model in models.values():
                         backbone = model.model
-                        getattr(backbone, f"gradient_checkpointing_{'enable' if checkpointing else 'disable'}")()
+                        getattr(
+                            backbone,
+                            f"gradient_checkpointing_{'enable' if checkpointing else 'disable'}",
+                        )()
                     for variant in args.variants:
-                        if args.pairs and not in_pairs(strategy, name, budget == args.budgets[0], layout, variant):
+                        if args.pairs and not in_pairs(
+                            strategy, name, budget == args.budgets[0], layout, variant
+                        ):
                             continue
                         for model in models.values():
                             model.zero_grad()

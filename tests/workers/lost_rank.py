@@ -1,4 +1,5 @@
-"""grpo.py with its flags, but the last rank raises, is killed, or sees another token, in the middle of a rollout.
+"""grpo.py with its flags, but the last rank raises, is killed, or sees another token, in the middle
+of a rollout.
 
 python tests/workers/lost_rank.py raise | sigkill | token FLAGS
 """

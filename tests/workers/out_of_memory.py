@@ -1,4 +1,5 @@
-"""grpo.py with its flags, but once in a run the last rank runs out of memory in a backward of step 2.
+"""grpo.py with its flags, but once in a run the last rank runs out of memory in a backward of step
+2.
 
 The allocator itself says so: on a CPU since a rank may not take more than is free.
 """

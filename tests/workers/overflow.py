@@ -14,14 +14,19 @@ def main(_: None) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model._no_split_modules = ["Linear"]  # as of a transformers model
-    model, x = wrap_model(model, make_mesh(world, "fsdp"), torch.float16), torch.ones(4, 8, device=world.device)
+    model, x = (
+        wrap_model(model, make_mesh(world, "fsdp"), torch.float16),
+        torch.ones(4, 8, device=world.device),
+    )
     adamw = GuardedAdamW(model, torch.float16, weight_decay=0.01, max_grad_norm=1.0)
     before = [p.detach().full_tensor().clone() for p in model.parameters()]
     factor = 1e4 if world.rank == world.size - 1 else 1e-4
     (model(x).sum() * factor * adamw.scale).backward()
     stepped = took_a_step(adamw)
     model[0].reshard(), model[1].reshard(), model.reshard()
-    unchanged = all(torch.equal(a, p.detach().full_tensor()) for a, p in zip(before, model.parameters()))
+    unchanged = all(
+        torch.equal(a, p.detach().full_tensor()) for a, p in zip(before, model.parameters())
+    )
     halved = adamw.scale
     (model(x).sum() * 1e-4 * adamw.scale).backward()
     then = took_a_step(adamw)

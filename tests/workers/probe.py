@@ -1,4 +1,5 @@
-"""Prints what a process has been given, as JSON: a forked rank must not differ from a fresh interpreter."""
+"""Prints what a process has been given, as JSON: a forked rank must not differ from a fresh
+interpreter."""
 
 import json
 import os
@@ -11,7 +12,11 @@ import numpy as np
 import torch
 
 if __name__ == "__main__":
-    signals = {signal.Signals(n).name: str(signal.getsignal(n)) for n in signal.valid_signals() if n < signal.SIGRTMIN}
+    signals = {
+        signal.Signals(n).name: str(signal.getsignal(n))
+        for n in signal.valid_signals()
+        if n < signal.SIGRTMIN
+    }
     seen = {
         "argv": sys.argv,
         "command": sys.orig_argv[-len(sys.argv) :],
@@ -24,7 +29,11 @@ if __name__ == "__main__":
         "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
         "umask": os.umask(0),
         "files": len(os.listdir("/proc/self/fd")),
-        "threads": [len(os.listdir("/proc/self/task")), threading.active_count(), torch.get_num_threads()],
+        "threads": [
+            len(os.listdir("/proc/self/task")),
+            threading.active_count(),
+            torch.get_num_threads(),
+        ],
         "interop": torch.get_num_interop_threads(),
         "dtype": str(torch.get_default_dtype()),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
@@ -33,4 +42,8 @@ if __name__ == "__main__":
     print(json.dumps(seen))
     print(json.dumps([random.random(), np.random.rand(), torch.rand(1).item()]))
     if len(sys.argv) > 1:
-        raise {"exit": SystemExit(3), "text": SystemExit("error: a text"), "raise": KeyError("answer")}[sys.argv[1]]
+        raise {
+            "exit": SystemExit(3),
+            "text": SystemExit("error: a text"),
+            "raise": KeyError("answer"),
+        }[sys.argv[1]]

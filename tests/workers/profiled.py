@@ -1,6 +1,8 @@
-"""Run by torchrun with a folder and --profile-steps: a loop without a model, one rank slower than the others.
+"""Run by torchrun with a folder and --profile-steps: a loop without a model, one rank slower than
+the others.
 
-Prints the metrics of its steps, 2 to 4, on rank 0. In the step with the number `stop_at` one rank gets a SIGTERM.
+Prints the metrics of its steps, 2 to 4, on rank 0. In the step with the number `stop_at` one rank
+gets a SIGTERM.
 """
 
 import json
@@ -23,7 +25,9 @@ SLOW_RANK, SLOW_S = 1, 0.4
 def main(folder: str, asked: str, stop_at: str = "") -> None:
     world = init_world()
     handle_signals()
-    job = SimpleNamespace(world=world, output_dir=Path(folder), run=SimpleNamespace(profile_steps=asked or None))
+    job = SimpleNamespace(
+        world=world, output_dir=Path(folder), run=SimpleNamespace(profile_steps=asked or None)
+    )
     metrics = []
     for step in profiled(range(1, 4), job):
         watch = Stopwatch()

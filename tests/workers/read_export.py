@@ -1,13 +1,17 @@
-"""What transformers 4.57 makes of an export: a JSON object for each folder. Run by a Python that has that version."""
+"""What transformers 4.57 makes of an export: a JSON object for each folder. Run by a Python that
+has that version."""
 
 import json
 import sys
 
 import torch
 
-sys.modules["torchaudio"] = sys.modules["torchcodec"] = None  # CUDA builds beside a CPU torch: common/torch_repair.py
+# CUDA builds beside a CPU torch: common/torch_repair.py
+sys.modules["torchaudio"] = sys.modules["torchcodec"] = None
 for name in ("nms", "qnms"):
-    torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    torch.library.define(
+        f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+    )
 
 import transformers  # noqa: E402
 

@@ -1,4 +1,5 @@
-"""Run by torchrun: what ranks with different episodes and metrics make of them together. Prints JSON on rank 0."""
+"""Run by torchrun: what ranks with different episodes and metrics make of them together. Prints
+JSON on rank 0."""
 
 import json
 from pathlib import Path
@@ -14,7 +15,8 @@ from common.packing import Packer, TokenIndex
 def main(_: None) -> None:
     world = init_world()
     means = Means()
-    means.add("both", torch.tensor([1.0, 2.0, 3.0]).sum() * (world.rank + 1), count=3)  # 6 of 3, 12 of 3
+    # 6 of 3, 12 of 3
+    means.add("both", torch.tensor([1.0, 2.0, 3.0]).sum() * (world.rank + 1), count=3)
     means.add("weighted", [10.0, 2.0][world.rank], count=[1, 3][world.rank])
     means.add(["only rank 0", "only rank 1"][world.rank], 5.0, count=2)
     means.add("of nothing here", 0.0, count=world.rank)

@@ -1,4 +1,5 @@
-"""A model and its AdamW, trained or out of a checkpoint, into another one: reshard.py full|lora FROM TO.
+"""A model and its AdamW, trained or out of a checkpoint, into another one: reshard.py full|lora
+FROM TO.
 
 FROM is a run folder, or "nothing"; prints what there is after that, as hashes.
 """
@@ -26,7 +27,8 @@ shards.FILE_BYTES = 100  # each rank has several files
 
 
 class Odd(nn.Module):
-    """Tied weights, a buffer, and parameters that two ranks cannot halve: of one number the second has nothing."""
+    """Tied weights, a buffer, and parameters that two ranks cannot halve: of one number the second
+    has nothing."""
 
     def __init__(self):
         super().__init__()

@@ -1,6 +1,8 @@
-"""Run by torchrun: the gradient of mixed supervised rows (text, images, a video), split over ranks and micro-batches.
+"""Run by torchrun: the gradient of mixed supervised rows (text, images, a video), split over ranks
+and micro-batches.
 
-Prints one JSON object on rank 0: {variant: relative L2 distance from the gradients of single rows, summed}.
+Prints one JSON object on rank 0: {variant: relative L2 distance from the gradients of single rows,
+summed}.
 """
 
 import argparse
@@ -42,8 +44,13 @@ def main(args: argparse.Namespace) -> None:
     world, dtype = init_world(), getattr(torch, args.dtype)
     if dtype == torch.float64:
         qwen.apply_rotary_pos_emb_vision = rotate
-    vision, tokenizer = load_vision(args.model, PixelLimits(784, 16 * 784, 4 * 784)), load_tokenizer(args.model)
-    data = Conversations(args.data, "--data", tokenizer, max_tokens=4096, vision=vision, media_root=args.media_root)
+    vision, tokenizer = (
+        load_vision(args.model, PixelLimits(784, 16 * 784, 4 * 784)),
+        load_tokenizer(args.model),
+    )
+    data = Conversations(
+        args.data, "--data", tokenizer, max_tokens=4096, vision=vision, media_root=args.media_root
+    )
     episodes = [data.episode(row) for row in range(len(data))]
     kinds = {medium.kind for episode in episodes for medium in episode.media}
     assert kinds == {"image", "video"} and not all(episode.media for episode in episodes)
@@ -57,12 +64,17 @@ def main(args: argparse.Namespace) -> None:
 
     distances = {}
     for strategy in ("fsdp", "ddp"):
-        model = wrap_model(make_policy(args.model, vision, dtype), make_mesh(world, strategy), dtype)
+        model = wrap_model(
+            make_policy(args.model, vision, dtype), make_mesh(world, strategy), dtype
+        )
         for split in ("balanced", "rank 0 has all pictures"):
             rows = list(range(len(data)))
             parts = balanced(rows, data.costs, world.size)
             if split != "balanced":
-                parts = [[r for r in rows if bool(episodes[r].media) == (rank == 0)] for rank in range(world.size)]
+                parts = [
+                    [r for r in rows if bool(episodes[r].media) == (rank == 0)]
+                    for rank in range(world.size)
+                ]
             mine = [episodes[row] for row in parts[world.rank]]
             index = TokenIndex(mine)
             assert all_reduce([len(index)])[0] == count
@@ -71,9 +83,12 @@ def main(args: argparse.Namespace) -> None:
                 batches = pack(mine, range(len(mine)), index, budget=budget, vision=vision)
                 means = backward(model, Minibatch([], count, len(data), batches), world)
                 assert means.counts["policy/loss"] == len(index)
-                got = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
-                distances[f"{strategy}, {split}, budget {budget}, {len(batches)} batches"] = relative_l2(
-                    got, reference
+                got = [
+                    p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+                    for p in model.parameters()
+                ]
+                distances[f"{strategy}, {split}, budget {budget}, {len(batches)} batches"] = (
+                    relative_l2(got, reference)
                 )
         assert len(got) == len(list(model.parameters()))
     if world.is_main:

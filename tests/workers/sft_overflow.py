@@ -1,4 +1,5 @@
-"""Run by torchrun: sft.py in fp16, with a loss that overflows in the second step, on rank 1 alone."""
+"""Run by torchrun: sft.py in fp16, with a loss that overflows in the second step, on rank 1
+alone."""
 
 import sft
 from common.distributed import run

@@ -1,9 +1,10 @@
-"""Run by torchrun: trajectories with tools on ranks that share an engine, for which a script stands.
+"""Run by torchrun: trajectories with tools on ranks that share an engine, for which a script
+stands.
 
 python tests/workers/shared_tools.py TOOLS TURN ...
 
-Prints a JSON object for each rank: its trajectories, the exchanges of replies that there were, how many of them while
-the engine sampled, and how many processes its tools have.
+Prints a JSON object for each rank: its trajectories, the exchanges of replies that there were, how
+many of them while the engine sampled, and how many processes its tools have.
 """
 
 import json
@@ -41,7 +42,9 @@ def main(tools: str, *script: str) -> None:
     options = {"seed": 1, "step": 2, "weights_step": 2, "turns": turns}
     episodes = sample_episodes(engine, rows, Sampling(len(scripts), 4000), **options)
     mine = {
-        "trajectories": [(e.response_ids, e.finish_reason, [call["text"] for call in e.calls]) for e in episodes],
+        "trajectories": [
+            (e.response_ids, e.finish_reason, [call["text"] for call in e.calls]) for e in episodes
+        ],
         "exchanges": len(exchanges),
         "while sampling": sum(exchanges),
         "processes": len(psutil.Process().children(recursive=True)),

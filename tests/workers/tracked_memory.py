@@ -1,9 +1,11 @@
-"""Gigabytes of an update of a Qwen2 under FSDP2, by torch's tracker: nothing is allocated, other ranks are pretended.
+"""Gigabytes of an update of a Qwen2 under FSDP2, by torch's tracker: nothing is allocated, other
+ranks are pretended.
 
     python tests/workers/tracked_memory.py RANKS TOKENS CONFIG_FOLDER [checkpointing]
 
-Weights, gradients, what FSDP2 gathers and reduces, activations; of a second micro-batch. No moments of Adam, whose
-place the tracker takes for whole tensors, and neither attention's nor the head's work space.
+Weights, gradients, what FSDP2 gathers and reduces, activations; of a second micro-batch. No moments
+of Adam, whose place the tracker takes for whole tensors, and neither attention's nor the head's
+work space.
 """
 
 import sys
@@ -26,7 +28,9 @@ class Opaque(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         output = torch.empty_like(query)
-        ctx.save_for_backward(query, key, value, output, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        ctx.save_for_backward(
+            query, key, value, output, query.new_empty(query.shape[:-1], dtype=torch.float32)
+        )
         return output
 
     @staticmethod
@@ -34,7 +38,9 @@ class Opaque(torch.autograd.Function):
         return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
 
 
-def opaque_attention(_, query: Tensor, key: Tensor, value: Tensor, mask: None, **options) -> tuple[Tensor, None]:
+def opaque_attention(
+    _, query: Tensor, key: Tensor, value: Tensor, mask: None, **options
+) -> tuple[Tensor, None]:
     heads = query.shape[1]
     if heads & (heads - 1):  # as transformers does it for flex attention
         key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
