@@ -81,6 +81,15 @@ def test_groups_are_replaced_and_ranked(world, capsys, flags, drawn, trained):
     assert (told in capsys.readouterr().out) == (found < wanted)
 
 
+def test_groups_of_other_ranks_count(world, monkeypatch):
+    """This rank has two of its six prompts; with those of another one the four are there."""
+    monkeypatch.setattr(grpo, "prompts_of_all_ranks", lambda episodes: [1, 4, 6, 9])
+    rollouts = rollouts_of(world)
+    args = make_args(grpo, dynamic_sampling=9, oversample=1.5, prompts_per_step=4)
+    grpo.collect_groups(rollouts, args, 0, Stopwatch())
+    assert rollouts.drawn == [(0, 6)]
+
+
 def test_the_deviation_is_that_of_the_scored_samples(world):
     """Unbiased: over two samples it is wider than over three; a sample that could not be scored is
     none."""

@@ -95,6 +95,15 @@ def test_each_attention_gets_the_packs_that_it_reads(attention, repeats, multipl
     assert len(units) == (len(episodes) if repeats else 6)
 
 
+def test_a_group_beyond_the_budget_is_split_and_repeats_its_prompt(world):
+    episodes = [e for e in random_episodes(7, prompts=6, samples=6) if any(e.loss_mask)]
+    budget = max(len(e.prompt_ids) + len(e.response_ids) for e in episodes)
+    packer = Packer("sdpa", budget, Path("nowhere"), world)
+    (minibatch,) = packer.minibatches(episodes, TokenIndex(episodes), 1, seed=0, step=0)
+    units = [unit for batch in minibatch.micro_batches for unit in batch.units]
+    assert max(sizes(minibatch)) <= budget and 6 < len(units) < len(episodes)
+
+
 # --- attempt --------------------------------------------------------------------------------------
 
 
