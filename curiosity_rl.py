@@ -36,9 +36,8 @@ import torch
 from torch import Tensor
 
 from common.checkpoint import Checkpoints
-from common.data.dumps import load_rollouts
+from common.console import announce
 from common.distributed import World, all_reduce, forward_context, run, stop_requested
-from common.episodes import Episode, by_prompt, unequal_groups
 from common.files import refuse
 from common.flags import (
     Amount,
@@ -54,7 +53,6 @@ from common.flags import (
     refuse_idle,
 )
 from common.job import Job
-from common.look.console import announce
 from common.means import Means
 from common.metrics import rollout_means, rollout_metrics
 from common.models import sync_engine
@@ -63,8 +61,10 @@ from common.packing import Minibatch, Packer, TokenIndex
 from common.precision import checked_gap
 from common.progress import Progress
 from common.rewards import is_correct
-from common.rollouts import Rollouts, has_tools
-from common.setup import Stopwatch, due, finish, open_logger, profiled, seed_step
+from common.rollout.dumps import load_rollouts
+from common.rollout.rollouts import Rollouts, has_tools
+from common.rollout.sampling import Episode, by_prompt, unequal_groups
+from common.steps import Stopwatch, due, finish, open_logger, profiled, seed_step
 
 
 @dataclass

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from common.checkpoint import Checkpoints
-from common.data.dumps import load_rollouts
+from common.console import announce
 from common.distributed import (
     World,
     all_reduce,
@@ -43,7 +43,6 @@ from common.distributed import (
     run,
     stop_requested,
 )
-from common.episodes import Episode, by_prompt, prompts_of_all_ranks
 from common.files import refuse
 from common.flags import (
     Amount,
@@ -61,7 +60,6 @@ from common.flags import (
     refuse_idle,
 )
 from common.job import Job
-from common.look.console import announce
 from common.means import Means
 from common.metrics import rollout_means, rollout_metrics
 from common.models import sync_engine
@@ -70,8 +68,10 @@ from common.packing import Minibatch, Packer, TokenIndex
 from common.precision import checked_gap
 from common.progress import Progress, say
 from common.rewards import is_correct
-from common.rollouts import Rollouts, has_tools
-from common.setup import Stopwatch, due, finish, open_logger, profiled, seed_step
+from common.rollout.dumps import load_rollouts
+from common.rollout.rollouts import Rollouts, has_tools
+from common.rollout.sampling import Episode, by_prompt, prompts_of_all_ranks
+from common.steps import Stopwatch, due, finish, open_logger, profiled, seed_step
 
 
 @dataclass

@@ -35,9 +35,8 @@ import torch
 from torch import Tensor
 
 from common.checkpoint import Checkpoints
-from common.data.dumps import load_rollouts
+from common.console import announce
 from common.distributed import World, all_reduce, forward_context, run, stop_requested
-from common.episodes import Episode
 from common.files import DAMAGE, refuse, user_errors
 from common.flags import (
     Amount,
@@ -55,7 +54,6 @@ from common.flags import (
 )
 from common.hub import load_tokenizer, resolve_model
 from common.job import Job
-from common.look.console import announce
 from common.means import Means
 from common.metrics import explained_variance, rollout_means, rollout_metrics
 from common.models import sync_engine
@@ -63,8 +61,10 @@ from common.optimizer import lr_factor
 from common.packing import Minibatch, Packer, TokenIndex
 from common.precision import checked_gap
 from common.progress import Progress
-from common.rollouts import Rollouts
-from common.setup import Stopwatch, due, finish, open_logger, profiled, seed_step
+from common.rollout.dumps import load_rollouts
+from common.rollout.rollouts import Rollouts
+from common.rollout.sampling import Episode
+from common.steps import Stopwatch, due, finish, open_logger, profiled, seed_step
 from common.vision import load_vision
 
 

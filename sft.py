@@ -26,12 +26,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.assets.build.embedded import embedded_data
 from common.checkpoint import Checkpoints
 from common.data.conversations import Conversations
 from common.data.prompts import steps_of
 from common.data.render import end_turns_properly
 from common.distributed import World, barrier, forward_context, run, stop_requested
-from common.episodes import Episode
+from common.export import export_hugging_face
 from common.files import refuse, user_errors
 from common.flags import (
     Amount,
@@ -45,17 +46,16 @@ from common.flags import (
     parse,
     refuse_idle,
 )
-from common.integrity import WrittenFiles
 from common.job import Job
+from common.manifest import WrittenFiles
 from common.means import Means
+from common.memory.plan import no_rollout
 from common.optimizer import lr_factor
 from common.packing import Minibatch, Packer, TokenIndex
-from common.prepare.embedded import embedded_data
-from common.prepare.export import export_hugging_face
-from common.prepare.memory_plan import no_rollout
 from common.processes import in_threads
 from common.progress import Progress, say
-from common.setup import Stopwatch, due, finish, open_logger, profiled, seed_step
+from common.rollout.sampling import Episode
+from common.steps import Stopwatch, due, finish, open_logger, profiled, seed_step
 
 
 @dataclass

@@ -27,7 +27,9 @@ from safetensors import SafetensorError
 from common.distributed import gather_objects
 from common.ending import reached
 from common.files import DAMAGE, replace_file, shorten, user_errors
-from common.integrity import (
+from common.job import Job
+from common.lora import adapters
+from common.manifest import (
     BEGIN_ANEW,
     MANIFEST,
     STEP_NAME,
@@ -36,8 +38,6 @@ from common.integrity import (
     read_record,
     remove_step,
 )
-from common.job import Job
-from common.lora import adapters
 from common.optimizer import GuardedAdamW
 from common.progress import say
 from common.shards import dcp, load_shards, save_shards, saved_tensors

@@ -302,12 +302,18 @@ def prepared_smollm2(flag: str) -> str:
         ):
             cache.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=cache).close()
-        command = [sys.executable, "-m", "common.prepare.smollm2", "--cache", str(cache.parent)]
+        command = [
+            sys.executable,
+            "-m",
+            "common.assets.build.smollm2",
+            "--cache",
+            str(cache.parent),
+        ]
         made = subprocess.run(
             command, cwd=Path(__file__).parents[1], stderr=subprocess.PIPE, text=True
         )
         if made.returncode:
-            again = "`python -m common.prepare.smollm2` tries again"
+            again = "`python -m common.assets.build.smollm2` tries again"
             raise SystemExit(
                 f"{flag} smollm2 is not prepared; {again}. It said:\n{made.stderr.strip()[-2000:]}"
             )

@@ -42,7 +42,8 @@ from common.flags import (
     tracker_names,
 )
 from common.hub import HUB_FILES, check_weights, load_tokenizer, resolve_model
-from common.integrity import (
+from common.lora import Base
+from common.manifest import (
     BEGIN_ANEW,
     WrittenFiles,
     fingerprint,
@@ -52,12 +53,11 @@ from common.integrity import (
     refuse_links,
     weights_identity,
 )
-from common.lora import Base
+from common.memory.plan import memory_plan
 from common.models import Critic, check_model, load_policy
 from common.optimizer import GuardedAdamW
 from common.pictures import PixelLimits
 from common.precision import check_device, choose_dtype
-from common.prepare.memory_plan import memory_plan
 from common.progress import say
 from common.rotary import num_positions
 from common.shards import find_checkpoint
@@ -291,7 +291,7 @@ def describe_run(path: str) -> dict[str, str]:
         "*.py",
         "common/**/*.py",
         "common/*/*.json",
-        "common/*/*.toml",
+        "common/**/*.toml",
         "papers/**/*.py",
         "papers/**/*.toml",
     )

@@ -6,10 +6,10 @@ from functools import cache
 from torch import Tensor
 
 from common.distributed import all_reduce, world_size
-from common.episodes import FINISH_REASONS, Episode, by_prompt, unequal_groups
 from common.means import Means
 from common.progress import say
 from common.rewards import is_correct
+from common.rollout.sampling import FINISH_REASONS, Episode, by_prompt, unequal_groups
 
 RARE_REASONS = sorted(FINISH_REASONS.keys() - {"stop", "length"})  # to finish an episode
 MOST_NUMBERS = 32  # of a reward function, beside the score

@@ -9,7 +9,7 @@ from torch import nn
 from common.distributed import average_gradients, whole
 from common.files import memory_advice, refuse
 from common.means import Means
-from common.memory import limited_memory
+from common.memory.halving import limited_memory
 from common.precision import LossScale
 
 MAX_SKIPPED = 5

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from common.distributed import World, all_reduce, forward_context
-from common.episodes import Episode, prompts_of_all_ranks
 from common.limits import exhausted_memory
-from common.memory import halve_budget, limited_memory, release_memory, remembered_budget
+from common.memory.halving import halve_budget, limited_memory, release_memory, remembered_budget
 from common.pictures import Media
 from common.progress import Progress
+from common.rollout.sampling import Episode, prompts_of_all_ranks
 from common.vision import Vision
 
 T = TypeVar("T")

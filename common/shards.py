@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from common.distributed import World, broadcast_object, gather_objects, reshard, world_size
 from common.files import refuse, shorten
-from common.integrity import BEGIN_ANEW, MANIFEST, complete, step_folder, verify
 from common.lora import adapters
+from common.manifest import BEGIN_ANEW, MANIFEST, complete, step_folder, verify
 from common.optimizer import make_moments
 from common.torch_repair import Later
 

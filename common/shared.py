@@ -6,7 +6,7 @@ from typing import Any
 from torch.distributed import ProcessGroup
 
 from common.distributed import broadcast_object
-from common.workers import Pool
+from common.workers.pool import Pool
 
 
 class SharedPool:

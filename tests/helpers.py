@@ -28,9 +28,9 @@ import common.torch_repair  # noqa: F401  (before anything of transformers is im
 from common.attention import register_attention
 from common.checkpoint import Checkpoints
 from common.engine.books import Request, Sampling
-from common.episodes import Episode
 from common.flags import Data, Rollout, Run, parse
 from common.precision import LossScale, choose_dtype
+from common.rollout.sampling import Episode
 
 register_attention()  # for models that are built without `load_policy`
 

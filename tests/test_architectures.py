@@ -6,9 +6,9 @@ import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from common.episodes import Episode
 from common.models import check_model, load_policy
 from common.packing import TokenIndex, pack
+from common.rollout.sampling import Episode
 from common.vision import skeleton
 
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}

@@ -26,8 +26,8 @@ from common.distributed import broadcast_object, gather_objects
 from common.flags import Run
 from common.job import lock_everywhere
 from common.optimizer import GuardedAdamW, make_moments
-from common.setup import seed_step
 from common.shards import file_numbers, find_checkpoint, saved_weights
+from common.steps import seed_step
 
 
 def save(folder, step, world, keep=1, best=False, seed=0):

@@ -17,14 +17,14 @@ from tokenizers import Regex, pre_tokenizers
 from vl import LLAMA2, TOOLS, ZEPHYR, build_sentencepiece, picture, write_tiny_vl
 from vl import build_tokenizer as build_vl_tokenizer
 
+from common.assets.build.tiny import build_tokenizer
 from common.data.conversations import Conversations, conversation_episode
 from common.data.formats import called, read_conversation
+from common.data.protocols import CLOSE, OPEN, Call, Hermes
 from common.data.render import end_turns_properly
 from common.data.rows import RowFiles
 from common.distributed import World
 from common.pictures import BadRow, PixelLimits
-from common.prepare.tiny import build_tokenizer
-from common.tools.turns import CLOSE, OPEN, Call, Hermes
 from common.vision import load_vision
 from sft import balanced
 

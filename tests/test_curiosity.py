@@ -8,9 +8,9 @@ from helpers import checked_args, make_args
 
 import curiosity_rl
 from common.data import visual_qa
-from common.episodes import Episode
 from common.rewards import is_correct, reward_function, visual_qa_reward
-from common.rewards.samples import summarize
+from common.rollout.evaluation import summarize
+from common.rollout.sampling import Episode
 from curiosity_rl import Args, curiosity_terms, num_calls, select, shape_rewards
 
 PAPER = {"alpha": 0.5, "target": 0.3, "penalty": 0.05, "free": 1}

@@ -35,17 +35,17 @@ from vl import LLAMA2, build_sentencepiece
 
 import common.data.rows as rows_module
 import sft
+from common.console import announce
 from common.data.prompts import PromptData, PromptLoader, steps_of
 from common.data.render import end_token_ids
 from common.data.rows import RowFiles, read_file
 from common.data.scan import Fingerprint, Lengths, shared_ends
 from common.distributed import World
-from common.episodes import with_replies
 from common.flags import Data, Rollout, Run
-from common.look.console import announce
 from common.look.show import show
 from common.progress import Progress
-from common.rollouts import Rollouts, read_prompts
+from common.rollout.rollouts import Rollouts, read_prompts
+from common.rollout.sampling import with_replies
 
 CHATML = (  # one of its system messages it does not show
     "{% for m in messages if m.content != 'SILENT' %}"

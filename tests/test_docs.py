@@ -14,7 +14,7 @@ import pytest
 from helpers import ROOT, metrics_of, run_script
 
 from common.rewards import reward_function
-from common.workers import load_function
+from common.workers.pool import load_function
 
 SCRIPTS = sorted(path.name for path in ROOT.glob("*.py"))
 PAGES = [*ROOT.glob("README*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("papers/*/README.md")]
@@ -170,6 +170,8 @@ def all_flags() -> set[str]:
     programs = [*SCRIPTS, *(str(p.relative_to(ROOT)) for p in ROOT.glob("tests/bench/*.py"))]
     programs += [str(p.relative_to(ROOT)) for p in ROOT.glob("results/notebook/*.py")]
     programs += [f"common.prepare.{p.stem}" for p in ROOT.glob("common/prepare/*.py")]
+    programs += [f"common.assets.build.{p.stem}" for p in ROOT.glob("common/assets/build/*.py")]
+    programs += ["common.export"]
     programs += [str(p.relative_to(ROOT)) for p in ROOT.glob("papers/*/*.py")]
     programs += [
         "common.score",

@@ -26,10 +26,10 @@ from helpers import (
     wait_until,
 )
 
+from common.assets.build.embedded import embedded_data
+from common.data.protocols import Hermes
 from common.data.render import DEFAULT_SYSTEM
-from common.prepare.embedded import embedded_data
 from common.tools import CROP
-from common.tools.turns import Hermes
 
 pytestmark = pytest.mark.slow
 

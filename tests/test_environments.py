@@ -12,10 +12,10 @@ from test_turns import ScriptedEngine, row, run
 from vl import build_tokenizer
 
 from common.flags import Rollout
+from common.rollout.trajectories import ANSWERING, CLOSING, OPENING, Turns
 from common.tools import load_tools
 from common.tools.environments import read
 from common.tools.pools import ToolWorkers
-from common.tools.trajectories import ANSWERING, CLOSING, OPENING, Turns
 
 GUESS = f"{ROOT}/docs/examples/guess.py:Guess"
 

@@ -18,7 +18,7 @@ from common.engine.hf import HuggingFaceEngine
 from common.flags import Data, Rollout
 from common.hub import load_tokenizer, resolve_model
 from common.rewards import is_correct
-from common.rewards.samples import (
+from common.rollout.evaluation import (
     bounded,
     format_table,
     maj_at_k,
@@ -26,7 +26,7 @@ from common.rewards.samples import (
     summarize,
     wilson_interval,
 )
-from common.rollouts import Rollouts, read_prompts
+from common.rollout.rollouts import Rollouts, read_prompts
 
 
 def sample(group, score, pred="", source="a", length=10, truncated=False):
@@ -225,7 +225,7 @@ def tokenizer():
 
 @pytest.fixture
 def rollouts(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr("common.rollouts.sync_engine", lambda *_: None)
+    monkeypatch.setattr("common.rollout.rollouts.sync_engine", lambda *_: None)
     texts = [
         (f"{i} {i + 1} = {2 * i + 1}", {"numbers": [i, i + 1], "target": 2 * i + 1})
         for i in range(700)
@@ -251,7 +251,9 @@ def rollouts(tmp_path, tokenizer, monkeypatch):
 
 def test_rows_are_opened_some_at_a_time_and_each_time_is_a_sign_of_life(rollouts, monkeypatch):
     signs = []
-    monkeypatch.setattr("common.rollouts.sign_of_life", lambda: signs.append(rollouts.engine.steps))
+    monkeypatch.setattr(
+        "common.rollout.rollouts.sign_of_life", lambda: signs.append(rollouts.engine.steps)
+    )
     metrics = rollouts.evaluate(None, 20)
     assert metrics["eval/rows"] == 600 and rollouts.engine.asleep
     assert rollouts.eval_data.most <= 2 * 256, "of 600"
@@ -266,7 +268,9 @@ def test_every_rank_comes_to_every_exchange(rollouts, monkeypatch, samples):
     """As many exchanges on each of three ranks, and every row once."""
     rollouts.flags.eval_samples, rollouts.run.eval_rows = samples, 600 if samples < 300 else 5
     counts, seen, gathered = [], [], []
-    monkeypatch.setattr("common.rollouts.gather_objects", lambda own: gathered.append(own) or [own])
+    monkeypatch.setattr(
+        "common.rollout.rollouts.gather_objects", lambda own: gathered.append(own) or [own]
+    )
     for rank in range(3):
         gathered.clear()
         rollouts.world = World(rank, 3, rank, torch.device("cpu"))
@@ -380,7 +384,7 @@ def test_results_are_those_of_one_batch(rollouts, tmp_path, monkeypatch, tempera
     rollouts.eval_data = Rows([(text, {"target": 9}) for text in texts], rollouts.tokenizer)
     results = []
     for at_once in (10_000, 5 * samples):
-        monkeypatch.setattr("common.rollouts.AT_ONCE", at_once)
+        monkeypatch.setattr("common.rollout.rollouts.AT_ONCE", at_once)
         rollouts.evaluate(None, 20)
         results.append(pq.read_table(tmp_path / "eval/step_000020.parquet").to_pylist())
     assert results[0] == results[1] and len({s["completion"] for s in results[0]}) > 3

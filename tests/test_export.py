@@ -1,4 +1,4 @@
-"""prepare.export: a checkpoint becomes the folder that its run writes at the end, byte for byte."""
+"""common.export: a checkpoint becomes the folder that its run writes at the end, byte for byte."""
 
 import json
 import re
@@ -16,12 +16,12 @@ from transformers import GenerationConfig
 from vl import write_random, write_tiny_vl
 
 from common.distributed import World
+from common.export import Args, export_hugging_face, main
 from common.hub import FOLDERS, load_tokenizer
-from common.integrity import MANIFEST, digest, make_unfinished, model_identity
 from common.job import lock_everywhere
+from common.manifest import MANIFEST, digest, make_unfinished, model_identity
 from common.models import Critic, load_policy
 from common.pictures import PixelLimits
-from common.prepare.export import Args, export_hugging_face, main
 from common.vision import load_vision
 
 SIZES = [
@@ -147,9 +147,7 @@ def test_the_end_token_is_the_runs(run, tmp_path, monkeypatch, flag, changes):
     shutil.copytree(run / "checkpoints", tmp_path / "run/checkpoints", symlinks=True)
     (tmp_path / "run/config.json").write_text(json.dumps({"args": {flag: "game.py:Game"}}))
     asked: list[tuple] = []
-    monkeypatch.setattr(
-        "common.prepare.export.end_turns_properly", lambda *given: asked.append(given)
-    )
+    monkeypatch.setattr("common.export.end_turns_properly", lambda *given: asked.append(given))
     main(Args(tmp_path / "run", "tiny", tmp_path / "out"))
     assert len(asked) == changes
 

@@ -10,7 +10,7 @@ from helpers import ROOT, run_script, steps_of
 from common.flags import Data, Machine, Rollout, Run
 from common.hub import FOLDERS
 from common.job import Job
-from common.prepare.memory_plan import memory_phases
+from common.memory.plan import memory_phases
 
 WORKER = ROOT / "tests" / "workers" / "free_memory.py"
 OPTIONS = [
@@ -110,7 +110,7 @@ def test_a_replay_from_another_folder_takes_it(whole, tmp_path):
 def test_a_resume_takes_it_and_a_typed_number_wins(whole, world, tmp_path, monkeypatch):
     """From another folder, whatever is free there; a run that begins anew chooses anew."""
     monkeypatch.setattr("common.job.init_world", lambda *_: world)
-    monkeypatch.setattr("common.prepare.memory_plan.free_memory", lambda: 16e9)
+    monkeypatch.setattr("common.memory.plan.free_memory", lambda: 16e9)
     checkpoint = str(whole[0] / "checkpoints/step_000001")
     for resume, typed, expected in (
         (checkpoint, None, 256),

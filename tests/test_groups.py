@@ -8,10 +8,10 @@ import pytest
 from helpers import checked_args, make_args
 
 import grpo
-from common.episodes import Episode
-from common.look.console import announce
-from common.rollouts import Rollouts
-from common.setup import Stopwatch
+from common.console import announce
+from common.rollout.rollouts import Rollouts
+from common.rollout.sampling import Episode
+from common.steps import Stopwatch
 
 UNEQUAL = {
     1: (1.0, 0.0, 0.0),

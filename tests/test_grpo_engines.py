@@ -10,7 +10,7 @@ from helpers import LITTLE_CACHE, ROOT, metrics_of, relative_l2, run_script, ste
 from safetensors.torch import load_file
 from vl import write_random, write_tied_llama
 
-from common.prepare.tiny import write_demo_data
+from common.assets.build.tiny import write_demo_data
 
 SMALL = [
     "--prompts-per-step",

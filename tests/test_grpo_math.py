@@ -16,12 +16,12 @@ from test_objectives import surrogate as objective_surrogate
 import grpo
 import ppo
 import sft
-from common.episodes import Episode
 from common.job import Job
 from common.optimizer import GuardedAdamW, lr_factor
 from common.packing import split_minibatches
 from common.precision import LossScale, checked_gap
-from common.rollouts import Rollouts
+from common.rollout.rollouts import Rollouts
+from common.rollout.sampling import Episode
 
 # --- group_advantages -----------------------------------------------------------------------------
 

@@ -8,8 +8,8 @@ from helpers import LITTLE_CACHE, kill_once, metrics_of, run_script, steps_of
 from safetensors.torch import load_file
 from test_lora_runs import other_weights
 
+from common.export import Args, main
 from common.hub import FOLDERS
-from common.prepare.export import Args, main
 
 OPTIONS = [
     "--prompts-per-step",

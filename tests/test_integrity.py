@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from common import files, job
 from common.files import lock_folder, replace_file
-from common.integrity import digest, model_identity
+from common.manifest import digest, model_identity
 from common.shards import find_checkpoint
 
 IDENTITY = {"script": "grpo", "model": "0123"}

@@ -16,15 +16,15 @@ import pytest
 import torch
 from helpers import deadline, run_script
 
-from common import distributed, ending
-from common.episodes import Episode, Row
+from common import config as machine
+from common import distributed, ending, logger, trackers
+from common.config import save_config
+from common.console import COLUMNS, StatusLine, fitted, print_samples
 from common.limits import usable_cpus
-from common.look import logger, machine, trackers
-from common.look.console import COLUMNS, StatusLine, fitted, print_samples
+from common.logger import Logger
 from common.look.curves import plot_curves, read_metrics
-from common.look.logger import Logger
-from common.look.machine import save_config
-from common.rewards.samples import as_sample, summarize
+from common.rollout.evaluation import as_sample, summarize
+from common.rollout.sampling import Episode, Row
 
 
 def make(run_dir, total_steps=100, names=""):

@@ -20,13 +20,13 @@ from helpers import random_episodes
 from vl import build_tokenizer, picture
 
 import common.look.__main__
-from common.data.dumps import dump_rollouts, load_rollouts
-from common.episodes import FINISH_REASONS
 from common.hub import FOLDERS, load_tokenizer
 from common.look.__main__ import look
 from common.look.page import write_page
 from common.look.samples import MAX_SAMPLES, samples_page
 from common.pictures import Media, PixelLimits
+from common.rollout.dumps import dump_rollouts, load_rollouts
+from common.rollout.sampling import FINISH_REASONS
 
 LIMITS = PixelLimits(784, 16 * 784, 4 * 784)
 
@@ -179,7 +179,7 @@ def test_a_full_disk_costs_the_dump_and_the_page_but_not_the_run(
     def full(path, write):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("common.data.dumps.replace_file", full)
+    monkeypatch.setattr("common.rollout.dumps.replace_file", full)
     episodes = random_episodes(seed=3, prompts=1, samples=2)
     path = dump_rollouts(tmp_path, 1, episodes, [], [], tokenizer, world)
     assert f"warning: {path} not written (No space" in capsys.readouterr().out

@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 from vl import write_tied_llama
 
 from common.distributed import repeated_blocks
+from common.export import export_hugging_face
 from common.flags import Machine
 from common.hub import load_tokenizer, resolve_model
 from common.lora import Base, adapters, add_adapters, merged
 from common.models import Critic, full_parameters, load_policy
 from common.packing import TokenIndex, pack
-from common.prepare.export import export_hugging_face
 from common.shards import saved_weights
 
 CONFIG = Qwen2Config(

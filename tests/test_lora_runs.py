@@ -15,9 +15,9 @@ import curiosity_rl
 import grpo
 import ppo
 import sft
+from common.export import Args, main
 from common.flags import parse
 from common.hub import FOLDERS
-from common.prepare.export import Args, main
 
 LORA = ["--lora-rank", 4, "--learning-rate", 1e-3, "--dtype", "fp32"]
 OPTIONS = [

@@ -26,8 +26,8 @@ from helpers import (
 from torch.distributed.run import get_args_parser as torchrun_arguments
 
 from common.distributed import World, check_same, make_mesh
-from common.integrity import fingerprint
 from common.job import describe_run
+from common.manifest import fingerprint
 from common.rendezvous import find_interface
 
 FAULTS = ROOT / "tests" / "workers" / "faults.py"
@@ -443,7 +443,7 @@ def test_a_run_is_described_by_all_that_decides_what_it_does(monkeypatch, tmp_pa
     assert facts["seed"] == "3" and facts["no-compile"] == "" and facts["output-dir"] == "x y"
     assert {
         "grpo.py",
-        "common/setup.py",
+        "common/steps.py",
         "common/engine/vllm.py",
         "torch",
         __file__,

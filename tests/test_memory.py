@@ -30,10 +30,8 @@ from common.engine.hf import HuggingFaceEngine
 from common.engine.vllm import VllmEngine
 from common.flags import Machine, Rollout
 from common.hub import FOLDERS
-from common.memory import remembered_budget
-from common.model_shape import ModelShape, TowerShape, model_shape
-from common.optimizer import move_states
-from common.prepare.memory_plan import (
+from common.memory.halving import remembered_budget
+from common.memory.plan import (
     GIB,
     MemoryPlan,
     activation_bytes,
@@ -42,7 +40,9 @@ from common.prepare.memory_plan import (
     no_rollout,
     phases_of,
 )
-from common.prepare.memory_remedies import largest_micro_batch
+from common.memory.remedies import largest_micro_batch
+from common.memory.shape import ModelShape, TowerShape, model_shape
+from common.optimizer import move_states
 
 HIDDEN, LAYERS, VOCAB, MLP = 512, 3, 100_000, 1024
 # tied embeddings; per layer q, k, v with biases, o, three MLP matrices, two norms; the last norm
@@ -57,7 +57,7 @@ TRACKED = [(1, 4096, False, False), (8, 2048, False, True), (4, 128, True, False
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
     """What else runs on this one plays no part."""
-    monkeypatch.setattr("common.prepare.memory_plan.free_memory", lambda: 16e9)
+    monkeypatch.setattr("common.memory.plan.free_memory", lambda: 16e9)
 
 
 @pytest.fixture
@@ -355,7 +355,7 @@ def planned_on_gpus(
     shape = SHAPES[name]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (int(free * 1e9), int(80e9)))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr("common.prepare.memory_plan.model_shape", lambda *_: shape)
+    monkeypatch.setattr("common.memory.plan.model_shape", lambda *_: shape)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     world = World(0, ranks, 0, torch.device("cuda"))
     options = {"most_tokens": flags.pop("most_tokens")} if "most_tokens" in flags else {}
@@ -514,7 +514,7 @@ def test_an_engine_that_stays_awake_is_taken_off_first(monkeypatch):
 
 def planned_on_a_cpu(monkeypatch, folder, free: float, trained: int = 1, **flags) -> MemoryPlan:
     """`free`: gigabytes; flags of both groups."""
-    monkeypatch.setattr("common.prepare.memory_plan.free_memory", lambda: 1e9 * free)
+    monkeypatch.setattr("common.memory.plan.free_memory", lambda: 1e9 * free)
     rollout = Rollout(
         **{name: flags.pop(name) for name in ("engine_memory", "eval_only") if name in flags}
     )

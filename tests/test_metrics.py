@@ -7,9 +7,9 @@ import pytest
 import torch
 from helpers import ROOT, random_episodes, run_script
 
-from common.episodes import Episode
 from common.metrics import Means, rollout_means, rollout_metrics
 from common.packing import TokenIndex, split_minibatches
+from common.rollout.sampling import Episode
 
 
 @pytest.fixture(scope="module")

@@ -19,12 +19,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import grpo
 from common.engine.vllm import refuse_other_files, start_errors
-from common.episodes import Episode
+from common.export import export_hugging_face
 from common.hub import FOLDERS, OBJECTS, load_tokenizer, require_weights, resolve_model
 from common.job import Job, describe_run
 from common.models import Critic, Policy, load_policy, unsupported
 from common.packing import TokenIndex, pack
-from common.prepare.export import export_hugging_face
+from common.rollout.sampling import Episode
 from common.torch_repair import check_version
 
 SIZES = {

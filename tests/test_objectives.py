@@ -21,9 +21,9 @@ import curiosity_rl
 import grpo
 import ppo
 from common.distributed import World
-from common.episodes import Episode
 from common.metrics import Means
 from common.packing import Minibatch, TokenIndex, _build, pack
+from common.rollout.sampling import Episode
 
 OBJECTIVES = ["ppo", "gspo", "cispo"]
 REDUCTIONS = ["dapo", "grpo", "dr_grpo"]

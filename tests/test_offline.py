@@ -20,7 +20,7 @@ from helpers import ROOT, run_script, torchrun, wait_until
 
 from common.data.rows import RowFiles
 from common.rewards.offline import Scoring, score_file
-from common.rewards.samples import summarize
+from common.rollout.evaluation import summarize
 
 SAID = [["#### 1", "#### 2"], ["#### 1"], ["", "#### 3", "three"]]
 
@@ -299,7 +299,7 @@ def test_what_would_be_lost_is_refused(tmp_path, monkeypatch):
     output = tmp_path / "a_scored.parquet"
     output.write_text("old")
     monkeypatch.setattr(
-        "common.rewards.samples.write_samples",
+        "common.rollout.evaluation.write_samples",
         lambda *_: (_ for _ in ()).throw(OSError(28, "full")),
     )
     with pytest.raises(SystemExit, match="is not written"):

@@ -180,7 +180,7 @@ def test_out_of_memory_in_the_step_names_the_flags(monkeypatch):
         SystemExit, match=r"out of GPU memory in the optimizer's step: .*--offload optimizer"
     ):
         adamw.step(0.1)
-    monkeypatch.setattr("common.memory.free_memory", lambda: 2**20)
+    monkeypatch.setattr("common.memory.halving.free_memory", lambda: 2**20)
     monkeypatch.setattr(adamw.optimizer, "step", lambda: torch.empty(2**32, dtype=torch.uint8))
     give_gradient(adamw.model, 1)
     with pytest.raises(

@@ -11,11 +11,11 @@ from test_turns import CROP, LIMITS, ScriptedEngine, row, run
 from vl import build_tokenizer, picture, write_tiny_vl
 
 from common.engine.books import Completion
-from common.episodes import unequal_groups
 from common.flags import Rollout
 from common.pictures import Media, decode
+from common.rollout.sampling import unequal_groups
+from common.rollout.trajectories import Turns
 from common.tools.pools import ToolWorkers
-from common.tools.trajectories import Turns
 from common.tools.visual import crop_image_normalized, select_frames
 from common.vision import load_vision
 

@@ -22,7 +22,7 @@ from vl import write_tied_llama
 import grpo
 from common.distributed import abandon_backward, forward_context, make_mesh, wrap_model
 from common.limits import status_bytes
-from common.memory import RESERVE, halve_budget, limited_memory
+from common.memory.halving import RESERVE, halve_budget, limited_memory
 from common.models import load_policy
 from common.packing import Packer, TokenIndex, split_minibatches
 
@@ -205,9 +205,9 @@ def test_memory_may_end_outside_torchs_allocator(case, error, told, capsys):
 def test_on_a_cpu_a_rank_has_its_share_of_what_is_free(case, monkeypatch, capsys):
     """Two GiB for two ranks, less what is left for what follows; the limit ends with the update."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr("common.memory.free_memory", lambda: 2**31)
+    monkeypatch.setattr("common.memory.halving.free_memory", lambda: 2**31)
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    monkeypatch.setattr("common.memory._untouched", [2**63])
+    monkeypatch.setattr("common.memory.halving._untouched", [2**63])
     sizes = [2**32, 2**28]
     limits = []
 
@@ -237,7 +237,7 @@ def test_a_limit_of_the_users_stays(monkeypatch, free):
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (status_bytes("VmData") + 2**30, hard))
     lowered = resource.getrlimit(resource.RLIMIT_DATA)
-    monkeypatch.setattr("common.memory.free_memory", lambda: free)
+    monkeypatch.setattr("common.memory.halving.free_memory", lambda: free)
     try:
         with pytest.raises(KeyError), limited_memory(torch.device("cpu")):
             limit, same = resource.getrlimit(resource.RLIMIT_DATA)
@@ -250,8 +250,8 @@ def test_a_limit_of_the_users_stays(monkeypatch, free):
 
 def test_what_was_given_back_is_not_counted_twice(monkeypatch):
     """It is data still, and free as well."""
-    monkeypatch.setattr("common.memory.free_memory", lambda: 2**33)
-    monkeypatch.setattr("common.memory._untouched", [2**63])
+    monkeypatch.setattr("common.memory.halving.free_memory", lambda: 2**33)
+    monkeypatch.setattr("common.memory.halving._untouched", [2**63])
     limits = []
     for _ in range(2):
         with limited_memory(torch.device("cpu")):

@@ -20,12 +20,12 @@ from helpers import (
 
 import ppo
 from common.distributed import World
-from common.episodes import Episode
 from common.hub import FOLDERS
 from common.metrics import explained_variance, rollout_means, rollout_metrics
 from common.models import Critic
 from common.packing import Minibatch, TokenIndex, pack
 from common.pictures import PixelLimits
+from common.rollout.sampling import Episode
 
 ALONE = World(0, 1, 0, torch.device("cpu"))
 

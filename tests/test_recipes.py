@@ -13,8 +13,8 @@ from test_docs import PAGES, split_commands, text, without_heredocs
 from transformers import Qwen2_5_VLConfig, Qwen2Config
 
 from common.flags import EMBEDDED
-from common.prepare.memory_plan import memory_phases, no_rollout
-from common.prepare.memory_remedies import longest
+from common.memory.plan import memory_phases, no_rollout
+from common.memory.remedies import longest
 
 ROOM = 0.92  # share of a card that may be planned with, as in docs/scaling.md
 SHAPES = {  # hidden, MLP, layers, heads, key-value heads, vocabulary, tied

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
 
-from common.episodes import Episode, Row
 from common.hub import FOLDERS
 from common.rewards import model as reward_model
 from common.rewards.model import RewardModel, check_reward_model
-from common.rollouts import Rollouts
+from common.rollout.rollouts import Rollouts
+from common.rollout.sampling import Episode, Row
 
 
 def save_reward_model(folder, num_labels: int = 1) -> str:
@@ -211,7 +211,7 @@ def test_weights_that_are_not_the_classifiers_are_refused(rename, tmp_path):
 def test_it_takes_the_engines_place(monkeypatch):
     """Both at once may not fit."""
     done = []
-    monkeypatch.setattr("common.rollouts.score_episodes", lambda *_: done.append("rule"))
+    monkeypatch.setattr("common.rollout.rollouts.score_episodes", lambda *_: done.append("rule"))
     model = SimpleNamespace(score_episodes=lambda *_: done.append("model"))
     engine = SimpleNamespace(sleep=lambda: done.append("sleep"))
     rollouts = SimpleNamespace(engine=engine, reward_model=model, workers=None, tokenizer=None)

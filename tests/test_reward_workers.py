@@ -17,9 +17,9 @@ from types import SimpleNamespace
 import pytest
 from helpers import ROOT, alive, deadline, wait_until
 
-from common.episodes import Episode, Row
 from common.hub import FOLDERS
 from common.rewards import RewardWorkers, score_episodes
+from common.rollout.sampling import Episode, Row
 from common.torch_repair import transformers
 
 TIMEOUT = 2.0  # seconds, in all tests that do not say otherwise
@@ -345,7 +345,7 @@ def test_replies_of_several_workers_wait_for_the_trainer(start):
 
 
 def test_a_reply_that_is_too_large_costs_its_sample(start, monkeypatch):
-    monkeypatch.setattr("common.worker.MAX_REPLY", 2**20)
+    monkeypatch.setattr("common.workers.process.MAX_REPLY", 2**20)
     large, after = start(count=1).score([job("write much"), job("2")])
     assert large["error"].startswith("its reply cannot be read: it has 41943") and after == scored(
         2
@@ -358,7 +358,7 @@ def test_what_cannot_be_printed_is_replaced(start):
 
 
 def test_an_import_that_hangs_is_told_as_such(tmp_path, monkeypatch):
-    monkeypatch.setattr("common.worker.START_S", 1.0)
+    monkeypatch.setattr("common.workers.process.START_S", 1.0)
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)\n")
     with pytest.raises(
         ValueError, match="a reward worker did not start: its import did not end within 1 s"

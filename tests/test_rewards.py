@@ -18,7 +18,7 @@ import pytest
 
 from common.rewards import countdown, reward_function, score_response
 from common.rewards.math import canonical_number, score_gsm8k
-from common.workers import load_function
+from common.workers.pool import load_function
 
 GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
 

@@ -37,7 +37,7 @@ from test_python_tool import Trajectory
 from common.sandbox import namespaces, python, sandbox, seccomp
 from common.sandbox.python import PythonWorkers
 from common.sandbox.sandbox import Sandbox, as_reply, can_be_shown
-from common.worker import Link
+from common.workers.process import Link
 
 SECRET = "the truth is 42"
 PRELUDE = """

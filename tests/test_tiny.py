@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from common.assets.build import tiny
 from common.data.render import end_of_turn, end_token_ids
 from common.hub import FOLDERS, load_tokenizer
 from common.models import load_policy
-from common.prepare import tiny
 from common.rewards.countdown import score
 
 STEP = re.compile(r"(\d+)([-+])(\d+)=(\d+)")

@@ -13,14 +13,14 @@ import pyarrow.parquet as pq
 import pytest
 from helpers import LITTLE_CACHE, prompts_of, run_script
 
+from common.assets.build import mosaic, tiny_vl
 from common.data.conversations import Conversations
+from common.data.protocols import OPEN, Hermes
 from common.data.render import DEFAULT_SYSTEM
 from common.hub import FOLDERS, load_tokenizer
 from common.pictures import PixelLimits, decode
-from common.prepare import mosaic, tiny_vl
 from common.rewards import reward_function, score_response
 from common.tools import CROP, call_tool, load_tools
-from common.tools.turns import OPEN, Hermes
 from common.vision import load_vision
 
 ASSET = str(FOLDERS["tiny-vl"])

@@ -9,7 +9,7 @@ from helpers import LITTLE_CACHE, kill_once, metrics_of, run_script, steps_of
 from test_export import same_files
 from vl import vllm_knows_times, write_rows, write_tiny_vl
 
-from common.prepare.export import Args, main
+from common.export import Args, main
 
 PIXELS = ["--min-pixels", 784, "--max-pixels", 16 * 784, "--max-frame-pixels", 4 * 784]
 SIZES = [

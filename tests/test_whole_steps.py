@@ -10,8 +10,8 @@ from helpers import run_script, steps_of
 from test_reward_model import save_reward_model
 from transformers import AutoModelForCausalLM
 
+from common.export import Args, main
 from common.hub import FOLDERS
-from common.prepare.export import Args, main
 
 LONGEST, BUFFER, FLOOR, RATE, TEMPERATURE = 112, 100, 0.5, 1e-3, 2.0
 RUN = [

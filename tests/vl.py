@@ -16,9 +16,9 @@ import torch
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from common.assets.build.tiny_vl import CHAT_TEMPLATE as QWEN_VL
+from common.assets.build.tiny_vl import SPECIAL
 from common.pictures import PixelLimits
-from common.prepare.tiny_vl import CHAT_TEMPLATE as QWEN_VL
-from common.prepare.tiny_vl import SPECIAL
 
 # The layout of the published templates: Qwen2.5's (which has tools too), SmolLM2-Instruct's.
 QWEN = (
@@ -280,12 +280,12 @@ def teach(folder: Path, steps: int = 60) -> None:
     from test_turns import ScriptedEngine, row
 
     from common.engine.books import Sampling
-    from common.episodes import sample_episodes
     from common.models import load_policy
     from common.packing import TokenIndex, pack
     from common.pictures import Media
+    from common.rollout.sampling import sample_episodes
+    from common.rollout.trajectories import Turns
     from common.tools.pools import ToolWorkers
-    from common.tools.trajectories import Turns
     from common.vision import load_vision
 
     vision, tokenizer, workers = (

@@ -222,7 +222,7 @@ def import_all() -> None:
         with suppress(ModuleNotFoundError):
             importlib.import_module(name)
     importlib.import_module(
-        "common.prepare.tiny"
+        "common.assets.build.tiny"
     ).rl_problems()  # the demo's rows, which most runs write for themselves
     gc.collect()
     gc.freeze()  # a collection in a rank need not walk, and so copy, all that was imported

@@ -19,6 +19,7 @@ from jinja2 import TemplateError
 
 from common.data.formats import Conversation, pictured, read_conversation, text_of, unread_keys
 from common.data.media import count_tokens, open_media
+from common.data.protocols import spacing
 from common.data.render import (
     after_last_turn,
     as_text,
@@ -32,11 +33,10 @@ from common.data.rows import RowFiles
 from common.data.scan import Fingerprint, Found, KnownTokens, once_per_machine
 from common.data.templates import native_calls
 from common.distributed import World
-from common.episodes import Episode
 from common.files import shorten
 from common.pictures import BadRow, Media
 from common.progress import say
-from common.tools.turns import spacing
+from common.rollout.sampling import Episode
 from common.torch_repair import transformers
 from common.vision import Vision
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from common.data.media import Picture, picture_sources
+from common.data.protocols import CALL_ID, CLOSE, OPEN
 from common.data.render import (
     DEFAULT_SYSTEM,
     parsed,
@@ -22,9 +23,8 @@ from common.data.render import (
     with_tools,
     without_nulls,
 )
-from common.episodes import with_replies
 from common.pictures import BadRow
-from common.tools.turns import CALL_ID, CLOSE, OPEN
+from common.rollout.sampling import with_replies
 
 ROLES = ("system", "user", "assistant", "tool", "observation")
 SHAREGPT = {

@@ -21,17 +21,17 @@ from common.data.media import (
     picture_sources,
     read_tool_media,
 )
+from common.data.protocols import spacing
 from common.data.rows import RowFiles
 from common.data.scan import Fingerprint, Found, KnownTokens, Lengths, once_per_machine
 from common.data.verl import OPTIONAL, REQUIRED, row_problem, to_verl, truth_of
 from common.distributed import World
-from common.episodes import Prompt, Row, is_continued
 from common.flags import Data, Rollout
 from common.pictures import BadRow
 from common.progress import say
+from common.rollout.sampling import Prompt, Row, is_continued
 from common.tools import Tool
 from common.tools.environments import is_class
-from common.tools.turns import spacing
 from common.vision import Vision
 
 AS_THEY_STAND = (

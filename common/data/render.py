@@ -12,12 +12,12 @@ from typing import Any
 from jinja2 import TemplateError
 
 from common.data.media import MARKS, for_interpreter
+from common.data.protocols import Hermes
 from common.data.templates import native_calls
-from common.episodes import Prompt, is_continued
 from common.pictures import BadRow
 from common.progress import say
+from common.rollout.sampling import Prompt, is_continued
 from common.tools import Tool
-from common.tools.turns import Hermes
 from common.torch_repair import transformers
 
 # TinyZero's templates, stored inside one user message

@@ -10,7 +10,7 @@ from pathlib import Path
 from jinja2 import TemplateError
 from pydantic_core import from_json
 
-from common.tools.turns import CALL_ID, CLOSE, Call, Hermes, Protocol
+from common.data.protocols import CALL_ID, CLOSE, Call, Hermes, Protocol
 
 # name -> what `parse_response` takes as the field tool_calls
 FORMATS: dict[str, dict] = json.loads(Path(__file__).with_name("call_formats.json").read_text())

@@ -75,7 +75,7 @@ def draw_run(run: Path, tokenizer: str | None) -> None:
 
 
 def is_dump(path: Path) -> bool:
-    """Does a file have the columns of common/data/dumps.py?"""
+    """Does a file have the columns of common/rollout/dumps.py?"""
     try:
         return path.suffix == ".parquet" and {"response_ids", "loss_mask"} <= set(
             pq.read_schema(path).names

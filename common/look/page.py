@@ -101,8 +101,8 @@ def embed(data: bytes, side: int) -> dict:
 
 
 def write_page(dump: Path, tokenizer) -> None:
-    """The .html beside a dump (common/data/dumps.py): the first groups of its episodes, with their
-    pictures."""
+    """The .html beside a dump (common/rollout/dumps.py): the first groups of its episodes, with
+    their pictures."""
     try:
         prompts = pq.read_table(dump, columns=["prompt_index"])["prompt_index"].unique().to_pylist()
         rows = pq.read_table(
@@ -143,7 +143,7 @@ def save_with_links(page: Path, text: str) -> None:
 
 def page_episodes(rows: list[dict], files: dict[str, bytes], tokenizer) -> list[dict]:
     """What `rollout_page` wants to know of each episode."""
-    from common.episodes import FINISH_REASONS  # which needs torch, as a page does not
+    from common.rollout.sampling import FINISH_REASONS  # which needs torch, as a page does not
 
     episodes = []
     for row in rows:

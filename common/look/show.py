@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from common.data.prompts import row_problem, to_verl, truth_of
+from common.data.protocols import spacing
 from common.data.render import (
     apply_template,
     as_text,
@@ -17,10 +18,9 @@ from common.data.render import (
     to_messages,
 )
 from common.data.rows import RowFiles, records
-from common.episodes import Prompt
 from common.files import refuse, shorten
 from common.hub import EMBEDDED, load_tokenizer, resolve_model
-from common.tools.turns import spacing
+from common.rollout.sampling import Prompt
 
 CONVERSATIONS = ("messages", "conversations", "message_list", "question")
 PROGRAMS = dict.fromkeys(CONVERSATIONS, "sft.py") | {"responses": "python -m common.score"}

@@ -18,8 +18,8 @@ from math import fsum, inf, isnan, nan
 from common.ending import sign_of_life
 from common.progress import Progress
 from common.rewards import countdown, geometry, math, visual_qa
-from common.worker import Worker, describe
-from common.workers import Pool, load_function
+from common.workers.pool import Pool, load_function
+from common.workers.process import Worker, describe
 
 RewardFunction = Callable[..., float | Mapping]
 Job = tuple[str, str, object, Mapping | None]  # data_source, text, ground_truth, extra_info

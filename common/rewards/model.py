@@ -6,10 +6,10 @@ from math import inf, nan
 
 import torch
 
-from common.episodes import Episode, Row, with_replies
 from common.files import DAMAGE
 from common.hub import check_weights
 from common.rewards import MAX_SCORE, sampled_turns, usable
+from common.rollout.sampling import Episode, Row, with_replies
 from common.rotary import length_limits, set_text_lengths
 from common.torch_repair import transformers
 

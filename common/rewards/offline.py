@@ -18,7 +18,7 @@ from common.files import modified, refuse
 from common.flags import Files, Positive, Rollout, check_ranges, check_reward_timeout
 from common.processes import cpus_of_rank
 from common.rewards import RewardWorkers, reward_function, score_response, tell_errors, with_score
-from common.rewards.samples import bounded, report, verdict
+from common.rollout.evaluation import bounded, report, verdict
 
 
 @dataclass

@@ -27,6 +27,7 @@ from multiprocessing.connection import wait
 
 from PIL import Image
 
+from common.data.protocols import ToolReply, trim
 from common.sandbox.interpreter import MAX_BYTES, MAX_FIGURES, check_size
 from common.sandbox.namespaces import (
     ENVIRONMENT,
@@ -37,8 +38,7 @@ from common.sandbox.namespaces import (
     python_folders,
 )
 from common.sandbox.seccomp import first_filter, program_filter
-from common.tools.turns import ToolReply, trim
-from common.worker import SIZE_BYTES, Link
+from common.workers.process import SIZE_BYTES, Link
 
 START_S, CLEAN_S, TRANSFER_S = 60, 5, 10
 HOLD_S = 1  # the trainer waits no longer for the end of a process that has to be replaced

@@ -20,6 +20,7 @@ from typing import get_type_hints
 
 from pydantic import PydanticUserError, TypeAdapter
 
+from common.data.protocols import ToolReply, error_text, trim
 from common.pictures import encode
 from common.tools import visual
 from common.tools.environments import (
@@ -32,11 +33,10 @@ from common.tools.environments import (
     load_environment,
     method_schemas,
 )
-from common.tools.turns import ToolReply, error_text, trim
-from common.worker import describe
-from common.workers import load_function
+from common.workers.pool import load_function
+from common.workers.process import describe
 
-# how common.workers begins what it says of a job that no process could take
+# how common.workers.pool begins what it says of a job that no process could take
 NO_WORKER = "no worker starts"
 
 

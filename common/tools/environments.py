@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
-from common.tools.turns import trim
-from common.worker import describe
-from common.workers import load_function
+from common.data.protocols import trim
+from common.workers.pool import load_function
+from common.workers.process import describe
 
 RESET, CLOSE = "reset()", "close()"  # no tool has such a name
 LARGEST = 1e6  # reward of a turn

@@ -8,10 +8,10 @@ from functools import partial
 
 from torch.distributed import ProcessGroup
 
+from common.data.protocols import Call, Hermes, Protocol, ToolReply, error_text
 from common.shared import SharedPool
 from common.tools import Caller, Tool, as_reply, find_tool, load_tools
-from common.tools.turns import Call, Hermes, Protocol, ToolReply, error_text
-from common.worker import Worker
+from common.workers.process import Worker
 
 CLOSE_S = 2.0  # for environments to close what they hold
 OTHER = Tool("", print, {}, role="user", ours=True)  # what is no tool of the policy's

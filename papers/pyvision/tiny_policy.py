@@ -37,12 +37,12 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
+from common.assets.build.mosaic import CELLS, SIDE, Scene, center, other_cell, scenes
+from common.assets.build.tiny_vl import Args, build
+from common.assets.build.tiny_vl_python import QUESTION
+from common.data.protocols import Code
 from common.flags import call_program
-from common.prepare.mosaic import CELLS, SIDE, Scene, center, other_cell, scenes
-from common.prepare.tiny_vl import Args, build
-from common.prepare.tiny_vl_python import QUESTION
 from common.sandbox.interpreter import Session
-from common.tools.turns import Code
 
 LOOK, AGAIN, REPAIR = (
     "I look at the tile.",

@@ -23,7 +23,7 @@ from report import table
 
 from common.rewards.countdown import MAX_CHARACTERS, evaluate
 from common.rewards.math import NUMBER, canonical_number
-from common.rewards.samples import pass_at_k, wilson_interval
+from common.rollout.evaluation import pass_at_k, wilson_interval
 
 EXPRESSION = re.compile(r"[0-9+\-*/() ]+")
 ANY_NUMBER = re.compile(NUMBER)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import report  # noqa: F401  (puts the repository on the import path)
 
-from common.prepare import gsm8k, mosaic, tiny, tiny_vl
+from common.assets.build import mosaic, tiny, tiny_vl
+from common.prepare import gsm8k
 from common.prepare.math import read_record
 from common.prepare.writing import write_splits
 

@@ -16,7 +16,7 @@ import torch
 from report import ROOT  # noqa: F401  (puts the repository on the import path)
 from torch import Tensor
 
-import common.rollouts
+import common.rollout.rollouts
 import grpo
 from common.distributed import run
 from common.engine.vllm import VllmEngine
@@ -44,7 +44,7 @@ class WrongEngine(VllmEngine):
         super().sync_weights(weights, step)
 
 
-class Rollouts(common.rollouts.Rollouts):
+class Rollouts(common.rollout.rollouts.Rollouts):
     def evaluate(self, *args, **kwargs):  # which syncs the engine, as each step does
         self.engine.evaluating = True
         found = super().evaluate(*args, **kwargs)
@@ -61,5 +61,5 @@ if __name__ == "__main__":
             else "how is the engine wrong? bf16 or int3, before all flags"
         )
     WrongEngine.rounding = sys.argv.pop(1) == "int3"
-    common.rollouts.VllmEngine, grpo.Rollouts = WrongEngine, Rollouts
+    common.rollout.rollouts.VllmEngine, grpo.Rollouts = WrongEngine, Rollouts
     run(grpo.main, *parse(grpo.Args, grpo.DEMO, grpo.__doc__))

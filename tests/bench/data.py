@@ -6,7 +6,7 @@ of a run pays.
     python tests/bench/data.py --rows 1000000
 
 Each in a process of its own. The tokenizer is SmolLM2's, if that is prepared (`python -m
-common.prepare.smollm2`), else the embedded policy's, whose tokens are single bytes.
+common.assets.build.smollm2`), else the embedded policy's, whose tokens are single bytes.
 """
 
 import json

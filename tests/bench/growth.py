@@ -132,13 +132,13 @@ def pictures(size: int, folder: Path) -> Work:
 
 
 def trajectories(size: int, folder: Path) -> Work:
-    from common.data.dumps import dump_rollouts
     from common.distributed import init_world
-    from common.episodes import Episode, Row
     from common.hub import load_tokenizer, resolve_model
     from common.metrics import rollout_means
     from common.packing import Packer, TokenIndex
     from common.rewards import RewardWorkers, score_episodes
+    from common.rollout.dumps import dump_rollouts
+    from common.rollout.sampling import Episode, Row
 
     rng, world = random.Random(0), init_world()
     tokenizer = load_tokenizer(resolve_model("smollm2"))
@@ -165,10 +165,10 @@ def trajectories(size: int, folder: Path) -> Work:
 
 
 def sequence(size: int, folder: Path) -> Work:
-    from common.episodes import Episode
     from common.hub import resolve_model
     from common.models import load_policy
     from common.packing import TokenIndex, pack
+    from common.rollout.sampling import Episode
 
     policy = load_policy(resolve_model("tiny"), "sdpa")
     ids = random.Random(0).choices(range(32, 127), k=size)
@@ -194,8 +194,8 @@ def vocabulary(size: int, folder: Path) -> Work:
 
 
 def calls(size: int, folder: Path) -> Work:
+    from common.data.protocols import Call
     from common.tools.pools import ToolWorkers
-    from common.tools.turns import Call
 
     (folder / "tool.py").write_text(
         "import time\ndef wait(x: int):\n    '''x: any'''\n    time.sleep(0.05)\n    return 1\n"

@@ -21,8 +21,8 @@ from gpu import SHAPES, make_config
 from report import table
 
 from common.flags import Machine, Rollout
-from common.model_shape import ModelShape, model_shape
-from common.prepare.memory_plan import phases_of
+from common.memory.plan import phases_of
+from common.memory.shape import ModelShape, model_shape
 
 CARDS = (24, 40, 80, 141)  # GB
 ROOM = 0.92  # share of a card that may be planned with

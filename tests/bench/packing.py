@@ -25,11 +25,11 @@ from report import header, table
 
 from common.attention import choose_attention
 from common.distributed import forward_context, init_world, make_mesh, run, wrap_model
-from common.episodes import Episode
 from common.hub import resolve_model
 from common.models import load_policy
 from common.packing import MicroBatch, Packer, TokenIndex, pack
 from common.precision import DTYPES
+from common.rollout.sampling import Episode
 
 
 @dataclass

@@ -4,7 +4,7 @@
     512 GPUs
     python tests/bench/paper.py --models 14B --gpus 16 32
 
-Memory is the plan of common/prepare/memory_plan.py, with the KV cache taking what the engine leaves
+Memory is the plan of common/memory/plan.py, with the KV cache taking what the engine leaves
 of a card; times follow from published peaks and the shares of them in `Args`. A step: 512 prompts
 of 512 tokens, 16 answers of 1,024 tokens each, the longest 4,096; --gradient-checkpointing, one
 optimizer step. Not counted: rewards, evaluations, checkpoints.
@@ -20,7 +20,7 @@ from gpu import SHAPES, make_config
 from report import table
 
 from common.flags import Machine, Rollout
-from common.prepare.memory_plan import GIB, memory_phases
+from common.memory.plan import GIB, memory_phases
 
 PROMPTS, SAMPLES, PROMPT, ANSWER, LONGEST = 512, 16, 512, 1024, 4096
 # H100 SXM, published: dense bf16, HBM3, NVLink 4 and NDR InfiniBand in one direction, a PCIe 5.0

@@ -13,8 +13,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.g
 import torch  # noqa: E402
 
 import common.torch_repair  # noqa: E402, F401  (before a benchmark imports transformers)
+from common.config import git_commit  # noqa: E402
 from common.limits import total_memory, usable_cpus  # noqa: E402
-from common.look.machine import git_commit  # noqa: E402
 
 
 def header(title: str, threads: int) -> None:

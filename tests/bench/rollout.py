@@ -25,18 +25,18 @@ import tyro
 from limits import Shapes, square_rate
 from report import header, table
 
+from common.assets.build.embedded import embedded_data
 from common.data.prompts import PromptData
 from common.data.render import end_token_ids
 from common.distributed import World, init_world, make_mesh, wrap_model
 from common.engine.books import EngineConfig, Request, Sampling
 from common.engine.vllm import VllmEngine
-from common.episodes import request_seed
 from common.flags import Data, Rollout
 from common.hub import load_tokenizer, resolve_model
 from common.models import load_policy, sync_engine
-from common.prepare.embedded import embedded_data
 from common.processes import keep_freed_memory
 from common.progress import say
+from common.rollout.sampling import request_seed
 
 SIZES = (4, 16, 64, 256)
 

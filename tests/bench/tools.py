@@ -26,10 +26,10 @@ import pyarrow.parquet as pq
 import tyro
 from report import ROOT, header, table
 
+from common.data.protocols import Call
 from common.limits import usable_cpus
 from common.sandbox.python import PythonWorkers
 from common.sandbox.sandbox import Sandbox, State
-from common.tools.turns import Call
 
 TOOL = """
 import os, time

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import report  # noqa: F401  (puts the repository on the import path)
 
+from common.assets.build import tiny
 from common.data.prompts import PromptLoader
 from common.data.render import apply_template, to_messages
 from common.hub import load_tokenizer, resolve_model
 from common.optimizer import lr_factor
-from common.prepare import tiny
 
 # The demo of grpo.py, and settings of TRL for two cores; what else was tried is in docs/results.md.
 GRPO = {

@@ -12,8 +12,8 @@ import pytest
 from test_groups import call, group
 
 import grpo
+from common.data.protocols import Code
 from common.rewards import is_correct
-from common.tools.turns import Code
 from papers.pyvision import rewards as pyvision
 from papers.pyvision.judge import open_judge
 from papers.pyvision.judge_prompt import EXAMPLES, Case

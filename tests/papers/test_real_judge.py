@@ -16,7 +16,7 @@ from contextlib import suppress
 import pytest
 from helpers import ROOT, kill_all, run_script, steps_of, wait_until
 
-from common.prepare.smollm2 import smollm2_path
+from common.assets.build.smollm2 import smollm2_path
 from papers.pyvision.judge import Judge
 from papers.pyvision.judge_prompt import Case
 

@@ -10,14 +10,14 @@ from helpers import prompts_of
 from test_python_tool import Trajectory
 from test_turns import run
 
+from common.assets.build import mosaic, tiny_vl, tiny_vl_python
 from common.data.conversations import Conversations
+from common.data.protocols import Code
 from common.hub import load_tokenizer
 from common.pictures import PixelLimits
-from common.prepare import mosaic, tiny_vl, tiny_vl_python
 from common.rewards import reward_function, score_response
+from common.rollout.trajectories import Turns
 from common.sandbox.python import PythonWorkers
-from common.tools.trajectories import Turns
-from common.tools.turns import Code
 from common.vision import load_vision
 from papers.pyvision import tiny_policy
 

@@ -17,10 +17,10 @@ from transformers import Qwen2Config
 
 import ppo
 from common.distributed import all_reduce, init_world, make_mesh, run, wrap_model
-from common.episodes import Episode
 from common.models import Critic
 from common.optimizer import GuardedAdamW
 from common.packing import Packer, TokenIndex
+from common.rollout.sampling import Episode
 
 COINS = (5, 6)
 OBSERVATION = 7

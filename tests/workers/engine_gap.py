@@ -34,13 +34,13 @@ from common.distributed import (
 from common.engine.books import EngineConfig, Sampling
 from common.engine.hf import HuggingFaceEngine
 from common.engine.vllm import VllmEngine
-from common.episodes import Row, sample_episodes
 from common.flags import Machine
 from common.hub import load_tokenizer, resolve_model
 from common.models import full_parameters, load_policy
 from common.packing import TokenIndex, pack
 from common.precision import DTYPES, GAP_LIMITS, checked_gap
 from common.progress import say
+from common.rollout.sampling import Row, sample_episodes
 
 # What the engine does after the policy has moved. On CPUs it never sleeps, and these are syncs
 # alone.

@@ -7,7 +7,7 @@ micro-batch must be one.
 
 import os
 
-import common.prepare.memory_plan
+import common.memory.plan
 import grpo
 from common.distributed import run
 from common.flags import parse
@@ -16,6 +16,6 @@ from common.processes import ranks_here
 if __name__ == "__main__":
     rank = int(os.environ.get("RANK", "0"))
     free_gb = float(os.environ["FREE_GB"].split(",")[rank])
-    common.prepare.memory_plan.free_memory = lambda: free_gb * 1e9 * ranks_here()
+    common.memory.plan.free_memory = lambda: free_gb * 1e9 * ranks_here()
     args, demo = parse(grpo.Args, grpo.DEMO, grpo.__doc__)
     run(grpo.main, args, demo)

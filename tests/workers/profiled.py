@@ -17,7 +17,7 @@ import torch
 
 from common.distributed import all_reduce, handle_signals, init_world, run, stop_requested
 from common.progress import say
-from common.setup import Stopwatch, profiled
+from common.steps import Stopwatch, profiled
 
 SLOW_RANK, SLOW_S = 1, 0.4
 

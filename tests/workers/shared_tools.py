@@ -18,11 +18,11 @@ from vl import build_tokenizer
 from common import shared
 from common.distributed import broadcast_object, gather_objects, init_world, run
 from common.engine.books import Sampling
-from common.episodes import sample_episodes
 from common.flags import Rollout
 from common.progress import say
-from common.rollouts import open_tools
-from common.tools.trajectories import Turns
+from common.rollout.rollouts import open_tools
+from common.rollout.sampling import sample_episodes
+from common.rollout.trajectories import Turns
 
 
 def main(tools: str, *script: str) -> None:

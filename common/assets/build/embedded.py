@@ -10,7 +10,7 @@ def embedded_data(
     """(training file, evaluation file) of a model's task; one rank is to `write` them, the others
     wait for it."""
     if write:
-        generator = importlib.import_module(f"common.prepare.{name.replace('-', '_')}")
+        generator = importlib.import_module(f"common.assets.build.{name.replace('-', '_')}")
         (generator.write_supervised_data if supervised else generator.write_demo_data)(folder)
     suffix = "jsonl" if supervised else "parquet"
     return str(folder / f"train.{suffix}"), str(folder / f"eval.{suffix}")

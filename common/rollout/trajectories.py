@@ -6,16 +6,16 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import inf
 
+from common.data.protocols import UNSEEN, Call, Code, Protocol, ToolReply, error_text
 from common.engine.books import Completion
-from common.episodes import Episode, Row, Watch, add_turn, with_replies
 from common.flags import Rollout
 from common.pictures import Media
 from common.processes import cpus_of_rank
 from common.progress import Progress
+from common.rollout.sampling import Episode, Row, Watch, add_turn, with_replies
 from common.tools import find_tool
 from common.tools.environments import CLOSE, RESET, State, is_class
 from common.tools.pools import ToolPool
-from common.tools.turns import UNSEEN, Call, Code, Protocol, ToolReply, error_text
 from common.torch_repair import transformers
 from common.vision import Vision
 

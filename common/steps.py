@@ -11,20 +11,20 @@ import numpy as np
 import torch
 
 from common.checkpoint import Checkpoints
+from common.config import changed_flags, save_config
+from common.console import StatusLine
 from common.distributed import barrier, gather_objects, handle_signals, stopping
 from common.ending import at_end, sign_of_life
+from common.export import export_hugging_face
 from common.files import full_disk_is_a_warning
 from common.flags import flag, flat, step_range
 from common.job import Job
-from common.look.console import StatusLine
+from common.logger import Logger
 from common.look.curves import plot_curves
-from common.look.logger import Logger
-from common.look.machine import changed_flags, save_config
-from common.look.trackers import Trackers
-from common.memory import remembered_budget
-from common.prepare.export import export_hugging_face
-from common.prepare.memory_plan import peak_memory_gb
+from common.memory.halving import remembered_budget
+from common.memory.plan import peak_memory_gb
 from common.progress import say
+from common.trackers import Trackers
 
 
 def open_logger(

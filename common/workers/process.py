@@ -33,9 +33,9 @@ from typing import Any, NoReturn
 from common.printing import guard_output
 from common.processes import adopt_orphans, die_with, end_descendants
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 BOOT = (
-    "import sys; sys.path.insert(0, sys.argv[1]); from common.worker import serve; "
+    "import sys; sys.path.insert(0, sys.argv[1]); from common.workers.process import serve; "
     "serve(*sys.argv[2:])"
 )
 # for a worker to start: the function's file may import slow libraries from a slow disk

@@ -19,8 +19,7 @@ from common.files import DAMAGE, refuse
 from common.flags import MOST_TOKENS, Machine, Rollout
 from common.limits import free_memory
 from common.logprobs import CHUNK_ELEMENTS
-from common.model_shape import ModelShape, TowerShape, count_parameters, model_shape
-from common.prepare.memory_remedies import (
+from common.memory.remedies import (
     PHASES,
     ROOM,
     cheapest_change,
@@ -29,6 +28,7 @@ from common.prepare.memory_remedies import (
     longest,
     remedies,
 )
+from common.memory.shape import ModelShape, TowerShape, count_parameters, model_shape
 from common.processes import ranks_here
 from common.torch_repair import transformers
 

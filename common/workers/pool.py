@@ -15,7 +15,7 @@ from typing import Any
 
 from common.ending import at_end
 from common.progress import Progress
-from common.worker import USER_MODULE, Worker, describe
+from common.workers.process import USER_MODULE, Worker, describe
 
 SHARE = 4  # homes that a worker has before there is another one
 

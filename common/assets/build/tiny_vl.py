@@ -1,8 +1,7 @@
 r"""Rebuild the embedded `tiny-vl` policy from nothing: tokenizer, scenes, traces with crops,
 supervised warm start.
 
-    python -m common.prepare.tiny_vl --out common/assets/tiny-vl        # under 30 minutes on 2 CPU
-    cores
+    python -m common.assets.build.tiny_vl --out common/assets/tiny-vl   # under 30 minutes, 2 cores
 
 A Qwen2.5-VL of 3 million parameters looks for a white tile on a mosaic. The digit on it is too
 small for it to read where the picture is shown, at 112 x 112 pixels; a crop brings it back.
@@ -34,13 +33,13 @@ from types import ModuleType
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from common.assets.build.mosaic import LIMITS, Scene, center, other_cell, scenes, write_rows
+from common.data.protocols import CLOSE, OPEN, Hermes
 from common.data.render import DEFAULT_SYSTEM
 from common.flags import call_program
 from common.hub import FOLDERS
 from common.pictures import encode
-from common.prepare.mosaic import LIMITS, Scene, center, other_cell, scenes, write_rows
 from common.tools import CROP
-from common.tools.turns import CLOSE, OPEN, Hermes
 from common.torch_repair import transformers
 
 CHAT_TEMPLATE = (  # the layout of Qwen2.5-VL's
@@ -301,5 +300,5 @@ def train(args: Args, folder: Path, steps: int, options: list) -> None:
 
 
 if __name__ == "__main__":
-    flags = call_program(Args, "common.prepare.tiny_vl", __doc__)
+    flags = call_program(Args, "common.assets.build.tiny_vl", __doc__)
     build(flags, sys.modules[__name__], "tiny-vl")

@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from common.distributed import World, gather_objects
-from common.episodes import Episode
 from common.files import full_disk_is_a_warning, refuse, replace_file, shorten
 from common.pictures import Media, PixelLimits
+from common.rollout.sampling import Episode
 from common.torch_repair import transformers
 
 AS_JSON = ("rewards", "calls", "media", "messages", "turn_rewards")  # whose values differ in shape

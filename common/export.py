@@ -1,8 +1,8 @@
 """A Hugging Face folder from a checkpoint, of whatever number of ranks, as its run writes model/
 when it ends.
 
-    python -m common.prepare.export runs/NAME --model Qwen/Qwen2.5-VL-7B-Instruct --out FOLDER
-    python -m common.prepare.export runs/NAME/checkpoints/step_000100 --model BASE --out FOLDER
+    python -m common.export runs/NAME --model Qwen/Qwen2.5-VL-7B-Instruct --out FOLDER
+    python -m common.export runs/NAME/checkpoints/step_000100 --model BASE --out FOLDER
 
 On a CPU, without an engine, in memory for the model in float32. A run's folder means its last
 checkpoint; of PPO's the policy is written. The checkpoint's files are verified first, and none of
@@ -27,7 +27,8 @@ from common.distributed import World, repeated_blocks
 from common.files import refuse, user_errors
 from common.flags import Machine, call_program
 from common.hub import load_tokenizer, resolve_model
-from common.integrity import (
+from common.lora import adapters, add_adapters
+from common.manifest import (
     WrittenFiles,
     make_unfinished,
     model_identity,
@@ -35,7 +36,6 @@ from common.integrity import (
     verify,
     weights_identity,
 )
-from common.lora import adapters, add_adapters
 from common.models import Policy, full_parameters
 from common.pictures import PixelLimits
 from common.precision import DTYPES
@@ -231,7 +231,7 @@ def save_adapter(model: nn.Module, base: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    arguments = call_program(Args, "common.prepare.export", __doc__)
+    arguments = call_program(Args, "common.export", __doc__)
     guard_output()
     with user_errors():
         main(arguments)

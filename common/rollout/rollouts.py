@@ -10,8 +10,10 @@ from typing import NoReturn
 from torch import nn
 from torch.distributed import ProcessGroup, new_subgroups
 
-from common.data.dumps import dump_rollouts, replayed_micro_batch_tokens
+from common.assets.build.embedded import embedded_data
+from common.console import print_samples
 from common.data.prompts import PromptData, steps_of
+from common.data.protocols import Code, Protocol
 from common.data.render import end_token_ids, end_turns_properly
 from common.data.templates import protocol_of
 from common.distributed import barrier, gather_objects
@@ -19,28 +21,26 @@ from common.ending import sign_of_life
 from common.engine.books import EngineConfig, Sampling
 from common.engine.hf import HuggingFaceEngine
 from common.engine.vllm import VllmEngine
-from common.episodes import Episode, Row, Watch, sample_episodes
 from common.files import refuse, user_errors
 from common.flags import Data, Rollout, Run, check_reward_timeout, refuse_idle
 from common.hub import EMBEDDED, resolve_model
 from common.job import Job
-from common.look.console import print_samples
-from common.look.logger import Logger
+from common.logger import Logger
 from common.look.page import write_page
-from common.memory import remembered_budget
+from common.memory.halving import remembered_budget
 from common.models import sync_engine
 from common.precision import GAP_LIMITS
-from common.prepare.embedded import embedded_data
 from common.processes import cpus_of_rank, in_threads
 from common.progress import Progress, say
 from common.rewards import RewardWorkers, score_episodes
 from common.rewards.model import RewardModel, check_reward_model
-from common.rewards.samples import as_sample, bounded, report
+from common.rollout.dumps import dump_rollouts, replayed_micro_batch_tokens
+from common.rollout.evaluation import as_sample, bounded, report
+from common.rollout.sampling import Episode, Row, Watch, sample_episodes
+from common.rollout.trajectories import Turns
 from common.sandbox.python import PythonWorkers
 from common.tools.environments import is_class
 from common.tools.pools import ToolPool, ToolWorkers
-from common.tools.trajectories import Turns
-from common.tools.turns import Code, Protocol
 
 AT_ONCE = 256  # samples of an evaluation, on a rank, under way
 PICTURED = 64  # rows of it, of a model that sees: a megapixel is 8 MB
