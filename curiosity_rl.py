@@ -36,7 +36,6 @@ import torch
 from torch import Tensor
 
 from common.checkpoint import Checkpoints
-from common.console import announce
 from common.distributed import World, all_reduce, forward_context, run, stop_requested
 from common.files import refuse
 from common.flags import (
@@ -53,18 +52,17 @@ from common.flags import (
     refuse_idle,
 )
 from common.job import Job
-from common.means import Means
-from common.metrics import rollout_means, rollout_metrics
+from common.logger import open_logger
+from common.metrics import Means, rollout_means, rollout_metrics
 from common.models import sync_engine
 from common.optimizer import lr_factor
 from common.packing import Minibatch, Packer, TokenIndex
 from common.precision import checked_gap
 from common.progress import Progress
-from common.rewards import is_correct
 from common.rollout.dumps import load_rollouts
-from common.rollout.rollouts import Rollouts, has_tools
-from common.rollout.sampling import Episode, by_prompt, unequal_groups
-from common.steps import Stopwatch, due, finish, open_logger, profiled, seed_step
+from common.rollout.rollouts import Rollouts, announce, has_tools
+from common.steps import Stopwatch, due, finish, profiled, seed_step
+from common.types import Episode, by_prompt
 
 
 @dataclass
@@ -151,11 +149,9 @@ def curiosity_terms(
     """
     if variant == "none" or not calls:
         return 0.0, 0.0
-    bonus = (
-        alpha
-        * max(target - rapr, 0.0)
-        / (1.0 if variant == "paper" else (3 if is_video else 4) * rapr)
-    )
+    bonus = alpha * max(target - rapr, 0.0)
+    if variant == "repo":
+        bonus /= (3 if is_video else 4) * rapr
     return bonus, penalty * min(free - calls, 0)
 
 
@@ -166,53 +162,53 @@ def num_calls(episode: Episode) -> int:
 
 
 def shape_rewards(episodes: list[Episode], args: Args) -> None:
-    """Add bonus and cost to the scores of whole groups, in place; "acc" is whether the scorer found
-    it right.
+    """Add bonus, cost and the rewards of turns to the scores of whole groups, in place.
 
     A score counts as the paper's correctness, cut to [0, 1].
     """
     for group in by_prompt(episodes).values():
-        calls = [num_calls(e) for e in group]
-        rapr = sum(n > 0 for n in calls) / len(group)
-        for e, n in zip(group, calls):
-            correctness = min(max(e.rewards["score"], 0.0), 1.0)
-            right = float(is_correct(e.rewards))
-            is_video = any(m.kind == "video" for m in e.media)
+        num_looking = sum(num_calls(episode) > 0 for episode in group)
+        for episode in group:
             bonus, cost = curiosity_terms(
                 args.curiosity,
-                calls=n,
-                rapr=rapr,
-                is_video=is_video,
+                calls=num_calls(episode),
+                rapr=num_looking / len(group),
+                is_video=any(media.kind == "video" for media in episode.media),
                 alpha=args.curiosity_alpha,
                 target=args.curiosity_target,
                 penalty=args.call_penalty,
                 free=args.free_calls,
             )
-            e.rewards |= {
-                "acc": right,
-                "curiosity": bonus,
-                "call_cost": cost,
-                "looks": float(n > 0),
-            }
-            e.rewards["score"] = (
-                correctness + bonus + cost + math.fsum(reward for _, reward in e.turn_rewards)
-            )
+            episode.terms = {"curiosity": bonus, "call_cost": cost}
+            correctness = min(max(episode.score, 0.0), 1.0)
+            turn_rewards = math.fsum(reward for _, reward in episode.turn_rewards)
+            episode.score = correctness + bonus + cost + turn_rewards
+
+
+def unequal_groups(episodes: list[Episode]) -> list[Episode]:
+    """Those whose group has more than one score: the others would get advantage 0."""
+    kept = []
+    for group in by_prompt(episodes).values():
+        if len({episode.score for episode in group}) > 1:
+            kept += group
+    return kept
 
 
 def select(sampled: list[Episode], args: Args) -> list[Episode]:
-    """Of a step's episodes those to train on: scored, with bonus and cost, of groups that are not
-    all equal."""
+    """The episodes of a step to train on: scored, with bonus and cost, of groups whose scores
+    differ."""
     # scoring the others has failed
-    scored = [e for e in sampled if math.isfinite(e.rewards["score"])]
+    scored = [episode for episode in sampled if math.isfinite(episode.score)]
     shape_rewards(scored, args)
     return unequal_groups(scored)
 
 
 def curiosity_means(sampled: list[Episode]) -> Means:
-    """How many of the scored episodes look; bonus and cost are among their rewards."""
+    """The share of the scored episodes that look."""
     means = Means()
-    scored = [e.rewards for e in sampled if math.isfinite(e.rewards["score"])]
-    means.add("tool/rapr", math.fsum(r["looks"] for r in scored), count=len(scored))
+    for episode in sampled:
+        if math.isfinite(episode.score):
+            means.add("tool/rapr", float(num_calls(episode) > 0))
     return means
 
 
@@ -455,7 +451,7 @@ def main(args: Args, demo: bool = False) -> None:
         with watch("logprob"):
             # the first minibatch gets its old log-probs for free in its own forward
             packer.fill(tokens.old_logprobs, policy, minibatches[1:], args.rollout.temperature)
-        scores = torch.tensor([e.rewards["score"] for e in episodes], dtype=torch.float32)  # [E]
+        scores = torch.tensor([episode.score for episode in episodes], dtype=torch.float32)  # [E]
         groups = torch.tensor([e.prompt_index for e in episodes], dtype=torch.int64)  # [E]
         advantages = group_advantages(scores, groups, args.advantage)  # [E]
         tokens.advantages = advantages[index.episode_of_token].to(device)

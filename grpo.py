@@ -34,7 +34,6 @@ import torch
 from torch import Tensor
 
 from common.checkpoint import Checkpoints
-from common.console import announce
 from common.distributed import (
     World,
     all_reduce,
@@ -60,18 +59,18 @@ from common.flags import (
     refuse_idle,
 )
 from common.job import Job
-from common.means import Means
-from common.metrics import rollout_means, rollout_metrics
+from common.logger import open_logger
+from common.metrics import Means, rollout_means, rollout_metrics
 from common.models import sync_engine
 from common.optimizer import lr_factor
-from common.packing import Minibatch, Packer, TokenIndex
+from common.packing import Minibatch, Packer, TokenIndex, prompts_of_all_ranks
 from common.precision import checked_gap
 from common.progress import Progress, say
 from common.rewards import is_correct
 from common.rollout.dumps import load_rollouts
-from common.rollout.rollouts import Rollouts, has_tools
-from common.rollout.sampling import Episode, by_prompt, prompts_of_all_ranks
-from common.steps import Stopwatch, due, finish, open_logger, profiled, seed_step
+from common.rollout.rollouts import Rollouts, announce, has_tools
+from common.steps import Stopwatch, due, finish, profiled, seed_step
+from common.types import Episode, by_prompt
 
 
 @dataclass
@@ -165,7 +164,7 @@ def shaped_scores(
 ) -> Tensor:
     """Scores [E], with DAPO's soft overlong punishment (eq. 13): up to -1 over the last
     `overlong_buffer` tokens."""
-    scores = torch.tensor([e.rewards["score"] for e in episodes], dtype=torch.float32)
+    scores = torch.tensor([episode.score for episode in episodes], dtype=torch.float32)
     if not overlong_buffer:
         return scores
     lengths = torch.tensor([len(e.response_ids) for e in episodes])
@@ -432,35 +431,31 @@ def collect(
 def add_tool_bonus(episodes: list[Episode], bonus: float) -> None:
     """A right answer earns `bonus` for each call before it that ran and showed something (arXiv
     2602.20739)."""
-    for e in episodes:
-        useful = sum(
-            not c["error"] and bool(c["info"].get("acted", True))
-            for c in e.calls
-            if c["turn"] < e.turns - 1
-        )
-        e.rewards["tool_bonus"] = bonus * useful * is_correct(e.rewards)
-        e.rewards["score"] += e.rewards["tool_bonus"]
+    for episode in episodes:
+        answer_turn = episode.turns - 1
+        num_useful = 0
+        for call in episode.calls:
+            showed_something = call["info"].get("acted", True)
+            if call["turn"] < answer_turn and not call["error"] and showed_something:
+                num_useful += 1
+        tool_bonus = bonus * num_useful if is_correct(episode.rewards) else 0.0
+        episode.terms["tool_bonus"] = tool_bonus
+        episode.score += tool_bonus
 
 
 def widest_groups(episodes: list[Episode], count: int) -> list[Episode]:
-    """The `count` groups, over all ranks, whose scores deviate most, unbiased, above 1e-9; of equal
-    ones the first."""
-    groups = {
-        prompt: [e.rewards["score"] for e in group] for prompt, group in by_prompt(episodes).items()
-    }
-    spread = {
-        p: round(torch.tensor(own).double().std().item(), 9)
-        for p, own in groups.items()
-        if len(own) > 1
-    }
-    order = sorted(
-        (-width, prompt)
-        for part in gather_objects(spread)
-        for prompt, width in part.items()
-        if width
-    )
-    kept = {prompt for _, prompt in order[:count]}
-    return [e for e in episodes if e.prompt_index in kept]
+    """The `count` groups over all ranks whose scores deviate most, by their unbiased standard
+    deviation, which must be above 1e-9. Of equal ones the first prompts are taken."""
+    ranking: list[tuple[float, int]] = []  # (-deviation, prompt): sorted, the widest comes first
+    for prompt, group in by_prompt(episodes).items():
+        if len(group) > 1:
+            scores = torch.tensor([episode.score for episode in group])
+            deviation = round(scores.double().std().item(), 9)
+            if deviation:
+                ranking.append((-deviation, prompt))
+    ranking_of_all = sorted(pair for pairs in gather_objects(ranking) for pair in pairs)
+    kept = {prompt for _, prompt in ranking_of_all[:count]}
+    return [episode for episode in episodes if episode.prompt_index in kept]
 
 
 def collect_groups(
@@ -479,12 +474,12 @@ def collect_groups(
         num_prompts = math.ceil(round(missing * args.oversample, 6))
         new = collect(rollouts, num_prompts, step, watch, first=drawn)
         for episode in new:  # what an environment gave to its turns
-            episode.rewards["score"] += math.fsum(reward for _, reward in episode.turn_rewards)
+            episode.score += math.fsum(reward for _, reward in episode.turn_rewards)
         if args.tool_bonus:
             add_tool_bonus(new, args.tool_bonus)
         sampled += new
         # scoring the others has failed
-        episodes = [e for e in sampled if math.isfinite(e.rewards["score"])]
+        episodes = [episode for episode in sampled if math.isfinite(episode.score)]
         if args.dynamic_sampling or args.oversample > 1:
             episodes = widest_groups(episodes, wanted)
         drawn += num_prompts

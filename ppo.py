@@ -35,7 +35,6 @@ import torch
 from torch import Tensor
 
 from common.checkpoint import Checkpoints
-from common.console import announce
 from common.distributed import World, all_reduce, forward_context, run, stop_requested
 from common.files import DAMAGE, refuse, user_errors
 from common.flags import (
@@ -54,17 +53,17 @@ from common.flags import (
 )
 from common.hub import load_tokenizer, resolve_model
 from common.job import Job
-from common.means import Means
-from common.metrics import explained_variance, rollout_means, rollout_metrics
+from common.logger import open_logger
+from common.metrics import Means, explained_variance, rollout_means, rollout_metrics
 from common.models import sync_engine
 from common.optimizer import lr_factor
 from common.packing import Minibatch, Packer, TokenIndex
 from common.precision import checked_gap
 from common.progress import Progress
 from common.rollout.dumps import load_rollouts
-from common.rollout.rollouts import Rollouts
-from common.rollout.sampling import Episode
-from common.steps import Stopwatch, due, finish, open_logger, profiled, seed_step
+from common.rollout.rollouts import Rollouts, announce
+from common.steps import Stopwatch, due, finish, profiled, seed_step
+from common.types import Episode
 from common.vision import load_vision
 
 
@@ -146,7 +145,7 @@ def shaped_scores(
 ) -> Tensor:
     """Scores [E], with DAPO's soft overlong punishment (eq. 13): up to -1 over the last
     `overlong_buffer` tokens."""
-    scores = torch.tensor([e.rewards["score"] for e in episodes], dtype=torch.float32)
+    scores = torch.tensor([episode.score for episode in episodes], dtype=torch.float32)
     if not overlong_buffer:
         return scores
     lengths = torch.tensor([len(e.response_ids) for e in episodes])
@@ -599,7 +598,7 @@ def main(args: Args, demo: bool = False) -> None:
             sampled = collect(rollouts, args.rollout.prompts_per_step, step, watch)
             rollouts.engine.sleep()
             # scoring the others has failed
-            episodes = [e for e in sampled if math.isfinite(e.rewards["score"])]
+            episodes = [episode for episode in sampled if math.isfinite(episode.score)]
         for episode in episodes if args.mask_truncated else ():
             episode.loss_mask = [mask * (not episode.truncated) for mask in episode.loss_mask]
 

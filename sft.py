@@ -47,15 +47,16 @@ from common.flags import (
     refuse_idle,
 )
 from common.job import Job
+from common.logger import open_logger
 from common.manifest import WrittenFiles
-from common.means import Means
 from common.memory.plan import no_rollout
+from common.metrics import Means
 from common.optimizer import lr_factor
 from common.packing import Minibatch, Packer, TokenIndex
 from common.processes import in_threads
 from common.progress import Progress, say
-from common.rollout.sampling import Episode
-from common.steps import Stopwatch, due, finish, open_logger, profiled, seed_step
+from common.steps import Stopwatch, due, finish, profiled, seed_step
+from common.types import Episode
 
 
 @dataclass

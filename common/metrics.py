@@ -5,76 +5,150 @@ from functools import cache
 
 from torch import Tensor
 
-from common.distributed import all_reduce, world_size
-from common.means import Means
+from common.distributed import all_reduce, gather_objects, world_size
 from common.progress import say
 from common.rewards import is_correct
-from common.rollout.sampling import FINISH_REASONS, Episode, by_prompt, unequal_groups
+from common.types import FINISH_REASONS, Episode, by_prompt
 
 RARE_REASONS = sorted(FINISH_REASONS.keys() - {"stop", "length"})  # to finish an episode
-MOST_NUMBERS = 32  # of a reward function, beside the score
-OURS = {"tool_bonus", "curiosity", "call_cost"}  # numbers that scripts add
-TAKEN = {"score", "acc", "looks"}  # names that `rewards` has for our own
-# other metrics'
-TAKEN |= {"mean", "std", "mean_square", "accuracy", "failed", "zero_variance_groups", "model_mean"}
-TAKEN |= {"unscored_steps"}
+MAX_COMPONENTS = 32  # numbers of a reward function, beside the score
+# reward/NAME of other metrics, which a component of the same name must not change
+RESERVED = {"score", "acc", "mean", "std", "mean_square", "accuracy", "failed"}
+RESERVED |= {"zero_variance_groups", "model_mean", "unscored_steps"}
 
 say_once = cache(say)
+
+
+class Means:
+    """Sums with their counts, by the name of their metric. Tensors stay on their device until
+    `reduce`."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor | float] = {}
+        self.counts: dict[str, float] = {}
+        self.totals: dict[str, float] = {}
+
+    def add(self, name: str, total: Tensor | float, count: float = 1.0) -> None:
+        """`total` is the sum of `count` values."""
+        total = total.detach().double() if isinstance(total, Tensor) else total
+        self.sums[name] = self.sums.get(name, 0.0) + total
+        self.counts[name] = self.counts.get(name, 0.0) + count
+
+    def add_total(self, name: str, value: float, on_every_rank: bool = False) -> None:
+        """A metric that is a sum and no mean; a value that all ranks know counts once."""
+        self.totals[name] = self.totals.get(name, 0.0) + value / (
+            world_size() if on_every_rank else 1
+        )
+
+    def merge(self, other: "Means") -> None:
+        for name, total in other.sums.items():
+            self.add(name, total, other.counts[name])
+        for name, value in other.totals.items():
+            self.add_total(name, value)
+
+    def reduce(self) -> dict[str, float]:
+        """{name: mean or total over all ranks}; a mean of nothing is left out. All ranks call it
+        together."""
+        self.sums = {name: float(total) for name, total in self.sums.items()}
+        whole = Means()
+        # ranks may hold different names: one without episodes has none
+        for part in gather_objects(self):
+            whole.merge(part)
+        means = {
+            name: total / whole.counts[name]
+            for name, total in whole.sums.items()
+            if whole.counts[name]
+        }
+        return means | whole.totals
 
 
 def rollout_means(
     episodes: list[Episode], seconds: dict[str, float], with_tools: bool = False
 ) -> Means:
-    """reward/* and rollout/* of a step, with `seconds` by phase; all episodes count, rewards of the
-    scored ones."""
-    means, scored = Means(), [e for e in episodes if math.isfinite(e.rewards["score"])]
-    comparable = [group for group in by_prompt(scored).values() if len(group) > 1]
-    means.add("reward/mean", math.fsum(e.rewards["score"] for e in scored), count=len(scored))
-    means.add(
-        "reward/mean_square", math.fsum(e.rewards["score"] ** 2 for e in scored), count=len(scored)
-    )
-    means.add("reward/accuracy", sum(is_correct(e.rewards) for e in scored), count=len(scored))
+    """reward/*, rollout/* and tool/* of a step's episodes on this rank.
+
+    Lengths are of all episodes, rewards of those that could be scored. seconds: of the step, by
+    phase.
+    """
+    means = Means()
+    scored = [episode for episode in episodes if math.isfinite(episode.score)]
     means.add_total("reward/failed", len(episodes) - len(scored))
-    equal = len(comparable) - len(by_prompt(unequal_groups(scored)))
-    means.add("reward/zero_variance_groups", equal, count=len(comparable))
-    judged = [e.model_reward for e in scored if e.model_reward is not None]
-    means.add("reward/model_mean", math.fsum(judged), count=len(judged))
-    numbers = [(name, x) for e in scored for name, x in e.rewards.items() if name not in TAKEN]
-    numbers = [(name, x) for name, x in numbers if isinstance(x, float) and math.isfinite(x)]
-    own = {name for name, _ in numbers} - OURS
-    (most,) = all_reduce([len(own)], "max")
-    if most > MOST_NUMBERS:  # made up, one for each response?
-        say_once(f"warning: rewards have {most:g} numbers beside the score: none of them is logged")
-    for name, number in numbers:
-        if name in OURS or most <= MOST_NUMBERS:
-            means.add(f"reward/{name}", number)
-    response_tokens = sum(len(e.response_ids) for e in episodes)
-    means.add("rollout/response_length", response_tokens, count=len(episodes))
-    means.add("rollout/truncated", sum(e.truncated for e in episodes), count=len(episodes))
-    for reason in RARE_REASONS:
-        means.add(
-            f"rollout/{reason}",
-            sum(e.finish_reason == reason for e in episodes),
-            count=len(episodes),
-        )
+    add_reward_means(means, scored)
+    add_reward_components(means, scored)
+    add_response_means(means, episodes, seconds)
     if with_tools:
-        calls = sum(len(e.calls) for e in episodes)
-        means.add("rollout/turns", sum(e.turns for e in episodes), count=len(episodes))
-        means.add("tool/calls", calls, count=len(episodes))
-        means.add("tool/callers", sum(bool(e.calls) for e in episodes), count=len(episodes))
-        means.add(
-            "tool/error_rate", sum(call["error"] for e in episodes for call in e.calls), count=calls
-        )
-        programs = [
-            bool(call["info"]["acted"])
-            for e in episodes
-            for call in e.calls
-            if "acted" in call["info"]
-        ]
-        means.add("tool/acted", sum(programs), count=len(programs))
-    if "rollout" in seconds:  # tokens of all ranks over the seconds of one
-        means.add("rollout/tokens_per_s", response_tokens, count=seconds["rollout"] / world_size())
+        add_tool_means(means, episodes)
     return means
+
+
+def add_reward_means(means: Means, scored: list[Episode]) -> None:
+    scores = [episode.score for episode in scored]
+    means.add("reward/mean", math.fsum(scores), count=len(scored))
+    means.add("reward/mean_square", math.fsum(x**2 for x in scores), count=len(scored))
+    num_correct = sum(is_correct(episode.rewards) for episode in scored)
+    means.add("reward/accuracy", num_correct, count=len(scored))
+    num_groups = 0
+    num_equal = 0
+    for group in by_prompt(scored).values():
+        if len(group) > 1:
+            num_groups += 1
+            num_equal += len({episode.score for episode in group}) == 1
+    means.add("reward/zero_variance_groups", num_equal, count=num_groups)
+    of_model = [e.model_reward for e in scored if e.model_reward is not None]
+    means.add("reward/model_mean", math.fsum(of_model), count=len(of_model))
+
+
+def add_reward_components(means: Means, scored: list[Episode]) -> None:
+    """reward/NAME of what scripts have added to the score, and of what the reward function has
+    returned beside it, unless that is too much: as if each response had names of its own."""
+    components = [reward_components(episode) for episode in scored]
+    names = set().union(*components)
+    (num_names,) = all_reduce([len(names)], "max")
+    if num_names > MAX_COMPONENTS:
+        say_once(
+            f"warning: rewards have {num_names:g} numbers beside the score: none of them is logged"
+        )
+        components = []
+    for numbers in [*components, *(episode.terms for episode in scored)]:
+        for name, number in numbers.items():
+            means.add(f"reward/{name}", number)
+
+
+def reward_components(episode: Episode) -> dict[str, float]:
+    """The numbers that a reward function has returned beside the score."""
+    components = {}
+    for name, value in episode.rewards.items():
+        if name in RESERVED or name in episode.terms:
+            continue
+        if isinstance(value, float) and math.isfinite(value):
+            components[name] = value
+    return components
+
+
+def add_response_means(means: Means, episodes: list[Episode], seconds: dict[str, float]) -> None:
+    num_tokens = sum(len(episode.response_ids) for episode in episodes)
+    num_truncated = sum(episode.truncated for episode in episodes)
+    means.add("rollout/response_length", num_tokens, count=len(episodes))
+    means.add("rollout/truncated", num_truncated, count=len(episodes))
+    for reason in RARE_REASONS:
+        num_finished = sum(episode.finish_reason == reason for episode in episodes)
+        means.add(f"rollout/{reason}", num_finished, count=len(episodes))
+    if "rollout" in seconds:  # tokens of all ranks over the seconds of one
+        means.add("rollout/tokens_per_s", num_tokens, count=seconds["rollout"] / world_size())
+
+
+def add_tool_means(means: Means, episodes: list[Episode]) -> None:
+    num_turns = sum(episode.turns for episode in episodes)
+    num_callers = sum(len(episode.calls) > 0 for episode in episodes)
+    calls = [call for episode in episodes for call in episode.calls]
+    num_errors = sum(call["error"] for call in calls)
+    means.add("rollout/turns", num_turns, count=len(episodes))
+    means.add("tool/calls", len(calls), count=len(episodes))
+    means.add("tool/callers", num_callers, count=len(episodes))
+    means.add("tool/error_rate", num_errors, count=len(calls))
+    for call in calls:
+        if "acted" in call["info"]:
+            means.add("tool/acted", float(bool(call["info"]["acted"])))
 
 
 def rollout_metrics(metrics: dict[str, float]) -> dict[str, float]:
@@ -88,11 +162,10 @@ def rollout_metrics(metrics: dict[str, float]) -> dict[str, float]:
         metrics["reward/std"] = math.sqrt(max(0.0, mean_square - metrics["reward/mean"] ** 2))
     else:
         metrics["reward/unscored_steps"] = 1.0
-    return {
-        name: x
-        for name, x in metrics.items()
-        if x or name.removeprefix("rollout/") not in RARE_REASONS
-    }
+    for reason in RARE_REASONS:
+        if metrics.get(f"rollout/{reason}") == 0.0:
+            del metrics[f"rollout/{reason}"]
+    return metrics
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
@@ -101,21 +174,19 @@ def explained_variance(values: Tensor, returns: Tensor) -> float:
 
     NaN if the returns do not vary: there is nothing to explain.
     """
-    error, returns = (returns - values).double(), returns.double()
+    error = (returns - values).double()
+    returns = returns.double()
     moments = [
-        len(returns),
-        error.sum(),
-        error.square().sum(),
-        returns.sum(),
-        returns.square().sum(),
+        float(len(returns)),
+        float(error.sum()),
+        float(error.square().sum()),
+        float(returns.sum()),
+        float(returns.square().sum()),
     ]
-    count, error_sum, error_square, return_sum, return_square = all_reduce(
-        [float(x) for x in moments]
-    )
+    count, error_sum, error_square, return_sum, return_square = all_reduce(moments)
     count = max(count, 1.0)
-    variance = return_square / count - (return_sum / count) ** 2
-    return (
-        1 - (error_square / count - (error_sum / count) ** 2) / variance
-        if variance > 1e-9
-        else math.nan
-    )
+    error_variance = error_square / count - (error_sum / count) ** 2
+    return_variance = return_square / count - (return_sum / count) ** 2
+    if return_variance <= 1e-9:
+        return math.nan
+    return 1.0 - error_variance / return_variance

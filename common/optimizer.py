@@ -8,8 +8,8 @@ from torch import nn
 
 from common.distributed import average_gradients, whole
 from common.files import memory_advice, refuse
-from common.means import Means
 from common.memory.halving import limited_memory
+from common.metrics import Means
 from common.precision import LossScale
 
 MAX_SKIPPED = 5

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from common.distributed import World, all_reduce, forward_context
+from common.distributed import World, all_reduce, forward_context, gather_objects
 from common.limits import exhausted_memory
 from common.memory.halving import halve_budget, limited_memory, release_memory, remembered_budget
 from common.pictures import Media
 from common.progress import Progress
-from common.rollout.sampling import Episode, prompts_of_all_ranks
+from common.types import Episode
 from common.vision import Vision
 
 T = TypeVar("T")
@@ -320,3 +320,9 @@ def _build(
         offset += media.num_tokens
     flat = (torch.cat(parts) for parts in (hidden_index, targets, tokens, slots, features))
     return MicroBatch(ids, position_ids, *flat, list(pictures), units)
+
+
+def prompts_of_all_ranks(episodes: list[Episode]) -> list[int]:
+    return sorted(
+        {prompt for part in gather_objects([e.prompt_index for e in episodes]) for prompt in part}
+    )

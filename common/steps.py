@@ -5,72 +5,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import mean
-from typing import Any
 
 import numpy as np
 import torch
 
-from common.checkpoint import Checkpoints
-from common.config import changed_flags, save_config
-from common.console import StatusLine
-from common.distributed import barrier, gather_objects, handle_signals, stopping
-from common.ending import at_end, sign_of_life
+from common.distributed import barrier, gather_objects, stopping
+from common.ending import sign_of_life
 from common.export import export_hugging_face
 from common.files import full_disk_is_a_warning
-from common.flags import flag, flat, step_range
+from common.flags import step_range
 from common.job import Job
-from common.logger import Logger
-from common.look.curves import plot_curves
-from common.memory.halving import remembered_budget
 from common.memory.plan import peak_memory_gb
 from common.progress import say
-from common.trackers import Trackers
-
-
-def open_logger(
-    job: Job, args: Any, total_steps: int, checkpoints: Checkpoints, *, record: bool = True
-) -> Logger:
-    """config.json, unless this is no training, and the logger; tells where the run goes on, and
-    what it will write."""
-    world, config = job.world, flat(args) | {"micro_batch_tokens": job.micro_batch_tokens}
-    if world.is_main and record and not checkpoints.own:  # what a resume changes is an event
-        save_config(
-            job.output_dir,
-            config,
-            dtype=str(job.compute_dtype),
-            attention=job.attention,
-            micro_batch_tokens=job.micro_batch_tokens,
-            engine_memory=job.engine_memory,
-        )
-    trackers = Trackers(job.run.log, job.output_dir, config) if world.is_main else None
-    logger = Logger(job.output_dir, StatusLine(total_steps), trackers, world.is_main)
-    at_end.callback(logger.close)
-    if not record:
-        say(f"evaluates {job.checkpoint or job.run.model}")
-        return logger
-    left = max(0, total_steps - checkpoints.start)
-    if job.checkpoint:
-        changed = changed_flags(job.output_dir, config) if world.is_main else {}
-        resumed = {"event": "resumed", "step": checkpoints.start, "checkpoint": str(job.checkpoint)}
-        logger.event(resumed | ({"changed": changed} if changed else {}))
-        new = "".join(
-            f"; {flag(name)} {value}, not {before}" for name, (before, value) in changed.items()
-        )
-        say(
-            f"resumed: {job.checkpoint}, step {checkpoints.start}; {left} of {total_steps} "
-            f"steps left{new}"
-        )
-    if world.is_main:
-        at_end.callback(plot_curves, job.output_dir)
-    handle_signals()
-    budget = remembered_budget(job.output_dir, job.micro_batch_tokens)
-    if budget < job.micro_batch_tokens:
-        say(
-            f"micro-batches of {budget} tokens, since {job.output_dir}/micro_batch_tokens: "
-            "more did not fit"
-        )
-    checkpoints.warn_if_large()
-    return logger
 
 
 def finish(job: Job, policy: torch.nn.Module) -> None:

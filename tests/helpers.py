@@ -27,10 +27,9 @@ from zygote import ROOT, WARM, ZYGOTE, script_environment
 import common.torch_repair  # noqa: F401  (before anything of transformers is imported)
 from common.attention import register_attention
 from common.checkpoint import Checkpoints
-from common.engine.books import Request, Sampling
 from common.flags import Data, Rollout, Run, parse
 from common.precision import LossScale, choose_dtype
-from common.rollout.sampling import Episode
+from common.types import Episode, Request, Sampling
 
 register_attention()  # for models that are built without `load_policy`
 
@@ -156,12 +155,15 @@ def prompts_of(files, **options):
     """Rows of files as prompts; options: flags of the groups Data and Rollout, and what PromptData
     itself takes."""
     from common.data.prompts import PromptData
+    from common.tools.environments import is_class
 
-    own = {"tokenizer", "flag", "max_rows", "vision", "tools", "world", "num_embeddings"}
+    own = {"tokenizer", "flag", "max_rows", "vision", "tools", "world", "num_embeddings", "plays"}
     groups = [Data(), Rollout()]
     for name in options.keys() - own:
         (group,) = [group for group in groups if name in vars(group)]
         setattr(group, name, options[name])
+    environment = options.get("environment")
+    options.setdefault("plays", environment is not None and is_class(environment))
     return PromptData(files, *groups, **{name: options[name] for name in options.keys() & own})
 
 

@@ -8,7 +8,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from common.models import check_model, load_policy
 from common.packing import TokenIndex, pack
-from common.rollout.sampling import Episode
+from common.types import Episode
 from common.vision import skeleton
 
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}

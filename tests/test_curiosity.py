@@ -10,7 +10,7 @@ import curiosity_rl
 from common.data import visual_qa
 from common.rewards import is_correct, reward_function, visual_qa_reward
 from common.rollout.evaluation import summarize
-from common.rollout.sampling import Episode
+from common.types import Episode
 from curiosity_rl import Args, curiosity_terms, num_calls, select, shape_rewards
 
 PAPER = {"alpha": 0.5, "target": 0.3, "penalty": 0.05, "free": 1}
@@ -95,7 +95,7 @@ def test_calls_below_the_free_ones_are_no_gain():
 def test_the_share_is_of_the_group_whatever_its_size(variant, bonus):
     group = [episode(0.0, [call()]), *(episode(0.0) for _ in range(15))]
     shape_rewards(group, args(curiosity=variant))
-    assert group[0].rewards["curiosity"] == pytest.approx(bonus)
+    assert group[0].terms["curiosity"] == pytest.approx(bonus)
 
 
 def test_a_worked_group():
@@ -105,14 +105,14 @@ def test_a_worked_group():
     assert group[0].rewards == pytest.approx(
         {"score": 0.0875 - 0.05, "acc": 0.0, "curiosity": 0.0875, "call_cost": -0.05, "looks": 1.0}
     )
-    assert [e.rewards["score"] for e in group[1:]] == [1, 1, 1, 0, 0, 0, 0]
+    assert [e.score for e in group[1:]] == [1, 1, 1, 0, 0, 0, 0]
     assert sum(is_correct(e.rewards) for e in group) == 3
 
 
 def test_what_an_environment_gives_is_added_to_the_shaped_reward():
     group = [episode(1.0, turn_rewards=[(1, 0.25), (3, -0.5)]), *(episode(0.0) for _ in range(3))]
     shape_rewards(group, args())
-    assert [e.rewards["score"] for e in group] == [0.75, 0, 0, 0] and is_correct(group[0].rewards)
+    assert [e.score for e in group] == [0.75, 0, 0, 0] and is_correct(group[0].rewards)
 
 
 def test_groups_of_equal_rewards_teach_nothing_and_are_left_out():
@@ -129,8 +129,8 @@ def test_groups_do_not_mix():
     few = [episode(0.0, [call()] * (i == 0), prompt=2) for i in range(8)]
     mixed = [e for pair in zip(many, few) for e in pair]
     shape_rewards(mixed, args())
-    assert [e.rewards["score"] for e in many] == [0.0] * 8
-    assert few[0].rewards["score"] == pytest.approx(0.0875)
+    assert [e.score for e in many] == [0.0] * 8
+    assert few[0].score == pytest.approx(0.0875)
 
 
 def test_failed_and_refused_calls_count():
@@ -138,7 +138,7 @@ def test_failed_and_refused_calls_count():
     assert (num_calls(failed), num_calls(refused)) == (1, 2)
     group = [failed, *(episode(0.0) for _ in range(7))]
     shape_rewards(group, args())
-    assert failed.rewards["curiosity"] == pytest.approx(0.0875) and failed.rewards["looks"] == 1.0
+    assert failed.terms["curiosity"] == pytest.approx(0.0875) and failed.rewards["looks"] == 1.0
 
 
 def test_the_frames_of_a_video_decide_the_variant_of_the_code():
@@ -146,14 +146,14 @@ def test_the_frames_of_a_video_decide_the_variant_of_the_code():
     for media, divisor in (([Video()], 3), ([Video(), Image()], 3), ([Image()], 4)):
         group = [episode(0.0, [call()], media=media), *(episode(0.0) for _ in range(7))]
         shape_rewards(group, args(curiosity="repo"))
-        assert group[0].rewards["curiosity"] == pytest.approx(0.7 / divisor)
+        assert group[0].terms["curiosity"] == pytest.approx(0.7 / divisor)
 
 
 def test_minus_one_does_not_leak_into_the_reward():
     """Defect: r = -1 for what could not be parsed entered the shaped reward."""
     group = [episode(-1.0), episode(1.0), episode(0.4), episode(10.0)]
     shape_rewards(group, args())
-    assert [e.rewards["score"] for e in group] == [0.0, 1.0, 0.4, 1.0]
+    assert [e.score for e in group] == [0.0, 1.0, 0.4, 1.0]
 
 
 def test_the_formula_is_the_papers_unless_the_codes_is_asked_for():

@@ -35,7 +35,6 @@ from vl import LLAMA2, build_sentencepiece
 
 import common.data.rows as rows_module
 import sft
-from common.console import announce
 from common.data.prompts import PromptData, PromptLoader, steps_of
 from common.data.render import end_token_ids
 from common.data.rows import RowFiles, read_file
@@ -44,8 +43,8 @@ from common.distributed import World
 from common.flags import Data, Rollout, Run
 from common.look.show import show
 from common.progress import Progress
-from common.rollout.rollouts import Rollouts, read_prompts
-from common.rollout.sampling import with_replies
+from common.rollout.rollouts import Rollouts, announce, read_prompts
+from common.types import with_replies
 
 CHATML = (  # one of its system messages it does not show
     "{% for m in messages if m.content != 'SILENT' %}"

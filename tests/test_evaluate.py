@@ -13,8 +13,8 @@ from helpers import prompts_of
 
 from common.data.render import end_token_ids
 from common.distributed import World
-from common.engine.books import Completion, EngineConfig
 from common.engine.hf import HuggingFaceEngine
+from common.engine.protocol import EngineConfig
 from common.flags import Data, Rollout
 from common.hub import load_tokenizer, resolve_model
 from common.rewards import is_correct
@@ -27,6 +27,7 @@ from common.rollout.evaluation import (
     wilson_interval,
 )
 from common.rollout.rollouts import Rollouts, read_prompts
+from common.types import Completion
 
 
 def sample(group, score, pred="", source="a", length=10, truncated=False):

@@ -8,10 +8,9 @@ import pytest
 from helpers import checked_args, make_args
 
 import grpo
-from common.console import announce
-from common.rollout.rollouts import Rollouts
-from common.rollout.sampling import Episode
+from common.rollout.rollouts import Rollouts, announce
 from common.steps import Stopwatch
+from common.types import Episode
 
 UNEQUAL = {
     1: (1.0, 0.0, 0.0),
@@ -97,7 +96,7 @@ def test_the_deviation_is_that_of_the_scored_samples(world):
     rollouts = rollouts_of(world, groups=lambda prompt: group(prompt, scores[prompt]))
     args = make_args(grpo, oversample=3.0, prompts_per_step=1)
     sampled, episodes = grpo.collect_groups(rollouts, args, 0, Stopwatch())
-    assert [(e.prompt_index, e.rewards["score"]) for e in episodes] == [(1, 1.0), (1, 0.0)] and len(
+    assert [(e.prompt_index, e.score) for e in episodes] == [(1, 1.0), (1, 0.0)] and len(
         sampled
     ) == 9
 
@@ -112,7 +111,7 @@ def test_what_an_environment_gives_is_part_of_the_score(world):
 
     args = make_args(grpo, dynamic_sampling=2, prompts_per_step=1)
     _, episodes = grpo.collect_groups(rollouts_of(world, groups=answered), args, 0, Stopwatch())
-    assert [e.rewards["score"] for e in episodes] == [1.0, 1.75]
+    assert [e.score for e in episodes] == [1.0, 1.75]
 
 
 def test_equal_widths_are_equal_whatever_their_rounding(world):
@@ -170,8 +169,8 @@ def call(error: bool = False, turn: int = 0, **info) -> dict:
 def test_calls_earn_something_if_the_answer_is_right(score, calls, earned):
     (episode,) = group(0, [score], calls)
     grpo.add_tool_bonus([episode], 0.1)
-    assert episode.rewards["tool_bonus"] == pytest.approx(earned)
-    assert episode.rewards["score"] == pytest.approx(score + earned, nan_ok=True)
+    assert episode.terms["tool_bonus"] == pytest.approx(earned)
+    assert episode.score == pytest.approx(score + earned, nan_ok=True)
 
 
 def test_the_bonus_decides_which_groups_are_unequal(world):
@@ -183,7 +182,7 @@ def test_the_bonus_decides_which_groups_are_unequal(world):
     ]
     args = make_args(grpo, oversample=2.0, prompts_per_step=1, tool_bonus=0.5)
     _, episodes = grpo.collect_groups(rollouts, args, 0, Stopwatch())
-    assert [e.rewards["score"] for e in episodes] == [1.0, 1.5]
+    assert [e.score for e in episodes] == [1.0, 1.5]
 
 
 @pytest.mark.parametrize("bonus, kept", [(0.5, [(1, 1.5), (1, 2.0)]), (0.0, [])])
@@ -199,7 +198,7 @@ def test_as_many_calls_of_all_make_no_group_unequal(world, bonus, kept):
     )
     args = make_args(grpo, oversample=1.5, prompts_per_step=2, tool_bonus=bonus)
     sampled, episodes = grpo.collect_groups(rollouts, args, 0, Stopwatch())
-    assert [(e.prompt_index, e.rewards["score"]) for e in episodes] == kept and len(sampled) == 6
+    assert [(e.prompt_index, e.score) for e in episodes] == kept and len(sampled) == 6
 
 
 def test_an_epoch_counts_the_prompts_that_are_drawn(world, capsys):

@@ -21,7 +21,7 @@ from common.optimizer import GuardedAdamW, lr_factor
 from common.packing import split_minibatches
 from common.precision import LossScale, checked_gap
 from common.rollout.rollouts import Rollouts
-from common.rollout.sampling import Episode
+from common.types import Episode
 
 # --- group_advantages -----------------------------------------------------------------------------
 

@@ -12,11 +12,13 @@ from helpers import generate, random_policy
 from transformers import GPT2Config, MambaConfig, Qwen2Config
 
 from common.distributed import World
-from common.engine.books import EngineConfig, Request, Sampling, WeightBooks
+from common.engine.books import WeightBooks
 from common.engine.hf import HuggingFaceEngine
+from common.engine.protocol import EngineConfig
 from common.engine.vllm import VllmEngine
 from common.models import full_parameters
 from common.rotary import num_positions
+from common.types import Request, Sampling
 
 WORLD = World(0, 1, 0, torch.device("cpu"))
 END = 2

@@ -19,12 +19,11 @@ from helpers import deadline, run_script
 from common import config as machine
 from common import distributed, ending, logger, trackers
 from common.config import save_config
-from common.console import COLUMNS, StatusLine, fitted, print_samples
 from common.limits import usable_cpus
-from common.logger import Logger
+from common.logger import COLUMNS, Logger, StatusLine, fitted
 from common.look.curves import plot_curves, read_metrics
-from common.rollout.evaluation import as_sample, summarize
-from common.rollout.sampling import Episode, Row
+from common.rollout.evaluation import as_sample, print_samples, summarize
+from common.types import Episode, Row
 
 
 def make(run_dir, total_steps=100, names=""):

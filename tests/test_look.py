@@ -26,7 +26,7 @@ from common.look.page import write_page
 from common.look.samples import MAX_SAMPLES, samples_page
 from common.pictures import Media, PixelLimits
 from common.rollout.dumps import dump_rollouts, load_rollouts
-from common.rollout.sampling import FINISH_REASONS
+from common.types import FINISH_REASONS
 
 LIMITS = PixelLimits(784, 16 * 784, 4 * 784)
 

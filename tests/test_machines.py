@@ -270,7 +270,7 @@ def test_a_killed_rank_is_started_again_on_all_machines(cluster, local, tmp_path
 @pytest.mark.slow
 def test_other_code_flags_and_models_are_refused_by_name(cluster, tmp_path):
     places = {
-        "code": ROOT / "common" / "means.py",
+        "code": ROOT / "common" / "metrics.py",
         "model": ROOT / "common" / "assets" / "tiny" / "model.safetensors",
     }
     for name, place in places.items():
@@ -296,8 +296,8 @@ def test_other_code_flags_and_models_are_refused_by_name(cluster, tmp_path):
     }
     (differing,) = told
     named = [item.partition(":")[0] for item in differing.split("; ")]
-    assert named == ["seed", "common/means.py", "model model.safetensors"]
-    assert differing.startswith("seed: 3, 4; common/means.py: "), differing
+    assert named == ["seed", "common/metrics.py", "model model.safetensors"]
+    assert differing.startswith("seed: 3, 4; common/metrics.py: "), differing
     assert not (tmp_path / "run").exists()
 
 

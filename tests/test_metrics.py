@@ -9,7 +9,7 @@ from helpers import ROOT, random_episodes, run_script
 
 from common.metrics import Means, rollout_means, rollout_metrics
 from common.packing import TokenIndex, split_minibatches
-from common.rollout.sampling import Episode
+from common.types import Episode
 
 
 @pytest.fixture(scope="module")
@@ -124,9 +124,7 @@ def test_a_rank_without_episodes_has_a_part_in_the_seconds_alone(of_two_ranks):
     tokens = sum(len(e.response_ids) for e in mine)
     assert metrics["rollout/tokens_per_s"] == pytest.approx(tokens / 2.0)
     assert metrics["rollout/response_length"] == pytest.approx(tokens / len(mine))
-    assert metrics["reward/mean"] == pytest.approx(
-        sum(e.rewards["score"] for e in mine) / len(mine)
-    )
+    assert metrics["reward/mean"] == pytest.approx(sum(e.score for e in mine) / len(mine))
 
 
 def episode(
@@ -238,7 +236,7 @@ def test_programs_that_did_something_and_what_they_earned():
     one, other = episode(0, 1.2, calls=3, errors=1), episode(0, 0.0, calls=1)
     for call, acted in zip([*one.calls, *other.calls], (False, True, True, False)):
         call["info"]["acted"] = acted
-    one.rewards["tool_bonus"], other.rewards["tool_bonus"] = 0.2, 0.0
+    one.terms["tool_bonus"], other.terms["tool_bonus"] = 0.2, 0.0
     metrics = rollout_metrics(rollout_means([one, other], {}, with_tools=True).reduce())
     assert metrics["tool/acted"] == 2 / 4 and metrics["reward/tool_bonus"] == pytest.approx(0.1)
 

@@ -24,8 +24,8 @@ from common.hub import FOLDERS, OBJECTS, load_tokenizer, require_weights, resolv
 from common.job import Job, describe_run
 from common.models import Critic, Policy, load_policy, unsupported
 from common.packing import TokenIndex, pack
-from common.rollout.sampling import Episode
 from common.torch_repair import check_version
+from common.types import Episode
 
 SIZES = {
     "hidden_size": 64,

@@ -204,7 +204,7 @@ def test_an_option_that_packs_do_not_express_is_refused(option):
 
 def test_layout_by_hand():
     """Prompt of 2, responses of 2 and 1: the second response sees the prompt and itself only."""
-    from common.rollout.sampling import Episode
+    from common.types import Episode
 
     episodes = [
         Episode(0, s, [5, 6], ids, [1] * len(ids), [0.0] * len(ids), "stop")

@@ -23,7 +23,7 @@ import ppo
 from common.distributed import World
 from common.metrics import Means
 from common.packing import Minibatch, TokenIndex, _build, pack
-from common.rollout.sampling import Episode
+from common.types import Episode
 
 OBJECTIVES = ["ppo", "gspo", "cispo"]
 REDUCTIONS = ["dapo", "grpo", "dr_grpo"]

@@ -19,8 +19,8 @@ import tyro
 from helpers import ROOT, run_script, torchrun, wait_until
 
 from common.data.rows import RowFiles
-from common.rewards.offline import Scoring, score_file
 from common.rollout.evaluation import summarize
+from common.score import Scoring, score_file
 
 SAID = [["#### 1", "#### 2"], ["#### 1"], ["", "#### 3", "three"]]
 

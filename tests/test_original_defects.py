@@ -10,14 +10,14 @@ import pytest
 from test_turns import CROP, LIMITS, ScriptedEngine, row, run
 from vl import build_tokenizer, picture, write_tiny_vl
 
-from common.engine.books import Completion
 from common.flags import Rollout
 from common.pictures import Media, decode
-from common.rollout.sampling import unequal_groups
 from common.rollout.trajectories import Turns
 from common.tools.pools import ToolWorkers
 from common.tools.visual import crop_image_normalized, select_frames
+from common.types import Completion
 from common.vision import load_vision
+from curiosity_rl import unequal_groups
 
 
 @pytest.fixture(scope="module")

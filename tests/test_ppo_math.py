@@ -25,7 +25,7 @@ from common.metrics import explained_variance, rollout_means, rollout_metrics
 from common.models import Critic
 from common.packing import Minibatch, TokenIndex, pack
 from common.pictures import PixelLimits
-from common.rollout.sampling import Episode
+from common.types import Episode
 
 ALONE = World(0, 1, 0, torch.device("cpu"))
 

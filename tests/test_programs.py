@@ -5,11 +5,11 @@ import pytest
 from test_tool_formats import tokenizer_of
 from test_turns import run
 
+from common.data.protocols import protocol_of
 from common.data.render import apply_template, to_messages
-from common.data.templates import protocol_of
-from common.rollout.sampling import Row
 from common.rollout.trajectories import Turns
 from common.sandbox.python import SCHEMA, PythonWorkers
+from common.types import Row
 
 CALLS = {  # a program that is run by "code"
     "qwen2.5": '<tool_call>\n{"name": "python", "arguments": {"code": CODE}}\n</tool_call>',

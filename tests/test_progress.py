@@ -9,7 +9,6 @@ from helpers import random_episodes
 from test_turns import CROP, ScriptedEngine, row, run
 from vl import build_tokenizer
 
-from common.engine.books import Sampling
 from common.flags import Rollout
 from common.packing import Packer, TokenIndex
 from common.progress import SILENCE, Progress, break_silence, duration
@@ -17,6 +16,7 @@ from common.rewards import RewardWorkers
 from common.rollout.sampling import sample_episodes
 from common.rollout.trajectories import Turns
 from common.tools.pools import ToolWorkers
+from common.types import Sampling
 
 
 @pytest.fixture

@@ -225,7 +225,7 @@ def test_errors_end_a_trajectory_or_are_told(workers, most, ending, score):
         SimpleNamespace(score=lambda jobs: map(make_scorer(""), jobs)),
         tokenizer,
     )
-    assert episode.rewards["score"] == score
+    assert episode.score == score
 
 
 def test_all_errors_of_a_trajectory_count_not_those_in_a_row(workers):

@@ -16,7 +16,7 @@ from common.hub import FOLDERS
 from common.rewards import model as reward_model
 from common.rewards.model import RewardModel, check_reward_model
 from common.rollout.rollouts import Rollouts
-from common.rollout.sampling import Episode, Row
+from common.types import Episode, Row
 
 
 def save_reward_model(folder, num_labels: int = 1) -> str:
@@ -123,7 +123,7 @@ def test_a_score_that_is_not_finite_costs_its_episode(folder):
         scorer.model.score.weight.fill_(float("inf"))
     episodes = short_episodes(2)
     scorer.score_episodes(episodes, rows, scorer.tokenizer)
-    assert not any(math.isfinite(e.rewards["score"]) for e in episodes)
+    assert not any(math.isfinite(e.score) for e in episodes)
 
 
 def test_what_a_tool_says_is_not_read_as_the_answer(folder):
@@ -156,7 +156,7 @@ def test_a_large_score_costs_its_episode_and_is_told(folder, capsys, size, kept)
     with torch.no_grad():
         scorer.model.score.weight.mul_(size / max(abs(e.model_reward) for e in episodes))
     scorer.score_episodes(episodes, rows, scorer.tokenizer)
-    assert [math.isfinite(e.rewards["score"]) for e in episodes] == [kept] * 2
+    assert [math.isfinite(e.score) for e in episodes] == [kept] * 2
     assert (
         "--reward-model: 2 of 2 scores are not finite or above 1e+06" in capsys.readouterr().out
     ) != kept

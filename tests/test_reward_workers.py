@@ -19,8 +19,8 @@ from helpers import ROOT, alive, deadline, wait_until
 
 from common.hub import FOLDERS
 from common.rewards import RewardWorkers, score_episodes
-from common.rollout.sampling import Episode, Row
 from common.torch_repair import transformers
+from common.types import Episode, Row
 
 TIMEOUT = 2.0  # seconds, in all tests that do not say otherwise
 

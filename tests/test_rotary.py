@@ -12,14 +12,14 @@ from vl import write_random
 
 from common.assets.build.tiny import write_demo_data, write_supervised_data
 from common.distributed import World
-from common.engine.books import EngineConfig
 from common.engine.hf import HuggingFaceEngine
+from common.engine.protocol import EngineConfig
 from common.engine.vllm import VllmEngine
 from common.hub import FOLDERS, load_tokenizer
 from common.models import load_policy
 from common.packing import TokenIndex, pack
 from common.rewards.model import RewardModel
-from common.rollout.sampling import Episode, Row
+from common.types import Episode, Row
 
 WORLD = World(0, 1, 0, torch.device("cpu"))
 

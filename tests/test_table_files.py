@@ -18,7 +18,7 @@ from common.data.table_files import ROWS_NAME, is_hub_id, stem_of
 from common.flags import Data, Machine, Run, parse
 from common.look.show import show
 from common.prepare import countdown, geo3k, gsm8k, math, pixel_reasoner
-from common.rewards.offline import Scoring, score_file
+from common.score import Scoring, score_file
 from papers.pyvision import rows
 
 ROWS = [

@@ -12,12 +12,11 @@ from tokenizers import AddedToken
 from vl import LLAMA2, OLMO, PHI, QWEN, SMOLLM, TOOLS, ZEPHYR, build_sentencepiece, build_tokenizer
 
 from common.data.conversations import Conversations
-from common.data.protocols import Call, Hermes
+from common.data.protocols import Call, Hermes, Native, protocol_of
 from common.data.render import apply_template, to_messages
-from common.data.templates import Native, protocol_of
-from common.rollout.sampling import Row
 from common.rollout.trajectories import Turns
 from common.tools.pools import ToolWorkers
+from common.types import Row
 
 TEMPLATES = ROOT / "tests" / "templates"
 END = {"llama-3.1": "<|eot_id|>", "mistral-nemo": "</s>", "devstral": "</s>"}

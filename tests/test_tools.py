@@ -16,11 +16,12 @@ import pytest
 from helpers import deadline
 from PIL import Image
 
-from common.data.protocols import CLOSE, MAX_TEXT, OPEN, Call, Hermes, ToolReply
+from common.data.protocols import CLOSE, OPEN, Call, Hermes
 from common.pictures import decode, encode, shown_size
 from common.tools import find_tool, load_tools, visual
 from common.tools.pools import ToolWorkers
 from common.tools.visual import crop_image_normalized, select_frames
+from common.types import MAX_TEXT, ToolReply
 from common.workers.pool import Worker
 
 TOOLS = '''

@@ -11,19 +11,20 @@ import pytest
 import torch
 from vl import BOXES, QWEN, QWEN_VL, SMOLLM, build_tokenizer, picture, write_tiny_vl
 
-from common.data.protocols import Call, Hermes, ToolReply, spacing
+from common.data.protocols import Call, Hermes, spacing
 from common.data.render import apply_template, to_messages
 from common.distributed import World
-from common.engine.books import Completion, EngineConfig, Sampling
 from common.engine.hf import HuggingFaceEngine
+from common.engine.protocol import EngineConfig
 from common.engine.vllm import VllmEngine
 from common.flags import Rollout
 from common.metrics import rollout_means
 from common.packing import TokenIndex, pack
 from common.pictures import Media, PixelLimits
-from common.rollout.sampling import FINISH_REASONS, Episode, Row, request_seed, sample_episodes
+from common.rollout.sampling import request_seed, sample_episodes
 from common.rollout.trajectories import Turns
 from common.tools.pools import ToolWorkers
+from common.types import FINISH_REASONS, Completion, Episode, Row, Sampling, ToolReply
 from common.vision import load_vision
 
 LIMITS = PixelLimits(784, 64 * 784, 16 * 784)

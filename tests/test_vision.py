@@ -11,12 +11,12 @@ from helpers import relative_l2
 from PIL import Image
 from vl import build_tokenizer, picture, reference_positions, write_tiny_vl
 
-from common.engine.books import EngineConfig
 from common.engine.hf import HuggingFaceEngine
+from common.engine.protocol import EngineConfig
 from common.models import load_policy
 from common.packing import TokenIndex, pack
 from common.pictures import Media, PixelLimits
-from common.rollout.sampling import Episode
+from common.types import Episode
 from common.vision import load_vision
 
 LIMITS = PixelLimits(784, 64 * 784, 16 * 784)

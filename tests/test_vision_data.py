@@ -26,7 +26,8 @@ from common.data.render import unheeded
 from common.distributed import World
 from common.pictures import BadRow, Media, PixelLimits
 from common.processes import in_threads
-from common.tools import Tool, call_tool, load_tools
+from common.tools import call_tool, load_tools
+from common.types import Tool
 from common.vision import load_vision
 
 LIMITS = PixelLimits(784, 48 * 784, 8 * 784)

@@ -279,13 +279,13 @@ def teach(folder: Path, steps: int = 60) -> None:
     bad, and answers."""
     from test_turns import ScriptedEngine, row
 
-    from common.engine.books import Sampling
     from common.models import load_policy
     from common.packing import TokenIndex, pack
     from common.pictures import Media
     from common.rollout.sampling import sample_episodes
     from common.rollout.trajectories import Turns
     from common.tools.pools import ToolWorkers
+    from common.types import Sampling
     from common.vision import load_vision
 
     vision, tokenizer, workers = (

@@ -19,7 +19,7 @@ from jinja2 import TemplateError
 
 from common.data.formats import Conversation, pictured, read_conversation, text_of, unread_keys
 from common.data.media import count_tokens, open_media
-from common.data.protocols import spacing
+from common.data.protocols import native_calls, spacing
 from common.data.render import (
     after_last_turn,
     as_text,
@@ -31,13 +31,12 @@ from common.data.render import (
 )
 from common.data.rows import RowFiles
 from common.data.scan import Fingerprint, Found, KnownTokens, once_per_machine
-from common.data.templates import native_calls
 from common.distributed import World
 from common.files import shorten
 from common.pictures import BadRow, Media
 from common.progress import say
-from common.rollout.sampling import Episode
 from common.torch_repair import transformers
+from common.types import Episode
 from common.vision import Vision
 
 # of the assistant: the template renders a conversation up to each of them, which takes their square

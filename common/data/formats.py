@@ -24,7 +24,7 @@ from common.data.render import (
     without_nulls,
 )
 from common.pictures import BadRow
-from common.rollout.sampling import with_replies
+from common.types import with_replies
 
 ROLES = ("system", "user", "assistant", "tool", "observation")
 SHAREGPT = {

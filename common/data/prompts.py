@@ -29,9 +29,7 @@ from common.distributed import World
 from common.flags import Data, Rollout
 from common.pictures import BadRow
 from common.progress import say
-from common.rollout.sampling import Prompt, Row, is_continued
-from common.tools import Tool
-from common.tools.environments import is_class
+from common.types import Prompt, Row, Tool, is_continued
 from common.vision import Vision
 
 AS_THEY_STAND = (
@@ -77,12 +75,13 @@ class PromptData:
         tools: Mapping[str, Tool] | None = None,
         world: World | None = None,
         num_embeddings: int | None = None,
+        plays: bool = False,
     ):
         self.known = KnownTokens(tokenizer, num_embeddings)
         self.tokenizer, self.vision, self.tools = tokenizer, vision, tools or {}
         self.max_prompt_tokens, self.max_images = rollout.max_prompt_tokens, rollout.max_images
         self.media_root = data.media_root
-        self.plays = bool(rollout.environment) and is_class(rollout.environment)
+        self.plays = plays
         # which rows a function answers: all, or their own if any has arguments for it
         self.answered = "none"
         if rollout.environment and not self.plays:

@@ -4,20 +4,20 @@ see the reply."""
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 
 from jinja2 import TemplateError
 from pydantic_core import from_json
 
 from common.pictures import Media
+from common.types import trim
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 CODE_OPEN, CODE_CLOSE, FENCE = "<code>", "</code>", "```python"
 BEGIN, END = "<tool_response>\n<interpreter>", "</interpreter>\n\n</tool_response>"
 CODE_TAUGHT = (CODE_OPEN, "<image_clue_0>")  # in prompts that teach programs between tags
-MAX_TEXT = 4096  # characters of an observation
 CALL_ID = "tool_call"  # Mistral's templates want nine characters
 UNSEEN = "the policy would not see what it is told; take a model whose template shows such messages"
 
@@ -27,19 +27,6 @@ class Call:
     name: str = ""
     arguments: dict = field(default_factory=dict)
     error: str = ""  # why it is none
-
-
-@dataclass(slots=True)
-class ToolReply:
-    text: str
-    images: list[bytes] = field(default_factory=list)  # encoded, at their own resolution
-    # the tool refused, raised, hung or crashed: the text is what the policy reads
-    error: bool = False
-    # through our fault, not the policy's: the sample is lost, the text says why
-    failed: bool = False
-    info: dict = field(default_factory=dict)
-    role: str = "tool"  # of the message that holds text and images
-    opened: Future[list[Media]] | None = None  # the images, once they are decoded
 
 
 def spacing(tokenizer, spared: Iterable[str] = ()) -> Callable[[str], str]:
@@ -201,11 +188,77 @@ def error_text(why: str, role: str) -> str:
     return trim(f"\nExecution error:\n{why}\n" if role == "user" else f"Error: {why}")
 
 
-def trim(text: str) -> str:
-    """Without lone surrogates, which no tokenizer takes, and at most MAX_TEXT long."""
-    text = text.encode(errors="replace").decode()
-    if len(text) <= MAX_TEXT:
-        return text
-    mark = f"\n[... cut: the whole has {len(text)} characters ...]\n"
-    head = (MAX_TEXT - len(mark)) // 2
-    return text[:head] + mark + text[len(text) - (MAX_TEXT - len(mark) - head) :]
+# name -> what `parse_response` takes as the field tool_calls
+FORMATS: dict[str, dict] = json.loads(Path(__file__).with_name("call_formats.json").read_text())
+
+
+LAST = r"\s*+(<\|\w+\|>|</s>)?\s*\Z"  # what may follow a call at the end of a turn
+
+
+class Native(Protocol):
+    """Tools, calls and replies in the chat template's own way, which is one of `FORMATS`."""
+
+    def __init__(self, tokenizer, schemas: Iterable[dict], calls: dict):
+        super().__init__(tokenizer)
+        self.skipped = set()
+        self.schemas = list(schemas)
+        self.template = {"start_anchor": "\0", "fields": {"tool_calls": calls, "content": {}}}
+
+    def find_call(self, text: str) -> Call | None:
+        """The last call in a turn; None if there is none. A malformed one has an `error`."""
+        try:
+            said = self.tokenizer.parse_response(text, self.template, prefix="", tools=self.schemas)
+            if not said.get("tool_calls") or not re.search(
+                (CLOSE if CLOSE in text else r"[\]}]") + LAST, text
+            ):
+                return None
+            call = from_json(json.dumps(said["tool_calls"][-1]["function"]), allow_inf_nan=False)
+            if not isinstance(call["arguments"], dict) or not isinstance(call["name"], str):
+                raise ValueError("expected the name of a function, and its arguments")
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            return Call(error=f"Not a valid tool call: {str(error).partition(chr(10))[0]}")
+        return Call(call["name"], call["arguments"])
+
+
+def protocol_of(tokenizer, schemas: Iterable[dict] = ()) -> Protocol:
+    """How a model with this chat template calls tools. ValueError if that is not known."""
+    calls = native_calls(tokenizer, str(tokenizer.chat_template))
+    return Native(tokenizer, schemas, calls) if calls else Hermes(tokenizer)
+
+
+@cache
+def native_calls(tokenizer, chat_template: str) -> dict | None:
+    """Of `FORMATS` the one in which the template writes a call; None for Hermes' or none.
+    ValueError for others."""
+    call = Call("f", {"x": "y"})
+    function = {"name": call.name, "arguments": call.arguments}
+    parameters = {"type": "object", "properties": {"x": {"type": "string", "description": "-"}}}
+    schema = {
+        "type": "function",
+        "function": {"name": call.name, "description": "-", "parameters": parameters},
+    }
+    template = partial(tokenizer.apply_chat_template, tools=[schema], tokenize=False)
+    asked = [{"role": "user", "content": "-"}]
+    calls = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": CALL_ID, "function": function}],
+    }
+    try:
+        template(asked, tools=None)  # as with Hermes, whose tools stand in the system message
+        before = template(asked, add_generation_prompt=True)
+        said = template([*asked, calls]).removeprefix(before)
+    except (TemplateError, TypeError):
+        said = ""
+    if (
+        "tool_calls" not in chat_template
+        or Hermes.find_call(said.rpartition(tokenizer.eos_token)[0]) == call
+    ):
+        return None
+    own = (getattr(tokenizer, "response_template", None) or {}).get("fields", {}).get("tool_calls")
+    for known in filter(None, [own, *FORMATS.values()]):
+        if Native(tokenizer, [], known).find_call(said) == call:
+            return known
+    raise ValueError(
+        f"tools: the chat template calls them in another way than Hermes, {', '.join(FORMATS)}"
+    )

@@ -12,13 +12,11 @@ from typing import Any
 from jinja2 import TemplateError
 
 from common.data.media import MARKS, for_interpreter
-from common.data.protocols import Hermes
-from common.data.templates import native_calls
+from common.data.protocols import Hermes, native_calls
 from common.pictures import BadRow
 from common.progress import say
-from common.rollout.sampling import Prompt, is_continued
-from common.tools import Tool
 from common.torch_repair import transformers
+from common.types import Prompt, Tool, is_continued
 
 # TinyZero's templates, stored inside one user message
 RENDERED_MARKS = ("\nAssistant:", "<|im_start|>assistant")

@@ -7,11 +7,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.engine.books import Completion, EngineConfig, Request, Sampling, WeightBooks, Weights
+from common.engine.books import WeightBooks
+from common.engine.protocol import EngineConfig, Weights, without_placeholder
 from common.files import memory_advice, refuse
 from common.progress import Progress
 from common.rotary import check_lengths, num_positions
 from common.torch_repair import transformers
+from common.types import Completion, Request, Sampling
 from common.vision import auto_class, clamped
 
 MAX_SEQUENCES = 256  # of a batch
@@ -96,7 +98,7 @@ class HuggingFaceEngine:
             batch = requests[start : start + self.max_sequences]
             for request, completion in zip(batch, self._generate_batch(batch)):
                 completions.setdefault(request.key, []).append(
-                    completion.without_placeholder(self.vision)
+                    without_placeholder(completion, self.vision)
                 )
         return list(completions.items())
 

@@ -23,12 +23,14 @@ from PIL import Image
 from pydantic import ValidationError
 from safetensors import SafetensorError
 
-from common.engine.books import Completion, EngineConfig, Request, WeightBooks, Weights
+from common.engine.books import WeightBooks
+from common.engine.protocol import EngineConfig, Weights, without_placeholder
 from common.files import memory_advice, refuse
 from common.hub import require_weights
 from common.pictures import Media
 from common.printing import printable
 from common.rotary import check_lengths
+from common.types import Completion, Request
 from common.vision import skeleton
 
 LIMITS = re.compile("max_model_len|max_num_batched_tokens|max.seq.len|memory", re.IGNORECASE)
@@ -304,7 +306,7 @@ class VllmEngine:
                 for o in output.outputs
             )
             finished.append(
-                (key, [completion.without_placeholder(self.vision) for completion in made])
+                (key, [without_placeholder(completion, self.vision) for completion in made])
             )
         return finished
 

@@ -143,7 +143,7 @@ def save_with_links(page: Path, text: str) -> None:
 
 def page_episodes(rows: list[dict], files: dict[str, bytes], tokenizer) -> list[dict]:
     """What `rollout_page` wants to know of each episode."""
-    from common.rollout.sampling import FINISH_REASONS  # which needs torch, as a page does not
+    from common.types import FINISH_REASONS
 
     episodes = []
     for row in rows:

@@ -20,7 +20,7 @@ from common.data.render import (
 from common.data.rows import RowFiles, records
 from common.files import refuse, shorten
 from common.hub import EMBEDDED, load_tokenizer, resolve_model
-from common.rollout.sampling import Prompt
+from common.types import Prompt
 
 CONVERSATIONS = ("messages", "conversations", "message_list", "question")
 PROGRAMS = dict.fromkeys(CONVERSATIONS, "sft.py") | {"responses": "python -m common.score"}

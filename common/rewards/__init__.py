@@ -18,6 +18,7 @@ from math import fsum, inf, isnan, nan
 from common.ending import sign_of_life
 from common.progress import Progress
 from common.rewards import countdown, geometry, math, visual_qa
+from common.types import Episode, Row
 from common.workers.pool import Pool, load_function
 from common.workers.process import Worker, describe
 
@@ -311,50 +312,59 @@ async def await_score(
     return read_result(result, fn, data_source)
 
 
-def score_episodes(episodes: list, rows: Mapping, workers: RewardWorkers, tokenizer) -> None:
+def score_episodes(
+    episodes: list[Episode], rows: Mapping[int, Row], workers: RewardWorkers, tokenizer
+) -> None:
     """Fill `rewards` of each episode from what the policy said in it; rows: prompt index -> Row.
 
     What tools said is in extra_info["trajectory"] alone, the last turn in extra_info["last_turn"].
     If scoring fails (an exception, a timeout, a dead worker, a score that is not `usable`), they
     are {"score": nan, "error": why}.
     """
-    answered, jobs = [], []
+    jobs = []
+    waiting = []  # episodes of `jobs`
     for episode in episodes:
         if episode.finish_reason in ("tool_failed", "unreadable"):
-            why = f": {episode.calls[-1]['text']}" if episode.calls else ""
-            episode.rewards = {"score": nan, "error": f"{episode.finish_reason}{why:.200}"}
-            continue
-        if episode.environment_reward is not None and not workers.own_function:
-            fits = usable(episode.environment_reward)
-            told = f"the environment's reward {episode.environment_reward:g} is above {MAX_SCORE:g}"
-            episode.rewards = (
-                {"score": episode.environment_reward} if fits else {"score": nan, "error": told}
-            )
-            continue
-        row, turns = rows[episode.prompt_index], sampled_turns(episode, tokenizer)
-        more = {"last_turn": turns[-1] if turns else ""}
-        more["trajectory"] = tokenizer.decode(episode.response_ids, skip_special_tokens=True)
-        more |= (
-            {"turn_rewards": [reward for _, reward in episode.turn_rewards]}
-            if episode.turn_rewards
-            else {}
-        )
-        more |= (
-            {}
-            if episode.environment_reward is None
-            else {"environment_reward": episode.environment_reward}
-        )
-        answered.append(episode)
-        jobs.append((row.data_source, "\n".join(turns), row.ground_truth, row.extra_info | more))
-    for episode, result in zip(answered, workers.score(jobs), strict=True):
-        episode.rewards = with_score(result)
+            error = episode.finish_reason
+            if episode.calls:
+                error += f": {episode.calls[-1]['text']:.198}"
+            episode.set_rewards({"score": nan, "error": error})
+        elif episode.environment_reward is not None and not workers.own_function:
+            episode.set_rewards(environment_rewards(episode.environment_reward))
+        else:
+            row = rows[episode.prompt_index]
+            jobs.append(scoring_job(episode, row, tokenizer))
+            waiting.append(episode)
+    for episode, result in zip(waiting, workers.score(jobs), strict=True):
+        episode.set_rewards(with_score(result))
     for episode in episodes:
-        if turns := [reward for _, reward in episode.turn_rewards]:
-            # scripts add them to the score: a right answer stays one
-            episode.rewards |= {"acc": float(is_correct(episode.rewards)), "turns": fsum(turns)}
+        if episode.turn_rewards:
+            turns = [reward for _, reward in episode.turn_rewards]
+            episode.rewards["turns"] = fsum(turns)
             episode.rewards["first_turn_accuracy"] = float(turns[0] >= FULL_MARKS)
             episode.rewards["last_turn_accuracy"] = float(turns[-1] >= FULL_MARKS)
     tell_errors([episode.rewards for episode in episodes])
+
+
+def environment_rewards(reward: float) -> dict[str, float | str]:
+    if usable(reward):
+        return {"score": reward}
+    return {
+        "score": nan,
+        "error": f"the environment's reward {reward:g} is above {MAX_SCORE:g}",
+    }
+
+
+def scoring_job(episode: Episode, row: Row, tokenizer) -> Job:
+    turns = sampled_turns(episode, tokenizer)
+    extra_info = dict(row.extra_info)
+    extra_info["last_turn"] = turns[-1] if turns else ""
+    extra_info["trajectory"] = tokenizer.decode(episode.response_ids, skip_special_tokens=True)
+    if episode.turn_rewards:
+        extra_info["turn_rewards"] = [reward for _, reward in episode.turn_rewards]
+    if episode.environment_reward is not None:
+        extra_info["environment_reward"] = episode.environment_reward
+    return row.data_source, "\n".join(turns), row.ground_truth, extra_info
 
 
 def with_score(result: Mapping) -> Mapping:

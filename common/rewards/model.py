@@ -9,9 +9,9 @@ import torch
 from common.files import DAMAGE
 from common.hub import check_weights
 from common.rewards import MAX_SCORE, sampled_turns, usable
-from common.rollout.sampling import Episode, Row, with_replies
 from common.rotary import length_limits, set_text_lengths
 from common.torch_repair import transformers
+from common.types import Episode, Row, with_replies
 
 CHUNK_TOKENS = 16384  # of one forward, padding included
 
@@ -110,7 +110,7 @@ class RewardModel:
         self.model.to("cpu")
         failed = [e for e in episodes if not usable(e.model_reward)]
         for episode in failed:
-            episode.rewards["score"] = nan
+            episode.set_rewards({**episode.rewards, "score": nan})
         if failed:
             what = (
                 f"not finite or above {MAX_SCORE:g} in magnitude, the first: "

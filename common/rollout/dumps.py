@@ -12,10 +12,11 @@ import pyarrow.parquet as pq
 from common.distributed import World, gather_objects
 from common.files import full_disk_is_a_warning, refuse, replace_file, shorten
 from common.pictures import Media, PixelLimits
-from common.rollout.sampling import Episode
 from common.torch_repair import transformers
+from common.types import Episode
 
-AS_JSON = ("rewards", "calls", "media", "messages", "turn_rewards")  # whose values differ in shape
+# whose values differ in shape
+AS_JSON = ("rewards", "terms", "calls", "media", "messages", "turn_rewards")
 
 
 def dump_rollouts(
@@ -67,7 +68,6 @@ def dump_rollouts(
         rows.append(
             row
             | {
-                "score": e.rewards["score"],
                 "shown": [list(m.pixels.shape[2:0:-1]) for m in e.media],
             }
         )

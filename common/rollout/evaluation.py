@@ -248,3 +248,15 @@ def column(values: list) -> pa.Array:
         return pa.array(
             [None if value is None else json.dumps(value, default=str) for value in values]
         )
+
+
+def print_samples(step: int, samples: list[dict]) -> None:
+    """The first two of {prompt, completion, score, truth, truncated}, shortened in the middle;
+    None: not scored."""
+    for sample in samples[:2]:
+        said = sample.get("trajectory", sample["completion"])
+        prompt, completion = shorten(sample["prompt"], 300), shorten(said, 600)
+        score = "none" if sample["score"] is None else f"{sample['score']:g}"
+        head = f"--- step {step}, score {score}, truth {shorten(str(sample['truth']), 100)}"
+        cut = " [cut off]" * sample["truncated"]
+        print(f"{head}\n{prompt}\n>>> {completion}{cut}", flush=True)

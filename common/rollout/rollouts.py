@@ -11,15 +11,13 @@ from torch import nn
 from torch.distributed import ProcessGroup, new_subgroups
 
 from common.assets.build.embedded import embedded_data
-from common.console import print_samples
 from common.data.prompts import PromptData, steps_of
-from common.data.protocols import Code, Protocol
+from common.data.protocols import Code, Protocol, protocol_of
 from common.data.render import end_token_ids, end_turns_properly
-from common.data.templates import protocol_of
 from common.distributed import barrier, gather_objects
 from common.ending import sign_of_life
-from common.engine.books import EngineConfig, Sampling
 from common.engine.hf import HuggingFaceEngine
+from common.engine.protocol import EngineConfig
 from common.engine.vllm import VllmEngine
 from common.files import refuse, user_errors
 from common.flags import Data, Rollout, Run, check_reward_timeout, refuse_idle
@@ -35,12 +33,13 @@ from common.progress import Progress, say
 from common.rewards import RewardWorkers, score_episodes
 from common.rewards.model import RewardModel, check_reward_model
 from common.rollout.dumps import dump_rollouts, replayed_micro_batch_tokens
-from common.rollout.evaluation import as_sample, bounded, report
-from common.rollout.sampling import Episode, Row, Watch, sample_episodes
+from common.rollout.evaluation import as_sample, bounded, print_samples, report
+from common.rollout.sampling import Watch, sample_episodes
 from common.rollout.trajectories import Turns
 from common.sandbox.python import PythonWorkers
 from common.tools.environments import is_class
 from common.tools.pools import ToolPool, ToolWorkers
+from common.types import Episode, Row, Sampling
 
 AT_ONCE = 256  # samples of an evaluation, on a rank, under way
 PICTURED = 64  # rows of it, of a model that sees: a megapixel is 8 MB
@@ -359,6 +358,7 @@ def read_prompts(
         "world": job.world,
     }
     options |= {"tools": tools and tools.tools, "num_embeddings": job.num_embeddings}
+    options["plays"] = bool(rollout.environment) and is_class(rollout.environment)
     train_data = (
         None if rollout.eval_only else PromptData(train_files, max_rows=data.max_rows, **options)
     )
@@ -390,3 +390,17 @@ def start_engine(job: Job, rollout: Rollout) -> VllmEngine | HuggingFaceEngine:
     engine = make_engine(config)
     engine.sleep()
     return engine
+
+
+def announce(rollouts, updates: int) -> None:
+    """What is going to happen: `rollouts`, and so many optimizer steps after each."""
+    num_prompts, flags = len(rollouts.train_data), rollouts.flags
+    passes = rollouts.total_steps * rollouts.draws / num_prompts
+    say(
+        f"{num_prompts} prompts; a step: {rollouts.draws} x {flags.samples_per_prompt} "
+        f"samples, {updates} "
+        f"updates; {rollouts.total_steps} steps pass over the data {passes:.2f} times"
+    )
+    if rollouts.draws > num_prompts:
+        told = f"a step draws {rollouts.draws} prompts of {num_prompts} rows"
+        say(f"warning: {told}: lower --prompts-per-step, it repeats them")

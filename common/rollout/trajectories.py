@@ -6,17 +6,17 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import inf
 
-from common.data.protocols import UNSEEN, Call, Code, Protocol, ToolReply, error_text
-from common.engine.books import Completion
+from common.data.protocols import UNSEEN, Call, Code, Protocol, error_text
 from common.flags import Rollout
 from common.pictures import Media
 from common.processes import cpus_of_rank
 from common.progress import Progress
-from common.rollout.sampling import Episode, Row, Watch, add_turn, with_replies
+from common.rollout.sampling import Watch, add_turn
 from common.tools import find_tool
 from common.tools.environments import CLOSE, RESET, State, is_class
 from common.tools.pools import ToolPool
 from common.torch_repair import transformers
+from common.types import Completion, Episode, Row, ToolReply, with_replies
 from common.vision import Vision
 
 OPENING, CLOSING, ANSWERING = Call(RESET), Call(CLOSE), Call("answer()")  # no tool is called so

@@ -16,13 +16,13 @@ from pathlib import Path
 
 from torch.distributed import ProcessGroup
 
-from common.data.protocols import CODE_TAUGHT, Call, Code, ToolReply
+from common.data.protocols import CODE_TAUGHT, Call, Code
 from common.limits import total_memory
 from common.processes import cpus_of_rank, ranks_here
 from common.sandbox.namespaces import ENVIRONMENT
 from common.sandbox.sandbox import START_S, Block, Sandbox, failed_block
-from common.tools import Tool
 from common.tools.pools import ToolPool
+from common.types import Tool, ToolReply
 
 # of what programs must not do
 PROBE = tomllib.loads(Path(__file__).with_name("forbidden.toml").read_text())

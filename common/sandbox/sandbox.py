@@ -27,7 +27,6 @@ from multiprocessing.connection import wait
 
 from PIL import Image
 
-from common.data.protocols import ToolReply, trim
 from common.sandbox.interpreter import MAX_BYTES, MAX_FIGURES, check_size
 from common.sandbox.namespaces import (
     ENVIRONMENT,
@@ -38,6 +37,7 @@ from common.sandbox.namespaces import (
     python_folders,
 )
 from common.sandbox.seccomp import first_filter, program_filter
+from common.types import ToolReply, trim
 from common.workers.process import SIZE_BYTES, Link
 
 START_S, CLEAN_S, TRANSFER_S = 60, 5, 10

@@ -14,13 +14,12 @@ import inspect
 import json
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from itertools import takewhile
 from typing import get_type_hints
 
 from pydantic import PydanticUserError, TypeAdapter
 
-from common.data.protocols import ToolReply, error_text, trim
+from common.data.protocols import error_text
 from common.pictures import encode
 from common.tools import visual
 from common.tools.environments import (
@@ -33,27 +32,12 @@ from common.tools.environments import (
     load_environment,
     method_schemas,
 )
+from common.types import Tool, ToolReply, trim
 from common.workers.pool import load_function
 from common.workers.process import describe
 
 # how common.workers.pool begins what it says of a job that no process could take
 NO_WORKER = "no worker starts"
-
-
-@dataclass(slots=True)
-class Tool:
-    name: str
-    function: Callable
-    # {"type": "function", "function": {name, description, parameters}}; {}: none is offered
-    schema: dict
-    aliases: tuple[str, ...] = ()
-    role: str = "tool"  # of the message that holds the observation: "tool" or "user"
-    ours: bool = False  # whether a hang or a crash is our fault, whatever the policy has asked for
-    stateful: bool = False  # a method of an environment
-    taught_by: tuple[str, ...] = ()  # what stands in prompts that say themselves how it is called
-
-    def is_taught(self, prompt: str) -> bool:
-        return any(mark in prompt for mark in self.taught_by)
 
 
 CROP_NAMES = ("crop_image", "zoom_in")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
-from common.data.protocols import trim
+from common.types import trim
 from common.workers.pool import load_function
 from common.workers.process import describe
 

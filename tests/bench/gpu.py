@@ -46,7 +46,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Con
 import grpo
 from common.attention import choose_attention
 from common.distributed import init_world, make_mesh, run, wrap_model
-from common.engine.books import EngineConfig
+from common.engine.protocol import EngineConfig
 from common.engine.vllm import VllmEngine
 from common.flags import Rollout
 from common.hub import FOLDERS
@@ -54,7 +54,7 @@ from common.look.curves import read_metrics
 from common.models import full_parameters, load_policy
 from common.optimizer import GuardedAdamW
 from common.packing import MicroBatch, Packer, TokenIndex
-from common.rollout.sampling import Episode
+from common.types import Episode
 
 SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, vocabulary, tied
     "smoke": (128, 256, 2, 2, 1, 512, True),

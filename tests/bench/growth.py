@@ -138,7 +138,7 @@ def trajectories(size: int, folder: Path) -> Work:
     from common.packing import Packer, TokenIndex
     from common.rewards import RewardWorkers, score_episodes
     from common.rollout.dumps import dump_rollouts
-    from common.rollout.sampling import Episode, Row
+    from common.types import Episode, Row
 
     rng, world = random.Random(0), init_world()
     tokenizer = load_tokenizer(resolve_model("smollm2"))
@@ -168,7 +168,7 @@ def sequence(size: int, folder: Path) -> Work:
     from common.hub import resolve_model
     from common.models import load_policy
     from common.packing import TokenIndex, pack
-    from common.rollout.sampling import Episode
+    from common.types import Episode
 
     policy = load_policy(resolve_model("tiny"), "sdpa")
     ids = random.Random(0).choices(range(32, 127), k=size)

@@ -29,7 +29,7 @@ from common.hub import resolve_model
 from common.models import load_policy
 from common.packing import MicroBatch, Packer, TokenIndex, pack
 from common.precision import DTYPES
-from common.rollout.sampling import Episode
+from common.types import Episode
 
 
 @dataclass

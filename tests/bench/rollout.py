@@ -29,7 +29,7 @@ from common.assets.build.embedded import embedded_data
 from common.data.prompts import PromptData
 from common.data.render import end_token_ids
 from common.distributed import World, init_world, make_mesh, wrap_model
-from common.engine.books import EngineConfig, Request, Sampling
+from common.engine.protocol import EngineConfig
 from common.engine.vllm import VllmEngine
 from common.flags import Data, Rollout
 from common.hub import load_tokenizer, resolve_model
@@ -37,6 +37,7 @@ from common.models import load_policy, sync_engine
 from common.processes import keep_freed_memory
 from common.progress import say
 from common.rollout.sampling import request_seed
+from common.types import Request, Sampling
 
 SIZES = (4, 16, 64, 256)
 

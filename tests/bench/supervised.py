@@ -31,7 +31,7 @@ from common.models import load_policy
 from common.optimizer import GuardedAdamW
 from common.packing import Packer, TokenIndex
 from common.precision import DTYPES
-from common.rollout.sampling import Episode
+from common.types import Episode
 from sft import backward
 
 

@@ -17,7 +17,7 @@ from vl import QWEN_VL, picture, write_tiny_vl
 from common.data.prompts import PromptData
 from common.data.render import row_tools, unheeded
 from common.pictures import PixelLimits
-from common.tools import Tool
+from common.types import Tool
 from common.vision import load_vision
 from papers.pyvision.prompts import OWN
 from papers.pyvision.rows import Args, main

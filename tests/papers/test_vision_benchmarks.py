@@ -15,7 +15,7 @@ from vl import picture
 from common.data.verl import row_problem
 from common.rewards import is_correct, score_episodes, score_response
 from common.rollout.evaluation import as_sample, report, summarize
-from common.rollout.sampling import Episode
+from common.types import Episode
 from papers.pyvision.benchmarks import TIR_TASKS, Args, main
 from papers.pyvision.tir_bench import letter_of, options_of, score_tir_bench, tir_bench_reward
 

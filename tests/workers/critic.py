@@ -20,7 +20,7 @@ from common.distributed import all_reduce, init_world, make_mesh, run, wrap_mode
 from common.models import Critic
 from common.optimizer import GuardedAdamW
 from common.packing import Packer, TokenIndex
-from common.rollout.sampling import Episode
+from common.types import Episode
 
 COINS = (5, 6)
 OBSERVATION = 7
@@ -58,7 +58,7 @@ def main(args: argparse.Namespace) -> None:
             completions = [score(prompt, coins[:known] + tail) for tail in rest]
             truth.append(sum(completions) / len(completions))
     index = TokenIndex(episodes)
-    scores = torch.tensor([e.rewards["score"] for e in episodes])
+    scores = torch.tensor([e.score for e in episodes])
     rewards = ppo.token_rewards(scores, index)
     critic = Critic(random_policy(config, torch.float32).model.base_model, "sdpa")
     critic = wrap_model(critic, make_mesh(world, args.strategy), torch.float32)

@@ -31,8 +31,8 @@ from common.distributed import (
     run,
     wrap_model,
 )
-from common.engine.books import EngineConfig, Sampling
 from common.engine.hf import HuggingFaceEngine
+from common.engine.protocol import EngineConfig
 from common.engine.vllm import VllmEngine
 from common.flags import Machine
 from common.hub import load_tokenizer, resolve_model
@@ -40,7 +40,8 @@ from common.models import full_parameters, load_policy
 from common.packing import TokenIndex, pack
 from common.precision import DTYPES, GAP_LIMITS, checked_gap
 from common.progress import say
-from common.rollout.sampling import Row, sample_episodes
+from common.rollout.sampling import sample_episodes
+from common.types import Row, Sampling
 
 # What the engine does after the policy has moved. On CPUs it never sleeps, and these are syncs
 # alone.

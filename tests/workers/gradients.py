@@ -62,7 +62,7 @@ def gradient(
     args, model = VARIANTS[variant], models["critic" if variant == "critic" else "policy"]
     dtype = next(model.parameters()).dtype
     index = TokenIndex(episodes)
-    scores = torch.tensor([e.rewards["score"] for e in episodes], dtype=torch.float64)
+    scores = torch.tensor([e.score for e in episodes], dtype=torch.float64)
     rollout = torch.tensor(
         [lp for e in episodes for lp, m in zip(e.logprobs, e.loss_mask) if m], dtype=dtype
     )
@@ -131,7 +131,7 @@ def main(args: argparse.Namespace) -> None:
     for episode in episodes:
         if episode.prompt_index == 2:
             # a zero-variance group: no gradient, but its tokens count
-            episode.rewards["score"] = 1.0
+            episode.score = 1.0
     owners = {
         "even": lambda e: e.prompt_index % world.size,
         "rank 0 has all": lambda e: 0,

@@ -15,14 +15,14 @@ from test_turns import ScriptedEngine, row
 from torch.distributed import new_subgroups
 from vl import build_tokenizer
 
-from common import shared
 from common.distributed import broadcast_object, gather_objects, init_world, run
-from common.engine.books import Sampling
 from common.flags import Rollout
 from common.progress import say
 from common.rollout.rollouts import open_tools
 from common.rollout.sampling import sample_episodes
 from common.rollout.trajectories import Turns
+from common.tools import pools
+from common.types import Sampling
 
 
 def main(tools: str, *script: str) -> None:
@@ -37,7 +37,7 @@ def main(tools: str, *script: str) -> None:
         exchanges.append(engine.busy)
         return broadcast_object(*arguments)
 
-    shared.broadcast_object = exchange
+    pools.broadcast_object = exchange
     rows = {0: row(tokenizer, tools=workers.tools)}
     options = {"seed": 1, "step": 2, "weights_step": 2, "turns": turns}
     episodes = sample_episodes(engine, rows, Sampling(len(scripts), 4000), **options)

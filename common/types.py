@@ -1,0 +1,208 @@
+"""What travels between the parts of a run: rows, requests, completions, episodes, tools.
+
+Nothing here needs torch."""
+
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from math import isnan, nan
+from typing import Any
+
+from common.pictures import Media
+
+Prompt = list[dict] | str
+MAX_TEXT = 4096  # characters of an observation
+
+
+def is_continued(prompt: Prompt) -> bool:
+    """Does it end in words of the assistant, which the model goes on with? Behind a call it begins
+    a new turn."""
+    if isinstance(prompt, str):
+        return False
+    last = prompt[-1]
+    return last["role"] == "assistant" and not last.get("tool_calls")
+
+
+def with_replies(prompt: list[dict], replies: list[dict]) -> list[dict]:
+    """The messages of a conversation, from the assistant's first reply on, which may go on with the
+    prompt's last."""
+    if not is_continued(prompt) or not replies:
+        return [*prompt, *replies]
+    begun, first = prompt[-1], replies[0]
+    return [*prompt[:-1], begun | {"content": begun["content"] + first["content"]}, *replies[1:]]
+
+
+@dataclass(slots=True)
+class Row:
+    """A prompt of a data set, as the engine is given it, and what its reward function is given."""
+
+    # position in the concatenated files, whatever was dropped: the prompt's identity for seeds
+    index: int
+    data_source: str
+    prompt: Prompt
+    ground_truth: Any
+    extra_info: dict
+    prompt_ids: list[int]
+    # in the order of their placeholders in prompt_ids
+    media: list[Media] = field(default_factory=list)
+    # on offer: name -> keyword arguments of the row's own
+    tools: dict[str, dict] = field(default_factory=dict)
+    # what it gives to a function that answers; None: that has nothing to say to it
+    answer_kwargs: dict | None = None
+    # columns, for `reset` of an environment; None: this row has none
+    environment: dict | None = None
+    messages: Prompt = ""  # what prompt_ids were made of, by the chat template
+    problem: str = ""  # why a picture could not be read; prompt_ids are empty then
+
+    @property
+    def truth(self) -> str:
+        """The ground truth as a text."""
+        known = self.ground_truth
+        text = (
+            known if isinstance(known, str) else json.dumps(known, ensure_ascii=False, default=str)
+        )
+        return text.encode(errors="replace").decode()
+
+
+@dataclass(slots=True)
+class Episode:
+    """One trajectory. Trained on is exactly `response_ids` where `loss_mask` is 1; text is never
+    re-encoded."""
+
+    # place in the step's global batch, or Row.index: episodes that share it share `prompt_ids`
+    prompt_index: int
+    sample_index: int  # which of the prompt's samples
+    prompt_ids: list[int]
+    # all that follows the prompt: sampled tokens and, with tools, observations
+    response_ids: list[int]
+    # 1 = sampled by the policy (the end-of-turn token too), 0 = observation or template
+    loss_mask: list[int]
+    logprobs: list[float]  # the engine's, at the sampling temperature; 0.0 where loss_mask is 0
+    finish_reason: str = ""  # one of FINISH_REASONS
+    # of the reward function: "score", and what else it returns
+    rewards: dict[str, float | str] = field(default_factory=dict)
+    # what is trained on: the reward function's, and what a script adds to it
+    score: float = nan
+    # what a script has added to the score, by name
+    terms: dict[str, float] = field(default_factory=dict)
+    # in the order of their placeholders: the prompt's, then others
+    media: list[Media] = field(default_factory=list)
+    turns: int = 0  # sampled so far
+    # of tools: turn, name, arguments, text, error, info; media added
+    calls: list[dict] = field(default_factory=list)
+    # with tools: the turns and what answered them, as a chat
+    messages: list[dict] = field(default_factory=list)
+    opening: str = ""  # what an environment's `reset` has said, at the end of the prompt
+    environment_reward: float | None = None
+    # an environment's: tokens sampled by then, it
+    turn_rewards: list[tuple[int, float]] = field(default_factory=list)
+    model_reward: float | None = None  # of --reward-model
+    row: int | None = None  # `Row.index` of its prompt
+    truth: str = ""  # its ground truth: a text, or JSON
+
+    def __post_init__(self) -> None:
+        if self.rewards and isnan(self.score):
+            self.score = self.rewards["score"]
+
+    def set_rewards(self, rewards: dict[str, float | str]) -> None:
+        self.rewards = rewards
+        self.score = rewards["score"]
+
+    @property
+    def truncated(self) -> bool:
+        return self.finish_reason in ("length", "turn_length")
+
+
+FINISH_REASONS = {
+    "stop": "an end token, and no tool was called",
+    "length": "--max-response-tokens, or an observation that would exceed it",
+    "turn_length": "--max-turn-tokens",
+    "max_turns": "--max-turns: a tool was called in the last one",
+    "unanswered": "--max-turns: the function of --environment had more to say",
+    "done": "the environment's `done`",
+    "max_images": "--max-images: a tool returned more",
+    "max_tool_errors": "--max-tool-errors",
+    "vision_token": "the policy sampled a vision placeholder: the trajectory ends before it",
+    "tool_failed": "through our fault: a tool's `ours`, an environment, no worker; not trained on",
+    "unreadable": "a picture of the prompt could not be read: nothing was sampled, not trained on",
+}
+
+
+def by_prompt(episodes: list[Episode]) -> dict[int, list[Episode]]:
+    groups: dict[int, list[Episode]] = {}
+    for episode in episodes:
+        groups.setdefault(episode.prompt_index, []).append(episode)
+    return groups
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample. Training wants the plain distribution, softmax(logits / temperature): no flag
+    offers another."""
+
+    n: int = 1  # completions per prompt
+    max_tokens: int = 256
+    temperature: float = 1.0  # 0 = greedy
+    top_p: float = 1.0
+
+
+@dataclass(slots=True)
+class Request:
+    """What is asked of an engine: `sampling.n` completions, of which sample j is drawn with seed +
+    j."""
+
+    key: int
+    prompt_ids: list[int]  # with one placeholder for each token of each of `media`
+    sampling: Sampling
+    seed: int
+    # the optimizer step that the caller believes the engine to be at: RuntimeError otherwise
+    weights_step: int
+    media: Sequence[Media] = ()
+
+
+@dataclass(slots=True)
+class Completion:
+    token_ids: list[int]  # as sampled, the end token included
+    logprobs: list[float]  # log-prob of each sampled token, after temperature
+    # "stop" (an end token), "length", or "vision_token": a placeholder was next, and is left out
+    finish_reason: str
+
+
+@dataclass(slots=True)
+class Tool:
+    name: str
+    function: Callable
+    # {"type": "function", "function": {name, description, parameters}}; {}: none is offered
+    schema: dict
+    aliases: tuple[str, ...] = ()
+    role: str = "tool"  # of the message that holds the observation: "tool" or "user"
+    ours: bool = False  # whether a hang or a crash is our fault, whatever the policy has asked for
+    stateful: bool = False  # a method of an environment
+    taught_by: tuple[str, ...] = ()  # what stands in prompts that say themselves how it is called
+
+    def is_taught(self, prompt: str) -> bool:
+        return any(mark in prompt for mark in self.taught_by)
+
+
+@dataclass(slots=True)
+class ToolReply:
+    text: str
+    images: list[bytes] = field(default_factory=list)  # encoded, at their own resolution
+    # the tool refused, raised, hung or crashed: the text is what the policy reads
+    error: bool = False
+    # through our fault, not the policy's: the sample is lost, the text says why
+    failed: bool = False
+    info: dict = field(default_factory=dict)
+    role: str = "tool"  # of the message that holds text and images
+    opened: Future[list[Media]] | None = None  # the images, once they are decoded
+
+
+def trim(text: str) -> str:
+    """Without lone surrogates, which no tokenizer takes, and at most MAX_TEXT long."""
+    text = text.encode(errors="replace").decode()
+    if len(text) <= MAX_TEXT:
+        return text
+    mark = f"\n[... cut: the whole has {len(text)} characters ...]\n"
+    head = (MAX_TEXT - len(mark)) // 2
+    return text[:head] + mark + text[len(text) - (MAX_TEXT - len(mark) - head) :]
