@@ -30,13 +30,16 @@ import math
 from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from common.assets.build.embedded import with_embedded_data
 from common.checkpoint import Checkpoints
 from common.distributed import World, all_reduce, forward_context, run, stop_requested
+from common.export import export_hugging_face
 from common.files import refuse
 from common.flags import (
     Amount,
@@ -57,11 +60,24 @@ from common.metrics import Means, rollout_means, rollout_metrics
 from common.models import sync_engine
 from common.optimizer import lr_factor
 from common.packing import Minibatch, Packer, TokenIndex
-from common.precision import checked_gap
-from common.progress import Progress
-from common.rollout.dumps import load_rollouts
-from common.rollout.rollouts import Rollouts, announce, has_tools
-from common.steps import Stopwatch, due, finish, profiled, seed_step
+from common.precision import GAP_LIMITS, checked_gap
+from common.progress import Progress, say
+from common.rollout.dumps import load_rollouts, replayed_micro_batch_tokens
+from common.rollout.opening import (
+    announce,
+    check_rollout,
+    has_tools,
+    num_steps,
+    open_engine,
+    open_engine_group,
+    open_prompts,
+    open_reward_workers,
+    open_tools,
+    open_turns,
+    prompts_of_a_step,
+)
+from common.rollout.rollouts import Rollouts
+from common.steps import Stopwatch, UnscoredSteps, due, profiled, seed_step
 from common.types import Episode, by_prompt
 
 
@@ -407,39 +423,89 @@ def check_args(args: Args) -> None:
 
 def main(args: Args, demo: bool = False) -> None:
     check_args(args)
+    training = not args.rollout.eval_only
     job = Job(
-        "curiosity_rl", args.data, args.machine, args.run, demo, record=not args.rollout.eval_only
+        Path(__file__).stem,
+        args.data,
+        args.machine,
+        args.run,
+        demo,
+        record=training,
+        max_model_len=args.rollout.max_model_len,
     )
     world, device = job.world, job.world.device
-    rollouts = Rollouts(job, args.data, args.rollout, args.run, trained=[job.path], frozen=[])
+    check_rollout(job, args.rollout)
+    data_folder = job.output_dir / "data"
+    data = with_embedded_data(
+        args.data, args.run.model, data_folder, world, eval_only=args.rollout.eval_only
+    )
+    engine_group = open_engine_group(args.rollout, args.run)
+    tools = open_tools(args.rollout, engine_group)
+    train_data, eval_data = open_prompts(job, data, args.rollout, tools)
+    turns = open_turns(job, args.rollout, tools)
+    reward_workers = open_reward_workers(args.rollout, [train_data, eval_data], turns)
+    num_prompts = prompts_of_a_step(args.rollout)
+    total_steps = num_steps(args.run, train_data, num_prompts)
+    loader = job.open_loader(len(train_data), train_data.fingerprint) if train_data else None
+    job.plan_memory(
+        args.rollout,
+        trained=[job.path],
+        frozen=[],
+        replayed_tokens=replayed_micro_batch_tokens(args.rollout.replay),
+    )
+    engine = open_engine(job, args.rollout)
+    rollouts = Rollouts(
+        world=world,
+        tokenizer=job.tokenizer,
+        flags=args.rollout,
+        seed=args.run.seed,
+        output_dir=job.output_dir,
+        train_data=train_data,
+        loader=loader,
+        eval_data=eval_data,
+        eval_rows=args.run.eval_rows,
+        engine=engine,
+        turns=turns,
+        workers=reward_workers,
+        group=engine_group,
+    )
 
     policy = job.load_policy()
     optimizer = job.adamw(policy, args.weight_decay, args.max_grad_norm)
     packer = Packer(job.attention, job.micro_batch_tokens, job.output_dir, world, job.vision)
-    state = {"loader": rollouts.loader}
-    checkpoints = Checkpoints(job, optimizers={"policy": optimizer}, state=state)
-    start = checkpoints.resume(weights_only=args.rollout.eval_only)
-    logger = open_logger(
-        job, args, rollouts.total_steps, checkpoints, record=not args.rollout.eval_only
+    checkpoints = Checkpoints(
+        job.output_dir,
+        world,
+        optimizers={"policy": optimizer},
+        state={"loader": loader},
+        save_every=args.run.save_every,
+        keep=args.run.keep_checkpoints,
+        identity=job.identity | {"end_token": job.tokenizer.eos_token},
+        micro_batch_tokens=job.micro_batch_tokens,
     )
+    start = checkpoints.resume(job.checkpoint, weights_only=args.rollout.eval_only)
+    logger = open_logger(job, args, total_steps, checkpoints, record=training)
 
     if args.rollout.eval_only:
         rollouts.evaluate_only(policy, start, logger)
         return
-    announce(rollouts, updates=args.minibatches * args.epochs_per_step)
+    updates = args.minibatches * args.epochs_per_step
+    announce(args.rollout, len(train_data), num_prompts, total_steps, updates)
     if start == 0 and args.run.eval_before and rollouts.can_evaluate:
         logger.log(0, rollouts.evaluate(policy, 0))
-    end = start + 1 if args.rollout.replay else rollouts.total_steps
-    for step in profiled(range(start, end), job):
+    max_gap = args.rollout.max_logprob_gap or GAP_LIMITS[job.compute_dtype]
+    unscored = UnscoredSteps()
+    end = start + 1 if args.rollout.replay else total_steps
+    for step in profiled(range(start, end), args.run.profile_steps, job.output_dir, world):
         watch = Stopwatch()
         seed_step(args.run.seed, step, world.rank)
         if args.rollout.replay:
             sampled, episodes = load_rollouts(args.rollout.replay, step + 1, world, job.limits)
         else:
             with watch("sync"):
-                sync_engine(rollouts.engine, policy, step)
+                sync_engine(engine, policy, step)
             sampled = collect(rollouts, args.rollout.prompts_per_step, step, watch)
-            rollouts.engine.sleep()
+            engine.sleep()
             episodes = select(sampled, args)
 
         # 4. update
@@ -456,11 +522,9 @@ def main(args: Args, demo: bool = False) -> None:
         advantages = group_advantages(scores, groups, args.advantage)  # [E]
         tokens.advantages = advantages[index.episode_of_token].to(device)
         if due(step + 1, args.rollout.dump_rollouts_every):
-            rollouts.dump(step + 1, sampled, episodes, advantages.tolist())
+            rollouts.dump(step + 1, sampled, episodes, advantages.tolist(), packer.budget)
 
-        decay = lr_factor(
-            step, rollouts.total_steps, args.warmup_steps, args.lr_schedule, args.lr_floor
-        )
+        decay = lr_factor(step, total_steps, args.warmup_steps, args.lr_schedule, args.lr_floor)
         lr = args.learning_rate * decay
         means = Means()
         with watch("update"):
@@ -474,22 +538,20 @@ def main(args: Args, demo: bool = False) -> None:
                 )
                 means.merge(packer.attempt(policy, accumulate, scale=optimizer.scale))
                 if on_policy:  # and all old log-probs are in
-                    gap = checked_gap(
-                        tokens.rollout_logprobs, tokens.old_logprobs, rollouts.max_gap, step
-                    )
+                    gap = checked_gap(tokens.rollout_logprobs, tokens.old_logprobs, max_gap, step)
                     means.add("policy/rollout_logprob_gap", gap)
                 means.merge(optimizer.step(lr))
 
         # 5. log
-        means.merge(rollout_means(sampled, watch.seconds, with_tools=rollouts.turns is not None))
+        means.merge(rollout_means(sampled, watch.seconds, with_tools=turns is not None))
         means.merge(curiosity_means(sampled))
         metrics = rollout_metrics(means.reduce()) | {
             "optim/lr": lr,
             "optim/loss_scale": optimizer.scale,
-            "data/epoch": rollouts.loader.epoch,
+            "data/epoch": loader.epoch,
         }
 
-        rollouts.count_unscored(step + 1, metrics)
+        unscored.count(step + 1, metrics)
 
         # 6. eval, checkpoint
         last = step + 1 == end
@@ -497,20 +559,22 @@ def main(args: Args, demo: bool = False) -> None:
             with watch("eval"):
                 metrics |= rollouts.evaluate(policy, step + 1)
         metrics |= watch.metrics(device)
-        stop = stop_requested() or rollouts.scores_nothing  # during the evaluation, too
+        stop = stop_requested() or unscored.too_many  # during the evaluation, too
         # before the checkpoint: a step that a resume skips is a step on record
         logger.log(step + 1, metrics)
         if not args.rollout.replay and (
             last or stop or checkpoints.due(step + 1, metrics.get("eval/accuracy"))
         ):
             checkpoints.save(step + 1, metrics.get("eval/accuracy"))
-        if rollouts.scores_nothing:
-            rollouts.end_unscored(step + 1)
+        if unscored.too_many:
+            unscored.end_run(step + 1)
         if stop and not last:
             logger.event({"event": "stopped", "step": step + 1})
             raise SystemExit(stop)  # as a process ended by that signal
 
-    finish(job, policy)
+    folder = job.output_dir / "model"
+    export_hugging_face(policy, job.tokenizer, folder, world, job.compute_dtype, job.run.model)
+    say(f"done: {folder} loads in transformers and vLLM; curves.png is beside it")
 
 
 if __name__ == "__main__":

@@ -29,13 +29,16 @@ import math
 from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from common.assets.build.embedded import with_embedded_data
 from common.checkpoint import Checkpoints
 from common.distributed import World, all_reduce, forward_context, run, stop_requested
+from common.export import export_hugging_face
 from common.files import DAMAGE, refuse, user_errors
 from common.flags import (
     Amount,
@@ -58,11 +61,24 @@ from common.metrics import Means, explained_variance, rollout_means, rollout_met
 from common.models import sync_engine
 from common.optimizer import lr_factor
 from common.packing import Minibatch, Packer, TokenIndex
-from common.precision import checked_gap
-from common.progress import Progress
-from common.rollout.dumps import load_rollouts
-from common.rollout.rollouts import Rollouts, announce
-from common.steps import Stopwatch, due, finish, profiled, seed_step
+from common.precision import GAP_LIMITS, checked_gap
+from common.progress import Progress, say
+from common.rewards.model import RewardModel, check_reward_model
+from common.rollout.dumps import load_rollouts, replayed_micro_batch_tokens
+from common.rollout.opening import (
+    announce,
+    check_rollout,
+    num_steps,
+    open_engine,
+    open_engine_group,
+    open_prompts,
+    open_reward_workers,
+    open_tools,
+    open_turns,
+    prompts_of_a_step,
+)
+from common.rollout.rollouts import Rollouts
+from common.steps import Stopwatch, UnscoredSteps, due, profiled, seed_step
 from common.types import Episode
 from common.vision import load_vision
 
@@ -526,66 +542,127 @@ def refuse_lonely_critic(args: Args, total_steps: int | None) -> None:
     )
 
 
-def critic_path(job: Job, name: str) -> str:
-    """Folder of the critic's backbone. SystemExit if it does not read what the policy reads."""
-    path, trust = resolve_model(name, "--critic-model"), job.machine.trust_remote_code
-    with user_errors(
-        f"--critic-model {name}: its files cannot be read (are all there, and whole?)", DAMAGE
-    ):
-        tokenizer, vision = load_tokenizer(path, trust), load_vision(path, job.limits, trust)
-    refuse(
-        tokenizer.get_vocab() != job.tokenizer.get_vocab(),
-        f"--critic-model {name}: another tokenizer",
-    )
-    refuse(
-        (vision is None) != (job.vision is None),
-        f"--critic-model {name}: of policy and critic one cannot see",
-    )
-    return path
+def open_critic_folder(job: Job, name: str | None) -> str:
+    """Folder of the critic's backbone, the policy's if no other is named. SystemExit if it does
+    not read what the policy reads."""
+    if name is None:
+        return job.path
+    folder = resolve_model(name, "--critic-model")
+    trust_remote_code = job.machine.trust_remote_code
+    message = f"--critic-model {name}: its files cannot be read (are all there, and whole?)"
+    with user_errors(message, DAMAGE):
+        tokenizer = load_tokenizer(folder, trust_remote_code)
+        vision = load_vision(folder, job.limits, trust_remote_code)
+    if tokenizer.get_vocab() != job.tokenizer.get_vocab():
+        raise SystemExit(f"--critic-model {name}: another tokenizer")
+    if (vision is None) != (job.vision is None):
+        raise SystemExit(f"--critic-model {name}: of policy and critic one cannot see")
+    if folder != job.path:
+        job.check_weights(folder, "--critic-model", headless=True)
+    return folder
+
+
+def open_reward_folder(args: Args) -> str | None:
+    """Folder of the reward model; None without one, or if its scores are replayed."""
+    if args.reward_model is None or args.rollout.replay:
+        return None
+    folder = resolve_model(args.reward_model, "--reward-model")
+    check_reward_model(folder)
+    return folder
 
 
 def main(args: Args, demo: bool = False) -> None:
     check_args(args)
-    job = Job("ppo", args.data, args.machine, args.run, demo, record=not args.rollout.eval_only)
+    training = not args.rollout.eval_only
+    job = Job(
+        Path(__file__).stem,
+        args.data,
+        args.machine,
+        args.run,
+        demo,
+        record=training,
+        max_model_len=args.rollout.max_model_len,
+    )
     world, device = job.world, job.world.device
     has_kl = args.kl_reward_coef > 0 or args.kl_loss_coef > 0
-    frozen = [job.path] if has_kl and not args.rollout.eval_only else []
-    folders = [job.path, critic_path(job, args.critic_model) if args.critic_model else job.path]
-    rollouts = Rollouts(
-        job,
-        args.data,
-        args.rollout,
-        args.run,
-        trained=folders,
-        frozen=frozen,
-        reward_model=args.reward_model,
+    frozen = [job.path] if has_kl and training else []
+    check_rollout(job, args.rollout)
+    critic_folder = open_critic_folder(job, args.critic_model)
+    reward_folder = open_reward_folder(args)
+    data_folder = job.output_dir / "data"
+    data = with_embedded_data(
+        args.data, args.run.model, data_folder, world, eval_only=args.rollout.eval_only
     )
-    refuse_lonely_critic(args, rollouts.total_steps)  # which the data may decide
+    engine_group = open_engine_group(args.rollout, args.run)
+    tools = open_tools(args.rollout, engine_group)
+    train_data, eval_data = open_prompts(job, data, args.rollout, tools)
+    turns = open_turns(job, args.rollout, tools)
+    reward_workers = open_reward_workers(args.rollout, [train_data, eval_data], turns)
+    num_prompts = prompts_of_a_step(args.rollout)
+    total_steps = num_steps(args.run, train_data, num_prompts)
+    refuse_lonely_critic(args, total_steps)  # which the data may decide
+    loader = job.open_loader(len(train_data), train_data.fingerprint) if train_data else None
+    job.plan_memory(
+        args.rollout,
+        trained=[job.path, critic_folder],
+        frozen=frozen,
+        reward_model=reward_folder,
+        replayed_tokens=replayed_micro_batch_tokens(args.rollout.replay),
+    )
+    engine = open_engine(job, args.rollout)
+    reward_model = None
+    if reward_folder:
+        reward_model = RewardModel(reward_folder, job.compute_dtype, device)
+    rollouts = Rollouts(
+        world=world,
+        tokenizer=job.tokenizer,
+        flags=args.rollout,
+        seed=args.run.seed,
+        output_dir=job.output_dir,
+        train_data=train_data,
+        loader=loader,
+        eval_data=eval_data,
+        eval_rows=args.run.eval_rows,
+        engine=engine,
+        turns=turns,
+        workers=reward_workers,
+        reward_model=reward_model,
+        group=engine_group,
+    )
 
     policy = job.load_policy()
     reference = job.load_reference(policy) if frozen else None
     optimizer = job.adamw(policy, args.weight_decay, args.max_grad_norm)
     optimizers = {"policy": optimizer}
-    if not args.rollout.eval_only:
-        critic = job.load_critic(folders[1])
+    if training:
+        critic = job.load_critic(critic_folder)
         critic_optimizer = job.adamw(critic, args.weight_decay, args.max_grad_norm, prefix="value")
         optimizers["critic"] = critic_optimizer
     packer = Packer(job.attention, job.micro_batch_tokens, job.output_dir, world, job.vision)
-    state = {"loader": rollouts.loader}
-    checkpoints = Checkpoints(job, optimizers=optimizers, state=state)
-    start = checkpoints.resume(weights_only=args.rollout.eval_only)
-    logger = open_logger(
-        job, args, rollouts.total_steps, checkpoints, record=not args.rollout.eval_only
+    checkpoints = Checkpoints(
+        job.output_dir,
+        world,
+        optimizers=optimizers,
+        state={"loader": loader},
+        save_every=args.run.save_every,
+        keep=args.run.keep_checkpoints,
+        identity=job.identity | {"end_token": job.tokenizer.eos_token},
+        micro_batch_tokens=job.micro_batch_tokens,
     )
+    start = checkpoints.resume(job.checkpoint, weights_only=args.rollout.eval_only)
+    logger = open_logger(job, args, total_steps, checkpoints, record=training)
 
     if args.rollout.eval_only:
         rollouts.evaluate_only(policy, start, logger)
         return
-    announce(rollouts, updates=args.minibatches * args.epochs_per_step)
+    updates = args.minibatches * args.epochs_per_step
+    announce(args.rollout, len(train_data), num_prompts, total_steps, updates)
     if start == 0 and args.run.eval_before and rollouts.can_evaluate:
         logger.log(0, rollouts.evaluate(policy, 0))
-    end = start + 1 if args.rollout.replay else rollouts.total_steps
-    for step in profiled(range(start, end), job):
+    max_gap = args.rollout.max_logprob_gap or GAP_LIMITS[job.compute_dtype]
+    unscored = UnscoredSteps()
+    end = start + 1 if args.rollout.replay else total_steps
+    for step in profiled(range(start, end), args.run.profile_steps, job.output_dir, world):
         watch = Stopwatch()
         seed_step(args.run.seed, step, world.rank)
         if args.rollout.replay:
@@ -594,13 +671,15 @@ def main(args: Args, demo: bool = False) -> None:
             )
         else:
             with watch("sync"):
-                sync_engine(rollouts.engine, policy, step)
+                sync_engine(engine, policy, step)
             sampled = collect(rollouts, args.rollout.prompts_per_step, step, watch)
-            rollouts.engine.sleep()
+            engine.sleep()
             # scoring the others has failed
             episodes = [episode for episode in sampled if math.isfinite(episode.score)]
-        for episode in episodes if args.mask_truncated else ():
-            episode.loss_mask = [mask * (not episode.truncated) for mask in episode.loss_mask]
+        if args.mask_truncated:
+            for episode in episodes:
+                if episode.truncated:
+                    episode.loss_mask = [0] * len(episode.loss_mask)
 
         # 4. update
         index = TokenIndex(episodes)
@@ -646,12 +725,10 @@ def main(args: Args, demo: bool = False) -> None:
             schedule=args.lr_schedule,
             floor=args.lr_floor,
         )
-        critic_lr = args.critic_learning_rate * decay(step, rollouts.total_steps)
+        critic_lr = args.critic_learning_rate * decay(step, total_steps)
         # the policy's schedule begins with its training
         policy_step = step - args.critic_warmup_steps
-        lr = args.learning_rate * decay(
-            policy_step, rollouts.total_steps - args.critic_warmup_steps
-        )
+        lr = args.learning_rate * decay(policy_step, total_steps - args.critic_warmup_steps)
         means = Means()
         with watch("update"):
             for minibatch in Progress("critic update", minibatches * args.epochs_per_step):
@@ -659,9 +736,7 @@ def main(args: Args, demo: bool = False) -> None:
                 means.merge(packer.attempt(critic, accumulate, scale=critic_optimizer.scale))
                 means.merge(critic_optimizer.step(critic_lr))
             if warming_up and minibatches:
-                gap = checked_gap(
-                    tokens.rollout_logprobs, tokens.old_logprobs, rollouts.max_gap, step
-                )
+                gap = checked_gap(tokens.rollout_logprobs, tokens.old_logprobs, max_gap, step)
                 means.add("policy/rollout_logprob_gap", gap)
             epochs = 0 if warming_up else args.epochs_per_step
             for epoch, minibatch in Progress("update", product(range(epochs), minibatches)):
@@ -672,14 +747,12 @@ def main(args: Args, demo: bool = False) -> None:
                 )
                 means.merge(packer.attempt(policy, accumulate, scale=optimizer.scale))
                 if on_policy:  # and all old log-probs are in
-                    gap = checked_gap(
-                        tokens.rollout_logprobs, tokens.old_logprobs, rollouts.max_gap, step
-                    )
+                    gap = checked_gap(tokens.rollout_logprobs, tokens.old_logprobs, max_gap, step)
                     means.add("policy/rollout_logprob_gap", gap)
                 means.merge(optimizer.step(lr))
 
         # 5. log
-        means.merge(rollout_means(sampled, watch.seconds, with_tools=rollouts.turns is not None))
+        means.merge(rollout_means(sampled, watch.seconds, with_tools=turns is not None))
         if reference:
             kl = kl_estimate(tokens.old_logprobs, tokens.ref_logprobs, tokens.old_logprobs, "k3")
             means.add("policy/kl_to_ref", kl.sum(), count=len(kl))
@@ -691,9 +764,9 @@ def main(args: Args, demo: bool = False) -> None:
             "value/lr": critic_lr,
             "value/loss_scale": critic_optimizer.scale,
             "value/explained_variance": explained_variance(tokens.values, tokens.returns),
-            "data/epoch": rollouts.loader.epoch,
+            "data/epoch": loader.epoch,
         }
-        rollouts.count_unscored(step + 1, metrics)
+        unscored.count(step + 1, metrics)
 
         # 6. eval, checkpoint
         last = step + 1 == end
@@ -701,20 +774,22 @@ def main(args: Args, demo: bool = False) -> None:
             with watch("eval"):
                 metrics |= rollouts.evaluate(policy, step + 1)
         metrics |= watch.metrics(device)
-        stop = stop_requested() or rollouts.scores_nothing  # during the evaluation, too
+        stop = stop_requested() or unscored.too_many  # during the evaluation, too
         # before the checkpoint: a step that a resume skips is a step on record
         logger.log(step + 1, metrics)
         if not args.rollout.replay and (
             last or stop or checkpoints.due(step + 1, metrics.get("eval/accuracy"))
         ):
             checkpoints.save(step + 1, metrics.get("eval/accuracy"))
-        if rollouts.scores_nothing:
-            rollouts.end_unscored(step + 1)
+        if unscored.too_many:
+            unscored.end_run(step + 1)
         if stop and not last:
             logger.event({"event": "stopped", "step": step + 1})
             raise SystemExit(stop)  # as a process ended by that signal
 
-    finish(job, policy)
+    folder = job.output_dir / "model"
+    export_hugging_face(policy, job.tokenizer, folder, world, job.compute_dtype, job.run.model)
+    say(f"done: {folder} loads in transformers and vLLM; curves.png is beside it")
 
 
 if __name__ == "__main__":

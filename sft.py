@@ -31,7 +31,7 @@ from common.checkpoint import Checkpoints
 from common.data.conversations import Conversations
 from common.data.prompts import steps_of
 from common.data.render import end_turns_properly
-from common.distributed import World, barrier, forward_context, run, stop_requested
+from common.distributed import World, forward_context, run, stop_requested
 from common.export import export_hugging_face
 from common.files import refuse, user_errors
 from common.flags import (
@@ -55,7 +55,7 @@ from common.optimizer import lr_factor
 from common.packing import Minibatch, Packer, TokenIndex
 from common.processes import in_threads
 from common.progress import Progress, say
-from common.steps import Stopwatch, due, finish, profiled, seed_step
+from common.steps import Stopwatch, due, profiled, seed_step
 from common.types import Episode
 
 
@@ -171,11 +171,8 @@ def read_data(args: Args, job: Job) -> tuple[Conversations, Conversations | None
     --train-data."""
     train_files, eval_files = args.data.train_data, args.data.eval_data
     if not train_files:
-        folder = job.output_dir / "data"
-        train_files, held_out = embedded_data(
-            "tiny", folder, write=job.world.is_main, supervised=True
-        )
-        barrier()
+        data_folder = job.output_dir / "data"
+        train_files, held_out = embedded_data("tiny", data_folder, job.world, supervised=True)
         eval_files = eval_files or held_out
     max_tokens = args.max_tokens
     if max_tokens > job.num_positions:
@@ -244,7 +241,7 @@ def check_args(args: Args) -> None:
 
 def main(args: Args, demo: bool = False) -> None:
     check_args(args)
-    job = Job("sft", args.data, args.machine, args.run, demo)
+    job = Job(Path(__file__).stem, args.data, args.machine, args.run, demo)
     world, output_dir = job.world, job.output_dir
     from_scratch = demo and args.machine.lora_rank == 0  # adapters lie on trained weights
     if not from_scratch:
@@ -262,12 +259,17 @@ def main(args: Args, demo: bool = False) -> None:
     optimizer = job.adamw(policy, args.weight_decay, args.max_grad_norm, betas=(0.9, 0.95))
     packer = Packer(job.attention, job.micro_batch_tokens, output_dir, world, job.vision)
     checkpoints = Checkpoints(
-        job,
+        output_dir,
+        world,
         optimizers={"policy": optimizer},
         state={"loader": loader},
+        save_every=args.run.save_every,
+        keep=args.run.keep_checkpoints,
+        identity=job.identity,
+        micro_batch_tokens=job.micro_batch_tokens,
         lowest_is_best=True,
     )
-    start = checkpoints.resume()
+    start = checkpoints.resume(job.checkpoint)
     logger = open_logger(job, args, total_steps, checkpoints)
     say(job.summary)
     millions = sum(p.numel() for p in policy.parameters()) / 1e6
@@ -279,7 +281,7 @@ def main(args: Args, demo: bool = False) -> None:
     if start == 0 and args.run.eval_before and eval_data:
         logger.log(0, evaluate(policy, eval_data, eval_rows, args, packer))
     saved_weights: list[Path] = []  # folders, with --save-weights-only
-    for step in profiled(range(start, total_steps), job):
+    for step in profiled(range(start, total_steps), args.run.profile_steps, output_dir, world):
         watch = Stopwatch()
         seed_step(args.run.seed, step, world.rank)
 
@@ -332,7 +334,9 @@ def main(args: Args, demo: bool = False) -> None:
             logger.event({"event": "stopped", "step": step + 1})
             raise SystemExit(stop)  # as a process ended by that signal
 
-    finish(job, policy)
+    folder = output_dir / "model"
+    export_hugging_face(policy, job.tokenizer, folder, world, job.compute_dtype, job.run.model)
+    say(f"done: {folder} loads in transformers and vLLM; curves.png is beside it")
 
 
 if __name__ == "__main__":

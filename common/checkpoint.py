@@ -1,10 +1,11 @@
 """Atomic sharded checkpoints (torch.distributed.checkpoint), exact resume, retention.
 
-    checkpoints/step_000100/state/         model and optimizer shards, as safetensors; any number of
-    ranks loads them checkpoints/step_000100/trainer.json   step, data position, loss scale, best
-    metric ... checkpoints/step_000100/manifest.json  size and SHA-256 of each of them, script and
-    model; written last checkpoints/latest, checkpoints/best   names of step folders
+    checkpoints/step_000100/state/          model and optimizer shards, as safetensors
+    checkpoints/step_000100/trainer.json    step, data position, loss scale, best metric ...
+    checkpoints/step_000100/manifest.json   size and SHA-256 of each file, script, model; the last
+    checkpoints/latest, checkpoints/best    names of step folders
 
+Any number of ranks loads the shards.
 A folder is written under a temporary name and renamed when it is complete: a kill at any moment
 leaves the previous checkpoint in place. A save that fails (full disk, read-only) is a warning:
 training goes on. What was changed since is refused, before anything is loaded; in none of the files
@@ -20,14 +21,13 @@ import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from safetensors import SafetensorError
 
-from common.distributed import gather_objects
+from common.distributed import World, gather_objects
 from common.ending import reached
 from common.files import DAMAGE, replace_file, shorten, user_errors
-from common.job import Job
 from common.lora import adapters
 from common.manifest import (
     BEGIN_ANEW,
@@ -48,55 +48,65 @@ T = TypeVar("T")
 class Checkpoints:
     """The checkpoints of a run: what they hold, where training goes on, which is the best.
 
-    `job.checkpoint` is what to go on from. `optimizers` by the name of their models; `state`, in
-    JSON, by its name in trainer.json, None being left out. The best is the one with the highest
-    metric, or the lowest.
+    The best is the one with the highest metric, or the lowest.
     """
 
     def __init__(
         self,
-        job: Job,
+        run_dir: Path,
+        world: World,
         optimizers: dict[str, GuardedAdamW],
         state: dict[str, "dcp.stateful.Stateful | None"],
+        *,
+        save_every: int | str,
+        keep: int,
+        identity: dict[str, Any],
+        micro_batch_tokens: int,
         lowest_is_best: bool = False,
     ):
-        self.job = job
-        self.folder = job.output_dir / "checkpoints"
-        self.world = job.world
+        """optimizers: by the name of their models. state: parts whose state goes into trainer.json,
+        by their name there; None is left out. save_every, keep: --save-every, --keep-checkpoints.
+        identity: what the manifest says of script and model.
+        """
+        self.run_dir = run_dir
+        self.folder = run_dir / "checkpoints"
+        self.world = world
         self.optimizers = optimizers
         self.state = {name: part for name, part in state.items() if part is not None}
+        self.save_every = save_every
+        self.keep = keep
+        self.identity = identity
+        self.micro_batch_tokens = micro_batch_tokens
         self.best = math.inf if lowest_is_best else -math.inf
         self.best_step = ""
         self.is_better = operator.lt if lowest_is_best else operator.gt
         self.start = 0
-        self.epochs = 0  # that have ended
-        self.own = False  # does this run's folder hold what it goes on from?
-        if job.checkpoint:
-            self.own = job.checkpoint.resolve().parent == self.folder.resolve()
+        self.num_epochs = 0  # that have ended
+        self.resumes_own = False  # whether the run goes on from a checkpoint of its own folder
 
-    def resume(self, weights_only: bool = False) -> int:
-        """Load what --resume names, or its weights alone; the step that training goes on from.
+    def resume(self, checkpoint: Path | None, weights_only: bool = False) -> int:
+        """Load a checkpoint, or its weights alone; returns the step that training goes on from.
 
         All ranks call it, as many as there are now. It takes less memory than training: one model
         at a time, no gradients, moments on the host.
         """
-        folder = self.job.checkpoint
-        if folder is None:
+        if checkpoint is None:
             return 0
+        self.resumes_own = checkpoint.resolve().parent == self.folder.resolve()
         try:
-            on_all_ranks(self._load_models, folder, weights_only)
+            on_all_ranks(self._load_models, checkpoint, weights_only)
         except CheckpointError as error:
             raise SystemExit(
-                f"{folder} cannot be loaded ({shorten(str(error), 100)}): {BEGIN_ANEW}"
+                f"{checkpoint} cannot be loaded ({shorten(str(error), 100)}): {BEGIN_ANEW}"
             ) from error
-        saved = read_record(folder)
+        saved = read_record(checkpoint)
         self.start = saved["step"]
         best_step = saved.get("best_step", "")
         with user_errors(
-            f"{folder} cannot be loaded ({BEGIN_ANEW}): its trainer.json does not fit", DAMAGE
+            f"{checkpoint} cannot be loaded ({BEGIN_ANEW}): its trainer.json does not fit", DAMAGE
         ):
             # another run's may be of other rows
-            if self.own and (self.folder / best_step).is_dir():
+            if self.resumes_own and (self.folder / best_step).is_dir():
                 self.best = float(saved["best"])
                 self.best_step = best_step
             for name, adamw in self.optimizers.items():
@@ -104,8 +114,8 @@ class Checkpoints:
             for name, part in self.state.items():
                 part.load_state_dict(saved[name])
             if "loader" in self.state:
-                self.epochs = int(self.state["loader"].epoch)
-        reached.update({"step": self.start, "checkpoint": folder})
+                self.num_epochs = int(self.state["loader"].epoch)
+        reached.update({"step": self.start, "checkpoint": checkpoint})
         return self.start
 
     def _load_models(self, folder: Path, weights_only: bool) -> None:
@@ -116,16 +126,15 @@ class Checkpoints:
     def due(self, step: int, metric: float | None) -> bool:
         """Every --save-every steps, or at the end of an epoch; and where an evaluation is the best
         so far."""
-        every = self.job.run.save_every
-        if every == 0:
+        if self.save_every == 0:
             return False
-        if every == "epoch":
-            epochs = int(self.state["loader"].epoch)
-            ended = epochs > self.epochs
-            self.epochs = epochs
+        if self.save_every == "epoch":
+            num_epochs = int(self.state["loader"].epoch)
+            is_due = num_epochs > self.num_epochs
+            self.num_epochs = num_epochs
         else:
-            ended = step % every == 0
-        return ended or self.improves(metric)
+            is_due = step % self.save_every == 0
+        return is_due or self.improves(metric)
 
     def improves(self, metric: float | None) -> bool:
         return metric is not None and self.is_better(metric, self.best)
@@ -146,7 +155,7 @@ class Checkpoints:
         record = {
             "step": step,
             "world_size": self.world.size,
-            "micro_batch_tokens": self.job.micro_batch_tokens,
+            "micro_batch_tokens": self.micro_batch_tokens,
             "best": best,
             "best_step": best_step,
             "loss_scale": {
@@ -206,7 +215,7 @@ class Checkpoints:
         files = {}
         for digests in digests_of_ranks:
             files |= digests
-        manifest = {**self.job.identity, "world_size": self.world.size, "files": files}
+        manifest = {**self.identity, "world_size": self.world.size, "files": files}
         replace_text(temporary / MANIFEST, json.dumps(manifest, indent=1))
         if (self.folder / name).exists():  # the same step again, after a resume from an earlier one
             # which the next save removes
@@ -215,37 +224,40 @@ class Checkpoints:
         if best_step:  # each time: an abandoned branch may have had another
             replace_text(self.folder / "best", best_step)
         replace_text(self.folder / "latest", name)
-        _prune(self.folder, self.job.run.keep_checkpoints)
+        _prune(self.folder, self.keep)
 
     def size(self) -> int:
         """Bytes of a checkpoint: weights, and two moments of each trained parameter, as they are in
         memory."""
         size = 0
-        for model in (adamw.model for adamw in self.optimizers.values()):
-            frozen = int(not any(adapters(model)))
-            size += sum(
-                (3 if p.requires_grad else frozen) * p.numel() * p.element_size()
-                for p in model.parameters()
-            )
+        for adamw in self.optimizers.values():
+            has_lora = any(adapters(adamw.model))  # what is frozen is not saved
+            for parameter in adamw.model.parameters():
+                num_bytes = parameter.numel() * parameter.element_size()
+                if parameter.requires_grad:
+                    size += 3 * num_bytes
+                elif not has_lora:
+                    size += num_bytes
         return size
 
     def warn_if_large(self) -> None:
-        """Say so if the disk has no room for all that will be kept."""
-        kept = self.job.run.keep_checkpoints + 2  # the best, and the one being written
-        needed, free = kept * self.size(), free_bytes(self.folder)
+        """Print a warning if the disk has no room for all that will be kept."""
+        num_kept = self.keep + 2  # the best, and the one being written
+        needed = num_kept * self.size()
+        free = free_bytes(self.folder)
         if free < needed:
-            sizes = (
-                f"{needed / 1e9:.2f} GB of the {free / 1e9:.2f} GB that are free in "
-                f"{self.job.output_dir}"
+            say(
+                f"warning: checkpoints will take up to {needed / 1e9:.2f} GB of the "
+                f"{free / 1e9:.2f} GB that are free in {self.run_dir}: lower --keep-checkpoints"
             )
-            say(f"warning: checkpoints will take up to {sizes}: lower --keep-checkpoints")
 
 
 def free_bytes(folder: Path) -> int:
     """Free space where `folder` is, or will be."""
-    return shutil.disk_usage(
-        next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    ).free
+    for path in (folder, *folder.absolute().parents):
+        if path.exists():
+            return shutil.disk_usage(path).free
+    raise FileNotFoundError(folder)
 
 
 class CheckpointError(Exception):
@@ -285,24 +297,22 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def _prune(folder: Path, keep: int) -> None:
-    named = {
-        p.name: p.read_text("latin-1").strip()
-        for p in (folder / "best", folder / "latest")
-        if p.is_file()
-    }
-    steps = [
-        path for path in folder.glob("step_*") if STEP_NAME.fullmatch(path.name) and path.is_dir()
-    ]
-    # By age, since higher numbers may belong to an abandoned run; what could not be removed
-    # altogether comes first.
-    steps.sort(
-        key=lambda path: (
-            path.name == named.get("latest"),
-            (path / MANIFEST).is_file(),
-            path.stat().st_mtime,
-        )
-    )
-    for path in steps[: -max(keep, 1)]:
-        if path.name != named.get("best"):
+    """Remove all but the newest `keep` steps and the best."""
+    pointers = {}
+    for name in ("best", "latest"):
+        pointer = folder / name
+        if pointer.is_file():
+            pointers[name] = pointer.read_text("latin-1").strip()
+    steps = []
+    for path in folder.glob("step_*"):
+        if STEP_NAME.fullmatch(path.name) and path.is_dir():
+            is_latest = path.name == pointers.get("latest")
+            # By age, since higher numbers may belong to an abandoned run. A folder without a
+            # manifest could not be removed altogether: it goes first.
+            age = (is_latest, (path / MANIFEST).is_file(), path.stat().st_mtime)
+            steps.append((age, path))
+    steps.sort(key=lambda step: step[0])
+    for _, path in steps[: -max(keep, 1)]:
+        if path.name != pointers.get("best"):
             with suppress(OSError):  # the next save tries again; what a user has put there keeps it
                 remove_step(path)

@@ -162,6 +162,11 @@ class Rollout:
     replay: Path | None = None
 
     @property
+    def max_model_len(self) -> int:
+        """Longest prompt with its response (tokens)."""
+        return self.max_prompt_tokens + self.max_response_tokens
+
+    @property
     def multi_turn(self) -> bool:
         """Does something answer the policy?"""
         return bool(self.tools or self.environment)

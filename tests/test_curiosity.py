@@ -11,7 +11,14 @@ from common.data import visual_qa
 from common.rewards import is_correct, reward_function, visual_qa_reward
 from common.rollout.evaluation import summarize
 from common.types import Episode
-from curiosity_rl import Args, curiosity_terms, num_calls, select, shape_rewards
+from curiosity_rl import (
+    Args,
+    curiosity_means,
+    curiosity_terms,
+    num_calls,
+    select,
+    shape_rewards,
+)
 
 PAPER = {"alpha": 0.5, "target": 0.3, "penalty": 0.05, "free": 1}
 
@@ -102,9 +109,9 @@ def test_a_worked_group():
     """One of eight looks, twice, and is wrong; three of the others are right."""
     group = [episode(0.0, [call(), call()]), *(episode(float(i < 3)) for i in range(7))]
     shape_rewards(group, args())
-    assert group[0].rewards == pytest.approx(
-        {"score": 0.0875 - 0.05, "acc": 0.0, "curiosity": 0.0875, "call_cost": -0.05, "looks": 1.0}
-    )
+    assert group[0].terms == pytest.approx({"curiosity": 0.0875, "call_cost": -0.05})
+    assert group[0].score == pytest.approx(0.0875 - 0.05) and group[0].rewards == {"score": 0.0}
+    assert curiosity_means(group).reduce() == {"tool/rapr": 1 / 8}
     assert [e.score for e in group[1:]] == [1, 1, 1, 0, 0, 0, 0]
     assert sum(is_correct(e.rewards) for e in group) == 3
 
@@ -138,7 +145,7 @@ def test_failed_and_refused_calls_count():
     assert (num_calls(failed), num_calls(refused)) == (1, 2)
     group = [failed, *(episode(0.0) for _ in range(7))]
     shape_rewards(group, args())
-    assert failed.terms["curiosity"] == pytest.approx(0.0875) and failed.rewards["looks"] == 1.0
+    assert failed.terms["curiosity"] == pytest.approx(0.0875)
 
 
 def test_the_frames_of_a_video_decide_the_variant_of_the_code():

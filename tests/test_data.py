@@ -43,7 +43,8 @@ from common.distributed import World
 from common.flags import Data, Rollout, Run
 from common.look.show import show
 from common.progress import Progress
-from common.rollout.rollouts import Rollouts, announce, read_prompts
+from common.rollout.opening import announce, open_prompts
+from common.rollout.rollouts import Rollouts
 from common.types import with_replies
 
 CHATML = (  # one of its system messages it does not show
@@ -552,8 +553,8 @@ def test_responses_end_where_the_chat_template_ends_a_turn(
     job = SimpleNamespace(
         tokenizer=base, vision=None, world=world, run=Run(), identity={}, num_embeddings=999
     )
-    read_prompts(job, files, Rollout(), None)
-    assert (base.eos_token, job.identity) == (end, {"end_token": end})
+    open_prompts(job, files, Rollout(), None)
+    assert base.eos_token == end
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 2}))
     assert set(end_token_ids(str(tmp_path), base)) == {2, base.eos_token_id}
     assert any(
@@ -589,8 +590,8 @@ def test_tokens_that_have_no_embedding_are_named_with_their_rows(tmp_path, token
         tokenizer=grown, vision=None, world=world, run=Run(), identity={}, num_embeddings=known
     )
     job.num_positions = math.inf
-    with pytest.raises(ValueError, match="has the token '<think>'"):
-        read_prompts(job, Data(str(tmp_path / "a.jsonl")), Rollout(), None)
+    with pytest.raises(SystemExit, match="has the token '<think>'"):
+        open_prompts(job, Data(str(tmp_path / "a.jsonl")), Rollout(), None)
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "<think>"}]
     args = sft.Args(data=Data(write(tmp_path / "c.jsonl", [{"messages": messages}])))
     with pytest.raises(SystemExit, match="has the token '<think>'"):
@@ -1030,9 +1031,7 @@ def test_ranks_share_the_prompts_of_a_step():
 @pytest.mark.parametrize("rows, warnings", [(4, 0), (3, 1)])
 def test_a_step_larger_than_the_data_is_told(rows, warnings, capsys):
     flags = Rollout(prompts_per_step=4, samples_per_prompt=2)
-    announce(
-        SimpleNamespace(train_data=range(rows), flags=flags, draws=4, total_steps=6), updates=1
-    )
+    announce(flags, num_rows=rows, prompts_per_step=4, total_steps=6, updates=1)
     said = capsys.readouterr().out.splitlines()
     assert f"6 steps pass over the data {24 / rows:.2f} times" in said[0]
     told = (

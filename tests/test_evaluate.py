@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import prompts_of
 
+from common.assets.build.embedded import with_embedded_data
 from common.data.render import end_token_ids
 from common.distributed import World
 from common.engine.hf import HuggingFaceEngine
@@ -26,7 +27,8 @@ from common.rollout.evaluation import (
     summarize,
     wilson_interval,
 )
-from common.rollout.rollouts import Rollouts, read_prompts
+from common.rollout.opening import open_prompts
+from common.rollout.rollouts import Rollouts
 from common.types import Completion
 
 
@@ -234,20 +236,20 @@ def rollouts(tmp_path, tokenizer, monkeypatch):
     score = SimpleNamespace(
         score=lambda jobs: [{"score": float(job[2]["target"] % 4 == 1)} for job in jobs]
     )
-    rollouts = object.__new__(Rollouts)
-    vars(rollouts).update(
+    return Rollouts(
         world=World(0, 1, 0, torch.device("cpu")),
         output_dir=tmp_path,
         tokenizer=tokenizer,
         flags=Rollout(),
-        run=SimpleNamespace(eval_rows=600, seed=0),
+        seed=0,
+        train_data=None,
+        loader=None,
+        eval_data=Rows(texts, tokenizer),
+        eval_rows=600,
         engine=Engine(),
         turns=None,
         workers=score,
-        group=None,
-        eval_data=Rows(texts, tokenizer),
     )
-    return rollouts
 
 
 def test_rows_are_opened_some_at_a_time_and_each_time_is_a_sign_of_life(rollouts, monkeypatch):
@@ -259,7 +261,7 @@ def test_rows_are_opened_some_at_a_time_and_each_time_is_a_sign_of_life(rollouts
     assert metrics["eval/rows"] == 600 and rollouts.engine.asleep
     assert rollouts.eval_data.most <= 2 * 256, "of 600"
     assert signs == [1, 2, 3]
-    rollouts.eval_data.vision, rollouts.eval_data.most, rollouts.run.eval_rows = "eyes", 0, 200
+    rollouts.eval_data.vision, rollouts.eval_data.most, rollouts.eval_rows = "eyes", 0, 200
     rollouts.evaluate(None, 20)
     assert rollouts.eval_data.most <= 2 * 64, "pictures take megabytes each"
 
@@ -267,7 +269,7 @@ def test_rows_are_opened_some_at_a_time_and_each_time_is_a_sign_of_life(rollouts
 @pytest.mark.parametrize("samples", [1, 7, 300])
 def test_every_rank_comes_to_every_exchange(rollouts, monkeypatch, samples):
     """As many exchanges on each of three ranks, and every row once."""
-    rollouts.flags.eval_samples, rollouts.run.eval_rows = samples, 600 if samples < 300 else 5
+    rollouts.flags.eval_samples, rollouts.eval_rows = samples, 600 if samples < 300 else 5
     counts, seen, gathered = [], [], []
     monkeypatch.setattr(
         "common.rollout.rollouts.gather_objects", lambda own: gathered.append(own) or [own]
@@ -278,13 +280,13 @@ def test_every_rank_comes_to_every_exchange(rollouts, monkeypatch, samples):
         rollouts.evaluate(None, 20)
         counts.append(len(gathered))
         seen += [sample["row"] for own in gathered for sample in own[::samples]]
-    assert len(set(counts)) == 1 and sorted(seen) == list(range(rollouts.run.eval_rows))
+    assert len(set(counts)) == 1 and sorted(seen) == list(range(rollouts.eval_rows))
 
 
 def test_a_row_keeps_its_seed_where_others_were_dropped(rollouts):
     """With tools a prompt may be too long that fits without: the other rows can still be
     compared."""
-    rollouts.run.eval_rows = 5
+    rollouts.eval_rows = 5
     rollouts.evaluate(None, 20)
     (whole, rollouts.engine.seeds), texts = (rollouts.engine.seeds, {}), [*rollouts.eval_data]
     rollouts.eval_data = Rows(texts[:5:2], rollouts.tokenizer)
@@ -376,7 +378,7 @@ def test_results_are_those_of_one_batch(rollouts, tmp_path, monkeypatch, tempera
         EngineConfig(TINY, torch.float32, rollouts.world, ids, max_model_len=128)
     )
     rollouts.engine.books.step = 20
-    rollouts.run.eval_rows, rollouts.flags.max_response_tokens = 12, 24
+    rollouts.eval_rows, rollouts.flags.max_response_tokens = 12, 24
     rollouts.flags.eval_temperature, rollouts.flags.eval_samples = temperature, samples
     chat = rollouts.tokenizer.apply_chat_template
     texts = [
@@ -385,7 +387,7 @@ def test_results_are_those_of_one_batch(rollouts, tmp_path, monkeypatch, tempera
     rollouts.eval_data = Rows([(text, {"target": 9}) for text in texts], rollouts.tokenizer)
     results = []
     for at_once in (10_000, 5 * samples):
-        monkeypatch.setattr("common.rollout.rollouts.AT_ONCE", at_once)
+        monkeypatch.setattr("common.rollout.rollouts.MAX_SAMPLES", at_once)
         rollouts.evaluate(None, 20)
         results.append(pq.read_table(tmp_path / "eval/step_000020.parquet").to_pylist())
     assert results[0] == results[1] and len({s["completion"] for s in results[0]}) > 3
@@ -407,9 +409,10 @@ def test_what_is_only_evaluated_needs_no_rows_of_the_demo(tmp_path, tokenizer):
         num_embeddings=len(tokenizer),
     )
     rollout = Rollout(eval_only=True, max_prompt_tokens=64)
-    train, evaluated = read_prompts(job, Data(eval_data=str(path)), rollout, None)
-    assert train is None and len(evaluated) == 1 and not job.output_dir.exists()
-    _, evaluated = read_prompts(job, Data(), rollout, None)
-    assert len(evaluated) == 1024 and (job.output_dir / "data").is_dir(), (
-        "without rows of one's own it is the demo's"
-    )
+    for files, num_rows in ((Data(eval_data=str(path)), 1), (Data(), 1024)):
+        folder = job.output_dir / "data"
+        data = with_embedded_data(files, "tiny", folder, world, eval_only=True)
+        train, evaluated = open_prompts(job, data, rollout, None)
+        assert train is None and len(evaluated) == num_rows
+        # without rows of one's own it is the demo's
+        assert folder.is_dir() == (num_rows == 1024)

@@ -8,7 +8,7 @@ import pytest
 from helpers import checked_args, make_args
 
 import grpo
-from common.rollout.rollouts import Rollouts, announce
+from common.rollout.opening import announce
 from common.steps import Stopwatch
 from common.types import Episode
 
@@ -201,16 +201,9 @@ def test_as_many_calls_of_all_make_no_group_unequal(world, bonus, kept):
     assert [(e.prompt_index, e.score) for e in episodes] == kept and len(sampled) == 6
 
 
-def test_an_epoch_counts_the_prompts_that_are_drawn(world, capsys):
-    rollouts = Rollouts.__new__(Rollouts)
-    rollouts.world, rollouts.train_data, rollouts.total_steps, rollouts.draws = (
-        world,
-        range(30),
-        10,
-        6,
-    )
-    rollouts.flags = grpo.Rollout(prompts_per_step=4, samples_per_prompt=2)
-    announce(rollouts, updates=1)
+def test_an_epoch_counts_the_prompts_that_are_drawn(capsys):
+    flags = grpo.Rollout(prompts_per_step=4, samples_per_prompt=2)
+    announce(flags, num_rows=30, prompts_per_step=6, total_steps=10, updates=1)
     assert (
         "30 prompts; a step: 6 x 2 samples, 1 updates; 10 steps pass over the data 2.00 times"
         in capsys.readouterr().out

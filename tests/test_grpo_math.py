@@ -20,7 +20,7 @@ from common.job import Job
 from common.optimizer import GuardedAdamW, lr_factor
 from common.packing import split_minibatches
 from common.precision import LossScale, checked_gap
-from common.rollout.rollouts import Rollouts
+from common.rollout.opening import check_rollout
 from common.types import Episode
 
 # --- group_advantages -----------------------------------------------------------------------------
@@ -595,7 +595,7 @@ def test_what_takes_a_gpu_is_refused_without_one(flags, world, monkeypatch, tmp_
     args = checked_args(grpo, monkeypatch, *flags.split(), *charged.split(), str(tmp_path))
     with pytest.raises(SystemExit, match=f"{flags.split()[0]} .* has no effect: needs a GPU"):
         job = Job("grpo", args.data, args.machine, args.run, demo=True)
-        Rollouts(job, args.data, args.rollout, args.run, trained=[], frozen=[])
+        check_rollout(job, args.rollout)
 
 
 @pytest.mark.parametrize("script", [grpo, ppo])
@@ -606,8 +606,14 @@ def test_an_evaluation_makes_no_reference(script, world, monkeypatch):
     def plan(*_, frozen: list, **__):
         raise Planned(frozen)
 
-    monkeypatch.setattr(script, "Rollouts", plan)
-    monkeypatch.setattr(script, "Job", lambda *_, **__: SimpleNamespace(world=world, path="folder"))
+    for name in vars(script):
+        if name.startswith("open_") or name in ("check_rollout", "num_steps", "with_embedded_data"):
+            monkeypatch.setattr(script, name, lambda *_, **__: None)
+    monkeypatch.setattr(script, "open_prompts", lambda *_: (None, None))
+    job = SimpleNamespace(
+        world=world, path="folder", output_dir=Path("run"), plan_memory=plan, check_weights=plan
+    )
+    monkeypatch.setattr(script, "Job", lambda *_, **__: job)
     for flags, frozen in (
         ("--kl-loss-coef 0.01", ["folder"]),
         (

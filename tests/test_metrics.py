@@ -221,15 +221,23 @@ def test_a_reward_function_that_makes_up_a_key_for_each_response(capsys):
     """Its numbers are left out, on all ranks alike; those that scripts add are not."""
     episodes = [episode(0, 1.0), episode(0, 0.0)]
     for count in (32, 33):
-        episodes[0].rewards = {"score": 1.0, "tool_bonus": 0.5} | {
-            f"made_up_{i}": 2e6 for i in range(count)
-        }
+        episodes[0].rewards = {"score": 1.0} | {f"made_up_{i}": 2e6 for i in range(count)}
+        episodes[0].terms = {"tool_bonus": 0.5}
         metrics = rollout_metrics(rollout_means(episodes, {}).reduce())
         found = {name: x for name, x in metrics.items() if "made_up" in name}
         assert len(found) == (count if count == 32 else 0) and {*found.values()} <= {2e6}
         assert metrics["reward/tool_bonus"] == 0.5
     rollout_means(episodes, {})
     assert capsys.readouterr().out.count("warning: rewards have 33 numbers beside the score") == 1
+
+
+def test_a_term_of_the_script_wins_over_the_users_number_of_the_same_name():
+    episodes = [episode(0, 1.0), episode(0, 0.0)]
+    for e in episodes:
+        e.rewards |= {"tool_bonus": 7.0, "looks": 3.0}
+        e.terms = {"tool_bonus": 0.5}
+    reduced = rollout_means(episodes, {}).reduce()
+    assert (reduced["reward/tool_bonus"], reduced["reward/looks"]) == (0.5, 3.0)
 
 
 def test_programs_that_did_something_and_what_they_earned():

@@ -4,14 +4,12 @@ test_grpo_runs.py."""
 
 import copy
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from common.checkpoint import Checkpoints
-from common.flags import Run
 from common.metrics import Means
 from common.optimizer import GuardedAdamW, lr_factor, make_moments, move_states
 from common.shards import find_checkpoint
@@ -24,16 +22,9 @@ def make(dtype=torch.float32, **options) -> GuardedAdamW:
     )
 
 
-def job(folder, world) -> SimpleNamespace:
-    found = find_checkpoint(folder, "auto", world)
-    return SimpleNamespace(
-        output_dir=folder,
-        run=Run(),
-        world=world,
-        identity={},
-        checkpoint=found,
-        micro_batch_tokens=1024,
-    )
+def checkpoints(folder, world, adamw: GuardedAdamW) -> Checkpoints:
+    options = {"save_every": 20, "keep": 2, "identity": {}, "micro_batch_tokens": 1024}
+    return Checkpoints(folder, world, {"policy": adamw}, {}, **options)
 
 
 def give_gradient(model: nn.Module, seed: int, factor: float = 1.0) -> None:
@@ -52,10 +43,11 @@ def test_learning_rate_and_weight_decay_are_of_this_run_after_a_resume(tmp_path,
     before = make(weight_decay=0.5)
     give_gradient(before.model, 1)
     before.step(0.1)
-    Checkpoints(job(tmp_path, world), optimizers={"policy": before}, state={}).save(1, None)
+    checkpoints(tmp_path, world, before).save(1, None)
 
     now = make(weight_decay=0.02, offload=offload)
-    assert Checkpoints(job(tmp_path, world), optimizers={"policy": now}, state={}).resume() == 1
+    found = find_checkpoint(tmp_path, "auto", world)
+    assert checkpoints(tmp_path, world, now).resume(found) == 1
     assert torch.equal(weights(now.model), weights(before.model))
     plain = copy.deepcopy(before.model)
     twin = torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0.02)

@@ -5,7 +5,6 @@ import json
 import os
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from helpers import LITTLE_CACHE, ROOT, run_script
@@ -97,8 +96,7 @@ def test_one_rank_is_not_compared(world):
 
 
 def walked(folder: Path, asked: str | None, world: World) -> list[int]:
-    job = SimpleNamespace(world=world, output_dir=folder, run=SimpleNamespace(profile_steps=asked))
-    return list(profiled(range(3, 6), job))
+    return list(profiled(range(3, 6), asked, folder, world))
 
 
 def test_steps_that_the_run_does_not_have_are_said(tmp_path, world, capsys):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,6 +12,10 @@ from common.types import Completion
 from common.vision import Vision
 
 Weights = Iterable[tuple[str, Tensor]]
+
+
+class Engine(Protocol):
+    """What samples: see common/engine/vllm.py."""
 
 
 @dataclass(frozen=True)

@@ -101,8 +101,10 @@ def read_dump(path: Path, columns: list[str] | None = None) -> list[dict]:
     return rows
 
 
-def replayed_micro_batch_tokens(path: Path) -> int | None:
-    """That the update of a dump was made with; None if it does not say."""
+def replayed_micro_batch_tokens(path: Path | None) -> int | None:
+    """Those that the update of a dump was made with; None without a dump, or if it does not say."""
+    if path is None:
+        return None
     tokens = read_dump(path, ["step", "ranks", "micro_batch_tokens"])[0].get("micro_batch_tokens")
     wrong = f"--replay {path}: its micro_batch_tokens are {shorten(repr(tokens), 60)}"
     refuse(tokens is not None and (type(tokens) is not int or tokens < 1), wrong)

@@ -16,6 +16,7 @@ import torch
 from report import ROOT  # noqa: F401  (puts the repository on the import path)
 from torch import Tensor
 
+import common.engine.vllm
 import common.rollout.rollouts
 import grpo
 from common.distributed import run
@@ -61,5 +62,6 @@ if __name__ == "__main__":
             else "how is the engine wrong? bf16 or int3, before all flags"
         )
     WrongEngine.rounding = sys.argv.pop(1) == "int3"
-    common.rollout.rollouts.VllmEngine, grpo.Rollouts = WrongEngine, Rollouts
+    common.engine.vllm.VllmEngine = WrongEngine
+    grpo.Rollouts = Rollouts
     run(grpo.main, *parse(grpo.Args, grpo.DEMO, grpo.__doc__))

@@ -125,9 +125,9 @@ def test_the_answer_is_that_of_the_last_turn():
 def test_an_answer_that_is_too_long_or_broken_earns_nothing_for_its_calls(answer, earned):
     """The release pays the bonus, for it takes such an answer for right."""
     (episode,) = group(0, [0.0], [call(acted=True)])
-    episode.rewards = score(boxed(answer), "red")
+    episode.set_rewards(score(boxed(answer), "red"))
     grpo.add_tool_bonus([episode], 0.1)
-    assert episode.rewards["score"] == earned
+    assert episode.score == earned
 
 
 # --- rules, and what they leave to a judge --------------------------------------------------------

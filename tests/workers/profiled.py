@@ -11,7 +11,6 @@ import signal
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 
@@ -25,11 +24,8 @@ SLOW_RANK, SLOW_S = 1, 0.4
 def main(folder: str, asked: str, stop_at: str = "") -> None:
     world = init_world()
     handle_signals()
-    job = SimpleNamespace(
-        world=world, output_dir=Path(folder), run=SimpleNamespace(profile_steps=asked or None)
-    )
     metrics = []
-    for step in profiled(range(1, 4), job):
+    for step in profiled(range(1, 4), asked or None, Path(folder), world):
         watch = Stopwatch()
         with watch("rollout"):
             torch.full((3,), float(step + 1)).cumsum(0)

@@ -8,7 +8,6 @@ import hashlib
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -17,7 +16,7 @@ from common import shards
 from common.checkpoint import Checkpoints
 from common.data.prompts import PromptLoader
 from common.distributed import World, init_world, make_mesh, run, whole, wrap_model
-from common.flags import Machine, Run
+from common.flags import Machine
 from common.hub import FOLDERS
 from common.models import load_policy
 from common.optimizer import GuardedAdamW
@@ -81,20 +80,22 @@ def main(_: None) -> None:
     model = make(kind, world)
     adamw = GuardedAdamW(model, torch.float32, weight_decay=0.01, max_grad_norm=1.0)
     loader = PromptLoader(20, seed=0)
-    job = SimpleNamespace(
-        output_dir=Path(end),
-        run=Run(),
-        world=world,
+    found = find_checkpoint(Path(start), "auto", world)
+    checkpoints = Checkpoints(
+        Path(end),
+        world,
+        {"policy": adamw},
+        {"loader": loader},
+        save_every=20,
+        keep=2,
         identity={},
-        checkpoint=find_checkpoint(Path(start), "auto", world),
         micro_batch_tokens=1024,
     )
-    checkpoints = Checkpoints(job, {"policy": adamw}, {"loader": loader})
-    if job.checkpoint is None:
+    if found is None:
         train(model, adamw)
         loader.next(13)
     else:
-        checkpoints.resume()
+        checkpoints.resume(found)
     result = {"loader": loader.state_dict(), **hashes_of(model, adamw.optimizer)}
     assert checkpoints.save(1, None)
     if world.is_main:

@@ -18,7 +18,7 @@ from vl import build_tokenizer
 from common.distributed import broadcast_object, gather_objects, init_world, run
 from common.flags import Rollout
 from common.progress import say
-from common.rollout.rollouts import open_tools
+from common.rollout.opening import open_tools
 from common.rollout.sampling import sample_episodes
 from common.rollout.trajectories import Turns
 from common.tools import pools

@@ -1,0 +1,264 @@
+"""How a script opens what it samples from and scores with: prompts, tools, rewards, the engine."""
+
+from collections.abc import Iterable
+from datetime import timedelta
+from math import ceil
+from typing import TYPE_CHECKING
+
+from torch.distributed import ProcessGroup, new_subgroups
+
+from common.data.prompts import PromptData, steps_of
+from common.data.render import end_token_ids, end_turns_properly
+from common.engine.protocol import Engine, EngineConfig
+from common.files import user_errors
+from common.flags import Data, Rollout, Run, check_reward_timeout, refuse_idle
+from common.job import Job
+from common.processes import cpus_of_rank
+from common.progress import say
+from common.rewards import RewardWorkers
+from common.types import Tool
+
+if TYPE_CHECKING:
+    from common.data.protocols import Protocol
+    from common.rollout.trajectories import Turns
+    from common.tools.pools import ToolPool
+
+
+def check_rollout(job: Job, rollout: Rollout) -> None:
+    """SystemExit for flags that cannot work with this model, machine or run folder, and for weights
+    that are incomplete: the engine would be the first to miss some."""
+    if rollout.replay and (job.output_dir / "checkpoints").exists():
+        raise SystemExit(
+            f"--replay: {job.output_dir} has checkpoints of its own; give another --output-dir"
+        )
+    uses = {
+        "max_images": (job.vision is not None, "a vision-language --model"),
+        "sleep_level": (job.world.device.type == "cuda", "a GPU"),
+    }
+    refuse_idle(rollout, uses)
+    job.check_weights(job.path)
+
+
+def open_engine_group(rollout: Rollout, run: Run) -> ProcessGroup | None:
+    """The ranks that share this rank's engine; None if it has one of its own."""
+    if rollout.engine_parallel == 1:
+        return None
+    # a rank may wait for another one's rewards
+    timeout = timedelta(minutes=min(run.stall_minutes, 1e6) + 10)
+    return new_subgroups(rollout.engine_parallel, timeout=timeout, backend="gloo")[0]
+
+
+def open_tools(rollout: Rollout, group: ProcessGroup | None = None) -> "ToolPool | None":
+    """The processes that answer the policy; None if nothing does. SystemExit if they do not
+    start."""
+    if not rollout.multi_turn:
+        return None
+    with user_errors():
+        names = [name.strip() for name in (rollout.tools or "").split(",")]
+        if "python" in names or "python_unconfined" in names:
+            return open_python(rollout, names, group)
+        from common.tools.pools import ToolWorkers
+
+        return ToolWorkers(
+            rollout.tools or "",
+            rollout.tool_workers,
+            rollout.tool_timeout,
+            environment=rollout.environment,
+            group=group,
+        )
+
+
+def open_python(rollout: Rollout, names: list[str], group: ProcessGroup | None) -> "ToolPool":
+    from common.sandbox.python import PythonWorkers
+
+    if len(names) > 1 or rollout.environment:
+        raise ValueError(
+            f"--tools {rollout.tools}: python has sandboxes of its own, and stands alone"
+        )
+    confined = names == ["python"]
+    if not confined:
+        say(
+            "warning: --tools python_unconfined: the policy's programs run as you, with your "
+            "files and network"
+        )
+    return PythonWorkers(
+        rollout.tool_workers,
+        rollout.tool_timeout,
+        confined=confined,
+        anew=rollout.deterministic,
+        group=group,
+    )
+
+
+def has_tools(rollout: Rollout) -> bool:
+    """Whether the policy may call something: a function as --environment only answers. SystemExit
+    if that cannot be loaded."""
+    return bool(rollout.tools) or plays(rollout)
+
+
+def plays(rollout: Rollout) -> bool:
+    """Whether --environment names a class."""
+    if rollout.environment is None:
+        return False
+    from common.tools.environments import is_class
+
+    with user_errors():
+        return is_class(rollout.environment)
+
+
+def open_prompts(
+    job: Job, data: Data, rollout: Rollout, tools: "ToolPool | None"
+) -> tuple[PromptData | None, PromptData | None]:
+    """(prompts to train on, None with --eval-only; prompts to evaluate on, None without any).
+
+    If the chat template renders any of them, responses end where it ends a turn.
+    """
+    offered: dict[str, Tool] | None = tools.tools if tools else None
+    train_data = None
+    eval_data = None
+    with user_errors():
+        if job.vision or tools:
+            end_turns_properly(job.tokenizer, job.vision and job.vision.processor)
+        options = {
+            "data": data,
+            "rollout": rollout,
+            "tokenizer": job.tokenizer,
+            "vision": job.vision,
+            "world": job.world,
+            "tools": offered,
+            "num_embeddings": job.num_embeddings,
+            "plays": plays(rollout),
+        }
+        if not rollout.eval_only:
+            train_data = PromptData(data.train_data, max_rows=data.max_rows, **options)
+        if data.eval_data:
+            eval_data = PromptData(data.eval_data, flag="--eval-data", **options)
+    has_template = any(data and data.uses_template for data in (train_data, eval_data))
+    if has_template and not (job.vision or tools):  # with those it was done before
+        end_turns_properly(job.tokenizer, None)
+    return train_data, eval_data
+
+
+def open_turns(job: Job, rollout: Rollout, tools: "ToolPool | None") -> "Turns | None":
+    """How trajectories go on after the policy's first turn; None if nothing answers it."""
+    if tools is None:
+        return None
+    from common.rollout.trajectories import Turns
+
+    with user_errors():
+        protocol = open_protocol(job.tokenizer, tools)
+        return Turns(job.tokenizer, tools, job.vision, rollout, protocol)
+
+
+def open_protocol(tokenizer, tools: "ToolPool") -> "Protocol | None":
+    """How the policy calls tools by its chat template; None if it has no tools, or if only prompts
+    can teach it. ValueError for a template that calls them in a way that is not known."""
+    from common.data.protocols import Code, protocol_of
+
+    schemas = [tool.schema for tool in tools.tools.values()]
+    if not schemas:
+        return None
+    try:
+        return protocol_of(tokenizer, schemas)
+    except ValueError:
+        if tools.protocol is Code:
+            return None
+        raise
+
+
+def open_reward_workers(
+    rollout: Rollout, datasets: Iterable[PromptData | None], turns: "Turns | None"
+) -> RewardWorkers:
+    """The processes that score. A user's function, and an environment, are tried out on the first
+    rows now, not after the first rollout. SystemExit if they fail."""
+    prompts = [data for data in datasets if data]
+    with user_errors():
+        has_reward = turns is not None and turns.try_out(prompts[0])
+        sources: set[str] = set()  # of rows that the built-in functions score
+        if not rollout.reward_function and not has_reward:
+            for data in prompts:
+                sources |= data.sources
+        workers = RewardWorkers(
+            rollout.reward_function,
+            max(1, cpus_of_rank() - 1),
+            rollout.reward_timeout,
+            sources=sources,
+        )
+        check_reward_timeout(rollout, workers.timeout_s)
+        if rollout.reward_function and not rollout.replay:
+            for i in range(len(prompts[0])):
+                row = prompts[0][i]
+                if row.ground_truth is not None:
+                    workers.try_out(rollout.reward_function, row)
+                    break
+    return workers
+
+
+def prompts_of_a_step(rollout: Rollout, oversample: float = 1.0) -> int:
+    """How many prompts a step draws, over all ranks, without refills."""
+    return ceil(round(rollout.prompts_per_step * oversample, 6))
+
+
+def num_steps(run: Run, train_data: PromptData | None, prompts_per_step: int) -> int:
+    """--total-steps, or the steps of --total-epochs; 0 for an evaluation."""
+    if run.total_steps:
+        return run.total_steps
+    if train_data is None:
+        return 0
+    return steps_of(run.total_epochs, len(train_data), prompts_per_step)
+
+
+def open_engine(job: Job, rollout: Rollout) -> Engine | None:
+    """The engine of --engine, asleep; None with --replay.
+
+    It is opened before the trainer: it needs the memory while it loads.
+    """
+    engine = None
+    if not rollout.replay:
+        config = EngineConfig(
+            job.path,
+            job.compute_dtype,
+            job.world,
+            end_ids=end_token_ids(job.path, job.tokenizer),
+            max_model_len=job.max_model_len,
+            memory_gib=job.engine_memory,
+            sleep_level=rollout.sleep_level,
+            ranks=rollout.engine_parallel,
+            trust_remote_code=job.machine.trust_remote_code,
+            vision=job.vision,
+            max_images=rollout.max_images,
+        )
+        engine = start_engine(config, rollout.uses_vllm)
+        engine.sleep()
+    name = "vllm" if rollout.uses_vllm else "hf"
+    if rollout.engine == "auto" and name == "hf":
+        name = "hf, as vLLM is not installed"
+    say(f"{job.summary}, rollouts by {name}")
+    return engine
+
+
+def start_engine(config: EngineConfig, uses_vllm: bool) -> Engine:
+    if uses_vllm:
+        from common.engine.vllm import VllmEngine
+
+        return VllmEngine(config)
+    from common.engine.hf import HuggingFaceEngine
+
+    return HuggingFaceEngine(config)
+
+
+def announce(
+    rollout: Rollout, num_rows: int, prompts_per_step: int, total_steps: int, updates: int
+) -> None:
+    """Print what is going to happen. prompts_per_step: as drawn. updates: optimizer steps after
+    each rollout."""
+    passes = total_steps * prompts_per_step / num_rows
+    say(
+        f"{num_rows} prompts; a step: {prompts_per_step} x {rollout.samples_per_prompt} samples, "
+        f"{updates} updates; {total_steps} steps pass over the data {passes:.2f} times"
+    )
+    if prompts_per_step > num_rows:
+        say(
+            f"warning: a step draws {prompts_per_step} prompts of {num_rows} rows: lower "
+            "--prompts-per-step, it repeats them"
+        )
