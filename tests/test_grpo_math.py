@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 import statistics
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
