@@ -7,13 +7,14 @@ headed "new to curiosity"; of grpo.py's objectives there is the clipped loss, wi
 corrections, dual clip and entropy.
 
 Where this differs from the released code:
-   1. The paper's bonus by default; the code's variant by name. Correctness is 0 or 1 and what is
+
+1. The paper's bonus by default; the code's variant by name. Correctness is 0 or 1 and what is
    unparsable scores 0.
-   2. What was sampled is trained on: token ids from the engine, M-RoPE positions, crops from the
+2. What was sampled is trained on: token ids from the engine, M-RoPE positions, crops from the
    original picture.
-   3. One denominator, as in grpo.py; the constant divisor by flag. No clamp hides a loss that
+3. One denominator, as in grpo.py; the constant divisor by flag. No clamp hides a loss that
    explodes.
-   4. Groups of equal rewards are left out of the update: their advantages are 0, and they only
+4. Groups of equal rewards are left out of the update: their advantages are 0, and they only
    dilute the mean. The replay of earlier samples, which the release switches off, is left out.
 
     torchrun --nproc_per_node 2 curiosity_rl.py    # demo, minutes on a CPU
@@ -40,7 +41,6 @@ from common.assets.build.embedded import with_embedded_data
 from common.checkpoint import Checkpoints
 from common.distributed import World, all_reduce, forward_context, run, stop_requested
 from common.export import export_hugging_face
-from common.files import refuse
 from common.flags import (
     Amount,
     Count,
@@ -74,7 +74,6 @@ from common.rollout.opening import (
     open_reward_workers,
     open_tools,
     open_turns,
-    prompts_of_a_step,
 )
 from common.rollout.rollouts import Rollouts
 from common.steps import Stopwatch, UnscoredSteps, due, profiled, seed_step
@@ -245,7 +244,8 @@ def group_advantages(scores: Tensor, groups: Tensor, advantage: str) -> Tensor:
         size = int(members.sum())
         centered = exact[members] - exact[members].mean()
         if advantage == "group-std":
-            centered = centered / ((centered.square().sum() / max(size - 1, 1)).sqrt() + 1e-6)
+            variance = centered.square().sum() / max(size - 1, 1)
+            centered = centered / (variance.sqrt() + 1e-6)
         elif advantage == "rloo":
             centered = centered * size / max(size - 1, 1)
         advantages[members] = centered
@@ -307,20 +307,21 @@ class Tokens:
 
     @classmethod
     def of(cls, episodes: list[Episode], index: TokenIndex, device: torch.device) -> "Tokens":
-        """What the episodes tell; the rest is NaN until it is computed."""
-        known = {
+        """The columns that the episodes have; the others are NaN until they are computed."""
+        rollout_logprobs = []
+        for episode in episodes:
+            for logprob, is_trained in zip(episode.logprobs, episode.loss_mask):
+                if is_trained:
+                    rollout_logprobs.append(logprob)
+        columns = {
             "episodes": index.episode_of_token,
             "lengths": index.lengths[index.episode_of_token].float(),
-            "rollout_logprobs": torch.tensor(
-                [lp for e in episodes for lp, m in zip(e.logprobs, e.loss_mask) if m]
-            ),
+            "rollout_logprobs": torch.tensor(rollout_logprobs),
         }
-        unknown = {
-            item.name: torch.full((len(index),), math.nan)
-            for item in fields(cls)
-            if item.name not in known
-        }
-        return cls(**{name: values.to(device) for name, values in (known | unknown).items()})
+        for column in fields(cls):
+            if column.name not in columns:
+                columns[column.name] = torch.full((len(index),), math.nan)
+        return cls(**{name: values.to(device) for name, values in columns.items()})
 
     def __getitem__(self, index: Tensor) -> "Tokens":
         return Tokens(**{name: values[index] for name, values in vars(self).items()})
@@ -342,32 +343,35 @@ def backward(
     store_old_logprobs: the weights are still those of the rollout, so the log-probs of this forward
     are the old ones: they are written to `tokens.old_logprobs`, and the ratio is exactly 1.
     """
-    num_tokens, num_sequences = minibatch.num_tokens, minibatch.num_sequences
-    constant_length = args.rollout.max_response_tokens
-    total_loss, means = torch.zeros((), device=world.device), Means()
+    means = Means()
+    total_loss = torch.zeros((), device=world.device)
     for i, batch in enumerate(Progress("micro-batch", minibatch.micro_batches)):
         batch = batch.to(world.device)
         with forward_context(policy, last=i == len(minibatch.micro_batches) - 1):
             logprobs, entropy = policy(batch, args.rollout.temperature)  # [N], [N]
             if store_old_logprobs:
                 tokens.old_logprobs[batch.tokens] = logprobs.detach()
-            here = tokens[batch.tokens]
-            ratio = (logprobs - here.old_logprobs).clamp(-20, 20).exp()
+            mb_tokens = tokens[batch.tokens]
+            ratio = (logprobs - mb_tokens.old_logprobs).clamp(-20, 20).exp()
             # [N], [N]
-            loss, clipped = clipped_loss(ratio, here.advantages, args.clip_low, args.clip_high)
+            loss, clipped = clipped_loss(ratio, mb_tokens.advantages, args.clip_low, args.clip_high)
             weights = token_weights(
-                args.reduction, here.lengths, num_tokens, num_sequences, constant_length
+                args.reduction,
+                mb_tokens.lengths,
+                minibatch.num_tokens,
+                minibatch.num_sequences,
+                args.rollout.max_response_tokens,
             )
             # FSDP2 and DDP average gradients over ranks, the denominator is global: hence
             # world.size
             loss = (loss * weights).sum() * world.size
             (loss * scale).backward()
         total_loss += loss.detach()
-        logratio = logprobs.detach() - here.old_logprobs
+        logratio = logprobs.detach() - mb_tokens.old_logprobs
         means.add("policy/entropy", entropy.sum(), count=len(entropy))
         means.add("policy/clip_fraction", clipped.sum(), count=len(clipped))
-        # k3
-        means.add("policy/approx_kl", (logratio.exp() - 1 - logratio).sum(), count=len(logratio))
+        k3 = logratio.exp() - 1 - logratio
+        means.add("policy/approx_kl", k3.sum(), count=len(logratio))
     means.add("policy/loss", total_loss)
     return means
 
@@ -393,32 +397,29 @@ def collect(
 def check_args(args: Args) -> None:
     """Refuse what cannot work, or has no effect, before anything is loaded."""
     check_shared(args.data, args.run, args.rollout)
-    P, M = args.rollout.prompts_per_step, args.minibatches
-    single = args.rollout.samples_per_prompt < 2 and not args.rollout.eval_only
-    refuse(single, "--samples-per-prompt 1: nothing to compare with")
-    refuse(
-        P < M,
-        f"--minibatches {M} of --prompts-per-step {P}: a minibatch needs a prompt (groups "
-        "stay together)",
-    )
-    off_policy = M * args.epochs_per_step > 1
+    if args.rollout.samples_per_prompt < 2 and not args.rollout.eval_only:
+        raise SystemExit("--samples-per-prompt 1: nothing to compare with")
+    if args.minibatches > args.rollout.prompts_per_step:
+        raise SystemExit(
+            f"--minibatches {args.minibatches} of --prompts-per-step "
+            f"{args.rollout.prompts_per_step}: a minibatch needs a prompt (groups stay together)"
+        )
+    off_policy = args.minibatches * args.epochs_per_step > 1
     several = "several --minibatches or --epochs-per-step: on-policy the ratio is 1"
-    looks = args.curiosity != "none" and has_tools(args.rollout)
-    looking = "--tools or a class as --environment, and --curiosity paper or repo"
+    has_bonus = args.curiosity != "none" and has_tools(args.rollout)
+    bonus = (has_bonus, "--tools or a class as --environment, and --curiosity paper or repo")
     uses = {  # flag: (whether it has an effect, what it needs for one)
-        "curiosity_alpha": (looks, looking),
-        "curiosity_target": (looks, looking),
-        "call_penalty": (looks, looking),
-        "free_calls": (looks, looking),
+        "curiosity_alpha": bonus,
+        "curiosity_target": bonus,
+        "call_penalty": bonus,
+        "free_calls": bonus,
         "clip_low": (off_policy, several),
         "clip_high": (off_policy, several),
         "lr_floor": (args.lr_schedule != "constant", "--lr-schedule linear or cosine"),
     }
     refuse_idle(args, uses)
-    refuse(
-        "reference" in args.machine.offload,
-        "--offload reference: curiosity_rl.py has no reference model",
-    )
+    if "reference" in args.machine.offload:
+        raise SystemExit("--offload reference: curiosity_rl.py has no reference model")
 
 
 def main(args: Args, demo: bool = False) -> None:
@@ -444,7 +445,7 @@ def main(args: Args, demo: bool = False) -> None:
     train_data, eval_data = open_prompts(job, data, args.rollout, tools)
     turns = open_turns(job, args.rollout, tools)
     reward_workers = open_reward_workers(args.rollout, [train_data, eval_data], turns)
-    num_prompts = prompts_of_a_step(args.rollout)
+    num_prompts = args.rollout.prompts_per_step
     total_steps = num_steps(args.run, train_data, num_prompts)
     loader = job.open_loader(len(train_data), train_data.fingerprint) if train_data else None
     job.plan_memory(

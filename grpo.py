@@ -1,17 +1,18 @@
 """Group relative policy optimization (GRPO) for language models.
 
-G answers are sampled to each prompt, scored by a rule, and compared with each other: what is better
-than the mean of its group becomes more likely. No critic. Papers: DeepSeekMath (arXiv 2402.03300),
-DAPO (2503.14476), Dr. GRPO (2503.20783), dual clip (1912.09729).
+G answers to each prompt are sampled and scored, and compared with each other: an answer that is
+better than the mean of its group becomes more likely. No critic. Papers: DeepSeekMath (arXiv
+2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783), dual clip (1912.09729).
 
 Where this differs from the papers and from most implementations:
-   1. One denominator: the loss is divided by a count over the whole optimizer step, all ranks and
+
+1. One denominator: the loss is divided by a count over the whole optimizer step, all ranks and
    micro-batches, so the gradient does not depend on how a batch is split (DAPO's token mean is the
    default; GRPO's and Dr. GRPO's by flag).
-   2. Strictly on-policy steps (one minibatch, one epoch) spend no pass on old log-probs: they are
-   the new ones, detached, and the ratio is exactly 1. With several minibatches only those after the
+2. Strictly on-policy steps (one minibatch, one epoch) spend no pass on old log-probs: they are the
+   new ones, detached, and the ratio is exactly 1. With several minibatches only those after the
    first need the pass.
-   3. Rollouts come from a vLLM engine inside each rank; the weight sync keeps books, and the gap
+3. Rollouts come from a vLLM engine inside each rank. The weight sync keeps books, and the gap
    between the engine's and the trainer's log-probs is measured on every step and stops the run when
    it is too large.
 4. The prompt of a group is computed once, followed by its G responses (common/packing.py).
@@ -45,7 +46,6 @@ from common.distributed import (
     stop_requested,
 )
 from common.export import export_hugging_face
-from common.files import refuse
 from common.flags import (
     Amount,
     Count,
@@ -82,7 +82,6 @@ from common.rollout.opening import (
     open_reward_workers,
     open_tools,
     open_turns,
-    prompts_of_a_step,
 )
 from common.rollout.rollouts import Rollouts
 from common.steps import Stopwatch, UnscoredSteps, due, profiled, seed_step
@@ -183,10 +182,9 @@ def shaped_scores(
     scores = torch.tensor([episode.score for episode in episodes], dtype=torch.float32)
     if not overlong_buffer:
         return scores
-    lengths = torch.tensor([len(e.response_ids) for e in episodes])
-    return scores + ((max_response_tokens - overlong_buffer - lengths) / overlong_buffer).clamp(
-        -1, 0
-    )
+    lengths = torch.tensor([len(episode.response_ids) for episode in episodes])
+    longest_free = max_response_tokens - overlong_buffer
+    return scores + ((longest_free - lengths) / overlong_buffer).clamp(-1, 0)
 
 
 def group_advantages(scores: Tensor, groups: Tensor, advantage: str) -> Tensor:
@@ -206,7 +204,8 @@ def group_advantages(scores: Tensor, groups: Tensor, advantage: str) -> Tensor:
         size = int(members.sum())
         centered = exact[members] - exact[members].mean()
         if advantage == "group-std":
-            centered = centered / ((centered.square().sum() / max(size - 1, 1)).sqrt() + 1e-6)
+            variance = centered.square().sum() / max(size - 1, 1)
+            centered = centered / (variance.sqrt() + 1e-6)
         elif advantage == "rloo":
             centered = centered * size / max(size - 1, 1)
         advantages[members] = centered
@@ -220,7 +219,8 @@ def sequence_mean(values: Tensor, episodes: Tensor) -> Tensor:
     """Mean of values [N] over the tokens of the same episode, at each of them. episodes [N] int64
     -> [N]."""
     _, place, count = episodes.unique(return_inverse=True, return_counts=True)
-    return (values.new_zeros(len(count)).index_add(0, place, values) / count)[place]
+    sums = values.new_zeros(len(count)).index_add(0, place, values)
+    return (sums / count)[place]
 
 
 def clipped_loss(
@@ -275,9 +275,11 @@ def engine_correction(
     logratio = (old_logprobs - rollout_logprobs).detach().clamp(-20, 20)
     if correction == "truncate":
         return logratio.exp().clamp(max=high)
-    weight = sequence_mean(logratio, episodes).exp() if correction == "sequence" else logratio.exp()
-    inside = (weight >= low) & (weight <= high)
-    return inside.to(weight.dtype) * (1.0 if correction == "sequence" else weight)
+    if correction == "mask":
+        weight = logratio.exp()
+        return torch.where((weight >= low) & (weight <= high), weight, 0.0)
+    weight = sequence_mean(logratio, episodes).exp()
+    return ((weight >= low) & (weight <= high)).to(weight.dtype)
 
 
 def kl_estimate(
@@ -296,7 +298,9 @@ def kl_estimate(
     if estimator == "k2":
         return 0.5 * d.square()
     k3 = (-d).exp() - 1 + d
-    return k3 * (logprobs - old_logprobs).clamp(-20, 20).exp() if estimator == "k3-is" else k3
+    if estimator == "k3":
+        return k3
+    return k3 * (logprobs - old_logprobs).clamp(-20, 20).exp()
 
 
 def token_weights(
@@ -333,20 +337,21 @@ class Tokens:
 
     @classmethod
     def of(cls, episodes: list[Episode], index: TokenIndex, device: torch.device) -> "Tokens":
-        """What the episodes tell; the rest is NaN until it is computed."""
-        known = {
+        """The columns that the episodes have; the others are NaN until they are computed."""
+        rollout_logprobs = []
+        for episode in episodes:
+            for logprob, is_trained in zip(episode.logprobs, episode.loss_mask):
+                if is_trained:
+                    rollout_logprobs.append(logprob)
+        columns = {
             "episodes": index.episode_of_token,
             "lengths": index.lengths[index.episode_of_token].float(),
-            "rollout_logprobs": torch.tensor(
-                [lp for e in episodes for lp, m in zip(e.logprobs, e.loss_mask) if m]
-            ),
+            "rollout_logprobs": torch.tensor(rollout_logprobs),
         }
-        unknown = {
-            item.name: torch.full((len(index),), math.nan)
-            for item in fields(cls)
-            if item.name not in known
-        }
-        return cls(**{name: values.to(device) for name, values in (known | unknown).items()})
+        for column in fields(cls):
+            if column.name not in columns:
+                columns[column.name] = torch.full((len(index),), math.nan)
+        return cls(**{name: values.to(device) for name, values in columns.items()})
 
     def __getitem__(self, index: Tensor) -> "Tokens":
         return Tokens(**{name: values[index] for name, values in vars(self).items()})
@@ -360,11 +365,14 @@ def policy_loss(
     ratio = logratio.exp()
     if args.objective == "gspo":
         ratio = sequence_ratio(logprobs, logratio, tokens.episodes)
-    dual_clip = args.dual_clip if args.objective == "ppo" else 0.0
-    loss, clipped = clipped_loss(ratio, tokens.advantages, args.clip_low, args.clip_high, dual_clip)
     if args.objective == "cispo":
         loss, clipped = cispo_loss(
             logprobs, ratio, tokens.advantages, args.clip_low, args.clip_high
+        )
+    else:
+        dual_clip = args.dual_clip if args.objective == "ppo" else 0.0
+        loss, clipped = clipped_loss(
+            ratio, tokens.advantages, args.clip_low, args.clip_high, dual_clip
         )
     if args.correction != "none":
         loss = loss * engine_correction(
@@ -398,30 +406,33 @@ def backward(
     store_old_logprobs: the weights are still those of the rollout, so the log-probs of this forward
     are the old ones: they are written to `tokens.old_logprobs`, and the ratio is exactly 1.
     """
-    num_tokens, num_sequences = minibatch.num_tokens, minibatch.num_sequences
-    constant_length = args.rollout.max_response_tokens
-    total_loss, means = torch.zeros((), device=world.device), Means()
+    means = Means()
+    total_loss = torch.zeros((), device=world.device)
     for i, batch in enumerate(Progress("micro-batch", minibatch.micro_batches)):
         batch = batch.to(world.device)
         with forward_context(policy, last=i == len(minibatch.micro_batches) - 1):
             logprobs, entropy = policy(batch, args.rollout.temperature)  # [N], [N]
             if store_old_logprobs:
                 tokens.old_logprobs[batch.tokens] = logprobs.detach()
-            here = tokens[batch.tokens]
-            loss, clipped = policy_loss(logprobs, entropy, here, args)  # [N], [N]
+            mb_tokens = tokens[batch.tokens]
+            loss, clipped = policy_loss(logprobs, entropy, mb_tokens, args)  # [N], [N]
             weights = token_weights(
-                args.reduction, here.lengths, num_tokens, num_sequences, constant_length
+                args.reduction,
+                mb_tokens.lengths,
+                minibatch.num_tokens,
+                minibatch.num_sequences,
+                args.rollout.max_response_tokens,
             )
             # FSDP2 and DDP average gradients over ranks, the denominator is global: hence
             # world.size
             loss = (loss * weights).sum() * world.size
             (loss * scale).backward()
         total_loss += loss.detach()
-        logratio = logprobs.detach() - here.old_logprobs
+        logratio = logprobs.detach() - mb_tokens.old_logprobs
         means.add("policy/entropy", entropy.sum(), count=len(entropy))
         means.add("policy/clip_fraction", clipped.sum(), count=len(clipped))
-        # k3
-        means.add("policy/approx_kl", (logratio.exp() - 1 - logratio).sum(), count=len(logratio))
+        k3 = logratio.exp() - 1 - logratio
+        means.add("policy/approx_kl", k3.sum(), count=len(logratio))
     means.add("policy/loss", total_loss)
     return means
 
@@ -483,12 +494,14 @@ def collect_groups(
     prompts. After its last round the groups that there are have to do, even if there are none: a
     task may be solved.
     """
+    is_selective = args.dynamic_sampling > 0 or args.oversample > 1
+    num_groups = args.rollout.prompts_per_step  # to train on, over all ranks
+    num_missing = num_groups
+    num_drawn = 0
     sampled: list[Episode] = []
-    wanted = missing = args.rollout.prompts_per_step  # prompts, over all ranks
-    drawn = 0
     for _ in range(max(args.dynamic_sampling, 1)):
-        num_prompts = math.ceil(round(missing * args.oversample, 6))
-        new = collect(rollouts, num_prompts, step, watch, first=drawn)
+        num_prompts = oversampled(num_missing, args.oversample)
+        new = collect(rollouts, num_prompts, step, watch, first=num_drawn)
         for episode in new:  # what an environment gave to its turns
             episode.score += math.fsum(reward for _, reward in episode.turn_rewards)
         if args.tool_bonus:
@@ -496,38 +509,38 @@ def collect_groups(
         sampled += new
         # scoring the others has failed
         episodes = [episode for episode in sampled if math.isfinite(episode.score)]
-        if args.dynamic_sampling or args.oversample > 1:
-            episodes = widest_groups(episodes, wanted)
-        drawn += num_prompts
-        missing = wanted - len(prompts_of_all_ranks(episodes))
-        if not missing:
+        if is_selective:
+            episodes = widest_groups(episodes, num_groups)
+        num_drawn += num_prompts
+        num_missing = num_groups - len(prompts_of_all_ranks(episodes))
+        if not num_missing:
             break
-    if missing and (args.dynamic_sampling or args.oversample > 1):
-        told = (
-            f"trains on {wanted - missing} groups, not on {wanted}: no more of {drawn} "
-            "have unequal scores"
+    if num_missing and is_selective:
+        say(
+            f"step {step + 1} trains on {num_groups - num_missing} groups, not on {num_groups}: "
+            f"no more of {num_drawn} have unequal scores"
         )
-        say(f"step {step + 1} {told}")
     return sampled, episodes
+
+
+def oversampled(num_prompts: int, oversample: float) -> int:
+    return math.ceil(round(num_prompts * oversample, 6))
 
 
 def check_args(args: Args) -> None:
     """Refuse what cannot work, or has no effect, before anything is loaded."""
     check_shared(args.data, args.run, args.rollout)
-    P, M = args.rollout.prompts_per_step, args.minibatches
-    refuse(
-        args.rollout.samples_per_prompt < 2 and not args.rollout.eval_only,
-        "--samples-per-prompt 1: no group",
-    )
-    refuse(
-        P < M,
-        f"--minibatches {M} of --prompts-per-step {P}: a minibatch needs a prompt (groups "
-        "stay together)",
-    )
-    refuse(
-        0 < args.dual_clip <= 1,
-        f"--dual-clip {args.dual_clip}: a bound on the ratio must be above 1 (0 = off)",
-    )
+    if args.rollout.samples_per_prompt < 2 and not args.rollout.eval_only:
+        raise SystemExit("--samples-per-prompt 1: no group")
+    if args.minibatches > args.rollout.prompts_per_step:
+        raise SystemExit(
+            f"--minibatches {args.minibatches} of --prompts-per-step "
+            f"{args.rollout.prompts_per_step}: a minibatch needs a prompt (groups stay together)"
+        )
+    if 0 < args.dual_clip <= 1:
+        raise SystemExit(
+            f"--dual-clip {args.dual_clip}: a bound on the ratio must be above 1 (0 = off)"
+        )
     low, high = args.correction_range
     if high <= low:
         raise SystemExit(
@@ -537,23 +550,17 @@ def check_args(args: Args) -> None:
         raise SystemExit(
             f"--correction-range {low:g} {high:g}: truncate has no lower bound, give 0 {high:g}"
         )
-    refuse(
-        args.overlong_buffer >= args.rollout.max_response_tokens,
-        "--overlong-buffer: below --max-response-tokens",
-    )
-    refuse(
-        not 1 <= args.oversample <= 100, f"--oversample {args.oversample}: must be from 1 to 100"
-    )
-    refuse(
-        args.dynamic_sampling == 1,
-        "--dynamic-sampling 1 never refills: give a number of rounds, such as 10",
-    )
-    noisy = args.advantage == "group-std" or args.mask_truncated
-    if args.kl_reward_coef and noisy:
+    if args.overlong_buffer >= args.rollout.max_response_tokens:
+        raise SystemExit("--overlong-buffer: below --max-response-tokens")
+    if not 1 <= args.oversample <= 100:
+        raise SystemExit(f"--oversample {args.oversample}: must be from 1 to 100")
+    if args.dynamic_sampling == 1:
+        raise SystemExit("--dynamic-sampling 1 never refills: give a number of rounds, such as 10")
+    kl_decides = args.advantage == "group-std" or args.mask_truncated
+    if args.kl_reward_coef and kl_decides:
         raise SystemExit(
             "--kl-reward-coef with --advantage group-std or --mask-truncated: KL would decide "
-            "equal groups; take "
-            "--advantage group-mean or rloo, or --kl-loss-coef"
+            "equal groups; take --advantage group-mean or rloo, or --kl-loss-coef"
         )
     off_policy = args.minibatches * args.epochs_per_step > 1
     several = "several --minibatches or --epochs-per-step: on-policy the ratio is 1"
@@ -569,8 +576,10 @@ def check_args(args: Args) -> None:
     }
     refuse_idle(args, uses)
     has_kl = args.kl_reward_coef > 0 or args.kl_loss_coef > 0
-    idle = "reference" in args.machine.offload and not has_kl
-    refuse(idle, "--offload reference has no effect: needs a --kl-reward-coef or --kl-loss-coef")
+    if "reference" in args.machine.offload and not has_kl:
+        raise SystemExit(
+            "--offload reference has no effect: needs a --kl-reward-coef or --kl-loss-coef"
+        )
 
 
 def main(args: Args, demo: bool = False) -> None:
@@ -599,7 +608,7 @@ def main(args: Args, demo: bool = False) -> None:
     train_data, eval_data = open_prompts(job, data, args.rollout, tools)
     turns = open_turns(job, args.rollout, tools)
     reward_workers = open_reward_workers(args.rollout, [train_data, eval_data], turns)
-    num_prompts = prompts_of_a_step(args.rollout, args.oversample)
+    num_prompts = oversampled(args.rollout.prompts_per_step, args.oversample)
     total_steps = num_steps(args.run, train_data, num_prompts)
     loader = job.open_loader(len(train_data), train_data.fingerprint) if train_data else None
     job.plan_memory(

@@ -1,19 +1,19 @@
 """Proximal policy optimization (PPO) with a critic, for language models.
 
-Answers are sampled to each prompt and scored. A second model, the critic, predicts at every token
-what the score will be; a token becomes more likely if things turned out better after it than
-predicted. Papers: PPO (arXiv 1707.06347), GAE (1506.02438), VC-PPO (2503.01491), dual clip
-(1912.09729).
+Answers to each prompt are sampled and scored. A second model, the critic, predicts the score at
+every token; a token becomes more likely if the outcome is better than predicted there. Papers: PPO
+(arXiv 1707.06347), GAE (1506.02438), VC-PPO (2503.01491), dual clip (1912.09729).
 
 Where this differs from the papers and from most implementations:
-   1. The critic's head starts at zero: V = 0 everywhere at first, so the first advantages are the
+
+1. The critic's head starts at zero: V = 0 everywhere at first, so the first advantages are the
    returns, not the noise of a random head. --critic-warmup-steps trains it alone, on returns of the
    policy as it was.
-   2. One denominator for both losses, of the whole optimizer step: gradients do not depend on how a
+2. One denominator for both losses, of the whole optimizer step: gradients do not depend on how a
    batch is split.
-   3. Advantages are whitened over all trained tokens of the step on all ranks, after the returns
+3. Advantages are whitened over all trained tokens of the step on all ranks, after the returns
    have been taken.
-   4. Tokens that the policy did not sample have no value, no reward and no place in the trace: it
+4. Tokens that the policy did not sample have no value, no reward and no place in the trace: it
    passes over them.
 What stands in grpo.py too is the same there, word for word.
 
@@ -39,7 +39,7 @@ from common.assets.build.embedded import with_embedded_data
 from common.checkpoint import Checkpoints
 from common.distributed import World, all_reduce, forward_context, run, stop_requested
 from common.export import export_hugging_face
-from common.files import DAMAGE, refuse, user_errors
+from common.files import DAMAGE, user_errors
 from common.flags import (
     Amount,
     Count,
@@ -75,7 +75,6 @@ from common.rollout.opening import (
     open_reward_workers,
     open_tools,
     open_turns,
-    prompts_of_a_step,
 )
 from common.rollout.rollouts import Rollouts
 from common.steps import Stopwatch, UnscoredSteps, due, profiled, seed_step
@@ -164,10 +163,9 @@ def shaped_scores(
     scores = torch.tensor([episode.score for episode in episodes], dtype=torch.float32)
     if not overlong_buffer:
         return scores
-    lengths = torch.tensor([len(e.response_ids) for e in episodes])
-    return scores + ((max_response_tokens - overlong_buffer - lengths) / overlong_buffer).clamp(
-        -1, 0
-    )
+    lengths = torch.tensor([len(episode.response_ids) for episode in episodes])
+    longest_free = max_response_tokens - overlong_buffer
+    return scores + ((longest_free - lengths) / overlong_buffer).clamp(-1, 0)
 
 
 def token_rewards(
@@ -175,12 +173,14 @@ def token_rewards(
 ) -> Tensor:
     """Rewards [T]: the score [E] at the last trained token of its episode, a turn's at its last
     one, 0 elsewhere."""
-    rewards, trained = torch.zeros(len(index)), index.lengths > 0
-    rewards[index.offsets[1:][trained] - 1] = scores[trained].float()
-    for first, some, episode in zip(index.offsets, trained, episodes):
-        # by an environment, after so many sampled tokens
-        for count, reward in episode.turn_rewards if some else ():
-            rewards[first + count - 1] += reward
+    rewards = torch.zeros(len(index))
+    is_trained = index.lengths > 0
+    rewards[index.offsets[1:][is_trained] - 1] = scores[is_trained].float()
+    for i, episode in enumerate(episodes):
+        if is_trained[i]:
+            # of an environment, after so many sampled tokens
+            for num_tokens, reward in episode.turn_rewards:
+                rewards[index.offsets[i] + num_tokens - 1] += reward
     return rewards
 
 
@@ -191,15 +191,18 @@ def gae(rewards: Tensor, values: Tensor, index: TokenIndex, gamma: float, lam: f
     tokens; then V = 0.
     """
     places = torch.arange(len(index)) - index.offsets[index.episode_of_token]
-    shape = (2, len(index.lengths), int(index.lengths.max()) if len(index) else 0)
-    table = torch.zeros(shape, dtype=torch.float64)  # [2, E, L], zeros behind the end of an episode
+    longest = int(index.lengths.max()) if len(index) else 0
+    # [2, E, L], zeros behind the end of an episode
+    table = torch.zeros((2, len(index.lengths), longest), dtype=torch.float64)
     table[:, index.episode_of_token, places] = torch.stack([rewards, values]).double()
-    advantages = torch.zeros(shape[1:], dtype=torch.float64)
-    following = next_value = torch.zeros(shape[1], dtype=torch.float64)
-    for t in reversed(range(shape[2])):
+    advantages = torch.zeros_like(table[0])  # [E, L]
+    next_advantage = next_value = torch.zeros(len(index.lengths), dtype=torch.float64)  # [E]
+    for t in reversed(range(longest)):
         reward, value = table[:, :, t]
-        following = reward + gamma * next_value - value + gamma * lam * following
-        advantages[:, t], next_value = following, value
+        delta = reward + gamma * next_value - value
+        next_advantage = delta + gamma * lam * next_advantage
+        next_value = value
+        advantages[:, t] = next_advantage
     return advantages[index.episode_of_token, places].to(values.dtype)
 
 
@@ -210,7 +213,8 @@ def whitened(values: Tensor) -> Tensor:
     total, count = all_reduce([exact.sum().item(), len(exact)])
     centered = exact - total / max(count, 1)
     (squares,) = all_reduce([centered.square().sum().item()])
-    return (centered / math.sqrt(squares / max(count - 1, 1) + 1e-8)).to(values.dtype)
+    deviation = math.sqrt(squares / max(count - 1, 1) + 1e-8)
+    return (centered / deviation).to(values.dtype)
 
 
 def value_loss(
@@ -223,8 +227,8 @@ def value_loss(
     error = (values - returns).square()
     if not clip:
         return 0.5 * error, torch.zeros_like(error, dtype=torch.bool)
-    # inside: exactly V's
-    clipped_error = (values.clamp(old_values - clip, old_values + clip) - returns).square()
+    clipped_values = values.clamp(old_values - clip, old_values + clip)  # inside: exactly V
+    clipped_error = (clipped_values - returns).square()
     return 0.5 * torch.maximum(error, clipped_error), clipped_error > error
 
 
@@ -232,7 +236,8 @@ def sequence_mean(values: Tensor, episodes: Tensor) -> Tensor:
     """Mean of values [N] over the tokens of the same episode, at each of them. episodes [N] int64
     -> [N]."""
     _, place, count = episodes.unique(return_inverse=True, return_counts=True)
-    return (values.new_zeros(len(count)).index_add(0, place, values) / count)[place]
+    sums = values.new_zeros(len(count)).index_add(0, place, values)
+    return (sums / count)[place]
 
 
 def clipped_loss(
@@ -272,9 +277,11 @@ def engine_correction(
     logratio = (old_logprobs - rollout_logprobs).detach().clamp(-20, 20)
     if correction == "truncate":
         return logratio.exp().clamp(max=high)
-    weight = sequence_mean(logratio, episodes).exp() if correction == "sequence" else logratio.exp()
-    inside = (weight >= low) & (weight <= high)
-    return inside.to(weight.dtype) * (1.0 if correction == "sequence" else weight)
+    if correction == "mask":
+        weight = logratio.exp()
+        return torch.where((weight >= low) & (weight <= high), weight, 0.0)
+    weight = sequence_mean(logratio, episodes).exp()
+    return ((weight >= low) & (weight <= high)).to(weight.dtype)
 
 
 def kl_estimate(
@@ -293,7 +300,9 @@ def kl_estimate(
     if estimator == "k2":
         return 0.5 * d.square()
     k3 = (-d).exp() - 1 + d
-    return k3 * (logprobs - old_logprobs).clamp(-20, 20).exp() if estimator == "k3-is" else k3
+    if estimator == "k3":
+        return k3
+    return k3 * (logprobs - old_logprobs).clamp(-20, 20).exp()
 
 
 def token_weights(
@@ -332,20 +341,21 @@ class Tokens:
 
     @classmethod
     def of(cls, episodes: list[Episode], index: TokenIndex, device: torch.device) -> "Tokens":
-        """What the episodes tell; the rest is NaN until it is computed."""
-        known = {
+        """The columns that the episodes have; the others are NaN until they are computed."""
+        rollout_logprobs = []
+        for episode in episodes:
+            for logprob, is_trained in zip(episode.logprobs, episode.loss_mask):
+                if is_trained:
+                    rollout_logprobs.append(logprob)
+        columns = {
             "episodes": index.episode_of_token,
             "lengths": index.lengths[index.episode_of_token].float(),
-            "rollout_logprobs": torch.tensor(
-                [lp for e in episodes for lp, m in zip(e.logprobs, e.loss_mask) if m]
-            ),
+            "rollout_logprobs": torch.tensor(rollout_logprobs),
         }
-        unknown = {
-            item.name: torch.full((len(index),), math.nan)
-            for item in fields(cls)
-            if item.name not in known
-        }
-        return cls(**{name: values.to(device) for name, values in (known | unknown).items()})
+        for column in fields(cls):
+            if column.name not in columns:
+                columns[column.name] = torch.full((len(index),), math.nan)
+        return cls(**{name: values.to(device) for name, values in columns.items()})
 
     def __getitem__(self, index: Tensor) -> "Tokens":
         return Tokens(**{name: values[index] for name, values in vars(self).items()})
@@ -392,30 +402,33 @@ def backward(
     store_old_logprobs: the weights are still those of the rollout, so the log-probs of this forward
     are the old ones: they are written to `tokens.old_logprobs`, and the ratio is exactly 1.
     """
-    num_tokens, num_sequences = minibatch.num_tokens, minibatch.num_sequences
-    constant_length = args.rollout.max_response_tokens
-    total_loss, means = torch.zeros((), device=world.device), Means()
+    means = Means()
+    total_loss = torch.zeros((), device=world.device)
     for i, batch in enumerate(Progress("micro-batch", minibatch.micro_batches)):
         batch = batch.to(world.device)
         with forward_context(policy, last=i == len(minibatch.micro_batches) - 1):
             logprobs, entropy = policy(batch, args.rollout.temperature)  # [N], [N]
             if store_old_logprobs:
                 tokens.old_logprobs[batch.tokens] = logprobs.detach()
-            here = tokens[batch.tokens]
-            loss, clipped = policy_loss(logprobs, entropy, here, args)  # [N], [N]
+            mb_tokens = tokens[batch.tokens]
+            loss, clipped = policy_loss(logprobs, entropy, mb_tokens, args)  # [N], [N]
             weights = token_weights(
-                args.reduction, here.lengths, num_tokens, num_sequences, constant_length
+                args.reduction,
+                mb_tokens.lengths,
+                minibatch.num_tokens,
+                minibatch.num_sequences,
+                args.rollout.max_response_tokens,
             )
             # FSDP2 and DDP average gradients over ranks, the denominator is global: hence
             # world.size
             loss = (loss * weights).sum() * world.size
             (loss * scale).backward()
         total_loss += loss.detach()
-        logratio = logprobs.detach() - here.old_logprobs
+        logratio = logprobs.detach() - mb_tokens.old_logprobs
         means.add("policy/entropy", entropy.sum(), count=len(entropy))
         means.add("policy/clip_fraction", clipped.sum(), count=len(clipped))
-        # k3
-        means.add("policy/approx_kl", (logratio.exp() - 1 - logratio).sum(), count=len(logratio))
+        k3 = logratio.exp() - 1 - logratio
+        means.add("policy/approx_kl", k3.sum(), count=len(logratio))
     means.add("policy/loss", total_loss)
     return means
 
@@ -431,17 +444,21 @@ def critic_backward(
 ) -> Means:
     """Accumulate the critic's gradient of one optimizer step, times `scale`. Returns the step's
     value/* metrics."""
-    num_tokens, num_sequences = minibatch.num_tokens, minibatch.num_sequences
-    constant_length = args.rollout.max_response_tokens
-    total_loss, means = torch.zeros((), device=world.device), Means()
+    means = Means()
+    total_loss = torch.zeros((), device=world.device)
     for i, batch in enumerate(Progress("micro-batch", minibatch.micro_batches)):
         batch = batch.to(world.device)
         with forward_context(critic, last=i == len(minibatch.micro_batches) - 1):
-            here = tokens[batch.tokens]
+            mb_tokens = tokens[batch.tokens]
+            values = critic(batch)  # [N]
             # [N], [N]
-            loss, clipped = value_loss(critic(batch), here.values, here.returns, args.value_clip)
+            loss, clipped = value_loss(values, mb_tokens.values, mb_tokens.returns, args.value_clip)
             weights = token_weights(
-                args.reduction, here.lengths, num_tokens, num_sequences, constant_length
+                args.reduction,
+                mb_tokens.lengths,
+                minibatch.num_tokens,
+                minibatch.num_sequences,
+                args.rollout.max_response_tokens,
             )
             loss = (loss * weights).sum() * world.size
             (loss * scale).backward()
@@ -485,16 +502,15 @@ def collect(
 def check_args(args: Args) -> None:
     """Refuse what cannot work, or has no effect, before anything is loaded."""
     check_shared(args.data, args.run, args.rollout)
-    P, M = args.rollout.prompts_per_step, args.minibatches
-    refuse(
-        P < M,
-        f"--minibatches {M} of --prompts-per-step {P}: a minibatch needs a prompt (groups "
-        "stay together)",
-    )
-    refuse(
-        0 < args.dual_clip <= 1,
-        f"--dual-clip {args.dual_clip}: a bound on the ratio must be above 1 (0 = off)",
-    )
+    if args.minibatches > args.rollout.prompts_per_step:
+        raise SystemExit(
+            f"--minibatches {args.minibatches} of --prompts-per-step "
+            f"{args.rollout.prompts_per_step}: a minibatch needs a prompt (groups stay together)"
+        )
+    if 0 < args.dual_clip <= 1:
+        raise SystemExit(
+            f"--dual-clip {args.dual_clip}: a bound on the ratio must be above 1 (0 = off)"
+        )
     low, high = args.correction_range
     if high <= low:
         raise SystemExit(
@@ -504,14 +520,12 @@ def check_args(args: Args) -> None:
         raise SystemExit(
             f"--correction-range {low:g} {high:g}: truncate has no lower bound, give 0 {high:g}"
         )
-    refuse(
-        args.overlong_buffer >= args.rollout.max_response_tokens,
-        "--overlong-buffer: below --max-response-tokens",
-    )
+    if args.overlong_buffer >= args.rollout.max_response_tokens:
+        raise SystemExit("--overlong-buffer: below --max-response-tokens")
     refuse_lonely_critic(args, args.run.total_steps)
     off_policy = args.minibatches * args.epochs_per_step > 1
     several = "several --minibatches or --epochs-per-step: on-policy the ratio is 1"
-    trains = not args.rollout.eval_only
+    training = not args.rollout.eval_only
     uses = {  # flag: (whether it has an effect, what it needs for one)
         "clip_low": (off_policy, several),
         "clip_high": (off_policy, several),
@@ -519,27 +533,28 @@ def check_args(args: Args) -> None:
         "value_clip": (off_policy, "several --minibatches or --epochs-per-step"),
         "correction_range": (args.correction != "none", "a --correction"),
         "kl_estimator": (args.kl_loss_coef > 0, "a --kl-loss-coef"),
-        "reward_model": (trains, "training: evaluation takes the rule's score"),
+        "reward_model": (training, "training: evaluation takes the rule's score"),
         "reward_model_weight": (bool(args.reward_model), "--reward-model"),
-        "critic_model": (trains, "training"),
+        "critic_model": (training, "training"),
         "lr_floor": (args.lr_schedule != "constant", "--lr-schedule linear or cosine"),
     }
     refuse_idle(args, uses)
     has_kl = args.kl_reward_coef > 0 or args.kl_loss_coef > 0
-    idle = "reference" in args.machine.offload and not has_kl
-    refuse(idle, "--offload reference has no effect: needs a --kl-reward-coef or --kl-loss-coef")
+    if "reference" in args.machine.offload and not has_kl:
+        raise SystemExit(
+            "--offload reference has no effect: needs a --kl-reward-coef or --kl-loss-coef"
+        )
 
 
 def refuse_lonely_critic(args: Args, total_steps: int | None) -> None:
-    alone = (
-        total_steps is not None
-        and args.critic_warmup_steps >= total_steps
-        and not args.rollout.eval_only
-    )
-    refuse(
-        alone,
-        f"--critic-warmup-steps {args.critic_warmup_steps} of {total_steps}: none for the policy",
-    )
+    """SystemExit if the critic's warm-up leaves no step for the policy; None: not known so far."""
+    if total_steps is None or args.rollout.eval_only:
+        return
+    if args.critic_warmup_steps >= total_steps:
+        raise SystemExit(
+            f"--critic-warmup-steps {args.critic_warmup_steps} of {total_steps}: none for the "
+            "policy"
+        )
 
 
 def open_critic_folder(job: Job, name: str | None) -> str:
@@ -598,7 +613,7 @@ def main(args: Args, demo: bool = False) -> None:
     train_data, eval_data = open_prompts(job, data, args.rollout, tools)
     turns = open_turns(job, args.rollout, tools)
     reward_workers = open_reward_workers(args.rollout, [train_data, eval_data], turns)
-    num_prompts = prompts_of_a_step(args.rollout)
+    num_prompts = args.rollout.prompts_per_step
     total_steps = num_steps(args.run, train_data, num_prompts)
     refuse_lonely_critic(args, total_steps)  # which the data may decide
     loader = job.open_loader(len(train_data), train_data.fingerprint) if train_data else None

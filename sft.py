@@ -1,11 +1,12 @@
 """Supervised fine-tuning on the assistant's tokens of conversations, packed.
 
 What this does that others do not:
-   1. One denominator: the loss is the mean over all trained tokens of the global batch, whatever
+
+1. One denominator: the loss is the mean over all trained tokens of the global batch, whatever
    the number of ranks, the micro-batches and the packing (a test compares gradients).
-   2. Masks follow the rule "said by the assistant", the end-of-turn token included: never headers,
+2. Masks follow the rule "said by the assistant", the end-of-turn token included: never headers,
    other roles, pictures.
-   3. A [tokens, vocabulary] tensor never exists: log-probs come from hidden states in chunks, of
+3. A [tokens, vocabulary] tensor never exists: log-probs come from hidden states in chunks, of
    trained tokens only.
 4. Conversations with and without pictures share micro-batches, and go to the ranks by their cost.
 
@@ -33,7 +34,7 @@ from common.data.prompts import steps_of
 from common.data.render import end_turns_properly
 from common.distributed import World, forward_context, run, stop_requested
 from common.export import export_hugging_face
-from common.files import refuse, user_errors
+from common.files import user_errors
 from common.flags import (
     Amount,
     Count,
@@ -138,27 +139,30 @@ def evaluate(
         minibatches = packer.minibatches(
             episodes, TokenIndex(episodes), 1, seed=args.run.seed, step=start
         )
-        for batch in (batch for minibatch in minibatches for batch in minibatch.micro_batches):
-            with forward_context(policy):
-                logprobs, _, greedy = policy(batch.to(packer.world.device), with_greedy=True)
-            means.add("eval/loss", -logprobs.sum(), count=len(logprobs))
-            means.add("eval/token_accuracy", greedy.sum(), count=len(greedy))
+        for minibatch in minibatches:
+            for batch in minibatch.micro_batches:
+                with forward_context(policy):
+                    logprobs, _, greedy = policy(batch.to(packer.world.device), with_greedy=True)
+                means.add("eval/loss", -logprobs.sum(), count=len(logprobs))
+                means.add("eval/token_accuracy", greedy.sum(), count=len(greedy))
     metrics = means.reduce()
-    refuse(not metrics, "--eval-data: not one row has a token to learn")
+    if not metrics:
+        raise SystemExit("--eval-data: not one row has a token to learn")
     return metrics
 
 
 def episodes_of(data: Conversations, rows: list[int], world: World) -> list[Episode]:
     """This rank's share of some rows, by their cost; without those that turn out to be
     unreadable."""
-    mine = balanced(rows, data.costs, world.size)[world.rank]
-    return [episode for episode in in_threads(data.episode, mine) if episode]
+    rank_rows = balanced(rows, data.costs, world.size)[world.rank]
+    return [episode for episode in in_threads(data.episode, rank_rows) if episode]
 
 
 def balanced(rows: list[int], costs: np.ndarray, parts: int) -> list[list[int]]:
     """The rows in `parts` lists of about the same sum of costs, the same on every rank: costly ones
     go first."""
-    lists, loads = [[] for _ in range(parts)], [0.0] * parts
+    lists: list[list[int]] = [[] for _ in range(parts)]
+    loads = [0.0] * parts
     for row in sorted(rows, key=lambda row: (-costs[row], row)):
         lightest = loads.index(min(loads))
         lists[lightest].append(row)
@@ -176,27 +180,32 @@ def read_data(args: Args, job: Job) -> tuple[Conversations, Conversations | None
         eval_files = eval_files or held_out
     max_tokens = args.max_tokens
     if max_tokens > job.num_positions:
-        told = (
+        message = (
             f"--max-tokens {max_tokens}: the model has {job.num_positions:.0f} positions "
             "(config.json)"
         )
-        refuse("--max-tokens" in given(), told)
-        say(f"{told}; longer conversations are cut there")
+        if "--max-tokens" in given():
+            raise SystemExit(message)
+        say(f"{message}; longer conversations are cut there")
         max_tokens = int(job.num_positions)
-    read = partial(
-        Conversations,
-        tokenizer=job.tokenizer,
-        max_tokens=max_tokens,
-        vision=job.vision,
-        media_root=args.data.media_root,
-        bad_rows=args.data.bad_rows,
-        world=job.world,
-        num_embeddings=job.num_embeddings,
-    )
+    options = {
+        "tokenizer": job.tokenizer,
+        "max_tokens": max_tokens,
+        "vision": job.vision,
+        "media_root": args.data.media_root,
+        "bad_rows": args.data.bad_rows,
+        "world": job.world,
+        "num_embeddings": job.num_embeddings,
+    }
+    eval_data = None
     with user_errors():
         end_turns_properly(job.tokenizer, job.vision and job.vision.processor)
-        train_data = read(train_files, "--train-data", max_rows=args.data.max_rows)
-        return train_data, read(eval_files, "--eval-data") if eval_files else None
+        train_data = Conversations(
+            train_files, "--train-data", max_rows=args.data.max_rows, **options
+        )
+        if eval_files:
+            eval_data = Conversations(eval_files, "--eval-data", **options)
+    return train_data, eval_data
 
 
 def save_weights(policy: torch.nn.Module, job: Job, step: int, saved: list[Path]) -> None:
@@ -218,10 +227,8 @@ def save_weights(policy: torch.nn.Module, job: Job, step: int, saved: list[Path]
 
 def check_args(args: Args) -> None:
     """Refuse what cannot work, or has no effect, before anything is loaded."""
-    refuse(
-        args.run.model != "tiny" and not args.data.train_data,
-        f"--model {args.run.model} needs --train-data",
-    )
+    if args.run.model != "tiny" and not args.data.train_data:
+        raise SystemExit(f"--model {args.run.model} needs --train-data")
     check_pixels(args.data)
     evaluates = bool(args.data.eval_data) or not args.data.train_data
     uses = {  # flag: (whether it has an effect, what it needs for one)
@@ -231,12 +238,10 @@ def check_args(args: Args) -> None:
         "total_epochs": (args.run.total_steps is None, "--total-steps None"),
     }
     refuse_idle(args.run, uses)
-    refuse_idle(
-        args, {"lr_floor": (args.lr_schedule != "constant", "--lr-schedule linear or cosine")}
-    )
-    refuse(
-        "reference" in args.machine.offload, "--offload reference: sft.py has no reference model"
-    )
+    has_decay = (args.lr_schedule != "constant", "--lr-schedule linear or cosine")
+    refuse_idle(args, {"lr_floor": has_decay})
+    if "reference" in args.machine.offload:
+        raise SystemExit("--offload reference: sft.py has no reference model")
 
 
 def main(args: Args, demo: bool = False) -> None:
@@ -291,10 +296,10 @@ def main(args: Args, demo: bool = False) -> None:
             minibatches = packer.minibatches(
                 episodes, TokenIndex(episodes), 1, seed=args.run.seed, step=step
             )
-        refuse(
-            not minibatches,
-            "--train-data: not one row of this step has a token to learn, see the warnings",
-        )
+        if not minibatches:
+            raise SystemExit(
+                "--train-data: not one row of this step has a token to learn, see the warnings"
+            )
         (minibatch,) = minibatches
 
         # 4. update

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from datetime import timedelta
-from math import ceil
 from typing import TYPE_CHECKING
 
 from torch.distributed import ProcessGroup, new_subgroups
@@ -192,11 +191,6 @@ def open_reward_workers(
                     workers.try_out(rollout.reward_function, row)
                     break
     return workers
-
-
-def prompts_of_a_step(rollout: Rollout, oversample: float = 1.0) -> int:
-    """How many prompts a step draws, over all ranks, without refills."""
-    return ceil(round(rollout.prompts_per_step * oversample, 6))
 
 
 def num_steps(run: Run, train_data: PromptData | None, prompts_per_step: int) -> int:
