@@ -5,6 +5,7 @@ Nothing here needs torch."""
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from math import isnan, nan
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from common.pictures import Media
 
 Prompt = list[dict] | str
+Watch = Callable[[str], AbstractContextManager]  # what happens in `with watch(NAME)` is timed
 MAX_TEXT = 4096  # characters of an observation
 
 
@@ -108,6 +110,16 @@ class Episode:
     def set_rewards(self, rewards: dict[str, float | str]) -> None:
         self.rewards = rewards
         self.score = rewards["score"]
+
+    def add_turn(self, completion: "Completion", max_tokens: int) -> None:
+        """Append what the policy has sampled; max_tokens: of the whole response."""
+        self.turns += 1
+        self.response_ids += completion.token_ids
+        self.loss_mask += [1] * len(completion.token_ids)
+        self.logprobs += completion.logprobs
+        self.finish_reason = completion.finish_reason
+        if completion.finish_reason == "length" and len(self.response_ids) < max_tokens:
+            self.finish_reason = "turn_length"
 
     @property
     def truncated(self) -> bool:

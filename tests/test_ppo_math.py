@@ -443,19 +443,24 @@ def test_what_cannot_work_or_has_no_effect_is_refused(flags, message, monkeypatc
 def test_a_critic_reads_what_the_policy_reads():
     def policy(name: str, vision=None):
         job = SimpleNamespace(
-            machine=ppo.Args().machine, limits=PixelLimits(3136, 12544, 12544), vision=vision
+            machine=ppo.Args().machine,
+            limits=PixelLimits(3136, 12544, 12544),
+            vision=vision,
+            path=str(FOLDERS[name]),
         )
         job.tokenizer = ppo.load_tokenizer(str(FOLDERS[name]))
         return job
 
-    assert ppo.critic_path(policy("tiny"), "tiny") == str(FOLDERS["tiny"])
+    assert ppo.open_critic_folder(policy("tiny"), "tiny") == str(FOLDERS["tiny"])
     with pytest.raises(SystemExit, match="--critic-model tiny-vl: another tokenizer"):
-        ppo.critic_path(policy("tiny"), "tiny-vl")
+        ppo.open_critic_folder(policy("tiny"), "tiny-vl")
     with pytest.raises(
         SystemExit, match="--critic-model tiny-vl: of policy and critic one cannot see"
     ):
-        ppo.critic_path(policy("tiny-vl"), "tiny-vl")
-    assert ppo.critic_path(policy("tiny-vl", vision="eyes"), "tiny-vl") == str(FOLDERS["tiny-vl"])
+        ppo.open_critic_folder(policy("tiny-vl"), "tiny-vl")
+    assert ppo.open_critic_folder(policy("tiny-vl", vision="eyes"), "tiny-vl") == str(
+        FOLDERS["tiny-vl"]
+    )
 
 
 def test_kl_in_the_reward_is_allowed_with_one_sample_per_prompt(monkeypatch):

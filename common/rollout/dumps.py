@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from common.distributed import World, gather_objects
-from common.files import full_disk_is_a_warning, refuse, replace_file, shorten
+from common.files import full_disk_is_a_warning, replace_file, shorten
 from common.pictures import Media, PixelLimits
 from common.torch_repair import transformers
 from common.types import Episode
@@ -29,67 +29,81 @@ def dump_rollouts(
     world: World,
     micro_batch_tokens: int | None = None,
 ) -> Path:
-    """Write folder/step_NNNNNN.parquet: all episodes of all ranks; advantage is null where none was
-    trained on.
+    """Write folder/step_NNNNNN.parquet: all episodes of all ranks. Returns its path.
 
-    micro_batch_tokens: of the update, whose last bits depend on them.
-
-    Beside it, and there before it: each rank's pictures, .media_RANK.parquet: {hash, bytes}.
-    Returns its path.
+    advantages: of the `trained` ones; null in the file for the others. micro_batch_tokens: of the
+    update, whose last bits depend on them. Each rank's pictures are written before it, to
+    step_NNNNNN.media_RANK.parquet: {hash, bytes}.
     """
     path = folder / f"step_{step:06d}.parquet"
     advantage_of = {id(episode): advantage for episode, advantage in zip(trained, advantages)}
-    files: dict[str, bytes] = {}
-    # equal ones that tools cut for two episodes are two: that decides how sums round
-    numbers: dict[Media, int] = {}
+    pictures = DumpedMedia()
     rows = []
-    for e in sampled:
-        row = {f.name: getattr(e, f.name) for f in fields(e)}
-        row["media"] = []
-        for m in e.media:
-            names = [hashlib.blake2b(frame, digest_size=16).hexdigest() for frame in m.frames]
-            files |= zip(names, m.frames)
-            number = numbers.setdefault(m, len(numbers))
-            row["media"].append(
-                {"kind": m.kind, "frames": names, "is_frame": m.is_frame, "number": number}
-            )
-        row |= {name: json.dumps(row[name]) for name in AS_JSON}
-        row |= {
-            "step": step,
-            "ranks": world.size,
-            "rank": world.rank,
-            "advantage": advantage_of.get(id(e)),
-        }
-        row |= {"micro_batch_tokens": micro_batch_tokens}
-        row |= {
-            "prompt": tokenizer.decode(e.prompt_ids),
-            "completion": tokenizer.decode(e.response_ids),
-        }
-        rows.append(
-            row
-            | {
-                "shown": [list(m.pixels.shape[2:0:-1]) for m in e.media],
-            }
-        )
+    for episode in sampled:
+        row = {field.name: getattr(episode, field.name) for field in fields(episode)}
+        row["media"] = [pictures.add(media) for media in episode.media]
+        for name in AS_JSON:
+            row[name] = json.dumps(row[name])
+        row["step"] = step
+        row["ranks"] = world.size
+        row["rank"] = world.rank
+        row["advantage"] = advantage_of.get(id(episode))
+        row["micro_batch_tokens"] = micro_batch_tokens
+        row["prompt"] = tokenizer.decode(episode.prompt_ids)
+        row["completion"] = tokenizer.decode(episode.response_ids)
+        row["shown"] = [shown_size(media) for media in episode.media]
+        rows.append(row)
     with full_disk_is_a_warning(path):
         folder.mkdir(parents=True, exist_ok=True)
-        if files:
-            table = pa.table({"hash": list(files), "bytes": list(files.values())})
-            own = path.with_suffix(f".media_{world.rank}.parquet")
-            replace_file(own, lambda temporary: pq.write_table(table, temporary))
-    rows = [row for part in gather_objects(rows) for row in part]
+        if pictures.files:
+            columns = {"hash": list(pictures.files), "bytes": list(pictures.files.values())}
+            write_table(media_path(path, world.rank), pa.table(columns))
+    rows_of_ranks = gather_objects(rows)
     with full_disk_is_a_warning(path):
         if world.is_main:
-            replace_file(
-                path, lambda temporary: pq.write_table(pa.Table.from_pylist(rows), temporary)
-            )
+            all_rows = [row for rows_of_rank in rows_of_ranks for row in rows_of_rank]
+            write_table(path, pa.Table.from_pylist(all_rows))
     return path
 
 
+class DumpedMedia:
+    """The pictures of a dump: each encoded frame once, by its hash."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+        # equal pictures that tools cut for two episodes stay two: that decides how sums round
+        self.numbers: dict[Media, int] = {}
+
+    def add(self, media: Media) -> dict:
+        """The record of an image or a video."""
+        names = []
+        for frame in media.frames:
+            name = hashlib.blake2b(frame, digest_size=16).hexdigest()
+            self.files[name] = frame
+            names.append(name)
+        number = self.numbers.setdefault(media, len(self.numbers))
+        return {"kind": media.kind, "frames": names, "is_frame": media.is_frame, "number": number}
+
+
+def shown_size(media: Media) -> list[int]:
+    """[width, height] of what the policy sees, in pixels."""
+    _, height, width, _ = media.pixels.shape
+    return [width, height]
+
+
+def media_path(dump: Path, rank: int) -> Path:
+    return dump.with_suffix(f".media_{rank}.parquet")
+
+
+def write_table(path: Path, table: pa.Table) -> None:
+    replace_file(path, lambda temporary: pq.write_table(table, temporary))
+
+
 def read_dump(path: Path, columns: list[str] | None = None) -> list[dict]:
-    """Its rows, at least one; of `columns` those that it has, or all. SystemExit for what is no
-    dump."""
-    refuse(not path.is_file(), f"--replay {path}: no such file")
+    """Its rows, at least one; of `columns` those that it has, or all. SystemExit for a file that is
+    no dump."""
+    if not path.is_file():
+        raise SystemExit(f"--replay {path}: no such file")
     try:
         rows = pq.ParquetFile(path).read(columns).to_pylist()
         for name in ("step", "ranks"):  # which other tables do not have
@@ -106,8 +120,8 @@ def replayed_micro_batch_tokens(path: Path | None) -> int | None:
     if path is None:
         return None
     tokens = read_dump(path, ["step", "ranks", "micro_batch_tokens"])[0].get("micro_batch_tokens")
-    wrong = f"--replay {path}: its micro_batch_tokens are {shorten(repr(tokens), 60)}"
-    refuse(tokens is not None and (type(tokens) is not int or tokens < 1), wrong)
+    if tokens is not None and (type(tokens) is not int or tokens < 1):
+        raise SystemExit(f"--replay {path}: its micro_batch_tokens are {shorten(repr(tokens), 60)}")
     return tokens
 
 
@@ -117,41 +131,61 @@ def load_rollouts(
     """(all episodes of this rank, those that were trained on) of a dump of `step` by as many
     ranks."""
     rows = read_dump(path)
-    made = rows[0]["step"], rows[0]["ranks"]
-    wrong = (
-        f"--replay {path}: is of step {made[0]} on {made[1]} ranks, this is step {step} "
-        f"on {world.size}: "
-    )
-    refuse(
-        made != (step, world.size),
-        f"{wrong}--resume the checkpoint of the step before it, with as many ranks",
-    )
-    wrong = f"--replay {path}: give the --reward-model of that run, and none if it had none"
-    refuse(any(row["model_reward"] is not None for row in rows) != bool(reward_model), wrong)
-    own = path.with_suffix(f".media_{world.rank}.parquet")
-    table = pq.read_table(own).to_pydict() if own.is_file() else {"hash": [], "bytes": []}
-    files = dict(zip(table["hash"], table["bytes"]))
-    opened: dict[str, Media] = {}  # those that were shared are again
-    sampled, trained = [], []
+    dump_step = rows[0]["step"]
+    dump_ranks = rows[0]["ranks"]
+    if (dump_step, dump_ranks) != (step, world.size):
+        raise SystemExit(
+            f"--replay {path}: is of step {dump_step} on {dump_ranks} ranks, this is step {step} "
+            f"on {world.size}: --resume the checkpoint of the step before it, with as many ranks"
+        )
+    has_model_rewards = any(row["model_reward"] is not None for row in rows)
+    if has_model_rewards != bool(reward_model):
+        raise SystemExit(
+            f"--replay {path}: give the --reward-model of that run, and none if it had none"
+        )
+    pictures = ReplayedMedia(path, world.rank, limits)
+    sampled = []
+    trained = []
     for row in rows:
         if row["rank"] != world.rank:
             continue
-        row |= {name: json.loads(row[name]) for name in AS_JSON}
-        for i, m in enumerate(row["media"]):
-            key = json.dumps(m)
-            if key not in opened:
-                refuse(
-                    not files.keys() >= {*m["frames"]},
-                    f"--replay {path}: needs its pictures beside it, {own}",
-                )
-                frames = [files[name] for name in m["frames"]]
-                opened[key] = Media.open(m["kind"], frames, limits, m["is_frame"])
-            row["media"][i] = opened[key]
-            wrong = (
-                f"--replay {path}: give --min-pixels, --max-pixels, --max-frame-pixels of that run"
-            )
-            refuse(list(opened[key].pixels.shape[2:0:-1]) != row["shown"][i], wrong)
-        sampled.append(Episode(**{f.name: row[f.name] for f in fields(Episode)}))
+        for name in AS_JSON:
+            row[name] = json.loads(row[name])
+        row["media"] = [
+            pictures.open(record, size) for record, size in zip(row["media"], row["shown"])
+        ]
+        episode = Episode(**{field.name: row[field.name] for field in fields(Episode)})
+        sampled.append(episode)
         if row["advantage"] is not None:
-            trained.append(sampled[-1])
+            trained.append(episode)
     return sampled, trained
+
+
+class ReplayedMedia:
+    """The pictures of a dump, opened again: those that episodes shared are shared again."""
+
+    def __init__(self, dump: Path, rank: int, limits: PixelLimits):
+        self.dump = dump
+        self.path = media_path(dump, rank)
+        self.limits = limits
+        self.files: dict[str, bytes] = {}
+        if self.path.is_file():
+            columns = pq.read_table(self.path).to_pydict()
+            self.files = dict(zip(columns["hash"], columns["bytes"]))
+        self.opened: dict[str, Media] = {}
+
+    def open(self, record: dict, size: list[int]) -> Media:
+        """SystemExit if a frame is missing, or if it is shown in another size than in that run."""
+        key = json.dumps(record)
+        if key not in self.opened:
+            if not self.files.keys() >= set(record["frames"]):
+                raise SystemExit(f"--replay {self.dump}: needs its pictures beside it, {self.path}")
+            frames = [self.files[name] for name in record["frames"]]
+            self.opened[key] = Media.open(record["kind"], frames, self.limits, record["is_frame"])
+        media = self.opened[key]
+        if shown_size(media) != size:
+            raise SystemExit(
+                f"--replay {self.dump}: give --min-pixels, --max-pixels, --max-frame-pixels of "
+                "that run"
+            )
+        return media

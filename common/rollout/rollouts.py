@@ -21,9 +21,9 @@ from common.progress import Progress, say
 from common.rewards import RewardWorkers, score_episodes
 from common.rollout.dumps import dump_rollouts
 from common.rollout.evaluation import as_sample, bounded, print_samples, report
-from common.rollout.sampling import Watch, sample_episodes
+from common.rollout.sampling import sample_episodes
 from common.torch_repair import transformers
-from common.types import Episode, Row, Sampling
+from common.types import Episode, Row, Sampling, Watch
 
 if TYPE_CHECKING:
     from common.rewards.model import RewardModel

@@ -11,12 +11,11 @@ from common.flags import Rollout
 from common.pictures import Media
 from common.processes import cpus_of_rank
 from common.progress import Progress
-from common.rollout.sampling import Watch, add_turn
 from common.tools import find_tool
 from common.tools.environments import CLOSE, RESET, State, is_class
 from common.tools.pools import ToolPool
 from common.torch_repair import transformers
-from common.types import Completion, Episode, Row, ToolReply, with_replies
+from common.types import Completion, Episode, Row, ToolReply, Watch, with_replies
 from common.vision import Vision
 
 OPENING, CLOSING, ANSWERING = Call(RESET), Call(CLOSE), Call("answer()")  # no tool is called so
@@ -143,7 +142,7 @@ class Turns:
         protocol = self.protocol_of(row)
         goes_on = not episode.finish_reason
         while goes_on:
-            add_turn(episode, turn := (yield None), max_tokens)
+            episode.add_turn(turn := (yield None), max_tokens)
             call = self.next_call(episode, row, turn.token_ids)
             goes_on = call is not None and self.observe(
                 episode, call, (yield call), max_tokens, protocol
