@@ -11,12 +11,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, metrics_of, run_script
+from helpers import ROOT, SCRIPTS, metrics_of, run_script
 
 from common.rewards import reward_function
 from common.workers.pool import load_function
 
-SCRIPTS = sorted(path.name for path in ROOT.glob("*.py"))
 PAGES = [*ROOT.glob("README*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("papers/*/README.md")]
 PAGES = sorted(str(path.relative_to(ROOT)) for path in PAGES)
 EXAMPLE = "## Your data and your reward"  # the section of README.md whose code blocks are run
@@ -304,11 +303,8 @@ def paths_in(code: str) -> list[str]:
     folders = "common|papers|tests|docs|results"
     inside = rf"(?<![\w/.-])((?:{folders})/[\w./*-]*|requirements[\w*-]*\.txt|\.ci/run)"
     return re.findall(inside, code) + [
-        name for name in re.findall(r"(?<![\w/.-])(\w+\.py)\b", code) if name in NAMED
+        name for name in re.findall(r"(?<![\w/.-])(\w+\.py)\b", code) if name in SCRIPTS
     ]
-
-
-NAMED = {path.name for path in ROOT.glob("*.py")}
 
 
 def missing(names: list[str]) -> list[str]:

@@ -8,11 +8,10 @@ import runpy
 import sys
 
 import pytest
-from helpers import ROOT, parsed, run_script
+from helpers import ROOT, SCRIPTS, parsed, run_script
 
 import common.distributed
 
-SCRIPTS = sorted(path.name for path in ROOT.glob("*.py"))
 MODULES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("common/**/*.py"))
 # what a script cannot do without
 REQUIRED = {"sft.py": ["--model", "nowhere", "--train-data", "nothing.jsonl"]}
@@ -70,10 +69,6 @@ def flags_with_help(script: str) -> dict[str, str]:
 
 def flag(field: str) -> str:
     return "--" + field.replace("_", "-")
-
-
-def test_the_scripts_are_found():
-    assert {"curiosity_rl.py", "grpo.py", "ppo.py", "sft.py"} <= set(SCRIPTS)
 
 
 def attributes(paths: list[str]) -> set[str]:
