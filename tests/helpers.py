@@ -279,8 +279,8 @@ def metrics_of(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-# for runs with vLLM: filling the default's gigabyte takes a second a rank
 SCRIPTS = ["curiosity_rl.py", "grpo.py", "ppo.py", "sft.py"]  # not what users put beside them
+# for runs with vLLM: filling the default's gigabyte takes a second a rank
 LITTLE_CACHE = ["--engine-memory", 0.25]
 UNEQUAL = ("time/", "memory/", "rollout/tokens_per_s")  # what an interruption may change
 

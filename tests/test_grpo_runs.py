@@ -1,10 +1,12 @@
 """grpo.py as its users run it: ranks, real vLLM, the embedded policy; kill, resume and replay of
 one whole run."""
 
+import json
+
 import pyarrow.parquet as pq
 import pytest
 import torch
-from helpers import LITTLE_CACHE, kill_once, metrics_of, run_script, steps_of
+from helpers import LITTLE_CACHE, ROOT, kill_once, metrics_of, run_script, steps_of
 from safetensors.torch import load_file
 from test_lora_runs import other_weights
 
@@ -124,3 +126,28 @@ def test_replay_repeats_an_update_bit_for_bit(whole, tmp_path):
     assert (
         refused.returncode == 1 and "is of step 3 on 2 ranks, this is step 5 on 2" in refused.stderr
     )
+
+
+def test_a_fork_is_a_copy(tmp_path):
+    """It trains, goes on and evaluates by its own default, under its own name."""
+    text = (ROOT / "grpo.py").read_text()
+    default = "    learning_rate: Amount = 1e-6  # peak\n"
+    assert text.count(default) == 1
+    fork = tmp_path / "my_grpo.py"
+    fork.write_text(text.replace(default, "    learning_rate: Amount = 3e-6  # peak\n"))
+    rows = [{"data_source": "countdown", "prompt": [{"role": "user", "content": "1 2 = 3"}]}]
+    rows[0]["reward_model"] = {"ground_truth": {"numbers": [1, 2], "target": 3}}
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows * 8))
+    options = ["--model", "tiny", "--train-data", data, "--eval-data", data, "--engine", "hf"]
+    options += ["--prompts-per-step", 2, "--samples-per-prompt", 2, "--max-response-tokens", 8]
+    options += ["--micro-batch-tokens", 256, "--save-every", 1, "--output-dir", tmp_path / "run"]
+    by_itself = {"PYTHONPATH": str(ROOT)}  # in the root it needs none
+    for num_steps in (1, 2):
+        run_script(fork, *options, "--total-steps", num_steps, env=by_itself)
+    assert [steps_of(tmp_path / "run")[step]["optim/lr"] for step in (1, 2)] == [3e-6, 3e-6]
+    manifest = tmp_path / "run/checkpoints/step_000002/manifest.json"
+    assert json.loads(manifest.read_text())["script"] == "my_grpo"
+    done = run_script(fork, *options, "--eval-only", env=by_itself)
+    assert "evaluates " in done.stdout and "samples:" in done.stdout
+    assert "--learning-rate" in run_script(fork, "--help", env=by_itself).stdout
