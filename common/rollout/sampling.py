@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
+from common.engine.protocol import Engine
 from common.progress import Progress
 from common.types import Completion, Episode, Request, Row, Sampling
 
@@ -20,7 +21,7 @@ def request_seed(seed: int, step: int, prompt_index: int, turn: int = 0) -> int:
 
 
 def sample_episodes(
-    engine,
+    engine: Engine,
     prompts: Mapping[int, Row],
     sampling: Sampling,
     *,
