@@ -534,10 +534,17 @@ def main(args: Args, demo: bool = False) -> None:
             ):
                 # the weights are still the engine's
                 on_policy = epoch == 0 and minibatch is minibatches[0]
-                accumulate = partial(
-                    backward, policy, minibatch, tokens, args, world, store_old_logprobs=on_policy
+                update_means = packer.attempt(
+                    backward,
+                    policy,
+                    minibatch,
+                    tokens,
+                    args,
+                    world,
+                    store_old_logprobs=on_policy,
+                    scale=optimizer.scale,
                 )
-                means.merge(packer.attempt(policy, accumulate, scale=optimizer.scale))
+                means.merge(update_means)
                 if on_policy:  # and all old log-probs are in
                     gap = checked_gap(tokens.rollout_logprobs, tokens.old_logprobs, max_gap, step)
                     means.add("policy/rollout_logprob_gap", gap)

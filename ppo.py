@@ -747,8 +747,16 @@ def main(args: Args, demo: bool = False) -> None:
         means = Means()
         with watch("update"):
             for minibatch in Progress("critic update", minibatches * args.epochs_per_step):
-                accumulate = partial(critic_backward, critic, minibatch, tokens, args, world)
-                means.merge(packer.attempt(critic, accumulate, scale=critic_optimizer.scale))
+                update_means = packer.attempt(
+                    critic_backward,
+                    critic,
+                    minibatch,
+                    tokens,
+                    args,
+                    world,
+                    scale=critic_optimizer.scale,
+                )
+                means.merge(update_means)
                 means.merge(critic_optimizer.step(critic_lr))
             if warming_up and minibatches:
                 gap = checked_gap(tokens.rollout_logprobs, tokens.old_logprobs, max_gap, step)
@@ -757,10 +765,17 @@ def main(args: Args, demo: bool = False) -> None:
             for epoch, minibatch in Progress("update", product(range(epochs), minibatches)):
                 # the weights are still the engine's
                 on_policy = epoch == 0 and minibatch is minibatches[0]
-                accumulate = partial(
-                    backward, policy, minibatch, tokens, args, world, store_old_logprobs=on_policy
+                update_means = packer.attempt(
+                    backward,
+                    policy,
+                    minibatch,
+                    tokens,
+                    args,
+                    world,
+                    store_old_logprobs=on_policy,
+                    scale=optimizer.scale,
                 )
-                means.merge(packer.attempt(policy, accumulate, scale=optimizer.scale))
+                means.merge(update_means)
                 if on_policy:  # and all old log-probs are in
                     gap = checked_gap(tokens.rollout_logprobs, tokens.old_logprobs, max_gap, step)
                     means.add("policy/rollout_logprob_gap", gap)

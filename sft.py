@@ -306,9 +306,7 @@ def main(args: Args, demo: bool = False) -> None:
         decay = lr_factor(step, total_steps, args.warmup_steps, args.lr_schedule, args.lr_floor)
         lr = args.learning_rate * decay
         with watch("update"):
-            means = packer.attempt(
-                policy, partial(backward, policy, minibatch, world), scale=optimizer.scale
-            )
+            means = packer.attempt(backward, policy, minibatch, world, scale=optimizer.scale)
             means.merge(optimizer.step(lr))
 
         # 5. log

@@ -2,17 +2,18 @@
 on GPUs."""
 
 from importlib.util import find_spec
+from math import ceil
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from common.files import refuse
 from common.torch_repair import Later, transformers
 
-bias, flex = Later("torch.nn.attention.bias"), Later("torch.nn.attention.flex_attention")
-BLOCK = 128  # tokens: flex attention's
-# options here
+bias = Later("torch.nn.attention.bias")
+flex = Later("torch.nn.attention.flex_attention")
+BLOCK = 128  # tokens of a block of flex attention
+# options of transformers that change nothing in `shared_prompt_attention`
 WITHOUT_EFFECT = {"is_causal", "position_ids", "cache_position", "use_cache", "output_attentions"}
 
 
@@ -20,28 +21,22 @@ def choose_attention(
     flag: str, device: torch.device, compile_layers: bool = False, dtype=torch.bfloat16
 ) -> str:
     """`--attention auto`: flex on GPUs with bf16, else SDPA (flex has no backward on CPU, no
-    kernels on Volta)."""
+    kernels on Volta). SystemExit for a choice that this device or dtype does not allow."""
     if flag == "auto":
-        flag = (
-            "flex"
-            if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8
-            else "sdpa"
-        )
+        flag = "sdpa"
+        if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8:
+            flag = "flex"
     if device.type == "cpu" and (compile_layers or flag != "sdpa"):
-        wanted = "--compile" if compile_layers else f"--attention {flag}"
-        raise SystemExit(f"{wanted} needs a GPU; on a CPU leave it out")
-    refuse(
-        compile_layers and flag == "sdpa",
-        "--compile needs --attention flex or flash: sdpa compiles each pack",
-    )
+        gpu_flag = "--compile" if compile_layers else f"--attention {flag}"
+        raise SystemExit(f"{gpu_flag} needs a GPU; on a CPU leave it out")
+    if compile_layers and flag == "sdpa":
+        raise SystemExit("--compile needs --attention flex or flash: sdpa compiles each pack")
     if flag == "flash":
-        refuse(dtype == torch.float32, "--attention flash needs --dtype bf16 or fp16")
-        # transformers would take the package `kernels` in its place, which fetches code from the
-        # hub
-        refuse(
-            find_spec("flash_attn") is None,
-            "--attention flash: pip install flash-attn (kernels does not do)",
-        )
+        if dtype == torch.float32:
+            raise SystemExit("--attention flash needs --dtype bf16 or fp16")
+        # transformers would use the package `kernels` instead, which fetches code from the hub
+        if find_spec("flash_attn") is None:
+            raise SystemExit("--attention flash: pip install flash-attn (kernels does not do)")
     return flag
 
 
@@ -56,59 +51,79 @@ def shared_prompt_attention(
     scaling: float | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """Segment by segment: a response sees its prompt and itself. There is no [L, L] mask, nothing
-    is quadratic in L.
+    """Segment by segment: a response sees its prompt and itself. There is no [L, L] mask, and
+    nothing is quadratic in L.
 
-    In the form that transformers' AttentionInterface asks for: query [1, H, L, D], key and value
+    The signature is that of transformers' AttentionInterface: query [1, H, L, D], key and value
     [1, K, L, D] -> ([1, L, H, D], None), with H a multiple of K (grouped queries). TypeError for an
     option that would change the result (`softcap`, `s_aux`, a sliding window, dropout).
     """
-    given = [
-        (name, value)
-        for name, value in options.items()
-        if value is not None and name not in WITHOUT_EFFECT
-    ]
-    if wanted := [name for name, value in given if (name, value) != ("dropout", 0.0)]:
+    unsupported = []
+    for name, setting in options.items():
+        is_dropout_off = name == "dropout" and setting == 0.0
+        if setting is not None and name not in WITHOUT_EFFECT and not is_dropout_off:
+            unsupported.append(name)
+    if unsupported:
         raise TypeError(
-            f"{type(module).__name__} wants {', '.join(wanted)}, not supported here: "
+            f"{type(module).__name__} wants {', '.join(unsupported)}, not supported here: "
             "--attention flash"
         )
-    # rotary embeddings may leave float32 behind
-    query, key = query.to(value.dtype), key.to(value.dtype)
+    # rotary embeddings may return float32
+    query = query.to(value.dtype)
+    key = key.to(value.dtype)
     lengths = [length for unit in units for length in unit]
-    segments = zip(*(x.split(lengths, dim=2) for x in (query, key, value)))
+    segments = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)))
     outputs = []
     for unit in units:
         q, prompt_k, prompt_v = next(segments)
         outputs.append(_causal_attention(q, prompt_k, prompt_v, scaling))
         for _ in unit[1:]:
             q, k, v = next(segments)
-            k, v = torch.cat([prompt_k, k], dim=2), torch.cat([prompt_v, v], dim=2)
+            k = torch.cat([prompt_k, k], dim=2)
+            v = torch.cat([prompt_v, v], dim=2)
             outputs.append(_causal_attention(q, k, v, scaling))
     return torch.cat(outputs, dim=2).transpose(1, 2), None
 
 
 def _causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-    """query [1, H, R, D], the last R of the S tokens of key and value [1, K, S, D] -> [1, H, R,
-    D]."""
-    (_, heads, length, size), (kv_heads, total) = query.shape, key.shape[1:3]
-    # SDPA's CPU kernel takes 2 to 3 times as long
-    if query.device.type == "cpu" and length * total <= 2**18:
-        mask = torch.ones(length, total, dtype=torch.bool).tril(total - length)
-        scores = (
-            query.reshape(1, kv_heads, -1, size)
-            @ key.mT
-            * (size**-0.5 if scaling is None else scaling)
-        )
-        scores = scores.unflatten(2, (-1, length)).masked_fill(~mask, float("-inf")).flatten(2, 3)
-        return (scores.softmax(-1) @ value).reshape(1, heads, length, -1)
-    key, value = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (key, value))
-    # there a mask is [R, S], and is kept for the backward
-    if query.device.type == "cpu" and 2 * length >= total:
-        query, options = pad(query, (0, 0, total - length, 0)), {"is_causal": True}
-    else:
-        options = {"attn_mask": bias.causal_lower_right(length, total)}
-    return scaled_dot_product_attention(query, key, value, scale=scaling, **options)[:, :, -length:]
+    """The queries [1, H, R, D] are the last R of S tokens; key and value [1, K, S, D] ->
+    [1, H, R, D]."""
+    num_queries = query.shape[2]
+    num_keys = key.shape[2]
+    on_cpu = query.device.type == "cpu"
+    if on_cpu and num_queries * num_keys <= 2**18:
+        # SDPA's CPU kernel takes 2 to 3 times as long
+        return _explicit_attention(query, key, value, scaling)
+    group_size = query.shape[1] // key.shape[1]
+    key = key.repeat_interleave(group_size, dim=1)
+    value = value.repeat_interleave(group_size, dim=1)
+    if on_cpu and 2 * num_queries >= num_keys:
+        # a mask is [R, S] on a CPU, and is kept for the backward
+        return _padded_attention(query, key, value, scaling)
+    mask = bias.causal_lower_right(num_queries, num_keys)
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+
+
+def _explicit_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    """All scores at once; the queries of a group are multiplied with their keys together."""
+    _, heads, num_queries, head_size = query.shape
+    _, kv_heads, num_keys, _ = key.shape
+    if scaling is None:
+        scaling = head_size**-0.5
+    mask = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
+    grouped_query = query.reshape(1, kv_heads, -1, head_size)
+    scores = grouped_query @ key.mT * scaling
+    scores = scores.unflatten(2, (-1, num_queries)).masked_fill(~mask, float("-inf"))
+    output = scores.flatten(2, 3).softmax(-1) @ value
+    return output.reshape(1, heads, num_queries, -1)
+
+
+def _padded_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    """Queries are padded in front to as many as there are keys: square attention needs no mask."""
+    num_queries = query.shape[2]
+    query = pad(query, (0, 0, key.shape[2] - num_queries, 0))
+    output = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+    return output[:, :, -num_queries:]
 
 
 def block_mask(units: list[list[int]], device: torch.device) -> "flex.BlockMask":
@@ -116,60 +131,90 @@ def block_mask(units: list[list[int]], device: torch.device) -> "flex.BlockMask"
 
     torch's `create_block_mask` would make it from a dense [L, L] mask: 2.6 GB for 16,384 tokens.
     """
-    lengths = torch.tensor([length for unit in units for length in unit])
-    labels = [(u, s) for u, unit in enumerate(units) for s in range(len(unit))]
-    groups, samples = (
-        torch.tensor(labels).repeat_interleave(lengths, dim=0).T.contiguous().to(device)
-    )
+    unit_of_token: list[int] = []
+    segment_of_token: list[int] = []  # within its unit; 0: the prompt
+    for i, unit in enumerate(units):
+        for j, length in enumerate(unit):
+            unit_of_token.extend([i] * length)
+            segment_of_token.extend([j] * length)
+    groups = torch.tensor(unit_of_token, device=device)
+    samples = torch.tensor(segment_of_token, device=device)
 
     def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         same_group = groups[query] == groups[key]
-        return (
-            (key <= query) & same_group & ((samples[key] == 0) | (samples[key] == samples[query]))
-        )
+        same_response = samples[key] == samples[query]
+        in_prompt = samples[key] == 0
+        return (key <= query) & same_group & (in_prompt | same_response)
 
     length = len(groups)
-    some, full = block_tables(units, -(-length // BLOCK))
-    # number and order of the blocks that each row of blocks sees in part, and of those that it sees
-    # whole
-    tables = []
-    for table in (some & ~full, full):
-        order = table.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-        tables += [part.to(torch.int32)[None, None].to(device) for part in (table.sum(-1), order)]
+    some, full = block_tables(units, ceil(length / BLOCK))
+    num_partial, partial_blocks = _block_lists(some & ~full, device)
+    num_full, full_blocks = _block_lists(full, device)
     return flex.BlockMask.from_kv_blocks(
-        *tables, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(length, length)
+        kv_num_blocks=num_partial,
+        kv_indices=partial_blocks,
+        full_kv_num_blocks=num_full,
+        full_kv_indices=full_blocks,
+        BLOCK_SIZE=BLOCK,
+        mask_mod=visible,
+        seq_lengths=(length, length),
     )
 
 
 def block_tables(units: list[list[int]], blocks: int) -> tuple[Tensor, Tensor]:
-    """Two tables [blocks, blocks] bool: whether a block of queries sees something, and whether all,
-    of one of keys."""
-    some, full = torch.zeros(2, blocks, blocks, dtype=torch.bool)
-    start = 0
+    """Two tables [query blocks, key blocks] bool: is some of a block seen, and is all of it."""
+    some = torch.zeros(blocks, blocks, dtype=torch.bool)
+    full = torch.zeros(blocks, blocks, dtype=torch.bool)
+    unit_start = 0
     for unit in units:
-        first, end_of_prompt, end_of_unit = start, start + unit[0], start + sum(unit)
-        # all that follows a block of the prompt, in its unit, sees it
-        within = full[
-            -(-first // BLOCK) : end_of_unit // BLOCK, -(-first // BLOCK) : end_of_prompt // BLOCK
-        ]
-        within |= torch.ones_like(within).tril(-1)
+        prompt_end = unit_start + unit[0]
+        unit_end = unit_start + sum(unit)
+        # what follows a block of the prompt within its unit sees all of that block
+        _set_below(
+            full, _blocks_inside(unit_start, unit_end), _blocks_inside(unit_start, prompt_end)
+        )
+        start = unit_start
         # the first response continues its prompt as any text does
         for length in [sum(unit[:2]), *unit[2:]]:
             end = start + length
-            touched, inside = (
-                slice(start // BLOCK, -(-end // BLOCK)),
-                slice(-(-start // BLOCK), end // BLOCK),
-            )
-            some[touched, touched] |= torch.ones_like(some[touched, touched]).tril()
-            some[touched, first // BLOCK : -(-end_of_prompt // BLOCK)] |= start > first
-            full[inside, inside] |= torch.ones_like(full[inside, inside]).tril(-1)
+            touched = _blocks_touched(start, end)
+            inside = _blocks_inside(start, end)
+            _set_below(some, touched, touched, with_diagonal=True)
+            _set_below(full, inside, inside)
+            if start > unit_start:
+                some[touched, _blocks_touched(unit_start, prompt_end)] = True
             start = end
+        unit_start = unit_end
     return some, full
 
 
+def _blocks_touched(start: int, end: int) -> slice:
+    """The blocks that hold a token from `start` to `end`."""
+    return slice(start // BLOCK, ceil(end / BLOCK))
+
+
+def _blocks_inside(start: int, end: int) -> slice:
+    """The blocks that hold no other token."""
+    return slice(ceil(start / BLOCK), end // BLOCK)
+
+
+def _set_below(table: Tensor, rows: slice, columns: slice, with_diagonal: bool = False) -> None:
+    """Set what lies below the diagonal of a part of a table, in place."""
+    part = table[rows, columns]
+    part |= torch.ones_like(part).tril(0 if with_diagonal else -1)
+
+
+def _block_lists(table: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """For each row of a table [B, B] the number of blocks that are set, [1, 1, B] int32, and the
+    blocks, those that are set first, [1, 1, B, B] int32."""
+    counts = table.sum(-1).to(torch.int32)
+    order = table.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+    return counts[None, None].to(device), order[None, None].to(device)
+
+
 def register_attention() -> None:
-    """Make both known to transformers, by names of our own: by its own Qwen2.5-VL refuses flex
-    attention."""
+    """Register both with transformers under names of our own: under its own name Qwen2.5-VL
+    refuses flex attention."""
     register = transformers.AttentionInterface.register
     register("shared_prompts", shared_prompt_attention)
     register("shared_prompts_flex", transformers.integrations.flex_attention.flex_attention_forward)

@@ -1,5 +1,5 @@
-"""Log-probabilities and entropies from hidden states, in chunks: a [tokens, vocab] tensor never
-exists."""
+"""Log-probabilities and entropies from hidden states, in chunks: there is never a [tokens, vocab]
+tensor."""
 
 import torch
 from torch import Tensor
@@ -24,7 +24,8 @@ def token_logprobs(
 @torch.no_grad()
 def is_greedy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Whether each target is the most likely token, [N] bool; arguments as for `token_logprobs`."""
-    head, result = weight.to(hidden.dtype), torch.empty_like(targets, dtype=torch.bool)
+    head = weight.to(hidden.dtype)
+    result = torch.empty_like(targets, dtype=torch.bool)
     for rows in _slices(hidden, weight):
         result[rows] = (hidden[rows] @ head.T).argmax(-1) == targets[rows]
     return result
@@ -36,10 +37,10 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
         head = weight.to(hidden.dtype)
-        logprobs = hidden.new_empty(
-            targets.shape, dtype=torch.promote_types(hidden.dtype, torch.float32)
-        )
-        logsumexp, entropy = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        logprobs = hidden.new_empty(targets.shape, dtype=dtype)
+        logsumexp = torch.empty_like(logprobs)
+        entropy = torch.empty_like(logprobs)
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in _slices(hidden, weight):
                 logits = _logits(hidden[rows], head, temperature)
@@ -58,10 +59,9 @@ class _TokenLogprobs(torch.autograd.Function):
         # With p = softmax(z):  d logp_y / dz = onehot(y) - p,   d H / dz = -p * (log p + H)
         hidden, weight, targets, logsumexp, entropy = ctx.saved_tensors
         head = weight.to(hidden.dtype)
-        grad_logprobs, grad_entropy = (
-            grad[:, None] / ctx.temperature for grad in (grad_logprobs, grad_entropy)
-        )
-        through_entropy = bool(grad_entropy.any())  # it rarely is in the loss
+        grad_logprobs = grad_logprobs[:, None] / ctx.temperature
+        grad_entropy = grad_entropy[:, None] / ctx.temperature
+        through_entropy = bool(grad_entropy.any())  # it is rarely part of the loss
         grad_hidden = torch.zeros_like(hidden, dtype=logsumexp.dtype)
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         with torch.autocast(hidden.device.type, enabled=False):
@@ -69,18 +69,15 @@ class _TokenLogprobs(torch.autograd.Function):
             # written once.
             for words in _slices(weight, hidden):
                 logp = _logits(hidden, head[words], ctx.temperature).sub_(logsumexp[:, None])
-                # without asking which are inside:
-                places = (targets - words.start).clamp(0, logp.shape[1] - 1)
-                # a GPU would have to answer
+                # Targets outside of the slice add zero somewhere inside: to select the others
+                # would make the host wait for the GPU.
                 inside = (targets >= words.start) & (targets < words.stop)
+                places = (targets - words.start).clamp(0, logp.shape[1] - 1)
                 slope = -grad_logprobs
                 if through_entropy:
                     slope = slope.addcmul(logp + entropy[:, None], grad_entropy, value=-1)
-                grad_logits = (
-                    logp.exp_()
-                    .mul_(slope)
-                    .scatter_add_(1, places[:, None], grad_logprobs * inside[:, None])
-                )
+                grad_logits = logp.exp_().mul_(slope)
+                grad_logits.scatter_add_(1, places[:, None], grad_logprobs * inside[:, None])
                 grad_logits = grad_logits.to(hidden.dtype)
                 grad_hidden += grad_logits @ head[words]
                 if grad_weight is not None:
@@ -89,11 +86,14 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _logits(hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
+    """[N, V] in float32 (float64 for float64 inputs)."""
     logits = (hidden @ head.T).to(torch.promote_types(hidden.dtype, torch.float32))
-    return logits if temperature == 1 else logits.div_(temperature)
+    if temperature != 1:
+        logits.div_(temperature)
+    return logits
 
 
-def _slices(cut: Tensor, whole: Tensor) -> list[slice]:
-    """Of the rows of `cut`, so that cut[slice] @ whole.T has at most CHUNK_ELEMENTS."""
-    size = max(1, CHUNK_ELEMENTS[cut.device.type] // max(len(whole), 1))
-    return [slice(start, start + size) for start in range(0, len(cut), size)]
+def _slices(rows: Tensor, others: Tensor) -> list[slice]:
+    """Slices of `rows` such that rows[slice] @ others.T has at most CHUNK_ELEMENTS."""
+    size = max(1, CHUNK_ELEMENTS[rows.device.type] // max(len(others), 1))
+    return [slice(start, start + size) for start in range(0, len(rows), size)]

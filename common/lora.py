@@ -1,9 +1,9 @@
-"""LoRA (arXiv 2106.09685): a frozen model with a trained product of two small matrices beside each
-linear layer.
+"""LoRA (arXiv 2106.09685): a frozen model, and beside each linear layer a trained product of two
+small matrices.
 
-W = W0 + alpha / rank · B · A is computed in float32, and rounded once, wherever a weight is read:
-in the forward, for the engine, in an export. So all of them have the same bits, and W0 is never
-written to.
+W = W0 + alpha / rank · B · A is computed in float32 and rounded once, wherever a weight is read: in
+the forward, for the engine, in an export. So all of them see the same bits, and W0 is never
+changed.
 """
 
 from collections.abc import Iterator
@@ -23,8 +23,8 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 class MergedLinear(torch.autograd.Function):
-    """x · Wᵀ + bias; neither W nor its gradient, both as large as W0, is kept between forward and
-    backward."""
+    """x · Wᵀ + bias with x [..., in] -> [..., out]. Neither W nor its gradient, both as large as
+    W0, is kept between forward and backward."""
 
     @staticmethod
     def forward(
@@ -39,17 +39,13 @@ class MergedLinear(torch.autograd.Function):
         x, weight, a, b = ctx.saved_tensors
         dtype = gradient.dtype
         gradient_x = gradient @ merged(weight, a, b, ctx.scale)
-        rows, x = gradient.flatten(0, -2), x.flatten(0, -2)  # [T, out], [T, in]
-        gradient_a = (rows @ b.to(dtype)).mT @ x
-        gradient_b = rows.mT @ (x @ a.to(dtype).mT)
-        return (
-            gradient_x,
-            None,
-            None,
-            ctx.scale * gradient_a.to(a.dtype),
-            ctx.scale * gradient_b.to(b.dtype),
-            None,
-        )
+        rows = gradient.flatten(0, -2)  # [T, out]
+        inputs = x.flatten(0, -2)  # [T, in]
+        gradient_a = (rows @ b.to(dtype)).mT @ inputs
+        gradient_b = rows.mT @ (inputs @ a.to(dtype).mT)
+        gradient_a = ctx.scale * gradient_a.to(a.dtype)
+        gradient_b = ctx.scale * gradient_b.to(b.dtype)
+        return gradient_x, None, None, gradient_a, gradient_b, None
 
 
 class LoraLinear(nn.Linear):
@@ -58,21 +54,25 @@ class LoraLinear(nn.Linear):
 
     @classmethod
     def adapt(cls, layer: nn.Linear, machine: Machine, generator: torch.Generator) -> None:
-        """In place: FSDP2 knows the layer, and keeps what it has sharded of it."""
-        weight, bound = layer.weight, layer.in_features**-0.5
+        """Convert a layer in place: FSDP2 keeps what it has sharded of it."""
+        weight = layer.weight
+        rank = machine.lora_rank
         options = {
             "dtype": torch.promote_types(weight.dtype, torch.float32),
             "device": weight.device,
         }
         layer.__class__ = cls
-        layer.scale, layer.adapted = machine.lora_alpha / machine.lora_rank, True
-        layer.lora_A = nn.Parameter(torch.empty(machine.lora_rank, layer.in_features, **options))
-        # W is W0 at first
-        layer.lora_B = nn.Parameter(torch.zeros(layer.out_features, machine.lora_rank, **options))
+        layer.scale = machine.lora_alpha / rank
+        layer.adapted = True
+        layer.lora_A = nn.Parameter(torch.empty(rank, layer.in_features, **options))
+        # zeros: at first W is W0
+        layer.lora_B = nn.Parameter(torch.zeros(layer.out_features, rank, **options))
         if not weight.is_meta:
-            layer.lora_A.data.copy_(
-                torch.empty(layer.lora_A.shape).uniform_(-bound, bound, generator=generator)
-            )
+            bound = layer.in_features**-0.5
+            # drawn on the CPU, in float32
+            initial = torch.empty(rank, layer.in_features)
+            initial.uniform_(-bound, bound, generator=generator)
+            layer.lora_A.data.copy_(initial)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.adapted:
@@ -84,35 +84,39 @@ def add_adapters(
     model: nn.Module, layers: list[nn.Module], machine: Machine, seed: int = 0
 ) -> None:
     """Freeze a model, and adapt the linear layers in `layers` that --lora-targets names. SystemExit
-    if it has none."""
+    if there are none of that name."""
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)  # the same on all ranks
-    targets, there = machine.lora_targets.split(","), set()
-    for name, module in [pair for layer in layers for pair in layer.named_modules()]:
-        if isinstance(module, nn.Linear):
-            there.add(kind := name.rpartition(".")[2])
-            if kind in targets or "all" in targets:
+    targets = machine.lora_targets.split(",")
+    linear_names: set[str] = set()
+    for layer in layers:
+        for path, module in layer.named_modules():
+            if not isinstance(module, nn.Linear):
+                continue
+            name = path.rpartition(".")[2]
+            linear_names.add(name)
+            if name in targets or "all" in targets:
                 LoraLinear.adapt(module, machine, generator)
     if any(p.dim() > 2 for layer in layers for p in layer.parameters()):
         say("warning: --lora-rank: experts, which are no linear layers here, are not adapted")
-    missing = set(targets) - there - {"all"}
-    if missing or not there:
-        known = (
-            f"its layers have {', '.join(sorted(there))}" if there else "it has no linear layers"
-        )
-        asked = ", ".join(sorted(missing)) or "all"
-        raise SystemExit(f"--lora-targets {asked}: {known}; head and embeddings are not adapted")
+    missing = sorted(set(targets) - linear_names - {"all"})
+    if missing or not linear_names:
+        flag = f"--lora-targets {', '.join(missing) or 'all'}"
+        reason = "it has no linear layers"
+        if linear_names:
+            reason = f"its layers have {', '.join(sorted(linear_names))}"
+        raise SystemExit(f"{flag}: {reason}; head and embeddings are not adapted")
 
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
-    """The adapted layers of a model, with their names."""
-    return (
-        (name, module) for name, module in model.named_modules() if isinstance(module, LoraLinear)
-    )
+    """(name, layer) of the adapted layers of a model."""
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLinear):
+            yield name, module
 
 
 class Base(nn.Module):
-    """The model that an adapted one was: the same weights, without the adapters."""
+    """An adapted model as it was before: the same weights, without the adapters."""
 
     def __init__(self, model: nn.Module):
         super().__init__()

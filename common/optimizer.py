@@ -1,5 +1,4 @@
-"""AdamW with what protects it: loss scale, clipping to a global norm, no step where a gradient is
-not finite."""
+"""AdamW with a loss scale, clipping to a global norm, and no step if a gradient is not finite."""
 
 import math
 
@@ -7,38 +6,42 @@ import torch
 from torch import nn
 
 from common.distributed import average_gradients, whole
-from common.files import memory_advice, refuse
+from common.files import memory_advice
 from common.memory.halving import limited_memory
 from common.metrics import Means
 from common.precision import LossScale
 
-MAX_SKIPPED = 5
-NOT_FINITE = (
-    "had gradients that are not finite: weights or scores have exploded. Lower "
-    "--learning-rate; --dump-rollouts-every "
-    "1 shows scores and texts, --dtype fp32 whether the number format is to blame; --resume "
-    "goes on from a checkpoint"
+MAX_SKIPPED = 5  # steps in a row
+TOO_MANY_SKIPPED = (
+    f"{MAX_SKIPPED} optimizer steps in a row had gradients that are not finite: weights or scores "
+    "have exploded. Lower --learning-rate; --dump-rollouts-every 1 shows scores and texts, "
+    "--dtype fp32 whether the number format is to blame; --resume goes on from a checkpoint"
 )
 
 
 def lr_factor(
     step: int, total_steps: int, warmup_steps: float, schedule: str, floor: float
 ) -> float:
-    """Share of the peak learning rate at step 0, 1, ...; the first step is never 0, what comes
-    before it is.
+    """Share of the peak learning rate at step 0, 1, ...; it is positive at step 0, and 0 at
+    negative steps.
 
     Linear warm-up (step + 1) / warmup, then constant, or linear or cosine decay to `floor`. A
-    warm-up < 1 is a share.
+    warm-up below 1 is a share of all steps.
     """
-    warmup = round(warmup_steps * total_steps) if warmup_steps < 1 else int(warmup_steps)
     if step < 0:
         return 0.0
+    warmup = int(warmup_steps)
+    if warmup_steps < 1:
+        warmup = round(warmup_steps * total_steps)
     if step < warmup:
         return (step + 1) / warmup
     if schedule == "constant":
         return 1.0
     progress = (step - warmup) / max(1, total_steps - warmup)
-    decay = 1 - progress if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    if schedule == "linear":
+        decay = 1 - progress
+    else:
+        decay = 0.5 * (1 + math.cos(math.pi * progress))
     return floor + (1 - floor) * decay
 
 
@@ -58,72 +61,85 @@ class GuardedAdamW:
         prefix: str = "optim",
     ):
         trained = [p for p in model.parameters() if p.requires_grad]
-        self.model, self.optimizer = (
-            model,
-            torch.optim.AdamW(trained, lr=0.0, betas=betas, fused=True),
-        )
+        self.model = model
+        self.optimizer = torch.optim.AdamW(trained, lr=0.0, betas=betas, fused=True)
         self.loss_scale = LossScale.for_dtype(compute_dtype)
-        self.weight_decay, self.max_grad_norm = weight_decay, max_grad_norm
-        self.offload, self.prefix = offload, prefix
+        self.weight_decay = weight_decay
+        self.max_grad_norm = max_grad_norm
+        self.offload = offload
+        self.prefix = prefix
         self.skipped = 0  # steps in a row
 
     @property
     def scale(self) -> float:
-        """What a loss is multiplied with before its backward."""
+        """The factor by which a loss is multiplied before its backward."""
         return self.loss_scale.scale
 
     def step(self, lr: float) -> Means:
-        """Unscale, clip to the global norm and step, or skip the step if any gradient of any rank
-        is not finite.
+        """Unscale, clip to the global norm and step; skip the step if a gradient of any rank is not
+        finite.
 
-        The norm is that of all shards: every rank takes the same decision without a further
-        collective. Clears the gradients. With `offload` Adam's moments visit the device for the
-        step, and are on the host otherwise. SystemExit when too many steps in a row had to be
-        skipped.
+        The norm is that of all shards, so every rank decides alike without a further collective.
+        Clears the gradients. With `offload` Adam's moments are on the device for the step alone,
+        otherwise on the host. SystemExit after too many skipped steps in a row.
         """
         for group in self.optimizer.param_groups:  # of this run, not of the checkpoint
-            group["lr"], group["weight_decay"] = lr, self.weight_decay
+            group["lr"] = lr
+            group["weight_decay"] = self.weight_decay
         average_gradients(self.model)
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm = whole(torch.nn.utils.get_total_norm(gradients))
-        grad_norm, finite = norm.item() / self.scale, bool(torch.isfinite(norm))
+        grad_norm = norm.item() / self.scale
+        finite = bool(torch.isfinite(norm))
         if finite:
-            clip = (
-                min(1.0, self.max_grad_norm / (grad_norm + 1e-6)) if self.max_grad_norm > 0 else 1.0
-            )
-            if gradients and clip / self.scale != 1.0:
-                torch._foreach_mul_(gradients, clip / self.scale)
-            device = next(self.model.parameters()).device
-            # the first one makes the moments
-            with memory_advice("the optimizer's step"), limited_memory(device):
-                move_states(self.optimizer, device)
-                self.optimizer.step()
-            if self.offload:
-                move_states(self.optimizer, torch.device("cpu"))
+            self._clip_and_step(gradients, grad_norm)
         self.optimizer.zero_grad(set_to_none=True)
-        lowest_scale = self.scale <= 1.0  # in fp16 it is found by skipping steps
+        # before the update of the scale, which may become the lowest one by this step
+        is_lowest_scale = self.scale <= 1.0
         self.loss_scale.update(finite)
-        self.skipped = 0 if finite else self.skipped + lowest_scale
-        refuse(self.skipped >= MAX_SKIPPED, f"{MAX_SKIPPED} optimizer steps in a row {NOT_FINITE}")
+        if finite:
+            self.skipped = 0
+        elif is_lowest_scale:  # above it fp16 searches its scale by skipping steps
+            self.skipped += 1
+        if self.skipped >= MAX_SKIPPED:
+            raise SystemExit(TOO_MANY_SKIPPED)
         means = Means()
         means.add(f"{self.prefix}/grad_norm", grad_norm)
         means.add_total("optim/skipped_steps", not finite, on_every_rank=True)
         return means
 
+    def _clip_and_step(self, gradients: list[torch.Tensor], grad_norm: float) -> None:
+        """`gradients` are still scaled; `grad_norm` is their norm without the scale."""
+        clip = 1.0
+        if self.max_grad_norm > 0:
+            clip = min(1.0, self.max_grad_norm / (grad_norm + 1e-6))
+        factor = clip / self.scale
+        if gradients and factor != 1.0:
+            torch._foreach_mul_(gradients, factor)
+        device = next(self.model.parameters()).device
+        # the first step allocates the moments
+        with memory_advice("the optimizer's step"), limited_memory(device):
+            move_states(self.optimizer, device)
+            self.optimizer.step()
+        if self.offload:
+            move_states(self.optimizer, torch.device("cpu"))
+
 
 def make_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Adam's moments before its first step: zeros, on the host, for a checkpoint to save or to
-    fill."""
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        if not (state := optimizer.state[parameter]):
-            state["step"] = torch.zeros((), device=parameter.device)
-            state["exp_avg"] = torch.zeros_like(parameter, device="cpu")
-            state["exp_avg_sq"] = torch.zeros_like(parameter, device="cpu")
+    """Adam's moments before its first step, for a checkpoint to save or to fill: zeros on the
+    host."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), device=parameter.device)
+                state["exp_avg"] = torch.zeros_like(parameter, device="cpu")
+                state["exp_avg_sq"] = torch.zeros_like(parameter, device="cpu")
 
 
 def move_states(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     """Adam's moments to a device; its step counts stay where they are."""
     for state in optimizer.state.values():
         for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.dim():
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
                 state[name] = value.to(device)

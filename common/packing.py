@@ -1,16 +1,16 @@
-"""Episodes -> micro-batches under a token budget; a group's prompt stands once, followed by its G
-responses.
+"""Episodes -> micro-batches under a token budget. The prompt of a group is stored once, followed by
+its G responses.
 
     prompt A | response A1 | response A2 | prompt B | response B1 | ... | padding
 
 A response token sees its prompt and itself, never a sibling; its positions continue from the
-prompt's end. Only the tokens that are trained on have a target: they are addressed by flat indices,
-so no padded mask is ever multiplied.
+prompt's end. Only trained tokens have a target. They are addressed by flat indices, so nothing is
+multiplied by a padded mask.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from math import ceil
 from pathlib import Path
 from typing import TypeVar
 
@@ -39,54 +39,64 @@ class MicroBatch:
     hidden_index: Tensor  # [N] int64: where in the row a trained token is predicted
     targets: Tensor  # [N] int64: the token's id
     tokens: Tensor  # [N] int64: the token's place in the flat per-token arrays of `TokenIndex`
-    slots: Tensor  # [S] int64: where in the row the placeholders of pictures stand
-    # [S] int64: which of the features of `media`, one after the other, belongs there
-    features: Tensor
+    slots: Tensor  # [S] int64: where in the row the placeholders of pictures are
+    features: Tensor  # [S] int64: which feature belongs there, of those of `media` in order
     media: list[Media]  # distinct pictures: each is encoded once, however many episodes show it
-    # what the row is made of, lengths in tokens: [prompt, response, response, ...], ...
+    # segments of the row, lengths in tokens: [prompt, response, response, ...], ...
     units: list[list[int]]
 
     def to(self, device: torch.device) -> "MicroBatch":
-        parts = (getattr(self, name) for name in self.__slots__)
-        return MicroBatch(
-            *(p.to(device, non_blocking=True) if isinstance(p, Tensor) else p for p in parts)
-        )
+        values = {}
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if isinstance(value, Tensor):
+                value = value.to(device, non_blocking=True)
+            values[name] = value
+        return MicroBatch(**values)
 
 
 class TokenIndex:
-    """Flat coordinates of all trained tokens of a list of episodes, in episode order: T tokens in
-    all.
+    """Flat indices of the T trained tokens of a list of E episodes, in the order of the episodes.
 
-    `offsets[i]:offsets[i+1]` are the tokens of episode i; `lengths[i]` their number;
-    `episode_of_token` [T].
+    The tokens of episode i are `offsets[i]:offsets[i+1]`, `lengths[i]` in number; `offsets` [E+1],
+    `lengths` [E] and `episode_of_token` [T] are int64 on the CPU.
     """
 
     def __init__(self, episodes: Sequence[Episode]):
-        self.lengths = torch.tensor([sum(e.loss_mask) for e in episodes], dtype=torch.int64)
+        lengths = [sum(episode.loss_mask) for episode in episodes]
+        self.lengths = torch.tensor(lengths, dtype=torch.int64)
         self.offsets = torch.cat([torch.zeros(1, dtype=torch.int64), self.lengths.cumsum(0)])
         self.episode_of_token = torch.repeat_interleave(torch.arange(len(episodes)), self.lengths)
 
     def __len__(self) -> int:
         return int(self.offsets[-1])
 
+    def tokens_of(self, episode: int) -> range:
+        """The flat indices of an episode's trained tokens."""
+        return range(int(self.offsets[episode]), int(self.offsets[episode + 1]))
+
     def sums(self, values: Tensor) -> Tensor:
         """Sum of values [T] over the tokens of each episode, [E]; on the CPU."""
-        return torch.zeros(len(self.lengths), dtype=values.dtype).index_add(
-            0, self.episode_of_token, values
-        )
+        zeros = torch.zeros(len(self.lengths), dtype=values.dtype)
+        return zeros.index_add(0, self.episode_of_token, values)
 
 
 def split_minibatches(
-    episodes: Sequence[Episode], prompts: list, count: int, seed: int, step: int
+    episodes: Sequence[Episode], prompts: list[int], count: int, seed: int, step: int
 ) -> list[list[int]]:
-    """Episode numbers of each minibatch: runs of all ranks' `prompts`, drawn at random and dealt to
-    ranks in turn."""
-    first = np.random.Generator(np.random.PCG64([seed, step])).integers(max(1, len(prompts)))
+    """Numbers of the episodes of each minibatch.
+
+    The sorted `prompts` of all ranks are rotated by a seeded offset and cut into `count` runs.
+    """
+    generator = np.random.Generator(np.random.PCG64([seed, step]))
+    offset = generator.integers(max(1, len(prompts)))
     minibatch_of: dict[int, int] = {}
-    for place, prompt in enumerate(np.roll(sorted(prompts), first)):
-        minibatch_of[int(prompt)] = place * count // len(prompts)
-    numbers = [minibatch_of[episode.prompt_index] for episode in episodes]
-    return [[i for i, own in enumerate(numbers) if own == number] for number in range(count)]
+    for place, prompt in enumerate(np.roll(sorted(prompts), offset).tolist()):
+        minibatch_of[prompt] = place * count // len(prompts)
+    minibatches: list[list[int]] = [[] for _ in range(count)]
+    for number, episode in enumerate(episodes):
+        minibatches[minibatch_of[episode.prompt_index]].append(number)
+    return minibatches
 
 
 @dataclass(eq=False)
@@ -94,14 +104,15 @@ class Minibatch:
     """The episodes of one optimizer step, as this rank computes them."""
 
     episodes: list[int]  # their numbers
-    num_tokens: float  # trained ones, over all ranks: with the next, the denominators of losses
+    # the denominators of losses
+    num_tokens: float  # trained ones, over all ranks
     num_sequences: float  # episodes with a trained token, over all ranks
     micro_batches: list[MicroBatch]
 
 
 class Packer:
-    """Minibatches as micro-batches that fit into memory: where one does not, all get smaller, with
-    the same gradient.
+    """Minibatches as micro-batches that fit into memory. If one does not fit, all become smaller;
+    the gradient stays the same.
 
     Flash attention reads sequence boundaries off the position ids, so each response repeats its
     prompt. For flex attention the length is a multiple of 128: few shapes have to be compiled.
@@ -110,13 +121,16 @@ class Packer:
     def __init__(
         self, attention: str, budget: int, run_dir: Path, world: World, vision: Vision | None = None
     ):
-        self.budget, self.run_dir, self.world = remembered_budget(run_dir, budget), run_dir, world
-        multiple = 128 if attention == "flex" else 1
-        self.pack = partial(
-            pack, share_prompts=attention != "flash", multiple=multiple, vision=vision
-        )
-        # what is being trained on
-        self.step: tuple[Sequence[Episode], TokenIndex, list[Minibatch]] | None = None
+        self.budget = remembered_budget(run_dir, budget)  # tokens of a micro-batch
+        self.run_dir = run_dir
+        self.world = world
+        self.vision = vision
+        self.share_prompts = attention != "flash"
+        self.multiple = 128 if attention == "flex" else 1
+        # the step that is being trained on
+        self.episodes: Sequence[Episode] = []
+        self.index = TokenIndex([])
+        self.packed: list[Minibatch] = []
 
     def minibatches(
         self, episodes: Sequence[Episode], index: TokenIndex, count: int, *, seed: int, step: int
@@ -131,54 +145,58 @@ class Packer:
         lengths = [index.lengths[numbers] for numbers in split]
         num_tokens = all_reduce([float(x.sum()) for x in lengths])
         num_sequences = all_reduce([float((x > 0).sum()) for x in lengths])
-        counted = zip(split, num_tokens, num_sequences)
-        minibatches = [
-            Minibatch(numbers, tokens, sequences, [])
-            for numbers, tokens, sequences in counted
-            if tokens
-        ]
-        self.step = episodes, index, minibatches
+        self.episodes = episodes
+        self.index = index
+        self.packed = []
+        for numbers, tokens, sequences in zip(split, num_tokens, num_sequences):
+            if tokens > 0:
+                self.packed.append(Minibatch(numbers, tokens, sequences, micro_batches=[]))
         self._pack()
-        return minibatches
+        return self.packed
 
     def _pack(self) -> None:
-        episodes, index, minibatches = self.step
-        for minibatch in minibatches:
-            minibatch.micro_batches = self.pack(
-                episodes, minibatch.episodes, index, budget=self.budget
+        for minibatch in self.packed:
+            minibatch.micro_batches = pack(
+                self.episodes,
+                minibatch.episodes,
+                self.index,
+                budget=self.budget,
+                share_prompts=self.share_prompts,
+                multiple=self.multiple,
+                vision=self.vision,
             )
 
-    def attempt(self, model: nn.Module, update: Callable[..., T], **options) -> T:
-        """update(...), again from its beginning with half the tokens a micro-batch while memory is
-        too small."""
+    def attempt(self, update: Callable[..., T], model: nn.Module, *arguments, **options) -> T:
+        """update(model, ...). When memory runs out, it starts again, with half the tokens in a
+        micro-batch."""
         while True:
             try:
                 with limited_memory(self.world.device):
-                    return update(**options)
+                    return update(model, *arguments, **options)
             except (RuntimeError, MemoryError) as error:
                 if not exhausted_memory(error):
                     raise
                 self.budget = halve_budget(self.budget, model, self.world, self.run_dir, error)
                 self._pack()
+            # outside of `except`: the exception holds the tensors of the attempt
             release_memory()
 
     @torch.no_grad()
     def fill(
         self, result: Tensor, model: nn.Module, minibatches: Sequence[Minibatch], *inputs: object
     ) -> None:
-        """Write into `result` [T] what `model(micro_batch, *inputs)` gives first for each of the
-        trained tokens."""
+        """Write the first output of `model(micro_batch, *inputs)` into `result` [T]."""
+        self.attempt(self._fill, model, result, minibatches, inputs)
 
-        def forward() -> None:
-            batches = (batch for minibatch in minibatches for batch in minibatch.micro_batches)
-            for batch in Progress("log-probs", batches):
-                with forward_context(model):
-                    output = model(batch.to(self.world.device), *inputs)
-                result[batch.tokens.to(result.device)] = (
-                    output[0] if isinstance(output, tuple) else output
-                )
-
-        self.attempt(model, forward)
+    def _fill(
+        self, model: nn.Module, result: Tensor, minibatches: Sequence[Minibatch], inputs: tuple
+    ) -> None:
+        micro_batches = [batch for minibatch in minibatches for batch in minibatch.micro_batches]
+        for batch in Progress("log-probs", micro_batches):
+            with forward_context(model):
+                output = model(batch.to(self.world.device), *inputs)
+            values = output[0] if isinstance(output, tuple) else output
+            result[batch.tokens.to(result.device)] = values
 
 
 def pack(
@@ -191,138 +209,189 @@ def pack(
     multiple: int = 1,
     vision: Vision | None = None,
 ) -> list[MicroBatch]:
-    """Micro-batches of at most `budget` tokens that hold the episodes `selected`, padded to a
+    """Micro-batches of at most `budget` tokens that hold the episodes `selected`, each padded to a
     `multiple` of tokens.
 
-    An episode longer than the budget gets a micro-batch of its own; one that trains nothing is left
-    out. All ranks must call this together: those with fewer micro-batches get empty ones, so that
-    all run the same collectives.
+    An episode longer than the budget gets a micro-batch of its own; one without trained tokens is
+    left out. All ranks must call this together: those with fewer micro-batches get empty ones, so
+    that all run the same collectives.
     """
-    selected = [i for i in selected if index.lengths[i]]
-    bins = _first_fit_decreasing(
-        episodes, _units(episodes, selected, budget, share_prompts), budget
-    )
-    count = int(all_reduce([len(bins)], "max")[0])
-    bins += [[] for _ in range(count - len(bins))]
+    selected = [i for i in selected if index.lengths[i] > 0]
+    units = _units(episodes, selected, budget, share_prompts)
+    bins = _first_fit_decreasing(episodes, units, budget)
+    (num_bins,) = all_reduce([len(bins)], "max")
+    while len(bins) < num_bins:
+        bins.append([])
     return [_build(episodes, units, index, multiple, vision) for units in bins]
 
 
 def _units(
     episodes: Sequence[Episode], selected: Sequence[int], budget: int, share_prompts: bool
 ) -> list[list[int]]:
-    """Lists of episodes that share a prompt; a group that exceeds the budget is split and repeats
-    its prompt."""
-    by_prompt: dict[object, list[int]] = {}
+    """Lists of episodes that share a prompt. A group that exceeds the budget is split, and its
+    prompt repeated."""
+    if not share_prompts:
+        return [[i] for i in selected]
+    groups: dict[tuple, list[int]] = {}
     for i in selected:
-        # what an environment says at its beginning stands in the prompt, and may differ
         episode = episodes[i]
-        key = (episode.prompt_index, *episode.prompt_ids) if share_prompts else ("single", i)
-        by_prompt.setdefault(key, []).append(i)
-    units = []
-    for group in by_prompt.values():
-        prompt_tokens = len(episodes[group[0]].prompt_ids)
-        unit, used = [], prompt_tokens
-        for i in group:
-            tokens = len(episodes[i].response_ids)
-            if unit and used + tokens > budget:
-                units.append(unit)
-                unit, used = [], prompt_tokens
-            unit.append(i)
-            used += tokens
-        units.append(unit)
+        # an environment's first observation is part of the prompt, and may differ within a group
+        key = (episode.prompt_index, *episode.prompt_ids)
+        groups.setdefault(key, []).append(i)
+    units: list[list[int]] = []
+    for group in groups.values():
+        room = 0
+        for number, i in enumerate(group):
+            response_length = len(episodes[i].response_ids)
+            if number == 0 or response_length > room:
+                units.append([])
+                room = budget - len(episodes[i].prompt_ids)
+            units[-1].append(i)
+            room -= response_length
     return units
+
+
+@dataclass
+class _Bin:
+    """The units of a micro-batch while it is filled."""
+
+    room: int  # tokens; negative if its only unit exceeds the budget
+    units: list[list[int]] = field(default_factory=list)
 
 
 def _first_fit_decreasing(
     episodes: Sequence[Episode], units: list[list[int]], budget: int
 ) -> list[list[list[int]]]:
-    """Bins of at most `budget` tokens: each unit, longest first, goes into the first bin with room
-    for it."""
-    sizes = [
-        len(episodes[unit[0]].prompt_ids) + sum(len(episodes[i].response_ids) for i in unit)
-        for unit in units
-    ]
-    bins: list[list[list[int]]] = [[] for _ in units]
-    room = [budget] * len(units)
-    for size, unit in sorted(zip(sizes, units), key=lambda pair: -pair[0]):
-        # too long: one of its own
-        place = next(b for b, free in enumerate(room) if free >= min(size, budget))
-        bins[place].append(unit)
-        room[place] -= size
-    return [units for units in bins if units]
+    """Bins of at most `budget` tokens. Each unit, longest first, goes into the first bin that has
+    room for it; a unit longer than the budget gets one of its own."""
+    sized_units: list[tuple[int, list[int]]] = []
+    for unit in units:
+        prompt_length = len(episodes[unit[0]].prompt_ids)
+        response_lengths = [len(episodes[i].response_ids) for i in unit]
+        sized_units.append((prompt_length + sum(response_lengths), unit))
+    sized_units.sort(key=lambda pair: pair[0], reverse=True)
+    bins: list[_Bin] = []
+    for size, unit in sized_units:
+        bin_ = next((bin_ for bin_ in bins if bin_.room >= size), None)
+        if bin_ is None:
+            bin_ = _Bin(room=budget)
+            bins.append(bin_)
+        bin_.units.append(unit)
+        bin_.room -= size
+    return [bin_.units for bin_ in bins]
 
 
 def _build(
     episodes: Sequence[Episode],
-    bin_: list,
+    units: list[list[int]],
     index: TokenIndex,
     multiple: int = 1,
     vision: Vision | None = None,
 ) -> MicroBatch:
-    """Tensors of one micro-batch; without units, a padding token that trains nothing."""
-    none = torch.zeros(0, dtype=torch.int64)
-    input_ids, positions, rope, hidden_index, targets, tokens, units = (
-        [none],
-        [none],
-        [],
-        [none],
-        [none],
-        [none],
-        [],
-    )
-    pictures: dict[Media, list[int]] = {}  # distinct ones -> where they begin in the row
-    end = 0
-    for unit in bin_:
-        prompt = torch.tensor(episodes[unit[0]].prompt_ids)
-        input_ids.append(prompt)
-        positions.append(torch.arange(len(prompt)))
-        units.append([len(prompt)])
-        start, end = end, end + len(prompt)
-        prompt_end = end
+    """One micro-batch; without units, padding that trains nothing."""
+    row = _Row(vision)
+    for unit in units:
+        row.add_prompt(episodes[unit[0]])
         for i in unit:
-            episode = episodes[i]
-            response = torch.tensor(episode.response_ids, dtype=torch.int64)
-            input_ids.append(response)
-            positions.append(len(prompt) + torch.arange(len(response)))
-            units[-1].append(len(response))
-            trained = torch.tensor(episode.loss_mask).nonzero().flatten()
-            before = end + trained - 1  # the hidden state before a token predicts it
-            # the first response token is predicted by the prompt's last
-            before[trained == 0] = prompt_end - 1
-            hidden_index.append(before)
-            targets.append(response[trained])
-            tokens.append(index.offsets[i] + torch.arange(len(trained)))
-            if vision:
-                ids = episode.prompt_ids + episode.response_ids
-                trajectory = torch.from_numpy(vision.positions(ids, episode.media))
-                # a prompt stands once
-                rope.append(trajectory if i == unit[0] else trajectory[:, len(prompt) :])
-                for media, place in zip(episode.media, vision.places(ids, episode.media)):
-                    in_prompt = place < len(prompt)
-                    if not in_prompt or i == unit[0]:
-                        pictures.setdefault(media, []).append(
-                            place + (start if in_prompt else end - len(prompt))
-                        )
-            end += len(response)
-    if padding := max(-(-end // multiple), 1) * multiple - end:
-        input_ids.append(none.new_zeros(padding))
-        positions.append(torch.arange(padding))
-        rope.append(torch.arange(padding).expand(3, -1))
-        units.append([padding])
-    ids, position_ids = torch.cat(input_ids)[None], torch.cat(positions)[None]
-    if vision:
-        position_ids = torch.stack([position_ids, *torch.cat(rope, dim=1)[:, None]])
-    slots, features, offset = [none], [none], 0
-    for media, places in pictures.items():
-        tokens_of_one = torch.arange(media.num_tokens)
-        slots += [place + tokens_of_one for place in places]
-        features += [offset + tokens_of_one] * len(places)
-        offset += media.num_tokens
-    flat = (torch.cat(parts) for parts in (hidden_index, targets, tokens, slots, features))
-    return MicroBatch(ids, position_ids, *flat, list(pictures), units)
+            row.add_response(episodes[i], index.tokens_of(i))
+    row.pad(multiple)
+    return row.to_micro_batch()
+
+
+class _Row:
+    """A micro-batch while it is filled: the prompt of each unit once, then its responses."""
+
+    def __init__(self, vision: Vision | None):
+        self.vision = vision
+        self.input_ids: list[int] = []
+        self.positions: list[int] = []
+        self.rope: list[np.ndarray] = []  # M-RoPE positions of each segment, [3, length]
+        self.hidden_index: list[int] = []
+        self.targets: list[int] = []
+        self.tokens: list[int] = []
+        self.units: list[list[int]] = []
+        self.pictures: dict[Media, list[int]] = {}  # distinct ones, and where in the row they begin
+        self.prompt_end = 0  # of the last unit
+
+    def add_prompt(self, episode: Episode) -> None:
+        """Begin a unit with the prompt of its first episode."""
+        length = len(episode.prompt_ids)
+        self._add_segment(episode, start=0, end=length)
+        self.units.append([length])
+        self.prompt_end = len(self.input_ids)
+
+    def add_response(self, episode: Episode, tokens: range) -> None:
+        """`tokens` are the flat indices of its trained tokens."""
+        response_start = len(self.input_ids)
+        prompt_length = len(episode.prompt_ids)
+        response_length = len(episode.response_ids)
+        self._add_segment(episode, start=prompt_length, end=prompt_length + response_length)
+        self.units[-1].append(response_length)
+        for i, trained in enumerate(episode.loss_mask):
+            if trained:
+                # the hidden state before a token predicts it: for the first one the prompt's last
+                before = response_start + i - 1 if i > 0 else self.prompt_end - 1
+                self.hidden_index.append(before)
+                self.targets.append(episode.response_ids[i])
+        self.tokens.extend(tokens)
+
+    def _add_segment(self, episode: Episode, start: int, end: int) -> None:
+        """Append the tokens from `start` to `end` of an episode, and the pictures among them."""
+        ids = episode.prompt_ids + episode.response_ids
+        row_start = len(self.input_ids)
+        self.input_ids.extend(ids[start:end])
+        self.positions.extend(range(start, end))
+        if not self.vision:
+            return
+        self.rope.append(self.vision.positions(ids, episode.media)[:, start:end])
+        for media, place in zip(episode.media, self.vision.places(ids, episode.media)):
+            if start <= place < end:
+                self.pictures.setdefault(media, []).append(row_start + place - start)
+
+    def pad(self, multiple: int) -> None:
+        """Fill the row up to a positive multiple of so many tokens."""
+        length = len(self.input_ids)
+        num_blocks = max(ceil(length / multiple), 1)
+        padding = num_blocks * multiple - length
+        if padding > 0:
+            self.input_ids.extend([0] * padding)
+            self.positions.extend(range(padding))
+            self.rope.append(np.tile(np.arange(padding), (3, 1)))  # unused without vision
+            self.units.append([padding])
+
+    def to_micro_batch(self) -> MicroBatch:
+        slots: list[int] = []
+        features: list[int] = []
+        first_feature = 0
+        for media, places in self.pictures.items():
+            for place in places:
+                slots.extend(range(place, place + media.num_tokens))
+                features.extend(range(first_feature, first_feature + media.num_tokens))
+            first_feature += media.num_tokens
+        position_ids = _int64(self.positions)[None]
+        if self.vision:
+            rope = torch.from_numpy(np.concatenate(self.rope, axis=1))
+            position_ids = torch.cat([position_ids, rope])[:, None]
+        return MicroBatch(
+            input_ids=_int64(self.input_ids)[None],
+            position_ids=position_ids,
+            hidden_index=_int64(self.hidden_index),
+            targets=_int64(self.targets),
+            tokens=_int64(self.tokens),
+            slots=_int64(slots),
+            features=_int64(features),
+            media=list(self.pictures),
+            units=self.units,
+        )
+
+
+def _int64(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)
 
 
 def prompts_of_all_ranks(episodes: list[Episode]) -> list[int]:
-    return sorted(
-        {prompt for part in gather_objects([e.prompt_index for e in episodes]) for prompt in part}
-    )
+    """The sorted prompt indices of the episodes of all ranks, each once."""
+    prompts: set[int] = set()
+    for prompts_of_rank in gather_objects([episode.prompt_index for episode in episodes]):
+        prompts.update(prompts_of_rank)
+    return sorted(prompts)

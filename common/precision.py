@@ -9,25 +9,26 @@ from torch import Tensor
 from common.distributed import all_reduce
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# above: a broken sync, not rounding
+# a larger mean difference of log-probs is a broken sync, not rounding
 GAP_LIMITS = {torch.bfloat16: 0.1, torch.float16: 0.03, torch.float32: 1e-3}
 
 
 def check_device(device: torch.device) -> None:
-    """Run a small kernel: ValueError, with the remedy, if torch is built without code for this
+    """Run a small kernel. ValueError, with the remedy, if torch is built without code for this
     GPU."""
     try:
         torch.ones(8, device=device).square().sum().item()
     except RuntimeError as error:
         if "no kernel image" not in str(error):
             raise
-        old = torch.cuda.get_device_capability(device)[0] < 8
-        remedy = "requirements-v100.txt (CUDA 12.6 wheels)" if old else "torch for a newer CUDA"
-        gap = (
-            f"is built for {torch.cuda.get_arch_list()}, not for "
-            f"{torch.cuda.get_device_name(device)}"
-        )
-        raise ValueError(f"torch {torch.__version__} {gap}: install {remedy}") from error
+        remedy = "torch for a newer CUDA"
+        if torch.cuda.get_device_capability(device)[0] < 8:
+            remedy = "requirements-v100.txt (CUDA 12.6 wheels)"
+        gpu = torch.cuda.get_device_name(device)
+        raise ValueError(
+            f"torch {torch.__version__} is built for {torch.cuda.get_arch_list()}, not for {gpu}: "
+            f"install {remedy}"
+        ) from error
 
 
 def choose_dtype(flag: str, device: torch.device) -> tuple[torch.dtype, str]:
@@ -38,30 +39,31 @@ def choose_dtype(flag: str, device: torch.device) -> tuple[torch.dtype, str]:
         if flag == "bf16" and major < 8:
             gpu = f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})"
             raise ValueError(f"--dtype bf16: {gpu} has no bf16; use --dtype fp16")
+        if flag == "auto" and major < 8:
+            return torch.float16, f"sm_{major}{minor} has no bf16"
         if flag == "auto":
-            return (
-                (torch.bfloat16, "bf16 GPU")
-                if major >= 8
-                else (torch.float16, f"sm_{major}{minor} has no bf16")
-            )
+            return torch.bfloat16, "bf16 GPU"
     elif flag == "auto":
-        capability = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-        if capability.get("avx512_bf16") or capability.get("amx_bf16"):
+        capabilities = {}
+        if hasattr(torch.cpu, "get_capabilities"):
+            capabilities = torch.cpu.get_capabilities()
+        if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"):
             return torch.bfloat16, "CPU with bf16 instructions"
         return torch.float32, "CPU without bf16 instructions"
     return DTYPES[flag], "as asked"
 
 
 def checked_gap(rollout_logprobs: Tensor, logprobs: Tensor, limit: float, step: int) -> float:
-    """Mean |engine - trainer| over the tokens of all ranks, [T] each here. RuntimeError above the
-    limit, for NaN."""
-    total, count = all_reduce([(rollout_logprobs - logprobs).abs().sum().item(), len(logprobs)])
+    """Mean |engine - trainer| of the log-probs (nats), [T] each here, over the tokens of all ranks.
+    RuntimeError above the limit, and for NaN."""
+    difference = (rollout_logprobs - logprobs).abs().sum().item()
+    total, count = all_reduce([difference, len(logprobs)])
     gap = total / max(count, 1.0)
-    if not gap <= limit:
-        found = f"the engine's log-probs differ from the trainer's by {gap:.2g} on average"
-        cause = "stale or damaged weights, or a cache that outlived the sync"
+    if not gap <= limit:  # also if it is NaN
         raise RuntimeError(
-            f"step {step}: {found}, more than --max-logprob-gap {limit:.2g}: {cause}"
+            f"step {step}: the engine's log-probs differ from the trainer's by {gap:.2g} on "
+            f"average, more than --max-logprob-gap {limit:.2g}: stale or damaged weights, or a "
+            "cache that outlived the sync"
         )
     return gap
 
@@ -69,7 +71,7 @@ def checked_gap(rollout_logprobs: Tensor, logprobs: Tensor, limit: float, step: 
 @dataclass
 class LossScale:
     """Dynamic loss scale (arXiv 1710.03740, sec. 3.2), for fp16: doubles after 400 good steps,
-    halves on overflow."""
+    halves on overflow. Other dtypes have a constant scale of 1."""
 
     scale: float = 1.0
     dynamic: bool = False
@@ -78,21 +80,28 @@ class LossScale:
 
     @classmethod
     def for_dtype(cls, dtype: torch.dtype) -> "LossScale":
-        return cls(scale=2.0**14, dynamic=True) if dtype == torch.float16 else cls()
+        if dtype == torch.float16:
+            return cls(scale=2.0**14, dynamic=True)
+        return cls()
 
     def update(self, finite: bool) -> None:
+        """Adapt to a step whose gradients were `finite`, or not."""
         if not self.dynamic:
             return
-        self.good_steps = self.good_steps + 1 if finite else 0
         if not finite:
             self.scale = max(self.scale / 2, 1.0)
-        elif self.good_steps >= self.growth_interval:
-            self.scale, self.good_steps = min(self.scale * 2, 2.0**24), 0
+            self.good_steps = 0
+            return
+        self.good_steps += 1
+        if self.good_steps >= self.growth_interval:
+            self.scale = min(self.scale * 2, 2.0**24)
+            self.good_steps = 0
 
     def state_dict(self) -> dict:
         return {"scale": self.scale, "good_steps": self.good_steps, "dynamic": self.dynamic}
 
     def load_state_dict(self, state: dict) -> None:
-        # else it is of a run in another dtype
-        if state.get("dynamic", self.dynamic) == self.dynamic:
-            self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
+        if state.get("dynamic", self.dynamic) != self.dynamic:
+            return  # the state of a run in another dtype
+        self.scale = float(state["scale"])
+        self.good_steps = int(state["good_steps"])

@@ -1,8 +1,8 @@
 """Rotary frequencies that depend on a text's length (`dynamic`, `longrope`).
 
-transformers takes the longest position of a forward: in a pack, that of the longest text for all.
-Here each text has the frequencies of its own length, or all have those with which an engine
-samples.
+transformers chooses them by the longest position of a forward: in a pack, that of the longest text,
+for all texts. Here each text has the frequencies of its own length, or all have those with which an
+engine samples.
 """
 
 from itertools import pairwise
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from common.torch_repair import transformers
 
+# attributes of a config that hold its number of positions
 LENGTHS = (
     "max_position_embeddings",
     "n_positions",
@@ -23,16 +24,16 @@ LENGTHS = (
 
 
 def num_positions(config) -> float:
-    """How long a sequence a model was made for, as vLLM reads it from the config of its text part;
-    inf: any length."""
-    known = [getattr(config, name) for name in LENGTHS if getattr(config, name, None)]
-    length = getattr(config, "model_max_length", None) or min(known, default=inf)
-    rope = getattr(config, "rope_parameters", None) or {}
-    by_layer = [parameters for parameters in rope.values() if isinstance(parameters, dict)]
-    for parameters in by_layer or [rope]:
+    """The longest sequence (tokens) that a model was made for, as vLLM reads it from the config of
+    its text part; inf: any length."""
+    length = getattr(config, "model_max_length", None)
+    if not length:
+        lengths = [getattr(config, name) for name in LENGTHS if getattr(config, name, None)]
+        length = min(lengths, default=inf)
+    for parameters in rope_parameters(config):
         factor = parameters.get("factor") or 1.0
         kind = parameters.get("rope_type")
-        # whose length is the stretched one
+        # the length of gemma3 is the stretched one already
         if kind in ("linear", "dynamic") and "gemma3" not in config.model_type:
             return length * factor
         if kind == "yarn":
@@ -40,13 +41,18 @@ def num_positions(config) -> float:
     return length
 
 
+def rope_parameters(config) -> list[dict]:
+    """The parameters of rotary embeddings: one set for each type of layer, or one for all."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    by_layer_type = [parameters for parameters in rope.values() if isinstance(parameters, dict)]
+    return by_layer_type or [rope]
+
+
 def length_limits(config) -> dict[str, int]:
     """{kind: longest text (tokens) that has the frequencies of short ones}, of kinds whose
-    frequencies change."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    by_layer = [parameters for parameters in rope.values() if isinstance(parameters, dict)]
+    frequencies change with the length."""
     limits = {}
-    for parameters in by_layer or [rope]:
+    for parameters in rope_parameters(config):
         kind = parameters.get("rope_type") or ""
         if kind == "longrope":
             limits[kind] = parameters["original_max_position_embeddings"]
@@ -56,10 +62,11 @@ def length_limits(config) -> dict[str, int]:
 
 
 def check_lengths(config, engine: str, max_model_len: int) -> None:
-    """SystemExit if an engine would sample by frequencies that no forward of the whole text has.
+    """SystemExit if an engine ("vllm" or "hf") would sample with frequencies that no forward of the
+    whole text has.
 
     transformers changes them while a text grows, and keeps the keys of its beginning. vLLM fixes
-    them at its start, and has none beyond the positions of a `dynamic` model.
+    them when it starts, and has none beyond the positions of a `dynamic` model.
     """
     for kind, limit in length_limits(config).items():
         if max_model_len <= limit or (engine == "vllm" and kind == "longrope"):
@@ -71,16 +78,15 @@ def check_lengths(config, engine: str, max_model_len: int) -> None:
                 "frequencies)"
             )
         remedy = "--engine vllm fixes them" if kind == "longrope" else "lower the two"
-        told = (
-            f"the model's rotary frequencies ({kind}) change beyond {limit} while --engine "
-            "hf samples"
+        raise SystemExit(
+            f"{lengths}, and the model's rotary frequencies ({kind}) change beyond {limit} while "
+            f"--engine hf samples; {remedy}"
         )
-        raise SystemExit(f"{lengths}, and {told}; {remedy}")
 
 
 def set_text_lengths(model: nn.Module, max_model_len: int | None) -> None:
-    """Give all texts the frequencies of one of `max_model_len` tokens, as vLLM does; None: each
-    those of its own."""
+    """Give all texts the frequencies of a text of `max_model_len` tokens, as vLLM does; None: give
+    each those of its own length."""
     for module in model.modules():
         if hasattr(module, "rope_type") and length_limits(module.config):
             rotary = TextRotary(module)
@@ -91,8 +97,8 @@ def set_text_lengths(model: nn.Module, max_model_len: int | None) -> None:
 
 
 class TextRotary:
-    """The rotary module of a model of transformers, which no longer follows the longest position of
-    a forward."""
+    """The rotary module of a model of transformers. It no longer follows the longest position of a
+    forward."""
 
     def __init__(self, module: nn.Module):
         self.module = module
@@ -104,19 +110,20 @@ class TextRotary:
             module.rope_type = dict.fromkeys(module.rope_type, "fixed")
         else:
             self.parameters = {None: rope}
-            module.rope_type = "fixed"  # none that transformers would change
+            module.rope_type = "fixed"  # a type whose frequencies transformers does not change
 
     def set_length(self, length: int) -> None:
-        """The frequencies of a text of so many tokens, as transformers computes them in a forward
-        of its own."""
+        """Use the frequencies of a text of so many tokens, as transformers computes them in a
+        forward of that text alone."""
         for layer_type, parameters in self.parameters.items():
             prefix = f"{layer_type}_" if layer_type else ""
             device = getattr(self.module, f"{prefix}inv_freq").device
             kind = parameters["rope_type"]
             if length > self.limits.get(kind, inf):
                 compute = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[kind]
-                options = {"seq_len": torch.tensor(length), "layer_type": layer_type}
-                frequencies, _ = compute(self.module.config, device, **options)
+                frequencies, _ = compute(
+                    self.module.config, device, seq_len=torch.tensor(length), layer_type=layer_type
+                )
             else:
                 frequencies = getattr(self.module, f"{prefix}original_inv_freq").to(device)
             self.module.register_buffer(f"{prefix}inv_freq", frequencies, persistent=False)
@@ -137,8 +144,8 @@ class TextRotary:
         return torch.cat(cosines, dim=1), torch.cat(sines, dim=1)
 
     def _length(self, positions: list[int]) -> int:
-        """Of a prompt with its responses, each of which goes on from the prompt's end. ValueError
-        if they differ."""
+        """Tokens of a prompt with a response; the positions of each response continue from the
+        prompt's end. ValueError if responses of different lengths need different frequencies."""
         lengths = {positions[-1] + 1}
         for position, following in pairwise(positions):
             if following <= position:

@@ -1,5 +1,4 @@
-"""What both engines have: how they are started, how to sample, what was sampled, the books of a
-weight sync."""
+"""The accounts of a weight sync."""
 
 import torch
 
@@ -7,43 +6,46 @@ from common.engine.protocol import Weights
 
 
 class WeightBooks:
-    """Accounts of a weight sync: at lr 1e-6 log-probs move by less than bf16 rounding, and do not
-    show a stale one."""
+    """Which weights an engine expects, was sent, and holds.
+
+    Log-probs do not reveal a stale weight: at lr 1e-6 they move by less than the rounding of bf16.
+    """
 
     def __init__(self, expected: dict[str, int]):
-        # of the weights that the engine holds; None before the first sync
+        # optimizer step of the weights that the engine holds; None before the first sync
         self.step: int | None = None
-        self.expected = expected  # {name: number of elements} of all that the engine must get
+        self.expected = expected  # {name: number of elements} of all weights of the engine
         self.sent: set[str] = set()
 
     def record(self, weights: Weights, dtype: torch.dtype) -> Weights:
-        """Pass the weights on in the engine's dtype, and count. Until `close`, the engine holds no
-        usable weights."""
-        self.step, self.sent = None, set()
+        """Pass the weights on in the engine's dtype, and count them. Until `close` the engine holds
+        no usable weights. RuntimeError for a weight that is not expected, or was sent before."""
+        self.step = None
+        self.sent = set()
         for name, tensor in weights:
-            if name in self.sent or tensor.numel() != self.expected.get(name):
-                expected = (
-                    "sent twice"
-                    if name in self.sent
-                    else f"expected {self.expected.get(name, 'no such name')}"
-                )
-                raise RuntimeError(
-                    f"weight sync: {name} with {tensor.numel()} elements: {expected}"
-                )
+            size = tensor.numel()
+            problem = ""
+            if name in self.sent:
+                problem = "sent twice"
+            elif size != self.expected.get(name):
+                problem = f"expected {self.expected.get(name, 'no such name')}"
+            if problem:
+                raise RuntimeError(f"weight sync: {name} with {size} elements: {problem}")
             self.sent.add(name)
             yield name, tensor.to(dtype)
 
     def close(self, step: int) -> None:
-        """All that was expected must have been sent; the engine then holds the weights of optimizer
-        step `step`."""
-        if missing := sorted(self.expected.keys() - self.sent):
+        """The engine now holds the weights of optimizer step `step`. RuntimeError if some were not
+        sent."""
+        missing = sorted(self.expected.keys() - self.sent)
+        if missing:
             raise RuntimeError(f"weight sync: missing {', '.join(missing)}")
         self.step = step
 
     def check(self, step: int) -> None:
+        """RuntimeError unless the engine holds the weights of optimizer step `step`."""
         if self.step != step:
-            held = (
-                f"the engine holds the weights of optimizer step {self.step}, the trainer "
-                f"is at {step}"
+            raise RuntimeError(
+                f"the engine holds the weights of optimizer step {self.step}, the trainer is at "
+                f"{step}: rollouts would be stale; call sync_weights first"
             )
-            raise RuntimeError(f"{held}: rollouts would be stale; call sync_weights first")

@@ -1,5 +1,5 @@
-"""The rollout engine's twin on transformers alone: for machines without vLLM, and as an independent
-check of it."""
+"""The rollout engine on transformers alone: for machines without vLLM, and as an independent check
+of it."""
 
 from dataclasses import replace
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from common.engine.books import WeightBooks
-from common.engine.protocol import EngineConfig, Weights, without_placeholder
-from common.files import memory_advice, refuse
+from common.engine.protocol import Engine, EngineConfig, Weights, without_placeholder
+from common.files import memory_advice
 from common.progress import Progress
 from common.rotary import check_lengths, num_positions
 from common.torch_repair import transformers
@@ -19,41 +19,38 @@ from common.vision import auto_class, clamped
 MAX_SEQUENCES = 256  # of a batch
 
 
-class HuggingFaceEngine:
-    """The methods of `VllmEngine`; batches of as many requests as fit into the KV cache, one token
-    a forward."""
+class HuggingFaceEngine(Engine):
+    """Batches of as many requests as fit into the KV cache, one token of each request in a
+    forward."""
 
     def __init__(self, config: EngineConfig):
-        trust, vision = config.trust_remote_code, config.vision
-        architecture = transformers.AutoConfig.from_pretrained(config.path, trust_remote_code=trust)
-        positions, length = num_positions(architecture.get_text_config()), config.max_model_len
-        flags = f"--max-prompt-tokens and --max-response-tokens: {length} tokens together"
-        refuse(
-            length > positions,
-            f"{flags}, and the model has {positions:.0f} positions (config.json)",
+        model_config = transformers.AutoConfig.from_pretrained(
+            config.path, trust_remote_code=config.trust_remote_code
         )
-        check_lengths(architecture.get_text_config(), "hf", length)
-        load = auto_class(architecture).from_pretrained
-        self.model = (
-            load(config.path, dtype=config.dtype, trust_remote_code=trust)
-            .eval()
-            .to(config.world.device)
+        text_config = model_config.get_text_config()
+        positions = num_positions(text_config)
+        if config.max_model_len > positions:
+            raise SystemExit(
+                f"--max-prompt-tokens and --max-response-tokens: {config.max_model_len} tokens "
+                f"together, and the model has {positions:.0f} positions (config.json)"
+            )
+        check_lengths(text_config, "hf", config.max_model_len)
+        model = auto_class(model_config).from_pretrained(
+            config.path, dtype=config.dtype, trust_remote_code=config.trust_remote_code
         )
-        self.device, self.dtype, self.vision = config.world.device, config.dtype, vision
-        if vision:
+        self.model = model.eval().to(config.world.device)
+        self.device = config.world.device
+        self.dtype = config.dtype
+        self.vision = config.vision
+        self.sleep_level = config.sleep_level
+        self.max_model_len = config.max_model_len
+        self.end_ids = list(config.end_ids)
+        if self.vision:
             self.model.base_model.visual.merger.register_forward_pre_hook(clamped)
-        self.sleep_level, self.max_model_len = config.sleep_level, config.max_model_len
-        self.end_ids = [*config.end_ids, *(vision.forbidden_ids if vision else ())]
-        text = architecture.get_text_config()
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        width = (
-            2
-            * heads
-            * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
-        )
-        token_bytes = text.num_hidden_layers * width * self.dtype.itemsize
-        fitting = int(config.memory_gib * 2**30 / (self.max_model_len * token_bytes))
-        self.max_sequences = max(1, min(MAX_SEQUENCES, fitting))
+            self.end_ids.extend(self.vision.forbidden_ids)
+        sequence_bytes = self.max_model_len * cache_bytes_of_token(text_config, self.dtype)
+        num_fitting = int(config.memory_gib * 2**30 / sequence_bytes)
+        self.max_sequences = max(1, min(MAX_SEQUENCES, num_fitting))
         self.requests: list[Request] = []
         self.parameters = dict(self.model.named_parameters(remove_duplicate=False))
         self.books = WeightBooks(
@@ -77,12 +74,11 @@ class HuggingFaceEngine:
         self.books.close(step)
 
     def submit(self, request: Request) -> None:
-        """As `VllmEngine.submit`; a sample's random numbers depend on its seed alone, not on its
-        neighbours."""
+        """The random numbers of a sample depend on its seed alone, not on its neighbours in a
+        batch."""
         self.books.check(request.weights_step)
-        self.requests += [
-            replace(request, seed=request.seed + j) for j in range(request.sampling.n)
-        ]
+        for j in range(request.sampling.n):
+            self.requests.append(replace(request, seed=request.seed + j))
 
     @property
     def busy(self) -> bool:
@@ -91,15 +87,15 @@ class HuggingFaceEngine:
     @memory_advice("the rollout")
     @torch.no_grad()
     def step(self) -> list[tuple[int, list[Completion]]]:
-        """Complete all requests; those that follow from them come too late for these batches."""
-        requests, self.requests = self.requests, []
+        """Complete all requests that have been submitted so far."""
+        requests = self.requests
+        self.requests = []
         completions: dict[int, list[Completion]] = {}
         for start in Progress("sampling", range(0, len(requests), self.max_sequences)):
             batch = requests[start : start + self.max_sequences]
             for request, completion in zip(batch, self._generate_batch(batch)):
-                completions.setdefault(request.key, []).append(
-                    without_placeholder(completion, self.vision)
-                )
+                completion = without_placeholder(completion, self.vision)
+                completions.setdefault(request.key, []).append(completion)
         return list(completions.items())
 
     def _pictures(self, requests: list[Request], width: int) -> tuple[dict, Tensor]:
@@ -108,80 +104,107 @@ class HuggingFaceEngine:
         for row, request in enumerate(requests):
             ids = request.prompt_ids
             positions[:, row, width - len(ids) :] = self.vision.positions(ids, request.media)
-        arguments: dict = {}
-        for kind, suffix in (("image", ""), ("video", "_videos")):
-            if media := [m for request in requests for m in request.media if m.kind == kind]:
-                patches, grids = self.vision.patches(media, self.device)
-                arguments |= {f"pixel_values{suffix}": patches, f"{kind}_grid_thw": grids}
+        media = [m for request in requests for m in request.media]
+        images = [m for m in media if m.kind == "image"]
+        videos = [m for m in media if m.kind == "video"]
+        arguments: dict[str, Tensor] = {}
+        if images:
+            patches, grids = self.vision.patches(images, self.device)
+            arguments["pixel_values"] = patches
+            arguments["image_grid_thw"] = grids
+        if videos:
+            patches, grids = self.vision.patches(videos, self.device)
+            arguments["pixel_values_videos"] = patches
+            arguments["video_grid_thw"] = grids
         return arguments, torch.from_numpy(positions).to(self.device)
 
     def _generate_batch(self, requests: list[Request]) -> list[Completion]:
-        prompts = [request.prompt_ids for request in requests]
-        width = max(len(prompt) for prompt in prompts)
-        # left-padded
-        ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=self.device)
-        mask = torch.tensor(
-            [[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self.device
-        )
-        positions, pictures = (mask.cumsum(-1) - 1).clamp(min=0), {}
+        ids, mask = left_padded([request.prompt_ids for request in requests], self.device)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        pictures: dict[str, Tensor] = {}
         if self.vision:
-            pictures, positions = self._pictures(requests, width)
-        generators = [
-            torch.Generator(self.device).manual_seed(request.seed) for request in requests
-        ]
-        results = [Completion([], [], "length") for _ in requests]
-        running = list(range(len(requests)))
+            pictures, positions = self._pictures(requests, width=ids.shape[1])
+        generators = []
+        limits = []
+        for request in requests:
+            generators.append(torch.Generator(self.device).manual_seed(request.seed))
+            room = self.max_model_len - len(request.prompt_ids)
+            limits.append(min(request.sampling.max_tokens, room))
+        sampling = requests[0].sampling  # within a batch only max_tokens differ
+        completions = [Completion([], [], "length") for _ in requests]
+        running = list(range(len(requests)))  # numbers of the requests in the rows of the batch
         cache = transformers.DynamicCache(config=self.model.config)
-        limits = [
-            min(r.sampling.max_tokens, self.max_model_len - len(r.prompt_ids)) for r in requests
-        ]
-        sampling = requests[0].sampling  # of a batch only max_tokens differ
         for length in Progress("token", range(1, max(limits) + 1)):
-            inputs = {
-                "input_ids": ids,
-                "attention_mask": mask,
-                "position_ids": positions,
+            output = self.model(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
                 **pictures,
-            }
-            output = self.model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
             pictures = {}
             tokens, logprobs = sample(
                 output.logits[:, -1], sampling, [generators[i] for i in running]
             )
-            keep = []
+            kept_rows = []
             for row, i in enumerate(running):
-                results[i].token_ids.append(tokens[row].item())
-                results[i].logprobs.append(logprobs[row].item())
-                if results[i].token_ids[-1] in self.end_ids:
-                    results[i].finish_reason = "stop"
+                token = tokens[row].item()
+                completions[i].token_ids.append(token)
+                completions[i].logprobs.append(logprobs[row].item())
+                if token in self.end_ids:
+                    completions[i].finish_reason = "stop"
                 elif length < limits[i]:
-                    keep.append(row)
-            if not keep:
+                    kept_rows.append(row)
+            if not kept_rows:
                 break
-            if len(keep) < len(running):
-                cache.batch_select_indices(torch.tensor(keep, device=self.device))
-                running = [running[row] for row in keep]
-            ids = tokens[keep, None]
-            mask = torch.cat([mask[keep], mask.new_ones(len(keep), 1)], -1)
-            positions = positions[..., keep, -1:] + 1
-        return results
+            if len(kept_rows) < len(running):
+                cache.batch_select_indices(torch.tensor(kept_rows, device=self.device))
+                running = [running[row] for row in kept_rows]
+            ids = tokens[kept_rows, None]
+            mask = torch.cat([mask[kept_rows], mask.new_ones(len(kept_rows), 1)], -1)
+            positions = positions[..., kept_rows, -1:] + 1
+        return completions
+
+
+def cache_bytes_of_token(text_config, dtype: torch.dtype) -> int:
+    """Bytes of the keys and values of a token in all layers."""
+    heads = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
+    head_size = getattr(text_config, "head_dim", None)
+    if not head_size:
+        head_size = text_config.hidden_size // text_config.num_attention_heads
+    return text_config.num_hidden_layers * 2 * heads * head_size * dtype.itemsize
+
+
+def left_padded(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Token ids and attention mask, both [B, longest prompt] int64."""
+    width = max(len(prompt) for prompt in prompts)
+    ids = []
+    mask = []
+    for prompt in prompts:
+        padding = [0] * (width - len(prompt))
+        ids.append(padding + prompt)
+        mask.append(padding + [1] * len(prompt))
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
 def sample(
     logits: Tensor, sampling: Sampling, generators: list[torch.Generator]
 ) -> tuple[Tensor, Tensor]:
-    """Next tokens [B] and their log-probs [B] from logits [B, V], row b with its own generator."""
-    if sampling.temperature == 0:
-        logprobs = logits.float().log_softmax(-1)
-        tokens = logprobs.argmax(-1)
-    else:
-        scaled = logits.float() / sampling.temperature
+    """Next tokens [B] int64 and their log-probs [B] float32 from logits [B, V], each row with a
+    generator of its own."""
+    scaled = logits.float()
+    if sampling.temperature > 0:
+        scaled = scaled / sampling.temperature
         if sampling.top_p < 1:
             scaled = transformers.TopPLogitsWarper(sampling.top_p)(None, scaled)
-        logprobs = scaled.log_softmax(-1)
-        noise = [
-            torch.empty_like(row).exponential_(generator=g) for row, g in zip(logprobs, generators)
-        ]
-        # the exponential form of Gumbel-max
-        tokens = (logprobs.exp() / torch.stack(noise)).argmax(-1)
+    logprobs = scaled.log_softmax(-1)
+    if sampling.temperature == 0:
+        tokens = logprobs.argmax(-1)
+    else:  # the exponential form of Gumbel-max
+        noise = torch.empty_like(logprobs)
+        for row, generator in zip(noise, generators):
+            row.exponential_(generator=generator)
+        tokens = (logprobs.exp() / noise).argmax(-1)
     return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1)

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from common.distributed import World
-from common.types import Completion
+from common.types import Completion, Request
 from common.vision import Vision
 
-Weights = Iterable[tuple[str, Tensor]]
+Weights = Iterable[tuple[str, Tensor]]  # (name in the checkpoint, whole tensor)
 
 
 class Engine(Protocol):
@@ -27,7 +27,7 @@ class EngineConfig:
     world: World
     end_ids: list[int]  # tokens that end a response
     max_model_len: int  # longest prompt with its response (tokens)
-    ranks: int = 1  # consecutive ones that share it
+    ranks: int = 1  # number of consecutive ranks that share it
     memory_gib: float = 1.0  # of the KV cache
     sleep_level: int = 1  # see --sleep-level
     trust_remote_code: bool = False
@@ -35,9 +35,42 @@ class EngineConfig:
     max_images: int = 16  # of a prompt with its response
 
 
+class Engine(Protocol):
+    """Samples completions with a copy of the policy's weights.
+
+    One step of training: wake("weights"), sync_weights, wake("kv_cache"), then `submit` requests
+    and call `step` while the engine is busy, then sleep. Out of memory in any of them is SystemExit
+    with the flags that help.
+    """
+
+    dtype: torch.dtype  # of its weights
+
+    def wake(self, part: str) -> None:
+        """Get device memory back. part: "weights" before a sync, "kv_cache" before sampling."""
+
+    def sleep(self) -> None:
+        """Free device memory, as far as --sleep-level allows, until the next `wake`."""
+
+    def sync_weights(self, weights: Weights, step: int) -> None:
+        """Replace all weights by those of optimizer step `step`. `weights` is lazy, and is consumed
+        once. RuntimeError if a weight is missing, unknown, sent twice or of another size."""
+
+    def submit(self, request: Request) -> None:
+        """Queue a request for `request.sampling.n` completions. RuntimeError if the engine does not
+        hold the weights of optimizer step `request.weights_step`."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests are not complete yet."""
+
+    def step(self) -> list[tuple[int, list[Completion]]]:
+        """Work on the requests for a while. Returns (key, completions) of the requests that were
+        completed; each completion has the log-probs of its tokens after temperature and top-p."""
+
+
 def without_placeholder(completion: Completion, vision: Vision | None) -> Completion:
-    """A policy may sample the token that stands for a picture. There is no picture for it, and the
-    completion ends before it."""
+    """A completion that ends before a sampled placeholder of a picture, for which there is no
+    picture."""
     token_ids = completion.token_ids
     if vision and token_ids and token_ids[-1] in vision.forbidden_ids:
         return Completion(token_ids[:-1], completion.logprobs[:-1], "vision_token")
