@@ -31,7 +31,7 @@ from common.command_line import (
     refuse_idle,
     title_and_commands,
 )
-from common.ending import said_once
+from common.ending import one_rank_prints
 from common.foreign_flags import refuse_foreign_flags
 from common.processes import ranks_here
 from common.progress import say
@@ -245,7 +245,7 @@ def parse(
     is_demo = "--model" not in given()
     wants_help = bool(given() & {"--help", "-h", "--help-all"})
     default = demo if is_demo and not wants_help else args_class()
-    with said_once():
+    with one_rank_prints():
         if sys.flags.optimize > 1:
             raise SystemExit(
                 "python -OO (PYTHONOPTIMIZE=2) leaves out the docstrings that --help and tools "
