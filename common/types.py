@@ -1,6 +1,5 @@
-"""What travels between the parts of a run: rows, requests, completions, episodes, tools.
-
-Nothing here needs torch."""
+"""Types that the parts of a run exchange: rows, requests, completions, episodes, tools. Without
+torch."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -16,8 +15,8 @@ MAX_TEXT = 4096  # characters of an observation
 
 
 def is_continued(prompt: Prompt) -> bool:
-    """Does it end in words of the assistant, which the model goes on with? Behind a call it begins
-    a new turn."""
+    """Whether it ends in words of the assistant, which the model continues. After a call of a tool
+    the model begins a new turn."""
     if isinstance(prompt, str):
         return False
     last = prompt[-1]
@@ -25,17 +24,18 @@ def is_continued(prompt: Prompt) -> bool:
 
 
 def with_replies(prompt: list[dict], replies: list[dict]) -> list[dict]:
-    """The messages of a conversation, from the assistant's first reply on, which may go on with the
-    prompt's last."""
+    """The messages of a prompt and of what follows it. The first reply may continue the prompt's
+    last message: the two are one."""
     if not is_continued(prompt) or not replies:
         return [*prompt, *replies]
-    begun, first = prompt[-1], replies[0]
-    return [*prompt[:-1], begun | {"content": begun["content"] + first["content"]}, *replies[1:]]
+    content = prompt[-1]["content"] + replies[0]["content"]
+    joined = prompt[-1] | {"content": content}
+    return [*prompt[:-1], joined, *replies[1:]]
 
 
 @dataclass(slots=True)
 class Row:
-    """A prompt of a data set, as the engine is given it, and what its reward function is given."""
+    """A prompt of a data set, as the engine gets it, with the arguments of its reward function."""
 
     # position in the concatenated files, whatever was dropped: the prompt's identity for seeds
     index: int
@@ -58,17 +58,16 @@ class Row:
     @property
     def truth(self) -> str:
         """The ground truth as a text."""
-        known = self.ground_truth
-        text = (
-            known if isinstance(known, str) else json.dumps(known, ensure_ascii=False, default=str)
-        )
+        text = self.ground_truth
+        if not isinstance(text, str):
+            text = json.dumps(text, ensure_ascii=False, default=str)
         return text.encode(errors="replace").decode()
 
 
 @dataclass(slots=True)
 class Episode:
-    """One trajectory. Trained on is exactly `response_ids` where `loss_mask` is 1; text is never
-    re-encoded."""
+    """One trajectory. Training uses exactly the `response_ids` whose `loss_mask` is 1, and no text
+    is encoded again."""
 
     # place in the step's global batch, or Row.index: episodes that share it share `prompt_ids`
     prompt_index: int
@@ -138,7 +137,7 @@ def by_prompt(episodes: list[Episode]) -> dict[int, list[Episode]]:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample. Training wants the plain distribution, softmax(logits / temperature): no flag
+    """How to sample. Training needs the plain distribution, softmax(logits / temperature): no flag
     offers another."""
 
     n: int = 1  # completions per prompt
@@ -149,8 +148,7 @@ class Sampling:
 
 @dataclass(slots=True)
 class Request:
-    """What is asked of an engine: `sampling.n` completions, of which sample j is drawn with seed +
-    j."""
+    """A request to an engine: `sampling.n` completions; sample j is drawn with seed + j."""
 
     key: int
     prompt_ids: list[int]  # with one placeholder for each token of each of `media`
@@ -204,5 +202,7 @@ def trim(text: str) -> str:
     if len(text) <= MAX_TEXT:
         return text
     mark = f"\n[... cut: the whole has {len(text)} characters ...]\n"
-    head = (MAX_TEXT - len(mark)) // 2
-    return text[:head] + mark + text[len(text) - (MAX_TEXT - len(mark) - head) :]
+    num_kept = MAX_TEXT - len(mark)
+    head = num_kept // 2
+    tail = num_kept - head
+    return text[:head] + mark + text[-tail:]
