@@ -46,13 +46,13 @@ class Row:
     prompt_ids: list[int]
     # in the order of their placeholders in prompt_ids
     media: list[Media] = field(default_factory=list)
-    # on offer: name -> keyword arguments of the row's own
+    # {tool that the policy may call: its keyword arguments from this row}
     tools: dict[str, dict] = field(default_factory=dict)
-    # what it gives to a function that answers; None: that has nothing to say to it
+    # keyword arguments of the function that answers the policy; None: it does not answer this row
     answer_kwargs: dict | None = None
-    # columns, for `reset` of an environment; None: this row has none
+    # the row's columns, for `reset` of its environment; None: it has none
     environment: dict | None = None
-    messages: Prompt = ""  # what prompt_ids were made of, by the chat template
+    messages: Prompt = ""  # from which the chat template made prompt_ids
     problem: str = ""  # why a picture could not be read; prompt_ids are empty then
 
     @property
@@ -81,9 +81,9 @@ class Episode:
     finish_reason: str = ""  # one of FINISH_REASONS
     # of the reward function: "score", and what else it returns
     rewards: dict[str, float | str] = field(default_factory=dict)
-    # what is trained on: the reward function's, and what a script adds to it
+    # the reward to train on: the reward function's score and what a script adds to it
     score: float = nan
-    # what a script has added to the score, by name
+    # {name: what a script has added to the score}
     terms: dict[str, float] = field(default_factory=dict)
     # in the order of their placeholders: the prompt's, then others
     media: list[Media] = field(default_factory=list)
@@ -92,9 +92,9 @@ class Episode:
     calls: list[dict] = field(default_factory=list)
     # with tools: the turns and what answered them, as a chat
     messages: list[dict] = field(default_factory=list)
-    opening: str = ""  # what an environment's `reset` has said, at the end of the prompt
+    opening: str = ""  # text of an environment's `reset`, at the end of the prompt
     environment_reward: float | None = None
-    # an environment's: tokens sampled by then, it
+    # of an environment: (number of tokens sampled by then, reward)
     turn_rewards: list[tuple[int, float]] = field(default_factory=list)
     model_reward: float | None = None  # of --reward-model
     row: int | None = None  # `Row.index` of its prompt
@@ -154,7 +154,7 @@ class Request:
     prompt_ids: list[int]  # with one placeholder for each token of each of `media`
     sampling: Sampling
     seed: int
-    # the optimizer step that the caller believes the engine to be at: RuntimeError otherwise
+    # the optimizer step whose weights the engine must have: RuntimeError otherwise
     weights_step: int
     media: Sequence[Media] = ()
 
@@ -163,7 +163,7 @@ class Request:
 class Completion:
     token_ids: list[int]  # as sampled, the end token included
     logprobs: list[float]  # log-prob of each sampled token, after temperature
-    # "stop" (an end token), "length", or "vision_token": a placeholder was next, and is left out
+    # "stop" (an end token), "length", or "vision_token": a placeholder came next, and is left out
     finish_reason: str
 
 
@@ -177,7 +177,7 @@ class Tool:
     role: str = "tool"  # of the message that holds the observation: "tool" or "user"
     ours: bool = False  # whether a hang or a crash is our fault, whatever the policy has asked for
     stateful: bool = False  # a method of an environment
-    taught_by: tuple[str, ...] = ()  # what stands in prompts that say themselves how it is called
+    taught_by: tuple[str, ...] = ()  # texts of prompts that explain by themselves how to call it
 
     def is_taught(self, prompt: str) -> bool:
         return any(mark in prompt for mark in self.taught_by)
@@ -189,7 +189,7 @@ class ToolReply:
     images: list[bytes] = field(default_factory=list)  # encoded, at their own resolution
     # the tool refused, raised, hung or crashed: the text is what the policy reads
     error: bool = False
-    # through our fault, not the policy's: the sample is lost, the text says why
+    # by our fault, not the policy's: the sample is lost, the text has the reason
     failed: bool = False
     info: dict = field(default_factory=dict)
     role: str = "tool"  # of the message that holds text and images
@@ -197,7 +197,7 @@ class ToolReply:
 
 
 def trim(text: str) -> str:
-    """Without lone surrogates, which no tokenizer takes, and at most MAX_TEXT long."""
+    """A text without lone surrogates, which no tokenizer takes, cut to MAX_TEXT characters."""
     text = text.encode(errors="replace").decode()
     if len(text) <= MAX_TEXT:
         return text
