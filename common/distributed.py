@@ -190,11 +190,8 @@ def _may_be_collective(error: Exception) -> bool:
 def _advice(error: Exception) -> str:
     """The end of an error's line: what helps, where the error shows its cause; else ""."""
     text = str(error)
-    if (
-        _may_be_collective(error)
-        and any(words in text for words in LOST)
-        and not ending.first_failure()
-    ):
+    names_lost_rank = any(words in text for words in LOST)
+    if names_lost_rank and _may_be_collective(error) and not ending.first_failure():
         return (
             ". A rank is gone: one that was killed (signal 9) has most often run out of memory: "
             "docs/trouble.md"

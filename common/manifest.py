@@ -154,8 +154,8 @@ def step_folder(path: Path) -> Path | None:
 
 
 def target(pointer: Path) -> Path:
-    """The step folder that a file names. ValueError if the name is none of a step folder, or if
-    the folder is missing."""
+    """The step folder that a file names. ValueError if the name is not that of a step folder,
+    or if the folder is missing."""
     name = pointer.read_text(errors="replace").strip()
     steps = complete(pointer.parent)
     remedy = "--resume never begins anew"

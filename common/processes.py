@@ -40,8 +40,8 @@ def in_threads(function: Callable, items: Iterable) -> list:
 
 
 def refuse_lone_ranks() -> None:
-    """SystemExit if srun or mpirun has started several processes: each would be a run of its
-    own."""
+    """SystemExit if srun or mpirun has started several processes without torchrun: each would be a
+    run of its own."""
     if "RANK" in os.environ:
         return
     for variable in LAUNCHERS:

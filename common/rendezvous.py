@@ -142,7 +142,7 @@ def interface_of(address: str) -> str | None:
 
 
 def address_towards(host: str) -> str:
-    """This machine's address in packets to another one; none is sent."""
+    """The address from which this machine sends packets to `host`; none is sent."""
     family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)
