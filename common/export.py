@@ -86,7 +86,7 @@ def main(args: Args) -> None:
         tokenizer.eos_token = manifest["end_token"]
     transformers.utils.logging.disable_progress_bar()
     dtype = DTYPES[args.dtype] if args.dtype else dtype_of(run_dir / "model")
-    policy = load_policy(path, vision, manifest.get("LoRA"), dtype, args.trust_remote_code)
+    policy = initial_policy(path, vision, manifest.get("LoRA"), dtype, args.trust_remote_code)
     restore(policy, folder)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     out = args.out.resolve()
@@ -105,7 +105,7 @@ def check_identity(folder: Path, manifest: dict, path: str, model: str) -> None:
         raise SystemExit(f"{folder} has adapters of another base than --model {model}")
 
 
-def load_policy(
+def initial_policy(
     path: str,
     vision: Vision | None,
     lora: list | None,

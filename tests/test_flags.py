@@ -633,3 +633,15 @@ def test_every_program_reads_its_command_line_like_that_and_shows_its_docstring(
         assert (
             set(doc.strip().splitlines()) <= set(shown) and f"usage: python -m {name} [-h]" in shown
         )
+
+
+def test_a_program_starts_behind_all_of_its_definitions():
+    files = [*ROOT.glob("*.py"), *ROOT.glob("common/**/*.py"), *ROOT.glob("papers/**/*.py")]
+    num_programs = 0
+    for file in files:
+        statements = [ast.unparse(node) for node in parsed(file.read_text()).body]
+        starts = [text.startswith("if __name__ == '__main__':") for text in statements]
+        if any(starts):
+            assert starts.index(True) == len(starts) - 1, file
+            num_programs += 1
+    assert num_programs > 10
