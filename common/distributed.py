@@ -1,5 +1,5 @@
-"""torchrun process group, sharding by FSDP2, reductions; how a script begins and ends on every
-rank."""
+"""The process group of torchrun, sharding by FSDP2, reductions; how a script begins and ends on
+each rank."""
 
 import gc
 import os
@@ -22,7 +22,6 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from common import ending
 from common.ending import sign_of_life, watch
-from common.files import refuse
 from common.printing import guard_output
 from common.processes import PARENT, cpus_of_rank, die_with, keep_freed_memory, refuse_lone_ranks
 from common.progress import say
@@ -30,12 +29,13 @@ from common.rendezvous import connect, find_interface, meet
 from common.torch_repair import Later
 
 fsdp = Later("torch.distributed.fsdp")
-# gloo's words, and NCCL's
+# how gloo and NCCL say that another rank is gone
 LOST = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
 # SIGUSR1 is Slurm's usual one
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
-received: list[int] = []  # those that have come; an Event's lock may be held where a handler runs
-stopping = threading.Event()  # one has come to some rank, and all have agreed to end
+# signals that have come; no Event: its lock may be held where a handler runs
+received: list[int] = []
+stopping = threading.Event()  # a signal has come to some rank, and all ranks have agreed to end
 
 
 @dataclass(frozen=True)
@@ -56,31 +56,31 @@ def init_world(stall_minutes: float = 30.0) -> World:
     """Join torchrun's process group (nccl on GPUs, gloo on CPUs); a plain `python script.py` is a
     group of one.
 
-    From its start on a rank ends with any other that fails, and with its torchrun; one that shows
-    no `sign_of_life`
-    for `stall_minutes` prints its stacks and ends the run.
+    From here on a rank ends when another one fails, and when its torchrun ends. A rank without a
+    `sign_of_life` for `stall_minutes` prints its stacks and ends the run.
     """
     refuse_lone_ranks()
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
-        os.environ.setdefault(name, value)
-    rank, size, local_rank = (
-        int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    )
+    os.environ.setdefault("RANK", "0")
+    os.environ.setdefault("WORLD_SIZE", "1")
+    os.environ.setdefault("LOCAL_RANK", "0")
+    rank = int(os.environ["RANK"])
+    size = int(os.environ["WORLD_SIZE"])
+    local_rank = int(os.environ["LOCAL_RANK"])
     if torch.cuda.is_available():
-        gpus, ranks = (
-            torch.cuda.device_count(),
-            int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1)),
-        )
-        refuse(
-            ranks > gpus,
-            f"{ranks} ranks, but {gpus} GPUs on this machine: torchrun --nproc_per_node {gpus}",
-        )
+        num_gpus = torch.cuda.device_count()
+        num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
+        if num_ranks > num_gpus:
+            raise SystemExit(
+                f"{num_ranks} ranks, but {num_gpus} GPUs on this machine: "
+                f"torchrun --nproc_per_node {num_gpus}"
+            )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         # gloo: objects and CPU tensors (checkpoints, metrics) do not touch the GPU
         backend = "cpu:gloo,cuda:nccl"
     else:
-        device, backend = torch.device("cpu"), "gloo"
+        device = torch.device("cpu")
+        backend = "gloo"
         keep_freed_memory()
     limit_threads()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank must not go on beside a restart
@@ -98,19 +98,19 @@ def init_world(stall_minutes: float = 30.0) -> World:
 
 
 def limit_threads() -> None:
-    """As many threads as CPUs, unless the user has said otherwise: torch counts those that a
-    container may not use."""
+    """As many threads as this rank has CPUs, unless OMP_NUM_THREADS is set: torch also counts CPUs
+    that a container may not use."""
     cpus = cpus_of_rank()
     if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > cpus:
         torch.set_num_threads(cpus)
-        os.environ["OMP_NUM_THREADS"] = str(cpus)  # for what this process starts
+        os.environ["OMP_NUM_THREADS"] = str(cpus)  # for the processes that this one starts
 
 
 def handle_signals() -> None:
     """On one of STOP_SIGNALS `stop_requested` becomes true: the script ends its step, saves, and
-    exits. A second Ctrl-C ends it at once, which torchrun passes on as a SIGTERM."""
+    exits. A second Ctrl-C, which torchrun passes on as a SIGTERM, ends it at once."""
     for number in STOP_SIGNALS:
-        # as nohup has it, and what a shell starts with &
+        # ignored under nohup, and by what a shell starts with &
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _ask_to_stop)
 
@@ -123,12 +123,12 @@ def _ask_to_stop(number: int, _frame: object) -> None:
         line = b"Ctrl-C: the run ends with this step, and saves; once more ends it at once"
         if "TORCHELASTIC_RUN_ID" in os.environ:
             line += b". torchrun waits for 30 s, or its --shutdown-timeout"
-        os.write(2, line + b"\n")  # not by print, in which the signal may have come
+        os.write(2, line + b"\n")  # no print: the signal may have come inside of one
 
 
 def stop_requested() -> int:
-    """The exit code to end with, if a signal has asked any rank to end; 0: go on. All ranks must
-    ask together."""
+    """The exit code to end with if a signal has come to any rank; 0: go on. All ranks call it
+    together."""
     status = 0
     if received:
         status = 128 + (signal.SIGINT if signal.SIGINT in received else signal.SIGTERM)
@@ -139,127 +139,144 @@ def stop_requested() -> int:
 
 
 def run(main: Callable, *args: object) -> None:
-    """Run a script's `main` and leave by `os._exit`: a rank that waits in destructors keeps the
-    others waiting."""
+    """Run a script's `main` and leave by `os._exit`: a rank that waits in destructors would keep
+    the others waiting."""
     guard_output()
-    # objects: at 700 a tenth of the start is spent on looking through what is imported
+    # with the default of 700 objects a tenth of the start goes into looking through the imports
     gc.set_threshold(50_000)
     try:
         status = _outcome(main, *args)
     except KeyboardInterrupt:
         ending.fail(ending.INTERRUPTED)
         if os.environ.get("RANK", "0") == "0":
-            step, checkpoint = (ending.reached.get(name) for name in ("step", "checkpoint"))
-            where = (
-                f" at step {step}; last checkpoint: {checkpoint or 'none'}"
-                if ending.reached
-                else ""
-            )
-            print(f"{ending.INTERRUPTED}{where}", file=sys.stderr, flush=True)
+            message = ending.INTERRUPTED
+            if ending.reached:
+                step = ending.reached.get("step")
+                checkpoint = ending.reached.get("checkpoint") or "none"
+                message += f" at step {step}; last checkpoint: {checkpoint}"
+            print(message, file=sys.stderr, flush=True)
         status = 130
     ending.leave(status)
 
 
 def _outcome(main: Callable, *args: object) -> int:
-    """The exit code. Ctrl-C may come anywhere in here, also while another rank's end raises an
-    exception."""
+    """The exit code of `main`. Ctrl-C may come anywhere in here, also while another rank's end
+    raises an exception."""
     try:
         main(*args)
         barrier()
     except SystemExit as stop:
+        if isinstance(stop.code, int):
+            return stop.code
         if isinstance(stop.code, str):
             ending.fail(stop.code)
-        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        return int(stop.code is not None)
     except Exception as error:
-        rank, advice = f"[rank {os.environ.get('RANK', '0')}]", ""
-        # of ours: users' own files raise ValueErrors
-        if isinstance(error, ImportError) or any(
-            word in str(error) for word in ("shared object", "torchvision::")
-        ):
-            advice = (
-                ". Install what requirements.txt (-cpu, -v100) pins; python -m "
-                "common.doctor says what works"
-            )
-        several = isinstance(error, RuntimeError) and world_size() > 1
-        if several and any(words in str(error) for words in LOST) and not ending.heard():
-            advice = (
-                ". A rank is gone: one that was killed (signal 9) has most often run out "
-                "of memory: docs/trouble.md"
-            )
-        line = f"{rank} {type(error).__name__}: {error}{advice}"
+        rank = f"[rank {os.environ.get('RANK', '0')}]"
+        line = f"{rank} {type(error).__name__}: {error}{_advice(error)}"
         ending.fail(line, f"{rank} failed:\n{traceback.format_exc()}{line}")
-        if several:
-            # it may come from another's death, and torchrun should see who was first
+        if _may_be_collective(error):
+            # another rank's death may be the cause, and torchrun should see which was the first
             time.sleep(ending.GRACE_S)
         return 1
     return 0
 
 
-def make_mesh(world: World, strategy: str, shard_size: int | None = None) -> DeviceMesh:
-    """Which ranks share a copy of a model (axis "shard"): all; `shard_size` consecutive ones
-    (HSDP); with "ddp" none.
+def _may_be_collective(error: Exception) -> bool:
+    """Whether the error may come from a collective, in which other ranks are too."""
+    return isinstance(error, RuntimeError) and world_size() > 1
 
-    SystemExit if sums over an axis are wrong: there are builds of libraries that do nothing, and
-    say nothing.
+
+def _advice(error: Exception) -> str:
+    """The end of an error's line: what helps, where the error shows its cause; else ""."""
+    text = str(error)
+    names_lost_rank = any(words in text for words in LOST)
+    if names_lost_rank and _may_be_collective(error) and not ending.first_failure():
+        return (
+            ". A rank is gone: one that was killed (signal 9) has most often run out of memory: "
+            "docs/trouble.md"
+        )
+    # an import of ours: what users' own files raise becomes a ValueError
+    if isinstance(error, ImportError) or "shared object" in text or "torchvision::" in text:
+        return (
+            ". Install what requirements.txt (-cpu, -v100) pins; python -m common.doctor says "
+            "what works"
+        )
+    return ""
+
+
+def make_mesh(world: World, strategy: str, shard_size: int | None = None) -> DeviceMesh:
+    """Which ranks share a copy of a model (axis "shard"): all of them; `shard_size` consecutive
+    ones (HSDP); with "ddp" each has its own.
+
+    SystemExit if sums over an axis are wrong.
     """
-    shard_size = 1 if strategy == "ddp" else shard_size or world.size
-    replicas = {"replicate": world.size // shard_size} if shard_size < world.size else {}
-    axes = replicas | {"shard": shard_size}
+    if strategy == "ddp":
+        shard_size = 1
+    elif shard_size is None:
+        shard_size = world.size
+    axes: dict[str, int] = {}
+    if shard_size < world.size:
+        axes["replicate"] = world.size // shard_size
+    axes["shard"] = shard_size
     mesh = init_device_mesh(world.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     for group in mesh.get_all_groups():
-        ranks, sums = (
-            dist.get_process_group_ranks(group),
-            torch.tensor([1.0, world.rank], device=world.device),
-        )
-        dist.all_reduce(sums, group=group)
-        found = (
-            f"an all-reduce over ranks {ranks} gives {sums.tolist()}, not "
-            f"{[len(ranks), sum(ranks)]}"
-        )
-        refuse(
-            sums.tolist() != [len(ranks), sum(ranks)],
-            f"{found}: these libraries or drivers cannot train",
-        )
+        check_all_reduce(world, group)
     return mesh
+
+
+def check_all_reduce(world: World, group: dist.ProcessGroup) -> None:
+    """SystemExit if a sum over the group is wrong: there are builds of libraries that do nothing,
+    without an error."""
+    ranks = dist.get_process_group_ranks(group)
+    expected = [len(ranks), sum(ranks)]
+    sums = torch.tensor([1.0, world.rank], device=world.device)
+    dist.all_reduce(sums, group=group)
+    if sums.tolist() != expected:
+        raise SystemExit(
+            f"an all-reduce over ranks {ranks} gives {sums.tolist()}, not {expected}: these "
+            "libraries or drivers cannot train"
+        )
 
 
 def wrap_model(
     model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype, whole: bool = False
 ) -> nn.Module:
-    """Shard `model` (FSDP2), whose float32 parameters stay the master weights, as the mesh says.
+    """Shard `model` (FSDP2), whose float32 parameters stay the master weights, over the mesh.
 
     Each of `repeated_blocks` is a unit; the root holds the embeddings, the last norm and the head.
     FSDP2 computes with parameters cast to `compute_dtype` and reduces gradients in float32. A model
-    on the meta device gets its weights later, in shards. `whole` leaves a critic's head as it is on
-    each rank, like adapters: `average_gradients`.
+    on the meta device gets its weights later, in shards. With `whole` the model's own parameters,
+    without those of its submodules, stay whole on each rank (a critic's head; adapters do, too):
+    see `average_gradients`.
     """
     policy = fsdp.MixedPrecisionPolicy()
     if compute_dtype != next(model.parameters()).dtype:
         policy = fsdp.MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    own = set(model.parameters(recurse=False)) if whole else set()
-    for parameter in own:
+    whole_parameters = set(model.parameters(recurse=False)) if whole else set()
+    for parameter in whole_parameters:
         parameter.data = parameter.data.to(mesh.device_type)
-    options = {"mesh": mesh, "mp_policy": policy, "ignored_params": own}
-    for layer in repeated_blocks(model):
-        fsdp.fully_shard(layer, **options)
-    return fsdp.fully_shard(model, **options)
+    for unit in [*repeated_blocks(model), model]:
+        fsdp.fully_shard(unit, mesh=mesh, mp_policy=policy, ignored_params=whole_parameters)
+    return model
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The layers of what is not sharded yet, by what transformers knows of the models in it."""
-    names = {
-        name
-        for module in model.modules()
-        for name in getattr(module, "_no_split_modules", None) or ()
-    }
+    """The layers of a model that is not sharded yet: modules of the classes that transformers
+    does not split over devices."""
+    names: set[str] = set()
+    for module in model.modules():
+        names.update(getattr(module, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def average_gradients(model: nn.Module) -> None:
-    """Over all ranks, of what FSDP2 was told to leave whole."""
-    gradients = [
-        p.grad for p in model.parameters() if p.grad is not None and not hasattr(p, "full_tensor")
-    ]
+    """Average over all ranks the gradients of parameters that FSDP2 leaves whole."""
+    gradients: list[torch.Tensor] = []
+    for parameter in model.parameters():
+        is_sharded = hasattr(parameter, "full_tensor")
+        if parameter.grad is not None and not is_sharded:
+            gradients.append(parameter.grad)
     if isinstance(model, fsdp.FSDPModule) and gradients:
         flat = parameters_to_vector(gradients)
         dist.all_reduce(flat)
@@ -267,7 +284,7 @@ def average_gradients(model: nn.Module) -> None:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A DTensor gathered, by all its ranks together; another one as it is."""
+    """A DTensor gathered, by all its ranks together; another tensor as it is."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
@@ -280,16 +297,13 @@ def reshard(model: nn.Module) -> None:
 
 
 def abandon_backward(model: nn.Module) -> None:
-    """After an exception inside a forward or backward, on one rank: no gradients, as if none had
-    been under way."""
+    """Leave the model without gradients after an exception inside a forward or backward, on one
+    rank, as if none had begun."""
     model.zero_grad()  # of gathered parameters
-    if root := next(
-        (module for module in model.modules() if isinstance(module, fsdp.FSDPModule)), None
-    ):
-        refuse(
-            not hasattr(root, "reset_iter_state"),
-            "torch below 2.13 repeats no step: the same command goes on",
-        )
+    root = next((module for module in model.modules() if isinstance(module, fsdp.FSDPModule)), None)
+    if root is not None:
+        if not hasattr(root, "reset_iter_state"):
+            raise SystemExit("torch below 2.13 repeats no step: the same command goes on")
         root.reset_iter_state()
     model.zero_grad()  # of shards
 
@@ -299,13 +313,12 @@ def forward_context(model: nn.Module, last: bool = True) -> Iterator[None]:
     """Around one forward and backward: copies of a model reduce their gradients only at the `last`
     micro-batch.
 
-    Without gradients a forward leaves nothing gathered behind: the head of a reference model is
-    large.
+    A forward without gradients leaves nothing gathered: the head of a reference model is large.
     """
     sign_of_life()
     if isinstance(model, fsdp.FSDPModule):
         model.set_requires_all_reduce(last)
-        # where casting the weights is dear: once a step
+        # casting the weights is slow there: once a step
         if world_size() == 1 and not torch.cuda.is_available():
             model.set_reshard_after_forward(False)
             model.set_reshard_after_backward(last)
@@ -333,7 +346,8 @@ def all_reduce(values: list[float] | torch.Tensor, op: str = "sum") -> list[floa
 
 def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> list:
     """`value` of every rank (of the group), in rank order, on every rank."""
-    # gloo's threads would compute, too, and OpenMP's wait for all: half as fast, from then on
+    # gloo's threads would compete with OpenMP's, which wait for each other: half as fast from then
+    # on
     if world_size() == 1:
         return [value]
     gathered: list = [None] * dist.get_world_size(group)
@@ -342,22 +356,23 @@ def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> lis
 
 
 def check_same(world: World, facts: dict[str, str]) -> None:
-    """SystemExit, on all ranks, with what differs between machines; the first rank of each tells
-    its facts."""
-    host = f"{socket.gethostname()} by {os.environ.get('GLOO_SOCKET_IFNAME')}"
-    (first, expected), *others = filter(
-        None, gather_objects((host, facts) if world.local_rank == 0 else None)
-    )
+    """SystemExit on all ranks if facts differ between machines, whose first ranks report them."""
+    machine = f"{socket.gethostname()} by {os.environ.get('GLOO_SOCKET_IFNAME')}"
+    reports = gather_objects((machine, facts) if world.local_rank == 0 else None)
+    (first, expected), *others = [report for report in reports if report is not None]
     if others:
-        say(f"{1 + len(others)} machines: {first}, {', '.join(other for other, _ in others)}")
-    for other, theirs in others:
-        names = [name for name in expected | theirs if expected.get(name) != theirs.get(name)]
-        told = "; ".join(f"{name}: {expected.get(name)}, {theirs.get(name)}" for name in names[:5])
-        refuse(
-            bool(names),
-            f"{first} and {other} need the same code, flags, files and versions, and differ "
-            f"in {told}",
-        )
+        names = ", ".join(other for other, _ in others)
+        say(f"{1 + len(others)} machines: {first}, {names}")
+    for other, other_facts in others:
+        differences: list[str] = []
+        for name in expected | other_facts:
+            if expected.get(name) != other_facts.get(name):
+                differences.append(f"{name}: {expected.get(name)}, {other_facts.get(name)}")
+        if differences:
+            raise SystemExit(
+                f"{first} and {other} need the same code, flags, files and versions, and differ "
+                f"in {'; '.join(differences[:5])}"
+            )
 
 
 def broadcast_object(value: object, group: dist.ProcessGroup | None = None) -> object:

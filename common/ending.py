@@ -1,9 +1,10 @@
-"""How the ranks of a run end together: what the first that fails says is printed at once, and ends
-the others.
+"""How the ranks of a run end together: the message of the first one that fails is printed at once,
+and ends the others.
 
-torchrun ends the ranks of a machine when one of them has ended. On another machine a thread hears
-of it: a rank that samples or scores is in no collective that could fail. What moves no more, or
-waits for a dead network, is ended by the timer of faulthandler, which needs neither.
+torchrun ends the ranks of a machine when one of them has ended. For those of other machines a
+thread watches the store of the group: a rank that samples or scores is in no collective that could
+fail. A rank that hangs, or waits for a dead network, is ended by the timer of faulthandler, which
+needs neither.
 """
 
 import faulthandler
@@ -23,31 +24,32 @@ from common.progress import break_silence
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-GRACE_S = 3  # in which the first that failed speaks, and torchrun sees which it was
+GRACE_S = 3  # seconds in which the first failure is printed, and torchrun sees which it was
 INTERRUPTED = "interrupted"
 
 at_end = ExitStack()  # closed where the run ends, however it does
-# {"step": 3, "checkpoint": folder}, for who presses Ctrl-C; at the end the "status"
+# {"step": 3, "checkpoint": folder}, printed at Ctrl-C; at the end the "status", too
 reached: dict[str, object] = {}
 _leaving = threading.Lock()
 _store: "Store | None" = None  # of the group, through a connection of its own
-_stall_s = 0.0  # 0: nothing is watched
+_stall_s = 0.0  # 0: no stall ends this process
 
 
 def watch(store: "Store | None", stall_minutes: float) -> None:
-    """From now on this rank ends with any other that fails, and when it shows no sign of life for
-    so long.
+    """From now on this rank ends when another one fails, and after `stall_minutes` without a
+    `sign_of_life`.
 
-    store: what the ranks share; None for a group of one.
+    store: shared by the ranks; None for a group of one.
     """
     global _store, _stall_s
-    _store, _stall_s = store, stall_minutes * 60
+    _store = store
+    _stall_s = stall_minutes * 60
     sign_of_life()
     threading.Thread(target=listen, daemon=True).start()
 
 
 def sign_of_life() -> None:
-    """Wind the timer up again. When it runs out it prints the stacks of all threads, and ends the
+    """Restart the timer that, when it runs out, prints the stacks of all threads and ends the
     process."""
     if _stall_s:
         # sys.stderr may have been replaced
@@ -55,79 +57,91 @@ def sign_of_life() -> None:
 
 
 def listen() -> None:
-    """A thread: breaks the silence of rank 0, and ends this rank when another one has failed."""
-    while not (words := heard()):
+    """In a thread: print where rank 0 is after a long silence, and end this rank when another one
+    has failed."""
+    failure = first_failure()
+    while not failure:
         break_silence()
         time.sleep(1.0)
-    time.sleep(GRACE_S)  # until the main thread has noticed it, too
-    if words == INTERRUPTED:
+        failure = first_failure()
+    time.sleep(GRACE_S)  # the main thread may notice the failure by itself
+    if failure == INTERRUPTED:
         leave(130)
-    leave(1, f"[rank {os.environ['RANK']}] ends: {words}")
+    leave(1, f"[rank {os.environ['RANK']}] ends: {failure}")
 
 
-def heard() -> str:
-    """What another rank has said at its failure."""
+def first_failure() -> str:
+    """The line of the first rank that has failed; "" while there is none."""
     try:
-        return _store.get("failed").decode() if _store and _store.check(["failed"]) else ""
+        if _store and _store.check(["failed"]):
+            return _store.get("failed").decode()
     except RuntimeError:
         return "the store is gone, and with it torchrun, or the rank that kept it"
+    return ""
 
 
 def fail(line: str, details: str = "") -> None:
-    """Tell the other ranks and the user. Who is not the first to fail lets the first speak, and
-    adds a line if that differs."""
-    first = os.environ.get("LOCAL_RANK", "0") == "0"
-    # the network is dead
-    unheard = threading.Timer(5 * GRACE_S, lambda: (last_words(line, details), os._exit(1)))
-    unheard.start()
+    """Report a failure to the other ranks and to the user. The first rank to fail prints `details`;
+    another one waits for that, and prints its line if it differs."""
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+
+    def end_without_network() -> None:
+        print_failure(line, details)
+        os._exit(1)
+
+    timer = threading.Timer(5 * GRACE_S, end_without_network)
+    timer.start()
     with suppress(RuntimeError):
-        if _store and (first := _store.add("failures", 1) == 1):
-            _store.set("failed", line)
-    unheard.cancel()
-    if not first:
+        if _store:
+            is_first = _store.add("failures", 1) == 1
+            if is_first:
+                _store.set("failed", line)
+    timer.cancel()
+    if not is_first:
         time.sleep(GRACE_S)
         details = ""
-    if line != INTERRUPTED and (first or line != heard()):
-        last_words(line, details)
+    if line != INTERRUPTED and (is_first or line != first_failure()):
+        print_failure(line, details)
 
 
-def last_words(line: str, details: str = "") -> None:
+def print_failure(line: str, details: str = "") -> None:
     """Print it, and leave the line to torchrun, which shows it at the end of its report."""
     line = printable(line)
     print(printable(details) or line, file=sys.stderr, flush=True)
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
         extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
         with suppress(OSError):
             Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}))
 
 
-def leave(status: int, words: str = "") -> NoReturn:
-    """The end of this process, by the first thread that comes here; what was opened last is closed
+def leave(status: int, message: str = "") -> NoReturn:
+    """End this process. The first thread that calls it does so; what was opened last is closed
     first."""
     _leaving.acquire()
-    if words:
-        last_words(words)
+    if message:
+        print_failure(message)
     reached["status"] = status
     try:
         with suppress(Exception):
             at_end.close()
-    finally:  # a second Ctrl-C
+    finally:  # also at a second Ctrl-C
         for stream in (sys.stdout, sys.stderr):
-            with suppress(Exception):  # it may have been replaced, by one that is closed
+            with suppress(Exception):  # the stream may have been replaced by one that is closed
                 stream.flush()
         os._exit(status)
 
 
 @contextmanager
-def said_once() -> Iterator[None]:
-    """Around what prints, and ends, on every rank alike: on a machine the first does, the others
-    are quiet."""
+def one_rank_prints() -> Iterator[None]:
+    """Around code that prints, and ends, on every rank alike: on each machine only the first rank
+    prints."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         yield
         return
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+    with open(os.devnull, "w") as devnull, redirect_stdout(devnull), redirect_stderr(devnull):
         try:
             yield
         except SystemExit as stop:
-            time.sleep(GRACE_S)  # torchrun ends it before that
+            time.sleep(GRACE_S)  # torchrun ends this rank before that
             raise SystemExit(1 if stop.code else 0) from None

@@ -24,7 +24,7 @@ from torch import nn
 
 from common.data.render import end_turns_properly
 from common.distributed import World, repeated_blocks
-from common.files import refuse, user_errors
+from common.files import user_errors
 from common.flags import Machine, call_program
 from common.hub import load_tokenizer, resolve_model
 from common.lora import adapters, add_adapters
@@ -42,7 +42,19 @@ from common.precision import DTYPES
 from common.printing import guard_output
 from common.shards import dcp, load_shards, saved_tensors
 from common.torch_repair import transformers
-from common.vision import auto_class, load_vision
+from common.vision import Vision, auto_class, load_vision
+
+TEXT_FILES = (  # of a tokenizer and a processor
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "*processor_config.json",
+    "chat_template.json",
+)
 
 
 @dataclass
@@ -58,63 +70,77 @@ class Args:
 
 def main(args: Args) -> None:
     folder, manifest = open_checkpoint(args.checkpoint)
-    refuse(
-        os.path.lexists(args.out),
-        f"--out {args.out} is there already: give another one, or remove it",
-    )
+    if os.path.lexists(args.out):
+        raise SystemExit(f"--out {args.out} is there already: give another one, or remove it")
     path = resolve_model(args.model)
-    run = folder.absolute().parents[1]
-    other = manifest.get("model") != model_identity(Path(path))
-    refuse(other, f"{folder} is of another architecture than --model {args.model}")
-    base = manifest.get("base")
-    other = base is not None and base != weights_identity(Path(path))
-    refuse(other, f"{folder} has adapters of another base than --model {args.model}")
+    check_identity(folder, manifest, path, args.model)
+    run_dir = folder.absolute().parents[1]
     vision = load_vision(path, PixelLimits(0, 0, 0), args.trust_remote_code)
     tokenizer = load_tokenizer(path, args.trust_remote_code)
-    flags = read_json(run / "config.json").get("args", {})
-    answered = any(flags.get(name) for name in ("tools", "environment"))
-    if vision or manifest.get("script") == "sft" or answered:
-        end_turns_properly(tokenizer, vision and vision.processor)
+    flags = read_json(run_dir / "config.json").get("args", {})
+    is_multi_turn = bool(flags.get("tools") or flags.get("environment"))
+    if vision or manifest.get("script") == "sft" or is_multi_turn:
+        processor = vision.processor if vision else None
+        end_turns_properly(tokenizer, processor)
     elif manifest.get("end_token"):
         tokenizer.eos_token = manifest["end_token"]
-    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=args.trust_remote_code)
     transformers.utils.logging.disable_progress_bar()
-    dtype = DTYPES[args.dtype] if args.dtype else dtype_of(run / "model")
-    # adapters lie on a base in the run's dtype
-    options = {
-        "dtype": dtype if manifest.get("LoRA") else torch.float32,
-        "trust_remote_code": args.trust_remote_code,
-    }
-    # its weights are not needed; how they are named in its files is
-    policy = Policy(
-        auto_class(config).from_pretrained(path, config=config, **options), "sdpa", vision
-    )
-    if manifest.get("LoRA"):
-        readers = repeated_blocks(getattr(policy.model.base_model, "language_model", policy.model))
-        rank, alpha, targets = manifest["LoRA"]
-        add_adapters(
-            policy.model, readers, Machine(lora_rank=rank, lora_alpha=alpha, lora_targets=targets)
-        )
+    dtype = DTYPES[args.dtype] if args.dtype else dtype_of(run_dir / "model")
+    policy = initial_policy(path, vision, manifest.get("LoRA"), dtype, args.trust_remote_code)
     restore(policy, folder)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     out = args.out.resolve()
-    export_hugging_face(
-        policy, tokenizer, out, World(0, 1, 0, torch.device("cpu")), dtype, args.model
-    )
-    WrittenFiles(out).list.unlink()  # what is there, no export will replace
+    world = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+    export_hugging_face(policy, tokenizer, out, world, dtype, args.model)
+    WrittenFiles(out).list.unlink()  # no later export may replace these files
     print(f"{args.out}: the weights of {folder} in {dtype}")
 
 
+def check_identity(folder: Path, manifest: dict, path: str, model: str) -> None:
+    """SystemExit if a checkpoint is of another model than --model."""
+    if manifest.get("model") != model_identity(Path(path)):
+        raise SystemExit(f"{folder} is of another architecture than --model {model}")
+    base = manifest.get("base")
+    if base is not None and base != weights_identity(Path(path)):
+        raise SystemExit(f"{folder} has adapters of another base than --model {model}")
+
+
+def initial_policy(
+    path: str,
+    vision: Vision | None,
+    lora: list | None,
+    dtype: torch.dtype,
+    trust_remote_code: bool,
+) -> Policy:
+    """The policy that a run has started from, for the names of its weights. lora: rank, alpha and
+    targets of its adapters, if it has some; they lie on a base in `dtype`."""
+    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    model = auto_class(config).from_pretrained(
+        path,
+        config=config,
+        dtype=dtype if lora else torch.float32,
+        trust_remote_code=trust_remote_code,
+    )
+    policy = Policy(model, "sdpa", vision)
+    if lora:
+        language_model = getattr(policy.model.base_model, "language_model", policy.model)
+        rank, alpha, targets = lora
+        machine = Machine(lora_rank=rank, lora_alpha=alpha, lora_targets=targets)
+        add_adapters(policy.model, repeated_blocks(language_model), machine)
+    return policy
+
+
 def open_checkpoint(path: Path) -> tuple[Path, dict]:
-    """Its step folder, and its manifest, which its files are as. SystemExit if there is none."""
+    """The step folder that a path means, and its manifest, with which its files agree. SystemExit
+    if there is none, or if it is damaged."""
     try:
         folder = step_folder(path)
     except ValueError as error:
         raise SystemExit(str(error)) from error
-    refuse(
-        folder is None,
-        f"{path}: no checkpoint there; give a run folder, or a step folder in its checkpoints/",
-    )
+    if folder is None:
+        raise SystemExit(
+            f"{path}: no checkpoint there; give a run folder, or a step folder in its checkpoints/"
+        )
     try:
         return folder, verify(folder)
     except ValueError as error:
@@ -122,7 +148,7 @@ def open_checkpoint(path: Path) -> tuple[Path, dict]:
 
 
 def restore(policy: Policy, folder: Path) -> None:
-    """The weights of a checkpoint, in place. SystemExit if it has not all of them."""
+    """Load the weights of a checkpoint in place. SystemExit if some are missing."""
     try:
         load_shards(saved_tensors("policy", policy), folder)
     except dcp.api.CheckpointException as error:
@@ -131,12 +157,18 @@ def restore(policy: Policy, folder: Path) -> None:
 
 
 def dtype_of(model: Path) -> torch.dtype:
-    """That of a run's model/; bfloat16 without one."""
-    return getattr(torch, read_json(model / "config.json").get("dtype", "bfloat16"))
+    """The dtype of a run's model/; bfloat16 if there is none."""
+    name = read_json(model / "config.json").get("dtype", "bfloat16")
+    return getattr(torch, name)
 
 
 def read_json(path: Path) -> dict:
+    """The object in a file; {} if there is no file."""
     return json.loads(path.read_text("utf-8")) if path.is_file() else {}
+
+
+def write_json(path: Path, values: dict) -> None:
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False), "utf-8")
 
 
 def export_hugging_face(
@@ -149,10 +181,10 @@ def export_hugging_face(
 ) -> None:
     """Write a folder that transformers and vLLM load as it is; rank 0 writes, all ranks gather.
 
-    Only files that an earlier export has written there are replaced; SystemExit names what is in
-    the way. With LoRA folder/adapter has the adapters alone, for the model `base`.
+    Only files that an earlier export has written there are replaced; SystemExit names a file that
+    is in the way. With LoRA folder/adapter has the adapters alone, for the model `base`.
     """
-    state = {}
+    state: dict[str, torch.Tensor] = {}
     for name, tensor in full_parameters(policy, dtype):
         if world.is_main:
             state[name] = tensor.to("cpu", copy=True)
@@ -166,14 +198,14 @@ def export_hugging_face(
     try:
         temporary = make_unfinished(folder)
         model.save_pretrained(temporary, state_dict=state)
-        vision = policy.vision
-        (vision.processor if vision else tokenizer).save_pretrained(temporary)
+        processor = policy.vision.processor if policy.vision else tokenizer
+        processor.save_pretrained(temporary)
         # save_pretrained names the dtype of the master weights
         written_dtype = str(dtype).removeprefix("torch.")
         keep_source_files(temporary, Path(model.config.name_or_path), tokenizer, written_dtype)
         for file in temporary.iterdir():
             if file.is_file():
-                file.chmod(0o644)  # safetensors writes for the owner alone
+                file.chmod(0o644)  # safetensors lets only the owner read
         if any(adapters(model)):
             save_adapter(model, base, temporary / "adapter")
         WrittenFiles(folder).replace(temporary)
@@ -186,11 +218,13 @@ def export_hugging_face(
 
 
 def generation_config(model: nn.Module, tokenizer) -> "transformers.GenerationConfig":
-    """The model's, which also ends where the tokenizer does: `end_turns_properly` may have changed
-    that. Without its ways to sample where transformers would not save it: some published ones
-    contradict themselves."""
+    """The model's, with the tokenizer's end token, too: `end_turns_properly` may have changed it.
+    Without its sampling settings if transformers would not save them: some published ones
+    contradict each other."""
     config = model.generation_config
-    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    ends = config.eos_token_id
+    if not isinstance(ends, list):
+        ends = [ends]
     config.eos_token_id = sorted({tokenizer.eos_token_id, *ends} - {None})
     try:
         config.validate(strict=True)
@@ -206,45 +240,35 @@ def generation_config(model: nn.Module, tokenizer) -> "transformers.GenerationCo
 
 def save_adapter(model: nn.Module, base: str, folder: Path) -> None:
     """Write the adapters in the format of Hugging Face's PEFT, for the model `base`."""
-    tensors, layers = {}, dict(adapters(model))
+    layers = dict(adapters(model))
+    tensors: dict[str, torch.Tensor] = {}
     for name, layer in layers.items():
         for part in ("lora_A", "lora_B"):
-            tensors[f"base_model.model.{name}.{part}.weight"] = (
-                getattr(layer, part).detach().cpu().contiguous()
-            )
+            tensor = getattr(layer, part).detach().cpu().contiguous()
+            tensors[f"base_model.model.{name}.{part}.weight"] = tensor
+    rank = len(layer.lora_A)  # all layers have the same
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "bias": "none",
-    }
-    config |= {
-        "r": len(layer.lora_A),
-        "lora_alpha": layer.scale * len(layer.lora_A),
-        "target_modules": [*layers],
+        "r": rank,
+        "lora_alpha": layer.scale * rank,
+        "target_modules": list(layers),
     }
     folder.mkdir()
-    save_file(tensors, folder / "adapter_model.safetensors")
-    (folder / "adapter_model.safetensors").chmod(0o644)
+    weights = folder / "adapter_model.safetensors"
+    save_file(tensors, weights)
+    weights.chmod(0o644)
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
 
 
-if __name__ == "__main__":
-    arguments = call_program(Args, "common.export", __doc__)
-    guard_output()
-    with user_errors():
-        main(arguments)
-
-
-TEXT_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "added_tokens.json")
-
-
-TEXT_FILES += ("special_tokens_map.json", "*processor_config.json", "chat_template.json")
+# --- files of the source --------------------------------------------------------------------------
 
 
 def keep_source_files(export: Path, source: Path, tokenizer, dtype: str) -> None:
-    """Bring the files of an export, of weights in `dtype`, together with those of its source, if
-    that is there."""
+    """Complete the files of an export, with weights in `dtype`, by those of the model that it was
+    trained from."""
     config = read_json(export / "config.json")
     if (source / "config.json").is_file():
         config = merge_configs(config, read_json(source / "config.json"))
@@ -271,10 +295,11 @@ def keep_source_files(export: Path, source: Path, tokenizer, dtype: str) -> None
 
 
 def merge_configs(written: dict, read: dict) -> dict:
-    """A config.json with the keys of the source, and those of the export that the source has not.
+    """The config.json that was `read` from the source, with keys that only the one `written` by the
+    export has.
 
-    A source whose text part has no dict of its own (Qwen2.5-VL's) gets none: it would be read in
-    place of the others.
+    A source without a dict for its text part (Qwen2.5-VL's) gets none: it would be read in place of
+    the other keys.
     """
     merged = dict(read)
     if "quantization_config" not in written:
@@ -290,18 +315,18 @@ def merge_configs(written: dict, read: dict) -> dict:
 
 
 def parts_of(config: dict) -> dict[str, dict]:
-    """Configurations within a configuration, by name."""
-    return {
-        name: value
-        for name, value in config.items()
-        if name.endswith("_config") and isinstance(value, dict)
-    }
+    """{name: configuration} of the configurations within a configuration."""
+    parts: dict[str, dict] = {}
+    for name, value in config.items():
+        if name.endswith("_config") and isinstance(value, dict):
+            parts[name] = value
+    return parts
 
 
 def keep_changes(values: dict, tokenizer) -> None:
-    """Enter into a source's settings what the run has changed: the end token, or the template."""
+    """Write the run's end token and template into a source's settings, where they have changed."""
     end_token = values.get("eos_token")
-    if isinstance(end_token, dict):  # with its options
+    if isinstance(end_token, dict):  # a token with its options
         end_token = end_token.get("content")
     if end_token != tokenizer.eos_token:
         values["eos_token"] = tokenizer.eos_token
@@ -309,5 +334,8 @@ def keep_changes(values: dict, tokenizer) -> None:
         values["chat_template"] = tokenizer.chat_template
 
 
-def write_json(path: Path, values: dict) -> None:
-    path.write_text(json.dumps(values, indent=2, ensure_ascii=False), "utf-8")
+if __name__ == "__main__":
+    arguments = call_program(Args, "common.export", __doc__)
+    guard_output()
+    with user_errors():
+        main(arguments)

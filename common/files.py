@@ -2,7 +2,6 @@
 errors."""
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -16,8 +15,9 @@ from common.limits import exhausted_memory
 from common.printing import printable
 from common.progress import say
 
-LEASE_S, HEARTBEAT_S = 60.0, 2.0
-# what libraries run into in damaged files
+LEASE_S = 60.0
+HEARTBEAT_S = 2.0
+# what libraries raise on damaged files
 DAMAGE = (
     ValueError,
     OSError,
@@ -31,10 +31,10 @@ jsonable = partial(to_jsonable_python, inf_nan_mode="null", fallback=float)  # p
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """write(temporary path), then rename it: a reader sees the old file or the new one, and no half
-    one stays."""
+    """write(temporary path), then rename it: readers see the old file or the new one, never a part
+    of one."""
     temporary = path.with_name(f".{path.name}.tmp")
-    # of a killed process; a link would be written through, a pipe waited for
+    # left by a killed process; we would write through a link, and wait for a pipe
     temporary.unlink(missing_ok=True)
     try:
         write(temporary)
@@ -46,47 +46,47 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def shorten(text: str, limit: int) -> str:
-    """At most `limit` characters, cut in the middle; control characters would garble the
-    terminal."""
+    """`text` with its middle cut out if it has more than `limit` characters. Control characters,
+    which would garble the terminal, are replaced."""
     if len(text) > limit:
-        left_out = f" …[{len(text) - 2 * (limit // 2)} characters]… "
-        text = text[: limit // 2] + left_out + text[-(limit // 2) :]
+        half = limit // 2
+        text = f"{text[:half]} …[{len(text) - 2 * half} characters]… {text[-half:]}"
     return "".join(c if c.isprintable() or c == "\n" else "�" for c in text)
 
 
 @contextmanager
 def user_errors(
-    told: str = "error", kinds=(ValueError, OSError, SafetensorError)
+    prefix: str = "error", kinds=(ValueError, OSError, SafetensorError)
 ) -> Iterator[None]:
-    """What the user can put right (a file, a flag) ends the run with its message alone, not with a
-    trace per rank."""
+    """SystemExit with `prefix` and the message of an error that the user can fix (a file, a flag),
+    in place of a trace from each rank."""
     try:
         yield
     except kinds as error:
         text = str(error)
-        if kinds is DAMAGE:  # a library's, in several lines
+        if kinds is DAMAGE:  # a library's message, in several lines
             text = " ".join(text.split())
-        raise SystemExit(printable(f"{told}: {text}")) from error
+        raise SystemExit(printable(f"{prefix}: {text}")) from error
 
 
 @contextmanager
 def memory_advice(phase: str) -> Iterator[None]:
-    """Out of memory in a phase that cannot be repeated ends the run with the flags that help."""
+    """Out of memory in a phase that cannot be repeated is a SystemExit with the flags that help."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         memory = exhausted_memory(error)
         if not memory:
             raise
-        remedy = "lower --engine-memory, or give it more memory"
         if memory == "GPU memory":
             remedy = (
-                "lower --engine-memory, add --offload optimizer (of a KL the reference, "
-                "too), or use more GPUs"
+                "lower --engine-memory, add --offload optimizer (of a KL the reference, too), "
+                "or use more GPUs"
             )
-        raise SystemExit(
-            f"out of {memory} in {phase}: {remedy}; then the same command goes on"
-        ) from error
+        else:
+            remedy = "lower --engine-memory, or give it more memory"
+        message = f"out of {memory} in {phase}: {remedy}; then the same command goes on"
+        raise SystemExit(message) from error
 
 
 def refuse(wrong: bool, message: str) -> None:
@@ -97,45 +97,55 @@ def refuse(wrong: bool, message: str) -> None:
 def lock_folder(
     folder: Path, lost: Callable[[LeaseCompromise], None] | None = None
 ) -> SoftFileLease:
-    """FOLDER/lock: who writes into a run folder (flock is not to be trusted on network file
+    """Take FOLDER/lock, so that one run alone writes there (flock fails on some network file
     systems).
 
-    SystemExit if the heart of another run beats there. One left behind is taken over: on this
-    machine at once when its process is gone, else after a minute without a heartbeat. `lost` is
-    called when that happens to this one.
+    SystemExit if another run holds it. A lock that was left behind is taken over: at once if its
+    process ran on this machine and has ended, else after a minute without a heartbeat. `lost` is
+    called when another run takes over this one.
     """
     path = folder / "lock"
-    options = {"lease_duration": LEASE_S, "heartbeat_interval": HEARTBEAT_S, "on_compromise": lost}
-    lock = SoftFileLease(path, thread_local=False, **options)
+    lock = SoftFileLease(
+        path,
+        thread_local=False,
+        lease_duration=LEASE_S,
+        heartbeat_interval=HEARTBEAT_S,
+        on_compromise=lost,
+    )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        owner, beat = lock.owner, modified(path)
-        told = f"another run writes there; {path} has its name"
+        owner = lock.owner
+        last_beat = modified(path)
         if owner:
-            told = f"process {owner.pid} on {owner.hostname} writes there; end it"
-            say(
-                f"{path} is of process {owner.pid} on {owner.hostname}: taken over, unless "
-                "its heart beats in a minute"
-            )
-        elif beat:
-            told = (
-                f"{path} names no process, as a full disk leaves it; if no run writes "
-                "there, delete it"
+            process = f"process {owner.pid} on {owner.hostname}"
+            problem = f"{process} writes there; end it"
+            say(f"{path} is of {process}: taken over, unless its heart beats in a minute")
+        elif last_beat:
+            problem = (
+                f"{path} names no process, as a full disk leaves it; if no run writes there, "
+                "delete it"
             )
             say(
-                f"{path} names no process: taken over, if it is damaged and no heart beats in "
-                "a minute"
+                f"{path} names no process: taken over, if it is damaged and no heart beats in a "
+                "minute"
             )
-        lock.acquire(timeout=LEASE_S + 5, cancel_check=lambda: modified(path) not in (beat, None))
+        else:
+            problem = f"another run writes there; {path} has its name"
+
+        def has_beaten() -> bool:
+            return modified(path) not in (last_beat, None)
+
+        lock.acquire(timeout=LEASE_S + 5, cancel_check=has_beaten)
     except Timeout as error:
-        raise SystemExit(f"--output-dir {folder}: {told}, or give another --output-dir") from error
+        message = f"--output-dir {folder}: {problem}, or give another --output-dir"
+        raise SystemExit(message) from error
     except OSError as error:
         raise SystemExit(f"--output-dir {folder}: cannot write there ({error})") from error
     return lock
 
 
 def modified(path: Path) -> float | None:
-    """When a file was written last; None if there is none."""
+    """When a file was last written, in seconds since 1970; None if there is none."""
     with suppress(FileNotFoundError):
         return path.stat().st_mtime
     return None
@@ -143,26 +153,8 @@ def modified(path: Path) -> float | None:
 
 @contextmanager
 def full_disk_is_a_warning(path: Path) -> Iterator[None]:
-    """What cannot be written costs itself, not the run."""
+    """An OSError while `path` is written is a warning: the run goes on without it."""
     try:
         yield
     except OSError as error:
         print(f"warning: {path} not written ({error})", flush=True)
-
-
-def command_line() -> list[str]:
-    """The arguments of this process, with `~` as the home folder wherever a path may begin: a shell
-    leaves it as it is behind `=`, behind a comma and in quotes. SystemExit where no home folder is
-    known."""
-    arguments = []
-    for argument in sys.argv[1:]:
-        name, equals, value = "", "", argument
-        if argument.startswith("--"):
-            name, equals, value = argument.partition("=")
-        paths = [os.path.expanduser(path) for path in value.split(",")]
-        refuse(
-            any(path == "~" or path.startswith("~/") for path in paths),
-            f"{argument}: there is no home folder",
-        )
-        arguments.append(name + equals + ",".join(paths))
-    return arguments

@@ -1,47 +1,47 @@
-"""The flags that scripts share, in four groups; their ranges stand in their types. How a command
-line is read.
+"""The flags that scripts share, in four groups, with their ranges in their types; and how a script
+reads its command line.
 
 A script's `Args` has its algorithm's own flags and, as fields, the groups it needs: `--help` shows
-a box for each, and names on the command line carry no prefix. Another default for a fork stands in
-one place, its `Args`:
+a box for each, and names on the command line carry no prefix. A fork changes a default in one
+place, its `Args`:
 
     rollout: Rollout = field(default_factory=partial(Rollout, samples_per_prompt=16))
 """
 
-import argparse
-import operator
 import re
 import sys
-import textwrap
-import tomllib
-import warnings
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 from annotated_types import Ge, Gt, Le
 from tyro.constructors import PrimitiveConstructorSpec
 
-from common.ending import said_once
-from common.files import command_line, refuse
+from common.command_line import (
+    check_ranges,
+    expanded_arguments,
+    flag,
+    flat,
+    given,
+    help_screen,
+    refuse_broken_line,
+    refuse_idle,
+    title_and_commands,
+)
+from common.ending import one_rank_prints
+from common.foreign_flags import refuse_foreign_flags
 from common.processes import ranks_here
 from common.progress import say
 
 ROOT = Path(__file__).resolve().parents[1]
 EMBEDDED = ("tiny", "tiny-vl", "tiny-vl-python")  # models that bring their own data
-FOREIGN_FLAGS = ROOT / "common" / "foreign_flags.toml"
-LORA_RATE = 10  # times the default learning rate
-BOUNDS = {
-    Gt: (operator.gt, "be above"),
-    Ge: (operator.ge, "not be below"),
-    Le: (operator.le, "not be above"),
-}
-HELP_COLUMN = 32  # where the texts of --help begin
+LORA_RATE_FACTOR = 10  # learning rate of adapters, by default, over that of full training
 MOST_TOKENS = 16_384  # of a micro-batch, unless a number is typed
 TRACKERS = ("tensorboard", "wandb", "trackio", "swanlab")
+OFFLOADS = ("optimizer", "reference")
 
 Count = Annotated[int, Gt(0), Le(2**53)]
 Limit = Annotated[int, Ge(0), Le(2**53)]  # 0: there is none
@@ -50,44 +50,47 @@ Amount = Annotated[float, Ge(0)]
 Share = Annotated[float, Ge(0), Le(1)]
 
 
-def joined(names: list[str]) -> str:
-    if not names:
+def join_files(words: list[str]) -> str:
+    if not words:
         raise ValueError("expected a file")
-    return ",".join(names)
+    return ",".join(words)
 
 
-# Files, or patterns of them, separated by commas; or by spaces, as a shell leaves its pattern.
+def check_offload(words: list[str]) -> str:
+    for name in words[0].split(","):
+        if name not in OFFLOADS:
+            raise ValueError(f"{name!r} is not one of {', '.join(OFFLOADS)}")
+    return words[0]
+
+
+def is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def as_words(text: str) -> list[str]:
+    return [text]
+
+
+# Files, or patterns of them, separated by commas; or by spaces, as a shell expands a pattern.
 Files = Annotated[
     str,
     PrimitiveConstructorSpec(
         nargs="*",
         metavar="FILES",
-        instance_from_str=joined,
-        is_instance=lambda value: isinstance(value, str),
-        str_from_instance=lambda value: [value],
+        instance_from_str=join_files,
+        is_instance=is_text,
+        str_from_instance=as_words,
     ),
 ]
-
-OFFLOADS = ("optimizer", "reference")
-
-
-def offload_of(texts: list[str]) -> str:
-    names = texts[0].split(",")
-    for name in names:
-        if name not in OFFLOADS:
-            raise ValueError(f"{name!r} is not one of {', '.join(OFFLOADS)}")
-    return texts[0]
-
-
 # Names of OFFLOADS, separated by commas.
 Offload = Annotated[
     str,
     PrimitiveConstructorSpec(
         nargs=1,
         metavar="NAMES",
-        instance_from_str=offload_of,
-        is_instance=lambda value: isinstance(value, str),
-        str_from_instance=lambda value: [value],
+        instance_from_str=check_offload,
+        is_instance=is_text,
+        str_from_instance=as_words,
     ),
 ]
 
@@ -239,125 +242,91 @@ Result = TypeVar("Result")
 def parse(
     args_class: type[Args], demo: Args, doc: str, first_screen: str = ""
 ) -> tuple[Args, bool]:
-    """(the script's arguments, whether they are the demo's: no --model is given). SystemExit for
-    what is wrong.
+    """(the script's arguments, whether its demo runs: no --model is given).
 
     first_screen: the flags that --help shows, a group a line; without any it shows all, as
-    --help-all does.
+    --help-all does. SystemExit after help, and for a command line that is wrong.
     """
     is_demo = "--model" not in given()
-    asks_for_help = bool(given() & {"--help", "-h", "--help-all"})
-    default = demo if is_demo and not asks_for_help else args_class()
-    with said_once():
-        told = "python -OO (PYTHONOPTIMIZE=2) leaves out the docstrings that --help and tools show"
-        refuse(sys.flags.optimize > 1, f"{told}: take python, or python -O")
-        sys.argv[1:] = command_line()
+    wants_help = bool(given() & {"--help", "-h", "--help-all"})
+    default = demo if is_demo and not wants_help else args_class()
+    with one_rank_prints():
+        if sys.flags.optimize > 1:
+            raise SystemExit(
+                "python -OO (PYTHONOPTIMIZE=2) leaves out the docstrings that --help and tools "
+                "show: take python, or python -O"
+            )
+        sys.argv[1:] = expanded_arguments()
         if first_screen and given() & {"--help", "-h"}:
             print(help_screen(args_class, doc, first_screen.strip().splitlines()))
             raise SystemExit(0)
-        explain_foreign(sys.argv[1:], args_class)
+        refuse_broken_line(sys.argv[1:])
+        script_flags = {flag(name) for name in flat(args_class())}
+        rollout_flags = {flag(item.name) for item in fields(Rollout)}
+        refuse_foreign_flags(sys.argv[1:], script_flags, rollout_flags)
+        arguments = ["--help" if word == "--help-all" else word for word in sys.argv[1:]]
         try:
-            parsed = tyro.cli(
+            args = tyro.cli(
                 tyro.conf.OmitArgPrefixes[args_class],
-                args=[
-                    "--help" if argument == "--help-all" else argument for argument in sys.argv[1:]
-                ],
+                args=arguments,
                 default=default,
-                description=teaching(doc),
-                add_help=asks_for_help,  # its errors would name --help, which has not all flags
+                description=title_and_commands(doc),
+                add_help=wants_help,  # tyro's errors would name --help, which has not all flags
             )
         except SystemExit as stop:
             if stop.code:
                 print(f"all flags: python {sys.argv[0]} --help-all", file=sys.stderr)
             raise
-        check_ranges(parsed)
-    return with_lora_rates(parsed) if parsed.machine.lora_rank else parsed, is_demo
+        check_ranges(args)
+    if args.machine.lora_rank:
+        args = with_lora_rates(args)
+    return args, is_demo
 
 
 def call_program(function: Callable[..., Result], module: str, doc: str) -> Result:
-    """function(...) with the command line of `python -m MODULE`, whose --help begins with its
+    """function(...) with the command line of `python -m MODULE`. Its --help begins with the
     docstring as it stands: tyro would fold commands into a paragraph."""
     if given() & {"--help", "-h"}:
         print(f"{doc.strip()}\n")
-    return tyro.cli(function, args=command_line(), prog=f"python -m {module}", description="")
-
-
-def teaching(doc: str) -> str:
-    """The title of a script, and its commands, from its docstring."""
-    title, *paragraphs = doc.split("\n\n")
-    commands = [text for text in paragraphs if text.startswith("    ")]
-    return "\n\n".join([title.partition("\n")[0], *commands])
-
-
-def help_screen(args_class: type, doc: str, groups: list[str]) -> str:
-    """Title, commands, and groups of flags with their defaults and the first part of their help, in
-    80 columns."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # requirements.txt pins tyro
-        parser = tyro.extras.get_parser(tyro.conf.OmitArgPrefixes[args_class], default=args_class())
-    actions = {action.option_strings[0]: action for action in parser._actions}
-    defaults = flat(args_class())
-    lines = [teaching(doc)]
-    for group in groups:
-        lines.append("")
-        for name in group.split():
-            lines += help_lines(actions[f"--{name}"], defaults[name.replace("-", "_")])
-    return "\n".join([*lines, "", "--help-all: all flags, and all that is to be said of them"])
-
-
-def help_lines(action: argparse.Action, default: Any) -> list[str]:
-    """A flag with its default, and what its help says before the first semicolon."""
-    shown = f"  {action.option_strings[0]}"
-    if isinstance(default, float):
-        shown += f" {default:g}"
-    elif default is None or default == "":
-        shown += f" {action.metavar.removeprefix('{None}|')}"
-    elif not isinstance(default, bool):
-        shown += f" {default}"
-    text = action.help.rpartition(" (default: ")[0].partition("; ")[0]
-    if "," in (action.metavar or ""):  # {one,or,another}
-        text += f" ({action.metavar.strip('{}').replace(',', ', ')})"
-    first, *further = textwrap.wrap(text, width=80 - HELP_COLUMN, break_on_hyphens=False)
-    return [shown.ljust(HELP_COLUMN) + first, *(" " * HELP_COLUMN + line for line in further)]
+    return tyro.cli(function, args=expanded_arguments(), prog=f"python -m {module}", description="")
 
 
 def with_lora_rates(args: Args) -> Args:
-    """With the learning rates of adapters, by default ten times those of full training; says so."""
-    rates = {name: rate for name, rate in vars(args).items() if name.endswith("learning_rate")}
-    rates |= {name: LORA_RATE * rate for name, rate in rates.items() if flag(name) not in given()}
-    for name, rate in rates.items():
-        low = ": low, ten times that of full training is usual" if rate < 0.99e-5 else ""
-        say(
-            f"{'warning: ' if low else ''}LoRA of rank {args.machine.lora_rank}, {flag(name)} "
-            f"{rate:g}{low}"
-        )
+    """The arguments with the learning rates of adapters, by default ten times those of full
+    training. Prints them."""
+    rates: dict[str, float] = {}
+    for name, rate in vars(args).items():
+        if name.endswith("learning_rate"):
+            if flag(name) not in given():
+                rate *= LORA_RATE_FACTOR
+            rates[name] = rate
+            line = f"LoRA of rank {args.machine.lora_rank}, {flag(name)} {rate:g}"
+            if rate < 0.99e-5:
+                line = f"warning: {line}: low, ten times that of full training is usual"
+            say(line)
     return replace(args, **rates)
 
 
 def check_pixels(data: Data) -> None:
-    refuse(
-        data.min_pixels > data.max_pixels,
-        f"--min-pixels {data.min_pixels}: above --max-pixels {data.max_pixels}",
-    )
+    if data.min_pixels > data.max_pixels:
+        raise SystemExit(f"--min-pixels {data.min_pixels}: above --max-pixels {data.max_pixels}")
 
 
 def check_shared(data: Data, run: Run, rollout: Rollout) -> None:
-    """Refuse what cannot work, or has no effect, of the flags that the RL scripts share."""
+    """SystemExit for shared flags that cannot work together, or have no effect, in an RL script."""
     check_pixels(data)
-    refuse(
-        bool(rollout.replay) and rollout.eval_only, "--replay is of training, --eval-only does none"
-    )
-    shared, local = rollout.engine_parallel, ranks_here()
-    refuse(shared > 1 and not rollout.uses_vllm, f"--engine-parallel {shared} needs --engine vllm")
-    refuse(
-        local % shared > 0,
-        f"--engine-parallel {shared}: torchrun's --nproc_per_node {local} is no multiple of it",
-    )
-    needed, rows = (
-        ("--eval-data", data.eval_data) if rollout.eval_only else ("--train-data", data.train_data)
-    )
-    bare = run.model not in EMBEDDED or bool(data.train_data)
-    refuse(not rows and bare, f"--model {run.model} needs {needed}")
+    if rollout.replay and rollout.eval_only:
+        raise SystemExit("--replay is of training, --eval-only does none")
+    check_engine_parallel(rollout)
+    brings_data = run.model in EMBEDDED and not data.train_data
+    if rollout.eval_only:
+        files_flag = "--eval-data"
+        files = data.eval_data
+    else:
+        files_flag = "--train-data"
+        files = data.train_data
+    if not files and not brings_data:
+        raise SystemExit(f"--model {run.model} needs {files_flag}")
     evaluates = bool(data.eval_data) or not data.train_data
     uses = {  # flag: (whether it has an effect, what it needs for one)
         "eval_every": (evaluates, "--eval-data"),
@@ -367,7 +336,7 @@ def check_shared(data: Data, run: Run, rollout: Rollout) -> None:
         "profile_steps": (not rollout.eval_only, "training, and no --eval-only"),
     }
     refuse_idle(run, uses)
-    samples = rollout.eval_temperature > 0  # greedy ones are all the same
+    is_random = rollout.eval_temperature > 0  # greedy samples are all the same
     uses = {
         "max_turns": (rollout.multi_turn, "--tools or --environment"),
         "max_turn_tokens": (rollout.multi_turn, "--tools or --environment"),
@@ -375,156 +344,52 @@ def check_shared(data: Data, run: Run, rollout: Rollout) -> None:
         "deterministic": (rollout.multi_turn, "--tools or --environment"),
         "tool_workers": (rollout.multi_turn, "--tools or --environment"),
         "tool_timeout": (rollout.multi_turn, "--tools or --environment"),
-        "eval_top_p": (samples, "an --eval-temperature above 0"),
-        "eval_samples": (samples, "an --eval-temperature above 0"),
+        "eval_top_p": (is_random, "an --eval-temperature above 0"),
+        "eval_samples": (is_random, "an --eval-temperature above 0"),
         "eval_temperature": (evaluates, "--eval-data"),
     }
     refuse_idle(rollout, uses)
 
 
-def flat(args: Any) -> dict[str, Any]:
-    """{name: value} of all flags, those of groups too."""
-    pairs = {item.name: getattr(args, item.name) for item in fields(args)}
-    groups = {name: value for name, value in pairs.items() if is_dataclass(value)}
-    own = {name: value for name, value in pairs.items() if name not in groups}
-    return own | {name: value for group in groups.values() for name, value in flat(group).items()}
-
-
-def step_range(text: str | None) -> range:
-    """The steps of --profile-steps A:B, from the first to the last; none of None."""
-    match = re.fullmatch(r"([1-9]\d{0,8}):(\d{1,9})", text or "")
-    steps = range(int(match[1]), int(match[2]) + 1) if match else range(0)
-    refuse(
-        text is not None and not steps,
-        f"--profile-steps {text}: give the first and the last step, such as 3:5",
-    )
-    return steps
-
-
-def tracker_names(trackers: str) -> list[str]:
-    """The comma-separated names of --log. ValueError for an unknown one."""
-    names = list(dict.fromkeys(item.strip() for item in trackers.split(",") if item.strip()))
-    if unknown := [item for item in names if item not in TRACKERS]:
-        raise ValueError(
-            f"--log {trackers}: unknown tracker {unknown[0]!r}, expected {', '.join(TRACKERS)}"
-        )
-    return names
-
-
-def flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def check_ranges(args: Any) -> None:
-    """Refuse numbers outside the range that their type names, of a group or of all in it."""
-    for name, hint in get_type_hints(type(args), include_extras=True).items():
-        value = getattr(args, name)
-        if is_dataclass(value):
-            check_ranges(value)
-        elif isinstance(value, tuple):
-            for part, hint_of_part in zip(value, get_args(hint), strict=True):
-                check_range(flag(name), part, hint_of_part)
-        elif isinstance(value, int | float):
-            check_range(flag(name), value, hint)
-
-
-def check_range(shown: str, value: float, hint: Any) -> None:
-    """Refuse a number outside the range that its type names, or one of the types that it may
-    have."""
-    refuse(value != value, f"{shown} {value}: must be a number")
-    for part in (hint, *get_args(hint)):
-        for bound in getattr(part, "__metadata__", ()):
-            holds, words = BOUNDS[type(bound)]
-            (limit,) = astuple(bound)
-            refuse(not holds(value, limit), f"{shown} {value}: must {words} {limit:g}")
-
-
-def given() -> set[str]:
-    """The flags on the command line."""
-    return {argument.partition("=")[0].replace("_", "-") for argument in sys.argv[1:]}
-
-
-def refuse_idle(flags: Any, uses: dict[str, tuple[bool, str]]) -> None:
-    """Stop if a flag is given that has no effect. uses: {field: (is it used, what it would
-    need)}."""
-    for name, (used, needs) in uses.items():
-        said = {flag(name), flag(name).replace("--", "--no-", 1)} & given()
-        refuse(
-            not used and bool(said),
-            f"{flag(name)} {getattr(flags, name)} has no effect: needs {needs}",
+def check_engine_parallel(rollout: Rollout) -> None:
+    size = rollout.engine_parallel
+    if size > 1 and not rollout.uses_vllm:
+        raise SystemExit(f"--engine-parallel {size} needs --engine vllm")
+    ranks = ranks_here()
+    if ranks % size > 0:
+        raise SystemExit(
+            f"--engine-parallel {size}: torchrun's --nproc_per_node {ranks} is no multiple of it"
         )
 
 
 def check_reward_timeout(flags: Any, deadline_s: float) -> None:
-    """Stop if --reward-timeout is given beside a function that has another deadline of its own."""
-    is_deadline = deadline_s == flags.reward_timeout
-    refuse_idle(
-        flags,
-        {"reward_timeout": (is_deadline, "a --reward-function without a timeout_s of its own")},
-    )
+    """SystemExit if --reward-timeout is given beside a function with another deadline of its
+    own."""
+    is_used = deadline_s == flags.reward_timeout
+    needs = "a --reward-function without a timeout_s of its own"
+    refuse_idle(flags, {"reward_timeout": (is_used, needs)})
 
 
-def explain_foreign(arguments: list[str], args_class: type) -> None:
-    """SystemExit with what a flag of another system or script is here, or one that is gone; for a
-    broken line."""
-    old_launcher = any(
-        argument.replace("_", "-").startswith("--local-rank") for argument in arguments
-    )
-    refuse(
-        old_launcher,
-        "--local-rank is what python -m torch.distributed.launch and deepspeed add: take torchrun",
-    )
-    blank = any(argument and not argument.strip() for argument in arguments)
-    refuse(
-        blank,
-        "a lone space is an argument: a backslash that continues a line must be its last character",
-    )
-    pairs = [
-        a.split("=", 1) if "=" in a else (a, b) for a, b in zip(arguments, [*arguments[1:], None])
-    ]
-    if empty := [
-        name
-        for name, value in pairs
-        if value == "" and name.replace("_", "-") not in ("--tools", "--log")
-    ]:
-        raise SystemExit(f"{empty[0]} is empty: an unset variable?")
-    for name, value in pairs:
-        is_bare = value is None or value.startswith("--")
-        refuse(
-            is_bare and name in ("--train-data", "--eval-data"),
-            f"{name} is followed by no file: an unset variable?",
-        )
-    ours = {flag(name) for name in flat(args_class())}
-    ours |= {known.replace("--", "--no-", 1) for known in ours} | {"--help", "--help-all"}
-    for argument in arguments:
-        name = argument.partition("=")[0].lstrip("+")
-        key = flag(name.lstrip("-").removeprefix("no-"))
-        is_flag = name.startswith("--")
-        is_foreign = is_flag or ("=" in argument and "." in name)  # verl's keys have no dashes
-        if not is_foreign or key in ours:
+def step_range(text: str | None) -> range:
+    """The steps of --profile-steps A:B, from the first to the last; none of None."""
+    if text is None:
+        return range(0)
+    match = re.fullmatch(r"([1-9]\d{0,8}):(\d{1,9})", text)
+    steps = range(int(match[1]), int(match[2]) + 1) if match else range(0)
+    if not steps:
+        raise SystemExit(f"--profile-steps {text}: give the first and the last step, such as 3:5")
+    return steps
+
+
+def tracker_names(trackers: str) -> list[str]:
+    """The comma-separated names of --log, each once. ValueError for an unknown one."""
+    names: list[str] = []
+    for item in trackers.split(","):
+        name = item.strip()
+        if not name or name in names:
             continue
-        answer = foreign_flags().get(key)
-        if answer is not None:
-            raise SystemExit(
-                f"{Path(sys.argv[0]).name} has no {key if is_flag else name}: {answer}"
-            )
-
-
-def foreign_flags() -> dict[str, str]:
-    """{a flag that this script may not have: who has it, or what it is here}."""
-    tables = tomllib.loads(FOREIGN_FLAGS.read_text())
-    scripts = tables.pop("scripts")
-    answers = {
-        flag(item.name): "grpo.py, ppo.py and curiosity_rl.py have it" for item in fields(Rollout)
-    }
-    for name, owners in scripts.items():
-        answers[name] = f"{owners} {'have' if ' and ' in owners else 'has'} it"
-    for table in tables.values():
-        for name, (here, note) in table.items():
-            answer = f"here {here} ({note})" if note else f"here {here}"
-            if here == "none":
-                answer = note
-            answers[flag(name.lstrip("-"))] = f"{answer}; see docs/from_verl_trl.md".replace(
-                "`", ""
-            )
-    return answers
+        if name not in TRACKERS:
+            expected = ", ".join(TRACKERS)
+            raise ValueError(f"--log {trackers}: unknown tracker {name!r}, expected {expected}")
+        names.append(name)
+    return names

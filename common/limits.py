@@ -1,8 +1,8 @@
-"""What a process may use of its machine: memory and CPUs, by the machine itself and by its control
+"""Memory and CPUs that a process may use: those of the machine, within the limits of its control
 groups (cgroups).
 
 A container, a job of Slurm or a service of systemd is a control group, whose limits hold for all
-that runs in it. /proc/meminfo and os.cpu_count() do not know of them. Without torch.
+that runs in it. /proc/meminfo and os.cpu_count() do not show them. Without torch.
 """
 
 import os
@@ -19,16 +19,15 @@ ROOT = Path("/")
 # oneDNN's
 GPU_WORDS = ("out of memory", "alloc_failed")
 CPU_WORDS = ("defaultcpuallocator", "bad_alloc", "could not create a memory object")
-# oneDNN had no memory to compile it in, and will not try again
+# oneDNN had no memory to compile a kernel in, and does not try again
 NO_KERNEL = "could not create a primitive"
 
 
 def free_memory(root: Path = ROOT) -> int:
-    """Bytes that may still be taken: the least of what the machine and its control groups have
-    left.
+    """Bytes that may still be taken: the least that the machine or a control group has left.
 
-    Pages of files that have not been used lately count as free: the kernel drops them when memory
-    is asked for.
+    Pages of files that have not been used lately count as free: the kernel drops them when it needs
+    memory.
     """
     free = psutil.virtual_memory().available
     for folder in control_groups("memory", root):
@@ -45,11 +44,10 @@ def total_memory(root: Path = ROOT) -> int:
 
 
 def usable_cpus(root: Path = ROOT) -> int:
-    """CPUs that this process may keep busy: of those that it may run on, the share that its control
-    groups grant.
+    """CPUs that this process may keep busy: those that it may run on, at most the quota of its
+    control groups.
 
-    A share such as 2.5 is 2: threads that wait for each other would all stand still when it is used
-    up.
+    A quota such as 2.5 is 2: threads that wait for each other would all stop when it is used up.
     """
     cpus = len(os.sched_getaffinity(0))
     for folder in control_groups("cpu", root):
@@ -64,24 +62,22 @@ def killed_processes(root: Path = ROOT) -> int:
 
 
 def exhausted_memory(error: BaseException) -> str:
-    """Which has run out, by what an error says: "GPU memory", "memory" of the machine, or none,
-    ""."""
+    """Which memory has run out, by the text of an error: "GPU memory", "memory" (of the machine);
+    "" if none has."""
     text = str(error).lower()
-    if (
-        isinstance(error, MemoryError)
-        or text.endswith(NO_KERNEL)
-        or any(words in text for words in CPU_WORDS)
-    ):
+    if isinstance(error, MemoryError) or text.endswith(NO_KERNEL):
         return "memory"
-    # torch's own, which is not imported here
+    if any(words in text for words in CPU_WORDS):
+        return "memory"
+    # torch's class, by name: torch is not imported here
     if type(error).__name__ == "OutOfMemoryError" or any(words in text for words in GPU_WORDS):
         return "GPU memory"
     return ""
 
 
 def memory_limit(folder: Path) -> float:
-    """Bytes, inf without one. Version 1 also knows the least limit of groups that a container does
-    not see."""
+    """Bytes, inf without a limit. Version 1 also has the least limit of the groups above, which a
+    container does not see."""
     names = ("memory.max", "memory.high", "memory.limit_in_bytes")
     limits = [number(folder / name) for name in names]
     limits.append(statistic(folder / "memory.stat", "hierarchical_memory_limit", inf))
@@ -91,31 +87,32 @@ def memory_limit(folder: Path) -> float:
 def memory_in_use(folder: Path) -> float:
     """Bytes of a control group and those below it, without pages of files that have not been used
     lately."""
-    in_use = min(number(folder / name) for name in ("memory.current", "memory.usage_in_bytes"))
+    in_use = min(number(folder / "memory.current"), number(folder / "memory.usage_in_bytes"))
     if in_use == inf:
         return 0
-    # version 1 has a group's own pages under this name, and under the other those of the groups
-    # below it, too
+    # in version 1 this is the group alone; the total has the groups below it, too
     inactive = statistic(folder / "memory.stat", "inactive_file", 0)
-    inactive = statistic(folder / "memory.stat", "total_inactive_file", inactive)
+    inactive = statistic(folder / "memory.stat", "total_inactive_file", default=inactive)
     return max(0, in_use - inactive)
 
 
 def cpu_quota(folder: Path) -> float:
     """CPUs that a control group may keep busy, inf without a limit."""
-    quota, period = number(folder / "cpu.cfs_quota_us"), number(folder / "cpu.cfs_period_us")
+    quota = number(folder / "cpu.cfs_quota_us")
+    period = number(folder / "cpu.cfs_period_us")
     fields = read(folder / "cpu.max").split()
     if len(fields) == 2 and fields[0].isdecimal() and fields[1].isdecimal():
-        quota, period = int(fields[0]), int(fields[1])
-    if not 0 < quota < inf or not 0 < period < inf:  # version 1 writes -1 for none
-        return inf
-    return quota / period
+        quota = int(fields[0])
+        period = int(fields[1])
+    has_limit = 0 < quota < inf and 0 < period < inf  # version 1 writes -1 for none
+    return quota / period if has_limit else inf
 
 
 def status_bytes(name: str) -> int:
-    """A line of this process's /proc/self/status; 0 where there is none."""
-    found = re.search(rf"^{name}:\s*(\d+) kB$", read(Path("/proc/self/status")), re.MULTILINE)
-    return int(found[1]) * 1024 if found else 0
+    """The number in a line of this process's /proc/self/status, in bytes; 0 if there is none."""
+    status = read(Path("/proc/self/status"))
+    match = re.search(rf"^{name}:\s*(\d+) kB$", status, re.MULTILINE)
+    return int(match[1]) * 1024 if match else 0
 
 
 def control_groups(controller: str, root: Path = ROOT) -> Iterator[Path]:
@@ -123,22 +120,23 @@ def control_groups(controller: str, root: Path = ROOT) -> Iterator[Path]:
     mounted here."""
     for kind, group in memberships(controller, root):
         folders = mounted(kind, controller, root)
-        inside = [(mount, place) for mount, place in folders if is_below(group, mount)]
-        # in a container /proc may name a group by a path that is not seen from there: its own is
-        # what is mounted
-        for mount, place in inside or folders:
-            folder = place
-            if is_below(group, mount):
-                folder = place / os.path.relpath(group, mount)
+        above = [(mount, place) for mount, place in folders if is_below(group, mount)]
+        for mount, place in above:
+            folder = place / os.path.relpath(group, mount)
             while folder != place:
                 yield folder
                 folder = folder.parent
             yield place
+        if not above:
+            # in a container /proc may name a group by a path that does not exist there: what is
+            # mounted is its own group
+            for _, place in folders:
+                yield place
 
 
 def memberships(controller: str, root: Path) -> Iterator[tuple[str, str]]:
-    """(type of file system, path) of this process's groups, of /proc/self/cgroup:
-    ID:CONTROLLERS:PATH.
+    """(type of file system, path) of this process's groups, from the lines ID:CONTROLLERS:PATH of
+    /proc/self/cgroup.
 
     Version 2 has one hierarchy without a list of controllers; version 1 one for each list.
     """
@@ -151,15 +149,16 @@ def memberships(controller: str, root: Path) -> Iterator[tuple[str, str]]:
 
 
 def mounted(kind: str, controller: str, root: Path) -> list[tuple[str, Path]]:
-    """(path in its hierarchy, folder) of each mount of control groups, by /proc/self/mountinfo."""
-    found = []
+    """(path in its hierarchy, folder) of each mount of control groups, from
+    /proc/self/mountinfo."""
+    mounts: list[tuple[str, Path]] = []
     for line in read(root / "proc/self/mountinfo").splitlines():
         fields, _, rest = line.partition(" - ")
         file_system, _, options = rest.split(" ", 2)
         if file_system == kind and (kind == "cgroup2" or controller in options.split(",")):
-            mount, place = (unescape(field) for field in fields.split(" ")[3:5])
-            found.append((mount, root / place.lstrip("/")))
-    return found
+            mount, place = [unescape(field) for field in fields.split(" ")[3:5]]
+            mounts.append((mount, root / place.lstrip("/")))
+    return mounts
 
 
 def unescape(field: str) -> str:
@@ -173,12 +172,12 @@ def is_below(group: str, mount: str) -> bool:
 
 def statistic(path: Path, name: str, default: float) -> float:
     """The number in the line NAME NUMBER of a file."""
-    found = re.search(rf"^{name} (\d+)$", read(path), re.MULTILINE)
-    return int(found[1]) if found else default
+    match = re.search(rf"^{name} (\d+)$", read(path), re.MULTILINE)
+    return int(match[1]) if match else default
 
 
 def number(path: Path) -> float:
-    """The number in a file; inf for `max`, for less than nothing, and where there is none."""
+    """The number in a file; inf for `max`, for a negative number, and where there is no file."""
     text = read(path).strip()
     return int(text) if text.isdecimal() else inf
 

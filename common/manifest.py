@@ -1,5 +1,5 @@
-"""What a run has written: step folders and their manifests, the files of its model/. Without
-torch."""
+"""What a run has written, and whether it is whole: step folders with their manifests, the files of
+its model/. Without torch."""
 
 import hashlib
 import json
@@ -14,14 +14,14 @@ from common.files import replace_file
 from common.progress import say
 
 MANIFEST = "manifest.json"  # in the step folder, written last: a folder without it is no checkpoint
-PLACES = 256  # of a file that are read for its fingerprint
+NUM_SAMPLES = 256  # pieces of a file that are read for its fingerprint
 BEGIN_ANEW = "--resume never, with another --output-dir, begins anew"
 STEP_NAME = re.compile(r"step_\d{6,20}")
 UNFINISHED_STEP = re.compile(r"tmp_(old_)?step_\d{6,20}")
 SAVED_FILE = re.compile(  # in a step folder, by the path in it
     r"state(/shard-\d+-model-\d+-of-\d+\.safetensors)?|\.?(trainer|manifest)\.json(\.tmp)?"
 )
-# in a folder that is being written: whoever finds it may remove the folder
+# a file in a folder that is being written: a later run may remove the folder
 UNFINISHED = ".unfinished"
 
 
@@ -32,39 +32,40 @@ def digest(file: Path) -> list:
 
 
 def fingerprint(file: Path) -> str:
-    """Size, and short SHA-256 of the first MiB, of the last, and of 4 KiB at PLACES between them:
-    training changes weights everywhere in a file, but may leave its ends, such as a vision tower
-    that is frozen."""
+    """Size, and short SHA-256 of the first MiB, of the last, and of 4 KiB at NUM_SAMPLES places
+    between them: training changes weights everywhere in a file, but may leave its ends as they are,
+    such as a frozen vision tower."""
     with file.open("rb") as opened:
         size = os.fstat(opened.fileno()).st_size
         last = max(0, size - 2**20)
-        found = hashlib.sha256()
-        for place in range(PLACES):
-            found.update(os.pread(opened.fileno(), 2**12, last * place // PLACES))
-        for end in (0, last):
-            found.update(os.pread(opened.fileno(), 2**20, end))
-    return f"{size} bytes, {found.hexdigest()[:12]}"
+        sha = hashlib.sha256()
+        for i in range(NUM_SAMPLES):
+            sha.update(os.pread(opened.fileno(), 2**12, last * i // NUM_SAMPLES))
+        for start in (0, last):
+            sha.update(os.pread(opened.fileno(), 2**20, start))
+    return f"{size} bytes, {sha.hexdigest()[:12]}"
 
 
 def read_manifest(folder: Path) -> dict:
-    """ValueError for one that is not there, or that is none."""
-    if not (folder / MANIFEST).is_file():
+    """The manifest of a step folder. ValueError if there is none, or if it is damaged."""
+    path = folder / MANIFEST
+    if not path.is_file():
         raise ValueError(f"is incomplete: it has no {MANIFEST}")
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        if all(
-            isinstance(size, int) and isinstance(sha, str)
-            for size, sha in manifest["files"].values()
-        ):
-            return manifest
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        pass
-    raise ValueError(f"has a damaged {MANIFEST}")
+        manifest = json.loads(path.read_text())
+        for size, sha in manifest["files"].values():
+            if not isinstance(size, int) or not isinstance(sha, str):
+                raise ValueError("no size and hash")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"has a damaged {MANIFEST}") from error
+    return manifest
 
 
 def verify(folder: Path, share: slice = slice(None)) -> dict:
-    """The manifest of a step folder whose files are as it says; share: which of them to hash.
-    ValueError if not."""
+    """The manifest of a step folder. ValueError if its files are not as the manifest says.
+
+    share: which of the files, by name in order, to hash.
+    """
     manifest = read_manifest(folder)
     files = manifest["files"]
     present: set[str] = set()
@@ -82,26 +83,23 @@ def verify(folder: Path, share: slice = slice(None)) -> dict:
         if path.is_symlink() or not path.is_file():  # a pipe or a device would never end
             raise ValueError(f"has a link or a pipe in the place of {name}")
         try:
-            found = digest(path)
+            actual = digest(path)
         except OSError as error:
             raise ValueError(f"has an unreadable {name} ({error.strerror})") from error
-        if found != files[name]:
-            kind = "SHA-256" if found[0] == files[name][0] else "size"
+        if actual != files[name]:
+            kind = "SHA-256" if actual[0] == files[name][0] else "size"
             raise ValueError(f"has a damaged {name} (another {kind})")
     return manifest
 
 
 def read_record(folder: Path) -> dict:
-    """trainer.json of a step folder, whose checksums may be right. SystemExit for one that no save
-    has written."""
+    """trainer.json of a step folder. SystemExit if no save has written it, though its checksum may
+    be right."""
     try:
-        saved = json.loads((folder / "trainer.json").read_text())
-        if (
-            type(saved["step"]) is int
-            and saved["step"] >= 0
-            and isinstance(saved.get("best_step", ""), str)
-        ):
-            return saved
+        record = json.loads((folder / "trainer.json").read_text())
+        has_step = type(record["step"]) is int and record["step"] >= 0
+        if has_step and isinstance(record.get("best_step", ""), str):
+            return record
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         pass
     raise SystemExit(
@@ -110,77 +108,79 @@ def read_record(folder: Path) -> dict:
 
 
 def model_identity(folder: Path) -> str:
-    """What must be the same of the model of a resumed run: its architecture, as a short hash of
-    config.json."""
+    """What a resumed run must share with the model of its checkpoint: the architecture, as a short
+    hash of config.json."""
     config = json.loads((folder / "config.json").read_text())
-    for passing in ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache"):
-        config.pop(passing, None)
+    for volatile in ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache"):
+        config.pop(volatile, None)
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def weights_identity(folder: Path) -> str:
-    """What must be the same of the frozen model of a resumed run: its files of weights, as a short
-    hash."""
-    files = [
-        fingerprint(file)
-        for kind in ("*.safetensors", "*.bin")
-        for file in sorted(folder.glob(kind))
-    ]
-    return hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]
+    """What a resumed run must share with the frozen model of its checkpoint: the files of weights,
+    as a short hash."""
+    fingerprints: list[str] = []
+    for kind in ("*.safetensors", "*.bin"):
+        for file in sorted(folder.glob(kind)):
+            fingerprints.append(fingerprint(file))
+    return hashlib.sha256(json.dumps(fingerprints).encode()).hexdigest()[:16]
 
 
 def complete(folder: Path) -> list[Path]:
-    """Step folders with a manifest, in their order."""
-    steps = [path for path in folder.glob("step_*") if STEP_NAME.fullmatch(path.name)]
-    return sorted(
-        (path for path in steps if (path / MANIFEST).is_file()), key=lambda path: int(path.name[5:])
-    )
+    """Step folders with a manifest, in the order of their steps."""
+    steps: list[Path] = []
+    for path in folder.glob("step_*"):
+        if STEP_NAME.fullmatch(path.name) and (path / MANIFEST).is_file():
+            steps.append(path)
+    return sorted(steps, key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def step_folder(path: Path) -> Path | None:
-    """The step folder that a path means: itself, what a file `latest` or `best` names, or the last
-    one of a run.
+    """The step folder that a path means: itself, the one that a file `latest` or `best` names, or
+    the last one of a run.
 
     None if there is none. ValueError as `target`.
     """
     if path.is_dir() and (STEP_NAME.fullmatch(path.name) or (path / MANIFEST).is_file()):
         return path
-    places = [path, path / "latest", path / "checkpoints" / "latest"]
-    if pointer := next((place for place in places if place.is_file()), None):
-        return target(pointer)
+    for pointer in (path, path / "latest", path / "checkpoints" / "latest"):
+        if pointer.is_file():
+            return target(pointer)
     steps = complete(path) or complete(path / "checkpoints")
-    if steps:
-        say(f"{steps[-1].parent}/latest is missing: going on from {steps[-1].name}")
-    return steps[-1] if steps else None
+    if not steps:
+        return None
+    say(f"{steps[-1].parent}/latest is missing: going on from {steps[-1].name}")
+    return steps[-1]
 
 
 def target(pointer: Path) -> Path:
-    """The step folder that a file names. ValueError for a name that is none's, or of one that is
-    not there."""
+    """The step folder that a file names. ValueError if the name is not that of a step folder,
+    or if the folder is missing."""
     name = pointer.read_text(errors="replace").strip()
     steps = complete(pointer.parent)
-    remedy = (
-        f"--resume {steps[-1]} goes on from the last one" if steps else "--resume never begins anew"
-    )
+    remedy = "--resume never begins anew"
+    if steps:
+        remedy = f"--resume {steps[-1]} goes on from the last one"
     if not STEP_NAME.fullmatch(name):
         raise ValueError(
             f"{pointer} is damaged: it names {name[:60]!r}, which is no step folder; {remedy}"
         )
     folder = pointer.parent / name
-    for left in (f"tmp_{name}", f"tmp_old_{name}"):  # killed between the renames of a save
-        if not folder.exists() and (pointer.parent / left / MANIFEST).is_file():
-            os.replace(pointer.parent / left, folder)
+    # a save that was killed between its renames leaves one of these
+    for temporary in (f"tmp_{name}", f"tmp_old_{name}"):
+        if not folder.exists() and (pointer.parent / temporary / MANIFEST).is_file():
+            os.replace(pointer.parent / temporary, folder)
     if not folder.is_dir():
         raise ValueError(f"{pointer} names {name}, which is not there; {remedy}")
     return folder
 
 
 def remove_step(folder: Path) -> None:
-    """Remove a step folder. OSError if there is anything in it that no save has written: all of it
-    stays."""
+    """Remove a step folder. OSError, and nothing is removed, if there is anything in it that no
+    save has written."""
     for path in sorted(folder.rglob("*")):
-        ours = SAVED_FILE.fullmatch(str(path.relative_to(folder))) and not path.is_symlink()
-        if not ours:
+        is_saved = SAVED_FILE.fullmatch(str(path.relative_to(folder))) and not path.is_symlink()
+        if not is_saved:
             raise OSError(
                 f"{path} is no file of a checkpoint: move it away, and its folder can be removed"
             )
@@ -188,11 +188,10 @@ def remove_step(folder: Path) -> None:
 
 
 def refuse_links(run_dir: Path) -> None:
-    """OSError if a folder of a run is a link: what lies behind it may be another run's, and would
-    be replaced.
+    """OSError if a folder of a run is a link: it may lead to another run's files, which would be
+    replaced.
 
-    checkpoints/ may be one to another disk, unless there are checkpoints there before the run has
-    begun.
+    checkpoints/ may be a link to another disk, unless it has checkpoints before the run has begun.
     """
     for name in ("model", "eval", "rollouts", "profile"):
         if (run_dir / name).is_symlink():
@@ -200,19 +199,20 @@ def refuse_links(run_dir: Path) -> None:
                 f"{run_dir / name} is a link, behind which files would be replaced: remove it"
             )
     folder = run_dir / "checkpoints"
-    if folder.is_symlink() and not (run_dir / "metrics.jsonl").exists() and complete(folder):
-        told = "--resume goes on from one of them, with an --output-dir of its own"
+    has_begun = (run_dir / "metrics.jsonl").exists()
+    if folder.is_symlink() and not has_begun and complete(folder):
         raise OSError(
-            f"{folder} is a link to checkpoints of another run, which would be replaced: {told}"
+            f"{folder} is a link to checkpoints of another run, which would be replaced: --resume "
+            "goes on from one of them, with an --output-dir of its own"
         )
 
 
 class WrittenFiles:
-    """Which files of a folder this program has written, by size and hash: they alone may be
+    """The files of a folder that this program has written, by their fingerprints: they alone may be
     replaced.
 
-    The list stands beside the folder, so that a folder from elsewhere, put in its place, is
-    nobody's to replace.
+    The list stands beside the folder: nothing in a folder that comes from elsewhere, and is put in
+    its place, is replaced.
     """
 
     def __init__(self, folder: Path):
@@ -220,43 +220,41 @@ class WrittenFiles:
         self.list = folder.with_name(f".{folder.name}.files.json")
 
     def read(self) -> list[str]:
-        """Paths in the folder of what is there as it was written."""
-        try:
-            listed = dict(json.loads(self.list.read_text())) if self.list.is_file() else {}
-        except (OSError, ValueError, TypeError, RecursionError):
-            listed = {}
-        names = []
-        for name, seen in listed.items():
+        """Paths, within the folder, of the files that are still as they were written."""
+        fingerprints: dict[str, str] = {}
+        with suppress(OSError, ValueError, TypeError, RecursionError):
+            if self.list.is_file():
+                fingerprints = dict(json.loads(self.list.read_text()))
+        names: list[str] = []
+        for name, written in fingerprints.items():
             path = self.folder / name
             # behind no link
             is_plain = path.is_file() and path.resolve() == self.folder.resolve() / name
-            if is_plain and fingerprint(path) == seen:
+            if is_plain and fingerprint(path) == written:
                 names.append(name)
         return names
 
     def check(self, names: Iterable[str] = ("config.json",)) -> None:
-        """FileExistsError if files of these names would take the place of a link, of what is not
-        ours, or of what was changed since; and for foreign weights, which vLLM would load with
-        ours."""
+        """FileExistsError if files of these names would replace a link, a file that is not ours,
+        or one that was changed since; and for foreign weights, which vLLM would load with ours."""
         if self.folder.is_symlink():
             raise FileExistsError(
                 f"{self.folder} is a link, behind which files would be replaced: remove it"
             )
         written = self.read()
-        weights = [
-            file.name
-            for kind in ("*.safetensors", "*.bin", "*.pt")
-            for file in self.folder.glob(kind)
-        ]
+        weights: list[str] = []
+        for kind in ("*.safetensors", "*.bin", "*.pt"):
+            weights += [file.name for file in self.folder.glob(kind)]
         for name in [*names, *weights]:
             path = self.folder / name
-            if path.parent.is_symlink() or (os.path.lexists(path) and name not in written):
+            is_foreign = os.path.lexists(path) and name not in written
+            if is_foreign or path.parent.is_symlink():
                 raise FileExistsError(
                     f"{path} is not as this run has written it, and would be lost: move it away"
                 )
 
     def remove(self) -> None:
-        """Take away what is there as it was written, and the folder, unless something else lies in
+        """Remove the files that are as they were written, and the folder if nothing else lies in
         it."""
         # config.json, without which it is no model, is the first to go
         for name in reversed(self.read()):
@@ -272,12 +270,13 @@ class WrittenFiles:
         before."""
         names = [str(file.relative_to(new)) for file in sorted(new.rglob("*")) if file.is_file()]
         names.remove(UNFINISHED)
-        # without it the folder is no model: the last to come
+        # config.json, without which the folder is no model, is the last to come
         names.sort(key=lambda name: name == "config.json")
         self.check(names)
         self.remove()
-        written = {name: fingerprint(new / name) for name in names}
-        replace_file(self.list, lambda path: path.write_text(json.dumps(written, indent=1)))
+        fingerprints = {name: fingerprint(new / name) for name in names}
+        text = json.dumps(fingerprints, indent=1)
+        replace_file(self.list, lambda path: path.write_text(text))
         for name in names:
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
             os.replace(new / name, self.folder / name)
@@ -285,12 +284,12 @@ class WrittenFiles:
 
 
 def make_unfinished(folder: Path) -> Path:
-    """An empty folder to write into, beside `folder`; what a killed process has left there is
+    """An empty folder to write into, beside `folder`; one that a killed process has left there is
     removed."""
     unfinished = folder.with_name(f".{folder.name}.tmp")
     if (unfinished / UNFINISHED).is_file() and not unfinished.is_symlink():
         shutil.rmtree(unfinished)
-    with suppress(OSError):  # killed before it could say so
+    with suppress(OSError):  # empty: the process was killed before it could make UNFINISHED
         unfinished.rmdir()
     unfinished.mkdir(parents=True)
     (unfinished / UNFINISHED).touch()

@@ -1,5 +1,4 @@
-"""The door through which everything goes that a run prints: what others have written steers no
-terminal there."""
+"""All that a run prints passes through here: texts of others cannot steer the terminal."""
 
 import sys
 from collections.abc import Callable
@@ -12,29 +11,28 @@ REPLACED = dict.fromkeys(STEERING, "\ufffd")
 
 
 def printable(text: str) -> str:
-    """Without characters that steer a terminal or turn the direction of writing: who has written
-    the text, a reward function, a tool or a server, could hide other lines by them. Lines and tabs
-    stay."""
+    """A text without characters that steer a terminal or turn the direction of writing, by which a
+    reward function, a tool or a server could hide other lines. Lines and tabs stay."""
     return text.translate(REPLACED)
 
 
 def guard_output() -> None:
-    """From now on what this process prints is `printable`, and costs itself alone where it cannot
-    be written: on a full disk, to a reader that is gone. A notebook or a harness may have put
-    streams of its own in the place."""
+    """From now on all that this process prints is `printable`, and a failure to write it is ignored
+    (a full disk, a reader that is gone). Streams that a notebook or a harness has put in the place
+    of the usual ones are guarded as far as they can be."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
         if stream is not None:
-            with suppress(AttributeError):  # one that takes no other methods stays as it is
+            with suppress(AttributeError):  # a stream with fixed methods stays as it is
                 stream.write = partial(write_printable, stream.write)
                 stream.flush = partial(flush_if_possible, stream.flush)
 
 
 def write_printable(write: Callable[[str], object], text: str) -> int:
-    """A return to the start of the line is a progress bar's where it comes first."""
+    """Write a text as `printable`, but for a carriage return at its start: a progress bar's."""
     start = "\r" if text.startswith("\r") else ""
-    with suppress(OSError, ValueError):  # the latter: it is closed
+    with suppress(OSError, ValueError):  # ValueError: the stream is closed
         write(start + printable(text.removeprefix(start)))
     return len(text)
 

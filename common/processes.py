@@ -1,4 +1,4 @@
-"""Processes and processors: what a rank may use of its machine, and how what it has started ends
+"""Processes and processors: how many CPUs a rank has, and how the processes that it has started end
 with it."""
 
 import ctypes
@@ -13,9 +13,12 @@ from pathlib import Path
 
 from common.limits import usable_cpus
 
-# how many processes srun or mpirun has started
+# variables in which srun and mpirun leave the number of processes that they have started
 LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+M_MMAP_MAX = -4
+M_TRIM_THRESHOLD = -1
 PARENT = os.getppid()
 
 
@@ -25,41 +28,42 @@ def ranks_here() -> int:
 
 
 def cpus_of_rank() -> int:
-    """Processors that this machine, or container, has for each of its ranks, at least one."""
+    """CPUs that this machine, or container, has for each of its ranks; at least one."""
     return max(1, usable_cpus() // ranks_here())
 
 
 def in_threads(function: Callable, items: Iterable) -> list:
-    """function(item) of each, side by side: for what reads pictures, which Pillow decodes without
-    Python's lock."""
+    """[function(item) of each item], in threads: for functions that decode pictures, which Pillow
+    does without Python's lock."""
     with ThreadPoolExecutor(cpus_of_rank()) as threads:
         return list(threads.map(function, items))
 
 
 def refuse_lone_ranks() -> None:
-    """SystemExit if srun or mpirun has started several processes: each would be a run of its
-    own."""
+    """SystemExit if srun or mpirun has started several processes without torchrun: each would be a
+    run of its own."""
+    if "RANK" in os.environ:
+        return
     for variable in LAUNCHERS:
         ranks = os.environ.get(variable, "1")
-        if "RANK" not in os.environ and ranks.isdecimal() and int(ranks) > 1:
-            command = (
-                f"start one per machine, with torchrun --nproc_per_node N {' '.join(sys.argv)}"
-            )
+        if ranks.isdecimal() and int(ranks) > 1:
+            command = f"torchrun --nproc_per_node N {' '.join(sys.argv)}"
             raise SystemExit(
-                f"{variable}={ranks}, and each process would be a run of its own: {command}"
+                f"{variable}={ranks}, and each process would be a run of its own: start one per "
+                f"machine, with {command}"
             )
 
 
 def die_with(parent: int, how: signal.Signals = signal.SIGKILL) -> None:
-    """This process gets the signal when the thread that started it ends; it ends now if that is
-    dead."""
+    """From now on this process gets the signal `how` when the thread that started it ends. If
+    `parent` has ended already, this process ends at once."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, how)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def adopt_orphans() -> None:
-    """From now on what descends from this process has it as its parent when its own one ends."""
+    """From now on descendants of this process whose parent ends become its children."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -69,20 +73,20 @@ def descendants(process: int) -> list[int]:
     for entry in os.listdir("/proc"):
         if entry.isdecimal():
             with suppress(OSError):  # it has ended
-                # after its name, which may hold anything: its state, and its parent
-                fields = Path(f"/proc/{entry}/stat").read_bytes().rpartition(b")")[2].split()
-                children.setdefault(int(fields[1]), []).append(int(entry))
+                stat = Path(f"/proc/{entry}/stat").read_bytes()
+                # behind the name in brackets, which may hold anything: its state, its parent
+                _, parent, *_ = stat.rpartition(b")")[2].split()
+                children.setdefault(int(parent), []).append(int(entry))
     found = children.get(process, [])
-    for one in found:  # grows while it is read
-        found += children.get(one, [])
+    for descendant in found:  # the list grows while it is read
+        found += children.get(descendant, [])
     return found
 
 
-def end_descendants(of_interest: int) -> int:
-    """Kill all that descends from this process, which must have adopted the orphans, until nothing
-    is left of it.
+def end_descendants(child: int) -> int:
+    """Kill all descendants of this process, which must have adopted orphans, until none is left.
 
-    Returns the wait status of the child `of_interest`, which may have ended before.
+    Returns the wait status of `child`, which may have ended before.
     """
     status = 0
     while True:
@@ -90,29 +94,31 @@ def end_descendants(of_interest: int) -> int:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
         try:
-            ended = (-1, 0)
-            while ended[0]:
-                ended = os.waitpid(-1, os.WNOHANG)
-                if ended[0] == of_interest:
-                    status = ended[1]
+            ended = -1
+            while ended != 0:
+                ended, wait_status = os.waitpid(-1, os.WNOHANG)
+                if ended == child:
+                    status = wait_status
         except ChildProcessError:
             return status
         time.sleep(0.005)
 
 
 def keep_freed_memory() -> None:
-    """On CPUs with glibc: reuse what tensors free, in place of new pages of the kernel's.
+    """On CPUs with glibc: keep the memory that tensors free for the next ones, in place of new
+    pages from the kernel.
 
-    An update of SmolLM2 takes 0.9 of its time, and a tenth more memory (docs/results.md, "A step
+    An update of SmolLM2 takes a tenth less time, and a tenth more memory (docs/results.md, "A step
     beside the machine").
     """
-    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        libc.mallopt(-4, 0)  # M_MMAP_MAX
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(M_MMAP_MAX, 0)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def trim_heap() -> None:
-    """With glibc: give back what tensors have freed, and `keep_freed_memory` has kept."""
+    """With glibc: give the memory that `keep_freed_memory` has kept back to the kernel."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)

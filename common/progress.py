@@ -1,4 +1,5 @@
-"""How far a long phase is, told while it lasts. Without torch, so that whatever waits can tell."""
+"""Lines that say how far a long phase is, or where a run is that prints nothing. Without torch, so
+that every file can print them."""
 
 import os
 import sys
@@ -9,14 +10,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import ClassVar
 
-EVERY = 15.0  # seconds: `Progress` says nothing more often
+EVERY = 15.0  # seconds between two lines of `Progress`, at least
 ROOT = f"{Path(__file__).parents[1]}/"
-SILENCE = 20.0  # seconds, at most
+SILENCE = 20.0  # seconds without a line, at most
 
 
 class Progress:
     """Lines of rank 0, such as "... update, micro-batch 5/12, 2m left", after `first` seconds;
-    inner loops share them.
+    nested loops share them.
 
     for batch in Progress("micro-batch", batches): ...    or    progress = Progress("rewards", 256);
     progress.add(8)
@@ -25,66 +26,83 @@ class Progress:
     loops: ClassVar[dict[str, "Progress"]] = {}  # under way, the outermost first
     said: ClassVar[float] = time.monotonic()  # when the last line was printed
 
-    def __init__(self, what: str, items: Iterable | int, first: float = EVERY):
-        self.what, self.items = what, range(items) if isinstance(items, int) else list(items)
-        self.start, self.done, self.first = time.monotonic(), 0, first
+    def __init__(self, label: str, items: Iterable | int, first: float = EVERY):
+        self.label = label
+        self.items = range(items) if isinstance(items, int) else list(items)
+        self.start = time.monotonic()
+        self.done = 0
+        self.first = first
 
     def __iter__(self) -> Iterator:
-        self.loops[self.what] = self
+        self.loops[self.label] = self
         try:
             for item in self.items:
                 yield item
                 self.add()
         finally:
-            self.loops.pop(self.what, None)
+            self.loops.pop(self.label, None)
 
     def add(self, count: int = 1) -> None:
-        """So many more are done; 0 if it is only time to say something."""
+        """Count items as done, and print a line if one is due. 0 for the line alone."""
         self.done += count
-        loops, now = list((self.loops | {self.what: self}).values()), time.monotonic()
+        loops = list((self.loops | {self.label: self}).values())
+        now = time.monotonic()
         due = max(loops[0].start + loops[0].first, Progress.said + EVERY)
         if os.environ.get("RANK", "0") != "0" or now < due:
             return
-        share = 0.0
+        share = 0.0  # of all loops that is done
         for loop in reversed(loops):
             share = (loop.done + share) / max(len(loop.items), 1)
         if share >= 1:
             return
-        counts = [
-            f"{p.what} {p.done}/{len(p.items)}" if len(p.items) > 1 else p.what for p in loops
-        ]
-        left = (
-            duration((now - loops[0].start) * (1 - share) / share) + " left"
-            if share
-            else "nothing is done yet"
-        )
-        print(f"... {', '.join(counts)}, {left}", flush=True)
+        if share > 0:
+            left = duration((now - loops[0].start) * (1 - share) / share) + " left"
+        else:
+            left = "nothing is done yet"
+        counts = ", ".join(loop.count() for loop in loops)
+        print(f"... {counts}, {left}", flush=True)
         Progress.said = now
+
+    def count(self) -> str:
+        """The label, and how many of several items are done."""
+        if len(self.items) <= 1:
+            return self.label
+        return f"{self.label} {self.done}/{len(self.items)}"
 
 
 def say(text: str) -> None:
-    """A line of the run, which rank 0 alone prints."""
+    """Print a line of the run, on rank 0 alone."""
     if os.environ.get("RANK", "0") == "0":
         print(text, flush=True)
         Progress.said = time.monotonic()
 
 
-def break_silence(what: str = "") -> None:
-    """If rank 0 has said nothing for long: what it waits for, or else in which of our functions its
-    main thread is."""
+def break_silence(missing: str = "") -> None:
+    """If rank 0 has printed nothing for SILENCE: print what it waits for, or else in which of our
+    functions its main thread is."""
     if os.environ.get("RANK", "0") == "0" and time.monotonic() > Progress.said + SILENCE:
-        frames = traceback.walk_stack(sys._current_frames()[threading.main_thread().ident])
-        calls = (frame.f_code for frame, _ in frames if frame.f_code.co_filename.startswith(ROOT))
-        where = (f"{call.co_name}, {call.co_filename.removeprefix(ROOT)}" for call in calls)
-        print("...", what or next(where, "busy"), flush=True)
+        print("...", missing or current_function(), flush=True)
         Progress.said = time.monotonic()
+
+
+def current_function() -> str:
+    """Name and file of the innermost function of ours that the main thread is in."""
+    innermost = sys._current_frames()[threading.main_thread().ident]
+    for frame, _ in traceback.walk_stack(innermost):
+        code = frame.f_code
+        if code.co_filename.startswith(ROOT):
+            return f"{code.co_name}, {code.co_filename.removeprefix(ROOT)}"
+    return "busy"
 
 
 def duration(seconds: float) -> str:
     """At most five characters, up to 99 days: 99s, 99m, 3h05, 4d03h."""
-    minutes, hours = int(seconds) // 60, int(seconds) // 3600
+    minutes = int(seconds) // 60
+    hours = int(seconds) // 3600
     if seconds < 100:
         return f"{seconds:.0f}s"
     if minutes < 100:
         return f"{minutes}m"
-    return f"{hours}h{minutes % 60:02}" if hours < 100 else f"{hours // 24}d{hours % 24:02}h"
+    if hours < 100:
+        return f"{hours}h{minutes % 60:02}"
+    return f"{hours // 24}d{hours % 24:02}h"

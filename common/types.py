@@ -1,6 +1,5 @@
-"""What travels between the parts of a run: rows, requests, completions, episodes, tools.
-
-Nothing here needs torch."""
+"""Types that the parts of a run exchange: rows, requests, completions, episodes, tools. Without
+torch."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -18,8 +17,8 @@ MAX_TEXT = 4096  # characters of an observation
 
 
 def is_continued(prompt: Prompt) -> bool:
-    """Does it end in words of the assistant, which the model goes on with? Behind a call it begins
-    a new turn."""
+    """Whether it ends in words of the assistant, which the model continues. After a call of a tool
+    the model begins a new turn."""
     if isinstance(prompt, str):
         return False
     last = prompt[-1]
@@ -27,17 +26,18 @@ def is_continued(prompt: Prompt) -> bool:
 
 
 def with_replies(prompt: list[dict], replies: list[dict]) -> list[dict]:
-    """The messages of a conversation, from the assistant's first reply on, which may go on with the
-    prompt's last."""
+    """The messages of a prompt and of what follows it. The first reply may continue the prompt's
+    last message: the two are one."""
     if not is_continued(prompt) or not replies:
         return [*prompt, *replies]
-    begun, first = prompt[-1], replies[0]
-    return [*prompt[:-1], begun | {"content": begun["content"] + first["content"]}, *replies[1:]]
+    content = prompt[-1]["content"] + replies[0]["content"]
+    joined = prompt[-1] | {"content": content}
+    return [*prompt[:-1], joined, *replies[1:]]
 
 
 @dataclass(slots=True)
 class Row:
-    """A prompt of a data set, as the engine is given it, and what its reward function is given."""
+    """A prompt of a data set, as the engine gets it, with the arguments of its reward function."""
 
     # position in the concatenated files, whatever was dropped: the prompt's identity for seeds
     index: int
@@ -48,29 +48,28 @@ class Row:
     prompt_ids: list[int]
     # in the order of their placeholders in prompt_ids
     media: list[Media] = field(default_factory=list)
-    # on offer: name -> keyword arguments of the row's own
+    # {tool that the policy may call: its keyword arguments from this row}
     tools: dict[str, dict] = field(default_factory=dict)
-    # what it gives to a function that answers; None: that has nothing to say to it
+    # keyword arguments of the function that answers the policy; None: it does not answer this row
     answer_kwargs: dict | None = None
-    # columns, for `reset` of an environment; None: this row has none
+    # the row's columns, for `reset` of its environment; None: it has none
     environment: dict | None = None
-    messages: Prompt = ""  # what prompt_ids were made of, by the chat template
+    messages: Prompt = ""  # from which the chat template made prompt_ids
     problem: str = ""  # why a picture could not be read; prompt_ids are empty then
 
     @property
     def truth(self) -> str:
         """The ground truth as a text."""
-        known = self.ground_truth
-        text = (
-            known if isinstance(known, str) else json.dumps(known, ensure_ascii=False, default=str)
-        )
+        text = self.ground_truth
+        if not isinstance(text, str):
+            text = json.dumps(text, ensure_ascii=False, default=str)
         return text.encode(errors="replace").decode()
 
 
 @dataclass(slots=True)
 class Episode:
-    """One trajectory. Trained on is exactly `response_ids` where `loss_mask` is 1; text is never
-    re-encoded."""
+    """One trajectory. Training uses exactly the `response_ids` whose `loss_mask` is 1, and no text
+    is encoded again."""
 
     # place in the step's global batch, or Row.index: episodes that share it share `prompt_ids`
     prompt_index: int
@@ -84,9 +83,9 @@ class Episode:
     finish_reason: str = ""  # one of FINISH_REASONS
     # of the reward function: "score", and what else it returns
     rewards: dict[str, float | str] = field(default_factory=dict)
-    # what is trained on: the reward function's, and what a script adds to it
+    # the reward to train on: the reward function's score and what a script adds to it
     score: float = nan
-    # what a script has added to the score, by name
+    # {name: what a script has added to the score}
     terms: dict[str, float] = field(default_factory=dict)
     # in the order of their placeholders: the prompt's, then others
     media: list[Media] = field(default_factory=list)
@@ -95,9 +94,9 @@ class Episode:
     calls: list[dict] = field(default_factory=list)
     # with tools: the turns and what answered them, as a chat
     messages: list[dict] = field(default_factory=list)
-    opening: str = ""  # what an environment's `reset` has said, at the end of the prompt
+    opening: str = ""  # text of an environment's `reset`, at the end of the prompt
     environment_reward: float | None = None
-    # an environment's: tokens sampled by then, it
+    # of an environment: (number of tokens sampled by then, reward)
     turn_rewards: list[tuple[int, float]] = field(default_factory=list)
     model_reward: float | None = None  # of --reward-model
     row: int | None = None  # `Row.index` of its prompt
@@ -150,7 +149,7 @@ def by_prompt(episodes: list[Episode]) -> dict[int, list[Episode]]:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample. Training wants the plain distribution, softmax(logits / temperature): no flag
+    """How to sample. Training needs the plain distribution, softmax(logits / temperature): no flag
     offers another."""
 
     n: int = 1  # completions per prompt
@@ -161,14 +160,13 @@ class Sampling:
 
 @dataclass(slots=True)
 class Request:
-    """What is asked of an engine: `sampling.n` completions, of which sample j is drawn with seed +
-    j."""
+    """A request to an engine: `sampling.n` completions; sample j is drawn with seed + j."""
 
     key: int
     prompt_ids: list[int]  # with one placeholder for each token of each of `media`
     sampling: Sampling
     seed: int
-    # the optimizer step that the caller believes the engine to be at: RuntimeError otherwise
+    # the optimizer step whose weights the engine must have: RuntimeError otherwise
     weights_step: int
     media: Sequence[Media] = ()
 
@@ -177,7 +175,7 @@ class Request:
 class Completion:
     token_ids: list[int]  # as sampled, the end token included
     logprobs: list[float]  # log-prob of each sampled token, after temperature
-    # "stop" (an end token), "length", or "vision_token": a placeholder was next, and is left out
+    # "stop" (an end token), "length", or "vision_token": a placeholder came next, and is left out
     finish_reason: str
 
 
@@ -191,7 +189,7 @@ class Tool:
     role: str = "tool"  # of the message that holds the observation: "tool" or "user"
     ours: bool = False  # whether a hang or a crash is our fault, whatever the policy has asked for
     stateful: bool = False  # a method of an environment
-    taught_by: tuple[str, ...] = ()  # what stands in prompts that say themselves how it is called
+    taught_by: tuple[str, ...] = ()  # texts of prompts that explain by themselves how to call it
 
     def is_taught(self, prompt: str) -> bool:
         return any(mark in prompt for mark in self.taught_by)
@@ -203,7 +201,7 @@ class ToolReply:
     images: list[bytes] = field(default_factory=list)  # encoded, at their own resolution
     # the tool refused, raised, hung or crashed: the text is what the policy reads
     error: bool = False
-    # through our fault, not the policy's: the sample is lost, the text says why
+    # by our fault, not the policy's: the sample is lost, the text has the reason
     failed: bool = False
     info: dict = field(default_factory=dict)
     role: str = "tool"  # of the message that holds text and images
@@ -211,10 +209,12 @@ class ToolReply:
 
 
 def trim(text: str) -> str:
-    """Without lone surrogates, which no tokenizer takes, and at most MAX_TEXT long."""
+    """A text without lone surrogates, which no tokenizer takes, cut to MAX_TEXT characters."""
     text = text.encode(errors="replace").decode()
     if len(text) <= MAX_TEXT:
         return text
     mark = f"\n[... cut: the whole has {len(text)} characters ...]\n"
-    head = (MAX_TEXT - len(mark)) // 2
-    return text[:head] + mark + text[len(text) - (MAX_TEXT - len(mark) - head) :]
+    num_kept = MAX_TEXT - len(mark)
+    head = num_kept // 2
+    tail = num_kept - head
+    return text[:head] + mark + text[-tail:]

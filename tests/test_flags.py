@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import tomllib
 from dataclasses import fields, is_dataclass
 from typing import get_args, get_type_hints
 from unittest.mock import Mock
@@ -21,9 +20,11 @@ import curiosity_rl
 import grpo
 import ppo
 import sft
-from common import files, flags
+from common import flags
+from common.command_line import expanded_arguments
 from common.data.prompts import PromptData
 from common.flags import Data, Rollout, check_ranges, check_shared, flag, flat, parse, refuse_idle
+from common.foreign_flags import SCRIPTS_WITH
 from common.hub import load_tokenizer, resolve_model
 
 SCRIPTS = [grpo, ppo, curiosity_rl, sft]
@@ -473,8 +474,8 @@ def test_the_table_says_which_scripts_have_a_flag_that_others_have_not():
             if item.name not in groups:
                 owners.setdefault(flag(item.name), []).append(f"{script.__name__}.py")
     expected = {name: scripts for name, scripts in owners.items() if len(scripts) < len(SCRIPTS)}
-    table = tomllib.loads(flags.FOREIGN_FLAGS.read_text())["scripts"]
-    assert {name: re.split(", | and ", scripts) for name, scripts in table.items()} == expected
+    table = {name: re.split(", | and ", scripts) for name, scripts in SCRIPTS_WITH.items()}
+    assert table == expected
 
 
 @pytest.mark.parametrize(
@@ -590,7 +591,7 @@ def test_a_home_folder_is_one_wherever_a_path_begins(value, monkeypatch, tmp_pat
         expected,
     )
     monkeypatch.setattr("sys.argv", ["look", value, "a~/b", "--a=b~", "~no-such-user/x"])
-    assert files.command_line() == [expected, "a~/b", "--a=b~", "~no-such-user/x"]
+    assert expanded_arguments() == [expected, "a~/b", "--a=b~", "~no-such-user/x"]
 
 
 def test_without_a_home_folder_none_is_made_of_its_sign(monkeypatch):
@@ -632,3 +633,15 @@ def test_every_program_reads_its_command_line_like_that_and_shows_its_docstring(
         assert (
             set(doc.strip().splitlines()) <= set(shown) and f"usage: python -m {name} [-h]" in shown
         )
+
+
+def test_a_program_starts_behind_all_of_its_definitions():
+    files = [*ROOT.glob("*.py"), *ROOT.glob("common/**/*.py"), *ROOT.glob("papers/**/*.py")]
+    num_programs = 0
+    for file in files:
+        statements = [ast.unparse(node) for node in parsed(file.read_text()).body]
+        starts = [text.startswith("if __name__ == '__main__':") for text in statements]
+        if any(starts):
+            assert starts.index(True) == len(starts) - 1, file
+            num_programs += 1
+    assert num_programs > 10

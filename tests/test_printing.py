@@ -14,6 +14,7 @@ from common.distributed import _outcome
 from common.files import user_errors
 from common.printing import guard_output, printable
 from common.rewards import RewardWorkers, score_episodes
+from common.types import Episode
 
 HOSTILE = "\x1b[2J\x1b]0;title\x07\x9b31m\b\b\r\x0b\x7f\u202eabc\u2066\u2028end"
 TAME = "\ufffd[2J\ufffd]0;title\ufffd\ufffd31m" + 6 * "\ufffd" + "abc" + 2 * "\ufffd" + "end"
@@ -122,13 +123,14 @@ def test_what_a_reward_function_prints_or_raises(monkeypatch, tmp_path, capfd, n
         )
     guard_output()
     workers = RewardWorkers(f"{tmp_path / 'reward.py'}:{name}", 1, 10.0)
-    episode = SimpleNamespace(
+    episode = Episode(
         prompt_index=0,
+        sample_index=0,
+        prompt_ids=[],
         response_ids=[1],
         loss_mask=[1],
+        logprobs=[0.0],
         finish_reason="stop",
-        environment_reward=None,
-        turn_rewards=[],
     )
     row = SimpleNamespace(data_source="x", ground_truth="7", extra_info={})
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens=True: "7")

@@ -162,7 +162,7 @@ def test_every_trajectory_is_counted_once_however_it_ends(made):
         )
     finally:
         workers.close()
-    assert [(p.what, p.done, len(p.items)) for p in made] == [
+    assert [(p.label, p.done, len(p.items)) for p in made] == [
         ("sampled responses", 4, 4),
         ("sampled responses", 2, 2),
     ]
@@ -200,4 +200,4 @@ def test_rewards_are_counted(made):
         workers.score([("openai/gsm8k", "#### 1", "1", {})] * 5)
     finally:
         workers.close()
-    assert [(p.what, p.done, len(p.items)) for p in made] == [("rewards", 5, 5)]
+    assert [(p.label, p.done, len(p.items)) for p in made] == [("rewards", 5, 5)]
