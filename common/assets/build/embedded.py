@@ -1,4 +1,4 @@
-"""The data that embedded models bring along, generated into a run's folder."""
+"""The data of embedded models' tasks, generated into a run's folder."""
 
 import importlib
 from pathlib import Path
@@ -7,10 +7,13 @@ from pathlib import Path
 def embedded_data(
     name: str, folder: Path, write: bool, supervised: bool = False
 ) -> tuple[str, str]:
-    """(training file, evaluation file) of a model's task; one rank is to `write` them, the others
-    wait for it."""
+    """(training file, evaluation file) of a model's task. Only the rank with `write` writes them;
+    the others wait for it elsewhere."""
     if write:
-        generator = importlib.import_module(f"common.assets.build.{name.replace('-', '_')}")
-        (generator.write_supervised_data if supervised else generator.write_demo_data)(folder)
+        builder = importlib.import_module(f"common.assets.build.{name.replace('-', '_')}")
+        if supervised:
+            builder.write_supervised_data(folder)
+        else:
+            builder.write_demo_data(folder)
     suffix = "jsonl" if supervised else "parquet"
     return str(folder / f"train.{suffix}"), str(folder / f"eval.{suffix}")
