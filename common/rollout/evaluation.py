@@ -84,8 +84,8 @@ def bounded(samples: list[dict]) -> dict[str, float]:
         best_case.append(sample)
     if num_failed == 0:
         return metrics
-    low = metrics["eval/accuracy"]
     high = summarize(best_case)["eval/accuracy"]
+    low = metrics["eval/accuracy"]
     missing = f"{num_failed} of {len(samples)} samples could not be scored, and count as wrong"
     say(f"evaluation INCOMPLETE: {missing}; the accuracy is between {low:.4f} and {high:.4f}")
     metrics["eval/failed"] = num_failed
