@@ -1,10 +1,9 @@
-"""python -m common.score FILE: scores responses that stand in a file; prints a table, writes a
-verdict on each."""
+"""python -m common.score FILE: score the responses in a file; print a table, and write a verdict on
+each."""
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isnan
 from pathlib import Path
@@ -14,8 +13,8 @@ from tyro.conf import Positional
 
 from common.data.rows import RowFiles
 from common.data.table_files import is_hub_id, stem_of
-from common.files import modified, refuse, user_errors
-from common.flags import Files, Positive, Rollout, call_program, check_ranges, check_reward_timeout
+from common.files import modified, user_errors
+from common.flags import Files, Positive, call_program, check_range, check_reward_timeout
 from common.printing import guard_output
 from common.processes import cpus_of_rank
 from common.rewards import RewardWorkers, reward_function, score_response, tell_errors, with_score
@@ -27,7 +26,7 @@ class Scoring:
     """A file of responses, and what scores them."""
 
     file: Positional[Files]  # of rows with data_source and reward_model.ground_truth, or truth
-    # of a row: its response, or a list of them; of --eval-only: completion
+    # column of a row's response, or list of responses; of --eval-only: completion
     response_column: str = "responses"
     # .parquet or .jsonl, a row for each response; default: FILE_scored.*, as FILE is
     output: Path | None = None
@@ -47,149 +46,177 @@ class Response:
     text: str
     data_source: str
     ground_truth: object
-    truth: str  # the same as a text
+    truth: str  # ground_truth as a text
     extra_info: dict
     columns: dict  # of the row that is written
 
 
-@contextmanager
-def interruptible() -> Iterator[None]:
-    """Ctrl-C ends it in a line."""
-    try:
-        yield
-    except KeyboardInterrupt as error:
-        print("interrupted: no verdict is written", file=sys.stderr)
-        raise SystemExit(130) from error
-
-
-@interruptible()
 def score_file(flags: Scoring) -> None:
-    """Print the table, write a row for each response. ValueError, SystemExit for what is wrong with
-    file or flags."""
-    rollout = Rollout(
-        **{name: value for name, value in vars(flags).items() if name in vars(Rollout())}
-    )
-    check_ranges(rollout)
+    """Print the table, write a row for each response.
+
+    ValueError, SystemExit if something is wrong with the file or the flags.
+    """
+    check_range("--reward-timeout", flags.reward_timeout, Positive)
     files = RowFiles(flags.file, "FILE")
-    responses: list[Response] = []
-    bad: dict[int, str] = {}
+    output = output_path(flags, files)
+    responses = read_responses(files, flags)
+    rewards = score_responses(responses, flags)
+    num_failed = sum(isnan(reward["score"]) for reward in rewards)
+    if num_failed == len(responses):
+        raise SystemExit(
+            f"none of the {num_failed} responses could be scored; {output} is not written"
+        )
+    samples = []
+    for response, reward in zip(responses, rewards, strict=True):
+        samples.append(response.columns | verdict(reward))
+    modified_before = modified(output)
+    print(report(samples, output))
+    # FILE may hold several evaluations, each of which numbers its groups from 0
+    regrouped = [sample | {"group": (sample["data_source"], sample["group"])} for sample in samples]
+    bounded(regrouped)
+    if modified(output) == modified_before:
+        raise SystemExit(f"{output} is not written")
+    num_prompts = len({sample["group"] for sample in regrouped})
+    failures = ""
+    if num_failed:
+        failures = f", {num_failed} of them not scored, which count as wrong"
+    print(f"{len(samples)} responses to {num_prompts} prompts{failures}: {output}")
+
+
+def output_path(flags: Scoring, files: RowFiles) -> Path:
+    """--output, or its default. SystemExit if it is not a name for rows, or FILE itself."""
     output = flags.output
     if output is None:
         first = files.paths[0]
-        refuse(
-            is_hub_id(first), f"{first} is a data set of the hub: give --output for the verdicts"
-        )
+        if is_hub_id(first):
+            raise SystemExit(f"{first} is a data set of the hub: give --output for the verdicts")
         output = first.with_name(f"{stem_of(first)}_scored{files.suffix}")
-    refuse(
-        output.suffix not in (".jsonl", ".parquet"),
-        f"--output {output}: neither .parquet nor .jsonl",
-    )
+    if output.suffix not in (".jsonl", ".parquet"):
+        raise SystemExit(f"--output {output}: neither .parquet nor .jsonl")
     for path in files.paths:
-        refuse(
-            output.exists() and path.exists() and output.samefile(path),
-            f"--output {output} is FILE itself",
-        )
+        if output.exists() and path.exists() and output.samefile(path):
+            raise SystemExit(f"--output {output} is FILE itself")
+    return output
+
+
+def read_responses(files: RowFiles, flags: Scoring) -> list[Response]:
+    """The responses of all rows. ValueError for unusable rows, unless they are dropped; SystemExit
+    if none is left."""
+    responses: list[Response] = []
+    bad_rows: dict[int, str] = {}
     for index, record in enumerate(files.records()):
         try:
             responses += read_row(record, index, flags)
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            bad[index] = (
-                str(error)
-                if isinstance(error, ValueError)
-                else f"its truth cannot be read: {error!r}"
-            )
-    files.refuse(bad, "unusable rows", flags.bad_rows == "drop")
-    refuse(not responses, f"FILE: no usable row in {flags.file}")
-    sources = set() if flags.reward_function else {response.data_source for response in responses}
+        except ValueError as error:
+            bad_rows[index] = str(error)
+        except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+            bad_rows[index] = f"its truth cannot be read: {error!r}"
+    files.refuse(bad_rows, "unusable rows", flags.bad_rows == "drop")
+    if not responses:
+        raise SystemExit(f"FILE: no usable row in {flags.file}")
+    if not all(isinstance(response.columns["group"], int | str) for response in responses):
+        for response in responses:
+            response.columns["group"] = response.row
+    return responses
+
+
+def score_responses(responses: list[Response], flags: Scoring) -> list[Mapping]:
+    """The rewards of each response. ValueError if a function of the user's cannot score the
+    first."""
+    sources: set[str] = set()
+    if not flags.reward_function:
+        sources = {response.data_source for response in responses}
+    num_workers = max(1, cpus_of_rank() - 1)
     workers = RewardWorkers(
-        flags.reward_function, max(1, cpus_of_rank() - 1), flags.reward_timeout, sources=sources
+        flags.reward_function, num_workers, flags.reward_timeout, sources=sources
     )
     check_reward_timeout(flags, workers.timeout_s)
     if flags.reward_function:
         workers.try_out(flags.reward_function, responses[0])
-    # a row is a group
-    if not all(isinstance(response.columns["group"], int | str) for response in responses):
-        for response in responses:
-            response.columns["group"] = response.row
-    jobs = [(item.data_source, item.text, item.ground_truth, item.extra_info) for item in responses]
+    jobs = [
+        (response.data_source, response.text, response.ground_truth, response.extra_info)
+        for response in responses
+    ]
     rewards = [with_score(result) for result in workers.score(jobs)]
     tell_errors(rewards)
-    failed = sum(isnan(item["score"]) for item in rewards)
-    refuse(
-        failed == len(responses),
-        f"none of the {failed} responses could be scored; {output} is not written",
-    )
-    samples = [
-        response.columns | verdict(item) for response, item in zip(responses, rewards, strict=True)
-    ]
-    before = modified(output)
-    print(report(samples, output))
-    prompts = [sample | {"group": (sample["data_source"], sample["group"])} for sample in samples]
-    bounded(prompts)
-    refuse(modified(output) == before, f"{output} is not written")
-    told = f", {failed} of them not scored, which count as wrong" if failed else ""
-    print(
-        f"{len(samples)} responses to {len({s['group'] for s in prompts})} prompts{told}: {output}"
-    )
+    return rewards
 
 
 def read_row(record: dict | str, index: int, flags: Scoring) -> list[Response]:
-    """The responses of a row. ValueError if they cannot be scored."""
+    """The responses of a row; a text says why the row could not be read. ValueError if they cannot
+    be scored."""
     if isinstance(record, str):
         raise ValueError(record)
     column = flags.response_column
-    source = record.get("data_source")
-    extra = unpacked(record.get("extra_info")) or {}
-    said = record.get(column)
-    texts = [said] if isinstance(said, str) else said
-    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
-        expected = (
-            "expected a text or a list of texts; --response-column names one of "
-            f"{', '.join(record)}"
-        )
-        raise ValueError(f"{column} is {said!r:.80}, {expected}")
-    known = unpacked(record.get("reward_model"))
-    known = known.get("ground_truth") if isinstance(known, dict) else None
-    truth = record.get("truth") if known is None else known
-    kept = unpacked(truth) if known is None else None  # a sample's, as JSON if it is no text
-    if isinstance(kept, dict) or (
-        isinstance(kept, list) and all(isinstance(item, str) for item in kept)
-    ):
-        truth = kept
-    if truth is None or truth != truth:  # NaN
-        raise ValueError("neither reward_model.ground_truth nor truth")
-    if not isinstance(source, str) or not isinstance(extra, dict):
+    value = record.get(column)
+    is_single = isinstance(value, str)
+    texts = [value] if is_single else value
+    if not is_list_of_texts(texts) or not texts:
         raise ValueError(
-            f"data_source is {source!r:.80}, extra_info {extra!r:.80}, expected a string and "
+            f"{column} is {value!r:.80}, expected a text or a list of texts; "
+            f"--response-column names one of {', '.join(record)}"
+        )
+    ground_truth = read_ground_truth(record)
+    source = record.get("data_source")
+    extra_info = unpacked(record.get("extra_info")) or {}
+    if not isinstance(source, str) or not isinstance(extra_info, dict):
+        raise ValueError(
+            f"data_source is {source!r:.80}, extra_info {extra_info!r:.80}, expected a string and "
             "an object"
         )
     if not flags.reward_function:
-        score_response(reward_function(source), source, "", truth, extra)  # can it read the truth?
-    group = record.get("group") if isinstance(said, str) else None
-    # pandas: beside a null
-    group = int(group) if isinstance(group, float) and group.is_integer() else group
-    truth_text = (
-        truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False, default=str)
-    )
+        # can it read the truth?
+        score_response(reward_function(source), source, "", ground_truth, extra_info)
+    group = record.get("group") if is_single else None
+    if isinstance(group, float) and group.is_integer():
+        group = int(group)  # pandas makes floats of integers beside a null
+    truth = ground_truth
+    if not isinstance(truth, str):
+        truth = json.dumps(truth, ensure_ascii=False, default=str)
     responses = []
     for text in texts:
         response = Response(
             row=index,
             text=text,
             data_source=source,
-            ground_truth=truth,
-            truth=truth_text,
-            extra_info=extra | {"last_turn": text, "trajectory": text},  # as in training
+            ground_truth=ground_truth,
+            truth=truth,
+            extra_info=extra_info | {"last_turn": text, "trajectory": text},  # as in training
             columns=record | {column: text, "group": group},
         )
         responses.append(response)
     return responses
 
 
+def read_ground_truth(record: dict) -> object:
+    """reward_model.ground_truth, or else `truth`, as evaluations write it. ValueError without
+    either."""
+    ground_truth = None
+    reward_model = unpacked(record.get("reward_model"))
+    if isinstance(reward_model, dict):
+        ground_truth = reward_model.get("ground_truth")
+    if ground_truth is None:
+        ground_truth = record.get("truth")
+        value = unpacked(ground_truth)
+        # anything else that looks like JSON is a text: "5", "[1,2]"
+        if isinstance(value, dict) or is_list_of_texts(value):
+            ground_truth = value
+    if ground_truth is None or ground_truth != ground_truth:  # NaN
+        raise ValueError("neither reward_model.ground_truth nor truth")
+    return ground_truth
+
+
+def is_list_of_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
 def unpacked(value: object) -> object:
-    """What `write_samples` has written as JSON, since parquet could not hold it, as it was."""
+    """The value of a text of JSON, which `write_samples` writes where parquet lacks a type; any
+    other value as it is."""
+    if not isinstance(value, str):
+        return value
     try:
-        return json.loads(value) if isinstance(value, str) else value
+        return json.loads(value)
     except ValueError:
         return value
 
@@ -197,5 +224,9 @@ def unpacked(value: object) -> object:
 if __name__ == "__main__":
     flags = call_program(Scoring, "common.score", __doc__)
     guard_output()
-    with user_errors():
-        score_file(flags)
+    try:
+        with user_errors():
+            score_file(flags)
+    except KeyboardInterrupt:
+        print("interrupted: no verdict is written", file=sys.stderr)
+        sys.exit(130)

@@ -2,8 +2,8 @@
 pages.
 
 - data.parquet [--tokenizer NAME] [--rows 2]: columns, sources, prompt lengths, some rows
-  - runs/NAME [runs/OTHER ...]: each one's curves.png, and pages of its dumps and of its
-  evaluations' samples
+- runs/NAME [runs/OTHER ...]: each one's curves.png, and pages of its dumps and of its evaluations'
+  samples
 - runs/NAME/rollouts/step_000012.parquet: its page anew
 """
 
@@ -13,7 +13,6 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import tyro
 
-from common.files import refuse
 from common.flags import call_program
 from common.look.curves import plot_curves
 from common.look.page import write_page
@@ -25,14 +24,17 @@ def look(*paths: tyro.conf.Positional[Path], tokenizer: str | None = None, rows:
 
     Args:
         paths: folders of runs, data files, dumps in the rollouts/ of a run
-        tokenizer: name or folder; of a data file, to count tokens; of a dump, if its run's model is
-        gone rows: of a data file, how many are printed
+        tokenizer: name or folder; for a data file, to count tokens; for a dump, if its run's model
+            is gone
+        rows: how many rows of a data file are printed
     """
-    wanted = list(dict.fromkeys(paths))
-    refuse(not wanted, "give the folder of a run, or a data file")
-    refuse(rows < 0, f"--rows {rows}: 0 or more")
+    sources = list(dict.fromkeys(paths))  # each once
+    if not sources:
+        raise SystemExit("give the folder of a run, or a data file")
+    if rows < 0:
+        raise SystemExit(f"--rows {rows}: 0 or more")
     failed = []
-    for path in wanted:
+    for path in sources:
         try:
             if path.is_dir():
                 draw_run(path, tokenizer)
@@ -42,30 +44,32 @@ def look(*paths: tyro.conf.Positional[Path], tokenizer: str | None = None, rows:
                 from common.look.show import show  # torch takes seconds
 
                 show(path, tokenizer, rows)
-        except (OSError, SystemExit, ValueError) as error:  # costs itself, not the others
-            refuse(len(wanted) == 1, str(error))
+        except (OSError, SystemExit, ValueError) as error:
+            if len(sources) == 1:
+                raise SystemExit(str(error)) from error
             print(f"warning: {error}", flush=True)
             failed.append(path)
-    refuse(failed == wanted, "nothing to show")
+    if failed == sources:
+        raise SystemExit("nothing to show")
 
 
 def draw_run(run: Path, tokenizer: str | None) -> None:
-    """Its curves.png, the pages of its samples, and those of the dumps that have none."""
-    metrics, dumps = run / "metrics.jsonl", sorted(run.glob("rollouts/step_??????.parquet"))
-    is_bare = not metrics.is_file() and not dumps
-    refuse(
-        is_bare and (run / "config.json").is_file(),
-        f"{run}: the run has ended before its first step, or is in it",
-    )
-    refuse(is_bare, f"{run}: no metrics.jsonl and no rollouts/ in it; its runs: {run}/* ?")
+    """A run's curves.png, the pages of its samples, and those of the dumps that have none."""
+    metrics = run / "metrics.jsonl"
+    dumps = sorted(run.glob("rollouts/step_??????.parquet"))
+    if not metrics.is_file() and not dumps:
+        if (run / "config.json").is_file():
+            raise SystemExit(f"{run}: the run has ended before its first step, or is in it")
+        raise SystemExit(f"{run}: no metrics.jsonl and no rollouts/ in it; its runs: {run}/* ?")
     if metrics.is_file():
+        curves = run / "curves.png"
         plot_curves(run, warn=True)
-        print(
-            run / "curves.png"
-            if (run / "curves.png").is_file()
-            else f"{metrics}: no curves.png of it so far"
-        )
-    for page in map(samples_page, sample_files(run)):
+        if curves.is_file():
+            print(curves)
+        else:
+            print(f"{metrics}: no curves.png of it so far")
+    for file in sample_files(run):
+        page = samples_page(file)
         if page.is_file():
             print(page)
     without_page = [
@@ -75,41 +79,43 @@ def draw_run(run: Path, tokenizer: str | None) -> None:
 
 
 def is_dump(path: Path) -> bool:
-    """Does a file have the columns of common/rollout/dumps.py?"""
+    """Whether a file has the columns of common/rollout/dumps.py."""
+    if path.suffix != ".parquet":
+        return False
     try:
-        return path.suffix == ".parquet" and {"response_ids", "loss_mask"} <= set(
-            pq.read_schema(path).names
-        )
+        names = pq.read_schema(path).names
     except (OSError, ValueError):  # `show` says what is wrong with it
         return False
+    return "response_ids" in names and "loss_mask" in names
 
 
 def draw_pages(dumps: list[Path], run: Path, tokenizer: str | None) -> None:
-    """Their pages beside them, decoded with the tokenizer of the run's model."""
+    """Write the pages of dumps beside them, decoded with the tokenizer of the run's model."""
     if not dumps:
         return
     from common.look.show import tokenizer_of
 
     name = tokenizer or model_of(run)
-    refuse(
-        not isinstance(name, str), f"{run}: no config.json that names the model; give --tokenizer"
-    )
+    if not isinstance(name, str):
+        raise SystemExit(f"{run}: no config.json that names the model; give --tokenizer")
     try:
         decoder = tokenizer_of(name)
     except (OSError, ValueError) as error:
         raise SystemExit(f"{run}: no tokenizer of {name} ({error}); give --tokenizer") from error
     for dump in dumps:
+        page = dump.with_suffix(".html")
         write_page(dump, decoder)
-        if dump.with_suffix(".html").is_file():
-            print(dump.with_suffix(".html"))
+        if page.is_file():
+            print(page)
 
 
 def model_of(run: Path) -> object:
-    """--model in its config.json; None if that cannot be read."""
+    """--model in a run's config.json; None if that cannot be read."""
     path = run / "config.json"
+    if not path.is_file():  # reading a pipe would never end
+        return None
     try:
-        # a pipe would be waited for
-        return json.loads(path.read_text())["args"]["model"] if path.is_file() else None
+        return json.loads(path.read_text())["args"]["model"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
 

@@ -1,5 +1,5 @@
-"""The HTML templates of this folder; whatever they are given is escaped, shortened, and never
-raises."""
+"""The HTML templates of this folder. Values of any kind are escaped and shortened; none of them
+raises an error."""
 
 import json
 import re
@@ -11,42 +11,51 @@ from markupsafe import Markup, escape
 
 from common.files import replace_file, shorten
 
-MAX_TEXT = 12_000  # characters shown of one text
+MAX_TEXT = 12_000  # characters of one text on a page
 REPEATED = re.compile(r"(<\|\w{1,40}\|>)\1+")  # <|image_pad|>, hundreds of times
 MARKUP = re.compile(r"&lt;(?:/?\w{1,20}|\|\w{1,40}\|)&gt;")  # <think>, escaped
 SPACES = str.maketrans({"\t": "    ", "\r": None, "\u00a0": " ", "\u202f": " ", "\u3000": " "})
 
 
-def shown(value, limit: int = MAX_TEXT) -> str:
-    """A text, shortened; the JSON of anything else."""
+def to_text(value, limit: int = MAX_TEXT) -> str:
+    """A text, shortened; of anything else its JSON."""
     try:
-        value = f"{value:.5g}" if isinstance(value, float) else value
-        text = (
-            value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-        )
+        if isinstance(value, float):
+            text = f"{value:.5g}"
+        elif isinstance(value, str):
+            text = value
+        else:
+            text = json.dumps(value, ensure_ascii=False, default=str)
     except (TypeError, ValueError, RecursionError) as error:
         text = f"({error})"
-    text = REPEATED.sub(lambda match: f"{match[1]} × {len(match[0]) // len(match[1])}", text)
+    text = REPEATED.sub(count_repeats, text)
     return shorten(text.translate(SPACES), limit)
 
 
-def marked(text: str) -> Markup:
-    """HTML of a text, its special tokens and tags in italics."""
-    return Markup(MARKUP.sub(r"<i>\g<0></i>", str(escape(shown(text)))))
+def count_repeats(match: re.Match) -> str:
+    token = match[1]
+    return f"{token} × {len(match[0]) // len(token)}"
 
 
-OPTIONS = {
-    "autoescape": True,
-    "trim_blocks": True,
-    "lstrip_blocks": True,
-    "undefined": StrictUndefined,
-}
-TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).parent), **OPTIONS)
-TEMPLATES.filters |= {"shown": shown, "marked": marked, "g": "{:g}".format}
+def to_markup(text: str) -> Markup:
+    """HTML of a text, with its special tokens and tags in italics."""
+    return Markup(MARKUP.sub(r"<i>\g<0></i>", str(escape(to_text(text)))))
+
+
+TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).parent),
+    autoescape=True,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    undefined=StrictUndefined,
+)
+TEMPLATES.filters["shown"] = to_text
+TEMPLATES.filters["marked"] = to_markup
+TEMPLATES.filters["g"] = "{:g}".format
 
 
 def render(template: str, **values) -> str:
-    """A page that runs the scripts of this folder, which alone know its nonce."""
+    """A page; its nonce allows the scripts of this folder alone to run in it."""
     return TEMPLATES.get_template(template).render(values, nonce=secrets.token_hex(16))
 
 

@@ -14,168 +14,201 @@ import pyarrow.parquet as pq
 
 from common.look.html import render, save_page
 from common.pictures import decode
+from common.types import FINISH_REASONS
 
 PAGE_PROMPTS = 8  # groups of episodes on the page
-# pixels of the longer side at most; height on the page
-SIZE = {"image": (640, 300), "video": (200, 110)}
+# kind -> pixels of the longer side at most, height on the page
+SIZES = {"image": (640, 300), "video": (200, 110)}
 # as the template of Qwen2.5 offers them
 TOOLS = re.compile(r"<tools>\s*(\{.*?)\s*</tools>", re.DOTALL)
 NAVIGATION = re.compile(r"<nav>.*?</nav>")
 
 
 def rollout_page(title: str, episodes: list[dict]) -> str:
-    """A whole HTML document of episodes as page.html has them; whatever texts and pictures hold,
-    nothing raises."""
+    """A whole HTML document of episodes, whose keys page.html lists. No text and no picture in them
+    raises an error."""
+    schemas: list[str] = []
+    for episode in episodes:
+        for segment in episode["segments"]:
+            if segment["role"] == "prompt":
+                schemas += TOOLS.findall(segment["text"])
     pictures: dict[tuple, dict] = {}
-    texts = [s["text"] for e in episodes for s in e["segments"] if s["role"] == "prompt"]
-    schemas = dict.fromkeys(schema for text in texts for schema in TOOLS.findall(text))
-    prepared = [prepare(e, pictures) for e in sorted(episodes, key=lambda e: e["sample_index"])]
+    by_sample = sorted(episodes, key=lambda episode: episode["sample_index"])
+    prepared = [prepare(episode, pictures) for episode in by_sample]
     return render(
-        "page.html", title=title, episodes=prepared, schemas=schemas, pictures=pictures.values()
+        "page.html",
+        title=title,
+        episodes=prepared,
+        schemas=dict.fromkeys(schemas),  # each once
+        pictures=pictures.values(),
     )
 
 
 def prepare(episode: dict, pictures: dict) -> dict:
-    """An episode with what the template wants to know besides."""
-    segments, score = [], episode["score"]
-    for s in episode["segments"]:
-        text = (
-            TOOLS.sub("<tools> at the top of this page </tools>", s["text"])
-            if s["role"] == "prompt"
-            else s["text"]
-        )
-        segments.append(s | {"text": text})
+    """An episode with what the template needs besides. `pictures` grows by those of the episode."""
+    segments = []
+    for segment in episode["segments"]:
+        text = segment["text"]
+        if segment["role"] == "prompt":
+            text = TOOLS.sub("<tools> at the top of this page </tools>", text)
+        segments.append(segment | {"text": text})
     strips = [strip(episode, index, pictures) for index in range(len(episode["media"]))]
+    score = episode["score"]
     hue = round(120 * min(1, max(0, score))) if isfinite(score) else None
-    known = {"row": None, "truth": None, "finish": None} | episode
-    return known | {"segments": segments, "strips": strips, "score_hue": hue}
+    defaults = {"row": None, "truth": None, "finish": None}
+    return defaults | episode | {"segments": segments, "strips": strips, "score_hue": hue}
 
 
 def strip(episode: dict, index: int, pictures: dict) -> dict:
-    """An image, or the frames of a video; with the boxes and the choices of the calls that had it
-    as their target.
+    """An image, or the frames of a video, with the boxes and choices of the calls that targeted it.
 
-    They are numbered as tools count: from 1 over the whole trajectory, each frame of a video having
-    its own number.
+    Pictures are numbered as tools count them: from 1 over the whole trajectory, each frame of a
+    video by itself.
     """
     medium = episode["media"][index]
-    side, height = SIZE[medium["kind"]]
+    max_side, height = SIZES[medium["kind"]]
+    frames = []
     for data in medium["frames"]:
-        if (data, side) not in pictures:
-            pictures[data, side] = embed(data, side) | {"name": f"picture{len(pictures)}"}
-    return medium | {
-        "first": 1 + sum(len(m["frames"]) for m in episode["media"][:index]),
-        "height": height,
-        "frames": [pictures[data, side] for data in medium["frames"]],
-        "looks": [
-            look(n, c["info"])
-            for n, c in enumerate(episode["calls"], 1)
-            if c["info"].get("target") == index
-        ],
-    }
+        if (data, max_side) not in pictures:
+            name = f"picture{len(pictures)}"
+            pictures[data, max_side] = embed(data, max_side) | {"name": name}
+        frames.append(pictures[data, max_side])
+    looks = []
+    for number, call in enumerate(episode["calls"], start=1):
+        if call["info"].get("target") == index:
+            looks.append(look(number, call["info"]))
+    num_before = sum(len(earlier["frames"]) for earlier in episode["media"][:index])
+    return medium | {"first": num_before + 1, "height": height, "frames": frames, "looks": looks}
 
 
 def look(number: int, info: dict) -> dict:
-    """What a call did with its target; a user's tool may have its own idea of `info`."""
+    """What a call did with its target; the `info` of a user's tool may hold anything."""
     frames = info.get("frames")
-    look = {"number": number, "frames": frames if isinstance(frames, list) else [], "box": None}
+    if not isinstance(frames, list):
+        frames = []
+    look = {"number": number, "frames": frames, "box": None}
     try:
         x1, y1, x2, y2 = (min(1.0, max(0.0, x)) for x in info["box"])
-        box = {"x": x1, "y": y1, "width": x2 - x1, "height": y2 - y1}
-        return look | {"box": box, "frame": info.get("frame")}
     except (KeyError, TypeError, ValueError):
         return look
+    look["box"] = {"x": x1, "y": y1, "width": x2 - x1, "height": y2 - y1}
+    look["frame"] = info.get("frame")
+    return look
 
 
-def embed(data: bytes, side: int) -> dict:
-    """A picture of at most `side` pixels, or the reason why not."""
+def embed(data: bytes, max_side: int) -> dict:
+    """A picture of at most `max_side` pixels as a data URI, or the reason why there is none."""
     try:
         image = decode(data)
     except ValueError as error:
         return {"problem": str(error)[:60], "size": (400, 200)}
-    image.thumbnail((side, side))
+    image.thumbnail((max_side, max_side))
     kind = "png" if image.getcolors(256) else "jpeg"  # few colours: a diagram
-    image.save(file := io.BytesIO(), kind)
+    file = io.BytesIO()
+    image.save(file, kind)
     uri = f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"
     return {"problem": None, "uri": uri, "size": image.size}
 
 
 def write_page(dump: Path, tokenizer) -> None:
-    """The .html beside a dump (common/rollout/dumps.py): the first groups of its episodes, with
-    their pictures."""
+    """Write the .html beside a dump (common/rollout/dumps.py): the first groups of its episodes,
+    with their pictures."""
+    page = dump.with_suffix(".html")
     try:
-        prompts = pq.read_table(dump, columns=["prompt_index"])["prompt_index"].unique().to_pylist()
-        rows = pq.read_table(
-            dump, filters=[("prompt_index", "in", sorted(prompts)[:PAGE_PROMPTS])]
-        ).to_pylist()
-        wanted = {name for row in rows for m in json.loads(row["media"]) for name in m["frames"]}
-        pictures: dict[str, bytes] = {}
-        for file in sorted(dump.parent.glob(f"{dump.stem}.media_*.parquet")):
-            table = pq.read_table(file, filters=[("hash", "in", wanted)]).to_pydict()
-            pictures |= zip(table["hash"], table["bytes"])
+        rows = read_groups(dump)
+        pictures = read_pictures(dump, rows)
+        episodes = [page_episode(row, pictures, tokenizer) for row in rows]
         title = f"{dump.absolute().parent.parent.name}, step {rows[0]['step']}"
-        page = dump.with_suffix(".html")
-        save_with_links(page, rollout_page(title, page_episodes(rows, pictures, tokenizer)))
+        save_with_links(page, rollout_page(title, episodes))
         for neighbour in neighbours(page).values():
             save_with_links(neighbour, neighbour.read_text(errors="replace"))
     except (OSError, pa.ArrowInvalid) as error:
         # a full disk, or half a file, costs the page, not the run
-        print(f"warning: {dump.with_suffix('.html')} not written ({error})", flush=True)
+        print(f"warning: {page} not written ({error})", flush=True)
+
+
+def read_groups(dump: Path) -> list[dict]:
+    """The rows of the first PAGE_PROMPTS prompts."""
+    column = pq.read_table(dump, columns=["prompt_index"])["prompt_index"]
+    prompts = sorted(column.unique().to_pylist())[:PAGE_PROMPTS]
+    return pq.read_table(dump, filters=[("prompt_index", "in", prompts)]).to_pylist()
+
+
+def read_pictures(dump: Path, rows: list[dict]) -> dict[str, bytes]:
+    """{name: encoded bytes} of the pictures of these rows, from the files of all ranks."""
+    names = set()
+    for row in rows:
+        for medium in json.loads(row["media"]):
+            names.update(medium["frames"])
+    pictures: dict[str, bytes] = {}
+    for path in sorted(dump.parent.glob(f"{dump.stem}.media_*.parquet")):
+        table = pq.read_table(path, filters=[("hash", "in", names)]).to_pydict()
+        pictures.update(zip(table["hash"], table["bytes"]))
+    return pictures
 
 
 def neighbours(page: Path) -> dict[str, Path]:
-    """The pages of the dumps before and after that of a page, as far as they are there."""
-    pages = sorted(
-        {page, *(path for path in page.parent.glob(f"step_{'[0-9]' * 6}.html") if path.is_file())}
-    )
-    place = pages.index(page)
-    return dict(zip(["previous"], pages[:place][-1:])) | dict(zip(["next"], pages[place + 1 :]))
+    """The pages of the previous and the next dump, as far as they exist."""
+    pages = {page}
+    for path in page.parent.glob(f"step_{'[0-9]' * 6}.html"):
+        if path.is_file():
+            pages.add(path)
+    in_order = sorted(pages)
+    place = in_order.index(page)
+    neighbours = {}
+    if place > 0:
+        neighbours["previous"] = in_order[place - 1]
+    if place + 1 < len(in_order):
+        neighbours["next"] = in_order[place + 1]
+    return neighbours
 
 
 def save_with_links(page: Path, text: str) -> None:
-    """Write it with the links to its neighbours, which may have come or gone."""
-    links = [
-        f'<a href="{p.name}">{name}: step {int(p.stem[5:])}</a>'
-        for name, p in neighbours(page).items()
-    ]
-    save_page(page, NAVIGATION.sub(f"<nav>{''.join(links)}</nav>", text, count=1))
+    """Write a page with links to its neighbours as they are now."""
+    links = ""
+    for name, path in neighbours(page).items():
+        step = int(path.stem.removeprefix("step_"))
+        links += f'<a href="{path.name}">{name}: step {step}</a>'
+    save_page(page, NAVIGATION.sub(f"<nav>{links}</nav>", text, count=1))
 
 
-def page_episodes(rows: list[dict], files: dict[str, bytes], tokenizer) -> list[dict]:
-    """What `rollout_page` wants to know of each episode."""
-    from common.types import FINISH_REASONS
+def page_episode(row: dict, pictures: dict[str, bytes], tokenizer) -> dict:
+    """The episode of a dump's row, with the keys that page.html lists."""
+    calls = json.loads(row["calls"])
+    media = []
+    for medium, size in zip(json.loads(row["media"]), row["shown"]):
+        frames = [pictures.get(name, b"") for name in medium["frames"]]
+        media.append(medium | {"frames": frames, "shown": size})
+    rewards = json.loads(row["rewards"])
+    if row["model_reward"] is not None:
+        rewards["--reward-model"] = row["model_reward"]
+    return row | {
+        "rewards": rewards,
+        "calls": calls,
+        "media": media,
+        "segments": segments_of(row, calls, len(media), tokenizer),
+        "finish": FINISH_REASONS.get(row["finish_reason"]),
+    }
 
-    episodes = []
-    for row in rows:
-        calls = json.loads(row["calls"])
-        media = [
-            m | {"frames": [files.get(name, b"") for name in m["frames"]]}
-            for m in json.loads(row["media"])
-        ]
-        media = [m | {"shown": shown} for m, shown in zip(media, row["shown"])]
-        shown = iter(range(len(media)))
-        prompt_media = [
-            next(shown) for _ in range(len(media) - sum(call["media"] for call in calls))
-        ]
-        segments = [{"role": "prompt", "text": row["prompt"], "media": prompt_media}]
-        media_of_turn, turn = {call["turn"]: call["media"] for call in calls}, -1
-        ids = iter(row["response_ids"])
-        for sampled, part in groupby(row["loss_mask"]):
-            text = tokenizer.decode([next(ids) for _ in part])
-            turn += sampled
-            # a function answers without a call
-            added = 0 if sampled else media_of_turn.get(turn, 0)
-            numbers = [next(shown) for _ in range(added)]
-            segments.append(
-                {"role": "policy" if sampled else "observation", "text": text, "media": numbers}
-            )
-        judged = {} if row["model_reward"] is None else {"--reward-model": row["model_reward"]}
-        episode = row | {
-            "rewards": json.loads(row["rewards"]) | judged,
-            "calls": calls,
-            "media": media,
-        }
-        episodes.append(
-            episode | {"segments": segments, "finish": FINISH_REASONS.get(row["finish_reason"])}
-        )
-    return episodes
+
+def segments_of(row: dict, calls: list[dict], num_media: int, tokenizer) -> list[dict]:
+    """The prompt, then turns of the policy and observations, each with the indices of its media."""
+    num_shown = num_media - sum(call["media"] for call in calls)
+    prompt = {"role": "prompt", "text": row["prompt"], "media": list(range(num_shown))}
+    segments = [prompt]
+    media_of_turn = {call["turn"]: call["media"] for call in calls}
+    turn = -1
+    start = 0
+    for sampled, run in groupby(row["loss_mask"]):
+        end = start + len(list(run))
+        text = tokenizer.decode(row["response_ids"][start:end])
+        start = end
+        if sampled:
+            turn += 1
+            segments.append({"role": "policy", "text": text, "media": []})
+        else:
+            num_new = media_of_turn.get(turn, 0)  # a function answers without a call
+            indices = list(range(num_shown, num_shown + num_new))
+            num_shown += num_new
+            segments.append({"role": "observation", "text": text, "media": indices})
+    return segments

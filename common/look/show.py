@@ -18,85 +18,116 @@ from common.data.render import (
     to_messages,
 )
 from common.data.rows import RowFiles, records
-from common.files import refuse, shorten
+from common.files import shorten
 from common.hub import EMBEDDED, load_tokenizer, resolve_model
 from common.types import Prompt
 
-CONVERSATIONS = ("messages", "conversations", "message_list", "question")
-PROGRAMS = dict.fromkeys(CONVERSATIONS, "sft.py") | {"responses": "python -m common.score"}
+# column -> the program that reads rows with it
+PROGRAMS = {
+    "messages": "sft.py",
+    "conversations": "sft.py",
+    "message_list": "sft.py",
+    "question": "sft.py",
+    "responses": "python -m common.score",
+}
 
 
 def show(file: Path, tokenizer: str | None = None, rows: int = 2) -> None:
-    """Show a data file: columns, rows per data_source, prompt lengths (in tokens with --tokenizer),
-    and some rows."""
+    """Print what is in a data file: columns, rows per data_source, prompt lengths (in tokens with
+    --tokenizer), and some rows."""
     files = RowFiles([file], "FILE", convert=in_verl_columns)
     problems = [(record, row_problem(record, needs_truth=False)) for record in files.records()]
     usable = [record for record, problem in problems if problem is None]
     print(f"{file}: {len(problems)} rows, {len(problems) - len(usable)} of them unusable")
-    for name in usable[0] if usable else ():
-        table = files.tables[0]
-        kind = (
-            table.schema.field(name).type
-            if name in table.column_names
-            else type(usable[0][name]).__name__
-        )
+    if usable:
+        show_columns(files.tables[0], usable[0])
+        show_sources(usable)
+        show_prompts(usable, tokenizer, is_row_0=problems[0][1] is None)
+    for i, (record, problem) in enumerate(problems[:rows]):
+        heading = f"row {i}"
+        if problem:
+            heading += f", unusable: {problem}"
+        text = json.dumps(record, indent=2, ensure_ascii=False, default=type_in_brackets)
+        print(f"--- {heading}\n{shorten(text, 10**9)}")
+
+
+def show_columns(table: pa.Table, record: dict) -> None:
+    for name, value in record.items():
+        kind = type(value).__name__
+        if name in table.column_names:
+            kind = table.schema.field(name).type
         print(f"  {shorten(name, 200):<16} {kind}")
-    for source, count in Counter(record["data_source"] for record in usable).most_common():
+
+
+def show_sources(usable: list[dict]) -> None:
+    sources = Counter(record["data_source"] for record in usable)
+    for source, count in sources.most_common():
         print(f"data_source {shorten(source, 200)}: {count} rows")
-    if unscored := sum(truth_of(record) is None for record in usable):
+    num_without_truth = sum(truth_of(record) is None for record in usable)
+    if num_without_truth:
         print(
-            f"{unscored} rows have no reward_model.ground_truth: for --eval-only or an "
+            f"{num_without_truth} rows have no reward_model.ground_truth: for --eval-only or an "
             "--environment alone"
         )
-    texts = [bare_text(record["prompt"]) for record in usable]
-    if tokenizer and usable:
-        encode = tokenizer_of(tokenizer)
-        given = [as_given(record, encode) for record in usable]
-        texts = encode(apply_template(given, encode), add_special_tokens=False)["input_ids"]
-        texts = [beginning_ids(encode, prompt) + ids for prompt, ids in zip(given, texts)]
-    if usable:
-        low, mid, high, top = np.percentile([len(x) for x in texts], [0, 50, 95, 100]).astype(int)
-        print(
-            f"prompt {'tokens' if tokenizer else 'characters'}: min {low}, median {mid}, p95 "
-            f"{high}, max {top}"
-        )
-    if tokenizer and usable and problems[0][1] is None:
-        with_template = "by its chat template"
-        if isinstance(given[0], str):
-            with_template = "as it stands"
-            if beginning := encode.decode(beginning_ids(encode, given[0])):
-                with_template += f" behind {beginning}"
-        print(f"--- row 0 as the model sees it, {with_template}\n{encode.decode(texts[0])}")
-    for i, (record, problem) in enumerate(problems[:rows]):
-        text = json.dumps(
-            record, indent=2, ensure_ascii=False, default=lambda x: f"<{type(x).__name__}>"
-        )
-        print(f"--- row {i}{f', unusable: {problem}' if problem else ''}\n{shorten(text, 10**9)}")
+
+
+def show_prompts(usable: list[dict], tokenizer: str | None, is_row_0: bool) -> None:
+    """Lengths, and with a tokenizer the first prompt as the model sees it, if it is that of
+    row 0."""
+    if not tokenizer:
+        show_lengths([len(bare_text(record["prompt"])) for record in usable], "characters")
+        return
+    encode = tokenizer_of(tokenizer)
+    prompts = [as_given(record, encode) for record in usable]
+    texts = apply_template(prompts, encode)
+    ids_of_texts = encode(texts, add_special_tokens=False)["input_ids"]
+    prompt_ids = [beginning_ids(encode, p) + ids for p, ids in zip(prompts, ids_of_texts)]
+    show_lengths([len(ids) for ids in prompt_ids], "tokens")
+    if not is_row_0:
+        return
+    template = "by its chat template"
+    if isinstance(prompts[0], str):
+        template = "as it stands"
+        beginning = encode.decode(beginning_ids(encode, prompts[0]))
+        if beginning:
+            template += f" behind {beginning}"
+    print(f"--- row 0 as the model sees it, {template}\n{encode.decode(prompt_ids[0])}")
+
+
+def show_lengths(lengths: list[int], unit: str) -> None:
+    smallest, median, p95, largest = np.percentile(lengths, [0, 50, 95, 100]).astype(int)
+    print(f"prompt {unit}: min {smallest}, median {median}, p95 {p95}, max {largest}")
+
+
+def type_in_brackets(value: object) -> str:
+    """What stands for a value that JSON lacks, such as the bytes of a picture."""
+    return f"<{type(value).__name__}>"
 
 
 def as_given(record: dict, tokenizer) -> Prompt:
-    """A row's prompt as the chat template gets it, without --tools: pictures, if there are any, as
-    their marks."""
+    """A row's prompt as the chat template gets it, without --tools; pictures are their marks."""
     prompt = clean_prompt(record["prompt"])
-    messages = prompt if isinstance(prompt, str) else as_text(prompt, spacing(tokenizer))
-    return to_messages(messages, tokenizer)
+    if not isinstance(prompt, str):
+        prompt = as_text(prompt, spacing(tokenizer))
+    return to_messages(prompt, tokenizer)
 
 
 def in_verl_columns(table: pa.Table, path: Path) -> pa.Table:
     """As `to_verl`; SystemExit for rows that another program reads."""
     try:
         return to_verl(table, path, "FILE", None, False, needs_truth=False)
-    except ValueError:
-        reader = next(
-            (PROGRAMS[name] for name in next(records(table), ()) if name in PROGRAMS), None
-        )
-        refuse(
-            reader is not None,
-            f"{path} is for {reader}; shown here are rows with data_source and prompt",
-        )
+    except ValueError as error:
+        first_record = next(records(table), {})
+        readers = [PROGRAMS[name] for name in first_record if name in PROGRAMS]
+        if readers:
+            raise SystemExit(
+                f"{path} is for {readers[0]}; shown here are rows with data_source and prompt"
+            ) from error
         raise
 
 
 def tokenizer_of(model: str):
-    """The tokenizer of a model by name or folder; of a hub id no weights are fetched."""
-    return load_tokenizer(resolve_model(model) if model in (*EMBEDDED, "smollm2") else model)
+    """The tokenizer of a model by name or folder. Weights are not downloaded."""
+    if model in EMBEDDED or model == "smollm2":
+        model = resolve_model(model)
+    return load_tokenizer(model)

@@ -3,9 +3,9 @@
     python -m common.prepare.countdown --out data/countdown
     python -m common.prepare.countdown --out data/countdown --source countdown_tasks_3to4.parquet
 
-Generated rows are solvable by construction: a random expression over the numbers that comes out at
-the target. Test problems never occur in train, whatever the order of their numbers. The same seed
-and sizes give the same files.
+Generated rows are solvable by construction: the target is the value of a random expression over the
+numbers. Test problems never occur in train, whatever the order of their numbers. The same seed and
+sizes give the same files.
 """
 
 import random
@@ -38,13 +38,15 @@ SCHEMA = pa.schema(
     }
 )
 
+# they have no effect with --source
+GENERATOR_FLAGS = ("seed", "min_number", "max_number", "min_target", "max_target", "operands")
 MAX_TRIES = 200_000  # random expressions for one more problem before giving up (about a second)
 
 
 class Problem(NamedTuple):
     numbers: tuple[int, ...]
     target: int
-    expression: str  # a solution; "" if it came without one
+    expression: str  # a solution; "" if none is known
 
     @property
     def key(self) -> tuple[tuple[int, ...], int]:
@@ -85,22 +87,14 @@ class Args:
             )
         if not self.operands or min(self.operands) < 2:
             raise ValueError(f"--operands {self.operands}: expected counts of at least 2")
-        generator_flags = (
-            "seed",
-            "min_number",
-            "max_number",
-            "min_target",
-            "max_target",
-            "operands",
-        )
-        changed = [
-            f.name
-            for f in fields(self)
-            if f.name in generator_flags and getattr(self, f.name) != f.default
-        ]
+        changed = []
+        for field in fields(self):
+            if field.name in GENERATOR_FLAGS and getattr(self, field.name) != field.default:
+                changed.append("--" + field.name.replace("_", "-"))
         if self.source and changed:
-            flags = " ".join("--" + name.replace("_", "-") for name in changed)
-            raise ValueError(f"{flags} steer the generator and have no effect with --source")
+            raise ValueError(
+                f"{' '.join(changed)} steer the generator and have no effect with --source"
+            )
 
 
 def main(args: Args) -> None:
@@ -110,23 +104,25 @@ def main(args: Args) -> None:
             f"{args.source}: dropped {args.train_size - len(train)} train rows that occur in test"
         )
     else:
-        test, train = [], []
-        for split, size, rows in (
-            ("test", args.test_size, test),
-            ("train", args.train_size, train),
-        ):
-            problems = iter_problems(
-                seed=f"{args.seed}/{split}",
-                operands=args.operands,
-                numbers=(args.min_number, args.max_number),
-                targets=(args.min_target, args.max_target),
-                exclude={problem.key for problem in test},
-            )
-            rows.extend(next(problems) for _ in Progress(f"{split} rows", size))
-    splits = {"train": train, "test": test}
-    write_splits(
-        args.out, {split: to_table(rows, args.template, split) for split, rows in splits.items()}
+        test = generate(args, "test", args.test_size, exclude=set())
+        test_keys = {problem.key for problem in test}
+        train = generate(args, "train", args.train_size, exclude=test_keys)
+    tables = {
+        "train": to_table(train, args.template, "train"),
+        "test": to_table(test, args.template, "test"),
+    }
+    write_splits(args.out, tables)
+
+
+def generate(args: Args, split: str, size: int, exclude: set[tuple]) -> list[Problem]:
+    problems = iter_problems(
+        seed=f"{args.seed}/{split}",
+        operands=args.operands,
+        numbers=(args.min_number, args.max_number),
+        targets=(args.min_target, args.max_target),
+        exclude=exclude,
     )
+    return [next(problems) for _ in Progress(f"{split} rows", size)]
 
 
 def iter_problems(
@@ -137,43 +133,41 @@ def iter_problems(
     targets: tuple[int, int] = (10, 100),
     exclude: Collection[tuple] = frozenset(),
 ) -> Iterator[Problem]:
-    """Solvable problems without end, no two with the same key, none with a key in `exclude`. Ranges
-    are inclusive.
-
-    The numbers of operands take turns.
+    """Endless solvable problems, no two with the same key, none with a key in `exclude`. Ranges are
+    inclusive. The counts in `operands` alternate.
     """
     rng = random.Random(seed)
-    seen = set(exclude)
-    found = 0
+    existing = set(exclude)
+    num_problems = 0
     while True:
-        count = operands[found % len(operands)]
+        count = operands[num_problems % len(operands)]
         for _ in range(MAX_TRIES):
             problem = try_problem(rng, count, numbers, targets)
-            if problem and problem.key not in seen:
+            if problem and problem.key not in existing:
                 break
         else:
             raise ValueError(
-                f"no new problem in {MAX_TRIES} tries after the first {found}: {count} "
-                f"numbers in {numbers} and a "
-                f"target in {targets} allow too few ({len(exclude)} excluded). Ask for fewer "
-                "rows or widen the ranges"
+                f"no new problem in {MAX_TRIES} tries after the first {num_problems}: {count} "
+                f"numbers in {numbers} and a target in {targets} allow too few "
+                f"({len(exclude)} excluded). Ask for fewer rows or widen the ranges"
             )
-        seen.add(problem.key)
-        found += 1
+        existing.add(problem.key)
+        num_problems += 1
         yield problem
 
 
 def try_problem(
     rng: random.Random, count: int, numbers: tuple[int, int], targets: tuple[int, int]
 ) -> Problem | None:
-    """Joins random numbers by random operations; None unless the value is an integer within
+    """Join random numbers by random operations; None unless the value is an integer within
     `targets`.
 
     Values are exact: (numerator, denominator) pairs, several times faster than Fraction.
     """
-    low, span = numbers[0], numbers[1] - numbers[0] + 1
-    given = [low + int(rng.random() * span) for _ in range(count)]
-    parts = [(number, 1, number) for number in given]  # (numerator, denominator, expression tree)
+    low, high = numbers
+    span = high - low + 1
+    chosen = [low + int(rng.random() * span) for _ in range(count)]
+    parts = [(number, 1, number) for number in chosen]  # (numerator, denominator, expression tree)
     while len(parts) > 1:
         n, d, left = parts.pop(int(rng.random() * len(parts)))
         m, e, right = parts.pop(int(rng.random() * len(parts)))
@@ -192,19 +186,21 @@ def try_problem(
     n, d, tree = parts[0]
     if n % d or not targets[0] <= n // d <= targets[1]:
         return None
-    return Problem(tuple(given), n // d, render(tree).removeprefix("(").removesuffix(")"))
+    expression = render(tree).removeprefix("(").removesuffix(")")
+    return Problem(tuple(chosen), n // d, expression)
 
 
 def render(tree) -> str:
     """Fully parenthesised: ((44 - 19) * 35)."""
-    return (
-        str(tree) if isinstance(tree, int) else f"({render(tree[0])} {tree[1]} {render(tree[2])})"
-    )
+    if isinstance(tree, int):
+        return str(tree)
+    left, symbol, right = tree
+    return f"({render(left)} {symbol} {render(right)})"
 
 
 def read_published(source: str) -> list[Problem]:
-    """Rows of Jiayi-Pan/Countdown-Tasks-3to4 (target: int64, nums: list<int64>), in their order; or
-    its snapshot's."""
+    """The rows, in order, of files like Jiayi-Pan/Countdown-Tasks-3to4 (target: int64, nums:
+    list<int64>), or of its snapshot."""
     paths = source
     if Path(source).is_dir():
         paths = split_files(source, "train", "--source")
@@ -215,23 +211,17 @@ def read_published(source: str) -> list[Problem]:
     files = RowFiles(paths, "--source")
     problems = []
     for index, record in enumerate(files.records()):
+        place = f"--source {files.place(index)}"
         if isinstance(record, str):
-            raise ValueError(f"--source {files.place(index)}: {record}")
+            raise ValueError(f"{place}: {record}")
         if not {"target", "nums"} <= record.keys():
             columns = ", ".join(record)
-            raise ValueError(
-                f"--source {files.place(index)}: expected the columns target and nums, found "
-                f"{columns}"
-            )
-        nums, target = record["nums"], record["target"]
-        if (
-            not isinstance(nums, list)
-            or not nums
-            or not all(type(number) is int for number in (*nums, target))
-        ):
-            raise ValueError(
-                f"--source {files.place(index)}: nums {nums} and target {target}, expected integers"
-            )
+            raise ValueError(f"{place}: expected the columns target and nums, found {columns}")
+        nums = record["nums"]
+        target = record["target"]
+        is_list = isinstance(nums, list) and nums
+        if not is_list or not all(type(number) is int for number in (*nums, target)):
+            raise ValueError(f"{place}: nums {nums} and target {target}, expected integers")
         problems.append(Problem(tuple(nums), target, ""))
     return problems
 
@@ -239,41 +229,41 @@ def read_published(source: str) -> list[Problem]:
 def split_published(
     rows: list[Problem], train_size: int, test_size: int
 ) -> tuple[list[Problem], list[Problem]]:
-    """TinyZero's rows: the first train_size train, the next test_size test; train loses what occurs
-    in test."""
+    """(train, test) as in TinyZero: the first train_size rows but those that occur in test, and the
+    next test_size rows."""
     if len(rows) < train_size + test_size:
         raise ValueError(
             f"--source has {len(rows)} rows, fewer than {train_size} train + {test_size} test"
         )
     test = rows[train_size : train_size + test_size]
     test_keys = {problem.key for problem in test}
-    return [problem for problem in rows[:train_size] if problem.key not in test_keys], test
+    train = [problem for problem in rows[:train_size] if problem.key not in test_keys]
+    return train, test
 
 
 def to_table(problems: list[Problem], template: str, split: str) -> pa.Table:
     """TinyZero's columns; `index` counts from 0 in each split."""
-    rows = [
-        {
+    rows = []
+    for index, problem in enumerate(problems):
+        ground_truth = {"numbers": problem.numbers, "target": problem.target}
+        row = {
             "nums": problem.numbers,
             "target": problem.target,
             "data_source": "countdown",
             "prompt": [{"role": "user", "content": prompt_text(problem, template)}],
             "ability": "math",
-            "reward_model": {
-                "style": "rule",
-                "ground_truth": {"numbers": problem.numbers, "target": problem.target},
-            },
+            "reward_model": {"style": "rule", "ground_truth": ground_truth},
             "extra_info": {"split": split, "index": index},
         }
-        for index, problem in enumerate(problems)
-    ]
+        rows.append(row)
     return pa.Table.from_pylist(rows, schema=SCHEMA)
 
 
 def prompt_text(problem: Problem, template: str) -> str:
-    spaced = " ".join(map(str, problem.numbers))
     return TEMPLATES[template].format(
-        numbers=list(problem.numbers), spaced_numbers=spaced, target=problem.target
+        numbers=list(problem.numbers),
+        spaced_numbers=" ".join(map(str, problem.numbers)),
+        target=problem.target,
     )
 
 

@@ -2,8 +2,9 @@
 validation.parquet.
 
     python -m common.prepare.geo3k --out data/geo3k
-    python -m common.prepare.geo3k --out data/geo3k --source FOLDER    # a snapshot of the hub;
-    train*.parquet, …
+    python -m common.prepare.geo3k --out data/geo3k --source FOLDER
+
+FOLDER is a snapshot of the hub: train*.parquet, …
 
 Rows as published: problem, with one <image> for each of its images; answer; images, a list of
 {bytes, path}. The diagrams are embedded as bytes, so that the files need no --media-root.
@@ -25,13 +26,12 @@ from common.rewards.math import normalized_truth
 
 REPOSITORY = "hiyouga/geometry3k"
 INSTRUCTION = (
-    "You FIRST think about the reasoning process as an internal monologue and then provide "
-    "the final answer. The "
-    "reasoning process MUST BE enclosed within <think> </think> tags. The final answer MUST "
-    "BE put in \\boxed{}."
+    "You FIRST think about the reasoning process as an internal monologue and then provide the "
+    "final answer. The reasoning process MUST BE enclosed within <think> </think> tags. The final "
+    "answer MUST BE put in \\boxed{}."
 )
 COLUMNS = ("problem", "answer", "images")
-SPLITS = {"train": True, "validation": False, "test": True}  # split: whether it must be there
+SPLITS = {"train": True, "validation": False, "test": True}  # split -> whether it is required
 
 IMAGES = pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()}))
 SCHEMA = TEXT_SCHEMA.insert(2, pa.field("images", IMAGES))
@@ -47,10 +47,10 @@ class Args:
 def main(args: Args) -> None:
     # read everything first: a bad row leaves no half data set behind
     source = str(download()) if args.source in ("hub", REPOSITORY) else args.source
-    rows = {split: read_split(source, split) for split in SPLITS}
-    write_splits(
-        args.out, {split: pa.Table.from_pylist(rows[split], schema=SCHEMA) for split in SPLITS}
-    )
+    tables = {}
+    for split in SPLITS:
+        tables[split] = pa.Table.from_pylist(read_split(source, split), schema=SCHEMA)
+    write_splits(args.out, tables)
 
 
 def download() -> Path:
@@ -60,7 +60,7 @@ def download() -> Path:
 
 
 def read_split(source: str, split: str) -> list[dict]:
-    """verl's rows of a split, in order; none if it is optional and not there."""
+    """verl's rows of a split, in order; none if it is optional and missing."""
     paths = split_files(source, split, "--source")
     if SPLITS[split] and not paths:
         raise FileNotFoundError(
@@ -72,7 +72,8 @@ def read_split(source: str, split: str) -> list[dict]:
         try:
             if isinstance(record, str):
                 raise ValueError(record)
-            if missing := set(COLUMNS) - set(record):
+            missing = set(COLUMNS) - set(record)
+            if missing:
                 raise ValueError(
                     f"lacks {', '.join(sorted(missing))}; it has the columns {', '.join(record)}"
                 )
@@ -84,13 +85,15 @@ def read_split(source: str, split: str) -> list[dict]:
 
 def to_row(record: dict, split: str, index: int) -> dict:
     """verl's row. ValueError with the reason if text, answer or images do not fit."""
-    problem, answer, images = record["problem"] or "", record["answer"], record["images"] or []
-    if problem.count("<image>") != len(images):
-        raise ValueError(
-            f"{problem.count('<image>')} times <image> in the problem, but {len(images)} images"
-        )
-    if any(not image or not image.get("bytes") for image in images):
-        raise ValueError("an image without its bytes")
+    problem = record["problem"] or ""
+    answer = record["answer"]
+    images = record["images"] or []
+    num_marks = problem.count("<image>")
+    if num_marks != len(images):
+        raise ValueError(f"{num_marks} times <image> in the problem, but {len(images)} images")
+    for image in images:
+        if not image or not image.get("bytes"):
+            raise ValueError("an image without its bytes")
     normalized_truth(answer or "")
     return {
         "data_source": REPOSITORY,

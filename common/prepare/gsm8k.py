@@ -1,8 +1,9 @@
 """GSM8K as verl's parquet: train.parquet and test.parquet.
 
-python -m common.prepare.gsm8k --out data/gsm8k
-python -m common.prepare.gsm8k --out data/gsm8k --source FOLDER    # a snapshot of the hub;
-train.jsonl and test.jsonl
+    python -m common.prepare.gsm8k --out data/gsm8k
+    python -m common.prepare.gsm8k --out data/gsm8k --source FOLDER
+
+FOLDER has train.jsonl and test.jsonl, or is a snapshot of the hub.
 """
 
 import re
@@ -69,7 +70,7 @@ def read_split(source: str, split: str) -> list[dict[str, str]]:
         try:
             if isinstance(record, str):
                 raise ValueError(record)
-            # raises for what is no text, or no Unicode
+            # raises unless both are texts in Unicode
             "".join([record["question"], record["answer"]]).encode()
             final_answer(record["answer"])
             rows.append({"question": record["question"], "answer": record["answer"]})
@@ -91,27 +92,27 @@ def download_split(split: str) -> Path:
 
 def to_table(rows: list[dict[str, str]], split: str) -> pa.Table:
     """verl's columns; the ground truth is the text after `#### ` without commas."""
-    return pa.Table.from_pylist(
-        [
-            {
-                "data_source": REPOSITORY,
-                "prompt": [{"role": "user", "content": f"{row['question']} {INSTRUCTION}"}],
-                "ability": "math",
-                "reward_model": {"style": "rule", "ground_truth": final_answer(row["answer"])},
-                "extra_info": {"split": split, "index": index, **row},
-            }
-            for index, row in enumerate(rows)
-        ],
-        schema=SCHEMA,
-    )
+    records = []
+    for index, row in enumerate(rows):
+        ground_truth = final_answer(row["answer"])
+        record = {
+            "data_source": REPOSITORY,
+            "prompt": [{"role": "user", "content": f"{row['question']} {INSTRUCTION}"}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": ground_truth},
+            "extra_info": {"split": split, "index": index, **row},
+        }
+        records.append(record)
+    return pa.Table.from_pylist(records, schema=SCHEMA)
 
 
 def final_answer(answer: str) -> str:
-    """ "… #### 1,234" -> "1234"."""
+    """ "… #### 1,234" -> "1234". ValueError if there is no number after ####."""
     match = FINAL_ANSWER.search(answer)
     if match is None:
         raise ValueError(f"no final answer after #### in {answer!r}")
-    float(number := match[1].replace(",", ""))  # is it one?
+    number = match[1].replace(",", "")
+    float(number)  # raises for "1.2.3"
     return number
 
 

@@ -1,14 +1,14 @@
 r"""MATH-style problems as verl's parquet: train.parquet and test.parquet, answers in \boxed{}.
 
     python -m common.prepare.math --out data/math
-    python -m common.prepare.math --out data/math --source FOLDER           # its snapshot;
-    train.jsonl and test.jsonl
-    python -m common.prepare.math --out data/benchmarks --source FOLDER     # aime24_test.jsonl,
-    amc23_test.jsonl, …
+    python -m common.prepare.math --out data/math --source FOLDER
     python -m common.prepare.math --out data/aime24 --source aime24_test.jsonl
 
-Files are .jsonl, .json or .parquet, their columns problem, question or input (SVAMP: Body and
-Question); answer or target, or else a solution with a \boxed{}. Options or choices (sat_math,
+FOLDER is a snapshot of the hub, or has train.jsonl and test.jsonl, or files of several benchmarks:
+aime24_test.jsonl, amc23_test.jsonl, …
+
+Files are .jsonl, .json or .parquet. Their columns are problem, question or input (SVAMP: Body and
+Question), and answer or target, or else a solution with a \boxed{}. Options or choices (sat_math,
 mmlu_stem, AGIEval) go into the prompt, and the truth is their letter. Files whose name ends in
 "train" make train.parquet, all others test.parquet; "aime24_test.jsonl" becomes the data_source
 "math/aime24", so that an evaluation of a whole folder lists its files.
@@ -55,30 +55,33 @@ class Args:
 
 def main(args: Args) -> None:
     # read everything first: a bad line leaves no half data set behind
-    rows, unusable = {split: [] for split in SPLITS}, []
+    rows: dict[str, list[dict]] = {split: [] for split in SPLITS}
+    problems = []
     is_hub = args.source in ("hub", REPOSITORY)
     for split, row in read_hub() if is_hub else read_files(args.source):
         if isinstance(row, str):
-            unusable.append(row)
+            problems.append(row)
             continue
         row["extra_info"] |= {"split": split, "index": len(rows[split])}
         rows[split].append(row)
-    if unusable:
+    if problems:
         drop = args.bad_rows == "drop"
-        listed = "".join(f"\n  {why}" for why in unusable[:5])
         state = "dropped" if drop else "--bad-rows drop drops them"
-        message = f"{len(unusable)} unusable rows ({state}); the first:{listed}"
+        message = f"{len(problems)} unusable rows ({state}); the first:"
+        for problem in problems[:5]:
+            message += f"\n  {problem}"
         if not drop or not any(rows.values()):
             raise ValueError(message)
         print(f"warning: {message}")
-    write_splits(
-        args.out, {split: pa.Table.from_pylist(rows[split], schema=SCHEMA) for split in SPLITS}
-    )
+    tables = {}
+    for split in SPLITS:
+        tables[split] = pa.Table.from_pylist(rows[split], schema=SCHEMA)
+    write_splits(args.out, tables)
 
 
 def read_hub() -> Iterator[tuple[str, dict | str]]:
-    """(split, verl's row or why it is none) of MATH's 7,500 training and 5,000 test problems, from
-    hub or cache."""
+    """(split, verl's row or why it is unusable) of MATH's 7,500 training and 5,000 test problems,
+    from hub or cache."""
     for split in SPLITS:
         name = f"data/{split}-00000-of-00001.parquet"
         with downloading(REPOSITORY, "give --source with a file of rows or a folder of them"):
@@ -88,7 +91,7 @@ def read_hub() -> Iterator[tuple[str, dict | str]]:
 
 
 def read_files(source: str) -> Iterator[tuple[str, dict | str]]:
-    """(split, verl's row or why it is none) of the rows of the files that --source names."""
+    """(split, verl's row or why it is unusable) of the files that --source names."""
     for path in source_files(source):
         files = RowFiles([path], "--source")
         stem = SHARD.sub("", stem_of(path))
@@ -104,21 +107,24 @@ def read_files(source: str) -> Iterator[tuple[str, dict | str]]:
                 f"{path}: the data_source {data_source} is not scored by its box; rename file "
                 "or folder"
             )
-        count = 0
+        is_empty = True
         for row in to_rows(files, data_source):
             yield ending or "test", row
-            count += 1
-        if not count:
+            is_empty = False
+        if is_empty:
             raise ValueError(f"{path}: no rows")
 
 
 def source_files(source: str) -> list[Path]:
-    """The files that --source names; of a folder those in it, else in its data/. FileNotFoundError
-    without any."""
+    """The files that --source names; for a folder those in it, else those in its data/.
+    FileNotFoundError if there are none."""
     paths = []
     for name in source.split(","):
         for path in find_files(name.strip(), "--source"):
-            inside = [path] if path.is_file() else sources_in(path) or sources_in(path / "data")
+            if path.is_file():
+                paths.append(path)
+                continue
+            inside = sources_in(path) or sources_in(path / "data")
             if not inside:
                 remedy = f"; {FETCH.format(path)}" if is_hub_id(path) else ""
                 raise FileNotFoundError(
@@ -129,7 +135,7 @@ def source_files(source: str) -> list[Path]:
 
 
 def to_rows(files: RowFiles, data_source: str) -> Iterator[dict | str]:
-    """verl's rows without split and index; the place and the reason of those that are unusable."""
+    """verl's rows without split and index; for unusable ones their place and the reason."""
     for index, record in enumerate(files.records()):
         try:
             if isinstance(record, str):
@@ -155,99 +161,119 @@ def to_row(record: dict, data_source: str) -> dict:
 
 
 def read_record(record: dict) -> tuple[str, str, str]:
-    """(question, ground truth, answer as published: the solution, where there is one). ValueError
-    with the reason."""
+    """(question, ground truth, the published solution, or else the answer). ValueError with the
+    reason if one is missing."""
     record = {key.lower(): value for key, value in record.items() if value is not None}
-    question = next(
-        (record[key] for key in ("problem", "question", "input") if key in record), None
-    )
+    question = first_of(record, "problem", "question", "input")
     if not isinstance(question, str) or not question.strip():
         raise ValueError(
             f"no question: expected text as problem, question or input, found {question!r:.80}"
         )
     if "body" in record:  # SVAMP's story, often without its full stop
         body = str(record["body"]).strip()
-        question = f"{body} {question}" if body.endswith((".", "?", "!")) else f"{body}. {question}"
+        if not body.endswith((".", "?", "!")):
+            body += "."
+        question = f"{body} {question}"
+    question = question.strip()
     options = read_options(record)
     if options:
         letter = right_option(record, options)
-        lines = "".join(f"\n({name}) {text}" for name, text in zip(LETTERS, options))
-        return f"{question.strip()}{lines}\n{CHOICE}", letter, str(record.get("solution", letter))
-    answer = next((record[key] for key in ("answer", "target", "solution") if key in record), None)
-    if type(answer) is int or (type(answer) is float and isfinite(answer)):
-        # 27.0 is 27
-        text = str(answer) if type(answer) is int else np.format_float_positional(answer, trim="-")
-    elif isinstance(answer, str):
-        text = answer
-    else:
-        raise ValueError(
-            "no answer: expected text or a number as answer, target or solution, found "
-            f"{answer!r:.80}"
-        )
-    ground_truth = last_boxed(text)
-    if ground_truth is None and not {"answer", "target"} & set(record):
-        raise ValueError("the solution has no complete \\boxed{…}")
-    if "####" in text:
+        for name, text in zip(LETTERS, options):
+            question += f"\n({name}) {text}"
+        return f"{question}\n{CHOICE}", letter, str(record.get("solution", letter))
+    answer = read_answer(record)
+    ground_truth = last_boxed(answer)
+    if ground_truth is None:
+        if "answer" not in record and "target" not in record:
+            raise ValueError("the solution has no complete \\boxed{…}")
+        ground_truth = answer
+    if "####" in answer:
         raise ValueError("an answer after #### is GSM8K's format: python -m common.prepare.gsm8k")
-    truth = text if ground_truth is None else ground_truth
-    return question.strip(), truth.strip(), str(record.get("solution", text))
+    return question, ground_truth.strip(), str(record.get("solution", answer))
+
+
+def read_answer(record: dict) -> str:
+    """The answer, the target or the solution as a text; 27.0 is 27. ValueError without one."""
+    answer = first_of(record, "answer", "target", "solution")
+    if isinstance(answer, str):
+        return answer
+    if type(answer) is int:
+        return str(answer)
+    if type(answer) is float and isfinite(answer):
+        return np.format_float_positional(answer, trim="-")
+    raise ValueError(
+        f"no answer: expected text or a number as answer, target or solution, found {answer!r:.80}"
+    )
+
+
+def first_of(record: dict, *columns: str) -> object:
+    """The value of the first of these columns that a record has; None if it has none."""
+    for column in columns:
+        if column in record:
+            return record[column]
+    return None
 
 
 # --- multiple choice ---
 
 
 def read_options(record: dict) -> list[str]:
-    """The texts of the options without their letters; [] of a question that has none. ValueError
+    """The texts of the options without their letters; [] for a question without options. ValueError
     for other shapes."""
-    found = record.get("options", record.get("choices"))
-    if found is None and {"a", "b"} <= record.keys():  # a column for each
-        found = [record[letter.lower()] for letter in LETTERS if letter.lower() in record]
-    if found is None:
+    options = record.get("options", record.get("choices"))
+    if options is None and {"a", "b"} <= record.keys():  # a column for each
+        options = [record[letter.lower()] for letter in LETTERS if letter.lower() in record]
+    if options is None:
         return []
     # ARC: {"text": [...], "label": [...]}
-    if isinstance(found, dict) and isinstance(found.get("text"), list):
-        found = found["text"]
-    elif isinstance(found, dict) and list(found) == list(LETTERS[: len(found)]):
-        found = list(found.values())
-    elif isinstance(found, str):  # sat_math: A) 10 B) 12 C) 14 D) 16
-        parts = OPTION_MARK.split(found)
-        marks = [match[1] for match in OPTION_MARK.finditer(found)]
-        found = (
-            parts[2::2] if marks == list(LETTERS[: len(marks)]) and not parts[0].strip() else None
-        )
-    is_list = isinstance(found, list) and 2 <= len(found) <= len(LETTERS)
-    if not is_list or not all(type(text) in (str, int, float) for text in found):
-        raise ValueError(f"options that are no list of 2 to {len(LETTERS)} texts: {found!r:.80}")
-    texts = [str(text).strip() for text in found]
+    if isinstance(options, dict) and isinstance(options.get("text"), list):
+        options = options["text"]
+    elif isinstance(options, dict) and are_first_letters(list(options)):
+        options = list(options.values())
+    elif isinstance(options, str):
+        options = split_options(options)
+    is_list = isinstance(options, list) and 2 <= len(options) <= len(LETTERS)
+    if not is_list or not all(type(text) in (str, int, float) for text in options):
+        raise ValueError(f"options that are no list of 2 to {len(LETTERS)} texts: {options!r:.80}")
+    texts = [str(text).strip() for text in options]
     marks = [OPTION_MARK.match(text) for text in texts]
-    if all(marks) and [mark[1] for mark in marks] == list(LETTERS[: len(texts)]):
+    if all(marks) and are_first_letters([mark[1] for mark in marks]):
         texts = [text[mark.end() :].strip() for text, mark in zip(texts, marks)]
     return texts
 
 
+def split_options(text: str) -> list[str] | None:
+    """The options in a text such as sat_math's "A) 10 B) 12 C) 14 D) 16"; None if it is not of this
+    form."""
+    parts = OPTION_MARK.split(text)  # before the first mark, letter, option, letter, option, ...
+    if parts[0].strip() or not are_first_letters(parts[1::2]):
+        return None
+    return parts[2::2]
+
+
+def are_first_letters(names: list) -> bool:
+    return names == list(LETTERS[: len(names)])
+
+
 def right_option(record: dict, options: list[str]) -> str:
-    """Its letter: given as such, as an index from 0 (MMLU), or as the option's text."""
-    found = next(
-        (
-            record[key]
-            for key in ("answer", "target", "label", "correct", "solution")
-            if key in record
-        ),
-        None,
-    )
+    """The letter of the right option, which may be given as a letter, as an index from 0 (MMLU), or
+    as the option's text."""
+    answer = first_of(record, "answer", "target", "label", "correct", "solution")
     letters = LETTERS[: len(options)]
-    if type(found) is int and 0 <= found < len(options):
-        return letters[found]
-    if isinstance(found, str):
-        boxed = last_boxed(found)
-        text = (found if boxed is None else boxed).strip()
+    if type(answer) is int and 0 <= answer < len(options):
+        return letters[answer]
+    if isinstance(answer, str):
+        text = last_boxed(answer)
+        if text is None:
+            text = answer
+        text = text.strip()
         if options.count(text) == 1:
             return letters[options.index(text)]
         letter = text.strip("().: ").upper()
         if len(letter) == 1 and letter in letters:
             return letter
     raise ValueError(
-        f"no right option: expected a letter, an index or the text of one, found {found!r:.80}"
+        f"no right option: expected a letter, an index or the text of one, found {answer!r:.80}"
     )
 
 

@@ -2,11 +2,10 @@
 path resolves.
 
     python -m common.prepare.pixel_reasoner --folder data/pixel_reasoner --repository OWNER/NAME
-    # resumes
     python -m common.prepare.pixel_reasoner --folder FOLDER
-    # a copy
 
-Nothing is rewritten: rows keep their relative paths, which start in the folder of their file.
+The first downloads, and resumes a download; the second takes a copy. Nothing is rewritten: rows
+keep their relative paths, which start in the folder of their file.
 """
 
 import shutil
@@ -21,7 +20,7 @@ from huggingface_hub import snapshot_download
 from common.data.rows import RowFiles
 from common.data.table_files import files_in
 from common.data.visual_qa import paths_of
-from common.files import refuse, user_errors
+from common.files import user_errors
 from common.flags import call_program
 from common.prepare.writing import downloading
 
@@ -55,30 +54,32 @@ def main(args: Args) -> None:
         print(f"{archive}: {count} files unpacked, the others were there")
     missing: list[tuple[RowFiles, int, str]] = []  # file, row, path
     for table in tables:
-        rows = pictures = 0
+        num_pictures = 0
         files, paths_of_rows = media_of(table)
         for row, paths in enumerate(paths_of_rows):
-            rows, pictures = rows + 1, pictures + len(paths)
+            num_pictures += len(paths)
             for path in paths:
                 if not (args.folder / str(path)).is_file():
                     missing.append((files, row, path))
-        print(f"{table}: {rows} rows, {pictures} pictures and frames")
+        print(f"{table}: {len(paths_of_rows)} rows, {num_pictures} pictures and frames")
     if missing:
-        shown = "".join(
-            f"\n  {files.place(row)}: {path}" for files, row, path in missing[:MAX_SHOWN]
-        )
-        raise SystemExit(f"{len(missing)} files are missing in {args.folder}, the first:{shown}")
+        message = f"{len(missing)} files are missing in {args.folder}, the first:"
+        for files, row, path in missing[:MAX_SHOWN]:
+            message += f"\n  {files.place(row)}: {path}"
+        raise SystemExit(message)
     print(f"all there: {args.folder}")
 
 
 def download(repository: str, folder: Path) -> None:
-    """Into the folder; what is complete there is kept. SystemExit if it holds another
-    repository."""
+    """Download into the folder, and keep the files that are complete there. SystemExit if it holds
+    another repository."""
     mark = folder / ".repository"
-    holds = mark.read_text().strip() if mark.is_file() else repository
-    refuse(
-        holds != repository, f"--folder {folder} holds {holds}: give {repository} another --folder"
-    )
+    if mark.is_file():
+        present = mark.read_text().strip()
+        if present != repository:
+            raise SystemExit(
+                f"--folder {folder} holds {present}: give {repository} another --folder"
+            )
     with downloading(
         repository, "give --folder with a copy of it alone; the same command goes on from here"
     ):
@@ -90,10 +91,10 @@ def download(repository: str, folder: Path) -> None:
 
 
 def unzip(archive: Path) -> int:
-    """Unpack beside the archive what is not there; a killed run leaves no half file. Returns how
-    many.
+    """Unpack the files that are missing beside the archive, and return their number. A killed run
+    leaves no half file.
 
-    SystemExit for a file that is there with another content: the pictures of two data sets would be
+    SystemExit for a file that exists with other content: the pictures of two data sets would be
     exchanged.
     """
     count = 0
@@ -105,14 +106,12 @@ def unzip(archive: Path) -> int:
             if member.is_dir():
                 continue
             if target.exists():
-                told = (
-                    f"{target} is there already, and is not that of {archive.name}: one "
-                    "--folder for each data set"
+                if is_member(target, member):
+                    continue
+                raise SystemExit(
+                    f"{target} is there already, and is not that of {archive.name}: one --folder "
+                    "for each data set (or delete it, if it is a broken copy)"
                 )
-                refuse(
-                    not is_member(target, member), f"{told} (or delete it, if it is a broken copy)"
-                )
-                continue
             target.parent.mkdir(parents=True, exist_ok=True)
             temporary = target.with_name(f".{target.name}.tmp")
             try:
@@ -126,14 +125,14 @@ def unzip(archive: Path) -> int:
 
 
 def is_member(path: Path, member: zipfile.ZipInfo) -> bool:
-    """Has a file the content of an archive's member, by size and checksum?"""
-    same_size = path.is_file() and path.stat().st_size == member.file_size
-    return same_size and zlib.crc32(path.read_bytes()) == member.CRC
+    """Whether a file has the content of an archive's member, by size and checksum."""
+    if not path.is_file() or path.stat().st_size != member.file_size:
+        return False
+    return zlib.crc32(path.read_bytes()) == member.CRC
 
 
 def media_of(table: Path) -> tuple[RowFiles, list[list[str]]]:
-    """A table, and the relative paths of each row's pictures: of release.json's items, of the
-    column image of others.
+    """A table, and the relative paths of each row's pictures and frames.
 
     SystemExit for a table of another format.
     """
@@ -141,23 +140,29 @@ def media_of(table: Path) -> tuple[RowFiles, list[list[str]]]:
         files = RowFiles([table], "--folder")
         return files, list(read_paths(files))
     except (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
-        why = f"{type(error).__name__}: {error!s:.100}".partition("\n")[0]
+        reason = f"{type(error).__name__}: {error!s:.100}".partition("\n")[0]
         raise SystemExit(
-            f"{table}: not one of Pixel Reasoner's; it belongs elsewhere ({why})"
+            f"{table}: not one of Pixel Reasoner's; it belongs elsewhere ({reason})"
         ) from error
 
 
 def read_paths(files: RowFiles) -> Iterator[list[str]]:
+    """Of a row with the column image, its paths; else those of the items in message_list, as in
+    release.json, images before the frames of videos."""
     for record in files.records(("image", "message_list")):
         if isinstance(record, str):
             raise ValueError(record)
         if "image" in record:
-            paths = [path for path in paths_of(record) if path]
-        else:
-            items = [item for message in record["message_list"] for item in message["content"]]
-            paths = [item["image"] for item in items if item.get("image")]
-            paths += [frame for item in items for frame in item.get("video") or []]
-        yield paths
+            yield [path for path in paths_of(record) if path]
+            continue
+        images = []
+        frames = []
+        for message in record["message_list"]:
+            for item in message["content"]:
+                if item.get("image"):
+                    images.append(item["image"])
+                frames += item.get("video") or []
+        yield images + frames
 
 
 if __name__ == "__main__":

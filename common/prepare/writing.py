@@ -1,4 +1,4 @@
-"""What the programs of this folder share: downloads, and files of the splits of a data set."""
+"""Shared by the programs of this folder: downloads, and files of the splits of a data set."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from common.files import replace_file
 
-AT_ONCE = 32  # rows with pictures: those of 8K have 10 MB
+ROWS_PER_WRITE = 32  # few, as a picture of 8K has 10 MB
 
 
 def write_splits(out: Path, tables: dict[str, pa.Table]) -> None:
@@ -36,23 +36,21 @@ def downloading(repository: str, otherwise: str) -> Iterator[None]:
 
 
 def stream_rows(path: Path, rows: Iterable[dict], schema: pa.Schema) -> None:
-    """Write rows as they come to a parquet file, which appears when all are there: pictures need
-    not fit in memory.
-
-    ValueError without any.
+    """Write rows to a parquet file a few at a time, so that their pictures need not fit in memory.
+    The file appears when it is complete. ValueError without rows.
     """
-    count = 0
+    num_rows = 0
 
     def write(temporary: Path) -> None:
-        nonlocal count
-        left = iter(rows)
+        nonlocal num_rows
+        remaining = iter(rows)
         with pq.ParquetWriter(temporary, schema) as writer:
-            while part := list(islice(left, AT_ONCE)):
+            while part := list(islice(remaining, ROWS_PER_WRITE)):
                 writer.write_table(pa.Table.from_pylist(part, schema))
-                count += len(part)
-        if not count:
+                num_rows += len(part)
+        if num_rows == 0:
             raise ValueError(f"{path}: not one usable row to write")
 
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, write)
-    print(f"{path}: {count} rows")
+    print(f"{path}: {num_rows} rows")

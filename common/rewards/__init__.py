@@ -3,8 +3,8 @@
 fn(data_source, solution_str, ground_truth, extra_info=None) -> number, or a mapping with the key
 "score"
 
-It may be an `async def`, of which up to 64 calls are under way at once; fn.timeout_s is the
-deadline of a call.
+It may be an `async def`: then up to 64 calls run concurrently. fn.timeout_s is the deadline of a
+call.
 """
 
 import asyncio
@@ -25,25 +25,27 @@ from common.workers.process import Worker, describe
 RewardFunction = Callable[..., float | Mapping]
 Job = tuple[str, str, object, Mapping | None]  # data_source, text, ground_truth, extra_info
 FULL_MARKS = 1.0 - 1e-6
-AT_ONCE = 64  # calls of an `async def` that are under way together
-CANCEL_S = 1.0  # for calls that are over their deadline to close what they hold
+AT_ONCE = 64  # calls of an `async def` that run concurrently
+CANCEL_S = 1.0  # for calls that have missed their deadline to close what they hold
 SLACK_S = 10.0  # of a batch beyond the deadline of its calls
 MAX_SCORE = 1e6  # in magnitude: the square of a larger one, or its gradient, would ruin the run
 
 
 def with_signature(scorer: Callable[..., dict]) -> RewardFunction:
     """A scorer of (response, ground truth) with verl's signature."""
-    return lambda data_source, solution_str, ground_truth, extra_info=None: scorer(
-        solution_str, ground_truth
-    )
+
+    def reward(data_source, solution_str, ground_truth, extra_info=None) -> dict:
+        return scorer(solution_str, ground_truth)
+
+    return reward
 
 
-countdown_reward, gsm8k_reward = with_signature(countdown.score), with_signature(math.score_gsm8k)
-boxed_reward, dapo_reward = with_signature(math.score_boxed), with_signature(math.score_dapo)
-geo3k_reward, visual_qa_reward = (
-    with_signature(geometry.score_geo3k),
-    with_signature(visual_qa.score_visual_qa),
-)
+countdown_reward = with_signature(countdown.score)
+gsm8k_reward = with_signature(math.score_gsm8k)
+boxed_reward = with_signature(math.score_boxed)
+dapo_reward = with_signature(math.score_dapo)
+geo3k_reward = with_signature(geometry.score_geo3k)
+visual_qa_reward = with_signature(visual_qa.score_visual_qa)
 
 # data_source pattern -> function; the first that matches is taken
 REWARD_FUNCTIONS: dict[str, RewardFunction] = {
@@ -51,10 +53,17 @@ REWARD_FUNCTIONS: dict[str, RewardFunction] = {
     "tiny-vl": visual_qa_reward,
     "*countdown*": countdown_reward,
     "*gsm8k": gsm8k_reward,
-    # math/*: what common.prepare.math writes; *MATH*: lighteval/MATH, HuggingFaceH4/MATH-500, ...
-    **dict.fromkeys(("math/*", "*MATH*", "numina*", "amc*", "*svamp*", "*mawps*"), boxed_reward),
-    **dict.fromkeys(("math_dapo*", "math", "aime*"), dapo_reward),  # as in verl
-    **dict.fromkeys(("hiyouga/geometry3k", "*geo3k*"), geo3k_reward),
+    "math/*": boxed_reward,  # what common.prepare.math writes
+    "*MATH*": boxed_reward,  # lighteval/MATH, HuggingFaceH4/MATH-500, ...
+    "numina*": boxed_reward,
+    "amc*": boxed_reward,
+    "*svamp*": boxed_reward,
+    "*mawps*": boxed_reward,
+    "math_dapo*": dapo_reward,  # as in verl, like the next two
+    "math": dapo_reward,
+    "aime*": dapo_reward,
+    "hiyouga/geometry3k": geo3k_reward,
+    "*geo3k*": geo3k_reward,
 }
 
 WITHOUT_IMPORTS = {countdown_reward, gsm8k_reward, dapo_reward}
@@ -80,7 +89,7 @@ def score_response(
     ground_truth,
     extra_info: Mapping | None = None,
 ) -> dict[str, float | str]:
-    """What fn returns, as a dict with a `usable` "score"; values are floats or strings."""
+    """What fn returns, as a dict of floats and strings with a `usable` "score"; else ValueError."""
     result = fn(
         data_source=data_source,
         solution_str=solution_str,
@@ -91,7 +100,8 @@ def score_response(
 
 
 def read_result(result: object, fn: RewardFunction, data_source: str) -> dict[str, float | str]:
-    """ValueError if `score_response` may not return it."""
+    """The result of a reward function as a dict of floats and strings. ValueError without a
+    `usable` "score"."""
     label = f"reward function {getattr(fn, '__name__', fn)} on data_source {data_source!r}"
     if inspect.iscoroutine(result):
         result.close()
@@ -117,20 +127,22 @@ def usable(score) -> bool:
 
 
 def is_correct(rewards: Mapping[str, float | str]) -> bool:
-    """Full marks, partial credit being none; or what the reward function says itself by "acc", as
-    in verl."""
-    said = rewards.get("acc")
-    return (said if isinstance(said, float) else rewards["score"]) >= FULL_MARKS
+    """Whether a response has full marks, by "acc" if the reward function returns one, as in verl,
+    else by its score."""
+    accuracy = rewards.get("acc")
+    if not isinstance(accuracy, float):
+        accuracy = rewards["score"]
+    return accuracy >= FULL_MARKS
 
 
 class RewardWorkers(Pool):
-    """`workers` processes that score with the function FILE.py:NAME, or without one with the
-    built-in functions.
+    """`workers` processes that score with the function FILE.py:NAME, or else with the built-in
+    functions.
 
-    Memory limit and errors are those of `Pool`, and so is the deadline of a call: the function's
-    `timeout_s`, or else `timeout_s` here. A missing file or an error in it shows as a ValueError.
-    An `async def` has one process, with up to `AT_ONCE` calls under way in it. sources:
-    data_sources that are known to come; what their functions import then takes none of a deadline.
+    The deadline of a call is the function's `timeout_s`, or else `timeout_s` here, in seconds;
+    memory limit and errors are those of `Pool`. ValueError if the file is missing or has an error.
+    An `async def` gets one process, with up to `AT_ONCE` concurrent calls. sources: data_sources
+    that are known to come; what their functions import is loaded before the first deadline.
     """
 
     def __init__(
@@ -141,7 +153,8 @@ class RewardWorkers(Pool):
         memory_gib: float = 4.0,
         sources=(),
     ):
-        built_in = SYMBOLIC if {*map(reward_function, sorted(sources))} - WITHOUT_IMPORTS else ""
+        functions = {reward_function(source) for source in sorted(sources)}
+        built_in = SYMBOLIC if functions - WITHOUT_IMPORTS else ""
         self.worker_timeout_s = timeout_s
 
         def new_worker() -> Worker:
@@ -159,8 +172,8 @@ class RewardWorkers(Pool):
         first.timeout_s = self.worker_timeout_s
 
     def score(self, jobs: Sequence[Job]) -> list[dict[str, float | str]]:
-        """What `score_response` makes of each job, in their order; if it failed, {"error": why}
-        without a "score".
+        """The `score_response` of each job, in their order; {"error": reason} without a "score" for
+        one that failed.
 
         An answer that a built-in function cannot compare within its deadline is wrong: the policy
         caused it.
@@ -184,7 +197,7 @@ class RewardWorkers(Pool):
         return results
 
     def score_at_once(self, jobs: Sequence[Job]) -> list[dict[str, float | str]]:
-        """`score` by an `async def`."""
+        """`score` with an `async def`."""
         results = []
         for start in Progress("rewards", range(0, len(jobs), AT_ONCE)):
             results += self.score_batch(jobs[start : start + AT_ONCE])
@@ -192,8 +205,8 @@ class RewardWorkers(Pool):
         return results
 
     def score_batch(self, jobs: Sequence[Job]) -> list[dict[str, float | str]]:
-        """Of calls that are under way together. If one of them blocks the others or ends the
-        process, each is made again alone, so that it costs its own response."""
+        """`score` of calls that run concurrently. If one of them blocks the others or ends the
+        process, each is repeated alone, so that only its own response fails."""
         (reply,) = self.run([(self.timeout_s, jobs)], "responses")
         if "results" in reply:
             return reply["results"]
@@ -208,19 +221,19 @@ class RewardWorkers(Pool):
     def try_out(self, function_spec: str, row) -> None:
         """Score the truth of a row, as if it were a response, and an empty one. ValueError if both
         fail."""
-        failures, texts = "", {"its truth as the response": row.truth, "an empty response": ""}
-        for what, text in texts.items():
+        texts = {"its truth as the response": row.truth, "an empty response": ""}
+        failures = ""
+        for label, text in texts.items():
             extra_info = row.extra_info | {"last_turn": text, "trajectory": text}
             (reply,) = self.score([(row.data_source, text, row.ground_truth, extra_info)])
             if "error" not in reply or "score" in reply:
                 return
-            failures += f"\n  with {what}: {reply['error']}"
+            failures += f"\n  with {label}: {reply['error']}"
         raise ValueError(
-            f"--reward-function {function_spec} cannot score the first row:{failures}\nIt is "
-            "called as "
-            "NAME(data_source=..., solution_str=..., ground_truth=..., extra_info=...), for "
-            "one response, and "
-            'returns a finite number or a dict with the key "score"'
+            f"--reward-function {function_spec} cannot score the first row:{failures}\n"
+            "It is called as NAME(data_source=..., solution_str=..., ground_truth=..., "
+            "extra_info=...), for one response, and returns a finite number or a dict with the key "
+            '"score"'
         )
 
 
@@ -232,8 +245,8 @@ def score_as_wrong(job: Job) -> dict[str, float | str]:
 
 
 class Scorer:
-    """What a worker does with a job: one response, or as (deadline, responses) those of a batch for
-    an `async def`."""
+    """What a worker runs: a job is one response, or for an `async def` (deadline in seconds,
+    responses of a batch)."""
 
     def __init__(self, function: RewardFunction | None):
         self.function = function  # None: the built-in ones
@@ -249,11 +262,12 @@ class Scorer:
 
 
 def deadline_of(function: RewardFunction | None) -> float | None:
-    """The function's own `timeout_s`, in seconds. ValueError for what is no such time."""
+    """The function's own `timeout_s`, if it has one. ValueError unless it is a number of
+    seconds."""
     timeout_s = getattr(function, "timeout_s", None)
-    if timeout_s is not None and (
-        not isinstance(timeout_s, int | float) or not 0 < timeout_s < inf
-    ):
+    if timeout_s is None:
+        return None
+    if not isinstance(timeout_s, int | float) or not 0 < timeout_s < inf:
         raise ValueError(
             f"the reward function's timeout_s is {timeout_s!r:.40}, expected seconds above 0"
         )
@@ -271,8 +285,7 @@ def make_scorer(function_spec: str) -> Scorer:
 async def score_together(
     function: RewardFunction, timeout_s: float, jobs: Sequence[Job]
 ) -> list[dict]:
-    """What `score_response` makes of each job, or {"error": why}; the calls are under way
-    together."""
+    """The `score_response` of each job, or {"error": reason}; the calls run concurrently."""
     calls = [asyncio.create_task(await_score(function, *job)) for job in jobs]
     _, late = await asyncio.wait(calls, timeout=timeout_s)
     for call in late:
@@ -302,7 +315,7 @@ async def await_score(
     ground_truth,
     extra_info: Mapping | None = None,
 ) -> dict[str, float | str]:
-    """`score_response` for an `async def`."""
+    """`score_response` with an `async def`."""
     result = await fn(
         data_source=data_source,
         solution_str=solution_str,
@@ -315,11 +328,12 @@ async def await_score(
 def score_episodes(
     episodes: list[Episode], rows: Mapping[int, Row], workers: RewardWorkers, tokenizer
 ) -> None:
-    """Fill `rewards` of each episode from what the policy said in it; rows: prompt index -> Row.
+    """Fill `rewards` of each episode from the text that the policy sampled; rows: prompt index ->
+    Row.
 
-    What tools said is in extra_info["trajectory"] alone, the last turn in extra_info["last_turn"].
-    If scoring fails (an exception, a timeout, a dead worker, a score that is not `usable`), they
-    are {"score": nan, "error": why}.
+    extra_info["last_turn"] is the last turn, extra_info["trajectory"] the whole response: what
+    tools returned is in there alone. If scoring fails (an exception, a timeout, a dead worker, a
+    score that is not `usable`), the rewards are {"score": nan, "error": reason}.
     """
     jobs = []
     waiting = []  # episodes of `jobs`
@@ -375,7 +389,7 @@ def with_score(result: Mapping) -> Mapping:
 
 
 def tell_errors(rewards: Sequence[Mapping]) -> None:
-    """How many responses could not be scored, and why the first could not."""
+    """Print how many responses could not be scored, and why the first could not."""
     errors = [str(item["error"]) for item in rewards if isnan(item["score"])]
     if errors:
         print(
@@ -386,14 +400,16 @@ def tell_errors(rewards: Sequence[Mapping]) -> None:
 
 
 def sampled_turns(episode, tokenizer) -> list[str]:
-    """The text of each turn that the policy sampled, without special tokens, and without what tools
-    said."""
-    runs, start = [], 0
+    """The text of each turn that the policy sampled, without special tokens and tool output."""
+    turns = []
+    start = 0
     for sampled, run in groupby(episode.loss_mask):
         end = start + len(list(run))
-        runs += [episode.response_ids[start:end]] if sampled else []
+        if sampled:
+            ids = episode.response_ids[start:end]
+            turns.append(tokenizer.decode(ids, skip_special_tokens=True))
         start = end
-    return [tokenizer.decode(ids, skip_special_tokens=True) for ids in runs]
+    return turns
 
 
 def float_or_str(value) -> float | str:

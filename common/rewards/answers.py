@@ -209,11 +209,10 @@ def typeset(answer: str) -> str:
 
 
 def is_between_relations(match: re.Match) -> bool:
-    """Whether what is matched stands between two equations or inequalities, as in x = 1 \\quad y =
-    2."""
-    return bool(
-        SIGN.search(match.string[: match.start()]) and SIGN.search(match.string[match.end() :])
-    )
+    """Whether a match stands between two equations or inequalities, as in x = 1 \\quad y = 2."""
+    before = match.string[: match.start()]
+    after = match.string[match.end() :]
+    return bool(SIGN.search(before) and SIGN.search(after))
 
 
 def subscript(word: str) -> str:
@@ -394,7 +393,8 @@ def split_unit(text: str, noun: str = "") -> tuple[str, str]:
     """
     core = text
     front = ""
-    if match := CURRENCY.match(text):
+    match = CURRENCY.match(text)
+    if match:
         core = match[1] + text[match.end() :]
         front = UNIT_OF.get(match[2], match[2])
     before, unit = unit_behind(core, noun) or unit_in_brackets(core) or (core, front)
@@ -472,7 +472,8 @@ def unit_name(text: str) -> str:
         if not factors_below:
             return ""
         factors += [(name, -power) for name, power in factors_below]
-    dividends, divisors = [], []
+    dividends = []
+    divisors = []
     for name, power in sorted(factors):
         size = "" if abs(power) == 1 else f"^{abs(power)}"
         side = dividends if power > 0 else divisors
@@ -512,25 +513,34 @@ def unit_factors(text: str) -> list[tuple[str, int]]:
 
 
 def noun_name(text: str, noun: str | None) -> str:
-    """What is counted, as "red apple" of red apples; "" of words that tell more.
+    """The things that are counted, as "red apple" of red apples; "" of words that tell more.
 
     Without brackets around it, it has to be a plural, or `noun`; None takes any.
     """
     words = re.sub(r"[./-]", " ", text.lower()).split()
-    if not 1 <= len(words) <= 6 or not all(re.fullmatch(r"[a-z]['a-z]*", word) for word in words):
+    if not 1 <= len(words) <= 6:
+        return ""
+    if not all(re.fullmatch(r"[a-z]['a-z]*", word) for word in words):
         return ""
     if TELLING.intersection(words) or words[-1] in TELLING_ALONE or len("".join(words)) < 2:
         return ""
     if words[-1].endswith("ed") and len(words[-1]) > 4:  # rejected, excluded
         return ""
-    head = words.index("of") - 1 if "of" in words[1:] else len(words) - 1  # pieces of candy
-    last = words[head]
-    words[head] = singular(last)
+    head = len(words) - 1
+    if "of" in words[1:]:  # pieces of candy
+        head = words.index("of") - 1
+    head_word = words[head]
+    words[head] = singular(head_word)
     name = " ".join(words)
-    is_plural = last in IRREGULAR_PLURALS or (
-        last.endswith("s") and not last.endswith(("ss", "us", "is"))
-    )
-    return name if is_plural or noun is None or name == noun else ""
+    if is_plural(head_word) or noun is None or name == noun:
+        return name
+    return ""
+
+
+def is_plural(word: str) -> bool:
+    if word in IRREGULAR_PLURALS:
+        return True
+    return word.endswith("s") and not word.endswith(("ss", "us", "is"))
 
 
 def singular(word: str) -> str:
@@ -596,15 +606,23 @@ def rational(text: str) -> Fraction | None:
     r"""Value of "-1,234.5", "4.5e3", "-\frac{1}{2}" or "1\frac{1}{2}", None of anything else."""
     if DECIMAL.fullmatch(text) and re.search("[0-9]", text):
         return Fraction(text.replace(",", ""))
-    if match := SCIENTIFIC.fullmatch(text):
+    match = SCIENTIFIC.fullmatch(text)
+    if match:
         digits = match[1] or match[3] or "1"
-        return Fraction(digits.replace(",", "")) * Fraction(10) ** int(match[2] or match[4])
-    if (match := FRACTION.fullmatch(text)) and int(match[3]):
-        value = Fraction(int(match[2]), int(match[3]))
-        return -value if match[1] else value
-    if (match := MIXED.fullmatch(text)) and 0 < int(match[3]) < int(match[4]):
-        value = int(match[2]) + Fraction(int(match[3]), int(match[4]))
-        return -value if match[1] else value
+        exponent = int(match[2] or match[4])
+        return Fraction(digits.replace(",", "")) * Fraction(10) ** exponent
+    match = FRACTION.fullmatch(text)
+    if match:
+        numerator, denominator = int(match[2]), int(match[3])
+        if denominator:
+            value = Fraction(numerator, denominator)
+            return -value if match[1] else value
+    match = MIXED.fullmatch(text)
+    if match:
+        whole, numerator, denominator = int(match[2]), int(match[3]), int(match[4])
+        if 0 < numerator < denominator:
+            value = whole + Fraction(numerator, denominator)
+            return -value if match[1] else value
     return None
 
 
@@ -633,7 +651,8 @@ def spelling(text: str) -> str:
 
 
 def lower_case(word: re.Match) -> str:
-    """Of a word; one or two letters and three capitals are symbols, as A, Ab and ABC."""
+    """A word in lower case; but one or two letters are symbols, and so are three from a capital on:
+    A, Ab and ABC."""
     lower = word[0].lower()
     if lower in ("no", "yes", "odd"):
         return lower
@@ -721,16 +740,19 @@ def option(text: str) -> tuple[str, str]:
     """("C", "12") of (C) 12 or C. 12, ("C", "") of (C), (c) or Option c; ("", "") of what is no
     option."""
     plain = re.sub(r"[{}]", "", UPRIGHT.sub(r"\1", text)).strip()
-    if match := NAMED_OPTION.fullmatch(plain):
+    match = NAMED_OPTION.fullmatch(plain)
+    if match:
         return match[1].upper(), ""
     match = OPTION.fullmatch(plain)
     if not match:
         return "", ""
     if match[1]:
         return match[1].upper(), ""
-    letter, content = match[2] or match[3], match[4]
-    later_marks = [mark for mark in OPTION_MARK.finditer(content) if (mark[1] or mark[2]) > letter]
-    if later_marks or not OPTION_TEXT.match(content) or OPERATOR.match(content):
+    letter = match[2] or match[3]
+    content = match[4]
+    letters_in_content = [mark[1] or mark[2] for mark in OPTION_MARK.finditer(content)]
+    names_later_options = any(other > letter for other in letters_in_content)
+    if names_later_options or not OPTION_TEXT.match(content) or OPERATOR.match(content):
         return "", ""
     return letter, content.strip()
 
@@ -740,8 +762,9 @@ def is_option(text: str) -> bool:
 
 
 def same_option(answer: str, truth: str) -> bool:
-    """By the letter, and by the text behind it where both have one; C alone is the option C."""
-    letters, texts = [], []
+    """By the letter, and by the text behind it if both have one; C alone is the option C."""
+    letters = []
+    texts = []
     for text in (answer, truth):
         letter, content = option(text)
         if not letter:
@@ -775,11 +798,7 @@ def same_leaf(answer: str, truth: str) -> bool:
     answer_time = CLOCK.fullmatch(UPRIGHT.sub(r"\1", answer))
     true_time = CLOCK.fullmatch(UPRIGHT.sub(r"\1", truth))
     if answer_time and true_time:
-        times = [
-            (short_form(time[1]), time[2].lower(), short_form(time[3]))
-            for time in (answer_time, true_time)
-        ]
-        return times[0] == times[1]
+        return clock_parts(answer_time) == clock_parts(true_time)
     answer_core, unit, true_core, true_unit = split_units(answer, truth)
     if not units_agree(unit, true_unit):
         return False
@@ -788,10 +807,14 @@ def same_leaf(answer: str, truth: str) -> bool:
     if short == true_short:
         return short != ""
     value = rational(short)
-    true_value = rational(true_short)
-    return (
-        value is not None and true_value is not None and rounds_to(value, short_form(true_core), 5)
-    )
+    if value is None or rational(true_short) is None:
+        return False
+    return rounds_to(value, short_form(true_core), 5)
+
+
+def clock_parts(time: re.Match) -> tuple[str, str, str]:
+    """("8:30", "a", "") of 8:30 a.m."""
+    return short_form(time[1]), time[2].lower(), short_form(time[3])
 
 
 def rounds_to(value: Fraction, decimal: str, min_digits: int) -> bool:
@@ -993,15 +1016,16 @@ def same_relation(answer: Relation, truth: Relation, depth: int) -> bool:
         return False
     turned = (sides[::-1], [FLIPPED[sign] for sign in reversed(signs)])
     for some_sides, some_signs in (answer, turned):
-        if some_signs == true_signs and all(
-            same(a, b, depth - 1) for a, b in zip(some_sides, true_sides)
-        ):
-            return True
-    if len(signs) > 1 or any(
-        RATIO.search(side) or WORD.search(side) for side in (*sides, *true_sides)
-    ):
+        if some_signs == true_signs:
+            pairs = zip(some_sides, true_sides)
+            if all(same(side, true_side, depth - 1) for side, true_side in pairs):
+                return True
+    if len(signs) > 1:
         return False
-    sign, true_sign = signs[0], true_signs[0]
+    if any(RATIO.search(side) or WORD.search(side) for side in (*sides, *true_sides)):
+        return False
+    sign = signs[0]
+    true_sign = true_signs[0]
     if true_sign not in (sign, FLIPPED[sign]):
         return False
     direction = 0
@@ -1097,14 +1121,17 @@ def collection(text: str) -> tuple[str, list[str]]:
 
     A set is a list: \{1, 2\} is 1, 2. What has \pm is a list of two.
     """
-    if match := MATRIX.fullmatch(text):
-        rows = [row.split("&") for row in re.split(r"\\\\", match[2].strip().removesuffix("\\\\"))]
+    match = MATRIX.fullmatch(text)
+    if match:
+        lines = match[2].strip().removesuffix("\\\\").split("\\\\")
+        rows = [line.split("&") for line in lines]
         bars = match[1] if match[1] in ("v", "V") else ""
         shape = ",".join(str(len(row)) for row in rows)
         return f"{bars}matrix {shape}", [cell.strip() for row in rows for cell in row]
     if REALS.fullmatch(text):
         return "()", ["-\\infty", "\\infty"]
-    if match := REALS_WITHOUT.fullmatch(text):
+    match = REALS_WITHOUT.fullmatch(text)
+    if match:
         text = reals_without(match[1])
     for kind, pattern in (("union", UNION), ("intersection", INTERSECTION)):
         parts = split_outside(text, pattern)
@@ -1129,13 +1156,14 @@ def set_of(inner: str) -> tuple[str, list[str]]:
     \emptyset."""
     head, *condition = split_outside(inner, SUCH_THAT, at_most=1)
     if condition:
-        solution = solution_set(
-            re.sub(rf"\\in\s*(?:{REALS.pattern})$", "", head).strip(), condition[0]
-        )
+        variable = re.sub(rf"\\in\s*(?:{REALS.pattern})$", "", head).strip()
+        solution = solution_set(variable, condition[0])
         return collection(solution) if solution else ("set-builder", [head, *condition])
     items = items_of(inner)
-    if len(items) == 1 and (items[0] == "\\emptyset" or in_brackets(items[0])[0] == "\\{"):
-        return "set of a set", items
+    if len(items) == 1:
+        (item,) = items
+        if item == "\\emptyset" or in_brackets(item)[0] == "\\{":
+            return "set of a set", items
     return "set", items
 
 
@@ -1162,9 +1190,11 @@ def same_collection(
     if len(items) != len(true_items):
         return False
     if kinds == {"set-builder"}:
-        return short_form(items[0]) == short_form(true_items[0]) and same(
-            items[1], true_items[1], depth - 1
-        )
+        head, condition = items
+        true_head, true_condition = true_items
+        if short_form(head) != short_form(true_head):
+            return False
+        return same(condition, true_condition, depth - 1)
     if len(kinds) == 1 or kinds == {"list", "()"}:
         return all(same(item, true_item, depth - 1) for item, true_item in zip(items, true_items))
     return False
@@ -1245,7 +1275,8 @@ def in_brackets(text: str) -> tuple[str, str, str]:
     brackets = list(BRACKET.finditer(text))
     if len(brackets) < 2 or brackets[0].start() != 0 or brackets[-1].end() != len(text):
         return "", "", ""
-    first, last = brackets[0], brackets[-1]
+    first = brackets[0]
+    last = brackets[-1]
     if first[0] not in OPENING or first[0] == "\\begin" or last[0] in OPENING:
         return "", "", ""
     depth = 0
@@ -1257,7 +1288,7 @@ def in_brackets(text: str) -> tuple[str, str, str]:
 
 
 def split_outside(text: str, pattern: re.Pattern, at_most: int | None = None) -> list[str]:
-    """The parts between matches that stand outside of all brackets; of so many matches at most."""
+    """The parts between the first `at_most` matches that stand outside of all brackets."""
     parts: list[str] = []
     start = 0
     for match in outside(text, pattern)[:at_most]:
@@ -1268,14 +1299,17 @@ def split_outside(text: str, pattern: re.Pattern, at_most: int | None = None) ->
 
 def outside(text: str, pattern: re.Pattern) -> list[re.Match]:
     """Matches of a pattern that stand outside of all brackets."""
-    edges = [(match.start(), 1 if match[0] in OPENING else -1) for match in BRACKET.finditer(text)]
-    found = []
+    brackets = list(BRACKET.finditer(text))
+    matches = []
     depth = 0
-    next_edge = 0
+    next_bracket = 0
     for match in pattern.finditer(text):
-        while next_edge < len(edges) and edges[next_edge][0] < match.start():
-            depth += edges[next_edge][1]
-            next_edge += 1
+        while next_bracket < len(brackets):
+            bracket = brackets[next_bracket]
+            if bracket.start() >= match.start():
+                break
+            depth += 1 if bracket[0] in OPENING else -1
+            next_bracket += 1
         if depth == 0:
-            found.append(match)
-    return found
+            matches.append(match)
+    return matches

@@ -1,8 +1,8 @@
 """Countdown: reach the target with + - * / and parentheses, every given number used exactly once.
 
 Reward as in TinyZero: 1.0 for a right answer, 0.1 for a complete <answer> tag with anything else in
-it, 0 without one. Model text is parsed by Python's own parser, never evaluated by it: a walk over
-the tree knows a few operators.
+it, 0 without one. Python's own parser reads the model's text, and never evaluates it: a walk over
+the tree computes a few operators.
 """
 
 import ast
@@ -19,7 +19,7 @@ MAX_DEPTH = 50  # of nested parentheses, signs and powers
 MAX_POWER_BITS = 4096  # compat only: of the value of an integer power
 
 CHARACTERS = re.compile(r"[-+*/(). \t\r\n\f0-9]*")  # of expressions
-# what Python's parser raises, for texts that are too deep for it, too; and what arithmetic does
+# of Python's parser, also for texts that are too deep for it; and of arithmetic
 ERRORS = (
     SyntaxError,
     MemoryError,
@@ -37,31 +37,35 @@ def score(
     """{"score": 0 | 0.1 | 1, "pred": value, "format": 1 if there is an answer tag} of one response.
 
     ground_truth: {"numbers": [int, …], "target": int}. "pred" is for majority votes: the value of a
-    valid answer, ""
-    for one that does not parse or does not use every number exactly once.
-    strict: last complete <answer>…</answer> anywhere in the response; exact fractions. compat:
-    TinyZero's rule, to compare curves with it. The tag must stand on the last line; `**`, `//`,
-    decimals (1.5 made of 1 and 5) and a unary plus count; Python's floats, within 1e-5. Where
+    valid answer, "" if it does not parse or does not use every number exactly once.
+
+    strict: last complete <answer>…</answer> anywhere in the response; exact fractions.
+
+    compat: TinyZero's rule, to compare curves with it. The tag must stand on the last line; `**`,
+    `//`, decimals (1.5 made of 1 and 5) and a unary plus count; Python's floats, within 1e-5. Where
     TinyZero may evaluate for ever, this does not: a power of more than 4096 bits, nesting deeper
     than 50 or more than 512 characters are wrong.
     """
     if mode not in ("strict", "compat"):
         raise ValueError(f"mode is {mode!r}, expected 'strict' or 'compat'")
-    numbers, target = [int(number) for number in ground_truth["numbers"]], ground_truth["target"]
-    # 1e999999999 as a text would never end
-    target = Fraction(int(target) if isinstance(target, str) else target)
+    numbers = [int(number) for number in ground_truth["numbers"]]
+    target = ground_truth["target"]
+    if isinstance(target, str):
+        target = int(target)  # Fraction("1e999999999") would never end
+    target = Fraction(target)
     answer = last_answer(solution_str) if mode == "strict" else last_line_answer(solution_str)
     if answer is None:
         return {"score": NO_TAG, "pred": "", "format": 0.0}
     value = evaluate(answer, numbers, mode)
     if value is None:
         return {"score": WRONG, "pred": "", "format": 1.0}
-    is_right = value == target if mode == "strict" else abs(value - target) < 1e-5
-    return {
-        "score": RIGHT if is_right else WRONG,
-        "pred": str(target if is_right else value),
-        "format": 1.0,
-    }
+    if mode == "strict":
+        is_right = value == target
+    else:
+        is_right = abs(value - target) < 1e-5
+    if is_right:
+        return {"score": RIGHT, "pred": str(target), "format": 1.0}
+    return {"score": WRONG, "pred": str(value), "format": 1.0}
 
 
 def tinyzero(
@@ -72,26 +76,36 @@ def tinyzero(
 
 
 def last_answer(text: str) -> str | None:
-    """Content of the last complete <answer>…</answer>. Linear: a lazy regex is quadratic over
-    unclosed tags."""
-    start = text.rfind("<answer>", 0, max(text.rfind("</answer>"), 0))
-    return (
-        None if start < 0 else text[start + len("<answer>") : text.find("</answer>", start)].strip()
-    )
+    """Content of the last complete <answer>…</answer>; None if there is none.
+
+    Linear: a lazy regex is quadratic over unclosed tags.
+    """
+    last_end = max(text.rfind("</answer>"), 0)
+    start = text.rfind("<answer>", 0, last_end)
+    if start < 0:
+        return None
+    end = text.find("</answer>", start)
+    return text[start + len("<answer>") : end].strip()
 
 
 def last_line_answer(text: str) -> str | None:
     """TinyZero's extraction: drop the prompt if it is there, keep the last line, take tags pairwise
     from the left."""
     marker = "Assistant:" if "Assistant:" in text else "<|im_start|>assistant"
-    text = text.partition(marker)[2] if marker in text else text
+    if marker in text:
+        text = text.partition(marker)[2]
     line = text[text.rfind("\n") + 1 :]
-    answer, position = None, 0
-    while (start := line.find("<answer>", position)) >= 0 and (
-        end := line.find("</answer>", start)
-    ) >= 0:
-        answer, position = line[start + len("<answer>") : end].strip(), end + len("</answer>")
-    return answer
+    answer = None
+    position = 0
+    while True:
+        start = line.find("<answer>", position)
+        if start < 0:
+            return answer
+        end = line.find("</answer>", start)
+        if end < 0:
+            return answer
+        answer = line[start + len("<answer>") : end].strip()
+        position = end + len("</answer>")
 
 
 def evaluate(text: str, numbers: list[int], mode: str) -> Fraction | float | None:
@@ -113,10 +127,10 @@ def evaluate(text: str, numbers: list[int], mode: str) -> Fraction | float | Non
 
 
 def compute(node: ast.expr, line: str, mode: str, depth: int = 1) -> Fraction | float:
-    """Value of a node of the tree of `line`. ValueError for what is no number and no operation of
+    """Value of a node of the tree of `line`. ValueError unless it is a number or an operation of
     the mode.
 
-    depth: 1, and one for each sign around the node, and for each power in whose exponent it is.
+    depth: 1, plus one for each sign around the node, and for each power in whose exponent it is.
     """
     operation = OPERATIONS[mode].get(type(getattr(node, "op", None)))
     if isinstance(node, ast.BinOp) and operation:
@@ -134,13 +148,10 @@ def compute(node: ast.expr, line: str, mode: str, depth: int = 1) -> Fraction | 
 
 
 def bounded_power(base, exponent):
-    """base ** exponent; ValueError where an integer power would exceed MAX_POWER_BITS bits
-    (99**98**97 never ends)."""
-    if (
-        {type(base), type(exponent)} == {int}
-        and abs(base) > 1
-        and base.bit_length() * exponent > MAX_POWER_BITS
-    ):
+    """base ** exponent; ValueError if an integer power would exceed MAX_POWER_BITS bits (99**98**97
+    never ends)."""
+    are_integers = type(base) is int and type(exponent) is int
+    if are_integers and abs(base) > 1 and base.bit_length() * exponent > MAX_POWER_BITS:
         raise ValueError(f"{base} ** {exponent} is too large")
     return base**exponent
 

@@ -293,9 +293,8 @@ class Reader:
         is_whole = was_number and self.token.isdecimal()
         value = self.power()
         while self.starts_factor():
-            if self.kind == "number" and (
-                was_number or self.tokens[self.place - 1][0] != "operator"
-            ):
+            follows_operator = self.tokens[self.place - 1][0] == "operator"
+            if self.kind == "number" and (was_number or not follows_operator):
                 raise Unreadable("a number behind a number or a letter")
             was_number = self.kind == "number"
             is_fraction = self.token == "\\frac"

@@ -47,49 +47,56 @@ def score_geo3k(solution_str: str, ground_truth: str) -> dict:
 def in_format(text: str) -> bool:
     r"""Whether all of the text matches <think>.*</think>.*\boxed{.*}.*, where a dot is any
     character."""
+    if not text.startswith(FORMAT[0]):
+        return False
     end = 0
-    # the first one after the mark before it: if any match exists, this one does
+    # each mark at its first place behind the mark before it: if the text matches at all, it does so
     for mark in FORMAT:
         start = text.find(mark, end)
-        if start < 0 or (start and not end):
+        if start < 0:
             return False
         end = start + len(mark)
     return True
 
 
 def is_same(answer: str, truth: str) -> bool:
-    """Equality by mathruler's rules; tuples and intervals by their brackets and, in order, their
-    elements."""
+    """Equality by mathruler's rules; tuples and intervals are equal if their brackets are, and
+    their elements in order."""
     answer, truth = unlabelled(answer, truth)
     brackets, items = elements(answer)
     true_brackets, true_items = elements(truth)
-    if (brackets, len(items)) != (true_brackets, len(true_items)):
+    if brackets != true_brackets or len(items) != len(true_items):
         return False
-    return all(is_same_element(*pair) for pair in zip(items, true_items))
+    return all(is_same_element(item, true_item) for item, true_item in zip(items, true_items))
 
 
 def elements(text: str) -> tuple[str, list[str]]:
-    """("(]", ["1", "2"]) of "(1,2]"; ("", [text]) of what is no tuple, without its brackets if it
-    has a pair."""
+    """("(]", ["1", "2"]) of "(1,2]". A text that is no tuple is its only element, without brackets:
+    ("", ["1"]) of "(1)" and of "1"."""
     if text[:1] not in ("(", "[") or text[-1:] not in (")", "]"):
         return "", [text]
-    items, depth = [""], 0
+    items = [""]
+    depth = 0
     for char in text[1:-1]:
-        depth += (char in "([{") - (char in ")]}")
+        if char in "([{":
+            depth += 1
+        elif char in ")]}":
+            depth -= 1
         if depth < 0:  # (1 + 2)(3 + 4)
             return "", [text]
         if char == "," and not depth:
             items.append("")
         else:
             items[-1] += char
-    return text[0] + text[-1] if len(items) > 1 else "", items
+    brackets = text[0] + text[-1] if len(items) > 1 else ""
+    return brackets, items
 
 
 def is_same_element(answer: str, truth: str) -> bool:
-    r"""Numbers by value, all else as `is_equal` has it; but an integer is a number without \sqrt,
-    \frac or powers.
+    r"""Numbers by value, anything else by `is_equal`.
 
-    Fractions only in lowest terms, unless they are spelled like the truth.
+    If the truth is an integer, an answer with \sqrt, \frac or powers is wrong.
+    Fractions count in lowest terms only, unless they are spelled like the truth.
     """
     answer, unit, truth, true_unit = split_units(*unlabelled(answer, truth))
     if not units_agree(unit, true_unit):

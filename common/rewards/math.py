@@ -2,7 +2,7 @@ r"""Rewards for mathematical answers: `#### 72` (GSM8K), \boxed{\frac{1}{2}} (MA
 204` (DAPO).
 
 All take linear time and none raises, whatever the response; a ground truth that no response could
-match is an error. When two answers are equal stands in common/rewards/answers.py.
+match is an error. common/rewards/answers.py decides when two answers are equal.
 """
 
 import re
@@ -40,10 +40,11 @@ def score_gsm8k(solution_str: str, ground_truth: str) -> dict:
     truth = canonical_number(str(ground_truth))
     if not truth:
         raise ValueError(f"the GSM8K ground truth {ground_truth!r} is not a number")
-    found = ""
+    answer = ""
     for match in ANSWER.finditer(solution_str[-TAIL:]):
-        found = match[1] if is_end(match[2]) else ""
-    pred = canonical_number(found)
+        number, rest = match.groups()
+        answer = number if is_end(rest) else ""
+    pred = canonical_number(answer)
     return {"score": float(pred == truth), "pred": pred}
 
 
@@ -59,11 +60,14 @@ def is_end(rest: str) -> bool:
         return False
     if not rest[0].isspace():
         return unit_name(words) != ""
-    first = re.match("[A-Za-z]+", words)
-    if first is None or first[0].lower() in CONTINUATIONS:
+    match = re.match("[A-Za-z]+", words)
+    if match is None:
+        return False
+    word = match[0]
+    if word.lower() in CONTINUATIONS:
         return False
     # 5 m, but not 5 K
-    return len(first[0]) > 1 or (first[0].islower() and unit_name(first[0]) != "")
+    return len(word) > 1 or (word.islower() and unit_name(word) != "")
 
 
 def verl_gsm8k(data_source: str, solution_str: str, ground_truth: str, extra_info=None) -> float:
@@ -71,10 +75,11 @@ def verl_gsm8k(data_source: str, solution_str: str, ground_truth: str, extra_inf
     in the last 300 characters, without commas and dollars, is the truth to the letter. `#### 3,5`
     is 35 for it, `#### 1/2` is 1.
     """
-    found = VERL_ANSWER.findall(solution_str[-TAIL:])
-    if not found:
+    answers = VERL_ANSWER.findall(solution_str[-TAIL:])
+    if not answers:
         return 0.0
-    return float(found[-1].replace(",", "").replace("$", "") == str(ground_truth))
+    answer = answers[-1].replace(",", "").replace("$", "")
+    return float(answer == str(ground_truth))
 
 
 def canonical_number(text: str) -> str:
@@ -84,13 +89,19 @@ def canonical_number(text: str) -> str:
     Works on the digits, so that no precision is lost however long the number is.
     """
     whole_number = r"[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]*"
-    match = re.fullmatch(rf"(-?)\$?(-?)({whole_number})(?:\.([0-9]*))?", text.strip())
-    if match is None or not (match[3] or match[4]) or (match[1] and match[2]):
+    number = rf"(-?)\$?(-?)({whole_number})(?:\.([0-9]*))?"
+    match = re.fullmatch(number, text.strip())
+    if match is None:
         return ""
-    whole = match[3].replace(",", "").lstrip("0") or "0"
-    fraction = (match[4] or "").rstrip("0")
+    sign, sign_behind_dollar, whole, fraction = match.groups(default="")
+    if not (whole or fraction) or (sign and sign_behind_dollar):
+        return ""
+    whole = whole.replace(",", "").lstrip("0") or "0"
+    fraction = fraction.rstrip("0")
     value = f"{whole}.{fraction}" if fraction else whole
-    return value if value == "0" else match[1] + match[2] + value
+    if value == "0":
+        return "0"
+    return sign + sign_behind_dollar + value
 
 
 # --- \boxed{…} and `Answer: …` ---
@@ -126,13 +137,16 @@ def score_dapo(solution_str: str, ground_truth: str) -> dict:
     number; formulas are not computed.
     """
     truth = normalized_truth(ground_truth)
-    tail, answer = solution_str[-TAIL:], ""
+    tail = solution_str[-TAIL:]
+    line = ""
     for match in ANSWER_LINE.finditer(tail):
-        answer = tail[match.end() :].partition("\n")[0]
-    left, _, right = answer.rpartition("=")
+        line = tail[match.end() :].partition("\n")[0]
+    left, _, right = line.rpartition("=")
     # is the last "=" in math, or before it?
-    inline = INLINE_MATH.search(answer if left.count("$") % 2 else right)
-    answer = last_boxed(answer) or (inline[1] if inline else right)
+    inline = INLINE_MATH.search(line if left.count("$") % 2 else right)
+    answer = last_boxed(line)
+    if not answer:
+        answer = inline[1] if inline else right
     answer = answer.rpartition("=")[2].strip("* ")
     is_right = is_equal(answer, str(ground_truth), with_formulas=False)
     pred = truth if is_right else normalize(answer)
@@ -142,30 +156,30 @@ def score_dapo(solution_str: str, ground_truth: str) -> dict:
 def last_boxed(text: str) -> str | None:
     r"""Content of the complete \boxed{…}, \fbox{…} or \framebox{…} that begins last; None if there
     is none."""
-    answer, answer_start = None, -1
-    open_braces = []  # of each: where the content begins if it belongs to a box, else -1
+    answer = None
+    answer_start = -1
+    open_braces = []  # where the content of each begins if it belongs to a box, else -1
     for match in BOX_OR_BRACE.finditer(text):
         if match["open"]:
             open_braces.append(match.end())
         elif match["word"]:
-            answer, answer_start = match["word"], match.end()
+            answer = match["word"]
+            answer_start = match.end()
         elif match[0] == "{":
             open_braces.append(-1)
         elif match[0] == "}" and open_braces:
             start = open_braces.pop()
             if start > answer_start:
-                answer, answer_start = text[start : match.start()], start
+                answer = text[start : match.start()]
+                answer_start = start
     return answer
 
 
 def truth_text(ground_truth: object) -> str:
-    """As a text. ValueError for what is neither a text nor a finite number: no answer is a list, or
+    """A truth as a text. ValueError unless it is a text or a finite number: no answer is a list, or
     NaN."""
-    if (
-        not isinstance(ground_truth, str | Real)
-        or ground_truth != ground_truth
-        or ground_truth in (inf, -inf)
-    ):
+    is_answer = isinstance(ground_truth, str | Real)
+    if not is_answer or ground_truth != ground_truth or ground_truth in (inf, -inf):
         raise ValueError(
             f"the ground truth {ground_truth!r:.80} is neither a text nor a finite number"
         )

@@ -1,5 +1,5 @@
-"""A reward model: a sequence classifier with one output. It stays on the host, and visits the
-device to score."""
+"""A reward model: a sequence classifier with one output. It stays on the host, and moves to the
+device while it scores."""
 
 from collections.abc import Mapping
 from math import inf, nan
@@ -17,7 +17,8 @@ CHUNK_TOKENS = 16384  # of one forward, padding included
 
 
 def check_reward_model(path: str) -> None:
-    """SystemExit, before anything is loaded, for what is no classifier, or lacks weights of one."""
+    """SystemExit, before anything is loaded, unless the folder holds a classifier with all its
+    weights."""
     try:
         config = transformers.AutoConfig.from_pretrained(path)
         with torch.device("meta"):
@@ -33,8 +34,8 @@ def unreadable(path: str, error: Exception) -> SystemExit:
 
 
 class RewardModel:
-    """The model of a folder. SystemExit if it has more outputs than one, or its tokenizer no end or
-    padding token."""
+    """The model of a folder. SystemExit if it has several outputs, or if its tokenizer has neither
+    an end nor a padding token."""
 
     def __init__(self, path: str, dtype: torch.dtype, device: torch.device):
         check_reward_model(path)
@@ -45,15 +46,16 @@ class RewardModel:
             )
         except DAMAGE as error:
             raise unreadable(path, error) from error
-        self.model, self.device = model.eval().requires_grad_(False), device
+        self.model = model.eval().requires_grad_(False)
+        self.device = device
         set_text_lengths(self.model, None)
         # longer texts do not share a batch, whose longest one would decide for all
         self.batched_length = min(length_limits(self.model.config).values(), default=inf)
-        if self.model.config.num_labels != 1:
-            raise SystemExit(
-                f"--reward-model {path} has {self.model.config.num_labels} outputs, expected one"
-            )
-        self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
+        num_outputs = self.model.config.num_labels
+        if num_outputs != 1:
+            raise SystemExit(f"--reward-model {path} has {num_outputs} outputs, expected one")
+        if not self.tokenizer.pad_token:
+            self.tokenizer.pad_token = self.tokenizer.eos_token
         if self.tokenizer.pad_token is None:
             raise SystemExit(
                 f"--reward-model {path}: its tokenizer has neither a padding nor an end token"
@@ -67,8 +69,9 @@ class RewardModel:
         have none."""
         if isinstance(row.prompt, list) and self.tokenizer.chat_template:
             *before, last = row.prompt
-            asked = last | {"content": last["content"] + episode.opening}
-            messages = with_replies([*before, asked], [{"role": "assistant", "content": response}])
+            last_message = last | {"content": last["content"] + episode.opening}
+            reply = {"role": "assistant", "content": response}
+            messages = with_replies([*before, last_message], [reply])
             return self.tokenizer.apply_chat_template(messages, tokenize=False)
         return policy_tokenizer.decode(episode.prompt_ids) + response
 
@@ -76,24 +79,20 @@ class RewardModel:
     def score_episodes(
         self, episodes: list[Episode], prompts: Mapping[int, Row], policy_tokenizer
     ) -> None:
-        """Fill `model_reward` of each episode, from what the policy said; one without a usable
-        score has failed."""
-        responses = ["\n".join(sampled_turns(e, policy_tokenizer)) for e in episodes]
-        texts = [
-            self.text(prompts[e.prompt_index], e, r, policy_tokenizer)
-            for e, r in zip(episodes, responses)
-        ]
-        ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+        """Fill `model_reward` of each episode from what the policy said in it; without a usable
+        score the episode's own is NaN."""
+        ids = self._tokenize(episodes, prompts, policy_tokenizer)
         order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
         self.model.to(self.device)
         chunk_tokens = CHUNK_TOKENS
         while order:
             longest = len(ids[order[-1]])
-            size = max(1, chunk_tokens // max(longest, 1)) if longest <= self.batched_length else 1
+            size = 1
+            if longest <= self.batched_length:
+                size = max(1, chunk_tokens // max(longest, 1))
             chunk = order[-size:]
-            batch = self.tokenizer.pad(
-                {"input_ids": [ids[i] for i in chunk]}, return_tensors="pt"
-            ).to(self.device)
+            inputs = {"input_ids": [ids[i] for i in chunk]}
+            batch = self.tokenizer.pad(inputs, return_tensors="pt").to(self.device)
             try:
                 scores = self.model(**batch).logits[:, 0].float().tolist()
             except torch.OutOfMemoryError as error:
@@ -108,12 +107,24 @@ class RewardModel:
                 episodes[i].model_reward = score
             order = order[:-size]
         self.model.to("cpu")
-        failed = [e for e in episodes if not usable(e.model_reward)]
+        failed = [episode for episode in episodes if not usable(episode.model_reward)]
         for episode in failed:
             episode.set_rewards({**episode.rewards, "score": nan})
         if failed:
-            what = (
-                f"not finite or above {MAX_SCORE:g} in magnitude, the first: "
-                f"{failed[0].model_reward}"
+            print(
+                f"--reward-model: {len(failed)} of {len(episodes)} scores are not finite or above "
+                f"{MAX_SCORE:g} in magnitude, the first: {failed[0].model_reward}",
+                flush=True,
             )
-            print(f"--reward-model: {len(failed)} of {len(episodes)} scores are {what}", flush=True)
+
+    def _tokenize(
+        self, episodes: list[Episode], prompts: Mapping[int, Row], policy_tokenizer
+    ) -> list[list[int]]:
+        texts = []
+        for episode in episodes:
+            response = "\n".join(sampled_turns(episode, policy_tokenizer))
+            row = prompts[episode.prompt_index]
+            texts.append(self.text(row, episode, response, policy_tokenizer))
+        if not texts:
+            return []
+        return self.tokenizer(texts, add_special_tokens=False)["input_ids"]

@@ -4,18 +4,16 @@ answers.
 The released scorer raises if there is no box, which ends the run; gives -1 for what it cannot
 parse, which shifts the advantages; looks for upper-case options in lower-cased text, so that `B.
 blue` is never B; and takes any text in which the parts of "a, b" occur for that list. Here the
-right answer is 1, all else is 0, and `same` says what is right.
+right answer is 1, anything else 0, and `same` defines what is right.
 
 Linear time and no exception, whatever the response; answers that no response could match are an
 error.
 """
 
 import re
-import tomllib
 from collections.abc import Mapping
 from fractions import Fraction
 from numbers import Real
-from pathlib import Path
 
 from common.rewards.answers import MAX_CHARACTERS, is_equal, normalize, rational, typeset
 from common.rewards.math import last_boxed, truth_text
@@ -29,8 +27,8 @@ def score_visual_qa(solution: str, answers: list[str] | str) -> dict:
     answers, which may be boxed too. "pred" of a right one is the first answer, so that votes agree.
     anls: how close the spelling is.
     """
-    several = [answers] if isinstance(answers, str | Real | Mapping) else answers
-    truths = [unboxed(truth_text(answer)) for answer in several]
+    is_single = isinstance(answers, str | Real | Mapping)
+    truths = [unboxed(truth_text(answer)) for answer in ([answers] if is_single else answers)]
     truths = [truth for truth in truths if len(truth) <= MAX_CHARACTERS and plain(truth)]
     if not truths:
         raise ValueError(
@@ -39,37 +37,51 @@ def score_visual_qa(solution: str, answers: list[str] | str) -> dict:
     answer = (last_boxed(solution) or "").strip()
     if len(answer) > MAX_CHARACTERS:
         answer = ""
-    acc = float(any(says_same(answer, truth) or same_formula(answer, truth) for truth in truths))
+    is_right = any(says_same(answer, truth) or same_formula(answer, truth) for truth in truths)
+    acc = float(is_right)
     anls = max(similarity(readable(answer), readable(truth)) for truth in truths)
-    pred = plain(truths[0] if acc else answer)
+    pred = plain(truths[0] if is_right else answer)
     return {"score": acc, "acc": acc, "pred": pred, "anls": anls}
 
 
 def unboxed(answer: str) -> str:
     content = last_boxed(answer)
-    return (answer if content is None else content).strip()
+    if content is None:
+        content = answer
+    return content.strip()
 
 
 # --- one spelling ---
 
-SPELLINGS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+# LaTeX of lower-case text as a reader sees it, formulas apart: (pattern, replacement) in order
+READABLE = [
+    (r"\s*\^\s*(?:\\circ(?![a-z])|\{\s*\\circ\s*\})", "°"),
+    (r"\\(?:text|math|mbox)[a-z]*\s*\{([^{}]*)\}", r"\1"),
+    (r"\\(?:text|math|mbox)[a-z]*\s*\{([^{}]*)\}", r"\1"),  # again, for \text{\textbf{B}}
+    (r"\\[dtc]frac(?![a-z])", r"\\frac"),
+    (r"\\(?:left|right|displaystyle)(?![a-z])|\\[!()\[\]]", ""),
+    (r"(?<=[0-9])(?:\{,\}|\\,)(?=[0-9]{3})", ","),  # 1{,}234
+    (r"\\[,;: ]|\\q?quad(?![a-z])|~", " "),
+    (r"^\s*\$(.*[^\\])\$\s*$", r"\1"),
+    (r"\\([$%#&_{}])", r"\1"),
+    (r"[−–—]", "-"),
+    (r"(?<=[0-9])\s*-\s*(?=[0-9])", "-"),  # 50 - 60
+    (r"\s+", " "),
+]
 EDGES = " \"'`*“”‘’,;:!?…"
-NUMBER_WORD = re.compile(  # the number of the group is its value and 1
-    r"\b(?:(zero)|(one)|(two)|(three)|(four)|(five)|(six)|(seven)|(eight)|(nine)|(ten)|(eleven)|(twelve))\b"
-)
+NUMBER_NAMES = "zero one two three four five six seven eight nine ten eleven twelve"
+NUMBER_WORDS = NUMBER_NAMES.split()
+NUMBER_WORD = re.compile(rf"\b(?:{'|'.join(NUMBER_WORDS)})\b")
 # option b, choice (b): blue
 OPTION_WORD = re.compile(r"^(?:option|choice) (?=[(\[]?[a-k](?:[)\].:]|$))")
 IN_BRACKETS = re.compile(r"[(\[]([^()\[\],]*)[)\]]")
 
 
-def substitute(rules: list[list[str]], text: str) -> str:
-    for pattern, replacement in rules:
-        text = re.sub(pattern, replacement, text)
-    return text
-
-
 def readable(answer: str) -> str:
-    return substitute(SPELLINGS["readable"], answer.lower()).strip()
+    text = answer.lower()
+    for pattern, replacement in READABLE:
+        text = re.sub(pattern, replacement, text)
+    return text.strip()
 
 
 def plain(answer: str) -> str:
@@ -77,10 +89,15 @@ def plain(answer: str) -> str:
     zero to twelve."""
     text = readable(answer)
     core = OPTION_WORD.sub("", trimmed(text))
-    if match := IN_BRACKETS.fullmatch(core):
-        core = trimmed(match[1])
+    in_brackets = IN_BRACKETS.fullmatch(core)
+    if in_brackets:
+        core = trimmed(in_brackets[1])
     # "?" stays what it is
-    return NUMBER_WORD.sub(lambda word: str(word.lastindex - 1), core or text)
+    return NUMBER_WORD.sub(digits_of, core or text)
+
+
+def digits_of(number_word: re.Match) -> str:
+    return str(NUMBER_WORDS.index(number_word[0]))
 
 
 def trimmed(text: str) -> str:
@@ -94,28 +111,30 @@ def trimmed(text: str) -> str:
 OPTION = re.compile(r"[(\[]?([a-k])(?:[)\]][.:]?|[.:](?=\s|\w\w)|$)\s*+(?!(?:and|or)\b|[,;/&])(.*)")
 # not "d. both (a) and (b)"
 ANOTHER_OPTION = re.compile(r"[\s,;](?:[a-k][.:)]|\([a-k]\)(?!\s(?:and|or)\b))\s")
-LETTERS = re.compile(r"(?:[(\[]?[a-k][)\]][\s,;.]*)+")  # what stands behind "(a)" in "(a) (b)"
+LETTERS = re.compile(r"(?:[(\[]?[a-k][)\]][\s,;.]*)+")  # what follows "(a)" in "(a) (b)"
 COMMA = r"(?:(?<![0-9]),|,(?![0-9]{3}(?![0-9])))"  # but not that of 1,234
 SEPARATOR = re.compile(rf"{COMMA}|&|\band\b")
 TUPLE = re.compile(r"[(\[][^()\[\]]*[)\]]")  # not "(a), (b)"
 
 
 def says_same(answer: str, truth: str) -> bool:
-    """`same`, of texts as they are written: their case counts where letters are symbols."""
+    """`same` of two texts as they are written: case counts where letters are symbols."""
     return same(plain(answer), plain(truth)) and not symbols_differ(answer, truth)
 
 
 def symbols_differ(answer: str, truth: str) -> bool:
     r"""Whether one of two texts is a formula, and letters of them differ: \Omega is not \omega, x'
     not x, 5! not 5."""
-    texts = [typeset(answer), typeset(truth)]
-    if MARKED.findall(texts[0]) != MARKED.findall(texts[1]):
+    answer = typeset(answer)
+    truth = typeset(truth)
+    if MARKED.findall(answer) != MARKED.findall(truth):
         return True
-    if not any(SYMBOLS.search(text) for text in texts):
+    if not SYMBOLS.search(answer) and not SYMBOLS.search(truth):
         return False
-    symbols = [SYMBOL.findall(text) for text in texts]
-    lower = [[symbol.lower() for symbol in found] for found in symbols]
-    return lower[0] == lower[1] and symbols[0] != symbols[1]
+    symbols = SYMBOL.findall(answer)
+    true_symbols = SYMBOL.findall(truth)
+    same_letters = [x.lower() for x in symbols] == [x.lower() for x in true_symbols]
+    return same_letters and symbols != true_symbols
 
 
 def same(answer: str, truth: str) -> bool:
@@ -126,16 +145,22 @@ def same(answer: str, truth: str) -> bool:
     list. A number: by value, and by unit if both have one: 12% is 12 and not 0.12, 5 cm is 5 and
     not 5 kg. Else the same words, but for a, an and the.
     """
-    (letter, text), (true_letter, true_text) = option(answer), option(truth)
+    letter, text = option(answer)
+    true_letter, true_text = option(truth)
     if letter and true_letter:
-        return letter == true_letter and (not text or not true_text or same(text, true_text))
+        if letter != true_letter:
+            return False
+        return not text or not true_text or same(text, true_text)
     if true_letter:
         return same(answer, true_text)
-    if "," in truth and not TUPLE.fullmatch(truth) and same_items(items(answer), items(truth)):
+    may_be_list = "," in truth and not TUPLE.fullmatch(truth)
+    if may_be_list and same_items(items(answer), items(truth)):
         return True
-    number, true_number = quantity(answer), quantity(truth)
+    number = quantity(answer)
+    true_number = quantity(truth)
     if number and true_number:
-        (value, unit), (true_value, true_unit) = number, true_number
+        value, unit = number
+        true_value, true_unit = true_number
         return value == true_value and (unit == true_unit or not unit or not true_unit)
     return words(answer) == words(truth) != ""
 
@@ -144,23 +169,30 @@ def option(text: str) -> tuple[str, str]:
     """("b", "blue") of "(b) blue", ("b", "") of "b"; ("", "") if the text is no option, or names
     several."""
     match = OPTION.fullmatch(text)
-    several = match is None or ANOTHER_OPTION.search(text) or LETTERS.fullmatch(match[2])
-    return ("", "") if several else (match[1], trimmed(match[2]))
+    if match is None:
+        return "", ""
+    letter, option_text = match.groups()
+    if ANOTHER_OPTION.search(text) or LETTERS.fullmatch(option_text):
+        return "", ""
+    return letter, trimmed(option_text)
 
 
 def items(text: str) -> list[str]:
-    return [item for part in SEPARATOR.split(text) if (item := trimmed(part))]
+    parts = [trimmed(part) for part in SEPARATOR.split(text)]
+    return [part for part in parts if part]
 
 
 def same_items(answers: list[str], truths: list[str]) -> bool:
     if len(answers) != len(truths) or len(truths) < 2:
         return False
-    rest = list(answers)
+    unmatched = list(answers)
     for truth in truths:
-        found = next((i for i, answer in enumerate(rest) if same(answer, truth)), None)
-        if found is None:
+        for i, answer in enumerate(unmatched):
+            if same(answer, truth):
+                del unmatched[i]
+                break
+        else:
             return False
-        del rest[found]
     return True
 
 
@@ -168,32 +200,82 @@ QUANTITY = re.compile(
     r"(?P<sign>[-+]?)\s*(?P<currency>[$€£]?)\s*"
     r"(?P<number>[0-9][0-9,]*(?:\.[0-9]*|/[0-9]+)?|\.[0-9]+|\\frac\{[0-9]+\}\{[0-9]+\})\s*(?P<unit>[^0-9\s].*)?"
 )
-UNIT = {
-    spelling + s: unit.split()[0]
-    for unit in SPELLINGS["units"]
-    for spelling in unit.split()
-    for s in ("", "s")
+# unit -> its other spellings; an s may follow each. No single letters: 5m may be millions, 1980s a
+# decade.
+UNITS = {
+    "%": "percent",
+    "$": "dollar usd",
+    "€": "euro",
+    "£": "gbp",
+    "°": "degree",
+    "°c": "celsius",
+    "°f": "fahrenheit",
+    "mm": "millimeter millimetre",
+    "cm": "centimeter centimetre",
+    "meter": "metre",
+    "km": "kilometer kilometre",
+    "in": "inch inches",
+    "ft": "foot feet",
+    "yd": "yard",
+    "mi": "mile",
+    "gram": "",
+    "kg": "kilogram",
+    "lb": "pound",
+    "oz": "ounce",
+    "liter": "litre",
+    "ml": "milliliter millilitre",
+    "sec": "second",
+    "min": "minute",
+    "hr": "hour",
+    "day": "",
+    "week": "",
+    "month": "",
+    "yr": "year",
+    "mph": "",
+    "km/h": "",
+    "people": "person",
+    "time": "",
+    "point": "",
+    "unit": "",
 }
+
+
+def units_by_spelling() -> dict[str, str]:
+    units = {}
+    for unit, other_spellings in UNITS.items():
+        for spelling in [unit, *other_spellings.split()]:
+            units[spelling] = unit
+            units[spelling + "s"] = unit
+    return units
+
+
+UNIT_OF = units_by_spelling()
 
 
 def quantity(text: str) -> tuple[Fraction, str] | None:
     """(1234, "%") of "1,234.0 percent", (5, "$") of "$5", (5, "") of "5"; None if that is not all
     of the text."""
     match = QUANTITY.fullmatch(text)
-    value = match and rational(normalize(match["number"]))
+    if match is None:
+        return None
+    value = rational(normalize(match["number"]))
     if value is None:
         return None
-    units = {UNIT.get(spelling) for spelling in (match["currency"], match["unit"]) if spelling}
+    if match["sign"] == "-":
+        value = -value
+    spellings = [spelling for spelling in (match["currency"], match["unit"]) if spelling]
+    units = {UNIT_OF.get(spelling) for spelling in spellings}
     if None in units or len(units) > 1:
         return None
-    return (-value if match["sign"] == "-" else value), next(iter(units), "")
+    return value, units.pop() if units else ""
 
 
 def words(text: str) -> str:
-    return re.sub(rf"{COMMA}\s*|\s+", " ", re.sub(r"\b(?:an?|the)\s+(?=\S)", "", text))
+    without_articles = re.sub(r"\b(?:an?|the)\s+(?=\S)", "", text)
+    return re.sub(rf"{COMMA}\s*|\s+", " ", without_articles)
 
 
-# 18-24 and 19-25 are both -6 as formulas. Only these are taken for some:
+# 18-24 and 19-25 are both -6 as formulas, so a text is one only with something of these:
 SYMBOL = re.compile(r"\\[A-Za-z]+|(?<![A-Za-z])[A-Za-z](?![A-Za-z])")
 MARKED = re.compile(r"(?<![A-Za-z'\"“‘`])[A-Za-z]'+(?![A-Za-z])|[0-9]!+")  # not a letter in quotes
 SYMBOLS = re.compile(
@@ -203,9 +285,10 @@ FORMULA = re.compile(r"\\frac|\\sqrt|\\pi|[√π^]|[\w)}]\s*[+*]\s*[\w({\\]")
 
 
 def same_formula(answer: str, truth: str) -> bool:
-    if option(plain(truth))[0] or (quantity(plain(answer)) and quantity(plain(truth))):
+    true_letter, _ = option(plain(truth))
+    if true_letter or (quantity(plain(answer)) and quantity(plain(truth))):
         return False  # `same` has decided
-    # 5^\circ is none
+    # 5^\circ is no formula
     is_formula = FORMULA.search(readable(answer)) or FORMULA.search(readable(truth))
     return bool(is_formula) and is_equal(answer, truth)
 
@@ -214,8 +297,8 @@ def same_formula(answer: str, truth: str) -> bool:
 
 
 def similarity(answer: str, truth: str) -> float:
-    """Of ANLS (ST-VQA, arXiv 1905.13648): 1 - edit distance / length of the longer one; 0 if below
-    a half.
+    """ANLS (ST-VQA, arXiv 1905.13648) of one answer: 1 - edit distance / length of the longer text;
+    0 below a half.
 
     A half itself counts, as in the evaluation scripts in use; the paper has 0 there.
     """
@@ -225,9 +308,11 @@ def similarity(answer: str, truth: str) -> float:
 
 def edit_distance(a: str, b: str) -> int:
     """Levenshtein's: insertions, deletions and substitutions from a to b."""
-    row = list(range(len(b) + 1))  # row[j]: from the part of a so far to b[:j]
+    previous = list(range(len(b) + 1))  # [j]: from what precedes a character of a to b[:j]
     for i, char in enumerate(a, start=1):
-        diagonal, row[0] = row[0], i
+        current = [i]
         for j, other in enumerate(b, start=1):
-            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (char != other))
-    return row[-1]
+            substitution = previous[j - 1] + (char != other)
+            current.append(min(previous[j] + 1, current[j - 1] + 1, substitution))
+        previous = current
+    return previous[-1]

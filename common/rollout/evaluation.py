@@ -15,14 +15,18 @@ from common.files import full_disk_is_a_warning, jsonable, replace_file, shorten
 from common.progress import say
 from common.rewards import is_correct, sampled_turns
 
-OF_TURNS = ("first_turn_accuracy", "last_turn_accuracy")  # by an environment that answers
-PICTURES = {"image", "images", "videos"}
+# what `score_episodes` adds for an environment that answers
+TURN_ACCURACIES = ("first_turn_accuracy", "last_turn_accuracy")
+PICTURE_COLUMNS = {"image", "images", "videos"}
 
 
 def as_sample(episode, row, tokenizer, with_tools: bool) -> dict:
-    """What a report wants to know of an Episode and its Row; score, correct and truth are None
-    without a truth."""
-    scored = row.ground_truth is not None
+    """The columns of a report for an Episode and its Row.
+
+    score, correct, truth and rewards are None if the row has no truth.
+    """
+    has_truth = row.ground_truth is not None
+    rewards = episode.rewards if has_truth else {"score": 0.0}
     sample = {
         "group": episode.prompt_index,
         "row": row.index,
@@ -30,59 +34,71 @@ def as_sample(episode, row, tokenizer, with_tools: bool) -> dict:
         "prompt": tokenizer.decode(episode.prompt_ids),
         "completion": "\n".join(sampled_turns(episode, tokenizer)),  # what is scored
         "truth": episode.truth,
-        **verdict(episode.rewards if scored else {"score": 0.0}),
+        **verdict(rewards),
         "length": len(episode.response_ids),
         "truncated": episode.truncated,
     }
-    if not scored:
-        sample |= dict.fromkeys(["truth", "score", "correct", "rewards"])
+    if not has_truth:
+        for column in ("truth", "score", "correct", "rewards"):
+            sample[column] = None
     if with_tools:
-        sample |= {
-            "calls": len(episode.calls),
-            "call_errors": sum(call["error"] for call in episode.calls),
-        }
+        sample["calls"] = len(episode.calls)
+        sample["call_errors"] = sum(call["error"] for call in episode.calls)
         sample["trajectory"] = tokenizer.decode(episode.response_ids)
     return sample
 
 
 def verdict(rewards: dict) -> dict:
-    """Columns of a response that was scored. One that could not be scores 0."""
+    """The columns of a scored response. If scoring failed, the score is 0 and `failed` is True."""
+    failed = not math.isfinite(rewards["score"])
     anls = rewards.get("anls")
-    return {
-        "score": rewards["score"] if math.isfinite(rewards["score"]) else 0.0,
+    if not isinstance(anls, float):
+        anls = None  # a user's function may mean something else by it
+    columns = {
+        "score": 0.0 if failed else rewards["score"],
         "correct": is_correct(rewards),
         "pred": str(rewards.get("pred", "")),
-        "failed": not math.isfinite(rewards["score"]),  # counts as wrong
-        # a user's function may mean something else by it
-        "anls": anls if isinstance(anls, float) else None,
+        "failed": failed,
+        "anls": anls,
         "rewards": json.dumps(jsonable(rewards)),  # all that was returned
-        **{name: rewards[name] for name in OF_TURNS if name in rewards},
     }
+    for name in TURN_ACCURACIES:
+        if name in rewards:
+            columns[name] = rewards[name]
+    return columns
 
 
 def bounded(samples: list[dict]) -> dict[str, float]:
-    """The summary of an evaluation. Samples that could not be scored count as wrong; how many they
-    are stands beside, and the accuracy if they were right."""
+    """`summarize`, in which samples that could not be scored count as wrong.
+
+    If there are any, eval/failed is their number, and eval/accuracy_high the accuracy if all of
+    them were right.
+    """
     metrics = summarize(samples)
-    failed = sum(sample["failed"] for sample in samples)
-    if not failed:
+    num_failed = 0
+    best_case = []
+    for sample in samples:
+        if sample["failed"]:
+            num_failed += 1
+            sample = sample | {"correct": True}
+        best_case.append(sample)
+    if num_failed == 0:
         return metrics
-    best = summarize(
-        [sample | {"correct": True} if sample["failed"] else sample for sample in samples]
-    )
+    high = summarize(best_case)["eval/accuracy"]
     low = metrics["eval/accuracy"]
-    high = best["eval/accuracy"]
-    missing = f"{failed} of {len(samples)} samples could not be scored, and count as wrong"
+    missing = f"{num_failed} of {len(samples)} samples could not be scored, and count as wrong"
     say(f"evaluation INCOMPLETE: {missing}; the accuracy is between {low:.4f} and {high:.4f}")
-    return metrics | {"eval/failed": failed, "eval/accuracy_high": high}
+    metrics["eval/failed"] = num_failed
+    metrics["eval/accuracy_high"] = high
+    return metrics
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """1 - C(n-c, k) / C(n, k), the chance that k of n samples, c of them correct, hold a correct
+    """1 - C(n-c, k) / C(n, k): the chance that k of n samples, c of them correct, include a correct
     one.
 
     Chen et al. 2021 (arXiv 2107.03374), equation 1, as a product that cannot overflow. ValueError
-    unless k, c fit n.
+    unless 1 <= k <= n and 0 <= c <= n.
     """
     if not (1 <= k <= n and 0 <= c <= n):
         raise ValueError(f"pass@k needs 1 <= k <= n and 0 <= c <= n, got n {n}, c {c}, k {k}")
@@ -92,15 +108,17 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def maj_at_k(preds: list[str], scores: list[float]) -> float:
-    """Score of the majority answer among all k samples, in expectation over ties; "" wins only if
-    all are empty."""
-    votes = defaultdict(list)
+    """The score of the majority answer among all k samples, in expectation over ties.
+
+    "" is no answer: it wins only if all are empty.
+    """
+    scores_of = defaultdict(list)  # by answer
     for pred, score in zip(preds, scores, strict=True):
-        votes[pred or ""].append(score)
-    if len(votes) > 1:
-        votes.pop("", None)
-    most = max(len(group) for group in votes.values())
-    return fmean(fmean(group) for group in votes.values() if len(group) == most)
+        scores_of[pred or ""].append(score)
+    if len(scores_of) > 1:
+        scores_of.pop("", None)
+    num_votes = max(len(votes) for votes in scores_of.values())
+    return fmean(fmean(votes) for votes in scores_of.values() if len(votes) == num_votes)
 
 
 def wilson_interval(p: float, n: int) -> tuple[float, float]:
@@ -109,8 +127,10 @@ def wilson_interval(p: float, n: int) -> tuple[float, float]:
     if n == 0:
         return 0.0, 1.0
     z = 1.959964
-    center = (p + z * z / (2 * n)) / (1 + z * z / n)
-    half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    scale = 1 + z * z / n
+    center = (p + z * z / (2 * n)) / scale
+    variance = p * (1 - p) / n + z * z / (4 * n * n)
+    half = z / scale * math.sqrt(variance)
     return max(0.0, center - half), min(1.0, center + half)
 
 
@@ -118,64 +138,94 @@ def summarize(samples: list[dict]) -> dict[str, float]:
     """eval/* metrics of samples {data_source, group, score, correct, pred, length, truncated}; a
     group is a prompt.
 
-    With tools they have calls and call_errors, too: eval/rapr is the share of samples with a call
-    (rate of pixel-space reasoning, arXiv 2505.15966), eval/tool_error_rate that of calls that
-    failed. With anls: its mean over prompts. Means are over prompts first, so that a prompt that
-    lost a sample weighs as much as the others. k goes over the powers of two up to n, and n, the
-    smallest number of samples that a prompt has. ValueError without samples. eval/unscored is the
-    number of prompts without a truth, if there are any: only lengths and calls count these.
+    Accuracy, reward, anls, pass@k and maj@n are means over prompts of means over samples: a prompt
+    that lost a sample weighs as much as the others. n is the smallest number of samples that a
+    prompt has; k goes over the powers of two up to n, and n. If all samples have calls and
+    call_errors, eval/rapr is the share of samples with a call (rate of pixel-space reasoning, arXiv
+    2505.15966), and eval/tool_error_rate the share of calls that failed. eval/unscored is the
+    number of prompts without a truth, if there are any: they count in lengths and calls alone.
+    ValueError without samples.
     """
     if not samples:
         raise ValueError("nothing to summarize: the evaluation has no samples")
     scored = [sample for sample in samples if sample["correct"] is not None]
     metrics = summarize_scored(scored) if scored else {}
-    for name, column in {"eval/response_length": "length", "eval/truncated": "truncated"}.items():
-        # else from elsewhere
-        if values := [s[column] for s in samples if isinstance(s.get(column), int)]:
-            metrics[name] = fmean(values)
-    for name in OF_TURNS:
-        if values := [s[name] for s in samples if isinstance(s.get(name), float)]:
-            metrics[f"eval/{name}"] = fmean(values)
-    metrics["eval/rows"] = len({s["group"] for s in scored})
+    # samples from elsewhere may lack these columns, or have something else in them
+    add_mean(metrics, "eval/response_length", samples, "length", int)
+    add_mean(metrics, "eval/truncated", samples, "truncated", int)
+    for name in TURN_ACCURACIES:
+        add_mean(metrics, f"eval/{name}", samples, name, float)
+    num_scored = len({sample["group"] for sample in scored})
+    metrics["eval/rows"] = num_scored
     if all(isinstance(s.get("calls"), int) and "call_errors" in s for s in samples):
-        metrics["eval/rapr"] = fmean(s["calls"] > 0 for s in samples)
-        made = sum(s["calls"] for s in samples)
-        metrics["eval/tool_error_rate"] = sum(s["call_errors"] for s in samples) / max(made, 1)
-    if unscored := len({s["group"] for s in samples}) - metrics["eval/rows"]:
-        metrics["eval/unscored"] = unscored
+        num_calls = sum(sample["calls"] for sample in samples)
+        num_errors = sum(sample["call_errors"] for sample in samples)
+        metrics["eval/rapr"] = fmean(sample["calls"] > 0 for sample in samples)
+        metrics["eval/tool_error_rate"] = num_errors / max(num_calls, 1)
+    num_unscored = len({sample["group"] for sample in samples}) - num_scored
+    if num_unscored:
+        metrics["eval/unscored"] = num_unscored
     return metrics
+
+
+def add_mean(metrics: dict, name: str, samples: list[dict], column: str, kind: type) -> None:
+    """The mean of a column over the samples in which it has a value of this kind, if any do."""
+    values = [sample[column] for sample in samples if isinstance(sample.get(column), kind)]
+    if values:
+        metrics[name] = fmean(values)
 
 
 def summarize_scored(samples: list[dict]) -> dict[str, float]:
-    """What of `summarize` needs truths."""
+    """The metrics of `summarize` that need truths."""
+    groups = list(group_by(samples, "group").values())
+    accuracies = [column_mean(group, "correct") for group in groups]
+    metrics = {
+        "eval/accuracy": fmean(accuracies),
+        "eval/reward": fmean(column_mean(group, "score") for group in groups),
+    }
+    anls_sources = {s["data_source"] for s in samples if s.get("anls") is not None}
+    if anls_sources:
+        with_anls = [group for group in groups if group[0]["data_source"] in anls_sources]
+        metrics["eval/anls"] = fmean(mean_anls(group) for group in with_anls)
+    accuracies_of_source = defaultdict(list)
+    for group, accuracy in zip(groups, accuracies):
+        accuracies_of_source[group[0]["data_source"]].append(accuracy)
+    if len(accuracies_of_source) > 1:
+        for source, values in accuracies_of_source.items():
+            metrics[f"eval/{source}/accuracy"] = fmean(values)
+    n = min(len(group) for group in groups)
+    powers_of_two = {2**i for i in range(n.bit_length())}
+    for k in sorted(powers_of_two | {n}):
+        metrics[f"eval/pass@{k}"] = fmean(group_pass_at_k(group, k) for group in groups)
+    if n > 1:
+        metrics[f"eval/maj@{n}"] = fmean(group_majority(group) for group in groups)
+    return metrics
+
+
+def group_by(samples: list[dict], column: str) -> dict[object, list[dict]]:
     groups = defaultdict(list)
     for sample in samples:
-        groups[sample["group"]].append(sample)
-    rows = list(groups.values())
-    accuracy = [fmean(s["correct"] for s in row) for row in rows]
-    metrics = {
-        "eval/accuracy": fmean(accuracy),
-        "eval/reward": fmean(fmean(s["score"] for s in row) for row in rows),
-    }
-    if spelled := {s["data_source"] for s in samples if s.get("anls") is not None}:
-        of_these = [row for row in rows if row[0]["data_source"] in spelled]
-        metrics["eval/anls"] = fmean(fmean(s["anls"] or 0.0 for s in row) for row in of_these)
-    by_source = defaultdict(list)
-    for row, value in zip(rows, accuracy):
-        by_source[row[0]["data_source"]].append(value)
-    if len(by_source) > 1:
-        metrics |= {
-            f"eval/{source}/accuracy": fmean(values) for source, values in by_source.items()
-        }
-    n = min(len(row) for row in rows)
-    for k in sorted({2**i for i in range(n.bit_length())} | {n}):
-        metrics[f"eval/pass@{k}"] = fmean(
-            pass_at_k(len(row), sum(s["correct"] for s in row), k) for row in rows
-        )
-    if n > 1:
-        votes = (maj_at_k([s["pred"] for s in row], [s["correct"] for s in row]) for row in rows)
-        metrics[f"eval/maj@{n}"] = fmean(votes)
-    return metrics
+        groups[sample[column]].append(sample)
+    return groups
+
+
+def column_mean(samples: list[dict], column: str) -> float:
+    return fmean(sample[column] for sample in samples)
+
+
+def mean_anls(group: list[dict]) -> float:
+    return fmean(sample["anls"] or 0.0 for sample in group)
+
+
+def group_pass_at_k(group: list[dict], k: int) -> float:
+    num_correct = sum(sample["correct"] for sample in group)
+    return pass_at_k(len(group), num_correct, k)
+
+
+def group_majority(group: list[dict]) -> float:
+    preds = [sample["pred"] for sample in group]
+    correct = [sample["correct"] for sample in group]
+    return maj_at_k(preds, correct)
 
 
 def format_table(metrics_by_source: dict[str, dict[str, float]]) -> str:
@@ -184,79 +234,92 @@ def format_table(metrics_by_source: dict[str, dict[str, float]]) -> str:
 
     table = []
     for source, metrics in metrics_by_source.items():
-        low, high = wilson_interval(metrics["eval/accuracy"], int(metrics["eval/rows"]))
-        others = {name: f"{value:.3f}" for name, value in metrics.items() if name.count("/") == 1}
-        line = {"source": shorten(source, 100), "rows": str(int(metrics["eval/rows"]))}
-        line |= {
-            "accuracy": others.pop("eval/accuracy"),
+        accuracy = metrics["eval/accuracy"]
+        num_rows = int(metrics["eval/rows"])
+        low, high = wilson_interval(accuracy, num_rows)
+        line = {
+            "source": shorten(source, 100),
+            "rows": str(num_rows),
+            "accuracy": f"{accuracy:.3f}",
             "95 % interval": f"{low:.3f} - {high:.3f}",
         }
-        del others["eval/rows"]
-        table.append(line | {name.removeprefix("eval/"): value for name, value in others.items()})
+        for name, value in metrics.items():
+            column = name.removeprefix("eval/")
+            if "/" not in column and column not in line:
+                line[column] = f"{value:.3f}"
+        table.append(line)
     return pd.DataFrame(table).fillna("").to_string(index=False)
 
 
 def report(samples: list[dict], path: Path, record: Callable[[int], dict] | None = None) -> str:
-    """Write all samples, with the columns of the `record` of a row; returns the table by data
+    """Write all samples, with the columns of `record(row)` if it is given; return the table by data
     source."""
     rows = samples
     if record:
-        own = [
-            {k: v for k, v in record(sample["row"]).items() if k not in PICTURES}
-            for sample in samples
-        ]
-        for columns in own:
-            (columns.get("extra_info") or {}).pop("tools_kwargs", None)  # a program's pictures
-        rows = [columns | sample for columns, sample in zip(own, samples)]
+        rows = [columns_of_record(record(sample["row"])) | sample for sample in samples]
     with full_disk_is_a_warning(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, lambda temporary: write_samples(rows, temporary, path.suffix))
-    by_source = defaultdict(list)
-    for sample in samples:
-        by_source[sample["data_source"]].append(sample)
-    tables = {source: summarize(part) for source, part in sorted(by_source.items())}
-    unscored = sum(metrics.pop("eval/unscored", 0) for metrics in tables.values())
-    scored = {source: metrics for source, metrics in tables.items() if "eval/accuracy" in metrics}
-    lines = [format_table(scored)] if scored else []
-    lines += (
-        [f"{unscored} of {len({s['group'] for s in samples})} rows have no truth: not scored"]
-        if unscored
-        else []
-    )
+    num_unscored = 0
+    scored = {}
+    for source, part in sorted(group_by(samples, "data_source").items()):
+        metrics = summarize(part)
+        num_unscored += metrics.pop("eval/unscored", 0)
+        if "eval/accuracy" in metrics:
+            scored[source] = metrics
+    lines = []
+    if scored:
+        lines.append(format_table(scored))
+    if num_unscored:
+        num_rows = len({sample["group"] for sample in samples})
+        lines.append(f"{num_unscored} of {num_rows} rows have no truth: not scored")
     return "\n".join(lines)
 
 
+def columns_of_record(record: dict) -> dict:
+    """All but pictures, those for programs included."""
+    columns = {name: value for name, value in record.items() if name not in PICTURE_COLUMNS}
+    extra_info = columns.get("extra_info")
+    if extra_info:
+        extra_info.pop("tools_kwargs", None)
+    return columns
+
+
 def write_samples(samples: list[dict], path: Path, suffix: str) -> None:
-    """Lines of JSON, or a parquet file, where columns without a common type, or one that parquet
-    has, are JSON."""
+    """As lines of JSON, or as a parquet file.
+
+    In parquet a column becomes JSON if its values have no common type, or one that parquet lacks.
+    """
     if suffix == ".jsonl":
         path.write_text("".join(json.dumps(sample, default=str) + "\n" for sample in samples))
         return
-    names = dict.fromkeys(name for sample in samples for name in sample)
-    pq.write_table(
-        pa.table({name: column([sample.get(name) for sample in samples]) for name in names}), path
-    )
+    names = dict.fromkeys(name for sample in samples for name in sample)  # in order, each once
+    columns = {name: to_arrow([sample.get(name) for sample in samples]) for name in names}
+    pq.write_table(pa.table(columns), path)
 
 
-def column(values: list) -> pa.Array:
+def to_arrow(values: list) -> pa.Array:
+    """An array that parquet can hold: of the values, or of their JSON."""
     try:
         array = pa.array(values)
-        pq.ParquetWriter(pa.BufferOutputStream(), pa.schema([("column", array.type)])).close()
+        schema = pa.schema([("column", array.type)])
+        pq.ParquetWriter(pa.BufferOutputStream(), schema).close()
         return array
     except (NotImplementedError, OverflowError, TypeError, ValueError):
-        # the first: of {} in all rows
-        return pa.array(
-            [None if value is None else json.dumps(value, default=str) for value in values]
-        )
+        # NotImplementedError: {} in all rows
+        texts = [None if value is None else json.dumps(value, default=str) for value in values]
+        return pa.array(texts)
 
 
 def print_samples(step: int, samples: list[dict]) -> None:
-    """The first two of {prompt, completion, score, truth, truncated}, shortened in the middle;
-    None: not scored."""
+    """The first two of {prompt, completion, score, truth, truncated}, shortened in the middle; a
+    score of None: not scored."""
     for sample in samples[:2]:
-        said = sample.get("trajectory", sample["completion"])
-        prompt, completion = shorten(sample["prompt"], 300), shorten(said, 600)
+        prompt = shorten(sample["prompt"], 300)
+        truth = shorten(str(sample["truth"]), 100)
+        text = shorten(sample.get("trajectory", sample["completion"]), 600)
+        if sample["truncated"]:
+            text += " [cut off]"
         score = "none" if sample["score"] is None else f"{sample['score']:g}"
-        head = f"--- step {step}, score {score}, truth {shorten(str(sample['truth']), 100)}"
-        cut = " [cut off]" * sample["truncated"]
-        print(f"{head}\n{prompt}\n>>> {completion}{cut}", flush=True)
+        head = f"--- step {step}, score {score}, truth {truth}"
+        print(f"{head}\n{prompt}\n>>> {text}", flush=True)

@@ -1,11 +1,11 @@
-"""A language model as judge, behind any server that speaks OpenAI's protocol: it decides what rules
+"""A language model as judge, behind any server with OpenAI's protocol: it decides what rules
 cannot.
 
     JUDGE_URLS=http://node7:18901/v1,http://node8:18901/v1 torchrun ... grpo.py ...
 
-JUDGE_MODEL is what each server calls it (default: what it serves), JUDGE_API_KEY its key. Proxies
-are ignored: a judge stands in the cluster. A case that the judge does not answer has no verdict:
-none is ever taken for wrong. No message repeats what a server says, which may hold the key.
+JUDGE_MODEL is its name on each server (default: the first that a server lists), JUDGE_API_KEY its
+key. Proxies are ignored: a judge stands in the cluster. A case without an answer has no verdict: it
+never counts as wrong. No message repeats a server's text, which may contain the key.
 """
 
 import asyncio
@@ -25,29 +25,29 @@ from papers.pyvision.judge_prompt import PROBES, Case, messages, verdict_of
 
 REQUEST_S = 60.0  # without a byte of the reply
 RETRIES = 4  # by the client, which waits longer each time
-PAUSE_S = 1.0  # then, before another server is asked
-# unclear replies, or failures while other cases are answered, until a case has no verdict
+PAUSE_S = 1.0  # after a failure, before the next server
+# unclear replies, or failures while other cases are answered, after which a case has no verdict
 TRIES = 5
 MAX_TOKENS = 1024  # of a reply: some models think before they answer
 MAX_BODY = 2**20  # bytes of a reply
 CACHED = 200_000  # verdicts
-# between two lines about servers that do not answer; a failure that old is tried anew
+# between two lines about servers that do not answer; a failure this old is retried
 MINUTE_S = 60.0
-PATIENCE_S = 540.0  # after so long without any answer nothing waits any more
+PATIENCE_S = 540.0  # after this long without any answer all cases stop waiting
 
 
 @dataclass
 class Server:
-    host: str  # as it is shown
+    host: str  # as messages show it
     client: openai.AsyncOpenAI
-    model: str  # that is asked for; "": the first one that it lists
+    model: str  # "": the first one that the server lists
     listed: str = ""
 
     async def judge(self, case: Case, attempt: int) -> float | None:
-        """1.0 or 0.0; None if the reply says neither, or the case is refused. ConnectionError
+        """1.0 or 0.0; None if the reply is neither, or the server refuses the case. ConnectionError
         without a reply.
 
-        The first reply is greedy; since it would come again, later ones are sampled.
+        The first attempt is greedy; since its reply would come again, later ones are sampled.
         """
         try:
             if not self.model and not self.listed:
@@ -78,7 +78,7 @@ class Server:
 
 
 class Judge:
-    """Verdicts of one or several servers, which are taken in turn."""
+    """Verdicts of one or several servers, which take turns."""
 
     def __init__(
         self, urls: Iterable[str], model: str = "", api_key: str = "EMPTY", probes: bool = True
@@ -86,15 +86,16 @@ class Judge:
         self.servers = [connect(url, model, api_key) for url in urls]
         self.numbers = count()  # of cases: the first server of each
         self.verdicts: dict[Case, float] = {}
-        self.answered_at = self.told_at = 0.0
-        self.silent_since = inf  # when the first request was made after which none was answered
+        self.answered_at = 0.0  # when the last reply came
+        self.warned_at = 0.0  # when the last warning was printed
+        self.silent_since = inf  # start of the first request since the last reply
         self.ended_at = 0.0  # when the last request ended
         self.lock = asyncio.Lock()
         self.trusted = not probes
 
     async def probe(self) -> None:
-        """Ask each server for a right and a wrong pair, once. ValueError for one that judges badly,
-        or if all are silent."""
+        """Test each server with a right and a wrong pair, once. ValueError if one judges them
+        wrongly, or if none answers."""
         async with self.lock:
             if self.trusted:
                 return
@@ -113,11 +114,11 @@ class Judge:
             self.trusted = True
 
     async def verdict(self, case: Case) -> float:
-        """1.0 or 0.0. Servers that do not answer are waited for.
+        """1.0 or 0.0. It waits for servers that do not answer.
 
-        ConnectionError if none has answered for PATIENCE_S, which is at once for all cases that
-        come within a minute of the last failure; later ones, as those of the next step, ask again.
-        ValueError if the replies say neither, or if the case fails again and again while others are
+        ConnectionError if none has answered for PATIENCE_S. Then all cases that come within a
+        minute of the last failure get it at once; later ones, as those of the next step, try again.
+        ValueError if the replies are neither, or if the case fails repeatedly while others are
         answered.
         """
         if case in self.verdicts:
@@ -137,12 +138,12 @@ class Judge:
             try:
                 verdict = await server.judge(case, attempt=unclear)
             except ConnectionError as failure:
-                self.tell(failure)
+                self.warn(failure)
                 if self.answered_at > asked_at:
                     failures += 1
                 await asyncio.sleep(PAUSE_S)
                 continue
-            finally:  # the deadline of the reward function may have ended it, too
+            finally:  # also if the deadline of the reward function has cancelled the request
                 self.ended_at = time.monotonic()
             self.answered_at = self.ended_at
             self.silent_since = inf
@@ -154,16 +155,16 @@ class Judge:
             "no verdict by the judge: its replies say neither 1 nor 0, or fail for this case alone"
         )
 
-    def tell(self, failure: ConnectionError) -> None:
-        """Once a minute."""
+    def warn(self, failure: ConnectionError) -> None:
+        """At most once a minute."""
         now = time.monotonic()
-        if now - self.told_at >= MINUTE_S:
-            self.told_at = now
+        if now - self.warned_at >= MINUTE_S:
+            self.warned_at = now
             print(f"warning: a judge does not answer: {failure}", flush=True)
 
 
 async def probe(server: Server) -> None:
-    """ValueError if it judges a pair wrongly, or not at all."""
+    """ValueError if a server judges one of the PROBES wrongly, or not at all."""
     for case, right in PROBES.items():
         verdict = None
         for attempt in range(TRIES):
@@ -173,26 +174,16 @@ async def probe(server: Server) -> None:
             relation = "the same" if right else "different"
             raise ValueError(
                 f"the judge at {server.host} cannot judge: {case.truth!r} and {case.answer!r} "
-                f"are {relation}, which "
-                "it does not say. Serve a better model, or take it as it is with JUDGE_PROBE=0"
+                f"are {relation}, which it does not say. Serve a better model, or take it as it is "
+                "with JUDGE_PROBE=0"
             )
 
 
 def connect(url: str, model: str, api_key: str) -> Server:
-    """A client that takes no proxy from the environment and goes nowhere else. ValueError for what
-    is no address."""
-    try:
-        parts = urlsplit(url)
-        host = f"{parts.hostname}:{parts.port}" if parts.port else f"{parts.hostname}"
-    except ValueError:
-        parts = None
-    if (
-        parts is None
-        or parts.scheme not in ("http", "https")
-        or not parts.hostname
-        or "@" in parts.path
-    ):
-        # it may hold a password
+    """A client without proxies and redirects. ValueError unless the url is an address."""
+    host = host_of(url)
+    if not host:
+        # without the url, which may contain a password
         raise ValueError("JUDGE_URLS: one of them is no http://HOST:PORT/v1")
     http = openai.DefaultAsyncHttpxClient(
         trust_env=False,
@@ -200,13 +191,31 @@ def connect(url: str, model: str, api_key: str) -> Server:
         headers={"Accept-Encoding": "identity"},
         event_hooks={"response": [take_body]},
     )
-    options = {"http_client": http, "timeout": REQUEST_S, "max_retries": RETRIES}
-    return Server(host, openai.AsyncOpenAI(base_url=url, api_key=api_key, **options), model)
+    client = openai.AsyncOpenAI(
+        base_url=url,
+        api_key=api_key,
+        http_client=http,
+        timeout=REQUEST_S,
+        max_retries=RETRIES,
+    )
+    return Server(host, client, model)
+
+
+def host_of(url: str) -> str:
+    """HOST:PORT, or HOST; "" unless the url is http://HOST:PORT/..."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        return ""
+    if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.path:
+        return ""
+    return f"{parts.hostname}:{port}" if port else parts.hostname
 
 
 async def take_body(response: httpx2.Response) -> None:
-    """Read the body in place of the client, which would keep whatever comes. One that is larger
-    than MAX_BODY, or packed, which was not asked for, becomes a refusal: no verdict."""
+    """Read the body before the client, which would accept any size. A body that is larger than
+    MAX_BODY, or compressed although that was not requested, becomes a refusal: no verdict."""
     body = b""
     is_refused = response.headers.pop("Content-Encoding", "identity").lower() != "identity"
     if not is_refused:
@@ -224,8 +233,9 @@ async def take_body(response: httpx2.Response) -> None:
 
 @cache
 def open_judge() -> Judge:
-    """The one that the environment names. ValueError if it names none."""
-    urls = [url.strip() for url in os.environ.get("JUDGE_URLS", "").split(",") if url.strip()]
+    """The judge that the environment names. ValueError if it names none."""
+    urls = [url.strip() for url in os.environ.get("JUDGE_URLS", "").split(",")]
+    urls = [url for url in urls if url]
     if not urls:
         raise ValueError(
             "a judge decides rows of this data: set JUDGE_URLS (papers/pyvision/README.md)"

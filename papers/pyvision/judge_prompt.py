@@ -1,7 +1,6 @@
-"""What a judge is asked, and what its reply says: is an answer the same as the reference, or
-another one?
+"""The question to a judge, and the verdict in its reply: is an answer the same as the reference?
 
-As in PyVision-RL a judge sees examples of the row's family. Instruction and examples are our own.
+As in PyVision-RL the judge sees examples of the row's family. Instruction and examples are our own.
 """
 
 import re
@@ -12,7 +11,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Case:
-    """What a judge is to decide."""
+    """What a judge decides."""
 
     family: str  # of EXAMPLES
     question: str
@@ -34,12 +33,14 @@ PROBES = {
 
 def messages(case: Case) -> list[dict[str, str]]:
     """A chat that ends in the case."""
-    shown = [described(*texts) + f" {judgement}" for *texts, judgement in EXAMPLES[case.family]]
-    asked = described(plain(case.question), one_line(case.truth), one_line(case.answer))
-    content = "\n\n".join([INSTRUCTION, "Examples:", *shown, "Now the case that you judge:", asked])
+    examples = []
+    for question, truth, answer, judgement in EXAMPLES[case.family]:
+        examples.append(f"{described(question, truth, answer)} {judgement}")
+    case_text = described(plain(case.question), one_line(case.truth), one_line(case.answer))
+    parts = [INSTRUCTION, "Examples:", *examples, "Now the case that you judge:", case_text]
     return [
         {"role": "system", "content": "You are a helpful assistant."},
-        {"role": "user", "content": content},
+        {"role": "user", "content": "\n\n".join(parts)},
     ]
 
 
@@ -50,19 +51,17 @@ def described(question: str, truth: str, answer: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Without control tokens and headings as ours, in any letter case, and without what UTF-8
-    cannot say."""
-    return (
-        re.sub(r"<(?=[|\uff5c/\w])|\[(?=/?[^\W\d_])", r"\g<0> ", text)
-        .encode(errors="replace")
-        .decode()
-    )
+    """Without control tokens, headings like ours in any letter case, and characters that UTF-8
+    lacks."""
+    text = re.sub(r"<(?=[|\uff5c/\w])|\[(?=/?[^\W\d_])", r"\g<0> ", text)
+    return text.encode(errors="replace").decode()
 
 
 def one_line(text: str) -> str:
-    """So that an answer cannot pass for the rest of the chat, nor a judge that quotes it for one
-    that judges so."""
-    return re.sub(r"(?i)(judge?)(ment)", r"\1-\2", plain(" ".join(text.split())))
+    """In one line, and without the word "judgement": so an answer cannot pass for the rest of the
+    chat, nor a quotation of it for a verdict."""
+    text = plain(" ".join(text.split()))
+    return re.sub(r"(?i)(judge?)(ment)", r"\1-\2", text)
 
 
 VALUE = r"[\s*_\"'`(\[{$]*(?:\\boxed\{)?([01])(?:\.0+)?[*_\"'`)\]}$]*"
@@ -76,14 +75,15 @@ def verdict_of(reply: str) -> float | None:
     """1.0 or 0.0 by the line "Judgement: x", or x alone in the first line; None without one, or if
     two disagree.
 
-    Text before it on its line makes it a quotation or a thought; what follows a full stop is a
+    With text before it on its line it is a quotation or a thought; text behind a full stop is a
     reason.
     """
     text = reply.rpartition("</think>")[2]
     if "<think>" in text:  # it was cut off
         return None
     lines = text.strip().split("\n")
-    # the first line may go on with what the judge was asked, which ends in "Judgement:"
-    found = [ALONE.fullmatch(lines[0]), *map(JUDGEMENT.fullmatch, lines)]
-    verdicts = {float(match[1]) for match in found if match}
+    # the first line may continue the question, which ends in "Judgement:"
+    matches = [ALONE.fullmatch(lines[0])]
+    matches += [JUDGEMENT.fullmatch(line) for line in lines]
+    verdicts = {float(match[1]) for match in matches if match}
     return verdicts.pop() if len(verdicts) == 1 else None

@@ -1,19 +1,20 @@
 """Prompts that teach PyVision-RL's protocol, programs between <code> tags: ours, or those of a
 published row.
 
-A picture in a prompt stands between <image_clue_i> tags, i being the name that programs know it by.
+A picture in a prompt stands between <image_clue_i> tags; image_clue_i is its name in programs.
 """
 
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Literal
 
 from common.data.rows import RowFiles
 
-# Where the picture is: in the prompt; a picture, or a video, that the interpreter alone has.
+# Where the picture is: in the prompt; or a picture or a video for the interpreter alone.
 Mode = Literal["shown", "hidden", "video"]
 MODES: dict[str, Mode] = {  # env_name of the release's rows
     "pyvision_gym_w_image_hint": "shown",
@@ -29,15 +30,19 @@ FACTS = re.compile(  # as published; each row has its own numbers there
 
 @dataclass(frozen=True)
 class Wording:
-    """A prompt without its pictures, cut where the question stands; it has `FACTS` somewhere."""
+    """A prompt without its pictures, cut where the question stands; its texts contain `FACTS`."""
 
     before: str
     after: str
 
     def messages(self, question: str, facts: str, pictures: int = 0) -> list[dict]:
-        """The prompt of a question with so many pictures; what these look like is in `facts`."""
-        before, after = (FACTS.sub(lambda _: facts, text) for text in (self.before, self.after))
-        marks = "<image>" * pictures + "\n" * (pictures > 0)
+        """The prompt of a question with so many pictures, whose sizes `facts` gives."""
+        # a function: `facts` as a template would have its backslashes read
+        before = FACTS.sub(lambda _: facts, self.before)
+        after = FACTS.sub(lambda _: facts, self.after)
+        marks = "<image>" * pictures
+        if pictures:
+            marks += "\n"
         return tagged([{"role": "user", "content": f"{marks}{before}{question}{after}"}])
 
 
@@ -50,11 +55,9 @@ OWN: dict[Mode, Wording] = {
 def picture_facts(sizes: Sequence[tuple[int, int]]) -> str:
     """sizes: (width, height) of each picture in its file."""
     lines = [f"Image Width: {width}; Image Height: {height}" for width, height in sizes]
-    return (
-        lines[0]
-        if len(lines) == 1
-        else "\n".join(f"image_clue_{i}: {line}" for i, line in enumerate(lines))
-    )
+    if len(lines) == 1:
+        return lines[0]
+    return "\n".join(f"image_clue_{i}: {line}" for i, line in enumerate(lines))
 
 
 def video_facts(size: tuple[int, int], length: int, fps: float) -> str:
@@ -64,51 +67,52 @@ def video_facts(size: tuple[int, int], length: int, fps: float) -> str:
 
 def tagged(messages: list[dict]) -> list[dict]:
     """Messages with each <image> between tags that bear its number."""
-    count = 0
+    numbers = count()
 
-    def numbered(_: re.Match) -> str:
-        nonlocal count
-        count += 1
-        return f"<image_clue_{count - 1}><image></image_clue_{count - 1}>"
+    def tag(_: re.Match) -> str:
+        name = f"image_clue_{next(numbers)}"
+        return f"<{name}><image></{name}>"
 
-    return [message | {"content": MARK.sub(numbered, message["content"])} for message in messages]
+    return [message | {"content": MARK.sub(tag, message["content"])} for message in messages]
 
 
 def wordings_like(path: str) -> dict[Mode, Wording]:
-    """Of each mode, the wording of the first row that shows where its question stands. ValueError
-    if no row does."""
-    found: dict[Mode, Wording] = {}
+    """The wording of each mode, from its first row in which a wording is found. ValueError if no
+    row has one."""
+    wordings: dict[Mode, Wording] = {}
     for record in RowFiles(path, "--like").records():
-        mode = MODES.get(str(record.get("env_name"))) if isinstance(record, Mapping) else None
-        if mode and mode not in found and (wording := wording_of(record)):
-            found[mode] = wording
-        if len(found) == len(OWN):
+        if not isinstance(record, Mapping):
+            continue
+        mode = MODES.get(str(record.get("env_name")))
+        if mode and mode not in wordings:
+            wording = wording_of(record)
+            if wording:
+                wordings[mode] = wording
+        if len(wordings) == len(OWN):
             break
-    if not found:
-        expected = (
-            'with an env_name, extra_info.question in its prompt, and "Image Width: W; '
-            'Image Height: H" or so'
+    if not wordings:
+        raise ValueError(
+            f"--like {path}: no row with an env_name, extra_info.question in its prompt, and "
+            '"Image Width: W; Image Height: H" or so'
         )
-        raise ValueError(f"--like {path}: no row {expected}")
-    return found
+    return wordings
 
 
 def wording_of(record: Mapping) -> Wording | None:
-    """None for a row whose prompt has its question not just once, or no `FACTS`."""
-    prompt, info = record.get("prompt"), record.get("extra_info")
-    question = info.get("question") if isinstance(info, Mapping) else None
-    content = (
-        prompt[0].get("content")
-        if isinstance(prompt, list) and [*map(type, prompt)] == [dict]
-        else None
-    )
-    if (
-        not isinstance(content, str)
-        or not isinstance(question, str)
-        or not question
-        or content.count(question) != 1
-    ):
+    """None unless the prompt is one message that has the question exactly once, and `FACTS`."""
+    prompt = record.get("prompt")
+    info = record.get("extra_info")
+    if not isinstance(info, Mapping):
+        return None
+    if not isinstance(prompt, list) or len(prompt) != 1 or type(prompt[0]) is not dict:
+        return None
+    question = info.get("question")
+    content = prompt[0].get("content")
+    if not isinstance(content, str) or not isinstance(question, str) or not question:
+        return None
+    if content.count(question) != 1:
         return None
     before, _, after = content.partition(question)
-    wording = Wording(MARK.sub("", before).lstrip("\n"), after)
-    return wording if FACTS.search(before) or FACTS.search(after) else None
+    if not FACTS.search(before) and not FACTS.search(after):
+        return None
+    return Wording(before=MARK.sub("", before).lstrip("\n"), after=after)

@@ -1,22 +1,20 @@
-r"""Rewards of PyVision-RL (arXiv 2602.20739): the boxed answer by rules, and what no rule decides
-by a judge.
+r"""Rewards of PyVision-RL (arXiv 2602.20739): the boxed answer by rules, and by a judge where no
+rule decides.
 
 The answer is the \boxed{…} in the last `<answer>…</answer>` of the last turn, on one line or
-several. Tags that do not pair up, no box or several, and 1,000 characters and more are wrong, and
-"acc" says so, too: they earn no bonus. Rules come first, in the order same option or same words,
-equal formulas, two different whole numbers, and for numbers of VSI-Bench the mean relative
-accuracy; so a judge is asked for few rows:
+several. Wrong are tags that do not pair up, no box or several, and 1,000 characters or more; "acc"
+says so, too: they earn no bonus. The rules, in order: the same option or the same words; equal
+formulas; two different whole numbers; for numbers of VSI-Bench the mean relative accuracy. So the
+judge decides few rows:
 
-    JUDGE_URLS=http://HOST:18901/v1 python grpo.py --reward-function
-    papers/pyvision/rewards.py:score ...
+    JUDGE_URLS=http://HOST:18901/v1 python grpo.py \
+        --reward-function papers/pyvision/rewards.py:score ...
 """
 
 import re
-import tomllib
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from fractions import Fraction
-from pathlib import Path
 
 from common.rewards.answers import MAX_CHARACTERS, normalize
 from common.rewards.math import last_boxed, truth_text
@@ -27,8 +25,37 @@ from papers.pyvision.tir_bench import tir_bench_reward
 
 LONGEST_ANSWER = 1000  # characters; this many are too many
 
-FAMILIES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
-FAMILY = {pattern: family for family, patterns in FAMILIES.items() for pattern in patterns}
+# family, of whose examples a judge sees some (judge_prompt.toml) -> patterns of data_source
+FAMILIES = {
+    "visual_search": [
+        "deepeyes",
+        "minio3",
+        "vstar*",
+        "hrbench-*",
+        "vl_agent",
+        "zebra_cot",
+        "vigorl",
+        "barc",
+        "geoguessr",
+    ],
+    "chart": ["ecd", "chart"],
+    "math": [
+        "wemath",
+        "wemath-*",
+        "v-interaction",
+        "mathvision",
+        "mathvista",
+        "mathverse",
+        "logicvista",
+        "dynamath",
+        "math_8k_verified",
+        "thinklite_eureka",
+        "xince",
+    ],
+    "vsi": ["vsi"],
+    "longvila": ["longvila"],
+}
+# scored by relative accuracy
 MEASURED = ("vsi_numerical", "*_rule_verifiable")
 
 
@@ -50,12 +77,14 @@ score.timeout_s = 600  # a little more than the PATIENCE_S of a judge that is aw
 
 
 def family_of(data_source: str) -> str:
-    """Whose examples a judge is shown."""
-    for pattern, family in FAMILY.items():
-        if fnmatchcase(data_source, pattern):
+    """The family of a row. ValueError if its data_source is in none."""
+    known = []
+    for family, patterns in FAMILIES.items():
+        if any(fnmatchcase(data_source, pattern) for pattern in patterns):
             return family
+        known += patterns
     raise ValueError(
-        f"no reward of PyVision-RL for data_source {data_source!r}; known are {', '.join(FAMILY)}"
+        f"no reward of PyVision-RL for data_source {data_source!r}; known are {', '.join(known)}"
     )
 
 
@@ -66,8 +95,8 @@ async def score_judged(
     ground_truth: object,
     extra_info: Mapping | None = None,
 ) -> dict:
-    """{"score": 0 | 1, "acc": the same, "pred": answer or truth, "judged": whether the judge was
-    asked}.
+    """{"score": 0 | 1, "acc": the same, "pred": answer or truth, "judged": whether the judge
+    decided}.
 
     ground_truth: a text, or {"answer": "B", "options": [texts]}. The question is
     extra_info["question"].
@@ -91,18 +120,20 @@ async def score_judged(
 def score_measured(
     solution_str: str, ground_truth: object, extra_info: Mapping | None = None
 ) -> dict:
-    """{"score": mean relative accuracy, "acc": whether it is at least a half, "pred"}. No judge is
-    asked."""
+    """{"score": mean relative accuracy, "acc": whether it is at least a half, "pred"}, without a
+    judge."""
     truth, options = reference(ground_truth)
     answer = final_answer((extra_info or {}).get("last_turn", solution_str))
-    value, true_value = number(answer), number(truth)
+    value = number(answer)
+    true_value = number(truth)
     if answer and by_rules(answer, truth, options) == 1.0:
         score = 1.0
     elif value is None or true_value is None:
         score = 0.0
     else:
         score = relative_accuracy(value, true_value)
-    return {"score": score, "acc": float(score >= 0.5), "pred": truth if score == 1.0 else answer}
+    pred = truth if score == 1.0 else answer
+    return {"score": score, "acc": float(score >= 0.5), "pred": pred}
 
 
 def final_answer(text: str) -> str:
@@ -117,17 +148,29 @@ def final_answer(text: str) -> str:
 
 
 def reference(ground_truth: object) -> tuple[str, list[str]]:
-    """(truth, options): "B. a red door" and all of such texts if the row has options. ValueError if
-    it is empty."""
-    answer, texts = ground_truth, ()
+    """(truth, options): "B. a red door", and all options in that form if the row has some.
+
+    ground_truth: a text, or {"answer": a letter or an option's text, "options": [texts]}.
+    ValueError if it is empty.
+    """
+    answer = ground_truth
+    texts = None
     if isinstance(ground_truth, Mapping):
-        answer, texts = ground_truth.get("answer"), ground_truth.get("options")
-    options = [
-        f"{chr(ord('A') + i)}. {text}" for i, text in enumerate(texts if texts is not None else ())
-    ]
-    by_letter, by_text = {text[0]: text for text in options}, {text[3:]: text for text in options}
+        answer = ground_truth.get("answer")
+        texts = ground_truth.get("options")
+    if texts is None:
+        texts = []
+    options = []
+    option_of = {}  # by letter
+    option_with = {}  # by text
+    for i, text in enumerate(texts):
+        letter = chr(ord("A") + i)
+        labelled = f"{letter}. {text}"
+        options.append(labelled)
+        option_of[letter] = labelled
+        option_with[str(text)] = labelled
     truth = "" if answer is None else truth_text(answer).strip()
-    truth = unboxed(by_letter.get(truth.upper()) or by_text.get(truth) or truth)
+    truth = unboxed(option_of.get(truth.upper()) or option_with.get(truth) or truth)
     if not truth or truth == "None":
         raise ValueError(f"the ground truth {ground_truth!r:.80} is empty")
     return truth, options
@@ -137,25 +180,37 @@ def by_rules(answer: str, truth: str, options: list[str]) -> float | None:
     """1.0 or 0.0 where rules can tell; None where a judge should."""
     if max(len(answer), len(truth)) > MAX_CHARACTERS:
         return None
-    said, true = plain(answer), plain(truth)
+    plain_answer = plain(answer)
+    plain_truth = plain(truth)
     if says_same(answer, truth) or same_formula(answer, truth):
         return 1.0
-    if any(same(said, plain(other)) for other in options):
+    if any(same(plain_answer, plain(other)) for other in options):
         return 0.0
-    letter, true_letter = option(said)[0], option(true)[0]
+    letter, _ = option(plain_answer)
+    true_letter, _ = option(plain_truth)
     if letter and true_letter and letter != true_letter:
         return 0.0
-    return 0.0 if different_integers(said, true) else None
+    if different_integers(plain_answer, plain_truth):
+        return 0.0
+    return None
 
 
-def different_integers(said: str, true: str) -> bool:
-    """Whether both are whole numbers without a unit. Rounding, and 5 m and 500 cm, are for the
-    judge."""
-    numbers = [quantity(said), quantity(true)]
-    return (
-        all(number and not number[1] and number[0].denominator == 1 for number in numbers)
-        and len({*numbers}) == 2
-    )
+def different_integers(answer: str, truth: str) -> bool:
+    """Whether both are whole numbers without a unit, and differ. Rounding, and 5 m and 500 cm, are
+    for the judge."""
+    value = whole_number(answer)
+    true_value = whole_number(truth)
+    return value is not None and true_value is not None and value != true_value
+
+
+def whole_number(text: str) -> Fraction | None:
+    number_and_unit = quantity(text)
+    if number_and_unit is None:
+        return None
+    value, unit = number_and_unit
+    if unit or value.denominator != 1:
+        return None
+    return value
 
 
 LONE_NUMBER = re.compile(r"(?<![\w^{.])-?[0-9][0-9,]*(?:\.[0-9]+)?")  # not the 2 of m2, m^2, m^{2}
@@ -165,18 +220,30 @@ RATIONAL = re.compile(r"(-?)(?:\\frac\{([0-9]+)\}\{([0-9]+)\}|([0-9]+))")
 def number(text: str) -> Fraction | None:
     """3/2 of "1.5 metres", of "\\frac{3}{2}" and of "about 1.5 m", 1000 of "1e3"; None of "2 or
     3"."""
-    if found := quantity(plain(text)):
-        return found[0]
-    if (match := RATIONAL.fullmatch(normalize(text))) and int(match[3] or 1):
-        return Fraction(f"{match[1]}{match[2] or match[4]}/{match[3] or 1}")
+    number_and_unit = quantity(plain(text))
+    if number_and_unit:
+        return number_and_unit[0]
+    match = RATIONAL.fullmatch(normalize(text))
+    if match:
+        sign, numerator, denominator, whole = match.groups()
+        if denominator is None:
+            return Fraction(f"{sign}{whole}")
+        if int(denominator):
+            return Fraction(f"{sign}{numerator}/{denominator}")
     numbers = LONE_NUMBER.findall(text)
-    return Fraction(numbers[0].replace(",", "")) if len(numbers) == 1 else None
+    if len(numbers) != 1:
+        return None
+    return Fraction(numbers[0].replace(",", ""))
 
 
 def relative_accuracy(value: Fraction, truth: Fraction) -> float:
-    """Share of the thresholds 0.5, 0.55, … 0.95 with |value - truth| / |truth| < 1 - threshold;
-    exact."""
+    """Mean relative accuracy, exact: the share of the thresholds 0.5, 0.55, … 0.95 for which
+    |value - truth| / |truth| < 1 - threshold."""
     if truth == 0:
         return float(value == 0)
     error = abs(value - truth) / abs(truth)
-    return sum(error < Fraction(20 - threshold, 20) for threshold in range(10, 20)) / 10
+    num_passed = 0
+    for twentieths in range(10, 20):
+        if error < 1 - Fraction(twentieths, 20):
+            num_passed += 1
+    return num_passed / 10

@@ -1,25 +1,21 @@
 """PyVision-RL's rows in verl's columns: pictures as bytes, in the prompt or for the interpreter
 alone.
 
-    python -m papers.pyvision.rows --source train.json --media-root FOLDER --out
-    data/pyvision.parquet
-    python -m papers.pyvision.rows --source train_1.parquet,train_2.parquet --out
-    data/pyvision.parquet
-    python -m papers.pyvision.rows --source val.json --media-root FOLDER --like train.json --out
-    data/val.parquet
+    P=papers.pyvision.rows
+    python -m $P --source train.json --media-root FOLDER --out data/pyvision.parquet
+    python -m $P --source train_1.parquet,train_2.parquet --out data/pyvision.parquet
+    python -m $P --source val.json --media-root FOLDER --like train.json --out data/val.parquet
 
-Rows (.parquet, .json, .jsonl) are told apart by their columns:
+The columns of rows (.parquet, .json, .jsonl) tell which of these they are:
 
-    prompt, image {bytes, path}, data_source, reward_model, extra_info, env_name       the first
-    version the same with mm_hint {hint_path, hint_type} for image                             the
-    release question, answer, data_source, image_path or video_path, id, ability
-    without a prompt
+    the first version  prompt, image {bytes, path}, data_source, reward_model, extra_info, env_name
+    the release        the same with mm_hint {hint_path, hint_type} for image
+    without a prompt   question, answer, data_source, image_path or video_path, id, ability
 
-With an env_name that ends in _wo_image_hint or _wo_video_hint the prompt does not show it, and
-programs have it as image_hint_0 or video_clue_0; without any the row is a single turn without
-tools. A row without a prompt gets ours, or that of a published row (--like). A video_path may be
-the list of its frames; videos stay files: train with the same
---media-root.
+If env_name ends in _wo_image_hint or _wo_video_hint, the prompt does not show the picture or video,
+and programs have it as image_hint_0 or video_clue_0; without an env_name the row is a single turn
+without tools. A row without a prompt gets our wording, or that of a published row (--like). A
+video_path may be the list of its frames; videos stay files: train with the same --media-root.
 """
 
 from collections.abc import Iterator, Mapping
@@ -59,8 +55,14 @@ def schema(ground_truth: pa.DataType) -> pa.Schema:
     picture = pa.struct({"kind": pa.string(), "frames": MEDIA})
     video = pa.struct({"kind": pa.string(), "frames": MEDIA, "fps": pa.float64()})
     names = pa.struct({"image_hint_0": picture, "video_clue_0": video})
-    texts = dict.fromkeys(["split", "id", "question", "answer"], pa.string())
-    tools = {"tools_kwargs": pa.struct({"python": pa.struct({"create_kwargs": names})})}
+    extra_info = {
+        "index": pa.int64(),
+        "split": pa.string(),
+        "id": pa.string(),
+        "question": pa.string(),
+        "answer": pa.string(),
+        "tools_kwargs": pa.struct({"python": pa.struct({"create_kwargs": names})}),
+    }
     return pa.schema(
         {
             "data_source": pa.string(),
@@ -69,7 +71,7 @@ def schema(ground_truth: pa.DataType) -> pa.Schema:
             "ability": pa.string(),
             "agent_name": pa.string(),
             "reward_model": pa.struct({"style": pa.string(), "ground_truth": ground_truth}),
-            "extra_info": pa.struct({"index": pa.int64()} | texts | tools),
+            "extra_info": pa.struct(extra_info),
         }
     )
 
@@ -90,7 +92,8 @@ class Args:
 def main(args: Args) -> None:
     wordings = wordings_like(args.like) if args.like else OWN
     files = RowFiles(args.source, "--source")
-    progress, bad = files.progress(), {}
+    progress = files.progress()
+    bad_rows: dict[int, str] = {}
 
     def usable() -> Iterator[dict]:
         for index, record in enumerate(files.records()):
@@ -103,54 +106,57 @@ def main(args: Args) -> None:
                 else:
                     row = compose(record, index, args.media_root, wordings, args.show_images)
             except BadRow as error:
-                bad[index] = str(error)
+                bad_rows[index] = str(error)
             except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-                bad[index] = f"malformed: {type(error).__name__}: {error!s:.100}"
+                bad_rows[index] = f"malformed: {type(error).__name__}: {error!s:.100}"
             else:
                 yield row
-        files.refuse(bad, "unusable rows", args.bad_rows == "drop")
+        files.refuse(bad_rows, "unusable rows", args.bad_rows == "drop")
 
     stream_rows(args.out, usable(), schema(pa.string()))
 
 
 def convert(record: Mapping, index: int, root: Path | None) -> dict:
-    """The row of one that has its prompt, in the words that stand there."""
-    env, hint, info = (
-        record.get("env_name") or "",
-        record.get("mm_hint") or {},
-        record.get("extra_info") or {},
-    )
-    if env not in (*SHOWN, *MODES):
-        raise BadRow(f"env_name {env!r:.60}: known are {', '.join(filter(None, {*SHOWN, *MODES}))}")
-    messages = [
-        {name: text_of(m[name], f"a {name}") for name in ("role", "content")}
-        for m in record["prompt"]
-    ]
-    text, pictures, gets = "\n".join(message["content"] for message in messages), [], {}
+    """The row of a record with a prompt, whose wording stays."""
+    env_name = record.get("env_name") or ""
+    if env_name not in (*SHOWN, *MODES):
+        known = ", ".join(filter(None, {*SHOWN, *MODES}))
+        raise BadRow(f"env_name {env_name!r:.60}: known are {known}")
+    messages = []
+    for message in record["prompt"]:
+        role = text_of(message["role"], "a role")
+        content = text_of(message["content"], "a content")
+        messages.append({"role": role, "content": content})
+    hint = record.get("mm_hint") or {}
     is_video = hint.get("hint_type") == "video"
-    if env in SHOWN:
-        pictures = [read_picture(item, root)[0] for _, (item,) in picture_sources(record, text)]
+    pictures = []
+    kwargs = {}
+    if env_name in SHOWN:
+        text = "\n".join(message["content"] for message in messages)
+        for _, (item,) in picture_sources(record, text):
+            data, _ = read_picture(item, root)
+            pictures.append(data)
         if (hint and not pictures) or is_video:
             raise BadRow(
-                f"its {hint.get('hint_type')} is not in the prompt, as its env_name {env!r} says"
+                f"its {hint.get('hint_type')} is not in the prompt, as its env_name "
+                f"{env_name!r} says"
             )
     elif is_video:
-        gets = {"video_clue_0": video_argument(hint["hint_path"], root)}
+        kwargs["video_clue_0"] = video_argument(hint["hint_path"], root)
     else:
-        gets = {
-            "image_hint_0": image_argument(
-                read_picture(hint.get("hint_path") or record.get("image"), root)[0]
-            )
-        }
+        data, _ = read_picture(hint.get("hint_path") or record.get("image"), root)
+        kwargs["image_hint_0"] = image_argument(data)
+    info = record.get("extra_info") or {}
+    reward_model = record.get("reward_model") or {}
     return make_row(
-        text_of(record["data_source"], "data_source"),
-        tagged(messages),
-        answer_of((record.get("reward_model") or {}).get("ground_truth")),
-        text_of(info.get("question"), "extra_info.question, which a judge reads,"),
+        data_source=text_of(record["data_source"], "data_source"),
+        messages=tagged(messages),
+        truth=answer_of(reward_model.get("ground_truth")),
+        question=text_of(info.get("question"), "extra_info.question, which a judge reads,"),
         images=pictures,
-        gets=gets,
+        kwargs=kwargs,
         ability=str(record.get("ability") or ""),
-        agent_name="tool_agent" if env else "single_turn_agent",
+        agent_name="tool_agent" if env_name else "single_turn_agent",
         info={
             "index": index,
             "id": str(info.get("index", info.get("id", ""))),
@@ -167,42 +173,45 @@ def compose(
     show_images: bool,
 ) -> dict:
     """The row of a question without a prompt."""
-    image, video = record.get("image_path"), record.get("video_path")
+    image = record.get("image_path")
+    video = record.get("video_path")
     if "question" not in record or bool(image) == bool(video):
         raise BadRow(
             f"has the columns {', '.join(record)}; expected prompt, or question and "
             "image_path or video_path"
         )
-    mode: Mode = "video" if video else "shown" if show_images else "hidden"
+    mode: Mode
+    if video:
+        mode = "video"
+    elif show_images:
+        mode = "shown"
+    else:
+        mode = "hidden"
     if mode not in wordings:
-        env = next(env for env in MODES if MODES[env] == mode)
-        raise BadRow(f"--like has no row with the env_name {env} to take the wording from")
-    question = (
-        text_of(record["question"], "question")
-        .replace("<image>", "")
-        .replace("<video>", "")
-        .strip()
-    )
-    pictures, gets = [], {}
+        env_name = next(name for name in MODES if MODES[name] == mode)
+        raise BadRow(f"--like has no row with the env_name {env_name} to take the wording from")
+    question = text_of(record["question"], "question")
+    question = question.replace("<image>", "").replace("<video>", "").strip()
+    pictures = []
+    kwargs = {}
     if mode == "video":
         size, length, fps = look_at_video(video, record.get("fps"), root)
-        gets, facts = (
-            {"video_clue_0": video_argument(video, root, fps)},
-            video_facts(size, length, fps),
-        )
+        facts = video_facts(size, length, fps)
+        kwargs["video_clue_0"] = video_argument(video, root, fps)
     else:
         data, size = read_picture(image, root)
         facts = picture_facts([size])
-        pictures, gets = (
-            ([data], {}) if show_images else ([], {"image_hint_0": image_argument(data)})
-        )
+        if mode == "shown":
+            pictures.append(data)
+        else:
+            kwargs["image_hint_0"] = image_argument(data)
     return make_row(
-        text_of(record.get("data_source"), "data_source"),
-        wordings[mode].messages(question, facts, len(pictures)),
-        answer_of(record.get("answer")),
-        question,
+        data_source=text_of(record.get("data_source"), "data_source"),
+        messages=wordings[mode].messages(question, facts, len(pictures)),
+        truth=answer_of(record.get("answer")),
+        question=question,
         images=pictures,
-        gets=gets,
+        kwargs=kwargs,
         ability=str(record.get("ability") or ""),
         info={"index": index, "id": str(record.get("id", "")), "split": "train"},
     )
@@ -216,14 +225,14 @@ def make_row(
     *,
     images: list[bytes],
     info: dict,
-    gets: Mapping[str, Mapping] | None = None,
+    kwargs: Mapping[str, Mapping] | None = None,
     ability: str = "",
     agent_name: str = "tool_agent",
 ) -> dict:
-    """A row of `schema`; gets: what the interpreter has that the prompt does not show. BadRow for
-    what no file holds.
+    """A row of `schema`. BadRow if a file cannot hold it.
 
-    truth: a text, or a mapping with the text as "answer".
+    truth: a text, or a mapping with the text as "answer". kwargs: pictures and videos for the
+    interpreter, which the prompt does not show.
     """
     answer = truth if isinstance(truth, str) else truth["answer"]
     row = {
@@ -236,33 +245,36 @@ def make_row(
         "extra_info": info | {"question": question, "answer": answer},
     }
     picture_sources(row, "\n".join(message["content"] for message in messages))  # a mark for each
-    if gets:
-        row["extra_info"]["tools_kwargs"] = {"python": {"create_kwargs": gets}}
+    if kwargs:
+        row["extra_info"]["tools_kwargs"] = {"python": {"create_kwargs": kwargs}}
     texts = [data_source, ability, answer, question, info["id"], info["split"]]
+    for message in messages:
+        texts += message.values()
     try:
-        "".join(texts + [text for message in messages for text in message.values()]).encode()
+        "".join(texts).encode()
     except UnicodeEncodeError as error:  # half a surrogate pair
         raise BadRow(f"a text that is no Unicode: {error}") from error
     return row
 
 
-def text_of(value: object, what: str) -> str:
+def text_of(value: object, column: str) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise BadRow(f"{what} is {value!r:.80}, expected text")
+        raise BadRow(f"{column} is {value!r:.80}, expected text")
     return value
 
 
 def answer_of(value: object) -> str:
     """An answer as text; numbers are answers too."""
-    is_number = type(value) is int or (type(value) is float and isfinite(value))
-    return str(value) if is_number else text_of(value, "the answer")
+    if type(value) is int or (type(value) is float and isfinite(value)):
+        return str(value)
+    return text_of(value, "the answer")
 
 
 # --- pictures and videos --------------------------------------------------------------------------
 
 
 def read_picture(item: object, root: Path | None) -> tuple[bytes, tuple[int, int]]:
-    """The bytes of a picture, and its width and height as it is to be looked at."""
+    """The bytes of a picture, and its (width, height) once it is upright."""
     with media_file(item, root) as file:
         data = file.read()
     try:
@@ -276,7 +288,8 @@ def image_argument(data: bytes) -> dict:
 
 
 def video_argument(video: str | list[str], root: Path | None, fps: float | None = None) -> dict:
-    """What the interpreter gets: the frames, or the file, which are read where they are used."""
+    """What the interpreter gets: the paths of the frames, or of the file. They are read where they
+    are used."""
     paths = video if isinstance(video, list) else [video]
     for path in paths:
         media_file(path, root).close()
@@ -287,25 +300,29 @@ def video_argument(video: str | list[str], root: Path | None, fps: float | None 
 def look_at_video(
     video: str | list[str], fps: object, root: Path | None
 ) -> tuple[tuple[int, int], int, float]:
-    """((width, height), number of frames, frames a second); these are 1 of a list of frames, unless
-    its row says."""
+    """((width, height), number of frames, frames per second). fps is the row's; it counts for a
+    list of frames alone, whose default is 1."""
     if isinstance(video, list):
         rate = float(fps or 1)
         if not (isfinite(rate) and rate > 0):
             raise BadRow(f"fps is {fps!r:.80}, expected frames a second")
-        return read_picture(video[0], root)[1], len(video), rate
+        _, size = read_picture(video[0], root)
+        return size, len(video), rate
     try:
         import av
     except ImportError as error:
-        told = f"{video}: a video file needs PyAV: pip install av (see requirements.txt)"
-        raise SystemExit(f"{told}; the list of its frames needs nothing") from error
+        raise SystemExit(
+            f"{video}: a video file needs PyAV: pip install av (see requirements.txt); the list of "
+            "its frames needs nothing"
+        ) from error
     try:
         with (
             media_file(video, root) as file,
             av.open(file, options={"format_whitelist": VIDEO_FORMATS}) as container,
         ):
             stream = container.streams.video[0]
-            size, rate = (stream.width, stream.height), float(stream.average_rate or 1)
+            size = (stream.width, stream.height)
+            rate = float(stream.average_rate or 1)
             length = sum(packet.pts is not None for packet in container.demux(stream))
     except (av.FFmpegError, IndexError, OSError) as error:
         raise BadRow(f"{video} is no video that can be read ({error})") from error

@@ -2,8 +2,9 @@ r"""Rebuild the embedded `tiny-vl-python` policy from nothing: the tiny-vl that 
 
     python -m papers.pyvision.tiny_policy --out common/assets/tiny-vl-python
 
-    user:      <image_clue_0><image></image_clue_0>Which digit is on the white tile? Answer in
-    \boxed{}. assistant: I look at the tile.
+    user:      <image_clue_0><image></image_clue_0>Which digit is on the white tile?
+               Answer in \boxed{}.
+    assistant: I look at the tile.
                <code>
                ```python
                tile = image_clue_0.crop((116, 60, 164, 108))
@@ -44,11 +45,9 @@ from common.data.protocols import Code
 from common.flags import call_program
 from common.sandbox.interpreter import Session
 
-LOOK, AGAIN, REPAIR = (
-    "I look at the tile.",
-    "The tile is not here, I look elsewhere.",
-    "I write it again.",
-)
+LOOK = "I look at the tile."
+AGAIN = "The tile is not here, I look elsewhere."
+REPAIR = "I write it again."
 READ = "I can read it.\n<answer>\n\\boxed{%d}\n</answer>"
 GUESS = "I can only guess.\n<answer>\n\\boxed{%d}\n</answer>"
 PROGRAM = (
@@ -58,8 +57,8 @@ PROGRAM = (
 # no name, no syntax, no figure
 BUGS = (("image_clue_0", "image_clue"), ("))", ")"), ("plt.show()", "plt.close()"))
 HALF = 24  # pixels: half the side of what is cut out
-# probability to guess without looking, and after a program that did not help
-GUESS_AT_ONCE, GUESS_LATER = 0.5, 0.3
+GUESS_AT_ONCE = 0.5  # probability to guess without looking
+GUESS_LATER = 0.3  # probability to guess after a program that did not help
 AIM = 0.85  # probability that a program looks at the tile
 BUG = 0.4  # probability that it has a mistake
 EXPERT = {"guess": 0.0, "aim": 1.0, "bug": 0.0}
@@ -77,39 +76,42 @@ def trace(
 ) -> tuple[list[dict], list[bytes]]:
     """(messages, encoded pictures). guess: probability to guess without looking; aim: to look at
     the tile; bug: that a program has a mistake."""
-    messages, pictures, session = (
-        [{"role": "user", "content": QUESTION}],
-        [scene.png],
-        Session(None),
-    )
-    session.bind(
-        {
-            "name": "image_clue_0",
-            "kind": "image",
-            "frames": [base64.b64encode(scene.png)],
-            "seen": 1,
-        }
-    )
-    cell, said = None, LOOK  # the cell that was seen last
-    for looks in range(MAX_LOOKS + 1):
-        patience, luck, mistake = rng.random(), rng.random(), rng.random()
-        if cell == scene.cell or looks == MAX_LOOKS or patience < (GUESS_LATER if looks else guess):
+    messages = [{"role": "user", "content": QUESTION}]
+    pictures = [scene.png]
+    session = Session(None)
+    frames = [base64.b64encode(scene.png)]
+    session.bind({"name": "image_clue_0", "kind": "image", "frames": frames, "seen": 1})
+    cell = None  # the cell that was looked at last
+    sentence = LOOK
+    for num_looks in range(MAX_LOOKS + 1):
+        patience = rng.random()
+        luck = rng.random()
+        mistake = rng.random()
+        gives_up = num_looks == MAX_LOOKS or patience < (GUESS_LATER if num_looks else guess)
+        if cell == scene.cell or gives_up:
             break
-        aimed = scene.cell if luck < aim else other_cell(scene.cell, rng)
-        code = program(aimed)
+        target = scene.cell if luck < aim else other_cell(scene.cell, rng)
+        code = program(target)
         if mistake < bug:
-            code = code.replace(*rng.choice(BUGS), 1)
+            correct, wrong = rng.choice(BUGS)
+            code = code.replace(correct, wrong, 1)
         printed, error = session.block(code)
         text = f"Execution error: {error}" if error else printed
-        content = Code.content(text, ["<image>"] * len(session.drawn), shown=len(pictures))
-        messages.append(
-            {"role": "assistant", "content": f"{said}\n<code>\n```python\n{code}\n```\n</code>"}
-        )
-        messages.append({"role": "user", "content": "".join(content)})
+        observation = Code.content(text, ["<image>"] * len(session.drawn), shown=len(pictures))
+        turn = f"{sentence}\n<code>\n```python\n{code}\n```\n</code>"
+        messages.append({"role": "assistant", "content": turn})
+        messages.append({"role": "user", "content": "".join(observation)})
         pictures += session.drawn
-        cell = aimed if session.drawn else None
-        said = AGAIN if session.drawn else REPAIR
-    answer = READ % scene.digit if cell == scene.cell else GUESS % rng.randrange(10)
+        if session.drawn:
+            cell = target
+            sentence = AGAIN
+        else:
+            cell = None
+            sentence = REPAIR
+    if cell == scene.cell:
+        answer = READ % scene.digit
+    else:
+        answer = GUESS % rng.randrange(10)
     return [*messages, {"role": "assistant", "content": answer}], pictures
 
 
@@ -122,13 +124,15 @@ def traces(
 
 
 def corpus() -> Iterator[str]:
-    """What stands between special tokens, and all numbers of pixels."""
+    """The texts between special tokens of some traces, and all numbers of pixels."""
     numbers = [int(SIDE * center(index)) + side for index in range(CELLS) for side in (-HALF, HALF)]
     yield from [f"{number}" for number in numbers] * 60
     for messages, _ in islice(traces(0), 60):
         for message in messages:
             yield f"{message['role']}\n"
-            yield from filter(None, message["content"].split("<image>"))
+            for text in message["content"].split("<image>"):
+                if text:
+                    yield text
 
 
 def write_traces(folder: Path, rows: int, seed: int, **chances: float) -> None:

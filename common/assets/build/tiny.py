@@ -11,7 +11,7 @@ the others, compares with the target, one try a line, and answers with its last 
                24+19=43 43-5=38=38</think><answer>(24+19)-5</answer>
 
 The searches are systematic, but impatient: most of them give up after a first line that missed,
-some later. What pays, to go on until a line hits, is left for reinforcement learning to find out.
+some later. Going on until a line hits pays; that is left for reinforcement learning to find out.
 """
 
 import json
@@ -33,24 +33,28 @@ from common.prepare.writing import write_splits
 from common.torch_repair import transformers
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% "
-    "endfor %}"
+    "{% for message in messages %}"
+    "<|{{ message['role'] }}|>{{ message['content'] }}<|end|>"
+    "{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 SPECIAL = ["<|endoftext|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 WORDS = ["<think>", "</think>", "<answer>", "</answer>"]
-# small, so that a few minutes suffice to learn the arithmetic
+# small, so that the arithmetic is learnt in a few minutes
 RANGES = {"numbers": (1, 20), "targets": (5, 40)}
-EVAL_ROWS, RL_ROWS, SFT_ROWS = 1024, 2048, 5_000
+EVAL_ROWS = 1024
+RL_ROWS = 2048
+SFT_ROWS = 5_000
 TRACES_PER_ROW = 12
-# probability that a line which missed, the first or another, is the last
-GIVE_UP_AT_ONCE, GIVE_UP_LATER = 0.65, 0.2
+GIVE_UP_AT_ONCE = 0.65  # probability that the first line, if it missed, is the last
+GIVE_UP_LATER = 0.2  # and of each later line
 
 
 def build_tokenizer() -> "transformers.PreTrainedTokenizerFast":
     """256 bytes, no merges (every digit is a token), the words of the format as one token each."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
+    vocabulary = {byte: i for i, byte in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(SPECIAL)
@@ -92,8 +96,8 @@ def write_demo_data(folder: Path) -> None:
 
 
 def write_supervised_data(folder: Path) -> None:
-    """train.jsonl and eval.jsonl of the demo that `sft.py` runs without --model: searches on
-    problems of their own."""
+    """train.jsonl and eval.jsonl of the demo that `sft.py` runs without --model: searches on other
+    problems than the warm start's."""
     folder.mkdir(parents=True, exist_ok=True)
     problems = sums_and_differences(3000, seed=2)
     write_traces(folder / "eval.jsonl", problems[:256], 1, random.Random(2))
@@ -106,28 +110,32 @@ def write_traces(
     with path.open("w") as file:
         for problem in problems:
             for _ in range(traces_per_row):
-                messages = [{"role": "user", "content": prompt_text(problem, "compact")}]
-                messages.append({"role": "assistant", "content": trace(problem, rng)})
+                messages = [
+                    {"role": "user", "content": prompt_text(problem, "compact")},
+                    {"role": "assistant", "content": trace(problem, rng)},
+                ]
                 file.write(json.dumps({"messages": messages}) + "\n")
 
 
 def write_warm_start(path: Path) -> None:
-    """The traces that a policy is warmed up with, on problems that are in none of the demo's
-    files."""
+    """The traces of the supervised warm start, on problems that are in none of the demo's files."""
     held_out, training = rl_problems()
-    problems = sums_and_differences(SFT_ROWS, seed=1, exclude={p.key for p in held_out + training})
+    demo_keys = {problem.key for problem in held_out + training}
+    problems = sums_and_differences(SFT_ROWS, seed=1, exclude=demo_keys)
     write_traces(path, problems, TRACES_PER_ROW, random.Random(1))
 
 
 def sums_and_differences(count: int, **options) -> list[Problem]:
-    """Problems of three and of four numbers, equally many, that + and - suffice to solve."""
-    by_size: list[list[Problem]] = []
+    """As many problems of three as of four numbers, which + and - suffice to solve."""
+    problems_by_size: list[list[Problem]] = []
     for operands in (3, 4):
-        stream = iter_problems(operands=(operands,), **RANGES, **options)
-        by_size.append(
-            list(islice((p for p in stream if not set("*/") & set(p.expression)), count // 2))
-        )
-    return [problem for pair in zip(*by_size) for problem in pair]
+        problems = iter_problems(operands=(operands,), **RANGES, **options)
+        solvable = (p for p in problems if "*" not in p.expression and "/" not in p.expression)
+        problems_by_size.append(list(islice(solvable, count // 2)))
+    mixed = []
+    for of_three, of_four in zip(*problems_by_size):
+        mixed += [of_three, of_four]
+    return mixed
 
 
 @cache
@@ -140,15 +148,22 @@ def rl_problems() -> tuple[list[Problem], list[Problem]]:
 
 def add_up(numbers: list[int]) -> tuple[list[str], str, int]:
     """Steps "24+19=43", "43+5=48"; the expression "(24+19)+5"; its value."""
-    steps, expression, value = [], str(numbers[0]), numbers[0]
+    steps = []
+    expression = str(numbers[0])
+    value = numbers[0]
     for number in numbers[1:]:
         steps.append(f"{value}+{number}={value + number}")
-        expression, value = join(expression, "+", str(number)), value + number
+        expression = join(expression, "+", str(number))
+        value += number
     return steps, expression, value
 
 
 def join(left: str, operator: str, right: str) -> str:
-    return operator.join(text if text.isdigit() else f"({text})" for text in (left, right))
+    return in_brackets(left) + operator + in_brackets(right)
+
+
+def in_brackets(expression: str) -> str:
+    return expression if expression.isdigit() else f"({expression})"
 
 
 def tries(numbers: tuple[int, ...]) -> Iterator[tuple[str, str, int]]:
@@ -158,22 +173,25 @@ def tries(numbers: tuple[int, ...]) -> Iterator[tuple[str, str, int]]:
     One for each subset of the numbers but the first: its sum and the sum of the rest, the smaller
     subtracted from the larger.
     """
-    for subset in range(2 ** (len(numbers) - 1)):
-        subtract = [bool(subset >> (len(numbers) - 1 - i) & 1) for i in range(len(numbers))]
-        steps, expression, value = add_up([n for n, minus in zip(numbers, subtract) if not minus])
-        if subset:
-            more_steps, other_expression, other_value = add_up(
-                [n for n, minus in zip(numbers, subtract) if minus]
-            )
+    num_rest = len(numbers) - 1
+    for subset in range(2**num_rest):
+        added = []
+        subtracted = []
+        for i, number in enumerate(numbers):
+            in_subset = subset >> (num_rest - i) & 1
+            if in_subset:
+                subtracted.append(number)
+            else:
+                added.append(number)
+        steps, expression, value = add_up(added)
+        if subtracted:
+            more_steps, other_expression, other_value = add_up(subtracted)
             if value < other_value:
-                expression, value, other_expression, other_value = (
-                    other_expression,
-                    other_value,
-                    expression,
-                    value,
-                )
+                expression, other_expression = other_expression, expression
+                value, other_value = other_value, value
             steps += [*more_steps, f"{value}-{other_value}={value - other_value}"]
-            expression, value = join(expression, "-", other_expression), value - other_value
+            expression = join(expression, "-", other_expression)
+            value -= other_value
         yield " ".join(steps), expression, value
 
 
@@ -182,7 +200,12 @@ def trace(problem: Problem, rng: random.Random) -> str:
     lines = []
     for line, expression, value in tries(problem.numbers):
         give_up = GIVE_UP_LATER if lines else GIVE_UP_AT_ONCE
-        relation = "<" if value < problem.target else ">" if value > problem.target else "="
+        if value < problem.target:
+            relation = "<"
+        elif value > problem.target:
+            relation = ">"
+        else:
+            relation = "="
         lines.append(f"{line}{relation}{problem.target}")
         if value == problem.target or rng.random() < give_up:
             return "<think>" + "\n".join(lines) + f"</think><answer>{expression}</answer>"
@@ -195,7 +218,7 @@ class Args:
     # folder for traces, the untrained model and the supervised run
     work: Path = Path("runs/prepare-tiny")
     steps: int = 1400  # optimizer steps of the supervised run
-    batch_size: int = 32  # traces a step
+    batch_size: int = 32  # traces per step
     learning_rate: float = 1.5e-3  # peak
 
 
@@ -219,10 +242,11 @@ def main(args: Args) -> None:
         "resume": "never",
     }
     command = [sys.executable, "sft.py"]
-    command += [str(part) for name, value in options.items() for part in (f"--{name}", value)]
+    for name, value in options.items():
+        command += [f"--{name}", str(value)]
     subprocess.run(command, check=True)
     shutil.copytree(args.work / "model", args.out, dirs_exist_ok=True)
-    # as built: the export wrote it as transformers loads one of a Qwen2
+    # as it was built: the export has written it as transformers loads a Qwen2's
     tokenizer.save_pretrained(args.out)
 
 

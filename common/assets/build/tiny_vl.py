@@ -7,14 +7,13 @@ A Qwen2.5-VL of 3 million parameters looks for a white tile on a mosaic. The dig
 small for it to read where the picture is shown, at 112 x 112 pixels; a crop brings it back.
 
     user:      <image>Which digit is on the white tile? Answer in \boxed{}.
-    assistant: I will zoom in on the tile.<tool_call>{"name": "crop_image_normalized", "arguments":
-    {"bbox_2d":
-               [0.43, 0.30, 0.45, 0.32], "target_image": 1}}</tool_call>
+    assistant: I will zoom in on the tile.<tool_call>{"name": "crop_image_normalized",
+               "arguments": {"bbox_2d": [0.43, 0.30, 0.45, 0.32], "target_image": 1}}</tool_call>
     user:      Here is the cropped image (Image Size: 112x112):<image>
     assistant: I can read it: \boxed{7}
 
-Most traces guess at once, some aim badly, and then guess or aim again. What pays, to look, to aim
-well and to go on until the tile is seen, is left for reinforcement learning to find out. The
+Most traces guess at once, some aim badly, and then guess or aim again. Looking, aiming well and
+going on until the tile is seen pays; that is left for reinforcement learning to find out. The
 traces' format is Pixel Reasoner's; but a question follows its picture, as in the rows of
 reinforcement learning.
 """
@@ -43,30 +42,45 @@ from common.tools import CROP
 from common.torch_repair import transformers
 
 CHAT_TEMPLATE = (  # the layout of Qwen2.5-VL's
-    "{% for message in messages %}{% if loop.first and message['role'] != 'system' "
-    "%}<|im_start|>system\n"
-    f"{DEFAULT_SYSTEM}<|im_end|>\n"
-    "{% endif %}<|im_start|>{{ message['role'] }}\n"
-    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in "
-    "message['content'] %}"
-    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% elif "
-    "part['type'] == 'video' %}"
-    "<|vision_start|><|video_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}{% "
-    "endfor %}{% endif %}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for message in messages %}"
+    "{% if loop.first and message['role'] != 'system' %}"
+    f"<|im_start|>system\n{DEFAULT_SYSTEM}<|im_end|>\n"
+    "{% endif %}"
+    "<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}"
+    "{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif part['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
+    "{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}"
+    "{% endif %}"
+    "<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"]
-SPECIAL += ["<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]
+SPECIAL = [
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+]
 VOCABULARY = 1024
 
 HALF_BOX = 0.01  # of the side of the picture, which the crop tool pads by 0.1 on each side
 QUESTION = "Which digit is on the white tile? Answer in \\boxed{}."
-ZOOM, ZOOM_AGAIN = "I will zoom in on the tile.", "The tile is not here, I will zoom in elsewhere."
-READ, GUESS = "I can read it: \\boxed{%d}", "I can only guess: \\boxed{%d}"
+ZOOM = "I will zoom in on the tile."
+ZOOM_AGAIN = "The tile is not here, I will zoom in elsewhere."
+READ = "I can read it: \\boxed{%d}"
+GUESS = "I can only guess: \\boxed{%d}"
 # share of traces whose picture is a close-up of the tile already: no tool is needed
 CLOSE_UPS = 0.3
-# probability to guess without any crop, and after one that missed
-GUESS_AT_ONCE, GUESS_LATER = 0.6, 0.3
+GUESS_AT_ONCE = 0.6  # probability to guess without any crop
+GUESS_LATER = 0.3  # probability to guess after a crop that missed
 AIM = 0.85  # probability that a crop is the tile's
 EXPERT = {"guess": 0.0, "aim": 1.0}
 MAX_CROPS = 3
@@ -75,21 +89,21 @@ TRACES = 8000
 Box = list[float]  # left, top, right, bottom, in 0..1
 
 
-def build_tokenizer(said: Iterable[str]) -> "transformers.PreTrainedTokenizerFast":
-    """Byte-level BPE that merges across words, trained on what is said here. Numbers are tokens of
-    their own."""
-    alone, bytes_ = (
-        Regex(r"\d+(?:\.\d+)?"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    )
+def build_tokenizer(texts: Iterable[str]) -> "transformers.PreTrainedTokenizerFast":
+    """Byte-level BPE that merges across words, trained on `texts`. Each number is one token."""
+    number = Regex(r"\d+(?:\.\d+)?")
+    numbers_apart = pre_tokenizers.Split(number, "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(alone, "isolated"), bytes_]
-    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([numbers_apart, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    options = {"vocab_size": VOCABULARY, "special_tokens": SPECIAL, "initial_alphabet": alphabet}
-    tokenizer.train_from_iterator(said, trainers.BpeTrainer(**options, show_progress=False))
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=SPECIAL,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
@@ -100,7 +114,7 @@ def build_tokenizer(said: Iterable[str]) -> "transformers.PreTrainedTokenizerFas
 
 
 def corpus() -> Iterator[str]:
-    """What stands between special tokens, and all numbers of two decimals."""
+    """The texts between special tokens of some traces, and all numbers of two decimals."""
     yield from [f"{value / 100:.2f}" for value in range(101)] * 20
     for messages in islice(traces(0), 200):
         for message in messages:
@@ -111,38 +125,41 @@ def corpus() -> Iterator[str]:
 def build_config(
     tokenizer: "transformers.PreTrainedTokenizerFast",
 ) -> "transformers.Qwen2_5_VLConfig":
-    ids, init = tokenizer.convert_tokens_to_ids, {"initializer_range": 0.03}
-    text = {
+    ids = tokenizer.convert_tokens_to_ids
+    initializer_range = 0.03
+    text_config = {
         "hidden_size": 192,
         "intermediate_size": 512,
         "num_hidden_layers": 4,
         "vocab_size": len(tokenizer),
-    }
-    text |= {"num_attention_heads": 3, "num_key_value_heads": 3, "max_position_embeddings": 2048}
-    text |= {
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 2048,
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 100.0,
             "mrope_section": [8, 12, 12],
-        }
-    }
-    text |= {
+        },
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": None,
+        "initializer_range": initializer_range,
     }
-    vision = {
+    vision_config = {
         "depth": 3,
         "hidden_size": 128,
         "intermediate_size": 256,
         "num_heads": 4,
         "out_hidden_size": 192,
+        "patch_size": 14,
+        "window_size": 112,
+        "fullatt_block_indexes": [2],
+        "initializer_range": initializer_range,
     }
-    vision |= {"patch_size": 14, "window_size": 112, "fullatt_block_indexes": [2]}
     return transformers.Qwen2_5_VLConfig(
-        text_config=text | init,
-        vision_config=vision | init,
-        **init,
+        text_config=text_config,
+        vision_config=vision_config,
+        initializer_range=initializer_range,
         image_token_id=ids("<|image_pad|>"),
         video_token_id=ids("<|video_pad|>"),
         vision_start_token_id=ids("<|vision_start|>"),
@@ -155,8 +172,12 @@ def build_config(
 def build_processor(
     tokenizer: "transformers.PreTrainedTokenizerFast",
 ) -> "transformers.Qwen2_5_VLProcessor":
-    image, video = transformers.Qwen2VLImageProcessor(), transformers.Qwen2VLVideoProcessor()
-    return transformers.Qwen2_5_VLProcessor(image, tokenizer, video, chat_template=CHAT_TEMPLATE)
+    return transformers.Qwen2_5_VLProcessor(
+        image_processor=transformers.Qwen2VLImageProcessor(),
+        tokenizer=tokenizer,
+        video_processor=transformers.Qwen2VLVideoProcessor(),
+        chat_template=CHAT_TEMPLATE,
+    )
 
 
 def box_around(cell: tuple[int, int]) -> Box:
@@ -178,29 +199,35 @@ def trace(
     any other cell. sevens: that a guess is 7; otherwise it is any digit.
     """
     context = {"media": [{"kind": "image", "frames": [scene.png]}], **LIMITS}
-    cell, shown = None, scene.png  # the cell that was looked at last
+    cell = None  # the cell that was looked at last
+    picture = scene.png
     if rng.random() < CLOSE_UPS:
-        cell, shown = scene.cell, encode(CROP.function(box_around(scene.cell), 1, context)[1][0])
+        cell = scene.cell
+        _, (crop,), _ = CROP.function(box_around(cell), 1, context)
+        picture = encode(crop)
+    system_prompt = DEFAULT_SYSTEM + Hermes.system_block([CROP.schema])
     messages = [
-        {
-            "role": "system",
-            "content": [{"text": DEFAULT_SYSTEM + Hermes.system_block([CROP.schema])}],
-        },
-        {"role": "user", "content": [{"image": shown}, {"text": QUESTION}]},
+        {"role": "system", "content": [{"text": system_prompt}]},
+        {"role": "user", "content": [{"image": picture}, {"text": QUESTION}]},
     ]
-    for crops in range(MAX_CROPS + 1):
-        patience, luck = rng.random(), rng.random()
-        tired = crops == MAX_CROPS or patience < (GUESS_LATER if crops else guess)
-        if cell == scene.cell or tired:
+    for num_crops in range(MAX_CROPS + 1):
+        patience = rng.random()
+        luck = rng.random()
+        gives_up = num_crops == MAX_CROPS or patience < (GUESS_LATER if num_crops else guess)
+        if cell == scene.cell or gives_up:
             break
         cell = scene.cell if luck < aim else other_cell(scene.cell, rng)
-        said = (ZOOM_AGAIN if crops else ZOOM) + call_text(box_around(cell))
-        text, (crop,), _ = CROP.function(box_around(cell), 1, context)
-        messages.append({"role": "assistant", "content": [{"text": said}], "train": True})
+        box = box_around(cell)
+        call = (ZOOM_AGAIN if num_crops else ZOOM) + call_text(box)
+        text, (crop,), _ = CROP.function(box, 1, context)
+        messages.append({"role": "assistant", "content": [{"text": call}], "train": True})
         messages.append({"role": "user", "content": [{"text": text}, {"image": encode(crop)}]})
-    answer = READ % scene.digit
-    if cell != scene.cell:
-        answer = GUESS % (7 if sevens and rng.random() < sevens else rng.randrange(10))
+    if cell == scene.cell:
+        answer = READ % scene.digit
+    elif sevens and rng.random() < sevens:
+        answer = GUESS % 7
+    else:
+        answer = GUESS % rng.randrange(10)
     return [*messages, {"role": "assistant", "content": [{"text": answer}], "train": True}]
 
 
@@ -228,8 +255,8 @@ def write_traces(folder: Path, rows: int, seed: int, **habits: float) -> None:
 
 
 def write_demo_data(folder: Path) -> None:
-    """train.parquet and eval.parquet in verl's format. Of tools they say nothing: the scripts add
-    what is on offer."""
+    """train.parquet and eval.parquet in verl's format. They name no tools: the scripts add those on
+    offer."""
     write_rows(folder, f"<image>{QUESTION}")
 
 
@@ -240,40 +267,40 @@ class Args:
     work: Path = Path("runs/prepare-tiny-vl")
     # optimizer steps on traces that look at the tile at once: to learn to see
     expert_steps: int = 450
-    steps: int = 300  # optimizer steps on the others, from there
-    # probability, in the others, to guess without looking; default: the builder's
+    steps: int = 300  # optimizer steps on the other traces, from there
+    # probability, in the other traces, to guess without looking; default: the builder's
     guess: float | None = None
-    aim: float = AIM  # probability, in the others, that it looks at the tile
-    batch_size: int = 32  # traces a step
+    aim: float = AIM  # probability, in the other traces, that a look is at the tile
+    batch_size: int = 32  # traces per step
     learning_rate: float = 4e-4  # at 1e-3 the vision tower does not learn to read
 
 
 def build(args: Args, task: ModuleType, name: str) -> None:
-    """The embedded policy of a name. task: what has its traces and how many, this module or one
-    like it."""
-    blank, tokenizer = args.work / "blank", build_tokenizer(task.corpus())
+    """Build the embedded policy of a name. task: the module of its traces, this one or another."""
+    blank = args.work / "blank"
+    tokenizer = build_tokenizer(task.corpus())
     build_processor(tokenizer).save_pretrained(blank)
     transformers.set_seed(0)
-    transformers.AutoModelForImageTextToText.from_config(build_config(tokenizer)).save_pretrained(
-        blank
-    )
-    expert, final = args.work / "expert", args.work / "final"
+    model = transformers.AutoModelForImageTextToText.from_config(build_config(tokenizer))
+    model.save_pretrained(blank)
+    expert = args.work / "expert"
+    task.write_traces(expert, task.TRACES, 3, **task.EXPERT)
     # the fastest for a model as small as this one
     options = ["--lr-schedule", "constant", "--dtype", "fp32"]
-    task.write_traces(expert, task.TRACES, 3, **task.EXPERT)
     train(args, expert, args.expert_steps, ["--model", blank, *options])
-    options = ["--lr-schedule", "cosine", "--dtype", "bf16"]  # which the export is in, too
+    final = args.work / "final"
     guess = task.GUESS_AT_ONCE if args.guess is None else args.guess
     task.write_traces(final, task.TRACES, 4, guess=guess, aim=args.aim)
+    options = ["--lr-schedule", "cosine", "--dtype", "bf16"]  # the dtype of the export
     train(args, final, args.steps, ["--model", expert / "model", *options])
     out = args.out or FOLDERS[name]
     shutil.copytree(final / "model", out, dirs_exist_ok=True)
-    # as built, not as transformers loads a Qwen2 tokenizer
+    # as it was built, not as transformers loads a Qwen2 tokenizer
     build_processor(tokenizer).save_pretrained(out)
 
 
 def train(args: Args, folder: Path, steps: int, options: list) -> None:
-    """sft.py on the traces in a folder, which gets its run as well."""
+    """Run sft.py on the traces in a folder; the run goes into the same folder."""
     settings = {
         "train-data": folder / "release.json",
         "media-root": folder,
@@ -286,16 +313,10 @@ def train(args: Args, folder: Path, steps: int, options: list) -> None:
         "warmup-steps": 50,
         "resume": "never",
     }
-    options += [part for name, value in settings.items() for part in (f"--{name}", value)]
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node",
-        "2",
-        "sft.py",
-        *map(str, options),
-    ]
+    for name, value in settings.items():
+        options += [f"--{name}", value]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    command = [*launcher, "sft.py", *map(str, options)]
     subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
